@@ -1,0 +1,68 @@
+# Everything a person or a machine does with this repository. `make help` lists it.
+# PYTHON chooses the interpreter of .venv; without it the first of these that is new enough is taken.
+# STUBS is the folder that `make protos` writes to.
+PYTHON  ?= $(firstword $(foreach p,python3 python3.11 python3.12 python3.13 python,$(shell $(p) -c $(NEW_ENOUGH) 2>/dev/null && echo $(p))))
+VENV    := .venv
+BIN     := $(VENV)/bin
+READY   := $(VENV)/.ready
+PROTOS  := $(wildcard protos/eyas/v1/*.proto)
+STUBS   := .
+
+NEW_ENOUGH = 'import sys; sys.exit(sys.version_info < (3, 11))'
+
+# pip's log as one line that rewrites itself on a terminal, and as its last step elsewhere.
+define PROGRESS
+while IFS= read -r line; do \
+	if [ -t 1 ]; then printf '\r\033[K  %.76s' "$$line"; \
+	elif [[ "$$line" == Installing* ]]; then printf '  %.76s...\n' "$$line"; fi; \
+done; [ ! -t 1 ] || printf '\r\033[K'
+endef
+
+SHELL := bash
+.SHELLFLAGS := -eu -o pipefail -c
+MAKEFLAGS += --no-print-directory
+.DEFAULT_GOAL := help
+.PHONY: help setup demo up test lint format protos clean
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' Makefile
+
+setup: $(READY) ## make .venv with everything that the other targets need
+
+$(READY): pyproject.toml constraints.txt
+	@test -n "$(PYTHON)" && "$(PYTHON)" -c $(NEW_ENOUGH) || { \
+		echo "Eyas needs Python 3.11 or newer$(if $(PYTHON),; $(PYTHON) is older or missing). Install it or name it: make setup PYTHON=/path/to/python3.11" >&2; \
+		exit 1; }
+	@echo "Setting up $(VENV) with $$("$(PYTHON)" --version); the first time takes a few minutes"
+	@"$(PYTHON)" -m venv $(VENV)
+	@$(BIN)/python -m pip install --disable-pip-version-check -e '.[serve,dev]' -c constraints.txt 2>&1 \
+		| tee $(VENV)/setup.log | { $(PROGRESS); } || { tail -n 20 $(VENV)/setup.log >&2; exit 1; }
+	@touch $(READY)
+	@echo "$(VENV) is ready"
+
+demo: $(READY) ## start all services here, compare plain with speculative decoding, stop
+	@$(BIN)/python -m services.local demo
+
+up: $(READY) ## start all services here and keep them running
+	@$(BIN)/python -m services.local up
+
+test: lint ## lint, then every test
+	@$(BIN)/python -m pytest -q
+
+lint: $(READY) ## style, types and import contracts
+	@$(BIN)/ruff check --quiet
+	@$(BIN)/ruff format --check --quiet || { echo "the files above are not formatted; run: make format" >&2; exit 1; }
+	@$(BIN)/mypy --strict eyas services
+	@$(BIN)/lint-imports --no-logo
+
+format: $(READY) ## format the code and mend what ruff can mend
+	@$(BIN)/ruff check --fix --quiet || true
+	@$(BIN)/ruff format
+
+protos: $(READY) ## regenerate eyas/v1 from protos/
+	@PATH="$(BIN):$$PATH" $(BIN)/python -m grpc_tools.protoc -I protos --python_out=$(STUBS) --grpc_python_out=$(STUBS) \
+		--mypy_out=quiet:$(STUBS) --mypy_grpc_out=quiet:$(STUBS) $(PROTOS)
+
+clean: ## remove .venv, caches and build results
+	@rm -rf $(VENV) build dist *.egg-info .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
+	@find eyas services tests -name __pycache__ -type d -prune -exec rm -rf {} +

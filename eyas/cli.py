@@ -1,0 +1,179 @@
+"""The `eyas` command: a client of a running router. Knows the wire, no model and no torch."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Annotated, Any
+
+import grpc
+import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from eyas.request import Request, SamplingParams
+from eyas.rpc.channel import open_sync_channel
+from eyas.rpc.messages import GenerateCall, TextChunk, Totals
+from eyas.rpc.wire import call_to_message, chunk_from_message, models_from_message
+from eyas.v1.generation_pb2 import ListModelsRequest
+from eyas.v1.generation_pb2_grpc import GenerationStub
+
+FORESEEN_STYLE = "bold green"
+TARGET_STYLE = "yellow"
+LIST_SECONDS = 10.0
+
+Address = Annotated[str, typer.Option(envvar="EYAS_ADDRESS", help="host:port of the router.")]
+
+app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
+
+
+@app.callback()
+def _eyas() -> None:
+    """Eyas: large language models served faster, saying exactly what they would have said."""
+
+
+@app.command()
+def generate(
+    prompt: Annotated[str, typer.Argument(help="The text to continue.")],
+    address: Address = "127.0.0.1:50050",
+    max_tokens: Annotated[int, typer.Option(help="Most tokens to emit.")] = 128,
+    temperature: Annotated[float, typer.Option(help="0 takes the likeliest token each time.")] = 1.0,
+    top_k: Annotated[int, typer.Option(help="Draw from the k likeliest tokens; 0 from all.")] = 0,
+    top_p: Annotated[float, typer.Option(help="Draw from the likeliest tokens that hold this probability.")] = 1.0,
+    seed: Annotated[int | None, typer.Option(help="The same seed gives the same text.")] = None,
+    stop: Annotated[list[str] | None, typer.Option(help="Text to stop before; may be repeated.")] = None,
+    model: Annotated[str, typer.Option(help="Name of the model; may be left out where one is served.")] = "",
+    session: Annotated[str, typer.Option(help="Groups the requests of one conversation.")] = "",
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object per chunk, and one with statistics.")] = False,
+) -> None:
+    """Stream the continuation of PROMPT; tokens that the drafter foresaw are shown differently."""
+    sampling = SamplingParams(max_tokens, temperature, top_k, top_p, seed, tuple(stop or ()))
+    call = GenerateCall(Request("", (), sampling, session), prompt_text=prompt, model=model)
+    printer = JsonPrinter() if as_json else ScreenPrinter(Console(highlight=False, soft_wrap=True))
+    with _reported():
+        for chunk in _stream(address, call):
+            printer.add(chunk)
+            if chunk.chunk.finish_reason == "error":
+                _fail(f"INTERNAL: {chunk.chunk.message}")
+
+
+@app.command()
+def models(address: Address = "127.0.0.1:50050") -> None:
+    """List the models that can be asked for now."""
+    with _reported(), open_sync_channel(address) as channel:
+        infos = models_from_message(GenerationStub(channel).ListModels(ListModelsRequest(), timeout=LIST_SECONDS))
+    table = Table("model", "context", "vocabulary", "target", "draft head")
+    for info in infos:
+        facts = (str(info.context_length), str(info.vocab_size), info.fingerprint[:12], info.head_fingerprint[:12] or "none")
+        table.add_row(info.name, *facts)
+    Console().print(table)
+
+
+class JsonPrinter:
+    """Chunks as JSON Lines; the last line holds the finish reason and the statistics."""
+
+    def __init__(self) -> None:
+        self._started = time.perf_counter()
+
+    def add(self, chunk: TextChunk) -> None:
+        """Print one chunk, and the statistics after the last."""
+        inner = chunk.chunk
+        line: dict[str, Any] = {"token_ids": inner.token_ids, "foreseen": inner.foreseen, "text": chunk.text}
+        if inner.round:
+            line["round"] = dataclasses.asdict(inner.round)
+        if chunk.seed is not None:
+            line["seed"] = chunk.seed
+        print(json.dumps(line), flush=True)
+        if chunk.totals:
+            seconds = time.perf_counter() - self._started
+            print(json.dumps(_final(chunk.totals, inner.finish_reason, seconds)), flush=True)
+
+
+class ScreenPrinter:
+    """Text as it comes, in two styles, with a legend and the statistics below it."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._started = time.perf_counter()
+
+    def add(self, chunk: TextChunk) -> None:
+        """Print one chunk, and the legend after the last."""
+        for text in _styled(chunk):
+            self._console.print(text, end="")
+        if chunk.totals:
+            self._console.print("\n")
+            self._console.print(
+                Text.assemble(("foreseen by the drafter", FORESEEN_STYLE), ", ", ("the target's own", TARGET_STYLE))
+            )
+            self._console.print(_summary(chunk.totals, time.perf_counter() - self._started), style="dim")
+
+
+def _styled(chunk: TextChunk) -> Iterator[Text]:
+    """The chunk's text, token by token; text released at the end counts as the target's own."""
+    at = 0
+    for length, foreseen in zip(chunk.text_lengths, chunk.chunk.foreseen, strict=True):
+        yield Text(chunk.text[at : at + length], FORESEEN_STYLE if foreseen else TARGET_STYLE)
+        at += length
+    yield Text(chunk.text[at:], TARGET_STYLE)
+
+
+def _summary(totals: Totals, seconds: float) -> str:
+    rounds = f", {totals.stats.num_rounds} rounds, tau {totals.stats.acceptance_length:.2f}" if totals.stats else ""
+    return f"{totals.num_output_tokens} tokens{rounds}, {totals.num_output_tokens / seconds:.1f} tokens/s"
+
+
+def _final(totals: Totals, finish_reason: str | None, seconds: float) -> dict[str, Any]:
+    final = {
+        "finish_reason": finish_reason,
+        "num_prompt_tokens": totals.num_prompt_tokens,
+        "num_output_tokens": totals.num_output_tokens,
+        "seconds": round(seconds, 6),
+        "tokens_per_second": round(totals.num_output_tokens / seconds, 3),
+    }
+    if totals.stats:
+        final["stats"] = dataclasses.asdict(totals.stats) | {
+            "acceptance_length": totals.stats.acceptance_length,
+            "acceptance_by_depth": totals.stats.acceptance_by_depth,
+        }
+    return final
+
+
+def _stream(address: str, call: GenerateCall) -> Iterator[TextChunk]:
+    """Chunks of a call; leaving early cancels it."""
+    with open_sync_channel(address) as channel:
+        answers = GenerationStub(channel).Generate(call_to_message(call))
+        try:
+            yield from map(chunk_from_message, answers)
+        finally:
+            answers.cancel()
+
+
+@contextmanager
+def _reported() -> Iterator[None]:
+    """A failed call becomes one line on stderr and exit status 1; Ctrl-C becomes 130."""
+    try:
+        yield
+    except grpc.RpcError as error:
+        _fail(f"{error.code().name}: {error.details()}")
+    except KeyboardInterrupt:
+        print(file=sys.stderr)
+        raise typer.Exit(130) from None
+
+
+def _fail(reason: str) -> None:
+    print(f"error: {reason}", file=sys.stderr)
+    raise typer.Exit(1)
+
+
+def main() -> None:
+    """Run the command line."""
+    app()
+
+
+if __name__ == "__main__":
+    main()

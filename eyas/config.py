@@ -1,0 +1,236 @@
+"""Settings of every part as frozen values; `load` reads them from YAML and --set, and says what does not validate.
+
+The values know nothing of files; only `load` imports pydantic and yaml.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, fields, is_dataclass
+from pathlib import Path
+from typing import Any, Literal, TypeVar, cast, get_type_hints
+
+from eyas.errors import ConfigError
+
+ConfigT = TypeVar("ConfigT")
+Dtype = Literal["float32", "bfloat16", "float16"]
+
+
+@dataclass(frozen=True)
+class TreeConfig:
+    """Shape of a dynamic draft tree. nodes counts the root; depth are levels below it; width is the frontier of a level."""
+
+    nodes: int = 24
+    depth: int = 5
+    width: int = 8
+
+    def __post_init__(self) -> None:
+        _require(self.nodes >= 1 and self.depth >= 0 and self.width >= 1, "tree needs nodes >= 1, depth >= 0, width >= 1")
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """Limits of one engine.
+
+    num_slots: token slots of KV cache; a request needs prompt + max_tokens + tree nodes of them.
+    max_running: most sequences in a step. max_waiting: most requests in the queue.
+    step_tokens: most prompt tokens that one step prefills.
+    context_length: most tokens of prompt and output together; 0 takes the model's own limit.
+    """
+
+    num_slots: int = 16384
+    max_running: int = 32
+    max_waiting: int = 1024
+    step_tokens: int = 512
+    context_length: int = 0
+
+    def __post_init__(self) -> None:
+        _require(self.num_slots >= 1, f"num_slots is {self.num_slots}; it must be at least 1")
+        _require(self.max_running >= 1, f"max_running is {self.max_running}; it must be at least 1")
+        _require(self.step_tokens >= 1, f"step_tokens is {self.step_tokens}; it must be at least 1")
+
+
+@dataclass(frozen=True)
+class EagleConfig:
+    """Settings of an EAGLE drafter.
+
+    num_slots: token slots of draft KV for all sessions; the session unused for longest is forgotten when they run out.
+    shared_noise: rank children by the draft law perturbed with the noise of the target's own draw (temperature > 0).
+    noise_scale: softness s of the perturbed law.
+    """
+
+    num_slots: int = 65536
+    shared_noise: bool = True
+    noise_scale: float = 1.0
+
+    def __post_init__(self) -> None:
+        _require(self.num_slots >= 1, f"num_slots is {self.num_slots}; it must be at least 1")
+        _require(self.noise_scale > 0, f"noise_scale is {self.noise_scale}; it must be above 0")
+
+
+@dataclass(frozen=True)
+class ServerConfig:
+    """Where a service listens and how it tells others. port 0 takes a free one; advertise defaults to host."""
+
+    host: str = "127.0.0.1"
+    port: int = 0
+    advertise: str = ""
+    drain_seconds: float = 30.0
+
+
+@dataclass(frozen=True)
+class RegistryConfig:
+    """Where leases are kept, and how long they live without a heartbeat, in seconds."""
+
+    url: str = "redis://127.0.0.1:6379/0"
+    ttl: float = 5.0
+    heartbeat: float = 1.0
+
+    def __post_init__(self) -> None:
+        _require(0 < self.heartbeat < self.ttl, f"heartbeat {self.heartbeat} must lie between 0 and ttl {self.ttl}")
+
+
+@dataclass(frozen=True)
+class DraftLinkConfig:
+    """How long a verifier waits for drafts, in seconds.
+
+    deadline: longest wait for the trees of one step; later ones are dropped and the rows decode plainly.
+    max_failures: failed or late rounds in a row before the drafter is left alone for `reset` seconds.
+    chunk_tokens: most feature rows in one message.
+    """
+
+    deadline: float = 0.5
+    max_failures: int = 3
+    reset: float = 0.5
+    chunk_tokens: int = 512
+
+
+@dataclass(frozen=True)
+class VerifierConfig:
+    """The verifier service. head: the draft checkpoint whose fc fuses this target's features; empty sends none."""
+
+    model: str
+    target: str
+    head: str = ""
+    dtype: Dtype = "float32"
+    device: str = "cpu"
+    threads: int = 0
+    tree: TreeConfig = field(default_factory=TreeConfig)
+    engine: EngineConfig = field(default_factory=EngineConfig)
+    link: DraftLinkConfig = field(default_factory=DraftLinkConfig)
+    server: ServerConfig = field(default_factory=ServerConfig)
+    registry: RegistryConfig = field(default_factory=RegistryConfig)
+
+
+@dataclass(frozen=True)
+class DraftConfig:
+    """The draft service. target: where the target's embeddings and config are read from."""
+
+    model: str
+    target: str
+    head: str
+    drafter: str = "eagle3"
+    dtype: Dtype = "float32"
+    device: str = "cpu"
+    threads: int = 0
+    tree: TreeConfig = field(default_factory=TreeConfig)
+    eagle: EagleConfig = field(default_factory=EagleConfig)
+    server: ServerConfig = field(default_factory=ServerConfig)
+    registry: RegistryConfig = field(default_factory=RegistryConfig)
+
+
+@dataclass(frozen=True)
+class ServedModel:
+    """A model that the router takes requests for. tokenizer: folder or hub id that holds its tokenizer.json."""
+
+    name: str
+    tokenizer: str
+
+
+@dataclass(frozen=True)
+class RouterConfig:
+    """The router service. Times in seconds.
+
+    request_timeout: longest life of a request without a deadline of its own.
+    stall_timeout: longest silence of a verifier before the request is failed.
+    """
+
+    models: tuple[ServedModel, ...]
+    request_timeout: float = 600.0
+    stall_timeout: float = 60.0
+    server: ServerConfig = field(default_factory=ServerConfig)
+    registry: RegistryConfig = field(default_factory=RegistryConfig)
+
+
+def load(kind: type[ConfigT], file: Path | None, assignments: Iterable[str] = ()) -> ConfigT:
+    """Read `kind` from a YAML file, then apply `key.sub=value` assignments (values are YAML).
+
+    Raises ConfigError naming the file, the key and, for an unknown key, the nearest valid one.
+    """
+    import yaml
+    from pydantic import TypeAdapter, ValidationError
+
+    try:
+        data = yaml.safe_load(file.read_text()) if file else {}
+    except (OSError, yaml.YAMLError) as error:
+        raise ConfigError(f"cannot read config {file}: {error}") from error
+    if not isinstance(data or {}, dict):
+        raise ConfigError(f"{file}: expected a mapping of settings, got {type(data).__name__}")
+    data = data or {}
+    for assignment in assignments:
+        _assign(data, assignment)
+    _check_keys(kind, data, "")
+    try:
+        return TypeAdapter(kind).validate_python(data)
+    except ValidationError as error:
+        problems = "; ".join(f"{'.'.join(map(str, e['loc'])) or kind.__name__}: {e['msg']}" for e in error.errors())
+        raise ConfigError(f"{file or 'settings'}: {problems}") from error
+
+
+def describe(config: object, prefix: str = "") -> list[str]:
+    """One `key = value` line per setting, with passwords inside URLs masked."""
+    lines: list[str] = []
+    for item in fields(cast(Any, config)):
+        value = getattr(config, item.name)
+        if is_dataclass(value):
+            lines += describe(value, f"{prefix}{item.name}.")
+        else:
+            lines.append(f"{prefix}{item.name} = {_masked(value)}")
+    return lines
+
+
+def _masked(value: object) -> str:
+    text = str(value)
+    scheme, found, rest = text.partition("://")
+    return f"{scheme}://***@{rest.rpartition('@')[2]}" if found and "@" in rest else text
+
+
+def _assign(data: dict[str, Any], assignment: str) -> None:
+    import yaml
+
+    path, found, value = assignment.partition("=")
+    if not found or not path:
+        raise ConfigError(f"--set {assignment!r}: expected key=value, for instance server.port=7000")
+    *parents, key = path.split(".")
+    for parent in parents:
+        data = data.setdefault(parent, {})
+        if not isinstance(data, dict):
+            raise ConfigError(f"--set {assignment!r}: {parent} is a value, not a group of settings")
+    data[key] = yaml.safe_load(value)
+
+
+def _check_keys(kind: Any, data: Mapping[str, Any], prefix: str) -> None:
+    """Raises ConfigError for a key that `kind` does not have."""
+    hints = get_type_hints(kind)
+    for key, value in data.items():
+        if key not in hints:
+            near = difflib.get_close_matches(str(key), list(hints), n=1, cutoff=0.0)
+            raise ConfigError(f"unknown setting {prefix}{key}; did you mean {prefix}{near[0]}? Known: {', '.join(hints)}")
+        if is_dataclass(hints[key]) and isinstance(value, Mapping):
+            _check_keys(hints[key], value, f"{prefix}{key}.")
+
+
+def _require(condition: bool, message: str) -> None:
+    if not condition:
+        raise ConfigError(message)

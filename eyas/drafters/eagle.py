@@ -1,0 +1,212 @@
+"""The EAGLE-3 drafter: committed tokens and fused features in, dynamic draft trees out.
+
+Pair i of a session joins feature i with token i+1 at draft position i. Draft KV is kept in slots for pairs of true
+features only; what a tree adds is thrown away with it, and accepted positions are computed anew from true features.
+Legend: S sessions, R new pairs, W frontier rows, L prefix length, J key-value heads, D head width, H draft hidden.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from eyas.cache.kv import SlotPools
+from eyas.cache.slots import SlotAllocator, Slots
+from eyas.commit import Refusal
+from eyas.config import EagleConfig, TreeConfig
+from eyas.drafters.base import Draft, DraftContext, DrafterNeeds
+from eyas.drafters.expand import grow, select
+from eyas.drafters.ranking import Ranker
+from eyas.models.attention import attend, masked_attention
+from eyas.models.eagle import Eagle3Head
+from eyas.models.inputs import Segment, pack
+from eyas.tree import DraftTree
+
+
+@dataclass
+class _Session:
+    """committed: tokens known; slots: one per pair, committed - 1 of them, or none if the session did not fit."""
+
+    epoch: int
+    committed: int
+    slots: Slots
+    dormant: bool = False
+
+
+class EagleDrafter:
+    """Implements eyas.drafters.base.Drafter. Not safe for use from several threads."""
+
+    def __init__(self, head: Eagle3Head, tree: TreeConfig, config: EagleConfig) -> None:
+        self._head = head
+        self._tree = tree
+        self._config = config
+        c = head.config
+        self._pools = SlotPools(config.num_slots, [(c.num_kv_heads, c.head_dim)], 0, head.embedding.dtype, head.embedding.device)
+        self._allocator = SlotAllocator(config.num_slots)
+        self._sessions: OrderedDict[str, _Session] = OrderedDict()
+
+    @property
+    def needs(self) -> DrafterNeeds:
+        return DrafterNeeds(features=True)
+
+    @torch.inference_mode()
+    def propose(self, contexts: Sequence[DraftContext]) -> list[Draft]:
+        """See Drafter. One forward over all new pairs, then one per tree level for all sessions together."""
+        drafts: list[Draft] = [self._admit(context, {c.session for c in contexts}) for context in contexts]
+        ready = [i for i, draft in enumerate(drafts) if draft is None]
+        if ready:
+            states = self._extend([contexts[i] for i in ready])
+            for i in ready:
+                drafts[i] = DraftTree.root_only(contexts[i].tokens[-1])
+            rows = [row for row, i in enumerate(ready) if contexts[i].budget.wants_tree]
+            if rows:
+                asked = [ready[row] for row in rows]
+                for i, tree in zip(asked, self._grow([contexts[i] for i in asked], states[rows]), strict=True):
+                    drafts[i] = tree
+        return drafts
+
+    def release(self, sessions: Sequence[str]) -> None:
+        for key in sessions:
+            session = self._sessions.pop(key, None)
+            if session is not None:
+                self._allocator.free(session.slots)
+
+    def check(self) -> None:
+        """Assert the integrity of slots and owners."""
+        self._allocator.check_owners([session.slots for session in self._sessions.values()])
+
+    @property
+    def num_free_slots(self) -> int:
+        return self._allocator.num_free
+
+    def _admit(self, context: DraftContext, busy: set[str]) -> Draft:
+        """None if the context continues its session and has slots for its new pairs; else the answer to give."""
+        session = self._sessions.get(context.session)
+        if session is None or session.epoch != context.epoch:
+            self.release([context.session])
+            session = _Session(context.epoch, 0, np.zeros(0, dtype=np.int64))
+            self._sessions[context.session] = session
+        if session.committed != context.base:
+            return Refusal(context.session, context.epoch, session.committed)
+        self._sessions.move_to_end(context.session)
+        session.committed = context.committed
+        if session.dormant or not self._make_room(_num_pairs(context), busy):
+            self._put_to_sleep(session)
+            return DraftTree.root_only(context.tokens[-1])
+        session.slots = np.concatenate([session.slots, self._allocator.take(_num_pairs(context))])
+        return None
+
+    def _make_room(self, count: int, busy: set[str]) -> bool:
+        """Forget the sessions unused for longest, but not those of this call, until `count` slots are free."""
+        idle = [key for key in self._sessions if key not in busy]
+        while self._allocator.num_free < count and idle:
+            self.release([idle.pop(0)])
+        return self._allocator.num_free >= count
+
+    def _put_to_sleep(self, session: _Session) -> None:
+        """A session that does not fit is followed without KV: it gets no trees, and costs nothing."""
+        self._allocator.free(session.slots)
+        session.slots, session.dormant = session.slots[:0], True
+
+    def _extend(self, contexts: Sequence[DraftContext]) -> Tensor:
+        """Store keys and values of all new pairs; the state [S, H] behind each session's last pair."""
+        head, (keys,), (values,) = self._head, self._pools.keys, self._pools.values
+        device = keys.device
+        slots = [self._sessions[c.session].slots for c in contexts]
+        counts = [_num_pairs(c) for c in contexts]
+        new = np.concatenate([s[len(s) - n :] for s, n in zip(slots, counts, strict=True)])
+        positions = np.concatenate([np.arange(len(s) - n, len(s)) for s, n in zip(slots, counts, strict=True)])
+        tokens = np.array([t for c, n in zip(contexts, counts, strict=True) for t in c.tokens[len(c.tokens) - n :]])
+        features = torch.cat([c.features for c in contexts if c.features is not None]).to(device, keys.dtype)
+        rows = head.project(features, torch.from_numpy(tokens).to(device), torch.from_numpy(positions).to(device))
+        keys.index_copy_(0, torch.from_numpy(new).to(device), rows.key)
+        values.index_copy_(0, torch.from_numpy(new).to(device), rows.value)
+        last = torch.from_numpy(np.cumsum(counts) - 1).to(device)
+        packed = pack([_last_pair(s) for s in slots], device)
+        attended = attend(rows.query[last], keys, values, packed, head.config.head_dim**-0.5)
+        return head.finish(attended, rows.residual[last])
+
+    def _grow(self, contexts: Sequence[DraftContext], states: Tensor) -> list[DraftTree]:
+        depth = min(self._tree.depth, max(context.budget.max_depth for context in contexts))
+        shape = TreeConfig(self._tree.nodes, depth, self._tree.width)
+        ranker = Ranker(contexts, self._config, depth, self._head.draft_ids)
+        slots = [self._sessions[context.session].slots for context in contexts]
+        expansion = _EagleExpansion(self._head, ranker, self._pools, slots, states, shape)
+        candidates = grow(expansion, shape)
+        return select(candidates, [c.tokens[-1] for c in contexts], [c.budget for c in contexts], self._head.draft_ids)
+
+
+class _EagleExpansion:
+    """The head in the middle of growing trees: the prefix's keys and values, followed by those of the tree rows."""
+
+    def __init__(
+        self, head: Eagle3Head, ranker: Ranker, pools: SlotPools, slots: Sequence[Slots], states: Tensor, shape: TreeConfig
+    ) -> None:
+        self._head, self._ranker, self._width = head, ranker, shape.width
+        self._states = states[:, None]
+        lengths = torch.tensor([len(s) for s in slots], device=states.device)
+        self._length = int(max(len(s) for s in slots))
+        self._positions = lengths[:, None] - 1
+        padded = np.stack([np.pad(s, (0, self._length - len(s))) for s in slots])
+        index = torch.from_numpy(padded).to(states.device)
+        room = self._width * (shape.depth - 1)
+        self._keys, self._values = (_buffer(pool[0], index, room) for pool in (pools.keys, pools.values))
+        hidden = torch.arange(self._length, device=states.device) >= lengths[:, None]
+        self._bias = torch.zeros(len(slots), 1, self._width, self._length + room, device=states.device, dtype=states.dtype)
+        self._bias[..., : self._length].masked_fill_(hidden[:, None, None], float("-inf"))
+        self._seen = torch.zeros(len(slots), self._width, 0, dtype=torch.bool, device=states.device)
+
+    def first(self) -> Tensor:
+        return self._ranker.scores(self._head.logits(self._states), 0)
+
+    def next(self, level: int, parents: Tensor, tokens: Tensor) -> Tensor:
+        head, (sessions, width) = self._head, tokens.shape
+        c = head.config
+        above = _rows(self._states, parents)
+        positions = (self._positions + level).expand_as(tokens).flatten()
+        rows = head.project(above.flatten(0, 1), head.draft_ids[tokens].flatten(), positions)
+        start, end = self._length + width * (level - 1), self._length + width * level
+        self._keys[:, :, start:end] = rows.key.view(sessions, width, -1, c.head_dim).transpose(1, 2)
+        self._values[:, :, start:end] = rows.value.view(sessions, width, -1, c.head_dim).transpose(1, 2)
+        own = torch.eye(width, dtype=torch.bool, device=tokens.device).expand(sessions, -1, -1)
+        self._seen = torch.cat([_rows(self._seen, parents), own], dim=2)
+        self._bias[:, 0, :, self._length : end].zero_().masked_fill_(~self._seen, float("-inf"))
+        query = rows.query.view(sessions, width, c.num_kv_heads, -1, c.head_dim).permute(0, 2, 3, 1, 4)
+        bias = self._bias[..., :end].repeat(1, 1, c.num_heads // c.num_kv_heads, 1)
+        attended = masked_attention(
+            query.reshape(sessions, c.num_kv_heads, -1, c.head_dim),
+            self._keys[:, :, :end],
+            self._values[:, :, :end],
+            bias,
+            c.head_dim**-0.5,
+        )
+        attended = attended.view(sessions, c.num_kv_heads, -1, width, c.head_dim).permute(0, 3, 1, 2, 4)
+        states = head.finish(attended.reshape(sessions * width, c.num_heads, c.head_dim), rows.residual)
+        self._states = states.view(sessions, width, -1)
+        return self._ranker.scores(head.logits(self._states), level)
+
+
+def _num_pairs(context: DraftContext) -> int:
+    """New pairs that a context completes: the very first token has no feature before it."""
+    return len(context.tokens) - (1 if context.base == 0 else 0)
+
+
+def _last_pair(slots: Slots) -> Segment:
+    last = np.array([len(slots) - 1])
+    return Segment(last, last, slots[-1:], slots[:-1], None, np.zeros(1, dtype=np.int64))
+
+
+def _buffer(pool: Tensor, index: Tensor, room: int) -> Tensor:
+    """The pool's rows at index [S, L], and room behind them: [S, J, L + room, D]."""
+    rows = pool[index].transpose(1, 2)
+    return torch.cat([rows, rows.new_zeros(*rows.shape[:2], room, rows.shape[3])], dim=2)
+
+
+def _rows(x: Tensor, rows: Tensor) -> Tensor:
+    """x[s, rows[s]] for every session; x [S, R, ...], rows [S, W]. A single row serves all."""
+    return x.gather(1, rows[:, :, None].expand(-1, -1, x.shape[2])) if x.shape[1] > 1 else x.expand(-1, rows.shape[1], -1)

@@ -1,0 +1,103 @@
+"""Grows dynamic draft trees (EAGLE-2, Li et al. 2024, section 4) for many sessions at once. Knows no sessions' state.
+
+Legend: S sessions, W width, R rows per session, H hidden, D draft vocabulary, P candidates, N nodes.
+Candidates are numbered level by level from 1; 0 is the root. Scores are cumulative float32 log-probabilities.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from eyas.commit import Budget
+from eyas.config import TreeConfig
+from eyas.models.law import Ranked, rank
+from eyas.tree import DraftTree
+
+
+class Expansion(Protocol):
+    """A draft model in the middle of growing trees."""
+
+    def first(self) -> Tensor:
+        """Scores float32 [S, 1, D] of the root's children."""
+        ...
+
+    def next(self, level: int, parents: Tensor, tokens: Tensor) -> Tensor:
+        """Run the frontier of `level` (from 1) and score its children, float32 [S, W, D].
+
+        parents [S, W]: row of each node's parent within the frontier before it; tokens [S, W]: draft vocabulary ids.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class Candidates:
+    """Every child of every expanded node. tokens: draft vocabulary ids; parents: candidate numbers; all [S, P].
+
+    ends[i] is the number of candidates up to and including level i + 1.
+    """
+
+    tokens: Tensor
+    parents: Tensor
+    scores: Tensor
+    ends: tuple[int, ...]
+
+
+def grow(expansion: Expansion, shape: TreeConfig) -> Candidates:
+    """Expand the `width` best nodes of each level, `depth` levels deep; all width**2 children of a level are recorded."""
+    best = rank(expansion.first()[:, 0], shape.width)
+    tokens, scores, parents = [best.ids], [best.scores], [torch.zeros_like(best.ids)]
+    frontier = Ranked(best.scores, torch.arange(shape.width, device=best.ids.device).expand_as(best.ids))
+    rows, ends = torch.zeros_like(best.ids), [shape.width]
+    for level in range(1, shape.depth):
+        chosen = tokens[-1].gather(1, frontier.ids)
+        children = rank(expansion.next(level, rows, chosen), shape.width)
+        numbers = ends[-1] - tokens[-1].shape[1] + 1 + frontier.ids
+        tokens.append(children.ids.flatten(1))
+        scores.append((children.scores + frontier.scores[:, :, None]).flatten(1))
+        parents.append(numbers.repeat_interleave(shape.width, dim=1))
+        ends.append(ends[-1] + shape.width**2)
+        frontier = rank(scores[-1], shape.width)
+        rows = frontier.ids // shape.width
+    return Candidates(torch.cat(tokens, 1), torch.cat(parents, 1), torch.cat(scores, 1), tuple(ends))
+
+
+def select(candidates: Candidates, roots: Sequence[int], budgets: Sequence[Budget], target_ids: Tensor) -> list[DraftTree]:
+    """Re-rank globally: of each session's candidates the best `max_nodes - 1` within `max_depth` become its tree.
+
+    Ties go to the lower candidate number, hence to the shallower: with scores that never grow along a path, a chosen
+    node's parent is chosen too. target_ids maps draft vocabulary ids to the target's. One copy to the host.
+    """
+    scores, parents = candidates.scores.clone(), candidates.parents
+    for row, budget in enumerate(budgets):
+        reach = candidates.ends[min(budget.max_depth, len(candidates.ends)) - 1] if budget.max_depth > 0 else 0
+        scores[row, reach:] = float("-inf")
+    most = min(max(budget.max_nodes for budget in budgets) - 1, scores.shape[1])
+    order = rank(scores, most)
+    limits = torch.tensor([budget.max_nodes - 1 for budget in budgets], device=scores.device)
+    dropped = (torch.arange(most, device=scores.device) >= limits[:, None]) | torch.isinf(order.scores)
+    chosen = torch.where(dropped, scores.shape[1], order.ids).sort(dim=1).values
+    cells = chosen.clamp(max=scores.shape[1] - 1)
+    kept = parents.gather(1, cells)
+    places = torch.where(kept > 0, torch.searchsorted(chosen, kept - 1) + 1, 0)
+    found = chosen.gather(1, (places - 1).clamp(0, most - 1)) + 1
+    closed = (kept == 0) | (found == kept) | (chosen == scores.shape[1])
+    columns = (chosen < scores.shape[1], target_ids[candidates.tokens.gather(1, cells)], places, closed)
+    packed = torch.stack([column.double() for column in (*columns, scores.gather(1, cells))]).tolist()
+    return [_tree(roots[row], *(column[row] for column in packed)) for row in range(len(roots))]
+
+
+def _tree(
+    root: int, real: list[float], tokens: list[float], parents: list[float], closed: list[float], scores: list[float]
+) -> DraftTree:
+    assert all(closed), "a node was chosen without its parent"
+    count = int(sum(real))
+    return DraftTree(
+        tokens=(root, *(int(token) for token in tokens[:count])),
+        parents=(0, *(int(parent) for parent in parents[:count])),
+        log_probs=(0.0, *scores[:count]),
+    )

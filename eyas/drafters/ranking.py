@@ -1,0 +1,52 @@
+"""How a drafter scores children: draft logits in, log-scores out, perturbed by the noise of the target's own draw.
+
+The target emits argmin e/p, with e known from (seed, position, token). A drafter that knows e ranks children by
+log softmax((log q / T - log e) / s), the law of its own draw under that noise, instead of log q. It changes what is
+proposed, never what is emitted. Legend: S sessions, L levels, R rows per session, D draft vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from eyas.config import EagleConfig
+from eyas.drafters.base import DraftContext
+from eyas.models.law import filtered_law
+from eyas.models.noise import exponential_noise
+
+
+class Ranker:
+    """Scores of one propose call. At temperature 0, or without shared noise, plain log-softmax."""
+
+    def __init__(self, contexts: Sequence[DraftContext], config: EagleConfig, levels: int, draft_ids: Tensor) -> None:
+        device = draft_ids.device
+        shared = [config.shared_noise and c.noise.temperature > 0 for c in contexts]
+        self._plain = not any(shared)
+        if self._plain:
+            return
+        keys = [context.noise for context in contexts]
+        known = torch.tensor(shared, device=device)
+        ones = torch.ones(len(contexts), device=device)
+        self._temperature = torch.where(known, torch.tensor([k.temperature for k in keys], device=device), ones)
+        self._scale = torch.where(known, config.noise_scale * ones, ones)[:, None, None]
+        self._top_k = torch.where(known, torch.tensor([k.top_k for k in keys], device=device), 0)
+        self._top_p = torch.where(known, torch.tensor([k.top_p for k in keys], device=device), ones)
+        self._filtered = any(s and (k.top_k > 0 or k.top_p < 1) for s, k in zip(shared, keys, strict=True))
+        seeds = [context.noise.seed for context in contexts for _ in range(levels)]
+        positions = [context.committed + level for context in contexts for level in range(levels)]
+        gumbel = exponential_noise(seeds, positions, draft_ids).log_().neg_().view(len(contexts), levels, -1)
+        self._gumbel = gumbel * known[:, None, None]
+
+    def scores(self, logits: Tensor, level: int) -> Tensor:
+        """Log-scores of the children of nodes at `level` (0 is the root); float32 [S, R, D] in and out."""
+        if self._plain:
+            return torch.log_softmax(logits, dim=-1)
+        if self._filtered:
+            rows = [p.repeat_interleave(logits.shape[1]) for p in (self._temperature, self._top_k, self._top_p)]
+            law = filtered_law(logits.flatten(0, 1), *rows).view_as(logits).log()
+        else:
+            law = logits / self._temperature[:, None, None]
+        return torch.log_softmax((law + self._gumbel[:, None, level]) / self._scale, dim=-1)

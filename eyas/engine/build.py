@@ -1,0 +1,41 @@
+"""Puts an engine together: where the weights are in, an Engine out."""
+
+from __future__ import annotations
+
+import torch
+
+from eyas.cache.kv import SlotPools
+from eyas.config import EngineConfig, TreeConfig
+from eyas.drafters.base import Drafter
+from eyas.engine.drafting import Drafting
+from eyas.engine.engine import Engine
+from eyas.engine.runner import ModelRunner
+from eyas.engine.scheduler import Scheduler
+from eyas.models.eagle import FeatureFuser, load_fuser
+from eyas.models.target import TargetModel, load_target
+
+
+def build_engine(
+    target: str,
+    head: str,
+    dtype: str,
+    device: str,
+    engine: EngineConfig,
+    tree: TreeConfig,
+    drafter: Drafter | None,
+) -> Engine:
+    """Load `target`, and of the draft head only what fuses features; an empty `head` collects none."""
+    fuser = load_fuser(head, target, dtype, device) if head else None
+    model = load_target(target, dtype, device, fuser.taps if fuser else ())
+    return assemble_engine(model, fuser, engine, tree, drafter)
+
+
+def assemble_engine(
+    target: TargetModel, fuser: FeatureFuser | None, engine: EngineConfig, tree: TreeConfig, drafter: Drafter | None
+) -> Engine:
+    """An engine over loaded parts. Without a drafter no room is kept for trees."""
+    pools = SlotPools(engine.num_slots, target.kv_shapes, fuser.width if fuser else 0, target.dtype, target.device)
+    runner = ModelRunner(target, pools, fuser)
+    scheduler = Scheduler(engine, tree if drafter else TreeConfig(1, 0, 1), target.eos_ids)
+    context_length = min(engine.context_length or target.context_length, target.context_length)
+    return Engine(scheduler, Drafting(drafter, runner), runner, context_length)

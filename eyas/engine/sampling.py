@@ -1,0 +1,53 @@
+"""Draws one token per row of logits: logits and noise keys in, token ids out. Knows no sequences.
+
+Legend: N rows, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from eyas.models.law import filtered_law, greedy, race
+from eyas.models.noise import exponential_noise
+from eyas.request import NoiseKey
+
+
+@dataclass(frozen=True)
+class Draw:
+    """Who draws a row: the request's noise key and the absolute position of the token being drawn."""
+
+    key: NoiseKey
+    position: int
+
+
+def sample(logits: Tensor, draws: Sequence[Draw]) -> list[int]:
+    """One token id per row; logits float32 [N, V]. The only wait for the device in a step.
+
+    Temperature 0 takes the likeliest token. Above it, argmin noise/law: noise depends on (seed, position, token) alone.
+    """
+    random = [row for row, draw in enumerate(draws) if draw.key.temperature > 0]
+    if len(random) == len(draws):
+        return _race(logits, draws).tolist()
+    tokens = greedy(logits)
+    if random:
+        tokens[random] = _race(logits[random], [draws[row] for row in random])
+    return tokens.tolist()
+
+
+def _race(logits: Tensor, draws: Sequence[Draw]) -> Tensor:
+    device = logits.device
+    law = filtered_law(
+        logits,
+        torch.tensor([d.key.temperature for d in draws], dtype=torch.float32, device=device),
+        torch.tensor([d.key.top_k for d in draws], device=device),
+        torch.tensor([d.key.top_p for d in draws], dtype=torch.float32, device=device),
+    )
+    streams: dict[tuple[int, int], int] = {}
+    rows = [streams.setdefault((d.key.seed, d.position), len(streams)) for d in draws]
+    vocabulary = torch.arange(logits.shape[-1], device=device)
+    noise = exponential_noise([seed for seed, _ in streams], [position for _, position in streams], vocabulary)
+    return race(noise[torch.tensor(rows, device=device)], law)

@@ -1,0 +1,50 @@
+"""Every error that a user of Eyas can meet, in one tree.
+
+    EyasError
+    |- InvalidRequest        a request that can never be served as it stands
+    |- UnknownModel          a model name that nobody serves
+    |- ConfigError           a config file or --set that does not validate
+    |- CheckpointError       weights that do not fit their config, or each other
+    |- InvalidTree           a draft tree that breaks the contract of eyas.tree
+    |- Overloaded            no room now; trying again later may work
+    |- Unavailable           the service that should answer is not there
+    `- RequestFailed         a request died of an internal error
+
+A message says what was wrong, with which value, and how to mend it.
+"""
+
+
+class EyasError(Exception):
+    """Base of every error that Eyas raises on purpose."""
+
+
+class InvalidRequest(EyasError):
+    """A request that can never be served as it stands."""
+
+
+class UnknownModel(InvalidRequest):
+    """A request for a model that nobody serves."""
+
+
+class ConfigError(EyasError):
+    """A configuration that does not validate."""
+
+
+class CheckpointError(EyasError):
+    """A checkpoint whose tensors or config do not fit."""
+
+
+class InvalidTree(EyasError):
+    """A draft tree that breaks the contract of `eyas.tree`."""
+
+
+class Overloaded(EyasError):
+    """No room for this request now."""
+
+
+class Unavailable(EyasError):
+    """The service that should answer is not there."""
+
+
+class RequestFailed(EyasError):
+    """A request that died of an internal error; the log has the traceback."""

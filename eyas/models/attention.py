@@ -1,0 +1,102 @@
+"""Attention of packed, ragged rows over slot-indexed KV, registered with transformers. Knows no sequences.
+
+Legend: R packed rows, H query heads, J key-value heads, D head width, S slots; B, Q, K as in eyas.models.inputs.
+Each row sees its whole prefix and, of the rows of its own step, those that its mask allows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from eyas.errors import CheckpointError
+from eyas.models.inputs import PackedInputs
+
+ATTENTION_NAME = "eyas"
+
+
+class KVPools(Protocol):
+    """Where keys and values live: per layer one tensor [S, J, D]."""
+
+    @property
+    def keys(self) -> Sequence[Tensor]: ...
+
+    @property
+    def values(self) -> Sequence[Tensor]: ...
+
+
+def register_attention() -> None:
+    """Make `attn_implementation="eyas"` known to transformers. Registering twice is harmless."""
+    from transformers import AttentionInterface
+
+    AttentionInterface.register(ATTENTION_NAME, slot_attention)
+
+
+def slot_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float,
+    packed: PackedInputs,
+    pools: KVPools,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """The function that transformers calls in every attention layer: query [1, H, R, D], key and value [1, J, R, D].
+
+    Stores the new keys and values in their slots, then attends. Returns [1, R, H, D].
+    Raises CheckpointError for attention features that it does not have.
+    """
+    if others.get("s_aux") is not None:
+        raise CheckpointError(f"{type(module).__name__} uses attention sinks, which Eyas does not support yet")
+    layer = int(module.layer_idx)  # type: ignore[arg-type]
+    keys, values = pools.keys[layer], pools.values[layer]
+    keys.index_copy_(0, packed.slots, key[0].transpose(0, 1))
+    values.index_copy_(0, packed.slots, value[0].transpose(0, 1))
+    out = attend(query[0].transpose(0, 1), keys, values, packed, scaling, sliding_window, softcap)
+    return out[None], None
+
+
+def attend(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    packed: PackedInputs,
+    scaling: float,
+    window: int | None = None,
+    softcap: float | None = None,
+) -> Tensor:
+    """Attention of query [R, H, D] over pools [S, J, D]; [R, H, D]. Loops over groups of segments, never over segments."""
+    num_rows, num_heads, width = query.shape
+    num_kv = keys.shape[1]
+    out = torch.empty_like(query)
+    for index, group in enumerate(packed.groups):
+        batch, cells = group.rows.shape
+        q = query.index_select(0, group.rows.flatten()).view(batch, cells, num_kv, num_heads // num_kv, width)
+        q = q.permute(0, 2, 3, 1, 4).reshape(batch, num_kv, -1, width)
+        k = keys.index_select(0, group.keys.flatten()).view(batch, -1, num_kv, width).transpose(1, 2)
+        v = values.index_select(0, group.keys.flatten()).view(batch, -1, num_kv, width).transpose(1, 2)
+        bias = packed.bias(index, window, query.dtype, num_heads // num_kv)
+        o = masked_attention(q, k, v, bias, scaling, softcap)
+        o = o.view(batch, num_kv, num_heads // num_kv, cells, width).permute(0, 3, 1, 2, 4)
+        o = o.reshape(batch * cells, num_heads, width)
+        rows = group.rows.flatten()
+        if len(group.cells) < batch * cells:
+            o, rows = o.index_select(0, group.cells), rows.index_select(0, group.cells)
+        out.index_copy_(0, rows, o)
+    return out
+
+
+def masked_attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scaling: float, softcap: float | None = None) -> Tensor:
+    """softmax(q k^T * scaling + bias) v over the last two dimensions; scores are soft-capped before the bias if asked."""
+    if softcap is None:
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=bias, scale=scaling)
+    scores = softcap * torch.tanh((q @ k.transpose(-1, -2)).float() * (scaling / softcap))
+    return torch.softmax(scores + bias, dim=-1).to(v.dtype) @ v

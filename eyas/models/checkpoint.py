@@ -1,0 +1,138 @@
+"""Reads checkpoints: a folder or hub id in, config and tensors out, strictly. Knows no module of ours."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from eyas.errors import CheckpointError
+
+WEIGHT_FILES = ("model.safetensors.index.json", "model.safetensors", "pytorch_model.bin.index.json", "pytorch_model.bin")
+
+
+def resolve(path_or_id: str) -> Path:
+    """The local folder of a checkpoint; a hub id is fetched into the hub's cache. Raises CheckpointError."""
+    if Path(path_or_id).is_dir():
+        return Path(path_or_id)
+    if Path(path_or_id).exists() or path_or_id.startswith((".", "/", "~")) or path_or_id.count("/") != 1:
+        raise CheckpointError(f"no checkpoint folder at {path_or_id!r}; give a folder that holds config.json, or a hub id")
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(path_or_id, allow_patterns=["*.json", "*.safetensors", "*.bin"]))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"cannot fetch {path_or_id!r} from the hub, and no such folder exists: {error}") from error
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """config.json of a checkpoint. Raises CheckpointError."""
+    try:
+        config = json.loads((folder / "config.json").read_text())
+    except (OSError, json.JSONDecodeError) as error:
+        raise CheckpointError(f"cannot read {folder / 'config.json'}: {error}") from error
+    if not isinstance(config, dict):
+        raise CheckpointError(f"{folder / 'config.json'} does not hold a JSON object")
+    return config
+
+
+def read_tensors(folder: Path) -> dict[str, Tensor]:
+    """All tensors of a checkpoint, from safetensors or pytorch_model.bin, sharded or not. Raises CheckpointError."""
+    tensors: dict[str, Tensor] = {}
+    for file in sorted(set(_weight_map(folder).values()) or {_weight_file(folder)}):
+        tensors.update(_read_file(file))
+    return tensors
+
+
+def read_tensor(folder: Path, names: tuple[str, ...]) -> Tensor:
+    """The first of `names` that the checkpoint holds, read alone where the format allows. Raises CheckpointError."""
+    weight_map = _weight_map(folder)
+    files = {name: weight_map[name] for name in names if name in weight_map}
+    file = next(iter(files.values())) if files else _weight_file(folder)
+    if file.suffix == ".safetensors":
+        with safe_open(file, framework="pt") as handle:
+            found = [name for name in names if name in handle.keys()]  # noqa: SIM118  (not a dict)
+            if found:
+                return handle.get_tensor(found[0])
+    else:
+        tensors = _read_file(file)
+        found = [name for name in names if name in tensors]
+        if found:
+            return tensors[found[0]]
+    raise CheckpointError(f"{folder} holds none of the tensors {', '.join(names)}")
+
+
+def take(tensors: Mapping[str, Tensor], expected: Mapping[str, tuple[int, ...]], optional: set[str], source: Path) -> None:
+    """Raises CheckpointError unless `tensors` are exactly `expected`, shapes included; `optional` ones may be absent."""
+    missing = sorted(set(expected) - set(tensors) - optional)
+    unexpected = sorted(set(tensors) - set(expected))
+    wrong = [
+        f"{name} has shape {list(tensors[name].shape)}, expected {list(shape)}"
+        for name, shape in expected.items()
+        if name in tensors and tuple(tensors[name].shape) != shape
+    ]
+    problems = [f"missing {', '.join(missing)}"] * bool(missing) + [f"unexpected {', '.join(unexpected)}"] * bool(unexpected)
+    if problems or wrong:
+        raise CheckpointError(f"{source} does not fit its config: {'; '.join(problems + wrong)}")
+
+
+def target_fingerprint(path_or_id: str) -> str:
+    """Digest of a target's config and weights; equal on every machine that holds the same checkpoint."""
+    return _digest(resolve(path_or_id), names=None)
+
+
+def head_fingerprint(path_or_id: str) -> str:
+    """Digest of what decides a head's fused features: its config and its fc."""
+    return _digest(resolve(path_or_id), names=("fc.",))
+
+
+def _digest(folder: Path, names: tuple[str, ...] | None) -> str:
+    """Hash config.json and, of each tensor, name, shape, dtype and up to 64 KiB spread over its bytes."""
+    digest = hashlib.sha256(json.dumps(read_config(folder), sort_keys=True).encode())
+    for name, tensor in _iterate(folder):
+        if names is None or name.startswith(names):
+            digest.update(f"{name} {list(tensor.shape)} {tensor.dtype}".encode())
+            sample = tensor.flatten()[:: max(1, tensor.numel() // 16384)].contiguous()
+            digest.update(sample.view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()[:32]
+
+
+def _iterate(folder: Path) -> Iterator[tuple[str, Tensor]]:
+    for file in sorted(set(_weight_map(folder).values()) or {_weight_file(folder)}):
+        if file.suffix == ".safetensors":
+            with safe_open(file, framework="pt") as handle:
+                for name in sorted(handle.keys()):
+                    yield name, handle.get_tensor(name)
+        else:
+            yield from sorted(_read_file(file).items())
+
+
+def _weight_map(folder: Path) -> dict[str, Path]:
+    for name in WEIGHT_FILES:
+        if name.endswith(".index.json") and (folder / name).exists():
+            index = json.loads((folder / name).read_text())
+            return {tensor: folder / file for tensor, file in index["weight_map"].items()}
+    return {}
+
+
+def _weight_file(folder: Path) -> Path:
+    for name in WEIGHT_FILES:
+        if not name.endswith(".json") and (folder / name).exists():
+            return folder / name
+    raise CheckpointError(f"{folder} holds no weights; expected one of {', '.join(WEIGHT_FILES)}")
+
+
+def _read_file(file: Path) -> dict[str, Tensor]:
+    try:
+        if file.suffix == ".safetensors":
+            with safe_open(file, framework="pt") as handle:
+                return {name: handle.get_tensor(name) for name in handle.keys()}  # noqa: SIM118  (not a dict)
+        return dict(torch.load(file, map_location="cpu", weights_only=True))
+    except Exception as error:  # safetensors and torch raise their own kinds for a damaged file
+        raise CheckpointError(f"cannot read weights {file}: {error}") from error

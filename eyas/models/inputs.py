@@ -1,0 +1,129 @@
+"""Packs ragged work into one forward pass: segments of rows in, index tensors and masks out. Knows no sequences.
+
+Legend: R packed rows, B segments of a group, Q rows and K keys of the longest segment of a group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+Ints = npt.NDArray[np.int64]
+Bools = npt.NDArray[np.bool_]
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Rows of one sequence in a forward pass.
+
+    tokens, positions, slots: token id, absolute position and KV slot of each row, [n].
+    prefix: slots of the tokens before them, in order of position; all rows see all of these, [L].
+    visible: visible[i, j] tells whether row i sees row j, [n, n]; None for causal rows.
+    wanted: rows whose logits are wanted, counted within the segment.
+    """
+
+    tokens: Ints
+    positions: Ints
+    slots: Ints
+    prefix: Ints
+    visible: Bools | None
+    wanted: Ints
+
+
+@dataclass(frozen=True)
+class Group:
+    """Segments of similar size, padded to one shape.
+
+    rows: packed row of each cell, padding repeats a row [B, Q]; cells: flat cells that are no padding [n].
+    keys: slot of each key [B, K]; mask: what a cell sees [B, Q, K]; the positions serve sliding windows.
+    """
+
+    rows: Tensor
+    cells: Tensor
+    keys: Tensor
+    mask: Tensor
+    query_positions: Tensor
+    key_positions: Tensor
+
+
+@dataclass
+class PackedInputs:
+    """One forward pass. wanted: packed rows whose logits are wanted, in order of segments.
+
+    biases caches additive masks by sliding window; taps collects hidden states on the way.
+    """
+
+    tokens: Tensor
+    positions: Tensor
+    slots: Tensor
+    wanted: Tensor
+    groups: tuple[Group, ...]
+    biases: dict[tuple[int, int | None, torch.dtype, int], Tensor] = field(default_factory=dict)
+
+    def bias(self, group: int, window: int | None, dtype: torch.dtype, heads_per_kv: int) -> Tensor:
+        """Additive mask [B, 1, heads_per_kv * Q, K]: 0 where a cell sees a key, -inf elsewhere. Shared by all layers."""
+        wanted = (group, window, dtype, heads_per_kv)
+        if wanted not in self.biases:
+            self.biases[wanted] = _bias(self.groups[group], window, dtype, heads_per_kv)
+        return self.biases[wanted]
+
+
+def pack(segments: Sequence[Segment], device: torch.device) -> PackedInputs:
+    """Lay segments one after the other. Segments of similar row count share a padded group, so that a long prompt chunk
+    does not blow up the decode rows beside it; there are at most log2(longest) groups, however many sequences."""
+    starts = np.cumsum([0] + [len(s.tokens) for s in segments])
+    buckets: dict[int, list[int]] = {}
+    for index, segment in enumerate(segments):
+        buckets.setdefault(max(len(segment.tokens) - 1, 0).bit_length() // 2, []).append(index)
+    return PackedInputs(
+        tokens=_tensor(np.concatenate([s.tokens for s in segments]), device),
+        positions=_tensor(np.concatenate([s.positions for s in segments]), device),
+        slots=_tensor(np.concatenate([s.slots for s in segments]), device),
+        wanted=_tensor(np.concatenate([s.wanted + starts[i] for i, s in enumerate(segments)]), device),
+        groups=tuple(_group([segments[i] for i in b], starts[np.array(b)], device) for b in buckets.values()),
+    )
+
+
+def _group(segments: Sequence[Segment], starts: Ints, device: torch.device) -> Group:
+    counts = np.array([len(s.tokens) for s in segments])
+    lengths = np.array([len(s.prefix) for s in segments])
+    num_rows, num_keys = int(counts.max()), int((counts + lengths).max())
+    rows = np.minimum(np.arange(num_rows), counts[:, None] - 1)
+    keys = np.zeros((len(segments), num_keys), dtype=np.int64)
+    key_positions = np.zeros((len(segments), num_keys), dtype=np.int64)
+    mask = np.zeros((len(segments), num_rows, num_keys), dtype=np.bool_)
+    mask[:, :, 0] = True  # a padding row must see something, or its softmax is NaN
+    for b, segment in enumerate(segments):
+        n, length = counts[b], lengths[b]
+        keys[b, : length + n] = np.concatenate([segment.prefix, segment.slots])
+        key_positions[b, : length + n] = np.concatenate([np.arange(length), segment.positions])
+        visible = np.tri(n, dtype=np.bool_) if segment.visible is None else segment.visible
+        mask[b, :n, :length] = True
+        mask[b, :n, length : length + n] = visible
+    query_positions = np.stack([s.positions[r] for s, r in zip(segments, rows, strict=True)])
+    return Group(
+        rows=_tensor(rows + starts[:, None], device),
+        cells=_tensor(np.flatnonzero(np.arange(num_rows) < counts[:, None]), device),
+        keys=_tensor(keys, device),
+        mask=torch.from_numpy(mask).to(device),
+        query_positions=_tensor(query_positions, device),
+        key_positions=_tensor(key_positions, device),
+    )
+
+
+def _bias(group: Group, window: int | None, dtype: torch.dtype, heads_per_kv: int) -> Tensor:
+    mask = group.mask
+    if window is not None:
+        near = group.query_positions[:, :, None] - group.key_positions[:, None, :] < window
+        mask = mask & near
+    bias = torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, float("-inf"))
+    return bias[:, None].repeat(1, 1, heads_per_kv, 1)
+
+
+def _tensor(array: npt.NDArray[np.int64], device: torch.device) -> Tensor:
+    return torch.from_numpy(np.ascontiguousarray(array, dtype=np.int64)).to(device)

@@ -1,0 +1,70 @@
+"""From logits to the law that tokens are drawn from: temperature, top-k, top-p; and exact ranking. Knows no request.
+
+Legend: N rows, V vocabulary, k candidates. Softmax and comparisons are float32; ties go to the lowest id.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Ranked(NamedTuple):
+    """The k highest scores of each row, best first, and where they stood."""
+
+    scores: Tensor
+    ids: Tensor
+
+
+def filtered_law(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
+    """Probabilities [N, V] after temperature, top-k and top-p, in that order; top-p sees the law that top-k left.
+
+    logits float32 [N, V]; temperature float32 [N] above 0; top_k int64 [N], 0 keeps all; top_p float32 [N] in (0, 1].
+    Filtered rows are not renormalised: an exponential race does not need it.
+    """
+    law = torch.softmax(logits / temperature[:, None], dim=-1)
+    rows = torch.nonzero((top_k > 0) | (top_p < 1)).flatten()
+    if len(rows) > 0:
+        law[rows] = _filter(law[rows], top_k[rows], top_p[rows])
+    return law
+
+
+def _filter(law: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
+    ordered, ids = torch.sort(law, dim=-1, descending=True, stable=True)
+    ranks = torch.arange(law.shape[-1], device=law.device)
+    ordered = ordered.masked_fill((top_k[:, None] > 0) & (ranks >= top_k[:, None]), 0.0)
+    before = ordered.cumsum(-1) - ordered
+    ordered = ordered.masked_fill(before >= top_p[:, None] * ordered.sum(-1, keepdim=True), 0.0)
+    return torch.zeros_like(law).scatter_(-1, ids, ordered)
+
+
+def race(noise: Tensor, law: Tensor) -> Tensor:
+    """argmin noise/law of each row, the lowest id on a tie; noise and law [N, V], law not necessarily normalised."""
+    times = noise / law
+    return first_where(times == times.amin(-1, keepdim=True))
+
+
+def greedy(logits: Tensor) -> Tensor:
+    """argmax of each row, the lowest id on a tie; logits [N, V]."""
+    return first_where(logits == logits.amax(-1, keepdim=True))
+
+
+def first_where(mask: Tensor) -> Tensor:
+    """Lowest index of a true element in each row; [N, V] to [N]."""
+    ids = torch.arange(mask.shape[-1], device=mask.device)
+    return torch.where(mask, ids, mask.shape[-1]).amin(-1)
+
+
+def rank(scores: Tensor, k: int) -> Ranked:
+    """The k highest of each row of float32 scores [..., V], best first, exact ties ordered by lowest id.
+
+    torch.topk leaves the order of ties open, so it is given integers that hold score and id at once.
+    """
+    bits = (scores + 0.0).contiguous().view(torch.int32)
+    ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+    ids = torch.arange(scores.shape[-1], device=scores.device)
+    keys = (ordered.long() << 32) | (0xFFFFFFFF - ids)
+    chosen = 0xFFFFFFFF - (keys.topk(k, dim=-1).values & 0xFFFFFFFF)
+    return Ranked(scores.gather(-1, chosen), chosen)

@@ -1,0 +1,42 @@
+"""The one noise function: (seed, position, token id) in, exponential noise out. Knows no model and no request.
+
+A 64-bit counter hash (the finaliser of SplitMix64, Steele et al., OOPSLA 2014) gives 32 bits per (seed, position, token),
+read as v in (0, 1); e = -log1p(-v) is exponential, and argmin e/p is a draw from p (an exponential race). The hash is
+integer arithmetic and the rest float64 rounded once, so that every device and both sides of the wire agree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+GOLDEN = -7046029254386353131  # 0x9E3779B97F4A7C15 as a signed 64-bit integer
+MIX_1 = -4658895280553007687  # 0xBF58476D1CE4E5B9
+MIX_2 = -7723592293110705685  # 0x94D049BB133111EB
+
+
+def exponential_noise(seeds: Sequence[int], positions: Sequence[int], token_ids: Tensor) -> Tensor:
+    """Noise e of every (seeds[i], positions[i]) at every token id.
+
+    seeds lie in [0, 2**64), positions in [0, 2**63); token_ids is int64 [V]. Returns float32 [N, V], above 0.
+    """
+    device = token_ids.device
+    seed = torch.tensor([s - (s >> 63 << 64) for s in seeds], dtype=torch.int64, device=device)
+    position = torch.tensor(list(positions), dtype=torch.int64, device=device)
+    key = _mix(_mix(seed + GOLDEN) + position * GOLDEN)
+    bits = _mix(key[:, None] + (token_ids + 1) * GOLDEN)
+    uniform = (_logical_shift(bits, 32).double() + 0.5) * 2.0**-32
+    return uniform.neg_().log1p_().neg_().float()
+
+
+def _mix(z: Tensor) -> Tensor:
+    """A bijection on 64-bit integers whose output bits all depend on all input bits. Multiplication wraps."""
+    z = (z ^ _logical_shift(z, 30)) * MIX_1
+    z = (z ^ _logical_shift(z, 27)) * MIX_2
+    return z ^ _logical_shift(z, 31)
+
+
+def _logical_shift(z: Tensor, bits: int) -> Tensor:
+    return (z >> bits) & ((1 << (64 - bits)) - 1)

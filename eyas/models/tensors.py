@@ -1,0 +1,31 @@
+"""Tensors to bytes and back, for whoever sends features away. Knows no network and no sequences."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from eyas.commit import TensorBytes
+from eyas.errors import InvalidRequest
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def tensor_to_bytes(tensor: Tensor) -> TensorBytes:
+    """Copy a float tensor of any device and layout."""
+    flat = tensor.detach().to("cpu").contiguous().reshape(-1)
+    return TensorBytes(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), flat.view(torch.uint8).numpy().tobytes())
+
+
+def tensor_from_bytes(value: TensorBytes) -> Tensor:
+    """A new CPU tensor. Raises InvalidRequest for an unknown dtype, or bytes that do not fill the shape."""
+    dtype = _DTYPES.get(value.dtype)
+    if dtype is None:
+        raise InvalidRequest(f"tensor has dtype {value.dtype!r}; known are {', '.join(_DTYPES)}")
+    if any(size < 0 for size in value.shape) or math.prod(value.shape) * dtype.itemsize != len(value.data):
+        raise InvalidRequest(f"tensor of {value.dtype} {list(value.shape)} comes with {len(value.data)} bytes")
+    if not value.data:
+        return torch.empty(value.shape, dtype=dtype)
+    return torch.frombuffer(bytearray(value.data), dtype=dtype).reshape(value.shape)

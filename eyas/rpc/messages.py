@@ -1,0 +1,110 @@
+"""Values that exist only between processes: what a call, a chunk and a drafting round carry. Knows no protobuf."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from eyas.commit import Commit, Refusal, TensorBytes
+from eyas.request import Chunk, GenerationStats, Request
+from eyas.tree import DraftTree
+
+# What a client says in GenerateCall.drafter to be decoded plainly.
+NO_DRAFTER = "none"
+# Trailing metadata of Generate: mean time of the request's drafting rounds, there and back, in ms.
+ROUND_TRIP_KEY = "eyas-draft-round-trip-ms"
+
+
+@dataclass(frozen=True)
+class ModelInfo:
+    """The model that a worker serves or drafts for.
+
+    fingerprint: digest of the target; head_fingerprint: digest of the draft head whose fused features the worker sends
+    or expects, empty without one. A drafter fits a verifier only when both agree.
+    """
+
+    name: str
+    fingerprint: str
+    vocab_size: int
+    context_length: int
+    head_fingerprint: str = ""
+
+
+@dataclass(frozen=True)
+class GenerateCall:
+    """A request as a client sends it.
+
+    request: prompt_ids is empty while the prompt is text.
+    prompt_text: the prompt as text; None where it came as token ids.
+    model: may be empty where only one is served.
+    drafter: from the router, host:port of the drafter that it picked, empty for none; from a client, NO_DRAFTER or empty.
+    """
+
+    request: Request
+    prompt_text: str | None = None
+    model: str = ""
+    drafter: str = ""
+
+
+@dataclass(frozen=True)
+class Totals:
+    """A finished generation in numbers. stats is None where the router has not summed them."""
+
+    num_prompt_tokens: int
+    num_output_tokens: int
+    stats: GenerationStats | None = None
+
+
+@dataclass(frozen=True)
+class TextChunk:
+    """A chunk as a client receives it.
+
+    text: empty from a verifier, and while a character is incomplete.
+    text_lengths: for each new token, how many characters of `text` it released; the rest had been held back.
+    seed: the seed in use, on the first chunk only.
+    totals: set exactly where chunk.finish_reason is.
+    """
+
+    chunk: Chunk
+    text: str = ""
+    text_lengths: tuple[int, ...] = ()
+    seed: int | None = None
+    totals: Totals | None = None
+
+
+@dataclass(frozen=True)
+class SessionTree:
+    """A draft tree addressed to a session. committed: the committed length at its root."""
+
+    session: str
+    epoch: int
+    committed: int
+    tree: DraftTree
+
+
+@dataclass(frozen=True)
+class DraftRequest:
+    """One step of a drafting stream: what was accepted, and which sessions have ended."""
+
+    step: int
+    commits: tuple[Commit[TensorBytes], ...] = ()
+    released: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class DraftReply:
+    """The answers to the DraftRequest with the same step."""
+
+    step: int
+    trees: tuple[SessionTree, ...] = ()
+    refusals: tuple[Refusal, ...] = ()
+
+
+@dataclass(frozen=True)
+class DrafterInfo:
+    """What a draft service drafts for and with. feature_size: width of the fused features; 0 if none are needed."""
+
+    model: ModelInfo
+    drafter: str
+    needs_features: bool
+    needs_samples: bool
+    feature_size: int

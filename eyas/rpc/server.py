@@ -1,0 +1,200 @@
+"""The one way to serve: given where to listen, gives back a gRPC server with health, reflection and one error policy.
+
+Knows no service. Errors cross the wire as status codes here, and `status_error` turns them back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from typing import Any, NoReturn
+
+import grpc
+import grpc.aio
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from eyas.config import ServerConfig
+from eyas.errors import (
+    CheckpointError,
+    ConfigError,
+    EyasError,
+    InvalidRequest,
+    Overloaded,
+    RequestFailed,
+    Unavailable,
+    UnknownModel,
+)
+from eyas.rpc.channel import MAX_MESSAGE_BYTES
+
+log = logging.getLogger(__name__)
+
+_OPTIONS = (
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.so_reuseport", 0),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.min_recv_ping_interval_without_data_ms", 10_000),
+    ("grpc.http2.max_ping_strikes", 0),
+)
+
+# The first entry that fits an error gives its status.
+_STATUS_OF_ERROR: tuple[tuple[type[EyasError], grpc.StatusCode], ...] = (
+    (UnknownModel, grpc.StatusCode.NOT_FOUND),
+    (InvalidRequest, grpc.StatusCode.INVALID_ARGUMENT),
+    (Overloaded, grpc.StatusCode.RESOURCE_EXHAUSTED),
+    (Unavailable, grpc.StatusCode.UNAVAILABLE),
+    (ConfigError, grpc.StatusCode.FAILED_PRECONDITION),
+    (CheckpointError, grpc.StatusCode.FAILED_PRECONDITION),
+    (EyasError, grpc.StatusCode.INTERNAL),
+)
+
+
+def status_error(error: grpc.RpcError) -> EyasError:
+    """The error of a failed call as the server raised it. A deadline or a lost connection is Unavailable."""
+    code, details = error.code(), error.details() or error.code().name
+    if code is grpc.StatusCode.DEADLINE_EXCEEDED:
+        return Unavailable(f"no answer in time: {details}")
+    for kind, status in _STATUS_OF_ERROR:
+        if status is code:
+            return RequestFailed(details) if kind is EyasError else kind(details)
+    return RequestFailed(f"{code.name}: {details}")
+
+
+class RpcServer:
+    """A gRPC server with health (Check, Watch, List) and reflection. Construct it inside the running event loop.
+
+    Register servicers on `aio` before `start`. Health says NOT_SERVING until `set_serving(True)`.
+    """
+
+    def __init__(self, config: ServerConfig) -> None:
+        self.aio = grpc.aio.server(interceptors=[_ErrorInterceptor()], options=_OPTIONS)
+        self._config = config
+        self._health = _Health()
+        self._names: tuple[str, ...] = ()
+
+    async def start(self, service_names: Sequence[str]) -> str:
+        """Bind and serve; gives back the host:port to tell others.
+
+        service_names: full names of the registered services, for health and reflection.
+        Raises ConfigError when the port is taken or nobody could dial the address.
+        """
+        host, port = self._config.host, self._config.port
+        told = self._config.advertise or host
+        if told in ("0.0.0.0", "::", "[::]"):
+            raise ConfigError(f"server.host {host} listens everywhere; set server.advertise to the host others can dial")
+        try:
+            bound = self.aio.add_insecure_port(_join(host, port))
+        except RuntimeError as error:
+            message = f"cannot listen on {_join(host, port)}: the port is in use or the host is not ours; set server.port"
+            raise ConfigError(message) from error
+        self._names = ("", health.SERVICE_NAME, *service_names)
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self.aio)
+        reflection.enable_server_reflection([*self._names[1:], reflection.SERVICE_NAME], self.aio)
+        await self.set_serving(False)
+        await self.aio.start()
+        return _join(told, bound)
+
+    async def set_serving(self, serving: bool) -> None:
+        """What health says of every service from now on."""
+        status = health_pb2.HealthCheckResponse
+        for name in self._names:
+            await self._health.set(name, status.SERVING if serving else status.NOT_SERVING)
+
+    async def stop(self, grace: float) -> None:
+        """Refuse new calls, give running ones `grace` seconds, then cancel them."""
+        await self._health.close()
+        await self.aio.stop(grace)
+
+
+def _join(host: str, port: int) -> str:
+    return f"[{host}]:{port}" if ":" in host and not host.startswith("[") else f"{host}:{port}"
+
+
+class _Health(health.aio.HealthServicer):  # type: ignore[name-defined,misc]
+    """The library's servicer with List, and with watchers that let the server stop."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._closed = asyncio.Event()
+
+    async def List(  # noqa: N802
+        self, request: health_pb2.HealthListRequest, context: object
+    ) -> health_pb2.HealthListResponse:
+        response = health_pb2.HealthCheckResponse
+        statuses = {name: response(status=status) for name, status in self._server_status.items()}
+        return health_pb2.HealthListResponse(statuses=statuses)
+
+    async def Watch(self, request: health_pb2.HealthCheckRequest, context: Any) -> None:  # noqa: N802
+        tasks = [asyncio.ensure_future(super().Watch(request, context)), asyncio.ensure_future(self._closed.wait())]
+        try:
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task in tasks:
+                task.cancel()
+
+    async def close(self) -> None:
+        """Tell watchers NOT_SERVING and end their streams."""
+        await self.enter_graceful_shutdown()
+        self._closed.set()
+
+
+Method = Callable[[Any, Any], Awaitable[Any]]
+StreamMethod = Callable[[Any, Any], AsyncIterator[Any]]
+
+
+class _ErrorInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
+    """Turns what a servicer raises into a status."""
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any]]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> grpc.RpcMethodHandler[Any, Any]:
+        handler: Any = await continuation(handler_call_details)
+        if handler is None:
+            return None  # type: ignore[return-value]  # there is no such method, and gRPC says so
+        kind = f"{_flow(handler.request_streaming)}_{_flow(handler.response_streaming)}"
+        method = getattr(handler, kind)
+        guarded = _guard_stream(method) if inspect.isasyncgenfunction(method) else _guard(method)
+        wrap = getattr(grpc, f"{kind}_rpc_method_handler")
+        wrapped: grpc.RpcMethodHandler[Any, Any] = wrap(guarded, handler.request_deserializer, handler.response_serializer)
+        return wrapped
+
+
+def _flow(streaming: bool) -> str:
+    return "stream" if streaming else "unary"
+
+
+def _guard(method: Method) -> Method:
+    async def call(request: Any, context: Any) -> Any:
+        try:
+            return await method(request, context)
+        except Exception as error:
+            await _abort(error, context)
+
+    return call
+
+
+def _guard_stream(method: StreamMethod) -> StreamMethod:
+    async def call(request: Any, context: Any) -> AsyncIterator[Any]:
+        try:
+            async for response in method(request, context):
+                yield response
+        except Exception as error:
+            await _abort(error, context)
+
+    return call
+
+
+async def _abort(error: Exception, context: Any) -> NoReturn:
+    if isinstance(error, grpc.aio.AbortError):
+        raise error
+    for kind, status in _STATUS_OF_ERROR:
+        if isinstance(error, kind):
+            await context.abort(status, str(error))
+    log.error("a call died of an internal error", exc_info=error)
+    await context.abort(grpc.StatusCode.INTERNAL, "internal error")
+    raise AssertionError("abort raises")

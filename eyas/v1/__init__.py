@@ -1,0 +1,1 @@
+"""Stubs that `make protos` generates from protos/eyas/v1; edit those."""

@@ -1,0 +1,1 @@
+"""The applications: sockets, wiring and lifecycle around the library."""

@@ -1,0 +1,149 @@
+"""What `make demo` measures: given a router and prompts, plain and speculative decoding side by side, as a client sees them.
+
+Knows no processes and no screen.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import fmean
+from typing import Literal
+
+import grpc
+
+from eyas.errors import RequestFailed, Unavailable
+from eyas.request import GenerationStats, Request, SamplingParams
+from eyas.rpc import wire
+from eyas.rpc.messages import NO_DRAFTER, ROUND_TRIP_KEY, GenerateCall, TextChunk
+from eyas.rpc.server import status_error
+from eyas.v1 import generation_pb2_grpc
+
+Mode = Literal["plain", "speculative"]
+
+CALL_SECONDS = 60.0
+WARM_UP_SECONDS = 20.0
+WARM_UP_TOKENS = 16
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A prompt and where it comes from."""
+
+    source: str
+    text: str
+    token_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One finished request. seconds: from sending it to its last chunk; round_trip: in ms, None without drafting."""
+
+    token_ids: tuple[int, ...]
+    stats: GenerationStats
+    seconds: float
+    round_trip: float | None
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The same prompts decoded both ways with the same sampling, answer by answer."""
+
+    sampling: SamplingParams
+    prompts: Sequence[Prompt]
+    plain: list[Answer] = field(default_factory=list)
+    speculative: list[Answer] = field(default_factory=list)
+
+    @property
+    def stats(self) -> GenerationStats:
+        """Speculation summed over all prompts."""
+        total = GenerationStats()
+        for answer in self.speculative:
+            total.merge(answer.stats)
+        return total
+
+    @property
+    def round_trip(self) -> float:
+        """Mean time from verifier to drafter and back, in ms."""
+        return fmean([answer.round_trip for answer in self.speculative if answer.round_trip is not None] or [0.0])
+
+    def speed(self, mode: Mode) -> float:
+        """Tokens a second over all prompts, time to the first token included."""
+        answers = self.plain if mode == "plain" else self.speculative
+        return sum(len(answer.token_ids) for answer in answers) / sum(answer.seconds for answer in answers)
+
+    def differences(self) -> list[str]:
+        """Where the outputs differ, one line per prompt; empty when they are identical."""
+        found = []
+        for prompt, plain, speculative in zip(self.prompts, self.plain, self.speculative, strict=True):
+            if plain.token_ids != speculative.token_ids:
+                at = _first_difference(plain.token_ids, speculative.token_ids)
+                found.append(f"{prompt.source} at temperature {self.sampling.temperature}: outputs part at token {at}")
+        return found
+
+
+class DemoClient:
+    """Asks a router for one generation at a time."""
+
+    def __init__(self, channel: grpc.Channel) -> None:
+        self._stub = generation_pb2_grpc.GenerationStub(channel)
+
+    def stream(self, call: GenerateCall) -> Iterator[TextChunk]:
+        """The chunks of a call. Raises the EyasError that the status stands for."""
+        try:
+            for message in self._stub.Generate(wire.call_to_message(call), timeout=CALL_SECONDS):
+                yield wire.chunk_from_message(message)
+        except grpc.RpcError as error:
+            raise status_error(error) from error
+
+    def ask(self, prompt: Prompt, sampling: SamplingParams, mode: Mode) -> Answer:
+        """Decode to the end. Raises EyasError when the call or the generation failed."""
+        drafter = NO_DRAFTER if mode == "plain" else ""
+        call = wire.call_to_message(GenerateCall(Request("", prompt.token_ids, sampling), drafter=drafter))
+        started = time.perf_counter()
+        answers = self._stub.Generate(call, timeout=CALL_SECONDS)
+        try:
+            chunks = [wire.chunk_from_message(message) for message in answers]
+        except grpc.RpcError as error:
+            raise status_error(error) from error
+        seconds = time.perf_counter() - started
+        token_ids = tuple(token for chunk in chunks for token in chunk.chunk.token_ids)
+        last = chunks[-1]
+        if last.chunk.finish_reason not in ("stop", "length") or last.totals is None:
+            raise RequestFailed(f"{prompt.source}: ended with {last.chunk.finish_reason}: {last.chunk.message}")
+        return Answer(token_ids, last.totals.stats or GenerationStats(), seconds, _round_trip(answers.trailing_metadata()))
+
+    def warm_up(self, prompt: Prompt) -> None:
+        """Return once both ways work. Raises Unavailable when requests are not paired with the drafter in time."""
+        sampling = SamplingParams(max_tokens=WARM_UP_TOKENS, temperature=0.0, ignore_eos=True)
+        deadline = time.monotonic() + WARM_UP_SECONDS
+        self.ask(prompt, sampling, "plain")
+        while not self.ask(prompt, sampling, "speculative").stats.num_drafted:
+            if time.monotonic() > deadline:
+                raise Unavailable(f"no draft tree arrived within {WARM_UP_SECONDS:.0f} s; see the draft service's log")
+
+    def compare(self, comparison: Comparison, prompt: Prompt) -> None:
+        """Decode one more prompt both ways, each way first every other time."""
+        turns: list[Mode] = ["plain", "speculative"]
+        for mode in turns if len(comparison.plain) % 2 == 0 else reversed(turns):
+            answers = comparison.plain if mode == "plain" else comparison.speculative
+            answers.append(self.ask(prompt, comparison.sampling, mode))
+
+
+def read_prompts(file: Path) -> list[Prompt]:
+    """Prompts of a JSON Lines file with source, text and token_ids."""
+    entries = map(json.loads, file.read_text().splitlines())
+    return [Prompt(entry["source"], entry["text"], tuple(entry["token_ids"])) for entry in entries]
+
+
+def _round_trip(metadata: Sequence[tuple[str, str | bytes]]) -> float | None:
+    values = [float(value) for key, value in metadata if key == ROUND_TRIP_KEY]
+    return values[0] if values else None
+
+
+def _first_difference(left: Sequence[int], right: Sequence[int]) -> int:
+    pairs = zip(left, right, strict=False)
+    return next((at for at, (a, b) in enumerate(pairs) if a != b), min(len(left), len(right)))

@@ -1,0 +1,1 @@
+"""The draft service: a Drafter behind the Draft service. Holds soft state only."""

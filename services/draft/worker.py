@@ -1,0 +1,190 @@
+"""The thread that owns a Drafter: commits of many streams in, one merged `propose` at a time, answers out.
+
+The drafter knows sessions by stream and session, so that verifiers never meet. Knows no gRPC.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Self
+
+from eyas.commit import Refusal
+from eyas.drafters.base import Draft, DraftContext, Drafter
+from eyas.errors import InvalidRequest
+from eyas.rpc.messages import DrafterInfo, DraftReply, DraftRequest, SessionTree
+from eyas.tree import DraftTree
+from services.draft.admission import admit
+
+log = logging.getLogger(__name__)
+
+Deliver = Callable[[DraftReply | None], None]
+
+
+@dataclass(frozen=True)
+class DraftStream:
+    """One verifier's stream. deliver is called from the worker's thread; epochs belongs to that thread."""
+
+    number: int
+    deliver: Deliver
+    epochs: dict[str, int] = field(default_factory=dict)
+
+    def qualified(self, session: str) -> str:
+        """The name under which the drafter knows a session of this stream."""
+        return f"{self.number}/{session}"
+
+
+@dataclass(frozen=True)
+class _Job:
+    """A request of a stream; None for the request ends the stream."""
+
+    stream: DraftStream
+    request: DraftRequest | None
+
+    @property
+    def released(self) -> tuple[str, ...]:
+        return self.request.released if self.request else tuple(self.stream.epochs)
+
+    @property
+    def touched(self) -> set[str]:
+        """Qualified sessions that may share no `propose` with another job."""
+        commits = self.request.commits if self.request else ()
+        return {self.stream.qualified(name) for name in (*self.released, *(commit.session for commit in commits))}
+
+
+@dataclass(frozen=True)
+class _Row:
+    """A usable commit. session: its name on the job's stream; the context bears the qualified one."""
+
+    job: _Job
+    session: str
+    context: DraftContext
+
+
+class DraftWorker:
+    """Runs a drafter: `with DraftWorker(drafter, info) as worker`. Public methods may be called from any thread."""
+
+    def __init__(self, drafter: Drafter, info: DrafterInfo) -> None:
+        self._drafter = drafter
+        self._info = info
+        self._numbers = itertools.count()
+        self._jobs: list[_Job] = []
+        self._wake = threading.Condition()
+        self._running = True
+        self._thread = threading.Thread(target=self._run, name="drafter", daemon=True)
+        self.num_sessions = 0
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        with self._wake:
+            self._running = False
+            self._wake.notify()
+        self._thread.join()
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that the drafter has not seen yet."""
+        return len(self._jobs)
+
+    def open(self, deliver: Deliver) -> DraftStream:
+        """A new stream; `deliver` gets one reply for each request with commits, in order, and None at the end."""
+        return DraftStream(next(self._numbers), deliver)
+
+    def submit(self, stream: DraftStream, request: DraftRequest) -> None:
+        """Queue a request; its releases come before its commits. Raises InvalidRequest if it names a session twice."""
+        if len({commit.session for commit in request.commits}) < len(request.commits):
+            raise InvalidRequest(f"step {request.step} names a session twice; send one commit per session and step")
+        self._queue(_Job(stream, request))
+
+    def close(self, stream: DraftStream) -> None:
+        """Forget the sessions of a stream, after all that it has queued."""
+        self._queue(_Job(stream, None))
+
+    def _queue(self, job: _Job) -> None:
+        with self._wake:
+            self._jobs.append(job)
+            self._wake.notify()
+
+    # Below: the worker's thread only.
+
+    def _run(self) -> None:
+        while jobs := self._next_jobs():
+            for job in jobs:
+                self._release(job)
+            rows = [row for job in jobs for row in self._admitted(job)]
+            drafts = self._propose([row.context for row in rows]) if rows else []
+            for job in jobs:
+                answers = [pair for pair in zip(rows, drafts, strict=True) if pair[0].job is job]
+                _answer(job, answers)
+
+    def _next_jobs(self) -> list[_Job]:
+        """The waiting jobs up to the first that touches a session again; empty once the worker stops."""
+        with self._wake:
+            self._wake.wait_for(lambda: self._jobs or not self._running)
+            if not self._running:
+                return []
+            jobs: list[_Job] = []
+            touched: set[str] = set()
+            for job in self._jobs:
+                if touched & job.touched or (job.request is None and jobs):
+                    break
+                touched |= job.touched
+                jobs.append(job)
+            del self._jobs[: len(jobs)]
+        return jobs
+
+    def _release(self, job: _Job) -> None:
+        released = job.released
+        known = [session for session in released if job.stream.epochs.pop(session, None) is not None]
+        self.num_sessions -= len(known)
+        if known:
+            self._drafter.release([job.stream.qualified(session) for session in known])
+
+    def _admitted(self, job: _Job) -> Iterator[_Row]:
+        """The usable commits of a job. A malformed or outdated one gets no answer and harms nobody else."""
+        epochs = job.stream.epochs
+        for commit in job.request.commits if job.request else ():
+            name = job.stream.qualified(commit.session)
+            try:
+                context = admit(commit, name, self._info)
+            except InvalidRequest as error:
+                log.warning("dropped a commit of session %s: %s", name, error)
+                continue
+            epoch = epochs.get(commit.session)
+            if epoch is not None and commit.epoch < epoch:
+                continue
+            if epoch is not None and commit.epoch > epoch:
+                self._drafter.release([name])
+            self.num_sessions += epoch is None
+            epochs[commit.session] = commit.epoch
+            yield _Row(job, commit.session, context)
+
+    def _propose(self, contexts: Sequence[DraftContext]) -> Sequence[Draft]:
+        try:
+            return self._drafter.propose(contexts)
+        except Exception:
+            log.exception("the drafter failed; %d sessions go without trees and start anew", len(contexts))
+            self._drafter.release([context.session for context in contexts])
+            return [None] * len(contexts)
+
+
+def _answer(job: _Job, answers: Sequence[tuple[_Row, Draft]]) -> None:
+    """Trees for those who want one, refusals for those who need one; nothing to a request without commits."""
+    if job.request is None:
+        job.stream.deliver(None)
+    elif job.request.commits:
+        trees = tuple(
+            SessionTree(row.session, row.context.epoch, row.context.committed, draft)
+            for row, draft in answers
+            if isinstance(draft, DraftTree) and row.context.budget.wants_tree
+        )
+        refusals = tuple(
+            Refusal(row.session, row.context.epoch, draft.have) for row, draft in answers if isinstance(draft, Refusal)
+        )
+        job.stream.deliver(DraftReply(job.request.step, trees, refusals))

@@ -1,0 +1,134 @@
+"""How every service starts and stops: config in, an exit status out. Knows nothing of what a service does.
+
+Start: listen, become present (lease, SERVING). Stop on SIGTERM or SIGINT: NOT_SERVING, withdraw, let running calls finish
+for `drain_seconds`, leave. A second signal ends the process at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import sys
+import uuid
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any, Protocol, Self, TypeVar
+
+import typer
+
+from eyas.config import ServerConfig, describe, load
+from eyas.errors import EyasError
+from eyas.rpc.messages import ModelInfo
+from eyas.rpc.server import RpcServer
+from services.registry import Lease, Load, Registry, Role
+
+ConfigT = TypeVar("ConfigT")
+
+log = logging.getLogger(__name__)
+
+
+class Presence(Protocol):
+    """How a service tells others that it is ready, and that it no longer is."""
+
+    async def enter(self, address: str) -> None:
+        """Called once the server listens on `address`."""
+        ...
+
+    async def leave(self) -> None:
+        """Called before the server drains; no new work should arrive after it."""
+        ...
+
+
+@dataclass(frozen=True)
+class WorkerPresence:
+    """A verifier or draft service: SERVING, with a lease that follows its load."""
+
+    server: RpcServer
+    registry: Registry
+    role: Role
+    model: ModelInfo
+    load: Callable[[], Load]
+    incarnation: str = field(default_factory=lambda: uuid.uuid4().hex)
+
+    async def enter(self, address: str) -> None:
+        """Publish the lease, then answer health checks with SERVING."""
+        await self.server.set_serving(True)
+        await self.registry.publish(lambda: Lease(self.role, address, self.incarnation, self.model, self.load()))
+
+    async def leave(self) -> None:
+        """Answer NOT_SERVING first, then take the lease back."""
+        await self.server.set_serving(False)
+        await self.registry.withdraw()
+        await self.registry.close()
+
+
+async def serve(server: RpcServer, service_names: Sequence[str], config: ServerConfig, presence: Presence) -> None:
+    """Listen until SIGTERM or SIGINT (or cancellation), then drain and stop.
+
+    Servicers are registered on `server.aio` before. Raises ConfigError when the port is taken.
+    """
+    with _StopSignal() as stop:
+        address = await server.start(service_names)
+        try:
+            await presence.enter(address)
+            log.info("serving on %s", address)
+            await stop.wait()
+            log.info("stopping; running calls have %.0f s to finish", config.drain_seconds)
+        finally:
+            await presence.leave()
+            await server.stop(config.drain_seconds)
+
+
+def main(kind: type[ConfigT], run: Callable[[ConfigT], Coroutine[Any, Any, None]]) -> None:
+    """Command line of a service: `--config FILE --set key=value ...`. Does not return.
+
+    An EyasError prints one line on stderr and exits with status 2; a stop by signal exits with 0.
+    """
+
+    def command(
+        config: Annotated[Path | None, typer.Option(help="YAML file with the settings.")] = None,
+        assignments: Annotated[list[str] | None, typer.Option("--set", help="key.sub=value; may be repeated.")] = None,
+    ) -> None:
+        """Run this service until SIGTERM or SIGINT."""
+        configure_logging()
+        try:
+            settings = load(kind, config, assignments or ())
+            for line in describe(settings):
+                log.info("config %s", line)
+            asyncio.run(run(settings))
+        except EyasError as error:
+            print(f"error: {error}", file=sys.stderr)
+            raise typer.Exit(2) from error
+
+    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+    app.command()(command)
+    app()
+
+
+def configure_logging() -> None:
+    """One line per event on stderr, from INFO up."""
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", force=True)
+
+
+class _StopSignal(asyncio.Event):
+    """Set by the first SIGTERM or SIGINT; the second one meets the default handler."""
+
+    def __enter__(self) -> Self:
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._receive)
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self._restore()
+
+    def _receive(self) -> None:
+        self._restore()
+        self.set()
+
+    def _restore(self) -> None:
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.remove_signal_handler(number)

@@ -1,0 +1,222 @@
+"""Who is alive: workers publish leases in Redis, routers read them, sessions find their last pair again.
+
+Nothing here is needed for a running generation: while Redis is away, heartbeats go on trying and readers keep the last
+known list. Knows no gRPC.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Literal, TypeVar
+
+from pydantic import TypeAdapter, ValidationError
+from redis.asyncio import Redis
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
+from redis.exceptions import RedisError
+
+from eyas.config import RegistryConfig
+from eyas.errors import Unavailable
+from eyas.rpc.messages import ModelInfo
+
+Role = Literal["verifier", "draft"]
+ResultT = TypeVar("ResultT")
+
+PLACEMENT_SECONDS = 3600
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Load:
+    """How busy a worker is: sequences in a step, sequences in the queue, free token slots."""
+
+    num_running: int = 0
+    num_waiting: int = 0
+    free_slots: int = 0
+
+
+@dataclass(frozen=True)
+class Lease:
+    """A worker that was alive a moment ago. incarnation names one start of its process."""
+
+    role: Role
+    address: str
+    incarnation: str
+    model: ModelInfo
+    load: Load = Load()
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where a session's last request ran, as incarnations; drafter is empty where it ran without one."""
+
+    verifier: str
+    drafter: str = ""
+
+
+class Registry:
+    """One process's view of the registry; use it from one event loop and close it there."""
+
+    def __init__(self, config: RegistryConfig) -> None:
+        self._config = config
+        self._redis = Redis.from_url(
+            config.url,
+            socket_timeout=config.heartbeat,
+            socket_connect_timeout=config.heartbeat,
+            retry=Retry(NoBackoff(), 1),
+            decode_responses=True,
+        )
+        self._beating: asyncio.Task[None] | None = None
+        self._watching: asyncio.Task[None] | None = None
+        self._published: Lease | None = None
+        self._known: dict[Role, tuple[Lease, ...]] = {}
+        self._reachable = True
+        self._settled_at = 0.0
+
+    async def publish(self, lease: Callable[[], Lease]) -> None:
+        """Write the lease now and again at every heartbeat, asking `lease` for its present state, until `withdraw`."""
+        await self._attempt(lambda: self._write(lease()))
+        self._beating = asyncio.create_task(self._beat(lease), name="heartbeat")
+
+    async def withdraw(self) -> None:
+        """Stop the heartbeat and remove the lease at once."""
+        await _cancel(self._beating)
+        self._beating = None
+        lease, self._published = self._published, None
+        if lease is not None:
+            await self._attempt(lambda: self._erase(lease))
+
+    async def leases(self, role: Role) -> list[Lease]:
+        """The live leases of a role, ordered by address. Raises Unavailable while Redis is away."""
+        try:
+            return await self._read(role)
+        except RedisError as error:
+            raise Unavailable(f"no answer from the registry at {_shown(self._config.url)}: {error}") from error
+
+    async def watch(self, *roles: Role) -> None:
+        """Read the leases of `roles` now and keep them fresh in the background; `known` gives them."""
+        await self._refresh(roles)
+        self._watching = asyncio.create_task(self._poll(roles), name="registry")
+
+    def known(self, role: Role) -> tuple[Lease, ...]:
+        """The last known leases of a watched role."""
+        return self._known.get(role, ())
+
+    async def place(self, session: str, placement: Placement) -> None:
+        """Remember a session's pair for an hour; forgotten quietly while Redis is away."""
+        value = _PLACEMENTS.dump_json(placement)
+        if self._reachable:
+            await self._attempt(lambda: self._redis.set(_placement_key(session), value, ex=PLACEMENT_SECONDS))
+
+    async def placement(self, session: str) -> Placement | None:
+        """The session's last pair, or None if there is none or Redis is away."""
+        value = await self._attempt(lambda: self._redis.get(_placement_key(session))) if self._reachable else None
+        return _PLACEMENTS.validate_json(value) if value else None
+
+    async def close(self) -> None:
+        """Stop all background work and the connection; the lease, if any, is left to run out."""
+        await _cancel(self._beating)
+        await _cancel(self._watching)
+        await self._redis.aclose()
+
+    async def _beat(self, lease: Callable[[], Lease]) -> None:
+        while True:
+            await asyncio.sleep(self._config.heartbeat)
+            await self._attempt(lambda: self._write(lease()))
+
+    async def _poll(self, roles: tuple[Role, ...]) -> None:
+        while True:
+            await asyncio.sleep(self._config.heartbeat)
+            await self._refresh(roles)
+
+    async def _refresh(self, roles: tuple[Role, ...]) -> None:
+        for role in roles:
+            fresh = await self._attempt(lambda role=role: self._read(role))  # type: ignore[misc]
+            if fresh is not None:
+                self._known[role] = (*fresh, *self._unsettled(role, fresh))
+
+    def _unsettled(self, role: Role, fresh: list[Lease]) -> list[Lease]:
+        """Leases missing from a Redis that has just come back, perhaps empty, are kept until each could beat again."""
+        if time.monotonic() >= self._settled_at:
+            return []
+        listed = {lease.incarnation for lease in fresh} | {lease.address for lease in fresh}
+        return [known for known in self.known(role) if not listed & {known.incarnation, known.address}]
+
+    async def _write(self, lease: Lease) -> None:
+        self._published = lease
+        async with self._redis.pipeline() as pipe:
+            pipe.set(_lease_key(lease.role, lease.incarnation), _LEASES.dump_json(lease), px=int(self._config.ttl * 1000))
+            pipe.sadd(_index_key(lease.role), lease.incarnation)
+            await pipe.execute()
+
+    async def _erase(self, lease: Lease) -> None:
+        async with self._redis.pipeline() as pipe:
+            pipe.delete(_lease_key(lease.role, lease.incarnation))
+            pipe.srem(_index_key(lease.role), lease.incarnation)
+            await pipe.execute()
+
+    async def _read(self, role: Role) -> list[Lease]:
+        incarnations = sorted(map(str, await self._redis.smembers(_index_key(role))))
+        if not incarnations:
+            return []
+        values = await self._redis.mget([_lease_key(role, name) for name in incarnations])
+        gone = [name for name, value in zip(incarnations, values, strict=True) if value is None]
+        if gone:
+            await self._redis.srem(_index_key(role), *gone)
+        return sorted(_parsed([str(value) for value in values if value is not None]), key=lambda lease: lease.address)
+
+    async def _attempt(self, call: Callable[[], Awaitable[ResultT]]) -> ResultT | None:
+        """Give back the result, or None while Redis is away; the log says so once."""
+        try:
+            result = await call()
+        except RedisError as error:
+            if self._reachable:
+                log.warning("registry %s is away, going on with what is known: %s", _shown(self._config.url), error)
+            self._reachable = False
+            self._settled_at = time.monotonic() + self._config.ttl
+            return None
+        if not self._reachable:
+            log.info("registry %s is back", _shown(self._config.url))
+        self._reachable = True
+        return result
+
+
+_LEASES = TypeAdapter(Lease)
+_PLACEMENTS = TypeAdapter(Placement)
+
+
+def _parsed(values: list[str]) -> list[Lease]:
+    leases = []
+    for value in values:
+        try:
+            leases.append(_LEASES.validate_json(value))
+        except ValidationError as error:
+            log.warning("ignored a lease that does not parse: %s", error)
+    return leases
+
+
+async def _cancel(task: asyncio.Task[None] | None) -> None:
+    if task is not None:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+def _shown(url: str) -> str:
+    return url.rpartition("@")[2]
+
+
+def _lease_key(role: Role, incarnation: str) -> str:
+    return f"eyas:lease:{role}:{incarnation}"
+
+
+def _index_key(role: Role) -> str:
+    return f"eyas:leases:{role}"
+
+
+def _placement_key(session: str) -> str:
+    return f"eyas:placement:{session}"

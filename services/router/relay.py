@@ -1,0 +1,165 @@
+"""From a pair of workers back to one unbroken run of chunks. Given a call with token ids; knows no text.
+
+The noise of a draw depends on the request's seed and the absolute position alone, so a request whose verifier is lost goes
+on elsewhere, exactly, from the tokens it already has.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field, replace
+
+import grpc
+import grpc.aio
+
+from eyas.errors import EyasError, Overloaded, Unavailable
+from eyas.request import Chunk
+from eyas.rpc.messages import NO_DRAFTER, ROUND_TRIP_KEY, GenerateCall
+from eyas.rpc.server import status_error
+from eyas.rpc.wire import call_to_message, chunk_from_message
+from eyas.v1 import generation_pb2
+from eyas.v1.generation_pb2_grpc import GenerationStub
+from services.registry import Placement, Registry
+from services.router.placement import Demand, Pair, candidates, pick
+from services.router.workers import Workers
+
+MAX_ATTEMPTS = 3
+
+TrailerSink = Callable[[Sequence[tuple[str, str]]], None]
+GenerateStream = grpc.aio.UnaryStreamCall[generation_pb2.GenerateRequest, generation_pb2.GenerateChunk]
+
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class _Journey:
+    """A request between its attempts: what it has got so far, and who has failed it."""
+
+    call: GenerateCall
+    demand: Demand
+    token_ids: list[int] = field(default_factory=list)
+    error: EyasError | None = None
+
+    def rest(self, pair: Pair) -> GenerateCall:
+        """The call that continues after the tokens it already has."""
+        request = self.call.request
+        sampling = replace(request.sampling, stop=(), max_tokens=request.sampling.max_tokens - len(self.token_ids))
+        prompt_ids = (*request.prompt_ids, *self.token_ids)
+        drafter = pair.drafter.address if pair.drafter else ""
+        return replace(self.call, request=replace(request, prompt_ids=prompt_ids, sampling=sampling), drafter=drafter)
+
+    def accepted(self, pair: Pair, chunk: Chunk) -> None:
+        """Count a chunk; from here on only the same target may continue."""
+        self.token_ids += chunk.token_ids
+        self.demand = replace(self.demand, fingerprint=pair.verifier.model.fingerprint)
+
+    def failed(self, pair: Pair, error: EyasError) -> None:
+        """Try no more on this verifier."""
+        self.error = error
+        self.demand = replace(self.demand, excluded=self.demand.excluded | {pair.verifier.incarnation})
+
+
+class Relay:
+    """Runs calls on workers. stall: longest silence of a verifier, in seconds."""
+
+    def __init__(self, workers: Workers, registry: Registry, stall: float) -> None:
+        self._workers = workers
+        self._registry = registry
+        self._stall = stall
+        self._binding: set[asyncio.Task[None]] = set()
+
+    async def stream(self, call: GenerateCall, deadline: float, sink: TrailerSink) -> AsyncGenerator[Chunk, None]:
+        """The chunks of a call, up to and with the one that says why it ended. Its seed must be set.
+
+        deadline: on the running loop's clock. sink: takes what the verifier measured, once it has ended by itself.
+        Raises TimeoutError at the deadline; Unavailable when no verifier can serve the call; the verifier's own error
+        when it refuses it.
+        """
+        request = call.request
+        last = await self._registry.placement(request.session) if request.session else None
+        num_slots = len(request.prompt_ids) + request.sampling.max_tokens
+        journey = _Journey(call, Demand(call.model, num_slots, call.drafter != NO_DRAFTER, last))
+        while True:
+            pair = self._choose(journey)
+            try:
+                async with aclosing(self._attempt(pair, journey.rest(pair), deadline, sink)) as chunks:
+                    async for chunk in chunks:
+                        if not journey.demand.fingerprint:
+                            self._bind(request.session, pair)
+                        journey.accepted(pair, chunk)
+                        yield chunk
+                return
+            except (Unavailable, Overloaded) as error:
+                log.warning("request %s: verifier %s: %s", request.id, pair.verifier.address, error)
+                if isinstance(error, Unavailable):
+                    self._workers.suspect(pair.verifier)
+                journey.failed(pair, error)
+
+    def _choose(self, journey: _Journey) -> Pair:
+        fleet, demand = self._workers.fleet(), journey.demand
+        pair = pick(fleet, demand, candidates(fleet, demand)) if len(demand.excluded) < MAX_ATTEMPTS else None
+        if pair is not None:
+            return pair
+        raise journey.error or Unavailable(f"no verifier of model {demand.model!r} is alive; start one or try again later")
+
+    async def _attempt(
+        self, pair: Pair, call: GenerateCall, deadline: float, sink: TrailerSink
+    ) -> AsyncGenerator[Chunk, None]:
+        """One verifier's chunks. Leaving early cancels the call there."""
+        with self._workers.busy(pair):
+            left = deadline - asyncio.get_running_loop().time()
+            stub = GenerationStub(self._workers.channel(pair.verifier))
+            stream = stub.Generate(call_to_message(call), timeout=max(left, 0))
+            try:
+                finished = False
+                while not finished:
+                    chunk = await self._read(stream, call.request.id, deadline)
+                    finished = chunk.finish_reason is not None
+                    yield chunk
+                trailers = await stream.trailing_metadata()
+                sink([(key, str(value)) for key, value in trailers if key == ROUND_TRIP_KEY])
+            finally:
+                stream.cancel()
+
+    async def _read(self, stream: GenerateStream, request_id: str, deadline: float) -> Chunk:
+        left = deadline - asyncio.get_running_loop().time()
+        try:
+            message = await asyncio.wait_for(stream.read(), min(left, self._stall))
+        except TimeoutError as error:
+            if left <= self._stall:
+                raise
+            raise Unavailable(f"the verifier sent nothing for {self._stall} s") from error
+        except grpc.aio.AioRpcError as error:
+            if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
+                raise TimeoutError from error
+            raise _as_eyas_error(error) from error
+        except asyncio.CancelledError:
+            if _this_task_is_cancelled():
+                raise
+            raise Unavailable("the verifier cancelled the call") from None
+        if isinstance(message, generation_pb2.GenerateChunk):
+            return chunk_from_message(message, request_id).chunk
+        raise Unavailable("the verifier ended the stream without saying why")
+
+    def _bind(self, session: str, pair: Pair) -> None:
+        """Let the session's next request meet the same pair; nobody waits for it."""
+        if session:
+            placement = Placement(pair.verifier.incarnation, pair.drafter.incarnation if pair.drafter else "")
+            task = asyncio.create_task(self._registry.place(session, placement))
+            self._binding.add(task)
+            task.add_done_callback(self._binding.discard)
+
+
+def _as_eyas_error(error: grpc.aio.AioRpcError) -> EyasError:
+    """A call cancelled by a verifier that stops may be tried elsewhere."""
+    if error.code() is grpc.StatusCode.CANCELLED:
+        return Unavailable("the verifier cancelled the call")
+    return status_error(error)
+
+
+def _this_task_is_cancelled() -> bool:
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0

@@ -1,0 +1,42 @@
+"""The verifier service: `python -m services.verifier --config FILE --set key=value`."""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+
+from eyas.config import VerifierConfig
+from eyas.drafters.base import DrafterNeeds
+from eyas.engine.build import build_engine
+from eyas.models.checkpoint import head_fingerprint, target_fingerprint
+from eyas.rpc.messages import ModelInfo
+from eyas.rpc.server import RpcServer
+from eyas.v1 import generation_pb2, generation_pb2_grpc
+from services.lifecycle import WorkerPresence, main, serve
+from services.registry import Registry
+from services.verifier.loop import EngineLoop
+from services.verifier.pool import DraftPool
+from services.verifier.servicer import GenerationServicer
+
+log = logging.getLogger(__name__)
+
+
+async def run(config: VerifierConfig) -> None:
+    """Load the target and serve it until told to stop."""
+    if config.threads:
+        torch.set_num_threads(config.threads)
+    pool = DraftPool(config.link, DrafterNeeds(features=True)) if config.head else None
+    engine = build_engine(config.target, config.head, config.dtype, config.device, config.engine, config.tree, pool)
+    head = head_fingerprint(config.head) if config.head else ""
+    model = ModelInfo(config.model, target_fingerprint(config.target), engine.vocab_size, engine.context_length, head)
+    log.info("model %s: vocabulary %d, context %d", model.name, model.vocab_size, model.context_length)
+    server = RpcServer(config.server)
+    async with EngineLoop(engine) as loop:
+        generation_pb2_grpc.add_GenerationServicer_to_server(GenerationServicer(loop, model, pool), server.aio)
+        presence = WorkerPresence(server, Registry(config.registry), "verifier", model, lambda: loop.load)
+        await serve(server, [generation_pb2.DESCRIPTOR.services_by_name["Generation"].full_name], config.server, presence)
+
+
+if __name__ == "__main__":
+    main(VerifierConfig, run)

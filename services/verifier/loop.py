@@ -1,0 +1,151 @@
+"""The thread that owns an Engine: requests in, chunks out, from one event loop. Knows no gRPC.
+
+Submits and cancels wait in an inbox and are applied between steps; the thread sleeps while there is nothing to do. The
+chunks of a step cross to the event loop in one call. A step that raises fails the requests of that moment only.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections.abc import AsyncGenerator, Callable, Sequence
+from concurrent.futures import Future
+from functools import partial
+from typing import Self
+
+from eyas.engine.engine import Engine
+from eyas.errors import RequestFailed
+from eyas.request import Chunk, Request
+from services.registry import Load
+
+log = logging.getLogger(__name__)
+
+FAILED = "a step of the engine failed; the verifier's log says why"
+
+
+class EngineLoop:
+    """Runs an engine for the event loop that enters it: `async with EngineLoop(engine) as loop`.
+
+    Should the engine fail with nothing to blame it on, the body is cancelled and RequestFailed raised in its place.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._inbox: list[Callable[[], None]] = []
+        self._wake = threading.Condition()
+        self._live: set[str] = set()
+        self._streams: dict[str, asyncio.Queue[Chunk]] = {}
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._running = True
+        self._broken = False
+        self.load = _load(engine)
+
+    async def __aenter__(self) -> Self:
+        self._event_loop = asyncio.get_running_loop()
+        self._owner = asyncio.current_task()
+        self._thread.start()
+        return self
+
+    async def __aexit__(self, *raised: object) -> None:
+        self._post(self._stop)
+        await asyncio.to_thread(self._thread.join)
+        if self._broken and self._owner is not None:
+            self._owner.uncancel()
+            raise RequestFailed("the engine broke; the log has the traceback")
+
+    async def generate(self, request: Request) -> AsyncGenerator[Chunk, None]:
+        """The chunks of a request up to the one with a finish reason; its id must be unique among running requests.
+
+        Leaving the generator early cancels the request before the next step. Raises what `Engine.submit` raises.
+        """
+        stream = self._streams[request.id] = asyncio.Queue()
+        verdict: Future[None] = Future()
+        self._post(partial(self._submit, request, verdict))
+        try:
+            await asyncio.wrap_future(verdict)
+            finish = None
+            while finish is None:
+                chunk = await stream.get()
+                finish = chunk.finish_reason
+                yield chunk
+        finally:
+            del self._streams[request.id]
+            self._post(partial(self._cancel, request.id))
+
+    def _post(self, command: Callable[[], None]) -> None:
+        with self._wake:
+            self._inbox.append(command)
+            self._wake.notify()
+
+    def _deliver(self, chunks: Sequence[Chunk]) -> None:
+        for chunk in chunks:
+            if stream := self._streams.get(chunk.request_id):
+                stream.put_nowait(chunk)
+
+    def _break(self) -> None:
+        self._broken = True
+        if self._owner is not None:
+            self._owner.cancel()
+
+    # Below: the engine's thread only.
+
+    def _run(self) -> None:
+        try:
+            while self._running:
+                self._turn()
+        except Exception:
+            log.exception("the engine is broken")
+            self._event_loop.call_soon_threadsafe(self._break)
+
+    def _turn(self) -> None:
+        for command in self._commands():
+            command()
+        if self._running and self._engine.has_work:
+            chunks = self._step()
+            self._live.difference_update(chunk.request_id for chunk in chunks if chunk.finish_reason)
+            self._event_loop.call_soon_threadsafe(self._deliver, chunks)
+        self.load = _load(self._engine)
+
+    def _commands(self) -> list[Callable[[], None]]:
+        with self._wake:
+            self._wake.wait_for(lambda: self._inbox or self._engine.has_work)
+            commands, self._inbox = self._inbox, []
+        return commands
+
+    def _step(self) -> list[Chunk]:
+        try:
+            return self._engine.step()
+        except Exception:
+            if not self._live:
+                raise
+            log.exception("a step failed, and with it %d requests", len(self._live))
+            return self._fail_all()
+
+    def _fail_all(self) -> list[Chunk]:
+        """Every live request ends with an error, and leaves the engine at its next step."""
+        for request_id in self._live:
+            self._engine.cancel(request_id)
+        return [Chunk(request_id, finish_reason="error", message=FAILED) for request_id in self._live]
+
+    def _submit(self, request: Request, verdict: Future[None]) -> None:
+        if not verdict.set_running_or_notify_cancel():
+            return
+        try:
+            self._engine.submit(request)
+        except Exception as error:
+            verdict.set_exception(error)
+        else:
+            self._live.add(request.id)
+            verdict.set_result(None)
+
+    def _cancel(self, request_id: str) -> None:
+        if request_id in self._live:
+            self._engine.cancel(request_id)
+
+    def _stop(self) -> None:
+        self._running = False
+
+
+def _load(engine: Engine) -> Load:
+    return Load(engine.load.num_running, engine.load.num_waiting, engine.load.free_slots)

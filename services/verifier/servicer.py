@@ -1,0 +1,80 @@
+"""The Generation service over an EngineLoop: token ids in, chunks of token ids out. Knows no text and no other verifier."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import aclosing, contextmanager
+from dataclasses import replace
+from typing import Any
+
+from eyas.errors import InvalidRequest, UnknownModel
+from eyas.request import Chunk, Request
+from eyas.rpc import wire
+from eyas.rpc.messages import GenerateCall, ModelInfo, TextChunk, Totals
+from eyas.v1 import generation_pb2, generation_pb2_grpc
+from services.verifier.loop import EngineLoop
+from services.verifier.pool import DraftPool
+
+
+class GenerationServicer(generation_pb2_grpc.GenerationServicer):
+    """Serves one model. pool: where requests find the drafter that the router picked; None for a target without a head."""
+
+    def __init__(self, loop: EngineLoop, model: ModelInfo, pool: DraftPool | None) -> None:
+        self._loop = loop
+        self._model = model
+        self._pool = pool
+        self._numbers = itertools.count()
+
+    async def Generate(self, message: generation_pb2.GenerateRequest, context: Any) -> None:  # noqa: N802
+        """Stream the chunks; a call that ends early takes its request with it.
+
+        Raises InvalidRequest, UnknownModel or Overloaded before the first chunk.
+        """
+        call = wire.call_from_message(message)
+        self._check(call)
+        request = self._numbered(call.request)
+        with self._paired(request, call.drafter):
+            async with aclosing(self._loop.generate(request)) as chunks:
+                async for chunk in _addressed(request, chunks):
+                    if chunk.totals:
+                        context.set_trailing_metadata(self._round_trip())
+                    await context.write(wire.chunk_to_message(chunk))
+
+    async def ListModels(  # noqa: N802
+        self, message: generation_pb2.ListModelsRequest, context: Any
+    ) -> generation_pb2.ListModelsResponse:
+        """The one model that this verifier serves."""
+        return wire.models_to_message((self._model,))
+
+    def _check(self, call: GenerateCall) -> None:
+        if call.model not in ("", self._model.name):
+            raise UnknownModel(f"model {call.model!r} is not served here; known: {self._model.name}")
+        if call.prompt_text is not None:
+            raise InvalidRequest("the prompt is text; a verifier takes token ids, ask the router to encode it")
+
+    def _numbered(self, request: Request) -> Request:
+        """The request as the engine gets it: with an id of its own, whatever the client chose, and a seed."""
+        return replace(request, id=f"{request.id}#{next(self._numbers)}", sampling=request.sampling.seeded())
+
+    @contextmanager
+    def _paired(self, request: Request, drafter: str) -> Iterator[None]:
+        if self._pool is None or not drafter:
+            yield
+            return
+        self._pool.pair(request.id, drafter)
+        try:
+            yield
+        finally:
+            self._pool.unpair(request.id)
+
+
+async def _addressed(request: Request, chunks: AsyncGenerator[Chunk, None]) -> AsyncGenerator[TextChunk, None]:
+    """Chunks as a client receives them: the first with the seed, the last with the totals."""
+    num_output_tokens = 0
+    seed = request.sampling.seed
+    async for chunk in chunks:
+        num_output_tokens += len(chunk.token_ids)
+        totals = Totals(len(request.prompt_ids), num_output_tokens) if chunk.finish_reason else None
+        yield TextChunk(chunk, seed=seed, totals=totals)
+        seed = None

@@ -1,0 +1,78 @@
+"""The local cluster as a user meets it: the demo's verdict, and that nothing outlives it."""
+
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+READY = re.compile(r"ready \w+ on 127\.0\.0\.1:(\d+)")
+
+
+@contextmanager
+def local(*arguments: str) -> Iterator["subprocess.Popen[str]"]:
+    command = [sys.executable, "-m", "services.local", *arguments]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        yield process
+    finally:
+        process.send_signal(signal.SIGINT)
+        try:
+            process.communicate(timeout=20)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.communicate()
+
+
+def ports_of(process: "subprocess.Popen[str]") -> list[int]:
+    """The ports of the three services, once all of them are ready."""
+    assert process.stdout is not None
+    ports: list[int] = []
+    while len(ports) < 3:
+        line = process.stdout.readline()
+        assert line, process.stderr and process.stderr.read()
+        ports += [int(port) for port in READY.findall(line)]
+    return ports
+
+
+def is_open(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
+
+
+def test_the_demo_finds_identical_outputs_and_leaves_nothing_behind() -> None:
+    with local("demo", "--num-prompts", "2", "--max-tokens", "24") as process:
+        output, errors = process.communicate(timeout=100)
+    assert process.returncode == 0, errors
+    assert "yes, 2 of 2" in output
+    assert "speedup" in output
+    assert not any(map(is_open, map(int, READY.findall(output))))
+
+
+def test_the_demo_fails_with_the_reason_when_a_service_does() -> None:
+    with local("demo", "--set", "draft.head=models/demo/nowhere") as process:
+        _, errors = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert "draft ended with status 2" in errors
+    assert "models/demo/nowhere" in errors
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 0), (signal.SIGKILL, -9)])
+def test_the_cluster_ends_with_its_owner(number: signal.Signals, status: int) -> None:
+    if number is signal.SIGKILL and sys.platform != "linux":
+        pytest.skip("children learn of a killed parent on Linux only")
+    with local("up") as process:
+        ports = ports_of(process)
+        assert all(map(is_open, ports))
+        process.send_signal(number)
+        process.communicate(timeout=30)
+        deadline = time.monotonic() + 20
+        while any(map(is_open, ports)) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert not any(map(is_open, ports))
+    assert process.returncode == status

@@ -1,0 +1,153 @@
+"""The verifier service over real sockets, without head, drafter and registry: each of them is dispensable."""
+
+import asyncio
+import os
+import signal
+import socket
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+
+import grpc
+import grpc.aio
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from eyas.config import EngineConfig, RegistryConfig, ServerConfig, VerifierConfig
+from eyas.request import Request, SamplingParams
+from eyas.rpc import wire
+from eyas.rpc.channel import open_channel
+from eyas.rpc.messages import GenerateCall, TextChunk
+from eyas.v1 import generation_pb2, generation_pb2_grpc
+from services.verifier.__main__ import run
+
+SAMPLING = SamplingParams(12, temperature=0.8, seed=7, ignore_eos=True)
+CALL = GenerateCall(Request("r", (0, 282, 659, 276), SAMPLING))
+
+Body = Callable[[generation_pb2_grpc.GenerationAsyncStub], Awaitable[None]]
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def serving(body: Body) -> None:
+    """Run `body` against a verifier that is stopped by SIGTERM, if `body` has not done so, and must end by itself."""
+    config = VerifierConfig(
+        model="demo",
+        target="models/demo/target",
+        threads=1,
+        engine=EngineConfig(num_slots=1200, max_running=1, max_waiting=1),
+        server=ServerConfig(port=free_port(), drain_seconds=20),
+        registry=RegistryConfig(url=f"redis://127.0.0.1:{free_port()}/0"),
+    )
+
+    async def both() -> None:
+        service = asyncio.create_task(run(config))
+        async with open_channel(f"127.0.0.1:{config.server.port}") as channel:
+            health = health_pb2_grpc.HealthStub(channel)
+            answer = await health.Check(health_pb2.HealthCheckRequest(), wait_for_ready=True)
+            while answer.status != health_pb2.HealthCheckResponse.SERVING:
+                await asyncio.sleep(0.01)
+                answer = await health.Check(health_pb2.HealthCheckRequest())
+            await asyncio.wait_for(body(generation_pb2_grpc.GenerationStub(channel)), 60)
+            if not service.done():
+                os.kill(os.getpid(), signal.SIGTERM)
+            await asyncio.wait_for(service, 30)
+
+    asyncio.run(both())
+
+
+async def generate(stub: generation_pb2_grpc.GenerationAsyncStub, call: GenerateCall) -> list[TextChunk]:
+    return [wire.chunk_from_message(message) async for message in stub.Generate(wire.call_to_message(call))]
+
+
+async def status_of(stub: generation_pb2_grpc.GenerationAsyncStub, call: GenerateCall) -> tuple[grpc.StatusCode, str]:
+    with pytest.raises(grpc.aio.AioRpcError) as raised:
+        await generate(stub, call)
+    return raised.value.code(), raised.value.details() or ""
+
+
+def changed(**sampling: float) -> GenerateCall:
+    return replace(CALL, request=replace(CALL.request, sampling=replace(SAMPLING, **sampling)))
+
+
+def test_chunks_carry_the_seed_first_and_the_totals_last() -> None:
+    async def body(stub: generation_pb2_grpc.GenerationAsyncStub) -> None:
+        chunks = await generate(stub, CALL)
+        assert [chunk.seed for chunk in chunks] == [7] + [None] * 11
+        totals = chunks[-1].totals
+        assert totals is not None
+        assert (totals.num_prompt_tokens, totals.num_output_tokens) == (4, 12)
+        assert all(chunk.totals is None for chunk in chunks[:-1])
+        drawn = (await generate(stub, changed(seed=None)))[0].seed  # type: ignore[arg-type]
+        again = await generate(stub, changed(seed=drawn))  # type: ignore[arg-type]
+        assert again[0].seed == drawn
+        models = wire.models_from_message(await stub.ListModels(generation_pb2.ListModelsRequest()))
+        assert [(model.name, model.vocab_size, model.head_fingerprint) for model in models] == [("demo", 4096, "")]
+
+    serving(body)
+
+
+def test_bad_requests_get_a_status_that_says_why() -> None:
+    async def body(stub: generation_pb2_grpc.GenerationAsyncStub) -> None:
+        invalid = grpc.StatusCode.INVALID_ARGUMENT
+        as_text = replace(CALL, prompt_text="def")
+        cases: list[tuple[GenerateCall, grpc.StatusCode, str]] = [
+            (as_text, invalid, "takes token ids"),
+            (replace(CALL, model="other"), grpc.StatusCode.NOT_FOUND, "known: demo"),
+            (replace(CALL, request=replace(CALL.request, prompt_ids=())), invalid, "prompt is empty"),
+            (replace(CALL, request=replace(CALL.request, prompt_ids=(4096,))), invalid, "4096"),
+            (changed(temperature=float("nan")), invalid, "temperature is nan"),
+            (changed(max_tokens=4096), invalid, "context length 2048"),
+        ]
+        for call, code, words in cases:
+            found = await status_of(stub, call)
+            assert (found[0], words in found[1]) == (code, True), found
+        assert len(await generate(stub, CALL)) == 12
+
+    serving(body)
+
+
+def test_what_a_client_gives_up_makes_room_for_the_next() -> None:
+    async def body(stub: generation_pb2_grpc.GenerationAsyncStub) -> None:
+        long = wire.call_to_message(changed(max_tokens=1000))
+        running, waiting = stub.Generate(long), stub.Generate(long)
+        await running.read()
+        await until_full(stub)
+        running.cancel()
+        await waiting.read()
+        waiting.cancel()
+        with pytest.raises(grpc.aio.AioRpcError) as raised:
+            async for _ in stub.Generate(long, timeout=0.3):
+                pass
+        assert raised.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+        assert len(await generate(stub, CALL)) == 12
+
+    async def until_full(stub: generation_pb2_grpc.GenerationAsyncStub) -> None:
+        probe = wire.call_to_message(changed(max_tokens=1))
+        code = None
+        while code is not grpc.StatusCode.RESOURCE_EXHAUSTED:
+            with pytest.raises(grpc.aio.AioRpcError) as raised:
+                await stub.Generate(probe, timeout=0.2).read()
+            code = raised.value.code()
+
+    serving(body)
+
+
+def test_sigterm_lets_streams_finish_and_refuses_new_ones() -> None:
+    async def body(stub: generation_pb2_grpc.GenerationAsyncStub) -> None:
+        running = stub.Generate(wire.call_to_message(changed(max_tokens=300)))
+        await running.read()
+        os.kill(os.getpid(), signal.SIGTERM)
+        code = None
+        while code is not grpc.StatusCode.UNAVAILABLE:
+            try:
+                await generate(stub, changed(max_tokens=1))
+            except grpc.aio.AioRpcError as error:
+                code = error.code()
+        last = [message async for message in running][-1]
+        assert (last.finish.reason, last.finish.num_output_tokens) == ("length", 300)
+
+    serving(body)
