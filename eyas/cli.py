@@ -8,7 +8,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn
 
 import grpc
 import typer
@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from eyas.errors import InvalidRequest
 from eyas.request import Request, SamplingParams
 from eyas.rpc.channel import open_sync_channel
 from eyas.rpc.messages import GenerateCall, TextChunk, Totals
@@ -128,7 +129,7 @@ def _summary(totals: Totals, seconds: float) -> str:
 
 
 def _final(totals: Totals, finish_reason: str | None, seconds: float) -> dict[str, Any]:
-    final = {
+    final: dict[str, Any] = {
         "finish_reason": finish_reason,
         "num_prompt_tokens": totals.num_prompt_tokens,
         "num_output_tokens": totals.num_output_tokens,
@@ -150,7 +151,7 @@ def _stream(address: str, call: GenerateCall) -> Iterator[TextChunk]:
         try:
             yield from map(chunk_from_message, answers)
         finally:
-            answers.cancel()
+            answers.cancel()  # type: ignore[no-untyped-call]
 
 
 @contextmanager
@@ -158,6 +159,8 @@ def _reported() -> Iterator[None]:
     """A failed call becomes one line on stderr and exit status 1; Ctrl-C becomes 130."""
     try:
         yield
+    except InvalidRequest as error:
+        _fail(f"INVALID_ARGUMENT: {error}")
     except grpc.RpcError as error:
         _fail(f"{error.code().name}: {error.details()}")
     except KeyboardInterrupt:
@@ -165,7 +168,7 @@ def _reported() -> Iterator[None]:
         raise typer.Exit(130) from None
 
 
-def _fail(reason: str) -> None:
+def _fail(reason: str) -> NoReturn:
     print(f"error: {reason}", file=sys.stderr)
     raise typer.Exit(1)
 

@@ -9,7 +9,7 @@ import difflib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
-from typing import Any, Literal, TypeVar, cast, get_type_hints
+from typing import Any, Literal, TypeVar, cast, get_args, get_type_hints
 
 from eyas.errors import ConfigError
 
@@ -217,7 +217,10 @@ def _assign(data: dict[str, Any], assignment: str) -> None:
         data = data.setdefault(parent, {})
         if not isinstance(data, dict):
             raise ConfigError(f"--set {assignment!r}: {parent} is a value, not a group of settings")
-    data[key] = yaml.safe_load(value)
+    try:
+        data[key] = yaml.safe_load(value)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"--set {assignment!r}: the value of {path} is not YAML") from error
 
 
 def _check_keys(kind: Any, data: Mapping[str, Any], prefix: str) -> None:
@@ -229,6 +232,10 @@ def _check_keys(kind: Any, data: Mapping[str, Any], prefix: str) -> None:
             raise ConfigError(f"unknown setting {prefix}{key}; did you mean {prefix}{near[0]}? Known: {', '.join(hints)}")
         if is_dataclass(hints[key]) and isinstance(value, Mapping):
             _check_keys(hints[key], value, f"{prefix}{key}.")
+        for index, item in enumerate(value if isinstance(value, list) else ()):
+            kinds = [kind for kind in get_args(hints[key]) if is_dataclass(kind)]
+            if kinds and isinstance(item, Mapping):
+                _check_keys(kinds[0], item, f"{prefix}{key}.{index}.")
 
 
 def _require(condition: bool, message: str) -> None:

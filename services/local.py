@@ -15,22 +15,19 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 
+from eyas.cli import ScreenPrinter
 from eyas.errors import EyasError, RequestFailed
 from eyas.request import Request, SamplingParams
 from eyas.rpc.channel import open_sync_channel
 from eyas.rpc.messages import GenerateCall
-from eyas.text import load_tokenizer
 from services.cluster import ROOT, Cluster, free_port, is_free, running_cluster
 from services.demo import Comparison, DemoClient, Prompt, read_prompts
 
 ROUTER_PORT = 50050
-TARGET = ROOT / "models" / "demo" / "target"
 PROMPTS = ROOT / "models" / "demo" / "prompts.jsonl"
 TEMPERATURES = (0.0, 0.8)
 SEED = 2024
 SHOWN_TOKENS = 64
-FORESEEN = "bold green"
-ADDED = "yellow"
 
 Settings = Annotated[
     list[str] | None, typer.Option("--set", help="service.key=value, such as draft.tree.nodes=32; may be repeated.")
@@ -42,11 +39,11 @@ def up(
     settings: Settings = None,
 ) -> None:
     """Keep a router, a verifier, a draft service and Redis running until Ctrl-C."""
-    console = Console()
+    console = Console(highlight=False, soft_wrap=True)
     with _reported(console), _ready(console, port if is_free(port) else free_port(), settings) as cluster:
         address = cluster.router.address
         console.print(f"\nThe router listens on [bold]{address}[/]. In another terminal:\n")
-        console.print(f'  .venv/bin/eyas generate "def main():" --address {address}\n', highlight=False)
+        console.print(f'  .venv/bin/eyas generate "def main():" --address {address}\n')
         console.print(f"Logs are in {cluster.router.log.parent}. Ctrl-C stops everything.")
         with suppress(KeyboardInterrupt):
             cluster.watch()
@@ -58,15 +55,16 @@ def demo(
     settings: Settings = None,
 ) -> None:
     """Show drafting at work, then measure it against plain decoding on the same prompts."""
-    console = Console()
+    console = Console(highlight=False, soft_wrap=True)
     with _reported(console), _ready(console, free_port(), settings) as cluster:
-        prompts = read_prompts(PROMPTS)[:num_prompts]
+        prompts = read_prompts(PROMPTS)
         with open_sync_channel(cluster.router.address) as channel, _blamed(cluster):
             client = DemoClient(channel)
             with _progress(console) as progress:
                 progress.add_task("waiting for the first draft tree", total=None)
                 client.warm_up(prompts[0])
-            _show(console, client, prompts[2:])
+            _show(console, client, prompts)
+            prompts = prompts[:num_prompts]
             comparisons = [_measure(console, client, prompts, _sampling(t, max_tokens)) for t in TEMPERATURES]
         console.print(_table(comparisons))
         if differences := [line for comparison in comparisons for line in comparison.differences()]:
@@ -122,19 +120,13 @@ def _sampling(temperature: float, max_tokens: int) -> SamplingParams:
 
 def _show(console: Console, client: DemoClient, prompts: list[Prompt]) -> None:
     """Stream a few continuations, what the drafter foresaw in another style than what the target added."""
-    tokenizer = load_tokenizer(str(TARGET))
     for prompt, temperature in zip(prompts, TEMPERATURES, strict=False):
-        console.rule(f"{prompt.source}, temperature {temperature}", align="left", style="dim")
+        console.rule(f"{prompt.source} at temperature {temperature}", align="left", style="dim")
         console.print(Text(prompt.text, style="dim"), end="")
-        decoding = tokenizer.stream()
+        printer = ScreenPrinter(console)
         call = GenerateCall(Request("", (), _sampling(temperature, SHOWN_TOKENS)), prompt_text=prompt.text)
         for chunk in client.stream(call):
-            texts = decoding.push(chunk.chunk.token_ids).texts
-            for text, foreseen in zip(texts, chunk.chunk.foreseen, strict=True):
-                console.print(Text(text, style=FORESEEN if foreseen else ADDED), end="")
-        console.print()
-    console.rule(style="dim")
-    console.print(Text.assemble(("foreseen by the drafter", FORESEEN), ", ", ("added by the target", ADDED), "\n"))
+            printer.add(chunk)
 
 
 def _measure(console: Console, client: DemoClient, prompts: list[Prompt], sampling: SamplingParams) -> Comparison:

@@ -66,8 +66,8 @@ class Registry:
         self._config = config
         self._redis = Redis.from_url(
             config.url,
-            socket_timeout=config.heartbeat,
-            socket_connect_timeout=config.heartbeat,
+            socket_timeout=config.ttl / 2,
+            socket_connect_timeout=config.ttl / 2,
             retry=Retry(NoBackoff(), 1),
             decode_responses=True,
         )

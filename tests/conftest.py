@@ -1,13 +1,38 @@
-"""Makes every run of the tests the same run: one torch thread, the same hypothesis examples, no clock in them."""
+"""Makes every run of the tests the same run: one torch thread, the same hypothesis examples, no clock in them.
+
+Also writes the tiny models that tests of several rooms share.
+"""
 
 import importlib.util
+import os
+from pathlib import Path
 
+import pytest
 from hypothesis import settings
 
 settings.register_profile("eyas", derandomize=True, deadline=None)
 settings.load_profile("eyas")
 
+os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
+
 if importlib.util.find_spec("torch"):
     import torch
 
     torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def tiny_target(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Folder of a tiny random target."""
+    from tests.tiny import write_target
+
+    return str(write_target(tmp_path_factory.mktemp("target")))
+
+
+@pytest.fixture(scope="session")
+def tiny_head(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Folder of a tiny random EAGLE-3 head for `tiny_target`."""
+    from tests.tiny import write_head
+
+    folder: Path = tmp_path_factory.mktemp("head")
+    return str(write_head(folder))

@@ -30,7 +30,7 @@ def sample(logits: Tensor, draws: Sequence[Draw]) -> list[int]:
     Temperature 0 takes the likeliest token. Above it, argmin noise/law: noise depends on (seed, position, token) alone.
     """
     random = [row for row, draw in enumerate(draws) if draw.key.temperature > 0]
-    if len(random) == len(draws):
+    if random and len(random) == len(draws):
         return _race(logits, draws).tolist()
     tokens = greedy(logits)
     if random:

@@ -16,7 +16,9 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 def tensor_to_bytes(tensor: Tensor) -> TensorBytes:
     """Copy a float tensor of any device and layout."""
     flat = tensor.detach().to("cpu").contiguous().reshape(-1)
-    return TensorBytes(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), flat.view(torch.uint8).numpy().tobytes())
+    return TensorBytes(
+        str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), flat.view(torch.uint8).numpy().tobytes()
+    )
 
 
 def tensor_from_bytes(value: TensorBytes) -> Tensor:

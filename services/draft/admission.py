@@ -1,4 +1,4 @@
-"""What a draft service believes of a commit: bytes from a verifier in, a context fit for a drafter out, or InvalidRequest."""
+"""What a draft service believes of a commit: bytes from a verifier in, a context fit for a drafter or an error out."""
 
 from __future__ import annotations
 

@@ -30,7 +30,11 @@ class DraftServicer(draft_pb2_grpc.DraftServicer):
     ) -> AsyncIterator[draft_pb2.SpeculateReply]:
         """Read and answer at once; the stream's end, whoever ends it, forgets its sessions. Raises InvalidRequest."""
         replies: asyncio.Queue[DraftReply | None] = asyncio.Queue()
-        stream = self._worker.open(lambda reply: self._loop.call_soon_threadsafe(replies.put_nowait, reply))
+
+        def deliver(reply: DraftReply | None) -> None:
+            self._loop.call_soon_threadsafe(replies.put_nowait, reply)
+
+        stream = self._worker.open(deliver)
         reading = asyncio.create_task(self._read(request_iterator, stream))
         reading.add_done_callback(lambda _: self._worker.close(stream))
         self._reading.add(reading)

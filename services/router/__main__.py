@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-from dataclasses import dataclass, field
-
 from eyas.config import RouterConfig
 from eyas.errors import ConfigError
 from eyas.rpc.server import RpcServer
@@ -13,37 +10,10 @@ from eyas.v1 import generation_pb2
 from eyas.v1.generation_pb2_grpc import add_GenerationServicer_to_server
 from services.lifecycle import main, serve
 from services.registry import Registry
+from services.router.presence import RouterPresence
 from services.router.relay import Relay
 from services.router.servicer import RouterServicer
 from services.router.workers import Workers
-
-
-@dataclass
-class RouterPresence:
-    """SERVING while at least one verifier can be reached; looks every `interval` seconds."""
-
-    server: RpcServer
-    registry: Registry
-    workers: Workers
-    interval: float
-    _task: asyncio.Task[None] | None = field(default=None, init=False)
-
-    async def enter(self, address: str) -> None:
-        """Begin to watch the registry and the verifiers."""
-        await self.registry.watch("verifier", "draft")
-        self._task = asyncio.create_task(self._follow(), name="readiness")
-
-    async def leave(self) -> None:
-        """Answer NOT_SERVING whatever the verifiers do; running requests go on."""
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
-        await self.server.set_serving(False)
-
-    async def _follow(self) -> None:
-        while True:
-            await self.server.set_serving(await self.workers.refresh())
-            await asyncio.sleep(self.interval)
 
 
 async def run(config: RouterConfig) -> None:

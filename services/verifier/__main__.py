@@ -36,6 +36,10 @@ async def run(config: VerifierConfig) -> None:
         generation_pb2_grpc.add_GenerationServicer_to_server(GenerationServicer(loop, model, pool), server.aio)
         presence = WorkerPresence(server, Registry(config.registry), "verifier", model, lambda: loop.load)
         await serve(server, [generation_pb2.DESCRIPTOR.services_by_name["Generation"].full_name], config.server, presence)
+    if pool:
+        for stats in pool.stats:
+            log.info("drafter %s", stats)
+        pool.close()
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from typing import Any
 from eyas.errors import InvalidRequest, UnknownModel
 from eyas.request import Chunk, Request
 from eyas.rpc import wire
-from eyas.rpc.messages import GenerateCall, ModelInfo, TextChunk, Totals
+from eyas.rpc.messages import ROUND_TRIP_KEY, GenerateCall, ModelInfo, TextChunk, Totals
 from eyas.v1 import generation_pb2, generation_pb2_grpc
 from services.verifier.loop import EngineLoop
 from services.verifier.pool import DraftPool
@@ -38,7 +38,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServicer):
             async with aclosing(self._loop.generate(request)) as chunks:
                 async for chunk in _addressed(request, chunks):
                     if chunk.totals:
-                        context.set_trailing_metadata(self._round_trip())
+                        context.set_trailing_metadata(self._round_trip(request))
                     await context.write(wire.chunk_to_message(chunk))
 
     async def ListModels(  # noqa: N802
@@ -67,6 +67,11 @@ class GenerationServicer(generation_pb2_grpc.GenerationServicer):
             yield
         finally:
             self._pool.unpair(request.id)
+
+    def _round_trip(self, request: Request) -> tuple[tuple[str, str], ...]:
+        """The trailing metadata that tells how long the request's drafting rounds took; none without such rounds."""
+        seconds = self._pool.mean_round_trip(request.id) if self._pool else None
+        return () if seconds is None else ((ROUND_TRIP_KEY, f"{seconds * 1000:.3f}"),)
 
 
 async def _addressed(request: Request, chunks: AsyncGenerator[Chunk, None]) -> AsyncGenerator[TextChunk, None]:

@@ -1,5 +1,7 @@
 """The verifier service over real sockets, without head, drafter and registry: each of them is dispensable."""
 
+from __future__ import annotations
+
 import asyncio
 import os
 import signal
@@ -23,7 +25,7 @@ from services.verifier.__main__ import run
 SAMPLING = SamplingParams(12, temperature=0.8, seed=7, ignore_eos=True)
 CALL = GenerateCall(Request("r", (0, 282, 659, 276), SAMPLING))
 
-Body = Callable[[generation_pb2_grpc.GenerationAsyncStub], Awaitable[None]]
+Body = Callable[["generation_pb2_grpc.GenerationAsyncStub"], Awaitable[None]]
 
 
 def free_port() -> int:
@@ -32,8 +34,12 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def serving(body: Body) -> None:
-    """Run `body` against a verifier that is stopped by SIGTERM, if `body` has not done so, and must end by itself."""
+def terminate() -> None:
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def serving(body: Body, stop: Callable[[], None] = terminate) -> None:
+    """Run `body`, then `stop`, against a verifier that must then end by itself."""
     config = VerifierConfig(
         model="demo",
         target="models/demo/target",
@@ -52,8 +58,7 @@ def serving(body: Body) -> None:
                 await asyncio.sleep(0.01)
                 answer = await health.Check(health_pb2.HealthCheckRequest())
             await asyncio.wait_for(body(generation_pb2_grpc.GenerationStub(channel)), 60)
-            if not service.done():
-                os.kill(os.getpid(), signal.SIGTERM)
+            stop()
             await asyncio.wait_for(service, 30)
 
     asyncio.run(both())
@@ -115,23 +120,14 @@ def test_what_a_client_gives_up_makes_room_for_the_next() -> None:
         long = wire.call_to_message(changed(max_tokens=1000))
         running, waiting = stub.Generate(long), stub.Generate(long)
         await running.read()
-        await until_full(stub)
+        await until(grpc.StatusCode.RESOURCE_EXHAUSTED, stub)
         running.cancel()
         await waiting.read()
         waiting.cancel()
-        with pytest.raises(grpc.aio.AioRpcError) as raised:
+        with pytest.raises(grpc.aio.AioRpcError, match="DEADLINE_EXCEEDED"):
             async for _ in stub.Generate(long, timeout=0.3):
                 pass
-        assert raised.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
         assert len(await generate(stub, CALL)) == 12
-
-    async def until_full(stub: generation_pb2_grpc.GenerationAsyncStub) -> None:
-        probe = wire.call_to_message(changed(max_tokens=1))
-        code = None
-        while code is not grpc.StatusCode.RESOURCE_EXHAUSTED:
-            with pytest.raises(grpc.aio.AioRpcError) as raised:
-                await stub.Generate(probe, timeout=0.2).read()
-            code = raised.value.code()
 
     serving(body)
 
@@ -139,15 +135,21 @@ def test_what_a_client_gives_up_makes_room_for_the_next() -> None:
 def test_sigterm_lets_streams_finish_and_refuses_new_ones() -> None:
     async def body(stub: generation_pb2_grpc.GenerationAsyncStub) -> None:
         running = stub.Generate(wire.call_to_message(changed(max_tokens=300)))
-        await running.read()
-        os.kill(os.getpid(), signal.SIGTERM)
-        code = None
-        while code is not grpc.StatusCode.UNAVAILABLE:
-            try:
-                await generate(stub, changed(max_tokens=1))
-            except grpc.aio.AioRpcError as error:
-                code = error.code()
-        last = [message async for message in running][-1]
+        last = await running.read()
+        terminate()
+        await until(grpc.StatusCode.UNAVAILABLE, stub)
+        while not last.HasField("finish"):
+            last = await running.read()
         assert (last.finish.reason, last.finish.num_output_tokens) == ("length", 300)
 
-    serving(body)
+    serving(body, stop=lambda: None)
+
+
+async def until(code: grpc.StatusCode, stub: generation_pb2_grpc.GenerationAsyncStub) -> None:
+    """Knock until the service refuses with `code`."""
+    found = None
+    while found is not code:
+        try:
+            await stub.Generate(wire.call_to_message(changed(max_tokens=1)), timeout=0.1).read()
+        except grpc.aio.AioRpcError as error:
+            found = error.code()

@@ -1,0 +1,32 @@
+"""Eyas: distributed speculative decoding. Faster large language models that say exactly what they said before."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from eyas.config import EagleConfig, EngineConfig, TreeConfig
+    from eyas.errors import EyasError
+    from eyas.llm import LLM, GenerationResult
+    from eyas.request import SamplingParams
+
+__all__ = ["LLM", "EagleConfig", "EngineConfig", "EyasError", "GenerationResult", "SamplingParams", "TreeConfig"]
+
+_HOMES = {
+    "LLM": "eyas.llm",
+    "GenerationResult": "eyas.llm",
+    "SamplingParams": "eyas.request",
+    "EyasError": "eyas.errors",
+    "EagleConfig": "eyas.config",
+    "EngineConfig": "eyas.config",
+    "TreeConfig": "eyas.config",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Import on first use, so that the router and the command line load no torch."""
+    if name not in _HOMES:
+        raise AttributeError(f"module 'eyas' has no attribute {name!r}")
+    from importlib import import_module
+
+    return getattr(import_module(_HOMES[name]), name)

@@ -1,0 +1,121 @@
+"""The drafters of one verifier as one Drafter: each session goes to the draft service that it was paired with."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from eyas.config import DraftLinkConfig
+from eyas.drafters.base import Draft, DraftContext, DrafterNeeds
+from services.verifier.remote import RemoteDrafter
+from services.verifier.timing import LinkStats
+
+
+@dataclass
+class _Pair:
+    """A session's drafter. told: whether the drafter may know the session, so that it must be told of its end."""
+
+    link: RemoteDrafter
+    told: bool = False
+
+
+@dataclass
+class _Timing:
+    num_rounds: int = 0
+    seconds: float = 0.0
+
+
+class DraftPool:
+    """Implements Drafter over many RemoteDrafters. Sessions without a pair get None: they decode plainly.
+
+    `propose` and `release` belong to the engine's thread; the rest may be called from any. A session's life: `pair`, then
+    `propose` and at last `release` where the engine takes it, then `unpair` (the last two in any order).
+    """
+
+    def __init__(self, config: DraftLinkConfig, needs: DrafterNeeds) -> None:
+        self._config = config
+        self._needs = needs
+        self._lock = threading.Lock()
+        self._links: dict[str, RemoteDrafter] = {}
+        self._pairs: dict[str, _Pair] = {}
+        self._timings: dict[str, _Timing] = {}
+
+    @property
+    def needs(self) -> DrafterNeeds:
+        return self._needs
+
+    @property
+    def stats(self) -> list[LinkStats]:
+        """Round trips of every link."""
+        with self._lock:
+            return [link.stats for link in self._links.values()]
+
+    def pair(self, session: str, address: str) -> None:
+        """Let the drafter at host:port draft for a session from now on; dials it if it is new."""
+        with self._lock:
+            link = self._links.get(address)
+            if link is None:
+                link = self._links[address] = RemoteDrafter(address, self._needs, self._config)
+            self._pairs[session] = _Pair(link)
+            self._timings[session] = _Timing()
+
+    def mean_round_trip(self, session: str) -> float | None:
+        """Mean seconds of the session's answered rounds; None if there was none, or after `unpair`."""
+        timing = self._timings.get(session)
+        return timing.seconds / timing.num_rounds if timing and timing.num_rounds else None
+
+    def unpair(self, session: str) -> None:
+        """The other end of `pair`; a session that the engine has taken keeps its drafter until `release`."""
+        with self._lock:
+            self._timings.pop(session, None)
+            pair = self._pairs.get(session)
+            if pair is not None and not pair.told:
+                self._part(session)
+
+    def propose(self, contexts: Sequence[DraftContext]) -> list[Draft]:
+        """One round with all drafters at once, under one deadline."""
+        drafts: list[Draft] = [None] * len(contexts)
+        indices = self._by_link(contexts)
+        rounds = {link: link.send([contexts[i] for i in mine]) for link, mine in indices.items()}
+        deadline = time.monotonic() + self._config.deadline
+        for link, round_ in rounds.items():
+            for i, draft in zip(indices[link], link.collect(round_, deadline), strict=True):
+                drafts[i] = draft
+                timing = self._timings.get(contexts[i].session)
+                if timing and round_.seconds is not None and contexts[i].budget.wants_tree:
+                    timing.num_rounds += 1
+                    timing.seconds += round_.seconds
+        return drafts
+
+    def release(self, sessions: Sequence[str]) -> None:
+        with self._lock:
+            for session in sessions:
+                self._part(session)
+
+    def close(self) -> None:
+        """End all streams."""
+        with self._lock:
+            for link in self._links.values():
+                link.close()
+
+    def _by_link(self, contexts: Sequence[DraftContext]) -> dict[RemoteDrafter, list[int]]:
+        indices: dict[RemoteDrafter, list[int]] = {}
+        with self._lock:
+            for i, context in enumerate(contexts):
+                if pair := self._pairs.get(context.session):
+                    pair.told = True
+                    indices.setdefault(pair.link, []).append(i)
+        return indices
+
+    def _part(self, session: str) -> None:
+        """Drop a pair, and with its last pair a link that is down: a drafter that is gone is not dialled for ever."""
+        pair = self._pairs.pop(session, None)
+        if pair is None:
+            return
+        if pair.told:
+            pair.link.release([session])
+        if not pair.link.up and all(other.link is not pair.link for other in self._pairs.values()):
+            pair.link.close()
+            self._links.pop(pair.link.address, None)

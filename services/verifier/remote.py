@@ -1,0 +1,185 @@
+"""One draft service as a Drafter: contexts in, its trees out, or None for what did not come in time. Never raises.
+
+The engine's thread sends and collects; the link's thread delivers. A lost round is harmless: the drafter refuses what
+does not continue its state, and the engine resends from what the refusal says.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from itertools import count
+
+from pybreaker import STATE_OPEN, CircuitBreaker, CircuitBreakerError
+
+from eyas.commit import Refusal
+from eyas.config import DraftLinkConfig
+from eyas.drafters.base import Draft, DraftContext, DrafterNeeds
+from eyas.errors import InvalidTree
+from eyas.rpc.messages import DraftReply, DraftRequest, SessionTree
+from eyas.tree import DraftTree
+from services.verifier.link import DraftLink, Stream
+from services.verifier.packing import pack
+from services.verifier.timing import LinkStats, RoundTrips
+
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class Round:
+    """What was sent in one step of the engine and what has come back. stream is None where nothing was sent.
+
+    steps: messages with a tree to come. drafts: the answers so far, in the order of the contexts.
+    seconds: how long all answers took; None before, and where some were lost.
+    """
+
+    contexts: Sequence[DraftContext]
+    drafts: list[Draft]
+    stream: Stream | None = None
+    steps: set[int] = field(default_factory=set)
+    replies: list[DraftReply] = field(default_factory=list)
+    guard: ExitStack = field(default_factory=ExitStack)
+    sent_at: float = 0.0
+    seconds: float | None = None
+
+
+class _LostRound(Exception):
+    """Tells the circuit breaker of answers that did not come in time."""
+
+
+class RemoteDrafter:
+    """A link to one draft service. `needs` is what contexts will carry; a drafter that needs more stays unused."""
+
+    def __init__(self, address: str, needs: DrafterNeeds, config: DraftLinkConfig) -> None:
+        self.address = address
+        self.needs = needs
+        self._config = config
+        self._breaker = CircuitBreaker(config.max_failures, config.reset, throw_new_error_on_trip=False)
+        self._trips = RoundTrips()
+        self._steps = count(1)
+        self._changed = threading.Condition()
+        self._round: Round | None = None
+        self._link = DraftLink(address, needs, self._deliver, self._wake)
+
+    @property
+    def up(self) -> bool:
+        """Whether the stream is open."""
+        return self._link.stream is not None
+
+    @property
+    def stats(self) -> LinkStats:
+        """Round trips so far."""
+        return self._trips.summary(self.address)
+
+    def propose(self, contexts: Sequence[DraftContext]) -> list[Draft]:
+        """One round with the configured deadline."""
+        return self.collect(self.send(contexts), time.monotonic() + self._config.deadline)
+
+    def send(self, contexts: Sequence[DraftContext]) -> Round:
+        """Send the commits of one step without waiting; hand the Round to `collect` before the next `send`.
+
+        Commits that want no tree count as answered once sent: if they get lost, the next one is refused.
+        """
+        round_ = Round(contexts, [None] * len(contexts))
+        stream, wanted = self._link.stream, any(context.budget.wants_tree for context in contexts)
+        if stream is None or stream.congested or not self._admitted(round_, wanted):
+            return round_
+        round_.stream, round_.sent_at = stream, time.perf_counter()
+        for i, context in enumerate(contexts):
+            if not context.budget.wants_tree:
+                round_.drafts[i] = DraftTree.root_only(context.tokens[-1])
+        if not stream.info.needs_features:
+            contexts = [replace(context, features=None) for context in contexts]
+        requests = [DraftRequest(next(self._steps), tuple(c)) for c in pack(contexts, self._config.chunk_tokens)]
+        round_.steps = {r.step for r in requests if any(commit.budget.wants_tree for commit in r.commits)}
+        with self._changed:
+            self._round = round_
+        for request in requests:
+            stream.send(request)
+        return round_
+
+    def collect(self, round_: Round, deadline: float) -> list[Draft]:
+        """The answers that arrive before `deadline` (of time.monotonic), None for the others."""
+        if round_.stream is None:
+            return round_.drafts
+        try:
+            with round_.guard:
+                self._wait(round_, deadline)
+        except _LostRound:
+            self._trips.lost()
+        with self._changed:
+            self._round = None
+        _sort_in(round_)
+        return round_.drafts
+
+    def release(self, sessions: Sequence[str]) -> None:
+        """Let the drafter forget sessions. May be called from any thread."""
+        if stream := self._link.stream:
+            stream.send(DraftRequest(next(self._steps), released=tuple(sessions)))
+
+    def close(self) -> None:
+        """End the stream; every later round is answered with None."""
+        self._link.close()
+
+    def _admitted(self, round_: Round, wanted: bool) -> bool:
+        """Whether the circuit breaker lets a round through; only rounds with a tree to wait for may test a bad link."""
+        if not wanted:
+            return self._breaker.current_state != STATE_OPEN
+        try:
+            round_.guard.enter_context(self._breaker.calling())
+        except CircuitBreakerError:
+            return False
+        return True
+
+    def _wait(self, round_: Round, deadline: float) -> None:
+        if not round_.steps:
+            return
+        with self._changed:
+            timeout = max(deadline - time.monotonic(), 0)
+            self._changed.wait_for(lambda: not round_.steps or self._link.stream is not round_.stream, timeout)
+            if round_.steps:
+                raise _LostRound
+        round_.seconds = time.perf_counter() - round_.sent_at
+        self._trips.answered(round_.seconds)
+
+    # Below: the link's thread only.
+
+    def _deliver(self, reply: DraftReply) -> None:
+        with self._changed:
+            if self._round is not None and reply.step in self._round.steps:
+                self._round.replies.append(reply)
+                self._round.steps.discard(reply.step)
+                self._changed.notify()
+
+    def _wake(self) -> None:
+        with self._changed:
+            self._changed.notify()
+
+
+def _sort_in(round_: Round) -> None:
+    """Put replies where their contexts stand; stale, duplicate, unknown and malformed ones are dropped."""
+    indices = {context.session: i for i, context in enumerate(round_.contexts) if context.budget.wants_tree}
+    for reply in round_.replies:
+        answers: list[SessionTree | Refusal] = [*reply.trees, *reply.refusals]
+        for answer in answers:
+            index = indices.get(answer.session)
+            if index is not None and round_.drafts[index] is None and answer.epoch == round_.contexts[index].epoch:
+                round_.drafts[index] = _draft(answer, round_.contexts[index], round_.stream)
+
+
+def _draft(answer: SessionTree | Refusal, context: DraftContext, stream: Stream | None) -> Draft:
+    if isinstance(answer, Refusal):
+        return answer
+    if answer.committed != context.committed or stream is None:
+        return None
+    try:
+        vocab_size = stream.info.model.vocab_size
+        answer.tree.validate(context.tokens[-1], vocab_size, context.budget.max_nodes, context.budget.max_depth)
+    except InvalidTree as error:
+        log.warning("dropped a draft tree for %s: %s", answer.session, error)
+        return None
+    return answer.tree

@@ -1,0 +1,54 @@
+"""Drafters that no one should deploy: what comes out of the engine must not depend on them."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from eyas.commit import Refusal
+from eyas.drafters.base import Draft, DraftContext, Drafter, DrafterNeeds
+from eyas.tree import DraftTree
+
+
+class RandomDrafter:
+    """Trees of any shape with random tokens; now and then an invalid tree, none, or a refusal."""
+
+    needs = DrafterNeeds(samples=True)
+
+    def __init__(self, vocab_size: int, seed: int = 0) -> None:
+        self._vocab_size = vocab_size
+        self._rng = np.random.default_rng(seed)
+
+    def propose(self, contexts: Sequence[DraftContext]) -> list[Draft]:
+        return [self._draft(context) for context in contexts]
+
+    def release(self, sessions: Sequence[str]) -> None:
+        pass
+
+    def _draft(self, context: DraftContext) -> Draft:
+        rng, kind = self._rng, int(self._rng.integers(10))
+        if kind == 0:
+            return None
+        if kind == 1:
+            return Refusal(context.session, context.epoch, int(rng.integers(-2, context.base + 3)))
+        size = int(rng.integers(1, context.budget.max_nodes + (3 if kind == 2 else 1)))
+        tokens = rng.integers(0, self._vocab_size + (9 if kind == 3 else 0), size).tolist()
+        parents = [0, *(int(rng.integers(node)) for node in range(1, size))]
+        return DraftTree((context.tokens[-1], *tokens[1:]), tuple(parents), (0.0,) * size)
+
+
+class DyingDrafter:
+    """Works for some rounds, then answers nothing until it comes back having forgotten everything."""
+
+    def __init__(self, drafter: Drafter, dies: int, returns: int) -> None:
+        self._drafter, self._dies, self._returns, self._round = drafter, dies, returns, 0
+        self.needs = drafter.needs
+
+    def propose(self, contexts: Sequence[DraftContext]) -> list[Draft]:
+        self._round += 1
+        if self._dies <= self._round < self._returns:
+            self._drafter.release([context.session for context in contexts])
+            return [None] * len(contexts)
+        return self._drafter.propose(contexts)
+
+    def release(self, sessions: Sequence[str]) -> None:
+        self._drafter.release(sessions)

@@ -1,0 +1,161 @@
+"""The central property: whatever the drafter does, the tokens are those of a plain loop over transformers' forward."""
+
+import numpy as np
+import pytest
+import torch
+
+from eyas.config import EagleConfig, EngineConfig, TreeConfig
+from eyas.drafters.base import Drafter
+from eyas.drafters.build import build_drafter
+from eyas.engine.build import assemble_engine
+from eyas.engine.engine import Engine
+from eyas.models.eagle import load_fuser
+from eyas.models.target import load_target
+from eyas.request import Chunk, GenerationStats, Request, SamplingParams
+from tests import reference
+from tests.engine.drafters import DyingDrafter, RandomDrafter
+
+TREE = TreeConfig(nodes=12, depth=4, width=4)
+GREEDY = SamplingParams(max_tokens=24, temperature=0, ignore_eos=True)
+PARAMS = {
+    "greedy": GREEDY,
+    "sampled": SamplingParams(max_tokens=24, temperature=0.8, ignore_eos=True),
+    "filtered": SamplingParams(max_tokens=24, temperature=1.1, top_k=12, top_p=0.85, ignore_eos=True),
+    "stopping": SamplingParams(max_tokens=24, temperature=1.0, stop_token_ids=tuple(range(4, 10))),
+}
+DRAFTERS = ("eagle3", "eagle3-own-noise", "eagle3-crowded", "random", "dying", "none")
+
+
+def make_drafter(name: str, target: str, head: str) -> Drafter | None:
+    if name == "none":
+        return None
+    if name == "random":
+        return RandomDrafter(48)
+    slots = 90 if name == "eagle3-crowded" else 4096
+    eagle = EagleConfig(num_slots=slots, shared_noise=name != "eagle3-own-noise")
+    drafter = build_drafter("eagle3", target, head, "float32", "cpu", TREE, eagle)
+    return DyingDrafter(drafter, dies=4, returns=9) if name == "dying" else drafter
+
+
+def make_engine(drafter: Drafter | None, target: str, head: str, **limits: int) -> Engine:
+    fuser = load_fuser(head, target)
+    config = EngineConfig(**{"num_slots": 1024, "step_tokens": 16, **limits})
+    return assemble_engine(load_target(target, taps=fuser.taps), fuser, config, TREE, drafter)
+
+
+def run(engine: Engine, arrivals: dict[int, list[Request]]) -> dict[str, list[Chunk]]:
+    """Submit requests at given steps, and run until all have ended."""
+    chunks: dict[str, list[Chunk]] = {}
+    step = 0
+    while engine.has_work or any(at >= step for at in arrivals):
+        for request in arrivals.get(step, []):
+            engine.submit(request)
+        for chunk in engine.step():
+            chunks.setdefault(chunk.request_id, []).append(chunk)
+        engine.check()
+        step += 1
+    return chunks
+
+
+def tokens_of(chunks: list[Chunk]) -> list[int]:
+    return [token for chunk in chunks for token in chunk.token_ids]
+
+
+def prompts(count: int, seed: int = 0) -> list[list[int]]:
+    rng = np.random.default_rng(seed)
+    return [rng.integers(3, 48, int(rng.integers(1, 40))).tolist() for _ in range(count)]
+
+
+@pytest.mark.parametrize("kind", PARAMS)
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_a_batch_with_staggered_arrivals_equals_the_plain_loop(name: str, kind: str, tiny_target: str, tiny_head: str) -> None:
+    engine = make_engine(make_drafter(name, tiny_target, tiny_head), tiny_target, tiny_head, max_running=6)
+    from dataclasses import replace
+
+    requests = [
+        Request(f"r{i}", tuple(prompt), replace(PARAMS[kind], seed=100 + i, max_tokens=24 - i))
+        for i, prompt in enumerate(prompts(8))
+    ]
+    chunks = run(engine, {0: requests[:3], 2: requests[3:6], 7: requests[6:]})
+    for request in requests:
+        expected = reference.generate(tiny_target, list(request.prompt_ids), request.sampling)
+        assert tokens_of(chunks[request.id]) == expected, f"{request.id} differs"
+    assert engine.load.free_slots == 1024
+
+
+@pytest.mark.parametrize("kind", PARAMS)
+@pytest.mark.parametrize("name", ("eagle3", "random"))
+def test_a_single_request_equals_the_plain_loop(name: str, kind: str, tiny_target: str, tiny_head: str) -> None:
+    engine = make_engine(make_drafter(name, tiny_target, tiny_head), tiny_target, tiny_head)
+    request = Request("one", tuple(prompts(1, seed=5)[0]), SamplingParams(**{**vars(PARAMS[kind]), "seed": 2**64 - 1}))
+    chunks = run(engine, {0: [request]})
+    assert tokens_of(chunks["one"]) == reference.generate(tiny_target, list(request.prompt_ids), request.sampling)
+
+
+def test_a_drafter_that_returns_drafts_again_for_running_requests(tiny_target: str, tiny_head: str) -> None:
+    drafter = make_drafter("dying", tiny_target, tiny_head)
+    engine = make_engine(drafter, tiny_target, tiny_head)
+    (chunks,) = run(engine, {0: [Request("a", (5, 6, 7), SamplingParams(24, 0.0, seed=0, ignore_eos=True))]}).values()
+    drafted = [chunk.round.drafted if chunk.round else 0 for chunk in chunks]
+    assert 0 in drafted[2:10], "the drafter was away for some rounds"
+    assert drafted[-4] > 0, "and drafted again afterwards"
+
+
+def test_statistics_add_up_to_the_tokens(tiny_target: str, tiny_head: str) -> None:
+    engine = make_engine(make_drafter("eagle3", tiny_target, tiny_head), tiny_target, tiny_head)
+    stats = GenerationStats()
+    (chunks,) = run(engine, {0: [Request("a", (5, 6), SamplingParams(20, 0.0, seed=0, ignore_eos=True))]}).values()
+    for chunk in chunks:
+        stats.add(chunk)
+    assert stats.num_emitted == 19  # the prefill's token belongs to no round
+    assert stats.num_accepted + stats.num_rounds >= stats.num_emitted
+    assert stats.acceptance_length == stats.num_emitted / stats.num_rounds
+
+
+def test_a_cancelled_request_frees_everything_at_the_next_step(tiny_target: str, tiny_head: str) -> None:
+    drafter = make_drafter("eagle3", tiny_target, tiny_head)
+    engine = make_engine(drafter, tiny_target, tiny_head)
+    for name in ("a", "b"):
+        engine.submit(Request(name, (5, 6, 7), SamplingParams(24, 0.0, seed=0, ignore_eos=True)))
+    for _ in range(3):
+        engine.step()
+    engine.cancel("a")
+    assert [c.finish_reason for c in engine.step() if c.request_id == "a"] == ["cancelled"]
+    engine.cancel("b")
+    engine.step()
+    engine.check()
+    assert engine.load.free_slots == 1024
+    assert drafter.num_free_slots == 4096  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("name", ("eagle3", "none"))
+def test_the_sampled_law_is_the_targets(name: str, tiny_target: str, tiny_head: str) -> None:
+    """Chi-square of the second emitted token over many seeds, on a small vocabulary; the first is fixed by top-k 1."""
+    engine = make_engine(
+        make_drafter(name, tiny_target, tiny_head), tiny_target, tiny_head, max_running=64, num_slots=8192, max_waiting=1500
+    )
+    count, prompt = 1500, (7, 8, 9)
+    for seed in range(count):
+        engine.submit(Request(f"{seed}", prompt, SamplingParams(2, 0.9, seed=seed, ignore_eos=True)))
+    emitted: dict[str, list[int]] = {}
+    while engine.has_work:
+        for chunk in engine.step():
+            emitted.setdefault(chunk.request_id, []).extend(chunk.token_ids)
+    with torch.inference_mode():
+        model = reference.load_reference(tiny_target)
+        first = torch.softmax(model(input_ids=torch.tensor([prompt])).logits[0, -1] / 0.9, -1)
+        rows = torch.tensor([[*prompt, token] for token in range(48)])
+        second = first @ torch.softmax(model(input_ids=rows).logits[:, -1] / 0.9, -1)
+    for place, law in enumerate((first, second)):
+        counts = torch.bincount(torch.tensor([tokens[place] for tokens in emitted.values()]), minlength=48)
+        assert chi_square_is_plausible(counts, law * count)
+
+
+def chi_square_is_plausible(counts: torch.Tensor, expected: torch.Tensor) -> bool:
+    """Against the 99.9 % quantile (Wilson-Hilferty), with rare tokens pooled."""
+    common = expected >= 5
+    counts = torch.cat([counts[common], counts[~common].sum()[None]]).double()
+    expected = torch.cat([expected[common], expected[~common].sum()[None]]).double().clamp(min=1e-9)
+    degrees = len(counts) - 1
+    quantile = degrees * (1 - 2 / (9 * degrees) + 3.09 * (2 / (9 * degrees)) ** 0.5) ** 3
+    return bool(((counts - expected) ** 2 / expected).sum() < quantile)

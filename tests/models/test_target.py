@@ -1,0 +1,112 @@
+"""The target behind our attention equals transformers' own forward; the tree mask equals separate sequences."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from eyas.cache.kv import SlotPools
+from eyas.errors import CheckpointError
+from eyas.models.inputs import Ints, Segment, pack
+from eyas.models.target import TargetModel, load_target
+from eyas.tree import DraftTree
+from tests.reference import load_reference
+from tests.strategies import trees
+
+
+def segment(tokens: list[int], start: int, slots: Ints, prefix: Ints) -> Segment:
+    ids = np.array(tokens, dtype=np.int64)
+    return Segment(ids, np.arange(start, start + len(ids)), slots, prefix, None, np.arange(len(ids)))
+
+
+def run(target: TargetModel, segments: list[Segment], pools: SlotPools) -> list[torch.Tensor]:
+    logits = target.forward(pack(segments, target.device), pools).logits
+    return list(logits.split([len(s.wanted) for s in segments]))
+
+
+def make_pools(target: TargetModel, num_slots: int = 400) -> SlotPools:
+    return SlotPools(num_slots, target.kv_shapes, 0, target.dtype, target.device)
+
+
+@torch.inference_mode()
+def expected(path: str, tokens: list[int]) -> torch.Tensor:
+    return load_reference(path)(input_ids=torch.tensor([tokens]), use_cache=False).logits[0]
+
+
+@pytest.fixture(scope="module")
+def target(tiny_target: str) -> TargetModel:
+    return load_target(tiny_target)
+
+
+def test_ragged_chunks_in_scattered_slots_equal_whole_sequences(target: TargetModel, tiny_target: str) -> None:
+    pools, rng = make_pools(target), np.random.default_rng(0)
+    slots = rng.permutation(400)
+    first, second, third = (rng.integers(3, 48, n).tolist() for n in (40, 7, 1))
+    run(target, [segment(first[:33], 0, slots[:33], slots[:0])], pools)
+    got = run(
+        target,
+        [
+            segment(first[33:], 33, slots[33:40], slots[:33]),
+            segment(second, 0, slots[50:57], slots[:0]),
+            segment(third, 0, slots[60:61], slots[:0]),
+        ],
+        pools,
+    )
+    torch.testing.assert_close(got[0], expected(tiny_target, first)[33:], atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(got[1], expected(tiny_target, second), atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(got[2], expected(tiny_target, third), atol=1e-4, rtol=1e-4)
+
+
+@settings(max_examples=25)
+@given(st.lists(trees(vocab_size=48), min_size=1, max_size=4), st.integers(0, 1000))
+def test_every_tree_node_equals_its_path_run_as_a_sequence(forest: list[DraftTree], seed: int) -> None:
+    target, path = TREE_TARGET[0], TREE_TARGET[1]
+    pools, rng = make_pools(target), np.random.default_rng(seed)
+    slots, segments, prefixes = rng.permutation(400), [], []
+    for tree in forest:
+        prefix = rng.integers(0, 48, int(rng.integers(1, 20))).tolist()
+        held, slots = slots[: len(prefix)], slots[len(prefix) :]
+        run(target, [segment(prefix, 0, held, held[:0])], pools)
+        positions = len(prefix) + np.array(tree.depths)
+        rows = Segment(np.array(tree.tokens), positions, slots[: len(tree)], held, tree.ancestor_mask(), np.arange(len(tree)))
+        slots = slots[len(tree) :]
+        segments.append(rows)
+        prefixes.append(prefix)
+    for tree, prefix, logits in zip(forest, prefixes, run(target, segments, pools), strict=True):
+        for node in range(len(tree)):
+            tokens = prefix + [tree.tokens[above] for above in tree.path(node)]
+            torch.testing.assert_close(logits[node], expected(path, tokens)[-1], atol=1e-4, rtol=1e-4)
+
+
+TREE_TARGET: list = []
+
+
+@pytest.fixture(autouse=True)
+def _tree_target(target: TargetModel, tiny_target: str) -> None:
+    TREE_TARGET[:] = [target, tiny_target]
+
+
+def test_taps_are_the_inputs_of_the_tapped_layers(tiny_target: str) -> None:
+    tapping = load_target(tiny_target, taps=(1, 3, 4))
+    tokens = [5, 9, 11]
+    out = tapping.forward(pack([segment(tokens, 0, np.arange(3), np.arange(0))], tapping.device), make_pools(tapping))
+    layers = load_reference(tiny_target).model.layers
+    seen: dict[int, torch.Tensor] = {}
+    hooks = [layers[i].register_forward_pre_hook(lambda m, a, i=i: seen.update({i: a[0]})) for i in (1, 3)]
+    hooks.append(load_reference(tiny_target).model.norm.register_forward_pre_hook(lambda m, a: seen.update({4: a[0]})))
+    expected(tiny_target, tokens)
+    for hook in hooks:
+        hook.remove()
+    assert out.taps is not None
+    torch.testing.assert_close(out.taps, torch.cat([seen[i][0] for i in (1, 3, 4)], -1), atol=1e-5, rtol=1e-5)
+
+
+def test_a_tap_behind_the_last_layer_is_refused(tiny_target: str) -> None:
+    with pytest.raises(CheckpointError, match="taps layer 7, but the target has 4 layers"):
+        load_target(tiny_target, taps=(7,))
+
+
+def test_a_folder_that_is_not_there_is_named() -> None:
+    with pytest.raises(CheckpointError, match="no checkpoint folder at './nowhere'"):
+        load_target("./nowhere")

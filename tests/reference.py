@@ -1,0 +1,67 @@
+"""Straightforward versions of what Eyas does cleverly: plain Python integers, full forward passes, one token at a time."""
+
+import functools
+import math
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from eyas.request import SamplingParams
+
+MASK = 2**64 - 1
+
+
+def mix(z: int) -> int:
+    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & MASK
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & MASK
+    return z ^ (z >> 31)
+
+
+def noise(seed: int, position: int, token: int) -> float:
+    """The exponential noise of one (seed, position, token), in unbounded integers and doubles."""
+    golden = 0x9E3779B97F4A7C15
+    key = mix((mix((seed + golden) & MASK) + position * golden) & MASK)
+    bits = mix((key + (token + 1) * golden) & MASK) >> 32
+    return -math.log1p(-(bits + 0.5) / 2**32)
+
+
+def law(logits: torch.Tensor, params: SamplingParams) -> list[float]:
+    """Temperature, then top-k, then top-p over one row; unnormalised."""
+    probs = torch.softmax(logits.float() / params.temperature, -1).tolist()
+    order = sorted(range(len(probs)), key=lambda token: (-probs[token], token))
+    kept = order[: params.top_k] if params.top_k else order
+    total, reached, nucleus = sum(probs[t] for t in kept), 0.0, []
+    for token in kept:
+        if reached >= params.top_p * total:
+            break
+        nucleus.append(token)
+        reached += probs[token]
+    return [probs[token] if token in set(nucleus) else 0.0 for token in range(len(probs))]
+
+
+def draw(logits: torch.Tensor, params: SamplingParams, position: int) -> int:
+    """One token by the exponential race; ties to the lowest id."""
+    if params.temperature == 0:
+        return int(max(range(len(logits)), key=lambda token: (float(logits[token]), -token)))
+    assert params.seed is not None
+    probs = law(logits, params)
+    times = [noise(params.seed, position, t) / p if p > 0 else math.inf for t, p in enumerate(probs)]
+    return min(range(len(times)), key=lambda token: (times[token], token))
+
+
+@functools.cache
+def load_reference(path: str) -> torch.nn.Module:
+    """transformers' own model with its own attention."""
+    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager").eval()
+
+
+@torch.inference_mode()
+def generate(path: str, prompt: list[int], params: SamplingParams, eos: frozenset[int] = frozenset({1})) -> list[int]:
+    """A loop over transformers' forward that recomputes everything for every token."""
+    tokens = list(prompt)
+    while len(tokens) - len(prompt) < params.max_tokens:
+        logits = load_reference(path)(input_ids=torch.tensor([tokens]), use_cache=False).logits[0, -1]
+        tokens.append(draw(logits, params, len(tokens)))
+        if tokens[-1] in params.stop_token_ids or (tokens[-1] in eos and not params.ignore_eos):
+            break
+    return tokens[len(prompt) :]

@@ -1,0 +1,128 @@
+"""A verifier that recites a fixed list of tokens by absolute position, and can be slow, silent or dying on demand.
+
+It stands for a peer outside the router; whatever the prompt's length, it goes on where the prompt ends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import grpc
+
+from eyas.config import RegistryConfig, ServerConfig
+from eyas.request import Chunk, Round
+from eyas.rpc.channel import open_channel
+from eyas.rpc.messages import ROUND_TRIP_KEY, GenerateCall, ModelInfo, TextChunk
+from eyas.rpc.server import RpcServer
+from eyas.rpc.wire import call_from_message, call_to_message, chunk_from_message, chunk_to_message
+from eyas.text import load_tokenizer
+from eyas.v1.generation_pb2_grpc import GenerationServicer, GenerationStub, add_GenerationServicer_to_server
+from services.lifecycle import WorkerPresence
+from services.registry import Load, Registry, Role
+from services.router.presence import RouterPresence
+from services.router.relay import Relay
+from services.router.servicer import RouterServicer
+from services.router.workers import Workers
+
+DEMO = "models/demo/target"
+MODEL = ModelInfo("demo", "target", 4096, 2048, "head")
+CHUNK_TOKENS = 3
+
+
+@dataclass
+class Script:
+    """What a verifier does. dies_after: chunks before it aborts; falls_silent_after: chunks before it sends no more."""
+
+    tokens: Sequence[int]
+    dies_after: int | None = None
+    falls_silent_after: int | None = None
+    status: grpc.StatusCode = grpc.StatusCode.UNAVAILABLE
+    calls: list[GenerateCall] = field(default_factory=list)
+    num_cancelled: int = 0
+
+
+class ScriptedVerifier(GenerationServicer):
+    """Generation by recital."""
+
+    def __init__(self, script: Script) -> None:
+        self._script = script
+
+    async def Generate(self, message: Any, context: Any) -> None:  # type: ignore[override]  # noqa: N802
+        call = call_from_message(message)
+        self._script.calls.append(call)
+        try:
+            await self._recite(call, context)
+        except asyncio.CancelledError:
+            self._script.num_cancelled += 1
+            raise
+
+    async def _recite(self, call: GenerateCall, context: Any) -> None:
+        first = len(call.request.prompt_ids)
+        last = min(first + call.request.sampling.max_tokens, len(self._script.tokens))
+        for number, at in enumerate(range(first, last, CHUNK_TOKENS)):
+            if number == self._script.dies_after:
+                await context.abort(self._script.status, "out of breath")
+            if number == self._script.falls_silent_after:
+                await asyncio.sleep(600)
+            await context.write(chunk_to_message(TextChunk(self._chunk(at, min(at + CHUNK_TOKENS, last), last))))
+            await asyncio.sleep(0.002)
+        context.set_trailing_metadata(((ROUND_TRIP_KEY, "0.5"),))
+
+    def _chunk(self, start: int, end: int, last: int) -> Chunk:
+        tokens = tuple(self._script.tokens[start:end])
+        foreseen = (*(True for _ in tokens[1:]), False)
+        return Chunk("", tokens, foreseen, Round(8, 2, len(tokens) - 1), "length" if end == last else None)
+
+
+@asynccontextmanager
+async def worker(
+    url: str, script: Script, role: Role = "verifier", model: ModelInfo = MODEL, free_slots: int = 10_000
+) -> AsyncIterator[str]:
+    """A scripted worker with a lease; gives its address. A drafter is only ever named."""
+    server = RpcServer(ServerConfig())
+    add_GenerationServicer_to_server(ScriptedVerifier(script), server.aio)
+    presence = WorkerPresence(server, Registry(RegistryConfig(url, 2.0, 0.05)), role, model, lambda: Load(0, 0, free_slots))
+    address = await server.start([])
+    await presence.enter(address)
+    try:
+        yield address
+    finally:
+        await presence.leave()
+        await server.stop(0)
+
+
+@asynccontextmanager
+async def router(url: str, stall: float = 20.0, timeout: float = 30.0) -> AsyncIterator[str]:
+    """A real router for the model "demo"; gives its address."""
+    server, registry = RpcServer(ServerConfig()), Registry(RegistryConfig(url, 2.0, 0.05))
+    workers = Workers(registry, suspicion=0.5)
+    servicer = RouterServicer({"demo": load_tokenizer(DEMO)}, workers, Relay(workers, registry, stall), timeout)
+    add_GenerationServicer_to_server(servicer, server.aio)
+    presence = RouterPresence(server, registry, workers, 0.02)
+    address = await server.start(["eyas.v1.Generation"])
+    await presence.enter(address)
+    try:
+        yield address
+    finally:
+        await presence.leave()
+        await server.stop(0)
+        await workers.close()
+        await registry.close()
+
+
+async def ask(address: str, call: GenerateCall, timeout: float = 30.0) -> list[TextChunk]:
+    """All chunks of a call."""
+    async with open_channel(address) as channel:
+        answers = GenerationStub(channel).Generate(call_to_message(call), timeout=timeout)
+        return [chunk_from_message(message) async for message in answers]
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """Wait for a condition, 20 s at most."""
+    async with asyncio.timeout(20):
+        while not condition():
+            await asyncio.sleep(0.005)

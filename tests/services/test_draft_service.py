@@ -1,0 +1,155 @@
+"""The draft service as anyone with a stub sees it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+import grpc
+import pytest
+
+from eyas.commit import Commit, Refusal, TensorBytes
+from eyas.drafters.base import DraftContext
+from eyas.models.tensors import tensor_to_bytes
+from eyas.rpc import draft_wire
+from eyas.rpc.channel import open_sync_channel
+from eyas.rpc.messages import DraftReply, DraftRequest
+from eyas.tree import DraftTree
+from eyas.v1 import draft_pb2, draft_pb2_grpc
+from services.draft.worker import DraftWorker
+from tests.services.toy_drafting import BOOKKEEPING, INFO, ToyDrafter, context, eventually, serving
+
+TOKENS = tuple(range(10, 40))
+
+
+@pytest.fixture
+def drafter() -> ToyDrafter:
+    return ToyDrafter()
+
+
+@pytest.fixture
+def stub(drafter: ToyDrafter) -> Iterator[draft_pb2_grpc.DraftStub]:
+    with serving(drafter) as address, open_sync_channel(address) as channel:
+        yield draft_pb2_grpc.DraftStub(channel)
+
+
+def packed(context: DraftContext) -> Commit[TensorBytes]:
+    features = None if context.features is None else tensor_to_bytes(context.features)
+    return Commit(
+        context.session,
+        context.epoch,
+        context.base,
+        context.tokens,
+        features,
+        context.noise,
+        context.budget,
+        context.samples,
+    )
+
+
+def converse(stub: draft_pb2_grpc.DraftStub, *steps: Sequence[Commit[TensorBytes]]) -> list[DraftReply]:
+    """All replies to a stream that sends `steps` and ends."""
+    requests = [draft_wire.draft_request_to_message(DraftRequest(n, tuple(step))) for n, step in enumerate(steps, 1)]
+    return [draft_wire.draft_reply_from_message(reply) for reply in stub.Speculate(iter(requests))]
+
+
+def roots(reply: DraftReply) -> dict[str, int]:
+    return {tree.session: tree.tree.tokens[0] for tree in reply.trees}
+
+
+def test_every_request_with_a_commit_gets_one_reply_in_order(stub: draft_pb2_grpc.DraftStub) -> None:
+    steps = [
+        [packed(context("a", TOKENS[:5])), packed(context("b", TOKENS[:3], budget=BOOKKEEPING))],
+        [],
+        [packed(context("a", TOKENS[:6], base=5, budget=BOOKKEEPING))],
+        [packed(context("a", TOKENS[:7], base=6))],
+    ]
+    replies = converse(stub, *steps)
+    assert [(reply.step, roots(reply)) for reply in replies] == [(1, {"a": 14}), (3, {}), (4, {"a": 16})]
+    assert replies[0].trees[0].committed == 5
+
+
+def test_describe_says_what_the_drafter_is(stub: draft_pb2_grpc.DraftStub) -> None:
+    assert draft_wire.drafter_info_from_message(stub.Describe(draft_pb2.DescribeRequest())) == INFO
+
+
+def test_an_older_epoch_is_dropped_and_a_newer_one_starts_from_nothing(stub: draft_pb2_grpc.DraftStub) -> None:
+    replies = converse(
+        stub,
+        [packed(context("a", TOKENS[:5], epoch=3))],
+        [packed(context("a", TOKENS[:6], base=5, epoch=2))],
+        [packed(context("a", TOKENS[:6], base=5, epoch=4))],
+        [packed(context("a", TOKENS[:6], epoch=4))],
+    )
+    assert [roots(reply) for reply in replies] == [{"a": 14}, {}, {}, {"a": 15}]
+    assert [reply.refusals for reply in replies] == [(), (), (Refusal("a", 4, 0),), ()]
+
+
+GOOD = packed(context("a", TOKENS[:5]))
+NARROW = TensorBytes("float32", (4, 2), bytes(32))
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        replace(GOOD, base=-1),
+        replace(GOOD, tokens=()),
+        replace(GOOD, tokens=(1, 2, 3, 4, 100)),
+        replace(GOOD, samples=(-1,)),
+        replace(GOOD, features=None),
+        replace(GOOD, features=NARROW),
+        replace(GOOD, features=TensorBytes("float32", (4, 4), b"short")),
+        replace(GOOD, features=TensorBytes("object", (4, 4), bytes(64))),
+        replace(GOOD, noise=replace(GOOD.noise, temperature=float("nan"))),
+    ],
+)
+def test_a_malformed_commit_harms_no_other_session(stub: draft_pb2_grpc.DraftStub, bad: Commit[TensorBytes]) -> None:
+    other = packed(context("b", TOKENS[:3]))
+    replies = converse(stub, [bad, other], [GOOD])
+    assert [roots(reply) for reply in replies] == [{"b": 12}, {"a": 14}]
+
+
+def test_a_session_named_twice_ends_its_own_stream_only(stub: draft_pb2_grpc.DraftStub) -> None:
+    with pytest.raises(grpc.RpcError) as caught:
+        converse(stub, [GOOD, GOOD])
+    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT  # type: ignore[attr-defined]
+    assert roots(converse(stub, [GOOD])[0]) == {"a": 14}
+
+
+def test_a_stream_that_ends_releases_its_sessions(stub: draft_pb2_grpc.DraftStub, drafter: ToyDrafter) -> None:
+    converse(stub, [GOOD, packed(context("b", TOKENS[:3]))])
+    eventually(lambda: not drafter.sessions)
+
+
+def test_a_drafter_that_fails_costs_trees_and_nothing_else() -> None:
+    trouble = iter([RuntimeError("out of memory")])
+
+    def fail_once() -> None:
+        for error in trouble:
+            raise error
+
+    with serving(ToyDrafter(before=fail_once)) as address, open_sync_channel(address) as channel:
+        replies = converse(draft_pb2_grpc.DraftStub(channel), [GOOD], [GOOD])
+    assert [roots(reply) for reply in replies] == [{}, {"a": 14}]
+
+
+def test_requests_that_wait_are_merged_into_one_call_and_no_session_is_in_it_twice() -> None:
+    calls: list[list[str]] = []
+
+    class Recorder(ToyDrafter):
+        def propose(self, contexts: Sequence[DraftContext]) -> list[DraftTree | Refusal | None]:
+            calls.append([context.session for context in contexts])
+            return super().propose(contexts)
+
+    worker = DraftWorker(Recorder(), INFO)
+    replies: list[DraftReply | None] = []
+    one, other = worker.open(replies.append), worker.open(replies.append)
+    worker.submit(one, DraftRequest(1, (GOOD,)))
+    worker.submit(other, DraftRequest(1, (GOOD,)))
+    worker.submit(one, DraftRequest(2, (packed(context("a", TOKENS[:6], base=5)),)))
+    worker.close(one)
+    with worker:
+        eventually(lambda: None in replies)
+    assert calls == [["0/a", "1/a"], ["0/a"]]
+    assert [reply.step for reply in replies if reply] == [1, 1, 2]
+    assert worker.num_sessions == 1

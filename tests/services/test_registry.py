@@ -1,0 +1,171 @@
+"""The registry on a real Redis: leases live as long as their workers beat, and readers outlive Redis."""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+
+import pytest
+from redis.asyncio import Redis
+
+from eyas.config import RegistryConfig
+from eyas.errors import Unavailable
+from eyas.rpc.messages import ModelInfo
+from services.registry import Lease, Load, Placement, Registry
+from tests.services.redis_server import free_port, running_redis
+
+MODEL = ModelInfo("demo", "f1", 4096, 2048, "h1")
+LEASE = Lease("verifier", "127.0.0.1:1", "one", MODEL, Load(1, 2, 3))
+
+
+@pytest.fixture(scope="module")
+def url() -> Iterator[str]:
+    with running_redis(free_port()) as url:
+        yield url
+
+
+@asynccontextmanager
+async def registry(url: str, ttl: float = 2.0, heartbeat: float = 0.05) -> AsyncIterator[Registry]:
+    one = Registry(RegistryConfig(url, ttl, heartbeat))
+    try:
+        yield one
+    finally:
+        await one.withdraw()
+        await one.close()
+
+
+async def until(condition: Callable[[], Awaitable[bool]]) -> None:
+    async with asyncio.timeout(20):
+        while not await condition():
+            await asyncio.sleep(0.01)
+
+
+def test_a_published_lease_is_read_as_it_was_written(url: str) -> None:
+    async def body() -> None:
+        async with registry(url) as worker, registry(url) as reader:
+            await worker.publish(lambda: LEASE)
+            assert await reader.leases("verifier") == [LEASE]
+            assert await reader.leases("draft") == []
+
+    asyncio.run(body())
+
+
+def test_a_lease_follows_the_load_of_its_worker(url: str) -> None:
+    async def body() -> None:
+        loads = iter(range(10_000))
+        async with registry(url) as worker, registry(url) as reader:
+            await worker.publish(lambda: replace(LEASE, load=Load(num_running=next(loads))))
+            await reader.watch("verifier")
+
+            async def is_later() -> bool:
+                return reader.known("verifier")[0].load.num_running >= 3
+
+            await until(is_later)
+
+    asyncio.run(body())
+
+
+def test_withdrawing_removes_the_lease_at_once(url: str) -> None:
+    async def body() -> None:
+        async with registry(url) as worker, registry(url) as reader:
+            await worker.publish(lambda: LEASE)
+            await worker.withdraw()
+            assert await reader.leases("verifier") == []
+
+    asyncio.run(body())
+
+
+def test_a_lease_without_heartbeat_runs_out(url: str) -> None:
+    async def body() -> None:
+        async with registry(url) as reader:
+            worker = Registry(RegistryConfig(url, ttl=0.3, heartbeat=0.1))
+            await worker.publish(lambda: LEASE)
+            await worker.close()
+            assert await reader.leases("verifier") == [LEASE]
+
+            async def is_gone() -> bool:
+                return await reader.leases("verifier") == []
+
+            await until(is_gone)
+
+    asyncio.run(body())
+
+
+def test_a_lease_that_does_not_parse_hides_no_other(url: str, caplog: pytest.LogCaptureFixture) -> None:
+    async def body() -> None:
+        redis = Redis.from_url(url)
+        async with registry(url) as worker, registry(url) as reader:
+            await worker.publish(lambda: LEASE)
+            await redis.sadd("eyas:leases:verifier", "other")
+            await redis.set("eyas:lease:verifier:other", '{"role": "verifier"}', px=500)
+            assert await reader.leases("verifier") == [LEASE]
+        await redis.aclose()
+
+    asyncio.run(body())
+    assert "does not parse" in caplog.text
+
+
+def test_a_placement_is_found_again(url: str) -> None:
+    async def body() -> None:
+        async with registry(url) as one, registry(url) as other:
+            await one.place("session", Placement("v", "d"))
+            assert await other.placement("session") == Placement("v", "d")
+            assert await other.placement("unknown") is None
+
+    asyncio.run(body())
+
+
+def test_the_last_known_leases_outlive_redis_and_its_empty_return(caplog: pytest.LogCaptureFixture) -> None:
+    port = free_port()
+
+    async def body() -> None:
+        with running_redis(port) as url:
+            worker, reader = (Registry(RegistryConfig(url, 3.0, 0.05)) for _ in range(2))
+            await worker.publish(lambda: LEASE)
+            await reader.watch("verifier")
+            assert reader.known("verifier") == (LEASE,)
+        await worker.close()
+
+        async def says(text: str) -> bool:
+            return text in caplog.text
+
+        await until(lambda: says("is away"))
+        assert reader.known("verifier") == (LEASE,)
+        with pytest.raises(Unavailable, match="no answer from the registry"):
+            await reader.leases("verifier")
+        await reader.place("session", Placement("v"))
+        assert await reader.placement("session") is None
+        with running_redis(port):
+            await until(lambda: says("is back"))
+            assert reader.known("verifier") == (LEASE,)
+
+            async def is_gone() -> bool:
+                return reader.known("verifier") == ()
+
+            await until(is_gone)
+        await reader.close()
+
+    with caplog.at_level(logging.INFO):
+        asyncio.run(body())
+
+
+def test_a_worker_publishes_again_when_redis_returns(caplog: pytest.LogCaptureFixture) -> None:
+    port = free_port()
+    url = f"redis://127.0.0.1:{port}/0"
+
+    async def body() -> None:
+        async with registry(url) as worker, registry(url) as reader:
+            await worker.publish(lambda: LEASE)
+            await reader.watch("verifier")
+            assert reader.known("verifier") == ()
+            with running_redis(port):
+
+                async def is_known() -> bool:
+                    return reader.known("verifier") == (LEASE,)
+
+                await until(is_known)
+
+    asyncio.run(body())
+    warnings = [record for record in caplog.records if record.levelno == logging.WARNING]
+    assert 2 <= len(warnings) <= 4, "one per registry and outage"

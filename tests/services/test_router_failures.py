@@ -1,0 +1,191 @@
+"""What the router does about verifiers that refuse, die, fall silent or are not there, and clients that leave."""
+
+import asyncio
+from collections.abc import Iterator
+from contextlib import AsyncExitStack
+from dataclasses import replace
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from redis import Redis
+
+from eyas.rpc.channel import open_channel
+from eyas.rpc.wire import call_to_message
+from eyas.v1.generation_pb2_grpc import GenerationStub
+from tests.services.redis_server import free_port, running_redis
+from tests.services.scripted_verifier import CHUNK_TOKENS, MODEL, Script, ask, router, until, worker
+from tests.services.test_router_service import CALL, PROMPT, REST, TOKENS, failure, tokens_of
+
+SERVING = health_pb2.HealthCheckResponse.SERVING
+
+
+@pytest.fixture(scope="module")
+def redis() -> Iterator[str]:
+    with running_redis(free_port()) as url:
+        yield url
+
+
+@pytest.fixture
+def url(redis: str) -> str:
+    with Redis.from_url(redis) as client:
+        client.flushall()
+    return redis
+
+
+async def is_serving(address: str) -> bool:
+    async with open_channel(address) as channel:
+        answer = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest())
+        return bool(answer.status == SERVING)
+
+
+def test_without_a_verifier_a_request_is_unavailable(url: str) -> None:
+    async def body() -> None:
+        async with router(url) as address:
+            code, details = await failure(address, CALL)
+            assert code is grpc.StatusCode.UNAVAILABLE
+            assert "no verifier of model 'demo' is alive" in details
+
+    asyncio.run(body())
+
+
+def test_the_router_is_ready_while_it_reaches_a_verifier(url: str) -> None:
+    async def becomes(address: str, serving: bool) -> None:
+        async with asyncio.timeout(20):
+            while await is_serving(address) != serving:
+                await asyncio.sleep(0.01)
+
+    async def body() -> None:
+        async with router(url) as address:
+            assert not await is_serving(address)
+            async with worker(url, Script(TOKENS)):
+                await becomes(address, True)
+            await becomes(address, False)
+
+    asyncio.run(body())
+
+
+@pytest.mark.parametrize("status", ["UNAVAILABLE", "CANCELLED", "RESOURCE_EXHAUSTED"])
+@pytest.mark.parametrize("dies_after", [0, 1, 2])
+def test_a_lost_verifier_is_replaced_without_a_trace(url: str, status: str, dies_after: int) -> None:
+    async def body() -> None:
+        dying, living = Script(TOKENS, dies_after=dies_after, status=grpc.StatusCode[status]), Script(TOKENS)
+        async with worker(url, dying, free_slots=99_999), worker(url, living), router(url) as address:
+            chunks = await ask(address, CALL)
+        assert (len(dying.calls), len(living.calls)) == (1, 1)
+        assert tokens_of(chunks) == REST
+        assert chunks[-1].totals is not None
+        assert chunks[-1].totals.num_output_tokens == len(REST)
+        assert living.calls[0].request.prompt_ids == TOKENS[: len(PROMPT) + dies_after * CHUNK_TOKENS]
+        assert living.calls[0].request.sampling.seed == dying.calls[0].request.sampling.seed
+
+    asyncio.run(body())
+
+
+def test_a_request_is_never_continued_by_another_target(url: str) -> None:
+    async def body() -> None:
+        dying, other = Script(TOKENS, dies_after=1), Script(TOKENS)
+        other_model = replace(MODEL, fingerprint="another target")
+        async with (
+            worker(url, dying, free_slots=99_999),
+            worker(url, other, model=other_model),
+            router(url) as address,
+        ):
+            code, _ = await failure(address, CALL)
+        assert (code, other.calls) == (grpc.StatusCode.UNAVAILABLE, [])
+
+    asyncio.run(body())
+
+
+def test_a_verifier_that_has_just_failed_is_avoided(url: str) -> None:
+    async def body() -> None:
+        dying, living = Script(TOKENS, dies_after=0), Script(TOKENS)
+        async with worker(url, dying, free_slots=99_999), worker(url, living), router(url) as address:
+            for _ in range(3):
+                await ask(address, CALL)
+        assert (len(dying.calls), len(living.calls)) == (1, 3)
+
+    asyncio.run(body())
+
+
+def test_an_error_of_the_request_itself_is_not_tried_elsewhere(url: str) -> None:
+    async def body() -> None:
+        one, other = (Script(TOKENS, dies_after=0, status=grpc.StatusCode.INTERNAL) for _ in range(2))
+        async with worker(url, one), worker(url, other), router(url) as address:
+            code, details = await failure(address, CALL)
+        assert (code, len(one.calls) + len(other.calls)) == (grpc.StatusCode.INTERNAL, 1)
+        assert "out of breath" in details
+
+    asyncio.run(body())
+
+
+def test_when_all_verifiers_fail_the_last_reason_is_given(url: str) -> None:
+    async def body() -> None:
+        one, other = (Script(TOKENS, dies_after=1) for _ in range(2))
+        async with worker(url, one), worker(url, other), router(url) as address:
+            code, details = await failure(address, CALL)
+        assert code is grpc.StatusCode.UNAVAILABLE
+        assert "out of breath" in details
+        assert (len(one.calls), len(other.calls)) == (1, 1)
+
+    asyncio.run(body())
+
+
+@pytest.mark.parametrize("silent_after", [0, 1])
+def test_a_silent_verifier_is_left_and_hears_of_it(url: str, silent_after: int) -> None:
+    async def body() -> None:
+        script = Script(TOKENS, falls_silent_after=silent_after)
+        async with worker(url, script), router(url, stall=0.3) as address:
+            code, details = await failure(address, CALL)
+            assert code is grpc.StatusCode.UNAVAILABLE
+            assert "sent nothing for 0.3 s" in details
+            await until(lambda: script.num_cancelled == 1)
+
+    asyncio.run(body())
+
+
+def test_a_request_ends_at_the_routers_own_limit(url: str) -> None:
+    async def body() -> None:
+        script = Script(TOKENS, falls_silent_after=1)
+        async with worker(url, script), router(url, timeout=0.3) as address:
+            code, details = await failure(address, CALL)
+            assert code is grpc.StatusCode.DEADLINE_EXCEEDED
+            assert "not done within 0.3 s" in details
+            await until(lambda: script.num_cancelled == 1)
+
+    asyncio.run(body())
+
+
+def test_the_clients_deadline_reaches_the_verifier(url: str) -> None:
+    async def body() -> None:
+        script = Script(TOKENS, falls_silent_after=1)
+        async with worker(url, script), router(url) as address:
+            code, _ = await failure(address, CALL, timeout=0.3)
+            assert code is grpc.StatusCode.DEADLINE_EXCEEDED
+            await until(lambda: script.num_cancelled == 1)
+
+    asyncio.run(body())
+
+
+def test_a_client_that_leaves_takes_its_request_with_it(url: str) -> None:
+    async def body() -> None:
+        script = Script(TOKENS, falls_silent_after=1)
+        async with worker(url, script), router(url) as address, open_channel(address) as channel:
+            answers = GenerationStub(channel).Generate(call_to_message(CALL))
+            await answers.read()
+            answers.cancel()
+            await until(lambda: script.num_cancelled == 1)
+
+    asyncio.run(body())
+
+
+def test_requests_go_on_while_redis_is_away() -> None:
+    async def body() -> None:
+        async with AsyncExitStack() as stack:
+            with running_redis(free_port()) as url:
+                await stack.enter_async_context(worker(url, Script(TOKENS)))
+                address = await stack.enter_async_context(router(url))
+            call = replace(CALL, request=replace(CALL.request, session="s"))
+            assert tokens_of(await ask(address, call)) == REST
+
+    asyncio.run(body())

@@ -1,0 +1,99 @@
+"""Filter, score, pick: which pair a request goes to, as pure functions of the fleet."""
+
+from dataclasses import replace
+
+import pytest
+
+from eyas.rpc.messages import ModelInfo
+from services.registry import Lease, Load, Placement, Role
+from services.router.placement import Demand, Fleet, Pair, candidates, fits, pick
+
+MODEL = ModelInfo("demo", "target", 4096, 2048, "head")
+DEMAND = Demand("demo", 100)
+
+
+def lease(role: Role, name: str, model: ModelInfo = MODEL, load: Load | None = None) -> Lease:
+    return Lease(role, f"{name}:1", name, model, load or Load(free_slots=1000))
+
+
+def fleet(*leases: Lease, in_flight: dict[str, int] | None = None, suspects: frozenset[str] = frozenset()) -> Fleet:
+    by_role = {role: [lease for lease in leases if lease.role == role] for role in ("verifier", "draft")}
+    return Fleet(by_role["verifier"], by_role["draft"], in_flight or {}, suspects)
+
+
+def chosen(fleet: Fleet, demand: Demand = DEMAND) -> tuple[str, str] | None:
+    pair = pick(fleet, demand, candidates(fleet, demand))
+    return pair and (pair.verifier.incarnation, pair.drafter.incarnation if pair.drafter else "")
+
+
+V, W, D, E = lease("verifier", "v"), lease("verifier", "w"), lease("draft", "d"), lease("draft", "e")
+
+
+def test_candidates_are_all_fitting_pairs() -> None:
+    assert candidates(fleet(V, W, D, E), DEMAND) == [Pair(V, D), Pair(V, E), Pair(W, D), Pair(W, E)]
+
+
+def test_a_verifier_of_another_model_is_no_candidate() -> None:
+    assert candidates(fleet(replace(V, model=replace(MODEL, name="other"))), DEMAND) == []
+
+
+@pytest.mark.parametrize(
+    "model",
+    [replace(MODEL, fingerprint="x"), replace(MODEL, head_fingerprint="x"), replace(MODEL, head_fingerprint="")],
+)
+def test_a_drafter_for_another_target_or_head_is_left_out(model: ModelInfo) -> None:
+    assert chosen(fleet(V, replace(D, model=model))) == ("v", "")
+
+
+def test_a_verifier_without_a_head_gets_no_drafter() -> None:
+    headless = replace(MODEL, head_fingerprint="")
+    assert not fits(replace(D, model=headless), replace(V, model=headless))
+
+
+def test_plain_decoding_gets_no_drafter() -> None:
+    assert chosen(fleet(V, D), replace(DEMAND, wants_drafter=False)) == ("v", "")
+
+
+def test_a_verifier_that_failed_the_request_is_excluded_for_it() -> None:
+    assert chosen(fleet(V, W), replace(DEMAND, excluded=frozenset("v"))) == ("w", "")
+    assert chosen(fleet(V), replace(DEMAND, excluded=frozenset("v"))) is None
+
+
+def test_a_request_under_way_stays_with_its_target() -> None:
+    other = replace(W, model=replace(MODEL, fingerprint="x"))
+    assert chosen(fleet(V, other), replace(DEMAND, fingerprint="x")) == ("w", "")
+
+
+def test_the_idler_verifier_wins() -> None:
+    assert chosen(fleet(replace(V, load=Load(2, 1, 1000)), replace(W, load=Load(1, 1, 1000)))) == ("w", "")
+
+
+def test_requests_in_flight_count_before_a_lease_shows_them() -> None:
+    assert chosen(fleet(V, W, in_flight={"v": 1})) == ("w", "")
+
+
+def test_a_verifier_with_room_beats_an_idle_one_without() -> None:
+    assert chosen(fleet(replace(V, load=Load(free_slots=10)), replace(W, load=Load(3, 0, 100)))) == ("w", "")
+
+
+def test_of_equals_the_one_with_more_free_slots_wins() -> None:
+    assert chosen(fleet(V, replace(W, load=Load(free_slots=2000)))) == ("w", "")
+
+
+def test_a_session_returns_to_its_pair_though_others_are_idler() -> None:
+    busy = replace(W, load=Load(3, 1, 1000))
+    assert chosen(fleet(V, busy, D, E), replace(DEMAND, last=Placement("w", "e"))) == ("w", "e")
+
+
+def test_a_session_moves_when_its_verifier_is_gone() -> None:
+    assert chosen(fleet(V, D), replace(DEMAND, last=Placement("gone", "gone"))) == ("v", "d")
+
+
+def test_a_suspect_is_the_last_resort_even_for_its_session() -> None:
+    demand = replace(DEMAND, last=Placement("v"))
+    assert chosen(fleet(V, W, suspects=frozenset("v")), demand) == ("w", "")
+    assert chosen(fleet(V, suspects=frozenset("v")), demand) == ("v", "")
+
+
+def test_the_idler_drafter_wins() -> None:
+    assert chosen(fleet(V, D, E, in_flight={"d": 1})) == ("v", "e")

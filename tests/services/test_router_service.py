@@ -1,0 +1,188 @@
+"""The router between real sockets: text in, text out, whatever becomes of its verifiers."""
+
+import asyncio
+import math
+from collections.abc import Iterator
+from contextlib import AsyncExitStack
+from dataclasses import replace
+
+import grpc
+import pytest
+from redis import Redis
+
+from eyas.request import Request, SamplingParams
+from eyas.rpc.channel import open_channel
+from eyas.rpc.messages import NO_DRAFTER, ROUND_TRIP_KEY, GenerateCall, TextChunk
+from eyas.rpc.wire import call_to_message
+from eyas.text import load_tokenizer
+from eyas.v1.generation_pb2 import ListModelsRequest
+from eyas.v1.generation_pb2_grpc import GenerationStub
+from tests.services.redis_server import free_port, running_redis
+from tests.services.scripted_verifier import DEMO, MODEL, Script, ask, router, until, worker
+
+TEXT = "def add(left, right):\n    return left + right\n\n\nclass Eagle:\n    def fly(self):\n        pass\n"
+TOKENS = load_tokenizer(DEMO).encode(TEXT)
+PROMPT = TOKENS[:4]
+REST = TOKENS[4:]
+CALL = GenerateCall(Request("r", PROMPT, SamplingParams(len(REST), temperature=0.0)))
+
+
+@pytest.fixture(scope="module")
+def redis() -> Iterator[str]:
+    with running_redis(free_port()) as url:
+        yield url
+
+
+@pytest.fixture
+def url(redis: str) -> str:
+    with Redis.from_url(redis) as client:
+        client.flushall()
+    return redis
+
+
+def sampled(**changes: object) -> GenerateCall:
+    return replace(CALL, request=replace(CALL.request, sampling=replace(CALL.request.sampling, **changes)))
+
+
+def text_of(chunks: list[TextChunk]) -> str:
+    return "".join(chunk.text for chunk in chunks)
+
+
+def tokens_of(chunks: list[TextChunk]) -> tuple[int, ...]:
+    return tuple(token for chunk in chunks for token in chunk.chunk.token_ids)
+
+
+async def failure(address: str, call: GenerateCall, timeout: float = 30.0) -> tuple[grpc.StatusCode, str]:
+    with pytest.raises(grpc.aio.AioRpcError) as raised:
+        await ask(address, call, timeout)
+    return raised.value.code(), raised.value.details() or ""
+
+
+def test_text_goes_in_and_text_with_totals_comes_out(url: str) -> None:
+    async def body() -> None:
+        async with worker(url, Script(TOKENS)), router(url) as address:
+            prompt = load_tokenizer(DEMO).decode(PROMPT)
+            call = replace(CALL, request=replace(CALL.request, prompt_ids=()), prompt_text=prompt)
+            chunks = await ask(address, call)
+        assert prompt + text_of(chunks) == TEXT
+        assert tokens_of(chunks) == REST
+        assert [chunk.seed is None for chunk in chunks] == [False] + [True] * (len(chunks) - 1)
+        assert all(sum(chunk.text_lengths) == len(chunk.text) for chunk in chunks)
+        totals = chunks[-1].totals
+        assert totals is not None and totals.stats is not None
+        assert (totals.num_prompt_tokens, totals.num_output_tokens) == (len(PROMPT), len(REST))
+        assert totals.stats.num_emitted == len(REST)
+        assert totals.stats.num_rounds == len(chunks)
+
+    asyncio.run(body())
+
+
+def test_a_stop_string_ends_the_text_and_the_verifier(url: str) -> None:
+    async def body() -> None:
+        script = Script(TOKENS)
+        async with worker(url, script), router(url) as address:
+            chunks = await ask(address, sampled(stop=("Eagle",)))
+            await until(lambda: script.num_cancelled == 1)
+        assert text_of(chunks) == TEXT[len(load_tokenizer(DEMO).decode(PROMPT)) : TEXT.index("Eagle")]
+        assert chunks[-1].chunk.finish_reason == "stop"
+        assert load_tokenizer(DEMO).decode(tokens_of(chunks)).endswith("Eagle")
+        assert chunks[-1].totals is not None
+        assert chunks[-1].totals.num_output_tokens == len(tokens_of(chunks))
+
+    asyncio.run(body())
+
+
+@pytest.mark.parametrize(
+    ("call", "status", "message"),
+    [
+        (replace(CALL, request=replace(CALL.request, prompt_ids=())), "INVALID_ARGUMENT", "prompt is empty"),
+        (replace(CALL, prompt_text=""), "INVALID_ARGUMENT", "prompt is empty"),
+        (replace(CALL, request=replace(CALL.request, prompt_ids=(4096,))), "INVALID_ARGUMENT", "4096 is outside"),
+        (replace(CALL, request=replace(CALL.request, prompt_ids=(-1,))), "INVALID_ARGUMENT", "-1 is outside"),
+        (sampled(max_tokens=2048), "INVALID_ARGUMENT", "exceed the context of 2048"),
+        (sampled(max_tokens=0), "INVALID_ARGUMENT", "max_tokens is 0"),
+        (sampled(temperature=math.nan), "INVALID_ARGUMENT", "temperature is nan"),
+        (sampled(temperature=-1.0), "INVALID_ARGUMENT", "temperature is -1"),
+        (sampled(top_p=0.0), "INVALID_ARGUMENT", "top_p is 0"),
+        (sampled(top_k=-1), "INVALID_ARGUMENT", "top_k is -1"),
+        (sampled(stop=("",)), "INVALID_ARGUMENT", "empty string"),
+        (sampled(stop_token_ids=(5000,)), "INVALID_ARGUMENT", "stop token id 5000 is outside"),
+        (replace(CALL, model="other"), "NOT_FOUND", "'other' is not served here; known: demo"),
+    ],
+)
+def test_a_bad_request_is_told_why_and_no_verifier_hears_of_it(
+    url: str, call: GenerateCall, status: str, message: str
+) -> None:
+    async def body() -> None:
+        script = Script(TOKENS)
+        async with worker(url, script), router(url) as address:
+            code, details = await failure(address, call)
+            assert (code.name, script.calls) == (status, [])
+            assert message in details
+
+    asyncio.run(body())
+
+
+def test_models_are_listed_while_a_verifier_serves_them(url: str) -> None:
+    async def names(address: str) -> list[str]:
+        async with open_channel(address) as channel:
+            return [model.name for model in (await GenerationStub(channel).ListModels(ListModelsRequest())).models]
+
+    async def body() -> None:
+        async with router(url) as address:
+            assert await names(address) == []
+        async with worker(url, Script(TOKENS)), router(url) as address:
+            assert await names(address) == ["demo"]
+
+    asyncio.run(body())
+
+
+def test_the_request_reaches_the_verifier_whole_with_its_drafter_and_a_seed(url: str) -> None:
+    async def body() -> None:
+        script = Script(TOKENS)
+        async with worker(url, script), worker(url, Script(()), "draft") as drafter, router(url) as address:
+            await ask(address, sampled(stop=("never seen",), top_k=5))
+            await ask(address, replace(CALL, drafter=NO_DRAFTER))
+        assert [call.drafter for call in script.calls] == [drafter, ""]
+        sampling = script.calls[0].request.sampling
+        assert (sampling.top_k, sampling.stop) == (5, ())
+        assert sampling.seed is not None
+        assert {(call.request.id, call.request.prompt_ids, call.model) for call in script.calls} == {("r", PROMPT, "demo")}
+
+    asyncio.run(body())
+
+
+def test_the_verifiers_measurements_reach_the_client(url: str) -> None:
+    async def body() -> None:
+        async with worker(url, Script(TOKENS)), router(url) as address, open_channel(address) as channel:
+            answers = GenerationStub(channel).Generate(call_to_message(CALL))
+            assert [message async for message in answers]
+            assert (ROUND_TRIP_KEY, "0.5") in list(await answers.trailing_metadata())
+
+    asyncio.run(body())
+
+
+def test_the_requests_of_a_session_meet_the_same_verifier(url: str) -> None:
+    async def body() -> None:
+        scripts = [Script(TOKENS) for _ in range(3)]
+        call = replace(CALL, request=replace(CALL.request, session="s"))
+        async with AsyncExitStack() as stack:
+            for script in scripts:
+                await stack.enter_async_context(worker(url, script))
+            address = await stack.enter_async_context(router(url))
+            await ask(address, call)
+            for _ in range(3):
+                await asyncio.gather(ask(address, call), ask(address, call))
+        assert sorted(len(script.calls) for script in scripts) == [0, 0, 7]
+
+    asyncio.run(body())
+
+
+def test_requests_of_no_session_spread_over_the_verifiers(url: str) -> None:
+    async def body() -> None:
+        one, other = Script(TOKENS), Script(TOKENS)
+        async with worker(url, one), worker(url, other, model=MODEL), router(url) as address:
+            await asyncio.gather(*(ask(address, CALL) for _ in range(4)))
+        assert (len(one.calls), len(other.calls)) == (2, 2)
+
+    asyncio.run(body())

@@ -1,0 +1,116 @@
+"""A draft service small enough to check by eye, and what a verifier would say to it. The drafter counts upwards."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from eyas.commit import Budget, Commit, Refusal
+from eyas.config import ServerConfig
+from eyas.drafters.base import Draft, DraftContext, DrafterNeeds
+from eyas.request import NoiseKey
+from eyas.rpc.messages import DrafterInfo, ModelInfo
+from eyas.rpc.server import RpcServer
+from eyas.tree import DraftTree
+from eyas.v1 import draft_pb2_grpc
+from services.draft.servicer import DraftServicer
+from services.draft.worker import DraftWorker
+
+VOCAB = 100
+WIDTH = 4
+TREE = Budget(max_nodes=4, max_depth=3)
+BOOKKEEPING = Budget(max_nodes=1, max_depth=0)
+INFO = DrafterInfo(
+    ModelInfo("toy", "f00d", VOCAB, 1000), "toy", needs_features=True, needs_samples=False, feature_size=WIDTH
+)
+
+
+def feature(position: int, token: int) -> Tensor:
+    """A row that says where it belongs."""
+    return torch.tensor([position, token, 0.5, -1.0])
+
+
+def context(session: str, tokens: Sequence[int], base: int = 0, budget: Budget = TREE, epoch: int = 0) -> DraftContext:
+    """The commit that brings tokens[base:], with the features that belong to it."""
+    rows = [feature(i, tokens[i]) for i in range(max(base - 1, 0), len(tokens) - 1)]
+    features = torch.stack(rows) if rows else torch.empty(0, WIDTH)
+    return Commit(session, epoch, base, tuple(tokens[base:]), features, NoiseKey(7), budget)
+
+
+class ToyDrafter:
+    """Drafts a chain that counts up from the root; remembers tokens and checks that features belong to them.
+
+    `before` runs ahead of every propose; `spoil` may change the trees.
+    """
+
+    needs = DrafterNeeds(features=True)
+
+    def __init__(
+        self, before: Callable[[], object] = bool, spoil: Callable[[DraftTree], DraftTree] = lambda tree: tree
+    ) -> None:
+        self.sessions: dict[str, list[int]] = {}
+        self._before = before
+        self._spoil = spoil
+
+    def propose(self, contexts: Sequence[DraftContext]) -> list[Draft]:
+        self._before()
+        return [self._draft(context) for context in contexts]
+
+    def release(self, sessions: Sequence[str]) -> None:
+        for session in sessions:
+            self.sessions.pop(session, None)
+
+    def _draft(self, context: DraftContext) -> Draft:
+        tokens = self.sessions.setdefault(context.session, [])
+        if context.base != len(tokens):
+            return Refusal(context.session, context.epoch, len(tokens))
+        tokens += context.tokens
+        positions = range(max(context.base - 1, 0), len(tokens) - 1)
+        expected = [feature(i, tokens[i]) for i in positions]
+        assert context.features is not None
+        assert torch.equal(context.features, torch.stack(expected) if expected else torch.empty(0, WIDTH))
+        root = context.tokens[-1]
+        if not context.budget.wants_tree:
+            return DraftTree.root_only(root)
+        length = min(context.budget.max_nodes, context.budget.max_depth + 1)
+        return self._spoil(DraftTree.chain([(root + i) % VOCAB for i in range(length)]))
+
+
+@contextmanager
+def serving(drafter: ToyDrafter, info: DrafterInfo = INFO, port: int = 0) -> Iterator[str]:
+    """A real draft service in a thread; gives its address. Leaving kills it: no drain, no farewell."""
+    started: list[tuple[str, asyncio.AbstractEventLoop, asyncio.Event]] = []
+    ready = threading.Event()
+
+    async def main() -> None:
+        server, stop = RpcServer(ServerConfig(port=port)), asyncio.Event()
+        with DraftWorker(drafter, info) as worker:
+            draft_pb2_grpc.add_DraftServicer_to_server(DraftServicer(worker, info), server.aio)
+            started.append((await server.start(["eyas.v1.Draft"]), asyncio.get_running_loop(), stop))
+            ready.set()
+            await stop.wait()
+            await server.stop(0)
+
+    thread = threading.Thread(target=lambda: asyncio.run(main()))
+    thread.start()
+    assert ready.wait(10), "the toy service did not start"
+    address, loop, stop = started[0]
+    try:
+        yield address
+    finally:
+        loop.call_soon_threadsafe(stop.set)
+        thread.join()
+
+
+def eventually(condition: Callable[[], object], seconds: float = 10.0) -> None:
+    """Wait until `condition` holds; fail if it never does."""
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "condition never held"
+        time.sleep(0.005)

@@ -1,0 +1,59 @@
+"""Tiny real models for tests: a random Llama and a random EAGLE-3 head, in their public layouts on disk."""
+
+import json
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from transformers import LlamaConfig, LlamaForCausalLM
+
+DEMO = Path("models/demo")
+
+
+def write_target(folder: Path, vocab_size: int = 48, hidden: int = 32, layers: int = 4, seed: int = 0) -> Path:
+    """A random Llama with grouped-query heads; sharp enough that a softmax is not flat."""
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=vocab_size, hidden_size=hidden, intermediate_size=2 * hidden, num_hidden_layers=layers,
+        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=256, initializer_range=0.25,
+        bos_token_id=0, eos_token_id=1, pad_token_id=2,
+    )  # fmt: skip
+    LlamaForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+def head_tensors(vocab_size: int, draft_vocab: int, hidden: int, seed: int = 0) -> dict[str, torch.Tensor]:
+    """Random weights of a head with 4 heads of which 2 are key-value heads, in the public layout."""
+    generator = torch.Generator().manual_seed(seed)
+    kv = hidden // 2
+    shapes = {
+        "fc.weight": (hidden, 3 * hidden),
+        "midlayer.self_attn.q_proj.weight": (hidden, 2 * hidden),
+        "midlayer.self_attn.k_proj.weight": (kv, 2 * hidden),
+        "midlayer.self_attn.v_proj.weight": (kv, 2 * hidden),
+        "midlayer.self_attn.o_proj.weight": (hidden, hidden),
+        "midlayer.mlp.gate_proj.weight": (2 * hidden, hidden),
+        "midlayer.mlp.up_proj.weight": (2 * hidden, hidden),
+        "midlayer.mlp.down_proj.weight": (hidden, 2 * hidden),
+        "lm_head.weight": (draft_vocab, hidden),
+    }
+    tensors = {name: 0.2 * torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+    for name in ("midlayer.hidden_norm", "midlayer.input_layernorm", "midlayer.post_attention_layernorm", "norm"):
+        tensors[f"{name}.weight"] = torch.ones(hidden)
+    chosen = torch.randperm(vocab_size, generator=generator)[:draft_vocab].sort().values
+    tensors["d2t"] = chosen - torch.arange(draft_vocab)
+    tensors["t2d"] = torch.zeros(vocab_size, dtype=torch.bool).index_fill_(0, chosen, True)
+    return tensors
+
+
+def write_head(folder: Path, vocab_size: int = 48, draft_vocab: int = 24, hidden: int = 32, seed: int = 0) -> Path:
+    """A random EAGLE-3 head for `write_target` with the same sizes."""
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file(head_tensors(vocab_size, draft_vocab, hidden, seed), folder / "model.safetensors")
+    config = {
+        "hidden_size": hidden, "intermediate_size": 2 * hidden, "num_attention_heads": 4, "num_key_value_heads": 2,
+        "vocab_size": vocab_size, "draft_vocab_size": draft_vocab, "rms_norm_eps": 1e-5,
+        "eagle_aux_hidden_state_layer_ids": [1, 2, 3],
+    }  # fmt: skip
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder

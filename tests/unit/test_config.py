@@ -1,0 +1,92 @@
+"""Settings: read from YAML and --set, checked once, and every mistake named with its remedy."""
+
+from pathlib import Path
+
+import pytest
+
+from eyas.config import DraftConfig, RouterConfig, VerifierConfig, describe, load
+from eyas.errors import ConfigError
+
+VERIFIER = "model: m\ntarget: t\n"
+ROUTER = "models: [{name: m, tokenizer: t}]\n"
+
+
+def written(tmp_path: Path, text: str) -> Path:
+    file = tmp_path / "config.yaml"
+    file.write_text(text)
+    return file
+
+
+def test_a_file_sets_what_it_names_and_leaves_the_rest(tmp_path: Path) -> None:
+    config = load(VerifierConfig, written(tmp_path, VERIFIER + "tree: {nodes: 7}\n"))
+    assert (config.model, config.tree.nodes, config.tree.depth) == ("m", 7, 5)
+
+
+def test_assignments_win_over_the_file(tmp_path: Path) -> None:
+    config = load(VerifierConfig, written(tmp_path, VERIFIER), ["server.port=7000", "engine.max_running=2", "model=n"])
+    assert (config.server.port, config.engine.max_running, config.model) == (7000, 2, "n")
+
+
+def test_assignments_alone_are_enough() -> None:
+    config = load(DraftConfig, None, ["model=m", "target=t", "head=h", "eagle.shared_noise=false"])
+    assert (config.head, config.eagle.shared_noise) == ("h", False)
+
+
+def test_models_of_a_router_are_read(tmp_path: Path) -> None:
+    config = load(RouterConfig, written(tmp_path, ROUTER))
+    assert [(model.name, model.tokenizer) for model in config.models] == [("m", "t")]
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "message"),
+    [
+        (VerifierConfig, VERIFIER + "modle: x\n", "unknown setting modle; did you mean model"),
+        (VerifierConfig, VERIFIER + "tree: {nods: 3}\n", r"unknown setting tree\.nods; did you mean tree\.nodes"),
+        (RouterConfig, "models: [{name: m, tokeniser: t}]\n", r"unknown setting models\.0\.tokeniser; did you mean"),
+        (VerifierConfig, "target: t\n", "model"),
+        (VerifierConfig, VERIFIER + "tree: {nodes: many}\n", r"tree\.nodes"),
+        (VerifierConfig, VERIFIER + "dtype: float8\n", "dtype"),
+        (VerifierConfig, VERIFIER + "tree: {nodes: 0}\n", "nodes >= 1"),
+        (VerifierConfig, VERIFIER + "engine: {num_slots: 0}\n", "num_slots is 0"),
+        (VerifierConfig, VERIFIER + "engine: {max_running: 0}\n", "max_running is 0"),
+        (VerifierConfig, VERIFIER + "registry: {heartbeat: 9}\n", "heartbeat"),
+        (DraftConfig, "model: m\ntarget: t\nhead: h\neagle: {noise_scale: 0}\n", "noise_scale"),
+        (VerifierConfig, "[1, 2]", "expected a mapping"),
+        (VerifierConfig, "a: [", "cannot read config"),
+    ],
+)
+def test_a_wrong_file_says_what_is_wrong(tmp_path: Path, kind: type, text: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load(kind, written(tmp_path, text))
+
+
+@pytest.mark.parametrize(
+    ("assignment", "message"),
+    [
+        ("server.prt=1", r"did you mean server\.port"),
+        ("port", "expected key=value"),
+        ("model.x=1", "model is a value, not a group"),
+        ("server.port=x", r"server\.port"),
+        ("server.port=[", r"server\.port"),
+    ],
+)
+def test_a_wrong_assignment_says_what_is_wrong(tmp_path: Path, assignment: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load(VerifierConfig, written(tmp_path, VERIFIER), [assignment])
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"absent\.yaml"):
+        load(VerifierConfig, tmp_path / "absent.yaml")
+
+
+def test_an_empty_file_misses_only_what_has_no_default(tmp_path: Path) -> None:
+    assert load(VerifierConfig, written(tmp_path, ""), ["model=m", "target=t"]).target == "t"
+
+
+def test_the_description_names_every_setting_and_no_password() -> None:
+    config = load(VerifierConfig, None, ["model=m", "target=t", "registry.url=redis://me:secret@host:1/0"])
+    lines = describe(config)
+    assert "tree.nodes = 24" in lines
+    assert "registry.url = redis://***@host:1/0" in lines
+    assert "secret" not in "\n".join(lines)

@@ -1,0 +1,78 @@
+"""The noise function, the law that tokens are drawn from, and exact ranking, against straightforward versions."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from eyas.engine.sampling import Draw, sample
+from eyas.models.law import filtered_law, rank
+from eyas.models.noise import exponential_noise
+from eyas.request import MAX_SEED, NoiseKey, SamplingParams
+from tests import reference
+
+
+@given(st.integers(0, MAX_SEED), st.integers(0, 2**40), st.integers(0, 2**20))
+def test_noise_equals_the_hash_in_unbounded_integers(seed: int, position: int, token: int) -> None:
+    got = exponential_noise([seed], [position], torch.tensor([token]))
+    assert got.item() == pytest.approx(reference.noise(seed, position, token), rel=1e-6)
+
+
+def test_noise_is_exponential_and_never_zero() -> None:
+    noise = exponential_noise([7] * 50, range(50), torch.arange(4096)).double().flatten()
+    assert noise.min() > 0
+    assert noise.mean().item() == pytest.approx(1.0, abs=0.01)
+    edges = torch.tensor([-math.log1p(-q / 20) for q in range(1, 20)]).double()
+    counts = torch.bincount(torch.bucketize(noise, edges), minlength=20).double()
+    chi_square = ((counts - counts.mean()) ** 2 / counts.mean()).sum()
+    assert chi_square < 43.8  # 99.9 % quantile of 19 degrees of freedom
+
+
+def test_neighbouring_seeds_and_positions_share_no_noise() -> None:
+    noise = exponential_noise([1, 1, 2, 2], [5, 6, 5, 6], torch.arange(2048)).double()
+    correlation = torch.corrcoef(noise) - torch.eye(4)
+    assert correlation.abs().max() < 0.1
+
+
+@settings(max_examples=50)
+@given(st.integers(0, 10**6), st.sampled_from([0, 1, 3, 7]), st.sampled_from([1.0, 0.9, 0.5, 0.01]), st.floats(0.2, 2))
+def test_a_draw_equals_the_naive_race(seed: int, top_k: int, top_p: float, temperature: float) -> None:
+    logits = torch.randn(1, 16, generator=torch.Generator().manual_seed(seed)) * 3
+    params = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
+    key = NoiseKey(seed, temperature, top_k, top_p)
+    assert sample(logits, [Draw(key, 11)]) == [reference.draw(logits[0], params, 11)]
+
+
+def test_rows_of_different_requests_do_not_disturb_one_another() -> None:
+    logits = torch.randn(4, 32, generator=torch.Generator().manual_seed(3))
+    draws = [Draw(NoiseKey(1), 5), Draw(NoiseKey(2, 0.7), 5), Draw(NoiseKey(3), 9), Draw(NoiseKey(2, 1.3, 4, 0.8), 6)]
+    assert sample(logits, draws) == [sample(logits[i : i + 1], [draw])[0] for i, draw in enumerate(draws)]
+
+
+def test_greedy_ties_go_to_the_lowest_id() -> None:
+    assert sample(torch.tensor([[0.0, 2.0, 2.0, 2.0]]), [Draw(NoiseKey(0), 0)]) == [1]
+
+
+def test_a_filtered_law_keeps_at_least_the_likeliest_token() -> None:
+    law = filtered_law(torch.tensor([[1.0, 1.0, 0.0]]), torch.ones(1), torch.tensor([0]), torch.tensor([1e-6]))
+    assert law[0].count_nonzero() == 1
+    assert law[0, 0] > 0
+
+
+@given(st.lists(st.sampled_from([-math.inf, -1.5, -0.0, 0.0, 0.5, 2.0]), min_size=4, max_size=24))
+def test_rank_orders_exact_ties_by_lowest_id(values: list[float]) -> None:
+    expected = sorted(range(len(values)), key=lambda i: (-values[i], i))[:4]
+    ranked = rank(torch.tensor([values]), 4)
+    assert ranked.ids[0].tolist() == expected
+    assert ranked.scores[0].tolist() == [values[i] for i in expected]
+
+
+def test_sampled_frequencies_follow_the_law() -> None:
+    """Chi-square over 20,000 positions of one seed."""
+    logits = torch.tensor([1.5, 0.3, -0.5, -1.0, 0.0, -4.0])
+    draws = [Draw(NoiseKey(12345, 1.0), position) for position in range(20000)]
+    counts = torch.bincount(torch.tensor(sample(logits.expand(len(draws), -1), draws)), minlength=6)
+    expected = torch.softmax(logits, -1) * len(draws)
+    assert ((counts - expected) ** 2 / expected).sum() < 20.5  # 99.9 % quantile of 5 degrees of freedom

@@ -1,0 +1,157 @@
+"""Policy in ints: admission, prefill budget, trimming and bookkeeping, without a model."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from eyas.config import EngineConfig, TreeConfig
+from eyas.engine.scheduler import Scheduler
+from eyas.engine.sequence import Work
+from eyas.engine.verify import Accepted
+from eyas.errors import InvalidRequest, Overloaded
+from eyas.request import Chunk, Request, SamplingParams
+from eyas.tree import DraftTree
+
+EOS = 1
+
+
+def make_scheduler(nodes: int = 4, **limits: int) -> Scheduler:
+    return Scheduler(EngineConfig(**{"num_slots": 64, **limits}), TreeConfig(nodes, 3, 2), frozenset({EOS}))
+
+
+def request(name: str, prompt: int = 5, max_tokens: int = 8, **sampling: object) -> Request:
+    return Request(name, tuple(range(10, 10 + prompt)), SamplingParams(max_tokens=max_tokens, seed=0, **sampling))  # type: ignore[arg-type]
+
+
+def outcome(work: Work, tokens: tuple[int, ...]) -> Accepted | None:
+    """As if a chain of all but the last of `tokens` had been accepted, as deep as the tree may be."""
+    tokens = tokens[: work.max_depth + 1]
+    return Accepted(tuple(range(len(tokens))), tokens) if work.emits else None
+
+
+def step(scheduler: Scheduler, tokens: tuple[int, ...] = (20,)) -> list[Chunk]:
+    batch = scheduler.schedule()
+    trees = [DraftTree.chain((0, *tokens[:-1])) for _ in batch.works]
+    return scheduler.commit(batch, trees, [outcome(w, tokens[-1:] if w.prefill else tokens) for w in batch.works])
+
+
+def test_a_prompt_is_prefilled_in_chunks_of_the_budget() -> None:
+    scheduler = make_scheduler(step_tokens=3)
+    scheduler.add(request("a", prompt=7))
+    sizes = []
+    for _ in range(3):
+        batch = scheduler.schedule()
+        sizes.append([len(work.slots) for work in batch.works])
+        scheduler.commit(batch, [DraftTree.root_only(0)], [outcome(batch.works[0], (20,))])
+    assert sizes == [[3], [3], [1]]
+
+
+def test_decode_rows_ride_along_with_a_long_prompt() -> None:
+    scheduler = make_scheduler(step_tokens=3)
+    scheduler.add(request("short", prompt=2))
+    step(scheduler)
+    scheduler.add(request("long", prompt=9))
+    works = scheduler.schedule().works
+    assert [(work.sequence.request.id, work.prefill, len(work.slots)) for work in works] == [
+        ("short", False, 4),
+        ("long", True, 3),
+    ]
+
+
+def test_a_request_waits_until_all_its_slots_are_free() -> None:
+    scheduler = make_scheduler(num_slots=40)
+    scheduler.add(request("first", prompt=5, max_tokens=20))
+    scheduler.add(request("second", prompt=5, max_tokens=8))
+    scheduler.schedule()
+    assert (scheduler.num_running, scheduler.num_waiting) == (1, 1)
+    scheduler.cancel("first")
+    assert [chunk.finish_reason for chunk in scheduler.reap()] == ["cancelled"]
+    scheduler.schedule()
+    assert (scheduler.num_running, scheduler.num_waiting) == (1, 0)
+
+
+def test_what_can_never_fit_is_refused_at_once() -> None:
+    with pytest.raises(InvalidRequest, match="69 token slots"):
+        make_scheduler().add(request("a", prompt=5, max_tokens=60))
+
+
+def test_a_full_queue_refuses_and_loses_nothing() -> None:
+    scheduler = make_scheduler(max_waiting=1)
+    scheduler.add(request("a"))
+    with pytest.raises(Overloaded, match="1 requests are waiting"):
+        scheduler.add(request("b"))
+    assert scheduler.num_waiting == 1
+
+
+def test_a_running_id_cannot_be_used_again() -> None:
+    scheduler = make_scheduler()
+    scheduler.add(request("a"))
+    with pytest.raises(InvalidRequest, match="already running"):
+        scheduler.add(request("a"))
+
+
+def test_a_stop_inside_an_accepted_path_trims_what_follows() -> None:
+    scheduler = make_scheduler()
+    scheduler.add(request("a", stop_token_ids=(31,)))
+    step(scheduler)
+    (chunk,) = step(scheduler, (30, 31, 32))
+    assert (chunk.token_ids, chunk.foreseen, chunk.finish_reason) == ((30, 31), (True, True), "stop")
+    assert not scheduler.has_work
+
+
+def test_ignore_eos_ignores_only_the_models_own_end() -> None:
+    scheduler = make_scheduler()
+    scheduler.add(request("a", ignore_eos=True, stop_token_ids=(31,)))
+    step(scheduler)
+    (chunk,) = step(scheduler, (EOS, 31, 32))
+    assert (chunk.token_ids, chunk.finish_reason) == ((EOS, 31), "stop")
+
+
+def test_a_stop_at_the_length_is_a_stop_and_length_is_never_exceeded() -> None:
+    scheduler = make_scheduler()
+    for name, tokens, reason in (("a", (30, 1, 32), "stop"), ("b", (30, 31, 32), "length")):
+        scheduler.add(request(name, max_tokens=3))
+        step(scheduler)
+        (chunk,) = step(scheduler, tokens)
+        assert (chunk.token_ids, chunk.finish_reason) == (tokens[:2], reason)
+
+
+def test_the_tree_is_clamped_to_what_may_still_be_emitted() -> None:
+    scheduler = make_scheduler()
+    scheduler.add(request("a", max_tokens=3))
+    step(scheduler)
+    assert [(w.max_nodes, w.max_depth) for w in scheduler.schedule().works] == [(4, 1)]
+    scheduler = make_scheduler()
+    scheduler.add(request("a", max_tokens=2))
+    step(scheduler)
+    assert [(w.max_nodes, w.max_depth) for w in scheduler.schedule().works] == [(1, 0)]
+
+
+def test_slots_of_a_step_that_failed_come_back() -> None:
+    scheduler = make_scheduler()
+    scheduler.add(request("a"))
+    scheduler.schedule()
+    scheduler.check()
+    scheduler.cancel("a")
+    scheduler.reap()
+    scheduler.schedule()
+    scheduler.check()
+    assert scheduler.num_free == 64
+
+
+@settings(max_examples=60)
+@given(st.lists(st.tuples(st.sampled_from(["add", "cancel", "step"]), st.integers(0, 9), st.integers(1, 4)), max_size=40))
+def test_any_trace_leaves_every_slot_with_one_owner(trace: list[tuple[str, int, int]]) -> None:
+    scheduler, count = make_scheduler(max_running=3, step_tokens=4), 0
+    for action, number, size in trace:
+        if action == "add":
+            scheduler.add(request(f"{(count := count + 1)}", prompt=number + 1, max_tokens=size * 2))
+        elif action == "cancel":
+            scheduler.cancel(f"{number}")
+            scheduler.reap()
+        else:
+            step(scheduler, tuple(range(20, 20 + size)))
+        scheduler.check()
+    while scheduler.has_work:
+        step(scheduler)
+    assert scheduler.num_free == 64

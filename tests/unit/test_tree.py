@@ -1,0 +1,75 @@
+"""Properties of draft trees and of the acceptance walk over them."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from eyas.engine.verify import accept
+from eyas.errors import InvalidTree
+from eyas.tree import DraftTree
+from tests.strategies import trees
+
+
+@given(trees())
+def test_ancestor_mask_rows_are_the_paths_to_the_root(tree: DraftTree) -> None:
+    mask = tree.ancestor_mask()
+    for node in range(len(tree)):
+        assert set(mask[node].nonzero()[0].tolist()) == set(tree.path(node))
+        assert tree.depths[node] == len(tree.path(node)) - 1
+
+
+@given(trees())
+def test_paths_step_from_parent_to_child(tree: DraftTree) -> None:
+    for node in range(len(tree)):
+        path = tree.path(node)
+        assert path[0] == 0
+        assert path[-1] == node
+        assert all(tree.parents[below] == above for above, below in zip(path, path[1:], strict=False))
+
+
+@given(trees(), st.data())
+def test_accepted_tokens_are_the_samples_along_the_accepted_path(tree: DraftTree, data: st.DataObject) -> None:
+    sampled = data.draw(st.lists(st.integers(0, 7), min_size=len(tree), max_size=len(tree)))
+    outcome = accept(tree, sampled)
+    assert outcome.tokens == tuple(sampled[node] for node in outcome.path)
+    assert tuple(tree.tokens[node] for node in outcome.path[1:]) == outcome.tokens[:-1]
+    assert tree.child(outcome.path[-1], outcome.tokens[-1]) is None
+    assert outcome.path == tree.path(outcome.path[-1])
+
+
+@given(trees())
+def test_a_valid_tree_passes_and_its_limits_are_tight(tree: DraftTree) -> None:
+    tree.validate(tree.tokens[0], 8, len(tree), tree.depth)
+    with pytest.raises(InvalidTree, match="allowed"):
+        tree.validate(tree.tokens[0], 8, len(tree) - 1, tree.depth)
+    with pytest.raises(InvalidTree, match="expected 99"):
+        tree.validate(99, 100, len(tree), tree.depth)
+    if tree.depth > 0:
+        with pytest.raises(InvalidTree, match="depth"):
+            tree.validate(tree.tokens[0], 8, len(tree), tree.depth - 1)
+
+
+@pytest.mark.parametrize(
+    ("tree", "reason"),
+    [
+        (DraftTree((3, 9), (0, 0), (0.0, 0.0)), "outside"),
+        (DraftTree((3, -1), (0, 0), (0.0, 0.0)), "outside"),
+        (DraftTree((3, 4, 5), (0, 2, 0), (0.0,) * 3), "come before"),
+        (DraftTree((3, 4), (0, -1), (0.0,) * 2), "come before"),
+        (DraftTree((3, 4), (0,), (0.0,) * 2), "2 tokens, 1 parents"),
+        (DraftTree((), (), ()), "0 nodes"),
+    ],
+)
+def test_a_tree_that_breaks_the_contract_is_named(tree: DraftTree, reason: str) -> None:
+    with pytest.raises(InvalidTree, match=reason):
+        tree.validate(3, 9, 8, 4)
+
+
+def test_a_root_only_tree_emits_exactly_the_bonus_token() -> None:
+    assert accept(DraftTree.root_only(5), [7]).tokens == (7,)
+
+
+def test_a_chain_accepts_up_to_the_first_mismatch() -> None:
+    outcome = accept(DraftTree.chain([1, 2, 3, 4]), [2, 3, 9, 9])
+    assert outcome.tokens == (2, 3, 9)
+    assert outcome.path == (0, 1, 2)

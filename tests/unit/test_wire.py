@@ -1,0 +1,162 @@
+"""What goes onto the wire comes back as it was."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from eyas.commit import Budget, Commit, Refusal, TensorBytes
+from eyas.errors import InvalidRequest
+from eyas.models.tensors import tensor_from_bytes, tensor_to_bytes
+from eyas.request import MAX_SEED, Chunk, GenerationStats, NoiseKey, Request, Round, SamplingParams
+from eyas.rpc import draft_wire, wire
+from eyas.rpc.messages import (
+    DrafterInfo,
+    DraftReply,
+    DraftRequest,
+    GenerateCall,
+    ModelInfo,
+    SessionTree,
+    TextChunk,
+    Totals,
+)
+from eyas.tree import DraftTree
+from eyas.v1 import draft_pb2, generation_pb2, types_pb2
+
+counts = st.integers(0, 2**31 - 1)
+ids = st.lists(counts, max_size=5).map(tuple)
+names = st.text(max_size=8)
+seeds = st.integers(0, MAX_SEED)
+floats = st.floats(allow_nan=False)
+float32s = st.floats(width=32, allow_nan=False)
+
+rounds = st.builds(Round, counts, counts, counts, st.booleans())
+depths = st.lists(counts, max_size=3)
+stats = st.builds(GenerationStats, counts, counts, counts, counts, depths, depths)
+samplings = st.builds(
+    SamplingParams, counts, floats, counts, floats, st.none() | seeds, st.lists(names).map(tuple), ids, st.booleans()
+)
+requests = st.builds(Request, names, ids, samplings, names)
+infos = st.builds(ModelInfo, names, names, counts, counts, names)
+tensors = st.builds(TensorBytes, names, ids, st.binary(max_size=16))
+noises = st.builds(NoiseKey, seeds, floats, counts, floats)
+budgets = st.builds(Budget, counts, counts)
+commits = st.builds(Commit, names, counts, counts, ids, st.none() | tensors, noises, budgets, ids)
+trees = st.builds(DraftTree, ids, ids, st.lists(float32s, max_size=5).map(tuple), st.booleans())
+session_trees = st.builds(SessionTree, names, counts, counts, trees)
+refusals = st.builds(Refusal, names, counts, counts)
+
+
+@st.composite
+def text_chunks(draw: st.DrawFn) -> TextChunk:
+    reason = draw(st.sampled_from([None, "stop", "length", "cancelled", "error"]))
+    totals = draw(st.builds(Totals, counts, counts, st.none() | stats)) if reason else None
+    message = draw(names) if reason else ""
+    foreseen = draw(st.lists(st.booleans(), max_size=5).map(tuple))
+    chunk = Chunk("id", draw(ids), foreseen, draw(st.none() | rounds), reason, message)  # type: ignore[arg-type]
+    return TextChunk(chunk, draw(names), draw(ids), draw(st.none() | seeds), totals)
+
+
+@given(requests, names, names)
+def test_a_call_with_token_ids_comes_back(request: Request, model: str, drafter: str) -> None:
+    call = GenerateCall(request, None, model, drafter)
+    assert wire.call_from_message(wire.call_to_message(call)) == call
+
+
+@given(names, names)
+def test_a_call_with_text_comes_back(name: str, text: str) -> None:
+    call = GenerateCall(Request(name, ()), text)
+    assert wire.call_from_message(wire.call_to_message(call)) == call
+
+
+@given(text_chunks())
+def test_a_chunk_comes_back(chunk: TextChunk) -> None:
+    assert wire.chunk_from_message(wire.chunk_to_message(chunk), "id") == chunk
+
+
+@given(st.lists(infos, max_size=3).map(tuple))
+def test_models_come_back(models: tuple[ModelInfo, ...]) -> None:
+    assert wire.models_from_message(wire.models_to_message(models)) == models
+
+
+@given(counts, st.lists(commits, max_size=3).map(tuple), st.lists(names).map(tuple))
+def test_a_draft_request_comes_back(step: int, commits: tuple[Commit[TensorBytes], ...], released: tuple[str, ...]) -> None:
+    request = DraftRequest(step, commits, released)
+    data = draft_wire.draft_request_to_message(request).SerializeToString()
+    assert draft_wire.draft_request_from_message(draft_pb2.SpeculateRequest.FromString(data)) == request
+
+
+@given(counts, st.lists(session_trees, max_size=3).map(tuple), st.lists(refusals, max_size=3).map(tuple))
+def test_a_draft_reply_comes_back(step: int, trees: tuple[SessionTree, ...], refusals: tuple[Refusal, ...]) -> None:
+    reply = DraftReply(step, trees, refusals)
+    data = draft_wire.draft_reply_to_message(reply).SerializeToString()
+    assert draft_wire.draft_reply_from_message(draft_pb2.SpeculateReply.FromString(data)) == reply
+
+
+@given(infos, names, st.booleans(), st.booleans(), counts)
+def test_a_drafter_info_comes_back(info: ModelInfo, name: str, features: bool, samples: bool, width: int) -> None:
+    drafter = DrafterInfo(info, name, features, samples, width)
+    assert draft_wire.drafter_info_from_message(draft_wire.drafter_info_to_message(drafter)) == drafter
+
+
+def test_unset_sampling_fields_take_their_defaults() -> None:
+    assert wire.sampling_from_message(types_pb2.SamplingParams()) == SamplingParams()
+
+
+def test_a_zero_temperature_is_not_mistaken_for_an_unset_one() -> None:
+    assert wire.sampling_from_message(types_pb2.SamplingParams(temperature=0.0)).temperature == 0.0
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        GenerateCall(Request("r", (2**31,))),
+        GenerateCall(Request("r", (1,), SamplingParams(seed=-1))),
+        GenerateCall(Request("r", (1,), SamplingParams(max_tokens=2**40))),
+    ],
+)
+def test_what_does_not_fit_the_wire_is_an_invalid_request(call: GenerateCall) -> None:
+    with pytest.raises(InvalidRequest, match="'r' holds a value that cannot be sent"):
+        wire.call_to_message(call)
+
+
+def test_an_unknown_finish_reason_is_refused() -> None:
+    message = generation_pb2.GenerateChunk(finish=generation_pb2.Finish(reason="tired"))
+    with pytest.raises(InvalidRequest, match="'tired'"):
+        wire.chunk_from_message(message)
+
+
+def test_an_unknown_way_of_proposing_is_refused() -> None:
+    message = draft_pb2.SpeculateRequest(commits=[draft_pb2.Commit(session="a", proposal=9)])  # type: ignore[arg-type]
+    with pytest.raises(InvalidRequest, match="proposal is 9"):
+        draft_wire.draft_request_from_message(message)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("shape", [(3, 4), (0, 4), (5,)])
+def test_a_tensor_comes_back_bit_for_bit(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    tensor = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(dtype)
+    back = tensor_from_bytes(tensor_to_bytes(tensor))
+    assert back.dtype == dtype
+    assert torch.equal(back, tensor)
+
+
+def test_a_slice_travels_without_its_neighbours() -> None:
+    value = tensor_to_bytes(torch.arange(12.0).reshape(3, 4)[:, 1:3])
+    assert len(value.data) == 24
+    assert tensor_from_bytes(value).tolist() == [[1, 2], [5, 6], [9, 10]]
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        TensorBytes("float64", (1,), bytes(8)),
+        TensorBytes("float32", (2,), bytes(4)),
+        TensorBytes("float32", (-1, -1), bytes(4)),
+    ],
+)
+def test_a_tensor_that_makes_no_sense_is_refused(value: TensorBytes) -> None:
+    with pytest.raises(InvalidRequest):
+        tensor_from_bytes(value)
