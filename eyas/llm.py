@@ -132,7 +132,8 @@ class _Generation:
             self.texts.append(self.stream.flush())
 
     def result(self) -> GenerationResult:
-        assert self.finish_reason is not None and self.request.sampling.seed is not None
+        assert self.finish_reason is not None
+        assert self.request.sampling.seed is not None
         return GenerationResult(
             prompt_token_ids=self.request.prompt_ids,
             token_ids=tuple(self.token_ids),

@@ -50,4 +50,5 @@ class SlotAllocator:
         self.check()
         held = np.concatenate([np.zeros(0, dtype=np.int64), *owners])
         assert len(np.unique(held)) == len(held), "a slot has two owners"
-        assert len(held) == int(self._owned.sum()) and self._owned[held].all(), "an owned slot has no owner"
+        assert self._owned[held].all(), "a slot is held without being owned"
+        assert len(held) == int(self._owned.sum()), "an owned slot has no owner"

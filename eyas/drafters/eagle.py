@@ -46,7 +46,9 @@ class EagleDrafter:
         self._tree = tree
         self._config = config
         c = head.config
-        self._pools = SlotPools(config.num_slots, [(c.num_kv_heads, c.head_dim)], 0, head.embedding.dtype, head.embedding.device)
+        self._pools = SlotPools(
+            config.num_slots, [(c.num_kv_heads, c.head_dim)], 0, head.embedding.dtype, head.embedding.device
+        )
         self._allocator = SlotAllocator(config.num_slots)
         self._sessions: OrderedDict[str, _Session] = OrderedDict()
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import torch
-
 from eyas.cache.kv import SlotPools
 from eyas.config import EngineConfig, TreeConfig
 from eyas.drafters.base import Drafter

@@ -74,7 +74,7 @@ def attend(
     softcap: float | None = None,
 ) -> Tensor:
     """Attention of query [R, H, D] over pools [S, J, D]; [R, H, D]. Loops over groups of segments, never over segments."""
-    num_rows, num_heads, width = query.shape
+    num_heads, width = query.shape[1:]
     num_kv = keys.shape[1]
     out = torch.empty_like(query)
     for index, group in enumerate(packed.groups):

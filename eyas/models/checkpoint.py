@@ -6,7 +6,7 @@ import hashlib
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from safetensors import safe_open
@@ -59,7 +59,7 @@ def read_tensor(folder: Path, names: tuple[str, ...]) -> Tensor:
         with safe_open(file, framework="pt") as handle:
             found = [name for name in names if name in handle.keys()]  # noqa: SIM118  (not a dict)
             if found:
-                return handle.get_tensor(found[0])
+                return cast(Tensor, handle.get_tensor(found[0]))
     else:
         tensors = _read_file(file)
         found = [name for name in names if name in tensors]

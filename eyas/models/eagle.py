@@ -94,10 +94,14 @@ class Eagle3Head(nn.Module):
     def project(self, features: Tensor, tokens: Tensor, positions: Tensor) -> Projected:
         """Norm, concatenate (embedding first), project and rotate; features [R, H], tokens and positions [R]."""
         c = self.config
-        inputs = torch.cat([self._rms(F.embedding(tokens, self.embedding), self.input_norm), self._rms(features, self.hidden_norm)], -1)
+        inputs = torch.cat(
+            [self._rms(F.embedding(tokens, self.embedding), self.input_norm), self._rms(features, self.hidden_norm)], -1
+        )
         qkv = F.linear(inputs, self.qkv).view(-1, c.num_heads + 2 * c.num_kv_heads, c.head_dim)
         rotated = self._rotate(qkv[:, : c.num_heads + c.num_kv_heads], positions)
-        return Projected(rotated[:, : c.num_heads], rotated[:, c.num_heads :], qkv[:, c.num_heads + c.num_kv_heads :], features)
+        return Projected(
+            rotated[:, : c.num_heads], rotated[:, c.num_heads :], qkv[:, c.num_heads + c.num_kv_heads :], features
+        )
 
     def finish(self, attended: Tensor, residual: Tensor) -> Tensor:
         """The rest of the layer: attention output [R, heads, d] and residual [R, H] to the next state [R, H]."""
@@ -203,8 +207,10 @@ def _layout(c: HeadConfig) -> dict[str, tuple[int, ...]]:
 
 def _check_vocabulary(config: HeadConfig, tensors: Mapping[str, Tensor], source: Path) -> None:
     ids = torch.arange(config.draft_vocab_size) + tensors["d2t"]
-    if int(ids.min()) < 0 or int(ids.max()) >= config.vocab_size or len(ids.unique()) != len(ids):
-        raise CheckpointError(f"{source}: d2t does not map {len(ids)} draft ids to distinct target ids below {config.vocab_size}")
+    if int(ids.min()) < 0 or int(ids.max()) >= config.vocab_size or len(set(ids.tolist())) != len(ids):
+        raise CheckpointError(
+            f"{source}: d2t does not map {len(ids)} draft ids to distinct target ids below {config.vocab_size}"
+        )
     if int(tensors["t2d"].sum()) != len(ids) or not bool(tensors["t2d"][ids].all()):
         raise CheckpointError(f"{source}: t2d does not mark the tokens that d2t maps to")
 

@@ -87,7 +87,9 @@ class TargetModel:
         """(key-value heads, head width) of every layer."""
         heads = int(self.config.num_attention_heads)
         width = int(getattr(self.config, "head_dim", None) or self.config.hidden_size // heads)
-        return [(int(getattr(self.config, "num_key_value_heads", None) or heads), width)] * int(self.config.num_hidden_layers)
+        return [(int(getattr(self.config, "num_key_value_heads", None) or heads), width)] * int(
+            self.config.num_hidden_layers
+        )
 
     @property
     def eos_ids(self) -> frozenset[int]:
@@ -104,11 +106,12 @@ def load_target(path_or_id: str, dtype: str = "float32", device: str = "cpu", ta
     register_attention()
     folder = resolve(path_or_id)
     try:
-        model, report = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
             folder, dtype=getattr(torch, dtype), attn_implementation=ATTENTION_NAME, output_loading_info=True
         )
     except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:
         raise CheckpointError(f"transformers cannot load a causal LM from {path_or_id!r}: {error}") from error
+    model, report = loaded
     if report["missing_keys"] or report["mismatched_keys"]:
         raise CheckpointError(
             f"{path_or_id!r} lacks tensors that its config asks for: {sorted(report['missing_keys'])} "

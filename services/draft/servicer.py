@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from typing import Any
 
+from eyas.errors import Unavailable
 from eyas.rpc import draft_wire
 from eyas.rpc.messages import DrafterInfo, DraftReply
 from eyas.v1 import draft_pb2, draft_pb2_grpc
@@ -20,6 +21,7 @@ class DraftServicer(draft_pb2_grpc.DraftServicer):
         self._info = info
         self._loop = asyncio.get_running_loop()
         self._reading: set[asyncio.Task[None]] = set()
+        self._stopping = False
 
     async def Describe(self, request: draft_pb2.DescribeRequest, context: Any) -> draft_pb2.DescribeReply:  # noqa: N802
         """What this drafter drafts for and with."""
@@ -28,7 +30,12 @@ class DraftServicer(draft_pb2_grpc.DraftServicer):
     async def Speculate(  # noqa: N802
         self, request_iterator: AsyncIterator[draft_pb2.SpeculateRequest], context: Any
     ) -> AsyncIterator[draft_pb2.SpeculateReply]:
-        """Read and answer at once; the stream's end, whoever ends it, forgets its sessions. Raises InvalidRequest."""
+        """Read and answer at once; the stream's end, whoever ends it, forgets its sessions.
+
+        Raises InvalidRequest for a request that names a session twice, Unavailable after `close`.
+        """
+        if self._stopping:
+            raise Unavailable("this drafter is stopping")
         replies: asyncio.Queue[DraftReply | None] = asyncio.Queue()
 
         def deliver(reply: DraftReply | None) -> None:
@@ -48,7 +55,8 @@ class DraftServicer(draft_pb2_grpc.DraftServicer):
             self._reading.discard(reading)
 
     async def close(self) -> None:
-        """End all streams; their verifiers decode plainly or go elsewhere."""
+        """End all streams and open no more; their verifiers decode plainly."""
+        self._stopping = True
         for reading in self._reading:
             reading.cancel()
 

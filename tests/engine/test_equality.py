@@ -68,7 +68,9 @@ def prompts(count: int, seed: int = 0) -> list[list[int]]:
 
 @pytest.mark.parametrize("kind", PARAMS)
 @pytest.mark.parametrize("name", DRAFTERS)
-def test_a_batch_with_staggered_arrivals_equals_the_plain_loop(name: str, kind: str, tiny_target: str, tiny_head: str) -> None:
+def test_a_batch_with_staggered_arrivals_equals_the_plain_loop(
+    name: str, kind: str, tiny_target: str, tiny_head: str
+) -> None:
     engine = make_engine(make_drafter(name, tiny_target, tiny_head), tiny_target, tiny_head, max_running=6)
     from dataclasses import replace
 
@@ -84,7 +86,7 @@ def test_a_batch_with_staggered_arrivals_equals_the_plain_loop(name: str, kind: 
 
 
 @pytest.mark.parametrize("kind", PARAMS)
-@pytest.mark.parametrize("name", ("eagle3", "random"))
+@pytest.mark.parametrize("name", ["eagle3", "random"])
 def test_a_single_request_equals_the_plain_loop(name: str, kind: str, tiny_target: str, tiny_head: str) -> None:
     engine = make_engine(make_drafter(name, tiny_target, tiny_head), tiny_target, tiny_head)
     request = Request("one", tuple(prompts(1, seed=5)[0]), SamplingParams(**{**vars(PARAMS[kind]), "seed": 2**64 - 1}))
@@ -128,7 +130,7 @@ def test_a_cancelled_request_frees_everything_at_the_next_step(tiny_target: str,
     assert drafter.num_free_slots == 4096  # type: ignore[union-attr]
 
 
-@pytest.mark.parametrize("name", ("eagle3", "none"))
+@pytest.mark.parametrize("name", ["eagle3", "none"])
 def test_the_sampled_law_is_the_targets(name: str, tiny_target: str, tiny_head: str) -> None:
     """Chi-square of the second emitted token over many seeds, on a small vocabulary; the first is fixed by top-k 1."""
     engine = make_engine(

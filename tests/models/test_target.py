@@ -69,7 +69,9 @@ def test_every_tree_node_equals_its_path_run_as_a_sequence(forest: list[DraftTre
         held, slots = slots[: len(prefix)], slots[len(prefix) :]
         run(target, [segment(prefix, 0, held, held[:0])], pools)
         positions = len(prefix) + np.array(tree.depths)
-        rows = Segment(np.array(tree.tokens), positions, slots[: len(tree)], held, tree.ancestor_mask(), np.arange(len(tree)))
+        rows = Segment(
+            np.array(tree.tokens), positions, slots[: len(tree)], held, tree.ancestor_mask(), np.arange(len(tree))
+        )
         slots = slots[len(tree) :]
         segments.append(rows)
         prefixes.append(prefix)
@@ -108,5 +110,5 @@ def test_a_tap_behind_the_last_layer_is_refused(tiny_target: str) -> None:
 
 
 def test_a_folder_that_is_not_there_is_named() -> None:
-    with pytest.raises(CheckpointError, match="no checkpoint folder at './nowhere'"):
+    with pytest.raises(CheckpointError, match=r"no checkpoint folder at '\./nowhere'"):
         load_target("./nowhere")

@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
 
@@ -17,12 +17,6 @@ from tests.services.redis_server import free_port, running_redis
 
 MODEL = ModelInfo("demo", "f1", 4096, 2048, "h1")
 LEASE = Lease("verifier", "127.0.0.1:1", "one", MODEL, Load(1, 2, 3))
-
-
-@pytest.fixture(scope="module")
-def url() -> Iterator[str]:
-    with running_redis(free_port()) as url:
-        yield url
 
 
 @asynccontextmanager

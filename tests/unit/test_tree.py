@@ -1,5 +1,7 @@
 """Properties of draft trees and of the acceptance walk over them."""
 
+import itertools
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -24,7 +26,7 @@ def test_paths_step_from_parent_to_child(tree: DraftTree) -> None:
         path = tree.path(node)
         assert path[0] == 0
         assert path[-1] == node
-        assert all(tree.parents[below] == above for above, below in zip(path, path[1:], strict=False))
+        assert all(tree.parents[below] == above for above, below in itertools.pairwise(path))
 
 
 @given(trees(), st.data())

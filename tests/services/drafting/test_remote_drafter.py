@@ -17,7 +17,7 @@ from eyas.rpc.messages import DrafterInfo
 from eyas.tree import DraftTree
 from services.verifier.pool import DraftPool
 from services.verifier.remote import RemoteDrafter
-from tests.services.toy_drafting import BOOKKEEPING, INFO, ToyDrafter, context, eventually, serving
+from tests.services.drafting.toy_drafting import BOOKKEEPING, INFO, ToyDrafter, context, eventually, serving
 
 NEEDS = DrafterNeeds(features=True)
 PATIENT = DraftLinkConfig(deadline=10.0)

@@ -17,7 +17,7 @@ from eyas.rpc.messages import DraftReply, DraftRequest
 from eyas.tree import DraftTree
 from eyas.v1 import draft_pb2, draft_pb2_grpc
 from services.draft.worker import DraftWorker
-from tests.services.toy_drafting import BOOKKEEPING, INFO, ToyDrafter, context, eventually, serving
+from tests.services.drafting.toy_drafting import BOOKKEEPING, INFO, ToyDrafter, context, eventually, serving
 
 TOKENS = tuple(range(10, 40))
 
@@ -112,7 +112,7 @@ def test_a_malformed_commit_harms_no_other_session(stub: draft_pb2_grpc.DraftStu
 def test_a_session_named_twice_ends_its_own_stream_only(stub: draft_pb2_grpc.DraftStub) -> None:
     with pytest.raises(grpc.RpcError) as caught:
         converse(stub, [GOOD, GOOD])
-    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT  # type: ignore[attr-defined]
+    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
     assert roots(converse(stub, [GOOD])[0]) == {"a": 14}
 
 

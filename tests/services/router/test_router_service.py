@@ -2,42 +2,33 @@
 
 import asyncio
 import math
-from collections.abc import Iterator
 from contextlib import AsyncExitStack
 from dataclasses import replace
 
-import grpc
 import pytest
-from redis import Redis
 
-from eyas.request import Request, SamplingParams
 from eyas.rpc.channel import open_channel
 from eyas.rpc.messages import NO_DRAFTER, ROUND_TRIP_KEY, GenerateCall, TextChunk
 from eyas.rpc.wire import call_to_message
 from eyas.text import load_tokenizer
 from eyas.v1.generation_pb2 import ListModelsRequest
 from eyas.v1.generation_pb2_grpc import GenerationStub
-from tests.services.redis_server import free_port, running_redis
-from tests.services.scripted_verifier import DEMO, MODEL, Script, ask, router, until, worker
-
-TEXT = "def add(left, right):\n    return left + right\n\n\nclass Eagle:\n    def fly(self):\n        pass\n"
-TOKENS = load_tokenizer(DEMO).encode(TEXT)
-PROMPT = TOKENS[:4]
-REST = TOKENS[4:]
-CALL = GenerateCall(Request("r", PROMPT, SamplingParams(len(REST), temperature=0.0)))
-
-
-@pytest.fixture(scope="module")
-def redis() -> Iterator[str]:
-    with running_redis(free_port()) as url:
-        yield url
-
-
-@pytest.fixture
-def url(redis: str) -> str:
-    with Redis.from_url(redis) as client:
-        client.flushall()
-    return redis
+from tests.services.router.scripted_verifier import (
+    CALL,
+    DEMO,
+    MODEL,
+    PROMPT,
+    REST,
+    TEXT,
+    TOKENS,
+    Script,
+    ask,
+    failure,
+    router,
+    tokens_of,
+    until,
+    worker,
+)
 
 
 def sampled(**changes: object) -> GenerateCall:
@@ -46,16 +37,6 @@ def sampled(**changes: object) -> GenerateCall:
 
 def text_of(chunks: list[TextChunk]) -> str:
     return "".join(chunk.text for chunk in chunks)
-
-
-def tokens_of(chunks: list[TextChunk]) -> tuple[int, ...]:
-    return tuple(token for chunk in chunks for token in chunk.chunk.token_ids)
-
-
-async def failure(address: str, call: GenerateCall, timeout: float = 30.0) -> tuple[grpc.StatusCode, str]:
-    with pytest.raises(grpc.aio.AioRpcError) as raised:
-        await ask(address, call, timeout)
-    return raised.value.code(), raised.value.details() or ""
 
 
 def test_text_goes_in_and_text_with_totals_comes_out(url: str) -> None:
@@ -69,7 +50,8 @@ def test_text_goes_in_and_text_with_totals_comes_out(url: str) -> None:
         assert [chunk.seed is None for chunk in chunks] == [False] + [True] * (len(chunks) - 1)
         assert all(sum(chunk.text_lengths) == len(chunk.text) for chunk in chunks)
         totals = chunks[-1].totals
-        assert totals is not None and totals.stats is not None
+        assert totals is not None
+        assert totals.stats is not None
         assert (totals.num_prompt_tokens, totals.num_output_tokens) == (len(PROMPT), len(REST))
         assert totals.stats.num_emitted == len(REST)
         assert totals.stats.num_rounds == len(chunks)

@@ -1,36 +1,34 @@
 """What the router does about verifiers that refuse, die, fall silent or are not there, and clients that leave."""
 
 import asyncio
-from collections.abc import Iterator
 from contextlib import AsyncExitStack
 from dataclasses import replace
 
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from redis import Redis
 
 from eyas.rpc.channel import open_channel
 from eyas.rpc.wire import call_to_message
 from eyas.v1.generation_pb2_grpc import GenerationStub
 from tests.services.redis_server import free_port, running_redis
-from tests.services.scripted_verifier import CHUNK_TOKENS, MODEL, Script, ask, router, until, worker
-from tests.services.test_router_service import CALL, PROMPT, REST, TOKENS, failure, tokens_of
+from tests.services.router.scripted_verifier import (
+    CALL,
+    CHUNK_TOKENS,
+    MODEL,
+    PROMPT,
+    REST,
+    TOKENS,
+    Script,
+    ask,
+    failure,
+    router,
+    tokens_of,
+    until,
+    worker,
+)
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
-
-
-@pytest.fixture(scope="module")
-def redis() -> Iterator[str]:
-    with running_redis(free_port()) as url:
-        yield url
-
-
-@pytest.fixture
-def url(redis: str) -> str:
-    with Redis.from_url(redis) as client:
-        client.flushall()
-    return redis
 
 
 async def is_serving(address: str) -> bool:

@@ -12,9 +12,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import grpc
+import pytest
 
 from eyas.config import RegistryConfig, ServerConfig
-from eyas.request import Chunk, Round
+from eyas.request import Chunk, Request, Round, SamplingParams
 from eyas.rpc.channel import open_channel
 from eyas.rpc.messages import ROUND_TRIP_KEY, GenerateCall, ModelInfo, TextChunk
 from eyas.rpc.server import RpcServer
@@ -31,6 +32,12 @@ from services.router.workers import Workers
 DEMO = "models/demo/target"
 MODEL = ModelInfo("demo", "target", 4096, 2048, "head")
 CHUNK_TOKENS = 3
+
+TEXT = "def add(left, right):\n    return left + right\n\n\nclass Eagle:\n    def fly(self):\n        pass\n"
+TOKENS = load_tokenizer(DEMO).encode(TEXT)
+PROMPT = TOKENS[:4]
+REST = TOKENS[4:]
+CALL = GenerateCall(Request("r", PROMPT, SamplingParams(len(REST), temperature=0.0)))
 
 
 @dataclass
@@ -99,7 +106,7 @@ async def worker(
 async def router(url: str, stall: float = 20.0, timeout: float = 30.0) -> AsyncIterator[str]:
     """A real router for the model "demo"; gives its address."""
     server, registry = RpcServer(ServerConfig()), Registry(RegistryConfig(url, 2.0, 0.05))
-    workers = Workers(registry, suspicion=0.5)
+    workers = Workers(registry, suspicion=5.0)
     servicer = RouterServicer({"demo": load_tokenizer(DEMO)}, workers, Relay(workers, registry, stall), timeout)
     add_GenerationServicer_to_server(servicer, server.aio)
     presence = RouterPresence(server, registry, workers, 0.02)
@@ -119,6 +126,16 @@ async def ask(address: str, call: GenerateCall, timeout: float = 30.0) -> list[T
     async with open_channel(address) as channel:
         answers = GenerationStub(channel).Generate(call_to_message(call), timeout=timeout)
         return [chunk_from_message(message) async for message in answers]
+
+
+def tokens_of(chunks: list[TextChunk]) -> tuple[int, ...]:
+    return tuple(token for chunk in chunks for token in chunk.chunk.token_ids)
+
+
+async def failure(address: str, call: GenerateCall, timeout: float = 30.0) -> tuple[grpc.StatusCode, str]:
+    with pytest.raises(grpc.aio.AioRpcError) as raised:
+        await ask(address, call, timeout)
+    return raised.value.code(), raised.value.details() or ""
 
 
 async def until(condition: Callable[[], bool]) -> None:

@@ -1,0 +1,166 @@
+"""Trees of the EAGLE-3 drafter equal those of the obvious implementation, node by node, ties included."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file
+
+from eyas.commit import Budget, Commit, Refusal
+from eyas.config import EagleConfig, TreeConfig
+from eyas.drafters.build import build_drafter
+from eyas.drafters.eagle import EagleDrafter
+from eyas.drafters.expand import Candidates, grow, select
+from eyas.errors import ConfigError
+from eyas.models.eagle import load_head
+from eyas.request import NoiseKey
+from eyas.tree import DraftTree
+from tests.drafters.naive_eagle import NaiveEagle, best_tree
+
+SHAPE = TreeConfig(nodes=14, depth=4, width=3)
+GREEDY = NoiseKey(0)
+
+
+def session(seed: int, length: int) -> tuple[list[int], torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(3, 48, (length,), generator=generator).tolist()
+    return tokens, torch.randn(length - 1, 32, generator=generator)
+
+
+def commit(name: str, tokens: list[int], features: torch.Tensor, base: int, end: int, noise: NoiseKey, budget: Budget) -> Commit:
+    return Commit(name, 0, base, tuple(tokens[base:end]), features[max(base - 1, 0) : end - 1], noise, budget)
+
+
+def naive(target: str, head: str) -> NaiveEagle:
+    embedding = load_file(Path(target, "model.safetensors"))["model.embed_tokens.weight"]
+    return NaiveEagle(load_file(Path(head, "model.safetensors")), embedding, heads=4, kv_heads=2)
+
+
+def make(target: str, head: str, **eagle: object) -> EagleDrafter:
+    return EagleDrafter(load_head(head, target), SHAPE, EagleConfig(**eagle))  # type: ignore[arg-type]
+
+
+def assert_same(tree: DraftTree, naive_nodes: list, root: int) -> None:
+    assert tree.tokens == (root, *(node.token for node in naive_nodes))
+    assert list(tree.depths[1:]) == [node.depth for node in naive_nodes]
+    torch.testing.assert_close(torch.tensor(tree.log_probs[1:]), torch.tensor([n.score for n in naive_nodes]), atol=1e-4, rtol=1e-4)
+
+
+NOISES = [GREEDY, NoiseKey(9, 0.8), NoiseKey(2**64 - 1, 1.2, top_k=9, top_p=0.9)]
+
+
+@pytest.mark.parametrize("noise", NOISES, ids=["greedy", "noise", "filters"])
+@pytest.mark.parametrize("scale", [1.0, 0.7])
+def test_trees_of_a_batch_equal_the_naive_ones(noise: NoiseKey, scale: float, tiny_target: str, tiny_head: str) -> None:
+    drafter, plain = make(tiny_target, tiny_head, noise_scale=scale), naive(tiny_target, tiny_head)
+    sessions = {f"s{i}": session(i, 4 + 5 * i) for i in range(4)}
+    contexts = [commit(n, t, f, 0, len(t), noise, Budget(14, 4)) for n, (t, f) in sessions.items()]
+    for (tokens, features), tree in zip(sessions.values(), drafter.propose(contexts), strict=True):
+        assert isinstance(tree, DraftTree)
+        assert_same(tree, best_tree(plain.candidates(tokens, features, noise, SHAPE, scale), 13), tokens[-1])
+    drafter.check()
+
+
+def test_rounds_and_chunks_leave_no_trace_of_what_was_drafted(tiny_target: str, tiny_head: str) -> None:
+    """However the commits were cut, and whatever trees were grown on the way, the tree depends on true features only."""
+    drafter, plain = make(tiny_target, tiny_head), naive(tiny_target, tiny_head)
+    tokens, features = session(1, 30)
+    other, other_features = session(2, 12)
+    base = 0
+    for end, nodes in ((9, 1), (14, 1), (15, 14), (19, 14), (20, 8), (30, 14)):
+        contexts = [commit("a", tokens, features, base, end, GREEDY, Budget(nodes, 4))]
+        if nodes == 8:
+            contexts.append(commit("b", other, other_features, 0, 12, NoiseKey(3, 1.0), Budget(14, 2)))
+        tree = drafter.propose(contexts)[0]
+        assert isinstance(tree, DraftTree)
+        expected = best_tree(plain.candidates(tokens[:end], features[: end - 1], GREEDY, SHAPE), nodes - 1)
+        assert_same(tree, expected, tokens[end - 1])
+        base = end
+
+
+def test_without_shared_noise_the_temperature_changes_nothing(tiny_target: str, tiny_head: str) -> None:
+    tokens, features = session(1, 9)
+    trees = [
+        make(tiny_target, tiny_head, shared_noise=False).propose([commit("a", tokens, features, 0, 9, noise, Budget(14, 4))])
+        for noise in NOISES
+    ]
+    assert trees[0] == trees[1] == trees[2]
+
+
+def test_depth_and_nodes_stay_within_each_sessions_budget(tiny_target: str, tiny_head: str) -> None:
+    drafter = make(tiny_target, tiny_head)
+    tokens, features = session(4, 8)
+    budgets = [Budget(14, 4), Budget(5, 1), Budget(2, 3), Budget(40, 9)]
+    trees = drafter.propose([commit(f"{i}", tokens, features, 0, 8, GREEDY, b) for i, b in enumerate(budgets)])
+    for tree, budget in zip(trees, budgets, strict=True):
+        assert isinstance(tree, DraftTree)
+        tree.validate(tokens[-1], 48, budget.max_nodes, budget.max_depth)
+    assert [len(tree) for tree in trees if isinstance(tree, DraftTree)] == [14, 4, 2, 31]
+
+
+class _Tied:
+    """An expansion whose children all have probability 1, so that every score ties."""
+
+    def first(self) -> torch.Tensor:
+        return torch.zeros(1, 1, 6)
+
+    def next(self, level: int, parents: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        return torch.zeros(1, 3, 6)
+
+
+@given(st.integers(2, 22))
+def test_ties_never_orphan_a_node(nodes: int) -> None:
+    (tree,) = select(grow(_Tied(), SHAPE), [7], [Budget(nodes, 4)], torch.arange(6))
+    tree.validate(7, 7, nodes, 4)
+    assert len(tree) == min(nodes, 31)
+    assert list(tree.depths) == sorted(tree.depths), "of tied nodes the shallowest are taken"
+
+
+@settings(max_examples=40)
+@given(st.integers(0, 10**6), st.integers(2, 20), st.integers(0, 4))
+def test_selection_is_closed_under_parents_for_coarse_scores(seed: int, nodes: int, depth: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+
+    class Coarse(_Tied):
+        def first(self) -> torch.Tensor:
+            return -torch.randint(0, 3, (1, 1, 6), generator=generator).float()
+
+        def next(self, level: int, parents: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+            return -torch.randint(0, 3, (1, 3, 6), generator=generator).float()
+
+    candidates: Candidates = grow(Coarse(), SHAPE)
+    (tree,) = select(candidates, [7], [Budget(nodes, depth)], torch.arange(6))
+    tree.validate(7, 7, nodes, depth)
+    order = sorted(range(candidates.scores.shape[1]), key=lambda i: (-candidates.scores[0, i].item(), i))
+    reach = candidates.ends[depth - 1] if depth else 0
+    expected = sorted([i for i in order if i < reach][: nodes - 1])
+    assert tree.tokens[1:] == tuple(candidates.tokens[0, expected].tolist())
+
+
+def test_a_session_that_cannot_fit_is_followed_without_trees(tiny_target: str, tiny_head: str) -> None:
+    drafter = make(tiny_target, tiny_head, num_slots=10)
+    tokens, features = session(1, 30)
+    assert drafter.propose([commit("a", tokens, features, 0, 8, GREEDY, Budget(14, 4))]) != [DraftTree.root_only(tokens[7])]
+    for base, end in ((8, 20), (20, 21)):
+        answer = drafter.propose([commit("a", tokens, features, base, end, GREEDY, Budget(14, 4))])
+        assert answer == [DraftTree.root_only(tokens[end - 1])]
+    assert drafter.num_free_slots == 10
+
+
+def test_the_session_unused_for_longest_is_forgotten_and_says_so(tiny_target: str, tiny_head: str) -> None:
+    drafter = make(tiny_target, tiny_head, num_slots=25)
+    tokens, features = session(1, 12)
+    for name in ("old", "new"):
+        drafter.propose([commit(name, tokens, features, 0, 10, GREEDY, Budget(14, 4))])
+    drafter.propose([commit("old", tokens, features, 10, 11, GREEDY, Budget(14, 4))])
+    drafter.propose([commit("third", tokens, features, 0, 9, GREEDY, Budget(14, 4))])
+    assert drafter.propose([commit("new", tokens, features, 10, 11, GREEDY, Budget(14, 4))]) == [Refusal("new", 0, 0)]
+    assert isinstance(drafter.propose([commit("old", tokens, features, 11, 12, GREEDY, Budget(14, 4))])[0], DraftTree)
+    drafter.check()
+
+
+def test_an_unknown_drafter_lists_the_known_ones(tiny_target: str, tiny_head: str) -> None:
+    with pytest.raises(ConfigError, match="unknown drafter 'eagle9'; known: eagle3"):
+        build_drafter("eagle9", tiny_target, tiny_head, "float32", "cpu", SHAPE, EagleConfig())

@@ -1,0 +1,130 @@
+"""The `eyas` command against a real router: what people and scripts see of it. It runs as a process of its own."""
+
+import asyncio
+import json
+import os
+import signal
+import sys
+from asyncio.subprocess import PIPE, Process
+from dataclasses import dataclass
+
+from eyas.text import load_tokenizer
+from tests.services.redis_server import free_port
+from tests.services.router.scripted_verifier import DEMO, PROMPT, REST, TEXT, TOKENS, Script, router, until, worker
+
+BLOCKED_TORCH = "import sys; sys.modules['torch'] = None; from eyas.cli import main; main()"
+PROMPT_TEXT = load_tokenizer(DEMO).decode(PROMPT)
+GREEN, YELLOW = "\x1b[1;32m", "\x1b[33m"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a command ended and what it said."""
+
+    status: int
+    out: str
+    err: str
+
+
+async def started(*arguments: str, **environment: str) -> Process:
+    """The command, in a Python where importing torch fails."""
+    settings = os.environ | {"NO_COLOR": "1", "COLUMNS": "200"} | environment
+    return await asyncio.create_subprocess_exec(
+        sys.executable, "-c", BLOCKED_TORCH, *arguments, stdout=PIPE, stderr=PIPE, env=settings
+    )
+
+
+async def eyas(*arguments: str, **environment: str) -> Outcome:
+    process = await started(*arguments, **environment)
+    try:
+        out, err = await asyncio.wait_for(process.communicate(), 60)
+    finally:
+        if process.returncode is None:
+            process.kill()
+    return Outcome(process.returncode or 0, out.decode(), err.decode())
+
+
+def test_generate_streams_the_text_and_ends_with_statistics(url: str) -> None:
+    async def body() -> None:
+        async with worker(url, Script(TOKENS)), router(url) as address:
+            outcome = await eyas("generate", PROMPT_TEXT, "--max-tokens", str(len(REST)), EYAS_ADDRESS=address)
+        assert (outcome.status, outcome.err) == (0, "")
+        assert outcome.out.startswith(TEXT.removeprefix(PROMPT_TEXT))
+        assert f"{len(REST)} tokens" in outcome.out
+        assert "foreseen by the drafter" in outcome.out
+
+    asyncio.run(body())
+
+
+def test_generate_shows_foreseen_tokens_in_their_own_style(url: str) -> None:
+    async def body() -> None:
+        async with worker(url, Script(TOKENS)), router(url) as address:
+            arguments = ("generate", PROMPT_TEXT, "--max-tokens", "3", "--address", address)
+            outcome = await eyas(*arguments, NO_COLOR="", FORCE_COLOR="1", TERM="xterm")
+        first, second, third = (load_tokenizer(DEMO).decode([token]) for token in REST[:3])
+        assert f"{GREEN}{first}\x1b[0m{GREEN}{second}\x1b[0m{YELLOW}{third}\x1b[0m" in outcome.out
+
+    asyncio.run(body())
+
+
+def test_json_gives_one_object_per_chunk_and_one_with_statistics(url: str) -> None:
+    async def body() -> None:
+        script = Script(TOKENS)
+        async with worker(url, script), router(url) as address:
+            options = ("--max-tokens", "7", "--seed", "9", "--top-k", "4", "--stop", "nowhere", "--json")
+            outcome = await eyas("generate", PROMPT_TEXT, "--address", address, *options)
+        *chunks, final = map(json.loads, outcome.out.splitlines())
+        assert [token for chunk in chunks for token in chunk["token_ids"]] == list(REST[:7])
+        assert "".join(chunk["text"] for chunk in chunks) == load_tokenizer(DEMO).decode(REST[:7])
+        assert chunks[0]["seed"] == 9
+        assert (final["finish_reason"], final["num_output_tokens"]) == ("length", 7)
+        assert final["stats"]["num_rounds"] == 3
+        assert script.calls[0].request.sampling.top_k == 4
+
+    asyncio.run(body())
+
+
+def test_a_refused_request_is_one_line_on_stderr(url: str) -> None:
+    async def body() -> None:
+        async with worker(url, Script(TOKENS)), router(url) as address:
+            outcome = await eyas("generate", "", "--address", address)
+        assert (outcome.status, outcome.out) == (1, "")
+        assert outcome.err == "error: INVALID_ARGUMENT: the prompt is empty; send text or at least one token id\n"
+
+    asyncio.run(body())
+
+
+def test_a_router_that_is_not_there_is_one_line_on_stderr() -> None:
+    outcome = asyncio.run(eyas("generate", "x", "--address", f"127.0.0.1:{free_port()}"))
+    assert (outcome.status, outcome.err.count("\n")) == (1, 1)
+    assert outcome.err.startswith("error: UNAVAILABLE: ")
+
+
+def test_ctrl_c_cancels_the_request(url: str) -> None:
+    async def body() -> None:
+        script = Script(TOKENS, falls_silent_after=1)
+        async with worker(url, script), router(url) as address:
+            process = await started("generate", PROMPT_TEXT, "--address", address, "--json")
+            try:
+                assert process.stdout is not None
+                await process.stdout.readline()
+                process.send_signal(signal.SIGINT)
+                _, err = await asyncio.wait_for(process.communicate(), 20)
+                await until(lambda: script.num_cancelled == 1)
+            finally:
+                if process.returncode is None:
+                    process.kill()
+        assert (process.returncode, err.strip()) == (130, b"")
+
+    asyncio.run(body())
+
+
+def test_models_lists_what_is_served(url: str) -> None:
+    async def body() -> None:
+        async with worker(url, Script(TOKENS)), router(url) as address:
+            outcome = await eyas("models", "--address", address)
+        assert outcome.status == 0
+        assert "demo" in outcome.out
+        assert "2048" in outcome.out
+
+    asyncio.run(body())

@@ -1,0 +1,120 @@
+"""The router as a process: it says its settings, serves, drains on SIGTERM, and names what is wrong at the start."""
+
+import asyncio
+import os
+import re
+import signal
+import socket
+import sys
+from asyncio.subprocess import PIPE, Process
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from eyas.rpc.channel import open_channel
+from eyas.rpc.wire import call_to_message
+from eyas.v1.generation_pb2_grpc import GenerationStub
+from tests.services.router.scripted_verifier import CALL, REST, TOKENS, Script, worker
+
+BLOCKED_TORCH = "import sys, runpy; sys.modules['torch'] = None; runpy.run_module('services.router', run_name='__main__')"
+MODELS = "models=[{name: demo, tokenizer: models/demo/target}]"
+
+
+@asynccontextmanager
+async def process(*settings: str) -> AsyncIterator[Process]:
+    """A router in a Python where importing torch fails."""
+    arguments = [argument for setting in settings for argument in ("--set", setting)]
+    child = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", BLOCKED_TORCH, *arguments, stdout=PIPE, stderr=PIPE, env=os.environ | {"NO_COLOR": "1"}
+    )
+    try:
+        yield child
+    finally:
+        if child.returncode is None:
+            child.kill()
+            await child.wait()
+
+
+async def line_with(child: Process, text: str) -> str:
+    """The next line on stderr that holds `text`."""
+    assert child.stderr is not None
+    async with asyncio.timeout(30):
+        while text not in (line := (await child.stderr.readline()).decode()):
+            assert line, f"ended without saying {text!r}"
+    return line
+
+
+async def last_words(child: Process) -> tuple[int | None, str]:
+    async with asyncio.timeout(30):
+        _, err = await child.communicate()
+    return child.returncode, err.decode().splitlines()[-1]
+
+
+def registry(url: str) -> list[str]:
+    return [f"registry.url={url}", "registry.heartbeat=0.1", "registry.ttl=2"]
+
+
+def test_a_router_serves_and_lets_running_requests_finish_on_sigterm(url: str) -> None:
+    async def body() -> None:
+        async with worker(url, Script(TOKENS)), process(MODELS, *registry(url)) as child:
+            assert "demo" in await line_with(child, "config models = ")
+            found = re.search(r"serving on (\S+)", await line_with(child, "serving on"))
+            assert found
+            async with open_channel(found[1]) as channel:
+                answers = GenerationStub(channel).Generate(call_to_message(CALL), wait_for_ready=True)
+                first = await answers.read()
+                child.send_signal(signal.SIGTERM)
+                rest = [message async for message in _left(answers)]
+            assert [token for message in (first, *rest) for token in message.token_ids] == list(REST)
+            status, line = await last_words(child)
+            assert status == 0
+            assert "stopping" in line
+
+    asyncio.run(body())
+
+
+async def _left(answers: object) -> AsyncIterator[object]:
+    from grpc.aio import EOF
+
+    while (message := await answers.read()) is not EOF:  # type: ignore[attr-defined]
+        yield message
+
+
+def test_a_router_without_redis_serves_nothing_and_says_so() -> None:
+    async def body() -> None:
+        async with process(MODELS, *registry("redis://me:secret@127.0.0.1:1/0")) as child:
+            line = await line_with(child, "is away")
+            assert "secret" not in line
+            child.send_signal(signal.SIGINT)
+            assert (await last_words(child))[0] == 0
+
+    asyncio.run(body())
+
+
+def test_a_port_in_use_is_one_clear_line(url: str) -> None:
+    async def body() -> None:
+        with socket.create_server(("127.0.0.1", 0)) as taken:
+            async with process(MODELS, *registry(url), f"server.port={taken.getsockname()[1]}") as child:
+                status, line = await last_words(child)
+        assert status == 2
+        assert line.startswith("error: cannot listen on")
+
+    asyncio.run(body())
+
+
+def test_a_wrong_setting_is_one_clear_line() -> None:
+    async def body() -> None:
+        async with process(MODELS, "stal_timeout=1") as child:
+            status, line = await last_words(child)
+        assert (status, line.split(";")[0]) == (2, "error: unknown setting stal_timeout")
+
+    asyncio.run(body())
+
+
+def test_a_model_without_tokenizer_is_one_clear_line(tmp_path: object) -> None:
+    async def body() -> None:
+        async with process(f"models=[{{name: demo, tokenizer: {tmp_path}}}]") as child:
+            status, line = await last_words(child)
+        assert status == 2
+        assert "no tokenizer.json" in line
+
+    asyncio.run(body())

@@ -1,0 +1,160 @@
+"""Every service answers health checks and reflection, and says what went wrong by status."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+
+import grpc
+import grpc.aio
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+
+from eyas.config import ServerConfig
+from eyas.errors import (
+    CheckpointError,
+    ConfigError,
+    EyasError,
+    InvalidRequest,
+    InvalidTree,
+    Overloaded,
+    RequestFailed,
+    Unavailable,
+    UnknownModel,
+)
+from eyas.rpc.channel import open_channel
+from eyas.rpc.server import RpcServer, status_error
+from eyas.v1 import draft_pb2, draft_pb2_grpc
+
+NAME = "eyas.v1.Draft"
+
+
+class Failing(draft_pb2_grpc.DraftServicer):
+    """Raises what it was given, from a unary and from a streaming method."""
+
+    def __init__(self, error: Exception) -> None:
+        self._error = error
+
+    async def Describe(self, request: Any, context: Any) -> draft_pb2.DescribeReply:  # noqa: N802
+        raise self._error
+
+    async def Speculate(self, request_iterator: Any, context: Any) -> AsyncIterator[draft_pb2.SpeculateReply]:  # noqa: N802
+        yield draft_pb2.SpeculateReply(step=1)
+        raise self._error
+
+
+def with_server(
+    check: Callable[[RpcServer, str, grpc.aio.Channel], Awaitable[None]], error: Exception | None = None
+) -> None:
+    """Run `check` against a started server with its address and a channel to it."""
+
+    async def main() -> None:
+        server = RpcServer(ServerConfig())
+        draft_pb2_grpc.add_DraftServicer_to_server(Failing(error or EyasError()), server.aio)
+        address = await server.start([NAME])
+        try:
+            async with open_channel(address) as channel:
+                await check(server, address, channel)
+        finally:
+            await server.stop(0)
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("raised", "received"),
+    [
+        (UnknownModel("x"), UnknownModel),
+        (InvalidRequest("x"), InvalidRequest),
+        (Overloaded("x"), Overloaded),
+        (Unavailable("x"), Unavailable),
+        (ConfigError("x"), ConfigError),
+        (CheckpointError("x"), ConfigError),
+        (RequestFailed("x"), RequestFailed),
+        (InvalidTree("x"), RequestFailed),
+    ],
+)
+def test_an_error_crosses_the_wire_with_its_kind_and_message(raised: EyasError, received: type[EyasError]) -> None:
+    async def check(server: RpcServer, address: str, channel: grpc.aio.Channel) -> None:
+        stub = draft_pb2_grpc.DraftStub(channel)
+        with pytest.raises(grpc.aio.AioRpcError) as unary:
+            await stub.Describe(draft_pb2.DescribeRequest())
+        replies = aiter(stub.Speculate(iter([draft_pb2.SpeculateRequest(step=1)])))
+        assert (await anext(replies)).step == 1
+        with pytest.raises(grpc.aio.AioRpcError) as stream:
+            await anext(replies)
+        for caught in (unary.value, stream.value):
+            error = status_error(caught)
+            assert type(error) is received
+            assert str(error) == "x"
+
+    with_server(check, raised)
+
+
+def test_an_unforeseen_error_tells_the_log_and_not_the_client(caplog: pytest.LogCaptureFixture) -> None:
+    async def check(server: RpcServer, address: str, channel: grpc.aio.Channel) -> None:
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await draft_pb2_grpc.DraftStub(channel).Describe(draft_pb2.DescribeRequest())
+        assert caught.value.code() is grpc.StatusCode.INTERNAL
+        assert caught.value.details() == "internal error"
+
+    with_server(check, KeyError("secret"))
+    assert "KeyError: 'secret'" in caplog.text
+
+
+def test_a_peer_that_is_away_is_unavailable() -> None:
+    async def check(server: RpcServer, address: str, channel: grpc.aio.Channel) -> None:
+        await server.stop(0)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await draft_pb2_grpc.DraftStub(channel).Describe(draft_pb2.DescribeRequest())
+        assert isinstance(status_error(caught.value), Unavailable)
+
+    with_server(check)
+
+
+def test_health_follows_the_server_and_watchers_do_not_delay_its_stop() -> None:
+    async def check(server: RpcServer, address: str, channel: grpc.aio.Channel) -> None:
+        status, stub = health_pb2.HealthCheckResponse, health_pb2_grpc.HealthStub(channel)
+        listed = await stub.List(health_pb2.HealthListRequest())
+        assert {name: value.status for name, value in listed.statuses.items()} == dict.fromkeys(
+            ("", "grpc.health.v1.Health", NAME), status.NOT_SERVING
+        )
+        watch = stub.Watch(health_pb2.HealthCheckRequest(service=NAME))
+        assert (await watch.read()).status == status.NOT_SERVING
+        await server.set_serving(True)
+        assert (await watch.read()).status == status.SERVING
+        assert (await stub.Check(health_pb2.HealthCheckRequest(service=NAME))).status == status.SERVING
+        await asyncio.wait_for(server.stop(60), timeout=30)
+        assert (await watch.read()).status == status.NOT_SERVING
+        assert await watch.read() is grpc.aio.EOF  # type: ignore[attr-defined]
+
+    with_server(check)
+
+
+def test_reflection_lists_the_services() -> None:
+    async def check(server: RpcServer, address: str, channel: grpc.aio.Channel) -> None:
+        stub = reflection_pb2_grpc.ServerReflectionStub(channel)
+        request = reflection_pb2.ServerReflectionRequest(list_services="")
+        async for response in stub.ServerReflectionInfo(iter([request])):
+            assert NAME in [service.name for service in response.list_services_response.service]
+
+    with_server(check)
+
+
+def test_a_port_in_use_is_a_clear_mistake() -> None:
+    async def check(server: RpcServer, address: str, channel: grpc.aio.Channel) -> None:
+        port = int(address.rpartition(":")[2])
+        with pytest.raises(ConfigError, match=rf"{port}: the port is in use .* set server.port"):
+            await RpcServer(ServerConfig(port=port)).start([])
+
+    with_server(check)
+
+
+def test_an_address_that_nobody_can_dial_is_not_advertised() -> None:
+    async def main() -> None:
+        with pytest.raises(ConfigError, match=r"set server\.advertise"):
+            await RpcServer(ServerConfig(host="0.0.0.0")).start([])
+
+    asyncio.run(main())
