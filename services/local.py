@@ -44,8 +44,9 @@ def up(
         address = cluster.router.address
         console.print(f"\nThe router listens on [bold]{address}[/]. In another terminal:\n")
         console.print(f'  .venv/bin/eyas generate "def main():" --address {address}\n')
-        console.print(f"Logs are in {cluster.router.log.parent}. Ctrl-C stops everything.")
+        console.print(f"Logs are in {cluster.router.log.parent}.")
         with suppress(KeyboardInterrupt):
+            console.print("Ctrl-C stops everything.")
             cluster.watch()
 
 

@@ -11,6 +11,7 @@ import logging
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
@@ -27,6 +28,7 @@ Role = Literal["verifier", "draft"]
 ResultT = TypeVar("ResultT")
 
 PLACEMENT_SECONDS = 3600
+_CANCEL_SECONDS = 0.1
 
 log = logging.getLogger(__name__)
 
@@ -80,8 +82,12 @@ class Registry:
 
     async def publish(self, lease: Callable[[], Lease]) -> None:
         """Write the lease now and again at every heartbeat, asking `lease` for its present state, until `withdraw`."""
-        await self._attempt(lambda: self._write(lease()))
-        self._beating = asyncio.create_task(self._beat(lease), name="heartbeat")
+
+        async def beat() -> None:
+            await self._attempt(lambda: self._write(lease()))
+
+        await beat()
+        self._beating = asyncio.create_task(_every(self._config.heartbeat, beat), name="heartbeat")
 
     async def withdraw(self) -> None:
         """Stop the heartbeat and remove the lease at once."""
@@ -101,7 +107,8 @@ class Registry:
     async def watch(self, *roles: Role) -> None:
         """Read the leases of `roles` now and keep them fresh in the background; `known` gives them."""
         await self._refresh(roles)
-        self._watching = asyncio.create_task(self._poll(roles), name="registry")
+        refresh = partial(self._refresh, roles)
+        self._watching = asyncio.create_task(_every(self._config.heartbeat, refresh), name="registry")
 
     def known(self, role: Role) -> tuple[Lease, ...]:
         """The last known leases of a watched role."""
@@ -124,19 +131,9 @@ class Registry:
         await _cancel(self._watching)
         await self._redis.aclose()
 
-    async def _beat(self, lease: Callable[[], Lease]) -> None:
-        while True:
-            await asyncio.sleep(self._config.heartbeat)
-            await self._attempt(lambda: self._write(lease()))
-
-    async def _poll(self, roles: tuple[Role, ...]) -> None:
-        while True:
-            await asyncio.sleep(self._config.heartbeat)
-            await self._refresh(roles)
-
     async def _refresh(self, roles: tuple[Role, ...]) -> None:
         for role in roles:
-            fresh = await self._attempt(lambda role=role: self._read(role))  # type: ignore[misc]
+            fresh = await self._attempt(partial(self._read, role))
             if fresh is not None:
                 self._known[role] = (*fresh, *self._unsettled(role, fresh))
 
@@ -200,10 +197,20 @@ def _parsed(values: list[str]) -> list[Lease]:
     return leases
 
 
+async def _every(seconds: float, step: Callable[[], Awaitable[None]]) -> None:
+    while True:
+        await asyncio.sleep(seconds)
+        try:
+            await step()
+        except Exception:
+            log.exception("a look at the registry failed; trying again")
+
+
 async def _cancel(task: asyncio.Task[None] | None) -> None:
-    if task is not None:
+    """End a task, however often it takes: a lost connection may swallow a cancellation that meets it half-way."""
+    while task is not None and not task.done():
         task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
+        await asyncio.wait([task], timeout=_CANCEL_SECONDS)
 
 
 def _shown(url: str) -> str:

@@ -26,23 +26,25 @@ class GenerationServicer(generation_pb2_grpc.GenerationServicer):
         self._pool = pool
         self._numbers = itertools.count()
 
-    async def Generate(self, message: generation_pb2.GenerateRequest, context: Any) -> None:  # noqa: N802
+    async def Generate(  # type: ignore[override]  # noqa: N802 - a coroutine that writes hears of a cancellation at once
+        self, request: generation_pb2.GenerateRequest, context: Any
+    ) -> None:
         """Stream the chunks; a call that ends early takes its request with it.
 
         Raises InvalidRequest, UnknownModel or Overloaded before the first chunk.
         """
-        call = wire.call_from_message(message)
+        call = wire.call_from_message(request)
         self._check(call)
-        request = self._numbered(call.request)
-        with self._paired(request, call.drafter):
-            async with aclosing(self._loop.generate(request)) as chunks:
-                async for chunk in _addressed(request, chunks):
+        own = self._numbered(call.request)
+        with self._paired(own, call.drafter):
+            async with aclosing(self._loop.generate(own)) as chunks:
+                async for chunk in _addressed(own, chunks):
                     if chunk.totals:
-                        context.set_trailing_metadata(self._round_trip(request))
+                        context.set_trailing_metadata(self._round_trip(own))
                     await context.write(wire.chunk_to_message(chunk))
 
     async def ListModels(  # noqa: N802
-        self, message: generation_pb2.ListModelsRequest, context: Any
+        self, request: generation_pb2.ListModelsRequest, context: Any
     ) -> generation_pb2.ListModelsResponse:
         """The one model that this verifier serves."""
         return wire.models_to_message((self._model,))

@@ -1,5 +1,6 @@
 """The local cluster as a user meets it: the demo's verdict, and that nothing outlives it."""
 
+import os
 import re
 import signal
 import socket
@@ -8,6 +9,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 
@@ -15,9 +17,10 @@ READY = re.compile(r"ready \w+ on 127\.0\.0\.1:(\d+)")
 
 
 @contextmanager
-def local(*arguments: str) -> Iterator["subprocess.Popen[str]"]:
+def local(logs: Path, *arguments: str) -> Iterator["subprocess.Popen[str]"]:
     command = [sys.executable, "-m", "services.local", *arguments]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    environment = os.environ | {"TMPDIR": str(logs)}
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
     try:
         yield process
     finally:
@@ -30,14 +33,14 @@ def local(*arguments: str) -> Iterator["subprocess.Popen[str]"]:
 
 
 def ports_of(process: "subprocess.Popen[str]") -> list[int]:
-    """The ports of the three services, once all of them are ready."""
+    """The ports of the three services, once all of them are ready and the owner has said how to stop them."""
     assert process.stdout is not None
-    ports: list[int] = []
-    while len(ports) < 3:
+    output = ""
+    while "Ctrl-C stops everything" not in output:
         line = process.stdout.readline()
         assert line, process.stderr and process.stderr.read()
-        ports += [int(port) for port in READY.findall(line)]
-    return ports
+        output += line
+    return [int(port) for port in READY.findall(output)]
 
 
 def is_open(port: int) -> bool:
@@ -45,17 +48,18 @@ def is_open(port: int) -> bool:
         return probe.connect_ex(("127.0.0.1", port)) == 0
 
 
-def test_the_demo_finds_identical_outputs_and_leaves_nothing_behind() -> None:
-    with local("demo", "--num-prompts", "2", "--max-tokens", "24") as process:
+def test_the_demo_finds_identical_outputs_and_leaves_nothing_behind(tmp_path: Path) -> None:
+    with local(tmp_path, "demo", "--num-prompts", "2", "--max-tokens", "24") as process:
         output, errors = process.communicate(timeout=100)
     assert process.returncode == 0, errors
     assert "yes, 2 of 2" in output
     assert "speedup" in output
     assert not any(map(is_open, map(int, READY.findall(output))))
+    assert not list(tmp_path.glob("eyas-*"))
 
 
-def test_the_demo_fails_with_the_reason_when_a_service_does() -> None:
-    with local("demo", "--set", "draft.head=models/demo/nowhere") as process:
+def test_the_demo_fails_with_the_reason_when_a_service_does(tmp_path: Path) -> None:
+    with local(tmp_path, "demo", "--set", "draft.head=models/demo/nowhere") as process:
         _, errors = process.communicate(timeout=60)
     assert process.returncode == 1
     assert "draft ended with status 2" in errors
@@ -63,14 +67,15 @@ def test_the_demo_fails_with_the_reason_when_a_service_does() -> None:
 
 
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 0), (signal.SIGKILL, -9)])
-def test_the_cluster_ends_with_its_owner(number: signal.Signals, status: int) -> None:
+def test_the_cluster_ends_with_its_owner(tmp_path: Path, number: signal.Signals, status: int) -> None:
     if number is signal.SIGKILL and sys.platform != "linux":
         pytest.skip("children learn of a killed parent on Linux only")
-    with local("up") as process:
+    with local(tmp_path, "up") as process:
         ports = ports_of(process)
         assert all(map(is_open, ports))
         process.send_signal(number)
         process.communicate(timeout=30)
+        assert len(ports) == 3
         deadline = time.monotonic() + 20
         while any(map(is_open, ports)) and time.monotonic() < deadline:
             time.sleep(0.05)

@@ -8,6 +8,7 @@ import signal
 import socket
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
+from typing import Any
 
 import grpc
 import grpc.aio
@@ -74,7 +75,7 @@ async def status_of(stub: generation_pb2_grpc.GenerationAsyncStub, call: Generat
     return raised.value.code(), raised.value.details() or ""
 
 
-def changed(**sampling: float) -> GenerateCall:
+def changed(**sampling: Any) -> GenerateCall:
     return replace(CALL, request=replace(CALL.request, sampling=replace(SAMPLING, **sampling)))
 
 
@@ -86,8 +87,8 @@ def test_chunks_carry_the_seed_first_and_the_totals_last() -> None:
         assert totals is not None
         assert (totals.num_prompt_tokens, totals.num_output_tokens) == (4, 12)
         assert all(chunk.totals is None for chunk in chunks[:-1])
-        drawn = (await generate(stub, changed(seed=None)))[0].seed  # type: ignore[arg-type]
-        again = await generate(stub, changed(seed=drawn))  # type: ignore[arg-type]
+        drawn = (await generate(stub, changed(seed=None)))[0].seed
+        again = await generate(stub, changed(seed=drawn))
         assert again[0].seed == drawn
         models = wire.models_from_message(await stub.ListModels(generation_pb2.ListModelsRequest()))
         assert [(model.name, model.vocab_size, model.head_fingerprint) for model in models] == [("demo", 4096, "")]
@@ -135,7 +136,7 @@ def test_what_a_client_gives_up_makes_room_for_the_next() -> None:
 def test_sigterm_lets_streams_finish_and_refuses_new_ones() -> None:
     async def body(stub: generation_pb2_grpc.GenerationAsyncStub) -> None:
         running = stub.Generate(wire.call_to_message(changed(max_tokens=300)))
-        last = await running.read()
+        last: Any = await running.read()
         terminate()
         await until(grpc.StatusCode.UNAVAILABLE, stub)
         while not last.HasField("finish"):

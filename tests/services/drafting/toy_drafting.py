@@ -13,7 +13,7 @@ from torch import Tensor
 
 from eyas.commit import Budget, Commit, Refusal
 from eyas.config import ServerConfig
-from eyas.drafters.base import Draft, DraftContext, DrafterNeeds
+from eyas.drafters.base import Draft, DraftContext, Drafter, DrafterNeeds
 from eyas.request import NoiseKey
 from eyas.rpc.messages import DrafterInfo, ModelInfo
 from eyas.rpc.server import RpcServer
@@ -83,7 +83,7 @@ class ToyDrafter:
 
 
 @contextmanager
-def serving(drafter: ToyDrafter, info: DrafterInfo = INFO, port: int = 0) -> Iterator[str]:
+def serving(drafter: Drafter, info: DrafterInfo = INFO, port: int = 0) -> Iterator[str]:
     """A real draft service in a thread; gives its address. Leaving kills it: no drain, no farewell."""
     started: list[tuple[str, asyncio.AbstractEventLoop, asyncio.Event]] = []
     ready = threading.Event()

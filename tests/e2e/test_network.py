@@ -1,0 +1,127 @@
+"""The central property through router, verifier and draft service as processes: the tokens do not depend on drafting."""
+
+import functools
+import json
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from eyas.config import EagleConfig, TreeConfig
+from eyas.drafters.build import build_drafter
+from eyas.request import SamplingParams
+from eyas.rpc.messages import NO_DRAFTER, DrafterInfo, ModelInfo
+from services.cluster import Cluster, free_port, running_cluster
+from tests import reference
+from tests.e2e.client import Generated, generate, generate_staggered
+from tests.services.drafting.toy_drafting import eventually, serving
+from tests.tiny import DEMO, write_head
+
+TARGET, HEAD = str(DEMO / "target"), str(DEMO / "eagle3")
+GREEDY = SamplingParams(max_tokens=20, temperature=0, ignore_eos=True, seed=0)
+SEEDED = SamplingParams(max_tokens=20, temperature=0.8, top_p=0.95, ignore_eos=True, seed=7)
+SAMPLINGS = pytest.mark.parametrize("sampling", [GREEDY, SEEDED], ids=["greedy", "seeded"])
+
+
+@functools.cache
+def prompts() -> list[tuple[int, ...]]:
+    lines = (DEMO / "prompts.jsonl").read_text().splitlines()[:8]
+    return [tuple(json.loads(line)["token_ids"][: 12 + 5 * i]) for i, line in enumerate(lines)]
+
+
+@functools.cache
+def expected(prompt: tuple[int, ...], sampling: SamplingParams) -> list[int]:
+    return reference.generate(TARGET, list(prompt), sampling)
+
+
+def each(sampling: SamplingParams) -> list[SamplingParams]:
+    """The same parameters with a seed and a length of its own for every prompt."""
+    return [replace(sampling, seed=100 + i, max_tokens=20 - i) for i in range(8)]
+
+
+@pytest.fixture(scope="module", params=["good", "random"])
+def cluster(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """The demo's cluster, with its own head or with one of random weights."""
+    head = HEAD
+    if request.param == "random":
+        head = str(write_head(tmp_path_factory.mktemp("head"), vocab_size=4096, draft_vocab=512, hidden=256))
+        Path(head, "config.json").write_text(Path(head, "config.json").read_text().replace("[1, 2, 3]", "[2, 6, 9]"))
+    settings = [f"draft.head={head}", f"verifier.head={head}", "verifier.link.deadline=30"]
+    with running_cluster(free_port(), settings) as running:
+        for child in running.services:
+            running.wait(child)
+        yield running
+
+
+@SAMPLINGS
+def test_one_request_equals_the_plain_loop(cluster: Cluster, sampling: SamplingParams) -> None:
+    for drafter in ("", NO_DRAFTER):
+        out = generate(cluster.router.address, prompts()[3], sampling, drafter)
+        assert out.token_ids == expected(prompts()[3], sampling)
+        assert (out.stats.num_drafted > 0) == (drafter == "")
+
+
+@SAMPLINGS
+def test_eight_staggered_requests_equal_the_plain_loop(cluster: Cluster, sampling: SamplingParams) -> None:
+    for drafter in ("", NO_DRAFTER):
+        outs = generate_staggered(cluster.router.address, prompts(), each(sampling), drafter)
+        assert [out.token_ids for out in outs] == [expected(p, s) for p, s in zip(prompts(), each(sampling), strict=True)]
+
+
+def test_only_a_good_head_shortens_the_work(cluster: Cluster, request: pytest.FixtureRequest) -> None:
+    out = generate(cluster.router.address, prompts()[0], replace(GREEDY, max_tokens=64))
+    assert (out.stats.acceptance_length > 2.0) == (request.node.callspec.params["cluster"] == "good")
+
+
+@SAMPLINGS
+def test_killing_the_draft_service_half_way_changes_nothing(sampling: SamplingParams) -> None:
+    """SIGKILL in the middle of running requests; they go on as plain decoding."""
+    with running_cluster(free_port(), ["verifier.link.deadline=30"]) as cluster:
+        for child in cluster.services:
+            cluster.wait(child)
+        params = replace(sampling, max_tokens=120)
+        plain = generate(cluster.router.address, prompts()[0], params, NO_DRAFTER)
+        killed = threading.Event()
+
+        def kill(out: Generated) -> None:
+            if out.stats.num_drafted > 0 and len(out.token_ids) >= 12 and not killed.is_set():
+                killed.set()
+                cluster.draft.process.kill()
+                cluster.draft.process.wait()
+
+        speculative = generate(cluster.router.address, prompts()[0], params, enough=kill)
+        assert killed.is_set()
+        assert speculative.token_ids == plain.token_ids
+        assert speculative.chunks[-1].chunk.round is not None
+        assert speculative.chunks[-1].chunk.round.drafted == 0
+        assert generate(cluster.router.address, prompts()[1], sampling).token_ids == expected(prompts()[1], sampling)
+
+
+def test_drafting_resumes_for_a_running_request(cluster: Cluster) -> None:
+    """A drafter dies and comes back at its address with nothing in its memory, while one request runs on."""
+    port, info = free_port(), DrafterInfo(ModelInfo("demo", "f", 4096, 2048), "eagle3", True, False, 256)
+    params = SamplingParams(max_tokens=1900, temperature=0, ignore_eos=True, seed=0)
+    out, finished = Generated(), threading.Event()
+
+    def run() -> None:
+        generate(cluster.verifier.address, prompts()[0], params, f"127.0.0.1:{port}", lambda _: finished.is_set(), out)
+
+    def rounds_since(start: int, drafted: bool) -> bool:
+        rounds = [chunk.chunk.round for chunk in out.chunks[start:]]
+        return any(r is not None and (r.drafted > 0) == drafted for r in rounds)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    for _ in range(2):
+        drafter = build_drafter("eagle3", TARGET, HEAD, "float32", "cpu", TreeConfig(8, 3, 3), EagleConfig())
+        with serving(drafter, info, port):
+            start = len(out.chunks)
+            eventually(lambda start=start: rounds_since(start, drafted=True), 60)
+        start = len(out.chunks)
+        eventually(lambda start=start: rounds_since(start, drafted=False), 60)
+    finished.set()
+    thread.join()
+    emitted = out.token_ids
+    assert emitted == generate(cluster.verifier.address, prompts()[0], replace(params, max_tokens=len(emitted))).token_ids
