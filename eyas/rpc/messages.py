@@ -28,6 +28,11 @@ class ModelInfo:
     context_length: int
     head_fingerprint: str = ""
 
+    def is_drafted_by(self, drafter: ModelInfo) -> bool:
+        """Whether a drafter drafts for this target from the features that its verifier sends."""
+        mine = (self.fingerprint, self.head_fingerprint)
+        return bool(self.head_fingerprint) and mine == (drafter.fingerprint, drafter.head_fingerprint)
+
 
 @dataclass(frozen=True)
 class GenerateCall:

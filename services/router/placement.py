@@ -63,15 +63,6 @@ class Score:
     taken_slots: int
 
 
-def fits(drafter: Lease, verifier: Lease) -> bool:
-    """Whether a drafter drafts for the verifier's target from the features that the verifier sends."""
-    wanted, given = drafter.model, verifier.model
-    return bool(given.head_fingerprint) and (wanted.fingerprint, wanted.head_fingerprint) == (
-        given.fingerprint,
-        given.head_fingerprint,
-    )
-
-
 def candidates(fleet: Fleet, demand: Demand) -> list[Pair]:
     """Filter: every pair that can serve the request; a verifier without a fitting drafter stands alone."""
     pairs: list[Pair] = []
@@ -80,7 +71,7 @@ def candidates(fleet: Fleet, demand: Demand) -> list[Pair]:
             continue
         if demand.fingerprint and verifier.model.fingerprint != demand.fingerprint:
             continue
-        drafters = [drafter for drafter in fleet.drafters if demand.wants_drafter and fits(drafter, verifier)]
+        drafters = [d for d in fleet.drafters if demand.wants_drafter and verifier.model.is_drafted_by(d.model)]
         pairs += [Pair(verifier, drafter) for drafter in drafters] or [Pair(verifier)]
     return pairs
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 
 import torch
@@ -34,12 +35,26 @@ async def run(config: VerifierConfig) -> None:
     server = RpcServer(config.server)
     async with EngineLoop(engine) as loop:
         generation_pb2_grpc.add_GenerationServicer_to_server(GenerationServicer(loop, model, pool), server.aio)
-        presence = WorkerPresence(server, Registry(config.registry), "verifier", model, lambda: loop.load)
-        await serve(server, [generation_pb2.DESCRIPTOR.services_by_name["Generation"].full_name], config.server, presence)
+        registry = Registry(config.registry)
+        presence = WorkerPresence(server, registry, "verifier", model, lambda: loop.load)
+        names = [generation_pb2.DESCRIPTOR.services_by_name["Generation"].full_name]
+        async with asyncio.TaskGroup() as tasks:
+            following = tasks.create_task(_follow(registry, model, pool, config.registry.heartbeat)) if pool else None
+            await serve(server, names, config.server, presence)
+            if following:
+                following.cancel()
     if pool:
         for stats in pool.stats:
             log.info("drafter %s", stats)
         pool.close()
+
+
+async def _follow(registry: Registry, model: ModelInfo, pool: DraftPool, seconds: float) -> None:
+    """Move sessions away from drafters that are gone, as the registry learns of it."""
+    await registry.watch("draft")
+    while True:
+        await asyncio.sleep(seconds)
+        pool.rehome([lease.address for lease in registry.known("draft") if model.is_drafted_by(lease.model)])
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -55,11 +56,20 @@ class DraftPool:
     def pair(self, session: str, address: str) -> None:
         """Let the drafter at host:port draft for a session from now on; dials it if it is new."""
         with self._lock:
-            link = self._links.get(address)
-            if link is None:
-                link = self._links[address] = RemoteDrafter(address, self._needs, self._config)
-            self._pairs[session] = _Pair(link)
+            self._pairs[session] = _Pair(self._dial(address))
             self._timings[session] = _Timing()
+
+    def rehome(self, live: Sequence[str]) -> None:
+        """Sessions whose drafter is down and no longer among the `live` addresses move to the live one with the fewest
+        sessions, which refuses their next commit and is told everything."""
+        with self._lock:
+            sessions = Counter(pair.link.address for pair in self._pairs.values())
+            for session, pair in list(self._pairs.items()):
+                if live and not pair.link.up and pair.link.address not in live:
+                    address = min(live, key=sessions.__getitem__)
+                    sessions[address] += 1
+                    self._part(session)
+                    self._pairs[session] = _Pair(self._dial(address))
 
     def mean_round_trip(self, session: str) -> float | None:
         """Mean seconds of the session's answered rounds; None if there was none, or after `unpair`."""
@@ -99,6 +109,11 @@ class DraftPool:
         with self._lock:
             for link in self._links.values():
                 link.close()
+
+    def _dial(self, address: str) -> RemoteDrafter:
+        if address not in self._links:
+            self._links[address] = RemoteDrafter(address, self._needs, self._config)
+        return self._links[address]
 
     def _by_link(self, contexts: Sequence[DraftContext]) -> dict[RemoteDrafter, list[int]]:
         indices: dict[RemoteDrafter, list[int]] = {}

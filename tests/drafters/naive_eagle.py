@@ -35,7 +35,8 @@ class NaiveEagle:
         w, layer = self.w, "midlayer."
         features = torch.stack([feature for feature, _ in pairs])
         embedded = self.embedding[[token for _, token in pairs]]
-        x = torch.cat([rms(embedded, w[layer + "input_layernorm.weight"]), rms(features, w[layer + "hidden_norm.weight"])], -1)
+        both = (embedded, "input_layernorm"), (features, "hidden_norm")
+        x = torch.cat([rms(part, w[f"{layer}{norm}.weight"]) for part, norm in both], -1)
         q, k, v = (x @ w[f"{layer}self_attn.{p}_proj.weight"].T for p in "qkv")
         q, k, v = (split(q, self.heads), split(k, self.kv_heads), split(v, self.kv_heads))
         q, k = rotate(q), rotate(k)

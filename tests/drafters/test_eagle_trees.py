@@ -29,7 +29,9 @@ def session(seed: int, length: int) -> tuple[list[int], torch.Tensor]:
     return tokens, torch.randn(length - 1, 32, generator=generator)
 
 
-def commit(name: str, tokens: list[int], features: torch.Tensor, base: int, end: int, noise: NoiseKey, budget: Budget) -> Commit:
+def commit(
+    name: str, tokens: list[int], features: torch.Tensor, base: int, end: int, noise: NoiseKey, budget: Budget
+) -> Commit:
     return Commit(name, 0, base, tuple(tokens[base:end]), features[max(base - 1, 0) : end - 1], noise, budget)
 
 
@@ -45,7 +47,9 @@ def make(target: str, head: str, **eagle: object) -> EagleDrafter:
 def assert_same(tree: DraftTree, naive_nodes: list, root: int) -> None:
     assert tree.tokens == (root, *(node.token for node in naive_nodes))
     assert list(tree.depths[1:]) == [node.depth for node in naive_nodes]
-    torch.testing.assert_close(torch.tensor(tree.log_probs[1:]), torch.tensor([n.score for n in naive_nodes]), atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(
+        torch.tensor(tree.log_probs[1:]), torch.tensor([n.score for n in naive_nodes]), atol=1e-4, rtol=1e-4
+    )
 
 
 NOISES = [GREEDY, NoiseKey(9, 0.8), NoiseKey(2**64 - 1, 1.2, top_k=9, top_p=0.9)]

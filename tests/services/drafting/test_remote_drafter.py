@@ -213,3 +213,21 @@ def test_a_drafter_that_is_gone_is_not_dialled_for_ever() -> None:
         assert len(pool.stats) == 1
         pool.release(["a"])
         assert pool.stats == []
+
+
+def test_sessions_of_a_drafter_that_is_gone_move_to_a_live_one() -> None:
+    other = ToyDrafter()
+    with closing(DraftPool(PATIENT, NEEDS)) as pool, serving(other) as second:
+        with serving(ToyDrafter()) as first:
+            pool.pair("a", first)
+            eventually(lambda: pool.propose([context("a", TOKENS[:5])]) == [DraftTree.chain([14, 15, 16, 17])])
+            pool.rehome([second])
+            assert pool.propose([context("a", TOKENS[:6], base=5)]) == [DraftTree.chain([15, 16, 17, 18])]
+        eventually(lambda: pool.propose([context("a", TOKENS[:7], base=6)]) == [None])
+        pool.rehome([first])
+        pool.rehome([])
+        assert pool.propose([context("a", TOKENS[:7], base=6)]) == [None]
+        pool.rehome([second])
+        eventually(lambda: pool.propose([context("a", TOKENS[:7], base=6)]) == [Refusal("a", 0, 0)])
+        assert pool.propose([context("a", TOKENS[:7])]) == [DraftTree.chain([16, 17, 18, 19])]
+        assert len(other.sessions) == 1

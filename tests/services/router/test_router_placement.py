@@ -6,7 +6,7 @@ import pytest
 
 from eyas.rpc.messages import ModelInfo
 from services.registry import Lease, Load, Placement, Role
-from services.router.placement import Demand, Fleet, Pair, candidates, fits, pick
+from services.router.placement import Demand, Fleet, Pair, candidates, pick
 
 MODEL = ModelInfo("demo", "target", 4096, 2048, "head")
 DEMAND = Demand("demo", 100)
@@ -47,7 +47,7 @@ def test_a_drafter_for_another_target_or_head_is_left_out(model: ModelInfo) -> N
 
 def test_a_verifier_without_a_head_gets_no_drafter() -> None:
     headless = replace(MODEL, head_fingerprint="")
-    assert not fits(replace(D, model=headless), replace(V, model=headless))
+    assert not headless.is_drafted_by(headless)
 
 
 def test_plain_decoding_gets_no_drafter() -> None:
