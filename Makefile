@@ -22,7 +22,7 @@ SHELL := bash
 .SHELLFLAGS := -eu -o pipefail -c
 MAKEFLAGS += --no-print-directory
 .DEFAULT_GOAL := help
-.PHONY: help setup demo up test lint format protos clean
+.PHONY: help setup demo up bench test lint format protos clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' Makefile
@@ -45,6 +45,11 @@ demo: $(READY) ## start all services here, compare plain with speculative decodi
 
 up: $(READY) ## start all services here and keep them running
 	@$(BIN)/python -m services.local up
+
+bench: $(READY) ## measure the demo models here, about 3 minutes; writes dated reports to benchmarks/
+	@$(BIN)/eyas bench offline --target models/demo/target --draft models/demo/eagle3 --prompts models/demo/prompts.jsonl \
+		--batch 1 --batch 8 --batch 16 --temperature 0 --temperature 0.8
+	@$(BIN)/python -m benchmarks.round_trip
 
 test: lint ## lint, then every test
 	@$(BIN)/python -m pytest -q

@@ -69,7 +69,7 @@ class Cluster:
     router: Child
 
     @property
-    def services(self) -> tuple[Child, Child, Child]:
+    def services(self) -> Sequence[Child]:
         """The three that answer health checks."""
         return self.draft, self.verifier, self.router
 

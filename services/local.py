@@ -51,7 +51,7 @@ def up(
 
 
 def demo(
-    num_prompts: Annotated[int, typer.Option(help="Prompts to measure.")] = 20,
+    num_prompts: Annotated[int, typer.Option(help="Prompts to measure.")] = 16,
     max_tokens: Annotated[int, typer.Option(help="New tokens of each.")] = 96,
     settings: Settings = None,
 ) -> None:
@@ -132,12 +132,14 @@ def _show(console: Console, client: DemoClient, prompts: list[Prompt]) -> None:
 
 def _measure(console: Console, client: DemoClient, prompts: list[Prompt], sampling: SamplingParams) -> Comparison:
     comparison = Comparison(sampling, prompts)
+    started = time.monotonic()
     with _progress(console) as progress:
         task = progress.add_task("", total=len(prompts))
         what = f"temperature {sampling.temperature}: {len(prompts)} prompts, plain and speculative"
         for done in range(len(prompts)):
             progress.update(task, description=f"{what}, {done} done")
             client.compare(comparison, prompts[done])
+    console.print(f"[green]done[/] {what} in {time.monotonic() - started:.1f} s")
     return comparison
 
 
@@ -152,7 +154,7 @@ def _table(comparisons: list[Comparison]) -> Table:
         ("speedup", lambda c: f"{c.speed('speculative') / c.speed('plain'):.2f}x"),
         ("mean acceptance length (tau)", lambda c: f"{c.stats.acceptance_length:.2f}"),
         ("accepted at depth 1, 2, ...", lambda c: " ".join(f"{share:.0%}" for share in c.stats.acceptance_by_depth)),
-        ("verifier-drafter round trip, mean", lambda c: f"{c.round_trip:.2f} ms"),
+        ("verifier-drafter round trip", lambda c: f"mean {c.round_trip:.2f} ms"),
         ("outputs identical", lambda c: "no" if c.differences() else f"yes, {len(c.prompts)} of {len(c.prompts)}"),
     ]
     for label, value in rows:

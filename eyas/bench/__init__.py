@@ -1,0 +1,1 @@
+"""A workload in, a dated report out."""

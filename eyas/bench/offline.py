@@ -1,0 +1,135 @@
+"""Measures decoding in one process: settings in, results out. Every batch is decoded in every way before the next one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+from rich.progress import Progress
+
+from eyas.bench.contenders import Contender, EngineContender, GenerateContender
+from eyas.bench.report import Spread
+from eyas.bench.results import GENERATE, PLAIN, SPECULATIVE, Comparison, FirstToken, OfflineResults, Run, StageTimes
+from eyas.bench.rounds import time_draft_rounds, time_verify_steps
+from eyas.bench.stages import summarise, watched
+from eyas.bench.workloads import OfflineSettings, Prompt, groups, load_prompts, random_prompt
+from eyas.config import EagleConfig, EngineConfig
+from eyas.drafters.base import Drafter
+from eyas.drafters.build import build_drafter
+from eyas.engine.build import assemble_engine
+from eyas.errors import ConfigError
+from eyas.models.eagle import FeatureFuser, load_fuser
+from eyas.models.target import TargetModel, load_target
+from eyas.request import SamplingParams
+
+WARM_UP_TOKENS = 16
+LONG_PROMPT_TOKENS = 1000
+
+Ways = dict[str, Contender]
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What is loaded once. Without a draft head, fuser and drafter are None."""
+
+    target: TargetModel
+    fuser: FeatureFuser | None
+    drafter: Drafter | None
+
+
+def measure(settings: OfflineSettings, progress: Progress) -> OfflineResults:
+    """Everything that the settings ask for. Raises EyasError for models and prompts that cannot be used."""
+    if settings.threads:
+        torch.set_num_threads(settings.threads)
+    loading = progress.add_task("loading models", total=None)
+    parts = load(settings)
+    prompts = load_prompts(settings, parts.target.vocab_size)
+    ways = contenders(settings, parts, prompts)
+    progress.update(loading, total=1, completed=1)
+    comparisons = tuple(
+        compare(settings, ways, prompts, temperature, batch, progress)
+        for temperature in settings.temperatures
+        for batch in settings.batches
+    )
+    target, fuser, drafter = parts.target, parts.fuser, parts.drafter
+    batches = progress.track(settings.batches, description="verify steps by rows")
+    verify = [time for batch in batches for time in time_verify_steps(target, fuser, batch, settings.rows)]
+    rounds = partial(time_draft_rounds, drafter, fuser.width, settings.tree, target) if drafter and fuser else None
+    draft = [rounds(batch) for batch in progress.track(settings.batches, description="draft rounds")] if rounds else []
+    first = first_token(settings, ways, target, progress)
+    return OfflineResults(torch.get_num_threads(), comparisons, tuple(verify), tuple(draft), first)
+
+
+def load(settings: OfflineSettings) -> Parts:
+    """The target, and with a draft head its drafter. Raises CheckpointError; ConfigError for an unknown drafter or
+    device."""
+    if settings.device.startswith("cuda") and not torch.cuda.is_available():
+        raise ConfigError(f"device is {settings.device}, but torch {torch.__version__} finds no CUDA device here")
+    target, draft, dtype, device = settings.target, settings.draft, settings.dtype, settings.device
+    if not draft:
+        return Parts(load_target(target, dtype, device), None, None)
+    fuser = load_fuser(draft, target, dtype, device)
+    drafter = build_drafter(settings.drafter, target, draft, dtype, device, settings.tree, EagleConfig())
+    return Parts(load_target(target, dtype, device, fuser.taps), fuser, drafter)
+
+
+def contenders(settings: OfflineSettings, parts: Parts, prompts: Sequence[Prompt]) -> Ways:
+    """The ways to decode, on the same weights; the plain engine taps no features."""
+    target = parts.target
+    longest = max(map(len, prompts)) + settings.max_tokens
+    room = max(settings.batches) * (longest + settings.tree.nodes) + LONG_PROMPT_TOKENS
+    config = EngineConfig(num_slots=room, max_running=max(settings.batches))
+    plain = assemble_engine(TargetModel(target.model), None, config, settings.tree, None)
+    ways: Ways = {PLAIN: EngineContender(plain, target.device)}
+    if parts.drafter is not None:
+        engine = assemble_engine(target, parts.fuser, config, settings.tree, parts.drafter)
+        ways[SPECULATIVE] = EngineContender(engine, target.device)
+    ways[GENERATE] = GenerateContender(settings.target, settings.dtype, target.device)
+    return ways
+
+
+def compare(
+    settings: OfflineSettings, ways: Ways, prompts: Sequence[Prompt], temperature: float, batch: int, progress: Progress
+) -> Comparison:
+    """All batches of one size in every way, each way first in its turn; then the stages of a step."""
+    sampling = settings.sampling(temperature)
+    ways = {way: contender for way, contender in ways.items() if way != GENERATE or temperature == 0}
+    batches = groups(prompts, batch, settings.num_groups)
+    runs: dict[str, list[Run]] = {way: [] for way in ways}
+    for contender in ways.values():
+        contender.run(batches[0], replace(sampling, max_tokens=min(WARM_UP_TOKENS, settings.max_tokens)))
+    label = f"temperature {temperature:g}, batch {batch}"
+    for index, group in enumerate(progress.track(batches, description=label)):
+        for way in _rotated(list(ways), index):
+            runs[way].append(ways[way].run(group, sampling))
+    return Comparison.of(temperature, batch, runs, stages(ways, batches[0], sampling))
+
+
+def stages(ways: Mapping[str, Contender], prompts: Sequence[Prompt], sampling: SamplingParams) -> dict[str, StageTimes]:
+    """The stages of our engines' steps over one batch."""
+    found = {}
+    for way, contender in ways.items():
+        if isinstance(contender, EngineContender):
+            with watched(contender.engine, contender.now) as clock:
+                contender.run(prompts, sampling)
+            found[way] = summarise(clock.steps, waited=("forward", "drafts") if way == SPECULATIVE else ("forward",))
+    return found
+
+
+def first_token(settings: OfflineSettings, ways: Ways, target: TargetModel, progress: Progress) -> FirstToken:
+    """One long prompt at a time, never the same twice; the first round warms up."""
+    length = min(LONG_PROMPT_TOKENS, target.context_length - 1)
+    sampling = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
+    ms: dict[str, list[float]] = {way: [] for way in ways}
+    for index in progress.track(range(settings.num_groups + 1), description="time to first token"):
+        prompt = random_prompt(target.vocab_size, length, seed=index)
+        for way in _rotated(list(ways), index):
+            ms[way].append(1e3 * ways[way].run([prompt], sampling).seconds)
+    return FirstToken(length, {way: Spread.of(its[1:]) for way, its in ms.items()})
+
+
+def _rotated(ways: list[str], turn: int) -> list[str]:
+    at = turn % len(ways)
+    return ways[at:] + ways[:at]

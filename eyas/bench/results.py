@@ -1,0 +1,233 @@
+"""What `eyas bench offline` finds: runs in, numbers and the tables that show them out. Knows no models and no clock."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+from eyas.bench.report import Spread, Table, number
+from eyas.request import GenerationStats
+
+PLAIN, SPECULATIVE, GENERATE = "plain", "speculative", "generate"
+PAIRS = {f"{a} / {b}": (a, b) for a, b in ((SPECULATIVE, PLAIN), (PLAIN, GENERATE), (SPECULATIVE, GENERATE))}
+
+
+@dataclass(frozen=True)
+class Run:
+    """One batch decoded to the end. seconds: from the first submission to the last token."""
+
+    seconds: float
+    outputs: tuple[tuple[int, ...], ...]
+    stats: GenerationStats
+
+    @property
+    def tokens_per_second(self) -> float:
+        return sum(map(len, self.outputs)) / self.seconds
+
+
+@dataclass(frozen=True)
+class StageTimes:
+    """Decode steps with the most sequences. host_share: share of a step outside the forward pass and the drafter."""
+
+    num_steps: int
+    num_sequences: int
+    step_ms: Spread
+    stages_ms: Mapping[str, float]
+    host_share: float
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """How many of the outputs are identical token for token, and the first place where others part; None if all are."""
+
+    num_identical: int
+    num_outputs: int
+    first_difference: int | None
+
+    @classmethod
+    def between(cls, left: Sequence[Run], right: Sequence[Run]) -> Agreement:
+        """Of runs over the same batches."""
+        runs = zip(left, right, strict=True)
+        pairs = [pair for one, other in runs for pair in zip(one.outputs, other.outputs, strict=True)]
+        parted = [_first_difference(a, b) for a, b in pairs if a != b]
+        return cls(len(pairs) - len(parted), len(pairs), min(parted, default=None))
+
+    def __str__(self) -> str:
+        where = "" if self.first_difference is None else f", else from token {self.first_difference}"
+        return f"{self.num_identical} of {self.num_outputs}{where}"
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The same batches decoded in every way, batch by batch in turn. The mappings are by way, or "way / way".
+
+    tau: acceptance length; acceptance_by_depth: see GenerationStats; both empty without a drafter.
+    """
+
+    temperature: float
+    batch: int
+    num_groups: int
+    tokens_per_second: Mapping[str, Spread]
+    ratios: Mapping[str, Spread]
+    identical: Mapping[str, Agreement]
+    tau: float | None
+    acceptance_by_depth: tuple[float, ...]
+    stages: Mapping[str, StageTimes]
+
+    @classmethod
+    def of(
+        cls, temperature: float, batch: int, runs: Mapping[str, Sequence[Run]], stages: Mapping[str, StageTimes]
+    ) -> Comparison:
+        """runs: of each way, over the same batches in the same order."""
+        stats = GenerationStats()
+        for run in runs.get(SPECULATIVE, ()):
+            stats.merge(run.stats)
+        pairs = {name: (runs[a], runs[b]) for name, (a, b) in PAIRS.items() if a in runs and b in runs}
+        return cls(
+            temperature=temperature,
+            batch=batch,
+            num_groups=len(runs[PLAIN]),
+            tokens_per_second={way: Spread.of([run.tokens_per_second for run in its]) for way, its in runs.items()},
+            ratios={
+                name: Spread.of([a.tokens_per_second / b.tokens_per_second for a, b in zip(left, right, strict=True)])
+                for name, (left, right) in pairs.items()
+            },
+            identical={name: Agreement.between(left, right) for name, (left, right) in pairs.items()},
+            tau=stats.acceptance_length if SPECULATIVE in runs else None,
+            acceptance_by_depth=tuple(stats.acceptance_by_depth),
+            stages=stages,
+        )
+
+
+@dataclass(frozen=True)
+class VerifyTime:
+    """A forward pass and its sampling, over chains of `rows` nodes behind `cached` tokens, one chain per sequence."""
+
+    batch: int
+    rows: int
+    cached: int
+    ms: Spread
+
+
+@dataclass(frozen=True)
+class DraftTime:
+    """A round of the drafter in this process: new committed tokens and their features in, trees out."""
+
+    batch: int
+    cached: int
+    ms: Spread
+
+
+@dataclass(frozen=True)
+class FirstToken:
+    """From submitting one prompt that nobody has seen before to its first token, by way."""
+
+    num_prompt_tokens: int
+    ms: Mapping[str, Spread]
+
+
+@dataclass(frozen=True)
+class OfflineResults:
+    """All that one run of `eyas bench offline` finds. num_threads: of torch."""
+
+    num_threads: int
+    comparisons: tuple[Comparison, ...]
+    verify: tuple[VerifyTime, ...]
+    draft: tuple[DraftTime, ...]
+    first_token: FirstToken
+
+    def tables(self) -> list[Table]:
+        """What people read."""
+        tables = [_speed(self.comparisons), _agreement(self.comparisons), _acceptance(self.comparisons)]
+        tables += [_stages(self.comparisons), _verify(self.verify), _draft(self.draft), _first_token(self.first_token)]
+        return [table for table in tables if table.rows]
+
+
+def _speed(comparisons: Sequence[Comparison]) -> Table:
+    ways = (PLAIN, SPECULATIVE, GENERATE)
+    rows = [
+        (*_cell(c), *(_text(c.tokens_per_second.get(way)) for way in ways), *(_text(c.ratios.get(name)) for name in PAIRS))
+        for c in comparisons
+    ]
+    note = (
+        "Output tokens a second over whole batches, prefill included: median (smallest-largest). Each batch is decoded in "
+        "every way before the next one, and a ratio is taken batch by batch; the spread is that of the prompts as well as "
+        "the machine's."
+    )
+    return Table("Speed", ("temperature", "batch", *ways, *PAIRS), tuple(rows), note)
+
+
+def _agreement(comparisons: Sequence[Comparison]) -> Table:
+    rows = tuple((*_cell(c), *(_text(c.identical.get(name)) for name in PAIRS)) for c in comparisons)
+    return Table("Identical outputs", ("temperature", "batch", *PAIRS), rows, "Token for token.")
+
+
+def _acceptance(comparisons: Sequence[Comparison]) -> Table:
+    drafted = [c for c in comparisons if c.tau is not None]
+    depth = max((len(c.acceptance_by_depth) for c in drafted), default=0)
+    rows = [
+        (*_cell(c), f"{c.tau:.2f}", *(f"{share:.0%}" for share in c.acceptance_by_depth))
+        + ("",) * (depth - len(c.acceptance_by_depth))
+        for c in drafted
+    ]
+    note = (
+        "tau: mean tokens per verify step, bonus included. Depth d: of the steps whose tree reached it, the share that "
+        "accepted d drafted tokens or more."
+    )
+    columns = ("temperature", "batch", "tau", *(f"depth {d + 1}" for d in range(depth)))
+    return Table("Acceptance", columns, tuple(rows), note)
+
+
+def _stages(comparisons: Sequence[Comparison]) -> Table:
+    timed = [(c, way, times) for c in comparisons for way, times in c.stages.items()]
+    names = tuple(timed[0][2].stages_ms) if timed else ()
+    rows = tuple(
+        (
+            *_cell(c),
+            way,
+            f"{t.num_steps}",
+            *(number(t.stages_ms[name]) for name in names),
+            f"{t.step_ms}",
+            f"{t.host_share:.0%}",
+        )
+        for c, way, t in timed
+    )
+    note = (
+        "Median ms of decode steps at full batch. drafts: the wait for trees; inputs: packing rows; host: share of the step "
+        "outside the forward pass and the drafter. Measured apart from the speeds above, with a wait for the device at "
+        "each mark."
+    )
+    return Table("Stages of a step", ("temperature", "batch", "way", "steps", *names, "step", "host"), rows, note)
+
+
+def _verify(times: Sequence[VerifyTime]) -> Table:
+    rows = tuple((f"{batch}", *(f"{t.ms}" for t in its)) for batch, its in groupby(times, key=lambda t: t.batch))
+    columns = ("batch", *dict.fromkeys(f"{t.rows} rows" for t in times))
+    note = f"ms of a forward pass and its sampling; a chain per sequence behind {times[0].cached if times else 0} tokens."
+    return Table("Verify step by rows", columns, rows, note)
+
+
+def _draft(times: Sequence[DraftTime]) -> Table:
+    rows = tuple((f"{t.batch}", f"{t.ms}") for t in times)
+    cached = times[0].cached if times else 0
+    note = f"ms of the drafter in this process by itself, with warm caches, behind about {cached} tokens."
+    return Table("Draft round", ("batch", "ms"), rows, note)
+
+
+def _first_token(found: FirstToken) -> Table:
+    rows = tuple((way, f"{ms}") for way, ms in found.ms.items())
+    return Table("Time to first token", ("way", "ms"), rows, f"One cold prompt of {found.num_prompt_tokens} tokens.")
+
+
+def _cell(comparison: Comparison) -> tuple[str, ...]:
+    return (f"{comparison.temperature:g}", f"{comparison.batch}")
+
+
+def _text(value: object) -> str:
+    return "" if value is None else f"{value}"
+
+
+def _first_difference(left: Sequence[int], right: Sequence[int]) -> int:
+    pairs = zip(left, right, strict=False)
+    return next((at for at, (a, b) in enumerate(pairs) if a != b), min(len(left), len(right)))

@@ -1,0 +1,107 @@
+"""`eyas bench offline` from its options to its report, on tiny models."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner, Result
+
+from eyas.bench.stages import STAGES
+from eyas.bench.workloads import OfflineSettings, groups, load_prompts
+from eyas.cli import app
+from eyas.errors import ConfigError
+
+SIZES = ["--max-tokens", "6", "--groups", "2", "--rows", "1", "--rows", "4", "--nodes", "6", "--depth", "2", "--width", "2"]
+CASES = ["--batch", "1", "--batch", "3", "--temperature", "0", "--temperature", "0.8"]
+NO_CUDA = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+
+
+def bench(*arguments: str) -> Result:
+    return CliRunner().invoke(app, ["bench", "offline", *arguments])
+
+
+@pytest.fixture(scope="module")
+def prompts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    file = tmp_path_factory.mktemp("prompts") / "prompts.jsonl"
+    file.write_text("".join(json.dumps({"token_ids": list(range(3, 3 + n))}) + "\n" for n in (4, 9, 6, 12)))
+    return file
+
+
+def test_a_report_holds_every_comparison(tiny_target: str, tiny_head: str, prompts: Path, tmp_path: Path) -> None:
+    result = bench(
+        "--target", tiny_target, "--draft", tiny_head, "--prompts", f"{prompts}", "--out", f"{tmp_path}", *CASES, *SIZES
+    )
+    assert result.exit_code == 0, result.output
+    (file,) = tmp_path.glob("*-offline-cpu.json")
+    data = json.loads(file.read_text())
+    found = data["results"]
+    assert [(c["temperature"], c["batch"], c["num_groups"]) for c in found["comparisons"]] == [
+        (0.0, 1, 4), (0.0, 3, 2), (0.8, 1, 4), (0.8, 3, 2),
+    ]  # fmt: skip
+    for c in found["comparisons"]:
+        greedy = c["temperature"] == 0
+        assert set(c["tokens_per_second"]) == {"plain", "speculative"} | ({"generate"} if greedy else set())
+        assert len(c["ratios"]) == len(c["identical"]) == (3 if greedy else 1)
+        assert all(a["num_identical"] == a["num_outputs"] == c["batch"] * c["num_groups"] for a in c["identical"].values())
+        assert 1 <= c["tau"] <= 3
+        assert len(c["acceptance_by_depth"]) == 2
+        assert {way: set(times["stages_ms"]) for way, times in c["stages"].items()} == {
+            way: set(STAGES) for way in ("plain", "speculative")
+        }
+    assert [(v["batch"], v["rows"]) for v in found["verify"]] == [(1, 1), (1, 4), (3, 1), (3, 4)]
+    assert [d["batch"] for d in found["draft"]] == [1, 3]
+    assert set(found["first_token"]["ms"]) == {"plain", "speculative", "generate"}
+    assert found["first_token"]["num_prompt_tokens"] == 255
+    assert data["settings"]["max_tokens"] == 6
+    assert {"python", "eyas", "torch", "transformers"} <= set(data["versions"])
+    assert "## Stages of a step" in file.with_suffix(".md").read_text()
+
+
+def test_without_a_draft_head_plain_decoding_is_measured(tiny_target: str, tmp_path: Path) -> None:
+    result = bench("--target", tiny_target, "--out", f"{tmp_path}", "--batch", "1", *SIZES)
+    assert result.exit_code == 0, result.output
+    (file,) = tmp_path.glob("*.json")
+    found = json.loads(file.read_text())["results"]
+    assert set(found["comparisons"][0]["ratios"]) == {"plain / generate"}
+    assert found["comparisons"][0]["tau"] is None
+    assert found["draft"] == []
+    assert "## Acceptance" not in file.with_suffix(".md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        (["--max-tokens", "1"], "max_tokens is 1"),
+        (["--batch", "0"], "batch, rows and groups"),
+        (["--dtype", "float8"], "dtype is float8; known: float32"),
+        pytest.param(["--device", "cuda"], "device is cuda", marks=NO_CUDA),
+        (["--prompts", "nowhere.jsonl"], "nowhere.jsonl"),
+        (["--draft", "nowhere/at/all"], "nowhere/at/all"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused_in_one_line(tiny_target: str, arguments: list[str], reason: str) -> None:
+    result = bench("--target", tiny_target, *arguments)
+    assert result.exit_code == 1
+    assert [line for line in result.stderr.splitlines() if line.startswith("error:") and reason in line]
+
+
+def test_batches_use_every_prompt_and_start_again() -> None:
+    prompts = [(i,) for i in range(5)]
+    assert groups(prompts, 2, at_least=1) == [[(0,), (1,)], [(2,), (3,)], [(4,), (0,)]]
+    assert len(groups(prompts, 8, at_least=3)) == 3
+
+
+def test_a_prompt_file_without_prompts_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "prompts.jsonl"
+    for content in ("", "not json", '{"other": 1}'):
+        file.write_text(content)
+        with pytest.raises(ConfigError, match=r"prompts\.jsonl"):
+            load_prompts(OfflineSettings("unused", prompts=file), vocab_size=48)
+
+
+def test_text_prompts_are_encoded_by_the_targets_tokenizer(tmp_path: Path) -> None:
+    file = tmp_path / "prompts.jsonl"
+    file.write_text('{"text": "import os"}\n')
+    (prompt,) = load_prompts(OfflineSettings("models/demo/target", prompts=file), vocab_size=4096)
+    assert len(prompt) > 1

@@ -1,0 +1,84 @@
+"""Reports say what was measured, on what, and lose nothing."""
+
+import json
+from dataclasses import dataclass
+from datetime import date
+from pathlib import Path
+
+import pytest
+
+from eyas.bench.report import Machine, Report, Spread, Table
+from eyas.bench.results import Agreement, Comparison, Run, StageTimes
+from eyas.request import GenerationStats
+
+
+@dataclass(frozen=True)
+class Settings:
+    folder: Path
+    sizes: tuple[int, ...]
+
+
+def make_report(gpu: str = "") -> Report:
+    return Report(
+        name="toy",
+        command="eyas bench toy",
+        machine=Machine("a processor", 2, gpu, "Linux"),
+        versions={"python": "3.11", "torch": "2.13"},
+        commit="f00d",
+        settings=Settings(Path("somewhere"), (1, 8)),
+        results={"speed": Spread.of([3.0, 1.0, 1234.56789])},
+        tables=[Table("Speed", ("batch", "tokens/s"), (("1", "10"), ("8", "70")), "More is better.")],
+        day=date(2025, 3, 1),
+    )
+
+
+def test_the_page_says_what_was_measured_and_on_what() -> None:
+    page = make_report(gpu="Some GPU").markdown()
+    for fact in ("2025-03-01", "a processor, 2 cores, Some GPU", "torch 2.13", "f00d", "`eyas bench toy`", "sizes 1 8"):
+        assert fact in page
+    assert "## Speed\n\nMore is better.\n\n| batch | tokens/s |\n| --- | --- |\n| 1 | 10 |\n| 8 | 70 |\n" in page
+
+
+def test_json_holds_the_measurements_and_settings() -> None:
+    data = json.loads(make_report().json())
+    assert data["results"]["speed"] == {"median": 3.0, "low": 1.0, "high": 1234.57, "values": [3.0, 1.0, 1234.57]}
+    assert data["settings"] == {"folder": "somewhere", "sizes": [1, 8]}
+    assert data["machine"]["num_cores"] == 2
+    assert (data["day"], data["commit"], data["command"]) == ("2025-03-01", "f00d", "eyas bench toy")
+
+
+def test_a_second_report_of_the_day_keeps_the_first(tmp_path: Path) -> None:
+    pages = [make_report(gpu="NVIDIA H200").write(tmp_path / "new") for _ in range(3)]
+    stem = "2025-03-01-toy-nvidia-h200"
+    assert [page.stem for page in pages] == [stem, f"{stem}-2", f"{stem}-3"]
+    assert all(page.with_suffix(".json").is_file() for page in pages)
+
+
+@pytest.mark.parametrize(
+    ("values", "text"),
+    [((2.0, 1.0, 3.0), "2 (1-3)"), ((1234.5,), "1234 (1234-1234)"), ((0.01234, 0.5), "0.256 (0.0123-0.5)")],
+)
+def test_a_spread_is_shown_as_median_and_range(values: tuple[float, ...], text: str) -> None:
+    assert str(Spread.of(values)) == text
+
+
+def run(seconds: float, *outputs: tuple[int, ...]) -> Run:
+    return Run(seconds, outputs, GenerationStats(num_rounds=2, num_emitted=5, offered_by_depth=[2], accepted_by_depth=[1]))
+
+
+def test_a_comparison_takes_ratios_batch_by_batch() -> None:
+    runs = {"plain": [run(4.0, (1, 2)), run(2.0, (3, 4))], "speculative": [run(1.0, (1, 2)), run(1.0, (3, 4))]}
+    times = StageTimes(1, 1, Spread.of([1.0]), {"forward": 1.0}, 0.0)
+    found = Comparison.of(0.0, 1, runs, {"plain": times})
+    assert found.ratios["speculative / plain"].values == (4.0, 2.0)
+    assert found.tokens_per_second["plain"].values == (0.5, 1.0)
+    assert (found.tau, found.acceptance_by_depth) == (2.5, (0.5,))
+    assert set(found.identical) == {"speculative / plain"}
+
+
+def test_agreement_finds_the_first_difference() -> None:
+    left, right = run(1.0, (1, 2, 3), (4, 5), (6,)), run(1.0, (1, 2, 9), (4, 5), (6, 7))
+    found = Agreement.between([left], [right])
+    assert found == Agreement(1, 3, 1)
+    assert str(found) == "1 of 3, else from token 1"
+    assert str(Agreement.between([left], [left])) == "3 of 3"
