@@ -24,7 +24,7 @@ from rich.progress import Progress
 from eyas.bench.report import Report, Table, number
 from eyas.commit import Budget, Commit
 from eyas.config import DraftLinkConfig, ServerConfig
-from eyas.drafters.base import Draft, DraftContext, DrafterNeeds
+from eyas.drafters.base import Draft, DraftContext, DrafterNeeds, LocalDrafter
 from eyas.errors import EyasError, Unavailable
 from eyas.request import NoiseKey
 from eyas.rpc.messages import DrafterInfo, ModelInfo
@@ -77,7 +77,7 @@ SMALL = [Case(sessions, 256, "float32", 4096) for sessions in (1, 8)]
 LARGE = [Case(sessions, 4096, "bfloat16", 128256) for sessions in (1, 8)]
 
 
-class TrivialDrafter:
+class TrivialDrafter(LocalDrafter):
     """Answers every commit with the same tree below another root, and keeps nothing."""
 
     needs = NEEDS
@@ -122,7 +122,7 @@ def measure(case: Case, num_rounds: int, progress: Progress) -> RoundTrip:
         for index in progress.track(range(NUM_WARM_UPS + num_rounds), description=label):
             contexts = [_context(f"{s}", index, tokens, features) for s in range(case.num_sessions)]
             started = time.perf_counter()
-            drafts = drafter.propose(contexts)
+            drafts = drafter.ask(contexts)()
             ms.append(1e3 * (time.perf_counter() - started))
             if any(not isinstance(draft, DraftTree) for draft in drafts):
                 raise Unavailable(f"round {index} of {case} came back without a tree")

@@ -131,7 +131,7 @@ def _machine(device: str) -> Machine:
         import torch
 
         gpu = torch.cuda.get_device_name(device)
-    return Machine(_processor(), len(os.sched_getaffinity(0)), gpu, f"{platform.system()} {platform.machine()}")
+    return Machine(_processor(), os.cpu_count() or 1, gpu, f"{platform.system()} {platform.machine()}")
 
 
 def _commit() -> str:

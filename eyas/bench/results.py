@@ -194,9 +194,9 @@ def _stages(comparisons: Sequence[Comparison]) -> Table:
         for c, way, t in timed
     )
     note = (
-        "Median ms of decode steps at full batch. drafts: the wait for trees; inputs: packing rows; host: share of the step "
-        "outside the forward pass and the drafter. Measured apart from the speeds above, with a wait for the device at "
-        "each mark."
+        "Median ms of decode steps at full batch. drafts: the wait for trees; inputs: packing rows; ask: telling the "
+        "drafter what was committed; host: share of the step outside the forward pass and the drafter. Measured "
+        "apart from the speeds above, with a wait for the device at each mark."
     )
     return Table("Stages of a step", ("temperature", "batch", "way", "steps", *names, "step", "host"), rows, note)
 

@@ -20,8 +20,8 @@ from eyas.config import TreeConfig
 from eyas.drafters.base import DraftContext, Drafter
 from eyas.engine.runner import ModelRunner
 from eyas.engine.sampling import Draw, sample
-from eyas.engine.sequence import Batch, Work
 from eyas.engine.sequence import Sequence as Running
+from eyas.engine.sequence import Work
 from eyas.models.eagle import FeatureFuser
 from eyas.models.target import TargetModel
 from eyas.request import NoiseKey, Request
@@ -52,8 +52,8 @@ def time_draft_rounds(drafter: Drafter, width: int, tree: TreeConfig, target: Ta
     commits = [(0, cached, Budget(1, 0))]
     commits += [(cached + i * NEW_TOKENS, NEW_TOKENS, Budget(tree.nodes, tree.depth)) for i in range(rounds)]
     made = iter([[_context(f"{s}", *commit, width, target) for s in range(batch)] for commit in commits])
-    drafter.propose(next(made))
-    ms = _in_turn([lambda: drafter.propose(next(made))], target.device)[0]
+    drafter.ask(next(made))()
+    ms = _in_turn([lambda: drafter.ask(next(made))()], target.device)[0]
     drafter.release([f"{s}" for s in range(batch)])
     return DraftTime(batch, cached, ms)
 
@@ -65,9 +65,9 @@ def _verify_step(runner: ModelRunner, batch: int, cached: int, room: int, rows: 
     for index in range(batch):
         slots = np.arange(index * room, index * room + cached + rows)
         sequence = Running(Request(f"{index}", prompt), [*prompt, tree.tokens[0]], slots[:cached], computed=cached)
-        works.append(Work(sequence, slots[cached:], cached, prefill=False, max_nodes=rows, max_depth=rows - 1))
-    draws = [Draw(GREEDY, cached + depth + 1) for depth in tree.depths] * batch
-    return lambda: sample(runner.forward(Batch(tuple(works)), [tree] * batch), draws)
+        works.append(Work(sequence, slots[cached:], cached, tree))
+    draws = [Draw(GREEDY, position) for work in works for position in work.drawn]
+    return lambda: sample(runner.forward(works), draws)
 
 
 def _context(session: str, base: int, count: int, budget: Budget, width: int, target: TargetModel) -> DraftContext:

@@ -14,9 +14,9 @@ from typing import Any
 from eyas.bench.report import Spread
 from eyas.bench.results import StageTimes
 from eyas.engine.engine import Engine
-from eyas.engine.sequence import Batch
+from eyas.engine.sequence import Work
 
-STAGES = ("schedule", "drafts", "inputs", "forward", "sample", "commit")
+STAGES = ("drafts", "schedule", "inputs", "forward", "sample", "commit", "ask")
 
 
 @dataclass
@@ -51,10 +51,10 @@ class StageClock:
         self.steps[-1].laps[stage] += moment - self._last
         self._last = moment
 
-    def scheduled(self, batch: Batch) -> None:
-        """Scheduling ends with this batch."""
-        self.steps[-1].num_sequences = len(batch.works)
-        self.steps[-1].prefills = any(work.prefill for work in batch.works)
+    def scheduled(self, works: Sequence[Work]) -> None:
+        """Scheduling ends with this work."""
+        self.steps[-1].num_sequences = len(works)
+        self.steps[-1].prefills = any(work.tree is None for work in works)
         self.end("schedule")
 
 
@@ -64,12 +64,13 @@ def watched(engine: Engine, now: Callable[[], float]) -> Iterator[StageClock]:
     clock = StageClock(now)
     scheduler, drafting, runner = engine._scheduler, engine._drafting, engine._runner
     with (
-        _marked(engine, "step", before=clock.start, after=lambda _: clock.end("commit")),
+        _marked(engine, "step", before=clock.start, after=lambda _: clock.end("ask")),
+        _marked(drafting, "collect", before=lambda: clock.end("schedule"), after=lambda _: clock.end("drafts")),
         _marked(scheduler, "schedule", after=clock.scheduled),
-        _marked(drafting, "propose", after=lambda _: clock.end("drafts")),
         _marked(runner.target, "forward", before=lambda: clock.end("inputs")),
         _marked(runner, "forward", after=lambda _: clock.end("forward")),
         _marked(scheduler, "commit", before=lambda: clock.end("sample")),
+        _marked(drafting, "ask", before=lambda: clock.end("commit")),
     ):
         yield clock
 

@@ -6,8 +6,10 @@ change what is generated, only how fast.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol, TypeAlias
 
 from torch import Tensor
@@ -17,6 +19,7 @@ from eyas.tree import DraftTree
 
 DraftContext: TypeAlias = Commit[Tensor]
 Draft: TypeAlias = DraftTree | Refusal | None
+Pending: TypeAlias = Callable[[], list[Draft]]
 
 
 @dataclass(frozen=True)
@@ -36,18 +39,46 @@ class Drafter(Protocol):
 
     @property
     def needs(self) -> DrafterNeeds:
-        """What `propose` wants to be told."""
+        """What contexts must carry."""
         ...
 
-    def propose(self, contexts: Sequence[DraftContext]) -> list[Draft]:
-        """One answer per context, in order; session keys are distinct within a call.
+    def listens(self, session: str) -> bool:
+        """Whether telling it of a session is worth the work now."""
+        ...
 
-        A DraftTree within the context's budget whose root is the context's last token (root-only where there is nothing
-        to guess or the budget asks for bookkeeping only); a Refusal when the context does not continue what the drafter
-        has; None when no answer came in time. Never raises for the state of one session.
+    def ask(self, contexts: Sequence[DraftContext]) -> Pending:
+        """Commit what was accepted and ask for the next trees; session keys are distinct within a call.
+
+        Does not wait. The answers are collected once, before the next `ask`: one per context, in order. A DraftTree
+        within the context's budget whose root is the context's last token (root-only where there is nothing to guess or
+        the budget asks for bookkeeping only); a Refusal when the context does not continue what the drafter has; None
+        when no answer came in time. Never raises for the state of one session.
         """
         ...
 
     def release(self, sessions: Sequence[str]) -> None:
         """Forget sessions; unknown ones are ignored."""
         ...
+
+
+class LocalDrafter(ABC):
+    """A Drafter that works where it is called, when its answers are collected."""
+
+    @property
+    @abstractmethod
+    def needs(self) -> DrafterNeeds:
+        """See Drafter."""
+
+    @abstractmethod
+    def propose(self, contexts: Sequence[DraftContext]) -> list[Draft]:
+        """The answers that `Drafter.ask` promises."""
+
+    @abstractmethod
+    def release(self, sessions: Sequence[str]) -> None:
+        """See Drafter."""
+
+    def listens(self, session: str) -> bool:
+        return True
+
+    def ask(self, contexts: Sequence[DraftContext]) -> Pending:
+        return partial(self.propose, contexts)

@@ -19,7 +19,7 @@ from eyas.cache.kv import SlotPools
 from eyas.cache.slots import SlotAllocator, Slots
 from eyas.commit import Refusal
 from eyas.config import EagleConfig, TreeConfig
-from eyas.drafters.base import Draft, DraftContext, DrafterNeeds
+from eyas.drafters.base import Draft, DraftContext, DrafterNeeds, LocalDrafter
 from eyas.drafters.expand import grow, select
 from eyas.drafters.ranking import Ranker
 from eyas.models.attention import attend, masked_attention
@@ -38,8 +38,8 @@ class _Session:
     dormant: bool = False
 
 
-class EagleDrafter:
-    """Implements eyas.drafters.base.Drafter. Not safe for use from several threads."""
+class EagleDrafter(LocalDrafter):
+    """EAGLE-3 in this process. Not safe for use from several threads."""
 
     def __init__(self, head: Eagle3Head, tree: TreeConfig, config: EagleConfig) -> None:
         self._head = head

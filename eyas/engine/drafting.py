@@ -1,14 +1,15 @@
-"""The engine's side of drafting: works in, one valid tree each out. A failed drafter is a root-only tree, no error."""
+"""The engine's side of drafting: sequences in, valid trees out. A failed drafter is a sequence without a tree, no error."""
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
 
 from eyas.commit import Budget, Commit, Refusal
-from eyas.drafters.base import Draft, DraftContext, Drafter
+from eyas.drafters.base import Draft, DraftContext, Drafter, Pending
 from eyas.engine.runner import ModelRunner
-from eyas.engine.sequence import Batch, Sequence, Work
+from eyas.engine.sequence import Sequence
 from eyas.errors import InvalidTree
 from eyas.request import NoiseKey, Request
 from eyas.tree import DraftTree
@@ -17,32 +18,41 @@ log = logging.getLogger(__name__)
 
 
 class Drafting:
-    """Tells the drafter what was committed, and keeps account of what each session's drafter is believed to have."""
+    """Tells the drafter what was committed, and keeps account of what each session's drafter is believed to have.
+
+    It asks at the end of a step and collects at the start of the next, so that the drafter works while chunks go out.
+    """
 
     def __init__(self, drafter: Drafter | None, runner: ModelRunner) -> None:
         self._drafter = drafter
         self._runner = runner
+        self._asked: list[Sequence] = []
+        self._contexts: list[DraftContext] = []
+        self._pending: Pending = list
 
-    def propose(self, batch: Batch) -> list[DraftTree]:
-        """One tree per work: the drafter's where it gave a valid one, else the root alone."""
-        trees = [DraftTree.root_only(work.sequence.tokens[work.sequence.computed]) for work in batch.works]
-        told = [i for i, work in enumerate(batch.works) if work.sequence.known > work.sequence.drafted and work.first > 0]
-        if self._drafter is None or not told:
-            return trees
-        contexts = [self._context(batch.works[i], self._drafter) for i in told]
-        for i, context, draft in zip(told, contexts, self._drafter.propose(contexts), strict=True):
-            tree = self._account(batch.works[i], context, draft)
-            if tree is not None and not batch.works[i].prefill:
-                trees[i] = tree
-        return trees
+    def ask(self, sequences: Iterable[Sequence], budget: Callable[[Sequence], Budget]) -> None:
+        """Commit what is new of each sequence and ask for its next tree, within its budget."""
+        drafter = self._drafter
+        if drafter is None:
+            return
+        self._asked = [s for s in sequences if s.computed > 0 and s.known > s.drafted and drafter.listens(s.request.id)]
+        self._contexts = [self._context(sequence, budget(sequence), drafter) for sequence in self._asked]
+        self._pending = drafter.ask(self._contexts) if self._contexts else list
+
+    def collect(self) -> dict[str, DraftTree]:
+        """Wait for the answers; the valid trees by request id."""
+        answers = zip(self._asked, self._contexts, self._pending(), strict=True)
+        trees = {s.request.id: self._account(s, context, draft) for s, context, draft in answers}
+        self._asked, self._contexts, self._pending = [], [], list
+        return {request_id: tree for request_id, tree in trees.items() if tree is not None}
 
     def release(self, request_ids: Seq[str]) -> None:
         """Let the drafter forget requests that have ended."""
         if self._drafter is not None and request_ids:
             self._drafter.release(request_ids)
 
-    def _context(self, work: Work, drafter: Drafter) -> DraftContext:
-        sequence, base = work.sequence, work.sequence.drafted
+    def _context(self, sequence: Sequence, budget: Budget, drafter: Drafter) -> DraftContext:
+        base = sequence.drafted
         return Commit(
             session=sequence.request.id,
             epoch=sequence.epoch,
@@ -50,25 +60,24 @@ class Drafting:
             tokens=tuple(sequence.tokens[base : sequence.known]),
             features=self._runner.features(sequence.slots[max(base - 1, 0) :]) if drafter.needs.features else None,
             noise=noise_key(sequence.request),
-            budget=Budget(work.max_nodes, work.max_depth),
+            budget=budget,
             samples=sequence.samples if drafter.needs.samples else (),
         )
 
-    def _account(self, work: Work, context: DraftContext, draft: Draft) -> DraftTree | None:
-        sequence = work.sequence
+    def _account(self, sequence: Sequence, context: DraftContext, draft: Draft) -> DraftTree | None:
         if draft is None:
             return None
         if isinstance(draft, Refusal):
             _rewind(sequence, draft.have)
             return None
-        sequence.drafted = sequence.known
+        sequence.drafted = context.committed
         try:
             vocab_size = self._runner.target.vocab_size
             draft.validate(context.tokens[-1], vocab_size, context.budget.max_nodes, context.budget.max_depth)
         except InvalidTree as error:
             log.warning("dropped a draft tree for %s: %s", sequence.request.id, error)
             return None
-        return draft
+        return draft if context.budget.wants_tree else None
 
 
 def noise_key(request: Request) -> NoiseKey:

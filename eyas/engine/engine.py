@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
 from eyas.engine.drafting import Drafting, noise_key
 from eyas.engine.runner import ModelRunner
 from eyas.engine.sampling import Draw, sample
 from eyas.engine.scheduler import Scheduler
-from eyas.engine.sequence import Batch
+from eyas.engine.sequence import Work
 from eyas.engine.verify import Accepted, accept
 from eyas.errors import InvalidRequest
 from eyas.request import Chunk, Request
@@ -36,14 +37,14 @@ class Engine:
     def step(self) -> list[Chunk]:
         """Advance every running request by one forward pass; new tokens, and final chunks of those that ended."""
         chunks = self._scheduler.reap()
-        batch = self._scheduler.schedule()
-        if batch.works:
-            trees = self._drafting.propose(batch)
-            logits = self._runner.forward(batch, trees)
-            tokens = sample(logits, _draws(batch, trees))
-            accepted = _accept(batch, trees, tokens)
-            chunks += self._scheduler.commit(batch, trees, accepted)
+        works = self._scheduler.schedule(self._drafting.collect())
+        if works:
+            logits = self._runner.forward(works)
+            tokens = sample(logits, _draws(works))
+            accepted = _accept(works, tokens)
+            chunks += self._scheduler.commit(works, accepted)
         self._drafting.release([chunk.request_id for chunk in chunks if chunk.finish_reason])
+        self._drafting.ask(self._scheduler.running, self._scheduler.budget)
         return chunks
 
     def submit(self, request: Request) -> None:
@@ -86,25 +87,19 @@ class Engine:
         self._scheduler.check()
 
 
-def _draws(batch: Batch, trees: list[DraftTree]) -> list[Draw]:
-    """Who draws each row of logits: a node at depth d below position p guesses position p + d + 1."""
-    draws = []
-    for work, tree in zip(batch.works, trees, strict=True):
-        if work.emits:
-            key, last = noise_key(work.sequence.request), work.first
-            depths = (len(work.slots) - 1,) if work.prefill else tree.depths
-            draws += [Draw(key, last + depth + 1) for depth in depths]
-    return draws
+def _draws(works: Seq[Work]) -> list[Draw]:
+    """Who draws each row of logits."""
+    return [Draw(noise_key(work.sequence.request), position) for work in works for position in work.drawn]
 
 
-def _accept(batch: Batch, trees: list[DraftTree], tokens: list[int]) -> list[Accepted | None]:
+def _accept(works: Seq[Work], tokens: Seq[int]) -> list[Accepted | None]:
     """Walk every tree with its own samples; None for a prompt chunk that is not the last."""
     accepted: list[Accepted | None] = []
     row = 0
-    for work, tree in zip(batch.works, trees, strict=True):
-        tree = DraftTree.root_only(0) if work.prefill else tree
-        count = len(tree) if work.emits else 0
-        work.sequence.samples = tuple(tokens[row : row + count])
-        accepted.append(accept(tree, work.sequence.samples) if count else None)
-        row += count
+    for work in works:
+        samples = tuple(tokens[row : row + len(work.drawn)])
+        tree = work.tree or DraftTree.root_only(work.sequence.tokens[-1])
+        accepted.append(accept(tree, samples) if samples else None)
+        work.sequence.samples = samples if work.tree is not None else ()
+        row += len(samples)
     return accepted

@@ -1,4 +1,4 @@
-"""Turns a batch and its trees into one forward pass: slots and tokens in, logits out; features stay in their slots."""
+"""Turns the work of a step into one forward pass: slots and tokens in, logits out; features stay in their slots."""
 
 from __future__ import annotations
 
@@ -10,11 +10,10 @@ from torch import Tensor
 
 from eyas.cache.kv import SlotPools
 from eyas.cache.slots import Slots
-from eyas.engine.sequence import Batch, Work
+from eyas.engine.sequence import Work
 from eyas.models.eagle import FeatureFuser
 from eyas.models.inputs import Segment, pack
 from eyas.models.target import TargetModel
-from eyas.tree import DraftTree
 
 
 class ModelRunner:
@@ -25,9 +24,9 @@ class ModelRunner:
         self._pools = pools
         self._fuser = fuser
 
-    def forward(self, batch: Batch, trees: Seq[DraftTree]) -> Tensor:
+    def forward(self, works: Seq[Work]) -> Tensor:
         """Logits float32 of every tree node and of the last row of every finished prompt, in order; [N, V]."""
-        packed = pack([_segment(w, t) for w, t in zip(batch.works, trees, strict=True)], self.target.device)
+        packed = pack([_segment(work) for work in works], self.target.device)
         out = self.target.forward(packed, self._pools)
         if self._fuser is not None and out.taps is not None:
             with torch.inference_mode():
@@ -39,9 +38,9 @@ class ModelRunner:
         return self._pools.features[torch.from_numpy(slots).to(self._pools.features.device)]
 
 
-def _segment(work: Work, tree: DraftTree) -> Segment:
-    sequence = work.sequence
-    if work.prefill:
+def _segment(work: Work) -> Segment:
+    sequence, tree = work.sequence, work.tree
+    if tree is None:
         end = work.first + len(work.slots)
         return Segment(
             tokens=np.array(sequence.tokens[work.first : end], dtype=np.int64),
@@ -54,7 +53,7 @@ def _segment(work: Work, tree: DraftTree) -> Segment:
     return Segment(
         tokens=np.array(tree.tokens, dtype=np.int64),
         positions=work.first + np.array(tree.depths, dtype=np.int64),
-        slots=work.slots[: len(tree)],
+        slots=work.slots,
         prefix=sequence.slots,
         visible=tree.ancestor_mask(),
         wanted=np.arange(len(tree)),

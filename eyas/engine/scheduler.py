@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Seq
 
 import numpy as np
 
 from eyas.cache.slots import SlotAllocator, Slots
+from eyas.commit import Budget
 from eyas.config import EngineConfig, TreeConfig
-from eyas.engine.sequence import Batch, Sequence, Work
+from eyas.engine.sequence import Sequence, Work
 from eyas.engine.verify import Accepted
 from eyas.errors import InvalidRequest, Overloaded
 from eyas.request import Chunk, FinishReason, Request, Round
@@ -60,25 +61,36 @@ class Scheduler:
             self._drop(sequence)
         return [Chunk(s.request.id, finish_reason="cancelled") for s in cancelled]
 
-    def schedule(self) -> Batch:
-        """Admit what fits, then give every running sequence its rows: a tree, or a share of the prefill budget."""
+    def schedule(self, trees: Mapping[str, DraftTree]) -> tuple[Work, ...]:
+        """Admit what fits, then give every running sequence its rows: the nodes of its tree, or a share of the prefill
+        budget. trees: by request id; a sequence without one decodes plainly."""
         for slots in self._lent:  # of a step that failed before its commit
             self._allocator.free(slots)
         self._admit()
-        batch = Batch(tuple(self._works()))
-        self._lent = [work.slots for work in batch.works]
-        return batch
+        works = tuple(self._works(trees))
+        self._lent = [work.slots for work in works]
+        return works
 
-    def commit(self, batch: Batch, trees: Seq[DraftTree], accepted: Seq[Accepted | None]) -> list[Chunk]:
+    def budget(self, sequence: Sequence) -> Budget:
+        """The largest tree that a sequence could use at the next step; one node while its prompt is not done."""
+        depth = 0 if sequence.prefilling else min(self._tree.depth, sequence.num_remaining - 1)
+        return Budget(self._tree.nodes if depth > 0 else 1, depth)
+
+    def commit(self, works: Seq[Work], accepted: Seq[Accepted | None]) -> list[Chunk]:
         """Keep the slots of accepted paths, free the rest, and emit; one chunk per sequence that drew a token."""
         chunks = []
         self._lent = []
-        for work, tree, outcome in zip(batch.works, trees, accepted, strict=True):
-            path = range(len(work.slots)) if work.prefill else outcome.path if outcome else ()
+        for work, outcome in zip(works, accepted, strict=True):
+            path = outcome.path if work.tree is not None and outcome is not None else range(len(work.slots))
             self._keep(work, np.fromiter(path, dtype=np.int64))
             if outcome is not None:
-                chunks.append(self._emit(work, tree, outcome))
+                chunks.append(self._emit(work, outcome))
         return chunks
+
+    @property
+    def running(self) -> Seq[Sequence]:
+        """Admitted sequences, in order of admission."""
+        return self._running
 
     @property
     def has_work(self) -> bool:
@@ -114,18 +126,16 @@ class Scheduler:
             self._promised += need
             self._running.append(self._waiting.popleft())
 
-    def _works(self) -> Iterator[Work]:
+    def _works(self, trees: Mapping[str, DraftTree]) -> Iterator[Work]:
         budget = self._config.step_tokens
         for sequence in self._running:
-            if sequence.prefilling:
+            if not sequence.prefilling:
+                tree = trees.get(sequence.request.id) or DraftTree.root_only(sequence.tokens[-1])
+                yield Work(sequence, self._allocator.take(len(tree)), sequence.computed, tree)
+            elif budget > 0:
                 count = min(len(sequence.tokens) - sequence.computed, budget)
                 budget -= count
-                if count > 0:
-                    yield Work(sequence, self._allocator.take(count), sequence.computed, prefill=True)
-            else:
-                depth = min(self._tree.depth, sequence.num_remaining - 1)
-                nodes = self._tree.nodes if depth > 0 else 1
-                yield Work(sequence, self._allocator.take(nodes), sequence.computed, False, nodes, depth)
+                yield Work(sequence, self._allocator.take(count), sequence.computed)
 
     def _keep(self, work: Work, path: Slots) -> None:
         kept = work.slots[path]
@@ -135,13 +145,13 @@ class Scheduler:
         work.sequence.slots = np.concatenate([work.sequence.slots, kept])
         work.sequence.computed += len(kept)
 
-    def _emit(self, work: Work, tree: DraftTree, outcome: Accepted) -> Chunk:
-        sequence = work.sequence
+    def _emit(self, work: Work, outcome: Accepted) -> Chunk:
+        sequence, tree = work.sequence, work.tree
         tokens = self._trim(sequence, outcome.tokens)
         reason = self._finish_reason(sequence, tokens)
         sequence.tokens.extend(tokens)
         foreseen = tuple(i < len(outcome.tokens) - 1 for i in range(len(tokens)))
-        step = None if work.prefill else Round(tree.num_drafted, tree.depth, sum(foreseen), tree.grown_ahead)
+        step = Round(tree.num_drafted, tree.depth, sum(foreseen), tree.grown_ahead) if tree is not None else None
         if reason is not None:
             self._drop(sequence)
         return Chunk(sequence.request.id, tokens, foreseen, step, reason)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
 
 import numpy as np
 
 from eyas.cache.slots import Slots
 from eyas.request import Request
+from eyas.tree import DraftTree
 
 
 @dataclass(eq=False)
@@ -52,24 +54,22 @@ class Sequence:
 
 @dataclass(frozen=True)
 class Work:
-    """What one sequence does in a step. slots: one per row. Prefill rows are prompt tokens from `first` on; a decode
-    row is a node of a draft tree of at most max_nodes nodes (root included) and max_depth levels."""
+    """What one sequence does in a step: rows of prompt tokens from position `first` on, or the nodes of a draft tree below
+    the token at `first`. slots: one per row. tree: None for prompt rows."""
 
     sequence: Sequence
     slots: Slots
     first: int
-    prefill: bool
-    max_nodes: int = 1
-    max_depth: int = 0
+    tree: DraftTree | None = None
 
     @property
     def emits(self) -> bool:
         """Whether the step ends with a sample: always, but for a prompt chunk that is not the last."""
-        return not self.prefill or self.first + len(self.slots) == len(self.sequence.tokens)
+        return self.tree is not None or self.first + len(self.slots) == len(self.sequence.tokens)
 
-
-@dataclass(frozen=True)
-class Batch:
-    """The work of one step, in order of rows."""
-
-    works: tuple[Work, ...] = field(default=())
+    @property
+    def drawn(self) -> Seq[int]:
+        """For each row whose logits are wanted, the absolute position of the token that it guesses."""
+        if self.tree is not None:
+            return [self.first + depth + 1 for depth in self.tree.depths]
+        return [self.first + len(self.slots)] if self.emits else []

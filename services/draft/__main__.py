@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from eyas.config import DraftConfig
-from eyas.drafters.base import Drafter
+from eyas.drafters.base import LocalDrafter
 from eyas.drafters.build import build_drafter
 from eyas.models.checkpoint import head_fingerprint, read_config, resolve, target_fingerprint
 from eyas.models.eagle import head_config
@@ -37,7 +37,7 @@ async def run(config: DraftConfig) -> None:
         await serve(server, names, config.server, _DraftPresence(lease, servicer))
 
 
-def describe(config: DraftConfig, drafter: Drafter) -> DrafterInfo:
+def describe(config: DraftConfig, drafter: LocalDrafter) -> DrafterInfo:
     """What verifiers are told. Raises CheckpointError."""
     target = read_config(resolve(config.target))
     needs = drafter.needs

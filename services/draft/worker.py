@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Self
 
 from eyas.commit import Refusal
-from eyas.drafters.base import Draft, DraftContext, Drafter
+from eyas.drafters.base import Draft, DraftContext, LocalDrafter
 from eyas.errors import InvalidRequest
 from eyas.rpc.messages import DrafterInfo, DraftReply, DraftRequest, SessionTree
 from eyas.tree import DraftTree
@@ -67,7 +67,7 @@ class _Row:
 class DraftWorker:
     """Runs a drafter: `with DraftWorker(drafter, info) as worker`. Public methods may be called from any thread."""
 
-    def __init__(self, drafter: Drafter, info: DrafterInfo) -> None:
+    def __init__(self, drafter: LocalDrafter, info: DrafterInfo) -> None:
         self._drafter = drafter
         self._info = info
         self._numbers = itertools.count()

@@ -5,12 +5,13 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from eyas.config import DraftLinkConfig
-from eyas.drafters.base import Draft, DraftContext, DrafterNeeds
-from services.verifier.remote import RemoteDrafter
+from eyas.drafters.base import Draft, DraftContext, DrafterNeeds, Pending
+from services.verifier.remote import RemoteDrafter, Round
 from services.verifier.timing import LinkStats
 
 
@@ -31,8 +32,8 @@ class _Timing:
 class DraftPool:
     """Implements Drafter over many RemoteDrafters. Sessions without a pair get None: they decode plainly.
 
-    `propose` and `release` belong to the engine's thread; the rest may be called from any. A session's life: `pair`, then
-    `propose` and at last `release` where the engine takes it, then `unpair` (the last two in any order).
+    `ask` and `release` belong to the engine's thread; the rest may be called from any. A session's life: `pair`, then
+    `ask` and at last `release` where the engine takes it, then `unpair` (the last two in any order).
     """
 
     def __init__(self, config: DraftLinkConfig, needs: DrafterNeeds) -> None:
@@ -84,20 +85,16 @@ class DraftPool:
             if pair is not None and not pair.told:
                 self._part(session)
 
-    def propose(self, contexts: Sequence[DraftContext]) -> list[Draft]:
-        """One round with all drafters at once, under one deadline."""
-        drafts: list[Draft] = [None] * len(contexts)
+    def listens(self, session: str) -> bool:
+        """Whether the session has a drafter that can be told of it now."""
+        pair = self._pairs.get(session)
+        return pair is not None and pair.link.listens(session)
+
+    def ask(self, contexts: Sequence[DraftContext]) -> Pending:
+        """One round with all drafters at once, under one deadline from when it is collected."""
         indices = self._by_link(contexts)
         rounds = {link: link.send([contexts[i] for i in mine]) for link, mine in indices.items()}
-        deadline = time.monotonic() + self._config.deadline
-        for link, round_ in rounds.items():
-            for i, draft in zip(indices[link], link.collect(round_, deadline), strict=True):
-                drafts[i] = draft
-                timing = self._timings.get(contexts[i].session)
-                if timing and round_.seconds is not None and contexts[i].budget.wants_tree:
-                    timing.num_rounds += 1
-                    timing.seconds += round_.seconds
-        return drafts
+        return partial(self._collect, contexts, indices, rounds)
 
     def release(self, sessions: Sequence[str]) -> None:
         with self._lock:
@@ -109,6 +106,23 @@ class DraftPool:
         with self._lock:
             for link in self._links.values():
                 link.close()
+
+    def _collect(
+        self,
+        contexts: Sequence[DraftContext],
+        indices: Mapping[RemoteDrafter, Sequence[int]],
+        rounds: Mapping[RemoteDrafter, Round],
+    ) -> list[Draft]:
+        drafts: list[Draft] = [None] * len(contexts)
+        deadline = time.monotonic() + self._config.deadline
+        for link, round_ in rounds.items():
+            for i, draft in zip(indices[link], link.collect(round_, deadline), strict=True):
+                drafts[i] = draft
+                timing = self._timings.get(contexts[i].session)
+                if timing and round_.seconds is not None and contexts[i].budget.wants_tree:
+                    timing.num_rounds += 1
+                    timing.seconds += round_.seconds
+        return drafts
 
     def _dial(self, address: str) -> RemoteDrafter:
         if address not in self._links:

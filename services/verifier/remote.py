@@ -12,13 +12,14 @@ import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import count
 
 from pybreaker import STATE_OPEN, CircuitBreaker, CircuitBreakerError
 
 from eyas.commit import Refusal
 from eyas.config import DraftLinkConfig
-from eyas.drafters.base import Draft, DraftContext, DrafterNeeds
+from eyas.drafters.base import Draft, DraftContext, DrafterNeeds, Pending
 from eyas.errors import InvalidTree
 from eyas.rpc.messages import DraftReply, DraftRequest, SessionTree
 from eyas.tree import DraftTree
@@ -63,6 +64,7 @@ class RemoteDrafter:
         self._steps = count(1)
         self._changed = threading.Condition()
         self._round: Round | None = None
+        self._resting_until = 0.0
         self._link = DraftLink(address, needs, self._deliver, self._wake)
 
     @property
@@ -75,9 +77,16 @@ class RemoteDrafter:
         """Round trips so far."""
         return self._trips.summary(self.address)
 
-    def propose(self, contexts: Sequence[DraftContext]) -> list[Draft]:
-        """One round with the configured deadline."""
-        return self.collect(self.send(contexts), time.monotonic() + self._config.deadline)
+    def listens(self, session: str) -> bool:
+        """Whether the stream is open and was not given up a moment ago; the same for every session."""
+        return self.up and time.monotonic() >= self._resting_until
+
+    def ask(self, contexts: Sequence[DraftContext]) -> Pending:
+        """Send now; the answers are waited for when they are collected, up to the configured deadline."""
+        return partial(self._answers, self.send(contexts))
+
+    def _answers(self, round_: Round) -> list[Draft]:
+        return self.collect(round_, time.monotonic() + self._config.deadline)
 
     def send(self, contexts: Sequence[DraftContext]) -> Round:
         """Send the commits of one step without waiting; hand the Round to `collect` before the next `send`.
@@ -111,6 +120,8 @@ class RemoteDrafter:
                 self._wait(round_, deadline)
         except _LostRound:
             self._trips.lost()
+            if self._breaker.current_state == STATE_OPEN:
+                self._resting_until = time.monotonic() + self._config.reset
         with self._changed:
             self._round = None
         _sort_in(round_)

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from eyas.bench.stages import STAGES, Step, summarise, watched
 from eyas.config import EngineConfig, TreeConfig
-from eyas.drafters.base import Draft, DraftContext, DrafterNeeds
+from eyas.drafters.base import Draft, DraftContext, DrafterNeeds, LocalDrafter
 from eyas.engine.build import assemble_engine
 from eyas.engine.engine import Engine
 from eyas.models.target import load_target
@@ -27,7 +27,7 @@ class Clock:
         self.moment += seconds
 
 
-class ChainDrafter:
+class ChainDrafter(LocalDrafter):
     """Takes DRAFTING seconds to guess one token."""
 
     needs = DrafterNeeds()

@@ -8,7 +8,7 @@ import torch
 
 from eyas.commit import Budget, Commit, Refusal
 from eyas.config import DraftLinkConfig, EagleConfig, TreeConfig
-from eyas.drafters.base import DraftContext, Drafter
+from eyas.drafters.base import Draft, DraftContext, Drafter, LocalDrafter
 from eyas.drafters.build import build_drafter
 from eyas.request import NoiseKey
 from eyas.rpc.messages import DrafterInfo, ModelInfo
@@ -21,11 +21,11 @@ VOCAB, HIDDEN = 48, 32
 NOISES = (NoiseKey(0), NoiseKey(2**63 + 5, 0.9), NoiseKey(3, 1.0, 8, 0.9))
 
 
-def build_eagle(target: str, head: str) -> Drafter:
+def build_eagle(target: str, head: str) -> LocalDrafter:
     return build_drafter("eagle3", target, head, "float32", "cpu", TreeConfig(16, 4, 3), EagleConfig(num_slots=2048))
 
 
-LOCAL: dict[str, Callable[[str, str], Drafter]] = {"eagle3": build_eagle}
+LOCAL: dict[str, Callable[[str, str], LocalDrafter]] = {"eagle3": build_eagle}
 
 
 @pytest.fixture(params=[*LOCAL, *(f"remote {name}" for name in LOCAL)])
@@ -55,10 +55,16 @@ def commit(
     return Commit(session, epoch, base, tuple(tokens[base:end]), new, noise, budget, samples=())
 
 
+def propose(drafter: Drafter, contexts: list[DraftContext]) -> list[Draft]:
+    """Ask and collect, as the engine does over two steps."""
+    assert all(drafter.listens(context.session) for context in contexts)
+    return drafter.ask(contexts)()
+
+
 @pytest.mark.parametrize("noise", NOISES)
 def test_every_context_gets_a_valid_tree_of_its_own_in_order(drafter: Drafter, noise: NoiseKey) -> None:
     contexts = [commit(f"s{i}", 5 + 7 * i, seed=i, noise=noise) for i in range(4)]
-    drafts = drafter.propose(contexts)
+    drafts = propose(drafter, contexts)
     for context, draft in zip(contexts, drafts, strict=True):
         assert isinstance(draft, DraftTree)
         draft.validate(context.tokens[-1], VOCAB, TREE.max_nodes, TREE.max_depth)
@@ -68,51 +74,53 @@ def test_every_context_gets_a_valid_tree_of_its_own_in_order(drafter: Drafter, n
 
 @pytest.mark.parametrize("noise", NOISES)
 def test_a_tree_depends_on_its_own_session_only(drafter: Drafter, noise: NoiseKey) -> None:
-    alone = drafter.propose([commit("a", 20, noise=noise)])
-    among = drafter.propose([commit("x", 33, seed=5), commit("b", 20, noise=noise), commit("y", 4, seed=6, noise=NOISES[1])])
+    alone = propose(drafter, [commit("a", 20, noise=noise)])
+    among = propose(
+        drafter, [commit("x", 33, seed=5), commit("b", 20, noise=noise), commit("y", 4, seed=6, noise=NOISES[1])]
+    )
     assert _shape(alone[0]) == _shape(among[1])
 
 
 def test_a_tree_does_not_depend_on_how_the_commits_were_cut(drafter: Drafter) -> None:
-    whole = drafter.propose([commit("a", 30)])
+    whole = propose(drafter, [commit("a", 30)])
     base = 0
     for end in (3, 11, 12, 17, 29):
-        drafter.propose([commit("b", end, base, budget=TREE if end % 2 else Budget(1, 0))])
+        propose(drafter, [commit("b", end, base, budget=TREE if end % 2 else Budget(1, 0))])
         base = end
-    assert _shape(drafter.propose([commit("b", 30, base)])[0]) == _shape(whole[0])
+    assert _shape(propose(drafter, [commit("b", 30, base)])[0]) == _shape(whole[0])
 
 
 def test_bookkeeping_gets_the_root_alone(drafter: Drafter) -> None:
     for budget in (Budget(1, 0), Budget(1, 5), Budget(9, 0)):
         context = commit(f"{budget}", 8, budget=budget)
-        assert drafter.propose([context]) == [DraftTree.root_only(context.tokens[-1])]
+        assert propose(drafter, [context]) == [DraftTree.root_only(context.tokens[-1])]
 
 
 def test_a_gap_is_refused_and_healed_by_a_resend(drafter: Drafter) -> None:
-    drafter.propose([commit("a", 8)])
-    assert drafter.propose([commit("a", 14, base=10)]) == [Refusal("a", 0, 8)]
-    healed = drafter.propose([commit("a", 14, base=8)])
-    assert _shape(healed[0]) == _shape(drafter.propose([commit("b", 14)])[0])
+    propose(drafter, [commit("a", 8)])
+    assert propose(drafter, [commit("a", 14, base=10)]) == [Refusal("a", 0, 8)]
+    healed = propose(drafter, [commit("a", 14, base=8)])
+    assert _shape(healed[0]) == _shape(propose(drafter, [commit("b", 14)])[0])
 
 
 def test_a_commit_that_comes_twice_is_refused_with_what_is_there(drafter: Drafter) -> None:
-    drafter.propose([commit("a", 8)])
-    drafter.propose([commit("a", 11, base=8)])
-    assert drafter.propose([commit("a", 11, base=8)]) == [Refusal("a", 0, 11)]
+    propose(drafter, [commit("a", 8)])
+    propose(drafter, [commit("a", 11, base=8)])
+    assert propose(drafter, [commit("a", 11, base=8)]) == [Refusal("a", 0, 11)]
 
 
 def test_released_and_unknown_sessions_are_refused_from_nothing(drafter: Drafter) -> None:
-    drafter.propose([commit("a", 8), commit("b", 8)])
+    propose(drafter, [commit("a", 8), commit("b", 8)])
     drafter.release(["a", "never seen"])
-    assert drafter.propose([commit("a", 10, base=8), commit("c", 10, base=4)]) == [Refusal("a", 0, 0), Refusal("c", 0, 0)]
-    assert isinstance(drafter.propose([commit("b", 10, base=8)])[0], DraftTree)
+    assert propose(drafter, [commit("a", 10, base=8), commit("c", 10, base=4)]) == [Refusal("a", 0, 0), Refusal("c", 0, 0)]
+    assert isinstance(propose(drafter, [commit("b", 10, base=8)])[0], DraftTree)
 
 
 def test_a_new_epoch_starts_from_nothing(drafter: Drafter) -> None:
-    drafter.propose([commit("a", 8, seed=1)])
-    assert drafter.propose([commit("a", 10, base=8, epoch=1)]) == [Refusal("a", 1, 0)]
-    renewed = drafter.propose([commit("a", 10, epoch=1)])
-    assert _shape(renewed[0]) == _shape(drafter.propose([commit("b", 10)])[0])
+    propose(drafter, [commit("a", 8, seed=1)])
+    assert propose(drafter, [commit("a", 10, base=8, epoch=1)]) == [Refusal("a", 1, 0)]
+    renewed = propose(drafter, [commit("a", 10, epoch=1)])
+    assert _shape(renewed[0]) == _shape(propose(drafter, [commit("b", 10)])[0])
 
 
 def _shape(draft: object) -> tuple[tuple[int, ...], ...]:

@@ -5,11 +5,11 @@ from collections.abc import Sequence
 import numpy as np
 
 from eyas.commit import Refusal
-from eyas.drafters.base import Draft, DraftContext, Drafter, DrafterNeeds
+from eyas.drafters.base import Draft, DraftContext, DrafterNeeds, LocalDrafter
 from eyas.tree import DraftTree
 
 
-class RandomDrafter:
+class RandomDrafter(LocalDrafter):
     """Trees of any shape with random tokens; now and then an invalid tree, none, or a refusal."""
 
     needs = DrafterNeeds(samples=True)
@@ -36,12 +36,15 @@ class RandomDrafter:
         return DraftTree((context.tokens[-1], *tokens[1:]), tuple(parents), (0.0,) * size)
 
 
-class DyingDrafter:
+class DyingDrafter(LocalDrafter):
     """Works for some rounds, then answers nothing until it comes back having forgotten everything."""
 
-    def __init__(self, drafter: Drafter, dies: int, returns: int) -> None:
+    def __init__(self, drafter: LocalDrafter, dies: int, returns: int) -> None:
         self._drafter, self._dies, self._returns, self._round = drafter, dies, returns, 0
-        self.needs = drafter.needs
+
+    @property
+    def needs(self) -> DrafterNeeds:
+        return self._drafter.needs
 
     def propose(self, contexts: Sequence[DraftContext]) -> list[Draft]:
         self._round += 1

@@ -4,6 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from eyas.commit import Budget
 from eyas.config import EngineConfig, TreeConfig
 from eyas.engine.scheduler import Scheduler
 from eyas.engine.sequence import Work
@@ -24,15 +25,19 @@ def request(name: str, prompt: int = 5, max_tokens: int = 8, **sampling: object)
 
 
 def outcome(work: Work, tokens: tuple[int, ...]) -> Accepted | None:
-    """As if a chain of all but the last of `tokens` had been accepted, as deep as the tree may be."""
-    tokens = tokens[: work.max_depth + 1]
+    """As if the work's whole chain had been accepted."""
+    tokens = tokens[: len(work.tree)] if work.tree else tokens
     return Accepted(tuple(range(len(tokens))), tokens) if work.emits else None
 
 
 def step(scheduler: Scheduler, tokens: tuple[int, ...] = (20,)) -> list[Chunk]:
-    batch = scheduler.schedule()
-    trees = [DraftTree.chain((0, *tokens[:-1])) for _ in batch.works]
-    return scheduler.commit(batch, trees, [outcome(w, tokens[-1:] if w.prefill else tokens) for w in batch.works])
+    chains = {s.request.id: chain(scheduler.budget(s), tokens) for s in scheduler.running}
+    works = scheduler.schedule(chains)
+    return scheduler.commit(works, [outcome(w, tokens if w.tree else tokens[-1:]) for w in works])
+
+
+def chain(budget: Budget, tokens: tuple[int, ...]) -> DraftTree:
+    return DraftTree.chain((0, *tokens[: budget.max_depth][: len(tokens) - 1]))
 
 
 def test_a_prompt_is_prefilled_in_chunks_of_the_budget() -> None:
@@ -40,9 +45,9 @@ def test_a_prompt_is_prefilled_in_chunks_of_the_budget() -> None:
     scheduler.add(request("a", prompt=7))
     sizes = []
     for _ in range(3):
-        batch = scheduler.schedule()
-        sizes.append([len(work.slots) for work in batch.works])
-        scheduler.commit(batch, [DraftTree.root_only(0)], [outcome(batch.works[0], (20,))])
+        works = scheduler.schedule({})
+        sizes.append([len(work.slots) for work in works])
+        scheduler.commit(works, [outcome(works[0], (20,))])
     assert sizes == [[3], [3], [1]]
 
 
@@ -51,9 +56,9 @@ def test_decode_rows_ride_along_with_a_long_prompt() -> None:
     scheduler.add(request("short", prompt=2))
     step(scheduler)
     scheduler.add(request("long", prompt=9))
-    works = scheduler.schedule().works
-    assert [(work.sequence.request.id, work.prefill, len(work.slots)) for work in works] == [
-        ("short", False, 4),
+    works = scheduler.schedule({"short": DraftTree.chain((20, 5, 6))})
+    assert [(work.sequence.request.id, work.tree is None, len(work.slots)) for work in works] == [
+        ("short", False, 3),
         ("long", True, 3),
     ]
 
@@ -62,11 +67,11 @@ def test_a_request_waits_until_all_its_slots_are_free() -> None:
     scheduler = make_scheduler(num_slots=40)
     scheduler.add(request("first", prompt=5, max_tokens=20))
     scheduler.add(request("second", prompt=5, max_tokens=8))
-    scheduler.schedule()
+    scheduler.schedule({})
     assert (scheduler.num_running, scheduler.num_waiting) == (1, 1)
     scheduler.cancel("first")
     assert [chunk.finish_reason for chunk in scheduler.reap()] == ["cancelled"]
-    scheduler.schedule()
+    scheduler.schedule({})
     assert (scheduler.num_running, scheduler.num_waiting) == (1, 0)
 
 
@@ -120,21 +125,21 @@ def test_the_tree_is_clamped_to_what_may_still_be_emitted() -> None:
     scheduler = make_scheduler()
     scheduler.add(request("a", max_tokens=3))
     step(scheduler)
-    assert [(w.max_nodes, w.max_depth) for w in scheduler.schedule().works] == [(4, 1)]
+    assert [scheduler.budget(sequence) for sequence in scheduler.running] == [Budget(4, 1)]
     scheduler = make_scheduler()
     scheduler.add(request("a", max_tokens=2))
     step(scheduler)
-    assert [(w.max_nodes, w.max_depth) for w in scheduler.schedule().works] == [(1, 0)]
+    assert [scheduler.budget(sequence) for sequence in scheduler.running] == [Budget(1, 0)]
 
 
 def test_slots_of_a_step_that_failed_come_back() -> None:
     scheduler = make_scheduler()
     scheduler.add(request("a"))
-    scheduler.schedule()
+    scheduler.schedule({})
     scheduler.check()
     scheduler.cancel("a")
     scheduler.reap()
-    scheduler.schedule()
+    scheduler.schedule({})
     scheduler.check()
     assert scheduler.num_free == 64
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from eyas.commit import Budget, Commit, Refusal
 from eyas.config import ServerConfig
-from eyas.drafters.base import Draft, DraftContext, Drafter, DrafterNeeds
+from eyas.drafters.base import Draft, DraftContext, DrafterNeeds, LocalDrafter
 from eyas.request import NoiseKey
 from eyas.rpc.messages import DrafterInfo, ModelInfo
 from eyas.rpc.server import RpcServer
@@ -43,7 +43,7 @@ def context(session: str, tokens: Sequence[int], base: int = 0, budget: Budget =
     return Commit(session, epoch, base, tuple(tokens[base:]), features, NoiseKey(7), budget)
 
 
-class ToyDrafter:
+class ToyDrafter(LocalDrafter):
     """Drafts a chain that counts up from the root; remembers tokens and checks that features belong to them.
 
     `before` runs ahead of every propose; `spoil` may change the trees.
@@ -83,7 +83,7 @@ class ToyDrafter:
 
 
 @contextmanager
-def serving(drafter: Drafter, info: DrafterInfo = INFO, port: int = 0) -> Iterator[str]:
+def serving(drafter: LocalDrafter, info: DrafterInfo = INFO, port: int = 0) -> Iterator[str]:
     """A real draft service in a thread; gives its address. Leaving kills it: no drain, no farewell."""
     started: list[tuple[str, asyncio.AbstractEventLoop, asyncio.Event]] = []
     ready = threading.Event()
