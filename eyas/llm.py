@@ -6,6 +6,7 @@ import itertools
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from numbers import Integral
 
 from rich.console import Console
 from rich.progress import Progress
@@ -13,7 +14,7 @@ from rich.progress import Progress
 from eyas.config import EagleConfig, EngineConfig, TreeConfig
 from eyas.drafters.build import build_drafter
 from eyas.engine.build import build_engine
-from eyas.errors import ConfigError, EyasError, InvalidRequest
+from eyas.errors import ConfigError, EyasError, InvalidRequest, RequestFailed
 from eyas.request import Chunk, FinishReason, GenerationStats, Request, SamplingParams
 from eyas.text import TextStream, TokenText, load_tokenizer
 
@@ -68,37 +69,45 @@ class LLM:
     ) -> list[GenerationResult]:
         """Continue each prompt, given as text or as token ids; one result each, in order.
 
-        sampling: one for all prompts, or one each. Raises InvalidRequest naming the prompt, before anything is run.
+        sampling: one for all prompts, or one each. Raises InvalidRequest naming the prompt, before anything is run, and
+        RequestFailed when the target gives no usable logits. Whatever is raised, nothing of the call is left behind.
         """
         batch = _listed(prompts)
         params = [sampling or SamplingParams()] * len(batch) if not isinstance(sampling, Sequence) else list(sampling)
         if len(params) != len(batch):
             raise InvalidRequest(f"{len(batch)} prompts but {len(params)} sampling params; give one for all, or one each")
-        running = self._submit(batch, params)
+        running: dict[str, _Generation] = {}
+        try:
+            self._submit(batch, params, running)
+            self._run(running)
+        except BaseException:
+            for request_id in running:
+                self._engine.cancel(request_id)
+            self._engine.reap()
+            raise
+        return [generation.result() for generation in running.values()]
+
+    def _submit(self, prompts: Sequence[Prompt], params: Sequence[SamplingParams], running: dict[str, _Generation]) -> None:
+        for index, (prompt, sampling) in enumerate(zip(prompts, params, strict=True)):
+            try:
+                ids = self._tokenizer.encode(prompt) if isinstance(prompt, str) else _token_ids(prompt)
+                request = Request(f"{next(self._names)}", ids, sampling.seeded())
+                self._engine.submit(request)
+            except EyasError as error:
+                raise type(error)(f"prompt {index}: {error}") from error
+            running[request.id] = _Generation(request, self._tokenizer)
+
+    def _run(self, running: dict[str, _Generation]) -> None:
         with Progress(console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()) as progress:
-            task = progress.add_task("generating", total=len(batch))
+            task = progress.add_task("generating", total=len(running))
             while self._engine.has_work:
                 for chunk in self._engine.step():
                     running[chunk.request_id].take(chunk)
                     if running[chunk.request_id].stopped:
                         self._engine.cancel(chunk.request_id)
+                    elif chunk.finish_reason == "error":
+                        raise RequestFailed(f"request {chunk.request_id}: {chunk.message}")
                 progress.update(task, completed=sum(r.finish_reason is not None for r in running.values()))
-        return [generation.result() for generation in running.values()]
-
-    def _submit(self, prompts: Sequence[Prompt], params: Sequence[SamplingParams]) -> dict[str, _Generation]:
-        running: dict[str, _Generation] = {}
-        for index, (prompt, sampling) in enumerate(zip(prompts, params, strict=True)):
-            ids = self._tokenizer.encode(prompt) if isinstance(prompt, str) else tuple(prompt)
-            request = Request(f"{next(self._names)}", ids, sampling.seeded())
-            try:
-                self._engine.submit(request)
-            except EyasError as error:
-                for submitted in running:
-                    self._engine.cancel(submitted)
-                self._engine.step()
-                raise type(error)(f"prompt {index}: {error}") from error
-            running[request.id] = _Generation(request, self._tokenizer)
-        return running
 
 
 @dataclass
@@ -146,6 +155,13 @@ class _Generation:
 
 def _listed(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """A single prompt becomes a list of one."""
-    if isinstance(prompts, str) or (prompts and all(isinstance(p, int) for p in prompts)):
+    if isinstance(prompts, str) or (len(prompts) and all(isinstance(p, Integral) for p in prompts)):
         return [prompts]  # type: ignore[list-item]
     return list(prompts)  # type: ignore[arg-type]
+
+
+def _token_ids(prompt: Sequence[int]) -> tuple[int, ...]:
+    wrong = [token for token in prompt if not isinstance(token, Integral)]
+    if wrong:
+        raise InvalidRequest(f"{wrong[0]!r} is no token id; a prompt is text or a list of whole numbers")
+    return tuple(int(token) for token in prompt)

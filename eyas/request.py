@@ -13,6 +13,7 @@ from eyas.errors import InvalidRequest
 FinishReason = Literal["stop", "length", "cancelled", "error"]
 
 MAX_SEED = 2**64 - 1
+MAX_INT = 2**31 - 1
 
 
 @dataclass(frozen=True)
@@ -44,12 +45,16 @@ class SamplingParams:
 
     def validate(self) -> None:
         """Raises InvalidRequest naming the first field that is out of range."""
-        if self.max_tokens < 1:
-            raise InvalidRequest(f"max_tokens is {self.max_tokens}; it must be at least 1")
+        for name in ("max_tokens", "top_k", "seed"):
+            value = getattr(self, name)
+            if not isinstance(value, int | None) or isinstance(value, bool):
+                raise InvalidRequest(f"{name} is {value!r}; it must be a whole number")
+        if not 1 <= self.max_tokens <= MAX_INT:
+            raise InvalidRequest(f"max_tokens is {self.max_tokens}; it must lie in [1, 2**31)")
         if not (math.isfinite(self.temperature) and self.temperature >= 0):
             raise InvalidRequest(f"temperature is {self.temperature}; it must be a finite number, 0 or more")
-        if self.top_k < 0:
-            raise InvalidRequest(f"top_k is {self.top_k}; it must be 0 (keep all) or more")
+        if not 0 <= self.top_k <= MAX_INT:
+            raise InvalidRequest(f"top_k is {self.top_k}; it must be 0 (keep all) or more, below 2**31")
         if not 0 < self.top_p <= 1:
             raise InvalidRequest(f"top_p is {self.top_p}; it must lie in (0, 1]")
         if self.seed is not None and not 0 <= self.seed <= MAX_SEED:
@@ -109,7 +114,7 @@ class Chunk:
 
 @dataclass
 class GenerationStats:
-    """Speculation in numbers, summed over verify steps. Counts speak of emitted tokens only."""
+    """Speculation in numbers, summed over verify steps. Accepted tokens behind a stop or the length do not count."""
 
     num_rounds: int = 0
     num_drafted: int = 0
@@ -140,7 +145,7 @@ class GenerationStats:
 
     @property
     def acceptance_length(self) -> float:
-        """tau: mean tokens per verify step, bonus included; 1.0 without a drafter."""
+        """tau: mean tokens per verify step, bonus included; 1.0 without a drafter, 0.0 without a verify step."""
         return self.num_emitted / self.num_rounds if self.num_rounds else 0.0
 
     @property

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -22,6 +22,7 @@ from eyas.config import EagleConfig, TreeConfig
 from eyas.drafters.base import Draft, DraftContext, DrafterNeeds, LocalDrafter
 from eyas.drafters.expand import grow, select
 from eyas.drafters.ranking import Ranker
+from eyas.errors import ConfigError
 from eyas.models.attention import attend, masked_attention
 from eyas.models.eagle import Eagle3Head
 from eyas.models.inputs import Segment, pack
@@ -30,7 +31,8 @@ from eyas.tree import DraftTree
 
 @dataclass
 class _Session:
-    """committed: tokens known; slots: one per pair, committed - 1 of them, or none if the session did not fit."""
+    """committed: tokens known; slots: one per pair, committed - 1 of them, or none if the session did not fit: then it is
+    dormant, until there is ample room."""
 
     epoch: int
     committed: int
@@ -42,6 +44,12 @@ class EagleDrafter(LocalDrafter):
     """EAGLE-3 in this process. Not safe for use from several threads."""
 
     def __init__(self, head: Eagle3Head, tree: TreeConfig, config: EagleConfig) -> None:
+        """Raises ConfigError for a tree that the head cannot grow."""
+        if tree.depth < 1 or tree.width > head.config.draft_vocab_size:
+            raise ConfigError(
+                f"tree.depth {tree.depth} and tree.width {tree.width}: an EAGLE drafter needs a depth of at least 1 and a "
+                f"width of at most its draft vocabulary, {head.config.draft_vocab_size}"
+            )
         self._head = head
         self._tree = tree
         self._config = config
@@ -59,7 +67,8 @@ class EagleDrafter(LocalDrafter):
     @torch.inference_mode()
     def propose(self, contexts: Sequence[DraftContext]) -> list[Draft]:
         """See Drafter. One forward over all new pairs, then one per tree level for all sessions together."""
-        drafts: list[Draft] = [self._admit(context, {c.session for c in contexts}) for context in contexts]
+        busy = {context.session for context in contexts}
+        drafts: list[Draft] = [self._admit(context, busy) for context in contexts]
         ready = [i for i, draft in enumerate(drafts) if draft is None]
         if ready:
             states = self._extend([contexts[i] for i in ready])
@@ -96,16 +105,25 @@ class EagleDrafter(LocalDrafter):
         if session.committed != context.base:
             return Refusal(context.session, context.epoch, session.committed)
         self._sessions.move_to_end(context.session)
+        if session.dormant and self._allocator.num_free >= 2 * context.committed:
+            session.committed, session.dormant = 0, False
+            return Refusal(context.session, context.epoch, 0)
         session.committed = context.committed
-        if session.dormant or not self._make_room(_num_pairs(context), busy):
+        count = _num_pairs(context)
+        fits = context.committed <= self._head.context_length and not session.dormant and self._make_room(count, busy)
+        if not fits:
             self._put_to_sleep(session)
+        if not fits or not count:
             return DraftTree.root_only(context.tokens[-1])
-        session.slots = np.concatenate([session.slots, self._allocator.take(_num_pairs(context))])
+        session.slots = np.concatenate([session.slots, self._allocator.take(count)])
         return None
 
     def _make_room(self, count: int, busy: set[str]) -> bool:
-        """Forget the sessions unused for longest, but not those of this call, until `count` slots are free."""
+        """Forget the sessions unused for longest, but not those of this call, until `count` slots are free; none if even
+        all of them would not do."""
         idle = [key for key in self._sessions if key not in busy]
+        if self._allocator.num_free + sum(len(self._sessions[key].slots) for key in idle) < count:
+            return False
         while self._allocator.num_free < count and idle:
             self.release([idle.pop(0)])
         return self._allocator.num_free >= count
@@ -140,7 +158,8 @@ class EagleDrafter(LocalDrafter):
         slots = [self._sessions[context.session].slots for context in contexts]
         expansion = _EagleExpansion(self._head, ranker, self._pools, slots, states, shape)
         candidates = grow(expansion, shape)
-        return select(candidates, [c.tokens[-1] for c in contexts], [c.budget for c in contexts], self._head.draft_ids)
+        budgets = [replace(c.budget, max_nodes=min(c.budget.max_nodes, self._tree.nodes)) for c in contexts]
+        return select(candidates, [c.tokens[-1] for c in contexts], budgets, self._head.draft_ids)
 
 
 class _EagleExpansion:
@@ -170,7 +189,8 @@ class _EagleExpansion:
         head, (sessions, width) = self._head, tokens.shape
         c = head.config
         above = _rows(self._states, parents)
-        positions = (self._positions + level).expand_as(tokens).flatten()
+        # a session near the end of its context is expanded with the others; its budget cuts what lies beyond
+        positions = (self._positions + level).clamp(max=head.context_length - 1).expand_as(tokens).flatten()
         rows = head.project(above.flatten(0, 1), head.draft_ids[tokens].flatten(), positions)
         start, end = self._length + width * (level - 1), self._length + width * level
         self._keys[:, :, start:end] = rows.key.view(sessions, width, -1, c.head_dim).transpose(1, 2)

@@ -1,4 +1,4 @@
-"""The engine's side of drafting: sequences in, valid trees out. A failed drafter is a sequence without a tree, no error."""
+"""The engine's side of drafting: sequences in, valid trees out. A drafter without an answer is a sequence without a tree."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Drafting:
         drafter = self._drafter
         if drafter is None:
             return
-        self._asked = [s for s in sequences if s.computed > 0 and s.known > s.drafted and drafter.listens(s.request.id)]
+        self._asked = [s for s in sequences if _has_news(s) and drafter.listens(s.request.id)]
         self._contexts = [self._context(sequence, budget(sequence), drafter) for sequence in self._asked]
         self._pending = drafter.ask(self._contexts) if self._contexts else list
 
@@ -78,6 +78,11 @@ class Drafting:
             log.warning("dropped a draft tree for %s: %s", sequence.request.id, error)
             return None
         return draft if context.budget.wants_tree else None
+
+
+def _has_news(sequence: Sequence) -> bool:
+    """Whether there is something to tell that can still be of use."""
+    return sequence.computed > 0 and sequence.known > sequence.drafted and sequence.num_remaining > 1
 
 
 def noise_key(request: Request) -> NoiseKey:

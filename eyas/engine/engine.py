@@ -36,14 +36,15 @@ class Engine:
 
     def step(self) -> list[Chunk]:
         """Advance every running request by one forward pass; new tokens, and final chunks of those that ended."""
-        chunks = self._scheduler.reap()
+        chunks = self.reap()
         works = self._scheduler.schedule(self._drafting.collect())
         if works:
             logits = self._runner.forward(works)
             tokens = sample(logits, _draws(works))
-            accepted = _accept(works, tokens)
-            chunks += self._scheduler.commit(works, accepted)
-        self._drafting.release([chunk.request_id for chunk in chunks if chunk.finish_reason])
+            accepted = _accept(works, tokens, self.vocab_size)
+            committed = self._scheduler.commit(works, accepted)
+            self._drafting.release([chunk.request_id for chunk in committed if chunk.finish_reason])
+            chunks += committed
         self._drafting.ask(self._scheduler.running, self._scheduler.budget)
         return chunks
 
@@ -51,6 +52,8 @@ class Engine:
         """Queue a request whose seed is fixed. Raises InvalidRequest if it can never be served, Overloaded if the queue
         is full."""
         request.sampling.validate()
+        if request.sampling.seed is None:
+            raise InvalidRequest("the request has no seed; SamplingParams.seeded() draws one")
         if not request.prompt_ids:
             raise InvalidRequest("the prompt is empty; give at least one token")
         total = len(request.prompt_ids) + request.sampling.max_tokens
@@ -64,6 +67,12 @@ class Engine:
             if outside:
                 raise InvalidRequest(f"{what} holds token id {outside[0]}, outside the vocabulary [0, {self.vocab_size})")
         self._scheduler.add(request)
+
+    def reap(self) -> list[Chunk]:
+        """Drop cancelled requests and free all that they hold; one final chunk each. `step` begins with it."""
+        chunks = self._scheduler.reap()
+        self._drafting.release([chunk.request_id for chunk in chunks])
+        return chunks
 
     def cancel(self, request_id: str) -> None:
         """End a request; the next step yields its final chunk and frees everything. Unknown ids are ignored."""
@@ -92,14 +101,18 @@ def _draws(works: Seq[Work]) -> list[Draw]:
     return [Draw(noise_key(work.sequence.request), position) for work in works for position in work.drawn]
 
 
-def _accept(works: Seq[Work], tokens: Seq[int]) -> list[Accepted | None]:
-    """Walk every tree with its own samples; None for a prompt chunk that is not the last."""
+def _accept(works: Seq[Work], tokens: Seq[int], vocab_size: int) -> list[Accepted | None]:
+    """Walk every tree with its own samples; None for a prompt chunk that is not the last. A sample outside the vocabulary
+    stands for logits that are not numbers: it fails its sequence."""
     accepted: list[Accepted | None] = []
     row = 0
     for work in works:
         samples = tuple(tokens[row : row + len(work.drawn)])
         tree = work.tree or DraftTree.root_only(work.sequence.tokens[-1])
-        accepted.append(accept(tree, samples) if samples else None)
+        outcome = accept(tree, samples) if samples else None
+        if outcome is not None and outcome.tokens[-1] >= vocab_size:
+            work.sequence.failure = "the target gave logits that are not numbers; its weights or dtype do not work here"
+        accepted.append(outcome)
         work.sequence.samples = samples if work.tree is not None else ()
         row += len(samples)
     return accepted

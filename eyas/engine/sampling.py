@@ -25,7 +25,7 @@ class Draw:
 
 
 def sample(logits: Tensor, draws: Sequence[Draw]) -> list[int]:
-    """One token id per row; logits float32 [N, V]. The only wait for the device in a step.
+    """One token id per row; logits float32 [N, V]. The only wait for the device in a step. V where logits are NaN.
 
     Temperature 0 takes the likeliest token. Above it, argmin noise/law: noise depends on (seed, position, token) alone.
     """

@@ -147,6 +147,9 @@ class Scheduler:
 
     def _emit(self, work: Work, outcome: Accepted) -> Chunk:
         sequence, tree = work.sequence, work.tree
+        if sequence.failure:
+            self._drop(sequence)
+            return Chunk(sequence.request.id, finish_reason="error", message=sequence.failure)
         tokens = self._trim(sequence, outcome.tokens)
         reason = self._finish_reason(sequence, tokens)
         sequence.tokens.extend(tokens)

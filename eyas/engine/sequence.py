@@ -17,6 +17,7 @@ class Sequence:
     """tokens: prompt and everything emitted. The first `computed` of them have KV and features, in `slots`, in order.
 
     drafted: committed length that the drafter is believed to have. samples: target samples at the nodes of the last tree.
+    failure: why the sequence cannot go on; empty while it can.
     """
 
     request: Request
@@ -27,6 +28,7 @@ class Sequence:
     epoch: int = 0
     samples: tuple[int, ...] = ()
     cancelled: bool = False
+    failure: str = ""
 
     @classmethod
     def start(cls, request: Request) -> Sequence:

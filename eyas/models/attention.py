@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from eyas.errors import CheckpointError
-from eyas.models.inputs import PackedInputs
+from eyas.models.inputs import Group, PackedInputs
 
 ATTENTION_NAME = "eyas"
 
@@ -74,24 +74,35 @@ def attend(
     softcap: float | None = None,
 ) -> Tensor:
     """Attention of query [R, H, D] over pools [S, J, D]; [R, H, D]. Loops over groups of segments, never over segments."""
-    num_heads, width = query.shape[1:]
-    num_kv = keys.shape[1]
     out = torch.empty_like(query)
     for index, group in enumerate(packed.groups):
-        batch, cells = group.rows.shape
-        q = query.index_select(0, group.rows.flatten()).view(batch, cells, num_kv, num_heads // num_kv, width)
-        q = q.permute(0, 2, 3, 1, 4).reshape(batch, num_kv, -1, width)
-        k = keys.index_select(0, group.keys.flatten()).view(batch, -1, num_kv, width).transpose(1, 2)
-        v = values.index_select(0, group.keys.flatten()).view(batch, -1, num_kv, width).transpose(1, 2)
-        bias = packed.bias(index, window, query.dtype, num_heads // num_kv)
-        o = masked_attention(q, k, v, bias, scaling, softcap)
-        o = o.view(batch, num_kv, num_heads // num_kv, cells, width).permute(0, 3, 1, 2, 4)
-        o = o.reshape(batch * cells, num_heads, width)
+        bias = packed.bias(index, window, query.dtype, query.shape[1] // keys.shape[1])
+        attended = _attend_group(query, keys, values, group, bias, scaling, softcap)
+        if group.whole:
+            return attended
         rows = group.rows.flatten()
-        if len(group.cells) < batch * cells:
-            o, rows = o.index_select(0, group.cells), rows.index_select(0, group.cells)
-        out.index_copy_(0, rows, o)
+        if group.cells is not None:
+            attended, rows = attended.index_select(0, group.cells), rows.index_select(0, group.cells)
+        out.index_copy_(0, rows, attended)
     return out
+
+
+def _attend_group(
+    query: Tensor, keys: Tensor, values: Tensor, group: Group, bias: Tensor, scaling: float, softcap: float | None
+) -> Tensor:
+    """Attention of the group's cells, [B * Q, H, D]: heads that share keys and values are folded into the rows."""
+    (batch, cells), (num_heads, width), num_kv = group.rows.shape, query.shape[1:], keys.shape[1]
+    q = query if group.whole else query.index_select(0, group.rows.flatten())
+    q = q.view(batch, cells, num_kv, num_heads // num_kv, width).permute(0, 2, 3, 1, 4).reshape(batch, num_kv, -1, width)
+    k, v = (_gather(pool, group).view(batch, -1, num_kv, width).transpose(1, 2) for pool in (keys, values))
+    o = masked_attention(q, k, v, bias, scaling, softcap)
+    o = o.view(batch, num_kv, num_heads // num_kv, cells, width).permute(0, 3, 1, 2, 4)
+    return o.reshape(batch * cells, num_heads, width)
+
+
+def _gather(pool: Tensor, group: Group) -> Tensor:
+    """The pool's rows at the group's keys, [B * K, J, D]."""
+    return pool[group.run[0] : group.run[1]] if group.run else pool.index_select(0, group.keys.flatten())
 
 
 def masked_attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scaling: float, softcap: float | None = None) -> Tensor:

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import hashlib
 import json
+import pickle
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, cast, get_args
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from eyas.errors import CheckpointError
+from eyas.config import Dtype
+from eyas.errors import CheckpointError, ConfigError
 
 WEIGHT_FILES = ("model.safetensors.index.json", "model.safetensors", "pytorch_model.bin.index.json", "pytorch_model.bin")
 
@@ -21,7 +23,7 @@ def resolve(path_or_id: str) -> Path:
     """The local folder of a checkpoint; a hub id is fetched into the hub's cache. Raises CheckpointError."""
     if Path(path_or_id).is_dir():
         return Path(path_or_id)
-    if Path(path_or_id).exists() or path_or_id.startswith((".", "/", "~")) or path_or_id.count("/") != 1:
+    if Path(path_or_id).exists() or path_or_id.startswith((".", "/", "~")) or path_or_id.count("/") > 1:
         raise CheckpointError(f"no checkpoint folder at {path_or_id!r}; give a folder that holds config.json, or a hub id")
     from huggingface_hub import snapshot_download
 
@@ -68,6 +70,16 @@ def read_tensor(folder: Path, names: tuple[str, ...]) -> Tensor:
     raise CheckpointError(f"{folder} holds none of the tensors {', '.join(names)}")
 
 
+def check_device(dtype: str, device: str) -> None:
+    """Raises ConfigError for a dtype or device that torch does not have here."""
+    if dtype not in get_args(Dtype):
+        raise ConfigError(f"dtype is {dtype!r}; it must be one of {', '.join(get_args(Dtype))}")
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise ConfigError(f"device {device!r} cannot be used here: {str(error).splitlines()[0]}") from error
+
+
 def take(tensors: Mapping[str, Tensor], expected: Mapping[str, tuple[int, ...]], optional: set[str], source: Path) -> None:
     """Raises CheckpointError unless `tensors` are exactly `expected`, shapes included; `optional` ones may be absent."""
     missing = sorted(set(expected) - set(tensors) - optional)
@@ -93,7 +105,7 @@ def head_fingerprint(path_or_id: str) -> str:
 
 
 def _digest(folder: Path, names: tuple[str, ...] | None) -> str:
-    """Hash config.json and, of each tensor, name, shape, dtype and up to 64 KiB spread over its bytes."""
+    """Hash config.json and, of each tensor, name, shape, dtype and some 16,000 elements spread over it."""
     digest = hashlib.sha256(json.dumps(read_config(folder), sort_keys=True).encode())
     for name, tensor in _iterate(folder):
         if names is None or name.startswith(names):
@@ -134,5 +146,5 @@ def _read_file(file: Path) -> dict[str, Tensor]:
             with safe_open(file, framework="pt") as handle:
                 return {name: handle.get_tensor(name) for name in handle.keys()}  # noqa: SIM118  (not a dict)
         return dict(torch.load(file, map_location="cpu", weights_only=True))
-    except Exception as error:  # safetensors and torch raise their own kinds for a damaged file
+    except (SafetensorError, pickle.UnpicklingError, RuntimeError, OSError, ValueError, EOFError) as error:
         raise CheckpointError(f"cannot read weights {file}: {error}") from error

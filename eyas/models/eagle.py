@@ -5,7 +5,7 @@ Legend: R rows, S sessions, W rows of each, C target hidden, H draft hidden, D d
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from eyas.errors import CheckpointError
-from eyas.models.checkpoint import read_config, read_tensor, read_tensors, resolve, take
+from eyas.models.checkpoint import check_device, read_config, read_tensor, read_tensors, resolve, take
 
 EMBEDDING_NAMES = ("model.embed_tokens.weight", "embed_tokens.weight", "transformer.wte.weight")
 
@@ -35,6 +35,11 @@ class HeadConfig:
     rms_norm_eps: float
     rope_theta: float
     taps: tuple[int, ...]
+
+    @property
+    def full_vocabulary(self) -> bool:
+        """Whether draft ids are target ids, so that no map is needed."""
+        return self.draft_vocab_size == self.vocab_size
 
 
 @dataclass(frozen=True)
@@ -91,6 +96,11 @@ class Eagle3Head(nn.Module):
         self.draft_ids: Tensor
         self.rotary: Tensor
 
+    @property
+    def context_length(self) -> int:
+        """Positions that the head can rotate."""
+        return int(self.rotary.shape[0])
+
     def project(self, features: Tensor, tokens: Tensor, positions: Tensor) -> Projected:
         """Norm, concatenate (embedding first), project and rotate; features [R, H], tokens and positions [R]."""
         c = self.config
@@ -126,21 +136,20 @@ class Eagle3Head(nn.Module):
 def load_head(path_or_id: str, target: str, dtype: str = "float32", device: str = "cpu") -> Eagle3Head:
     """Load a head strictly, with the target's embedding. Raises CheckpointError when anything is missing, left over or
     of another shape than the two configs say."""
+    check_device(dtype, device)
     folder, target_folder = resolve(path_or_id), resolve(target)
     target_config = read_config(target_folder)
     config = head_config(folder, target_config)
     tensors = read_tensors(folder)
-    take(tensors, _layout(config), {"d2t", "t2d"} if config.draft_vocab_size == config.vocab_size else set(), folder)
+    own_width = config.hidden != config.target_hidden
+    optional = {"d2t", "t2d"} if config.full_vocabulary else set()
+    take(tensors, _layout(config), optional | (set() if own_width else {"embed_tokens.weight"}), folder)
     if "d2t" in tensors:
         _check_vocabulary(config, tensors, folder)
-    embedding = read_tensor(target_folder, EMBEDDING_NAMES)
-    if tuple(embedding.shape) != (config.vocab_size, config.hidden):
-        raise CheckpointError(
-            f"{folder} expects embeddings [{config.vocab_size}, {config.hidden}], but {target} has {list(embedding.shape)}: "
-            "the head was made for another target"
-        )
+    shipped = tensors.pop("embed_tokens.weight", None)
+    embedding = read_tensor(target_folder, EMBEDDING_NAMES) if shipped is None else shipped
     cast = {name: t.to(getattr(torch, dtype)) if t.is_floating_point() else t for name, t in tensors.items()}
-    context_length = int(target_config.get("max_position_embeddings", config.vocab_size))
+    context_length = _number(target_config, "max_position_embeddings", target_folder)
     return Eagle3Head(config, cast, embedding.to(getattr(torch, dtype)), context_length).to(torch.device(device))
 
 
@@ -155,25 +164,22 @@ def load_fuser(path_or_id: str, target: str, dtype: str = "float32", device: str
 
 def head_config(folder: Path, target: Mapping[str, Any]) -> HeadConfig:
     """Sizes of the head in `folder`, checked against the target's config.json. Raises CheckpointError."""
-    head = read_config(folder)
-    try:
-        hidden, heads, layers = int(head["hidden_size"]), int(head["num_attention_heads"]), int(target["num_hidden_layers"])
-        target_hidden = int(head.get("target_hidden_size", hidden))
-        config = HeadConfig(
-            target_hidden=target_hidden,
-            hidden=hidden,
-            intermediate=int(head["intermediate_size"]),
-            num_heads=heads,
-            num_kv_heads=int(head.get("num_key_value_heads", heads)),
-            head_dim=int(head.get("head_dim") or hidden // heads),
-            vocab_size=int(head["vocab_size"]),
-            draft_vocab_size=int(head.get("draft_vocab_size") or head["vocab_size"]),
-            rms_norm_eps=float(head.get("rms_norm_eps", 1e-6)),
-            rope_theta=float(head.get("rope_theta") or 10000.0),
-            taps=tuple(head.get("eagle_aux_hidden_state_layer_ids") or (2, layers // 2, layers - 3)),
-        )
-    except KeyError as error:
-        raise CheckpointError(f"{folder / 'config.json'} or the target's config lacks {error}") from error
+    head, source = read_config(folder), folder / "config.json"
+    hidden, heads = _number(head, "hidden_size", source), _number(head, "num_attention_heads", source)
+    layers, vocab_size = _number(target, "num_hidden_layers", "the target's config"), _number(head, "vocab_size", source)
+    config = HeadConfig(
+        target_hidden=_number(head, "target_hidden_size", source, hidden),
+        hidden=hidden,
+        intermediate=_number(head, "intermediate_size", source),
+        num_heads=heads,
+        num_kv_heads=_number(head, "num_key_value_heads", source, heads),
+        head_dim=_number(head, "head_dim", source, hidden // heads),
+        vocab_size=vocab_size,
+        draft_vocab_size=_number(head, "draft_vocab_size", source, vocab_size),
+        rms_norm_eps=_real(head, "rms_norm_eps", 1e-6, source),
+        rope_theta=_real(head, "rope_theta", 10000.0, source),
+        taps=_taps(head, layers, source),
+    )
     for what, mine, its in (
         ("hidden size", config.target_hidden, int(target["hidden_size"])),
         ("vocabulary size", config.vocab_size, int(target["vocab_size"])),
@@ -181,6 +187,27 @@ def head_config(folder: Path, target: Mapping[str, Any]) -> HeadConfig:
         if mine != its:
             raise CheckpointError(f"{folder} was made for a target of {what} {mine}, but this target has {its}")
     return config
+
+
+def _taps(head: Mapping[str, Any], layers: int, source: Path) -> tuple[int, ...]:
+    taps = head.get("eagle_aux_hidden_state_layer_ids") or (2, layers // 2, layers - 3)
+    if not isinstance(taps, Sequence) or not all(isinstance(tap, int) for tap in taps):
+        raise CheckpointError(f"{source}: eagle_aux_hidden_state_layer_ids is {taps!r}; it must be a list of layer numbers")
+    return tuple(taps)
+
+
+def _number(config: Mapping[str, Any], key: str, source: object, default: int | None = None) -> int:
+    value = config.get(key) or default
+    if not isinstance(value, int):
+        raise CheckpointError(f"{source}: {key} is {value!r}; it must be a whole number")
+    return value
+
+
+def _real(config: Mapping[str, Any], key: str, default: float, source: Path) -> float:
+    value = config.get(key) or default
+    if not isinstance(value, int | float):
+        raise CheckpointError(f"{source}: {key} is {value!r}; it must be a number")
+    return float(value)
 
 
 def _layout(c: HeadConfig) -> dict[str, tuple[int, ...]]:
@@ -198,6 +225,7 @@ def _layout(c: HeadConfig) -> dict[str, tuple[int, ...]]:
         "midlayer.mlp.gate_proj.weight": (c.intermediate, c.hidden),
         "midlayer.mlp.up_proj.weight": (c.intermediate, c.hidden),
         "midlayer.mlp.down_proj.weight": (c.hidden, c.intermediate),
+        "embed_tokens.weight": (c.vocab_size, c.hidden),
         "norm.weight": (c.hidden,),
         "lm_head.weight": (c.draft_vocab_size, c.hidden),
         "d2t": (c.draft_vocab_size,),
@@ -211,7 +239,8 @@ def _check_vocabulary(config: HeadConfig, tensors: Mapping[str, Tensor], source:
         raise CheckpointError(
             f"{source}: d2t does not map {len(ids)} draft ids to distinct target ids below {config.vocab_size}"
         )
-    if int(tensors["t2d"].sum()) != len(ids) or not bool(tensors["t2d"][ids].all()):
+    marked = tensors.get("t2d")
+    if marked is not None and (int(marked.sum()) != len(ids) or not bool(marked[ids].all())):
         raise CheckpointError(f"{source}: t2d does not mark the tokens that d2t maps to")
 
 

@@ -39,12 +39,16 @@ class Segment:
 class Group:
     """Segments of similar size, padded to one shape.
 
-    rows: packed row of each cell, padding repeats a row [B, Q]; cells: flat cells that are no padding [n].
+    rows: packed row of each cell, padding repeats a row [B, Q]; cells: flat cells that are no padding [n], None if all.
+    whole: whether the cells are all packed rows in their order. run: first and last slot + 1 if the keys are one sequence's
+    in consecutive slots, so that they need no gathering.
     keys: slot of each key [B, K]; mask: what a cell sees [B, Q, K]; the positions serve sliding windows.
     """
 
     rows: Tensor
-    cells: Tensor
+    cells: Tensor | None
+    whole: bool
+    run: tuple[int, int] | None
     keys: Tensor
     mask: Tensor
     query_positions: Tensor
@@ -53,10 +57,7 @@ class Group:
 
 @dataclass
 class PackedInputs:
-    """One forward pass. wanted: packed rows whose logits are wanted, in order of segments.
-
-    biases caches additive masks by sliding window; taps collects hidden states on the way.
-    """
+    """One forward pass. wanted: packed rows whose logits are wanted, in order of segments. biases keeps masks once made."""
 
     tokens: Tensor
     positions: Tensor
@@ -74,22 +75,24 @@ class PackedInputs:
 
 
 def pack(segments: Sequence[Segment], device: torch.device) -> PackedInputs:
-    """Lay segments one after the other. Segments of similar row count share a padded group, so that a long prompt chunk
-    does not blow up the decode rows beside it; there are at most log2(longest) groups, however many sequences."""
+    """Lay segments one after the other. Segments of similar row count and prefix length share a padded group, so that a
+    long one does not blow up the short ones beside it; the number of groups grows with the logarithm of lengths only."""
     starts = np.cumsum([0] + [len(s.tokens) for s in segments])
-    buckets: dict[int, list[int]] = {}
+    buckets: dict[tuple[int, int], list[int]] = {}
     for index, segment in enumerate(segments):
-        buckets.setdefault(max(len(segment.tokens) - 1, 0).bit_length() // 2, []).append(index)
+        size = ((len(segment.tokens) - 1).bit_length() // 2, len(segment.prefix).bit_length() // 3)
+        buckets.setdefault(size, []).append(index)
+    alone = len(buckets) == 1
     return PackedInputs(
         tokens=_tensor(np.concatenate([s.tokens for s in segments]), device),
         positions=_tensor(np.concatenate([s.positions for s in segments]), device),
         slots=_tensor(np.concatenate([s.slots for s in segments]), device),
         wanted=_tensor(np.concatenate([s.wanted + starts[i] for i, s in enumerate(segments)]), device),
-        groups=tuple(_group([segments[i] for i in b], starts[np.array(b)], device) for b in buckets.values()),
+        groups=tuple(_group([segments[i] for i in b], starts[np.array(b)], alone, device) for b in buckets.values()),
     )
 
 
-def _group(segments: Sequence[Segment], starts: Ints, device: torch.device) -> Group:
+def _group(segments: Sequence[Segment], starts: Ints, alone: bool, device: torch.device) -> Group:
     counts = np.array([len(s.tokens) for s in segments])
     lengths = np.array([len(s.prefix) for s in segments])
     num_rows, num_keys = int(counts.max()), int((counts + lengths).max())
@@ -106,14 +109,23 @@ def _group(segments: Sequence[Segment], starts: Ints, device: torch.device) -> G
         mask[b, :n, :length] = True
         mask[b, :n, length : length + n] = visible
     query_positions = np.stack([s.positions[r] for s, r in zip(segments, rows, strict=True)])
+    padded = bool((counts < num_rows).any())
     return Group(
         rows=_tensor(rows + starts[:, None], device),
-        cells=_tensor(np.flatnonzero(np.arange(num_rows) < counts[:, None]), device),
+        cells=_tensor(np.flatnonzero(np.arange(num_rows) < counts[:, None]), device) if padded else None,
+        whole=alone and not padded,
+        run=_run(keys[0]) if len(segments) == 1 else None,
         keys=_tensor(keys, device),
         mask=torch.from_numpy(mask).to(device),
         query_positions=_tensor(query_positions, device),
         key_positions=_tensor(key_positions, device),
     )
+
+
+def _run(slots: Ints) -> tuple[int, int] | None:
+    first, last = int(slots[0]), int(slots[-1])
+    consecutive = last - first == len(slots) - 1 and bool((np.diff(slots) == 1).all())
+    return (first, last + 1) if consecutive else None
 
 
 def _bias(group: Group, window: int | None, dtype: torch.dtype, heads_per_kv: int) -> Tensor:
@@ -125,5 +137,5 @@ def _bias(group: Group, window: int | None, dtype: torch.dtype, heads_per_kv: in
     return bias[:, None].repeat(1, 1, heads_per_kv, 1)
 
 
-def _tensor(array: npt.NDArray[np.int64], device: torch.device) -> Tensor:
+def _tensor(array: Ints, device: torch.device) -> Tensor:
     return torch.from_numpy(np.ascontiguousarray(array, dtype=np.int64)).to(device)

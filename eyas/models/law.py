@@ -10,6 +10,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+MIN_TEMPERATURE = 1e-6
+
 
 class Ranked(NamedTuple):
     """The k highest scores of each row, best first, and where they stood."""
@@ -21,10 +23,11 @@ class Ranked(NamedTuple):
 def filtered_law(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
     """Probabilities [N, V] after temperature, top-k and top-p, in that order; top-p sees the law that top-k left.
 
-    logits float32 [N, V]; temperature float32 [N] above 0; top_k int64 [N], 0 keeps all; top_p float32 [N] in (0, 1].
-    Filtered rows are not renormalised: an exponential race does not need it.
+    logits float32 [N, V]; temperature float32 [N], taken as MIN_TEMPERATURE below that; top_k int64 [N], 0 keeps all;
+    top_p float32 [N]. The likeliest token is always kept. Filtered rows are not renormalised: a race does not need it.
     """
-    law = torch.softmax(logits / temperature[:, None], dim=-1)
+    shifted = logits - logits.amax(-1, keepdim=True)
+    law = torch.softmax(shifted / temperature.clamp(min=MIN_TEMPERATURE)[:, None], dim=-1)
     rows = torch.nonzero((top_k > 0) | (top_p < 1)).flatten()
     if len(rows) > 0:
         law[rows] = _filter(law[rows], top_k[rows], top_p[rows])
@@ -36,7 +39,8 @@ def _filter(law: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
     ranks = torch.arange(law.shape[-1], device=law.device)
     ordered = ordered.masked_fill((top_k[:, None] > 0) & (ranks >= top_k[:, None]), 0.0)
     before = ordered.cumsum(-1) - ordered
-    ordered = ordered.masked_fill(before >= top_p[:, None] * ordered.sum(-1, keepdim=True), 0.0)
+    beyond = before >= top_p[:, None] * ordered.sum(-1, keepdim=True)
+    ordered = ordered.masked_fill(beyond & (ranks > 0), 0.0)
     return torch.zeros_like(law).scatter_(-1, ids, ordered)
 
 
@@ -52,7 +56,7 @@ def greedy(logits: Tensor) -> Tensor:
 
 
 def first_where(mask: Tensor) -> Tensor:
-    """Lowest index of a true element in each row; [N, V] to [N]."""
+    """Lowest index of a true element in each row, V where there is none; [N, V] to [N]."""
     ids = torch.arange(mask.shape[-1], device=mask.device)
     return torch.where(mask, ids, mask.shape[-1]).amin(-1)
 

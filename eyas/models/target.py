@@ -9,13 +9,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from eyas.errors import CheckpointError
 from eyas.models.attention import ATTENTION_NAME, KVPools, register_attention
-from eyas.models.checkpoint import resolve
-from eyas.models.inputs import PackedInputs
+from eyas.models.checkpoint import check_device, resolve
+from eyas.models.inputs import PackedInputs, Segment, pack
 
 
 @dataclass(frozen=True)
@@ -33,12 +34,12 @@ class TargetModel:
     the state before the final norm.
     """
 
-    def __init__(self, model: nn.Module, taps: Sequence[int] = ()) -> None:
-        self.model = model.eval()
-        self.config: Any = model.config
+    def __init__(self, model: Any, taps: Sequence[int] = ()) -> None:
+        self.model: nn.Module = model.eval()
+        self.config: Any = model.config.get_text_config()
         self._tapped: dict[int, Tensor] = {}
         self._taps = tuple(taps)
-        decoder: Any = model.get_decoder()  # type: ignore[operator]
+        decoder: Any = model.get_decoder()
         for tap in self._taps:
             if not 0 <= tap <= len(decoder.layers):
                 raise CheckpointError(f"the head taps layer {tap}, but the target has {len(decoder.layers)} layers")
@@ -104,6 +105,7 @@ def load_target(path_or_id: str, dtype: str = "float32", device: str = "cpu", ta
     from transformers import AutoModelForCausalLM
 
     register_attention()
+    check_device(dtype, device)
     folder = resolve(path_or_id)
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
@@ -117,4 +119,39 @@ def load_target(path_or_id: str, dtype: str = "float32", device: str = "cpu", ta
             f"{path_or_id!r} lacks tensors that its config asks for: {sorted(report['missing_keys'])} "
             f"{sorted(report['mismatched_keys'])}"
         )
-    return TargetModel(model.to(torch.device(device)), taps)
+    target = TargetModel(model.to(torch.device(device)), taps)
+    _check_rope(target.config)
+    _check_attention(target)
+    return target
+
+
+@dataclass(frozen=True)
+class _ProbePools:
+    keys: list[Tensor]
+    values: list[Tensor]
+
+
+def _check_attention(target: TargetModel) -> None:
+    """Raises CheckpointError unless every layer keeps its keys through our attention function and only wanted rows get
+    logits: an architecture that swallows what it does not know would be silently wrong."""
+    name = type(target.model).__name__
+    pools = _ProbePools(
+        *([torch.zeros(4, *shape, dtype=target.dtype, device=target.device) for shape in target.kv_shapes] for _ in "kv")
+    )
+    rows, none = np.arange(2), np.zeros(0, dtype=np.int64)
+    segments = [Segment(rows + 1, rows, rows + start, none, None, rows[1:]) for start in (0, 2)]
+    try:
+        logits = target.forward(pack(segments, target.device), pools).logits
+    except (TypeError, RuntimeError, KeyError, AttributeError, IndexError, ValueError) as error:
+        raise CheckpointError(f"{name} does not work with packed rows over token slots: {error}") from error
+    if len(logits) != 2 or not all(bool(keys.any()) for keys in pools.keys):
+        raise CheckpointError(f"{name} does not use transformers' attention interface in every layer; Eyas cannot serve it")
+
+
+def _check_rope(config: Any) -> None:
+    """Raises CheckpointError for rotary tables that change with the longest row of a pass: rows would disturb each other."""
+    kind = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
+    if kind in ("dynamic", "longrope"):
+        raise CheckpointError(
+            f"rotary embedding of type {kind!r} depends on the length of other rows; Eyas cannot serve it yet"
+        )

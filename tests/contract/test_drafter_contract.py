@@ -126,3 +126,8 @@ def test_a_new_epoch_starts_from_nothing(drafter: Drafter) -> None:
 def _shape(draft: object) -> tuple[tuple[int, ...], ...]:
     assert isinstance(draft, DraftTree)
     return draft.tokens, draft.parents
+
+
+def test_a_first_token_alone_is_followed_without_a_tree(drafter: Drafter) -> None:
+    assert propose(drafter, [commit("a", 1), commit("b", 9)])[0] == DraftTree.root_only(commit("a", 1).tokens[-1])
+    assert _shape(propose(drafter, [commit("a", 9, base=1)])[0]) == _shape(propose(drafter, [commit("c", 9)])[0])

@@ -101,7 +101,7 @@ def test_depth_and_nodes_stay_within_each_sessions_budget(tiny_target: str, tiny
     for tree, budget in zip(trees, budgets, strict=True):
         assert isinstance(tree, DraftTree)
         tree.validate(tokens[-1], 48, budget.max_nodes, budget.max_depth)
-    assert [len(tree) for tree in trees if isinstance(tree, DraftTree)] == [14, 4, 2, 31]
+    assert [len(tree) for tree in trees if isinstance(tree, DraftTree)] == [14, 4, 2, 14]
 
 
 class _Tied:
@@ -151,6 +151,28 @@ def test_a_session_that_cannot_fit_is_followed_without_trees(tiny_target: str, t
         answer = drafter.propose([commit("a", tokens, features, base, end, GREEDY, Budget(14, 4))])
         assert answer == [DraftTree.root_only(tokens[end - 1])]
     assert drafter.num_free_slots == 10
+
+
+def test_a_dormant_session_wakes_when_there_is_room(tiny_target: str, tiny_head: str) -> None:
+    drafter = make(tiny_target, tiny_head, num_slots=44)
+    tokens, features = session(1, 30)
+    crowd = [commit(name, tokens, features, 0, 20, GREEDY, Budget(14, 4)) for name in ("a", "c", "b")]
+    assert [isinstance(draft, DraftTree) and len(draft) > 1 for draft in drafter.propose(crowd)] == [True, True, False]
+    drafter.release(["a", "c"])
+    assert drafter.propose([commit("b", tokens, features, 20, 21, GREEDY, Budget(14, 4))]) == [Refusal("b", 0, 0)]
+    drafter.check()
+
+
+def test_a_session_that_can_never_fit_drives_out_no_other(tiny_target: str, tiny_head: str) -> None:
+    drafter = make(tiny_target, tiny_head, num_slots=25)
+    tokens, features = session(1, 40)
+    for name in ("x", "y"):
+        drafter.propose([commit(name, tokens, features, 0, 10, GREEDY, Budget(14, 4))])
+    drafter.propose([commit("huge", tokens, features, 0, 40, GREEDY, Budget(14, 4))])
+    for name in ("x", "y"):
+        (draft,) = drafter.propose([commit(name, tokens, features, 10, 11, GREEDY, Budget(14, 4))])
+        assert isinstance(draft, DraftTree)
+        assert len(draft) > 1
 
 
 def test_the_session_unused_for_longest_is_forgotten_and_says_so(tiny_target: str, tiny_head: str) -> None:

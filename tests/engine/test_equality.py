@@ -1,5 +1,7 @@
 """The central property: whatever the drafter does, the tokens are those of a plain loop over transformers' forward."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -72,8 +74,6 @@ def test_a_batch_with_staggered_arrivals_equals_the_plain_loop(
     name: str, kind: str, tiny_target: str, tiny_head: str
 ) -> None:
     engine = make_engine(make_drafter(name, tiny_target, tiny_head), tiny_target, tiny_head, max_running=6)
-    from dataclasses import replace
-
     requests = [
         Request(f"r{i}", tuple(prompt), replace(PARAMS[kind], seed=100 + i, max_tokens=24 - i))
         for i, prompt in enumerate(prompts(8))
@@ -132,17 +132,20 @@ def test_a_cancelled_request_frees_everything_at_the_next_step(tiny_target: str,
 
 @pytest.mark.parametrize("name", ["eagle3", "none"])
 def test_the_sampled_law_is_the_targets(name: str, tiny_target: str, tiny_head: str) -> None:
-    """Chi-square of the second emitted token over many seeds, on a small vocabulary; the first is fixed by top-k 1."""
+    """Chi-square of the first two emitted tokens over many seeds on a small vocabulary, the second out of a draft tree."""
     engine = make_engine(
         make_drafter(name, tiny_target, tiny_head), tiny_target, tiny_head, max_running=64, num_slots=8192, max_waiting=1500
     )
     count, prompt = 1500, (7, 8, 9)
     for seed in range(count):
-        engine.submit(Request(f"{seed}", prompt, SamplingParams(2, 0.9, seed=seed, ignore_eos=True)))
+        engine.submit(Request(f"{seed}", prompt, SamplingParams(4, 0.9, seed=seed, ignore_eos=True)))
     emitted: dict[str, list[int]] = {}
+    num_drafted = 0
     while engine.has_work:
         for chunk in engine.step():
             emitted.setdefault(chunk.request_id, []).extend(chunk.token_ids)
+            num_drafted += chunk.round.drafted if chunk.round else 0
+    assert (num_drafted > count) == (name != "none")
     with torch.inference_mode():
         model = reference.load_reference(tiny_target)
         first = torch.softmax(model(input_ids=torch.tensor([prompt])).logits[0, -1] / 0.9, -1)
@@ -161,3 +164,38 @@ def chi_square_is_plausible(counts: torch.Tensor, expected: torch.Tensor) -> boo
     degrees = len(counts) - 1
     quantile = degrees * (1 - 2 / (9 * degrees) + 3.09 * (2 / (9 * degrees)) ** 0.5) ** 3
     return bool(((counts - expected) ** 2 / expected).sum() < quantile)
+
+
+def test_a_session_at_the_end_of_its_context_drafts_beside_others(tiny_target: str, tiny_head: str) -> None:
+    engine = make_engine(make_drafter("eagle3", tiny_target, tiny_head), tiny_target, tiny_head)
+    requests = [
+        Request("long", tuple(prompts(1, seed=2)[0] * 20)[:232], replace(GREEDY, seed=0)),
+        Request("short", (5, 6, 7), replace(GREEDY, seed=0, max_tokens=60)),
+    ]
+    chunks = run(engine, {0: requests})
+    for request in requests:
+        assert tokens_of(chunks[request.id]) == reference.generate(tiny_target, list(request.prompt_ids), request.sampling)
+
+
+def test_extreme_settings_of_one_request_harm_no_other(tiny_target: str, tiny_head: str) -> None:
+    engine = make_engine(make_drafter("eagle3", tiny_target, tiny_head), tiny_target, tiny_head)
+    extreme = {"cold": {"temperature": 1e-46}, "narrow": {"top_p": 1e-46}, "wide": {"top_k": 2**31 - 1}}
+    requests = [
+        Request(name, (5, 6, 7), replace(GREEDY, seed=3, **{"temperature": 1.0, **e})) for name, e in extreme.items()
+    ]
+    requests.append(Request("plain", (9, 10), replace(GREEDY, seed=0)))
+    chunks = run(engine, {0: requests})
+    greedy = reference.generate(tiny_target, [5, 6, 7], GREEDY)
+    assert tokens_of(chunks["cold"]) == tokens_of(chunks["narrow"]) == greedy
+    assert tokens_of(chunks["plain"]) == reference.generate(tiny_target, [9, 10], GREEDY)
+
+
+def test_logits_that_are_not_numbers_fail_their_own_request_only(tiny_target: str, tiny_head: str) -> None:
+    engine = make_engine(make_drafter("eagle3", tiny_target, tiny_head), tiny_target, tiny_head)
+    with torch.no_grad():
+        engine._runner.target.model.get_input_embeddings().weight[47] = float("nan")
+    good = Request("good", (9, 10), replace(GREEDY, seed=0, max_tokens=3))
+    chunks = run(engine, {0: [Request("bad", (47, 5), replace(GREEDY, seed=0)), good]})
+    assert chunks["bad"][-1].finish_reason == "error"
+    assert "not numbers" in chunks["bad"][-1].message
+    assert chunks["good"][-1].finish_reason == "length"

@@ -66,7 +66,7 @@ def test_a_config_that_lacks_a_size_is_named(tiny_target: str, tmp_path: Path) -
     config = json.loads((tmp_path / "config.json").read_text())
     del config["intermediate_size"]
     (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(CheckpointError, match="lacks 'intermediate_size'"):
+    with pytest.raises(CheckpointError, match="intermediate_size is None; it must be a whole number"):
         load_head(str(tmp_path), tiny_target)
 
 

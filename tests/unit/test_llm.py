@@ -1,0 +1,110 @@
+"""The engine in one process, as `from eyas import LLM` gives it."""
+
+import numpy as np
+import pytest
+
+from eyas import LLM, EyasError, SamplingParams
+from eyas.errors import CheckpointError, ConfigError, InvalidRequest
+from tests.tiny import DEMO, write_head
+
+TARGET, HEAD = str(DEMO / "target"), str(DEMO / "eagle3")
+GREEDY = SamplingParams(max_tokens=24, temperature=0)
+PROMPTS = ["import os\n\ndef main(", "class Queue:\n"]
+
+
+@pytest.fixture(scope="module")
+def plain() -> LLM:
+    return LLM(TARGET)
+
+
+@pytest.fixture(scope="module")
+def speculative() -> LLM:
+    return LLM(target=TARGET, draft=HEAD, drafter="eagle3")
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, SamplingParams(max_tokens=24, temperature=0.8, top_p=0.9, seed=3)])
+def test_speculative_results_equal_plain_ones(plain: LLM, speculative: LLM, sampling: SamplingParams) -> None:
+    for one, other in zip(plain.generate(PROMPTS, sampling), speculative.generate(PROMPTS, sampling), strict=True):
+        assert (one.token_ids, one.text, one.finish_reason) == (other.token_ids, other.text, other.finish_reason)
+        assert other.stats.num_rounds < one.stats.num_rounds
+        assert other.stats.acceptance_length > 1
+        assert one.stats.num_drafted == 0
+
+
+def test_a_stop_string_cuts_the_text_and_keeps_the_token_that_completes_it(plain: LLM, speculative: LLM) -> None:
+    whole = plain.generate(PROMPTS[0], GREEDY)[0]
+    stop = whole.text[8:13]
+    results = [
+        llm.generate(PROMPTS[0], SamplingParams(max_tokens=24, temperature=0, stop=(stop,)))[0]
+        for llm in (plain, speculative)
+    ]
+    assert results[0].token_ids == results[1].token_ids == whole.token_ids[: len(results[0].token_ids)]
+    assert results[0].text == results[1].text == whole.text[: whole.text.index(stop)]
+    assert results[0].finish_reason == "stop"
+
+
+def test_token_ids_and_text_mean_the_same(plain: LLM) -> None:
+    by_text = plain.generate(PROMPTS, GREEDY)
+    assert [r.token_ids for r in plain.generate([r.prompt_token_ids for r in by_text], GREEDY)] == [
+        r.token_ids for r in by_text
+    ]
+    assert plain.generate(np.array(by_text[0].prompt_token_ids), GREEDY)[0].token_ids == by_text[0].token_ids
+
+
+def test_the_seed_of_a_result_repeats_it(plain: LLM) -> None:
+    first = plain.generate(PROMPTS[0], SamplingParams(max_tokens=8))[0]
+    assert plain.generate(PROMPTS[0], SamplingParams(max_tokens=8, seed=first.seed))[0].token_ids == first.token_ids
+
+
+@pytest.mark.parametrize(
+    ("prompts", "sampling", "reason"),
+    [
+        (["fine", ""], GREEDY, "prompt 1: the prompt is empty"),
+        ([[5, 6], ["x"]], GREEDY, "prompt 1: 'x' is no token id"),
+        ([[5, 4096]], GREEDY, r"prompt holds token id 4096, outside the vocabulary \[0, 4096\)"),
+        (["a"], SamplingParams(max_tokens=0), "max_tokens is 0"),
+        (["a"], SamplingParams(max_tokens=2.5), "max_tokens is 2.5; it must be a whole number"),  # type: ignore[arg-type]
+        (["a"], SamplingParams(temperature=float("nan")), "temperature is nan"),
+        (["a"], SamplingParams(top_p=0.0), "top_p is 0.0"),
+        (["a"], SamplingParams(top_k=2**31), "top_k is 2147483648"),
+        (["a"], SamplingParams(stop_token_ids=(9999,)), "stop_token_ids holds token id 9999"),
+        (["a"], SamplingParams(max_tokens=5000), "exceed the context length 2048"),
+        (["a", "b"], [GREEDY], "2 prompts but 1 sampling params"),
+    ],
+)
+def test_a_bad_prompt_is_named_and_leaves_nothing_behind(plain: LLM, prompts: list, sampling: object, reason: str) -> None:
+    with pytest.raises(InvalidRequest, match=reason):
+        plain.generate(prompts, sampling)  # type: ignore[arg-type]
+    assert len(plain.generate(PROMPTS[1], GREEDY)[0].token_ids) == 24
+
+
+def test_an_interruption_leaves_nothing_behind(speculative: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = speculative.generate(PROMPTS, GREEDY)
+    step, calls = speculative._engine.step, iter(range(100))
+
+    def interrupted() -> list:
+        if next(calls) == 3:
+            raise KeyboardInterrupt
+        return step()
+
+    monkeypatch.setattr(speculative._engine, "step", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        speculative.generate(PROMPTS, GREEDY)
+    monkeypatch.undo()
+    speculative._engine.check()
+    assert not speculative._engine.has_work
+    assert [r.token_ids for r in speculative.generate(PROMPTS, GREEDY)] == [r.token_ids for r in expected]
+
+
+def test_what_cannot_be_loaded_is_named(tmp_path_factory: pytest.TempPathFactory) -> None:
+    for error, reason, options in (
+        (CheckpointError, "no checkpoint folder", {"target": "./nowhere"}),
+        (ConfigError, "needs a draft head", {"target": TARGET, "drafter": "eagle3"}),
+        (ConfigError, "unknown drafter 'eagle9'", {"target": TARGET, "draft": HEAD, "drafter": "eagle9"}),
+        (ConfigError, "dtype is 'float8'", {"target": TARGET, "dtype": "float8"}),
+        (ConfigError, "device 'nope' cannot be used", {"target": TARGET, "device": "nope"}),
+        (CheckpointError, "hidden size 32", {"target": TARGET, "draft": str(write_head(tmp_path_factory.mktemp("h")))}),
+    ):
+        with pytest.raises(error, match=reason):
+            LLM(**options)
+        assert issubclass(error, EyasError)
