@@ -1,11 +1,13 @@
 """Settings of every part as frozen values; `load` reads them from YAML and --set, and says what does not validate.
 
-The values know nothing of files; only `load` imports pydantic and yaml.
+A value out of range raises ConfigError wherever it is constructed; `load` adds the file and the key's path. The values know
+nothing of files; only `load` imports pydantic and yaml.
 """
 
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
@@ -26,7 +28,8 @@ class TreeConfig:
     width: int = 8
 
     def __post_init__(self) -> None:
-        _require(self.nodes >= 1 and self.depth >= 0 and self.width >= 1, "tree needs nodes >= 1, depth >= 0, width >= 1")
+        _at_least(1, nodes=self.nodes, width=self.width)
+        _at_least(0, depth=self.depth)
 
 
 @dataclass(frozen=True)
@@ -46,9 +49,8 @@ class EngineConfig:
     context_length: int = 0
 
     def __post_init__(self) -> None:
-        _require(self.num_slots >= 1, f"num_slots is {self.num_slots}; it must be at least 1")
-        _require(self.max_running >= 1, f"max_running is {self.max_running}; it must be at least 1")
-        _require(self.step_tokens >= 1, f"step_tokens is {self.step_tokens}; it must be at least 1")
+        _at_least(1, num_slots=self.num_slots, max_running=self.max_running, step_tokens=self.step_tokens)
+        _at_least(0, max_waiting=self.max_waiting, context_length=self.context_length)
 
 
 @dataclass(frozen=True)
@@ -65,18 +67,27 @@ class EagleConfig:
     noise_scale: float = 1.0
 
     def __post_init__(self) -> None:
-        _require(self.num_slots >= 1, f"num_slots is {self.num_slots}; it must be at least 1")
-        _require(self.noise_scale > 0, f"noise_scale is {self.noise_scale}; it must be above 0")
+        _at_least(1, num_slots=self.num_slots)
+        _above_zero(noise_scale=self.noise_scale)
 
 
 @dataclass(frozen=True)
 class ServerConfig:
-    """Where a service listens and how it tells others. port 0 takes a free one; advertise defaults to host."""
+    """Where a service listens and how it tells others. port 0 takes a free one; advertise defaults to host.
+
+    linger_seconds: how long a service that stops still takes calls after it has told others to send none.
+    drain_seconds: how long running calls may go on after that.
+    """
 
     host: str = "127.0.0.1"
     port: int = 0
     advertise: str = ""
+    linger_seconds: float = 0.0
     drain_seconds: float = 30.0
+
+    def __post_init__(self) -> None:
+        _require(0 <= self.port <= 65535, f"port is {self.port}; it must lie in [0, 65535]")
+        _at_least(0, linger_seconds=self.linger_seconds, drain_seconds=self.drain_seconds)
 
 
 @dataclass(frozen=True)
@@ -88,7 +99,7 @@ class RegistryConfig:
     heartbeat: float = 1.0
 
     def __post_init__(self) -> None:
-        _require(0 < self.heartbeat < self.ttl, f"heartbeat {self.heartbeat} must lie between 0 and ttl {self.ttl}")
+        _require(0 < self.heartbeat < self.ttl, f"heartbeat is {self.heartbeat}; it must lie between 0 and ttl {self.ttl}")
 
 
 @dataclass(frozen=True)
@@ -96,14 +107,20 @@ class DraftLinkConfig:
     """How long a verifier waits for drafts, in seconds.
 
     deadline: longest wait for the trees of one step; later ones are dropped and the rows decode plainly.
-    max_failures: failed or late rounds in a row before the drafter is left alone for `reset` seconds.
+    max_failures: failed or late rounds in a row before the drafter is left alone.
+    reset: how long the drafter is left alone at first; twice as long after each attempt that fails, up to 10 s.
     chunk_tokens: most feature rows in one message.
     """
 
-    deadline: float = 0.5
+    deadline: float = 0.1
     max_failures: int = 3
     reset: float = 0.5
     chunk_tokens: int = 512
+
+    def __post_init__(self) -> None:
+        _above_zero(deadline=self.deadline, reset=self.reset)
+        _at_least(1, max_failures=self.max_failures)
+        _at_least(2, chunk_tokens=self.chunk_tokens)
 
 
 @dataclass(frozen=True)
@@ -122,6 +139,9 @@ class VerifierConfig:
     server: ServerConfig = field(default_factory=ServerConfig)
     registry: RegistryConfig = field(default_factory=RegistryConfig)
 
+    def __post_init__(self) -> None:
+        _at_least(0, threads=self.threads)
+
 
 @dataclass(frozen=True)
 class DraftConfig:
@@ -139,6 +159,9 @@ class DraftConfig:
     server: ServerConfig = field(default_factory=ServerConfig)
     registry: RegistryConfig = field(default_factory=RegistryConfig)
 
+    def __post_init__(self) -> None:
+        _at_least(0, threads=self.threads)
+
 
 @dataclass(frozen=True)
 class ServedModel:
@@ -153,7 +176,7 @@ class RouterConfig:
     """The router service. Times in seconds.
 
     request_timeout: longest life of a request without a deadline of its own.
-    stall_timeout: longest silence of a verifier before the request is failed.
+    stall_timeout: longest silence of a verifier that has begun to answer, before the request moves to another.
     """
 
     models: tuple[ServedModel, ...]
@@ -161,6 +184,9 @@ class RouterConfig:
     stall_timeout: float = 60.0
     server: ServerConfig = field(default_factory=ServerConfig)
     registry: RegistryConfig = field(default_factory=RegistryConfig)
+
+    def __post_init__(self) -> None:
+        _above_zero(request_timeout=self.request_timeout, stall_timeout=self.stall_timeout)
 
 
 def load(kind: type[ConfigT], file: Path | None, assignments: Iterable[str] = ()) -> ConfigT:
@@ -184,7 +210,7 @@ def load(kind: type[ConfigT], file: Path | None, assignments: Iterable[str] = ()
     try:
         return TypeAdapter(kind).validate_python(data)
     except ValidationError as error:
-        problems = "; ".join(f"{'.'.join(map(str, e['loc'])) or kind.__name__}: {e['msg']}" for e in error.errors())
+        problems = "; ".join(_problem(e["loc"], e["msg"]) for e in error.errors())
         raise ConfigError(f"{file or 'settings'}: {problems}") from error
 
 
@@ -196,14 +222,24 @@ def describe(config: object, prefix: str = "") -> list[str]:
         if is_dataclass(value):
             lines += describe(value, f"{prefix}{item.name}.")
         else:
-            lines.append(f"{prefix}{item.name} = {_masked(value)}")
+            lines.append(f"{prefix}{item.name} = {masked(str(value))}")
     return lines
 
 
-def _masked(value: object) -> str:
-    text = str(value)
+def masked(text: str) -> str:
+    """The text without the user and the passwords of the URL that it may be."""
     scheme, found, rest = text.partition("://")
-    return f"{scheme}://***@{rest.rpartition('@')[2]}" if found and "@" in rest else text
+    if not found:
+        return text
+    rest = re.sub(r"(?<=[?&])((?:username|password)=)[^&]*", r"\1***", rest)
+    return f"{scheme}://***@{rest.rpartition('@')[2]}" if "@" in rest else f"{scheme}://{rest}"
+
+
+def _problem(place: tuple[int | str, ...], message: str) -> str:
+    """A part's own complaint begins with the name of its setting, any other with what is wrong."""
+    path, own = ".".join(map(str, place)), message.removeprefix("Value error, ")
+    joint = ": " if own == message else "."
+    return f"{path}{joint}{own}" if path else own
 
 
 def _assign(data: dict[str, Any], assignment: str) -> None:
@@ -236,6 +272,16 @@ def _check_keys(kind: Any, data: Mapping[str, Any], prefix: str) -> None:
             kinds = [kind for kind in get_args(hints[key]) if is_dataclass(kind)]
             if kinds and isinstance(item, Mapping):
                 _check_keys(kinds[0], item, f"{prefix}{key}.{index}.")
+
+
+def _at_least(least: int, **settings: float) -> None:
+    for name, value in settings.items():
+        _require(value >= least, f"{name} is {value}; it must be at least {least}")
+
+
+def _above_zero(**settings: float) -> None:
+    for name, value in settings.items():
+        _require(value > 0, f"{name} is {value}; it must be above 0")
 
 
 def _require(condition: bool, message: str) -> None:

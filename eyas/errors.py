@@ -26,8 +26,8 @@ class UnknownModel(InvalidRequest):
     """A request for a model that nobody serves."""
 
 
-class ConfigError(EyasError):
-    """A configuration that does not validate."""
+class ConfigError(EyasError, ValueError):
+    """A configuration that does not validate; a ValueError too, so that a validator can add where it stands."""
 
 
 class CheckpointError(EyasError):

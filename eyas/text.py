@@ -9,6 +9,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from huggingface_hub import hf_hub_download
 from huggingface_hub.errors import HFValidationError, RemoteEntryNotFoundError
@@ -17,16 +18,24 @@ from tokenizers import Tokenizer
 from eyas.errors import CheckpointError
 
 _INCOMPLETE = "\ufffd"
+# An incomplete character is at most 3 bytes long, and so are at most 3 tokens; more than this many are not all one.
+_MAX_TAIL = 3
+_MAX_PENDING = 8
 
 
 def load_tokenizer(source: str) -> TokenText:
-    """The tokenizer in a local folder, or of a hub id. Raises CheckpointError when there is none."""
+    """The tokenizer in a local folder, or of a hub id. Raises CheckpointError when there is none or it is damaged.
+
+    Truncation and padding that were stored with it are for training; prompts are encoded whole.
+    """
     file = _fetch(source, "tokenizer.json")
     if file is None:
         raise CheckpointError(f"no tokenizer.json in {source!r}; give a folder or a hub id that holds one")
-    tokenizer = Tokenizer.from_str(file.read_text(encoding="utf-8"))
+    tokenizer = _parsed(file)
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
     settings_file = _fetch(source, "tokenizer_config.json")
-    settings = json.loads(settings_file.read_text(encoding="utf-8")) if settings_file else {}
+    settings = _settings(settings_file) if settings_file else {}
     bos = settings.get("bos_token")
     content = bos["content"] if isinstance(bos, dict) else bos
     return TokenText(tokenizer, tokenizer.token_to_id(content) if content and settings.get("add_bos_token") else None)
@@ -40,6 +49,11 @@ class TokenText:
         self._bos = bos
         added = tokenizer.get_added_tokens_decoder()
         self._special = frozenset(token_id for token_id, token in added.items() if token.special)
+        self._longest = max(len(token.encode()) for token in tokenizer.get_vocab())
+
+    def least_tokens(self, text: str) -> int:
+        """A length that the encoded text cannot fall below, without encoding it."""
+        return len(text.encode()) // self._longest
 
     def encode(self, text: str) -> tuple[int, ...]:
         """Token ids of a prompt, as the model expects to see it."""
@@ -135,7 +149,7 @@ class _IncrementalDecoder:
         self._pending.append(token)
         text = self._text()
         if not text or text.endswith(_INCOMPLETE):
-            return ""
+            return self._settle(text) if len(self._pending) >= _MAX_PENDING else ""
         self._context, self._pending = self._pending, []
         return text
 
@@ -143,15 +157,44 @@ class _IncrementalDecoder:
         """The text of an incomplete end."""
         return self._text() if self._pending else ""
 
-    def _text(self) -> str:
+    def _settle(self, text: str) -> str:
+        """Release what stands before the last tokens, cut where no character is: invalid bytes would pend for ever."""
+        for cut in range(len(self._pending) - _MAX_TAIL, len(self._pending)):
+            tail = self._tokenizer.decode(self._pending[cut:])
+            before = text.removesuffix(tail)
+            if before + tail == text and before == self._text(cut):
+                self._context, self._pending = self._pending[:cut], self._pending[cut:]
+                return before
+        return ""
+
+    def _text(self, num_tokens: int | None = None) -> str:
+        """Of the first pending tokens, or of all."""
+        pending = self._pending[:num_tokens]
         before = self._tokenizer.decode(self._context)
-        both = self._tokenizer.decode(self._context + self._pending)
-        return both[len(before) :] if both.startswith(before) else self._tokenizer.decode(self._pending)
+        both = self._tokenizer.decode(self._context + pending)
+        return both[len(before) :] if both.startswith(before) else self._tokenizer.decode(pending)
 
 
 def _overlap(text: str, stop: str) -> int:
     """Length of the longest end of `text` that is a proper beginning of `stop`."""
     return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:n])), 0)
+
+
+def _parsed(file: Path) -> Tokenizer:
+    try:
+        return Tokenizer.from_str(file.read_text(encoding="utf-8"))
+    except Exception as error:  # tokenizers raises nothing narrower
+        raise CheckpointError(f"{file} is damaged: {error}; fetch it again") from error
+
+
+def _settings(file: Path) -> dict[str, Any]:
+    try:
+        settings = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise CheckpointError(f"{file} is damaged: {error}; fetch it again") from error
+    if not isinstance(settings, dict):
+        raise CheckpointError(f"{file} holds no settings but a {type(settings).__name__}; fetch it again")
+    return settings
 
 
 def _fetch(source: str, name: str) -> Path | None:

@@ -20,7 +20,7 @@ from eyas.drafters.base import Drafter
 from eyas.drafters.build import build_drafter
 from eyas.engine.build import assemble_engine
 from eyas.errors import ConfigError
-from eyas.models.eagle import FeatureFuser, load_fuser
+from eyas.models.heads.eagle import FeatureFuser, load_fuser
 from eyas.models.target import TargetModel, load_target
 from eyas.request import SamplingParams
 

@@ -16,6 +16,6 @@ def build_drafter(
     if name not in DRAFTERS:
         raise ConfigError(f"unknown drafter {name!r}; known: {', '.join(DRAFTERS)}")
     from eyas.drafters.eagle import EagleDrafter
-    from eyas.models.eagle import load_head
+    from eyas.models.heads.eagle import load_head
 
     return EagleDrafter(load_head(head, target, dtype, device), tree, eagle)

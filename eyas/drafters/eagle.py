@@ -24,7 +24,7 @@ from eyas.drafters.expand import grow, select
 from eyas.drafters.ranking import Ranker
 from eyas.errors import ConfigError
 from eyas.models.attention import attend, masked_attention
-from eyas.models.eagle import Eagle3Head
+from eyas.models.heads.eagle import Eagle3Head
 from eyas.models.inputs import Segment, pack
 from eyas.tree import DraftTree
 

@@ -9,7 +9,7 @@ from eyas.engine.drafting import Drafting
 from eyas.engine.engine import Engine
 from eyas.engine.runner import ModelRunner
 from eyas.engine.scheduler import Scheduler
-from eyas.models.eagle import FeatureFuser, load_fuser
+from eyas.models.heads.eagle import FeatureFuser, load_fuser
 from eyas.models.target import TargetModel, load_target
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from eyas.cache.kv import SlotPools
 from eyas.cache.slots import Slots
 from eyas.engine.sequence import Work
-from eyas.models.eagle import FeatureFuser
+from eyas.models.heads.eagle import FeatureFuser
 from eyas.models.inputs import Segment, pack
 from eyas.models.target import TargetModel
 

@@ -74,17 +74,19 @@ class RpcServer:
         self._config = config
         self._health = _Health()
         self._names: tuple[str, ...] = ()
+        self._endless: list[Callable[[], Awaitable[None]]] = [self._health.close]
+
+    def before_stop(self, close: Callable[[], Awaitable[None]]) -> None:
+        """Let `stop` begin with `close`, which ends streams that would outlast any grace."""
+        self._endless.append(close)
 
     async def start(self, service_names: Sequence[str]) -> str:
         """Bind and serve; gives back the host:port to tell others.
 
         service_names: full names of the registered services, for health and reflection.
-        Raises ConfigError when the port is taken or nobody could dial the address.
+        Raises ConfigError when the port is taken.
         """
         host, port = self._config.host, self._config.port
-        told = self._config.advertise or host
-        if told in ("0.0.0.0", "::", "[::]"):
-            raise ConfigError(f"server.host {host} listens everywhere; set server.advertise to the host others can dial")
         try:
             bound = self.aio.add_insecure_port(_join(host, port))
         except RuntimeError as error:
@@ -95,7 +97,7 @@ class RpcServer:
         reflection.enable_server_reflection([*self._names[1:], reflection.SERVICE_NAME], self.aio)
         await self.set_serving(False)
         await self.aio.start()
-        return _join(told, bound)
+        return _join(self._config.advertise or host, bound)
 
     async def set_serving(self, serving: bool) -> None:
         """What health says of every service from now on."""
@@ -105,7 +107,8 @@ class RpcServer:
 
     async def stop(self, grace: float) -> None:
         """Refuse new calls, give running ones `grace` seconds, then cancel them."""
-        await self._health.close()
+        for close in self._endless:
+            await close()
         await self.aio.stop(grace)
 
 

@@ -10,7 +10,7 @@ from eyas.config import DraftConfig
 from eyas.drafters.base import LocalDrafter
 from eyas.drafters.build import build_drafter
 from eyas.models.checkpoint import head_fingerprint, read_config, resolve, target_fingerprint
-from eyas.models.eagle import head_config
+from eyas.models.heads.config import head_config
 from eyas.rpc.messages import DrafterInfo, ModelInfo
 from eyas.rpc.server import RpcServer
 from eyas.v1 import draft_pb2, draft_pb2_grpc

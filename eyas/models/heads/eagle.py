@@ -5,10 +5,9 @@ Legend: R rows, S sessions, W rows of each, C target hidden, H draft hidden, D d
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -16,30 +15,9 @@ from torch import Tensor, nn
 
 from eyas.errors import CheckpointError
 from eyas.models.checkpoint import check_device, read_config, read_tensor, read_tensors, resolve, take
+from eyas.models.heads.config import HeadConfig, head_config, layout, whole_number
 
 EMBEDDING_NAMES = ("model.embed_tokens.weight", "embed_tokens.weight", "transformer.wte.weight")
-
-
-@dataclass(frozen=True)
-class HeadConfig:
-    """Sizes of an EAGLE-3 head. taps: layers of the target whose inputs it is fed, by the reference's convention."""
-
-    target_hidden: int
-    hidden: int
-    intermediate: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    vocab_size: int
-    draft_vocab_size: int
-    rms_norm_eps: float
-    rope_theta: float
-    taps: tuple[int, ...]
-
-    @property
-    def full_vocabulary(self) -> bool:
-        """Whether draft ids are target ids, so that no map is needed."""
-        return self.draft_vocab_size == self.vocab_size
 
 
 @dataclass(frozen=True)
@@ -143,13 +121,13 @@ def load_head(path_or_id: str, target: str, dtype: str = "float32", device: str 
     tensors = read_tensors(folder)
     own_width = config.hidden != config.target_hidden
     optional = {"d2t", "t2d"} if config.full_vocabulary else set()
-    take(tensors, _layout(config), optional | (set() if own_width else {"embed_tokens.weight"}), folder)
+    take(tensors, layout(config), optional | (set() if own_width else {"embed_tokens.weight"}), folder)
     if "d2t" in tensors:
         _check_vocabulary(config, tensors, folder)
     shipped = tensors.pop("embed_tokens.weight", None)
     embedding = read_tensor(target_folder, EMBEDDING_NAMES) if shipped is None else shipped
     cast = {name: t.to(getattr(torch, dtype)) if t.is_floating_point() else t for name, t in tensors.items()}
-    context_length = _number(target_config, "max_position_embeddings", target_folder)
+    context_length = whole_number(target_config, "max_position_embeddings", target_folder)
     return Eagle3Head(config, cast, embedding.to(getattr(torch, dtype)), context_length).to(torch.device(device))
 
 
@@ -158,79 +136,8 @@ def load_fuser(path_or_id: str, target: str, dtype: str = "float32", device: str
     folder = resolve(path_or_id)
     config = head_config(folder, read_config(resolve(target)))
     weight = read_tensor(folder, ("fc.weight",))
-    take({"fc.weight": weight}, {"fc.weight": _layout(config)["fc.weight"]}, set(), folder)
+    take({"fc.weight": weight}, {"fc.weight": layout(config)["fc.weight"]}, set(), folder)
     return FeatureFuser(weight.to(getattr(torch, dtype)), config.taps).to(torch.device(device))
-
-
-def head_config(folder: Path, target: Mapping[str, Any]) -> HeadConfig:
-    """Sizes of the head in `folder`, checked against the target's config.json. Raises CheckpointError."""
-    head, source = read_config(folder), folder / "config.json"
-    hidden, heads = _number(head, "hidden_size", source), _number(head, "num_attention_heads", source)
-    layers, vocab_size = _number(target, "num_hidden_layers", "the target's config"), _number(head, "vocab_size", source)
-    config = HeadConfig(
-        target_hidden=_number(head, "target_hidden_size", source, hidden),
-        hidden=hidden,
-        intermediate=_number(head, "intermediate_size", source),
-        num_heads=heads,
-        num_kv_heads=_number(head, "num_key_value_heads", source, heads),
-        head_dim=_number(head, "head_dim", source, hidden // heads),
-        vocab_size=vocab_size,
-        draft_vocab_size=_number(head, "draft_vocab_size", source, vocab_size),
-        rms_norm_eps=_real(head, "rms_norm_eps", 1e-6, source),
-        rope_theta=_real(head, "rope_theta", 10000.0, source),
-        taps=_taps(head, layers, source),
-    )
-    for what, mine, its in (
-        ("hidden size", config.target_hidden, int(target["hidden_size"])),
-        ("vocabulary size", config.vocab_size, int(target["vocab_size"])),
-    ):
-        if mine != its:
-            raise CheckpointError(f"{folder} was made for a target of {what} {mine}, but this target has {its}")
-    return config
-
-
-def _taps(head: Mapping[str, Any], layers: int, source: Path) -> tuple[int, ...]:
-    taps = head.get("eagle_aux_hidden_state_layer_ids") or (2, layers // 2, layers - 3)
-    if not isinstance(taps, Sequence) or not all(isinstance(tap, int) for tap in taps):
-        raise CheckpointError(f"{source}: eagle_aux_hidden_state_layer_ids is {taps!r}; it must be a list of layer numbers")
-    return tuple(taps)
-
-
-def _number(config: Mapping[str, Any], key: str, source: object, default: int | None = None) -> int:
-    value = config.get(key) or default
-    if not isinstance(value, int):
-        raise CheckpointError(f"{source}: {key} is {value!r}; it must be a whole number")
-    return value
-
-
-def _real(config: Mapping[str, Any], key: str, default: float, source: Path) -> float:
-    value = config.get(key) or default
-    if not isinstance(value, int | float):
-        raise CheckpointError(f"{source}: {key} is {value!r}; it must be a number")
-    return float(value)
-
-
-def _layout(c: HeadConfig) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of the public SafeAILab layout."""
-    q, kv = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
-    return {
-        "fc.weight": (c.hidden, len(c.taps) * c.target_hidden),
-        "midlayer.hidden_norm.weight": (c.hidden,),
-        "midlayer.input_layernorm.weight": (c.hidden,),
-        "midlayer.post_attention_layernorm.weight": (c.hidden,),
-        "midlayer.self_attn.q_proj.weight": (q, 2 * c.hidden),
-        "midlayer.self_attn.k_proj.weight": (kv, 2 * c.hidden),
-        "midlayer.self_attn.v_proj.weight": (kv, 2 * c.hidden),
-        "midlayer.self_attn.o_proj.weight": (c.hidden, q),
-        "midlayer.mlp.gate_proj.weight": (c.intermediate, c.hidden),
-        "midlayer.mlp.up_proj.weight": (c.intermediate, c.hidden),
-        "midlayer.mlp.down_proj.weight": (c.hidden, c.intermediate),
-        "embed_tokens.weight": (c.vocab_size, c.hidden),
-        "norm.weight": (c.hidden,),
-        "lm_head.weight": (c.draft_vocab_size, c.hidden),
-        "d2t": (c.draft_vocab_size,),
-        "t2d": (c.vocab_size,),
-    }
 
 
 def _check_vocabulary(config: HeadConfig, tensors: Mapping[str, Tensor], source: Path) -> None:
