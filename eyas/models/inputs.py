@@ -40,8 +40,8 @@ class Group:
     """Segments of similar size, padded to one shape.
 
     rows: packed row of each cell, padding repeats a row [B, Q]; cells: flat cells that are no padding [n], None if all.
-    whole: whether the cells are all packed rows in their order. open: whether every cell sees every key. run: first and last slot + 1 if the keys are one sequence's
-    in consecutive slots, so that they need no gathering.
+    whole: whether the cells are all packed rows in their order. open: whether every cell sees every key.
+    run: first slot and last + 1 if the keys are one sequence's in consecutive slots, so that they need no gathering.
     keys: slot of each key [B, K]; mask: what a cell sees [B, Q, K]; the positions serve sliding windows.
     """
 
