@@ -178,7 +178,9 @@ class _EagleExpansion:
         room = self._width * (shape.depth - 1)
         self._keys, self._values = (_buffer(pool[0], index, room) for pool in (pools.keys, pools.values))
         hidden = torch.arange(self._length, device=states.device) >= lengths[:, None]
-        self._bias = torch.zeros(len(slots), 1, self._width, self._length + room, device=states.device, dtype=states.dtype)
+        self._folded = head.config.num_heads // head.config.num_kv_heads
+        shape_of_bias = (len(slots), self._folded, self._width, self._length + room)
+        self._bias = torch.zeros(shape_of_bias, device=states.device, dtype=states.dtype)
         self._bias[..., : self._length].masked_fill_(hidden[:, None, None], float("-inf"))
         self._seen = torch.zeros(len(slots), self._width, 0, dtype=torch.bool, device=states.device)
 
@@ -197,14 +199,13 @@ class _EagleExpansion:
         self._values[:, :, start:end] = rows.value.view(sessions, width, -1, c.head_dim).transpose(1, 2)
         own = torch.eye(width, dtype=torch.bool, device=tokens.device).expand(sessions, -1, -1)
         self._seen = torch.cat([_rows(self._seen, parents), own], dim=2)
-        self._bias[:, 0, :, self._length : end].zero_().masked_fill_(~self._seen, float("-inf"))
+        self._bias[..., self._length : end].zero_().masked_fill_(~self._seen[:, None], float("-inf"))
         query = rows.query.view(sessions, width, c.num_kv_heads, -1, c.head_dim).permute(0, 2, 3, 1, 4)
-        bias = self._bias[..., :end].repeat(1, 1, c.num_heads // c.num_kv_heads, 1)
         attended = masked_attention(
             query.reshape(sessions, c.num_kv_heads, -1, c.head_dim),
             self._keys[:, :, :end],
             self._values[:, :, :end],
-            bias,
+            self._bias[..., :end].reshape(sessions, 1, self._folded * width, end),
             c.head_dim**-0.5,
         )
         attended = attended.view(sessions, c.num_kv_heads, -1, width, c.head_dim).permute(0, 3, 1, 2, 4)

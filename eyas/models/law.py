@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 MIN_TEMPERATURE = 1e-6
+FEW = 256
 
 
 class Ranked(NamedTuple):
@@ -64,11 +65,14 @@ def first_where(mask: Tensor) -> Tensor:
 def rank(scores: Tensor, k: int) -> Ranked:
     """The k highest of each row of float32 scores [..., V], best first, exact ties ordered by lowest id.
 
-    torch.topk leaves the order of ties open, so it is given integers that hold score and id at once.
+    torch.topk leaves the order of ties open, so it is given integers that hold score and id at once; few scores are sorted.
     """
+    if scores.shape[-1] <= FEW:
+        ordered = torch.sort(scores, dim=-1, descending=True, stable=True)
+        return Ranked(ordered.values[..., :k], ordered.indices[..., :k])
     bits = (scores + 0.0).contiguous().view(torch.int32)
-    ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+    monotone = bits ^ ((bits >> 31) & 0x7FFFFFFF)
     ids = torch.arange(scores.shape[-1], device=scores.device)
-    keys = (ordered.long() << 32) | (0xFFFFFFFF - ids)
+    keys = (monotone.long() << 32) | (0xFFFFFFFF - ids)
     chosen = 0xFFFFFFFF - (keys.topk(k, dim=-1).values & 0xFFFFFFFF)
     return Ranked(scores.gather(-1, chosen), chosen)

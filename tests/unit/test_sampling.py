@@ -63,10 +63,11 @@ def test_a_filtered_law_keeps_at_least_the_likeliest_token() -> None:
 
 @given(st.lists(st.sampled_from([-math.inf, -1.5, -0.0, 0.0, 0.5, 2.0]), min_size=4, max_size=24))
 def test_rank_orders_exact_ties_by_lowest_id(values: list[float]) -> None:
-    expected = sorted(range(len(values)), key=lambda i: (-values[i], i))[:4]
-    ranked = rank(torch.tensor([values]), 4)
-    assert ranked.ids[0].tolist() == expected
-    assert ranked.scores[0].tolist() == [values[i] for i in expected]
+    for many in (values, values * 100):  # few are sorted, many go through topk
+        expected = sorted(range(len(many)), key=lambda i: (-many[i], i))[:4]
+        ranked = rank(torch.tensor([many]), 4)
+        assert ranked.ids[0].tolist() == expected
+        assert ranked.scores[0].tolist() == [many[i] for i in expected]
 
 
 def test_sampled_frequencies_follow_the_law() -> None:

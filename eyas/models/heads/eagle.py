@@ -102,7 +102,9 @@ class Eagle3Head(nn.Module):
         return F.linear(self._rms(states, self.norm), self.lm_head).float()
 
     def _rms(self, x: Tensor, weight: Tensor) -> Tensor:
-        return F.rms_norm(x, (self.config.hidden,), weight, self.config.rms_norm_eps)
+        wide = x.float()
+        scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.config.rms_norm_eps)
+        return (wide * scale).to(x.dtype) * weight
 
     def _rotate(self, x: Tensor, positions: Tensor) -> Tensor:
         """Rotary embedding of x [R, heads, d] at positions [R]."""
