@@ -60,7 +60,8 @@ def slot_attention(
     keys, values = pools.keys[layer], pools.values[layer]
     keys.index_copy_(0, packed.slots, key[0].transpose(0, 1))
     values.index_copy_(0, packed.slots, value[0].transpose(0, 1))
-    out = attend(query[0].transpose(0, 1), keys, values, packed, scaling, sliding_window, softcap)
+    attend_rows = packed.attend or attend
+    out = attend_rows(query[0].transpose(0, 1), keys, values, packed, scaling, sliding_window, softcap)
     return out[None], None
 
 
