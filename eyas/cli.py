@@ -1,4 +1,4 @@
-"""The `eyas` command: a client of a running router, and the benchmarks. Knows the wire, no model and no torch."""
+"""The `eyas` command: a client of a running router, benchmarks and checks. Knows the wire, no model and no torch."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from eyas.bench.command import bench
+from eyas.check.command import check
 from eyas.errors import InvalidRequest
 from eyas.request import Request, SamplingParams
 from eyas.rpc.channel import open_sync_channel
@@ -33,6 +34,7 @@ Address = Annotated[str, typer.Option(envvar="EYAS_ADDRESS", help="host:port of 
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
 app.add_typer(bench, name="bench")
+app.add_typer(check, name="check")
 
 
 @app.callback()

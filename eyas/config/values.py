@@ -34,6 +34,8 @@ class EngineConfig:
     max_running: most sequences in a step. max_waiting: most requests in the queue.
     step_tokens: most prompt tokens that one step prefills.
     context_length: most tokens of prompt and output together; 0 takes the model's own limit.
+    deterministic: each sequence goes through the target by itself, in passes of exactly as many rows as a tree may have
+    nodes, so that a token's logits depend on the tokens before it alone. Slow; see docs/equality.md.
     """
 
     num_slots: int = 16384
@@ -41,6 +43,7 @@ class EngineConfig:
     max_waiting: int = 1024
     step_tokens: int = 512
     context_length: int = 0
+    deterministic: bool = False
 
     def __post_init__(self) -> None:
         _at_least(1, num_slots=self.num_slots, max_running=self.max_running, step_tokens=self.step_tokens)

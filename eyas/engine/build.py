@@ -7,6 +7,7 @@ from eyas.config import EngineConfig, TreeConfig
 from eyas.drafters.base import Drafter
 from eyas.engine.drafting import Drafting
 from eyas.engine.engine import Engine
+from eyas.engine.fixed import FixedRunner
 from eyas.engine.runner import ModelRunner
 from eyas.engine.scheduler import Scheduler
 from eyas.models.heads.eagle import FeatureFuser, load_fuser
@@ -24,7 +25,7 @@ def build_engine(
 ) -> Engine:
     """Load `target`, and of the draft head only what fuses features; an empty `head` collects none."""
     fuser = load_fuser(head, target, dtype, device) if head else None
-    model = load_target(target, dtype, device, fuser.taps if fuser else ())
+    model = load_target(target, dtype, device, fuser.taps if fuser else (), engine.context_length)
     return assemble_engine(model, fuser, engine, tree, drafter)
 
 
@@ -32,8 +33,21 @@ def assemble_engine(
     target: TargetModel, fuser: FeatureFuser | None, engine: EngineConfig, tree: TreeConfig, drafter: Drafter | None
 ) -> Engine:
     """An engine over loaded parts. Without a drafter no room is kept for trees."""
-    pools = SlotPools(engine.num_slots, target.kv_shapes, fuser.width if fuser else 0, target.dtype, target.device)
-    runner = ModelRunner(target, pools, fuser)
+    fuser = fuser.to(target.dtype) if fuser else None
+    runner = _fixed_runner(target, fuser, engine, tree) if engine.deterministic else _runner(target, fuser, engine)
     scheduler = Scheduler(engine, tree if drafter else TreeConfig(1, 0, 1), target.eos_ids)
     context_length = min(engine.context_length or target.context_length, target.context_length)
     return Engine(scheduler, Drafting(drafter, runner), runner, context_length)
+
+
+def _runner(target: TargetModel, fuser: FeatureFuser | None, engine: EngineConfig) -> ModelRunner:
+    return ModelRunner(target, _pools(target, fuser, engine.num_slots), fuser)
+
+
+def _fixed_runner(target: TargetModel, fuser: FeatureFuser | None, engine: EngineConfig, tree: TreeConfig) -> FixedRunner:
+    """The slot behind the scheduler's is for rows that only fill a pass. Rows are those of a tree, with a drafter or not."""
+    return FixedRunner(target, _pools(target, fuser, engine.num_slots + 1), fuser, tree.nodes, engine.num_slots)
+
+
+def _pools(target: TargetModel, fuser: FeatureFuser | None, num_slots: int) -> SlotPools:
+    return SlotPools(num_slots, target.kv_shapes, fuser.width if fuser else 0, target.dtype, target.device)

@@ -12,7 +12,7 @@ from eyas.cache.kv import SlotPools
 from eyas.cache.slots import Slots
 from eyas.engine.sequence import Work
 from eyas.models.heads.eagle import FeatureFuser
-from eyas.models.inputs import Segment, pack
+from eyas.models.inputs import PackedInputs, Segment, pack
 from eyas.models.target import TargetModel
 
 
@@ -26,19 +26,22 @@ class ModelRunner:
 
     def forward(self, works: Seq[Work]) -> Tensor:
         """Logits float32 of every tree node and of the last row of every finished prompt, in order; [N, V]."""
-        packed = pack([_segment(work) for work in works], self.target.device)
+        return self._run(pack([segment_of(work) for work in works], self.target.device))
+
+    def features(self, slots: Slots) -> Tensor:
+        """Fused features [n, H] of slots; H is 0 without a head."""
+        return self._pools.features[torch.from_numpy(slots).to(self._pools.features.device)]
+
+    def _run(self, packed: PackedInputs) -> Tensor:
         out = self.target.forward(packed, self._pools)
         if self._fuser is not None and out.taps is not None:
             with torch.inference_mode():
                 self._pools.features.index_copy_(0, packed.slots, self._fuser(out.taps))
         return out.logits
 
-    def features(self, slots: Slots) -> Tensor:
-        """Fused features [n, H] of slots; H is 0 without a head."""
-        return self._pools.features[torch.from_numpy(slots).to(self._pools.features.device)]
 
-
-def _segment(work: Work) -> Segment:
+def segment_of(work: Work) -> Segment:
+    """The rows of one sequence's work: prompt tokens, or the nodes of its tree."""
     sequence, tree = work.sequence, work.tree
     if tree is None:
         end = work.first + len(work.slots)

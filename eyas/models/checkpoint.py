@@ -44,6 +44,13 @@ def read_config(folder: Path) -> dict[str, Any]:
     return config
 
 
+def read_target_config(folder: Path) -> dict[str, Any]:
+    """config.json of a target's language model, which multimodal checkpoints nest. Raises CheckpointError."""
+    config = read_config(folder)
+    nested = config.get("text_config")
+    return {**config, **nested} if isinstance(nested, dict) else config
+
+
 def read_tensors(folder: Path) -> dict[str, Tensor]:
     """All tensors of a checkpoint, from safetensors or pytorch_model.bin, sharded or not. Raises CheckpointError."""
     tensors: dict[str, Tensor] = {}

@@ -5,7 +5,7 @@ Legend: R packed rows, B segments of a group, Q rows and K keys of the longest s
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -58,13 +58,17 @@ class Group:
 
 @dataclass
 class PackedInputs:
-    """One forward pass. wanted: packed rows whose logits are wanted, in order of segments. biases keeps masks once made."""
+    """One forward pass. wanted: packed rows whose logits are wanted, in order of segments. biases keeps masks once made.
+
+    attend: stands in for `eyas.models.attention.attend`; None takes that.
+    """
 
     tokens: Tensor
     positions: Tensor
     slots: Tensor
     wanted: Tensor
     groups: tuple[Group, ...]
+    attend: Callable[..., Tensor] | None = None
     biases: dict[tuple[int, int | None, torch.dtype, int], Tensor] = field(default_factory=dict)
 
     def bias(self, group: int, window: int | None, dtype: torch.dtype, heads_per_kv: int) -> Tensor | None:

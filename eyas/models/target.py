@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,6 +19,11 @@ from eyas.errors import CheckpointError
 from eyas.models.attention import ATTENTION_NAME, KVPools, register_attention
 from eyas.models.checkpoint import check_device, resolve
 from eyas.models.inputs import PackedInputs, Segment, pack
+from eyas.models.numerics.output import widen_head
+from eyas.models.numerics.rotary import pin_rotary
+from eyas.models.support import kv_shapes, read_model_config
+
+EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 
 
 @dataclass(frozen=True)
@@ -35,7 +42,7 @@ class TargetModel:
     """
 
     def __init__(self, model: Any, taps: Sequence[int] = ()) -> None:
-        self.model: nn.Module = model.eval()
+        self.model: Any = model.eval()
         self.config: Any = model.config.get_text_config()
         self._tapped: dict[int, Tensor] = {}
         self._taps = tuple(taps)
@@ -69,11 +76,12 @@ class TargetModel:
 
     @property
     def device(self) -> torch.device:
-        return next(self.model.parameters()).device
+        return next(self.model.parameters()).device  # type: ignore[no-any-return]
 
     @property
     def dtype(self) -> torch.dtype:
-        return next(self.model.parameters()).dtype
+        """Of hidden states, keys and values; quantised weights are kept in another."""
+        return self.model.get_input_embeddings().weight.dtype  # type: ignore[no-any-return]
 
     @property
     def vocab_size(self) -> int:
@@ -84,13 +92,14 @@ class TargetModel:
         return int(self.config.max_position_embeddings)
 
     @property
+    def routes_rows(self) -> bool:
+        """Whether rows of one pass take different ways, as with a mixture of experts."""
+        return any(getattr(self.config, name, None) for name in EXPERT_COUNTS)
+
+    @cached_property
     def kv_shapes(self) -> list[tuple[int, int]]:
         """(key-value heads, head width) of every layer."""
-        heads = int(self.config.num_attention_heads)
-        width = int(getattr(self.config, "head_dim", None) or self.config.hidden_size // heads)
-        return [(int(getattr(self.config, "num_key_value_heads", None) or heads), width)] * int(
-            self.config.num_hidden_layers
-        )
+        return kv_shapes(self.model.config)
 
     @property
     def eos_ids(self) -> frozenset[int]:
@@ -100,13 +109,29 @@ class TargetModel:
         return frozenset(found if isinstance(found, list) else [found] if found is not None else [])
 
 
-def load_target(path_or_id: str, dtype: str = "float32", device: str = "cpu", taps: Sequence[int] = ()) -> TargetModel:
-    """Load a causal LM from a folder or hub id. Raises CheckpointError when transformers cannot load it whole."""
-    from transformers import AutoModelForCausalLM
+def load_target(
+    path_or_id: str, dtype: str = "float32", device: str = "cpu", taps: Sequence[int] = (), context_length: int = 0
+) -> TargetModel:
+    """Load a causal LM from a folder or hub id. context_length: tokens that rotary tables must serve; 0 takes the model's.
 
+    Raises CheckpointError for an architecture that cannot be served, before any weight is read, and when transformers
+    cannot load it whole.
+    """
     register_attention()
     check_device(dtype, device)
     folder = resolve(path_or_id)
+    kv_shapes(read_model_config(folder))
+    target = TargetModel(_load(folder, path_or_id, dtype, device), taps)
+    pin_rotary(target.model, min(context_length or target.context_length, target.context_length))
+    widen_head(target.model)
+    _check_attention(target)
+    return target
+
+
+def _load(folder: Path, path_or_id: str, dtype: str, device: str) -> Any:
+    """transformers' model with all of its weights, on the device."""
+    from transformers import AutoModelForCausalLM
+
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             folder, dtype=getattr(torch, dtype), attn_implementation=ATTENTION_NAME, output_loading_info=True
@@ -119,10 +144,7 @@ def load_target(path_or_id: str, dtype: str = "float32", device: str = "cpu", ta
             f"{path_or_id!r} lacks tensors that its config asks for: {sorted(report['missing_keys'])} "
             f"{sorted(report['mismatched_keys'])}"
         )
-    target = TargetModel(model.to(torch.device(device)), taps)
-    _check_rope(target.config)
-    _check_attention(target)
-    return target
+    return model.to(torch.device(device))
 
 
 @dataclass(frozen=True)
@@ -146,12 +168,3 @@ def _check_attention(target: TargetModel) -> None:
         raise CheckpointError(f"{name} does not work with packed rows over token slots: {error}") from error
     if len(logits) != 2 or not all(bool(keys.any()) for keys in pools.keys):
         raise CheckpointError(f"{name} does not use transformers' attention interface in every layer; Eyas cannot serve it")
-
-
-def _check_rope(config: Any) -> None:
-    """Raises CheckpointError for rotary tables that change with the longest row of a pass: rows would disturb each other."""
-    kind = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
-    if kind in ("dynamic", "longrope"):
-        raise CheckpointError(
-            f"rotary embedding of type {kind!r} depends on the length of other rows; Eyas cannot serve it yet"
-        )

@@ -10,7 +10,7 @@ from eyas.config import DraftConfig
 from eyas.drafters.base import LocalDrafter
 from eyas.drafters.build import build_drafter
 from eyas.errors import RequestFailed
-from eyas.models.checkpoint import head_fingerprint, read_config, resolve, target_fingerprint
+from eyas.models.checkpoint import head_fingerprint, read_target_config, resolve, target_fingerprint
 from eyas.models.heads.config import head_config
 from eyas.rpc.messages import DrafterInfo, ModelInfo
 from eyas.rpc.server import RpcServer
@@ -54,7 +54,7 @@ async def serve_drafter(config: DraftConfig, drafter: LocalDrafter, info: Drafte
 
 def describe(config: DraftConfig, drafter: LocalDrafter) -> DrafterInfo:
     """What verifiers are told. Raises CheckpointError."""
-    target = read_config(resolve(config.target))
+    target = read_target_config(resolve(config.target))
     needs = drafter.needs
     return DrafterInfo(
         model=ModelInfo(

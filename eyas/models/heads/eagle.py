@@ -14,10 +14,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from eyas.errors import CheckpointError
-from eyas.models.checkpoint import check_device, read_config, read_tensor, read_tensors, resolve, take
+from eyas.models.checkpoint import check_device, read_target_config, read_tensor, read_tensors, resolve, take
 from eyas.models.heads.config import HeadConfig, head_config, layout, whole_number
 
-EMBEDDING_NAMES = ("model.embed_tokens.weight", "embed_tokens.weight", "transformer.wte.weight")
+EMBEDDING_NAMES = (
+    "model.embed_tokens.weight",
+    "embed_tokens.weight",
+    "transformer.wte.weight",
+    "model.language_model.embed_tokens.weight",
+    "language_model.model.embed_tokens.weight",
+)
 
 
 @dataclass(frozen=True)
@@ -118,7 +124,7 @@ def load_head(path_or_id: str, target: str, dtype: str = "float32", device: str 
     of another shape than the two configs say."""
     check_device(dtype, device)
     folder, target_folder = resolve(path_or_id), resolve(target)
-    target_config = read_config(target_folder)
+    target_config = read_target_config(target_folder)
     config = head_config(folder, target_config)
     tensors = read_tensors(folder)
     own_width = config.hidden != config.target_hidden
@@ -136,7 +142,7 @@ def load_head(path_or_id: str, target: str, dtype: str = "float32", device: str 
 def load_fuser(path_or_id: str, target: str, dtype: str = "float32", device: str = "cpu") -> FeatureFuser:
     """Load only what runs beside the target: fc and the layers that it taps. Raises CheckpointError."""
     folder = resolve(path_or_id)
-    config = head_config(folder, read_config(resolve(target)))
+    config = head_config(folder, read_target_config(resolve(target)))
     weight = read_tensor(folder, ("fc.weight",))
     take({"fc.weight": weight}, {"fc.weight": layout(config)["fc.weight"]}, set(), folder)
     return FeatureFuser(weight.to(getattr(torch, dtype)), config.taps).to(torch.device(device))

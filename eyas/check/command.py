@@ -1,0 +1,93 @@
+"""`eyas check`: options in, a table and an exit status out. Loads torch only once a check starts."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, cast
+
+import typer
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+from eyas.bench.workloads import OfflineSettings
+from eyas.config import Dtype, TreeConfig
+from eyas.errors import EyasError
+
+if TYPE_CHECKING:
+    from eyas.check.equality import Equality
+
+check = typer.Typer(no_args_is_help=True)
+
+
+@check.callback()
+def _check() -> None:
+    """Check what Eyas claims, on your own models."""
+
+
+@check.command()
+def equality(
+    target: Annotated[str, typer.Option(help="Folder or hub id of the target model.")],
+    draft: Annotated[
+        str, typer.Option(help="Folder or hub id of a draft head; without one, trees are made of the plain output.")
+    ] = "",
+    drafter: Annotated[str, typer.Option(help="Method of the draft head.")] = "eagle3",
+    prompts: Annotated[
+        Path | None, typer.Option(help="JSON Lines with token_ids or text; random tokens if left out.")
+    ] = None,
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
+    temperature: Annotated[float, typer.Option(help="0 takes the likeliest token each time.")] = 0.0,
+    device: Annotated[str, typer.Option(help="cpu, cuda or cuda:N.")] = "cpu",
+    max_tokens: Annotated[int, typer.Option(help="Tokens to emit for each prompt.")] = 96,
+    nodes: Annotated[int, typer.Option(help="Most nodes of a draft tree, the root included.")] = TreeConfig.nodes,
+    depth: Annotated[int, typer.Option(help="Levels below the root.")] = TreeConfig.depth,
+    deterministic: Annotated[bool, typer.Option("--deterministic", help="Run both ways in deterministic mode.")] = False,
+    threads: Annotated[int, typer.Option(help="CPU threads of torch; 0 leaves its choice.")] = 0,
+) -> None:
+    """Decode plainly and speculatively, and explain the first token that differs; exit status 1 if one cannot be."""
+    try:
+        tree = TreeConfig(nodes, depth)
+        settings = OfflineSettings(
+            target, draft, drafter, prompts, (8,), (temperature,), max_tokens, tree=tree, dtype=cast(Dtype, dtype),
+            device=device, threads=threads,
+        )  # fmt: skip
+        result = _compare(settings, deterministic)
+    except EyasError as error:
+        print(f"error: {error}", file=sys.stderr)
+        raise typer.Exit(2) from error
+    Console().print(_table(result))
+    print(_verdict(result))
+    if not result.holds:
+        raise typer.Exit(1)
+
+
+def _compare(settings: OfflineSettings, deterministic: bool) -> Equality:
+    from eyas.check.equality import compare
+
+    with Progress(console=Console(stderr=True)) as progress:
+        return compare(settings, deterministic, progress)
+
+
+def _table(result: Equality) -> Table:
+    table = Table("prompt", "tokens", "result", "at", "plain", "spec.", "gap", "apart", "margin")
+    for index, comparison in enumerate(result.comparisons):
+        found = comparison.divergence
+        if found is None:
+            table.add_row(f"{index}", f"{comparison.num_tokens}", "equal")
+            continue
+        verdict = "rounding" if found.explained else "DIFFERS"
+        places = (f"{found.position}", f"{found.plain}", f"{found.speculative}")
+        numbers = (f"{number:.2g}" for number in (found.gap, found.apart, found.margin))
+        table.add_row(f"{index}", f"{comparison.num_tokens}", verdict, *places, *numbers)
+    return table
+
+
+def _verdict(result: Equality) -> str:
+    total = len(result.comparisons)
+    equal = sum(comparison.divergence is None for comparison in result.comparisons)
+    wrong = sum(not comparison.holds for comparison in result.comparisons)
+    return (
+        f"{equal} of {total} equal, {total - equal - wrong} explained by rounding, {wrong} not explained; "
+        f"tau {result.stats.acceptance_length:.2f}"
+    )

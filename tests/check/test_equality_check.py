@@ -1,0 +1,109 @@
+"""`eyas check equality`: equal outputs pass, near ties are explained, anything else is a failure."""
+
+import pytest
+import torch
+from rich.progress import Progress
+from typer.testing import CliRunner
+
+from eyas.bench.workloads import OfflineSettings
+from eyas.check.equality import Judge, compare
+from eyas.check.replay import ReplayDrafter
+from eyas.cli import app
+from eyas.commit import Budget, Commit
+from eyas.config import TreeConfig
+from eyas.engine.sampling import Draw, sample
+from eyas.models.attention import KVPools
+from eyas.models.inputs import PackedInputs
+from eyas.models.target import TargetModel, TargetOutput
+from eyas.request import NoiseKey
+from tests.reference import load_reference
+
+SETTINGS = {"max_tokens": 24, "batches": (8,), "tree": TreeConfig(nodes=9, depth=4, width=4)}
+PROMPT = (5, 9, 11)
+
+
+def settings_for(target: str, temperature: float = 0.0, **changes: object) -> OfflineSettings:
+    return OfflineSettings(target, temperatures=(temperature,), **{**SETTINGS, **changes})  # type: ignore[arg-type]
+
+
+def test_replayed_trees_are_accepted_as_deep_as_they_are(tiny_target: str) -> None:
+    result = compare(settings_for(tiny_target), False, Progress(disable=True))
+    assert result.holds
+    assert [c.divergence for c in result.comparisons] == [None] * 8
+    assert result.stats.acceptance_length > 4
+    assert result.stats.num_drafted > result.stats.num_accepted
+
+
+@pytest.mark.parametrize(
+    "options", [[], ["--temperature", "0.8"], ["--deterministic"], ["--dtype", "bfloat16", "--deterministic"]]
+)
+def test_the_command_finds_a_target_equal(options: list[str], tiny_target: str, tiny_head: str) -> None:
+    base = ["check", "equality", "--target", tiny_target, "--draft", tiny_head, "--max-tokens", "12"]
+    ran = CliRunner().invoke(app, [*base, *options])
+    assert ran.exit_code == 0, ran.output
+    assert "8 of 8 equal, 0 explained by rounding, 0 not explained" in ran.output
+
+
+def test_a_target_whose_output_depends_on_its_trees_fails(tiny_target: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    forward = TargetModel.forward
+
+    def wrong(self: TargetModel, packed: PackedInputs, pools: KVPools) -> TargetOutput:
+        out = forward(self, packed, pools)
+        bump = 5.0 * (torch.arange(48) == 7) * (len(out.logits) > 8)
+        return TargetOutput(out.logits + bump, out.taps)
+
+    monkeypatch.setattr(TargetModel, "forward", wrong)
+    ran = CliRunner().invoke(app, ["check", "equality", "--target", tiny_target, "--max-tokens", "12"])
+    assert ran.exit_code == 1, ran.output
+    assert "DIFFERS" in ran.output
+
+
+def test_a_checkpoint_that_is_not_there_is_a_mistake_not_a_difference() -> None:
+    ran = CliRunner().invoke(app, ["check", "equality", "--target", "./nowhere"])
+    assert ran.exit_code == 2
+    assert "no checkpoint folder" in ran.output
+
+
+@torch.inference_mode()
+def logits_after(folder: str, tokens: tuple[int, ...]) -> torch.Tensor:
+    return load_reference(folder)(input_ids=torch.tensor([tokens])).logits[0, -1]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_a_difference_is_measured_where_it_happens(temperature: float, tiny_target: str) -> None:
+    """The token that the engine's own draw gives scores highest, and the first difference is the one that is judged."""
+    logits = logits_after(tiny_target, (*PROMPT, 20, 21))
+    (drawn,) = sample(logits[None], [Draw(NoiseKey(3, temperature), 5)])
+    other = (drawn + 1) % 48
+    found = Judge(settings_for(tiny_target, temperature)).divergence(PROMPT, 3, (20, 21, drawn, 1), (20, 21, other, 2))
+    assert found is not None
+    assert (found.position, found.plain, found.speculative) == (2, drawn, other)
+    assert found.apart >= found.gap > 0
+    assert not found.explained
+    if temperature == 0:
+        assert found.gap == pytest.approx(float(logits.topk(2).values.diff().abs()), rel=1e-4)
+        assert found.apart == pytest.approx(float(logits[drawn] - logits[other]), rel=1e-4)
+
+
+def test_tokens_within_the_rounding_of_the_dtype_are_explained(tiny_target: str) -> None:
+    logits = logits_after(tiny_target, PROMPT)
+    best, second = logits.topk(2).indices.tolist()
+    gap = float(logits[best] - logits[second])
+    for dtype in ("float32", "bfloat16"):
+        found = Judge(settings_for(tiny_target, dtype=dtype)).divergence(PROMPT, 0, (best,), (second,))
+        assert found is not None
+        assert found.margin == pytest.approx(
+            2 * torch.finfo(getattr(torch, dtype)).eps * float(logits.abs().max()), rel=1e-4
+        )
+        assert found.explained == (gap <= found.margin)
+
+
+def test_a_replayed_tree_fits_any_budget() -> None:
+    drafter = ReplayDrafter(48)
+    drafter.follow({"a": tuple(range(10, 40))})
+    for nodes in range(1, 12):
+        for depth in range(5):
+            commit = Commit("a", 0, 0, tuple(range(10, 14)), None, NoiseKey(0), Budget(nodes, depth))
+            (tree,) = drafter.propose([commit])
+            tree.validate(13, 48, nodes, depth)
+            assert tree.depth == min(depth, (nodes - 1) // 2)

@@ -1,0 +1,102 @@
+"""Deterministic mode: logits of a token depend on the tokens before it alone, bit for bit, also in bfloat16."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from eyas.cache.kv import SlotPools
+from eyas.config import EagleConfig, EngineConfig, TreeConfig
+from eyas.drafters.base import Drafter
+from eyas.drafters.build import build_drafter
+from eyas.engine.build import assemble_engine
+from eyas.engine.fixed import FixedRunner
+from eyas.engine.runner import ModelRunner
+from eyas.engine.sequence import Sequence, Work
+from eyas.errors import ConfigError
+from eyas.models.heads.eagle import load_fuser
+from eyas.models.target import TargetModel, load_target
+from eyas.request import Request, SamplingParams
+from eyas.tree import DraftTree
+from tests.engine.drafters import RandomDrafter
+from tests.models.families import FAMILIES, config_of, write_model
+from tests.tiny import DEMO
+
+ROWS = 8
+TREE = DraftTree((7, 8, 9, 10, 11, 12), (0, 0, 1, 0, 2, 4), (0.0,) * 6)
+PROMPT = np.random.default_rng(0).integers(3, 48, 21).tolist()
+
+
+def load_family(folder: Path, name: str, dtype: str) -> TargetModel:
+    kind, settings = FAMILIES[name]
+    return load_target(write_model(folder, config_of(kind, **settings), getattr(torch, dtype)), dtype)
+
+
+def runner_of(target: TargetModel) -> FixedRunner:
+    return FixedRunner(target, SlotPools(401, target.kv_shapes, 0, target.dtype, target.device), None, ROWS, 400)
+
+
+def prefill(runner: ModelRunner, tokens: list[int], slots: np.ndarray, cuts: tuple[int, ...]) -> torch.Tensor:
+    """Logits after the last token, prefilled in chunks."""
+    sequence = Sequence(Request("a", tuple(tokens)), list(tokens), slots[:0])
+    for start, end in zip((0, *cuts), (*cuts, len(tokens)), strict=True):
+        logits = runner.forward([Work(sequence, slots[start:end], start)])
+        sequence.slots, sequence.computed = slots[:end], end
+    return logits[-1]
+
+
+def tree_logits(runner: ModelRunner, tree: DraftTree, prefix: list[int], slots: np.ndarray) -> torch.Tensor:
+    sequence = Sequence(Request("b", tuple(prefix)), [*prefix, tree.tokens[0]], slots[: len(prefix)], len(prefix))
+    return runner.forward([Work(sequence, slots[len(prefix) : len(prefix) + len(tree)], len(prefix), tree)])
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("name", ["llama-3", "gemma-2", "phi-3"])
+def test_chunks_and_trees_change_no_bit(name: str, dtype: str, tmp_path: Path) -> None:
+    target = load_family(tmp_path, name, dtype)
+    runner, slots = runner_of(target), np.random.default_rng(1).permutation(400)
+    whole = prefill(runner, PROMPT, slots[:21], ())
+    assert torch.equal(whole, prefill(runner, PROMPT, slots[30:51], (5, 6, 19)))
+    in_tree = tree_logits(runner, TREE, PROMPT, slots[30:])
+    for node in range(len(TREE)):
+        path = [TREE.tokens[above] for above in TREE.path(node)]
+        assert torch.equal(in_tree[node], prefill(runner, PROMPT + path, slots[200:], (3,)))
+
+
+@pytest.mark.parametrize("name", ["llama-3", "gemma-2", "phi-3"])
+def test_the_fixed_runner_agrees_with_the_fast_one(name: str, tmp_path: Path) -> None:
+    target, slots = load_family(tmp_path, name, "float32"), np.random.default_rng(1).permutation(400)
+    fast = ModelRunner(target, SlotPools(400, target.kv_shapes, 0, target.dtype, target.device), None)
+    for runner in (fixed := runner_of(target), fast):
+        prefill(runner, PROMPT, slots[:21], (5,))
+    expected = tree_logits(fast, TREE, PROMPT, slots)
+    torch.testing.assert_close(tree_logits(fixed, TREE, PROMPT, slots), expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_a_bfloat16_batch_says_the_same_with_a_drafter_as_without(temperature: float) -> None:
+    target_folder, head = str(DEMO / "target"), str(DEMO / "eagle3")
+    fuser, tree = load_fuser(head, target_folder, "bfloat16"), TreeConfig(nodes=12, depth=4, width=4)
+    target = load_target(target_folder, "bfloat16", taps=fuser.taps)
+    config = EngineConfig(num_slots=1024, step_tokens=40, deterministic=True)
+    eagle = build_drafter("eagle3", target_folder, head, "bfloat16", "cpu", tree, EagleConfig())
+    drafters: dict[str, Drafter | None] = {"plain": None, "eagle3": eagle, "random": RandomDrafter(4096)}
+    said: dict[str, dict[str, list[int]]] = {name: {} for name in drafters}
+    for name, drafter in drafters.items():
+        engine = assemble_engine(target, fuser, config, tree, drafter)
+        params = SamplingParams(40, temperature, ignore_eos=True)
+        for seed, length in enumerate((3, 50, 17)):
+            prompt = np.random.default_rng(seed).integers(3, 4096, length).tolist()
+            engine.submit(Request(f"{seed}", tuple(prompt), replace(params, seed=seed)))
+        while engine.has_work:
+            for chunk in engine.step():
+                said[name].setdefault(chunk.request_id, []).extend(chunk.token_ids)
+            engine.check()
+    assert said["plain"] == said["eagle3"] == said["random"]
+
+
+def test_a_target_that_routes_rows_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="mixtral, which routes rows to experts"):
+        runner_of(load_family(tmp_path, "mixtral", "float32"))

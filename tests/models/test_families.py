@@ -1,0 +1,72 @@
+"""Every promised family: our packed, tree-masked forward is transformers' own, and the engine says what `generate` says."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from eyas.config import EngineConfig, TreeConfig
+from eyas.engine.build import assemble_engine
+from eyas.models.inputs import Segment
+from eyas.models.target import TargetModel, load_target
+from eyas.request import Request, SamplingParams
+from eyas.tree import DraftTree
+from tests.engine.drafters import RandomDrafter
+from tests.models.families import FAMILIES, config_of, write_model
+from tests.models.test_target import expected, make_pools, run, segment
+from tests.reference import load_reference
+
+PROMPTS = [[5, 9, 11], np.random.default_rng(1).integers(3, 48, 37).tolist()]
+TREE = TreeConfig(nodes=8, depth=4, width=3)
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> str:
+    kind, settings = FAMILIES[request.param]
+    return write_model(tmp_path_factory.mktemp(request.param), config_of(kind, **settings))
+
+
+@pytest.fixture(scope="module")
+def target(folder: str) -> TargetModel:
+    return load_target(folder)
+
+
+def tree_rows(tree: DraftTree, start: int, slots: Any, prefix: Any) -> Segment:
+    positions = start + np.array(tree.depths)
+    return Segment(np.array(tree.tokens), positions, slots, prefix, tree.ancestor_mask(), np.arange(len(tree)))
+
+
+def test_chunks_and_trees_equal_transformers_own_forward(target: TargetModel, folder: str) -> None:
+    pools, slots = make_pools(target), np.random.default_rng(0).permutation(400)
+    prefix, short = PROMPTS[1], PROMPTS[0]
+    tree = DraftTree((7, 8, 9, 10, 11, 12, 13), (0, 0, 0, 1, 3, 4, 2), (0.0,) * 7)
+    first = run(target, [segment(prefix[:20], 0, slots[:20], slots[:0])], pools)
+    second = run(
+        target,
+        [segment(prefix[20:], 20, slots[20:37], slots[:20]), segment(short, 0, slots[50:53], slots[:0])],
+        pools,
+    )
+    third = run(target, [tree_rows(tree, 37, slots[60:67], slots[:37])], pools)
+    whole = expected(folder, prefix)
+    torch.testing.assert_close(torch.cat([first[0], second[0]]), whole, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(second[1], expected(folder, short), atol=1e-4, rtol=1e-4)
+    for node in range(len(tree)):
+        path = [tree.tokens[above] for above in tree.path(node)]
+        torch.testing.assert_close(third[0][node], expected(folder, prefix + path)[-1], atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("drafted", [False, True])
+def test_the_engine_says_what_generate_says(target: TargetModel, folder: str, drafted: bool) -> None:
+    config = EngineConfig(num_slots=512, step_tokens=16)
+    engine = assemble_engine(target, None, config, TREE, RandomDrafter(48) if drafted else None)
+    tokens: dict[str, list[int]] = {}
+    for index, prompt in enumerate(PROMPTS):
+        engine.submit(Request(f"{index}", tuple(prompt), SamplingParams(32, 0.0, seed=0)))
+    while engine.has_work:
+        for chunk in engine.step():
+            tokens.setdefault(chunk.request_id, []).extend(chunk.token_ids)
+    reference: Any = load_reference(folder)
+    for index, prompt in enumerate(PROMPTS):
+        said = reference.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=32)[0, len(prompt) :].tolist()
+        assert tokens[f"{index}"] == said

@@ -1,0 +1,71 @@
+"""The output head: float32 products of half-precision weights, whatever the architecture does with the logits afterwards."""
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from eyas.models.numerics.output import Float32Head, chunked_linear, float32_linear, widen_head
+from eyas.models.target import TargetModel, load_target
+from tests.models.families import FAMILIES, config_of, write_model
+from tests.models.test_target import make_pools, run, segment
+
+TOKENS = list(range(3, 40))
+
+
+def logits_of(target: TargetModel) -> torch.Tensor:
+    slots = torch.arange(400).numpy()
+    return run(target, [segment(TOKENS, 0, slots[:37], slots[:0])], make_pools(target))[0]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("rows", [(5, 64), (1, 3, 64), (1, 0, 64)])
+def test_products_are_summed_and_returned_in_float32(dtype: torch.dtype, rows: tuple[int, ...]) -> None:
+    torch.manual_seed(0)
+    x, weight, bias = torch.randn(rows).to(dtype), torch.randn(50, 64).to(dtype), torch.randn(50).to(dtype)
+    exact = F.linear(x.double(), weight.double(), bias.double())
+    got = float32_linear(x, weight, bias)
+    assert got.dtype == torch.float32
+    torch.testing.assert_close(got.double(), exact, atol=1e-4, rtol=1e-5)
+
+
+def test_chunks_of_the_vocabulary_equal_the_whole() -> None:
+    torch.manual_seed(0)
+    x, weight = torch.randn(3, 4096).bfloat16(), torch.randn(700, 4096).bfloat16()
+    torch.testing.assert_close(chunked_linear(x, weight), F.linear(x.float(), weight.float()), atol=1e-4, rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["llama-tied", "llama-3", "gemma-2", "phi-3", "mixtral"])
+def test_logits_of_a_bfloat16_target_are_not_rounded_to_bfloat16(name: str, tmp_path: Path) -> None:
+    """Beside the plain path: the same target with its head widened by hand, and everything else as it was."""
+    kind, settings = FAMILIES[name]
+    folder = write_model(tmp_path, config_of(kind, **settings), torch.bfloat16)
+    target = load_target(folder, "bfloat16")
+    got = logits_of(target)
+    assert got.dtype == torch.float32
+    assert (got != got.bfloat16().float()).float().mean() > 0.9, "nearly every logit has bits below bfloat16's"
+    head = target.model.get_output_embeddings()
+    assert isinstance(head, Float32Head)
+    tied = head.weight is target.model.get_input_embeddings().weight
+    assert tied == target.config.tie_word_embeddings
+    head.__class__ = nn.Linear
+    rounded = logits_of(target)
+    assert torch.equal(rounded, rounded.bfloat16().float())
+    torch.testing.assert_close(got, rounded, atol=2e-2, rtol=2e-2)
+
+
+def test_a_head_that_is_no_plain_linear_layer_is_left_alone(tmp_path: Path) -> None:
+    class Odd(nn.Linear):
+        pass
+
+    target = load_target(write_model(tmp_path, config_of("llama"), torch.bfloat16), "bfloat16")
+    odd = Odd(32, 48, bias=False, dtype=torch.bfloat16)
+    target.model.set_output_embeddings(odd)
+    widen_head(target.model)
+    assert type(odd) is Odd
+
+
+def test_a_float32_target_keeps_its_own_head(tiny_target: str) -> None:
+    assert type(load_target(tiny_target).model.get_output_embeddings()) is nn.Linear

@@ -1,0 +1,48 @@
+"""A target whose vocabulary is padded beyond its tokenizer's: ids without text are tokens like any other."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from eyas import LLM, SamplingParams
+from tests.models.families import config_of, write_model
+from tests.tiny import DEMO
+
+PADDED, KNOWN = 4160, 4096
+
+
+@pytest.fixture(scope="module")
+def padded(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A random target with the demo's tokenizer, whose likeliest tokens are often ones that it does not have."""
+    folder = tmp_path_factory.mktemp("padded")
+    write_model(folder, config_of("llama", vocab_size=PADDED))
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    with torch.no_grad():
+        model.get_output_embeddings().weight[KNOWN:] *= 2
+    model.save_pretrained(folder)
+    for file in Path(DEMO, "target").glob("token*"):
+        shutil.copy(file, folder)
+    return str(folder)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_ids_above_the_tokenizers_are_emitted_without_text(padded: str, temperature: float) -> None:
+    llm = LLM(padded)
+    params = SamplingParams(48, temperature, seed=1, stop=("no such text",), ignore_eos=True)
+    for result in llm.generate(["import os", "class Queue:"], params):
+        assert len(result.token_ids) == 48
+        assert any(token >= KNOWN for token in result.token_ids)
+        known = [token for token in result.token_ids if token < KNOWN]
+        assert result.text == llm._tokenizer.decode(known)
+
+
+def test_an_id_without_text_may_stand_in_a_prompt_and_stop_the_output(padded: str) -> None:
+    llm = LLM(padded)
+    whole = llm.generate([[5, 4150, 6]], SamplingParams(16, 0.0, ignore_eos=True))[0].token_ids
+    at = next(index for index, token in enumerate(whole) if token >= KNOWN)
+    cut = llm.generate([[5, 4150, 6]], SamplingParams(16, 0.0, stop_token_ids=(whole[at],), ignore_eos=True))[0]
+    assert cut.finish_reason == "stop"
+    assert cut.token_ids == whole[: whole.index(whole[at]) + 1]
