@@ -40,6 +40,7 @@ class EngineConfig:
     max_running: most sequences in a step. max_waiting: most requests in the queue.
     step_tokens: most prompt tokens that one step prefills.
     context_length: most tokens of prompt and output together; 0 takes the model's own limit.
+    cuda_graphs: capture forward passes as CUDA graphs at start; without effect on other devices.
     """
 
     num_slots: int = 16384
@@ -47,6 +48,7 @@ class EngineConfig:
     max_waiting: int = 1024
     step_tokens: int = 512
     context_length: int = 0
+    cuda_graphs: bool = True
 
     def __post_init__(self) -> None:
         _at_least(1, num_slots=self.num_slots, max_running=self.max_running, step_tokens=self.step_tokens)

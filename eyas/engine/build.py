@@ -9,6 +9,7 @@ from eyas.engine.drafting import Drafting
 from eyas.engine.engine import Engine
 from eyas.engine.runner import ModelRunner
 from eyas.engine.scheduler import Scheduler
+from eyas.models.cuda.passes import build_passes
 from eyas.models.heads.eagle import FeatureFuser, load_fuser
 from eyas.models.target import TargetModel, load_target
 
@@ -33,7 +34,8 @@ def assemble_engine(
 ) -> Engine:
     """An engine over loaded parts. Without a drafter no room is kept for trees."""
     pools = SlotPools(engine.num_slots, target.kv_shapes, fuser.width if fuser else 0, target.dtype, target.device)
-    runner = ModelRunner(target, pools, fuser)
-    scheduler = Scheduler(engine, tree if drafter else TreeConfig(1, 0, 1), target.eos_ids)
     context_length = min(engine.context_length or target.context_length, target.context_length)
+    tree = tree if drafter else TreeConfig(1, 0, 1)
+    runner = ModelRunner(target, pools, fuser, build_passes(target, pools, pools.scratch, engine, tree, context_length))
+    scheduler = Scheduler(engine, tree, target.eos_ids)
     return Engine(scheduler, Drafting(drafter, runner), runner, context_length)

@@ -11,23 +11,30 @@ from torch import Tensor
 from eyas.cache.kv import SlotPools
 from eyas.cache.slots import Slots
 from eyas.engine.sequence import Work
+from eyas.models.cuda.passes import Passes
 from eyas.models.heads.eagle import FeatureFuser
-from eyas.models.inputs import Segment, pack
+from eyas.models.inputs import Segment
 from eyas.models.target import TargetModel
 
 
 class ModelRunner:
-    """Owns the target, its slot pools and the part of the draft head that runs beside it."""
+    """Owns the target, its slot pools and the part of the draft head that runs beside it.
 
-    def __init__(self, target: TargetModel, pools: SlotPools, fuser: FeatureFuser | None) -> None:
+    passes: how the target's forward passes run; plainly if left out.
+    """
+
+    def __init__(
+        self, target: TargetModel, pools: SlotPools, fuser: FeatureFuser | None, passes: Passes | None = None
+    ) -> None:
         self.target = target
+        self.passes: Passes = passes or target
         self._pools = pools
         self._fuser = fuser
 
     def forward(self, works: Seq[Work]) -> Tensor:
         """Logits float32 of every tree node and of the last row of every finished prompt, in order; [N, V]."""
-        packed = pack([_segment(work) for work in works], self.target.device)
-        out = self.target.forward(packed, self._pools)
+        packed = self.passes.pack([_segment(work) for work in works])
+        out = self.passes.forward(packed, self._pools)
         if self._fuser is not None and out.taps is not None:
             with torch.inference_mode():
                 self._pools.features.index_copy_(0, packed.slots, self._fuser(out.taps))

@@ -73,7 +73,14 @@ def attend(
     window: int | None = None,
     softcap: float | None = None,
 ) -> Tensor:
-    """Attention of query [R, H, D] over pools [S, J, D]; [R, H, D]. Loops over groups of segments, never over segments."""
+    """Attention of query [R, H, D] over pools [S, J, D]; [R, H, D]. Loops over groups of segments, never over segments.
+
+    Inputs with tables go to the Triton kernel, a function of the same signature.
+    """
+    if packed.tables is not None:
+        from eyas.models.cuda import kernel
+
+        return kernel.attend(query, keys, values, packed, scaling, window, softcap)
     out = torch.empty_like(query)
     for index, group in enumerate(packed.groups):
         bias = packed.bias(index, window, query.dtype, query.shape[1] // keys.shape[1])
