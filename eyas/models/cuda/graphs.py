@@ -70,7 +70,7 @@ class GraphRunner:
         assert packed.tables is not None, "packed by another runner"
         assert pools is self._pools, "captured over other pools"
         words, replay = packed.tables.words, self._replays.get(packed.tables.shape)
-        if replay is None:
+        if replay is None or len(words) > len(self._words):
             return self._launched.forward(packed, pools)
         self._words[: len(words)].copy_(words)
         out = replay()

@@ -31,6 +31,7 @@ def attend(
     assert tables is not None, "the kernel reads tables"
     (rows, num_heads, width), num_kv, shape = query.shape, keys.shape[1], tables.shape
     group, block_d = num_heads // num_kv, max(16, triton.next_power_of_2(width))
+    row_bytes = block_d * query.element_size()
     partials = query.new_empty((shape.splits, rows, num_heads, width), dtype=torch.float32)
     sums = query.new_full((shape.splits, rows, num_heads), float("-inf"), dtype=torch.float32)
     out = torch.empty((rows, num_heads, width), dtype=query.dtype, device=query.device)
@@ -43,9 +44,9 @@ def attend(
         WINDOW=window or 0,
         SOFTCAP=float(softcap or 0),
         BLOCK_M=max(16, triton.next_power_of_2(shape.tile_rows * group)),
-        BLOCK_N=_keys_per_block(block_d * query.element_size()),
+        BLOCK_N=_keys_per_block(row_bytes),
         BLOCK_D=block_d,
-        num_warps=4,
+        num_warps=4 if row_bytes <= 256 else 8,
         num_stages=2,
     )
     block_s = triton.next_power_of_2(shape.splits)
@@ -87,8 +88,7 @@ def _attend_parts(
         inside = at + n < tl.minimum(end, length)
         place = (tl.load(prefix + at + n, mask=inside, other=0).to(tl.int64) * NUM_KV + head) * WIDTH
         visible = inside[None, :] & (position[:, None] - (at + n)[None, :] < WINDOW if WINDOW else True)
-        k, v = _rows_at(keys, place, inside, WIDTH, BLOCK_D), _rows_at(values, place, inside, WIDTH, BLOCK_D)
-        top, total, acc = _fold(q, k, v, visible, top, total, acc, scaling, SOFTCAP)
+        top, total, acc = _fold(q, keys, values, place, inside, visible, top, total, acc, scaling, WIDTH, SOFTCAP)
     for at in range(tl.maximum(begin, length) - length, end - length, BLOCK_N):
         inside = at + n < end - length
         place = (tl.load(slots + segment + at + n, mask=inside, other=0).to(tl.int64) * NUM_KV + head) * WIDTH
@@ -97,8 +97,7 @@ def _attend_parts(
         if WINDOW:
             there = tl.load(positions + segment + at + n, mask=inside, other=0)
             visible = visible & (position[:, None] - there[None, :] < WINDOW)
-        k, v = _rows_at(keys, place, inside, WIDTH, BLOCK_D), _rows_at(values, place, inside, WIDTH, BLOCK_D)
-        top, total, acc = _fold(q, k, v, visible, top, total, acc, scaling, SOFTCAP)
+        top, total, acc = _fold(q, keys, values, place, inside, visible, top, total, acc, scaling, WIDTH, SOFTCAP)
     out = split.to(tl.int64) * rows * (NUM_KV * GROUP) + cell
     some = tl.where(total == 0, 1.0, total)  # a row may see nothing of its part
     tl.store(sums + out, top + tl.log2(some), mask=live)
@@ -106,14 +105,13 @@ def _attend_parts(
 
 
 @triton.jit
-def _rows_at(pool, place, inside, WIDTH: tl.constexpr, BLOCK_D: tl.constexpr):
-    d = tl.arange(0, BLOCK_D)
-    return tl.load(pool + place[:, None] + d[None, :], mask=inside[:, None] & (d < WIDTH)[None, :], other=0.0)
-
-
-@triton.jit
-def _fold(q, k, v, visible, top, total, acc, scaling, SOFTCAP: tl.constexpr):
-    """One more block of keys in a running softmax. NaN stays NaN, in its own row."""
+def _fold(
+    q, keys, values, place, inside, visible, top, total, acc, scaling, WIDTH: tl.constexpr, SOFTCAP: tl.constexpr
+):  # fmt: skip
+    """One more block of keys, at `place` in the pools, in a running softmax. NaN stays NaN, in its own row."""
+    d = tl.arange(0, q.shape[1])
+    at, kept = place[:, None] + d[None, :], inside[:, None] & (d < WIDTH)[None, :]
+    k, v = tl.load(keys + at, mask=kept, other=0.0), tl.load(values + at, mask=kept, other=0.0)
     scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scaling
     if SOFTCAP > 0:
         scores = SOFTCAP * (2 * tl.sigmoid(2 * scores / SOFTCAP) - 1)  # tanh

@@ -49,7 +49,8 @@ def build_passes(
         log.warning("%s: attention goes the plain way, without graphs", lacking)
         return target
     processors = torch.cuda.get_device_properties(target.device).multi_processor_count
-    launched = KernelRunner(target, Tiling(target.heads_per_kv, target.kv_shapes[0][0], processors), scratch)
+    most = 16 if target.dtype == torch.float32 else 64
+    launched = KernelRunner(target, Tiling(target.heads_per_kv, target.kv_shapes[0][0], processors, most), scratch)
     if not engine.cuda_graphs:
         return launched
     rows = engine.step_tokens + engine.max_running * tree.nodes

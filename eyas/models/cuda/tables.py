@@ -28,17 +28,21 @@ MAX_SPLITS = 32
 
 @dataclass(frozen=True)
 class Tiling:
-    """What good tiles depend on. heads_per_kv: query heads that share keys; num_kv: key-value heads; num_processors: of the
-    device, each of which should have a few programs."""
+    """What good tiles depend on.
+
+    heads_per_kv: query heads that share keys; a row is as many rows of a matrix product. num_kv: key-value heads.
+    num_processors: of the device; each should have two programs. most: rows of a matrix product that registers can hold.
+    """
 
     heads_per_kv: int
     num_kv: int
     num_processors: int
+    most: int = 64
 
     def tile_rows(self, longest: int) -> int:
-        """Rows that share a tile: as few as the matrix unit takes, if no segment has more; else more work per key read."""
+        """Rows that share a tile: as few as the matrix unit takes if no segment has more, else as many as fit."""
         few = max(1, 16 // self.heads_per_kv)
-        return few if longest <= few else max(1, 64 // self.heads_per_kv)
+        return few if longest <= few else max(1, self.most // self.heads_per_kv)
 
     def splits(self, tiles: int) -> int:
         """Parts of the keys, so that even a few tiles fill the device."""

@@ -27,10 +27,10 @@ class Pools:
     values: Tensor
 
 
-def make_pools(num_slots: int, heads: Heads, seed: int) -> Pools:
-    """Noise in float64; the last slot is meant for padding and holds what must never be read."""
+def make_pools(num_slots: int, heads: Heads, seed: int, dtype: torch.dtype) -> Pools:
+    """Noise in float64 that `dtype` can hold; the last slot is meant for padding and holds what must never be read."""
     generator = torch.Generator().manual_seed(seed)
-    keys, values = (torch.randn(num_slots + 1, heads.kv, heads.width, generator=generator).double() for _ in "kv")
+    keys, values = (torch.randn(num_slots + 1, heads.kv, heads.width, generator=generator).to(dtype).double() for _ in "kv")
     keys[-1] = values[-1] = float("nan")
     return Pools(keys, values)
 
