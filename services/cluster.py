@@ -6,6 +6,7 @@ Knows how processes live and die, and where their logs are; not what is said to 
 from __future__ import annotations
 
 import ctypes
+import difflib
 import functools
 import shutil
 import signal
@@ -14,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,6 +31,7 @@ CONFIGS = ROOT / "examples" / "configs" / "local"
 
 START_SECONDS = 60.0
 STOP_SECONDS = 5.0
+SERVICES = ("draft", "verifier", "router")
 PR_SET_PDEATHSIG = 1
 POLL_SECONDS = 0.1
 LOG_LINES = 15
@@ -101,16 +103,17 @@ def running_cluster(port: int, settings: Sequence[str] = ()) -> Iterator[Cluster
     """Start all four processes with the router on `port`, and stop them at the end, however it comes.
 
     settings: what goes before the files in examples/configs/local, such as "draft.tree.nodes=32".
-    The logs are kept when an error ends it.
+    The logs are kept when an error ends it. Raises ConfigError for a setting of a service that there is not.
     """
+    own = _by_service(settings)
     logs = Path(tempfile.mkdtemp(prefix="eyas-"))
     children: list[Child] = []
     try:
         children.append(_start_redis(logs))
         registry = f"registry.url=redis://{children[0].address}/0"
-        for name, at in (("draft", free_port()), ("verifier", free_port()), ("router", port)):
-            own = [setting.removeprefix(f"{name}.") for setting in settings if setting.startswith(f"{name}.")]
-            children.append(_start_service(name, at, [registry, *own], logs))
+        for name in SERVICES:
+            at = port if name == "router" else free_port()
+            children.append(_start_service(name, at, [registry, *own[name]], logs))
         yield Cluster(*children)
     except KeyboardInterrupt:
         _stop(children)
@@ -121,6 +124,17 @@ def running_cluster(port: int, settings: Sequence[str] = ()) -> Iterator[Cluster
         raise
     _stop(children)
     shutil.rmtree(logs)
+
+
+def _by_service(settings: Sequence[str]) -> Mapping[str, Sequence[str]]:
+    own: dict[str, list[str]] = {name: [] for name in SERVICES}
+    for setting in settings:
+        name, _, rest = setting.partition(".")
+        if name not in own:
+            near = difflib.get_close_matches(name, SERVICES, n=1, cutoff=0.0)[0]
+            raise ConfigError(f"--set {setting!r}: there is no service {name!r}; did you mean {near}.{rest or 'key=value'}?")
+        own[name].append(rest)
+    return own
 
 
 def free_port() -> int:
@@ -181,13 +195,20 @@ def _dying_with_parent() -> Callable[[], object] | None:
 
 
 def _stop(children: Sequence[Child]) -> None:
-    """Ask all services at once, Redis when they have withdrawn their leases; kill what is left after STOP_SECONDS."""
-    for group in (children[1:], children[:1]):
-        for child in group:
-            child.process.terminate()
-        deadline = time.monotonic() + STOP_SECONDS
-        for child in group:
-            child.wait_or_kill(deadline)
+    """Ask all services at once, Redis when they have withdrawn their leases; kill what is left after STOP_SECONDS, or at
+    once on another Ctrl-C."""
+    try:
+        for group in (children[1:], children[:1]):
+            for child in group:
+                child.process.terminate()
+            deadline = time.monotonic() + STOP_SECONDS
+            for child in group:
+                child.wait_or_kill(deadline)
+    except KeyboardInterrupt:
+        for child in children:
+            child.process.kill()
+        for child in children:
+            child.process.wait()
 
 
 def _is_serving(health: health_pb2_grpc.HealthStub) -> bool:

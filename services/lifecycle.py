@@ -1,7 +1,7 @@
 """How every service starts and stops: config in, an exit status out. Knows nothing of what a service does.
 
-Start: listen, become present (lease, SERVING). Stop on SIGTERM or SIGINT: NOT_SERVING, withdraw, let running calls finish
-for `drain_seconds`, leave. A second signal ends the process at once.
+Start: listen, become present (lease, SERVING). Stop on SIGTERM or SIGINT: NOT_SERVING, withdraw, linger for those who have
+not heard of it, let running calls finish for `drain_seconds`, leave. A second signal ends the process at once.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Annotated, Any, Protocol, Self, TypeVar
 import typer
 
 from eyas.config import ServerConfig, describe, load
-from eyas.errors import EyasError
+from eyas.errors import ConfigError, EyasError
 from eyas.rpc.messages import ModelInfo
 from eyas.rpc.server import RpcServer
 from services.registry import Lease, Load, Registry, Role
@@ -27,6 +27,8 @@ from services.registry import Lease, Load, Registry, Role
 ConfigT = TypeVar("ConfigT")
 
 log = logging.getLogger(__name__)
+
+_EVERYWHERE = ("0.0.0.0", "[::]")
 
 
 class Presence(Protocol):
@@ -37,7 +39,7 @@ class Presence(Protocol):
         ...
 
     async def leave(self) -> None:
-        """Called before the server drains; no new work should arrive after it."""
+        """Called before the server drains, also where `enter` failed; others send no new work once they hear of it."""
         ...
 
 
@@ -53,7 +55,10 @@ class WorkerPresence:
     incarnation: str = field(default_factory=lambda: uuid.uuid4().hex)
 
     async def enter(self, address: str) -> None:
-        """Publish the lease, then answer health checks with SERVING."""
+        """Answer health checks with SERVING and publish the lease. Raises ConfigError if nobody can dial `address`."""
+        host, _, _ = address.rpartition(":")
+        if host in _EVERYWHERE:
+            raise ConfigError(f"server.host {host} listens everywhere; set server.advertise to the host others can dial")
         await self.server.set_serving(True)
         await self.registry.publish(lambda: Lease(self.role, address, self.incarnation, self.model, self.load()))
 
@@ -71,13 +76,16 @@ async def serve(server: RpcServer, service_names: Sequence[str], config: ServerC
     """
     with _StopSignal() as stop:
         address = await server.start(service_names)
+        linger = 0.0
         try:
             await presence.enter(address)
             log.info("serving on %s", address)
             await stop.wait()
+            linger = config.linger_seconds
             log.info("stopping; running calls have %.0f s to finish", config.drain_seconds)
         finally:
             await presence.leave()
+            await asyncio.sleep(linger)
             await server.stop(config.drain_seconds)
 
 

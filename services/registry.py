@@ -20,8 +20,8 @@ from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 from redis.exceptions import RedisError
 
-from eyas.config import RegistryConfig
-from eyas.errors import Unavailable
+from eyas.config import RegistryConfig, masked
+from eyas.errors import ConfigError, Unavailable
 from eyas.rpc.messages import ModelInfo
 
 Role = Literal["verifier", "draft"]
@@ -62,17 +62,14 @@ class Placement:
 
 
 class Registry:
-    """One process's view of the registry; use it from one event loop and close it there."""
+    """One process's view of the registry; use it from one event loop and close it there.
+
+    Raises ConfigError for a URL that Redis does not take; it connects later.
+    """
 
     def __init__(self, config: RegistryConfig) -> None:
         self._config = config
-        self._redis = Redis.from_url(
-            config.url,
-            socket_timeout=config.ttl / 2,
-            socket_connect_timeout=config.ttl / 2,
-            retry=Retry(NoBackoff(), 1),
-            decode_responses=True,
-        )
+        self._redis = _client(config)
         self._beating: asyncio.Task[None] | None = None
         self._watching: asyncio.Task[None] | None = None
         self._published: Lease | None = None
@@ -102,7 +99,7 @@ class Registry:
         try:
             return await self._read(role)
         except RedisError as error:
-            raise Unavailable(f"no answer from the registry at {_shown(self._config.url)}: {error}") from error
+            raise Unavailable(f"no answer from the registry at {masked(self._config.url)}: {error}") from error
 
     async def watch(self, *roles: Role) -> None:
         """Read the leases of `roles` now and keep them fresh in the background; `known` gives them."""
@@ -123,7 +120,11 @@ class Registry:
     async def placement(self, session: str) -> Placement | None:
         """The session's last pair, or None if there is none or Redis is away."""
         value = await self._attempt(lambda: self._redis.get(_placement_key(session))) if self._reachable else None
-        return _PLACEMENTS.validate_json(value) if value else None
+        try:
+            return _PLACEMENTS.validate_json(value) if value else None
+        except ValidationError as error:
+            log.warning("ignored the placement of session %s, which does not parse: %s", session, error)
+            return None
 
     async def close(self) -> None:
         """Stop all background work and the connection; the lease, if any, is left to run out."""
@@ -173,14 +174,29 @@ class Registry:
             result = await call()
         except RedisError as error:
             if self._reachable:
-                log.warning("registry %s is away, going on with what is known: %s", _shown(self._config.url), error)
+                log.warning("registry %s is away, going on with what is known: %s", masked(self._config.url), error)
             self._reachable = False
             self._settled_at = time.monotonic() + self._config.ttl
             return None
         if not self._reachable:
-            log.info("registry %s is back", _shown(self._config.url))
+            log.info("registry %s is back", masked(self._config.url))
         self._reachable = True
         return result
+
+
+def _client(config: RegistryConfig) -> Redis:
+    try:
+        client = Redis.from_url(
+            config.url,
+            socket_timeout=config.ttl / 2,
+            socket_connect_timeout=config.ttl / 2,
+            retry=Retry(NoBackoff(), 1),
+            decode_responses=True,
+        )
+        client.connection_pool.make_connection()  # type: ignore[no-untyped-call]  # looks at the whole URL, dials nobody
+    except (ValueError, TypeError) as error:
+        raise ConfigError(f"registry.url is {masked(config.url)}; expected one such as redis://host:6379/0") from error
+    return client
 
 
 _LEASES = TypeAdapter(Lease)
@@ -211,10 +227,6 @@ async def _cancel(task: asyncio.Task[None] | None) -> None:
     while task is not None and not task.done():
         task.cancel()
         await asyncio.wait([task], timeout=_CANCEL_SECONDS)
-
-
-def _shown(url: str) -> str:
-    return url.rpartition("@")[2]
 
 
 def _lease_key(role: Role, incarnation: str) -> str:

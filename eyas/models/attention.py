@@ -60,6 +60,10 @@ def slot_attention(
     keys, values = pools.keys[layer], pools.values[layer]
     keys.index_copy_(0, packed.slots, key[0].transpose(0, 1))
     values.index_copy_(0, packed.slots, value[0].transpose(0, 1))
+    group = packed.groups[0]
+    if group.whole and group.rows.shape[0] == 1:
+        bias = packed.bias(0, sliding_window, query.dtype, query.shape[1] // keys.shape[1])
+        return _attend_alone(query, keys, values, group, bias, scaling, softcap), None
     out = attend(query[0].transpose(0, 1), keys, values, packed, scaling, sliding_window, softcap)
     return out[None], None
 
@@ -95,7 +99,7 @@ def attend(
 
 
 def _attend_group(
-    query: Tensor, keys: Tensor, values: Tensor, group: Group, bias: Tensor, scaling: float, softcap: float | None
+    query: Tensor, keys: Tensor, values: Tensor, group: Group, bias: Tensor | None, scaling: float, softcap: float | None
 ) -> Tensor:
     """Attention of the group's cells, [B * Q, H, D]: heads that share keys and values are folded into the rows."""
     (batch, cells), (num_heads, width), num_kv = group.rows.shape, query.shape[1:], keys.shape[1]
@@ -107,14 +111,25 @@ def _attend_group(
     return o.reshape(batch * cells, num_heads, width)
 
 
+def _attend_alone(
+    query: Tensor, keys: Tensor, values: Tensor, group: Group, bias: Tensor | None, scaling: float, softcap: float | None
+) -> Tensor:
+    """The case of one sequence, [1, H, R, D] to [1, R, H, D], with no copy that it does not need."""
+    q = query.reshape(1, keys.shape[1], -1, query.shape[3])
+    k, v = (_gather(pool, group).transpose(0, 1)[None] for pool in (keys, values))
+    return masked_attention(q, k, v, bias, scaling, softcap).view(query.shape).transpose(1, 2)
+
+
 def _gather(pool: Tensor, group: Group) -> Tensor:
     """The pool's rows at the group's keys, [B * K, J, D]."""
     return pool[group.run[0] : group.run[1]] if group.run else pool.index_select(0, group.keys.flatten())
 
 
-def masked_attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scaling: float, softcap: float | None = None) -> Tensor:
+def masked_attention(
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scaling: float, softcap: float | None = None
+) -> Tensor:
     """softmax(q k^T * scaling + bias) v over the last two dimensions; scores are soft-capped before the bias if asked."""
     if softcap is None:
         return F.scaled_dot_product_attention(q, k, v, attn_mask=bias, scale=scaling)
     scores = softcap * torch.tanh((q @ k.transpose(-1, -2)).float() * (scaling / softcap))
-    return torch.softmax(scores + bias, dim=-1).to(v.dtype) @ v
+    return torch.softmax(scores if bias is None else scores + bias, dim=-1).to(v.dtype) @ v

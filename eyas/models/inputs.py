@@ -40,14 +40,15 @@ class Group:
     """Segments of similar size, padded to one shape.
 
     rows: packed row of each cell, padding repeats a row [B, Q]; cells: flat cells that are no padding [n], None if all.
-    whole: whether the cells are all packed rows in their order. run: first and last slot + 1 if the keys are one sequence's
-    in consecutive slots, so that they need no gathering.
+    whole: whether the cells are all packed rows in their order. open: whether every cell sees every key.
+    run: first slot and last + 1 if the keys are one sequence's in consecutive slots, so that they need no gathering.
     keys: slot of each key [B, K]; mask: what a cell sees [B, Q, K]; the positions serve sliding windows.
     """
 
     rows: Tensor
     cells: Tensor | None
     whole: bool
+    open: bool
     run: tuple[int, int] | None
     keys: Tensor
     mask: Tensor
@@ -106,8 +107,11 @@ class PackedInputs:
         """Rows whose logits are wanted, without padding."""
         return self.tables.num_wanted if self.tables else len(self.wanted)
 
-    def bias(self, group: int, window: int | None, dtype: torch.dtype, heads_per_kv: int) -> Tensor:
-        """Additive mask [B, 1, heads_per_kv * Q, K]: 0 where a cell sees a key, -inf elsewhere. Shared by all layers."""
+    def bias(self, group: int, window: int | None, dtype: torch.dtype, heads_per_kv: int) -> Tensor | None:
+        """Additive mask [B, 1, heads_per_kv * Q, K]: 0 where a cell sees a key, -inf elsewhere; None where all is seen.
+        Shared by all layers."""
+        if window is None and self.groups[group].open:
+            return None
         wanted = (group, window, dtype, heads_per_kv)
         if wanted not in self.biases:
             self.biases[wanted] = _bias(self.groups[group], window, dtype, heads_per_kv)
@@ -154,6 +158,7 @@ def _group(segments: Sequence[Segment], starts: Ints, alone: bool, device: torch
         rows=_tensor(rows + starts[:, None], device),
         cells=_tensor(np.flatnonzero(np.arange(num_rows) < counts[:, None]), device) if padded else None,
         whole=alone and not padded,
+        open=bool(mask.all()),
         run=_run(keys[0]) if len(segments) == 1 else None,
         keys=_tensor(keys, device),
         mask=torch.from_numpy(mask).to(device),

@@ -57,8 +57,8 @@ def greedy(logits: Tensor) -> Tensor:
 
 def first_where(mask: Tensor) -> Tensor:
     """Lowest index of a true element in each row, V where there is none; [N, V] to [N]."""
-    ids = torch.arange(mask.shape[-1], device=mask.device)
-    return torch.where(mask, ids, mask.shape[-1]).amin(-1)
+    ids = torch.arange(mask.shape[-1], device=mask.device, dtype=torch.int32)
+    return torch.where(mask, ids, mask.shape[-1]).amin(-1).long()
 
 
 def rank(scores: Tensor, k: int) -> Ranked:

@@ -8,7 +8,7 @@ from eyas.commit import Commit, Refusal, TensorBytes
 from eyas.request import Chunk, GenerationStats, Request
 from eyas.tree import DraftTree
 
-# What a client says in GenerateCall.drafter to be decoded plainly.
+# What GenerateCall.drafter says for plain decoding.
 NO_DRAFTER = "none"
 # Trailing metadata of Generate: mean time of the request's drafting rounds, there and back, in ms.
 ROUND_TRIP_KEY = "eyas-draft-round-trip-ms"
@@ -41,7 +41,8 @@ class GenerateCall:
     request: prompt_ids is empty while the prompt is text.
     prompt_text: the prompt as text; None where it came as token ids.
     model: may be empty where only one is served.
-    drafter: from the router, host:port of the drafter that it picked, empty for none; from a client, NO_DRAFTER or empty.
+    drafter: from the router, host:port of the drafter that it picked, empty where none is available now; from a client,
+    empty; from both, NO_DRAFTER for plain decoding.
     """
 
     request: Request

@@ -41,8 +41,9 @@ class GenerateRequest(_message.Message):
     text: _builtins.str
     """As text; only the router takes it."""
     drafter: _builtins.str
-    """To a verifier: host:port of the drafter to pair this request with; empty decodes without one. To the router, which
-    picks the drafter: "none" asks for plain decoding; anything else is ignored.
+    """"none" asks for plain decoding. Else, to a verifier: host:port of the drafter to pair this request with; empty where
+    none is available now, so that the verifier pairs it with the first fitting one that appears. The router picks the
+    drafter, and ignores anything but "none".
     """
     @_builtins.property
     def tokens(self) -> Global___TokenIds:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import asyncio
 
 import torch
 
 from eyas.config import DraftConfig
 from eyas.drafters.base import LocalDrafter
 from eyas.drafters.build import build_drafter
+from eyas.errors import RequestFailed
 from eyas.models.checkpoint import head_fingerprint, read_config, resolve, target_fingerprint
 from eyas.models.heads.config import head_config
 from eyas.rpc.messages import DrafterInfo, ModelInfo
@@ -16,7 +17,7 @@ from eyas.rpc.server import RpcServer
 from eyas.v1 import draft_pb2, draft_pb2_grpc
 from services.draft.servicer import DraftServicer
 from services.draft.worker import DraftWorker
-from services.lifecycle import Presence, WorkerPresence, main, serve
+from services.lifecycle import WorkerPresence, main, serve
 from services.registry import Load, Registry
 
 
@@ -28,13 +29,27 @@ async def run(config: DraftConfig) -> None:
         config.drafter, config.target, config.head, config.dtype, config.device, config.tree, config.eagle
     )
     info = describe(config, drafter)
+    await serve_drafter(config, drafter, info)
+
+
+async def serve_drafter(config: DraftConfig, drafter: LocalDrafter, info: DrafterInfo) -> None:
+    """Serve until told to stop. Raises RequestFailed when the drafter breaks for good."""
+    loop, owner = asyncio.get_running_loop(), asyncio.current_task()
+    assert owner is not None
     server = RpcServer(config.server)
-    with DraftWorker(drafter, info) as worker:
+    with DraftWorker(drafter, info, lambda: loop.call_soon_threadsafe(owner.cancel)) as worker:
         servicer = DraftServicer(worker, info)
         draft_pb2_grpc.add_DraftServicer_to_server(servicer, server.aio)
-        lease = WorkerPresence(server, Registry(config.registry), "draft", info.model, lambda: _load(worker))
+        server.before_stop(servicer.close)
+        presence = WorkerPresence(server, Registry(config.registry), "draft", info.model, lambda: _load(worker))
         names = [draft_pb2.DESCRIPTOR.services_by_name["Draft"].full_name]
-        await serve(server, names, config.server, _DraftPresence(lease, servicer))
+        try:
+            await serve(server, names, config.server, presence)
+        except asyncio.CancelledError:
+            if not worker.broken:
+                raise
+            owner.uncancel()
+            raise RequestFailed("the drafter broke; the log has the traceback") from None
 
 
 def describe(config: DraftConfig, drafter: LocalDrafter) -> DrafterInfo:
@@ -54,21 +69,6 @@ def describe(config: DraftConfig, drafter: LocalDrafter) -> DrafterInfo:
         needs_samples=needs.samples,
         feature_size=head_config(resolve(config.head), target).hidden if needs.features else 0,
     )
-
-
-@dataclass(frozen=True)
-class _DraftPresence:
-    """A lease, and streams that end with it: they would outlast any grace."""
-
-    lease: Presence
-    servicer: DraftServicer
-
-    async def enter(self, address: str) -> None:
-        await self.lease.enter(address)
-
-    async def leave(self) -> None:
-        await self.lease.leave()
-        await self.servicer.close()
 
 
 def _load(worker: DraftWorker) -> Load:

@@ -65,15 +65,20 @@ class _Row:
 
 
 class DraftWorker:
-    """Runs a drafter: `with DraftWorker(drafter, info) as worker`. Public methods may be called from any thread."""
+    """Runs a drafter: `with DraftWorker(drafter, info) as worker`. Public methods may be called from any thread.
 
-    def __init__(self, drafter: LocalDrafter, info: DrafterInfo) -> None:
+    on_break: called from the worker's thread should it end by itself; from then on streams are only closed.
+    """
+
+    def __init__(self, drafter: LocalDrafter, info: DrafterInfo, on_break: Callable[[], object] = bool) -> None:
         self._drafter = drafter
         self._info = info
+        self._on_break = on_break
         self._numbers = itertools.count()
         self._jobs: list[_Job] = []
         self._wake = threading.Condition()
         self._running = True
+        self.broken = False
         self._thread = threading.Thread(target=self._run, name="drafter", daemon=True)
         self.num_sessions = 0
 
@@ -108,20 +113,34 @@ class DraftWorker:
 
     def _queue(self, job: _Job) -> None:
         with self._wake:
+            if self.broken:
+                _dismiss([job])
+                return
             self._jobs.append(job)
             self._wake.notify()
 
     # Below: the worker's thread only.
 
     def _run(self) -> None:
-        while jobs := self._next_jobs():
-            for job in jobs:
-                self._release(job)
-            rows = [row for job in jobs for row in self._admitted(job)]
-            drafts = self._propose([row.context for row in rows]) if rows else []
-            for job in jobs:
-                answers = [pair for pair in zip(rows, drafts, strict=True) if pair[0].job is job]
-                _answer(job, answers)
+        jobs: list[_Job] = []
+        try:
+            while jobs := self._next_jobs():
+                self._serve(jobs)
+        except Exception:
+            log.exception("the drafter is broken")
+            with self._wake:
+                self.broken = True
+                _dismiss([*jobs, *self._jobs])
+            self._on_break()
+
+    def _serve(self, jobs: Sequence[_Job]) -> None:
+        for job in jobs:
+            self._release(job)
+        rows = [row for job in jobs for row in self._admitted(job)]
+        drafts = self._propose([row.context for row in rows]) if rows else []
+        for job in jobs:
+            answers = [pair for pair in zip(rows, drafts, strict=True) if pair[0].job is job]
+            _answer(job, answers)
 
     def _next_jobs(self) -> list[_Job]:
         """The waiting jobs up to the first that touches a session again; empty once the worker stops."""
@@ -172,6 +191,13 @@ class DraftWorker:
             log.exception("the drafter failed; %d sessions go without trees and start anew", len(contexts))
             self._drafter.release([context.session for context in contexts])
             return [None] * len(contexts)
+
+
+def _dismiss(jobs: Sequence[_Job]) -> None:
+    """End the streams that wait for their end; nothing else is answered."""
+    for job in jobs:
+        if job.request is None:
+            job.stream.deliver(None)
 
 
 def _answer(job: _Job, answers: Sequence[tuple[_Row, Draft]]) -> None:

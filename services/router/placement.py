@@ -69,6 +69,8 @@ def candidates(fleet: Fleet, demand: Demand) -> list[Pair]:
     for verifier in fleet.verifiers:
         if verifier.model.name != demand.model or verifier.incarnation in demand.excluded:
             continue
+        if demand.num_slots > verifier.model.context_length:
+            continue
         if demand.fingerprint and verifier.model.fingerprint != demand.fingerprint:
             continue
         drafters = [d for d in fleet.drafters if demand.wants_drafter and verifier.model.is_drafted_by(d.model)]

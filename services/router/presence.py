@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from dataclasses import dataclass, field
 
 from eyas.rpc.server import RpcServer
 from services.registry import Registry
 from services.router.workers import Workers
+
+log = logging.getLogger(__name__)
 
 
 @dataclass
@@ -34,5 +37,8 @@ class RouterPresence:
 
     async def _follow(self) -> None:
         while True:
-            await self.server.set_serving(await self.workers.refresh())
+            try:
+                await self.server.set_serving(await self.workers.refresh())
+            except Exception:
+                log.exception("a look at the verifiers failed; trying again")
             await asyncio.sleep(self.interval)

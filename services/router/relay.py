@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
@@ -27,6 +28,7 @@ from services.router.placement import Demand, Pair, candidates, pick
 from services.router.workers import Workers
 
 MAX_ATTEMPTS = 3
+TRAILER_SECONDS = 1.0
 
 TrailerSink = Callable[[Sequence[tuple[str, str]]], None]
 GenerateStream = grpc.aio.UnaryStreamCall[generation_pb2.GenerateRequest, generation_pb2.GenerateChunk]
@@ -48,7 +50,7 @@ class _Journey:
         request = self.call.request
         sampling = replace(request.sampling, stop=(), max_tokens=request.sampling.max_tokens - len(self.token_ids))
         prompt_ids = (*request.prompt_ids, *self.token_ids)
-        drafter = pair.drafter.address if pair.drafter else ""
+        drafter = pair.drafter.address if pair.drafter else "" if self.demand.wants_drafter else NO_DRAFTER
         return replace(self.call, request=replace(request, prompt_ids=prompt_ids, sampling=sampling), drafter=drafter)
 
     def accepted(self, pair: Pair, chunk: Chunk) -> None:
@@ -63,7 +65,11 @@ class _Journey:
 
 
 class Relay:
-    """Runs calls on workers. stall: longest silence of a verifier, in seconds."""
+    """Runs calls on workers. stall: longest silence of a verifier that has begun to answer, in seconds.
+
+    Before its first chunk a request may wait in the verifier's queue as long as its deadline lets it; a verifier that is
+    gone by then shows in the channel's keepalive.
+    """
 
     def __init__(self, workers: Workers, registry: Registry, stall: float) -> None:
         self._workers = workers
@@ -114,24 +120,23 @@ class Relay:
             stub = GenerationStub(self._workers.channel(pair.verifier))
             stream = stub.Generate(call_to_message(call), timeout=max(left, 0))
             try:
-                finished = False
+                finished, stall = False, math.inf
                 while not finished:
-                    chunk = await self._read(stream, call.request.id, deadline)
-                    finished = chunk.finish_reason is not None
+                    chunk = await self._read(stream, call.request.id, deadline, stall)
+                    finished, stall = chunk.finish_reason is not None, self._stall
                     yield chunk
-                trailers = await stream.trailing_metadata()
-                sink([(key, str(value)) for key, value in trailers if key == ROUND_TRIP_KEY])
+                sink(await _measurements(stream))
             finally:
                 stream.cancel()
 
-    async def _read(self, stream: GenerateStream, request_id: str, deadline: float) -> Chunk:
+    async def _read(self, stream: GenerateStream, request_id: str, deadline: float, stall: float) -> Chunk:
         left = deadline - asyncio.get_running_loop().time()
         try:
-            message = await asyncio.wait_for(stream.read(), min(left, self._stall))
+            message = await asyncio.wait_for(stream.read(), min(left, stall))
         except TimeoutError as error:
-            if left <= self._stall:
+            if left <= stall:
                 raise
-            raise Unavailable(f"the verifier sent nothing for {self._stall} s") from error
+            raise Unavailable(f"the verifier sent nothing for {stall} s") from error
         except grpc.aio.AioRpcError as error:
             if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
                 raise TimeoutError from error
@@ -151,6 +156,15 @@ class Relay:
             task = asyncio.create_task(self._registry.place(session, placement))
             self._binding.add(task)
             task.add_done_callback(self._binding.discard)
+
+
+async def _measurements(stream: GenerateStream) -> list[tuple[str, str]]:
+    """What the verifier measured; nothing if it does not say so soon."""
+    try:
+        trailers = await asyncio.wait_for(stream.trailing_metadata(), TRAILER_SECONDS)
+    except TimeoutError:
+        return []
+    return [(key, str(value)) for key, value in trailers if key == ROUND_TRIP_KEY]
 
 
 def _as_eyas_error(error: grpc.aio.AioRpcError) -> EyasError:

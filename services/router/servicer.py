@@ -36,7 +36,7 @@ class RouterServicer(GenerationServicer):
         self, request: generation_pb2.GenerateRequest, context: Any
     ) -> None:
         """Stream the continuation of a prompt."""
-        call = self._prepare(call_from_message(request))
+        call = await self._prepare(call_from_message(request))
         answer = Answer(call.request, self._tokenizers[call.model])
         left = min(context.time_remaining() or self._request_timeout, self._request_timeout)
         deadline = asyncio.get_running_loop().time() + left
@@ -57,17 +57,18 @@ class RouterServicer(GenerationServicer):
         infos = {lease.model.name: lease.model for lease in self._workers.fleet().verifiers}
         return models_to_message(tuple(infos[name] for name in self._tokenizers if name in infos))
 
-    def _prepare(self, call: GenerateCall) -> GenerateCall:
+    async def _prepare(self, call: GenerateCall) -> GenerateCall:
         """The call with its model, id, token ids and seed filled in. Raises InvalidRequest, UnknownModel, Unavailable."""
         model = self._model_name(call.model)
         call.request.sampling.validate()
+        info = self._model_info(model)
         request = replace(
             call.request,
             id=call.request.id or uuid.uuid4().hex,
-            prompt_ids=self._prompt_ids(call, self._tokenizers[model]),
+            prompt_ids=await _prompt_ids(call, self._tokenizers[model], info),
             sampling=call.request.sampling.seeded(),
         )
-        _check_limits(request, self._model_info(model))
+        _check_limits(request, info)
         return replace(call, request=request, prompt_text=None, model=model)
 
     def _model_name(self, asked: str) -> str:
@@ -80,28 +81,34 @@ class RouterServicer(GenerationServicer):
             raise InvalidRequest(f"several models are served here; name one of {', '.join(names)}")
         return names[0]
 
-    def _prompt_ids(self, call: GenerateCall, tokenizer: TokenText) -> tuple[int, ...]:
-        text = call.prompt_text
-        prompt_ids = call.request.prompt_ids if text is None else tokenizer.encode(text) if text else ()
-        if not prompt_ids:
-            raise InvalidRequest("the prompt is empty; send text or at least one token id")
-        return prompt_ids
-
     def _model_info(self, model: str) -> ModelInfo:
-        for lease in self._workers.fleet().verifiers:
-            if lease.model.name == model:
-                return lease.model
-        raise Unavailable(f"no verifier of model {model!r} is alive; start one or try again later")
+        """Of the verifier that takes the longest requests."""
+        infos = [lease.model for lease in self._workers.fleet().verifiers if lease.model.name == model]
+        if not infos:
+            raise Unavailable(f"no verifier of model {model!r} is alive; start one or try again later")
+        return max(infos, key=lambda info: info.context_length)
+
+
+async def _prompt_ids(call: GenerateCall, tokenizer: TokenText, info: ModelInfo) -> tuple[int, ...]:
+    """Encodes beside the event loop, and not at all what cannot fit."""
+    text, prompt_ids = call.prompt_text, call.request.prompt_ids
+    if text:
+        if (least := tokenizer.least_tokens(text)) > info.context_length:
+            raise InvalidRequest(f"prompt of at least {least} tokens exceeds the context of {info.context_length} tokens")
+        prompt_ids = await asyncio.to_thread(tokenizer.encode, text)
+    if not prompt_ids or text == "":
+        raise InvalidRequest("the prompt is empty; send text or at least one token id")
+    return prompt_ids
 
 
 def _check_limits(request: Request, info: ModelInfo) -> None:
     """Raises InvalidRequest when a request does not fit the model."""
-    for name, ids in (("prompt token", request.prompt_ids), ("stop token", request.sampling.stop_token_ids)):
-        outside = next((token for token in ids if not 0 <= token < info.vocab_size), None)
-        if outside is not None:
-            raise InvalidRequest(f"{name} id {outside} is outside the vocabulary [0, {info.vocab_size})")
     num_prompt, max_tokens = len(request.prompt_ids), request.sampling.max_tokens
     if num_prompt + max_tokens > info.context_length:
         raise InvalidRequest(
             f"prompt of {num_prompt} tokens and max_tokens {max_tokens} exceed the context of {info.context_length} tokens"
         )
+    for name, ids in (("prompt token", request.prompt_ids), ("stop token", request.sampling.stop_token_ids)):
+        outside = next((token for token in ids if not 0 <= token < info.vocab_size), None)
+        if outside is not None:
+            raise InvalidRequest(f"{name} id {outside} is outside the vocabulary [0, {info.vocab_size})")

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
+from contextlib import closing, nullcontext
 
 import torch
 
@@ -14,10 +14,11 @@ from eyas.models.checkpoint import head_fingerprint, target_fingerprint
 from eyas.rpc.messages import ModelInfo
 from eyas.rpc.server import RpcServer
 from eyas.v1 import generation_pb2, generation_pb2_grpc
-from services.lifecycle import WorkerPresence, main, serve
-from services.registry import Registry
+from services.lifecycle import Presence, WorkerPresence, main, serve
+from services.registry import Lease, Registry
 from services.verifier.loop import EngineLoop
 from services.verifier.pool import DraftPool
+from services.verifier.presence import VerifierPresence
 from services.verifier.servicer import GenerationServicer
 
 log = logging.getLogger(__name__)
@@ -33,28 +34,25 @@ async def run(config: VerifierConfig) -> None:
     model = ModelInfo(config.model, target_fingerprint(config.target), engine.vocab_size, engine.context_length, head)
     log.info("model %s: vocabulary %d, context %d", model.name, model.vocab_size, model.context_length)
     server = RpcServer(config.server)
-    async with EngineLoop(engine) as loop:
-        generation_pb2_grpc.add_GenerationServicer_to_server(GenerationServicer(loop, model, pool), server.aio)
-        registry = Registry(config.registry)
-        presence = WorkerPresence(server, registry, "verifier", model, lambda: loop.load)
-        names = [generation_pb2.DESCRIPTOR.services_by_name["Generation"].full_name]
-        async with asyncio.TaskGroup() as tasks:
-            following = tasks.create_task(_follow(registry, model, pool, config.registry.heartbeat)) if pool else None
+    with closing(pool) if pool else nullcontext():
+        async with EngineLoop(engine) as loop:
+            generation_pb2_grpc.add_GenerationServicer_to_server(GenerationServicer(loop, model, pool), server.aio)
+            registry = Registry(config.registry)
+            worker = WorkerPresence(server, registry, "verifier", model, lambda: loop.load)
+            presence = _following(worker, registry, model, pool, config.registry.heartbeat) if pool else worker
+            names = [generation_pb2.DESCRIPTOR.services_by_name["Generation"].full_name]
             await serve(server, names, config.server, presence)
-            if following:
-                following.cancel()
-    if pool:
-        for stats in pool.stats:
+        for stats in pool.stats if pool else ():
             log.info("drafter %s", stats)
-        pool.close()
 
 
-async def _follow(registry: Registry, model: ModelInfo, pool: DraftPool, seconds: float) -> None:
-    """Move sessions away from drafters that are gone, as the registry learns of it."""
-    await registry.watch("draft")
-    while True:
-        await asyncio.sleep(seconds)
-        pool.rehome([lease.address for lease in registry.known("draft") if model.is_drafted_by(lease.model)])
+def _following(worker: Presence, registry: Registry, model: ModelInfo, pool: DraftPool, interval: float) -> Presence:
+    """Sessions get and change their drafters as the registry learns of them."""
+
+    def follow(drafters: tuple[Lease, ...]) -> None:
+        pool.rehome([lease.address for lease in drafters if model.is_drafted_by(lease.model)])
+
+    return VerifierPresence(worker, registry, follow, interval)
 
 
 if __name__ == "__main__":

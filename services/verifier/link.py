@@ -72,17 +72,23 @@ class DraftLink:
         last_problem = ""
         while not self._closed.is_set():
             try:
-                info = self._describe(stub)
-                last_problem = ""
-                self._converse(stub, info)
-            except grpc.RpcError as error:
-                last_problem = self._report(status_error(error), last_problem)
-            except ConfigError as error:
-                last_problem = self._report(error, last_problem)
-            except ValueError:  # how grpc refuses calls on a channel that was closed
-                if not self._closed.is_set():
-                    raise
+                last_problem = self._attempt(stub, last_problem)
+            except Exception:
+                if not self._closed.is_set():  # grpc refuses calls on a channel that was closed with a ValueError
+                    log.exception("the link to %s failed; trying again", self._address)
             self._closed.wait(_RETRY_SECONDS)
+
+    def _attempt(self, stub: draft_pb2_grpc.DraftStub, last_problem: str) -> str:
+        """Talk until the stream breaks; gives back what was wrong."""
+        try:
+            info = self._describe(stub)
+            last_problem = ""
+            self._converse(stub, info)
+        except grpc.RpcError as error:
+            return self._report(status_error(error), last_problem)
+        except ConfigError as error:
+            return self._report(error, last_problem)
+        return last_problem
 
     def _report(self, error: EyasError, last_problem: str) -> str:
         """Log a problem unless it is the same as before; gives back what to compare the next one with."""

@@ -17,9 +17,10 @@ from services.verifier.timing import LinkStats
 
 @dataclass
 class _Pair:
-    """A session's drafter. told: whether the drafter may know the session, so that it must be told of its end."""
+    """A session's drafter; None until one is there. told: whether the drafter may know the session, so that it must be told
+    of its end."""
 
-    link: RemoteDrafter
+    link: RemoteDrafter | None
     told: bool = False
 
 
@@ -55,22 +56,27 @@ class DraftPool:
             return [link.stats for link in self._links.values()]
 
     def pair(self, session: str, address: str) -> None:
-        """Let the drafter at host:port draft for a session from now on; dials it if it is new."""
+        """Let the drafter at host:port draft for a session from now on; dials it if it is new.
+
+        With an empty address the session waits for `rehome` to find it a drafter.
+        """
         with self._lock:
-            self._pairs[session] = _Pair(self._dial(address))
+            self._pairs[session] = _Pair(self._dial(address) if address else None)
             self._timings[session] = _Timing()
 
     def rehome(self, live: Sequence[str]) -> None:
-        """Sessions whose drafter is down and no longer among the `live` addresses move to the live one with the fewest
-        sessions, which refuses their next commit and is told everything."""
+        """Sessions without a drafter, or whose drafter is gone from the `live` addresses or given up, move to the live one
+        with the fewest sessions. It refuses their next commit and is told everything."""
         with self._lock:
-            sessions = Counter(pair.link.address for pair in self._pairs.values())
-            for session, pair in list(self._pairs.items()):
-                if live and not pair.link.up and pair.link.address not in live:
-                    address = min(live, key=sessions.__getitem__)
-                    sessions[address] += 1
-                    self._part(session)
-                    self._pairs[session] = _Pair(self._dial(address))
+            usable = [address for address in live if not self._is_resting(address)]
+            sessions = Counter(pair.link.address for pair in self._pairs.values() if pair.link)
+            for session, pair in list(self._pairs.items()) if usable else ():
+                if pair.link and (pair.link.listens(session) or pair.link.address in usable):
+                    continue
+                address = min(usable, key=sessions.__getitem__)
+                sessions[address] += 1
+                self._part(session)
+                self._pairs[session] = _Pair(self._dial(address))
 
     def mean_round_trip(self, session: str) -> float | None:
         """Mean seconds of the session's answered rounds; None if there was none, or after `unpair`."""
@@ -88,7 +94,7 @@ class DraftPool:
     def listens(self, session: str) -> bool:
         """Whether the session has a drafter that can be told of it now."""
         pair = self._pairs.get(session)
-        return pair is not None and pair.link.listens(session)
+        return pair is not None and pair.link is not None and pair.link.listens(session)
 
     def ask(self, contexts: Sequence[DraftContext]) -> Pending:
         """One round with all drafters at once, under one deadline from when it is collected."""
@@ -124,6 +130,9 @@ class DraftPool:
                     timing.seconds += round_.seconds
         return drafts
 
+    def _is_resting(self, address: str) -> bool:
+        return address in self._links and self._links[address].resting
+
     def _dial(self, address: str) -> RemoteDrafter:
         if address not in self._links:
             self._links[address] = RemoteDrafter(address, self._needs, self._config)
@@ -133,7 +142,8 @@ class DraftPool:
         indices: dict[RemoteDrafter, list[int]] = {}
         with self._lock:
             for i, context in enumerate(contexts):
-                if pair := self._pairs.get(context.session):
+                pair = self._pairs.get(context.session)
+                if pair and pair.link:
                     pair.told = True
                     indices.setdefault(pair.link, []).append(i)
         return indices
@@ -141,7 +151,7 @@ class DraftPool:
     def _part(self, session: str) -> None:
         """Drop a pair, and with its last pair a link that is down: a drafter that is gone is not dialled for ever."""
         pair = self._pairs.pop(session, None)
-        if pair is None:
+        if pair is None or pair.link is None:
             return
         if pair.told:
             pair.link.release([session])

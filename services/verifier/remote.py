@@ -6,7 +6,6 @@ does not continue its state, and the engine resends from what the refusal says.
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from collections.abc import Sequence
@@ -20,14 +19,11 @@ from pybreaker import STATE_OPEN, CircuitBreaker, CircuitBreakerError
 from eyas.commit import Refusal
 from eyas.config import DraftLinkConfig
 from eyas.drafters.base import Draft, DraftContext, DrafterNeeds, Pending
-from eyas.errors import InvalidTree
 from eyas.rpc.messages import DraftReply, DraftRequest, SessionTree
 from eyas.tree import DraftTree
 from services.verifier.link import DraftLink, Stream
 from services.verifier.packing import pack
 from services.verifier.timing import LinkStats, RoundTrips
-
-log = logging.getLogger(__name__)
 
 
 @dataclass
@@ -48,6 +44,10 @@ class Round:
     seconds: float | None = None
 
 
+# A drafter that goes on failing is tried again after this many seconds at the latest, unless its `reset` is longer.
+MAX_REST = 10.0
+
+
 class _LostRound(Exception):
     """Tells the circuit breaker of answers that did not come in time."""
 
@@ -64,6 +64,7 @@ class RemoteDrafter:
         self._steps = count(1)
         self._changed = threading.Condition()
         self._round: Round | None = None
+        self._rest = config.reset
         self._resting_until = 0.0
         self._link = DraftLink(address, needs, self._deliver, self._wake)
 
@@ -77,9 +78,14 @@ class RemoteDrafter:
         """Round trips so far."""
         return self._trips.summary(self.address)
 
+    @property
+    def resting(self) -> bool:
+        """Whether the drafter was given up a moment ago."""
+        return time.monotonic() < self._resting_until
+
     def listens(self, session: str) -> bool:
-        """Whether the stream is open and was not given up a moment ago; the same for every session."""
-        return self.up and time.monotonic() >= self._resting_until
+        """Whether the stream is open and the drafter not given up; the same for every session."""
+        return self.up and not self.resting
 
     def ask(self, contexts: Sequence[DraftContext]) -> Pending:
         """Send now; the answers are waited for when they are collected, up to the configured deadline."""
@@ -121,7 +127,7 @@ class RemoteDrafter:
         except _LostRound:
             self._trips.lost()
             if self._breaker.current_state == STATE_OPEN:
-                self._resting_until = time.monotonic() + self._config.reset
+                self._give_up()
         with self._changed:
             self._round = None
         _sort_in(round_)
@@ -146,6 +152,12 @@ class RemoteDrafter:
             return False
         return True
 
+    def _give_up(self) -> None:
+        """Leave the drafter alone, twice as long as the last time if no round has been answered since."""
+        self._breaker.reset_timeout = self._rest
+        self._resting_until = time.monotonic() + self._rest
+        self._rest = min(2 * self._rest, max(MAX_REST, self._config.reset))
+
     def _wait(self, round_: Round, deadline: float) -> None:
         if not round_.steps:
             return
@@ -156,6 +168,7 @@ class RemoteDrafter:
                 raise _LostRound
         round_.seconds = time.perf_counter() - round_.sent_at
         self._trips.answered(round_.seconds)
+        self._rest = self._config.reset
 
     # Below: the link's thread only.
 
@@ -172,25 +185,20 @@ class RemoteDrafter:
 
 
 def _sort_in(round_: Round) -> None:
-    """Put replies where their contexts stand; stale, duplicate, unknown and malformed ones are dropped."""
+    """Put replies where their contexts stand; stale, duplicate and unknown ones are dropped.
+
+    Whether a tree is well-formed is for the engine to judge, as with any drafter.
+    """
     indices = {context.session: i for i, context in enumerate(round_.contexts) if context.budget.wants_tree}
     for reply in round_.replies:
         answers: list[SessionTree | Refusal] = [*reply.trees, *reply.refusals]
         for answer in answers:
             index = indices.get(answer.session)
             if index is not None and round_.drafts[index] is None and answer.epoch == round_.contexts[index].epoch:
-                round_.drafts[index] = _draft(answer, round_.contexts[index], round_.stream)
+                round_.drafts[index] = _draft(answer, round_.contexts[index])
 
 
-def _draft(answer: SessionTree | Refusal, context: DraftContext, stream: Stream | None) -> Draft:
+def _draft(answer: SessionTree | Refusal, context: DraftContext) -> Draft:
     if isinstance(answer, Refusal):
         return answer
-    if answer.committed != context.committed or stream is None:
-        return None
-    try:
-        vocab_size = stream.info.model.vocab_size
-        answer.tree.validate(context.tokens[-1], vocab_size, context.budget.max_nodes, context.budget.max_depth)
-    except InvalidTree as error:
-        log.warning("dropped a draft tree for %s: %s", answer.session, error)
-        return None
-    return answer.tree
+    return answer.tree if answer.committed == context.committed else None

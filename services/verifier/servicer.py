@@ -11,7 +11,7 @@ from typing import Any
 from eyas.errors import InvalidRequest, UnknownModel
 from eyas.request import Chunk, Request
 from eyas.rpc import wire
-from eyas.rpc.messages import ROUND_TRIP_KEY, GenerateCall, ModelInfo, TextChunk, Totals
+from eyas.rpc.messages import NO_DRAFTER, ROUND_TRIP_KEY, GenerateCall, ModelInfo, TextChunk, Totals
 from eyas.v1 import generation_pb2, generation_pb2_grpc
 from services.verifier.loop import EngineLoop
 from services.verifier.pool import DraftPool
@@ -61,7 +61,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServicer):
 
     @contextmanager
     def _paired(self, request: Request, drafter: str) -> Iterator[None]:
-        if self._pool is None or not drafter:
+        if self._pool is None or drafter == NO_DRAFTER:
             yield
             return
         self._pool.pair(request.id, drafter)

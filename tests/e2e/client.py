@@ -48,13 +48,14 @@ def generate(
     drafter: str = "",
     enough: Callable[[Generated], object] = lambda out: False,
     into: Generated | None = None,
+    session: str = "",
 ) -> Generated:
     """Run one request to its end, or cancel it once `enough` of it, asked after every chunk. Raises the EyasError of the
     status."""
     out = into or Generated()
     text = prompt if isinstance(prompt, str) else None
     ids = () if isinstance(prompt, str) else tuple(prompt)
-    call = GenerateCall(Request("", ids, sampling), prompt_text=text, drafter=drafter)
+    call = GenerateCall(Request("", ids, sampling, session), prompt_text=text, drafter=drafter)
     with open_sync_channel(address) as channel:
         stub = generation_pb2_grpc.GenerationStub(channel)
         try:

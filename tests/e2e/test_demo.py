@@ -48,6 +48,13 @@ def is_open(port: int) -> bool:
         return probe.connect_ex(("127.0.0.1", port)) == 0
 
 
+def until_closed(ports: list[int]) -> None:
+    deadline = time.monotonic() + 20
+    while any(map(is_open, ports)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not any(map(is_open, ports))
+
+
 def test_the_demo_finds_identical_outputs_and_leaves_nothing_behind(tmp_path: Path) -> None:
     with local(tmp_path, "demo", "--num-prompts", "2", "--max-tokens", "24") as process:
         output, errors = process.communicate(timeout=100)
@@ -66,6 +73,24 @@ def test_the_demo_fails_with_the_reason_when_a_service_does(tmp_path: Path) -> N
     assert "models/demo/nowhere" in errors
 
 
+def test_a_setting_of_a_service_that_is_not_there_starts_nothing(tmp_path: Path) -> None:
+    with local(tmp_path, "up", "--set", "verifer.tree.nodes=8") as process:
+        output, errors = process.communicate(timeout=60)
+    assert (process.returncode, output) == (1, "")
+    assert "there is no service 'verifer'; did you mean verifier.tree.nodes=8?" in errors
+    assert not list(tmp_path.glob("eyas-*"))
+
+
+def test_a_second_ctrl_c_leaves_nothing_behind_either(tmp_path: Path) -> None:
+    with local(tmp_path, "up") as process:
+        ports = ports_of(process)
+        process.send_signal(signal.SIGINT)
+        time.sleep(0.2)
+        process.send_signal(signal.SIGINT)
+        process.communicate(timeout=30)
+        until_closed(ports)
+
+
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 0), (signal.SIGKILL, -9)])
 def test_the_cluster_ends_with_its_owner(tmp_path: Path, number: signal.Signals, status: int) -> None:
     if number is signal.SIGKILL and sys.platform != "linux":
@@ -76,8 +101,5 @@ def test_the_cluster_ends_with_its_owner(tmp_path: Path, number: signal.Signals,
         process.send_signal(number)
         process.communicate(timeout=30)
         assert len(ports) == 3
-        deadline = time.monotonic() + 20
-        while any(map(is_open, ports)) and time.monotonic() < deadline:
-            time.sleep(0.05)
-        assert not any(map(is_open, ports))
+        until_closed(ports)
     assert process.returncode == status

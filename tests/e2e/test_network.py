@@ -9,14 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from eyas.config import EagleConfig, TreeConfig
-from eyas.drafters.build import build_drafter
 from eyas.request import SamplingParams
-from eyas.rpc.messages import NO_DRAFTER, DrafterInfo, ModelInfo
+from eyas.rpc.messages import NO_DRAFTER
 from services.cluster import Cluster, free_port, running_cluster
 from tests import reference
 from tests.e2e.client import Generated, generate, generate_staggered
-from tests.services.drafting.toy_drafting import eventually, serving
 from tests.tiny import DEMO, write_head
 
 TARGET, HEAD = str(DEMO / "target"), str(DEMO / "eagle3")
@@ -77,51 +74,24 @@ def test_only_a_good_head_shortens_the_work(cluster: Cluster, request: pytest.Fi
 
 @SAMPLINGS
 def test_killing_the_draft_service_half_way_changes_nothing(sampling: SamplingParams) -> None:
-    """SIGKILL in the middle of running requests; they go on as plain decoding."""
+    """SIGKILL in the middle of a running request; it goes on as plain decoding."""
     with running_cluster(free_port(), ["verifier.link.deadline=30"]) as cluster:
         for child in cluster.services:
             cluster.wait(child)
-        params = replace(sampling, max_tokens=120)
-        plain = generate(cluster.router.address, prompts()[0], params, NO_DRAFTER)
         killed = threading.Event()
 
-        def kill(out: Generated) -> None:
-            if out.stats.num_drafted > 0 and len(out.token_ids) >= 12 and not killed.is_set():
-                killed.set()
+        def kill_and_go_on(out: Generated) -> bool:
+            if out.stats.num_drafted > 0 and not killed.is_set():
                 cluster.draft.process.kill()
                 cluster.draft.process.wait()
+                killed.set()
+            last = [chunk.chunk.round for chunk in out.chunks[-5:]]
+            return killed.is_set() and all(r is not None and r.drafted == 0 for r in last)
 
-        speculative = generate(cluster.router.address, prompts()[0], params, enough=kill)
+        params = replace(sampling, max_tokens=1500)
+        out = generate(cluster.router.address, prompts()[0], params, enough=kill_and_go_on)
         assert killed.is_set()
-        assert speculative.token_ids == plain.token_ids
-        assert speculative.chunks[-1].chunk.round is not None
-        assert speculative.chunks[-1].chunk.round.drafted == 0
+        assert out.finish_reason is None, "plain rounds came before its end"
+        plain = generate(cluster.router.address, prompts()[0], replace(params, max_tokens=len(out.token_ids)), NO_DRAFTER)
+        assert out.token_ids == plain.token_ids
         assert generate(cluster.router.address, prompts()[1], sampling).token_ids == expected(prompts()[1], sampling)
-
-
-def test_drafting_resumes_for_a_running_request(cluster: Cluster) -> None:
-    """A drafter dies and comes back at its address with nothing in its memory, while one request runs on."""
-    port, info = free_port(), DrafterInfo(ModelInfo("demo", "f", 4096, 2048), "eagle3", True, False, 256)
-    params = SamplingParams(max_tokens=1900, temperature=0, ignore_eos=True, seed=0)
-    out, finished = Generated(), threading.Event()
-
-    def run() -> None:
-        generate(cluster.verifier.address, prompts()[0], params, f"127.0.0.1:{port}", lambda _: finished.is_set(), out)
-
-    def rounds_since(start: int, drafted: bool) -> bool:
-        rounds = [chunk.chunk.round for chunk in out.chunks[start:]]
-        return any(r is not None and (r.drafted > 0) == drafted for r in rounds)
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    for _ in range(2):
-        drafter = build_drafter("eagle3", TARGET, HEAD, "float32", "cpu", TreeConfig(8, 3, 3), EagleConfig())
-        with serving(drafter, info, port):
-            start = len(out.chunks)
-            eventually(lambda start=start: rounds_since(start, drafted=True), 60)
-        start = len(out.chunks)
-        eventually(lambda start=start: rounds_since(start, drafted=False), 60)
-    finished.set()
-    thread.join()
-    emitted = out.token_ids
-    assert emitted == generate(cluster.verifier.address, prompts()[0], replace(params, max_tokens=len(emitted))).token_ids

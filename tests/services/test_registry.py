@@ -10,7 +10,7 @@ import pytest
 from redis.asyncio import Redis
 
 from eyas.config import RegistryConfig
-from eyas.errors import Unavailable
+from eyas.errors import ConfigError, Unavailable
 from eyas.rpc.messages import ModelInfo
 from services.registry import Lease, Load, Placement, Registry
 from tests.services.redis_server import free_port, running_redis
@@ -73,10 +73,15 @@ def test_withdrawing_removes_the_lease_at_once(url: str) -> None:
 def test_a_lease_without_heartbeat_runs_out(url: str) -> None:
     async def body() -> None:
         async with registry(url) as reader:
-            worker = Registry(RegistryConfig(url, ttl=0.3, heartbeat=0.1))
+            worker = Registry(RegistryConfig(url, ttl=20, heartbeat=10))
             await worker.publish(lambda: LEASE)
             await worker.close()
             assert await reader.leases("verifier") == [LEASE]
+            redis = Redis.from_url(url)
+            (key,) = await redis.keys("eyas:lease:verifier:*")
+            assert 0 < await redis.pttl(key) <= 20_000
+            await redis.pexpire(key, 1)
+            await redis.aclose()
 
             async def is_gone() -> bool:
                 return await reader.leases("verifier") == []
@@ -108,6 +113,26 @@ def test_a_placement_is_found_again(url: str) -> None:
             assert await other.placement("unknown") is None
 
     asyncio.run(body())
+
+
+def test_a_placement_that_does_not_parse_is_none(url: str, caplog: pytest.LogCaptureFixture) -> None:
+    async def body() -> None:
+        redis = Redis.from_url(url)
+        async with registry(url) as one:
+            for text in ("{", '{"drafter": "d"}', "7"):
+                await redis.set("eyas:placement:session", text)
+                assert await one.placement("session") is None
+        await redis.aclose()
+
+    asyncio.run(body())
+    assert "does not parse" in caplog.text
+
+
+@pytest.mark.parametrize("url", ["", "host:6379", "http://host", "redis://me:secret@host:x", "redis://host?colour=red"])
+def test_a_url_that_redis_does_not_take_is_a_clear_mistake(url: str) -> None:
+    with pytest.raises(ConfigError, match=r"registry\.url is .*expected one such as") as raised:
+        Registry(RegistryConfig(url))
+    assert "secret" not in str(raised.value)
 
 
 def test_the_last_known_leases_outlive_redis_and_its_empty_return(caplog: pytest.LogCaptureFixture) -> None:

@@ -2,13 +2,14 @@
 
 import asyncio
 import logging
+import threading
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import aclosing
 
 import pytest
 
 from eyas.config import EngineConfig, TreeConfig
-from eyas.drafters.base import Draft, DraftContext, DrafterNeeds
+from eyas.drafters.base import Draft, DraftContext, DrafterNeeds, LocalDrafter
 from eyas.engine.build import assemble_engine
 from eyas.engine.engine import Engine
 from eyas.errors import InvalidRequest, RequestFailed
@@ -19,7 +20,7 @@ from services.verifier.loop import EngineLoop
 PROMPT = (0, 282, 659, 276)
 
 
-class FailingDrafter:
+class FailingDrafter(LocalDrafter):
     """Breaks the contract of drafters `failures` times, then has nothing to propose."""
 
     needs = DrafterNeeds()
@@ -99,6 +100,32 @@ def test_leaving_a_generation_frees_its_slots(target: TargetModel) -> None:
         await until(lambda: loop.load.num_running == 0)
 
     run(body, engine_of(target))
+
+
+def test_a_cancelled_request_ends_with_the_next_step(target: TargetModel) -> None:
+    engine = engine_of(target)
+    step, reached, cancelled = engine.step, threading.Event(), threading.Event()
+    steps: list[list[Chunk]] = []
+
+    def watched() -> list[Chunk]:
+        if len(steps) == 3:
+            reached.set()
+            assert cancelled.wait(30)
+        steps.append(step())
+        return steps[-1]
+
+    engine.step = watched  # type: ignore[method-assign]
+
+    async def body(loop: EngineLoop) -> None:
+        async with aclosing(loop.generate(request_of("left", 900))) as chunks:
+            await anext(chunks)
+            await until(reached.is_set)
+        cancelled.set()
+        await until(lambda: loop.load.num_running == 0)
+
+    run(body, engine)
+    reasons = [chunk.finish_reason for chunks in steps for chunk in chunks]
+    assert reasons == [None, None, None, None, "cancelled"], "the step that had begun, and no other"
 
 
 def test_a_refused_request_says_why_and_harms_no_other(target: TargetModel) -> None:

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from eyas.config import DraftConfig, RouterConfig, VerifierConfig, describe, load
+from eyas.config import DraftConfig, RegistryConfig, RouterConfig, ServerConfig, VerifierConfig, describe, load
 from eyas.errors import ConfigError
 
 VERIFIER = "model: m\ntarget: t\n"
@@ -46,11 +46,25 @@ def test_models_of_a_router_are_read(tmp_path: Path) -> None:
         (VerifierConfig, "target: t\n", "model"),
         (VerifierConfig, VERIFIER + "tree: {nodes: many}\n", r"tree\.nodes"),
         (VerifierConfig, VERIFIER + "dtype: float8\n", "dtype"),
-        (VerifierConfig, VERIFIER + "tree: {nodes: 0}\n", "nodes >= 1"),
-        (VerifierConfig, VERIFIER + "engine: {num_slots: 0}\n", "num_slots is 0"),
-        (VerifierConfig, VERIFIER + "engine: {max_running: 0}\n", "max_running is 0"),
-        (VerifierConfig, VERIFIER + "registry: {heartbeat: 9}\n", "heartbeat"),
-        (DraftConfig, "model: m\ntarget: t\nhead: h\neagle: {noise_scale: 0}\n", "noise_scale"),
+        (VerifierConfig, VERIFIER + "tree: {nodes: 0}\n", r"config\.yaml: tree\.nodes is 0; it must be at least 1"),
+        (VerifierConfig, VERIFIER + "engine: {num_slots: 0}\n", r"engine\.num_slots is 0"),
+        (VerifierConfig, VERIFIER + "engine: {max_running: 0}\n", r"engine\.max_running is 0"),
+        (VerifierConfig, VERIFIER + "engine: {max_waiting: -1}\n", r"engine\.max_waiting is -1"),
+        (VerifierConfig, VERIFIER + "engine: {context_length: -1}\n", r"engine\.context_length is -1"),
+        (VerifierConfig, VERIFIER + "registry: {heartbeat: 9}\n", r"registry\.heartbeat is 9"),
+        (VerifierConfig, VERIFIER + "threads: -1\n", r"config\.yaml: threads is -1"),
+        (VerifierConfig, VERIFIER + "link: {deadline: 0}\n", r"link\.deadline is 0.* must be above 0"),
+        (VerifierConfig, VERIFIER + "link: {deadline: .nan}\n", r"link\.deadline is nan"),
+        (VerifierConfig, VERIFIER + "link: {max_failures: 0}\n", r"link\.max_failures is 0"),
+        (VerifierConfig, VERIFIER + "link: {reset: 0}\n", r"link\.reset is 0"),
+        (VerifierConfig, VERIFIER + "link: {chunk_tokens: 1}\n", r"link\.chunk_tokens is 1; it must be at least 2"),
+        (VerifierConfig, VERIFIER + "server: {port: 65536}\n", r"server\.port is 65536; it must lie in \[0, 65535\]"),
+        (VerifierConfig, VERIFIER + "server: {drain_seconds: -1}\n", r"server\.drain_seconds is -1"),
+        (VerifierConfig, VERIFIER + "server: {linger_seconds: -1}\n", r"server\.linger_seconds is -1"),
+        (RouterConfig, ROUTER + "request_timeout: 0\n", "request_timeout is 0"),
+        (RouterConfig, ROUTER + "stall_timeout: -1\n", "stall_timeout is -1"),
+        (DraftConfig, "model: m\ntarget: t\nhead: h\nthreads: -1\n", "threads is -1"),
+        (DraftConfig, "model: m\ntarget: t\nhead: h\neagle: {noise_scale: 0}\n", r"eagle\.noise_scale is 0"),
         (VerifierConfig, "[1, 2]", "expected a mapping"),
         (VerifierConfig, "a: [", "cannot read config"),
     ],
@@ -84,9 +98,21 @@ def test_an_empty_file_misses_only_what_has_no_default(tmp_path: Path) -> None:
     assert load(VerifierConfig, written(tmp_path, ""), ["model=m", "target=t"]).target == "t"
 
 
-def test_the_description_names_every_setting_and_no_password() -> None:
-    config = load(VerifierConfig, None, ["model=m", "target=t", "registry.url=redis://me:secret@host:1/0"])
-    lines = describe(config)
+@pytest.mark.parametrize(
+    ("url", "shown"),
+    [
+        ("redis://me:secret@host:1/0", "redis://***@host:1/0"),
+        ("redis://host:1/0?username=secret&db=2&password=secret", "redis://host:1/0?username=***&db=2&password=***"),
+        ("redis://host:1/0", "redis://host:1/0"),
+    ],
+)
+def test_the_description_names_every_setting_and_no_password(url: str, shown: str) -> None:
+    lines = describe(VerifierConfig("m", "t", registry=RegistryConfig(url)))
     assert "tree.nodes = 24" in lines
-    assert "registry.url = redis://***@host:1/0" in lines
+    assert f"registry.url = {shown}" in lines
     assert "secret" not in "\n".join(lines)
+
+
+def test_a_value_out_of_range_is_refused_without_a_file_too() -> None:
+    with pytest.raises(ConfigError, match="port is -1"):
+        ServerConfig(port=-1)

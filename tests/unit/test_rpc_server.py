@@ -152,9 +152,15 @@ def test_a_port_in_use_is_a_clear_mistake() -> None:
     with_server(check)
 
 
-def test_an_address_that_nobody_can_dial_is_not_advertised() -> None:
-    async def main() -> None:
-        with pytest.raises(ConfigError, match=r"set server\.advertise"):
-            await RpcServer(ServerConfig(host="0.0.0.0")).start([])
+def test_what_would_outlast_any_grace_is_ended_before_the_stop() -> None:
+    async def check(server: RpcServer, address: str, channel: grpc.aio.Channel) -> None:
+        ended = asyncio.Event()
 
-    asyncio.run(main())
+        async def end() -> None:
+            ended.set()
+
+        server.before_stop(end)
+        await server.stop(60)
+        assert ended.is_set()
+
+    with_server(check)

@@ -67,6 +67,32 @@ def test_an_incomplete_character_at_the_end_is_flushed() -> None:
     assert stream.flush() == "\ufffd"
 
 
+@pytest.mark.parametrize("byte", [0xFF, 0x80, 0xE2])
+def test_invalid_bytes_without_end_are_shown_as_they_come(byte: int) -> None:
+    stream = byte_fallback().stream()
+    piece = stream.push([3 + byte] * 200)
+    assert (set(piece.text), len(piece.text) > 190) == ({"\ufffd"}, True)
+    assert len(piece.text) + len(stream.flush()) == 200
+
+
+def test_whole_characters_before_an_incomplete_one_are_not_held_for_ever(demo: TokenText) -> None:
+    ids = demo.encode("\u2603" * 40)
+    assert len(ids) >= 120, "one token for each byte"
+    broken = [token for token in ids[:120] if token != ids[2]]
+    stream = demo.stream()
+    assert len(stream.push(broken).text) > 30
+    assert stream.push(ids).text.endswith("\u2603")
+
+
+@given(st.data())
+def test_grouping_changes_nothing_in_broken_text(data: st.DataObject) -> None:
+    ids = data.draw(st.lists(st.integers(3, 258), min_size=8, max_size=60))
+    whole = byte_fallback().stream().push(ids)
+    stream = byte_fallback().stream()
+    cut = data.draw(st.integers(0, len(ids)))
+    assert stream.push(ids[:cut]).texts + stream.push(ids[cut:]).texts == whole.texts
+
+
 def test_leading_spaces_between_tokens_survive() -> None:
     stream = byte_fallback().stream()
     assert stream.push([2, 1, 2, 2]).text == "ba b b"
@@ -128,6 +154,31 @@ def test_bos_is_added_where_the_config_asks_and_only_once(tmp_path: Path) -> Non
 def test_no_bos_is_added_without_being_asked(tmp_path: Path) -> None:
     silent = load_tokenizer(folder_with(tmp_path, {"bos_token": "<|bos|>"}))
     assert 0 not in silent.encode("x")
+
+
+def test_stored_truncation_and_padding_do_not_touch_prompts(tmp_path: Path) -> None:
+    folder = folder_with(tmp_path, {})
+    whole = load_tokenizer(folder).encode(TEXT)
+    tokenizer = Tokenizer.from_file(str(DEMO / "tokenizer.json"))
+    tokenizer.enable_truncation(4)
+    tokenizer.enable_padding(length=64)
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    assert load_tokenizer(folder).encode(TEXT) == whole
+
+
+def test_least_tokens_is_never_more_than_there_are(demo: TokenText) -> None:
+    for text in (TEXT, " " * 500, "return " * 90, ""):
+        assert demo.least_tokens(text) <= len(demo.encode(text))
+    assert demo.least_tokens("x" * 100_000) > 1000
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
+@pytest.mark.parametrize("text", ["{", "[]", "\x00"])
+def test_a_damaged_tokenizer_is_named(tmp_path: Path, name: str, text: str) -> None:
+    folder = folder_with(tmp_path, {})
+    (tmp_path / name).write_text(text)
+    with pytest.raises(CheckpointError, match=name):
+        load_tokenizer(folder)
 
 
 def test_a_folder_without_tokenizer_is_named(tmp_path: Path) -> None:

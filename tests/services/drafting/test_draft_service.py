@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
@@ -9,15 +10,19 @@ import grpc
 import pytest
 
 from eyas.commit import Commit, Refusal, TensorBytes
+from eyas.config import DraftConfig, RegistryConfig, ServerConfig
 from eyas.drafters.base import DraftContext
+from eyas.errors import RequestFailed
 from eyas.models.tensors import tensor_to_bytes
 from eyas.rpc import draft_wire
-from eyas.rpc.channel import open_sync_channel
+from eyas.rpc.channel import open_channel, open_sync_channel
 from eyas.rpc.messages import DraftReply, DraftRequest
 from eyas.tree import DraftTree
 from eyas.v1 import draft_pb2, draft_pb2_grpc
+from services.draft.__main__ import serve_drafter
 from services.draft.worker import DraftWorker
 from tests.services.drafting.toy_drafting import BOOKKEEPING, INFO, ToyDrafter, context, eventually, serving
+from tests.services.redis_server import free_port
 
 TOKENS = tuple(range(10, 40))
 
@@ -153,3 +158,28 @@ def test_requests_that_wait_are_merged_into_one_call_and_no_session_is_in_it_twi
     assert calls == [["0/a", "1/a"], ["0/a"]]
     assert [reply.step for reply in replies if reply] == [1, 1, 2]
     assert worker.num_sessions == 1
+
+
+def test_a_drafter_that_breaks_for_good_ends_its_service(caplog: pytest.LogCaptureFixture) -> None:
+    class Breaking(ToyDrafter):
+        def release(self, sessions: Sequence[str]) -> None:
+            raise ZeroDivisionError("a drafter that breaks its contract")
+
+    async def body() -> None:
+        port = free_port()
+        registry, server = RegistryConfig("redis://127.0.0.1:1/0"), ServerConfig(port=port, drain_seconds=60)
+        config = DraftConfig("toy", "", "", server=server, registry=registry)
+        service = asyncio.create_task(serve_drafter(config, Breaking(), INFO))
+        async with open_channel(f"127.0.0.1:{port}") as channel:
+            stub = draft_pb2_grpc.DraftStub(channel)
+            request = draft_wire.draft_request_to_message(DraftRequest(1, (GOOD,)))
+            stream, other = stub.Speculate(wait_for_ready=True), stub.Speculate(wait_for_ready=True)
+            for call in (other, stream):
+                await call.write(request)
+                assert roots(draft_wire.draft_reply_from_message(await call.read())) == {"a": 14}
+            stream.cancel()
+            with pytest.raises(RequestFailed, match="the drafter broke"):
+                await asyncio.wait_for(service, 30)
+
+    asyncio.run(body())
+    assert "ZeroDivisionError" in caplog.text

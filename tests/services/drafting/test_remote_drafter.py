@@ -15,7 +15,6 @@ from eyas.config import DraftLinkConfig
 from eyas.drafters.base import DrafterNeeds
 from eyas.rpc.messages import DrafterInfo
 from eyas.tree import DraftTree
-from services.verifier.pool import DraftPool
 from services.verifier.remote import RemoteDrafter
 from tests.services.drafting.toy_drafting import BOOKKEEPING, INFO, ToyDrafter, context, eventually, serving
 
@@ -145,20 +144,19 @@ def test_a_stream_that_breaks_in_mid_round_ends_the_wait() -> None:
         assert remote.collect(round_, time.monotonic() + 60) == [None]
 
 
-@pytest.mark.parametrize(
-    "spoiled",
-    [
-        DraftTree.chain([14, 100]),
-        DraftTree.chain([13, 14]),
-        DraftTree.chain([14, 15, 16, 17, 18]),
-        DraftTree((14, 15, 16), (0, 2, 1), (0.0, 0.0, 0.0)),
-        DraftTree((14, 15), (0,), (0.0, 0.0)),
-        DraftTree((), (), ()),
-    ],
-)
-def test_a_tree_out_of_range_is_no_tree(spoiled: DraftTree) -> None:
-    with serving(ToyDrafter(spoil=lambda _: spoiled)) as address, connect(address) as remote:
-        assert remote.ask([context("a", TOKENS[:5])])() == [None]
+def test_a_drafter_given_up_rests_twice_as_long_after_every_failure_and_as_before_after_a_success() -> None:
+    gate = threading.Event()
+    config = DraftLinkConfig(deadline=0.01, max_failures=1, reset=0.01)
+    with serving(ToyDrafter(before=gate.wait)) as address, connect(address, config) as remote:
+        try:
+            started = time.monotonic()
+            eventually(lambda: remote.ask([context("a", TOKENS[:5])])() == [None] and remote.stats.num_lost == 6)
+            assert time.monotonic() - started >= 0.01 * (1 + 2 + 4 + 8 + 16)
+        finally:
+            gate.set()
+        eventually(lambda: remote.ask([context("b", TOKENS[:3])])() != [None])
+        assert not remote.resting
+        assert remote.listens("b")
 
 
 def test_nobody_at_the_address_means_no_drafts_and_no_wait() -> None:
@@ -184,50 +182,3 @@ def test_features_stay_home_where_the_drafter_wants_none(address: str) -> None:
     info: DrafterInfo = replace(INFO, needs_features=False, feature_size=0)
     with serving(Featureless(), info) as plain, connect(plain) as remote:
         assert remote.ask([context("a", TOKENS[:5])])() == [DraftTree.root_only(14)]
-
-
-def test_the_pool_sends_each_session_to_its_own_drafter() -> None:
-    one, other = ToyDrafter(), ToyDrafter()
-    with serving(one) as first, serving(other) as second, closing(DraftPool(PATIENT, NEEDS)) as pool:
-        for session, address in (("a", first), ("b", second), ("c", first)):
-            pool.pair(session, address)
-        contexts = [context(session, TOKENS[:5]) for session in "abcd"]
-        eventually(lambda: None not in pool.ask(contexts)()[:3])
-        assert pool.ask([context("d", TOKENS[:5])])() == [None]
-        assert [len(one.sessions), len(other.sessions)] == [2, 1]
-        assert (pool.mean_round_trip("a") or 0) > 0
-        assert pool.mean_round_trip("d") is None
-        pool.release(["a", "b", "d"])
-        eventually(lambda: [len(one.sessions), len(other.sessions)] == [1, 0])
-        for session in "abc":
-            pool.unpair(session)
-        assert pool.ask([context("a", TOKENS[:6], base=5)])() == [None]
-
-
-def test_a_drafter_that_is_gone_is_not_dialled_for_ever() -> None:
-    with closing(DraftPool(PATIENT, NEEDS)) as pool:
-        with serving(ToyDrafter()) as address:
-            pass
-        pool.pair("a", address)
-        assert pool.ask([context("a", TOKENS[:5])])() == [None]
-        assert len(pool.stats) == 1
-        pool.release(["a"])
-        assert pool.stats == []
-
-
-def test_sessions_of_a_drafter_that_is_gone_move_to_a_live_one() -> None:
-    other = ToyDrafter()
-    with closing(DraftPool(PATIENT, NEEDS)) as pool, serving(other) as second:
-        with serving(ToyDrafter()) as first:
-            pool.pair("a", first)
-            eventually(lambda: pool.ask([context("a", TOKENS[:5])])() == [DraftTree.chain([14, 15, 16, 17])])
-            pool.rehome([second])
-            assert pool.ask([context("a", TOKENS[:6], base=5)])() == [DraftTree.chain([15, 16, 17, 18])]
-        eventually(lambda: pool.ask([context("a", TOKENS[:7], base=6)])() == [None])
-        pool.rehome([first])
-        pool.rehome([])
-        assert pool.ask([context("a", TOKENS[:7], base=6)])() == [None]
-        pool.rehome([second])
-        eventually(lambda: pool.ask([context("a", TOKENS[:7], base=6)])() == [Refusal("a", 0, 0)])
-        assert pool.ask([context("a", TOKENS[:7])])() == [DraftTree.chain([16, 17, 18, 19])]
-        assert len(other.sessions) == 1

@@ -20,7 +20,7 @@ from eyas.rpc.channel import open_channel
 from eyas.rpc.messages import ROUND_TRIP_KEY, GenerateCall, ModelInfo, TextChunk
 from eyas.rpc.server import RpcServer
 from eyas.rpc.wire import call_from_message, call_to_message, chunk_from_message, chunk_to_message
-from eyas.text import load_tokenizer
+from eyas.text import TokenText, load_tokenizer
 from eyas.v1.generation_pb2_grpc import GenerationServicer, GenerationStub, add_GenerationServicer_to_server
 from services.lifecycle import WorkerPresence
 from services.registry import Load, Registry, Role
@@ -42,11 +42,15 @@ CALL = GenerateCall(Request("r", PROMPT, SamplingParams(len(REST), temperature=0
 
 @dataclass
 class Script:
-    """What a verifier does. dies_after: chunks before it aborts; falls_silent_after: chunks before it sends no more."""
+    """What a verifier does. dies_after: chunks before it aborts; falls_silent_after: chunks before it sends no more.
+
+    gate: what it waits for before its first chunk, as a request in a queue does.
+    """
 
     tokens: Sequence[int]
     dies_after: int | None = None
     falls_silent_after: int | None = None
+    gate: asyncio.Event | None = None
     status: grpc.StatusCode = grpc.StatusCode.UNAVAILABLE
     calls: list[GenerateCall] = field(default_factory=list)
     num_cancelled: int = 0
@@ -62,6 +66,8 @@ class ScriptedVerifier(GenerationServicer):
         call = call_from_message(message)
         self._script.calls.append(call)
         try:
+            if self._script.gate:
+                await self._script.gate.wait()
             await self._recite(call, context)
         except asyncio.CancelledError:
             self._script.num_cancelled += 1
@@ -103,11 +109,14 @@ async def worker(
 
 
 @asynccontextmanager
-async def router(url: str, stall: float = 20.0, timeout: float = 30.0) -> AsyncIterator[str]:
+async def router(
+    url: str, stall: float = 20.0, timeout: float = 30.0, tokenizer: TokenText | None = None
+) -> AsyncIterator[str]:
     """A real router for the model "demo"; gives its address."""
     server, registry = RpcServer(ServerConfig()), Registry(RegistryConfig(url, 2.0, 0.05))
     workers = Workers(registry, suspicion=5.0)
-    servicer = RouterServicer({"demo": load_tokenizer(DEMO)}, workers, Relay(workers, registry, stall), timeout)
+    tokenizers = {"demo": tokenizer or load_tokenizer(DEMO)}
+    servicer = RouterServicer(tokenizers, workers, Relay(workers, registry, stall), timeout)
     add_GenerationServicer_to_server(servicer, server.aio)
     presence = RouterPresence(server, registry, workers, 0.02)
     address = await server.start(["eyas.v1.Generation"])

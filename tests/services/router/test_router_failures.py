@@ -129,10 +129,9 @@ def test_when_all_verifiers_fail_the_last_reason_is_given(url: str) -> None:
     asyncio.run(body())
 
 
-@pytest.mark.parametrize("silent_after", [0, 1])
-def test_a_silent_verifier_is_left_and_hears_of_it(url: str, silent_after: int) -> None:
+def test_a_verifier_that_falls_silent_is_left_and_hears_of_it(url: str) -> None:
     async def body() -> None:
-        script = Script(TOKENS, falls_silent_after=silent_after)
+        script = Script(TOKENS, falls_silent_after=1)
         async with worker(url, script), router(url, stall=0.3) as address:
             code, details = await failure(address, CALL)
             assert code is grpc.StatusCode.UNAVAILABLE
@@ -142,9 +141,27 @@ def test_a_silent_verifier_is_left_and_hears_of_it(url: str, silent_after: int) 
     asyncio.run(body())
 
 
-def test_a_request_ends_at_the_routers_own_limit(url: str) -> None:
+def test_waiting_in_a_verifiers_queue_is_no_silence(url: str) -> None:
     async def body() -> None:
-        script = Script(TOKENS, falls_silent_after=1)
+        script = Script(TOKENS, gate=asyncio.Event())
+        async with worker(url, script), router(url, stall=0.05) as address:
+            answer = asyncio.create_task(ask(address, CALL))
+            await until(lambda: bool(script.calls))
+            await asyncio.sleep(0.3)
+            assert not answer.done()
+            script.falls_silent_after = 1
+            script.gate.set()
+            with pytest.raises(grpc.aio.AioRpcError, match=r"sent nothing for 0\.05 s"):
+                await answer
+        assert len(script.calls) == 1
+
+    asyncio.run(body())
+
+
+@pytest.mark.parametrize("silent_after", [0, 1])
+def test_a_request_ends_at_the_routers_own_limit(url: str, silent_after: int) -> None:
+    async def body() -> None:
+        script = Script(TOKENS, falls_silent_after=silent_after)
         async with worker(url, script), router(url, timeout=0.3) as address:
             code, details = await failure(address, CALL)
             assert code is grpc.StatusCode.DEADLINE_EXCEEDED

@@ -54,6 +54,12 @@ def test_plain_decoding_gets_no_drafter() -> None:
     assert chosen(fleet(V, D), replace(DEMAND, wants_drafter=False)) == ("v", "")
 
 
+def test_a_verifier_with_too_short_a_context_is_no_candidate() -> None:
+    short = replace(V, model=replace(MODEL, context_length=99))
+    assert chosen(fleet(short, W)) == ("w", "")
+    assert chosen(fleet(replace(V, model=replace(MODEL, context_length=100)))) == ("v", "")
+
+
 def test_a_verifier_that_failed_the_request_is_excluded_for_it() -> None:
     assert chosen(fleet(V, W), replace(DEMAND, excluded=frozenset("v"))) == ("w", "")
     assert chosen(fleet(V), replace(DEMAND, excluded=frozenset("v"))) is None

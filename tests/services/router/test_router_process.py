@@ -4,7 +4,6 @@ import asyncio
 import os
 import re
 import signal
-import socket
 import sys
 from asyncio.subprocess import PIPE, Process
 from collections.abc import AsyncIterator
@@ -86,17 +85,6 @@ def test_a_router_without_redis_serves_nothing_and_says_so() -> None:
             assert "secret" not in line
             child.send_signal(signal.SIGINT)
             assert (await last_words(child))[0] == 0
-
-    asyncio.run(body())
-
-
-def test_a_port_in_use_is_one_clear_line(url: str) -> None:
-    async def body() -> None:
-        with socket.create_server(("127.0.0.1", 0)) as taken:
-            async with process(MODELS, *registry(url), f"server.port={taken.getsockname()[1]}") as child:
-                status, line = await last_words(child)
-        assert status == 2
-        assert line.startswith("error: cannot listen on")
 
     asyncio.run(body())
 

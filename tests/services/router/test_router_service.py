@@ -2,15 +2,18 @@
 
 import asyncio
 import math
+import re
+import threading
 from contextlib import AsyncExitStack
 from dataclasses import replace
 
 import pytest
+from tokenizers import Tokenizer
 
 from eyas.rpc.channel import open_channel
 from eyas.rpc.messages import NO_DRAFTER, ROUND_TRIP_KEY, GenerateCall, TextChunk
 from eyas.rpc.wire import call_to_message
-from eyas.text import load_tokenizer
+from eyas.text import TokenText, load_tokenizer
 from eyas.v1.generation_pb2 import ListModelsRequest
 from eyas.v1.generation_pb2_grpc import GenerationStub
 from tests.services.router.scripted_verifier import (
@@ -105,6 +108,63 @@ def test_a_bad_request_is_told_why_and_no_verifier_hears_of_it(
     asyncio.run(body())
 
 
+def test_a_request_that_finds_no_drafter_does_not_ask_for_plain_decoding(url: str) -> None:
+    async def body() -> None:
+        script = Script(TOKENS)
+        async with worker(url, script), router(url) as address:
+            await ask(address, CALL)
+        assert [call.drafter for call in script.calls] == [""]
+
+    asyncio.run(body())
+
+
+def test_a_text_far_too_long_is_refused_before_it_is_encoded(url: str) -> None:
+    async def body() -> None:
+        script = Script(TOKENS)
+        call = replace(CALL, prompt_text="return " * 100_000)
+        async with worker(url, script), router(url) as address:
+            code, details = await failure(address, call)
+        assert (code.name, script.calls) == ("INVALID_ARGUMENT", [])
+        assert re.search(r"prompt of at least \d+ tokens exceeds the context of 2048", details)
+
+    asyncio.run(body())
+
+
+def test_others_are_served_while_a_long_text_is_encoded(url: str) -> None:
+    begun, done = threading.Event(), threading.Event()
+
+    class Slow(TokenText):
+        def encode(self, text: str) -> tuple[int, ...]:
+            begun.set()
+            assert done.wait(30)
+            return TOKENS[:4]
+
+    async def body() -> None:
+        slow = Slow(Tokenizer.from_file(f"{DEMO}/tokenizer.json"))
+        async with worker(url, Script(TOKENS)), router(url, tokenizer=slow) as address:
+            long = asyncio.create_task(ask(address, replace(CALL, prompt_text="long")))
+            await until(begun.is_set)
+            assert tokens_of(await ask(address, CALL)) == REST
+            done.set()
+            assert tokens_of(await long) == REST
+
+    asyncio.run(body())
+
+
+def test_a_request_goes_where_its_context_fits(url: str) -> None:
+    async def body() -> None:
+        short, long = Script(TOKENS), Script(TOKENS)
+        model = replace(MODEL, context_length=len(TOKENS) - 1)
+        async with worker(url, short, model=model, free_slots=99_999), worker(url, long), router(url) as address:
+            assert tokens_of(await ask(address, CALL)) == REST
+            code, details = await failure(address, sampled(max_tokens=2048))
+        assert (len(short.calls), len(long.calls)) == (0, 1)
+        assert code.name == "INVALID_ARGUMENT"
+        assert "exceed the context of 2048" in details
+
+    asyncio.run(body())
+
+
 def test_models_are_listed_while_a_verifier_serves_them(url: str) -> None:
     async def names(address: str) -> list[str]:
         async with open_channel(address) as channel:
@@ -125,7 +185,7 @@ def test_the_request_reaches_the_verifier_whole_with_its_drafter_and_a_seed(url:
         async with worker(url, script), worker(url, Script(()), "draft") as drafter, router(url) as address:
             await ask(address, sampled(stop=("never seen",), top_k=5))
             await ask(address, replace(CALL, drafter=NO_DRAFTER))
-        assert [call.drafter for call in script.calls] == [drafter, ""]
+        assert [call.drafter for call in script.calls] == [drafter, NO_DRAFTER]
         sampling = script.calls[0].request.sampling
         assert (sampling.top_k, sampling.stop) == (5, ())
         assert sampling.seed is not None
@@ -162,9 +222,13 @@ def test_the_requests_of_a_session_meet_the_same_verifier(url: str) -> None:
 
 def test_requests_of_no_session_spread_over_the_verifiers(url: str) -> None:
     async def body() -> None:
-        one, other = Script(TOKENS), Script(TOKENS)
-        async with worker(url, one), worker(url, other, model=MODEL), router(url) as address:
-            await asyncio.gather(*(ask(address, CALL) for _ in range(4)))
+        gate = asyncio.Event()
+        one, other = Script(TOKENS, gate=gate), Script(TOKENS, gate=gate)
+        async with worker(url, one), worker(url, other), router(url) as address:
+            answers = [asyncio.create_task(ask(address, CALL)) for _ in range(4)]
+            await until(lambda: len(one.calls) + len(other.calls) == 4)
+            gate.set()
+            await asyncio.gather(*answers)
         assert (len(one.calls), len(other.calls)) == (2, 2)
 
     asyncio.run(body())

@@ -1,0 +1,33 @@
+"""Settings of every part as frozen values, and how they are read: `values` know no files, `reading` knows no part."""
+
+from eyas.config.reading import describe, load, masked
+from eyas.config.values import (
+    DraftConfig,
+    DraftLinkConfig,
+    Dtype,
+    EagleConfig,
+    EngineConfig,
+    RegistryConfig,
+    RouterConfig,
+    ServedModel,
+    ServerConfig,
+    TreeConfig,
+    VerifierConfig,
+)
+
+__all__ = [
+    "DraftConfig",
+    "DraftLinkConfig",
+    "Dtype",
+    "EagleConfig",
+    "EngineConfig",
+    "RegistryConfig",
+    "RouterConfig",
+    "ServedModel",
+    "ServerConfig",
+    "TreeConfig",
+    "VerifierConfig",
+    "describe",
+    "load",
+    "masked",
+]

@@ -1,0 +1,45 @@
+"""How a verifier says that it is ready, and how it learns which drafters are. Knows no requests."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from services.lifecycle import Presence
+from services.registry import Lease, Registry
+
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class VerifierPresence:
+    """A worker's presence, beside which `follow` is told the live drafters' leases every `interval` seconds."""
+
+    worker: Presence
+    registry: Registry
+    follow: Callable[[tuple[Lease, ...]], None]
+    interval: float
+    _task: asyncio.Task[None] | None = field(default=None, init=False)
+
+    async def enter(self, address: str) -> None:
+        """Be present, and begin to watch the registry."""
+        await self.worker.enter(address)
+        await self.registry.watch("draft")
+        self._task = asyncio.create_task(self._follow(), name="drafters")
+
+    async def leave(self) -> None:
+        """Follow no longer, and be gone; running requests keep their drafters."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+        await self.worker.leave()
+
+    async def _follow(self) -> None:
+        while True:
+            await asyncio.sleep(self.interval)
+            try:
+                self.follow(self.registry.known("draft"))
+            except Exception:
+                log.exception("a look at the drafters failed; trying again")

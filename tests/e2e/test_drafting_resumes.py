@@ -1,0 +1,90 @@
+"""Draft services come, die and return, over real sockets, while one request runs on; the test says when the engine steps."""
+
+from collections.abc import Iterator
+from contextlib import closing
+
+import pytest
+
+from eyas.config import DraftLinkConfig, EagleConfig, EngineConfig, TreeConfig
+from eyas.drafters.base import DrafterNeeds, LocalDrafter
+from eyas.drafters.build import build_drafter
+from eyas.engine.build import build_engine
+from eyas.engine.engine import Engine
+from eyas.request import Request, SamplingParams
+from eyas.rpc.messages import DrafterInfo, ModelInfo
+from services.cluster import free_port
+from services.verifier.pool import DraftPool
+from tests.services.drafting.toy_drafting import eventually, serving
+from tests.tiny import DEMO
+
+TARGET, HEAD = str(DEMO / "target"), str(DEMO / "eagle3")
+INFO = DrafterInfo(ModelInfo("demo", "f", 4096, 2048), "eagle3", True, False, 256)
+TREE = TreeConfig(8, 3, 3)
+PROMPT = (0, 282, 659, 276)
+SAMPLING = SamplingParams(max_tokens=200, temperature=0.8, ignore_eos=True, seed=7)
+
+
+def drafter() -> LocalDrafter:
+    return build_drafter("eagle3", TARGET, HEAD, "float32", "cpu", TREE, EagleConfig())
+
+
+@pytest.fixture
+def pool() -> Iterator[DraftPool]:
+    with closing(DraftPool(DraftLinkConfig(deadline=30, reset=0.05), DrafterNeeds(features=True))) as pool:
+        yield pool
+
+
+class Running:
+    """One request in an engine whose drafters are those of `pool`."""
+
+    def __init__(self, pool: DraftPool) -> None:
+        self._pool = pool
+        self._engine: Engine = build_engine(TARGET, HEAD, "float32", "cpu", EngineConfig(num_slots=1024), TREE, pool)
+        self._engine.submit(Request("r", PROMPT, SAMPLING))
+        self.token_ids: list[int] = []
+
+    def listened(self) -> None:
+        """Wait for the drafter of the request."""
+        eventually(lambda: self._pool.listens("r"))
+
+    def drafted(self, num_steps: int) -> int:
+        """Nodes that the next steps verify."""
+        chunks = [chunk for _ in range(num_steps) for chunk in self._engine.step()]
+        self.token_ids += [token for chunk in chunks for token in chunk.token_ids]
+        return sum(chunk.round.drafted for chunk in chunks if chunk.round)
+
+    def check(self) -> None:
+        """What came out so far is what comes out without a drafter."""
+        plain = build_engine(TARGET, "", "float32", "cpu", EngineConfig(num_slots=1024), TREE, None)
+        plain.submit(Request("plain", PROMPT, SAMPLING))
+        expected: list[int] = []
+        while len(expected) < len(self.token_ids):
+            expected += [token for chunk in plain.step() for token in chunk.token_ids]
+        assert self.token_ids == expected
+        self._engine.check()
+
+
+def test_a_drafter_that_dies_and_returns_drafts_again_for_a_running_request(pool: DraftPool) -> None:
+    port = free_port()
+    pool.pair("r", f"127.0.0.1:{port}")
+    running = Running(pool)
+    assert running.drafted(num_steps=4) == 0
+    for _ in range(2):
+        with serving(drafter(), INFO, port):
+            running.listened()
+            assert running.drafted(num_steps=6) > 0
+        eventually(lambda: not pool.listens("r"))
+        running.drafted(num_steps=1)
+        assert running.drafted(num_steps=4) == 0
+    running.check()
+
+
+def test_a_request_begun_without_a_drafter_is_drafted_for_once_there_is_one(pool: DraftPool) -> None:
+    pool.pair("r", "")
+    running = Running(pool)
+    assert running.drafted(num_steps=4) == 0
+    with serving(drafter(), INFO) as address:
+        pool.rehome([address])
+        running.listened()
+        assert running.drafted(num_steps=6) > 0
+    running.check()

@@ -1,0 +1,80 @@
+"""What happens to running requests when workers come and go: nothing that their tokens show."""
+
+import asyncio
+import itertools
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+from eyas.config import RegistryConfig
+from eyas.request import SamplingParams
+from eyas.rpc.messages import NO_DRAFTER
+from services.cluster import CONFIGS, Child, Cluster, free_port, running_cluster
+from services.registry import Registry
+from tests.e2e.client import Generated, generate
+
+PROMPT = (0, 282, 659, 276)
+SEEDED = SamplingParams(max_tokens=1500, temperature=0.8, top_p=0.95, ignore_eos=True, seed=7)
+
+
+@contextmanager
+def another(service: str, cluster: Cluster, logs: Path, *settings: str) -> Iterator[Child]:
+    """One more service of the cluster, on a port of its own."""
+    port, log = free_port(), logs / f"{service}.log"
+    command = [sys.executable, "-m", f"services.{service}", "--config", str(CONFIGS / f"{service}.yaml")]
+    for setting in (f"server.port={port}", f"registry.url=redis://{cluster.redis.address}/0", *settings):
+        command += ["--set", setting]
+    with log.open("wb") as output, subprocess.Popen(command, stdout=output, stderr=output) as process:
+        try:
+            yield Child(service, f"127.0.0.1:{port}", log, process)
+        finally:
+            process.kill()
+
+
+def session_on(worker: Child, cluster: Cluster) -> str:
+    """A session that the router has bound to `worker`, found by asking."""
+
+    async def is_there(session: str) -> bool:
+        registry = Registry(RegistryConfig(f"redis://{cluster.redis.address}/0"))
+        try:
+            while (placement := await registry.placement(session)) is None:
+                await asyncio.sleep(0.01)
+            leases = await registry.leases("verifier")
+            return placement.verifier in [lease.incarnation for lease in leases if lease.address == worker.address]
+        finally:
+            await registry.close()
+
+    for number in itertools.count():
+        generate(cluster.router.address, PROMPT, SamplingParams(max_tokens=1), session=f"s{number}")
+        if asyncio.run(is_there(f"s{number}")):
+            return f"s{number}"
+    raise AssertionError
+
+
+def test_a_request_goes_on_exactly_on_another_verifier(tmp_path: Path) -> None:
+    """SIGKILL to the verifier in the middle of a request at a seeded temperature, with its drafter."""
+    with running_cluster(free_port()) as cluster:
+        for child in cluster.services:
+            cluster.wait(child)
+        moved_at: list[int] = []
+
+        def kill_and_go_on(out: Generated) -> bool:
+            if len(out.token_ids) >= 20 and dying.process.poll() is None:
+                dying.process.kill()
+                dying.process.wait()
+            if not moved_at and f"verifier {dying.address}: " in cluster.router.log.read_text():
+                moved_at.append(len(out.token_ids))
+            return bool(moved_at) and len(out.token_ids) >= moved_at[0] + 50
+
+        # With more slots than the other, it is the one that the router chooses while both are idle.
+        with another("verifier", cluster, tmp_path, "engine.num_slots=20000") as dying:
+            cluster.wait(dying)
+            session = session_on(dying, cluster)
+            out = generate(cluster.router.address, PROMPT, SEEDED, enough=kill_and_go_on, session=session)
+        plain = generate(cluster.router.address, PROMPT, replace(SEEDED, max_tokens=len(out.token_ids)), NO_DRAFTER)
+        assert moved_at
+        assert out.finish_reason is None
+        assert out.token_ids == plain.token_ids

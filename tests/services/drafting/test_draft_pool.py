@@ -1,0 +1,109 @@
+"""Many draft services as the one Drafter of a verifier: who drafts for which session, though drafters come, hang and go."""
+
+from __future__ import annotations
+
+import threading
+from contextlib import closing
+
+from eyas.commit import Refusal
+from eyas.config import DraftLinkConfig
+from eyas.drafters.base import DrafterNeeds
+from eyas.tree import DraftTree
+from services.verifier.pool import DraftPool
+from tests.services.drafting.toy_drafting import ToyDrafter, context, eventually, serving
+
+NEEDS = DrafterNeeds(features=True)
+PATIENT = DraftLinkConfig(deadline=10.0)
+TOKENS = tuple(range(10, 40))
+
+
+def test_the_pool_sends_each_session_to_its_own_drafter() -> None:
+    one, other = ToyDrafter(), ToyDrafter()
+    with serving(one) as first, serving(other) as second, closing(DraftPool(PATIENT, NEEDS)) as pool:
+        for session, address in (("a", first), ("b", second), ("c", first)):
+            pool.pair(session, address)
+        contexts = [context(session, TOKENS[:5]) for session in "abcd"]
+        eventually(lambda: None not in pool.ask(contexts)()[:3])
+        assert pool.ask([context("d", TOKENS[:5])])() == [None]
+        assert [len(one.sessions), len(other.sessions)] == [2, 1]
+        assert (pool.mean_round_trip("a") or 0) > 0
+        assert pool.mean_round_trip("d") is None
+        pool.release(["a", "b", "d"])
+        eventually(lambda: [len(one.sessions), len(other.sessions)] == [1, 0])
+        for session in "abc":
+            pool.unpair(session)
+        assert pool.ask([context("a", TOKENS[:6], base=5)])() == [None]
+
+
+def test_a_drafter_that_is_gone_is_not_dialled_for_ever() -> None:
+    with closing(DraftPool(PATIENT, NEEDS)) as pool:
+        with serving(ToyDrafter()) as address:
+            pass
+        pool.pair("a", address)
+        assert pool.ask([context("a", TOKENS[:5])])() == [None]
+        assert len(pool.stats) == 1
+        pool.release(["a"])
+        assert pool.stats == []
+
+
+def test_sessions_of_a_drafter_that_is_gone_move_to_a_live_one() -> None:
+    other = ToyDrafter()
+    with closing(DraftPool(PATIENT, NEEDS)) as pool, serving(other) as second:
+        with serving(ToyDrafter()) as first:
+            pool.pair("a", first)
+            eventually(lambda: pool.ask([context("a", TOKENS[:5])])() == [DraftTree.chain([14, 15, 16, 17])])
+            pool.rehome([second])
+            assert pool.ask([context("a", TOKENS[:6], base=5)])() == [DraftTree.chain([15, 16, 17, 18])]
+        eventually(lambda: pool.ask([context("a", TOKENS[:7], base=6)])() == [None])
+        pool.rehome([first])
+        pool.rehome([])
+        assert pool.ask([context("a", TOKENS[:7], base=6)])() == [None]
+        pool.rehome([second])
+        eventually(lambda: pool.ask([context("a", TOKENS[:7], base=6)])() == [Refusal("a", 0, 0)])
+        assert pool.ask([context("a", TOKENS[:7])])() == [DraftTree.chain([16, 17, 18, 19])]
+        assert len(other.sessions) == 1
+
+
+def test_a_session_that_began_without_a_drafter_gets_the_first_that_appears() -> None:
+    drafter = ToyDrafter()
+    with closing(DraftPool(PATIENT, NEEDS)) as pool:
+        pool.pair("a", "")
+        assert not pool.listens("a")
+        assert pool.ask([context("a", TOKENS[:5])])() == [None]
+        pool.rehome([])
+        with serving(drafter) as address:
+            pool.rehome([address])
+            eventually(lambda: pool.listens("a"))
+            assert not pool.listens("plain on purpose")
+            assert pool.ask([context("a", TOKENS[:6])])() == [DraftTree.chain([15, 16, 17, 18])]
+            pool.release(["a"])
+            eventually(lambda: not drafter.sessions)
+        pool.pair("b", "")
+        pool.unpair("b")
+        pool.rehome([address])
+        assert not pool.listens("b")
+
+
+def test_a_drafter_that_hangs_costs_a_few_rounds_and_its_sessions_move() -> None:
+    gate = threading.Event()
+    config = DraftLinkConfig(deadline=0.5, max_failures=2, reset=60)
+    hanging = ToyDrafter(before=gate.wait)
+    with closing(DraftPool(config, NEEDS)) as pool, serving(ToyDrafter()) as good, serving(hanging) as hung:
+        try:
+            pool.pair("a", hung)
+            pool.pair("b", good)
+            eventually(lambda: pool.listens("a") and pool.listens("b"))
+            rounds = 0
+            while pool.listens("a"):
+                assert pool.ask([context("a", TOKENS[:5])])() == [None]
+                rounds += 1
+            assert rounds == config.max_failures
+            pool.rehome([hung])
+            assert not pool.listens("a"), "there is no other"
+            pool.rehome([hung, good])
+            assert pool.ask([context("a", TOKENS[:5])])() == [DraftTree.chain([14, 15, 16, 17])]
+            pool.pair("c", "")
+            pool.rehome([hung, good])
+            assert pool.listens("c"), "paired with the good one"
+        finally:
+            gate.set()

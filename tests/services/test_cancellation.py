@@ -1,0 +1,82 @@
+"""A client that leaves the router ends its request in a verifier's engine within one step."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+from eyas.config import EngineConfig, RegistryConfig, ServerConfig, TreeConfig
+from eyas.engine.build import assemble_engine
+from eyas.engine.engine import Engine
+from eyas.models.target import load_target
+from eyas.request import Chunk, Request, SamplingParams
+from eyas.rpc.channel import open_channel
+from eyas.rpc.messages import GenerateCall
+from eyas.rpc.server import RpcServer
+from eyas.rpc.wire import call_to_message
+from eyas.v1 import generation_pb2_grpc
+from services.lifecycle import WorkerPresence
+from services.registry import Registry
+from services.verifier.loop import EngineLoop
+from services.verifier.servicer import GenerationServicer
+from tests.services.router.scripted_verifier import DEMO, MODEL, router, until
+
+CALL = GenerateCall(Request("r", (0, 282, 659, 276), SamplingParams(900, temperature=0.0, ignore_eos=True)))
+
+
+class Watched(GenerationServicer):
+    """Tells when a call has left the service, however it ended."""
+
+    def __init__(self, loop: EngineLoop, left: threading.Event) -> None:
+        super().__init__(loop, MODEL, None)
+        self._left = left
+
+    async def Generate(self, request: Any, context: Any) -> None:  # type: ignore[override]  # noqa: N802
+        try:
+            await super().Generate(request, context)
+        finally:
+            self._left.set()
+
+
+@asynccontextmanager
+async def verifier(url: str, engine: Engine, left: threading.Event) -> AsyncIterator[EngineLoop]:
+    """A verifier around `engine`, with a lease."""
+    server = RpcServer(ServerConfig())
+    async with EngineLoop(engine) as loop:
+        generation_pb2_grpc.add_GenerationServicer_to_server(Watched(loop, left), server.aio)
+        registry = Registry(RegistryConfig(url, 2.0, 0.05))
+        presence = WorkerPresence(server, registry, "verifier", MODEL, lambda: loop.load)
+        await presence.enter(await server.start([]))
+        try:
+            yield loop
+        finally:
+            await presence.leave()
+            await server.stop(0)
+
+
+def test_leaving_the_router_ends_the_request_with_the_next_step(url: str) -> None:
+    target = load_target(DEMO, "float32", "cpu", ())
+    engine = assemble_engine(target, None, EngineConfig(num_slots=1024), TreeConfig(), None)
+    step, steps, left = engine.step, list[list[Chunk]](), threading.Event()
+
+    def watched() -> list[Chunk]:
+        if len(steps) == 1:
+            assert left.wait(30), "the verifier did not hear of it"
+        steps.append(step())
+        return steps[-1]
+
+    engine.step = watched  # type: ignore[method-assign]
+
+    async def body() -> None:
+        async with verifier(url, engine, left) as loop, router(url) as address, open_channel(address) as channel:
+            answers = generation_pb2_grpc.GenerationStub(channel).Generate(call_to_message(CALL), wait_for_ready=True)
+            await answers.read()
+            answers.cancel()
+            await until(lambda: len(steps) > 1 and loop.load.num_running == 0)
+
+    asyncio.run(body())
+    assert [chunk.finish_reason for chunks in steps for chunk in chunks] == [None, None, "cancelled"]
+    engine.check()

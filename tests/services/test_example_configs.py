@@ -1,0 +1,63 @@
+"""The example configs are what the services take, can be bound, and the parts of each cluster fit together."""
+
+import asyncio
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from eyas.config import DraftConfig, RegistryConfig, RouterConfig, ServerConfig, VerifierConfig, load
+from eyas.errors import ConfigError
+from eyas.rpc.messages import ModelInfo
+from eyas.rpc.server import RpcServer
+from services.lifecycle import WorkerPresence
+from services.registry import Load, Registry
+
+CONFIGS = Path(__file__).parents[2] / "examples" / "configs"
+
+
+@pytest.mark.parametrize("place", ["local", "gpu"])
+def test_the_services_of_a_cluster_agree(place: str) -> None:
+    router = load(RouterConfig, CONFIGS / place / "router.yaml")
+    verifier = load(VerifierConfig, CONFIGS / place / "verifier.yaml")
+    draft = load(DraftConfig, CONFIGS / place / "draft.yaml")
+    assert [model.name for model in router.models] == [verifier.model] == [draft.model]
+    assert (verifier.target, verifier.head, verifier.tree) == (draft.target, draft.head, draft.tree)
+    assert router.registry == verifier.registry == draft.registry
+
+
+async def enter(config: ServerConfig) -> None:
+    """Listen as `config` says, on any port, and become present as a worker; there is no Redis."""
+    server, registry = RpcServer(replace(config, port=0)), Registry(RegistryConfig("redis://127.0.0.1:1/0"))
+    presence = WorkerPresence(server, registry, "verifier", ModelInfo("m", "f", 1, 1), Load)
+    try:
+        await presence.enter(await server.start([]))
+    finally:
+        await presence.leave()
+        await server.stop(0)
+
+
+@pytest.mark.parametrize("place", ["local", "gpu"])
+@pytest.mark.parametrize(("role", "kind"), [("verifier", VerifierConfig), ("draft", DraftConfig)])
+def test_a_worker_can_listen_and_be_found_as_its_example_says(place: str, role: str, kind: type) -> None:
+    asyncio.run(enter(load(kind, CONFIGS / place / f"{role}.yaml").server))
+
+
+@pytest.mark.parametrize("place", ["local", "gpu"])
+def test_a_router_can_listen_as_its_example_says(place: str) -> None:
+    async def listen() -> None:
+        server = RpcServer(replace(load(RouterConfig, CONFIGS / place / "router.yaml").server, port=0))
+        await server.start([])
+        await server.stop(0)
+
+    asyncio.run(listen())
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "[::]"])
+def test_a_worker_that_nobody_can_dial_is_not_present(host: str) -> None:
+    with pytest.raises(ConfigError, match=r"set server\.advertise"):
+        asyncio.run(enter(ServerConfig(host=host)))
+
+
+def test_every_example_is_tested() -> None:
+    assert sorted(file.stem for file in CONFIGS.rglob("*.yaml")) == sorted(["router", "verifier", "draft"] * 2)

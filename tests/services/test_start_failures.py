@@ -1,0 +1,64 @@
+"""What stops a service at its start: exit status 2 and one line that says what is wrong, and no traceback."""
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+from tests.tiny import DEMO, write_head
+
+CONFIGS = Path("examples/configs/local")
+
+
+def last_words(service: str, *settings: str) -> str:
+    """The only line that a service which cannot start leaves on stderr, its log aside."""
+    command = [sys.executable, "-m", f"services.{service}", "--config", str(CONFIGS / f"{service}.yaml")]
+    for setting in settings:
+        command += ["--set", setting]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=100, env=environment)
+    assert ended.returncode == 2, ended.stderr
+    assert "Traceback" not in ended.stderr
+    line = ended.stderr.splitlines()[-1]
+    assert line.startswith("error: "), ended.stderr
+    return line
+
+
+@pytest.mark.parametrize("service", ["router", "draft", "verifier"])
+def test_a_port_in_use(service: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        line = last_words(service, f"server.port={port}", "registry.url=redis://127.0.0.1:1/0")
+    assert f"cannot listen on 127.0.0.1:{port}: the port is in use" in line
+
+
+@pytest.mark.parametrize("service", ["draft", "verifier"])
+def test_a_head_made_for_another_target(service: str, tmp_path: Path) -> None:
+    head = write_head(tmp_path / "head", vocab_size=4096, draft_vocab=64, hidden=32)
+    assert "hidden" in last_words(service, f"head={head}")
+
+
+@pytest.mark.parametrize(("service", "tensor"), [("draft", "midlayer.mlp.up_proj.weight"), ("verifier", "fc.weight")])
+def test_a_head_with_a_missing_tensor(service: str, tensor: str, tmp_path: Path) -> None:
+    head = write_head(tmp_path / "head", vocab_size=4096, draft_vocab=64, hidden=256)
+    save_file(
+        {name: value for name, value in load_file(head / "model.safetensors").items() if name != tensor},
+        head / "model.safetensors",
+    )
+    assert tensor in last_words(service, f"head={head}")
+
+
+def test_a_target_with_a_missing_tensor(tmp_path: Path) -> None:
+    tensor, target = "model.layers.0.mlp.up_proj.weight", tmp_path / "target"
+    target.mkdir()
+    for file in (DEMO / "target").iterdir():
+        (target / file.name).symlink_to(file.resolve())
+    (target / "model.safetensors").unlink()
+    tensors = load_file(DEMO / "target" / "model.safetensors")
+    del tensors[tensor]
+    save_file(tensors, target / "model.safetensors", {"format": "pt"})
+    assert tensor in last_words("verifier", f"target={target}", 'head=""')
