@@ -60,8 +60,8 @@ def slot_attention(
     keys, values = pools.keys[layer], pools.values[layer]
     keys.index_copy_(0, packed.slots, key[0].transpose(0, 1))
     values.index_copy_(0, packed.slots, value[0].transpose(0, 1))
-    group = packed.groups[0]
-    if group.whole and group.rows.shape[0] == 1:
+    group = packed.alone
+    if group is not None:
         bias = packed.bias(0, sliding_window, query.dtype, query.shape[1] // keys.shape[1])
         return _attend_alone(query, keys, values, group, bias, scaling, softcap), None
     out = attend(query[0].transpose(0, 1), keys, values, packed, scaling, sliding_window, softcap)

@@ -103,6 +103,12 @@ class PackedInputs:
     tables: Tables | None = None
 
     @property
+    def alone(self) -> Group | None:
+        """The only group, if it is one segment."""
+        group = self.groups[0] if self.groups else None
+        return group if group and group.whole and group.rows.shape[0] == 1 else None
+
+    @property
     def num_wanted(self) -> int:
         """Rows whose logits are wanted, without padding."""
         return self.tables.num_wanted if self.tables else len(self.wanted)
