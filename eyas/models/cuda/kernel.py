@@ -37,7 +37,7 @@ def attend(
     out = torch.empty((rows, num_heads, width), dtype=query.dtype, device=query.device)
     _attend_parts[(shape.tiles, num_kv, shape.splits)](
         *(query.contiguous(), keys, values, partials, sums, tables.words, tables.tiles, tables.slots, tables.positions),
-        *(scaling, rows, shape.splits),
+        *(float(scaling), rows, shape.splits),
         NUM_KV=num_kv,
         GROUP=group,
         WIDTH=width,

@@ -1,6 +1,6 @@
 """Passes padded to buckets give the same logits, and the engine the same tokens.
 
-Capturing is CUDA's; here a captured pass runs again from the same closure, on what its static inputs hold by then.
+Capturing is CUDA's; without it a captured pass runs again from the same closure, on what its static inputs hold by then.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,7 +16,7 @@ from eyas.engine.engine import Engine
 from eyas.engine.runner import ModelRunner
 from eyas.engine.scheduler import Scheduler
 from eyas.errors import ConfigError
-from eyas.models.cuda.graphs import GraphRunner, Limits
+from eyas.models.cuda.graphs import CudaCapture, GraphRunner, Limits
 from eyas.models.cuda.launch import KernelRunner
 from eyas.models.cuda.passes import what_kernel_lacks
 from eyas.models.cuda.tables import Tiling
@@ -33,6 +33,9 @@ LIMITS = Limits(rows=32, segments=4, prefix=400)
 NUM_SLOTS = 200
 
 
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
 def run_again(run: Callable[[], TargetOutput]) -> Callable[[], TargetOutput]:
     run()
     return run
@@ -45,7 +48,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def target(folder: str) -> TargetModel:
-    return load_target(folder, taps=(0, 2))
+    return load_target(folder, device=DEVICE, taps=(0, 2))
 
 
 def filled_pools(target: TargetModel) -> SlotPools:
@@ -53,12 +56,13 @@ def filled_pools(target: TargetModel) -> SlotPools:
     pools = SlotPools(NUM_SLOTS, target.kv_shapes, 0, target.dtype, target.device)
     generator = torch.Generator().manual_seed(0)
     for tensor in (*pools.keys, *pools.values):
-        tensor[:NUM_SLOTS] = torch.randn(tensor[:NUM_SLOTS].shape, generator=generator)
+        tensor[:NUM_SLOTS] = torch.randn(tensor[:NUM_SLOTS].shape, generator=generator).to(DEVICE)
     return pools
 
 
 def make_runner(target: TargetModel, pools: SlotPools) -> GraphRunner:
-    return GraphRunner(KernelRunner(target, TILING, pools.scratch), pools, LIMITS, run_again)
+    capture = CudaCapture() if DEVICE == "cuda" else run_again
+    return GraphRunner(KernelRunner(target, TILING, pools.scratch), pools, LIMITS, capture)
 
 
 def check_passes(target: TargetModel, forests: Sequence[list[Segment]]) -> None:
@@ -114,7 +118,7 @@ def test_the_kernel_says_which_heads_it_lacks(target: TargetModel, monkeypatch: 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
 def test_the_engine_says_the_same_through_padded_passes(folder: str, temperature: float) -> None:
-    target = load_target(folder)
+    target = load_target(folder, device=DEVICE)
     pools = SlotPools(NUM_SLOTS, target.kv_shapes, 0, target.dtype, target.device)
     runner = ModelRunner(target, pools, None, make_runner(target, pools))
     scheduler = Scheduler(EngineConfig(num_slots=NUM_SLOTS, step_tokens=8), TreeConfig(9, 4, 4), frozenset())
