@@ -25,7 +25,6 @@ from eyas.config import EngineConfig, TreeConfig
 from eyas.models.attention import ATTENTION_NAME, attend, register_attention
 from eyas.models.cuda.passes import Passes, build_passes
 from eyas.models.inputs import PackedInputs, Segment
-from eyas.models.law import greedy
 from eyas.models.target import TargetModel
 from eyas.tree import DraftTree
 
@@ -175,7 +174,7 @@ def tables(steps: Sequence[Step], rate: float) -> list[Table]:
 
 
 def _step(way: Passes, segments: list[Segment], pools: SlotPools) -> Callable[[], object]:
-    return lambda: greedy(way.forward(way.pack(segments), pools).logits).tolist()
+    return lambda: way.forward(way.pack(segments), pools).logits.argmax(-1).tolist()
 
 
 def _layer(way: Passes, target: TargetModel, segments: list[Segment], pools: SlotPools) -> Any:
