@@ -81,7 +81,7 @@ class GraphRunner:
         words = self._launched.words([], shape)
         self._words[: len(words)].copy_(words)
         try:
-            return capture(lambda: target.forward(view(self._words, shape, shape.wanted), self._pools))
+            return capture(lambda: self._launched.forward(view(self._words, shape, shape.wanted), self._pools))
         except RuntimeError as error:
             name = type(target.model).__name__
             raise ConfigError(
@@ -90,21 +90,23 @@ class GraphRunner:
 
 
 class CudaCapture:
-    """Captures on the GPU; the graphs share memory, for only one runs at a time."""
+    """Captures on one GPU; the graphs share memory, for only one runs at a time."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
         self._pool = torch.cuda.graph_pool_handle()
 
     def __call__(self, run: Callable[[], TargetOutput]) -> Callable[[], TargetOutput]:
         """Runs once before capturing: kernels are compiled and libraries take their workspaces."""
-        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            run()
-        torch.cuda.current_stream().wait_stream(stream)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
-            out = run()
+        with torch.cuda.device(self._device):
+            stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                run()
+            torch.cuda.current_stream().wait_stream(stream)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, pool=self._pool):
+                out = run()
 
         def replay() -> TargetOutput:
             graph.replay()

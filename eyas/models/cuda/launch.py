@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 
+import torch
 from torch import Tensor
 
 from eyas.models.attention import KVPools
@@ -34,4 +36,10 @@ class KernelRunner:
 
     def forward(self, packed: PackedInputs, pools: KVPools) -> TargetOutput:
         """As TargetModel.forward. Of `taps`, rows at the end may be padding."""
-        return self.target.forward(packed, pools)
+        with _on(self.target.device):
+            return self.target.forward(packed, pools)
+
+
+def _on(device: torch.device) -> AbstractContextManager[object]:
+    """Triton launches on the thread's current device, wherever the tensors are."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()

@@ -55,7 +55,7 @@ def build_passes(
         return launched
     rows = engine.step_tokens + engine.max_running * tree.nodes
     limits = Limits(rows, engine.max_running, engine.max_running * context_length)
-    return GraphRunner(launched, pools, limits, CudaCapture())
+    return GraphRunner(launched, pools, limits, CudaCapture(target.device))
 
 
 def what_kernel_lacks(target: TargetModel) -> str:

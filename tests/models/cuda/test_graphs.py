@@ -61,7 +61,7 @@ def filled_pools(target: TargetModel) -> SlotPools:
 
 
 def make_runner(target: TargetModel, pools: SlotPools) -> GraphRunner:
-    capture = CudaCapture() if DEVICE == "cuda" else run_again
+    capture = CudaCapture(target.device) if DEVICE == "cuda" else run_again
     return GraphRunner(KernelRunner(target, TILING, pools.scratch), pools, LIMITS, capture)
 
 
