@@ -19,9 +19,7 @@ from eyas.models.inputs import PackedInputs, Segment, Shape, Tables
 
 Words = npt.NDArray[np.int32]
 
-TILE_WORDS = (
-    8  # of which seven are used: first row, rows, first row and rows of the segment, prefix, its place, mask's place
-)
+TILE_WORDS = 8  # as the kernel reads them; the last is unused
 ALIGNMENT = 16  # words; keeps every view aligned for wide loads
 MAX_SPLITS = 32
 
