@@ -19,6 +19,8 @@ if importlib.util.find_spec("torch"):
     import torch
 
     torch.set_num_threads(1)
+    if not torch.cuda.is_available():
+        os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported; kernels then run on the CPU
 
 
 @pytest.fixture(scope="session")

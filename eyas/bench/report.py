@@ -11,7 +11,7 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import date
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from itertools import count
 from pathlib import Path
 from statistics import median
@@ -87,7 +87,7 @@ class Report:
     @classmethod
     def here(cls, name: str, command: str, device: str, settings: Any, results: Any, tables: Sequence[Table]) -> Report:
         """Of this day, machine and checkout; `device` as torch names it."""
-        versions = {"python": platform.python_version(), **{name: version(name) for name in VERSIONED}}
+        versions = {"python": platform.python_version(), **{name: _version(name) for name in VERSIONED}}
         return cls(name, command, _machine(device), versions, _commit(), settings, results, tables, date.today())
 
     def markdown(self) -> str:
@@ -132,6 +132,13 @@ def _machine(device: str) -> Machine:
 
         gpu = torch.cuda.get_device_name(device)
     return Machine(_processor(), os.cpu_count() or 1, gpu, f"{platform.system()} {platform.machine()}")
+
+
+def _version(name: str) -> str:
+    try:
+        return version(name)
+    except PackageNotFoundError:  # a checkout that is run without being installed
+        return "not installed"
 
 
 def _commit() -> str:

@@ -67,7 +67,7 @@ def watched(engine: Engine, now: Callable[[], float]) -> Iterator[StageClock]:
         _marked(engine, "step", before=clock.start, after=lambda _: clock.end("ask")),
         _marked(drafting, "collect", before=lambda: clock.end("schedule"), after=lambda _: clock.end("drafts")),
         _marked(scheduler, "schedule", after=clock.scheduled),
-        _marked(runner.target, "forward", before=lambda: clock.end("inputs")),
+        _marked(runner.passes, "forward", before=lambda: clock.end("inputs")),
         _marked(runner, "forward", after=lambda _: clock.end("forward")),
         _marked(scheduler, "commit", before=lambda: clock.end("sample")),
         _marked(drafting, "ask", before=lambda: clock.end("commit")),

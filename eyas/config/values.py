@@ -36,6 +36,7 @@ class EngineConfig:
     context_length: most tokens of prompt and output together; 0 takes the model's own limit.
     deterministic: each sequence goes through the target by itself, in passes of exactly as many rows as a tree may have
     nodes, so that a token's logits depend on the tokens before it alone. Slow; see docs/equality.md.
+    cuda_graphs: capture forward passes as CUDA graphs at start; without effect on other devices.
     """
 
     num_slots: int = 16384
@@ -44,6 +45,7 @@ class EngineConfig:
     step_tokens: int = 512
     context_length: int = 0
     deterministic: bool = False
+    cuda_graphs: bool = True
 
     def __post_init__(self) -> None:
         _at_least(1, num_slots=self.num_slots, max_running=self.max_running, step_tokens=self.step_tokens)

@@ -10,8 +10,11 @@ from eyas.engine.engine import Engine
 from eyas.engine.fixed import FixedRunner
 from eyas.engine.runner import ModelRunner
 from eyas.engine.scheduler import Scheduler
+from eyas.models.cuda.passes import build_passes
 from eyas.models.heads.eagle import FeatureFuser, load_fuser
 from eyas.models.target import TargetModel, load_target
+
+PLAIN = TreeConfig(1, 0, 1)
 
 
 def build_engine(
@@ -34,20 +37,13 @@ def assemble_engine(
 ) -> Engine:
     """An engine over loaded parts. Without a drafter no room is kept for trees."""
     fuser = fuser.to(target.dtype) if fuser else None
-    runner = _fixed_runner(target, fuser, engine, tree) if engine.deterministic else _runner(target, fuser, engine)
-    scheduler = Scheduler(engine, tree if drafter else TreeConfig(1, 0, 1), target.eos_ids)
+    pools = SlotPools(engine.num_slots, target.kv_shapes, fuser.width if fuser else 0, target.dtype, target.device)
     context_length = min(engine.context_length or target.context_length, target.context_length)
+    runner: ModelRunner
+    if engine.deterministic:
+        runner = FixedRunner(target, pools, fuser, tree.nodes)
+    else:
+        passes = build_passes(target, pools, pools.scratch, engine, tree if drafter else PLAIN, context_length)
+        runner = ModelRunner(target, pools, fuser, passes)
+    scheduler = Scheduler(engine, tree if drafter else PLAIN, target.eos_ids)
     return Engine(scheduler, Drafting(drafter, runner), runner, context_length)
-
-
-def _runner(target: TargetModel, fuser: FeatureFuser | None, engine: EngineConfig) -> ModelRunner:
-    return ModelRunner(target, _pools(target, fuser, engine.num_slots), fuser)
-
-
-def _fixed_runner(target: TargetModel, fuser: FeatureFuser | None, engine: EngineConfig, tree: TreeConfig) -> FixedRunner:
-    """The slot behind the scheduler's is for rows that only fill a pass. Rows are those of a tree, with a drafter or not."""
-    return FixedRunner(target, _pools(target, fuser, engine.num_slots + 1), fuser, tree.nodes, engine.num_slots)
-
-
-def _pools(target: TargetModel, fuser: FeatureFuser | None, num_slots: int) -> SlotPools:
-    return SlotPools(num_slots, target.kv_shapes, fuser.width if fuser else 0, target.dtype, target.device)

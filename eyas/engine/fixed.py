@@ -23,15 +23,15 @@ class FixedRunner(ModelRunner):
     """Every forward pass has the same number of rows, all of one sequence, and attention that does not feel the order of
     its keys: plain and speculative runs go through the same kernels. Beside it stands ModelRunner, the fast one."""
 
-    def __init__(self, target: TargetModel, pools: SlotPools, fuser: FeatureFuser | None, rows: int, spare: int) -> None:
-        """rows: of every pass; no tree may have more. spare: a slot of `pools` that no sequence owns.
+    def __init__(self, target: TargetModel, pools: SlotPools, fuser: FeatureFuser | None, rows: int) -> None:
+        """rows: of every pass; no tree may have more.
 
         Raises ConfigError for a target that routes rows to experts: how many rows an expert gets cannot be fixed.
         """
         super().__init__(target, pools, fuser)
         if target.routes_rows:
             raise ConfigError(f"deterministic mode cannot hold for {target.config.model_type}, which routes rows to experts")
-        self._rows, self._spare = rows, spare
+        self._rows, self._spare = rows, pools.scratch
 
     def forward(self, works: Seq[Work]) -> Tensor:
         parts = [self._block(block) for work in works for block in blocks(segment_of(work), self._rows, self._spare)]
@@ -41,5 +41,5 @@ class FixedRunner(ModelRunner):
         """Logits of the block's wanted rows; all rows go through the output head, or none."""
         count = len(block.tokens) if len(block.wanted) else 0
         whole = replace(block, wanted=np.arange(count))
-        logits = self._run(replace(pack([whole], self.target.device), attend=exact_attend))
+        logits = self._run(self.target, replace(pack([whole], self.target.device), attend=exact_attend))
         return logits[torch.from_numpy(block.wanted).to(logits.device)]

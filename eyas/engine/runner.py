@@ -11,29 +11,36 @@ from torch import Tensor
 from eyas.cache.kv import SlotPools
 from eyas.cache.slots import Slots
 from eyas.engine.sequence import Work
+from eyas.models.cuda.passes import Passes
 from eyas.models.heads.eagle import FeatureFuser
-from eyas.models.inputs import PackedInputs, Segment, pack
+from eyas.models.inputs import PackedInputs, Segment
 from eyas.models.target import TargetModel
 
 
 class ModelRunner:
-    """Owns the target, its slot pools and the part of the draft head that runs beside it."""
+    """Owns the target, its slot pools and the part of the draft head that runs beside it.
 
-    def __init__(self, target: TargetModel, pools: SlotPools, fuser: FeatureFuser | None) -> None:
+    passes: how the target's forward passes run; plainly if left out.
+    """
+
+    def __init__(
+        self, target: TargetModel, pools: SlotPools, fuser: FeatureFuser | None, passes: Passes | None = None
+    ) -> None:
         self.target = target
+        self.passes: Passes = passes or target
         self._pools = pools
         self._fuser = fuser
 
     def forward(self, works: Seq[Work]) -> Tensor:
         """Logits float32 of every tree node and of the last row of every finished prompt, in order; [N, V]."""
-        return self._run(pack([segment_of(work) for work in works], self.target.device))
+        return self._run(self.passes, self.passes.pack([segment_of(work) for work in works]))
 
     def features(self, slots: Slots) -> Tensor:
         """Fused features [n, H] of slots; H is 0 without a head."""
         return self._pools.features[torch.from_numpy(slots).to(self._pools.features.device)]
 
-    def _run(self, packed: PackedInputs) -> Tensor:
-        out = self.target.forward(packed, self._pools)
+    def _run(self, passes: Passes, packed: PackedInputs) -> Tensor:
+        out = passes.forward(packed, self._pools)
         if self._fuser is not None and out.taps is not None:
             with torch.inference_mode():
                 self._pools.features.index_copy_(0, packed.slots, self._fuser(out.taps))

@@ -60,8 +60,8 @@ def slot_attention(
     keys, values = pools.keys[layer], pools.values[layer]
     keys.index_copy_(0, packed.slots, key[0].transpose(0, 1))
     values.index_copy_(0, packed.slots, value[0].transpose(0, 1))
-    group = packed.groups[0]
-    if packed.attend is None and group.whole and group.rows.shape[0] == 1:
+    group = packed.alone
+    if group is not None and packed.attend is None:
         bias = packed.bias(0, sliding_window, query.dtype, query.shape[1] // keys.shape[1])
         return _attend_alone(query, keys, values, group, bias, scaling, softcap), None
     attend_rows = packed.attend or attend
@@ -78,7 +78,14 @@ def attend(
     window: int | None = None,
     softcap: float | None = None,
 ) -> Tensor:
-    """Attention of query [R, H, D] over pools [S, J, D]; [R, H, D]. Loops over groups of segments, never over segments."""
+    """Attention of query [R, H, D] over pools [S, J, D]; [R, H, D]. Loops over groups of segments, never over segments.
+
+    Inputs with tables go to the Triton kernel, a function of the same signature.
+    """
+    if packed.tables is not None:
+        from eyas.models.cuda import kernel
+
+        return kernel.attend(query, keys, values, packed, scaling, window, softcap)
     out = torch.empty_like(query)
     for index, group in enumerate(packed.groups):
         bias = packed.bias(index, window, query.dtype, query.shape[1] // keys.shape[1])

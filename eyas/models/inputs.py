@@ -23,7 +23,7 @@ class Segment:
 
     tokens, positions, slots: token id, absolute position and KV slot of each row, [n].
     prefix: slots of the tokens before them, in order of position; all rows see all of these, [L].
-    visible: visible[i, j] tells whether row i sees row j, [n, n]; None for causal rows.
+    visible: visible[i, j] tells whether row i sees row j, [n, n]; None for causal rows. No row sees a later one.
     wanted: rows whose logits are wanted, counted within the segment.
     """
 
@@ -56,11 +56,43 @@ class Group:
     key_positions: Tensor
 
 
+@dataclass(frozen=True)
+class Shape:
+    """Sizes of a pass over tables, padding included; a captured graph fixes them.
+
+    rows, wanted: packed rows, and those whose logits are computed. tiles: runs of at most `tile_rows` rows of one segment.
+    splits: parts into which the keys of a tile are cut.
+    """
+
+    rows: int
+    wanted: int
+    tiles: int
+    tile_rows: int
+    splits: int
+
+
+@dataclass(frozen=True)
+class Tables:
+    """What the kernel reads in place of groups; laid out by eyas.models.cuda.tables. All int32, views of `words`.
+
+    words: everything. tiles: [tiles, 8]. positions, slots: [rows]. num_wanted: rows whose logits are wanted, first of all
+    that are computed.
+    """
+
+    shape: Shape
+    num_wanted: int
+    words: Tensor
+    tiles: Tensor
+    positions: Tensor
+    slots: Tensor
+
+
 @dataclass
 class PackedInputs:
     """One forward pass. wanted: packed rows whose logits are wanted, in order of segments. biases keeps masks once made.
 
     attend: stands in for `eyas.models.attention.attend`; None takes that.
+    tables: for the kernel, instead of groups; rows and wanted rows may then be padded at the end.
     """
 
     tokens: Tensor
@@ -70,6 +102,18 @@ class PackedInputs:
     groups: tuple[Group, ...]
     attend: Callable[..., Tensor] | None = None
     biases: dict[tuple[int, int | None, torch.dtype, int], Tensor] = field(default_factory=dict)
+    tables: Tables | None = None
+
+    @property
+    def alone(self) -> Group | None:
+        """The only group, if it is one segment."""
+        group = self.groups[0] if self.groups else None
+        return group if group and group.whole and group.rows.shape[0] == 1 else None
+
+    @property
+    def num_wanted(self) -> int:
+        """Rows whose logits are wanted, without padding."""
+        return self.tables.num_wanted if self.tables else len(self.wanted)
 
     def bias(self, group: int, window: int | None, dtype: torch.dtype, heads_per_kv: int) -> Tensor | None:
         """Additive mask [B, 1, heads_per_kv * Q, K]: 0 where a cell sees a key, -inf elsewhere; None where all is seen.

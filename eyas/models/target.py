@@ -59,6 +59,10 @@ class TargetModel:
 
         return keep
 
+    def pack(self, segments: Sequence[Segment]) -> PackedInputs:
+        """Segments as `forward` takes them, for the plain attention."""
+        return pack(segments, self.device)
+
     @torch.inference_mode()
     def forward(self, packed: PackedInputs, pools: KVPools) -> TargetOutput:
         """One forward pass over all rows; new keys and values go to the rows' slots in `pools`."""
@@ -72,7 +76,7 @@ class TargetModel:
         )
         taps = torch.cat([self._tapped[tap] for tap in self._taps], dim=-1) if self._taps else None
         self._tapped.clear()
-        return TargetOutput(out.logits[0].float(), taps)
+        return TargetOutput(out.logits[0].float()[: packed.num_wanted], taps)
 
     @property
     def device(self) -> torch.device:
@@ -100,6 +104,12 @@ class TargetModel:
     def kv_shapes(self) -> list[tuple[int, int]]:
         """(key-value heads, head width) of every layer."""
         return kv_shapes(self.model.config)
+
+    @property
+    def heads_per_kv(self) -> int:
+        """Query heads that share a key-value head."""
+        heads = int(self.config.num_attention_heads)
+        return heads // int(getattr(self.config, "num_key_value_heads", None) or heads)
 
     @property
     def eos_ids(self) -> frozenset[int]:

@@ -35,7 +35,7 @@ def load_family(folder: Path, name: str, dtype: str) -> TargetModel:
 
 
 def runner_of(target: TargetModel) -> FixedRunner:
-    return FixedRunner(target, SlotPools(401, target.kv_shapes, 0, target.dtype, target.device), None, ROWS, 400)
+    return FixedRunner(target, SlotPools(400, target.kv_shapes, 0, target.dtype, target.device), None, ROWS)
 
 
 def prefill(runner: ModelRunner, tokens: list[int], slots: np.ndarray, cuts: tuple[int, ...]) -> torch.Tensor:

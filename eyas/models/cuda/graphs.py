@@ -1,0 +1,115 @@
+"""Replays forward passes that were captured as CUDA graphs, one for each bucket of rows. Knows no sequences.
+
+A pass travels to the device as one array of words, and a replay begins with copying it to where the graph reads it.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from rich.console import Console
+from rich.progress import track
+
+from eyas.errors import ConfigError
+from eyas.models.attention import KVPools
+from eyas.models.cuda.buckets import choose_bucket, row_buckets
+from eyas.models.cuda.launch import KernelRunner
+from eyas.models.cuda.tables import bucket_shape, fixed_words, mask_words, num_wanted, view
+from eyas.models.inputs import PackedInputs, Segment
+from eyas.models.target import TargetOutput
+
+MAX_GRAPH_ROWS = 1024  # a longer pass keeps the device busy for longer than its launches take
+
+
+class Capture(Protocol):
+    """Records a pass; what it gives back runs the pass once more, on what its inputs hold then."""
+
+    def __call__(self, run: Callable[[], TargetOutput]) -> Callable[[], TargetOutput]: ...
+
+
+@dataclass(frozen=True)
+class Limits:
+    """The most that a pass can hold. rows: of all segments together; prefix: slots of all prefixes together."""
+
+    rows: int
+    segments: int
+    prefix: int
+
+
+class GraphRunner:
+    """Captured passes over one set of pools. A pass that no graph holds is launched kernel by kernel."""
+
+    def __init__(self, launched: KernelRunner, pools: KVPools, limits: Limits, capture: Capture) -> None:
+        """Captures all buckets, the largest first so that the others share its memory; shows a progress bar.
+
+        Raises ConfigError for a model that cannot be captured.
+        """
+        self._launched = launched
+        self._pools = pools
+        self._buckets = row_buckets(min(limits.rows, MAX_GRAPH_ROWS))
+        self._shapes = {rows: bucket_shape(rows, limits.segments, launched.tiling) for rows in self._buckets}
+        num_words = max(fixed_words(shape) + mask_words(rows) for rows, shape in self._shapes.items()) + limits.prefix
+        self._words = torch.zeros(num_words, dtype=torch.int32, device=launched.target.device)
+        console = Console(stderr=True)
+        largest_first = track(
+            self._buckets[::-1], "capturing CUDA graphs", console=console, transient=True, disable=not sys.stderr.isatty()
+        )
+        self._replays = {self._shapes[rows]: self._capture(rows, capture) for rows in largest_first}
+
+    def pack(self, segments: Sequence[Segment]) -> PackedInputs:
+        """Tables, padded to a bucket if one holds the segments."""
+        rows = choose_bucket(self._buckets, sum(len(s.tokens) for s in segments), num_wanted(segments))
+        return self._launched.pack(segments) if rows is None else self._launched.pad(segments, self._shapes[rows])
+
+    def forward(self, packed: PackedInputs, pools: KVPools) -> TargetOutput:
+        """As TargetModel.forward; the output is overwritten by the next pass. Of `taps`, rows at the end may be padding."""
+        assert packed.tables is not None, "packed by another runner"
+        assert pools is self._pools, "captured over other pools"
+        words, replay = packed.tables.words, self._replays.get(packed.tables.shape)
+        if replay is None or len(words) > len(self._words):
+            return self._launched.forward(packed, pools)
+        self._words[: len(words)].copy_(words)
+        out = replay()
+        return TargetOutput(out.logits[: packed.num_wanted], out.taps)
+
+    def _capture(self, rows: int, capture: Capture) -> Callable[[], TargetOutput]:
+        shape, target = self._shapes[rows], self._launched.target
+        words = self._launched.words([], shape)
+        self._words[: len(words)].copy_(words)
+        try:
+            return capture(lambda: self._launched.forward(view(self._words, shape, shape.wanted), self._pools))
+        except RuntimeError as error:
+            name = type(target.model).__name__
+            raise ConfigError(
+                f"{name} cannot be captured as a CUDA graph, set engine.cuda_graphs to false: {error}"
+            ) from error
+
+
+class CudaCapture:
+    """Captures on one GPU; the graphs share memory, for only one runs at a time."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def __call__(self, run: Callable[[], TargetOutput]) -> Callable[[], TargetOutput]:
+        """Runs once before capturing: kernels are compiled and libraries take their workspaces."""
+        with torch.cuda.device(self._device):
+            stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                run()
+            torch.cuda.current_stream().wait_stream(stream)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, pool=self._pool):
+                out = run()
+
+        def replay() -> TargetOutput:
+            graph.replay()
+            return out
+
+        return replay

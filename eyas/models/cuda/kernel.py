@@ -1,0 +1,142 @@
+"""Tree attention as a Triton kernel: eyas.models.attention.attend for inputs with tables. Knows no sequences.
+
+Flash-decoding (Dao et al., 2023): each program takes one tile of rows, one key-value head and one part of the keys; a second
+kernel combines the parts. Heads that share keys are rows of one matrix product. Only keys of the pass itself are masked.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from eyas.models.inputs import PackedInputs
+
+
+def attend(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    packed: PackedInputs,
+    scaling: float,
+    window: int | None = None,
+    softcap: float | None = None,
+) -> Tensor:
+    """Attention of query [R, H, D] over contiguous pools [S, J, D]; [R, H, D], zero for padding rows.
+
+    Sums in float32. Never waits for the device, and its launches depend on shapes only, so that a graph can capture them.
+    """
+    tables = packed.tables
+    assert tables is not None, "the kernel reads tables"
+    (rows, num_heads, width), num_kv, shape = query.shape, keys.shape[1], tables.shape
+    group, block_d = num_heads // num_kv, max(16, triton.next_power_of_2(width))
+    row_bytes = block_d * query.element_size()
+    partials = query.new_empty((shape.splits, rows, num_heads, width), dtype=torch.float32)
+    sums = query.new_full((shape.splits, rows, num_heads), float("-inf"), dtype=torch.float32)
+    out = torch.empty((rows, num_heads, width), dtype=query.dtype, device=query.device)
+    _attend_parts[(shape.tiles, num_kv, shape.splits)](
+        *(query.contiguous(), keys, values, partials, sums, tables.words, tables.tiles, tables.slots, tables.positions),
+        *(float(scaling), rows, shape.splits),
+        NUM_KV=num_kv,
+        GROUP=group,
+        WIDTH=width,
+        WINDOW=window or 0,
+        SOFTCAP=float(softcap or 0),
+        BLOCK_M=max(16, triton.next_power_of_2(shape.tile_rows * group)),
+        BLOCK_N=_keys_per_block(row_bytes),
+        BLOCK_D=block_d,
+        num_warps=4 if row_bytes <= 256 else 8,
+        num_stages=2,
+    )
+    block_s = triton.next_power_of_2(shape.splits)
+    _combine[(rows, num_heads)](
+        partials, sums, out, rows, shape.splits, NUM_HEADS=num_heads, WIDTH=width, BLOCK_S=block_s, BLOCK_D=block_d
+    )
+    return out
+
+
+def _keys_per_block(row_bytes: int) -> int:
+    """Keys that a program holds at a time, so that two stages of keys and values fit into shared memory."""
+    return 64 if row_bytes <= 256 else 32 if row_bytes <= 512 else 16
+
+
+@triton.jit(do_not_specialize=["rows", "splits"])
+def _attend_parts(
+    query, keys, values, partials, sums, words, tiles, slots, positions, scaling, rows, splits,
+    NUM_KV: tl.constexpr, GROUP: tl.constexpr, WIDTH: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    tile, head, split = tiles + 8 * tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    first, count, segment, num_rows = tl.load(tile), tl.load(tile + 1), tl.load(tile + 2), tl.load(tile + 3)
+    length, prefix, masks = tl.load(tile + 4), words + tl.load(tile + 5), words + tl.load(tile + 6)
+    m, d, n = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_N)
+    live, row = m // GROUP < count, first + m // GROUP
+    position = tl.load(positions + row, mask=live, other=2147483647)
+    last = length + first + count - segment  # no row sees a later one
+    lowest = tl.minimum(tl.maximum(tl.min(position, 0) - WINDOW + 1, 0), length) if WINDOW else 0
+    part = tl.cdiv(tl.cdiv(last - lowest, splits), BLOCK_N) * BLOCK_N
+    begin, end = lowest + split * part, tl.minimum(lowest + (split + 1) * part, last)
+    if begin >= end:
+        return
+    cell = row.to(tl.int64) * (NUM_KV * GROUP) + head * GROUP + m % GROUP
+    kept = live[:, None] & (d < WIDTH)[None, :]
+    q = tl.load(query + cell[:, None] * WIDTH + d[None, :], mask=kept, other=0.0)
+    top, total = tl.full([BLOCK_M], float("-inf"), tl.float32), tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    for at in range(begin, tl.minimum(end, length), BLOCK_N):
+        inside = at + n < tl.minimum(end, length)
+        place = (tl.load(prefix + at + n, mask=inside, other=0).to(tl.int64) * NUM_KV + head) * WIDTH
+        visible = inside[None, :] & (position[:, None] - (at + n)[None, :] < WINDOW if WINDOW else True)
+        top, total, acc = _fold(q, keys, values, place, inside, visible, top, total, acc, scaling, WIDTH, SOFTCAP)
+    for at in range(tl.maximum(begin, length) - length, end - length, BLOCK_N):
+        inside = at + n < end - length
+        place = (tl.load(slots + segment + at + n, mask=inside, other=0).to(tl.int64) * NUM_KV + head) * WIDTH
+        bits = masks + (row - segment)[:, None] * tl.cdiv(num_rows, 32) + ((at + n) // 32)[None, :]
+        visible = (tl.load(bits, mask=live[:, None] & inside[None, :], other=0) >> ((at + n) % 32)[None, :]) & 1 == 1
+        if WINDOW:
+            there = tl.load(positions + segment + at + n, mask=inside, other=0)
+            visible = visible & (position[:, None] - there[None, :] < WINDOW)
+        top, total, acc = _fold(q, keys, values, place, inside, visible, top, total, acc, scaling, WIDTH, SOFTCAP)
+    out = split.to(tl.int64) * rows * (NUM_KV * GROUP) + cell
+    some = tl.where(total == 0, 1.0, total)  # a row may see nothing of its part
+    tl.store(sums + out, top + tl.log2(some), mask=live)
+    tl.store(partials + out[:, None] * WIDTH + d[None, :], acc / some[:, None], mask=kept)
+
+
+@triton.jit
+def _fold(
+    q, keys, values, place, inside, visible, top, total, acc, scaling, WIDTH: tl.constexpr, SOFTCAP: tl.constexpr
+):  # fmt: skip
+    """One more block of keys, at `place` in the pools, in a running softmax. NaN stays NaN, in its own row."""
+    d = tl.arange(0, q.shape[1])
+    at, kept = place[:, None] + d[None, :], inside[:, None] & (d < WIDTH)[None, :]
+    k, v = tl.load(keys + at, mask=kept, other=0.0), tl.load(values + at, mask=kept, other=0.0)
+    scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scaling
+    if SOFTCAP > 0:
+        scores = SOFTCAP * (2 * tl.sigmoid(2 * scores / SOFTCAP) - 1)  # tanh
+    scores = tl.where(visible, scores * 1.4426950408889634, float("-inf"))
+    higher = tl.maximum(top, tl.max(scores, 1))
+    base = tl.where(higher == float("-inf"), 0.0, higher)
+    weights, shrink = tl.exp2(scores - base[:, None]), tl.exp2(top - base)
+    acc = tl.dot(weights.to(v.dtype), v, acc * shrink[:, None], input_precision="ieee")
+    return higher, total * shrink + tl.sum(weights, 1), acc
+
+
+@triton.jit(do_not_specialize=["rows", "splits"])
+def _combine(
+    partials, sums, out, rows, splits,
+    NUM_HEADS: tl.constexpr, WIDTH: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """The parts of one row and head, weighted by their sums. Parts that no program wrote weigh nothing."""
+    cell = tl.program_id(0).to(tl.int64) * NUM_HEADS + tl.program_id(1)
+    s, d = tl.arange(0, BLOCK_S), tl.arange(0, BLOCK_D)
+    at = s.to(tl.int64) * rows * NUM_HEADS + cell
+    part = tl.load(sums + at, mask=s < splits, other=float("-inf"))
+    top = tl.max(part, 0)
+    weights = tl.exp2(part - tl.where(top == float("-inf"), 0.0, top))
+    kept = (part != float("-inf"))[:, None] & (d < WIDTH)[None, :]
+    values = tl.load(partials + at[:, None] * WIDTH + d[None, :], mask=kept, other=0.0)
+    total = tl.sum(weights, 0)
+    mean = tl.sum(values * weights[:, None], 0) / tl.where(total == 0, 1.0, total)
+    tl.store(out + cell * WIDTH + d, mean.to(out.dtype.element_ty), mask=d < WIDTH)

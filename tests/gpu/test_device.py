@@ -1,0 +1,106 @@
+"""What only a GPU can show: the kernel at real sizes, replays without waiting, tokens in float32 and in bfloat16."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from eyas.cache.kv import SlotPools
+from eyas.config import EngineConfig, TreeConfig
+from eyas.engine.build import assemble_engine
+from eyas.engine.engine import Engine
+from eyas.models.attention import attend
+from eyas.models.cuda.graphs import GraphRunner
+from eyas.models.cuda.passes import build_passes
+from eyas.models.cuda.tables import Tiling, lay_out, num_wanted, tight_shape, upload, view
+from eyas.models.inputs import pack
+from eyas.models.target import TargetModel, load_target
+from eyas.request import Request, SamplingParams
+from tests import reference
+from tests.engine.drafters import RandomDrafter
+from tests.models.cuda.forests import Heads, make_pass, scaling_of
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+TREE = TreeConfig(nodes=12, depth=4, width=4)
+MARGIN = 0.03  # of the largest logit: a few roundings of bfloat16 on the way through a tiny model
+SIZES = [(True, 60, 3000), (True, 1, 5000), (False, 200, 700), (True, 16, 1)]
+PROMPTS = [tuple(range(3, 3 + n)) for n in (1, 7, 30, 11)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("heads", [Heads(32, 8, 128), Heads(14, 2, 64), Heads(8, 4, 256), Heads(32, 32, 96)])
+@pytest.mark.parametrize(("window", "softcap"), [(None, None), (512, 50.0)])
+def test_the_kernel_equals_the_plain_path_at_real_sizes(
+    dtype: torch.dtype, heads: Heads, window: int | None, softcap: float | None
+) -> None:
+    segments, device = make_pass(SIZES), torch.device("cuda")
+    size, rows = sum(n + m for _, n, m in SIZES), sum(n for _, n, _ in SIZES)
+    generator = torch.Generator("cuda").manual_seed(0)
+    keys, values = (torch.randn(size + 1, heads.kv, heads.width, device=device, generator=generator) for _ in "kv")
+    query = torch.randn(rows, heads.query, heads.width, device=device, generator=generator)
+    rounded = [x.to(dtype) for x in (query, keys, values)]
+    shape = tight_shape(segments, Tiling(heads.query // heads.kv, heads.kv, 132, 16 if dtype == torch.float32 else 64))
+    tables = view(upload(lay_out(segments, shape, size), device), shape, num_wanted(segments))
+    got = attend(*rounded, tables, scaling_of(heads), window, softcap).float()
+    exact = attend(*(x.float() for x in rounded), pack(segments, device), scaling_of(heads), window, softcap)
+    tolerance = 1e-5 if dtype == torch.float32 else 2 * torch.finfo(dtype).eps
+    torch.testing.assert_close(got, exact, atol=tolerance, rtol=tolerance)
+
+
+def test_a_replayed_pass_never_waits_for_the_device(tiny_target: str) -> None:
+    target = load_target(tiny_target, device="cuda")
+    pools = SlotPools(200, target.kv_shapes, 0, target.dtype, target.device)
+    passes = build_passes(target, pools, pools.scratch, EngineConfig(num_slots=200), TREE, 100)
+    assert isinstance(passes, GraphRunner)
+    segments = [make_pass([(True, 9, 30), (True, 5, 11)]), make_pass([(False, 90, 3)])]
+    for each in segments:
+        passes.forward(passes.pack(each), pools)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for each in segments:
+            passes.forward(passes.pack(each), pools)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+@pytest.mark.parametrize("cuda_graphs", [True, False])
+def test_float32_says_what_the_plain_loop_on_the_cpu_says(tiny_target: str, temperature: float, cuda_graphs: bool) -> None:
+    target = load_target(tiny_target, device="cuda")
+    engine = make_engine(target, TREE, cuda_graphs)
+    for request, tokens in zip(requests(temperature), generate(engine, temperature), strict=True):
+        assert tokens == reference.generate(tiny_target, list(request.prompt_ids), request.sampling)
+
+
+def test_bfloat16_diverges_only_where_two_tokens_are_nearly_equal(tiny_target: str) -> None:
+    target = load_target(tiny_target, "bfloat16", "cuda")
+    drafted, plain = (generate(make_engine(target, tree, True), 0.0) for tree in (TREE, TreeConfig(1, 0, 1)))
+    model = reference.load_reference(tiny_target)
+    for request, ours, theirs in zip(requests(0.0), drafted, plain, strict=True):
+        split = next((i for i, (a, b) in enumerate(zip(ours, theirs, strict=True)) if a != b), None)
+        if split is not None:
+            with torch.inference_mode():
+                logits = model(input_ids=torch.tensor([[*request.prompt_ids, *ours[:split]]])).logits[0, -1]
+            assert abs(float(logits[ours[split]] - logits[theirs[split]])) <= MARGIN * float(logits.abs().max())
+
+
+def make_engine(target: TargetModel, tree: TreeConfig, cuda_graphs: bool) -> Engine:
+    config = EngineConfig(num_slots=1024, step_tokens=16, cuda_graphs=cuda_graphs)
+    return assemble_engine(target, None, config, tree, RandomDrafter(48) if tree.nodes > 1 else None)
+
+
+def requests(temperature: float) -> list[Request]:
+    params = SamplingParams(max_tokens=24, temperature=temperature, ignore_eos=True)
+    return [Request(f"{i}", prompt, replace(params, seed=i)) for i, prompt in enumerate(PROMPTS)]
+
+
+def generate(engine: Engine, temperature: float) -> list[list[int]]:
+    emitted: dict[str, list[int]] = {}
+    for request in requests(temperature):
+        engine.submit(request)
+        emitted[request.id] = []
+    while engine.has_work:
+        for chunk in engine.step():
+            emitted[chunk.request_id] += chunk.token_ids
+    return list(emitted.values())

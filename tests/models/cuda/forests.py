@@ -1,0 +1,97 @@
+"""Random passes for tests of attention, and what attention is: one query at a time, in float64, without tiles or packing."""
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from hypothesis import strategies as st
+from torch import Tensor
+
+from eyas.models.inputs import Segment
+from eyas.tree import DraftTree
+
+
+@dataclass(frozen=True)
+class Heads:
+    """Query heads, key-value heads, their width."""
+
+    query: int
+    kv: int
+    width: int
+
+
+@dataclass(frozen=True)
+class Pools:
+    keys: Tensor
+    values: Tensor
+
+
+def make_pools(num_slots: int, heads: Heads, seed: int, dtype: torch.dtype) -> Pools:
+    """Noise in float64 that `dtype` can hold; the last slot is meant for padding and holds what must never be read."""
+    generator = torch.Generator().manual_seed(seed)
+    keys, values = (torch.randn(num_slots + 1, heads.kv, heads.width, generator=generator).to(dtype).double() for _ in "kv")
+    keys[-1] = values[-1] = float("nan")
+    return Pools(keys, values)
+
+
+@st.composite
+def passes(draw: st.DrawFn, max_segments: int = 4, max_rows: int = 12, max_prefix: int = 40) -> list[Segment]:
+    """Trees and prompt chunks over prefixes of any length, in scattered slots."""
+    seed = draw(st.integers(0, 2**16))
+    sizes = draw(
+        st.lists(
+            st.tuples(st.booleans(), st.integers(1, max_rows), st.integers(0, max_prefix)),
+            min_size=1,
+            max_size=max_segments,
+        )
+    )
+    return make_pass(sizes, seed)
+
+
+def make_pass(sizes: list[tuple[bool, int, int]], seed: int = 0) -> list[Segment]:
+    """Segments of (is it a tree, rows, prefix length); tokens are below 48. Slots 0 up to `num_slots`, shuffled."""
+    rng = np.random.default_rng(seed)
+    slots = rng.permutation(num_slots(sizes))
+    segments = []
+    for is_tree, count, length in sizes:
+        tokens = rng.integers(3, 48, count)
+        own, prefix, slots = slots[:count], slots[count : count + length], slots[count + length :]
+        if is_tree:
+            parents = (0, *(int(rng.integers(node)) for node in range(1, count)))
+            tree = DraftTree(tuple(tokens.tolist()), parents, (0.0,) * count)
+            positions, visible, wanted = length + np.array(tree.depths), tree.ancestor_mask(), np.arange(count)
+        else:
+            positions, visible, wanted = length + np.arange(count), None, np.array([count - 1])
+        segments.append(Segment(tokens, positions, own, prefix, visible, wanted))
+    return segments
+
+
+def num_slots(sizes: list[tuple[bool, int, int]]) -> int:
+    """Slots that a pass of these sizes needs."""
+    return sum(count + length for _, count, length in sizes)
+
+
+def naive(
+    query: Tensor, pools: Pools, segments: list[Segment], scaling: float, window: int | None, softcap: float | None
+) -> Tensor:
+    """Attention of query [R, H, D], float64, row by row and head by head."""
+    out, row = torch.zeros_like(query), 0
+    group = query.shape[1] // pools.keys.shape[1]
+    for segment in segments:
+        visible = np.tri(len(segment.tokens), dtype=bool) if segment.visible is None else segment.visible
+        for i in range(len(segment.tokens)):
+            seen = [(slot, at) for at, slot in enumerate(segment.prefix)]
+            seen += [(segment.slots[j], segment.positions[j]) for j in np.flatnonzero(visible[i])]
+            slots = [int(slot) for slot, at in seen if window is None or segment.positions[i] - at < window]
+            for head in range(query.shape[1]):
+                scores = pools.keys[slots, head // group] @ query[row, head] * scaling
+                scores = softcap * torch.tanh(scores / softcap) if softcap else scores
+                out[row, head] = torch.softmax(scores, 0) @ pools.values[slots, head // group]
+            row += 1
+    return out
+
+
+def scaling_of(heads: Heads) -> float:
+    """The usual scale of scores."""
+    return 1 / math.sqrt(heads.width)

@@ -1,0 +1,87 @@
+"""Plain attention and the kernel equal attention written out, for any trees, chunks and lengths.
+
+Where there is no GPU the kernel runs in triton's interpreter.
+"""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from eyas.models import attention
+from eyas.models.cuda.tables import Tiling, bucket_shape, lay_out, num_wanted, tight_shape, upload, view
+from eyas.models.inputs import PackedInputs, Segment, pack
+from tests.models.cuda.forests import Heads, make_pass, make_pools, naive, passes, scaling_of
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+HEADS = st.sampled_from([Heads(4, 2, 16), Heads(3, 1, 8), Heads(2, 2, 24), Heads(14, 2, 16)])
+WINDOWS = st.sampled_from([None, 1, 5, 30])
+SOFTCAPS = st.sampled_from([None, 2.0])
+
+Packing = Callable[[list[Segment], Heads, int], PackedInputs]
+
+
+def plainly(segments: list[Segment], heads: Heads, scratch: int) -> PackedInputs:
+    return pack(segments, DEVICE)
+
+
+def tightly(segments: list[Segment], heads: Heads, scratch: int, processors: int = 6) -> PackedInputs:
+    shape = tight_shape(segments, Tiling(heads.query // heads.kv, heads.kv, processors))
+    return view(upload(lay_out(segments, shape, scratch), DEVICE), shape, num_wanted(segments))
+
+
+def padded(segments: list[Segment], heads: Heads, scratch: int) -> PackedInputs:
+    rows = sum(len(s.tokens) for s in segments)
+    shape = bucket_shape(rows + 7, len(segments) + 2, Tiling(heads.query // heads.kv, heads.kv, 6))
+    return view(upload(lay_out(segments, shape, scratch), DEVICE), shape, num_wanted(segments))
+
+
+def check(
+    packing: Packing,
+    segments: list[Segment],
+    heads: Heads,
+    window: int | None = None,
+    softcap: float | None = None,
+    dtype: torch.dtype = torch.float32,
+    tolerance: float = 2e-6,
+) -> None:
+    size = sum(len(s.tokens) + len(s.prefix) for s in segments)
+    rows = sum(len(s.tokens) for s in segments)
+    pools = make_pools(size, heads, seed=size, dtype=dtype)
+    packed = packing(segments, heads, size)
+    query = torch.randn(len(packed.tokens), heads.query, heads.width, generator=torch.Generator().manual_seed(1))
+    inputs = [x.to(DEVICE, dtype) for x in (query, pools.keys, pools.values)]  # rounded already: the reference sees the same
+    expected = naive(inputs[0][:rows].cpu().double(), pools, segments, scaling_of(heads), window, softcap)
+    got = attention.attend(*inputs, packed, scaling_of(heads), window, softcap).cpu().double()
+    torch.testing.assert_close(got[:rows], expected, atol=tolerance, rtol=tolerance)
+    assert not got[rows:].any(), "padding rows attend to nothing"
+
+
+@pytest.mark.parametrize("packing", [plainly, tightly, padded])
+@settings(max_examples=10)
+@given(segments=passes(), heads=HEADS, window=WINDOWS, softcap=SOFTCAPS)
+def test_attention_equals_its_definition(
+    packing: Packing, segments: list[Segment], heads: Heads, window: int | None, softcap: float | None
+) -> None:
+    check(packing, segments, heads, window, softcap)
+
+
+SIZES = [(True, 40, 150), (False, 1, 70), (False, 70, 5), (True, 1, 0)]
+
+
+@pytest.mark.parametrize("packing", [plainly, tightly, padded])
+@pytest.mark.parametrize("window", [None, 33])
+def test_long_segments_span_tiles_blocks_and_mask_words(packing: Packing, window: int | None) -> None:
+    check(packing, make_pass(SIZES), Heads(4, 1, 16), window)
+
+
+NEEDS_GPU = pytest.mark.skipif(DEVICE.type == "cpu", reason="triton's interpreter cannot multiply bfloat16")
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, pytest.param(torch.bfloat16, marks=NEEDS_GPU)])
+@pytest.mark.parametrize("heads", [Heads(4, 2, 64), Heads(2, 1, 128), Heads(1, 1, 256)])
+def test_half_precision_sums_in_float32(dtype: torch.dtype, heads: Heads) -> None:
+    tolerance = 4 * torch.finfo(dtype).eps
+    check(tightly, make_pass([(True, 7, 80), (False, 20, 3)]), heads, dtype=dtype, tolerance=tolerance)

@@ -1,0 +1,135 @@
+"""Passes padded to buckets give the same logits, and the engine the same tokens.
+
+Capturing is CUDA's; without it a captured pass runs again from the same closure, on what its static inputs hold by then.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import pytest
+import torch
+
+from eyas.cache.kv import SlotPools
+from eyas.config import EngineConfig, TreeConfig
+from eyas.engine.drafting import Drafting
+from eyas.engine.engine import Engine
+from eyas.engine.runner import ModelRunner
+from eyas.engine.scheduler import Scheduler
+from eyas.errors import ConfigError
+from eyas.models.cuda.graphs import CudaCapture, GraphRunner, Limits
+from eyas.models.cuda.launch import KernelRunner
+from eyas.models.cuda.passes import what_kernel_lacks
+from eyas.models.cuda.tables import Tiling
+from eyas.models.inputs import Segment
+from eyas.models.target import TargetModel, TargetOutput, load_target
+from eyas.request import Request, SamplingParams
+from tests import reference
+from tests.engine.drafters import RandomDrafter
+from tests.models.cuda.forests import make_pass
+from tests.tiny import write_target
+
+TILING = Tiling(heads_per_kv=2, num_kv=2, num_processors=4)
+LIMITS = Limits(rows=32, segments=4, prefix=400)
+NUM_SLOTS = 200
+
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def run_again(run: Callable[[], TargetOutput]) -> Callable[[], TargetOutput]:
+    run()
+    return run
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(write_target(tmp_path_factory.mktemp("shallow"), layers=2))
+
+
+@pytest.fixture(scope="module")
+def target(folder: str) -> TargetModel:
+    return load_target(folder, device=DEVICE, taps=(0, 2))
+
+
+def filled_pools(target: TargetModel) -> SlotPools:
+    """As if all slots had been written before."""
+    pools = SlotPools(NUM_SLOTS, target.kv_shapes, 0, target.dtype, target.device)
+    generator = torch.Generator().manual_seed(0)
+    for tensor in (*pools.keys, *pools.values):
+        tensor[:NUM_SLOTS] = torch.randn(tensor[:NUM_SLOTS].shape, generator=generator).to(DEVICE)
+    return pools
+
+
+def make_runner(target: TargetModel, pools: SlotPools) -> GraphRunner:
+    capture = CudaCapture(target.device) if DEVICE == "cuda" else run_again
+    return GraphRunner(KernelRunner(target, TILING, pools.scratch), pools, LIMITS, capture)
+
+
+def check_passes(target: TargetModel, forests: Sequence[list[Segment]]) -> None:
+    """One runner runs all of them in turn; each is compared with the plain path on pools of its own."""
+    pools = filled_pools(target)
+    runner = make_runner(target, pools)
+    for segments in forests:
+        plain_pools = filled_pools(target)
+        for ours, theirs in zip((*pools.keys, *pools.values), (*plain_pools.keys, *plain_pools.values), strict=True):
+            theirs.copy_(ours)
+        expected = target.forward(target.pack(segments), plain_pools)
+        got = runner.forward(runner.pack(segments), pools)
+        torch.testing.assert_close(got.logits, expected.logits, atol=2e-5, rtol=2e-5)
+        assert got.taps is not None
+        assert expected.taps is not None
+        torch.testing.assert_close(got.taps[: len(expected.taps)], expected.taps, atol=2e-5, rtol=2e-5)
+        for ours, theirs in zip((*pools.keys, *pools.values), (*plain_pools.keys, *plain_pools.values), strict=True):
+            torch.testing.assert_close(ours[:NUM_SLOTS], theirs[:NUM_SLOTS], atol=2e-5, rtol=2e-5)
+
+
+def test_every_row_count_from_bucket_to_bucket_gives_the_plain_logits(target: TargetModel) -> None:
+    check_passes(target, [make_pass([(True, rows, 9)], seed=rows) for rows in (1, 2, 3, 8, 9, 16, 17, 32)])
+
+
+def test_batches_shrink_and_grow_across_buckets(target: TargetModel) -> None:
+    sizes = [
+        [(True, 1, 30), (True, 1, 3), (True, 1, 11)],
+        [(True, 9, 31), (True, 6, 4), (False, 5, 0), (True, 2, 12)],
+        [(False, 20, 0), (True, 1, 40)],
+        [(True, 1, 50)],
+    ]
+    check_passes(target, [make_pass(s, seed=i) for i, s in enumerate(sizes)])
+
+
+def test_a_pass_that_no_graph_holds_is_launched(target: TargetModel) -> None:
+    check_passes(target, [make_pass([(False, 60, 7), (True, 3, 2)]), make_pass([(True, 33, 5)])])
+
+
+def test_a_model_that_cannot_be_captured_is_refused_by_name(target: TargetModel) -> None:
+    def fail(run: Callable[[], TargetOutput]) -> Callable[[], TargetOutput]:
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    pools = filled_pools(target)
+    with pytest.raises(ConfigError, match=r"LlamaForCausalLM cannot be captured .* engine\.cuda_graphs to false"):
+        GraphRunner(KernelRunner(target, TILING, pools.scratch), pools, LIMITS, fail)
+
+
+def test_the_kernel_says_which_heads_it_lacks(target: TargetModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not what_kernel_lacks(target)
+    monkeypatch.setattr(type(target), "kv_shapes", [(2, 512)])
+    assert "512 wide" in what_kernel_lacks(target)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+def test_the_engine_says_the_same_through_padded_passes(folder: str, temperature: float) -> None:
+    target = load_target(folder, device=DEVICE)
+    pools = SlotPools(NUM_SLOTS, target.kv_shapes, 0, target.dtype, target.device)
+    runner = ModelRunner(target, pools, None, make_runner(target, pools))
+    scheduler = Scheduler(EngineConfig(num_slots=NUM_SLOTS, step_tokens=8), TreeConfig(9, 4, 4), frozenset())
+    engine = Engine(scheduler, Drafting(RandomDrafter(48), runner), runner, 256)
+    params = SamplingParams(max_tokens=5, temperature=temperature, ignore_eos=True)
+    requests = [Request(f"{n}", tuple(range(3, 3 + n)), replace(params, seed=n)) for n in (1, 11)]
+    for request in requests:
+        engine.submit(request)
+    emitted: dict[str, list[int]] = {request.id: [] for request in requests}
+    while engine.has_work:
+        for chunk in engine.step():
+            emitted[chunk.request_id] += chunk.token_ids
+    for request in requests:
+        assert emitted[request.id] == reference.generate(folder, list(request.prompt_ids), request.sampling)
