@@ -25,7 +25,8 @@ class ModelRunner:
         self._fuser = fuser
 
     def forward(self, works: Seq[Work]) -> Tensor:
-        """Logits float32 of every tree node and of the last row of every finished prompt, in order; [N, V]."""
+        """Logits float32 [R, V] of the rows that each work wants: every tree node, the last row of every finished prompt,
+        and all rows of a prompt whose log-probabilities are asked for."""
         packed = pack([_segment(work) for work in works], self.target.device)
         out = self.target.forward(packed, self._pools)
         if self._fuser is not None and out.taps is not None:
@@ -48,7 +49,7 @@ def _segment(work: Work) -> Segment:
             slots=work.slots,
             prefix=sequence.slots,
             visible=None,
-            wanted=np.array([len(work.slots) - 1] if work.emits else [], dtype=np.int64),
+            wanted=np.arange(len(work.slots) - work.num_wanted, len(work.slots)),
         )
     return Segment(
         tokens=np.array(tree.tokens, dtype=np.int64),
