@@ -28,7 +28,7 @@ def sampling_to_message(sampling: SamplingParams) -> types_pb2.SamplingParams:
         n=sampling.n,
         min_p=sampling.min_p,
         min_tokens=sampling.min_tokens,
-        logit_bias=_once(sampling.logit_bias),
+        logit_bias=[types_pb2.TokenBias(token=token, bias=bias) for token, bias in sampling.logit_bias],
         repetition_penalty=sampling.repetition_penalty,
         presence_penalty=sampling.presence_penalty,
         frequency_penalty=sampling.frequency_penalty,
@@ -59,19 +59,12 @@ def sampling_from_message(message: types_pb2.SamplingParams) -> SamplingParams:
         ignore_eos=message.ignore_eos,
         min_p=message.min_p,
         min_tokens=message.min_tokens,
-        logit_bias=tuple(message.logit_bias.items()),
+        logit_bias=tuple((entry.token, entry.bias) for entry in message.logit_bias),
         presence_penalty=message.presence_penalty,
         frequency_penalty=message.frequency_penalty,
         bad_words=tuple(message.bad_words),
         bad_token_ids=tuple(tuple(word.ids) for word in message.bad_token_ids),
     )
-
-
-def _once(logit_bias: tuple[tuple[int, float], ...]) -> dict[int, float]:
-    biases = dict(logit_bias)
-    if len(biases) < len(logit_bias):
-        raise ValueError("logit_bias names a token twice")
-    return biases
 
 
 def logprob_to_message(value: TokenLogprob) -> generation_pb2.TokenLogprob:

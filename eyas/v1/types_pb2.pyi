@@ -75,32 +75,38 @@ class TokenIds(_message.Message):
 Global___TokenIds: _TypeAlias = TokenIds  # noqa: Y015
 
 @_typing.final
+class TokenBias(_message.Message):
+    """What is added to the logit of one token."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOKEN_FIELD_NUMBER: _builtins.int
+    BIAS_FIELD_NUMBER: _builtins.int
+    token: _builtins.int
+    """Token id; each may be named once."""
+    bias: _builtins.float
+    """In [-100, 100]."""
+    def __init__(
+        self,
+        *,
+        token: _builtins.int = ...,
+        bias: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bias", b"bias", "token", b"token"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TokenBias: _TypeAlias = TokenBias  # noqa: Y015
+
+@_typing.final
 class SamplingParams(_message.Message):
     """How to draw tokens. They apply in this order: logit_bias, penalties, bad words and min_tokens, temperature, top_k, top_p,
     min_p. What cannot be done is refused with INVALID_ARGUMENT.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
-
-    @_typing.final
-    class LogitBiasEntry(_message.Message):
-        DESCRIPTOR: _descriptor.Descriptor
-
-        KEY_FIELD_NUMBER: _builtins.int
-        VALUE_FIELD_NUMBER: _builtins.int
-        key: _builtins.int
-        value: _builtins.float
-        def __init__(
-            self,
-            *,
-            key: _builtins.int = ...,
-            value: _builtins.float = ...,
-        ) -> None: ...
-        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
-        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-        def WhichOneof(self, oneof_group: _Never) -> None: ...
 
     MAX_TOKENS_FIELD_NUMBER: _builtins.int
     TEMPERATURE_FIELD_NUMBER: _builtins.int
@@ -160,8 +166,8 @@ class SamplingParams(_message.Message):
         """Token ids that end the output besides the model's own."""
 
     @_builtins.property
-    def logit_bias(self) -> _containers.ScalarMap[_builtins.int, _builtins.float]:
-        """Added to the logits of these token ids, each in [-100, 100]."""
+    def logit_bias(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenBias]:
+        """What is added to the logits of single tokens."""
 
     @_builtins.property
     def bad_words(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
@@ -185,7 +191,7 @@ class SamplingParams(_message.Message):
         n: _builtins.int | None = ...,
         min_p: _builtins.float = ...,
         min_tokens: _builtins.int = ...,
-        logit_bias: _abc.Mapping[_builtins.int, _builtins.float] | None = ...,
+        logit_bias: _abc.Iterable[Global___TokenBias] | None = ...,
         repetition_penalty: _builtins.float | None = ...,
         presence_penalty: _builtins.float = ...,
         frequency_penalty: _builtins.float = ...,

@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers import NoBadWordsLogitsProcessor, RepetitionPenaltyLogitsProcessor
 
 from eyas.config import EngineConfig
 from eyas.drafters.base import Drafter
@@ -15,6 +16,7 @@ from eyas.engine.build import assemble_engine
 from eyas.engine.engine import Engine
 from eyas.engine.sampling.rules import LogitRules
 from eyas.engine.sequence import Sequence, Work
+from eyas.errors import InvalidRequest
 from eyas.models.heads.eagle import load_fuser
 from eyas.models.target import load_target
 from eyas.request import Chunk, GenerationStats, Request, SamplingParams
@@ -161,3 +163,22 @@ def test_each_way_of_steering_does_what_it_says(tiny_target: str, tiny_head: str
     assert len(set(out["no repeats"])) > len(set(plain))
     assert len(out["long"]) > 10 or out["long"][-1] < 40
     assert min(out["long"][:10]) >= 40
+
+
+@pytest.mark.parametrize("asked", [{"stop": ("x",)}, {"n": 2, "temperature": 1.0}, {"bad_words": ("x",)}, {"min_p": 2.0}])
+def test_an_engine_refuses_what_it_cannot_do(asked: dict, tiny_target: str, tiny_head: str) -> None:
+    engine = make_engine(None, tiny_target, tiny_head)
+    with pytest.raises(InvalidRequest, match=r"not for an engine|min_p is 2\.0"):
+        engine.submit(Request("a", (5, 6), replace(PLAIN, seed=1, **asked)))
+    assert not engine.has_work
+
+
+def test_penalties_and_bad_words_are_those_of_transformers() -> None:
+    history, prompt = [3, 5, 5, 7, 2], (3, 5)
+    asked = SamplingParams(repetition_penalty=1.3, bad_token_ids=((7, 2, 4), (9,), (2, 2), (5, 2, 6)))
+    work = Work(Sequence(Request("a", prompt, asked), history, np.zeros(0, dtype=np.int64)), np.arange(1), 4, None)
+    logits = 3 * torch.randn(1, 16, generator=torch.Generator().manual_seed(0))
+    ids = torch.tensor([history])
+    expected = RepetitionPenaltyLogitsProcessor(1.3)(ids, logits.clone())
+    expected = NoBadWordsLogitsProcessor([list(word) for word in asked.bad_token_ids], eos_token_id=1)(ids, expected)
+    assert torch.equal(LogitRules(frozenset({1})).applied(logits, [work]), expected)

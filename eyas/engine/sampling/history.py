@@ -1,6 +1,7 @@
-"""What came before each drawn row: committed tokens, then the node's own path in its tree. Knows no logits.
+"""What came before each drawn row: committed tokens, then the node's own path in its tree. Integers; knows no logits.
 
-Legend: n drawn rows of one sequence, B bad words, L tokens looked back upon, V vocabulary.
+A row without a tree is the root of one that has no other node. Legend: n drawn rows of one sequence, which are the nodes of
+its tree, D different tokens, B bad words, L tokens looked back upon.
 """
 
 from __future__ import annotations
@@ -10,10 +11,8 @@ from dataclasses import dataclass
 from typing import Self
 
 import numpy as np
-import torch
-from torch import Tensor
+import numpy.typing as npt
 
-from eyas.engine.sequence import Work
 from eyas.models.inputs import Bools, Ints
 from eyas.tree import DraftTree
 
@@ -43,39 +42,55 @@ class Cells:
         return Cells(self.rows + start, self.tokens)
 
 
+@dataclass(frozen=True)
+class Occurrences:
+    """Tokens in the histories of one sequence's drawn rows. ids: which, [D]. prompted: whether in the prompt, [D].
+    output: how often each is behind the prompt, by row, float32 [n, D]."""
+
+    ids: Ints
+    prompted: Bools
+    output: npt.NDArray[np.float32]
+
+
 class TokenCounts:
-    """How often each token is in a sequence, where its logits are. Committed tokens are counted once, as they come.
+    """How often each token is in a sequence; committed tokens are counted once, as they come. num_prompt: tokens of its
+    prompt."""
 
-    num_prompt: tokens of the prompt. output: occurrences behind the prompt, float32 [V]. prompted: which are in it, [V].
-    """
-
-    def __init__(self, num_prompt: int, vocab_size: int, device: torch.device) -> None:
-        self.output: Tensor = torch.zeros(vocab_size, device=device)
-        self.prompted: Tensor = torch.zeros(vocab_size, dtype=torch.bool, device=device)
+    def __init__(self, num_prompt: int, vocab_size: int) -> None:
         self._num_prompt = num_prompt
         self._num_counted = 0
+        self._ids: Ints = np.zeros(0, dtype=np.int64)
+        self._prompted = np.zeros(vocab_size, dtype=np.bool_)
+        self._output = np.zeros(vocab_size, dtype=np.float32)
 
     def take(self, tokens: Seq[int]) -> None:
-        """Count what is new of a sequence's committed tokens."""
-        new = torch.tensor(tokens[self._num_counted :], dtype=torch.int64, device=self.output.device)
+        """Count what is new of the committed tokens."""
+        new = np.array(tokens[self._num_counted :], dtype=np.int64)
         num_prompt = max(self._num_prompt - self._num_counted, 0)
-        self.prompted.index_fill_(0, new[:num_prompt], True)
-        self.output.index_add_(0, new[num_prompt:], torch.ones(len(new[num_prompt:]), device=new.device))
+        self._prompted[new[:num_prompt]] = True
+        np.add.at(self._output, new[num_prompt:], 1)
+        self._ids = np.union1d(self._ids, new)
         self._num_counted = len(tokens)
 
+    def along(self, tree: DraftTree) -> Occurrences:
+        """Committed tokens, and for every node those on its path: the strict ancestor mask times the tree's tokens as
+        one-hot rows, added up where it is not zero."""
+        drafted = _drafted(tree)
+        ids = np.union1d(self._ids, drafted.tokens)
+        output = np.tile(self._output[ids], (len(tree), 1))
+        np.add.at(output, (drafted.rows, np.searchsorted(ids, drafted.tokens)), 1)
+        return Occurrences(ids, self._prompted[ids], output)
 
-def drafted(tree: DraftTree | None) -> Cells:
+
+def _drafted(tree: DraftTree) -> Cells:
     """For every node, the tokens on its path below the root, its own included: the root is a committed token."""
-    if tree is None or len(tree) == 1:
-        return Cells(np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64))
     rows, nodes = np.nonzero(tree.ancestor_mask()[:, 1:])
-    return Cells(rows, np.array(tree.tokens, dtype=np.int64)[nodes + 1])
+    return Cells(rows, np.array(tree.tokens[1:], dtype=np.int64)[nodes])
 
 
-def tails(work: Work, length: int) -> Ints:
-    """The last `length` tokens of each drawn row's history, the latest first; NOTHING before the beginning. [n, L]."""
-    tree = work.tree or DraftTree.root_only(work.sequence.tokens[-1])
-    committed = work.sequence.tokens[-length:]
+def _tails(committed: list[int], tree: DraftTree, length: int) -> Ints:
+    """The last `length` tokens of each row's history, the latest first; NOTHING before the beginning. [n, L]."""
+    committed = committed[-length:]
     tokens = np.array([NOTHING] * length + committed + list(tree.tokens[1:]), dtype=np.int64)
     root = length + len(committed) - 1
     before = np.arange(-1, len(tokens) - 1)
@@ -105,9 +120,9 @@ class BadWords:
             row[: len(word) - 1] = word[-2::-1]
         return cls(heads, heads == NOTHING, np.array([word[-1] for word in words], dtype=np.int64))
 
-    def completing(self, work: Work) -> Cells:
-        """For every drawn row, the tokens that would complete a bad word."""
-        histories = tails(work, self.heads.shape[1])
+    def completed(self, committed: list[int], tree: DraftTree) -> Cells:
+        """For every node, the tokens that would complete a bad word."""
+        histories = _tails(committed, tree, self.heads.shape[1])
         met = ((histories[:, None] == self.heads) | self.free).all(-1)
         rows, words = np.nonzero(met)
         return Cells(rows, self.lasts[words])

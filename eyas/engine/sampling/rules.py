@@ -14,11 +14,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from eyas.engine.sampling.history import BadWords, Cells, TokenCounts, drafted
+from eyas.engine.sampling.history import BadWords, Cells, TokenCounts
 from eyas.engine.sequence import Work
 from eyas.models.inputs import Ints
 from eyas.models.sampling.penalties import Penalties, penalised
 from eyas.request import Request, SamplingParams
+from eyas.tree import DraftTree
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,10 @@ class _Rows:
         return np.arange(self.start, self.start + len(self.work.drawn))
 
     @property
+    def tree(self) -> DraftTree:
+        return self.work.tree or DraftTree.root_only(self.work.sequence.tokens[-1])
+
+    @property
     def sampling(self) -> SamplingParams:
         return self.work.sequence.request.sampling
 
@@ -66,7 +71,7 @@ class LogitRules:
         for part in parts:
             cells = Cells.every(part.rows, part.asked.bias_ids)
             logits[_at(cells, logits)] += part.asked.biases.repeat(len(part.rows))
-        _penalise(logits, parts)
+            _penalise(logits, part)
         logits[_at(Cells.joined([_banned(part) for part in parts]), logits)] = -torch.inf
         return logits
 
@@ -92,7 +97,7 @@ class LogitRules:
             biases=torch.tensor([bias for _, bias in sampling.logit_bias], dtype=torch.float32, device=logits.device),
             end_ids=np.array(sorted(sampling.end_ids(self._eos_ids)), dtype=np.int64),
             bad_words=BadWords.of(sampling.bad_token_ids) if sampling.bad_token_ids else None,
-            counts=TokenCounts(num_prompt, logits.shape[1], logits.device) if _penalises(sampling) else None,
+            counts=TokenCounts(num_prompt, logits.shape[1]) if _penalises(sampling) else None,
         )
 
 
@@ -104,25 +109,18 @@ def _asks(sampling: SamplingParams) -> bool:
     return bool(sampling.logit_bias or sampling.bad_token_ids or sampling.min_tokens) or _penalises(sampling)
 
 
-def _penalise(logits: Tensor, parts: Seq[_Rows]) -> None:
-    """Penalise, in place, the rows whose requests ask for it."""
-    parts = [part for part in parts if part.asked.counts]
-    counts = [part.asked.counts for part in parts if part.asked.counts]
-    if not parts:
+def _penalise(logits: Tensor, part: _Rows) -> None:
+    """Penalise, in place, what has occurred in a request's rows."""
+    if part.asked.counts is None:
         return
-    for part, count in zip(parts, counts, strict=True):
-        count.take(part.work.sequence.tokens)
-    sizes = [len(part.rows) for part in parts]
-    owner = torch.tensor(np.repeat(np.arange(len(parts)), sizes), device=logits.device)
-    output = torch.stack([count.output for count in counts])[owner]
-    paths = Cells.joined([drafted(p.work.tree).below(sum(sizes[:i])) for i, p in enumerate(parts)])
-    # The strict ancestor mask times the tree's tokens as one-hot rows, added up where it is not zero.
-    output.index_put_(_at(paths, logits), output.new_ones(()), accumulate=True)
-    strengths = [(s.repetition_penalty, s.presence_penalty, s.frequency_penalty) for s in (p.sampling for p in parts)]
-    penalties = Penalties(*torch.tensor(strengths, dtype=torch.float32, device=logits.device)[owner].unbind(1))
-    prompted = torch.stack([count.prompted for count in counts])[owner]
-    rows = torch.tensor(np.concatenate([part.rows for part in parts]), device=logits.device)
-    logits[rows] = penalised(logits[rows], output, prompted, penalties)
+    part.asked.counts.take(part.work.sequence.tokens)
+    occurred, asked = part.asked.counts.along(part.tree), part.sampling
+    ids, output, prompted = (
+        torch.from_numpy(array).to(logits.device) for array in (occurred.ids, occurred.output, occurred.prompted)
+    )
+    rows = logits[part.start : part.start + len(part.tree)]
+    by = Penalties(asked.repetition_penalty, asked.frequency_penalty, asked.presence_penalty)
+    rows[:, ids] = penalised(rows[:, ids], output, prompted, by)
 
 
 def _banned(part: _Rows) -> Cells:
@@ -131,7 +129,7 @@ def _banned(part: _Rows) -> Cells:
     early = Cells.every(part.rows[index < part.sampling.min_tokens], part.asked.end_ids)
     if part.asked.bad_words is None:
         return early
-    return Cells.joined([early, part.asked.bad_words.completing(part.work).below(part.start)])
+    return Cells.joined([early, part.asked.bad_words.completed(part.work.sequence.tokens, part.tree).below(part.start)])
 
 
 def _at(cells: Cells, logits: Tensor) -> tuple[Tensor, Tensor]:

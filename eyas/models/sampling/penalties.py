@@ -1,31 +1,30 @@
 """Penalties on tokens that have occurred: logits and counts in, logits out. Knows no request.
 
-Legend: N rows, V vocabulary. All float32 and elementwise, so that a row's result does not depend on its neighbours.
+Legend: N rows, D tokens that have occurred. All float32 and elementwise, so that no row's result depends on its neighbours.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from dataclasses import dataclass
 
 from torch import Tensor
 
 
-class Penalties(NamedTuple):
-    """One strength per row, float32 [N]; 1, 0 and 0 do nothing."""
+@dataclass(frozen=True)
+class Penalties:
+    """How strong they are; 1, 0 and 0 do nothing."""
 
-    repetition: Tensor
-    presence: Tensor
-    frequency: Tensor
+    repetition: float
+    frequency: float
+    presence: float
 
 
-def penalised(logits: Tensor, output: Tensor, prompted: Tensor, penalties: Penalties) -> Tensor:
-    """Logits [N, V] after repetition (Keskar et al. 2019, section 4.1), then frequency and presence penalty.
+def penalised(logits: Tensor, output: Tensor, prompted: Tensor, by: Penalties) -> Tensor:
+    """Logits [N, D] after repetition (Keskar et al. 2019, section 4.1), then frequency and presence penalty.
 
-    output: how often a token is in the row's output so far, float32 [N, V]; prompted: whether it is in the prompt, [N, V].
+    output: how often the token is in the row's output so far, float32 [N, D]; prompted: whether it is in the prompt, [D].
     Repetition looks at both, the other two at the output alone.
     """
-    occurred = output > 0
-    repetition = penalties.repetition[:, None]
-    weakened = (logits / repetition).where(logits > 0, logits * repetition)
-    logits = weakened.where(occurred | prompted, logits)
-    return logits - penalties.frequency[:, None] * output - penalties.presence[:, None] * occurred
+    emitted = output > 0
+    weakened = (logits / by.repetition).where(logits > 0, logits * by.repetition)
+    return weakened.where(emitted | prompted, logits) - by.frequency * output - by.presence * emitted
