@@ -7,13 +7,23 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from eyas.config import EagleConfig, EngineConfig, TreeConfig
     from eyas.errors import EyasError
-    from eyas.llm import LLM, GenerationResult
+    from eyas.llm import LLM, Completion, GenerationResult
     from eyas.request import SamplingParams
 
-__all__ = ["LLM", "EagleConfig", "EngineConfig", "EyasError", "GenerationResult", "SamplingParams", "TreeConfig"]
+__all__ = [
+    "LLM",
+    "Completion",
+    "EagleConfig",
+    "EngineConfig",
+    "EyasError",
+    "GenerationResult",
+    "SamplingParams",
+    "TreeConfig",
+]
 
 _HOMES = {
     "LLM": "eyas.llm",
+    "Completion": "eyas.llm",
     "GenerationResult": "eyas.llm",
     "SamplingParams": "eyas.request",
     "EyasError": "eyas.errors",

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import sys
 import time
+from collections import defaultdict, deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Annotated, Any, NoReturn
@@ -44,6 +45,7 @@ def _eyas() -> None:
 
 @app.command()
 def generate(
+    options: typer.Context,
     prompt: Annotated[str, typer.Argument(help="The text to continue.")],
     address: Address = "127.0.0.1:50050",
     max_tokens: Annotated[int, typer.Option(help="Most tokens to emit.")] = 128,
@@ -52,15 +54,27 @@ def generate(
     top_p: Annotated[float, typer.Option(help="Draw from the likeliest tokens that hold this probability.")] = 1.0,
     seed: Annotated[int | None, typer.Option(help="The same seed gives the same text.")] = None,
     stop: Annotated[list[str] | None, typer.Option(help="Text to stop before; may be repeated.")] = None,
+    n: Annotated[int, typer.Option("-n", "--n", help="Completions of the prompt.")] = 1,
+    min_p: Annotated[float, typer.Option(help="Draw from tokens with this share of the likeliest one's probability.")] = 0.0,
+    min_tokens: Annotated[int, typer.Option(help="Do not stop before so many tokens.")] = 0,
+    ignore_eos: Annotated[bool, typer.Option(help="Do not stop at end-of-sequence tokens.")] = False,
+    repetition_penalty: Annotated[float, typer.Option(help="Above 1 avoids tokens of prompt and output.")] = 1.0,
+    presence_penalty: Annotated[float, typer.Option(help="Above 0 avoids tokens of the output.")] = 0.0,
+    frequency_penalty: Annotated[float, typer.Option(help="Above 0 avoids frequent tokens of the output.")] = 0.0,
+    logit_bias: Annotated[list[str] | None, typer.Option(metavar="TOKEN_ID=BIAS", help="May be repeated.")] = None,
+    bad_words: Annotated[list[str] | None, typer.Option("--bad-word", help="Text to avoid; may be repeated.")] = None,
+    logprobs: Annotated[int | None, typer.Option(help="Likeliest tokens to tell of, per token; needs --json.")] = None,
+    prompt_logprobs: Annotated[int | None, typer.Option(help="The same for the prompt; needs --json.")] = None,
     model: Annotated[str, typer.Option(help="Name of the model; may be left out where one is served.")] = "",
     session: Annotated[str, typer.Option(help="Groups the requests of one conversation.")] = "",
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object per chunk, and one with statistics.")] = False,
 ) -> None:
     """Stream the continuation of PROMPT; tokens that the drafter foresaw are shown differently."""
-    sampling = SamplingParams(max_tokens, temperature, top_k, top_p, seed, tuple(stop or ()))
-    call = GenerateCall(Request("", (), sampling, session), prompt_text=prompt, model=model)
     printer = JsonPrinter() if as_json else ScreenPrinter(Console(highlight=False, soft_wrap=True))
     with _reported():
+        if not as_json and (logprobs is not None or prompt_logprobs is not None):
+            raise InvalidRequest("log-probabilities are shown as JSON only; add --json")
+        call = GenerateCall(Request("", (), _sampling(options.params), session), prompt_text=prompt, model=model)
         for chunk in _stream(address, call):
             printer.add(chunk)
             if chunk.chunk.finish_reason == "error":
@@ -79,8 +93,23 @@ def models(address: Address = "127.0.0.1:50050") -> None:
     Console().print(table)
 
 
+def _sampling(options: dict[str, Any]) -> SamplingParams:
+    """Of the options, those that are parameters by name; lists that were not given are None."""
+    named = {field.name: options[field.name] for field in dataclasses.fields(SamplingParams) if field.name in options}
+    lists = {name: named[name] or () for name in ("stop", "bad_words")}
+    return SamplingParams(**(named | lists | {"logit_bias": tuple(map(_bias, named["logit_bias"] or ()))}))
+
+
+def _bias(text: str) -> tuple[int, float]:
+    token, _, bias = text.partition("=")
+    try:
+        return int(token), float(bias)
+    except ValueError:
+        raise InvalidRequest(f"logit bias {text!r} is not of the form TOKEN_ID=BIAS, such as 42=-5") from None
+
+
 class JsonPrinter:
-    """Chunks as JSON Lines; the last line holds the finish reason and the statistics."""
+    """Chunks as JSON Lines; the last line of each completion holds the finish reason and the statistics."""
 
     def __init__(self) -> None:
         self._started = time.perf_counter()
@@ -88,7 +117,11 @@ class JsonPrinter:
     def add(self, chunk: TextChunk) -> None:
         """Print one chunk, and the statistics after the last."""
         inner = chunk.chunk
-        line: dict[str, Any] = {"token_ids": inner.token_ids, "foreseen": inner.foreseen, "text": chunk.text}
+        line: dict[str, Any] = {"index": inner.index, "token_ids": inner.token_ids, "foreseen": inner.foreseen}
+        line["text"] = chunk.text
+        for name in ("logprobs", "prompt_logprobs"):
+            if told := getattr(inner, name):
+                line[name] = list(map(dataclasses.asdict, told))
         if inner.round:
             line["round"] = dataclasses.asdict(inner.round)
         if chunk.seed is not None:
@@ -96,21 +129,30 @@ class JsonPrinter:
         print(json.dumps(line), flush=True)
         if chunk.totals:
             seconds = time.perf_counter() - self._started
-            print(json.dumps(_final(chunk.totals, inner.finish_reason, seconds)), flush=True)
+            print(json.dumps({"index": inner.index} | _final(chunk.totals, inner.finish_reason, seconds)), flush=True)
 
 
 class ScreenPrinter:
-    """Text as it comes, in two styles, with a legend and the statistics below it."""
+    """Text as it comes, in two styles, with a legend and the statistics below it. Completions come one after the other;
+    chunks of a later one are held back."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
         self._started = time.perf_counter()
+        self._held: defaultdict[int, deque[TextChunk]] = defaultdict(deque)
+        self._turn = 0
 
     def add(self, chunk: TextChunk) -> None:
-        """Print one chunk, and the legend after the last."""
+        """Print one chunk in its turn, and the legend after the last of a completion."""
+        self._held[chunk.chunk.index].append(chunk)
+        while self._held[self._turn]:
+            self._print(self._held[self._turn].popleft())
+
+    def _print(self, chunk: TextChunk) -> None:
         for text in _styled(chunk):
             self._console.print(text, end="")
         if chunk.totals:
+            self._turn += 1
             self._console.print("\n")
             self._console.print(
                 Text.assemble(("foreseen by the drafter", FORESEEN_STYLE), ", ", ("the target's own", TARGET_STYLE))

@@ -15,23 +15,60 @@ from eyas.config import EagleConfig, EngineConfig, TreeConfig
 from eyas.drafters.build import build_drafter
 from eyas.engine.build import build_engine
 from eyas.errors import ConfigError, EyasError, InvalidRequest, RequestFailed
-from eyas.request import Chunk, FinishReason, GenerationStats, Request, SamplingParams
-from eyas.text import TextStream, TokenText, load_tokenizer
+from eyas.limits import check_sampling
+from eyas.request import Chunk, FinishReason, GenerationStats, Request, SamplingParams, TokenLogprob
+from eyas.text import TextStream, load_tokenizer
 
 Prompt = str | Sequence[int]
 
 
 @dataclass(frozen=True)
-class GenerationResult:
-    """What became of one prompt. token_ids end with the stop token, or the token that completed a stop string; text is
-    cut before a stop string. seed is the one that was used."""
+class Completion:
+    """One continuation of a prompt. token_ids end with the stop token, or the token that completed a stop string; text is
+    cut before a stop string. seed is the one that was used. logprobs: one per token where asked for."""
 
-    prompt_token_ids: tuple[int, ...]
     token_ids: tuple[int, ...]
     text: str
     finish_reason: FinishReason
     seed: int
     stats: GenerationStats
+    logprobs: tuple[TokenLogprob, ...] = ()
+
+
+@dataclass(frozen=True)
+class GenerationResult:
+    """What became of one prompt: its n completions. The other attributes are those of the first.
+
+    prompt_logprobs: one per token of the prompt where asked for.
+    """
+
+    prompt_token_ids: tuple[int, ...]
+    completions: tuple[Completion, ...]
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        return self.completions[0].token_ids
+
+    @property
+    def text(self) -> str:
+        return self.completions[0].text
+
+    @property
+    def finish_reason(self) -> FinishReason:
+        return self.completions[0].finish_reason
+
+    @property
+    def seed(self) -> int:
+        return self.completions[0].seed
+
+    @property
+    def stats(self) -> GenerationStats:
+        return self.completions[0].stats
+
+    @property
+    def logprobs(self) -> tuple[TokenLogprob, ...]:
+        return self.completions[0].logprobs
 
 
 class LLM:
@@ -78,24 +115,37 @@ class LLM:
             raise InvalidRequest(f"{len(batch)} prompts but {len(params)} sampling params; give one for all, or one each")
         running: dict[str, _Generation] = {}
         try:
-            self._submit(batch, params, running)
+            groups = self._submit(batch, params, running)
             self._run(running)
         except BaseException:
             for request_id in running:
                 self._engine.cancel(request_id)
             self._engine.reap()
             raise
-        return [generation.result() for generation in running.values()]
+        return [_result(group) for group in groups]
 
-    def _submit(self, prompts: Sequence[Prompt], params: Sequence[SamplingParams], running: dict[str, _Generation]) -> None:
+    def _submit(
+        self, prompts: Sequence[Prompt], params: Sequence[SamplingParams], running: dict[str, _Generation]
+    ) -> list[list[_Generation]]:
+        """Each prompt's completions; they enter `running` as they enter the engine."""
+        groups: list[list[_Generation]] = []
         for index, (prompt, sampling) in enumerate(zip(prompts, params, strict=True)):
             try:
-                ids = self._tokenizer.encode(prompt) if isinstance(prompt, str) else _token_ids(prompt)
-                request = Request(f"{next(self._names)}", ids, sampling.seeded())
-                self._engine.submit(request)
+                groups.append(self._submit_one(prompt, sampling, running))
             except EyasError as error:
                 raise type(error)(f"prompt {index}: {error}") from error
-            running[request.id] = _Generation(request, self._tokenizer)
+        return groups
+
+    def _submit_one(self, prompt: Prompt, sampling: SamplingParams, running: dict[str, _Generation]) -> list[_Generation]:
+        check_sampling(sampling)
+        ids = self._tokenizer.encode(prompt) if isinstance(prompt, str) else _token_ids(prompt)
+        group = []
+        for split in sampling.seeded().completions(self._tokenizer.bad_token_ids(sampling.bad_words)):
+            request = Request(f"{next(self._names)}", ids, split)
+            self._engine.submit(request)
+            running[request.id] = _Generation(request, self._tokenizer.stream(sampling.stop, sampling.min_tokens))
+            group.append(running[request.id])
+        return group
 
     def _run(self, running: dict[str, _Generation]) -> None:
         with Progress(console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()) as progress:
@@ -115,42 +165,47 @@ class _Generation:
     """A prompt on its way."""
 
     request: Request
-    tokenizer: TokenText
+    stream: TextStream
     token_ids: list[int] = field(default_factory=list)
     texts: list[str] = field(default_factory=list)
     stats: GenerationStats = field(default_factory=GenerationStats)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()
     finish_reason: FinishReason | None = None
     stopped: bool = False
-    stream: TextStream = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.stream = self.tokenizer.stream(self.request.sampling.stop)
 
     def take(self, chunk: Chunk) -> None:
         """Count a chunk; what follows a stop string does not count."""
         if self.stopped:
             return
         piece = self.stream.push(chunk.token_ids)
-        counted = replace(chunk, token_ids=chunk.token_ids[: len(piece.texts)], foreseen=chunk.foreseen[: len(piece.texts)])
+        counted = chunk.first(len(piece.texts))
         self.token_ids += counted.token_ids
         self.texts.append(piece.text)
+        self.logprobs += counted.logprobs
+        self.prompt_logprobs += counted.prompt_logprobs
         self.stats.add(counted)
         self.stopped = piece.stopped
         self.finish_reason = "stop" if piece.stopped else chunk.finish_reason
         if self.finish_reason and not piece.stopped:
             self.texts.append(self.stream.flush())
 
-    def result(self) -> GenerationResult:
+    def completion(self) -> Completion:
         assert self.finish_reason is not None
         assert self.request.sampling.seed is not None
-        return GenerationResult(
-            prompt_token_ids=self.request.prompt_ids,
+        return Completion(
             token_ids=tuple(self.token_ids),
             text="".join(self.texts),
             finish_reason=self.finish_reason,
             seed=self.request.sampling.seed,
             stats=self.stats,
+            logprobs=tuple(self.logprobs),
         )
+
+
+def _result(group: Sequence[_Generation]) -> GenerationResult:
+    completions = tuple(generation.completion() for generation in group)
+    return GenerationResult(group[0].request.prompt_ids, completions, group[0].prompt_logprobs)
 
 
 def _listed(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import math
 import secrets
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
-
-from eyas.errors import InvalidRequest
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]
 
@@ -18,7 +15,7 @@ MAX_INT = 2**31 - 1
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How to draw tokens. Filters apply in the order temperature, top_k, top_p.
+    """How to draw tokens: eyas.limits has the ranges, docs/sampling.md the exact rules and their order.
 
     max_tokens: most tokens to emit, at least 1.
     temperature: 0 is greedy; above 0 scales the logits by 1/temperature.
@@ -28,6 +25,17 @@ class SamplingParams:
     stop: strings that end the text; the text is cut before them, tokens are kept up to the one that completes them.
     stop_token_ids: tokens that end the output, besides the model's own end-of-sequence tokens; kept in token_ids.
     ignore_eos: do not end at the model's end-of-sequence tokens.
+    n: completions of the prompt; completion i draws with `completion_seed(seed, i)`.
+    min_p: keep tokens at least min_p times as likely as the likeliest, in [0, 1].
+    min_tokens: before so many, no token that ends the output is drawn and no stop string is looked for.
+    logit_bias: (token id, bias in [-100, 100]) pairs, or a mapping; added to the token's logit.
+    repetition_penalty: divides positive and multiplies negative logits of tokens in prompt or output; 1 does nothing.
+    presence_penalty: taken from the logit of every token in the output, in [-2, 2].
+    frequency_penalty: taken from a token's logit once for each time that it is in the output, in [-2, 2].
+    bad_words: texts that must not come out, each as it stands and after a space; what would complete one is not drawn.
+    bad_token_ids: the same as token ids: sequences that must not be completed, also not one that the prompt began.
+    logprobs: report each emitted token's log-probability and so many likeliest tokens, 0 to 20; None reports nothing.
+    prompt_logprobs: the same for every token of the prompt.
     """
 
     max_tokens: int = 128
@@ -38,33 +46,50 @@ class SamplingParams:
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
+    n: int = 1
+    min_p: float = 0.0
+    min_tokens: int = 0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    bad_words: tuple[str, ...] = ()
+    bad_token_ids: tuple[tuple[int, ...], ...] = ()
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop))
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
-
-    def validate(self) -> None:
-        """Raises InvalidRequest naming the first field that is out of range."""
-        for name in ("max_tokens", "top_k", "seed"):
+        for name in ("stop", "bad_words"):
             value = getattr(self, name)
-            if not isinstance(value, int | None) or isinstance(value, bool):
-                raise InvalidRequest(f"{name} is {value!r}; it must be a whole number")
-        if not 1 <= self.max_tokens <= MAX_INT:
-            raise InvalidRequest(f"max_tokens is {self.max_tokens}; it must lie in [1, 2**31)")
-        if not (math.isfinite(self.temperature) and self.temperature >= 0):
-            raise InvalidRequest(f"temperature is {self.temperature}; it must be a finite number, 0 or more")
-        if not 0 <= self.top_k <= MAX_INT:
-            raise InvalidRequest(f"top_k is {self.top_k}; it must be 0 (keep all) or more, below 2**31")
-        if not 0 < self.top_p <= 1:
-            raise InvalidRequest(f"top_p is {self.top_p}; it must lie in (0, 1]")
-        if self.seed is not None and not 0 <= self.seed <= MAX_SEED:
-            raise InvalidRequest(f"seed is {self.seed}; it must lie in [0, 2**64)")
-        if any(not text for text in self.stop):
-            raise InvalidRequest("stop holds an empty string; leave it out")
+            object.__setattr__(self, name, (value,) if isinstance(value, str) else tuple(value))
+        bias = self.logit_bias.items() if isinstance(self.logit_bias, Mapping) else self.logit_bias
+        object.__setattr__(self, "logit_bias", tuple(sorted(tuple(pair) for pair in bias)))
+        object.__setattr__(self, "bad_token_ids", tuple(tuple(ids) for ids in self.bad_token_ids))
+        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
 
     def seeded(self) -> SamplingParams:
         """The same parameters with a seed drawn where none was given."""
         return self if self.seed is not None else replace(self, seed=secrets.randbits(64))
+
+    def end_ids(self, eos_ids: frozenset[int]) -> frozenset[int]:
+        """Tokens that end the output; eos_ids: the model's own."""
+        return frozenset(self.stop_token_ids) | (frozenset() if self.ignore_eos else eos_ids)
+
+    def completions(self, bad_token_ids: Sequence[Sequence[int]] = ()) -> tuple[SamplingParams, ...]:
+        """What an engine is told for each of the n completions; the seed must be set.
+
+        bad_token_ids: `bad_words` as token ids. Stop strings are left to who sees text; prompt_logprobs to the first.
+        """
+        assert self.seed is not None, "seeded() comes first"
+        bad = (*self.bad_token_ids, *map(tuple, bad_token_ids))
+        one = replace(self, n=1, stop=(), bad_words=(), bad_token_ids=bad)
+        rest = replace(one, prompt_logprobs=None)
+        return tuple(replace(rest if i else one, seed=completion_seed(self.seed, i)) for i in range(self.n))
+
+
+def completion_seed(seed: int, index: int) -> int:
+    """The seed of completion `index` of a request; the first keeps the request's own."""
+    return (seed + index * 0x9E3779B97F4A7C15) % 2**64
 
 
 @dataclass(frozen=True)
@@ -75,16 +100,21 @@ class NoiseKey:
     temperature: float = 0.0
     top_k: int = 0
     top_p: float = 1.0
+    min_p: float = 0.0
 
 
 @dataclass(frozen=True)
 class Request:
-    """A prompt on its way through the engine. `session` groups requests of one conversation."""
+    """A prompt on its way through the engine. `session` groups requests of one conversation.
+
+    emitted: how many tokens at the end of prompt_ids are output of this request from before it moved here.
+    """
 
     id: str
     prompt_ids: tuple[int, ...]
     sampling: SamplingParams = field(default_factory=SamplingParams)
     session: str = ""
+    emitted: int = 0
 
 
 @dataclass(frozen=True)
@@ -98,10 +128,25 @@ class Round:
 
 
 @dataclass(frozen=True)
+class TokenLogprob:
+    """A token under the target's own law, before penalties, temperature and filters.
+
+    logprob: None for the first token of a prompt. top_ids, top_logprobs: the likeliest tokens there, best first.
+    """
+
+    token: int
+    logprob: float | None
+    top_ids: tuple[int, ...] = ()
+    top_logprobs: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True)
 class Chunk:
     """What one step adds to a request. foreseen[i] tells whether the drafter had guessed token_ids[i].
 
     round is None for the step that ends the prefill. message explains the finish reason "error".
+    index: which of the n completions. logprobs: one per token where asked for. prompt_logprobs: one per token of the prompt
+    where asked for, on the first chunk only.
     """
 
     request_id: str
@@ -110,6 +155,18 @@ class Chunk:
     round: Round | None = None
     finish_reason: FinishReason | None = None
     message: str = ""
+    index: int = 0
+    logprobs: tuple[TokenLogprob, ...] = ()
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()
+
+    def first(self, num_tokens: int) -> Chunk:
+        """The chunk without the tokens that come after so many."""
+        return replace(
+            self,
+            token_ids=self.token_ids[:num_tokens],
+            foreseen=self.foreseen[:num_tokens],
+            logprobs=self.logprobs[:num_tokens],
+        )
 
 
 @dataclass

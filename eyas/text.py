@@ -62,6 +62,11 @@ class TokenText:
             return ids
         return (self._bos, *ids)
 
+    def bad_token_ids(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+        """Each word as token ids, as it stands and after a space."""
+        texts = [text for word in words for text in (word, f" {word.lstrip()}")]
+        return tuple(dict.fromkeys(tuple(self._tokenizer.encode(text, add_special_tokens=False).ids) for text in texts))
+
     def decode(self, ids: Sequence[int]) -> str:
         """Text of token ids, special tokens left out."""
         return self._tokenizer.decode(list(ids), skip_special_tokens=True)
@@ -70,9 +75,9 @@ class TokenText:
         """Whether a token, such as end-of-sequence, has no text."""
         return token in self._special
 
-    def stream(self, stop: Sequence[str] = ()) -> TextStream:
-        """A fresh stream that ends at any of the `stop` strings."""
-        return TextStream(self, stop)
+    def stream(self, stop: Sequence[str] = (), min_tokens: int = 0) -> TextStream:
+        """A fresh stream that ends at any of the `stop` strings that begins after the text of `min_tokens` tokens."""
+        return TextStream(self, stop, min_tokens)
 
 
 @dataclass(frozen=True)
@@ -95,15 +100,20 @@ class TextPiece:
 class TextStream:
     """Turns tokens into text as they come. Text that may yet become part of a stop string or of a character is held back."""
 
-    def __init__(self, tokenizer: TokenText, stop: Sequence[str] = ()) -> None:
+    def __init__(self, tokenizer: TokenText, stop: Sequence[str] = (), min_tokens: int = 0) -> None:
         self._decoder = _IncrementalDecoder(tokenizer)
         self._stop = tuple(stop)
+        self._num_unsearched = min_tokens
         self._held = ""
 
     def push(self, token_ids: Sequence[int]) -> TextPiece:
         """Take the next tokens. After `stopped`, the stream must not be used again."""
         texts: list[str] = []
         for token in token_ids:
+            if self._num_unsearched > 0:
+                self._num_unsearched -= 1
+                texts.append(self._decoder.push(token))
+                continue
             found = self._release(self._decoder.push(token))
             if found is not None:
                 return TextPiece((*texts, found), stopped=True)

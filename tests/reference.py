@@ -25,8 +25,29 @@ def noise(seed: int, position: int, token: int) -> float:
     return -math.log1p(-(bits + 0.5) / 2**32)
 
 
+def steered(
+    logits: torch.Tensor, tokens: list[int], num_prompt: int, params: SamplingParams, eos: frozenset[int] = frozenset({1})
+) -> torch.Tensor:
+    """Bias, penalties and bans over one row, token by token; `tokens` are prompt and output so far."""
+    logits, output = logits.clone(), tokens[num_prompt:]
+    for token, bias in params.logit_bias:
+        logits[token] += bias
+    for token in set(tokens):
+        weaken = logits[token] > 0
+        logits[token] = logits[token] / params.repetition_penalty if weaken else logits[token] * params.repetition_penalty
+    for token in set(output):
+        logits[token] = logits[token] - params.frequency_penalty * output.count(token) - params.presence_penalty
+    for word in params.bad_token_ids:
+        if tokens[len(tokens) - len(word) + 1 :] == list(word[:-1]) and len(tokens) >= len(word) - 1:
+            logits[word[-1]] = -math.inf
+    if len(output) < params.min_tokens:
+        for token in (*params.stop_token_ids, *(() if params.ignore_eos else eos)):
+            logits[token] = -math.inf
+    return logits
+
+
 def law(logits: torch.Tensor, params: SamplingParams) -> list[float]:
-    """Temperature, then top-k, then top-p over one row; unnormalised."""
+    """Temperature, then top-k, then top-p, then min-p over one row; unnormalised."""
     probs = torch.softmax(logits.float() / params.temperature, -1).tolist()
     order = sorted(range(len(probs)), key=lambda token: (-probs[token], token))
     kept = order[: params.top_k] if params.top_k else order
@@ -36,6 +57,7 @@ def law(logits: torch.Tensor, params: SamplingParams) -> list[float]:
             break
         nucleus.append(token)
         reached += probs[token]
+    nucleus = [token for token in nucleus if probs[token] >= params.min_p * max(probs)]
     return [probs[token] if token in set(nucleus) else 0.0 for token in range(len(probs))]
 
 
@@ -55,13 +77,18 @@ def load_reference(path: str) -> torch.nn.Module:
     return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager").eval()
 
 
+def forward(path: str, tokens: list[int]) -> torch.Tensor:
+    """Logits after each token, [n, V]."""
+    return load_reference(path)(input_ids=torch.tensor([tokens]), use_cache=False).logits[0]
+
+
 @torch.inference_mode()
 def generate(path: str, prompt: list[int], params: SamplingParams, eos: frozenset[int] = frozenset({1})) -> list[int]:
     """A loop over transformers' forward that recomputes everything for every token."""
     tokens = list(prompt)
     while len(tokens) - len(prompt) < params.max_tokens:
-        logits = load_reference(path)(input_ids=torch.tensor([tokens]), use_cache=False).logits[0, -1]
-        tokens.append(draw(logits, params, len(tokens)))
+        logits = forward(path, tokens)[-1]
+        tokens.append(draw(steered(logits, tokens, len(prompt), params, eos), params, len(tokens)))
         if tokens[-1] in params.stop_token_ids or (tokens[-1] in eos and not params.ignore_eos):
             break
     return tokens[len(prompt) :]

@@ -19,7 +19,7 @@ from eyas.commit import Budget, Commit
 from eyas.config import TreeConfig
 from eyas.drafters.base import DraftContext, Drafter
 from eyas.engine.runner import ModelRunner
-from eyas.engine.sampling import Draw, sample
+from eyas.engine.sampling.draws import Draw, sample
 from eyas.engine.sequence import Sequence as Running
 from eyas.engine.sequence import Work
 from eyas.models.heads.eagle import FeatureFuser

@@ -23,7 +23,7 @@ from eyas.check.replay import ReplayDrafter
 from eyas.config import EngineConfig
 from eyas.engine.build import assemble_engine
 from eyas.models.inputs import Segment, pack
-from eyas.models.noise import exponential_noise
+from eyas.models.sampling.noise import exponential_noise
 from eyas.models.target import TargetModel, load_target
 from eyas.request import GenerationStats
 

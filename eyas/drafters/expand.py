@@ -15,7 +15,7 @@ from torch import Tensor
 
 from eyas.commit import Budget
 from eyas.config import TreeConfig
-from eyas.models.law import Ranked, rank
+from eyas.models.sampling.law import Ranked, rank
 from eyas.tree import DraftTree
 
 

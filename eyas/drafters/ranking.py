@@ -14,8 +14,8 @@ from torch import Tensor
 
 from eyas.config import EagleConfig
 from eyas.drafters.base import DraftContext
-from eyas.models.law import filtered_law
-from eyas.models.noise import exponential_noise
+from eyas.models.sampling.law import Filters, filtered_law
+from eyas.models.sampling.noise import exponential_noise
 
 
 class Ranker:
@@ -34,7 +34,8 @@ class Ranker:
         self._scale = torch.where(known, config.noise_scale * ones, ones)[:, None, None]
         self._top_k = torch.where(known, torch.tensor([k.top_k for k in keys], device=device), 0)
         self._top_p = torch.where(known, torch.tensor([k.top_p for k in keys], device=device), ones)
-        self._filtered = any(s and (k.top_k > 0 or k.top_p < 1) for s, k in zip(shared, keys, strict=True))
+        self._min_p = torch.where(known, torch.tensor([k.min_p for k in keys], device=device), 0.0 * ones)
+        self._filtered = any(s and (k.top_k > 0 or k.top_p < 1 or k.min_p > 0) for s, k in zip(shared, keys, strict=True))
         seeds = [context.noise.seed for context in contexts for _ in range(levels)]
         positions = [context.committed + level for context in contexts for level in range(levels)]
         gumbel = exponential_noise(seeds, positions, draft_ids).log_().neg_().view(len(contexts), levels, -1)
@@ -45,8 +46,9 @@ class Ranker:
         if self._plain:
             return torch.log_softmax(logits, dim=-1)
         if self._filtered:
-            rows = [p.repeat_interleave(logits.shape[1]) for p in (self._temperature, self._top_k, self._top_p)]
-            law = filtered_law(logits.flatten(0, 1), *rows).view_as(logits).log()
+            params = (self._temperature, self._top_k, self._top_p, self._min_p)
+            filters = Filters(*(p.repeat_interleave(logits.shape[1]) for p in params))
+            law = filtered_law(logits.flatten(0, 1), filters).view_as(logits).log()
         else:
             law = logits / self._temperature[:, None, None]
         return torch.log_softmax((law + self._gumbel[:, None, level]) / self._scale, dim=-1)

@@ -89,7 +89,7 @@ def noise_key(request: Request) -> NoiseKey:
     """What the request's draws depend on. Its seed must have been fixed."""
     sampling = request.sampling
     assert sampling.seed is not None, "a request enters the engine with a seed"
-    return NoiseKey(sampling.seed, sampling.temperature, sampling.top_k, sampling.top_p)
+    return NoiseKey(sampling.seed, sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p)
 
 
 def _rewind(sequence: Sequence, have: int) -> None:

@@ -7,11 +7,13 @@ from dataclasses import dataclass
 
 from eyas.engine.drafting import Drafting, noise_key
 from eyas.engine.runner import ModelRunner
-from eyas.engine.sampling import Draw, sample
+from eyas.engine.sampling.draws import Draw, sample
+from eyas.engine.sampling.logprobs import attached, drawn_rows, log_probabilities
+from eyas.engine.sampling.rules import LogitRules
 from eyas.engine.scheduler import Scheduler
 from eyas.engine.sequence import Work
 from eyas.engine.verify import Accepted, accept
-from eyas.errors import InvalidRequest
+from eyas.limits import check_fit, check_ready, check_sampling
 from eyas.request import Chunk, Request
 from eyas.tree import DraftTree
 
@@ -32,6 +34,7 @@ class Engine:
         self._scheduler = scheduler
         self._drafting = drafting
         self._runner = runner
+        self._rules = LogitRules(runner.target.eos_ids)
         self.context_length = context_length
 
     def step(self) -> list[Chunk]:
@@ -40,43 +43,36 @@ class Engine:
         works = self._scheduler.schedule(self._drafting.collect())
         if works:
             logits = self._runner.forward(works)
-            tokens = sample(logits, _draws(works))
+            tokens = sample(self._rules.applied(drawn_rows(logits, works), works), _draws(works))
             accepted = _accept(works, tokens, self.vocab_size)
+            told = log_probabilities(logits, works, accepted)
             committed = self._scheduler.commit(works, accepted)
-            self._drafting.release([chunk.request_id for chunk in committed if chunk.finish_reason])
-            chunks += committed
+            self._release([chunk.request_id for chunk in committed if chunk.finish_reason])
+            chunks += attached(committed, told)
         self._drafting.ask(self._scheduler.running, self._scheduler.budget)
         return chunks
 
     def submit(self, request: Request) -> None:
-        """Queue a request whose seed is fixed. Raises InvalidRequest if it can never be served, Overloaded if the queue
-        is full."""
-        request.sampling.validate()
-        if request.sampling.seed is None:
-            raise InvalidRequest("the request has no seed; SamplingParams.seeded() draws one")
-        if not request.prompt_ids:
-            raise InvalidRequest("the prompt is empty; give at least one token")
-        total = len(request.prompt_ids) + request.sampling.max_tokens
-        if total > self.context_length:
-            raise InvalidRequest(
-                f"prompt of {len(request.prompt_ids)} tokens and max_tokens {request.sampling.max_tokens} exceed the "
-                f"context length {self.context_length}; shorten one of them"
-            )
-        for what, ids in (("prompt", request.prompt_ids), ("stop_token_ids", request.sampling.stop_token_ids)):
-            outside = [token for token in ids if not 0 <= token < self.vocab_size]
-            if outside:
-                raise InvalidRequest(f"{what} holds token id {outside[0]}, outside the vocabulary [0, {self.vocab_size})")
+        """Queue a request as `SamplingParams.completions` splits it. Raises InvalidRequest if it can never be served,
+        Overloaded if the queue is full."""
+        check_sampling(request.sampling)
+        check_fit(request, self.vocab_size, self.context_length)
+        check_ready(request, self.vocab_size, self._runner.target.eos_ids)
         self._scheduler.add(request)
 
     def reap(self) -> list[Chunk]:
         """Drop cancelled requests and free all that they hold; one final chunk each. `step` begins with it."""
         chunks = self._scheduler.reap()
-        self._drafting.release([chunk.request_id for chunk in chunks])
+        self._release([chunk.request_id for chunk in chunks])
         return chunks
 
     def cancel(self, request_id: str) -> None:
         """End a request; the next step yields its final chunk and frees everything. Unknown ids are ignored."""
         self._scheduler.cancel(request_id)
+
+    def _release(self, request_ids: Seq[str]) -> None:
+        self._rules.release(request_ids)
+        self._drafting.release(request_ids)
 
     @property
     def has_work(self) -> bool:

@@ -32,7 +32,8 @@ class ModelRunner:
         self._fuser = fuser
 
     def forward(self, works: Seq[Work]) -> Tensor:
-        """Logits float32 of every tree node and of the last row of every finished prompt, in order; [N, V]."""
+        """Logits float32 [R, V] of the rows that each work wants: every tree node, the last row of every finished prompt,
+        and all rows of a prompt whose log-probabilities are asked for."""
         return self._run(self.passes, self.passes.pack([segment_of(work) for work in works]))
 
     def features(self, slots: Slots) -> Tensor:
@@ -58,7 +59,7 @@ def segment_of(work: Work) -> Segment:
             slots=work.slots,
             prefix=sequence.slots,
             visible=None,
-            wanted=np.array([len(work.slots) - 1] if work.emits else [], dtype=np.int64),
+            wanted=np.arange(len(work.slots) - work.num_wanted, len(work.slots)),
         )
     return Segment(
         tokens=np.array(tree.tokens, dtype=np.int64),

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
 from eyas.cache.slots import Slots
-from eyas.request import Request
+from eyas.request import Request, TokenLogprob
 from eyas.tree import DraftTree
 
 
@@ -18,6 +18,7 @@ class Sequence:
 
     drafted: committed length that the drafter is believed to have. samples: target samples at the nodes of the last tree.
     failure: why the sequence cannot go on; empty while it can.
+    prompt_logprobs: where the request asks for them, of the prompt tokens from the second on, as far as they are computed.
     """
 
     request: Request
@@ -29,6 +30,7 @@ class Sequence:
     samples: tuple[int, ...] = ()
     cancelled: bool = False
     failure: str = ""
+    prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
 
     @classmethod
     def start(cls, request: Request) -> Sequence:
@@ -75,3 +77,16 @@ class Work:
         if self.tree is not None:
             return [self.first + depth + 1 for depth in self.tree.depths]
         return [self.first + len(self.slots)] if self.emits else []
+
+    @property
+    def num_shown(self) -> int:
+        """Rows before the drawn one whose logits are wanted too: a prompt's, if its log-probabilities are asked for."""
+        if self.tree is not None or self.sequence.num_emitted > 0:
+            return 0
+        asked = self.sequence.request.sampling.prompt_logprobs is not None
+        return len(self.slots) - len(self.drawn) if asked else 0
+
+    @property
+    def num_wanted(self) -> int:
+        """The last so many rows are those whose logits are wanted."""
+        return self.num_shown + len(self.drawn)

@@ -25,11 +25,11 @@ def tensor_from_message(message: types_pb2.Tensor) -> TensorBytes:
 
 
 def noise_to_message(noise: NoiseKey) -> types_pb2.NoiseKey:
-    return types_pb2.NoiseKey(seed=noise.seed, temperature=noise.temperature, top_k=noise.top_k, top_p=noise.top_p)
+    return types_pb2.NoiseKey(**vars(noise))
 
 
 def noise_from_message(message: types_pb2.NoiseKey) -> NoiseKey:
-    return NoiseKey(message.seed, message.temperature, message.top_k, message.top_p)
+    return NoiseKey(message.seed, message.temperature, message.top_k, message.top_p, message.min_p)
 
 
 def commit_to_message(commit: Commit[TensorBytes]) -> draft_pb2.Commit:

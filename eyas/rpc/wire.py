@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import cast, get_args
 
 from eyas.errors import InvalidRequest
-from eyas.request import Chunk, FinishReason, GenerationStats, Request, Round, SamplingParams
+from eyas.request import Chunk, FinishReason, GenerationStats, Request, Round, SamplingParams, TokenLogprob
 from eyas.rpc.messages import GenerateCall, ModelInfo, TextChunk, Totals
 from eyas.v1 import generation_pb2, types_pb2
 
@@ -25,6 +25,17 @@ def sampling_to_message(sampling: SamplingParams) -> types_pb2.SamplingParams:
         stop=sampling.stop,
         stop_token_ids=sampling.stop_token_ids,
         ignore_eos=sampling.ignore_eos,
+        n=sampling.n,
+        min_p=sampling.min_p,
+        min_tokens=sampling.min_tokens,
+        logit_bias=[types_pb2.TokenBias(token=token, bias=bias) for token, bias in sampling.logit_bias],
+        repetition_penalty=sampling.repetition_penalty,
+        presence_penalty=sampling.presence_penalty,
+        frequency_penalty=sampling.frequency_penalty,
+        bad_words=sampling.bad_words,
+        bad_token_ids=[types_pb2.TokenIds(ids=ids) for ids in sampling.bad_token_ids],
+        logprobs=sampling.logprobs,
+        prompt_logprobs=sampling.prompt_logprobs,
     )
 
 
@@ -34,13 +45,37 @@ def sampling_from_message(message: types_pb2.SamplingParams) -> SamplingParams:
     return SamplingParams(
         max_tokens=message.max_tokens if message.HasField("max_tokens") else default.max_tokens,
         temperature=message.temperature if message.HasField("temperature") else default.temperature,
-        top_k=message.top_k,
         top_p=message.top_p if message.HasField("top_p") else default.top_p,
         seed=message.seed if message.HasField("seed") else None,
+        n=message.n if message.HasField("n") else default.n,
+        repetition_penalty=message.repetition_penalty
+        if message.HasField("repetition_penalty")
+        else default.repetition_penalty,
+        logprobs=message.logprobs if message.HasField("logprobs") else None,
+        prompt_logprobs=message.prompt_logprobs if message.HasField("prompt_logprobs") else None,
+        top_k=message.top_k,
         stop=tuple(message.stop),
         stop_token_ids=tuple(message.stop_token_ids),
         ignore_eos=message.ignore_eos,
+        min_p=message.min_p,
+        min_tokens=message.min_tokens,
+        logit_bias=tuple((entry.token, entry.bias) for entry in message.logit_bias),
+        presence_penalty=message.presence_penalty,
+        frequency_penalty=message.frequency_penalty,
+        bad_words=tuple(message.bad_words),
+        bad_token_ids=tuple(tuple(word.ids) for word in message.bad_token_ids),
     )
+
+
+def logprob_to_message(value: TokenLogprob) -> generation_pb2.TokenLogprob:
+    return generation_pb2.TokenLogprob(
+        token=value.token, logprob=value.logprob, top_ids=value.top_ids, top_logprobs=value.top_logprobs
+    )
+
+
+def logprob_from_message(message: generation_pb2.TokenLogprob) -> TokenLogprob:
+    logprob = message.logprob if message.HasField("logprob") else None
+    return TokenLogprob(message.token, logprob, tuple(message.top_ids), tuple(message.top_logprobs))
 
 
 def call_to_message(call: GenerateCall) -> generation_pb2.GenerateRequest:
@@ -52,9 +87,10 @@ def call_to_message(call: GenerateCall) -> generation_pb2.GenerateRequest:
             model=call.model,
             sampling=sampling_to_message(request.sampling),
             drafter=call.drafter,
+            emitted=request.emitted,
         )
         if call.prompt_text is None:
-            message.tokens.CopyFrom(generation_pb2.TokenIds(ids=request.prompt_ids))
+            message.tokens.CopyFrom(types_pb2.TokenIds(ids=request.prompt_ids))
         else:
             message.text = call.prompt_text
     except (ValueError, TypeError) as error:
@@ -66,7 +102,7 @@ def call_from_message(message: generation_pb2.GenerateRequest) -> GenerateCall:
     """A message without a prompt gives an empty tuple of prompt ids."""
     sampling = sampling_from_message(message.sampling)
     return GenerateCall(
-        request=Request(message.request_id, tuple(message.tokens.ids), sampling, message.session_id),
+        request=Request(message.request_id, tuple(message.tokens.ids), sampling, message.session_id, message.emitted),
         prompt_text=message.text if message.WhichOneof("prompt") == "text" else None,
         model=message.model,
         drafter=message.drafter,
@@ -93,6 +129,9 @@ def chunk_to_message(chunk: TextChunk) -> generation_pb2.GenerateChunk:
         round=round_to_message(inner.round) if inner.round else None,
         finish=finish,
         seed=chunk.seed,
+        index=inner.index,
+        logprobs=map(logprob_to_message, inner.logprobs),
+        prompt_logprobs=map(logprob_to_message, inner.prompt_logprobs),
     )
 
 
@@ -106,6 +145,9 @@ def chunk_from_message(message: generation_pb2.GenerateChunk, request_id: str = 
         round=round_from_message(message.round) if message.HasField("round") else None,
         finish_reason=_finish_reason(finish.reason) if finish else None,
         message=finish.message if finish else "",
+        index=message.index,
+        logprobs=tuple(map(logprob_from_message, message.logprobs)),
+        prompt_logprobs=tuple(map(logprob_from_message, message.prompt_logprobs)),
     )
     totals = None
     if finish:

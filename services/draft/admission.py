@@ -7,6 +7,7 @@ from torch import Tensor
 from eyas.commit import Commit, TensorBytes
 from eyas.drafters.base import DraftContext
 from eyas.errors import InvalidRequest
+from eyas.limits import check_sampling
 from eyas.models.tensors import tensor_from_bytes
 from eyas.request import SamplingParams
 from eyas.rpc.messages import DrafterInfo
@@ -22,15 +23,14 @@ def admit(commit: Commit[TensorBytes], session: str, info: DrafterInfo) -> Draft
     for token in (*commit.tokens, *commit.samples):
         if not 0 <= token < info.model.vocab_size:
             raise InvalidRequest(f"token {token} lies outside [0, {info.model.vocab_size})")
-    noise = commit.noise
-    SamplingParams(temperature=noise.temperature, top_k=noise.top_k, top_p=noise.top_p, seed=noise.seed).validate()
+    check_sampling(SamplingParams(**vars(commit.noise)))
     return Commit(
         session=session,
         epoch=commit.epoch,
         base=commit.base,
         tokens=commit.tokens,
         features=_features(commit, info) if info.needs_features else None,
-        noise=noise,
+        noise=commit.noise,
         budget=commit.budget,
         samples=commit.samples,
     )

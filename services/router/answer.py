@@ -10,22 +10,23 @@ from eyas.text import TokenText
 
 
 class Answer:
-    """One request's answer as it grows. The request's seed must be set."""
+    """The answer of one completion as it grows. asked: the request as it came, with its stop strings. The completion's own
+    request must have its seed."""
 
-    def __init__(self, request: Request, tokenizer: TokenText) -> None:
-        self._request = request
-        self._text = tokenizer.stream(request.sampling.stop)
+    def __init__(self, asked: Request, completion: Request, index: int, tokenizer: TokenText) -> None:
+        self._index = index
+        self._num_prompt_tokens = len(completion.prompt_ids)
+        self._text = tokenizer.stream(asked.sampling.stop, asked.sampling.min_tokens)
         self._stats = GenerationStats()
         self._num_output_tokens = 0
-        self._seed = request.sampling.seed
+        self._seed = completion.sampling.seed
 
     def add(self, chunk: Chunk) -> TextChunk:
         """The next chunk for the client; after one with a finish reason no more may be added."""
         piece = self._text.push(chunk.token_ids)
+        chunk = replace(chunk.first(len(piece.texts)), index=self._index)
         if piece.stopped:
-            num_tokens = len(piece.texts)
-            token_ids, foreseen = chunk.token_ids[:num_tokens], chunk.foreseen[:num_tokens]
-            chunk = replace(chunk, token_ids=token_ids, foreseen=foreseen, finish_reason="stop")
+            chunk = replace(chunk, finish_reason="stop")
         self._stats.add(chunk)
         self._num_output_tokens += len(chunk.token_ids)
         finished = chunk.finish_reason is not None
@@ -40,4 +41,4 @@ class Answer:
         )
 
     def _totals(self) -> Totals:
-        return Totals(len(self._request.prompt_ids), self._num_output_tokens, self._stats)
+        return Totals(self._num_prompt_tokens, self._num_output_tokens, self._stats)

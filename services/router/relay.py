@@ -47,11 +47,17 @@ class _Journey:
 
     def rest(self, pair: Pair) -> GenerateCall:
         """The call that continues after the tokens it already has."""
-        request = self.call.request
-        sampling = replace(request.sampling, stop=(), max_tokens=request.sampling.max_tokens - len(self.token_ids))
+        request, num_done = self.call.request, len(self.token_ids)
+        sampling = replace(
+            request.sampling,
+            max_tokens=request.sampling.max_tokens - num_done,
+            min_tokens=max(request.sampling.min_tokens - num_done, 0),
+            prompt_logprobs=None if num_done else request.sampling.prompt_logprobs,
+        )
         prompt_ids = (*request.prompt_ids, *self.token_ids)
+        request = replace(request, prompt_ids=prompt_ids, sampling=sampling, emitted=request.emitted + num_done)
         drafter = pair.drafter.address if pair.drafter else "" if self.demand.wants_drafter else NO_DRAFTER
-        return replace(self.call, request=replace(request, prompt_ids=prompt_ids, sampling=sampling), drafter=drafter)
+        return replace(self.call, request=request, drafter=drafter)
 
     def accepted(self, pair: Pair, chunk: Chunk) -> None:
         """Count a chunk; from here on only the same target may continue."""
@@ -62,6 +68,13 @@ class _Journey:
         """Try no more on this verifier."""
         self.error = error
         self.demand = replace(self.demand, excluded=self.demand.excluded | {pair.verifier.incarnation})
+
+
+@dataclass
+class Home:
+    """Where the completions of one request run, so that they share its prefix: the pair that the first of them got."""
+
+    placement: Placement | None = None
 
 
 class Relay:
@@ -77,9 +90,12 @@ class Relay:
         self._stall = stall
         self._binding: set[asyncio.Task[None]] = set()
 
-    async def stream(self, call: GenerateCall, deadline: float, sink: TrailerSink) -> AsyncGenerator[Chunk, None]:
-        """The chunks of a call, up to and with the one that says why it ended. Its seed must be set.
+    async def stream(
+        self, call: GenerateCall, home: Home, deadline: float, sink: TrailerSink
+    ) -> AsyncGenerator[Chunk, None]:
+        """The chunks of a call, up to and with the one that says why it ended.
 
+        call: for one completion, its seed set and its stop strings left out. home: shared by the completions of a request.
         deadline: on the running loop's clock. sink: takes what the verifier measured, once it has ended by itself.
         Raises TimeoutError at the deadline; Unavailable when no verifier can serve the call; the verifier's own error
         when it refuses it.
@@ -87,9 +103,10 @@ class Relay:
         request = call.request
         last = await self._registry.placement(request.session) if request.session else None
         num_slots = len(request.prompt_ids) + request.sampling.max_tokens
-        journey = _Journey(call, Demand(call.model, num_slots, call.drafter != NO_DRAFTER, last))
+        journey = _Journey(call, Demand(call.model, num_slots, call.drafter != NO_DRAFTER, home.placement or last))
         while True:
             pair = self._choose(journey)
+            home.placement = home.placement or _placement(pair)
             try:
                 async with aclosing(self._attempt(pair, journey.rest(pair), deadline, sink)) as chunks:
                     async for chunk in chunks:
@@ -152,8 +169,7 @@ class Relay:
     def _bind(self, session: str, pair: Pair) -> None:
         """Let the session's next request meet the same pair; nobody waits for it."""
         if session:
-            placement = Placement(pair.verifier.incarnation, pair.drafter.incarnation if pair.drafter else "")
-            task = asyncio.create_task(self._registry.place(session, placement))
+            task = asyncio.create_task(self._registry.place(session, _placement(pair)))
             self._binding.add(task)
             task.add_done_callback(self._binding.discard)
 
@@ -165,6 +181,10 @@ async def _measurements(stream: GenerateStream) -> list[tuple[str, str]]:
     except TimeoutError:
         return []
     return [(key, str(value)) for key, value in trailers if key == ROUND_TRIP_KEY]
+
+
+def _placement(pair: Pair) -> Placement:
+    return Placement(pair.verifier.incarnation, pair.drafter.incarnation if pair.drafter else "")
 
 
 def _as_eyas_error(error: grpc.aio.AioRpcError) -> EyasError:

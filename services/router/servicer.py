@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import Mapping
+from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
 from dataclasses import replace
 from typing import Any
@@ -12,14 +12,15 @@ from typing import Any
 import grpc
 
 from eyas.errors import InvalidRequest, Unavailable, UnknownModel
-from eyas.request import Request
-from eyas.rpc.messages import GenerateCall, ModelInfo
+from eyas.limits import check_fit, check_sampling
+from eyas.rpc.messages import GenerateCall, ModelInfo, TextChunk
 from eyas.rpc.wire import call_from_message, chunk_to_message, models_to_message
 from eyas.text import TokenText
 from eyas.v1 import generation_pb2
 from eyas.v1.generation_pb2_grpc import GenerationServicer
 from services.router.answer import Answer
-from services.router.relay import Relay
+from services.router.completions import completion, merged
+from services.router.relay import Home, Relay, TrailerSink
 from services.router.workers import Workers
 
 
@@ -37,16 +38,12 @@ class RouterServicer(GenerationServicer):
     ) -> None:
         """Stream the continuation of a prompt."""
         call = await self._prepare(call_from_message(request))
-        answer = Answer(call.request, self._tokenizers[call.model])
         left = min(context.time_remaining() or self._request_timeout, self._request_timeout)
         deadline = asyncio.get_running_loop().time() + left
         try:
-            async with aclosing(self._relay.stream(call, deadline, context.set_trailing_metadata)) as chunks:
+            async with aclosing(merged(self._completions(call, deadline, context.set_trailing_metadata))) as chunks:
                 async for chunk in chunks:
-                    shown = answer.add(chunk)
-                    await context.write(chunk_to_message(shown))
-                    if shown.chunk.finish_reason != chunk.finish_reason:
-                        return  # at a stop string: the verifier would go on
+                    await context.write(chunk_to_message(chunk))
         except TimeoutError:
             await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, f"the request was not done within {left:.1f} s")
 
@@ -57,10 +54,19 @@ class RouterServicer(GenerationServicer):
         infos = {lease.model.name: lease.model for lease in self._workers.fleet().verifiers}
         return models_to_message(tuple(infos[name] for name in self._tokenizers if name in infos))
 
+    def _completions(self, call: GenerateCall, deadline: float, sink: TrailerSink) -> list[AsyncGenerator[TextChunk, None]]:
+        """A stream of chunks for each completion of a call."""
+        tokenizer, request, home = self._tokenizers[call.model], call.request, Home()
+        split = request.sampling.completions(tokenizer.bad_token_ids(request.sampling.bad_words))
+        requests = [replace(request, sampling=sampling) for sampling in split]
+        answers = [Answer(request, one, index, tokenizer) for index, one in enumerate(requests)]
+        chunks = [self._relay.stream(replace(call, request=one), home, deadline, sink) for one in requests]
+        return [completion(answer, stream) for answer, stream in zip(answers, chunks, strict=True)]
+
     async def _prepare(self, call: GenerateCall) -> GenerateCall:
         """The call with its model, id, token ids and seed filled in. Raises InvalidRequest, UnknownModel, Unavailable."""
         model = self._model_name(call.model)
-        call.request.sampling.validate()
+        check_sampling(call.request.sampling)
         info = self._model_info(model)
         request = replace(
             call.request,
@@ -68,7 +74,7 @@ class RouterServicer(GenerationServicer):
             prompt_ids=await _prompt_ids(call, self._tokenizers[model], info),
             sampling=call.request.sampling.seeded(),
         )
-        _check_limits(request, info)
+        check_fit(request, info.vocab_size, info.context_length)
         return replace(call, request=request, prompt_text=None, model=model)
 
     def _model_name(self, asked: str) -> str:
@@ -96,19 +102,4 @@ async def _prompt_ids(call: GenerateCall, tokenizer: TokenText, info: ModelInfo)
         if (least := tokenizer.least_tokens(text)) > info.context_length:
             raise InvalidRequest(f"prompt of at least {least} tokens exceeds the context of {info.context_length} tokens")
         prompt_ids = await asyncio.to_thread(tokenizer.encode, text)
-    if not prompt_ids or text == "":
-        raise InvalidRequest("the prompt is empty; send text or at least one token id")
     return prompt_ids
-
-
-def _check_limits(request: Request, info: ModelInfo) -> None:
-    """Raises InvalidRequest when a request does not fit the model."""
-    num_prompt, max_tokens = len(request.prompt_ids), request.sampling.max_tokens
-    if num_prompt + max_tokens > info.context_length:
-        raise InvalidRequest(
-            f"prompt of {num_prompt} tokens and max_tokens {max_tokens} exceed the context of {info.context_length} tokens"
-        )
-    for name, ids in (("prompt token", request.prompt_ids), ("stop token", request.sampling.stop_token_ids)):
-        outside = next((token for token in ids if not 0 <= token < info.vocab_size), None)
-        if outside is not None:
-            raise InvalidRequest(f"{name} id {outside} is outside the vocabulary [0, {info.vocab_size})")

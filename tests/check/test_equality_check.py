@@ -11,7 +11,7 @@ from eyas.check.replay import ReplayDrafter
 from eyas.cli import app
 from eyas.commit import Budget, Commit
 from eyas.config import TreeConfig
-from eyas.engine.sampling import Draw, sample
+from eyas.engine.sampling.draws import Draw, sample
 from eyas.models.attention import KVPools
 from eyas.models.inputs import PackedInputs
 from eyas.models.target import TargetModel, TargetOutput

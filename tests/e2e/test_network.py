@@ -60,6 +60,22 @@ def test_one_request_equals_the_plain_loop(cluster: Cluster, sampling: SamplingP
         assert (out.stats.num_drafted > 0) == (drafter == "")
 
 
+def test_whatever_a_request_asks_is_done_and_told(cluster: Cluster) -> None:
+    prompt = prompts()[3]
+    asked = replace(
+        SEEDED, min_p=0.02, min_tokens=12, repetition_penalty=1.2, presence_penalty=0.4, frequency_penalty=-0.3,
+        logit_bias={300: 3.0}, bad_token_ids=((expected(prompt, SEEDED)[1],),), logprobs=2, prompt_logprobs=0, n=2,
+    )  # fmt: skip
+    for drafter in ("", NO_DRAFTER):
+        chunks = [chunk.chunk for chunk in generate(cluster.router.address, prompt, asked, drafter).chunks]
+        for index, alone in enumerate(asked.completions()):
+            part = [chunk for chunk in chunks if chunk.index == index]
+            tokens = [token for chunk in part for token in chunk.token_ids]
+            assert tokens == expected(prompt, alone) != expected(prompt, SEEDED)
+            assert [told.token for chunk in part for told in chunk.logprobs] == tokens
+            assert [told.token for told in part[0].prompt_logprobs] == ([] if index else list(prompt))
+
+
 @SAMPLINGS
 def test_eight_staggered_requests_equal_the_plain_loop(cluster: Cluster, sampling: SamplingParams) -> None:
     for drafter in ("", NO_DRAFTER):

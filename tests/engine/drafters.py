@@ -1,6 +1,6 @@
 """Drafters that no one should deploy: what comes out of the engine must not depend on them."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -34,6 +34,36 @@ class RandomDrafter(LocalDrafter):
         tokens = rng.integers(0, self._vocab_size + (9 if kind == 3 else 0), size).tolist()
         parents = [0, *(int(rng.integers(node)) for node in range(1, size))]
         return DraftTree((context.tokens[-1], *tokens[1:]), tuple(parents), (0.0,) * size)
+
+
+class KnowingDrafter(LocalDrafter):
+    """Knows how requests go on: the right path in every tree, wrong siblings and duplicates around it."""
+
+    needs = DrafterNeeds()
+
+    def __init__(self, outcomes: Mapping[str, Sequence[int]], vocab_size: int, seed: int = 0) -> None:
+        """outcomes: by request id, prompt and output."""
+        self._outcomes = outcomes
+        self._vocab_size = vocab_size
+        self._rng = np.random.default_rng(seed)
+
+    def propose(self, contexts: Sequence[DraftContext]) -> list[Draft]:
+        return [self._tree(context) for context in contexts]
+
+    def release(self, sessions: Sequence[str]) -> None:
+        pass
+
+    def _tree(self, context: DraftContext) -> DraftTree:
+        budget, rng = context.budget, self._rng
+        right = self._outcomes[context.session][context.committed :][: budget.max_depth]
+        tokens, parents, last = [context.tokens[-1]], [0], 0
+        for token in right[: max(budget.max_nodes - 1, 0) // 3] if budget.wants_tree else []:
+            wrong = [int(rng.integers(self._vocab_size)), int(tokens[rng.integers(len(tokens))])]
+            where = len(tokens) + int(rng.integers(3))
+            tokens += [*wrong[: where - len(tokens)], token, *wrong[where - len(tokens) :]]
+            parents += [last] * 3
+            last = where
+        return DraftTree(tuple(tokens), tuple(parents), (0.0,) * len(tokens))
 
 
 class DyingDrafter(LocalDrafter):

@@ -78,5 +78,6 @@ def test_leaving_the_router_ends_the_request_with_the_next_step(url: str) -> Non
             await until(lambda: len(steps) > 1 and loop.load.num_running == 0)
 
     asyncio.run(body())
-    assert [chunk.finish_reason for chunks in steps for chunk in chunks] == [None, None, "cancelled"]
+    reasons = [chunk.finish_reason for chunks in steps for chunk in chunks]
+    assert reasons in ([None, "cancelled"], [None, None, "cancelled"])  # the step under way may end with its token first
     engine.check()

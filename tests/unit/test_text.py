@@ -189,3 +189,23 @@ def test_a_folder_without_tokenizer_is_named(tmp_path: Path) -> None:
 def test_a_source_that_is_neither_folder_nor_hub_id_is_named() -> None:
     with pytest.raises(CheckpointError, match="neither a folder nor a hub id"):
         load_tokenizer("no/such/folder/anywhere")
+
+
+@given(st.integers(0, 12), st.lists(st.integers(1, 4), max_size=9))
+def test_a_stop_string_is_looked_for_after_the_first_tokens_only(min_tokens: int, sizes: list[int]) -> None:
+    tokenizer = load_tokenizer(str(DEMO))
+    ids = tokenizer.encode("return x + x - x * x / x")
+    stream, texts, stopped, at = tokenizer.stream(["x"], min_tokens), [], False, 0
+    for size in [*sizes, len(ids)]:
+        if not stopped:
+            piece = stream.push(ids[at : at + size])
+            texts, stopped, at = [*texts, *piece.texts], piece.stopped, at + size
+    free = tokenizer.decode(ids[:min_tokens])
+    rest = tokenizer.decode(ids)[len(free) :]
+    assert "".join(texts) + ("" if stopped else stream.flush()) == free + rest.split("x")[0]
+    assert stopped == ("x" in rest)
+
+
+def test_a_bad_word_is_encoded_as_it_stands_and_after_a_space(demo: TokenText) -> None:
+    words = demo.bad_token_ids(["return", " return", "self.x"])
+    assert [demo.decode(ids) for ids in words] == ["return", " return", "self.x", " self.x"]

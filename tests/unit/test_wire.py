@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from eyas.commit import Budget, Commit, Refusal, TensorBytes
 from eyas.errors import InvalidRequest
 from eyas.models.tensors import tensor_from_bytes, tensor_to_bytes
-from eyas.request import MAX_SEED, Chunk, GenerationStats, NoiseKey, Request, Round, SamplingParams
+from eyas.request import MAX_SEED, Chunk, GenerationStats, NoiseKey, Request, Round, SamplingParams, TokenLogprob
 from eyas.rpc import draft_wire, wire
 from eyas.rpc.messages import (
     DrafterInfo,
@@ -35,13 +35,18 @@ float32s = st.floats(width=32, allow_nan=False)
 rounds = st.builds(Round, counts, counts, counts, st.booleans())
 depths = st.lists(counts, max_size=3)
 stats = st.builds(GenerationStats, counts, counts, counts, counts, depths, depths)
+biases = st.lists(st.tuples(counts, floats), max_size=3).map(tuple)
 samplings = st.builds(
-    SamplingParams, counts, floats, counts, floats, st.none() | seeds, st.lists(names).map(tuple), ids, st.booleans()
-)
-requests = st.builds(Request, names, ids, samplings, names)
+    SamplingParams, counts, floats, counts, floats, st.none() | seeds, st.lists(names).map(tuple), ids, st.booleans(),
+    counts, floats, counts, biases, floats, floats, floats, st.lists(names).map(tuple),
+    st.lists(ids, max_size=3).map(tuple), st.none() | counts, st.none() | counts,
+)  # fmt: skip
+float32_lists = st.lists(float32s, max_size=3).map(tuple)
+logprobs = st.lists(st.builds(TokenLogprob, counts, st.none() | float32s, ids, float32_lists), max_size=3).map(tuple)
+requests = st.builds(Request, names, ids, samplings, names, counts)
 infos = st.builds(ModelInfo, names, names, counts, counts, names)
 tensors = st.builds(TensorBytes, names, ids, st.binary(max_size=16))
-noises = st.builds(NoiseKey, seeds, floats, counts, floats)
+noises = st.builds(NoiseKey, seeds, floats, counts, floats, floats)
 budgets = st.builds(Budget, counts, counts)
 commits = st.builds(Commit, names, counts, counts, ids, st.none() | tensors, noises, budgets, ids)
 trees = st.builds(DraftTree, ids, ids, st.lists(float32s, max_size=5).map(tuple), st.booleans())
@@ -55,7 +60,8 @@ def text_chunks(draw: st.DrawFn) -> TextChunk:
     totals = draw(st.builds(Totals, counts, counts, st.none() | stats)) if reason else None
     message = draw(names) if reason else ""
     foreseen = draw(st.lists(st.booleans(), max_size=5).map(tuple))
-    chunk = Chunk("id", draw(ids), foreseen, draw(st.none() | rounds), reason, message)  # type: ignore[arg-type]
+    told = (draw(counts), draw(logprobs), draw(logprobs))
+    chunk = Chunk("id", draw(ids), foreseen, draw(st.none() | rounds), reason, message, *told)  # type: ignore[arg-type]
     return TextChunk(chunk, draw(names), draw(ids), draw(st.none() | seeds), totals)
 
 

@@ -89,7 +89,7 @@ def test_a_refused_request_is_one_line_on_stderr(url: str) -> None:
         async with worker(url, Script(TOKENS)), router(url) as address:
             outcome = await eyas("generate", "", "--address", address)
         assert (outcome.status, outcome.out) == (1, "")
-        assert outcome.err == "error: INVALID_ARGUMENT: the prompt is empty; send text or at least one token id\n"
+        assert outcome.err == "error: INVALID_ARGUMENT: the prompt is empty; give at least one token\n"
 
     asyncio.run(body())
 

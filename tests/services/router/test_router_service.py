@@ -82,16 +82,16 @@ def test_a_stop_string_ends_the_text_and_the_verifier(url: str) -> None:
     [
         (replace(CALL, request=replace(CALL.request, prompt_ids=())), "INVALID_ARGUMENT", "prompt is empty"),
         (replace(CALL, prompt_text=""), "INVALID_ARGUMENT", "prompt is empty"),
-        (replace(CALL, request=replace(CALL.request, prompt_ids=(4096,))), "INVALID_ARGUMENT", "4096 is outside"),
-        (replace(CALL, request=replace(CALL.request, prompt_ids=(-1,))), "INVALID_ARGUMENT", "-1 is outside"),
-        (sampled(max_tokens=2048), "INVALID_ARGUMENT", "exceed the context of 2048"),
+        (replace(CALL, request=replace(CALL.request, prompt_ids=(4096,))), "INVALID_ARGUMENT", "token id 4096, outside"),
+        (replace(CALL, request=replace(CALL.request, prompt_ids=(-1,))), "INVALID_ARGUMENT", "token id -1, outside"),
+        (sampled(max_tokens=2048), "INVALID_ARGUMENT", "exceed the context length 2048"),
         (sampled(max_tokens=0), "INVALID_ARGUMENT", "max_tokens is 0"),
         (sampled(temperature=math.nan), "INVALID_ARGUMENT", "temperature is nan"),
         (sampled(temperature=-1.0), "INVALID_ARGUMENT", "temperature is -1"),
         (sampled(top_p=0.0), "INVALID_ARGUMENT", "top_p is 0"),
         (sampled(top_k=-1), "INVALID_ARGUMENT", "top_k is -1"),
         (sampled(stop=("",)), "INVALID_ARGUMENT", "empty string"),
-        (sampled(stop_token_ids=(5000,)), "INVALID_ARGUMENT", "stop token id 5000 is outside"),
+        (sampled(stop_token_ids=(5000,)), "INVALID_ARGUMENT", "stop_token_ids holds token id 5000, outside"),
         (replace(CALL, model="other"), "NOT_FOUND", "'other' is not served here; known: demo"),
     ],
 )
@@ -160,7 +160,7 @@ def test_a_request_goes_where_its_context_fits(url: str) -> None:
             code, details = await failure(address, sampled(max_tokens=2048))
         assert (len(short.calls), len(long.calls)) == (0, 1)
         assert code.name == "INVALID_ARGUMENT"
-        assert "exceed the context of 2048" in details
+        assert "exceed the context length 2048" in details
 
     asyncio.run(body())
 

@@ -7,9 +7,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from eyas.engine.sampling import Draw, sample
-from eyas.models.law import filtered_law, rank
-from eyas.models.noise import exponential_noise
+from eyas.engine.sampling.draws import Draw, sample
+from eyas.models.sampling.law import Filters, filtered_law, rank
+from eyas.models.sampling.noise import exponential_noise
 from eyas.request import MAX_SEED, NoiseKey, SamplingParams
 from tests import reference
 
@@ -37,11 +37,17 @@ def test_neighbouring_seeds_and_positions_share_no_noise() -> None:
 
 
 @settings(max_examples=50)
-@given(st.integers(0, 10**6), st.sampled_from([0, 1, 3, 7]), st.sampled_from([1.0, 0.9, 0.5, 0.01]), st.floats(0.2, 2))
-def test_a_draw_equals_the_naive_race(seed: int, top_k: int, top_p: float, temperature: float) -> None:
+@given(
+    st.integers(0, 10**6),
+    st.sampled_from([0, 1, 3, 7]),
+    st.sampled_from([1.0, 0.9, 0.5, 0.01]),
+    st.floats(0.2, 2),
+    st.sampled_from([0.0, 0.05, 0.3, 1.0]),
+)
+def test_a_draw_equals_the_naive_race(seed: int, top_k: int, top_p: float, temperature: float, min_p: float) -> None:
     logits = torch.randn(1, 16, generator=torch.Generator().manual_seed(seed)) * 3
-    params = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
-    key = NoiseKey(seed, temperature, top_k, top_p)
+    params = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed, min_p=min_p)
+    key = NoiseKey(seed, temperature, top_k, top_p, min_p)
     assert sample(logits, [Draw(key, 11)]) == [reference.draw(logits[0], params, 11)]
 
 
@@ -56,7 +62,8 @@ def test_greedy_ties_go_to_the_lowest_id() -> None:
 
 
 def test_a_filtered_law_keeps_at_least_the_likeliest_token() -> None:
-    law = filtered_law(torch.tensor([[1.0, 1.0, 0.0]]), torch.ones(1), torch.tensor([0]), torch.tensor([1e-6]))
+    filters = Filters(torch.ones(1), torch.tensor([0]), torch.tensor([1e-6]), torch.ones(1))
+    law = filtered_law(torch.tensor([[1.0, 1.0, 0.0]]), filters)
     assert law[0].count_nonzero() == 1
     assert law[0, 0] > 0
 

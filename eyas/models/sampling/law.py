@@ -1,4 +1,4 @@
-"""From logits to the law that tokens are drawn from: temperature, top-k, top-p; and exact ranking. Knows no request.
+"""From logits to the law that tokens are drawn from: temperature and filters; and exact ranking. Knows no request.
 
 Legend: N rows, V vocabulary, k candidates. Softmax and comparisons are float32; ties go to the lowest id.
 """
@@ -21,18 +21,28 @@ class Ranked(NamedTuple):
     ids: Tensor
 
 
-def filtered_law(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
-    """Probabilities [N, V] after temperature, top-k and top-p, in that order; top-p sees the law that top-k left.
+class Filters(NamedTuple):
+    """What is done to each row of logits. temperature float32 [N], taken as MIN_TEMPERATURE below that; top_k int64 [N],
+    0 keeps all; top_p float32 [N]; min_p float32 [N]."""
 
-    logits float32 [N, V]; temperature float32 [N], taken as MIN_TEMPERATURE below that; top_k int64 [N], 0 keeps all;
-    top_p float32 [N]. The likeliest token is always kept. Filtered rows are not renormalised: a race does not need it.
+    temperature: Tensor
+    top_k: Tensor
+    top_p: Tensor
+    min_p: Tensor
+
+
+def filtered_law(logits: Tensor, filters: Filters) -> Tensor:
+    """Probabilities [N, V] after temperature, top-k, top-p and min-p, in that order; top-p sees the law that top-k left.
+
+    logits float32 [N, V]. The likeliest token is always kept. Filtered rows are not renormalised: a race does not need it.
     """
+    temperature, top_k, top_p, min_p = filters
     shifted = logits - logits.amax(-1, keepdim=True)
     law = torch.softmax(shifted / temperature.clamp(min=MIN_TEMPERATURE)[:, None], dim=-1)
     rows = torch.nonzero((top_k > 0) | (top_p < 1)).flatten()
     if len(rows) > 0:
         law[rows] = _filter(law[rows], top_k[rows], top_p[rows])
-    return law
+    return law.masked_fill_(law < min_p[:, None] * law.amax(-1, keepdim=True), 0.0)
 
 
 def _filter(law: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:

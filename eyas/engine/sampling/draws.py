@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from eyas.models.law import filtered_law, greedy, race
-from eyas.models.noise import exponential_noise
+from eyas.models.sampling.law import Filters, filtered_law, greedy, race
+from eyas.models.sampling.noise import exponential_noise
 from eyas.request import NoiseKey
 
 
@@ -40,12 +40,13 @@ def sample(logits: Tensor, draws: Sequence[Draw]) -> list[int]:
 
 def _race(logits: Tensor, draws: Sequence[Draw]) -> Tensor:
     device = logits.device
-    law = filtered_law(
-        logits,
+    filters = Filters(
         torch.tensor([d.key.temperature for d in draws], dtype=torch.float32, device=device),
         torch.tensor([d.key.top_k for d in draws], device=device),
         torch.tensor([d.key.top_p for d in draws], dtype=torch.float32, device=device),
+        torch.tensor([d.key.min_p for d in draws], dtype=torch.float32, device=device),
     )
+    law = filtered_law(logits, filters)
     streams: dict[tuple[int, int], int] = {}
     rows = [streams.setdefault((d.key.seed, d.position), len(streams)) for d in draws]
     vocabulary = torch.arange(logits.shape[-1], device=device)

@@ -1,0 +1,109 @@
+"""What a request may ask: ranges of its parameters, and whether it fits a model. Raises InvalidRequest; knows no tensors."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from numbers import Real
+
+from eyas.errors import InvalidRequest
+from eyas.request import MAX_INT, MAX_SEED, Request, SamplingParams
+
+MAX_COMPLETIONS = 128
+MAX_LOGPROBS = 20
+MAX_BAD_WORDS = 1024
+MAX_BAD_WORD_TOKENS = 64
+
+_WHOLE = {"max_tokens": (1, MAX_INT), "top_k": (0, MAX_INT), "n": (1, MAX_COMPLETIONS), "min_tokens": (0, MAX_INT)}
+_WHOLE_OR_NONE = {"seed": (0, MAX_SEED), "logprobs": (0, MAX_LOGPROBS), "prompt_logprobs": (0, MAX_LOGPROBS)}
+_REAL = {
+    "min_p": (0.0, 1.0),
+    "repetition_penalty": (0.01, 100.0),
+    "presence_penalty": (-2.0, 2.0),
+    "frequency_penalty": (-2.0, 2.0),
+}
+
+
+def check_sampling(sampling: SamplingParams) -> None:
+    """Raises InvalidRequest naming the first parameter that is out of range, or two that contradict each other."""
+    for name, (low, high) in (_WHOLE | _WHOLE_OR_NONE).items():
+        value = getattr(sampling, name)
+        if value is None and name in _WHOLE_OR_NONE:
+            continue
+        if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
+            raise InvalidRequest(f"{name} is {value!r}; it must be a whole number from {low} to {high}")
+    for name, (least, most) in _REAL.items():
+        if not _is_real(getattr(sampling, name), least, most):
+            raise InvalidRequest(f"{name} is {getattr(sampling, name)!r}; it must lie in [{least}, {most}]")
+    if not _is_real(sampling.temperature, 0, math.inf):
+        raise InvalidRequest(f"temperature is {sampling.temperature!r}; it must be a finite number, 0 or more")
+    if not _is_real(sampling.top_p, 0, 1) or sampling.top_p == 0:
+        raise InvalidRequest(f"top_p is {sampling.top_p!r}; it must lie in (0, 1]")
+    _check_lists(sampling)
+    if sampling.min_tokens > sampling.max_tokens:
+        raise InvalidRequest(f"min_tokens {sampling.min_tokens} is above max_tokens {sampling.max_tokens}; lower it")
+    if sampling.n > 1 and sampling.temperature == 0:
+        raise InvalidRequest(f"n is {sampling.n} at temperature 0, where all completions are the same; ask for one")
+
+
+def _check_lists(sampling: SamplingParams) -> None:
+    for name in ("stop", "bad_words"):
+        if any(not text for text in getattr(sampling, name)):
+            raise InvalidRequest(f"{name} holds an empty string; leave it out")
+    for token, bias in sampling.logit_bias:
+        if not _is_real(bias, -100, 100):
+            raise InvalidRequest(f"logit_bias of token {token} is {bias!r}; it must lie in [-100, 100]")
+    if len(dict(sampling.logit_bias)) < len(sampling.logit_bias):
+        raise InvalidRequest("logit_bias names a token twice; add its biases up")
+    if 2 * len(sampling.bad_words) + len(sampling.bad_token_ids) > MAX_BAD_WORDS:
+        raise InvalidRequest(f"more than {MAX_BAD_WORDS} bad_token_ids, where a bad word counts twice; leave some out")
+    for ids in sampling.bad_token_ids:
+        if not 1 <= len(ids) <= MAX_BAD_WORD_TOKENS:
+            raise InvalidRequest(f"a bad word of {len(ids)} tokens; it must have 1 to {MAX_BAD_WORD_TOKENS}")
+
+
+def _is_real(value: object, least: float, most: float) -> bool:
+    return isinstance(value, Real) and math.isfinite(value) and least <= float(value) <= most
+
+
+def check_fit(request: Request, vocab_size: int, context_length: int) -> None:
+    """Raises InvalidRequest unless a model with this vocabulary and context could serve the request."""
+    num_prompt, sampling = len(request.prompt_ids), request.sampling
+    if num_prompt == 0:
+        raise InvalidRequest("the prompt is empty; give at least one token")
+    if not 0 <= request.emitted < num_prompt:
+        raise InvalidRequest(f"{request.emitted} of {num_prompt} prompt tokens are said to be output; leave a prompt before")
+    if num_prompt + sampling.max_tokens > context_length:
+        raise InvalidRequest(
+            f"prompt of {num_prompt} tokens and max_tokens {sampling.max_tokens} exceed the "
+            f"context length {context_length}; shorten one of them"
+        )
+    named: tuple[tuple[str, Sequence[int]], ...] = (
+        ("prompt", request.prompt_ids),
+        ("stop_token_ids", sampling.stop_token_ids),
+        ("logit_bias", [token for token, _ in sampling.logit_bias]),
+        ("bad_token_ids", [token for ids in sampling.bad_token_ids for token in ids]),
+    )
+    for what, ids in named:
+        outside = next((token for token in ids if not 0 <= token < vocab_size), None)
+        if outside is not None:
+            raise InvalidRequest(f"{what} holds token id {outside}, outside the vocabulary [0, {vocab_size})")
+    if max(sampling.logprobs or 0, sampling.prompt_logprobs or 0) > vocab_size:
+        raise InvalidRequest(f"more log-probabilities are asked for than the vocabulary has tokens ({vocab_size})")
+
+
+def check_ready(request: Request, vocab_size: int, eos_ids: frozenset[int]) -> None:
+    """Raises InvalidRequest unless an engine, which sees no text and one completion at a time, can do all that is asked."""
+    sampling = request.sampling
+    if sampling.seed is None:
+        raise InvalidRequest("the request has no seed; SamplingParams.seeded() draws one")
+    if sampling.n != 1 or sampling.stop or sampling.bad_words:
+        raise InvalidRequest(
+            "n, stop and bad_words are not for an engine, which sees token ids and one completion; "
+            "ask the router or LLM, or split the request with SamplingParams.completions()"
+        )
+    banned = {ids[-1] for ids in sampling.bad_token_ids}
+    if sampling.min_tokens:
+        banned |= sampling.end_ids(eos_ids)
+    if len(banned) >= vocab_size:
+        raise InvalidRequest("bad words, and min_tokens with its stop tokens, may leave no token to draw; ban fewer")
