@@ -17,6 +17,7 @@ from eyas.errors import ConfigError
 
 ConfigT = TypeVar("ConfigT")
 Dtype = Literal["float32", "bfloat16", "float16"]
+Rule = Literal["match", "rejection"]
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,8 @@ class EngineConfig:
     max_running: most sequences in a step. max_waiting: most requests in the queue.
     step_tokens: most prompt tokens that one step prefills.
     context_length: most tokens of prompt and output together; 0 takes the model's own limit.
+    rule: how drafts are accepted. "match" gives the tokens of plain decoding; "rejection" gives their law only, above
+    temperature 0, and takes drafts that were drawn from the drafter's law.
     """
 
     num_slots: int = 16384
@@ -47,8 +50,10 @@ class EngineConfig:
     max_waiting: int = 1024
     step_tokens: int = 512
     context_length: int = 0
+    rule: Rule = "match"
 
     def __post_init__(self) -> None:
+        _require(self.rule in get_args(Rule), f"rule is {self.rule!r}; it must be one of {', '.join(get_args(Rule))}")
         _at_least(1, num_slots=self.num_slots, max_running=self.max_running, step_tokens=self.step_tokens)
         _at_least(0, max_waiting=self.max_waiting, context_length=self.context_length)
 
@@ -60,14 +65,16 @@ class EagleConfig:
     num_slots: token slots of draft KV for all sessions; the session unused for longest is forgotten when they run out.
     shared_noise: rank children by the draft law perturbed with the noise of the target's own draw (temperature > 0).
     noise_scale: softness s of the perturbed law.
+    law_tokens: most tokens in the law of a sampled proposal; the rest of the draft law is cut off.
     """
 
     num_slots: int = 65536
     shared_noise: bool = True
     noise_scale: float = 1.0
+    law_tokens: int = 64
 
     def __post_init__(self) -> None:
-        _at_least(1, num_slots=self.num_slots)
+        _at_least(1, num_slots=self.num_slots, law_tokens=self.law_tokens)
         _above_zero(noise_scale=self.noise_scale)
 
 

@@ -31,9 +31,10 @@ def build_engine(
 def assemble_engine(
     target: TargetModel, fuser: FeatureFuser | None, engine: EngineConfig, tree: TreeConfig, drafter: Drafter | None
 ) -> Engine:
-    """An engine over loaded parts. Without a drafter no room is kept for trees."""
+    """An engine over loaded parts. Without a drafter no room is kept for trees. Raises ConfigError for a drafter that does
+    not suit the acceptance rule."""
     pools = SlotPools(engine.num_slots, target.kv_shapes, fuser.width if fuser else 0, target.dtype, target.device)
     runner = ModelRunner(target, pools, fuser)
     scheduler = Scheduler(engine, tree if drafter else TreeConfig(1, 0, 1), target.eos_ids)
     context_length = min(engine.context_length or target.context_length, target.context_length)
-    return Engine(scheduler, Drafting(drafter, runner), runner, context_length)
+    return Engine(scheduler, Drafting(drafter, runner, engine.rule), runner, context_length)

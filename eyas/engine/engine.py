@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
+from eyas.engine.acceptance.match import Accepted, accept
+from eyas.engine.acceptance.trials import accept_sampled
 from eyas.engine.drafting import Drafting, noise_key
 from eyas.engine.runner import ModelRunner
 from eyas.engine.sampling import Draw, sample
 from eyas.engine.scheduler import Scheduler
 from eyas.engine.sequence import Work
-from eyas.engine.verify import Accepted, accept
 from eyas.errors import InvalidRequest
 from eyas.request import Chunk, Request
 from eyas.tree import DraftTree
@@ -40,8 +42,10 @@ class Engine:
         works = self._scheduler.schedule(self._drafting.collect())
         if works:
             logits = self._runner.forward(works)
-            tokens = sample(logits, _draws(works))
-            accepted = _accept(works, tokens, self.vocab_size)
+            draws = _draws(works)
+            tokens = sample(logits, draws)
+            sampled = accept_sampled(works, logits, draws, tokens)
+            accepted = _accept(works, tokens, sampled, self.vocab_size)
             committed = self._scheduler.commit(works, accepted)
             self._drafting.release([chunk.request_id for chunk in committed if chunk.finish_reason])
             chunks += committed
@@ -101,15 +105,15 @@ def _draws(works: Seq[Work]) -> list[Draw]:
     return [Draw(noise_key(work.sequence.request), position) for work in works for position in work.drawn]
 
 
-def _accept(works: Seq[Work], tokens: Seq[int], vocab_size: int) -> list[Accepted | None]:
-    """Walk every tree with its own samples; None for a prompt chunk that is not the last. A sample outside the vocabulary
-    stands for logits that are not numbers: it fails its sequence."""
+def _accept(works: Seq[Work], tokens: Seq[int], sampled: Mapping[str, Accepted], vocab_size: int) -> list[Accepted | None]:
+    """Walk every tree with its own samples, but for the `sampled` ones, whose outcome is known; None for a prompt chunk that
+    is not the last. A sample outside the vocabulary stands for logits that are not numbers: it fails its sequence."""
     accepted: list[Accepted | None] = []
     row = 0
     for work in works:
         samples = tuple(tokens[row : row + len(work.drawn)])
         tree = work.tree or DraftTree.root_only(work.sequence.tokens[-1])
-        outcome = accept(tree, samples) if samples else None
+        outcome = sampled.get(work.sequence.request.id) or (accept(tree, samples) if samples else None)
         if outcome is not None and outcome.tokens[-1] >= vocab_size:
             work.sequence.failure = "the target gave logits that are not numbers; its weights or dtype do not work here"
         accepted.append(outcome)

@@ -14,7 +14,7 @@ from eyas.drafters.build import build_drafter
 from eyas.drafters.eagle import EagleDrafter
 from eyas.drafters.expand import Candidates, grow, select
 from eyas.errors import ConfigError
-from eyas.models.eagle import load_head
+from eyas.models.heads.eagle import load_head
 from eyas.request import NoiseKey
 from eyas.tree import DraftTree
 from tests.drafters.naive_eagle import NaiveEagle, best_tree
