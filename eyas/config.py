@@ -71,7 +71,7 @@ class EagleConfig:
     num_slots: int = 65536
     shared_noise: bool = True
     noise_scale: float = 1.0
-    law_tokens: int = 64
+    law_tokens: int = 128
 
     def __post_init__(self) -> None:
         _at_least(1, num_slots=self.num_slots, law_tokens=self.law_tokens)

@@ -167,7 +167,7 @@ class EagleDrafter(LocalDrafter):
     def _draw(self, contexts: Sequence[DraftContext], states: Tensor) -> list[DraftTree]:
         shape, draft_ids = self._shape(contexts, width=1), self._head.draft_ids
         expansion = self._expand(contexts, states, FilteredDraft(contexts, draft_ids.device), shape)
-        return draw_chains(expansion, contexts, shape.depth, self._config.law_tokens, draft_ids)
+        return draw_chains(expansion, contexts, shape, self._config.law_tokens, draft_ids)
 
     def _shape(self, contexts: Sequence[DraftContext], width: int) -> TreeConfig:
         return TreeConfig(self._tree.nodes, min(self._tree.depth, max(c.budget.max_depth for c in contexts)), width)

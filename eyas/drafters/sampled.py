@@ -14,6 +14,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
+from eyas.config import TreeConfig
 from eyas.drafters.base import DraftContext
 from eyas.drafters.expand import Expansion
 from eyas.models.law import Ranked, filtered_law, race, rank
@@ -37,12 +38,13 @@ class FilteredDraft:
 
 
 def draw_chains(
-    expansion: Expansion, contexts: Sequence[DraftContext], levels: int, law_tokens: int, target_ids: Tensor
+    expansion: Expansion, contexts: Sequence[DraftContext], shape: TreeConfig, law_tokens: int, target_ids: Tensor
 ) -> list[DraftTree]:
-    """One chain per context, as long as `levels` and its budget allow; the expansion scores by probabilities.
+    """One chain per context, as long as `shape` and its budget allow; the expansion scores by probabilities.
 
     law_tokens: most tokens of a level's law. target_ids maps draft vocabulary ids to the target's. One copy to the host.
     """
+    levels = shape.depth
     seeds = [context.noise.seed for context in contexts for _ in range(levels)]
     positions = [context.committed + level for context in contexts for level in range(levels)]
     noise = exponential_noise(seeds, positions, target_ids).view(len(contexts), levels, -1)
@@ -54,25 +56,27 @@ def draw_chains(
         places.append(place)
         if level + 1 < levels:
             law = expansion.next(level + 1, torch.zeros_like(place), kept.ids.gather(1, place))
-    return _chains(contexts, laws, torch.cat(places, 1), target_ids)
+    lengths = [min(c.budget.max_depth, min(c.budget.max_nodes, shape.nodes) - 1) for c in contexts]
+    rows = _rows(laws, torch.cat(places, 1), target_ids)
+    return [_chain(c.tokens[-1], row[:length]) for c, row, length in zip(contexts, rows, lengths, strict=True)]
 
 
-def _chains(contexts: Sequence[DraftContext], laws: Sequence[Ranked], places: Tensor, target_ids: Tensor) -> list[DraftTree]:
+def _rows(laws: Sequence[Ranked], places: Tensor, target_ids: Tensor) -> list[list[list[float]]]:
+    """For each session and level 2 K + 1 numbers: token ids, their probabilities, and the place of the drawn one."""
     ids = torch.stack([target_ids[law.ids] for law in laws], 1).double()
     probs = torch.stack([law.scores for law in laws], 1).double()
-    packed = torch.cat([ids, probs, places[:, :, None].double()], 2).tolist()
-    return [_chain(context, rows) for context, rows in zip(contexts, packed, strict=True)]
+    return torch.cat([ids, probs, places[:, :, None].double()], 2).tolist()
 
 
-def _chain(context: DraftContext, rows: Sequence[Sequence[float]]) -> DraftTree:
-    """rows: of each level ids, then probabilities, then the place of the drawn one."""
-    rows = rows[: min(context.budget.max_depth, context.budget.max_nodes - 1)]
+def _chain(root: int, rows: Sequence[Sequence[float]]) -> DraftTree:
+    if not rows:
+        return DraftTree.root_only(root)
     size = len(rows[0]) // 2
     laws = [_law(row[:size], row[size:-1]) for row in rows]
     tokens = [int(row[int(row[-1])]) for row in rows]
     chances = [row[size + int(row[-1])] / math.fsum(law.probs) for row, law in zip(rows, laws, strict=True)]
     log_probs = accumulate((math.log(chance) for chance in chances), initial=0.0)
-    chain = DraftTree.chain([context.tokens[-1], *tokens])
+    chain = DraftTree.chain([root, *tokens])
     return DraftTree(chain.tokens, chain.parents, tuple(log_probs), sampled=Sampled(dict(enumerate(laws))))
 
 

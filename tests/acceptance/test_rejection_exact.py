@@ -54,10 +54,13 @@ def test_laws_that_share_no_token_never_accept_and_still_emit_the_target(replace
     assert total_variation(emitted_law(target, trees, 2), target, 2) < 1e-12
 
 
-def test_equal_laws_accept_every_first_draw() -> None:
-    row = np.array([0.1, 0.2, 0.3, 0.4])
-    tree = DraftTree((0, 2), (0, 0), (0.0, 0.0), sampled=Sampled({0: DraftLaw((0, 1, 2, 3), tuple(row.tolist()))}))
-    assert weigh(torch.from_numpy(row)[None], Families.of([tree], CPU)).chances.tolist() == [[1.0]]
+def test_equal_laws_accept_every_first_draw_and_leave_no_impossible_token() -> None:
+    row = np.array([0.1, 0.2, 0.7, 0.0])
+    tree = DraftTree((0, 2), (0, 0), (0.0, 0.0), sampled=Sampled({0: DraftLaw((0, 1, 2), tuple(row[:3].tolist()))}))
+    trial = weigh(torch.from_numpy(row)[None], Families.of([tree], CPU))
+    assert trial.chances.item() == pytest.approx(1, abs=1e-15)
+    assert trial.rest[0].sum() > 0
+    assert trial.rest[0, 3] == 0
 
 
 @pytest.mark.parametrize("replacement", [True, False], ids=["with replacement", "without"])

@@ -77,9 +77,9 @@ def weigh(law: Tensor, families: Families) -> Trial:
         left = (kept - mass * draft).clamp(min=0)
         left_mass = left.sum(1, keepdim=True) + outside
         chance = kept.gather(1, place) / (mass * draft.gather(1, place))
-        chance = torch.where(left_mass == 0, 1.0, chance)  # g is q: there is nothing to draw from after a rejection
         chances.append(torch.where(real, chance.clamp(max=1), 0.0))
-        kept, mass = torch.where(real, left, kept), torch.where(real, left_mass, mass)
+        some = real & (left_mass > 0)  # else g is q but for rounding, and stays: no token of probability 0 comes out
+        kept, mass = torch.where(some, left, kept), torch.where(some, left_mass, mass)
         without = draft.scatter(1, place, 0.0)
         without = without / without.sum(1, keepdim=True)
         draft = torch.where(real & ~families.replacement, without, draft)
