@@ -1,5 +1,6 @@
 """Drafters that draw their trees from a law of their own, and some that should not be believed."""
 
+import functools
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -59,6 +60,7 @@ class BigramDrafter(LocalDrafter):
         return [law.ids[place] for place in places]
 
 
+@functools.cache
 def bigram_logits(target: str) -> Tensor:
     """What the target says after each single token, [V, V]."""
     with torch.inference_mode():

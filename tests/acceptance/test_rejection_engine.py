@@ -1,5 +1,6 @@
 """The rule `rejection` through the engine: the target's law with drafters that sample, plain decoding with all others."""
 
+import functools
 from dataclasses import replace
 
 import pytest
@@ -63,6 +64,7 @@ def target_rows(target: str, prefixes: list[tuple[int, ...]], params: SamplingPa
     return rows / rows.sum(1, keepdim=True)
 
 
+@functools.cache
 def marginals(target: str, params: SamplingParams) -> list[torch.Tensor]:
     """The laws of the first, second and third token after PROMPT."""
     tokens = range(48)
