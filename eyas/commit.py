@@ -9,11 +9,12 @@ chunks, t_n is simply the next *prompt* token, so that every pair (f_i, t_{i+1})
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Generic, Literal, TypeVar
 
 from eyas.request import NoiseKey
 
 FeaturesT = TypeVar("FeaturesT")
+Proposal = Literal["deterministic", "sampled"]
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,9 @@ class Commit(Generic[FeaturesT]):
     base: committed length before `tokens`.
     tokens: newly committed token ids, at least one; the last is the new root.
     features: fused features [n, H] of the positions max(base-1, 0) up to, not including, the root's; None if not asked for.
+    noise: what the target's draws depend on; for a sampled proposal its seed is one for the drafter's own draws.
     samples: the target's sample at every node of the session's last tree, in node order; empty if there was none.
+    proposal: "deterministic" asks for the likeliest nodes, "sampled" for nodes drawn from the drafter's law, with that law.
     """
 
     session: str
@@ -56,6 +59,7 @@ class Commit(Generic[FeaturesT]):
     noise: NoiseKey
     budget: Budget
     samples: tuple[int, ...] = ()
+    proposal: Proposal = "deterministic"
 
     @property
     def committed(self) -> int:

@@ -21,7 +21,8 @@ class SamplingParams:
     temperature: 0 is greedy; above 0 scales the logits by 1/temperature.
     top_k: keep the k likeliest tokens; 0 keeps all.
     top_p: keep the smallest set of likeliest tokens whose probability reaches top_p, in (0, 1].
-    seed: 0 to 2**64-1; None draws one. The same seed gives the same tokens, with or without a drafter.
+    seed: 0 to 2**64-1; None draws one. The same seed gives the same tokens, with or without a drafter
+        (under the acceptance rule `rejection`, above temperature 0, with the same drafts only).
     stop: strings that end the text; the text is cut before them, tokens are kept up to the one that completes them.
     stop_token_ids: tokens that end the output, besides the model's own end-of-sequence tokens; kept in token_ids.
     ignore_eos: do not end at the model's end-of-sequence tokens.

@@ -6,7 +6,8 @@ the token after its parent. A tree of one node is ordinary decoding.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -14,6 +15,46 @@ import numpy as np
 import numpy.typing as npt
 
 from eyas.errors import InvalidTree
+
+MASS_TOLERANCE = 1e-4
+
+
+@dataclass(frozen=True)
+class DraftLaw:
+    """The law that the children of a node were drawn from, as token ids and their probabilities; 0 for all other tokens.
+
+    A law that was cut to its likeliest tokens need not sum to 1: the draw was proportional to it. Probabilities travel as
+    float32, so that a drafter must draw from float32 ones.
+    """
+
+    ids: tuple[int, ...]
+    probs: tuple[float, ...]
+
+    def validate(self, vocab_size: int) -> None:
+        """Raises InvalidTree unless ids are distinct and in the vocabulary, probabilities in (0, 1] and in all at most 1."""
+        if not self.ids or len(self.ids) != len(self.probs) or len(set(self.ids)) < len(self.ids):
+            raise InvalidTree(
+                f"a law of {len(self.probs)} probabilities for {len(set(self.ids))} distinct of {len(self.ids)} ids"
+            )
+        if not 0 <= min(self.ids) <= max(self.ids) < vocab_size:
+            raise InvalidTree(f"a law over ids {min(self.ids)} to {max(self.ids)}, outside [0, {vocab_size})")
+        if not all(0 < prob <= 1 for prob in self.probs) or math.fsum(self.probs) > 1 + MASS_TOLERANCE:
+            raise InvalidTree(
+                f"a law of probabilities from {min(self.probs)} to {max(self.probs)}, {sum(self.probs)} in all"
+            )
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """How the nodes of a sampled tree came about. Siblings stand in the order in which they were drawn, and no node was
+    added, left out or moved because of which token it holds.
+
+    laws: by node, for exactly the nodes that have children. replacement: whether each sibling was drawn from the whole law,
+    so that tokens may repeat; else each from what its elder siblings left of it.
+    """
+
+    laws: Mapping[int, DraftLaw]
+    replacement: bool = False
 
 
 @dataclass(frozen=True)
@@ -24,12 +65,14 @@ class DraftTree:
     parents: index of each node's parent, always smaller than the node's own; the root is its own parent.
     log_probs: cumulative score of each node under the drafter; 0.0 at the root. Only ever used to rank.
     grown_ahead: whether the tree was grown before its root was known.
+    sampled: how the nodes were drawn; None for a deterministic proposal.
     """
 
     tokens: tuple[int, ...]
     parents: tuple[int, ...]
     log_probs: tuple[float, ...]
     grown_ahead: bool = False
+    sampled: Sampled | None = None
 
     @classmethod
     def root_only(cls, token: int) -> DraftTree:
@@ -70,6 +113,14 @@ class DraftTree:
             children[self.parents[node]].setdefault(self.tokens[node], node)
         return children
 
+    @cached_property
+    def families(self) -> dict[int, list[int]]:
+        """Of each node that has children, all of them, in order."""
+        families: dict[int, list[int]] = {}
+        for node in range(1, len(self)):
+            families.setdefault(self.parents[node], []).append(node)
+        return families
+
     def child(self, node: int, token: int) -> int | None:
         """The child of `node` that guesses `token`, or None."""
         return self.children[node].get(token)
@@ -107,3 +158,18 @@ class DraftTree:
                 raise InvalidTree(f"node {node} has token {self.tokens[node]}, outside [0, {vocab_size})")
         if self.depth > max_depth:
             raise InvalidTree(f"depth {self.depth} where {max_depth} is allowed")
+        if self.sampled is not None:
+            self._validate_sampled(self.sampled, vocab_size)
+
+    def _validate_sampled(self, sampled: Sampled, vocab_size: int) -> None:
+        if sampled.laws.keys() != self.families.keys():
+            raise InvalidTree(f"laws for nodes {sorted(sampled.laws)}, children below nodes {sorted(self.families)}")
+        for parent, children in self.families.items():
+            law, tokens = sampled.laws[parent], [self.tokens[child] for child in children]
+            law.validate(vocab_size)
+            if not set(tokens) <= set(law.ids):
+                raise InvalidTree(
+                    f"node {parent} has children {tokens}, which its law over {len(law.ids)} tokens cannot draw"
+                )
+            if not sampled.replacement and len(set(tokens)) < len(tokens):
+                raise InvalidTree(f"node {parent} has children {tokens}, drawn twice from a law without replacement")

@@ -6,11 +6,12 @@ Knows no files.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, get_args
 
 from eyas.errors import ConfigError
 
 Dtype = Literal["float32", "bfloat16", "float16"]
+Rule = Literal["match", "rejection"]
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,8 @@ class EngineConfig:
     deterministic: each sequence goes through the target by itself, in passes of exactly as many rows as a tree may have
     nodes, so that a token's logits depend on the tokens before it alone. Slow; see docs/equality.md.
     cuda_graphs: capture forward passes as CUDA graphs at start; without effect on other devices.
+    rule: how drafts are accepted. "match" gives the tokens of plain decoding; "rejection" gives their law only, above
+    temperature 0, and takes drafts that were drawn from the drafter's law.
     """
 
     num_slots: int = 16384
@@ -46,8 +49,10 @@ class EngineConfig:
     context_length: int = 0
     deterministic: bool = False
     cuda_graphs: bool = True
+    rule: Rule = "match"
 
     def __post_init__(self) -> None:
+        _require(self.rule in get_args(Rule), f"rule is {self.rule!r}; it must be one of {', '.join(get_args(Rule))}")
         _at_least(1, num_slots=self.num_slots, max_running=self.max_running, step_tokens=self.step_tokens)
         _at_least(0, max_waiting=self.max_waiting, context_length=self.context_length)
 
@@ -59,14 +64,16 @@ class EagleConfig:
     num_slots: token slots of draft KV for all sessions; the session unused for longest is forgotten when they run out.
     shared_noise: rank children by the draft law perturbed with the noise of the target's own draw (temperature > 0).
     noise_scale: softness s of the perturbed law.
+    law_tokens: most tokens in the law of a sampled proposal; the rest of the draft law is cut off.
     """
 
     num_slots: int = 65536
     shared_noise: bool = True
     noise_scale: float = 1.0
+    law_tokens: int = 128
 
     def __post_init__(self) -> None:
-        _at_least(1, num_slots=self.num_slots)
+        _at_least(1, num_slots=self.num_slots, law_tokens=self.law_tokens)
         _above_zero(noise_scale=self.noise_scale)
 
 

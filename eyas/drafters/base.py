@@ -1,7 +1,7 @@
 """The contract of every drafter: committed tokens (and features) in, draft trees out.
 
 A drafter's state is a cache: it may forget a session at any moment and say so with a Refusal. Nothing a drafter does can
-change what is generated, only how fast.
+change what is generated, only how fast; but where it is asked for sampled trees, their law has to be the true one.
 """
 
 from __future__ import annotations
@@ -42,6 +42,11 @@ class Drafter(Protocol):
         """What contexts must carry."""
         ...
 
+    @property
+    def can_sample(self) -> bool:
+        """Whether it answers sampled proposals, with trees drawn from its own law and that law."""
+        ...
+
     def listens(self, session: str) -> bool:
         """Whether telling it of a session is worth the work now."""
         ...
@@ -50,9 +55,9 @@ class Drafter(Protocol):
         """Commit what was accepted and ask for the next trees; session keys are distinct within a call.
 
         Does not wait. The answers are collected once, before the next `ask`: one per context, in order. A DraftTree
-        within the context's budget whose root is the context's last token (root-only where there is nothing to guess or
-        the budget asks for bookkeeping only); a Refusal when the context does not continue what the drafter has; None
-        when no answer came in time. Never raises for the state of one session.
+        within the context's budget whose root is the context's last token, proposed in the way that the context asks for
+        (root-only where there is nothing to guess or the budget asks for bookkeeping only); a Refusal when the context does
+        not continue what the drafter has; None when no answer came in time. Never raises for the state of one session.
         """
         ...
 
@@ -68,6 +73,10 @@ class LocalDrafter(ABC):
     @abstractmethod
     def needs(self) -> DrafterNeeds:
         """See Drafter."""
+
+    @property
+    def can_sample(self) -> bool:
+        return False
 
     @abstractmethod
     def propose(self, contexts: Sequence[DraftContext]) -> list[Draft]:

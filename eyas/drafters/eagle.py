@@ -20,8 +20,9 @@ from eyas.cache.slots import SlotAllocator, Slots
 from eyas.commit import Refusal
 from eyas.config import EagleConfig, TreeConfig
 from eyas.drafters.base import Draft, DraftContext, DrafterNeeds, LocalDrafter
-from eyas.drafters.expand import grow, select
-from eyas.drafters.ranking import Ranker
+from eyas.drafters.expand import Expansion, grow, select
+from eyas.drafters.ranking import Ranker, Scorer
+from eyas.drafters.sampled import FilteredDraft, draw_chains
 from eyas.errors import ConfigError
 from eyas.models.attention import attend, masked_attention
 from eyas.models.heads.eagle import Eagle3Head
@@ -64,6 +65,10 @@ class EagleDrafter(LocalDrafter):
     def needs(self) -> DrafterNeeds:
         return DrafterNeeds(features=True)
 
+    @property
+    def can_sample(self) -> bool:
+        return True
+
     @torch.inference_mode()
     def propose(self, contexts: Sequence[DraftContext]) -> list[Draft]:
         """See Drafter. One forward over all new pairs, then one per tree level for all sessions together."""
@@ -74,11 +79,12 @@ class EagleDrafter(LocalDrafter):
             states = self._extend([contexts[i] for i in ready])
             for i in ready:
                 drafts[i] = DraftTree.root_only(contexts[i].tokens[-1])
-            rows = [row for row, i in enumerate(ready) if contexts[i].budget.wants_tree]
-            if rows:
-                asked = [ready[row] for row in rows]
-                for i, tree in zip(asked, self._grow([contexts[i] for i in asked], states[rows]), strict=True):
-                    drafts[i] = tree
+            wanting = [row for row, i in enumerate(ready) if contexts[i].budget.wants_tree]
+            for proposal, grow_trees in (("deterministic", self._grow), ("sampled", self._draw)):
+                rows = [row for row in wanting if contexts[ready[row]].proposal == proposal]
+                trees = grow_trees([contexts[ready[row]] for row in rows], states[rows]) if rows else []
+                for row, tree in zip(rows, trees, strict=True):
+                    drafts[ready[row]] = tree
         return drafts
 
     def release(self, sessions: Sequence[str]) -> None:
@@ -152,23 +158,32 @@ class EagleDrafter(LocalDrafter):
         return head.finish(attended, rows.residual[last])
 
     def _grow(self, contexts: Sequence[DraftContext], states: Tensor) -> list[DraftTree]:
-        depth = min(self._tree.depth, max(context.budget.max_depth for context in contexts))
-        shape = TreeConfig(self._tree.nodes, depth, self._tree.width)
-        ranker = Ranker(contexts, self._config, depth, self._head.draft_ids)
-        slots = [self._sessions[context.session].slots for context in contexts]
-        expansion = _EagleExpansion(self._head, ranker, self._pools, slots, states, shape)
-        candidates = grow(expansion, shape)
+        shape = self._shape(contexts, self._tree.width)
+        ranker = Ranker(contexts, self._config, shape.depth, self._head.draft_ids)
+        candidates = grow(self._expand(contexts, states, ranker, shape), shape)
         budgets = [replace(c.budget, max_nodes=min(c.budget.max_nodes, self._tree.nodes)) for c in contexts]
         return select(candidates, [c.tokens[-1] for c in contexts], budgets, self._head.draft_ids)
+
+    def _draw(self, contexts: Sequence[DraftContext], states: Tensor) -> list[DraftTree]:
+        shape, draft_ids = self._shape(contexts, width=1), self._head.draft_ids
+        expansion = self._expand(contexts, states, FilteredDraft(contexts, draft_ids.device), shape)
+        return draw_chains(expansion, contexts, shape, self._config.law_tokens, draft_ids)
+
+    def _shape(self, contexts: Sequence[DraftContext], width: int) -> TreeConfig:
+        return TreeConfig(self._tree.nodes, min(self._tree.depth, max(c.budget.max_depth for c in contexts)), width)
+
+    def _expand(self, contexts: Sequence[DraftContext], states: Tensor, scorer: Scorer, shape: TreeConfig) -> Expansion:
+        slots = [self._sessions[context.session].slots for context in contexts]
+        return _EagleExpansion(self._head, scorer, self._pools, slots, states, shape)
 
 
 class _EagleExpansion:
     """The head in the middle of growing trees: the prefix's keys and values, followed by those of the tree rows."""
 
     def __init__(
-        self, head: Eagle3Head, ranker: Ranker, pools: SlotPools, slots: Sequence[Slots], states: Tensor, shape: TreeConfig
+        self, head: Eagle3Head, scorer: Scorer, pools: SlotPools, slots: Sequence[Slots], states: Tensor, shape: TreeConfig
     ) -> None:
-        self._head, self._ranker, self._width = head, ranker, shape.width
+        self._head, self._scorer, self._width = head, scorer, shape.width
         self._states = states[:, None]
         lengths = torch.tensor([len(s) for s in slots], device=states.device)
         self._length = int(max(len(s) for s in slots))
@@ -185,7 +200,7 @@ class _EagleExpansion:
         self._seen = torch.zeros(len(slots), self._width, 0, dtype=torch.bool, device=states.device)
 
     def first(self) -> Tensor:
-        return self._ranker.scores(self._head.logits(self._states), 0)
+        return self._scorer.scores(self._head.logits(self._states), 0)
 
     def next(self, level: int, parents: Tensor, tokens: Tensor) -> Tensor:
         head, (sessions, width) = self._head, tokens.shape
@@ -211,7 +226,7 @@ class _EagleExpansion:
         attended = attended.view(sessions, c.num_kv_heads, -1, width, c.head_dim).permute(0, 3, 1, 2, 4)
         states = head.finish(attended.reshape(sessions * width, c.num_heads, c.head_dim), rows.residual)
         self._states = states.view(sessions, width, -1)
-        return self._ranker.scores(head.logits(self._states), level)
+        return self._scorer.scores(head.logits(self._states), level)
 
 
 def _num_pairs(context: DraftContext) -> int:

@@ -8,6 +8,7 @@ proposed, never what is emitted. Legend: S sessions, L levels, R rows per sessio
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -16,6 +17,14 @@ from eyas.config import EagleConfig
 from eyas.drafters.base import DraftContext
 from eyas.models.sampling.law import Filters, filtered_law
 from eyas.models.sampling.noise import exponential_noise
+
+
+class Scorer(Protocol):
+    """Scores children."""
+
+    def scores(self, logits: Tensor, level: int) -> Tensor:
+        """Scores of the children of nodes at `level` (0 is the root); float32 [S, R, D] in and out."""
+        ...
 
 
 class Ranker:

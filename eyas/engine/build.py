@@ -35,7 +35,8 @@ def build_engine(
 def assemble_engine(
     target: TargetModel, fuser: FeatureFuser | None, engine: EngineConfig, tree: TreeConfig, drafter: Drafter | None
 ) -> Engine:
-    """An engine over loaded parts. Without a drafter no room is kept for trees."""
+    """An engine over loaded parts. Without a drafter no room is kept for trees. Raises ConfigError for a drafter that does
+    not suit the acceptance rule."""
     fuser = fuser.to(target.dtype) if fuser else None
     pools = SlotPools(engine.num_slots, target.kv_shapes, fuser.width if fuser else 0, target.dtype, target.device)
     context_length = min(engine.context_length or target.context_length, target.context_length)
@@ -46,4 +47,4 @@ def assemble_engine(
         passes = build_passes(target, pools, pools.scratch, engine, tree if drafter else PLAIN, context_length)
         runner = ModelRunner(target, pools, fuser, passes)
     scheduler = Scheduler(engine, tree if drafter else PLAIN, target.eos_ids)
-    return Engine(scheduler, Drafting(drafter, runner), runner, context_length)
+    return Engine(scheduler, Drafting(drafter, runner, engine.rule), runner, context_length)

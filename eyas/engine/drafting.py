@@ -5,12 +5,15 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
+from dataclasses import replace
 
-from eyas.commit import Budget, Commit, Refusal
+from eyas.commit import Budget, Commit, Proposal, Refusal
+from eyas.config import Rule
 from eyas.drafters.base import Draft, DraftContext, Drafter, Pending
 from eyas.engine.runner import ModelRunner
 from eyas.engine.sequence import Sequence
-from eyas.errors import InvalidTree
+from eyas.errors import ConfigError, InvalidTree
+from eyas.models.sampling.noise import draft_seed
 from eyas.request import NoiseKey, Request
 from eyas.tree import DraftTree
 
@@ -23,8 +26,15 @@ class Drafting:
     It asks at the end of a step and collects at the start of the next, so that the drafter works while chunks go out.
     """
 
-    def __init__(self, drafter: Drafter | None, runner: ModelRunner) -> None:
+    def __init__(self, drafter: Drafter | None, runner: ModelRunner, rule: Rule) -> None:
+        """Raises ConfigError for a drafter that cannot propose what the acceptance rule takes."""
+        if rule == "rejection" and drafter is not None and not drafter.can_sample:
+            raise ConfigError(
+                f"engine.rule is rejection, but {type(drafter).__name__} cannot draw trees from its own law; set "
+                "engine.rule to match, or take a drafter that can"
+            )
         self._drafter = drafter
+        self._rule = rule
         self._runner = runner
         self._asked: list[Sequence] = []
         self._contexts: list[DraftContext] = []
@@ -52,16 +62,18 @@ class Drafting:
             self._drafter.release(request_ids)
 
     def _context(self, sequence: Sequence, budget: Budget, drafter: Drafter) -> DraftContext:
-        base = sequence.drafted
+        base, key = sequence.drafted, noise_key(sequence.request)
+        proposal: Proposal = "sampled" if self._rule == "rejection" and key.temperature > 0 else "deterministic"
         return Commit(
             session=sequence.request.id,
             epoch=sequence.epoch,
             base=base,
             tokens=tuple(sequence.tokens[base : sequence.known]),
             features=self._runner.features(sequence.slots[max(base - 1, 0) :]) if drafter.needs.features else None,
-            noise=noise_key(sequence.request),
+            noise=key if proposal == "deterministic" else replace(key, seed=draft_seed(key.seed)),
             budget=budget,
-            samples=sequence.samples if drafter.needs.samples else (),
+            samples=sequence.samples if drafter.needs.samples and proposal == "deterministic" else (),
+            proposal=proposal,
         )
 
     def _account(self, sequence: Sequence, context: DraftContext, draft: Draft) -> DraftTree | None:
@@ -74,10 +86,18 @@ class Drafting:
         try:
             vocab_size = self._runner.target.vocab_size
             draft.validate(context.tokens[-1], vocab_size, context.budget.max_nodes, context.budget.max_depth)
+            _check_proposal(draft, context.proposal)
         except InvalidTree as error:
             log.warning("dropped a draft tree for %s: %s", sequence.request.id, error)
             return None
         return draft if context.budget.wants_tree else None
+
+
+def _check_proposal(tree: DraftTree, proposal: Proposal) -> None:
+    """Raises InvalidTree for a tree that was proposed in another way than it was asked for; a lone root was not at all."""
+    if tree.num_drafted and (tree.sampled is not None) != (proposal == "sampled"):
+        came = "deterministic" if tree.sampled is None else "sampled"
+        raise InvalidTree(f"a {came} proposal where a {proposal} one was asked for")
 
 
 def _has_news(sequence: Sequence) -> bool:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
+from eyas.engine.acceptance.match import Accepted, accept
+from eyas.engine.acceptance.trials import accept_sampled
 from eyas.engine.drafting import Drafting, noise_key
 from eyas.engine.runner import ModelRunner
 from eyas.engine.sampling.draws import Draw, sample
@@ -12,7 +15,6 @@ from eyas.engine.sampling.logprobs import attached, drawn_rows, log_probabilitie
 from eyas.engine.sampling.rules import LogitRules
 from eyas.engine.scheduler import Scheduler
 from eyas.engine.sequence import Work
-from eyas.engine.verify import Accepted, accept
 from eyas.limits import check_fit, check_ready, check_sampling
 from eyas.request import Chunk, Request
 from eyas.tree import DraftTree
@@ -43,8 +45,10 @@ class Engine:
         works = self._scheduler.schedule(self._drafting.collect())
         if works:
             logits = self._runner.forward(works)
-            tokens = sample(self._rules.applied(drawn_rows(logits, works), works), _draws(works))
-            accepted = _accept(works, tokens, self.vocab_size)
+            draws, drawn = _draws(works), self._rules.applied(drawn_rows(logits, works), works)
+            tokens = sample(drawn, draws)
+            sampled = accept_sampled(works, drawn, draws, tokens)
+            accepted = _accept(works, tokens, sampled, self.vocab_size)
             told = log_probabilities(logits, works, accepted)
             committed = self._scheduler.commit(works, accepted)
             self._release([chunk.request_id for chunk in committed if chunk.finish_reason])
@@ -97,15 +101,15 @@ def _draws(works: Seq[Work]) -> list[Draw]:
     return [Draw(noise_key(work.sequence.request), position) for work in works for position in work.drawn]
 
 
-def _accept(works: Seq[Work], tokens: Seq[int], vocab_size: int) -> list[Accepted | None]:
-    """Walk every tree with its own samples; None for a prompt chunk that is not the last. A sample outside the vocabulary
-    stands for logits that are not numbers: it fails its sequence."""
+def _accept(works: Seq[Work], tokens: Seq[int], sampled: Mapping[str, Accepted], vocab_size: int) -> list[Accepted | None]:
+    """Walk every tree with its own samples, but for the `sampled` ones, whose outcome is known; None for a prompt chunk that
+    is not the last. A sample outside the vocabulary stands for logits that are not numbers: it fails its sequence."""
     accepted: list[Accepted | None] = []
     row = 0
     for work in works:
         samples = tuple(tokens[row : row + len(work.drawn)])
         tree = work.tree or DraftTree.root_only(work.sequence.tokens[-1])
-        outcome = accept(tree, samples) if samples else None
+        outcome = sampled.get(work.sequence.request.id) or (accept(tree, samples) if samples else None)
         if outcome is not None and outcome.tokens[-1] >= vocab_size:
             work.sequence.failure = "the target gave logits that are not numbers; its weights or dtype do not work here"
         accepted.append(outcome)

@@ -11,8 +11,8 @@ import numpy as np
 from eyas.cache.slots import SlotAllocator, Slots
 from eyas.commit import Budget
 from eyas.config import EngineConfig, TreeConfig
+from eyas.engine.acceptance.match import Accepted
 from eyas.engine.sequence import Sequence, Work
-from eyas.engine.verify import Accepted
 from eyas.errors import InvalidRequest, Overloaded
 from eyas.request import Chunk, FinishReason, Request, Round
 from eyas.tree import DraftTree

@@ -12,7 +12,7 @@ from eyas.errors import InvalidRequest
 from eyas.request import NoiseKey
 from eyas.rpc.messages import DrafterInfo, DraftReply, DraftRequest, SessionTree
 from eyas.rpc.wire import model_info_from_message, model_info_to_message
-from eyas.tree import DraftTree
+from eyas.tree import DraftLaw, DraftTree, Sampled
 from eyas.v1 import draft_pb2, types_pb2
 
 
@@ -42,15 +42,17 @@ def commit_to_message(commit: Commit[TensorBytes]) -> draft_pb2.Commit:
         noise=noise_to_message(commit.noise),
         max_nodes=commit.budget.max_nodes,
         max_depth=commit.budget.max_depth,
-        proposal=draft_pb2.PROPOSAL_DETERMINISTIC,
+        proposal=draft_pb2.PROPOSAL_SAMPLED if commit.proposal == "sampled" else draft_pb2.PROPOSAL_DETERMINISTIC,
         samples=commit.samples,
     )
 
 
 def commit_from_message(message: draft_pb2.Commit) -> Commit[TensorBytes]:
     """Raises InvalidRequest for a way of proposing that this version does not know."""
-    if message.proposal != draft_pb2.PROPOSAL_DETERMINISTIC:
-        raise InvalidRequest(f"proposal is {message.proposal}; only PROPOSAL_DETERMINISTIC (0) is known")
+    if message.proposal not in (draft_pb2.PROPOSAL_DETERMINISTIC, draft_pb2.PROPOSAL_SAMPLED):
+        raise InvalidRequest(
+            f"proposal is {message.proposal}; known are PROPOSAL_DETERMINISTIC (0) and PROPOSAL_SAMPLED (1)"
+        )
     return Commit(
         session=message.session,
         epoch=message.epoch,
@@ -60,7 +62,18 @@ def commit_from_message(message: draft_pb2.Commit) -> Commit[TensorBytes]:
         noise=noise_from_message(message.noise),
         budget=Budget(message.max_nodes, message.max_depth),
         samples=tuple(message.samples),
+        proposal="sampled" if message.proposal == draft_pb2.PROPOSAL_SAMPLED else "deterministic",
     )
+
+
+def sampled_to_message(sampled: Sampled) -> draft_pb2.Sampled:
+    laws = [draft_pb2.DraftLaw(parent=node, token_ids=law.ids, probs=law.probs) for node, law in sampled.laws.items()]
+    return draft_pb2.Sampled(laws=laws, replacement=sampled.replacement)
+
+
+def sampled_from_message(message: draft_pb2.Sampled) -> Sampled:
+    laws = {law.parent: DraftLaw(tuple(law.token_ids), tuple(law.probs)) for law in message.laws}
+    return Sampled(laws, message.replacement)
 
 
 def tree_to_message(value: SessionTree) -> draft_pb2.Tree:
@@ -72,11 +85,13 @@ def tree_to_message(value: SessionTree) -> draft_pb2.Tree:
         parents=value.tree.parents,
         log_probs=value.tree.log_probs,
         grown_ahead=value.tree.grown_ahead,
+        sampled=sampled_to_message(value.tree.sampled) if value.tree.sampled is not None else None,
     )
 
 
 def tree_from_message(message: draft_pb2.Tree) -> SessionTree:
-    tree = DraftTree(tuple(message.tokens), tuple(message.parents), tuple(message.log_probs), message.grown_ahead)
+    sampled = sampled_from_message(message.sampled) if message.HasField("sampled") else None
+    tree = DraftTree(tuple(message.tokens), tuple(message.parents), tuple(message.log_probs), message.grown_ahead, sampled)
     return SessionTree(message.session, message.epoch, message.committed, tree)
 
 
@@ -118,6 +133,7 @@ def drafter_info_to_message(info: DrafterInfo) -> draft_pb2.DescribeReply:
         needs_features=info.needs_features,
         needs_samples=info.needs_samples,
         feature_size=info.feature_size,
+        can_sample=info.can_sample,
     )
 
 
@@ -128,4 +144,5 @@ def drafter_info_from_message(message: draft_pb2.DescribeReply) -> DrafterInfo:
         needs_features=message.needs_features,
         needs_samples=message.needs_samples,
         feature_size=message.feature_size,
+        can_sample=message.can_sample,
     )

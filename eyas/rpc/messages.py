@@ -114,3 +114,4 @@ class DrafterInfo:
     needs_features: bool
     needs_samples: bool
     feature_size: int
+    can_sample: bool = False

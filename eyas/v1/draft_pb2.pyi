@@ -28,12 +28,16 @@ class _ProposalEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Proposal.Val
     DESCRIPTOR: _descriptor.EnumDescriptor
     PROPOSAL_DETERMINISTIC: _Proposal.ValueType  # 0
     """The likeliest nodes, verified by matching the target's own sample."""
+    PROPOSAL_SAMPLED: _Proposal.ValueType  # 1
+    """Nodes drawn from the drafter's own law, verified by rejection sampling; the tree says which law."""
 
 class Proposal(_Proposal, metaclass=_ProposalEnumTypeWrapper):
     """How a tree relates to the drafter's law."""
 
 PROPOSAL_DETERMINISTIC: Proposal.ValueType  # 0
 """The likeliest nodes, verified by matching the target's own sample."""
+PROPOSAL_SAMPLED: Proposal.ValueType  # 1
+"""Nodes drawn from the drafter's own law, verified by rejection sampling; the tree says which law."""
 Global___Proposal: _TypeAlias = Proposal  # noqa: Y015
 
 @_typing.final
@@ -108,7 +112,7 @@ class Commit(_message.Message):
 
     @_builtins.property
     def noise(self) -> _types_pb2.NoiseKey:
-        """What the target's next draws depend on besides its logits."""
+        """What the target's next draws depend on besides its logits; for a sampled proposal, with a seed for the drafter's own."""
 
     @_builtins.property
     def samples(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
@@ -183,6 +187,7 @@ class Tree(_message.Message):
     PARENTS_FIELD_NUMBER: _builtins.int
     LOG_PROBS_FIELD_NUMBER: _builtins.int
     GROWN_AHEAD_FIELD_NUMBER: _builtins.int
+    SAMPLED_FIELD_NUMBER: _builtins.int
     session: _builtins.str
     """Key of the session."""
     epoch: _builtins.int
@@ -203,6 +208,10 @@ class Tree(_message.Message):
     def log_probs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
         """Cumulative log-probability of each node under the drafter."""
 
+    @_builtins.property
+    def sampled(self) -> Global___Sampled:
+        """How the nodes were drawn; unset for a deterministic proposal."""
+
     def __init__(
         self,
         *,
@@ -213,14 +222,77 @@ class Tree(_message.Message):
         parents: _abc.Iterable[_builtins.int] | None = ...,
         log_probs: _abc.Iterable[_builtins.float] | None = ...,
         grown_ahead: _builtins.bool = ...,
+        sampled: Global___Sampled | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["sampled", b"sampled"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["committed", b"committed", "epoch", b"epoch", "grown_ahead", b"grown_ahead", "log_probs", b"log_probs", "parents", b"parents", "session", b"session", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["committed", b"committed", "epoch", b"epoch", "grown_ahead", b"grown_ahead", "log_probs", b"log_probs", "parents", b"parents", "sampled", b"sampled", "session", b"session", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Tree: _TypeAlias = Tree  # noqa: Y015
+
+@_typing.final
+class Sampled(_message.Message):
+    """How the nodes of a sampled tree were drawn. Siblings stand in the order in which they were drawn."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LAWS_FIELD_NUMBER: _builtins.int
+    REPLACEMENT_FIELD_NUMBER: _builtins.int
+    replacement: _builtins.bool
+    """Whether each sibling was drawn from the whole law; else from what its elder siblings left of it."""
+    @_builtins.property
+    def laws(self) -> _containers.RepeatedCompositeFieldContainer[Global___DraftLaw]:
+        """One for each node that has children."""
+
+    def __init__(
+        self,
+        *,
+        laws: _abc.Iterable[Global___DraftLaw] | None = ...,
+        replacement: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["laws", b"laws", "replacement", b"replacement"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Sampled: _TypeAlias = Sampled  # noqa: Y015
+
+@_typing.final
+class DraftLaw(_message.Message):
+    """The law that the children of a node were drawn from, without the tokens of probability 0."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PARENT_FIELD_NUMBER: _builtins.int
+    TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    PROBS_FIELD_NUMBER: _builtins.int
+    parent: _builtins.int
+    """The node."""
+    @_builtins.property
+    def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Token ids that the draw chose from."""
+
+    @_builtins.property
+    def probs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """Their probabilities; the draw was proportional to them, so that they may sum to less than 1."""
+
+    def __init__(
+        self,
+        *,
+        parent: _builtins.int = ...,
+        token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        probs: _abc.Iterable[_builtins.float] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["parent", b"parent", "probs", b"probs", "token_ids", b"token_ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DraftLaw: _TypeAlias = DraftLaw  # noqa: Y015
 
 @_typing.final
 class Refusal(_message.Message):
@@ -280,6 +352,7 @@ class DescribeReply(_message.Message):
     NEEDS_FEATURES_FIELD_NUMBER: _builtins.int
     NEEDS_SAMPLES_FIELD_NUMBER: _builtins.int
     FEATURE_SIZE_FIELD_NUMBER: _builtins.int
+    CAN_SAMPLE_FIELD_NUMBER: _builtins.int
     drafter: _builtins.str
     """Method, such as "eagle3"."""
     needs_features: _builtins.bool
@@ -288,6 +361,8 @@ class DescribeReply(_message.Message):
     """Whether commits must carry the target's samples."""
     feature_size: _builtins.int
     """Width of the fused features; 0 if none are needed."""
+    can_sample: _builtins.bool
+    """Whether it answers PROPOSAL_SAMPLED."""
     @_builtins.property
     def model(self) -> _types_pb2.ModelInfo:
         """The target that it fits."""
@@ -300,10 +375,11 @@ class DescribeReply(_message.Message):
         needs_features: _builtins.bool = ...,
         needs_samples: _builtins.bool = ...,
         feature_size: _builtins.int = ...,
+        can_sample: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["model", b"model"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["drafter", b"drafter", "feature_size", b"feature_size", "model", b"model", "needs_features", b"needs_features", "needs_samples", b"needs_samples"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["can_sample", b"can_sample", "drafter", b"drafter", "feature_size", b"feature_size", "model", b"model", "needs_features", b"needs_features", "needs_samples", b"needs_samples"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -68,6 +68,7 @@ def describe(config: DraftConfig, drafter: LocalDrafter) -> DrafterInfo:
         needs_features=needs.features,
         needs_samples=needs.samples,
         feature_size=head_config(resolve(config.head), target).hidden if needs.features else 0,
+        can_sample=drafter.can_sample,
     )
 
 

@@ -16,8 +16,11 @@ from eyas.rpc.messages import DrafterInfo
 def admit(commit: Commit[TensorBytes], session: str, info: DrafterInfo) -> DraftContext:
     """The commit as a context of the drafter that `info` describes, under the name `session`.
 
-    Raises InvalidRequest for lengths, token ids, features or noise that no drafter could use.
+    Raises InvalidRequest for lengths, token ids, features or noise that no drafter could use, and for a proposal that this
+    one cannot make.
     """
+    if commit.proposal == "sampled" and not info.can_sample:
+        raise InvalidRequest(f"drafter {info.drafter} cannot draw trees from its own law; ask for a deterministic proposal")
     if commit.base < 0 or not commit.tokens:
         raise InvalidRequest(f"commit of {len(commit.tokens)} tokens at length {commit.base}; send at least one, from 0 on")
     for token in (*commit.tokens, *commit.samples):
@@ -33,6 +36,7 @@ def admit(commit: Commit[TensorBytes], session: str, info: DrafterInfo) -> Draft
         noise=commit.noise,
         budget=commit.budget,
         samples=commit.samples,
+        proposal=commit.proposal,
     )
 
 

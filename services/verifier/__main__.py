@@ -7,6 +7,7 @@ from contextlib import closing, nullcontext
 
 import torch
 
+from eyas.commit import Proposal
 from eyas.config import VerifierConfig
 from eyas.drafters.base import DrafterNeeds
 from eyas.engine.build import build_engine
@@ -28,7 +29,8 @@ async def run(config: VerifierConfig) -> None:
     """Load the target and serve it until told to stop."""
     if config.threads:
         torch.set_num_threads(config.threads)
-    pool = DraftPool(config.link, DrafterNeeds(features=True)) if config.head else None
+    proposal: Proposal = "sampled" if config.engine.rule == "rejection" else "deterministic"
+    pool = DraftPool(config.link, DrafterNeeds(features=True), proposal) if config.head else None
     engine = build_engine(config.target, config.head, config.dtype, config.device, config.engine, config.tree, pool)
     head = head_fingerprint(config.head) if config.head else ""
     model = ModelInfo(config.model, target_fingerprint(config.target), engine.vocab_size, engine.context_length, head)

@@ -13,6 +13,7 @@ from queue import SimpleQueue
 
 import grpc
 
+from eyas.commit import Proposal
 from eyas.drafters.base import DrafterNeeds
 from eyas.errors import ConfigError, EyasError
 from eyas.rpc import draft_wire
@@ -49,11 +50,17 @@ class DraftLink:
     """The stream to one address. `deliver` and `broken` are called from the link's thread."""
 
     def __init__(
-        self, address: str, needs: DrafterNeeds, deliver: Callable[[DraftReply], None], broken: Callable[[], None]
+        self,
+        address: str,
+        needs: DrafterNeeds,
+        proposal: Proposal,
+        deliver: Callable[[DraftReply], None],
+        broken: Callable[[], None],
     ) -> None:
         self.stream: Stream | None = None
         self._address = address
         self._needs = needs
+        self._proposal = proposal
         self._deliver = deliver
         self._broken = broken
         self._channel = open_sync_channel(address)
@@ -105,6 +112,8 @@ class DraftLink:
         )
         if lacking.features or lacking.samples:
             raise ConfigError(f"drafter {info.drafter} needs what this verifier does not collect: {lacking}")
+        if self._proposal == "sampled" and not info.can_sample:
+            raise ConfigError(f"drafter {info.drafter} cannot draw trees from its own law, as engine.rule rejection needs")
         return info
 
     def _converse(self, stub: draft_pb2_grpc.DraftStub, info: DrafterInfo) -> None:

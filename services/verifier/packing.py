@@ -51,4 +51,5 @@ def _pieces(context: DraftContext, max_tokens: int) -> Iterator[Commit[TensorByt
             noise=context.noise,
             budget=context.budget if last else _BOOKKEEPING,
             samples=context.samples if last else (),
+            proposal=context.proposal,
         )

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
+from eyas.commit import Proposal
 from eyas.config import DraftLinkConfig
 from eyas.drafters.base import Draft, DraftContext, DrafterNeeds, Pending
 from services.verifier.remote import RemoteDrafter, Round
@@ -37,9 +38,11 @@ class DraftPool:
     `ask` and at last `release` where the engine takes it, then `unpair` (the last two in any order).
     """
 
-    def __init__(self, config: DraftLinkConfig, needs: DrafterNeeds) -> None:
+    def __init__(self, config: DraftLinkConfig, needs: DrafterNeeds, proposal: Proposal = "deterministic") -> None:
+        """needs, proposal: see RemoteDrafter."""
         self._config = config
         self._needs = needs
+        self._proposal = proposal
         self._lock = threading.Lock()
         self._links: dict[str, RemoteDrafter] = {}
         self._pairs: dict[str, _Pair] = {}
@@ -48,6 +51,10 @@ class DraftPool:
     @property
     def needs(self) -> DrafterNeeds:
         return self._needs
+
+    @property
+    def can_sample(self) -> bool:
+        return self._proposal == "sampled"
 
     @property
     def stats(self) -> list[LinkStats]:
@@ -135,7 +142,7 @@ class DraftPool:
 
     def _dial(self, address: str) -> RemoteDrafter:
         if address not in self._links:
-            self._links[address] = RemoteDrafter(address, self._needs, self._config)
+            self._links[address] = RemoteDrafter(address, self._needs, self._config, self._proposal)
         return self._links[address]
 
     def _by_link(self, contexts: Sequence[DraftContext]) -> dict[RemoteDrafter, list[int]]:

@@ -16,7 +16,7 @@ from itertools import count
 
 from pybreaker import STATE_OPEN, CircuitBreaker, CircuitBreakerError
 
-from eyas.commit import Refusal
+from eyas.commit import Proposal, Refusal
 from eyas.config import DraftLinkConfig
 from eyas.drafters.base import Draft, DraftContext, DrafterNeeds, Pending
 from eyas.rpc.messages import DraftReply, DraftRequest, SessionTree
@@ -53,11 +53,15 @@ class _LostRound(Exception):
 
 
 class RemoteDrafter:
-    """A link to one draft service. `needs` is what contexts will carry; a drafter that needs more stays unused."""
+    """A link to one draft service. `needs` is what contexts will carry, `proposal` the most that they will ask for; a
+    drafter that needs more or can do less stays unused."""
 
-    def __init__(self, address: str, needs: DrafterNeeds, config: DraftLinkConfig) -> None:
+    def __init__(
+        self, address: str, needs: DrafterNeeds, config: DraftLinkConfig, proposal: Proposal = "deterministic"
+    ) -> None:
         self.address = address
         self.needs = needs
+        self.can_sample = proposal == "sampled"
         self._config = config
         self._breaker = CircuitBreaker(config.max_failures, config.reset, throw_new_error_on_trip=False)
         self._trips = RoundTrips()
@@ -66,7 +70,7 @@ class RemoteDrafter:
         self._round: Round | None = None
         self._rest = config.reset
         self._resting_until = 0.0
-        self._link = DraftLink(address, needs, self._deliver, self._wake)
+        self._link = DraftLink(address, needs, proposal, self._deliver, self._wake)
 
     @property
     def up(self) -> bool:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import closing
+from dataclasses import replace
 
 import pytest
 import torch
@@ -35,10 +36,11 @@ def drafter(request: pytest.FixtureRequest, tiny_target: str, tiny_head: str) ->
     if not name.startswith("remote "):
         yield local
         return
-    info = DrafterInfo(ModelInfo("tiny", "f", VOCAB, 256), name, local.needs.features, local.needs.samples, HIDDEN)
+    needs, proposal = local.needs, "sampled" if local.can_sample else "deterministic"
+    info = DrafterInfo(ModelInfo("tiny", "f", VOCAB, 256), name, needs.features, needs.samples, HIDDEN, local.can_sample)
     with (
         serving(local, info) as address,
-        closing(RemoteDrafter(address, local.needs, DraftLinkConfig(deadline=30, chunk_tokens=5))) as remote,
+        closing(RemoteDrafter(address, needs, DraftLinkConfig(deadline=30, chunk_tokens=5), proposal)) as remote,
     ):
         eventually(lambda: remote.up)
         yield remote
@@ -131,3 +133,21 @@ def _shape(draft: object) -> tuple[tuple[int, ...], ...]:
 def test_a_first_token_alone_is_followed_without_a_tree(drafter: Drafter) -> None:
     assert propose(drafter, [commit("a", 1), commit("b", 9)])[0] == DraftTree.root_only(commit("a", 1).tokens[-1])
     assert _shape(propose(drafter, [commit("a", 9, base=1)])[0]) == _shape(propose(drafter, [commit("c", 9)])[0])
+
+
+@pytest.mark.parametrize("noise", NOISES[1:])
+def test_a_sampled_proposal_is_drawn_from_the_law_that_it_states(drafter: Drafter, noise: NoiseKey) -> None:
+    if not drafter.can_sample:
+        pytest.skip("it says that it cannot")
+    contexts = [
+        replace(commit(f"s{i}", 5 + 7 * i, seed=i, noise=noise), proposal=proposal)
+        for i, proposal in enumerate(("sampled", "deterministic", "sampled"))
+    ]
+    drafts = propose(drafter, contexts)
+    for context, draft in zip(contexts, drafts, strict=True):
+        assert isinstance(draft, DraftTree)
+        draft.validate(context.tokens[-1], VOCAB, TREE.max_nodes, TREE.max_depth)
+        assert draft.num_drafted > 0
+        assert (draft.sampled is not None) == (context.proposal == "sampled")
+        alone = propose(drafter, [replace(context, session=f"{context.session} alone")])
+        assert _shape(alone[0]) == _shape(draft)

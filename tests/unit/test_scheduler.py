@@ -6,9 +6,9 @@ from hypothesis import strategies as st
 
 from eyas.commit import Budget
 from eyas.config import EngineConfig, TreeConfig
+from eyas.engine.acceptance.match import Accepted
 from eyas.engine.scheduler import Scheduler
 from eyas.engine.sequence import Work
-from eyas.engine.verify import Accepted
 from eyas.errors import InvalidRequest, Overloaded
 from eyas.request import Chunk, Request, SamplingParams
 from eyas.tree import DraftTree

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from eyas.engine.verify import accept
+from eyas.engine.acceptance.match import accept
 from eyas.errors import InvalidTree
 from eyas.tree import DraftTree
 from tests.strategies import trees

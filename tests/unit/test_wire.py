@@ -22,7 +22,7 @@ from eyas.rpc.messages import (
     TextChunk,
     Totals,
 )
-from eyas.tree import DraftTree
+from eyas.tree import DraftLaw, DraftTree, Sampled
 from eyas.v1 import draft_pb2, generation_pb2, types_pb2
 
 counts = st.integers(0, 2**31 - 1)
@@ -48,8 +48,11 @@ infos = st.builds(ModelInfo, names, names, counts, counts, names)
 tensors = st.builds(TensorBytes, names, ids, st.binary(max_size=16))
 noises = st.builds(NoiseKey, seeds, floats, counts, floats, floats)
 budgets = st.builds(Budget, counts, counts)
-commits = st.builds(Commit, names, counts, counts, ids, st.none() | tensors, noises, budgets, ids)
-trees = st.builds(DraftTree, ids, ids, st.lists(float32s, max_size=5).map(tuple), st.booleans())
+proposals = st.sampled_from(["deterministic", "sampled"])
+commits = st.builds(Commit, names, counts, counts, ids, st.none() | tensors, noises, budgets, ids, proposals)
+scores = st.lists(float32s, max_size=5).map(tuple)
+sampled = st.builds(Sampled, st.dictionaries(counts, st.builds(DraftLaw, ids, scores), max_size=3), st.booleans())
+trees = st.builds(DraftTree, ids, ids, scores, st.booleans(), st.none() | sampled)
 session_trees = st.builds(SessionTree, names, counts, counts, trees)
 refusals = st.builds(Refusal, names, counts, counts)
 
@@ -101,9 +104,8 @@ def test_a_draft_reply_comes_back(step: int, trees: tuple[SessionTree, ...], ref
     assert draft_wire.draft_reply_from_message(draft_pb2.SpeculateReply.FromString(data)) == reply
 
 
-@given(infos, names, st.booleans(), st.booleans(), counts)
-def test_a_drafter_info_comes_back(info: ModelInfo, name: str, features: bool, samples: bool, width: int) -> None:
-    drafter = DrafterInfo(info, name, features, samples, width)
+@given(st.builds(DrafterInfo, infos, names, st.booleans(), st.booleans(), counts, st.booleans()))
+def test_a_drafter_info_comes_back(drafter: DrafterInfo) -> None:
     assert draft_wire.drafter_info_from_message(draft_wire.drafter_info_to_message(drafter)) == drafter
 
 

@@ -38,7 +38,8 @@ def sample(logits: Tensor, draws: Sequence[Draw]) -> list[int]:
     return tokens.tolist()
 
 
-def _race(logits: Tensor, draws: Sequence[Draw]) -> Tensor:
+def target_law(logits: Tensor, draws: Sequence[Draw]) -> Tensor:
+    """The law float32 [N, V] that each row's token is drawn from, not normalised; every filter has been applied."""
     device = logits.device
     filters = Filters(
         torch.tensor([d.key.temperature for d in draws], dtype=torch.float32, device=device),
@@ -46,9 +47,17 @@ def _race(logits: Tensor, draws: Sequence[Draw]) -> Tensor:
         torch.tensor([d.key.top_p for d in draws], dtype=torch.float32, device=device),
         torch.tensor([d.key.min_p for d in draws], dtype=torch.float32, device=device),
     )
-    law = filtered_law(logits, filters)
+    return filtered_law(logits, filters)
+
+
+def run_race(law: Tensor, draws: Sequence[Draw]) -> Tensor:
+    """One token id per row of a law [N, V], not necessarily normalised; int64 [N]. V where the law holds NaN."""
     streams: dict[tuple[int, int], int] = {}
     rows = [streams.setdefault((d.key.seed, d.position), len(streams)) for d in draws]
-    vocabulary = torch.arange(logits.shape[-1], device=device)
+    vocabulary = torch.arange(law.shape[-1], device=law.device)
     noise = exponential_noise([seed for seed, _ in streams], [position for _, position in streams], vocabulary)
-    return race(noise[torch.tensor(rows, device=device)], law)
+    return race(noise[torch.tensor(rows, device=law.device)], law)
+
+
+def _race(logits: Tensor, draws: Sequence[Draw]) -> Tensor:
+    return run_race(target_law(logits, draws), draws)

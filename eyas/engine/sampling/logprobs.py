@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from eyas.engine.acceptance.match import Accepted
 from eyas.engine.sequence import Work
-from eyas.engine.verify import Accepted
 from eyas.models.sampling.logprobs import log_probs
 from eyas.request import Chunk, TokenLogprob
 

@@ -7,6 +7,7 @@ integer arithmetic and the rest float64 rounded once, so that every device and b
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 
 import torch
@@ -22,13 +23,31 @@ def exponential_noise(seeds: Sequence[int], positions: Sequence[int], token_ids:
 
     seeds lie in [0, 2**64), positions in [0, 2**63); token_ids is int64 [V]. Returns float32 [N, V], above 0.
     """
-    device = token_ids.device
+    uniform = (_logical_shift(_bits(seeds, positions, token_ids), 32).double() + 0.5) * 2.0**-32
+    return uniform.neg_().log1p_().neg_().float()
+
+
+def uniform_noise(seeds: Sequence[int], positions: Sequence[int], indices: Tensor) -> Tensor:
+    """Float64 [N, C], strictly between 0 and 1, of every (seeds[i], positions[i]) at every index; indices int64 [C].
+
+    A stream of its own: it hashes where no token id stands, below 0.
+    """
+    return (_logical_shift(_bits(seeds, positions, -2 - indices), 12).double() + 0.5) * 2.0**-52
+
+
+def draft_seed(seed: int) -> int:
+    """The seed of a drafter that draws from its own law: its noise must not depend on the target's, nor tell of it."""
+    digest = hashlib.blake2b(seed.to_bytes(8, "little"), digest_size=8, person=b"eyas draft")
+    return int.from_bytes(digest.digest(), "little")
+
+
+def _bits(seeds: Sequence[int], positions: Sequence[int], counters: Tensor) -> Tensor:
+    """64 bits, as int64 [N, C], of every (seed, position) at every counter."""
+    device = counters.device
     seed = torch.tensor([s - (s >> 63 << 64) for s in seeds], dtype=torch.int64, device=device)
     position = torch.tensor(list(positions), dtype=torch.int64, device=device)
     key = _mix(_mix(seed + GOLDEN) + position * GOLDEN)
-    bits = _mix(key[:, None] + (token_ids + 1) * GOLDEN)
-    uniform = (_logical_shift(bits, 32).double() + 0.5) * 2.0**-32
-    return uniform.neg_().log1p_().neg_().float()
+    return _mix(key[:, None] + (counters + 1) * GOLDEN)
 
 
 def _mix(z: Tensor) -> Tensor:

@@ -1,0 +1,83 @@
+"""Drafters that draw their trees from a law of their own, and some that should not be believed."""
+
+import functools
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from eyas.drafters.base import Draft, DraftContext, DrafterNeeds, LocalDrafter
+from eyas.models.sampling.law import Filters, filtered_law
+from eyas.models.sampling.noise import exponential_noise
+from eyas.tree import DraftLaw, DraftTree, Sampled
+from tests import reference
+
+
+class BigramDrafter(LocalDrafter):
+    """Draws widths[d] children below each node of depth d, given the token before alone; cut to the likeliest tokens."""
+
+    needs = DrafterNeeds()
+    can_sample = True
+
+    def __init__(self, logits: Tensor, widths: Sequence[int], replacement: bool = False, law_tokens: int = 12) -> None:
+        self._logits, self._widths, self._replacement, self._law_tokens = logits, widths, replacement, law_tokens
+
+    def propose(self, contexts: Sequence[DraftContext]) -> list[Draft]:
+        return [self._draft(context) for context in contexts]
+
+    def release(self, sessions: Sequence[str]) -> None:
+        pass
+
+    def _draft(self, context: DraftContext) -> Draft:
+        tree, laws = DraftTree.root_only(context.tokens[-1]), {}
+        for node in range(context.budget.max_nodes):
+            if node == len(tree) or tree.depths[node] == min(len(self._widths), context.budget.max_depth):
+                break
+            width = self._widths[tree.depths[node]]
+            if len(tree) + width > context.budget.max_nodes:
+                break
+            laws[node] = self._law(tree.tokens[node], context)
+            position = context.committed + tree.depths[node]
+            siblings = self._siblings(laws[node], width, context.noise.seed, position)
+            tokens, parents = (*tree.tokens, *siblings), (*tree.parents, *[node] * width)
+            tree = DraftTree(tokens, parents, (0.0,) * len(tokens))
+        return replace(tree, sampled=Sampled(laws, self._replacement)) if laws else tree
+
+    def _law(self, token: int, context: DraftContext) -> DraftLaw:
+        key = context.noise
+        settings = (key.temperature, key.top_k, key.top_p, key.min_p)
+        row = filtered_law(self._logits[token][None], Filters(*(torch.tensor([setting]) for setting in settings)))[0]
+        kept = [token for token in row.argsort(descending=True).tolist()[: self._law_tokens] if row[token] > 0]
+        return DraftLaw(tuple(kept), tuple(row[kept].tolist()))
+
+    def _siblings(self, law: DraftLaw, width: int, seed: int, position: int) -> list[int]:
+        """The first arrivals of a race are a draw without replacement; the winners of several, one with it."""
+        seeds = [(seed + lane) % 2**64 for lane in range(width)]
+        times = exponential_noise(seeds, [position] * width, torch.tensor(law.ids)) / torch.tensor(law.probs)
+        places = times.argmin(1).tolist() if self._replacement else times[0].argsort()[:width].tolist()
+        return [law.ids[place] for place in places]
+
+
+@functools.cache
+def bigram_logits(target: str) -> Tensor:
+    """What the target says after each single token, [V, V]."""
+    with torch.inference_mode():
+        return reference.load_reference(target)(input_ids=torch.arange(48)[:, None]).logits[:, -1].clone()
+
+
+class Disguised(LocalDrafter):
+    """Claims to sample; hands on trees with something about them changed."""
+
+    needs = DrafterNeeds()
+    can_sample = True
+
+    def __init__(self, drafter: LocalDrafter, **changes: object) -> None:
+        self._drafter, self._changes = drafter, changes
+
+    def propose(self, contexts: Sequence[DraftContext]) -> list[Draft]:
+        drafts = self._drafter.propose(contexts)
+        return [replace(draft, **self._changes) if isinstance(draft, DraftTree) else draft for draft in drafts]
+
+    def release(self, sessions: Sequence[str]) -> None:
+        self._drafter.release(sessions)

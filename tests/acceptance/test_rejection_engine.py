@@ -1,0 +1,201 @@
+"""The rule `rejection` through the engine: the target's law with drafters that sample, plain decoding with all others."""
+
+import functools
+from dataclasses import replace
+
+import pytest
+import torch
+
+from eyas.config import EagleConfig, EngineConfig, Rule, TreeConfig
+from eyas.drafters.base import Drafter, LocalDrafter
+from eyas.drafters.build import build_drafter
+from eyas.engine.build import assemble_engine
+from eyas.engine.engine import Engine
+from eyas.errors import ConfigError
+from eyas.models.heads.eagle import load_fuser
+from eyas.models.target import load_target
+from eyas.request import GenerationStats, NoiseKey, Request, SamplingParams
+from eyas.tree import DraftLaw, Sampled
+from tests import reference
+from tests.acceptance.sampling_drafters import BigramDrafter, Disguised, bigram_logits
+from tests.engine.drafters import RandomDrafter
+
+TREE = TreeConfig(nodes=12, depth=3, width=4)
+PROMPT = (7, 8, 9)
+PARAMS = SamplingParams(max_tokens=20, temperature=0.9, ignore_eos=True)
+FILTERED = replace(PARAMS, temperature=1.2, top_k=20, top_p=0.9)
+DRAFTERS = ("chain", "siblings", "siblings-replaced", "eagle3")
+
+
+def make_drafter(name: str, target: str, head: str) -> LocalDrafter:
+    if name == "eagle3":
+        return build_drafter("eagle3", target, head, "float32", "cpu", TREE, EagleConfig(num_slots=8192, law_tokens=10))
+    widths = (1, 1, 1) if name == "chain" else (3, 2)
+    return BigramDrafter(bigram_logits(target), widths, replacement=name == "siblings-replaced")
+
+
+def make_engine(drafter: Drafter | None, target: str, head: str, rule: Rule = "rejection") -> Engine:
+    fuser = load_fuser(head, target)
+    config = EngineConfig(num_slots=8192, max_running=64, max_waiting=2000, rule=rule)
+    return assemble_engine(load_target(target, taps=fuser.taps), fuser, config, TREE, drafter)
+
+
+def run(engine: Engine, requests: list[Request], stats: GenerationStats | None = None) -> dict[str, list[int]]:
+    emitted: dict[str, list[int]] = {request.id: [] for request in requests}
+    for request in requests:
+        engine.submit(request)
+    while engine.has_work:
+        for chunk in engine.step():
+            emitted[chunk.request_id] += chunk.token_ids
+            if stats is not None:
+                stats.add(chunk)
+        engine.check()
+    return emitted
+
+
+def requests(count: int, sampling: SamplingParams = PARAMS) -> list[Request]:
+    return [Request(f"{i}", (*PROMPT, 3 + i % 40), replace(sampling, seed=2**64 - 1 - i)) for i in range(count)]
+
+
+def target_rows(target: str, prefixes: list[tuple[int, ...]], params: SamplingParams) -> torch.Tensor:
+    with torch.inference_mode():
+        logits = reference.load_reference(target)(input_ids=torch.tensor(prefixes)).logits[:, -1]
+    rows = torch.tensor([reference.law(row, params) for row in logits], dtype=torch.float64)
+    return rows / rows.sum(1, keepdim=True)
+
+
+@functools.cache
+def marginals(target: str, params: SamplingParams) -> list[torch.Tensor]:
+    """The laws of the first, second and third token after PROMPT."""
+    tokens = range(48)
+    first = target_rows(target, [PROMPT], params)[0]
+    second = target_rows(target, [(*PROMPT, a) for a in tokens], params)
+    third = target_rows(target, [(*PROMPT, a, b) for a in tokens for b in tokens], params).view(48, 48, 48)
+    pairs = first[:, None] * second
+    return [first, pairs.sum(0), torch.einsum("ab,abc->c", pairs, third)]
+
+
+def plausible(counts: torch.Tensor, expected: torch.Tensor) -> bool:
+    """Chi-square against the 99.9 % quantile (Wilson-Hilferty), with rare tokens pooled."""
+    common = expected >= 5
+    counts = torch.cat([counts[common], counts[~common].sum()[None]]).double()
+    expected = torch.cat([expected[common], expected[~common].sum()[None]]).clamp(min=1e-9)
+    degrees = len(counts) - 1
+    quantile = degrees * (1 - 2 / (9 * degrees) + 3.09 * (2 / (9 * degrees)) ** 0.5) ** 3
+    return bool(((counts - expected) ** 2 / expected).sum() < quantile)
+
+
+def counted(emitted: dict[str, list[int]], place: int) -> torch.Tensor:
+    return torch.bincount(torch.tensor([tokens[place] for tokens in emitted.values()]), minlength=48)
+
+
+@pytest.mark.parametrize("params", [PARAMS, FILTERED], ids=["whole", "filtered"])
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_the_emitted_law_is_the_targets(name: str, params: SamplingParams, tiny_target: str, tiny_head: str) -> None:
+    """The first token comes from the prefill; the others out of drawn trees, some accepted and some not."""
+    engine, stats, count = (
+        make_engine(make_drafter(name, tiny_target, tiny_head), tiny_target, tiny_head),
+        GenerationStats(),
+        1500,
+    )
+    asked = [Request(f"{seed}", PROMPT, replace(params, seed=seed, max_tokens=4)) for seed in range(count)]
+    emitted = run(engine, asked, stats)
+    assert count / 20 < stats.num_accepted < stats.num_drafted, "some drafts were accepted, some rejected"
+    for place, law in enumerate(marginals(tiny_target, params)):
+        assert plausible(counted(emitted, place), law * count), f"token {place}"
+
+
+def test_a_drafter_that_draws_from_another_law_than_it_says_would_show(tiny_target: str, tiny_head: str) -> None:
+    class Greedy(BigramDrafter):
+        def _siblings(self, law: DraftLaw, width: int, seed: int, position: int) -> list[int]:
+            return list(law.ids[:width])
+
+    engine, count = make_engine(Greedy(bigram_logits(tiny_target), (1, 1)), tiny_target, tiny_head), 1500
+    asked = [Request(f"{seed}", PROMPT, replace(PARAMS, seed=seed, max_tokens=3)) for seed in range(count)]
+    law = marginals(tiny_target, PARAMS)[1]
+    assert not plausible(counted(run(engine, asked), 1), law * count)
+
+
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_a_request_says_the_same_alone_and_among_others(name: str, tiny_target: str, tiny_head: str) -> None:
+    among = run(make_engine(make_drafter(name, tiny_target, tiny_head), tiny_target, tiny_head), requests(6))
+    for request in requests(6):
+        engine = make_engine(make_drafter(name, tiny_target, tiny_head), tiny_target, tiny_head)
+        assert run(engine, [request])[request.id] == among[request.id]
+
+
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_greedy_requests_are_matched_token_for_token(name: str, tiny_target: str, tiny_head: str) -> None:
+    engine = make_engine(make_drafter(name, tiny_target, tiny_head), tiny_target, tiny_head)
+    asked = [*requests(4, replace(PARAMS, temperature=0.0)), Request("hot", PROMPT, replace(PARAMS, seed=1))]
+    emitted = run(engine, asked)
+    for request in asked[:4]:
+        assert emitted[request.id] == reference.generate(tiny_target, list(request.prompt_ids), request.sampling)
+
+
+@pytest.mark.parametrize(
+    "sampled",
+    [
+        None,
+        Sampled({}),
+        Sampled({0: DraftLaw((1, 2), (0.5, 0.6))}),
+        Sampled({0: DraftLaw((1, 1), (0.5, 0.5))}),
+        Sampled({0: DraftLaw((1, 99), (0.5, 0.5))}),
+    ],
+    ids=["deterministic", "no law", "too much", "twice", "outside"],
+)
+def test_a_tree_without_a_sound_law_counts_as_none(sampled: Sampled | None, tiny_target: str, tiny_head: str) -> None:
+    """And without trees, the rule gives the very tokens of plain decoding."""
+    chain = make_drafter("chain", tiny_target, tiny_head)
+    stats = GenerationStats()
+    emitted = run(make_engine(Disguised(chain, sampled=sampled), tiny_target, tiny_head), requests(3), stats)
+    assert stats.num_drafted == 0
+    for request in requests(3):
+        assert emitted[request.id] == reference.generate(tiny_target, list(request.prompt_ids), request.sampling)
+
+
+def test_under_match_a_drawn_tree_counts_as_none(tiny_target: str, tiny_head: str) -> None:
+    engine, stats = (
+        make_engine(make_drafter("chain", tiny_target, tiny_head), tiny_target, tiny_head, "match"),
+        GenerationStats(),
+    )
+    emitted = run(engine, requests(3), stats)
+    assert stats.num_drafted == 0
+    for request in requests(3):
+        assert emitted[request.id] == reference.generate(tiny_target, list(request.prompt_ids), request.sampling)
+
+
+def test_a_drafter_that_cannot_sample_is_refused_at_the_start(tiny_target: str, tiny_head: str) -> None:
+    with pytest.raises(ConfigError, match=r"RandomDrafter cannot draw trees from its own law; set engine\.rule to match"):
+        make_engine(RandomDrafter(48), tiny_target, tiny_head)
+
+
+def test_an_unknown_rule_is_refused_by_name() -> None:
+    with pytest.raises(ConfigError, match="rule is 'typical'; it must be one of match, rejection"):
+        EngineConfig(rule="typical")  # type: ignore[arg-type]
+
+
+def test_a_sampling_drafter_is_not_told_the_targets_noise(tiny_target: str, tiny_head: str) -> None:
+    heard: list[NoiseKey] = []
+
+    class Curious(BigramDrafter):
+        def propose(self, contexts):  # type: ignore[no-untyped-def]
+            heard.extend(context.noise for context in contexts)
+            return super().propose(contexts)
+
+    run(make_engine(Curious(bigram_logits(tiny_target), (1,)), tiny_target, tiny_head), requests(2))
+    assert len({key.seed for key in heard}) == 2
+    assert not {key.seed for key in heard} & {request.sampling.seed for request in requests(2)}
+    assert {key.temperature for key in heard} == {PARAMS.temperature}
+
+
+def test_logits_that_are_not_numbers_fail_their_own_request_only(tiny_target: str, tiny_head: str) -> None:
+    engine = make_engine(make_drafter("chain", tiny_target, tiny_head), tiny_target, tiny_head)
+    with torch.no_grad():
+        engine._runner.target.model.get_input_embeddings().weight[47] = float("nan")
+    engine.submit(Request("bad", (47, 5), replace(PARAMS, seed=0)))
+    engine.submit(Request("good", (9, 10), replace(PARAMS, seed=0, max_tokens=3)))
+    ends = {}
+    while engine.has_work:
+        ends |= {chunk.request_id: chunk.finish_reason for chunk in engine.step() if chunk.finish_reason}
+    assert ends == {"bad": "error", "good": "length"}

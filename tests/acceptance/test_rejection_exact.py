@@ -1,0 +1,127 @@
+"""The rule `rejection` on a toy vocabulary: summed over every draw there can be, the output law is the target's."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from eyas.engine.acceptance.rejection import Families, accept_drawn, weigh
+from eyas.tree import DraftLaw, DraftTree, Sampled
+from tests.acceptance.toy_laws import CPU, Drawn, Law, emitted_law, every_tree, random_law, total_variation
+from tests.strategies import trees
+
+VOCAB = 4
+SHAPES = [(1,), (1, 1), (1, 1, 1), (2,), (3,), (4,), (2, 1), (2, 2), (1, 3)]
+
+
+def fixed(*rows: float) -> Law:
+    return lambda prefix: np.array(rows) / sum(rows)
+
+
+LAWS = {
+    "whole": (random_law(1, VOCAB), random_law(2, VOCAB)),
+    "filtered target": (random_law(3, VOCAB, zeros=2), random_law(4, VOCAB)),
+    "equal": (random_law(7, VOCAB), random_law(7, VOCAB)),
+    "nearly equal": (fixed(0.1, 0.2, 0.3, 0.4), fixed(0.1, 0.2, 0.3, 0.4 + 1e-13)),
+    "certain target": (fixed(0, 1, 0, 0), random_law(8, VOCAB)),
+    "rare in the draft": (fixed(0.4, 0.3, 0.2, 0.1), fixed(1e-12, 1e-9, 0.5, 0.5)),
+}
+
+
+@pytest.mark.parametrize("replacement", [True, False], ids=["with replacement", "without"])
+@pytest.mark.parametrize("widths", SHAPES, ids=str)
+@pytest.mark.parametrize("laws", LAWS)
+def test_the_output_law_is_the_targets(laws: str, widths: tuple[int, ...], replacement: bool) -> None:
+    target, draft = LAWS[laws]
+    length = min(len(widths) + 1, 3)
+    assert total_variation(emitted_law(target, every_tree(draft, widths, replacement), length), target, length) < 1e-12
+
+
+@pytest.mark.parametrize("replacement", [True, False], ids=["with replacement", "without"])
+@pytest.mark.parametrize("widths", [(1,), (1, 1), (1, 1, 1), (2,), (2, 2)], ids=str)
+@pytest.mark.parametrize("zeros", [1, 2])
+def test_a_law_cut_to_few_tokens_is_as_good(zeros: int, widths: tuple[int, ...], replacement: bool) -> None:
+    target, draft = random_law(5, VOCAB), random_law(6, VOCAB, zeros=zeros)
+    trees = every_tree(draft, widths, replacement)
+    assert total_variation(emitted_law(target, trees, 3), target, 3) < 1e-12
+
+
+@pytest.mark.parametrize("replacement", [True, False], ids=["with replacement", "without"])
+def test_laws_that_share_no_token_never_accept_and_still_emit_the_target(replacement: bool) -> None:
+    target, draft = fixed(0.3, 0.7, 0, 0), fixed(0, 0, 0.5, 0.5)
+    trees = every_tree(draft, (2, 1), replacement)
+    assert total_variation(emitted_law(target, trees, 2), target, 2) < 1e-12
+
+
+def test_equal_laws_accept_every_first_draw_and_leave_no_impossible_token() -> None:
+    row = np.array([0.1, 0.2, 0.7, 0.0])
+    tree = DraftTree((0, 2), (0, 0), (0.0, 0.0), sampled=Sampled({0: DraftLaw((0, 1, 2), tuple(row[:3].tolist()))}))
+    trial = weigh(torch.from_numpy(row)[None], Families.of([tree], CPU))
+    assert trial.chances.item() == pytest.approx(1, abs=1e-15)
+    assert trial.rest[0].sum() > 0
+    assert trial.rest[0, 3] == 0
+
+
+@pytest.mark.parametrize("replacement", [True, False], ids=["with replacement", "without"])
+def test_siblings_that_left_their_draw_order_would_show(replacement: bool) -> None:
+    """The exact sums have the power to see a draft that lies: here, drawn siblings that were then ranked by their law."""
+    target, draft = random_law(1, VOCAB), random_law(2, VOCAB)
+    ranked = [
+        Drawn(DraftTree((0, *sorted(d.tree.tokens[1:], key=lambda t: -draft(())[t])), *_rest(d.tree)), d.chance)
+        for d in every_tree(draft, (2,), replacement)
+    ]
+    assert total_variation(emitted_law(target, ranked, 1), target, 1) > 0.01
+
+
+def _rest(tree: DraftTree) -> tuple:
+    return tree.parents, tree.log_probs, False, tree.sampled
+
+
+def test_a_law_other_than_the_drawn_one_would_show() -> None:
+    target, draft, other = random_law(1, VOCAB), random_law(2, VOCAB), random_law(9, VOCAB)
+    stated = {drawn.tree.tokens: drawn.tree for drawn in every_tree(other, (1,), False)}
+    lying = [Drawn(stated[drawn.tree.tokens], drawn.chance) for drawn in every_tree(draft, (1,), False)]
+    assert total_variation(emitted_law(target, lying, 1), target, 1) > 0.01
+
+
+@given(st.integers(0, 10**6), st.lists(st.sampled_from([(1, 1), (3,), (2, 1), (1, 2)]), min_size=2, max_size=5))
+def test_a_tree_is_weighed_as_if_it_were_alone(seed: int, shapes: list[tuple[int, ...]]) -> None:
+    rng = np.random.default_rng(seed)
+    drawn = []
+    for i, widths in enumerate(shapes):
+        possible = every_tree(random_law(seed + i, VOCAB, zeros=i % 2), widths, replacement=bool(rng.integers(2)))
+        drawn.append(possible[int(rng.integers(len(possible)))].tree)
+    rows = [torch.from_numpy(rng.dirichlet(np.ones(VOCAB), len(tree.families))) for tree in drawn]
+    together = weigh(torch.cat(rows), Families.of(drawn, CPU))
+    start = 0
+    for tree, law in zip(drawn, rows, strict=True):
+        alone, end = weigh(law, Families.of([tree], CPU)), start + len(law)
+        width = alone.chances.shape[1]
+        torch.testing.assert_close(together.chances[start:end, :width], alone.chances, atol=1e-14, rtol=1e-14)
+        torch.testing.assert_close(together.rest[start:end], alone.rest, atol=1e-14, rtol=1e-14)
+        assert not together.chances[start:end, width:].any()
+        start = end
+
+
+def test_logits_that_are_not_numbers_accept_nothing() -> None:
+    tree = DraftTree((0, 2), (0, 0), (0.0, 0.0), sampled=Sampled({0: DraftLaw((2, 3), (0.5, 0.5))}))
+    trial = weigh(torch.full((1, VOCAB), float("nan"), dtype=torch.float64), Families.of([tree], CPU))
+    assert not (trial.chances > 0).any()
+    assert trial.rest.isnan().all()
+
+
+@given(trees(), st.data())
+def test_the_walk_takes_the_eldest_child_that_passed_and_ends_with_the_draw_of_its_last_node(
+    tree: DraftTree, data: st.DataObject
+) -> None:
+    passed = data.draw(st.lists(st.booleans(), min_size=len(tree), max_size=len(tree)))
+    drawn = list(range(100, 100 + len(tree)))
+    outcome = accept_drawn(tree, passed, drawn)
+    last = outcome.path[-1]
+    assert outcome.path == tree.path(last)
+    assert outcome.tokens == (*(tree.tokens[node] for node in outcome.path[1:]), 100 + last)
+    for node in outcome.path:
+        children = [child for child in range(1, len(tree)) if tree.parents[child] == node]
+        chosen = [child for child in children if passed[child]][:1]
+        assert chosen == [child for child in outcome.path if child in children]

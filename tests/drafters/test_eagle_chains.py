@@ -1,0 +1,63 @@
+"""Chains that the EAGLE-3 drafter draws from its own law equal those of the obvious implementation."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from eyas.commit import Budget
+from eyas.request import NoiseKey, SamplingParams
+from eyas.tree import DraftTree
+from tests import reference
+from tests.drafters.naive_eagle import NaiveEagle, rms
+from tests.drafters.test_eagle_trees import commit, make, naive, session
+
+LAW_TOKENS = 7
+NOISES = [NoiseKey(9, 0.8), NoiseKey(2**64 - 1, 1.2, top_k=5, top_p=0.9), NoiseKey(3, 1.0, top_k=1)]
+
+
+def naive_chain(
+    eagle: NaiveEagle, tokens: list[int], features: torch.Tensor, noise: NoiseKey, length: int
+) -> list[tuple[int, dict[int, float]]]:
+    """Each drawn token and the law that it was drawn from, cut to the likeliest tokens."""
+    pairs, chain = list(zip(features, tokens[1:], strict=True)), []
+    params = SamplingParams(temperature=noise.temperature, top_k=noise.top_k, top_p=noise.top_p)
+    for level in range(length):
+        state = eagle.state(pairs)
+        law = reference.law(rms(state, eagle.w["norm.weight"]) @ eagle.w["lm_head.weight"].T, params)
+        likeliest = sorted(range(len(law)), key=lambda i: -law[i])[:LAW_TOKENS]
+        kept = {eagle.ids[i]: law[i] for i in likeliest if law[i] > 0}
+        token = min(kept, key=lambda t: reference.noise(noise.seed, len(tokens) + level, t) / kept[t])
+        chain.append((token, kept))
+        pairs.append((state, token))
+    return chain
+
+
+@pytest.mark.parametrize("noise", NOISES, ids=["whole", "filtered", "certain"])
+def test_chains_of_a_batch_equal_the_naive_ones(noise: NoiseKey, tiny_target: str, tiny_head: str) -> None:
+    drafter, plain = make(tiny_target, tiny_head, law_tokens=LAW_TOKENS), naive(tiny_target, tiny_head)
+    sessions = [session(i, 4 + 5 * i) for i in range(4)]
+    contexts = [
+        replace(commit(f"{i}", t, f, 0, len(t), noise, Budget(14, 4)), proposal="sampled")
+        for i, (t, f) in enumerate(sessions)
+    ]
+    for (tokens, features), tree in zip(sessions, drafter.propose(contexts), strict=True):
+        assert isinstance(tree, DraftTree)
+        tree.validate(tokens[-1], 48, 14, 4)
+        assert tree.sampled is not None
+        expected = naive_chain(plain, tokens, features, noise, 4)
+        assert tree.tokens[1:] == tuple(token for token, _ in expected)
+        for node, (_, law) in enumerate(expected):
+            stated = dict(zip(tree.sampled.laws[node].ids, tree.sampled.laws[node].probs, strict=True))
+            assert stated == pytest.approx(law, rel=1e-4)
+
+
+def test_chains_stay_within_each_sessions_budget(tiny_target: str, tiny_head: str) -> None:
+    drafter, (tokens, features) = make(tiny_target, tiny_head), session(4, 8)
+    budgets = [Budget(14, 4), Budget(5, 1), Budget(3, 3), Budget(40, 9)]
+    contexts = [
+        replace(commit(f"{i}", tokens, features, 0, 8, NOISES[0], b), proposal="sampled") for i, b in enumerate(budgets)
+    ]
+    trees = [tree for tree in drafter.propose(contexts) if isinstance(tree, DraftTree)]
+    assert [tree.num_drafted for tree in trees] == [4, 1, 2, 4]
+    assert len({tree.tokens[:2] for tree in trees}) == 1, "a budget cuts a chain; it does not change it"

@@ -1,0 +1,72 @@
+"""Sampled proposals over the wire: refused where they cannot be made, else worth the same as in one process."""
+
+from __future__ import annotations
+
+from contextlib import closing
+from dataclasses import replace
+
+import pytest
+
+from eyas.config import DraftLinkConfig, EagleConfig, EngineConfig, TreeConfig
+from eyas.drafters.base import Drafter, DrafterNeeds
+from eyas.drafters.build import build_drafter
+from eyas.engine.build import assemble_engine
+from eyas.errors import InvalidRequest
+from eyas.models.heads.eagle import load_fuser
+from eyas.models.target import load_target
+from eyas.models.tensors import tensor_to_bytes
+from eyas.request import Request, SamplingParams
+from eyas.rpc.messages import DrafterInfo, ModelInfo
+from services.draft.admission import admit
+from services.verifier.pool import DraftPool
+from services.verifier.remote import RemoteDrafter
+from tests.services.drafting.toy_drafting import INFO, ToyDrafter, context, eventually, serving
+
+NEEDS = DrafterNeeds(features=True)
+TREE = TreeConfig(nodes=8, depth=4, width=4)
+PATIENT = DraftLinkConfig(deadline=30.0)
+
+
+def test_a_drafter_that_cannot_sample_stays_unused(caplog: pytest.LogCaptureFixture) -> None:
+    with serving(ToyDrafter()) as address, closing(RemoteDrafter(address, NEEDS, PATIENT, "sampled")) as remote:
+        eventually(lambda: "cannot draw trees from its own law" in caplog.text)
+        assert remote.ask([context("a", (10, 11, 12))])() == [None]
+
+
+def test_a_commit_that_asks_for_what_a_drafter_cannot_do_is_refused() -> None:
+    asked = replace(context("a", (10, 11, 12)), proposal="sampled")
+    assert asked.features is not None
+    sent = replace(asked, features=tensor_to_bytes(asked.features))
+    with pytest.raises(InvalidRequest, match="drafter toy cannot draw trees from its own law"):
+        admit(sent, "1/a", INFO)
+    assert admit(sent, "1/a", replace(INFO, can_sample=True)).proposal == "sampled"
+
+
+def generate(drafter: Drafter, target: str, head: str) -> tuple[dict[str, tuple[int, ...]], int]:
+    """What three requests say, and how many of their tokens had been drafted."""
+    fuser, said, num_foreseen = load_fuser(head, target), dict.fromkeys("abc", ()), 0
+    engine = assemble_engine(
+        load_target(target, taps=fuser.taps), fuser, EngineConfig(num_slots=512, rule="rejection"), TREE, drafter
+    )
+    for i, name in enumerate(said):
+        sampling = SamplingParams(24, 0.9 if i else 0.0, top_p=0.95, seed=i, ignore_eos=True)
+        engine.submit(Request(name, (5 + i, 6, 7), sampling))
+    while engine.has_work:
+        for chunk in engine.step():
+            said[chunk.request_id] += chunk.token_ids
+            num_foreseen += sum(chunk.foreseen)
+    return said, num_foreseen
+
+
+def test_a_request_says_the_same_over_the_wire_as_in_one_process(tiny_target: str, tiny_head: str) -> None:
+    def eagle() -> Drafter:
+        return build_drafter("eagle3", tiny_target, tiny_head, "float32", "cpu", TREE, EagleConfig(num_slots=512))
+
+    expected, num_foreseen = generate(eagle(), tiny_target, tiny_head)
+    assert num_foreseen > 0
+    info = DrafterInfo(ModelInfo("tiny", "f", 48, 256), "eagle3", True, False, 32, can_sample=True)
+    with serving(eagle(), info) as address, closing(DraftPool(PATIENT, NEEDS, "sampled")) as pool:
+        for name in "abc":
+            pool.pair(name, address)
+        eventually(lambda: all(pool.listens(name) for name in "abc"))
+        assert generate(pool, tiny_target, tiny_head) == (expected, num_foreseen)
