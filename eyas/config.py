@@ -36,21 +36,33 @@ class TreeConfig:
 class EngineConfig:
     """Limits of one engine.
 
-    num_slots: token slots of KV cache; a request needs prompt + max_tokens + tree nodes of them.
+    num_slots: token slots of KV cache; a request needs prompt + max_tokens of them at most. 0 takes what memory allows.
+    memory_fraction: share of the free memory that num_slots 0 takes, once the weights are loaded.
     max_running: most sequences in a step. max_waiting: most requests in the queue.
     step_tokens: most prompt tokens that one step prefills.
+    step_rows: most tree nodes that one step verifies; a sequence decodes plainly where its share would be less than two.
     context_length: most tokens of prompt and output together; 0 takes the model's own limit.
+    prefix_cache: keep what finished requests computed for others that begin with the same tokens.
+    session_seconds: how long a conversation's slots are kept before those of others after its last turn.
+    ageing_seconds: how much waiting outweighs one step of priority.
     """
 
-    num_slots: int = 16384
+    num_slots: int = 0
+    memory_fraction: float = 0.85
     max_running: int = 32
     max_waiting: int = 1024
     step_tokens: int = 512
+    step_rows: int = 1024
     context_length: int = 0
+    prefix_cache: bool = True
+    session_seconds: float = 300.0
+    ageing_seconds: float = 10.0
 
     def __post_init__(self) -> None:
-        _at_least(1, num_slots=self.num_slots, max_running=self.max_running, step_tokens=self.step_tokens)
-        _at_least(0, max_waiting=self.max_waiting, context_length=self.context_length)
+        _at_least(1, max_running=self.max_running, step_tokens=self.step_tokens, step_rows=self.step_rows)
+        _at_least(0, num_slots=self.num_slots, max_waiting=self.max_waiting, context_length=self.context_length)
+        _at_least(0, session_seconds=self.session_seconds, ageing_seconds=self.ageing_seconds)
+        _require(0 < self.memory_fraction <= 1, f"memory_fraction is {self.memory_fraction}; it must lie in (0, 1]")
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,8 @@ Prompt = str | Sequence[int]
 @dataclass(frozen=True)
 class GenerationResult:
     """What became of one prompt. token_ids end with the stop token, or the token that completed a stop string; text is
-    cut before a stop string. seed is the one that was used."""
+    cut before a stop string. seed is the one that was used. num_cached_tokens: of the prompt, those that the prefix cache
+    spared."""
 
     prompt_token_ids: tuple[int, ...]
     token_ids: tuple[int, ...]
@@ -32,6 +33,7 @@ class GenerationResult:
     finish_reason: FinishReason
     seed: int
     stats: GenerationStats
+    num_cached_tokens: int = 0
 
 
 class LLM:
@@ -121,6 +123,7 @@ class _Generation:
     stats: GenerationStats = field(default_factory=GenerationStats)
     finish_reason: FinishReason | None = None
     stopped: bool = False
+    num_cached: int = 0
     stream: TextStream = field(init=False)
 
     def __post_init__(self) -> None:
@@ -132,6 +135,7 @@ class _Generation:
             return
         piece = self.stream.push(chunk.token_ids)
         counted = replace(chunk, token_ids=chunk.token_ids[: len(piece.texts)], foreseen=chunk.foreseen[: len(piece.texts)])
+        self.num_cached += chunk.num_cached
         self.token_ids += counted.token_ids
         self.texts.append(piece.text)
         self.stats.add(counted)
@@ -150,6 +154,7 @@ class _Generation:
             finish_reason=self.finish_reason,
             seed=self.request.sampling.seed,
             stats=self.stats,
+            num_cached_tokens=self.num_cached,
         )
 
 

@@ -79,12 +79,24 @@ class NoiseKey:
 
 @dataclass(frozen=True)
 class Request:
-    """A prompt on its way through the engine. `session` groups requests of one conversation."""
+    """A prompt on its way through the engine.
+
+    session: groups the requests of one conversation, whose slots are kept warm between its turns.
+    priority: 0 is normal, higher is more urgent; within a priority the first comes first.
+    """
 
     id: str
     prompt_ids: tuple[int, ...]
     sampling: SamplingParams = field(default_factory=SamplingParams)
     session: str = ""
+    priority: int = 0
+
+    def validate(self) -> None:
+        """Raises InvalidRequest naming the first field that is out of range; the prompt is left to those who know the
+        vocabulary."""
+        if not 0 <= self.priority <= MAX_INT:
+            raise InvalidRequest(f"priority is {self.priority}; it must be 0 (normal) or more, below 2**31")
+        self.sampling.validate()
 
 
 @dataclass(frozen=True)
@@ -101,7 +113,8 @@ class Round:
 class Chunk:
     """What one step adds to a request. foreseen[i] tells whether the drafter had guessed token_ids[i].
 
-    round is None for the step that ends the prefill. message explains the finish reason "error".
+    round is None for a step that ends a prefill. message explains the finish reason "error".
+    num_cached: prompt tokens that the prefix cache spared; on a request's first tokens only.
     """
 
     request_id: str
@@ -110,6 +123,7 @@ class Chunk:
     round: Round | None = None
     finish_reason: FinishReason | None = None
     message: str = ""
+    num_cached: int = 0
 
 
 @dataclass

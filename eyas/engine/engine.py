@@ -18,7 +18,8 @@ from eyas.tree import DraftTree
 
 @dataclass(frozen=True)
 class Load:
-    """How busy an engine is. free_slots: token slots that no running request may come to need."""
+    """How busy an engine is. free_slots: token slots that no running request holds; cached prefixes may fill
+    them, and give way at need."""
 
     num_running: int
     num_waiting: int
@@ -51,7 +52,7 @@ class Engine:
     def submit(self, request: Request) -> None:
         """Queue a request whose seed is fixed. Raises InvalidRequest if it can never be served, Overloaded if the queue
         is full."""
-        request.sampling.validate()
+        request.validate()
         if request.sampling.seed is None:
             raise InvalidRequest("the request has no seed; SamplingParams.seeded() draws one")
         if not request.prompt_ids:
@@ -92,7 +93,7 @@ class Engine:
         return self._runner.target.vocab_size
 
     def check(self) -> None:
-        """Assert the integrity of slots and owners. Valid between steps."""
+        """Assert the integrity of slots, owners and cached prefixes. Valid between steps."""
         self._scheduler.check()
 
 

@@ -52,6 +52,7 @@ def call_to_message(call: GenerateCall) -> generation_pb2.GenerateRequest:
             model=call.model,
             sampling=sampling_to_message(request.sampling),
             drafter=call.drafter,
+            priority=request.priority,
         )
         if call.prompt_text is None:
             message.tokens.CopyFrom(generation_pb2.TokenIds(ids=request.prompt_ids))
@@ -66,7 +67,7 @@ def call_from_message(message: generation_pb2.GenerateRequest) -> GenerateCall:
     """A message without a prompt gives an empty tuple of prompt ids."""
     sampling = sampling_from_message(message.sampling)
     return GenerateCall(
-        request=Request(message.request_id, tuple(message.tokens.ids), sampling, message.session_id),
+        request=Request(message.request_id, tuple(message.tokens.ids), sampling, message.session_id, message.priority),
         prompt_text=message.text if message.WhichOneof("prompt") == "text" else None,
         model=message.model,
         drafter=message.drafter,
@@ -84,6 +85,7 @@ def chunk_to_message(chunk: TextChunk) -> generation_pb2.GenerateChunk:
             num_prompt_tokens=totals.num_prompt_tokens,
             num_output_tokens=totals.num_output_tokens,
             stats=stats_to_message(totals.stats) if totals.stats else None,
+            num_cached_tokens=totals.num_cached_tokens,
         )
     return generation_pb2.GenerateChunk(
         token_ids=inner.token_ids,
@@ -93,6 +95,7 @@ def chunk_to_message(chunk: TextChunk) -> generation_pb2.GenerateChunk:
         round=round_to_message(inner.round) if inner.round else None,
         finish=finish,
         seed=chunk.seed,
+        num_cached_tokens=inner.num_cached,
     )
 
 
@@ -106,11 +109,12 @@ def chunk_from_message(message: generation_pb2.GenerateChunk, request_id: str = 
         round=round_from_message(message.round) if message.HasField("round") else None,
         finish_reason=_finish_reason(finish.reason) if finish else None,
         message=finish.message if finish else "",
+        num_cached=message.num_cached_tokens,
     )
     totals = None
     if finish:
         stats = stats_from_message(finish.stats) if finish.HasField("stats") else None
-        totals = Totals(finish.num_prompt_tokens, finish.num_output_tokens, stats)
+        totals = Totals(finish.num_prompt_tokens, finish.num_output_tokens, stats, finish.num_cached_tokens)
     seed = message.seed if message.HasField("seed") else None
     return TextChunk(inner, message.text, tuple(message.text_lengths), seed, totals)
 

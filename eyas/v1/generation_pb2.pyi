@@ -32,6 +32,7 @@ class GenerateRequest(_message.Message):
     TOKENS_FIELD_NUMBER: _builtins.int
     SAMPLING_FIELD_NUMBER: _builtins.int
     DRAFTER_FIELD_NUMBER: _builtins.int
+    PRIORITY_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Chosen by the client to recognise the request in logs; one is made up if empty."""
     session_id: _builtins.str
@@ -44,6 +45,8 @@ class GenerateRequest(_message.Message):
     """To a verifier: host:port of the drafter to pair this request with; empty decodes without one. To the router, which
     picks the drafter: "none" asks for plain decoding; anything else is ignored.
     """
+    priority: _builtins.int
+    """0 is normal, higher is more urgent; within a priority the first comes first."""
     @_builtins.property
     def tokens(self) -> Global___TokenIds:
         """As token ids."""
@@ -62,10 +65,11 @@ class GenerateRequest(_message.Message):
         tokens: Global___TokenIds | None = ...,
         sampling: _types_pb2.SamplingParams | None = ...,
         drafter: _builtins.str = ...,
+        priority: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["prompt", b"prompt", "sampling", b"sampling", "text", b"text", "tokens", b"tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["drafter", b"drafter", "model", b"model", "prompt", b"prompt", "request_id", b"request_id", "sampling", b"sampling", "session_id", b"session_id", "text", b"text", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["drafter", b"drafter", "model", b"model", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "sampling", b"sampling", "session_id", b"session_id", "text", b"text", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_prompt: _TypeAlias = _typing.Literal["text", "tokens"]  # noqa: Y015
     _WhichOneofArgType_prompt: _TypeAlias = _typing.Literal["prompt", b"prompt"]  # noqa: Y015
@@ -110,10 +114,13 @@ class GenerateChunk(_message.Message):
     FINISH_FIELD_NUMBER: _builtins.int
     SEED_FIELD_NUMBER: _builtins.int
     TEXT_LENGTHS_FIELD_NUMBER: _builtins.int
+    NUM_CACHED_TOKENS_FIELD_NUMBER: _builtins.int
     text: _builtins.str
     """New text; empty from a verifier, and while a character is incomplete."""
     seed: _builtins.int
     """The seed in use, set on the first chunk."""
+    num_cached_tokens: _builtins.int
+    """Prompt tokens that the prefix cache spared; on the chunk with the first tokens."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """New token ids, in order; the bonus token comes last."""
@@ -144,10 +151,11 @@ class GenerateChunk(_message.Message):
         finish: Global___Finish | None = ...,
         seed: _builtins.int | None = ...,
         text_lengths: _abc.Iterable[_builtins.int] | None = ...,
+        num_cached_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_seed", b"_seed", "finish", b"finish", "round", b"round", "seed", b"seed"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_seed", b"_seed", "finish", b"finish", "foreseen", b"foreseen", "round", b"round", "seed", b"seed", "text", b"text", "text_lengths", b"text_lengths", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_seed", b"_seed", "finish", b"finish", "foreseen", b"foreseen", "num_cached_tokens", b"num_cached_tokens", "round", b"round", "seed", b"seed", "text", b"text", "text_lengths", b"text_lengths", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__seed: _TypeAlias = _typing.Literal["seed"]  # noqa: Y015
     _WhichOneofArgType__seed: _TypeAlias = _typing.Literal["_seed", b"_seed"]  # noqa: Y015
@@ -200,6 +208,7 @@ class Finish(_message.Message):
     NUM_PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
     NUM_OUTPUT_TOKENS_FIELD_NUMBER: _builtins.int
     STATS_FIELD_NUMBER: _builtins.int
+    NUM_CACHED_TOKENS_FIELD_NUMBER: _builtins.int
     reason: _builtins.str
     """"stop", "length", "cancelled" or "error"."""
     message: _builtins.str
@@ -208,6 +217,8 @@ class Finish(_message.Message):
     """Tokens of the prompt."""
     num_output_tokens: _builtins.int
     """Tokens emitted in all."""
+    num_cached_tokens: _builtins.int
+    """Prompt tokens that the prefix cache spared."""
     @_builtins.property
     def stats(self) -> Global___Stats:
         """Sums over all verify steps; set by the router."""
@@ -220,10 +231,11 @@ class Finish(_message.Message):
         num_prompt_tokens: _builtins.int = ...,
         num_output_tokens: _builtins.int = ...,
         stats: Global___Stats | None = ...,
+        num_cached_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["stats", b"stats"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["message", b"message", "num_output_tokens", b"num_output_tokens", "num_prompt_tokens", b"num_prompt_tokens", "reason", b"reason", "stats", b"stats"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["message", b"message", "num_cached_tokens", b"num_cached_tokens", "num_output_tokens", b"num_output_tokens", "num_prompt_tokens", b"num_prompt_tokens", "reason", b"reason", "stats", b"stats"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

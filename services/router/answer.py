@@ -17,6 +17,7 @@ class Answer:
         self._text = tokenizer.stream(request.sampling.stop)
         self._stats = GenerationStats()
         self._num_output_tokens = 0
+        self._num_cached = 0
         self._seed = request.sampling.seed
 
     def add(self, chunk: Chunk) -> TextChunk:
@@ -27,6 +28,8 @@ class Answer:
             token_ids, foreseen = chunk.token_ids[:num_tokens], chunk.foreseen[:num_tokens]
             chunk = replace(chunk, token_ids=token_ids, foreseen=foreseen, finish_reason="stop")
         self._stats.add(chunk)
+        if not self._num_output_tokens:  # of the first verifier, should there be several
+            self._num_cached = chunk.num_cached
         self._num_output_tokens += len(chunk.token_ids)
         finished = chunk.finish_reason is not None
         rest = self._text.flush() if finished and not piece.stopped else ""
@@ -40,4 +43,4 @@ class Answer:
         )
 
     def _totals(self) -> Totals:
-        return Totals(len(self._request.prompt_ids), self._num_output_tokens, self._stats)
+        return Totals(len(self._request.prompt_ids), self._num_output_tokens, self._stats, self._num_cached)

@@ -60,7 +60,7 @@ class RouterServicer(GenerationServicer):
     def _prepare(self, call: GenerateCall) -> GenerateCall:
         """The call with its model, id, token ids and seed filled in. Raises InvalidRequest, UnknownModel, Unavailable."""
         model = self._model_name(call.model)
-        call.request.sampling.validate()
+        call.request.validate()
         request = replace(
             call.request,
             id=call.request.id or uuid.uuid4().hex,

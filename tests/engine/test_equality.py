@@ -11,7 +11,7 @@ from eyas.drafters.base import Drafter
 from eyas.drafters.build import build_drafter
 from eyas.engine.build import assemble_engine
 from eyas.engine.engine import Engine
-from eyas.models.eagle import load_fuser
+from eyas.models.heads.eagle import load_fuser
 from eyas.models.target import load_target
 from eyas.request import Chunk, GenerationStats, Request, SamplingParams
 from tests import reference
