@@ -38,7 +38,7 @@ class EngineConfig:
 
     num_slots: token slots of KV cache; a request needs prompt + max_tokens of them at most. 0 takes what memory allows.
     memory_fraction: share of the free memory that num_slots 0 takes, once the weights are loaded.
-    max_running: most sequences in a step. max_waiting: most requests in the queue.
+    max_running: most sequences in a step. max_waiting: most requests in the queue besides those that may start at once.
     step_tokens: most prompt tokens that one step prefills.
     step_rows: most tree nodes that one step verifies; a sequence decodes plainly where its share would be less than two.
     context_length: most tokens of prompt and output together; 0 takes the model's own limit.

@@ -20,7 +20,7 @@ from eyas.config import TreeConfig
 from eyas.drafters.base import DraftContext, Drafter
 from eyas.engine.runner import ModelRunner
 from eyas.engine.sampling import Draw, sample
-from eyas.engine.sequence import Rank, Work
+from eyas.engine.sequence import Place, Work
 from eyas.engine.sequence import Sequence as Running
 from eyas.models.heads.eagle import FeatureFuser
 from eyas.models.target import TargetModel
@@ -64,7 +64,7 @@ def _verify_step(runner: ModelRunner, batch: int, cached: int, room: int, rows: 
     works = []
     for index in range(batch):
         slots = np.arange(index * room, index * room + cached + rows)
-        sequence = Running.start(Request(f"{index}", prompt), Rank(0.0, index))
+        sequence = Running.start(Request(f"{index}", prompt), Place(0.0, index))
         sequence.tokens.append(tree.tokens[0])
         sequence.extend(slots[:cached])
         works.append(Work(sequence, slots[cached:], cached, tree))

@@ -1,7 +1,7 @@
 """Who waits, in which order, what each needs to begin, and how the rows of a step are shared out. Integers only; knows no
 tensors.
 
-A request's rank is the time of its arrival, moved ahead by what its priority is worth. It never changes, so that of equal
+A request's place is the time of its arrival, moved ahead by what its priority is worth. It never changes, so that of equal
 priority the first comes first, and whoever waits long enough is ahead of every newcomer, however urgent.
 """
 
@@ -15,7 +15,7 @@ from operator import attrgetter
 from typing import NamedTuple
 
 from eyas.config import EngineConfig
-from eyas.engine.sequence import Rank, Sequence
+from eyas.engine.sequence import Place, Sequence
 from eyas.errors import Overloaded
 from eyas.request import Request
 from eyas.tree import DraftTree
@@ -26,7 +26,7 @@ GROWTH = 16
 SHORTEST_RETRY, LONGEST_RETRY = 0.1, 60.0
 _PACE = 32
 
-_rank = attrgetter("rank")
+_place = attrgetter("place")
 
 
 def slots_needed(sequence: Sequence, nodes: int) -> int:
@@ -46,7 +46,7 @@ class Share(NamedTuple):
 
 
 def share_out(running: Seq[Sequence], trees: Mapping[str, DraftTree], prompt_rows: int, num_slots: int) -> list[Share]:
-    """Rows for the running sequences, in order of rank, as many as there are slots; there must be one for each.
+    """Rows for the running sequences, in order of place, as many as there are slots; there must be one for each.
 
     Every sequence that decodes gets a row, whatever the prompts ask for. What is left goes to trees, by request id, and to
     prompts, up to `prompt_rows`.
@@ -70,19 +70,19 @@ def share_out(running: Seq[Sequence], trees: Mapping[str, DraftTree], prompt_row
 
 
 def insert(sequences: list[Sequence], sequence: Sequence) -> None:
-    """Keep a list in order of rank."""
-    bisect.insort(sequences, sequence, key=_rank)
+    """Keep a list in order of place."""
+    bisect.insort(sequences, sequence, key=_place)
 
 
 def remove(sequences: list[Sequence], sequence: Sequence) -> None:
-    """Take a sequence out of a list in order of rank."""
-    place = bisect.bisect_left(sequences, sequence.rank, key=_rank)
-    assert sequences[place] is sequence, "a sequence is not where its rank says"
-    del sequences[place]
+    """Take a sequence out of a list in order of place."""
+    index = bisect.bisect_left(sequences, sequence.place, key=_place)
+    assert sequences[index] is sequence, "a sequence is not where its place says"
+    del sequences[index]
 
 
 class Waiting:
-    """The bounded queue of requests, in order of rank. clock: the present time in seconds."""
+    """The bounded queue of requests, in order of place. clock: the present time in seconds."""
 
     def __init__(self, config: EngineConfig, clock: Callable[[], float]) -> None:
         self._config = config
@@ -99,19 +99,22 @@ class Waiting:
         """Whose turn it is."""
         return self._queue[0]
 
-    def add(self, request: Request) -> Sequence:
-        """Queue a new request. Raises Overloaded, with a time to try again, if the queue is full."""
-        if len(self._queue) >= self._config.max_waiting:
+    def add(self, request: Request, num_open: int) -> Sequence:
+        """Queue a new request. num_open: how many of the queue may start with the next step; they do not count.
+
+        Raises Overloaded, with a time to try again, if the queue is full.
+        """
+        if len(self._queue) >= self._config.max_waiting + num_open:
             seconds = self._retry_after()
             raise Overloaded(f"{len(self._queue)} requests are waiting already; try again in {seconds:.1f} s", seconds)
         due = self._clock() - request.priority * self._config.ageing_seconds
-        sequence = Sequence.start(request, Rank(due, self._num_arrived))
+        sequence = Sequence.start(request, Place(due, self._num_arrived))
         self._num_arrived += 1
         insert(self._queue, sequence)
         return sequence
 
     def put_back(self, sequence: Sequence) -> None:
-        """Queue a sequence that has run already; its rank puts it before all that came later."""
+        """Queue a sequence that has run already; its place puts it before all that came later."""
         insert(self._queue, sequence)
 
     def admit(self) -> Sequence:
@@ -124,7 +127,7 @@ class Waiting:
         remove(self._queue, sequence)
 
     def _retry_after(self) -> float:
-        """How often a place became free of late."""
+        """How often the queue got shorter of late."""
         if not self._admitted:
             return 1.0
         pace = (self._clock() - self._admitted[0]) / len(self._admitted)

@@ -23,8 +23,8 @@ from eyas.tree import DraftTree
 
 
 class Scheduler:
-    """A request is admitted in order of rank when there are slots for what it needs soon. Should slots run out all the same,
-    cached prefixes give way first, then trees, and then the last in rank, which waits and is computed anew.
+    """A request is admitted, in order of place, when there are slots for what it needs soon. Should slots run out all the
+    same, cached prefixes give way first, then trees, and then the last in line, which waits and is computed anew.
 
     config: num_slots must be set. clock: the present time in seconds.
     """
@@ -56,7 +56,8 @@ class Scheduler:
             )
         if request.id in self._by_id:
             raise InvalidRequest(f"request id {request.id!r} is already running; ids must be unique")
-        self._by_id[request.id] = self._waiting.add(request)
+        num_open = self._config.max_running - len(self._running)
+        self._by_id[request.id] = self._waiting.add(request, num_open)
 
     def cancel(self, request_id: str) -> None:
         """Mark a request; its slots are free after `reap`. Unknown ids are ignored: it may just have finished."""
@@ -102,7 +103,7 @@ class Scheduler:
 
     @property
     def running(self) -> Seq[Sequence]:
-        """Admitted sequences, in order of rank."""
+        """Admitted sequences, in order of place."""
         return self._running
 
     @property
@@ -149,7 +150,7 @@ class Scheduler:
             insert(self._running, sequence)
 
     def _preempt(self) -> None:
-        """Queue the last in rank again. What it has computed stays in the cache, until somebody needs the room."""
+        """Queue the last in line again. What it has computed stays in the cache, until somebody needs the room."""
         self.num_preemptions += 1
         sequence = self._running.pop()
         sequence.leave(self._cache, self._cacheable, self._clock())

@@ -15,7 +15,7 @@ from eyas.tree import DraftTree
 
 
 @dataclass(frozen=True, order=True)
-class Rank:
+class Place:
     """Whose turn it is: smaller goes first. due: time of arrival, moved ahead by priority; number: of equals the first."""
 
     due: float
@@ -26,7 +26,7 @@ class Rank:
 class Sequence:
     """tokens: prompt and everything emitted. The first `computed` of them have KV and features, in `slots`, in order.
 
-    rank: its place among the others, for good. prefix: the first of its slots, which the prefix cache owns; None while it
+    place: among the others, for good. prefix: the first of its slots, which the prefix cache owns; None while it
     does not run. cacheable: what the cache may spare it: all tokens but the last, whose logits are wanted. num_cached:
     prompt tokens that it did spare.
     drafted: committed length that the drafter is believed to have. samples: target samples at the nodes of the last tree.
@@ -34,7 +34,7 @@ class Sequence:
     """
 
     request: Request
-    rank: Rank
+    place: Place
     tokens: list[int]
     computed: int = 0
     prefix: Prefix | None = None
@@ -52,8 +52,8 @@ class Sequence:
         self.cacheable = np.array(self.tokens[:-1], dtype=np.int64)
 
     @classmethod
-    def start(cls, request: Request, rank: Rank) -> Sequence:
-        return cls(request, rank, list(request.prompt_ids))
+    def start(cls, request: Request, place: Place) -> Sequence:
+        return cls(request, place, list(request.prompt_ids))
 
     def begin(self, prefix: Prefix) -> None:
         """Run from a cached prefix on."""

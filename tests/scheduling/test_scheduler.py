@@ -100,18 +100,17 @@ def test_what_can_never_fit_is_refused_at_once() -> None:
 
 def test_a_full_queue_refuses_loses_nothing_and_says_when_to_try_again() -> None:
     clock = Clock()
-    scheduler = make_scheduler(clock=clock, max_waiting=1, max_running=3)
-    scheduler.add(request("a"))
-    with pytest.raises(Overloaded, match=r"1 requests are waiting already; try again in 1\.0 s") as raised:
-        scheduler.add(request("b"))
-    assert (scheduler.num_waiting, raised.value.retry_after) == (1, 1.0)
-    for name in ("b", "c", "d"):  # one is admitted every two seconds
-        scheduler.schedule({})
-        clock.now += 2
+    scheduler = make_scheduler(clock=clock, num_slots=200, max_waiting=1, max_running=3)
+    for name in "abcd":  # three to start, and one to wait
         scheduler.add(request(name))
-    with pytest.raises(Overloaded) as raised:
+    with pytest.raises(Overloaded, match=r"4 requests are waiting already; try again in 1\.0 s") as raised:
         scheduler.add(request("e"))
-    assert raised.value.retry_after == 2
+    assert (scheduler.num_waiting, raised.value.retry_after) == (4, 1.0)
+    scheduler.schedule({})
+    clock.now += 6
+    with pytest.raises(Overloaded, match="1 requests are waiting") as raised:
+        scheduler.add(request("e"))
+    assert raised.value.retry_after == 2, "three were admitted in the last six seconds"
 
 
 def test_the_more_urgent_go_first_and_of_equals_the_earlier() -> None:

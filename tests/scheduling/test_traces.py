@@ -51,7 +51,7 @@ def test_what_runs_out_of_slots_is_computed_again_without_a_trace_in_the_output(
     assert [engine.output(r.id) for r in requests] == [generate(r) for r in requests]
 
 
-def test_the_last_in_rank_gives_way_and_the_first_never() -> None:
+def test_the_last_in_line_gives_way_and_the_first_never() -> None:
     engine = ToyEngine(num_slots=40)
     requests = [engine.submit(f"{i}", [i] * 4, 30, priority=priority) for i, priority in enumerate((0, 1, 0))]
     running = []

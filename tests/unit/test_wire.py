@@ -38,7 +38,7 @@ stats = st.builds(GenerationStats, counts, counts, counts, counts, depths, depth
 samplings = st.builds(
     SamplingParams, counts, floats, counts, floats, st.none() | seeds, st.lists(names).map(tuple), ids, st.booleans()
 )
-requests = st.builds(Request, names, ids, samplings, names)
+requests = st.builds(Request, names, ids, samplings, names, counts)
 infos = st.builds(ModelInfo, names, names, counts, counts, names)
 tensors = st.builds(TensorBytes, names, ids, st.binary(max_size=16))
 noises = st.builds(NoiseKey, seeds, floats, counts, floats)
@@ -52,10 +52,10 @@ refusals = st.builds(Refusal, names, counts, counts)
 @st.composite
 def text_chunks(draw: st.DrawFn) -> TextChunk:
     reason = draw(st.sampled_from([None, "stop", "length", "cancelled", "error"]))
-    totals = draw(st.builds(Totals, counts, counts, st.none() | stats)) if reason else None
+    totals = draw(st.builds(Totals, counts, counts, st.none() | stats, counts)) if reason else None
     message = draw(names) if reason else ""
     foreseen = draw(st.lists(st.booleans(), max_size=5).map(tuple))
-    chunk = Chunk("id", draw(ids), foreseen, draw(st.none() | rounds), reason, message)  # type: ignore[arg-type]
+    chunk = Chunk("id", draw(ids), foreseen, draw(st.none() | rounds), reason, message, draw(counts))  # type: ignore[arg-type]
     return TextChunk(chunk, draw(names), draw(ids), draw(st.none() | seeds), totals)
 
 
