@@ -186,8 +186,9 @@ class Scheduler:
         tokens = self._trim(sequence, outcome.tokens)
         reason = self._finish_reason(sequence, tokens)
         sequence.tokens.extend(tokens)
-        foreseen = tuple(i < len(outcome.tokens) - 1 for i in range(len(tokens)))
-        step = Round(tree.num_drafted, tree.depth, sum(foreseen), tree.grown_ahead) if tree is not None else None
+        num_foreseen = min(len(tokens), len(outcome.tokens) - 1)
+        foreseen = (True,) * num_foreseen + (False,) * (len(tokens) - num_foreseen)
+        step = Round(tree.num_drafted, tree.depth, num_foreseen, tree.grown_ahead) if tree is not None else None
         if reason is not None:
             self._drop(sequence)
         num_cached = sequence.num_cached or 0 if first else 0
