@@ -22,7 +22,7 @@ SHELL := bash
 .SHELLFLAGS := -eu -o pipefail -c
 MAKEFLAGS += --no-print-directory
 .DEFAULT_GOAL := help
-.PHONY: help setup demo up bench test lint format protos clean
+.PHONY: help setup demo up bench test soak lint format protos clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' Makefile
@@ -53,6 +53,9 @@ bench: $(READY) ## measure the demo models here, about 3 minutes; writes dated r
 
 test: lint ## lint, then every test
 	@$(BIN)/python -m pytest -q
+
+soak: $(READY) ## 10,000 short requests with cancellations, about 3 minutes: no slot lost, no memory taken
+	@$(BIN)/python -m tests.scheduling.soak
 
 lint: $(READY) ## style, types and import contracts
 	@$(BIN)/ruff check --quiet

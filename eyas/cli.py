@@ -178,6 +178,7 @@ def _final(totals: Totals, finish_reason: str | None, seconds: float) -> dict[st
     final: dict[str, Any] = {
         "finish_reason": finish_reason,
         "num_prompt_tokens": totals.num_prompt_tokens,
+        "num_cached_tokens": totals.num_cached_tokens,
         "num_output_tokens": totals.num_output_tokens,
         "seconds": round(seconds, 6),
         "tokens_per_second": round(totals.num_output_tokens / seconds, 3),

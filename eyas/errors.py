@@ -39,7 +39,11 @@ class InvalidTree(EyasError):
 
 
 class Overloaded(EyasError):
-    """No room for this request now."""
+    """No room for this request now. retry_after: after how many seconds there may be; None if nobody knows."""
+
+    def __init__(self, message: str, retry_after: float | None = None) -> None:
+        super().__init__(message)
+        self.retry_after = retry_after
 
 
 class Unavailable(EyasError):

@@ -24,6 +24,13 @@ _REAL = {
 }
 
 
+def check_request(request: Request) -> None:
+    """Raises InvalidRequest for what no model could serve; the prompt is left to those who know the vocabulary."""
+    if not 0 <= request.priority <= MAX_INT:
+        raise InvalidRequest(f"priority is {request.priority}; it must be 0 (normal) or more, below 2**31")
+    check_sampling(request.sampling)
+
+
 def check_sampling(sampling: SamplingParams) -> None:
     """Raises InvalidRequest naming the first parameter that is out of range, or two that contradict each other."""
     for name, (low, high) in (_WHOLE | _WHOLE_OR_NONE).items():

@@ -39,12 +39,14 @@ class Completion:
 class GenerationResult:
     """What became of one prompt: its n completions. The other attributes are those of the first.
 
-    prompt_logprobs: one per token of the prompt where asked for.
+    prompt_logprobs: one per token of the prompt where asked for. num_cached_tokens: of the prompt, those that the prefix
+    cache spared the first completion.
     """
 
     prompt_token_ids: tuple[int, ...]
     completions: tuple[Completion, ...]
     prompt_logprobs: tuple[TokenLogprob, ...] = ()
+    num_cached_tokens: int = 0
 
     @property
     def token_ids(self) -> tuple[int, ...]:
@@ -173,6 +175,7 @@ class _Generation:
     prompt_logprobs: tuple[TokenLogprob, ...] = ()
     finish_reason: FinishReason | None = None
     stopped: bool = False
+    num_cached: int = 0
 
     def take(self, chunk: Chunk) -> None:
         """Count a chunk; what follows a stop string does not count."""
@@ -180,6 +183,7 @@ class _Generation:
             return
         piece = self.stream.push(chunk.token_ids)
         counted = chunk.first(len(piece.texts))
+        self.num_cached += chunk.num_cached
         self.token_ids += counted.token_ids
         self.texts.append(piece.text)
         self.logprobs += counted.logprobs
@@ -205,7 +209,8 @@ class _Generation:
 
 def _result(group: Sequence[_Generation]) -> GenerationResult:
     completions = tuple(generation.completion() for generation in group)
-    return GenerationResult(group[0].request.prompt_ids, completions, group[0].prompt_logprobs)
+    first = group[0]
+    return GenerationResult(first.request.prompt_ids, completions, first.prompt_logprobs, first.num_cached)
 
 
 def _listed(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

@@ -106,8 +106,10 @@ class NoiseKey:
 
 @dataclass(frozen=True)
 class Request:
-    """A prompt on its way through the engine. `session` groups requests of one conversation.
+    """A prompt on its way through the engine.
 
+    session: groups the requests of one conversation, whose slots are kept warm between its turns.
+    priority: 0 is normal, higher is more urgent; within a priority the first comes first.
     emitted: how many tokens at the end of prompt_ids are output of this request from before it moved here.
     """
 
@@ -115,6 +117,7 @@ class Request:
     prompt_ids: tuple[int, ...]
     sampling: SamplingParams = field(default_factory=SamplingParams)
     session: str = ""
+    priority: int = 0
     emitted: int = 0
 
 
@@ -145,9 +148,10 @@ class TokenLogprob:
 class Chunk:
     """What one step adds to a request. foreseen[i] tells whether the drafter had guessed token_ids[i].
 
-    round is None for the step that ends the prefill. message explains the finish reason "error".
+    round is None for a step that ends a prefill. message explains the finish reason "error".
     index: which of the n completions. logprobs: one per token where asked for. prompt_logprobs: one per token of the prompt
-    where asked for, on the first chunk only.
+    where asked for, on the first chunk only. num_cached: prompt tokens that the prefix cache spared; on a request's first
+    tokens only.
     """
 
     request_id: str
@@ -159,6 +163,7 @@ class Chunk:
     index: int = 0
     logprobs: tuple[TokenLogprob, ...] = ()
     prompt_logprobs: tuple[TokenLogprob, ...] = ()
+    num_cached: int = 0
 
     def first(self, num_tokens: int) -> Chunk:
         """The chunk without the tokens that come after so many."""

@@ -80,7 +80,7 @@ def contenders(settings: OfflineSettings, parts: Parts, prompts: Sequence[Prompt
     target = parts.target
     longest = max(map(len, prompts)) + settings.max_tokens
     room = max(settings.batches) * (longest + settings.tree.nodes) + LONG_PROMPT_TOKENS
-    config = EngineConfig(num_slots=room, max_running=max(settings.batches))
+    config = EngineConfig(num_slots=room, max_running=max(settings.batches), prefix_cache=False)
     plain = assemble_engine(TargetModel(target.model), None, config, settings.tree, None)
     ways: Ways = {PLAIN: EngineContender(plain, target.device)}
     if parts.drafter is not None:

@@ -20,8 +20,8 @@ from eyas.config import TreeConfig
 from eyas.drafters.base import DraftContext, Drafter
 from eyas.engine.runner import ModelRunner
 from eyas.engine.sampling.draws import Draw, sample
+from eyas.engine.sequence import Place, Work
 from eyas.engine.sequence import Sequence as Running
-from eyas.engine.sequence import Work
 from eyas.models.heads.eagle import FeatureFuser
 from eyas.models.target import TargetModel
 from eyas.request import NoiseKey, Request
@@ -64,7 +64,9 @@ def _verify_step(runner: ModelRunner, batch: int, cached: int, room: int, rows: 
     works = []
     for index in range(batch):
         slots = np.arange(index * room, index * room + cached + rows)
-        sequence = Running(Request(f"{index}", prompt), [*prompt, tree.tokens[0]], slots[:cached], computed=cached)
+        sequence = Running.start(Request(f"{index}", prompt), Place(0.0, index))
+        sequence.tokens.append(tree.tokens[0])
+        sequence.extend(slots[:cached])
         works.append(Work(sequence, slots[cached:], cached, tree))
     draws = [Draw(GREEDY, position) for work in works for position in work.drawn]
     return lambda: sample(runner.forward(works), draws)

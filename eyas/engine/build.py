@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from eyas.cache.kv import SlotPools
+import logging
+from dataclasses import replace
+
+from eyas.cache.kv import SlotPools, bytes_per_slot, slots_that_fit
 from eyas.config import EngineConfig, TreeConfig
 from eyas.drafters.base import Drafter
 from eyas.engine.drafting import Drafting
@@ -15,6 +18,8 @@ from eyas.models.heads.eagle import FeatureFuser, load_fuser
 from eyas.models.target import TargetModel, load_target
 
 PLAIN = TreeConfig(1, 0, 1)
+
+log = logging.getLogger(__name__)
 
 
 def build_engine(
@@ -38,7 +43,12 @@ def assemble_engine(
     """An engine over loaded parts. Without a drafter no room is kept for trees. Raises ConfigError for a drafter that does
     not suit the acceptance rule."""
     fuser = fuser.to(target.dtype) if fuser else None
-    pools = SlotPools(engine.num_slots, target.kv_shapes, fuser.width if fuser else 0, target.dtype, target.device)
+    width = fuser.width if fuser else 0
+    slot_bytes = bytes_per_slot(target.kv_shapes, width, target.dtype)
+    num_slots = engine.num_slots or slots_that_fit(slot_bytes, engine.memory_fraction, target.device)
+    log.info("KV cache: %d tokens, %.2f GiB on %s", num_slots, num_slots * slot_bytes / 2**30, target.device)
+    engine = replace(engine, num_slots=num_slots)
+    pools = SlotPools(num_slots, target.kv_shapes, width, target.dtype, target.device)
     context_length = min(engine.context_length or target.context_length, target.context_length)
     runner: ModelRunner
     if engine.deterministic:

@@ -39,6 +39,7 @@ class Drafting:
         self._asked: list[Sequence] = []
         self._contexts: list[DraftContext] = []
         self._pending: Pending = list
+        self._ended: list[str] = []
 
     def ask(self, sequences: Iterable[Sequence], budget: Callable[[Sequence], Budget]) -> None:
         """Commit what is new of each sequence and ask for its next tree, within its budget."""
@@ -54,12 +55,17 @@ class Drafting:
         answers = zip(self._asked, self._contexts, self._pending(), strict=True)
         trees = {s.request.id: self._account(s, context, draft) for s, context, draft in answers}
         self._asked, self._contexts, self._pending = [], [], list
+        self.release([])
         return {request_id: tree for request_id, tree in trees.items() if tree is not None}
 
     def release(self, request_ids: Seq[str]) -> None:
-        """Let the drafter forget requests that have ended."""
-        if self._drafter is not None and request_ids:
-            self._drafter.release(request_ids)
+        """Let the drafter forget requests that have ended, as soon as it has answered what it was asked of them."""
+        if self._drafter is None:
+            return
+        self._ended += request_ids
+        if self._ended and not self._asked:
+            ended, self._ended = self._ended, []
+            self._drafter.release(ended)
 
     def _context(self, sequence: Sequence, budget: Budget, drafter: Drafter) -> DraftContext:
         base, key = sequence.drafted, noise_key(sequence.request)

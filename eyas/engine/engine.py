@@ -15,14 +15,15 @@ from eyas.engine.sampling.logprobs import attached, drawn_rows, log_probabilitie
 from eyas.engine.sampling.rules import LogitRules
 from eyas.engine.scheduler import Scheduler
 from eyas.engine.sequence import Work
-from eyas.limits import check_fit, check_ready, check_sampling
+from eyas.limits import check_fit, check_ready, check_request
 from eyas.request import Chunk, Request
 from eyas.tree import DraftTree
 
 
 @dataclass(frozen=True)
 class Load:
-    """How busy an engine is. free_slots: token slots that no running request may come to need."""
+    """How busy an engine is. free_slots: token slots that no running request holds; cached prefixes may fill
+    them, and give way at need."""
 
     num_running: int
     num_waiting: int
@@ -59,7 +60,7 @@ class Engine:
     def submit(self, request: Request) -> None:
         """Queue a request as `SamplingParams.completions` splits it. Raises InvalidRequest if it can never be served,
         Overloaded if the queue is full."""
-        check_sampling(request.sampling)
+        check_request(request)
         check_fit(request, self.vocab_size, self.context_length)
         check_ready(request, self.vocab_size, self._runner.target.eos_ids)
         self._scheduler.add(request)
@@ -92,7 +93,7 @@ class Engine:
         return self._runner.target.vocab_size
 
     def check(self) -> None:
-        """Assert the integrity of slots and owners. Valid between steps."""
+        """Assert the integrity of slots, owners and cached prefixes. Valid between steps."""
         self._scheduler.check()
 
 

@@ -2,61 +2,73 @@
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterator, Mapping
+import itertools
+import sys
+import time
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 
 import numpy as np
 
-from eyas.cache.slots import SlotAllocator, Slots
+from eyas.cache.prefix import PrefixCache
+from eyas.cache.slots import Slots
 from eyas.commit import Budget
 from eyas.config import EngineConfig, TreeConfig
 from eyas.engine.acceptance.match import Accepted
+from eyas.engine.admission import Waiting, insert, remove, share_out, slots_needed
 from eyas.engine.sequence import Sequence, Work
-from eyas.errors import InvalidRequest, Overloaded
+from eyas.errors import InvalidRequest
 from eyas.request import Chunk, FinishReason, Request, Round
 from eyas.tree import DraftTree
 
 
 class Scheduler:
-    """First come, first served. A request is admitted when all the slots that it may ever need are free, so that a
-    running sequence never waits for slots."""
+    """A request is admitted, in order of place, when there are slots for what it needs soon. Should slots run out all the
+    same, cached prefixes give way first, then trees, and then the last in line, which waits and is computed anew.
 
-    def __init__(self, config: EngineConfig, tree: TreeConfig, eos_ids: frozenset[int]) -> None:
+    config: num_slots must be set. clock: the present time in seconds.
+    """
+
+    def __init__(
+        self, config: EngineConfig, tree: TreeConfig, eos_ids: frozenset[int], clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        assert config.num_slots > 0, "the slots must have been counted"
         self._config = config
         self._tree = tree
         self._eos_ids = eos_ids
-        self._allocator = SlotAllocator(config.num_slots)
-        self._waiting: deque[Sequence] = deque()
+        self._clock = clock
+        self._cache = PrefixCache(config.num_slots)
+        self._waiting = Waiting(config, clock)
         self._running: list[Sequence] = []
         self._by_id: dict[str, Sequence] = {}
-        self._promised = 0
-        self._lent: list[Slots] = []
+        self._cancelled: list[Sequence] = []
+        self._lent: Slots = self._cache.no_slots
+        self._cacheable = sys.maxsize if config.prefix_cache else 0
+        self.num_preemptions = 0
 
     def add(self, request: Request) -> None:
         """Queue a request. Raises InvalidRequest if it can never fit, Overloaded if the queue is full."""
-        need = self._need(request)
+        need = len(request.prompt_ids) + request.sampling.max_tokens
         if need > self._config.num_slots:
             raise InvalidRequest(
                 f"the request needs {need} token slots (prompt {len(request.prompt_ids)} + max_tokens "
-                f"{request.sampling.max_tokens} + tree {self._tree.nodes}), but the engine has {self._config.num_slots}"
+                f"{request.sampling.max_tokens}), but the engine has {self._config.num_slots}"
             )
         if request.id in self._by_id:
             raise InvalidRequest(f"request id {request.id!r} is already running; ids must be unique")
-        if len(self._waiting) >= self._config.max_waiting:
-            raise Overloaded(f"{len(self._waiting)} requests are waiting already; try again later")
-        sequence = Sequence.start(request)
-        self._by_id[request.id] = sequence
-        self._waiting.append(sequence)
+        num_open = self._config.max_running - len(self._running)
+        self._by_id[request.id] = self._waiting.add(request, num_open)
 
     def cancel(self, request_id: str) -> None:
         """Mark a request; its slots are free after `reap`. Unknown ids are ignored: it may just have finished."""
-        if request_id in self._by_id:
-            self._by_id[request_id].cancelled = True
+        sequence = self._by_id.get(request_id)
+        if sequence is not None and not sequence.cancelled:
+            sequence.cancelled = True
+            self._cancelled.append(sequence)
 
     def reap(self) -> list[Chunk]:
         """Drop cancelled requests; one final chunk each."""
-        cancelled = [s for s in self._by_id.values() if s.cancelled]
+        cancelled, self._cancelled = [s for s in self._cancelled if s.request.id in self._by_id], []
         for sequence in cancelled:
             self._drop(sequence)
         return [Chunk(s.request.id, finish_reason="cancelled") for s in cancelled]
@@ -64,32 +76,34 @@ class Scheduler:
     def schedule(self, trees: Mapping[str, DraftTree]) -> tuple[Work, ...]:
         """Admit what fits, then give every running sequence its rows: the nodes of its tree, or a share of the prefill
         budget. trees: by request id; a sequence without one decodes plainly."""
-        for slots in self._lent:  # of a step that failed before its commit
-            self._allocator.free(slots)
+        self._cache.free(self._lent)  # of a step that failed before its commit
+        self._lent = self._cache.no_slots
         self._admit()
-        works = tuple(self._works(trees))
-        self._lent = [work.slots for work in works]
-        return works
+        while self._cache.num_available < len(self._running):
+            self._preempt()
+        shares = share_out(self._running, trees, self._config.step_tokens, self._cache.num_available)
+        self._lent = self._cache.take(sum(share.num_rows for share in shares))
+        ends = itertools.accumulate(share.num_rows for share in shares)
+        return tuple(
+            Work(share.sequence, self._lent[end - share.num_rows : end], share.sequence.computed, share.tree)
+            for share, end in zip(shares, ends, strict=True)
+        )
 
     def budget(self, sequence: Sequence) -> Budget:
-        """The largest tree that a sequence could use at the next step; one node while its prompt is not done."""
+        """The largest tree that a sequence could use at the next step; one node while its prompt is not done. The more
+        sequences run, the smaller their trees."""
         depth = 0 if sequence.prefilling else min(self._tree.depth, sequence.num_remaining - 1)
-        return Budget(self._tree.nodes if depth > 0 else 1, depth)
+        nodes = min(self._tree.nodes, self._config.step_rows // len(self._running))
+        return Budget(nodes, depth) if depth > 0 and nodes > 1 else Budget(1, 0)
 
     def commit(self, works: Seq[Work], accepted: Seq[Accepted | None]) -> list[Chunk]:
         """Keep the slots of accepted paths, free the rest, and emit; one chunk per sequence that drew a token."""
-        chunks = []
-        self._lent = []
-        for work, outcome in zip(works, accepted, strict=True):
-            path = outcome.path if work.tree is not None and outcome is not None else range(len(work.slots))
-            self._keep(work, np.fromiter(path, dtype=np.int64))
-            if outcome is not None:
-                chunks.append(self._emit(work, outcome))
-        return chunks
+        self._keep(works, accepted)
+        return [self._emit(work, outcome) for work, outcome in zip(works, accepted, strict=True) if outcome is not None]
 
     @property
     def running(self) -> Seq[Sequence]:
-        """Admitted sequences, in order of admission."""
+        """Admitted sequences, in order of place."""
         return self._running
 
     @property
@@ -106,58 +120,79 @@ class Scheduler:
 
     @property
     def num_free(self) -> int:
-        """Slots that no running request may come to need."""
-        return self._config.num_slots - self._promised
+        """Slots that no running request owns or shares."""
+        return self._cache.num_available
+
+    @property
+    def num_cached(self) -> int:
+        """Slots that the prefix cache owns."""
+        return self._cache.num_cached
 
     def check(self) -> None:
-        """Assert that every slot is free or owned by exactly one running sequence. Valid between steps."""
-        self._allocator.check_owners([s.slots for s in self._running] + self._lent)
-        assert self._promised == sum(self._need(s.request) for s in self._running)
-        assert set(self._by_id.values()) == {*self._running, *self._waiting}
-
-    def _need(self, request: Request) -> int:
-        return len(request.prompt_ids) + request.sampling.max_tokens + self._tree.nodes
+        """Assert that every slot is free, cached, or owned by exactly one running sequence. Valid between steps."""
+        prefixes = [s.prefix for s in self._running if s.prefix is not None]
+        assert len(prefixes) == len(self._running), "a running sequence holds no prefix"
+        self._cache.check([*(s.own_slots for s in self._running), self._lent], prefixes)
+        assert len(self._by_id) == len(self._running) + len(self._waiting)
 
     def _admit(self) -> None:
+        nodes, limit = self._tree.nodes, self._cacheable
+        reserved = sum(slots_needed(s, nodes) for s in self._running) if self._waiting else 0
         while self._waiting and len(self._running) < self._config.max_running:
-            need = self._need(self._waiting[0].request)
-            if self._promised + need > self._config.num_slots:
+            sequence = self._waiting.first
+            prefix = self._cache.find(sequence.cacheable[:limit])
+            need = slots_needed(sequence, nodes) - len(prefix)
+            if reserved + need > self._cache.num_available:
+                self._cache.release(prefix, prefix.node.used)
                 return
-            self._promised += need
-            self._running.append(self._waiting.popleft())
+            reserved += need
+            self._waiting.admit().begin(prefix)
+            insert(self._running, sequence)
 
-    def _works(self, trees: Mapping[str, DraftTree]) -> Iterator[Work]:
-        budget = self._config.step_tokens
-        for sequence in self._running:
-            if not sequence.prefilling:
-                tree = trees.get(sequence.request.id) or DraftTree.root_only(sequence.tokens[-1])
-                yield Work(sequence, self._allocator.take(len(tree)), sequence.computed, tree)
-            elif budget > 0:
-                count = min(len(sequence.tokens) - sequence.computed, budget)
-                budget -= count
-                yield Work(sequence, self._allocator.take(count), sequence.computed)
+    def _preempt(self) -> None:
+        """Queue the last in line again. What it has computed stays in the cache, until somebody needs the room."""
+        self.num_preemptions += 1
+        sequence = self._running.pop()
+        sequence.leave(self._cache, self._cacheable, self._clock())
+        sequence.start_over()
+        self._waiting.put_back(sequence)
 
-    def _keep(self, work: Work, path: Slots) -> None:
-        kept = work.slots[path]
-        rejected = np.ones(len(work.slots), dtype=np.bool_)
-        rejected[path] = False
-        self._allocator.free(work.slots[rejected])
-        work.sequence.slots = np.concatenate([work.sequence.slots, kept])
-        work.sequence.computed += len(kept)
+    def _keep(self, works: Seq[Work], accepted: Seq[Accepted | None]) -> None:
+        """Settle all slots of the step at once."""
+        rows: list[int] = []
+        ends: list[int] = []
+        start = 0
+        for work, outcome in zip(works, accepted, strict=True):
+            path = outcome.path if work.tree is not None and outcome is not None else range(len(work.slots))
+            rows += [start + row for row in path]
+            ends.append(len(rows))
+            start += len(work.slots)
+        kept = self._lent[rows]
+        rejected = np.ones(len(self._lent), dtype=np.bool_)
+        rejected[rows] = False
+        self._cache.free(self._lent[rejected])
+        self._lent = self._cache.no_slots
+        for work, first, end in zip(works, [0, *ends], ends, strict=False):
+            work.sequence.extend(kept[first:end])
 
     def _emit(self, work: Work, outcome: Accepted) -> Chunk:
         sequence, tree = work.sequence, work.tree
         if sequence.failure:
-            self._drop(sequence)
+            self._discard(sequence)
             return Chunk(sequence.request.id, finish_reason="error", message=sequence.failure)
+        if tree is None:
+            sequence.share(self._cache, self._cacheable)
+        first = sequence.num_emitted == 0
         tokens = self._trim(sequence, outcome.tokens)
         reason = self._finish_reason(sequence, tokens)
         sequence.tokens.extend(tokens)
-        foreseen = tuple(i < len(outcome.tokens) - 1 for i in range(len(tokens)))
-        step = Round(tree.num_drafted, tree.depth, sum(foreseen), tree.grown_ahead) if tree is not None else None
+        num_foreseen = min(len(tokens), len(outcome.tokens) - 1)
+        foreseen = (True,) * num_foreseen + (False,) * (len(tokens) - num_foreseen)
+        step = Round(tree.num_drafted, tree.depth, num_foreseen, tree.grown_ahead) if tree is not None else None
         if reason is not None:
             self._drop(sequence)
-        return Chunk(sequence.request.id, tokens, foreseen, step, reason)
+        num_cached = sequence.num_cached or 0 if first else 0
+        return Chunk(sequence.request.id, tokens, foreseen, step, reason, num_cached=num_cached)
 
     def _trim(self, sequence: Sequence, tokens: tuple[int, ...]) -> tuple[int, ...]:
         """Up to the first stop token, that one included; a stop comes before the length."""
@@ -176,11 +211,17 @@ class Scheduler:
         return "length" if len(tokens) == sequence.num_remaining else None
 
     def _drop(self, sequence: Sequence) -> None:
+        """Forget a request. What it has computed stays in the cache; that of a session is kept for its next turn."""
         del self._by_id[sequence.request.id]
-        if sequence in self._running:
-            self._running.remove(sequence)
-            self._promised -= self._need(sequence.request)
-            self._allocator.free(sequence.slots)
-            sequence.slots = sequence.slots[:0]
-        else:
+        if sequence.prefix is None:
             self._waiting.remove(sequence)
+            return
+        remove(self._running, sequence)
+        kept = self._config.session_seconds if sequence.request.session else 0.0
+        sequence.leave(self._cache, self._cacheable, self._clock() + kept)
+
+    def _discard(self, sequence: Sequence) -> None:
+        """Forget a request and what it has computed."""
+        del self._by_id[sequence.request.id]
+        remove(self._running, sequence)
+        sequence.discard(self._cache)

@@ -12,6 +12,8 @@ from eyas.tree import DraftTree
 NO_DRAFTER = "none"
 # Trailing metadata of Generate: mean time of the request's drafting rounds, there and back, in ms.
 ROUND_TRIP_KEY = "eyas-draft-round-trip-ms"
+# Trailing metadata of a refused call: when to try again, in ms. The name is gRPC's own, whose retry policies heed it.
+RETRY_KEY = "grpc-retry-pushback-ms"
 
 
 @dataclass(frozen=True)
@@ -53,11 +55,13 @@ class GenerateCall:
 
 @dataclass(frozen=True)
 class Totals:
-    """A finished generation in numbers. stats is None where the router has not summed them."""
+    """A finished generation in numbers. stats is None where the router has not summed them. num_cached_tokens: of the
+    prompt, those that the prefix cache spared."""
 
     num_prompt_tokens: int
     num_output_tokens: int
     stats: GenerationStats | None = None
+    num_cached_tokens: int = 0
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,8 @@ from __future__ import annotations
 import asyncio
 import inspect
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from typing import Any, NoReturn
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from typing import Any, NoReturn, cast
 
 import grpc
 import grpc.aio
@@ -28,6 +28,7 @@ from eyas.errors import (
     UnknownModel,
 )
 from eyas.rpc.channel import MAX_MESSAGE_BYTES
+from eyas.rpc.messages import RETRY_KEY
 
 log = logging.getLogger(__name__)
 
@@ -59,6 +60,8 @@ def status_error(error: grpc.RpcError) -> EyasError:
         return Unavailable(f"no answer in time: {details}")
     for kind, status in _STATUS_OF_ERROR:
         if status is code:
+            if kind is Overloaded:
+                return Overloaded(details, _retry_after(error))
             return RequestFailed(details) if kind is EyasError else kind(details)
     return RequestFailed(f"{code.name}: {details}")
 
@@ -192,12 +195,25 @@ def _guard_stream(method: StreamMethod) -> StreamMethod:
     return call
 
 
+def _hint(error: EyasError) -> tuple[tuple[str, str], ...]:
+    """Trailing metadata that tells when to try again."""
+    if not isinstance(error, Overloaded) or error.retry_after is None:
+        return ()
+    return ((RETRY_KEY, f"{error.retry_after * 1000:.0f}"),)
+
+
+def _retry_after(error: grpc.RpcError) -> float | None:
+    """What `_hint` said, in seconds."""
+    trailers = dict(cast("Iterable[tuple[str, str]]", error.trailing_metadata() or ()))
+    return int(trailers[RETRY_KEY]) / 1000 if RETRY_KEY in trailers else None
+
+
 async def _abort(error: Exception, context: Any) -> NoReturn:
     if isinstance(error, grpc.aio.AbortError):
         raise error
     for kind, status in _STATUS_OF_ERROR:
         if isinstance(error, kind):
-            await context.abort(status, str(error))
+            await context.abort(status, str(error), _hint(error))
     log.error("a call died of an internal error", exc_info=error)
     await context.abort(grpc.StatusCode.INTERNAL, "internal error")
     raise AssertionError("abort raises")

@@ -88,6 +88,7 @@ def call_to_message(call: GenerateCall) -> generation_pb2.GenerateRequest:
             sampling=sampling_to_message(request.sampling),
             drafter=call.drafter,
             emitted=request.emitted,
+            priority=request.priority,
         )
         if call.prompt_text is None:
             message.tokens.CopyFrom(types_pb2.TokenIds(ids=request.prompt_ids))
@@ -102,7 +103,14 @@ def call_from_message(message: generation_pb2.GenerateRequest) -> GenerateCall:
     """A message without a prompt gives an empty tuple of prompt ids."""
     sampling = sampling_from_message(message.sampling)
     return GenerateCall(
-        request=Request(message.request_id, tuple(message.tokens.ids), sampling, message.session_id, message.emitted),
+        request=Request(
+            message.request_id,
+            tuple(message.tokens.ids),
+            sampling,
+            message.session_id,
+            message.priority,
+            message.emitted,
+        ),
         prompt_text=message.text if message.WhichOneof("prompt") == "text" else None,
         model=message.model,
         drafter=message.drafter,
@@ -120,6 +128,7 @@ def chunk_to_message(chunk: TextChunk) -> generation_pb2.GenerateChunk:
             num_prompt_tokens=totals.num_prompt_tokens,
             num_output_tokens=totals.num_output_tokens,
             stats=stats_to_message(totals.stats) if totals.stats else None,
+            num_cached_tokens=totals.num_cached_tokens,
         )
     return generation_pb2.GenerateChunk(
         token_ids=inner.token_ids,
@@ -132,6 +141,7 @@ def chunk_to_message(chunk: TextChunk) -> generation_pb2.GenerateChunk:
         index=inner.index,
         logprobs=map(logprob_to_message, inner.logprobs),
         prompt_logprobs=map(logprob_to_message, inner.prompt_logprobs),
+        num_cached_tokens=inner.num_cached,
     )
 
 
@@ -148,11 +158,12 @@ def chunk_from_message(message: generation_pb2.GenerateChunk, request_id: str = 
         index=message.index,
         logprobs=tuple(map(logprob_from_message, message.logprobs)),
         prompt_logprobs=tuple(map(logprob_from_message, message.prompt_logprobs)),
+        num_cached=message.num_cached_tokens,
     )
     totals = None
     if finish:
         stats = stats_from_message(finish.stats) if finish.HasField("stats") else None
-        totals = Totals(finish.num_prompt_tokens, finish.num_output_tokens, stats)
+        totals = Totals(finish.num_prompt_tokens, finish.num_output_tokens, stats, finish.num_cached_tokens)
     seed = message.seed if message.HasField("seed") else None
     return TextChunk(inner, message.text, tuple(message.text_lengths), seed, totals)
 

@@ -32,6 +32,7 @@ class GenerateRequest(_message.Message):
     TOKENS_FIELD_NUMBER: _builtins.int
     SAMPLING_FIELD_NUMBER: _builtins.int
     DRAFTER_FIELD_NUMBER: _builtins.int
+    PRIORITY_FIELD_NUMBER: _builtins.int
     EMITTED_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Chosen by the client to recognise the request in logs; one is made up if empty."""
@@ -46,6 +47,8 @@ class GenerateRequest(_message.Message):
     none is available now, so that the verifier pairs it with the first fitting one that appears. The router picks the
     drafter, and ignores anything but "none".
     """
+    priority: _builtins.int
+    """0 is normal, higher is more urgent; within a priority the first comes first."""
     emitted: _builtins.int
     """How many tokens at the end of the prompt are output of this request from before it moved here."""
     @_builtins.property
@@ -66,11 +69,12 @@ class GenerateRequest(_message.Message):
         tokens: _types_pb2.TokenIds | None = ...,
         sampling: _types_pb2.SamplingParams | None = ...,
         drafter: _builtins.str = ...,
+        priority: _builtins.int = ...,
         emitted: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["prompt", b"prompt", "sampling", b"sampling", "text", b"text", "tokens", b"tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["drafter", b"drafter", "emitted", b"emitted", "model", b"model", "prompt", b"prompt", "request_id", b"request_id", "sampling", b"sampling", "session_id", b"session_id", "text", b"text", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["drafter", b"drafter", "emitted", b"emitted", "model", b"model", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "sampling", b"sampling", "session_id", b"session_id", "text", b"text", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_prompt: _TypeAlias = _typing.Literal["text", "tokens"]  # noqa: Y015
     _WhichOneofArgType_prompt: _TypeAlias = _typing.Literal["prompt", b"prompt"]  # noqa: Y015
@@ -91,6 +95,7 @@ class GenerateChunk(_message.Message):
     FINISH_FIELD_NUMBER: _builtins.int
     SEED_FIELD_NUMBER: _builtins.int
     TEXT_LENGTHS_FIELD_NUMBER: _builtins.int
+    NUM_CACHED_TOKENS_FIELD_NUMBER: _builtins.int
     INDEX_FIELD_NUMBER: _builtins.int
     LOGPROBS_FIELD_NUMBER: _builtins.int
     PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
@@ -98,6 +103,8 @@ class GenerateChunk(_message.Message):
     """New text; empty from a verifier, and while a character is incomplete."""
     seed: _builtins.int
     """The seed in use, set on the first chunk of each completion."""
+    num_cached_tokens: _builtins.int
+    """Prompt tokens that the prefix cache spared; on the chunk with the first tokens."""
     index: _builtins.int
     """Which of the n completions; each has its own first and last chunk, and they come as they are done."""
     @_builtins.property
@@ -138,13 +145,14 @@ class GenerateChunk(_message.Message):
         finish: Global___Finish | None = ...,
         seed: _builtins.int | None = ...,
         text_lengths: _abc.Iterable[_builtins.int] | None = ...,
+        num_cached_tokens: _builtins.int = ...,
         index: _builtins.int = ...,
         logprobs: _abc.Iterable[Global___TokenLogprob] | None = ...,
         prompt_logprobs: _abc.Iterable[Global___TokenLogprob] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_seed", b"_seed", "finish", b"finish", "round", b"round", "seed", b"seed"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_seed", b"_seed", "finish", b"finish", "foreseen", b"foreseen", "index", b"index", "logprobs", b"logprobs", "prompt_logprobs", b"prompt_logprobs", "round", b"round", "seed", b"seed", "text", b"text", "text_lengths", b"text_lengths", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_seed", b"_seed", "finish", b"finish", "foreseen", b"foreseen", "index", b"index", "logprobs", b"logprobs", "num_cached_tokens", b"num_cached_tokens", "prompt_logprobs", b"prompt_logprobs", "round", b"round", "seed", b"seed", "text", b"text", "text_lengths", b"text_lengths", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__seed: _TypeAlias = _typing.Literal["seed"]  # noqa: Y015
     _WhichOneofArgType__seed: _TypeAlias = _typing.Literal["_seed", b"_seed"]  # noqa: Y015
@@ -237,6 +245,7 @@ class Finish(_message.Message):
     NUM_PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
     NUM_OUTPUT_TOKENS_FIELD_NUMBER: _builtins.int
     STATS_FIELD_NUMBER: _builtins.int
+    NUM_CACHED_TOKENS_FIELD_NUMBER: _builtins.int
     reason: _builtins.str
     """"stop", "length", "cancelled" or "error"."""
     message: _builtins.str
@@ -245,6 +254,8 @@ class Finish(_message.Message):
     """Tokens of the prompt."""
     num_output_tokens: _builtins.int
     """Tokens emitted in all."""
+    num_cached_tokens: _builtins.int
+    """Prompt tokens that the prefix cache spared."""
     @_builtins.property
     def stats(self) -> Global___Stats:
         """Sums over all verify steps; set by the router."""
@@ -257,10 +268,11 @@ class Finish(_message.Message):
         num_prompt_tokens: _builtins.int = ...,
         num_output_tokens: _builtins.int = ...,
         stats: Global___Stats | None = ...,
+        num_cached_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["stats", b"stats"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["message", b"message", "num_output_tokens", b"num_output_tokens", "num_prompt_tokens", b"num_prompt_tokens", "reason", b"reason", "stats", b"stats"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["message", b"message", "num_cached_tokens", b"num_cached_tokens", "num_output_tokens", b"num_output_tokens", "num_prompt_tokens", b"num_prompt_tokens", "reason", b"reason", "stats", b"stats"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

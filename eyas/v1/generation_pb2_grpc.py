@@ -54,7 +54,7 @@ class GenerationServicer:
     def Generate(self, request, context):
         """Streams the continuation of a prompt. Cancelling the call stops the generation within one round.
         INVALID_ARGUMENT for a request that can never be served, NOT_FOUND for an unknown model, RESOURCE_EXHAUSTED when
-        there is no room now, UNAVAILABLE when no worker is alive.
+        there is no room now (trailing metadata grpc-retry-pushback-ms: when to try again), UNAVAILABLE when no worker is alive.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

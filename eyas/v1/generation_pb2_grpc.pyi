@@ -36,7 +36,7 @@ class GenerationStub:
     Generate: _grpc.UnaryStreamMultiCallable[_generation_pb2.GenerateRequest, _generation_pb2.GenerateChunk]
     """Streams the continuation of a prompt. Cancelling the call stops the generation within one round.
     INVALID_ARGUMENT for a request that can never be served, NOT_FOUND for an unknown model, RESOURCE_EXHAUSTED when
-    there is no room now, UNAVAILABLE when no worker is alive.
+    there is no room now (trailing metadata grpc-retry-pushback-ms: when to try again), UNAVAILABLE when no worker is alive.
     """
     ListModels: _grpc.UnaryUnaryMultiCallable[_generation_pb2.ListModelsRequest, _generation_pb2.ListModelsResponse]
     """Lists the models that can be asked for now."""
@@ -49,7 +49,7 @@ class GenerationAsyncStub(GenerationStub):
     Generate: _aio.UnaryStreamMultiCallable[_generation_pb2.GenerateRequest, _generation_pb2.GenerateChunk]  # type: ignore[assignment]
     """Streams the continuation of a prompt. Cancelling the call stops the generation within one round.
     INVALID_ARGUMENT for a request that can never be served, NOT_FOUND for an unknown model, RESOURCE_EXHAUSTED when
-    there is no room now, UNAVAILABLE when no worker is alive.
+    there is no room now (trailing metadata grpc-retry-pushback-ms: when to try again), UNAVAILABLE when no worker is alive.
     """
     ListModels: _aio.UnaryUnaryMultiCallable[_generation_pb2.ListModelsRequest, _generation_pb2.ListModelsResponse]  # type: ignore[assignment]
     """Lists the models that can be asked for now."""
@@ -65,7 +65,7 @@ class GenerationServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_abc.Iterator[_generation_pb2.GenerateChunk], _abc.AsyncIterator[_generation_pb2.GenerateChunk]]:
         """Streams the continuation of a prompt. Cancelling the call stops the generation within one round.
         INVALID_ARGUMENT for a request that can never be served, NOT_FOUND for an unknown model, RESOURCE_EXHAUSTED when
-        there is no room now, UNAVAILABLE when no worker is alive.
+        there is no room now (trailing metadata grpc-retry-pushback-ms: when to try again), UNAVAILABLE when no worker is alive.
         """
 
     @_abc_1.abstractmethod

@@ -19,6 +19,7 @@ class Answer:
         self._text = tokenizer.stream(asked.sampling.stop, asked.sampling.min_tokens)
         self._stats = GenerationStats()
         self._num_output_tokens = 0
+        self._num_cached = 0
         self._seed = completion.sampling.seed
 
     def add(self, chunk: Chunk) -> TextChunk:
@@ -28,6 +29,8 @@ class Answer:
         if piece.stopped:
             chunk = replace(chunk, finish_reason="stop")
         self._stats.add(chunk)
+        if not self._num_output_tokens:  # of the first verifier, should there be several
+            self._num_cached = chunk.num_cached
         self._num_output_tokens += len(chunk.token_ids)
         finished = chunk.finish_reason is not None
         rest = self._text.flush() if finished and not piece.stopped else ""
@@ -41,4 +44,4 @@ class Answer:
         )
 
     def _totals(self) -> Totals:
-        return Totals(self._num_prompt_tokens, self._num_output_tokens, self._stats)
+        return Totals(self._num_prompt_tokens, self._num_output_tokens, self._stats, self._num_cached)

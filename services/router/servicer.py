@@ -12,7 +12,7 @@ from typing import Any
 import grpc
 
 from eyas.errors import InvalidRequest, Unavailable, UnknownModel
-from eyas.limits import check_fit, check_sampling
+from eyas.limits import check_fit, check_request
 from eyas.rpc.messages import GenerateCall, ModelInfo, TextChunk
 from eyas.rpc.wire import call_from_message, chunk_to_message, models_to_message
 from eyas.text import TokenText
@@ -66,7 +66,7 @@ class RouterServicer(GenerationServicer):
     async def _prepare(self, call: GenerateCall) -> GenerateCall:
         """The call with its model, id, token ids and seed filled in. Raises InvalidRequest, UnknownModel, Unavailable."""
         model = self._model_name(call.model)
-        check_sampling(call.request.sampling)
+        check_request(call.request)
         info = self._model_info(model)
         request = replace(
             call.request,

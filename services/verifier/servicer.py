@@ -78,10 +78,11 @@ class GenerationServicer(generation_pb2_grpc.GenerationServicer):
 
 async def _addressed(request: Request, chunks: AsyncGenerator[Chunk, None]) -> AsyncGenerator[TextChunk, None]:
     """Chunks as a client receives them: the first with the seed, the last with the totals."""
-    num_output_tokens = 0
+    num_output_tokens = num_cached = 0
     seed = request.sampling.seed
     async for chunk in chunks:
         num_output_tokens += len(chunk.token_ids)
-        totals = Totals(len(request.prompt_ids), num_output_tokens) if chunk.finish_reason else None
+        num_cached += chunk.num_cached
+        totals = Totals(len(request.prompt_ids), num_output_tokens, None, num_cached) if chunk.finish_reason else None
         yield TextChunk(chunk, seed=seed, totals=totals)
         seed = None

@@ -14,7 +14,7 @@ from eyas.drafters.build import build_drafter
 from eyas.engine.build import assemble_engine
 from eyas.engine.fixed import FixedRunner
 from eyas.engine.runner import ModelRunner
-from eyas.engine.sequence import Sequence, Work
+from eyas.engine.sequence import Place, Sequence, Work
 from eyas.errors import ConfigError
 from eyas.models.heads.eagle import load_fuser
 from eyas.models.target import TargetModel, load_target
@@ -40,15 +40,16 @@ def runner_of(target: TargetModel) -> FixedRunner:
 
 def prefill(runner: ModelRunner, tokens: list[int], slots: np.ndarray, cuts: tuple[int, ...]) -> torch.Tensor:
     """Logits after the last token, prefilled in chunks."""
-    sequence = Sequence(Request("a", tuple(tokens)), list(tokens), slots[:0])
+    sequence = Sequence.start(Request("a", tuple(tokens)), Place(0.0, 0))
     for start, end in zip((0, *cuts), (*cuts, len(tokens)), strict=True):
         logits = runner.forward([Work(sequence, slots[start:end], start)])
-        sequence.slots, sequence.computed = slots[:end], end
+        sequence.extend(slots[start:end])
     return logits[-1]
 
 
 def tree_logits(runner: ModelRunner, tree: DraftTree, prefix: list[int], slots: np.ndarray) -> torch.Tensor:
-    sequence = Sequence(Request("b", tuple(prefix)), [*prefix, tree.tokens[0]], slots[: len(prefix)], len(prefix))
+    sequence = Sequence(Request("b", tuple(prefix)), Place(0.0, 0), [*prefix, tree.tokens[0]])
+    sequence.extend(slots[: len(prefix)])
     return runner.forward([Work(sequence, slots[len(prefix) : len(prefix) + len(tree)], len(prefix), tree)])
 
 

@@ -20,6 +20,10 @@ ROOMS_WITHOUT_TORCH = (
     "eyas.commit",
     "eyas.cli",
     "eyas.cache.slots",
+    "eyas.cache.radix",
+    "eyas.cache.prefix",
+    "eyas.engine.sequence",
+    "eyas.engine.admission",
     "eyas.engine.scheduler",
 )
 

@@ -16,10 +16,12 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from eyas.config import EngineConfig, RegistryConfig, ServerConfig, VerifierConfig
+from eyas.errors import EyasError, Overloaded
 from eyas.request import Request, SamplingParams
 from eyas.rpc import wire
 from eyas.rpc.channel import open_channel
 from eyas.rpc.messages import GenerateCall, TextChunk
+from eyas.rpc.server import status_error
 from eyas.v1 import generation_pb2, generation_pb2_grpc
 from services.verifier.__main__ import run
 
@@ -96,6 +98,18 @@ def test_chunks_carry_the_seed_first_and_the_totals_last() -> None:
     serving(body)
 
 
+def test_what_the_prefix_cache_spared_is_told_with_the_totals() -> None:
+    async def body(stub: generation_pb2_grpc.GenerationAsyncStub) -> None:
+        for cached in (0, len(CALL.request.prompt_ids) - 1):
+            chunks = await generate(stub, CALL)
+            totals = chunks[-1].totals
+            assert totals is not None
+            assert totals.num_cached_tokens == cached
+            assert [chunk.chunk.num_cached for chunk in chunks] == [cached] + [0] * 11
+
+    serving(body)
+
+
 def test_bad_requests_get_a_status_that_says_why() -> None:
     async def body(stub: generation_pb2_grpc.GenerationAsyncStub) -> None:
         invalid = grpc.StatusCode.INVALID_ARGUMENT
@@ -107,6 +121,7 @@ def test_bad_requests_get_a_status_that_says_why() -> None:
             (replace(CALL, request=replace(CALL.request, prompt_ids=(4096,))), invalid, "4096"),
             (changed(temperature=float("nan")), invalid, "temperature is nan"),
             (changed(max_tokens=4096), invalid, "context length 2048"),
+            (replace(CALL, request=replace(CALL.request, priority=-1)), invalid, "priority is -1"),
         ]
         for call, code, words in cases:
             found = await status_of(stub, call)
@@ -121,7 +136,9 @@ def test_what_a_client_gives_up_makes_room_for_the_next() -> None:
         long = wire.call_to_message(changed(max_tokens=1000))
         running, waiting = stub.Generate(long), stub.Generate(long)
         await running.read()
-        await until(grpc.StatusCode.RESOURCE_EXHAUSTED, stub)
+        refusal = await until(grpc.StatusCode.RESOURCE_EXHAUSTED, stub)
+        assert isinstance(refusal, Overloaded)
+        assert 0.1 <= (refusal.retry_after or 0) <= 60
         running.cancel()
         await waiting.read()
         waiting.cancel()
@@ -146,11 +163,11 @@ def test_sigterm_lets_streams_finish_and_refuses_new_ones() -> None:
     serving(body, stop=lambda: None)
 
 
-async def until(code: grpc.StatusCode, stub: generation_pb2_grpc.GenerationAsyncStub) -> None:
-    """Knock until the service refuses with `code`."""
-    found = None
-    while found is not code:
+async def until(code: grpc.StatusCode, stub: generation_pb2_grpc.GenerationAsyncStub) -> EyasError:
+    """Knock until the service refuses with `code`; gives its error."""
+    while True:
         try:
             await stub.Generate(wire.call_to_message(changed(max_tokens=1)), timeout=0.1).read()
         except grpc.aio.AioRpcError as error:
-            found = error.code()
+            if error.code() is code:
+                return status_error(error)

@@ -51,6 +51,14 @@ def test_token_ids_and_text_mean_the_same(plain: LLM) -> None:
     assert plain.generate(np.array(by_text[0].prompt_token_ids), GREEDY)[0].token_ids == by_text[0].token_ids
 
 
+def test_a_result_tells_what_the_prefix_cache_spared(speculative: LLM) -> None:
+    first = speculative.generate("import sys\n\nclass Tree:", GREEDY)[0]
+    turn = [*first.prompt_token_ids, *first.token_ids, 282]
+    second = speculative.generate([turn], GREEDY)[0]
+    assert second.num_cached_tokens == len(turn) - 2, "the last token emitted had no KV yet"
+    assert speculative.generate([turn], GREEDY)[0].token_ids == second.token_ids
+
+
 def test_the_seed_of_a_result_repeats_it(plain: LLM) -> None:
     first = plain.generate(PROMPTS[0], SamplingParams(max_tokens=8))[0]
     assert plain.generate(PROMPTS[0], SamplingParams(max_tokens=8, seed=first.seed))[0].token_ids == first.token_ids

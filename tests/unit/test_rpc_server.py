@@ -93,6 +93,19 @@ def test_an_error_crosses_the_wire_with_its_kind_and_message(raised: EyasError, 
     with_server(check, raised)
 
 
+@pytest.mark.parametrize("seconds", [None, 1.25])
+def test_an_overloaded_service_says_when_to_try_again(seconds: float | None) -> None:
+    async def check(server: RpcServer, address: str, channel: grpc.aio.Channel) -> None:
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await draft_pb2_grpc.DraftStub(channel).Describe(draft_pb2.DescribeRequest())
+        assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        error = status_error(caught.value)
+        assert isinstance(error, Overloaded)
+        assert error.retry_after == seconds
+
+    with_server(check, Overloaded("full", seconds))
+
+
 def test_an_unforeseen_error_tells_the_log_and_not_the_client(caplog: pytest.LogCaptureFixture) -> None:
     async def check(server: RpcServer, address: str, channel: grpc.aio.Channel) -> None:
         with pytest.raises(grpc.aio.AioRpcError) as caught:

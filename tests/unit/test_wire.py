@@ -60,10 +60,10 @@ refusals = st.builds(Refusal, names, counts, counts)
 @st.composite
 def text_chunks(draw: st.DrawFn) -> TextChunk:
     reason = draw(st.sampled_from([None, "stop", "length", "cancelled", "error"]))
-    totals = draw(st.builds(Totals, counts, counts, st.none() | stats)) if reason else None
+    totals = draw(st.builds(Totals, counts, counts, st.none() | stats, counts)) if reason else None
     message = draw(names) if reason else ""
     foreseen = draw(st.lists(st.booleans(), max_size=5).map(tuple))
-    told = (draw(counts), draw(logprobs), draw(logprobs))
+    told = (draw(counts), draw(logprobs), draw(logprobs), draw(counts))
     chunk = Chunk("id", draw(ids), foreseen, draw(st.none() | rounds), reason, message, *told)  # type: ignore[arg-type]
     return TextChunk(chunk, draw(names), draw(ids), draw(st.none() | seeds), totals)
 

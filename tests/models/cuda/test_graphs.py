@@ -122,7 +122,7 @@ def test_the_engine_says_the_same_through_padded_passes(folder: str, temperature
     pools = SlotPools(NUM_SLOTS, target.kv_shapes, 0, target.dtype, target.device)
     runner = ModelRunner(target, pools, None, make_runner(target, pools))
     scheduler = Scheduler(EngineConfig(num_slots=NUM_SLOTS, step_tokens=8), TreeConfig(9, 4, 4), frozenset())
-    engine = Engine(scheduler, Drafting(RandomDrafter(48), runner), runner, 256)
+    engine = Engine(scheduler, Drafting(RandomDrafter(48), runner, "match"), runner, 256)
     params = SamplingParams(max_tokens=5, temperature=temperature, ignore_eos=True)
     requests = [Request(f"{n}", tuple(range(3, 3 + n)), replace(params, seed=n)) for n in (1, 11)]
     for request in requests:

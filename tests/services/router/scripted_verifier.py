@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import grpc
@@ -81,7 +81,8 @@ class ScriptedVerifier(GenerationServicer):
                 await context.abort(self._script.status, "out of breath")
             if number == self._script.falls_silent_after:
                 await asyncio.sleep(600)
-            await context.write(chunk_to_message(TextChunk(self._chunk(at, min(at + CHUNK_TOKENS, last), last))))
+            chunk = replace(self._chunk(at, min(at + CHUNK_TOKENS, last), last), num_cached=0 if number else first - 1)
+            await context.write(chunk_to_message(TextChunk(chunk)))
             await asyncio.sleep(0.002)
         context.set_trailing_metadata(((ROUND_TRIP_KEY, "0.5"),))
 

@@ -56,6 +56,7 @@ def test_text_goes_in_and_text_with_totals_comes_out(url: str) -> None:
         assert totals is not None
         assert totals.stats is not None
         assert (totals.num_prompt_tokens, totals.num_output_tokens) == (len(PROMPT), len(REST))
+        assert totals.num_cached_tokens == len(PROMPT) - 1
         assert totals.stats.num_emitted == len(REST)
         assert totals.stats.num_rounds == len(chunks)
 

@@ -1,0 +1,135 @@
+"""A cached prefix is as good as a computed one: the same tokens, the same features, the same draft trees."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+import torch
+
+from eyas.drafters.base import Draft, DraftContext, DrafterNeeds, LocalDrafter
+from eyas.engine.engine import Engine
+from eyas.request import Request, SamplingParams
+from tests import reference
+from tests.engine.test_equality import GREEDY, PARAMS, make_drafter, make_engine, prompts, run, tokens_of
+
+SHARED = prompts(1, seed=9)[0]
+
+
+class RecordingDrafter(LocalDrafter):
+    """Keeps what it is told and what it answers."""
+
+    def __init__(self, drafter: LocalDrafter) -> None:
+        self._drafter = drafter
+        self.contexts: list[DraftContext] = []
+        self.drafts: list[Draft] = []
+
+    @property
+    def needs(self) -> DrafterNeeds:
+        return self._drafter.needs
+
+    def propose(self, contexts: Sequence[DraftContext]) -> list[Draft]:
+        drafts = self._drafter.propose(contexts)
+        self.contexts += contexts
+        self.drafts += drafts
+        return drafts
+
+    def release(self, sessions: Sequence[str]) -> None:
+        self._drafter.release(sessions)
+
+
+def num_cached(chunks: Sequence[object]) -> int:
+    return sum(chunk.num_cached for chunk in chunks)  # type: ignore[attr-defined]
+
+
+def family(count: int, sampling: SamplingParams) -> list[Request]:
+    """Requests whose prompts begin alike."""
+    tails = prompts(count, seed=4)
+    return [
+        Request(f"r{i}", (*SHARED, *tail[: 3 * i]), replace(sampling, seed=i, max_tokens=20)) for i, tail in enumerate(tails)
+    ]
+
+
+@pytest.mark.parametrize("kind", PARAMS)
+@pytest.mark.parametrize("name", ["eagle3", "random", "none"])
+def test_requests_with_a_cached_prefix_equal_the_plain_loop(name: str, kind: str, tiny_target: str, tiny_head: str) -> None:
+    engine = make_engine(make_drafter(name, tiny_target, tiny_head), tiny_target, tiny_head, step_tokens=7)
+    first, second, *others = family(6, PARAMS[kind])
+    chunks = run(engine, {0: [first]})
+    chunks |= run(engine, {0: [second, *others[:2]], 3: others[2:]})
+    for request in (first, second, *others):
+        assert tokens_of(chunks[request.id]) == reference.generate(tiny_target, list(request.prompt_ids), request.sampling)
+    assert num_cached(chunks[first.id]) == 0
+    assert all(num_cached(chunks[r.id]) >= len(SHARED) - 1 for r in (second, *others))
+
+
+@pytest.mark.parametrize("name", ["eagle3", "none"])
+def test_turns_of_a_conversation_equal_the_plain_loop(name: str, tiny_target: str, tiny_head: str) -> None:
+    engine = make_engine(make_drafter(name, tiny_target, tiny_head), tiny_target, tiny_head)
+    history: list[int] = []
+    for turn in range(4):
+        prompt = [*history, *prompts(1, seed=turn)[0][:12]]
+        request = Request(f"{turn}", tuple(prompt), replace(PARAMS["sampled"], seed=turn, max_tokens=15), session="s")
+        chunks = run(engine, {0: [request]})[request.id]
+        assert tokens_of(chunks) == reference.generate(tiny_target, prompt, request.sampling)
+        assert num_cached(chunks) == max(len(history) - 1, 0)
+        history = [*prompt, *tokens_of(chunks)]
+
+
+def test_a_drafter_is_told_of_a_cached_prefix_what_it_is_told_of_a_computed_one(tiny_target: str, tiny_head: str) -> None:
+    request = family(3, GREEDY)[2]
+    recorded: list[RecordingDrafter] = []
+    for before in ([], [family(1, GREEDY)[0]], [request]):
+        recorder = RecordingDrafter(make_drafter("eagle3", tiny_target, tiny_head))  # type: ignore[arg-type]
+        engine = make_engine(recorder, tiny_target, tiny_head, step_tokens=7)
+        run(engine, {0: [replace(r, id="before") for r in before]} if before else {})
+        recorder.contexts.clear()
+        recorder.drafts.clear()
+        chunks = run(engine, {0: [request]})[request.id]
+        assert (num_cached(chunks) > 0) == bool(before)
+        recorded.append(recorder)
+    cold, *warm = map(told, recorded)
+    assert all(trees == cold[0] for trees, _ in warm)
+    for _, features in warm:
+        torch.testing.assert_close(features, cold[1], rtol=1e-4, atol=1e-5)
+
+
+def told(recorder: RecordingDrafter) -> tuple[list[Draft], torch.Tensor]:
+    """The trees of a request, and all features in order; every position exactly once."""
+    base = 0
+    for context in recorder.contexts:
+        assert (context.epoch, context.base) == (0, base)
+        base = context.committed
+    features = torch.cat([c.features for c in recorder.contexts if c.features is not None])
+    assert len(features) == base - 1
+    trees = [
+        replace(d, log_probs=()) for d, c in zip(recorder.drafts, recorder.contexts, strict=True) if c.budget.wants_tree
+    ]  # type: ignore[type-var]
+    return trees, features  # type: ignore[return-value]
+
+
+def test_rejected_rows_never_enter_the_cache(tiny_target: str, tiny_head: str) -> None:
+    used = make_engine(make_drafter("random", tiny_target, tiny_head), tiny_target, tiny_head)
+    request = Request("a", tuple(SHARED), replace(GREEDY, seed=0, max_tokens=30))
+    tokens = [*SHARED, *tokens_of(run(used, {0: [request]})["a"])]
+    fresh = make_engine(None, tiny_target, tiny_head)
+    run(fresh, {0: [Request("a", tuple(tokens), replace(GREEDY, seed=0, max_tokens=1))]})
+    for pools in zip(*(contents(engine, tokens[:-1]) for engine in (used, fresh)), strict=True):
+        torch.testing.assert_close(*pools, rtol=1e-4, atol=1e-5)
+
+
+def contents(engine: Engine, tokens: list[int]) -> list[torch.Tensor]:
+    """Keys, values and features that the cache holds for tokens, all of which it must know."""
+    cache, pools = engine._scheduler._cache, engine._runner._pools
+    prefix = cache.find(torch.tensor(tokens).numpy())
+    assert len(prefix) == len(tokens)
+    cache.release(prefix, 0.0)
+    return [pool[prefix.slots] for pool in (*pools.keys, *pools.values, pools.features)]
+
+
+def test_a_request_that_failed_leaves_nothing_of_its_own_in_the_cache(tiny_target: str, tiny_head: str) -> None:
+    engine = make_engine(None, tiny_target, tiny_head)
+    with torch.no_grad():
+        engine._runner.target.model.get_input_embeddings().weight[47] = float("nan")
+    chunks = run(engine, {0: [Request("bad", (47, 5, 6), replace(GREEDY, seed=0))]})
+    assert chunks["bad"][-1].finish_reason == "error"
+    assert (engine._scheduler.num_cached, engine.load.free_slots) == (0, 1024)

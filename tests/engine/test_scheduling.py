@@ -1,0 +1,61 @@
+"""What the scheduler does to a request is invisible in its tokens: chunks, preemption, priorities, small trees."""
+
+from dataclasses import replace
+
+import pytest
+
+from eyas.request import Request
+from tests import reference
+from tests.engine.test_equality import PARAMS, make_drafter, make_engine, prompts, run, tokens_of
+
+
+@pytest.mark.parametrize("kind", PARAMS)
+@pytest.mark.parametrize("name", ["eagle3", "random", "dying", "none"])
+def test_preempted_requests_equal_the_plain_loop(name: str, kind: str, tiny_target: str, tiny_head: str) -> None:
+    engine = make_engine(
+        make_drafter(name, tiny_target, tiny_head), tiny_target, tiny_head, num_slots=100, step_tokens=9, max_running=5
+    )
+    requests = [
+        Request(f"r{i}", tuple(prompt), replace(PARAMS[kind], seed=50 + i, max_tokens=45), priority=i % 3)
+        for i, prompt in enumerate(prompts(6, seed=3))
+    ]
+    chunks = run(engine, {0: requests[:2], 2: requests[2:5], 9: requests[5:]})
+    for request in requests:
+        assert tokens_of(chunks[request.id]) == reference.generate(tiny_target, list(request.prompt_ids), request.sampling)
+    assert engine._scheduler.num_preemptions > 0 or kind == "stopping"
+    assert engine.load.free_slots == 100
+
+
+@pytest.mark.parametrize("limits", [{"step_tokens": 1}, {"step_tokens": 3, "step_rows": 9}, {"prefix_cache": False}])
+@pytest.mark.parametrize("name", ["eagle3", "random"])
+def test_limits_of_a_step_do_not_show(name: str, limits: dict[str, int], tiny_target: str, tiny_head: str) -> None:
+    engine = make_engine(make_drafter(name, tiny_target, tiny_head), tiny_target, tiny_head, **limits)
+    requests = [
+        Request(f"r{i}", tuple(prompt), replace(PARAMS["sampled"], seed=i, max_tokens=12))
+        for i, prompt in enumerate(prompts(4, seed=6))
+    ]
+    chunks = run(engine, {0: requests[:3], 4: requests[3:]})
+    for request in requests:
+        assert tokens_of(chunks[request.id]) == reference.generate(tiny_target, list(request.prompt_ids), request.sampling)
+
+
+def test_a_preempted_request_drafts_again(tiny_target: str, tiny_head: str) -> None:
+    engine = make_engine(make_drafter("eagle3", tiny_target, tiny_head), tiny_target, tiny_head, num_slots=80)
+    requests = [Request(f"r{i}", (i + 3, 5, 6), replace(PARAMS["greedy"], seed=0, max_tokens=60)) for i in range(2)]
+    chunks = run(engine, {0: requests})
+    assert engine._scheduler.num_preemptions > 0
+    last = [chunk.round for chunk in chunks["r1"] if chunk.round][-12:]
+    assert sum(r.drafted > 0 for r in last if r) > 6
+
+
+def test_a_request_cancelled_while_its_drafter_is_asked_is_forgotten_there_too(tiny_target: str, tiny_head: str) -> None:
+    drafter = make_drafter("eagle3", tiny_target, tiny_head)
+    engine = make_engine(drafter, tiny_target, tiny_head)
+    for steps in (1, 2, 3):
+        engine.submit(Request("a", (5, 6, 7), replace(PARAMS["greedy"], seed=0)))
+        for _ in range(steps):
+            engine.step()
+        engine.cancel("a")
+        engine.step()
+        assert not engine.has_work
+        assert drafter.num_free_slots == 4096  # type: ignore[union-attr]

@@ -1,0 +1,49 @@
+"""How many slots an engine gets when nobody says."""
+
+import logging
+
+import pytest
+import torch
+
+from eyas.cache import kv
+from eyas.cache.kv import SlotPools, bytes_per_slot, slots_that_fit
+from eyas.config import EngineConfig, TreeConfig
+from eyas.engine.build import assemble_engine
+from eyas.errors import ConfigError
+from eyas.models.target import load_target
+
+CPU = torch.device("cpu")
+SHAPES = [(2, 8), (2, 8), (4, 16)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_slot_costs_what_its_pools_take(dtype: torch.dtype) -> None:
+    pools = SlotPools(10, SHAPES, 24, dtype, CPU)
+    assert 11 * bytes_per_slot(SHAPES, 24, dtype) == sum(
+        pool.numel() * pool.element_size() for pool in (*pools.keys, *pools.values, pools.features)
+    )
+
+
+def test_slots_take_their_fraction_of_what_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kv, "_free_ram", lambda: 2**20)
+    assert slots_that_fit(1024, 0.5, CPU) == 512
+    with pytest.raises(ConfigError, match="no room for the KV cache"):
+        slots_that_fit(2**20, 0.5, CPU)
+
+
+def test_a_cpu_gives_no_more_than_is_of_use() -> None:
+    assert slots_that_fit(1, 1.0, CPU) == kv.MOST_SLOTS_ON_CPU
+
+
+def test_an_engine_counts_its_slots_and_says_so(tiny_target: str, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO):
+        engine = assemble_engine(load_target(tiny_target), None, EngineConfig(), TreeConfig(), None)
+    assert engine.load.free_slots == kv.MOST_SLOTS_ON_CPU
+    assert f"KV cache: {kv.MOST_SLOTS_ON_CPU} tokens" in caplog.text
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_gpu_gives_its_fraction_of_what_is_free() -> None:
+    device = torch.device("cuda")
+    free = torch.cuda.mem_get_info(device)[0]
+    assert slots_that_fit(2**20, 0.5, device) == pytest.approx(free / 2**21, rel=0.05)

@@ -1,0 +1,12 @@
+"""The soak in small; `make soak` runs it in full."""
+
+from tests.scheduling.soak import MOST_GROWTH, soak
+
+
+def test_many_requests_with_cancellations_leave_no_slot_owned_and_no_memory_taken(tiny_target: str, tiny_head: str) -> None:
+    found = soak(300, tiny_target, tiny_head)
+    assert found.num_finished + found.num_cancelled == 300
+    assert found.num_cancelled > 10
+    assert found.num_preemptions > 0
+    assert found.num_owned == found.num_draft_slots == 0
+    assert found.growth <= MOST_GROWTH

@@ -1,0 +1,109 @@
+"""An engine without a model: every slot remembers the whole path of tokens that it was computed for.
+
+The next token is a function of the path, so that the right output is known; what a slot holds shows at once when it is read
+for another path.
+"""
+
+import random
+import zlib
+from collections.abc import Sequence
+
+from eyas.config import EngineConfig, TreeConfig
+from eyas.engine.acceptance.match import Accepted, accept
+from eyas.engine.scheduler import Scheduler
+from eyas.engine.sequence import Work
+from eyas.request import Chunk, Request, SamplingParams
+from eyas.tree import DraftTree
+
+VOCAB = 3
+TREE = TreeConfig(nodes=6, depth=3, width=2)
+
+
+def next_token(path: Sequence[int]) -> int:
+    return zlib.crc32(bytes(path)) % VOCAB
+
+
+def generate(request: Request) -> list[int]:
+    """What a request must get."""
+    tokens = list(request.prompt_ids)
+    for _ in range(request.sampling.max_tokens):
+        tokens.append(next_token(tokens))
+    return tokens[len(request.prompt_ids) :]
+
+
+class Clock:
+    """Time that passes when told to."""
+
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class ToyEngine:
+    """Steps a real scheduler with random trees, and checks every slot that is read."""
+
+    def __init__(self, seed: int = 0, tree: TreeConfig = TREE, **limits: float) -> None:
+        self.clock = Clock()
+        config = EngineConfig(**{"num_slots": 48, "step_tokens": 8, "max_running": 4, **limits})  # type: ignore[arg-type]
+        self.scheduler = Scheduler(config, tree, frozenset(), self.clock)
+        self.chunks: dict[str, list[Chunk]] = {}
+        self.num_rows = 0
+        self._slots: dict[int, tuple[int, ...]] = {}
+        self._random = random.Random(seed)
+
+    def submit(self, name: str, prompt: Sequence[int], max_tokens: int, session: str = "", priority: int = 0) -> Request:
+        sampling = SamplingParams(max_tokens, temperature=0, seed=0)
+        request = Request(name, tuple(prompt), sampling, session, priority)
+        self.scheduler.add(request)
+        return request
+
+    def step(self) -> None:
+        """One step, after which everything is whole."""
+        trees = {s.request.id: self._tree(s.tokens[-1], *vars(self.scheduler.budget(s)).values()) for s in self._decoding()}
+        chunks = self.scheduler.reap()
+        works = self.scheduler.schedule(trees)
+        self.num_rows = sum(len(work.slots) for work in works)
+        chunks += self.scheduler.commit(works, [self._forward(work) for work in works])
+        for chunk in chunks:
+            self.chunks.setdefault(chunk.request_id, []).append(chunk)
+        self.scheduler.check()
+
+    def run(self) -> None:
+        while self.scheduler.has_work:
+            self.step()
+
+    def output(self, name: str) -> list[int]:
+        return [token for chunk in self.chunks[name] for token in chunk.token_ids]
+
+    def num_cached(self, name: str) -> int:
+        return sum(chunk.num_cached for chunk in self.chunks[name])
+
+    def _decoding(self) -> list:  # type: ignore[type-arg]
+        return [s for s in self.scheduler.running if not s.prefilling]
+
+    def _tree(self, root: int, max_nodes: int, max_depth: int) -> DraftTree:
+        tokens, parents, depths = [root], [0], [0]
+        for _ in range(self._random.randrange(max_nodes)):
+            parent = self._random.randrange(len(tokens))
+            if depths[parent] < max_depth:
+                tokens.append(self._random.randrange(VOCAB))
+                parents.append(parent)
+                depths.append(depths[parent] + 1)
+        return DraftTree(tuple(tokens), tuple(parents), (0.0,) * len(tokens))
+
+    def _forward(self, work: Work) -> Accepted | None:
+        tokens, tree = work.sequence.tokens, work.tree
+        read = [self._slots[slot] for slot in work.sequence.slots.tolist()]
+        assert read == [tuple(tokens[: i + 1]) for i in range(work.first)], (
+            "a slot holds another token than its owner thinks"
+        )
+        if tree is None:
+            paths = [tuple(tokens[: work.first + i + 1]) for i in range(len(work.slots))]
+        else:
+            paths = [(*tokens[: work.first], *(tree.tokens[n] for n in tree.path(i))) for i in range(len(tree))]
+        self._slots.update(zip(work.slots.tolist(), paths, strict=True))
+        if not work.emits:
+            return None
+        samples = [next_token(path) for path in paths]
+        return accept(tree or DraftTree.root_only(tokens[-1]), samples if tree else samples[-1:])
