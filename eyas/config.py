@@ -40,6 +40,7 @@ class EngineConfig:
     max_running: most sequences in a step. max_waiting: most requests in the queue.
     step_tokens: most prompt tokens that one step prefills.
     context_length: most tokens of prompt and output together; 0 takes the model's own limit.
+    tensor_parallel: processes that share the target's weights and KV cache; it must divide the model's heads.
     """
 
     num_slots: int = 16384
@@ -47,9 +48,11 @@ class EngineConfig:
     max_waiting: int = 1024
     step_tokens: int = 512
     context_length: int = 0
+    tensor_parallel: int = 1
 
     def __post_init__(self) -> None:
         _at_least(1, num_slots=self.num_slots, max_running=self.max_running, step_tokens=self.step_tokens)
+        _at_least(1, tensor_parallel=self.tensor_parallel)
         _at_least(0, max_waiting=self.max_waiting, context_length=self.context_length)
 
 

@@ -13,20 +13,30 @@ from eyas.cache.slots import Slots
 from eyas.engine.sequence import Work
 from eyas.models.heads.eagle import FeatureFuser
 from eyas.models.inputs import Segment, pack
+from eyas.models.parallel.ranks import Alone, Ranks
 from eyas.models.target import TargetModel
 
 
 class ModelRunner:
-    """Owns the target, its slot pools and the part of the draft head that runs beside it."""
+    """Owns the target, its slot pools and the part of the draft head that runs beside it. ranks: who else computes."""
 
-    def __init__(self, target: TargetModel, pools: SlotPools, fuser: FeatureFuser | None) -> None:
+    def __init__(
+        self, target: TargetModel, pools: SlotPools, fuser: FeatureFuser | None, ranks: Ranks | None = None
+    ) -> None:
         self.target = target
         self._pools = pools
         self._fuser = fuser
+        self._ranks = ranks or Alone()
 
     def forward(self, works: Seq[Work]) -> Tensor:
         """Logits float32 of every tree node and of the last row of every finished prompt, in order; [N, V]."""
-        packed = pack([_segment(work) for work in works], self.target.device)
+        segments = [_segment(work) for work in works]
+        with self._ranks.forward(segments):
+            return self.run(segments)
+
+    def run(self, segments: Seq[Segment]) -> Tensor:
+        """The forward pass itself, the same on every rank: logits float32 [N, V] of the wanted rows."""
+        packed = pack(segments, self.target.device)
         out = self.target.forward(packed, self._pools)
         if self._fuser is not None and out.taps is not None:
             with torch.inference_mode():

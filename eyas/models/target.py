@@ -15,8 +15,9 @@ from torch import Tensor, nn
 
 from eyas.errors import CheckpointError
 from eyas.models.attention import ATTENTION_NAME, KVPools, register_attention
-from eyas.models.checkpoint import check_device, resolve
+from eyas.models.checkpoint import check_device, read_config, resolve
 from eyas.models.inputs import PackedInputs, Segment, pack
+from eyas.models.parallel.shard import Share, shard, splits_heads
 
 
 @dataclass(frozen=True)
@@ -31,12 +32,13 @@ class TargetModel:
     """Any causal LM of transformers, run over packed rows.
 
     taps: layer ids whose *input* is collected (the reference convention of EAGLE-3); the id behind the last layer means
-    the state before the final norm.
+    the state before the final norm. num_ranks: processes that hold a share of the model each.
     """
 
-    def __init__(self, model: Any, taps: Sequence[int] = ()) -> None:
+    def __init__(self, model: Any, taps: Sequence[int] = (), num_ranks: int = 1) -> None:
         self.model: nn.Module = model.eval()
         self.config: Any = model.config.get_text_config()
+        self._num_kv_ranks = num_ranks if splits_heads(model) else 1
         self._tapped: dict[int, Tensor] = {}
         self._taps = tuple(taps)
         decoder: Any = model.get_decoder()
@@ -85,12 +87,11 @@ class TargetModel:
 
     @property
     def kv_shapes(self) -> list[tuple[int, int]]:
-        """(key-value heads, head width) of every layer."""
+        """(key-value heads, head width) of every layer; the heads of this rank."""
         heads = int(self.config.num_attention_heads)
         width = int(getattr(self.config, "head_dim", None) or self.config.hidden_size // heads)
-        return [(int(getattr(self.config, "num_key_value_heads", None) or heads), width)] * int(
-            self.config.num_hidden_layers
-        )
+        kv_heads = int(getattr(self.config, "num_key_value_heads", None) or heads) // self._num_kv_ranks
+        return [(kv_heads, width)] * int(self.config.num_hidden_layers)
 
     @property
     def eos_ids(self) -> frozenset[int]:
@@ -100,8 +101,17 @@ class TargetModel:
         return frozenset(found if isinstance(found, list) else [found] if found is not None else [])
 
 
-def load_target(path_or_id: str, dtype: str = "float32", device: str = "cpu", taps: Sequence[int] = ()) -> TargetModel:
-    """Load a causal LM from a folder or hub id. Raises CheckpointError when transformers cannot load it whole."""
+def load_target(
+    path_or_id: str,
+    dtype: str = "float32",
+    device: str = "cpu",
+    taps: Sequence[int] = (),
+    share: Share | None = None,
+) -> TargetModel:
+    """Load a causal LM from a folder or hub id. Raises CheckpointError when transformers cannot load it whole.
+
+    share: this process's part of it, if other ranks hold the rest; all ranks must load at the same time.
+    """
     from transformers import AutoModelForCausalLM
 
     register_attention()
@@ -119,10 +129,25 @@ def load_target(path_or_id: str, dtype: str = "float32", device: str = "cpu", ta
             f"{path_or_id!r} lacks tensors that its config asks for: {sorted(report['missing_keys'])} "
             f"{sorted(report['mismatched_keys'])}"
         )
-    target = TargetModel(model.to(torch.device(device)), taps)
+    if share is not None:
+        shard(model, share)
+    target = TargetModel(model.to(torch.device(device)), taps, share.size if share else 1)
     _check_rope(target.config)
     _check_attention(target)
     return target
+
+
+def check_heads(path_or_id: str, num_ranks: int) -> None:
+    """Raises CheckpointError unless the ranks can share the heads of a target evenly."""
+    config = read_config(resolve(path_or_id))
+    config = config.get("text_config", config)
+    heads = int(config.get("num_attention_heads", num_ranks))
+    kv_heads = int(config.get("num_key_value_heads", heads))
+    if heads % num_ranks or kv_heads % num_ranks:
+        raise CheckpointError(
+            f"{num_ranks} ranks cannot share {heads} attention heads over {kv_heads} key-value heads evenly; "
+            f"engine.tensor_parallel must divide both"
+        )
 
 
 @dataclass(frozen=True)
