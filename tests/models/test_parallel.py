@@ -1,6 +1,7 @@
 """Several processes that share a target say what one says, and one that dies is noticed by the others."""
 
 import multiprocessing
+import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -20,10 +21,11 @@ from eyas.drafters.build import build_drafter
 from eyas.engine.build import assemble_engine, gather_ranks
 from eyas.engine.engine import Engine
 from eyas.errors import CheckpointError, ConfigError, Unavailable
+from eyas.llm import LLM
 from eyas.models.heads.eagle import FeatureFuser, load_fuser
 from eyas.models.inputs import Segment, pack
 from eyas.models.parallel.orders import Allot, Forward, Stop, order_from_bytes, order_to_bytes
-from eyas.models.parallel.ranks import Alone, Place, Ranks
+from eyas.models.parallel.ranks import Alone, Leader, Place, Ranks
 from eyas.models.parallel.shard import Share, shard
 from eyas.models.target import TargetModel, load_target
 from eyas.request import Request, SamplingParams
@@ -150,12 +152,28 @@ def test_a_step_that_rank_0_does_not_finish_loses_the_ranks(target: str, head: s
     with shared(2, target, head) as parts:
         reasons: SimpleQueue[str] = SimpleQueue()
         parts.ranks.allot(16)
-        with pytest.raises(ZeroDivisionError), parts.ranks.forward([]):
+        segment = Segment(np.arange(5), np.arange(5), np.arange(5), np.arange(0), None, np.arange(1))
+        with pytest.raises(ZeroDivisionError), parts.ranks.forward([segment]):
             raise ZeroDivisionError
         parts.ranks.watch(reasons.put)
         assert "out of step" in reasons.get(timeout=30)
         with pytest.raises(Unavailable, match="out of step"):
             parts.ranks.allot(16)
+        (process,) = multiprocessing.active_children()
+        assert isinstance(parts.ranks, Leader)
+        parts.ranks._links[1].close()
+        process.join(60)
+        assert process.exitcode == -signal.SIGALRM, "a rank that is caught in a sum does not outlive its link"
+
+
+def test_an_llm_over_two_processes_says_what_one_says() -> None:
+    results = []
+    for size in (1, 2):
+        config = EngineConfig(num_slots=512, tensor_parallel=size)
+        llm = LLM("models/demo/target", "models/demo/eagle3", engine=config)
+        results.append(llm.generate(["def main():", "import "], SamplingParams(24, 0.8, seed=5)))
+        llm.close()
+    assert [r.token_ids for r in results[0]] == [r.token_ids for r in results[1]]
 
 
 def test_ranks_that_cannot_share_the_heads_are_refused(target: str, tiny_target: str) -> None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import multiprocessing
+import select
 import signal
 import socket
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
@@ -24,6 +26,7 @@ from eyas.models.parallel.ranks import Leader, Place
 
 # How long ranks wait for one another at the start: pods of a group may start minutes apart.
 _START_SECONDS = 600.0
+_END_SECONDS = 5
 _PORT_KEY = "eyas/orders"
 
 
@@ -48,7 +51,7 @@ def lead(place: Place, work: Callable[[Place], None]) -> Leader:
 
 
 class Follower:
-    """A rank other than 0, joined to it. Raises Unavailable when rank 0 is not to be found."""
+    """A rank other than 0, joined to it; it has its process for itself. Raises Unavailable when rank 0 is not to be found."""
 
     def __init__(self, place: Place) -> None:
         try:
@@ -59,6 +62,7 @@ class Follower:
             _join_group(place, store)
         except (OSError, RuntimeError) as error:
             raise Unavailable(f"rank {place.rank} finds no rank 0 at {place.address}:{place.port}: {error}") from error
+        threading.Thread(target=_outlive, args=(self._link.fileno(),), name="rank 0", daemon=True).start()
 
     def orders(self) -> Iterator[Allot | Forward]:
         """What rank 0 wants, until it wants no more. Raises Unavailable when rank 0 is gone."""
@@ -72,6 +76,15 @@ class Follower:
             return order_from_bytes(self._link.recv_bytes())
         except (EOFError, OSError) as error:
             raise Unavailable("rank 0 is gone") from error
+
+
+def _outlive(link: int) -> None:
+    """Wait until the other side of a link is gone, and have the system end this process soon after: a sum that waits for
+    the dead may never return. Who is told to stop is gone by then."""
+    poll = select.poll()
+    poll.register(link, select.POLLRDHUP)
+    poll.poll()
+    signal.alarm(_END_SECONDS)
 
 
 def _store(place: Place) -> TCPStore:
