@@ -2,6 +2,7 @@
 
 import multiprocessing
 import signal
+import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -161,7 +162,8 @@ def test_a_step_that_rank_0_does_not_finish_loses_the_ranks(target: str, head: s
             parts.ranks.allot(16)
         (process,) = multiprocessing.active_children()
         assert isinstance(parts.ranks, Leader)
-        parts.ranks._links[1].close()
+        with socket.fromfd(parts.ranks._links[1].fileno(), socket.AF_INET, socket.SOCK_STREAM) as link:
+            link.shutdown(socket.SHUT_RDWR)
         process.join(60)
         assert process.exitcode == -signal.SIGALRM, "a rank that is caught in a sum does not outlive its link"
 

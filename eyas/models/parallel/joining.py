@@ -51,7 +51,7 @@ def lead(place: Place, work: Callable[[Place], None]) -> Leader:
 
 
 class Follower:
-    """A rank other than 0, joined to it; it has its process for itself. Raises Unavailable when rank 0 is not to be found."""
+    """A rank other than 0, joined to it, with its process to itself. Raises Unavailable when rank 0 is not to be found."""
 
     def __init__(self, place: Place) -> None:
         try:
@@ -62,12 +62,15 @@ class Follower:
             _join_group(place, store)
         except (OSError, RuntimeError) as error:
             raise Unavailable(f"rank {place.rank} finds no rank 0 at {place.address}:{place.port}: {error}") from error
-        threading.Thread(target=_outlive, args=(self._link.fileno(),), name="rank 0", daemon=True).start()
+        self._stopped = False
+        threading.Thread(target=self._outlive, name="rank 0", daemon=True).start()
 
     def orders(self) -> Iterator[Allot | Forward]:
         """What rank 0 wants, until it wants no more. Raises Unavailable when rank 0 is gone."""
         while not isinstance(order := self._receive(), Stop):
             yield order
+        self._stopped = True
+        signal.alarm(0)
         self._link.close()
         dist.destroy_process_group()
 
@@ -77,14 +80,14 @@ class Follower:
         except (EOFError, OSError) as error:
             raise Unavailable("rank 0 is gone") from error
 
-
-def _outlive(link: int) -> None:
-    """Wait until the other side of a link is gone, and have the system end this process soon after: a sum that waits for
-    the dead may never return. Who is told to stop is gone by then."""
-    poll = select.poll()
-    poll.register(link, select.POLLRDHUP)
-    poll.poll()
-    signal.alarm(_END_SECONDS)
+    def _outlive(self) -> None:
+        """Wait until rank 0 is gone, and have the system end this process soon after: a sum that waits for the dead may
+        never return."""
+        poll = select.poll()
+        poll.register(self._link.fileno(), select.POLLRDHUP)
+        poll.poll()
+        if not self._stopped:
+            signal.alarm(_END_SECONDS)
 
 
 def _store(place: Place) -> TCPStore:
@@ -95,7 +98,7 @@ def _store(place: Place) -> TCPStore:
 
 def _join_group(place: Place, store: Store) -> None:
     device = torch.device(place.device)
-    bound = device if device.type == "cuda" else None
+    bound = torch.device("cuda", device.index or 0) if device.type == "cuda" else None
     backend = "nccl" if bound else "gloo"
     dist.init_process_group(backend, store=store, rank=place.rank, world_size=place.size, device_id=bound)
 
