@@ -13,9 +13,10 @@ from rich.progress import Progress
 
 from eyas.config import EagleConfig, EngineConfig, TreeConfig
 from eyas.drafters.build import build_drafter
-from eyas.engine.build import build_engine
+from eyas.engine.build import build_engine, gather_ranks
 from eyas.errors import ConfigError, EyasError, InvalidRequest, RequestFailed
 from eyas.limits import check_sampling
+from eyas.models.parallel.ranks import Place
 from eyas.request import Chunk, FinishReason, GenerationStats, Request, SamplingParams, TokenLogprob
 from eyas.text import TextStream, load_tokenizer
 
@@ -97,8 +98,9 @@ class LLM:
             raise ConfigError(f"drafter {drafter!r} needs a draft head; give draft=PATH_OR_ID")
         name = drafter or ("eagle3" if draft else None)
         proposer = build_drafter(name, target, draft, dtype, device, tree, eagle) if name and draft else None
+        self._ranks = gather_ranks(Place(0, engine.tensor_parallel, device), target, dtype, engine.context_length)
         self._engine = build_engine(
-            target, draft or "", dtype, device, replace(engine, max_waiting=sys.maxsize), tree, proposer
+            target, draft or "", dtype, device, replace(engine, max_waiting=sys.maxsize), tree, proposer, self._ranks
         )
         self._tokenizer = load_tokenizer(target)
         self._names = itertools.count()
@@ -125,6 +127,10 @@ class LLM:
             self._engine.reap()
             raise
         return [_result(group) for group in groups]
+
+    def close(self) -> None:
+        """Send the processes home that share the target, if there are any. Nothing can be generated after it."""
+        self._ranks.close()
 
     def _submit(
         self, prompts: Sequence[Prompt], params: Sequence[SamplingParams], running: dict[str, _Generation]

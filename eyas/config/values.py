@@ -45,6 +45,7 @@ class EngineConfig:
     prefix_cache: keep what finished requests computed for others that begin with the same tokens.
     session_seconds: how long a conversation's slots are kept before those of others after its last turn.
     ageing_seconds: how much waiting outweighs one step of priority.
+    tensor_parallel: processes that share the target's weights and KV cache; it must divide the model's heads.
     """
 
     num_slots: int = 0
@@ -60,10 +61,12 @@ class EngineConfig:
     prefix_cache: bool = True
     session_seconds: float = 300.0
     ageing_seconds: float = 10.0
+    tensor_parallel: int = 1
 
     def __post_init__(self) -> None:
         _require(self.rule in get_args(Rule), f"rule is {self.rule!r}; it must be one of {', '.join(get_args(Rule))}")
         _at_least(1, max_running=self.max_running, step_tokens=self.step_tokens, step_rows=self.step_rows)
+        _at_least(1, tensor_parallel=self.tensor_parallel)
         _at_least(0, num_slots=self.num_slots, max_waiting=self.max_waiting, context_length=self.context_length)
         _at_least(0, session_seconds=self.session_seconds, ageing_seconds=self.ageing_seconds)
         _require(0 < self.memory_fraction <= 1, f"memory_fraction is {self.memory_fraction}; it must lie in (0, 1]")

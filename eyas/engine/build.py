@@ -1,9 +1,11 @@
-"""Puts an engine together: where the weights are in, an Engine out."""
+"""Puts an engine together: where the weights are in, an Engine out; and the ranks that share the work, if there are more."""
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 from eyas.cache.kv import SlotPools, bytes_per_slot, slots_that_fit
 from eyas.config import EngineConfig, TreeConfig
@@ -13,9 +15,14 @@ from eyas.engine.engine import Engine
 from eyas.engine.fixed import FixedRunner
 from eyas.engine.runner import ModelRunner
 from eyas.engine.scheduler import Scheduler
+from eyas.errors import ConfigError
 from eyas.models.cuda.passes import build_passes
 from eyas.models.heads.eagle import FeatureFuser, load_fuser
-from eyas.models.target import TargetModel, load_target
+from eyas.models.parallel.joining import Follower, lead
+from eyas.models.parallel.orders import Allot
+from eyas.models.parallel.ranks import Alone, Place, Ranks
+from eyas.models.parallel.shard import Share
+from eyas.models.target import TargetModel, check_heads, load_target
 
 PLAIN = TreeConfig(1, 0, 1)
 
@@ -30,31 +37,88 @@ def build_engine(
     engine: EngineConfig,
     tree: TreeConfig,
     drafter: Drafter | None,
+    ranks: Ranks | None = None,
 ) -> Engine:
-    """Load `target`, and of the draft head only what fuses features; an empty `head` collects none."""
+    """Load `target`, and of the draft head only what fuses features; an empty `head` collects none.
+
+    ranks: what `gather_ranks` gave, if the target is shared; they are not closed here.
+    """
     fuser = load_fuser(head, target, dtype, device) if head else None
-    model = load_target(target, dtype, device, fuser.taps if fuser else (), engine.context_length)
-    return assemble_engine(model, fuser, engine, tree, drafter)
+    share = Share(0, ranks.size) if ranks and ranks.size > 1 else None
+    model = load_target(target, dtype, device, fuser.taps if fuser else (), engine.context_length, share)
+    return assemble_engine(model, fuser, engine, tree, drafter, ranks)
 
 
 def assemble_engine(
-    target: TargetModel, fuser: FeatureFuser | None, engine: EngineConfig, tree: TreeConfig, drafter: Drafter | None
+    target: TargetModel,
+    fuser: FeatureFuser | None,
+    engine: EngineConfig,
+    tree: TreeConfig,
+    drafter: Drafter | None,
+    ranks: Ranks | None = None,
 ) -> Engine:
     """An engine over loaded parts. Without a drafter no room is kept for trees. Raises ConfigError for a drafter that does
-    not suit the acceptance rule."""
+    not suit the acceptance rule, and when the ranks are not as many as `engine.tensor_parallel` says."""
+    ranks = ranks or Alone()
+    if ranks.size != engine.tensor_parallel:
+        raise ConfigError(f"engine.tensor_parallel is {engine.tensor_parallel}, but the target is loaded for {ranks.size}")
     fuser = fuser.to(target.dtype) if fuser else None
     width = fuser.width if fuser else 0
     slot_bytes = bytes_per_slot(target.kv_shapes, width, target.dtype)
     num_slots = engine.num_slots or slots_that_fit(slot_bytes, engine.memory_fraction, target.device)
     log.info("KV cache: %d tokens, %.2f GiB on %s", num_slots, num_slots * slot_bytes / 2**30, target.device)
     engine = replace(engine, num_slots=num_slots)
+    ranks.allot(num_slots)
     pools = SlotPools(num_slots, target.kv_shapes, width, target.dtype, target.device)
     context_length = min(engine.context_length or target.context_length, target.context_length)
-    runner: ModelRunner
-    if engine.deterministic:
+    tree_rows = tree if drafter else PLAIN
+    if ranks.size > 1:
+        runner = _shared_runner(target, pools, fuser, engine, ranks)
+    elif engine.deterministic:
         runner = FixedRunner(target, pools, fuser, tree.nodes)
     else:
-        passes = build_passes(target, pools, pools.scratch, engine, tree if drafter else PLAIN, context_length)
-        runner = ModelRunner(target, pools, fuser, passes)
-    scheduler = Scheduler(engine, tree if drafter else PLAIN, target.eos_ids)
+        runner = ModelRunner(
+            target, pools, fuser, build_passes(target, pools, pools.scratch, engine, tree_rows, context_length)
+        )
+    scheduler = Scheduler(engine, tree_rows, target.eos_ids)
     return Engine(scheduler, Drafting(drafter, runner, engine.rule), runner, context_length)
+
+
+def _shared_runner(
+    target: TargetModel, pools: SlotPools, fuser: FeatureFuser | None, engine: EngineConfig, ranks: Ranks
+) -> ModelRunner:
+    """Plain passes, which all ranks run alike. Raises ConfigError for deterministic mode."""
+    if engine.deterministic:
+        raise ConfigError("engine.deterministic needs engine.tensor_parallel 1: sums over ranks have no fixed order")
+    return ModelRunner(target, pools, fuser, ranks=ranks)
+
+
+def gather_ranks(place: Place, target: str, dtype: str, context_length: int = 0) -> Ranks:
+    """The other ranks of `place`, which is rank 0's; they begin to load the target, and rank 0 must load its share too.
+
+    Raises CheckpointError when the target cannot be shared by so many, Unavailable when they do not come together.
+    """
+    if place.size == 1:
+        return Alone()
+    check_heads(target, place.size)
+    return lead(place, partial(follow, target, dtype, context_length))
+
+
+def follow(target: str, dtype: str, context_length: int, place: Place, ready: Callable[[], None] = lambda: None) -> None:
+    """What every other rank does: join, load its share, call `ready`, and run what rank 0 runs until it stops.
+
+    Raises Unavailable when rank 0 is gone, CheckpointError when the target does not load.
+    """
+    follower = Follower(place)
+    model = load_target(target, dtype, place.device, (), context_length, Share(place.rank, place.size))
+    ready()
+    runner = ModelRunner(model, _pools(model, 1), None)
+    for order in follower.orders():
+        if isinstance(order, Allot):
+            runner = ModelRunner(model, _pools(model, order.num_slots), None)
+        else:
+            runner.run(order.segments)
+
+
+def _pools(target: TargetModel, num_slots: int) -> SlotPools:
+    return SlotPools(num_slots, target.kv_shapes, 0, target.dtype, target.device)

@@ -14,27 +14,40 @@ from eyas.engine.sequence import Work
 from eyas.models.cuda.passes import Passes
 from eyas.models.heads.eagle import FeatureFuser
 from eyas.models.inputs import PackedInputs, Segment
+from eyas.models.parallel.ranks import Alone, Ranks
 from eyas.models.target import TargetModel
 
 
 class ModelRunner:
     """Owns the target, its slot pools and the part of the draft head that runs beside it.
 
-    passes: how the target's forward passes run; plainly if left out.
+    passes: how the target's forward passes run; plainly if left out. ranks: who else computes.
     """
 
     def __init__(
-        self, target: TargetModel, pools: SlotPools, fuser: FeatureFuser | None, passes: Passes | None = None
+        self,
+        target: TargetModel,
+        pools: SlotPools,
+        fuser: FeatureFuser | None,
+        passes: Passes | None = None,
+        ranks: Ranks | None = None,
     ) -> None:
         self.target = target
         self.passes: Passes = passes or target
         self._pools = pools
         self._fuser = fuser
+        self._ranks = ranks or Alone()
 
     def forward(self, works: Seq[Work]) -> Tensor:
         """Logits float32 [R, V] of the rows that each work wants: every tree node, the last row of every finished prompt,
         and all rows of a prompt whose log-probabilities are asked for."""
-        return self._run(self.passes, self.passes.pack([segment_of(work) for work in works]))
+        segments = [segment_of(work) for work in works]
+        with self._ranks.forward(segments):
+            return self.run(segments)
+
+    def run(self, segments: Seq[Segment]) -> Tensor:
+        """The forward pass itself, the same on every rank: logits float32 [R, V] of the wanted rows."""
+        return self._run(self.passes, self.passes.pack(segments))
 
     def features(self, slots: Slots) -> Tensor:
         """Fused features [n, H] of slots; H is 0 without a head."""

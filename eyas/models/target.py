@@ -17,10 +17,11 @@ from torch import Tensor, nn
 
 from eyas.errors import CheckpointError
 from eyas.models.attention import ATTENTION_NAME, KVPools, register_attention
-from eyas.models.checkpoint import check_device, resolve
+from eyas.models.checkpoint import check_device, read_config, resolve
 from eyas.models.inputs import PackedInputs, Segment, pack
 from eyas.models.numerics.output import widen_head
 from eyas.models.numerics.rotary import pin_rotary
+from eyas.models.parallel.shard import Share, shard, splits_heads
 from eyas.models.support import kv_shapes, read_model_config
 
 EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
@@ -38,12 +39,13 @@ class TargetModel:
     """Any causal LM of transformers, run over packed rows.
 
     taps: layer ids whose *input* is collected (the reference convention of EAGLE-3); the id behind the last layer means
-    the state before the final norm.
+    the state before the final norm. num_ranks: processes that hold a share of the model each.
     """
 
-    def __init__(self, model: Any, taps: Sequence[int] = ()) -> None:
+    def __init__(self, model: Any, taps: Sequence[int] = (), num_ranks: int = 1) -> None:
         self.model: Any = model.eval()
         self.config: Any = model.config.get_text_config()
+        self._num_kv_ranks = num_ranks if splits_heads(model) else 1
         self._tapped: dict[int, Tensor] = {}
         self._taps = tuple(taps)
         decoder: Any = model.get_decoder()
@@ -102,8 +104,8 @@ class TargetModel:
 
     @cached_property
     def kv_shapes(self) -> list[tuple[int, int]]:
-        """(key-value heads, head width) of every layer."""
-        return kv_shapes(self.model.config)
+        """(key-value heads, head width) of every layer; the heads of this rank."""
+        return [(heads // self._num_kv_ranks, width) for heads, width in kv_shapes(self.model.config)]
 
     @property
     def heads_per_kv(self) -> int:
@@ -120,9 +122,15 @@ class TargetModel:
 
 
 def load_target(
-    path_or_id: str, dtype: str = "float32", device: str = "cpu", taps: Sequence[int] = (), context_length: int = 0
+    path_or_id: str,
+    dtype: str = "float32",
+    device: str = "cpu",
+    taps: Sequence[int] = (),
+    context_length: int = 0,
+    share: Share | None = None,
 ) -> TargetModel:
     """Load a causal LM from a folder or hub id. context_length: tokens that rotary tables must serve; 0 takes the model's.
+    share: this process's part of it, if other ranks hold the rest; all ranks must load at the same time.
 
     Raises CheckpointError for an architecture that cannot be served, before any weight is read, and when transformers
     cannot load it whole.
@@ -131,15 +139,18 @@ def load_target(
     check_device(dtype, device)
     folder = resolve(path_or_id)
     kv_shapes(read_model_config(folder))
-    target = TargetModel(_load(folder, path_or_id, dtype, device), taps)
+    model = _load(folder, path_or_id, dtype)
+    if share is not None:
+        shard(model, share)
+    target = TargetModel(model.to(torch.device(device)), taps, share.size if share else 1)
     pin_rotary(target.model, min(context_length or target.context_length, target.context_length))
     widen_head(target.model)
     _check_attention(target)
     return target
 
 
-def _load(folder: Path, path_or_id: str, dtype: str, device: str) -> Any:
-    """transformers' model with all of its weights, on the device."""
+def _load(folder: Path, path_or_id: str, dtype: str) -> Any:
+    """transformers' model with all of its weights."""
     from transformers import AutoModelForCausalLM
 
     try:
@@ -154,7 +165,20 @@ def _load(folder: Path, path_or_id: str, dtype: str, device: str) -> Any:
             f"{path_or_id!r} lacks tensors that its config asks for: {sorted(report['missing_keys'])} "
             f"{sorted(report['mismatched_keys'])}"
         )
-    return model.to(torch.device(device))
+    return model
+
+
+def check_heads(path_or_id: str, num_ranks: int) -> None:
+    """Raises CheckpointError unless the ranks can share the heads of a target evenly."""
+    config = read_config(resolve(path_or_id))
+    config = config.get("text_config", config)
+    heads = int(config.get("num_attention_heads", num_ranks))
+    kv_heads = int(config.get("num_key_value_heads", heads))
+    if heads % num_ranks or kv_heads % num_ranks:
+        raise CheckpointError(
+            f"{num_ranks} ranks cannot share {heads} attention heads over {kv_heads} key-value heads evenly; "
+            f"engine.tensor_parallel must divide both"
+        )
 
 
 @dataclass(frozen=True)

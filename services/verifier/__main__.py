@@ -10,8 +10,9 @@ import torch
 from eyas.commit import Proposal
 from eyas.config import VerifierConfig
 from eyas.drafters.base import DrafterNeeds
-from eyas.engine.build import build_engine
+from eyas.engine.build import build_engine, gather_ranks
 from eyas.models.checkpoint import head_fingerprint, target_fingerprint
+from eyas.models.parallel.ranks import Ranks
 from eyas.rpc.messages import ModelInfo
 from eyas.rpc.server import RpcServer
 from eyas.v1 import generation_pb2, generation_pb2_grpc
@@ -20,24 +21,40 @@ from services.registry import Lease, Registry
 from services.verifier.loop import EngineLoop
 from services.verifier.pool import DraftPool
 from services.verifier.presence import VerifierPresence
+from services.verifier.ranks import end_in_time, follow_rank_0, place_of
 from services.verifier.servicer import GenerationServicer
 
 log = logging.getLogger(__name__)
 
 
 async def run(config: VerifierConfig) -> None:
-    """Load the target and serve it until told to stop."""
+    """Load the target and serve it until told to stop; a rank other than 0 does its part for rank 0."""
     if config.threads:
         torch.set_num_threads(config.threads)
+    place = place_of(config)
+    if place.rank > 0:
+        await follow_rank_0(config, place)
+        return
+    ranks = gather_ranks(place, config.target, config.dtype, config.engine.context_length)
+    ranks.watch(end_in_time)
+    try:
+        await lead(config, ranks)
+    finally:
+        ranks.close()
+
+
+async def lead(config: VerifierConfig, ranks: Ranks) -> None:
+    """Serve as rank 0, with the others ready. Raises Unavailable when one of them is gone."""
     proposal: Proposal = "sampled" if config.engine.rule == "rejection" else "deterministic"
     pool = DraftPool(config.link, DrafterNeeds(features=True), proposal) if config.head else None
-    engine = build_engine(config.target, config.head, config.dtype, config.device, config.engine, config.tree, pool)
+    engine = build_engine(config.target, config.head, config.dtype, config.device, config.engine, config.tree, pool, ranks)
     head = head_fingerprint(config.head) if config.head else ""
     model = ModelInfo(config.model, target_fingerprint(config.target), engine.vocab_size, engine.context_length, head)
     log.info("model %s: vocabulary %d, context %d", model.name, model.vocab_size, model.context_length)
     server = RpcServer(config.server)
     with closing(pool) if pool else nullcontext():
         async with EngineLoop(engine) as loop:
+            ranks.watch(loop.lose)
             generation_pb2_grpc.add_GenerationServicer_to_server(GenerationServicer(loop, model, pool), server.aio)
             registry = Registry(config.registry)
             worker = WorkerPresence(server, registry, "verifier", model, lambda: loop.load)

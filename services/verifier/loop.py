@@ -15,7 +15,7 @@ from functools import partial
 from typing import Self
 
 from eyas.engine.engine import Engine
-from eyas.errors import RequestFailed
+from eyas.errors import RequestFailed, Unavailable
 from eyas.request import Chunk, Request
 from services.registry import Load
 
@@ -27,7 +27,8 @@ FAILED = "a step of the engine failed; the verifier's log says why"
 class EngineLoop:
     """Runs an engine for the event loop that enters it: `async with EngineLoop(engine) as loop`.
 
-    Should the engine fail with nothing to blame it on, the body is cancelled and RequestFailed raised in its place.
+    Should the engine fail with nothing to blame it on, the body is cancelled and RequestFailed raised in its place; should
+    it lose what it computes with, Unavailable.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -35,10 +36,12 @@ class EngineLoop:
         self._inbox: list[Callable[[], None]] = []
         self._wake = threading.Condition()
         self._live: set[str] = set()
-        self._streams: dict[str, asyncio.Queue[Chunk]] = {}
+        self._streams: dict[str, asyncio.Queue[Chunk | Unavailable]] = {}
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._running = True
         self._broken = False
+        self._lost: Unavailable | None = None
+        self._verdicts: set[Future[None]] = set()
         self.load = _load(engine)
 
     async def __aenter__(self) -> Self:
@@ -48,6 +51,9 @@ class EngineLoop:
         return self
 
     async def __aexit__(self, *raised: object) -> None:
+        if self._lost is not None and self._owner is not None:
+            self._owner.uncancel()
+            raise self._lost  # the thread may be caught in a step for ever
         self._post(self._stop)
         await asyncio.to_thread(self._thread.join)
         if self._broken and self._owner is not None:
@@ -57,21 +63,40 @@ class EngineLoop:
     async def generate(self, request: Request) -> AsyncGenerator[Chunk, None]:
         """The chunks of a request up to the one with a finish reason; its id must be unique among running requests.
 
-        Leaving the generator early cancels the request before the next step. Raises what `Engine.submit` raises.
+        Leaving the generator early cancels the request before the next step. Raises what `Engine.submit` raises, and
+        Unavailable at any moment.
         """
+        if self._lost is not None:
+            raise self._lost
         stream = self._streams[request.id] = asyncio.Queue()
         verdict: Future[None] = Future()
         self._post(partial(self._submit, request, verdict))
         try:
-            await asyncio.wrap_future(verdict)
+            await self._heard(verdict)
             finish = None
             while finish is None:
                 chunk = await stream.get()
+                if isinstance(chunk, Unavailable):
+                    raise chunk
                 finish = chunk.finish_reason
                 yield chunk
         finally:
             del self._streams[request.id]
             self._post(partial(self._cancel, request.id))
+
+    async def _heard(self, verdict: Future[None]) -> None:
+        """Wait for the engine's thread to take or refuse a request."""
+        self._verdicts.add(verdict)
+        try:
+            await asyncio.wrap_future(verdict)
+        except asyncio.CancelledError:
+            raise self._lost or asyncio.CancelledError from None
+        finally:
+            self._verdicts.discard(verdict)
+
+    def lose(self, reason: str) -> None:
+        """Fail every request, now and from now on, and end the body. May be called from any thread."""
+        self._event_loop.call_soon_threadsafe(self._lose, Unavailable(reason))
 
     def _post(self, command: Callable[[], None]) -> None:
         with self._wake:
@@ -82,6 +107,15 @@ class EngineLoop:
         for chunk in chunks:
             if stream := self._streams.get(chunk.request_id):
                 stream.put_nowait(chunk)
+
+    def _lose(self, error: Unavailable) -> None:
+        self._lost = error
+        for stream in self._streams.values():
+            stream.put_nowait(error)
+        for verdict in self._verdicts:
+            verdict.cancel()
+        if self._owner is not None:
+            self._owner.cancel()
 
     def _break(self) -> None:
         self._broken = True

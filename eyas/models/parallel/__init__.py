@@ -1,0 +1,1 @@
+"""One target over several processes. Knows no sequences and no services."""

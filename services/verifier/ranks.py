@@ -1,0 +1,68 @@
+"""The ranks of a verifier: environment and config in, their places out. A rank other than 0 follows and serves health.
+
+The only place that reads the environment: RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT as torch has them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+from collections.abc import Mapping
+
+from eyas.config import VerifierConfig
+from eyas.engine.build import follow
+from eyas.errors import ConfigError
+from eyas.models.parallel.ranks import Place
+from eyas.rpc.server import RpcServer
+
+log = logging.getLogger(__name__)
+
+# When a rank is gone, rank 0 may be caught in a sum that will never be complete: the process ends after this, come what may.
+END_SECONDS = 15
+
+
+def place_of(config: VerifierConfig, environment: Mapping[str, str] = os.environ) -> Place:
+    """Where this process stands. Without RANK it is rank 0 and starts the others itself.
+
+    Raises ConfigError for an environment that is incomplete or does not fit `engine.tensor_parallel`.
+    """
+    size = config.engine.tensor_parallel
+    if "RANK" not in environment or size == 1:
+        return Place(0, size, config.device)
+    try:
+        rank, world, port = (int(environment[name]) for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"))
+        local_rank, address = int(environment.get("LOCAL_RANK", "0")), environment["MASTER_ADDR"]
+    except (KeyError, ValueError) as error:
+        raise ConfigError(f"RANK is set, so WORLD_SIZE, MASTER_ADDR and MASTER_PORT must be too: {error}") from error
+    if world != size or not 0 <= rank < size:
+        raise ConfigError(f"rank {rank} of WORLD_SIZE {world} does not fit engine.tensor_parallel {size}")
+    device = f"cuda:{local_rank}" if config.device == "cuda" else config.device
+    kept = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    return Place(rank, size, device, address, port, kept)
+
+
+def end_in_time(reason: str) -> None:
+    """A rank is gone: have the system end this process soon, in whatever state it is by then."""
+    log.critical("no rank can go on without the others; ending within %d s: %s", END_SECONDS, reason)
+    signal.alarm(END_SECONDS)
+
+
+async def follow_rank_0(config: VerifierConfig, place: Place) -> None:
+    """Compute for rank 0 until it stops; health says SERVING once the share is loaded. Rank 0 decides what a signal to the
+    whole group means, so that running calls can finish. Raises Unavailable when rank 0 is gone."""
+    server, loop = RpcServer(config.server), asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, log.info, "rank %d stops when rank 0 does", place.rank)
+
+    def ready() -> None:
+        asyncio.run_coroutine_threadsafe(server.set_serving(True), loop)
+
+    address = await server.start(())
+    log.info("rank %d of %d; health is served on %s", place.rank, place.size, address)
+    try:
+        await asyncio.to_thread(follow, config.target, config.dtype, config.engine.context_length, place, ready)
+    finally:
+        await server.set_serving(False)
+        await server.stop(0)

@@ -1,0 +1,207 @@
+"""Several processes that share a target say what one says, and one that dies is noticed by the others."""
+
+import multiprocessing
+import signal
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from queue import SimpleQueue
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from eyas.cache.kv import SlotPools
+from eyas.config import EagleConfig, EngineConfig, TreeConfig
+from eyas.drafters.base import Drafter
+from eyas.drafters.build import build_drafter
+from eyas.engine.build import assemble_engine, gather_ranks
+from eyas.engine.engine import Engine
+from eyas.errors import CheckpointError, ConfigError, Unavailable
+from eyas.llm import LLM
+from eyas.models.heads.eagle import FeatureFuser, load_fuser
+from eyas.models.inputs import Segment, pack
+from eyas.models.parallel.orders import Allot, Forward, Stop, order_from_bytes, order_to_bytes
+from eyas.models.parallel.ranks import Alone, Leader, Place, Ranks
+from eyas.models.parallel.shard import Share, shard
+from eyas.models.target import TargetModel, load_target
+from eyas.request import Request, SamplingParams
+from tests import reference
+from tests.engine.drafters import RandomDrafter
+from tests.tiny import write_head
+
+TREE = TreeConfig(nodes=12, depth=4, width=4)
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A tiny target whose heads four ranks can share; its vocabulary they cannot."""
+    torch.manual_seed(3)
+    folder = tmp_path_factory.mktemp("shared")
+    config = LlamaConfig(
+        vocab_size=50, hidden_size=32, intermediate_size=64, num_hidden_layers=4, num_attention_heads=8,
+        num_key_value_heads=4, max_position_embeddings=256, initializer_range=0.25, bos_token_id=0, eos_token_id=1,
+        pad_token_id=2, attention_bias=True, mlp_bias=True,
+    )  # fmt: skip
+    model = LlamaForCausalLM(config)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if name.endswith("bias"):
+                weight.normal_(0, 0.1)
+    model.save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def head(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(write_head(tmp_path_factory.mktemp("head"), vocab_size=50))
+
+
+@dataclass(frozen=True)
+class Shared:
+    """A target as rank 0 has it."""
+
+    ranks: Ranks
+    model: TargetModel
+    fuser: FeatureFuser
+
+
+@contextmanager
+def shared(size: int, target: str, head: str) -> Iterator[Shared]:
+    ranks = gather_ranks(Place(0, size, "cpu"), target, "float32")
+    try:
+        fuser = load_fuser(head, target)
+        yield Shared(ranks, load_target(target, taps=fuser.taps, share=Share(0, size) if size > 1 else None), fuser)
+    finally:
+        ranks.close()
+
+
+def requests() -> list[Request]:
+    rng = np.random.default_rng(0)
+    kinds = [
+        SamplingParams(16, 0.0, ignore_eos=True),
+        SamplingParams(16, 0.8, ignore_eos=True),
+        SamplingParams(16, 1.1, top_k=12, top_p=0.85),
+    ]
+    prompts = [tuple(rng.integers(3, 50, int(rng.integers(1, 40))).tolist()) for _ in range(4)]
+    return [Request(f"r{i}", prompt, replace(kinds[i % 3], seed=i)) for i, prompt in enumerate(prompts)]
+
+
+def run(engine: Engine) -> dict[str, list[int]]:
+    tokens: dict[str, list[int]] = {}
+    for request in requests():
+        engine.submit(request)
+    while engine.has_work:
+        for chunk in engine.step():
+            tokens.setdefault(chunk.request_id, []).extend(chunk.token_ids)
+        engine.check()
+    return tokens
+
+
+def engine_of(parts: Shared, target: str, head: str, drafter: str) -> Engine:
+    config = EngineConfig(num_slots=1024, step_tokens=16, max_running=4, tensor_parallel=parts.ranks.size)
+    drafters: dict[str, Callable[[], Drafter | None]] = {
+        "eagle3": lambda: build_drafter("eagle3", target, head, "float32", "cpu", TREE, EagleConfig()),
+        "random": lambda: RandomDrafter(50),
+        "none": lambda: None,
+    }
+    return assemble_engine(parts.model, parts.fuser, config, TREE, drafters[drafter](), parts.ranks)
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_shared_targets_say_what_the_plain_loop_says(size: int, target: str, head: str) -> None:
+    expected = {r.id: reference.generate(target, list(r.prompt_ids), r.sampling) for r in requests()}
+    with shared(size, target, head) as parts:
+        assert parts.model.kv_shapes == [(4 // size, 4)] * 4
+        for drafter in ("eagle3", "random", "none"):
+            assert run(engine_of(parts, target, head, drafter)) == expected, drafter
+        check_features(parts, target)
+
+
+def check_features(parts: Shared, target: str) -> None:
+    """What rank 0 fuses into features are the states of the whole model."""
+    segment = Segment(np.arange(5, 12), np.arange(7), np.arange(7), np.arange(0), None, np.arange(7))
+    parts.ranks.allot(16)
+    outputs = []
+    for ranks, model in ((Alone(), load_target(target, taps=parts.fuser.taps)), (parts.ranks, parts.model)):
+        pools = SlotPools(16, model.kv_shapes, 0, torch.float32, model.device)
+        with ranks.forward([segment]):
+            outputs.append(model.forward(pack([segment], model.device), pools))
+    torch.testing.assert_close(outputs[0].taps, outputs[1].taps)
+    torch.testing.assert_close(outputs[0].logits, outputs[1].logits)
+
+
+def test_a_rank_that_dies_is_noticed_while_idle_and_ends_every_step(target: str, head: str) -> None:
+    with shared(2, target, head) as parts:
+        reasons: SimpleQueue[str] = SimpleQueue()
+        parts.ranks.watch(reasons.put)
+        engine = engine_of(parts, target, head, "none")
+        engine.submit(requests()[0])
+        engine.step()
+        (process,) = multiprocessing.active_children()
+        process.kill()
+        assert "rank 1 of 2 is gone" in reasons.get(timeout=30)
+        with pytest.raises(Unavailable, match="rank 1 of 2 is gone"):
+            engine.step()
+
+
+def test_a_step_that_rank_0_does_not_finish_loses_the_ranks(target: str, head: str) -> None:
+    with shared(2, target, head) as parts:
+        reasons: SimpleQueue[str] = SimpleQueue()
+        parts.ranks.allot(16)
+        segment = Segment(np.arange(5), np.arange(5), np.arange(5), np.arange(0), None, np.arange(1))
+        with pytest.raises(ZeroDivisionError), parts.ranks.forward([segment]):
+            raise ZeroDivisionError
+        parts.ranks.watch(reasons.put)
+        assert "out of step" in reasons.get(timeout=30)
+        with pytest.raises(Unavailable, match="out of step"):
+            parts.ranks.allot(16)
+        (process,) = multiprocessing.active_children()
+        assert isinstance(parts.ranks, Leader)
+        with socket.fromfd(parts.ranks._links[1].fileno(), socket.AF_INET, socket.SOCK_STREAM) as link:
+            link.shutdown(socket.SHUT_RDWR)
+        process.join(60)
+        assert process.exitcode == -signal.SIGALRM, "a rank that is caught in a sum does not outlive its link"
+
+
+def test_an_llm_over_two_processes_says_what_one_says() -> None:
+    results = []
+    for size in (1, 2):
+        config = EngineConfig(num_slots=512, tensor_parallel=size)
+        llm = LLM("models/demo/target", "models/demo/eagle3", engine=config)
+        results.append(llm.generate(["def main():", "import "], SamplingParams(24, 0.8, seed=5)))
+        llm.close()
+    assert [r.token_ids for r in results[0]] == [r.token_ids for r in results[1]]
+
+
+def test_ranks_that_cannot_share_the_heads_are_refused(target: str, tiny_target: str) -> None:
+    with pytest.raises(CheckpointError, match="4 attention heads over 2 key-value heads"):
+        gather_ranks(Place(0, 4, "cpu"), tiny_target, "float32")
+    with pytest.raises(ConfigError, match="tensor_parallel is 2, but the target is loaded for 1"):
+        assemble_engine(load_target(target), None, EngineConfig(tensor_parallel=2), TREE, None)
+
+
+def test_a_model_without_a_plan_is_refused() -> None:
+    with pytest.raises(CheckpointError, match="no tensor-parallel plan"):
+        shard(torch.nn.Linear(2, 2), Share(0, 2))
+
+
+@given(st.lists(st.tuples(st.integers(1, 5), st.integers(0, 9), st.booleans()), max_size=4), st.integers(0, 2**32 - 1))
+def test_orders_survive_the_wire(sizes: list[tuple[int, int, bool]], seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    sent = [
+        Segment(*rng.integers(0, 2**31, (3, n)), rng.integers(0, 2**31, length), rng.random((n, n)) < 0.5 if mask else None,
+                rng.integers(0, n, n // 2))
+        for n, length, mask in sizes
+    ]  # fmt: skip
+    order = order_from_bytes(order_to_bytes(Forward(sent)))
+    assert isinstance(order, Forward)
+    for ours, theirs in zip(sent, order.segments, strict=True):
+        for name, value in vars(ours).items():
+            np.testing.assert_array_equal(value, getattr(theirs, name))
+            assert (value is None) == (getattr(theirs, name) is None)
+    assert [order_from_bytes(order_to_bytes(o)) for o in (Allot(7), Stop())] == [Allot(7), Stop()]

@@ -1,0 +1,84 @@
+"""Every style of sharing that the plans of common families ask for gives the whole model's logits."""
+
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma2Config,
+    MixtralConfig,
+    Phi3Config,
+    PreTrainedConfig,
+    Qwen2Config,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
+
+from eyas.cache.kv import SlotPools
+from eyas.errors import CheckpointError
+from eyas.models.inputs import Segment, pack
+from eyas.models.parallel.joining import Follower, lead
+from eyas.models.parallel.ranks import Place
+from eyas.models.parallel.shard import Share, shard
+from eyas.models.target import TargetModel, load_target
+
+SIZES = {
+    "vocab_size": 49, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 128, "initializer_range": 0.2, "pad_token_id": 0,
+}  # fmt: skip
+EXPERTS = {"num_experts_per_tok": 2}
+FAMILIES: dict[str, PreTrainedConfig] = {
+    "biases": Qwen2Config(**SIZES),
+    "norms of heads": Qwen3Config(**SIZES),
+    "tied and soft-capped": Gemma2Config(**SIZES, sliding_window=4),
+    "fused projections": Phi3Config(**SIZES),
+    "experts": MixtralConfig(**SIZES, **EXPERTS, num_local_experts=4),
+    "experts beside dense layers": Qwen3MoeConfig(
+        **SIZES, **EXPERTS, num_experts=4, moe_intermediate_size=16, decoder_sparse_step=2
+    ),
+}
+
+
+def logits_of(target: TargetModel) -> Tensor:
+    segment = Segment(np.arange(5, 14), np.arange(9), np.arange(9), np.arange(0), None, np.arange(9))
+    pools = SlotPools(16, target.kv_shapes, 0, target.dtype, target.device)
+    return target.forward(pack([segment], target.device), pools).logits
+
+
+def num_weights(target: TargetModel) -> int:
+    """Weights of the layers, which the ranks share; the embeddings are everybody's."""
+    return sum(weight.numel() for name, weight in target.model.named_parameters() if ".layers." in name)
+
+
+def follow(folders: list[str], place: Place) -> None:
+    orders = Follower(place).orders()
+    for folder in folders:
+        logits_of(load_target(folder, share=Share(place.rank, place.size)))
+    list(orders)
+
+
+def test_shared_families_equal_the_whole_model(tmp_path: Path) -> None:
+    folders = []
+    for name, config in FAMILIES.items():
+        torch.manual_seed(1)
+        folders.append(str(tmp_path / name))
+        AutoModelForCausalLM.from_config(config).save_pretrained(folders[-1])
+    ranks = lead(Place(0, 2, "cpu"), partial(follow, folders))
+    try:
+        for folder in folders:
+            whole, shared = load_target(folder), load_target(folder, share=Share(0, 2))
+            torch.testing.assert_close(logits_of(shared), logits_of(whole), atol=1e-5, rtol=1e-5, msg=folder)
+            assert num_weights(shared) < 0.75 * num_weights(whole), folder
+    finally:
+        ranks.close()
+
+
+def test_a_plan_with_an_unknown_style_is_refused() -> None:
+    model = AutoModelForCausalLM.from_config(FAMILIES["biases"])
+    model.tp_plan = {"lm_head": "sequence_parallel"}
+    with pytest.raises(CheckpointError, match="sequence_parallel"):
+        shard(model, Share(0, 2))

@@ -1,0 +1,136 @@
+"""A verifier of several processes: what it answers, what becomes of it when one of them dies, and how pods form one."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from eyas.config import EngineConfig, VerifierConfig
+from eyas.errors import ConfigError
+from eyas.models.parallel.ranks import Place
+from eyas.request import Request, SamplingParams
+from eyas.rpc import wire
+from eyas.rpc.channel import open_sync_channel
+from eyas.rpc.messages import GenerateCall
+from eyas.v1 import generation_pb2, generation_pb2_grpc
+from services.verifier.ranks import place_of
+from tests import reference
+from tests.services.redis_server import free_port
+
+TARGET = "models/demo/target"
+STATUS = health_pb2.HealthCheckResponse
+SECONDS = 90.0
+
+
+@contextmanager
+def verifier(port: int, **environment: str) -> Iterator[subprocess.Popen[bytes]]:
+    """One process of a verifier of two ranks, started as a person would."""
+    settings = {
+        "model": "demo", "target": TARGET, "threads": 1, "engine.tensor_parallel": 2, "engine.num_slots": 2400,
+        "server.port": port, "registry.url": f"redis://127.0.0.1:{free_port()}/0",
+    }  # fmt: skip
+    command = [sys.executable, "-m", "services.verifier", *(f"--set={key}={value}" for key, value in settings.items())]
+    process = subprocess.Popen(command, env={**os.environ, **environment})
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+
+
+def call_of(max_tokens: int) -> GenerateCall:
+    return GenerateCall(Request("r", (0, 282, 659, 276), SamplingParams(max_tokens, 0.8, seed=7, ignore_eos=True)))
+
+
+def stream(channel: grpc.Channel, max_tokens: int) -> Iterator[generation_pb2.GenerateChunk]:
+    message = wire.call_to_message(call_of(max_tokens))
+    return iter(generation_pb2_grpc.GenerationStub(channel).Generate(message, timeout=SECONDS))
+
+
+def tokens_of(channel: grpc.Channel, max_tokens: int) -> list[int]:
+    return [token for message in stream(channel, max_tokens) for token in wire.chunk_from_message(message).chunk.token_ids]
+
+
+def statuses(channel: grpc.Channel) -> Iterator[int]:
+    """What health says, from SERVING on."""
+    stub = health_pb2_grpc.HealthStub(channel)
+    while stub.Check(health_pb2.HealthCheckRequest(), wait_for_ready=True, timeout=SECONDS).status != STATUS.SERVING:
+        time.sleep(0.05)
+    return (answer.status for answer in stub.Watch(health_pb2.HealthCheckRequest(), timeout=SECONDS))
+
+
+def followers_of(process: subprocess.Popen[bytes]) -> list[int]:
+    """The processes that rank 0 has started to compute."""
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    return [int(pid) for pid in children if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+
+
+def test_a_rank_that_is_killed_ends_streams_with_unavailable_and_the_process() -> None:
+    port = free_port()
+    with verifier(port) as process, open_sync_channel(f"127.0.0.1:{port}") as channel:
+        health = statuses(channel)
+        assert next(health) == STATUS.SERVING
+        chunks = stream(channel, 1900)
+        next(chunks)
+        (follower,) = followers_of(process)
+        os.kill(follower, signal.SIGKILL)
+        killed_at = time.monotonic()
+        with pytest.raises(grpc.RpcError) as raised:
+            list(chunks)
+        assert raised.value.code() is grpc.StatusCode.UNAVAILABLE
+        assert "rank 1 of 2 is gone" in raised.value.details()
+        assert next(health) == STATUS.NOT_SERVING
+        assert process.wait(SECONDS) != 0
+        assert time.monotonic() - killed_at < 30
+
+
+def test_processes_of_a_group_find_one_another_and_stop_together() -> None:
+    ports, expected = (
+        (free_port(), free_port()),
+        reference.generate(TARGET, [0, 282, 659, 276], call_of(12).request.sampling),
+    )
+    group = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": f"{free_port()}"}
+    with ExitStack() as stack:
+        processes = [stack.enter_context(verifier(port, RANK=f"{rank}", **group)) for rank, port in enumerate(ports)]
+        channels = [stack.enter_context(open_sync_channel(f"127.0.0.1:{port}")) for port in ports]
+        healths = [statuses(channel) for channel in channels]
+        assert [next(health) for health in healths] == [STATUS.SERVING] * 2
+        assert tokens_of(channels[0], 12) == expected
+        running = stream(channels[0], 80)
+        next(running)
+        for process in reversed(processes):
+            process.send_signal(signal.SIGTERM)
+        assert sum(1 for _ in running) == 79, "what runs may finish"
+        assert [process.wait(SECONDS) for process in processes] == [0, 0]
+
+
+def test_a_rank_ends_when_rank_0_is_gone() -> None:
+    ports = free_port(), free_port()
+    group = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": f"{free_port()}"}
+    with verifier(ports[0], RANK="0", **group) as first, verifier(ports[1], RANK="1", **group) as second:
+        with open_sync_channel(f"127.0.0.1:{ports[1]}") as channel:
+            assert next(statuses(channel)) == STATUS.SERVING
+        first.kill()
+        assert second.wait(SECONDS) not in (0, None)
+
+
+def test_the_environment_says_where_a_process_stands() -> None:
+    config = VerifierConfig("m", "t", device="cuda", engine=EngineConfig(tensor_parallel=4))
+    whole = {"RANK": "3", "WORLD_SIZE": "4", "MASTER_ADDR": "head", "MASTER_PORT": "29500", "LOCAL_RANK": "1"}
+    assert place_of(config, whole) == Place(3, 4, "cuda:1", "head", 29500)
+    assert place_of(config, {**whole, "TORCHELASTIC_USE_AGENT_STORE": "True"}).has_store
+    assert place_of(config, {}) == Place(0, 4, "cuda")
+    with pytest.raises(ConfigError, match="MASTER_ADDR"):
+        place_of(config, {key: value for key, value in whole.items() if key != "MASTER_ADDR"})
+    with pytest.raises(ConfigError, match=r"WORLD_SIZE 2 does not fit engine\.tensor_parallel 4"):
+        place_of(config, {**whole, "WORLD_SIZE": "2"})
