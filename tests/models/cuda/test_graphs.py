@@ -112,7 +112,7 @@ def test_a_model_that_cannot_be_captured_is_refused_by_name(target: TargetModel)
 
 def test_the_kernel_says_which_heads_it_lacks(target: TargetModel, monkeypatch: pytest.MonkeyPatch) -> None:
     assert not what_kernel_lacks(target)
-    monkeypatch.setattr(type(target), "kv_shapes", [(2, 512)])
+    monkeypatch.setitem(target.__dict__, "kv_shapes", [(2, 512)])
     assert "512 wide" in what_kernel_lacks(target)
 
 
