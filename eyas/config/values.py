@@ -93,6 +93,11 @@ class EagleConfig:
 
 
 @dataclass(frozen=True)
+class MethodsConfig:
+    """Settings that one drafting method has and others do not."""
+
+
+@dataclass(frozen=True)
 class ServerConfig:
     """Where a service listens and how it tells others. port 0 takes a free one; advertise defaults to host.
 
@@ -146,11 +151,16 @@ class DraftLinkConfig:
 
 @dataclass(frozen=True)
 class VerifierConfig:
-    """The verifier service. head: the draft checkpoint whose fc fuses this target's features; empty sends none."""
+    """The verifier service.
+
+    drafter: the method that it collects features for; "eagle3" where it is left out and a head is named, else "none", which
+    takes no drafts. Drafters that need no features are taken with any other. head: the checkpoint that makes the features.
+    """
 
     model: str
     target: str
     head: str = ""
+    drafter: str = ""
     dtype: Dtype = "float32"
     device: str = "cpu"
     threads: int = 0
@@ -166,17 +176,18 @@ class VerifierConfig:
 
 @dataclass(frozen=True)
 class DraftConfig:
-    """The draft service. target: where the target's embeddings and config are read from."""
+    """The draft service. target: where the target's embeddings and config are read from. head: what the drafter loads."""
 
     model: str
     target: str
-    head: str
+    head: str = ""
     drafter: str = "eagle3"
     dtype: Dtype = "float32"
     device: str = "cpu"
     threads: int = 0
     tree: TreeConfig = field(default_factory=TreeConfig)
     eagle: EagleConfig = field(default_factory=EagleConfig)
+    methods: MethodsConfig = field(default_factory=MethodsConfig)
     server: ServerConfig = field(default_factory=ServerConfig)
     registry: RegistryConfig = field(default_factory=RegistryConfig)
 

@@ -26,12 +26,13 @@ Pending: TypeAlias = Callable[[], list[Draft]]
 class DrafterNeeds:
     """What the engine must hand a drafter with each commit.
 
-    features: fused target features of the new positions.
+    features: fused target features of the new positions, feature_size wide.
     samples: the target's sample at every node of the last tree.
     """
 
     features: bool = False
     samples: bool = False
+    feature_size: int = 0
 
 
 class Drafter(Protocol):

@@ -63,7 +63,7 @@ class EagleDrafter(LocalDrafter):
 
     @property
     def needs(self) -> DrafterNeeds:
-        return DrafterNeeds(features=True)
+        return DrafterNeeds(features=True, feature_size=self._head.config.hidden)
 
     @property
     def can_sample(self) -> bool:
