@@ -86,7 +86,7 @@ def _method(name: str, head: str) -> Method:
 
 
 def _eagle3(parts: Parts) -> LocalDrafter:
-    from eyas.drafters.eagle import EagleDrafter
+    from eyas.drafters.eagle.drafter import EagleDrafter
     from eyas.models.heads.eagle import load_head
 
     head = load_head(parts.head, parts.target, parts.dtype, parts.device)
