@@ -1,5 +1,6 @@
 """Settings of every part as frozen values, and how they are read: `values` know no files, `reading` knows no part."""
 
+from eyas.config.doors import HttpConfig, KeysConfig, TlsConfig
 from eyas.config.reading import describe, load, masked
 from eyas.config.values import (
     DraftConfig,
@@ -22,11 +23,14 @@ __all__ = [
     "Dtype",
     "EagleConfig",
     "EngineConfig",
+    "HttpConfig",
+    "KeysConfig",
     "RegistryConfig",
     "RouterConfig",
     "Rule",
     "ServedModel",
     "ServerConfig",
+    "TlsConfig",
     "TreeConfig",
     "VerifierConfig",
     "describe",
