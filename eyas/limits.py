@@ -93,7 +93,7 @@ def check_fit(request: Request, vocab_size: int, context_length: int) -> None:
         raise InvalidRequest(
             f"prompt of {num_prompt} tokens and max_tokens {sampling.max_tokens} exceed the "
             f"context length {context_length}; shorten one of them",
-            "max_tokens",
+            "prompt" if num_prompt >= context_length else "max_tokens",
         )
     named: tuple[tuple[str, Sequence[int]], ...] = (
         ("prompt", request.prompt_ids),

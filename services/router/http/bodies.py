@@ -61,7 +61,7 @@ def _prompts(value: object) -> object:
         value = [value]
     if not isinstance(value, list) or not value or not all(isinstance(prompt, str) or _is_ids(prompt) for prompt in value):
         raise ValueError("must be a text, a list of token ids, or a list of either that is not empty")
-    return value
+    return [_sendable(prompt) if isinstance(prompt, str) else prompt for prompt in value]
 
 
 def _content(value: object) -> object:
@@ -166,7 +166,7 @@ class Body(_Strict):
 class CompletionBody(Body):
     """The body of /v1/completions."""
 
-    prompt: Annotated[list[Text | list[int]], BeforeValidator(_prompts)]
+    prompt: Annotated[list[str | list[int]], BeforeValidator(_prompts)]
     max_tokens: int = DEFAULT_COMPLETION_TOKENS
     logprobs: int | None = None
     echo: bool = False

@@ -93,9 +93,8 @@ def _check(body: CompletionBody) -> None:
         if body.n > 1:
             raise InvalidRequest("echo with logprobs tells of the prompt once; ask for n = 1", "n")
         if body.prompt_logprobs is not None:
-            raise InvalidRequest(
-                "echo with logprobs tells of the prompt already; leave prompt_logprobs out", "prompt_logprobs"
-            )
+            reason = "echo with logprobs tells of the prompt already; leave prompt_logprobs out"
+            raise InvalidRequest(reason, "prompt_logprobs")
 
 
 async def _answered(body: Body, request: Request, answers: Answers, chunks: AsyncGenerator[TextChunk, None]) -> Response:

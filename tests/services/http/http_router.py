@@ -28,8 +28,8 @@ TOKENIZER = load_tokenizer(DEMO)
 PROMPT_TEXT = TOKENIZER.decode(PROMPT)
 REST_TEXT = TEXT.removeprefix(PROMPT_TEXT)
 ALL = {"model": "demo", "prompt": PROMPT_TEXT, "max_tokens": len(REST), "temperature": 0}
-# Renders one user message as it stands, so that the scripted verifier goes on where it ends.
-PLAIN = "{% for message in messages %}{{ message.content }}{% endfor %}"
+# Renders messages as they stand, so that the scripted verifier goes on where they end.
+PLAIN = "{{ bos_token }}{% for message in messages %}{{ message.content }}{% endfor %}"
 CHAT = {"model": "demo", "messages": [{"role": "user", "content": PROMPT_TEXT}], "max_tokens": len(REST), "temperature": 0}
 
 
@@ -42,7 +42,7 @@ async def http_router(
     workers = Workers(registry, suspicion=0.2)
     front = Front({"demo": tokenizer}, workers, Relay(workers, registry, 20.0), timeout)
     presence = RouterPresence(server, registry, workers, 0.02)
-    chat = ChatTemplate(template, {}, "demo") if template else None
+    chat = ChatTemplate(template, {"bos_token": "<|bos|>"}, "demo") if template else None
     door = HttpDoor(build_app(front, {"demo": chat}, presence, keys or Keys(frozenset())), HttpConfig(), TlsConfig())
     address = await server.start([])
     await door.start()
@@ -56,17 +56,18 @@ async def http_router(
         await registry.close()
 
 
-def with_router(
-    url: str, body: Callable[[AsyncOpenAI], Awaitable[Any]], script: Script | None = None, **router: Any
-) -> Any:
+def with_router(url: str, body: Callable[[AsyncOpenAI], Awaitable[Any]], script: Script | None = None, **router: Any) -> Any:
     """What `body` gives back, asked with a client of a router that has one verifier; an error is not tried again."""
 
     async def run() -> Any:
-        async with worker(url, script or Script(TOKENS)), http_router(url, **router) as base:
-            async with AsyncOpenAI(base_url=f"{base}/v1", api_key="none", max_retries=0) as client:
-                return await body(client)
+        async with worker(url, script or Script(TOKENS)), http_router(url, **router) as base, client(base) as asking:
+            return await body(asking)
 
     return asyncio.run(run())
+
+
+def client(base: str) -> AsyncOpenAI:
+    return AsyncOpenAI(base_url=f"{base}/v1", api_key="none", max_retries=0)
 
 
 async def post(base: str, path: str, body: Any, **options: Any) -> httpx.Response:
