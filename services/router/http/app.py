@@ -15,12 +15,12 @@ from starlette.exceptions import HTTPException
 
 from eyas.errors import EyasError, UnknownModel
 from eyas.rpc.messages import ModelInfo
+from services.router.access.gate import Gate
 from services.router.access.keys import Keys
 from services.router.front import Front
 from services.router.http.bodies import ChatBody, CompletionBody, problem
 from services.router.http.chat import ChatTemplate
 from services.router.http.errors import Kind, Refusal, refusal, status_refusal
-from services.router.http.gate import Gate
 from services.router.http.serving import Serving
 from services.router.http.streaming import ClientGone
 from services.router.presence import RouterPresence

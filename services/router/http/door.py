@@ -15,6 +15,8 @@ from starlette.types import ASGIApp
 from eyas.config import HttpConfig, TlsConfig
 from eyas.errors import ConfigError
 
+_BACKLOG = 2048
+
 log = logging.getLogger(__name__)
 
 
@@ -45,7 +47,7 @@ class HttpDoor:
             self._server.config.load()
         except OSError as error:  # an SSLError is one
             raise ConfigError(f"tls.certificate and tls.key cannot be used: {error}") from error
-        listener = _listener(self._config.host, self._config.port)
+        listener = listen(self._config.host, self._config.port)
         host = f"[{self._config.host}]" if ":" in self._config.host else self._config.host
         self.address = f"{host}:{listener.getsockname()[1]}"
         self._serving = asyncio.create_task(self._server.serve([listener]), name="http")
@@ -68,10 +70,18 @@ class _Server(uvicorn.Server):
         yield
 
 
-def _listener(host: str, port: int) -> socket.socket:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+def listen(host: str, port: int) -> socket.socket:
+    """A listening socket. Raises ConfigError when the port is taken or the host is not ours.
+
+    It names its protocol, for asyncio sends small writes at once, without Nagle's wait, only where it reads TCP there.
+    """
+    listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     try:
-        return socket.create_server((host.strip("[]"), port), family=family, backlog=2048)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((host.strip("[]"), port))
+        listener.listen(_BACKLOG)
     except OSError as error:
+        listener.close()
         message = f"cannot listen on {host}:{port}: the port is in use or the host is not ours; set http.port"
         raise ConfigError(message) from error
+    return listener

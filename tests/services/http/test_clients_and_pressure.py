@@ -28,7 +28,7 @@ def test_a_client_that_leaves_takes_all_its_completions_with_it(
 ) -> None:
     async def body() -> None:
         script = Script(TOKENS, falls_silent_after=silent_after)
-        async with worker(url, script), http_router(url) as base, httpx.AsyncClient(base_url=base) as leaving:
+        async with worker(url, script), http_router(url) as base, httpx.AsyncClient(base_url=base, timeout=30) as leaving:
             asked = body_of(path) | SAMPLED | {"stream": stream}
             asking = asyncio.create_task(_read(leaving, path, asked))
             await until(lambda: len(script.calls) == 3)
@@ -108,7 +108,7 @@ def test_an_error_in_the_middle_of_a_stream_is_an_event(url: str, path: str) -> 
     script = Script(TOKENS, dies_after=1)
 
     async def body() -> list[str]:
-        async with worker(url, script), http_router(url) as base, httpx.AsyncClient(base_url=base) as asking:
+        async with worker(url, script), http_router(url) as base, httpx.AsyncClient(base_url=base, timeout=30) as asking:
             answer = await asking.post(path, json=body_of(path) | {"stream": True})
             assert answer.status_code == 200
             return [line.removeprefix("data: ") for line in answer.text.splitlines() if line]

@@ -81,7 +81,10 @@ def test_a_drain_has_an_end(url: str) -> None:
             base = await base_of(child)
             await ready(base)
             asked = ALL | {"stream": True}
-            async with httpx.AsyncClient() as asking, asking.stream("POST", f"{base}/v1/completions", json=asked) as answer:
+            async with (
+                httpx.AsyncClient(timeout=30) as asking,
+                asking.stream("POST", f"{base}/v1/completions", json=asked) as answer,
+            ):
                 await anext(answer.aiter_lines())
                 child.send_signal(signal.SIGTERM)
                 assert await asyncio.wait_for(child.wait(), 20) == 0

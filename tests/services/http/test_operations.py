@@ -26,7 +26,7 @@ from eyas.v1.generation_pb2 import ListModelsRequest, ListModelsResponse
 from eyas.v1.generation_pb2_grpc import GenerationServicer, GenerationStub, add_GenerationServicer_to_server
 from services.router.access.calls import KeyInterceptor, server_credentials
 from services.router.access.keys import Keys, load_keys
-from services.router.http.door import HttpDoor
+from services.router.http.door import HttpDoor, listen
 from tests.services.http.http_router import ALL, REST_TEXT, Script, get, http_router, worker
 from tests.services.router.scripted_verifier import TOKENS
 
@@ -175,12 +175,29 @@ def test_the_http_door_speaks_tls(tmp_path: Path) -> None:
         await door.start()
         try:
             trust = ssl.create_default_context(cafile=tls.certificate)
-            async with httpx.AsyncClient(verify=trust) as client:
+            async with httpx.AsyncClient(verify=trust, timeout=30) as client:
                 return (await client.get(f"https://{door.address}")).text
         finally:
             await door.stop(5)
 
     assert asyncio.run(body()) == "here"
+
+
+def test_small_writes_leave_at_once() -> None:
+    async def body() -> int:
+        told: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+
+        def accepted(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            told.set_result(writer.get_extra_info("socket").getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
+            writer.close()
+
+        listener = listen("127.0.0.1", 0)
+        async with await asyncio.start_server(accepted, sock=listener):
+            _, writer = await asyncio.open_connection(*listener.getsockname())
+            writer.close()
+            return await told
+
+    assert asyncio.run(body()) == 1
 
 
 def test_a_door_that_cannot_open_says_which_setting_to_mend(tmp_path: Path) -> None:
