@@ -29,6 +29,7 @@ from services.router.access.keys import Keys, load_keys
 from services.router.http.door import HttpDoor, listen
 from tests.services.http.http_router import ALL, REST_TEXT, Script, get, http_router, worker
 from tests.services.router.scripted_verifier import TOKENS
+from tests.services.router.test_router_cli import eyas
 
 
 def test_ready_says_why_not_until_a_verifier_is_reached_and_again_when_it_is_gone(url: str) -> None:
@@ -161,6 +162,17 @@ def test_the_grpc_door_asks_for_the_same_keys_over_tls_and_health_is_open(tmp_pa
             assert await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest())
 
     asyncio.run(body())
+
+
+def test_the_command_shows_its_key() -> None:
+    async def body() -> tuple[int, int]:
+        async with grpc_door(Keys(frozenset({"one"})), TlsConfig()) as address:
+            known = await eyas("models", EYAS_ADDRESS=address, EYAS_API_KEY="one")
+            unknown = await eyas("models", "--address", address, "--api-key", "two")
+        assert unknown.err.startswith("error: UNAUTHENTICATED: no known API key")
+        return known.status, unknown.status
+
+    assert asyncio.run(body()) == (0, 1)
 
 
 async def echo(scope: object, receive: object, send: object) -> None:
