@@ -1,6 +1,7 @@
 """Settings of every part as frozen values, and how they are read: `values` know no files, `reading` knows no part."""
 
 from eyas.config.reading import describe, load, masked
+from eyas.config.telemetry import LogFormat, TelemetryConfig
 from eyas.config.values import (
     DraftConfig,
     DraftLinkConfig,
@@ -22,11 +23,13 @@ __all__ = [
     "Dtype",
     "EagleConfig",
     "EngineConfig",
+    "LogFormat",
     "RegistryConfig",
     "RouterConfig",
     "Rule",
     "ServedModel",
     "ServerConfig",
+    "TelemetryConfig",
     "TreeConfig",
     "VerifierConfig",
     "describe",

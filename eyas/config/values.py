@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
+from eyas.config.telemetry import TelemetryConfig
 from eyas.errors import ConfigError
 
 Dtype = Literal["float32", "bfloat16", "float16"]
@@ -159,6 +160,7 @@ class VerifierConfig:
     link: DraftLinkConfig = field(default_factory=DraftLinkConfig)
     server: ServerConfig = field(default_factory=ServerConfig)
     registry: RegistryConfig = field(default_factory=RegistryConfig)
+    telemetry: TelemetryConfig = field(default_factory=TelemetryConfig)
 
     def __post_init__(self) -> None:
         _at_least(0, threads=self.threads)
@@ -179,6 +181,7 @@ class DraftConfig:
     eagle: EagleConfig = field(default_factory=EagleConfig)
     server: ServerConfig = field(default_factory=ServerConfig)
     registry: RegistryConfig = field(default_factory=RegistryConfig)
+    telemetry: TelemetryConfig = field(default_factory=TelemetryConfig)
 
     def __post_init__(self) -> None:
         _at_least(0, threads=self.threads)
@@ -205,6 +208,7 @@ class RouterConfig:
     stall_timeout: float = 60.0
     server: ServerConfig = field(default_factory=ServerConfig)
     registry: RegistryConfig = field(default_factory=RegistryConfig)
+    telemetry: TelemetryConfig = field(default_factory=TelemetryConfig)
 
     def __post_init__(self) -> None:
         _above_zero(request_timeout=self.request_timeout, stall_timeout=self.stall_timeout)

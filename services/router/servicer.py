@@ -15,19 +15,29 @@ from eyas.errors import InvalidRequest, Unavailable, UnknownModel
 from eyas.limits import check_fit, check_request
 from eyas.rpc.messages import GenerateCall, ModelInfo, TextChunk
 from eyas.rpc.wire import call_from_message, chunk_to_message, models_to_message
+from eyas.telemetry.tracing import trace_pairs
 from eyas.text import TokenText
 from eyas.v1 import generation_pb2
 from eyas.v1.generation_pb2_grpc import GenerationServicer
 from services.router.answer import Answer
 from services.router.completions import completion, merged
 from services.router.relay import Home, Relay, TrailerSink
+from services.router.telemetry.observer import RouterTelemetry
 from services.router.workers import Workers
 
 
 class RouterServicer(GenerationServicer):
     """Takes text or token ids from clients. request_timeout: longest life of a request, in seconds."""
 
-    def __init__(self, tokenizers: Mapping[str, TokenText], workers: Workers, relay: Relay, request_timeout: float) -> None:
+    def __init__(
+        self,
+        tokenizers: Mapping[str, TokenText],
+        workers: Workers,
+        relay: Relay,
+        request_timeout: float,
+        telemetry: RouterTelemetry | None = None,
+    ) -> None:
+        self._telemetry = telemetry or RouterTelemetry()
         self._tokenizers = tokenizers
         self._workers = workers
         self._relay = relay
@@ -37,13 +47,16 @@ class RouterServicer(GenerationServicer):
         self, request: generation_pb2.GenerateRequest, context: Any
     ) -> None:
         """Stream the continuation of a prompt."""
-        call = await self._prepare(call_from_message(request))
+        asked = replace(call_from_message(request), trace=trace_pairs(context.invocation_metadata() or ()))
         left = min(context.time_remaining() or self._request_timeout, self._request_timeout)
         deadline = asyncio.get_running_loop().time() + left
         try:
-            async with aclosing(merged(self._completions(call, deadline, context.set_trailing_metadata))) as chunks:
-                async for chunk in chunks:
-                    await context.write(chunk_to_message(chunk))
+            with self._telemetry.request(asked) as observed:
+                call = observed.prepared(await self._prepare(asked))
+                async with aclosing(merged(self._completions(call, deadline, context.set_trailing_metadata))) as chunks:
+                    async for chunk in chunks:
+                        observed.saw(chunk)
+                        await context.write(chunk_to_message(chunk))
         except TimeoutError:
             await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, f"the request was not done within {left:.1f} s")
 

@@ -19,11 +19,12 @@ from pybreaker import STATE_OPEN, CircuitBreaker, CircuitBreakerError
 from eyas.commit import Proposal, Refusal
 from eyas.config import DraftLinkConfig
 from eyas.drafters.base import Draft, DraftContext, DrafterNeeds, Pending
+from eyas.request import Round as VerifyRound
 from eyas.rpc.messages import DraftReply, DraftRequest, SessionTree
 from eyas.tree import DraftTree
 from services.verifier.link import DraftLink, Stream
 from services.verifier.packing import pack
-from services.verifier.timing import LinkStats, RoundTrips
+from services.verifier.timing import LinkState, LinkStats, RoundTrips
 
 
 @dataclass
@@ -31,7 +32,7 @@ class Round:
     """What was sent in one step of the engine and what has come back. stream is None where nothing was sent.
 
     steps: messages with a tree to come. drafts: the answers so far, in the order of the contexts.
-    seconds: how long all answers took; None before, and where some were lost.
+    seconds: how long all answers took; None before, and where some were lost. draft_seconds: of it, how long was drafted.
     """
 
     contexts: Sequence[DraftContext]
@@ -42,6 +43,7 @@ class Round:
     guard: ExitStack = field(default_factory=ExitStack)
     sent_at: float = 0.0
     seconds: float | None = None
+    draft_seconds: float = 0.0
 
 
 # A drafter that goes on failing is tried again after this many seconds at the latest, unless its `reset` is longer.
@@ -70,6 +72,8 @@ class RemoteDrafter:
         self._round: Round | None = None
         self._rest = config.reset
         self._resting_until = 0.0
+        self._num_drafted = 0
+        self._num_accepted = 0
         self._link = DraftLink(address, needs, proposal, self._deliver, self._wake)
 
     @property
@@ -81,6 +85,24 @@ class RemoteDrafter:
     def stats(self) -> LinkStats:
         """Round trips so far."""
         return self._trips.summary(self.address)
+
+    def state(self, num_sessions: int) -> LinkState:
+        """The link now. num_sessions: how many it drafts for."""
+        return LinkState(
+            self.address,
+            self.up,
+            self._breaker.current_state,
+            num_sessions,
+            self._trips.num_answered,
+            self._trips.num_lost,
+            self._num_drafted,
+            self._num_accepted,
+        )
+
+    def verified(self, round_: VerifyRound) -> None:
+        """Count what became of one of its trees."""
+        self._num_drafted += round_.drafted
+        self._num_accepted += round_.accepted
 
     @property
     def resting(self) -> bool:
@@ -171,6 +193,7 @@ class RemoteDrafter:
             if round_.steps:
                 raise _LostRound
         round_.seconds = time.perf_counter() - round_.sent_at
+        round_.draft_seconds = max(reply.draft_ms for reply in round_.replies) / 1000
         self._trips.answered(round_.seconds)
         self._rest = self._config.reset
 
