@@ -63,6 +63,7 @@ class VerifierTelemetry:
         self._accepted = counter(catalog.VLLM_ACCEPTED, registry).labels(model)
         self._accepted_at = counter(catalog.VLLM_ACCEPTED_AT, registry)
         self._accepted_at.labels(model, "0")
+        self._refusals.labels(grpc.StatusCode.RESOURCE_EXHAUSTED.name)  # so that the first one shows as a rise
         if pool is not None:
             pool.trace_by(self.traceparent)
             registry.register(Scraped(LINKS, lambda: link_readings(pool.links)))
