@@ -25,7 +25,7 @@ MAKEFLAGS += --no-print-directory
 .PHONY: help setup demo up bench test soak lint format protos prometheus clean
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' Makefile
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' Makefile
 
 setup: $(READY) ## make .venv with everything that the other targets need
 

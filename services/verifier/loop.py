@@ -148,8 +148,8 @@ class EngineLoop:
         if self._running and self._engine.has_work:
             chunks = self._step()
             self._live.difference_update(chunk.request_id for chunk in chunks if chunk.finish_reason)
+            self._stepped(self._engine.report, chunks)  # before those who wait may end their requests
             self._event_loop.call_soon_threadsafe(self._deliver, chunks)
-            self._stepped(self._engine.report, chunks)
         self.engine_load = self._engine.load
         self.load = _load(self.engine_load)
 

@@ -33,17 +33,15 @@ class _Step:
 
     def attributes(self) -> Attributes:
         """As an event tells it, times in ms."""
-        told: dict[str, str | bool | int | float] = {
+        told: dict[str, int | float] = {
             "nodes": self.round.drafted,
             "accepted": self.round.accepted,
-            "grown_ahead": self.round.grown_ahead,
-            "wait_ms": round(self.report.wait * 1e3, 3),
-            "verify_ms": round(self.report.verify * 1e3, 3),
+            "wait_ms": self.report.wait * 1e3,
+            "verify_ms": self.report.verify * 1e3,
         }
         if self.times is not None:
-            told["draft_ms"] = round(self.times.draft * 1e3, 3)
-            told["round_trip_ms"] = round(self.times.round_trip * 1e3, 3)
-            told["drafter"] = self.times.drafter
+            told["draft_ms"] = self.times.draft * 1e3
+            told["round_trip_ms"] = self.times.round_trip * 1e3
         return told
 
 
@@ -111,8 +109,10 @@ class Track:
 
     def next_round(self) -> str:
         """The trace context of the round that is about to be drafted; empty for one without a span of its own."""
+        if self._decode is None or not self._ratio:
+            return ""
         self._due += self._ratio
-        if self._due < 1.0 or not self._ratio or self._decode is None:
+        if self._due < 1.0:
             return ""
         self._due -= 1.0
         with self._ending:
@@ -157,4 +157,6 @@ class Track:
         span, self._round = self._round, None
         if span is not None:
             span.set_attributes(step.attributes() if step else {})
+            if step is not None and step.times is not None:
+                span.set_attribute("drafter", step.times.drafter)
             span.end(now)

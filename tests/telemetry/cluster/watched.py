@@ -23,7 +23,7 @@ from eyas.rpc.channel import open_sync_channel
 from eyas.rpc.messages import NO_DRAFTER, GenerateCall, TextChunk
 from eyas.v1 import generation_pb2_grpc
 from services.cluster import Cluster, free_port, running_cluster
-from tests.telemetry.collector import Collector, collecting
+from tests.telemetry.cluster.collector import Collector, collecting
 from tests.telemetry.promql import alert_rules, dashboard_queries, tool
 
 SERVICES = ("router", "verifier", "draft")

@@ -5,9 +5,9 @@ import json
 import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
-from tests.telemetry.collector import Received, plain
-from tests.telemetry.promql import MISSING, alert_rules, dashboard_queries, names
-from tests.telemetry.watched import CALLER, SECRET, SERVICES, TRACE_ID, Watched
+from tests.telemetry.cluster.collector import Received, plain
+from tests.telemetry.cluster.watched import CALLER, SECRET, SERVICES, TRACE_ID, Watched
+from tests.telemetry.promql import MISSING, ROOT, alert_rules, dashboard_queries, names
 
 ENGINE_SPANS = {"queue", "prefill", "decode"}
 
@@ -145,3 +145,22 @@ def test_no_prompt_is_told(run: Watched) -> None:
     assert not [name for name, lines in run.logs.items() if any(word in line for line in lines)]
     assert not [span for span in run.collector.spans if word in str(span.span)]
     assert not [name for name, text in run.metrics.items() if word in text]
+
+
+def documented(heading: str) -> set[str]:
+    """The first column of a table of docs/telemetry.md."""
+    section = (
+        (ROOT / "docs" / "telemetry.md").read_text(encoding="utf-8").partition(f"### {heading}\n")[2].partition("\n#")[0]
+    )
+    return {line.split("`")[1] for line in section.splitlines() if line.startswith("| `")}
+
+
+def test_the_page_lists_every_span_event_and_attribute_and_no_other(run: Watched) -> None:
+    spans = run.collector.spans
+    assert {span.name.split()[0] for span in spans} == documented("Spans")
+    events = [event for span in spans for event in span.span.events]
+    assert {event.name for event in events} == documented("Events") - {"preempted"}
+    attributes = {key for span in spans for key in span.attributes} | {
+        key for event in events for key in plain(event.attributes)
+    }
+    assert attributes == documented("Attributes") - {"eyas.prompt", "eyas.answer"}
