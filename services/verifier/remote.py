@@ -32,7 +32,7 @@ class Round:
     """What was sent in one step of the engine and what has come back. stream is None where nothing was sent.
 
     steps: messages with a tree to come. drafts: the answers so far, in the order of the contexts.
-    seconds: how long all answers took; None before, and where some were lost. draft_seconds: of it, how long was drafted.
+    answered_at: when the last of them came. seconds: how long all answers took; None before, and where some were lost. draft_seconds: of it, how long was drafted.
     """
 
     contexts: Sequence[DraftContext]
@@ -42,6 +42,7 @@ class Round:
     replies: list[DraftReply] = field(default_factory=list)
     guard: ExitStack = field(default_factory=ExitStack)
     sent_at: float = 0.0
+    answered_at: float | None = None
     seconds: float | None = None
     draft_seconds: float = 0.0
 
@@ -185,14 +186,14 @@ class RemoteDrafter:
         self._rest = min(2 * self._rest, max(MAX_REST, self._config.reset))
 
     def _wait(self, round_: Round, deadline: float) -> None:
-        if not round_.steps:
-            return
         with self._changed:
             timeout = max(deadline - time.monotonic(), 0)
             self._changed.wait_for(lambda: not round_.steps or self._link.stream is not round_.stream, timeout)
             if round_.steps:
                 raise _LostRound
-        round_.seconds = time.perf_counter() - round_.sent_at
+        if round_.answered_at is None:  # no tree was asked for
+            return
+        round_.seconds = round_.answered_at - round_.sent_at
         round_.draft_seconds = max(reply.draft_ms for reply in round_.replies) / 1000
         self._trips.answered(round_.seconds)
         self._rest = self._config.reset
@@ -204,6 +205,8 @@ class RemoteDrafter:
             if self._round is not None and reply.step in self._round.steps:
                 self._round.replies.append(reply)
                 self._round.steps.discard(reply.step)
+                if not self._round.steps:
+                    self._round.answered_at = time.perf_counter()
                 self._changed.notify()
 
     def _wake(self) -> None:

@@ -116,7 +116,10 @@ def test_counts_agree_with_the_tokens(run: Watched) -> None:
 def test_histograms_lead_to_traces(run: Watched) -> None:
     families = text_string_to_metric_families(run.metrics["router"])
     exemplars = [sample.exemplar for family in families for sample in family.samples if sample.exemplar]
-    assert TRACE_ID in {exemplar.labels["trace_id"] for exemplar in exemplars}
+    assert exemplars
+    assert {exemplar.labels["trace_id"] for exemplar in exemplars} <= {
+        span.span.trace_id.hex() for span in run.collector.spans
+    }
 
 
 def test_metrics_are_exported_under_the_names_of_the_conventions(run: Watched) -> None:
