@@ -32,7 +32,8 @@ class Round:
     """What was sent in one step of the engine and what has come back. stream is None where nothing was sent.
 
     steps: messages with a tree to come. drafts: the answers so far, in the order of the contexts.
-    answered_at: when the last of them came. seconds: how long all answers took; None before, and where some were lost. draft_seconds: of it, how long was drafted.
+    answered_at: when the last of them came. seconds: how long all answers took; None before, and where some were lost.
+    draft_seconds: of it, how long was drafted.
     """
 
     contexts: Sequence[DraftContext]
