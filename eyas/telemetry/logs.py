@@ -21,14 +21,16 @@ _FIELDS = ["timestamp", "levelname", "name", "message"]
 _NAMES = {"levelname": "level", "name": "logger"}
 
 
-@dataclass(frozen=True)
-class _About:
+@dataclass
+class About:
+    """The request that lines are about; its id may become known later."""
+
     request_id: str
     trace_id: str = ""
     span_id: str = ""
 
 
-_ABOUT: ContextVar[_About | None] = ContextVar("request", default=None)
+_ABOUT: ContextVar[About | None] = ContextVar("request", default=None)
 
 
 def configure_logging(form: LogFormat = "text") -> None:
@@ -40,13 +42,14 @@ def configure_logging(form: LogFormat = "text") -> None:
 
 
 @contextmanager
-def request_log(request_id: str, span: Span) -> Iterator[None]:
-    """What the body logs is about this request."""
+def request_log(request_id: str, span: Span) -> Iterator[About]:
+    """What the body logs is about this request; gives what its lines will bear."""
     context = span.get_span_context()
     traced = (f"{context.trace_id:032x}", f"{context.span_id:016x}") if context.is_valid else ()
-    token = _ABOUT.set(_About(request_id, *traced))
+    about = About(request_id, *traced)
+    token = _ABOUT.set(about)
     try:
-        yield
+        yield about
     finally:
         with suppress(ValueError):  # a generator may be closed by another task than the one that began it
             _ABOUT.reset(token)

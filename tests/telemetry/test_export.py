@@ -182,7 +182,8 @@ def test_lines_within_a_request_bear_its_ids(monkeypatch: pytest.MonkeyPatch) ->
         monkeypatch.setattr("sys.stderr", out)
         configure_logging("json")
         span = Spans().telemetry.tracer.start_span("request", context_of(TRACE))
-        with request_log("r-1", span):
+        with request_log("", span) as about:
+            about.request_id = "r-1"
             logging.getLogger("somewhere").info("inside %d", 1)
         logging.getLogger("somewhere").warning("outside")
     finally:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from opentelemetry.trace import Span
 
 from eyas.rpc.messages import GenerateCall, TextChunk
+from eyas.telemetry.logs import About
 from eyas.telemetry.tracing import trace_of
 
 PROVIDER = "eyas"
@@ -19,6 +20,7 @@ class Observed:
 
     call: GenerateCall
     span: Span
+    about: About
     operation: str
     started: float
     model: str = ""
@@ -33,6 +35,7 @@ class Observed:
     def prepared(self, call: GenerateCall) -> GenerateCall:
         """Take the call as it is sent on; gives it back with this request's trace."""
         self.model, self.call = call.model, replace(call, trace=trace_of(self.span) or call.trace)
+        self.about.request_id = call.request.id
         return self.call
 
     def saw(self, chunk: TextChunk) -> None:

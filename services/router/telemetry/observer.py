@@ -60,11 +60,11 @@ class RouterTelemetry:
         """A request from its arrival, in the trace that the call came with, to its end, which the body's way of ending
         tells. operation: as the GenAI conventions name it."""
         span = self._tracer.start_span(operation, context_of(call.trace), SpanKind.SERVER)
-        observed = Observed(call, span, operation, time.perf_counter(), asked_text=call.prompt_text)
-        observed.texts = [] if self._telemetry.config.log_prompts else None
-        self._running.inc()
-        status = grpc.StatusCode.INTERNAL
-        with request_log(call.request.id, span):
+        with request_log(call.request.id, span) as about:
+            observed = Observed(call, span, about, operation, time.perf_counter(), asked_text=call.prompt_text)
+            observed.texts = [] if self._telemetry.config.log_prompts else None
+            status = grpc.StatusCode.INTERNAL
+            self._running.inc()
             try:
                 yield observed
                 status = grpc.StatusCode.INTERNAL if observed.failed else grpc.StatusCode.OK
@@ -125,7 +125,7 @@ class RouterTelemetry:
         if observed.texts is not None:
             told |= {"prompt": observed.prompt, "answer": "".join(observed.texts)}
             message, values = message + ": %r -> %r", [*values, observed.prompt, told["answer"]]
-        log.info(message, *values, extra={"request_id": call.request.id, **told})
+        log.info(message, *values, extra=told)
 
 
 def _status(error: BaseException) -> grpc.StatusCode:
