@@ -54,6 +54,18 @@ class Presence(Protocol):
         ...
 
 
+class Door(Protocol):
+    """Another way in, beside a service's gRPC server."""
+
+    async def start(self) -> None:
+        """Listen. Raises ConfigError where it cannot."""
+        ...
+
+    async def stop(self, grace: float) -> None:
+        """Refuse new calls, give running ones `grace` seconds, then cancel them. May be called without `start`."""
+        ...
+
+
 @dataclass(frozen=True)
 class WorkerPresence:
     """A verifier or draft service: SERVING, with a lease that follows its load."""
@@ -80,15 +92,19 @@ class WorkerPresence:
         await self.registry.close()
 
 
-async def serve(server: RpcServer, service_names: Sequence[str], config: ServerConfig, presence: Presence) -> None:
-    """Listen until SIGTERM or SIGINT (or cancellation), then drain and stop.
+async def serve(
+    server: RpcServer, service_names: Sequence[str], config: ServerConfig, presence: Presence, doors: Sequence[Door] = ()
+) -> None:
+    """Listen until SIGTERM or SIGINT (or cancellation), then drain and stop, the other doors at the same time.
 
-    Servicers are registered on `server.aio` before. Raises ConfigError when the port is taken.
+    Servicers are registered on `server.aio` before. Raises ConfigError when a port is taken.
     """
     with _StopSignal() as stop:
         address = await server.start(service_names)
         linger = 0.0
         try:
+            for door in doors:
+                await door.start()
             await presence.enter(address)
             log.info("serving on %s", address)
             await stop.wait()
@@ -97,7 +113,8 @@ async def serve(server: RpcServer, service_names: Sequence[str], config: ServerC
         finally:
             await presence.leave()
             await asyncio.sleep(linger)
-            await server.stop(config.drain_seconds)
+            stops = (server.stop, *(door.stop for door in doors))
+            await asyncio.gather(*(stop(config.drain_seconds) for stop in stops))
 
 
 def main(kind: type[ConfigT], run: Callable[[ConfigT], Coroutine[Any, Any, None]]) -> None:

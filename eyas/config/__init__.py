@@ -1,5 +1,6 @@
 """Settings of every part as frozen values, and how they are read: `values` know no files, `reading` knows no part."""
 
+from eyas.config.doors import HttpConfig, KeysConfig, TlsConfig
 from eyas.config.reading import describe, load, masked
 from eyas.config.telemetry import LogFormat, TelemetryConfig
 from eyas.config.values import (
@@ -23,6 +24,8 @@ __all__ = [
     "Dtype",
     "EagleConfig",
     "EngineConfig",
+    "HttpConfig",
+    "KeysConfig",
     "LogFormat",
     "RegistryConfig",
     "RouterConfig",
@@ -30,6 +33,7 @@ __all__ = [
     "ServedModel",
     "ServerConfig",
     "TelemetryConfig",
+    "TlsConfig",
     "TreeConfig",
     "VerifierConfig",
     "describe",

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
+from eyas.config.doors import HttpConfig, KeysConfig, TlsConfig
 from eyas.config.telemetry import TelemetryConfig
 from eyas.errors import ConfigError
 
@@ -189,10 +190,14 @@ class DraftConfig:
 
 @dataclass(frozen=True)
 class ServedModel:
-    """A model that the router takes requests for. tokenizer: folder or hub id that holds its tokenizer.json."""
+    """A model that the router takes requests for. tokenizer: folder or hub id that holds its tokenizer.json.
+
+    chat_template: file with a chat template in Jinja; empty takes the one that lies with the tokenizer, if there is one.
+    """
 
     name: str
     tokenizer: str
+    chat_template: str = ""
 
 
 @dataclass(frozen=True)
@@ -201,12 +206,16 @@ class RouterConfig:
 
     request_timeout: longest life of a request without a deadline of its own.
     stall_timeout: longest silence of a verifier that has begun to answer, before the request moves to another.
+    keys, tls: of both doors, gRPC (server) and HTTP.
     """
 
     models: tuple[ServedModel, ...]
     request_timeout: float = 600.0
     stall_timeout: float = 60.0
     server: ServerConfig = field(default_factory=ServerConfig)
+    http: HttpConfig = field(default_factory=HttpConfig)
+    keys: KeysConfig = field(default_factory=KeysConfig)
+    tls: TlsConfig = field(default_factory=TlsConfig)
     registry: RegistryConfig = field(default_factory=RegistryConfig)
     telemetry: TelemetryConfig = field(default_factory=TelemetryConfig)
 
