@@ -22,10 +22,10 @@ SHELL := bash
 .SHELLFLAGS := -eu -o pipefail -c
 MAKEFLAGS += --no-print-directory
 .DEFAULT_GOAL := help
-.PHONY: help setup demo up bench test soak lint format protos clean
+.PHONY: help setup demo up bench test soak lint format protos prometheus clean
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' Makefile
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' Makefile
 
 setup: $(READY) ## make .venv with everything that the other targets need
 
@@ -70,6 +70,10 @@ format: $(READY) ## format the code and mend what ruff can mend
 protos: $(READY) ## regenerate eyas/v1 from protos/
 	@PATH="$(BIN):$$PATH" $(BIN)/python -m grpc_tools.protoc -I protos --python_out=$(STUBS) --grpc_python_out=$(STUBS) \
 		--mypy_out=quiet:$(STUBS) --mypy_grpc_out=quiet:$(STUBS) $(PROTOS)
+
+prometheus: $(READY) ## fetch Debian's Prometheus into .venv, for the tests of alerts and dashboards
+	@command -v prometheus promtool >/dev/null || [ -x $(VENV)/prometheus/usr/bin/promtool ] || { mkdir -p $(VENV)/prometheus && \
+		cd $(VENV)/prometheus && apt-get download -qq prometheus && dpkg-deb -x prometheus_*.deb . && rm prometheus_*.deb; }
 
 clean: ## remove .venv, caches and build results
 	@rm -rf $(VENV) build dist *.egg-info .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache

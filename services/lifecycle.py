@@ -18,13 +18,24 @@ from typing import Annotated, Any, Protocol, Self, TypeVar
 
 import typer
 
-from eyas.config import ServerConfig, describe, load
+from eyas.config import ServerConfig, TelemetryConfig, describe, load
 from eyas.errors import ConfigError, EyasError
 from eyas.rpc.messages import ModelInfo
 from eyas.rpc.server import RpcServer
+from eyas.telemetry.logs import configure_logging
 from services.registry import Lease, Load, Registry, Role
 
-ConfigT = TypeVar("ConfigT")
+
+class ServiceConfig(Protocol):
+    """What the settings of every service hold."""
+
+    @property
+    def telemetry(self) -> TelemetryConfig:
+        """How it tells of itself."""
+        ...
+
+
+ConfigT = TypeVar("ConfigT", bound=ServiceConfig)
 
 log = logging.getLogger(__name__)
 
@@ -120,6 +131,7 @@ def main(kind: type[ConfigT], run: Callable[[ConfigT], Coroutine[Any, Any, None]
         configure_logging()
         try:
             settings = load(kind, config, assignments or ())
+            configure_logging(settings.telemetry.log_format)
             for line in describe(settings):
                 log.info("config %s", line)
             asyncio.run(run(settings))
@@ -130,11 +142,6 @@ def main(kind: type[ConfigT], run: Callable[[ConfigT], Coroutine[Any, Any, None]
     app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
     app.command()(command)
     app()
-
-
-def configure_logging() -> None:
-    """One line per event on stderr, from INFO up."""
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", force=True)
 
 
 class _StopSignal(asyncio.Event):

@@ -3,6 +3,7 @@
 from eyas.config.doors import HttpConfig, KeysConfig, TlsConfig
 from eyas.config.drafting import AheadConfig, EagleConfig, MethodsConfig, TreeConfig
 from eyas.config.reading import describe, load, masked
+from eyas.config.telemetry import LogFormat, TelemetryConfig
 from eyas.config.values import (
     DraftConfig,
     DraftLinkConfig,
@@ -25,12 +26,14 @@ __all__ = [
     "EngineConfig",
     "HttpConfig",
     "KeysConfig",
+    "LogFormat",
     "MethodsConfig",
     "RegistryConfig",
     "RouterConfig",
     "Rule",
     "ServedModel",
     "ServerConfig",
+    "TelemetryConfig",
     "TlsConfig",
     "TreeConfig",
     "VerifierConfig",

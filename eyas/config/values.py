@@ -11,6 +11,7 @@ from typing import Literal, get_args
 from eyas.config.checks import above_zero, at_least, require
 from eyas.config.doors import HttpConfig, KeysConfig, TlsConfig
 from eyas.config.drafting import EagleConfig, MethodsConfig, TreeConfig
+from eyas.config.telemetry import TelemetryConfig
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 Rule = Literal["match", "rejection"]
@@ -133,6 +134,7 @@ class VerifierConfig:
     link: DraftLinkConfig = field(default_factory=DraftLinkConfig)
     server: ServerConfig = field(default_factory=ServerConfig)
     registry: RegistryConfig = field(default_factory=RegistryConfig)
+    telemetry: TelemetryConfig = field(default_factory=TelemetryConfig)
 
     def __post_init__(self) -> None:
         at_least(0, threads=self.threads)
@@ -154,6 +156,7 @@ class DraftConfig:
     methods: MethodsConfig = field(default_factory=MethodsConfig)
     server: ServerConfig = field(default_factory=ServerConfig)
     registry: RegistryConfig = field(default_factory=RegistryConfig)
+    telemetry: TelemetryConfig = field(default_factory=TelemetryConfig)
 
     def __post_init__(self) -> None:
         at_least(0, threads=self.threads)
@@ -188,6 +191,7 @@ class RouterConfig:
     keys: KeysConfig = field(default_factory=KeysConfig)
     tls: TlsConfig = field(default_factory=TlsConfig)
     registry: RegistryConfig = field(default_factory=RegistryConfig)
+    telemetry: TelemetryConfig = field(default_factory=TelemetryConfig)
 
     def __post_init__(self) -> None:
         above_zero(request_timeout=self.request_timeout, stall_timeout=self.stall_timeout)

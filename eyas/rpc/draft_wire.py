@@ -44,6 +44,7 @@ def commit_to_message(commit: Commit[TensorBytes]) -> draft_pb2.Commit:
         max_depth=commit.budget.max_depth,
         proposal=draft_pb2.PROPOSAL_SAMPLED if commit.proposal == "sampled" else draft_pb2.PROPOSAL_DETERMINISTIC,
         samples=commit.samples,
+        traceparent=commit.traceparent,
     )
 
 
@@ -63,6 +64,7 @@ def commit_from_message(message: draft_pb2.Commit) -> Commit[TensorBytes]:
         budget=Budget(message.max_nodes, message.max_depth),
         samples=tuple(message.samples),
         proposal="sampled" if message.proposal == draft_pb2.PROPOSAL_SAMPLED else "deterministic",
+        traceparent=message.traceparent,
     )
 
 
@@ -118,12 +120,14 @@ def draft_reply_to_message(reply: DraftReply) -> draft_pb2.SpeculateReply:
         step=reply.step,
         trees=[tree_to_message(tree) for tree in reply.trees],
         refusals=[refusal_to_message(refusal) for refusal in reply.refusals],
+        draft_ms=reply.draft_ms,
     )
 
 
 def draft_reply_from_message(message: draft_pb2.SpeculateReply) -> DraftReply:
     trees = tuple(tree_from_message(tree) for tree in message.trees)
-    return DraftReply(message.step, trees, tuple(refusal_from_message(refusal) for refusal in message.refusals))
+    refusals = tuple(refusal_from_message(refusal) for refusal in message.refusals)
+    return DraftReply(message.step, trees, refusals, message.draft_ms)
 
 
 def drafter_info_to_message(info: DrafterInfo) -> draft_pb2.DescribeReply:

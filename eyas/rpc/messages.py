@@ -48,12 +48,14 @@ class GenerateCall:
     model: may be empty where only one is served.
     drafter: from the router, host:port of the drafter that it picked, empty where none is available now; from a client,
     empty; from both, NO_DRAFTER for plain decoding.
+    trace: W3C trace context of the caller, as metadata of the call; it is no part of the message.
     """
 
     request: Request
     prompt_text: str | None = None
     model: str = ""
     drafter: str = ""
+    trace: tuple[tuple[str, str], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -105,11 +107,12 @@ class DraftRequest:
 
 @dataclass(frozen=True)
 class DraftReply:
-    """The answers to the DraftRequest with the same step."""
+    """The answers to the DraftRequest with the same step. draft_ms: how long the drafter drafted."""
 
     step: int
     trees: tuple[SessionTree, ...] = ()
     refusals: tuple[Refusal, ...] = ()
+    draft_ms: float = 0.0
 
 
 @dataclass(frozen=True)

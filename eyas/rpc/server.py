@@ -70,6 +70,14 @@ def status_error(error: grpc.RpcError) -> EyasError:
     return RequestFailed(f"{code.name}: {details}")
 
 
+def status_of(error: BaseException) -> grpc.StatusCode:
+    """The status under which an error crosses the wire; INTERNAL for one that is nobody's mistake."""
+    if isinstance(error, TimeoutError):
+        return grpc.StatusCode.DEADLINE_EXCEEDED
+    known = (status for kind, status in _STATUS_OF_ERROR if isinstance(error, kind))
+    return next(known, grpc.StatusCode.INTERNAL)
+
+
 class RpcServer:
     """A gRPC server with health (Check, Watch, List) and reflection. Construct it inside the running event loop.
 

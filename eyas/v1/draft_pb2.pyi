@@ -90,6 +90,7 @@ class Commit(_message.Message):
     MAX_DEPTH_FIELD_NUMBER: _builtins.int
     PROPOSAL_FIELD_NUMBER: _builtins.int
     SAMPLES_FIELD_NUMBER: _builtins.int
+    TRACEPARENT_FIELD_NUMBER: _builtins.int
     session: _builtins.str
     """Key of the session on this stream."""
     epoch: _builtins.int
@@ -102,6 +103,8 @@ class Commit(_message.Message):
     """Most levels below the root."""
     proposal: Global___Proposal.ValueType
     """How the tree is to be proposed."""
+    traceparent: _builtins.str
+    """W3C trace context of the round, where it is traced; else empty."""
     @_builtins.property
     def tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Newly committed token ids; the last is the new root."""
@@ -131,10 +134,11 @@ class Commit(_message.Message):
         max_depth: _builtins.int = ...,
         proposal: Global___Proposal.ValueType = ...,
         samples: _abc.Iterable[_builtins.int] | None = ...,
+        traceparent: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["features", b"features", "noise", b"noise"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["base", b"base", "epoch", b"epoch", "features", b"features", "max_depth", b"max_depth", "max_nodes", b"max_nodes", "noise", b"noise", "proposal", b"proposal", "samples", b"samples", "session", b"session", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["base", b"base", "epoch", b"epoch", "features", b"features", "max_depth", b"max_depth", "max_nodes", b"max_nodes", "noise", b"noise", "proposal", b"proposal", "samples", b"samples", "session", b"session", "tokens", b"tokens", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -149,8 +153,11 @@ class SpeculateReply(_message.Message):
     STEP_FIELD_NUMBER: _builtins.int
     TREES_FIELD_NUMBER: _builtins.int
     REFUSALS_FIELD_NUMBER: _builtins.int
+    DRAFT_MS_FIELD_NUMBER: _builtins.int
     step: _builtins.int
     """The step of the request that this answers."""
+    draft_ms: _builtins.float
+    """How long the drafter drafted, in ms; the rest of the round trip went to the network and to waiting."""
     @_builtins.property
     def trees(self) -> _containers.RepeatedCompositeFieldContainer[Global___Tree]:
         """Trees for the commits that asked for one and could be used."""
@@ -165,10 +172,11 @@ class SpeculateReply(_message.Message):
         step: _builtins.int = ...,
         trees: _abc.Iterable[Global___Tree] | None = ...,
         refusals: _abc.Iterable[Global___Refusal] | None = ...,
+        draft_ms: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["refusals", b"refusals", "step", b"step", "trees", b"trees"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["draft_ms", b"draft_ms", "refusals", b"refusals", "step", b"step", "trees", b"trees"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -13,8 +13,10 @@ from eyas.errors import RequestFailed
 from eyas.models.checkpoint import read_target_config, resolve, target_fingerprint
 from eyas.rpc.messages import DrafterInfo, ModelInfo
 from eyas.rpc.server import RpcServer
+from eyas.telemetry.process import telemetry
 from eyas.v1 import draft_pb2, draft_pb2_grpc
 from services.draft.servicer import DraftServicer
+from services.draft.telemetry import DraftTelemetry
 from services.draft.worker import DraftWorker
 from services.lifecycle import WorkerPresence, main, serve
 from services.registry import Load, Registry
@@ -28,15 +30,20 @@ async def run(config: DraftConfig) -> None:
         config.drafter, config.target, config.head, config.dtype, config.device, config.tree, config.eagle, config.methods
     )
     info = describe(config, drafter)
-    await serve_drafter(config, drafter, info)
+    with telemetry(config.telemetry, "draft") as own:
+        await serve_drafter(config, drafter, info, DraftTelemetry(own))
 
 
-async def serve_drafter(config: DraftConfig, drafter: LocalDrafter, info: DrafterInfo) -> None:
+async def serve_drafter(
+    config: DraftConfig, drafter: LocalDrafter, info: DrafterInfo, telemetry: DraftTelemetry | None = None
+) -> None:
     """Serve until told to stop. Raises RequestFailed when the drafter breaks for good."""
     loop, owner = asyncio.get_running_loop(), asyncio.current_task()
     assert owner is not None
     server = RpcServer(config.server)
-    with DraftWorker(drafter, info, lambda: loop.call_soon_threadsafe(owner.cancel)) as worker:
+    observer = telemetry or DraftTelemetry()
+    with DraftWorker(drafter, info, lambda: loop.call_soon_threadsafe(owner.cancel), observer) as worker:
+        observer.watch(lambda: worker.num_sessions, lambda: worker.num_waiting)
         servicer = DraftServicer(worker, info)
         draft_pb2_grpc.add_DraftServicer_to_server(servicer, server.aio)
         server.before_stop(servicer.close)

@@ -8,20 +8,29 @@ from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing
 from dataclasses import replace
 
-from eyas.errors import InvalidRequest, TimedOut, Unavailable, UnknownModel
+from eyas.errors import EyasError, InvalidRequest, TimedOut, Unavailable, UnknownModel
 from eyas.limits import check_fit, check_request
 from eyas.rpc.messages import GenerateCall, ModelInfo, TextChunk
 from eyas.text import TokenText
 from services.router.answer import Answer
 from services.router.completions import completion, merged
 from services.router.relay import Home, Relay, TrailerSink
+from services.router.telemetry.observer import RouterTelemetry
 from services.router.workers import Workers
 
 
 class Front:
     """Serves the models that have a tokenizer here. request_timeout: longest life of a request, in seconds."""
 
-    def __init__(self, tokenizers: Mapping[str, TokenText], workers: Workers, relay: Relay, request_timeout: float) -> None:
+    def __init__(
+        self,
+        tokenizers: Mapping[str, TokenText],
+        workers: Workers,
+        relay: Relay,
+        request_timeout: float,
+        telemetry: RouterTelemetry | None = None,
+    ) -> None:
+        self._telemetry = telemetry or RouterTelemetry()
         self._tokenizers = tokenizers
         self._workers = workers
         self._relay = relay
@@ -49,6 +58,13 @@ class Front:
 
     async def prepare(self, call: GenerateCall) -> GenerateCall:
         """The call with its model, id, token ids and seed filled in. Raises InvalidRequest, UnknownModel, Unavailable."""
+        try:
+            return await self._prepared(call)
+        except EyasError:
+            with self._telemetry.request(call):  # it ends here
+                raise
+
+    async def _prepared(self, call: GenerateCall) -> GenerateCall:
         name = self._name(call.model)
         check_request(call.request)
         info = self.model(name)
@@ -66,17 +82,25 @@ class Front:
         tokenizer = self._tokenizers[info.name]
         return await _encoded(tokenizer, tokenizer.encode_rendered, text, info)
 
-    async def stream(self, call: GenerateCall, timeout: float | None, sink: TrailerSink) -> AsyncGenerator[TextChunk, None]:
+    async def stream(
+        self, call: GenerateCall, timeout: float | None, sink: TrailerSink, operation: str = "text_completion"
+    ) -> AsyncGenerator[TextChunk, None]:
         """What the client sees of all completions of a prepared call, as it comes; leaving early cancels them.
 
-        timeout: the client's own limit, in seconds. Raises TimedOut at the earlier of the limits, and what Relay raises.
+        timeout: the client's own limit, in seconds. operation: as the GenAI conventions name it. Raises TimedOut at the
+        earlier of the limits, and what Relay raises.
         """
         left = min(timeout or self._request_timeout, self._request_timeout)
         deadline = asyncio.get_running_loop().time() + left
         try:
-            async with aclosing(merged(self._completions(call, deadline, sink))) as chunks:
-                async for chunk in chunks:
-                    yield chunk
+            with self._telemetry.request(call, operation) as observed:
+                own = observed.prepared(call)
+                if observed.texts is not None:
+                    observed.asked_text = self._tokenizers[call.model].decode(call.request.prompt_ids)
+                async with aclosing(merged(self._completions(own, deadline, sink))) as chunks:
+                    async for chunk in chunks:
+                        observed.saw(chunk)
+                        yield chunk
         except TimeoutError as error:
             raise TimedOut(f"the request was not done within {left:.1f} s") from error
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from contextlib import aclosing
+from dataclasses import replace
 from typing import Any
 
 from eyas.rpc.wire import call_from_message, chunk_to_message, models_to_message
+from eyas.telemetry.tracing import trace_pairs
 from eyas.v1 import generation_pb2
 from eyas.v1.generation_pb2_grpc import GenerationServicer
 from services.router.front import Front
@@ -21,7 +23,8 @@ class RouterServicer(GenerationServicer):
         self, request: generation_pb2.GenerateRequest, context: Any
     ) -> None:
         """Stream the continuation of a prompt."""
-        call = await self._front.prepare(call_from_message(request))
+        asked = replace(call_from_message(request), trace=trace_pairs(context.invocation_metadata() or ()))
+        call = await self._front.prepare(asked)
         stream = self._front.stream(call, context.time_remaining(), context.set_trailing_metadata)
         async with aclosing(stream) as chunks:
             async for chunk in chunks:

@@ -49,7 +49,7 @@ tensors = st.builds(TensorBytes, names, ids, st.binary(max_size=16))
 noises = st.builds(NoiseKey, seeds, floats, counts, floats, floats)
 budgets = st.builds(Budget, counts, counts)
 proposals = st.sampled_from(["deterministic", "sampled"])
-commits = st.builds(Commit, names, counts, counts, ids, st.none() | tensors, noises, budgets, ids, proposals)
+commits = st.builds(Commit, names, counts, counts, ids, st.none() | tensors, noises, budgets, ids, proposals, names)
 scores = st.lists(float32s, max_size=5).map(tuple)
 sampled = st.builds(Sampled, st.dictionaries(counts, st.builds(DraftLaw, ids, scores), max_size=3), st.booleans())
 trees = st.builds(DraftTree, ids, ids, scores, st.booleans(), st.none() | sampled)
@@ -97,9 +97,11 @@ def test_a_draft_request_comes_back(step: int, commits: tuple[Commit[TensorBytes
     assert draft_wire.draft_request_from_message(draft_pb2.SpeculateRequest.FromString(data)) == request
 
 
-@given(counts, st.lists(session_trees, max_size=3).map(tuple), st.lists(refusals, max_size=3).map(tuple))
-def test_a_draft_reply_comes_back(step: int, trees: tuple[SessionTree, ...], refusals: tuple[Refusal, ...]) -> None:
-    reply = DraftReply(step, trees, refusals)
+@given(counts, st.lists(session_trees, max_size=3).map(tuple), st.lists(refusals, max_size=3).map(tuple), float32s)
+def test_a_draft_reply_comes_back(
+    step: int, trees: tuple[SessionTree, ...], refusals: tuple[Refusal, ...], draft_ms: float
+) -> None:
+    reply = DraftReply(step, trees, refusals, draft_ms)
     data = draft_wire.draft_reply_to_message(reply).SerializeToString()
     assert draft_wire.draft_reply_from_message(draft_pb2.SpeculateReply.FromString(data)) == reply
 

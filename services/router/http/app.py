@@ -10,11 +10,11 @@ from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response
 from prometheus_client import REGISTRY
-from prometheus_client.exposition import choose_encoder
 from starlette.exceptions import HTTPException
 
 from eyas.errors import EyasError, UnknownModel
 from eyas.rpc.messages import ModelInfo
+from eyas.telemetry.scraping import exposition
 from services.router.access.gate import Gate
 from services.router.access.keys import Keys
 from services.router.front import Front
@@ -97,8 +97,8 @@ def _add_operations(app: FastAPI, presence: RouterPresence) -> None:
     @app.get("/metrics")
     async def metrics(request: Request) -> Response:
         """What Prometheus reads."""
-        encode, content_type = choose_encoder(request.headers.get("accept", ""))
-        return Response(encode(REGISTRY), headers={"Content-Type": content_type})
+        answer = exposition(request.headers.get("accept", ""), REGISTRY)
+        return Response(answer.body, headers={"Content-Type": answer.content_type})
 
 
 def _add_errors(app: FastAPI) -> None:

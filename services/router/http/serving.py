@@ -14,6 +14,7 @@ from fastapi.responses import JSONResponse, Response
 
 from eyas.errors import EyasError, InvalidRequest
 from eyas.rpc.messages import GenerateCall, TextChunk
+from eyas.telemetry.tracing import trace_pairs
 from services.router.completions import merged
 from services.router.front import Front
 from services.router.http.answers import Answers, ChatForm, CompletionForm, Plan
@@ -50,7 +51,7 @@ class Serving:
         plan = Plan(body.n, echoes, wants_prompt_logprobs=body.prompt_logprobs is not None)
         form = CompletionForm(tokenizer, body.logprobs is not None)
         answers = Answers(_new_id("cmpl", request), info.name, form, tokenizer, plan)
-        chunks = await self._chunks(body, answers.id, calls)
+        chunks = await self._chunks(body, answers.id, calls, request)
         return await _answered(body, request, answers, _prompt_only(chunks) if only_prompt else chunks)
 
     async def chat(self, body: ChatBody, request: Request) -> Response:
@@ -72,17 +73,19 @@ class Serving:
         tokenizer = self.front.tokenizer(info.name)
         plan = Plan(body.n, wants_prompt_logprobs=body.prompt_logprobs is not None)
         answers = Answers(_new_id("chatcmpl", request), info.name, ChatForm(tokenizer, body.logprobs), tokenizer, plan)
-        return await _answered(body, request, answers, await self._chunks(body, answers.id, calls))
+        return await _answered(body, request, answers, await self._chunks(body, answers.id, calls, request))
 
     async def _chunks(
-        self, body: CompletionBody | ChatBody, name: str, calls: Sequence[GenerateCall]
+        self, body: CompletionBody | ChatBody, name: str, calls: Sequence[GenerateCall], request: Request
     ) -> AsyncGenerator[TextChunk, None]:
         """The chunks of all calls, which are checked before the first of them runs; a chunk's index is its choice's."""
         names = [name] if len(calls) == 1 else [f"{name}-{number}" for number in range(len(calls))]
-        named = [replace(c, request=replace(c.request, id=each)) for c, each in zip(calls, names, strict=True)]
+        trace = trace_pairs(request.headers.items())
+        operation = "chat" if isinstance(body, ChatBody) else "text_completion"
+        named = [replace(c, request=replace(c.request, id=i), trace=trace) for c, i in zip(calls, names, strict=True)]
         with _in_the_words_of(body):
             prepared = [await self.front.prepare(call) for call in named]
-        streams = [self.front.stream(call, None, _unheard) for call in prepared]
+        streams = [self.front.stream(call, None, _unheard, operation) for call in prepared]
         return merged([_shifted(stream, number * body.n) for number, stream in enumerate(streams)])
 
 
