@@ -1,13 +1,14 @@
 """Settings of every part as frozen values, and how they are read: `values` know no files, `reading` knows no part."""
 
+from eyas.config.methods import MethodsConfig, SmallConfig
 from eyas.config.reading import describe, load, masked
 from eyas.config.values import (
     DraftConfig,
+    DraftedModel,
     DraftLinkConfig,
     Dtype,
     EagleConfig,
     EngineConfig,
-    MethodsConfig,
     RegistryConfig,
     RouterConfig,
     Rule,
@@ -20,6 +21,7 @@ from eyas.config.values import (
 __all__ = [
     "DraftConfig",
     "DraftLinkConfig",
+    "DraftedModel",
     "Dtype",
     "EagleConfig",
     "EngineConfig",
@@ -29,6 +31,7 @@ __all__ = [
     "Rule",
     "ServedModel",
     "ServerConfig",
+    "SmallConfig",
     "TreeConfig",
     "VerifierConfig",
     "describe",

@@ -5,9 +5,10 @@ Knows no files.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Literal, get_args
 
+from eyas.config.methods import MethodsConfig
 from eyas.errors import ConfigError
 
 Dtype = Literal["float32", "bfloat16", "float16"]
@@ -74,11 +75,11 @@ class EngineConfig:
 
 @dataclass(frozen=True)
 class EagleConfig:
-    """Settings of an EAGLE drafter.
+    """Settings of every drafter with a law of its own.
 
     num_slots: token slots of draft KV for all sessions; the session unused for longest is forgotten when they run out.
     shared_noise: rank children by the draft law perturbed with the noise of the target's own draw (temperature > 0).
-    noise_scale: softness s of the perturbed law.
+    noise_scale: softness s of the perturbed law; 0 finds it while serving, from what the target made of the trees.
     law_tokens: most tokens in the law of a sampled proposal; the rest of the draft law is cut off.
     """
 
@@ -89,12 +90,7 @@ class EagleConfig:
 
     def __post_init__(self) -> None:
         _at_least(1, num_slots=self.num_slots, law_tokens=self.law_tokens)
-        _above_zero(noise_scale=self.noise_scale)
-
-
-@dataclass(frozen=True)
-class MethodsConfig:
-    """Settings that one drafting method has and others do not."""
+        _at_least(0, noise_scale=self.noise_scale)
 
 
 @dataclass(frozen=True)
@@ -175,8 +171,27 @@ class VerifierConfig:
 
 
 @dataclass(frozen=True)
+class DraftedModel:
+    """A target and how it is drafted for. model: the name it is served under.
+
+    target: where the target's embeddings and config are read from. head: what the drafter loads. eagle.num_slots limits the
+    memory of each by itself.
+    """
+
+    model: str
+    target: str
+    head: str = ""
+    drafter: str = "eagle3"
+    dtype: Dtype = "float32"
+    device: str = "cpu"
+    tree: TreeConfig = field(default_factory=TreeConfig)
+    eagle: EagleConfig = field(default_factory=EagleConfig)
+    methods: MethodsConfig = field(default_factory=MethodsConfig)
+
+
+@dataclass(frozen=True)
 class DraftConfig:
-    """The draft service. target: where the target's embeddings and config are read from. head: what the drafter loads."""
+    """The draft service. model to methods: as in DraftedModel; more: what it drafts for besides."""
 
     model: str
     target: str
@@ -188,11 +203,18 @@ class DraftConfig:
     tree: TreeConfig = field(default_factory=TreeConfig)
     eagle: EagleConfig = field(default_factory=EagleConfig)
     methods: MethodsConfig = field(default_factory=MethodsConfig)
+    more: tuple[DraftedModel, ...] = ()
     server: ServerConfig = field(default_factory=ServerConfig)
     registry: RegistryConfig = field(default_factory=RegistryConfig)
 
     def __post_init__(self) -> None:
         _at_least(0, threads=self.threads)
+
+    @property
+    def drafted(self) -> tuple[DraftedModel, ...]:
+        """All that it drafts for."""
+        own = {setting.name: getattr(self, setting.name) for setting in fields(DraftedModel)}
+        return (DraftedModel(**own), *self.more)
 
 
 @dataclass(frozen=True)
