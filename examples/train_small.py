@@ -3,7 +3,8 @@
     python examples/train_small.py --minutes 10 --out models/demo/small
 
 Two thirds of the time it learns the text, then what the target says of the text (distillation: the target's law at every
-token), which takes the target's own forward pass. Modules that the demo prompts come from, and those listed in --without, are left out.
+token), which takes the target's own forward pass. Modules that the demo prompts come from, and those listed in --without,
+are left out.
 """
 
 import argparse

@@ -39,7 +39,7 @@ def stats_of(target: str, tree: TreeConfig, sampling: SamplingParams, rule: Rule
 
 @pytest.mark.parametrize("kind", SAMPLINGS)
 def test_as_its_own_draft_model_the_target_accepts_every_level(kind: str, tiny_target: str) -> None:
-    """32 tokens after the prefill's in rounds of depth + 1. Above temperature 0 shared noise makes the draft the draw itself."""
+    """32 tokens after the prefill's in rounds of depth + 1; above temperature 0 thanks to the shared noise."""
     assert stats_of(tiny_target, TreeConfig(16, 3, 1), SAMPLINGS[kind], "match").acceptance_length == 4
 
 
