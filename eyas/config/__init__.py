@@ -1,5 +1,6 @@
 """Settings of every part as frozen values, and how they are read: `values` know no files, `reading` knows no part."""
 
+from eyas.config.drafting import AheadConfig, EagleConfig, TreeConfig
 from eyas.config.methods import MethodsConfig, SmallConfig
 from eyas.config.reading import describe, load, masked
 from eyas.config.values import (
@@ -7,18 +8,17 @@ from eyas.config.values import (
     DraftedModel,
     DraftLinkConfig,
     Dtype,
-    EagleConfig,
     EngineConfig,
     RegistryConfig,
     RouterConfig,
     Rule,
     ServedModel,
     ServerConfig,
-    TreeConfig,
     VerifierConfig,
 )
 
 __all__ = [
+    "AheadConfig",
     "DraftConfig",
     "DraftLinkConfig",
     "DraftedModel",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from eyas.errors import ConfigError
+from eyas.config.checks import at_least
 
 
 @dataclass(frozen=True)
@@ -17,8 +17,7 @@ class SmallConfig:
     chunk_tokens: int = 512
 
     def __post_init__(self) -> None:
-        if self.chunk_tokens < 1:
-            raise ConfigError(f"chunk_tokens is {self.chunk_tokens}; it must be at least 1")
+        at_least(1, chunk_tokens=self.chunk_tokens)
 
 
 @dataclass(frozen=True)

@@ -90,5 +90,9 @@ class LocalDrafter(ABC):
     def listens(self, session: str) -> bool:
         return True
 
+    def work_ahead(self) -> bool:
+        """Do a little that nobody waits for yet, between two calls; whether there is more to do."""
+        return False
+
     def ask(self, contexts: Sequence[DraftContext]) -> Pending:
         return partial(self.propose, contexts)

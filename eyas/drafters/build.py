@@ -111,11 +111,13 @@ def _check_head(name: str, head: str) -> None:
 
 
 def _eagle3(parts: Parts) -> LocalDrafter:
+    from eyas.drafters.eagle.ahead import AheadDrafter
     from eyas.drafters.eagle.drafter import EagleDrafter
     from eyas.models.heads.eagle import load_head
 
     head = load_head(parts.head, parts.target, parts.dtype, parts.device)
-    return EagleDrafter(head, parts.tree, parts.eagle)
+    drafter = EagleDrafter(head, parts.tree, parts.eagle)
+    return AheadDrafter(drafter, parts.eagle.ahead) if parts.eagle.ahead.rows else drafter
 
 
 def _eagle3_features(head: str, target: str, dtype: str, device: str) -> FeatureFuser:

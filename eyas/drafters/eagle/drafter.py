@@ -17,12 +17,12 @@ from torch import Tensor
 
 from eyas.cache.kv import SlotPools
 from eyas.cache.slots import SlotAllocator, Slots
-from eyas.commit import Refusal
-from eyas.config import EagleConfig, TreeConfig
+from eyas.commit import Budget, Refusal
+from eyas.config import AheadConfig, EagleConfig, TreeConfig
 from eyas.drafters.base import Draft, DraftContext, DrafterNeeds, LocalDrafter
-from eyas.drafters.calibration import noise_scale
+from eyas.drafters.calibration import FixedScale, noise_scale
 from eyas.drafters.eagle.expansion import EagleExpansion
-from eyas.drafters.expand import Expansion, grow, select
+from eyas.drafters.expand import Expansion, Growth, grow, select
 from eyas.drafters.ranking import Ranker, Scorer
 from eyas.drafters.sampled import FilteredDraft, draw_chains
 from eyas.errors import ConfigError
@@ -35,12 +35,13 @@ from eyas.tree import DraftTree
 @dataclass
 class _Session:
     """committed: tokens known; slots: one per pair, committed - 1 of them, or none if the session did not fit: then it is
-    dormant, until there is ample room."""
+    dormant, until there is ample room. state: the head's [H] behind the last pair, if it was computed."""
 
     epoch: int
     committed: int
     slots: Slots
     dormant: bool = False
+    state: Tensor | None = None
 
 
 class EagleDrafter(LocalDrafter):
@@ -83,6 +84,8 @@ class EagleDrafter(LocalDrafter):
             states = self._extend([contexts[i] for i in ready])
             for i in ready:
                 drafts[i] = DraftTree.root_only(contexts[i].tokens[-1])
+            for i, state in zip(ready, states, strict=True):
+                self._sessions[contexts[i].session].state = state
             wanting = [row for row, i in enumerate(ready) if contexts[i].budget.wants_tree]
             for proposal, grow_trees in (("deterministic", self._grow), ("sampled", self._draw)):
                 rows = [row for row in wanting if contexts[ready[row]].proposal == proposal]
@@ -97,6 +100,29 @@ class EagleDrafter(LocalDrafter):
             session = self._sessions.pop(key, None)
             if session is not None:
                 self._allocator.free(session.slots)
+
+    @property
+    def draft_ids(self) -> Tensor:
+        """The target's ids of the draft vocabulary's."""
+        return self._head.draft_ids
+
+    def within(self, budget: Budget) -> Budget:
+        """A verifier's budget, cut to the size of this drafter's trees."""
+        return Budget(min(budget.max_nodes, self._tree.nodes), min(budget.max_depth, self._tree.depth))
+
+    def can_grow(self, session: str) -> bool:
+        """Whether the session has all that trees grow from."""
+        known = self._sessions.get(session)
+        return known is not None and known.state is not None and len(known.slots) > 0
+
+    @torch.inference_mode()
+    def growth(self, contexts: Sequence[DraftContext], config: AheadConfig) -> Growth:
+        """Trees of sessions that can grow, from their last commits on, with one level recorded."""
+        known = [self._sessions[context.session].state for context in contexts]
+        states = torch.stack([state for state in known if state is not None])
+        shape = TreeConfig(depth=config.levels, width=config.rows)
+        ranker = Ranker(contexts, self._config, shape.depth, self._head.draft_ids, FixedScale(self._scale.value))
+        return Growth(self._expand(contexts, states, ranker, shape), config.rows, config.children)
 
     def check(self) -> None:
         """Assert the integrity of slots and owners."""
@@ -142,7 +168,7 @@ class EagleDrafter(LocalDrafter):
     def _put_to_sleep(self, session: _Session) -> None:
         """A session that does not fit is followed without KV: it gets no trees, and costs nothing."""
         self._allocator.free(session.slots)
-        session.slots, session.dormant = session.slots[:0], True
+        session.slots, session.dormant, session.state = session.slots[:0], True, None
 
     def _extend(self, contexts: Sequence[DraftContext]) -> Tensor:
         """Store keys and values of all new pairs; the state [S, H] behind each session's last pair."""
