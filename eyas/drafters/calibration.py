@@ -1,14 +1,14 @@
 """Finds the softness s of the perturbed draft law while serving: trees and what became of them in, a scale out.
 
 At a node whose children have perturbed log-scores a (log q/T plus the noise), the target's sample follows roughly
-softmax(a / s). Every node that the target visited tells how likely its sample was under each s of a grid.
+softmax(a / s), and every visited node tells how likely its sample was under each s of a grid. s depends on the temperature.
 Legend: S sessions, P candidates, R expanded nodes, K values of s.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
@@ -31,6 +31,7 @@ ROUNDS_PER_LOOK = 4
 MEMORY = 4000.0
 LEAST = 100.0
 TINY = 1e-9
+NUM_BANDS = 11
 
 
 class Measured(Protocol):
@@ -45,9 +46,8 @@ class Measured(Protocol):
 class NoiseScale(Protocol):
     """The s in use. Told of every commit and of every set of candidates; it may look at them or not."""
 
-    @property
-    def value(self) -> float:
-        """s for the next trees."""
+    def value(self, temperature: float) -> float:
+        """s for the next trees of a session."""
         ...
 
     @property
@@ -77,8 +77,11 @@ def noise_scale(config: EagleConfig) -> NoiseScale:
 class FixedScale:
     """A constant."""
 
-    value: float
+    scale: float
     grid: tuple[float, ...] = ()
+
+    def value(self, temperature: float) -> float:
+        return self.scale
 
     def watch(self, contexts: Sequence[DraftContext], candidates: Candidates, ranker: Measured, ids: Tensor) -> None:
         pass
@@ -92,12 +95,13 @@ class FixedScale:
 
 @dataclass(frozen=True)
 class Guesses:
-    """The candidates of one session. tokens: the target's ids; scores: cumulative; parents: candidate numbers; all [P].
+    """The candidates of one session, and the band of its temperature. tokens: the target's ids; scores: cumulative; both [P].
 
     groups: candidate number of each expanded node, the root's 0 first, in the order of their children [R], `width` each.
     normalisers: [R, K]. scale: place in the grid of the s that made the scores.
     """
 
+    band: int
     committed: int
     width: int
     tokens: Ints
@@ -127,18 +131,34 @@ class Guesses:
             group, score = int(following[0]), float(self.scores[place])
 
 
+@dataclass
+class Estimate:
+    """Faded sums of log-likelihoods under every s of the grid, and of how many nodes."""
+
+    sums: Reals = field(default_factory=lambda: np.zeros(len(GRID)))
+    count: float = 0.0
+
+    def add(self, log_likelihoods: Reals) -> None:
+        """One node more."""
+        self.sums = (1 - 1 / MEMORY) * self.sums + log_likelihoods
+        self.count = (1 - 1 / MEMORY) * self.count + 1
+
+    @property
+    def place(self) -> int:
+        """Of the likeliest s."""
+        return int(self.sums.argmax()) if self.count >= LEAST else START
+
+
 class CalibratedScale:
-    """The s of the grid under which the target's samples were likeliest, older ones counting less."""
+    """The s of the grid under which the target's samples were likeliest, older ones counting less; by temperature."""
 
     def __init__(self) -> None:
-        self._sums: Reals = np.zeros(len(GRID))
-        self._count = 0.0
+        self._bands = [Estimate() for _ in range(NUM_BANDS)]
         self._round = 0
         self._guesses: dict[str, Guesses] = {}
 
-    @property
-    def value(self) -> float:
-        return GRID[self._place]
+    def value(self, temperature: float) -> float:
+        return GRID[self._bands[band(temperature)].place]
 
     @property
     def grid(self) -> tuple[float, ...]:
@@ -154,23 +174,25 @@ class CalibratedScale:
         width = candidates.ends[0]
         for row, context in enumerate(contexts):
             if context.noise.temperature > 0:
+                of = band(context.noise.temperature)
                 groups = parents[row, ::width].astype(np.int64)
                 self._guesses[context.session] = Guesses(
-                    context.committed, width, tokens[row].astype(np.int64), scores[row], groups, laws[row], self._place
-                )
+                    of, context.committed, width, tokens[row].astype(np.int64), scores[row], groups, laws[row],
+                    self._bands[of].place,
+                )  # fmt: skip
 
     def learn(self, contexts: Sequence[DraftContext]) -> None:
         for context in contexts:
             guesses = self._guesses.pop(context.session, None)
             if guesses is not None and guesses.committed == context.base:
-                for log_likelihood in guesses.log_likelihoods(context.tokens):
-                    self._sums = (1 - 1 / MEMORY) * self._sums + log_likelihood
-                    self._count = (1 - 1 / MEMORY) * self._count + 1
+                for log_likelihoods in guesses.log_likelihoods(context.tokens):
+                    self._bands[guesses.band].add(log_likelihoods)
 
     def forget(self, sessions: Sequence[str]) -> None:
         for session in sessions:
             self._guesses.pop(session, None)
 
-    @property
-    def _place(self) -> int:
-        return int(self._sums.argmax()) if self._count >= LEAST else START
+
+def band(temperature: float) -> int:
+    """Temperatures that share an estimate: 0.2 apart, all that are high together."""
+    return min(round(5 * temperature), NUM_BANDS - 1)

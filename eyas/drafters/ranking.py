@@ -38,8 +38,10 @@ class Ranker:
         levels: int,
         draft_ids: Tensor,
         scale: NoiseScale | None = None,
+        grid: Sequence[float] = (),
     ) -> None:
-        """scale: the s in use, where it is found while serving; else the configured one, or 1 where that is 0."""
+        """scale: the s in use, where it is found while serving; else the configured one, or 1 where that is 0. grid: values
+        of s for which the laws are measured as well, in `normalisers`."""
         device = draft_ids.device
         scale = scale or FixedScale(config.noise_scale or 1.0)
         self.normalisers: list[Tensor] = []
@@ -51,8 +53,8 @@ class Ranker:
         known = torch.tensor(shared, device=device)
         ones = torch.ones(len(contexts), device=device)
         self._temperature = torch.where(known, torch.tensor([k.temperature for k in keys], device=device), ones)
-        self._scale = torch.where(known, scale.value * ones, ones)[:, None, None]
-        self._grid = scale.grid
+        self._scale = torch.where(known, torch.tensor([scale.value(k.temperature) for k in keys], device=device), ones)
+        self._grid = grid
         self._top_k = torch.where(known, torch.tensor([k.top_k for k in keys], device=device), 0)
         self._top_p = torch.where(known, torch.tensor([k.top_p for k in keys], device=device), ones)
         self._min_p = torch.where(known, torch.tensor([k.min_p for k in keys], device=device), 0.0 * ones)
@@ -75,4 +77,4 @@ class Ranker:
         perturbed = law + self._gumbel[:, None, level]
         if self._grid:
             self.normalisers.append(torch.stack([torch.logsumexp(perturbed / s, dim=-1) for s in self._grid], dim=-1))
-        return torch.log_softmax(perturbed / self._scale, dim=-1)
+        return torch.log_softmax(perturbed / self._scale[:, None, None], dim=-1)

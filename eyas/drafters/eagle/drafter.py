@@ -20,7 +20,7 @@ from eyas.cache.slots import SlotAllocator, Slots
 from eyas.commit import Budget, Refusal
 from eyas.config import AheadConfig, EagleConfig, TreeConfig
 from eyas.drafters.base import Draft, DraftContext, DrafterNeeds, LocalDrafter
-from eyas.drafters.calibration import FixedScale, noise_scale
+from eyas.drafters.calibration import noise_scale
 from eyas.drafters.eagle.expansion import EagleExpansion
 from eyas.drafters.expand import Expansion, Growth, grow, select
 from eyas.drafters.ranking import Ranker, Scorer
@@ -121,7 +121,7 @@ class EagleDrafter(LocalDrafter):
         known = [self._sessions[context.session].state for context in contexts]
         states = torch.stack([state for state in known if state is not None])
         shape = TreeConfig(depth=config.levels, width=config.rows)
-        ranker = Ranker(contexts, self._config, shape.depth, self._head.draft_ids, FixedScale(self._scale.value))
+        ranker = Ranker(contexts, self._config, shape.depth, self._head.draft_ids, self._scale)
         return Growth(self._expand(contexts, states, ranker, shape), config.rows, config.children)
 
     def check(self) -> None:
@@ -190,7 +190,7 @@ class EagleDrafter(LocalDrafter):
 
     def _grow(self, contexts: Sequence[DraftContext], states: Tensor) -> list[DraftTree]:
         shape = self._shape(contexts, self._tree.width)
-        ranker = Ranker(contexts, self._config, shape.depth, self._head.draft_ids, self._scale)
+        ranker = Ranker(contexts, self._config, shape.depth, self._head.draft_ids, self._scale, self._scale.grid)
         candidates = grow(self._expand(contexts, states, ranker, shape), shape)
         self._scale.watch(contexts, candidates, ranker, self._head.draft_ids)
         budgets = [replace(c.budget, max_nodes=min(c.budget.max_nodes, self._tree.nodes)) for c in contexts]

@@ -109,7 +109,7 @@ class SmallDrafter(LocalDrafter):
 
     def _grow(self, contexts: Sequence[DraftContext], logits: Tensor) -> list[DraftTree]:
         shape = self._shape(contexts, self._tree.width)
-        ranker = Ranker(contexts, self._config, shape.depth, self._ids, self._scale)
+        ranker = Ranker(contexts, self._config, shape.depth, self._ids, self._scale, self._scale.grid)
         expansion = self._expand(contexts, logits, ranker, shape)
         candidates = grow(expansion, shape)
         self._keep(contexts, expansion)
