@@ -95,7 +95,7 @@ class FixedScale:
 
 @dataclass(frozen=True)
 class Guesses:
-    """The candidates of one session, and the band of its temperature. tokens: the target's ids; scores: cumulative; both [P].
+    """The candidates of one session, and its temperature's band. tokens: the target's ids; scores: cumulative; both [P].
 
     groups: candidate number of each expanded node, the root's 0 first, in the order of their children [R], `width` each.
     normalisers: [R, K]. scale: place in the grid of the s that made the scores.

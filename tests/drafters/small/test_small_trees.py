@@ -1,6 +1,7 @@
 """Trees of a small draft model equal those of the obvious implementation, and nothing is run through it twice."""
 
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from eyas.request import NoiseKey
 from eyas.tree import DraftTree
 from tests.drafters.naive_eagle import best_tree
 from tests.drafters.small import naive_small
+from tests.models.families import FAMILIES, config_of, write_model
 from tests.tiny import write_small
 
 SHAPE = TreeConfig(nodes=14, depth=4, width=3)
@@ -74,6 +76,18 @@ def test_a_tree_after_any_path_through_the_last_one_equals_the_naive_one(small: 
         assert_same(
             tree_of(drafter, commit("a", more, 9)), best_tree(naive_small.candidates(small, more, GREEDY, SHAPE), 13), 5
         )
+
+
+@pytest.mark.parametrize("family", ["mistral", "gemma-2", "gpt-2", "qwen-3-moe"])
+def test_models_with_windows_soft_caps_and_positions_of_their_own_draft_as_well(family: str, tmp_path: Path) -> None:
+    """Near the end of the context, where positions of tree rows that nobody will ask for run out, too."""
+    kind, settings = FAMILIES[family]
+    model = write_model(tmp_path, config_of(kind, **settings))
+    drafter, tokens = make(model), tokens_of(4, 256)
+    for base, end in ((0, 30), (30, 31)):
+        tree = tree_of(drafter, commit("a", tokens[:end], base))
+        assert_same(tree, best_tree(naive_small.candidates(model, tokens[:end], GREEDY, SHAPE), 13), tokens[end - 1])
+    assert len(tree_of(drafter, commit("end", tokens, 0, budget=Budget(3, 1)))) == 3
 
 
 class Counting(TargetModel):
