@@ -77,15 +77,21 @@ class SmallExpansion:
 
     def _pack(self, tokens: Tensor, positions: Tensor, keys: Tensor, slots: Tensor) -> PackedInputs:
         rows = torch.arange(tokens.numel(), device=tokens.device)
-        group = Group(
-            rows=rows.view_as(tokens),
-            cells=None,
-            whole=True,
-            open=False,
-            run=None,
-            keys=keys,
-            mask=self._seen,
-            query_positions=positions,
-            key_positions=self._key_positions,
-        )
+        group = LevelGroup(rows.view_as(tokens), keys, self._seen, positions, self._key_positions)
         return PackedInputs(tokens.flatten(), positions.flatten(), slots.flatten(), rows, (group,))
+
+
+class LevelGroup(Group):
+    """One level of all sessions' trees. What Group lays out from segments is on the device already."""
+
+    def __init__(self, rows: Tensor, keys: Tensor, mask: Tensor, query_positions: Tensor, key_positions: Tensor) -> None:
+        self.shape = (rows.shape[0], rows.shape[1])
+        self.run = None
+        self.whole = True
+        self.open = False
+        self.cells = None
+        self.rows = rows
+        self.keys = keys
+        self.mask = mask
+        self.query_positions = query_positions
+        self.key_positions = key_positions
