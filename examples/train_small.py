@@ -2,7 +2,7 @@
 
     python examples/train_small.py --minutes 10 --out models/demo/small
 
-Two thirds of the time it learns the text, then what the target says of the text (distillation: the target's law at every
+The first half of the time it learns the text, then what the target says of the text (distillation: the target's law at every
 token), which takes the target's own forward pass. Modules that the demo prompts come from, and those listed in --without,
 are left out.
 """
@@ -56,7 +56,7 @@ def train(small: LlamaForCausalLM, target: torch.nn.Module, tokens: torch.Tensor
             group["lr"] = rate
         inputs, following = windows[:, :-1], windows[:, 1:]
         laws = torch.log_softmax(small(input_ids=inputs).logits.flatten(0, 1), -1)
-        if done < 2 / 3:
+        if done < 0.5:
             loss = F.nll_loss(laws, following.flatten())
         else:
             with torch.inference_mode():
