@@ -19,6 +19,7 @@ from rich.text import Text
 
 from eyas.bench.command import bench
 from eyas.check.command import check
+from eyas.check.drafters import drafters
 from eyas.errors import InvalidRequest
 from eyas.request import Request, SamplingParams
 from eyas.rpc.channel import open_sync_channel
@@ -37,6 +38,7 @@ ApiKey = Annotated[str, typer.Option(envvar="EYAS_API_KEY", help="For a router t
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
 app.add_typer(bench, name="bench")
 app.add_typer(check, name="check")
+app.command()(drafters)
 
 
 @app.callback()

@@ -1,11 +1,13 @@
 """Settings of every part as frozen values, and how they are read: `values` know no files, `reading` knows no part."""
 
 from eyas.config.doors import HttpConfig, KeysConfig, TlsConfig
-from eyas.config.drafting import AheadConfig, EagleConfig, MethodsConfig, TreeConfig
+from eyas.config.drafting import AheadConfig, EagleConfig, TreeConfig
+from eyas.config.methods import MethodsConfig, SmallConfig
 from eyas.config.reading import describe, load, masked
 from eyas.config.telemetry import LogFormat, TelemetryConfig
 from eyas.config.values import (
     DraftConfig,
+    DraftedModel,
     DraftLinkConfig,
     Dtype,
     EngineConfig,
@@ -21,6 +23,7 @@ __all__ = [
     "AheadConfig",
     "DraftConfig",
     "DraftLinkConfig",
+    "DraftedModel",
     "Dtype",
     "EagleConfig",
     "EngineConfig",
@@ -33,6 +36,7 @@ __all__ = [
     "Rule",
     "ServedModel",
     "ServerConfig",
+    "SmallConfig",
     "TelemetryConfig",
     "TlsConfig",
     "TreeConfig",

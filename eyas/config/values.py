@@ -5,12 +5,13 @@ Knows no files.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Literal, get_args
 
 from eyas.config.checks import above_zero, at_least, require
 from eyas.config.doors import HttpConfig, KeysConfig, TlsConfig
-from eyas.config.drafting import EagleConfig, MethodsConfig, TreeConfig
+from eyas.config.drafting import EagleConfig, TreeConfig
+from eyas.config.methods import MethodsConfig
 from eyas.config.telemetry import TelemetryConfig
 
 Dtype = Literal["float32", "bfloat16", "float16"]
@@ -141,8 +142,27 @@ class VerifierConfig:
 
 
 @dataclass(frozen=True)
+class DraftedModel:
+    """A target and how it is drafted for. model: the name it is served under.
+
+    target: where the target's embeddings and config are read from. head: what the drafter loads. eagle.num_slots limits the
+    memory of each by itself.
+    """
+
+    model: str
+    target: str
+    head: str = ""
+    drafter: str = "eagle3"
+    dtype: Dtype = "float32"
+    device: str = "cpu"
+    tree: TreeConfig = field(default_factory=TreeConfig)
+    eagle: EagleConfig = field(default_factory=EagleConfig)
+    methods: MethodsConfig = field(default_factory=MethodsConfig)
+
+
+@dataclass(frozen=True)
 class DraftConfig:
-    """The draft service. target: where the target's embeddings and config are read from. head: what the drafter loads."""
+    """The draft service. model to methods: as in DraftedModel; more: what it drafts for besides."""
 
     model: str
     target: str
@@ -154,12 +174,19 @@ class DraftConfig:
     tree: TreeConfig = field(default_factory=TreeConfig)
     eagle: EagleConfig = field(default_factory=EagleConfig)
     methods: MethodsConfig = field(default_factory=MethodsConfig)
+    more: tuple[DraftedModel, ...] = ()
     server: ServerConfig = field(default_factory=ServerConfig)
     registry: RegistryConfig = field(default_factory=RegistryConfig)
     telemetry: TelemetryConfig = field(default_factory=TelemetryConfig)
 
     def __post_init__(self) -> None:
         at_least(0, threads=self.threads)
+
+    @property
+    def drafted(self) -> tuple[DraftedModel, ...]:
+        """All that it drafts for."""
+        own = {setting.name: getattr(self, setting.name) for setting in fields(DraftedModel)}
+        return (DraftedModel(**own), *self.more)
 
 
 @dataclass(frozen=True)

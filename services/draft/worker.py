@@ -81,7 +81,7 @@ class DraftWorker:
     ) -> None:
         self._telemetry = telemetry or DraftTelemetry()
         self._drafter = drafter
-        self._info = info
+        self.info = info
         self._on_break = on_break
         self._numbers = itertools.count()
         self._jobs: list[_Job] = []
@@ -193,7 +193,7 @@ class DraftWorker:
         for commit in job.request.commits if job.request else ():
             name = job.stream.qualified(commit.session)
             try:
-                context = admit(commit, name, self._info)
+                context = admit(commit, name, self.info)
             except InvalidRequest as error:
                 log.warning("dropped a commit of session %s: %s", name, error)
                 continue

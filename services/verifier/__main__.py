@@ -14,7 +14,7 @@ from eyas.drafters.build import NO_DRAFTS, build_fuser, default_drafter, feature
 from eyas.engine.build import build_engine, gather_ranks
 from eyas.models.checkpoint import target_fingerprint
 from eyas.models.parallel.ranks import Ranks
-from eyas.rpc.messages import ModelInfo
+from eyas.rpc.messages import ModelInfo, Verified
 from eyas.rpc.server import RpcServer
 from eyas.telemetry.process import Telemetry, telemetry
 from eyas.v1 import generation_pb2, generation_pb2_grpc
@@ -53,10 +53,16 @@ async def lead(config: VerifierConfig, ranks: Ranks, telemetry: Telemetry) -> No
     drafter = default_drafter(config.drafter, config.head)
     fuser = build_fuser(drafter, config.head, config.target, config.dtype, config.device)
     needs = DrafterNeeds(features=fuser is not None, samples=True)
-    pool = DraftPool(config.link, needs, proposal) if drafter != NO_DRAFTS else None
+    verified = Verified(target_fingerprint(config.target), features_digest(drafter, config.head))
+    pool = DraftPool(config.link, needs, proposal, verified) if drafter != NO_DRAFTS else None
     engine = build_engine(config.target, fuser, config.dtype, config.device, config.engine, config.tree, pool, ranks)
-    digest = features_digest(drafter, config.head)
-    model = ModelInfo(config.model, target_fingerprint(config.target), engine.vocab_size, engine.context_length, digest)
+    model = ModelInfo(
+        config.model,
+        verified.target_fingerprint,
+        engine.vocab_size,
+        engine.context_length,
+        verified.features_digest,
+    )
     log.info("model %s: vocabulary %d, context %d", model.name, model.vocab_size, model.context_length)
     server = RpcServer(config.server)
     with closing(pool) if pool else nullcontext():

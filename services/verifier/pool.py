@@ -13,6 +13,7 @@ from eyas.commit import Proposal
 from eyas.config import DraftLinkConfig
 from eyas.drafters.base import Draft, DraftContext, DrafterNeeds, Pending
 from eyas.request import Round as VerifyRound
+from eyas.rpc.messages import Verified
 from services.verifier.remote import RemoteDrafter, Round
 from services.verifier.timing import LinkState, LinkStats, RoundTimes
 
@@ -43,11 +44,18 @@ class DraftPool:
     `ask` and at last `release` where the engine takes it, then `unpair` (the last two in any order).
     """
 
-    def __init__(self, config: DraftLinkConfig, needs: DrafterNeeds, proposal: Proposal = "deterministic") -> None:
-        """needs, proposal: see RemoteDrafter."""
+    def __init__(
+        self,
+        config: DraftLinkConfig,
+        needs: DrafterNeeds,
+        proposal: Proposal = "deterministic",
+        verified: Verified | None = None,
+    ) -> None:
+        """needs, proposal, verified: see RemoteDrafter."""
         self._config = config
         self._needs = needs
         self._proposal = proposal
+        self._verified = verified
         self._lock = threading.Lock()
         self._links: dict[str, RemoteDrafter] = {}
         self._pairs: dict[str, _Pair] = {}
@@ -171,7 +179,7 @@ class DraftPool:
 
     def _dial(self, address: str) -> RemoteDrafter:
         if address not in self._links:
-            self._links[address] = RemoteDrafter(address, self._needs, self._config, self._proposal)
+            self._links[address] = RemoteDrafter(address, self._needs, self._config, self._proposal, self._verified)
         return self._links[address]
 
     def _by_link(self, contexts: Sequence[DraftContext]) -> dict[RemoteDrafter, list[int]]:

@@ -21,6 +21,7 @@ from eyas.rpc.messages import (
     SessionTree,
     TextChunk,
     Totals,
+    Verified,
 )
 from eyas.tree import DraftLaw, DraftTree, Sampled
 from eyas.v1 import draft_pb2, generation_pb2, types_pb2
@@ -90,9 +91,16 @@ def test_models_come_back(models: tuple[ModelInfo, ...]) -> None:
     assert wire.models_from_message(wire.models_to_message(models)) == models
 
 
-@given(counts, st.lists(commits, max_size=3).map(tuple), st.lists(names).map(tuple))
-def test_a_draft_request_comes_back(step: int, commits: tuple[Commit[TensorBytes], ...], released: tuple[str, ...]) -> None:
-    request = DraftRequest(step, commits, released)
+@given(
+    counts,
+    st.lists(commits, max_size=3).map(tuple),
+    st.lists(names).map(tuple),
+    st.none() | st.builds(Verified, names, names),
+)
+def test_a_draft_request_comes_back(
+    step: int, commits: tuple[Commit[TensorBytes], ...], released: tuple[str, ...], verified: Verified | None
+) -> None:
+    request = DraftRequest(step, commits, released, verified)
     data = draft_wire.draft_request_to_message(request).SerializeToString()
     assert draft_wire.draft_request_from_message(draft_pb2.SpeculateRequest.FromString(data)) == request
 
