@@ -1,5 +1,7 @@
-"""Settings of every part as frozen values, and how they are read: `values` know no files, `reading` knows no part."""
+"""Settings of every part as frozen values, and how they are read: `values` and `methods` know no files, `reading` knows no
+part."""
 
+from eyas.config.methods import Eagle1Config, MethodsConfig, TreePaths
 from eyas.config.reading import describe, load, masked
 from eyas.config.values import (
     DraftConfig,
@@ -7,7 +9,6 @@ from eyas.config.values import (
     Dtype,
     EagleConfig,
     EngineConfig,
-    MethodsConfig,
     RegistryConfig,
     RouterConfig,
     Rule,
@@ -21,6 +22,7 @@ __all__ = [
     "DraftConfig",
     "DraftLinkConfig",
     "Dtype",
+    "Eagle1Config",
     "EagleConfig",
     "EngineConfig",
     "MethodsConfig",
@@ -30,6 +32,7 @@ __all__ = [
     "ServedModel",
     "ServerConfig",
     "TreeConfig",
+    "TreePaths",
     "VerifierConfig",
     "describe",
     "load",

@@ -4,21 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from eyas.config import EagleConfig, MethodsConfig, TreeConfig
 from eyas.drafters.base import LocalDrafter
 from eyas.errors import ConfigError
 from eyas.models.heads.features import FeatureFuser
 
+if TYPE_CHECKING:
+    from eyas.models.heads.eagle.config import Reading
+
 # In place of a drafter's name: plain decoding.
 NO_DRAFTS = "none"
-# In place of a digest of features: drafts are made without any.
+# In place of a digest of features: drafts are made without any; they are the target's last states, the same for all.
 NO_FEATURES = "none"
+FINAL_FEATURES = "final"
 
 
 @dataclass(frozen=True)
 class Parts:
-    """What a drafter is made of. head: folder, hub id or file of what the method loads; empty for one that loads nothing."""
+    """What a drafter is made of. head: folder, hub id or file of what the method loads; empty for one that loads nothing.
+    reading: how to read an EAGLE head, in place of what its config says."""
 
     target: str
     head: str
@@ -27,6 +33,7 @@ class Parts:
     tree: TreeConfig
     eagle: EagleConfig
     methods: MethodsConfig
+    reading: Reading | None = None
 
 
 @dataclass(frozen=True)
@@ -52,9 +59,11 @@ def build_drafter(
     tree: TreeConfig,
     eagle: EagleConfig,
     methods: MethodsConfig | None = None,
+    reading: Reading | None = None,
 ) -> LocalDrafter:
     """Raises ConfigError for an unknown name or a missing head, CheckpointError for a head that does not fit the target."""
-    return _method(name, head).build(Parts(target, head, dtype, device, tree, eagle, methods or MethodsConfig()))
+    parts = Parts(target, head, dtype, device, tree, eagle, methods or MethodsConfig(), reading)
+    return _method(name, head).build(parts)
 
 
 def build_fuser(name: str, head: str, target: str, dtype: str, device: str) -> FeatureFuser | None:
@@ -85,12 +94,36 @@ def _method(name: str, head: str) -> Method:
     return method
 
 
+def _eagle1(parts: Parts) -> LocalDrafter:
+    from eyas.drafters.eagle.drafter import EagleDrafter
+    from eyas.drafters.static import StaticTree
+    from eyas.models.heads.eagle import load_head
+
+    head = load_head(parts.head, parts.target, parts.dtype, parts.device, "eagle")
+    return EagleDrafter(head, parts.tree, parts.eagle, StaticTree(parts.methods.eagle1.paths))
+
+
+def _eagle2(parts: Parts) -> LocalDrafter:
+    from eyas.drafters.eagle.drafter import EagleDrafter
+    from eyas.models.heads.eagle import load_head
+
+    head = load_head(parts.head, parts.target, parts.dtype, parts.device, "eagle")
+    return EagleDrafter(head, parts.tree, parts.eagle)
+
+
 def _eagle3(parts: Parts) -> LocalDrafter:
     from eyas.drafters.eagle.drafter import EagleDrafter
     from eyas.models.heads.eagle import load_head
 
-    head = load_head(parts.head, parts.target, parts.dtype, parts.device)
+    head = load_head(parts.head, parts.target, parts.dtype, parts.device, reading=parts.reading)
     return EagleDrafter(head, parts.tree, parts.eagle)
+
+
+def _final_features(head: str, target: str, dtype: str, device: str) -> FeatureFuser:
+    from eyas.models.checkpoint import read_target_config, resolve
+    from eyas.models.heads.features import final_state
+
+    return final_state(int(read_target_config(resolve(target))["hidden_size"]))
 
 
 def _eagle3_features(head: str, target: str, dtype: str, device: str) -> FeatureFuser:
@@ -106,5 +139,7 @@ def _eagle3_digest(head: str) -> str:
 
 
 METHODS: Mapping[str, Method] = {
+    "eagle1": Method("a draft head", _eagle1, _final_features, lambda head: FINAL_FEATURES),
+    "eagle2": Method("a draft head", _eagle2, _final_features, lambda head: FINAL_FEATURES),
     "eagle3": Method("a draft head", _eagle3, _eagle3_features, _eagle3_digest),
 }
