@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -13,6 +14,10 @@ from eyas.models.heads.features import FeatureFuser
 
 if TYPE_CHECKING:
     from eyas.models.heads.eagle.config import Reading
+    from eyas.models.heads.eagle.probe import Finding
+    from eyas.models.target import TargetModel
+
+log = logging.getLogger(__name__)
 
 # In place of a drafter's name: plain decoding.
 NO_DRAFTS = "none"
@@ -41,13 +46,15 @@ class Method:
     """A way to draft. needs_head: what `head` must name, in words; empty where the method loads nothing.
 
     build: makes the drafter. fuse: what runs beside the target for it, from (head, target, dtype, device); None for a
-    method without features. digest: of what decides those features, from the head.
+    method without features. digest: of what decides those features, from the head. probe: tries out beside the loaded target
+    how the head is to be read, from (target model, head, target, dtype, device); None where there is nothing to try.
     """
 
     needs_head: str
     build: Callable[[Parts], LocalDrafter]
     fuse: Callable[[str, str, str, str], FeatureFuser] | None = None
     digest: Callable[[str], str] = lambda head: NO_FEATURES
+    probe: Callable[[TargetModel, str, str, str, str], Finding] | None = None
 
 
 def build_drafter(
@@ -78,6 +85,33 @@ def build_fuser(name: str, head: str, target: str, dtype: str, device: str) -> F
 def features_digest(name: str, head: str) -> str:
     """What verifier and drafter must agree on besides the target: equal digests mean equal features. Empty for NO_DRAFTS."""
     return "" if name == NO_DRAFTS else _method(name, head).digest(head)
+
+
+def probe_head(name: str, model: TargetModel, head: str, target: str, dtype: str, device: str) -> Finding | None:
+    """How the head that drafter `name` loads works when read in each plausible way, beside `model`, which is the loaded
+    target; None for a method without such a head. Raises as `build_drafter` does."""
+    if name == NO_DRAFTS:
+        return None
+    probe = _method(name, head).probe
+    return probe(model, head, target, dtype, device) if probe else None
+
+
+def settle_reading(
+    name: str, model: TargetModel, fuser: FeatureFuser, head: str, target: str, dtype: str, device: str
+) -> Reading | None:
+    """Probe the head and have target and fuser tap what was found to work. The reading that drafters should take, which the
+    log tells of; None for a method without such a head. Raises CheckpointError for a head that works in none."""
+    finding = probe_head(name, model, head, target, dtype, device)
+    if finding is None:
+        return None
+    finding.require(head)
+    if finding.best is finding.trials[0]:
+        log.info("%s", finding)
+    else:
+        log.warning("%s; `eyas check head --write` records it in the config, for draft services to read it so too", finding)
+    fuser.taps = finding.best.reading.taps
+    model.tap(fuser.taps)
+    return finding.best.reading
 
 
 def default_drafter(name: str, head: str) -> str:
@@ -138,8 +172,20 @@ def _eagle3_digest(head: str) -> str:
     return head_fingerprint(head)
 
 
+def _probe_eagle(model: TargetModel, head: str, target: str, dtype: str, device: str) -> Finding:
+    from eyas.models.heads.eagle.probe import probe
+
+    return probe(model, head, target, dtype, device, "eagle")
+
+
+def _probe_eagle3(model: TargetModel, head: str, target: str, dtype: str, device: str) -> Finding:
+    from eyas.models.heads.eagle.probe import probe
+
+    return probe(model, head, target, dtype, device)
+
+
 METHODS: Mapping[str, Method] = {
-    "eagle1": Method("a draft head", _eagle1, _final_features, lambda head: FINAL_FEATURES),
-    "eagle2": Method("a draft head", _eagle2, _final_features, lambda head: FINAL_FEATURES),
-    "eagle3": Method("a draft head", _eagle3, _eagle3_features, _eagle3_digest),
+    "eagle1": Method("a draft head", _eagle1, _final_features, lambda head: FINAL_FEATURES, _probe_eagle),
+    "eagle2": Method("a draft head", _eagle2, _final_features, lambda head: FINAL_FEATURES, _probe_eagle),
+    "eagle3": Method("a draft head", _eagle3, _eagle3_features, _eagle3_digest, _probe_eagle3),
 }

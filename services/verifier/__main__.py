@@ -10,8 +10,8 @@ import torch
 from eyas.commit import Proposal
 from eyas.config import VerifierConfig
 from eyas.drafters.base import DrafterNeeds
-from eyas.drafters.build import NO_DRAFTS, build_fuser, default_drafter, features_digest
-from eyas.engine.build import build_engine, gather_ranks
+from eyas.drafters.build import NO_DRAFTS, build_fuser, default_drafter, features_digest, settle_reading
+from eyas.engine.build import assemble_engine, gather_ranks, load_model
 from eyas.models.checkpoint import target_fingerprint
 from eyas.models.parallel.ranks import Ranks
 from eyas.rpc.messages import ModelInfo
@@ -51,7 +51,10 @@ async def lead(config: VerifierConfig, ranks: Ranks) -> None:
     fuser = build_fuser(drafter, config.head, config.target, config.dtype, config.device)
     needs = DrafterNeeds(features=fuser is not None, samples=True)
     pool = DraftPool(config.link, needs, proposal) if drafter != NO_DRAFTS else None
-    engine = build_engine(config.target, fuser, config.dtype, config.device, config.engine, config.tree, pool, ranks)
+    target = load_model(config.target, fuser, config.dtype, config.device, config.engine, ranks)
+    if fuser is not None and config.probe == "auto" and ranks.size == 1:
+        settle_reading(drafter, target, fuser, config.head, config.target, config.dtype, config.device)
+    engine = assemble_engine(target, fuser, config.engine, config.tree, pool, ranks)
     digest = features_digest(drafter, config.head)
     model = ModelInfo(config.model, target_fingerprint(config.target), engine.vocab_size, engine.context_length, digest)
     log.info("model %s: vocabulary %d, context %d", model.name, model.vocab_size, model.context_length)
