@@ -1,7 +1,7 @@
 """Settings of every part as frozen values, and how they are read: `values` and `methods` know no files, `reading` knows no
 part."""
 
-from eyas.config.methods import Eagle1Config, MethodsConfig, TreePaths
+from eyas.config.methods import EAGLE_PATHS, Eagle1Config, MethodsConfig, TreePaths
 from eyas.config.reading import describe, load, masked
 from eyas.config.values import (
     DraftConfig,
@@ -20,6 +20,7 @@ from eyas.config.values import (
 )
 
 __all__ = [
+    "EAGLE_PATHS",
     "DraftConfig",
     "DraftLinkConfig",
     "Dtype",

@@ -108,10 +108,10 @@ def recorded(raw: Mapping[str, Any], source: Path) -> Reading | None:
     record = raw.get(RECORD)
     if record is None:
         return None
-    try:
-        return Reading(tuple(map(int, record["taps"])), bool(record["norm_before_residual"]), record["output"])
-    except (TypeError, KeyError, ValueError) as error:
-        raise CheckpointError(f"{source}: {RECORD} is {record!r}; remove it, or have it written anew") from error
+    match record:
+        case {"taps": [*taps], "norm_before_residual": bool(normed), "output": "state" | "normed" | "bare" as output}:
+            return Reading(tuple(map(int, taps)), normed, output)
+    raise CheckpointError(f"{source}: {RECORD} is {record!r}; remove it, or have it written anew")
 
 
 def _stated(
