@@ -80,7 +80,7 @@ class LLM:
 
     target: folder or hub id of any causal LM that transformers loads. draft: folder or hub id of a draft head, or of what
     else the method loads. drafter: the method; "eagle3" if only `draft` is given. Neither: plain decoding.
-    probe: "auto" tries out how an EAGLE head is to be read, and reads it so; "off" believes its config.
+    probe: "auto" tries out how an EAGLE head is to be read, and reads it so; "never" believes its config.
     Raises CheckpointError for weights that do not load or fit, and for a head that guesses no better than chance;
     ConfigError for an unknown drafter or a missing head.
     """

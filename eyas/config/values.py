@@ -13,7 +13,8 @@ from eyas.errors import ConfigError
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 Rule = Literal["match", "rejection"]
-Probe = Literal["auto", "off"]
+# YAML reads "off" as false.
+Probe = Literal["auto", "never"]
 
 
 @dataclass(frozen=True)

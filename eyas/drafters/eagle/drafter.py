@@ -178,26 +178,25 @@ class EagleDrafter(LocalDrafter):
         return attend(query, keys, values, packed, self._head.config.head_dim**-0.5)
 
     def _grow(self, contexts: Sequence[DraftContext], states: Tensor) -> list[DraftTree]:
-        shape, plan = self._shape(contexts, self._tree.width), self._plan
+        plan = self._plan
+        shape = self._shape(contexts, plan.most_expanded if plan else self._tree.width)
         ranker = Ranker(contexts, self._config, shape.depth, self._head.draft_ids)
-        widths = plan.widths[: shape.depth - 1] if plan else (shape.width,) * (shape.depth - 1)
-        expansion = self._expand(contexts, states, ranker, widths)
+        expansion = self._expand(contexts, states, ranker, shape)
         candidates = grow_static(expansion, plan, shape.depth) if plan else grow(expansion, shape)
         budgets = [replace(c.budget, max_nodes=min(c.budget.max_nodes, self._tree.nodes)) for c in contexts]
         return select(candidates, [c.tokens[-1] for c in contexts], budgets, self._head.draft_ids)
 
     def _draw(self, contexts: Sequence[DraftContext], states: Tensor) -> list[DraftTree]:
         shape, draft_ids = self._shape(contexts, width=1), self._head.draft_ids
-        scorer = FilteredDraft(contexts, draft_ids.device)
-        expansion = self._expand(contexts, states, scorer, (1,) * (shape.depth - 1))
+        expansion = self._expand(contexts, states, FilteredDraft(contexts, draft_ids.device), shape)
         return draw_chains(expansion, contexts, shape, self._config.law_tokens, draft_ids)
 
     def _shape(self, contexts: Sequence[DraftContext], width: int) -> TreeConfig:
         return TreeConfig(self._tree.nodes, min(self._tree.depth, max(c.budget.max_depth for c in contexts)), width)
 
-    def _expand(self, contexts: Sequence[DraftContext], states: Tensor, scorer: Scorer, widths: Sequence[int]) -> Expansion:
+    def _expand(self, contexts: Sequence[DraftContext], states: Tensor, scorer: Scorer, shape: TreeConfig) -> Expansion:
         slots = [self._sessions[context.session].slots for context in contexts]
-        return EagleExpansion(self._head, scorer, self._pools, slots, states, widths)
+        return EagleExpansion(self._head, scorer, self._pools, slots, states, shape)
 
 
 def _num_pairs(context: DraftContext) -> int:

@@ -104,7 +104,7 @@ def test_one_process_reads_a_head_as_it_works(tmp_path: Path, caplog: pytest.Log
     with caplog.at_level(logging.WARNING, "eyas"):
         found, believed, right = (
             LLM(TARGET, head).generate(PROMPT, greedy)[0],
-            LLM(TARGET, head, probe="off").generate(PROMPT, greedy)[0],
+            LLM(TARGET, head, probe="never").generate(PROMPT, greedy)[0],
             LLM(TARGET, str(HEAD)).generate(PROMPT, greedy)[0],
         )
     assert "not as its config says" in caplog.text

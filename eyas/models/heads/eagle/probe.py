@@ -91,7 +91,7 @@ class Finding:
             raise CheckpointError(
                 f"{head} hardly ever guesses what this target says, read in any way: {tried}; chance is "
                 f"{100 * self.chance:.1f} %. It was trained for another target, or is of a kind that Eyas does not know; to "
-                "load it all the same, set probe to off"
+                "load it all the same, set probe to never"
             )
 
 
