@@ -46,7 +46,8 @@ def cluster(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
         head = str(write_head(tmp_path_factory.mktemp("head"), vocab_size=4096, draft_vocab=512, hidden=256))
         Path(head, "config.json").write_text(Path(head, "config.json").read_text().replace("[1, 2, 3]", "[2, 6, 9]"))
     settings = [f"draft.head={head}", f"verifier.head={head}", "verifier.link.deadline=30"]
-    settings += ["verifier.probe=never"] if request.param == "random" else []
+    if request.param == "random":
+        settings.append("verifier.probe=never")
     with running_cluster(free_port(), settings) as running:
         for child in running.services:
             running.wait(child)
@@ -92,8 +93,7 @@ def test_only_a_good_head_shortens_the_work(cluster: Cluster, request: pytest.Fi
 @SAMPLINGS
 def test_killing_the_draft_service_half_way_changes_nothing(sampling: SamplingParams) -> None:
     """SIGKILL in the middle of a running request; it goes on as plain decoding."""
-    with running_cluster(free_port(), ["verifier.link.deadline=30"]
-    settings += ["verifier.probe=never"] if request.param == "random" else []) as cluster:
+    with running_cluster(free_port(), ["verifier.link.deadline=30"]) as cluster:
         for child in cluster.services:
             cluster.wait(child)
         killed = threading.Event()
