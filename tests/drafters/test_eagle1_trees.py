@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from eyas.commit import Budget
-from eyas.config import EAGLE_PATHS, Eagle1Config, EagleConfig, MethodsConfig
+from eyas.config import EAGLE_PATHS, DraftConfig, Eagle1Config, EagleConfig, MethodsConfig, load
 from eyas.drafters.base import LocalDrafter
 from eyas.drafters.build import build_drafter
 from eyas.errors import ConfigError
@@ -97,3 +97,8 @@ def test_the_published_tree_has_its_sizes() -> None:
 def test_paths_that_make_no_tree_are_refused(paths: tuple[tuple[int, ...], ...]) -> None:
     with pytest.raises(ConfigError, match="paths"):
         Eagle1Config(paths)
+
+
+def test_paths_are_read_from_settings() -> None:
+    config = load(DraftConfig, None, ["model=m", "target=t", "methods.eagle1.paths=[[0],[1],[0,2]]"])
+    assert config.methods.eagle1.paths == ((0,), (1,), (0, 2))

@@ -6,8 +6,6 @@ from eyas.models.heads.eagle.config import HeadConfig
 
 Shapes = dict[str, tuple[int, ...]]
 
-INPUT_NORMS = ("input_norm.", "fc_norm.")
-
 
 def prefix(config: HeadConfig, layer: int) -> str:
     """What the names of a layer's tensors begin with."""
