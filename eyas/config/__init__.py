@@ -1,5 +1,7 @@
-"""Settings of every part as frozen values, and how they are read: `values` know no files, `reading` knows no part."""
+"""Settings of every part as frozen values, and how they are read: `values` and `methods` know no files, `reading` knows no
+part."""
 
+from eyas.config.methods import MethodsConfig, OffsetsConfig, TreePaths
 from eyas.config.reading import describe, load, masked
 from eyas.config.values import (
     DraftConfig,
@@ -7,7 +9,6 @@ from eyas.config.values import (
     Dtype,
     EagleConfig,
     EngineConfig,
-    MethodsConfig,
     RegistryConfig,
     RouterConfig,
     Rule,
@@ -24,12 +25,14 @@ __all__ = [
     "EagleConfig",
     "EngineConfig",
     "MethodsConfig",
+    "OffsetsConfig",
     "RegistryConfig",
     "RouterConfig",
     "Rule",
     "ServedModel",
     "ServerConfig",
     "TreeConfig",
+    "TreePaths",
     "VerifierConfig",
     "describe",
     "load",

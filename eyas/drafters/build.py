@@ -14,6 +14,8 @@ from eyas.models.heads.features import FeatureFuser
 NO_DRAFTS = "none"
 # In place of a digest of features: drafts are made without any.
 NO_FEATURES = "none"
+# In place of a digest of features: they are the target's final states, the same for all heads that are fed these.
+FINAL_FEATURES = "final"
 
 
 @dataclass(frozen=True)
@@ -105,6 +107,32 @@ def _eagle3_digest(head: str) -> str:
     return head_fingerprint(head)
 
 
+def _medusa(parts: Parts) -> LocalDrafter:
+    from eyas.drafters.offsets.drafter import medusa_drafter
+    from eyas.models.heads.offsets.medusa import load_medusa
+
+    head = load_medusa(parts.head, parts.target, parts.dtype, parts.device)
+    return medusa_drafter(head, parts.tree, parts.eagle, parts.methods.offsets)
+
+
+def _hydra(parts: Parts) -> LocalDrafter:
+    from eyas.drafters.offsets.drafter import hydra_drafter
+    from eyas.models.heads.offsets.hydra import load_hydra
+
+    head = load_hydra(parts.head, parts.target, parts.dtype, parts.device)
+    return hydra_drafter(head, parts.tree, parts.eagle, parts.methods.offsets)
+
+
+def _final_features(head: str, target: str, dtype: str, device: str) -> FeatureFuser:
+    from eyas.models.checkpoint import read_target_config, resolve
+    from eyas.models.heads.config import whole_number
+    from eyas.models.heads.features import final_state
+
+    return final_state(whole_number(read_target_config(resolve(target)), "hidden_size", target))
+
+
 METHODS: Mapping[str, Method] = {
     "eagle3": Method("a draft head", _eagle3, _eagle3_features, _eagle3_digest),
+    "medusa": Method("Medusa heads", _medusa, _final_features, lambda head: FINAL_FEATURES),
+    "hydra": Method("Hydra heads", _hydra, _final_features, lambda head: FINAL_FEATURES),
 }

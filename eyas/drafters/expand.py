@@ -27,7 +27,8 @@ class Expansion(Protocol):
         ...
 
     def next(self, level: int, parents: Tensor, tokens: Tensor) -> Tensor:
-        """Run the frontier of `level` (from 1) and score its children, float32 [S, W, D].
+        """Run the frontier of `level` (from 1) and score its children, float32 [S, W, D]; or [S, 1, D], if they are the same
+        below all of it.
 
         parents [S, W]: row of each node's parent within the frontier before it; tokens [S, W]: draft vocabulary ids.
         """
@@ -55,7 +56,8 @@ def grow(expansion: Expansion, shape: TreeConfig) -> Candidates:
     rows, ends = torch.zeros_like(best.ids), [shape.width]
     for level in range(1, shape.depth):
         chosen = tokens[-1].gather(1, frontier.ids)
-        children = rank(expansion.next(level, rows, chosen), shape.width)
+        ranked = rank(expansion.next(level, rows, chosen), shape.width)
+        children = Ranked(*(column.expand(-1, shape.width, -1) for column in ranked))
         numbers = ends[-1] - tokens[-1].shape[1] + 1 + frontier.ids
         tokens.append(children.ids.flatten(1))
         scores.append((children.scores + frontier.scores[:, :, None]).flatten(1))

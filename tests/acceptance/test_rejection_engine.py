@@ -8,7 +8,8 @@ import torch
 
 from eyas.config import EagleConfig, EngineConfig, Rule, TreeConfig
 from eyas.drafters.base import Drafter, LocalDrafter
-from eyas.drafters.build import build_drafter
+from eyas.drafters.build import build_drafter, build_fuser
+from eyas.drafters.offsets.drafter import OffsetDrafter
 from eyas.engine.build import assemble_engine
 from eyas.engine.engine import Engine
 from eyas.errors import ConfigError
@@ -19,23 +20,27 @@ from eyas.tree import DraftLaw, Sampled
 from tests import reference
 from tests.acceptance.sampling_drafters import BigramDrafter, Disguised, bigram_logits
 from tests.engine.drafters import RandomDrafter
+from tests.tiny_offsets import tiny_heads
 
 TREE = TreeConfig(nodes=12, depth=3, width=4)
 PROMPT = (7, 8, 9)
 PARAMS = SamplingParams(max_tokens=20, temperature=0.9, ignore_eos=True)
 FILTERED = replace(PARAMS, temperature=1.2, top_k=20, top_p=0.9)
-DRAFTERS = ("chain", "siblings", "siblings-replaced", "eagle3")
+DRAFTERS = ("chain", "siblings", "siblings-replaced", "eagle3", "medusa", "hydra")
 
 
 def make_drafter(name: str, target: str, head: str) -> LocalDrafter:
-    if name == "eagle3":
-        return build_drafter("eagle3", target, head, "float32", "cpu", TREE, EagleConfig(num_slots=8192, law_tokens=10))
+    if name in ("eagle3", "medusa", "hydra"):
+        heads = head if name == "eagle3" else tiny_heads(name, head)
+        return build_drafter(name, target, heads, "float32", "cpu", TREE, EagleConfig(num_slots=8192, law_tokens=10))
     widths = (1, 1, 1) if name == "chain" else (3, 2)
     return BigramDrafter(bigram_logits(target), widths, replacement=name == "siblings-replaced")
 
 
 def make_engine(drafter: Drafter | None, target: str, head: str, rule: Rule = "rejection") -> Engine:
-    fuser = load_fuser(head, target)
+    final = isinstance(drafter, OffsetDrafter)
+    fuser = build_fuser("medusa", head, target, "float32", "cpu") if final else load_fuser(head, target)
+    assert fuser is not None
     config = EngineConfig(num_slots=8192, max_running=64, max_waiting=2000, rule=rule)
     return assemble_engine(load_target(target, taps=fuser.taps), fuser, config, TREE, drafter)
 

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from eyas.rpc.messages import DrafterInfo, ModelInfo
 from eyas.tree import DraftTree
 from services.verifier.remote import RemoteDrafter
 from tests.services.drafting.toy_drafting import eventually, serving
+from tests.tiny_offsets import KINDS, tiny_heads
 
 TREE = Budget(max_nodes=10, max_depth=3)
 VOCAB, HIDDEN = 48, 32
@@ -26,7 +28,15 @@ def build_eagle(target: str, head: str) -> LocalDrafter:
     return build_drafter("eagle3", target, head, "float32", "cpu", TreeConfig(16, 4, 3), EagleConfig(num_slots=2048))
 
 
-LOCAL: dict[str, Callable[[str, str], LocalDrafter]] = {"eagle3": build_eagle}
+def build_offsets(kind: str, target: str, head: str) -> LocalDrafter:
+    heads, tree, eagle = tiny_heads(kind, head), TreeConfig(16, 4, 3), EagleConfig(num_slots=2048)
+    return build_drafter(kind.split("-")[0], target, heads, "float32", "cpu", tree, eagle)
+
+
+LOCAL: dict[str, Callable[[str, str], LocalDrafter]] = {
+    "eagle3": build_eagle,
+    **{kind: partial(build_offsets, kind) for kind in KINDS},
+}
 
 
 @pytest.fixture(params=[*LOCAL, *(f"remote {name}" for name in LOCAL)])

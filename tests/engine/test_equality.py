@@ -8,7 +8,8 @@ import torch
 
 from eyas.config import EagleConfig, EngineConfig, TreeConfig
 from eyas.drafters.base import Drafter
-from eyas.drafters.build import build_drafter
+from eyas.drafters.build import build_drafter, build_fuser
+from eyas.drafters.offsets.drafter import OffsetDrafter
 from eyas.engine.build import assemble_engine
 from eyas.engine.engine import Engine
 from eyas.models.heads.eagle import load_fuser
@@ -16,6 +17,7 @@ from eyas.models.target import load_target
 from eyas.request import Chunk, GenerationStats, Request, SamplingParams
 from tests import reference
 from tests.engine.drafters import DyingDrafter, RandomDrafter
+from tests.tiny_offsets import KINDS, tiny_heads
 
 TREE = TreeConfig(nodes=12, depth=4, width=4)
 GREEDY = SamplingParams(max_tokens=24, temperature=0, ignore_eos=True)
@@ -25,7 +27,7 @@ PARAMS = {
     "filtered": SamplingParams(max_tokens=24, temperature=1.1, top_k=12, top_p=0.85, ignore_eos=True),
     "stopping": SamplingParams(max_tokens=24, temperature=1.0, stop_token_ids=tuple(range(4, 10))),
 }
-DRAFTERS = ("eagle3", "eagle3-own-noise", "eagle3-crowded", "random", "dying", "none")
+DRAFTERS = ("eagle3", "eagle3-own-noise", "eagle3-crowded", "random", "dying", "none", *KINDS)
 
 
 def make_drafter(name: str, target: str, head: str) -> Drafter | None:
@@ -33,6 +35,9 @@ def make_drafter(name: str, target: str, head: str) -> Drafter | None:
         return None
     if name == "random":
         return RandomDrafter(48)
+    if name in KINDS:
+        method, heads = name.split("-")[0], tiny_heads(name, head)
+        return build_drafter(method, target, heads, "float32", "cpu", TREE, EagleConfig(num_slots=4096))
     slots = 90 if name == "eagle3-crowded" else 4096
     eagle = EagleConfig(num_slots=slots, shared_noise=name != "eagle3-own-noise")
     drafter = build_drafter("eagle3", target, head, "float32", "cpu", TREE, eagle)
@@ -40,7 +45,9 @@ def make_drafter(name: str, target: str, head: str) -> Drafter | None:
 
 
 def make_engine(drafter: Drafter | None, target: str, head: str, **limits: int) -> Engine:
-    fuser = load_fuser(head, target)
+    final = isinstance(drafter, OffsetDrafter)
+    fuser = build_fuser("medusa", head, target, "float32", "cpu") if final else load_fuser(head, target)
+    assert fuser is not None
     config = EngineConfig(**{"num_slots": 1024, "step_tokens": 16, **limits})
     return assemble_engine(load_target(target, taps=fuser.taps), fuser, config, TREE, drafter)
 
