@@ -98,7 +98,7 @@ def test_blocks_may_lack_biases(tmp_path: Path, tiny_target: str) -> None:
         (lambda t: t.pop("1.0.linear.bias"), "missing blocks.1.layers.0.bias"),
         (lambda t: t.pop("2.2.weight"), "missing lm_heads.2.weight"),
         (lambda t: t.update({"lm_head_extra": t["0.2.weight"]}), "unexpected lm_head_extra"),
-        (lambda t: t.update({"0.2.weight": torch.zeros(47, 32)}), r"has shape \[47, 32\], expected \[48, 32\]"),
+        (lambda t: t.update({"0.1.linear.weight": torch.zeros(31, 32)}), r"has shape \[31, 32\], expected \[32, 32\]"),
         (lambda t: t.update({"token_map": torch.tensor([1, 48])}), "token_map does not map draft ids to distinct"),
         (lambda t: t.update({"token_map": torch.tensor([1, 1])}), "token_map does not map draft ids to distinct"),
         (lambda t: t.clear(), "holds no Medusa heads"),
@@ -168,6 +168,10 @@ def test_hydra_heads_of_other_kinds_are_refused_by_name(
 
 def test_heads_of_another_target_are_refused(tmp_path: Path, tiny_target: str) -> None:
     for kind, load in (("medusa", load_medusa), ("hydra", load_hydra)):
-        other = write(tmp_path / kind, config_of(kind), tensors_of(kind, vocab=50, hidden=16))
-        with pytest.raises(CheckpointError, match=r"expected \[48, 32\]"):
-            load(str(other), tiny_target)
+        for size, tensors in (
+            ("hidden size 16", tensors_of(kind, hidden=16)),
+            ("vocabulary size 50", tensors_of(kind, vocab=50)),
+        ):
+            other = write(tmp_path / f"{kind} {size}", config_of(kind), tensors)
+            with pytest.raises(CheckpointError, match=f"made for a target of {size}, but this target has"):
+                load(str(other), tiny_target)

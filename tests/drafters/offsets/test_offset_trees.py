@@ -133,7 +133,12 @@ def test_prefix_states_give_way_to_others_and_are_refilled(tiny_target: str, tin
     huge = drafter.propose([commit("huge", tokens, features, 0, 40, GREEDY, Budget(14, 4))])
     assert huge == [DraftTree.root_only(tokens[39])]
     drafter.check()
-    drafter.release(["old", "new", "third", "huge"])
+    drafter.release(["new", "third"])
+    more = commit("huge", tokens, features, 40, 40, GREEDY, Budget(14, 4))
+    assert drafter.propose([replace(more, tokens=(5,), features=features[:1])]) == [DraftTree.root_only(5)], (
+        "too large for all"
+    )
+    drafter.release(["old", "huge"])
     assert drafter.num_free_slots == 30
 
 

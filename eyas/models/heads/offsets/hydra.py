@@ -19,7 +19,7 @@ from eyas.models.checkpoint import check_device, read_config, read_target_config
 from eyas.models.heads.config import whole_number
 from eyas.models.heads.eagle import EMBEDDING_NAMES
 from eyas.models.heads.offsets.prefix import PREFIX, PREFIX_OPTIONAL, PrefixLayer, PrefixSizes, prefix_layout
-from eyas.models.heads.offsets.vocabulary import draft_ids
+from eyas.models.heads.offsets.vocabulary import check_target, draft_ids
 
 FILES = ("hydra_lm_head.safetensors", "hydra_lm_head.pt")
 ARCHITECTURES = ("mlp", "prefix-mlp")
@@ -100,6 +100,7 @@ def load_hydra(path_or_id: str, target: str, dtype: str = "float32", device: str
     sizes = read_target_config(target_folder)
     hidden, vocab = (whole_number(sizes, key, "the target's config") for key in ("hidden_size", "vocab_size"))
     config, tensors = hydra_config(folder), read_tensors(folder, FILES)
+    check_target(tensors, hidden, vocab, folder)
     ids = draft_ids(tensors, vocab, folder)
     expected, optional = _layout(config, hidden, vocab, len(ids)), {"input_embed_fn.weight"}
     optional |= {name for name in expected if name.startswith("hydra_lm_head.") and name.endswith(".bias")}

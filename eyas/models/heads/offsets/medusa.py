@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from eyas.errors import CheckpointError
 from eyas.models.checkpoint import check_device, read_config, read_target_config, read_tensors, resolve, take
 from eyas.models.heads.config import whole_number
-from eyas.models.heads.offsets.vocabulary import draft_ids
+from eyas.models.heads.offsets.vocabulary import check_target, draft_ids
 
 FILES = ("medusa_lm_head.safetensors", "medusa_lm_head.pt")
 
@@ -55,29 +55,31 @@ def load_medusa(path_or_id: str, target: str, dtype: str = "float32", device: st
     shared = bool(config.get("original_lm_head")) or "lm_head.weight" in tensors
     if shared:
         tensors = _share_output(tensors)
+    check_target(tensors, hidden, vocab, folder)
     ids = draft_ids(tensors, vocab, folder)
     heads, layers = _count(tensors, r"blocks\.(\d+)\.", folder), _count(tensors, r"blocks\.0\.layers\.(\d+)\.", folder)
-    biased = any(name.endswith(".bias") for name in tensors)
-    take(tensors, _layout(heads, layers, biased, hidden, len(ids), shared), set(), folder)
+    num_outputs = 1 if shared else heads
+    expected = _blocks(heads, layers, "weight", (hidden, hidden)) | _outputs(num_outputs, (len(ids), hidden))
+    if any(name.endswith(".bias") for name in tensors):
+        expected |= _blocks(heads, layers, "bias", (hidden,))
+    take(tensors, expected, set(), folder)
     cast = {name: tensor.to(getattr(torch, dtype)) for name, tensor in tensors.items()}
     weights = [torch.stack([cast[f"blocks.{i}.layers.{j}.weight"] for i in range(heads)]) for j in range(layers)]
     none = torch.zeros(hidden, dtype=getattr(torch, dtype))
     biases = [
         torch.stack([cast.get(f"blocks.{i}.layers.{j}.bias", none)[None] for i in range(heads)]) for j in range(layers)
     ]
-    outputs = torch.stack([cast[f"lm_heads.{i}.weight"] for i in range(1 if shared else heads)]) * _scale(config, folder)
+    outputs = torch.stack([cast[f"lm_heads.{i}.weight"] for i in range(num_outputs)]) * _scale(config, folder)
     return MedusaHead(weights, biases, outputs, ids).to(torch.device(device))
 
 
-def _layout(
-    heads: int, layers: int, biased: bool, hidden: int, draft_vocab: int, shared: bool
-) -> dict[str, tuple[int, ...]]:
-    """vLLM's names."""
-    blocks = [f"blocks.{i}.layers.{j}" for i in range(heads) for j in range(layers)]
-    weights = {f"{block}.weight": (hidden, hidden) for block in blocks}
-    biases = {f"{block}.bias": (hidden,) for block in blocks if biased}
-    outputs = {f"lm_heads.{i}.weight": (draft_vocab, hidden) for i in range(1 if shared else heads)}
-    return {**weights, **biases, **outputs}
+def _blocks(heads: int, layers: int, part: str, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
+    """A part of every block, by vLLM's names."""
+    return {f"blocks.{head}.layers.{layer}.{part}": shape for head in range(heads) for layer in range(layers)}
+
+
+def _outputs(count: int, shape: tuple[int, int]) -> dict[str, tuple[int, ...]]:
+    return {f"lm_heads.{head}.weight": shape for head in range(count)}
 
 
 def _named_alike(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -1,16 +1,26 @@
-"""The draft vocabulary of heads that ship a `token_map`: a checkpoint's tensors in, target ids of draft ids out.
+"""The vocabulary of heads, and whether it is the target's: a checkpoint's tensors in, target ids of draft ids out.
 
 Legend: D draft vocabulary, V target vocabulary, H hidden.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from eyas.errors import CheckpointError
+
+
+def check_target(tensors: Mapping[str, Tensor], hidden: int, vocab_size: int, source: Path) -> None:
+    """Raises CheckpointError for heads of another target, as far as their output layers tell."""
+    for output in (tensor for name, tensor in tensors.items() if "lm_head" in name and tensor.dim() == 2):
+        rows = vocab_size if "token_map" in tensors else len(output)
+        for what, mine, its in (("hidden size", output.shape[1], hidden), ("vocabulary size", rows, vocab_size)):
+            if mine != its:
+                raise CheckpointError(f"{source} was made for a target of {what} {mine}, but this target has {its}")
 
 
 def draft_ids(tensors: dict[str, Tensor], vocab_size: int, source: Path) -> Tensor:
