@@ -55,9 +55,9 @@ class StaticTree:
             above = {path: row for row, path in enumerate(expanded)}
 
     @property
-    def widths(self) -> tuple[int, ...]:
-        """Expanded nodes of each level below the root but the last."""
-        return tuple(len(level.expanded) for level in self.levels[:-1])
+    def most_expanded(self) -> int:
+        """Most nodes with children of a level below the root, at least 1."""
+        return max(1, *(len(level.expanded) for level in self.levels))
 
 
 def grow_static(expansion: Expansion, tree: StaticTree, depth: int) -> Candidates:
