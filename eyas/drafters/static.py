@@ -12,7 +12,7 @@ import torch
 
 from eyas.config import TreePaths
 from eyas.drafters.expand import Candidates, Expansion
-from eyas.models.sampling.law import rank
+from eyas.models.sampling.law import Ranked, rank
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,8 @@ def grow_static(expansion: Expansion, tree: StaticTree, depth: int) -> Candidate
             frontier = tree.levels[above - 1]
             rows = torch.tensor(frontier.expanded_rows, device=device).expand(sessions, -1)
             scored = expansion.next(above, rows, tokens[:, frontier.expanded])
-        best = rank(scored, max(level.ranks) + 1)
+        ranked, width = rank(scored, max(level.ranks) + 1), max(level.rows) + 1
+        best = Ranked(*(column.expand(-1, width, -1) for column in ranked))
         tokens = torch.cat([tokens, best.ids[:, level.rows, level.ranks]], 1)
         scores = torch.cat([scores, best.scores[:, level.rows, level.ranks] + scores[:, level.parents]], 1)
         parents += level.parents

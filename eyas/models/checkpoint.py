@@ -31,7 +31,7 @@ def resolve(path_or_id: str) -> Path:
     from huggingface_hub import snapshot_download
 
     try:
-        return Path(snapshot_download(path_or_id, allow_patterns=["*.json", "*.safetensors", "*.bin"]))
+        return Path(snapshot_download(path_or_id, allow_patterns=["*.json", "*.safetensors", "*.bin", "*_lm_head.pt"]))
     except (OSError, ValueError) as error:
         raise CheckpointError(f"cannot fetch {path_or_id!r} from the hub, and no such folder exists: {error}") from error
 
@@ -54,8 +54,12 @@ def read_target_config(folder: Path) -> dict[str, Any]:
     return {**config, **nested} if isinstance(nested, dict) else config
 
 
-def read_tensors(folder: Path) -> dict[str, Tensor]:
-    """All tensors of a checkpoint, from safetensors or pytorch_model.bin, sharded or not. Raises CheckpointError."""
+def read_tensors(folder: Path, own_names: tuple[str, ...] = ()) -> dict[str, Tensor]:
+    """All tensors of a checkpoint, from safetensors or pytorch_model.bin, sharded or not; or from the first of the files
+    `own_names` that is there. Raises CheckpointError."""
+    for name in own_names:
+        if (folder / name).exists():
+            return _read_file(folder / name)
     tensors: dict[str, Tensor] = {}
     for file in sorted(set(_weight_map(folder).values()) or {_weight_file(folder)}):
         tensors.update(_read_file(file))
