@@ -71,6 +71,11 @@ class TokenText:
         """Text of token ids, special tokens left out."""
         return self._tokenizer.decode(list(ids), skip_special_tokens=True)
 
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """What encodes and decodes."""
+        return self._tokenizer
+
     def is_special(self, token: int) -> bool:
         """Whether a token, such as end-of-sequence, has no text."""
         return token in self._special

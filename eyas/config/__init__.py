@@ -1,5 +1,6 @@
 """Settings of every part as frozen values, and how they are read: `values` know no files, `reading` knows no part."""
 
+from eyas.config.methods import LookaheadConfig, MethodsConfig, PromptLookupConfig, RestConfig, UnionConfig
 from eyas.config.reading import describe, load, masked
 from eyas.config.values import (
     DraftConfig,
@@ -7,7 +8,6 @@ from eyas.config.values import (
     Dtype,
     EagleConfig,
     EngineConfig,
-    MethodsConfig,
     RegistryConfig,
     RouterConfig,
     Rule,
@@ -23,13 +23,17 @@ __all__ = [
     "Dtype",
     "EagleConfig",
     "EngineConfig",
+    "LookaheadConfig",
     "MethodsConfig",
+    "PromptLookupConfig",
     "RegistryConfig",
+    "RestConfig",
     "RouterConfig",
     "Rule",
     "ServedModel",
     "ServerConfig",
     "TreeConfig",
+    "UnionConfig",
     "VerifierConfig",
     "describe",
     "load",

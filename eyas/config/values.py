@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
+from eyas.config.methods import MethodsConfig
 from eyas.errors import ConfigError
 
 Dtype = Literal["float32", "bfloat16", "float16"]
@@ -90,11 +91,6 @@ class EagleConfig:
     def __post_init__(self) -> None:
         _at_least(1, num_slots=self.num_slots, law_tokens=self.law_tokens)
         _above_zero(noise_scale=self.noise_scale)
-
-
-@dataclass(frozen=True)
-class MethodsConfig:
-    """Settings that one drafting method has and others do not."""
 
 
 @dataclass(frozen=True)

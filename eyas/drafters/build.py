@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 
 from eyas.config import EagleConfig, MethodsConfig, TreeConfig
 from eyas.drafters.base import LocalDrafter
@@ -77,12 +78,37 @@ def default_drafter(name: str, head: str) -> str:
 
 
 def _method(name: str, head: str) -> Method:
-    method = METHODS.get(name)
-    if method is None:
-        raise ConfigError(f"unknown drafter {name!r}; known: {', '.join(METHODS)}")
+    method = _union(name) if "+" in name else _known(name)
     if method.needs_head and not head:
         raise ConfigError(f"drafter {name!r} needs {method.needs_head}; none was named")
     return method
+
+
+def _known(name: str) -> Method:
+    method = METHODS.get(name)
+    if method is None:
+        raise ConfigError(f"unknown drafter {name!r}; known: {', '.join(METHODS)}, and unions of two, such as A+B")
+    return method
+
+
+def _union(name: str) -> Method:
+    """Two methods at once; the head is for the one that needs one."""
+    sides = [_known(side) for side in name.split("+")]
+    if len(sides) != 2 or sides[0] is sides[1]:
+        raise ConfigError(f"drafter {name!r} is no union; name two different methods, such as eagle3+prompt_lookup")
+    heads, fed = [side for side in sides if side.needs_head], [side for side in sides if side.fuse]
+    if len(heads) == 2 or len(fed) == 2:
+        raise ConfigError(f"both drafters of {name!r} need a head or features; a union takes one that does")
+    needs_head = heads[0].needs_head if heads else ""
+    build = partial(_build_union, sides)
+    return Method(needs_head, build, fed[0].fuse, fed[0].digest) if fed else Method(needs_head, build)
+
+
+def _build_union(sides: Sequence[Method], parts: Parts) -> LocalDrafter:
+    from eyas.drafters.union import UnionDrafter
+
+    first, second = (side.build(parts if side.needs_head else replace(parts, head="")) for side in sides)
+    return UnionDrafter(first, second, parts.tree, parts.methods.union)
 
 
 def _eagle3(parts: Parts) -> LocalDrafter:
@@ -105,6 +131,27 @@ def _eagle3_digest(head: str) -> str:
     return head_fingerprint(head)
 
 
+def _prompt_lookup(parts: Parts) -> LocalDrafter:
+    from eyas.drafters.lookup.prompt_lookup import PromptLookupDrafter
+
+    return PromptLookupDrafter(parts.tree, parts.methods.prompt_lookup)
+
+
+def _rest(parts: Parts) -> LocalDrafter:
+    from eyas.drafters.lookup.rest import load_rest
+
+    return load_rest(parts.methods.rest.datastore or parts.head, parts.target, parts.tree, parts.methods.rest, parts.eagle)
+
+
+def _lookahead(parts: Parts) -> LocalDrafter:
+    from eyas.drafters.lookup.lookahead import LookaheadDrafter
+
+    return LookaheadDrafter(parts.tree, parts.methods.lookahead)
+
+
 METHODS: Mapping[str, Method] = {
     "eagle3": Method("a draft head", _eagle3, _eagle3_features, _eagle3_digest),
+    "prompt_lookup": Method("", _prompt_lookup),
+    "rest": Method("", _rest),
+    "lookahead": Method("", _lookahead),
 }
