@@ -1,12 +1,13 @@
 """The central property: whatever the drafter does, the tokens are those of a plain loop over transformers' forward."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from eyas.config import EagleConfig, EngineConfig, TreeConfig
+from eyas.config import EagleConfig, EngineConfig, LookaheadConfig, MethodsConfig, RestConfig, TreeConfig
 from eyas.drafters.base import Drafter
 from eyas.drafters.build import build_drafter
 from eyas.engine.build import assemble_engine
@@ -15,6 +16,7 @@ from eyas.models.heads.eagle import load_fuser
 from eyas.models.target import load_target
 from eyas.request import Chunk, GenerationStats, Request, SamplingParams
 from tests import reference
+from tests.drafters.lookup.corpora import write_datastore
 from tests.engine.drafters import DyingDrafter, RandomDrafter
 
 TREE = TreeConfig(nodes=12, depth=4, width=4)
@@ -25,7 +27,8 @@ PARAMS = {
     "filtered": SamplingParams(max_tokens=24, temperature=1.1, top_k=12, top_p=0.85, ignore_eos=True),
     "stopping": SamplingParams(max_tokens=24, temperature=1.0, stop_token_ids=tuple(range(4, 10))),
 }
-DRAFTERS = ("eagle3", "eagle3-own-noise", "eagle3-crowded", "random", "dying", "none")
+LOOKUPS = ("prompt_lookup", "rest", "lookahead", "eagle3+prompt_lookup")
+DRAFTERS = ("eagle3", "eagle3-own-noise", "eagle3-crowded", "random", "dying", "none", *LOOKUPS)
 
 
 def make_drafter(name: str, target: str, head: str) -> Drafter | None:
@@ -33,10 +36,21 @@ def make_drafter(name: str, target: str, head: str) -> Drafter | None:
         return None
     if name == "random":
         return RandomDrafter(48)
+    if name in LOOKUPS:
+        return build_drafter(name, target, head, "float32", "cpu", TREE, EagleConfig(), lookup_methods(target, head))
     slots = 90 if name == "eagle3-crowded" else 4096
     eagle = EagleConfig(num_slots=slots, shared_noise=name != "eagle3-own-noise")
     drafter = build_drafter("eagle3", target, head, "float32", "cpu", TREE, eagle)
     return DyingDrafter(drafter, dies=4, returns=9) if name == "dying" else drafter
+
+
+def lookup_methods(target: str, head: str) -> MethodsConfig:
+    """Short matches; the datastore holds a greedy output or two."""
+    store = Path(head, "outputs")
+    if not store.exists():
+        said = [reference.generate(target, prompt, replace(GREEDY, seed=0)) for prompt in prompts(2)]
+        write_datastore(Path(target), said, store)
+    return MethodsConfig(rest=RestConfig(str(store), shortest=1), lookahead=LookaheadConfig(window=2, ngram=3))
 
 
 def make_engine(drafter: Drafter | None, target: str, head: str, **limits: int) -> Engine:

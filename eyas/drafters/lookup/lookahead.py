@@ -88,12 +88,13 @@ class _Window:
     def tree(self, committed: int, budget: Budget) -> DraftTree:
         """Guesses first; they leave the window what it needs, but not more than half of the nodes."""
         root = self._last[-1]
+        if committed == 1:
+            return DraftTree.root_only(root)
+        self._rows = self._rows or [_repeated(self._last[:-1], self._config.window)]
         growing = GrowingTree(root, budget.max_depth)
-        if committed > 1:
-            self._rows = self._rows or [_repeated(self._last[:-1], self._config.window)]
-            most = max(budget.max_nodes - sum(map(len, self._rows)), (budget.max_nodes + 1) // 2)
-            for rank, rest in enumerate(self.pool.after(root), 1):
-                growing.add_path(rest, rank * GUESS_SCORE, most)
+        most = max(budget.max_nodes - sum(map(len, self._rows)), (budget.max_nodes + 1) // 2)
+        for rank, rest in enumerate(self.pool.after(root), 1):
+            growing.add_path(rest, rank * GUESS_SCORE, most)
         cells = self._add_window(growing, budget.max_nodes)
         tree = growing.finish()
         self._asked = _Asked(committed, self._last, tree, cells)
