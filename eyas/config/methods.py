@@ -12,13 +12,13 @@ class PromptLookupConfig:
     """Prompt lookup: what followed the last tokens where they stood before in the same context.
 
     longest, shortest: tokens of the context that are looked for. num_matches: most places that go into a tree.
-    num_tokens: tokens remembered for all sessions; the session unused for longest is forgotten beyond that.
+    num_tokens: tokens remembered for all sessions, about 1 KB each; the session unused for longest is forgotten beyond that.
     """
 
     longest: int = 6
     shortest: int = 1
     num_matches: int = 12
-    num_tokens: int = 2**21
+    num_tokens: int = 2**20
 
     def __post_init__(self) -> None:
         _at_least(1, shortest=self.shortest, num_matches=self.num_matches, num_tokens=self.num_tokens)

@@ -11,7 +11,7 @@ import numpy as np
 from eyas.config import PromptLookupConfig, TreeConfig
 from eyas.drafters.base import Draft, DraftContext, DrafterNeeds, LocalDrafter
 from eyas.drafters.expand import select
-from eyas.drafters.lookup.matches import Floats, Level, Matches, log_shares, merge
+from eyas.drafters.lookup.matches import Floats, Ints, Level, Matches, log_shares, merge
 from eyas.drafters.lookup.ngrams import NgramIndex
 from eyas.drafters.sessions import Sessions
 from eyas.tree import DraftTree
@@ -78,7 +78,7 @@ class PromptLookupDrafter(LocalDrafter):
         return select(merged.candidates, roots, budgets, merged.target_ids)
 
 
-def _scores(known: np.ndarray, log_confidence: Floats, level: Level) -> Floats:
+def _scores(known: Ints, log_confidence: Floats, level: Level) -> Floats:
     """Below a match every token that was right makes it longer by one."""
     lengths = np.minimum(known[level.matches] + level.depth, log_confidence.shape[1] - 1)
     scores: Floats = log_shares(level) + log_confidence[level.sessions, lengths]
