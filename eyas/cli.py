@@ -1,4 +1,4 @@
-"""The `eyas` command: a client of a running router, benchmarks and checks. Knows the wire, no model and no torch."""
+"""The `eyas` command: client of a router, benchmarks, checks, datastores. Knows the wire, no model and no torch."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from rich.text import Text
 from eyas.bench.command import bench
 from eyas.check.command import check
 from eyas.check.drafters import drafters
+from eyas.datastore.command import datastore
 from eyas.errors import InvalidRequest
 from eyas.request import Request, SamplingParams
 from eyas.rpc.channel import open_sync_channel
@@ -39,6 +40,7 @@ app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_
 app.add_typer(bench, name="bench")
 app.add_typer(check, name="check")
 app.command()(drafters)
+app.add_typer(datastore, name="datastore")
 
 
 @app.callback()

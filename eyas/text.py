@@ -82,6 +82,11 @@ class TokenText:
         """What the vocabulary calls a token; empty for an id that it does not have."""
         return self._tokenizer.id_to_token(token) or ""
 
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """What encodes and decodes."""
+        return self._tokenizer
+
     def is_special(self, token: int) -> bool:
         """Whether a token, such as end-of-sequence, has no text."""
         return token in self._special

@@ -8,7 +8,7 @@ from rich.table import Table
 
 def drafters() -> None:
     """List the drafting methods: what each needs, where it may run, and what its `head` is."""
-    from eyas.drafters.build import METHODS
+    from eyas.drafters.methods import METHODS
 
     table = Table("drafter", "needs", "runs", "head")
     for name, method in METHODS.items():

@@ -6,9 +6,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from eyas.config import EagleConfig, EngineConfig, Rule, TreeConfig
+from eyas.config import EngineConfig, Rule, TreeConfig
 from eyas.drafters.base import Drafter, LocalDrafter
-from eyas.drafters.build import build_drafter, build_fuser
 from eyas.engine.build import assemble_engine
 from eyas.engine.engine import Engine
 from eyas.errors import ConfigError
@@ -18,43 +17,35 @@ from eyas.tree import DraftLaw, Sampled
 from tests import reference
 from tests.acceptance.sampling_drafters import BigramDrafter, Disguised, bigram_logits
 from tests.engine.drafters import RandomDrafter
-from tests.tiny import write_small
+from tests.methods import Case
 
 TREE = TreeConfig(nodes=12, depth=3, width=4)
 PROMPT = (7, 8, 9)
 PARAMS = SamplingParams(max_tokens=20, temperature=0.9, ignore_eos=True)
 FILTERED = replace(PARAMS, temperature=1.2, top_k=20, top_p=0.9)
-DRAFTERS = ("chain", "siblings", "siblings-replaced", "eagle1", "eagle3", "sps")
+METHODS = ("eagle1", "eagle3", "medusa", "hydra", "sps")
+DRAFTERS = ("chain", "siblings", "siblings-replaced", *METHODS)
 
 
 def make_drafter(name: str, target: str, head: str) -> LocalDrafter:
-    eagle = EagleConfig(num_slots=8192, law_tokens=10)
-    if name == "sps":
-        return build_drafter("sps", target, write_small(target), "float32", "cpu", TREE, eagle)
-    if name.startswith("eagle"):
-        return build_drafter(name, target, head_of(name, head), "float32", "cpu", TREE, eagle)
+    if name in METHODS:
+        return Case(name, target, head).drafter(TREE, num_slots=8192, law_tokens=10)
     widths = (1, 1, 1) if name == "chain" else (3, 2)
     return BigramDrafter(bigram_logits(target), widths, replacement=name == "siblings-replaced")
-
-
-def head_of(name: str, head: str) -> str:
-    return f"{head}/eagle1" if name == "eagle1" else head
 
 
 def make_engine(
     drafter: Drafter | None, target: str, head: str, rule: Rule = "rejection", features: str = "eagle3"
 ) -> Engine:
     """features: the method whose features are collected."""
-    fuser = build_fuser(features, head_of(features, head), target, "float32", "cpu")
-    assert fuser is not None
+    fuser = Case(features, target, head).fuser()
     config = EngineConfig(num_slots=8192, max_running=64, max_waiting=2000, rule=rule)
-    return assemble_engine(load_target(target, taps=fuser.taps), fuser, config, TREE, drafter)
+    return assemble_engine(load_target(target, taps=fuser.taps if fuser else ()), fuser, config, TREE, drafter)
 
 
 def engine_of(name: str, target: str, head: str) -> Engine:
     """With the drafter `name`, and the features that it needs."""
-    features = "eagle1" if name == "eagle1" else "eagle3"
-    return make_engine(make_drafter(name, target, head), target, head, features=features)
+    return make_engine(make_drafter(name, target, head), target, head, features=name if name in METHODS else "eagle3")
 
 
 def run(engine: Engine, requests: list[Request], stats: GenerationStats | None = None) -> dict[str, list[int]]:

@@ -5,7 +5,8 @@ from typer.testing import CliRunner
 
 from eyas.cli import app
 from eyas.config import EagleConfig, TreeConfig
-from eyas.drafters.build import METHODS, build_drafter, build_fuser, features_digest, find_method
+from eyas.drafters.build import build_drafter, build_fuser, features_digest
+from eyas.drafters.methods import METHODS, find_method
 from eyas.errors import ConfigError
 
 

@@ -1,57 +1,44 @@
 """One suite for every drafter, the remote one included: what eyas.drafters.base promises."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 
 from eyas.commit import Budget, Commit, Refusal
-from eyas.config import DraftLinkConfig, EagleConfig, TreeConfig
+from eyas.config import DraftLinkConfig, TreeConfig
 from eyas.drafters.base import Draft, DraftContext, Drafter, LocalDrafter
-from eyas.drafters.build import build_drafter
 from eyas.request import NoiseKey
 from eyas.rpc.messages import DrafterInfo, ModelInfo
 from eyas.tree import DraftTree
 from services.verifier.remote import RemoteDrafter
+from tests.drafters.lookup.corpora import write_datastore
+from tests.methods import CASES, Case
 from tests.services.drafting.toy_drafting import eventually, serving
 
 TREE = Budget(max_nodes=10, max_depth=3)
-VOCAB, HIDDEN = 48, 32
+VOCAB, HIDDEN, NUM_WORDS = 48, 32, 3
 NOISES = (NoiseKey(0), NoiseKey(2**63 + 5, 0.9), NoiseKey(3, 1.0, 8, 0.9))
 
 
-def build_eagle(target: str, head: str) -> LocalDrafter:
-    return build_drafter("eagle3", target, head, "float32", "cpu", TreeConfig(16, 4, 3), EagleConfig(num_slots=2048))
+LOCAL = (*(name for name in CASES if name.partition("-")[2] in ("", "prefix")), "rest+eagle3")
 
 
-def build_small(target: str, head: str) -> LocalDrafter:
-    return build_drafter("sps", target, target, "float32", "cpu", TreeConfig(16, 4, 3), EagleConfig(num_slots=2048))
-
-
-def build_eagle1(target: str, head: str) -> LocalDrafter:
-    tree, eagle = TreeConfig(16, 4, 3), EagleConfig(num_slots=2048)
-    return build_drafter("eagle1", target, f"{head}/eagle1", "float32", "cpu", tree, eagle)
-
-
-def build_eagle2(target: str, head: str) -> LocalDrafter:
-    tree, eagle = TreeConfig(16, 4, 3), EagleConfig(num_slots=2048)
-    return build_drafter("eagle2", target, f"{head}/eagle1", "float32", "cpu", tree, eagle)
-
-
-LOCAL: dict[str, Callable[[str, str], LocalDrafter]] = {
-    "eagle1": build_eagle1,
-    "eagle2": build_eagle2,
-    "eagle3": build_eagle,
-    "sps": build_small,
-}
+def build(name: str, target: str, head: str) -> LocalDrafter:
+    """A drafter, or union, for small trees; its datastore holds what the sessions here say."""
+    store = Path(head, "datastore")
+    if "rest" in name and not store.exists():
+        write_datastore(Path(target), [commit("", 40, seed=seed).tokens for seed in range(7)], store)
+    return Case(name, target, head, store).drafter(TreeConfig(16, 4, 3), num_slots=2048)
 
 
 @pytest.fixture(params=[*LOCAL, *(f"remote {name}" for name in LOCAL)])
 def drafter(request: pytest.FixtureRequest, tiny_target: str, tiny_head: str) -> Iterator[Drafter]:
     name = str(request.param)
-    local = LOCAL[name.removeprefix("remote ")](tiny_target, tiny_head)
+    local = build(name.removeprefix("remote "), tiny_target, tiny_head)
     if not name.startswith("remote "):
         yield local
         return
@@ -68,9 +55,10 @@ def drafter(request: pytest.FixtureRequest, tiny_target: str, tiny_head: str) ->
 def commit(
     session: str, end: int, base: int = 0, seed: int = 0, budget: Budget = TREE, noise: NoiseKey = NOISES[0], epoch: int = 0
 ) -> DraftContext:
-    """What a verifier says of a session whose tokens and features follow from `seed`."""
+    """What a verifier says of a session whose tokens and features follow from `seed`. Few words, so that they come again."""
     generator = torch.Generator().manual_seed(seed)
-    tokens = torch.randint(3, VOCAB, (40,), generator=generator).tolist()
+    words = torch.randint(3, VOCAB, (NUM_WORDS,), generator=generator)
+    tokens = words[torch.randint(NUM_WORDS, (40,), generator=generator)].tolist()
     features = torch.randn(40, HIDDEN, generator=generator)
     new = features[max(base - 1, 0) : end - 1]
     return Commit(session, epoch, base, tuple(tokens[base:end]), new, noise, budget, samples=())

@@ -1,21 +1,22 @@
 """The central property: whatever the drafter does, the tokens are those of a plain loop over transformers' forward."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from eyas.config import AheadConfig, EagleConfig, EngineConfig, TreeConfig
+from eyas.config import EngineConfig, TreeConfig
 from eyas.drafters.base import Drafter
-from eyas.drafters.build import build_drafter, build_fuser
 from eyas.engine.build import assemble_engine
 from eyas.engine.engine import Engine
 from eyas.models.target import load_target
 from eyas.request import Chunk, GenerationStats, Request, SamplingParams
 from tests import reference
+from tests.drafters.lookup.corpora import write_datastore
 from tests.engine.drafters import DyingDrafter, RandomDrafter, WorkingDrafter
-from tests.tiny import write_small
+from tests.methods import CASES, Case
 
 TREE = TreeConfig(nodes=12, depth=4, width=4)
 GREEDY = SamplingParams(max_tokens=24, temperature=0, ignore_eos=True)
@@ -25,9 +26,7 @@ PARAMS = {
     "filtered": SamplingParams(max_tokens=24, temperature=1.1, top_k=12, top_p=0.85, ignore_eos=True),
     "stopping": SamplingParams(max_tokens=24, temperature=1.0, stop_token_ids=tuple(range(4, 10))),
 }
-DRAFTERS = (
-    "eagle1", "eagle2", "eagle3", "eagle3-own-noise", "eagle3-crowded", "eagle3-ahead", "sps", "sps-crowded", "random", "dying", "none",
-)  # fmt: skip
+DRAFTERS = (*CASES, "random", "dying", "none")
 
 
 def make_drafter(name: str, target: str, head: str) -> Drafter | None:
@@ -35,29 +34,25 @@ def make_drafter(name: str, target: str, head: str) -> Drafter | None:
         return None
     if name == "random":
         return RandomDrafter(48)
-    slots = 90 if name.endswith("-crowded") else 4096
-    ahead = AheadConfig(6, 16, 7) if name == "eagle3-ahead" else AheadConfig()
-    eagle = EagleConfig(num_slots=slots, shared_noise=name != "eagle3-own-noise", ahead=ahead)
-    if name.startswith("sps"):
-        return build_drafter("sps", target, write_small(target), "float32", "cpu", TREE, eagle)
-    method, folder = method_of(name, head)
-    drafter = build_drafter(method, target, folder, "float32", "cpu", TREE, eagle)
+    drafter = case_of(name, target, head).drafter(TREE)
     if name == "eagle3-ahead":
         return WorkingDrafter(drafter)
     return DyingDrafter(drafter, dies=4, returns=9) if name == "dying" else drafter
 
 
-def method_of(name: str, head: str) -> tuple[str, str]:
-    """The drafting method, and the folder of the head that it loads."""
-    return (name, f"{head}/eagle1") if name in ("eagle1", "eagle2") else ("eagle3", head)
+def case_of(name: str, target: str, head: str) -> Case:
+    """The case of that name; of EAGLE-3 if there is none. The datastore holds two greedy outputs."""
+    store = Path(head, "outputs")
+    if name == "rest" and not store.exists():
+        said = [reference.generate(target, prompt, replace(GREEDY, seed=0)) for prompt in prompts(2)]
+        write_datastore(Path(target), said, store)
+    return Case(name if name in CASES else "eagle3", target, head, store)
 
 
 def make_engine(drafter: Drafter | None, target: str, head: str, name: str = "eagle3", **limits: int) -> Engine:
-    method, folder = method_of(name, head)
-    fuser = build_fuser(method, folder, target, "float32", "cpu")
-    assert fuser is not None
+    fuser = case_of(name, target, head).fuser()
     config = EngineConfig(**{"num_slots": 1024, "step_tokens": 16, **limits})
-    return assemble_engine(load_target(target, taps=fuser.taps), fuser, config, TREE, drafter)
+    return assemble_engine(load_target(target, taps=fuser.taps if fuser else ()), fuser, config, TREE, drafter)
 
 
 def run(engine: Engine, arrivals: dict[int, list[Request]]) -> dict[str, list[Chunk]]:

@@ -19,6 +19,7 @@ ROOMS_WITHOUT_TORCH = (
     "eyas.text",
     "eyas.tree",
     "eyas.commit",
+    "eyas.datastore",
     "eyas.cli",
     "eyas.cache.slots",
     "eyas.cache.radix",

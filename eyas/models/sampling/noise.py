@@ -21,7 +21,8 @@ MIX_2 = -7723592293110705685  # 0x94D049BB133111EB
 def exponential_noise(seeds: Sequence[int], positions: Sequence[int], token_ids: Tensor) -> Tensor:
     """Noise e of every (seeds[i], positions[i]) at every token id.
 
-    seeds lie in [0, 2**64), positions in [0, 2**63); token_ids is int64 [V]. Returns float32 [N, V], above 0.
+    seeds lie in [0, 2**64), positions in [0, 2**63); token_ids is int64 [V], or [N, V] with ids of its own for each.
+    Returns float32 [N, V], above 0.
     """
     uniform = (_logical_shift(_bits(seeds, positions, token_ids), 32).double() + 0.5) * 2.0**-32
     return uniform.neg_().log1p_().neg_().float()

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from eyas.errors import CheckpointError
 from eyas.models.checkpoint import check_device, read_config, read_target_config, read_tensor, read_tensors, resolve, take
 from eyas.models.heads.config import whole_number
-from eyas.models.heads.eagle import EMBEDDING_NAMES
+from eyas.models.heads.eagle.load import EMBEDDING_NAMES
 from eyas.models.heads.offsets.prefix import PREFIX, PREFIX_OPTIONAL, PrefixLayer, PrefixSizes, prefix_layout
 from eyas.models.heads.offsets.vocabulary import check_target, draft_ids
 

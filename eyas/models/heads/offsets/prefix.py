@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from eyas.models.checkpoint import read_target_config
 from eyas.models.heads.config import whole_number
-from eyas.models.heads.eagle import Projected
+from eyas.models.heads.eagle.layer import Projected
 from eyas.models.support import read_model_config
 
 # As the authors spell it.

@@ -1,0 +1,155 @@
+"""Measures drafter `rest`: a datastore of this environment's Python sources, opened and asked with the demo prompts.
+Writes a dated report: `python -m benchmarks.rest_lookup`. No target runs; what is timed is finding guesses."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+import sysconfig
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
+from typing import Annotated
+
+import numpy as np
+import torch
+import typer
+from rich.console import Console
+from rich.progress import Progress
+from tokenizers import Tokenizer
+
+from eyas.bench.report import Report, Table, number
+from eyas.commit import Budget, Commit
+from eyas.config import EagleConfig, RestConfig, TreeConfig
+from eyas.datastore.building import build_datastore
+from eyas.datastore.corpus import documents, vocabulary_digest
+from eyas.datastore.store import open_datastore
+from eyas.drafters.base import LocalDrafter
+from eyas.drafters.lookup.rest import load_rest
+from eyas.errors import ConfigError
+from eyas.request import NoiseKey
+from eyas.text import load_tokenizer
+
+TARGET = "models/demo/target"
+PROMPTS = Path("models/demo/prompts.jsonl")
+LONGEST = 16
+NUM_WARM_UPS = 20
+
+
+@dataclass(frozen=True)
+class Settings:
+    """num_rounds: measured rounds of each case."""
+
+    num_tokens: int
+    num_rounds: int
+    tree: TreeConfig
+    rest: RestConfig
+
+
+@dataclass(frozen=True)
+class Store:
+    """A datastore's size on disk, and how long building and opening it took; opening is the median of several."""
+
+    num_tokens: int
+    megabytes: float
+    build_seconds: float
+    open_ms: float
+
+
+@dataclass(frozen=True)
+class Rounds:
+    """Milliseconds below which 50, 90 and 99 % of the rounds stayed."""
+
+    num_sessions: int
+    temperature: float
+    p50: float
+    p90: float
+    p99: float
+
+
+def main(
+    tokens: Annotated[int, typer.Option(help="Tokens of the datastore; 6 bytes each.")] = 8_700_000,
+    rounds: Annotated[int, typer.Option(help="Rounds to measure for each case.")] = 300,
+    out: Annotated[Path, typer.Option(help="Folder of the report.")] = Path("benchmarks"),
+) -> None:
+    """Build a datastore, open it, and ask it."""
+    torch.set_num_threads(1)
+    settings = Settings(tokens, rounds, TreeConfig(), RestConfig())
+    with tempfile.TemporaryDirectory() as folder:
+        store = build(tokens, Path(folder))
+        drafter = load_rest(folder, TARGET, settings.tree, settings.rest, EagleConfig())
+        cases = [measure(drafter, sessions, t, rounds) for t in (0.0, 1.0) for sessions in (1, 8, 32)]
+    command = shlex.join(["python", "-m", "benchmarks.rest_lookup", *sys.argv[1:]])
+    page = Report.here("rest-lookup", command, "cpu", settings, [store, *cases], tables(store, cases)).write(out)
+    print(page.read_text(encoding="utf-8"))
+    print(f"written to {page} and {page.with_suffix('.json')}")
+
+
+def build(num_tokens: int, folder: Path) -> Store:
+    """A datastore of at least `num_tokens`. Raises ConfigError where the environment has too few sources."""
+    tokenizer = load_tokenizer(TARGET).tokenizer
+    started = time.perf_counter()
+    with Progress(console=Console(stderr=True), refresh_per_second=1) as progress:
+        task = progress.add_task("tokenizing", total=num_tokens)
+        read: list[list[int]] = []
+        for document in _sources(tokenizer):
+            read.append(document)
+            progress.advance(task, len(document))
+            if progress.finished:
+                break
+        else:
+            raise ConfigError(f"this environment has fewer than {num_tokens} tokens of Python sources; ask for less")
+    built = build_datastore(read, tokenizer.get_vocab_size(), vocabulary_digest(tokenizer), folder)
+    seconds = time.perf_counter() - started
+    size = sum(file.stat().st_size for file in folder.iterdir())
+    return Store(built, size / 1e6, seconds, float(np.median([_open_ms(folder) for _ in range(9)])))
+
+
+def measure(drafter: LocalDrafter, num_sessions: int, temperature: float, num_rounds: int) -> Rounds:
+    """Rounds of sessions that begin anew each time, at places of the demo prompts."""
+    prompts = [json.loads(line)["token_ids"] for line in PROMPTS.read_text(encoding="utf-8").splitlines()]
+    places = ((tokens, end) for i in count() for tokens in prompts for end in [LONGEST + i % (len(tokens) - LONGEST)])
+    ms = []
+    for index in range(NUM_WARM_UPS + num_rounds):
+        contexts = [
+            Commit(f"{s}", index, 0, tuple(tokens[end - LONGEST : end]), None, NoiseKey(s, temperature), Budget(24, 5))
+            for s, (tokens, end) in zip(range(num_sessions), places, strict=False)
+        ]
+        started = time.perf_counter()
+        drafter.propose(contexts)
+        ms.append(1e3 * (time.perf_counter() - started))
+    return Rounds(num_sessions, temperature, *np.percentile(ms[NUM_WARM_UPS:], (50, 90, 99)).tolist())
+
+
+def tables(store: Store, cases: list[Rounds]) -> list[Table]:
+    """What people read."""
+    row = (f"{store.num_tokens}", *map(number, (store.megabytes, store.build_seconds, store.open_ms)))
+    rows = tuple((f"{c.num_sessions}", f"{c.temperature}", *map(number, (c.p50, c.p90, c.p99))) for c in cases)
+    note = "From contexts to trees of 24 nodes, ms: every session looks up all ends of its context and merges what it finds."
+    return [
+        Table("Datastore", ("tokens", "MB on disk", "build, s", "open, ms"), (row,)),
+        Table("Round", ("sessions", "temperature", "p50", "p90", "p99"), rows, note),
+    ]
+
+
+def _open_ms(folder: Path) -> float:
+    started = time.perf_counter()
+    open_datastore(folder)
+    return 1e3 * (time.perf_counter() - started)
+
+
+def _sources(tokenizer: Tokenizer) -> Iterator[list[int]]:
+    """Installed packages only: the demo prompts are from the standard library."""
+    for file in sorted(Path(sysconfig.get_path("purelib")).rglob("*.py")):
+        try:
+            yield from documents(file, tokenizer)
+        except ConfigError:
+            continue  # not UTF-8
+
+
+if __name__ == "__main__":
+    typer.run(main)

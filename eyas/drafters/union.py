@@ -1,0 +1,166 @@
+"""Two drafters at once: commits to both, their trees merged into one by score. Knows not what they are.
+
+Either side may forget a session by itself. The union then refuses from where that side stands, and the other is told only
+what it has not been told yet.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from eyas.commit import Budget, Refusal
+from eyas.config import TreeConfig, UnionConfig
+from eyas.drafters.base import Draft, DraftContext, DrafterNeeds, LocalDrafter
+from eyas.errors import ConfigError
+from eyas.tree import DraftTree
+
+
+@dataclass
+class _Session:
+    """have, drafts: committed length and last answer of each side."""
+
+    epoch: int
+    have: list[int]
+    drafts: list[Draft]
+
+
+@dataclass
+class _Row:
+    """fits: whether both sides have what the context brings."""
+
+    context: DraftContext
+    session: _Session
+    fits: bool = False
+
+
+class UnionDrafter(LocalDrafter):
+    """Not safe for use from several threads."""
+
+    def __init__(self, first: LocalDrafter, second: LocalDrafter, tree: TreeConfig, config: UnionConfig) -> None:
+        """Raises ConfigError for drafters that cannot share a tree."""
+        if first.needs.features and second.needs.features:
+            raise ConfigError("both drafters of a union need features; only one of them can be fed")
+        if first.needs.samples or second.needs.samples:
+            raise ConfigError(
+                "a drafter that learns from the samples at all nodes of its tree, such as lookahead, cannot be in a union, "
+                "where nodes give way to those of the other; use it alone"
+            )
+        self._sides = (first, second)
+        self._tree = tree
+        self._config = config
+        self._sessions: OrderedDict[str, _Session] = OrderedDict()
+
+    @property
+    def needs(self) -> DrafterNeeds:
+        first, second = (side.needs for side in self._sides)
+        return first if first.features else second
+
+    def propose(self, contexts: Sequence[DraftContext]) -> list[Draft]:
+        rows = [_Row(context, self._session(context)) for context in contexts]
+        fitting = [row for row in rows if row.context.base == min(row.session.have)]
+        for k in range(len(self._sides)):
+            self._ask(k, fitting)
+        for row in fitting:
+            row.fits = {row.context.committed} == set(row.session.have)
+        self._forget({context.session for context in contexts})
+        return [self._answer(row) for row in rows]
+
+    def release(self, sessions: Sequence[str]) -> None:
+        for key in sessions:
+            self._sessions.pop(key, None)
+        for side in self._sides:
+            side.release(sessions)
+
+    def _session(self, context: DraftContext) -> _Session:
+        session = self._sessions.get(context.session)
+        if session is None or session.epoch != context.epoch:
+            self.release([context.session])
+            session = self._sessions[context.session] = _Session(context.epoch, [0, 0], [None, None])
+        self._sessions.move_to_end(context.session)
+        return session
+
+    def _ask(self, k: int, rows: Sequence[_Row]) -> None:
+        """Tell one side what it does not know yet, and note its answers."""
+        side = self._sides[k]
+        behind = [row for row in rows if row.session.have[k] < row.context.committed]
+        told = [_rest(row.context, row.session.have[k], side.needs) for row in behind]
+        drafts = side.propose(told) if told else []
+        for row, draft in zip(behind, drafts, strict=True):
+            row.session.have[k] = draft.have if isinstance(draft, Refusal) else row.context.committed
+            row.session.drafts[k] = draft
+
+    def _answer(self, row: _Row) -> Draft:
+        context, session = row.context, row.session
+        if not row.fits:
+            return Refusal(context.session, context.epoch, min(session.have))
+        budget = Budget(min(context.budget.max_nodes, self._tree.nodes), context.budget.max_depth)
+        trees = [draft for draft in session.drafts if isinstance(draft, DraftTree)]
+        return merge_trees(context.tokens[-1], trees, budget, self._config.floor)
+
+    def _forget(self, busy: set[str]) -> None:
+        surplus = len(self._sessions) - self._config.num_sessions
+        idle = [key for key in self._sessions if key not in busy] if surplus > 0 else []
+        self.release(idle[: max(surplus, 0)])
+
+
+def _rest(context: DraftContext, have: int, needs: DrafterNeeds) -> DraftContext:
+    """What a side with committed length `have`, not below the context's base, is still to be told."""
+    features = context.features[max(have - 1, 0) - max(context.base - 1, 0) :] if context.features is not None else None
+    return replace(
+        context, base=have, tokens=context.tokens[have - context.base :], features=features if needs.features else None
+    )
+
+
+@dataclass
+class _Node:
+    """score: the better one of the trees that have it."""
+
+    parent: int
+    token: int
+    score: float
+
+
+def merge_trees(root: int, trees: Sequence[DraftTree], budget: Budget, floor: float) -> DraftTree:
+    """One tree of the best nodes of all; what several have counts once, with its better score.
+
+    floor: share of the guesses that each tree has for certain, if it has so many.
+    """
+    nodes = [_Node(0, root, 0.0)]
+    places: dict[tuple[int, int], int] = {}
+    room = max(budget.max_nodes - 1, 0) if budget.max_depth > 0 else 0
+    kept: set[int] = set()
+    for tree in trees:
+        own = _add(nodes, places, tree, budget.max_depth)
+        kept.update(sorted(own, key=lambda node: (-own[node], node))[: int(floor * room)])
+    for node in sorted(range(1, len(nodes)), key=lambda node: (-nodes[node].score, node)):
+        if len(kept) >= room:
+            break
+        kept.add(node)
+    order = [0, *sorted(kept)]
+    numbers = {node: number for number, node in enumerate(order)}
+    return DraftTree(
+        tokens=tuple(nodes[node].token for node in order),
+        parents=tuple(numbers[nodes[node].parent] for node in order),
+        log_probs=tuple(nodes[node].score for node in order),
+        grown_ahead=any(tree.grown_ahead for tree in trees),
+    )
+
+
+def _add(nodes: list[_Node], places: dict[tuple[int, int], int], tree: DraftTree, max_depth: int) -> dict[int, float]:
+    """The tree's nodes among all, each with its score in this tree; a score never exceeds its parent's, so that the best
+    nodes of a tree are a tree, of equal ones the earlier."""
+    where, own = {0: 0}, {0: 0.0}
+    for node in range(1, len(tree)):
+        if tree.depths[node] > max_depth:
+            continue
+        parent, token = where[tree.parents[node]], tree.tokens[node]
+        place = places.setdefault((parent, token), len(nodes))
+        own[place] = max(min(tree.log_probs[node], own[parent]), own.get(place, float("-inf")))
+        if place == len(nodes):
+            nodes.append(_Node(parent, token, own[place]))
+        nodes[place].score = max(nodes[place].score, own[place])
+        where[node] = place
+    del own[0]
+    return own

@@ -1,0 +1,38 @@
+"""Tiny tokenizers, corpora and commits for tests of drafters without a model."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from tokenizers import Tokenizer, models, pre_tokenizers
+
+from eyas.commit import Budget, Commit
+from eyas.datastore.building import build_datastore
+from eyas.datastore.corpus import vocabulary_digest
+from eyas.drafters.base import DraftContext
+from eyas.request import NoiseKey
+
+GREEDY = NoiseKey(0)
+BUDGET = Budget(24, 5)
+
+
+def write_tokenizer(folder: Path, vocab_size: int = 48) -> Tokenizer:
+    """A tokenizer whose token i is the word t{i}."""
+    tokenizer = Tokenizer(models.WordLevel({f"t{i}": i for i in range(vocab_size)}, unk_token="t0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    return tokenizer
+
+
+def write_datastore(target: Path, documents: Sequence[Sequence[int]], out: Path) -> Path:
+    """A datastore of these documents for a tiny target, which gets the tokenizer that it lacks."""
+    tokenizer = write_tokenizer(target)
+    build_datastore(documents, tokenizer.get_vocab_size(), vocabulary_digest(tokenizer), out)
+    return out
+
+
+def commit(
+    session: str, tokens: Sequence[int], base: int = 0, noise: NoiseKey = GREEDY, budget: Budget = BUDGET, epoch: int = 0,
+    samples: tuple[int, ...] = (),
+) -> DraftContext:  # fmt: skip
+    """The tokens from `base` on; no features."""
+    return Commit(session, epoch, base, tuple(tokens[base:]), None, noise, budget, samples)

@@ -1,0 +1,78 @@
+"""Lookahead: the window is a tree whose ancestors are what Jacobi decoding attends to, and samples become guesses."""
+
+from collections.abc import Sequence
+
+from eyas.commit import Budget
+from eyas.config import LookaheadConfig, TreeConfig
+from eyas.drafters.lookup.lookahead import LookaheadDrafter, NgramPool
+from eyas.tree import DraftTree
+from tests.drafters.lookup.corpora import commit
+
+ROOMY = TreeConfig(64, 12)
+BUDGET = Budget(64, 12)
+
+
+def drafter(window: int, ngram: int, tree: TreeConfig = ROOMY) -> LookaheadDrafter:
+    return LookaheadDrafter(tree, LookaheadConfig(window=window, ngram=ngram))
+
+
+def propose(lookahead: LookaheadDrafter, tokens: Sequence[int], base: int = 0, samples: tuple[int, ...] = ()) -> DraftTree:
+    (draft,) = lookahead.propose([commit("a", tokens, base, budget=BUDGET, samples=samples)])
+    assert isinstance(draft, DraftTree)
+    return draft
+
+
+def paths(tree: DraftTree) -> set[tuple[int, ...]]:
+    """Tokens of every path from below the root."""
+    return {tuple(tree.tokens[node] for node in tree.path(end)[1:]) for end in range(1, len(tree))}
+
+
+def test_row_0_is_a_chain_and_each_column_hangs_from_its_cell() -> None:
+    """Samples that tell where they were drawn: by the second round row 1 stands below the row that it was drawn above."""
+    lookahead, tokens = drafter(window=3, ngram=4), [30, 31, 32, 33]
+    first = propose(lookahead, tokens)
+    assert paths(first) == {(30,), (30, 31), (30, 31, 32)}
+    second = propose(lookahead, [*tokens, 40], 4, samples=(40, 41, 42, 43))
+    # the root moved by one: row 0 has lost its first column, row 1 holds what was drawn above the window
+    assert {(31,), (31, 32)} <= paths(second)
+    assert {(31, 42), (31, 32, 43)} <= paths(second)
+    assert second.depth <= 3 + 2
+
+
+def test_what_the_target_drew_anywhere_becomes_a_guess_behind_its_first_token() -> None:
+    lookahead, tokens = drafter(window=3, ngram=3), [30, 31, 32, 33]
+    tree = propose(lookahead, tokens)
+    assert tree.tokens == (33, 30, 31, 32)
+    propose(lookahead, [*tokens, 9], 4, samples=(9, 50, 51, 52))
+    # the paths 30 31 and 31 32 were continued with 51 and 52
+    later = propose(lookahead, [*tokens, 9, 31], 5)
+    assert (32, 52) in paths(later)
+    assert later.child(0, 32) is not None
+
+
+def test_guesses_and_window_share_a_small_budget() -> None:
+    lookahead = drafter(window=4, ngram=3, tree=TreeConfig(9, 6))
+    tokens = [1, 2, 3, 1, 2, 4, 1, 2, 5, 1, 2, 6, 1]
+    tree = propose(lookahead, tokens)
+    tree.validate(1, 48, 9, 6)
+    guesses = {(2, 6), (2, 5), (2, 4)}
+    assert guesses <= paths(tree)
+    assert len(tree) > 1 + len({prefix for path in guesses for prefix in (path[:1], path)}), "the window has nodes too"
+
+
+def test_a_tree_that_was_never_verified_costs_the_window_only() -> None:
+    lookahead, tokens = drafter(window=3, ngram=3), [30, 31, 32, 33]
+    propose(lookahead, tokens)
+    propose(lookahead, [*tokens, 9], 4, samples=(9, 50, 51, 52))
+    renewed = propose(lookahead, [*tokens, 9, 10, 31], 5)
+    assert {(32,), (32, 52)} <= paths(renewed)
+    assert not {token for path in paths(renewed) for token in path} & {50, 51}
+
+
+def test_the_pool_keeps_the_latest_ngrams_of_each_first_token() -> None:
+    pool = NgramPool(2)
+    for ngram in ((1, 2), (1, 3), (1, 2), (1, 4), (5, 6)):
+        pool.add(ngram)
+    assert pool.after(1) == [(4,), (2,)]
+    assert pool.after(7) == []
+    assert pool.size == 6

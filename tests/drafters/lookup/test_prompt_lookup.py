@@ -1,0 +1,86 @@
+"""Prompt lookup proposes what followed the same tokens before, found anew by the obvious search."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from eyas.commit import Budget, Refusal
+from eyas.config import PromptLookupConfig, TreeConfig
+from eyas.drafters.lookup.ngrams import NgramIndex, Occurrence
+from eyas.drafters.lookup.prompt_lookup import PromptLookupDrafter
+from eyas.tree import DraftTree
+from tests.drafters.lookup.corpora import commit
+
+
+def naive_occurrences(tokens: list[int], shortest: int, longest: int, most: int) -> list[Occurrence]:
+    """Longest match first, of equal length the latest."""
+    found = []
+    for place in range(1, len(tokens)):
+        length = 0
+        while length < longest and length < place and tokens[place - length - 1] == tokens[-length - 1]:
+            length += 1
+        if length >= shortest:
+            found.append(Occurrence(place, length))
+    return sorted(found, key=lambda match: (-match.length, -match.place))[:most]
+
+
+@given(st.lists(st.integers(0, 3), min_size=1, max_size=60), st.integers(1, 3), st.integers(0, 3), st.integers(1, 9))
+def test_occurrences_are_those_of_the_obvious_search(tokens: list[int], shortest: int, more: int, most: int) -> None:
+    index = NgramIndex(shortest, shortest + more)
+    for cut in range(0, len(tokens), 7):
+        index.extend(tokens[cut : cut + 7])
+    assert index.occurrences(most) == naive_occurrences(tokens, shortest, shortest + more, most)
+
+
+def test_confidence_counts_how_often_the_longest_match_foretold_the_next_token() -> None:
+    steady, erratic = NgramIndex(1, 2), NgramIndex(1, 2)
+    steady.extend([1, 2, 3] * 20)
+    erratic.extend([1, 2, 3, 1, 2, 4, 1, 2, 5, 1, 2, 6, 1, 2, 7, 1, 2, 8])
+    assert steady.log_confidence()[1] > -0.05
+    assert erratic.log_confidence()[1] < steady.log_confidence()[1] - 0.2
+
+
+def drafter(**config: int) -> PromptLookupDrafter:
+    return PromptLookupDrafter(TreeConfig(), PromptLookupConfig(**config))
+
+
+def propose(prompt_lookup: PromptLookupDrafter, tokens: list[int], budget: Budget) -> DraftTree:
+    (draft,) = prompt_lookup.propose([commit(f"{tokens}{budget}", tokens, budget=budget)])
+    assert isinstance(draft, DraftTree)
+    return draft
+
+
+def test_matches_that_begin_alike_share_nodes_and_the_longer_one_comes_first() -> None:
+    tokens = [1, 2, 3, 4, 9, 7, 2, 3, 4, 5, 0, 0, 1, 2, 3]
+    tree = propose(drafter(shortest=2), tokens, Budget(24, 2))
+    assert set(zip(tree.parents[1:], tree.tokens[1:], strict=True)) == {(0, 4), (1, 9), (1, 5)}
+    narrow = propose(drafter(shortest=2), tokens, Budget(3, 2))
+    assert narrow.tokens == (3, 4, 9), "the match of three tokens beats the later one of two"
+
+
+def test_scores_never_grow_along_a_path_and_stay_within_the_budget() -> None:
+    tokens = [1, 2, 1, 3, 1, 2, 2, 1, 1, 2, 3, 1, 2, 1, 2]
+    for budget in (Budget(24, 5), Budget(4, 5), Budget(24, 1)):
+        tree = propose(drafter(), tokens, budget)
+        tree.validate(tokens[-1], 4, budget.max_nodes, budget.max_depth)
+        assert all(tree.log_probs[node] <= tree.log_probs[tree.parents[node]] for node in range(len(tree)))
+
+
+def test_sessions_beyond_the_bound_give_way_and_what_never_fits_sleeps() -> None:
+    lookup = drafter(num_tokens=100)
+    lookup.propose([commit("old", [1, 2] * 20), commit("new", [1, 2] * 20)])
+    lookup.propose([commit("huge", [1, 2] * 60)])
+    assert isinstance(lookup.propose([commit("old", [1, 2] * 21, base=40)])[0], DraftTree), "it drove nobody out"
+    assert lookup.propose([commit("huge", [1, 2] * 61, base=120)]) == [DraftTree.root_only(2)]
+    lookup.propose([commit("third", [1, 2] * 20)])
+    assert lookup.propose([commit("new", [1, 2] * 21, base=40)]) == [Refusal("new", 0, 0)]
+
+
+def test_a_sleeping_session_is_woken_when_there_is_room() -> None:
+    lookup = drafter(num_tokens=100)
+    lookup.propose([commit("a", [1, 2] * 20), commit("b", [1, 2] * 20), commit("c", [1, 2] * 20)])
+    assert lookup.propose([commit("c", [1, 2] * 21, base=40)]) == [DraftTree.root_only(2)]
+    lookup.release(["a", "b"])
+    assert lookup.propose([commit("c", [1, 2] * 22, base=42)]) == [Refusal("c", 0, 0)]
+    (draft,) = lookup.propose([commit("c", [1, 2] * 22)])
+    assert isinstance(draft, DraftTree)
+    assert draft.num_drafted > 0

@@ -1,0 +1,155 @@
+"""A union proposes the best of both sides, and one side's forgetting is healed without the other's."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+
+from eyas.commit import Budget, Refusal
+from eyas.config import EagleConfig, MethodsConfig, PromptLookupConfig, TreeConfig, UnionConfig
+from eyas.drafters.base import Draft, DraftContext, DrafterNeeds, LocalDrafter
+from eyas.drafters.build import build_drafter, build_fuser, features_digest
+from eyas.drafters.lookup.prompt_lookup import PromptLookupDrafter
+from eyas.drafters.union import UnionDrafter, merge_trees
+from eyas.errors import ConfigError
+from eyas.llm import LLM
+from eyas.request import SamplingParams
+from eyas.tree import DraftTree
+from tests.contract.test_drafter_contract import commit as fed_commit
+from tests.drafters.lookup.corpora import commit
+from tests.tiny import DEMO
+
+ROOMY = Budget(24, 5)
+
+
+def tree(*nodes: tuple[int, int, float]) -> DraftTree:
+    """A tree below token 7 of (parent, token, score)."""
+    parents, tokens, scores = zip(*nodes, strict=True)
+    return DraftTree((7, *tokens), (0, *parents), (0.0, *scores))
+
+
+LEFT = tree((0, 1, -0.1), (1, 2, -0.2), (2, 3, -0.9), (0, 4, -2.0))
+RIGHT = tree((0, 1, -0.5), (1, 5, -0.6), (0, 6, -0.7), (1, 2, -0.8))
+
+
+def test_the_best_nodes_of_both_are_kept_and_what_both_have_counts_once() -> None:
+    merged = merge_trees(7, [LEFT, RIGHT], ROOMY, 0.0)
+    merged.validate(7, 48, 24, 5)
+    assert sorted(zip(merged.tokens[1:], merged.log_probs[1:], strict=True)) == [
+        (1, -0.1), (2, -0.2), (3, -0.9), (4, -2.0), (5, -0.6), (6, -0.7)
+    ]  # fmt: skip
+    assert set(merge_trees(7, [LEFT, RIGHT], Budget(4, 5), 0.0).tokens) == {7, 1, 2, 5}
+    assert set(merge_trees(7, [LEFT, RIGHT], Budget(24, 1), 0.0).tokens) == {7, 1, 6, 4}
+    assert merge_trees(7, [LEFT, RIGHT], Budget(1, 5), 0.0) == DraftTree.root_only(7)
+
+
+def test_neither_side_starves() -> None:
+    sure = tree(*((node, node + 10, -0.01 * (node + 1)) for node in range(4)))
+    unsure = tree((0, 1, -5.0), (1, 2, -6.0))
+    assert 1 not in merge_trees(7, [sure, unsure], Budget(5, 5), 0.0).tokens
+    assert 1 in merge_trees(7, [sure, unsure], Budget(5, 5), 0.25).tokens
+
+
+def test_ties_and_growing_scores_orphan_no_node() -> None:
+    odd = tree((0, 1, -3.0), (1, 2, -1.0), (2, 3, -0.5), (0, 4, -2.0))
+    for nodes in range(1, 8):
+        for floor in (0.0, 0.3, 0.5):
+            merge_trees(7, [odd, LEFT], Budget(nodes, 5), floor).validate(7, 48, nodes, 5)
+
+
+class Forgetful(LocalDrafter):
+    """Passes on to another drafter, notes what it was told, and forgets what it is told to forget."""
+
+    def __init__(self, drafter: LocalDrafter) -> None:
+        self.drafter = drafter
+        self.told: list[tuple[int, int]] = []
+
+    @property
+    def needs(self) -> DrafterNeeds:
+        return self.drafter.needs
+
+    def propose(self, contexts: Sequence[DraftContext]) -> list[Draft]:
+        self.told += [(context.base, context.committed) for context in contexts]
+        return self.drafter.propose(contexts)
+
+    def release(self, sessions: Sequence[str]) -> None:
+        self.drafter.release(sessions)
+
+
+def test_a_side_that_forgot_is_told_again_and_the_other_only_what_is_new() -> None:
+    sides = [Forgetful(PromptLookupDrafter(TreeConfig(), PromptLookupConfig())) for _ in range(2)]
+    union, tokens = UnionDrafter(*sides, TreeConfig(), UnionConfig()), [1, 2, 3] * 4
+    union.propose([commit("a", tokens[:5])])
+    sides[1].release(["a"])
+    assert union.propose([commit("a", tokens[:7], base=5)]) == [Refusal("a", 0, 0)]
+    assert union.propose([commit("a", tokens[:7], base=5)]) == [Refusal("a", 0, 0)]
+    (healed,) = union.propose([commit("a", tokens[:9])])
+    assert isinstance(healed, DraftTree)
+    assert healed.num_drafted > 0
+    assert sides[0].told == [(0, 5), (5, 7), (7, 9)]
+    assert sides[1].told == [(0, 5), (5, 7), (0, 9)]
+
+
+def test_a_resend_of_what_one_side_has_already_answered_keeps_its_tree() -> None:
+    sides = [Forgetful(PromptLookupDrafter(TreeConfig(), PromptLookupConfig())) for _ in range(2)]
+    union, tokens = UnionDrafter(*sides, TreeConfig(), UnionConfig()), [1, 2, 3] * 4
+    union.propose([commit("a", tokens[:5])])
+    sides[1].release(["a"])
+    union.propose([commit("a", tokens[:7], base=5)])
+    (healed,) = union.propose([commit("a", tokens[:7])])
+    (alone,) = sides[0].drafter.propose([commit("b", tokens[:7])])
+    assert isinstance(healed, DraftTree)
+    assert isinstance(alone, DraftTree)
+    assert (healed.tokens, healed.parents) == (alone.tokens, alone.parents)
+    assert sides[0].told == [(0, 5), (5, 7)]
+
+
+def test_features_go_to_the_side_that_needs_them_from_where_it_stands(tiny_target: str, tiny_head: str) -> None:
+    """The EAGLE side of a union that had to be healed proposes what EAGLE alone proposes."""
+    eagle, lookup = (
+        build_drafter(name, tiny_target, tiny_head, "float32", "cpu", TreeConfig(16, 3, 3), EagleConfig(num_slots=512))
+        for name in ("eagle3", "prompt_lookup")
+    )
+    union = UnionDrafter(eagle, lookup, TreeConfig(16, 3), UnionConfig(floor=0.5))
+    union.propose([fed_commit("a", 8)])
+    lookup.release(["a"])
+    assert union.propose([fed_commit("a", 12, base=8)]) == [Refusal("a", 0, 0)]
+    (healed,) = union.propose([fed_commit("a", 15)])
+    (alone,) = eagle.propose([replace(fed_commit("b", 15), budget=Budget(5, 3))])
+    assert isinstance(healed, DraftTree)
+    assert isinstance(alone, DraftTree)
+    assert set(alone.tokens) <= set(healed.tokens)
+
+
+def test_names_of_unions_are_read_and_refused_with_the_reason(tiny_target: str, tiny_head: str) -> None:
+    def build(name: str, head: str = tiny_head) -> LocalDrafter:
+        return build_drafter(name, tiny_target, head, "float32", "cpu", TreeConfig(16, 3, 3), EagleConfig(num_slots=64))
+
+    assert build("prompt_lookup+eagle3").needs == DrafterNeeds(features=True, feature_size=32)
+    assert features_digest("prompt_lookup+eagle3", tiny_head) == features_digest("eagle3", tiny_head)
+    assert build_fuser("prompt_lookup+eagle3", tiny_head, tiny_target, "float32", "cpu") is not None
+    for name, reason in {
+        "eagle3+nothing": "unknown drafter 'nothing'; known: eagle3, ",
+        "eagle3+eagle3": "two different methods",
+        "eagle3+prompt_lookup+rest": "two different methods",
+        "eagle3+lookahead": "lookahead, cannot be in a union",
+    }.items():
+        with pytest.raises(ConfigError, match=reason):
+            build(name)
+    with pytest.raises(ConfigError, match="needs a draft head"):
+        build("eagle3+prompt_lookup", head="")
+
+
+def test_on_text_that_repeats_a_union_is_at_least_as_good_as_each_side() -> None:
+    lines = [json.loads(line) for line in (DEMO / "prompts.jsonl").read_text().splitlines()[:2]]
+    sampling = SamplingParams(max_tokens=40, temperature=0, ignore_eos=True)
+    taus, outputs = {}, {}
+    for name in ("eagle3", "prompt_lookup", "eagle3+prompt_lookup", "none"):
+        head = str(DEMO / "eagle3") if "eagle3" in name else None
+        llm = LLM(str(DEMO / "target"), head, name, methods=MethodsConfig())
+        results = llm.generate([line["token_ids"] for line in lines], sampling)
+        taus[name] = sum(r.stats.num_emitted for r in results) / sum(r.stats.num_rounds for r in results)
+        outputs[name] = [result.token_ids for result in results]
+    assert outputs["eagle3+prompt_lookup"] == outputs["eagle3"] == outputs["prompt_lookup"] == outputs["none"]
+    assert taus["eagle3+prompt_lookup"] >= max(taus.values())

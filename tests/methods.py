@@ -1,0 +1,55 @@
+"""Every drafting method over the tiny models: a case by name in, a drafter and what feeds it out."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from eyas.config import AheadConfig, EagleConfig, LookaheadConfig, MethodsConfig, RestConfig, TreeConfig
+from eyas.drafters.base import LocalDrafter
+from eyas.drafters.build import build_drafter, build_fuser
+from eyas.models.heads.features import FeatureFuser
+from tests.tiny import write_small
+from tests.tiny_offsets import KINDS, tiny_heads
+
+# Names of cases: a method, or a union, and after a hyphen what is particular about it.
+CASES = (
+    "eagle1", "eagle2", "eagle3", "eagle3-own-noise", "eagle3-crowded", "eagle3-ahead", *KINDS, "sps", "sps-crowded",
+    "prompt_lookup", "rest", "lookahead", "eagle3+prompt_lookup",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Case:
+    """A method over the tiny target; datastore: where REST looks, if it does."""
+
+    name: str
+    target: str
+    head: str
+    datastore: Path | None = None
+
+    @property
+    def method(self) -> str:
+        return self.name.partition("-")[0]
+
+    def drafter(self, tree: TreeConfig, num_slots: int = 4096, law_tokens: int = 128) -> LocalDrafter:
+        crowded, ahead = self.name.endswith("-crowded"), self.name.endswith("-ahead")
+        eagle = EagleConfig(
+            num_slots=90 if crowded else num_slots,
+            shared_noise=not self.name.endswith("-own-noise"),
+            law_tokens=law_tokens,
+            ahead=AheadConfig(6, 16, 7) if ahead else AheadConfig(),
+        )
+        rest = RestConfig(str(self.datastore), shortest=1) if self.datastore else RestConfig()
+        methods = MethodsConfig(rest=rest, lookahead=LookaheadConfig(window=2, ngram=3))
+        return build_drafter(self.method, self.target, self._folder, "float32", "cpu", tree, eagle, methods)
+
+    def fuser(self) -> FeatureFuser | None:
+        return build_fuser(self.method, self._folder, self.target, "float32", "cpu")
+
+    @property
+    def _folder(self) -> str:
+        """What the method loads."""
+        if self.method in ("eagle1", "eagle2"):
+            return f"{self.head}/eagle1"
+        if self.name in KINDS:
+            return tiny_heads(self.name, self.head)
+        return write_small(self.target) if self.method == "sps" else self.head
