@@ -16,7 +16,7 @@ from eyas.commit import Budget
 from eyas.config import LookaheadConfig, TreeConfig
 from eyas.drafters.base import Draft, DraftContext, DrafterNeeds, LocalDrafter
 from eyas.drafters.lookup.growing import GrowingTree
-from eyas.drafters.sessions import Sessions
+from eyas.drafters.lookup.sessions import Sessions
 from eyas.tree import DraftTree
 
 # Scores only rank: a guess is worth more the later its n-gram was seen, and a cell of the window less than any guess.

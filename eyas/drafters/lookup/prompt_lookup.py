@@ -13,7 +13,7 @@ from eyas.drafters.base import Draft, DraftContext, DrafterNeeds, LocalDrafter
 from eyas.drafters.expand import select
 from eyas.drafters.lookup.matches import Floats, Ints, Level, Matches, log_shares, merge
 from eyas.drafters.lookup.ngrams import NgramIndex
-from eyas.drafters.sessions import Sessions
+from eyas.drafters.lookup.sessions import Sessions
 from eyas.tree import DraftTree
 
 # Weight of a match relative to the next better one.

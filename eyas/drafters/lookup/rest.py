@@ -19,7 +19,7 @@ from eyas.drafters.base import Draft, DraftContext, DrafterNeeds, LocalDrafter
 from eyas.drafters.expand import select
 from eyas.drafters.lookup.frequencies import Frequencies
 from eyas.drafters.lookup.matches import Floats, Ints, Level, Matches, merge
-from eyas.drafters.sessions import Sessions
+from eyas.drafters.lookup.sessions import Sessions
 from eyas.errors import CheckpointError, ConfigError
 from eyas.models.checkpoint import read_target_config, resolve
 from eyas.text import load_tokenizer
