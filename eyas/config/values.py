@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
+from eyas.config.fleet import DiscoveryConfig, EjectionConfig, PlacementConfig
 from eyas.errors import ConfigError
 
 Dtype = Literal["float32", "bfloat16", "float16"]
@@ -98,6 +99,7 @@ class ServerConfig:
 
     linger_seconds: how long a service that stops still takes calls after it has told others to send none.
     drain_seconds: how long running calls may go on after that.
+    zone: where this machine is, in the cluster's own words; workers of the same zone are preferred. May be empty.
     """
 
     host: str = "127.0.0.1"
@@ -105,6 +107,7 @@ class ServerConfig:
     advertise: str = ""
     linger_seconds: float = 0.0
     drain_seconds: float = 30.0
+    zone: str = ""
 
     def __post_init__(self) -> None:
         _require(0 <= self.port <= 65535, f"port is {self.port}; it must lie in [0, 65535]")
@@ -113,7 +116,10 @@ class ServerConfig:
 
 @dataclass(frozen=True)
 class RegistryConfig:
-    """Where leases are kept, and how long they live without a heartbeat, in seconds."""
+    """Where leases and placements are kept, and how long leases live without a heartbeat, in seconds.
+
+    url: may be empty where discovery needs no registry; sessions are then remembered by each router alone.
+    """
 
     url: str = "redis://127.0.0.1:6379/0"
     ttl: float = 5.0
@@ -159,6 +165,7 @@ class VerifierConfig:
     link: DraftLinkConfig = field(default_factory=DraftLinkConfig)
     server: ServerConfig = field(default_factory=ServerConfig)
     registry: RegistryConfig = field(default_factory=RegistryConfig)
+    discovery: DiscoveryConfig = field(default_factory=DiscoveryConfig)
 
     def __post_init__(self) -> None:
         _at_least(0, threads=self.threads)
@@ -179,6 +186,7 @@ class DraftConfig:
     eagle: EagleConfig = field(default_factory=EagleConfig)
     server: ServerConfig = field(default_factory=ServerConfig)
     registry: RegistryConfig = field(default_factory=RegistryConfig)
+    discovery: DiscoveryConfig = field(default_factory=DiscoveryConfig)
 
     def __post_init__(self) -> None:
         _at_least(0, threads=self.threads)
@@ -205,6 +213,9 @@ class RouterConfig:
     stall_timeout: float = 60.0
     server: ServerConfig = field(default_factory=ServerConfig)
     registry: RegistryConfig = field(default_factory=RegistryConfig)
+    discovery: DiscoveryConfig = field(default_factory=DiscoveryConfig)
+    placement: PlacementConfig = field(default_factory=PlacementConfig)
+    ejection: EjectionConfig = field(default_factory=EjectionConfig)
 
     def __post_init__(self) -> None:
         _above_zero(request_timeout=self.request_timeout, stall_timeout=self.stall_timeout)

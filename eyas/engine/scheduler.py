@@ -111,6 +111,10 @@ class Scheduler:
         return bool(self._by_id)
 
     @property
+    def max_running(self) -> int:
+        return self._config.max_running
+
+    @property
     def num_running(self) -> int:
         return len(self._running)
 
@@ -127,6 +131,10 @@ class Scheduler:
     def num_cached(self) -> int:
         """Slots that the prefix cache owns."""
         return self._cache.num_cached
+
+    def cached_blocks(self, limit: int) -> list[int]:
+        """Hashes of at most `limit` blocks of the prefix cache; see eyas.prefixes."""
+        return self._cache.blocks(limit)
 
     def check(self) -> None:
         """Assert that every slot is free, cached, or owned by exactly one running sequence. Valid between steps."""

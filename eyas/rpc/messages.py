@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from eyas.commit import Commit, Refusal, TensorBytes
 from eyas.request import Chunk, GenerationStats, Request
 from eyas.tree import DraftTree
+
+Role = Literal["verifier", "draft"]
 
 # What GenerateCall.drafter says for plain decoding.
 NO_DRAFTER = "none"
@@ -37,6 +40,36 @@ class ModelInfo:
 
 
 @dataclass(frozen=True)
+class Load:
+    """How busy a worker is: sequences in a step, sequences in the queue, free token slots.
+
+    max_running: most sequences in a step; 0 where there is no such limit. step_seconds: how long the present step has taken.
+    """
+
+    num_running: int = 0
+    num_waiting: int = 0
+    free_slots: int = 0
+    max_running: int = 0
+    step_seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class Lease:
+    """A worker that was alive a moment ago. incarnation names one start of its process.
+
+    zone: where it is, may be empty. prefixes: hashes of the token blocks that it has cached, see eyas.prefixes.
+    """
+
+    role: Role
+    address: str
+    incarnation: str
+    model: ModelInfo
+    load: Load = Load()
+    zone: str = ""
+    prefixes: frozenset[int] = frozenset()
+
+
+@dataclass(frozen=True)
 class GenerateCall:
     """A request as a client sends it.
 
@@ -45,12 +78,14 @@ class GenerateCall:
     model: may be empty where only one is served.
     drafter: from the router, host:port of the drafter that it picked, empty where none is available now; from a client,
     empty; from both, NO_DRAFTER for plain decoding.
+    fingerprint: from the router, of the target that it means; another one refuses the call.
     """
 
     request: Request
     prompt_text: str | None = None
     model: str = ""
     drafter: str = ""
+    fingerprint: str = ""
 
 
 @dataclass(frozen=True)

@@ -12,13 +12,13 @@ from eyas.drafters.build import build_drafter
 from eyas.errors import RequestFailed
 from eyas.models.checkpoint import head_fingerprint, read_target_config, resolve, target_fingerprint
 from eyas.models.heads.config import head_config
-from eyas.rpc.messages import DrafterInfo, ModelInfo
+from eyas.rpc.messages import DrafterInfo, Load, ModelInfo
 from eyas.rpc.server import RpcServer
 from eyas.v1 import draft_pb2, draft_pb2_grpc
+from services.discovery.build import lease_registry
 from services.draft.servicer import DraftServicer
 from services.draft.worker import DraftWorker
-from services.lifecycle import WorkerPresence, main, serve
-from services.registry import Load, Registry
+from services.lifecycle import WORKER_SERVICE, WorkerPresence, main, serve
 
 
 async def run(config: DraftConfig) -> None:
@@ -41,8 +41,9 @@ async def serve_drafter(config: DraftConfig, drafter: LocalDrafter, info: Drafte
         servicer = DraftServicer(worker, info)
         draft_pb2_grpc.add_DraftServicer_to_server(servicer, server.aio)
         server.before_stop(servicer.close)
-        presence = WorkerPresence(server, Registry(config.registry), "draft", info.model, lambda: _load(worker))
-        names = [draft_pb2.DESCRIPTOR.services_by_name["Draft"].full_name]
+        registry = lease_registry(config.discovery, config.registry)
+        presence = WorkerPresence(server, registry, "draft", info.model, lambda: _load(worker), config.server.zone)
+        names = [draft_pb2.DESCRIPTOR.services_by_name["Draft"].full_name, WORKER_SERVICE]
         try:
             await serve(server, names, config.server, presence)
         except asyncio.CancelledError:

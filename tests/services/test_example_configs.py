@@ -8,10 +8,10 @@ import pytest
 
 from eyas.config import DraftConfig, RegistryConfig, RouterConfig, ServerConfig, VerifierConfig, load
 from eyas.errors import ConfigError
-from eyas.rpc.messages import ModelInfo
+from eyas.rpc.messages import Load, ModelInfo
 from eyas.rpc.server import RpcServer
 from services.lifecycle import WorkerPresence
-from services.registry import Load, Registry
+from services.registry import Registry
 
 CONFIGS = Path(__file__).parents[2] / "examples" / "configs"
 
