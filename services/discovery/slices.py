@@ -9,9 +9,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import AsyncGenerator, Iterable, Iterator
-from contextlib import aclosing
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 
+import aiohttp
 from kubernetes.aio.client import ApiException, DiscoveryV1Api, V1Endpoint, V1EndpointSlice
 from kubernetes.aio.watch import Watch
 
@@ -48,43 +49,47 @@ class SliceEndpoints:
     async def follow(self, role: Role, tell: Tell) -> None:
         """List and watch in turns. While the server is away what was told last holds; the log says so once."""
         away = False
+
+        def show(slices: Iterable[V1EndpointSlice]) -> None:
+            nonlocal away
+            if away:
+                log.info("the Kubernetes API server answers again")
+            away = False
+            tell(self._endpoints(slices))
+
         while True:
             try:
-                async with asyncio.timeout(self._config.list_interval + LIST_SECONDS), aclosing(self._round(role)) as states:
-                    async for slices in states:
-                        if away:
-                            log.info("the Kubernetes API server answers again")
-                            away = False
-                        tell(self._endpoints(slices))
-            except TimeoutError:
-                log.warning("no word of the %s endpoints, not even the end of the watch; listing them anew", role)
+                await self._round(role, show)
             except Exception as error:
                 away = away or _complain(role, error)
             await asyncio.sleep(PAUSE_SECONDS)
 
-    async def _round(self, role: Role) -> AsyncGenerator[Iterable[V1EndpointSlice], None]:
-        """All slices now, and again after each change, for `list_interval` at most."""
+    async def _round(self, role: Role, show: Callable[[Iterable[V1EndpointSlice]], None]) -> None:
+        """Show all slices now, and again after each change, for `list_interval` at most: a watch without events and a
+        stalled one look the same."""
         assert self._api is not None, "open comes first"
-        read, namespace = DiscoveryV1Api(self._api.client).list_namespaced_endpoint_slice, self._api.namespace
-        found = await read(namespace, label_selector=self._selectors[role])
+        read = DiscoveryV1Api(self._api.client).list_namespaced_endpoint_slice
+        namespace, selector = self._api.namespace, self._selectors[role]
+        async with asyncio.timeout(LIST_SECONDS):
+            found = await read(namespace, label_selector=selector)
         slices = {_name(item): item for item in found.items}
-        yield slices.values()
-        seconds = math.ceil(self._config.list_interval)
-        async with Watch() as watch:
-            events = watch.stream(
-                read,
-                namespace,
-                label_selector=self._selectors[role],
-                resource_version=found.metadata.resource_version if found.metadata else None,
-                timeout_seconds=seconds,
-                allow_watch_bookmarks=True,
-            )
-            async for event in events:
-                if event["type"] == "DELETED":
-                    slices.pop(_name(event["object"]), None)
-                elif event["type"] != "BOOKMARK":
-                    slices[_name(event["object"])] = event["object"]
-                yield slices.values()
+        show(slices.values())
+        version, seconds = found.metadata.resource_version if found.metadata else None, self._config.list_interval
+        with suppress(TimeoutError, aiohttp.ClientError):  # the next list says whether the server is away
+            async with asyncio.timeout(seconds), Watch() as watch:
+                async for event in watch.stream(
+                    read,
+                    namespace,
+                    label_selector=selector,
+                    resource_version=version,
+                    timeout_seconds=math.ceil(seconds),
+                    allow_watch_bookmarks=True,
+                ):
+                    if event["type"] == "DELETED":
+                        slices.pop(_name(event["object"]), None)
+                    elif event["type"] != "BOOKMARK":
+                        slices[_name(event["object"])] = event["object"]
+                    show(slices.values())
 
     def _endpoints(self, slices: Iterable[V1EndpointSlice]) -> Iterator[Endpoint]:
         """The endpoints that may be sent work, on their port for gRPC."""
