@@ -102,14 +102,16 @@ class EjectionConfig:
 
     failures: failed requests in a row before it is ejected.
     seconds: how long the first time; twice as long each further time, up to `longest`. It comes back once it answers.
+    stuck_seconds: a verifier whose step takes so long is avoided as well, and its requests go on elsewhere.
     """
 
     failures: int = 1
     seconds: float = 5.0
     longest: float = 60.0
+    stuck_seconds: float = 60.0
 
     def __post_init__(self) -> None:
-        _above(0, failures=self.failures, seconds=self.seconds)
+        _above(0, failures=self.failures, seconds=self.seconds, stuck_seconds=self.stuck_seconds)
         _require(self.longest >= self.seconds, f"longest is {self.longest}; it must be at least seconds {self.seconds}")
 
 

@@ -75,7 +75,7 @@ def pick(fleet: Fleet, demand: Demand, config: PlacementConfig) -> Pair | None:
         return None
     room = _room(fleet, verifiers, config)
     drafting = _Drafting(fleet, demand, config)
-    home = _home(demand, [verifier for verifier in verifiers if room.has(verifier)])
+    home = _home(demand, [verifier for verifier in verifiers if room.has(verifier)], config)
 
     def rank(verifier: Lease) -> tuple[bool, bool, float, int, str]:
         drafter = drafting.idleness(verifier)
@@ -143,10 +143,10 @@ def _score(
     return value
 
 
-def _home(demand: Demand, verifiers: Sequence[Lease]) -> Lease | None:
-    """Where a hash points a session whose last verifier nobody knows, or is gone."""
-    last = demand.last.verifier if demand.last else ""
-    if not demand.session or any(verifier.incarnation == last for verifier in verifiers):
+def _home(demand: Demand, verifiers: Sequence[Lease], config: PlacementConfig) -> Lease | None:
+    """Where a hash points a session that will not return to its last verifier."""
+    last = demand.last.verifier if demand.last and config.session > config.home else ""
+    if not demand.session or not config.home or any(verifier.incarnation == last for verifier in verifiers):
         return None
     return max(verifiers, key=lambda verifier: hash_weight(demand.session, verifier.incarnation), default=None)
 

@@ -134,10 +134,10 @@ class Relay:
         self, pair: Pair, call: GenerateCall, deadline: float, sink: TrailerSink
     ) -> AsyncGenerator[Chunk, None]:
         """One verifier's chunks. Leaving early cancels the call there."""
-        with self._workers.busy(pair):
-            left = deadline - asyncio.get_running_loop().time()
-            stub = GenerationStub(self._workers.channel(pair.verifier))
-            stream = stub.Generate(call_to_message(call), timeout=max(left, 0))
+        left = deadline - asyncio.get_running_loop().time()
+        stub = GenerationStub(self._workers.channel(pair.verifier))
+        stream = stub.Generate(call_to_message(call), timeout=max(left, 0))
+        with self._workers.busy(pair, stream.cancel):
             try:
                 finished, stall = False, math.inf
                 while not finished:

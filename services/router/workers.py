@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import grpc
@@ -45,21 +45,25 @@ class Workers:
     ) -> None:
         self._discovery = discovery
         self._placement = placement or PlacementConfig()
-        self._ejections = Ejections(ejection or EjectionConfig())
+        self._ejection = ejection or EjectionConfig()
+        self._ejections = Ejections(self._ejection)
         self._zone = zone
         self._sent = SentBlocks()
         self._in_flight: Counter[str] = Counter()
+        self._calls: dict[str, list[Callable[[], object]]] = {}
         self._channels: dict[str, grpc.aio.Channel] = {}
         self._probing: dict[str, asyncio.Task[None]] = {}
         self.ready = False
 
     def fleet(self) -> Fleet:
         """What is known now."""
+        verifiers = self._discovery.known("verifier")
+        stuck = frozenset(verifier.incarnation for verifier in verifiers if self._is_stuck(verifier))
         return Fleet(
-            verifiers=self._discovery.known("verifier"),
+            verifiers=verifiers,
             drafters=self._discovery.known("draft"),
             in_flight=self._in_flight,
-            suspects=self._ejections.ejected,
+            suspects=self._ejections.ejected | stuck,
             sent=self._sent.by_worker,
             zone=self._zone,
         )
@@ -84,24 +88,31 @@ class Workers:
         self._ejections.failed(worker.incarnation)
 
     @contextmanager
-    def busy(self, pair: Pair) -> Iterator[None]:
-        """Count a request on both workers of a pair while it runs."""
+    def busy(self, pair: Pair, cancel: Callable[[], object]) -> Iterator[None]:
+        """Count a request on both workers of a pair while it runs. cancel: ends it should the verifier get stuck."""
         names = [worker.incarnation for worker in (pair.verifier, pair.drafter) if worker]
         self._in_flight.update(names)
+        calls = self._calls.setdefault(pair.verifier.incarnation, [])
+        calls.append(cancel)
         try:
             yield
         finally:
+            calls.remove(cancel)
             self._in_flight.subtract(names)
             self._in_flight = +self._in_flight
 
     async def refresh(self) -> None:
-        """Dial the verifiers that are not connected, hang up on those that are gone, probe those whose ejection is over."""
+        """Dial the verifiers that are not connected, hang up on those that are gone, give up on those that are stuck, probe
+        those whose ejection is over."""
         verifiers = {verifier.incarnation: verifier for verifier in self._discovery.known("verifier")}
         gone = set(self._channels) - set(verifiers) - set(self._in_flight)
         await asyncio.gather(*(self._channels.pop(name).close(None) for name in gone))
         kept = set(verifiers) | set(self._in_flight)
         self._ejections.keep(kept)
         self._sent.keep(kept)
+        self._calls = {name: calls for name, calls in self._calls.items() if name in kept}
+        for verifier in filter(self._is_stuck, verifiers.values()):
+            self._give_up(verifier)
         states = [self.channel(verifier).get_state(try_to_connect=True) for verifier in verifiers.values()]
         self.ready = grpc.ChannelConnectivity.READY in states
         for name in self._ejections.due:
@@ -113,6 +124,17 @@ class Workers:
         await asyncio.gather(*map(stop, list(self._probing.values())))
         await asyncio.gather(*(channel.close(None) for channel in self._channels.values()))
         self._channels.clear()
+
+    def _is_stuck(self, verifier: Lease) -> bool:
+        return verifier.load.step_seconds > self._ejection.stuck_seconds
+
+    def _give_up(self, verifier: Lease) -> None:
+        """Let the requests of a stuck verifier go on elsewhere."""
+        calls = self._calls.get(verifier.incarnation, ())
+        if calls:
+            log.warning("verifier %s has been in one step for %.0f s", verifier.address, verifier.load.step_seconds)
+        for cancel in list(calls):
+            cancel()
 
     async def _probe(self, worker: Lease) -> None:
         """Ask a worker who it is; another one at its address is no answer."""
