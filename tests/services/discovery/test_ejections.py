@@ -86,10 +86,9 @@ def test_a_failing_verifier_gets_no_requests_until_it_answers_a_probe() -> None:
                 settings("static", verifiers=(one.address, other.address), forget_after=600.0), EjectionConfig(seconds=0.1)
             ) as (address, workers),
         ):
-            await until(lambda: workers.ready and len(workers.fleet().verifiers) == 2)
+            one.lease = replace(one.lease, load=Load(free_slots=9000))
+            await until(lambda: workers.ready and {one.lease, other.lease} == set(workers.fleet().verifiers))
             one.gate.clear()
-            while not failing.calls:
-                assert tokens_of(await ask(address, CALL)) == REST
             for _ in range(5):
                 assert tokens_of(await ask(address, CALL)) == REST
             assert (len(failing.calls), workers.fleet().suspects) == (1, {one.incarnation})
