@@ -26,7 +26,6 @@ from services.router.placement import Demand, Fleet, Pair, pick
 
 MODEL = ModelInfo("model", "target", 128_256, 131_072, "head")
 ANNOUNCED = 1024
-LEASE_REQUESTS = 500
 POLICIES = {
     "default": PlacementConfig(),
     "least load only": PlacementConfig(session=0, prefix=0, home=0),
@@ -38,7 +37,8 @@ POLICIES = {
 @dataclass(frozen=True)
 class Settings:
     """num_running: requests under way at any time. num_turns: requests of a session. groups: system prompts, of which the
-    first are asked for most. cache_blocks: of one verifier. Blocks hold BLOCK_TOKENS tokens."""
+    first are asked for most. cache_blocks: of one verifier. lease_requests: from one
+    heartbeat to the next. Blocks hold BLOCK_TOKENS tokens."""
 
     num_verifiers: int = 100
     num_drafters: int = 50
@@ -50,6 +50,7 @@ class Settings:
     system_blocks: int = 8
     turn_blocks: int = 4
     cache_blocks: int = 4096
+    lease_requests: int = 500
     seed: int = 0
 
 
@@ -129,7 +130,7 @@ class Simulation:
         num_hit = num_asked = num_possible = num_kept = num_later = 0
         known: set[int] = set()
         for number_, session in enumerate(self._turns()):
-            if number_ % LEASE_REQUESTS == 0:
+            if number_ % self.settings.lease_requests == 0:
                 self._announce()
             demand, last = self.demand(session), session.last
             began = time.process_time_ns()
@@ -284,7 +285,7 @@ def outcome_table(outcomes: Sequence[Outcome]) -> Table:
     note = (
         "Requests on the busiest verifier over the mean: mean over time (worst moment), and for drafters; share of prompt "
         "blocks cached where the request went, of those computed anywhere before; later turns that met the verifier of the "
-        "turn before; CPU time of a pick, mean (p99), in microseconds."
+        "turn before; CPU time of a pick, mean (p99), in microseconds. Without the weight of load all sessions share a drafter."
     )
     columns = ("weights", "verifiers max/mean", "drafters max/mean", "prefix hits", "sessions kept", "pick")
     return Table("Balance and affinity", columns, tuple(rows), note)
