@@ -285,7 +285,7 @@ def outcome_table(outcomes: Sequence[Outcome]) -> Table:
     note = (
         "Requests on the busiest verifier over the mean: mean over time (worst moment), and for drafters; share of prompt "
         "blocks cached where the request went, of those computed anywhere before; later turns that met the verifier of the "
-        "turn before; CPU time of a pick, mean (p99), in microseconds. Without the weight of load all sessions share a drafter."
+        "turn before; CPU time of a pick, mean (p99), in microseconds. Without a weight of load all share one drafter."
     )
     columns = ("weights", "verifiers max/mean", "drafters max/mean", "prefix hits", "sessions kept", "pick")
     return Table("Balance and affinity", columns, tuple(rows), note)

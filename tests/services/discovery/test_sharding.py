@@ -1,4 +1,4 @@
-"""Placement over many verifiers: affinity within bounds, and few sessions that move. Pure functions and a small simulation."""
+"""Placement over many verifiers: affinity within bounds, and few sessions that move. Functions and a small simulation."""
 
 import asyncio
 from collections import Counter
