@@ -21,7 +21,7 @@ from eyas.config import PlacementConfig
 from eyas.prefixes import BLOCK_TOKENS
 from eyas.rpc.messages import Lease, Load, ModelInfo
 from services.registry import Placement
-from services.router.memory import SentBlocks
+from services.router.fleet.memory import SentBlocks
 from services.router.placement import Demand, Fleet, Pair, pick
 
 MODEL = ModelInfo("model", "target", 128_256, 131_072, "head")

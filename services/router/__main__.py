@@ -10,7 +10,7 @@ from eyas.v1 import generation_pb2
 from eyas.v1.generation_pb2_grpc import add_GenerationServicer_to_server
 from services.discovery.build import build_discovery, session_registry
 from services.lifecycle import main, serve
-from services.router.memory import Sessions
+from services.router.fleet.memory import Sessions
 from services.router.presence import RouterPresence
 from services.router.relay import Relay
 from services.router.servicer import RouterServicer

@@ -9,11 +9,12 @@ from bisect import bisect_left
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
+from typing import NamedTuple
 
 from eyas.config import PlacementConfig
 from eyas.rpc.messages import Lease
 from services.registry import Placement
-from services.router.bounds import Room, room_among
+from services.router.fleet.bounds import Room, room_among
 
 NOTHING: frozenset[int] = frozenset()
 
@@ -65,6 +66,16 @@ class Fleet:
         return max(worker.load.num_running + worker.load.num_waiting, self.in_flight.get(worker.incarnation, 0))
 
 
+class Rank(NamedTuple):
+    """The least one is picked; earlier fields decide first."""
+
+    suspect: bool
+    full: bool
+    cost: float
+    taken_slots: int
+    incarnation: str
+
+
 def pick(fleet: Fleet, demand: Demand, config: PlacementConfig) -> Pair | None:
     """The verifier with the best score, and the drafter that suits it best; None if no verifier can serve the request.
 
@@ -77,16 +88,11 @@ def pick(fleet: Fleet, demand: Demand, config: PlacementConfig) -> Pair | None:
     drafting = _Drafting(fleet, demand, config)
     home = _home(demand, [verifier for verifier in verifiers if room.has(verifier)], config)
 
-    def rank(verifier: Lease) -> tuple[bool, bool, float, int, str]:
+    def rank(verifier: Lease) -> Rank:
         drafter = drafting.idleness(verifier)
         value = _score(fleet, demand, config, verifier, room.share(verifier), drafter, verifier is home)
-        return (
-            verifier.incarnation in fleet.suspects,
-            not room.has(verifier),
-            -value,
-            -verifier.load.free_slots,
-            verifier.incarnation,
-        )
+        suspect, full = verifier.incarnation in fleet.suspects, not room.has(verifier)
+        return Rank(suspect, full, -value, -verifier.load.free_slots, verifier.incarnation)
 
     verifier = min(verifiers, key=rank)
     return Pair(verifier, drafting.best(verifier))
@@ -181,11 +187,12 @@ class _Drafting:
             self._idleness[key] = 1 - min((min(room.share(drafter), 1.0) for drafter in live), default=1.0)
         return key
 
-    def _rank(self, drafter: Lease, verifier: Lease, room: Room) -> tuple[bool, bool, float, str]:
+    def _rank(self, drafter: Lease, verifier: Lease, room: Room) -> Rank:
         last, config = self._demand.last, self._config
         value = -config.load * room.share(drafter)
         if last is not None and last.drafter == drafter.incarnation:
             value += config.session
         if drafter.zone and drafter.zone == verifier.zone:
             value += config.zone
-        return drafter.incarnation in self._fleet.suspects, not room.has(drafter), -value, drafter.incarnation
+        suspect = drafter.incarnation in self._fleet.suspects
+        return Rank(suspect, not room.has(drafter), -value, -drafter.load.free_slots, drafter.incarnation)

@@ -25,7 +25,7 @@ from eyas.rpc.wire import call_to_message, chunk_from_message
 from eyas.v1 import generation_pb2
 from eyas.v1.generation_pb2_grpc import GenerationStub
 from services.registry import Placement
-from services.router.memory import Sessions
+from services.router.fleet.memory import Sessions
 from services.router.placement import Demand, Pair
 from services.router.workers import Workers
 

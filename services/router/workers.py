@@ -21,8 +21,8 @@ from eyas.v1 import worker_pb2
 from eyas.v1.worker_pb2_grpc import WorkerStub
 from services.background import stop
 from services.discovery.base import Discovery
-from services.router.ejections import Ejections
-from services.router.memory import SentBlocks
+from services.router.fleet.ejections import Ejections
+from services.router.fleet.memory import SentBlocks
 from services.router.placement import Demand, Fleet, Pair, pick
 
 PROBE_SECONDS = 2.0

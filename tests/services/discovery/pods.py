@@ -19,7 +19,7 @@ from eyas.v1.generation_pb2_grpc import add_GenerationServicer_to_server
 from eyas.v1.worker_pb2_grpc import WorkerServicer, add_WorkerServicer_to_server
 from services.discovery.base import Discovery
 from services.discovery.build import build_discovery
-from services.router.memory import Sessions
+from services.router.fleet.memory import Sessions
 from services.router.presence import RouterPresence
 from services.router.relay import Relay
 from services.router.servicer import RouterServicer

@@ -8,7 +8,7 @@ import pytest
 
 from eyas.config import EjectionConfig
 from eyas.rpc.messages import Load
-from services.router.ejections import Ejections
+from services.router.fleet.ejections import Ejections
 from tests.services.discovery.pods import pod_router, pod_worker, settings
 from tests.services.router.scripted_verifier import CALL, REST, TOKENS, Script, ask, failure, tokens_of, until
 

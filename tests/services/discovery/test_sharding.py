@@ -13,7 +13,7 @@ from eyas.config import PlacementConfig
 from eyas.errors import ConfigError
 from eyas.rpc.messages import Lease, Load, ModelInfo
 from services.registry import Placement
-from services.router.memory import SentBlocks, Sessions
+from services.router.fleet.memory import SentBlocks, Sessions
 from services.router.placement import Demand, Fleet, Pair, cached_share, pick
 
 MODEL = ModelInfo("demo", "target", 4096, 2048, "head")

@@ -24,7 +24,7 @@ from eyas.text import TokenText, load_tokenizer
 from eyas.v1.generation_pb2_grpc import GenerationServicer, GenerationStub, add_GenerationServicer_to_server
 from services.lifecycle import WorkerPresence
 from services.registry import Registry
-from services.router.memory import Sessions
+from services.router.fleet.memory import Sessions
 from services.router.presence import RouterPresence
 from services.router.relay import Relay
 from services.router.servicer import RouterServicer
