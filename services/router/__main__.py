@@ -11,10 +11,11 @@ from eyas.telemetry.process import telemetry
 from eyas.text import TokenText, load_tokenizer
 from eyas.v1 import generation_pb2
 from eyas.v1.generation_pb2_grpc import add_GenerationServicer_to_server
+from services.discovery.build import build_discovery, session_registry
 from services.lifecycle import main, serve
-from services.registry import Registry
 from services.router.access.calls import KeyInterceptor, server_credentials
 from services.router.access.keys import load_keys
+from services.router.fleet.memory import Sessions
 from services.router.front import Front
 from services.router.http.app import build_app
 from services.router.http.chat import ChatTemplate, load_template
@@ -44,20 +45,23 @@ async def _serve(
 ) -> None:
     keys = load_keys(config.keys)
     server = RpcServer(config.server, [KeyInterceptor(keys)], server_credentials(config.tls))
-    registry = Registry(config.registry)
-    workers = Workers(registry, suspicion=config.registry.ttl)
-    telemetry.watch(registry.known)
-    relay = Relay(workers, registry, config.stall_timeout, telemetry)
+    registry = session_registry(config.discovery, config.registry)
+    discovery = build_discovery(config.discovery, registry)
+    workers = Workers(discovery, config.placement, config.ejection, config.server.zone)
+    telemetry.watch(discovery.known)
+    relay = Relay(workers, Sessions(registry), config.stall_timeout, telemetry)
     front = Front(tokenizers, workers, relay, config.request_timeout, telemetry)
     add_GenerationServicer_to_server(RouterServicer(front), server.aio)
-    presence = RouterPresence(server, registry, workers, config.registry.heartbeat / 4)
+    presence = RouterPresence(server, discovery, workers, config.registry.heartbeat / 4, registry)
     door = HttpDoor(build_app(front, templates, presence, keys), config.http, config.tls)
     name = generation_pb2.DESCRIPTOR.services_by_name["Generation"].full_name
     try:
         await serve(server, [name], config.server, presence, [door])
     finally:
         await workers.close()
-        await registry.close()
+        await discovery.close()
+        if registry:
+            await registry.close()
 
 
 if __name__ == "__main__":
