@@ -22,7 +22,7 @@ SHELL := bash
 .SHELLFLAGS := -eu -o pipefail -c
 MAKEFLAGS += --no-print-directory
 .DEFAULT_GOAL := help
-.PHONY: help setup demo up bench test soak lint format protos clean
+.PHONY: help setup demo up bench test soak lint format protos chart images clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' Makefile
@@ -70,6 +70,14 @@ format: $(READY) ## format the code and mend what ruff can mend
 protos: $(READY) ## regenerate eyas/v1 from protos/
 	@PATH="$(BIN):$$PATH" $(BIN)/python -m grpc_tools.protoc -I protos --python_out=$(STUBS) --grpc_python_out=$(STUBS) \
 		--mypy_out=quiet:$(STUBS) --mypy_grpc_out=quiet:$(STUBS) $(PROTOS)
+
+chart: $(READY) ## regenerate the Helm chart's schema, table of values and dashboards, then lint it
+	@$(BIN)/python -m deploy.generate
+	@helm=$$($(BIN)/python -m deploy.binaries); for values in deploy/helm/values/*.yaml; do \
+		"$$helm" lint --strict --quiet deploy/helm --values "$$values"; done
+
+images: ## build the images with docker, podman or buildah; TAG names them, PIP_EXTRA_INDEX_URL adds a source of packages
+	@bash deploy/docker/build.sh
 
 clean: ## remove .venv, caches and build results
 	@rm -rf $(VENV) build dist *.egg-info .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache

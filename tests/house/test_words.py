@@ -23,7 +23,9 @@ def lines_with(pattern: re.Pattern[str]) -> list[str]:
 
 
 def test_no_text_names_a_place_on_somebodys_machine() -> None:
-    assert not lines_with(PLACES)
+    in_containers = [f"{name(path)}:" for path in (ROOT / "deploy" / "helm" / "templates").iterdir()]
+    found = [line for line in lines_with(PLACES) if "/tmp" not in line or not line.startswith(tuple(in_containers))]
+    assert not found
 
 
 def test_no_text_names_a_package_registry() -> None:
