@@ -22,10 +22,10 @@ SHELL := bash
 .SHELLFLAGS := -eu -o pipefail -c
 MAKEFLAGS += --no-print-directory
 .DEFAULT_GOAL := help
-.PHONY: help setup demo up bench test soak lint format protos chart images clean
+.PHONY: help setup demo up bench test soak lint format protos chart images rehearsal clean
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' Makefile
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' Makefile
 
 setup: $(READY) ## make .venv with everything that the other targets need
 
@@ -78,6 +78,9 @@ chart: $(READY) ## regenerate the Helm chart's schema, table of values and dashb
 
 images: ## build the images with docker, podman or buildah; TAG names them, PIP_EXTRA_INDEX_URL adds a source of packages
 	@bash deploy/docker/build.sh
+
+rehearsal: $(READY) ## run the steps of the Dockerfiles here, in fresh environments, and start the services in them
+	@$(BIN)/python -m pytest -q tests/deploy/images/rehearsal.py
 
 clean: ## remove .venv, caches and build results
 	@rm -rf $(VENV) build dist *.egg-info .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache

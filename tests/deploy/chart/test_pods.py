@@ -4,6 +4,7 @@ import re
 from typing import Any
 
 import pytest
+import yaml
 
 from tests.deploy.charts import RENDERINGS, containers, of_kind, pod_templates, rendered
 
@@ -77,6 +78,24 @@ def test_what_processes_write_goes_where_they_may_write(name: str) -> None:
 
 
 @each_rendering
+def test_files_that_settings_name_are_mounted(name: str) -> None:
+    settings, found = configs(name), 0
+    for place, container in containers(rendered(name)):
+        mounts = [mount["mountPath"] for mount in container["volumeMounts"]]
+        for path in paths(settings.get(f"{container['name']}.yaml", {})):
+            found += 1
+            assert any(path.startswith(f"{mount}/") for mount in mounts), f"{place}: {path}"
+    assert bool(found) == (name in {"host path", "70b-tp4-multinode", "kubernetes discovery, no redis"})
+
+
+def paths(node: Any) -> list[str]:
+    """Every absolute path in a file of settings."""
+    if isinstance(node, dict | list):
+        return [path for item in (node.values() if isinstance(node, dict) else node) for path in paths(item)]
+    return [node] if isinstance(node, str) and node.startswith("/") else []
+
+
+@each_rendering
 def test_what_arguments_name_is_in_the_environment(name: str) -> None:
     injected = {"LWS_WORKER_INDEX", "LWS_GROUP_SIZE", "LWS_LEADER_ADDRESS"} if "multinode" in name else set()
     for place, container in containers(rendered(name)):
@@ -122,8 +141,6 @@ def test_the_kill_comes_later_than_the_longest_drain(name: str) -> None:
 
 
 def configs(name: str) -> dict[str, Any]:
-    import yaml
-
     maps = [item["data"] for item in of_kind(rendered(name), "ConfigMap")]
     return {file: yaml.safe_load(text) for data in maps for file, text in data.items() if file.endswith(".yaml")}
 

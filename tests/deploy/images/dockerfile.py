@@ -1,7 +1,7 @@
 """A Dockerfile's steps, run without a container engine: each stage in a folder that stands for the container's root.
 
-Commands run on this machine with the container's folders rewritten to that one. What a real build does besides: apt-get is not
-run, FROM brings this interpreter, USER changes nobody, pip compiles nothing.
+Commands run on this machine with the container's folders rewritten to that one. FROM brings this interpreter, apt-get and USER
+do nothing, pip compiles nothing, and packages in `linked` are this environment's own, so that gigabytes need not be copied.
 """
 
 import json
@@ -11,6 +11,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import sysconfig
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -50,6 +51,7 @@ class Machine:
     """Runs the steps of a Dockerfile below `root`."""
 
     root: Path
+    linked: tuple[str, ...] = ()
     environment: dict[str, str] = field(default_factory=lambda: dict(os.environ))
     workdir: str = "/"
 
@@ -61,15 +63,19 @@ class Machine:
         """The text with the container's folders where they lie on this machine."""
         return re.sub(rf"(?<![\w.}}])({'|'.join(FOLDERS)})(?=[/:\s\"']|$)", lambda found: f"{self.root}{found[0]}", text)
 
-    def run(self, command: list[str], **options: object) -> subprocess.CompletedProcess[str]:
-        """Run a command as CMD would, with no package of this process's environment in reach."""
-        return subprocess.run(command, **self.place(), capture_output=True, text=True, check=False, **options)  # type: ignore[call-overload,no-any-return]
-
-    def place(self) -> dict[str, object]:
-        """Where a process of the image runs."""
+    def start(self, command: list[str], log: Path) -> subprocess.Popen[bytes]:
+        """Start a command as CMD would, with no package of this process's environment in reach."""
         known = ("PATH", "LANG", "PYTHONUNBUFFERED", "PYTHONDONTWRITEBYTECODE")
         kept = {name: value for name, value in self.environment.items() if name in known}
-        return {"cwd": self.root / self.workdir.strip("/"), "env": {**kept, "OMP_NUM_THREADS": "1"}}
+        with log.open("wb") as output:
+            program = str(self.root / "venv" / "bin" / command[0])
+            folder, environment = self.root / self.workdir.strip("/"), {**kept, "OMP_NUM_THREADS": "1"}
+            return subprocess.Popen([program, *command[1:]], cwd=folder, env=environment, stdout=output, stderr=output)
+
+    def packages(self) -> set[str]:
+        """Names of what pip has installed, as their folders have them."""
+        (folder,) = (self.root / "venv").glob("lib/python*/site-packages")
+        return {path.name.split("-")[0].lower() for path in folder.glob("*.dist-info")}
 
     def _from(self, text: str) -> None:
         before = self.root.with_name(f"{self.root.name}-build")
@@ -118,6 +124,18 @@ class Machine:
             ["sh", "-c", command], cwd=folder, env=self.environment, capture_output=True, text=True, check=False
         )
         assert done.returncode == 0, f"{text}\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}"
+        if "-m venv" in text:
+            self._link(self.root / text.split()[-1].strip("/"))
+
+    def _link(self, venv: Path) -> None:
+        """Let the new environment see `linked`, with what pip knows of them, and nothing else of this one."""
+        folder = self.root.with_name("linked")
+        folder.mkdir(exist_ok=True)
+        for path in Path(sysconfig.get_path("purelib")).iterdir():
+            if re.sub(r"-[^-]*\.dist-info$", "", path.name) in self.linked and not (folder / path.name).exists():
+                (folder / path.name).symlink_to(path)
+        (packages,) = venv.glob("lib/python*/site-packages")
+        (packages / "linked.pth").write_text(f"{folder}\n")
 
 
 def command(file: Path, instruction: str) -> list[str]:
