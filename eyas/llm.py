@@ -11,10 +11,10 @@ from numbers import Integral
 from rich.console import Console
 from rich.progress import Progress
 
-from eyas.config import EagleConfig, EngineConfig, TreeConfig
-from eyas.drafters.build import build_drafter
+from eyas.config import EagleConfig, EngineConfig, MethodsConfig, TreeConfig
+from eyas.drafters.build import NO_DRAFTS, build_drafter, build_fuser, default_drafter
 from eyas.engine.build import build_engine, gather_ranks
-from eyas.errors import ConfigError, EyasError, InvalidRequest, RequestFailed
+from eyas.errors import EyasError, InvalidRequest, RequestFailed
 from eyas.limits import check_sampling
 from eyas.models.parallel.ranks import Place
 from eyas.request import Chunk, FinishReason, GenerationStats, Request, SamplingParams, TokenLogprob
@@ -77,9 +77,9 @@ class GenerationResult:
 class LLM:
     """A target model, with a drafter or without.
 
-    target: folder or hub id of any causal LM that transformers loads. draft: folder or hub id of a draft head.
-    drafter: its method; taken from `draft` if left out. Neither: plain decoding.
-    Raises CheckpointError for weights that do not load or fit, ConfigError for an unknown drafter.
+    target: folder or hub id of any causal LM that transformers loads. draft: folder or hub id of a draft head, or of what
+    else the method loads. drafter: the method; "eagle3" if only `draft` is given. Neither: plain decoding.
+    Raises CheckpointError for weights that do not load or fit, ConfigError for an unknown drafter or a missing head.
     """
 
     def __init__(
@@ -92,15 +92,16 @@ class LLM:
         tree: TreeConfig | None = None,
         engine: EngineConfig | None = None,
         eagle: EagleConfig | None = None,
+        methods: MethodsConfig | None = None,
     ) -> None:
         tree, engine, eagle = tree or TreeConfig(), engine or EngineConfig(), eagle or EagleConfig()
-        if drafter and not draft:
-            raise ConfigError(f"drafter {drafter!r} needs a draft head; give draft=PATH_OR_ID")
-        name = drafter or ("eagle3" if draft else None)
-        proposer = build_drafter(name, target, draft, dtype, device, tree, eagle) if name and draft else None
+        head, name = draft or "", default_drafter(drafter or "", draft or "")
+        plain = name == NO_DRAFTS
+        proposer = None if plain else build_drafter(name, target, head, dtype, device, tree, eagle, methods)
+        fuser = build_fuser(name, head, target, dtype, device)
         self._ranks = gather_ranks(Place(0, engine.tensor_parallel, device), target, dtype, engine.context_length)
         self._engine = build_engine(
-            target, draft or "", dtype, device, replace(engine, max_waiting=sys.maxsize), tree, proposer, self._ranks
+            target, fuser, dtype, device, replace(engine, max_waiting=sys.maxsize), tree, proposer, self._ranks
         )
         self._tokenizer = load_tokenizer(target)
         self._names = itertools.count()

@@ -30,7 +30,7 @@ def _bench() -> None:
 def offline(
     target: Annotated[str, typer.Option(help="Folder or hub id of the target model.")],
     draft: Annotated[str, typer.Option(help="Folder or hub id of a draft head; without one, plain decoding only.")] = "",
-    drafter: Annotated[str, typer.Option(help="Method of the draft head.")] = "eagle3",
+    drafter: Annotated[str, typer.Option(help="Drafting method; eagle3 if only a draft head is given.")] = "",
     prompts: Annotated[
         Path | None, typer.Option(help="JSON Lines with token_ids or text; random tokens if left out.")
     ] = None,

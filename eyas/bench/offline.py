@@ -17,10 +17,10 @@ from eyas.bench.stages import summarise, watched
 from eyas.bench.workloads import OfflineSettings, Prompt, groups, load_prompts, random_prompt
 from eyas.config import EagleConfig, EngineConfig
 from eyas.drafters.base import Drafter
-from eyas.drafters.build import build_drafter
+from eyas.drafters.build import NO_DRAFTS, build_drafter, build_fuser, default_drafter
 from eyas.engine.build import assemble_engine
 from eyas.errors import ConfigError
-from eyas.models.heads.eagle import FeatureFuser, load_fuser
+from eyas.models.heads.features import FeatureFuser
 from eyas.models.target import TargetModel, load_target
 from eyas.request import SamplingParams
 
@@ -68,11 +68,12 @@ def load(settings: OfflineSettings) -> Parts:
     if settings.device.startswith("cuda") and not torch.cuda.is_available():
         raise ConfigError(f"device is {settings.device}, but torch {torch.__version__} finds no CUDA device here")
     target, draft, dtype, device = settings.target, settings.draft, settings.dtype, settings.device
-    if not draft:
+    name = default_drafter(settings.drafter, draft)
+    if name == NO_DRAFTS:
         return Parts(load_target(target, dtype, device), None, None)
-    fuser = load_fuser(draft, target, dtype, device)
-    drafter = build_drafter(settings.drafter, target, draft, dtype, device, settings.tree, EagleConfig())
-    return Parts(load_target(target, dtype, device, fuser.taps), fuser, drafter)
+    fuser = build_fuser(name, draft, target, dtype, device)
+    drafter = build_drafter(name, target, draft, dtype, device, settings.tree, EagleConfig())
+    return Parts(load_target(target, dtype, device, fuser.taps if fuser else ()), fuser, drafter)
 
 
 def contenders(settings: OfflineSettings, parts: Parts, prompts: Sequence[Prompt]) -> Ways:

@@ -22,7 +22,7 @@ from eyas.engine.runner import ModelRunner
 from eyas.engine.sampling.draws import Draw, sample
 from eyas.engine.sequence import Place, Work
 from eyas.engine.sequence import Sequence as Running
-from eyas.models.heads.eagle import FeatureFuser
+from eyas.models.heads.features import FeatureFuser
 from eyas.models.target import TargetModel
 from eyas.request import NoiseKey, Request
 from eyas.tree import DraftTree

@@ -32,7 +32,7 @@ class OfflineSettings:
 
     target: str
     draft: str = ""
-    drafter: str = "eagle3"
+    drafter: str = ""
     prompts: Path | None = None
     batches: tuple[int, ...] = (1, 8)
     temperatures: tuple[float, ...] = (0.0,)

@@ -8,23 +8,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
-from eyas.errors import ConfigError
+from eyas.config.checks import above_zero, at_least, require
+from eyas.config.drafting import EagleConfig, MethodsConfig, TreeConfig
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 Rule = Literal["match", "rejection"]
-
-
-@dataclass(frozen=True)
-class TreeConfig:
-    """Shape of a dynamic draft tree. nodes counts the root; depth are levels below it; width is the frontier of a level."""
-
-    nodes: int = 24
-    depth: int = 5
-    width: int = 8
-
-    def __post_init__(self) -> None:
-        _at_least(1, nodes=self.nodes, width=self.width)
-        _at_least(0, depth=self.depth)
 
 
 @dataclass(frozen=True)
@@ -64,32 +52,12 @@ class EngineConfig:
     tensor_parallel: int = 1
 
     def __post_init__(self) -> None:
-        _require(self.rule in get_args(Rule), f"rule is {self.rule!r}; it must be one of {', '.join(get_args(Rule))}")
-        _at_least(1, max_running=self.max_running, step_tokens=self.step_tokens, step_rows=self.step_rows)
-        _at_least(1, tensor_parallel=self.tensor_parallel)
-        _at_least(0, num_slots=self.num_slots, max_waiting=self.max_waiting, context_length=self.context_length)
-        _at_least(0, session_seconds=self.session_seconds, ageing_seconds=self.ageing_seconds)
-        _require(0 < self.memory_fraction <= 1, f"memory_fraction is {self.memory_fraction}; it must lie in (0, 1]")
-
-
-@dataclass(frozen=True)
-class EagleConfig:
-    """Settings of an EAGLE drafter.
-
-    num_slots: token slots of draft KV for all sessions; the session unused for longest is forgotten when they run out.
-    shared_noise: rank children by the draft law perturbed with the noise of the target's own draw (temperature > 0).
-    noise_scale: softness s of the perturbed law.
-    law_tokens: most tokens in the law of a sampled proposal; the rest of the draft law is cut off.
-    """
-
-    num_slots: int = 65536
-    shared_noise: bool = True
-    noise_scale: float = 1.0
-    law_tokens: int = 128
-
-    def __post_init__(self) -> None:
-        _at_least(1, num_slots=self.num_slots, law_tokens=self.law_tokens)
-        _above_zero(noise_scale=self.noise_scale)
+        require(self.rule in get_args(Rule), f"rule is {self.rule!r}; it must be one of {', '.join(get_args(Rule))}")
+        at_least(1, max_running=self.max_running, step_tokens=self.step_tokens, step_rows=self.step_rows)
+        at_least(1, tensor_parallel=self.tensor_parallel)
+        at_least(0, num_slots=self.num_slots, max_waiting=self.max_waiting, context_length=self.context_length)
+        at_least(0, session_seconds=self.session_seconds, ageing_seconds=self.ageing_seconds)
+        require(0 < self.memory_fraction <= 1, f"memory_fraction is {self.memory_fraction}; it must lie in (0, 1]")
 
 
 @dataclass(frozen=True)
@@ -107,8 +75,8 @@ class ServerConfig:
     drain_seconds: float = 30.0
 
     def __post_init__(self) -> None:
-        _require(0 <= self.port <= 65535, f"port is {self.port}; it must lie in [0, 65535]")
-        _at_least(0, linger_seconds=self.linger_seconds, drain_seconds=self.drain_seconds)
+        require(0 <= self.port <= 65535, f"port is {self.port}; it must lie in [0, 65535]")
+        at_least(0, linger_seconds=self.linger_seconds, drain_seconds=self.drain_seconds)
 
 
 @dataclass(frozen=True)
@@ -120,7 +88,7 @@ class RegistryConfig:
     heartbeat: float = 1.0
 
     def __post_init__(self) -> None:
-        _require(0 < self.heartbeat < self.ttl, f"heartbeat is {self.heartbeat}; it must lie between 0 and ttl {self.ttl}")
+        require(0 < self.heartbeat < self.ttl, f"heartbeat is {self.heartbeat}; it must lie between 0 and ttl {self.ttl}")
 
 
 @dataclass(frozen=True)
@@ -139,18 +107,23 @@ class DraftLinkConfig:
     chunk_tokens: int = 512
 
     def __post_init__(self) -> None:
-        _above_zero(deadline=self.deadline, reset=self.reset)
-        _at_least(1, max_failures=self.max_failures)
-        _at_least(2, chunk_tokens=self.chunk_tokens)
+        above_zero(deadline=self.deadline, reset=self.reset)
+        at_least(1, max_failures=self.max_failures)
+        at_least(2, chunk_tokens=self.chunk_tokens)
 
 
 @dataclass(frozen=True)
 class VerifierConfig:
-    """The verifier service. head: the draft checkpoint whose fc fuses this target's features; empty sends none."""
+    """The verifier service.
+
+    drafter: the method that it collects features for; "eagle3" where it is left out and a head is named, else "none", which
+    takes no drafts. Drafters that need no features are taken with any other. head: the checkpoint that makes the features.
+    """
 
     model: str
     target: str
     head: str = ""
+    drafter: str = ""
     dtype: Dtype = "float32"
     device: str = "cpu"
     threads: int = 0
@@ -161,27 +134,28 @@ class VerifierConfig:
     registry: RegistryConfig = field(default_factory=RegistryConfig)
 
     def __post_init__(self) -> None:
-        _at_least(0, threads=self.threads)
+        at_least(0, threads=self.threads)
 
 
 @dataclass(frozen=True)
 class DraftConfig:
-    """The draft service. target: where the target's embeddings and config are read from."""
+    """The draft service. target: where the target's embeddings and config are read from. head: what the drafter loads."""
 
     model: str
     target: str
-    head: str
+    head: str = ""
     drafter: str = "eagle3"
     dtype: Dtype = "float32"
     device: str = "cpu"
     threads: int = 0
     tree: TreeConfig = field(default_factory=TreeConfig)
     eagle: EagleConfig = field(default_factory=EagleConfig)
+    methods: MethodsConfig = field(default_factory=MethodsConfig)
     server: ServerConfig = field(default_factory=ServerConfig)
     registry: RegistryConfig = field(default_factory=RegistryConfig)
 
     def __post_init__(self) -> None:
-        _at_least(0, threads=self.threads)
+        at_least(0, threads=self.threads)
 
 
 @dataclass(frozen=True)
@@ -207,19 +181,4 @@ class RouterConfig:
     registry: RegistryConfig = field(default_factory=RegistryConfig)
 
     def __post_init__(self) -> None:
-        _above_zero(request_timeout=self.request_timeout, stall_timeout=self.stall_timeout)
-
-
-def _at_least(least: int, **settings: float) -> None:
-    for name, value in settings.items():
-        _require(value >= least, f"{name} is {value}; it must be at least {least}")
-
-
-def _above_zero(**settings: float) -> None:
-    for name, value in settings.items():
-        _require(value > 0, f"{name} is {value}; it must be above 0")
-
-
-def _require(condition: bool, message: str) -> None:
-    if not condition:
-        raise ConfigError(message)
+        above_zero(request_timeout=self.request_timeout, stall_timeout=self.stall_timeout)

@@ -26,12 +26,13 @@ Pending: TypeAlias = Callable[[], list[Draft]]
 class DrafterNeeds:
     """What the engine must hand a drafter with each commit.
 
-    features: fused target features of the new positions.
+    features: fused target features of the new positions, feature_size wide.
     samples: the target's sample at every node of the last tree.
     """
 
     features: bool = False
     samples: bool = False
+    feature_size: int = 0
 
 
 class Drafter(Protocol):
@@ -88,6 +89,10 @@ class LocalDrafter(ABC):
 
     def listens(self, session: str) -> bool:
         return True
+
+    def work_ahead(self) -> bool:
+        """Do a little that nobody waits for yet, between two calls; whether there is more to do."""
+        return False
 
     def ask(self, contexts: Sequence[DraftContext]) -> Pending:
         return partial(self.propose, contexts)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from eyas.commit import Budget
 from eyas.config import TreeConfig
-from eyas.models.sampling.law import Ranked, rank
+from eyas.models.sampling.law import rank
 from eyas.tree import DraftTree
 
 
@@ -47,23 +47,48 @@ class Candidates:
     ends: tuple[int, ...]
 
 
+class Growth:
+    """Trees that grow level by level: the `width` best nodes of a level are expanded, `children` of each are recorded."""
+
+    def __init__(self, expansion: Expansion, width: int, children: int) -> None:
+        self._expansion = expansion
+        self._width = width
+        self._children = children
+        best = rank(expansion.first()[:, 0], children)
+        self._tokens, self._scores, self._parents = [best.ids], [best.scores], [torch.zeros_like(best.ids)]
+        self._rows, self._ends = torch.zeros_like(best.ids)[:, :width], [children]
+
+    @property
+    def levels(self) -> int:
+        """Levels recorded so far."""
+        return len(self._ends)
+
+    def step(self) -> None:
+        """Expand the last level."""
+        frontier = rank(self._scores[-1], self._width)
+        last = self._ends[-1] - self._scores[-1].shape[1]
+        if self.levels > 1:
+            self._rows = frontier.ids // self._children
+        chosen = self._tokens[-1].gather(1, frontier.ids)
+        best = rank(self._expansion.next(self.levels, self._rows, chosen), self._children)
+        self._tokens.append(best.ids.flatten(1))
+        self._scores.append((best.scores + frontier.scores[:, :, None]).flatten(1))
+        self._parents.append((last + 1 + frontier.ids).repeat_interleave(self._children, dim=1))
+        self._ends.append(self._ends[-1] + self._width * self._children)
+
+    @property
+    def candidates(self) -> Candidates:
+        """What is recorded so far."""
+        tokens, parents, scores = (torch.cat(x, 1) for x in (self._tokens, self._parents, self._scores))
+        return Candidates(tokens, parents, scores, tuple(self._ends))
+
+
 def grow(expansion: Expansion, shape: TreeConfig) -> Candidates:
     """Expand the `width` best nodes of each level, `depth` levels deep; all width**2 children of a level are recorded."""
-    best = rank(expansion.first()[:, 0], shape.width)
-    tokens, scores, parents = [best.ids], [best.scores], [torch.zeros_like(best.ids)]
-    frontier = Ranked(best.scores, torch.arange(shape.width, device=best.ids.device).expand_as(best.ids))
-    rows, ends = torch.zeros_like(best.ids), [shape.width]
-    for level in range(1, shape.depth):
-        chosen = tokens[-1].gather(1, frontier.ids)
-        children = rank(expansion.next(level, rows, chosen), shape.width)
-        numbers = ends[-1] - tokens[-1].shape[1] + 1 + frontier.ids
-        tokens.append(children.ids.flatten(1))
-        scores.append((children.scores + frontier.scores[:, :, None]).flatten(1))
-        parents.append(numbers.repeat_interleave(shape.width, dim=1))
-        ends.append(ends[-1] + shape.width**2)
-        frontier = rank(scores[-1], shape.width)
-        rows = frontier.ids // shape.width
-    return Candidates(torch.cat(tokens, 1), torch.cat(parents, 1), torch.cat(scores, 1), tuple(ends))
+    growth = Growth(expansion, shape.width, shape.width)
+    for _ in range(1, shape.depth):
+        growth.step()
+    return growth.candidates
 
 
 def select(candidates: Candidates, roots: Sequence[int], budgets: Sequence[Budget], target_ids: Tensor) -> list[DraftTree]:

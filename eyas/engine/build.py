@@ -17,7 +17,7 @@ from eyas.engine.runner import ModelRunner
 from eyas.engine.scheduler import Scheduler
 from eyas.errors import ConfigError
 from eyas.models.cuda.passes import build_passes
-from eyas.models.heads.eagle import FeatureFuser, load_fuser
+from eyas.models.heads.features import FeatureFuser
 from eyas.models.parallel.joining import Follower, lead
 from eyas.models.parallel.orders import Allot
 from eyas.models.parallel.ranks import Alone, Place, Ranks
@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 
 def build_engine(
     target: str,
-    head: str,
+    fuser: FeatureFuser | None,
     dtype: str,
     device: str,
     engine: EngineConfig,
@@ -39,11 +39,10 @@ def build_engine(
     drafter: Drafter | None,
     ranks: Ranks | None = None,
 ) -> Engine:
-    """Load `target`, and of the draft head only what fuses features; an empty `head` collects none.
+    """Load `target`, with the taps that `fuser` makes features of; without one none are collected.
 
     ranks: what `gather_ranks` gave, if the target is shared; they are not closed here.
     """
-    fuser = load_fuser(head, target, dtype, device) if head else None
     share = Share(0, ranks.size) if ranks and ranks.size > 1 else None
     model = load_target(target, dtype, device, fuser.taps if fuser else (), engine.context_length, share)
     return assemble_engine(model, fuser, engine, tree, drafter, ranks)

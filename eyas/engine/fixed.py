@@ -13,7 +13,7 @@ from eyas.cache.kv import SlotPools
 from eyas.engine.runner import ModelRunner, segment_of
 from eyas.engine.sequence import Work
 from eyas.errors import ConfigError
-from eyas.models.heads.eagle import FeatureFuser
+from eyas.models.heads.features import FeatureFuser
 from eyas.models.inputs import Segment, pack
 from eyas.models.numerics.blocks import blocks, exact_attend
 from eyas.models.target import TargetModel

@@ -12,7 +12,7 @@ from eyas.cache.kv import SlotPools
 from eyas.cache.slots import Slots
 from eyas.engine.sequence import Work
 from eyas.models.cuda.passes import Passes
-from eyas.models.heads.eagle import FeatureFuser
+from eyas.models.heads.features import FeatureFuser
 from eyas.models.inputs import PackedInputs, Segment
 from eyas.models.parallel.ranks import Alone, Ranks
 from eyas.models.target import TargetModel

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from eyas.errors import CheckpointError
 from eyas.models.attention import ATTENTION_NAME, KVPools, register_attention
 from eyas.models.checkpoint import check_device, read_config, resolve
+from eyas.models.heads.features import AFTER_NORM
 from eyas.models.inputs import PackedInputs, Segment, pack
 from eyas.models.numerics.output import widen_head
 from eyas.models.numerics.rotary import pin_rotary
@@ -39,7 +40,7 @@ class TargetModel:
     """Any causal LM of transformers, run over packed rows.
 
     taps: layer ids whose *input* is collected (the reference convention of EAGLE-3); the id behind the last layer means
-    the state before the final norm. num_ranks: processes that hold a share of the model each.
+    the state before the final norm, AFTER_NORM the one behind it. num_ranks: processes that hold a share of the model each.
     """
 
     def __init__(self, model: Any, taps: Sequence[int] = (), num_ranks: int = 1) -> None:
@@ -50,6 +51,9 @@ class TargetModel:
         self._taps = tuple(taps)
         decoder: Any = model.get_decoder()
         for tap in self._taps:
+            if tap == AFTER_NORM:
+                decoder.norm.register_forward_hook(self._tap_output)
+                continue
             if not 0 <= tap <= len(decoder.layers):
                 raise CheckpointError(f"the head taps layer {tap}, but the target has {len(decoder.layers)} layers")
             layer = decoder.layers[tap] if tap < len(decoder.layers) else decoder.norm
@@ -60,6 +64,9 @@ class TargetModel:
             self._tapped[layer] = args[0][0]
 
         return keep
+
+    def _tap_output(self, module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
+        self._tapped[AFTER_NORM] = output[0]
 
     def pack(self, segments: Sequence[Segment]) -> PackedInputs:
         """Segments as `forward` takes them, for the plain attention."""

@@ -8,6 +8,8 @@ from eyas.commit import Commit, Refusal, TensorBytes
 from eyas.request import Chunk, GenerationStats, Request
 from eyas.tree import DraftTree
 
+# What ModelInfo.head_fingerprint says of drafts that are made without features.
+NO_FEATURES = "none"
 # What GenerateCall.drafter says for plain decoding.
 NO_DRAFTER = "none"
 # Trailing metadata of Generate: mean time of the request's drafting rounds, there and back, in ms.
@@ -20,8 +22,9 @@ RETRY_KEY = "grpc-retry-pushback-ms"
 class ModelInfo:
     """The model that a worker serves or drafts for.
 
-    fingerprint: digest of the target; head_fingerprint: digest of the draft head whose fused features the worker sends
-    or expects, empty without one. A drafter fits a verifier only when both agree.
+    fingerprint: digest of the target; head_fingerprint: digest of the features that the worker sends or expects: for a
+    drafter that needs none, NO_FEATURES; for a verifier that takes no drafts, empty. A drafter fits a verifier only when
+    the targets agree, and the features unless it needs none.
     """
 
     name: str
@@ -32,8 +35,8 @@ class ModelInfo:
 
     def is_drafted_by(self, drafter: ModelInfo) -> bool:
         """Whether a drafter drafts for this target from the features that its verifier sends."""
-        mine = (self.fingerprint, self.head_fingerprint)
-        return bool(self.head_fingerprint) and mine == (drafter.fingerprint, drafter.head_fingerprint)
+        fed = drafter.head_fingerprint in (self.head_fingerprint, NO_FEATURES)
+        return bool(self.head_fingerprint) and self.fingerprint == drafter.fingerprint and fed
 
 
 @dataclass(frozen=True)

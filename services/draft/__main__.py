@@ -8,10 +8,9 @@ import torch
 
 from eyas.config import DraftConfig
 from eyas.drafters.base import LocalDrafter
-from eyas.drafters.build import build_drafter
+from eyas.drafters.build import build_drafter, features_digest
 from eyas.errors import RequestFailed
-from eyas.models.checkpoint import head_fingerprint, read_target_config, resolve, target_fingerprint
-from eyas.models.heads.config import head_config
+from eyas.models.checkpoint import read_target_config, resolve, target_fingerprint
 from eyas.rpc.messages import DrafterInfo, ModelInfo
 from eyas.rpc.server import RpcServer
 from eyas.v1 import draft_pb2, draft_pb2_grpc
@@ -26,7 +25,7 @@ async def run(config: DraftConfig) -> None:
     if config.threads:
         torch.set_num_threads(config.threads)
     drafter = build_drafter(
-        config.drafter, config.target, config.head, config.dtype, config.device, config.tree, config.eagle
+        config.drafter, config.target, config.head, config.dtype, config.device, config.tree, config.eagle, config.methods
     )
     info = describe(config, drafter)
     await serve_drafter(config, drafter, info)
@@ -62,12 +61,12 @@ def describe(config: DraftConfig, drafter: LocalDrafter) -> DrafterInfo:
             fingerprint=target_fingerprint(config.target),
             vocab_size=int(target["vocab_size"]),
             context_length=int(target["max_position_embeddings"]),
-            head_fingerprint=head_fingerprint(config.head) if needs.features else "",
+            head_fingerprint=features_digest(config.drafter, config.head),
         ),
         drafter=config.drafter,
         needs_features=needs.features,
         needs_samples=needs.samples,
-        feature_size=head_config(resolve(config.head), target).hidden if needs.features else 0,
+        feature_size=needs.feature_size,
         can_sample=drafter.can_sample,
     )
 

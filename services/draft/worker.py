@@ -80,7 +80,7 @@ class DraftWorker:
         self._running = True
         self.broken = False
         self._thread = threading.Thread(target=self._run, name="drafter", daemon=True)
-        self.num_sessions = 0
+        self._sessions: set[str] = set()
 
     def __enter__(self) -> Self:
         self._thread.start()
@@ -91,6 +91,11 @@ class DraftWorker:
             self._running = False
             self._wake.notify()
         self._thread.join()
+
+    @property
+    def num_sessions(self) -> int:
+        """Sessions that the drafter has been told of."""
+        return len(self._sessions)
 
     @property
     def num_waiting(self) -> int:
@@ -144,6 +149,8 @@ class DraftWorker:
 
     def _next_jobs(self) -> list[_Job]:
         """The waiting jobs up to the first that touches a session again; empty once the worker stops."""
+        while not self._jobs and self._running and self._work_ahead():
+            pass
         with self._wake:
             self._wake.wait_for(lambda: self._jobs or not self._running)
             if not self._running:
@@ -161,9 +168,10 @@ class DraftWorker:
     def _release(self, job: _Job) -> None:
         released = job.released
         known = [session for session in released if job.stream.epochs.pop(session, None) is not None]
-        self.num_sessions -= len(known)
-        if known:
-            self._drafter.release([job.stream.qualified(session) for session in known])
+        names = [job.stream.qualified(session) for session in known]
+        self._sessions.difference_update(names)
+        if names:
+            self._drafter.release(names)
 
     def _admitted(self, job: _Job) -> Iterator[_Row]:
         """The usable commits of a job. A malformed or outdated one gets no answer and harms nobody else."""
@@ -180,9 +188,17 @@ class DraftWorker:
                 continue
             if epoch is not None and commit.epoch > epoch:
                 self._drafter.release([name])
-            self.num_sessions += epoch is None
+            self._sessions.add(name)
             epochs[commit.session] = commit.epoch
             yield _Row(job, commit.session, context)
+
+    def _work_ahead(self) -> bool:
+        try:
+            return self._drafter.work_ahead()
+        except Exception:
+            log.exception("the drafter failed while drafting ahead; %d sessions start anew", len(self._sessions))
+            self._drafter.release(list(self._sessions))
+            return False
 
     def _propose(self, contexts: Sequence[DraftContext]) -> Sequence[Draft]:
         try:

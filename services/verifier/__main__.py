@@ -10,8 +10,9 @@ import torch
 from eyas.commit import Proposal
 from eyas.config import VerifierConfig
 from eyas.drafters.base import DrafterNeeds
+from eyas.drafters.build import NO_DRAFTS, build_fuser, default_drafter, features_digest
 from eyas.engine.build import build_engine, gather_ranks
-from eyas.models.checkpoint import head_fingerprint, target_fingerprint
+from eyas.models.checkpoint import target_fingerprint
 from eyas.models.parallel.ranks import Ranks
 from eyas.rpc.messages import ModelInfo
 from eyas.rpc.server import RpcServer
@@ -46,10 +47,13 @@ async def run(config: VerifierConfig) -> None:
 async def lead(config: VerifierConfig, ranks: Ranks) -> None:
     """Serve as rank 0, with the others ready. Raises Unavailable when one of them is gone."""
     proposal: Proposal = "sampled" if config.engine.rule == "rejection" else "deterministic"
-    pool = DraftPool(config.link, DrafterNeeds(features=True), proposal) if config.head else None
-    engine = build_engine(config.target, config.head, config.dtype, config.device, config.engine, config.tree, pool, ranks)
-    head = head_fingerprint(config.head) if config.head else ""
-    model = ModelInfo(config.model, target_fingerprint(config.target), engine.vocab_size, engine.context_length, head)
+    drafter = default_drafter(config.drafter, config.head)
+    fuser = build_fuser(drafter, config.head, config.target, config.dtype, config.device)
+    needs = DrafterNeeds(features=fuser is not None, samples=True)
+    pool = DraftPool(config.link, needs, proposal) if drafter != NO_DRAFTS else None
+    engine = build_engine(config.target, fuser, config.dtype, config.device, config.engine, config.tree, pool, ranks)
+    digest = features_digest(drafter, config.head)
+    model = ModelInfo(config.model, target_fingerprint(config.target), engine.vocab_size, engine.context_length, digest)
     log.info("model %s: vocabulary %d, context %d", model.name, model.vocab_size, model.context_length)
     server = RpcServer(config.server)
     with closing(pool) if pool else nullcontext():

@@ -113,6 +113,8 @@ class RemoteDrafter:
                 round_.drafts[i] = DraftTree.root_only(context.tokens[-1])
         if not stream.info.needs_features:
             contexts = [replace(context, features=None) for context in contexts]
+        if not stream.info.needs_samples:
+            contexts = [replace(context, samples=()) for context in contexts]
         requests = [DraftRequest(next(self._steps), tuple(c)) for c in pack(contexts, self._config.chunk_tokens)]
         round_.steps = {r.step for r in requests if any(commit.budget.wants_tree for commit in r.commits)}
         with self._changed:

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from eyas.commit import Budget, Commit, Refusal
 from eyas.config import EagleConfig, TreeConfig
 from eyas.drafters.build import build_drafter
-from eyas.drafters.eagle import EagleDrafter
+from eyas.drafters.eagle.drafter import EagleDrafter
 from eyas.drafters.expand import Candidates, grow, select
 from eyas.errors import ConfigError
 from eyas.models.heads.eagle import load_head

@@ -85,3 +85,26 @@ class DyingDrafter(LocalDrafter):
 
     def release(self, sessions: Sequence[str]) -> None:
         self._drafter.release(sessions)
+
+
+class WorkingDrafter(LocalDrafter):
+    """Lets a drafter work ahead between two rounds, now more and now less."""
+
+    can_sample = True
+
+    def __init__(self, drafter: LocalDrafter, seed: int = 0) -> None:
+        self._drafter = drafter
+        self._rng = np.random.default_rng(seed)
+
+    @property
+    def needs(self) -> DrafterNeeds:
+        return self._drafter.needs
+
+    def propose(self, contexts: Sequence[DraftContext]) -> list[Draft]:
+        drafts = self._drafter.propose(contexts)
+        for _ in range(int(self._rng.integers(10))):
+            self._drafter.work_ahead()
+        return drafts
+
+    def release(self, sessions: Sequence[str]) -> None:
+        self._drafter.release(sessions)

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from eyas.errors import CheckpointError
 from eyas.models.checkpoint import check_device, read_target_config, read_tensor, read_tensors, resolve, take
 from eyas.models.heads.config import HeadConfig, head_config, layout, whole_number
+from eyas.models.heads.features import LinearFuser
 
 EMBEDDING_NAMES = (
     "model.embed_tokens.weight",
@@ -34,23 +35,6 @@ class Projected:
     key: Tensor
     value: Tensor
     residual: Tensor
-
-
-class FeatureFuser(nn.Module):
-    """The head's fc, which runs beside the target: tapped states [R, T * C] to fused features [R, H]."""
-
-    def __init__(self, weight: Tensor, taps: tuple[int, ...]) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(weight, requires_grad=False)
-        self.taps = taps
-
-    @property
-    def width(self) -> int:
-        """Width H of the fused features."""
-        return self.weight.shape[0]
-
-    def forward(self, tapped: Tensor) -> Tensor:
-        return F.linear(tapped, self.weight)
 
 
 class Eagle3Head(nn.Module):
@@ -139,13 +123,13 @@ def load_head(path_or_id: str, target: str, dtype: str = "float32", device: str 
     return Eagle3Head(config, cast, embedding.to(getattr(torch, dtype)), context_length).to(torch.device(device))
 
 
-def load_fuser(path_or_id: str, target: str, dtype: str = "float32", device: str = "cpu") -> FeatureFuser:
+def load_fuser(path_or_id: str, target: str, dtype: str = "float32", device: str = "cpu") -> LinearFuser:
     """Load only what runs beside the target: fc and the layers that it taps. Raises CheckpointError."""
     folder = resolve(path_or_id)
     config = head_config(folder, read_target_config(resolve(target)))
     weight = read_tensor(folder, ("fc.weight",))
     take({"fc.weight": weight}, {"fc.weight": layout(config)["fc.weight"]}, set(), folder)
-    return FeatureFuser(weight.to(getattr(torch, dtype)), config.taps).to(torch.device(device))
+    return LinearFuser(weight.to(getattr(torch, dtype)), config.taps).to(torch.device(device))
 
 
 def _check_vocabulary(config: HeadConfig, tensors: Mapping[str, Tensor], source: Path) -> None:

@@ -23,7 +23,8 @@ from eyas.engine.build import assemble_engine, gather_ranks
 from eyas.engine.engine import Engine
 from eyas.errors import CheckpointError, ConfigError, Unavailable
 from eyas.llm import LLM
-from eyas.models.heads.eagle import FeatureFuser, load_fuser
+from eyas.models.heads.eagle import load_fuser
+from eyas.models.heads.features import FeatureFuser
 from eyas.models.inputs import Segment, pack
 from eyas.models.parallel.orders import Allot, Forward, Stop, order_from_bytes, order_to_bytes
 from eyas.models.parallel.ranks import Alone, Leader, Place, Ranks

@@ -2,7 +2,7 @@
 
 Pair i of a session joins feature i with token i+1 at draft position i. Draft KV is kept in slots for pairs of true
 features only; what a tree adds is thrown away with it, and accepted positions are computed anew from true features.
-Legend: S sessions, R new pairs, W frontier rows, L prefix length, J key-value heads, D head width, H draft hidden.
+Legend: S sessions, H draft hidden.
 """
 
 from __future__ import annotations
@@ -17,14 +17,15 @@ from torch import Tensor
 
 from eyas.cache.kv import SlotPools
 from eyas.cache.slots import SlotAllocator, Slots
-from eyas.commit import Refusal
-from eyas.config import EagleConfig, TreeConfig
+from eyas.commit import Budget, Refusal
+from eyas.config import AheadConfig, EagleConfig, TreeConfig
 from eyas.drafters.base import Draft, DraftContext, DrafterNeeds, LocalDrafter
-from eyas.drafters.expand import Expansion, grow, select
+from eyas.drafters.eagle.expansion import EagleExpansion
+from eyas.drafters.expand import Expansion, Growth, grow, select
 from eyas.drafters.ranking import Ranker, Scorer
 from eyas.drafters.sampled import FilteredDraft, draw_chains
 from eyas.errors import ConfigError
-from eyas.models.attention import attend, masked_attention
+from eyas.models.attention import attend
 from eyas.models.heads.eagle import Eagle3Head
 from eyas.models.inputs import Segment, pack
 from eyas.tree import DraftTree
@@ -33,12 +34,13 @@ from eyas.tree import DraftTree
 @dataclass
 class _Session:
     """committed: tokens known; slots: one per pair, committed - 1 of them, or none if the session did not fit: then it is
-    dormant, until there is ample room."""
+    dormant, until there is ample room. state: the head's [H] behind the last pair, if it was computed."""
 
     epoch: int
     committed: int
     slots: Slots
     dormant: bool = False
+    state: Tensor | None = None
 
 
 class EagleDrafter(LocalDrafter):
@@ -63,7 +65,7 @@ class EagleDrafter(LocalDrafter):
 
     @property
     def needs(self) -> DrafterNeeds:
-        return DrafterNeeds(features=True)
+        return DrafterNeeds(features=True, feature_size=self._head.config.hidden)
 
     @property
     def can_sample(self) -> bool:
@@ -79,6 +81,8 @@ class EagleDrafter(LocalDrafter):
             states = self._extend([contexts[i] for i in ready])
             for i in ready:
                 drafts[i] = DraftTree.root_only(contexts[i].tokens[-1])
+            for i, state in zip(ready, states, strict=True):
+                self._sessions[contexts[i].session].state = state
             wanting = [row for row, i in enumerate(ready) if contexts[i].budget.wants_tree]
             for proposal, grow_trees in (("deterministic", self._grow), ("sampled", self._draw)):
                 rows = [row for row in wanting if contexts[ready[row]].proposal == proposal]
@@ -92,6 +96,29 @@ class EagleDrafter(LocalDrafter):
             session = self._sessions.pop(key, None)
             if session is not None:
                 self._allocator.free(session.slots)
+
+    @property
+    def draft_ids(self) -> Tensor:
+        """The target's ids of the draft vocabulary's."""
+        return self._head.draft_ids
+
+    def within(self, budget: Budget) -> Budget:
+        """A verifier's budget, cut to the size of this drafter's trees."""
+        return Budget(min(budget.max_nodes, self._tree.nodes), min(budget.max_depth, self._tree.depth))
+
+    def can_grow(self, session: str) -> bool:
+        """Whether the session has all that trees grow from."""
+        known = self._sessions.get(session)
+        return known is not None and known.state is not None and len(known.slots) > 0
+
+    @torch.inference_mode()
+    def growth(self, contexts: Sequence[DraftContext], config: AheadConfig) -> Growth:
+        """Trees of sessions that can grow, from their last commits on, with one level recorded."""
+        known = [self._sessions[context.session].state for context in contexts]
+        states = torch.stack([state for state in known if state is not None])
+        shape = TreeConfig(depth=config.levels, width=config.rows)
+        ranker = Ranker(contexts, self._config, shape.depth, self._head.draft_ids)
+        return Growth(self._expand(contexts, states, ranker, shape), config.rows, config.children)
 
     def check(self) -> None:
         """Assert the integrity of slots and owners."""
@@ -137,7 +164,7 @@ class EagleDrafter(LocalDrafter):
     def _put_to_sleep(self, session: _Session) -> None:
         """A session that does not fit is followed without KV: it gets no trees, and costs nothing."""
         self._allocator.free(session.slots)
-        session.slots, session.dormant = session.slots[:0], True
+        session.slots, session.dormant, session.state = session.slots[:0], True, None
 
     def _extend(self, contexts: Sequence[DraftContext]) -> Tensor:
         """Store keys and values of all new pairs; the state [S, H] behind each session's last pair."""
@@ -174,59 +201,7 @@ class EagleDrafter(LocalDrafter):
 
     def _expand(self, contexts: Sequence[DraftContext], states: Tensor, scorer: Scorer, shape: TreeConfig) -> Expansion:
         slots = [self._sessions[context.session].slots for context in contexts]
-        return _EagleExpansion(self._head, scorer, self._pools, slots, states, shape)
-
-
-class _EagleExpansion:
-    """The head in the middle of growing trees: the prefix's keys and values, followed by those of the tree rows."""
-
-    def __init__(
-        self, head: Eagle3Head, scorer: Scorer, pools: SlotPools, slots: Sequence[Slots], states: Tensor, shape: TreeConfig
-    ) -> None:
-        self._head, self._scorer, self._width = head, scorer, shape.width
-        self._states = states[:, None]
-        lengths = torch.tensor([len(s) for s in slots], device=states.device)
-        self._length = int(max(len(s) for s in slots))
-        self._positions = lengths[:, None] - 1
-        padded = np.stack([np.pad(s, (0, self._length - len(s))) for s in slots])
-        index = torch.from_numpy(padded).to(states.device)
-        room = self._width * (shape.depth - 1)
-        self._keys, self._values = (_buffer(pool[0], index, room) for pool in (pools.keys, pools.values))
-        hidden = torch.arange(self._length, device=states.device) >= lengths[:, None]
-        self._folded = head.config.num_heads // head.config.num_kv_heads
-        shape_of_bias = (len(slots), self._folded, self._width, self._length + room)
-        self._bias = torch.zeros(shape_of_bias, device=states.device, dtype=states.dtype)
-        self._bias[..., : self._length].masked_fill_(hidden[:, None, None], float("-inf"))
-        self._seen = torch.zeros(len(slots), self._width, 0, dtype=torch.bool, device=states.device)
-
-    def first(self) -> Tensor:
-        return self._scorer.scores(self._head.logits(self._states), 0)
-
-    def next(self, level: int, parents: Tensor, tokens: Tensor) -> Tensor:
-        head, (sessions, width) = self._head, tokens.shape
-        c = head.config
-        above = _rows(self._states, parents)
-        # a session near the end of its context is expanded with the others; its budget cuts what lies beyond
-        positions = (self._positions + level).clamp(max=head.context_length - 1).expand_as(tokens).flatten()
-        rows = head.project(above.flatten(0, 1), head.draft_ids[tokens].flatten(), positions)
-        start, end = self._length + width * (level - 1), self._length + width * level
-        self._keys[:, :, start:end] = rows.key.view(sessions, width, -1, c.head_dim).transpose(1, 2)
-        self._values[:, :, start:end] = rows.value.view(sessions, width, -1, c.head_dim).transpose(1, 2)
-        own = torch.eye(width, dtype=torch.bool, device=tokens.device).expand(sessions, -1, -1)
-        self._seen = torch.cat([_rows(self._seen, parents), own], dim=2)
-        self._bias[..., self._length : end].zero_().masked_fill_(~self._seen[:, None], float("-inf"))
-        query = rows.query.view(sessions, width, c.num_kv_heads, -1, c.head_dim).permute(0, 2, 3, 1, 4)
-        attended = masked_attention(
-            query.reshape(sessions, c.num_kv_heads, -1, c.head_dim),
-            self._keys[:, :, :end],
-            self._values[:, :, :end],
-            self._bias[..., :end].reshape(sessions, 1, self._folded * width, end),
-            c.head_dim**-0.5,
-        )
-        attended = attended.view(sessions, c.num_kv_heads, -1, width, c.head_dim).permute(0, 3, 1, 2, 4)
-        states = head.finish(attended.reshape(sessions * width, c.num_heads, c.head_dim), rows.residual)
-        self._states = states.view(sessions, width, -1)
-        return self._scorer.scores(head.logits(self._states), level)
+        return EagleExpansion(self._head, scorer, self._pools, slots, states, shape)
 
 
 def _num_pairs(context: DraftContext) -> int:
@@ -237,14 +212,3 @@ def _num_pairs(context: DraftContext) -> int:
 def _last_pair(slots: Slots) -> Segment:
     last = np.array([len(slots) - 1])
     return Segment(last, last, slots[-1:], slots[:-1], None, np.zeros(1, dtype=np.int64))
-
-
-def _buffer(pool: Tensor, index: Tensor, room: int) -> Tensor:
-    """The pool's rows at index [S, L], and room behind them: [S, J, L + room, D]."""
-    rows = pool[index].transpose(1, 2)
-    return torch.cat([rows, rows.new_zeros(*rows.shape[:2], room, rows.shape[3])], dim=2)
-
-
-def _rows(x: Tensor, rows: Tensor) -> Tensor:
-    """x[s, rows[s]] for every session; x [S, R, ...], rows [S, W]. A single row serves all."""
-    return x.gather(1, rows[:, :, None].expand(-1, -1, x.shape[2])) if x.shape[1] > 1 else x.expand(-1, rows.shape[1], -1)

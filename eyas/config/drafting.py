@@ -1,0 +1,65 @@
+"""Settings of drafters as frozen values. A value out of range raises ConfigError wherever it is constructed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from eyas.config.checks import above_zero, at_least
+
+
+@dataclass(frozen=True)
+class TreeConfig:
+    """Shape of a dynamic draft tree. nodes counts the root; depth are levels below it; width is the frontier of a level."""
+
+    nodes: int = 24
+    depth: int = 5
+    width: int = 8
+
+    def __post_init__(self) -> None:
+        at_least(1, nodes=self.nodes, width=self.width)
+        at_least(0, depth=self.depth)
+
+
+@dataclass(frozen=True)
+class AheadConfig:
+    """How a draft service grows trees while the target verifies.
+
+    rows: nodes expanded at each level; 0 grows none ahead. children: recorded of each, at least as many. levels: below the
+    last committed token, those of the tree that was sent included.
+    """
+
+    rows: int = 0
+    children: int = 32
+    levels: int = 8
+
+    def __post_init__(self) -> None:
+        at_least(0, rows=self.rows)
+        at_least(max(1, self.rows), children=self.children)
+        at_least(1, levels=self.levels)
+
+
+@dataclass(frozen=True)
+class EagleConfig:
+    """Settings of an EAGLE drafter.
+
+    num_slots: token slots of draft KV for all sessions; the session unused for longest is forgotten when they run out.
+    shared_noise: rank children by the draft law perturbed with the noise of the target's own draw (temperature > 0).
+    noise_scale: softness s of the perturbed law.
+    law_tokens: most tokens in the law of a sampled proposal; the rest of the draft law is cut off.
+    ahead: what a draft service does between two commits; without effect on a drafter in the engine's process.
+    """
+
+    num_slots: int = 65536
+    shared_noise: bool = True
+    noise_scale: float = 1.0
+    law_tokens: int = 128
+    ahead: AheadConfig = field(default_factory=AheadConfig)
+
+    def __post_init__(self) -> None:
+        at_least(1, num_slots=self.num_slots, law_tokens=self.law_tokens)
+        above_zero(noise_scale=self.noise_scale)
+
+
+@dataclass(frozen=True)
+class MethodsConfig:
+    """Settings that one drafting method has and others do not."""

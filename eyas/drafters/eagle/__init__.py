@@ -1,0 +1,1 @@
+"""EAGLE in this process: committed tokens and features in, dynamic draft trees out."""

@@ -1,0 +1,57 @@
+"""The draft service uses the time between two commits, and survives what goes wrong in it."""
+
+from dataclasses import replace
+
+from eyas.commit import Commit, TensorBytes
+from eyas.config import AheadConfig, EagleConfig
+from eyas.drafters.base import DraftContext
+from eyas.drafters.build import build_drafter
+from eyas.models.tensors import tensor_to_bytes
+from eyas.rpc.messages import DrafterInfo, DraftReply, DraftRequest, ModelInfo
+from services.draft.worker import DraftWorker
+from tests.drafters.test_ahead import SHAPE, going_on, outcome, session
+from tests.services.drafting.toy_drafting import INFO, ToyDrafter, context, eventually
+
+
+def sent(commit: DraftContext) -> Commit[TensorBytes]:
+    assert commit.features is not None
+    return replace(commit, features=tensor_to_bytes(commit.features))  # type: ignore[arg-type]
+
+
+def test_trees_grown_between_two_commits_are_answered_and_marked(tiny_target: str, tiny_head: str) -> None:
+    eagle = EagleConfig(num_slots=2048, ahead=AheadConfig(rows=24, children=24, levels=6))
+    drafter = build_drafter("eagle3", tiny_target, tiny_head, "float32", "cpu", SHAPE, eagle)
+    info = DrafterInfo(ModelInfo("tiny", "f", 48, 256), "eagle3", True, False, 32, True)
+    first, replies, idle = session("a", 9), list[DraftReply](), list[int]()
+    work = drafter.work_ahead
+    drafter.work_ahead = lambda: work() or bool(idle.append(len(replies)))  # type: ignore[method-assign]
+    with DraftWorker(drafter, info) as worker:
+        stream = worker.open(lambda reply: replies.append(reply) if reply else None)
+        worker.submit(stream, DraftRequest(1, (sent(first),)))
+        eventually(lambda: 1 in idle)
+        assert not replies[0].trees[0].tree.grown_ahead
+        worker.submit(stream, DraftRequest(2, (sent(going_on(first, outcome(replies[0].trees[0].tree))),)))
+        eventually(lambda: len(replies) == 2)
+    assert replies[1].trees[0].tree.grown_ahead
+
+
+def test_a_failure_ahead_costs_what_the_drafter_knew_and_nothing_else() -> None:
+    class Failing(ToyDrafter):
+        failures = iter([RuntimeError("out of memory")])
+
+        def work_ahead(self) -> bool:
+            for error in self.failures if self.sessions else ():
+                raise error
+            return False
+
+    drafter, replies = Failing(), list[DraftReply]()
+    tokens = tuple(range(10, 20))
+    with DraftWorker(drafter, INFO) as worker:
+        stream = worker.open(lambda reply: replies.append(reply) if reply else None)
+        worker.submit(stream, DraftRequest(1, (sent(context("a", tokens[:5])),)))
+        eventually(lambda: replies and not drafter.sessions)
+        worker.submit(stream, DraftRequest(2, (sent(context("a", tokens[:7], base=5)),)))
+        worker.submit(stream, DraftRequest(3, (sent(context("a", tokens[:7])),)))
+        eventually(lambda: len(replies) == 3)
+    assert [(len(reply.trees), len(reply.refusals)) for reply in replies] == [(1, 0), (0, 1), (1, 0)]
+    assert not worker.broken
