@@ -27,7 +27,7 @@ OWNED = ("server.host", "server.port", "server.advertise", "server.zone", "regis
 OWNED += ("telemetry.metrics_port", "discovery.kind", "discovery.verifiers", "discovery.drafters", "discovery.kubernetes")
 OWNED_BY_SERVICE: Mapping[str, tuple[str, ...]] = {
     "router": ("models", "http", "keys", "tls"),
-    "verifier": ("model", "target", "head", "dtype", "device", "tree", "engine.tensor_parallel"),
+    "verifier": ("model", "target", "head", "drafter", "dtype", "device", "tree", "engine.tensor_parallel"),
     "draft": ("model", "target", "head", "drafter", "dtype", "device", "tree"),
 }
 

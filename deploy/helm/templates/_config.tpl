@@ -55,13 +55,23 @@ tls:
 {{- mergeOverwrite $own $doors (dict "models" (list $model)) (deepCopy .Values.router.config) | toYaml -}}
 {{- end -}}
 
+{{/* root: how drafts are made, which verifier and drafter must agree on */}}
+{{- define "eyas.config.method" -}}
+drafter: {{ .Values.draft.method }}
+{{- with .Values.draft.checkpoint }}
+head: {{ include "eyas.checkpoint" (list $ .) }}
+{{- end }}
+tree:
+  {{- toYaml .Values.draft.tree | nindent 2 }}
+{{- end -}}
+
 {{- define "eyas.config.verifier" -}}
 {{- $own := include "eyas.config.shared" (list . "verifier") | fromYaml -}}
 {{- $model := dict "model" .Values.model.name "target" (include "eyas.checkpoint" (list . .Values.model.target)) -}}
 {{- $device := dict "dtype" .Values.model.dtype "device" .Values.model.device "engine" (dict "tensor_parallel" .Values.verifier.tensorParallel) -}}
 {{- $draft := dict -}}
 {{- if .Values.draft.enabled -}}
-{{- $draft = dict "head" (include "eyas.checkpoint" (list . .Values.draft.checkpoint)) "tree" .Values.draft.tree -}}
+{{- $draft = include "eyas.config.method" . | fromYaml -}}
 {{- end -}}
 {{- mergeOverwrite $own $model $device $draft (deepCopy .Values.verifier.config) | toYaml -}}
 {{- end -}}
@@ -70,7 +80,7 @@ tls:
 {{- $own := include "eyas.config.shared" (list . "draft") | fromYaml -}}
 {{- $model := dict "model" .Values.model.name "target" (include "eyas.checkpoint" (list . .Values.model.target)) -}}
 {{- $device := dict "dtype" .Values.model.dtype "device" .Values.model.device -}}
-{{- $draft := dict "drafter" .Values.draft.method "head" (include "eyas.checkpoint" (list . .Values.draft.checkpoint)) "tree" .Values.draft.tree -}}
+{{- $draft := include "eyas.config.method" . | fromYaml -}}
 {{- mergeOverwrite $own $model $device $draft (deepCopy .Values.draft.config) | toYaml -}}
 {{- end -}}
 

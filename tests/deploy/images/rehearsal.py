@@ -35,7 +35,7 @@ def service(machine: Machine, words: list[str], log: Path) -> Iterator[subproces
 
 def becomes_healthy(machine: Machine, words: list[str], process: subprocess.Popen[bytes], log: Path) -> bool:
     """Whether the HEALTHCHECK passes before the service ends."""
-    deadline = time.monotonic() + 90
+    deadline = time.monotonic() + 300
     while time.monotonic() < deadline and process.poll() is None:
         if machine.start(words, log.with_suffix(".check")).wait(30) == 0:
             return True
