@@ -1,7 +1,7 @@
 """A Dockerfile's steps, run without a container engine: each stage in a folder that stands for the container's root.
 
-Commands run on this machine with the container's folders rewritten to that one. FROM brings this interpreter, apt-get and USER
-do nothing, pip compiles nothing, and packages in `linked` are this environment's own, so that gigabytes need not be copied.
+Commands run on this machine with the container's folders rewritten to that one. FROM brings this interpreter, apt-get and
+USER do nothing, pip compiles nothing, and packages in `linked` are those of this environment: gigabytes need no copy.
 """
 
 import json

@@ -2,7 +2,7 @@
 
 1. Every pod has the address 127.0.0.1, and Service names lead there.
 2. Each container port becomes a free port of this machine, in config files, addresses, arguments and probes.
-3. Mounts are folders below a temporary one, with what the ConfigMap holds; /tmp is one of them.
+3. Mounts are folders below one of the test's, with what ConfigMap or Secret hold.
 4. The programs of the images are this interpreter, and Redis out of a wheel; their folder is the repository.
 5. Secrets are those that the chart makes. Limits and security contexts are the cluster's business and do nothing here.
 """
@@ -47,7 +47,7 @@ class Local:
         """The text with addresses of Services and paths of mounts as they are here."""
         for service, target in self.services.items():
             text = re.sub(rf"\b{service}:(\d+)", lambda found, pod=target: self._address(pod, found[1]), text)
-        return re.sub(r"^/(etc/eyas|tmp)(?=/|$)", lambda found: str(self.folder / pod / found[1]), text)
+        return re.sub(r"^/(etc/eyas(?:-tls|-keys)?|tmp)(?=/|$)", lambda found: str(self.folder / pod / found[1]), text)
 
     def _address(self, pod: str, port: str) -> str:
         return f"{ADDRESS}:{self.port(pod, int(port))}"
