@@ -40,3 +40,11 @@ def test_values_that_the_page_names_exist() -> None:
         return True
 
     assert not [path for path in named if not exists(path)]
+
+
+def test_metrics_that_the_page_scales_by_are_told_of() -> None:
+    queries = re.findall(r"^ +query: (.+)$", PAGE, re.MULTILINE)
+    metrics = {metric for query in queries for metric in re.findall(r"(?:eyas_|vllm:)\w+", query)}
+    told = (ROOT / "docs" / "telemetry.md").read_text(encoding="utf-8")
+    assert len(metrics) >= 3
+    assert not [metric for metric in metrics if metric.removesuffix("_total") not in told]

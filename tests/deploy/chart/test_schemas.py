@@ -55,3 +55,15 @@ def test_the_chart_passes_lint_with_every_file_of_values() -> None:
     for values in ([], *(["--values", str(file)] for file in VALUES)):
         result = run_helm("lint", "--strict", ".", *values)
         assert result.returncode == 0, result.stdout + result.stderr
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of Ray's own
+def test_ray_serve_takes_the_application_of_the_ray_service() -> None:
+    from ray.serve.schema import ServeDeploySchema
+
+    (service,) = [item for item in rendered("ray") if item["kind"] == "RayService"]
+    config = ServeDeploySchema.model_validate(yaml.safe_load(service["spec"]["serveConfigV2"]))
+    (application,) = config.applications
+    assert application.import_path == "services.ray_app:build"
+    assert set(application.args) == {"router", "verifier", "draft"}
+    assert config.grpc_options.port == 50050
