@@ -51,7 +51,8 @@ def table() -> str:
 def rows() -> Iterator[Row]:
     """A row for each comment that begins with `--`: what follows it is a setting."""
     text = (CHART / "values.yaml").read_text(encoding="utf-8")
-    values, path, meaning = yaml.safe_load(text), [], ""
+    values, meaning = yaml.safe_load(text), ""
+    path: list[str] = []
     for line in text.splitlines():
         comment = line.strip().removeprefix("#").strip()
         if line.strip().startswith("# --"):

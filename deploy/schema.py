@@ -23,8 +23,11 @@ LABELS: Schema = {"type": "object", "additionalProperties": {"type": "string"}}
 PORT: Schema = {"type": "integer", "minimum": 1, "maximum": 65535}
 
 # What the chart fills in itself, and so nobody else may.
-OWNED = ("server.host", "server.port", "server.advertise", "server.zone", "registry.url", "telemetry.metrics_host")
-OWNED += ("telemetry.metrics_port", "discovery.kind", "discovery.verifiers", "discovery.drafters", "discovery.kubernetes")
+OWNED = (
+    *("server.host", "server.port", "server.advertise", "server.zone", "registry.url"),
+    *("telemetry.metrics_host", "telemetry.metrics_port"),
+    *("discovery.kind", "discovery.verifiers", "discovery.drafters", "discovery.kubernetes"),
+)
 OWNED_BY_SERVICE: Mapping[str, tuple[str, ...]] = {
     "router": ("models", "http", "keys", "tls"),
     "verifier": ("model", "target", "head", "drafter", "dtype", "device", "tree", "engine.tensor_parallel"),
@@ -186,7 +189,7 @@ def at_least(least: int) -> Schema:
 def config_schema(kind: type, owned: Iterable[str]) -> Schema:
     """What `config` of a service may hold: every setting of the dataclass but those that the chart fills in."""
     whole = TypeAdapter(kind).json_schema()
-    schema = _resolved(whole, whole.get("$defs", {}))
+    schema: Schema = _resolved(whole, whole.get("$defs", {}))
     for path in owned:
         _remove(schema, path.split("."))
     return schema
