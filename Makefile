@@ -22,10 +22,10 @@ SHELL := bash
 .SHELLFLAGS := -eu -o pipefail -c
 MAKEFLAGS += --no-print-directory
 .DEFAULT_GOAL := help
-.PHONY: help setup demo up bench test soak lint format protos chart images rehearsal clean
+.PHONY: help setup demo up bench test soak lint format protos chart images rehearsal prometheus clean
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' Makefile
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' Makefile
 
 setup: $(READY) ## make .venv with everything that the other targets need
 
@@ -81,6 +81,10 @@ images: ## build the images with docker, podman or buildah; TAG names them, PIP_
 
 rehearsal: $(READY) ## run the steps of the Dockerfiles here, in fresh environments, and start the services in them
 	@$(BIN)/python -m pytest -q tests/deploy/images/rehearsal.py
+
+prometheus: $(READY) ## fetch Debian's Prometheus into .venv, for the tests of alerts and dashboards
+	@command -v prometheus promtool >/dev/null || [ -x $(VENV)/prometheus/usr/bin/promtool ] || { mkdir -p $(VENV)/prometheus && \
+		cd $(VENV)/prometheus && apt-get download -qq prometheus && dpkg-deb -x prometheus_*.deb . && rm prometheus_*.deb; }
 
 clean: ## remove .venv, caches and build results
 	@rm -rf $(VENV) build dist *.egg-info .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache

@@ -199,7 +199,7 @@ async def _serving(starter: Connection, case: Case) -> None:
     info = DrafterInfo(model, "trivial", NEEDS.features, NEEDS.samples, case.feature_size)
     server = RpcServer(ServerConfig())
     with DraftWorker(TrivialDrafter(case.vocab_size), info) as worker:
-        draft_pb2_grpc.add_DraftServicer_to_server(DraftServicer(worker, info), server.aio)
+        draft_pb2_grpc.add_DraftServicer_to_server(DraftServicer([worker]), server.aio)
         starter.send(await server.start([draft_pb2.DESCRIPTOR.services_by_name["Draft"].full_name]))
         await asyncio.Event().wait()
 

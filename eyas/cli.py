@@ -19,6 +19,7 @@ from rich.text import Text
 
 from eyas.bench.command import bench
 from eyas.check.command import check
+from eyas.check.drafters import drafters
 from eyas.errors import InvalidRequest
 from eyas.request import Request, SamplingParams
 from eyas.rpc.channel import open_sync_channel
@@ -32,10 +33,12 @@ TARGET_STYLE = "yellow"
 LIST_SECONDS = 10.0
 
 Address = Annotated[str, typer.Option(envvar="EYAS_ADDRESS", help="host:port of the router.")]
+ApiKey = Annotated[str, typer.Option(envvar="EYAS_API_KEY", help="For a router that asks for one.")]
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
 app.add_typer(bench, name="bench")
 app.add_typer(check, name="check")
+app.command()(drafters)
 
 
 @app.callback()
@@ -66,6 +69,7 @@ def generate(
     logprobs: Annotated[int | None, typer.Option(help="Likeliest tokens to tell of, per token; needs --json.")] = None,
     prompt_logprobs: Annotated[int | None, typer.Option(help="The same for the prompt; needs --json.")] = None,
     model: Annotated[str, typer.Option(help="Name of the model; may be left out where one is served.")] = "",
+    api_key: ApiKey = "",
     session: Annotated[str, typer.Option(help="Groups the requests of one conversation.")] = "",
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object per chunk, and one with statistics.")] = False,
 ) -> None:
@@ -75,17 +79,18 @@ def generate(
         if not as_json and (logprobs is not None or prompt_logprobs is not None):
             raise InvalidRequest("log-probabilities are shown as JSON only; add --json")
         call = GenerateCall(Request("", (), _sampling(options.params), session), prompt_text=prompt, model=model)
-        for chunk in _stream(address, call):
+        for chunk in _stream(address, call, api_key):
             printer.add(chunk)
             if chunk.chunk.finish_reason == "error":
                 _fail(f"INTERNAL: {chunk.chunk.message}")
 
 
 @app.command()
-def models(address: Address = "127.0.0.1:50050") -> None:
+def models(address: Address = "127.0.0.1:50050", api_key: ApiKey = "") -> None:
     """List the models that can be asked for now."""
     with _reported(), open_sync_channel(address) as channel:
-        infos = models_from_message(GenerationStub(channel).ListModels(ListModelsRequest(), timeout=LIST_SECONDS))
+        stub, metadata = GenerationStub(channel), _metadata(api_key)
+        infos = models_from_message(stub.ListModels(ListModelsRequest(), timeout=LIST_SECONDS, metadata=metadata))
     table = Table("model", "context", "vocabulary", "target", "draft head")
     for info in infos:
         facts = (str(info.context_length), str(info.vocab_size), info.fingerprint[:12], info.head_fingerprint[:12] or "none")
@@ -191,10 +196,14 @@ def _final(totals: Totals, finish_reason: str | None, seconds: float) -> dict[st
     return final
 
 
-def _stream(address: str, call: GenerateCall) -> Iterator[TextChunk]:
+def _metadata(api_key: str) -> tuple[tuple[str, str], ...]:
+    return (("authorization", f"Bearer {api_key}"),) if api_key else ()
+
+
+def _stream(address: str, call: GenerateCall, api_key: str) -> Iterator[TextChunk]:
     """Chunks of a call; leaving early cancels it."""
     with open_sync_channel(address) as channel:
-        answers = GenerationStub(channel).Generate(call_to_message(call))
+        answers = GenerationStub(channel).Generate(call_to_message(call), metadata=_metadata(api_key))
         try:
             yield from map(chunk_from_message, answers)
         finally:

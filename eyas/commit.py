@@ -49,6 +49,7 @@ class Commit(Generic[FeaturesT]):
     noise: what the target's draws depend on; for a sampled proposal its seed is one for the drafter's own draws.
     samples: the target's sample at every node of the session's last tree, in node order; empty if there was none.
     proposal: "deterministic" asks for the likeliest nodes, "sampled" for nodes drawn from the drafter's law, with that law.
+    traceparent: W3C trace context of the round, where it is traced.
     """
 
     session: str
@@ -60,6 +61,7 @@ class Commit(Generic[FeaturesT]):
     budget: Budget
     samples: tuple[int, ...] = ()
     proposal: Proposal = "deterministic"
+    traceparent: str = ""
 
     @property
     def committed(self) -> int:

@@ -8,6 +8,8 @@
     |- InvalidTree           a draft tree that breaks the contract of eyas.tree
     |- Overloaded            no room now; trying again later may work
     |- Unavailable           the service that should answer is not there
+    |- TimedOut              a request that was not done in its time
+    |- Unauthenticated       a call without a key, or with one that is not known
     `- RequestFailed         a request died of an internal error
 
 A message says what was wrong, with which value, and how to mend it.
@@ -19,7 +21,11 @@ class EyasError(Exception):
 
 
 class InvalidRequest(EyasError):
-    """A request that can never be served as it stands."""
+    """A request that can never be served as it stands. param: the parameter that is to blame; empty if none alone is."""
+
+    def __init__(self, message: str, param: str = "") -> None:
+        super().__init__(message)
+        self.param = param
 
 
 class UnknownModel(InvalidRequest):
@@ -48,6 +54,14 @@ class Overloaded(EyasError):
 
 class Unavailable(EyasError):
     """The service that should answer is not there."""
+
+
+class TimedOut(EyasError):
+    """A request that was not done in its time."""
+
+
+class Unauthenticated(EyasError):
+    """A call without a key, or with one that is not known."""
 
 
 class RequestFailed(EyasError):

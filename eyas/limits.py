@@ -27,46 +27,55 @@ _REAL = {
 def check_request(request: Request) -> None:
     """Raises InvalidRequest for what no model could serve; the prompt is left to those who know the vocabulary."""
     if not 0 <= request.priority <= MAX_INT:
-        raise InvalidRequest(f"priority is {request.priority}; it must be 0 (normal) or more, below 2**31")
+        raise InvalidRequest(f"priority is {request.priority}; it must be 0 (normal) or more, below 2**31", "priority")
     check_sampling(request.sampling)
 
 
 def check_sampling(sampling: SamplingParams) -> None:
-    """Raises InvalidRequest naming the first parameter that is out of range, or two that contradict each other."""
+    """Raises InvalidRequest naming the first parameter that is out of range, or two that contradict each other. The
+    error's param is its name."""
     for name, (low, high) in (_WHOLE | _WHOLE_OR_NONE).items():
         value = getattr(sampling, name)
         if value is None and name in _WHOLE_OR_NONE:
             continue
         if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
-            raise InvalidRequest(f"{name} is {value!r}; it must be a whole number from {low} to {high}")
+            raise InvalidRequest(f"{name} is {value!r}; it must be a whole number from {low} to {high}", name)
     for name, (least, most) in _REAL.items():
         if not _is_real(getattr(sampling, name), least, most):
-            raise InvalidRequest(f"{name} is {getattr(sampling, name)!r}; it must lie in [{least}, {most}]")
+            raise InvalidRequest(f"{name} is {getattr(sampling, name)!r}; it must lie in [{least}, {most}]", name)
     if not _is_real(sampling.temperature, 0, math.inf):
-        raise InvalidRequest(f"temperature is {sampling.temperature!r}; it must be a finite number, 0 or more")
+        raise InvalidRequest(
+            f"temperature is {sampling.temperature!r}; it must be a finite number, 0 or more", "temperature"
+        )
     if not _is_real(sampling.top_p, 0, 1) or sampling.top_p == 0:
-        raise InvalidRequest(f"top_p is {sampling.top_p!r}; it must lie in (0, 1]")
+        raise InvalidRequest(f"top_p is {sampling.top_p!r}; it must lie in (0, 1]", "top_p")
     _check_lists(sampling)
     if sampling.min_tokens > sampling.max_tokens:
-        raise InvalidRequest(f"min_tokens {sampling.min_tokens} is above max_tokens {sampling.max_tokens}; lower it")
+        raise InvalidRequest(
+            f"min_tokens {sampling.min_tokens} is above max_tokens {sampling.max_tokens}; lower it", "min_tokens"
+        )
     if sampling.n > 1 and sampling.temperature == 0:
-        raise InvalidRequest(f"n is {sampling.n} at temperature 0, where all completions are the same; ask for one")
+        raise InvalidRequest(f"n is {sampling.n} at temperature 0, where all completions are the same; ask for one", "n")
 
 
 def _check_lists(sampling: SamplingParams) -> None:
     for name in ("stop", "bad_words"):
         if any(not text for text in getattr(sampling, name)):
-            raise InvalidRequest(f"{name} holds an empty string; leave it out")
+            raise InvalidRequest(f"{name} holds an empty string; leave it out", name)
     for token, bias in sampling.logit_bias:
         if not _is_real(bias, -100, 100):
-            raise InvalidRequest(f"logit_bias of token {token} is {bias!r}; it must lie in [-100, 100]")
+            raise InvalidRequest(f"logit_bias of token {token} is {bias!r}; it must lie in [-100, 100]", "logit_bias")
     if len(dict(sampling.logit_bias)) < len(sampling.logit_bias):
-        raise InvalidRequest("logit_bias names a token twice; add its biases up")
+        raise InvalidRequest("logit_bias names a token twice; add its biases up", "logit_bias")
     if 2 * len(sampling.bad_words) + len(sampling.bad_token_ids) > MAX_BAD_WORDS:
-        raise InvalidRequest(f"more than {MAX_BAD_WORDS} bad_token_ids, where a bad word counts twice; leave some out")
+        raise InvalidRequest(
+            f"more than {MAX_BAD_WORDS} bad_token_ids, where a bad word counts twice; leave some out", "bad_words"
+        )
     for ids in sampling.bad_token_ids:
         if not 1 <= len(ids) <= MAX_BAD_WORD_TOKENS:
-            raise InvalidRequest(f"a bad word of {len(ids)} tokens; it must have 1 to {MAX_BAD_WORD_TOKENS}")
+            raise InvalidRequest(
+                f"a bad word of {len(ids)} tokens; it must have 1 to {MAX_BAD_WORD_TOKENS}", "bad_token_ids"
+            )
 
 
 def _is_real(value: object, least: float, most: float) -> bool:
@@ -77,13 +86,14 @@ def check_fit(request: Request, vocab_size: int, context_length: int) -> None:
     """Raises InvalidRequest unless a model with this vocabulary and context could serve the request."""
     num_prompt, sampling = len(request.prompt_ids), request.sampling
     if num_prompt == 0:
-        raise InvalidRequest("the prompt is empty; give at least one token")
+        raise InvalidRequest("the prompt is empty; give at least one token", "prompt")
     if not 0 <= request.emitted < num_prompt:
         raise InvalidRequest(f"{request.emitted} of {num_prompt} prompt tokens are said to be output; leave a prompt before")
     if num_prompt + sampling.max_tokens > context_length:
         raise InvalidRequest(
             f"prompt of {num_prompt} tokens and max_tokens {sampling.max_tokens} exceed the "
-            f"context length {context_length}; shorten one of them"
+            f"context length {context_length}; shorten one of them",
+            "prompt" if num_prompt >= context_length else "max_tokens",
         )
     named: tuple[tuple[str, Sequence[int]], ...] = (
         ("prompt", request.prompt_ids),
@@ -94,9 +104,11 @@ def check_fit(request: Request, vocab_size: int, context_length: int) -> None:
     for what, ids in named:
         outside = next((token for token in ids if not 0 <= token < vocab_size), None)
         if outside is not None:
-            raise InvalidRequest(f"{what} holds token id {outside}, outside the vocabulary [0, {vocab_size})")
+            raise InvalidRequest(f"{what} holds token id {outside}, outside the vocabulary [0, {vocab_size})", what)
     if max(sampling.logprobs or 0, sampling.prompt_logprobs or 0) > vocab_size:
-        raise InvalidRequest(f"more log-probabilities are asked for than the vocabulary has tokens ({vocab_size})")
+        raise InvalidRequest(
+            f"more log-probabilities are asked for than the vocabulary has tokens ({vocab_size})", "logprobs"
+        )
 
 
 def check_ready(request: Request, vocab_size: int, eos_ids: frozenset[int]) -> None:

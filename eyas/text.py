@@ -28,27 +28,30 @@ def load_tokenizer(source: str) -> TokenText:
 
     Truncation and padding that were stored with it are for training; prompts are encoded whole.
     """
-    file = _fetch(source, "tokenizer.json")
+    file = fetch_file(source, "tokenizer.json")
     if file is None:
         raise CheckpointError(f"no tokenizer.json in {source!r}; give a folder or a hub id that holds one")
     tokenizer = _parsed(file)
     tokenizer.no_truncation()
     tokenizer.no_padding()
-    settings_file = _fetch(source, "tokenizer_config.json")
-    settings = _settings(settings_file) if settings_file else {}
+    settings = tokenizer_settings(source)
     bos = settings.get("bos_token")
     content = bos["content"] if isinstance(bos, dict) else bos
     return TokenText(tokenizer, tokenizer.token_to_id(content) if content and settings.get("add_bos_token") else None)
 
 
 class TokenText:
-    """Encodes and decodes. bos is put in front of every prompt that does not begin with it; None adds nothing."""
+    """Encodes and decodes. bos is put in front of every prompt that does not begin with it; None adds nothing.
+
+    is_byte_level: whether the vocabulary writes each byte of a text as a character of its own.
+    """
 
     def __init__(self, tokenizer: Tokenizer, bos: int | None = None) -> None:
         self._tokenizer = tokenizer
         self._bos = bos
         added = tokenizer.get_added_tokens_decoder()
         self._special = frozenset(token_id for token_id, token in added.items() if token.special)
+        self.is_byte_level = "ByteLevel" in repr(tokenizer.decoder)
         self._longest = max(len(token.encode()) for token in tokenizer.get_vocab())
 
     def least_tokens(self, text: str) -> int:
@@ -62,6 +65,10 @@ class TokenText:
             return ids
         return (self._bos, *ids)
 
+    def encode_rendered(self, text: str) -> tuple[int, ...]:
+        """Token ids of a prompt that holds its special tokens already, as chat templates write them."""
+        return tuple(self._tokenizer.encode(text, add_special_tokens=False).ids)
+
     def bad_token_ids(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
         """Each word as token ids, as it stands and after a space."""
         texts = [text for word in words for text in (word, f" {word.lstrip()}")]
@@ -70,6 +77,10 @@ class TokenText:
     def decode(self, ids: Sequence[int]) -> str:
         """Text of token ids, special tokens left out."""
         return self._tokenizer.decode(list(ids), skip_special_tokens=True)
+
+    def name(self, token: int) -> str:
+        """What the vocabulary calls a token; empty for an id that it does not have."""
+        return self._tokenizer.id_to_token(token) or ""
 
     def is_special(self, token: int) -> bool:
         """Whether a token, such as end-of-sequence, has no text."""
@@ -197,7 +208,11 @@ def _parsed(file: Path) -> Tokenizer:
         raise CheckpointError(f"{file} is damaged: {error}; fetch it again") from error
 
 
-def _settings(file: Path) -> dict[str, Any]:
+def tokenizer_settings(source: str) -> dict[str, Any]:
+    """What tokenizer_config.json says, nothing where there is none. Raises CheckpointError for a damaged one."""
+    file = fetch_file(source, "tokenizer_config.json")
+    if file is None:
+        return {}
     try:
         settings = json.loads(file.read_text(encoding="utf-8"))
     except ValueError as error:
@@ -207,8 +222,9 @@ def _settings(file: Path) -> dict[str, Any]:
     return settings
 
 
-def _fetch(source: str, name: str) -> Path | None:
-    """A file of a local folder or of a hub repository; None where it does not exist."""
+def fetch_file(source: str, name: str) -> Path | None:
+    """A file of a local folder or of a hub repository; None where it does not exist. Raises CheckpointError where it cannot
+    be told."""
     if Path(source).is_dir():
         file = Path(source, name)
         return file if file.is_file() else None

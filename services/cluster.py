@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -63,12 +63,13 @@ class Child:
 
 @dataclass(frozen=True)
 class Cluster:
-    """Redis, a draft service, a verifier and a router, in this order."""
+    """Redis, a draft service, a verifier and a router, in this order. http: URL of the router's HTTP door."""
 
     redis: Child
     draft: Child
     verifier: Child
     router: Child
+    http: str
 
     @property
     def services(self) -> Sequence[Child]:
@@ -99,9 +100,10 @@ class Cluster:
 
 
 @contextmanager
-def running_cluster(port: int, settings: Sequence[str] = ()) -> Iterator[Cluster]:
+def running_cluster(port: int, settings: Sequence[str] = (), http_port: int | None = None) -> Iterator[Cluster]:
     """Start all four processes with the router on `port`, and stop them at the end, however it comes.
 
+    http_port: of the router's HTTP door; a free one if left out.
     settings: what goes before the files in examples/configs/local, such as "draft.tree.nodes=32".
     The logs are kept when an error ends it. Raises ConfigError for a setting of a service that there is not.
     """
@@ -111,10 +113,13 @@ def running_cluster(port: int, settings: Sequence[str] = ()) -> Iterator[Cluster
     try:
         children.append(_start_redis(logs))
         registry = f"registry.url=redis://{children[0].address}/0"
+        http = http_port or free_port()
+        own["router"] = [f"http.port={http}", *own["router"]]
         for name in SERVICES:
             at = port if name == "router" else free_port()
             children.append(_start_service(name, at, [registry, *own[name]], logs))
-        yield Cluster(*children)
+        redis, draft, verifier, router = children
+        yield Cluster(redis, draft, verifier, router, f"http://127.0.0.1:{http}")
     except KeyboardInterrupt:
         _stop(children)
         shutil.rmtree(logs)
@@ -126,7 +131,7 @@ def running_cluster(port: int, settings: Sequence[str] = ()) -> Iterator[Cluster
     shutil.rmtree(logs)
 
 
-def _by_service(settings: Sequence[str]) -> Mapping[str, Sequence[str]]:
+def _by_service(settings: Sequence[str]) -> dict[str, list[str]]:
     own: dict[str, list[str]] = {name: [] for name in SERVICES}
     for setting in settings:
         name, _, rest = setting.partition(".")

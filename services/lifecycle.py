@@ -18,13 +18,24 @@ from typing import Annotated, Any, Protocol, Self, TypeVar
 
 import typer
 
-from eyas.config import ServerConfig, describe, load
+from eyas.config import ServerConfig, TelemetryConfig, describe, load
 from eyas.errors import ConfigError, EyasError
 from eyas.rpc.messages import ModelInfo
 from eyas.rpc.server import RpcServer
+from eyas.telemetry.logs import configure_logging
 from services.registry import Lease, Load, Registry, Role
 
-ConfigT = TypeVar("ConfigT")
+
+class ServiceConfig(Protocol):
+    """What the settings of every service hold."""
+
+    @property
+    def telemetry(self) -> TelemetryConfig:
+        """How it tells of itself."""
+        ...
+
+
+ConfigT = TypeVar("ConfigT", bound=ServiceConfig)
 
 log = logging.getLogger(__name__)
 
@@ -40,6 +51,18 @@ class Presence(Protocol):
 
     async def leave(self) -> None:
         """Called before the server drains, also where `enter` failed; others send no new work once they hear of it."""
+        ...
+
+
+class Door(Protocol):
+    """Another way in, beside a service's gRPC server."""
+
+    async def start(self) -> None:
+        """Listen. Raises ConfigError where it cannot."""
+        ...
+
+    async def stop(self, grace: float) -> None:
+        """Refuse new calls, give running ones `grace` seconds, then cancel them. May be called without `start`."""
         ...
 
 
@@ -69,15 +92,19 @@ class WorkerPresence:
         await self.registry.close()
 
 
-async def serve(server: RpcServer, service_names: Sequence[str], config: ServerConfig, presence: Presence) -> None:
-    """Listen until SIGTERM or SIGINT (or cancellation), then drain and stop.
+async def serve(
+    server: RpcServer, service_names: Sequence[str], config: ServerConfig, presence: Presence, doors: Sequence[Door] = ()
+) -> None:
+    """Listen until SIGTERM or SIGINT (or cancellation), then drain and stop, the other doors at the same time.
 
-    Servicers are registered on `server.aio` before. Raises ConfigError when the port is taken.
+    Servicers are registered on `server.aio` before. Raises ConfigError when a port is taken.
     """
     with _StopSignal() as stop:
         address = await server.start(service_names)
         linger = 0.0
         try:
+            for door in doors:
+                await door.start()
             await presence.enter(address)
             log.info("serving on %s", address)
             await stop.wait()
@@ -86,7 +113,8 @@ async def serve(server: RpcServer, service_names: Sequence[str], config: ServerC
         finally:
             await presence.leave()
             await asyncio.sleep(linger)
-            await server.stop(config.drain_seconds)
+            stops = (server.stop, *(door.stop for door in doors))
+            await asyncio.gather(*(stop(config.drain_seconds) for stop in stops))
 
 
 def main(kind: type[ConfigT], run: Callable[[ConfigT], Coroutine[Any, Any, None]]) -> None:
@@ -103,6 +131,7 @@ def main(kind: type[ConfigT], run: Callable[[ConfigT], Coroutine[Any, Any, None]
         configure_logging()
         try:
             settings = load(kind, config, assignments or ())
+            configure_logging(settings.telemetry.log_format)
             for line in describe(settings):
                 log.info("config %s", line)
             asyncio.run(run(settings))
@@ -113,11 +142,6 @@ def main(kind: type[ConfigT], run: Callable[[ConfigT], Coroutine[Any, Any, None]
     app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
     app.command()(command)
     app()
-
-
-def configure_logging() -> None:
-    """One line per event on stderr, from INFO up."""
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", force=True)
 
 
 class _StopSignal(asyncio.Event):

@@ -24,10 +24,12 @@ from services.cluster import ROOT, Cluster, free_port, is_free, running_cluster
 from services.demo import Comparison, DemoClient, Prompt, read_prompts
 
 ROUTER_PORT = 50050
+HTTP_PORT = 8000
 PROMPTS = ROOT / "models" / "demo" / "prompts.jsonl"
 TEMPERATURES = (0.0, 0.8)
 SEED = 2024
 SHOWN_TOKENS = 64
+CURL = """-H 'Content-Type: application/json' -d '{"model": "demo", "prompt": "def main():", "max_tokens": 32}'"""
 
 Settings = Annotated[
     list[str] | None, typer.Option("--set", help="service.key=value, such as draft.tree.nodes=32; may be repeated.")
@@ -36,14 +38,17 @@ Settings = Annotated[
 
 def up(
     port: Annotated[int, typer.Option(help="The router's port; another is taken when it is in use.")] = ROUTER_PORT,
+    http_port: Annotated[int, typer.Option(help="Its port for HTTP; another is taken when it is in use.")] = HTTP_PORT,
     settings: Settings = None,
 ) -> None:
     """Keep a router, a verifier, a draft service and Redis running until Ctrl-C."""
     console = Console(highlight=False, soft_wrap=True)
-    with _reported(console), _ready(console, port if is_free(port) else free_port(), settings) as cluster:
+    with _reported(console), _ready(console, _or_free(port), settings, _or_free(http_port)) as cluster:
         address = cluster.router.address
-        console.print(f"\nThe router listens on [bold]{address}[/]. In another terminal:\n")
-        console.print(f'  .venv/bin/eyas generate "def main():" --address {address}\n')
+        console.print(f"\nThe router listens on [bold]{address}[/], and for HTTP on [bold]{cluster.http}[/].")
+        console.print("In another terminal:\n")
+        console.print(f'  .venv/bin/eyas generate "def main():" --address {address}')
+        console.print(f"  curl {cluster.http}/v1/completions {CURL}\n", markup=False)
         console.print(f"Logs are in {cluster.router.log.parent}.")
         with suppress(KeyboardInterrupt):
             console.print("Ctrl-C stops everything.")
@@ -88,9 +93,9 @@ def _reported(console: Console) -> Iterator[None]:
 
 
 @contextmanager
-def _ready(console: Console, port: int, settings: list[str] | None) -> Iterator[Cluster]:
+def _ready(console: Console, port: int, settings: list[str] | None, http_port: int | None = None) -> Iterator[Cluster]:
     """A cluster whose services all answer SERVING, started with the progress shown."""
-    with running_cluster(port, settings or ()) as cluster:
+    with running_cluster(port, settings or (), http_port) as cluster:
         started = time.monotonic()
         with _progress(console) as progress:
             for child in cluster.services:
@@ -99,6 +104,10 @@ def _ready(console: Console, port: int, settings: list[str] | None) -> Iterator[
                 progress.remove_task(task)
                 console.print(f"[green]ready[/] {child.name} on {child.address} after {time.monotonic() - started:.1f} s")
         yield cluster
+
+
+def _or_free(port: int) -> int:
+    return port if is_free(port) else free_port()
 
 
 @contextmanager

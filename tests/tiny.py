@@ -22,6 +22,14 @@ def write_target(folder: Path, vocab_size: int = 48, hidden: int = 32, layers: i
     return folder
 
 
+def write_small(target: str) -> str:
+    """A small random model beside a `write_target` of default sizes, with its vocabulary; written once."""
+    folder = Path(f"{target}-small")
+    if not folder.exists():
+        write_target(folder, hidden=16, layers=2, seed=7)
+    return str(folder)
+
+
 def head_tensors(vocab_size: int, draft_vocab: int, hidden: int, seed: int = 0) -> dict[str, torch.Tensor]:
     """Random weights of a head with 4 heads of which 2 are key-value heads, in the public layout."""
     generator = torch.Generator().manual_seed(seed)

@@ -11,6 +11,7 @@ import typer
 from rich.console import Console
 from rich.progress import Progress
 
+from eyas.bench.methods.settings import MethodSpec, MethodsSettings
 from eyas.bench.workloads import OfflineSettings
 from eyas.config import Dtype, TreeConfig
 from eyas.errors import EyasError
@@ -58,6 +59,49 @@ def offline(
     except EyasError as error:
         print(f"error: {error}", file=sys.stderr)
         raise typer.Exit(1) from error
+
+
+@bench.command()
+def methods(
+    target: Annotated[str, typer.Option(help="Folder or hub id of the target model.")],
+    prompts: Annotated[Path, typer.Option(help="JSON Lines with token_ids, text or turns, and a category or task.")],
+    method: Annotated[list[str], typer.Option(help="NAME or NAME=HEAD, such as eagle3=FOLDER; may be repeated.")],
+    num_prompts: Annotated[int, typer.Option(help="Prompts to decode, as many of each task as possible.")] = 20,
+    temperature: Annotated[list[float], typer.Option(help="May be repeated.")] = [0.0, 1.0],  # noqa: B006
+    max_tokens: Annotated[int, typer.Option(help="Tokens to emit for each prompt.")] = 96,
+    nodes: Annotated[int, typer.Option(help="Most nodes of a draft tree, the root included.")] = TreeConfig.nodes,
+    depth: Annotated[int, typer.Option(help="Levels below the root.")] = TreeConfig.depth,
+    width: Annotated[int, typer.Option(help="Frontier of a level.")] = TreeConfig.width,
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
+    device: Annotated[str, typer.Option(help="cpu, cuda or cuda:N.")] = "cpu",
+    threads: Annotated[int, typer.Option(help="CPU threads of torch; 0 leaves its choice.")] = 0,
+    out: Annotated[Path, typer.Option(help="Folder of the report.")] = Path("benchmarks"),
+) -> None:
+    """Decode the same prompts with every method, one after the other, and draw who is how fast."""
+    try:
+        specs = tuple(map(MethodSpec.parse, method))
+        settings = MethodsSettings(
+            target, specs, prompts, num_prompts, tuple(temperature), max_tokens, TreeConfig(nodes, depth, width),
+            cast(Dtype, dtype), device, threads,
+        )  # fmt: skip
+        _methods(settings, out)
+    except EyasError as error:
+        print(f"error: {error}", file=sys.stderr)
+        raise typer.Exit(1) from error
+
+
+def _methods(settings: MethodsSettings, out: Path) -> None:
+    from eyas.bench.methods.chart import draw
+    from eyas.bench.methods.measure import measure
+    from eyas.bench.report import Report
+
+    with Progress(console=Console(stderr=True), refresh_per_second=REFRESHES_PER_SECOND) as progress:
+        results = measure(settings, progress)
+    command = shlex.join(["eyas", *sys.argv[1:]])
+    page = Report.here("methods", command, settings.device, settings, results, results.tables()).write(out)
+    print(page.read_text(encoding="utf-8"))
+    draw(results.scores, page.with_suffix(".png"))
+    print(f"written to {page}, {page.with_suffix('.json')} and {page.with_suffix('.png')}")
 
 
 def _offline(settings: OfflineSettings, out: Path) -> None:

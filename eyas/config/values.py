@@ -5,11 +5,14 @@ Knows no files.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Literal, get_args
 
 from eyas.config.checks import above_zero, at_least, require
-from eyas.config.drafting import EagleConfig, MethodsConfig, TreeConfig
+from eyas.config.doors import HttpConfig, KeysConfig, TlsConfig
+from eyas.config.drafting import EagleConfig, TreeConfig
+from eyas.config.methods import MethodsConfig
+from eyas.config.telemetry import TelemetryConfig
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 Rule = Literal["match", "rejection"]
@@ -132,14 +135,34 @@ class VerifierConfig:
     link: DraftLinkConfig = field(default_factory=DraftLinkConfig)
     server: ServerConfig = field(default_factory=ServerConfig)
     registry: RegistryConfig = field(default_factory=RegistryConfig)
+    telemetry: TelemetryConfig = field(default_factory=TelemetryConfig)
 
     def __post_init__(self) -> None:
         at_least(0, threads=self.threads)
 
 
 @dataclass(frozen=True)
+class DraftedModel:
+    """A target and how it is drafted for. model: the name it is served under.
+
+    target: where the target's embeddings and config are read from. head: what the drafter loads. eagle.num_slots limits the
+    memory of each by itself.
+    """
+
+    model: str
+    target: str
+    head: str = ""
+    drafter: str = "eagle3"
+    dtype: Dtype = "float32"
+    device: str = "cpu"
+    tree: TreeConfig = field(default_factory=TreeConfig)
+    eagle: EagleConfig = field(default_factory=EagleConfig)
+    methods: MethodsConfig = field(default_factory=MethodsConfig)
+
+
+@dataclass(frozen=True)
 class DraftConfig:
-    """The draft service. target: where the target's embeddings and config are read from. head: what the drafter loads."""
+    """The draft service. model to methods: as in DraftedModel; more: what it drafts for besides."""
 
     model: str
     target: str
@@ -151,19 +174,31 @@ class DraftConfig:
     tree: TreeConfig = field(default_factory=TreeConfig)
     eagle: EagleConfig = field(default_factory=EagleConfig)
     methods: MethodsConfig = field(default_factory=MethodsConfig)
+    more: tuple[DraftedModel, ...] = ()
     server: ServerConfig = field(default_factory=ServerConfig)
     registry: RegistryConfig = field(default_factory=RegistryConfig)
+    telemetry: TelemetryConfig = field(default_factory=TelemetryConfig)
 
     def __post_init__(self) -> None:
         at_least(0, threads=self.threads)
 
+    @property
+    def drafted(self) -> tuple[DraftedModel, ...]:
+        """All that it drafts for."""
+        own = {setting.name: getattr(self, setting.name) for setting in fields(DraftedModel)}
+        return (DraftedModel(**own), *self.more)
+
 
 @dataclass(frozen=True)
 class ServedModel:
-    """A model that the router takes requests for. tokenizer: folder or hub id that holds its tokenizer.json."""
+    """A model that the router takes requests for. tokenizer: folder or hub id that holds its tokenizer.json.
+
+    chat_template: file with a chat template in Jinja; empty takes the one that lies with the tokenizer, if there is one.
+    """
 
     name: str
     tokenizer: str
+    chat_template: str = ""
 
 
 @dataclass(frozen=True)
@@ -172,13 +207,18 @@ class RouterConfig:
 
     request_timeout: longest life of a request without a deadline of its own.
     stall_timeout: longest silence of a verifier that has begun to answer, before the request moves to another.
+    keys, tls: of both doors, gRPC (server) and HTTP.
     """
 
     models: tuple[ServedModel, ...]
     request_timeout: float = 600.0
     stall_timeout: float = 60.0
     server: ServerConfig = field(default_factory=ServerConfig)
+    http: HttpConfig = field(default_factory=HttpConfig)
+    keys: KeysConfig = field(default_factory=KeysConfig)
+    tls: TlsConfig = field(default_factory=TlsConfig)
     registry: RegistryConfig = field(default_factory=RegistryConfig)
+    telemetry: TelemetryConfig = field(default_factory=TelemetryConfig)
 
     def __post_init__(self) -> None:
         above_zero(request_timeout=self.request_timeout, stall_timeout=self.stall_timeout)

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from eyas.config import EagleConfig
 from eyas.drafters.base import DraftContext
+from eyas.drafters.calibration import FixedScale, NoiseScale
 from eyas.models.sampling.law import Filters, filtered_law
 from eyas.models.sampling.noise import exponential_noise
 
@@ -30,8 +31,20 @@ class Scorer(Protocol):
 class Ranker:
     """Scores of one propose call. At temperature 0, or without shared noise, plain log-softmax."""
 
-    def __init__(self, contexts: Sequence[DraftContext], config: EagleConfig, levels: int, draft_ids: Tensor) -> None:
+    def __init__(
+        self,
+        contexts: Sequence[DraftContext],
+        config: EagleConfig,
+        levels: int,
+        draft_ids: Tensor,
+        scale: NoiseScale | None = None,
+        grid: Sequence[float] = (),
+    ) -> None:
+        """scale: the s in use, where it is found while serving; else the configured one, or 1 where that is 0. grid: values
+        of s for which the laws are measured as well, in `normalisers`."""
         device = draft_ids.device
+        scale = scale or FixedScale(config.noise_scale or 1.0)
+        self.normalisers: list[Tensor] = []
         shared = [config.shared_noise and c.noise.temperature > 0 for c in contexts]
         self._plain = not any(shared)
         if self._plain:
@@ -40,7 +53,8 @@ class Ranker:
         known = torch.tensor(shared, device=device)
         ones = torch.ones(len(contexts), device=device)
         self._temperature = torch.where(known, torch.tensor([k.temperature for k in keys], device=device), ones)
-        self._scale = torch.where(known, config.noise_scale * ones, ones)[:, None, None]
+        self._scale = torch.where(known, torch.tensor([scale.value(k.temperature) for k in keys], device=device), ones)
+        self._grid = grid
         self._top_k = torch.where(known, torch.tensor([k.top_k for k in keys], device=device), 0)
         self._top_p = torch.where(known, torch.tensor([k.top_p for k in keys], device=device), ones)
         self._min_p = torch.where(known, torch.tensor([k.min_p for k in keys], device=device), 0.0 * ones)
@@ -60,4 +74,7 @@ class Ranker:
             law = filtered_law(logits.flatten(0, 1), filters).view_as(logits).log()
         else:
             law = logits / self._temperature[:, None, None]
-        return torch.log_softmax((law + self._gumbel[:, None, level]) / self._scale, dim=-1)
+        perturbed = law + self._gumbel[:, None, level]
+        if self._grid:
+            self.normalisers.append(torch.stack([torch.logsumexp(perturbed / s, dim=-1) for s in self._grid], dim=-1))
+        return torch.log_softmax(perturbed / self._scale[:, None, None], dim=-1)

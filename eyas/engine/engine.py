@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
@@ -23,11 +24,25 @@ from eyas.tree import DraftTree
 @dataclass(frozen=True)
 class Load:
     """How busy an engine is. free_slots: token slots that no running request holds; cached prefixes may fill
-    them, and give way at need."""
+    them, and give way at need. num_slots: all of them. cached_slots: those that the prefix cache owns."""
 
     num_running: int
     num_waiting: int
     free_slots: int
+    num_slots: int = 0
+    cached_slots: int = 0
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """One step in numbers, in seconds. wait: for the drafter's answers. verify: from there to the last chunk, zero without
+    work. num_rows: of the forward pass. began: ids of the requests that left the queue, preempted: of those sent back."""
+
+    wait: float = 0.0
+    verify: float = 0.0
+    num_rows: int = 0
+    began: tuple[str, ...] = ()
+    preempted: tuple[str, ...] = ()
 
 
 class Engine:
@@ -39,11 +54,16 @@ class Engine:
         self._runner = runner
         self._rules = LogitRules(runner.target.eos_ids)
         self.context_length = context_length
+        self.report = StepReport()
 
     def step(self) -> list[Chunk]:
         """Advance every running request by one forward pass; new tokens, and final chunks of those that ended."""
+        self.report = StepReport()
         chunks = self.reap()
-        works = self._scheduler.schedule(self._drafting.collect())
+        started = time.perf_counter()
+        trees = self._drafting.collect()
+        collected = time.perf_counter()
+        works = self._scheduler.schedule(trees)
         if works:
             logits = self._runner.forward(works)
             draws, drawn = _draws(works), self._rules.applied(drawn_rows(logits, works), works)
@@ -54,6 +74,7 @@ class Engine:
             committed = self._scheduler.commit(works, accepted)
             self._release([chunk.request_id for chunk in committed if chunk.finish_reason])
             chunks += attached(committed, told)
+        self.report = self._reported(works, collected - started, time.perf_counter() - collected)
         self._drafting.ask(self._scheduler.running, self._scheduler.budget)
         return chunks
 
@@ -75,6 +96,11 @@ class Engine:
         """End a request; the next step yields its final chunk and frees everything. Unknown ids are ignored."""
         self._scheduler.cancel(request_id)
 
+    def _reported(self, works: Seq[Work], wait: float, verify: float) -> StepReport:
+        began, preempted = self._scheduler.moves
+        num_rows = sum(len(work.slots) for work in works)
+        return StepReport(wait, verify if works else 0.0, num_rows, tuple(began), tuple(preempted))
+
     def _release(self, request_ids: Seq[str]) -> None:
         self._rules.release(request_ids)
         self._drafting.release(request_ids)
@@ -86,7 +112,13 @@ class Engine:
 
     @property
     def load(self) -> Load:
-        return Load(self._scheduler.num_running, self._scheduler.num_waiting, self._scheduler.num_free)
+        return Load(
+            num_running=self._scheduler.num_running,
+            num_waiting=self._scheduler.num_waiting,
+            free_slots=self._scheduler.num_free,
+            num_slots=self._scheduler.num_slots,
+            cached_slots=self._scheduler.num_cached,
+        )
 
     @property
     def vocab_size(self) -> int:

@@ -44,6 +44,8 @@ class Scheduler:
         self._cancelled: list[Sequence] = []
         self._lent: Slots = self._cache.no_slots
         self._cacheable = sys.maxsize if config.prefix_cache else 0
+        self._began: list[str] = []
+        self._preempted: list[str] = []
         self.num_preemptions = 0
 
     def add(self, request: Request) -> None:
@@ -78,6 +80,7 @@ class Scheduler:
         budget. trees: by request id; a sequence without one decodes plainly."""
         self._cache.free(self._lent)  # of a step that failed before its commit
         self._lent = self._cache.no_slots
+        self._began, self._preempted = [], []
         self._admit()
         while self._cache.num_available < len(self._running):
             self._preempt()
@@ -128,6 +131,15 @@ class Scheduler:
         """Slots that the prefix cache owns."""
         return self._cache.num_cached
 
+    @property
+    def num_slots(self) -> int:
+        return self._config.num_slots
+
+    @property
+    def moves(self) -> tuple[Seq[str], Seq[str]]:
+        """Ids of the requests that the last `schedule` let run, and of those that it sent back."""
+        return self._began, self._preempted
+
     def check(self) -> None:
         """Assert that every slot is free, cached, or owned by exactly one running sequence. Valid between steps."""
         prefixes = [s.prefix for s in self._running if s.prefix is not None]
@@ -147,12 +159,14 @@ class Scheduler:
                 return
             reserved += need
             self._waiting.admit().begin(prefix)
+            self._began.append(sequence.request.id)
             insert(self._running, sequence)
 
     def _preempt(self) -> None:
         """Queue the last in line again. What it has computed stays in the cache, until somebody needs the room."""
         self.num_preemptions += 1
         sequence = self._running.pop()
+        self._preempted.append(sequence.request.id)
         sequence.leave(self._cache, self._cacheable, self._clock())
         sequence.start_over()
         self._waiting.put_back(sequence)

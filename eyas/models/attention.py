@@ -56,13 +56,14 @@ def slot_attention(
     """
     if others.get("s_aux") is not None:
         raise CheckpointError(f"{type(module).__name__} uses attention sinks, which Eyas does not support yet")
-    layer = int(module.layer_idx)  # type: ignore[arg-type]
-    keys, values = pools.keys[layer], pools.values[layer]
-    keys.index_copy_(0, packed.slots, key[0].transpose(0, 1))
-    values.index_copy_(0, packed.slots, value[0].transpose(0, 1))
+    layer: int = module.layer_idx  # type: ignore[assignment]
+    keys, values, slots = pools.keys[layer], pools.values[layer], packed.slots
+    keys.index_copy_(0, slots, key[0].transpose(0, 1))
+    values.index_copy_(0, slots, value[0].transpose(0, 1))
     group = packed.alone
     if group is not None and packed.attend is None:
-        bias = packed.bias(0, sliding_window, query.dtype, query.shape[1] // keys.shape[1])
+        visible = group.open and sliding_window is None
+        bias = None if visible else packed.bias(0, sliding_window, query.dtype, query.shape[1] // keys.shape[1])
         return _attend_alone(query, keys, values, group, bias, scaling, softcap), None
     attend_rows = packed.attend or attend
     out = attend_rows(query[0].transpose(0, 1), keys, values, packed, scaling, sliding_window, softcap)
@@ -103,7 +104,7 @@ def _attend_group(
     query: Tensor, keys: Tensor, values: Tensor, group: Group, bias: Tensor | None, scaling: float, softcap: float | None
 ) -> Tensor:
     """Attention of the group's cells, [B * Q, H, D]: heads that share keys and values are folded into the rows."""
-    (batch, cells), (num_heads, width), num_kv = group.rows.shape, query.shape[1:], keys.shape[1]
+    (batch, cells), (num_heads, width), num_kv = group.shape, query.shape[1:], keys.shape[1]
     q = query if group.whole else query.index_select(0, group.rows.flatten())
     q = q.view(batch, cells, num_kv, num_heads // num_kv, width).permute(0, 2, 3, 1, 4).reshape(batch, num_kv, -1, width)
     k, v = (_gather(pool, group).view(batch, -1, num_kv, width).transpose(1, 2) for pool in (keys, values))
@@ -116,9 +117,10 @@ def _attend_alone(
     query: Tensor, keys: Tensor, values: Tensor, group: Group, bias: Tensor | None, scaling: float, softcap: float | None
 ) -> Tensor:
     """The case of one sequence, [1, H, R, D] to [1, R, H, D], with no copy that it does not need."""
-    q = query.reshape(1, keys.shape[1], -1, query.shape[3])
-    k, v = (_gather(pool, group).transpose(0, 1)[None] for pool in (keys, values))
-    return masked_attention(q, k, v, bias, scaling, softcap).view(query.shape).transpose(1, 2)
+    shape = query.shape
+    q = query.reshape(1, keys.shape[1], -1, shape[3])
+    k, v = _gather(keys, group)[None].transpose(1, 2), _gather(values, group)[None].transpose(1, 2)
+    return masked_attention(q, k, v, bias, scaling, softcap).view(shape).transpose(1, 2)
 
 
 def _gather(pool: Tensor, group: Group) -> Tensor:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
@@ -35,25 +36,87 @@ class Segment:
     wanted: Ints
 
 
-@dataclass(frozen=True)
 class Group:
-    """Segments of similar size, padded to one shape.
+    """Segments of similar size, padded to one shape (B, Q). Tensors are laid out when they are first asked for.
 
-    rows: packed row of each cell, padding repeats a row [B, Q]; cells: flat cells that are no padding [n], None if all.
-    whole: whether the cells are all packed rows in their order. open: whether every cell sees every key.
     run: first slot and last + 1 if the keys are one sequence's in consecutive slots, so that they need no gathering.
-    keys: slot of each key [B, K]; mask: what a cell sees [B, Q, K]; the positions serve sliding windows.
     """
 
-    rows: Tensor
-    cells: Tensor | None
-    whole: bool
-    open: bool
-    run: tuple[int, int] | None
-    keys: Tensor
-    mask: Tensor
-    query_positions: Tensor
-    key_positions: Tensor
+    def __init__(self, segments: Sequence[Segment], starts: Ints, alone: bool, device: torch.device) -> None:
+        """starts: packed row of each segment's first; alone: whether these are all segments of the pass."""
+        self._segments = segments
+        self._starts = starts
+        self._device = device
+        self._counts = [len(s.tokens) for s in segments]
+        self._lengths = [len(s.prefix) for s in segments]
+        self._padded = len(set(self._counts)) > 1
+        self.shape = (len(segments), max(self._counts))
+        self.run = _run(segments[0]) if len(segments) == 1 else None
+        self._alone = alone
+
+    @cached_property
+    def whole(self) -> bool:
+        """Whether the cells are all packed rows in their order."""
+        return self._alone and not self._padded
+
+    @cached_property
+    def open(self) -> bool:
+        """Whether every cell sees every key."""
+        return self.shape[1] == 1 and len(set(self._lengths)) == 1
+
+    @cached_property
+    def rows(self) -> Tensor:
+        """Packed row of each cell [B, Q]; padding repeats a row."""
+        return _tensor(self._cell_rows + self._starts[:, None], self._device)
+
+    @cached_property
+    def cells(self) -> Tensor | None:
+        """Flat cells that are no padding [n]; None if all."""
+        if not self._padded:
+            return None
+        return _tensor(np.flatnonzero(np.arange(self.shape[1]) < np.array(self._counts)[:, None]), self._device)
+
+    @cached_property
+    def keys(self) -> Tensor:
+        """Slot of each key [B, K]."""
+        return self._keyed([np.concatenate([s.prefix, s.slots]) for s in self._segments])
+
+    @cached_property
+    def key_positions(self) -> Tensor:
+        """Absolute position of each key [B, K], for sliding windows."""
+        return self._keyed([np.concatenate([np.arange(len(s.prefix)), s.positions]) for s in self._segments])
+
+    @cached_property
+    def query_positions(self) -> Tensor:
+        """Absolute position of each cell [B, Q]."""
+        rows = zip(self._segments, self._cell_rows, strict=True)
+        return _tensor(np.stack([s.positions[r] for s, r in rows]), self._device)
+
+    @cached_property
+    def mask(self) -> Tensor:
+        """What each cell sees [B, Q, K]."""
+        mask = np.zeros((*self.shape, self._num_keys), dtype=np.bool_)
+        mask[:, :, 0] = True  # a padding row must see something, or its softmax is NaN
+        for b, segment in enumerate(self._segments):
+            n, length = self._counts[b], self._lengths[b]
+            mask[b, :n, :length] = True
+            mask[b, :n, length : length + n] = np.tri(n, dtype=np.bool_) if segment.visible is None else segment.visible
+        return torch.from_numpy(mask).to(self._device)
+
+    @cached_property
+    def _cell_rows(self) -> Ints:
+        last: Ints = np.array(self._counts)[:, None] - 1
+        return np.minimum(np.arange(self.shape[1]), last)
+
+    @property
+    def _num_keys(self) -> int:
+        return max(map(sum, zip(self._counts, self._lengths, strict=True)))
+
+    def _keyed(self, columns: Sequence[Ints]) -> Tensor:
+        keys = np.zeros((len(columns), self._num_keys), dtype=np.int64)
+        for b, column in enumerate(columns):
+            keys[b, : len(column)] = column
+        return _tensor(keys, self._device)
 
 
 @dataclass(frozen=True)
@@ -104,11 +167,11 @@ class PackedInputs:
     biases: dict[tuple[int, int | None, torch.dtype, int], Tensor] = field(default_factory=dict)
     tables: Tables | None = None
 
-    @property
+    @cached_property
     def alone(self) -> Group | None:
         """The only group, if it is one segment."""
         group = self.groups[0] if self.groups else None
-        return group if group and group.whole and group.rows.shape[0] == 1 else None
+        return group if group and group.whole and group.shape[0] == 1 else None
 
     @property
     def num_wanted(self) -> int:
@@ -136,46 +199,20 @@ def pack(segments: Sequence[Segment], device: torch.device) -> PackedInputs:
         buckets.setdefault(size, []).append(index)
     alone = len(buckets) == 1
     return PackedInputs(
-        tokens=_tensor(np.concatenate([s.tokens for s in segments]), device),
-        positions=_tensor(np.concatenate([s.positions for s in segments]), device),
-        slots=_tensor(np.concatenate([s.slots for s in segments]), device),
-        wanted=_tensor(np.concatenate([s.wanted + starts[i] for i, s in enumerate(segments)]), device),
-        groups=tuple(_group([segments[i] for i in b], starts[np.array(b)], alone, device) for b in buckets.values()),
+        tokens=_tensor(_joined([s.tokens for s in segments]), device),
+        positions=_tensor(_joined([s.positions for s in segments]), device),
+        slots=_tensor(_joined([s.slots for s in segments]), device),
+        wanted=_tensor(_joined([s.wanted + starts[i] for i, s in enumerate(segments)]), device),
+        groups=tuple(Group([segments[i] for i in b], starts[np.array(b)], alone, device) for b in buckets.values()),
     )
 
 
-def _group(segments: Sequence[Segment], starts: Ints, alone: bool, device: torch.device) -> Group:
-    counts = np.array([len(s.tokens) for s in segments])
-    lengths = np.array([len(s.prefix) for s in segments])
-    num_rows, num_keys = int(counts.max()), int((counts + lengths).max())
-    rows = np.minimum(np.arange(num_rows), counts[:, None] - 1)
-    keys = np.zeros((len(segments), num_keys), dtype=np.int64)
-    key_positions = np.zeros((len(segments), num_keys), dtype=np.int64)
-    mask = np.zeros((len(segments), num_rows, num_keys), dtype=np.bool_)
-    mask[:, :, 0] = True  # a padding row must see something, or its softmax is NaN
-    for b, segment in enumerate(segments):
-        n, length = counts[b], lengths[b]
-        keys[b, : length + n] = np.concatenate([segment.prefix, segment.slots])
-        key_positions[b, : length + n] = np.concatenate([np.arange(length), segment.positions])
-        visible = np.tri(n, dtype=np.bool_) if segment.visible is None else segment.visible
-        mask[b, :n, :length] = True
-        mask[b, :n, length : length + n] = visible
-    query_positions = np.stack([s.positions[r] for s, r in zip(segments, rows, strict=True)])
-    padded = bool((counts < num_rows).any())
-    return Group(
-        rows=_tensor(rows + starts[:, None], device),
-        cells=_tensor(np.flatnonzero(np.arange(num_rows) < counts[:, None]), device) if padded else None,
-        whole=alone and not padded,
-        open=bool(mask.all()),
-        run=_run(keys[0]) if len(segments) == 1 else None,
-        keys=_tensor(keys, device),
-        mask=torch.from_numpy(mask).to(device),
-        query_positions=_tensor(query_positions, device),
-        key_positions=_tensor(key_positions, device),
-    )
+def _joined(arrays: Sequence[Ints]) -> Ints:
+    return np.concatenate(arrays) if len(arrays) > 1 else arrays[0]
 
 
-def _run(slots: Ints) -> tuple[int, int] | None:
+def _run(segment: Segment) -> tuple[int, int] | None:
+    slots = segment.slots if not len(segment.prefix) else np.concatenate([segment.prefix, segment.slots])
     first, last = int(slots[0]), int(slots[-1])
     consecutive = last - first == len(slots) - 1 and bool((np.diff(slots) == 1).all())
     return (first, last + 1) if consecutive else None

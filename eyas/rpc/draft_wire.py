@@ -10,7 +10,7 @@ from __future__ import annotations
 from eyas.commit import Budget, Commit, Refusal, TensorBytes
 from eyas.errors import InvalidRequest
 from eyas.request import NoiseKey
-from eyas.rpc.messages import DrafterInfo, DraftReply, DraftRequest, SessionTree
+from eyas.rpc.messages import DrafterInfo, DraftReply, DraftRequest, SessionTree, Verified
 from eyas.rpc.wire import model_info_from_message, model_info_to_message
 from eyas.tree import DraftLaw, DraftTree, Sampled
 from eyas.v1 import draft_pb2, types_pb2
@@ -44,6 +44,7 @@ def commit_to_message(commit: Commit[TensorBytes]) -> draft_pb2.Commit:
         max_depth=commit.budget.max_depth,
         proposal=draft_pb2.PROPOSAL_SAMPLED if commit.proposal == "sampled" else draft_pb2.PROPOSAL_DETERMINISTIC,
         samples=commit.samples,
+        traceparent=commit.traceparent,
     )
 
 
@@ -63,6 +64,7 @@ def commit_from_message(message: draft_pb2.Commit) -> Commit[TensorBytes]:
         budget=Budget(message.max_nodes, message.max_depth),
         samples=tuple(message.samples),
         proposal="sampled" if message.proposal == draft_pb2.PROPOSAL_SAMPLED else "deterministic",
+        traceparent=message.traceparent,
     )
 
 
@@ -103,14 +105,24 @@ def refusal_from_message(message: draft_pb2.Refusal) -> Refusal:
     return Refusal(message.session, message.epoch, message.have)
 
 
+def verified_to_message(verified: Verified) -> draft_pb2.Verified:
+    return draft_pb2.Verified(**vars(verified))
+
+
+def verified_from_message(message: draft_pb2.Verified) -> Verified:
+    return Verified(message.target_fingerprint, message.features_digest)
+
+
 def draft_request_to_message(request: DraftRequest) -> draft_pb2.SpeculateRequest:
     commits = [commit_to_message(commit) for commit in request.commits]
-    return draft_pb2.SpeculateRequest(step=request.step, commits=commits, released=request.released)
+    verified = verified_to_message(request.verified) if request.verified else None
+    return draft_pb2.SpeculateRequest(step=request.step, commits=commits, released=request.released, verified=verified)
 
 
 def draft_request_from_message(message: draft_pb2.SpeculateRequest) -> DraftRequest:
     commits = tuple(commit_from_message(commit) for commit in message.commits)
-    return DraftRequest(message.step, commits, tuple(message.released))
+    verified = verified_from_message(message.verified) if message.HasField("verified") else None
+    return DraftRequest(message.step, commits, tuple(message.released), verified)
 
 
 def draft_reply_to_message(reply: DraftReply) -> draft_pb2.SpeculateReply:
@@ -118,12 +130,14 @@ def draft_reply_to_message(reply: DraftReply) -> draft_pb2.SpeculateReply:
         step=reply.step,
         trees=[tree_to_message(tree) for tree in reply.trees],
         refusals=[refusal_to_message(refusal) for refusal in reply.refusals],
+        draft_ms=reply.draft_ms,
     )
 
 
 def draft_reply_from_message(message: draft_pb2.SpeculateReply) -> DraftReply:
     trees = tuple(tree_from_message(tree) for tree in message.trees)
-    return DraftReply(message.step, trees, tuple(refusal_from_message(refusal) for refusal in message.refusals))
+    refusals = tuple(refusal_from_message(refusal) for refusal in message.refusals)
+    return DraftReply(message.step, trees, refusals, message.draft_ms)
 
 
 def drafter_info_to_message(info: DrafterInfo) -> draft_pb2.DescribeReply:

@@ -19,6 +19,19 @@ RETRY_KEY = "grpc-retry-pushback-ms"
 
 
 @dataclass(frozen=True)
+class Verified:
+    """Which drafter a verifier wants: for the target with this fingerprint, fed features with this digest, or none."""
+
+    target_fingerprint: str
+    features_digest: str
+
+    def is_drafted_by(self, drafter: ModelInfo) -> bool:
+        """Whether a drafter drafts for this target from the features that its verifier sends."""
+        fed = drafter.head_fingerprint in (self.features_digest, NO_FEATURES)
+        return bool(self.features_digest) and self.target_fingerprint == drafter.fingerprint and fed
+
+
+@dataclass(frozen=True)
 class ModelInfo:
     """The model that a worker serves or drafts for.
 
@@ -33,10 +46,14 @@ class ModelInfo:
     context_length: int
     head_fingerprint: str = ""
 
+    @property
+    def verified(self) -> Verified:
+        """What a verifier of this model asks a draft service for."""
+        return Verified(self.fingerprint, self.head_fingerprint)
+
     def is_drafted_by(self, drafter: ModelInfo) -> bool:
         """Whether a drafter drafts for this target from the features that its verifier sends."""
-        fed = drafter.head_fingerprint in (self.head_fingerprint, NO_FEATURES)
-        return bool(self.head_fingerprint) and self.fingerprint == drafter.fingerprint and fed
+        return self.verified.is_drafted_by(drafter)
 
 
 @dataclass(frozen=True)
@@ -48,12 +65,14 @@ class GenerateCall:
     model: may be empty where only one is served.
     drafter: from the router, host:port of the drafter that it picked, empty where none is available now; from a client,
     empty; from both, NO_DRAFTER for plain decoding.
+    trace: W3C trace context of the caller, as metadata of the call; it is no part of the message.
     """
 
     request: Request
     prompt_text: str | None = None
     model: str = ""
     drafter: str = ""
+    trace: tuple[tuple[str, str], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -96,20 +115,23 @@ class SessionTree:
 
 @dataclass(frozen=True)
 class DraftRequest:
-    """One step of a drafting stream: what was accepted, and which sessions have ended."""
+    """One step of a drafting stream: what was accepted, and which sessions have ended. verified: on a stream's first, which
+    drafter it is for; None for the only one."""
 
     step: int
     commits: tuple[Commit[TensorBytes], ...] = ()
     released: tuple[str, ...] = ()
+    verified: Verified | None = None
 
 
 @dataclass(frozen=True)
 class DraftReply:
-    """The answers to the DraftRequest with the same step."""
+    """The answers to the DraftRequest with the same step. draft_ms: how long the drafter drafted."""
 
     step: int
     trees: tuple[SessionTree, ...] = ()
     refusals: tuple[Refusal, ...] = ()
+    draft_ms: float = 0.0
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,8 @@ from eyas.errors import (
     InvalidRequest,
     Overloaded,
     RequestFailed,
+    TimedOut,
+    Unauthenticated,
     Unavailable,
     UnknownModel,
 )
@@ -47,6 +49,8 @@ _STATUS_OF_ERROR: tuple[tuple[type[EyasError], grpc.StatusCode], ...] = (
     (InvalidRequest, grpc.StatusCode.INVALID_ARGUMENT),
     (Overloaded, grpc.StatusCode.RESOURCE_EXHAUSTED),
     (Unavailable, grpc.StatusCode.UNAVAILABLE),
+    (TimedOut, grpc.StatusCode.DEADLINE_EXCEEDED),
+    (Unauthenticated, grpc.StatusCode.UNAUTHENTICATED),
     (ConfigError, grpc.StatusCode.FAILED_PRECONDITION),
     (CheckpointError, grpc.StatusCode.FAILED_PRECONDITION),
     (EyasError, grpc.StatusCode.INTERNAL),
@@ -66,15 +70,30 @@ def status_error(error: grpc.RpcError) -> EyasError:
     return RequestFailed(f"{code.name}: {details}")
 
 
+def status_of(error: BaseException) -> grpc.StatusCode:
+    """The status under which an error crosses the wire; INTERNAL for one that is nobody's mistake."""
+    if isinstance(error, TimeoutError):
+        return grpc.StatusCode.DEADLINE_EXCEEDED
+    known = (status for kind, status in _STATUS_OF_ERROR if isinstance(error, kind))
+    return next(known, grpc.StatusCode.INTERNAL)
+
+
 class RpcServer:
     """A gRPC server with health (Check, Watch, List) and reflection. Construct it inside the running event loop.
 
     Register servicers on `aio` before `start`. Health says NOT_SERVING until `set_serving(True)`.
+    interceptors: more of them; what they raise in a call becomes its status. credentials: for TLS; None speaks without it.
     """
 
-    def __init__(self, config: ServerConfig) -> None:
-        self.aio = grpc.aio.server(interceptors=[_ErrorInterceptor()], options=_OPTIONS)
+    def __init__(
+        self,
+        config: ServerConfig,
+        interceptors: Sequence[grpc.aio.ServerInterceptor] = (),  # type: ignore[type-arg]
+        credentials: grpc.ServerCredentials | None = None,
+    ) -> None:
+        self.aio = grpc.aio.server(interceptors=[_ErrorInterceptor(), *interceptors], options=_OPTIONS)
         self._config = config
+        self._credentials = credentials
         self._health = _Health()
         self._names: tuple[str, ...] = ()
         self._endless: list[Callable[[], Awaitable[None]]] = [self._health.close]
@@ -91,7 +110,7 @@ class RpcServer:
         """
         host, port = self._config.host, self._config.port
         try:
-            bound = self.aio.add_insecure_port(_join(host, port))
+            bound = self._bind(_join(host, port))
         except RuntimeError as error:
             message = f"cannot listen on {_join(host, port)}: the port is in use or the host is not ours; set server.port"
             raise ConfigError(message) from error
@@ -101,6 +120,11 @@ class RpcServer:
         await self.set_serving(False)
         await self.aio.start()
         return _join(self._config.advertise or host, bound)
+
+    def _bind(self, address: str) -> int:
+        if self._credentials is None:
+            return self.aio.add_insecure_port(address)
+        return self.aio.add_secure_port(address, self._credentials)
 
     async def set_serving(self, serving: bool) -> None:
         """What health says of every service from now on."""

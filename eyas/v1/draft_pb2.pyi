@@ -49,6 +49,7 @@ class SpeculateRequest(_message.Message):
     STEP_FIELD_NUMBER: _builtins.int
     COMMITS_FIELD_NUMBER: _builtins.int
     RELEASED_FIELD_NUMBER: _builtins.int
+    VERIFIED_FIELD_NUMBER: _builtins.int
     step: _builtins.int
     """Counts up by one with each request of the stream."""
     @_builtins.property
@@ -59,20 +60,53 @@ class SpeculateRequest(_message.Message):
     def released(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Sessions that have ended and may be forgotten."""
 
+    @_builtins.property
+    def verified(self) -> Global___Verified:
+        """On the first request of a stream: which of the service's drafters the stream is for; unset for its only one."""
+
     def __init__(
         self,
         *,
         step: _builtins.int = ...,
         commits: _abc.Iterable[Global___Commit] | None = ...,
         released: _abc.Iterable[_builtins.str] | None = ...,
+        verified: Global___Verified | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["verified", b"verified"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["commits", b"commits", "released", b"released", "step", b"step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["commits", b"commits", "released", b"released", "step", b"step", "verified", b"verified"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___SpeculateRequest: _TypeAlias = SpeculateRequest  # noqa: Y015
+
+@_typing.final
+class Verified(_message.Message):
+    """What a verifier serves, so that a service with several drafters takes the one that fits: of those for the target, the one that
+    is fed these features, else one that needs none.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TARGET_FINGERPRINT_FIELD_NUMBER: _builtins.int
+    FEATURES_DIGEST_FIELD_NUMBER: _builtins.int
+    target_fingerprint: _builtins.str
+    """Digest of the target."""
+    features_digest: _builtins.str
+    """Digest of the features that the verifier sends; "none" where it sends none."""
+    def __init__(
+        self,
+        *,
+        target_fingerprint: _builtins.str = ...,
+        features_digest: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["features_digest", b"features_digest", "target_fingerprint", b"target_fingerprint"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Verified: _TypeAlias = Verified  # noqa: Y015
 
 @_typing.final
 class Commit(_message.Message):
@@ -90,6 +124,7 @@ class Commit(_message.Message):
     MAX_DEPTH_FIELD_NUMBER: _builtins.int
     PROPOSAL_FIELD_NUMBER: _builtins.int
     SAMPLES_FIELD_NUMBER: _builtins.int
+    TRACEPARENT_FIELD_NUMBER: _builtins.int
     session: _builtins.str
     """Key of the session on this stream."""
     epoch: _builtins.int
@@ -102,6 +137,8 @@ class Commit(_message.Message):
     """Most levels below the root."""
     proposal: Global___Proposal.ValueType
     """How the tree is to be proposed."""
+    traceparent: _builtins.str
+    """W3C trace context of the round, where it is traced; else empty."""
     @_builtins.property
     def tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Newly committed token ids; the last is the new root."""
@@ -131,10 +168,11 @@ class Commit(_message.Message):
         max_depth: _builtins.int = ...,
         proposal: Global___Proposal.ValueType = ...,
         samples: _abc.Iterable[_builtins.int] | None = ...,
+        traceparent: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["features", b"features", "noise", b"noise"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["base", b"base", "epoch", b"epoch", "features", b"features", "max_depth", b"max_depth", "max_nodes", b"max_nodes", "noise", b"noise", "proposal", b"proposal", "samples", b"samples", "session", b"session", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["base", b"base", "epoch", b"epoch", "features", b"features", "max_depth", b"max_depth", "max_nodes", b"max_nodes", "noise", b"noise", "proposal", b"proposal", "samples", b"samples", "session", b"session", "tokens", b"tokens", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -149,8 +187,11 @@ class SpeculateReply(_message.Message):
     STEP_FIELD_NUMBER: _builtins.int
     TREES_FIELD_NUMBER: _builtins.int
     REFUSALS_FIELD_NUMBER: _builtins.int
+    DRAFT_MS_FIELD_NUMBER: _builtins.int
     step: _builtins.int
     """The step of the request that this answers."""
+    draft_ms: _builtins.float
+    """How long the drafter drafted, in ms; the rest of the round trip went to the network and to waiting."""
     @_builtins.property
     def trees(self) -> _containers.RepeatedCompositeFieldContainer[Global___Tree]:
         """Trees for the commits that asked for one and could be used."""
@@ -165,10 +206,11 @@ class SpeculateReply(_message.Message):
         step: _builtins.int = ...,
         trees: _abc.Iterable[Global___Tree] | None = ...,
         refusals: _abc.Iterable[Global___Refusal] | None = ...,
+        draft_ms: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["refusals", b"refusals", "step", b"step", "trees", b"trees"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["draft_ms", b"draft_ms", "refusals", b"refusals", "step", b"step", "trees", b"trees"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -330,12 +372,19 @@ class DescribeRequest(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    VERIFIED_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def verified(self) -> Global___Verified:
+        """Which of the service's drafters is meant; unset for its only one."""
+
     def __init__(
         self,
+        *,
+        verified: Global___Verified | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["verified", b"verified"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["verified", b"verified"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -3,67 +3,100 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
 
 import torch
 
-from eyas.config import DraftConfig
+from eyas.config import DraftConfig, DraftedModel
 from eyas.drafters.base import LocalDrafter
 from eyas.drafters.build import build_drafter, features_digest
 from eyas.errors import RequestFailed
 from eyas.models.checkpoint import read_target_config, resolve, target_fingerprint
 from eyas.rpc.messages import DrafterInfo, ModelInfo
 from eyas.rpc.server import RpcServer
+from eyas.telemetry.process import telemetry
 from eyas.v1 import draft_pb2, draft_pb2_grpc
+from services.draft.choice import check_distinct
+from services.draft.presence import Presences
 from services.draft.servicer import DraftServicer
+from services.draft.telemetry import DraftTelemetry
 from services.draft.worker import DraftWorker
 from services.lifecycle import WorkerPresence, main, serve
 from services.registry import Load, Registry
 
 
+@dataclass(frozen=True)
+class Served:
+    """A drafter and what verifiers are told of it."""
+
+    drafter: LocalDrafter
+    info: DrafterInfo
+
+
 async def run(config: DraftConfig) -> None:
-    """Load the drafter and serve it until told to stop."""
+    """Load the drafters and serve them until told to stop."""
     if config.threads:
         torch.set_num_threads(config.threads)
-    drafter = build_drafter(
-        config.drafter, config.target, config.head, config.dtype, config.device, config.tree, config.eagle, config.methods
-    )
-    info = describe(config, drafter)
-    await serve_drafter(config, drafter, info)
+    served = []
+    for model in config.drafted:
+        drafter = build_drafter(
+            model.drafter, model.target, model.head, model.dtype, model.device, model.tree, model.eagle, model.methods
+        )
+        served.append(Served(drafter, describe(model, drafter)))
+    with telemetry(config.telemetry, "draft") as own:
+        await serve_drafters(config, served, DraftTelemetry(own))
 
 
-async def serve_drafter(config: DraftConfig, drafter: LocalDrafter, info: DrafterInfo) -> None:
-    """Serve until told to stop. Raises RequestFailed when the drafter breaks for good."""
+async def serve_drafters(config: DraftConfig, served: Sequence[Served], telemetry: DraftTelemetry | None = None) -> None:
+    """Serve until told to stop. Raises ConfigError for drafters that cannot be told apart, RequestFailed when one breaks for
+    good."""
+    check_distinct([each.info for each in served])
     loop, owner = asyncio.get_running_loop(), asyncio.current_task()
     assert owner is not None
     server = RpcServer(config.server)
-    with DraftWorker(drafter, info, lambda: loop.call_soon_threadsafe(owner.cancel)) as worker:
-        servicer = DraftServicer(worker, info)
+    observer = telemetry or DraftTelemetry()
+    with ExitStack() as stack:
+        workers = [
+            stack.enter_context(
+                DraftWorker(each.drafter, each.info, lambda: loop.call_soon_threadsafe(owner.cancel), observer)
+            )
+            for each in served
+        ]
+        observer.watch(
+            lambda: sum(worker.num_sessions for worker in workers), lambda: sum(worker.num_waiting for worker in workers)
+        )
+        servicer = DraftServicer(workers)
         draft_pb2_grpc.add_DraftServicer_to_server(servicer, server.aio)
         server.before_stop(servicer.close)
-        presence = WorkerPresence(server, Registry(config.registry), "draft", info.model, lambda: _load(worker))
         names = [draft_pb2.DESCRIPTOR.services_by_name["Draft"].full_name]
         try:
-            await serve(server, names, config.server, presence)
+            await serve(server, names, config.server, Presences([_presence(config, server, worker) for worker in workers]))
         except asyncio.CancelledError:
-            if not worker.broken:
+            if not any(worker.broken for worker in workers):
                 raise
             owner.uncancel()
             raise RequestFailed("the drafter broke; the log has the traceback") from None
 
 
-def describe(config: DraftConfig, drafter: LocalDrafter) -> DrafterInfo:
+def _presence(config: DraftConfig, server: RpcServer, worker: DraftWorker) -> WorkerPresence:
+    return WorkerPresence(server, Registry(config.registry), "draft", worker.info.model, lambda: _load(worker))
+
+
+def describe(model: DraftedModel, drafter: LocalDrafter) -> DrafterInfo:
     """What verifiers are told. Raises CheckpointError."""
-    target = read_target_config(resolve(config.target))
+    target = read_target_config(resolve(model.target))
     needs = drafter.needs
     return DrafterInfo(
         model=ModelInfo(
-            name=config.model,
-            fingerprint=target_fingerprint(config.target),
+            name=model.model,
+            fingerprint=target_fingerprint(model.target),
             vocab_size=int(target["vocab_size"]),
             context_length=int(target["max_position_embeddings"]),
-            head_fingerprint=features_digest(config.drafter, config.head),
+            head_fingerprint=features_digest(model.drafter, model.head),
         ),
-        drafter=config.drafter,
+        drafter=model.drafter,
         needs_features=needs.features,
         needs_samples=needs.samples,
         feature_size=needs.feature_size,

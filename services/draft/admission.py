@@ -37,6 +37,7 @@ def admit(commit: Commit[TensorBytes], session: str, info: DrafterInfo) -> Draft
         budget=commit.budget,
         samples=commit.samples,
         proposal=commit.proposal,
+        traceparent=commit.traceparent,
     )
 
 

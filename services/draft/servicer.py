@@ -1,49 +1,56 @@
-"""The Draft service over a DraftWorker: protobuf streams in and out. Knows neither how nor what is drafted."""
+"""The Draft service over DraftWorkers: protobuf streams in and out. Knows neither how nor what is drafted."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 from eyas.errors import Unavailable
 from eyas.rpc import draft_wire
-from eyas.rpc.messages import DrafterInfo, DraftReply
+from eyas.rpc.messages import DraftReply, DraftRequest
 from eyas.v1 import draft_pb2, draft_pb2_grpc
+from services.draft.choice import choose
 from services.draft.worker import DraftStream, DraftWorker
 
 
 class DraftServicer(draft_pb2_grpc.DraftServicer):
-    """Answers every stream as soon as the worker does. Construct it inside the running event loop."""
+    """Answers every stream as soon as its worker does. Construct it inside the running event loop."""
 
-    def __init__(self, worker: DraftWorker, info: DrafterInfo) -> None:
-        self._worker = worker
-        self._info = info
+    def __init__(self, workers: Sequence[DraftWorker]) -> None:
+        """workers: one for each drafter, no two of them for the same verifiers."""
+        self._workers = workers
         self._loop = asyncio.get_running_loop()
-        self._reading: set[asyncio.Task[None]] = set()
+        self._reading: set[asyncio.Task[Any]] = set()
         self._stopping = False
 
     async def Describe(self, request: draft_pb2.DescribeRequest, context: Any) -> draft_pb2.DescribeReply:  # noqa: N802
-        """What this drafter drafts for and with."""
-        return draft_wire.drafter_info_to_message(self._info)
+        """What the drafter for this verifier drafts for and with. Raises UnknownModel where there is none."""
+        verified = draft_wire.verified_from_message(request.verified) if request.HasField("verified") else None
+        return draft_wire.drafter_info_to_message(choose(self._workers, verified).info)
 
     async def Speculate(  # noqa: N802
         self, request_iterator: AsyncIterator[draft_pb2.SpeculateRequest], context: Any
     ) -> AsyncIterator[draft_pb2.SpeculateReply]:
         """Read and answer at once; the stream's end, whoever ends it, forgets its sessions.
 
-        Raises InvalidRequest for a request that names a session twice, Unavailable after `close`.
+        The first request says which drafter the stream is for. Raises UnknownModel where there is none for it,
+        InvalidRequest for a request that names a session twice, Unavailable after `close`.
         """
         if self._stopping:
             raise Unavailable("this drafter is stopping")
+        opening = await self._opening(request_iterator)
+        if opening is None:
+            return
+        worker = choose(self._workers, opening.verified)
         replies: asyncio.Queue[DraftReply | None] = asyncio.Queue()
 
         def deliver(reply: DraftReply | None) -> None:
             self._loop.call_soon_threadsafe(replies.put_nowait, reply)
 
-        stream = self._worker.open(deliver)
-        reading = asyncio.create_task(self._read(request_iterator, stream))
-        reading.add_done_callback(lambda _: self._worker.close(stream))
+        stream = worker.open(deliver)
+        reading = asyncio.create_task(_read(worker, stream, opening, request_iterator))
+        reading.add_done_callback(lambda _: worker.close(stream))
         self._reading.add(reading)
         try:
             while (reply := await replies.get()) is not None:
@@ -54,12 +61,33 @@ class DraftServicer(draft_pb2_grpc.DraftServicer):
             reading.cancel()
             self._reading.discard(reading)
 
+    async def _opening(self, requests: AsyncIterator[draft_pb2.SpeculateRequest]) -> DraftRequest | None:
+        """The first request; None if the stream or the service ends before it."""
+        reading = asyncio.create_task(_first(requests))
+        self._reading.add(reading)
+        try:
+            await asyncio.wait([reading])
+            return None if reading.cancelled() else reading.result()
+        finally:
+            reading.cancel()
+            self._reading.discard(reading)
+
     async def close(self) -> None:
         """End all streams and open no more; their verifiers decode plainly."""
         self._stopping = True
         for reading in self._reading:
             reading.cancel()
 
-    async def _read(self, requests: AsyncIterator[draft_pb2.SpeculateRequest], stream: DraftStream) -> None:
-        async for message in requests:
-            self._worker.submit(stream, draft_wire.draft_request_from_message(message))
+
+async def _first(requests: AsyncIterator[draft_pb2.SpeculateRequest]) -> DraftRequest | None:
+    async for message in requests:
+        return draft_wire.draft_request_from_message(message)
+    return None
+
+
+async def _read(
+    worker: DraftWorker, stream: DraftStream, opening: DraftRequest, requests: AsyncIterator[draft_pb2.SpeculateRequest]
+) -> None:
+    worker.submit(stream, opening)
+    async for message in requests:
+        worker.submit(stream, draft_wire.draft_request_from_message(message))

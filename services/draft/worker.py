@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import logging
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Self
@@ -18,6 +19,7 @@ from eyas.errors import InvalidRequest
 from eyas.rpc.messages import DrafterInfo, DraftReply, DraftRequest, SessionTree
 from eyas.tree import DraftTree
 from services.draft.admission import admit
+from services.draft.telemetry import DraftTelemetry
 
 log = logging.getLogger(__name__)
 
@@ -70,9 +72,16 @@ class DraftWorker:
     on_break: called from the worker's thread should it end by itself; from then on streams are only closed.
     """
 
-    def __init__(self, drafter: LocalDrafter, info: DrafterInfo, on_break: Callable[[], object] = bool) -> None:
+    def __init__(
+        self,
+        drafter: LocalDrafter,
+        info: DrafterInfo,
+        on_break: Callable[[], object] = bool,
+        telemetry: DraftTelemetry | None = None,
+    ) -> None:
+        self._telemetry = telemetry or DraftTelemetry()
         self._drafter = drafter
-        self._info = info
+        self.info = info
         self._on_break = on_break
         self._numbers = itertools.count()
         self._jobs: list[_Job] = []
@@ -142,10 +151,15 @@ class DraftWorker:
         for job in jobs:
             self._release(job)
         rows = [row for job in jobs for row in self._admitted(job)]
-        drafts = self._propose([row.context for row in rows]) if rows else []
+        contexts, drafts, started = [row.context for row in rows], list[Draft](), time.time_ns()
+        if contexts:
+            drafts = list(self._propose(contexts))
+        ended = time.time_ns()
         for job in jobs:
             answers = [pair for pair in zip(rows, drafts, strict=True) if pair[0].job is job]
-            _answer(job, answers)
+            _answer(job, answers, (ended - started) / 1e6)
+        if contexts:
+            self._telemetry.drafted(contexts, drafts, started, ended)
 
     def _next_jobs(self) -> list[_Job]:
         """The waiting jobs up to the first that touches a session again; empty once the worker stops."""
@@ -179,7 +193,7 @@ class DraftWorker:
         for commit in job.request.commits if job.request else ():
             name = job.stream.qualified(commit.session)
             try:
-                context = admit(commit, name, self._info)
+                context = admit(commit, name, self.info)
             except InvalidRequest as error:
                 log.warning("dropped a commit of session %s: %s", name, error)
                 continue
@@ -216,7 +230,7 @@ def _dismiss(jobs: Sequence[_Job]) -> None:
             job.stream.deliver(None)
 
 
-def _answer(job: _Job, answers: Sequence[tuple[_Row, Draft]]) -> None:
+def _answer(job: _Job, answers: Sequence[tuple[_Row, Draft]], draft_ms: float) -> None:
     """Trees for those who want one, refusals for those who need one; nothing to a request without commits."""
     if job.request is None:
         job.stream.deliver(None)
@@ -229,4 +243,4 @@ def _answer(job: _Job, answers: Sequence[tuple[_Row, Draft]]) -> None:
         refusals = tuple(
             Refusal(row.session, row.context.epoch, draft.have) for row, draft in answers if isinstance(draft, Refusal)
         )
-        job.stream.deliver(DraftReply(job.request.step, trees, refusals))
+        job.stream.deliver(DraftReply(job.request.step, trees, refusals, draft_ms))

@@ -15,12 +15,16 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class RouterPresence:
-    """SERVING while at least one verifier can be reached; looks every `interval` seconds."""
+    """SERVING while at least one verifier can be reached; looks every `interval` seconds.
+
+    reason: why it is not ready; empty while it is.
+    """
 
     server: RpcServer
     registry: Registry
     workers: Workers
     interval: float
+    reason: str = field(default="the router is starting", init=False)
     _task: asyncio.Task[None] | None = field(default=None, init=False)
 
     async def enter(self, address: str) -> None:
@@ -33,12 +37,14 @@ class RouterPresence:
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
+        self.reason = "the router is stopping"
         await self.server.set_serving(False)
 
     async def _follow(self) -> None:
         while True:
             try:
-                await self.server.set_serving(await self.workers.refresh())
+                self.reason = "" if await self.workers.refresh() else "no verifier can be reached"
+                await self.server.set_serving(not self.reason)
             except Exception:
                 log.exception("a look at the verifiers failed; trying again")
             await asyncio.sleep(self.interval)

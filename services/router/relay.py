@@ -25,6 +25,7 @@ from eyas.v1 import generation_pb2
 from eyas.v1.generation_pb2_grpc import GenerationStub
 from services.registry import Placement, Registry
 from services.router.placement import Demand, Pair, candidates, pick
+from services.router.telemetry.observer import RouterTelemetry
 from services.router.workers import Workers
 
 MAX_ATTEMPTS = 3
@@ -84,7 +85,8 @@ class Relay:
     gone by then shows in the channel's keepalive.
     """
 
-    def __init__(self, workers: Workers, registry: Registry, stall: float) -> None:
+    def __init__(self, workers: Workers, registry: Registry, stall: float, telemetry: RouterTelemetry | None = None) -> None:
+        self._telemetry = telemetry or RouterTelemetry()
         self._workers = workers
         self._registry = registry
         self._stall = stall
@@ -108,12 +110,13 @@ class Relay:
             pair = self._choose(journey)
             home.placement = home.placement or _placement(pair)
             try:
-                async with aclosing(self._attempt(pair, journey.rest(pair), deadline, sink)) as chunks:
-                    async for chunk in chunks:
-                        if not journey.demand.fingerprint:
-                            self._bind(request.session, pair)
-                        journey.accepted(pair, chunk)
-                        yield chunk
+                with self._telemetry.attempt(journey.rest(pair), pair, len(journey.demand.excluded)) as rest:
+                    async with aclosing(self._attempt(pair, rest, deadline, sink)) as chunks:
+                        async for chunk in chunks:
+                            if not journey.demand.fingerprint:
+                                self._bind(request.session, pair)
+                            journey.accepted(pair, chunk)
+                            yield chunk
                 return
             except (Unavailable, Overloaded) as error:
                 log.warning("request %s: verifier %s: %s", request.id, pair.verifier.address, error)
@@ -135,7 +138,7 @@ class Relay:
         with self._workers.busy(pair):
             left = deadline - asyncio.get_running_loop().time()
             stub = GenerationStub(self._workers.channel(pair.verifier))
-            stream = stub.Generate(call_to_message(call), timeout=max(left, 0))
+            stream = stub.Generate(call_to_message(call), timeout=max(left, 0), metadata=call.trace)
             try:
                 finished, stall = False, math.inf
                 while not finished:

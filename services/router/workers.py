@@ -20,7 +20,10 @@ from services.router.placement import Fleet, Pair
 
 
 class Workers:
-    """Live workers and the way to them. A failed verifier is avoided for `suspicion` seconds."""
+    """Live workers and the way to them. A failed verifier is avoided for `suspicion` seconds.
+
+    reachable: the verifiers that were connected at the last refresh.
+    """
 
     def __init__(self, registry: Registry, suspicion: float) -> None:
         self._registry = registry
@@ -28,6 +31,7 @@ class Workers:
         self._suspected_until: dict[str, float] = {}
         self._in_flight: Counter[str] = Counter()
         self._channels: dict[str, grpc.aio.Channel] = {}
+        self.reachable: tuple[Lease, ...] = ()
 
     def fleet(self) -> Fleet:
         """What is known now."""
@@ -66,8 +70,9 @@ class Workers:
         verifiers = self._registry.known("verifier")
         gone = set(self._channels) - {verifier.incarnation for verifier in verifiers} - set(self._in_flight)
         await asyncio.gather(*(self._channels.pop(name).close(None) for name in gone))
-        states = [self.channel(verifier).get_state(try_to_connect=True) for verifier in verifiers]
-        return grpc.ChannelConnectivity.READY in states
+        ready = grpc.ChannelConnectivity.READY
+        self.reachable = tuple(v for v in verifiers if self.channel(v).get_state(try_to_connect=True) is ready)
+        return bool(self.reachable)
 
     async def close(self) -> None:
         """Hang up on all."""

@@ -14,8 +14,9 @@ from eyas.drafters.build import NO_DRAFTS, build_fuser, default_drafter, feature
 from eyas.engine.build import build_engine, gather_ranks
 from eyas.models.checkpoint import target_fingerprint
 from eyas.models.parallel.ranks import Ranks
-from eyas.rpc.messages import ModelInfo
+from eyas.rpc.messages import ModelInfo, Verified
 from eyas.rpc.server import RpcServer
+from eyas.telemetry.process import Telemetry, telemetry
 from eyas.v1 import generation_pb2, generation_pb2_grpc
 from services.lifecycle import Presence, WorkerPresence, main, serve
 from services.registry import Lease, Registry
@@ -24,6 +25,7 @@ from services.verifier.pool import DraftPool
 from services.verifier.presence import VerifierPresence
 from services.verifier.ranks import end_in_time, follow_rank_0, place_of
 from services.verifier.servicer import GenerationServicer
+from services.verifier.telemetry.observer import VerifierTelemetry
 
 log = logging.getLogger(__name__)
 
@@ -39,27 +41,37 @@ async def run(config: VerifierConfig) -> None:
     ranks = gather_ranks(place, config.target, config.dtype, config.engine.context_length)
     ranks.watch(end_in_time)
     try:
-        await lead(config, ranks)
+        with telemetry(config.telemetry, "verifier") as own:
+            await lead(config, ranks, own)
     finally:
         ranks.close()
 
 
-async def lead(config: VerifierConfig, ranks: Ranks) -> None:
+async def lead(config: VerifierConfig, ranks: Ranks, telemetry: Telemetry) -> None:
     """Serve as rank 0, with the others ready. Raises Unavailable when one of them is gone."""
     proposal: Proposal = "sampled" if config.engine.rule == "rejection" else "deterministic"
     drafter = default_drafter(config.drafter, config.head)
     fuser = build_fuser(drafter, config.head, config.target, config.dtype, config.device)
     needs = DrafterNeeds(features=fuser is not None, samples=True)
-    pool = DraftPool(config.link, needs, proposal) if drafter != NO_DRAFTS else None
+    verified = Verified(target_fingerprint(config.target), features_digest(drafter, config.head))
+    pool = DraftPool(config.link, needs, proposal, verified) if drafter != NO_DRAFTS else None
     engine = build_engine(config.target, fuser, config.dtype, config.device, config.engine, config.tree, pool, ranks)
-    digest = features_digest(drafter, config.head)
-    model = ModelInfo(config.model, target_fingerprint(config.target), engine.vocab_size, engine.context_length, digest)
+    model = ModelInfo(
+        config.model,
+        verified.target_fingerprint,
+        engine.vocab_size,
+        engine.context_length,
+        verified.features_digest,
+    )
     log.info("model %s: vocabulary %d, context %d", model.name, model.vocab_size, model.context_length)
     server = RpcServer(config.server)
     with closing(pool) if pool else nullcontext():
-        async with EngineLoop(engine) as loop:
+        observer = VerifierTelemetry(telemetry, model.name, pool)
+        async with EngineLoop(engine, observer.stepped) as loop:
             ranks.watch(loop.lose)
-            generation_pb2_grpc.add_GenerationServicer_to_server(GenerationServicer(loop, model, pool), server.aio)
+            observer.watch(lambda: loop.engine_load)
+            servicer = GenerationServicer(loop, model, pool, observer)
+            generation_pb2_grpc.add_GenerationServicer_to_server(servicer, server.aio)
             registry = Registry(config.registry)
             worker = WorkerPresence(server, registry, "verifier", model, lambda: loop.load)
             presence = _following(worker, registry, model, pool, config.registry.heartbeat) if pool else worker

@@ -18,7 +18,7 @@ from eyas.drafters.base import DrafterNeeds
 from eyas.errors import ConfigError, EyasError
 from eyas.rpc import draft_wire
 from eyas.rpc.channel import open_sync_channel
-from eyas.rpc.messages import DrafterInfo, DraftReply, DraftRequest
+from eyas.rpc.messages import DrafterInfo, DraftReply, DraftRequest, Verified
 from eyas.rpc.server import status_error
 from eyas.v1 import draft_pb2, draft_pb2_grpc
 
@@ -47,13 +47,17 @@ class Stream:
 
 
 class DraftLink:
-    """The stream to one address. `deliver` and `broken` are called from the link's thread."""
+    """The stream to one address. `deliver` and `broken` are called from the link's thread.
+
+    verified: what the drafter must fit; None takes whichever is there, if there is only one.
+    """
 
     def __init__(
         self,
         address: str,
         needs: DrafterNeeds,
         proposal: Proposal,
+        verified: Verified | None,
         deliver: Callable[[DraftReply], None],
         broken: Callable[[], None],
     ) -> None:
@@ -61,6 +65,7 @@ class DraftLink:
         self._address = address
         self._needs = needs
         self._proposal = proposal
+        self._verified = verified
         self._deliver = deliver
         self._broken = broken
         self._channel = open_sync_channel(address)
@@ -105,8 +110,11 @@ class DraftLink:
         return problem
 
     def _describe(self, stub: draft_pb2_grpc.DraftStub) -> DrafterInfo:
-        request = draft_pb2.DescribeRequest()
+        verified = self._verified
+        request = draft_pb2.DescribeRequest(verified=draft_wire.verified_to_message(verified) if verified else None)
         info = draft_wire.drafter_info_from_message(stub.Describe(request, timeout=_DESCRIBE_SECONDS, wait_for_ready=True))
+        if verified and not verified.is_drafted_by(info.model):
+            raise ConfigError(f"drafter {info.drafter} is for {info.model}, which is not {verified}")
         lacking = DrafterNeeds(
             info.needs_features and not self._needs.features, info.needs_samples and not self._needs.samples
         )
@@ -118,6 +126,7 @@ class DraftLink:
 
     def _converse(self, stub: draft_pb2_grpc.DraftStub, info: DrafterInfo) -> None:
         stream = Stream(info)
+        stream.send(DraftRequest(0, verified=self._verified))
         call = stub.Speculate(iter(stream.outbox.get, None))
         log.info("drafts come from %s (%s)", self._address, info.drafter)
         self.stream = stream

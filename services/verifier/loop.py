@@ -14,14 +14,21 @@ from concurrent.futures import Future
 from functools import partial
 from typing import Self
 
-from eyas.engine.engine import Engine
+from eyas.engine.engine import Engine, StepReport
+from eyas.engine.engine import Load as EngineLoad
 from eyas.errors import RequestFailed, Unavailable
 from eyas.request import Chunk, Request
 from services.registry import Load
 
 log = logging.getLogger(__name__)
 
+Stepped = Callable[[StepReport, Sequence[Chunk]], None]
+
 FAILED = "a step of the engine failed; the verifier's log says why"
+
+
+def _nothing(report: StepReport, chunks: Sequence[Chunk]) -> None:
+    """For those who want to hear of no step."""
 
 
 class EngineLoop:
@@ -31,8 +38,10 @@ class EngineLoop:
     it lose what it computes with, Unavailable.
     """
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, stepped: Stepped = _nothing) -> None:
+        """stepped: told of every step, on the engine's thread."""
         self._engine = engine
+        self._stepped = stepped
         self._inbox: list[Callable[[], None]] = []
         self._wake = threading.Condition()
         self._live: set[str] = set()
@@ -42,7 +51,8 @@ class EngineLoop:
         self._broken = False
         self._lost: Unavailable | None = None
         self._verdicts: set[Future[None]] = set()
-        self.load = _load(engine)
+        self.engine_load = engine.load
+        self.load = _load(self.engine_load)
 
     async def __aenter__(self) -> Self:
         self._event_loop = asyncio.get_running_loop()
@@ -138,8 +148,10 @@ class EngineLoop:
         if self._running and self._engine.has_work:
             chunks = self._step()
             self._live.difference_update(chunk.request_id for chunk in chunks if chunk.finish_reason)
+            self._stepped(self._engine.report, chunks)  # before those who wait may end their requests
             self._event_loop.call_soon_threadsafe(self._deliver, chunks)
-        self.load = _load(self._engine)
+        self.engine_load = self._engine.load
+        self.load = _load(self.engine_load)
 
     def _commands(self) -> list[Callable[[], None]]:
         with self._wake:
@@ -181,5 +193,5 @@ class EngineLoop:
         self._running = False
 
 
-def _load(engine: Engine) -> Load:
-    return Load(engine.load.num_running, engine.load.num_waiting, engine.load.free_slots)
+def _load(load: EngineLoad) -> Load:
+    return Load(load.num_running, load.num_waiting, load.free_slots)

@@ -14,7 +14,7 @@ _BOOKKEEPING = Budget(max_nodes=1, max_depth=0)
 def pack(contexts: Sequence[DraftContext], max_tokens: int) -> list[list[Commit[TensorBytes]]]:
     """Messages to send in order. Each holds at most `max_tokens` new tokens, and a session at most once.
 
-    A longer commit is cut; only its last piece keeps the budget and the samples.
+    A longer commit is cut; only its last piece keeps the budget, the samples and the trace.
     """
     messages: list[list[Commit[TensorBytes]]] = []
     room: list[int] = []
@@ -52,4 +52,5 @@ def _pieces(context: DraftContext, max_tokens: int) -> Iterator[Commit[TensorByt
             budget=context.budget if last else _BOOKKEEPING,
             samples=context.samples if last else (),
             proposal=context.proposal,
+            traceparent=context.traceparent if last else "",
         )

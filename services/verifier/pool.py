@@ -5,15 +5,17 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 
 from eyas.commit import Proposal
 from eyas.config import DraftLinkConfig
 from eyas.drafters.base import Draft, DraftContext, DrafterNeeds, Pending
+from eyas.request import Round as VerifyRound
+from eyas.rpc.messages import Verified
 from services.verifier.remote import RemoteDrafter, Round
-from services.verifier.timing import LinkStats
+from services.verifier.timing import LinkState, LinkStats, RoundTimes
 
 
 @dataclass
@@ -27,8 +29,12 @@ class _Pair:
 
 @dataclass
 class _Timing:
+    """A session's answered rounds. link, last: who was asked last, and what its answer took; None if it did not come."""
+
     num_rounds: int = 0
     seconds: float = 0.0
+    link: RemoteDrafter | None = None
+    last: RoundTimes | None = None
 
 
 class DraftPool:
@@ -38,15 +44,27 @@ class DraftPool:
     `ask` and at last `release` where the engine takes it, then `unpair` (the last two in any order).
     """
 
-    def __init__(self, config: DraftLinkConfig, needs: DrafterNeeds, proposal: Proposal = "deterministic") -> None:
-        """needs, proposal: see RemoteDrafter."""
+    def __init__(
+        self,
+        config: DraftLinkConfig,
+        needs: DrafterNeeds,
+        proposal: Proposal = "deterministic",
+        verified: Verified | None = None,
+    ) -> None:
+        """needs, proposal, verified: see RemoteDrafter."""
         self._config = config
         self._needs = needs
         self._proposal = proposal
+        self._verified = verified
         self._lock = threading.Lock()
         self._links: dict[str, RemoteDrafter] = {}
         self._pairs: dict[str, _Pair] = {}
         self._timings: dict[str, _Timing] = {}
+        self._traceparent: Callable[[str], str] = _untraced
+
+    def trace_by(self, traceparent: Callable[[str], str]) -> None:
+        """Ask for the trace context of each session's next round, and send it along; empty for one that is not traced."""
+        self._traceparent = traceparent
 
     @property
     def needs(self) -> DrafterNeeds:
@@ -61,6 +79,21 @@ class DraftPool:
         """Round trips of every link."""
         with self._lock:
             return [link.stats for link in self._links.values()]
+
+    @property
+    def links(self) -> list[LinkState]:
+        """Every link now."""
+        with self._lock:
+            sessions = Counter(pair.link.address for pair in self._pairs.values() if pair.link)
+            return [link.state(sessions[address]) for address, link in self._links.items()]
+
+    def verified(self, session: str, round_: VerifyRound) -> RoundTimes | None:
+        """Count what became of a session's last tree; what that took, None where its drafter's answers were not complete."""
+        timing = self._timings.get(session)
+        if timing is None or timing.link is None:
+            return None
+        timing.link.verified(round_)
+        return timing.last
 
     def pair(self, session: str, address: str) -> None:
         """Let the drafter at host:port draft for a session from now on; dials it if it is new.
@@ -105,6 +138,7 @@ class DraftPool:
 
     def ask(self, contexts: Sequence[DraftContext]) -> Pending:
         """One round with all drafters at once, under one deadline from when it is collected."""
+        contexts = [self._traced(context) for context in contexts]
         indices = self._by_link(contexts)
         rounds = {link: link.send([contexts[i] for i in mine]) for link, mine in indices.items()}
         return partial(self._collect, contexts, indices, rounds)
@@ -132,17 +166,20 @@ class DraftPool:
             for i, draft in zip(indices[link], link.collect(round_, deadline), strict=True):
                 drafts[i] = draft
                 timing = self._timings.get(contexts[i].session)
-                if timing and round_.seconds is not None and contexts[i].budget.wants_tree:
-                    timing.num_rounds += 1
-                    timing.seconds += round_.seconds
+                if timing and contexts[i].budget.wants_tree:
+                    _note(timing, link, round_)
         return drafts
+
+    def _traced(self, context: DraftContext) -> DraftContext:
+        traceparent = self._traceparent(context.session) if context.budget.wants_tree else ""
+        return replace(context, traceparent=traceparent) if traceparent else context
 
     def _is_resting(self, address: str) -> bool:
         return address in self._links and self._links[address].resting
 
     def _dial(self, address: str) -> RemoteDrafter:
         if address not in self._links:
-            self._links[address] = RemoteDrafter(address, self._needs, self._config, self._proposal)
+            self._links[address] = RemoteDrafter(address, self._needs, self._config, self._proposal, self._verified)
         return self._links[address]
 
     def _by_link(self, contexts: Sequence[DraftContext]) -> dict[RemoteDrafter, list[int]]:
@@ -165,3 +202,15 @@ class DraftPool:
         if not pair.link.up and all(other.link is not pair.link for other in self._pairs.values()):
             pair.link.close()
             self._links.pop(pair.link.address, None)
+
+
+def _note(timing: _Timing, link: RemoteDrafter, round_: Round) -> None:
+    timing.link, timing.last = link, None
+    if round_.seconds is not None:
+        timing.num_rounds += 1
+        timing.seconds += round_.seconds
+        timing.last = RoundTimes(link.address, round_.seconds, round_.draft_seconds)
+
+
+def _untraced(session: str) -> str:
+    return ""

@@ -19,11 +19,12 @@ from pybreaker import STATE_OPEN, CircuitBreaker, CircuitBreakerError
 from eyas.commit import Proposal, Refusal
 from eyas.config import DraftLinkConfig
 from eyas.drafters.base import Draft, DraftContext, DrafterNeeds, Pending
-from eyas.rpc.messages import DraftReply, DraftRequest, SessionTree
+from eyas.request import Round as VerifyRound
+from eyas.rpc.messages import DraftReply, DraftRequest, SessionTree, Verified
 from eyas.tree import DraftTree
 from services.verifier.link import DraftLink, Stream
 from services.verifier.packing import pack
-from services.verifier.timing import LinkStats, RoundTrips
+from services.verifier.timing import LinkState, LinkStats, RoundTrips
 
 
 @dataclass
@@ -31,7 +32,8 @@ class Round:
     """What was sent in one step of the engine and what has come back. stream is None where nothing was sent.
 
     steps: messages with a tree to come. drafts: the answers so far, in the order of the contexts.
-    seconds: how long all answers took; None before, and where some were lost.
+    answered_at: when the last of them came. seconds: how long all answers took; None before, and where some were lost.
+    draft_seconds: of it, how long was drafted.
     """
 
     contexts: Sequence[DraftContext]
@@ -41,7 +43,9 @@ class Round:
     replies: list[DraftReply] = field(default_factory=list)
     guard: ExitStack = field(default_factory=ExitStack)
     sent_at: float = 0.0
+    answered_at: float | None = None
     seconds: float | None = None
+    draft_seconds: float = 0.0
 
 
 # A drafter that goes on failing is tried again after this many seconds at the latest, unless its `reset` is longer.
@@ -54,10 +58,15 @@ class _LostRound(Exception):
 
 class RemoteDrafter:
     """A link to one draft service. `needs` is what contexts will carry, `proposal` the most that they will ask for; a
-    drafter that needs more or can do less stays unused."""
+    drafter that needs more or can do less stays unused. verified: see DraftLink."""
 
     def __init__(
-        self, address: str, needs: DrafterNeeds, config: DraftLinkConfig, proposal: Proposal = "deterministic"
+        self,
+        address: str,
+        needs: DrafterNeeds,
+        config: DraftLinkConfig,
+        proposal: Proposal = "deterministic",
+        verified: Verified | None = None,
     ) -> None:
         self.address = address
         self.needs = needs
@@ -70,7 +79,9 @@ class RemoteDrafter:
         self._round: Round | None = None
         self._rest = config.reset
         self._resting_until = 0.0
-        self._link = DraftLink(address, needs, proposal, self._deliver, self._wake)
+        self._num_drafted = 0
+        self._num_accepted = 0
+        self._link = DraftLink(address, needs, proposal, verified, self._deliver, self._wake)
 
     @property
     def up(self) -> bool:
@@ -81,6 +92,24 @@ class RemoteDrafter:
     def stats(self) -> LinkStats:
         """Round trips so far."""
         return self._trips.summary(self.address)
+
+    def state(self, num_sessions: int) -> LinkState:
+        """The link now. num_sessions: how many it drafts for."""
+        return LinkState(
+            self.address,
+            self.up,
+            self._breaker.current_state,
+            num_sessions,
+            self._trips.num_answered,
+            self._trips.num_lost,
+            self._num_drafted,
+            self._num_accepted,
+        )
+
+    def verified(self, round_: VerifyRound) -> None:
+        """Count what became of one of its trees."""
+        self._num_drafted += round_.drafted
+        self._num_accepted += round_.accepted
 
     @property
     def resting(self) -> bool:
@@ -165,14 +194,15 @@ class RemoteDrafter:
         self._rest = min(2 * self._rest, max(MAX_REST, self._config.reset))
 
     def _wait(self, round_: Round, deadline: float) -> None:
-        if not round_.steps:
-            return
         with self._changed:
             timeout = max(deadline - time.monotonic(), 0)
             self._changed.wait_for(lambda: not round_.steps or self._link.stream is not round_.stream, timeout)
             if round_.steps:
                 raise _LostRound
-        round_.seconds = time.perf_counter() - round_.sent_at
+        if round_.answered_at is None:  # no tree was asked for
+            return
+        round_.seconds = round_.answered_at - round_.sent_at
+        round_.draft_seconds = max(reply.draft_ms for reply in round_.replies) / 1000
         self._trips.answered(round_.seconds)
         self._rest = self._config.reset
 
@@ -183,6 +213,8 @@ class RemoteDrafter:
             if self._round is not None and reply.step in self._round.steps:
                 self._round.replies.append(reply)
                 self._round.steps.discard(reply.step)
+                if not self._round.steps:
+                    self._round.answered_at = time.perf_counter()
                 self._changed.notify()
 
     def _wake(self) -> None:

@@ -12,15 +12,20 @@ from eyas.errors import InvalidRequest, UnknownModel
 from eyas.request import Chunk, Request
 from eyas.rpc import wire
 from eyas.rpc.messages import NO_DRAFTER, ROUND_TRIP_KEY, GenerateCall, ModelInfo, TextChunk, Totals
+from eyas.telemetry.tracing import trace_pairs
 from eyas.v1 import generation_pb2, generation_pb2_grpc
 from services.verifier.loop import EngineLoop
 from services.verifier.pool import DraftPool
+from services.verifier.telemetry.observer import VerifierTelemetry
 
 
 class GenerationServicer(generation_pb2_grpc.GenerationServicer):
     """Serves one model. pool: where requests find the drafter that the router picked; None for a target without a head."""
 
-    def __init__(self, loop: EngineLoop, model: ModelInfo, pool: DraftPool | None) -> None:
+    def __init__(
+        self, loop: EngineLoop, model: ModelInfo, pool: DraftPool | None, telemetry: VerifierTelemetry | None = None
+    ) -> None:
+        self._telemetry = telemetry or VerifierTelemetry()
         self._loop = loop
         self._model = model
         self._pool = pool
@@ -34,9 +39,9 @@ class GenerationServicer(generation_pb2_grpc.GenerationServicer):
         Raises InvalidRequest, UnknownModel or Overloaded before the first chunk.
         """
         call = wire.call_from_message(request)
-        self._check(call)
         own = self._numbered(call.request)
-        with self._paired(own, call.drafter):
+        with self._telemetry.request(own, trace_pairs(context.invocation_metadata() or ())), self._paired(own, call.drafter):
+            self._check(call)
             async with aclosing(self._loop.generate(own)) as chunks:
                 async for chunk in _addressed(own, chunks):
                     if chunk.totals:

@@ -19,17 +19,21 @@ from eyas.tree import DraftLaw, Sampled
 from tests import reference
 from tests.acceptance.sampling_drafters import BigramDrafter, Disguised, bigram_logits
 from tests.engine.drafters import RandomDrafter
+from tests.tiny import write_small
 
 TREE = TreeConfig(nodes=12, depth=3, width=4)
 PROMPT = (7, 8, 9)
 PARAMS = SamplingParams(max_tokens=20, temperature=0.9, ignore_eos=True)
 FILTERED = replace(PARAMS, temperature=1.2, top_k=20, top_p=0.9)
-DRAFTERS = ("chain", "siblings", "siblings-replaced", "eagle3")
+DRAFTERS = ("chain", "siblings", "siblings-replaced", "eagle3", "sps")
 
 
 def make_drafter(name: str, target: str, head: str) -> LocalDrafter:
     if name == "eagle3":
         return build_drafter("eagle3", target, head, "float32", "cpu", TREE, EagleConfig(num_slots=8192, law_tokens=10))
+    if name == "sps":
+        eagle = EagleConfig(num_slots=8192, law_tokens=10)
+        return build_drafter("sps", target, write_small(target), "float32", "cpu", TREE, eagle)
     widths = (1, 1, 1) if name == "chain" else (3, 2)
     return BigramDrafter(bigram_logits(target), widths, replacement=name == "siblings-replaced")
 

@@ -26,7 +26,11 @@ def build_eagle(target: str, head: str) -> LocalDrafter:
     return build_drafter("eagle3", target, head, "float32", "cpu", TreeConfig(16, 4, 3), EagleConfig(num_slots=2048))
 
 
-LOCAL: dict[str, Callable[[str, str], LocalDrafter]] = {"eagle3": build_eagle}
+def build_small(target: str, head: str) -> LocalDrafter:
+    return build_drafter("sps", target, target, "float32", "cpu", TreeConfig(16, 4, 3), EagleConfig(num_slots=2048))
+
+
+LOCAL: dict[str, Callable[[str, str], LocalDrafter]] = {"eagle3": build_eagle, "sps": build_small}
 
 
 @pytest.fixture(params=[*LOCAL, *(f"remote {name}" for name in LOCAL)])
@@ -130,8 +134,10 @@ def _shape(draft: object) -> tuple[tuple[int, ...], ...]:
     return draft.tokens, draft.parents
 
 
-def test_a_first_token_alone_is_followed_without_a_tree(drafter: Drafter) -> None:
-    assert propose(drafter, [commit("a", 1), commit("b", 9)])[0] == DraftTree.root_only(commit("a", 1).tokens[-1])
+def test_a_first_token_alone_is_followed(drafter: Drafter) -> None:
+    draft = propose(drafter, [commit("a", 1), commit("b", 9)])[0]
+    assert isinstance(draft, DraftTree)
+    draft.validate(commit("a", 1).tokens[-1], VOCAB, TREE.max_nodes, TREE.max_depth)
     assert _shape(propose(drafter, [commit("a", 9, base=1)])[0]) == _shape(propose(drafter, [commit("c", 9)])[0])
 
 

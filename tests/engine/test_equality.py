@@ -16,6 +16,7 @@ from eyas.models.target import load_target
 from eyas.request import Chunk, GenerationStats, Request, SamplingParams
 from tests import reference
 from tests.engine.drafters import DyingDrafter, RandomDrafter, WorkingDrafter
+from tests.tiny import write_small
 
 TREE = TreeConfig(nodes=12, depth=4, width=4)
 GREEDY = SamplingParams(max_tokens=24, temperature=0, ignore_eos=True)
@@ -25,7 +26,7 @@ PARAMS = {
     "filtered": SamplingParams(max_tokens=24, temperature=1.1, top_k=12, top_p=0.85, ignore_eos=True),
     "stopping": SamplingParams(max_tokens=24, temperature=1.0, stop_token_ids=tuple(range(4, 10))),
 }
-DRAFTERS = ("eagle3", "eagle3-own-noise", "eagle3-crowded", "eagle3-ahead", "random", "dying", "none")
+DRAFTERS = ("eagle3", "eagle3-own-noise", "eagle3-crowded", "eagle3-ahead", "sps", "sps-crowded", "random", "dying", "none")
 
 
 def make_drafter(name: str, target: str, head: str) -> Drafter | None:
@@ -33,9 +34,11 @@ def make_drafter(name: str, target: str, head: str) -> Drafter | None:
         return None
     if name == "random":
         return RandomDrafter(48)
-    slots = 90 if name == "eagle3-crowded" else 4096
+    slots = 90 if name.endswith("-crowded") else 4096
     ahead = AheadConfig(6, 16, 7) if name == "eagle3-ahead" else AheadConfig()
     eagle = EagleConfig(num_slots=slots, shared_noise=name != "eagle3-own-noise", ahead=ahead)
+    if name.startswith("sps"):
+        return build_drafter("sps", target, write_small(target), "float32", "cpu", TREE, eagle)
     drafter = build_drafter("eagle3", target, head, "float32", "cpu", TREE, eagle)
     if name == "eagle3-ahead":
         return WorkingDrafter(drafter)

@@ -12,6 +12,7 @@ ROOMS_WITHOUT_TORCH = (
     "services.registry",
     "services.lifecycle",
     "eyas.rpc",
+    "eyas.telemetry",
     "eyas.errors",
     "eyas.config",
     "eyas.request",

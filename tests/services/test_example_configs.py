@@ -5,6 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from fastapi import FastAPI
 
 from eyas.config import DraftConfig, RegistryConfig, RouterConfig, ServerConfig, VerifierConfig, load
 from eyas.errors import ConfigError
@@ -12,6 +13,7 @@ from eyas.rpc.messages import ModelInfo
 from eyas.rpc.server import RpcServer
 from services.lifecycle import WorkerPresence
 from services.registry import Load, Registry
+from services.router.http.door import HttpDoor
 
 CONFIGS = Path(__file__).parents[2] / "examples" / "configs"
 
@@ -46,9 +48,13 @@ def test_a_worker_can_listen_and_be_found_as_its_example_says(place: str, role: 
 @pytest.mark.parametrize("place", ["local", "gpu"])
 def test_a_router_can_listen_as_its_example_says(place: str) -> None:
     async def listen() -> None:
-        server = RpcServer(replace(load(RouterConfig, CONFIGS / place / "router.yaml").server, port=0))
+        config = load(RouterConfig, CONFIGS / place / "router.yaml")
+        server = RpcServer(replace(config.server, port=0))
         await server.start([])
         await server.stop(0)
+        door = HttpDoor(FastAPI(), replace(config.http, port=0), config.tls)
+        await door.start()
+        await door.stop(0)
 
     asyncio.run(listen())
 

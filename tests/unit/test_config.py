@@ -65,7 +65,7 @@ def test_models_of_a_router_are_read(tmp_path: Path) -> None:
         (RouterConfig, ROUTER + "request_timeout: 0\n", "request_timeout is 0"),
         (RouterConfig, ROUTER + "stall_timeout: -1\n", "stall_timeout is -1"),
         (DraftConfig, "model: m\ntarget: t\nhead: h\nthreads: -1\n", "threads is -1"),
-        (DraftConfig, "model: m\ntarget: t\nhead: h\neagle: {noise_scale: 0}\n", r"eagle\.noise_scale is 0"),
+        (DraftConfig, "model: m\ntarget: t\nhead: h\neagle: {noise_scale: -1}\n", r"eagle\.noise_scale is -1"),
         (VerifierConfig, "[1, 2]", "expected a mapping"),
         (VerifierConfig, "a: [", "cannot read config"),
     ],

@@ -21,6 +21,7 @@ from eyas.rpc.messages import (
     SessionTree,
     TextChunk,
     Totals,
+    Verified,
 )
 from eyas.tree import DraftLaw, DraftTree, Sampled
 from eyas.v1 import draft_pb2, generation_pb2, types_pb2
@@ -49,7 +50,7 @@ tensors = st.builds(TensorBytes, names, ids, st.binary(max_size=16))
 noises = st.builds(NoiseKey, seeds, floats, counts, floats, floats)
 budgets = st.builds(Budget, counts, counts)
 proposals = st.sampled_from(["deterministic", "sampled"])
-commits = st.builds(Commit, names, counts, counts, ids, st.none() | tensors, noises, budgets, ids, proposals)
+commits = st.builds(Commit, names, counts, counts, ids, st.none() | tensors, noises, budgets, ids, proposals, names)
 scores = st.lists(float32s, max_size=5).map(tuple)
 sampled = st.builds(Sampled, st.dictionaries(counts, st.builds(DraftLaw, ids, scores), max_size=3), st.booleans())
 trees = st.builds(DraftTree, ids, ids, scores, st.booleans(), st.none() | sampled)
@@ -90,16 +91,25 @@ def test_models_come_back(models: tuple[ModelInfo, ...]) -> None:
     assert wire.models_from_message(wire.models_to_message(models)) == models
 
 
-@given(counts, st.lists(commits, max_size=3).map(tuple), st.lists(names).map(tuple))
-def test_a_draft_request_comes_back(step: int, commits: tuple[Commit[TensorBytes], ...], released: tuple[str, ...]) -> None:
-    request = DraftRequest(step, commits, released)
+@given(
+    counts,
+    st.lists(commits, max_size=3).map(tuple),
+    st.lists(names).map(tuple),
+    st.none() | st.builds(Verified, names, names),
+)
+def test_a_draft_request_comes_back(
+    step: int, commits: tuple[Commit[TensorBytes], ...], released: tuple[str, ...], verified: Verified | None
+) -> None:
+    request = DraftRequest(step, commits, released, verified)
     data = draft_wire.draft_request_to_message(request).SerializeToString()
     assert draft_wire.draft_request_from_message(draft_pb2.SpeculateRequest.FromString(data)) == request
 
 
-@given(counts, st.lists(session_trees, max_size=3).map(tuple), st.lists(refusals, max_size=3).map(tuple))
-def test_a_draft_reply_comes_back(step: int, trees: tuple[SessionTree, ...], refusals: tuple[Refusal, ...]) -> None:
-    reply = DraftReply(step, trees, refusals)
+@given(counts, st.lists(session_trees, max_size=3).map(tuple), st.lists(refusals, max_size=3).map(tuple), float32s)
+def test_a_draft_reply_comes_back(
+    step: int, trees: tuple[SessionTree, ...], refusals: tuple[Refusal, ...], draft_ms: float
+) -> None:
+    reply = DraftReply(step, trees, refusals, draft_ms)
     data = draft_wire.draft_reply_to_message(reply).SerializeToString()
     assert draft_wire.draft_reply_from_message(draft_pb2.SpeculateReply.FromString(data)) == reply
 

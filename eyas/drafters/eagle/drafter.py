@@ -20,6 +20,7 @@ from eyas.cache.slots import SlotAllocator, Slots
 from eyas.commit import Budget, Refusal
 from eyas.config import AheadConfig, EagleConfig, TreeConfig
 from eyas.drafters.base import Draft, DraftContext, DrafterNeeds, LocalDrafter
+from eyas.drafters.calibration import noise_scale
 from eyas.drafters.eagle.expansion import EagleExpansion
 from eyas.drafters.expand import Expansion, Growth, grow, select
 from eyas.drafters.ranking import Ranker, Scorer
@@ -62,6 +63,7 @@ class EagleDrafter(LocalDrafter):
         )
         self._allocator = SlotAllocator(config.num_slots)
         self._sessions: OrderedDict[str, _Session] = OrderedDict()
+        self._scale = noise_scale(config)
 
     @property
     def needs(self) -> DrafterNeeds:
@@ -74,6 +76,7 @@ class EagleDrafter(LocalDrafter):
     @torch.inference_mode()
     def propose(self, contexts: Sequence[DraftContext]) -> list[Draft]:
         """See Drafter. One forward over all new pairs, then one per tree level for all sessions together."""
+        self._scale.learn(contexts)
         busy = {context.session for context in contexts}
         drafts: list[Draft] = [self._admit(context, busy) for context in contexts]
         ready = [i for i, draft in enumerate(drafts) if draft is None]
@@ -92,6 +95,7 @@ class EagleDrafter(LocalDrafter):
         return drafts
 
     def release(self, sessions: Sequence[str]) -> None:
+        self._scale.forget(sessions)
         for key in sessions:
             session = self._sessions.pop(key, None)
             if session is not None:
@@ -117,7 +121,7 @@ class EagleDrafter(LocalDrafter):
         known = [self._sessions[context.session].state for context in contexts]
         states = torch.stack([state for state in known if state is not None])
         shape = TreeConfig(depth=config.levels, width=config.rows)
-        ranker = Ranker(contexts, self._config, shape.depth, self._head.draft_ids)
+        ranker = Ranker(contexts, self._config, shape.depth, self._head.draft_ids, self._scale)
         return Growth(self._expand(contexts, states, ranker, shape), config.rows, config.children)
 
     def check(self) -> None:
@@ -186,8 +190,9 @@ class EagleDrafter(LocalDrafter):
 
     def _grow(self, contexts: Sequence[DraftContext], states: Tensor) -> list[DraftTree]:
         shape = self._shape(contexts, self._tree.width)
-        ranker = Ranker(contexts, self._config, shape.depth, self._head.draft_ids)
+        ranker = Ranker(contexts, self._config, shape.depth, self._head.draft_ids, self._scale, self._scale.grid)
         candidates = grow(self._expand(contexts, states, ranker, shape), shape)
+        self._scale.watch(contexts, candidates, ranker, self._head.draft_ids)
         budgets = [replace(c.budget, max_nodes=min(c.budget.max_nodes, self._tree.nodes)) for c in contexts]
         return select(candidates, [c.tokens[-1] for c in contexts], budgets, self._head.draft_ids)
 

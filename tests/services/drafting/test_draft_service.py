@@ -19,7 +19,7 @@ from eyas.rpc.channel import open_channel, open_sync_channel
 from eyas.rpc.messages import DraftReply, DraftRequest
 from eyas.tree import DraftTree
 from eyas.v1 import draft_pb2, draft_pb2_grpc
-from services.draft.__main__ import serve_drafter
+from services.draft.__main__ import Served, serve_drafters
 from services.draft.worker import DraftWorker
 from tests.services.drafting.toy_drafting import BOOKKEEPING, INFO, ToyDrafter, context, eventually, serving
 from tests.services.redis_server import free_port
@@ -169,7 +169,7 @@ def test_a_drafter_that_breaks_for_good_ends_its_service(caplog: pytest.LogCaptu
         port = free_port()
         registry, server = RegistryConfig("redis://127.0.0.1:1/0"), ServerConfig(port=port, drain_seconds=60)
         config = DraftConfig("toy", "", "", server=server, registry=registry)
-        service = asyncio.create_task(serve_drafter(config, Breaking(), INFO))
+        service = asyncio.create_task(serve_drafters(config, [Served(Breaking(), INFO)]))
         async with open_channel(f"127.0.0.1:{port}") as channel:
             stub = draft_pb2_grpc.DraftStub(channel)
             request = draft_wire.draft_request_to_message(DraftRequest(1, (GOOD,)))

@@ -6,7 +6,7 @@ import asyncio
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 import torch
 from torch import Tensor
@@ -85,13 +85,21 @@ class ToyDrafter(LocalDrafter):
 @contextmanager
 def serving(drafter: LocalDrafter, info: DrafterInfo = INFO, port: int = 0) -> Iterator[str]:
     """A real draft service in a thread; gives its address. Leaving kills it: no drain, no farewell."""
+    with serving_all([(drafter, info)], port) as address:
+        yield address
+
+
+@contextmanager
+def serving_all(drafters: Sequence[tuple[LocalDrafter, DrafterInfo]], port: int = 0) -> Iterator[str]:
+    """The same with several drafters."""
     started: list[tuple[str, asyncio.AbstractEventLoop, asyncio.Event]] = []
     ready = threading.Event()
 
     async def main() -> None:
         server, stop = RpcServer(ServerConfig(port=port)), asyncio.Event()
-        with DraftWorker(drafter, info) as worker:
-            draft_pb2_grpc.add_DraftServicer_to_server(DraftServicer(worker, info), server.aio)
+        with ExitStack() as stack:
+            workers = [stack.enter_context(DraftWorker(drafter, info)) for drafter, info in drafters]
+            draft_pb2_grpc.add_DraftServicer_to_server(DraftServicer(workers), server.aio)
             started.append((await server.start(["eyas.v1.Draft"]), asyncio.get_running_loop(), stop))
             ready.set()
             await stop.wait()

@@ -15,15 +15,16 @@ import grpc
 import pytest
 
 from eyas.config import RegistryConfig, ServerConfig
-from eyas.request import Chunk, Request, Round, SamplingParams
+from eyas.request import Chunk, Request, Round, SamplingParams, TokenLogprob
 from eyas.rpc.channel import open_channel
-from eyas.rpc.messages import ROUND_TRIP_KEY, GenerateCall, ModelInfo, TextChunk
+from eyas.rpc.messages import RETRY_KEY, ROUND_TRIP_KEY, GenerateCall, ModelInfo, TextChunk
 from eyas.rpc.server import RpcServer
 from eyas.rpc.wire import call_from_message, call_to_message, chunk_from_message, chunk_to_message
 from eyas.text import TokenText, load_tokenizer
 from eyas.v1.generation_pb2_grpc import GenerationServicer, GenerationStub, add_GenerationServicer_to_server
 from services.lifecycle import WorkerPresence
 from services.registry import Load, Registry, Role
+from services.router.front import Front
 from services.router.presence import RouterPresence
 from services.router.relay import Relay
 from services.router.servicer import RouterServicer
@@ -44,7 +45,8 @@ CALL = GenerateCall(Request("r", PROMPT, SamplingParams(len(REST), temperature=0
 class Script:
     """What a verifier does. dies_after: chunks before it aborts; falls_silent_after: chunks before it sends no more.
 
-    gate: what it waits for before its first chunk, as a request in a queue does.
+    gate: what it waits for before its first chunk, as a request in a queue does. pushback: when it says to try again, in ms.
+    Asked for log-probabilities, it gives every token -0.5, and -2 to the token after it in the vocabulary.
     """
 
     tokens: Sequence[int]
@@ -52,6 +54,7 @@ class Script:
     falls_silent_after: int | None = None
     gate: asyncio.Event | None = None
     status: grpc.StatusCode = grpc.StatusCode.UNAVAILABLE
+    pushback: int | None = None
     calls: list[GenerateCall] = field(default_factory=list)
     num_cancelled: int = 0
 
@@ -78,11 +81,12 @@ class ScriptedVerifier(GenerationServicer):
         last = min(first + call.request.sampling.max_tokens, len(self._script.tokens))
         for number, at in enumerate(range(first, last, CHUNK_TOKENS)):
             if number == self._script.dies_after:
-                await context.abort(self._script.status, "out of breath")
+                hint = () if self._script.pushback is None else ((RETRY_KEY, str(self._script.pushback)),)
+                await context.abort(self._script.status, "out of breath", hint)
             if number == self._script.falls_silent_after:
                 await asyncio.sleep(600)
             chunk = replace(self._chunk(at, min(at + CHUNK_TOKENS, last), last), num_cached=0 if number else first - 1)
-            await context.write(chunk_to_message(TextChunk(chunk)))
+            await context.write(chunk_to_message(TextChunk(told(call, chunk))))
             await asyncio.sleep(0.002)
         context.set_trailing_metadata(((ROUND_TRIP_KEY, "0.5"),))
 
@@ -90,6 +94,21 @@ class ScriptedVerifier(GenerationServicer):
         tokens = tuple(self._script.tokens[start:end])
         foreseen = (*(True for _ in tokens[1:]), False)
         return Chunk("", tokens, foreseen, Round(8, 2, len(tokens) - 1), "length" if end == last else None)
+
+
+def told(call: GenerateCall, chunk: Chunk) -> Chunk:
+    """The chunk with the log-probabilities that were asked for."""
+    sampling = call.request.sampling
+    if sampling.logprobs is not None:
+        chunk = replace(chunk, logprobs=tuple(map(logprob, chunk.token_ids)))
+    if sampling.prompt_logprobs is not None and chunk.num_cached:
+        first, *rest = call.request.prompt_ids
+        chunk = replace(chunk, prompt_logprobs=(TokenLogprob(first, None), *map(logprob, rest)))
+    return chunk
+
+
+def logprob(token: int) -> TokenLogprob:
+    return TokenLogprob(token, -0.5, (token, token + 1), (-0.5, -2.0))
 
 
 @asynccontextmanager
@@ -117,8 +136,8 @@ async def router(
     server, registry = RpcServer(ServerConfig()), Registry(RegistryConfig(url, 2.0, 0.05))
     workers = Workers(registry, suspicion=5.0)
     tokenizers = {"demo": tokenizer or load_tokenizer(DEMO)}
-    servicer = RouterServicer(tokenizers, workers, Relay(workers, registry, stall), timeout)
-    add_GenerationServicer_to_server(servicer, server.aio)
+    front = Front(tokenizers, workers, Relay(workers, registry, stall), timeout)
+    add_GenerationServicer_to_server(RouterServicer(front), server.aio)
     presence = RouterPresence(server, registry, workers, 0.02)
     address = await server.start(["eyas.v1.Generation"])
     await presence.enter(address)

@@ -64,9 +64,9 @@ def test_a_router_serves_and_lets_running_requests_finish_on_sigterm(url: str) -
                 child.send_signal(signal.SIGTERM)
                 rest = [message async for message in _left(answers)]
             assert [token for message in (first, *rest) for token in message.token_ids] == list(REST)
-            status, line = await last_words(child)
+            assert "stopping" in await line_with(child, "stopping")
+            status, _ = await last_words(child)
             assert status == 0
-            assert "stopping" in line
 
     asyncio.run(body())
 

@@ -1,0 +1,185 @@
+"""What telling costs: the demo models decode once, then the hooks of verifier and router hear of every step again and again.
+
+Counts processor time, the exporting thread's too. Writes a dated report: `python -m benchmarks.telemetry_overhead`.
+"""
+
+from __future__ import annotations
+
+import shlex
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
+from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
+from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, SpanExportResult
+from opentelemetry.sdk.trace.sampling import DEFAULT_ON
+
+from eyas.bench.report import Report, Table, number
+from eyas.config import EagleConfig, EngineConfig, TelemetryConfig, TreeConfig
+from eyas.drafters.build import build_drafter
+from eyas.engine.build import build_engine
+from eyas.engine.engine import StepReport
+from eyas.request import Chunk, Request, SamplingParams
+from eyas.rpc.messages import GenerateCall, TextChunk
+from eyas.telemetry.process import Telemetry
+from services.demo import read_prompts
+from services.router.telemetry.observer import RouterTelemetry
+from services.verifier.telemetry.observer import VerifierTelemetry
+
+MODELS = Path("models/demo")
+TREE = TreeConfig(nodes=8, depth=4, width=2)
+NUM_TOKENS = 96
+# Telling is far cheaper than decoding, and its time comes in steps of a clock.
+REPEATS = 20
+
+Told = tuple[StepReport, list[Chunk]]
+
+
+@dataclass(frozen=True)
+class Steps:
+    """What an engine did for some requests at once. seconds: of processor time, a step."""
+
+    requests: Sequence[Request]
+    told: Sequence[Told]
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Of telling, in microseconds of processor time a step: on the engine's thread, which the step waits for, and in all.
+    share, share_in_all: of the step's own time."""
+
+    batch: int
+    tracing: str
+    engine: float
+    in_all: float
+    share: float
+    share_in_all: float
+
+
+@dataclass(frozen=True)
+class Settings:
+    """num_tokens: of each request."""
+
+    tree_nodes: int = TREE.nodes
+    num_tokens: int = NUM_TOKENS
+    repeats: int = REPEATS
+
+
+class Encoding(SpanExporter):
+    """Does all the work of an OTLP exporter but for the sending."""
+
+    def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
+        """Bytes, and nobody to take them."""
+        encode_spans(spans).SerializeToString()
+        return SpanExportResult.SUCCESS
+
+
+def main(out: Annotated[Path, typer.Option(help="Folder of the report.")] = Path("benchmarks")) -> None:
+    """Measure what metrics and traces cost a verify step of the demo models."""
+    torch.set_num_threads(1)
+    costs = [cost for batch in (1, 8, 16) for cost in measure(decode(batch, NUM_TOKENS), REPEATS)]
+    command = shlex.join(["python", "-m", "benchmarks.telemetry_overhead", *sys.argv[1:]])
+    page = Report.here("telemetry-overhead", command, "cpu", Settings(), costs, [table(costs)]).write(out)
+    print(page.read_text(encoding="utf-8"))
+    print(f"written to {page} and {page.with_suffix('.json')}")
+
+
+def decode(batch: int, num_tokens: int) -> Steps:
+    """Run so many requests at once to their ends."""
+    target, head = str(MODELS / "target"), str(MODELS / "eagle3")
+    drafter = build_drafter("eagle3", target, head, "float32", "cpu", TREE, EagleConfig())
+    engine = build_engine(target, head, "float32", "cpu", EngineConfig(num_slots=16384), TREE, drafter)
+    sampling = SamplingParams(max_tokens=num_tokens, temperature=0.0, ignore_eos=True, seed=0)
+    prompts = read_prompts(MODELS / "prompts.jsonl")[:batch]
+    requests = [Request(f"request-{i}", prompt.token_ids, sampling) for i, prompt in enumerate(prompts)]
+    for request in requests:
+        engine.submit(request)
+    told, started = [], time.process_time()
+    while engine.has_work:
+        chunks = engine.step()
+        told.append((engine.report, chunks))
+    return Steps(requests, told, (time.process_time() - started) / len(told))
+
+
+def measure(steps: Steps, repeats: int) -> list[Cost]:
+    """The same steps told without an exporter, with every request traced as OpenTelemetry has it, and with every round."""
+
+    costs = [_cost(steps, "metrics only", Telemetry(), repeats)]
+    for name, config in (
+        ("every request", TelemetryConfig()),
+        ("every round", TelemetryConfig(round_span_ratio=1.0)),
+    ):
+        provider = TracerProvider(sampler=DEFAULT_ON, shutdown_on_exit=False)
+        provider.add_span_processor(BatchSpanProcessor(Encoding()))
+        costs.append(_cost(steps, name, Telemetry(config, provider.get_tracer("eyas")), repeats, provider.shutdown))
+    return costs
+
+
+def _cost(steps: Steps, name: str, telemetry: Telemetry, repeats: int, flush: Callable[[], object] = bool) -> Cost:
+    verifier, router = VerifierTelemetry(telemetry, "demo"), RouterTelemetry(telemetry)
+    started = time.process_time()
+    engine = sum(_tell(steps, verifier, router) for _ in range(repeats))
+    flush()
+    num_steps = repeats * len(steps.told)
+    engine, in_all = engine / num_steps, (time.process_time() - started) / num_steps
+    return Cost(len(steps.requests), name, engine * 1e6, in_all * 1e6, engine / steps.seconds, in_all / steps.seconds)
+
+
+def _tell(steps: Steps, verifier: VerifierTelemetry, router: RouterTelemetry) -> float:
+    """All that happens for these requests but for the work itself; seconds of it on the engine's thread."""
+    engine = 0.0
+    with ExitStack() as stack:
+        seen = {}
+        for request in steps.requests:
+            observed = stack.enter_context(router.request(GenerateCall(request)))
+            seen[request.id] = observed
+            call = observed.prepared(GenerateCall(request, model="demo"))
+            stack.enter_context(verifier.request(request, call.trace))
+        for report, chunks in steps.told:
+            started = time.thread_time()
+            for chunk in chunks:
+                verifier.traceparent(chunk.request_id)
+            verifier.stepped(report, chunks)
+            engine += time.thread_time() - started
+            for chunk in chunks:
+                seen[chunk.request_id].saw(TextChunk(chunk))
+    return engine
+
+
+def table(costs: Sequence[Cost]) -> Table:
+    """What people read."""
+    rows = [
+        (
+            f"{c.batch}",
+            c.tracing,
+            number(c.engine),
+            f"{100 * c.share:.2f} %",
+            number(c.in_all),
+            f"{100 * c.share_in_all:.2f} %",
+        )
+        for c in costs
+    ]
+    note = (
+        "Processor time that telling of a step takes, in us and as a share of the step's own (drafting included): on the "
+        "engine's thread, which the next step waits for; and in all, with the router, the ends of requests and the "
+        "exporting thread. Metrics are always on. `every request` is OpenTelemetry's default sampling; spans are encoded "
+        "as OTLP and thrown away."
+    )
+    columns = ("requests at once", "traced", "engine's thread", "of a step", "in all", "of a step")
+    return Table("Telling", columns, tuple(rows), note)
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.2f} %"
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,198 @@
+"""Finds the softness s of the perturbed draft law while serving: trees and what became of them in, a scale out.
+
+At a node whose children have perturbed log-scores a (log q/T plus the noise), the target's sample follows roughly
+softmax(a / s), and every visited node tells how likely its sample was under each s of a grid. s depends on the temperature.
+Legend: S sessions, P candidates, R expanded nodes, K values of s.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from eyas.config import EagleConfig
+from eyas.drafters.base import DraftContext
+from eyas.drafters.expand import Candidates
+from eyas.models.inputs import Ints
+
+Reals = npt.NDArray[np.float64]
+
+GRID = (0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.15, 1.3, 1.5, 1.75, 2.0, 2.4)
+START = GRID.index(1.0)
+# Looking at every tree would cost K passes over the draft vocabulary each time.
+ROUNDS_PER_LOOK = 4
+# Visited nodes that count: the older fade away, and fewer than the least say nothing yet.
+MEMORY = 4000.0
+LEAST = 100.0
+TINY = 1e-9
+NUM_BANDS = 11
+
+
+class Measured(Protocol):
+    """A ranker that has measured its laws."""
+
+    @property
+    def normalisers(self) -> Sequence[Tensor]:
+        """Of each level logsumexp(a / s) for every s of the grid, [S, R, K]; empty where nothing was measured."""
+        ...
+
+
+class NoiseScale(Protocol):
+    """The s in use. Told of every commit and of every set of candidates; it may look at them or not."""
+
+    def value(self, temperature: float) -> float:
+        """s for the next trees of a session."""
+        ...
+
+    @property
+    def grid(self) -> tuple[float, ...]:
+        """Values of s for which the next trees' laws are to be measured; none most of the time."""
+        ...
+
+    def watch(self, contexts: Sequence[DraftContext], candidates: Candidates, ranker: Measured, ids: Tensor) -> None:
+        """Remember what was guessed. ids maps draft vocabulary ids to the target's."""
+        ...
+
+    def learn(self, contexts: Sequence[DraftContext]) -> None:
+        """Compare what was guessed with what was committed."""
+        ...
+
+    def forget(self, sessions: Sequence[str]) -> None:
+        """Sessions that have ended."""
+        ...
+
+
+def noise_scale(config: EagleConfig) -> NoiseScale:
+    """The configured s, or one that is found while serving where it is 0."""
+    return FixedScale(config.noise_scale) if config.noise_scale or not config.shared_noise else CalibratedScale()
+
+
+@dataclass(frozen=True)
+class FixedScale:
+    """A constant."""
+
+    scale: float
+    grid: tuple[float, ...] = ()
+
+    def value(self, temperature: float) -> float:
+        return self.scale
+
+    def watch(self, contexts: Sequence[DraftContext], candidates: Candidates, ranker: Measured, ids: Tensor) -> None:
+        pass
+
+    def learn(self, contexts: Sequence[DraftContext]) -> None:
+        pass
+
+    def forget(self, sessions: Sequence[str]) -> None:
+        pass
+
+
+@dataclass(frozen=True)
+class Guesses:
+    """The candidates of one session, and its temperature's band. tokens: the target's ids; scores: cumulative; both [P].
+
+    groups: candidate number of each expanded node, the root's 0 first, in the order of their children [R], `width` each.
+    normalisers: [R, K]. scale: place in the grid of the s that made the scores.
+    """
+
+    band: int
+    committed: int
+    width: int
+    tokens: Ints
+    scores: Reals
+    groups: Ints
+    normalisers: Reals
+    scale: int
+
+    def log_likelihoods(self, samples: Sequence[int]) -> Iterator[Reals]:
+        """For each expanded node that the samples lead through: log-probability [K] of what the target drew there, which is
+        one of the node's children or none of them."""
+        group, score = 0, 0.0
+        for token in samples:
+            children = slice(group * self.width, (group + 1) * self.width)
+            law, grid = self.normalisers[group], np.array(GRID)
+            perturbed = GRID[self.scale] * (self.scores[children] - score + law[self.scale])
+            log_probs = perturbed[:, None] / grid - law
+            places = np.flatnonzero((self.tokens[children] == token) & np.isfinite(perturbed))
+            if not len(places):
+                yield np.log(np.clip(1 - np.exp(log_probs).sum(0), TINY, 1))
+                return
+            place = children.start + int(places[0])
+            yield log_probs[places[0]]
+            following = np.flatnonzero(self.groups == place + 1)
+            if not len(following):
+                return
+            group, score = int(following[0]), float(self.scores[place])
+
+
+@dataclass
+class Estimate:
+    """Faded sums of log-likelihoods under every s of the grid, and of how many nodes."""
+
+    sums: Reals = field(default_factory=lambda: np.zeros(len(GRID)))
+    count: float = 0.0
+
+    def add(self, log_likelihoods: Reals) -> None:
+        """One node more."""
+        self.sums = (1 - 1 / MEMORY) * self.sums + log_likelihoods
+        self.count = (1 - 1 / MEMORY) * self.count + 1
+
+    @property
+    def place(self) -> int:
+        """Of the likeliest s."""
+        return int(self.sums.argmax()) if self.count >= LEAST else START
+
+
+class CalibratedScale:
+    """The s of the grid under which the target's samples were likeliest, older ones counting less; by temperature."""
+
+    def __init__(self) -> None:
+        self._bands = [Estimate() for _ in range(NUM_BANDS)]
+        self._round = 0
+        self._guesses: dict[str, Guesses] = {}
+
+    def value(self, temperature: float) -> float:
+        return GRID[self._bands[band(temperature)].place]
+
+    @property
+    def grid(self) -> tuple[float, ...]:
+        return GRID if self._round % ROUNDS_PER_LOOK == 0 else ()
+
+    def watch(self, contexts: Sequence[DraftContext], candidates: Candidates, ranker: Measured, ids: Tensor) -> None:
+        self._round += 1
+        if not ranker.normalisers:
+            return
+        laws = torch.cat(list(ranker.normalisers), 1).double().cpu().numpy()
+        columns = (ids[candidates.tokens].double(), candidates.parents.double(), candidates.scores.double())
+        tokens, parents, scores = torch.stack(columns).cpu().numpy()
+        width = candidates.ends[0]
+        for row, context in enumerate(contexts):
+            if context.noise.temperature > 0:
+                of = band(context.noise.temperature)
+                groups = parents[row, ::width].astype(np.int64)
+                self._guesses[context.session] = Guesses(
+                    of, context.committed, width, tokens[row].astype(np.int64), scores[row], groups, laws[row],
+                    self._bands[of].place,
+                )  # fmt: skip
+
+    def learn(self, contexts: Sequence[DraftContext]) -> None:
+        for context in contexts:
+            guesses = self._guesses.pop(context.session, None)
+            if guesses is not None and guesses.committed == context.base:
+                for log_likelihoods in guesses.log_likelihoods(context.tokens):
+                    self._bands[guesses.band].add(log_likelihoods)
+
+    def forget(self, sessions: Sequence[str]) -> None:
+        for session in sessions:
+            self._guesses.pop(session, None)
+
+
+def band(temperature: float) -> int:
+    """Temperatures that share an estimate: 0.2 apart, all that are high together."""
+    return min(round(5 * temperature), NUM_BANDS - 1)

@@ -1,0 +1,166 @@
+"""The drafter that is a small causal LM (Leviathan et al. 2023): committed tokens in, draft trees or sampled chains out.
+
+Legend: S sessions, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from eyas.cache.kv import SlotPools
+from eyas.config import EagleConfig, SmallConfig, TreeConfig
+from eyas.drafters.base import Draft, DraftContext, DrafterNeeds, LocalDrafter
+from eyas.drafters.calibration import noise_scale
+from eyas.drafters.expand import grow, select
+from eyas.drafters.ranking import Ranker, Scorer
+from eyas.drafters.sampled import FilteredDraft, draw_chains
+from eyas.drafters.small.expansion import SmallExpansion
+from eyas.drafters.small.sessions import SmallSessions
+from eyas.errors import ConfigError
+from eyas.models.inputs import Segment
+from eyas.models.target import TargetModel
+from eyas.tree import DraftTree
+
+
+class SmallDrafter(LocalDrafter):
+    """A small model with slots of its own. Not safe for use from several threads."""
+
+    def __init__(self, model: TargetModel, tree: TreeConfig, config: EagleConfig, small: SmallConfig) -> None:
+        """Raises ConfigError for a tree that the model cannot grow."""
+        if tree.depth < 1 or tree.width > model.vocab_size:
+            raise ConfigError(
+                f"tree.depth {tree.depth} and tree.width {tree.width}: a small draft model needs a depth of at least 1 and "
+                f"a width of at most its vocabulary, {model.vocab_size}"
+            )
+        self._model = model
+        self._tree = tree
+        self._config = config
+        self._chunk_tokens = small.chunk_tokens
+        self._pools = SlotPools(config.num_slots, model.kv_shapes, 0, model.dtype, model.device)
+        self._sessions = SmallSessions(config.num_slots, model.context_length)
+        self._scale = noise_scale(config)
+        self._ids = torch.arange(model.vocab_size, device=model.device)
+
+    @property
+    def needs(self) -> DrafterNeeds:
+        return DrafterNeeds()
+
+    @property
+    def can_sample(self) -> bool:
+        return True
+
+    @torch.inference_mode()
+    def propose(self, contexts: Sequence[DraftContext]) -> list[Draft]:
+        """See Drafter. New tokens in passes of bounded size, then one pass per tree level for all sessions together."""
+        self._scale.learn(contexts)
+        busy = {context.session for context in contexts}
+        drafts = [self._sessions.admit(context, self._num_scratch(context), busy) for context in contexts]
+        ready = [i for i, draft in enumerate(drafts) if draft is None]
+        logits = self._extend([contexts[i] for i in ready])
+        for i in ready:
+            drafts[i] = DraftTree.root_only(contexts[i].tokens[-1])
+        wanting = [i for i in ready if contexts[i].budget.wants_tree]
+        for proposal, make_trees in (("deterministic", self._grow), ("sampled", self._draw)):
+            rows = [row for row, i in enumerate(wanting) if contexts[i].proposal == proposal]
+            trees = make_trees([contexts[wanting[row]] for row in rows], logits[rows]) if rows else []
+            for row, tree in zip(rows, trees, strict=True):
+                drafts[wanting[row]] = tree
+        return drafts
+
+    def release(self, sessions: Sequence[str]) -> None:
+        self._sessions.release(sessions)
+        self._scale.forget(sessions)
+
+    def check(self) -> None:
+        """Assert the integrity of slots and owners."""
+        self._sessions.check()
+
+    @property
+    def num_free_slots(self) -> int:
+        return self._sessions.num_free
+
+    def _num_scratch(self, context: DraftContext) -> int:
+        width = self._tree.width if context.proposal == "deterministic" else 1
+        return width * (self._tree.depth - 1) if context.budget.wants_tree else 0
+
+    def _extend(self, contexts: Sequence[DraftContext]) -> Tensor:
+        """Store keys and values of all new tokens; logits [S, V] behind the last of each context that wants a tree."""
+        logits = [torch.empty(0, self._model.vocab_size, device=self._model.device)]
+        for segments in passes([self._new_rows(context) for context in contexts], self._chunk_tokens):
+            logits.append(self._model.forward(self._model.pack(segments), self._pools).logits)
+        return torch.cat(logits)
+
+    def _new_rows(self, context: DraftContext) -> Segment:
+        session = self._sessions[context.session]
+        count, start = session.num_new, session.committed - session.num_new
+        return Segment(
+            tokens=np.array(context.tokens[len(context.tokens) - count :], dtype=np.int64),
+            positions=np.arange(start, session.committed),
+            slots=session.slots[start:],
+            prefix=session.slots[:start],
+            visible=None,
+            wanted=np.arange(count - 1, count) if context.budget.wants_tree else np.arange(0),
+        )
+
+    def _grow(self, contexts: Sequence[DraftContext], logits: Tensor) -> list[DraftTree]:
+        shape = self._shape(contexts, self._tree.width)
+        ranker = Ranker(contexts, self._config, shape.depth, self._ids, self._scale, self._scale.grid)
+        expansion = self._expand(contexts, logits, ranker, shape)
+        candidates = grow(expansion, shape)
+        self._keep(contexts, expansion)
+        self._scale.watch(contexts, candidates, ranker, self._ids)
+        budgets = [replace(c.budget, max_nodes=min(c.budget.max_nodes, self._tree.nodes)) for c in contexts]
+        return select(candidates, [c.tokens[-1] for c in contexts], budgets, self._ids)
+
+    def _draw(self, contexts: Sequence[DraftContext], logits: Tensor) -> list[DraftTree]:
+        shape = self._shape(contexts, width=1)
+        expansion = self._expand(contexts, logits, FilteredDraft(contexts, self._ids.device), shape)
+        chains = draw_chains(expansion, contexts, shape, self._config.law_tokens, self._ids)
+        self._keep(contexts, expansion)
+        return chains
+
+    def _shape(self, contexts: Sequence[DraftContext], width: int) -> TreeConfig:
+        return TreeConfig(self._tree.nodes, min(self._tree.depth, max(c.budget.max_depth for c in contexts)), width)
+
+    def _expand(self, contexts: Sequence[DraftContext], logits: Tensor, scorer: Scorer, shape: TreeConfig) -> SmallExpansion:
+        sessions = [self._sessions[context.session] for context in contexts]
+        prefixes, scratch = [session.slots for session in sessions], [session.scratch for session in sessions]
+        return SmallExpansion(self._model, scorer, self._pools, prefixes, scratch, logits, shape)
+
+    def _keep(self, contexts: Sequence[DraftContext], expansion: SmallExpansion) -> None:
+        for context, rows in zip(contexts, expansion.rows(), strict=True):
+            self._sessions[context.session].rows = rows
+
+
+def passes(segments: Sequence[Segment], most: int) -> Iterator[list[Segment]]:
+    """Causal segments in forward passes of at most `most` rows, cut where they do not fit; their order stays."""
+    batch: list[Segment] = []
+    room = most
+    for segment in segments:
+        start = 0
+        while start < len(segment.tokens):
+            end = min(start + room, len(segment.tokens))
+            batch.append(_part(segment, start, end))
+            room -= end - start
+            start = end
+            if room == 0:
+                yield batch
+                batch, room = [], most
+    if batch:
+        yield batch
+
+
+def _part(segment: Segment, start: int, end: int) -> Segment:
+    return Segment(
+        tokens=segment.tokens[start:end],
+        positions=segment.positions[start:end],
+        slots=segment.slots[start:end],
+        prefix=np.concatenate([segment.prefix, segment.slots[:start]]),
+        visible=None,
+        wanted=segment.wanted[(segment.wanted >= start) & (segment.wanted < end)] - start,
+    )

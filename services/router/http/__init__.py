@@ -1,0 +1,1 @@
+"""The router's HTTP door: OpenAI's API over the same front as gRPC."""

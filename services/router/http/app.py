@@ -1,0 +1,137 @@
+"""The paths of the HTTP door: OpenAI's below /v1, and what an operator looks at. Knows no sockets and no workers."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse, Response
+from prometheus_client import REGISTRY
+from starlette.exceptions import HTTPException
+
+from eyas.errors import EyasError, UnknownModel
+from eyas.rpc.messages import ModelInfo
+from eyas.telemetry.scraping import exposition
+from services.router.access.gate import Gate
+from services.router.access.keys import Keys
+from services.router.front import Front
+from services.router.http.bodies import ChatBody, CompletionBody, problem
+from services.router.http.chat import ChatTemplate
+from services.router.http.errors import Kind, Refusal, refusal, status_refusal
+from services.router.http.serving import Serving
+from services.router.http.streaming import ClientGone
+from services.router.presence import RouterPresence
+
+# What nginx logs where the client closed the request; nobody reads it.
+_CLIENT_GONE = 499
+
+
+def build_app(front: Front, templates: Mapping[str, ChatTemplate | None], presence: RouterPresence, keys: Keys) -> FastAPI:
+    """The application. templates: of every model, None where it has none."""
+    app = FastAPI(title="Eyas", docs_url=None, redoc_url=None, redirect_slashes=False)
+    app.add_middleware(Gate, keys=keys)
+    _add_errors(app)
+    _add_generation(app, Serving(front, templates))
+    _add_models(app, front)
+    _add_operations(app, presence)
+    return app
+
+
+def _add_generation(app: FastAPI, serving: Serving) -> None:
+    @app.post("/v1/completions", response_model=None)
+    async def completions(body: CompletionBody, request: Request) -> Response:
+        """Continue one or several prompts."""
+        return await serving.complete(body, request)
+
+    @app.post("/v1/chat/completions", response_model=None)
+    async def chat_completions(body: ChatBody, request: Request) -> Response:
+        """Write the assistant's next message."""
+        return await serving.chat(body, request)
+
+
+def _add_models(app: FastAPI, front: Front) -> None:
+    started = int(time.time())
+
+    @app.get("/v1/models")
+    async def models() -> dict[str, Any]:
+        """The models that can be asked for now."""
+        return {"object": "list", "data": [_model(info, started) for info in front.models()]}
+
+    @app.get("/v1/models/{name:path}")
+    async def model(name: str) -> dict[str, Any]:
+        """One of them."""
+        found = next((info for info in front.models() if info.name == name), None)
+        if found is None:
+            raise UnknownModel(f"model {name!r} is not served here now", "model")
+        return _model(found, started)
+
+
+def _add_operations(app: FastAPI, presence: RouterPresence) -> None:
+    @app.get("/live")
+    async def live() -> dict[str, str]:
+        """The process runs."""
+        return {"status": "live"}
+
+    @app.get("/ready")
+    async def ready() -> JSONResponse:
+        """Whether requests can be served, and if not, why."""
+        return JSONResponse(_state(presence), 503 if presence.reason else 200)
+
+    @app.get("/health")
+    async def health() -> JSONResponse:
+        """As /ready, with the workers by model."""
+        fleet, reachable = presence.workers.fleet(), presence.workers.reachable
+        models = {
+            name: {
+                "verifiers": sum(lease.model.name == name for lease in fleet.verifiers),
+                "reachable_verifiers": sum(lease.model.name == name for lease in reachable),
+                "drafters": sum(lease.model.name == name for lease in fleet.drafters),
+            }
+            for name in sorted({lease.model.name for lease in (*fleet.verifiers, *fleet.drafters)})
+        }
+        return JSONResponse(_state(presence) | {"models": models}, 503 if presence.reason else 200)
+
+    @app.get("/metrics")
+    async def metrics(request: Request) -> Response:
+        """What Prometheus reads."""
+        answer = exposition(request.headers.get("accept", ""), REGISTRY)
+        return Response(answer.body, headers={"Content-Type": answer.content_type})
+
+
+def _add_errors(app: FastAPI) -> None:
+    @app.exception_handler(EyasError)
+    async def eyas_error(request: Request, error: EyasError) -> JSONResponse:
+        return _told(refusal(error))
+
+    @app.exception_handler(RequestValidationError)
+    async def bad_body(request: Request, error: RequestValidationError) -> JSONResponse:
+        return _told(refusal(problem(error.errors())))
+
+    @app.exception_handler(HTTPException)
+    async def http_error(request: Request, error: HTTPException) -> JSONResponse:
+        return _told(status_refusal(error.status_code, f"{request.method} {request.url.path}: {error.detail}"))
+
+    @app.exception_handler(ClientGone)
+    async def client_gone(request: Request, error: ClientGone) -> Response:
+        return Response(status_code=_CLIENT_GONE)
+
+    @app.exception_handler(Exception)
+    async def bug(request: Request, error: Exception) -> JSONResponse:
+        """The server logs the traceback."""
+        return _told(Refusal(Kind(500, "server_error", "internal_error"), "internal error"))
+
+
+def _told(refused: Refusal) -> JSONResponse:
+    return JSONResponse(refused.body, refused.kind.status, refused.headers)
+
+
+def _state(presence: RouterPresence) -> dict[str, Any]:
+    return {"status": "not ready", "reason": presence.reason} if presence.reason else {"status": "ready"}
+
+
+def _model(info: ModelInfo, created: int) -> dict[str, Any]:
+    named = {"id": info.name, "object": "model", "created": created, "owned_by": "eyas"}
+    return named | {"max_model_len": info.context_length}

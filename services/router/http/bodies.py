@@ -1,0 +1,247 @@
+"""The bodies of OpenAI's two endpoints as checked values. Types are checked here, ranges where gRPC's are: by the front.
+
+A field that is not known is refused, never ignored; null and values that ask for nothing count as left out.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+
+from eyas.errors import InvalidRequest
+from eyas.request import Request, SamplingParams
+from eyas.rpc.messages import GenerateCall
+
+DEFAULT_COMPLETION_TOKENS = 16
+
+# Of OpenAI's fields that cannot be served, the values that ask for nothing.
+_NEUTRAL: Mapping[str, tuple[object, ...]] = {
+    "audio": (),
+    "best_of": (1,),
+    "function_call": ("none",),
+    "functions": ([],),
+    "logit_processors": (),
+    "modalities": (["text"],),
+    "moderation": (),
+    "parallel_tool_calls": (),
+    "prediction": (),
+    "prompt_cache_key": (),
+    "prompt_cache_retention": (),
+    "reasoning_effort": (),
+    "response_format": ({"type": "text"},),
+    "service_tier": ("auto", "default"),
+    "store": (False,),
+    "suffix": ("",),
+    "tool_choice": ("none",),
+    "tools": ([],),
+    "verbosity": (),
+    "web_search_options": (),
+}
+
+
+def _sendable(text: str) -> str:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise ValueError("holds half of a surrogate pair, which is no character") from None
+    return text
+
+
+def _listed(value: object) -> object:
+    return [value] if isinstance(value, str) else value
+
+
+def _prompts(value: object) -> object:
+    """A single prompt, as text or token ids, becomes a list of one."""
+    if isinstance(value, str) or (isinstance(value, list) and value and _is_id(value[0])):
+        value = [value]
+    if not isinstance(value, list) or not value or not all(isinstance(prompt, str) or _is_ids(prompt) for prompt in value):
+        raise ValueError("must be a text, a list of token ids, or a list of either that is not empty")
+    return [_sendable(prompt) if isinstance(prompt, str) else prompt for prompt in value]
+
+
+def _content(value: object) -> object:
+    """Parts of text become one text."""
+    if not isinstance(value, list):
+        return value
+    if not all(map(_is_text, value)):
+        raise ValueError("must be text, or parts of the type 'text'; images, audio and files are not supported")
+    return "\n".join(part["text"] for part in value)
+
+
+def _is_text(part: object) -> bool:
+    return isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)
+
+
+def _is_id(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_ids(value: object) -> bool:
+    return isinstance(value, list) and all(map(_is_id, value))
+
+
+Text = Annotated[str, AfterValidator(_sendable)]
+Texts = Annotated[list[Text], BeforeValidator(_listed)]
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_what_asks_for_nothing(cls, data: Any) -> Any:
+        if not isinstance(data, dict):
+            return data
+        return {name: value for name, value in data.items() if value is not None and value not in _NEUTRAL.get(name, ())}
+
+
+class StreamOptions(_Strict):
+    """How a stream is to be told."""
+
+    include_usage: bool = False
+    include_obfuscation: Literal[False] = False
+
+
+class Body(_Strict):
+    """What both endpoints take: OpenAI's parameters, and below `session_id` Eyas' own.
+
+    user, safety_identifier and metadata are taken and used for nothing.
+    """
+
+    model: Text = ""
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    temperature: float = 1.0
+    top_p: float = 1.0
+    n: int = 1
+    stop: Texts = Field(default_factory=list)
+    seed: int | None = None
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: dict[str, float] = Field(default_factory=dict)
+    user: str = ""
+    safety_identifier: str = ""
+    metadata: dict[str, str] = Field(default_factory=dict)
+    session_id: Text = ""
+    priority: int = 0
+    drafter: Literal["", "none"] = ""
+    top_k: int = 0
+    min_p: float = 0.0
+    min_tokens: int = 0
+    repetition_penalty: float = 1.0
+    stop_token_ids: list[int] = Field(default_factory=list)
+    ignore_eos: bool = False
+    bad_words: Texts = Field(default_factory=list)
+    bad_token_ids: list[list[int]] = Field(default_factory=list)
+    prompt_logprobs: int | None = None
+
+    @model_validator(mode="after")
+    def _options_of_a_stream(self) -> Body:
+        if self.stream_options and not self.stream:
+            raise InvalidRequest("stream_options is for streams; set stream or leave it out", "stream_options")
+        return self
+
+    @property
+    def include_usage(self) -> bool:
+        """Whether a stream ends with the usage."""
+        return self.stream_options is not None and self.stream_options.include_usage
+
+    def call(self, prompt: str | Sequence[int], max_tokens: int, **told: int | None) -> GenerateCall:
+        """The front's form of one prompt. told: SamplingParams.logprobs and prompt_logprobs. Raises InvalidRequest."""
+        mine = {field.name: getattr(self, field.name) for field in fields(SamplingParams) if hasattr(self, field.name)}
+        sampling = SamplingParams(**(mine | {"max_tokens": max_tokens, "logit_bias": self._biases()} | told))
+        text, ids = (prompt, ()) if isinstance(prompt, str) else (None, tuple(prompt))
+        request = Request("", ids, sampling, self.session_id, self.priority)
+        return GenerateCall(request, text, self.model, self.drafter)
+
+    def _biases(self) -> tuple[tuple[int, float], ...]:
+        return tuple((_token_id(name), bias) for name, bias in self.logit_bias.items())
+
+
+class CompletionBody(Body):
+    """The body of /v1/completions."""
+
+    prompt: Annotated[list[str | list[int]], BeforeValidator(_prompts)]
+    max_tokens: int = DEFAULT_COMPLETION_TOKENS
+    logprobs: int | None = None
+    echo: bool = False
+
+    def name_of(self, param: str) -> str:
+        """What the client calls a parameter of the front."""
+        return "logprobs" if param == "prompt_logprobs" and self.echo else param
+
+
+class Message(_Strict):
+    """A message of a chat. name: of its author, for templates that show it."""
+
+    role: Literal["system", "developer", "user", "assistant"]
+    content: Annotated[Text, BeforeValidator(_content)]
+    name: Text = ""
+
+
+class ChatBody(Body):
+    """The body of /v1/chat/completions. chat_template_kwargs: more names for the model's chat template."""
+
+    messages: list[Message] = Field(min_length=1)
+    max_tokens: int | None = None
+    max_completion_tokens: int | None = None
+    logprobs: bool = False
+    top_logprobs: int | None = None
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+
+    @model_validator(mode="after")
+    def _no_contradiction(self) -> ChatBody:
+        if self.top_logprobs is not None and not self.logprobs:
+            raise InvalidRequest("top_logprobs needs logprobs; set it to true", "top_logprobs")
+        if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
+            raise InvalidRequest("max_tokens and max_completion_tokens differ; give one of them", "max_completion_tokens")
+        return self
+
+    def name_of(self, param: str) -> str:
+        """What the client calls a parameter of the front."""
+        names = {"logprobs": "top_logprobs", "prompt": "messages"}
+        if self.max_completion_tokens is not None:
+            names["max_tokens"] = "max_completion_tokens"
+        return names.get(param, param)
+
+
+def problem(errors: Sequence[Any]) -> InvalidRequest:
+    """The first of pydantic's errors about a body as one that says what to mend."""
+    error = errors[0]
+    place = [part for part in error["loc"] if part != "body"]
+    message = str(error["msg"]).removeprefix("Value error, ")
+    if error["type"] == "json_invalid":
+        return InvalidRequest(f"the body is not JSON: {message}")
+    if not place:
+        return InvalidRequest("the body must be a JSON object, sent with the header 'Content-Type: application/json'")
+    param = _path(place)
+    if error["type"] == "missing":
+        return InvalidRequest(f"{param} is missing; give it", param)
+    if error["type"] == "extra_forbidden":
+        return InvalidRequest(_unknown(param, str(place[-1])), param)
+    return InvalidRequest(f"{param} is {str(error['input'])[:80]!r}: {message}", param)
+
+
+def _path(place: Sequence[int | str]) -> str:
+    path = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in place).lstrip(".")
+    return path.encode(errors="replace").decode()
+
+
+def _unknown(param: str, name: str) -> str:
+    if name in _NEUTRAL or name in ("tool_calls", "refusal", "tool_call_id"):
+        return f"{param} is not supported; leave it out"
+    known = [*CompletionBody.model_fields, *ChatBody.model_fields]
+    near = difflib.get_close_matches(name, known, n=1)
+    return f"{param} is not a known field; {f'did you mean {near[0]}?' if near else 'leave it out'}"
+
+
+def _token_id(name: str) -> int:
+    try:
+        return int(name)
+    except ValueError:
+        raise InvalidRequest(f"logit_bias names {name[:80]!r}, which is no token id", "logit_bias") from None

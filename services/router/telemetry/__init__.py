@@ -1,0 +1,1 @@
+"""What the router tells of its requests."""

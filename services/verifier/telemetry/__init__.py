@@ -1,0 +1,1 @@
+"""What the verifier tells of its requests, its engine and its drafters."""

@@ -1,0 +1,36 @@
+"""`eyas drafters` lists every method that can be built, with what it says of itself."""
+
+import pytest
+from typer.testing import CliRunner
+
+from eyas.cli import app
+from eyas.config import EagleConfig, TreeConfig
+from eyas.drafters.build import METHODS, build_drafter, build_fuser, features_digest, find_method
+from eyas.errors import ConfigError
+
+
+def test_every_method_is_listed_with_its_needs() -> None:
+    result = CliRunner().invoke(app, ["drafters"], env={"COLUMNS": "160"})
+    assert result.exit_code == 0, result.output
+    for name, method in METHODS.items():
+        (line,) = [line for line in result.output.splitlines() if f" {name} " in line]
+        assert method.place in line
+        assert (method.needs_head or "none") in line
+        assert all(need in line for need in method.needs)
+
+
+@pytest.mark.parametrize("name", ["eagle3", "sps"])
+def test_what_a_method_declares_is_what_its_drafter_needs(name: str, tiny_target: str, tiny_head: str) -> None:
+    head = tiny_head if name == "eagle3" else tiny_target
+    drafter = build_drafter(name, tiny_target, head, "float32", "cpu", TreeConfig(8, 2, 2), EagleConfig(64))
+    declared = find_method(name).needs
+    assert (drafter.needs.features, drafter.needs.samples) == ("features" in declared, "samples" in declared)
+    fuser = build_fuser(name, head, tiny_target, "float32", "cpu")
+    assert (fuser.width if fuser else 0) == drafter.needs.feature_size
+
+
+def test_a_verifier_need_not_name_the_head_of_a_drafter_that_wants_no_features() -> None:
+    assert build_fuser("sps", "", "nowhere", "float32", "cpu") is None
+    assert features_digest("sps", "") == "none"
+    with pytest.raises(ConfigError, match="drafter 'eagle3' needs a draft head; none was named"):
+        features_digest("eagle3", "")

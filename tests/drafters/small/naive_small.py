@@ -1,0 +1,47 @@
+"""A small model's dynamic tree, the obvious way: one node at a time, whole sequences, transformers' own forward."""
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from eyas.config import TreeConfig
+from eyas.request import NoiseKey, SamplingParams
+from tests import reference
+
+
+@dataclass
+class Node:
+    """A candidate. path: the tokens from below the root to here."""
+
+    token: int
+    depth: int
+    score: float
+    path: list[int]
+
+
+def scores(model: str, tokens: list[int], noise: NoiseKey, scale: float) -> list[float]:
+    """Log-scores of the token that follows `tokens`."""
+    with torch.inference_mode():
+        logits = reference.load_reference(model)(input_ids=torch.tensor([tokens])).logits[0, -1]
+    if noise.temperature == 0:
+        return torch.log_softmax(logits, -1).tolist()
+    law = reference.law(logits, SamplingParams(temperature=noise.temperature, top_k=noise.top_k, top_p=noise.top_p))
+    gumbel = [-math.log(reference.noise(noise.seed, len(tokens), token)) for token in range(len(law))]
+    perturbed = [(math.log(p) + g) / scale if p > 0 else -math.inf for p, g in zip(law, gumbel, strict=True)]
+    return torch.log_softmax(torch.tensor(perturbed), -1).tolist()
+
+
+def candidates(model: str, tokens: list[int], noise: NoiseKey, shape: TreeConfig, scale: float = 1.0) -> list[Node]:
+    """Every child of every expanded node, by level, then by order of their parents."""
+    nodes: list[Node] = []
+    frontier = [Node(tokens[-1], 0, 0.0, [])]
+    for depth in range(1, shape.depth + 1):
+        level = []
+        for node in frontier:
+            found = scores(model, tokens + node.path, noise, scale)
+            best = sorted(range(len(found)), key=lambda t: (-found[t], t))[: shape.width]
+            level += [Node(token, depth, node.score + found[token], [*node.path, token]) for token in best]
+        nodes += level
+        frontier = sorted(level, key=lambda node: -node.score)[: shape.width]  # stable: ties keep their order
+    return nodes

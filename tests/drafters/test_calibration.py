@@ -1,0 +1,127 @@
+"""The softness s found while serving is the one that the targets' samples follow; it changes drafts and nothing else."""
+
+import math
+
+import pytest
+import torch
+
+from eyas.commit import Budget, Commit
+from eyas.config import EagleConfig, EngineConfig, TreeConfig
+from eyas.drafters.build import build_drafter, build_fuser
+from eyas.drafters.calibration import GRID, CalibratedScale, FixedScale, noise_scale
+from eyas.drafters.eagle.drafter import EagleDrafter
+from eyas.drafters.expand import grow
+from eyas.drafters.ranking import Ranker
+from eyas.drafters.small.drafter import SmallDrafter
+from eyas.engine.build import build_engine
+from eyas.request import NoiseKey, Request, SamplingParams
+from tests import reference
+from tests.tiny import write_small
+
+VOCAB, SESSIONS, SHAPE = 24, 20, TreeConfig(40, 3, 4)
+CONFIG = EagleConfig(noise_scale=0)
+IDS = 2 * torch.arange(VOCAB)  # of the target's vocabulary
+
+
+class Laws:
+    """An expansion whose draft logits are the same at every node of a level, and the perturbed log-scores behind them."""
+
+    def __init__(self, ranker: Ranker, logits: torch.Tensor, contexts: list[Commit]) -> None:
+        """logits [S, L, D]."""
+        self.ranker, self.logits = ranker, logits
+        single = Ranker(contexts, EagleConfig(noise_scale=1.0), logits.shape[1], IDS)
+        self.perturbed = torch.cat([single.scores(logits[:, None, level], level) for level in range(logits.shape[1])], 1)
+
+    def first(self) -> torch.Tensor:
+        return self.ranker.scores(self.logits[:, None, 0], 0)
+
+    def next(self, level: int, parents: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        return self.ranker.scores(self.logits[:, None, level].expand(-1, tokens.shape[1], -1), level)
+
+
+def serve(scale: CalibratedScale, softness: float, rounds: int, seed: int) -> None:
+    """Rounds in which the target draws from softmax(a / softness) at every position."""
+    generator = torch.Generator().manual_seed(seed)
+    base = 1
+    for _ in range(rounds):
+        noises = [NoiseKey(int(torch.randint(2**40, (1,), generator=generator)), 1.0) for _ in range(SESSIONS)]
+        contexts = [Commit(f"{s}", 0, base - 1, (0,), None, noise, Budget(40, 3)) for s, noise in enumerate(noises)]
+        ranker = Ranker(contexts, CONFIG, SHAPE.depth, IDS, scale, scale.grid)
+        laws = Laws(ranker, 2 * torch.randn(SESSIONS, SHAPE.depth, VOCAB, generator=generator), contexts)
+        scale.watch(contexts, grow(laws, SHAPE), ranker, IDS)
+        drawn = torch.multinomial(torch.softmax(laws.perturbed / softness, -1).flatten(0, 1), 1, generator=generator)
+        tokens = IDS[drawn].view(SESSIONS, SHAPE.depth).tolist()
+        scale.learn([Commit(f"{s}", 0, base, tuple(row), None, noises[s], Budget(40, 3)) for s, row in enumerate(tokens)])
+
+
+@pytest.mark.parametrize("softness", [0.5, 0.7, 1.0, 1.5, 2.0])
+def test_the_estimate_converges_to_the_softness_that_the_samples_follow(softness: float) -> None:
+    scale = CalibratedScale()
+    assert scale.value(1.0) == 1.0, "before anything is known"
+    serve(scale, softness, rounds=160, seed=int(10 * softness))
+    assert abs(GRID.index(scale.value(1.0)) - GRID.index(softness)) <= 1
+    assert scale.value(0.5) == scale.value(1.5) == 1.0, "other temperatures have laws of their own"
+
+
+def test_the_estimate_follows_when_the_samples_change() -> None:
+    scale = CalibratedScale()
+    serve(scale, 0.5, rounds=160, seed=1)
+    before = scale.value(1.0)
+    serve(scale, 2.0, rounds=700, seed=2)
+    assert before <= 0.6
+    assert scale.value(1.0) >= 1.5
+
+
+def test_likelihoods_are_those_of_the_laws_themselves() -> None:
+    """Every first sample there is, child or not, at every s: together they have probability 1."""
+    noise = NoiseKey(5, 1.0)
+    contexts, scale = [Commit("a", 0, 0, (0,), None, noise, Budget(40, 3))], CalibratedScale()
+    ranker = Ranker(contexts, CONFIG, SHAPE.depth, IDS, scale, scale.grid)
+    laws = Laws(ranker, torch.randn(1, SHAPE.depth, VOCAB, generator=torch.Generator().manual_seed(3)), contexts)
+    scale.watch(contexts, grow(laws, SHAPE), ranker, IDS)
+    guesses = scale._guesses["a"]
+    for place, s in enumerate(GRID):
+        law = torch.softmax(laws.perturbed[0, 0] / s, -1)
+        found = {token: next(guesses.log_likelihoods([token]))[place] for token in IDS.tolist()}
+        children = law.topk(SHAPE.width).indices.tolist()
+        for token in range(VOCAB):
+            expected = law[token] if token in children else 1 - law[children].sum()
+            assert math.isclose(math.exp(found[2 * token]), float(expected), rel_tol=1e-3, abs_tol=1e-6)
+
+
+def test_greedy_sessions_and_broken_commits_teach_nothing() -> None:
+    scale = CalibratedScale()
+    for noise, base in ((NoiseKey(0), 1), (NoiseKey(5, 1.0), 3)):
+        contexts = [Commit("a", 0, 0, (0,), None, noise, Budget(40, 3))]
+        ranker = Ranker(contexts, CONFIG, SHAPE.depth, IDS, scale, scale.grid)
+        scale.watch(contexts, grow(Laws(ranker, torch.zeros(1, 3, VOCAB), contexts), SHAPE), ranker, IDS)
+        scale.learn([Commit("a", 0, base, (4,), None, noise, Budget(40, 3))])
+    assert not any(estimate.count for estimate in scale._bands)
+    assert not scale._guesses
+
+
+def test_a_configured_scale_stays() -> None:
+    assert noise_scale(EagleConfig(noise_scale=0.8)) == FixedScale(0.8)
+    assert isinstance(noise_scale(CONFIG), CalibratedScale)
+
+
+@pytest.mark.parametrize("name", ["eagle3", "sps"])
+def test_outputs_are_the_plain_ones_while_it_is_found(name: str, tiny_target: str, tiny_head: str) -> None:
+    """The drafters are random, so that what they score is worth little: s grows."""
+    head = tiny_head if name == "eagle3" else write_small(tiny_target)
+    tree = TreeConfig(12, 3, 4)
+    drafter = build_drafter(name, tiny_target, head, "float32", "cpu", tree, EagleConfig(4096, noise_scale=0))
+    assert isinstance(drafter, EagleDrafter | SmallDrafter)
+    fuser = build_fuser(name, head, tiny_target, "float32", "cpu")
+    engine = build_engine(tiny_target, fuser, "float32", "cpu", EngineConfig(num_slots=2048), tree, drafter)
+    requests = [Request(f"{i}", (7, 8, 9 + i), SamplingParams(40, 0.9, seed=i, ignore_eos=True)) for i in range(12)]
+    said: dict[str, list[int]] = {request.id: [] for request in requests}
+    for request in requests:
+        engine.submit(request)
+    while engine.has_work:
+        for chunk in engine.step():
+            said[chunk.request_id] += chunk.token_ids
+    for request in requests:
+        assert said[request.id] == reference.generate(tiny_target, list(request.prompt_ids), request.sampling)
+    assert drafter._scale.value(0.9) > 1
+    drafter.check()

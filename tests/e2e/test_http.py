@@ -1,0 +1,95 @@
+"""The HTTP door at the end of the whole network: what it says is what the gRPC door says, with drafting and without."""
+
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+from openai import OpenAI
+
+from eyas.request import SamplingParams
+from eyas.rpc.messages import NO_DRAFTER
+from services.cluster import ROOT, Cluster, free_port, running_cluster
+from tests.e2e.client import generate
+
+PROMPT = "class Queue:\n    def __init__(self"
+SAMPLING = SamplingParams(max_tokens=32, temperature=0.8, top_p=0.95, seed=7, logprobs=2, n=2)
+OPTIONS = {"model": "demo", "prompt": PROMPT, "max_tokens": 32, "temperature": 0.8, "top_p": 0.95, "seed": 7, "n": 2}
+DEMO_ADDRESS = "http://127.0.0.1:8000"
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """The demo's cluster, with a chat template."""
+    template = tmp_path_factory.mktemp("chat") / "plain.jinja"
+    template.write_text("{{ bos_token }}{% for message in messages %}{{ message.content }}{% endfor %}")
+    models = f"router.models=[{{name: demo, tokenizer: models/demo/target, chat_template: {template}}}]"
+    with running_cluster(free_port(), [models, "verifier.link.deadline=30"]) as running:
+        for child in running.services:
+            running.wait(child)
+        yield running
+
+
+@pytest.fixture(scope="module")
+def client(cluster: Cluster) -> Iterator[OpenAI]:
+    with OpenAI(base_url=f"{cluster.http}/v1", api_key="none") as made:
+        yield made
+
+
+@pytest.mark.parametrize("drafter", ["", NO_DRAFTER])
+def test_both_doors_give_the_same_answer_to_the_same_seed(cluster: Cluster, client: OpenAI, drafter: str) -> None:
+    out = generate(cluster.router.address, PROMPT, SAMPLING, drafter)
+    assert (out.stats.num_drafted > 0) == (drafter == "")
+    answer = client.completions.create(**OPTIONS, logprobs=2, extra_body={"drafter": drafter})
+    events = list(client.completions.create(**OPTIONS, stream=True, extra_body={"drafter": drafter}))
+    for index, choice in enumerate(answer.choices):
+        part = [chunk for chunk in out.chunks if chunk.chunk.index == index]
+        assert choice.text == "".join(chunk.text for chunk in part)
+        assert choice.finish_reason == part[-1].chunk.finish_reason
+        told = [entry.logprob for chunk in part for entry in chunk.chunk.logprobs]
+        assert choice.logprobs.token_logprobs == pytest.approx(told, abs=1e-4)
+        streamed = [event.choices[0] for event in events if event.choices[0].index == index]
+        assert "".join(piece.text for piece in streamed) == choice.text
+    assert answer.usage.completion_tokens == len(out.token_ids)
+
+
+def test_a_chat_goes_through_the_template(cluster: Cluster, client: OpenAI) -> None:
+    messages = [{"role": "user", "content": PROMPT}]
+    answer = client.chat.completions.create(model="demo", messages=messages, max_tokens=24, temperature=0)
+    plain = replace(SAMPLING, max_tokens=24, temperature=0, n=1)
+    assert answer.choices[0].message.content == generate(cluster.router.address, PROMPT, plain, NO_DRAFTER).text
+
+
+def test_a_prompt_is_scored_by_an_echo_without_output(client: OpenAI) -> None:
+    asked = OPTIONS | {"n": 1, "max_tokens": 0}
+    (choice,) = client.completions.create(**asked, echo=True, logprobs=1).choices
+    assert choice.text == PROMPT == "".join(choice.logprobs.tokens[1:])
+    assert choice.logprobs.token_logprobs[0] is None
+    assert all(value < 0 for value in choice.logprobs.token_logprobs[1:])
+
+
+def test_what_the_readme_tells_openais_client_works(cluster: Cluster) -> None:
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    (code,) = re.findall(r"^```py\n(.*?)^```", readme, re.MULTILINE | re.DOTALL)
+    assert DEMO_ADDRESS in code
+    done = subprocess.run(
+        [sys.executable, "-c", code.replace(DEMO_ADDRESS, cluster.http)], capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip()
+
+
+def test_what_the_readme_tells_curl_works(cluster: Cluster) -> None:
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    (command,) = re.findall(r"^curl .*?(?<!\\)\n", readme, re.MULTILINE | re.DOTALL)
+    assert DEMO_ADDRESS in command
+    done = subprocess.run(
+        ["bash", "-c", f"{command.strip()} --fail --silent".replace(DEMO_ADDRESS, cluster.http)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.endswith("data: [DONE]\n\n")

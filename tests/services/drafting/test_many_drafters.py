@@ -1,0 +1,214 @@
+"""One draft service for several targets and heads: every verifier gets the drafter that fits it, and no other."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from contextlib import closing
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import grpc
+import pytest
+
+from eyas.config import (
+    DraftConfig,
+    DraftedModel,
+    DraftLinkConfig,
+    EagleConfig,
+    EngineConfig,
+    RegistryConfig,
+    ServerConfig,
+    TreeConfig,
+    load,
+)
+from eyas.drafters.base import DrafterNeeds
+from eyas.drafters.build import build_drafter, build_fuser, features_digest
+from eyas.engine.build import build_engine
+from eyas.errors import ConfigError
+from eyas.models.checkpoint import target_fingerprint
+from eyas.request import GenerationStats, Request, SamplingParams
+from eyas.rpc.channel import open_sync_channel
+from eyas.rpc.messages import DrafterInfo, ModelInfo, Verified
+from eyas.rpc.server import status_error
+from eyas.v1 import draft_pb2, draft_pb2_grpc
+from services.draft import servicer
+from services.draft.__main__ import Served, describe, serve_drafters
+from services.draft.choice import check_distinct
+from services.registry import Lease, Load, Registry
+from services.router.placement import Demand, Fleet, candidates
+from services.verifier.remote import RemoteDrafter
+from tests import reference
+from tests.services.drafting.toy_drafting import INFO, ToyDrafter, eventually, serving, serving_all
+from tests.tiny import write_head, write_target
+
+PATIENT = DraftLinkConfig(deadline=30.0)
+TREE = TreeConfig(8, 3, 3)
+EAGLE = EagleConfig(num_slots=256)
+SAMPLING = SamplingParams(20, 0.0, seed=1, ignore_eos=True)
+
+
+@dataclass(frozen=True)
+class Zoo:
+    """Two targets with a head each, of which the second also drafts for itself."""
+
+    one: str
+    other: str
+    one_head: str
+    other_head: str
+
+    @property
+    def drafted(self) -> tuple[DraftedModel, ...]:
+        return (
+            DraftedModel("one", self.one, self.one_head, tree=TREE, eagle=EAGLE),
+            DraftedModel("other", self.other, self.other_head, tree=TREE, eagle=EAGLE),
+            DraftedModel("other", self.other, self.other, "sps", tree=TREE, eagle=EAGLE),
+        )
+
+
+@pytest.fixture(scope="module")
+def zoo(tmp_path_factory: pytest.TempPathFactory) -> Zoo:
+    root = tmp_path_factory.mktemp("zoo")
+    return Zoo(
+        str(write_target(root / "one", seed=1)),
+        str(write_target(root / "other", vocab_size=60, seed=2)),
+        str(write_head(root / "one_head", seed=1)),
+        str(write_head(root / "other_head", vocab_size=60, seed=2)),
+    )
+
+
+@pytest.fixture(scope="module")
+def address(zoo: Zoo) -> Iterator[str]:
+    """A draft service with all drafters of the zoo."""
+    built = []
+    for model in zoo.drafted:
+        drafter = build_drafter(model.drafter, model.target, model.head, "float32", "cpu", model.tree, model.eagle)
+        built.append((drafter, describe(model, drafter)))
+    with serving_all(built) as address:
+        yield address
+
+
+def verified(target: str, drafter: str, head: str) -> Verified:
+    return Verified(target_fingerprint(target), features_digest(drafter, head))
+
+
+def generate(address: str, target: str, drafter: str, head: str) -> GenerationStats:
+    """Of a request to a verifier of `target` with that drafter; what it says is checked."""
+    fuser = build_fuser(drafter, head, target, "float32", "cpu")
+    needs = DrafterNeeds(features=fuser is not None, samples=True)
+    with closing(RemoteDrafter(address, needs, PATIENT, verified=verified(target, drafter, head))) as remote:
+        eventually(lambda: remote.up)
+        engine = build_engine(target, fuser, "float32", "cpu", EngineConfig(num_slots=256), TREE, remote)
+        engine.submit(Request("r", (5, 6, 7), SAMPLING))
+        stats, said = GenerationStats(), []
+        while engine.has_work:
+            for chunk in engine.step():
+                stats.add(chunk)
+                said += chunk.token_ids
+    assert said == reference.generate(target, [5, 6, 7], SAMPLING)
+    return stats
+
+
+def test_every_verifier_gets_trees_of_the_drafter_that_fits_it(zoo: Zoo, address: str) -> None:
+    for target, head in ((zoo.one, zoo.one_head), (zoo.other, zoo.other_head)):
+        assert generate(address, target, "eagle3", head).num_drafted > 0
+    assert generate(address, zoo.other, "sps", "").offered_by_depth[0] > 0
+
+
+def test_a_verifier_is_described_the_drafter_of_its_features_before_one_that_needs_none(zoo: Zoo, address: str) -> None:
+    with open_sync_channel(address) as channel:
+        stub = draft_pb2_grpc.DraftStub(channel)
+
+        def found(target: str, drafter: str, head: str) -> tuple[str, str]:
+            wanted = verified(target, drafter, head)
+            message = draft_pb2.Verified(
+                target_fingerprint=wanted.target_fingerprint, features_digest=wanted.features_digest
+            )
+            reply = stub.Describe(draft_pb2.DescribeRequest(verified=message))
+            return reply.model.name, reply.drafter
+
+        assert found(zoo.one, "eagle3", zoo.one_head) == ("one", "eagle3")
+        assert found(zoo.other, "eagle3", zoo.other_head) == ("other", "eagle3")
+        assert found(zoo.other, "sps", "") == ("other", "sps")
+        assert found(zoo.other, "eagle3", zoo.one_head) == ("other", "sps"), "it needs no features"
+
+
+def test_a_verifier_that_nothing_fits_is_told_what_there_is(zoo: Zoo, address: str) -> None:
+    wanted = verified(zoo.one, "eagle3", zoo.other_head)
+    message = draft_pb2.Verified(target_fingerprint=wanted.target_fingerprint, features_digest=wanted.features_digest)
+    with open_sync_channel(address) as channel:
+        stub = draft_pb2_grpc.DraftStub(channel)
+        with pytest.raises(grpc.RpcError) as caught:
+            stub.Describe(draft_pb2.DescribeRequest(verified=message))
+        assert "no drafter here for target" in str(status_error(caught.value))
+        assert "eagle3 for one (target" in str(status_error(caught.value))
+        assert "sps for other" in str(status_error(caught.value))
+        with pytest.raises(grpc.RpcError) as caught:
+            list(stub.Speculate(iter([draft_pb2.SpeculateRequest(step=1)])))
+        assert "the verifier does not say what it serves" in str(status_error(caught.value))
+
+
+def test_a_link_refuses_what_a_service_gives_it_for_another_target(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As a service does that has one drafter and does not look at who asks."""
+    monkeypatch.setattr(servicer, "choose", lambda workers, wanted: workers[0])
+    needs, wanted = DrafterNeeds(features=True), Verified("another", "none")
+    with (
+        serving(ToyDrafter(), INFO) as address,
+        closing(RemoteDrafter(address, needs, PATIENT, verified=wanted)) as remote,
+    ):
+        eventually(lambda: "which is not Verified(target_fingerprint='another'" in caplog.text)
+        assert not remote.up
+
+
+def test_every_drafter_has_a_lease_and_the_router_pairs_what_fits(url: str) -> None:
+    models = [ModelInfo("one", "f1", 100, 1000, "h1"), ModelInfo("two", "f2", 100, 1000, "none")]
+
+    async def body() -> None:
+        config = DraftConfig("one", "t", registry=RegistryConfig(url), server=ServerConfig(drain_seconds=0))
+        served = [Served(ToyDrafter(), replace(INFO, model=model)) for model in models]
+        service = asyncio.create_task(serve_drafters(config, served))
+        registry = Registry(config.registry)
+        while len(leases := await registry.leases("draft")) < 2:
+            await asyncio.sleep(0.01)
+        assert len({lease.address for lease in leases}) == 1
+        assert len({lease.incarnation for lease in leases}) == 2
+        for name, fingerprint, digest in (("one", "f1", "h1"), ("two", "f2", "h9")):
+            verifier = Lease("verifier", "there", "v", ModelInfo(name, fingerprint, 100, 1000, digest), Load(1, 0, 99))
+            pairs = candidates(Fleet([verifier], leases, {}), Demand(name, 10))
+            assert [pair.drafter and pair.drafter.model.name for pair in pairs] == [name]
+        service.cancel()
+        await asyncio.gather(service, return_exceptions=True)
+        assert await registry.leases("draft") == []
+        await registry.close()
+
+    asyncio.run(body())
+
+
+def test_drafters_that_no_verifier_could_tell_apart_are_refused(zoo: Zoo) -> None:
+    info = DrafterInfo(ModelInfo("m", "f00d", 48, 256, "none"), "sps", False, False, 0)
+    with pytest.raises(ConfigError, match=r"drafters sps and lookup are both for m .*Leave one out"):
+        asyncio.run(
+            serve_drafters(
+                DraftConfig("m", "t"), [Served(ToyDrafter(), info), Served(ToyDrafter(), replace(info, drafter="lookup"))]
+            )
+        )
+    check_distinct([info, replace(info, model=replace(info.model, fingerprint="other"))])
+
+
+def test_a_config_lists_what_is_drafted_for(tmp_path: Path) -> None:
+    file = tmp_path / "draft.yaml"
+    file.write_text(
+        "model: a\ntarget: t\nhead: h\nmore:\n- {model: b, target: u, drafter: sps, head: s, eagle: {num_slots: 9}}\n"
+    )
+    config = load(DraftConfig, file, ["tree.nodes=7"])
+    assert config.drafted == (
+        DraftedModel("a", "t", "h", tree=TreeConfig(nodes=7)),
+        DraftedModel("b", "u", "s", "sps", eagle=EagleConfig(num_slots=9)),
+    )
+    with pytest.raises(ConfigError, match="num_slots is 0"):
+        DraftedModel("b", "u", eagle=EagleConfig(num_slots=0))
+    file.write_text("model: a\ntarget: t\nmore:\n- {model: b, target: u, tre: 1}\n")
+    with pytest.raises(ConfigError, match="tre"):
+        load(DraftConfig, file)

@@ -1,0 +1,100 @@
+"""Chat templates render as transformers renders them, and are found where checkpoints keep them."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers.utils.chat_template_utils import render_jinja_template
+
+from eyas.config import ServedModel
+from eyas.errors import ConfigError, InvalidRequest
+from services.router.http.chat import ChatTemplate, load_template
+from tests.services.router.scripted_verifier import DEMO
+
+SPECIAL = {"bos_token": "<s>", "eos_token": "</s>"}
+MESSAGES = [
+    {"role": "system", "content": " Be <terse> & kind.\n"},
+    {"role": "user", "content": "Sch\u00f6n?", "name": "Ada"},
+    {"role": "assistant", "content": "Yes."},
+    {"role": "user", "content": "Why?"},
+]
+CHATML = (
+    "{% for message in messages %}\n"
+    "    {%- if message.role == 'system' %}{% set kind = 'S' %}{% else %}{% set kind = 'M' %}{% endif %}\n"
+    "{{ '<|im_start|>' + message['role'] + kind + '\\n' + message['content'] | trim + '<|im_end|>\\n' }}\n"
+    "  {% endfor %}\n"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+TEMPLATES = [
+    CHATML,
+    "{{ bos_token }}{% for m in messages %}[{{ m.role }}]{{ m.content }}{{ eos_token }}{% endfor %}",
+    "{{ messages | tojson }}{{ messages[0] | tojson(indent=2) }}{{ tools is none }}{{ documents is none }}",
+    "{% for m in messages %}{% if loop.index == 2 %}{% continue %}{% endif %}{{ m.content }}{% break %}{% endfor %}",
+    "{% set ns = namespace(n=0) %}{% for m in messages %}{% set ns.n = ns.n + 1 %}{% endfor %}{{ ns.n }}{{ unknown }}",
+    "{{ enable_thinking | default('unset') }}{{ strftime_now('%Y-%m') }}{% for m in messages %}{{ m.name }}{% endfor %}",
+    "{% generation %}{{ messages[-1]['content'] }}{% endgeneration %}!",
+]
+
+
+@pytest.mark.parametrize("template", TEMPLATES)
+@pytest.mark.parametrize("extra", [{}, {"enable_thinking": False}], ids=["plain", "extra"])
+def test_a_template_renders_as_transformers_does(template: str, extra: dict[str, Any]) -> None:
+    (expected,), _ = render_jinja_template(
+        [MESSAGES], chat_template=template, add_generation_prompt=True, **SPECIAL, **extra
+    )
+    assert ChatTemplate(template, SPECIAL, "here").render(MESSAGES, extra) == expected
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ raise_exception('roles must alternate') }}",
+        "{{ messages.append(1) }}",
+        "{{ ''.__class__.__mro__ }}",
+        "{{ messages[0].content / 2 }}",
+        "{{ messages[9].content }}",
+    ],
+)
+def test_what_a_template_refuses_or_must_not_do_is_the_requests_error(template: str) -> None:
+    with pytest.raises(InvalidRequest, match="chat template refuses these messages") as raised:
+        ChatTemplate(template, SPECIAL, "here").render(MESSAGES, {})
+    assert raised.value.param == "messages"
+
+
+def test_a_template_that_does_not_compile_names_its_model() -> None:
+    with pytest.raises(ConfigError, match="chat template of here does not compile"):
+        ChatTemplate("{% if %}", SPECIAL, "here")
+
+
+def model(folder: Path, **settings: object) -> ServedModel:
+    """A tokenizer's folder with these settings."""
+    shutil.copy(Path(DEMO, "tokenizer.json"), folder)
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    return ServedModel("m", str(folder))
+
+
+def rendered(served: ServedModel) -> str:
+    template = load_template(served)
+    assert template is not None
+    return template.render(MESSAGES, {})
+
+
+def test_a_template_is_found_in_the_settings_or_a_file_of_its_own_or_where_it_is_said_to_be(tmp_path: Path) -> None:
+    bos: dict[str, object] = {"content": "<s>", "lstrip": False}
+    assert load_template(model(tmp_path, bos_token=bos)) is None
+    assert rendered(model(tmp_path, bos_token=bos, chat_template="{{ bos_token }}1")) == "<s>1"
+    named = [{"name": "tool_use", "template": "t"}, {"name": "default", "template": "{{ bos_token }}2"}]
+    served = model(tmp_path, bos_token="<b>", chat_template=named)
+    assert rendered(served) == "<b>2"
+    (tmp_path / "chat_template.jinja").write_text("3")
+    assert rendered(served) == "3"
+    (tmp_path / "own").write_text("4")
+    assert rendered(ServedModel("m", str(tmp_path), str(tmp_path / "own"))) == "4"
+    with pytest.raises(ConfigError, match="cannot read the chat_template"):
+        load_template(ServedModel("m", str(tmp_path), str(tmp_path / "missing")))
+
+
+def test_the_demo_model_has_no_template() -> None:
+    assert load_template(ServedModel("demo", DEMO)) is None

@@ -1,0 +1,129 @@
+"""Clients that leave, verifiers that refuse or die: what the other side of the HTTP door hears of it."""
+
+import asyncio
+import json
+from typing import Any
+
+import grpc
+import httpx
+import pytest
+from openai import APIError, APITimeoutError, AsyncOpenAI, InternalServerError, RateLimitError
+
+from tests.services.http.http_router import ALL, CHAT, REST_TEXT, Script, client, http_router, until, with_router, worker
+from tests.services.router.scripted_verifier import TOKENS
+
+PATHS = pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+SAMPLED = {"temperature": 1, "n": 3}
+
+
+def body_of(path: str) -> dict[str, Any]:
+    return CHAT if "chat" in path else ALL
+
+
+@PATHS
+@pytest.mark.parametrize("silent_after", [0, 1])
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_leaves_takes_all_its_completions_with_it(
+    url: str, path: str, silent_after: int, stream: bool
+) -> None:
+    async def body() -> None:
+        script = Script(TOKENS, falls_silent_after=silent_after)
+        async with worker(url, script), http_router(url) as base, httpx.AsyncClient(base_url=base, timeout=30) as leaving:
+            asked = body_of(path) | SAMPLED | {"stream": stream}
+            asking = asyncio.create_task(_read(leaving, path, asked))
+            await until(lambda: len(script.calls) == 3)
+            asking.cancel()
+            await asyncio.gather(asking, return_exceptions=True)
+            await until(lambda: script.num_cancelled == 3)
+
+    asyncio.run(body())
+
+
+async def _read(leaving: httpx.AsyncClient, path: str, asked: dict[str, Any]) -> None:
+    async with leaving.stream("POST", path, json=asked) as answer:
+        async for _ in answer.aiter_lines():
+            pass
+
+
+def test_a_client_with_a_timeout_of_its_own_leaves_when_it_is_over(url: str) -> None:
+    async def body() -> None:
+        script = Script(TOKENS, falls_silent_after=0)
+        async with worker(url, script), http_router(url) as base, client(base) as asking:
+            with pytest.raises(APITimeoutError):
+                await asking.with_options(timeout=0.3).completions.create(**ALL)
+            await until(lambda: script.num_cancelled == 1)
+
+    asyncio.run(body())
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_full_verifier_is_429_with_the_time_to_try_again(url: str, stream: bool) -> None:
+    script = Script(TOKENS, dies_after=0, status=grpc.StatusCode.RESOURCE_EXHAUSTED, pushback=2500)
+
+    async def body(asking: AsyncOpenAI) -> RateLimitError:
+        with pytest.raises(RateLimitError) as raised:
+            await asking.completions.create(**ALL, stream=stream)
+        return raised.value
+
+    error = with_router(url, body, script)
+    assert (error.status_code, error.type, error.code) == (429, "rate_limit_error", "overloaded")
+    assert (error.response.headers["retry-after"], error.response.headers["retry-after-ms"]) == ("3", "2500")
+
+
+def test_a_lost_verifier_is_503_with_the_time_to_try_again_and_the_client_does(url: str) -> None:
+    """The verifier comes back to life between the attempts of the client, which waits as it was told."""
+    script = Script(TOKENS, dies_after=0)
+
+    async def body(asking: AsyncOpenAI) -> str:
+        with pytest.raises(InternalServerError) as raised:
+            await asking.completions.create(**ALL)
+        assert (raised.value.status_code, raised.value.code) == (503, "unavailable")
+        assert raised.value.response.headers["retry-after"] == "1"
+        trying = asyncio.create_task(asking.with_options(max_retries=1).completions.create(**ALL))
+        await until(lambda: len(script.calls) == 2)
+        script.dies_after = None
+        return str((await trying).choices[0].text)
+
+    assert with_router(url, body, script) == REST_TEXT
+
+
+def test_without_a_verifier_a_request_is_503_and_a_late_one_504(url: str) -> None:
+    async def body() -> None:
+        async with http_router(url) as base, client(base) as asking:
+            with pytest.raises(InternalServerError, match="no verifier of model 'demo' is alive") as raised:
+                await asking.completions.create(**ALL)
+            assert raised.value.status_code == 503
+        script = Script(TOKENS, falls_silent_after=1)
+        async with worker(url, script), http_router(url, timeout=0.3) as base, client(base) as asking:
+            with pytest.raises(InternalServerError, match=r"not done within 0\.3 s") as raised:
+                await asking.completions.create(**ALL)
+            assert (raised.value.status_code, raised.value.code) == (504, "timeout")
+            await until(lambda: script.num_cancelled == 1)
+
+    asyncio.run(body())
+
+
+@PATHS
+def test_an_error_in_the_middle_of_a_stream_is_an_event(url: str, path: str) -> None:
+    script = Script(TOKENS, dies_after=1)
+
+    async def body() -> list[str]:
+        async with worker(url, script), http_router(url) as base, httpx.AsyncClient(base_url=base, timeout=30) as asking:
+            answer = await asking.post(path, json=body_of(path) | {"stream": True})
+            assert answer.status_code == 200
+            return [line.removeprefix("data: ") for line in answer.text.splitlines() if line]
+
+    first, last, done = asyncio.run(body())
+    assert json.loads(first)["choices"][0]["finish_reason"] is None
+    error = json.loads(last)["error"]
+    assert (error["type"], error["code"]) == ("server_error", "unavailable")
+    assert "out of breath" in error["message"]
+    assert done == "[DONE]"
+
+
+def test_openais_client_raises_what_a_stream_ends_with(url: str) -> None:
+    async def body(asking: AsyncOpenAI) -> None:
+        with pytest.raises(APIError, match="out of breath"):
+            _ = [event async for event in await asking.completions.create(**ALL, stream=True)]
+
+    with_router(url, body, Script(TOKENS, dies_after=1))

@@ -1,0 +1,108 @@
+"""The HTTP door of a router process: without torch and transformers, and with nothing lost when it is told to stop."""
+
+import asyncio
+import os
+import re
+import signal
+import sys
+from asyncio.subprocess import PIPE, Process
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import httpx
+
+from tests.services.http.http_router import ALL, REST_TEXT, Script, client, get, until, worker
+from tests.services.redis_server import free_port
+from tests.services.router.scripted_verifier import TOKENS
+
+BLOCKED = (
+    "import sys, runpy; sys.modules['torch'] = sys.modules['transformers'] = None; "
+    "runpy.run_module('services.router', run_name='__main__')"
+)
+
+
+@asynccontextmanager
+async def process(url: str, *settings: str) -> AsyncIterator[Process]:
+    own = [f"registry.url={url}", "registry.heartbeat=0.1", "models=[{name: demo, tokenizer: models/demo/target}]"]
+    arguments = [argument for setting in (*own, *settings) for argument in ("--set", setting)]
+    child = await asyncio.create_subprocess_exec(sys.executable, "-c", BLOCKED, *arguments, stderr=PIPE, env=os.environ)
+    try:
+        yield child
+    finally:
+        if child.returncode is None:
+            child.kill()
+        await child.wait()
+
+
+async def base_of(child: Process) -> str:
+    assert child.stderr is not None
+    async with asyncio.timeout(30):
+        while (line := (await child.stderr.readline()).decode()) and "HTTP on" not in line:
+            pass
+    found = re.search(r"HTTP on (\S+)", line)
+    assert found, "ended without opening its HTTP door"
+    return found[1]
+
+
+async def ready(base: str) -> httpx.Response:
+    async with asyncio.timeout(20):
+        while (answer := await get(base, "/ready")).status_code != 200:
+            await asyncio.sleep(0.02)
+    return answer
+
+
+def test_a_stopping_router_is_not_ready_and_finishes_its_streams(url: str) -> None:
+    async def body() -> None:
+        script = Script(TOKENS, gate=asyncio.Event())
+        settings = ("server.linger_seconds=1", "server.drain_seconds=20")
+        async with worker(url, script), process(url, *settings) as child:
+            base = await base_of(child)
+            await ready(base)
+            async with client(base) as asking:
+                answer = asyncio.create_task(asking.completions.create(**ALL))
+                await until(lambda: len(script.calls) == 1)
+                child.send_signal(signal.SIGTERM)
+                async with asyncio.timeout(20):
+                    while (told := await get(base, "/ready")).status_code == 200:
+                        await asyncio.sleep(0.01)
+                assert told.json()["reason"] == "the router is stopping"
+                assert (await get(base, "/live")).status_code == 200
+                script.gate.set()
+                assert (await answer).choices[0].text == REST_TEXT
+            assert await asyncio.wait_for(child.wait(), 20) == 0
+
+    asyncio.run(body())
+
+
+def test_a_drain_has_an_end(url: str) -> None:
+    async def body() -> None:
+        script = Script(TOKENS, falls_silent_after=1)
+        async with worker(url, script), process(url, "server.drain_seconds=0.2") as child:
+            base = await base_of(child)
+            await ready(base)
+            asked = ALL | {"stream": True}
+            async with (
+                httpx.AsyncClient(timeout=30) as asking,
+                asking.stream("POST", f"{base}/v1/completions", json=asked) as answer,
+            ):
+                await anext(answer.aiter_lines())
+                child.send_signal(signal.SIGTERM)
+                assert await asyncio.wait_for(child.wait(), 20) == 0
+            await until(lambda: script.num_cancelled == 1)
+
+    asyncio.run(body())
+
+
+def test_a_taken_port_is_one_clear_line(url: str) -> None:
+    async def body() -> None:
+        port = free_port()
+        async with process(url, f"http.port={port}") as first:
+            await base_of(first)
+            async with process(url, f"http.port={port}") as second:
+                assert second.stderr is not None
+                said = (await asyncio.wait_for(second.stderr.read(), 30)).decode().splitlines()
+                assert await second.wait() == 2
+        assert said[-1].startswith(f"error: cannot listen on 127.0.0.1:{port}: the port is in use")
+        assert "Traceback" not in "\n".join(said)
+
+    asyncio.run(body())

@@ -1,0 +1,231 @@
+"""What an operator sees of the HTTP door: probes, metrics, keys and TLS, on both doors."""
+
+import asyncio
+import socket
+import ssl
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from datetime import UTC, datetime, timedelta
+from ipaddress import ip_address
+from pathlib import Path
+
+import grpc
+import httpx
+import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from openai import AsyncOpenAI, AuthenticationError
+from prometheus_client import Counter
+
+from eyas.config import HttpConfig, KeysConfig, ServerConfig, TlsConfig
+from eyas.errors import ConfigError
+from eyas.rpc.server import RpcServer
+from eyas.v1.generation_pb2 import ListModelsRequest, ListModelsResponse
+from eyas.v1.generation_pb2_grpc import GenerationServicer, GenerationStub, add_GenerationServicer_to_server
+from services.router.access.calls import KeyInterceptor, server_credentials
+from services.router.access.keys import Keys, load_keys
+from services.router.http.door import HttpDoor, listen
+from tests.services.http.http_router import ALL, REST_TEXT, Script, get, http_router, worker
+from tests.services.router.scripted_verifier import TOKENS
+from tests.services.router.test_router_cli import eyas
+
+
+def test_ready_says_why_not_until_a_verifier_is_reached_and_again_when_it_is_gone(url: str) -> None:
+    async def becomes(base: str, status: int) -> dict[str, str]:
+        async with asyncio.timeout(20):
+            while (answer := await get(base, "/ready")).status_code != status:
+                await asyncio.sleep(0.01)
+        return dict(answer.json())
+
+    async def body() -> None:
+        async with http_router(url) as base:
+            assert (await get(base, "/live")).status_code == 200
+            assert await becomes(base, 503) == {"status": "not ready", "reason": "no verifier can be reached"}
+            assert (await get(base, "/health")).status_code == 503
+            async with worker(url, Script(TOKENS)), worker(url, Script(()), "draft"):
+                assert await becomes(base, 200) == {"status": "ready"}
+                workers = {"verifiers": 1, "reachable_verifiers": 1, "drafters": 1}
+                assert (await get(base, "/health")).json() == {"status": "ready", "models": {"demo": workers}}
+            await becomes(base, 503)
+            assert (await get(base, "/live")).status_code == 200
+
+    asyncio.run(body())
+
+
+def test_metrics_are_what_the_process_has_counted(url: str) -> None:
+    Counter("eyas_test_of_the_door", "Counts once.").inc()
+
+    async def body() -> httpx.Response:
+        async with http_router(url) as base:
+            return await get(base, "/metrics")
+
+    answer = asyncio.run(body())
+    assert answer.headers["content-type"].startswith("text/plain")
+    assert "eyas_test_of_the_door_total 1.0" in answer.text.splitlines()
+
+
+def test_only_known_keys_open_v1(url: str) -> None:
+    async def ask(base: str, key: str) -> str:
+        async with AsyncOpenAI(base_url=f"{base}/v1", api_key=key, max_retries=0) as client:
+            return str((await client.completions.create(**ALL)).choices[0].text)
+
+    async def body() -> None:
+        async with worker(url, Script(TOKENS)), http_router(url, keys=Keys(frozenset({"one", "other"}))) as base:
+            assert [await ask(base, key) for key in ("one", "other")] == [REST_TEXT, REST_TEXT]
+            for wrong in ("on", "one1", "One"):
+                with pytest.raises(AuthenticationError, match="no known API key"):
+                    await ask(base, wrong)
+            answer = await get(base, "/v1/models")
+            assert (answer.status_code, answer.headers["www-authenticate"]) == (401, "Bearer")
+            assert answer.json()["error"]["code"] == "invalid_api_key"
+            assert [(await get(base, path)).status_code for path in ("/live", "/ready", "/metrics")] == [200] * 3
+
+    asyncio.run(body())
+
+
+def test_keys_come_from_the_environment_and_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    file.write_text("three\n\n  four\n")
+    keys = load_keys(KeysConfig("KEYS", str(file)), {"KEYS": "one, two"})
+    assert all(keys.admit(f"Bearer {key}") for key in ("one", "two", "three", "four"))
+    assert not any(map(keys.admit, ("", "one", "Bearer", "Bearer ", "Basic one", "Bearer five")))
+    assert load_keys(KeysConfig(), {}).admit("")
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (KeysConfig(env="KEYS"), "environment variable KEYS holds no key"),
+        (KeysConfig(file="no/such"), "cannot read no/such"),
+    ],
+)
+def test_a_place_without_keys_is_an_error_and_no_open_door(config: KeysConfig, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load_keys(config, {"KEYS": " , "})
+
+
+class Models(GenerationServicer):
+    async def ListModels(self, request: object, context: object) -> ListModelsResponse:  # type: ignore[override]  # noqa: N802
+        return ListModelsResponse()
+
+
+@asynccontextmanager
+async def grpc_door(keys: Keys, tls: TlsConfig) -> AsyncIterator[str]:
+    server = RpcServer(ServerConfig(), [KeyInterceptor(keys)], server_credentials(tls))
+    add_GenerationServicer_to_server(Models(), server.aio)
+    address = await server.start(["eyas.v1.Generation"])
+    try:
+        yield address
+    finally:
+        await server.stop(0)
+
+
+def certificate(folder: Path) -> TlsConfig:
+    """A new certificate for 127.0.0.1 that is its own authority."""
+    key, name = ec.generate_private_key(ec.SECP256R1()), x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "eyas")])
+    now = datetime.now(UTC)
+    signed = (
+        x509.CertificateBuilder()
+        .subject_name(name)
+        .issuer_name(name)
+        .public_key(key.public_key())
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(now - timedelta(days=1))
+        .not_valid_after(now + timedelta(days=1))
+        .add_extension(x509.SubjectAlternativeName([x509.IPAddress(ip_address("127.0.0.1"))]), critical=False)
+        .sign(key, hashes.SHA256())
+    )
+    (folder / "cert.pem").write_bytes(signed.public_bytes(serialization.Encoding.PEM))
+    form = serialization.PrivateFormat.PKCS8
+    (folder / "key.pem").write_bytes(key.private_bytes(serialization.Encoding.PEM, form, serialization.NoEncryption()))
+    return TlsConfig(str(folder / "cert.pem"), str(folder / "key.pem"))
+
+
+def test_the_grpc_door_asks_for_the_same_keys_over_tls_and_health_is_open(tmp_path: Path) -> None:
+    async def status(stub: GenerationStub, **metadata: str) -> grpc.StatusCode:
+        try:
+            await stub.ListModels(ListModelsRequest(), metadata=tuple(metadata.items()))
+        except grpc.aio.AioRpcError as error:
+            return error.code()
+        return grpc.StatusCode.OK
+
+    async def body() -> None:
+        tls = certificate(tmp_path)
+        trust = grpc.ssl_channel_credentials(Path(tls.certificate).read_bytes())
+        async with grpc_door(Keys(frozenset({"one"})), tls) as address, grpc.aio.secure_channel(address, trust) as channel:
+            stub = GenerationStub(channel)
+            assert await status(stub, authorization="Bearer one") is grpc.StatusCode.OK
+            assert await status(stub, authorization="Bearer two") is grpc.StatusCode.UNAUTHENTICATED
+            assert await status(stub) is grpc.StatusCode.UNAUTHENTICATED
+            assert await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest())
+
+    asyncio.run(body())
+
+
+def test_the_command_shows_its_key() -> None:
+    async def body() -> tuple[int, int]:
+        async with grpc_door(Keys(frozenset({"one"})), TlsConfig()) as address:
+            known = await eyas("models", EYAS_ADDRESS=address, EYAS_API_KEY="one")
+            unknown = await eyas("models", "--address", address, "--api-key", "two")
+        assert unknown.err.startswith("error: UNAUTHENTICATED: no known API key")
+        return known.status, unknown.status
+
+    assert asyncio.run(body()) == (0, 1)
+
+
+async def echo(scope: object, receive: object, send: object) -> None:
+    await send({"type": "http.response.start", "status": 200, "headers": []})  # type: ignore[operator]
+    await send({"type": "http.response.body", "body": b"here"})  # type: ignore[operator]
+
+
+def test_the_http_door_speaks_tls(tmp_path: Path) -> None:
+    async def body() -> str:
+        tls = certificate(tmp_path)
+        door = HttpDoor(echo, HttpConfig(), tls)
+        await door.start()
+        try:
+            trust = ssl.create_default_context(cafile=tls.certificate)
+            async with httpx.AsyncClient(verify=trust, timeout=30) as client:
+                return (await client.get(f"https://{door.address}")).text
+        finally:
+            await door.stop(5)
+
+    assert asyncio.run(body()) == "here"
+
+
+def test_small_writes_leave_at_once() -> None:
+    async def body() -> int:
+        told: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+
+        def accepted(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            told.set_result(writer.get_extra_info("socket").getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
+            writer.close()
+
+        listener = listen("127.0.0.1", 0)
+        async with await asyncio.start_server(accepted, sock=listener):
+            _, writer = await asyncio.open_connection(*listener.getsockname())
+            writer.close()
+            return await told
+
+    assert asyncio.run(body()) == 1
+
+
+def test_a_door_that_cannot_open_says_which_setting_to_mend(tmp_path: Path) -> None:
+    async def start(config: HttpConfig, tls: TlsConfig) -> None:
+        door = HttpDoor(echo, config, tls)
+        try:
+            await door.start()
+        finally:
+            await door.stop(0)
+
+    missing = str(tmp_path / "missing.pem")
+    with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(ConfigError, match=r"in use .* set http\.port"):
+        asyncio.run(start(HttpConfig(port=taken.getsockname()[1]), TlsConfig()))
+    with pytest.raises(ConfigError, match=r"tls\.certificate and tls\.key cannot be used"):
+        asyncio.run(start(HttpConfig(), TlsConfig(missing, missing)))
+    with pytest.raises(ConfigError, match=r"tls\.certificate and tls\.key cannot be used"):
+        server_credentials(TlsConfig(missing, missing))
+    with pytest.raises(ConfigError, match="go together"):
+        TlsConfig(certificate="only")

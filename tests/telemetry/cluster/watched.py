@@ -1,0 +1,160 @@
+"""A cluster of processes that tells of itself, some requests, and what came out: traces, metrics, logs, query results."""
+
+import json
+import os
+import subprocess
+import time
+import urllib.error
+import urllib.parse
+import urllib.request
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+import yaml
+
+from eyas.request import Request, SamplingParams
+from eyas.rpc import wire
+from eyas.rpc.channel import open_sync_channel
+from eyas.rpc.messages import NO_DRAFTER, GenerateCall, TextChunk
+from eyas.v1 import generation_pb2_grpc
+from services.cluster import Cluster, free_port, running_cluster
+from tests.telemetry.cluster.collector import Collector, collecting
+from tests.telemetry.promql import alert_rules, dashboard_queries, tool
+
+SERVICES = ("router", "verifier", "draft")
+OPENMETRICS = "application/openmetrics-text;version=1.0.0,text/plain;version=0.0.4;q=0.5"
+SECRET = "def swordfish_and_marzipan("
+TRACE_ID = "4bf92f3577b34da6a3ce929d0e0e4736"
+CALLER = ("traceparent", f"00-{TRACE_ID}-00f067aa0ba902b7-01")
+SAMPLING = SamplingParams(max_tokens=48, temperature=0.8, ignore_eos=True, seed=7)
+
+
+@dataclass
+class Watched:
+    """collector: fills until the cluster has ended. metrics: OpenMetrics by service. results: of Prometheus, by query."""
+
+    collector: Collector
+    speculative: list[int] = field(default_factory=list)
+    plain: list[int] = field(default_factory=list)
+    refusal: grpc.StatusCode | None = None
+    metrics: dict[str, str] = field(default_factory=dict)
+    logs: dict[str, list[str]] = field(default_factory=dict)
+    results: dict[str, list[Any]] | None = None
+
+
+@contextmanager
+def watched(folder: Path) -> Iterator[Watched]:
+    """Run it all once."""
+    ports = {name: free_port() for name in SERVICES}
+    endpoint = free_port()
+    settings = ["verifier.telemetry.round_span_ratio=0.5", "verifier.link.deadline=30"]
+    for name, port in ports.items():
+        settings += [f"{name}.telemetry.metrics_port={port}", f"{name}.telemetry.log_format=json"]
+    with pytest.MonkeyPatch.context() as patch, collecting(endpoint) as collector:
+        patch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", f"http://127.0.0.1:{endpoint}")
+        patch.setenv("OTEL_RESOURCE_ATTRIBUTES", "deployment.environment.name=test")
+        patch.setenv("OTEL_METRIC_EXPORT_INTERVAL", "500")
+        run = Watched(collector)
+        with running_cluster(free_port(), settings) as cluster, scraping(folder, ports.values()) as prometheus:
+            for child in cluster.services:
+                cluster.wait(child)
+            ask(run, cluster)
+            run.metrics = {name: scrape(port) for name, port in ports.items()}
+            if prometheus is not None:
+                run.results = queried(prometheus)
+            files = {child.name: child.log for child in cluster.services}
+            run.logs = {name: file.read_text().splitlines() for name, file in files.items()}
+        yield run
+
+
+def ask(run: Watched, cluster: Cluster) -> None:
+    """A drafted request within the caller's trace, the same without a drafter, and one that is refused."""
+    with open_sync_channel(cluster.router.address) as channel:
+        stub = generation_pb2_grpc.GenerationStub(channel)
+
+        def tokens(call: GenerateCall, *metadata: tuple[str, str]) -> Sequence[TextChunk]:
+            answers = stub.Generate(wire.call_to_message(call), timeout=60, metadata=metadata)
+            return [wire.chunk_from_message(message) for message in answers]
+
+        while not any(chunk.chunk.round and chunk.chunk.round.drafted for chunk in tokens(_call("", "warm-up"))):
+            cluster.check()
+        run.speculative = _ids(tokens(_call("", "drafted"), CALLER))
+        run.plain = _ids(tokens(_call(NO_DRAFTER, "plain")))
+        try:
+            tokens(GenerateCall(Request("refused", (), SamplingParams(top_p=3.0)), prompt_text=SECRET))
+        except grpc.RpcError as error:
+            run.refusal = error.code()
+
+
+def _call(drafter: str, name: str) -> GenerateCall:
+    return GenerateCall(Request(name, (), SAMPLING), prompt_text=SECRET, drafter=drafter)
+
+
+def _ids(chunks: Sequence[TextChunk]) -> list[int]:
+    return [token for chunk in chunks for token in chunk.chunk.token_ids]
+
+
+def scrape(port: int, accept: str = OPENMETRICS) -> str:
+    """What Prometheus would get."""
+    request = urllib.request.Request(f"http://127.0.0.1:{port}/metrics", headers={"Accept": accept})
+    with urllib.request.urlopen(request, timeout=10) as answer:
+        text: str = answer.read().decode()
+    return text
+
+
+@contextmanager
+def scraping(folder: Path, ports: Iterator[int]) -> Iterator[str | None]:
+    """The URL of a Prometheus that scrapes these ports; None where there is no Prometheus."""
+    prometheus = tool("prometheus")
+    if prometheus is None:
+        yield None
+        return
+    targets = [f"127.0.0.1:{port}" for port in ports]
+    config = {
+        "global": {"scrape_interval": "500ms", "scrape_timeout": "500ms"},
+        "scrape_configs": [{"job_name": "eyas", "static_configs": [{"targets": targets}]}],
+    }
+    (folder / "prometheus.yaml").write_text(yaml.safe_dump(config))
+    address = f"127.0.0.1:{free_port()}"
+    flags = [
+        f"--config.file={folder}/prometheus.yaml",
+        f"--storage.tsdb.path={folder}/data",
+        f"--web.listen-address={address}",
+    ]
+    with (folder / "log").open("wb") as log:
+        process = subprocess.Popen([prometheus, *flags], stdout=log, stderr=log, env={**os.environ, "GOMAXPROCS": "1"})
+    try:
+        yield f"http://{address}"
+    finally:
+        process.kill()
+        process.wait()
+
+
+def queried(url: str) -> dict[str, list[Any]]:
+    """The results of every query of dashboards and alerts, once all targets have been scraped a few times more."""
+    before = time.time()
+    while len(query(url, f"min_over_time(timestamp(eyas_service_info)[2s:500ms]) > {before}")) < len(SERVICES):
+        time.sleep(0.2)
+    asked = [expression for _, expression in dashboard_queries()] + [rule["expr"] for rule in alert_rules()]
+    return {expression: query(url, expression.replace("$__rate_interval", "1m")) for expression in asked}
+
+
+def query(url: str, expression: str) -> list[Any]:
+    """The series of an instant query; none while Prometheus is not up. Fails for an expression that it refuses."""
+    parameters = urllib.parse.urlencode({"query": expression})
+    try:
+        with urllib.request.urlopen(f"{url}/api/v1/query?{parameters}", timeout=10) as answer:
+            found: Mapping[str, Any] = json.load(answer)
+    except urllib.error.HTTPError as error:
+        if error.code == 503:
+            return []
+        raise AssertionError(f"{expression}: {error.read().decode()}") from error
+    except urllib.error.URLError:
+        return []
+    assert found["status"] == "success", expression
+    return list(found["data"]["result"])

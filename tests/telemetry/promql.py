@@ -1,0 +1,45 @@
+"""The queries of the dashboards and alerts, the metrics that they name, and a real Prometheus where there is one."""
+
+import json
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import yaml
+
+ROOT = Path(__file__).parents[2]
+BOARDS = ROOT / "deploy" / "dashboards"
+ALERTS = BOARDS / "alerts.yaml"
+FETCHED = ROOT / ".venv" / "prometheus" / "usr" / "bin"
+MISSING = "there is no {}; `make prometheus` fetches the Debian package prometheus into .venv"
+
+_STRING = re.compile(r'"[^"]*"')
+_SELECTOR = re.compile(r"\{[^}]*\}|\[[^\]]*\]")
+_LABELS = re.compile(r"\b(by|without|on|ignoring|group_left|group_right)\s*\([^)]*\)")
+_NAME = re.compile(r"(?<![\w:.])[a-zA-Z_:][\w:]*(?!\s*\(|[\w:])")
+_WORDS = {"and", "or", "unless", "bool", "offset"}
+
+
+def names(expression: str) -> set[str]:
+    """The metrics that a PromQL expression names."""
+    bare = _LABELS.sub(" ", _SELECTOR.sub(" ", _STRING.sub(" ", expression)))
+    return {name for name in _NAME.findall(bare) if name not in _WORDS}
+
+
+def dashboard_queries() -> Iterator[tuple[str, str]]:
+    """Where it stands, and the query."""
+    for board in sorted(BOARDS.glob("*.json")):
+        for panel in json.loads(board.read_text())["panels"]:
+            for target in panel["targets"]:
+                yield f"{board.stem}: {panel['title']}", target["expr"]
+
+
+def alert_rules() -> list[dict[str, str]]:
+    """The rules as they are written."""
+    return [rule for group in yaml.safe_load(ALERTS.read_text())["groups"] for rule in group["rules"]]
+
+
+def tool(name: str) -> str | None:
+    """The path of prometheus or promtool; None where it is not installed."""
+    return shutil.which(name) or shutil.which(name, path=str(FETCHED))

@@ -1,0 +1,196 @@
+"""How numbers, spans and log lines leave a process, and what the environment says of it."""
+
+import io
+import json
+import logging
+import math
+import urllib.error
+import urllib.request
+import warnings
+
+import pytest
+from opentelemetry.sdk.metrics.export import Histogram, Sum
+from opentelemetry.trace import NoOpTracer
+from prometheus_client import CollectorRegistry
+from prometheus_client.openmetrics.parser import text_string_to_metric_families
+
+from eyas.config import TelemetryConfig
+from eyas.errors import ConfigError
+from eyas.telemetry import catalog
+from eyas.telemetry.identity import resource
+from eyas.telemetry.logs import configure_logging, request_log
+from eyas.telemetry.metrics import counter, histogram
+from eyas.telemetry.otlp import converted
+from eyas.telemetry.process import telemetry
+from eyas.telemetry.scraping import exposition, serving_metrics
+from eyas.telemetry.tracing import context_of, exports, trace_of, trace_pairs
+from services.cluster import free_port
+from tests.telemetry.spans import TRACE, Spans
+
+OTEL = (
+    "OTEL_SDK_DISABLED", "OTEL_TRACES_EXPORTER", "OTEL_METRICS_EXPORTER", "OTEL_EXPORTER_OTLP_ENDPOINT",
+    "OTEL_EXPORTER_OTLP_PROTOCOL", "OTEL_SERVICE_NAME", "OTEL_RESOURCE_ATTRIBUTES",
+)  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def _clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in OTEL:
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.mark.parametrize(
+    ("environment", "traces", "metrics"),
+    [
+        ({}, False, False),
+        ({"OTEL_EXPORTER_OTLP_ENDPOINT": "http://c:4317"}, True, True),
+        ({"OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": "http://c:4317"}, True, False),
+        ({"OTEL_EXPORTER_OTLP_ENDPOINT": "http://c:4317", "OTEL_METRICS_EXPORTER": "none"}, True, False),
+        ({"OTEL_TRACES_EXPORTER": "otlp"}, True, False),
+        ({"OTEL_EXPORTER_OTLP_ENDPOINT": "http://c:4317", "OTEL_SDK_DISABLED": "true"}, False, False),
+    ],
+)
+def test_the_usual_variables_say_what_is_exported(
+    monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], traces: bool, metrics: bool
+) -> None:
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert (exports("TRACES"), exports("METRICS")) == (traces, metrics)
+
+
+@pytest.mark.parametrize(
+    "environment",
+    [
+        {"OTEL_TRACES_EXPORTER": "zipkin"},
+        {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://c:4318", "OTEL_EXPORTER_OTLP_PROTOCOL": "http/protobuf"},
+    ],
+)
+def test_what_cannot_be_followed_is_refused(monkeypatch: pytest.MonkeyPatch, environment: dict[str, str]) -> None:
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match=list(environment)[-1]), telemetry(TelemetryConfig(), "router"):
+        pass
+
+
+def test_with_nothing_asked_for_nothing_is_started_and_the_registry_is_left_as_it_was() -> None:
+    registry = CollectorRegistry()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with telemetry(TelemetryConfig(), "router", registry) as own:
+            assert isinstance(own.tracer, NoOpTracer)
+            assert own.registry.get_sample_value("eyas_service_info", {"service": "router", "version": "0.1.0"}) == 1
+            assert b"eyas_service_info" in exposition("", registry).body
+    assert exposition("", registry).body == b""
+
+
+def test_two_services_of_one_process_keep_their_numbers_apart() -> None:
+    registry = CollectorRegistry()
+    with (
+        telemetry(TelemetryConfig(), "verifier", registry) as one,
+        telemetry(TelemetryConfig(), "verifier", registry) as two,
+    ):
+        counter(catalog.VERIFIER_ROWS, one.registry).inc(3)
+        counter(catalog.VERIFIER_ROWS, two.registry).inc(4)
+        assert one.registry.get_sample_value("eyas_verifier_rows_total") == 3
+
+
+def test_the_environment_names_the_service_before_eyas_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert resource("draft").attributes["service.name"] == "eyas-draft"
+    monkeypatch.setenv("OTEL_RESOURCE_ATTRIBUTES", "service.namespace=prod,service.version=9")
+    monkeypatch.setenv("OTEL_SERVICE_NAME", "mine")
+    told = resource("draft").attributes
+    assert (told["service.name"], told["service.namespace"], told["service.version"]) == ("mine", "prod", "9")
+
+
+def test_names_with_colons_go_out_as_they_are_in_every_format() -> None:
+    registry = CollectorRegistry()
+    counter(catalog.VLLM_DRAFTS, registry).labels("m").inc()
+    for accept in ("", "text/plain", "application/openmetrics-text;version=1.0.0;escaping=underscores"):
+        assert b'\nvllm:spec_decode_num_drafts_total{model_name="m"} 1.0\n' in exposition(accept, registry).body
+
+
+def test_metrics_are_served_at_one_path_and_the_port_is_free_again_afterwards() -> None:
+    registry, port = CollectorRegistry(), free_port()
+    histogram(catalog.VERIFIER_QUEUE, registry).observe(0.02, {"trace_id": "a", "span_id": "b"})
+    for _ in range(2):
+        with serving_metrics("127.0.0.1", port, registry) as bound:
+            assert bound == port
+            url = f"http://127.0.0.1:{port}"
+            request = urllib.request.Request(f"{url}/metrics", headers={"Accept": "application/openmetrics-text"})
+            with urllib.request.urlopen(request, timeout=10) as answer:
+                [family] = text_string_to_metric_families(answer.read().decode())
+            assert [s.exemplar.labels["trace_id"] for s in family.samples if s.exemplar] == ["a"]
+            with pytest.raises(urllib.error.HTTPError, match="404") as error:
+                urllib.request.urlopen(url, timeout=10)
+            error.value.close()
+
+
+def test_a_port_that_is_taken_is_named() -> None:
+    with serving_metrics("127.0.0.1", 0, CollectorRegistry()) as port:
+        config = TelemetryConfig(metrics_port=port)
+        taken = pytest.raises(ConfigError, match=rf"{port}.*set telemetry\.metrics_port")
+        with taken, telemetry(config, "router", CollectorRegistry()):
+            pass
+
+
+@pytest.mark.parametrize("settings", [{"metrics_port": 70000}, {"round_span_ratio": 1.5}, {"log_format": "xml"}])
+def test_settings_out_of_range_are_refused(settings: dict[str, object]) -> None:
+    with pytest.raises(ConfigError, match=next(iter(settings))):
+        TelemetryConfig(**settings)  # type: ignore[arg-type]
+
+
+def test_metrics_keep_their_values_on_the_way_to_otlp() -> None:
+    registry = CollectorRegistry()
+    counter(catalog.ROUTER_REQUESTS, registry).labels("m", "OK").inc(7)
+    waits = histogram(catalog.VERIFIER_QUEUE, registry)
+    for seconds in (0.002, 0.002, 0.3, 1000):
+        waits.observe(seconds)
+    found = {metric.name: metric for metric in converted(registry.collect(), 1, 2)}
+    requests, queue = found["eyas.router.requests"].data, found["eyas.verifier.queue.duration"].data
+    assert isinstance(requests, Sum)
+    assert isinstance(queue, Histogram)
+    [point] = requests.data_points
+    assert (point.attributes, point.value) == ({"model": "m", "status": "OK"}, 7)
+    [spread] = queue.data_points
+    assert tuple(spread.explicit_bounds) == catalog.VERIFIER_QUEUE.buckets
+    assert (spread.count, sum(spread.bucket_counts), spread.bucket_counts[1], spread.bucket_counts[-1]) == (4, 4, 2, 1)
+    assert math.isclose(spread.sum, 1000.304)
+
+
+def test_labels_without_a_value_and_their_dots_are_those_of_the_conventions() -> None:
+    registry = CollectorRegistry()
+    histogram(catalog.REQUEST_DURATION, registry).labels("text_completion", "eyas", "m", "").observe(1)
+    [metric] = converted(registry.collect(), 1, 2)
+    assert isinstance(metric.data, Histogram)
+    told = {"gen_ai.operation.name": "text_completion", "gen_ai.provider.name": "eyas", "gen_ai.request.model": "m"}
+    assert metric.data.data_points[0].attributes == told
+
+
+def test_a_trace_context_comes_back_and_nonsense_begins_none() -> None:
+    assert trace_pairs([("TraceParent", TRACE[0][1]), ("authorization", "x"), ("grpc-trace-bin", b"\0")]) == TRACE
+    spans = Spans()
+    span = spans.telemetry.tracer.start_span("child", context_of(TRACE))
+    assert trace_of(span)[0][1].split("-")[1] == TRACE[0][1].split("-")[1]
+    for nonsense in ((), (("traceparent", "00-x"),), (("traceparent", "é" * 100),)):
+        assert spans.telemetry.tracer.start_span("root", context_of(nonsense)).parent is None  # type: ignore[attr-defined]
+
+
+def test_lines_within_a_request_bear_its_ids(monkeypatch: pytest.MonkeyPatch) -> None:
+    out, root = io.StringIO(), logging.getLogger()
+    before = (root.handlers[:], root.level)
+    try:
+        monkeypatch.setattr("sys.stderr", out)
+        configure_logging("json")
+        span = Spans().telemetry.tracer.start_span("request", context_of(TRACE))
+        with request_log("", span) as about:
+            about.request_id = "r-1"
+            logging.getLogger("somewhere").info("inside %d", 1)
+        logging.getLogger("somewhere").warning("outside")
+    finally:
+        root.handlers[:] = before[0]
+        root.setLevel(before[1])
+    inside, outside = map(json.loads, out.getvalue().splitlines())
+    assert inside["request_id"] == "r-1"
+    assert inside["trace_id"] == TRACE[0][1].split("-")[1]
+    assert (inside["message"], inside["level"], inside["logger"]) == ("inside 1", "INFO", "somewhere")
+    assert not {"request_id", "trace_id", "span_id"} & set(outside)
