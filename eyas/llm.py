@@ -5,15 +5,16 @@ from __future__ import annotations
 import itertools
 import sys
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from numbers import Integral
 
 from rich.console import Console
 from rich.progress import Progress
 
-from eyas.config import EagleConfig, EngineConfig, MethodsConfig, TreeConfig
-from eyas.drafters.build import NO_DRAFTS, build_drafter, build_fuser, default_drafter
-from eyas.engine.build import build_engine, gather_ranks
+from eyas.config import EagleConfig, EngineConfig, MethodsConfig, Probe, TreeConfig
+from eyas.drafters.build import NO_DRAFTS, build_drafter, build_fuser, default_drafter, settle_reading
+from eyas.engine.build import assemble_engine, gather_ranks, load_model
 from eyas.errors import EyasError, InvalidRequest, RequestFailed
 from eyas.limits import check_sampling
 from eyas.models.parallel.ranks import Place
@@ -79,7 +80,9 @@ class LLM:
 
     target: folder or hub id of any causal LM that transformers loads. draft: folder or hub id of a draft head, or of what
     else the method loads. drafter: the method; "eagle3" if only `draft` is given. Neither: plain decoding.
-    Raises CheckpointError for weights that do not load or fit, ConfigError for an unknown drafter or a missing head.
+    probe: "auto" tries out how an EAGLE head is to be read, and reads it so; "never" believes its config.
+    Raises CheckpointError for weights that do not load or fit, and for a head that guesses no better than chance;
+    ConfigError for an unknown drafter or a missing head.
     """
 
     def __init__(
@@ -93,16 +96,23 @@ class LLM:
         engine: EngineConfig | None = None,
         eagle: EagleConfig | None = None,
         methods: MethodsConfig | None = None,
+        probe: Probe = "auto",
     ) -> None:
         tree, engine, eagle = tree or TreeConfig(), engine or EngineConfig(), eagle or EagleConfig()
         head, name = draft or "", default_drafter(drafter or "", draft or "")
-        plain = name == NO_DRAFTS
-        proposer = None if plain else build_drafter(name, target, head, dtype, device, tree, eagle, methods)
         fuser = build_fuser(name, head, target, dtype, device)
-        self._ranks = gather_ranks(Place(0, engine.tensor_parallel, device), target, dtype, engine.context_length)
-        self._engine = build_engine(
-            target, fuser, dtype, device, replace(engine, max_waiting=sys.maxsize), tree, proposer, self._ranks
-        )
+        with ExitStack() as undo:
+            ranks = gather_ranks(Place(0, engine.tensor_parallel, device), target, dtype, engine.context_length)
+            undo.callback(ranks.close)
+            model = load_model(target, fuser, dtype, device, engine, ranks)
+            reading = None
+            if fuser is not None and probe == "auto" and ranks.size == 1:
+                reading = settle_reading(name, model, fuser, head, target, dtype, device)
+            plain = name == NO_DRAFTS
+            proposer = None if plain else build_drafter(name, target, head, dtype, device, tree, eagle, methods, reading)
+            self._engine = assemble_engine(model, fuser, replace(engine, max_waiting=sys.maxsize), tree, proposer, ranks)
+            undo.pop_all()
+        self._ranks = ranks
         self._tokenizer = load_tokenizer(target)
         self._names = itertools.count()
 

@@ -33,8 +33,9 @@ def tiny_target(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="session")
 def tiny_head(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Folder of a tiny random EAGLE-3 head for `tiny_target`."""
-    from tests.tiny import write_head
+    """Folder of a tiny random EAGLE-3 head for `tiny_target`; an EAGLE-1 head is in its subfolder eagle1."""
+    from tests.tiny import write_eagle1_head, write_head
 
     folder: Path = tmp_path_factory.mktemp("head")
+    write_eagle1_head(folder / "eagle1")
     return str(write_head(folder))

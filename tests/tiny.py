@@ -65,3 +65,31 @@ def write_head(folder: Path, vocab_size: int = 48, draft_vocab: int = 24, hidden
     }  # fmt: skip
     (folder / "config.json").write_text(json.dumps(config))
     return folder
+
+
+def write_eagle1_head(folder: Path, vocab_size: int = 48, hidden: int = 32, seed: int = 0) -> Path:
+    """A random EAGLE-1 head for `write_target` with the same sizes, with a bias in fc."""
+    generator = torch.Generator().manual_seed(seed)
+    kv, layer = hidden // 2, "layers.0."
+    shapes = {
+        "fc.weight": (hidden, 2 * hidden),
+        "fc.bias": (hidden,),
+        f"{layer}self_attn.q_proj.weight": (hidden, hidden),
+        f"{layer}self_attn.k_proj.weight": (kv, hidden),
+        f"{layer}self_attn.v_proj.weight": (kv, hidden),
+        f"{layer}self_attn.o_proj.weight": (hidden, hidden),
+        f"{layer}mlp.gate_proj.weight": (2 * hidden, hidden),
+        f"{layer}mlp.up_proj.weight": (2 * hidden, hidden),
+        f"{layer}mlp.down_proj.weight": (hidden, 2 * hidden),
+    }
+    tensors = {name: 0.2 * torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+    tensors[f"{layer}post_attention_layernorm.weight"] = torch.ones(hidden)
+    config = {
+        "architectures": ["LlamaForCausalLM"], "hidden_size": hidden, "intermediate_size": 2 * hidden,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 1, "vocab_size": vocab_size,
+        "rms_norm_eps": 1e-5, "bias": True,
+    }  # fmt: skip
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file(tensors, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder

@@ -12,6 +12,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 from eyas.bench.workloads import OfflineSettings
+from eyas.check.head import head
 from eyas.config import Dtype, TreeConfig
 from eyas.errors import EyasError
 
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from eyas.check.equality import Equality
 
 check = typer.Typer(no_args_is_help=True)
+check.command()(head)
 
 
 @check.callback()

@@ -1,8 +1,20 @@
-"""Settings of every part as frozen values, and how they are read: `values` know no files, `reading` knows no part."""
+"""Settings of every part as frozen values, and how they are read: `values` and `methods` know no files, `reading` knows no
+part."""
 
 from eyas.config.doors import HttpConfig, KeysConfig, TlsConfig
 from eyas.config.drafting import AheadConfig, EagleConfig, TreeConfig
-from eyas.config.methods import MethodsConfig, SmallConfig
+from eyas.config.methods import (
+    EAGLE_PATHS,
+    Eagle1Config,
+    LookaheadConfig,
+    MethodsConfig,
+    OffsetsConfig,
+    PromptLookupConfig,
+    RestConfig,
+    SmallConfig,
+    TreePaths,
+    UnionConfig,
+)
 from eyas.config.reading import describe, load, masked
 from eyas.config.telemetry import LogFormat, TelemetryConfig
 from eyas.config.values import (
@@ -11,6 +23,7 @@ from eyas.config.values import (
     DraftLinkConfig,
     Dtype,
     EngineConfig,
+    Probe,
     RegistryConfig,
     RouterConfig,
     Rule,
@@ -20,17 +33,25 @@ from eyas.config.values import (
 )
 
 __all__ = [
+    "LookaheadConfig",
+    "OffsetsConfig",
+    "PromptLookupConfig",
+    "RestConfig",
+    "UnionConfig",
     "AheadConfig",
+    "EAGLE_PATHS",
     "DraftConfig",
     "DraftLinkConfig",
     "DraftedModel",
     "Dtype",
+    "Eagle1Config",
     "EagleConfig",
     "EngineConfig",
     "HttpConfig",
     "KeysConfig",
     "LogFormat",
     "MethodsConfig",
+    "Probe",
     "RegistryConfig",
     "RouterConfig",
     "Rule",
@@ -40,6 +61,7 @@ __all__ = [
     "TelemetryConfig",
     "TlsConfig",
     "TreeConfig",
+    "TreePaths",
     "VerifierConfig",
     "describe",
     "load",

@@ -1,10 +1,52 @@
-"""Settings that one drafting method has and others do not, as frozen values. Knows no files."""
+"""Settings of single drafting methods, each a frozen value of its own. A value out of range raises ConfigError."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Literal, get_args
 
-from eyas.config.checks import at_least
+from eyas.config.checks import at_least, require
+from eyas.errors import ConfigError
+
+TreePaths = tuple[tuple[int, ...], ...]
+Shape = Literal["static", "dynamic"]
+
+# The tree that EAGLE was published with, named mc_sim_7b_63 there: 4, 8, 8, 3 and 2 nodes on five levels.
+EAGLE_PATHS: TreePaths = (
+    (0,), (1,), (2,), (3,),
+    (0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (2, 0), (2, 1), (3, 0),
+    (0, 0, 0), (0, 0, 1), (0, 0, 2), (0, 1, 0), (0, 1, 1), (0, 2, 0), (0, 2, 1), (1, 0, 0),
+    (0, 0, 0, 0), (0, 0, 0, 1), (0, 0, 0, 2),
+    (0, 0, 0, 0, 0), (0, 0, 0, 0, 1),
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Eagle1Config:
+    """Settings of EAGLE-1. paths: its static tree, of each node but the root the ranks by score on the way to it."""
+
+    paths: TreePaths = EAGLE_PATHS
+
+    def __post_init__(self) -> None:
+        check_paths(self.paths, "paths")
+
+
+@dataclass(frozen=True)
+class OffsetsConfig:
+    """Settings of Medusa and Hydra.
+
+    shape: "static" trees have the same nodes each time, "dynamic" ones those of the highest scores, as with EAGLE-2.
+    paths: the static tree, of each node but the root the ranks by score on the way to it; empty takes the likeliest ones
+    that tree.nodes, tree.depth and tree.width allow.
+    """
+
+    shape: Shape = "static"
+    paths: TreePaths = ()
+
+    def __post_init__(self) -> None:
+        require(self.shape in get_args(Shape), f"shape is {self.shape!r}; it must be one of {', '.join(get_args(Shape))}")
+        if self.paths:
+            check_paths(self.paths, "paths")
 
 
 @dataclass(frozen=True)
@@ -21,7 +63,96 @@ class SmallConfig:
 
 
 @dataclass(frozen=True)
+class PromptLookupConfig:
+    """Prompt lookup: what followed the last tokens where they stood before in the same context.
+
+    longest, shortest: tokens of the context that are looked for. num_matches: most places that go into a tree.
+    num_tokens: tokens remembered for all sessions, about 1 KB each; the session unused for longest is forgotten beyond that.
+    """
+
+    longest: int = 6
+    shortest: int = 1
+    num_matches: int = 12
+    num_tokens: int = 2**20
+
+    def __post_init__(self) -> None:
+        at_least(1, shortest=self.shortest, num_matches=self.num_matches, num_tokens=self.num_tokens)
+        at_least(self.shortest, longest=self.longest)
+
+
+@dataclass(frozen=True)
+class RestConfig:
+    """Retrieval from a datastore (REST): what followed the last tokens in a corpus.
+
+    datastore: folder that `eyas datastore build` wrote; left out, `head` names it.
+    longest, shortest: tokens of the context that are looked for. num_matches: most places that go into a tree.
+    num_sessions: sessions remembered; the one unused for longest is forgotten beyond that.
+    """
+
+    datastore: str = ""
+    longest: int = 16
+    shortest: int = 2
+    num_matches: int = 96
+    num_sessions: int = 2**14
+
+    def __post_init__(self) -> None:
+        at_least(1, shortest=self.shortest, num_matches=self.num_matches, num_sessions=self.num_sessions)
+        at_least(self.shortest, longest=self.longest)
+
+
+@dataclass(frozen=True)
+class LookaheadConfig:
+    """Lookahead decoding.
+
+    window: columns of the Jacobi window; ngram: tokens of an n-gram, so that the window has ngram - 1 rows.
+    num_guesses: most n-grams that are verified in a round, and most that are kept for each first token.
+    num_tokens: tokens in the n-grams of all sessions; the session unused for longest is forgotten beyond that.
+    """
+
+    window: int = 4
+    ngram: int = 4
+    num_guesses: int = 6
+    num_tokens: int = 2**21
+
+    def __post_init__(self) -> None:
+        at_least(1, window=self.window, num_guesses=self.num_guesses, num_tokens=self.num_tokens)
+        at_least(2, ngram=self.ngram)
+
+
+@dataclass(frozen=True)
+class UnionConfig:
+    """Two drafters at once.
+
+    floor: share of a tree's guesses that either drafter has for certain, if it has so many; the rest goes by score.
+    num_sessions: sessions remembered; the one unused for longest is forgotten beyond that.
+    """
+
+    floor: float = 0.125
+    num_sessions: int = 2**14
+
+    def __post_init__(self) -> None:
+        at_least(1, num_sessions=self.num_sessions)
+        require(0 <= self.floor <= 0.5, f"floor is {self.floor}; it must lie in [0, 0.5]")
+
+
+@dataclass(frozen=True)
 class MethodsConfig:
     """Settings that one drafting method has and others do not."""
 
+    eagle1: Eagle1Config = field(default_factory=Eagle1Config)
+    offsets: OffsetsConfig = field(default_factory=OffsetsConfig)
     small: SmallConfig = field(default_factory=SmallConfig)
+    prompt_lookup: PromptLookupConfig = field(default_factory=PromptLookupConfig)
+    rest: RestConfig = field(default_factory=RestConfig)
+    lookahead: LookaheadConfig = field(default_factory=LookaheadConfig)
+    union: UnionConfig = field(default_factory=UnionConfig)
+
+
+def check_paths(paths: TreePaths, name: str) -> None:
+    """Raises ConfigError unless `paths` make a tree."""
+    known = {(), *paths}
+    if len(known) <= 1 or len(known) <= len(paths):
+        raise ConfigError(f"{name} names {len(paths)} nodes, {len(known) - 1} of them distinct; name each one once")
+    for path in paths:
+        if path[:-1] not in known or min(path) < 0:
+            raise ConfigError(f"{name} holds the node {list(path)} without its parent, or with a rank below 0")

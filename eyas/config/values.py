@@ -16,6 +16,8 @@ from eyas.config.telemetry import TelemetryConfig
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 Rule = Literal["match", "rejection"]
+# YAML reads "off" as false.
+Probe = Literal["auto", "never"]
 
 
 @dataclass(frozen=True)
@@ -121,12 +123,14 @@ class VerifierConfig:
 
     drafter: the method that it collects features for; "eagle3" where it is left out and a head is named, else "none", which
     takes no drafts. Drafters that need no features are taken with any other. head: the checkpoint that makes the features.
+    probe: "auto" tries out at start how the head is to be read, and refuses one that guesses no better than chance.
     """
 
     model: str
     target: str
     head: str = ""
     drafter: str = ""
+    probe: Probe = "auto"
     dtype: Dtype = "float32"
     device: str = "cpu"
     threads: int = 0

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from eyas.commit import Budget
 from eyas.config import TreeConfig
-from eyas.models.sampling.law import rank
+from eyas.models.sampling.law import Ranked, rank
 from eyas.tree import DraftTree
 
 
@@ -27,7 +27,8 @@ class Expansion(Protocol):
         ...
 
     def next(self, level: int, parents: Tensor, tokens: Tensor) -> Tensor:
-        """Run the frontier of `level` (from 1) and score its children, float32 [S, W, D].
+        """Run the frontier of `level` (from 1) and score its children, float32 [S, W, D]; or [S, 1, D], if they are the same
+        below all of it.
 
         parents [S, W]: row of each node's parent within the frontier before it; tokens [S, W]: draft vocabulary ids.
         """
@@ -70,7 +71,8 @@ class Growth:
         if self.levels > 1:
             self._rows = frontier.ids // self._children
         chosen = self._tokens[-1].gather(1, frontier.ids)
-        best = rank(self._expansion.next(self.levels, self._rows, chosen), self._children)
+        ranked = rank(self._expansion.next(self.levels, self._rows, chosen), self._children)
+        best = Ranked(*(column.expand(-1, self._width, -1) for column in ranked))
         self._tokens.append(best.ids.flatten(1))
         self._scores.append((best.scores + frontier.scores[:, :, None]).flatten(1))
         self._parents.append((last + 1 + frontier.ids).repeat_interleave(self._children, dim=1))

@@ -43,9 +43,15 @@ def build_engine(
 
     ranks: what `gather_ranks` gave, if the target is shared; they are not closed here.
     """
+    return assemble_engine(load_model(target, fuser, dtype, device, engine, ranks), fuser, engine, tree, drafter, ranks)
+
+
+def load_model(
+    target: str, fuser: FeatureFuser | None, dtype: str, device: str, engine: EngineConfig, ranks: Ranks | None = None
+) -> TargetModel:
+    """The target, or rank 0's share of it, with the taps that `fuser` makes features of."""
     share = Share(0, ranks.size) if ranks and ranks.size > 1 else None
-    model = load_target(target, dtype, device, fuser.taps if fuser else (), engine.context_length, share)
-    return assemble_engine(model, fuser, engine, tree, drafter, ranks)
+    return load_target(target, dtype, device, fuser.taps if fuser else (), engine.context_length, share)
 
 
 def assemble_engine(

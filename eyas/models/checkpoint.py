@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import hashlib
 import json
 import pickle
@@ -16,6 +17,8 @@ from torch import Tensor
 from eyas.config import Dtype
 from eyas.errors import CheckpointError, ConfigError
 
+# What Eyas itself has written into a head's config.json: how to read it. No part of what the head is.
+RECORD = "eyas"
 WEIGHT_FILES = ("model.safetensors.index.json", "model.safetensors", "pytorch_model.bin.index.json", "pytorch_model.bin")
 
 
@@ -28,7 +31,7 @@ def resolve(path_or_id: str) -> Path:
     from huggingface_hub import snapshot_download
 
     try:
-        return Path(snapshot_download(path_or_id, allow_patterns=["*.json", "*.safetensors", "*.bin"]))
+        return Path(snapshot_download(path_or_id, allow_patterns=["*.json", "*.safetensors", "*.bin", "*_lm_head.pt"]))
     except (OSError, ValueError) as error:
         raise CheckpointError(f"cannot fetch {path_or_id!r} from the hub, and no such folder exists: {error}") from error
 
@@ -51,12 +54,30 @@ def read_target_config(folder: Path) -> dict[str, Any]:
     return {**config, **nested} if isinstance(nested, dict) else config
 
 
-def read_tensors(folder: Path) -> dict[str, Tensor]:
-    """All tensors of a checkpoint, from safetensors or pytorch_model.bin, sharded or not. Raises CheckpointError."""
+def read_tensors(folder: Path, own_names: tuple[str, ...] = ()) -> dict[str, Tensor]:
+    """All tensors of a checkpoint, from safetensors or pytorch_model.bin, sharded or not; or from the first of the files
+    `own_names` that is there. Raises CheckpointError."""
+    for name in own_names:
+        if (folder / name).exists():
+            return _read_file(folder / name)
     tensors: dict[str, Tensor] = {}
     for file in sorted(set(_weight_map(folder).values()) or {_weight_file(folder)}):
         tensors.update(_read_file(file))
     return tensors
+
+
+def tensor_names(folder: Path) -> set[str]:
+    """Names of all tensors of a checkpoint. Raises CheckpointError."""
+    if weight_map := _weight_map(folder):
+        return set(weight_map)
+    file = _weight_file(folder)
+    if file.suffix != ".safetensors":
+        return set(_read_file(file))
+    try:
+        with safe_open(file, framework="pt") as handle:
+            return set(handle.keys())
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"cannot read weights {file}: {error}") from error
 
 
 def read_tensor(folder: Path, names: tuple[str, ...]) -> Tensor:
@@ -90,7 +111,7 @@ def check_device(dtype: str, device: str) -> None:
 def take(tensors: Mapping[str, Tensor], expected: Mapping[str, tuple[int, ...]], optional: set[str], source: Path) -> None:
     """Raises CheckpointError unless `tensors` are exactly `expected`, shapes included; `optional` ones may be absent."""
     missing = sorted(set(expected) - set(tensors) - optional)
-    unexpected = sorted(set(tensors) - set(expected))
+    unexpected = [_beside_nearest(name, expected) for name in sorted(set(tensors) - set(expected))]
     wrong = [
         f"{name} has shape {list(tensors[name].shape)}, expected {list(shape)}"
         for name, shape in expected.items()
@@ -101,19 +122,26 @@ def take(tensors: Mapping[str, Tensor], expected: Mapping[str, tuple[int, ...]],
         raise CheckpointError(f"{source} does not fit its config: {'; '.join(problems + wrong)}")
 
 
+def _beside_nearest(name: str, expected: Mapping[str, object]) -> str:
+    near = difflib.get_close_matches(name, list(expected), n=1)
+    return f"{name} (nearest is {near[0]})" if near else name
+
+
 def target_fingerprint(path_or_id: str) -> str:
     """Digest of a target's config and weights; equal on every machine that holds the same checkpoint."""
     return _digest(resolve(path_or_id), names=None)
 
 
 def head_fingerprint(path_or_id: str) -> str:
-    """Digest of what decides a head's fused features: its config and its fc."""
-    return _digest(resolve(path_or_id), names=("fc.",))
+    """Digest of what decides a head's fused features: its config, its fc and the norms before that."""
+    fused = ("fc.", "fc_norm.", "input_norm.")
+    return _digest(resolve(path_or_id), names=(*fused, *(f"model.{name}" for name in fused)))
 
 
 def _digest(folder: Path, names: tuple[str, ...] | None) -> str:
     """Hash config.json and, of each tensor, name, shape, dtype and some 16,000 elements spread over it."""
-    digest = hashlib.sha256(json.dumps(read_config(folder), sort_keys=True).encode())
+    config = {key: value for key, value in read_config(folder).items() if key != RECORD}
+    digest = hashlib.sha256(json.dumps(config, sort_keys=True).encode())
     for name, tensor in _iterate(folder):
         if names is None or name.startswith(names):
             digest.update(f"{name} {list(tensor.shape)} {tensor.dtype}".encode())

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from eyas.errors import CheckpointError
 from eyas.models.attention import ATTENTION_NAME, KVPools, register_attention
@@ -48,16 +49,26 @@ class TargetModel:
         self.config: Any = model.config.get_text_config()
         self._num_kv_ranks = num_ranks if splits_heads(model) else 1
         self._tapped: dict[int, Tensor] = {}
-        self._taps = tuple(taps)
-        decoder: Any = model.get_decoder()
-        for tap in self._taps:
-            if tap == AFTER_NORM:
-                decoder.norm.register_forward_hook(self._tap_output)
-                continue
-            if not 0 <= tap <= len(decoder.layers):
-                raise CheckpointError(f"the head taps layer {tap}, but the target has {len(decoder.layers)} layers")
-            layer = decoder.layers[tap] if tap < len(decoder.layers) else decoder.norm
-            layer.register_forward_pre_hook(self._tap(tap))
+        self._hooks: list[RemovableHandle] = []
+        self.taps: tuple[int, ...] = ()
+        self.tap(taps)
+
+    def tap(self, taps: Sequence[int]) -> None:
+        """Collect these states from now on, in place of others. Raises CheckpointError for a layer that is not there."""
+        decoder: Any = self.model.get_decoder()
+        wrong = [tap for tap in taps if tap != AFTER_NORM and not 0 <= tap <= len(decoder.layers)]
+        if wrong:
+            raise CheckpointError(f"the head taps layer {wrong[0]}, but the target has {len(decoder.layers)} layers")
+        for hook in self._hooks:
+            hook.remove()
+        self.taps = tuple(taps)
+        self._hooks = [self._hook(decoder, tap) for tap in dict.fromkeys(self.taps)]
+
+    def _hook(self, decoder: Any, tap: int) -> RemovableHandle:
+        if tap == AFTER_NORM:
+            return decoder.norm.register_forward_hook(self._tap_output)  # type: ignore[no-any-return]
+        layer = decoder.layers[tap] if tap < len(decoder.layers) else decoder.norm
+        return layer.register_forward_pre_hook(self._tap(tap))  # type: ignore[no-any-return]
 
     def _tap(self, layer: int) -> Any:
         def keep(module: nn.Module, args: tuple[Tensor, ...]) -> None:
@@ -83,7 +94,7 @@ class TargetModel:
             packed=packed,
             pools=pools,
         )
-        taps = torch.cat([self._tapped[tap] for tap in self._taps], dim=-1) if self._taps else None
+        taps = torch.cat([self._tapped[tap] for tap in self.taps], dim=-1) if self.taps else None
         self._tapped.clear()
         return TargetOutput(out.logits[0].float()[: packed.num_wanted], taps)
 

@@ -10,8 +10,8 @@ import torch
 from eyas.commit import Proposal
 from eyas.config import VerifierConfig
 from eyas.drafters.base import DrafterNeeds
-from eyas.drafters.build import NO_DRAFTS, build_fuser, default_drafter, features_digest
-from eyas.engine.build import build_engine, gather_ranks
+from eyas.drafters.build import NO_DRAFTS, build_fuser, default_drafter, features_digest, settle_reading
+from eyas.engine.build import assemble_engine, gather_ranks, load_model
 from eyas.models.checkpoint import target_fingerprint
 from eyas.models.parallel.ranks import Ranks
 from eyas.rpc.messages import ModelInfo, Verified
@@ -55,7 +55,10 @@ async def lead(config: VerifierConfig, ranks: Ranks, telemetry: Telemetry) -> No
     needs = DrafterNeeds(features=fuser is not None, samples=True)
     verified = Verified(target_fingerprint(config.target), features_digest(drafter, config.head))
     pool = DraftPool(config.link, needs, proposal, verified) if drafter != NO_DRAFTS else None
-    engine = build_engine(config.target, fuser, config.dtype, config.device, config.engine, config.tree, pool, ranks)
+    target = load_model(config.target, fuser, config.dtype, config.device, config.engine, ranks)
+    if fuser is not None and config.probe == "auto" and ranks.size == 1:
+        settle_reading(drafter, target, fuser, config.head, config.target, config.dtype, config.device)
+    engine = assemble_engine(target, fuser, config.engine, config.tree, pool, ranks)
     model = ModelInfo(
         config.model,
         verified.target_fingerprint,

@@ -8,11 +8,10 @@ import torch
 
 from eyas.config import EagleConfig, EngineConfig, Rule, TreeConfig
 from eyas.drafters.base import Drafter, LocalDrafter
-from eyas.drafters.build import build_drafter
+from eyas.drafters.build import build_drafter, build_fuser
 from eyas.engine.build import assemble_engine
 from eyas.engine.engine import Engine
 from eyas.errors import ConfigError
-from eyas.models.heads.eagle import load_fuser
 from eyas.models.target import load_target
 from eyas.request import GenerationStats, NoiseKey, Request, SamplingParams
 from eyas.tree import DraftLaw, Sampled
@@ -25,23 +24,37 @@ TREE = TreeConfig(nodes=12, depth=3, width=4)
 PROMPT = (7, 8, 9)
 PARAMS = SamplingParams(max_tokens=20, temperature=0.9, ignore_eos=True)
 FILTERED = replace(PARAMS, temperature=1.2, top_k=20, top_p=0.9)
-DRAFTERS = ("chain", "siblings", "siblings-replaced", "eagle3", "sps")
+DRAFTERS = ("chain", "siblings", "siblings-replaced", "eagle1", "eagle3", "sps")
 
 
 def make_drafter(name: str, target: str, head: str) -> LocalDrafter:
-    if name == "eagle3":
-        return build_drafter("eagle3", target, head, "float32", "cpu", TREE, EagleConfig(num_slots=8192, law_tokens=10))
+    eagle = EagleConfig(num_slots=8192, law_tokens=10)
     if name == "sps":
-        eagle = EagleConfig(num_slots=8192, law_tokens=10)
         return build_drafter("sps", target, write_small(target), "float32", "cpu", TREE, eagle)
+    if name.startswith("eagle"):
+        return build_drafter(name, target, head_of(name, head), "float32", "cpu", TREE, eagle)
     widths = (1, 1, 1) if name == "chain" else (3, 2)
     return BigramDrafter(bigram_logits(target), widths, replacement=name == "siblings-replaced")
 
 
-def make_engine(drafter: Drafter | None, target: str, head: str, rule: Rule = "rejection") -> Engine:
-    fuser = load_fuser(head, target)
+def head_of(name: str, head: str) -> str:
+    return f"{head}/eagle1" if name == "eagle1" else head
+
+
+def make_engine(
+    drafter: Drafter | None, target: str, head: str, rule: Rule = "rejection", features: str = "eagle3"
+) -> Engine:
+    """features: the method whose features are collected."""
+    fuser = build_fuser(features, head_of(features, head), target, "float32", "cpu")
+    assert fuser is not None
     config = EngineConfig(num_slots=8192, max_running=64, max_waiting=2000, rule=rule)
     return assemble_engine(load_target(target, taps=fuser.taps), fuser, config, TREE, drafter)
+
+
+def engine_of(name: str, target: str, head: str) -> Engine:
+    """With the drafter `name`, and the features that it needs."""
+    features = "eagle1" if name == "eagle1" else "eagle3"
+    return make_engine(make_drafter(name, target, head), target, head, features=features)
 
 
 def run(engine: Engine, requests: list[Request], stats: GenerationStats | None = None) -> dict[str, list[int]]:
@@ -97,11 +110,7 @@ def counted(emitted: dict[str, list[int]], place: int) -> torch.Tensor:
 @pytest.mark.parametrize("name", DRAFTERS)
 def test_the_emitted_law_is_the_targets(name: str, params: SamplingParams, tiny_target: str, tiny_head: str) -> None:
     """The first token comes from the prefill; the others out of drawn trees, some accepted and some not."""
-    engine, stats, count = (
-        make_engine(make_drafter(name, tiny_target, tiny_head), tiny_target, tiny_head),
-        GenerationStats(),
-        1500,
-    )
+    engine, stats, count = engine_of(name, tiny_target, tiny_head), GenerationStats(), 1500
     asked = [Request(f"{seed}", PROMPT, replace(params, seed=seed, max_tokens=4)) for seed in range(count)]
     emitted = run(engine, asked, stats)
     assert count / 20 < stats.num_accepted < stats.num_drafted, "some drafts were accepted, some rejected"
@@ -122,15 +131,15 @@ def test_a_drafter_that_draws_from_another_law_than_it_says_would_show(tiny_targ
 
 @pytest.mark.parametrize("name", DRAFTERS)
 def test_a_request_says_the_same_alone_and_among_others(name: str, tiny_target: str, tiny_head: str) -> None:
-    among = run(make_engine(make_drafter(name, tiny_target, tiny_head), tiny_target, tiny_head), requests(6))
+    among = run(engine_of(name, tiny_target, tiny_head), requests(6))
     for request in requests(6):
-        engine = make_engine(make_drafter(name, tiny_target, tiny_head), tiny_target, tiny_head)
+        engine = engine_of(name, tiny_target, tiny_head)
         assert run(engine, [request])[request.id] == among[request.id]
 
 
 @pytest.mark.parametrize("name", DRAFTERS)
 def test_greedy_requests_are_matched_token_for_token(name: str, tiny_target: str, tiny_head: str) -> None:
-    engine = make_engine(make_drafter(name, tiny_target, tiny_head), tiny_target, tiny_head)
+    engine = engine_of(name, tiny_target, tiny_head)
     asked = [*requests(4, replace(PARAMS, temperature=0.0)), Request("hot", PROMPT, replace(PARAMS, seed=1))]
     emitted = run(engine, asked)
     for request in asked[:4]:

@@ -30,7 +30,22 @@ def build_small(target: str, head: str) -> LocalDrafter:
     return build_drafter("sps", target, target, "float32", "cpu", TreeConfig(16, 4, 3), EagleConfig(num_slots=2048))
 
 
-LOCAL: dict[str, Callable[[str, str], LocalDrafter]] = {"eagle3": build_eagle, "sps": build_small}
+def build_eagle1(target: str, head: str) -> LocalDrafter:
+    tree, eagle = TreeConfig(16, 4, 3), EagleConfig(num_slots=2048)
+    return build_drafter("eagle1", target, f"{head}/eagle1", "float32", "cpu", tree, eagle)
+
+
+def build_eagle2(target: str, head: str) -> LocalDrafter:
+    tree, eagle = TreeConfig(16, 4, 3), EagleConfig(num_slots=2048)
+    return build_drafter("eagle2", target, f"{head}/eagle1", "float32", "cpu", tree, eagle)
+
+
+LOCAL: dict[str, Callable[[str, str], LocalDrafter]] = {
+    "eagle1": build_eagle1,
+    "eagle2": build_eagle2,
+    "eagle3": build_eagle,
+    "sps": build_small,
+}
 
 
 @pytest.fixture(params=[*LOCAL, *(f"remote {name}" for name in LOCAL)])

@@ -188,5 +188,5 @@ def test_the_session_unused_for_longest_is_forgotten_and_says_so(tiny_target: st
 
 
 def test_an_unknown_drafter_lists_the_known_ones(tiny_target: str, tiny_head: str) -> None:
-    with pytest.raises(ConfigError, match="unknown drafter 'eagle9'; known: eagle3"):
+    with pytest.raises(ConfigError, match=r"unknown drafter 'eagle9'; known: .*eagle3"):
         build_drafter("eagle9", tiny_target, tiny_head, "float32", "cpu", SHAPE, EagleConfig())

@@ -46,6 +46,8 @@ def cluster(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
         head = str(write_head(tmp_path_factory.mktemp("head"), vocab_size=4096, draft_vocab=512, hidden=256))
         Path(head, "config.json").write_text(Path(head, "config.json").read_text().replace("[1, 2, 3]", "[2, 6, 9]"))
     settings = [f"draft.head={head}", f"verifier.head={head}", "verifier.link.deadline=30"]
+    if request.param == "random":
+        settings.append("verifier.probe=never")
     with running_cluster(free_port(), settings) as running:
         for child in running.services:
             running.wait(child)

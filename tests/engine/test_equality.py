@@ -8,10 +8,9 @@ import torch
 
 from eyas.config import AheadConfig, EagleConfig, EngineConfig, TreeConfig
 from eyas.drafters.base import Drafter
-from eyas.drafters.build import build_drafter
+from eyas.drafters.build import build_drafter, build_fuser
 from eyas.engine.build import assemble_engine
 from eyas.engine.engine import Engine
-from eyas.models.heads.eagle import load_fuser
 from eyas.models.target import load_target
 from eyas.request import Chunk, GenerationStats, Request, SamplingParams
 from tests import reference
@@ -26,7 +25,9 @@ PARAMS = {
     "filtered": SamplingParams(max_tokens=24, temperature=1.1, top_k=12, top_p=0.85, ignore_eos=True),
     "stopping": SamplingParams(max_tokens=24, temperature=1.0, stop_token_ids=tuple(range(4, 10))),
 }
-DRAFTERS = ("eagle3", "eagle3-own-noise", "eagle3-crowded", "eagle3-ahead", "sps", "sps-crowded", "random", "dying", "none")
+DRAFTERS = (
+    "eagle1", "eagle2", "eagle3", "eagle3-own-noise", "eagle3-crowded", "eagle3-ahead", "sps", "sps-crowded", "random", "dying", "none",
+)  # fmt: skip
 
 
 def make_drafter(name: str, target: str, head: str) -> Drafter | None:
@@ -39,14 +40,22 @@ def make_drafter(name: str, target: str, head: str) -> Drafter | None:
     eagle = EagleConfig(num_slots=slots, shared_noise=name != "eagle3-own-noise", ahead=ahead)
     if name.startswith("sps"):
         return build_drafter("sps", target, write_small(target), "float32", "cpu", TREE, eagle)
-    drafter = build_drafter("eagle3", target, head, "float32", "cpu", TREE, eagle)
+    method, folder = method_of(name, head)
+    drafter = build_drafter(method, target, folder, "float32", "cpu", TREE, eagle)
     if name == "eagle3-ahead":
         return WorkingDrafter(drafter)
     return DyingDrafter(drafter, dies=4, returns=9) if name == "dying" else drafter
 
 
-def make_engine(drafter: Drafter | None, target: str, head: str, **limits: int) -> Engine:
-    fuser = load_fuser(head, target)
+def method_of(name: str, head: str) -> tuple[str, str]:
+    """The drafting method, and the folder of the head that it loads."""
+    return (name, f"{head}/eagle1") if name in ("eagle1", "eagle2") else ("eagle3", head)
+
+
+def make_engine(drafter: Drafter | None, target: str, head: str, name: str = "eagle3", **limits: int) -> Engine:
+    method, folder = method_of(name, head)
+    fuser = build_fuser(method, folder, target, "float32", "cpu")
+    assert fuser is not None
     config = EngineConfig(**{"num_slots": 1024, "step_tokens": 16, **limits})
     return assemble_engine(load_target(target, taps=fuser.taps), fuser, config, TREE, drafter)
 
@@ -79,7 +88,7 @@ def prompts(count: int, seed: int = 0) -> list[list[int]]:
 def test_a_batch_with_staggered_arrivals_equals_the_plain_loop(
     name: str, kind: str, tiny_target: str, tiny_head: str
 ) -> None:
-    engine = make_engine(make_drafter(name, tiny_target, tiny_head), tiny_target, tiny_head, max_running=6)
+    engine = make_engine(make_drafter(name, tiny_target, tiny_head), tiny_target, tiny_head, name, max_running=6)
     requests = [
         Request(f"r{i}", tuple(prompt), replace(PARAMS[kind], seed=100 + i, max_tokens=24 - i))
         for i, prompt in enumerate(prompts(8))

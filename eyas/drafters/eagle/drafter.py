@@ -1,4 +1,4 @@
-"""The EAGLE-3 drafter: committed tokens and fused features in, dynamic draft trees out.
+"""The drafter of all EAGLE heads: committed tokens and features in, draft trees out.
 
 Pair i of a session joins feature i with token i+1 at draft position i. Draft KV is kept in slots for pairs of true
 features only; what a tree adds is thrown away with it, and accepted positions are computed anew from true features.
@@ -25,10 +25,12 @@ from eyas.drafters.eagle.expansion import EagleExpansion
 from eyas.drafters.expand import Expansion, Growth, grow, select
 from eyas.drafters.ranking import Ranker, Scorer
 from eyas.drafters.sampled import FilteredDraft, draw_chains
+from eyas.drafters.static import StaticTree, grow_static
 from eyas.errors import ConfigError
 from eyas.models.attention import attend
-from eyas.models.heads.eagle import Eagle3Head
-from eyas.models.inputs import Segment, pack
+from eyas.models.heads.eagle import EagleHead
+from eyas.models.heads.eagle.layer import Projected
+from eyas.models.inputs import PackedInputs, Segment, pack
 from eyas.tree import DraftTree
 
 
@@ -45,10 +47,13 @@ class _Session:
 
 
 class EagleDrafter(LocalDrafter):
-    """EAGLE-3 in this process. Not safe for use from several threads."""
+    """EAGLE in this process, of any generation. Not safe for use from several threads."""
 
-    def __init__(self, head: Eagle3Head, tree: TreeConfig, config: EagleConfig) -> None:
-        """Raises ConfigError for a tree that the head cannot grow."""
+    def __init__(self, head: EagleHead, tree: TreeConfig, config: EagleConfig, plan: StaticTree | None = None) -> None:
+        """plan: the tree of every round, in place of a dynamic one. Raises ConfigError for a tree that the head cannot
+        grow."""
+        if plan is not None:
+            tree = TreeConfig(plan.num_nodes, plan.depth, plan.width)
         if tree.depth < 1 or tree.width > head.config.draft_vocab_size:
             raise ConfigError(
                 f"tree.depth {tree.depth} and tree.width {tree.width}: an EAGLE drafter needs a depth of at least 1 and a "
@@ -56,10 +61,11 @@ class EagleDrafter(LocalDrafter):
             )
         self._head = head
         self._tree = tree
+        self._plan = plan
         self._config = config
         c = head.config
         self._pools = SlotPools(
-            config.num_slots, [(c.num_kv_heads, c.head_dim)], 0, head.embedding.dtype, head.embedding.device
+            config.num_slots, [(c.num_kv_heads, c.head_dim)] * c.num_layers, 0, head.embedding.dtype, head.embedding.device
         )
         self._allocator = SlotAllocator(config.num_slots)
         self._sessions: OrderedDict[str, _Session] = OrderedDict()
@@ -171,28 +177,44 @@ class EagleDrafter(LocalDrafter):
         session.slots, session.dormant, session.state = session.slots[:0], True, None
 
     def _extend(self, contexts: Sequence[DraftContext]) -> Tensor:
-        """Store keys and values of all new pairs; the state [S, H] behind each session's last pair."""
-        head, (keys,), (values,) = self._head, self._pools.keys, self._pools.values
-        device = keys.device
+        """Store keys and values of all new pairs; the state [S, H] behind each session's last pair.
+
+        Of the last layer only the last rows are needed, of those before it all.
+        """
+        head, device = self._head, self._head.embedding.device
         slots = [self._sessions[c.session].slots for c in contexts]
         counts = [_num_pairs(c) for c in contexts]
         new = np.concatenate([s[len(s) - n :] for s, n in zip(slots, counts, strict=True)])
-        positions = np.concatenate([np.arange(len(s) - n, len(s)) for s, n in zip(slots, counts, strict=True)])
+        places = np.concatenate([np.arange(len(s) - n, len(s)) for s, n in zip(slots, counts, strict=True)])
         tokens = np.array([t for c, n in zip(contexts, counts, strict=True) for t in c.tokens[len(c.tokens) - n :]])
-        features = torch.cat([c.features for c in contexts if c.features is not None]).to(device, keys.dtype)
-        rows = head.project(features, torch.from_numpy(tokens).to(device), torch.from_numpy(positions).to(device))
-        keys.index_copy_(0, torch.from_numpy(new).to(device), rows.key)
-        values.index_copy_(0, torch.from_numpy(new).to(device), rows.value)
+        features = torch.cat([c.features for c in contexts if c.features is not None]).to(device, head.embedding.dtype)
+        index, positions = (torch.from_numpy(ints).to(device) for ints in (new, places))
+        rows = head.project(features, torch.from_numpy(tokens).to(device), positions)
         last = torch.from_numpy(np.cumsum(counts) - 1).to(device)
-        packed = pack([_last_pair(s) for s in slots], device)
-        attended = attend(rows.query[last], keys, values, packed, head.config.head_dim**-0.5)
-        return head.finish(attended, rows.residual[last])
+        deepest = head.config.num_layers - 1
+        if deepest:
+            packed = pack([_pairs(s, n) for s, n in zip(slots, counts, strict=True)], device)
+            for layer in range(deepest):
+                states = head.finish(self._attend(layer, rows, index, rows.query, packed), rows.residual, layer)
+                rows = head.deepen(layer + 1, states, positions)
+        packed = pack([_pairs(s, 1) for s in slots], device)
+        return head.finish(self._attend(deepest, rows, index, rows.query[last], packed), rows.residual[last])
+
+    def _attend(self, layer: int, rows: Projected, slots: Tensor, query: Tensor, packed: PackedInputs) -> Tensor:
+        """Attention of `query` over all pairs known, once keys and values of `rows` are in their slots."""
+        keys, values = self._pools.keys[layer], self._pools.values[layer]
+        keys.index_copy_(0, slots, rows.key)
+        values.index_copy_(0, slots, rows.value)
+        return attend(query, keys, values, packed, self._head.config.head_dim**-0.5)
 
     def _grow(self, contexts: Sequence[DraftContext], states: Tensor) -> list[DraftTree]:
-        shape = self._shape(contexts, self._tree.width)
+        plan = self._plan
+        shape = self._shape(contexts, plan.most_expanded if plan else self._tree.width)
         ranker = Ranker(contexts, self._config, shape.depth, self._head.draft_ids, self._scale, self._scale.grid)
-        candidates = grow(self._expand(contexts, states, ranker, shape), shape)
-        self._scale.watch(contexts, candidates, ranker, self._head.draft_ids)
+        expansion = self._expand(contexts, states, ranker, shape)
+        candidates = grow_static(expansion, plan, shape.depth) if plan else grow(expansion, shape)
+        if plan is None:
+            self._scale.watch(contexts, candidates, ranker, self._head.draft_ids)
         budgets = [replace(c.budget, max_nodes=min(c.budget.max_nodes, self._tree.nodes)) for c in contexts]
         return select(candidates, [c.tokens[-1] for c in contexts], budgets, self._head.draft_ids)
 
@@ -214,6 +236,7 @@ def _num_pairs(context: DraftContext) -> int:
     return len(context.tokens) - (1 if context.base == 0 else 0)
 
 
-def _last_pair(slots: Slots) -> Segment:
-    last = np.array([len(slots) - 1])
-    return Segment(last, last, slots[-1:], slots[:-1], None, np.zeros(1, dtype=np.int64))
+def _pairs(slots: Slots, count: int) -> Segment:
+    """The last `count` pairs of a session, as rows over all of them."""
+    places = np.arange(len(slots) - count, len(slots))
+    return Segment(places, places, slots[-count:], slots[:-count], None, np.zeros(1, dtype=np.int64))

@@ -16,59 +16,67 @@ from eyas.cache.slots import Slots
 from eyas.config import TreeConfig
 from eyas.drafters.ranking import Scorer
 from eyas.models.attention import masked_attention
-from eyas.models.heads.eagle import Eagle3Head
+from eyas.models.heads.eagle import EagleHead
+from eyas.models.heads.eagle.layer import Projected
 
 
 class EagleExpansion:
-    """Implements Expansion: the prefix's keys and values, followed by those of the tree rows."""
+    """Implements Expansion: the prefix's keys and values, followed by those of the tree rows.
+
+    shape: levels, and the most rows that `next` is asked for at each.
+    """
 
     def __init__(
-        self, head: Eagle3Head, scorer: Scorer, pools: SlotPools, slots: Sequence[Slots], states: Tensor, shape: TreeConfig
+        self, head: EagleHead, scorer: Scorer, pools: SlotPools, slots: Sequence[Slots], states: Tensor, shape: TreeConfig
     ) -> None:
-        self._head, self._scorer, self._width = head, scorer, shape.width
+        self._head, self._scorer = head, scorer
         self._states = states[:, None]
         lengths = torch.tensor([len(s) for s in slots], device=states.device)
-        self._length = int(max(len(s) for s in slots))
+        self._end = self._length = int(max(len(s) for s in slots))
         self._positions = lengths[:, None] - 1
         padded = np.stack([np.pad(s, (0, self._length - len(s))) for s in slots])
         index = torch.from_numpy(padded).to(states.device)
-        room = self._width * (shape.depth - 1)
-        self._keys, self._values = (_buffer(pool[0], index, room) for pool in (pools.keys, pools.values))
+        room = shape.width * (shape.depth - 1)
+        self._keys, self._values = ([_buffer(p, index, room) for p in pool] for pool in (pools.keys, pools.values))
         hidden = torch.arange(self._length, device=states.device) >= lengths[:, None]
         self._folded = head.config.num_heads // head.config.num_kv_heads
-        shape_of_bias = (len(slots), self._folded, self._width, self._length + room)
+        shape_of_bias = (len(slots), self._folded, shape.width, self._length + room)
         self._bias = torch.zeros(shape_of_bias, device=states.device, dtype=states.dtype)
         self._bias[..., : self._length].masked_fill_(hidden[:, None, None], float("-inf"))
-        self._seen = torch.zeros(len(slots), self._width, 0, dtype=torch.bool, device=states.device)
+        self._seen = torch.zeros(len(slots), shape.width, 0, dtype=torch.bool, device=states.device)
 
     def first(self) -> Tensor:
         return self._scorer.scores(self._head.logits(self._states), 0)
 
     def next(self, level: int, parents: Tensor, tokens: Tensor) -> Tensor:
         head, (sessions, width) = self._head, tokens.shape
-        c = head.config
         above = _rows(self._states, parents)
         # a session near the end of its context is expanded with the others; its budget cuts what lies beyond
         positions = (self._positions + level).clamp(max=head.context_length - 1).expand_as(tokens).flatten()
-        rows = head.project(above.flatten(0, 1), head.draft_ids[tokens].flatten(), positions)
-        start, end = self._length + width * (level - 1), self._length + width * level
-        self._keys[:, :, start:end] = rows.key.view(sessions, width, -1, c.head_dim).transpose(1, 2)
-        self._values[:, :, start:end] = rows.value.view(sessions, width, -1, c.head_dim).transpose(1, 2)
+        self._end += width
         own = torch.eye(width, dtype=torch.bool, device=tokens.device).expand(sessions, -1, -1)
         self._seen = torch.cat([_rows(self._seen, parents), own], dim=2)
-        self._bias[..., self._length : end].zero_().masked_fill_(~self._seen[:, None], float("-inf"))
+        self._bias[..., :width, self._length : self._end].zero_().masked_fill_(~self._seen[:, None], float("-inf"))
+        states = head.run(above.flatten(0, 1), head.draft_ids[tokens].flatten(), positions, self._attend)
+        self._states = states.view(sessions, width, -1)
+        return self._scorer.scores(head.logits(self._states), level)
+
+    def _attend(self, layer: int, rows: Projected) -> Tensor:
+        """The level's rows over the prefix and the tree rows above them; their own keys and values are added first."""
+        c, sessions = self._head.config, self._states.shape[0]
+        width, (keys, values) = rows.key.shape[0] // sessions, (self._keys[layer], self._values[layer])
+        keys[:, :, self._end - width : self._end] = rows.key.view(sessions, width, -1, c.head_dim).transpose(1, 2)
+        values[:, :, self._end - width : self._end] = rows.value.view(sessions, width, -1, c.head_dim).transpose(1, 2)
         query = rows.query.view(sessions, width, c.num_kv_heads, -1, c.head_dim).permute(0, 2, 3, 1, 4)
         attended = masked_attention(
             query.reshape(sessions, c.num_kv_heads, -1, c.head_dim),
-            self._keys[:, :, :end],
-            self._values[:, :, :end],
-            self._bias[..., :end].reshape(sessions, 1, self._folded * width, end),
+            keys[:, :, : self._end],
+            values[:, :, : self._end],
+            self._bias[..., :width, : self._end].reshape(sessions, 1, self._folded * width, self._end),
             c.head_dim**-0.5,
         )
         attended = attended.view(sessions, c.num_kv_heads, -1, width, c.head_dim).permute(0, 3, 1, 2, 4)
-        states = head.finish(attended.reshape(sessions * width, c.num_heads, c.head_dim), rows.residual)
-        self._states = states.view(sessions, width, -1)
-        return self._scorer.scores(head.logits(self._states), level)
+        return attended.reshape(sessions * width, c.num_heads, c.head_dim)
 
 
 def _buffer(pool: Tensor, index: Tensor, room: int) -> Tensor:

@@ -5,6 +5,7 @@ Legend: R rows, T tapped states, C target hidden, H width of the features.
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -25,14 +26,29 @@ class FeatureFuser(nn.Module):
 
 
 class LinearFuser(FeatureFuser):
-    """An EAGLE-3 head's fc, weight [H, T * C]."""
+    """An EAGLE-3 head's fc, weight [H, T * C], bias [H] if it has one."""
 
-    def __init__(self, weight: Tensor, taps: tuple[int, ...]) -> None:
+    def __init__(self, weight: Tensor, taps: tuple[int, ...], bias: Tensor | None = None) -> None:
         super().__init__(taps, weight.shape[0])
         self.weight = nn.Parameter(weight, requires_grad=False)
+        self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
 
     def forward(self, tapped: Tensor) -> Tensor:
-        return F.linear(tapped, self.weight)
+        return F.linear(tapped, self.weight, self.bias)
+
+
+class NormedFuser(LinearFuser):
+    """fc behind root-mean-square norms, weights [n, T * C / n]: one over all tapped states, or one for each."""
+
+    def __init__(self, weight: Tensor, taps: tuple[int, ...], bias: Tensor | None, norms: Tensor, eps: float) -> None:
+        super().__init__(weight, taps, bias)
+        self.norms = nn.Parameter(norms, requires_grad=False)
+        self._eps = eps
+
+    def forward(self, tapped: Tensor) -> Tensor:
+        parts = tapped.view(-1, *self.norms.shape).float()
+        scale = torch.rsqrt(parts.square().mean(-1, keepdim=True) + self._eps)
+        return super().forward(((parts * scale).to(tapped.dtype) * self.norms).flatten(1))
 
 
 def final_state(width: int) -> FeatureFuser:

@@ -1,0 +1,40 @@
+"""How a draft head is to be read: folders of target and head in, what a probe found out; writes it down if asked.
+
+Knows no screen.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+
+from eyas.drafters.build import probe_head
+from eyas.errors import CheckpointError, ConfigError
+from eyas.models.checkpoint import RECORD, read_config
+from eyas.models.heads.eagle.config import Reading
+from eyas.models.heads.eagle.probe import Finding
+from eyas.models.target import load_target
+
+
+def check_wiring(target: str, head: str, drafter: str, dtype: str, device: str, threads: int) -> Finding:
+    """Try all plausible readings beside the target. Raises EyasError for what does not load and for methods without a head
+    that could be read in several ways."""
+    if threads:
+        torch.set_num_threads(threads)
+    finding = probe_head(drafter, load_target(target, dtype, device), head, target, dtype, device)
+    if finding is None:
+        raise ConfigError(f"drafter {drafter!r} has no head to check; the EAGLE methods have")
+    return finding
+
+
+def record(head: str, reading: Reading) -> Path:
+    """Write a reading into the head's config.json, where every loader of Eyas takes it from. Raises CheckpointError for a
+    head that is no local folder: what a hub id fetched is shared, and would not stay."""
+    if not Path(head).is_dir():
+        raise CheckpointError(f"{head!r} is no local folder; copy the head into one, and write into that")
+    file = Path(head, "config.json")
+    file.write_text(json.dumps({**read_config(Path(head)), RECORD: asdict(reading)}, indent=1) + "\n")
+    return file

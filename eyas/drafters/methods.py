@@ -1,0 +1,221 @@
+"""How each drafting method is made: parts in, a drafter and what feeds it out. Imports on demand."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, Literal
+
+from eyas.config import EagleConfig, MethodsConfig, TreeConfig
+from eyas.drafters.base import LocalDrafter
+from eyas.errors import ConfigError
+from eyas.models.heads.features import FeatureFuser
+
+if TYPE_CHECKING:
+    from eyas.models.heads.eagle import EagleHead
+    from eyas.models.heads.eagle.config import Reading
+    from eyas.models.heads.eagle.probe import Finding
+    from eyas.models.target import TargetModel
+
+# features: the target's, of committed positions; samples: the target's at every node of the last tree; prompt: one that says
+# something of what follows it.
+Need = Literal["features", "samples", "prompt"]
+# "anywhere" includes a service of its own on another machine.
+Place = Literal["anywhere", "beside the target"]
+
+# In place of a digest of features: drafts are made without any.
+NO_FEATURES = "none"
+# In place of a digest of features: they are the target's final states, the same for all heads that are fed these.
+FINAL_FEATURES = "final"
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What a drafter is made of. head: folder, hub id or file of what the method loads; empty for one that loads nothing.
+    reading: how an EAGLE-3 head is read; None as its config says."""
+
+    target: str
+    head: str
+    dtype: str
+    device: str
+    tree: TreeConfig
+    eagle: EagleConfig
+    methods: MethodsConfig
+    reading: Reading | None = None
+
+
+@dataclass(frozen=True)
+class Method:
+    """A way to draft. needs_head: what `head` must name, in words; empty where the method loads nothing.
+
+    build: makes the drafter. fuse: what runs beside the target for it, from (head, target, dtype, device); None for a
+    method without features. digest: of what decides those features, from the head. probe: tries out beside the loaded target
+    how the head is to be read, from (target model, head, target, dtype, device); None where there is nothing to try. needs:
+    what it lives on, besides the committed tokens that every drafter is told. place: where it may run.
+    """
+
+    needs_head: str
+    build: Callable[[Parts], LocalDrafter]
+    fuse: Callable[[str, str, str, str], FeatureFuser] | None = None
+    digest: Callable[[str], str] = lambda head: NO_FEATURES
+    probe: Callable[[TargetModel, str, str, str, str], Finding] | None = None
+    needs: tuple[Need, ...] = ()
+    place: Place = "anywhere"
+
+
+def find_method(name: str) -> Method:
+    """The method of a name, or the union of two. Raises ConfigError for an unknown one."""
+    return _union(name) if "+" in name else _known(name)
+
+
+def _known(name: str) -> Method:
+    method = METHODS.get(name)
+    if method is None:
+        raise ConfigError(f"unknown drafter {name!r}; known: {', '.join(METHODS)}, and unions of two, such as A+B")
+    return method
+
+
+def _union(name: str) -> Method:
+    """Two methods at once; the head is for the one that needs one."""
+    sides = [_known(side) for side in name.split("+")]
+    if len(sides) != 2 or sides[0] is sides[1]:
+        raise ConfigError(f"drafter {name!r} is no union; name two different methods, such as eagle3+prompt_lookup")
+    heads, fed = [side for side in sides if side.needs_head], [side for side in sides if side.fuse]
+    if len(heads) == 2 or len(fed) == 2:
+        raise ConfigError(f"both drafters of {name!r} need a head or features; a union takes one that does")
+    needs_head = heads[0].needs_head if heads else ""
+    needs = tuple(dict.fromkeys(need for side in sides for need in side.needs))
+    made = Method(needs_head, partial(_build_union, sides), needs=needs)
+    return replace(made, fuse=fed[0].fuse, digest=fed[0].digest, probe=fed[0].probe) if fed else made
+
+
+def _build_union(sides: Sequence[Method], parts: Parts) -> LocalDrafter:
+    from eyas.drafters.union import UnionDrafter
+
+    first, second = (side.build(parts if side.needs_head else replace(parts, head="")) for side in sides)
+    return UnionDrafter(first, second, parts.tree, parts.methods.union)
+
+
+def _eagle1(parts: Parts) -> LocalDrafter:
+    from eyas.drafters.eagle.drafter import EagleDrafter
+    from eyas.drafters.static import StaticTree
+    from eyas.models.heads.eagle import load_head
+
+    head = load_head(parts.head, parts.target, parts.dtype, parts.device, "eagle")
+    return EagleDrafter(head, parts.tree, parts.eagle, StaticTree(parts.methods.eagle1.paths))
+
+
+def _eagle2(parts: Parts) -> LocalDrafter:
+    from eyas.models.heads.eagle import load_head
+
+    return _growing(parts, load_head(parts.head, parts.target, parts.dtype, parts.device, "eagle"))
+
+
+def _eagle3(parts: Parts) -> LocalDrafter:
+    from eyas.models.heads.eagle import load_head
+
+    return _growing(parts, load_head(parts.head, parts.target, parts.dtype, parts.device, reading=parts.reading))
+
+
+def _growing(parts: Parts, head: EagleHead) -> LocalDrafter:
+    """Dynamic trees, grown ahead if that is asked for."""
+    from eyas.drafters.eagle.ahead import AheadDrafter
+    from eyas.drafters.eagle.drafter import EagleDrafter
+
+    drafter = EagleDrafter(head, parts.tree, parts.eagle)
+    return AheadDrafter(drafter, parts.eagle.ahead) if parts.eagle.ahead.rows else drafter
+
+
+def _final_features(head: str, target: str, dtype: str, device: str) -> FeatureFuser:
+    from eyas.models.checkpoint import read_target_config, resolve
+    from eyas.models.heads.features import final_state
+
+    return final_state(int(read_target_config(resolve(target))["hidden_size"]))
+
+
+def _eagle3_features(head: str, target: str, dtype: str, device: str) -> FeatureFuser:
+    from eyas.models.heads.eagle import load_fuser
+
+    return load_fuser(head, target, dtype, device)
+
+
+def _eagle3_digest(head: str) -> str:
+    from eyas.models.checkpoint import head_fingerprint
+
+    return head_fingerprint(head)
+
+
+def _probe_eagle(model: TargetModel, head: str, target: str, dtype: str, device: str) -> Finding:
+    from eyas.models.heads.eagle.probe import probe
+
+    return probe(model, head, target, dtype, device, "eagle")
+
+
+def _probe_eagle3(model: TargetModel, head: str, target: str, dtype: str, device: str) -> Finding:
+    from eyas.models.heads.eagle.probe import probe
+
+    return probe(model, head, target, dtype, device)
+
+
+def _medusa(parts: Parts) -> LocalDrafter:
+    from eyas.drafters.offsets.drafter import medusa_drafter
+    from eyas.models.heads.offsets.medusa import load_medusa
+
+    head = load_medusa(parts.head, parts.target, parts.dtype, parts.device)
+    return medusa_drafter(head, parts.tree, parts.eagle, parts.methods.offsets)
+
+
+def _hydra(parts: Parts) -> LocalDrafter:
+    from eyas.drafters.offsets.drafter import hydra_drafter
+    from eyas.models.heads.offsets.hydra import load_hydra
+
+    head = load_hydra(parts.head, parts.target, parts.dtype, parts.device)
+    return hydra_drafter(head, parts.tree, parts.eagle, parts.methods.offsets)
+
+
+def _small(parts: Parts) -> LocalDrafter:
+    from eyas.drafters.small.drafter import SmallDrafter
+    from eyas.models.target import load_target
+    from eyas.models.vocabulary import check_vocabulary
+
+    check_vocabulary(parts.head, parts.target)
+    model = load_target(parts.head, parts.dtype, parts.device)
+    return SmallDrafter(model, parts.tree, parts.eagle, parts.methods.small)
+
+
+def _prompt_lookup(parts: Parts) -> LocalDrafter:
+    from eyas.drafters.lookup.prompt_lookup import PromptLookupDrafter
+
+    return PromptLookupDrafter(parts.tree, parts.methods.prompt_lookup)
+
+
+def _rest(parts: Parts) -> LocalDrafter:
+    from eyas.drafters.lookup.rest import load_rest
+
+    return load_rest(parts.methods.rest.datastore or parts.head, parts.target, parts.tree, parts.methods.rest, parts.eagle)
+
+
+def _lookahead(parts: Parts) -> LocalDrafter:
+    from eyas.drafters.lookup.lookahead import LookaheadDrafter
+
+    return LookaheadDrafter(parts.tree, parts.methods.lookahead)
+
+
+def _final_digest(head: str) -> str:
+    return FINAL_FEATURES
+
+
+_FED: tuple[Need, ...] = ("features",)
+
+METHODS: Mapping[str, Method] = {
+    "eagle1": Method("a draft head", _eagle1, _final_features, _final_digest, _probe_eagle, _FED),
+    "eagle2": Method("a draft head", _eagle2, _final_features, _final_digest, _probe_eagle, _FED),
+    "eagle3": Method("a draft head", _eagle3, _eagle3_features, _eagle3_digest, _probe_eagle3, _FED),
+    "medusa": Method("Medusa heads", _medusa, _final_features, _final_digest, needs=_FED),
+    "hydra": Method("Hydra heads", _hydra, _final_features, _final_digest, needs=_FED),
+    "sps": Method("a causal LM with the target's vocabulary", _small),
+    "prompt_lookup": Method("", _prompt_lookup, needs=("prompt",)),
+    "rest": Method("", _rest),
+    "lookahead": Method("", _lookahead, needs=("samples",)),
+}

@@ -1,0 +1,160 @@
+"""The drafters of Medusa and Hydra: committed tokens and final states in, static or dynamic draft trees out.
+
+Legend: S sessions, H hidden.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from eyas.config import EagleConfig, OffsetsConfig, TreeConfig
+from eyas.drafters.base import Draft, DraftContext, DrafterNeeds, LocalDrafter
+from eyas.drafters.expand import Candidates, Expansion, grow, select
+from eyas.drafters.offsets.expansions import HydraExpansion, MedusaExpansion
+from eyas.drafters.offsets.paths import likely_paths
+from eyas.drafters.offsets.sessions import SlotSessions
+from eyas.drafters.offsets.states import LastFeatures, PrefixStates, States
+from eyas.drafters.ranking import Ranker, Scorer
+from eyas.drafters.sampled import FilteredDraft, draw_chains
+from eyas.drafters.static import StaticTree, grow_static
+from eyas.errors import ConfigError
+from eyas.models.heads.offsets.hydra import HydraHead
+from eyas.models.heads.offsets.medusa import MedusaHead
+from eyas.tree import DraftTree
+
+Grow = Callable[[Expansion, int], Candidates]
+
+
+@dataclass(frozen=True)
+class Heads:
+    """What the drafter needs of its heads. expand: from states [S, H], tokens of roots, a scorer and the levels asked for.
+    states: what they start from. draft_ids maps draft vocabulary ids to the target's; weights lie beside it."""
+
+    hidden: int
+    draft_ids: Tensor
+    dtype: torch.dtype
+    states: States
+    expand: Callable[[Tensor, Sequence[int], Scorer, int], Expansion]
+
+
+class OffsetDrafter(LocalDrafter):
+    """Medusa or Hydra in this process. Not safe for use from several threads.
+
+    tree: its shape, of no more levels than there are heads. grow: makes candidates of so many levels.
+    """
+
+    def __init__(self, heads: Heads, sessions: SlotSessions, tree: TreeConfig, grow: Grow, config: EagleConfig) -> None:
+        self._heads, self._sessions, self._tree, self._grow_candidates, self._config = heads, sessions, tree, grow, config
+
+    @property
+    def needs(self) -> DrafterNeeds:
+        return DrafterNeeds(features=True, feature_size=self._heads.hidden)
+
+    @property
+    def can_sample(self) -> bool:
+        return True
+
+    @torch.inference_mode()
+    def propose(self, contexts: Sequence[DraftContext]) -> list[Draft]:
+        """See Drafter. One pass over all new features, then one per tree level for all sessions together."""
+        busy = {context.session for context in contexts}
+        drafts = [self._sessions.admit(context, busy) for context in contexts]
+        ready = [i for i, draft in enumerate(drafts) if draft is None]
+        if ready:
+            states = self._read([contexts[i] for i in ready])
+            for i in ready:
+                drafts[i] = DraftTree.root_only(contexts[i].tokens[-1])
+            wanting = [row for row, i in enumerate(ready) if contexts[i].budget.wants_tree]
+            for proposal, make_trees in (("deterministic", self._grow), ("sampled", self._draw)):
+                rows = [row for row in wanting if contexts[ready[row]].proposal == proposal]
+                trees = make_trees([contexts[ready[row]] for row in rows], states[rows]) if rows else []
+                for row, tree in zip(rows, trees, strict=True):
+                    drafts[ready[row]] = tree
+        return drafts
+
+    def release(self, sessions: Sequence[str]) -> None:
+        self._sessions.release(sessions)
+
+    def check(self) -> None:
+        """Assert the integrity of slots and owners."""
+        self._sessions.check()
+
+    @property
+    def num_free_slots(self) -> int:
+        return self._sessions.num_free
+
+    def _read(self, contexts: Sequence[DraftContext]) -> Tensor:
+        features = torch.cat([context.features for context in contexts if context.features is not None])
+        slots = [self._sessions[context.session].slots for context in contexts]
+        return self._heads.states.read(features.to(self._heads.draft_ids.device, self._heads.dtype), contexts, slots)
+
+    def _grow(self, contexts: Sequence[DraftContext], states: Tensor) -> list[DraftTree]:
+        depth, ids = self._depth(contexts), self._heads.draft_ids
+        expansion = self._expand(contexts, states, Ranker(contexts, self._config, depth, ids), depth)
+        budgets = [replace(c.budget, max_nodes=min(c.budget.max_nodes, self._tree.nodes)) for c in contexts]
+        return select(self._grow_candidates(expansion, depth), [c.tokens[-1] for c in contexts], budgets, ids)
+
+    def _draw(self, contexts: Sequence[DraftContext], states: Tensor) -> list[DraftTree]:
+        depth, ids = self._depth(contexts), self._heads.draft_ids
+        expansion = self._expand(contexts, states, FilteredDraft(contexts, ids.device), depth)
+        return draw_chains(expansion, contexts, replace(self._tree, depth=depth), self._config.law_tokens, ids)
+
+    def _depth(self, contexts: Sequence[DraftContext]) -> int:
+        return min(self._tree.depth, max(context.budget.max_depth for context in contexts))
+
+    def _expand(self, contexts: Sequence[DraftContext], states: Tensor, scorer: Scorer, depth: int) -> Expansion:
+        return self._heads.expand(states, [context.tokens[-1] for context in contexts], scorer, depth)
+
+
+def medusa_drafter(head: MedusaHead, tree: TreeConfig, config: EagleConfig, offsets: OffsetsConfig) -> OffsetDrafter:
+    """Raises ConfigError for a tree that the heads cannot grow."""
+
+    def expand(states: Tensor, roots: Sequence[int], scorer: Scorer, depth: int) -> Expansion:
+        return MedusaExpansion(head, scorer, states, depth)
+
+    heads = Heads(head.hidden, head.draft_ids, head.outputs.dtype, LastFeatures(), expand)
+    return _drafter(heads, SlotSessions(0, sys.maxsize), head.num_heads, tree, config, offsets)
+
+
+def hydra_drafter(head: HydraHead, tree: TreeConfig, config: EagleConfig, offsets: OffsetsConfig) -> OffsetDrafter:
+    """Raises ConfigError for a tree that the heads cannot grow."""
+
+    def expand(states: Tensor, roots: Sequence[int], scorer: Scorer, depth: int) -> Expansion:
+        return HydraExpansion(head, scorer, states, roots)
+
+    states = PrefixStates(head.prefix, config.num_slots) if head.prefix else LastFeatures()
+    sessions = (
+        SlotSessions(config.num_slots, head.prefix.sizes.context_length) if head.prefix else SlotSessions(0, sys.maxsize)
+    )
+    heads = Heads(head.hidden, head.draft_ids, head.embedding.dtype, states, expand)
+    return _drafter(heads, sessions, head.num_heads, tree, config, offsets)
+
+
+def _drafter(
+    heads: Heads, sessions: SlotSessions, num_heads: int, tree: TreeConfig, config: EagleConfig, offsets: OffsetsConfig
+) -> OffsetDrafter:
+    if tree.nodes < 2 or tree.depth < 1:
+        raise ConfigError(
+            f"tree.nodes {tree.nodes} and tree.depth {tree.depth} leave no room for a guess; take 2 and 1 or more"
+        )
+    shape = replace(tree, depth=min(tree.depth, num_heads))
+    if offsets.shape == "dynamic":
+        return _checked(
+            heads, sessions, shape, lambda expansion, depth: grow(expansion, replace(shape, depth=depth)), config
+        )
+    plan = StaticTree(offsets.paths or likely_paths(shape))
+    if plan.depth > num_heads:
+        raise ConfigError(f"methods.offsets.paths reach {plan.depth} levels deep, but there are {num_heads} heads")
+    shape = TreeConfig(plan.num_nodes, plan.depth, plan.width)
+    return _checked(heads, sessions, shape, lambda expansion, depth: grow_static(expansion, plan, depth), config)
+
+
+def _checked(heads: Heads, sessions: SlotSessions, shape: TreeConfig, grow: Grow, config: EagleConfig) -> OffsetDrafter:
+    if shape.width > len(heads.draft_ids):
+        raise ConfigError(f"a tree of width {shape.width} needs as many draft tokens; there are {len(heads.draft_ids)}")
+    return OffsetDrafter(heads, sessions, shape, grow, config)

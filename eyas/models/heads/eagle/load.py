@@ -1,0 +1,103 @@
+"""Loads EAGLE heads strictly: folders of head and target in, a head or what runs beside the target out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from eyas.errors import CheckpointError
+from eyas.models.checkpoint import check_device, read_target_config, read_tensor, read_tensors, resolve, take, tensor_names
+from eyas.models.heads.config import whole_number
+from eyas.models.heads.eagle.config import HeadConfig, Kind, Reading, head_config
+from eyas.models.heads.eagle.dialects import canonical
+from eyas.models.heads.eagle.head import Eagle1Head, Eagle3Head, EagleHead
+from eyas.models.heads.eagle.layout import fuser_layout, layout, optional
+from eyas.models.heads.features import LinearFuser, NormedFuser
+
+EMBEDDING_NAMES = (
+    "model.embed_tokens.weight",
+    "embed_tokens.weight",
+    "transformer.wte.weight",
+    "model.language_model.embed_tokens.weight",
+    "language_model.model.embed_tokens.weight",
+)
+LM_HEAD_NAMES = ("lm_head.weight", "language_model.lm_head.weight")
+
+
+def load_head(
+    path_or_id: str,
+    target: str,
+    dtype: str = "float32",
+    device: str = "cpu",
+    kind: Kind = "eagle3",
+    reading: Reading | None = None,
+) -> EagleHead:
+    """Load a head strictly, with the target's embedding where it has none of its own. reading: in place of what its config
+    says. Raises CheckpointError when anything is missing, left over or of another shape than the two configs say."""
+    check_device(dtype, device)
+    folder, target_folder = resolve(path_or_id), resolve(target)
+    target_config = read_target_config(target_folder)
+    config = _reread(head_config(folder, target_config, kind), reading)
+    tensors = _spelled(read_tensors(folder), config)
+    take(tensors, layout(config), optional(config), folder)
+    if "d2t" in tensors:
+        _check_vocabulary(config, tensors, folder)
+    shipped = tensors.pop("embed_tokens.weight", None)
+    embedding = read_tensor(target_folder, EMBEDDING_NAMES) if shipped is None else shipped
+    lm_head = tensors.pop("lm_head.weight", None)
+    lm_head = _target_lm_head(target_folder) if lm_head is None else lm_head
+    width = getattr(torch, dtype)
+    cast = {name: t.to(width) if t.is_floating_point() else t for name, t in tensors.items()}
+    context_length = whole_number(target_config, "max_position_embeddings", target_folder)
+    make = Eagle3Head if kind == "eagle3" else Eagle1Head
+    return make(config, cast, embedding.to(width), lm_head.to(width), context_length).to(torch.device(device))
+
+
+def load_fuser(
+    path_or_id: str, target: str, dtype: str = "float32", device: str = "cpu", reading: Reading | None = None
+) -> LinearFuser:
+    """Load only what of an EAGLE-3 head runs beside the target: fc, the norms before it and the layers that it taps.
+    Raises CheckpointError."""
+    folder = resolve(path_or_id)
+    config = _reread(head_config(folder, read_target_config(resolve(target))), reading)
+    expected = fuser_layout(config)
+    files = {canonical(name, "eagle3"): name for name in tensor_names(folder)}
+    tensors = {name: read_tensor(folder, (files[name],)) for name in expected if name in files}
+    take(tensors, expected, set(), folder)
+    cast = {name: tensor.to(getattr(torch, dtype)) for name, tensor in tensors.items()}
+    weight, bias = cast["fc.weight"], cast.get("fc.bias")
+    if config.input_norms == "none":
+        return LinearFuser(weight, config.taps, bias).to(torch.device(device))
+    norms = torch.stack([tensor for name, tensor in cast.items() if not name.startswith("fc.")])
+    return NormedFuser(weight, config.taps, bias, norms, config.rms_norm_eps).to(torch.device(device))
+
+
+def _reread(config: HeadConfig, reading: Reading | None) -> HeadConfig:
+    return replace(config, reading=reading) if reading else config
+
+
+def _spelled(tensors: Mapping[str, Tensor], config: HeadConfig) -> dict[str, Tensor]:
+    """Tensors under their published names; what is not known keeps its own."""
+    known = layout(config)
+    spelled = {name: canonical(name, config.kind) for name in tensors}
+    return {spelled[name] if spelled[name] in known else name: tensor for name, tensor in tensors.items()}
+
+
+def _target_lm_head(folder: Path) -> Tensor:
+    """The target's lm_head, which is its embedding where the two are tied."""
+    return read_tensor(folder, (*LM_HEAD_NAMES, *EMBEDDING_NAMES))
+
+
+def _check_vocabulary(config: HeadConfig, tensors: Mapping[str, Tensor], source: Path) -> None:
+    ids = torch.arange(config.draft_vocab_size) + tensors["d2t"]
+    if int(ids.min()) < 0 or int(ids.max()) >= config.vocab_size or len(set(ids.tolist())) != len(ids):
+        raise CheckpointError(
+            f"{source}: d2t does not map {len(ids)} draft ids to distinct target ids below {config.vocab_size}"
+        )
+    marked = tensors.get("t2d")
+    if marked is not None and (int(marked.sum()) != len(ids) or not bool(marked[ids].all())):
+        raise CheckpointError(f"{source}: t2d does not mark the tokens that d2t maps to")

@@ -1,0 +1,199 @@
+"""Tries out how a head is to be read: target and head in, how often each reading guesses what the target says out.
+
+A head that is read wrongly loads and runs, and is hardly ever right. Legend: T tokens of a window, C target hidden,
+R rows, H draft hidden.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from math import sqrt
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from eyas.errors import CheckpointError
+from eyas.models.attention import masked_attention
+from eyas.models.heads.eagle.config import Kind, Reading
+from eyas.models.heads.eagle.head import EagleHead
+from eyas.models.heads.eagle.layer import Projected
+from eyas.models.heads.eagle.load import load_fuser, load_head
+from eyas.models.heads.eagle.observe import Window, observe
+from eyas.models.heads.features import FeatureFuser, final_state
+from eyas.models.target import TargetModel
+
+# How many standard errors are no coincidence.
+CLEARLY = 3.0
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A reading, and how well it did on first guesses and on second ones, which go on from the head's own state.
+
+    first, second: share of guesses whose likeliest token was the target's. overlaps: of each guess, how much its law and
+    the target's have in common, which is how often a draw from the one would be accepted by the other.
+    """
+
+    reading: Reading
+    first: float
+    second: float
+    overlaps: Tensor
+
+    @property
+    def accepted(self) -> float:
+        """Mean chance that a drawn guess is accepted."""
+        return float(self.overlaps.mean())
+
+    def clearly_beats(self, other: Trial) -> bool:
+        """Whether it did better on the same guesses by more than coincidence."""
+        gain = self.overlaps - other.overlaps
+        return float(gain.mean()) > CLEARLY * float(gain.std()) / sqrt(len(gain))
+
+
+@dataclass(frozen=True)
+class Finding:
+    """All trials, that of the config's own reading first. chance: how often the target's commonest token would be right."""
+
+    trials: tuple[Trial, ...]
+    chance: float
+    num_tokens: int
+
+    @property
+    def best(self) -> Trial:
+        """The stated reading, unless another is clearly better."""
+        stated = self.trials[0]
+        top = max(self.trials, key=lambda trial: trial.accepted)
+        return top if top.clearly_beats(stated) else stated
+
+    @property
+    def least(self) -> float:
+        """What first guesses must exceed: chance, and what may be coincidence."""
+        return self.chance + CLEARLY * sqrt(self.chance * (1 - self.chance) / self.num_tokens)
+
+    @property
+    def refused(self) -> bool:
+        return self.best.first <= self.least
+
+    def __str__(self) -> str:
+        best, stated = self.best, self.trials[0]
+        said = "as its config says" if best is stated else f"not as its config says ({_words(stated.reading)})"
+        return (
+            f"draft head read {said}: {_words(best.reading)}; right on {100 * best.first:.1f} % of {self.num_tokens} first "
+            f"guesses and {100 * best.second:.1f} % of second ones (chance {100 * self.chance:.1f} %)"
+        )
+
+    def require(self, head: str) -> None:
+        """Raises CheckpointError with the numbers when no reading is clearly better than chance."""
+        if self.refused:
+            tried = "; ".join(f"{100 * trial.first:.1f} % with {_words(trial.reading)}" for trial in self.trials)
+            raise CheckpointError(
+                f"{head} hardly ever guesses what this target says, read in any way: {tried}; chance is "
+                f"{100 * self.chance:.1f} %. It was trained for another target, or is of a kind that Eyas does not know; to "
+                "load it all the same, set probe to never"
+            )
+
+
+@torch.inference_mode()
+def probe(target: TargetModel, head: str, target_folder: str, dtype: str, device: str, kind: Kind = "eagle3") -> Finding:
+    """Try the plausible readings of a head on one or two thousand tokens. The target's taps are left as they were.
+
+    EAGLE-1 heads have one reading. Raises CheckpointError for what does not load.
+    """
+    loaded = load_head(head, target_folder, dtype, device, kind)
+    fuser = (load_fuser(head, target_folder, dtype, device) if kind == "eagle3" else final_state(loaded.config.hidden)).to(
+        target.dtype
+    )
+    stated = loaded.config.reading
+    layers = int(target.config.num_hidden_layers)
+    readings = _wirings(stated, layers) if kind == "eagle3" else [stated]
+    windows = observe(target, target_folder, sorted({tap for reading in readings for tap in reading.taps}))
+    trials = [_try(loaded, fuser, reading, windows) for reading in readings]
+    best = max(trials, key=lambda trial: trial.accepted).reading
+    if kind == "eagle3" and loaded.norm is not None:
+        trials += [_try(loaded, fuser, reading, windows) for reading in _outputs(best)]
+    tops = torch.cat([window.tops[1:] for window in windows])
+    return Finding(tuple(trials), float(tops.bincount().max()) / len(tops), len(tops))
+
+
+def _wirings(stated: Reading, layers: int) -> list[Reading]:
+    """Taps where they are said to be, one layer earlier and one later, with the residual on either side of its norm."""
+    shifted = [tuple(min(max(tap + by, 0), layers) for tap in stated.taps) for by in (0, -1, 1)]
+    return [
+        replace(stated, taps=taps, norm_before_residual=normed)
+        for normed in (stated.norm_before_residual, not stated.norm_before_residual)
+        for taps in dict.fromkeys(shifted)
+    ]
+
+
+def _outputs(reading: Reading) -> list[Reading]:
+    outputs = ("state", "normed", "bare")
+    return [replace(reading, output=output) for output in outputs if output != reading.output]  # type: ignore[arg-type]
+
+
+def _try(head: EagleHead, fuser: FeatureFuser, reading: Reading, windows: Sequence[Window]) -> Trial:
+    stated, head.config = head.config, replace(head.config, reading=reading)
+    try:
+        guesses = [_guess(head, fuser, reading, window) for window in windows]
+    finally:
+        head.config = stated
+    first, second = (torch.cat([window[step] for window in guesses]) for step in (0, 1))
+    return Trial(reading, float(first[:, 0].mean()), float(second[:, 0].mean()), torch.cat([first, second])[:, 1])
+
+
+def _guess(head: EagleHead, fuser: FeatureFuser, reading: Reading, window: Window) -> tuple[Tensor, Tensor]:
+    """Of first guesses [T - 1, 2] and of second ones [T - 2, 2]: whether the likeliest token was the target's, and the
+    overlap. Tokens between are the text's; the second guess goes on from the head's own state of the first."""
+    taps = torch.cat([window.taps[tap] for tap in reading.taps], -1)
+    features = fuser(taps).to(head.embedding.dtype)[:-1]
+    tokens, places = window.tokens[1:], torch.arange(len(features), device=features.device)
+    memory = _Memory(head, places[:, None] >= places)
+    states = head.run(features, tokens, places, memory.attend)
+    first = _score(head, states, window, 1)
+    states = head.run(states[:-1], tokens[1:], places[1:], memory.attend_alone)
+    return first, _score(head, states, window, 2)
+
+
+def _score(head: EagleHead, states: Tensor, window: Window, offset: int) -> Tensor:
+    """Of guesses that the target's laws from `offset` on judge, [R, 2]: whether the likeliest was the target's, overlap."""
+    law = torch.softmax(head.logits(states), -1)
+    right = head.draft_ids[law.argmax(-1)] == window.tops[offset:]
+    places = torch.full((head.config.vocab_size,), law.shape[1], device=law.device)
+    places[head.draft_ids] = torch.arange(law.shape[1], device=law.device)
+    drafted = F.pad(law, (0, 1)).gather(1, places[window.likeliest[offset:]])
+    return torch.stack([right.float(), torch.minimum(drafted, window.probs[offset:]).sum(-1)], 1)
+
+
+class _Memory:
+    """Keys and values of the true pairs of a window, for the pairs that follow each of them."""
+
+    def __init__(self, head: EagleHead, causal: Tensor) -> None:
+        self._config = head.config
+        self._causal = causal
+        self._rows: dict[int, Projected] = {}
+
+    def attend(self, layer: int, rows: Projected) -> Tensor:
+        self._rows[layer] = rows
+        return self._attention(rows.query, rows.key, rows.value, self._causal)
+
+    def attend_alone(self, layer: int, rows: Projected) -> Tensor:
+        """Row i sees the true pairs up to i, and itself."""
+        true, count = self._rows[layer], len(rows.query)
+        own = torch.eye(count, dtype=torch.bool, device=rows.query.device)
+        keys, values = torch.cat([true.key, rows.key]), torch.cat([true.value, rows.value])
+        return self._attention(rows.query, keys, values, torch.cat([self._causal[:count], own], 1))
+
+    def _attention(self, query: Tensor, key: Tensor, value: Tensor, seen: Tensor) -> Tensor:
+        c, groups = self._config, self._config.num_heads // self._config.num_kv_heads
+        q = query.view(-1, c.num_kv_heads, groups, c.head_dim).permute(1, 2, 0, 3).reshape(1, c.num_kv_heads, -1, c.head_dim)
+        bias = torch.zeros(seen.shape, dtype=query.dtype, device=query.device).masked_fill_(~seen, float("-inf"))
+        out = masked_attention(
+            q, key.transpose(0, 1)[None], value.transpose(0, 1)[None], bias.repeat(groups, 1), c.head_dim**-0.5
+        )
+        return out[0].view(c.num_heads, -1, c.head_dim).transpose(0, 1)
+
+
+def _words(reading: Reading) -> str:
+    residual = "normed" if reading.norm_before_residual else "plain"
+    return f"inputs of layers {', '.join(map(str, reading.taps))}, {residual} residual, output {reading.output}"

@@ -1,0 +1,31 @@
+"""The demo's trained heads guess what the demo's target says: wired wrongly, they would be far below."""
+
+import json
+
+import pytest
+
+from eyas.config import EagleConfig, EngineConfig, TreeConfig
+from eyas.drafters.build import build_drafter, build_fuser
+from eyas.engine.build import build_engine
+from eyas.request import GenerationStats, Request, SamplingParams
+from tests.tiny import DEMO
+
+TREE = TreeConfig(nodes=16, depth=4, width=8)
+
+
+@pytest.mark.parametrize(("name", "least"), [("medusa", 1.5), ("hydra", 1.75)])
+def test_trained_heads_foresee_the_targets_tokens(name: str, least: float) -> None:
+    target, head = str(DEMO / "target"), str(DEMO / name)
+    drafter = build_drafter(name, target, head, "float32", "cpu", TREE, EagleConfig())
+    fuser = build_fuser(name, head, target, "float32", "cpu")
+    engine = build_engine(target, fuser, "float32", "cpu", EngineConfig(num_slots=2048), TREE, drafter)
+    for line in (DEMO / "prompts.jsonl").read_text(encoding="utf-8").splitlines()[:8]:
+        prompt = json.loads(line)
+        engine.submit(
+            Request(f"{prompt['id']}", tuple(prompt["token_ids"]), SamplingParams(24, 0.0, seed=0, ignore_eos=True))
+        )
+    stats = GenerationStats()
+    while engine.has_work:
+        for chunk in engine.step():
+            stats.add(chunk)
+    assert stats.acceptance_length > least

@@ -1,0 +1,79 @@
+"""What a head's config and tensors do not agree on is named, and heads of another generation are not taken for one's own."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from eyas.errors import CheckpointError
+from eyas.models.heads.eagle import load_fuser, load_head
+from eyas.models.heads.eagle.config import Kind
+from tests.models.heads.dialects import TINY, TINY_EAGLE1, Tensors, Written, random_tensors, safeailab, save, speculators
+
+EAGLE3, EAGLE1 = safeailab(TINY, random_tensors(TINY)), safeailab(TINY_EAGLE1, random_tensors(TINY_EAGLE1))
+JOINT = replace(TINY, input_norms="joint")
+
+
+def lacking(written: Written, name: str) -> Written:
+    config, tensors = written
+    return config, {key: tensor for key, tensor in tensors.items() if key != name}
+
+
+def having(written: Written, tensors: Tensors | None = None, **settings: object) -> Written:
+    return written[0] | settings, written[1] | (tensors or {})
+
+
+FAULTS: dict[str, tuple[Written, Kind, str]] = {
+    "a tensor that is nearly known": (
+        having(EAGLE3, {"midlayer.hidden_norms.weight": torch.ones(32)}), "eagle3",
+        r"unexpected midlayer.hidden_norms.weight \(nearest is midlayer.hidden_norm.weight\)",
+    ),
+    "one layer too few": (having(EAGLE3, num_hidden_layers=2), "eagle3", "missing layers.1.input_layernorm.weight"),
+    "a bias that is announced": (lacking(EAGLE1, "fc.bias"), "eagle", "missing fc.bias"),
+    "biases of attention that are announced": (having(EAGLE3, attention_bias=True), "eagle3", "missing .*k_proj.bias"),
+    "a norm that is announced": (having(EAGLE3, norm_before_fc=True), "eagle3", "missing input_norm.weight"),
+    "both kinds of norms": (
+        having(safeailab(JOINT, random_tensors(JOINT)), fc_norm=True), "eagle3", "norm_before_fc and for fc_norm"
+    ),
+    "a map that is needed": (lacking(EAGLE3, "d2t"), "eagle3", "missing d2t"),
+    "an EAGLE-3 head as EAGLE-1": (EAGLE3, "eagle", "does not fit its config"),
+    "an EAGLE-1 head as EAGLE-3": (EAGLE1, "eagle3", "does not fit its config"),
+    "another activation": (having(EAGLE3, hidden_act="gelu"), "eagle3", "activation 'gelu'"),
+    "all levels in one pass": (having(EAGLE3, parallel_drafting=True), "eagle3", "all levels in one pass"),
+    "taps that are no numbers": (
+        having(EAGLE3, eagle_aux_hidden_state_layer_ids=["a"]), "eagle3", r"eagle_aux_hidden_state_layer_ids is \['a'\]"
+    ),
+    "a flag that is no flag": (having(EAGLE3, norm_before_residual="no"), "eagle3", "norm_before_residual is 'no'"),
+    "a record that is damaged": (having(EAGLE3, eyas={"taps": [1]}), "eagle3", "remove it, or have it written anew"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_is_named(fault: str, tiny_target: str, tmp_path: Path) -> None:
+    written, kind, message = FAULTS[fault]
+    head = save(tmp_path, written)
+    with pytest.raises(CheckpointError, match=message):
+        load_head(head, tiny_target, kind=kind)
+
+
+@pytest.mark.parametrize("load", [load_head, load_fuser])
+def test_a_fuser_is_as_strict_as_the_head(load: Callable[[str, str], object], tiny_target: str, tmp_path: Path) -> None:
+    head = save(tmp_path, lacking(safeailab(JOINT, random_tensors(JOINT)), "fc.weight"))
+    with pytest.raises(CheckpointError, match=r"missing fc\.weight"):
+        load(head, tiny_target)
+
+
+def test_names_of_another_dialect_are_reported_as_they_are_written(tiny_target: str, tmp_path: Path) -> None:
+    head = save(tmp_path, having(speculators(TINY, random_tensors(TINY)), {"layers.0.extra.weight": torch.ones(2)}))
+    with pytest.raises(CheckpointError, match=r"unexpected layers.0.extra.weight"):
+        load_head(head, tiny_target)
+
+
+def test_an_embedding_of_its_own_takes_the_place_of_the_targets(tiny_target: str, tmp_path: Path) -> None:
+    own = random_tensors(TINY, shipped=("d2t", "t2d", "norm.weight", "embed_tokens.weight"))
+    with_own = load_head(save(tmp_path / "own", safeailab(TINY, own)), tiny_target)
+    without = load_head(save(tmp_path / "none", EAGLE3), tiny_target)
+    assert torch.equal(with_own.embedding, own["embed_tokens.weight"])
+    assert not torch.equal(with_own.embedding, without.embedding)
