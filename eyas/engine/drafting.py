@@ -46,15 +46,18 @@ class Drafting:
         drafter = self._drafter
         if drafter is None:
             return
-        self._asked = [s for s in sequences if _has_news(s) and drafter.listens(s.request.id)]
-        self._contexts = [self._context(sequence, budget(sequence), drafter) for sequence in self._asked]
-        self._pending = drafter.ask(self._contexts) if self._contexts else list
+        asked = [s for s in sequences if _has_news(s) and drafter.listens(s.request.id)]
+        contexts = [self._context(sequence, budget(sequence), drafter) for sequence in asked]
+        if contexts:
+            self._pending = drafter.ask(contexts)
+            self._asked, self._contexts = asked, contexts
 
     def collect(self) -> dict[str, DraftTree]:
         """Wait for the answers; the valid trees by request id."""
-        answers = zip(self._asked, self._contexts, self._pending(), strict=True)
-        trees = {s.request.id: self._account(s, context, draft) for s, context, draft in answers}
+        asked, contexts, pending = self._asked, self._contexts, self._pending
         self._asked, self._contexts, self._pending = [], [], list
+        answers = zip(asked, contexts, pending(), strict=True)
+        trees = {s.request.id: self._account(s, context, draft) for s, context, draft in answers}
         self.release([])
         return {request_id: tree for request_id, tree in trees.items() if tree is not None}
 
