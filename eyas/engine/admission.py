@@ -74,6 +74,11 @@ def insert(sequences: list[Sequence], sequence: Sequence) -> None:
     bisect.insort(sequences, sequence, key=_place)
 
 
+def ahead_of(sequences: Seq[Sequence], sequence: Sequence) -> Seq[Sequence]:
+    """Of a list in order of place, those before a sequence."""
+    return sequences[: bisect.bisect_left(sequences, sequence.place, key=_place)]
+
+
 def remove(sequences: list[Sequence], sequence: Sequence) -> None:
     """Take a sequence out of a list in order of place."""
     index = bisect.bisect_left(sequences, sequence.place, key=_place)

@@ -15,7 +15,7 @@ from eyas.cache.slots import Slots
 from eyas.commit import Budget
 from eyas.config import EngineConfig, TreeConfig
 from eyas.engine.acceptance.match import Accepted
-from eyas.engine.admission import Waiting, insert, remove, share_out, slots_needed
+from eyas.engine.admission import Waiting, ahead_of, insert, remove, share_out, slots_needed
 from eyas.engine.sequence import Sequence, Work
 from eyas.errors import InvalidRequest
 from eyas.request import Chunk, FinishReason, Request, Round
@@ -23,8 +23,9 @@ from eyas.tree import DraftTree
 
 
 class Scheduler:
-    """A request is admitted, in order of place, when there are slots for what it needs soon. Should slots run out all the
-    same, cached prefixes give way first, then trees, and then the last in line, which waits and is computed anew.
+    """A request is admitted, in order of place, when there are slots for what it needs soon; who runs behind its place gives
+    way to it, if that helps. Should slots run out all the same, cached prefixes give way first, then trees, and then the last
+    in line. Who gives way waits and is computed anew.
 
     config: num_slots must be set. clock: the present time in seconds.
     """
@@ -136,18 +137,30 @@ class Scheduler:
         assert len(self._by_id) == len(self._running) + len(self._waiting)
 
     def _admit(self) -> None:
-        nodes, limit = self._tree.nodes, self._cacheable
+        nodes = self._tree.nodes
         reserved = sum(slots_needed(s, nodes) for s in self._running) if self._waiting else 0
-        while self._waiting and len(self._running) < self._config.max_running:
+        while self._waiting:
             sequence = self._waiting.first
-            prefix = self._cache.find(sequence.cacheable[:limit])
+            prefix = self._cache.find(sequence.cacheable[: self._cacheable])
             need = slots_needed(sequence, nodes) - len(prefix)
-            if reserved + need > self._cache.num_available:
-                self._cache.release(prefix, prefix.node.used)
+            if len(self._running) < self._config.max_running and reserved + need <= self._cache.num_available:
+                reserved += need
+                self._waiting.admit().begin(prefix)
+                insert(self._running, sequence)
+                continue
+            self._cache.release(prefix, prefix.node.used)
+            if not self._gives_way(sequence):
                 return
-            reserved += need
-            self._waiting.admit().begin(prefix)
-            insert(self._running, sequence)
+            reserved -= slots_needed(self._running[-1], nodes)
+            self._preempt()
+
+    def _gives_way(self, sequence: Sequence) -> bool:
+        """Whether the last in line runs behind the place of `sequence`, and it is certain to be admitted once all such have
+        left: nobody gives way in vain. Places do not change, so that nobody gives way twice to the same."""
+        ahead = ahead_of(self._running, sequence)
+        held = sum(s.computed + slots_needed(s, self._tree.nodes) for s in ahead)
+        fits = held + slots_needed(sequence, self._tree.nodes) <= self._config.num_slots
+        return len(ahead) < min(len(self._running), self._config.max_running) and fits
 
     def _preempt(self) -> None:
         """Queue the last in line again. What it has computed stays in the cache, until somebody needs the room."""

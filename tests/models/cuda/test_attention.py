@@ -93,13 +93,11 @@ def test_what_is_no_number_reaches_only_those_who_see_it(packing: Packing) -> No
     segments = make_pass(sizes)
     pools = make_pools(num_slots(sizes), heads, 0, torch.float32)
     query = torch.randn(7, heads.query, heads.width, generator=torch.Generator().manual_seed(1)).to(DEVICE)
-    for bad, (own, clean) in enumerate(
-        [(slice(0, 2), slice(2, 7)), (slice(2, 4), [0, 1, 4, 5, 6]), (slice(4, 7), slice(0, 4))]
-    ):
+    for bad, own in enumerate([[0, 1], [2, 3], [4, 5, 6]]):
         keys, values = pools.keys.float(), pools.values.float()
         seen = [*segments[bad].prefix, *segments[bad].slots]
         keys[seen] = values[seen] = float("nan")
         packed = packing(segments, heads, num_slots(sizes))
         got = attention.attend(query, keys.to(DEVICE), values.to(DEVICE), packed, scaling_of(heads))
-        assert got[clean].isfinite().all()
+        assert got[[row for row in range(7) if row not in own]].isfinite().all()
         assert got[own].isnan().all()
