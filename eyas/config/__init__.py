@@ -4,6 +4,7 @@ from eyas.config.doors import HttpConfig, KeysConfig, TlsConfig
 from eyas.config.drafting import AheadConfig, EagleConfig, MethodsConfig, TreeConfig
 from eyas.config.reading import describe, load, masked
 from eyas.config.values import (
+    BudgetPolicy,
     DraftConfig,
     DraftLinkConfig,
     Dtype,
@@ -18,6 +19,7 @@ from eyas.config.values import (
 
 __all__ = [
     "AheadConfig",
+    "BudgetPolicy",
     "DraftConfig",
     "DraftLinkConfig",
     "Dtype",

@@ -74,9 +74,13 @@ def insert(sequences: list[Sequence], sequence: Sequence) -> None:
     bisect.insort(sequences, sequence, key=_place)
 
 
-def ahead_of(sequences: Seq[Sequence], sequence: Sequence) -> Seq[Sequence]:
-    """Of a list in order of place, those before a sequence."""
-    return sequences[: bisect.bisect_left(sequences, sequence.place, key=_place)]
+def gives_way(running: Seq[Sequence], sequence: Sequence, nodes: int, config: EngineConfig) -> bool:
+    """Whether the last in line runs behind the place of a waiting sequence, and that one is certain to be admitted once all
+    such have left: nobody gives way in vain. Places do not change, so that nobody gives way twice to the same."""
+    ahead = running[: bisect.bisect_left(running, sequence.place, key=_place)]
+    held = sum(s.computed + slots_needed(s, nodes) for s in ahead)
+    fits = held + slots_needed(sequence, nodes) <= config.num_slots
+    return len(ahead) < min(len(running), config.max_running) and fits
 
 
 def remove(sequences: list[Sequence], sequence: Sequence) -> None:

@@ -10,6 +10,7 @@ from functools import partial
 from eyas.cache.kv import SlotPools, bytes_per_slot, slots_that_fit
 from eyas.config import EngineConfig, TreeConfig
 from eyas.drafters.base import Drafter
+from eyas.engine.budget.policy import AdaptiveBudget, FixedBudget
 from eyas.engine.drafting import Drafting
 from eyas.engine.engine import Engine
 from eyas.engine.fixed import FixedRunner
@@ -83,7 +84,8 @@ def assemble_engine(
             target, pools, fuser, build_passes(target, pools, pools.scratch, engine, tree_rows, context_length)
         )
     scheduler = Scheduler(engine, tree_rows, target.eos_ids)
-    return Engine(scheduler, Drafting(drafter, runner, engine.rule), runner, context_length)
+    budget = AdaptiveBudget(tree_rows.nodes) if engine.budget == "adaptive" else FixedBudget()
+    return Engine(scheduler, Drafting(drafter, runner, engine.rule), runner, context_length, budget)
 
 
 def gather_ranks(place: Place, target: str, dtype: str, context_length: int = 0) -> Ranks:

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from functools import partial
 
 from eyas.engine.acceptance.match import Accepted, accept
 from eyas.engine.acceptance.trials import accept_sampled
+from eyas.engine.budget.policy import FixedBudget, TreeBudget
 from eyas.engine.drafting import Drafting, noise_key
 from eyas.engine.runner import ModelRunner
 from eyas.engine.sampling.draws import Draw, sample
@@ -23,17 +25,28 @@ from eyas.tree import DraftTree
 @dataclass(frozen=True)
 class Load:
     """How busy an engine is. free_slots: token slots that no running request holds; cached prefixes may fill
-    them, and give way at need."""
+    them, and give way at need. tree_nodes: most nodes of the trees last asked for; 1 where there was none to ask for or
+    none would have paid."""
 
     num_running: int
     num_waiting: int
     free_slots: int
+    tree_nodes: int
 
 
 class Engine:
     """Continuous batching of requests over one target. Not safe for use from several threads."""
 
-    def __init__(self, scheduler: Scheduler, drafting: Drafting, runner: ModelRunner, context_length: int) -> None:
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        drafting: Drafting,
+        runner: ModelRunner,
+        context_length: int,
+        budget: TreeBudget | None = None,
+    ) -> None:
+        """budget: how large trees may be; as large as the scheduler allows if left out."""
+        self._budget = budget or FixedBudget()
         self._scheduler = scheduler
         self._drafting = drafting
         self._runner = runner
@@ -43,7 +56,10 @@ class Engine:
     def step(self) -> list[Chunk]:
         """Advance every running request by one forward pass; new tokens, and final chunks of those that ended."""
         chunks = self.reap()
-        works = self._scheduler.schedule(self._drafting.collect())
+        self._budget.start()
+        trees = self._drafting.collect()
+        self._budget.drafted()
+        works = self._scheduler.schedule(trees)
         if works:
             logits = self._runner.forward(works)
             draws, drawn = _draws(works), self._rules.applied(drawn_rows(logits, works), works)
@@ -54,7 +70,9 @@ class Engine:
             committed = self._scheduler.commit(works, accepted)
             self._release([chunk.request_id for chunk in committed if chunk.finish_reason])
             chunks += attached(committed, told)
-        self._drafting.ask(self._scheduler.running, self._scheduler.budget)
+            self._budget.verified(works, accepted)
+        nodes = self._budget.choose(self._scheduler.num_decoding, self._scheduler.most_nodes)
+        self._drafting.ask(self._scheduler.running, partial(self._scheduler.budget, nodes=nodes))
         return chunks
 
     def submit(self, request: Request) -> None:
@@ -86,7 +104,8 @@ class Engine:
 
     @property
     def load(self) -> Load:
-        return Load(self._scheduler.num_running, self._scheduler.num_waiting, self._scheduler.num_free)
+        scheduler = self._scheduler
+        return Load(scheduler.num_running, scheduler.num_waiting, scheduler.num_free, self._budget.num_nodes)
 
     @property
     def vocab_size(self) -> int:

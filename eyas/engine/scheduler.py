@@ -15,7 +15,7 @@ from eyas.cache.slots import Slots
 from eyas.commit import Budget
 from eyas.config import EngineConfig, TreeConfig
 from eyas.engine.acceptance.match import Accepted
-from eyas.engine.admission import Waiting, ahead_of, insert, remove, share_out, slots_needed
+from eyas.engine.admission import Waiting, gives_way, insert, remove, share_out, slots_needed
 from eyas.engine.sequence import Sequence, Work
 from eyas.errors import InvalidRequest
 from eyas.request import Chunk, FinishReason, Request, Round
@@ -24,8 +24,8 @@ from eyas.tree import DraftTree
 
 class Scheduler:
     """A request is admitted, in order of place, when there are slots for what it needs soon; who runs behind its place gives
-    way to it, if that helps. Should slots run out all the same, cached prefixes give way first, then trees, and then the last
-    in line. Who gives way waits and is computed anew.
+    way to it, if that helps. Should slots run out all the same, cached prefixes give way first, then trees, and then the
+    last in line. Who gives way waits and is computed anew.
 
     config: num_slots must be set. clock: the present time in seconds.
     """
@@ -90,12 +90,17 @@ class Scheduler:
             for share, end in zip(shares, ends, strict=True)
         )
 
-    def budget(self, sequence: Sequence) -> Budget:
-        """The largest tree that a sequence could use at the next step; one node while its prompt is not done. The more
-        sequences run, the smaller their trees."""
+    def budget(self, sequence: Sequence, nodes: int = sys.maxsize) -> Budget:
+        """The largest tree that a sequence could use at the next step, of `nodes` at most; one node while its prompt is not
+        done."""
         depth = 0 if sequence.prefilling else min(self._tree.depth, sequence.num_remaining - 1)
-        nodes = min(self._tree.nodes, self._config.step_rows // len(self._running))
+        nodes = min(nodes, self.most_nodes)
         return Budget(nodes, depth) if depth > 0 and nodes > 1 else Budget(1, 0)
+
+    @property
+    def most_nodes(self) -> int:
+        """Of a tree at the next step; the more sequences run, the fewer."""
+        return max(min(self._tree.nodes, self._config.step_rows // max(len(self._running), 1)), 1)
 
     def commit(self, works: Seq[Work], accepted: Seq[Accepted | None]) -> list[Chunk]:
         """Keep the slots of accepted paths, free the rest, and emit; one chunk per sequence that drew a token."""
@@ -114,6 +119,11 @@ class Scheduler:
     @property
     def num_running(self) -> int:
         return len(self._running)
+
+    @property
+    def num_decoding(self) -> int:
+        """Running sequences whose prompt is done."""
+        return sum(not sequence.prefilling for sequence in self._running)
 
     @property
     def num_waiting(self) -> int:
@@ -149,18 +159,10 @@ class Scheduler:
                 insert(self._running, sequence)
                 continue
             self._cache.release(prefix, prefix.node.used)
-            if not self._gives_way(sequence):
+            if not gives_way(self._running, sequence, nodes, self._config):
                 return
             reserved -= slots_needed(self._running[-1], nodes)
             self._preempt()
-
-    def _gives_way(self, sequence: Sequence) -> bool:
-        """Whether the last in line runs behind the place of `sequence`, and it is certain to be admitted once all such have
-        left: nobody gives way in vain. Places do not change, so that nobody gives way twice to the same."""
-        ahead = ahead_of(self._running, sequence)
-        held = sum(s.computed + slots_needed(s, self._tree.nodes) for s in ahead)
-        fits = held + slots_needed(sequence, self._tree.nodes) <= self._config.num_slots
-        return len(ahead) < min(len(self._running), self._config.max_running) and fits
 
     def _preempt(self) -> None:
         """Queue the last in line again. What it has computed stays in the cache, until somebody needs the room."""
