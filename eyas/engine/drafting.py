@@ -42,12 +42,14 @@ class Drafting:
         self._ended: list[str] = []
 
     def ask(self, sequences: Iterable[Sequence], budget: Callable[[Sequence], Budget]) -> None:
-        """Commit what is new of each sequence and ask for its next tree, within its budget."""
+        """Commit what is new of each sequence and ask for its next tree, within its budget. Of one whose prompt is done and
+        that may have no tree, the drafter hears once it may."""
         drafter = self._drafter
         if drafter is None:
             return
-        asked = [s for s in sequences if _has_news(s) and drafter.listens(s.request.id)]
-        contexts = [self._context(sequence, budget(sequence), drafter) for sequence in asked]
+        news = [(s, budget(s)) for s in sequences if _has_news(s) and drafter.listens(s.request.id)]
+        told = [(s, its) for s, its in news if its.wants_tree or s.prefilling]
+        asked, contexts = [s for s, _ in told], [self._context(s, its, drafter) for s, its in told]
         if contexts:
             self._pending = drafter.ask(contexts)
             self._asked, self._contexts = asked, contexts

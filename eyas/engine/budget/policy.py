@@ -16,7 +16,7 @@ from eyas.engine.sequence import Work
 
 # The first steps do what is done once only, and tell nothing of the later ones.
 WARM_UP_STEPS = 4
-# Choices from one that is made to learn to the next: the largest trees, then none, and so on.
+# Choices from those that are made to learn to the next: twice the largest trees, then none, and so on.
 PROBE_INTERVAL = 32
 
 
@@ -62,18 +62,20 @@ class FixedBudget:
 class AdaptiveBudget:
     """The size with the most tokens a second, by what steps have cost and nodes have gained of late.
 
-    With B sequences and trees of k nodes a step takes verify(B * rows(k)) + wait(B) seconds and gives B * tokens(k) tokens;
-    verify and wait are straight lines, fitted to steps without prompt rows, and rows and tokens are means by rank. A choice
-    now and then that only serves to learn keeps all of them known.
+    With B sequences and trees of k nodes a step takes verify(B * rows(k)) + wait(B) seconds, the latter if k > 1, and gives
+    B * tokens(k) tokens; verify and wait are straight lines, verify fitted to steps without prompt rows, wait to drafters
+    that were asked the time before too, and rows and tokens are means by rank. Choices now and then that only serve to learn
+    keep all of them known.
     """
 
     def __init__(self, most_nodes: int, clock: Callable[[], float] = time.perf_counter) -> None:
         """most_nodes: of any tree, the root included. clock: in seconds."""
         self.num_nodes = most_nodes
         self._clock = clock
-        self._verify, self._drafts, self._bookkeeping = Line(0.99), Line(0.9), Line(0.9)
+        self._verify, self._wait = Line(0.99), Line(0.9)
         self._gains = Gains(most_nodes)
         self._num_asked = 0
+        self._caught_up = False
         self._num_steps = 0
         self._num_choices = 0
         self._mark = 0.0
@@ -83,8 +85,10 @@ class AdaptiveBudget:
 
     def drafted(self) -> None:
         seconds = self._lap()
-        if self._num_asked and self._num_steps >= WARM_UP_STEPS:
-            (self._drafts if self.num_nodes > 1 else self._bookkeeping).add(self._num_asked, seconds)
+        asked = self._num_asked > 0 and self.num_nodes > 1
+        if asked and self._caught_up and self._num_steps >= WARM_UP_STEPS:
+            self._wait.add(self._num_asked, seconds)
+        self._caught_up = asked
 
     def verified(self, works: Seq[Work], accepted: Seq[Accepted | None]) -> None:
         seconds = self._lap()
@@ -106,19 +110,18 @@ class AdaptiveBudget:
         self._num_choices += 1
         if not self._knows(most):
             return 1 if turn % 4 == 3 else most
-        if turn % PROBE_INTERVAL == 0:
-            return 1 if turn else most
-        return self._best(num_decoding, most)
+        if turn < 2:
+            return most
+        return 1 if turn == PROBE_INTERVAL else self._best(num_decoding, most)
 
     def _knows(self, most: int) -> bool:
-        costs = self._verify.sloped and not self._drafts.empty and not self._bookkeeping.empty
-        return costs and self._gains.known(most)
+        return self._verify.sloped and not self._wait.empty and self._gains.known(most)
 
     def _best(self, num_decoding: int, most: int) -> int:
         """The smallest of the sizes that give the most tokens a second."""
         rows = num_decoding * self._gains.rows(most)
-        waits = [self._bookkeeping.at(num_decoding)] + [self._drafts.at(num_decoding)] * (most - 1)
-        seconds = np.array([self._verify.at(size) for size in rows]) + waits
+        seconds = np.array([self._verify.at(size) for size in rows])
+        seconds[1:] += self._wait.at(num_decoding)
         return 1 + int(np.argmax(self._gains.tokens(most) / seconds))
 
     def _lap(self) -> float:
