@@ -33,8 +33,8 @@ log = logging.getLogger(__name__)
 class Workers:
     """Live workers and the way to them. zone: the router's own, may be empty.
 
-    reachable: the verifiers that were connected at the last `refresh`, without those that are avoided because they fail or are
-    stuck; ready: whether there was one.
+    reachable: the verifiers that were connected at the last `refresh`, but for those that are avoided because they fail or
+    are stuck; ready: whether there was one.
     """
 
     def __init__(

@@ -20,7 +20,13 @@ LEASE = Lease("verifier", "v:1", "incarnation", ModelInfo("m", "f", 10, 10), Loa
 def rendered_arguments(folder: Path, port: int, memory: str) -> list[str]:
     """Those of the chart, on this machine."""
     [container] = [found for _, found in containers(rendered("cpu-demo")) if found["name"] == "redis"]
-    mine = {"--port": str(port), "--bind": "127.0.0.1", "--requirepass": "secret", "--dir": str(folder), "--maxmemory": memory}
+    mine = {
+        "--port": str(port),
+        "--bind": "127.0.0.1",
+        "--requirepass": "secret",
+        "--dir": str(folder),
+        "--maxmemory": memory,
+    }
     given = container["args"]
     return [mine.get(before, argument) for before, argument in zip(["", *given], given, strict=False)]
 

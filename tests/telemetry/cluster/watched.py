@@ -38,7 +38,8 @@ SAMPLING = SamplingParams(max_tokens=48, temperature=0.8, ignore_eos=True, seed=
 
 @dataclass
 class Watched:
-    """collector: fills until the cluster has ended. web: the usage that the HTTP door told. metrics: OpenMetrics by service. results: of Prometheus, by query."""
+    """collector: fills until the cluster has ended. web: the usage that the HTTP door told. metrics: OpenMetrics by service.
+    results: of Prometheus, by query."""
 
     collector: Collector
     speculative: list[int] = field(default_factory=list)
