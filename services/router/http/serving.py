@@ -64,10 +64,10 @@ class Serving:
             body.call(prompt, 1 if only_prompt else body.max_tokens, logprobs=body.logprobs, prompt_logprobs=told)
             for prompt in body.prompt
         ]
-        echoes = [p if isinstance(p, str) else tokenizer.decode(p) for p in body.prompt] if body.echo else []
-        plan = Plan(body.n, echoes, wants_prompt_logprobs=body.prompt_logprobs is not None)
         form = CompletionForm(tokenizer, body.logprobs is not None)
         chunks = await self._chunks(body, asked, calls)
+        echoes = [p if isinstance(p, str) else tokenizer.decode(p) for p in body.prompt] if body.echo else []
+        plan = Plan(body.n, echoes, wants_prompt_logprobs=body.prompt_logprobs is not None)
         answers = Answers(asked.request.id, info.name, form, tokenizer, plan)
         return answers, _prompt_only(chunks) if only_prompt else chunks
 
