@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
 from rich.console import Console
@@ -22,13 +22,15 @@ from eyas.models.cuda.tables import bucket_shape, fixed_words, mask_words, num_w
 from eyas.models.inputs import PackedInputs, Segment
 from eyas.models.target import TargetOutput
 
+Out = TypeVar("Out")
+
 MAX_GRAPH_ROWS = 1024  # a longer pass keeps the device busy for longer than its launches take
 
 
 class Capture(Protocol):
     """Records a pass; what it gives back runs the pass once more, on what its inputs hold then."""
 
-    def __call__(self, run: Callable[[], TargetOutput]) -> Callable[[], TargetOutput]: ...
+    def __call__(self, run: Callable[[], Out]) -> Callable[[], Out]: ...
 
 
 @dataclass(frozen=True)
@@ -96,8 +98,9 @@ class CudaCapture:
         self._device = device
         self._pool = torch.cuda.graph_pool_handle()
 
-    def __call__(self, run: Callable[[], TargetOutput]) -> Callable[[], TargetOutput]:
-        """Runs once before capturing: kernels are compiled and libraries take their workspaces."""
+    def __call__(self, run: Callable[[], Out]) -> Callable[[], Out]:
+        """Runs once before capturing: kernels are compiled and libraries take their workspaces. Other threads may go on
+        using the device."""
         with torch.cuda.device(self._device):
             stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
             stream.wait_stream(torch.cuda.current_stream())
@@ -105,10 +108,10 @@ class CudaCapture:
                 run()
             torch.cuda.current_stream().wait_stream(stream)
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=self._pool):
+            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
                 out = run()
 
-        def replay() -> TargetOutput:
+        def replay() -> Out:
             graph.replay()
             return out
 
