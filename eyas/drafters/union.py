@@ -74,7 +74,7 @@ class UnionDrafter(LocalDrafter):
             side.release(sessions)
 
     def work_ahead(self) -> bool:
-        return any([side.work_ahead() for side in self._sides])
+        return any(side.work_ahead() for side in self._sides)
 
     def _session(self, context: DraftContext) -> _Session:
         session = self._sessions.get(context.session)
