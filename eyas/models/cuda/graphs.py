@@ -6,6 +6,7 @@ A pass travels to the device as one array of words, and a replay begins with cop
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
@@ -94,21 +95,24 @@ class GraphRunner:
 class CudaCapture:
     """Captures on one GPU; the graphs share memory, for only one runs at a time."""
 
+    _alone = threading.Lock()  # torch allows one capture at a time in a process
+
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._pool = torch.cuda.graph_pool_handle()
+        with torch.cuda.device(device):
+            self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
 
     def __call__(self, run: Callable[[], Out]) -> Callable[[], Out]:
         """Runs once before capturing: kernels are compiled and libraries take their workspaces. Other threads may go on
         using the device."""
-        with torch.cuda.device(self._device):
-            stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-            stream.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(stream):
+        with self._alone, torch.cuda.device(self._device):
+            self._stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(self._stream):
                 run()
-            torch.cuda.current_stream().wait_stream(stream)
+            torch.cuda.current_stream().wait_stream(self._stream)
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            with torch.cuda.graph(graph, self._pool, self._stream, capture_error_mode="thread_local"):
                 out = run()
 
         def replay() -> Out:
