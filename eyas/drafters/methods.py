@@ -125,7 +125,9 @@ def _growing(parts: Parts, head: EagleHead) -> LocalDrafter:
     from eyas.drafters.eagle.ahead import AheadDrafter
     from eyas.drafters.eagle.drafter import EagleDrafter
 
-    drafter = EagleDrafter(head, parts.tree, parts.eagle, capture=_capture(parts))
+    levels = parts.eagle.levels or parts.tree.depth
+    shape = replace(parts.tree, depth=min(levels, parts.tree.depth))
+    drafter = EagleDrafter(head, shape, parts.eagle, capture=_capture(parts))
     return AheadDrafter(drafter, parts.eagle.ahead) if parts.eagle.ahead.rows else drafter
 
 

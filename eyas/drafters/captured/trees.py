@@ -33,9 +33,9 @@ from eyas.drafters.ranking import (
 from eyas.errors import ConfigError
 from eyas.models.cuda.buckets import padded
 from eyas.models.cuda.graphs import Capture
-from eyas.models.cuda.tables import upload
 from eyas.models.inputs import Ints
 from eyas.models.sampling.law import filtered_law_unseen
+from eyas.models.tensors import upload
 from eyas.tree import DraftTree
 
 # More sessions, or longer prefixes, keep the device busy for longer than its launches take.

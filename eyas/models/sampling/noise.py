@@ -10,8 +10,9 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
+
+from eyas.models.tensors import upload
 
 GOLDEN = -7046029254386353131  # 0x9E3779B97F4A7C15 as a signed 64-bit integer
 MIX_1 = -4658895280553007687  # 0xBF58476D1CE4E5B9
@@ -58,7 +59,7 @@ def _signed(seeds: Sequence[int], beside: Tensor) -> Tensor:
 
 
 def _integers(values: Sequence[int], beside: Tensor) -> Tensor:
-    return torch.tensor(list(values), dtype=torch.int64, device=beside.device)
+    return upload(values, beside.device)
 
 
 def _bits(seeds: Tensor, positions: Tensor, counters: Tensor) -> Tensor:
