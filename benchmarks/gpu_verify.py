@@ -107,7 +107,7 @@ def copy_rate(device: torch.device, num_bytes: int) -> float:
     """Bytes per second of a large copy within the device's memory, read and written ones counted."""
     source = torch.randint(256, (num_bytes,), dtype=torch.uint8, device=device)
     sink = torch.empty_like(source)
-    return 2 * num_bytes / (1e-3 * _ms(lambda: sink.copy_(source), device, 10))
+    return 2 * num_bytes / (1e-3 * median_ms(lambda: sink.copy_(source), device, 10))
 
 
 def measure(target: TargetModel, cases: Sequence[Case], settings: Settings, rate: float) -> list[Step]:
@@ -125,9 +125,9 @@ def measure(target: TargetModel, cases: Sequence[Case], settings: Settings, rate
     with Progress(console=Console(stderr=True), refresh_per_second=1) as progress:
         for case in progress.track(cases, description="measuring"):
             segments = make_segments(case, settings.cached, room, target.vocab_size)
-            times = [_ms(_step(way, segments, pools), target.device, settings.repeats) for way in (*ways, target)]
+            times = [median_ms(_step(way, segments, pools), target.device, settings.repeats) for way in (*ways, target)]
             layers = [
-                _ms(_layer(way, target, segments, pools), target.device, settings.repeats) for way in (ways[1], target)
+                median_ms(_layer(way, target, segments, pools), target.device, settings.repeats) for way in (ways[1], target)
             ]
             floor = 1e3 * (_weight_bytes(target) + _kv_bytes(target, case, settings.cached)) / rate
             steps.append(Step(case, floor, *times, *layers))
@@ -197,7 +197,7 @@ def _kv_bytes(target: TargetModel, case: Case, cached: int) -> int:
 
 
 @torch.inference_mode()
-def _ms(work: Callable[[], object], device: torch.device, repeats: int) -> float:
+def median_ms(work: Callable[[], object], device: torch.device, repeats: int) -> float:
     """The median in ms until the device is done."""
     times = []
     for _ in range(NUM_WARM_UPS + repeats):

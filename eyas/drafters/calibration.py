@@ -59,6 +59,10 @@ class NoiseScale(Protocol):
         """Remember what was guessed. ids maps draft vocabulary ids to the target's."""
         ...
 
+    def skip(self) -> None:
+        """A round in which nothing was measured."""
+        ...
+
     def learn(self, contexts: Sequence[DraftContext]) -> None:
         """Compare what was guessed with what was committed."""
         ...
@@ -86,6 +90,9 @@ class FixedScale:
     def watch(self, contexts: Sequence[DraftContext], candidates: Candidates, ranker: Measured, ids: Tensor) -> None:
         pass
 
+    def skip(self) -> None:
+        pass
+
     def learn(self, contexts: Sequence[DraftContext]) -> None:
         pass
 
@@ -97,13 +104,13 @@ class FixedScale:
 class Guesses:
     """The candidates of one session, and its temperature's band. tokens: the target's ids; scores: cumulative; both [P].
 
-    groups: candidate number of each expanded node, the root's 0 first, in the order of their children [R], `width` each.
-    normalisers: [R, K]. scale: place in the grid of the s that made the scores.
+    groups: candidate number of each expanded node, the root's 0 first, in the order of their children [R]. starts: where
+    the children of each begin, and P [R + 1]. normalisers: [R, K]. scale: place in the grid of the s that made the scores.
     """
 
     band: int
     committed: int
-    width: int
+    starts: Ints
     tokens: Ints
     scores: Reals
     groups: Ints
@@ -115,7 +122,7 @@ class Guesses:
         one of the node's children or none of them."""
         group, score = 0, 0.0
         for token in samples:
-            children = slice(group * self.width, (group + 1) * self.width)
+            children = slice(int(self.starts[group]), int(self.starts[group + 1]))
             law, grid = self.normalisers[group], np.array(GRID)
             perturbed = GRID[self.scale] * (self.scores[children] - score + law[self.scale])
             log_probs = perturbed[:, None] / grid - law
@@ -165,21 +172,26 @@ class CalibratedScale:
         return GRID if self._round % ROUNDS_PER_LOOK == 0 else ()
 
     def watch(self, contexts: Sequence[DraftContext], candidates: Candidates, ranker: Measured, ids: Tensor) -> None:
-        self._round += 1
+        self.skip()
         if not ranker.normalisers:
             return
         laws = torch.cat(list(ranker.normalisers), 1).double().cpu().numpy()
         columns = (ids[candidates.tokens].double(), candidates.parents.double(), candidates.scores.double())
         tokens, parents, scores = torch.stack(columns).cpu().numpy()
-        width = candidates.ends[0]
+        starts = np.flatnonzero(np.diff(parents[0], prepend=-1))
+        bounds = np.append(starts, parents.shape[1])
+        laws = laws[:, _law_rows(starts, candidates.ends, [law.shape[1] for law in ranker.normalisers])]
         for row, context in enumerate(contexts):
             if context.noise.temperature > 0:
                 of = band(context.noise.temperature)
-                groups = parents[row, ::width].astype(np.int64)
+                groups = parents[row, starts].astype(np.int64)
                 self._guesses[context.session] = Guesses(
-                    of, context.committed, width, tokens[row].astype(np.int64), scores[row], groups, laws[row],
+                    of, context.committed, bounds, tokens[row].astype(np.int64), scores[row], groups, laws[row],
                     self._bands[of].place,
                 )  # fmt: skip
+
+    def skip(self) -> None:
+        self._round += 1
 
     def learn(self, contexts: Sequence[DraftContext]) -> None:
         for context in contexts:
@@ -191,6 +203,14 @@ class CalibratedScale:
     def forget(self, sessions: Sequence[str]) -> None:
         for session in sessions:
             self._guesses.pop(session, None)
+
+
+def _law_rows(starts: Ints, ends: Sequence[int], sizes: Sequence[int]) -> Ints:
+    """Row of each expanded node's law, where level i has sizes[i] rows: one for each of its nodes, or one for all."""
+    levels = np.searchsorted(np.array(ends), starts, side="right")
+    within = np.arange(len(starts)) - np.searchsorted(levels, levels)
+    rows: Ints = np.cumsum([0, *sizes])[levels] + np.minimum(within, np.array(sizes)[levels] - 1)
+    return rows
 
 
 def band(temperature: float) -> int:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Protocol
 
 import torch
@@ -99,13 +100,21 @@ def select(candidates: Candidates, roots: Sequence[int], budgets: Sequence[Budge
     Ties go to the lower candidate number, hence to the shallower: with scores that never grow along a path, a chosen
     node's parent is chosen too. target_ids maps draft vocabulary ids to the target's. One copy to the host.
     """
-    scores, parents = candidates.scores.clone(), candidates.parents
-    for row, budget in enumerate(budgets):
-        reach = candidates.ends[min(budget.max_depth, len(candidates.ends)) - 1] if budget.max_depth > 0 else 0
-        scores[row, reach:] = float("-inf")
-    most = min(max(budget.max_nodes for budget in budgets) - 1, scores.shape[1])
+    most = max(budget.max_nodes for budget in budgets) - 1
+    bounds = torch.tensor([[b.max_nodes - 1, b.max_depth] for b in budgets], device=candidates.scores.device)
+    return trees(choose(candidates, bounds[:, 0], bounds[:, 1], most, target_ids).tolist(), roots)
+
+
+def choose(candidates: Candidates, limits: Tensor, depths: Tensor, most: int, target_ids: Tensor) -> Tensor:
+    """The columns of `trees`, float64 [5, S, up to `most`]: for each session the best `limits` within `depths`, both [S].
+
+    Its sizes depend on nothing that a tensor holds.
+    """
+    parents, most = candidates.parents, min(most, candidates.scores.shape[1])
+    spans = pairwise((0, *candidates.ends))
+    level = torch.cat([parents.new_full((end - start,), i) for i, (start, end) in enumerate(spans)])
+    scores = candidates.scores.masked_fill(level >= depths[:, None], float("-inf"))
     order = rank(scores, most)
-    limits = torch.tensor([budget.max_nodes - 1 for budget in budgets], device=scores.device)
     dropped = (torch.arange(most, device=scores.device) >= limits[:, None]) | torch.isinf(order.scores)
     chosen = torch.where(dropped, scores.shape[1], order.ids).sort(dim=1).values
     cells = chosen.clamp(max=scores.shape[1] - 1)
@@ -114,8 +123,12 @@ def select(candidates: Candidates, roots: Sequence[int], budgets: Sequence[Budge
     found = chosen.gather(1, (places - 1).clamp(0, most - 1)) + 1
     closed = (kept == 0) | (found == kept) | (chosen == scores.shape[1])
     columns = (chosen < scores.shape[1], target_ids[candidates.tokens.gather(1, cells)], places, closed)
-    packed = torch.stack([column.double() for column in (*columns, scores.gather(1, cells))]).tolist()
-    return [_tree(roots[row], *(column[row] for column in packed)) for row in range(len(roots))]
+    return torch.stack([column.double() for column in (*columns, scores.gather(1, cells))])
+
+
+def trees(columns: Sequence[Sequence[list[float]]], roots: Sequence[int]) -> list[DraftTree]:
+    """Of the columns that `choose` makes: whether a cell is real, token, parent, whether that is there, score."""
+    return [_tree(roots[row], *(column[row] for column in columns)) for row in range(len(roots))]
 
 
 def _tree(

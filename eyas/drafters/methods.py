@@ -13,6 +13,7 @@ from eyas.errors import ConfigError
 from eyas.models.heads.features import FeatureFuser
 
 if TYPE_CHECKING:
+    from eyas.models.cuda.graphs import Capture
     from eyas.models.heads.eagle import EagleHead
     from eyas.models.heads.eagle.config import Reading
     from eyas.models.heads.eagle.probe import Finding
@@ -103,7 +104,8 @@ def _eagle1(parts: Parts) -> LocalDrafter:
     from eyas.models.heads.eagle import load_head
 
     head = load_head(parts.head, parts.target, parts.dtype, parts.device, "eagle")
-    return EagleDrafter(head, parts.tree, parts.eagle, StaticTree(parts.methods.eagle1.paths))
+    plan = StaticTree(parts.methods.eagle1.paths)
+    return EagleDrafter(head, parts.tree, parts.eagle, plan, _capture(parts))
 
 
 def _eagle2(parts: Parts) -> LocalDrafter:
@@ -124,7 +126,8 @@ def _growing(parts: Parts, head: EagleHead) -> LocalDrafter:
     from eyas.drafters.eagle.drafter import EagleDrafter
 
     levels = parts.eagle.levels or parts.tree.depth
-    drafter = EagleDrafter(head, replace(parts.tree, depth=min(levels, parts.tree.depth)), parts.eagle)
+    shape = replace(parts.tree, depth=min(levels, parts.tree.depth))
+    drafter = EagleDrafter(head, shape, parts.eagle, capture=_capture(parts))
     return AheadDrafter(drafter, parts.eagle.ahead) if parts.eagle.ahead.rows else drafter
 
 
@@ -159,12 +162,22 @@ def _probe_eagle3(model: TargetModel, head: str, target: str, dtype: str, device
     return probe(model, head, target, dtype, device)
 
 
+def _capture(parts: Parts) -> Capture | None:
+    """How to capture whole trees, where that is possible and wanted."""
+    import torch
+
+    from eyas.models.cuda.graphs import CudaCapture
+
+    device = torch.device(parts.device)
+    return CudaCapture(device) if device.type == "cuda" and parts.eagle.cuda_graphs else None
+
+
 def _medusa(parts: Parts) -> LocalDrafter:
     from eyas.drafters.offsets.drafter import medusa_drafter
     from eyas.models.heads.offsets.medusa import load_medusa
 
     head = load_medusa(parts.head, parts.target, parts.dtype, parts.device)
-    return medusa_drafter(head, parts.tree, parts.eagle, parts.methods.offsets)
+    return medusa_drafter(head, parts.tree, parts.eagle, parts.methods.offsets, _capture(parts))
 
 
 def _hydra(parts: Parts) -> LocalDrafter:
@@ -172,7 +185,7 @@ def _hydra(parts: Parts) -> LocalDrafter:
     from eyas.models.heads.offsets.hydra import load_hydra
 
     head = load_hydra(parts.head, parts.target, parts.dtype, parts.device)
-    return hydra_drafter(head, parts.tree, parts.eagle, parts.methods.offsets)
+    return hydra_drafter(head, parts.tree, parts.eagle, parts.methods.offsets, _capture(parts))
 
 
 def _small(parts: Parts) -> LocalDrafter:

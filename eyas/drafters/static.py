@@ -7,8 +7,10 @@ siblings. Nodes are numbered level by level from 1; 0 is the root.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
+from torch import Tensor
 
 from eyas.config import TreePaths
 from eyas.drafters.expand import Candidates, Expansion
@@ -28,6 +30,22 @@ class _Level:
     expanded: list[int]
     expanded_rows: list[int]
 
+    def on(self, device: torch.device) -> _Places:
+        """The same on a device."""
+        columns = (self.rows, self.ranks, self.parents, self.expanded, self.expanded_rows)
+        return _Places(*(torch.tensor(column, dtype=torch.int64, device=device) for column in columns))
+
+
+@dataclass(frozen=True)
+class _Places:
+    """A _Level's columns as tensors."""
+
+    rows: Tensor
+    ranks: Tensor
+    parents: Tensor
+    expanded: Tensor
+    expanded_rows: Tensor
+
 
 class StaticTree:
     """A shape, ready to be grown. paths: of all nodes but the root, each with the one to its parent among them."""
@@ -39,6 +57,7 @@ class StaticTree:
         self.depth = max(map(len, numbers))
         self.width = 1 + max(path[-1] for path in numbers if path)
         self.levels: list[_Level] = []
+        self._places: dict[torch.device, list[_Places]] = {}
         above: dict[tuple[int, ...], int] = {(): 0}
         for depth in range(1, self.depth + 1):
             nodes = [path for path in numbers if len(path) == depth]
@@ -54,6 +73,12 @@ class StaticTree:
             )
             above = {path: row for row, path in enumerate(expanded)}
 
+    def places(self, device: torch.device) -> list[_Places]:
+        """All levels on a device, copied there once."""
+        if device not in self._places:
+            self._places[device] = [level.on(device) for level in self.levels]
+        return self._places[device]
+
     @property
     def most_expanded(self) -> int:
         """Most nodes with children of a level below the root, at least 1."""
@@ -65,17 +90,16 @@ def grow_static(expansion: Expansion, tree: StaticTree, depth: int) -> Candidate
     scored = expansion.first()
     sessions, device = len(scored), scored.device
     tokens = torch.zeros(sessions, 1, dtype=torch.int64, device=device)
-    scores, parents, ends = torch.zeros(sessions, 1, device=device), [], []
-    for above, level in enumerate(tree.levels[:depth]):
+    scores, places = torch.zeros(sessions, 1, device=device), tree.places(device)[:depth]
+    for above, (level, at) in enumerate(zip(tree.levels, places, strict=False)):
         if above:
-            frontier = tree.levels[above - 1]
-            rows = torch.tensor(frontier.expanded_rows, device=device).expand(sessions, -1)
+            frontier = places[above - 1]
+            rows = frontier.expanded_rows.expand(sessions, -1)
             scored = expansion.next(above, rows, tokens[:, frontier.expanded])
         ranked, width = rank(scored, max(level.ranks) + 1), max(level.rows) + 1
         best = Ranked(*(column.expand(-1, width, -1) for column in ranked))
-        tokens = torch.cat([tokens, best.ids[:, level.rows, level.ranks]], 1)
-        scores = torch.cat([scores, best.scores[:, level.rows, level.ranks] + scores[:, level.parents]], 1)
-        parents += level.parents
-        ends.append(len(parents))
-    numbers = torch.tensor(parents, device=device).expand(sessions, -1)
-    return Candidates(tokens[:, 1:], numbers, scores[:, 1:], tuple(ends))
+        tokens = torch.cat([tokens, best.ids[:, at.rows, at.ranks]], 1)
+        scores = torch.cat([scores, best.scores[:, at.rows, at.ranks] + scores[:, at.parents]], 1)
+    numbers = torch.cat([at.parents for at in places]).expand(sessions, -1)
+    ends = tuple(accumulate(len(level.parents) for level in tree.levels[:depth]))
+    return Candidates(tokens[:, 1:], numbers, scores[:, 1:], ends)

@@ -1,6 +1,7 @@
 """The softness s found while serving is the one that the targets' samples follow; it changes drafts and nothing else."""
 
 import math
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -10,17 +11,22 @@ from eyas.config import EagleConfig, EngineConfig, TreeConfig
 from eyas.drafters.build import build_drafter, build_fuser
 from eyas.drafters.calibration import GRID, CalibratedScale, FixedScale, noise_scale
 from eyas.drafters.eagle.drafter import EagleDrafter
-from eyas.drafters.expand import grow
+from eyas.drafters.expand import Candidates, Expansion, grow
+from eyas.drafters.offsets.drafter import OffsetDrafter
 from eyas.drafters.ranking import Ranker
 from eyas.drafters.small.drafter import SmallDrafter
+from eyas.drafters.static import StaticTree, grow_static
 from eyas.engine.build import build_engine
 from eyas.request import NoiseKey, Request, SamplingParams
 from tests import reference
 from tests.tiny import write_small
+from tests.tiny_offsets import tiny_heads
 
 VOCAB, SESSIONS, SHAPE = 24, 20, TreeConfig(40, 3, 4)
 CONFIG = EagleConfig(noise_scale=0)
 IDS = 2 * torch.arange(VOCAB)  # of the target's vocabulary
+
+Grow = Callable[[Expansion, TreeConfig], Candidates]
 
 
 class Laws:
@@ -39,7 +45,9 @@ class Laws:
         return self.ranker.scores(self.logits[:, None, level].expand(-1, tokens.shape[1], -1), level)
 
 
-def serve(scale: CalibratedScale, softness: float, rounds: int, seed: int) -> None:
+def serve(
+    scale: CalibratedScale, softness: float, rounds: int, seed: int, laws_of: type[Laws] = Laws, grow: Grow = grow
+) -> None:
     """Rounds in which the target draws from softmax(a / softness) at every position."""
     generator = torch.Generator().manual_seed(seed)
     base = 1
@@ -47,11 +55,24 @@ def serve(scale: CalibratedScale, softness: float, rounds: int, seed: int) -> No
         noises = [NoiseKey(int(torch.randint(2**40, (1,), generator=generator)), 1.0) for _ in range(SESSIONS)]
         contexts = [Commit(f"{s}", 0, base - 1, (0,), None, noise, Budget(40, 3)) for s, noise in enumerate(noises)]
         ranker = Ranker(contexts, CONFIG, SHAPE.depth, IDS, scale, scale.grid)
-        laws = Laws(ranker, 2 * torch.randn(SESSIONS, SHAPE.depth, VOCAB, generator=generator), contexts)
+        laws = laws_of(ranker, 2 * torch.randn(SESSIONS, SHAPE.depth, VOCAB, generator=generator), contexts)
         scale.watch(contexts, grow(laws, SHAPE), ranker, IDS)
         drawn = torch.multinomial(torch.softmax(laws.perturbed / softness, -1).flatten(0, 1), 1, generator=generator)
         tokens = IDS[drawn].view(SESSIONS, SHAPE.depth).tolist()
         scale.learn([Commit(f"{s}", 0, base, tuple(row), None, noises[s], Budget(40, 3)) for s, row in enumerate(tokens)])
+
+
+class OneRow(Laws):
+    """The same, said by one row for all nodes of a level, as Medusa's heads do."""
+
+    def next(self, level: int, parents: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        return super().next(level, parents[:, :1], tokens[:, :1])
+
+
+def uneven(expansion: Expansion, shape: TreeConfig) -> Candidates:
+    """A tree whose nodes have different numbers of children."""
+    paths = ((0,), (1,), (2,), (3,), (0, 0), (0, 1), (2, 0), (0, 1, 0), (0, 1, 1), (0, 1, 2), (2, 0, 0))
+    return grow_static(expansion, StaticTree(paths), shape.depth)
 
 
 @pytest.mark.parametrize("softness", [0.5, 0.7, 1.0, 1.5, 2.0])
@@ -61,6 +82,15 @@ def test_the_estimate_converges_to_the_softness_that_the_samples_follow(softness
     serve(scale, softness, rounds=160, seed=int(10 * softness))
     assert abs(GRID.index(scale.value(1.0)) - GRID.index(softness)) <= 1
     assert scale.value(0.5) == scale.value(1.5) == 1.0, "other temperatures have laws of their own"
+
+
+@pytest.mark.parametrize("softness", [0.6, 1.75])
+@pytest.mark.parametrize("laws_of", [Laws, OneRow])
+@pytest.mark.parametrize("grow", [grow, uneven])
+def test_the_estimate_converges_for_trees_of_any_shape(grow: Grow, laws_of: type[Laws], softness: float) -> None:
+    scale = CalibratedScale()
+    serve(scale, softness, 160, int(10 * softness), laws_of, grow)
+    assert abs(GRID.index(scale.value(1.0)) - GRID.index(softness)) <= 1
 
 
 def test_the_estimate_follows_when_the_samples_change() -> None:
@@ -105,13 +135,21 @@ def test_a_configured_scale_stays() -> None:
     assert isinstance(noise_scale(CONFIG), CalibratedScale)
 
 
-@pytest.mark.parametrize("name", ["eagle3", "sps"])
+def head_of(name: str, target: str, head: str) -> str:
+    """What a method loads."""
+    return {
+        "eagle1": f"{head}/eagle1", "eagle3": head, "medusa": tiny_heads("medusa", head), "hydra": tiny_heads("hydra", head),
+        "sps": write_small(target),
+    }[name]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["eagle1", "eagle3", "medusa", "hydra", "sps"])
 def test_outputs_are_the_plain_ones_while_it_is_found(name: str, tiny_target: str, tiny_head: str) -> None:
     """The drafters are random, so that what they score is worth little: s grows."""
-    head = tiny_head if name == "eagle3" else write_small(tiny_target)
+    head = head_of(name, tiny_target, tiny_head)
     tree = TreeConfig(12, 3, 4)
     drafter = build_drafter(name, tiny_target, head, "float32", "cpu", tree, EagleConfig(4096, noise_scale=0))
-    assert isinstance(drafter, EagleDrafter | SmallDrafter)
+    assert isinstance(drafter, EagleDrafter | SmallDrafter | OffsetDrafter)
     fuser = build_fuser(name, head, tiny_target, "float32", "cpu")
     engine = build_engine(tiny_target, fuser, "float32", "cpu", EngineConfig(num_slots=2048), tree, drafter)
     requests = [Request(f"{i}", (7, 8, 9 + i), SamplingParams(40, 0.9, seed=i, ignore_eos=True)) for i in range(12)]

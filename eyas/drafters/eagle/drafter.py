@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -21,13 +21,12 @@ from eyas.commit import Budget, Refusal
 from eyas.config import AheadConfig, EagleConfig, TreeConfig
 from eyas.drafters.base import Draft, DraftContext, DrafterNeeds, LocalDrafter
 from eyas.drafters.calibration import noise_scale
-from eyas.drafters.eagle.expansion import EagleExpansion
-from eyas.drafters.expand import Expansion, Growth, grow, select
-from eyas.drafters.ranking import Ranker, Scorer
-from eyas.drafters.sampled import FilteredDraft, draw_chains
-from eyas.drafters.static import StaticTree, grow_static
+from eyas.drafters.eagle.trees import EagleTrees
+from eyas.drafters.expand import Growth
+from eyas.drafters.static import StaticTree
 from eyas.errors import ConfigError
 from eyas.models.attention import attend
+from eyas.models.cuda.graphs import Capture
 from eyas.models.heads.eagle import EagleHead
 from eyas.models.heads.eagle.layer import Projected
 from eyas.models.inputs import PackedInputs, Segment, pack
@@ -49,9 +48,16 @@ class _Session:
 class EagleDrafter(LocalDrafter):
     """EAGLE in this process, of any generation. Not safe for use from several threads."""
 
-    def __init__(self, head: EagleHead, tree: TreeConfig, config: EagleConfig, plan: StaticTree | None = None) -> None:
-        """plan: the tree of every round, in place of a dynamic one. Raises ConfigError for a tree that the head cannot
-        grow."""
+    def __init__(
+        self,
+        head: EagleHead,
+        tree: TreeConfig,
+        config: EagleConfig,
+        plan: StaticTree | None = None,
+        capture: Capture | None = None,
+    ) -> None:
+        """plan: the tree of every round, in place of a dynamic one. capture: how to capture whole trees; None launches them.
+        Raises ConfigError for a tree that the head cannot grow."""
         if plan is not None:
             tree = TreeConfig(plan.num_nodes, plan.depth, plan.width)
         if tree.depth < 1 or tree.width > head.config.draft_vocab_size:
@@ -61,8 +67,6 @@ class EagleDrafter(LocalDrafter):
             )
         self._head = head
         self._tree = tree
-        self._plan = plan
-        self._config = config
         c = head.config
         self._pools = SlotPools(
             config.num_slots, [(c.num_kv_heads, c.head_dim)] * c.num_layers, 0, head.embedding.dtype, head.embedding.device
@@ -70,6 +74,7 @@ class EagleDrafter(LocalDrafter):
         self._allocator = SlotAllocator(config.num_slots)
         self._sessions: OrderedDict[str, _Session] = OrderedDict()
         self._scale = noise_scale(config)
+        self._trees = EagleTrees(head, self._pools, tree, config, self._scale, plan, capture)
 
     @property
     def needs(self) -> DrafterNeeds:
@@ -93,9 +98,10 @@ class EagleDrafter(LocalDrafter):
             for i, state in zip(ready, states, strict=True):
                 self._sessions[contexts[i].session].state = state
             wanting = [row for row, i in enumerate(ready) if contexts[i].budget.wants_tree]
-            for proposal, grow_trees in (("deterministic", self._grow), ("sampled", self._draw)):
+            for proposal, grow_trees in (("deterministic", self._trees.grow), ("sampled", self._trees.draw)):
                 rows = [row for row in wanting if contexts[ready[row]].proposal == proposal]
-                trees = grow_trees([contexts[ready[row]] for row in rows], states[rows]) if rows else []
+                asked = [contexts[ready[row]] for row in rows]
+                trees = grow_trees(asked, self._slots(asked), states[rows]) if rows else []
                 for row, tree in zip(rows, trees, strict=True):
                     drafts[ready[row]] = tree
         return drafts
@@ -126,9 +132,7 @@ class EagleDrafter(LocalDrafter):
         """Trees of sessions that can grow, from their last commits on, with one level recorded."""
         known = [self._sessions[context.session].state for context in contexts]
         states = torch.stack([state for state in known if state is not None])
-        shape = TreeConfig(depth=config.levels, width=config.rows)
-        ranker = Ranker(contexts, self._config, shape.depth, self._head.draft_ids, self._scale)
-        return Growth(self._expand(contexts, states, ranker, shape), config.rows, config.children)
+        return self._trees.ahead(contexts, self._slots(contexts), states, config)
 
     def check(self) -> None:
         """Assert the integrity of slots and owners."""
@@ -182,7 +186,7 @@ class EagleDrafter(LocalDrafter):
         Of the last layer only the last rows are needed, of those before it all.
         """
         head, device = self._head, self._head.embedding.device
-        slots = [self._sessions[c.session].slots for c in contexts]
+        slots = self._slots(contexts)
         counts = [_num_pairs(c) for c in contexts]
         new = np.concatenate([s[len(s) - n :] for s, n in zip(slots, counts, strict=True)])
         places = np.concatenate([np.arange(len(s) - n, len(s)) for s, n in zip(slots, counts, strict=True)])
@@ -207,28 +211,8 @@ class EagleDrafter(LocalDrafter):
         values.index_copy_(0, slots, rows.value)
         return attend(query, keys, values, packed, self._head.config.head_dim**-0.5)
 
-    def _grow(self, contexts: Sequence[DraftContext], states: Tensor) -> list[DraftTree]:
-        plan = self._plan
-        shape = self._shape(contexts, plan.most_expanded if plan else self._tree.width)
-        ranker = Ranker(contexts, self._config, shape.depth, self._head.draft_ids, self._scale, self._scale.grid)
-        expansion = self._expand(contexts, states, ranker, shape)
-        candidates = grow_static(expansion, plan, shape.depth) if plan else grow(expansion, shape)
-        if plan is None:
-            self._scale.watch(contexts, candidates, ranker, self._head.draft_ids)
-        budgets = [replace(c.budget, max_nodes=min(c.budget.max_nodes, self._tree.nodes)) for c in contexts]
-        return select(candidates, [c.tokens[-1] for c in contexts], budgets, self._head.draft_ids)
-
-    def _draw(self, contexts: Sequence[DraftContext], states: Tensor) -> list[DraftTree]:
-        shape, draft_ids = self._shape(contexts, width=1), self._head.draft_ids
-        expansion = self._expand(contexts, states, FilteredDraft(contexts, draft_ids.device), shape)
-        return draw_chains(expansion, contexts, shape, self._config.law_tokens, draft_ids)
-
-    def _shape(self, contexts: Sequence[DraftContext], width: int) -> TreeConfig:
-        return TreeConfig(self._tree.nodes, min(self._tree.depth, max(c.budget.max_depth for c in contexts)), width)
-
-    def _expand(self, contexts: Sequence[DraftContext], states: Tensor, scorer: Scorer, shape: TreeConfig) -> Expansion:
-        slots = [self._sessions[context.session].slots for context in contexts]
-        return EagleExpansion(self._head, scorer, self._pools, slots, states, shape)
+    def _slots(self, contexts: Sequence[DraftContext]) -> list[Slots]:
+        return [self._sessions[context.session].slots for context in contexts]
 
 
 def _num_pairs(context: DraftContext) -> int:

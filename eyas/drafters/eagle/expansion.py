@@ -5,15 +5,12 @@ Legend: S sessions, W frontier rows, R rows of the level above, L prefix length,
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-import numpy as np
 import torch
 from torch import Tensor
 
 from eyas.cache.kv import SlotPools
-from eyas.cache.slots import Slots
 from eyas.config import TreeConfig
+from eyas.drafters.captured.prefix import Prefix
 from eyas.drafters.ranking import Scorer
 from eyas.models.attention import masked_attention
 from eyas.models.heads.eagle import EagleHead
@@ -27,23 +24,22 @@ class EagleExpansion:
     """
 
     def __init__(
-        self, head: EagleHead, scorer: Scorer, pools: SlotPools, slots: Sequence[Slots], states: Tensor, shape: TreeConfig
+        self, head: EagleHead, scorer: Scorer, pools: SlotPools, prefix: Prefix, states: Tensor, shape: TreeConfig
     ) -> None:
         self._head, self._scorer = head, scorer
         self._states = states[:, None]
-        lengths = torch.tensor([len(s) for s in slots], device=states.device)
-        self._end = self._length = int(max(len(s) for s in slots))
+        index, lengths = prefix.index, prefix.lengths
+        sessions, self._length = index.shape
+        self._end = self._length
         self._positions = lengths[:, None] - 1
-        padded = np.stack([np.pad(s, (0, self._length - len(s))) for s in slots])
-        index = torch.from_numpy(padded).to(states.device)
         room = shape.width * (shape.depth - 1)
         self._keys, self._values = ([_buffer(p, index, room) for p in pool] for pool in (pools.keys, pools.values))
         hidden = torch.arange(self._length, device=states.device) >= lengths[:, None]
         self._folded = head.config.num_heads // head.config.num_kv_heads
-        shape_of_bias = (len(slots), self._folded, shape.width, self._length + room)
+        shape_of_bias = (sessions, self._folded, shape.width, self._length + room)
         self._bias = torch.zeros(shape_of_bias, device=states.device, dtype=states.dtype)
         self._bias[..., : self._length].masked_fill_(hidden[:, None, None], float("-inf"))
-        self._seen = torch.zeros(len(slots), shape.width, 0, dtype=torch.bool, device=states.device)
+        self._seen = torch.zeros(sessions, shape.width, 0, dtype=torch.bool, device=states.device)
 
     def first(self) -> Tensor:
         return self._scorer.scores(self._head.logits(self._states), 0)

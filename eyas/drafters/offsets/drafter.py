@@ -14,15 +14,18 @@ from torch import Tensor
 
 from eyas.config import EagleConfig, OffsetsConfig, TreeConfig
 from eyas.drafters.base import Draft, DraftContext, DrafterNeeds, LocalDrafter
+from eyas.drafters.calibration import noise_scale
+from eyas.drafters.captured.trees import CapturedTrees, Grower, Roots
 from eyas.drafters.expand import Candidates, Expansion, grow, select
 from eyas.drafters.offsets.expansions import HydraExpansion, MedusaExpansion
 from eyas.drafters.offsets.paths import likely_paths
-from eyas.drafters.offsets.sessions import SlotSessions
+from eyas.drafters.offsets.sessions import NO_SLOTS, SlotSessions
 from eyas.drafters.offsets.states import LastFeatures, PrefixStates, States
 from eyas.drafters.ranking import Ranker, Scorer
 from eyas.drafters.sampled import FilteredDraft, draw_chains
 from eyas.drafters.static import StaticTree, grow_static
 from eyas.errors import ConfigError
+from eyas.models.cuda.graphs import Capture
 from eyas.models.heads.offsets.hydra import HydraHead
 from eyas.models.heads.offsets.medusa import MedusaHead
 from eyas.tree import DraftTree
@@ -32,24 +35,35 @@ Grow = Callable[[Expansion, int], Candidates]
 
 @dataclass(frozen=True)
 class Heads:
-    """What the drafter needs of its heads. expand: from states [S, H], tokens of roots, a scorer and the levels asked for.
+    """What the drafter needs of its heads. expand: from states [S, H], roots int64 [S], a scorer and the levels asked for.
     states: what they start from. draft_ids maps draft vocabulary ids to the target's; weights lie beside it."""
 
     hidden: int
     draft_ids: Tensor
     dtype: torch.dtype
     states: States
-    expand: Callable[[Tensor, Sequence[int], Scorer, int], Expansion]
+    expand: Callable[[Tensor, Tensor, Scorer, int], Expansion]
 
 
 class OffsetDrafter(LocalDrafter):
     """Medusa or Hydra in this process. Not safe for use from several threads.
 
-    tree: its shape, of no more levels than there are heads. grow: makes candidates of so many levels.
+    tree: its shape, of no more levels than there are heads. grow: makes candidates of so many levels. capture: how to
+    capture whole trees; None launches them.
     """
 
-    def __init__(self, heads: Heads, sessions: SlotSessions, tree: TreeConfig, grow: Grow, config: EagleConfig) -> None:
+    def __init__(
+        self,
+        heads: Heads,
+        sessions: SlotSessions,
+        tree: TreeConfig,
+        grow: Grow,
+        config: EagleConfig,
+        capture: Capture | None = None,
+    ) -> None:
         self._heads, self._sessions, self._tree, self._grow_candidates, self._config = heads, sessions, tree, grow, config
+        self._scale = noise_scale(config)
+        self._captured = CapturedTrees(self._grower(), config, capture) if capture else None
 
     @property
     def needs(self) -> DrafterNeeds:
@@ -62,6 +76,7 @@ class OffsetDrafter(LocalDrafter):
     @torch.inference_mode()
     def propose(self, contexts: Sequence[DraftContext]) -> list[Draft]:
         """See Drafter. One pass over all new features, then one per tree level for all sessions together."""
+        self._scale.learn(contexts)
         busy = {context.session for context in contexts}
         drafts = [self._sessions.admit(context, busy) for context in contexts]
         ready = [i for i, draft in enumerate(drafts) if draft is None]
@@ -78,6 +93,7 @@ class OffsetDrafter(LocalDrafter):
         return drafts
 
     def release(self, sessions: Sequence[str]) -> None:
+        self._scale.forget(sessions)
         self._sessions.release(sessions)
 
     def check(self) -> None:
@@ -94,10 +110,35 @@ class OffsetDrafter(LocalDrafter):
         return self._heads.states.read(features.to(self._heads.draft_ids.device, self._heads.dtype), contexts, slots)
 
     def _grow(self, contexts: Sequence[DraftContext], states: Tensor) -> list[DraftTree]:
+        replayed = self._replayed(contexts, states)
+        if replayed is not None:
+            return replayed
         depth, ids = self._depth(contexts), self._heads.draft_ids
-        expansion = self._expand(contexts, states, Ranker(contexts, self._config, depth, ids), depth)
+        ranker = Ranker(contexts, self._config, depth, ids, self._scale, self._scale.grid)
+        candidates = self._grow_candidates(self._expand(contexts, states, ranker, depth), depth)
+        self._scale.watch(contexts, candidates, ranker, ids)
         budgets = [replace(c.budget, max_nodes=min(c.budget.max_nodes, self._tree.nodes)) for c in contexts]
-        return select(self._grow_candidates(expansion, depth), [c.tokens[-1] for c in contexts], budgets, ids)
+        return select(candidates, [c.tokens[-1] for c in contexts], budgets, ids)
+
+    def _replayed(self, contexts: Sequence[DraftContext], states: Tensor) -> list[DraftTree] | None:
+        """Trees out of a captured graph, unless there is none, or the laws are to be measured."""
+        if self._captured is None or self._scale.grid:
+            return None
+        found = self._captured.grow(contexts, [NO_SLOTS] * len(contexts), states, self._scale)
+        if found is not None:
+            self._scale.skip()
+        return found
+
+    def _grower(self) -> Grower:
+        heads, tree = self._heads, self._tree
+
+        def expand(roots: Roots, scorer: Scorer) -> Expansion:
+            return heads.expand(roots.states, roots.tokens, scorer, tree.depth)
+
+        def grow_candidates(expansion: Expansion) -> Candidates:
+            return self._grow_candidates(expansion, tree.depth)
+
+        return Grower(expand, grow_candidates, tree, heads.hidden, heads.dtype, heads.draft_ids)
 
     def _draw(self, contexts: Sequence[DraftContext], states: Tensor) -> list[DraftTree]:
         depth, ids = self._depth(contexts), self._heads.draft_ids
@@ -108,23 +149,29 @@ class OffsetDrafter(LocalDrafter):
         return min(self._tree.depth, max(context.budget.max_depth for context in contexts))
 
     def _expand(self, contexts: Sequence[DraftContext], states: Tensor, scorer: Scorer, depth: int) -> Expansion:
-        return self._heads.expand(states, [context.tokens[-1] for context in contexts], scorer, depth)
+        roots = torch.tensor([context.tokens[-1] for context in contexts], device=states.device)
+        return self._heads.expand(states, roots, scorer, depth)
 
 
-def medusa_drafter(head: MedusaHead, tree: TreeConfig, config: EagleConfig, offsets: OffsetsConfig) -> OffsetDrafter:
+def medusa_drafter(
+    head: MedusaHead, tree: TreeConfig, config: EagleConfig, offsets: OffsetsConfig, capture: Capture | None = None
+) -> OffsetDrafter:
     """Raises ConfigError for a tree that the heads cannot grow."""
 
-    def expand(states: Tensor, roots: Sequence[int], scorer: Scorer, depth: int) -> Expansion:
+    def expand(states: Tensor, roots: Tensor, scorer: Scorer, depth: int) -> Expansion:
         return MedusaExpansion(head, scorer, states, depth)
 
     heads = Heads(head.hidden, head.draft_ids, head.outputs.dtype, LastFeatures(), expand)
-    return _drafter(heads, SlotSessions(0, sys.maxsize), head.num_heads, tree, config, offsets)
+    shape, grow_candidates = _growing(heads, head.num_heads, tree, offsets)
+    return OffsetDrafter(heads, SlotSessions(0, sys.maxsize), shape, grow_candidates, config, capture)
 
 
-def hydra_drafter(head: HydraHead, tree: TreeConfig, config: EagleConfig, offsets: OffsetsConfig) -> OffsetDrafter:
+def hydra_drafter(
+    head: HydraHead, tree: TreeConfig, config: EagleConfig, offsets: OffsetsConfig, capture: Capture | None = None
+) -> OffsetDrafter:
     """Raises ConfigError for a tree that the heads cannot grow."""
 
-    def expand(states: Tensor, roots: Sequence[int], scorer: Scorer, depth: int) -> Expansion:
+    def expand(states: Tensor, roots: Tensor, scorer: Scorer, depth: int) -> Expansion:
         return HydraExpansion(head, scorer, states, roots)
 
     states = PrefixStates(head.prefix, config.num_slots) if head.prefix else LastFeatures()
@@ -132,29 +179,27 @@ def hydra_drafter(head: HydraHead, tree: TreeConfig, config: EagleConfig, offset
         SlotSessions(config.num_slots, head.prefix.sizes.context_length) if head.prefix else SlotSessions(0, sys.maxsize)
     )
     heads = Heads(head.hidden, head.draft_ids, head.embedding.dtype, states, expand)
-    return _drafter(heads, sessions, head.num_heads, tree, config, offsets)
+    shape, grow_candidates = _growing(heads, head.num_heads, tree, offsets)
+    return OffsetDrafter(heads, sessions, shape, grow_candidates, config, capture)
 
 
-def _drafter(
-    heads: Heads, sessions: SlotSessions, num_heads: int, tree: TreeConfig, config: EagleConfig, offsets: OffsetsConfig
-) -> OffsetDrafter:
+def _growing(heads: Heads, num_heads: int, tree: TreeConfig, offsets: OffsetsConfig) -> tuple[TreeConfig, Grow]:
+    """The shape of the trees, and what makes their candidates."""
     if tree.nodes < 2 or tree.depth < 1:
         raise ConfigError(
             f"tree.nodes {tree.nodes} and tree.depth {tree.depth} leave no room for a guess; take 2 and 1 or more"
         )
     shape = replace(tree, depth=min(tree.depth, num_heads))
     if offsets.shape == "dynamic":
-        return _checked(
-            heads, sessions, shape, lambda expansion, depth: grow(expansion, replace(shape, depth=depth)), config
-        )
+        return _checked(shape, heads), lambda expansion, depth: grow(expansion, replace(shape, depth=depth))
     plan = StaticTree(offsets.paths or likely_paths(shape))
     if plan.depth > num_heads:
         raise ConfigError(f"methods.offsets.paths reach {plan.depth} levels deep, but there are {num_heads} heads")
     shape = TreeConfig(plan.num_nodes, plan.depth, plan.width)
-    return _checked(heads, sessions, shape, lambda expansion, depth: grow_static(expansion, plan, depth), config)
+    return _checked(shape, heads), lambda expansion, depth: grow_static(expansion, plan, depth)
 
 
-def _checked(heads: Heads, sessions: SlotSessions, shape: TreeConfig, grow: Grow, config: EagleConfig) -> OffsetDrafter:
+def _checked(shape: TreeConfig, heads: Heads) -> TreeConfig:
     if shape.width > len(heads.draft_ids):
         raise ConfigError(f"a tree of width {shape.width} needs as many draft tokens; there are {len(heads.draft_ids)}")
-    return OffsetDrafter(heads, sessions, shape, grow, config)
+    return shape

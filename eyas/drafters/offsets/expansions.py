@@ -5,8 +5,6 @@ Legend: S sessions, W frontier rows, R rows of the level above, H hidden, D draf
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -37,10 +35,10 @@ class MedusaExpansion:
 class HydraExpansion:
     """Implements Expansion. A row is the state and the embeddings of the path below it, one more at each level."""
 
-    def __init__(self, head: HydraHead, scorer: Scorer, states: Tensor, roots: Sequence[int]) -> None:
+    def __init__(self, head: HydraHead, scorer: Scorer, states: Tensor, roots: Tensor) -> None:
+        """roots: the target's ids, int64 [S]."""
         self._head, self._scorer = head, scorer
-        tokens = torch.tensor(roots, device=states.device)
-        self._rows = torch.cat([states, F.embedding(tokens, head.embedding)], -1)[:, None]
+        self._rows = torch.cat([states, F.embedding(roots, head.embedding)], -1)[:, None]
 
     def first(self) -> Tensor:
         return self._scorer.scores(self._head.logits(self._rows, 0), 0)

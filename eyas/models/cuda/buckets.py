@@ -15,6 +15,13 @@ def row_buckets(most: int) -> tuple[int, ...]:
     return (*sorted(rows for rows in (*powers, *halves) if rows < most), most)
 
 
+def padded(count: int, least: int) -> int:
+    """The smallest size that holds `count`, at least `least`: powers of two, and half way between them from 4 on."""
+    power = 1 << max(count - 1, 0).bit_length()
+    half = 3 * power // 4
+    return max(least, half if power > 4 and half >= count else power)
+
+
 def choose_bucket(buckets: Sequence[int], rows: int, wanted: int) -> int | None:
     """The smallest bucket that holds a pass. None where a graph is of no use: too many rows, or mostly rows whose logits
     nobody wants, for a graph computes them all."""

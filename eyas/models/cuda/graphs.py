@@ -6,9 +6,10 @@ A pass travels to the device as one array of words, and a replay begins with cop
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
 from rich.console import Console
@@ -22,13 +23,15 @@ from eyas.models.cuda.tables import bucket_shape, fixed_words, mask_words, num_w
 from eyas.models.inputs import PackedInputs, Segment
 from eyas.models.target import TargetOutput
 
+Out = TypeVar("Out")
+
 MAX_GRAPH_ROWS = 1024  # a longer pass keeps the device busy for longer than its launches take
 
 
 class Capture(Protocol):
     """Records a pass; what it gives back runs the pass once more, on what its inputs hold then."""
 
-    def __call__(self, run: Callable[[], TargetOutput]) -> Callable[[], TargetOutput]: ...
+    def __call__(self, run: Callable[[], Out]) -> Callable[[], Out]: ...
 
 
 @dataclass(frozen=True)
@@ -92,23 +95,27 @@ class GraphRunner:
 class CudaCapture:
     """Captures on one GPU; the graphs share memory, for only one runs at a time."""
 
+    _alone = threading.Lock()  # torch allows one capture at a time in a process
+
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._pool = torch.cuda.graph_pool_handle()
+        with torch.cuda.device(device):
+            self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
 
-    def __call__(self, run: Callable[[], TargetOutput]) -> Callable[[], TargetOutput]:
-        """Runs once before capturing: kernels are compiled and libraries take their workspaces."""
-        with torch.cuda.device(self._device):
-            stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-            stream.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(stream):
+    def __call__(self, run: Callable[[], Out]) -> Callable[[], Out]:
+        """Runs once before capturing: kernels are compiled and libraries take their workspaces. Other threads may go on
+        using the device."""
+        with self._alone, torch.cuda.device(self._device):
+            self._stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(self._stream):
                 run()
-            torch.cuda.current_stream().wait_stream(stream)
+            torch.cuda.current_stream().wait_stream(self._stream)
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=self._pool):
+            with torch.cuda.graph(graph, self._pool, self._stream, capture_error_mode="thread_local"):
                 out = run()
 
-        def replay() -> TargetOutput:
+        def replay() -> Out:
             graph.replay()
             return out
 

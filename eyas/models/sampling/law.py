@@ -37,12 +37,26 @@ def filtered_law(logits: Tensor, filters: Filters, rows: Tensor | None = None) -
     logits float32 [N, V]. The likeliest token is always kept. Filtered rows are not renormalised: a race does not need it.
     rows: int64, those that top-k or top-p do something to; without it they are looked for, which waits for the device.
     """
-    temperature, top_k, top_p, min_p = filters
-    shifted = logits - logits.amax(-1, keepdim=True)
-    law = torch.softmax(shifted / temperature.clamp(min=MIN_TEMPERATURE)[:, None], dim=-1)
+    law, top_k, top_p = _tempered(logits, filters.temperature), filters.top_k, filters.top_p
     rows = torch.nonzero((top_k > 0) | (top_p < 1)).flatten() if rows is None else rows
     if len(rows) > 0:
         law[rows] = _filter(law[rows], top_k[rows], top_p[rows])
+    return _above(law, filters.min_p)
+
+
+def filtered_law_unseen(logits: Tensor, filters: Filters) -> Tensor:
+    """`filtered_law` for a device that nobody waits for: which rows are filtered is not looked at, all are sorted."""
+    law, top_k, top_p = _tempered(logits, filters.temperature), filters.top_k, filters.top_p
+    wanted = (top_k > 0) | (top_p < 1)
+    return _above(torch.where(wanted[:, None], _filter(law, top_k, top_p), law), filters.min_p)
+
+
+def _tempered(logits: Tensor, temperature: Tensor) -> Tensor:
+    shifted = logits - logits.amax(-1, keepdim=True)
+    return torch.softmax(shifted / temperature.clamp(min=MIN_TEMPERATURE)[:, None], dim=-1)
+
+
+def _above(law: Tensor, min_p: Tensor) -> Tensor:
     return law.masked_fill_(law < min_p[:, None] * law.amax(-1, keepdim=True), 0.0)
 
 

@@ -25,6 +25,11 @@ def exponential_noise(seeds: Sequence[int], positions: Sequence[int], token_ids:
     seeds lie in [0, 2**64), positions in [0, 2**63); token_ids is int64 [V], or [N, V] with ids of its own for each.
     Returns float32 [N, V], above 0.
     """
+    return exponential_noise_at(_signed(seeds, token_ids), _integers(positions, token_ids), token_ids)
+
+
+def exponential_noise_at(seeds: Tensor, positions: Tensor, token_ids: Tensor) -> Tensor:
+    """The same where seeds, as signed 64-bit integers, and positions are int64 [N] beside token_ids."""
     uniform = (_logical_shift(_bits(seeds, positions, token_ids), 32).double() + 0.5) * 2.0**-32
     return uniform.neg_().log1p_().neg_().float()
 
@@ -34,7 +39,8 @@ def uniform_noise(seeds: Sequence[int], positions: Sequence[int], indices: Tenso
 
     A stream of its own: it hashes where no token id stands, below 0.
     """
-    return (_logical_shift(_bits(seeds, positions, -2 - indices), 12).double() + 0.5) * 2.0**-52
+    bits = _bits(_signed(seeds, indices), _integers(positions, indices), -2 - indices)
+    return (_logical_shift(bits, 12).double() + 0.5) * 2.0**-52
 
 
 def draft_seed(seed: int) -> int:
@@ -43,12 +49,22 @@ def draft_seed(seed: int) -> int:
     return int.from_bytes(digest.digest(), "little")
 
 
-def _bits(seeds: Sequence[int], positions: Sequence[int], counters: Tensor) -> Tensor:
+def signed(seed: int) -> int:
+    """The signed 64-bit integer of the same bits."""
+    return seed - (seed >> 63 << 64)
+
+
+def _signed(seeds: Sequence[int], beside: Tensor) -> Tensor:
+    return _integers([signed(seed) for seed in seeds], beside)
+
+
+def _integers(values: Sequence[int], beside: Tensor) -> Tensor:
+    return upload(values, beside.device)
+
+
+def _bits(seeds: Tensor, positions: Tensor, counters: Tensor) -> Tensor:
     """64 bits, as int64 [N, C], of every (seed, position) at every counter."""
-    device = counters.device
-    seed = upload([s - (s >> 63 << 64) for s in seeds], device)
-    position = upload(positions, device)
-    key = _mix(_mix(seed + GOLDEN) + position * GOLDEN)
+    key = _mix(_mix(seeds + GOLDEN) + positions * GOLDEN)
     return _mix(key[:, None] + (counters + 1) * GOLDEN)
 
 

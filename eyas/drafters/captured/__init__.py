@@ -1,0 +1,1 @@
+"""Whole draft trees as captured CUDA graphs, beside the plain path that launches them kernel by kernel."""

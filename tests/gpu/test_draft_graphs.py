@@ -1,0 +1,80 @@
+"""What only a GPU can show of captured draft trees: capture itself, at real sizes, and how often a round waits."""
+
+import warnings
+
+import pytest
+import torch
+
+from benchmarks.gpu_draft import Session, llama_head, make_head
+from eyas.config import EagleConfig, EngineConfig, TreeConfig
+from eyas.drafters.build import build_drafter, build_fuser
+from eyas.drafters.captured.trees import CapturedTrees
+from eyas.drafters.eagle.drafter import EagleDrafter
+from eyas.engine.build import build_engine
+from eyas.models.cuda.graphs import CudaCapture
+from eyas.models.heads.eagle import EagleHead
+from eyas.request import Request, SamplingParams
+from eyas.tree import DraftTree
+from tests import reference
+from tests.drafters.captured import METHODS
+from tests.tiny_offsets import tiny_heads
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+SHAPE = TreeConfig(nodes=60, depth=8, width=10)
+CONFIG = EagleConfig(num_slots=20000)
+
+
+@pytest.fixture(scope="module")
+def head() -> EagleHead:
+    """A small head with the vocabularies of a large one; float32, for padding moves nothing there that ranks tokens."""
+    return make_head(llama_head(1024, 2816, 8), torch.device("cuda")).float()
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_captured_trees_are_the_launched_ones(head: EagleHead, temperature: float) -> None:
+    drafters = [EagleDrafter(head, SHAPE, CONFIG, capture=way) for way in (CudaCapture(torch.device("cuda")), None)]
+    sessions = [Session(row, temperature, SHAPE, head) for row in range(5)]
+    for counts in ((3, 900, 40, 130, 1400), (1, 2, 3, 4, 5), (200, 1, 90, 1, 1)):
+        contexts = [session.commit(count) for session, count in zip(sessions, counts, strict=True)]
+        for ours, theirs in zip(*(drafter.propose(contexts) for drafter in drafters), strict=True):
+            assert isinstance(ours, DraftTree)
+            assert isinstance(theirs, DraftTree)
+            assert (ours.tokens, ours.parents) == (theirs.tokens, theirs.parents)
+
+
+def test_a_captured_round_waits_for_the_device_once(head: EagleHead) -> None:
+    drafter = EagleDrafter(head, SHAPE, CONFIG, capture=CudaCapture(torch.device("cuda")))
+    contexts = [Session(row, 1.0, SHAPE, head).commit(50) for row in range(3)]
+    drafter.propose(contexts)
+    captured, states = drafter._trees._captured, [drafter._sessions[context.session].state for context in contexts]
+    assert isinstance(captured, CapturedTrees)
+    stacked, slots = torch.stack([state for state in states if state is not None]), drafter._slots(contexts)
+    torch.cuda.set_sync_debug_mode("warn")
+    try:
+        with warnings.catch_warnings(record=True) as waits, torch.inference_mode():
+            warnings.simplefilter("always")
+            assert captured.grow(contexts, slots, stacked, drafter._scale)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert len(waits) == 1
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_outputs_are_those_of_the_plain_loop_on_the_cpu(method: str, tiny_target: str, tiny_head: str) -> None:
+    name = method.partition("-")[0]
+    eagles = {"eagle1": f"{tiny_head}/eagle1", "eagle2": f"{tiny_head}/eagle1", "eagle3": tiny_head}
+    folder = eagles.get(method) or tiny_heads(method.removesuffix("-dynamic"), tiny_head)
+    tree, config = TreeConfig(12, 4, 4), EagleConfig(num_slots=2048)
+    drafter = build_drafter(name, tiny_target, folder, "float32", "cuda", tree, config)
+    fuser = build_fuser(name, folder, tiny_target, "float32", "cuda")
+    engine = build_engine(tiny_target, fuser, "float32", "cuda", EngineConfig(num_slots=1024), tree, drafter)
+    requests = [Request(f"{i}", (7, 8, 9 + i), SamplingParams(20, 0.45 * i, seed=i, ignore_eos=True)) for i in range(3)]
+    said: dict[str, list[int]] = {request.id: [] for request in requests}
+    for request in requests:
+        engine.submit(request)
+    while engine.has_work:
+        for chunk in engine.step():
+            said[chunk.request_id] += chunk.token_ids
+    for request in requests:
+        assert said[request.id] == reference.generate(tiny_target, list(request.prompt_ids), request.sampling)

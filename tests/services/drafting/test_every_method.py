@@ -1,0 +1,52 @@
+"""Every drafting method over real sockets: what a verifier's engine says is what it says without a drafter."""
+
+from contextlib import closing
+from dataclasses import replace
+
+import pytest
+
+from eyas.config import DraftLinkConfig, EngineConfig
+from eyas.drafters.base import DrafterNeeds
+from eyas.engine.build import build_engine
+from eyas.request import Request, SamplingParams
+from eyas.rpc.messages import DrafterInfo, ModelInfo
+from services.verifier.remote import RemoteDrafter
+from tests import reference
+from tests.engine.test_equality import TREE, case_of
+from tests.methods import CASES
+from tests.services.drafting.toy_drafting import eventually, serving
+
+LINK = DraftLinkConfig(deadline=30.0, chunk_tokens=5)
+SAMPLING = SamplingParams(18, 0.0, ignore_eos=True)
+SAMPLINGS = (SAMPLING, replace(SAMPLING, temperature=0.8), replace(SAMPLING, temperature=1.1, top_k=12, top_p=0.85))
+PROMPT = (9, 8, 7, 9, 8, 7, 9, 8)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_remote_drafts_of_every_method_change_no_token(name: str, tiny_target: str, tiny_head: str) -> None:
+    case = case_of(name, tiny_target, tiny_head)
+    drafter, fuser = case.drafter(TREE), case.fuser()
+    needs = drafter.needs
+    info = DrafterInfo(
+        ModelInfo("tiny", "f", 48, 256), name, needs.features, needs.samples, needs.feature_size, drafter.can_sample
+    )
+    collected = DrafterNeeds(features=fuser is not None, samples=True)
+    requests = [Request(f"{i}", PROMPT[i:], replace(each, seed=50 + i)) for i, each in enumerate(SAMPLINGS)]
+    said: dict[str, list[int]] = {request.id: [] for request in requests}
+    num_drafted = 0
+    with serving(drafter, info) as address, closing(RemoteDrafter(address, collected, LINK)) as remote:
+        eventually(lambda: remote.up)
+        engine = build_engine(
+            tiny_target, fuser, "float32", "cpu", EngineConfig(num_slots=512, step_tokens=16), TREE, remote
+        )
+        for request in requests:
+            engine.submit(request)
+        while engine.has_work:
+            for chunk in engine.step():
+                said[chunk.request_id] += chunk.token_ids
+                num_drafted += chunk.round.drafted if chunk.round else 0
+        engine.check()
+        assert remote.stats.num_lost == 0
+    assert num_drafted > 0
+    for request in requests:
+        assert said[request.id] == reference.generate(tiny_target, list(request.prompt_ids), request.sampling)
