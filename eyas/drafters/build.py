@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from eyas.config import EagleConfig, MethodsConfig, TreeConfig
 from eyas.drafters.base import LocalDrafter
-from eyas.drafters.methods import Method, Parts, find_method
-from eyas.errors import ConfigError
+from eyas.drafters.methods import Parts, find_method
+from eyas.errors import CheckpointError, ConfigError
 from eyas.models.heads.features import FeatureFuser
 
 if TYPE_CHECKING:
@@ -35,7 +37,9 @@ def build_drafter(
 ) -> LocalDrafter:
     """Raises ConfigError for an unknown name or a missing head, CheckpointError for a head that does not fit the target."""
     parts = Parts(target, head, dtype, device, tree, eagle, methods or MethodsConfig(), reading)
-    return _method(name, head).build(parts)
+    _require_head(name, head)
+    with _loading(name):
+        return find_method(name).build(parts)
 
 
 def build_fuser(name: str, head: str, target: str, dtype: str, device: str) -> FeatureFuser | None:
@@ -43,8 +47,12 @@ def build_fuser(name: str, head: str, target: str, dtype: str, device: str) -> F
     `build_drafter` does."""
     if name == NO_DRAFTS:
         return None
-    fuse = _method(name, head).fuse
-    return fuse(head, target, dtype, device) if fuse else None
+    fuse = find_method(name).fuse
+    if fuse is None:
+        return None
+    _require_head(name, head)
+    with _loading(name):
+        return fuse(head, target, dtype, device)
 
 
 def features_digest(name: str, head: str) -> str:
@@ -52,7 +60,9 @@ def features_digest(name: str, head: str) -> str:
     if name == NO_DRAFTS:
         return ""
     method = find_method(name)
-    return (_method(name, head) if method.fuse else method).digest(head)
+    if method.fuse:
+        _require_head(name, head)
+    return method.digest(head)
 
 
 def probe_head(name: str, model: TargetModel, head: str, target: str, dtype: str, device: str) -> Finding | None:
@@ -60,8 +70,12 @@ def probe_head(name: str, model: TargetModel, head: str, target: str, dtype: str
     target; None for a method without such a head. Raises as `build_drafter` does."""
     if name == NO_DRAFTS:
         return None
-    probe = _method(name, head).probe
-    return probe(model, head, target, dtype, device) if probe else None
+    probe = find_method(name).probe
+    if probe is None:
+        return None
+    _require_head(name, head)
+    with _loading(name):
+        return probe(model, head, target, dtype, device)
 
 
 def settle_reading(
@@ -87,9 +101,18 @@ def default_drafter(name: str, head: str) -> str:
     return name or ("eagle3" if head else NO_DRAFTS)
 
 
-def _method(name: str, head: str) -> Method:
+@contextmanager
+def _loading(name: str) -> Iterator[None]:
+    """Says of what does not load what the drafter would have needed: a head may be fine, and the name the mistake."""
+    try:
+        yield
+    except CheckpointError as error:
+        needed = find_method(name).needs_head
+        raise CheckpointError(f"{error} (drafter {name} needs {needed})" if needed else str(error)) from error
+
+
+def _require_head(name: str, head: str) -> None:
     """Raises ConfigError for an unknown method, and for one that loads something where nothing was named."""
     method = find_method(name)
     if method.needs_head and not head:
         raise ConfigError(f"drafter {name!r} needs {method.needs_head}; none was named")
-    return method

@@ -73,6 +73,10 @@ class UnionDrafter(LocalDrafter):
         for side in self._sides:
             side.release(sessions)
 
+    def work_ahead(self) -> bool:
+        more = [side.work_ahead() for side in self._sides]
+        return any(more)
+
     def _session(self, context: DraftContext) -> _Session:
         session = self._sessions.get(context.session)
         if session is None or session.epoch != context.epoch:
