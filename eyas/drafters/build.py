@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING
 
 from eyas.config import EagleConfig, MethodsConfig, TreeConfig
@@ -37,21 +37,17 @@ def build_drafter(
 ) -> LocalDrafter:
     """Raises ConfigError for an unknown name or a missing head, CheckpointError for a head that does not fit the target."""
     parts = Parts(target, head, dtype, device, tree, eagle, methods or MethodsConfig(), reading)
-    _require_head(name, head)
-    with _loading(name):
+    with _loading(name, head):
         return find_method(name).build(parts)
 
 
 def build_fuser(name: str, head: str, target: str, dtype: str, device: str) -> FeatureFuser | None:
-    """What makes the features that drafter `name` is fed, beside the target; None where it needs none. Raises as
-    `build_drafter` does."""
-    if name == NO_DRAFTS:
-        return None
-    fuse = find_method(name).fuse
+    """What makes the features that drafter `name` is fed, beside the target; None where it needs none, whatever it loads
+    elsewhere. Raises as `build_drafter` does."""
+    fuse = None if name == NO_DRAFTS else find_method(name).fuse
     if fuse is None:
         return None
-    _require_head(name, head)
-    with _loading(name):
+    with _loading(name, head):
         return fuse(head, target, dtype, device)
 
 
@@ -60,21 +56,17 @@ def features_digest(name: str, head: str) -> str:
     if name == NO_DRAFTS:
         return ""
     method = find_method(name)
-    if method.fuse:
-        _require_head(name, head)
-    return method.digest(head)
+    with _loading(name, head) if method.fuse else nullcontext():
+        return method.digest(head)
 
 
 def probe_head(name: str, model: TargetModel, head: str, target: str, dtype: str, device: str) -> Finding | None:
     """How the head that drafter `name` loads works when read in each plausible way, beside `model`, which is the loaded
     target; None for a method without such a head. Raises as `build_drafter` does."""
-    if name == NO_DRAFTS:
-        return None
-    probe = find_method(name).probe
+    probe = None if name == NO_DRAFTS else find_method(name).probe
     if probe is None:
         return None
-    _require_head(name, head)
-    with _loading(name):
+    with _loading(name, head):
         return probe(model, head, target, dtype, device)
 
 
@@ -102,17 +94,13 @@ def default_drafter(name: str, head: str) -> str:
 
 
 @contextmanager
-def _loading(name: str) -> Iterator[None]:
-    """Says of what does not load what the drafter would have needed: a head may be fine, and the name the mistake."""
+def _loading(name: str, head: str) -> Iterator[None]:
+    """Raises ConfigError for an unknown method, and for one that loads something where nothing was named. Says of what does
+    not load what the drafter would have needed: the head may be fine, and the name the mistake."""
+    needed = find_method(name).needs_head
+    if needed and not head:
+        raise ConfigError(f"drafter {name!r} needs {needed}; none was named")
     try:
         yield
     except CheckpointError as error:
-        needed = find_method(name).needs_head
         raise CheckpointError(f"{error} (drafter {name} needs {needed})" if needed else str(error)) from error
-
-
-def _require_head(name: str, head: str) -> None:
-    """Raises ConfigError for an unknown method, and for one that loads something where nothing was named."""
-    method = find_method(name)
-    if method.needs_head and not head:
-        raise ConfigError(f"drafter {name!r} needs {method.needs_head}; none was named")

@@ -67,15 +67,15 @@ class UnionDrafter(LocalDrafter):
         self._forget({context.session for context in contexts})
         return [self._answer(row) for row in rows]
 
+    def work_ahead(self) -> bool:
+        more = [side.work_ahead() for side in self._sides]
+        return any(more)
+
     def release(self, sessions: Sequence[str]) -> None:
         for key in sessions:
             self._sessions.pop(key, None)
         for side in self._sides:
             side.release(sessions)
-
-    def work_ahead(self) -> bool:
-        more = [side.work_ahead() for side in self._sides]
-        return any(more)
 
     def _session(self, context: DraftContext) -> _Session:
         session = self._sessions.get(context.session)

@@ -180,9 +180,10 @@ def test_what_filters_leave_no_chance_takes_no_node_of_a_cut(tiny_target: str, t
     noise = NoiseKey(3, 1.0, top_k=1)
     drafter = AheadDrafter(make(tiny_target, tiny_head), AHEAD)
     first = session("a", 9, noise)
-    tree = drafter.propose([first])[0]
+    (tree,) = drafter.propose([first])
+    assert isinstance(tree, DraftTree)
     work(drafter)
-    (ahead,) = drafter.propose([going_on(first, likeliest(tree))])  # type: ignore[arg-type]
+    (ahead,) = drafter.propose([going_on(first, [tree.tokens[1]])])
     assert isinstance(ahead, DraftTree)
     assert ahead.grown_ahead
     assert np.isfinite(ahead.log_probs).all()
