@@ -12,5 +12,6 @@ def drafters() -> None:
 
     table = Table("drafter", "needs", "runs", "head")
     for name, method in METHODS.items():
-        table.add_row(name, ", ".join(method.needs) or "tokens alone", method.place, method.needs_head or "none")
+        head = method.needs_head or method.may_head or "none"
+        table.add_row(name, ", ".join(method.needs) or "tokens alone", method.place, head)
     Console().print(table)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING
 
 from eyas.config import EagleConfig, MethodsConfig, TreeConfig
 from eyas.drafters.base import LocalDrafter
-from eyas.drafters.methods import Method, Parts, find_method
-from eyas.errors import ConfigError
+from eyas.drafters.methods import Parts, find_method
+from eyas.errors import CheckpointError, ConfigError
 from eyas.models.heads.features import FeatureFuser
 
 if TYPE_CHECKING:
@@ -35,7 +37,8 @@ def build_drafter(
 ) -> LocalDrafter:
     """Raises ConfigError for an unknown name or a missing head, CheckpointError for a head that does not fit the target."""
     parts = Parts(target, head, dtype, device, tree, eagle, methods or MethodsConfig(), reading)
-    return _method(name, head).build(parts)
+    with _loading(name, head):
+        return find_method(name).build(parts)
 
 
 def build_fuser(name: str, head: str, target: str, dtype: str, device: str) -> FeatureFuser | None:
@@ -44,8 +47,8 @@ def build_fuser(name: str, head: str, target: str, dtype: str, device: str) -> F
     fuse = None if name == NO_DRAFTS else find_method(name).fuse
     if fuse is None:
         return None
-    _check_head(name, head)
-    return fuse(head, target, dtype, device)
+    with _loading(name, head):
+        return fuse(head, target, dtype, device)
 
 
 def features_digest(name: str, head: str) -> str:
@@ -53,16 +56,18 @@ def features_digest(name: str, head: str) -> str:
     if name == NO_DRAFTS:
         return ""
     method = find_method(name)
-    return (_method(name, head) if method.fuse else method).digest(head)
+    with _loading(name, head) if method.fuse else nullcontext():
+        return method.digest(head)
 
 
 def probe_head(name: str, model: TargetModel, head: str, target: str, dtype: str, device: str) -> Finding | None:
     """How the head that drafter `name` loads works when read in each plausible way, beside `model`, which is the loaded
     target; None for a method without such a head. Raises as `build_drafter` does."""
-    if name == NO_DRAFTS:
+    probe = None if name == NO_DRAFTS else find_method(name).probe
+    if probe is None:
         return None
-    probe = _method(name, head).probe
-    return probe(model, head, target, dtype, device) if probe else None
+    with _loading(name, head):
+        return probe(model, head, target, dtype, device)
 
 
 def settle_reading(
@@ -88,13 +93,14 @@ def default_drafter(name: str, head: str) -> str:
     return name or ("eagle3" if head else NO_DRAFTS)
 
 
-def _method(name: str, head: str) -> Method:
-    """Raises ConfigError for an unknown method, and for one that loads something where nothing was named."""
-    _check_head(name, head)
-    return find_method(name)
-
-
-def _check_head(name: str, head: str) -> None:
+@contextmanager
+def _loading(name: str, head: str) -> Iterator[None]:
+    """Raises ConfigError for an unknown method, and for one that loads something where nothing was named. Says of what does
+    not load what the drafter would have needed: the head may be fine, and the name the mistake."""
     needed = find_method(name).needs_head
     if needed and not head:
         raise ConfigError(f"drafter {name!r} needs {needed}; none was named")
+    try:
+        yield
+    except CheckpointError as error:
+        raise CheckpointError(f"{error} (drafter {name} needs {needed})" if needed else str(error)) from error

@@ -48,12 +48,13 @@ class Parts:
 
 @dataclass(frozen=True)
 class Method:
-    """A way to draft. needs_head: what `head` must name, in words; empty where the method loads nothing.
+    """A way to draft. needs_head: what `head` must name, in words; empty where it need not name anything.
 
     build: makes the drafter. fuse: what runs beside the target for it, from (head, target, dtype, device); None for a
     method without features. digest: of what decides those features, from the head. probe: tries out beside the loaded target
     how the head is to be read, from (target model, head, target, dtype, device); None where there is nothing to try. needs:
-    what it lives on, besides the committed tokens that every drafter is told. place: where it may run.
+    what it lives on, besides the committed tokens that every drafter is told. place: where it may run. may_head: what `head`
+    may name, where it need not.
     """
 
     needs_head: str
@@ -63,6 +64,7 @@ class Method:
     probe: Callable[[TargetModel, str, str, str, str], Finding] | None = None
     needs: tuple[Need, ...] = ()
     place: Place = "anywhere"
+    may_head: str = ""
 
 
 def find_method(name: str) -> Method:
@@ -223,13 +225,13 @@ def _final_digest(head: str) -> str:
 _FED: tuple[Need, ...] = ("features",)
 
 METHODS: Mapping[str, Method] = {
-    "eagle1": Method("a draft head", _eagle1, _final_features, _final_digest, _probe_eagle, _FED),
-    "eagle2": Method("a draft head", _eagle2, _final_features, _final_digest, _probe_eagle, _FED),
-    "eagle3": Method("a draft head", _eagle3, _eagle3_features, _eagle3_digest, _probe_eagle3, _FED),
+    "eagle1": Method("a draft head of EAGLE-1", _eagle1, _final_features, _final_digest, _probe_eagle, _FED),
+    "eagle2": Method("a draft head of EAGLE-1", _eagle2, _final_features, _final_digest, _probe_eagle, _FED),
+    "eagle3": Method("a draft head of EAGLE-3", _eagle3, _eagle3_features, _eagle3_digest, _probe_eagle3, _FED),
     "medusa": Method("Medusa heads", _medusa, _final_features, _final_digest, needs=_FED),
     "hydra": Method("Hydra heads", _hydra, _final_features, _final_digest, needs=_FED),
     "sps": Method("a causal LM with the target's vocabulary", _small),
     "prompt_lookup": Method("", _prompt_lookup, needs=("prompt",)),
-    "rest": Method("", _rest),
+    "rest": Method("", _rest, may_head="a datastore, if methods.rest names none"),
     "lookahead": Method("", _lookahead, needs=("samples",)),
 }

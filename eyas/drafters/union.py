@@ -28,7 +28,7 @@ class _Session:
 
 @dataclass
 class _Row:
-    """fits: whether both sides have what the context brings."""
+    """fits: whether both sides have what the context brings; one may have more, when the other is told again in pieces."""
 
     context: DraftContext
     session: _Session
@@ -63,7 +63,7 @@ class UnionDrafter(LocalDrafter):
         for k in range(len(self._sides)):
             self._ask(k, fitting)
         for row in fitting:
-            row.fits = {row.context.committed} == set(row.session.have)
+            row.fits = row.context.committed == min(row.session.have)
         self._forget({context.session for context in contexts})
         return [self._answer(row) for row in rows]
 
@@ -100,7 +100,8 @@ class UnionDrafter(LocalDrafter):
         if not row.fits:
             return Refusal(context.session, context.epoch, min(session.have))
         budget = Budget(min(context.budget.max_nodes, self._tree.nodes), context.budget.max_depth)
-        trees = [draft for draft in session.drafts if isinstance(draft, DraftTree)]
+        answers = [draft for have, draft in zip(session.have, session.drafts, strict=True) if have == context.committed]
+        trees = [draft for draft in answers if isinstance(draft, DraftTree)]
         return merge_trees(context.tokens[-1], trees, budget, self._config.floor)
 
     def _forget(self, busy: set[str]) -> None:

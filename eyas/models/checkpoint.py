@@ -6,7 +6,7 @@ import difflib
 import hashlib
 import json
 import pickle
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast, get_args
 
@@ -19,6 +19,8 @@ from eyas.errors import CheckpointError, ConfigError
 
 # What Eyas itself has written into a head's config.json: how to read it. No part of what the head is.
 RECORD = "eyas"
+# Of tensors that are missing, left over or of another shape.
+MOST_NAMED = 12
 WEIGHT_FILES = ("model.safetensors.index.json", "model.safetensors", "pytorch_model.bin.index.json", "pytorch_model.bin")
 
 
@@ -117,9 +119,15 @@ def take(tensors: Mapping[str, Tensor], expected: Mapping[str, tuple[int, ...]],
         for name, shape in expected.items()
         if name in tensors and tuple(tensors[name].shape) != shape
     ]
-    problems = [f"missing {', '.join(missing)}"] * bool(missing) + [f"unexpected {', '.join(unexpected)}"] * bool(unexpected)
-    if problems or wrong:
-        raise CheckpointError(f"{source} does not fit its config: {'; '.join(problems + wrong)}")
+    named = {"missing": missing, "unexpected": unexpected}
+    problems = [f"{what} {_first(names)}" for what, names in named.items() if names] + wrong[:MOST_NAMED]
+    if problems:
+        raise CheckpointError(f"{source} does not fit its config: {'; '.join(problems)}")
+
+
+def _first(names: Sequence[str]) -> str:
+    """As many as anyone reads."""
+    return ", ".join(names[:MOST_NAMED]) + f" and {len(names) - MOST_NAMED} more" * (len(names) > MOST_NAMED)
 
 
 def _beside_nearest(name: str, expected: Mapping[str, object]) -> str:

@@ -7,7 +7,7 @@ from eyas.cli import app
 from eyas.config import EagleConfig, TreeConfig
 from eyas.drafters.build import build_drafter, build_fuser, features_digest
 from eyas.drafters.methods import METHODS, find_method
-from eyas.errors import ConfigError
+from eyas.errors import CheckpointError, ConfigError
 
 
 def test_every_method_is_listed_with_its_needs() -> None:
@@ -16,7 +16,7 @@ def test_every_method_is_listed_with_its_needs() -> None:
     for name, method in METHODS.items():
         (line,) = [line for line in result.output.splitlines() if f" {name} " in line]
         assert method.place in line
-        assert (method.needs_head or "none") in line
+        assert (method.needs_head or method.may_head or "none") in line
         assert all(need in line for need in method.needs)
 
 
@@ -30,8 +30,19 @@ def test_what_a_method_declares_is_what_its_drafter_needs(name: str, tiny_target
     assert (fuser.width if fuser else 0) == drafter.needs.feature_size
 
 
+@pytest.mark.parametrize(
+    ("name", "needed"),
+    [("eagle1", "a draft head of EAGLE-1"), ("medusa", "Medusa heads"), ("hydra", "Hydra heads"), ("sps", "a causal LM")],
+)
+def test_a_head_of_another_method_is_refused_with_what_is_needed(
+    name: str, needed: str, tiny_target: str, tiny_head: str
+) -> None:
+    with pytest.raises(CheckpointError, match=rf"\(drafter {name} needs {needed}"):
+        build_drafter(name, tiny_target, tiny_head, "float32", "cpu", TreeConfig(8, 2, 2), EagleConfig(64))
+
+
 def test_a_verifier_need_not_name_the_head_of_a_drafter_that_wants_no_features() -> None:
     assert build_fuser("sps", "", "nowhere", "float32", "cpu") is None
     assert features_digest("sps", "") == "none"
-    with pytest.raises(ConfigError, match="drafter 'eagle3' needs a draft head; none was named"):
+    with pytest.raises(ConfigError, match="drafter 'eagle3' needs a draft head of EAGLE-3; none was named"):
         features_digest("eagle3", "")

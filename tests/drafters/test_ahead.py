@@ -175,6 +175,44 @@ def test_gaps_epochs_and_releases_are_those_of_the_drafter_beneath(tiny_target: 
     assert not drafter.work_ahead()
 
 
+def test_what_filters_leave_no_chance_takes_no_node_of_a_cut(tiny_target: str, tiny_head: str) -> None:
+    """As in a tree that is grown on demand."""
+    noise = NoiseKey(3, 1.0, top_k=1)
+    drafter = AheadDrafter(make(tiny_target, tiny_head), AHEAD)
+    first = session("a", 9, noise)
+    (tree,) = drafter.propose([first])
+    assert isinstance(tree, DraftTree)
+    work(drafter)
+    (ahead,) = drafter.propose([going_on(first, [tree.tokens[1]])])
+    assert isinstance(ahead, DraftTree)
+    assert ahead.grown_ahead
+    assert np.isfinite(ahead.log_probs).all()
+    assert ahead.num_drafted == ahead.depth == SHAPE.depth, "a chain, one token at each node being left"
+
+
+def test_a_session_whose_trees_are_drawn_is_not_grown_ahead(tiny_target: str, tiny_head: str) -> None:
+    drafter = AheadDrafter(make(tiny_target, tiny_head), AHEAD)
+    (drawn,) = drafter.propose([replace(session("a", 9, NOISES[1]), proposal="sampled")])
+    assert isinstance(drawn, DraftTree)
+    assert drawn.num_drafted
+    assert not drafter.work_ahead()
+
+
+def test_a_union_works_ahead_as_its_sides_do(tiny_target: str, tiny_head: str) -> None:
+    eagle = EagleConfig(num_slots=2048, ahead=AHEAD)
+    union = build_drafter("eagle3+prompt_lookup", tiny_target, tiny_head, "float32", "cpu", SHAPE, eagle)
+    first = session("a", 9)
+    union.propose([first])
+    for _ in range(AHEAD.levels):
+        assert union.work_ahead()
+    while union.work_ahead():
+        pass
+    (alone,) = make(tiny_target, tiny_head).propose([first])
+    (ahead,) = union.propose([going_on(first, likeliest(alone))])  # type: ignore[arg-type]
+    assert isinstance(ahead, DraftTree)
+    assert ahead.grown_ahead
+
+
 def test_a_sampled_proposal_is_never_taken_from_what_was_grown(tiny_target: str, tiny_head: str) -> None:
     drafter = AheadDrafter(make(tiny_target, tiny_head), AHEAD)
     first = session("a", 9, NOISES[1])

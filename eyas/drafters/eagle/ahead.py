@@ -67,7 +67,8 @@ class Grown:
             self._scores, self._ends = candidates.scores.cpu().numpy(), candidates.ends
 
     def _cut(self, row: int, root: int, token: int, budget: Budget) -> DraftTree | None:
-        """The best descendants of candidate `root`: of equals the lower number, hence parents before children."""
+        """The best descendants of candidate `root` that filters leave a chance: of equals the lower number, hence parents
+        before children."""
         parents = self._parents[row]
         inside = np.zeros(len(parents) + 1, dtype=bool)
         inside[root] = True
@@ -77,6 +78,7 @@ class Grown:
             inside[1:][span] = inside[parents[span]]
         inside[root] = False
         members = np.flatnonzero(inside)
+        members = members[np.isfinite(self._scores[row, members - 1])]
         if not len(members):
             return None
         scores = self._scores[row, members - 1]
@@ -135,8 +137,8 @@ class AheadDrafter(LocalDrafter):
         answers = self._drafter.propose([self._told(contexts[i]) for i in asked]) if asked else []
         for i, draft in zip(asked, answers, strict=True):
             drafts[i] = draft
-        grown = zip(contexts, drafts, strict=True)
-        self._due |= dict.fromkeys(c.session for c, draft in grown if isinstance(draft, DraftTree) and draft.num_drafted)
+        grown = [c for c, draft in zip(contexts, drafts, strict=True) if isinstance(draft, DraftTree) and draft.num_drafted]
+        self._due |= dict.fromkeys(context.session for context in grown if context.proposal == "deterministic")
         return drafts
 
     def release(self, sessions: Sequence[str]) -> None:

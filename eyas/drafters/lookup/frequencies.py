@@ -18,11 +18,14 @@ from eyas.models.sampling.noise import exponential_noise
 
 
 class Frequencies:
-    """Shares of one propose call. At temperature 0, or without shared noise, plain ones."""
+    """Shares of one propose call. At temperature 0, or without shared noise, plain ones.
+
+    The s of the noise is the configured one; 1 where that is to be found while serving, which takes a law over all tokens.
+    """
 
     def __init__(self, contexts: Sequence[DraftContext], config: EagleConfig) -> None:
         self._contexts = contexts
-        self._noise_scale = config.noise_scale
+        self._noise_scale = config.noise_scale or 1.0
         self._shared = np.array([config.shared_noise and c.noise.temperature > 0 for c in contexts])
 
     def log_shares(self, level: Level) -> Floats:

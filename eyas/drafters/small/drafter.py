@@ -37,6 +37,12 @@ class SmallDrafter(LocalDrafter):
                 f"tree.depth {tree.depth} and tree.width {tree.width}: a small draft model needs a depth of at least 1 and "
                 f"a width of at most its vocabulary, {model.vocab_size}"
             )
+        rows = tree.width * (tree.depth - 1)
+        if config.num_slots <= rows:
+            raise ConfigError(
+                f"eagle.num_slots {config.num_slots} cannot hold a token and the {rows} rows of one tree of width "
+                f"{tree.width} and depth {tree.depth}; raise it, or take a smaller tree"
+            )
         self._model = model
         self._tree = tree
         self._config = config

@@ -52,9 +52,9 @@ def target(tiny_target: str, tmp_path: Path) -> str:
     return str(folder)
 
 
-def build(target: str, store: Path, **eagle: bool) -> LocalDrafter:
+def build(target: str, store: Path, **eagle: float) -> LocalDrafter:
     methods = MethodsConfig(rest=RestConfig(str(store)))
-    return build_drafter("rest", target, "", "float32", "cpu", TreeConfig(), EagleConfig(**eagle), methods)
+    return build_drafter("rest", target, "", "float32", "cpu", TreeConfig(), EagleConfig(**eagle), methods)  # type: ignore[arg-type]
 
 
 def propose(drafter: LocalDrafter, tokens: list[int], noise: NoiseKey = GREEDY, nodes: int = 24) -> DraftTree:
@@ -91,6 +91,15 @@ def test_the_likeliest_child_follows_the_targets_noise_in_law(target: str, tmp_p
     assert propose(drafter, [3, 4], NoiseKey(1, 1.0, top_k=1), nodes=24).tokens == (4, 5), "filters hold for frequencies too"
     plain = build(target, store, shared_noise=False)
     assert all(propose(plain, [3, 4], NoiseKey(seed, 1.0), nodes=2).tokens[1] == 5 for seed in range(20))
+
+
+def test_frequencies_take_the_noise_as_it_is_where_its_scale_is_found_while_serving(target: str, tmp_path: Path) -> None:
+    store = write_datastore(Path(target), [*[[3, 4, 5, 7]] * 3, [3, 4, 6]], tmp_path / "store")
+    found, plain = build(target, store, noise_scale=0.0), build(target, store)
+    for seed in range(8):
+        tree = propose(found, [3, 4], NoiseKey(seed, 1.0))
+        assert set(tree.tokens) == {4, 5, 6, 7}
+        assert tree == propose(plain, [3, 4], NoiseKey(seed, 1.0))
 
 
 def test_another_tokenizer_or_vocabulary_is_refused_with_the_reason(target: str, tmp_path: Path) -> None:

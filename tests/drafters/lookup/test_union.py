@@ -105,6 +105,21 @@ def test_a_resend_of_what_one_side_has_already_answered_keeps_its_tree() -> None
     assert sides[0].told == [(0, 5), (5, 7)]
 
 
+def test_a_side_may_be_told_again_in_pieces() -> None:
+    sides = [Forgetful(PromptLookupDrafter(TreeConfig(), PromptLookupConfig())) for _ in range(2)]
+    union, tokens = UnionDrafter(*sides, TreeConfig(), UnionConfig()), [1, 2, 3] * 4
+    union.propose([commit("a", tokens[:8])])
+    sides[1].release(["a"])
+    assert union.propose([commit("a", tokens[:9], base=8)]) == [Refusal("a", 0, 0)]
+    for base, end in ((0, 4), (4, 6), (6, 10)):
+        (draft,) = union.propose([commit("a", tokens[:end], base=base)])
+        assert isinstance(draft, DraftTree)
+        draft.validate(tokens[end - 1], 48, 24, 5)
+    assert draft.num_drafted > 0
+    assert sides[0].told == [(0, 8), (8, 9), (9, 10)]
+    assert sides[1].told == [(0, 8), (8, 9), (0, 4), (4, 6), (6, 10)]
+
+
 def test_features_go_to_the_side_that_needs_them_from_where_it_stands(tiny_target: str, tiny_head: str) -> None:
     """The EAGLE side of a union that had to be healed proposes what EAGLE alone proposes."""
     eagle, lookup = (

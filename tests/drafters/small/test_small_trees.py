@@ -146,6 +146,10 @@ def test_a_tree_that_the_model_cannot_grow_is_refused(small: str) -> None:
     for shape in (TreeConfig(8, 0, 3), TreeConfig(8, 2, 49)):
         with pytest.raises(ConfigError, match="a small draft model needs a depth of at least 1"):
             make(small, shape=shape)
+    rows = SHAPE.width * (SHAPE.depth - 1)
+    with pytest.raises(ConfigError, match=rf"eagle.num_slots {rows} cannot hold a token and the {rows} rows of one tree"):
+        make(small, num_slots=rows)
+    assert tree_of(make(small, num_slots=rows + 1), commit("a", [5], 0)).num_drafted
 
 
 def test_a_session_beyond_the_models_context_is_followed_without_trees(small: str) -> None:

@@ -45,6 +45,16 @@ FAULTS: dict[str, tuple[Written, Kind, str]] = {
     "taps that are no numbers": (
         having(EAGLE3, eagle_aux_hidden_state_layer_ids=["a"]), "eagle3", r"eagle_aux_hidden_state_layer_ids is \['a'\]"
     ),
+    "a tap before the first layer": (
+        having(EAGLE3, eagle_aux_hidden_state_layer_ids=[-1, 1, 2]), "eagle3", r"is \[-1, 1, 2\]; .* from 0 to"
+    ),
+    "a tap behind the last layer": (having(EAGLE3, eagle_aux_hidden_state_layer_ids=[1, 2, 99]), "eagle3", "from 0 to"),
+    "a config within that is none": (having(EAGLE3, eagle_config=[1]), "eagle3", r"eagle_config .* is \[1\]"),
+    "a rotation that nobody knows": (having(EAGLE3, rope_scaling={"rope_type": "wat"}), "eagle3", "RoPE is .*'wat'"),
+    "a rotation without its factor": (having(EAGLE3, rope_scaling={"rope_type": "linear"}), "eagle3", "'factor'"),
+    "a record of no numbers": (
+        having(EAGLE3, eyas={"taps": ["a"], "norm_before_residual": False, "output": "state"}), "eagle3", "written anew"
+    ),
     "a flag that is no flag": (having(EAGLE3, norm_before_residual="no"), "eagle3", "norm_before_residual is 'no'"),
     "a record that is damaged": (having(EAGLE3, eyas={"taps": [1]}), "eagle3", "remove it, or have it written anew"),
 }  # fmt: skip
@@ -56,6 +66,11 @@ def test_a_fault_is_named(fault: str, tiny_target: str, tmp_path: Path) -> None:
     head = save(tmp_path, written)
     with pytest.raises(CheckpointError, match=message):
         load_head(head, tiny_target, kind=kind)
+
+
+def test_of_many_missing_tensors_the_first_are_named(tiny_target: str, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"missing layers\.1\..* and \d+ more"):
+        load_head(save(tmp_path, having(EAGLE3, num_hidden_layers=9)), tiny_target)
 
 
 @pytest.mark.parametrize("load", [load_head, load_fuser])

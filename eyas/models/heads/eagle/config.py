@@ -110,7 +110,8 @@ def recorded(raw: Mapping[str, Any], source: Path) -> Reading | None:
         return None
     match record:
         case {"taps": [*taps], "norm_before_residual": bool(normed), "output": "state" | "normed" | "bare" as output}:
-            return Reading(tuple(map(int, taps)), normed, output)
+            if all(type(tap) is int for tap in taps):
+                return Reading(tuple(taps), normed, output)
     raise CheckpointError(f"{source}: {RECORD} is {record!r}; remove it, or have it written anew")
 
 
@@ -122,8 +123,12 @@ def _stated(
         return Reading((AFTER_NORM,), output="bare")
     layers = whole_number(target, "num_hidden_layers", "the target's config")
     taps = head.get("taps") or (2, layers // 2, layers - 3)
-    if not isinstance(taps, list | tuple) or not all(isinstance(tap, int) for tap in taps):
-        raise CheckpointError(f"{source}: eagle_aux_hidden_state_layer_ids is {taps!r}; it must be a list of layer numbers")
+    if not isinstance(taps, list | tuple) or not all(type(tap) is int and 0 <= tap <= layers for tap in taps):
+        given = "is" if head.get("taps") else "is left out, which means"
+        raise CheckpointError(
+            f"{source}: eagle_aux_hidden_state_layer_ids {given} {taps!r}; it must be a list of layer numbers from 0 to "
+            f"{layers}, which is the state behind the target's last layer"
+        )
     output = fed_on(False)
     if head.get("norm_output") is not None:
         meaning = fed_on if "fc_norm.0.weight" in names else dialect.norm_output

@@ -10,6 +10,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from eyas.errors import CheckpointError
+
 Settings = Mapping[str, Any]
 Output = Literal["state", "normed", "bare"]
 
@@ -74,7 +76,7 @@ def _flat(config: Settings) -> dict[str, Any]:
 
 def _with_eagle_config(config: Settings) -> dict[str, Any]:
     """Layer ids in eagle_config count outputs if they begin with 1, the lowest that is written so; else inputs."""
-    nested = config.get("eagle_config") or {}
+    nested = _nested(config, "eagle_config")
     taps = next((nested[key] for key in TAP_KEYS if nested.get(key)), None)
     if isinstance(taps, list) and taps[0] == 1 and all(isinstance(tap, int) for tap in taps):
         taps = [tap + 1 for tap in taps]
@@ -85,7 +87,15 @@ def _with_eagle_config(config: Settings) -> dict[str, Any]:
 def _with_transformer_config(config: Settings) -> dict[str, Any]:
     """Sizes stand in a config of their own; what stands beside it goes first."""
     stated = {key: value for key, value in config.items() if value is not None}
-    return _flat({**(config.get("transformer_layer_config") or {}), **stated})
+    return _flat({**_nested(config, "transformer_layer_config"), **stated})
+
+
+def _nested(config: Settings, key: str) -> Settings:
+    """A config within a config, empty where there is none. Raises CheckpointError for what is none."""
+    found = config.get(key) or {}
+    if not isinstance(found, Mapping):
+        raise CheckpointError(f"{key} in the head's config.json is {found!r}; it must be a mapping")
+    return found
 
 
 DIALECTS = (

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from eyas.errors import CheckpointError
 from eyas.models.heads.eagle.config import HeadConfig
 from eyas.models.heads.eagle.layer import DraftLayer, Projected, frozen, rms
 from eyas.models.heads.eagle.layout import prefix
@@ -129,16 +130,20 @@ def _under(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _rotary_table(config: HeadConfig, length: int) -> Tensor:
-    """cos and sin of every position, [length, 2, d]."""
+    """cos and sin of every position, [length, 2, d]. Raises CheckpointError for a scaling that nobody knows."""
     from transformers import LlamaConfig
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-    llama = LlamaConfig(
-        hidden_size=config.num_heads * config.head_dim,
-        num_attention_heads=config.num_heads,
-        head_dim=config.head_dim,
-        max_position_embeddings=config.max_positions,
-        rope_parameters=dict(config.rotary),
-    )
-    cos, sin = LlamaRotaryEmbedding(llama)(torch.zeros(1), torch.arange(length)[None])
+    try:
+        llama = LlamaConfig(
+            hidden_size=config.num_heads * config.head_dim,
+            num_attention_heads=config.num_heads,
+            head_dim=config.head_dim,
+            max_position_embeddings=config.max_positions,
+            rope_parameters=dict(config.rotary),
+        )
+        rotate = LlamaRotaryEmbedding(llama)
+    except KeyError as error:
+        raise CheckpointError(f"the head's RoPE is {dict(config.rotary)}, of which transformers says: {error}") from error
+    cos, sin = rotate(torch.zeros(1), torch.arange(length)[None])
     return torch.stack([cos[0], sin[0]], dim=1)

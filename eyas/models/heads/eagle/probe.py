@@ -21,7 +21,7 @@ from eyas.models.heads.eagle.head import EagleHead
 from eyas.models.heads.eagle.layer import Projected
 from eyas.models.heads.eagle.load import load_fuser, load_head
 from eyas.models.heads.eagle.observe import Window, observe
-from eyas.models.heads.features import FeatureFuser, final_state
+from eyas.models.heads.features import AFTER_NORM, FeatureFuser, final_state
 from eyas.models.target import TargetModel
 
 # How many standard errors are no coincidence.
@@ -196,4 +196,6 @@ class _Memory:
 
 def _words(reading: Reading) -> str:
     residual = "normed" if reading.norm_before_residual else "plain"
+    if reading.taps == (AFTER_NORM,):
+        return "the target's final state"
     return f"inputs of layers {', '.join(map(str, reading.taps))}, {residual} residual, output {reading.output}"
