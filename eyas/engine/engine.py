@@ -24,13 +24,15 @@ from eyas.tree import DraftTree
 @dataclass(frozen=True)
 class Load:
     """How busy an engine is. free_slots: token slots that no running request holds; cached prefixes may fill
-    them, and give way at need. num_slots: all of them. cached_slots: those that the prefix cache owns."""
+    them, and give way at need. num_slots: all of them. cached_slots: those that the prefix cache owns.
+    queued_slots: what the queued requests need to their ends."""
 
     num_running: int
     num_waiting: int
     free_slots: int
     num_slots: int = 0
     cached_slots: int = 0
+    queued_slots: int = 0
 
 
 @dataclass(frozen=True)
@@ -118,6 +120,7 @@ class Engine:
             free_slots=self._scheduler.num_free,
             num_slots=self._scheduler.num_slots,
             cached_slots=self._scheduler.num_cached,
+            queued_slots=self._scheduler.num_queued_slots,
         )
 
     @property

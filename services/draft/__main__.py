@@ -23,7 +23,7 @@ from services.draft.presence import Presences
 from services.draft.servicer import DraftServicer
 from services.draft.telemetry import DraftTelemetry
 from services.draft.worker import DraftWorker
-from services.lifecycle import WorkerPresence, main, serve
+from services.lifecycle import PROCESS, Host, WorkerPresence, main, serve
 from services.registry import Load, Registry
 
 
@@ -35,7 +35,7 @@ class Served:
     info: DrafterInfo
 
 
-async def run(config: DraftConfig) -> None:
+async def run(config: DraftConfig, host: Host = PROCESS) -> None:
     """Load the drafters and serve them until told to stop."""
     if config.threads:
         torch.set_num_threads(config.threads)
@@ -46,10 +46,12 @@ async def run(config: DraftConfig) -> None:
         )
         served.append(Served(drafter, describe(model, drafter)))
     with telemetry(config.telemetry, "draft") as own:
-        await serve_drafters(config, served, DraftTelemetry(own))
+        await serve_drafters(config, served, DraftTelemetry(own), host)
 
 
-async def serve_drafters(config: DraftConfig, served: Sequence[Served], telemetry: DraftTelemetry | None = None) -> None:
+async def serve_drafters(
+    config: DraftConfig, served: Sequence[Served], telemetry: DraftTelemetry | None = None, host: Host = PROCESS
+) -> None:
     """Serve until told to stop. Raises ConfigError for drafters that cannot be told apart, RequestFailed when one breaks for
     good."""
     check_distinct([each.info for each in served])
@@ -72,7 +74,8 @@ async def serve_drafters(config: DraftConfig, served: Sequence[Served], telemetr
         server.before_stop(servicer.close)
         names = [draft_pb2.DESCRIPTOR.services_by_name["Draft"].full_name]
         try:
-            await serve(server, names, config.server, Presences([_presence(config, server, worker) for worker in workers]))
+            presences = Presences([_presence(config, server, worker) for worker in workers])
+            await serve(server, names, config.server, presences, host=host)
         except asyncio.CancelledError:
             if not any(worker.broken for worker in workers):
                 raise
