@@ -15,7 +15,7 @@ from eyas.config.methods import (
     TreePaths,
     UnionConfig,
 )
-from eyas.config.reading import describe, load, masked
+from eyas.config.reading import describe, load, masked, validated
 from eyas.config.telemetry import LogFormat, TelemetryConfig
 from eyas.config.values import (
     DraftConfig,
@@ -66,4 +66,5 @@ __all__ = [
     "describe",
     "load",
     "masked",
+    "validated",
 ]
