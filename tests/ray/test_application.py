@@ -1,0 +1,100 @@
+"""The whole application on a local Ray: what it says, and how it breathes."""
+
+import asyncio
+from collections.abc import Iterator
+
+import httpx
+import pytest
+
+from eyas import SamplingParams
+from eyas.config import RegistryConfig
+from eyas.errors import InvalidRequest
+from eyas.rpc.messages import NO_DRAFTER
+from services.registry import Registry
+from tests.e2e.client import generate
+from tests.ray.application import Asked, Load, RayApplication, plainly, running_application
+
+pytest.importorskip("ray.serve", reason="needs Ray: pip install 'eyas[ray]'")
+
+pytestmark = pytest.mark.timeout(300)
+
+ENDLESS = SamplingParams(max_tokens=1500, temperature=0, ignore_eos=True)
+WORKERS = ("Verifier", "Draft")
+
+
+@pytest.fixture(scope="module")
+def asked() -> list[Asked]:
+    return plainly(num_requests=8, max_tokens=48)
+
+
+@pytest.fixture(scope="module")
+def application(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RayApplication]:
+    with running_application(tmp_path_factory.mktemp("ray")) as running:
+        yield running
+
+
+def test_both_doors_say_what_plain_decoding_says(application: RayApplication, asked: list[Asked]) -> None:
+    for one in asked[:2]:
+        outs = [generate(application.grpc, one.prompt, one.sampling, drafter) for drafter in ("", NO_DRAFTER)]
+        assert [tuple(out.token_ids) for out in outs] == [one.expected] * 2
+        assert [out.stats.num_drafted > 0 for out in outs] == [True, False]
+        body = {
+            "prompt": list(one.prompt), "max_tokens": one.sampling.max_tokens, "seed": one.sampling.seed,
+            "temperature": one.sampling.temperature, "ignore_eos": True,
+        }  # fmt: skip
+        whole = httpx.post(f"{application.http}/v1/completions", json=body, timeout=60).json()
+        streamed = httpx.post(f"{application.http}/v1/completions", json=body | {"stream": True}, timeout=60)
+        assert whole["choices"][0]["text"] == outs[0].text
+        assert streamed.text.count("data: ") > 3
+        assert streamed.text.endswith("data: [DONE]\n\n")
+
+
+def test_a_refused_request_bears_the_status_of_its_error(application: RayApplication) -> None:
+    with pytest.raises(InvalidRequest, match="temperature is -1"):
+        generate(application.grpc, "a", SamplingParams(temperature=-1.0))
+    assert httpx.post(f"{application.http}/v1/completions", json={"prompt": "a", "n": 0}).status_code == 400
+
+
+@pytest.mark.parametrize("door", ["grpc", "http"])
+def test_a_client_that_leaves_takes_its_request_with_it(application: RayApplication, door: str) -> None:
+    if door == "grpc":
+        out = generate(application.grpc, "def f():", ENDLESS, enough=lambda out: busy(application) and len(out.chunks) > 3)
+        assert len(out.token_ids) < ENDLESS.max_tokens
+    else:
+        body = {"prompt": "def f():", "max_tokens": ENDLESS.max_tokens, "ignore_eos": True, "stream": True}
+        with httpx.stream("POST", f"{application.http}/v1/completions", json=body, timeout=60) as answer:
+            events = answer.iter_lines()
+            while not busy(application):
+                next(events)
+    application.wait(lambda: not busy(application), 3, "the request goes on")
+
+
+def busy(application: RayApplication) -> int:
+    """Requests in the verifiers, as their leases say."""
+
+    async def count() -> int:
+        registry = Registry(RegistryConfig(application.registry))
+        try:
+            leases = await registry.leases("verifier")
+            return sum(lease.load.num_running + lease.load.num_waiting for lease in leases)
+        finally:
+            await registry.close()
+
+    return asyncio.run(count())
+
+
+def test_pools_grow_under_load_and_shrink_in_quiet_and_no_request_fails(
+    application: RayApplication, asked: list[Asked]
+) -> None:
+    with Load(application.grpc, asked, num_clients=1, pause=2.0) as quiet:
+        with Load(application.grpc, asked, num_clients=6) as rush:
+            application.wait(lambda: application.running(*WORKERS) == [2, 2], 90, "the pools did not grow")
+            seen = rush.num_answered
+            application.wait(lambda: rush.num_answered > seen + 12, 30, "the grown pools do not serve")
+        application.wait(
+            lambda: application.running(*WORKERS) == [1, 1] and application.settled(*WORKERS), 90, "the pools did not shrink"
+        )
+        seen = quiet.num_answered
+        application.wait(lambda: quiet.num_answered > seen + 1, 30, "the shrunk pools do not serve")
+    assert rush.failures + quiet.failures == []
+    assert rush.num_drafted > 0
