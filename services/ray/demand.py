@@ -1,11 +1,10 @@
-"""How much a replica is asked to do: what it tells of itself in, a demand out, in replicas. Knows no Ray.
+"""How much a replica is asked to do: what it tells of itself in, a demand out. Knows no Ray.
 
-A demand of 1 is a replica that is just full.
+Demand is counted in replicas: 1 is one that is just full.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 # A late drafter wants at most one more like it at a time: how late it is says little about how many are missing.
@@ -34,8 +33,8 @@ class VerifierUse:
 
 @dataclass(frozen=True)
 class DraftUse:
-    """A drafter of late. occupancy: share of the time that it drafted. answers, late: a second; late are those that no
-    verifier waited for."""
+    """A drafter of late. occupancy: share of the time that it drafted; with several drafters on a device, their sum.
+    answers, late: a second; late are those that no verifier waited for."""
 
     occupancy: float
     answers: float
@@ -45,13 +44,3 @@ class DraftUse:
         """By occupancy, or by the share of late answers where `late_share` is a full drafter's."""
         by_lateness = self.late / self.answers / late_share if self.answers else 0.0
         return max(min(self.occupancy, _MOST), min(by_lateness, _MOST))
-
-
-def verifier_demand(uses: Iterable[VerifierUse]) -> float:
-    """Of a pool, in replicas."""
-    return sum(use.demand for use in uses)
-
-
-def draft_demand(uses: Iterable[DraftUse], late_share: float) -> float:
-    """Of a pool, in replicas."""
-    return sum(use.demand(late_share) for use in uses)

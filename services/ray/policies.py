@@ -13,7 +13,7 @@ from typing import Any, Protocol, TypeVar
 from ray.serve.config import AutoscalingContext
 
 from services.ray.damping import Damping, Wish, damped
-from services.ray.demand import DraftUse, VerifierUse, draft_demand, verifier_demand
+from services.ray.demand import DraftUse, VerifierUse
 
 State = dict[str, Any]
 UseT = TypeVar("UseT", VerifierUse, DraftUse)
@@ -35,7 +35,8 @@ class VerifierPolicy:
 
     def __call__(self, context: AutoscalingContext) -> tuple[int, State]:
         """The number of replicas, and what Serve is to remember."""
-        return decided(context, verifier_demand(_uses(context, VerifierUse, self._window)), self._damping)
+        uses = _uses(context, VerifierUse, self._window)
+        return decided(context, [use.demand if use else self._damping.target for use in uses], self._damping)
 
 
 class DraftPolicy:
@@ -49,7 +50,8 @@ class DraftPolicy:
     def __call__(self, context: AutoscalingContext) -> tuple[int, State]:
         """The number of replicas, and what Serve is to remember."""
         uses = _uses(context, DraftUse, self._window)
-        return decided(context, draft_demand(uses, self._late_share), self._damping)
+        demands = [use.demand(self._late_share) if use else self._damping.target for use in uses]
+        return decided(context, demands, self._damping)
 
 
 class RouterPolicy:
@@ -62,25 +64,27 @@ class RouterPolicy:
 
     def __call__(self, context: AutoscalingContext) -> tuple[int, State]:
         """The number of replicas, and what Serve is to remember."""
-        return decided(context, context.total_num_requests / self._requests, self._damping)
+        return decided(context, [context.total_num_requests / self._requests], self._damping)
 
 
-def decided(context: AutoscalingContext, demand: float, damping: Damping) -> tuple[int, State]:
-    """The number of replicas for a demand at this time, and what Serve is to hand back at the next."""
+def decided(context: AutoscalingContext, demands: Sequence[float], damping: Damping) -> tuple[int, State]:
+    """The number of replicas for demands at this time, and what Serve is to hand back at the next."""
     size, changes = context.target_num_replicas, (context.last_scale_up_time, context.last_scale_down_time)
     changed = max((at for at in changes if at is not None), default=None)
     kept = context.policy_state or {}
     wish = Wish(kept["size"], kept["since"]) if "size" in kept else None
-    verdict = damped(demand, size, wish, changed, context.current_time or 0.0, damping)
+    verdict = damped(sum(demands), size, wish, changed, context.current_time or 0.0, damping)
     state: State = {"size": verdict.wish.size, "since": verdict.wish.since} if verdict.wish else {}
     return verdict.size, state
 
 
-def _uses(context: AutoscalingContext, kind: type[UseT], window: float) -> list[UseT]:
-    """What the replicas have told of late; one that has told nothing yet is left out."""
-    told, names = context.raw_metrics or {}, [field.name for field in fields(kind)]
-    replicas = [replica for replica in context.running_replicas if all(told.get(name, {}).get(replica) for name in names)]
-    return [kind(**{name: _mean(told[name][replica], window) for name in names}) for replica in replicas]
+def _uses(context: AutoscalingContext, kind: type[UseT], window: float) -> list[UseT | None]:
+    """What each running replica has told of late; None for one that has told nothing yet, which is thought to be well used
+    rather than idle."""
+    raw, names = context.raw_metrics or {}, [field.name for field in fields(kind)]
+    told = [[raw.get(name, {}).get(replica, ()) for name in names] for replica in context.running_replicas]
+    means = [[_mean(points, window) for points in series] if all(series) else None for series in told]
+    return [None if values is None else kind(*values) for values in means]
 
 
 def _mean(points: Sequence[Point], window: float) -> float:

@@ -1,4 +1,4 @@
-"""The demo model on a local Ray, as examples/configs/ray/demo.yaml has it but on free ports; and load for it."""
+"""The demo model on a local Ray, as examples/configs/ray/demo.yaml has it but on free ports."""
 
 import json
 import os
@@ -8,7 +8,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,11 +17,8 @@ from typing import Any
 import httpx
 import yaml
 
-from eyas import LLM, SamplingParams
 from services.cluster import ROOT
-from tests.e2e.client import generate
 from tests.services.redis_server import free_port, running_redis
-from tests.tiny import DEMO
 
 CONFIG = ROOT / "examples" / "configs" / "ray" / "demo.yaml"
 # Ray's own way of saying: no reports, no passwords on localhost, and news of the replicas at once.
@@ -142,63 +139,3 @@ def stop(driver: subprocess.Popen[str]) -> None:
     except subprocess.TimeoutExpired:
         driver.kill()
         driver.wait()
-
-
-@dataclass(frozen=True)
-class Asked:
-    """A request and what plain decoding says to it."""
-
-    prompt: tuple[int, ...]
-    sampling: SamplingParams
-    expected: tuple[int, ...]
-
-
-def plainly(num_requests: int, max_tokens: int) -> list[Asked]:
-    """Requests with seeds of their own, decoded plainly in this process."""
-    lines = (DEMO / "prompts.jsonl").read_text().splitlines()
-    prompts = [tuple(json.loads(line)["token_ids"][:16]) for line in lines[:num_requests]]
-    samplings = [
-        SamplingParams(max_tokens=max_tokens, temperature=0.8 * (i % 2), seed=i, ignore_eos=True)
-        for i in range(num_requests)
-    ]
-    results = LLM(target=str(DEMO / "target")).generate(prompts, samplings)
-    return [Asked(p, s, tuple(r.token_ids)) for p, s, r in zip(prompts, samplings, results, strict=True)]
-
-
-class Load:
-    """Clients that ask one request after the other until the body ends, and what became of it.
-
-    pause: between two requests of a client, in seconds. failures: of any kind, a wrong token included.
-    """
-
-    def __init__(self, address: str, asked: Sequence[Asked], num_clients: int, pause: float = 0.0) -> None:
-        self._address, self._asked, self._pause = address, asked, pause
-        self._over = threading.Event()
-        self._threads = [threading.Thread(target=self._client, args=(i,)) for i in range(num_clients)]
-        self.num_answered = 0
-        self.num_drafted = 0
-        self.failures: list[str] = []
-
-    def __enter__(self) -> "Load":
-        for thread in self._threads:
-            thread.start()
-        return self
-
-    def __exit__(self, *raised: object) -> None:
-        self._over.set()
-        for thread in self._threads:
-            thread.join()
-
-    def _client(self, number: int) -> None:
-        while not self._over.wait(self._pause):
-            asked = self._asked[number % len(self._asked)]
-            number += 1
-            try:
-                out = generate(self._address, asked.prompt, asked.sampling)
-            except Exception as error:
-                self.failures.append(f"{type(error).__name__}: {error}")
-                continue
-            self.num_answered += 1
-            self.num_drafted += out.stats.num_drafted
-            if tuple(out.token_ids) != asked.expected:
-                self.failures.append(f"{out.token_ids} instead of {asked.expected}")

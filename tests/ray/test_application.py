@@ -12,14 +12,14 @@ from eyas.errors import InvalidRequest
 from eyas.rpc.messages import NO_DRAFTER
 from services.registry import Registry
 from tests.e2e.client import generate
-from tests.ray.application import Asked, Load, RayApplication, plainly, running_application
+from tests.ray.application import RayApplication, running_application
+from tests.ray.load import Asked, breathe, plainly
 
 pytest.importorskip("ray.serve", reason="needs Ray: pip install 'eyas[ray]'")
 
 pytestmark = pytest.mark.timeout(300)
 
 ENDLESS = SamplingParams(max_tokens=1500, temperature=0, ignore_eos=True)
-WORKERS = ("Verifier", "Draft")
 
 
 @pytest.fixture(scope="module")
@@ -86,15 +86,6 @@ def busy(application: RayApplication) -> int:
 def test_pools_grow_under_load_and_shrink_in_quiet_and_no_request_fails(
     application: RayApplication, asked: list[Asked]
 ) -> None:
-    with Load(application.grpc, asked, num_clients=1, pause=2.0) as quiet:
-        with Load(application.grpc, asked, num_clients=6) as rush:
-            application.wait(lambda: application.running(*WORKERS) == [2, 2], 90, "the pools did not grow")
-            seen = rush.num_answered
-            application.wait(lambda: rush.num_answered > seen + 12, 30, "the grown pools do not serve")
-        application.wait(
-            lambda: application.running(*WORKERS) == [1, 1] and application.settled(*WORKERS), 90, "the pools did not shrink"
-        )
-        seen = quiet.num_answered
-        application.wait(lambda: quiet.num_answered > seen + 1, 30, "the shrunk pools do not serve")
-    assert rush.failures + quiet.failures == []
-    assert rush.num_drafted > 0
+    breath = breathe(application, asked)
+    assert breath.failures == []
+    assert breath.num_drafted > 0

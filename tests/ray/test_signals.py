@@ -1,7 +1,6 @@
 """Signals are read from what the services themselves tell, and make demands that rise with the work."""
 
 import asyncio
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -17,7 +16,7 @@ from eyas.errors import ConfigError, RequestFailed
 from eyas.telemetry.process import Telemetry, telemetry
 from services.draft.telemetry import DraftTelemetry
 from services.lifecycle import Host
-from services.ray.demand import DraftUse, VerifierUse, draft_demand, verifier_demand
+from services.ray.demand import DraftUse, VerifierUse
 from services.ray.hosting import Hosted
 from services.ray.signals import DraftSignals, VerifierSignals
 from services.verifier.telemetry.observer import VerifierTelemetry
@@ -50,7 +49,7 @@ def test_a_drafter_tells_what_happened_since_the_last_look() -> None:
         observer = DraftTelemetry(own)
         signals = DraftSignals(registry, patience=0.12, clock=lambda: now[0])
         observer.answered([0.01] * 6 + [0.3, 0.4])
-        observer.drafted([], [], time.time_ns(), time.time_ns() + 3 * 10**9)
+        observer.drafted([], [], 7 * 10**9, 10 * 10**9)
         now[0] += 4.0
         use = DraftUse(**signals.read())
         assert (use.occupancy, use.answers, use.late) == pytest.approx((0.75, 2.0, 0.5))
@@ -61,7 +60,7 @@ def test_a_drafter_tells_what_happened_since_the_last_look() -> None:
 @given(USES, st.sampled_from(["used_slots", "queued_slots", "num_requests"]), NUMBERS)
 def test_more_work_never_asks_for_fewer_verifiers(use: VerifierUse, name: str, more: float) -> None:
     busier = replace(use, **{name: getattr(use, name) + more})
-    assert verifier_demand([use]) <= verifier_demand([busier]) <= verifier_demand([busier, use])
+    assert 0 <= use.demand <= busier.demand
 
 
 @given(st.floats(0, 3), NUMBERS, st.floats(0, 1), st.floats(0, 1), st.floats(0.01, 1))
@@ -69,8 +68,7 @@ def test_lateness_adds_to_what_drafters_are_asked_within_bounds(
     occupancy: float, answers: float, one: float, other: float, late_share: float
 ) -> None:
     few, many = (DraftUse(occupancy, answers, answers * share) for share in sorted((one, other)))
-    assert 0 <= draft_demand([few], late_share) <= draft_demand([many], late_share) <= 2
-    assert draft_demand([few], late_share) >= min(occupancy, 2)
+    assert min(occupancy, 2) <= few.demand(late_share) <= many.demand(late_share) <= 2
 
 
 def test_a_hosted_service_is_ready_stops_when_told_and_shows_its_failure() -> None:
