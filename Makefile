@@ -22,7 +22,7 @@ SHELL := bash
 .SHELLFLAGS := -eu -o pipefail -c
 MAKEFLAGS += --no-print-directory
 .DEFAULT_GOAL := help
-.PHONY: help setup demo up bench test soak ray lint format protos prometheus clean
+.PHONY: help setup demo up bench test soak ray lint format protos chart images rehearsal prometheus clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' Makefile
@@ -73,6 +73,17 @@ format: $(READY) ## format the code and mend what ruff can mend
 protos: $(READY) ## regenerate eyas/v1 from protos/
 	@PATH="$(BIN):$$PATH" $(BIN)/python -m grpc_tools.protoc -I protos --python_out=$(STUBS) --grpc_python_out=$(STUBS) \
 		--mypy_out=quiet:$(STUBS) --mypy_grpc_out=quiet:$(STUBS) $(PROTOS)
+
+chart: $(READY) ## regenerate the Helm chart's schema, table of values and dashboards, then lint it
+	@$(BIN)/python -m deploy.generate
+	@helm=$$($(BIN)/python -m deploy.binaries); for values in deploy/helm/values/*.yaml; do \
+		"$$helm" lint --strict --quiet deploy/helm --values "$$values"; done
+
+images: ## build the images with docker, podman or buildah; TAG names them, PIP_EXTRA_INDEX_URL adds a source of packages
+	@bash deploy/docker/build.sh
+
+rehearsal: $(READY) ## run the steps of the Dockerfiles here, in fresh environments, and start the services in them
+	@$(BIN)/python -m pytest -q tests/deploy/images/rehearsal.py
 
 prometheus: $(READY) ## fetch Debian's Prometheus into .venv, for the tests of alerts and dashboards
 	@command -v prometheus promtool >/dev/null || [ -x $(VENV)/prometheus/usr/bin/promtool ] || { mkdir -p $(VENV)/prometheus && \

@@ -21,10 +21,13 @@ import typer
 
 from eyas.config import ServerConfig, TelemetryConfig, describe, load
 from eyas.errors import ConfigError, EyasError
-from eyas.rpc.messages import ModelInfo
+from eyas.rpc.messages import Lease, Load, ModelInfo, Role
 from eyas.rpc.server import RpcServer
+from eyas.rpc.worker_wire import status_to_message
 from eyas.telemetry.logs import configure_logging
-from services.registry import Lease, Load, Registry, Role
+from eyas.v1 import worker_pb2
+from eyas.v1.worker_pb2_grpc import WorkerServicer, add_WorkerServicer_to_server
+from services.registry import Registry
 
 
 class ServiceConfig(Protocol):
@@ -39,6 +42,8 @@ class ServiceConfig(Protocol):
 ConfigT = TypeVar("ConfigT", bound=ServiceConfig)
 
 log = logging.getLogger(__name__)
+
+WORKER_SERVICE = worker_pb2.DESCRIPTOR.services_by_name["Worker"].full_name
 
 _EVERYWHERE = ("0.0.0.0", "[::]")
 
@@ -94,28 +99,53 @@ PROCESS = Process()
 
 @dataclass(frozen=True)
 class WorkerPresence:
-    """A verifier or draft service: SERVING, with a lease that follows its load."""
+    """A verifier or draft service: SERVING, telling its state to those who ask, and with a lease where there is a registry.
+
+    Construct it before the server starts. registry: None where others find workers without one. zone, prefixes: see Lease.
+    """
 
     server: RpcServer
-    registry: Registry
+    registry: Registry | None
     role: Role
     model: ModelInfo
     load: Callable[[], Load]
+    zone: str = ""
+    prefixes: Callable[[], frozenset[int]] = frozenset
     incarnation: str = field(default_factory=lambda: uuid.uuid4().hex)
+
+    def __post_init__(self) -> None:
+        add_WorkerServicer_to_server(_Worker(self), self.server.aio)
+
+    def lease(self, address: str) -> Lease:
+        """The present state, as found at `address`."""
+        return Lease(self.role, address, self.incarnation, self.model, self.load(), self.zone, self.prefixes())
 
     async def enter(self, address: str) -> None:
         """Answer health checks with SERVING and publish the lease. Raises ConfigError if nobody can dial `address`."""
         host, _, _ = address.rpartition(":")
-        if host in _EVERYWHERE:
+        if self.registry and host in _EVERYWHERE:
             raise ConfigError(f"server.host {host} listens everywhere; set server.advertise to the host others can dial")
         await self.server.set_serving(True)
-        await self.registry.publish(lambda: Lease(self.role, address, self.incarnation, self.model, self.load()))
+        if self.registry:
+            await self.registry.publish(lambda: self.lease(address))
 
     async def leave(self) -> None:
         """Answer NOT_SERVING first, then take the lease back."""
         await self.server.set_serving(False)
-        await self.registry.withdraw()
-        await self.registry.close()
+        if self.registry:
+            await self.registry.withdraw()
+            await self.registry.close()
+
+
+class _Worker(WorkerServicer):
+    """The state of a worker, for those who ask it itself."""
+
+    def __init__(self, presence: WorkerPresence) -> None:
+        self._presence = presence
+
+    async def Status(self, request: worker_pb2.StatusRequest, context: Any) -> worker_pb2.WorkerStatus:  # noqa: N802
+        """Who is there, and how busy."""
+        return status_to_message(self._presence.lease(""))
 
 
 async def serve(

@@ -12,7 +12,7 @@ import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal, TypeVar
+from typing import TypeVar, get_args
 
 from pydantic import TypeAdapter, ValidationError
 from redis.asyncio import Redis
@@ -22,35 +22,14 @@ from redis.exceptions import RedisError
 
 from eyas.config import RegistryConfig, masked
 from eyas.errors import ConfigError, Unavailable
-from eyas.rpc.messages import ModelInfo
+from eyas.rpc.messages import Lease, Role
+from services.background import every, stop
 
-Role = Literal["verifier", "draft"]
 ResultT = TypeVar("ResultT")
 
 PLACEMENT_SECONDS = 3600
-_CANCEL_SECONDS = 0.1
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Load:
-    """How busy a worker is: sequences in a step, sequences in the queue, free token slots."""
-
-    num_running: int = 0
-    num_waiting: int = 0
-    free_slots: int = 0
-
-
-@dataclass(frozen=True)
-class Lease:
-    """A worker that was alive a moment ago. incarnation names one start of its process."""
-
-    role: Role
-    address: str
-    incarnation: str
-    model: ModelInfo
-    load: Load = Load()
 
 
 @dataclass(frozen=True)
@@ -73,22 +52,27 @@ class Registry:
         self._beating: asyncio.Task[None] | None = None
         self._watching: asyncio.Task[None] | None = None
         self._published: Lease | None = None
+        self._roles: tuple[Role, ...] = ()
         self._known: dict[Role, tuple[Lease, ...]] = {}
         self._reachable = True
         self._settled_at = 0.0
 
     async def publish(self, lease: Callable[[], Lease]) -> None:
-        """Write the lease now and again at every heartbeat, asking `lease` for its present state, until `withdraw`."""
+        """Write the lease now and again at every heartbeat, asking `lease` for its present state, until `withdraw`.
+
+        Other processes' leases with the same address go: whoever listens there now is the only one who does.
+        """
 
         async def beat() -> None:
             await self._attempt(lambda: self._write(lease()))
 
+        await self._attempt(lambda: self._replace(lease()))
         await beat()
-        self._beating = asyncio.create_task(_every(self._config.heartbeat, beat), name="heartbeat")
+        self._beating = asyncio.create_task(every(self._config.heartbeat, beat), name="heartbeat")
 
     async def withdraw(self) -> None:
         """Stop the heartbeat and remove the lease at once."""
-        await _cancel(self._beating)
+        await stop(self._beating)
         self._beating = None
         lease, self._published = self._published, None
         if lease is not None:
@@ -102,10 +86,14 @@ class Registry:
             raise Unavailable(f"no answer from the registry at {masked(self._config.url)}: {error}") from error
 
     async def watch(self, *roles: Role) -> None:
-        """Read the leases of `roles` now and keep them fresh in the background; `known` gives them."""
-        await self._refresh(roles)
-        refresh = partial(self._refresh, roles)
-        self._watching = asyncio.create_task(_every(self._config.heartbeat, refresh), name="registry")
+        """Read the leases of `roles` now and keep them fresh in the background; `known` gives them.
+
+        May be called again for further roles; without any it only notices when Redis goes and comes back.
+        """
+        self._roles = tuple(dict.fromkeys((*self._roles, *roles)))
+        await self._refresh()
+        if self._watching is None:
+            self._watching = asyncio.create_task(every(self._config.heartbeat, self._refresh), name="registry")
 
     def known(self, role: Role) -> tuple[Lease, ...]:
         """The last known leases of a watched role."""
@@ -128,12 +116,14 @@ class Registry:
 
     async def close(self) -> None:
         """Stop all background work and the connection; the lease, if any, is left to run out."""
-        await _cancel(self._beating)
-        await _cancel(self._watching)
+        await stop(self._beating)
+        await stop(self._watching)
         await self._redis.aclose()
 
-    async def _refresh(self, roles: tuple[Role, ...]) -> None:
-        for role in roles:
+    async def _refresh(self) -> None:
+        if not self._roles:
+            await self._attempt(self._redis.ping)
+        for role in self._roles:
             fresh = await self._attempt(partial(self._read, role))
             if fresh is not None:
                 self._known[role] = (*fresh, *self._unsettled(role, fresh))
@@ -142,8 +132,12 @@ class Registry:
         """Leases missing from a Redis that has just come back, perhaps empty, are kept until each could beat again."""
         if time.monotonic() >= self._settled_at:
             return []
-        listed = {lease.incarnation for lease in fresh} | {lease.address for lease in fresh}
-        return [known for known in self.known(role) if not listed & {known.incarnation, known.address}]
+        listed, processes = {lease.incarnation for lease in fresh}, {lease.address: lease.process for lease in fresh}
+        return [
+            known
+            for known in self.known(role)
+            if known.incarnation not in listed and processes.get(known.address, known.process) == known.process
+        ]
 
     async def _write(self, lease: Lease) -> None:
         self._published = lease
@@ -151,6 +145,12 @@ class Registry:
             pipe.set(_lease_key(lease.role, lease.incarnation), _LEASES.dump_json(lease), px=int(self._config.ttl * 1000))
             pipe.sadd(_index_key(lease.role), lease.incarnation)
             await pipe.execute()
+
+    async def _replace(self, lease: Lease) -> None:
+        for role in get_args(Role):
+            for other in await self._read(role):
+                if other.address == lease.address and other.process != lease.process:
+                    await self._erase(other)
 
     async def _erase(self, lease: Lease) -> None:
         async with self._redis.pipeline() as pipe:
@@ -211,22 +211,6 @@ def _parsed(values: list[str]) -> list[Lease]:
         except ValidationError as error:
             log.warning("ignored a lease that does not parse: %s", error)
     return leases
-
-
-async def _every(seconds: float, step: Callable[[], Awaitable[None]]) -> None:
-    while True:
-        await asyncio.sleep(seconds)
-        try:
-            await step()
-        except Exception:
-            log.exception("a look at the registry failed; trying again")
-
-
-async def _cancel(task: asyncio.Task[None] | None) -> None:
-    """End a task, however often it takes: a lost connection may swallow a cancellation that meets it half-way."""
-    while task is not None and not task.done():
-        task.cancel()
-        await asyncio.wait([task], timeout=_CANCEL_SECONDS)
 
 
 def _lease_key(role: Role, incarnation: str) -> str:

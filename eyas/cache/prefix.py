@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from eyas.cache.announce import cached_blocks
 from eyas.cache.radix import Node, RadixTree, Tokens
 from eyas.cache.slots import SlotAllocator, Slots
 
@@ -76,6 +77,10 @@ class PrefixCache:
     def release(self, prefix: Prefix, used: float) -> None:
         """Hold a prefix no longer. used: until when it was, or will be, of use; the smallest is evicted first."""
         self._tree.release(prefix.node, used)
+
+    def blocks(self, limit: int) -> list[int]:
+        """Hashes of at most `limit` cached blocks, the most useful ones; see eyas.prefixes."""
+        return cached_blocks(self._tree, limit)
 
     def check(self, owners: list[Slots], prefixes: Sequence[Prefix]) -> None:
         """Assert that every slot is free, cached, or with exactly one of `owners`, and that only `prefixes` are held."""

@@ -3,6 +3,7 @@ part."""
 
 from eyas.config.doors import HttpConfig, KeysConfig, TlsConfig
 from eyas.config.drafting import AheadConfig, EagleConfig, TreeConfig
+from eyas.config.fleet import DiscoveryConfig, DiscoveryKind, EjectionConfig, KubernetesConfig, PlacementConfig
 from eyas.config.methods import (
     EAGLE_PATHS,
     Eagle1Config,
@@ -35,19 +36,24 @@ from eyas.config.values import (
 __all__ = [
     "EAGLE_PATHS",
     "AheadConfig",
+    "DiscoveryConfig",
+    "DiscoveryKind",
     "DraftConfig",
     "DraftLinkConfig",
     "DraftedModel",
     "Dtype",
     "Eagle1Config",
     "EagleConfig",
+    "EjectionConfig",
     "EngineConfig",
     "HttpConfig",
     "KeysConfig",
+    "KubernetesConfig",
     "LogFormat",
     "LookaheadConfig",
     "MethodsConfig",
     "OffsetsConfig",
+    "PlacementConfig",
     "Probe",
     "PromptLookupConfig",
     "RegistryConfig",

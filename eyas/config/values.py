@@ -11,6 +11,7 @@ from typing import Literal, get_args
 from eyas.config.checks import above_zero, at_least, require
 from eyas.config.doors import HttpConfig, KeysConfig, TlsConfig
 from eyas.config.drafting import EagleConfig, TreeConfig
+from eyas.config.fleet import DiscoveryConfig, EjectionConfig, PlacementConfig
 from eyas.config.methods import MethodsConfig
 from eyas.config.telemetry import TelemetryConfig
 
@@ -71,6 +72,7 @@ class ServerConfig:
 
     linger_seconds: how long a service that stops still takes calls after it has told others to send none.
     drain_seconds: how long running calls may go on after that.
+    zone: where this machine is, in the cluster's own words; workers of the same zone are preferred. May be empty.
     """
 
     host: str = "127.0.0.1"
@@ -78,6 +80,7 @@ class ServerConfig:
     advertise: str = ""
     linger_seconds: float = 0.0
     drain_seconds: float = 30.0
+    zone: str = ""
 
     def __post_init__(self) -> None:
         require(0 <= self.port <= 65535, f"port is {self.port}; it must lie in [0, 65535]")
@@ -86,7 +89,10 @@ class ServerConfig:
 
 @dataclass(frozen=True)
 class RegistryConfig:
-    """Where leases are kept, and how long they live without a heartbeat, in seconds."""
+    """Where leases and placements are kept, and how long leases live without a heartbeat, in seconds.
+
+    url: may be empty where discovery needs no registry; sessions are then remembered by each router alone.
+    """
 
     url: str = "redis://127.0.0.1:6379/0"
     ttl: float = 5.0
@@ -139,6 +145,7 @@ class VerifierConfig:
     link: DraftLinkConfig = field(default_factory=DraftLinkConfig)
     server: ServerConfig = field(default_factory=ServerConfig)
     registry: RegistryConfig = field(default_factory=RegistryConfig)
+    discovery: DiscoveryConfig = field(default_factory=DiscoveryConfig)
     telemetry: TelemetryConfig = field(default_factory=TelemetryConfig)
 
     def __post_init__(self) -> None:
@@ -181,6 +188,7 @@ class DraftConfig:
     more: tuple[DraftedModel, ...] = ()
     server: ServerConfig = field(default_factory=ServerConfig)
     registry: RegistryConfig = field(default_factory=RegistryConfig)
+    discovery: DiscoveryConfig = field(default_factory=DiscoveryConfig)
     telemetry: TelemetryConfig = field(default_factory=TelemetryConfig)
 
     def __post_init__(self) -> None:
@@ -222,6 +230,9 @@ class RouterConfig:
     keys: KeysConfig = field(default_factory=KeysConfig)
     tls: TlsConfig = field(default_factory=TlsConfig)
     registry: RegistryConfig = field(default_factory=RegistryConfig)
+    discovery: DiscoveryConfig = field(default_factory=DiscoveryConfig)
+    placement: PlacementConfig = field(default_factory=PlacementConfig)
+    ejection: EjectionConfig = field(default_factory=EjectionConfig)
     telemetry: TelemetryConfig = field(default_factory=TelemetryConfig)
 
     def __post_init__(self) -> None:

@@ -123,7 +123,8 @@ def _growing(parts: Parts, head: EagleHead) -> LocalDrafter:
     from eyas.drafters.eagle.ahead import AheadDrafter
     from eyas.drafters.eagle.drafter import EagleDrafter
 
-    drafter = EagleDrafter(head, parts.tree, parts.eagle)
+    levels = parts.eagle.levels or parts.tree.depth
+    drafter = EagleDrafter(head, replace(parts.tree, depth=min(levels, parts.tree.depth)), parts.eagle)
     return AheadDrafter(drafter, parts.eagle.ahead) if parts.eagle.ahead.rows else drafter
 
 

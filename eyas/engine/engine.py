@@ -124,6 +124,15 @@ class Engine:
         )
 
     @property
+    def max_running(self) -> int:
+        """Most sequences in a step."""
+        return self._scheduler.max_running
+
+    def cached_blocks(self, limit: int) -> list[int]:
+        """Hashes of at most `limit` blocks of the prefix cache, the most useful ones; see eyas.prefixes."""
+        return self._scheduler.cached_blocks(limit)
+
+    @property
     def vocab_size(self) -> int:
         return self._runner.target.vocab_size
 

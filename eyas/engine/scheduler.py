@@ -114,6 +114,10 @@ class Scheduler:
         return bool(self._by_id)
 
     @property
+    def max_running(self) -> int:
+        return self._config.max_running
+
+    @property
     def num_running(self) -> int:
         return len(self._running)
 
@@ -144,6 +148,10 @@ class Scheduler:
     def moves(self) -> tuple[Seq[str], Seq[str]]:
         """Ids of the requests that the last `schedule` let run, and of those that it sent back."""
         return self._began, self._preempted
+
+    def cached_blocks(self, limit: int) -> list[int]:
+        """Hashes of at most `limit` blocks of the prefix cache; see eyas.prefixes."""
+        return self._cache.blocks(limit)
 
     def check(self) -> None:
         """Assert that every slot is free, cached, or owned by exactly one running sequence. Valid between steps."""

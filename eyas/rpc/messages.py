@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from eyas.commit import Commit, Refusal, TensorBytes
 from eyas.request import Chunk, GenerationStats, Request
 from eyas.tree import DraftTree
+
+Role = Literal["verifier", "draft"]
 
 # What ModelInfo.head_fingerprint says of drafts that are made without features.
 NO_FEATURES = "none"
@@ -57,6 +60,42 @@ class ModelInfo:
 
 
 @dataclass(frozen=True)
+class Load:
+    """How busy a worker is: sequences in a step, sequences in the queue, free token slots.
+
+    max_running: most sequences in a step; 0 where there is no such limit. step_seconds: how long the present step has taken.
+    """
+
+    num_running: int = 0
+    num_waiting: int = 0
+    free_slots: int = 0
+    max_running: int = 0
+    step_seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class Lease:
+    """A worker that was alive a moment ago. incarnation names one start of its process; of several workers in one process,
+    each has a name of its own behind a slash.
+
+    zone: where it is, may be empty. prefixes: hashes of the token blocks that it has cached, see eyas.prefixes.
+    """
+
+    role: Role
+    address: str
+    incarnation: str
+    model: ModelInfo
+    load: Load = Load()
+    zone: str = ""
+    prefixes: frozenset[int] = frozenset()
+
+    @property
+    def process(self) -> str:
+        """The part of the incarnation that workers of one process share."""
+        return self.incarnation.partition("/")[0]
+
+
+@dataclass(frozen=True)
 class GenerateCall:
     """A request as a client sends it.
 
@@ -66,6 +105,7 @@ class GenerateCall:
     drafter: from the router, host:port of the drafter that it picked, empty where none is available now; from a client,
     empty; from both, NO_DRAFTER for plain decoding.
     trace: W3C trace context of the caller, as metadata of the call; it is no part of the message.
+    fingerprint: from the router, of the target that it means; another one refuses the call.
     """
 
     request: Request
@@ -73,6 +113,7 @@ class GenerateCall:
     model: str = ""
     drafter: str = ""
     trace: tuple[tuple[str, str], ...] = ()
+    fingerprint: str = ""
 
 
 @dataclass(frozen=True)

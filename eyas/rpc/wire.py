@@ -89,6 +89,7 @@ def call_to_message(call: GenerateCall) -> generation_pb2.GenerateRequest:
             drafter=call.drafter,
             emitted=request.emitted,
             priority=request.priority,
+            fingerprint=call.fingerprint,
         )
         if call.prompt_text is None:
             message.tokens.CopyFrom(types_pb2.TokenIds(ids=request.prompt_ids))
@@ -114,6 +115,7 @@ def call_from_message(message: generation_pb2.GenerateRequest) -> GenerateCall:
         prompt_text=message.text if message.WhichOneof("prompt") == "text" else None,
         model=message.model,
         drafter=message.drafter,
+        fingerprint=message.fingerprint,
     )
 
 

@@ -34,6 +34,7 @@ class GenerateRequest(_message.Message):
     DRAFTER_FIELD_NUMBER: _builtins.int
     PRIORITY_FIELD_NUMBER: _builtins.int
     EMITTED_FIELD_NUMBER: _builtins.int
+    FINGERPRINT_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Chosen by the client to recognise the request in logs; one is made up if empty."""
     session_id: _builtins.str
@@ -51,6 +52,8 @@ class GenerateRequest(_message.Message):
     """0 is normal, higher is more urgent; within a priority the first comes first."""
     emitted: _builtins.int
     """How many tokens at the end of the prompt are output of this request from before it moved here."""
+    fingerprint: _builtins.str
+    """Digest of the target that must serve this; another one answers UNAVAILABLE. Empty for any; the router sets it."""
     @_builtins.property
     def tokens(self) -> _types_pb2.TokenIds:
         """As token ids."""
@@ -71,10 +74,11 @@ class GenerateRequest(_message.Message):
         drafter: _builtins.str = ...,
         priority: _builtins.int = ...,
         emitted: _builtins.int = ...,
+        fingerprint: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["prompt", b"prompt", "sampling", b"sampling", "text", b"text", "tokens", b"tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["drafter", b"drafter", "emitted", b"emitted", "model", b"model", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "sampling", b"sampling", "session_id", b"session_id", "text", b"text", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["drafter", b"drafter", "emitted", b"emitted", "fingerprint", b"fingerprint", "model", b"model", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "sampling", b"sampling", "session_id", b"session_id", "text", b"text", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_prompt: _TypeAlias = _typing.Literal["text", "tokens"]  # noqa: Y015
     _WhichOneofArgType_prompt: _TypeAlias = _typing.Literal["prompt", b"prompt"]  # noqa: Y015

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import uuid
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -14,17 +15,17 @@ from eyas.drafters.base import LocalDrafter
 from eyas.drafters.build import build_drafter, features_digest
 from eyas.errors import RequestFailed
 from eyas.models.checkpoint import read_target_config, resolve, target_fingerprint
-from eyas.rpc.messages import DrafterInfo, ModelInfo
+from eyas.rpc.messages import DrafterInfo, Load, ModelInfo
 from eyas.rpc.server import RpcServer
 from eyas.telemetry.process import telemetry
 from eyas.v1 import draft_pb2, draft_pb2_grpc
+from services.discovery.build import lease_registry
 from services.draft.choice import check_distinct
 from services.draft.presence import Presences
 from services.draft.servicer import DraftServicer
 from services.draft.telemetry import DraftTelemetry
 from services.draft.worker import DraftWorker
-from services.lifecycle import PROCESS, Host, WorkerPresence, main, serve
-from services.registry import Load, Registry
+from services.lifecycle import PROCESS, WORKER_SERVICE, Host, WorkerPresence, main, serve
 
 
 @dataclass(frozen=True)
@@ -72,10 +73,11 @@ async def serve_drafters(
         servicer = DraftServicer(workers)
         draft_pb2_grpc.add_DraftServicer_to_server(servicer, server.aio)
         server.before_stop(servicer.close)
-        names = [draft_pb2.DESCRIPTOR.services_by_name["Draft"].full_name]
+        names = [draft_pb2.DESCRIPTOR.services_by_name["Draft"].full_name, WORKER_SERVICE]
+        process = uuid.uuid4().hex
+        presences = [_presence(config, server, worker, f"{process}/{n}") for n, worker in enumerate(workers)]
         try:
-            presences = Presences([_presence(config, server, worker) for worker in workers])
-            await serve(server, names, config.server, presences, host=host)
+            await serve(server, names, config.server, Presences(presences), host=host)
         except asyncio.CancelledError:
             if not any(worker.broken for worker in workers):
                 raise
@@ -83,8 +85,10 @@ async def serve_drafters(
             raise RequestFailed("the drafter broke; the log has the traceback") from None
 
 
-def _presence(config: DraftConfig, server: RpcServer, worker: DraftWorker) -> WorkerPresence:
-    return WorkerPresence(server, Registry(config.registry), "draft", worker.info.model, lambda: _load(worker))
+def _presence(config: DraftConfig, server: RpcServer, worker: DraftWorker, incarnation: str) -> WorkerPresence:
+    registry, zone = lease_registry(config.discovery, config.registry), config.server.zone
+    model = worker.info.model
+    return WorkerPresence(server, registry, "draft", model, lambda: _load(worker), zone, incarnation=incarnation)
 
 
 def describe(model: DraftedModel, drafter: LocalDrafter) -> DrafterInfo:

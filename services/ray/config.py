@@ -90,6 +90,9 @@ class RayConfig:
             not self.router.tls.certificate,
             "router.tls is not for Ray, whose proxies are the doors; give Serve's http_options the certificate",
         )
+        for name, config in (("router", self.router), ("verifier", self.verifier), ("draft", self.draft)):
+            kind = config.discovery.kind if config else "redis"
+            require(kind == "redis", f"{name}.discovery.kind is {kind}; on Ray workers are found by their leases: redis")
 
 
 def read(args: Mapping[str, Any]) -> RayConfig:

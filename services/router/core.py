@@ -12,8 +12,9 @@ from eyas.config import RouterConfig
 from eyas.errors import ConfigError
 from eyas.telemetry.process import telemetry
 from eyas.text import load_tokenizer
-from services.registry import Registry
+from services.discovery.build import build_discovery, session_registry
 from services.router.access.keys import Keys
+from services.router.fleet.memory import Sessions
 from services.router.front import Front
 from services.router.http.app import build_app
 from services.router.http.chat import load_template
@@ -44,14 +45,17 @@ async def router_core(config: RouterConfig, keys: Keys, health: Health) -> Async
     tokenizers = {model.name: load_tokenizer(model.tokenizer) for model in config.models}
     templates = {model.name: load_template(model) for model in config.models}
     with telemetry(config.telemetry, "router") as own:
-        observer, registry = RouterTelemetry(own), Registry(config.registry)
-        workers = Workers(registry, suspicion=config.registry.ttl)
-        observer.watch(registry.known)
-        relay = Relay(workers, registry, config.stall_timeout, observer)
+        observer, registry = RouterTelemetry(own), session_registry(config.discovery, config.registry)
+        discovery = build_discovery(config.discovery, registry)
+        workers = Workers(discovery, config.placement, config.ejection, config.server.zone)
+        observer.watch(discovery.known)
+        relay = Relay(workers, Sessions(registry), config.stall_timeout, observer)
         front = Front(tokenizers, workers, relay, config.request_timeout, observer)
-        presence = RouterPresence(health, registry, workers, config.registry.heartbeat / 4)
+        presence = RouterPresence(health, discovery, workers, config.registry.heartbeat / 4, registry)
         try:
             yield Core(front, build_app(front, templates, presence, keys), presence)
         finally:
             await workers.close()
-            await registry.close()
+            await discovery.close()
+            if registry:
+                await registry.close()

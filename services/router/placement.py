@@ -1,14 +1,22 @@
-"""Which verifier and which drafter a request goes to: filter -> score -> pick, in ints. Knows no network and no text.
+"""Which verifier and which drafter a request goes to: filter -> score -> pick. Knows no network and no text.
 
 Every stage is a pure function of what was last known of the fleet.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from bisect import bisect_left
+from collections.abc import Container, Mapping, Sequence
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from typing import NamedTuple
 
-from services.registry import Lease, Placement
+from eyas.config import PlacementConfig
+from eyas.rpc.messages import Lease
+from services.registry import Placement
+from services.router.fleet.bounds import Room, room_among
+
+NOTHING: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -17,7 +25,7 @@ class Demand:
 
     num_slots: tokens of prompt and output together. last: where the session's last request ran, if it had one.
     excluded: incarnations that have failed this request. fingerprint: the target that began it; empty until one has.
-    wants_drafter: false asks for plain decoding.
+    wants_drafter: false asks for plain decoding. session: may be empty. blocks: hashes of the prompt's blocks.
     """
 
     model: str
@@ -26,6 +34,8 @@ class Demand:
     last: Placement | None = None
     excluded: frozenset[str] = frozenset()
     fingerprint: str = ""
+    session: str = ""
+    blocks: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -40,63 +50,149 @@ class Pair:
 class Fleet:
     """What is known of the workers. in_flight: this router's own requests by incarnation, fresher than any lease.
 
-    suspects: incarnations that failed a request a moment ago.
+    suspects: incarnations that failed a moment ago. sent: by incarnation, hashes of the blocks that this router sent there.
+    zone: the router's own; may be empty.
     """
 
     verifiers: Sequence[Lease]
     drafters: Sequence[Lease]
     in_flight: Mapping[str, int]
     suspects: frozenset[str] = frozenset()
+    sent: Mapping[str, Container[int]] = field(default_factory=dict)
+    zone: str = ""
+
+    def busy(self, worker: Lease) -> int:
+        """Requests there, as far as anybody has told."""
+        return max(worker.load.num_running + worker.load.num_waiting, self.in_flight.get(worker.incarnation, 0))
 
 
-@dataclass(frozen=True, order=True)
-class Score:
-    """Smaller is better; earlier fields weigh more."""
+class Rank(NamedTuple):
+    """The least one is picked; earlier fields decide first."""
 
-    suspect: int
-    away_from_session: int
-    missing_slots: int
-    busy: int
-    without_drafter: int
-    drafter_away_from_session: int
-    drafter_busy: int
+    suspect: bool
+    full: bool
+    cost: float
     taken_slots: int
+    incarnation: str
 
 
-def candidates(fleet: Fleet, demand: Demand) -> list[Pair]:
-    """Filter: every pair that can serve the request; a verifier without a fitting drafter stands alone."""
-    pairs: list[Pair] = []
-    for verifier in fleet.verifiers:
-        if verifier.model.name != demand.model or verifier.incarnation in demand.excluded:
-            continue
-        if demand.num_slots > verifier.model.context_length:
-            continue
-        if demand.fingerprint and verifier.model.fingerprint != demand.fingerprint:
-            continue
-        drafters = [d for d in fleet.drafters if demand.wants_drafter and verifier.model.is_drafted_by(d.model)]
-        pairs += [Pair(verifier, drafter) for drafter in drafters] or [Pair(verifier)]
-    return pairs
+def pick(fleet: Fleet, demand: Demand, config: PlacementConfig) -> Pair | None:
+    """The verifier with the best score, and the drafter that suits it best; None if no verifier can serve the request.
+
+    Suspects come last, and workers at their bound come before them only: no affinity overloads a worker.
+    """
+    verifiers = fitting(fleet, demand)
+    if not verifiers:
+        return None
+    room = _room(fleet, verifiers, config)
+    drafting = _Drafting(fleet, demand, config)
+    home = _home(demand, [verifier for verifier in verifiers if room.has(verifier)], config)
+
+    def rank(verifier: Lease) -> Rank:
+        drafter = drafting.idleness(verifier)
+        value = _score(fleet, demand, config, verifier, room.share(verifier), drafter, verifier is home)
+        suspect, full = verifier.incarnation in fleet.suspects, not room.has(verifier)
+        return Rank(suspect, full, -value, -verifier.load.free_slots, verifier.incarnation)
+
+    verifier = min(verifiers, key=rank)
+    return Pair(verifier, drafting.best(verifier))
 
 
-def score(fleet: Fleet, demand: Demand, pair: Pair) -> Score:
-    """How far a pair is from ideal for the request."""
-    verifier, drafter, last = pair.verifier, pair.drafter, demand.last
-    return Score(
-        suspect=int(verifier.incarnation in fleet.suspects),
-        away_from_session=int(last is not None and last.verifier != verifier.incarnation),
-        missing_slots=max(0, demand.num_slots - verifier.load.free_slots),
-        busy=_busy(fleet, verifier),
-        without_drafter=int(drafter is None),
-        drafter_away_from_session=int(last is not None and drafter is not None and last.drafter != drafter.incarnation),
-        drafter_busy=_busy(fleet, drafter) if drafter else 0,
-        taken_slots=-verifier.load.free_slots,
-    )
+def fitting(fleet: Fleet, demand: Demand) -> list[Lease]:
+    """Filter: every verifier that can serve the request."""
+    return [
+        verifier
+        for verifier in fleet.verifiers
+        if verifier.model.name == demand.model
+        and demand.num_slots <= verifier.model.context_length
+        and verifier.incarnation not in demand.excluded
+        and (not demand.fingerprint or verifier.model.fingerprint == demand.fingerprint)
+    ]
 
 
-def pick(fleet: Fleet, demand: Demand, pairs: Sequence[Pair]) -> Pair | None:
-    """The pair with the best score, of equals the first; None if there is none."""
-    return min(pairs, key=lambda pair: score(fleet, demand, pair), default=None)
+def cached_share(fleet: Fleet, demand: Demand, verifier: Lease) -> float:
+    """The share of the prompt's blocks that the verifier has, as it says itself or as this router remembers."""
+    if not demand.blocks:
+        return 0.0
+    sent = fleet.sent.get(verifier.incarnation, NOTHING)
+    known = bisect_left(demand.blocks, True, key=lambda block: block not in verifier.prefixes and block not in sent)
+    return known / len(demand.blocks)
 
 
-def _busy(fleet: Fleet, worker: Lease) -> int:
-    return max(worker.load.num_running + worker.load.num_waiting, fleet.in_flight.get(worker.incarnation, 0))
+def hash_weight(key: str, incarnation: str) -> bytes:
+    """Rendezvous hashing: of all workers the one with the greatest weight is the key's. Should a worker come or go, only the
+    keys move that are or were its own. Thaler and Ravishankar 1998, section 3."""
+    return blake2b(f"{key}\0{incarnation}".encode(), digest_size=8).digest()
+
+
+def _room(fleet: Fleet, workers: Sequence[Lease], config: PlacementConfig) -> Room:
+    able = [worker for worker in workers if worker.incarnation not in fleet.suspects] or workers
+    return room_among(workers, able, {worker.incarnation: fleet.busy(worker) for worker in workers}, config)
+
+
+def _score(
+    fleet: Fleet, demand: Demand, config: PlacementConfig, verifier: Lease, load: float, drafter: float, home: bool
+) -> float:
+    """How good a verifier is for the request; each term is a share in [0, 1] times its weight."""
+    value = config.prefix * cached_share(fleet, demand, verifier) - config.load * load + config.drafter * drafter
+    if demand.last is not None and demand.last.verifier == verifier.incarnation:
+        value += config.session
+    if home:
+        value += config.home
+    if fleet.zone and fleet.zone == verifier.zone:
+        value += config.zone
+    waiting, missing = verifier.load.num_waiting, demand.num_slots - verifier.load.free_slots
+    if waiting:
+        value -= config.queue * waiting / (waiting + 1)
+    if missing > 0:
+        value -= config.slots * missing / demand.num_slots
+    return value
+
+
+def _home(demand: Demand, verifiers: Sequence[Lease], config: PlacementConfig) -> Lease | None:
+    """Where a hash points a session that will not return to its last verifier."""
+    last = demand.last.verifier if demand.last and config.session > config.home else ""
+    if not demand.session or not config.home or any(verifier.incarnation == last for verifier in verifiers):
+        return None
+    return max(verifiers, key=lambda verifier: hash_weight(demand.session, verifier.incarnation), default=None)
+
+
+class _Drafting:
+    """The drafters that fit each target, found once for all verifiers of one."""
+
+    def __init__(self, fleet: Fleet, demand: Demand, config: PlacementConfig) -> None:
+        self._fleet = fleet
+        self._demand = demand
+        self._config = config
+        self._fits: dict[tuple[str, str], list[Lease]] = {}
+        self._rooms: dict[tuple[str, str], Room] = {}
+        self._idleness: dict[tuple[str, str], float] = {}
+
+    def idleness(self, verifier: Lease) -> float:
+        """1 where a fitting drafter does nothing, 0 where there is none or all are at their bound."""
+        return self._idleness[self._found(verifier)]
+
+    def best(self, verifier: Lease) -> Lease | None:
+        """The drafter for a request on this verifier, if any fits."""
+        key = self._found(verifier)
+        return min(self._fits[key], key=lambda drafter: self._rank(drafter, verifier, self._rooms[key]), default=None)
+
+    def _found(self, verifier: Lease) -> tuple[str, str]:
+        key = (verifier.model.fingerprint, verifier.model.head_fingerprint)
+        if key not in self._fits:
+            wanted = self._fleet.drafters if self._demand.wants_drafter else ()
+            fits = self._fits[key] = [drafter for drafter in wanted if verifier.model.is_drafted_by(drafter.model)]
+            room = self._rooms[key] = _room(self._fleet, fits, self._config)
+            live = [drafter for drafter in fits if drafter.incarnation not in self._fleet.suspects]
+            self._idleness[key] = 1 - min((min(room.share(drafter), 1.0) for drafter in live), default=1.0)
+        return key
+
+    def _rank(self, drafter: Lease, verifier: Lease, room: Room) -> Rank:
+        last, config = self._demand.last, self._config
+        value = -config.load * room.share(drafter)
+        if last is not None and last.drafter == drafter.incarnation:
+            value += config.session
+        if drafter.zone and drafter.zone == verifier.zone:
+            value += config.zone
+        suspect = drafter.incarnation in self._fleet.suspects
+        return Rank(suspect, not room.has(drafter), -value, -drafter.load.free_slots, drafter.incarnation)

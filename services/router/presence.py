@@ -7,6 +7,7 @@ import logging
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from services.discovery.base import Discovery
 from services.registry import Registry
 from services.router.workers import Workers
 
@@ -23,21 +24,24 @@ class Health(Protocol):
 
 @dataclass
 class RouterPresence:
-    """SERVING while at least one verifier can be reached; looks every `interval` seconds.
+    """SERVING while at least one verifier can be reached; looks every `interval` seconds. registry: that of the sessions.
 
     reason: why it is not ready; empty while it is.
     """
 
     server: Health
-    registry: Registry
+    discovery: Discovery
     workers: Workers
     interval: float
+    registry: Registry | None = None
     reason: str = field(default="the router is starting", init=False)
     _task: asyncio.Task[None] | None = field(default=None, init=False)
 
     async def enter(self, address: str) -> None:
-        """Begin to watch the registry and the verifiers."""
-        await self.registry.watch("verifier", "draft")
+        """Begin to look for workers, and to follow the verifiers."""
+        await self.discovery.watch("verifier", "draft")
+        if self.registry is not None:
+            await self.registry.watch()
         self._task = asyncio.create_task(self._follow(), name="readiness")
 
     async def leave(self) -> None:
@@ -51,8 +55,9 @@ class RouterPresence:
     async def _follow(self) -> None:
         while True:
             try:
-                self.reason = "" if await self.workers.refresh() else "no verifier can be reached"
-                await self.server.set_serving(not self.reason)
+                await self.workers.refresh()
+                self.reason = "" if self.workers.ready else "no verifier can be reached"
+                await self.server.set_serving(self.workers.ready)
             except Exception:
                 log.exception("a look at the verifiers failed; trying again")
             await asyncio.sleep(self.interval)

@@ -17,14 +17,16 @@ import grpc
 import grpc.aio
 
 from eyas.errors import EyasError, Overloaded, Unavailable
+from eyas.prefixes import block_hashes
 from eyas.request import Chunk
 from eyas.rpc.messages import NO_DRAFTER, ROUND_TRIP_KEY, GenerateCall
 from eyas.rpc.server import status_error
 from eyas.rpc.wire import call_to_message, chunk_from_message
 from eyas.v1 import generation_pb2
 from eyas.v1.generation_pb2_grpc import GenerationStub
-from services.registry import Placement, Registry
-from services.router.placement import Demand, Pair, candidates, pick
+from services.registry import Placement
+from services.router.fleet.memory import Sessions
+from services.router.placement import Demand, Pair
 from services.router.telemetry.observer import RouterTelemetry
 from services.router.workers import Workers
 
@@ -58,7 +60,7 @@ class _Journey:
         prompt_ids = (*request.prompt_ids, *self.token_ids)
         request = replace(request, prompt_ids=prompt_ids, sampling=sampling, emitted=request.emitted + num_done)
         drafter = pair.drafter.address if pair.drafter else "" if self.demand.wants_drafter else NO_DRAFTER
-        return replace(self.call, request=request, drafter=drafter)
+        return replace(self.call, request=request, drafter=drafter, fingerprint=pair.verifier.model.fingerprint)
 
     def accepted(self, pair: Pair, chunk: Chunk) -> None:
         """Count a chunk; from here on only the same target may continue."""
@@ -85,10 +87,10 @@ class Relay:
     gone by then shows in the channel's keepalive.
     """
 
-    def __init__(self, workers: Workers, registry: Registry, stall: float, telemetry: RouterTelemetry | None = None) -> None:
+    def __init__(self, workers: Workers, sessions: Sessions, stall: float, telemetry: RouterTelemetry | None = None) -> None:
         self._telemetry = telemetry or RouterTelemetry()
         self._workers = workers
-        self._registry = registry
+        self._sessions = sessions
         self._stall = stall
         self._binding: set[asyncio.Task[None]] = set()
 
@@ -103,9 +105,8 @@ class Relay:
         when it refuses it.
         """
         request = call.request
-        last = await self._registry.placement(request.session) if request.session else None
-        num_slots = len(request.prompt_ids) + request.sampling.max_tokens
-        journey = _Journey(call, Demand(call.model, num_slots, call.drafter != NO_DRAFTER, home.placement or last))
+        last = await self._sessions.placement(request.session) if request.session else None
+        journey = _Journey(call, _demand(call, home.placement or last))
         while True:
             pair = self._choose(journey)
             home.placement = home.placement or _placement(pair)
@@ -114,6 +115,7 @@ class Relay:
                     async with aclosing(self._attempt(pair, rest, deadline, sink)) as chunks:
                         async for chunk in chunks:
                             if not journey.demand.fingerprint:
+                                self._workers.accepted(pair, journey.demand)
                                 self._bind(request.session, pair)
                             journey.accepted(pair, chunk)
                             yield chunk
@@ -125,8 +127,8 @@ class Relay:
                 journey.failed(pair, error)
 
     def _choose(self, journey: _Journey) -> Pair:
-        fleet, demand = self._workers.fleet(), journey.demand
-        pair = pick(fleet, demand, candidates(fleet, demand)) if len(demand.excluded) < MAX_ATTEMPTS else None
+        demand = journey.demand
+        pair = self._workers.choose(demand) if len(demand.excluded) < MAX_ATTEMPTS else None
         if pair is not None:
             return pair
         raise journey.error or Unavailable(f"no verifier of model {demand.model!r} is alive; start one or try again later")
@@ -135,10 +137,10 @@ class Relay:
         self, pair: Pair, call: GenerateCall, deadline: float, sink: TrailerSink
     ) -> AsyncGenerator[Chunk, None]:
         """One verifier's chunks. Leaving early cancels the call there."""
-        with self._workers.busy(pair):
-            left = deadline - asyncio.get_running_loop().time()
-            stub = GenerationStub(self._workers.channel(pair.verifier))
-            stream = stub.Generate(call_to_message(call), timeout=max(left, 0), metadata=call.trace)
+        left = deadline - asyncio.get_running_loop().time()
+        stub = GenerationStub(self._workers.channel(pair.verifier))
+        stream = stub.Generate(call_to_message(call), timeout=max(left, 0), metadata=call.trace)
+        with self._workers.busy(pair, stream.cancel):
             try:
                 finished, stall = False, math.inf
                 while not finished:
@@ -172,7 +174,7 @@ class Relay:
     def _bind(self, session: str, pair: Pair) -> None:
         """Let the session's next request meet the same pair; nobody waits for it."""
         if session:
-            task = asyncio.create_task(self._registry.place(session, _placement(pair)))
+            task = asyncio.create_task(self._sessions.place(session, _placement(pair)))
             self._binding.add(task)
             task.add_done_callback(self._binding.discard)
 
@@ -184,6 +186,18 @@ async def _measurements(stream: GenerateStream) -> list[tuple[str, str]]:
     except TimeoutError:
         return []
     return [(key, str(value)) for key, value in trailers if key == ROUND_TRIP_KEY]
+
+
+def _demand(call: GenerateCall, last: Placement | None) -> Demand:
+    request = call.request
+    return Demand(
+        model=call.model,
+        num_slots=len(request.prompt_ids) + request.sampling.max_tokens,
+        wants_drafter=call.drafter != NO_DRAFTER,
+        last=last,
+        session=request.session,
+        blocks=block_hashes(request.prompt_ids),
+    )
 
 
 def _placement(pair: Pair) -> Placement:

@@ -14,12 +14,13 @@ from eyas.drafters.build import NO_DRAFTS, build_fuser, default_drafter, feature
 from eyas.engine.build import assemble_engine, gather_ranks, load_model
 from eyas.models.checkpoint import target_fingerprint
 from eyas.models.parallel.ranks import Ranks
-from eyas.rpc.messages import ModelInfo, Verified
+from eyas.rpc.messages import Lease, ModelInfo, Verified
 from eyas.rpc.server import RpcServer
 from eyas.telemetry.process import Telemetry, telemetry
 from eyas.v1 import generation_pb2, generation_pb2_grpc
-from services.lifecycle import PROCESS, Host, Presence, WorkerPresence, main, serve
-from services.registry import Lease, Registry
+from services.discovery.base import Discovery
+from services.discovery.build import build_discovery, lease_registry
+from services.lifecycle import PROCESS, WORKER_SERVICE, Host, Presence, WorkerPresence, main, serve
 from services.verifier.loop import EngineLoop
 from services.verifier.pool import DraftPool
 from services.verifier.presence import VerifierPresence
@@ -75,22 +76,23 @@ async def lead(config: VerifierConfig, ranks: Ranks, telemetry: Telemetry, host:
             observer.watch(lambda: loop.engine_load)
             servicer = GenerationServicer(loop, model, pool, observer)
             generation_pb2_grpc.add_GenerationServicer_to_server(servicer, server.aio)
-            registry = Registry(config.registry)
-            worker = WorkerPresence(server, registry, "verifier", model, lambda: loop.load)
-            presence = _following(worker, registry, model, pool, config.registry.heartbeat) if pool else worker
-            names = [generation_pb2.DESCRIPTOR.services_by_name["Generation"].full_name]
+            registry, zone = lease_registry(config.discovery, config.registry), config.server.zone
+            worker = WorkerPresence(server, registry, "verifier", model, lambda: loop.load, zone, lambda: loop.prefixes)
+            discovery = build_discovery(config.discovery, registry)
+            presence = _following(worker, discovery, model, pool, config.registry.heartbeat) if pool else worker
+            names = [generation_pb2.DESCRIPTOR.services_by_name["Generation"].full_name, WORKER_SERVICE]
             await serve(server, names, config.server, presence, host=host)
         for stats in pool.stats if pool else ():
             log.info("drafter %s", stats)
 
 
-def _following(worker: Presence, registry: Registry, model: ModelInfo, pool: DraftPool, interval: float) -> Presence:
-    """Sessions get and change their drafters as the registry learns of them."""
+def _following(worker: Presence, discovery: Discovery, model: ModelInfo, pool: DraftPool, interval: float) -> Presence:
+    """Sessions get and change their drafters as drafters come and go."""
 
     def follow(drafters: tuple[Lease, ...]) -> None:
         pool.rehome([lease.address for lease in drafters if model.is_drafted_by(lease.model)])
 
-    return VerifierPresence(worker, registry, follow, interval)
+    return VerifierPresence(worker, discovery, follow, interval)
 
 
 if __name__ == "__main__":

@@ -9,16 +9,20 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
+import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from functools import partial
 from typing import Self
 
 from eyas.engine.engine import Engine, StepReport
-from eyas.engine.engine import Load as EngineLoad
 from eyas.errors import RequestFailed, Unavailable
 from eyas.request import Chunk, Request
-from services.registry import Load
+from eyas.rpc.messages import Load
+
+ANNOUNCED_BLOCKS = 1024
+ANNOUNCE_SECONDS = 1.0
 
 log = logging.getLogger(__name__)
 
@@ -52,7 +56,16 @@ class EngineLoop:
         self._lost: Unavailable | None = None
         self._verdicts: set[Future[None]] = set()
         self.engine_load = engine.load
-        self.load = _load(self.engine_load)
+        self._load = _load(engine)
+        self._began: float | None = None
+        self.prefixes: frozenset[int] = frozenset()
+        self._announce_at: float | None = None
+
+    @property
+    def load(self) -> Load:
+        """How busy the engine was after its last step, and for how long it has been in one now."""
+        began = self._began
+        return self._load if began is None else replace(self._load, step_seconds=time.monotonic() - began)
 
     async def __aenter__(self) -> Self:
         self._event_loop = asyncio.get_running_loop()
@@ -146,16 +159,22 @@ class EngineLoop:
         for command in self._commands():
             command()
         if self._running and self._engine.has_work:
+            self._began = time.monotonic()
             chunks = self._step()
+            self._began = None
+            self._announce_at = self._announce_at or time.monotonic() + ANNOUNCE_SECONDS
             self._live.difference_update(chunk.request_id for chunk in chunks if chunk.finish_reason)
             self._stepped(self._engine.report, chunks)  # before those who wait may end their requests
             self._event_loop.call_soon_threadsafe(self._deliver, chunks)
         self.engine_load = self._engine.load
-        self.load = _load(self.engine_load)
+        self._load = _load(self._engine)
+        if self._announce_at is not None and time.monotonic() >= self._announce_at:
+            self.prefixes, self._announce_at = frozenset(self._engine.cached_blocks(ANNOUNCED_BLOCKS)), None
 
     def _commands(self) -> list[Callable[[], None]]:
         with self._wake:
-            self._wake.wait_for(lambda: self._inbox or self._engine.has_work)
+            patience = max(self._announce_at - time.monotonic(), 0.0) if self._announce_at is not None else None
+            self._wake.wait_for(lambda: self._inbox or self._engine.has_work, patience)
             commands, self._inbox = self._inbox, []
         return commands
 
@@ -193,5 +212,6 @@ class EngineLoop:
         self._running = False
 
 
-def _load(load: EngineLoad) -> Load:
-    return Load(load.num_running, load.num_waiting, load.free_slots)
+def _load(engine: Engine) -> Load:
+    load = engine.load
+    return Load(load.num_running, load.num_waiting, load.free_slots, engine.max_running)

@@ -7,8 +7,9 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from eyas.rpc.messages import Lease
+from services.discovery.base import Discovery
 from services.lifecycle import Presence
-from services.registry import Lease, Registry
 
 log = logging.getLogger(__name__)
 
@@ -18,15 +19,15 @@ class VerifierPresence:
     """A worker's presence, beside which `follow` is told the live drafters' leases every `interval` seconds."""
 
     worker: Presence
-    registry: Registry
+    discovery: Discovery
     follow: Callable[[tuple[Lease, ...]], None]
     interval: float
     _task: asyncio.Task[None] | None = field(default=None, init=False)
 
     async def enter(self, address: str) -> None:
-        """Be present, and begin to watch the registry."""
+        """Be present, and begin to look for drafters."""
         await self.worker.enter(address)
-        await self.registry.watch("draft")
+        await self.discovery.watch("draft")
         self._task = asyncio.create_task(self._follow(), name="drafters")
 
     async def leave(self) -> None:
@@ -35,11 +36,12 @@ class VerifierPresence:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
         await self.worker.leave()
+        await self.discovery.close()
 
     async def _follow(self) -> None:
         while True:
             await asyncio.sleep(self.interval)
             try:
-                self.follow(self.registry.known("draft"))
+                self.follow(self.discovery.known("draft"))
             except Exception:
                 log.exception("a look at the drafters failed; trying again")

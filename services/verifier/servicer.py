@@ -8,7 +8,7 @@ from contextlib import aclosing, contextmanager
 from dataclasses import replace
 from typing import Any
 
-from eyas.errors import InvalidRequest, UnknownModel
+from eyas.errors import InvalidRequest, Unavailable, UnknownModel
 from eyas.request import Chunk, Request
 from eyas.rpc import wire
 from eyas.rpc.messages import NO_DRAFTER, ROUND_TRIP_KEY, GenerateCall, ModelInfo, TextChunk, Totals
@@ -36,7 +36,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServicer):
     ) -> None:
         """Stream the chunks; a call that ends early takes its request with it.
 
-        Raises InvalidRequest, UnknownModel or Overloaded before the first chunk.
+        Raises InvalidRequest, UnknownModel, Unavailable or Overloaded before the first chunk.
         """
         call = wire.call_from_message(request)
         own = self._numbered(call.request)
@@ -59,6 +59,8 @@ class GenerationServicer(generation_pb2_grpc.GenerationServicer):
             raise UnknownModel(f"model {call.model!r} is not served here; known: {self._model.name}")
         if call.prompt_text is not None:
             raise InvalidRequest("the prompt is text; a verifier takes token ids, ask the router to encode it")
+        if call.fingerprint not in ("", self._model.fingerprint):
+            raise Unavailable("this verifier has another target than the one that was asked for; it may have been replaced")
 
     def _numbered(self, request: Request) -> Request:
         """The request as the engine gets it: with an id of its own, whatever the client chose, and a seed."""

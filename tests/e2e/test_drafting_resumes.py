@@ -10,6 +10,7 @@ from eyas.drafters.base import DrafterNeeds, LocalDrafter
 from eyas.drafters.build import build_drafter
 from eyas.engine.build import build_engine
 from eyas.engine.engine import Engine
+from eyas.models.heads.eagle import load_fuser
 from eyas.request import Request, SamplingParams
 from eyas.rpc.messages import DrafterInfo, ModelInfo
 from services.cluster import free_port
@@ -39,7 +40,9 @@ class Running:
 
     def __init__(self, pool: DraftPool) -> None:
         self._pool = pool
-        self._engine: Engine = build_engine(TARGET, HEAD, "float32", "cpu", EngineConfig(num_slots=1024), TREE, pool)
+        self._engine: Engine = build_engine(
+            TARGET, load_fuser(HEAD, TARGET), "float32", "cpu", EngineConfig(num_slots=1024), TREE, pool
+        )
         self._engine.submit(Request("r", PROMPT, SAMPLING))
         self.token_ids: list[int] = []
 

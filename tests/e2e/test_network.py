@@ -40,12 +40,13 @@ def each(sampling: SamplingParams) -> list[SamplingParams]:
 
 @pytest.fixture(scope="module", params=["good", "random"])
 def cluster(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    """The demo's cluster, with its own head or with one of random weights."""
-    head = HEAD
+    """The demo's cluster, with its own head and prompt lookup, or with a head of random weights alone."""
+    head, drafter = HEAD, "eagle3+prompt_lookup"
     if request.param == "random":
+        drafter = "eagle3"
         head = str(write_head(tmp_path_factory.mktemp("head"), vocab_size=4096, draft_vocab=512, hidden=256))
         Path(head, "config.json").write_text(Path(head, "config.json").read_text().replace("[1, 2, 3]", "[2, 6, 9]"))
-    settings = [f"draft.head={head}", f"verifier.head={head}", "verifier.link.deadline=30"]
+    settings = [f"draft.drafter={drafter}", f"draft.head={head}", f"verifier.head={head}", "verifier.link.deadline=30"]
     if request.param == "random":
         settings.append("verifier.probe=never")
     with running_cluster(free_port(), settings) as running:

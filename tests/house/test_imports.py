@@ -10,6 +10,7 @@ from tests.house.repository import ROOT, python_files
 ROOMS_WITHOUT_TORCH = (
     "services.router",
     "services.registry",
+    "services.discovery",
     "services.lifecycle",
     "eyas.rpc",
     "eyas.telemetry",
@@ -24,6 +25,8 @@ ROOMS_WITHOUT_TORCH = (
     "eyas.cache.slots",
     "eyas.cache.radix",
     "eyas.cache.prefix",
+    "eyas.cache.announce",
+    "eyas.prefixes",
     "eyas.engine.sequence",
     "eyas.engine.admission",
     "eyas.engine.scheduler",

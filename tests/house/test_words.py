@@ -5,6 +5,7 @@ import re
 from tests.house.repository import ROOT, files, name
 
 DATA = ROOT / "models"
+CONTAINERS = ROOT / "deploy" / "helm" / "templates"  # paths in these are in a container
 PLACES = re.compile(r"(?<![\w./-])/(?:work|tmp|home|root|Users|opt|mnt)\b")
 REGISTRIES = re.compile(r"pypi\.org|pythonhosted\.org|download\.pytorch\.org|--(?:extra-)?index-[u]rl|--find-[l]inks")
 LEFT_OVERS = re.compile(r"\b(?:[T]ODO|[F]IXME|[X]XX)\b|\bissue #?\d|<{7} |>{7} ")
@@ -23,7 +24,9 @@ def lines_with(pattern: re.Pattern[str]) -> list[str]:
 
 
 def test_no_text_names_a_place_on_somebodys_machine() -> None:
-    assert not lines_with(PLACES)
+    in_containers = f"{name(CONTAINERS)}/"
+    found = [line for line in lines_with(PLACES) if not line.startswith(in_containers)]
+    assert not found
 
 
 def test_no_text_names_a_package_registry() -> None:

@@ -9,10 +9,10 @@ from fastapi import FastAPI
 
 from eyas.config import DraftConfig, RegistryConfig, RouterConfig, ServerConfig, VerifierConfig, load
 from eyas.errors import ConfigError
-from eyas.rpc.messages import ModelInfo
+from eyas.rpc.messages import Load, ModelInfo
 from eyas.rpc.server import RpcServer
 from services.lifecycle import WorkerPresence
-from services.registry import Load, Registry
+from services.registry import Registry
 from services.router.http.door import HttpDoor
 
 CONFIGS = Path(__file__).parents[2] / "examples" / "configs"

@@ -16,14 +16,13 @@ from typing import get_args
 import grpc
 from opentelemetry.trace import Span, SpanKind, Status, StatusCode
 
-from eyas.rpc.messages import NO_DRAFTER, GenerateCall
+from eyas.rpc.messages import NO_DRAFTER, GenerateCall, Role
 from eyas.rpc.server import status_of
 from eyas.telemetry import catalog
 from eyas.telemetry.logs import request_log
 from eyas.telemetry.metrics import Reading, Scraped, counter, gauge, histogram
 from eyas.telemetry.process import Telemetry
 from eyas.telemetry.tracing import Attributes, context_of, exemplar, trace_of
-from services.registry import Role
 from services.router.placement import Pair
 from services.router.telemetry.observed import Observed
 

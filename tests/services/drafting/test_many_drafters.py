@@ -17,6 +17,7 @@ from eyas.config import (
     DraftLinkConfig,
     EagleConfig,
     EngineConfig,
+    PlacementConfig,
     RegistryConfig,
     ServerConfig,
     TreeConfig,
@@ -29,14 +30,14 @@ from eyas.errors import ConfigError
 from eyas.models.checkpoint import target_fingerprint
 from eyas.request import GenerationStats, Request, SamplingParams
 from eyas.rpc.channel import open_sync_channel
-from eyas.rpc.messages import DrafterInfo, ModelInfo, Verified
+from eyas.rpc.messages import DrafterInfo, Lease, Load, ModelInfo, Verified
 from eyas.rpc.server import status_error
 from eyas.v1 import draft_pb2, draft_pb2_grpc
 from services.draft import servicer
 from services.draft.__main__ import Served, describe, serve_drafters
 from services.draft.choice import check_distinct
-from services.registry import Lease, Load, Registry
-from services.router.placement import Demand, Fleet, candidates
+from services.registry import Registry
+from services.router.placement import Demand, Fleet, pick
 from services.verifier.remote import RemoteDrafter
 from tests import reference
 from tests.services.drafting.toy_drafting import INFO, ToyDrafter, eventually, serving, serving_all
@@ -176,8 +177,10 @@ def test_every_drafter_has_a_lease_and_the_router_pairs_what_fits(url: str) -> N
         assert len({lease.incarnation for lease in leases}) == 2
         for name, fingerprint, digest in (("one", "f1", "h1"), ("two", "f2", "h9")):
             verifier = Lease("verifier", "there", "v", ModelInfo(name, fingerprint, 100, 1000, digest), Load(1, 0, 99))
-            pairs = candidates(Fleet([verifier], leases, {}), Demand(name, 10))
-            assert [pair.drafter and pair.drafter.model.name for pair in pairs] == [name]
+            pair = pick(Fleet([verifier], leases, {}), Demand(name, 10), PlacementConfig())
+            assert pair is not None
+            assert pair.drafter is not None
+            assert pair.drafter.model.name == name
         service.cancel()
         await asyncio.gather(service, return_exceptions=True)
         assert await registry.leases("draft") == []

@@ -17,13 +17,14 @@ import pytest
 from eyas.config import RegistryConfig, ServerConfig
 from eyas.request import Chunk, Request, Round, SamplingParams, TokenLogprob
 from eyas.rpc.channel import open_channel
-from eyas.rpc.messages import RETRY_KEY, ROUND_TRIP_KEY, GenerateCall, ModelInfo, TextChunk
+from eyas.rpc.messages import RETRY_KEY, ROUND_TRIP_KEY, GenerateCall, Load, ModelInfo, Role, TextChunk
 from eyas.rpc.server import RpcServer
 from eyas.rpc.wire import call_from_message, call_to_message, chunk_from_message, chunk_to_message
 from eyas.text import TokenText, load_tokenizer
 from eyas.v1.generation_pb2_grpc import GenerationServicer, GenerationStub, add_GenerationServicer_to_server
 from services.lifecycle import WorkerPresence
-from services.registry import Load, Registry, Role
+from services.registry import Registry
+from services.router.fleet.memory import Sessions
 from services.router.front import Front
 from services.router.presence import RouterPresence
 from services.router.relay import Relay
@@ -134,9 +135,9 @@ async def router(
 ) -> AsyncIterator[str]:
     """A real router for the model "demo"; gives its address."""
     server, registry = RpcServer(ServerConfig()), Registry(RegistryConfig(url, 2.0, 0.05))
-    workers = Workers(registry, suspicion=5.0)
+    workers = Workers(registry)
     tokenizers = {"demo": tokenizer or load_tokenizer(DEMO)}
-    front = Front(tokenizers, workers, Relay(workers, registry, stall), timeout)
+    front = Front(tokenizers, workers, Relay(workers, Sessions(registry), stall), timeout)
     add_GenerationServicer_to_server(RouterServicer(front), server.aio)
     presence = RouterPresence(server, registry, workers, 0.02)
     address = await server.start(["eyas.v1.Generation"])

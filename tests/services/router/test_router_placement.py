@@ -4,9 +4,10 @@ from dataclasses import replace
 
 import pytest
 
-from eyas.rpc.messages import ModelInfo
-from services.registry import Lease, Load, Placement, Role
-from services.router.placement import Demand, Fleet, Pair, candidates, pick
+from eyas.config import PlacementConfig
+from eyas.rpc.messages import Lease, Load, ModelInfo, Role
+from services.registry import Placement
+from services.router.placement import Demand, Fleet, fitting, pick
 
 MODEL = ModelInfo("demo", "target", 4096, 2048, "head")
 DEMAND = Demand("demo", 100)
@@ -22,19 +23,15 @@ def fleet(*leases: Lease, in_flight: dict[str, int] | None = None, suspects: fro
 
 
 def chosen(fleet: Fleet, demand: Demand = DEMAND) -> tuple[str, str] | None:
-    pair = pick(fleet, demand, candidates(fleet, demand))
+    pair = pick(fleet, demand, PlacementConfig())
     return pair and (pair.verifier.incarnation, pair.drafter.incarnation if pair.drafter else "")
 
 
 V, W, D, E = lease("verifier", "v"), lease("verifier", "w"), lease("draft", "d"), lease("draft", "e")
 
 
-def test_candidates_are_all_fitting_pairs() -> None:
-    assert candidates(fleet(V, W, D, E), DEMAND) == [Pair(V, D), Pair(V, E), Pair(W, D), Pair(W, E)]
-
-
 def test_a_verifier_of_another_model_is_no_candidate() -> None:
-    assert candidates(fleet(replace(V, model=replace(MODEL, name="other"))), DEMAND) == []
+    assert fitting(fleet(replace(V, model=replace(MODEL, name="other"))), DEMAND) == []
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,326 @@
+"""Simulates the router's placement: many sessions over many verifiers, by the code that places real requests. Writes a dated
+report: `python -m benchmarks.sharding`. Requests, caches and time are simulated; nothing is computed and nothing is sent."""
+
+from __future__ import annotations
+
+import random
+import shlex
+import sys
+import time
+from collections import Counter, OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Annotated
+
+import numpy as np
+import typer
+
+from eyas.bench.report import Report, Table, number
+from eyas.config import PlacementConfig
+from eyas.prefixes import BLOCK_TOKENS
+from eyas.rpc.messages import Lease, Load, ModelInfo
+from services.registry import Placement
+from services.router.fleet.memory import SentBlocks
+from services.router.placement import Demand, Fleet, Pair, pick
+
+MODEL = ModelInfo("model", "target", 128_256, 131_072, "head")
+ANNOUNCED = 1024
+POLICIES = {
+    "default": PlacementConfig(),
+    "least load only": PlacementConfig(session=0, prefix=0, home=0),
+    "hash only, no bound": PlacementConfig(session=0, prefix=0, load=0, home=1, bound=1e9, least_bound=1_000_000),
+    "hash only, bound 1.25": PlacementConfig(session=0, prefix=0, load=0, home=1),
+}
+
+
+@dataclass(frozen=True)
+class Settings:
+    """num_running: requests under way at any time. num_turns: requests of a session. groups: system prompts, of which the
+    first are asked for most. cache_blocks: of one verifier. lease_requests: from one
+    heartbeat to the next. Blocks hold BLOCK_TOKENS tokens."""
+
+    num_verifiers: int = 100
+    num_drafters: int = 50
+    num_sessions: int = 100_000
+    num_running: int = 3200
+    num_turns: int = 2
+    num_open: int = 20_000
+    groups: int = 200
+    system_blocks: int = 8
+    turn_blocks: int = 4
+    cache_blocks: int = 4096
+    lease_requests: int = 500
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One policy. max_over_mean: greatest number of requests on a verifier over the mean, its mean over time and its worst;
+    of drafters its mean over time. hit: share of prompt blocks found in the cache, possible: had there been one cache.
+    kept: share of later turns on the verifier of the turn before. microseconds: CPU time of a pick."""
+
+    policy: str
+    max_over_mean: float
+    worst_max_over_mean: float
+    drafters_max_over_mean: float
+    hit: float
+    possible: float
+    kept: float
+    microseconds: float
+    microseconds_p99: float
+
+
+@dataclass(frozen=True)
+class Moves:
+    """Sessions that go elsewhere when a verifier comes or goes, in percent, by what is still known of them."""
+
+    known: str
+    one_more: float
+    one_less: float
+
+
+@dataclass
+class Session:
+    """blocks: hashes of all that was said so far."""
+
+    name: str
+    blocks: tuple[int, ...]
+    turn: int = 0
+    last: Placement | None = None
+
+
+@dataclass
+class Simulation:
+    """A cluster under a constant number of requests, and a router that sees it as real ones do."""
+
+    settings: Settings
+    config: PlacementConfig
+    verifiers: list[Lease] = field(default_factory=list)
+    drafters: list[Lease] = field(default_factory=list)
+    in_flight: Counter[str] = field(default_factory=Counter)
+    sent: SentBlocks = field(default_factory=SentBlocks)
+    sessions: list[Session] = field(default_factory=list)
+    _caches: dict[str, OrderedDict[int, None]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._rng = random.Random(self.settings.seed)
+        self.verifiers = [verifier(index) for index in range(self.settings.num_verifiers)]
+        load = Load()
+        self.drafters = [
+            Lease("draft", f"draft-{index}:1", f"draft-{index}", MODEL, load) for index in range(self.settings.num_drafters)
+        ]
+        self._caches = {lease.incarnation: OrderedDict() for lease in self.verifiers}
+
+    def fleet(self) -> Fleet:
+        """What the router knows."""
+        return Fleet(self.verifiers, self.drafters, self.in_flight, sent=self.sent.by_worker)
+
+    def demand(self, session: Session) -> Demand:
+        """Of the session's next turn."""
+        num_slots = (len(session.blocks) + self.settings.turn_blocks) * BLOCK_TOKENS
+        return Demand(MODEL.name, num_slots, last=session.last, session=session.name, blocks=session.blocks)
+
+    def run(self, policy: str) -> Outcome:
+        """Every turn of every session."""
+        ratios: list[float] = []
+        drafter_ratios: list[float] = []
+        times: list[int] = []
+        running: list[Pair] = []
+        num_hit = num_asked = num_possible = num_kept = num_later = 0
+        known: set[int] = set()
+        for number_, session in enumerate(self._turns()):
+            if number_ % self.settings.lease_requests == 0:
+                self._announce()
+            demand, last = self.demand(session), session.last
+            began = time.process_time_ns()
+            pair = pick(self.fleet(), demand, self.config)
+            times.append(time.process_time_ns() - began)
+            assert pair is not None
+            if last is not None:
+                num_later += 1
+                num_kept += last.verifier == pair.verifier.incarnation
+            num_asked += len(demand.blocks)
+            num_possible += sum(block in known for block in demand.blocks)
+            num_hit += self._serve(pair, session)
+            known.update(session.blocks)
+            running.append(pair)
+            self._count(pair, 1)
+            if len(running) > self.settings.num_running:
+                index = self._rng.randrange(len(running))
+                running[index], running[-1] = running[-1], running[index]
+                self._count(running.pop(), -1)
+                ratios.append(self._ratio(self.verifiers))
+                drafter_ratios.append(self._ratio(self.drafters))
+        return Outcome(
+            policy,
+            float(np.mean(ratios)),
+            max(ratios),
+            float(np.mean(drafter_ratios)),
+            num_hit / num_asked,
+            num_possible / num_asked,
+            num_kept / max(num_later, 1),
+            float(np.mean(times)) / 1000,
+            float(np.percentile(times, 99)) / 1000,
+        )
+
+    def homes(self, sessions: Sequence[Session], verifiers: Sequence[Lease], remembered: str) -> list[str]:
+        """Where each session would go now, were these the verifiers. remembered: "pairs", "prefixes" or "nothing"."""
+        fleet = replace(self.fleet(), verifiers=verifiers)
+        if remembered != "pairs":
+            fleet = replace(fleet, sent={})
+        if remembered == "nothing":
+            fleet = replace(fleet, verifiers=[replace(lease, prefixes=frozenset()) for lease in verifiers])
+        chosen = []
+        for session in sessions:
+            demand = self.demand(session)
+            pair = pick(fleet, demand if remembered == "pairs" else replace(demand, last=None), self.config)
+            assert pair is not None
+            chosen.append(pair.verifier.incarnation)
+        return chosen
+
+    def _turns(self) -> Sequence[Session]:
+        """Sessions in the order of their turns: new ones come in, and each open one comes back some time."""
+        settings, rng = self.settings, self._rng
+        weights = [1 / (1 + group) for group in range(settings.groups)]
+        groups = rng.choices(range(settings.groups), weights, k=settings.num_sessions)
+        order: list[Session] = []
+        open_: list[Session] = []
+        for index, group in enumerate(groups):
+            system = tuple(group * 1000 + block for block in range(settings.system_blocks))
+            session = Session(f"session-{index}", (*system, *self._said(index, 0)))
+            self.sessions.append(session)
+            open_ += [session] * settings.num_turns
+            if len(open_) > settings.num_open:
+                order += self._taken(open_, settings.num_turns)
+        return [*order, *self._taken(open_, len(open_))]
+
+    def _taken(self, open_: list[Session], count: int) -> list[Session]:
+        taken = []
+        for _ in range(count):
+            index = self._rng.randrange(len(open_))
+            open_[index], open_[-1] = open_[-1], open_[index]
+            taken.append(open_.pop())
+        return taken
+
+    def _said(self, index: int, turn: int) -> tuple[int, ...]:
+        first = 1_000_000 + (index * self.settings.num_turns + turn) * self.settings.turn_blocks
+        return tuple(range(first, first + self.settings.turn_blocks))
+
+    def _serve(self, pair: Pair, session: Session) -> int:
+        """Let the session's turn run there; gives back how many of its blocks were cached."""
+        cache = self._caches[pair.verifier.incarnation]
+        num_hit = next((index for index, block in enumerate(session.blocks) if block not in cache), len(session.blocks))
+        self.sent.add(pair.verifier.incarnation, session.blocks)
+        session.last = Placement(pair.verifier.incarnation, pair.drafter.incarnation if pair.drafter else "")
+        session.turn += 1
+        session.blocks += self._said(int(session.name.rpartition("-")[2]), session.turn)
+        for block in reversed(session.blocks):
+            cache[block] = None
+            cache.move_to_end(block)
+        while len(cache) > self.settings.cache_blocks:
+            cache.popitem(last=False)
+        return num_hit
+
+    def _count(self, pair: Pair, change: int) -> None:
+        for worker in (pair.verifier, pair.drafter):
+            if worker is not None:
+                self.in_flight[worker.incarnation] += change
+
+    def _ratio(self, workers: Sequence[Lease]) -> float:
+        busy = [self.in_flight[worker.incarnation] for worker in workers]
+        return max(busy) * len(busy) / sum(busy)
+
+    def _announce(self) -> None:
+        """New leases of the verifiers, as every heartbeat brings them."""
+        for index, lease in enumerate(self.verifiers):
+            latest = list(self._caches[lease.incarnation])[-ANNOUNCED:]
+            load = replace(lease.load, num_running=self.in_flight[lease.incarnation])
+            self.verifiers[index] = replace(lease, load=load, prefixes=frozenset(latest))
+
+
+def verifier(index: int) -> Lease:
+    """An idle verifier."""
+    return Lease("verifier", f"verifier-{index}:1", f"verifier-{index}", MODEL, Load(0, 0, 1_000_000, 64))
+
+
+def moves(simulation: Simulation, num_sessions: int) -> list[Moves]:
+    """What a verifier more and a verifier less do to sessions, drawn from all."""
+    sessions = random.Random(1).sample(simulation.sessions, min(num_sessions, len(simulation.sessions)))
+    verifiers = simulation.verifiers
+    newcomer = verifier(len(verifiers))
+    mean = sum(simulation.in_flight[lease.incarnation] for lease in verifiers) // len(verifiers)
+    newcomer = replace(newcomer, load=replace(newcomer.load, num_running=mean))
+    results = []
+    labels = {
+        "pairs": "pairs, as long as Redis or the router lives",
+        "prefixes": "prefixes only: router and Redis new",
+        "nothing": "nothing: only the hash is left",
+    }
+    for remembered, label in labels.items():
+        before = simulation.homes(sessions, verifiers, remembered)
+        more = simulation.homes(sessions, [*verifiers, newcomer], remembered)
+        less = simulation.homes(sessions, verifiers[:-1], remembered)
+        results.append(Moves(label, _moved(before, more), _moved(before, less)))
+    return results
+
+
+def _moved(before: Sequence[str], after: Sequence[str]) -> float:
+    return 100 * sum(one != other for one, other in zip(before, after, strict=True)) / len(before)
+
+
+def outcome_table(outcomes: Sequence[Outcome]) -> Table:
+    """What people read of the policies."""
+    rows = [
+        (
+            one.policy,
+            f"{one.max_over_mean:.2f} ({one.worst_max_over_mean:.2f})",
+            f"{one.drafters_max_over_mean:.2f}",
+            f"{one.hit:.1%} of {one.possible:.1%}",
+            f"{one.kept:.1%}",
+            f"{number(one.microseconds)} ({number(one.microseconds_p99)})",
+        )
+        for one in outcomes
+    ]
+    note = (
+        "Requests on the busiest verifier over the mean: mean over time (worst moment), and for drafters; share of prompt "
+        "blocks cached where the request went, of those computed anywhere before; later turns that met the verifier of the "
+        "turn before; CPU time of a pick, mean (p99), in microseconds. Without a weight of load all share one drafter."
+    )
+    columns = ("weights", "verifiers max/mean", "drafters max/mean", "prefix hits", "sessions kept", "pick")
+    return Table("Balance and affinity", columns, tuple(rows), note)
+
+
+def moves_table(results: Sequence[Moves], settings: Settings) -> Table:
+    """What people read of scaling."""
+    count = settings.num_verifiers
+    rows = [(one.known, f"{one.one_more:.2f} %", f"{one.one_less:.2f} %") for one in results]
+    note = (
+        "Share of sessions whose next turn goes to another verifier because of the change, once a new one "
+        "is as busy as the others; no less than 1/n can move when one goes."
+    )
+    columns = ("what is known of sessions", f"{count} to {count + 1}", f"{count} to {count - 1}")
+    return Table("Sessions moved", columns, tuple(rows), note)
+
+
+def main(
+    sessions: Annotated[int, typer.Option(help="Sessions with the default weights, of two turns each.")] = 100_000,
+    compared: Annotated[int, typer.Option(help="Sessions with each other set of weights.")] = 10_000,
+    moved: Annotated[int, typer.Option(help="Sessions that are asked where they would go.")] = 20_000,
+    out: Annotated[Path, typer.Option(help="Where the report goes.")] = Path("benchmarks"),
+) -> None:
+    """Run every policy, then let a verifier come and go."""
+    settings = Settings(num_sessions=sessions)
+    simulation = Simulation(settings, PlacementConfig())
+    outcomes = [simulation.run("default")]
+    results = moves(simulation, moved)
+    for policy, config in POLICIES.items():
+        outcomes.append(Simulation(replace(settings, num_sessions=compared), config).run(f"{policy}, {compared} sessions"))
+    tables = [outcome_table(outcomes), moves_table(results, settings)]
+    command = f"python -m benchmarks.sharding {shlex.join(sys.argv[1:])}".strip()
+    report = Report.here("sharding", command, "cpu", settings, {"policies": outcomes, "moves": results}, tables)
+    print(report.markdown(), report.write(out), sep="\n")
+
+
+if __name__ == "__main__":
+    typer.run(main)

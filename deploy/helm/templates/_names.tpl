@@ -1,0 +1,73 @@
+{{/* Names and labels. Selectors hold what never changes between upgrades. */}}
+
+{{- define "eyas.fullname" -}}
+{{- if .Values.fullnameOverride -}}
+{{- .Values.fullnameOverride | trunc 40 | trimSuffix "-" -}}
+{{- else if contains "eyas" .Release.Name -}}
+{{- .Release.Name | trunc 40 | trimSuffix "-" -}}
+{{- else -}}
+{{- printf "%s-eyas" (.Release.Name | trunc 35 | trimSuffix "-") -}}
+{{- end -}}
+{{- end -}}
+
+{{/* (list root component) */}}
+{{- define "eyas.name" -}}
+{{- printf "%s-%s" (include "eyas.fullname" (index . 0)) (index . 1) -}}
+{{- end -}}
+
+{{/* (list root component) */}}
+{{- define "eyas.selector" -}}
+app.kubernetes.io/name: eyas
+app.kubernetes.io/instance: {{ (index . 0).Release.Name }}
+app.kubernetes.io/component: {{ index . 1 }}
+{{- end -}}
+
+{{/* (list root component) */}}
+{{- define "eyas.labels" -}}
+{{- $root := index . 0 -}}
+{{ include "eyas.selector" . }}
+app.kubernetes.io/version: {{ $root.Chart.AppVersion | quote }}
+app.kubernetes.io/managed-by: {{ $root.Release.Service }}
+helm.sh/chart: {{ printf "%s-%s" $root.Chart.Name $root.Chart.Version | quote }}
+{{- with $root.Values.commonLabels }}
+{{ toYaml . }}
+{{- end }}
+{{- end -}}
+
+{{/* (list root component): name, namespace and labels */}}
+{{- define "eyas.metadata" -}}
+name: {{ include "eyas.name" . }}
+namespace: {{ (index . 0).Release.Namespace }}
+labels:
+  {{- include "eyas.labels" . | nindent 2 }}
+{{- end -}}
+
+{{/* (list root component) */}}
+{{- define "eyas.serviceAccountName" -}}
+{{- $account := (index (index . 0).Values (index . 1)).serviceAccount -}}
+{{- $account.name | default (ternary (include "eyas.name" .) "default" $account.create) -}}
+{{- end -}}
+
+{{/* (list root image) */}}
+{{- define "eyas.image" -}}
+{{- $root := index . 0 -}}
+{{- $image := index . 1 -}}
+{{- $own := printf "%s:%s" $image.repository ($root.Values.image.tag | default $root.Chart.AppVersion) -}}
+{{- $root.Values.image.registry | empty | ternary $own (printf "%s/%s" (trimSuffix "/" $root.Values.image.registry) $own) -}}
+{{- end -}}
+
+{{/* Services that run: a JSON list under the key "list". */}}
+{{- define "eyas.components" -}}
+{{- $all := list "router" "verifier" -}}
+{{- if .Values.draft.enabled -}}{{- $all = append $all "draft" -}}{{- end -}}
+{{- dict "list" $all | toJson -}}
+{{- end -}}
+
+{{/* (list root component): port of the gRPC door */}}
+{{- define "eyas.port" -}}
+{{- get (dict "router" 50050 "verifier" 50051 "draft" 50052) (index . 1) -}}
+{{- end -}}
+
+{{- define "eyas.httpPort" -}}8000{{- end -}}
+{{- define "eyas.metricsPort" -}}9464{{- end -}}
+{{- define "eyas.redisPort" -}}6379{{- end -}}

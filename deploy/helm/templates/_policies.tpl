@@ -1,0 +1,48 @@
+{{/* Who may talk to whom. Peers are (list root component ...). */}}
+
+{{/* (list root component ...): a list of peers */}}
+{{- define "eyas.peers" -}}
+{{- $root := index . 0 -}}
+{{- range $component := rest . }}
+- podSelector:
+    matchLabels:
+      {{- include "eyas.selector" (list $root $component) | nindent 6 }}
+{{- end }}
+{{- end -}}
+
+{{- define "eyas.scrapers" -}}
+- ports: [{port: {{ include "eyas.metricsPort" . }}}]
+  from:
+    {{- .Values.networkPolicy.scrapers | default (list (dict "namespaceSelector" dict)) | toYaml | nindent 4 }}
+{{- end -}}
+
+{{/* What every pod of ours may reach: names, Redis, and the outside at a few ports. */}}
+{{- define "eyas.egress" -}}
+- ports: [{port: 53, protocol: UDP}, {port: 53, protocol: TCP}]
+{{- if eq .Values.redis.kind "bundled" }}
+- ports: [{port: {{ include "eyas.redisPort" . }}}]
+  to:
+    {{- include "eyas.peers" (list . "redis") | nindent 4 }}
+{{- else if eq .Values.redis.kind "external" }}
+- ports: [{port: {{ .Values.redis.external.port }}}]
+{{- end }}
+{{- with .Values.networkPolicy.outsidePorts }}
+- ports:
+    {{- range . }}
+    - port: {{ . }}
+    {{- end }}
+{{- end }}
+{{- end -}}
+
+{{/* (list root component): head of a policy that closes what it does not open */}}
+{{- define "eyas.policy" -}}
+apiVersion: networking.k8s.io/v1
+kind: NetworkPolicy
+metadata:
+  {{- include "eyas.metadata" . | nindent 2 }}
+spec:
+  podSelector:
+    matchLabels:
+      {{- include "eyas.selector" . | nindent 6 }}
+  policyTypes: [Ingress{{ if (index . 0).Values.networkPolicy.egress }}, Egress{{ end }}]
+{{- end -}}

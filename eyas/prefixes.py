@@ -1,0 +1,45 @@
+"""Names for the beginnings of token sequences: token ids in, one hash per whole block out. Knows no cache and no network.
+
+The hash of a block stands for every token up to its end, so that two sequences share as many hashes as whole blocks.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from hashlib import blake2b
+
+BLOCK_TOKENS = 64
+MAX_BLOCKS = 512
+
+_BLOCK_BYTES = 4 * BLOCK_TOKENS
+
+
+class BlockHasher:
+    """Hashes the blocks of one sequence as its tokens come."""
+
+    def __init__(self) -> None:
+        self._hash = blake2b(digest_size=4)
+        self._rest = b""
+
+    def copy(self) -> BlockHasher:
+        """A hasher that may go on with other tokens."""
+        other = BlockHasher()
+        other._hash, other._rest = self._hash.copy(), self._rest
+        return other
+
+    def update(self, token_ids: Sequence[int]) -> list[int]:
+        """The hashes, in [0, 2^32), of the blocks that these tokens complete."""
+        data = self._rest + struct.pack(f"<{len(token_ids)}i", *token_ids)
+        end = len(data) // _BLOCK_BYTES * _BLOCK_BYTES
+        hashes = []
+        for start in range(0, end, _BLOCK_BYTES):
+            self._hash.update(data[start : start + _BLOCK_BYTES])
+            hashes.append(int.from_bytes(self._hash.digest(), "little"))
+        self._rest = data[end:]
+        return hashes
+
+
+def block_hashes(token_ids: Sequence[int]) -> tuple[int, ...]:
+    """The hashes of a sequence's whole blocks, of MAX_BLOCKS at most. Token ids must fit in 32 bits."""
+    return tuple(BlockHasher().update(token_ids[: MAX_BLOCKS * BLOCK_TOKENS]))

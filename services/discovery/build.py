@@ -1,0 +1,31 @@
+"""Which way of discovery the settings ask for. Knows no workers."""
+
+from __future__ import annotations
+
+from eyas.config import DiscoveryConfig, RegistryConfig
+from services.discovery.base import Discovery
+from services.discovery.probed import ProbedDiscovery
+from services.discovery.static import StaticEndpoints
+from services.registry import Registry
+
+
+def lease_registry(discovery: DiscoveryConfig, registry: RegistryConfig) -> Registry | None:
+    """Where a worker publishes its lease; None where it is found without one. Raises ConfigError for a bad URL."""
+    return Registry(registry) if discovery.kind == "redis" else None
+
+
+def session_registry(discovery: DiscoveryConfig, registry: RegistryConfig) -> Registry | None:
+    """Where a router keeps placements; None where it keeps them to itself. Raises ConfigError for a bad URL."""
+    return Registry(registry) if registry.url or discovery.kind == "redis" else None
+
+
+def build_discovery(config: DiscoveryConfig, registry: Registry | None) -> Discovery:
+    """The live workers; by `registry` where leases say who they are."""
+    if config.kind == "static":
+        return ProbedDiscovery(StaticEndpoints(config), config)
+    if config.kind == "kubernetes":
+        from services.discovery.slices import SliceEndpoints
+
+        return ProbedDiscovery(SliceEndpoints(config.kubernetes), config)
+    assert registry is not None, "leases are kept in a registry"
+    return registry

@@ -1,0 +1,92 @@
+"""One endpoint under watch: given an address, gives back the lease of the live worker there, or None. Knows no other.
+
+Its health is watched, so that a worker that stops is left at once; its state is asked for again and again, so that one that
+only looks alive is left as well.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import replace
+
+import grpc
+import grpc.aio
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from eyas.config import DiscoveryConfig
+from eyas.errors import InvalidRequest
+from eyas.rpc.channel import open_channel
+from eyas.rpc.messages import Lease, Role
+from eyas.rpc.worker_wire import status_from_message
+from eyas.v1 import worker_pb2
+from eyas.v1.worker_pb2_grpc import WorkerStub
+from services.background import forever
+from services.discovery.base import Endpoint
+
+log = logging.getLogger(__name__)
+
+
+class Probe:
+    """Watches an endpoint while `run` runs. changed: called whenever `lease` may be another."""
+
+    def __init__(self, role: Role, endpoint: Endpoint, config: DiscoveryConfig, changed: Callable[[], None]) -> None:
+        self._role = role
+        self._endpoint = endpoint
+        self._config = config
+        self._changed = changed
+        self._state: Lease | None = None
+        self._answered_at = 0.0
+        self._serving = False
+        self._complaint = ""
+
+    @property
+    def lease(self) -> Lease | None:
+        """The worker, if it is live and serving."""
+        return self._state if self._serving else None
+
+    async def run(self) -> None:
+        """Watch until cancelled."""
+        async with open_channel(self._endpoint.address) as channel, asyncio.TaskGroup() as tasks:
+            tasks.create_task(forever(self._config.probe_interval, lambda: self._watch(channel)))
+            tasks.create_task(forever(self._config.probe_interval, lambda: self._ask(channel)))
+
+    async def _watch(self, channel: grpc.aio.Channel) -> None:
+        """Follow what the worker says of its health, until it says no more."""
+        try:
+            async for answer in health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest()):
+                self._serving = answer.status == health_pb2.HealthCheckResponse.SERVING
+                self._changed()
+        except grpc.aio.AioRpcError as error:
+            log.debug("%s: its health cannot be watched: %s", self._endpoint.address, error.details())
+
+    async def _ask(self, channel: grpc.aio.Channel) -> None:
+        """Ask for the worker's state. One that is not there is left at once, one that is slow after a while."""
+        try:
+            answer = await WorkerStub(channel).Status(worker_pb2.StatusRequest(), timeout=self._config.probe_timeout)
+            self._hear(status_from_message(answer, self._endpoint.address))
+        except InvalidRequest as error:
+            self._leave(str(error))
+        except grpc.aio.AioRpcError as error:
+            late = time.monotonic() - self._answered_at > self._config.forget_after
+            if late or error.code() is not grpc.StatusCode.DEADLINE_EXCEEDED:
+                self._leave(f"{error.code().name}: {error.details()}")
+
+    def _hear(self, state: Lease) -> None:
+        if state.role != self._role:
+            self._leave(f"it is a {state.role} service, where a {self._role} service was expected")
+            return
+        self._state = replace(state, zone=state.zone or self._endpoint.zone)
+        self._answered_at = time.monotonic()
+        self._complaint = ""
+        self._changed()
+
+    def _leave(self, reason: str) -> None:
+        """Count the worker as gone; the log says so once."""
+        if reason != self._complaint:
+            log.warning("no live %s service at %s: %s", self._role, self._endpoint.address, reason)
+        self._complaint = reason
+        self._state = None
+        self._changed()

@@ -1,0 +1,1 @@
+"""What the router makes of its fleet by itself: bounds on loads, who is avoided, what was sent where."""

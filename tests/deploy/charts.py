@@ -1,0 +1,114 @@
+"""The chart as the real helm renders it: values in, Kubernetes objects out."""
+
+import functools
+import subprocess
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from deploy.binaries import helm
+from tests.house.repository import ROOT
+
+Object = dict[str, Any]
+
+CHART = ROOT / "deploy" / "helm"
+VALUES = sorted((CHART / "values").glob("*.yaml"))
+
+SECURED = ("router.tls.existingSecret=doors", "router.apiKeys.existingSecret=keys")
+SCALED = tuple(
+    f"{component}.autoscaling.{setting}"
+    for component in ("verifier", "draft")
+    for setting in ("kind=keda", "triggers[0].type=prometheus", "triggers[0].metadata.query=up")
+)
+MONITORED = ("serviceMonitor.enabled=true", "prometheusRule.enabled=true", "dashboards.enabled=true")
+
+# Every branch of the templates is in one of these.
+SETTINGS: Mapping[str, Sequence[str]] = {
+    "defaults": (),
+    "kubernetes discovery, no redis": ("discovery.kind=kubernetes", "redis.kind=none", *SECURED, *SCALED),
+    "external redis by secret": (
+        "redis.kind=external", "redis.external.existingSecret=redis", "router.autoscaling.kind=hpa",
+    ),
+    "external redis by url": ("redis.kind=external", "redis.external.url=redis://cache:6379/1", "draft.enabled=false"),
+    "host path": (
+        "model.source.kind=hostPath", "model.source.hostPath.path=/data", "verifier.tensorParallel=4", "commonLabels.team=a",
+        "telemetry.otlpEndpoint=http://otel:4317", "networkPolicy.scrapers[0].podSelector.matchLabels.app=prometheus",
+    ),
+    "open": ("networkPolicy.enabled=false", "redis.auth.existingSecret=redis", "router.serviceAccount.create=false"),
+    "ray": ("mode=ray", "ray.gcsFaultTolerance.redisAddress=redis:6379", "ray.gcsFaultTolerance.passwordSecret=ray"),
+    "monitored": MONITORED,
+}  # fmt: skip
+RENDERINGS = [*(file.stem for file in VALUES), *SETTINGS]
+
+
+def run_helm(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([str(helm()), *arguments], cwd=CHART, capture_output=True, text=True, check=False)
+
+
+def template(*arguments: str) -> list[Object]:
+    """What `helm template` gives. Raises AssertionError with helm's own words."""
+    result = run_helm("template", "demo", ".", "--namespace", "eyas", *arguments)
+    assert result.returncode == 0, result.stderr
+    return [item for item in yaml.safe_load_all(result.stdout) if item]
+
+
+def settings(assignments: Sequence[str]) -> list[str]:
+    return [word for assignment in assignments for word in ("--set", assignment)]
+
+
+@functools.cache
+def rendered(name: str) -> tuple[Object, ...]:
+    """The objects of one of RENDERINGS."""
+    if name in SETTINGS:
+        return tuple(template(*settings(SETTINGS[name])))
+    return tuple(template("--values", str(CHART / "values" / f"{name}.yaml")))
+
+
+def of_kind(objects: Sequence[Object], *kinds: str) -> list[Object]:
+    return [item for item in objects if item["kind"] in kinds]
+
+
+def named(objects: Sequence[Object], kind: str, name: str) -> Object:
+    (found,) = [item for item in of_kind(objects, kind) if item["metadata"]["name"] == name]
+    return found
+
+
+def pod_templates(objects: Sequence[Object]) -> Iterator[tuple[str, Object]]:
+    """Every pod template with a name for messages."""
+    for item in objects:
+        name, spec = f"{item['kind']} {item['metadata']['name']}", item.get("spec", {})
+        match item["kind"]:
+            case "Deployment" | "StatefulSet":
+                yield name, spec["template"]
+            case "LeaderWorkerSet":
+                yield f"{name} leader", spec["leaderWorkerTemplate"]["leaderTemplate"]
+                yield f"{name} worker", spec["leaderWorkerTemplate"]["workerTemplate"]
+            case "RayService":
+                cluster = spec["rayClusterConfig"]
+                for group in (cluster["headGroupSpec"], *cluster["workerGroupSpecs"]):
+                    yield f"{name} {group.get('groupName', 'head')}", group["template"]
+
+
+def containers(objects: Sequence[Object]) -> Iterator[tuple[str, Object]]:
+    for name, pod in pod_templates(objects):
+        for container in pod["spec"]["containers"]:
+            yield f"{name}: {container['name']}", container
+
+
+def matches(selector: Mapping[str, Any], labels: Mapping[str, str]) -> bool:
+    """Whether a label selector takes an object with these labels."""
+    expressions = selector.get("matchExpressions", [])
+    assert all(expression["operator"] == "In" for expression in expressions)
+    wanted = selector.get("matchLabels", {})
+    return all(labels.get(key) == value for key, value in wanted.items()) and all(
+        labels.get(expression["key"]) in expression["values"] for expression in expressions
+    )
+
+
+def write_values(folder: Path, values: Mapping[str, Any]) -> str:
+    """A values file for helm."""
+    file = folder / "values.yaml"
+    file.write_text(yaml.safe_dump(dict(values)))
+    return str(file)

@@ -1,0 +1,54 @@
+"""Clients that ask without a pause, and what they were told."""
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from eyas.errors import EyasError
+from eyas.request import SamplingParams
+from tests.e2e.client import Generated, generate
+
+NUM_CLIENTS = 3
+AFTER = 3  # requests of each client between two steps of a test
+
+
+@dataclass
+class Load:
+    """Every request goes where `door` says then, as a Service would send it."""
+
+    door: Callable[[], str]
+    prompt: Sequence[int]
+    sampling: SamplingParams
+    outs: list[Generated] = field(default_factory=list)
+    failures: list[str] = field(default_factory=list)
+    _stopping: threading.Event = field(default_factory=threading.Event)
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """The clients ask until the block ends; what they have begun then comes to its end."""
+        threads = [threading.Thread(target=self._ask_on) for _ in range(NUM_CLIENTS)]
+        for thread in threads:
+            thread.start()
+        try:
+            yield
+        finally:
+            self._stopping.set()
+            for thread in threads:
+                thread.join()
+
+    def go_on(self) -> None:
+        """Return when as many more requests have ended as AFTER says."""
+        enough, deadline = len(self.outs) + AFTER * NUM_CLIENTS, time.monotonic() + 90
+        while len(self.outs) < enough and not self.failures:
+            assert time.monotonic() < deadline, "the load stands still"
+            time.sleep(0.02)
+
+    def _ask_on(self) -> None:
+        while not self._stopping.is_set():
+            try:
+                self.outs.append(generate(self.door(), self.prompt, self.sampling))
+            except (EyasError, AssertionError) as error:
+                self.failures.append(f"{type(error).__name__}: {error}")
+                return

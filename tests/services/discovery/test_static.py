@@ -1,0 +1,164 @@
+"""Workers found by a list: who answers is live, who only looks alive is not."""
+
+import asyncio
+from dataclasses import replace
+
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from eyas.config import DiscoveryConfig, ServerConfig
+from eyas.errors import ConfigError
+from eyas.rpc.channel import open_channel
+from eyas.rpc.messages import Lease, Load
+from eyas.rpc.server import RpcServer
+from eyas.rpc.worker_wire import status_from_message
+from eyas.v1.worker_pb2 import StatusRequest
+from eyas.v1.worker_pb2_grpc import WorkerStub
+from services.lifecycle import WorkerPresence
+from tests.services.discovery.pods import discovering, names, pod_router, pod_worker, settings
+from tests.services.redis_server import free_port
+from tests.services.router.scripted_verifier import CALL, MODEL, REST, ask, tokens_of, until
+
+
+def port_of(address: str) -> int:
+    return int(address.rpartition(":")[2])
+
+
+def test_a_worker_is_found_as_it_describes_itself() -> None:
+    async def body() -> None:
+        async with pod_worker(zone="here") as worker, pod_worker(role="draft") as drafter:
+            config = settings("static", verifiers=(worker.address,), drafters=(drafter.address,))
+            async with discovering(config, "verifier", "draft") as discovery:
+                await until(lambda: bool(discovery.known("verifier") and discovery.known("draft")))
+                assert (discovery.known("verifier"), discovery.known("draft")) == ((worker.lease,), (drafter.lease,))
+
+    asyncio.run(body())
+
+
+def test_a_real_worker_tells_its_state_to_whoever_asks() -> None:
+    async def body() -> Lease:
+        server = RpcServer(ServerConfig(host="0.0.0.0"))
+        presence = WorkerPresence(server, None, "draft", MODEL, lambda: Load(1), "here", lambda: frozenset({3}), "one")
+        address = await server.start([])
+        await presence.enter(address)  # with no lease, nobody needs to be told where
+        async with open_channel(f"127.0.0.1:{port_of(address)}") as channel:
+            answer = await WorkerStub(channel).Status(StatusRequest())
+        await presence.leave()
+        await server.stop(0)
+        return status_from_message(answer, "there:1")
+
+    assert asyncio.run(body()) == Lease("draft", "there:1", "one", MODEL, Load(1), "here", frozenset({3}))
+
+
+def test_a_worker_that_stops_serving_is_left_at_once() -> None:
+    async def body() -> None:
+        async with pod_worker() as worker:
+            config = settings("static", verifiers=(worker.address,), probe_interval=0.05, forget_after=600.0)
+            async with discovering(config) as discovery:
+                await until(lambda: names(discovery) == {worker.incarnation})
+                await worker.server.set_serving(False)
+                await until(lambda: not names(discovery))
+                await worker.server.set_serving(True)
+                await until(lambda: names(discovery) == {worker.incarnation})
+
+    asyncio.run(body())
+
+
+def test_a_worker_that_is_killed_is_left_and_its_successor_is_another() -> None:
+    async def body() -> None:
+        port = free_port()
+        async with discovering(settings("static", verifiers=(f"127.0.0.1:{port}",), forget_after=600.0)) as discovery:
+            async with pod_worker(port=port) as first:
+                await until(lambda: names(discovery) == {first.incarnation})
+            await until(lambda: not names(discovery))
+            async with pod_worker(port=port) as second:
+                await until(lambda: names(discovery) == {second.incarnation})
+
+    asyncio.run(body())
+
+
+def test_a_worker_that_says_healthy_but_answers_nothing_is_left() -> None:
+    async def body() -> None:
+        async with pod_worker() as worker:
+            config = settings("static", verifiers=(worker.address,), probe_timeout=0.05, forget_after=0.2)
+            async with discovering(config) as discovery:
+                await until(lambda: names(discovery) == {worker.incarnation})
+                worker.gate.clear()
+                await until(lambda: not names(discovery))
+                async with open_channel(worker.address) as channel:
+                    health = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest())
+                assert health.status == health_pb2.HealthCheckResponse.SERVING
+                worker.gate.set()
+                await until(lambda: names(discovery) == {worker.incarnation})
+
+    asyncio.run(body())
+
+
+def test_one_slow_answer_does_not_cost_a_worker_its_place() -> None:
+    async def body() -> None:
+        async with pod_worker() as worker:
+            config = settings("static", verifiers=(worker.address,), probe_timeout=0.05, forget_after=600.0)
+            async with discovering(config) as discovery:
+                await until(lambda: names(discovery) == {worker.incarnation})
+                worker.gate.clear()
+                asked = worker.num_asked
+                await until(lambda: worker.num_asked >= asked + 3)
+                assert names(discovery) == {worker.incarnation}
+
+    asyncio.run(body())
+
+
+def test_a_worker_of_another_role_is_no_worker_of_this_one(caplog: pytest.LogCaptureFixture) -> None:
+    async def body() -> None:
+        async with (
+            pod_worker(role="draft") as drafter,
+            discovering(settings("static", verifiers=(drafter.address,))) as discovery,
+        ):
+            await until(lambda: drafter.num_asked >= 3)
+            assert not names(discovery)
+
+    asyncio.run(body())
+    assert caplog.text.count("it is a draft service, where a verifier service was expected") == 1
+
+
+def test_a_worker_with_two_addresses_is_one() -> None:
+    async def body() -> None:
+        async with pod_worker() as worker:
+            other = worker.address.replace("127.0.0.1", "localhost")
+            async with discovering(settings("static", verifiers=(other, worker.address))) as discovery:
+                asked = worker.num_asked
+                await until(lambda: worker.num_asked >= asked + 6)
+                assert discovery.known("verifier") == (worker.lease,)
+
+    asyncio.run(body())
+
+
+def test_a_router_serves_without_any_registry() -> None:
+    async def body() -> None:
+        async with (
+            pod_worker() as one,
+            pod_worker() as other,
+            pod_router(settings("static", verifiers=(one.address, other.address))) as (address, workers),
+        ):
+            await until(lambda: workers.ready and len(workers.fleet().verifiers) == 2)
+            call = replace(CALL, request=replace(CALL.request, session="s"))
+            for _ in range(3):
+                assert tokens_of(await ask(address, call)) == REST
+        assert sorted(len(worker.script.calls) for worker in (one, other)) == [0, 3]
+
+    asyncio.run(body())
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"kind": "dns"}, "kind is 'dns'; it must be one of redis, static, kubernetes"),
+        ({"kind": "static", "verifiers": ("host",)}, "address 'host' is not host:port"),
+        ({"kind": "static", "drafters": (":7",)}, "address ':7' is not host:port"),
+        ({"verifiers": ("host:1",)}, "workers are named, but kind is redis"),
+        ({"probe_interval": 0.0}, "probe_interval is 0.0; it must be above 0"),
+    ],
+)
+def test_a_wrong_setting_is_told(changes: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        DiscoveryConfig(**changes)  # type: ignore[arg-type]
