@@ -32,14 +32,31 @@ def _cancelling(factory: Callable[..., Any], service_method: str, streaming_type
     return partial(pumped, handler) if streaming_type == "unary_stream" else handler
 
 
+class _Call:
+    """A call's context for a handler that may end after its call: gRPC crashes where a call that is gone is asked for its
+    peer, which Serve logs."""
+
+    def __init__(self, context: Any) -> None:
+        self._context = context
+        self._peer = context.peer()
+
+    def peer(self) -> str:
+        """Who called."""
+        return str(self._peer)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._context, name)
+
+
 async def pumped(handler: Streaming, request: Any, context: Any) -> AsyncGenerator[bytes, None]:
     """The same messages, taken by a task of its own: wherever this generator is when the call is cancelled, the handler is
     cancelled while it waits for the next message."""
     messages: asyncio.Queue[bytes | None] = asyncio.Queue()
+    call = _Call(context)
 
     async def pump() -> None:
         try:
-            async for message in handler(request, context):
+            async for message in handler(request, call):
                 messages.put_nowait(message)
         finally:
             messages.put_nowait(None)
@@ -51,3 +68,4 @@ async def pumped(handler: Streaming, request: Any, context: Any) -> AsyncGenerat
         await task
     finally:
         task.cancel()
+        await asyncio.wait([task])

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import pytest
@@ -55,18 +56,24 @@ def test_a_refused_request_bears_the_status_of_its_error(application: RayApplica
     assert httpx.post(f"{application.http}/v1/completions", json={"prompt": "a", "n": 0}).status_code == 400
 
 
-@pytest.mark.parametrize("door", ["grpc", "http"])
-def test_a_client_that_leaves_takes_its_request_with_it(application: RayApplication, door: str) -> None:
-    if door == "grpc":
-        out = generate(application.grpc, "def f():", ENDLESS, enough=lambda out: busy(application) and len(out.chunks) > 3)
-        assert len(out.token_ids) < ENDLESS.max_tokens
-    else:
-        body = {"prompt": "def f():", "max_tokens": ENDLESS.max_tokens, "ignore_eos": True, "stream": True}
-        with httpx.stream("POST", f"{application.http}/v1/completions", json=body, timeout=60) as answer:
-            events = answer.iter_lines()
-            while not busy(application):
-                next(events)
-    application.wait(lambda: not busy(application), 3, "the request goes on")
+def test_clients_that_leave_the_grpc_door_take_their_requests_with_them(application: RayApplication) -> None:
+    def leave(after: int) -> int:
+        enough = [lambda out: len(out.chunks) > after, lambda out: len(out.chunks) > after and busy(application)]
+        return len(generate(application.grpc, "def f():", ENDLESS, enough=enough[after % 2]).token_ids)
+
+    with ThreadPoolExecutor(4) as clients:
+        assert max(clients.map(leave, range(12))) < ENDLESS.max_tokens
+    application.wait(lambda: not busy(application), 10, "requests go on")
+    assert application.ready()
+
+
+def test_a_client_that_leaves_the_http_door_takes_its_request_with_it(application: RayApplication) -> None:
+    body = {"prompt": "def f():", "max_tokens": ENDLESS.max_tokens, "ignore_eos": True, "stream": True}
+    with httpx.stream("POST", f"{application.http}/v1/completions", json=body, timeout=60) as answer:
+        events = answer.iter_lines()
+        while not busy(application):
+            next(events)
+    application.wait(lambda: not busy(application), 10, "the request goes on")
 
 
 def busy(application: RayApplication) -> int:
