@@ -37,7 +37,9 @@ def _verifier(config: RayConfig) -> Application:
     gpus = num_gpus(pool, own.device, own.engine.tensor_parallel)
     policy = AutoscalingPolicy(policy_function=VerifierPolicy, policy_kwargs=_watching(pool))
     options = _options(pool, policy, own.server, gpus)
-    return serve.deployment(name="Verifier", graceful_shutdown_wait_loop_s=_LOOK_SECONDS, **options)(Verifier).bind(own)
+    return serve.deployment(name="Verifier", graceful_shutdown_wait_loop_s=_LOOK_SECONDS, **options)(Verifier).bind(
+        own, config.environment
+    )
 
 
 def _draft(config: RayConfig, own: DraftConfig) -> Application:
@@ -46,7 +48,7 @@ def _draft(config: RayConfig, own: DraftConfig) -> Application:
     policy = AutoscalingPolicy(policy_function=DraftPolicy, policy_kwargs=kwargs)
     options = _options(pool, policy, own.server, num_gpus(pool, own.device))
     deploy = serve.deployment(name="Draft", graceful_shutdown_wait_loop_s=_LOOK_SECONDS, **options)
-    return deploy(Draft).bind(own, config.verifier.link.deadline)
+    return deploy(Draft).bind(own, config.environment, config.verifier.link.deadline)
 
 
 def _router(config: RayConfig, workers: Sequence[Application]) -> Application:
@@ -55,7 +57,7 @@ def _router(config: RayConfig, workers: Sequence[Application]) -> Application:
     policy = AutoscalingPolicy(policy_function=RouterPolicy, policy_kwargs=kwargs)
     options = _options(pool, policy, own.server, pool.num_gpus)
     deploy = serve.deployment(name="Router", max_ongoing_requests=2 * pool.requests, **options)
-    return deploy(serve.ingress()(Router)).bind(own, *workers)
+    return deploy(serve.ingress()(Router)).bind(own, config.environment, *workers)
 
 
 def _options(pool: PoolConfig, policy: AutoscalingPolicy, server: ServerConfig, gpus: float) -> dict[str, Any]:

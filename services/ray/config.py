@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeVar
 
-from eyas.config import DraftConfig, RouterConfig, ServerConfig, TelemetryConfig, VerifierConfig, validated
+from eyas.config import DraftConfig, RouterConfig, ServerConfig, VerifierConfig, validated
 from eyas.config.checks import at_least, require
 from eyas.errors import ConfigError
 from services.ray.damping import Damping
+
+ConfigT = TypeVar("ConfigT", RouterConfig, VerifierConfig, DraftConfig)
 
 # What a replica may need beyond the drain of its service until Serve may kill it, in seconds.
 _GRACE = 15.0
@@ -73,17 +76,29 @@ class PoolsConfig:
 
 
 @dataclass(frozen=True)
+class EnvironmentConfig:
+    """Names of environment variables that replicas read on their nodes; empty reads none.
+
+    registry_url: in place of registry.url, which may hold a password. zone: in place of server.zone.
+    """
+
+    registry_url: str = ""
+    zone: str = ""
+
+
+@dataclass(frozen=True)
 class RayConfig:
     """An application: router, verifier and draft as the services have them; without draft all requests decode plainly.
 
     Where services listen is Serve's to say: host, port and advertise of their servers are not looked at, nor is the HTTP
-    door's place.
+    door's place. environment: what replicas know of their nodes.
     """
 
     router: RouterConfig
     verifier: VerifierConfig
     draft: DraftConfig | None = None
     pools: PoolsConfig = field(default_factory=PoolsConfig)
+    environment: EnvironmentConfig = field(default_factory=EnvironmentConfig)
 
     def __post_init__(self) -> None:
         require(
@@ -103,14 +118,20 @@ def read(args: Mapping[str, Any]) -> RayConfig:
     return validated(RayConfig, args, "args")
 
 
-def placed(config: ServerConfig, host: str) -> ServerConfig:
-    """The server's settings on a node with the address `host`: on a free port, so that replicas can share the node."""
-    return replace(config, host=host, port=0, advertise="")
-
-
-def unbound(config: TelemetryConfig) -> TelemetryConfig:
-    """Telemetry with the metrics, if they are served, on a free port, for the same reason."""
-    return config if config.metrics_port is None else replace(config, metrics_port=0)
+def on_node(config: ConfigT, names: EnvironmentConfig, host: str, environment: Mapping[str, str] = os.environ) -> ConfigT:
+    """A service's settings for a replica on a node with the address `host`: on free ports, so that replicas can share the
+    node. Raises ConfigError for a variable that is named and not set there."""
+    for name in (names.registry_url, names.zone):
+        require(not name or name in environment, f"environment names {name}, which is not set on the node {host}")
+    zone = environment[names.zone] if names.zone else config.server.zone
+    url = environment[names.registry_url] if names.registry_url else config.registry.url
+    port = None if config.telemetry.metrics_port is None else 0
+    return replace(
+        config,
+        server=replace(config.server, host=host, port=0, advertise="", zone=zone),
+        registry=replace(config.registry, url=url),
+        telemetry=replace(config.telemetry, metrics_port=port),
+    )
 
 
 def drain_seconds(config: ServerConfig) -> int:

@@ -10,6 +10,7 @@ from typing import Any, NoReturn
 from fastapi import FastAPI
 from ray.serve.grpc_util import RayServegRPCContext
 from ray.serve.handle import DeploymentHandle
+from ray.util import get_node_ip_address
 
 from eyas.config import RouterConfig
 from eyas.errors import EyasError, RequestFailed, Unauthenticated
@@ -19,7 +20,7 @@ from eyas.rpc.wire import call_from_message, chunk_to_message, models_to_message
 from eyas.telemetry.logs import configure_logging
 from eyas.telemetry.tracing import trace_pairs
 from eyas.v1 import generation_pb2
-from services.ray.config import unbound
+from services.ray.config import EnvironmentConfig, on_node
 from services.router.access.keys import load_keys
 from services.router.core import router_core
 
@@ -34,11 +35,13 @@ class _NoHealth:
 class Router:
     """A router in a replica. Give it `serve.ingress()`: its HTTP door exists once it is constructed."""
 
-    async def __init__(self, config: RouterConfig, *workers: DeploymentHandle[Any]) -> None:  # type: ignore[misc]
+    async def __init__(  # type: ignore[misc]
+        self, config: RouterConfig, names: EnvironmentConfig, *workers: DeploymentHandle[Any]
+    ) -> None:
         """Look for workers from now on; Serve awaits it. workers: the pools that belong to the application; they are found
         by their leases. Raises ConfigError, which Serve shows."""
         configure_logging(config.telemetry.log_format)
-        here = replace(config, telemetry=unbound(config.telemetry))
+        here = on_node(config, names, get_node_ip_address())
         self._keys = load_keys(here.keys)
         self._stack = AsyncExitStack()
         self._core = await self._stack.enter_async_context(router_core(here, self._keys, _NoHealth()))

@@ -5,14 +5,12 @@ No request goes through Serve's handles here: routers and verifiers find these s
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import prometheus_client
 from ray.util import get_node_ip_address
 
 from eyas.config import DraftConfig, VerifierConfig
 from eyas.telemetry.logs import configure_logging
-from services.ray.config import placed, unbound
+from services.ray.config import EnvironmentConfig, on_node
 from services.ray.hosting import Hosted
 from services.ray.signals import DraftSignals, Signals, Stats, VerifierSignals
 
@@ -39,13 +37,12 @@ class Worker:
 class Verifier(Worker):
     """A verifier."""
 
-    async def __init__(self, config: VerifierConfig) -> None:  # type: ignore[misc]  # Serve awaits it
+    async def __init__(self, config: VerifierConfig, names: EnvironmentConfig) -> None:  # type: ignore[misc]  # Serve awaits it
         """Load the target and be present. Raises what the service raises, which Serve shows."""
         from services.verifier.__main__ import run
 
         configure_logging(config.telemetry.log_format)
-        server = placed(config.server, get_node_ip_address())
-        here = replace(config, server=server, telemetry=unbound(config.telemetry))
+        here = on_node(config, names, get_node_ip_address())
         self._hosted = Hosted()
         await self._hosted.start(lambda host: run(here, host))
         self._signals = VerifierSignals(prometheus_client.REGISTRY, config.model, config.engine.max_running)
@@ -54,14 +51,13 @@ class Verifier(Worker):
 class Draft(Worker):
     """A draft service."""
 
-    async def __init__(self, config: DraftConfig, patience: float) -> None:  # type: ignore[misc]  # Serve awaits it
+    async def __init__(self, config: DraftConfig, names: EnvironmentConfig, patience: float) -> None:  # type: ignore[misc]  # Serve awaits it
         """Load the drafters and be present. patience: how long verifiers wait for drafts, in seconds. Raises what the
         service raises, which Serve shows."""
         from services.draft.__main__ import run
 
         configure_logging(config.telemetry.log_format)
-        server = placed(config.server, get_node_ip_address())
-        here = replace(config, server=server, telemetry=unbound(config.telemetry))
+        here = on_node(config, names, get_node_ip_address())
         self._hosted = Hosted()
         await self._hosted.start(lambda host: run(here, host))
         self._signals = DraftSignals(prometheus_client.REGISTRY, patience)

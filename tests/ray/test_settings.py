@@ -1,6 +1,7 @@
 """What an application's args may be: the services' own settings and pools, checked before anything starts."""
 
 import copy
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import yaml
 
 from eyas.config import ServerConfig, TelemetryConfig
 from eyas.errors import ConfigError
-from services.ray.config import PoolConfig, drain_seconds, num_gpus, placed, read, unbound
+from services.ray.config import EnvironmentConfig, PoolConfig, drain_seconds, num_gpus, on_node, read
 
 CONFIGS = Path(__file__).parents[2] / "examples" / "configs" / "ray"
 
@@ -62,11 +63,17 @@ def test_without_a_draft_block_there_are_no_drafters() -> None:
     assert read(settings).draft is None
 
 
-def test_replicas_listen_on_a_free_port_of_their_node() -> None:
+def test_replicas_listen_on_free_ports_of_their_node_and_know_what_it_tells() -> None:
     server = ServerConfig("0.0.0.0", 50051, "elsewhere", linger_seconds=2.5, drain_seconds=20)
-    assert placed(server, "10.0.0.7") == ServerConfig("10.0.0.7", 0, "", 2.5, 20)
-    assert unbound(TelemetryConfig(metrics_port=9100)).metrics_port == 0
-    assert unbound(TelemetryConfig()).metrics_port is None
+    config = replace(read(args()).verifier, server=server, telemetry=TelemetryConfig(metrics_port=9100))
+    here = on_node(config, EnvironmentConfig(), "10.0.0.7", {})
+    assert here.server == ServerConfig("10.0.0.7", 0, "", 2.5, 20)
+    assert (here.telemetry.metrics_port, here.registry) == (0, config.registry)
+    names, told = EnvironmentConfig("REGISTRY_URL", "ZONE"), {"REGISTRY_URL": "redis://kept:1/0", "ZONE": "a"}
+    here = on_node(replace(config, telemetry=TelemetryConfig()), names, "10.0.0.7", told)
+    assert (here.registry.url, here.server.zone, here.telemetry.metrics_port) == ("redis://kept:1/0", "a", None)
+    with pytest.raises(ConfigError, match="ZONE, which is not set on the node"):
+        on_node(config, names, "10.0.0.7", {"REGISTRY_URL": "redis://kept:1/0"})
     assert drain_seconds(server) > 22.5
 
 
