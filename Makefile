@@ -58,7 +58,7 @@ soak: $(READY) ## 10,000 short requests with cancellations, about 3 minutes: no 
 	@$(BIN)/python -m tests.scheduling.soak
 
 ray: $(READY) ## pools on a local Ray that grow and shrink four times under load, about 4 minutes; no request may fail
-	@$(BIN)/python -m tests.ray.soak
+	@$(BIN)/python -m tests.ray.cluster.soak
 
 lint: $(READY) ## style, types and import contracts
 	@$(BIN)/ruff check --quiet

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from eyas import LLM, SamplingParams
 from tests.e2e.client import generate
-from tests.ray.application import RayApplication
+from tests.ray.cluster.application import RayApplication
 from tests.tiny import DEMO
 
 WORKERS = ("Verifier", "Draft")

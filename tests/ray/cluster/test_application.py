@@ -13,8 +13,8 @@ from eyas.errors import InvalidRequest
 from eyas.rpc.messages import NO_DRAFTER
 from services.registry import Registry
 from tests.e2e.client import generate
-from tests.ray.application import RayApplication, running_application
-from tests.ray.load import Asked, breathe, plainly
+from tests.ray.cluster.application import RayApplication, running_application
+from tests.ray.cluster.load import Asked, breathe, plainly
 
 pytest.importorskip("ray.serve", reason="needs Ray: pip install 'eyas[ray]'")
 

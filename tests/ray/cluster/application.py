@@ -95,7 +95,7 @@ def running_application(folder: Path) -> Iterator[RayApplication]:
         config = settings(registry)
         file, log = folder / "serve.yaml", folder / "driver.log"
         file.write_text(yaml.safe_dump(config))
-        command = [sys.executable, "-m", "tests.ray.driver", str(file), own]
+        command = [sys.executable, "-m", "tests.ray.cluster.driver", str(file), own]
         with log.open("w") as output:
             driver = subprocess.Popen(
                 command, cwd=ROOT, env={**os.environ, **ENVIRONMENT, "PYTHONPATH": str(ROOT)}, stdin=subprocess.PIPE,

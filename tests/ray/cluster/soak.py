@@ -1,4 +1,4 @@
-"""`python -m tests.ray.soak`: several breaths of the pools on a local Ray; every answer is plain decoding's, or it ends with
+"""`python -m tests.ray.cluster.soak`: several breaths of the pools on a local Ray; every answer is plain decoding's, or it ends with
 the failures and status 1."""
 
 import sys
@@ -6,8 +6,8 @@ import tempfile
 import time
 from pathlib import Path
 
-from tests.ray.application import running_application
-from tests.ray.load import breathe, plainly
+from tests.ray.cluster.application import running_application
+from tests.ray.cluster.load import breathe, plainly
 
 NUM_BREATHS = 4
 LONGEST_SECONDS = 480.0
