@@ -22,7 +22,7 @@ SHELL := bash
 .SHELLFLAGS := -eu -o pipefail -c
 MAKEFLAGS += --no-print-directory
 .DEFAULT_GOAL := help
-.PHONY: help setup demo up bench methods test soak lint format protos chart images rehearsal prometheus clean
+.PHONY: help setup demo up bench methods test soak ray lint format protos chart images rehearsal prometheus clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' Makefile
@@ -62,6 +62,9 @@ test: lint ## lint, then every test
 
 soak: $(READY) ## 10,000 short requests with cancellations, about 3 minutes: no slot lost, no memory taken
 	@$(BIN)/python -m tests.scheduling.soak
+
+ray: $(READY) ## pools on a local Ray that grow and shrink four times under load, about 4 minutes; no request may fail
+	@$(BIN)/python -m tests.ray.cluster.soak
 
 lint: $(READY) ## style, types and import contracts
 	@$(BIN)/ruff check --quiet

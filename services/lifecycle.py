@@ -12,6 +12,7 @@ import signal
 import sys
 import uuid
 from collections.abc import Callable, Coroutine, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Protocol, Self, TypeVar
@@ -69,6 +70,31 @@ class Door(Protocol):
     async def stop(self, grace: float) -> None:
         """Refuse new calls, give running ones `grace` seconds, then cancel them. May be called without `start`."""
         ...
+
+
+class Host(Protocol):
+    """Where a service lives: what tells it to stop, and who hears that it is ready."""
+
+    def stopping(self) -> AbstractContextManager[asyncio.Event]:
+        """An event that is set once the service is to stop; heeded as long as the context is open."""
+        ...
+
+    def entered(self, address: str) -> None:
+        """Called once the service is present and listens on `address`."""
+        ...
+
+
+class Process:
+    """A process of its own: the first SIGTERM or SIGINT stops the service."""
+
+    def stopping(self) -> AbstractContextManager[asyncio.Event]:
+        return _StopSignal()
+
+    def entered(self, address: str) -> None:
+        log.info("serving on %s", address)
+
+
+PROCESS = Process()
 
 
 @dataclass(frozen=True)
@@ -129,20 +155,25 @@ class _Worker(WorkerServicer):
 
 
 async def serve(
-    server: RpcServer, service_names: Sequence[str], config: ServerConfig, presence: Presence, doors: Sequence[Door] = ()
+    server: RpcServer,
+    service_names: Sequence[str],
+    config: ServerConfig,
+    presence: Presence,
+    doors: Sequence[Door] = (),
+    host: Host = PROCESS,
 ) -> None:
-    """Listen until SIGTERM or SIGINT (or cancellation), then drain and stop, the other doors at the same time.
+    """Listen until the host says stop (or cancellation), then drain and stop, the other doors at the same time.
 
     Servicers are registered on `server.aio` before. Raises ConfigError when a port is taken.
     """
-    with _StopSignal() as stop:
+    with host.stopping() as stop:
         address = await server.start(service_names)
         linger = 0.0
         try:
             for door in doors:
                 await door.start()
             await presence.enter(address)
-            log.info("serving on %s", address)
+            host.entered(address)
             await stop.wait()
             linger = config.linger_seconds
             log.info("stopping; running calls have %.0f s to finish", config.drain_seconds)

@@ -16,7 +16,7 @@ from eyas.config.methods import (
     TreePaths,
     UnionConfig,
 )
-from eyas.config.reading import describe, load, masked
+from eyas.config.reading import describe, load, masked, validated
 from eyas.config.telemetry import LogFormat, TelemetryConfig
 from eyas.config.values import (
     BudgetPolicy,
@@ -74,4 +74,5 @@ __all__ = [
     "describe",
     "load",
     "masked",
+    "validated",
 ]

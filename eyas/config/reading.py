@@ -1,6 +1,6 @@
 """Settings from YAML and --set into any frozen dataclass, and back into lines; says what does not validate, and where.
 
-Only `load` imports pydantic and yaml.
+Only what reads imports pydantic and yaml.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ def load(kind: type[ConfigT], file: Path | None, assignments: Iterable[str] = ()
     Raises ConfigError naming the file, the key and, for an unknown key, the nearest valid one.
     """
     import yaml
-    from pydantic import TypeAdapter, ValidationError
 
     try:
         data = yaml.safe_load(file.read_text()) if file else {}
@@ -34,12 +33,19 @@ def load(kind: type[ConfigT], file: Path | None, assignments: Iterable[str] = ()
     data = data or {}
     for assignment in assignments:
         _assign(data, assignment)
+    return validated(kind, data, str(file or "settings"))
+
+
+def validated(kind: type[ConfigT], data: Mapping[str, Any], source: str) -> ConfigT:
+    """`kind` from settings that have been read already. source: where from. Raises ConfigError as `load` does."""
+    from pydantic import TypeAdapter, ValidationError
+
     _check_keys(kind, data, "")
     try:
         return TypeAdapter(kind).validate_python(data)
     except ValidationError as error:
         problems = "; ".join(_problem(e["loc"], e["msg"]) for e in error.errors())
-        raise ConfigError(f"{file or 'settings'}: {problems}") from error
+        raise ConfigError(f"{source}: {problems}") from error
 
 
 def describe(config: object, prefix: str = "") -> list[str]:

@@ -92,12 +92,16 @@ def remove(sequences: list[Sequence], sequence: Sequence) -> None:
 
 
 class Waiting:
-    """The bounded queue of requests, in order of place. clock: the present time in seconds."""
+    """The bounded queue of requests, in order of place. clock: the present time in seconds.
+
+    num_slots: what the requests need together to their ends.
+    """
 
     def __init__(self, config: EngineConfig, clock: Callable[[], float]) -> None:
         self._config = config
         self._clock = clock
         self._queue: list[Sequence] = []
+        self.num_slots = 0
         self._num_arrived = 0
         self._admitted: deque[float] = deque(maxlen=_PACE)
 
@@ -120,21 +124,25 @@ class Waiting:
         due = self._clock() - request.priority * self._config.ageing_seconds
         sequence = Sequence.start(request, Place(due, self._num_arrived))
         self._num_arrived += 1
-        insert(self._queue, sequence)
+        self.put_back(sequence)
         return sequence
 
     def put_back(self, sequence: Sequence) -> None:
         """Queue a sequence that has run already; its place puts it before all that came later."""
+        self.num_slots += sequence.num_slots
         insert(self._queue, sequence)
 
     def admit(self) -> Sequence:
         """Take out the first."""
         self._admitted.append(self._clock())
-        return self._queue.pop(0)
+        sequence = self._queue.pop(0)
+        self.num_slots -= sequence.num_slots
+        return sequence
 
     def remove(self, sequence: Sequence) -> None:
         """Take out a sequence that is to wait no longer."""
         remove(self._queue, sequence)
+        self.num_slots -= sequence.num_slots
 
     def _retry_after(self) -> float:
         """How often the queue got shorter of late."""

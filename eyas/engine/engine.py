@@ -27,6 +27,7 @@ from eyas.tree import DraftTree
 class Load:
     """How busy an engine is. free_slots: token slots that no running request holds; cached prefixes may fill
     them, and give way at need. num_slots: all of them. cached_slots: those that the prefix cache owns.
+    queued_slots: what the queued requests need to their ends.
 
     tree_nodes: most nodes of the trees last asked for; 1 where there was none to ask for or none would have paid.
     """
@@ -37,6 +38,7 @@ class Load:
     num_slots: int = 0
     cached_slots: int = 0
     tree_nodes: int = 1
+    queued_slots: int = 0
 
 
 @dataclass(frozen=True)
@@ -138,6 +140,7 @@ class Engine:
             num_slots=self._scheduler.num_slots,
             cached_slots=self._scheduler.num_cached,
             tree_nodes=self._budget.num_nodes,
+            queued_slots=self._scheduler.num_queued_slots,
         )
 
     @property

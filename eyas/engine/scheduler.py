@@ -138,6 +138,11 @@ class Scheduler:
         return len(self._waiting)
 
     @property
+    def num_queued_slots(self) -> int:
+        """Slots that the queued requests need to their ends."""
+        return self._waiting.num_slots
+
+    @property
     def num_free(self) -> int:
         """Slots that no running request owns or shares."""
         return self._cache.num_available

@@ -107,6 +107,11 @@ class Sequence:
         return len(self.tokens) - len(self.request.prompt_ids)
 
     @property
+    def num_slots(self) -> int:
+        """Slots that it needs for all its tokens, if it emits as many as it may."""
+        return len(self._room)
+
+    @property
     def num_remaining(self) -> int:
         """Tokens that may still be emitted."""
         return self.request.sampling.max_tokens - self.num_emitted

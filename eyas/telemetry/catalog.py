@@ -104,7 +104,11 @@ VERIFIER_CACHED = Metric(
 VERIFIER_GENERATED = Metric("eyas.verifier.generated_tokens", "counter", "{token}", "Tokens emitted.")
 VERIFIER_PREEMPTIONS = Metric("eyas.verifier.preemptions", "counter", "{request}", "Running requests queued again.")
 VERIFIER_SLOTS = Metric(
-    "eyas.verifier.slots", "gauge", "{slot}", "Token slots: used by running requests, or free for others.", ("state",)
+    "eyas.verifier.slots",
+    "gauge",
+    "{slot}",
+    "Token slots: used by running requests, free for others, or asked for by queued ones.",
+    ("state",),
 )
 VERIFIER_CACHED_SLOTS = Metric("eyas.verifier.cached_slots", "gauge", "{slot}", "Token slots that the prefix cache owns.")
 
@@ -139,10 +143,14 @@ DRAFT_ROUND = Metric(
     "eyas.draft.round.duration", "histogram", "s", "How long a round took the drafter, for all its sessions.",
     buckets=_ROUND,
 )  # fmt: skip
+DRAFT_ANSWER = Metric(
+    "eyas.draft.answer.duration", "histogram", "s", "From a verifier's request to the answers to its commits.",
+    buckets=_ROUND,
+)  # fmt: skip
 DRAFT_COMMITS = Metric(
     "eyas.draft.commits", "counter", "{commit}", "Commits by what became of them: tree, bookkept, refused, unanswered.",
     ("outcome",),
 )  # fmt: skip
 DRAFT_NODES = Metric("eyas.draft.nodes", "counter", "{token}", "Drafted tokens, whether they are verified or not.")
 
-DRAFT = (DRAFT_SESSIONS, DRAFT_WAITING, DRAFT_ROUND, DRAFT_COMMITS, DRAFT_NODES)
+DRAFT = (DRAFT_SESSIONS, DRAFT_WAITING, DRAFT_ROUND, DRAFT_ANSWER, DRAFT_COMMITS, DRAFT_NODES)

@@ -25,7 +25,7 @@ from services.draft.presence import Presences
 from services.draft.servicer import DraftServicer
 from services.draft.telemetry import DraftTelemetry
 from services.draft.worker import DraftWorker
-from services.lifecycle import WORKER_SERVICE, WorkerPresence, main, serve
+from services.lifecycle import PROCESS, WORKER_SERVICE, Host, WorkerPresence, main, serve
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Served:
     info: DrafterInfo
 
 
-async def run(config: DraftConfig) -> None:
+async def run(config: DraftConfig, host: Host = PROCESS) -> None:
     """Load the drafters and serve them until told to stop."""
     if config.threads:
         torch.set_num_threads(config.threads)
@@ -47,10 +47,12 @@ async def run(config: DraftConfig) -> None:
         )
         served.append(Served(drafter, describe(model, drafter)))
     with telemetry(config.telemetry, "draft") as own:
-        await serve_drafters(config, served, DraftTelemetry(own))
+        await serve_drafters(config, served, DraftTelemetry(own), host)
 
 
-async def serve_drafters(config: DraftConfig, served: Sequence[Served], telemetry: DraftTelemetry | None = None) -> None:
+async def serve_drafters(
+    config: DraftConfig, served: Sequence[Served], telemetry: DraftTelemetry | None = None, host: Host = PROCESS
+) -> None:
     """Serve until told to stop. Raises ConfigError for drafters that cannot be told apart, RequestFailed when one breaks for
     good."""
     check_distinct([each.info for each in served])
@@ -78,7 +80,7 @@ async def serve_drafters(config: DraftConfig, served: Sequence[Served], telemetr
             first = presences[0] if presences else None
             presences.append(_presence(config, server, worker, f"{process}/{number}", first))
         try:
-            await serve(server, names, config.server, Presences(presences))
+            await serve(server, names, config.server, Presences(presences), host=host)
         except asyncio.CancelledError:
             if not any(worker.broken for worker in workers):
                 raise

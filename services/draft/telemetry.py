@@ -24,6 +24,7 @@ class DraftTelemetry:
         telemetry = telemetry or Telemetry()
         self._tracer, self._registry = telemetry.tracer, telemetry.registry
         self._round = histogram(catalog.DRAFT_ROUND, self._registry)
+        self._answer = histogram(catalog.DRAFT_ANSWER, self._registry)
         commits = counter(catalog.DRAFT_COMMITS, self._registry)
         self._outcomes = {name: commits.labels(name) for name in ("tree", "bookkept", "refused", "unanswered")}
         self._nodes = counter(catalog.DRAFT_NODES, self._registry)
@@ -48,6 +49,11 @@ class DraftTelemetry:
                 self._trace(context, draft, outcome, len(contexts), (started, ended))
         if num_nodes:
             self._nodes.inc(num_nodes)
+
+    def answered(self, waits: Sequence[float]) -> None:
+        """Note how long requests waited for their answers, each from when it came, in seconds."""
+        for seconds in waits:
+            self._answer.observe(seconds)
 
     def _trace(self, context: DraftContext, draft: Draft, outcome: str, num_sessions: int, when: tuple[int, int]) -> None:
         """The session's round goes on here."""

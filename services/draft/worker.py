@@ -45,6 +45,7 @@ class _Job:
 
     stream: DraftStream
     request: DraftRequest | None
+    queued: float = field(default_factory=time.perf_counter)
 
     @property
     def released(self) -> tuple[str, ...]:
@@ -160,6 +161,7 @@ class DraftWorker:
             _answer(job, answers, (ended - started) / 1e6)
         if contexts:
             self._telemetry.drafted(contexts, drafts, started, ended)
+            self._telemetry.answered([time.perf_counter() - job.queued for job in jobs if job.request])
 
     def _next_jobs(self) -> list[_Job]:
         """The waiting jobs up to the first that touches a session again; empty once the worker stops."""

@@ -5,13 +5,21 @@ from __future__ import annotations
 import asyncio
 import logging
 from dataclasses import dataclass, field
+from typing import Protocol
 
-from eyas.rpc.server import RpcServer
 from services.discovery.base import Discovery
 from services.registry import Registry
 from services.router.workers import Workers
 
 log = logging.getLogger(__name__)
+
+
+class Health(Protocol):
+    """Who answers health checks."""
+
+    async def set_serving(self, serving: bool) -> None:
+        """What to answer from now on."""
+        ...
 
 
 @dataclass
@@ -21,7 +29,7 @@ class RouterPresence:
     reason: why it is not ready; empty while it is.
     """
 
-    server: RpcServer
+    server: Health
     discovery: Discovery
     workers: Workers
     interval: float

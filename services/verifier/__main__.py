@@ -20,7 +20,7 @@ from eyas.telemetry.process import Telemetry, telemetry
 from eyas.v1 import generation_pb2, generation_pb2_grpc
 from services.discovery.base import Discovery
 from services.discovery.build import build_discovery, lease_registry
-from services.lifecycle import WORKER_SERVICE, Presence, WorkerPresence, main, serve
+from services.lifecycle import PROCESS, WORKER_SERVICE, Host, Presence, WorkerPresence, main, serve
 from services.verifier.loop import EngineLoop
 from services.verifier.pool import DraftPool
 from services.verifier.presence import VerifierPresence
@@ -31,7 +31,7 @@ from services.verifier.telemetry.observer import VerifierTelemetry
 log = logging.getLogger(__name__)
 
 
-async def run(config: VerifierConfig) -> None:
+async def run(config: VerifierConfig, host: Host = PROCESS) -> None:
     """Load the target and serve it until told to stop; a rank other than 0 does its part for rank 0."""
     if config.threads:
         torch.set_num_threads(config.threads)
@@ -43,12 +43,12 @@ async def run(config: VerifierConfig) -> None:
     ranks.watch(end_in_time)
     try:
         with telemetry(config.telemetry, "verifier") as own:
-            await lead(config, ranks, own)
+            await lead(config, ranks, own, host)
     finally:
         ranks.close()
 
 
-async def lead(config: VerifierConfig, ranks: Ranks, telemetry: Telemetry) -> None:
+async def lead(config: VerifierConfig, ranks: Ranks, telemetry: Telemetry, host: Host) -> None:
     """Serve as rank 0, with the others ready. Raises Unavailable when one of them is gone."""
     proposal: Proposal = "sampled" if config.engine.rule == "rejection" else "deterministic"
     drafter = default_drafter(config.drafter, config.head)
@@ -81,7 +81,7 @@ async def lead(config: VerifierConfig, ranks: Ranks, telemetry: Telemetry) -> No
             discovery = build_discovery(config.discovery, registry)
             presence = _following(worker, discovery, model, pool, config.registry.heartbeat) if pool else worker
             names = [generation_pb2.DESCRIPTOR.services_by_name["Generation"].full_name, WORKER_SERVICE]
-            await serve(server, names, config.server, presence)
+            await serve(server, names, config.server, presence, host=host)
         for stats in pool.stats if pool else ():
             log.info("drafter %s", stats)
 

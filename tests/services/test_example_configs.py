@@ -66,4 +66,5 @@ def test_a_worker_that_nobody_can_dial_is_not_present(host: str) -> None:
 
 
 def test_every_example_is_tested() -> None:
-    assert sorted(file.stem for file in CONFIGS.rglob("*.yaml")) == sorted(["router", "verifier", "draft"] * 2)
+    files = [file for file in CONFIGS.rglob("*.yaml") if file.parent.name != "ray"]  # tests/ray has those
+    assert sorted(file.stem for file in files) == sorted(["router", "verifier", "draft"] * 2)

@@ -34,4 +34,10 @@
 {{- if and (eq .Values.mode "ray") .Values.verifier.multiNode.enabled -}}
 {{- fail "mode is ray; verifier.multiNode makes a LeaderWorkerSet, which is of mode plain" -}}
 {{- end -}}
+{{- if and (eq .Values.mode "ray") (ne .Values.discovery.kind "redis") -}}
+{{- fail "mode is ray; set discovery.kind to redis, for on Ray workers are found by their leases" -}}
+{{- end -}}
+{{- if and (eq .Values.mode "ray") .Values.router.tls.existingSecret -}}
+{{- fail "mode is ray; Ray's proxies are the doors, so leave router.tls.existingSecret empty and end TLS at the Ingress" -}}
+{{- end -}}
 {{- end -}}

@@ -167,5 +167,6 @@ def _load_readings(load: Load, model: str) -> list[Reading]:
         Reading(catalog.VLLM_CACHE, used / load.num_slots if load.num_slots else 0.0, (model,)),
         Reading(catalog.VERIFIER_SLOTS, used, ("used",)),
         Reading(catalog.VERIFIER_SLOTS, load.free_slots, ("free",)),
+        Reading(catalog.VERIFIER_SLOTS, load.queued_slots, ("queued",)),
         Reading(catalog.VERIFIER_CACHED_SLOTS, load.cached_slots),
     ]

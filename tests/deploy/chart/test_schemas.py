@@ -10,6 +10,7 @@ import yaml
 from kubernetes_validate.utils import all_versions
 from packaging.version import Version
 
+from services.ray.config import read
 from tests.deploy.charts import CHART, RENDERINGS, VALUES, rendered, run_helm
 from tests.house.repository import ROOT
 
@@ -65,5 +66,8 @@ def test_ray_serve_takes_the_application_of_the_ray_service() -> None:
     config = ServeDeploySchema.model_validate(yaml.safe_load(service["spec"]["serveConfigV2"]))
     (application,) = config.applications
     assert application.import_path == "services.ray_app:build"
-    assert set(application.args) == {"router", "verifier", "draft"}
+    settings = read(application.args)
+    assert settings.environment.registry_url == "REGISTRY_URL"
+    assert settings.pools.verifier.resources == {"verifier": 1}
+    assert config.grpc_options.grpc_servicer_functions == ["services.ray.proxy.add_generation"]
     assert config.grpc_options.port == 50050

@@ -1,0 +1,102 @@
+"""Clients that ask without pause or seldom, and a breath of the pools: out under load, in when it is quiet."""
+
+import json
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from eyas import LLM, SamplingParams
+from tests.e2e.client import generate
+from tests.ray.cluster.application import RayApplication
+from tests.tiny import DEMO
+
+WORKERS = ("Verifier", "Draft")
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A request and what plain decoding says to it."""
+
+    prompt: tuple[int, ...]
+    sampling: SamplingParams
+    expected: tuple[int, ...]
+
+
+def plainly(num_requests: int, max_tokens: int) -> list[Asked]:
+    """Requests with seeds of their own, decoded plainly in this process."""
+    lines = (DEMO / "prompts.jsonl").read_text().splitlines()
+    prompts = [tuple(json.loads(line)["token_ids"][:16]) for line in lines[:num_requests]]
+    samplings = [
+        SamplingParams(max_tokens=max_tokens, temperature=0.8 * (i % 2), seed=i, ignore_eos=True)
+        for i in range(num_requests)
+    ]
+    results = LLM(target=str(DEMO / "target")).generate(prompts, samplings)
+    return [Asked(p, s, tuple(r.token_ids)) for p, s, r in zip(prompts, samplings, results, strict=True)]
+
+
+class Load:
+    """Clients that ask one request after the other until the body ends, and what became of it.
+
+    pause: between two requests of a client, in seconds. failures: of any kind, a wrong token included.
+    """
+
+    def __init__(self, address: str, asked: Sequence[Asked], num_clients: int, pause: float = 0.0) -> None:
+        self._address, self._asked, self._pause = address, asked, pause
+        self._over = threading.Event()
+        self._threads = [threading.Thread(target=self._client, args=(i,)) for i in range(num_clients)]
+        self.num_answered = 0
+        self.num_drafted = 0
+        self.failures: list[str] = []
+
+    def __enter__(self) -> "Load":
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self._over.set()
+        for thread in self._threads:
+            thread.join()
+
+    def _client(self, number: int) -> None:
+        while not self._over.wait(self._pause):
+            asked = self._asked[number % len(self._asked)]
+            number += 1
+            try:
+                out = generate(self._address, asked.prompt, asked.sampling)
+            except Exception as error:
+                self.failures.append(f"{type(error).__name__}: {error}")
+                continue
+            self.num_answered += 1
+            self.num_drafted += out.stats.num_drafted
+            if tuple(out.token_ids) != asked.expected:
+                self.failures.append(f"{out.token_ids} instead of {asked.expected}")
+
+
+@dataclass(frozen=True)
+class Breath:
+    """What the clients saw while the pools grew and shrank."""
+
+    num_answered: int
+    num_drafted: int
+    failures: list[str]
+
+
+def breathe(application: RayApplication, asked: Sequence[Asked]) -> Breath:
+    """Load until both pools have grown and serve, then one client that asks seldom, until both have shrunk and serve."""
+    with Load(application.grpc, asked, num_clients=1, pause=2.0) as quiet:
+        with Load(application.grpc, asked, num_clients=6) as rush:
+            application.wait(lambda: application.running(*WORKERS) == [2, 2], 90, "the pools did not grow")
+            seen = rush.num_answered
+            application.wait(lambda: rush.num_answered > seen + 12, 60, "the grown pools do not serve")
+        application.wait(
+            lambda: application.running(*WORKERS) == [1, 1] and application.settled(*WORKERS), 90, "the pools did not shrink"
+        )
+        seen_quiet = quiet.num_answered
+        application.wait(lambda: quiet.num_answered > seen_quiet + 1, 60, "the shrunk pools do not serve")
+    loads = (rush, quiet)
+    return Breath(
+        sum(load.num_answered for load in loads),
+        sum(load.num_drafted for load in loads),
+        [failure for load in loads for failure in load.failures],
+    )

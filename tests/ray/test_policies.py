@@ -1,0 +1,74 @@
+"""Policies as Serve calls them: with its own context, ten times a second."""
+
+from collections.abc import Mapping
+from dataclasses import asdict
+
+import pytest
+
+from services.ray.demand import DraftUse, VerifierUse
+
+config = pytest.importorskip("ray.serve.config", reason="needs Ray: pip install 'eyas[ray]'")
+common = pytest.importorskip("ray.serve._private.common", reason="needs Ray: pip install 'eyas[ray]'")
+
+DAMPING = {"low": 0.5, "target": 0.7, "high": 0.85, "up_seconds": 1.0, "down_seconds": 5.0}
+FULL = VerifierUse(used_slots=900, queued_slots=900, num_slots=1000, num_requests=4, max_running=8)
+IDLE = VerifierUse(0, 0, 1000, 0, 8)
+
+
+def followed(policy: object, told: list[VerifierUse | DraftUse | None], requests: float, size: int, seconds: int) -> int:
+    """The size of a pool whose replicas go on telling the same, None for one that tells nothing; after so many seconds."""
+    names = {name for use in told if use for name in asdict(use)}
+    raw = {
+        name: {str(i): series(asdict(use)[name]) for i, use in enumerate(told) if use} for name in names
+    }  # fmt: skip
+    state: Mapping[str, object] = {}
+    for tick in range(seconds * 10):
+        context = config.AutoscalingContext(
+            deployment_id=None, deployment_name="d", app_name="a", current_num_replicas=len(told),
+            target_num_replicas=size, running_replicas=[str(i) for i in range(len(told))], total_num_requests=requests,
+            total_queued_requests=0, aggregated_metrics=None, raw_metrics=raw, capacity_adjusted_min_replicas=1,
+            capacity_adjusted_max_replicas=9, policy_state=dict(state), last_scale_up_time=None, last_scale_down_time=None,
+            current_time=1000 + tick / 10, config=None,
+        )  # fmt: skip
+        size, state = policy(context)  # type: ignore[operator]
+    return size
+
+
+def series(value: float) -> list[object]:
+    """What a replica told over 20 s: nonsense long ago, then `value`, a little more and a little less."""
+    points = [(0.0, 1e6), (18.0, value * 1.1), (20.0, value * 0.9)]
+    return [common.TimeStampedValue(timestamp=at, value=told) for at, told in points]
+
+
+def test_verifiers_follow_their_slots_and_requests_once_a_wish_has_lasted() -> None:
+    from services.ray.policies import VerifierPolicy
+
+    policy = VerifierPolicy(window=5.0, **DAMPING)
+    assert followed(policy, [FULL], 0, 1, seconds=1) == 1
+    assert followed(policy, [FULL], 0, 1, seconds=2) == 3
+    assert followed(policy, [FULL, IDLE], 0, 3, seconds=9) == 3
+    assert followed(policy, [IDLE, IDLE, IDLE], 0, 3, seconds=6) == 1
+
+
+def test_drafters_follow_their_occupancy_and_lateness() -> None:
+    from services.ray.policies import DraftPolicy
+
+    policy = DraftPolicy(window=5.0, late_share=0.1, **DAMPING)
+    assert followed(policy, [DraftUse(0.9, 100, 0)], 0, 1, seconds=2) == 2
+    assert followed(policy, [DraftUse(0.4, 100, 12)], 0, 1, seconds=2) == 2
+    assert followed(policy, [DraftUse(0.4, 100, 4)], 0, 1, seconds=9) == 1
+
+
+def test_routers_follow_the_requests_that_serve_counts() -> None:
+    from services.ray.policies import RouterPolicy
+
+    policy = RouterPolicy(requests=100, **DAMPING)
+    assert followed(policy, [None], 250, 1, seconds=2) == 4
+    assert followed(policy, [None], 250, 9, seconds=6) == 4
+
+
+def test_a_pool_that_has_told_nothing_stays_as_it_is() -> None:
+    from services.ray.policies import DraftPolicy, VerifierPolicy
+
+    assert followed(VerifierPolicy(window=5.0, **DAMPING), [None, None, None], 0, 3, seconds=9) == 3
+    assert followed(DraftPolicy(window=5.0, late_share=0.1, **DAMPING), [None, None], 0, 2, seconds=9) == 2

@@ -1,0 +1,84 @@
+"""A client that leaves is heard of wherever Serve's generators are."""
+
+import asyncio
+from collections.abc import AsyncGenerator
+from typing import Any
+
+import pytest
+
+from services.ray.proxy import pumped
+
+
+class Call:
+    """A context as gRPC has it: whoever asks for the peer once it is over crashes the process."""
+
+    def __init__(self) -> None:
+        self.over = False
+
+    def hang_up(self) -> None:
+        self.over = True
+
+    def peer(self) -> str:
+        assert not self.over, "the process has crashed"
+        return "ipv4:1"
+
+
+class Handler:
+    """Sends numbers; `left` is set once it is cancelled while it waits for the next."""
+
+    def __init__(self, num_messages: int, error: Exception | None = None) -> None:
+        self.num_messages, self.error, self.left = num_messages, error, asyncio.Event()
+
+    async def __call__(self, request: Any, context: Any) -> AsyncGenerator[bytes, None]:
+        for number in range(self.num_messages):
+            yield b"%d" % number
+        try:
+            if self.error:
+                raise self.error
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            context.hang_up()
+            assert context.peer() == "ipv4:1"
+            self.left.set()
+            raise
+
+
+def test_messages_come_as_they_are_and_the_end_with_its_error() -> None:
+    async def read() -> None:
+        stream = pumped(Handler(3, RuntimeError("lost")), None, Call())
+        assert [await anext(stream) for _ in range(3)] == [b"0", b"1", b"2"]
+        with pytest.raises(RuntimeError, match="lost"):
+            await anext(stream)
+
+    asyncio.run(read())
+
+
+@pytest.mark.parametrize("num_read", [1, 3])
+def test_leaving_cancels_the_handler_while_it_is_read_and_while_it_waits(num_read: int) -> None:
+    async def leave() -> None:
+        handler = Handler(3)
+        stream = pumped(handler, None, Call())
+        for _ in range(num_read):
+            await anext(stream)
+        await asyncio.sleep(0)
+        await stream.aclose()
+        assert handler.left.is_set()
+
+    asyncio.run(leave())
+
+
+def test_a_cancelled_call_cancels_the_handler() -> None:
+    async def cancel() -> None:
+        handler = Handler(2)
+
+        async def call() -> None:
+            async for _ in pumped(handler, None, Call()):
+                pass
+
+        task = asyncio.create_task(call())
+        await asyncio.sleep(0.01)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        await asyncio.wait_for(handler.left.wait(), 5)
+
+    asyncio.run(cancel())

@@ -1,0 +1,83 @@
+"""What an application's args may be: the services' own settings and pools, checked before anything starts."""
+
+import copy
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from eyas.config import ServerConfig, TelemetryConfig
+from eyas.errors import ConfigError
+from services.ray.config import EnvironmentConfig, PoolConfig, drain_seconds, num_gpus, on_node, read
+
+CONFIGS = Path(__file__).parents[2] / "examples" / "configs" / "ray"
+
+
+def args(file: str = "demo.yaml") -> dict[str, Any]:
+    found: dict[str, Any] = yaml.safe_load((CONFIGS / file).read_text())["applications"][0]["args"]
+    return copy.deepcopy(found)
+
+
+@pytest.mark.parametrize("file", [path.name for path in sorted(CONFIGS.glob("*.yaml"))])
+def test_examples_are_what_serve_and_the_application_take(file: str) -> None:
+    schema = pytest.importorskip("ray.serve.schema", reason="needs Ray: pip install 'eyas[ray]'")
+    config = read(args(file))
+    assert config.draft is not None
+    assert [model.name for model in config.router.models] == [config.verifier.model] == [config.draft.model]
+    assert (config.verifier.head, config.verifier.tree) == (config.draft.head, config.draft.tree)
+    assert config.router.registry == config.verifier.registry == config.draft.registry
+    deployed = schema.ServeDeploySchema(**yaml.safe_load((CONFIGS / file).read_text()))
+    assert [application.import_path for application in deployed.applications] == ["services.ray_app:build"]
+    assert deployed.grpc_options.grpc_servicer_functions == ["services.ray.proxy.add_generation"]
+
+
+@pytest.mark.parametrize(
+    ("place", "value", "reason"),
+    [
+        ("verifier", None, "no settings for the verifier"),
+        ("router", "fast", "no settings for the router"),
+        ("verifier.targt", "x", "verifier.targt; did you mean verifier.target"),
+        ("pools.drafts", {}, "pools.drafts; did you mean pools.draft"),
+        ("pools.verifier.max_replicas", 0, "max_replicas is 0"),
+        ("pools.draft.damping", {"low": 0.9}, "low 0.9"),
+        ("pools.draft.late_share", 0, "late_share is 0"),
+        ("router.tls", {"certificate": "a", "key": "b"}, "router.tls is not for Ray"),
+    ],
+)
+def test_settings_that_do_not_do_are_refused_with_the_reason(place: str, value: object, reason: str) -> None:
+    settings = args()
+    *parents, last = place.split(".")
+    group = settings
+    for parent in parents:
+        group = group.setdefault(parent, {})
+    group[last] = value
+    with pytest.raises(ConfigError, match=reason):
+        read(settings)
+
+
+def test_without_a_draft_block_there_are_no_drafters() -> None:
+    settings = args()
+    del settings["draft"], settings["pools"]["draft"]
+    assert read(settings).draft is None
+
+
+def test_replicas_listen_on_free_ports_of_their_node_and_know_what_it_tells() -> None:
+    server = ServerConfig("0.0.0.0", 50051, "elsewhere", linger_seconds=2.5, drain_seconds=20)
+    config = replace(read(args()).verifier, server=server, telemetry=TelemetryConfig(metrics_port=9100))
+    here = on_node(config, EnvironmentConfig(), "10.0.0.7", {})
+    assert here.server == ServerConfig("10.0.0.7", 0, "", 2.5, 20)
+    assert (here.telemetry.metrics_port, here.registry) == (0, config.registry)
+    names, told = EnvironmentConfig("REGISTRY_URL", "ZONE"), {"REGISTRY_URL": "redis://kept:1/0", "ZONE": "a"}
+    here = on_node(replace(config, telemetry=TelemetryConfig()), names, "10.0.0.7", told)
+    assert (here.registry.url, here.server.zone, here.telemetry.metrics_port) == ("redis://kept:1/0", "a", None)
+    with pytest.raises(ConfigError, match="ZONE, which is not set on the node"):
+        on_node(config, names, "10.0.0.7", {"REGISTRY_URL": "redis://kept:1/0"})
+    assert drain_seconds(server) > 22.5
+
+
+def test_a_pool_takes_the_gpus_that_its_service_needs() -> None:
+    assert num_gpus(PoolConfig(), "cuda", 4) == 4
+    assert num_gpus(PoolConfig(num_gpus=0.5), "cuda") == 0.5
+    assert num_gpus(PoolConfig(), "cpu") == 0

@@ -1,0 +1,96 @@
+"""Signals are read from what the services themselves tell, and make demands that rise with the work."""
+
+import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from prometheus_client import CollectorRegistry
+
+from eyas.config import TelemetryConfig
+from eyas.engine.engine import Load
+from eyas.errors import ConfigError, RequestFailed
+from eyas.telemetry.process import Telemetry, telemetry
+from services.draft.telemetry import DraftTelemetry
+from services.lifecycle import Host
+from services.ray.demand import DraftUse, VerifierUse
+from services.ray.hosting import Hosted
+from services.ray.signals import DraftSignals, VerifierSignals
+from services.verifier.telemetry.observer import VerifierTelemetry
+
+NUMBERS = st.floats(0, 1e6)
+USES = st.builds(VerifierUse, NUMBERS, NUMBERS, st.floats(1, 1e6), NUMBERS, st.floats(1, 1e4))
+
+
+@contextmanager
+def told(service: str) -> Iterator[tuple[Telemetry, CollectorRegistry]]:
+    registry = CollectorRegistry()
+    with telemetry(TelemetryConfig(), service, registry) as own:
+        yield own, registry
+
+
+def test_a_verifier_tells_its_slots_and_requests() -> None:
+    with told("verifier") as (own, registry):
+        signals = VerifierSignals(registry, "m", max_running=8)
+        assert VerifierUse(**signals.read()).demand == 0
+        load = Load(num_running=3, num_waiting=5, free_slots=400, num_slots=1000, queued_slots=900)
+        VerifierTelemetry(own, "m").watch(lambda: load)
+        assert VerifierUse(**signals.read()) == VerifierUse(600, 900, 1000, 8, 8)
+    assert VerifierUse(600, 900, 1000, 8, 8).demand == 1.5
+    assert VerifierUse(100, 0, 1000, 24, 8).demand == 3
+
+
+def test_a_drafter_tells_what_happened_since_the_last_look() -> None:
+    now = [100.0]
+    with told("draft") as (own, registry):
+        observer = DraftTelemetry(own)
+        signals = DraftSignals(registry, patience=0.12, clock=lambda: now[0])
+        observer.answered([0.01] * 6 + [0.3, 0.4])
+        observer.drafted([], [], 7 * 10**9, 10 * 10**9)
+        now[0] += 4.0
+        use = DraftUse(**signals.read())
+        assert (use.occupancy, use.answers, use.late) == pytest.approx((0.75, 2.0, 0.5))
+        now[0] += 4.0
+        assert DraftUse(**signals.read()) == DraftUse(0, 0, 0)
+
+
+@given(USES, st.sampled_from(["used_slots", "queued_slots", "num_requests"]), NUMBERS)
+def test_more_work_never_asks_for_fewer_verifiers(use: VerifierUse, name: str, more: float) -> None:
+    busier = replace(use, **{name: getattr(use, name) + more})
+    assert 0 <= use.demand <= busier.demand
+
+
+@given(st.floats(0, 3), NUMBERS, st.floats(0, 1), st.floats(0, 1), st.floats(0.01, 1))
+def test_lateness_adds_to_what_drafters_are_asked_within_bounds(
+    occupancy: float, answers: float, one: float, other: float, late_share: float
+) -> None:
+    few, many = (DraftUse(occupancy, answers, answers * share) for share in sorted((one, other)))
+    assert min(occupancy, 2) <= few.demand(late_share) <= many.demand(late_share) <= 2
+
+
+def test_a_hosted_service_is_ready_stops_when_told_and_shows_its_failure() -> None:
+    async def serve(host: Host, breaks: bool) -> None:
+        with host.stopping() as stop:
+            host.entered("here:1")
+            if breaks:
+                raise ConfigError("the port is gone")
+            await stop.wait()
+
+    async def host() -> None:
+        hosted = Hosted()
+        await hosted.start(lambda host: serve(host, breaks=False))
+        assert hosted.address == "here:1"
+        hosted.check()
+        await hosted.stop()
+        hosted.check()
+        broken = Hosted()
+        with pytest.raises(ConfigError, match="the port is gone"):
+            await broken.start(lambda host: serve(host, breaks=True))
+        ended = Hosted()
+        with pytest.raises(RequestFailed, match="ended"):
+            await ended.start(lambda host: asyncio.sleep(0))
+
+    asyncio.run(host())
