@@ -116,7 +116,7 @@ def view(words: Tensor, shape: Shape, num_wanted: int) -> PackedInputs:
     )
 
 
-def upload(words: npt.NDArray[np.integer], device: torch.device) -> Tensor:
+def upload(words: Words, device: torch.device) -> Tensor:
     """The words on the device. On CUDA the host does not wait for the copy."""
     host = torch.from_numpy(words)
     return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host.to(device)
