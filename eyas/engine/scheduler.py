@@ -221,7 +221,9 @@ class Scheduler:
     def _emit(self, work: Work, outcome: Accepted) -> Chunk:
         sequence, tree = work.sequence, work.tree
         if sequence.failure:
-            self._discard(sequence)
+            del self._by_id[sequence.request.id]
+            remove(self._running, sequence)
+            sequence.discard(self._cache)
             return Chunk(sequence.request.id, finish_reason="error", message=sequence.failure)
         if tree is None:
             sequence.share(self._cache, self._cacheable)
@@ -234,8 +236,9 @@ class Scheduler:
         step = Round(tree.num_drafted, tree.depth, num_foreseen, tree.grown_ahead) if tree is not None else None
         if reason is not None:
             self._drop(sequence)
-        num_cached = sequence.num_cached or 0 if first else 0
-        return Chunk(sequence.request.id, tokens, foreseen, step, reason, num_cached=num_cached)
+        return Chunk(
+            sequence.request.id, tokens, foreseen, step, reason, num_cached=sequence.num_cached or 0 if first else 0
+        )
 
     def _drop(self, sequence: Sequence) -> None:
         """Forget a request. What it has computed stays in the cache; that of a session is kept for its next turn."""
@@ -246,9 +249,3 @@ class Scheduler:
         remove(self._running, sequence)
         kept = self._config.session_seconds if sequence.request.session else 0.0
         sequence.leave(self._cache, self._cacheable, self._clock() + kept)
-
-    def _discard(self, sequence: Sequence) -> None:
-        """Forget a request and what it has computed."""
-        del self._by_id[sequence.request.id]
-        remove(self._running, sequence)
-        sequence.discard(self._cache)
