@@ -98,8 +98,8 @@ class Scheduler:
         """The largest tree that a sequence could use at the next step, of `nodes` at most; one node while its prompt is not
         done."""
         depth = 0 if sequence.prefilling else min(self._tree.depth, sequence.num_remaining - 1)
-        nodes = min(nodes, self.most_nodes)
-        return Budget(nodes, depth) if depth > 0 and nodes > 1 else Budget(1, 0)
+        most = min(nodes, self.most_nodes)
+        return Budget(most, depth) if depth > 0 and most > 1 else Budget(1, 0)
 
     @property
     def most_nodes(self) -> int:
@@ -236,9 +236,8 @@ class Scheduler:
         step = Round(tree.num_drafted, tree.depth, num_foreseen, tree.grown_ahead) if tree is not None else None
         if reason is not None:
             self._drop(sequence)
-        return Chunk(
-            sequence.request.id, tokens, foreseen, step, reason, num_cached=sequence.num_cached or 0 if first else 0
-        )
+        num_cached = sequence.num_cached or 0 if first else 0
+        return Chunk(sequence.request.id, tokens, foreseen, step, reason, num_cached=num_cached)
 
     def _drop(self, sequence: Sequence) -> None:
         """Forget a request. What it has computed stays in the cache; that of a session is kept for its next turn."""

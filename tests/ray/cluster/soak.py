@@ -1,4 +1,4 @@
-"""`python -m tests.ray.cluster.soak`: several breaths of the pools on a local Ray; status 1 unless every answer is plain decoding's."""
+"""`python -m tests.ray.cluster.soak`: breaths of the pools on a local Ray; status 1 unless all answers are plain decoding's."""
 
 import sys
 import tempfile
