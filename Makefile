@@ -22,7 +22,7 @@ SHELL := bash
 .SHELLFLAGS := -eu -o pipefail -c
 MAKEFLAGS += --no-print-directory
 .DEFAULT_GOAL := help
-.PHONY: help setup demo up bench test soak ray lint format protos chart images rehearsal prometheus clean
+.PHONY: help setup demo up bench methods test soak ray lint format protos chart images rehearsal prometheus clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' Makefile
@@ -50,6 +50,12 @@ bench: $(READY) ## measure the demo models here, about 3 minutes; writes dated r
 	@$(BIN)/eyas bench offline --target models/demo/target --draft models/demo/eagle3 --prompts models/demo/prompts.jsonl \
 		--batch 1 --batch 8 --batch 16 --temperature 0 --temperature 0.8
 	@$(BIN)/python -m benchmarks.round_trip
+
+methods: $(READY) ## every drafting method over the same prompts, about 4 minutes; writes a dated table and chart to benchmarks/
+	@$(BIN)/eyas bench methods --target models/demo/target --prompts models/demo/prompts.jsonl --num-prompts 10 --max-tokens 64 \
+		--threads 1 --method eagle1=models/demo/eagle1 --method eagle2=models/demo/eagle1 --method eagle3=models/demo/eagle3 \
+		--method medusa=models/demo/medusa --method hydra=models/demo/hydra --method sps=models/demo/small \
+		--method prompt_lookup --method lookahead --method eagle3+prompt_lookup=models/demo/eagle3 $(METHODS)
 
 test: lint ## lint, then every test
 	@$(BIN)/python -m pytest -q

@@ -23,7 +23,7 @@ from opentelemetry.sdk.trace.sampling import DEFAULT_ON
 
 from eyas.bench.report import Report, Table, number
 from eyas.config import EagleConfig, EngineConfig, TelemetryConfig, TreeConfig
-from eyas.drafters.build import build_drafter
+from eyas.drafters.build import build_drafter, build_fuser
 from eyas.engine.build import build_engine
 from eyas.engine.engine import StepReport
 from eyas.request import Chunk, Request, SamplingParams
@@ -96,7 +96,8 @@ def decode(batch: int, num_tokens: int) -> Steps:
     """Run so many requests at once to their ends."""
     target, head = str(MODELS / "target"), str(MODELS / "eagle3")
     drafter = build_drafter("eagle3", target, head, "float32", "cpu", TREE, EagleConfig())
-    engine = build_engine(target, head, "float32", "cpu", EngineConfig(num_slots=16384), TREE, drafter)
+    fuser = build_fuser("eagle3", head, target, "float32", "cpu")
+    engine = build_engine(target, fuser, "float32", "cpu", EngineConfig(num_slots=16384), TREE, drafter)
     sampling = SamplingParams(max_tokens=num_tokens, temperature=0.0, ignore_eos=True, seed=0)
     prompts = read_prompts(MODELS / "prompts.jsonl")[:batch]
     requests = [Request(f"request-{i}", prompt.token_ids, sampling) for i, prompt in enumerate(prompts)]

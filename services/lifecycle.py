@@ -102,6 +102,7 @@ class WorkerPresence:
     """A verifier or draft service: SERVING, telling its state to those who ask, and with a lease where there is a registry.
 
     Construct it before the server starts. registry: None where others find workers without one. zone, prefixes: see Lease.
+    beside: of the first worker of the process, which tells whoever asks of all; None for the first itself.
     """
 
     server: RpcServer
@@ -112,9 +113,14 @@ class WorkerPresence:
     zone: str = ""
     prefixes: Callable[[], frozenset[int]] = frozenset
     incarnation: str = field(default_factory=lambda: uuid.uuid4().hex)
+    beside: WorkerPresence | None = None
+    _told: list[WorkerPresence] = field(default_factory=list, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        add_WorkerServicer_to_server(_Worker(self), self.server.aio)
+        first = self.beside or self
+        first._told.append(self)
+        if first is self:
+            add_WorkerServicer_to_server(_Worker(self._told), self.server.aio)
 
     def lease(self, address: str) -> Lease:
         """The present state, as found at `address`."""
@@ -138,14 +144,14 @@ class WorkerPresence:
 
 
 class _Worker(WorkerServicer):
-    """The state of a worker, for those who ask it itself."""
+    """The state of the workers of this process, for those who ask it itself."""
 
-    def __init__(self, presence: WorkerPresence) -> None:
-        self._presence = presence
+    def __init__(self, presences: Sequence[WorkerPresence]) -> None:
+        self._presences = presences
 
     async def Status(self, request: worker_pb2.StatusRequest, context: Any) -> worker_pb2.WorkerStatus:  # noqa: N802
         """Who is there, and how busy."""
-        return status_to_message(self._presence.lease(""))
+        return status_to_message(*(presence.lease("") for presence in self._presences))
 
 
 async def serve(

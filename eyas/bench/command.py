@@ -13,7 +13,7 @@ from rich.progress import Progress
 
 from eyas.bench.methods.settings import MethodSpec, MethodsSettings
 from eyas.bench.workloads import OfflineSettings
-from eyas.config import Dtype, TreeConfig
+from eyas.config import BudgetPolicy, Dtype, TreeConfig
 from eyas.errors import EyasError
 
 # Drawing takes time away from what is measured.
@@ -43,6 +43,7 @@ def offline(
     nodes: Annotated[int, typer.Option(help="Most nodes of a draft tree, the root included.")] = TreeConfig.nodes,
     depth: Annotated[int, typer.Option(help="Levels below the root.")] = TreeConfig.depth,
     width: Annotated[int, typer.Option(help="Frontier of a level.")] = TreeConfig.width,
+    budget: Annotated[str, typer.Option(help="fixed: always the largest trees; adaptive: as large as pays.")] = "fixed",
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
     device: Annotated[str, typer.Option(help="cpu, cuda or cuda:N.")] = "cpu",
     threads: Annotated[int, typer.Option(help="CPU threads of torch; 0 leaves its choice.")] = 0,
@@ -53,7 +54,7 @@ def offline(
         tree = TreeConfig(nodes, depth, width)
         settings = OfflineSettings(
             target, draft, drafter, prompts, tuple(batch), tuple(temperature), max_tokens, groups, tuple(rows), tree,
-            cast(Dtype, dtype), device, threads,
+            cast(BudgetPolicy, budget), cast(Dtype, dtype), device, threads,
         )  # fmt: skip
         _offline(settings, out)
     except EyasError as error:

@@ -26,6 +26,7 @@ from eyas.request import SamplingParams
 
 WARM_UP_TOKENS = 16
 LONG_PROMPT_TOKENS = 1000
+NEW_PROMPT_TOKENS = 16
 
 Ways = dict[str, Contender]
 
@@ -58,7 +59,7 @@ def measure(settings: OfflineSettings, progress: Progress) -> OfflineResults:
     verify = [time for batch in batches for time in time_verify_steps(target, fuser, batch, settings.rows)]
     rounds = partial(time_draft_rounds, drafter, fuser.width, settings.tree, target) if drafter and fuser else None
     draft = [rounds(batch) for batch in progress.track(settings.batches, description="draft rounds")] if rounds else []
-    first = first_token(settings, ways, target, progress)
+    first = first_token(settings, ways, warm_ways(settings, parts), target, progress)
     return OfflineResults(torch.get_num_threads(), comparisons, tuple(verify), tuple(draft), first)
 
 
@@ -85,6 +86,7 @@ def contenders(settings: OfflineSettings, parts: Parts, prompts: Sequence[Prompt
     plain = assemble_engine(TargetModel(target.model), None, config, settings.tree, None)
     ways: Ways = {PLAIN: EngineContender(plain, target.device)}
     if parts.drafter is not None:
+        config = replace(config, budget=settings.budget)
         engine = assemble_engine(target, parts.fuser, config, settings.tree, parts.drafter)
         ways[SPECULATIVE] = EngineContender(engine, target.device)
     ways[GENERATE] = GenerateContender(settings.target, settings.dtype, target.device)
@@ -119,16 +121,35 @@ def stages(ways: Mapping[str, Contender], prompts: Sequence[Prompt], sampling: S
     return found
 
 
-def first_token(settings: OfflineSettings, ways: Ways, target: TargetModel, progress: Progress) -> FirstToken:
-    """One long prompt at a time, never the same twice; the first round warms up."""
-    length = min(LONG_PROMPT_TOKENS, target.context_length - 1)
+def warm_ways(settings: OfflineSettings, parts: Parts) -> Ways:
+    """Engines that keep one long prompt, on the same weights."""
+    target, fuser = parts.target, parts.fuser
+    config = EngineConfig(num_slots=LONG_PROMPT_TOKENS + NEW_PROMPT_TOKENS + settings.tree.nodes, max_running=1)
+    plain = assemble_engine(TargetModel(target.model), None, config, settings.tree, None)
+    ways: Ways = {PLAIN: EngineContender(plain, target.device)}
+    if parts.drafter is not None:
+        engine = assemble_engine(target, fuser, config, settings.tree, parts.drafter)
+        ways[SPECULATIVE] = EngineContender(engine, target.device)
+    return ways
+
+
+def first_token(settings: OfflineSettings, ways: Ways, warm: Ways, target: TargetModel, progress: Progress) -> FirstToken:
+    """One long prompt at a time, never the same twice; the first round warms up. Then, in `warm` ones, what begins with it
+    and goes on with a few tokens that are new."""
+    length = min(LONG_PROMPT_TOKENS, target.context_length - NEW_PROMPT_TOKENS - 1)
     sampling = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
-    ms: dict[str, list[float]] = {way: [] for way in ways}
+    cold_ms: dict[str, list[float]] = {way: [] for way in ways}
+    warm_ms: dict[str, list[float]] = {way: [] for way in warm}
     for index in progress.track(range(settings.num_groups + 1), description="time to first token"):
         prompt = random_prompt(target.vocab_size, length, seed=index)
         for way in _rotated(list(ways), index):
-            ms[way].append(1e3 * ways[way].run([prompt], sampling).seconds)
-    return FirstToken(length, {way: Spread.of(its[1:]) for way, its in ms.items()})
+            cold_ms[way].append(1e3 * ways[way].run([prompt], sampling).seconds)
+        longer = (*prompt, *random_prompt(target.vocab_size, NEW_PROMPT_TOKENS, seed=settings.num_groups + 1 + index))
+        for way in _rotated(list(warm), index):
+            warm[way].run([prompt], sampling)
+            warm_ms[way].append(1e3 * warm[way].run([longer], sampling).seconds)
+    cold, warmed = ({way: Spread.of(its[1:]) for way, its in ms.items()} for ms in (cold_ms, warm_ms))
+    return FirstToken(length, cold, NEW_PROMPT_TOKENS, warmed)
 
 
 def _rotated(ways: list[str], turn: int) -> list[str]:

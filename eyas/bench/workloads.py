@@ -11,7 +11,7 @@ from typing import get_args
 
 import numpy as np
 
-from eyas.config import Dtype, TreeConfig
+from eyas.config import BudgetPolicy, Dtype, TreeConfig
 from eyas.errors import ConfigError
 from eyas.request import SamplingParams
 
@@ -27,7 +27,8 @@ class OfflineSettings:
 
     draft: folder or hub id of a draft head; empty measures plain decoding alone. prompts: JSON Lines with token_ids or
     text; None takes seeded random tokens. num_groups: fewest batches per batch size; each is decoded in every way.
-    rows: sizes of the chains that a verify step is timed with. threads: of torch; 0 leaves its choice.
+    rows: sizes of the chains that a verify step is timed with. budget: of speculative decoding, as in EngineConfig.
+    threads: of torch; 0 leaves its choice.
     """
 
     target: str
@@ -40,6 +41,7 @@ class OfflineSettings:
     num_groups: int = 5
     rows: tuple[int, ...] = (1, 8, 16, 32, 64)
     tree: TreeConfig = field(default_factory=TreeConfig)
+    budget: BudgetPolicy = "fixed"
     dtype: Dtype = "float32"
     device: str = "cpu"
     threads: int = 0
@@ -54,6 +56,8 @@ class OfflineSettings:
             raise ConfigError("batch, rows and groups must be 1 or more, and given at least once")
         if self.dtype not in get_args(Dtype):
             raise ConfigError(f"dtype is {self.dtype}; known: {', '.join(get_args(Dtype))}")
+        if self.budget not in get_args(BudgetPolicy):
+            raise ConfigError(f"budget is {self.budget}; known: {', '.join(get_args(BudgetPolicy))}")
 
     def sampling(self, temperature: float) -> SamplingParams:
         """max_tokens exactly, whatever the model would like."""

@@ -19,6 +19,7 @@ from eyas.config.methods import (
 from eyas.config.reading import describe, load, masked, validated
 from eyas.config.telemetry import LogFormat, TelemetryConfig
 from eyas.config.values import (
+    BudgetPolicy,
     DraftConfig,
     DraftedModel,
     DraftLinkConfig,
@@ -36,6 +37,7 @@ from eyas.config.values import (
 __all__ = [
     "EAGLE_PATHS",
     "AheadConfig",
+    "BudgetPolicy",
     "DiscoveryConfig",
     "DiscoveryKind",
     "DraftConfig",

@@ -19,6 +19,7 @@ Dtype = Literal["float32", "bfloat16", "float16"]
 Rule = Literal["match", "rejection"]
 # YAML reads "off" as false.
 Probe = Literal["auto", "never"]
+BudgetPolicy = Literal["fixed", "adaptive"]
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,8 @@ class EngineConfig:
     cuda_graphs: capture forward passes as CUDA graphs at start; without effect on other devices.
     rule: how drafts are accepted. "match" gives the tokens of plain decoding; "rejection" gives their law only, above
     temperature 0, and takes drafts that were drawn from the drafter's law.
+    budget: how large draft trees are. "fixed" takes the largest that step_rows leaves each sequence; "adaptive" those with
+    the most tokens a second, down to none, as far as measured steps tell. No output depends on it.
     prefix_cache: keep what finished requests computed for others that begin with the same tokens.
     session_seconds: how long a conversation's slots are kept before those of others after its last turn.
     ageing_seconds: how much waiting outweighs one step of priority.
@@ -52,6 +55,7 @@ class EngineConfig:
     deterministic: bool = False
     cuda_graphs: bool = True
     rule: Rule = "match"
+    budget: BudgetPolicy = "fixed"
     prefix_cache: bool = True
     session_seconds: float = 300.0
     ageing_seconds: float = 10.0
@@ -59,6 +63,8 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         require(self.rule in get_args(Rule), f"rule is {self.rule!r}; it must be one of {', '.join(get_args(Rule))}")
+        known = ", ".join(get_args(BudgetPolicy))
+        require(self.budget in get_args(BudgetPolicy), f"budget is {self.budget!r}; it must be one of {known}")
         at_least(1, max_running=self.max_running, step_tokens=self.step_tokens, step_rows=self.step_rows)
         at_least(1, tensor_parallel=self.tensor_parallel)
         at_least(0, num_slots=self.num_slots, max_waiting=self.max_waiting, context_length=self.context_length)

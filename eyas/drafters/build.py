@@ -39,12 +39,13 @@ def build_drafter(
 
 
 def build_fuser(name: str, head: str, target: str, dtype: str, device: str) -> FeatureFuser | None:
-    """What makes the features that drafter `name` is fed, beside the target; None where it needs none. Raises as
-    `build_drafter` does."""
-    if name == NO_DRAFTS:
+    """What makes the features that drafter `name` is fed, beside the target; None where it needs none, whatever it loads
+    elsewhere. Raises as `build_drafter` does."""
+    fuse = None if name == NO_DRAFTS else find_method(name).fuse
+    if fuse is None:
         return None
-    fuse = _method(name, head).fuse
-    return fuse(head, target, dtype, device) if fuse else None
+    _check_head(name, head)
+    return fuse(head, target, dtype, device)
 
 
 def features_digest(name: str, head: str) -> str:
@@ -89,7 +90,11 @@ def default_drafter(name: str, head: str) -> str:
 
 def _method(name: str, head: str) -> Method:
     """Raises ConfigError for an unknown method, and for one that loads something where nothing was named."""
-    method = find_method(name)
-    if method.needs_head and not head:
-        raise ConfigError(f"drafter {name!r} needs {method.needs_head}; none was named")
-    return method
+    _check_head(name, head)
+    return find_method(name)
+
+
+def _check_head(name: str, head: str) -> None:
+    needed = find_method(name).needs_head
+    if needed and not head:
+        raise ConfigError(f"drafter {name!r} needs {needed}; none was named")

@@ -74,6 +74,16 @@ def insert(sequences: list[Sequence], sequence: Sequence) -> None:
     bisect.insort(sequences, sequence, key=_place)
 
 
+def gives_way(running: Seq[Sequence], sequence: Sequence, nodes: int, config: EngineConfig) -> bool:
+    """Whether the last in line runs behind the place of a waiting sequence, and that one is certain to be admitted once all
+    such have left: nobody gives way in vain. Places do not change, so that nobody gives way twice to the same."""
+    ahead = running[: bisect.bisect_left(running, sequence.place, key=_place)]
+    if len(ahead) >= min(len(running), config.max_running):
+        return False
+    held = sum(s.computed + slots_needed(s, nodes) for s in ahead)
+    return held + slots_needed(sequence, nodes) <= config.num_slots
+
+
 def remove(sequences: list[Sequence], sequence: Sequence) -> None:
     """Take a sequence out of a list in order of place."""
     index = bisect.bisect_left(sequences, sequence.place, key=_place)

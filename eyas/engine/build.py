@@ -10,6 +10,7 @@ from functools import partial
 from eyas.cache.kv import SlotPools, bytes_per_slot, slots_that_fit
 from eyas.config import EngineConfig, TreeConfig
 from eyas.drafters.base import Drafter
+from eyas.engine.budget.policy import AdaptiveBudget, FixedBudget
 from eyas.engine.drafting import Drafting
 from eyas.engine.engine import Engine
 from eyas.engine.fixed import FixedRunner
@@ -63,10 +64,13 @@ def assemble_engine(
     ranks: Ranks | None = None,
 ) -> Engine:
     """An engine over loaded parts. Without a drafter no room is kept for trees. Raises ConfigError for a drafter that does
-    not suit the acceptance rule, and when the ranks are not as many as `engine.tensor_parallel` says."""
+    not suit the acceptance rule, when the ranks are not as many as `engine.tensor_parallel` says, and for deterministic mode
+    with more than one, before any of them makes room for slots."""
     ranks = ranks or Alone()
     if ranks.size != engine.tensor_parallel:
         raise ConfigError(f"engine.tensor_parallel is {engine.tensor_parallel}, but the target is loaded for {ranks.size}")
+    if engine.deterministic and ranks.size > 1:
+        raise ConfigError("engine.deterministic needs engine.tensor_parallel 1: sums over ranks have no fixed order")
     fuser = fuser.to(target.dtype) if fuser else None
     width = fuser.width if fuser else 0
     slot_bytes = bytes_per_slot(target.kv_shapes, width, target.dtype)
@@ -78,7 +82,7 @@ def assemble_engine(
     context_length = min(engine.context_length or target.context_length, target.context_length)
     tree_rows = tree if drafter else PLAIN
     if ranks.size > 1:
-        runner = _shared_runner(target, pools, fuser, engine, ranks)
+        runner = ModelRunner(target, pools, fuser, ranks=ranks)
     elif engine.deterministic:
         runner = FixedRunner(target, pools, fuser, tree.nodes)
     else:
@@ -86,16 +90,8 @@ def assemble_engine(
             target, pools, fuser, build_passes(target, pools, pools.scratch, engine, tree_rows, context_length)
         )
     scheduler = Scheduler(engine, tree_rows, target.eos_ids)
-    return Engine(scheduler, Drafting(drafter, runner, engine.rule), runner, context_length)
-
-
-def _shared_runner(
-    target: TargetModel, pools: SlotPools, fuser: FeatureFuser | None, engine: EngineConfig, ranks: Ranks
-) -> ModelRunner:
-    """Plain passes, which all ranks run alike. Raises ConfigError for deterministic mode."""
-    if engine.deterministic:
-        raise ConfigError("engine.deterministic needs engine.tensor_parallel 1: sums over ranks have no fixed order")
-    return ModelRunner(target, pools, fuser, ranks=ranks)
+    budget = AdaptiveBudget(tree_rows.nodes) if engine.budget == "adaptive" else FixedBudget()
+    return Engine(scheduler, Drafting(drafter, runner, engine.rule), runner, context_length, budget)
 
 
 def gather_ranks(place: Place, target: str, dtype: str, context_length: int = 0) -> Ranks:

@@ -42,19 +42,24 @@ class Drafting:
         self._ended: list[str] = []
 
     def ask(self, sequences: Iterable[Sequence], budget: Callable[[Sequence], Budget]) -> None:
-        """Commit what is new of each sequence and ask for its next tree, within its budget."""
+        """Commit what is new of each sequence and ask for its next tree, within its budget. Of one whose prompt is done and
+        that may have no tree, the drafter hears once it may."""
         drafter = self._drafter
         if drafter is None:
             return
-        self._asked = [s for s in sequences if _has_news(s) and drafter.listens(s.request.id)]
-        self._contexts = [self._context(sequence, budget(sequence), drafter) for sequence in self._asked]
-        self._pending = drafter.ask(self._contexts) if self._contexts else list
+        news = [(s, budget(s)) for s in sequences if _has_news(s) and drafter.listens(s.request.id)]
+        told = [(s, its) for s, its in news if its.wants_tree or s.prefilling]
+        asked, contexts = [s for s, _ in told], [self._context(s, its, drafter) for s, its in told]
+        if contexts:
+            self._pending = drafter.ask(contexts)
+            self._asked, self._contexts = asked, contexts
 
     def collect(self) -> dict[str, DraftTree]:
         """Wait for the answers; the valid trees by request id."""
-        answers = zip(self._asked, self._contexts, self._pending(), strict=True)
-        trees = {s.request.id: self._account(s, context, draft) for s, context, draft in answers}
+        asked, contexts, pending = self._asked, self._contexts, self._pending
         self._asked, self._contexts, self._pending = [], [], list
+        answers = zip(asked, contexts, pending(), strict=True)
+        trees = {s.request.id: self._account(s, context, draft) for s, context, draft in answers}
         self.release([])
         return {request_id: tree for request_id, tree in trees.items() if tree is not None}
 

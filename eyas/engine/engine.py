@@ -6,9 +6,11 @@ import time
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from functools import partial
 
 from eyas.engine.acceptance.match import Accepted, accept
 from eyas.engine.acceptance.trials import accept_sampled
+from eyas.engine.budget.policy import FixedBudget, TreeBudget
 from eyas.engine.drafting import Drafting, noise_key
 from eyas.engine.runner import ModelRunner
 from eyas.engine.sampling.draws import Draw, sample
@@ -25,7 +27,10 @@ from eyas.tree import DraftTree
 class Load:
     """How busy an engine is. free_slots: token slots that no running request holds; cached prefixes may fill
     them, and give way at need. num_slots: all of them. cached_slots: those that the prefix cache owns.
-    queued_slots: what the queued requests need to their ends."""
+    queued_slots: what the queued requests need to their ends.
+
+    tree_nodes: most nodes of the trees last asked for; 1 where there was none to ask for or none would have paid.
+    """
 
     num_running: int
     num_waiting: int
@@ -33,6 +38,7 @@ class Load:
     num_slots: int = 0
     cached_slots: int = 0
     queued_slots: int = 0
+    tree_nodes: int = 1
 
 
 @dataclass(frozen=True)
@@ -50,7 +56,16 @@ class StepReport:
 class Engine:
     """Continuous batching of requests over one target. Not safe for use from several threads."""
 
-    def __init__(self, scheduler: Scheduler, drafting: Drafting, runner: ModelRunner, context_length: int) -> None:
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        drafting: Drafting,
+        runner: ModelRunner,
+        context_length: int,
+        budget: TreeBudget | None = None,
+    ) -> None:
+        """budget: how large trees may be; as large as the scheduler allows if left out."""
+        self._budget = budget or FixedBudget()
         self._scheduler = scheduler
         self._drafting = drafting
         self._runner = runner
@@ -63,7 +78,9 @@ class Engine:
         self.report = StepReport()
         chunks = self.reap()
         started = time.perf_counter()
+        self._budget.start()
         trees = self._drafting.collect()
+        self._budget.drafted()
         collected = time.perf_counter()
         works = self._scheduler.schedule(trees)
         if works:
@@ -76,8 +93,10 @@ class Engine:
             committed = self._scheduler.commit(works, accepted)
             self._release([chunk.request_id for chunk in committed if chunk.finish_reason])
             chunks += attached(committed, told)
+            self._budget.verified(works, accepted)
         self.report = self._reported(works, collected - started, time.perf_counter() - collected)
-        self._drafting.ask(self._scheduler.running, self._scheduler.budget)
+        nodes = self._budget.choose(self._scheduler.num_decoding, self._scheduler.most_nodes)
+        self._drafting.ask(self._scheduler.running, partial(self._scheduler.budget, nodes=nodes))
         return chunks
 
     def submit(self, request: Request) -> None:
@@ -120,7 +139,8 @@ class Engine:
             free_slots=self._scheduler.num_free,
             num_slots=self._scheduler.num_slots,
             cached_slots=self._scheduler.num_cached,
-            queued_slots=self._scheduler.num_queued_slots,
+            queued_slots=self._scheduler.waiting.num_slots,
+            tree_nodes=self._budget.num_nodes,
         )
 
     @property

@@ -16,6 +16,7 @@ from eyas.models.heads.features import FeatureFuser
 from eyas.models.inputs import PackedInputs, Segment
 from eyas.models.parallel.ranks import Alone, Ranks
 from eyas.models.target import TargetModel
+from eyas.models.tensors import upload
 
 
 class ModelRunner:
@@ -51,7 +52,7 @@ class ModelRunner:
 
     def features(self, slots: Slots) -> Tensor:
         """Fused features [n, H] of slots; H is 0 without a head."""
-        return self._pools.features[torch.from_numpy(slots).to(self._pools.features.device)]
+        return self._pools.features[upload(slots, self._pools.features.device)]
 
     def _run(self, passes: Passes, packed: PackedInputs) -> Tensor:
         out = passes.forward(packed, self._pools)

@@ -15,18 +15,20 @@ from eyas.cache.slots import Slots
 from eyas.commit import Budget
 from eyas.config import EngineConfig, TreeConfig
 from eyas.engine.acceptance.match import Accepted
-from eyas.engine.admission import Waiting, insert, remove, share_out, slots_needed
+from eyas.engine.admission import Waiting, gives_way, insert, remove, share_out, slots_needed
 from eyas.engine.sequence import Sequence, Work
+from eyas.engine.stopping import finish_reason, trim
 from eyas.errors import InvalidRequest
-from eyas.request import Chunk, FinishReason, Request, Round
+from eyas.request import Chunk, Request, Round
 from eyas.tree import DraftTree
 
 
 class Scheduler:
-    """A request is admitted, in order of place, when there are slots for what it needs soon. Should slots run out all the
-    same, cached prefixes give way first, then trees, and then the last in line, which waits and is computed anew.
+    """A request is admitted, in order of place, when there are slots for what it needs soon; who runs behind its place gives
+    way to it, if that helps. Should slots run out all the same, cached prefixes give way first, then trees, and then the
+    last in line. Who gives way waits and is computed anew.
 
-    config: num_slots must be set. clock: the present time in seconds.
+    config: num_slots must be set. clock: the present time in seconds. waiting: the queue, for others to look at.
     """
 
     def __init__(
@@ -38,7 +40,7 @@ class Scheduler:
         self._eos_ids = eos_ids
         self._clock = clock
         self._cache = PrefixCache(config.num_slots)
-        self._waiting = Waiting(config, clock)
+        self.waiting = Waiting(config, clock)
         self._running: list[Sequence] = []
         self._by_id: dict[str, Sequence] = {}
         self._cancelled: list[Sequence] = []
@@ -59,7 +61,7 @@ class Scheduler:
         if request.id in self._by_id:
             raise InvalidRequest(f"request id {request.id!r} is already running; ids must be unique")
         num_open = self._config.max_running - len(self._running)
-        self._by_id[request.id] = self._waiting.add(request, num_open)
+        self._by_id[request.id] = self.waiting.add(request, num_open)
 
     def cancel(self, request_id: str) -> None:
         """Mark a request; its slots are free after `reap`. Unknown ids are ignored: it may just have finished."""
@@ -92,12 +94,17 @@ class Scheduler:
             for share, end in zip(shares, ends, strict=True)
         )
 
-    def budget(self, sequence: Sequence) -> Budget:
-        """The largest tree that a sequence could use at the next step; one node while its prompt is not done. The more
-        sequences run, the smaller their trees."""
+    def budget(self, sequence: Sequence, nodes: int = sys.maxsize) -> Budget:
+        """The largest tree that a sequence could use at the next step, of `nodes` at most; one node while its prompt is not
+        done."""
         depth = 0 if sequence.prefilling else min(self._tree.depth, sequence.num_remaining - 1)
-        nodes = min(self._tree.nodes, self._config.step_rows // len(self._running))
+        nodes = min(nodes, self.most_nodes)
         return Budget(nodes, depth) if depth > 0 and nodes > 1 else Budget(1, 0)
+
+    @property
+    def most_nodes(self) -> int:
+        """Of a tree at the next step; the more sequences run, the fewer."""
+        return max(min(self._tree.nodes, self._config.step_rows // max(len(self._running), 1)), 1)
 
     def commit(self, works: Seq[Work], accepted: Seq[Accepted | None]) -> list[Chunk]:
         """Keep the slots of accepted paths, free the rest, and emit; one chunk per sequence that drew a token."""
@@ -122,13 +129,13 @@ class Scheduler:
         return len(self._running)
 
     @property
-    def num_waiting(self) -> int:
-        return len(self._waiting)
+    def num_decoding(self) -> int:
+        """Running sequences whose prompt is done."""
+        return sum(not sequence.prefilling for sequence in self._running)
 
     @property
-    def num_queued_slots(self) -> int:
-        """Slots that the queued requests need to their ends."""
-        return self._waiting.num_slots
+    def num_waiting(self) -> int:
+        return len(self.waiting)
 
     @property
     def num_free(self) -> int:
@@ -158,22 +165,26 @@ class Scheduler:
         prefixes = [s.prefix for s in self._running if s.prefix is not None]
         assert len(prefixes) == len(self._running), "a running sequence holds no prefix"
         self._cache.check([*(s.own_slots for s in self._running), self._lent], prefixes)
-        assert len(self._by_id) == len(self._running) + len(self._waiting)
+        assert len(self._by_id) == len(self._running) + len(self.waiting)
 
     def _admit(self) -> None:
-        nodes, limit = self._tree.nodes, self._cacheable
-        reserved = sum(slots_needed(s, nodes) for s in self._running) if self._waiting else 0
-        while self._waiting and len(self._running) < self._config.max_running:
-            sequence = self._waiting.first
-            prefix = self._cache.find(sequence.cacheable[:limit])
+        nodes = self._tree.nodes
+        reserved = sum(slots_needed(s, nodes) for s in self._running) if self.waiting else 0
+        while self.waiting:
+            sequence = self.waiting.first
+            prefix = self._cache.find(sequence.cacheable[: self._cacheable])
             need = slots_needed(sequence, nodes) - len(prefix)
-            if reserved + need > self._cache.num_available:
-                self._cache.release(prefix, prefix.node.used)
+            if len(self._running) < self._config.max_running and reserved + need <= self._cache.num_available:
+                reserved += need
+                self.waiting.admit().begin(prefix)
+                self._began.append(sequence.request.id)
+                insert(self._running, sequence)
+                continue
+            self._cache.release(prefix, prefix.node.used)
+            if not gives_way(self._running, sequence, nodes, self._config):
                 return
-            reserved += need
-            self._waiting.admit().begin(prefix)
-            self._began.append(sequence.request.id)
-            insert(self._running, sequence)
+            reserved -= slots_needed(self._running[-1], nodes)
+            self._preempt()
 
     def _preempt(self) -> None:
         """Queue the last in line again. What it has computed stays in the cache, until somebody needs the room."""
@@ -182,7 +193,7 @@ class Scheduler:
         self._preempted.append(sequence.request.id)
         sequence.leave(self._cache, self._cacheable, self._clock())
         sequence.start_over()
-        self._waiting.put_back(sequence)
+        self.waiting.put_back(sequence)
 
     def _keep(self, works: Seq[Work], accepted: Seq[Accepted | None]) -> None:
         """Settle all slots of the step at once."""
@@ -210,8 +221,8 @@ class Scheduler:
         if tree is None:
             sequence.share(self._cache, self._cacheable)
         first = sequence.num_emitted == 0
-        tokens = self._trim(sequence, outcome.tokens)
-        reason = self._finish_reason(sequence, tokens)
+        tokens = trim(sequence, outcome.tokens, self._eos_ids)
+        reason = finish_reason(sequence, tokens, self._eos_ids)
         sequence.tokens.extend(tokens)
         num_foreseen = min(len(tokens), len(outcome.tokens) - 1)
         foreseen = (True,) * num_foreseen + (False,) * (len(tokens) - num_foreseen)
@@ -221,27 +232,11 @@ class Scheduler:
         num_cached = sequence.num_cached or 0 if first else 0
         return Chunk(sequence.request.id, tokens, foreseen, step, reason, num_cached=num_cached)
 
-    def _trim(self, sequence: Sequence, tokens: tuple[int, ...]) -> tuple[int, ...]:
-        """Up to the first stop token, that one included; a stop comes before the length."""
-        for index, token in enumerate(tokens[: sequence.num_remaining]):
-            if self._stops(sequence, token):
-                return tokens[: index + 1]
-        return tokens[: sequence.num_remaining]
-
-    def _stops(self, sequence: Sequence, token: int) -> bool:
-        sampling = sequence.request.sampling
-        return token in sampling.stop_token_ids or (token in self._eos_ids and not sampling.ignore_eos)
-
-    def _finish_reason(self, sequence: Sequence, tokens: tuple[int, ...]) -> FinishReason | None:
-        if self._stops(sequence, tokens[-1]):
-            return "stop"
-        return "length" if len(tokens) == sequence.num_remaining else None
-
     def _drop(self, sequence: Sequence) -> None:
         """Forget a request. What it has computed stays in the cache; that of a session is kept for its next turn."""
         del self._by_id[sequence.request.id]
         if sequence.prefix is None:
-            self._waiting.remove(sequence)
+            self.waiting.remove(sequence)
             return
         remove(self._running, sequence)
         kept = self._config.session_seconds if sequence.request.session else 0.0

@@ -113,9 +113,10 @@ class Group:
         return max(map(sum, zip(self._counts, self._lengths, strict=True)))
 
     def _keyed(self, columns: Sequence[Ints]) -> Tensor:
-        keys = np.zeros((len(columns), self._num_keys), dtype=np.int64)
+        keys = np.empty((len(columns), self._num_keys), dtype=np.int64)
         for b, column in enumerate(columns):
             keys[b, : len(column)] = column
+            keys[b, len(column) :] = column[0]  # of its own: what is masked still spreads if it is NaN
         return _tensor(keys, self._device)
 
 

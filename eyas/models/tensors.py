@@ -1,9 +1,13 @@
-"""Tensors to bytes and back, for whoever sends features away. Knows no network and no sequences."""
+"""Tensors to bytes and back, for whoever sends features away; numbers to a device. Knows no network and no sequences."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -11,6 +15,13 @@ from eyas.commit import TensorBytes
 from eyas.errors import InvalidRequest
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def upload(values: npt.NDArray[Any] | Sequence[int], device: torch.device) -> Tensor:
+    """Numbers on a device, in an array's own type and shape, or whole ones as int64 [n]. On CUDA the host does not wait for
+    the copy."""
+    host = torch.from_numpy(values) if isinstance(values, np.ndarray) else torch.tensor(values, dtype=torch.int64)
+    return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host.to(device)
 
 
 def tensor_to_bytes(tensor: Tensor) -> TensorBytes:

@@ -10,8 +10,8 @@ from eyas.rpc.wire import model_info_from_message, model_info_to_message
 from eyas.v1 import worker_pb2
 
 
-def status_to_message(lease: Lease) -> worker_pb2.WorkerStatus:
-    """All of a lease but its address, which whoever asks knows."""
+def status_to_message(lease: Lease, *others: Lease) -> worker_pb2.WorkerStatus:
+    """All of a lease but its address, which whoever asks knows. others: of the same process."""
     return worker_pb2.WorkerStatus(
         role=lease.role,
         incarnation=lease.incarnation,
@@ -25,7 +25,13 @@ def status_to_message(lease: Lease) -> worker_pb2.WorkerStatus:
         ),
         zone=lease.zone,
         prefixes=lease.prefixes,
+        others=map(status_to_message, others),
     )
+
+
+def statuses_from_message(message: worker_pb2.WorkerStatus, address: str) -> tuple[Lease, ...]:
+    """The leases of all workers of the process that said so. Raises InvalidRequest for a role that there is not."""
+    return tuple(status_from_message(part, address) for part in (message, *message.others))
 
 
 def status_from_message(message: worker_pb2.WorkerStatus, address: str) -> Lease:

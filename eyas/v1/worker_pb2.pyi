@@ -48,6 +48,7 @@ class WorkerStatus(_message.Message):
     LOAD_FIELD_NUMBER: _builtins.int
     ZONE_FIELD_NUMBER: _builtins.int
     PREFIXES_FIELD_NUMBER: _builtins.int
+    OTHERS_FIELD_NUMBER: _builtins.int
     role: _builtins.str
     """"verifier" or "draft"."""
     incarnation: _builtins.str
@@ -68,6 +69,10 @@ class WorkerStatus(_message.Message):
         end of its block.
         """
 
+    @_builtins.property
+    def others(self) -> _containers.RepeatedCompositeFieldContainer[Global___WorkerStatus]:
+        """The other workers of its process, such as a draft service has for its further models; theirs are empty."""
+
     def __init__(
         self,
         *,
@@ -77,10 +82,11 @@ class WorkerStatus(_message.Message):
         load: Global___Load | None = ...,
         zone: _builtins.str = ...,
         prefixes: _abc.Iterable[_builtins.int] | None = ...,
+        others: _abc.Iterable[Global___WorkerStatus] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["load", b"load", "model", b"model"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["incarnation", b"incarnation", "load", b"load", "model", b"model", "prefixes", b"prefixes", "role", b"role", "zone", b"zone"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["incarnation", b"incarnation", "load", b"load", "model", b"model", "others", b"others", "prefixes", b"prefixes", "role", b"role", "zone", b"zone"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -1,4 +1,4 @@
-"""One endpoint under watch: given an address, gives back the lease of the live worker there, or None. Knows no other.
+"""One endpoint under watch: given an address, gives back the leases of the live workers there. Knows no other.
 
 Its health is watched, so that a worker that stops is left at once; its state is asked for again and again, so that one that
 only looks alive is left as well.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import grpc
@@ -20,7 +20,7 @@ from eyas.config import DiscoveryConfig
 from eyas.errors import InvalidRequest
 from eyas.rpc.channel import open_channel
 from eyas.rpc.messages import Lease, Role
-from eyas.rpc.worker_wire import status_from_message
+from eyas.rpc.worker_wire import statuses_from_message
 from eyas.v1 import worker_pb2
 from eyas.v1.worker_pb2_grpc import WorkerStub
 from services.background import forever
@@ -30,22 +30,22 @@ log = logging.getLogger(__name__)
 
 
 class Probe:
-    """Watches an endpoint while `run` runs. changed: called whenever `lease` may be another."""
+    """Watches an endpoint while `run` runs. changed: called whenever `leases` may be others."""
 
     def __init__(self, role: Role, endpoint: Endpoint, config: DiscoveryConfig, changed: Callable[[], None]) -> None:
         self._role = role
         self._endpoint = endpoint
         self._config = config
         self._changed = changed
-        self._state: Lease | None = None
+        self._state: tuple[Lease, ...] = ()
         self._answered_at = 0.0
         self._serving = False
         self._complaint = ""
 
     @property
-    def lease(self) -> Lease | None:
-        """The worker, if it is live and serving."""
-        return self._state if self._serving else None
+    def leases(self) -> tuple[Lease, ...]:
+        """The workers of the process there, if it is live and serving."""
+        return self._state if self._serving else ()
 
     async def run(self) -> None:
         """Watch until cancelled."""
@@ -66,7 +66,7 @@ class Probe:
         """Ask for the worker's state. One that is not there is left at once, one that is slow after a while."""
         try:
             answer = await WorkerStub(channel).Status(worker_pb2.StatusRequest(), timeout=self._config.probe_timeout)
-            self._hear(status_from_message(answer, self._endpoint.address))
+            self._hear(statuses_from_message(answer, self._endpoint.address))
         except InvalidRequest as error:
             self._leave(str(error))
         except grpc.aio.AioRpcError as error:
@@ -74,11 +74,11 @@ class Probe:
             if late or error.code() is not grpc.StatusCode.DEADLINE_EXCEEDED:
                 self._leave(f"{error.code().name}: {error.details()}")
 
-    def _hear(self, state: Lease) -> None:
-        if state.role != self._role:
-            self._leave(f"it is a {state.role} service, where a {self._role} service was expected")
+    def _hear(self, state: Sequence[Lease]) -> None:
+        if any(lease.role != self._role for lease in state):
+            self._leave(f"it is a {state[0].role} service, where a {self._role} service was expected")
             return
-        self._state = replace(state, zone=state.zone or self._endpoint.zone)
+        self._state = tuple(replace(lease, zone=lease.zone or self._endpoint.zone) for lease in state)
         self._answered_at = time.monotonic()
         self._complaint = ""
         self._changed()
@@ -88,5 +88,5 @@ class Probe:
         if reason != self._complaint:
             log.warning("no live %s service at %s: %s", self._role, self._endpoint.address, reason)
         self._complaint = reason
-        self._state = None
+        self._state = ()
         self._changed()

@@ -62,6 +62,6 @@ class ProbedDiscovery:
         task.add_done_callback(lambda _: self._probing.pop(probe, None))
 
     def _refresh(self, role: Role) -> None:
-        leases = [probe.lease for probe in self._probes[role].values() if probe.lease]
+        leases = [lease for probe in self._probes[role].values() for lease in probe.leases]
         live = {lease.incarnation: lease for lease in sorted(leases, key=lambda lease: lease.address, reverse=True)}
         self._known[role] = tuple(sorted(live.values(), key=lambda lease: lease.address))

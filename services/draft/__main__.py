@@ -75,7 +75,10 @@ async def serve_drafters(
         server.before_stop(servicer.close)
         names = [draft_pb2.DESCRIPTOR.services_by_name["Draft"].full_name, WORKER_SERVICE]
         process = uuid.uuid4().hex
-        presences = [_presence(config, server, worker, f"{process}/{n}") for n, worker in enumerate(workers)]
+        presences: list[WorkerPresence] = []
+        for number, worker in enumerate(workers):
+            first = presences[0] if presences else None
+            presences.append(_presence(config, server, worker, f"{process}/{number}", first))
         try:
             await serve(server, names, config.server, Presences(presences), host=host)
         except asyncio.CancelledError:
@@ -85,10 +88,13 @@ async def serve_drafters(
             raise RequestFailed("the drafter broke; the log has the traceback") from None
 
 
-def _presence(config: DraftConfig, server: RpcServer, worker: DraftWorker, incarnation: str) -> WorkerPresence:
+def _presence(
+    config: DraftConfig, server: RpcServer, worker: DraftWorker, incarnation: str, first: WorkerPresence | None
+) -> WorkerPresence:
     registry, zone = lease_registry(config.discovery, config.registry), config.server.zone
-    model = worker.info.model
-    return WorkerPresence(server, registry, "draft", model, lambda: _load(worker), zone, incarnation=incarnation)
+    return WorkerPresence(
+        server, registry, "draft", worker.info.model, lambda: _load(worker), zone, incarnation=incarnation, beside=first
+    )
 
 
 def describe(model: DraftedModel, drafter: LocalDrafter) -> DrafterInfo:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
+from contextvars import copy_context
 
 from eyas.request import Chunk
 from eyas.rpc.messages import TextChunk
@@ -22,17 +23,24 @@ async def completion(answer: Answer, chunks: AsyncGenerator[Chunk, None]) -> Asy
 
 
 async def merged(streams: Sequence[AsyncGenerator[TextChunk, None]]) -> AsyncGenerator[TextChunk, None]:
-    """The chunks of all streams as they come. Leaving early, or an error of one stream, ends all."""
-    waiting = {asyncio.create_task(_next(stream)): stream for stream in streams}
+    """The chunks of all streams as they come. Leaving early, or an error of one stream, ends all.
+
+    Each stream keeps one context for its life: what it logs is about its own request to the end.
+    """
+    contexts = [copy_context() for _ in streams]
+    waiting = {
+        asyncio.create_task(_next(stream), context=context): (stream, context)
+        for stream, context in zip(streams, contexts, strict=True)
+    }
     try:
         while waiting:
             done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
             for task in done:
-                stream = waiting.pop(task)
+                stream, context = waiting.pop(task)
                 chunk = task.result()
                 if chunk is not None:
                     yield chunk
-                    waiting[asyncio.create_task(_next(stream))] = stream
+                    waiting[asyncio.create_task(_next(stream), context=context)] = stream, context
     finally:
         for task in waiting:
             task.cancel()

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import AsyncGenerator, Callable, Mapping
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
+from contextlib import aclosing, contextmanager
 from dataclasses import replace
 
 from eyas.errors import EyasError, InvalidRequest, TimedOut, Unavailable, UnknownModel
@@ -56,15 +56,17 @@ class Front:
         """The tokenizer of a model that `model` has named."""
         return self._tokenizers[model]
 
-    async def prepare(self, call: GenerateCall) -> GenerateCall:
-        """The call with its model, id, token ids and seed filled in. Raises InvalidRequest, UnknownModel, Unavailable."""
+    @contextmanager
+    def refusals(self, call: GenerateCall, operation: str = "text_completion") -> Iterator[None]:
+        """An error of the body is the end of the request, and is told as such. operation: see `stream`."""
         try:
-            return await self._prepared(call)
+            yield
         except EyasError:
-            with self._telemetry.request(call):  # it ends here
+            with self._telemetry.request(call, operation):
                 raise
 
-    async def _prepared(self, call: GenerateCall) -> GenerateCall:
+    async def prepare(self, call: GenerateCall) -> GenerateCall:
+        """The call with its model, id, token ids and seed filled in. Raises InvalidRequest, UnknownModel, Unavailable."""
         name = self._name(call.model)
         check_request(call.request)
         info = self.model(name)

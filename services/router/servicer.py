@@ -24,7 +24,8 @@ class RouterServicer(GenerationServicer):
     ) -> None:
         """Stream the continuation of a prompt."""
         asked = replace(call_from_message(request), trace=trace_pairs(context.invocation_metadata() or ()))
-        call = await self._front.prepare(asked)
+        with self._front.refusals(asked):
+            call = await self._front.prepare(asked)
         stream = self._front.stream(call, context.time_remaining(), context.set_trailing_metadata)
         async with aclosing(stream) as chunks:
             async for chunk in chunks:

@@ -33,7 +33,8 @@ log = logging.getLogger(__name__)
 class Workers:
     """Live workers and the way to them. zone: the router's own, may be empty.
 
-    reachable: the verifiers that were connected at the last `refresh`; ready: whether there was one.
+    reachable: the verifiers that were connected at the last `refresh`, but for those that are avoided because they fail or
+    are stuck; ready: whether there was one.
     """
 
     def __init__(
@@ -115,7 +116,9 @@ class Workers:
         for verifier in filter(self._is_stuck, verifiers.values()):
             self._give_up(verifier)
         ready = grpc.ChannelConnectivity.READY
-        self.reachable = tuple(v for v in verifiers.values() if self.channel(v).get_state(try_to_connect=True) is ready)
+        connected = [v for v in verifiers.values() if self.channel(v).get_state(try_to_connect=True) is ready]
+        avoided = self.fleet().suspects
+        self.reachable = tuple(verifier for verifier in connected if verifier.incarnation not in avoided)
         self.ready = bool(self.reachable)
         for name in self._ejections.due:
             if name in verifiers and name not in self._probing:

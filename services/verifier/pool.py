@@ -106,7 +106,8 @@ class DraftPool:
 
     def rehome(self, live: Sequence[str]) -> None:
         """Sessions without a drafter, or whose drafter is gone from the `live` addresses or given up, move to the live one
-        with the fewest sessions. It refuses their next commit and is told everything."""
+        with the fewest sessions. It refuses their next commit and is told everything. Links to drafters that are gone, and
+        that nobody uses, end."""
         with self._lock:
             usable = [address for address in live if not self._is_resting(address)]
             sessions = Counter(pair.link.address for pair in self._pairs.values() if pair.link)
@@ -117,6 +118,9 @@ class DraftPool:
                 sessions[address] += 1
                 self._part(session)
                 self._pairs[session] = _Pair(self._dial(address))
+            for link in list(self._links.values()):
+                if link.address not in live:
+                    self._drop(link)
 
     def mean_round_trip(self, session: str) -> float | None:
         """Mean seconds of the session's answered rounds; None if there was none, or after `unpair`."""
@@ -193,15 +197,20 @@ class DraftPool:
         return indices
 
     def _part(self, session: str) -> None:
-        """Drop a pair, and with its last pair a link that is down: a drafter that is gone is not dialled for ever."""
+        """Drop a pair, and with its last pair a link that is down: a drafter that is gone is not dialled for ever. One that
+        goes later, `rehome` drops."""
         pair = self._pairs.pop(session, None)
         if pair is None or pair.link is None:
             return
         if pair.told:
             pair.link.release([session])
-        if not pair.link.up and all(other.link is not pair.link for other in self._pairs.values()):
-            pair.link.close()
-            self._links.pop(pair.link.address, None)
+        self._drop(pair.link)
+
+    def _drop(self, link: RemoteDrafter) -> None:
+        """End a link that is down and has no pair."""
+        if not link.up and all(pair.link is not link for pair in self._pairs.values()):
+            link.close()
+            self._links.pop(link.address, None)
 
 
 def _note(timing: _Timing, link: RemoteDrafter, round_: Round) -> None:

@@ -68,4 +68,4 @@ def test_an_unknown_method_is_refused_with_the_known_ones(tmp_path: Path, tiny_t
     options = ["--target", tiny_target, "--prompts", str(prompts), "--method", "eagle9"]
     result = CliRunner().invoke(bench, ["methods", *options])
     assert result.exit_code == 1
-    assert "unknown drafter 'eagle9'; known: eagle3" in result.output
+    assert "unknown drafter 'eagle9'; known: eagle1, eagle2, eagle3" in result.output

@@ -7,10 +7,14 @@ import pytest
 import torch
 from typer.testing import CliRunner, Result
 
+from eyas.bench.contenders import EngineContender
+from eyas.bench.offline import load, warm_ways
 from eyas.bench.stages import STAGES
-from eyas.bench.workloads import OfflineSettings, groups, load_prompts
+from eyas.bench.workloads import OfflineSettings, groups, load_prompts, random_prompt
 from eyas.cli import app
+from eyas.config import TreeConfig
 from eyas.errors import ConfigError
+from eyas.request import Request, SamplingParams
 
 SIZES = ["--max-tokens", "6", "--groups", "2", "--rows", "1", "--rows", "4", "--nodes", "6", "--depth", "2", "--width", "2"]
 CASES = ["--batch", "1", "--batch", "3", "--temperature", "0", "--temperature", "0.8"]
@@ -52,7 +56,8 @@ def test_a_report_holds_every_comparison(tiny_target: str, tiny_head: str, promp
     assert [(v["batch"], v["rows"]) for v in found["verify"]] == [(1, 1), (1, 4), (3, 1), (3, 4)]
     assert [d["batch"] for d in found["draft"]] == [1, 3]
     assert set(found["first_token"]["ms"]) == {"plain", "speculative", "generate"}
-    assert found["first_token"]["num_prompt_tokens"] == 255
+    assert set(found["first_token"]["warm_ms"]) == {"plain", "speculative"}
+    assert found["first_token"]["num_prompt_tokens"] == 239
     assert data["settings"]["max_tokens"] == 6
     assert {"python", "eyas", "torch", "transformers"} <= set(data["versions"])
     assert "## Stages of a step" in file.with_suffix(".md").read_text()
@@ -75,6 +80,7 @@ def test_without_a_draft_head_plain_decoding_is_measured(tiny_target: str, tmp_p
         (["--max-tokens", "1"], "max_tokens is 1"),
         (["--batch", "0"], "batch, rows and groups"),
         (["--dtype", "float8"], "dtype is float8; known: float32"),
+        (["--budget", "on"], "budget is on; known: fixed, adaptive"),
         pytest.param(["--device", "cuda"], "device is cuda", marks=NO_CUDA),
         (["--prompts", "nowhere.jsonl"], "nowhere.jsonl"),
         (["--draft", "nowhere/at/all"], "nowhere/at/all"),
@@ -84,6 +90,18 @@ def test_what_cannot_be_measured_is_refused_in_one_line(tiny_target: str, argume
     result = bench("--target", tiny_target, *arguments)
     assert result.exit_code == 1
     assert [line for line in result.stderr.splitlines() if line.startswith("error:") and reason in line]
+
+
+def test_what_is_measured_as_warm_has_its_long_beginning_cached(tiny_target: str, tiny_head: str) -> None:
+    settings = OfflineSettings(tiny_target, tiny_head, drafter="eagle3", tree=TreeConfig(6, 2, 2))
+    ways, prompt = warm_ways(settings, load(settings)), random_prompt(48, 200, seed=0)
+    for contender in ways.values():
+        assert isinstance(contender, EngineContender)
+        contender.run([prompt], SamplingParams(1, 0.0))
+        contender.engine.submit(Request("longer", (*prompt, 5, 6), SamplingParams(1, 0.0, seed=0)))
+        (chunk,) = contender.engine.step()
+        assert chunk.num_cached == len(prompt)
+    assert set(ways) == {"plain", "speculative"}
 
 
 def test_batches_use_every_prompt_and_start_again() -> None:

@@ -17,6 +17,7 @@ from eyas.engine.runner import ModelRunner
 from eyas.engine.sequence import Place, Sequence, Work
 from eyas.errors import ConfigError
 from eyas.models.heads.eagle import load_fuser
+from eyas.models.parallel.ranks import Alone
 from eyas.models.target import TargetModel, load_target
 from eyas.request import Request, SamplingParams
 from eyas.tree import DraftTree
@@ -101,3 +102,22 @@ def test_a_bfloat16_batch_says_the_same_with_a_drafter_as_without(temperature: f
 def test_a_target_that_routes_rows_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="mixtral, which routes rows to experts"):
         runner_of(load_family(tmp_path, "mixtral", "float32"))
+
+
+class _Two(Alone):
+    """Two ranks; the other one only notes what it is told."""
+
+    size = 2
+
+    def __init__(self) -> None:
+        self.allotted: list[int] = []
+
+    def allot(self, num_slots: int) -> None:
+        self.allotted.append(num_slots)
+
+
+def test_several_ranks_are_refused_before_they_make_room(tiny_target: str) -> None:
+    config, ranks = EngineConfig(num_slots=64, deterministic=True, tensor_parallel=2), _Two()
+    with pytest.raises(ConfigError, match=r"engine\.deterministic needs engine\.tensor_parallel 1"):
+        assemble_engine(load_target(tiny_target), None, config, TreeConfig(), None, ranks)
+    assert ranks.allotted == []

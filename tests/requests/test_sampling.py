@@ -6,8 +6,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from eyas.engine.sampling.draws import Draw, sample
+from eyas.engine.sampling.draws import Draw, sample, target_law
 from eyas.models.sampling.law import Filters, filtered_law, rank
 from eyas.models.sampling.noise import exponential_noise
 from eyas.request import MAX_SEED, NoiseKey, SamplingParams
@@ -84,3 +85,25 @@ def test_sampled_frequencies_follow_the_law() -> None:
     counts = torch.bincount(torch.tensor(sample(logits.expand(len(draws), -1), draws)), minlength=6)
     expected = torch.softmax(logits, -1) * len(draws)
     assert ((counts - expected) ** 2 / expected).sum() < 20.5  # 99.9 % quantile of 5 degrees of freedom
+
+
+class Waits(TorchDispatchMode):
+    """Notes the operations that on a GPU make the host wait for what it has asked for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        if func.overloadpacket.__name__ in {"nonzero", "_local_scalar_dense", "masked_select", "unique2"}:
+            self.names.append(f"{func}")
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_law_is_made_ready_without_a_wait_for_the_device() -> None:
+    logits = torch.randn(3, 300, generator=torch.Generator().manual_seed(3))
+    draws = [Draw(NoiseKey(2, 0.7), 5), Draw(NoiseKey(3, 1.3, 4, 0.8), 6), Draw(NoiseKey(4, 1.0, min_p=0.1), 6)]
+    with Waits() as waits:
+        law = target_law(logits, draws)
+    assert waits.names == []
+    assert torch.equal(law, torch.cat([target_law(logits[i : i + 1], [draw]) for i, draw in enumerate(draws)]))

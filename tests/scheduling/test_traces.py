@@ -1,5 +1,6 @@
 """Whatever happens in whatever order: every slot has one owner, and every request gets what it would have got alone."""
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -60,6 +61,59 @@ def test_the_last_in_line_gives_way_and_the_first_never() -> None:
         running.append([s.request.id for s in engine.scheduler.running])
     assert running[-2:] == [["1", "0"], ["1"]]
     engine.run()
+    assert [engine.output(r.id) for r in requests] == [generate(r) for r in requests]
+
+
+@pytest.mark.parametrize("limits", [{"max_running": 2, "num_slots": 200}, {"num_slots": 40, "max_running": 8}])
+def test_who_runs_gives_way_at_once_to_the_more_urgent_and_says_the_same_in_the_end(limits: dict[str, int]) -> None:
+    engine = ToyEngine(**limits)
+    requests = [engine.submit(f"{i}", [i] * 4, 12) for i in range(2)]
+    engine.step()
+    engine.step()
+    assert [s.request.id for s in engine.scheduler.running] == ["0", "1"]
+    requests.append(engine.submit("urgent", [5] * 4, 12, priority=1))
+    engine.step()
+    assert [s.request.id for s in engine.scheduler.running] == ["urgent", "0"]
+    assert engine.scheduler.num_preemptions == 1
+    engine.run()
+    assert [engine.output(r.id) for r in requests] == [generate(r) for r in requests]
+
+
+def test_nobody_gives_way_to_an_equal_or_to_one_whose_priority_its_waiting_outweighs() -> None:
+    engine = ToyEngine(max_running=1, num_slots=200, ageing_seconds=10)
+    engine.submit("old", [1] * 4, 12)
+    engine.step()
+    engine.clock.now = 11
+    engine.submit("equal", [2] * 4, 4)
+    engine.submit("urgent", [3] * 4, 4, priority=1)
+    engine.step()
+    assert [s.request.id for s in engine.scheduler.running] == ["old"]
+    engine.run()
+    assert engine.scheduler.num_preemptions == 0
+
+
+def test_nobody_gives_way_in_vain() -> None:
+    engine = ToyEngine(num_slots=48, max_running=8)
+    engine.submit("first", [1] * 20, 12, priority=2)
+    engine.submit("last", [2] * 4, 4)
+    engine.step()
+    engine.submit("long", [3] * 30, 12, priority=1)
+    engine.step()
+    assert [s.request.id for s in engine.scheduler.running] == ["first", "last"]
+    assert engine.scheduler.num_preemptions == 0
+    engine.run()
+
+
+@given(st.integers(0, 99), st.integers(1, 3))
+def test_all_who_arrive_are_served_however_often_they_give_way(seed: int, running: int) -> None:
+    engine = ToyEngine(seed, max_running=running, num_slots=60, ageing_seconds=3)
+    requests = []
+    for number in range(12):
+        requests.append(engine.submit(f"{number}", [number % 5] * (1 + seed % 7), 8, priority=number % 4))
+        engine.step()
+        engine.clock.now += 1
+    for _ in range(12 * (8 + 2) * 2):
+        engine.step()
     assert [engine.output(r.id) for r in requests] == [generate(r) for r in requests]
 
 

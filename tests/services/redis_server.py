@@ -28,7 +28,7 @@ def running_redis(port: int) -> Iterator[str]:
     process = subprocess.Popen([executable, *options], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
         with Redis(port=port) as client:
-            while not _answers(client):
+            while not answers(client):
                 assert process.poll() is None, "redis did not start"
                 time.sleep(0.01)
         yield f"redis://127.0.0.1:{port}/0"
@@ -38,7 +38,8 @@ def running_redis(port: int) -> Iterator[str]:
         shutil.rmtree(folder)
 
 
-def _answers(client: Redis) -> bool:
+def answers(client: Redis) -> bool:
+    """Whether it takes commands already."""
     with suppress(RedisConnectionError):
         return bool(client.ping())
     return False

@@ -9,7 +9,7 @@ from contextlib import aclosing
 import pytest
 
 from eyas.config import EngineConfig, TreeConfig
-from eyas.drafters.base import Draft, DraftContext, DrafterNeeds, LocalDrafter
+from eyas.drafters.base import Draft, DraftContext, DrafterNeeds, LocalDrafter, Pending
 from eyas.engine.build import assemble_engine
 from eyas.engine.engine import Engine
 from eyas.errors import InvalidRequest, RequestFailed
@@ -21,12 +21,20 @@ PROMPT = (0, 282, 659, 276)
 
 
 class FailingDrafter(LocalDrafter):
-    """Breaks the contract of drafters `failures` times, then has nothing to propose."""
+    """Breaks the contract of drafters `failures` times, then has nothing to propose. refuses: how often it does so as soon
+    as it is asked."""
 
     needs = DrafterNeeds()
 
-    def __init__(self, failures: int) -> None:
+    def __init__(self, failures: int, refuses: int = 0) -> None:
         self._failures = failures
+        self._refuses = refuses
+
+    def ask(self, contexts: Sequence[DraftContext]) -> Pending:
+        self._refuses -= 1
+        if self._refuses >= 0:
+            raise ZeroDivisionError("a drafter that cannot be asked")
+        return super().ask(contexts)
 
     def propose(self, contexts: Sequence[DraftContext]) -> list[Draft]:
         self._fail()
@@ -46,8 +54,9 @@ def target() -> TargetModel:
     return load_target("models/demo/target", "float32", "cpu", ())
 
 
-def engine_of(target: TargetModel, failures: int = 0) -> Engine:
-    return assemble_engine(target, None, EngineConfig(num_slots=1024, max_waiting=4), TreeConfig(), FailingDrafter(failures))
+def engine_of(target: TargetModel, failures: int = 0, refuses: int = 0) -> Engine:
+    config, drafter = EngineConfig(num_slots=1024, max_waiting=4), FailingDrafter(failures, refuses)
+    return assemble_engine(target, None, config, TreeConfig(), drafter)
 
 
 def request_of(request_id: str, max_tokens: int = 12) -> Request:
@@ -137,8 +146,9 @@ def test_a_refused_request_says_why_and_harms_no_other(target: TargetModel) -> N
     run(body, engine_of(target))
 
 
+@pytest.mark.parametrize(("failures", "refuses"), [(1, 0), (0, 1)])
 def test_a_step_that_fails_fails_its_requests_and_no_later_one(
-    target: TargetModel, caplog: pytest.LogCaptureFixture
+    target: TargetModel, caplog: pytest.LogCaptureFixture, failures: int, refuses: int
 ) -> None:
     async def body(loop: EngineLoop) -> None:
         chunks = await collect(loop, request_of("unlucky"))
@@ -146,7 +156,7 @@ def test_a_step_that_fails_fails_its_requests_and_no_later_one(
         assert len(tokens_of(await collect(loop, request_of("lucky")))) == 12
 
     with caplog.at_level(logging.ERROR):
-        run(body, engine_of(target, failures=1))
+        run(body, engine_of(target, failures, refuses))
     assert "ZeroDivisionError" in caplog.text
 
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from eyas.engine.acceptance.match import Accepted
+from eyas.models.tensors import upload
 from eyas.tree import DraftLaw, DraftTree
 
 
@@ -54,12 +55,12 @@ class Families:
         ids, probs = (_padded([getattr(law, name) for law in laws]) for name in ("ids", "probs"))
         real = _padded([[1] * len(family) for family in places]) > 0
         return cls(
-            ids=torch.from_numpy(ids.astype(np.int64)).to(device),
-            probs=torch.from_numpy(probs / probs.sum(1, keepdims=True)).to(device),
-            cells=torch.from_numpy(np.flatnonzero(probs)).to(device),
-            places=torch.from_numpy(_padded(places).astype(np.int64)).to(device),
-            real=torch.from_numpy(real).to(device),
-            replacement=torch.tensor([[sampled.replacement] for _, sampled, _ in drawn], device=device),
+            ids=upload(ids.astype(np.int64), device),
+            probs=upload(probs / probs.sum(1, keepdims=True), device),
+            cells=upload(np.flatnonzero(probs), device),
+            places=upload(_padded(places).astype(np.int64), device),
+            real=upload(real, device),
+            replacement=upload(np.array([[sampled.replacement] for _, sampled, _ in drawn]), device),
         )
 
 

@@ -16,6 +16,7 @@ from eyas.engine.acceptance.rejection import Families, accept_drawn, weigh
 from eyas.engine.sampling.draws import Draw, run_race, target_law
 from eyas.engine.sequence import Work
 from eyas.models.sampling.noise import uniform_noise
+from eyas.models.tensors import upload
 from eyas.tree import DraftTree
 
 
@@ -36,7 +37,9 @@ def accept_sampled(
     if not trees:
         return {}
     parents = [starts[name] + node for name, tree in trees.items() for node in tree.families]
-    verdicts = iter(_hold(logits[parents], [draws[parent] for parent in parents], list(trees.values())))
+    verdicts = iter(
+        _hold(logits[upload(parents, logits.device)], [draws[parent] for parent in parents], list(trees.values()))
+    )
     return {
         name: _walk(tree, [next(verdicts) for _ in tree.families], tokens[starts[name] :][: len(tree)])
         for name, tree in trees.items()

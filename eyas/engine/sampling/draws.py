@@ -8,11 +8,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from eyas.models.sampling.law import Filters, filtered_law, greedy, race
 from eyas.models.sampling.noise import exponential_noise
+from eyas.models.tensors import upload
 from eyas.request import NoiseKey
 
 
@@ -34,20 +36,19 @@ def sample(logits: Tensor, draws: Sequence[Draw]) -> list[int]:
         return _race(logits, draws).tolist()
     tokens = greedy(logits)
     if random:
-        tokens[random] = _race(logits[random], [draws[row] for row in random])
+        rows = upload(random, logits.device)
+        tokens[rows] = _race(logits[rows], [draws[row] for row in random])
     return tokens.tolist()
 
 
 def target_law(logits: Tensor, draws: Sequence[Draw]) -> Tensor:
     """The law float32 [N, V] that each row's token is drawn from, not normalised; every filter has been applied."""
-    device = logits.device
-    filters = Filters(
-        torch.tensor([d.key.temperature for d in draws], dtype=torch.float32, device=device),
-        torch.tensor([d.key.top_k for d in draws], device=device),
-        torch.tensor([d.key.top_p for d in draws], dtype=torch.float32, device=device),
-        torch.tensor([d.key.min_p for d in draws], dtype=torch.float32, device=device),
-    )
-    return filtered_law(logits, filters)
+    keys = [draw.key for draw in draws]
+    asked = np.array([(key.temperature, key.top_k, key.top_p, key.min_p) for key in keys], dtype=np.float64)
+    temperature, top_k, top_p, min_p = upload(asked, logits.device).unbind(1)
+    filters = Filters(temperature.float(), top_k.long(), top_p.float(), min_p.float())
+    rows = [row for row, key in enumerate(keys) if key.top_k > 0 or key.top_p < 1]
+    return filtered_law(logits, filters, upload(rows, logits.device))
 
 
 def run_race(law: Tensor, draws: Sequence[Draw]) -> Tensor:
@@ -56,7 +57,7 @@ def run_race(law: Tensor, draws: Sequence[Draw]) -> Tensor:
     rows = [streams.setdefault((d.key.seed, d.position), len(streams)) for d in draws]
     vocabulary = torch.arange(law.shape[-1], device=law.device)
     noise = exponential_noise([seed for seed, _ in streams], [position for _, position in streams], vocabulary)
-    return race(noise[torch.tensor(rows, device=law.device)], law)
+    return race(noise[upload(rows, law.device)], law)
 
 
 def _race(logits: Tensor, draws: Sequence[Draw]) -> Tensor:

@@ -15,6 +15,7 @@ from torch import Tensor
 from eyas.engine.acceptance.match import Accepted
 from eyas.engine.sequence import Work
 from eyas.models.sampling.logprobs import log_probs
+from eyas.models.tensors import upload
 from eyas.request import Chunk, TokenLogprob
 
 
@@ -40,7 +41,7 @@ def drawn_rows(logits: Tensor, works: Seq[Work]) -> Tensor:
     if not any(work.num_shown for work in works):
         return logits
     rows = [row for work, start in _placed(works) for row in range(start + work.num_shown, start + work.num_wanted)]
-    return logits[torch.tensor(rows, dtype=torch.int64, device=logits.device)]
+    return logits[upload(rows, logits.device)]
 
 
 def log_probabilities(logits: Tensor, works: Seq[Work], accepted: Seq[Accepted | None]) -> dict[str, Told]:
@@ -97,11 +98,13 @@ def _answers(logits: Tensor, questions: Seq[_Question]) -> Iterator[TokenLogprob
     """One per question, in order."""
     if not questions:
         return
-    rows = torch.tensor([question.row for question in questions], device=logits.device)
-    tokens = torch.tensor([question.token for question in questions], device=logits.device)
-    chosen, top = log_probs(logits[rows], tokens, max(question.num_top for question in questions))
-    for asked, logprob, ids, values in zip(questions, chosen.tolist(), top.ids.tolist(), top.scores.tolist(), strict=True):
-        yield TokenLogprob(asked.token, logprob, tuple(ids[: asked.num_top]), tuple(values[: asked.num_top]))
+    rows, tokens = (upload(ints, logits.device) for ints in zip(*((q.row, q.token) for q in questions), strict=True))
+    most = max(question.num_top for question in questions)
+    chosen, top = log_probs(logits[rows], tokens, most)
+    answers = torch.cat([chosen[:, None].double(), top.scores.double(), top.ids.double()], 1).tolist()  # one wait
+    for asked, (logprob, *others) in zip(questions, answers, strict=True):
+        ids = tuple(map(int, others[most : most + asked.num_top]))
+        yield TokenLogprob(asked.token, logprob, ids, tuple(others[: asked.num_top]))
 
 
 def _gathered(work: Work) -> tuple[TokenLogprob, ...]:

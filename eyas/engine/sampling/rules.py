@@ -18,6 +18,7 @@ from eyas.engine.sampling.history import BadWords, Cells, TokenCounts
 from eyas.engine.sequence import Work
 from eyas.models.inputs import Ints
 from eyas.models.sampling.penalties import Penalties, penalised
+from eyas.models.tensors import upload
 from eyas.request import Request, SamplingParams
 from eyas.tree import DraftTree
 
@@ -94,7 +95,7 @@ class LogitRules:
         sampling, num_prompt = request.sampling, len(request.prompt_ids) - request.emitted
         return _Asked(
             bias_ids=np.array([token for token, _ in sampling.logit_bias], dtype=np.int64),
-            biases=torch.tensor([bias for _, bias in sampling.logit_bias], dtype=torch.float32, device=logits.device),
+            biases=upload(np.array([bias for _, bias in sampling.logit_bias], dtype=np.float32), logits.device),
             end_ids=np.array(sorted(sampling.end_ids(self._eos_ids)), dtype=np.int64),
             bad_words=BadWords.of(sampling.bad_token_ids) if sampling.bad_token_ids else None,
             counts=TokenCounts(num_prompt, logits.shape[1]) if _penalises(sampling) else None,
@@ -115,9 +116,7 @@ def _penalise(logits: Tensor, part: _Rows) -> None:
         return
     part.asked.counts.take(part.work.sequence.tokens)
     occurred, asked = part.asked.counts.along(part.tree), part.sampling
-    ids, output, prompted = (
-        torch.from_numpy(array).to(logits.device) for array in (occurred.ids, occurred.output, occurred.prompted)
-    )
+    ids, output, prompted = (upload(array, logits.device) for array in (occurred.ids, occurred.output, occurred.prompted))
     rows = logits[part.start : part.start + len(part.tree)]
     by = Penalties(asked.repetition_penalty, asked.frequency_penalty, asked.presence_penalty)
     rows[:, ids] = penalised(rows[:, ids], output, prompted, by)
@@ -133,4 +132,4 @@ def _banned(part: _Rows) -> Cells:
 
 
 def _at(cells: Cells, logits: Tensor) -> tuple[Tensor, Tensor]:
-    return torch.from_numpy(cells.rows).to(logits.device), torch.from_numpy(cells.tokens).to(logits.device)
+    return upload(cells.rows, logits.device), upload(cells.tokens, logits.device)

@@ -31,15 +31,16 @@ class Filters(NamedTuple):
     min_p: Tensor
 
 
-def filtered_law(logits: Tensor, filters: Filters) -> Tensor:
+def filtered_law(logits: Tensor, filters: Filters, rows: Tensor | None = None) -> Tensor:
     """Probabilities [N, V] after temperature, top-k, top-p and min-p, in that order; top-p sees the law that top-k left.
 
     logits float32 [N, V]. The likeliest token is always kept. Filtered rows are not renormalised: a race does not need it.
+    rows: int64, those that top-k or top-p do something to; without it they are looked for, which waits for the device.
     """
     temperature, top_k, top_p, min_p = filters
     shifted = logits - logits.amax(-1, keepdim=True)
     law = torch.softmax(shifted / temperature.clamp(min=MIN_TEMPERATURE)[:, None], dim=-1)
-    rows = torch.nonzero((top_k > 0) | (top_p < 1)).flatten()
+    rows = torch.nonzero((top_k > 0) | (top_p < 1)).flatten() if rows is None else rows
     if len(rows) > 0:
         law[rows] = _filter(law[rows], top_k[rows], top_p[rows])
     return law.masked_fill_(law < min_p[:, None] * law.amax(-1, keepdim=True), 0.0)

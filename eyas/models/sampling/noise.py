@@ -10,8 +10,9 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
+
+from eyas.models.tensors import upload
 
 GOLDEN = -7046029254386353131  # 0x9E3779B97F4A7C15 as a signed 64-bit integer
 MIX_1 = -4658895280553007687  # 0xBF58476D1CE4E5B9
@@ -45,8 +46,8 @@ def draft_seed(seed: int) -> int:
 def _bits(seeds: Sequence[int], positions: Sequence[int], counters: Tensor) -> Tensor:
     """64 bits, as int64 [N, C], of every (seed, position) at every counter."""
     device = counters.device
-    seed = torch.tensor([s - (s >> 63 << 64) for s in seeds], dtype=torch.int64, device=device)
-    position = torch.tensor(list(positions), dtype=torch.int64, device=device)
+    seed = upload([s - (s >> 63 << 64) for s in seeds], device)
+    position = upload(positions, device)
     key = _mix(_mix(seed + GOLDEN) + position * GOLDEN)
     return _mix(key[:, None] + (counters + 1) * GOLDEN)
 

@@ -13,6 +13,8 @@ from fastapi import Request
 from fastapi.responses import JSONResponse, Response
 
 from eyas.errors import EyasError, InvalidRequest
+from eyas.request import Request as InnerRequest
+from eyas.request import SamplingParams
 from eyas.rpc.messages import GenerateCall, TextChunk
 from eyas.telemetry.tracing import trace_pairs
 from services.router.completions import merged
@@ -38,6 +40,21 @@ class Serving:
 
     async def complete(self, body: CompletionBody, request: Request) -> Response:
         """The answer of /v1/completions. Raises what the front raises, and ClientGone."""
+        asked = _asked("cmpl", request)
+        with self.front.refusals(asked):
+            answers, chunks = await self._completions(body, asked)
+        return await _answered(body, request, answers, chunks)
+
+    async def chat(self, body: ChatBody, request: Request) -> Response:
+        """The answer of /v1/chat/completions. Raises what the front raises, and ClientGone."""
+        asked = _asked("chatcmpl", request)
+        with self.front.refusals(asked, "chat"):
+            answers, chunks = await self._chat(body, asked)
+        return await _answered(body, request, answers, chunks)
+
+    async def _completions(
+        self, body: CompletionBody, asked: GenerateCall
+    ) -> tuple[Answers, AsyncGenerator[TextChunk, None]]:
         _check(body)
         info = self.front.model(body.model)
         tokenizer = self.front.tokenizer(info.name)
@@ -47,15 +64,14 @@ class Serving:
             body.call(prompt, 1 if only_prompt else body.max_tokens, logprobs=body.logprobs, prompt_logprobs=told)
             for prompt in body.prompt
         ]
+        form = CompletionForm(tokenizer, body.logprobs is not None)
+        chunks = await self._chunks(body, asked, calls)
         echoes = [p if isinstance(p, str) else tokenizer.decode(p) for p in body.prompt] if body.echo else []
         plan = Plan(body.n, echoes, wants_prompt_logprobs=body.prompt_logprobs is not None)
-        form = CompletionForm(tokenizer, body.logprobs is not None)
-        answers = Answers(_new_id("cmpl", request), info.name, form, tokenizer, plan)
-        chunks = await self._chunks(body, answers.id, calls, request)
-        return await _answered(body, request, answers, _prompt_only(chunks) if only_prompt else chunks)
+        answers = Answers(asked.request.id, info.name, form, tokenizer, plan)
+        return answers, _prompt_only(chunks) if only_prompt else chunks
 
-    async def chat(self, body: ChatBody, request: Request) -> Response:
-        """The answer of /v1/chat/completions. Raises what the front raises, and ClientGone."""
+    async def _chat(self, body: ChatBody, asked: GenerateCall) -> tuple[Answers, AsyncGenerator[TextChunk, None]]:
         info = self.front.model(body.model)
         template = self.templates[info.name]
         if template is None:
@@ -72,17 +88,17 @@ class Serving:
         calls = [body.call(ids, max_tokens, logprobs=logprobs, prompt_logprobs=body.prompt_logprobs)]
         tokenizer = self.front.tokenizer(info.name)
         plan = Plan(body.n, wants_prompt_logprobs=body.prompt_logprobs is not None)
-        answers = Answers(_new_id("chatcmpl", request), info.name, ChatForm(tokenizer, body.logprobs), tokenizer, plan)
-        return await _answered(body, request, answers, await self._chunks(body, answers.id, calls, request))
+        chunks = await self._chunks(body, asked, calls)
+        return Answers(asked.request.id, info.name, ChatForm(tokenizer, body.logprobs), tokenizer, plan), chunks
 
     async def _chunks(
-        self, body: CompletionBody | ChatBody, name: str, calls: Sequence[GenerateCall], request: Request
+        self, body: CompletionBody | ChatBody, asked: GenerateCall, calls: Sequence[GenerateCall]
     ) -> AsyncGenerator[TextChunk, None]:
         """The chunks of all calls, which are checked before the first of them runs; a chunk's index is its choice's."""
+        name = asked.request.id
         names = [name] if len(calls) == 1 else [f"{name}-{number}" for number in range(len(calls))]
-        trace = trace_pairs(request.headers.items())
         operation = "chat" if isinstance(body, ChatBody) else "text_completion"
-        named = [replace(c, request=replace(c.request, id=i), trace=trace) for c, i in zip(calls, names, strict=True)]
+        named = [replace(c, request=replace(c.request, id=i), trace=asked.trace) for c, i in zip(calls, names, strict=True)]
         with _in_the_words_of(body):
             prepared = [await self.front.prepare(call) for call in named]
         streams = [self.front.stream(call, None, _unheard, operation) for call in prepared]
@@ -153,9 +169,10 @@ def _in_the_words_of(body: CompletionBody | ChatBody) -> Iterator[None]:
         raise type(error)(str(error), body.name_of(error.param)) from error
 
 
-def _new_id(prefix: str, request: Request) -> str:
-    """An answer's id: the client's own, or one that is made up."""
-    return f"{prefix}-{request.headers.get('x-request-id', '')[:MAX_ID_LENGTH] or uuid.uuid4().hex}"
+def _asked(prefix: str, request: Request) -> GenerateCall:
+    """What is known of a request before its body is: its id, the client's own or one that is made up, and its trace."""
+    name = f"{prefix}-{request.headers.get('x-request-id', '')[:MAX_ID_LENGTH] or uuid.uuid4().hex}"
+    return GenerateCall(InnerRequest(name, (), SamplingParams()), trace=trace_pairs(request.headers.items()))
 
 
 def _unheard(trailers: Sequence[tuple[str, str]]) -> None:

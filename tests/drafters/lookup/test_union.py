@@ -130,7 +130,7 @@ def test_names_of_unions_are_read_and_refused_with_the_reason(tiny_target: str, 
     assert features_digest("prompt_lookup+eagle3", tiny_head) == features_digest("eagle3", tiny_head)
     assert build_fuser("prompt_lookup+eagle3", tiny_head, tiny_target, "float32", "cpu") is not None
     for name, reason in {
-        "eagle3+nothing": "unknown drafter 'nothing'; known: eagle3, ",
+        "eagle3+nothing": "unknown drafter 'nothing'; known: eagle1, ",
         "eagle3+eagle3": "two different methods",
         "eagle3+prompt_lookup+rest": "two different methods",
         "eagle3+lookahead": "lookahead, cannot be in a union",

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from eyas.models import attention
 from eyas.models.cuda.tables import Tiling, bucket_shape, lay_out, num_wanted, tight_shape, upload, view
 from eyas.models.inputs import PackedInputs, Segment, pack
-from tests.models.cuda.forests import Heads, make_pass, make_pools, naive, passes, scaling_of
+from tests.models.cuda.forests import Heads, make_pass, make_pools, naive, num_slots, passes, scaling_of
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 HEADS = st.sampled_from([Heads(4, 2, 16), Heads(3, 1, 8), Heads(2, 2, 24), Heads(14, 2, 16)])
@@ -85,3 +85,19 @@ NEEDS_GPU = pytest.mark.skipif(DEVICE.type == "cpu", reason="triton's interprete
 def test_half_precision_sums_in_float32(dtype: torch.dtype, heads: Heads) -> None:
     tolerance = 4 * torch.finfo(dtype).eps
     check(tightly, make_pass([(True, 7, 80), (False, 20, 3)]), heads, dtype=dtype, tolerance=tolerance)
+
+
+@pytest.mark.parametrize("packing", [plainly, tightly])
+def test_what_is_no_number_reaches_only_those_who_see_it(packing: Packing) -> None:
+    heads, sizes = Heads(4, 2, 16), [(True, 2, 9), (False, 2, 14), (True, 3, 11)]
+    segments = make_pass(sizes)
+    pools = make_pools(num_slots(sizes), heads, 0, torch.float32)
+    query = torch.randn(7, heads.query, heads.width, generator=torch.Generator().manual_seed(1)).to(DEVICE)
+    for bad, own in enumerate([[0, 1], [2, 3], [4, 5, 6]]):
+        keys, values = pools.keys.float(), pools.values.float()
+        seen = [*segments[bad].prefix, *segments[bad].slots]
+        keys[seen] = values[seen] = float("nan")
+        packed = packing(segments, heads, num_slots(sizes))
+        got = attention.attend(query, keys.to(DEVICE), values.to(DEVICE), packed, scaling_of(heads))
+        assert got[[row for row in range(7) if row not in own]].isfinite().all()
+        assert got[own].isnan().all()

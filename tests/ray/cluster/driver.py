@@ -1,4 +1,4 @@
-"""`python -m tests.ray.cluster.driver CONFIG FOLDER`: a small Ray of its own with `serve run CONFIG` on it, until stdin ends.
+"""`python -m tests.ray.cluster.driver CONFIG FOLDER`: a small Ray with `serve run CONFIG` on it, until stdin ends.
 
 Writes a line of JSON to stdout whenever the replicas of an application have changed: {deployment: {state: number}}.
 """

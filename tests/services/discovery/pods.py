@@ -20,6 +20,7 @@ from eyas.v1.worker_pb2_grpc import WorkerServicer, add_WorkerServicer_to_server
 from services.discovery.base import Discovery
 from services.discovery.build import build_discovery
 from services.router.fleet.memory import Sessions
+from services.router.front import Front
 from services.router.presence import RouterPresence
 from services.router.relay import Relay
 from services.router.servicer import RouterServicer
@@ -98,8 +99,8 @@ async def pod_router(config: DiscoveryConfig, ejection: EjectionConfig | None = 
     """A real router without a registry; gives its address and its workers."""
     server, discovery = RpcServer(ServerConfig()), build_discovery(config, None)
     workers = Workers(discovery, ejection=ejection)
-    servicer = RouterServicer({"demo": load_tokenizer(DEMO)}, workers, Relay(workers, Sessions(None), 20.0), 30.0)
-    add_GenerationServicer_to_server(servicer, server.aio)
+    front = Front({"demo": load_tokenizer(DEMO)}, workers, Relay(workers, Sessions(None), 20.0), 30.0)
+    add_GenerationServicer_to_server(RouterServicer(front), server.aio)
     presence = RouterPresence(server, discovery, workers, 0.02)
     address = await server.start(["eyas.v1.Generation"])
     await presence.enter(address)

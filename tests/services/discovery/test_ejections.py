@@ -115,6 +115,7 @@ def test_the_requests_of_a_stuck_verifier_go_on_elsewhere(falls_silent_after: in
             one.lease = replace(idle, load=replace(idle.load, step_seconds=61.0))
             assert tokens_of(await answer) == REST
             assert one.incarnation in workers.fleet().suspects
+            await until(lambda: workers.reachable == (other.lease,))
 
     asyncio.run(body())
 
@@ -132,8 +133,10 @@ def test_where_all_verifiers_have_failed_they_are_asked_all_the_same() -> None:
             await until(lambda: workers.ready)
             assert (await failure(address, CALL))[0] is grpc.StatusCode.UNAVAILABLE
             assert workers.fleet().suspects == {one.incarnation}
+            await until(lambda: not workers.ready)  # no green light over nothing but failures
             script.dies_after = None
             assert tokens_of(await ask(address, CALL)) == REST
             assert not workers.fleet().suspects
+            await until(lambda: workers.ready)
 
     asyncio.run(body())

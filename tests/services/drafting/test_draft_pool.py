@@ -46,6 +46,24 @@ def test_a_drafter_that_is_gone_is_not_dialled_for_ever() -> None:
         assert pool.stats == []
 
 
+def test_a_drafter_that_goes_while_nobody_uses_it_is_forgotten() -> None:
+    """Every restart of a pod is another address: none may leave a thread and a metric behind."""
+    with closing(DraftPool(PATIENT, NEEDS)) as pool:
+        with serving(ToyDrafter()) as address:
+            pool.pair("a", address)
+            eventually(lambda: pool.listens("a"))
+            pool.ask([context("a", TOKENS[:5])])()
+            pool.release(["a"])
+            pool.unpair("a")
+            pool.rehome([])
+            assert len(pool.links) == 1, "it is only missing from the list"
+        eventually(lambda: not pool.links[0].up)
+        pool.rehome([address])
+        assert len(pool.links) == 1, "it may come back"
+        pool.rehome([])
+        assert pool.links == []
+
+
 def test_sessions_of_a_drafter_that_is_gone_move_to_a_live_one() -> None:
     other = ToyDrafter()
     with closing(DraftPool(PATIENT, NEEDS)) as pool, serving(other) as second:

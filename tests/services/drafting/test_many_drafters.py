@@ -12,6 +12,7 @@ import grpc
 import pytest
 
 from eyas.config import (
+    DiscoveryConfig,
     DraftConfig,
     DraftedModel,
     DraftLinkConfig,
@@ -40,7 +41,10 @@ from services.registry import Registry
 from services.router.placement import Demand, Fleet, pick
 from services.verifier.remote import RemoteDrafter
 from tests import reference
+from tests.services.discovery.pods import discovering, settings
 from tests.services.drafting.toy_drafting import INFO, ToyDrafter, eventually, serving, serving_all
+from tests.services.redis_server import free_port
+from tests.services.router.scripted_verifier import until
 from tests.tiny import write_head, write_target
 
 PATIENT = DraftLinkConfig(deadline=30.0)
@@ -185,6 +189,30 @@ def test_every_drafter_has_a_lease_and_the_router_pairs_what_fits(url: str) -> N
         await asyncio.gather(service, return_exceptions=True)
         assert await registry.leases("draft") == []
         await registry.close()
+
+    asyncio.run(body())
+
+
+@pytest.mark.parametrize("kind", ["static", "kubernetes"])
+def test_without_leases_every_drafter_of_a_service_is_found_as_well(kind: str) -> None:
+    models = [ModelInfo(name, f"f-{name}", 100, 1000, "none") for name in ("one", "two", "three")]
+
+    async def body() -> None:
+        port = free_port()
+        config = DraftConfig(
+            "one", "t", server=ServerConfig(port=port, drain_seconds=0), discovery=DiscoveryConfig(kind=kind)
+        )
+        served = [Served(ToyDrafter(), replace(INFO, model=model)) for model in models]
+        service = asyncio.create_task(serve_drafters(config, served))
+        async with discovering(settings("static", drafters=(f"127.0.0.1:{port}",)), "draft") as discovery:
+            await until(lambda: len(discovery.known("draft")) == 3)
+            leases = discovery.known("draft")
+            assert {lease.model.name for lease in leases} == {"one", "two", "three"}
+            assert len({lease.incarnation for lease in leases}) == 3
+            assert len({lease.process for lease in leases}) == 1
+            service.cancel()
+            await asyncio.gather(service, return_exceptions=True)
+            await until(lambda: not discovery.known("draft"))
 
     asyncio.run(body())
 

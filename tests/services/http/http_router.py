@@ -10,17 +10,19 @@ from typing import Any
 import httpx
 from openai import AsyncOpenAI
 
-from eyas.config import HttpConfig, RegistryConfig, ServerConfig, TlsConfig
+from eyas.config import EjectionConfig, HttpConfig, RegistryConfig, ServerConfig, TlsConfig
 from eyas.rpc.server import RpcServer
 from eyas.text import TokenText, load_tokenizer
 from services.registry import Registry
 from services.router.access.keys import Keys
+from services.router.fleet.memory import Sessions
 from services.router.front import Front
 from services.router.http.app import build_app
 from services.router.http.chat import ChatTemplate
 from services.router.http.door import HttpDoor
 from services.router.presence import RouterPresence
 from services.router.relay import Relay
+from services.router.telemetry.observer import RouterTelemetry
 from services.router.workers import Workers
 from tests.services.router.scripted_verifier import DEMO, PROMPT, REST, TEXT, TOKENS, Script, until, worker
 
@@ -35,12 +37,18 @@ CHAT = {"model": "demo", "messages": [{"role": "user", "content": PROMPT_TEXT}],
 
 @asynccontextmanager
 async def http_router(
-    url: str, template: str = PLAIN, keys: Keys | None = None, timeout: float = 30.0, tokenizer: TokenText = TOKENIZER
+    url: str,
+    template: str = PLAIN,
+    keys: Keys | None = None,
+    timeout: float = 30.0,
+    tokenizer: TokenText = TOKENIZER,
+    telemetry: RouterTelemetry | None = None,
 ) -> AsyncIterator[str]:
     """A router for the model "demo"; gives the base of its URLs."""
     server, registry = RpcServer(ServerConfig()), Registry(RegistryConfig(url, 2.0, 0.05))
-    workers = Workers(registry, suspicion=0.2)
-    front = Front({"demo": tokenizer}, workers, Relay(workers, registry, 20.0), timeout)
+    workers = Workers(registry, ejection=EjectionConfig(seconds=0.2))
+    relay = Relay(workers, Sessions(registry), 20.0, telemetry)
+    front = Front({"demo": tokenizer}, workers, relay, timeout, telemetry)
     presence = RouterPresence(server, registry, workers, 0.02)
     chat = ChatTemplate(template, {"bos_token": "<|bos|>"}, "demo") if template else None
     door = HttpDoor(build_app(front, {"demo": chat}, presence, keys or Keys(frozenset())), HttpConfig(), TlsConfig())

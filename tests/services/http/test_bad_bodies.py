@@ -22,6 +22,8 @@ COMPLETIONS: list[tuple[dict[str, Any], str | None, str]] = [
     ({"prompt": ""}, "prompt", "is empty"),
     ({"prompt": [[]]}, "prompt", "is empty"),
     ({"prompt": [4096]}, "prompt", "token id 4096, outside"),
+    ({"prompt": [-1], "echo": True}, "prompt", "token id -1, outside"),
+    ({"prompt": [10**30], "echo": True}, "prompt", "outside the vocabulary"),
     ({"prompt": "return " * 9000}, "prompt", "exceed the context length 2048"),
     ({"prompt": "return " * 90000}, "prompt", "exceeds the context of 2048"),
     ({"prompt": "\ud800"}, "prompt", "no character"),

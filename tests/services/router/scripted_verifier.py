@@ -39,7 +39,18 @@ TEXT = "def add(left, right):\n    return left + right\n\n\nclass Eagle:\n    de
 TOKENS = load_tokenizer(DEMO).encode(TEXT)
 PROMPT = TOKENS[:4]
 REST = TOKENS[4:]
+PROMPT_TEXT = load_tokenizer(DEMO).decode(PROMPT)
 CALL = GenerateCall(Request("r", PROMPT, SamplingParams(len(REST), temperature=0.0)))
+
+
+def requesting(**changes: object) -> GenerateCall:
+    """CALL with another request."""
+    return replace(CALL, request=replace(CALL.request, **changes))  # type: ignore[arg-type]
+
+
+def asking(**changes: object) -> GenerateCall:
+    """CALL with other sampling parameters."""
+    return requesting(sampling=replace(CALL.request.sampling, **changes))  # type: ignore[arg-type]
 
 
 @dataclass

@@ -10,10 +10,19 @@ from dataclasses import dataclass
 
 from eyas.text import load_tokenizer
 from tests.services.redis_server import free_port
-from tests.services.router.scripted_verifier import DEMO, PROMPT, REST, TEXT, TOKENS, Script, router, until, worker
+from tests.services.router.scripted_verifier import (
+    DEMO,
+    PROMPT_TEXT,
+    REST,
+    TEXT,
+    TOKENS,
+    Script,
+    router,
+    until,
+    worker,
+)
 
 BLOCKED_TORCH = "import sys; sys.modules['torch'] = None; from eyas.cli import main; main()"
-PROMPT_TEXT = load_tokenizer(DEMO).decode(PROMPT)
 GREEN, YELLOW = "\x1b[1;32m", "\x1b[33m"
 
 

@@ -22,6 +22,7 @@ from tests.services.router.scripted_verifier import (
     Script,
     ask,
     failure,
+    requesting,
     router,
     tokens_of,
     until,
@@ -106,25 +107,16 @@ def test_a_verifier_that_has_just_failed_is_avoided(url: str) -> None:
     asyncio.run(body())
 
 
-def test_an_error_of_the_request_itself_is_not_tried_elsewhere(url: str) -> None:
+@pytest.mark.parametrize(("status", "tried"), [("INTERNAL", [0, 1]), ("UNAVAILABLE", [1, 1])])
+def test_only_what_is_not_the_requests_own_fault_is_tried_elsewhere_and_the_last_reason_is_given(
+    url: str, status: str, tried: list[int]
+) -> None:
     async def body() -> None:
-        one, other = (Script(TOKENS, dies_after=0, status=grpc.StatusCode.INTERNAL) for _ in range(2))
+        one, other = (Script(TOKENS, dies_after=1, status=grpc.StatusCode[status]) for _ in range(2))
         async with worker(url, one), worker(url, other), router(url) as address:
             code, details = await failure(address, CALL)
-        assert (code, len(one.calls) + len(other.calls)) == (grpc.StatusCode.INTERNAL, 1)
+        assert (code.name, sorted([len(one.calls), len(other.calls)])) == (status, tried)
         assert "out of breath" in details
-
-    asyncio.run(body())
-
-
-def test_when_all_verifiers_fail_the_last_reason_is_given(url: str) -> None:
-    async def body() -> None:
-        one, other = (Script(TOKENS, dies_after=1) for _ in range(2))
-        async with worker(url, one), worker(url, other), router(url) as address:
-            code, details = await failure(address, CALL)
-        assert code is grpc.StatusCode.UNAVAILABLE
-        assert "out of breath" in details
-        assert (len(one.calls), len(other.calls)) == (1, 1)
 
     asyncio.run(body())
 
@@ -159,24 +151,16 @@ def test_waiting_in_a_verifiers_queue_is_no_silence(url: str) -> None:
 
 
 @pytest.mark.parametrize("silent_after", [0, 1])
-def test_a_request_ends_at_the_routers_own_limit(url: str, silent_after: int) -> None:
+@pytest.mark.parametrize(("router_limit", "client_limit", "reason"), [(0.3, 30.0, "not done within 0.3 s"), (30.0, 0.3, "")])
+def test_a_request_ends_at_the_routers_limit_or_the_clients_and_the_verifier_hears_of_it(
+    url: str, router_limit: float, client_limit: float, reason: str, silent_after: int
+) -> None:
     async def body() -> None:
         script = Script(TOKENS, falls_silent_after=silent_after)
-        async with worker(url, script), router(url, timeout=0.3) as address:
-            code, details = await failure(address, CALL)
+        async with worker(url, script), router(url, timeout=router_limit) as address:
+            code, details = await failure(address, CALL, client_limit)
             assert code is grpc.StatusCode.DEADLINE_EXCEEDED
-            assert "not done within 0.3 s" in details
-            await until(lambda: script.num_cancelled == 1)
-
-    asyncio.run(body())
-
-
-def test_the_clients_deadline_reaches_the_verifier(url: str) -> None:
-    async def body() -> None:
-        script = Script(TOKENS, falls_silent_after=1)
-        async with worker(url, script), router(url) as address:
-            code, _ = await failure(address, CALL, timeout=0.3)
-            assert code is grpc.StatusCode.DEADLINE_EXCEEDED
+            assert reason in details
             await until(lambda: script.num_cancelled == 1)
 
     asyncio.run(body())
@@ -200,7 +184,6 @@ def test_requests_go_on_while_redis_is_away() -> None:
             with running_redis(free_port()) as url:
                 await stack.enter_async_context(worker(url, Script(TOKENS)))
                 address = await stack.enter_async_context(router(url))
-            call = replace(CALL, request=replace(CALL.request, session="s"))
-            assert tokens_of(await ask(address, call)) == REST
+            assert tokens_of(await ask(address, requesting(session="s"))) == REST
 
     asyncio.run(body())

@@ -7,31 +7,28 @@ from dataclasses import replace
 import grpc
 
 from eyas.request import completion_seed
-from eyas.rpc.messages import GenerateCall
 from eyas.text import load_tokenizer
 from tests.services.router.scripted_verifier import (
     CALL,
     DEMO,
     PROMPT,
+    PROMPT_TEXT,
     REST,
     TOKENS,
     Script,
     ask,
+    asking,
     failure,
     router,
     tokens_of,
     worker,
 )
-from tests.services.router.test_router_cli import PROMPT_TEXT, eyas
+from tests.services.router.test_router_cli import eyas
 
 ASKED = {
     "temperature": 0.5, "min_p": 0.1, "logit_bias": ((5, 2.0),), "repetition_penalty": 1.1, "presence_penalty": 0.5,
     "frequency_penalty": -0.5, "logprobs": 2, "ignore_eos": True, "bad_token_ids": ((7, 8),),
 }  # fmt: skip
-
-
-def asking(**changes: object) -> GenerateCall:
-    return replace(CALL, request=replace(CALL.request, sampling=replace(CALL.request.sampling, **changes)))
 
 
 def test_completions_run_side_by_side_at_one_verifier(url: str) -> None:

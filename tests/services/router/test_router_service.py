@@ -21,21 +21,20 @@ from tests.services.router.scripted_verifier import (
     DEMO,
     MODEL,
     PROMPT,
+    PROMPT_TEXT,
     REST,
     TEXT,
     TOKENS,
     Script,
     ask,
+    asking,
     failure,
+    requesting,
     router,
     tokens_of,
     until,
     worker,
 )
-
-
-def sampled(**changes: object) -> GenerateCall:
-    return replace(CALL, request=replace(CALL.request, sampling=replace(CALL.request.sampling, **changes)))
 
 
 def text_of(chunks: list[TextChunk]) -> str:
@@ -45,10 +44,8 @@ def text_of(chunks: list[TextChunk]) -> str:
 def test_text_goes_in_and_text_with_totals_comes_out(url: str) -> None:
     async def body() -> None:
         async with worker(url, Script(TOKENS)), router(url) as address:
-            prompt = load_tokenizer(DEMO).decode(PROMPT)
-            call = replace(CALL, request=replace(CALL.request, prompt_ids=()), prompt_text=prompt)
-            chunks = await ask(address, call)
-        assert prompt + text_of(chunks) == TEXT
+            chunks = await ask(address, replace(requesting(prompt_ids=()), prompt_text=PROMPT_TEXT))
+        assert PROMPT_TEXT + text_of(chunks) == TEXT
         assert tokens_of(chunks) == REST
         assert [chunk.seed is None for chunk in chunks] == [False] + [True] * (len(chunks) - 1)
         assert all(sum(chunk.text_lengths) == len(chunk.text) for chunk in chunks)
@@ -67,9 +64,9 @@ def test_a_stop_string_ends_the_text_and_the_verifier(url: str) -> None:
     async def body() -> None:
         script = Script(TOKENS)
         async with worker(url, script), router(url) as address:
-            chunks = await ask(address, sampled(stop=("Eagle",)))
+            chunks = await ask(address, asking(stop=("Eagle",)))
             await until(lambda: script.num_cancelled == 1)
-        assert text_of(chunks) == TEXT[len(load_tokenizer(DEMO).decode(PROMPT)) : TEXT.index("Eagle")]
+        assert text_of(chunks) == TEXT[len(PROMPT_TEXT) : TEXT.index("Eagle")]
         assert chunks[-1].chunk.finish_reason == "stop"
         assert load_tokenizer(DEMO).decode(tokens_of(chunks)).endswith("Eagle")
         assert chunks[-1].totals is not None
@@ -81,18 +78,18 @@ def test_a_stop_string_ends_the_text_and_the_verifier(url: str) -> None:
 @pytest.mark.parametrize(
     ("call", "status", "message"),
     [
-        (replace(CALL, request=replace(CALL.request, prompt_ids=())), "INVALID_ARGUMENT", "prompt is empty"),
+        (requesting(prompt_ids=()), "INVALID_ARGUMENT", "prompt is empty"),
         (replace(CALL, prompt_text=""), "INVALID_ARGUMENT", "prompt is empty"),
-        (replace(CALL, request=replace(CALL.request, prompt_ids=(4096,))), "INVALID_ARGUMENT", "token id 4096, outside"),
-        (replace(CALL, request=replace(CALL.request, prompt_ids=(-1,))), "INVALID_ARGUMENT", "token id -1, outside"),
-        (sampled(max_tokens=2048), "INVALID_ARGUMENT", "exceed the context length 2048"),
-        (sampled(max_tokens=0), "INVALID_ARGUMENT", "max_tokens is 0"),
-        (sampled(temperature=math.nan), "INVALID_ARGUMENT", "temperature is nan"),
-        (sampled(temperature=-1.0), "INVALID_ARGUMENT", "temperature is -1"),
-        (sampled(top_p=0.0), "INVALID_ARGUMENT", "top_p is 0"),
-        (sampled(top_k=-1), "INVALID_ARGUMENT", "top_k is -1"),
-        (sampled(stop=("",)), "INVALID_ARGUMENT", "empty string"),
-        (sampled(stop_token_ids=(5000,)), "INVALID_ARGUMENT", "stop_token_ids holds token id 5000, outside"),
+        (requesting(prompt_ids=(4096,)), "INVALID_ARGUMENT", "token id 4096, outside"),
+        (requesting(prompt_ids=(-1,)), "INVALID_ARGUMENT", "token id -1, outside"),
+        (asking(max_tokens=2048), "INVALID_ARGUMENT", "exceed the context length 2048"),
+        (asking(max_tokens=0), "INVALID_ARGUMENT", "max_tokens is 0"),
+        (asking(temperature=math.nan), "INVALID_ARGUMENT", "temperature is nan"),
+        (asking(temperature=-1.0), "INVALID_ARGUMENT", "temperature is -1"),
+        (asking(top_p=0.0), "INVALID_ARGUMENT", "top_p is 0"),
+        (asking(top_k=-1), "INVALID_ARGUMENT", "top_k is -1"),
+        (asking(stop=("",)), "INVALID_ARGUMENT", "empty string"),
+        (asking(stop_token_ids=(5000,)), "INVALID_ARGUMENT", "stop_token_ids holds token id 5000, outside"),
         (replace(CALL, model="other"), "NOT_FOUND", "'other' is not served here; known: demo"),
     ],
 )
@@ -138,7 +135,7 @@ def test_others_are_served_while_a_long_text_is_encoded(url: str) -> None:
         def encode(self, text: str) -> tuple[int, ...]:
             begun.set()
             assert done.wait(30)
-            return TOKENS[:4]
+            return PROMPT
 
     async def body() -> None:
         slow = Slow(Tokenizer.from_file(f"{DEMO}/tokenizer.json"))
@@ -158,7 +155,7 @@ def test_a_request_goes_where_its_context_fits(url: str) -> None:
         model = replace(MODEL, context_length=len(TOKENS) - 1)
         async with worker(url, short, model=model, free_slots=99_999), worker(url, long), router(url) as address:
             assert tokens_of(await ask(address, CALL)) == REST
-            code, details = await failure(address, sampled(max_tokens=2048))
+            code, details = await failure(address, asking(max_tokens=2048))
         assert (len(short.calls), len(long.calls)) == (0, 1)
         assert code.name == "INVALID_ARGUMENT"
         assert "exceed the context length 2048" in details
@@ -184,7 +181,7 @@ def test_the_request_reaches_the_verifier_whole_with_its_drafter_and_a_seed(url:
     async def body() -> None:
         script = Script(TOKENS)
         async with worker(url, script), worker(url, Script(()), "draft") as drafter, router(url) as address:
-            await ask(address, sampled(stop=("never seen",), top_k=5))
+            await ask(address, asking(stop=("never seen",), top_k=5))
             await ask(address, replace(CALL, drafter=NO_DRAFTER))
         assert [call.drafter for call in script.calls] == [drafter, NO_DRAFTER]
         sampling = script.calls[0].request.sampling
@@ -208,7 +205,7 @@ def test_the_verifiers_measurements_reach_the_client(url: str) -> None:
 def test_the_requests_of_a_session_meet_the_same_verifier(url: str) -> None:
     async def body() -> None:
         scripts = [Script(TOKENS) for _ in range(3)]
-        call = replace(CALL, request=replace(CALL.request, session="s"))
+        call = requesting(session="s")
         async with AsyncExitStack() as stack:
             for script in scripts:
                 await stack.enter_async_context(worker(url, script))

@@ -6,7 +6,7 @@ import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
 from tests.telemetry.cluster.collector import Received, plain
-from tests.telemetry.cluster.watched import CALLER, SECRET, SERVICES, TRACE_ID, Watched
+from tests.telemetry.cluster.watched import CALLER, HTTP_CALLER, HTTP_TRACE_ID, SECRET, SERVICES, TRACE_ID, Watched
 from tests.telemetry.promql import MISSING, ROOT, alert_rules, dashboard_queries, names
 
 ENGINE_SPANS = {"queue", "prefill", "decode"}
@@ -39,6 +39,20 @@ def test_one_trace_goes_from_the_client_through_all_services(run: Watched) -> No
     assert {span.service for span in drafts} == {"eyas-draft"}
     assert {span.service for span in (request, attempt)} == {"eyas-router"}
     assert {span.service for span in (serve, named(spans, "decode"))} == {"eyas-verifier"}
+
+
+def test_one_trace_goes_from_an_http_client_through_all_services(run: Watched) -> None:
+    assert run.web["completion_tokens"] == 48
+    spans = run.collector.trace(HTTP_TRACE_ID)
+    request, attempt, serve = (named(spans, name) for name in ("text_completion demo", "attempt", "serve"))
+    assert request.span.parent_span_id.hex() == HTTP_CALLER["traceparent"].split("-")[2]
+    assert (attempt.span.parent_span_id, serve.span.parent_span_id) == (request.span.span_id, attempt.span.span_id)
+    assert {span.name for span in spans if span.span.parent_span_id == serve.span.span_id} == ENGINE_SPANS
+    assert {span.service for span in spans} == {"eyas-router", "eyas-verifier", "eyas-draft"}
+    assert request.attributes["eyas.request.id"] == "cmpl-web"
+    lines = [json.loads(line) for line in run.logs["router"] if line.startswith("{")]
+    [ended] = [line for line in lines if line.get("request_id") == "cmpl-web"]
+    assert (ended["trace_id"], ended["status"]) == (HTTP_TRACE_ID, "OK")
 
 
 def test_spans_lie_within_their_parents(run: Watched) -> None:

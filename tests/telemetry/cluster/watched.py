@@ -31,16 +31,20 @@ OPENMETRICS = "application/openmetrics-text;version=1.0.0,text/plain;version=0.0
 SECRET = "def swordfish_and_marzipan("
 TRACE_ID = "4bf92f3577b34da6a3ce929d0e0e4736"
 CALLER = ("traceparent", f"00-{TRACE_ID}-00f067aa0ba902b7-01")
+HTTP_TRACE_ID = "7a6f1d4b2c9e4f03b1d5a8c7e6f09182"
+HTTP_CALLER = {"traceparent": f"00-{HTTP_TRACE_ID}-00f067aa0ba902b7-01", "X-Request-Id": "web"}
 SAMPLING = SamplingParams(max_tokens=48, temperature=0.8, ignore_eos=True, seed=7)
 
 
 @dataclass
 class Watched:
-    """collector: fills until the cluster has ended. metrics: OpenMetrics by service. results: of Prometheus, by query."""
+    """collector: fills until the cluster has ended. web: the usage that the HTTP door told. metrics: OpenMetrics by service.
+    results: of Prometheus, by query."""
 
     collector: Collector
     speculative: list[int] = field(default_factory=list)
     plain: list[int] = field(default_factory=list)
+    web: dict[str, Any] = field(default_factory=dict)
     refusal: grpc.StatusCode | None = None
     metrics: dict[str, str] = field(default_factory=dict)
     logs: dict[str, list[str]] = field(default_factory=dict)
@@ -73,7 +77,7 @@ def watched(folder: Path) -> Iterator[Watched]:
 
 
 def ask(run: Watched, cluster: Cluster) -> None:
-    """A drafted request within the caller's trace, the same without a drafter, and one that is refused."""
+    """A drafted request within the caller's trace, the same without a drafter and by HTTP, and one that is refused."""
     with open_sync_channel(cluster.router.address) as channel:
         stub = generation_pb2_grpc.GenerationStub(channel)
 
@@ -85,6 +89,7 @@ def ask(run: Watched, cluster: Cluster) -> None:
             cluster.check()
         run.speculative = _ids(tokens(_call("", "drafted"), CALLER))
         run.plain = _ids(tokens(_call(NO_DRAFTER, "plain")))
+        run.web = browse(cluster.http)
         try:
             tokens(GenerateCall(Request("refused", (), SamplingParams(top_p=3.0)), prompt_text=SECRET))
         except grpc.RpcError as error:
@@ -97,6 +102,16 @@ def _call(drafter: str, name: str) -> GenerateCall:
 
 def _ids(chunks: Sequence[TextChunk]) -> list[int]:
     return [token for chunk in chunks for token in chunk.chunk.token_ids]
+
+
+def browse(base: str) -> dict[str, Any]:
+    """The drafted request once more, through the HTTP door; gives its usage."""
+    body = {"model": "demo", "prompt": SECRET, "max_tokens": 48, "temperature": 0.8, "seed": 7, "ignore_eos": True}
+    headers = HTTP_CALLER | {"Content-Type": "application/json"}
+    request = urllib.request.Request(f"{base}/v1/completions", json.dumps(body).encode(), headers)
+    with urllib.request.urlopen(request, timeout=60) as answer:
+        usage: dict[str, Any] = json.load(answer)["usage"]
+    return usage
 
 
 def scrape(port: int, accept: str = OPENMETRICS) -> str:

@@ -1,0 +1,109 @@
+"""What the router tells of requests that come through its HTTP door: as much as of those by gRPC."""
+
+import asyncio
+import io
+import json
+import logging
+from collections.abc import Iterator
+
+import pytest
+
+from eyas.telemetry.logs import configure_logging
+from services.router.telemetry.observer import RouterTelemetry
+from tests.services.http.http_router import ALL, CHAT, TOKENS, Script, http_router, post, worker
+from tests.telemetry.spans import TRACE, Spans
+
+TRACE_ID = TRACE[0][1].split("-")[1]
+PATHS = [("/v1/completions", ALL, "text_completion"), ("/v1/chat/completions", CHAT, "chat")]
+
+
+@pytest.mark.parametrize(("path", "body", "operation"), PATHS)
+@pytest.mark.parametrize("change", [{}, {"stream": True}, {"n": 2, "temperature": 0.5}])
+def test_an_answer_is_one_span_in_the_clients_trace_above_its_attempts(
+    url: str, path: str, body: dict[str, object], operation: str, change: dict[str, object]
+) -> None:
+    spans = Spans()
+
+    async def run() -> None:
+        async with (
+            worker(url, Script(TOKENS)),
+            http_router(url, telemetry=RouterTelemetry(spans.telemetry)) as base,
+        ):
+            answer = await post(base, path, body | change, headers={"traceparent": TRACE[0][1]})
+            assert answer.status_code == 200
+
+    asyncio.run(run())
+    [request] = spans.named(f"{operation} demo")
+    attempts = spans.named("attempt")
+    assert len(attempts) == change.get("n", 1)
+    assert request.parent is not None
+    assert (f"{request.context.trace_id:032x}", f"{request.parent.span_id:016x}") == (TRACE_ID, TRACE[0][1].split("-")[2])
+    assert {attempt.parent.span_id for attempt in attempts if attempt.parent} == {request.context.span_id}
+    assert spans.value("eyas_router_requests_total", model="demo", status="OK") == 1
+
+
+@pytest.mark.parametrize(("path", "body", "operation"), PATHS)
+@pytest.mark.parametrize(("change", "status"), [({}, "UNAVAILABLE"), ({"model": "made up"}, "NOT_FOUND")])
+def test_a_request_that_is_refused_before_it_runs_counts(
+    url: str, path: str, body: dict[str, object], operation: str, change: dict[str, object], status: str
+) -> None:
+    """No verifier is there: an alert on failing requests must hear of it through this door too."""
+    spans = Spans()
+
+    async def run() -> None:
+        async with http_router(url, telemetry=RouterTelemetry(spans.telemetry)) as base:
+            await post(base, path, body | change, headers={"traceparent": TRACE[0][1]})
+
+    asyncio.run(run())
+    assert spans.value("eyas_router_requests_total", model="", status=status) == 1
+    [span] = spans.named(operation)
+    assert f"{span.context.trace_id:032x}" == TRACE_ID
+    assert (span.attributes or {})["error.type"] == status
+
+
+def test_a_request_that_cannot_fit_counts_once(url: str) -> None:
+    spans = Spans()
+
+    async def run() -> None:
+        async with (
+            worker(url, Script(TOKENS)),
+            http_router(url, telemetry=RouterTelemetry(spans.telemetry)) as base,
+        ):
+            answer = await post(base, "/v1/completions", ALL | {"prompt": ["ok", "long"], "max_tokens": 10**6})
+            assert answer.status_code == 400
+
+    asyncio.run(run())
+    assert spans.value("eyas_router_requests_total", model="", status="INVALID_ARGUMENT") == 1
+
+
+@pytest.fixture
+def json_log(monkeypatch: pytest.MonkeyPatch) -> Iterator[io.StringIO]:
+    """What this process logs, as JSON."""
+    out, root = io.StringIO(), logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+    monkeypatch.setattr("sys.stderr", out)
+    configure_logging("json")
+    yield out
+    root.handlers[:] = handlers
+    root.setLevel(level)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_every_log_line_of_a_request_bears_its_id_and_trace(url: str, stream: bool, json_log: io.StringIO) -> None:
+    """The lines of its middle and its end too, whichever task writes them."""
+
+    async def run() -> None:
+        dying = Script(TOKENS, dies_after=2)
+        async with (
+            worker(url, dying, free_slots=99_999),
+            worker(url, Script(TOKENS)),
+            http_router(url, telemetry=RouterTelemetry(Spans().telemetry)) as base,
+        ):
+            headers = {"traceparent": TRACE[0][1], "x-request-id": "mine"}
+            await post(base, "/v1/completions", ALL | {"stream": stream}, headers=headers)
+        assert len(dying.calls) == 1
+
+    asyncio.run(run())
+    told = [line for line in map(json.loads, json_log.getvalue().splitlines()) if line["message"].startswith("request ")]
+    assert [line["level"] for line in told] == ["WARNING", "INFO"]
+    assert {(line.get("request_id"), line.get("trace_id")) for line in told} == {("cmpl-mine", TRACE_ID)}
