@@ -37,8 +37,8 @@ class Load:
     free_slots: int
     num_slots: int = 0
     cached_slots: int = 0
-    tree_nodes: int = 1
     queued_slots: int = 0
+    tree_nodes: int = 1
 
 
 @dataclass(frozen=True)
@@ -139,8 +139,8 @@ class Engine:
             free_slots=self._scheduler.num_free,
             num_slots=self._scheduler.num_slots,
             cached_slots=self._scheduler.num_cached,
+            queued_slots=self._scheduler.waiting.num_slots,
             tree_nodes=self._budget.num_nodes,
-            queued_slots=self._scheduler.num_queued_slots,
         )
 
     @property

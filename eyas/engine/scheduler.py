@@ -28,7 +28,7 @@ class Scheduler:
     way to it, if that helps. Should slots run out all the same, cached prefixes give way first, then trees, and then the
     last in line. Who gives way waits and is computed anew.
 
-    config: num_slots must be set. clock: the present time in seconds.
+    config: num_slots must be set. clock: the present time in seconds. waiting: the queue, for others to look at.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class Scheduler:
         self._eos_ids = eos_ids
         self._clock = clock
         self._cache = PrefixCache(config.num_slots)
-        self._waiting = Waiting(config, clock)
+        self.waiting = Waiting(config, clock)
         self._running: list[Sequence] = []
         self._by_id: dict[str, Sequence] = {}
         self._cancelled: list[Sequence] = []
@@ -61,7 +61,7 @@ class Scheduler:
         if request.id in self._by_id:
             raise InvalidRequest(f"request id {request.id!r} is already running; ids must be unique")
         num_open = self._config.max_running - len(self._running)
-        self._by_id[request.id] = self._waiting.add(request, num_open)
+        self._by_id[request.id] = self.waiting.add(request, num_open)
 
     def cancel(self, request_id: str) -> None:
         """Mark a request; its slots are free after `reap`. Unknown ids are ignored: it may just have finished."""
@@ -135,12 +135,7 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
-        return len(self._waiting)
-
-    @property
-    def num_queued_slots(self) -> int:
-        """Slots that the queued requests need to their ends."""
-        return self._waiting.num_slots
+        return len(self.waiting)
 
     @property
     def num_free(self) -> int:
@@ -170,18 +165,18 @@ class Scheduler:
         prefixes = [s.prefix for s in self._running if s.prefix is not None]
         assert len(prefixes) == len(self._running), "a running sequence holds no prefix"
         self._cache.check([*(s.own_slots for s in self._running), self._lent], prefixes)
-        assert len(self._by_id) == len(self._running) + len(self._waiting)
+        assert len(self._by_id) == len(self._running) + len(self.waiting)
 
     def _admit(self) -> None:
         nodes = self._tree.nodes
-        reserved = sum(slots_needed(s, nodes) for s in self._running) if self._waiting else 0
-        while self._waiting:
-            sequence = self._waiting.first
+        reserved = sum(slots_needed(s, nodes) for s in self._running) if self.waiting else 0
+        while self.waiting:
+            sequence = self.waiting.first
             prefix = self._cache.find(sequence.cacheable[: self._cacheable])
             need = slots_needed(sequence, nodes) - len(prefix)
             if len(self._running) < self._config.max_running and reserved + need <= self._cache.num_available:
                 reserved += need
-                self._waiting.admit().begin(prefix)
+                self.waiting.admit().begin(prefix)
                 self._began.append(sequence.request.id)
                 insert(self._running, sequence)
                 continue
@@ -198,7 +193,7 @@ class Scheduler:
         self._preempted.append(sequence.request.id)
         sequence.leave(self._cache, self._cacheable, self._clock())
         sequence.start_over()
-        self._waiting.put_back(sequence)
+        self.waiting.put_back(sequence)
 
     def _keep(self, works: Seq[Work], accepted: Seq[Accepted | None]) -> None:
         """Settle all slots of the step at once."""
@@ -243,7 +238,7 @@ class Scheduler:
         """Forget a request. What it has computed stays in the cache; that of a session is kept for its next turn."""
         del self._by_id[sequence.request.id]
         if sequence.prefix is None:
-            self._waiting.remove(sequence)
+            self.waiting.remove(sequence)
             return
         remove(self._running, sequence)
         kept = self._config.session_seconds if sequence.request.session else 0.0

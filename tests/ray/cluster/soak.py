@@ -1,4 +1,5 @@
-"""`python -m tests.ray.cluster.soak`: breaths of the pools on a local Ray; status 1 unless all answers are plain decoding's."""
+"""`python -m tests.ray.cluster.soak`: several breaths of the pools on a local Ray; every answer is plain decoding's, or it
+ends with the failures and status 1."""
 
 import sys
 import tempfile
