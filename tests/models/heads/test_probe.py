@@ -17,7 +17,7 @@ from eyas.models.heads.eagle.observe import observe
 from eyas.models.heads.eagle.probe import Finding, Trial, probe
 from eyas.models.target import TargetModel, load_target
 from tests.reference import load_reference
-from tests.tiny import DEMO
+from tests.tiny import DEMO, write_target
 
 TARGET, HEAD = str(DEMO / "target"), DEMO / "eagle3"
 RIGHT = Reading((2, 6, 9))
@@ -79,15 +79,16 @@ def test_the_targets_taps_are_left_as_they_were(target: TargetModel) -> None:
     assert target.taps == (3,)
 
 
-def test_a_target_without_a_tokenizer_draws_its_own_tokens(tiny_target: str) -> None:
-    model = load_target(tiny_target)
-    windows = observe(model, tiny_target, (0, 2))
+def test_a_target_without_a_tokenizer_draws_its_own_tokens(tmp_path: Path) -> None:
+    target = str(write_target(tmp_path / "target"))
+    model = load_target(target)
+    windows = observe(model, target, (0, 2))
     assert sum(len(window.tokens) for window in windows) >= 1000
     with torch.inference_mode():
-        plain = load_reference(tiny_target)(input_ids=windows[0].tokens[None], output_hidden_states=True)
+        plain = load_reference(target)(input_ids=windows[0].tokens[None], output_hidden_states=True)
     assert torch.equal(plain.logits[0].argmax(-1), windows[0].tops)
     torch.testing.assert_close(plain.hidden_states[2][0], windows[0].taps[2], atol=1e-4, rtol=1e-4)
-    again = observe(model, tiny_target, (0, 2))
+    again = observe(model, target, (0, 2))
     assert all(torch.equal(one.tokens, other.tokens) for one, other in zip(windows, again, strict=True))
 
 
