@@ -96,3 +96,26 @@ class LocalDrafter(ABC):
 
     def ask(self, contexts: Sequence[DraftContext]) -> Pending:
         return partial(self.propose, contexts)
+
+
+TreeMaker: TypeAlias = Callable[[list[DraftContext], Tensor], list[DraftTree]]
+
+
+def fill_in_trees(
+    drafts: list[Draft],
+    contexts: Sequence[DraftContext],
+    rows: Sequence[int],
+    states: Tensor,
+    grow: TreeMaker,
+    draw: TreeMaker,
+) -> None:
+    """Put trees into `drafts` for those of `contexts` that want one, each made in the way that it asks for.
+
+    rows: the contexts that states [R, ...] belong to. grow, draw: make deterministic and sampled proposals, from some of
+    them and their states.
+    """
+    for proposal, make_trees in (("deterministic", grow), ("sampled", draw)):
+        asked = [k for k, row in enumerate(rows) if contexts[row].budget.wants_tree and contexts[row].proposal == proposal]
+        trees = make_trees([contexts[rows[k]] for k in asked], states[asked]) if asked else []
+        for k, tree in zip(asked, trees, strict=True):
+            drafts[rows[k]] = tree

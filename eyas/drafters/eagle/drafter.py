@@ -19,7 +19,7 @@ from eyas.cache.kv import SlotPools
 from eyas.cache.slots import SlotAllocator, Slots
 from eyas.commit import Budget, Refusal
 from eyas.config import AheadConfig, EagleConfig, TreeConfig
-from eyas.drafters.base import Draft, DraftContext, DrafterNeeds, LocalDrafter
+from eyas.drafters.base import Draft, DraftContext, DrafterNeeds, LocalDrafter, fill_in_trees
 from eyas.drafters.calibration import noise_scale
 from eyas.drafters.eagle.trees import EagleTrees
 from eyas.drafters.expand import Growth
@@ -97,13 +97,15 @@ class EagleDrafter(LocalDrafter):
                 drafts[i] = DraftTree.root_only(contexts[i].tokens[-1])
             for i, state in zip(ready, states, strict=True):
                 self._sessions[contexts[i].session].state = state
-            wanting = [row for row, i in enumerate(ready) if contexts[i].budget.wants_tree]
-            for proposal, grow_trees in (("deterministic", self._trees.grow), ("sampled", self._trees.draw)):
-                rows = [row for row in wanting if contexts[ready[row]].proposal == proposal]
-                asked = [contexts[ready[row]] for row in rows]
-                trees = grow_trees(asked, self._slots(asked), states[rows]) if rows else []
-                for row, tree in zip(rows, trees, strict=True):
-                    drafts[ready[row]] = tree
+            trees = self._trees
+            fill_in_trees(
+                drafts,
+                contexts,
+                ready,
+                states,
+                lambda asked, of: trees.grow(asked, self._slots(asked), of),
+                lambda asked, of: trees.draw(asked, self._slots(asked), of),
+            )
         return drafts
 
     def release(self, sessions: Sequence[str]) -> None:

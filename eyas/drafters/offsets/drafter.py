@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from eyas.config import EagleConfig, OffsetsConfig, TreeConfig
-from eyas.drafters.base import Draft, DraftContext, DrafterNeeds, LocalDrafter
+from eyas.drafters.base import Draft, DraftContext, DrafterNeeds, LocalDrafter, fill_in_trees
 from eyas.drafters.calibration import noise_scale
 from eyas.drafters.captured.trees import CapturedTrees, Grower, Roots
 from eyas.drafters.expand import Candidates, Expansion, grow, select
@@ -84,12 +84,7 @@ class OffsetDrafter(LocalDrafter):
             states = self._read([contexts[i] for i in ready])
             for i in ready:
                 drafts[i] = DraftTree.root_only(contexts[i].tokens[-1])
-            wanting = [row for row, i in enumerate(ready) if contexts[i].budget.wants_tree]
-            for proposal, make_trees in (("deterministic", self._grow), ("sampled", self._draw)):
-                rows = [row for row in wanting if contexts[ready[row]].proposal == proposal]
-                trees = make_trees([contexts[ready[row]] for row in rows], states[rows]) if rows else []
-                for row, tree in zip(rows, trees, strict=True):
-                    drafts[ready[row]] = tree
+            fill_in_trees(drafts, contexts, ready, states, self._grow, self._draw)
         return drafts
 
     def release(self, sessions: Sequence[str]) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from eyas.cache.kv import SlotPools
 from eyas.config import EagleConfig, SmallConfig, TreeConfig
-from eyas.drafters.base import Draft, DraftContext, DrafterNeeds, LocalDrafter
+from eyas.drafters.base import Draft, DraftContext, DrafterNeeds, LocalDrafter, fill_in_trees
 from eyas.drafters.calibration import noise_scale
 from eyas.drafters.expand import grow, select
 from eyas.drafters.ranking import Ranker, Scorer
@@ -71,11 +71,7 @@ class SmallDrafter(LocalDrafter):
         for i in ready:
             drafts[i] = DraftTree.root_only(contexts[i].tokens[-1])
         wanting = [i for i in ready if contexts[i].budget.wants_tree]
-        for proposal, make_trees in (("deterministic", self._grow), ("sampled", self._draw)):
-            rows = [row for row, i in enumerate(wanting) if contexts[i].proposal == proposal]
-            trees = make_trees([contexts[wanting[row]] for row in rows], logits[rows]) if rows else []
-            for row, tree in zip(rows, trees, strict=True):
-                drafts[wanting[row]] = tree
+        fill_in_trees(drafts, contexts, wanting, logits, self._grow, self._draw)
         return drafts
 
     def release(self, sessions: Sequence[str]) -> None:
