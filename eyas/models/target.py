@@ -19,6 +19,7 @@ from torch.utils.hooks import RemovableHandle
 from eyas.errors import CheckpointError
 from eyas.models.attention import ATTENTION_NAME, KVPools, register_attention
 from eyas.models.checkpoint import check_device, read_config, resolve
+from eyas.models.cpu.linear import pack_weights
 from eyas.models.heads.features import AFTER_NORM
 from eyas.models.inputs import PackedInputs, Segment, pack
 from eyas.models.numerics.output import widen_head
@@ -163,6 +164,7 @@ def load_target(
     target = TargetModel(model.to(torch.device(device)), taps, share.size if share else 1)
     pin_rotary(target.model, min(context_length or target.context_length, target.context_length))
     widen_head(target.model)
+    pack_weights(target.model)
     _check_attention(target)
     return target
 

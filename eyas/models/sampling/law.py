@@ -71,20 +71,19 @@ def _filter(law: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
 
 
 def race(noise: Tensor, law: Tensor) -> Tensor:
-    """argmin noise/law of each row, the lowest id on a tie; noise and law [N, V], law not necessarily normalised."""
-    times = noise / law
-    return first_where(times == times.amin(-1, keepdim=True))
+    """argmin noise/law of each row, the lowest id on a tie; noise and law [N, V], law not necessarily normalised. V where a
+    row holds NaN."""
+    return _numbered(*(noise / law).min(-1), law.shape[-1])
 
 
 def greedy(logits: Tensor) -> Tensor:
-    """argmax of each row, the lowest id on a tie; logits [N, V]."""
-    return first_where(logits == logits.amax(-1, keepdim=True))
+    """argmax of each row, the lowest id on a tie; logits [N, V]. V where a row holds NaN."""
+    return _numbered(*logits.max(-1), logits.shape[-1])
 
 
-def first_where(mask: Tensor) -> Tensor:
-    """Lowest index of a true element in each row, V where there is none; [N, V] to [N]."""
-    ids = torch.arange(mask.shape[-1], device=mask.device, dtype=torch.int32)
-    return torch.where(mask, ids, mask.shape[-1]).amin(-1).long()
+def _numbered(best: Tensor, ids: Tensor, otherwise: int) -> Tensor:
+    """ids where `best` is a number; torch gives the first of equals, and NaN before all numbers."""
+    return ids.masked_fill_(best.isnan(), otherwise)
 
 
 def rank(scores: Tensor, k: int) -> Ranked:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from eyas.errors import CheckpointError
 from eyas.models.heads.eagle.config import HeadConfig
-from eyas.models.heads.eagle.layer import DraftLayer, Projected, frozen, rms
+from eyas.models.heads.eagle.layer import DraftLayer, Projected, frozen, linear, rms
 from eyas.models.heads.eagle.layout import prefix
 
 # Attention of one layer: its number and projected rows in, attention output [R, heads, d] out.
@@ -34,7 +34,7 @@ class EagleHead(nn.Module, ABC):
         super().__init__()
         self.config = config
         self.embedding = frozen(embedding)
-        self.lm_head = frozen(lm_head)
+        self.lm_head = linear(lm_head)
         self.norm = frozen(tensors["norm.weight"]) if "norm.weight" in tensors else None
         self.layers = nn.ModuleList(
             DraftLayer(config, _under(prefix(config, layer), tensors)) for layer in range(config.num_layers)
@@ -78,7 +78,7 @@ class EagleHead(nn.Module, ABC):
 
     def logits(self, states: Tensor) -> Tensor:
         """Draft logits float32 [..., D] of states [..., H]."""
-        return F.linear(self._final(states) if self.config.reading.output == "state" else states, self.lm_head).float()
+        return self.lm_head(self._final(states) if self.config.reading.output == "state" else states).float()  # type: ignore[no-any-return]
 
     @abstractmethod
     def _enter(self, embedded: Tensor, features: Tensor) -> tuple[Tensor, Tensor]:
@@ -105,11 +105,10 @@ class Eagle1Head(EagleHead):
         self, config: HeadConfig, tensors: Mapping[str, Tensor], embedding: Tensor, lm_head: Tensor, context_length: int
     ) -> None:
         super().__init__(config, tensors, embedding, lm_head, context_length)
-        self.fc = frozen(tensors["fc.weight"])
-        self.fc_bias = frozen(tensors["fc.bias"]) if config.fc_bias else None
+        self.fc = linear(tensors["fc.weight"], tensors["fc.bias"] if config.fc_bias else None)
 
     def _enter(self, embedded: Tensor, features: Tensor) -> tuple[Tensor, Tensor]:
-        joined = F.linear(torch.cat([embedded, features], -1), self.fc, self.fc_bias)
+        joined = self.fc(torch.cat([embedded, features], -1))
         return joined, joined
 
 

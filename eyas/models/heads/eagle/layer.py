@@ -31,21 +31,21 @@ class DraftLayer(nn.Module):
     def __init__(self, config: HeadConfig, weights: Mapping[str, Tensor]) -> None:
         super().__init__()
         self.config = config
-        self.qkv = frozen(torch.cat([weights[f"self_attn.{p}_proj.weight"] for p in "qkv"]))
-        self.out = frozen(weights["self_attn.o_proj.weight"])
-        self.gate_up = frozen(torch.cat([weights["mlp.gate_proj.weight"], weights["mlp.up_proj.weight"]]))
-        self.down = frozen(weights["mlp.down_proj.weight"])
-        self.post_norm = frozen(weights["post_attention_layernorm.weight"])
         biases = [weights[f"self_attn.{p}_proj.bias"] for p in "qkv"] if config.qkv_bias else []
-        self.qkv_bias = frozen(torch.cat(biases)) if biases else None
-        self.out_bias = frozen(weights["self_attn.o_proj.bias"]) if config.out_bias else None
+        self.qkv = linear(
+            torch.cat([weights[f"self_attn.{p}_proj.weight"] for p in "qkv"]), torch.cat(biases) if biases else None
+        )
+        self.out = linear(weights["self_attn.o_proj.weight"], weights["self_attn.o_proj.bias"] if config.out_bias else None)
+        self.gate_up = linear(torch.cat([weights["mlp.gate_proj.weight"], weights["mlp.up_proj.weight"]]))
+        self.down = linear(weights["mlp.down_proj.weight"])
+        self.post_norm = frozen(weights["post_attention_layernorm.weight"])
         self.input_norm = frozen(weights["input_layernorm.weight"]) if "input_layernorm.weight" in weights else None
         self.hidden_norm = frozen(weights["hidden_norm.weight"]) if "hidden_norm.weight" in weights else None
 
     def project(self, inputs: Tensor, residual: Tensor, rotary: Tensor) -> Projected:
         """inputs [R, X] as attention sees them, residual [R, H], rotary [R, 2, d] of the rows' positions."""
         c = self.config
-        qkv = F.linear(inputs, self.qkv, self.qkv_bias).view(-1, c.num_heads + 2 * c.num_kv_heads, c.head_dim)
+        qkv = self.qkv(inputs).view(-1, c.num_heads + 2 * c.num_kv_heads, c.head_dim)
         rotated = _rotate(qkv[:, : c.num_heads + c.num_kv_heads], rotary)
         return Projected(
             rotated[:, : c.num_heads], rotated[:, c.num_heads :], qkv[:, c.num_heads + c.num_kv_heads :], residual
@@ -53,16 +53,22 @@ class DraftLayer(nn.Module):
 
     def finish(self, attended: Tensor, residual: Tensor) -> Tensor:
         """The rest of the layer: attention output [R, heads, d] and residual [R, H] to the next state [R, H]."""
-        state = residual + F.linear(attended.flatten(1), self.out, self.out_bias)
-        gate, up = F.linear(rms(state, self.post_norm, self.config.rms_norm_eps), self.gate_up).chunk(2, -1)
-        return state + F.linear(F.silu(gate) * up, self.down)
+        state = residual + self.out(attended.flatten(1))
+        gate, up = self.gate_up(rms(state, self.post_norm, self.config.rms_norm_eps)).chunk(2, -1)
+        return state + self.down(F.silu(gate) * up)  # type: ignore[no-any-return]
 
 
 def rms(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Root-mean-square norm over the last dimension, in float32."""
-    wide = x.float()
-    scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
-    return (wide * scale).to(x.dtype) * weight
+    return F.rms_norm(x.float(), x.shape[-1:], eps=eps).to(x.dtype) * weight
+
+
+def linear(weight: Tensor, bias: Tensor | None = None) -> nn.Linear:
+    """A linear layer that is not trained: weight [N, K], bias [N]."""
+    layer = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
+    layer.weight = frozen(weight)
+    layer.bias = None if bias is None else frozen(bias)
+    return layer
 
 
 def frozen(tensor: Tensor) -> nn.Parameter:

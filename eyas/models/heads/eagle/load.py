@@ -11,6 +11,7 @@ from torch import Tensor
 
 from eyas.errors import CheckpointError
 from eyas.models.checkpoint import check_device, read_target_config, read_tensor, read_tensors, resolve, take, tensor_names
+from eyas.models.cpu.linear import pack_weights
 from eyas.models.heads.config import whole_number
 from eyas.models.heads.eagle.config import HeadConfig, Kind, Reading, head_config
 from eyas.models.heads.eagle.dialects import canonical
@@ -54,7 +55,9 @@ def load_head(
     cast = {name: t.to(width) if t.is_floating_point() else t for name, t in tensors.items()}
     context_length = whole_number(target_config, "max_position_embeddings", target_folder)
     make = Eagle3Head if kind == "eagle3" else Eagle1Head
-    return make(config, cast, embedding.to(width), lm_head.to(width), context_length).to(torch.device(device))
+    head = make(config, cast, embedding.to(width), lm_head.to(width), context_length).to(torch.device(device))
+    pack_weights(head)
+    return head
 
 
 def load_fuser(
