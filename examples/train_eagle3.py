@@ -1,0 +1,188 @@
+"""Train an EAGLE-3 head (Li et al. 2025) for a target: `python examples/train_eagle3.py TEXT OUT`, TEXT from target_text.py.
+
+Row i reads the feature at i and token i + 1, and learns what the target says of token i + 2; on every further unrolled step
+its feature is the state that the head itself had at i - 1. Starts from another EAGLE-3 head, whose vocabulary and taps it
+may change. Legend: B windows, L tokens, H width, J key-value heads, G query heads of each, D head width.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import torch.nn.functional as F
+import typer
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn, track
+from safetensors.torch import load_file
+from target_text import DEMO, read_text
+from torch import Tensor, nn
+
+from eyas.models.checkpoint import read_target_config, resolve
+from eyas.models.heads.eagle.config import HeadConfig, head_config
+from eyas.models.heads.eagle.write import write_head
+
+BATCH = 8
+STEP_WEIGHT = 0.85
+LAYER = "midlayer."
+
+
+@dataclass(frozen=True)
+class Example:
+    """tokens int64 [B, L]; taps [B, L, T * H]; laws [B, L, V]: what the target says of the token behind each."""
+
+    tokens: Tensor
+    taps: Tensor
+    laws: Tensor
+
+
+class Head(nn.Module):
+    """The published EAGLE-3 arithmetic over whole windows; tensors under their published names."""
+
+    def __init__(self, config: HeadConfig, tensors: Mapping[str, Tensor], embedding: Tensor) -> None:
+        super().__init__()
+        self.config = config
+        self.names = [name for name in tensors if name not in ("d2t", "t2d")]
+        self.weights = nn.ParameterList(nn.Parameter(tensors[name].float()) for name in self.names)
+        self.embedding = embedding
+
+    def forward(self, example: Example, unroll: int) -> Tensor:
+        """Mean cross-entropy against the target's laws over all unrolled steps; later ones count less."""
+        w = dict(zip(self.names, self.weights, strict=True))
+        tokens, laws = example.tokens[:, 1:-1], example.laws[:, 1:-1]
+        embedded = self._norm(self.embedding[tokens], w[f"{LAYER}input_layernorm.weight"])
+        features = F.linear(example.taps[:, :-2], w["fc.weight"])
+        total, seen = torch.zeros(()), []
+        for step in range(unroll):
+            states = self._layer(w, embedded, features, seen)
+            logits = F.linear(self._norm(states, w["norm.weight"]), w["lm_head.weight"])
+            own = slice(step, None)  # rows before have no state of `step` steps ago
+            value = F.cross_entropy(logits[:, own].flatten(0, 1).float(), laws[:, own].flatten(0, 1))
+            total = total + STEP_WEIGHT**step * value
+            features = F.pad(states[:, :-1], (0, 0, 1, 0))
+        return total / sum(STEP_WEIGHT**step for step in range(unroll))
+
+    def _layer(self, w: Mapping[str, Tensor], embedded: Tensor, features: Tensor, seen: list[tuple[Tensor, Tensor]]) -> Tensor:
+        """States [B, L, H]; this step's keys and values join `seen`."""
+        c = self.config
+        joined = torch.cat([embedded, self._norm(features, w[f"{LAYER}hidden_norm.weight"])], -1)
+        q, k, v = (F.linear(joined, w[f"{LAYER}self_attn.{name}_proj.weight"]).unflatten(-1, (-1, c.head_dim)) for name in "qkv")
+        q, k = self._rotate(q), self._rotate(k)
+        seen.append((k, v))
+        state = features + F.linear(self._attend(q, seen).flatten(-2), w[f"{LAYER}self_attn.o_proj.weight"])
+        normed = self._norm(state, w[f"{LAYER}post_attention_layernorm.weight"])
+        gate, up = (F.linear(normed, w[f"{LAYER}mlp.{name}_proj.weight"]) for name in ("gate", "up"))
+        return state + F.linear(F.silu(gate) * up, w[f"{LAYER}mlp.down_proj.weight"])
+
+    def _attend(self, query: Tensor, seen: list[tuple[Tensor, Tensor]]) -> Tensor:
+        """Row i sees rows up to i - step of step 0, and of step j the row step - j before it: its own ancestors."""
+        c, step = self.config, len(seen) - 1
+        q = query.unflatten(2, (c.num_kv_heads, -1)) * c.head_dim**-0.5
+        length = q.shape[1]
+        scores = torch.einsum("bljgd,bmjd->bjglm", q, seen[0][0]).float()
+        rows = torch.arange(length)
+        scores = scores.masked_fill(rows[None] > rows[:, None] - step, -math.inf)
+        behind = [(_shift(k, step - j), _shift(v, step - j)) for j, (k, v) in enumerate(seen) if j]
+        own = [torch.einsum("bljgd,bljd->bjgl", q, k).float()[..., None] for k, _ in behind]
+        law = torch.softmax(torch.cat([scores, *own], -1).nan_to_num(neginf=-1e9), -1).to(q.dtype)
+        out = torch.einsum("bjglm,bmjd->bljgd", law[..., :length], seen[0][1])
+        for j, (_, v) in enumerate(behind):
+            out = out + torch.einsum("bjgl,bljd->bljgd", law[..., length + j], v)
+        return out.flatten(2, 3)
+
+    def _rotate(self, x: Tensor) -> Tensor:
+        c = self.config
+        frequencies = c.rotary["rope_theta"] ** (-torch.arange(0, c.head_dim, 2) / c.head_dim)
+        angles = (torch.arange(x.shape[1])[:, None] * frequencies).repeat(1, 2)[:, None]
+        left, right = x.chunk(2, -1)
+        return (x * angles.cos() + torch.cat([-right, left], -1) * angles.sin()).to(x.dtype)
+
+    def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
+        return F.rms_norm(x.float(), x.shape[-1:], weight, self.config.rms_norm_eps)
+
+
+def _shift(x: Tensor, rows: int) -> Tensor:
+    return F.pad(x[:, : x.shape[1] - rows], (0, 0, 0, 0, rows, 0)) if rows else x
+
+
+@torch.inference_mode()
+def tapped(target: str, tokens: Tensor, taps: tuple[int, ...]) -> Tensor:
+    """The inputs of the target's layers `taps`, side by side, bfloat16 [N, L, T * H]."""
+    from transformers import AutoModelForCausalLM
+
+    decoder: Any = AutoModelForCausalLM.from_pretrained(target, dtype=torch.bfloat16).eval().get_decoder()
+    kept: dict[int, Tensor] = {}
+    for tap in taps:
+        layer = decoder.layers[tap] if tap < len(decoder.layers) else decoder.norm
+        layer.register_forward_pre_hook(lambda module, args, tap=tap: kept.__setitem__(tap, args[0]))
+    parts = []
+    for part in track(tokens.split(32), description="target's states"):
+        decoder(part)
+        parts.append(torch.cat([kept[tap] for tap in taps], -1))
+    return torch.cat(parts)
+
+
+def widened(tensors: Mapping[str, Tensor], lm_head: Tensor) -> dict[str, Tensor]:
+    """The head over the target's whole vocabulary: rows that it lacks start as the target's own."""
+    rows = lm_head.clone()
+    rows[torch.arange(len(tensors["d2t"])) + tensors["d2t"]] = tensors["lm_head.weight"].float()
+    kept = {name: tensor for name, tensor in tensors.items() if name not in ("d2t", "t2d")}
+    return {**kept, "lm_head.weight": rows}
+
+
+def train(head: Head, examples: Any, count: int, options: Mapping[str, float]) -> None:
+    """AdamW over `minutes`, the rate warmed up and let down to nothing."""
+    optimiser = torch.optim.AdamW(head.parameters(), betas=(0.9, 0.95), weight_decay=0.01)
+    began, budget, step = time.monotonic(), options["minutes"] * 60, 0
+    columns = (TextColumn("step {task.fields[step]}, loss {task.fields[loss]:.3f}"), BarColumn(), TimeRemainingColumn())
+    with Progress(*columns) as progress:
+        task = progress.add_task("", total=budget, loss=math.nan, step=0)
+        while (spent := time.monotonic() - began) < budget:
+            for group in optimiser.param_groups:
+                group["lr"] = options["rate"] * min(1.0, (step + 1) / 50) * 0.5 * (1 + math.cos(math.pi * spent / budget))
+            with torch.autocast("cpu", torch.bfloat16):
+                value = head(examples(torch.randint(count, (BATCH,))), int(options["unroll"]))
+            optimiser.zero_grad()
+            value.backward()
+            torch.nn.utils.clip_grad_norm_(head.parameters(), 1.0)
+            optimiser.step()
+            step += 1
+            progress.update(task, completed=spent, loss=value.item(), step=step)
+
+
+def main(
+    text: Path,
+    out: Path,
+    target: Annotated[str, typer.Option()] = str(DEMO / "target"),
+    start: Annotated[Path, typer.Option(help="The head to start from.")] = DEMO / "eagle3",
+    taps: Annotated[str, typer.Option(help="Layers whose inputs are the features; the number of layers means the last state.")] = "2,6,12",
+    unroll: Annotated[int, typer.Option(help="Steps that the head feeds on itself.")] = 5,
+    minutes: Annotated[float, typer.Option()] = 30.0,
+    rate: Annotated[float, typer.Option(help="Peak learning rate.")] = 1e-3,
+    seed: Annotated[int, typer.Option()] = 0,
+) -> None:
+    """Train on TEXT and write a head over the target's whole vocabulary to the folder OUT."""
+    torch.manual_seed(seed)
+    data, sizes = read_text(text), read_target_config(resolve(target))
+    old, weights = head_config(start, sizes), load_file(Path(target, "model.safetensors"))
+    reading = replace(old.reading, taps=tuple(map(int, taps.split(","))))
+    config = replace(old, draft_vocab_size=old.vocab_size, reading=reading)
+    lm_head = weights["lm_head.weight"].float()
+    head = Head(config, widened(load_file(start / "model.safetensors"), lm_head), weights["model.embed_tokens.weight"].float())
+    states = tapped(target, data.tokens, config.taps)
+
+    def examples(chosen: Tensor) -> Example:
+        laws = torch.softmax(data.states[chosen].float() @ lm_head.T, -1)
+        return Example(data.tokens[chosen], states[chosen].float(), laws)
+
+    train(head, examples, len(data.tokens), {"minutes": minutes, "rate": rate, "unroll": unroll})
+    trained = {name: weight.detach().bfloat16() for name, weight in zip(head.names, head.weights, strict=True)}
+    write_head(out, config, trained)
+
+
+if __name__ == "__main__":
+    typer.run(main)
