@@ -71,6 +71,9 @@ class Follower:
             yield order
         self._stopped = True
         signal.alarm(0)
+
+    def leave(self) -> None:
+        """Part from the other ranks, once there are no more orders."""
         self._link.close()
         dist.destroy_process_group()
 
