@@ -24,6 +24,7 @@ from eyas.models.target import TargetModel, TargetOutput
 
 MAX_WIDTH = 256
 MAX_HEADS_PER_KV = 64
+MAX_PREFIX = 1 << 28  # slots, 1 GiB of words; a graph holds no pass with more
 
 log = logging.getLogger(__name__)
 
@@ -43,7 +44,7 @@ class Passes(Protocol):
 def plan_passes(target: TargetModel, engine: EngineConfig, tree: TreeConfig, context_length: int) -> Plan:
     """The fastest way that the target's device and shapes allow. On CUDA it says what keeps it from the kernel."""
     rows = engine.step_tokens + engine.max_running * tree.nodes
-    limits = Limits(rows, engine.max_running, engine.max_running * context_length)
+    limits = Limits(rows, engine.max_running, min(engine.max_running * context_length, MAX_PREFIX))
     if target.device.type != "cuda" or engine.deterministic:
         return Plan(Way.PLAIN, limits)
     if lacking := what_kernel_lacks(target):

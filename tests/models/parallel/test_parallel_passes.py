@@ -26,11 +26,12 @@ from eyas.engine.scheduler import Scheduler
 from eyas.errors import ConfigError
 from eyas.models.attention import KVPools, attend
 from eyas.models.cuda.graphs import Out
-from eyas.models.cuda.passes import Passes, build_passes, release
+from eyas.models.cuda.passes import Passes, build_passes, plan_passes, release
 from eyas.models.cuda.plan import Limits, Plan, Way
 from eyas.models.cuda.tables import Tiling, lay_out, num_wanted, tight_shape, upload, view
 from eyas.models.inputs import Segment, pack
 from eyas.models.parallel.joining import lead
+from eyas.models.parallel.orders import Allot, order_from_bytes, order_to_bytes
 from eyas.models.parallel.ranks import Place, Ranks
 from eyas.models.parallel.shard import Share
 from eyas.models.target import TargetModel, load_target
@@ -139,6 +140,11 @@ def test_the_kernel_on_a_share_of_heads_equals_plain_attention_on_all(
         tables = view(upload(lay_out(segments, shape, scratch), DEVICE), shape, num_wanted(segments))
         got = attend(ours, own.cut(keys, 1), own.cut(values, 1), tables, scaling_of(heads), window)
         torch.testing.assert_close(got, share.cut(whole, 1), atol=2e-6, rtol=2e-6)
+
+
+def test_the_largest_plan_fits_into_an_order(tiny_target: str) -> None:
+    plan = plan_passes(load_target(tiny_target), EngineConfig(num_slots=8, max_running=4096), TreeConfig(), 1 << 24)
+    assert order_from_bytes(order_to_bytes(Allot(8, plan))) == Allot(8, plan)
 
 
 def test_a_rank_that_lacks_what_rank_0_planned_says_so(tiny_target: str, monkeypatch: pytest.MonkeyPatch) -> None:
