@@ -25,7 +25,10 @@ REQUESTS = [
 
 @pytest.mark.parametrize("way", [Way.GRAPHS, Way.KERNEL])
 @pytest.mark.parametrize("size", [2, 4])
-def test_float32_over_ranks_says_what_the_plain_loop_on_the_cpu_says(tiny_target: str, way: Way, size: int) -> None:
+def test_float32_over_ranks_says_what_the_plain_loop_on_the_cpu_says(
+    tiny_target: str, way: Way, size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("eyas.models.parallel.ranks._STOP_SECONDS", 60)
     if torch.cuda.device_count() < size:
         pytest.skip(f"needs {size} CUDA devices")
     config = EngineConfig(num_slots=1024, step_tokens=16, cuda_graphs=way is Way.GRAPHS, tensor_parallel=size)

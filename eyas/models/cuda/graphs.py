@@ -81,7 +81,7 @@ class GraphRunner:
         return TargetOutput(out.logits[: packed.num_wanted], out.taps)
 
     def release(self) -> None:
-        """Free the graphs; passes are launched from now on. NCCL ends no group while a captured sum of it is left."""
+        """Free the graphs; no pass may follow. NCCL ends no group while a captured sum of it is left."""
         self._replays.clear()
 
     def _capture(self, rows: int, capture: Capture) -> Callable[[], TargetOutput]:

@@ -7,7 +7,7 @@ from enum import IntEnum
 
 
 class Way(IntEnum):
-    """Plain attention, the kernel launched step by step, or the kernel within captured graphs."""
+    """With plain attention; with the kernel, launched kernel by kernel; the same as captured graphs."""
 
     PLAIN = 0
     KERNEL = 1

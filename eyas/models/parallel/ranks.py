@@ -66,7 +66,7 @@ class Ranks(Protocol):
         ...
 
     def before_close(self, release: Callable[[], None]) -> None:
-        """`release` is called before the ranks part."""
+        """`release` is called before the ranks part, unless one is gone by then."""
         ...
 
     def close(self) -> None:

@@ -46,14 +46,16 @@ class Share:
         """Our part of so many key-value heads. Of fewer heads than ranks each has one, as have those beside it: the one that
         its query heads read. Raises CheckpointError when they come out uneven."""
         if not evenly(num_heads, self.size):
-            raise CheckpointError(f"{self.size} ranks cannot share {num_heads} key-value heads evenly")
+            raise CheckpointError(
+                f"{self.size} ranks cannot share {num_heads} key-value heads evenly; "
+                "engine.tensor_parallel must divide them or be a multiple of them"
+            )
         parts = min(num_heads, self.size)
         return Share(self.rank * parts // self.size, parts)
 
 
 def evenly(num_kv_heads: int, num_ranks: int) -> bool:
-    """Whether every rank can have as many key-value heads as the others, each of them for one and the same rank or copied
-    to equally many."""
+    """Whether ranks can have equally many key-value heads each, alone or as copies."""
     return num_kv_heads % num_ranks == 0 or num_ranks % num_kv_heads == 0
 
 

@@ -86,8 +86,9 @@ def make_engine(ranks: Ranks, target: TargetModel, notes: Path) -> Engine:
     return Engine(scheduler, Drafting(RandomDrafter(48), runner, "match"), runner, 256)
 
 
-def test_ranks_agree_on_buckets_and_say_what_the_plain_loop_says(tmp_path: Path) -> None:
-    folder, notes = str(write_target(tmp_path / "target", layers=2)), tmp_path / "notes"
+def test_ranks_agree_on_buckets_and_say_what_the_plain_loop_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("eyas.models.parallel.ranks._STOP_SECONDS", 100)
+    folder, notes = str(write_target(tmp_path / "target", layers=1)), tmp_path / "notes"
     notes.mkdir()
     ranks = lead(Place(0, 2, "cpu"), partial(follow, folder, "float32", 0, build=partial(build_noted, notes)))
     (process,) = multiprocessing.active_children()
