@@ -23,7 +23,7 @@ from eyas.bench.report import Report, Table, number
 from eyas.cache.kv import SlotPools
 from eyas.config import EngineConfig, TreeConfig
 from eyas.models.attention import ATTENTION_NAME, attend, register_attention
-from eyas.models.cuda.passes import Passes, build_passes
+from eyas.models.cuda.passes import Passes, build_passes, plan_passes
 from eyas.models.inputs import PackedInputs, Segment
 from eyas.models.target import TargetModel
 from eyas.tree import DraftTree
@@ -120,7 +120,7 @@ def measure(target: TargetModel, cases: Sequence[Case], settings: Settings, rate
     ways = []
     for graphs in (True, False):
         engine = EngineConfig(num_slots=batch * room, max_running=batch, step_tokens=1, cuda_graphs=graphs)
-        ways.append(build_passes(target, pools, pools.scratch, engine, TreeConfig(rows, 1, 1), room))
+        ways.append(build_passes(plan_passes(target, engine, TreeConfig(rows, 1, 1), room), target, pools, pools.scratch))
     steps = []
     with Progress(console=Console(stderr=True), refresh_per_second=1) as progress:
         for case in progress.track(cases, description="measuring"):

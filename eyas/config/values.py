@@ -42,7 +42,8 @@ class EngineConfig:
     prefix_cache: keep what finished requests computed for others that begin with the same tokens.
     session_seconds: how long a conversation's slots are kept before those of others after its last turn.
     ageing_seconds: how much waiting outweighs one step of priority.
-    tensor_parallel: processes that share the target's weights and KV cache; it must divide the model's heads.
+    tensor_parallel: processes that share the target's weights and KV cache; it must divide the model's attention heads, and
+    divide its key-value heads or be a multiple of them.
     """
 
     num_slots: int = 0

@@ -17,7 +17,8 @@ from eyas.engine.fixed import FixedRunner
 from eyas.engine.runner import ModelRunner
 from eyas.engine.scheduler import Scheduler
 from eyas.errors import ConfigError
-from eyas.models.cuda.passes import build_passes
+from eyas.models.cuda.passes import Passes, build_passes, plan_passes, release
+from eyas.models.cuda.plan import Plan
 from eyas.models.heads.features import FeatureFuser
 from eyas.models.parallel.joining import Follower, lead
 from eyas.models.parallel.orders import Allot
@@ -26,6 +27,8 @@ from eyas.models.parallel.shard import Share
 from eyas.models.target import TargetModel, check_heads, load_target
 
 PLAIN = TreeConfig(1, 0, 1)
+
+Build = Callable[[Plan, TargetModel, SlotPools, int], Passes]
 
 log = logging.getLogger(__name__)
 
@@ -77,18 +80,16 @@ def assemble_engine(
     num_slots = engine.num_slots or slots_that_fit(slot_bytes, engine.memory_fraction, target.device)
     log.info("KV cache: %d tokens, %.2f GiB on %s", num_slots, num_slots * slot_bytes / 2**30, target.device)
     engine = replace(engine, num_slots=num_slots)
-    ranks.allot(num_slots)
-    pools = SlotPools(num_slots, target.kv_shapes, width, target.dtype, target.device)
     context_length = min(engine.context_length or target.context_length, target.context_length)
     tree_rows = tree if drafter else PLAIN
-    if ranks.size > 1:
-        runner = ModelRunner(target, pools, fuser, ranks=ranks)
-    elif engine.deterministic:
-        runner = FixedRunner(target, pools, fuser, tree.nodes)
-    else:
-        runner = ModelRunner(
-            target, pools, fuser, build_passes(target, pools, pools.scratch, engine, tree_rows, context_length)
-        )
+    plan = plan_passes(target, engine, tree_rows, context_length)
+    with ranks.allot(num_slots, plan):
+        pools = SlotPools(num_slots, target.kv_shapes, width, target.dtype, target.device)
+        if engine.deterministic:
+            runner: ModelRunner = FixedRunner(target, pools, fuser, tree.nodes)
+        else:
+            runner = ModelRunner(target, pools, fuser, build_passes(plan, target, pools, pools.scratch), ranks)
+    ranks.before_close(partial(release, runner.passes))
     scheduler = Scheduler(engine, tree_rows, target.eos_ids)
     budget = AdaptiveBudget(tree_rows.nodes) if engine.budget == "adaptive" else FixedBudget()
     return Engine(scheduler, Drafting(drafter, runner, engine.rule), runner, context_length, budget)
@@ -105,10 +106,18 @@ def gather_ranks(place: Place, target: str, dtype: str, context_length: int = 0)
     return lead(place, partial(follow, target, dtype, context_length))
 
 
-def follow(target: str, dtype: str, context_length: int, place: Place, ready: Callable[[], None] = lambda: None) -> None:
+def follow(
+    target: str,
+    dtype: str,
+    context_length: int,
+    place: Place,
+    ready: Callable[[], None] = lambda: None,
+    build: Build = lambda plan, target, pools, scratch: build_passes(plan, target, pools, scratch, iter),
+) -> None:
     """What every other rank does: join, load its share, call `ready`, and run what rank 0 runs until it stops.
 
-    Raises Unavailable when rank 0 is gone, CheckpointError when the target does not load.
+    build: the passes that rank 0 has planned, without its progress bar. Raises Unavailable when rank 0 is gone,
+    CheckpointError when the target does not load, ConfigError when passes cannot run here as planned.
     """
     follower = Follower(place)
     model = load_target(target, dtype, place.device, (), context_length, Share(place.rank, place.size))
@@ -116,9 +125,13 @@ def follow(target: str, dtype: str, context_length: int, place: Place, ready: Ca
     runner = ModelRunner(model, _pools(model, 1), None)
     for order in follower.orders():
         if isinstance(order, Allot):
-            runner = ModelRunner(model, _pools(model, order.num_slots), None)
+            release(runner.passes)
+            pools = _pools(model, order.num_slots)
+            runner = ModelRunner(model, pools, None, build(order.plan, model, pools, pools.scratch))
         else:
             runner.run(order.segments)
+    release(runner.passes)
+    follower.leave()
 
 
 def _pools(target: TargetModel, num_slots: int) -> SlotPools:

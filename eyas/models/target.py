@@ -24,7 +24,7 @@ from eyas.models.heads.features import AFTER_NORM
 from eyas.models.inputs import PackedInputs, Segment, pack
 from eyas.models.numerics.output import widen_head
 from eyas.models.numerics.rotary import pin_rotary
-from eyas.models.parallel.shard import Share, shard, splits_heads
+from eyas.models.parallel.shard import Share, evenly, shard, splits_heads
 from eyas.models.support import kv_shapes, read_model_config
 
 EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
@@ -48,7 +48,7 @@ class TargetModel:
     def __init__(self, model: Any, taps: Sequence[int] = (), num_ranks: int = 1) -> None:
         self.model: Any = model.eval()
         self.config: Any = model.config.get_text_config()
-        self._num_kv_ranks = num_ranks if splits_heads(model) else 1
+        self._num_head_ranks = num_ranks if splits_heads(model) else 1
         self._tapped: dict[int, Tensor] = {}
         self._hooks: list[RemovableHandle] = []
         self.taps: tuple[int, ...] = ()
@@ -124,13 +124,12 @@ class TargetModel:
     @cached_property
     def kv_shapes(self) -> list[tuple[int, int]]:
         """(key-value heads, head width) of every layer; the heads of this rank."""
-        return [(heads // self._num_kv_ranks, width) for heads, width in kv_shapes(self.model.config)]
+        return [(max(1, heads // self._num_head_ranks), width) for heads, width in kv_shapes(self.model.config)]
 
     @property
     def heads_per_kv(self) -> int:
-        """Query heads that share a key-value head."""
-        heads = int(self.config.num_attention_heads)
-        return heads // int(getattr(self.config, "num_key_value_heads", None) or heads)
+        """Query heads of this rank that share a key-value head."""
+        return int(self.config.num_attention_heads) // self._num_head_ranks // self.kv_shapes[0][0]
 
     @property
     def eos_ids(self) -> frozenset[int]:
@@ -157,10 +156,10 @@ def load_target(
     register_attention()
     check_device(dtype, device)
     folder = resolve(path_or_id)
-    kv_shapes(read_model_config(folder))
+    shapes = kv_shapes(read_model_config(folder))
     model = _load(folder, path_or_id, dtype)
     if share is not None:
-        shard(model, share)
+        shard(model, share, [heads for heads, _ in shapes])
     target = TargetModel(model.to(torch.device(device)), taps, share.size if share else 1)
     pin_rotary(target.model, min(context_length or target.context_length, target.context_length))
     widen_head(target.model)
@@ -194,10 +193,10 @@ def check_heads(path_or_id: str, num_ranks: int) -> None:
     config = config.get("text_config", config)
     heads = int(config.get("num_attention_heads", num_ranks))
     kv_heads = int(config.get("num_key_value_heads", heads))
-    if heads % num_ranks or kv_heads % num_ranks:
+    if heads % num_ranks or not evenly(kv_heads, num_ranks):
         raise CheckpointError(
             f"{num_ranks} ranks cannot share {heads} attention heads over {kv_heads} key-value heads evenly; "
-            f"engine.tensor_parallel must divide both"
+            "engine.tensor_parallel must divide the attention heads, and divide the key-value heads or be a multiple of them"
         )
 
 

@@ -1,5 +1,6 @@
 """Deterministic mode: logits of a token depend on the tokens before it alone, bit for bit, also in bfloat16."""
 
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from eyas.engine.fixed import FixedRunner
 from eyas.engine.runner import ModelRunner
 from eyas.engine.sequence import Place, Sequence, Work
 from eyas.errors import ConfigError
+from eyas.models.cuda.plan import Plan
 from eyas.models.heads.eagle import load_fuser
 from eyas.models.parallel.ranks import Alone
 from eyas.models.target import TargetModel, load_target
@@ -112,8 +114,9 @@ class _Two(Alone):
     def __init__(self) -> None:
         self.allotted: list[int] = []
 
-    def allot(self, num_slots: int) -> None:
+    def allot(self, num_slots: int, plan: Plan) -> AbstractContextManager[None]:
         self.allotted.append(num_slots)
+        return super().allot(num_slots, plan)
 
 
 def test_several_ranks_are_refused_before_they_make_room(tiny_target: str) -> None:

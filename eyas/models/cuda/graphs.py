@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol, TypeVar
 
 import torch
@@ -19,6 +18,7 @@ from eyas.errors import ConfigError
 from eyas.models.attention import KVPools
 from eyas.models.cuda.buckets import choose_bucket, row_buckets
 from eyas.models.cuda.launch import KernelRunner
+from eyas.models.cuda.plan import Limits
 from eyas.models.cuda.tables import bucket_shape, fixed_words, mask_words, num_wanted, view
 from eyas.models.inputs import PackedInputs, Segment
 from eyas.models.target import TargetOutput
@@ -34,20 +34,25 @@ class Capture(Protocol):
     def __call__(self, run: Callable[[], Out]) -> Callable[[], Out]: ...
 
 
-@dataclass(frozen=True)
-class Limits:
-    """The most that a pass can hold. rows: of all segments together; prefix: slots of all prefixes together."""
+Watch = Callable[[Sequence[int]], Iterable[int]]
 
-    rows: int
-    segments: int
-    prefix: int
+
+def with_bar(buckets: Sequence[int]) -> Iterable[int]:
+    """The buckets in turn, with a progress bar on a terminal."""
+    console, silent = Console(stderr=True), not sys.stderr.isatty()
+    return track(buckets, "capturing CUDA graphs", console=console, transient=True, disable=silent)
 
 
 class GraphRunner:
-    """Captured passes over one set of pools. A pass that no graph holds is launched kernel by kernel."""
+    """Captured passes over one set of pools. A pass that no graph holds is launched kernel by kernel.
 
-    def __init__(self, launched: KernelRunner, pools: KVPools, limits: Limits, capture: Capture) -> None:
-        """Captures all buckets, the largest first so that the others share its memory; shows a progress bar.
+    Which graph a pass takes follows from the limits and from the sizes of its segments alone, so that ranks agree on it.
+    """
+
+    def __init__(
+        self, launched: KernelRunner, pools: KVPools, limits: Limits, capture: Capture, watch: Watch = with_bar
+    ) -> None:
+        """Captures all buckets, the largest first so that the others share its memory. watch: goes through the buckets.
 
         Raises ConfigError for a model that cannot be captured.
         """
@@ -57,11 +62,7 @@ class GraphRunner:
         self._shapes = {rows: bucket_shape(rows, limits.segments, launched.tiling) for rows in self._buckets}
         num_words = max(fixed_words(shape) + mask_words(rows) for rows, shape in self._shapes.items()) + limits.prefix
         self._words = torch.zeros(num_words, dtype=torch.int32, device=launched.target.device)
-        console = Console(stderr=True)
-        largest_first = track(
-            self._buckets[::-1], "capturing CUDA graphs", console=console, transient=True, disable=not sys.stderr.isatty()
-        )
-        self._replays = {self._shapes[rows]: self._capture(rows, capture) for rows in largest_first}
+        self._replays = {self._shapes[rows]: self._capture(rows, capture) for rows in watch(self._buckets[::-1])}
 
     def pack(self, segments: Sequence[Segment]) -> PackedInputs:
         """Tables, padded to a bucket if one holds the segments."""
@@ -78,6 +79,10 @@ class GraphRunner:
         self._words[: len(words)].copy_(words)
         out = replay()
         return TargetOutput(out.logits[: packed.num_wanted], out.taps)
+
+    def release(self) -> None:
+        """Free the graphs; no pass may follow. NCCL ends no group while a captured sum of it is left."""
+        self._replays.clear()
 
     def _capture(self, rows: int, capture: Capture) -> Callable[[], TargetOutput]:
         shape, target = self._shapes[rows], self._launched.target

@@ -1,24 +1,30 @@
-"""Chooses how forward passes run: plainly, through the kernel, or as captured graphs. Knows no sequences."""
+"""Chooses how forward passes run: plainly, through the kernel, or as captured graphs. Knows no sequences.
+
+With several ranks, rank 0 plans and every rank builds what was planned.
+"""
 
 from __future__ import annotations
 
 import importlib.util
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
 
 from eyas.config import EngineConfig, TreeConfig
+from eyas.errors import ConfigError
 from eyas.models.attention import KVPools
-from eyas.models.cuda.graphs import CudaCapture, GraphRunner, Limits
+from eyas.models.cuda.graphs import Capture, CudaCapture, GraphRunner, Watch, with_bar
 from eyas.models.cuda.launch import KernelRunner
+from eyas.models.cuda.plan import Limits, Plan, Way
 from eyas.models.cuda.tables import Tiling
 from eyas.models.inputs import PackedInputs, Segment
 from eyas.models.target import TargetModel, TargetOutput
 
 MAX_WIDTH = 256
 MAX_HEADS_PER_KV = 64
+MAX_PREFIX = 1 << 28  # slots, 1 GiB of words; a graph holds no pass with more
 
 log = logging.getLogger(__name__)
 
@@ -35,27 +41,50 @@ class Passes(Protocol):
         ...
 
 
-def build_passes(
-    target: TargetModel, pools: KVPools, scratch: int, engine: EngineConfig, tree: TreeConfig, context_length: int
-) -> Passes:
-    """The fastest way that the target's device and shapes allow. On CUDA it says what keeps it from the kernel.
-
-    scratch: a slot of the pools that no sequence ever has.
-    """
-    if target.device.type != "cuda":
-        return target
-    lacking = what_kernel_lacks(target)
-    if lacking:
-        log.warning("%s: attention goes the plain way, without graphs", lacking)
-        return target
-    processors = torch.cuda.get_device_properties(target.device).multi_processor_count
-    most = 16 if target.dtype == torch.float32 else 64
-    launched = KernelRunner(target, Tiling(target.heads_per_kv, target.kv_shapes[0][0], processors, most), scratch)
-    if not engine.cuda_graphs:
-        return launched
+def plan_passes(target: TargetModel, engine: EngineConfig, tree: TreeConfig, context_length: int) -> Plan:
+    """The fastest way that the target's device and shapes allow. On CUDA it says what keeps it from the kernel."""
     rows = engine.step_tokens + engine.max_running * tree.nodes
-    limits = Limits(rows, engine.max_running, engine.max_running * context_length)
-    return GraphRunner(launched, pools, limits, CudaCapture(target.device))
+    limits = Limits(rows, engine.max_running, min(engine.max_running * context_length, MAX_PREFIX))
+    if target.device.type != "cuda" or engine.deterministic:
+        return Plan(Way.PLAIN, limits)
+    if lacking := what_kernel_lacks(target):
+        log.warning("%s: attention goes the plain way, without graphs", lacking)
+        return Plan(Way.PLAIN, limits)
+    return Plan(Way.GRAPHS if engine.cuda_graphs else Way.KERNEL, limits)
+
+
+def build_passes(
+    plan: Plan,
+    target: TargetModel,
+    pools: KVPools,
+    scratch: int,
+    watch: Watch = with_bar,
+    capture_on: Callable[[torch.device], Capture] = CudaCapture,
+) -> Passes:
+    """What was planned, for a target or one rank's share of it; ranks must build at the same time, for a capture runs sums.
+
+    scratch: a slot of the pools that no sequence ever has. Raises ConfigError where the plan cannot be kept.
+    """
+    if plan.way is Way.PLAIN:
+        return target
+    if lacking := what_kernel_lacks(target):
+        raise ConfigError(f"rank 0 takes the kernel for attention, but here {lacking}; install the same on every rank")
+    most = 16 if target.dtype == torch.float32 else 64
+    tiling = Tiling(target.heads_per_kv, target.kv_shapes[0][0], _num_processors(target.device), most)
+    launched = KernelRunner(target, tiling, scratch)
+    if plan.way is Way.KERNEL:
+        return launched
+    return GraphRunner(launched, pools, plan.limits, capture_on(target.device), watch)
+
+
+def release(passes: Passes) -> None:
+    """Free what was captured, before the ranks that share it part."""
+    if isinstance(passes, GraphRunner):
+        passes.release()
+
+
+def _num_processors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
 def what_kernel_lacks(target: TargetModel) -> str:

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 
-from eyas.errors import Unavailable
+from eyas.errors import EyasError, Unavailable
 from eyas.models.parallel.orders import Allot, Forward, Order, Stop, order_from_bytes
 from eyas.models.parallel.ranks import Leader, Place
 
@@ -71,6 +71,9 @@ class Follower:
             yield order
         self._stopped = True
         signal.alarm(0)
+
+    def leave(self) -> None:
+        """Part from the other ranks, once there are no more orders."""
         self._link.close()
         dist.destroy_process_group()
 
@@ -118,7 +121,7 @@ def _work(place: Place, work: Callable[[Place], None], num_threads: int) -> None
     torch.set_num_threads(num_threads)
     try:
         work(place)
-    except Unavailable as error:
+    except EyasError as error:
         sys.exit(f"rank {place.rank}: {error}")
 
 

@@ -11,14 +11,16 @@ from enum import IntEnum
 
 import numpy as np
 
+from eyas.models.cuda.plan import Limits, Plan, Way
 from eyas.models.inputs import Ints, Segment
 
 
 @dataclass(frozen=True)
 class Allot:
-    """Make room for the keys and values of so many slots, and forget those before."""
+    """Make room for the keys and values of so many slots, forget those before, and prepare passes as planned."""
 
     num_slots: int
+    plan: Plan
 
 
 @dataclass(frozen=True)
@@ -45,7 +47,8 @@ class _Kind(IntEnum):
 def order_to_bytes(order: Order) -> bytes:
     """The message of an order."""
     if isinstance(order, Allot):
-        parts = [np.array([_Kind.ALLOT, order.num_slots])]
+        plan, limits = order.plan, order.plan.limits
+        parts = [np.array([_Kind.ALLOT, order.num_slots, plan.way, limits.rows, limits.segments, limits.prefix])]
     elif isinstance(order, Forward):
         parts = [np.array([_Kind.FORWARD]), *(part for segment in order.segments for part in _parts(segment))]
     else:
@@ -58,7 +61,8 @@ def order_from_bytes(message: bytes) -> Order:
     ints = np.frombuffer(message, "<i4").astype(np.int64)
     kind = ints[0]
     if kind == _Kind.ALLOT:
-        return Allot(int(ints[1]))
+        num_slots, way, *limits = map(int, ints[1:])
+        return Allot(num_slots, Plan(Way(way), Limits(*limits)))
     return Forward(list(_segments(ints[1:]))) if kind == _Kind.FORWARD else Stop()
 
 

@@ -19,6 +19,7 @@ from typing import Protocol
 import torch.distributed as dist
 
 from eyas.errors import Unavailable
+from eyas.models.cuda.plan import Plan
 from eyas.models.inputs import Segment
 from eyas.models.parallel.orders import Allot, Forward, Order, Stop, order_to_bytes
 
@@ -51,8 +52,9 @@ class Ranks(Protocol):
 
     size: int
 
-    def allot(self, num_slots: int) -> None:
-        """Every rank makes room for so many slots, and forgets those before."""
+    def allot(self, num_slots: int, plan: Plan) -> AbstractContextManager[None]:
+        """The others make room for so many slots, forget those before, and prepare passes as planned; the body must do the
+        same. Raises Unavailable if one is gone."""
         ...
 
     def forward(self, segments: Sequence[Segment]) -> AbstractContextManager[None]:
@@ -61,6 +63,10 @@ class Ranks(Protocol):
 
     def watch(self, lost: Callable[[str], None]) -> None:
         """`lost` is called once with the reason when a rank is gone, from any thread; at once if one is already."""
+        ...
+
+    def before_close(self, release: Callable[[], None]) -> None:
+        """`release` is called before the ranks part, unless one is gone by then."""
         ...
 
     def close(self) -> None:
@@ -73,12 +79,15 @@ class Alone:
 
     size = 1
 
-    def allot(self, num_slots: int) -> None: ...
+    def allot(self, num_slots: int, plan: Plan) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def forward(self, segments: Sequence[Segment]) -> AbstractContextManager[None]:
         return nullcontext()
 
     def watch(self, lost: Callable[[str], None]) -> None: ...
+
+    def before_close(self, release: Callable[[], None]) -> None: ...
 
     def close(self) -> None: ...
 
@@ -92,15 +101,18 @@ class Leader:
         self._processes = processes
         self._lock = threading.Lock()
         self._watchers: list[Callable[[str], None]] = []
+        self._releases: list[Callable[[], None]] = []
         self._reason = ""
         self._closing = False
         self._gone = threading.Event()
         threading.Thread(target=self._listen, name="ranks", daemon=True).start()
         atexit.register(self.close)
 
-    def allot(self, num_slots: int) -> None:
+    @contextmanager
+    def allot(self, num_slots: int, plan: Plan) -> Iterator[None]:
         with self._in_step():
-            self._send(Allot(num_slots))
+            self._send(Allot(num_slots, plan))
+            yield
 
     @contextmanager
     def forward(self, segments: Sequence[Segment]) -> Iterator[None]:
@@ -115,6 +127,9 @@ class Leader:
         if reason:
             lost(reason)
 
+    def before_close(self, release: Callable[[], None]) -> None:
+        self._releases.append(release)
+
     def close(self) -> None:
         if self._closing:
             return
@@ -122,12 +137,14 @@ class Leader:
         if not self._reason:
             with suppress(OSError):
                 self._send(Stop())
+            for release in self._releases:
+                release()
+        if not self._reason or dist.get_backend() == "gloo":  # NCCL parts when all ranks do: with one gone, never
+            dist.destroy_process_group()
         for process in self._processes:
             process.join(0 if self._reason else _STOP_SECONDS)
             process.kill()
             process.join()
-        if not self._reason or dist.get_backend() == "gloo":  # with a rank gone, others may wait for ever
-            dist.destroy_process_group()
         for link in self._links.values():
             link.close()
 
@@ -146,15 +163,15 @@ class Leader:
             yield
             finished = True
         except (OSError, RuntimeError) as error:
-            raise Unavailable(self._blame()) from error
+            raise Unavailable(self._blame(f": {error}")) from error
         finally:
             if not finished:
                 self._blame()
 
-    def _blame(self) -> str:
+    def _blame(self, error: str = "") -> str:
         """Why the ranks are lost. That one has died is the better reason, and known in a moment."""
         if not self._gone.wait(_BLAME_SECONDS):
-            self._lose("rank 0 failed in the middle of a step, which leaves the ranks out of step")
+            self._lose(f"rank 0 failed in the middle of a step, which leaves the ranks out of step{error}")
         return self._reason
 
     def _listen(self) -> None:

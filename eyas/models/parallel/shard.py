@@ -5,7 +5,7 @@ Ranks exchange values in two places: the sum behind a layer split by rows, and t
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -24,6 +24,7 @@ PACKED = frozenset({"packed_colwise"})
 SUMMED = frozenset({"moe_tp_experts", "all_reduce"})
 WHOLE = frozenset({"replicate", "replicated_with_grad_allreduce", "embedding_rowwise", "embedding_colwise"})
 
+_KEYS_AND_VALUES = ("k_proj", "v_proj")
 _KEY_PROJECTIONS = ("k_proj", "qkv_proj", "query_key_value")
 
 
@@ -41,12 +42,28 @@ class Share:
             raise CheckpointError(f"a width of {tensor.shape[dim]} cannot be split over {self.size} ranks")
         return torch.cat([part.chunk(self.size, dim)[self.rank] for part in tensor.chunk(parts, dim)], dim)
 
+    def of_heads(self, num_heads: int) -> Share:
+        """Our part of so many key-value heads. Of fewer heads than ranks each has one, as have those beside it: the one that
+        its query heads read. Raises CheckpointError when they come out uneven."""
+        if not evenly(num_heads, self.size):
+            raise CheckpointError(
+                f"{self.size} ranks cannot share {num_heads} key-value heads evenly; "
+                "engine.tensor_parallel must divide them or be a multiple of them"
+            )
+        parts = min(num_heads, self.size)
+        return Share(self.rank * parts // self.size, parts)
 
-def shard(model: Any, share: Share) -> None:
+
+def evenly(num_kv_heads: int, num_ranks: int) -> bool:
+    """Whether ranks can have equally many key-value heads each, alone or as copies."""
+    return num_kv_heads % num_ranks == 0 or num_ranks % num_kv_heads == 0
+
+
+def shard(model: Any, share: Share, kv_heads: Sequence[int]) -> None:
     """Cut the weights of a causal LM in place and add what the ranks exchange. Every rank must do the same.
 
-    Raises CheckpointError for a model without a plan, with quantised weights, with a style that is not known here or with
-    a width that the number of ranks does not divide.
+    kv_heads: of every layer. Raises CheckpointError for a model without a plan, with quantised weights, with a style that is
+    not known here, or with a width or heads that the ranks cannot share.
     """
     plan, name = dict(getattr(model, "tp_plan", None) or {}), type(model).__name__
     if not plan:
@@ -60,7 +77,7 @@ def shard(model: Any, share: Share) -> None:
         if style in GATHERED and int(cast(Any, module).out_features) % share.size:
             continue  # everybody gets its whole output anyway
         for key, _ in list(module.named_parameters(recurse=False)):
-            _cut_parameter(module, key, _style(plan, f"{path}.{key}") or style, share)
+            _cut_parameter(module, key, _style(plan, f"{path}.{key}") or style, _share_of(path, style, share, kv_heads))
         _exchange(module, style, share)
 
 
@@ -68,6 +85,14 @@ def splits_heads(model: Any) -> bool:
     """Whether each rank holds keys and values of its own heads only, rather than of all heads."""
     plan = getattr(model, "tp_plan", None) or {}
     return any(path.rpartition(".")[2] in _KEY_PROJECTIONS and style == "colwise" for path, style in plan.items())
+
+
+def _share_of(path: str, style: str | None, share: Share, kv_heads: Sequence[int]) -> Share:
+    """What we have of a layer split by columns: of keys and values whole heads."""
+    *above, name = path.split(".")
+    if style != "colwise" or name not in _KEYS_AND_VALUES:
+        return share
+    return share.of_heads(kv_heads[int(next(part for part in reversed(above) if part.isdigit()))])
 
 
 def _style(plan: dict[str, str], path: str) -> str | None:

@@ -16,9 +16,10 @@ from eyas.engine.engine import Engine
 from eyas.engine.runner import ModelRunner
 from eyas.engine.scheduler import Scheduler
 from eyas.errors import ConfigError
-from eyas.models.cuda.graphs import CudaCapture, GraphRunner, Limits
+from eyas.models.cuda.graphs import CudaCapture, GraphRunner
 from eyas.models.cuda.launch import KernelRunner
 from eyas.models.cuda.passes import what_kernel_lacks
+from eyas.models.cuda.plan import Limits
 from eyas.models.cuda.tables import Tiling
 from eyas.models.inputs import Segment
 from eyas.models.target import TargetModel, TargetOutput, load_target

@@ -1,11 +1,14 @@
 """Several processes that share a target say what one says, and one that dies is noticed by the others."""
 
+import json
+import math
 import multiprocessing
 import signal
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
 from queue import SimpleQueue
 
 import numpy as np
@@ -23,6 +26,7 @@ from eyas.engine.build import assemble_engine, gather_ranks
 from eyas.engine.engine import Engine
 from eyas.errors import CheckpointError, ConfigError, Unavailable
 from eyas.llm import LLM
+from eyas.models.cuda.plan import Limits, Plan, Way
 from eyas.models.heads.eagle import load_fuser
 from eyas.models.heads.features import FeatureFuser
 from eyas.models.inputs import Segment, pack
@@ -36,16 +40,17 @@ from tests.engine.drafters import RandomDrafter
 from tests.tiny import write_head
 
 TREE = TreeConfig(nodes=12, depth=4, width=4)
+PLAN = Plan(Way.PLAIN, Limits(0, 0, 0))
 
 
 @pytest.fixture(scope="module")
 def target(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A tiny target whose heads four ranks can share; its vocabulary they cannot."""
+    """A tiny target whose key-value heads two ranks can share, and four have copies of; its vocabulary four cannot share."""
     torch.manual_seed(3)
     folder = tmp_path_factory.mktemp("shared")
     config = LlamaConfig(
         vocab_size=50, hidden_size=32, intermediate_size=64, num_hidden_layers=4, num_attention_heads=8,
-        num_key_value_heads=4, max_position_embeddings=256, initializer_range=0.25, bos_token_id=0, eos_token_id=1,
+        num_key_value_heads=2, max_position_embeddings=256, initializer_range=0.25, bos_token_id=0, eos_token_id=1,
         pad_token_id=2, attention_bias=True, mlp_bias=True,
     )  # fmt: skip
     model = LlamaForCausalLM(config)
@@ -117,7 +122,7 @@ def engine_of(parts: Shared, target: str, head: str, drafter: str) -> Engine:
 def test_shared_targets_say_what_the_plain_loop_says(size: int, target: str, head: str) -> None:
     expected = {r.id: reference.generate(target, list(r.prompt_ids), r.sampling) for r in requests()}
     with shared(size, target, head) as parts:
-        assert parts.model.kv_shapes == [(4 // size, 4)] * 4
+        assert parts.model.kv_shapes == [(max(1, 2 // size), 4)] * 4
         for drafter in ("eagle3", "random", "none"):
             assert run(engine_of(parts, target, head, drafter)) == expected, drafter
         check_features(parts, target)
@@ -126,10 +131,10 @@ def test_shared_targets_say_what_the_plain_loop_says(size: int, target: str, hea
 def check_features(parts: Shared, target: str) -> None:
     """What rank 0 fuses into features are the states of the whole model."""
     segment = Segment(np.arange(5, 12), np.arange(7), np.arange(7), np.arange(0), None, np.arange(7))
-    parts.ranks.allot(16)
     outputs = []
     for ranks, model in ((Alone(), load_target(target, taps=parts.fuser.taps)), (parts.ranks, parts.model)):
-        pools = SlotPools(16, model.kv_shapes, 0, torch.float32, model.device)
+        with ranks.allot(16, PLAN):
+            pools = SlotPools(16, model.kv_shapes, 0, torch.float32, model.device)
         with ranks.forward([segment]):
             outputs.append(model.forward(pack([segment], model.device), pools))
     torch.testing.assert_close(outputs[0].taps, outputs[1].taps)
@@ -153,14 +158,15 @@ def test_a_rank_that_dies_is_noticed_while_idle_and_ends_every_step(target: str,
 def test_a_step_that_rank_0_does_not_finish_loses_the_ranks(target: str, head: str) -> None:
     with shared(2, target, head) as parts:
         reasons: SimpleQueue[str] = SimpleQueue()
-        parts.ranks.allot(16)
+        with parts.ranks.allot(16, PLAN):
+            pass
         segment = Segment(np.arange(5), np.arange(5), np.arange(5), np.arange(0), None, np.arange(1))
         with pytest.raises(ZeroDivisionError), parts.ranks.forward([segment]):
             raise ZeroDivisionError
         parts.ranks.watch(reasons.put)
         assert "out of step" in reasons.get(timeout=30)
-        with pytest.raises(Unavailable, match="out of step"):
-            parts.ranks.allot(16)
+        with pytest.raises(Unavailable, match="out of step"), parts.ranks.allot(16, PLAN):
+            pass
         (process,) = multiprocessing.active_children()
         assert isinstance(parts.ranks, Leader)
         with socket.fromfd(parts.ranks._links[1].fileno(), socket.AF_INET, socket.SOCK_STREAM) as link:
@@ -179,16 +185,39 @@ def test_an_llm_over_two_processes_says_what_one_says() -> None:
     assert [r.token_ids for r in results[0]] == [r.token_ids for r in results[1]]
 
 
-def test_ranks_that_cannot_share_the_heads_are_refused(target: str, tiny_target: str) -> None:
-    with pytest.raises(CheckpointError, match="4 attention heads over 2 key-value heads"):
-        gather_ranks(Place(0, 4, "cpu"), tiny_target, "float32")
+@pytest.mark.parametrize(("heads", "kv_heads", "size"), [(4, 2, 3), (12, 6, 4), (12, 4, 6)])
+def test_ranks_that_cannot_share_the_heads_are_refused(heads: int, kv_heads: int, size: int, tmp_path: Path) -> None:
+    config = {"model_type": "llama", "num_attention_heads": heads, "num_key_value_heads": kv_heads}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(
+        CheckpointError, match=f"{size} ranks cannot share {heads} attention heads over {kv_heads} key-value"
+    ):
+        gather_ranks(Place(0, size, "cpu"), str(tmp_path), "float32")
+
+
+@given(st.integers(1, 16), st.integers(1, 16), st.integers(1, 3))
+def test_every_rank_has_the_key_value_heads_that_its_query_heads_read(size: int, kv_heads: int, more: int) -> None:
+    group = more * size // math.gcd(size, kv_heads)
+    heads = torch.arange(kv_heads).repeat_interleave(group)  # what each query head reads
+    for rank in range(size):
+        share = Share(rank, size)
+        if kv_heads % size and size % kv_heads:
+            with pytest.raises(CheckpointError, match=f"{size} ranks cannot share {kv_heads} key-value heads"):
+                share.of_heads(kv_heads)
+        else:
+            own = share.of_heads(kv_heads).cut(torch.arange(kv_heads), 0)
+            read = share.cut(heads, 0)
+            assert read.tolist() == own.repeat_interleave(len(read) // len(own)).tolist()
+
+
+def test_an_engine_of_another_number_of_ranks_is_refused(target: str) -> None:
     with pytest.raises(ConfigError, match="tensor_parallel is 2, but the target is loaded for 1"):
         assemble_engine(load_target(target), None, EngineConfig(tensor_parallel=2), TREE, None)
 
 
 def test_a_model_without_a_plan_is_refused() -> None:
     with pytest.raises(CheckpointError, match="no tensor-parallel plan"):
-        shard(torch.nn.Linear(2, 2), Share(0, 2))
+        shard(torch.nn.Linear(2, 2), Share(0, 2), [])
 
 
 @given(st.lists(st.tuples(st.integers(1, 5), st.integers(0, 9), st.booleans()), max_size=4), st.integers(0, 2**32 - 1))
@@ -205,4 +234,5 @@ def test_orders_survive_the_wire(sizes: list[tuple[int, int, bool]], seed: int) 
         for name, value in vars(ours).items():
             np.testing.assert_array_equal(value, getattr(theirs, name))
             assert (value is None) == (getattr(theirs, name) is None)
-    assert [order_from_bytes(order_to_bytes(o)) for o in (Allot(7), Stop())] == [Allot(7), Stop()]
+    others = [Allot(7, Plan(Way.GRAPHS, Limits(1, 2, 3))), Stop()]
+    assert [order_from_bytes(order_to_bytes(other)) for other in others] == others

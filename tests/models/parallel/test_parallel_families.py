@@ -35,6 +35,7 @@ FAMILIES: dict[str, PreTrainedConfig] = {
     "biases": Qwen2Config(**SIZES),
     "norms of heads": Qwen3Config(**SIZES),
     "tied and soft-capped": Gemma2Config(**SIZES, sliding_window=4),
+    "one head of keys": Qwen2Config(**{**SIZES, "num_key_value_heads": 1}),
     "fused projections": Phi3Config(**SIZES),
     "experts": MixtralConfig(**SIZES, **EXPERTS, num_local_experts=4),
     "experts beside dense layers": Qwen3MoeConfig(
@@ -55,10 +56,11 @@ def num_weights(target: TargetModel) -> int:
 
 
 def follow(folders: list[str], place: Place) -> None:
-    orders = Follower(place).orders()
+    follower = Follower(place)
     for folder in folders:
         logits_of(load_target(folder, share=Share(place.rank, place.size)))
-    list(orders)
+    list(follower.orders())
+    follower.leave()
 
 
 def test_shared_families_equal_the_whole_model(tmp_path: Path) -> None:
@@ -81,4 +83,4 @@ def test_a_plan_with_an_unknown_style_is_refused() -> None:
     model = AutoModelForCausalLM.from_config(FAMILIES["biases"])
     model.tp_plan = {"lm_head": "sequence_parallel"}
     with pytest.raises(CheckpointError, match="sequence_parallel"):
-        shard(model, Share(0, 2))
+        shard(model, Share(0, 2), [2, 2])

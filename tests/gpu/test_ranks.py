@@ -1,0 +1,51 @@
+"""What only several GPUs can show: captured sums, and ranks that part in time afterwards."""
+
+import multiprocessing
+
+import pytest
+import torch
+
+from eyas.config import EngineConfig, TreeConfig
+from eyas.engine.build import assemble_engine, gather_ranks, load_model
+from eyas.models.cuda.passes import plan_passes
+from eyas.models.cuda.plan import Way
+from eyas.models.parallel.ranks import Place
+from eyas.request import Request, SamplingParams
+from tests import reference
+from tests.engine.drafters import RandomDrafter
+
+pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+
+TREE = TreeConfig(nodes=12, depth=4, width=4)
+REQUESTS = [
+    Request(f"{n}", tuple(range(3, 3 + n)), SamplingParams(24, temperature, seed=n, ignore_eos=True))
+    for n, temperature in ((1, 0.0), (7, 0.9), (30, 0.0), (11, 0.9))
+]
+
+
+@pytest.mark.parametrize("way", [Way.GRAPHS, Way.KERNEL])
+@pytest.mark.parametrize("size", [2, 4])
+def test_float32_over_ranks_says_what_the_plain_loop_on_the_cpu_says(
+    tiny_target: str, way: Way, size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("eyas.models.parallel.ranks._STOP_SECONDS", 60)
+    if torch.cuda.device_count() < size:
+        pytest.skip(f"needs {size} CUDA devices")
+    config = EngineConfig(num_slots=1024, step_tokens=16, cuda_graphs=way is Way.GRAPHS, tensor_parallel=size)
+    ranks = gather_ranks(Place(0, size, "cuda"), tiny_target, "float32")
+    processes = multiprocessing.active_children()
+    try:
+        target = load_model(tiny_target, None, "float32", "cuda", config, ranks)
+        assert plan_passes(target, config, TREE, 256).way is way
+        engine = assemble_engine(target, None, config, TREE, RandomDrafter(48), ranks)
+        emitted: dict[str, list[int]] = {request.id: [] for request in REQUESTS}
+        for request in REQUESTS:
+            engine.submit(request)
+        while engine.has_work:
+            for chunk in engine.step():
+                emitted[chunk.request_id] += chunk.token_ids
+    finally:
+        ranks.close()
+    assert [process.exitcode for process in processes] == [0] * (size - 1), "parted by themselves"
+    for request in REQUESTS:
+        assert emitted[request.id] == reference.generate(tiny_target, list(request.prompt_ids), request.sampling)

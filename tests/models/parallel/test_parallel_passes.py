@@ -1,0 +1,156 @@
+"""Ranks that pad their passes to captured buckets agree on every bucket, and say what one process says.
+
+Capturing is CUDA's; here a captured pass runs again from the same closure. The kernel runs in triton's interpreter.
+"""
+
+import multiprocessing
+import os
+import weakref
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from eyas.cache.kv import SlotPools
+from eyas.config import EngineConfig, TreeConfig
+from eyas.engine.build import follow
+from eyas.engine.drafting import Drafting
+from eyas.engine.engine import Engine
+from eyas.engine.runner import ModelRunner
+from eyas.engine.scheduler import Scheduler
+from eyas.errors import ConfigError
+from eyas.models.attention import KVPools, attend
+from eyas.models.cuda.graphs import Out
+from eyas.models.cuda.passes import Passes, build_passes, plan_passes, release
+from eyas.models.cuda.plan import Limits, Plan, Way
+from eyas.models.cuda.tables import Tiling, lay_out, num_wanted, tight_shape, upload, view
+from eyas.models.inputs import Segment, pack
+from eyas.models.parallel.joining import lead
+from eyas.models.parallel.orders import Allot, order_from_bytes, order_to_bytes
+from eyas.models.parallel.ranks import Place, Ranks
+from eyas.models.parallel.shard import Share
+from eyas.models.target import TargetModel, load_target
+from eyas.request import Request, SamplingParams
+from tests import reference
+from tests.engine.drafters import RandomDrafter
+from tests.models.cuda.forests import Heads, make_pools, passes, scaling_of
+from tests.tiny import write_target
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+PLAN = Plan(Way.GRAPHS, Limits(rows=12, segments=2, prefix=100))
+NUM_SLOTS = 100
+
+
+class Noted:
+    """A stand-in for capturing that writes down what is captured, replayed and freed, one line each."""
+
+    def __init__(self, folder: Path) -> None:
+        self._file = folder / f"{os.getpid()}"
+
+    def __call__(self, run: Callable[[], Out]) -> Callable[[], Out]:
+        rows = len(run().logits)  # type: ignore[attr-defined]
+        self._note(f"captured {rows}")
+
+        def replay() -> Out:
+            self._note(f"replayed {rows}")
+            return run()
+
+        weakref.finalize(replay, self._note_end, rows)
+        return replay
+
+    def _note_end(self, rows: int) -> None:
+        self._note(f"freed {rows} {'in' if dist.is_initialized() else 'behind'} the group")
+
+    def _note(self, line: str) -> None:
+        with self._file.open("a") as file:
+            print(line, file=file)
+
+
+def build_noted(folder: Path, plan: Plan, target: TargetModel, pools: KVPools, scratch: int) -> Passes:
+    return build_passes(plan, target, pools, scratch, iter, lambda device: Noted(folder))
+
+
+def make_engine(ranks: Ranks, target: TargetModel, notes: Path) -> Engine:
+    """As assemble_engine makes it where there is CUDA."""
+    with ranks.allot(NUM_SLOTS, PLAN):
+        pools = SlotPools(NUM_SLOTS, target.kv_shapes, 0, target.dtype, target.device)
+        ways = build_noted(notes, PLAN, target, pools, pools.scratch)
+    ranks.before_close(partial(release, ways))
+    runner = ModelRunner(target, pools, None, ways, ranks)
+    scheduler = Scheduler(EngineConfig(num_slots=NUM_SLOTS, step_tokens=16), TreeConfig(5, 3, 2), frozenset())
+    return Engine(scheduler, Drafting(RandomDrafter(48), runner, "match"), runner, 256)
+
+
+def test_ranks_agree_on_buckets_and_say_what_the_plain_loop_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("eyas.models.parallel.ranks._STOP_SECONDS", 100)
+    folder, notes = str(write_target(tmp_path / "target", layers=1)), tmp_path / "notes"
+    notes.mkdir()
+    ranks = lead(Place(0, 2, "cpu"), partial(follow, folder, "float32", 0, build=partial(build_noted, notes)))
+    (process,) = multiprocessing.active_children()
+    try:
+        engine = make_engine(ranks, load_target(folder, share=Share(0, 2)), notes)
+        requests = [
+            Request(f"{n}", tuple(range(3, 3 + n)), SamplingParams(4, 0.9, seed=n, ignore_eos=True)) for n in (1, 20)
+        ]
+        for request in requests:
+            engine.submit(request)
+        emitted: dict[str, list[int]] = {request.id: [] for request in requests}
+        while engine.has_work:
+            for chunk in engine.step():
+                emitted[chunk.request_id] += chunk.token_ids
+    finally:
+        ranks.close()
+    assert process.exitcode == 0, "parted by itself"
+    for request in requests:
+        assert emitted[request.id] == reference.generate(folder, list(request.prompt_ids), request.sampling)
+    check_notes(*(file.read_text().splitlines() for file in notes.iterdir()))
+
+
+def check_notes(ours: list[str], theirs: list[str]) -> None:
+    assert ours == theirs
+    assert ours[:5] == ["captured 12", "captured 8", "captured 4", "captured 2", "captured 1"]
+    assert len(set(ours[5:-5])) > 1, "passes of several sizes were replayed"
+    assert all(line.startswith("replayed") for line in ours[5:-5])
+    assert all(line.startswith("freed") and line.endswith("in the group") for line in ours[-5:])
+
+
+@settings(max_examples=8)
+@given(
+    segments=passes(max_segments=3, max_rows=8),
+    heads=st.sampled_from([Heads(8, 4, 16), Heads(8, 2, 16), Heads(4, 1, 24)]),
+    window=st.sampled_from([None, 5]),
+    size=st.sampled_from([2, 4]),
+)
+def test_the_kernel_on_a_share_of_heads_equals_plain_attention_on_all(
+    segments: list[Segment], heads: Heads, window: int | None, size: int
+) -> None:
+    scratch, rows = sum(len(s.tokens) + len(s.prefix) for s in segments), sum(len(s.tokens) for s in segments)
+    pools = make_pools(scratch, heads, 0, torch.float32)
+    keys, values = (pool.float().to(DEVICE) for pool in (pools.keys, pools.values))
+    query = torch.randn(rows, heads.query, heads.width, generator=torch.Generator().manual_seed(1)).to(DEVICE)
+    whole = attend(query, keys, values, pack(segments, DEVICE), scaling_of(heads), window)
+    for share in (Share(rank, size) for rank in range(size)):
+        own, ours = share.of_heads(heads.kv), share.cut(query, 1)
+        num_kv = own.cut(keys, 1).shape[1]
+        shape = tight_shape(segments, Tiling(ours.shape[1] // num_kv, num_kv, 6))
+        tables = view(upload(lay_out(segments, shape, scratch), DEVICE), shape, num_wanted(segments))
+        got = attend(ours, own.cut(keys, 1), own.cut(values, 1), tables, scaling_of(heads), window)
+        torch.testing.assert_close(got, share.cut(whole, 1), atol=2e-6, rtol=2e-6)
+
+
+def test_the_largest_plan_fits_into_an_order(tiny_target: str) -> None:
+    plan = plan_passes(load_target(tiny_target), EngineConfig(num_slots=8, max_running=4096), TreeConfig(), 1 << 24)
+    assert order_from_bytes(order_to_bytes(Allot(8, plan))) == Allot(8, plan)
+
+
+def test_a_rank_that_lacks_what_rank_0_planned_says_so(tiny_target: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = load_target(tiny_target)
+    monkeypatch.setitem(target.__dict__, "kv_shapes", [(2, 512)])
+    pools = SlotPools(8, [(2, 8)], 0, target.dtype, target.device)
+    with pytest.raises(ConfigError, match="rank 0 takes the kernel for attention, but here heads are 512 wide"):
+        build_passes(Plan(Way.KERNEL, PLAN.limits), target, pools, pools.scratch)
