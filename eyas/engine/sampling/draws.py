@@ -26,19 +26,19 @@ class Draw:
     position: int
 
 
-def sample(logits: Tensor, draws: Sequence[Draw]) -> list[int]:
-    """One token id per row; logits float32 [N, V]. The only wait for the device in a step. V where logits are NaN.
+def sample(logits: Tensor, draws: Sequence[Draw]) -> Tensor:
+    """One token id per row, int64 [N]; logits float32 [N, V]. V where logits are NaN. Does not wait for the device.
 
     Temperature 0 takes the likeliest token. Above it, argmin noise/law: noise depends on (seed, position, token) alone.
     """
     random = [row for row, draw in enumerate(draws) if draw.key.temperature > 0]
     if random and len(random) == len(draws):
-        return _race(logits, draws).tolist()
+        return _race(logits, draws)
     tokens = greedy(logits)
     if random:
         rows = upload(random, logits.device)
         tokens[rows] = _race(logits[rows], [draws[row] for row in random])
-    return tokens.tolist()
+    return tokens
 
 
 def target_law(logits: Tensor, draws: Sequence[Draw]) -> Tensor:
