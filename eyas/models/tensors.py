@@ -24,6 +24,13 @@ def upload(values: npt.NDArray[Any] | Sequence[int], device: torch.device) -> Te
     return (host.pin_memory() if device.type == "cuda" else host).to(device, non_blocking=True)
 
 
+def moved(tensor: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
+    """The tensor on a device in a dtype. On its way from the host to CUDA nobody waits for it."""
+    on_host = tensor.device.type == "cpu"
+    pinned = tensor.pin_memory() if on_host and device.type == "cuda" else tensor
+    return pinned.to(device, non_blocking=on_host).to(dtype)
+
+
 def download(*tensors: Tensor) -> list[npt.NDArray[np.float64]]:
     """Numbers of one device on the host, in one copy, hence one wait: float64 arrays of the tensors' shapes. Whole numbers
     must lie within 2**53."""
