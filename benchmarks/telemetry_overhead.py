@@ -178,9 +178,5 @@ def table(costs: Sequence[Cost]) -> Table:
     return Table("Telling", columns, tuple(rows), note)
 
 
-def _percent(share: float) -> str:
-    return f"{100 * share:.2f} %"
-
-
 if __name__ == "__main__":
     typer.run(main)

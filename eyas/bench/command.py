@@ -14,7 +14,7 @@ from rich.progress import Progress
 from eyas.bench.methods.settings import MethodSpec, MethodsSettings
 from eyas.bench.workloads import OfflineSettings
 from eyas.config import BudgetPolicy, Dtype, TreeConfig
-from eyas.errors import EyasError
+from eyas.errors import ConfigError, EyasError
 
 # Drawing takes time away from what is measured.
 REFRESHES_PER_SECOND = 1
@@ -101,8 +101,13 @@ def _methods(settings: MethodsSettings, out: Path) -> None:
     command = shlex.join(["eyas", *sys.argv[1:]])
     page = Report.here("methods", command, settings.device, settings, results, results.tables()).write(out)
     print(page.read_text(encoding="utf-8"))
-    draw(results.scores, page.with_suffix(".png"))
-    print(f"written to {page}, {page.with_suffix('.json')} and {page.with_suffix('.png')}")
+    print(f"written to {page} and {page.with_suffix('.json')}")
+    try:
+        draw(results.scores, page.with_suffix(".png"))
+    except ConfigError as error:
+        print(f"no picture: {error}", file=sys.stderr)
+    else:
+        print(f"drawn as {page.with_suffix('.png')}")
 
 
 def _offline(settings: OfflineSettings, out: Path) -> None:

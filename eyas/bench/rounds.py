@@ -69,7 +69,7 @@ def _verify_step(runner: ModelRunner, batch: int, cached: int, room: int, rows: 
         sequence.extend(slots[:cached])
         works.append(Work(sequence, slots[cached:], cached, tree))
     draws = [Draw(GREEDY, position) for work in works for position in work.drawn]
-    return lambda: sample(runner.forward(works), draws)
+    return lambda: sample(runner.forward(works), draws).tolist()
 
 
 def _context(session: str, base: int, count: int, budget: Budget, width: int, target: TargetModel) -> DraftContext:

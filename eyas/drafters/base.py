@@ -15,6 +15,7 @@ from typing import Protocol, TypeAlias
 from torch import Tensor
 
 from eyas.commit import Commit, Refusal
+from eyas.models.tensors import upload
 from eyas.tree import DraftTree
 
 DraftContext: TypeAlias = Commit[Tensor]
@@ -116,6 +117,6 @@ def fill_in_trees(
     """
     for proposal, make_trees in (("deterministic", grow), ("sampled", draw)):
         asked = [k for k, row in enumerate(rows) if contexts[row].budget.wants_tree and contexts[row].proposal == proposal]
-        trees = make_trees([contexts[rows[k]] for k in asked], states[asked]) if asked else []
+        trees = make_trees([contexts[rows[k]] for k in asked], states[upload(asked, states.device)]) if asked else []
         for k, tree in zip(asked, trees, strict=True):
             drafts[rows[k]] = tree

@@ -20,6 +20,7 @@ from eyas.config import EagleConfig
 from eyas.drafters.base import DraftContext
 from eyas.drafters.expand import Candidates
 from eyas.models.inputs import Ints
+from eyas.models.tensors import download
 
 Reals = npt.NDArray[np.float64]
 
@@ -175,9 +176,8 @@ class CalibratedScale:
         self.skip()
         if not ranker.normalisers:
             return
-        laws = torch.cat(list(ranker.normalisers), 1).double().cpu().numpy()
-        columns = (ids[candidates.tokens].double(), candidates.parents.double(), candidates.scores.double())
-        tokens, parents, scores = torch.stack(columns).cpu().numpy()
+        measured = torch.cat(list(ranker.normalisers), 1)
+        laws, tokens, parents, scores = download(measured, ids[candidates.tokens], candidates.parents, candidates.scores)
         starts = np.flatnonzero(np.diff(parents[0], prepend=-1))
         bounds = np.append(starts, parents.shape[1])
         laws = laws[:, _law_rows(starts, candidates.ends, [law.shape[1] for law in ranker.normalisers])]

@@ -11,12 +11,14 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from eyas.commit import Budget
 from eyas.config import TreeConfig
 from eyas.models.sampling.law import Ranked, rank
+from eyas.models.tensors import upload
 from eyas.tree import DraftTree
 
 
@@ -100,9 +102,14 @@ def select(candidates: Candidates, roots: Sequence[int], budgets: Sequence[Budge
     Ties go to the lower candidate number, hence to the shallower: with scores that never grow along a path, a chosen
     node's parent is chosen too. target_ids maps draft vocabulary ids to the target's. One copy to the host.
     """
+    return trees(chosen(candidates, budgets, target_ids).tolist(), roots)
+
+
+def chosen(candidates: Candidates, budgets: Sequence[Budget], target_ids: Tensor) -> Tensor:
+    """`select` as far as it goes without the host: the columns of `trees`."""
     most = max(budget.max_nodes for budget in budgets) - 1
-    bounds = torch.tensor([[b.max_nodes - 1, b.max_depth] for b in budgets], device=candidates.scores.device)
-    return trees(choose(candidates, bounds[:, 0], bounds[:, 1], most, target_ids).tolist(), roots)
+    limits, depths = upload(np.array([(b.max_nodes - 1, b.max_depth) for b in budgets]).T, candidates.scores.device)
+    return choose(candidates, limits, depths, most, target_ids)
 
 
 def choose(candidates: Candidates, limits: Tensor, depths: Tensor, most: int, target_ids: Tensor) -> Tensor:

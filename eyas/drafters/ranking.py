@@ -21,6 +21,7 @@ from eyas.drafters.calibration import FixedScale, NoiseScale
 from eyas.models.inputs import Ints
 from eyas.models.sampling.law import Filters, filtered_law
 from eyas.models.sampling.noise import exponential_noise_at, signed
+from eyas.models.tensors import upload
 
 # "plain": no session shares its noise; "filtered": some of those that do filter their law too.
 Kind = Literal["plain", "noised", "filtered"]
@@ -81,6 +82,23 @@ def kind_of(words: Ints) -> Kind:
     return "filtered" if ((words[3] > 0) | (top_p < 1) | (min_p > 0)).any() else "noised"
 
 
+def _filtering(words: Ints) -> list[int]:
+    """Sessions whose top-k or top-p does something."""
+    return np.flatnonzero((words[3] > 0) | (words[6].view(np.float64) < 1)).tolist()
+
+
+def law_where(filtering: Sequence[int], num_sessions: int, device: torch.device) -> Law:
+    """`filtered_law` of the rows of sessions, as many of each, where only the `filtering` ones have top-k or top-p."""
+    sessions = upload(filtering, device)
+
+    def law(logits: Tensor, filters: Filters) -> Tensor:
+        each = len(logits) // num_sessions
+        rows = sessions[:, None] * each + torch.arange(each, device=device)
+        return filtered_law(logits, filters, rows.flatten())
+
+    return law
+
+
 class PlainScorer:
     """Plain log-softmax."""
 
@@ -139,8 +157,9 @@ class Ranker:
         if kind == "plain":
             self._scorer: Scorer = PlainScorer()
             return
-        rows = noise_rows(torch.from_numpy(words).to(draft_ids.device))
-        perturbed = PerturbedScorer(rows, levels, draft_ids, filtered_law if kind == "filtered" else None, grid)
+        device = draft_ids.device
+        law = law_where(_filtering(words), len(contexts), device) if kind == "filtered" else None
+        perturbed = PerturbedScorer(noise_rows(upload(words, device)), levels, draft_ids, law, grid)
         self._scorer, self.normalisers = perturbed, perturbed.normalisers
 
     def scores(self, logits: Tensor, level: int) -> Tensor:

@@ -17,7 +17,9 @@ from torch import Tensor
 from eyas.config import TreeConfig
 from eyas.drafters.base import DraftContext
 from eyas.drafters.expand import Expansion
-from eyas.models.sampling.law import Filters, Ranked, filtered_law, race, rank
+from eyas.drafters.ranking import law_where
+from eyas.models.sampling.keys import filtering, filters_of
+from eyas.models.sampling.law import Filters, race, rank
 from eyas.models.sampling.noise import exponential_noise
 from eyas.tree import DraftLaw, DraftTree, Sampled
 
@@ -27,25 +29,29 @@ class FilteredDraft:
 
     def __init__(self, contexts: Sequence[DraftContext], device: torch.device) -> None:
         keys = [context.noise for context in contexts]
-        self._filters = Filters(
-            torch.tensor([key.temperature for key in keys], dtype=torch.float32, device=device),
-            torch.tensor([key.top_k for key in keys], device=device),
-            torch.tensor([key.top_p for key in keys], dtype=torch.float32, device=device),
-            torch.tensor([key.min_p for key in keys], dtype=torch.float32, device=device),
-        )
+        self._filters = filters_of(keys, device)
+        self._law = law_where(filtering(keys), len(keys), device)
 
     def scores(self, logits: Tensor, level: int) -> Tensor:
         """Probabilities, not normalised, of the children of nodes at any level; float32 [S, R, D] in and out."""
         filters = Filters(*(setting.repeat_interleave(logits.shape[1]) for setting in self._filters))
-        return filtered_law(logits.flatten(0, 1), filters).view_as(logits)
+        return self._law(logits.flatten(0, 1), filters).view_as(logits)
 
 
 def draw_chains(
     expansion: Expansion, contexts: Sequence[DraftContext], shape: TreeConfig, law_tokens: int, target_ids: Tensor
 ) -> list[DraftTree]:
-    """One chain per context, as long as `shape` and its budget allow; the expansion scores by probabilities.
+    """One chain per context, as long as `shape` and its budget allow. One copy to the host."""
+    return chains(draw(expansion, contexts, shape, law_tokens, target_ids).tolist(), contexts, shape)
 
-    law_tokens: most tokens of a level's law. target_ids maps draft vocabulary ids to the target's. One copy to the host.
+
+def draw(
+    expansion: Expansion, contexts: Sequence[DraftContext], shape: TreeConfig, law_tokens: int, target_ids: Tensor
+) -> Tensor:
+    """Chains of `shape.depth` levels; the expansion scores by probabilities. Float64 [S, L, 2 K + 1]: token ids, their
+    probabilities, and the place of the drawn one.
+
+    law_tokens: most tokens of a level's law. target_ids maps draft vocabulary ids to the target's.
     """
     levels = shape.depth
     seeds = [context.noise.seed for context in contexts for _ in range(levels)]
@@ -59,16 +65,17 @@ def draw_chains(
         places.append(place)
         if level + 1 < levels:
             law = expansion.next(level + 1, torch.zeros_like(place), kept.ids.gather(1, place))
-    lengths = [min(c.budget.max_depth, min(c.budget.max_nodes, shape.nodes) - 1) for c in contexts]
-    rows = _rows(laws, torch.cat(places, 1), target_ids)
-    return [_chain(c.tokens[-1], row[:length]) for c, row, length in zip(contexts, rows, lengths, strict=True)]
-
-
-def _rows(laws: Sequence[Ranked], places: Tensor, target_ids: Tensor) -> list[list[list[float]]]:
-    """For each session and level 2 K + 1 numbers: token ids, their probabilities, and the place of the drawn one."""
     ids = torch.stack([target_ids[law.ids] for law in laws], 1).double()
     probs = torch.stack([law.scores for law in laws], 1).double()
-    return torch.cat([ids, probs, places[:, :, None].double()], 2).tolist()
+    return torch.cat([ids, probs, torch.cat(places, 1)[:, :, None].double()], 2)
+
+
+def chains(
+    drawn: Sequence[Sequence[Sequence[float]]], contexts: Sequence[DraftContext], shape: TreeConfig
+) -> list[DraftTree]:
+    """Of what `draw` gave, as much as `shape` and the budgets allow."""
+    lengths = [min(c.budget.max_depth, min(c.budget.max_nodes, shape.nodes) - 1) for c in contexts]
+    return [_chain(c.tokens[-1], rows[:length]) for c, rows, length in zip(contexts, drawn, lengths, strict=True)]
 
 
 def _chain(root: int, rows: Sequence[Sequence[float]]) -> DraftTree:

@@ -15,6 +15,7 @@ from torch import Tensor
 from eyas.config import TreePaths
 from eyas.drafters.expand import Candidates, Expansion
 from eyas.models.sampling.law import Ranked, rank
+from eyas.models.tensors import upload
 
 
 @dataclass(frozen=True)
@@ -33,7 +34,7 @@ class _Level:
     def on(self, device: torch.device) -> _Places:
         """The same on a device."""
         columns = (self.rows, self.ranks, self.parents, self.expanded, self.expanded_rows)
-        return _Places(*(torch.tensor(column, dtype=torch.int64, device=device) for column in columns))
+        return _Places(*(upload(column, device) for column in columns))
 
 
 @dataclass(frozen=True)

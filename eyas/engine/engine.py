@@ -3,24 +3,21 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from functools import partial
 
-from eyas.engine.acceptance.match import Accepted, accept
-from eyas.engine.acceptance.trials import accept_sampled
+from eyas.engine.acceptance.outcomes import decide
 from eyas.engine.budget.policy import FixedBudget, TreeBudget
-from eyas.engine.drafting import Drafting, noise_key
+from eyas.engine.drafting import Drafting
 from eyas.engine.runner import ModelRunner
-from eyas.engine.sampling.draws import Draw, sample
-from eyas.engine.sampling.logprobs import attached, drawn_rows, log_probabilities
+from eyas.engine.sampling.logprobs import attached
 from eyas.engine.sampling.rules import LogitRules
 from eyas.engine.scheduler import Scheduler
 from eyas.engine.sequence import Work
 from eyas.limits import check_fit, check_ready, check_request
 from eyas.request import Chunk, Request
-from eyas.tree import DraftTree
 
 
 @dataclass(frozen=True)
@@ -63,8 +60,10 @@ class Engine:
         runner: ModelRunner,
         context_length: int,
         budget: TreeBudget | None = None,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """budget: how large trees may be; as large as the scheduler allows if left out."""
+        """budget: how large trees may be; as large as the scheduler allows if left out. clock: in seconds."""
+        self._clock = clock
         self._budget = budget or FixedBudget()
         self._scheduler = scheduler
         self._drafting = drafting
@@ -77,24 +76,20 @@ class Engine:
         """Advance every running request by one forward pass; new tokens, and final chunks of those that ended."""
         self.report = StepReport()
         chunks = self.reap()
-        started = time.perf_counter()
-        self._budget.start()
+        started = self._clock()
         trees = self._drafting.collect()
-        self._budget.drafted()
-        collected = time.perf_counter()
-        works = self._scheduler.schedule(trees)
+        collected = self._clock()
+        self._budget.drafted(collected - started)
+        works, verify = self._scheduler.schedule(trees), 0.0
         if works:
             logits = self._runner.forward(works)
-            draws, drawn = _draws(works), self._rules.applied(drawn_rows(logits, works), works)
-            tokens = sample(drawn, draws)
-            sampled = accept_sampled(works, drawn, draws, tokens)
-            accepted = _accept(works, tokens, sampled, self.vocab_size)
-            told = log_probabilities(logits, works, accepted)
-            committed = self._scheduler.commit(works, accepted)
+            outcomes = decide(works, logits, self._rules)
+            committed = self._scheduler.commit(works, outcomes.accepted)
             self._release([chunk.request_id for chunk in committed if chunk.finish_reason])
-            chunks += attached(committed, told)
-            self._budget.verified(works, accepted)
-        self.report = self._reported(works, collected - started, time.perf_counter() - collected)
+            chunks += attached(committed, outcomes.told)
+            verify = self._clock() - collected
+            self._budget.verified(works, outcomes.accepted, verify)
+        self.report = self._reported(works, collected - started, verify)
         nodes = self._budget.choose(self._scheduler.num_decoding, self._scheduler.most_nodes)
         self._drafting.ask(self._scheduler.running, partial(self._scheduler.budget, nodes=nodes))
         return chunks
@@ -120,7 +115,7 @@ class Engine:
     def _reported(self, works: Seq[Work], wait: float, verify: float) -> StepReport:
         began, preempted = self._scheduler.moves
         num_rows = sum(len(work.slots) for work in works)
-        return StepReport(wait, verify if works else 0.0, num_rows, tuple(began), tuple(preempted))
+        return StepReport(wait, verify, num_rows, tuple(began), tuple(preempted))
 
     def _release(self, request_ids: Seq[str]) -> None:
         self._rules.release(request_ids)
@@ -159,25 +154,3 @@ class Engine:
     def check(self) -> None:
         """Assert the integrity of slots, owners and cached prefixes. Valid between steps."""
         self._scheduler.check()
-
-
-def _draws(works: Seq[Work]) -> list[Draw]:
-    """Who draws each row of logits."""
-    return [Draw(noise_key(work.sequence.request), position) for work in works for position in work.drawn]
-
-
-def _accept(works: Seq[Work], tokens: Seq[int], sampled: Mapping[str, Accepted], vocab_size: int) -> list[Accepted | None]:
-    """Walk every tree with its own samples, but for the `sampled` ones, whose outcome is known; None for a prompt chunk that
-    is not the last. A sample outside the vocabulary stands for logits that are not numbers: it fails its sequence."""
-    accepted: list[Accepted | None] = []
-    row = 0
-    for work in works:
-        samples = tuple(tokens[row : row + len(work.drawn)])
-        tree = work.tree or DraftTree.root_only(work.sequence.tokens[-1])
-        outcome = sampled.get(work.sequence.request.id) or (accept(tree, samples) if samples else None)
-        if outcome is not None and outcome.tokens[-1] >= vocab_size:
-            work.sequence.failure = "the target gave logits that are not numbers; its weights or dtype do not work here"
-        accepted.append(outcome)
-        work.sequence.samples = samples if work.tree is not None else ()
-        row += len(samples)
-    return accepted

@@ -17,6 +17,7 @@ from eyas.models.heads.features import FeatureFuser
 from eyas.models.inputs import Segment, pack
 from eyas.models.numerics.blocks import blocks, exact_attend
 from eyas.models.target import TargetModel
+from eyas.models.tensors import upload
 
 
 class FixedRunner(ModelRunner):
@@ -42,4 +43,4 @@ class FixedRunner(ModelRunner):
         count = len(block.tokens) if len(block.wanted) else 0
         whole = replace(block, wanted=np.arange(count))
         logits = self._run(self.target, replace(pack([whole], self.target.device), attend=exact_attend))
-        return logits[torch.from_numpy(block.wanted).to(logits.device)]
+        return logits[upload(block.wanted, logits.device)]

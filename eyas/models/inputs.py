@@ -14,6 +14,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from eyas.models.tensors import upload
+
 Ints = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
 
@@ -101,7 +103,7 @@ class Group:
             n, length = self._counts[b], self._lengths[b]
             mask[b, :n, :length] = True
             mask[b, :n, length : length + n] = np.tri(n, dtype=np.bool_) if segment.visible is None else segment.visible
-        return torch.from_numpy(mask).to(self._device)
+        return upload(mask, self._device)
 
     @cached_property
     def _cell_rows(self) -> Ints:
@@ -229,4 +231,4 @@ def _bias(group: Group, window: int | None, dtype: torch.dtype, heads_per_kv: in
 
 
 def _tensor(array: Ints, device: torch.device) -> Tensor:
-    return torch.from_numpy(np.ascontiguousarray(array, dtype=np.int64)).to(device)
+    return upload(np.ascontiguousarray(array, dtype=np.int64), device)

@@ -1,4 +1,4 @@
-"""Tensors to bytes and back, for whoever sends features away; numbers to a device. Knows no network and no sequences."""
+"""Tensors to bytes and back, for who sends features away; numbers to a device and back. Knows no network, no sequences."""
 
 from __future__ import annotations
 
@@ -21,7 +21,22 @@ def upload(values: npt.NDArray[Any] | Sequence[int], device: torch.device) -> Te
     """Numbers on a device, in an array's own type and shape, or whole ones as int64 [n]. On CUDA the host does not wait for
     the copy."""
     host = torch.from_numpy(values) if isinstance(values, np.ndarray) else torch.tensor(values, dtype=torch.int64)
-    return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host.to(device)
+    return (host.pin_memory() if device.type == "cuda" else host).to(device, non_blocking=True)
+
+
+def moved(tensor: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
+    """The tensor on a device in a dtype. On its way from the host to CUDA nobody waits for it."""
+    on_host = tensor.device.type == "cpu"
+    pinned = tensor.pin_memory() if on_host and device.type == "cuda" else tensor
+    return pinned.to(device, non_blocking=on_host).to(dtype)
+
+
+def download(*tensors: Tensor) -> list[npt.NDArray[np.float64]]:
+    """Numbers of one device on the host, in one copy, hence one wait: float64 arrays of the tensors' shapes. Whole numbers
+    must lie within 2**53."""
+    flat = torch.cat([tensor.flatten().double() for tensor in tensors]).cpu().numpy()
+    ends = np.cumsum([tensor.numel() for tensor in tensors])
+    return [part.reshape(tensor.shape) for part, tensor in zip(np.split(flat, ends[:-1]), tensors, strict=True)]
 
 
 def tensor_to_bytes(tensor: Tensor) -> TensorBytes:

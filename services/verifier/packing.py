@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+import torch
 
 from eyas.commit import Budget, Commit, TensorBytes
 from eyas.drafters.base import DraftContext
@@ -18,7 +21,7 @@ def pack(contexts: Sequence[DraftContext], max_tokens: int) -> list[list[Commit[
     """
     messages: list[list[Commit[TensorBytes]]] = []
     room: list[int] = []
-    for context in contexts:
+    for context in _on_host(contexts):
         earliest = 0
         for piece in _pieces(context, max_tokens):
             size = len(piece.tokens)
@@ -30,6 +33,15 @@ def pack(contexts: Sequence[DraftContext], max_tokens: int) -> list[list[Commit[
             room[index] -= size
             earliest = index + 1
     return messages
+
+
+def _on_host(contexts: Sequence[DraftContext]) -> list[DraftContext]:
+    """The same with their features on the host, all in one copy."""
+    features = [context.features for context in contexts if context.features is not None]
+    if not features:
+        return list(contexts)
+    parts = iter(torch.split(torch.cat(features).cpu(), [len(part) for part in features]))
+    return [context if context.features is None else replace(context, features=next(parts)) for context in contexts]
 
 
 def _pieces(context: DraftContext, max_tokens: int) -> Iterator[Commit[TensorBytes]]:

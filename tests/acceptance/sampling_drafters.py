@@ -8,8 +8,10 @@ import torch
 from torch import Tensor
 
 from eyas.drafters.base import Draft, DraftContext, DrafterNeeds, LocalDrafter
-from eyas.models.sampling.law import Filters, filtered_law
+from eyas.models.sampling.keys import filtering, filters_of
+from eyas.models.sampling.law import filtered_law
 from eyas.models.sampling.noise import exponential_noise
+from eyas.models.tensors import upload
 from eyas.tree import DraftLaw, DraftTree, Sampled
 from tests import reference
 
@@ -45,9 +47,8 @@ class BigramDrafter(LocalDrafter):
         return replace(tree, sampled=Sampled(laws, self._replacement)) if laws else tree
 
     def _law(self, token: int, context: DraftContext) -> DraftLaw:
-        key = context.noise
-        settings = (key.temperature, key.top_k, key.top_p, key.min_p)
-        row = filtered_law(self._logits[token][None], Filters(*(torch.tensor([setting]) for setting in settings)))[0]
+        keys, cpu = [context.noise], torch.device("cpu")
+        (row,) = filtered_law(self._logits[token][None], filters_of(keys, cpu), upload(filtering(keys), cpu))
         kept = [token for token in row.argsort(descending=True).tolist()[: self._law_tokens] if row[token] > 0]
         return DraftLaw(tuple(kept), tuple(row[kept].tolist()))
 

@@ -197,7 +197,7 @@ def test_logits_that_are_not_numbers_fail_their_own_request_only(tiny_target: st
     engine = make_engine(make_drafter("chain", tiny_target, tiny_head), tiny_target, tiny_head)
     with torch.no_grad():
         engine._runner.target.model.get_input_embeddings().weight[47] = float("nan")
-    engine.submit(Request("bad", (47, 5), replace(PARAMS, seed=0)))
+    engine.submit(Request("bad", (47, 5), replace(PARAMS, seed=0, logprobs=2, prompt_logprobs=1)))
     engine.submit(Request("good", (9, 10), replace(PARAMS, seed=0, max_tokens=3)))
     ends = {}
     while engine.has_work:

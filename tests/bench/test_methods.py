@@ -1,6 +1,7 @@
 """`eyas bench methods`: what it counts, and that it runs every method that it is given."""
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -47,7 +48,14 @@ def test_prompts_are_taken_from_all_tasks_in_turn(tmp_path: Path) -> None:
         load_tasks(settings)
 
 
-def test_a_run_writes_a_page_numbers_and_a_picture(tmp_path: Path, tiny_target: str, tiny_head: str) -> None:
+@pytest.mark.parametrize("matplotlib", ["there", "missing"])
+def test_a_run_writes_a_page_numbers_and_a_picture_where_one_can_be_drawn(
+    matplotlib: str, tmp_path: Path, tiny_target: str, tiny_head: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if matplotlib == "missing":
+        monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    else:
+        pytest.importorskip("matplotlib")
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text("\n".join(json.dumps({"token_ids": [i, 5, 6, 7]}) for i in range(3, 6)))
     options = f"--target {tiny_target} --prompts {prompts} --method eagle3={tiny_head} --max-tokens 8 --out {tmp_path}"
@@ -59,7 +67,10 @@ def test_a_run_writes_a_page_numbers_and_a_picture(tmp_path: Path, tiny_target: 
     assert set(scores) == {("plain", 0.0), ("eagle3", 0.0), ("generate", 0.0), ("plain", 1.0), ("eagle3", 1.0)}
     assert all(score["identical"]["num_identical"] == 3 for score in scores.values())
     assert scores["eagle3", 1.0]["own_noise_tau"] >= 1
-    assert page.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
+    if matplotlib == "missing":
+        assert "no picture: the chart needs matplotlib" in result.output
+    else:
+        assert page.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_an_unknown_method_is_refused_with_the_known_ones(tmp_path: Path, tiny_target: str) -> None:

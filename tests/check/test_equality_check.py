@@ -73,7 +73,7 @@ def logits_after(folder: str, tokens: tuple[int, ...]) -> torch.Tensor:
 def test_a_difference_is_measured_where_it_happens(temperature: float, tiny_target: str) -> None:
     """The token that the engine's own draw gives scores highest, and the first difference is the one that is judged."""
     logits = logits_after(tiny_target, (*PROMPT, 20, 21))
-    (drawn,) = sample(logits[None], [Draw(NoiseKey(3, temperature), 5)])
+    (drawn,) = sample(logits[None], [Draw(NoiseKey(3, temperature), 5)]).tolist()
     other = (drawn + 1) % 48
     found = Judge(settings_for(tiny_target, temperature)).divergence(PROMPT, 3, (20, 21, drawn, 1), (20, 21, other, 2))
     assert found is not None

@@ -1,5 +1,6 @@
 """What only a GPU can show: the kernel at real sizes, replays without waiting, tokens in float32 and in bfloat16."""
 
+import warnings
 from dataclasses import replace
 
 import pytest
@@ -17,6 +18,8 @@ from eyas.models.inputs import pack
 from eyas.models.target import TargetModel, load_target
 from eyas.request import Request, SamplingParams
 from tests import reference
+from tests.acceptance.sampling_drafters import BigramDrafter, bigram_logits
+from tests.acceptance.test_one_wait import ASKED
 from tests.engine.drafters import RandomDrafter
 from tests.models.cuda.forests import Heads, make_pass, scaling_of
 
@@ -61,6 +64,23 @@ def test_a_replayed_pass_never_waits_for_the_device(tiny_target: str) -> None:
     try:
         for each in segments:
             passes.forward(passes.pack(each), pools)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_a_step_waits_for_the_device_once_whatever_its_rows_ask(tiny_target: str) -> None:
+    drafter, config = BigramDrafter(bigram_logits(tiny_target), (3, 2)), EngineConfig(num_slots=1024, rule="rejection")
+    engine = assemble_engine(load_target(tiny_target, device="cuda"), None, config, TREE, drafter)
+    for i, sampling in enumerate(ASKED):
+        engine.submit(Request(f"{i}", tuple(range(3, 10 + i)), replace(sampling, seed=i)))
+    engine.step()
+    torch.cuda.set_sync_debug_mode("warn")
+    try:
+        while engine.has_work:
+            with warnings.catch_warnings(record=True) as waits:
+                warnings.simplefilter("always")
+                engine.step()
+            assert len(waits) == 1
     finally:
         torch.cuda.set_sync_debug_mode("default")
 

@@ -13,11 +13,6 @@ from eyas.models.heads.eagle import load_fuser, load_head
 from tests.tiny import write_head, write_target
 
 
-def edit_config(folder: Path, **changes: object) -> None:
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, **changes}))
-
-
 def edit_tensors(folder: Path, drop: str = "", **added: torch.Tensor) -> None:
     tensors = load_file(folder / "model.safetensors")
     tensors.pop(drop, None)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from eyas.cache.slots import Slots
+from eyas.models.tensors import upload
 
 
 @dataclass(frozen=True)
@@ -32,4 +33,4 @@ def tight_prefix(slots: Sequence[Slots], spare: int, device: torch.device) -> Pr
     """On the device, padded to the longest."""
     lengths = np.array([len(own) for own in slots])
     index = padded_slots(slots, int(lengths.max()), spare)
-    return Prefix(torch.from_numpy(index).to(device), torch.from_numpy(lengths).to(device))
+    return Prefix(upload(index, device), upload(lengths, device))

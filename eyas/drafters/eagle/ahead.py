@@ -18,6 +18,7 @@ from eyas.drafters.base import Draft, DraftContext, DrafterNeeds, LocalDrafter
 from eyas.drafters.eagle.drafter import EagleDrafter
 from eyas.drafters.expand import Growth
 from eyas.errors import ConfigError
+from eyas.models.tensors import download
 from eyas.tree import DraftTree
 
 Numbers = npt.NDArray[np.int64]
@@ -63,8 +64,9 @@ class Grown:
         if self._levels < self._growth.levels:
             candidates = self._growth.candidates
             self._levels = self._growth.levels
-            self._tokens, self._parents = candidates.tokens.cpu().numpy(), candidates.parents.cpu().numpy()
-            self._scores, self._ends = candidates.scores.cpu().numpy(), candidates.ends
+            tokens, parents, scores = download(candidates.tokens, candidates.parents, candidates.scores)
+            self._tokens, self._parents = tokens.astype(np.int64), parents.astype(np.int64)
+            self._scores, self._ends = scores.astype(np.float32), candidates.ends
 
     def _cut(self, row: int, root: int, token: int, budget: Budget) -> DraftTree | None:
         """The best descendants of candidate `root` that filters leave a chance: of equals the lower number, hence parents

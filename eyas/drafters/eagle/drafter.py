@@ -30,6 +30,7 @@ from eyas.models.cuda.graphs import Capture
 from eyas.models.heads.eagle import EagleHead
 from eyas.models.heads.eagle.layer import Projected
 from eyas.models.inputs import PackedInputs, Segment, pack
+from eyas.models.tensors import moved, upload
 from eyas.tree import DraftTree
 
 
@@ -193,10 +194,9 @@ class EagleDrafter(LocalDrafter):
         new = np.concatenate([s[len(s) - n :] for s, n in zip(slots, counts, strict=True)])
         places = np.concatenate([np.arange(len(s) - n, len(s)) for s, n in zip(slots, counts, strict=True)])
         tokens = np.array([t for c, n in zip(contexts, counts, strict=True) for t in c.tokens[len(c.tokens) - n :]])
-        features = torch.cat([c.features for c in contexts if c.features is not None]).to(device, head.embedding.dtype)
-        index, positions = (torch.from_numpy(ints).to(device) for ints in (new, places))
-        rows = head.project(features, torch.from_numpy(tokens).to(device), positions)
-        last = torch.from_numpy(np.cumsum(counts) - 1).to(device)
+        features = moved(torch.cat([c.features for c in contexts if c.features is not None]), device, head.embedding.dtype)
+        index, positions, ids, last = (upload(ints, device) for ints in (new, places, tokens, np.cumsum(counts) - 1))
+        rows = head.project(features, ids, positions)
         deepest = head.config.num_layers - 1
         if deepest:
             packed = pack([_pairs(s, n) for s, n in zip(slots, counts, strict=True)], device)

@@ -13,8 +13,10 @@ import torch
 from eyas.config import EagleConfig
 from eyas.drafters.base import DraftContext
 from eyas.drafters.lookup.matches import Floats, Ints, Level, log_shares
-from eyas.models.sampling.law import Filters, filtered_law
+from eyas.models.sampling.keys import filtering, filters_of
+from eyas.models.sampling.law import filtered_law
 from eyas.models.sampling.noise import exponential_noise
+from eyas.models.tensors import upload
 
 
 class Frequencies:
@@ -46,13 +48,8 @@ class Frequencies:
         ids[rows, columns] = level.tokens
         contexts = [self._contexts[session] for session in sessions]
         keys = [context.noise for context in contexts]
-        filters = Filters(
-            torch.tensor([key.temperature for key in keys], dtype=torch.float32),
-            torch.tensor([key.top_k for key in keys]),
-            torch.tensor([key.top_p for key in keys], dtype=torch.float32),
-            torch.tensor([key.min_p for key in keys], dtype=torch.float32),
-        )
-        law = filtered_law(torch.from_numpy(logits), filters).log()
+        cpu = torch.device("cpu")
+        law = filtered_law(torch.from_numpy(logits), filters_of(keys, cpu), upload(filtering(keys), cpu)).log()
         positions = [context.committed + level.depth for context in contexts]
         gumbel = -exponential_noise([key.seed for key in keys], positions, torch.from_numpy(ids)).log()
         return torch.log_softmax((law + gumbel) / self._noise_scale, dim=-1).double().numpy()

@@ -28,6 +28,7 @@ from eyas.errors import ConfigError
 from eyas.models.cuda.graphs import Capture
 from eyas.models.heads.offsets.hydra import HydraHead
 from eyas.models.heads.offsets.medusa import MedusaHead
+from eyas.models.tensors import moved, upload
 from eyas.tree import DraftTree
 
 Grow = Callable[[Expansion, int], Candidates]
@@ -102,7 +103,8 @@ class OffsetDrafter(LocalDrafter):
     def _read(self, contexts: Sequence[DraftContext]) -> Tensor:
         features = torch.cat([context.features for context in contexts if context.features is not None])
         slots = [self._sessions[context.session].slots for context in contexts]
-        return self._heads.states.read(features.to(self._heads.draft_ids.device, self._heads.dtype), contexts, slots)
+        features = moved(features, self._heads.draft_ids.device, self._heads.dtype)
+        return self._heads.states.read(features, contexts, slots)
 
     def _grow(self, contexts: Sequence[DraftContext], states: Tensor) -> list[DraftTree]:
         replayed = self._replayed(contexts, states)
@@ -144,7 +146,7 @@ class OffsetDrafter(LocalDrafter):
         return min(self._tree.depth, max(context.budget.max_depth for context in contexts))
 
     def _expand(self, contexts: Sequence[DraftContext], states: Tensor, scorer: Scorer, depth: int) -> Expansion:
-        roots = torch.tensor([context.tokens[-1] for context in contexts], device=states.device)
+        roots = upload([context.tokens[-1] for context in contexts], states.device)
         return self._heads.expand(states, roots, scorer, depth)
 
 

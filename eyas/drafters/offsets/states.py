@@ -19,6 +19,7 @@ from eyas.drafters.offsets.sessions import num_features
 from eyas.models.attention import attend
 from eyas.models.heads.offsets.prefix import PrefixLayer
 from eyas.models.inputs import Segment, pack
+from eyas.models.tensors import upload
 
 
 class States(Protocol):
@@ -50,9 +51,10 @@ class PrefixStates:
         counts = [num_features(context) for context in contexts]
         new = np.concatenate([own[-count:] for own, count in zip(slots, counts, strict=True)])
         places = np.concatenate([np.arange(len(own) - n, len(own)) for own, n in zip(slots, counts, strict=True)])
-        rows = layer.project(features, torch.from_numpy(places).to(keys.device))
-        keys.index_copy_(0, torch.from_numpy(new).to(keys.device), rows.key)
-        values.index_copy_(0, torch.from_numpy(new).to(keys.device), rows.value)
+        rows = layer.project(features, upload(places, keys.device))
+        index = upload(new, keys.device)
+        keys.index_copy_(0, index, rows.key)
+        values.index_copy_(0, index, rows.value)
         last = _ends(contexts, keys.device)
         packed = pack([_last_row(own) for own in slots], keys.device)
         attended = attend(rows.query[last], keys, values, packed, layer.sizes.head_dim**-0.5)
@@ -61,7 +63,7 @@ class PrefixStates:
 
 def _ends(contexts: Sequence[DraftContext], device: torch.device) -> Tensor:
     """Row of each session's last feature, [S]."""
-    return torch.from_numpy(np.cumsum([num_features(context) for context in contexts]) - 1).to(device)
+    return upload(np.cumsum([num_features(context) for context in contexts]) - 1, device)
 
 
 def _last_row(slots: Slots) -> Segment:

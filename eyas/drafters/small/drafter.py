@@ -16,14 +16,15 @@ from eyas.cache.kv import SlotPools
 from eyas.config import EagleConfig, SmallConfig, TreeConfig
 from eyas.drafters.base import Draft, DraftContext, DrafterNeeds, LocalDrafter, fill_in_trees
 from eyas.drafters.calibration import noise_scale
-from eyas.drafters.expand import grow, select
+from eyas.drafters.expand import chosen, grow, trees
 from eyas.drafters.ranking import Ranker, Scorer
-from eyas.drafters.sampled import FilteredDraft, draw_chains
+from eyas.drafters.sampled import FilteredDraft, chains, draw
 from eyas.drafters.small.expansion import SmallExpansion
-from eyas.drafters.small.sessions import SmallSessions
+from eyas.drafters.small.sessions import SmallSessions, TreeRows
 from eyas.errors import ConfigError
 from eyas.models.inputs import Segment
 from eyas.models.target import TargetModel
+from eyas.models.tensors import download
 from eyas.tree import DraftTree
 
 
@@ -114,17 +115,18 @@ class SmallDrafter(LocalDrafter):
         ranker = Ranker(contexts, self._config, shape.depth, self._ids, self._scale, self._scale.grid)
         expansion = self._expand(contexts, logits, ranker, shape)
         candidates = grow(expansion, shape)
-        self._keep(contexts, expansion)
         self._scale.watch(contexts, candidates, ranker, self._ids)
         budgets = [replace(c.budget, max_nodes=min(c.budget.max_nodes, self._tree.nodes)) for c in contexts]
-        return select(candidates, [c.tokens[-1] for c in contexts], budgets, self._ids)
+        columns, ran = download(chosen(candidates, budgets, self._ids), expansion.ran)
+        self._keep(contexts, expansion.rows(ran))
+        return trees(columns.tolist(), [c.tokens[-1] for c in contexts])
 
     def _draw(self, contexts: Sequence[DraftContext], logits: Tensor) -> list[DraftTree]:
         shape = self._shape(contexts, width=1)
         expansion = self._expand(contexts, logits, FilteredDraft(contexts, self._ids.device), shape)
-        chains = draw_chains(expansion, contexts, shape, self._config.law_tokens, self._ids)
-        self._keep(contexts, expansion)
-        return chains
+        drawn, ran = download(draw(expansion, contexts, shape, self._config.law_tokens, self._ids), expansion.ran)
+        self._keep(contexts, expansion.rows(ran))
+        return chains(drawn.tolist(), contexts, shape)
 
     def _shape(self, contexts: Sequence[DraftContext], width: int) -> TreeConfig:
         return TreeConfig(self._tree.nodes, min(self._tree.depth, max(c.budget.max_depth for c in contexts)), width)
@@ -134,8 +136,8 @@ class SmallDrafter(LocalDrafter):
         prefixes, scratch = [session.slots for session in sessions], [session.scratch for session in sessions]
         return SmallExpansion(self._model, scorer, self._pools, prefixes, scratch, logits, shape)
 
-    def _keep(self, contexts: Sequence[DraftContext], expansion: SmallExpansion) -> None:
-        for context, rows in zip(contexts, expansion.rows(), strict=True):
+    def _keep(self, contexts: Sequence[DraftContext], ran: Sequence[TreeRows]) -> None:
+        for context, rows in zip(contexts, ran, strict=True):
             self._sessions[context.session].rows = rows
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -18,6 +19,7 @@ from eyas.drafters.ranking import Scorer
 from eyas.drafters.small.sessions import TreeRows
 from eyas.models.inputs import Group, PackedInputs
 from eyas.models.target import TargetModel
+from eyas.models.tensors import upload
 
 
 class SmallExpansion:
@@ -38,10 +40,10 @@ class SmallExpansion:
         self._model, self._scorer, self._pools, self._logits = model, scorer, pools, logits
         self._width, levels, device = shape.width, shape.depth - 1, logits.device
         self._scratch = np.stack([slots[: levels * shape.width] for slots in scratch])
-        lengths = torch.tensor([len(slots) for slots in prefixes], device=device)
+        lengths = upload([len(slots) for slots in prefixes], device)
         self._length = int(max(len(slots) for slots in prefixes))
         padded = np.stack([np.pad(slots, (0, self._length - len(slots))) for slots in prefixes])
-        self._keys = torch.from_numpy(np.concatenate([padded, self._scratch], 1)).to(device)
+        self._keys = upload(np.concatenate([padded, self._scratch], 1), device)
         self._seen = torch.arange(self._length, device=device) < lengths[:, None]
         self._seen = self._seen[:, None].expand(-1, shape.width, -1)
         self._root = lengths[:, None] - 1
@@ -67,13 +69,18 @@ class SmallExpansion:
         logits = self._model.forward(packed, self._pools).logits
         return self._scorer.scores(logits.view(sessions, width, -1), level)
 
-    def rows(self) -> list[TreeRows | None]:
-        """What was run, for each session; None where nothing was. One copy to the host."""
+    @property
+    def ran(self) -> Tensor:
+        """Tokens and parents of what was run, int64 [2, S, levels, W]."""
         if not self._tokens:
-            return [None] * len(self._scratch)
-        host = torch.stack([torch.stack(self._tokens, 1), torch.stack(self._parents, 1)]).cpu().numpy()
-        slots = self._scratch.reshape(len(self._scratch), -1, self._width)[:, : len(self._tokens)]
-        return [TreeRows(host[0, s], host[1, s], slots[s]) for s in range(len(slots))]
+            return torch.zeros(2, len(self._scratch), 0, self._width, dtype=torch.int64, device=self._root.device)
+        return torch.stack([torch.stack(self._tokens, 1), torch.stack(self._parents, 1)])
+
+    def rows(self, ran: npt.NDArray[np.float64]) -> list[TreeRows]:
+        """What was run, for each session, once it is on the host."""
+        tokens, parents = ran.astype(np.int64)
+        slots = self._scratch.reshape(len(self._scratch), -1, self._width)[:, : tokens.shape[1]]
+        return [TreeRows(*columns) for columns in zip(tokens, parents, slots, strict=True)]
 
     def _pack(self, tokens: Tensor, positions: Tensor, keys: Tensor, slots: Tensor) -> PackedInputs:
         rows = torch.arange(tokens.numel(), device=tokens.device)

@@ -1,4 +1,4 @@
-"""Holds the trials of a step's sampled trees: logits and who draws them in, accepted tokens out.
+"""Holds the trials of a step's sampled trees: logits and who draws them in, verdicts out, and of these accepted tokens.
 
 A trial takes a uniform number of its own by (seed, position, rank among siblings), and the token after the last rejection
 the noise of its position: a request says the same again under the same drafts.
@@ -6,7 +6,8 @@ the noise of its position: a request says the same again under the same drafts.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -20,43 +21,53 @@ from eyas.models.tensors import upload
 from eyas.tree import DraftTree
 
 
-def accept_sampled(
-    works: Sequence[Work], logits: Tensor, draws: Sequence[Draw], tokens: Sequence[int]
-) -> dict[str, Accepted]:
-    """Outcomes by request id, for the works whose tree was drawn from its drafter's law.
+@dataclass(frozen=True)
+class Trials:
+    """Those of the works whose tree was drawn from its drafter's law. trees: by the row of the root, of all drawn rows.
 
-    logits float32 [N, V], draws [N] and the target's own samples [N] are those of all works. Waits for the device once.
+    verdicts: int64 [F, C + 1] on the device, one row for each node with children, tree after tree: whether each child passed
+    its trial, as 0 or 1, then the token if none is accepted.
     """
-    starts: dict[str, int] = {}
-    trees: dict[str, DraftTree] = {}
+
+    trees: Mapping[int, DraftTree]
+    verdicts: Tensor
+
+    @property
+    def families(self) -> list[int]:
+        """Of each row of verdicts, the drawn row of the node."""
+        return [start + node for start, tree in self.trees.items() for node in tree.families]
+
+    def accepted(self, verdicts: Sequence[Sequence[int]], tokens: Sequence[int]) -> dict[int, Accepted]:
+        """Outcomes by the row of the root, once verdicts and the target's own samples are on the host."""
+        rows = iter(verdicts)
+        return {start: _walk(tree, rows, tokens[start : start + len(tree)]) for start, tree in self.trees.items()}
+
+
+def hold(works: Sequence[Work], logits: Tensor, draws: Sequence[Draw]) -> Trials:
+    """logits float32 [N, V] and draws [N] are those of all works. Does not wait for the device."""
+    trees: dict[int, DraftTree] = {}
     row = 0
     for work in works:
         if work.tree is not None and work.tree.sampled is not None and work.tree.families:
-            starts[work.sequence.request.id], trees[work.sequence.request.id] = row, work.tree
+            trees[row] = work.tree
         row += len(work.drawn)
+    trials = Trials(trees, torch.zeros(0, 1, dtype=torch.int64, device=logits.device))
     if not trees:
-        return {}
-    parents = [starts[name] + node for name, tree in trees.items() for node in tree.families]
-    verdicts = iter(
-        _hold(logits[upload(parents, logits.device)], [draws[parent] for parent in parents], list(trees.values()))
-    )
-    return {
-        name: _walk(tree, [next(verdicts) for _ in tree.families], tokens[starts[name] :][: len(tree)])
-        for name, tree in trees.items()
-    }
+        return trials
+    parents = trials.families
+    return Trials(trees, _verdicts(logits[upload(parents, logits.device)], [draws[row] for row in parents], trees.values()))
 
 
-def _hold(logits: Tensor, draws: Sequence[Draw], trees: Sequence[DraftTree]) -> list[list[int]]:
-    """Of each node with children: whether each child passed its trial, as 0 or 1, then the token if none is accepted."""
-    trial = weigh(target_law(logits, draws).double(), Families.of(trees, logits.device))
+def _verdicts(logits: Tensor, draws: Sequence[Draw], trees: Iterable[DraftTree]) -> Tensor:
+    trial = weigh(target_law(logits, draws).double(), Families.of(list(trees), logits.device))
     ranks = torch.arange(trial.chances.shape[1], device=logits.device)
     uniform = uniform_noise([draw.key.seed for draw in draws], [draw.position for draw in draws], ranks)
-    return torch.cat([(uniform < trial.chances).long(), run_race(trial.rest, draws)[:, None]], 1).tolist()
+    return torch.cat([(uniform < trial.chances).long(), run_race(trial.rest, draws)[:, None]], 1)
 
 
-def _walk(tree: DraftTree, verdicts: Sequence[list[int]], tokens: Sequence[int]) -> Accepted:
+def _walk(tree: DraftTree, verdicts: Iterator[Sequence[int]], tokens: Sequence[int]) -> Accepted:
     passed, drawn = [False] * len(tree), list(tokens)
-    for (node, children), (*outcomes, token) in zip(tree.families.items(), verdicts, strict=True):
+    for (node, children), (*outcomes, token) in zip(tree.families.items(), verdicts, strict=False):
         drawn[node] = token
         for child, outcome in zip(children, outcomes, strict=False):
             passed[child] = outcome == 1

@@ -1,9 +1,7 @@
-"""How many nodes the trees of the next step may have: marks of a step's stages in, a number out. Knows no tensors."""
+"""How many nodes the trees of the next step may have: seconds of a step's stages in, a number out. Knows no tensors."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from typing import Protocol
 
@@ -21,20 +19,16 @@ PROBE_INTERVAL = 32
 
 
 class TreeBudget(Protocol):
-    """Is told of each stage of a step as it passes. Whatever it chooses, no output depends on it."""
+    """Is told what each stage of a step took, as it ends. Whatever it chooses, no output depends on it."""
 
     num_nodes: int
 
-    def start(self) -> None:
-        """A step begins to wait for drafts."""
+    def drafted(self, seconds: float) -> None:
+        """The drafts are there, after so long a wait."""
         ...
 
-    def drafted(self) -> None:
-        """The drafts are there."""
-        ...
-
-    def verified(self, works: Seq[Work], accepted: Seq[Accepted | None]) -> None:
-        """The step is done; what was accepted of each work's tree."""
+    def verified(self, works: Seq[Work], accepted: Seq[Accepted | None], seconds: float) -> None:
+        """The step is done, so long after the drafts were there; what was accepted of each work's tree."""
         ...
 
     def choose(self, num_decoding: int, most: int) -> int:
@@ -48,11 +42,9 @@ class FixedBudget:
 
     num_nodes = 1
 
-    def start(self) -> None: ...
+    def drafted(self, seconds: float) -> None: ...
 
-    def drafted(self) -> None: ...
-
-    def verified(self, works: Seq[Work], accepted: Seq[Accepted | None]) -> None: ...
+    def verified(self, works: Seq[Work], accepted: Seq[Accepted | None], seconds: float) -> None: ...
 
     def choose(self, num_decoding: int, most: int) -> int:
         self.num_nodes = most
@@ -68,30 +60,23 @@ class AdaptiveBudget:
     keep all of them known.
     """
 
-    def __init__(self, most_nodes: int, clock: Callable[[], float] = time.perf_counter) -> None:
-        """most_nodes: of any tree, the root included. clock: in seconds."""
+    def __init__(self, most_nodes: int) -> None:
+        """most_nodes: of any tree, the root included."""
         self.num_nodes = most_nodes
-        self._clock = clock
         self._verify, self._wait = Line(0.99), Line(0.9)
         self._gains = Gains(most_nodes)
         self._num_asked = 0
         self._caught_up = False
         self._num_steps = 0
         self._num_choices = 0
-        self._mark = 0.0
 
-    def start(self) -> None:
-        self._mark = self._clock()
-
-    def drafted(self) -> None:
-        seconds = self._lap()
+    def drafted(self, seconds: float) -> None:
         asked = self._num_asked > 0 and self.num_nodes > 1
         if asked and self._caught_up and self._num_steps >= WARM_UP_STEPS:
             self._wait.add(self._num_asked, seconds)
         self._caught_up = asked
 
-    def verified(self, works: Seq[Work], accepted: Seq[Accepted | None]) -> None:
-        seconds = self._lap()
+    def verified(self, works: Seq[Work], accepted: Seq[Accepted | None], seconds: float) -> None:
         self._num_steps += 1
         if self._num_steps > WARM_UP_STEPS and all(work.tree is not None for work in works):
             self._verify.add(sum(len(work.slots) for work in works), seconds)
@@ -123,8 +108,3 @@ class AdaptiveBudget:
         seconds = np.array([self._verify.at(size) for size in rows])
         seconds[1:] += self._wait.at(num_decoding)
         return 1 + int(np.argmax(self._gains.tokens(most) / seconds))
-
-    def _lap(self) -> float:
-        moment = self._clock()
-        seconds, self._mark = moment - self._mark, moment
-        return seconds

@@ -8,11 +8,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from eyas.models.sampling.law import Filters, filtered_law, greedy, race
+from eyas.models.sampling.keys import filtering, filters_of
+from eyas.models.sampling.law import filtered_law, greedy, race
 from eyas.models.sampling.noise import exponential_noise
 from eyas.models.tensors import upload
 from eyas.request import NoiseKey
@@ -26,29 +26,25 @@ class Draw:
     position: int
 
 
-def sample(logits: Tensor, draws: Sequence[Draw]) -> list[int]:
-    """One token id per row; logits float32 [N, V]. The only wait for the device in a step. V where logits are NaN.
+def sample(logits: Tensor, draws: Sequence[Draw]) -> Tensor:
+    """One token id per row, int64 [N]; logits float32 [N, V]. V where logits are NaN. Does not wait for the device.
 
     Temperature 0 takes the likeliest token. Above it, argmin noise/law: noise depends on (seed, position, token) alone.
     """
     random = [row for row, draw in enumerate(draws) if draw.key.temperature > 0]
     if random and len(random) == len(draws):
-        return _race(logits, draws).tolist()
+        return _race(logits, draws)
     tokens = greedy(logits)
     if random:
         rows = upload(random, logits.device)
         tokens[rows] = _race(logits[rows], [draws[row] for row in random])
-    return tokens.tolist()
+    return tokens
 
 
 def target_law(logits: Tensor, draws: Sequence[Draw]) -> Tensor:
     """The law float32 [N, V] that each row's token is drawn from, not normalised; every filter has been applied."""
     keys = [draw.key for draw in draws]
-    asked = np.array([(key.temperature, key.top_k, key.top_p, key.min_p) for key in keys], dtype=np.float64)
-    temperature, top_k, top_p, min_p = upload(asked, logits.device).unbind(1)
-    filters = Filters(temperature.float(), top_k.long(), top_p.float(), min_p.float())
-    rows = [row for row, key in enumerate(keys) if key.top_k > 0 or key.top_p < 1]
-    return filtered_law(logits, filters, upload(rows, logits.device))
+    return filtered_law(logits, filters_of(keys, logits.device), upload(filtering(keys), logits.device))
 
 
 def run_race(law: Tensor, draws: Sequence[Draw]) -> Tensor:

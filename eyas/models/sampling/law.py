@@ -31,14 +31,13 @@ class Filters(NamedTuple):
     min_p: Tensor
 
 
-def filtered_law(logits: Tensor, filters: Filters, rows: Tensor | None = None) -> Tensor:
+def filtered_law(logits: Tensor, filters: Filters, rows: Tensor) -> Tensor:
     """Probabilities [N, V] after temperature, top-k, top-p and min-p, in that order; top-p sees the law that top-k left.
 
     logits float32 [N, V]. The likeliest token is always kept. Filtered rows are not renormalised: a race does not need it.
-    rows: int64, those that top-k or top-p do something to; without it they are looked for, which waits for the device.
+    rows: int64, those that top-k or top-p do something to; to look for them would be to wait for the device.
     """
     law, top_k, top_p = _tempered(logits, filters.temperature), filters.top_k, filters.top_p
-    rows = torch.nonzero((top_k > 0) | (top_p < 1)).flatten() if rows is None else rows
     if len(rows) > 0:
         law[rows] = _filter(law[rows], top_k[rows], top_p[rows])
     return _above(law, filters.min_p)

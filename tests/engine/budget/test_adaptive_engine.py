@@ -56,7 +56,7 @@ def priced_engine(target: TargetModel, drafter: Drafter, passes: PricedPasses) -
     runner = ModelRunner(target, SlotPools(1024, target.kv_shapes, 0, torch.float32, target.device), None, passes)
     drafting = Drafting(drafter, runner, "match")
     scheduler = Scheduler(config, TREE, target.eos_ids)
-    return Engine(scheduler, drafting, runner, 256, AdaptiveBudget(TREE.nodes, passes.clock))
+    return Engine(scheduler, drafting, runner, 256, AdaptiveBudget(TREE.nodes), passes.clock)
 
 
 @pytest.fixture(scope="module")

@@ -37,9 +37,6 @@ class World:
     now: float = 0.0
     tokens: int = 0
 
-    def clock(self) -> float:
-        return self.now
-
     def step(self, nodes: int, rng: random.Random) -> tuple[list[Work], list[Accepted | None]]:
         """What the engine would have to say of a step with trees of so many nodes."""
         sequence = Sequence.start(Request("a", (1,)), Place(0.0, 0))
@@ -57,15 +54,16 @@ class World:
         """The sizes that were chosen."""
         rng, chosen = random.Random(seed), [budget.choose(self.batch, most)]
         for _ in range(steps):
-            budget.start()
             self.num_untold += 1
+            wait = 0.0
             if chosen[-1] > 1:
-                self.now += self.draft + self.behind * (self.num_untold - 1)
+                wait = self.draft + self.behind * (self.num_untold - 1)
                 self.num_untold = 0
-            budget.drafted()
+            budget.drafted(wait)
             works, accepted = self.step(chosen[-1], rng)
-            self.now += self.fixed + self.row * sum(len(work.slots) for work in works)
-            budget.verified(works, accepted)
+            verify = self.fixed + self.row * sum(len(work.slots) for work in works)
+            budget.verified(works, accepted, verify)
+            self.now += wait + verify
             chosen.append(budget.choose(self.batch, most))
         return chosen
 
@@ -84,14 +82,14 @@ def usual(chosen: list[int]) -> int:
 def test_free_rows_give_the_whole_tree_and_dear_ones_none() -> None:
     for row, expected in ((0.0, NODES), (10.0, 1)):
         world = World(row=row)
-        chosen = world.run(AdaptiveBudget(NODES, world.clock), 400)[-4 * PROBE_INTERVAL :]
+        chosen = world.run(AdaptiveBudget(NODES), 400)[-4 * PROBE_INTERVAL :]
         assert usual(chosen) == expected
         assert len([nodes for nodes in chosen if nodes != expected]) <= 5, "but for what serves to learn"
 
 
 def test_a_slow_drafter_is_not_asked_and_is_asked_again_once_it_is_fast() -> None:
     world = World(draft=20.0)
-    budget = AdaptiveBudget(NODES, world.clock)
+    budget = AdaptiveBudget(NODES)
     assert usual(world.run(budget, 300)[-100:]) == 1
     world.draft = 0.1
     assert usual(world.run(budget, 2000)[-100:]) == NODES
@@ -99,7 +97,7 @@ def test_a_slow_drafter_is_not_asked_and_is_asked_again_once_it_is_fast() -> Non
 
 def test_what_a_drafter_has_to_catch_up_on_is_no_cost_of_each_draft() -> None:
     world = World(row=10.0)
-    budget = AdaptiveBudget(NODES, world.clock)
+    budget = AdaptiveBudget(NODES)
     assert usual(world.run(budget, 300)[-100:]) == 1
     world.row, world.behind = 0.01, 0.2
     assert usual(world.run(budget, 1000)[-100:]) > 4
@@ -107,7 +105,7 @@ def test_what_a_drafter_has_to_catch_up_on_is_no_cost_of_each_draft() -> None:
 
 def test_a_drafter_that_answers_no_more_is_not_waited_for_and_is_found_when_it_is_back() -> None:
     world = World(draft=0.2, row=0.01)
-    budget = AdaptiveBudget(NODES, world.clock)
+    budget = AdaptiveBudget(NODES)
     assert usual(world.run(budget, 300)[-100:]) > 4
     world.available = False
     assert usual(world.run(budget, 600)[-100:]) == 1
@@ -123,7 +121,7 @@ def test_speculation_costs_no_more_than_it_gives_but_for_what_serves_to_learn(
     row: float, draft: float, right: float, batch: int, seed: int
 ) -> None:
     world = World(row=row, draft=draft, right=right, batch=batch)
-    budget = AdaptiveBudget(NODES, world.clock)
+    budget = AdaptiveBudget(NODES)
     world.run(budget, 100, seed)
     world.now, world.tokens = 0.0, 0
     world.run(budget, 8 * PROBE_INTERVAL, seed + 1)
@@ -136,7 +134,7 @@ def test_speculation_costs_no_more_than_it_gives_but_for_what_serves_to_learn(
 @pytest.mark.parametrize("row", [0.02, 0.1, 0.3])
 def test_the_size_that_is_chosen_is_about_the_best(row: float, batch: int) -> None:
     world = World(row=row, draft=0.2, batch=batch)
-    chosen = usual(world.run(AdaptiveBudget(NODES, world.clock), 300)[-100:])
+    chosen = usual(world.run(AdaptiveBudget(NODES), 300)[-100:])
     best = max(world.tokens_per_second(nodes) for nodes in range(1, NODES + 1))
     assert world.tokens_per_second(chosen) > 0.93 * best
 
@@ -145,14 +143,14 @@ def test_more_sequences_have_smaller_trees_where_rows_cost() -> None:
     sizes = []
     for batch in (1, 4, 16, 64):
         world = World(row=0.1, batch=batch)
-        sizes.append(usual(world.run(AdaptiveBudget(NODES, world.clock), 400)[-100:]))
+        sizes.append(usual(world.run(AdaptiveBudget(NODES), 400)[-100:]))
     assert sizes == sorted(sizes, reverse=True)
     assert (sizes[0] > 4, sizes[-1]) == (True, 1)
 
 
 def test_no_more_is_chosen_than_a_step_has_room_for() -> None:
     world = World()
-    budget = AdaptiveBudget(NODES, world.clock)
+    budget = AdaptiveBudget(NODES)
     assert set(world.run(budget, 100, most=3)) <= {1, 2, 3}
     assert set(world.run(budget, 10, most=1)) == {1}
     assert usual(world.run(budget, 100)[-50:]) == NODES, "what was never asked for is tried"
@@ -160,7 +158,7 @@ def test_no_more_is_chosen_than_a_step_has_room_for() -> None:
 
 def test_a_pause_of_the_machine_is_no_cost_of_rows() -> None:
     world = World(row=0.001)
-    budget = AdaptiveBudget(NODES, world.clock)
+    budget = AdaptiveBudget(NODES)
     world.run(budget, 200)
     world.fixed = 500.0
     world.run(budget, 1)

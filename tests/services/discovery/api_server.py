@@ -52,7 +52,6 @@ class ApiServer:
     refusal: int = 0
     version: int = 100
     num_lists: int = 0
-    num_watches: int = 0
     _history: list[tuple[int, Json]] = field(default_factory=list)
     _queues: dict[int, asyncio.Queue[Json]] = field(default_factory=dict)
     _requests: list[web.Request] = field(default_factory=list)
@@ -124,7 +123,6 @@ class ApiServer:
         return web.json_response(KIND | {"kind": "EndpointSliceList", "metadata": metadata, "items": items})
 
     async def _watch(self, request: web.Request, selector: str) -> web.StreamResponse:
-        self.num_watches += 1
         self._requests.append(request)
         response = web.StreamResponse(headers={"Content-Type": "application/json"})
         response.enable_chunked_encoding()

@@ -1,0 +1,68 @@
+"""Notes what on a GPU would make the host wait, while everything runs on the CPU."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+# Their results are on the host, or have sizes that depend on what a tensor holds.
+WAITING = {
+    "tolist", "item", "cpu", "__bool__", "__int__", "__float__", "__index__", "__array__", "__contains__",
+    "nonzero", "argwhere", "masked_select", "unique", "unique_consecutive", "bincount", "equal", "allclose", "is_nonzero",
+}  # fmt: skip
+
+
+class Waits(TorchFunctionMode):
+    """names: the operations that wait, in order; copies to a device among them, but for those that are told not to wait."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name, kwargs = getattr(func, "__name__", ""), kwargs or {}
+        if name in WAITING or _copies(name, args, kwargs) or _looks(name, args):
+            self.names.append(name)
+        return func(*args, **kwargs)
+
+
+def unwatched(work: Callable[..., Any]) -> Callable[..., Any]:
+    """The same, of which nothing is noted."""
+
+    def run(*args: Any) -> Any:
+        with torch._C.DisableTorchFunction():
+            return work(*args)
+
+    return run
+
+
+def watched(work: Callable[..., Any], noted: list[list[str]]) -> Callable[..., Any]:
+    """The same; the waits of each call are noted apart."""
+
+    def run(*args: Any) -> Any:
+        with Waits() as waits:
+            result = work(*args)
+        noted.append(waits.names)
+        return result
+
+    return run
+
+
+def _copies(name: str, args: Any, kwargs: Any) -> bool:
+    """Whether numbers go to a device while the host waits."""
+    if name in ("tensor", "as_tensor"):
+        return "device" in kwargs
+    devices = [value for value in (*args[1:], *kwargs.values()) if isinstance(value, torch.device | str)]
+    return name == "to" and bool(devices) and not kwargs.get("non_blocking")
+
+
+def _looks(name: str, args: Any) -> bool:
+    """Whether an index or a count has to be looked at: a mask, or numbers that are on the host yet."""
+    if name in ("__getitem__", "__setitem__"):
+        parts = args[1] if isinstance(args[1], tuple) else (args[1],)
+        masks = [part for part in parts if isinstance(part, Tensor) and part.dtype == torch.bool]
+        return bool(masks) or any(isinstance(part, list | np.ndarray) for part in parts)
+    return (name == "where" and len(args) == 1) or (name == "repeat_interleave" and isinstance(args[1], Tensor))
