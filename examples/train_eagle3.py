@@ -30,6 +30,9 @@ BATCH = 8
 STEP_WEIGHT = 0.85
 LAYER = "midlayer."
 
+# Keys and values of every unrolled step, [B, L, J, D] each.
+Seen = list[tuple[Tensor, Tensor]]
+
 
 @dataclass(frozen=True)
 class Example:
@@ -56,7 +59,7 @@ class Head(nn.Module):
         tokens, laws = example.tokens[:, 1:-1], example.laws[:, 1:-1]
         embedded = self._norm(self.embedding[tokens], w[f"{LAYER}input_layernorm.weight"])
         features = F.linear(example.taps[:, :-2], w["fc.weight"])
-        total, seen = torch.zeros(()), []
+        total, seen = torch.zeros(()), Seen()
         for step in range(unroll):
             states = self._layer(w, embedded, features, seen)
             logits = F.linear(self._norm(states, w["norm.weight"]), w["lm_head.weight"])
@@ -66,11 +69,12 @@ class Head(nn.Module):
             features = F.pad(states[:, :-1], (0, 0, 1, 0))
         return total / sum(STEP_WEIGHT**step for step in range(unroll))
 
-    def _layer(self, w: Mapping[str, Tensor], embedded: Tensor, features: Tensor, seen: list[tuple[Tensor, Tensor]]) -> Tensor:
+    def _layer(self, w: Mapping[str, Tensor], embedded: Tensor, features: Tensor, seen: Seen) -> Tensor:
         """States [B, L, H]; this step's keys and values join `seen`."""
         c = self.config
         joined = torch.cat([embedded, self._norm(features, w[f"{LAYER}hidden_norm.weight"])], -1)
-        q, k, v = (F.linear(joined, w[f"{LAYER}self_attn.{name}_proj.weight"]).unflatten(-1, (-1, c.head_dim)) for name in "qkv")
+        projections = (F.linear(joined, w[f"{LAYER}self_attn.{name}_proj.weight"]) for name in "qkv")
+        q, k, v = (rows.unflatten(-1, (-1, c.head_dim)) for rows in projections)
         q, k = self._rotate(q), self._rotate(k)
         seen.append((k, v))
         state = features + F.linear(self._attend(q, seen).flatten(-2), w[f"{LAYER}self_attn.o_proj.weight"])
@@ -78,7 +82,7 @@ class Head(nn.Module):
         gate, up = (F.linear(normed, w[f"{LAYER}mlp.{name}_proj.weight"]) for name in ("gate", "up"))
         return state + F.linear(F.silu(gate) * up, w[f"{LAYER}mlp.down_proj.weight"])
 
-    def _attend(self, query: Tensor, seen: list[tuple[Tensor, Tensor]]) -> Tensor:
+    def _attend(self, query: Tensor, seen: Seen) -> Tensor:
         """Row i sees rows up to i - step of step 0, and of step j the row step - j before it: its own ancestors."""
         c, step = self.config, len(seen) - 1
         q = query.unflatten(2, (c.num_kv_heads, -1)) * c.head_dim**-0.5
@@ -159,7 +163,7 @@ def main(
     out: Path,
     target: Annotated[str, typer.Option()] = str(DEMO / "target"),
     start: Annotated[Path, typer.Option(help="The head to start from.")] = DEMO / "eagle3",
-    taps: Annotated[str, typer.Option(help="Layers whose inputs are the features; the number of layers means the last state.")] = "2,6,12",
+    taps: Annotated[str, typer.Option(help="Layers whose inputs are features; their number: the last state.")] = "2,6,12",
     unroll: Annotated[int, typer.Option(help="Steps that the head feeds on itself.")] = 5,
     minutes: Annotated[float, typer.Option()] = 30.0,
     rate: Annotated[float, typer.Option(help="Peak learning rate.")] = 1e-3,
@@ -172,7 +176,8 @@ def main(
     reading = replace(old.reading, taps=tuple(map(int, taps.split(","))))
     config = replace(old, draft_vocab_size=old.vocab_size, reading=reading)
     lm_head = weights["lm_head.weight"].float()
-    head = Head(config, widened(load_file(start / "model.safetensors"), lm_head), weights["model.embed_tokens.weight"].float())
+    first = widened(load_file(start / "model.safetensors"), lm_head)
+    head = Head(config, first, weights["model.embed_tokens.weight"].float())
     states = tapped(target, data.tokens, config.taps)
 
     def examples(chosen: Tensor) -> Example:

@@ -32,7 +32,7 @@ class PackedLinear(nn.Linear):
 
 def pack_weights(model: nn.Module) -> None:
     """Pack every plain linear layer of float32 on the CPU, where torch was built with oneDNN; others stay as they are."""
-    if not torch.backends.mkldnn.is_available():
+    if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
         return
     for module in model.modules():
         if type(module) is nn.Linear and _packs(module.weight):

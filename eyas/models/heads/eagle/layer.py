@@ -65,9 +65,10 @@ def rms(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 def linear(weight: Tensor, bias: Tensor | None = None) -> nn.Linear:
     """A linear layer that is not trained: weight [N, K], bias [N]."""
-    layer = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
+    layer = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, device="meta")
     layer.weight = frozen(weight)
-    layer.bias = None if bias is None else frozen(bias)
+    if bias is not None:
+        layer.bias = frozen(bias)
     return layer
 
 
