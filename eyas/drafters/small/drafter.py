@@ -13,14 +13,17 @@ import torch
 from torch import Tensor
 
 from eyas.cache.kv import SlotPools
+from eyas.commit import Refusal
 from eyas.config import EagleConfig, SmallConfig, TreeConfig
 from eyas.drafters.base import Draft, DraftContext, DrafterNeeds, LocalDrafter, fill_in_trees
 from eyas.drafters.calibration import noise_scale
 from eyas.drafters.expand import grow, select
 from eyas.drafters.ranking import Ranker, Scorer
 from eyas.drafters.sampled import FilteredDraft, draw_chains
+from eyas.drafters.slots.sessions import SlotSessions, no_slots
+from eyas.drafters.slots.sizing import count_slots
 from eyas.drafters.small.expansion import SmallExpansion
-from eyas.drafters.small.sessions import SmallSessions
+from eyas.drafters.small.rows import TreeRows
 from eyas.errors import ConfigError
 from eyas.models.inputs import Segment
 from eyas.models.target import TargetModel
@@ -38,17 +41,14 @@ class SmallDrafter(LocalDrafter):
                 f"a width of at most its vocabulary, {model.vocab_size}"
             )
         rows = tree.width * (tree.depth - 1)
-        if config.num_slots <= rows:
-            raise ConfigError(
-                f"eagle.num_slots {config.num_slots} cannot hold a token and the {rows} rows of one tree of width "
-                f"{tree.width} and depth {tree.depth}; raise it, or take a smaller tree"
-            )
+        what = f"a token and the {rows} rows of one tree of width {tree.width} and depth {tree.depth}"
+        num_slots = count_slots(config, model.kv_shapes, model.dtype, model.device, rows + 1, what)
         self._model = model
         self._tree = tree
         self._config = config
         self._chunk_tokens = small.chunk_tokens
-        self._pools = SlotPools(config.num_slots, model.kv_shapes, 0, model.dtype, model.device)
-        self._sessions = SmallSessions(config.num_slots, model.context_length)
+        self._pools = SlotPools(num_slots, model.kv_shapes, 0, model.dtype, model.device)
+        self._sessions: SlotSessions[TreeRows] = SlotSessions(num_slots, model.context_length, rows)
         self._scale = noise_scale(config)
         self._ids = torch.arange(model.vocab_size, device=model.device)
 
@@ -65,7 +65,7 @@ class SmallDrafter(LocalDrafter):
         """See Drafter. New tokens in passes of bounded size, then one pass per tree level for all sessions together."""
         self._scale.learn(contexts)
         busy = {context.session for context in contexts}
-        drafts = [self._sessions.admit(context, self._num_scratch(context), busy) for context in contexts]
+        drafts = [self._admit(context, busy) for context in contexts]
         ready = [i for i, draft in enumerate(drafts) if draft is None]
         logits = self._extend([contexts[i] for i in ready])
         for i in ready:
@@ -85,6 +85,20 @@ class SmallDrafter(LocalDrafter):
     @property
     def num_free_slots(self) -> int:
         return self._sessions.num_free
+
+    def _admit(self, context: DraftContext, busy: set[str]) -> Draft:
+        """None if the context continues its session and has slots, those for its tree among them; else the answer to give.
+
+        What the last tree ran of the accepted tokens is kept; the last one is run anew for its logits.
+        """
+        session = self._sessions.follow(context)
+        if isinstance(session, Refusal):
+            return session
+        accepted = session.state.path(context.tokens[:-1]) if session.state else no_slots()
+        self._sessions.keep(session, accepted)
+        num_new = session.committed - len(session.slots)
+        fits = self._sessions.claim(session, num_new, self._num_scratch(context), busy)
+        return None if fits else DraftTree.root_only(context.tokens[-1])
 
     def _num_scratch(self, context: DraftContext) -> int:
         width = self._tree.width if context.proposal == "deterministic" else 1
@@ -136,7 +150,7 @@ class SmallDrafter(LocalDrafter):
 
     def _keep(self, contexts: Sequence[DraftContext], expansion: SmallExpansion) -> None:
         for context, rows in zip(contexts, expansion.rows(), strict=True):
-            self._sessions[context.session].rows = rows
+            self._sessions[context.session].state = rows
 
 
 def passes(segments: Sequence[Segment], most: int) -> Iterator[list[Segment]]:

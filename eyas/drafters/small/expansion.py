@@ -15,7 +15,7 @@ from eyas.cache.kv import SlotPools
 from eyas.cache.slots import Slots
 from eyas.config import TreeConfig
 from eyas.drafters.ranking import Scorer
-from eyas.drafters.small.sessions import TreeRows
+from eyas.drafters.small.rows import TreeRows
 from eyas.models.inputs import Group, PackedInputs
 from eyas.models.target import TargetModel
 

@@ -238,8 +238,8 @@ def test_a_config_lists_what_is_drafted_for(tmp_path: Path) -> None:
         DraftedModel("a", "t", "h", tree=TreeConfig(nodes=7)),
         DraftedModel("b", "u", "s", "sps", eagle=EagleConfig(num_slots=9)),
     )
-    with pytest.raises(ConfigError, match="num_slots is 0"):
-        DraftedModel("b", "u", eagle=EagleConfig(num_slots=0))
+    with pytest.raises(ConfigError, match="num_slots is -1"):
+        DraftedModel("b", "u", eagle=EagleConfig(num_slots=-1))
     file.write_text("model: a\ntarget: t\nmore:\n- {model: b, target: u, tre: 1}\n")
     with pytest.raises(ConfigError, match="tre"):
         load(DraftConfig, file)
