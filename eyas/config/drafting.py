@@ -47,7 +47,8 @@ class EagleConfig:
     shared_noise: rank children by the draft law perturbed with the noise of the target's own draw (temperature > 0).
     noise_scale: softness s of the perturbed law; 0 finds it while serving, from what the target made of the trees.
     law_tokens: most tokens in the law of a sampled proposal; the rest of the draft law is cut off.
-    cuda_graphs: on CUDA, trees of EAGLE, Medusa and Hydra grow in captured graphs.
+    cuda_graphs: on CUDA, trees of EAGLE, Medusa, Hydra and small models grow in captured graphs. graph_sessions: most
+    sessions of a round that one of them holds.
     levels: most levels of a tree that the head itself grows, 0 as many as tree.depth; in a union the other drafter may go
     deeper. ahead: what a draft service does between two commits; without effect on a drafter in the engine's process.
     """
@@ -58,11 +59,12 @@ class EagleConfig:
     noise_scale: float = 1.0
     law_tokens: int = 128
     cuda_graphs: bool = True
+    graph_sessions: int = 64
     levels: int = 0
     ahead: AheadConfig = field(default_factory=AheadConfig)
 
     def __post_init__(self) -> None:
-        at_least(1, law_tokens=self.law_tokens)
+        at_least(1, law_tokens=self.law_tokens, graph_sessions=self.graph_sessions)
         at_least(0, num_slots=self.num_slots, noise_scale=self.noise_scale, levels=self.levels)
         require(
             not (self.num_slots and self.memory),

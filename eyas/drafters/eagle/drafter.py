@@ -95,6 +95,10 @@ class EagleDrafter(LocalDrafter):
             )
         return drafts
 
+    @torch.inference_mode()
+    def warm_up(self) -> None:
+        self._trees.warm_up()
+
     def release(self, sessions: Sequence[str]) -> None:
         self._scale.forget(sessions)
         self._sessions.release(sessions)

@@ -89,6 +89,11 @@ class OffsetDrafter(LocalDrafter):
             fill_in_trees(drafts, contexts, ready, states, self._grow, self._draw)
         return drafts
 
+    @torch.inference_mode()
+    def warm_up(self) -> None:
+        if self._captured:
+            self._captured.warm_up()
+
     def release(self, sessions: Sequence[str]) -> None:
         self._scale.forget(sessions)
         self._sessions.release(sessions)
@@ -116,9 +121,10 @@ class OffsetDrafter(LocalDrafter):
         return self._heads.states.read(features.to(self._heads.draft_ids.device, self._heads.dtype), contexts, slots)
 
     def _grow(self, contexts: Sequence[DraftContext], states: Tensor) -> list[DraftTree]:
-        replayed = self._replayed(contexts, states)
-        if replayed is not None:
-            return replayed
+        slots = [no_slots()] * len(contexts)
+        replayed = self._captured.grow(contexts, slots, states, self._scale) if self._captured else None
+        if replayed:
+            return replayed.trees
         depth, ids = self._depth(contexts), self._heads.draft_ids
         ranker = Ranker(contexts, self._config, depth, ids, self._scale, self._scale.grid)
         candidates = self._grow_candidates(self._expand(contexts, states, ranker, depth), depth)
@@ -126,16 +132,7 @@ class OffsetDrafter(LocalDrafter):
         budgets = [replace(c.budget, max_nodes=min(c.budget.max_nodes, self._tree.nodes)) for c in contexts]
         return select(candidates, [c.tokens[-1] for c in contexts], budgets, ids)
 
-    def _replayed(self, contexts: Sequence[DraftContext], states: Tensor) -> list[DraftTree] | None:
-        """Trees out of a captured graph, unless there is none, or the laws are to be measured."""
-        if self._captured is None or self._scale.grid:
-            return None
-        found = self._captured.grow(contexts, [no_slots()] * len(contexts), states, self._scale)
-        if found is not None:
-            self._scale.skip()
-        return found
-
-    def _grower(self) -> Grower:
+    def _grower(self) -> Grower[Expansion]:
         heads, tree = self._heads, self._tree
 
         def expand(roots: Roots, scorer: Scorer) -> Expansion:

@@ -17,15 +17,18 @@ from eyas.commit import Refusal
 from eyas.config import EagleConfig, SmallConfig, TreeConfig
 from eyas.drafters.base import Draft, DraftContext, DrafterNeeds, LocalDrafter, fill_in_trees
 from eyas.drafters.calibration import noise_scale
+from eyas.drafters.captured.prefix import tight_prefix
+from eyas.drafters.captured.trees import CapturedTrees, Grower, Roots
 from eyas.drafters.expand import grow, select
 from eyas.drafters.ranking import Ranker, Scorer
 from eyas.drafters.sampled import FilteredDraft, draw_chains
 from eyas.drafters.slots.sessions import SlotSessions, no_slots
 from eyas.drafters.slots.sizing import count_slots
 from eyas.drafters.small.expansion import SmallExpansion
-from eyas.drafters.small.rows import TreeRows
+from eyas.drafters.small.rows import TreeRows, tree_rows
 from eyas.errors import ConfigError
-from eyas.models.inputs import Segment
+from eyas.models.cuda.graphs import Capture
+from eyas.models.inputs import Ints, Segment
 from eyas.models.target import TargetModel
 from eyas.tree import DraftTree
 
@@ -33,8 +36,17 @@ from eyas.tree import DraftTree
 class SmallDrafter(LocalDrafter):
     """A small model with slots of its own. Not safe for use from several threads."""
 
-    def __init__(self, model: TargetModel, tree: TreeConfig, config: EagleConfig, small: SmallConfig) -> None:
-        """Raises ConfigError for a tree that the model cannot grow."""
+    def __init__(
+        self,
+        model: TargetModel,
+        tree: TreeConfig,
+        config: EagleConfig,
+        small: SmallConfig,
+        capture: Capture | None = None,
+    ) -> None:
+        """capture: how to capture whole trees; None launches them.
+
+        Raises ConfigError for a tree that the model cannot grow."""
         if tree.depth < 1 or tree.width > model.vocab_size:
             raise ConfigError(
                 f"tree.depth {tree.depth} and tree.width {tree.width}: a small draft model needs a depth of at least 1 and "
@@ -51,6 +63,7 @@ class SmallDrafter(LocalDrafter):
         self._sessions: SlotSessions[TreeRows] = SlotSessions(num_slots, model.context_length, rows)
         self._scale = noise_scale(config)
         self._ids = torch.arange(model.vocab_size, device=model.device)
+        self._captured = CapturedTrees(self._grower(), config, capture) if capture else None
 
     @property
     def needs(self) -> DrafterNeeds:
@@ -73,6 +86,11 @@ class SmallDrafter(LocalDrafter):
         wanting = [i for i in ready if contexts[i].budget.wants_tree]
         fill_in_trees(drafts, contexts, wanting, logits, self._grow, self._draw)
         return drafts
+
+    @torch.inference_mode()
+    def warm_up(self) -> None:
+        if self._captured:
+            self._captured.warm_up()
 
     def release(self, sessions: Sequence[str]) -> None:
         self._sessions.release(sessions)
@@ -124,11 +142,17 @@ class SmallDrafter(LocalDrafter):
         )
 
     def _grow(self, contexts: Sequence[DraftContext], logits: Tensor) -> list[DraftTree]:
+        sessions = [self._sessions[context.session] for context in contexts]
+        slots, scratch = [session.slots for session in sessions], [session.scratch for session in sessions]
+        replayed = self._captured.grow(contexts, slots, logits, self._scale, scratch) if self._captured else None
+        if replayed:
+            self._keep(contexts, replayed.ran, self._tree.width)
+            return replayed.trees
         shape = self._shape(contexts, self._tree.width)
         ranker = Ranker(contexts, self._config, shape.depth, self._ids, self._scale, self._scale.grid)
         expansion = self._expand(contexts, logits, ranker, shape)
         candidates = grow(expansion, shape)
-        self._keep(contexts, expansion)
+        self._keep(contexts, expansion.ran().cpu().numpy(), shape.width)
         self._scale.watch(contexts, candidates, ranker, self._ids)
         budgets = [replace(c.budget, max_nodes=min(c.budget.max_nodes, self._tree.nodes)) for c in contexts]
         return select(candidates, [c.tokens[-1] for c in contexts], budgets, self._ids)
@@ -137,20 +161,42 @@ class SmallDrafter(LocalDrafter):
         shape = self._shape(contexts, width=1)
         expansion = self._expand(contexts, logits, FilteredDraft(contexts, self._ids.device), shape)
         chains = draw_chains(expansion, contexts, shape, self._config.law_tokens, self._ids)
-        self._keep(contexts, expansion)
+        self._keep(contexts, expansion.ran().cpu().numpy(), shape.width)
         return chains
+
+    def _grower(self) -> Grower[SmallExpansion]:
+        model, tree, pools = self._model, self._tree, self._pools
+
+        def expand(roots: Roots, scorer: Scorer) -> SmallExpansion:
+            return SmallExpansion(model, scorer, pools, roots.prefix, roots.scratch, roots.states, tree)
+
+        return Grower(
+            expand,
+            lambda expansion: grow(expansion, tree),
+            tree,
+            model.vocab_size,
+            torch.float32,
+            self._ids,
+            spare=pools.scratch,
+            num_slots=pools.scratch,
+            longest=min(model.context_length, pools.scratch),
+            num_scratch=tree.width * (tree.depth - 1),
+            ran=SmallExpansion.ran,
+        )
 
     def _shape(self, contexts: Sequence[DraftContext], width: int) -> TreeConfig:
         return TreeConfig(self._tree.nodes, min(self._tree.depth, max(c.budget.max_depth for c in contexts)), width)
 
     def _expand(self, contexts: Sequence[DraftContext], logits: Tensor, scorer: Scorer, shape: TreeConfig) -> SmallExpansion:
         sessions = [self._sessions[context.session] for context in contexts]
-        prefixes, scratch = [session.slots for session in sessions], [session.scratch for session in sessions]
-        return SmallExpansion(self._model, scorer, self._pools, prefixes, scratch, logits, shape)
+        prefix = tight_prefix([session.slots for session in sessions], logits.device)
+        scratch = torch.from_numpy(np.stack([session.scratch for session in sessions])).to(logits.device)
+        return SmallExpansion(self._model, scorer, self._pools, prefix, scratch, logits, shape)
 
-    def _keep(self, contexts: Sequence[DraftContext], expansion: SmallExpansion) -> None:
-        for context, rows in zip(contexts, expansion.rows(), strict=True):
-            self._sessions[context.session].state = rows
+    def _keep(self, contexts: Sequence[DraftContext], ran: Ints, width: int) -> None:
+        for context, rows in zip(contexts, ran, strict=True):
+            session = self._sessions[context.session]
+            session.state = tree_rows(rows, session.scratch, width)
 
 
 def passes(segments: Sequence[Segment], most: int) -> Iterator[list[Segment]]:

@@ -5,17 +5,13 @@ Legend: S sessions, W rows of a level, L levels that are run, P longest prefix, 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-import numpy as np
 import torch
 from torch import Tensor
 
 from eyas.cache.kv import SlotPools
-from eyas.cache.slots import Slots
 from eyas.config import TreeConfig
+from eyas.drafters.captured.prefix import Prefix
 from eyas.drafters.ranking import Scorer
-from eyas.drafters.small.rows import TreeRows
 from eyas.models.inputs import Group, PackedInputs
 from eyas.models.target import TargetModel
 
@@ -28,26 +24,23 @@ class SmallExpansion:
         model: TargetModel,
         scorer: Scorer,
         pools: SlotPools,
-        prefixes: Sequence[Slots],
-        scratch: Sequence[Slots],
+        prefix: Prefix,
+        scratch: Tensor,
         logits: Tensor,
         shape: TreeConfig,
     ) -> None:
-        """prefixes: slots of each session's tokens, the root's the last; scratch: at least W * (depth - 1) slots of each;
-        logits: of the roots [S, V]."""
+        """prefix: slots of each session's tokens, the root's the last. scratch: W * (depth - 1) slots of each or more, int64
+        [S, ...]. logits: of the roots [S, V]."""
         self._model, self._scorer, self._pools, self._logits = model, scorer, pools, logits
-        self._width, levels, device = shape.width, shape.depth - 1, logits.device
-        self._scratch = np.stack([slots[: levels * shape.width] for slots in scratch])
-        lengths = torch.tensor([len(slots) for slots in prefixes], device=device)
-        self._length = int(max(len(slots) for slots in prefixes))
-        padded = np.stack([np.pad(slots, (0, self._length - len(slots))) for slots in prefixes])
-        self._keys = torch.from_numpy(np.concatenate([padded, self._scratch], 1)).to(device)
-        self._seen = torch.arange(self._length, device=device) < lengths[:, None]
-        self._seen = self._seen[:, None].expand(-1, shape.width, -1)
+        index, lengths = prefix.index, prefix.lengths
+        self._length = index.shape[1]
+        self._keys = torch.cat([index, scratch], 1)
+        places = torch.arange(self._length, device=logits.device)
+        self._seen = (places < lengths[:, None])[:, None].expand(-1, shape.width, -1)
         self._root = lengths[:, None] - 1
-        self._key_positions = torch.arange(self._length, device=device).expand(len(prefixes), -1)
-        self._tokens: list[Tensor] = []
-        self._parents: list[Tensor] = []
+        self._key_positions = places.expand(len(index), -1)
+        self._tokens = [index[:, :0]]
+        self._parents = [index[:, :0]]
 
     def first(self) -> Tensor:
         return self._scorer.scores(self._logits[:, None], 0)
@@ -67,13 +60,9 @@ class SmallExpansion:
         logits = self._model.forward(packed, self._pools).logits
         return self._scorer.scores(logits.view(sessions, width, -1), level)
 
-    def rows(self) -> list[TreeRows | None]:
-        """What was run, for each session; None where nothing was. One copy to the host."""
-        if not self._tokens:
-            return [None] * len(self._scratch)
-        host = torch.stack([torch.stack(self._tokens, 1), torch.stack(self._parents, 1)]).cpu().numpy()
-        slots = self._scratch.reshape(len(self._scratch), -1, self._width)[:, : len(self._tokens)]
-        return [TreeRows(host[0, s], host[1, s], slots[s]) for s in range(len(slots))]
+    def ran(self) -> Tensor:
+        """Tokens, and rows of their parents in the level above, of all rows that were run, int64 [S, 2, L * W]."""
+        return torch.stack([torch.cat(self._tokens, 1), torch.cat(self._parents, 1)], 1)
 
     def _pack(self, tokens: Tensor, positions: Tensor, keys: Tensor, slots: Tensor) -> PackedInputs:
         rows = torch.arange(tokens.numel(), device=tokens.device)

@@ -33,3 +33,9 @@ class TreeRows:
             row = int(rows[0])
             found.append(self.slots[level, row])
         return np.array(found, dtype=np.int64)
+
+
+def tree_rows(ran: Ints, scratch: Slots, width: int) -> TreeRows:
+    """ran: tokens and parents of all rows, level by level, [2, L * W]. scratch: slots of a tree, the first ones theirs."""
+    tokens, parents = ran.reshape(2, -1, width)
+    return TreeRows(tokens, parents, scratch[: tokens.size].reshape(-1, width))

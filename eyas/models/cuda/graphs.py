@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
@@ -24,6 +24,7 @@ from eyas.models.inputs import PackedInputs, Segment
 from eyas.models.target import TargetOutput
 
 Out = TypeVar("Out")
+Item = TypeVar("Item")
 
 MAX_GRAPH_ROWS = 1024  # a longer pass keeps the device busy for longer than its launches take
 
@@ -43,6 +44,11 @@ class Limits:
     prefix: int
 
 
+def shown(items: Sequence[Item], doing: str) -> Iterable[Item]:
+    """The items, with a progress bar on a terminal."""
+    return track(items, doing, console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty())
+
+
 class GraphRunner:
     """Captured passes over one set of pools. A pass that no graph holds is launched kernel by kernel."""
 
@@ -57,10 +63,7 @@ class GraphRunner:
         self._shapes = {rows: bucket_shape(rows, limits.segments, launched.tiling) for rows in self._buckets}
         num_words = max(fixed_words(shape) + mask_words(rows) for rows, shape in self._shapes.items()) + limits.prefix
         self._words = torch.zeros(num_words, dtype=torch.int32, device=launched.target.device)
-        console = Console(stderr=True)
-        largest_first = track(
-            self._buckets[::-1], "capturing CUDA graphs", console=console, transient=True, disable=not sys.stderr.isatty()
-        )
+        largest_first = shown(self._buckets[::-1], "capturing CUDA graphs")
         self._replays = {self._shapes[rows]: self._capture(rows, capture) for rows in largest_first}
 
     def pack(self, segments: Sequence[Segment]) -> PackedInputs:
