@@ -10,6 +10,7 @@ from pathlib import Path
 
 import grpc
 import pytest
+from redis.asyncio import Redis
 
 from eyas.config import (
     DiscoveryConfig,
@@ -35,7 +36,7 @@ from eyas.rpc.messages import DrafterInfo, Lease, Load, ModelInfo, Verified
 from eyas.rpc.server import status_error
 from eyas.v1 import draft_pb2, draft_pb2_grpc
 from services.draft import servicer
-from services.draft.__main__ import Served, describe, serve_drafters
+from services.draft.__main__ import Served, describe, read_target, serve_drafters
 from services.draft.choice import check_distinct
 from services.registry import Registry
 from services.router.placement import Demand, Fleet, pick
@@ -88,7 +89,7 @@ def address(zoo: Zoo) -> Iterator[str]:
     built = []
     for model in zoo.drafted:
         drafter = build_drafter(model.drafter, model.target, model.head, "float32", "cpu", model.tree, model.eagle)
-        built.append((drafter, describe(model, drafter)))
+        built.append((drafter, describe(model, drafter, read_target(model.target))))
     with serving_all(built) as address:
         yield address
 
@@ -179,6 +180,10 @@ def test_every_drafter_has_a_lease_and_the_router_pairs_what_fits(url: str) -> N
             await asyncio.sleep(0.01)
         assert len({lease.address for lease in leases}) == 1
         assert len({lease.incarnation for lease in leases}) == 2
+        watcher = Redis.from_url(url)
+        names = [client["name"] for client in await watcher.client_list()]
+        await watcher.aclose()
+        assert len(names) == 3, "the service has one connection for all its leases; the others read them"
         for name, fingerprint, digest in (("one", "f1", "h1"), ("two", "f2", "h9")):
             verifier = Lease("verifier", "there", "v", ModelInfo(name, fingerprint, 100, 1000, digest), Load(1, 0, 99))
             pair = pick(Fleet([verifier], leases, {}), Demand(name, 10), PlacementConfig())
