@@ -159,11 +159,11 @@ def test_padding_reaches_every_size_and_never_falls_short() -> None:
     assert all(count <= size <= max(128, 1.5 * count) for count, size in enumerate(sizes, 1))
 
 
-@pytest.mark.parametrize("noise_scale", [1.0, 0.0], ids=["fixed", "calibrated"])
-def test_outputs_are_the_plain_ones(noise_scale: float, tiny_target: str, tiny_head: str) -> None:
+@pytest.mark.parametrize(("method", "noise_scale"), [("eagle3", 1.0), ("eagle3", 0.0), ("sps", 1.0)])
+def test_outputs_are_the_plain_ones(method: str, noise_scale: float, tiny_target: str, tiny_head: str) -> None:
     config = EagleConfig(num_slots=2048, noise_scale=noise_scale)
-    drafter = make("eagle3", tiny_target, tiny_head, SHAPE, config, capturing())
-    fuser = build_fuser("eagle3", tiny_head, tiny_target, "float32", DEVICE)
+    drafter = make(method, tiny_target, tiny_head, SHAPE, config, capturing())
+    fuser = build_fuser(method, tiny_head, tiny_target, "float32", DEVICE)
     engine = build_engine(tiny_target, fuser, "float32", DEVICE, EngineConfig(num_slots=1024), SHAPE, drafter)
     requests = [Request(f"{i}", (7, 8, 9 + i), SamplingParams(20, 0.9 * i, seed=i, ignore_eos=True)) for i in range(2)]
     said: dict[str, list[int]] = {request.id: [] for request in requests}
