@@ -14,6 +14,7 @@ import uuid
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Protocol, Self, TypeVar
 
@@ -102,7 +103,8 @@ class WorkerPresence:
     """A verifier or draft service: SERVING, telling its state to those who ask, and with a lease where there is a registry.
 
     Construct it before the server starts. registry: None where others find workers without one. zone, prefixes: see Lease.
-    beside: of the first worker of the process, which tells whoever asks of all; None for the first itself.
+    beside: of the first worker of the process; None for the first itself, which enters and leaves for all of them, and tells
+    whoever asks of all.
     """
 
     server: RpcServer
@@ -127,16 +129,16 @@ class WorkerPresence:
         return Lease(self.role, address, self.incarnation, self.model, self.load(), self.zone, self.prefixes())
 
     async def enter(self, address: str) -> None:
-        """Answer health checks with SERVING and publish the lease. Raises ConfigError if nobody can dial `address`."""
+        """Answer health checks with SERVING and publish the leases. Raises ConfigError if nobody can dial `address`."""
         host, _, _ = address.rpartition(":")
         if self.registry and host in _EVERYWHERE:
             raise ConfigError(f"server.host {host} listens everywhere; set server.advertise to the host others can dial")
         await self.server.set_serving(True)
         if self.registry:
-            await self.registry.publish(lambda: self.lease(address))
+            await self.registry.publish(*(partial(each.lease, address) for each in self._told))
 
     async def leave(self) -> None:
-        """Answer NOT_SERVING first, then take the lease back."""
+        """Answer NOT_SERVING first, then take the leases back."""
         await self.server.set_serving(False)
         if self.registry:
             await self.registry.withdraw()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar, get_args
@@ -51,32 +51,33 @@ class Registry:
         self._redis = _client(config)
         self._beating: asyncio.Task[None] | None = None
         self._watching: asyncio.Task[None] | None = None
-        self._published: Lease | None = None
+        self._published: tuple[Lease, ...] = ()
         self._roles: tuple[Role, ...] = ()
         self._known: dict[Role, tuple[Lease, ...]] = {}
         self._reachable = True
         self._settled_at = 0.0
 
-    async def publish(self, lease: Callable[[], Lease]) -> None:
-        """Write the lease now and again at every heartbeat, asking `lease` for its present state, until `withdraw`.
+    async def publish(self, *leases: Callable[[], Lease]) -> None:
+        """Write the leases of one process now and again at every heartbeat, asking each of `leases` for its present state,
+        until `withdraw`.
 
         Other processes' leases with the same address go: whoever listens there now is the only one who does.
         """
 
         async def beat() -> None:
-            await self._attempt(lambda: self._write(lease()))
+            await self._attempt(lambda: self._write([lease() for lease in leases]))
 
-        await self._attempt(lambda: self._replace(lease()))
+        await self._attempt(lambda: self._replace(leases[0]()))
         await beat()
         self._beating = asyncio.create_task(every(self._config.heartbeat, beat), name="heartbeat")
 
     async def withdraw(self) -> None:
-        """Stop the heartbeat and remove the lease at once."""
+        """Stop the heartbeat and remove the leases at once."""
         await stop(self._beating)
         self._beating = None
-        lease, self._published = self._published, None
-        if lease is not None:
-            await self._attempt(lambda: self._erase(lease))
+        leases, self._published = self._published, ()
+        if leases:
+            await self._attempt(lambda: self._erase(leases))
 
     async def leases(self, role: Role) -> list[Lease]:
         """The live leases of a role, ordered by address. Raises Unavailable while Redis is away."""
@@ -115,7 +116,7 @@ class Registry:
             return None
 
     async def close(self) -> None:
-        """Stop all background work and the connection; the lease, if any, is left to run out."""
+        """Stop all background work and the connection; leases, if any, are left to run out."""
         await stop(self._beating)
         await stop(self._watching)
         await self._redis.aclose()
@@ -139,23 +140,26 @@ class Registry:
             if known.incarnation not in listed and processes.get(known.address, known.process) == known.process
         ]
 
-    async def _write(self, lease: Lease) -> None:
-        self._published = lease
+    async def _write(self, leases: Iterable[Lease]) -> None:
+        self._published = tuple(leases)
         async with self._redis.pipeline() as pipe:
-            pipe.set(_lease_key(lease.role, lease.incarnation), _LEASES.dump_json(lease), px=int(self._config.ttl * 1000))
-            pipe.sadd(_index_key(lease.role), lease.incarnation)
+            for lease in self._published:
+                key = _lease_key(lease.role, lease.incarnation)
+                pipe.set(key, _LEASES.dump_json(lease), px=int(self._config.ttl * 1000))
+                pipe.sadd(_index_key(lease.role), lease.incarnation)
             await pipe.execute()
 
     async def _replace(self, lease: Lease) -> None:
-        for role in get_args(Role):
-            for other in await self._read(role):
-                if other.address == lease.address and other.process != lease.process:
-                    await self._erase(other)
+        known = [other for role in get_args(Role) for other in await self._read(role)]
+        gone = [other for other in known if other.address == lease.address and other.process != lease.process]
+        if gone:
+            await self._erase(gone)
 
-    async def _erase(self, lease: Lease) -> None:
+    async def _erase(self, leases: Iterable[Lease]) -> None:
         async with self._redis.pipeline() as pipe:
-            pipe.delete(_lease_key(lease.role, lease.incarnation))
-            pipe.srem(_index_key(lease.role), lease.incarnation)
+            for lease in leases:
+                pipe.delete(_lease_key(lease.role, lease.incarnation))
+                pipe.srem(_index_key(lease.role), lease.incarnation)
             await pipe.execute()
 
     async def _read(self, role: Role) -> list[Lease]:

@@ -163,8 +163,8 @@ class VerifierConfig:
 class DraftedModel:
     """A target and how it is drafted for. model: the name it is served under.
 
-    target: where the target's embeddings and config are read from. head: what the drafter loads. eagle.num_slots limits the
-    memory of each by itself.
+    target: where the target's embeddings and config are read from. head: what the drafter loads. eagle.num_slots or
+    eagle.memory limits each by itself.
     """
 
     model: str

@@ -91,6 +91,10 @@ class LocalDrafter(ABC):
     def listens(self, session: str) -> bool:
         return True
 
+    def warm_up(self) -> None:
+        """Do once what the first rounds would otherwise wait for; most have nothing to do."""
+        return
+
     def work_ahead(self) -> bool:
         """Do a little that nobody waits for yet, between two calls; whether there is more to do."""
         return False

@@ -38,7 +38,9 @@ def build_drafter(
     """Raises ConfigError for an unknown name or a missing head, CheckpointError for a head that does not fit the target."""
     parts = Parts(target, head, dtype, device, tree, eagle, methods or MethodsConfig(), reading)
     with _loading(name, head):
-        return find_method(name).build(parts)
+        drafter = find_method(name).build(parts)
+    drafter.warm_up()
+    return drafter
 
 
 def build_fuser(name: str, head: str, target: str, dtype: str, device: str) -> FeatureFuser | None:

@@ -197,7 +197,9 @@ def _small(parts: Parts) -> LocalDrafter:
 
     check_vocabulary(parts.head, parts.target)
     model = load_target(parts.head, parts.dtype, parts.device)
-    return SmallDrafter(model, parts.tree, parts.eagle, parts.methods.small)
+    # where experts are looked up row by row the host has to wait for which ones
+    capture = None if model.routes_rows else _capture(parts)
+    return SmallDrafter(model, parts.tree, parts.eagle, parts.methods.small, capture)
 
 
 def _prompt_lookup(parts: Parts) -> LocalDrafter:

@@ -67,6 +67,10 @@ class UnionDrafter(LocalDrafter):
         self._forget({context.session for context in contexts})
         return [self._answer(row) for row in rows]
 
+    def warm_up(self) -> None:
+        for side in self._sides:
+            side.warm_up()
+
     def work_ahead(self) -> bool:
         more = [side.work_ahead() for side in self._sides]
         return any(more)

@@ -150,22 +150,22 @@ def _digest(folder: Path, names: tuple[str, ...] | None) -> str:
     """Hash config.json and, of each tensor, name, shape, dtype and some 16,000 elements spread over it."""
     config = {key: value for key, value in read_config(folder).items() if key != RECORD}
     digest = hashlib.sha256(json.dumps(config, sort_keys=True).encode())
-    for name, tensor in _iterate(folder):
-        if names is None or name.startswith(names):
-            digest.update(f"{name} {list(tensor.shape)} {tensor.dtype}".encode())
-            sample = tensor.flatten()[:: max(1, tensor.numel() // 16384)].contiguous()
-            digest.update(sample.view(torch.uint8).numpy().tobytes())
+    for name, tensor in _iterate(folder, ("",) if names is None else names):
+        digest.update(f"{name} {list(tensor.shape)} {tensor.dtype}".encode())
+        sample = tensor.flatten()[:: max(1, tensor.numel() // 16384)].contiguous()
+        digest.update(sample.view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()[:32]
 
 
-def _iterate(folder: Path) -> Iterator[tuple[str, Tensor]]:
+def _iterate(folder: Path, beginnings: tuple[str, ...]) -> Iterator[tuple[str, Tensor]]:
+    """Tensors whose names begin so; of safetensors no others are read."""
     for file in sorted(set(_weight_map(folder).values()) or {_weight_file(folder)}):
         if file.suffix == ".safetensors":
             with safe_open(file, framework="pt") as handle:
-                for name in sorted(handle.keys()):
+                for name in sorted(name for name in handle.keys() if name.startswith(beginnings)):  # noqa: SIM118
                     yield name, handle.get_tensor(name)
         else:
-            yield from sorted(_read_file(file).items())
+            yield from sorted((name, tensor) for name, tensor in _read_file(file).items() if name.startswith(beginnings))
 
 
 def _weight_map(folder: Path) -> dict[str, Path]:

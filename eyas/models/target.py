@@ -161,6 +161,7 @@ def load_target(
     if share is not None:
         shard(model, share, [heads for heads, _ in shapes])
     target = TargetModel(model.to(torch.device(device)), taps, share.size if share else 1)
+    target.config.pad_token_id = None  # some architectures look for padding in every pass, which waits for the device
     pin_rotary(target.model, min(context_length or target.context_length, target.context_length))
     widen_head(target.model)
     pack_weights(target.model)

@@ -7,6 +7,7 @@ import uuid
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import cache, partial
 
 import torch
 
@@ -21,7 +22,6 @@ from eyas.telemetry.process import telemetry
 from eyas.v1 import draft_pb2, draft_pb2_grpc
 from services.discovery.build import lease_registry
 from services.draft.choice import check_distinct
-from services.draft.presence import Presences
 from services.draft.servicer import DraftServicer
 from services.draft.telemetry import DraftTelemetry
 from services.draft.worker import DraftWorker
@@ -36,16 +36,31 @@ class Served:
     info: DrafterInfo
 
 
+@dataclass(frozen=True)
+class Target:
+    """What a draft service says of the target that it drafts for."""
+
+    fingerprint: str
+    vocab_size: int
+    context_length: int
+
+
+def read_target(path_or_id: str) -> Target:
+    """Reads the target's config, and samples of its weights. Raises CheckpointError."""
+    config = read_target_config(resolve(path_or_id))
+    return Target(target_fingerprint(path_or_id), int(config["vocab_size"]), int(config["max_position_embeddings"]))
+
+
 async def run(config: DraftConfig, host: Host = PROCESS) -> None:
     """Load the drafters and serve them until told to stop."""
     if config.threads:
         torch.set_num_threads(config.threads)
-    served = []
+    served, read_once = [], cache(read_target)
     for model in config.drafted:
         drafter = build_drafter(
             model.drafter, model.target, model.head, model.dtype, model.device, model.tree, model.eagle, model.methods
         )
-        served.append(Served(drafter, describe(model, drafter)))
+        served.append(Served(drafter, describe(model, drafter, read_once(model.target))))
     with telemetry(config.telemetry, "draft") as own:
         await serve_drafters(config, served, DraftTelemetry(own), host)
 
@@ -74,13 +89,9 @@ async def serve_drafters(
         draft_pb2_grpc.add_DraftServicer_to_server(servicer, server.aio)
         server.before_stop(servicer.close)
         names = [draft_pb2.DESCRIPTOR.services_by_name["Draft"].full_name, WORKER_SERVICE]
-        process = uuid.uuid4().hex
-        presences: list[WorkerPresence] = []
-        for number, worker in enumerate(workers):
-            first = presences[0] if presences else None
-            presences.append(_presence(config, server, worker, f"{process}/{number}", first))
+        presence = _presence(config, server, workers)
         try:
-            await serve(server, names, config.server, Presences(presences), host=host)
+            await serve(server, names, config.server, presence, host=host)
         except asyncio.CancelledError:
             if not any(worker.broken for worker in workers):
                 raise
@@ -88,25 +99,30 @@ async def serve_drafters(
             raise RequestFailed("the drafter broke; the log has the traceback") from None
 
 
-def _presence(
-    config: DraftConfig, server: RpcServer, worker: DraftWorker, incarnation: str, first: WorkerPresence | None
-) -> WorkerPresence:
-    registry, zone = lease_registry(config.discovery, config.registry), config.server.zone
-    return WorkerPresence(
-        server, registry, "draft", worker.info.model, lambda: _load(worker), zone, incarnation=incarnation, beside=first
-    )
+def _presence(config: DraftConfig, server: RpcServer, workers: Sequence[DraftWorker]) -> WorkerPresence:
+    """Of the first worker, beside which the others are present: a lease each, on one address and over one connection."""
+    registry, zone, process = lease_registry(config.discovery, config.registry), config.server.zone, uuid.uuid4().hex
+    first: WorkerPresence | None = None
+    for number, worker in enumerate(workers):
+        found = WorkerPresence(
+            *(server, registry, "draft", worker.info.model, partial(_load, worker), zone),
+            incarnation=f"{process}/{number}",
+            beside=first,
+        )
+        first = first or found
+    assert first is not None, "a service has a drafter"
+    return first
 
 
-def describe(model: DraftedModel, drafter: LocalDrafter) -> DrafterInfo:
+def describe(model: DraftedModel, drafter: LocalDrafter, target: Target) -> DrafterInfo:
     """What verifiers are told. Raises CheckpointError."""
-    target = read_target_config(resolve(model.target))
     needs = drafter.needs
     return DrafterInfo(
         model=ModelInfo(
             name=model.model,
-            fingerprint=target_fingerprint(model.target),
-            vocab_size=int(target["vocab_size"]),
-            context_length=int(target["max_position_embeddings"]),
+            fingerprint=target.fingerprint,
+            vocab_size=target.vocab_size,
+            context_length=target.context_length,
             head_fingerprint=features_digest(model.drafter, model.head),
         ),
         drafter=model.drafter,

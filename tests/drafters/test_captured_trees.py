@@ -36,12 +36,15 @@ def buckets_of(drafter: LocalDrafter) -> Sequence[Bucket]:
     return found.buckets
 
 
-def assert_same(drafter: LocalDrafter, plain: LocalDrafter, contexts: Sequence[Commit]) -> None:
+def assert_same(drafter: LocalDrafter, plain: LocalDrafter, contexts: Sequence[Commit]) -> list[DraftTree]:
+    found = []
     for ours, theirs in zip(drafter.propose(contexts), plain.propose(contexts), strict=True):
         assert isinstance(ours, DraftTree)
         assert isinstance(theirs, DraftTree)
         assert (ours.tokens, ours.parents) == (theirs.tokens, theirs.parents)
         assert ours.log_probs == pytest.approx(theirs.log_probs, abs=1e-4)
+        found.append(ours)
+    return found
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -64,24 +67,65 @@ def test_trees_are_the_plain_ones_in_every_bucket(method: str, tiny_target: str,
         (1, "plain"), (4, "noised"), (6, "filtered"),
     }  # fmt: skip
     prefixes = {bucket.prefix for bucket in buckets_of(drafter)}
-    assert prefixes == ({128, 256} if method.startswith("eagle") else {0})
+    assert prefixes == ({128, 256} if method.startswith("eagle") or method == "sps" else {0})
 
 
 def test_rounds_of_a_session_replay_what_is_captured_once(tiny_target: str, tiny_head: str) -> None:
     captures: list[int] = []
 
-    class Counting:
-        def __call__(self, run: Callable[[], Out]) -> Callable[[], Out]:
-            captures.append(1)
-            return capturing()(run)
+    def count(run: Callable[[], Out]) -> Callable[[], Out]:
+        captures.append(1)
+        return capturing()(run)
 
-    drafter = make("eagle3", tiny_target, tiny_head, SHAPE, CONFIG, Counting())
+    drafter = make("eagle3", tiny_target, tiny_head, SHAPE, CONFIG, count)
     plain = make("eagle3", tiny_target, tiny_head, SHAPE, CONFIG, None)
     tokens, features = session(3, 160)
     ends = [2, 9, 40, 128, 129, 131, 160]
     for base, end in zip([0, *ends], ends, strict=False):
         assert_same(drafter, plain, [commit("a", tokens, features, base, end, NOISED, BUDGETS[0])])
     assert len(captures) == 2, "one for prefixes up to 128, one for longer ones"
+
+
+@pytest.mark.parametrize("noise", [GREEDY, FILTERED], ids=["greedy", "filtered"])
+def test_what_a_captured_tree_of_a_small_model_ran_is_kept_as_on_the_plain_path(
+    noise: NoiseKey, tiny_target: str, tiny_head: str
+) -> None:
+    drafter, plain = (make("sps", tiny_target, tiny_head, SHAPE, CONFIG, way) for way in (capturing(), None))
+    said = {name: session(seed, 5 + seed)[0] for seed, name in enumerate("abc")}
+    bases, runs = dict.fromkeys(said, 0), set[int]()
+    for round_number in range(5):
+        contexts = [
+            Commit(name, 0, bases[name], tuple(t[bases[name] :]), None, noise, BUDGETS[0]) for name, t in said.items()
+        ]
+        for name, tree in zip(said, assert_same(drafter, plain, contexts), strict=True):
+            path = tree.path(len(tree) - 1 - round_number)
+            bases[name] = len(said[name])
+            said[name] = [*said[name], *(tree.tokens[node] for node in path[1:]), 7]
+        ours, theirs = (each._sessions for each in (drafter, plain))  # type: ignore[attr-defined]
+        assert [list(ours[name].slots) for name in said] == [list(theirs[name].slots) for name in said]
+        runs |= {ours[name].num_new for name in said}
+    assert 1 in runs, "of a path through inner nodes the bonus token alone is run"
+    assert buckets_of(drafter)
+
+
+@pytest.mark.parametrize("method", ["eagle3", "medusa", "hydra-prefix", "sps"])
+def test_after_warming_up_first_rounds_capture_nothing(method: str, tiny_target: str, tiny_head: str) -> None:
+    config = EagleConfig(num_slots=2048, graph_sessions=5)
+    drafter = make(method, tiny_target, tiny_head, SHAPE, config, capturing())
+    plain = make(method, tiny_target, tiny_head, SHAPE, config, None)
+    drafter.warm_up()
+    warm = buckets_of(drafter)
+    prefixes = [256, 128] if method in ("eagle3", "sps") else [0, 0]
+    sizes = [(6, prefixes[0]), (1, prefixes[1])]
+    assert [(b.sessions, b.prefix, b.kind) for b in warm] == [
+        (*s, k) for s in sizes for k in ("plain", "noised", "filtered")
+    ]
+    assert drafter.num_free_slots == plain.num_free_slots  # type: ignore[attr-defined]
+    for noise in (GREEDY, NOISED, FILTERED):
+        assert_same(drafter, plain, [commit(f"{noise}", *session(7, 7), 0, 7, noise, BUDGETS[0])])
+        many = [commit(f"{noise}{n}", *session(n, n), 0, n, noise, BUDGETS[0]) for n in (200, 7, 9, 8, 5)]
+        assert_same(drafter, plain, many)
+    assert buckets_of(drafter) == warm
 
 
 def test_a_round_that_no_bucket_holds_is_launched(tiny_target: str, tiny_head: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -115,11 +159,11 @@ def test_padding_reaches_every_size_and_never_falls_short() -> None:
     assert all(count <= size <= max(128, 1.5 * count) for count, size in enumerate(sizes, 1))
 
 
-@pytest.mark.parametrize("noise_scale", [1.0, 0.0], ids=["fixed", "calibrated"])
-def test_outputs_are_the_plain_ones(noise_scale: float, tiny_target: str, tiny_head: str) -> None:
+@pytest.mark.parametrize(("method", "noise_scale"), [("eagle3", 1.0), ("eagle3", 0.0), ("sps", 1.0)])
+def test_outputs_are_the_plain_ones(method: str, noise_scale: float, tiny_target: str, tiny_head: str) -> None:
     config = EagleConfig(num_slots=2048, noise_scale=noise_scale)
-    drafter = make("eagle3", tiny_target, tiny_head, SHAPE, config, capturing())
-    fuser = build_fuser("eagle3", tiny_head, tiny_target, "float32", DEVICE)
+    drafter = make(method, tiny_target, tiny_head, SHAPE, config, capturing())
+    fuser = build_fuser(method, tiny_head, tiny_target, "float32", DEVICE)
     engine = build_engine(tiny_target, fuser, "float32", DEVICE, EngineConfig(num_slots=1024), SHAPE, drafter)
     requests = [Request(f"{i}", (7, 8, 9 + i), SamplingParams(20, 0.9 * i, seed=i, ignore_eos=True)) for i in range(2)]
     said: dict[str, list[int]] = {request.id: [] for request in requests}

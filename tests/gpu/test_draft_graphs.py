@@ -17,6 +17,7 @@ from eyas.request import Request, SamplingParams
 from eyas.tree import DraftTree
 from tests import reference
 from tests.drafters.captured import METHODS
+from tests.tiny import write_small
 from tests.tiny_offsets import tiny_heads
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -63,8 +64,9 @@ def test_a_captured_round_waits_for_the_device_once(head: EagleHead) -> None:
 @pytest.mark.parametrize("method", METHODS)
 def test_outputs_are_those_of_the_plain_loop_on_the_cpu(method: str, tiny_target: str, tiny_head: str) -> None:
     name = method.partition("-")[0]
-    eagles = {"eagle1": f"{tiny_head}/eagle1", "eagle2": f"{tiny_head}/eagle1", "eagle3": tiny_head}
-    folder = eagles.get(method) or tiny_heads(method.removesuffix("-dynamic"), tiny_head)
+    others = {"eagle1": f"{tiny_head}/eagle1", "eagle2": f"{tiny_head}/eagle1", "eagle3": tiny_head}
+    others["sps"] = write_small(tiny_target)
+    folder = others.get(method) or tiny_heads(method.removesuffix("-dynamic"), tiny_head)
     tree, config = TreeConfig(12, 4, 4), EagleConfig(num_slots=2048)
     drafter = build_drafter(name, tiny_target, folder, "float32", "cuda", tree, config)
     fuser = build_fuser(name, folder, tiny_target, "float32", "cuda")

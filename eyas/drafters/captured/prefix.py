@@ -24,13 +24,16 @@ class Prefix:
     lengths: Tensor
 
 
-def padded_slots(slots: Sequence[Slots], length: int, spare: int) -> Slots:
-    """[S, length]; what is padded names slot `spare`."""
-    return np.stack([np.pad(own, (0, length - len(own)), constant_values=spare) for own in slots])
+def fill_in_slots(cells: Slots, slots: Sequence[Slots]) -> None:
+    """Into the first rows of cells [S, L]. Padding names a session's own first slot: what is hidden spreads if it is NaN."""
+    for row, own in zip(cells, slots, strict=False):
+        row[: len(own)] = own
+        row[len(own) :] = own[:1]
 
 
-def tight_prefix(slots: Sequence[Slots], spare: int, device: torch.device) -> Prefix:
+def tight_prefix(slots: Sequence[Slots], device: torch.device) -> Prefix:
     """On the device, padded to the longest."""
     lengths = np.array([len(own) for own in slots])
-    index = padded_slots(slots, int(lengths.max()), spare)
+    index = np.empty((len(slots), int(lengths.max())), dtype=np.int64)
+    fill_in_slots(index, slots)
     return Prefix(upload(index, device), upload(lengths, device))

@@ -149,6 +149,9 @@ class AheadDrafter(LocalDrafter):
             self._due.pop(key, None)
         self._drafter.release(sessions)
 
+    def warm_up(self) -> None:
+        self._drafter.warm_up()
+
     def work_ahead(self) -> bool:
         growing = self._growing
         if growing and growing.num_levels < self._config.levels and self._is_waited_for(growing):

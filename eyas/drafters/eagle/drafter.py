@@ -7,22 +7,22 @@ Legend: S sessions, H draft hidden.
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from eyas.cache.kv import SlotPools
-from eyas.cache.slots import SlotAllocator, Slots
+from eyas.cache.slots import Slots
 from eyas.commit import Budget, Refusal
 from eyas.config import AheadConfig, EagleConfig, TreeConfig
 from eyas.drafters.base import Draft, DraftContext, DrafterNeeds, LocalDrafter, fill_in_trees
 from eyas.drafters.calibration import noise_scale
 from eyas.drafters.eagle.trees import EagleTrees
 from eyas.drafters.expand import Growth
+from eyas.drafters.slots.sessions import SlotSessions, num_features
+from eyas.drafters.slots.sizing import count_slots
 from eyas.drafters.static import StaticTree
 from eyas.errors import ConfigError
 from eyas.models.attention import attend
@@ -32,18 +32,6 @@ from eyas.models.heads.eagle.layer import Projected
 from eyas.models.inputs import PackedInputs, Segment, pack
 from eyas.models.tensors import moved, upload
 from eyas.tree import DraftTree
-
-
-@dataclass
-class _Session:
-    """committed: tokens known; slots: one per pair, committed - 1 of them, or none if the session did not fit: then it is
-    dormant, until there is ample room. state: the head's [H] behind the last pair, if it was computed."""
-
-    epoch: int
-    committed: int
-    slots: Slots
-    dormant: bool = False
-    state: Tensor | None = None
 
 
 class EagleDrafter(LocalDrafter):
@@ -69,11 +57,10 @@ class EagleDrafter(LocalDrafter):
         self._head = head
         self._tree = tree
         c = head.config
-        self._pools = SlotPools(
-            config.num_slots, [(c.num_kv_heads, c.head_dim)] * c.num_layers, 0, head.embedding.dtype, head.embedding.device
-        )
-        self._allocator = SlotAllocator(config.num_slots)
-        self._sessions: OrderedDict[str, _Session] = OrderedDict()
+        shapes, dtype, device = [(c.num_kv_heads, c.head_dim)] * c.num_layers, head.embedding.dtype, head.embedding.device
+        num_slots = count_slots(config, shapes, dtype, device)
+        self._pools = SlotPools(num_slots, shapes, 0, dtype, device)
+        self._sessions: SlotSessions[Tensor] = SlotSessions(num_slots, head.context_length)
         self._scale = noise_scale(config)
         self._trees = EagleTrees(head, self._pools, tree, config, self._scale, plan, capture)
 
@@ -109,12 +96,13 @@ class EagleDrafter(LocalDrafter):
             )
         return drafts
 
+    @torch.inference_mode()
+    def warm_up(self) -> None:
+        self._trees.warm_up()
+
     def release(self, sessions: Sequence[str]) -> None:
         self._scale.forget(sessions)
-        for key in sessions:
-            session = self._sessions.pop(key, None)
-            if session is not None:
-                self._allocator.free(session.slots)
+        self._sessions.release(sessions)
 
     @property
     def draft_ids(self) -> Tensor:
@@ -139,49 +127,19 @@ class EagleDrafter(LocalDrafter):
 
     def check(self) -> None:
         """Assert the integrity of slots and owners."""
-        self._allocator.check_owners([session.slots for session in self._sessions.values()])
+        self._sessions.check()
 
     @property
     def num_free_slots(self) -> int:
-        return self._allocator.num_free
+        return self._sessions.num_free
 
     def _admit(self, context: DraftContext, busy: set[str]) -> Draft:
-        """None if the context continues its session and has slots for its new pairs; else the answer to give."""
-        session = self._sessions.get(context.session)
-        if session is None or session.epoch != context.epoch:
-            self.release([context.session])
-            session = _Session(context.epoch, 0, np.zeros(0, dtype=np.int64))
-            self._sessions[context.session] = session
-        if session.committed != context.base:
-            return Refusal(context.session, context.epoch, session.committed)
-        self._sessions.move_to_end(context.session)
-        if session.dormant and self._allocator.num_free >= 2 * context.committed:
-            session.committed, session.dormant = 0, False
-            return Refusal(context.session, context.epoch, 0)
-        session.committed = context.committed
-        count = _num_pairs(context)
-        fits = context.committed <= self._head.context_length and not session.dormant and self._make_room(count, busy)
-        if not fits:
-            self._put_to_sleep(session)
-        if not fits or not count:
-            return DraftTree.root_only(context.tokens[-1])
-        session.slots = np.concatenate([session.slots, self._allocator.take(count)])
-        return None
-
-    def _make_room(self, count: int, busy: set[str]) -> bool:
-        """Forget the sessions unused for longest, but not those of this call, until `count` slots are free; none if even
-        all of them would not do."""
-        idle = [key for key in self._sessions if key not in busy]
-        if self._allocator.num_free + sum(len(self._sessions[key].slots) for key in idle) < count:
-            return False
-        while self._allocator.num_free < count and idle:
-            self.release([idle.pop(0)])
-        return self._allocator.num_free >= count
-
-    def _put_to_sleep(self, session: _Session) -> None:
-        """A session that does not fit is followed without KV: it gets no trees, and costs nothing."""
-        self._allocator.free(session.slots)
-        session.slots, session.dormant, session.state = session.slots[:0], True, None
+        """None if the context continues its session and brings pairs that have slots now; else the answer to give."""
+        session = self._sessions.follow(context)
+        if isinstance(session, Refusal):
+            return session
+        fits = self._sessions.claim(session, num_features(context), 0, busy)
+        return None if fits and session.num_new else DraftTree.root_only(context.tokens[-1])
 
     def _extend(self, contexts: Sequence[DraftContext]) -> Tensor:
         """Store keys and values of all new pairs; the state [S, H] behind each session's last pair.
@@ -190,7 +148,7 @@ class EagleDrafter(LocalDrafter):
         """
         head, device = self._head, self._head.embedding.device
         slots = self._slots(contexts)
-        counts = [_num_pairs(c) for c in contexts]
+        counts = [num_features(c) for c in contexts]
         new = np.concatenate([s[len(s) - n :] for s, n in zip(slots, counts, strict=True)])
         places = np.concatenate([np.arange(len(s) - n, len(s)) for s, n in zip(slots, counts, strict=True)])
         tokens = np.array([t for c, n in zip(contexts, counts, strict=True) for t in c.tokens[len(c.tokens) - n :]])
@@ -215,11 +173,6 @@ class EagleDrafter(LocalDrafter):
 
     def _slots(self, contexts: Sequence[DraftContext]) -> list[Slots]:
         return [self._sessions[context.session].slots for context in contexts]
-
-
-def _num_pairs(context: DraftContext) -> int:
-    """New pairs that a context completes: the very first token has no feature before it."""
-    return len(context.tokens) - (1 if context.base == 0 else 0)
 
 
 def _pairs(slots: Slots, count: int) -> Segment:

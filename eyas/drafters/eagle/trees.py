@@ -46,11 +46,16 @@ class EagleTrees:
         self._head, self._pools, self._tree, self._config, self._scale, self._plan = head, pools, tree, config, scale, plan
         self._captured = CapturedTrees(self._grower(), config, capture) if capture else None
 
+    def warm_up(self) -> None:
+        """Capture what the first rounds need, where trees are captured."""
+        if self._captured:
+            self._captured.warm_up()
+
     def grow(self, contexts: Sequence[DraftContext], slots: Sequence[Slots], states: Tensor) -> list[DraftTree]:
         """Deterministic trees."""
-        replayed = self._replayed(contexts, slots, states)
-        if replayed is not None:
-            return replayed
+        replayed = self._captured.grow(contexts, slots, states, self._scale) if self._captured else None
+        if replayed:
+            return replayed.trees
         shape = self._shape(contexts, self._width)
         ranker = Ranker(contexts, self._config, shape.depth, self._head.draft_ids, self._scale, self._scale.grid)
         candidates = self._candidates(self._expand(slots, states, ranker, shape), shape.depth)
@@ -70,16 +75,7 @@ class EagleTrees:
         ranker = Ranker(contexts, self._config, shape.depth, self._head.draft_ids, self._scale)
         return Growth(self._expand(slots, states, ranker, shape), config.rows, config.children)
 
-    def _replayed(self, contexts: Sequence[DraftContext], slots: Sequence[Slots], states: Tensor) -> list[DraftTree] | None:
-        """Trees out of a captured graph, unless none holds them, or the laws are to be measured."""
-        if self._captured is None or self._scale.grid:
-            return None
-        found = self._captured.grow(contexts, slots, states, self._scale)
-        if found is not None:
-            self._scale.skip()
-        return found
-
-    def _grower(self) -> Grower:
+    def _grower(self) -> Grower[Expansion]:
         head, tree, shape = self._head, self._tree, replace(self._tree, width=self._width)
 
         def expand(roots: Roots, scorer: Scorer) -> Expansion:
@@ -88,8 +84,11 @@ class EagleTrees:
         def grow_candidates(expansion: Expansion) -> Candidates:
             return self._candidates(expansion, tree.depth)
 
-        dtype, spare = head.embedding.dtype, self._pools.scratch
-        return Grower(expand, grow_candidates, tree, head.config.hidden, dtype, head.draft_ids, spare)
+        dtype, num_slots = head.embedding.dtype, self._pools.scratch
+        longest = min(head.context_length, num_slots)
+        return Grower(
+            expand, grow_candidates, tree, head.config.hidden, dtype, head.draft_ids, self._pools.scratch, num_slots, longest
+        )
 
     def _candidates(self, expansion: Expansion, depth: int) -> Candidates:
         if self._plan:
@@ -97,7 +96,7 @@ class EagleTrees:
         return grow(expansion, replace(self._tree, depth=depth))
 
     def _expand(self, slots: Sequence[Slots], states: Tensor, scorer: Scorer, shape: TreeConfig) -> Expansion:
-        prefix = tight_prefix(slots, self._pools.scratch, states.device)
+        prefix = tight_prefix(slots, states.device)
         return EagleExpansion(self._head, scorer, self._pools, prefix, states, shape)
 
     def _shape(self, contexts: Sequence[DraftContext], width: int) -> TreeConfig:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from eyas.commit import Refusal
 from eyas.config import EagleConfig, OffsetsConfig, TreeConfig
 from eyas.drafters.base import Draft, DraftContext, DrafterNeeds, LocalDrafter, fill_in_trees
 from eyas.drafters.calibration import noise_scale
@@ -19,10 +20,11 @@ from eyas.drafters.captured.trees import CapturedTrees, Grower, Roots
 from eyas.drafters.expand import Candidates, Expansion, grow, select
 from eyas.drafters.offsets.expansions import HydraExpansion, MedusaExpansion
 from eyas.drafters.offsets.paths import likely_paths
-from eyas.drafters.offsets.sessions import NO_SLOTS, SlotSessions
 from eyas.drafters.offsets.states import LastFeatures, PrefixStates, States
 from eyas.drafters.ranking import Ranker, Scorer
 from eyas.drafters.sampled import FilteredDraft, draw_chains
+from eyas.drafters.slots.sessions import SlotSessions, no_slots, num_features
+from eyas.drafters.slots.sizing import count_slots
 from eyas.drafters.static import StaticTree, grow_static
 from eyas.errors import ConfigError
 from eyas.models.cuda.graphs import Capture
@@ -56,7 +58,7 @@ class OffsetDrafter(LocalDrafter):
     def __init__(
         self,
         heads: Heads,
-        sessions: SlotSessions,
+        sessions: SlotSessions[None],
         tree: TreeConfig,
         grow: Grow,
         config: EagleConfig,
@@ -79,7 +81,7 @@ class OffsetDrafter(LocalDrafter):
         """See Drafter. One pass over all new features, then one per tree level for all sessions together."""
         self._scale.learn(contexts)
         busy = {context.session for context in contexts}
-        drafts = [self._sessions.admit(context, busy) for context in contexts]
+        drafts = [self._admit(context, busy) for context in contexts]
         ready = [i for i, draft in enumerate(drafts) if draft is None]
         if ready:
             states = self._read([contexts[i] for i in ready])
@@ -87,6 +89,11 @@ class OffsetDrafter(LocalDrafter):
                 drafts[i] = DraftTree.root_only(contexts[i].tokens[-1])
             fill_in_trees(drafts, contexts, ready, states, self._grow, self._draw)
         return drafts
+
+    @torch.inference_mode()
+    def warm_up(self) -> None:
+        if self._captured:
+            self._captured.warm_up()
 
     def release(self, sessions: Sequence[str]) -> None:
         self._scale.forget(sessions)
@@ -100,6 +107,15 @@ class OffsetDrafter(LocalDrafter):
     def num_free_slots(self) -> int:
         return self._sessions.num_free
 
+    def _admit(self, context: DraftContext, busy: set[str]) -> Draft:
+        """None if the context continues its session and brings features, with slots if they need any; else the answer."""
+        session = self._sessions.follow(context)
+        if isinstance(session, Refusal):
+            return session
+        count = num_features(context)
+        fits = self._sessions.claim(session, count * self._heads.states.slots_per_feature, 0, busy)
+        return None if fits and count else DraftTree.root_only(context.tokens[-1])
+
     def _read(self, contexts: Sequence[DraftContext]) -> Tensor:
         features = torch.cat([context.features for context in contexts if context.features is not None])
         slots = [self._sessions[context.session].slots for context in contexts]
@@ -107,9 +123,10 @@ class OffsetDrafter(LocalDrafter):
         return self._heads.states.read(features, contexts, slots)
 
     def _grow(self, contexts: Sequence[DraftContext], states: Tensor) -> list[DraftTree]:
-        replayed = self._replayed(contexts, states)
-        if replayed is not None:
-            return replayed
+        slots = [no_slots()] * len(contexts)
+        replayed = self._captured.grow(contexts, slots, states, self._scale) if self._captured else None
+        if replayed:
+            return replayed.trees
         depth, ids = self._depth(contexts), self._heads.draft_ids
         ranker = Ranker(contexts, self._config, depth, ids, self._scale, self._scale.grid)
         candidates = self._grow_candidates(self._expand(contexts, states, ranker, depth), depth)
@@ -117,16 +134,7 @@ class OffsetDrafter(LocalDrafter):
         budgets = [replace(c.budget, max_nodes=min(c.budget.max_nodes, self._tree.nodes)) for c in contexts]
         return select(candidates, [c.tokens[-1] for c in contexts], budgets, ids)
 
-    def _replayed(self, contexts: Sequence[DraftContext], states: Tensor) -> list[DraftTree] | None:
-        """Trees out of a captured graph, unless there is none, or the laws are to be measured."""
-        if self._captured is None or self._scale.grid:
-            return None
-        found = self._captured.grow(contexts, [NO_SLOTS] * len(contexts), states, self._scale)
-        if found is not None:
-            self._scale.skip()
-        return found
-
-    def _grower(self) -> Grower:
+    def _grower(self) -> Grower[Expansion]:
         heads, tree = self._heads, self._tree
 
         def expand(roots: Roots, scorer: Scorer) -> Expansion:
@@ -171,10 +179,12 @@ def hydra_drafter(
     def expand(states: Tensor, roots: Tensor, scorer: Scorer, depth: int) -> Expansion:
         return HydraExpansion(head, scorer, states, roots)
 
-    states = PrefixStates(head.prefix, config.num_slots) if head.prefix else LastFeatures()
-    sessions = (
-        SlotSessions(config.num_slots, head.prefix.sizes.context_length) if head.prefix else SlotSessions(0, sys.maxsize)
-    )
+    states: States = LastFeatures()
+    sessions: SlotSessions[None] = SlotSessions(0, sys.maxsize)
+    if head.prefix:
+        sizes, weight = head.prefix.sizes, head.prefix.out
+        num_slots = count_slots(config, [(sizes.num_kv_heads, sizes.head_dim)], weight.dtype, weight.device)
+        states, sessions = PrefixStates(head.prefix, num_slots), SlotSessions(num_slots, sizes.context_length)
     heads = Heads(head.hidden, head.draft_ids, head.embedding.dtype, states, expand)
     shape, grow_candidates = _growing(heads, head.num_heads, tree, offsets)
     return OffsetDrafter(heads, sessions, shape, grow_candidates, config, capture)

@@ -15,7 +15,7 @@ from torch import Tensor
 from eyas.cache.kv import SlotPools
 from eyas.cache.slots import Slots
 from eyas.drafters.base import DraftContext
-from eyas.drafters.offsets.sessions import num_features
+from eyas.drafters.slots.sessions import num_features
 from eyas.models.attention import attend
 from eyas.models.heads.offsets.prefix import PrefixLayer
 from eyas.models.inputs import Segment, pack
@@ -24,6 +24,11 @@ from eyas.models.tensors import upload
 
 class States(Protocol):
     """Reads features."""
+
+    @property
+    def slots_per_feature(self) -> int:
+        """How many slots of a session a feature takes from then on, 1 or none."""
+        ...
 
     def read(self, features: Tensor, contexts: Sequence[DraftContext], slots: Sequence[Slots]) -> Tensor:
         """The state [S, H] behind each session's last feature; features [R, H], session after session, each of which
@@ -34,12 +39,16 @@ class States(Protocol):
 class LastFeatures:
     """The last features themselves."""
 
+    slots_per_feature = 0
+
     def read(self, features: Tensor, contexts: Sequence[DraftContext], slots: Sequence[Slots]) -> Tensor:
         return features[_ends(contexts, features.device)]
 
 
 class PrefixStates:
     """What the prefix layer of Hydra's prefix-mlp makes of all features of a session; keys and values stay in its slots."""
+
+    slots_per_feature = 1
 
     def __init__(self, layer: PrefixLayer, num_slots: int) -> None:
         s, weight = layer.sizes, layer.out

@@ -5,21 +5,15 @@ Legend: S sessions, W rows of a level, L levels that are run, P longest prefix, 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from eyas.cache.kv import SlotPools
-from eyas.cache.slots import Slots
 from eyas.config import TreeConfig
+from eyas.drafters.captured.prefix import Prefix
 from eyas.drafters.ranking import Scorer
-from eyas.drafters.small.sessions import TreeRows
 from eyas.models.inputs import Group, PackedInputs
 from eyas.models.target import TargetModel
-from eyas.models.tensors import upload
 
 
 class SmallExpansion:
@@ -30,26 +24,23 @@ class SmallExpansion:
         model: TargetModel,
         scorer: Scorer,
         pools: SlotPools,
-        prefixes: Sequence[Slots],
-        scratch: Sequence[Slots],
+        prefix: Prefix,
+        scratch: Tensor,
         logits: Tensor,
         shape: TreeConfig,
     ) -> None:
-        """prefixes: slots of each session's tokens, the root's the last; scratch: at least W * (depth - 1) slots of each;
-        logits: of the roots [S, V]."""
+        """prefix: slots of each session's tokens, the root's the last. scratch: W * (depth - 1) slots of each or more, int64
+        [S, ...]. logits: of the roots [S, V]."""
         self._model, self._scorer, self._pools, self._logits = model, scorer, pools, logits
-        self._width, levels, device = shape.width, shape.depth - 1, logits.device
-        self._scratch = np.stack([slots[: levels * shape.width] for slots in scratch])
-        lengths = upload([len(slots) for slots in prefixes], device)
-        self._length = int(max(len(slots) for slots in prefixes))
-        padded = np.stack([np.pad(slots, (0, self._length - len(slots))) for slots in prefixes])
-        self._keys = upload(np.concatenate([padded, self._scratch], 1), device)
-        self._seen = torch.arange(self._length, device=device) < lengths[:, None]
-        self._seen = self._seen[:, None].expand(-1, shape.width, -1)
+        index, lengths = prefix.index, prefix.lengths
+        self._length = index.shape[1]
+        self._keys = torch.cat([index, scratch], 1)
+        places = torch.arange(self._length, device=logits.device)
+        self._seen = (places < lengths[:, None])[:, None].expand(-1, shape.width, -1)
         self._root = lengths[:, None] - 1
-        self._key_positions = torch.arange(self._length, device=device).expand(len(prefixes), -1)
-        self._tokens: list[Tensor] = []
-        self._parents: list[Tensor] = []
+        self._key_positions = places.expand(len(index), -1)
+        self._tokens = [index[:, :0]]
+        self._parents = [index[:, :0]]
 
     def first(self) -> Tensor:
         return self._scorer.scores(self._logits[:, None], 0)
@@ -69,18 +60,9 @@ class SmallExpansion:
         logits = self._model.forward(packed, self._pools).logits
         return self._scorer.scores(logits.view(sessions, width, -1), level)
 
-    @property
     def ran(self) -> Tensor:
-        """Tokens and parents of what was run, int64 [2, S, levels, W]."""
-        if not self._tokens:
-            return torch.zeros(2, len(self._scratch), 0, self._width, dtype=torch.int64, device=self._root.device)
-        return torch.stack([torch.stack(self._tokens, 1), torch.stack(self._parents, 1)])
-
-    def rows(self, ran: npt.NDArray[np.float64]) -> list[TreeRows]:
-        """What was run, for each session, once it is on the host."""
-        tokens, parents = ran.astype(np.int64)
-        slots = self._scratch.reshape(len(self._scratch), -1, self._width)[:, : tokens.shape[1]]
-        return [TreeRows(*columns) for columns in zip(tokens, parents, slots, strict=True)]
+        """Tokens, and rows of their parents in the level above, of all rows that were run, int64 [S, 2, L * W]."""
+        return torch.stack([torch.cat(self._tokens, 1), torch.cat(self._parents, 1)], 1)
 
     def _pack(self, tokens: Tensor, positions: Tensor, keys: Tensor, slots: Tensor) -> PackedInputs:
         rows = torch.arange(tokens.numel(), device=tokens.device)

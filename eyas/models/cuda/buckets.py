@@ -22,6 +22,13 @@ def padded(count: int, least: int) -> int:
     return max(least, half if power > 4 and half >= count else power)
 
 
+def largest_size(count: int) -> int:
+    """The largest size of `padded` that is not above `count`, at least 1."""
+    power = 1 << max(count.bit_length() - 1, 0)
+    half = 3 * power // 2
+    return half if power >= 4 and half <= count else power
+
+
 def choose_bucket(buckets: Sequence[int], rows: int, wanted: int) -> int | None:
     """The smallest bucket that holds a pass. None where a graph is of no use: too many rows, or mostly rows whose logits
     nobody wants, for a graph computes them all."""

@@ -24,6 +24,7 @@ from eyas.models.inputs import PackedInputs, Segment
 from eyas.models.target import TargetOutput
 
 Out = TypeVar("Out")
+Item = TypeVar("Item")
 
 MAX_GRAPH_ROWS = 1024  # a longer pass keeps the device busy for longer than its launches take
 
@@ -39,8 +40,12 @@ Watch = Callable[[Sequence[int]], Iterable[int]]
 
 def with_bar(buckets: Sequence[int]) -> Iterable[int]:
     """The buckets in turn, with a progress bar on a terminal."""
-    console, silent = Console(stderr=True), not sys.stderr.isatty()
-    return track(buckets, "capturing CUDA graphs", console=console, transient=True, disable=silent)
+    return shown(buckets, "capturing CUDA graphs")
+
+
+def shown(items: Sequence[Item], doing: str) -> Iterable[Item]:
+    """The items, with a progress bar on a terminal."""
+    return track(items, doing, console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty())
 
 
 class GraphRunner:

@@ -14,6 +14,7 @@ from eyas.models.inputs import PackedInputs
 from eyas.models.target import TargetModel, load_target
 from eyas.request import NoiseKey
 from eyas.tree import DraftTree
+from tests.drafters.captured import watched
 from tests.drafters.naive_eagle import best_tree
 from tests.drafters.small import naive_small
 from tests.models.families import FAMILIES, config_of, write_model
@@ -82,12 +83,16 @@ def test_a_tree_after_any_path_through_the_last_one_equals_the_naive_one(small: 
 def test_models_with_windows_soft_caps_and_positions_of_their_own_draft_as_well(family: str, tmp_path: Path) -> None:
     """Near the end of the context, where positions of tree rows that nobody will ask for run out, too."""
     kind, settings = FAMILIES[family]
-    model = write_model(tmp_path, config_of(kind, **settings))
-    drafter, tokens = make(model), tokens_of(4, 256)
+    model, tokens = load_target(write_model(tmp_path, config_of(kind, **settings))), tokens_of(4, 256)
+    drafters = [SmallDrafter(model, SHAPE, EagleConfig(2048), SmallConfig())]
+    if not model.routes_rows:
+        drafters.append(SmallDrafter(model, SHAPE, EagleConfig(2048), SmallConfig(), watched))
     for base, end in ((0, 30), (30, 31)):
-        tree = tree_of(drafter, commit("a", tokens[:end], base))
-        assert_same(tree, best_tree(naive_small.candidates(model, tokens[:end], GREEDY, SHAPE), 13), tokens[end - 1])
-    assert len(tree_of(drafter, commit("end", tokens, 0, budget=Budget(3, 1)))) == 3
+        nodes = best_tree(naive_small.candidates(str(tmp_path), tokens[:end], GREEDY, SHAPE), 13)
+        for drafter in drafters:
+            assert_same(tree_of(drafter, commit("a", tokens[:end], base)), nodes, tokens[end - 1])
+    for drafter in drafters:
+        assert len(tree_of(drafter, commit("end", tokens, 0, budget=Budget(3, 1)))) == 3
 
 
 class Counting(TargetModel):
@@ -122,6 +127,17 @@ def test_slots_of_a_tree_return_but_for_the_accepted_ones(small: str) -> None:
     assert drafter.num_free_slots == 100 - 11
     drafter.release(["a"])
     assert drafter.num_free_slots == 100
+
+
+def test_numbers_of_a_session_that_are_none_reach_no_other(small: str) -> None:
+    """Shorter prefixes are padded beside longer ones."""
+    drafter = make(small)
+    drafter.propose([commit("spoilt", tokens_of(1, 9), 0)])
+    for pool in (*drafter._pools.keys, *drafter._pools.values):
+        pool[drafter._sessions["spoilt"].slots] = float("nan")
+    contexts = [commit("short", tokens_of(2, 3), 0), commit("long", tokens_of(3, 30), 0)]
+    drafts = drafter.propose([*contexts, commit("spoilt", [*tokens_of(1, 9), 5], 9)])
+    assert drafts[:2] == make(small).propose(contexts)
 
 
 @pytest.mark.parametrize("chunk_tokens", [1, 7])

@@ -1,5 +1,6 @@
 """What a head's config and tensors do not agree on is named, and heads of another generation are not taken for one's own."""
 
+import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -7,10 +8,25 @@ from pathlib import Path
 import pytest
 import torch
 
+from eyas.commit import Budget, Commit
+from eyas.config import EagleConfig, TreeConfig
+from eyas.drafters.build import build_drafter
 from eyas.errors import CheckpointError
 from eyas.models.heads.eagle import load_fuser, load_head
 from eyas.models.heads.eagle.config import Kind
-from tests.models.heads.dialects import TINY, TINY_EAGLE1, Tensors, Written, random_tensors, safeailab, save, speculators
+from eyas.request import NoiseKey
+from eyas.tree import DraftTree
+from tests.models.heads.dialects import (
+    TINY,
+    TINY_EAGLE1,
+    Tensors,
+    Written,
+    random_tensors,
+    safeailab,
+    save,
+    speculators,
+    without,
+)
 
 EAGLE3, EAGLE1 = safeailab(TINY, random_tensors(TINY)), safeailab(TINY_EAGLE1, random_tensors(TINY_EAGLE1))
 JOINT = replace(TINY, input_norms="joint")
@@ -41,7 +57,24 @@ FAULTS: dict[str, tuple[Written, Kind, str]] = {
     "an EAGLE-3 head as EAGLE-1": (EAGLE3, "eagle", "does not fit its config"),
     "an EAGLE-1 head as EAGLE-3": (EAGLE1, "eagle3", "does not fit its config"),
     "another activation": (having(EAGLE3, hidden_act="gelu"), "eagle3", "activation 'gelu'"),
-    "all levels in one pass": (having(EAGLE3, parallel_drafting=True), "eagle3", "all levels in one pass"),
+    "all levels in one pass": (having(EAGLE3, parallel_drafting=True), "eagle3", "a P-EAGLE head, .* in one pass"),
+    "a state for masked places": (having(EAGLE3, {"mask_hidden": torch.ones(1, 1, 96)}), "eagle3", "a P-EAGLE head"),
+    "block diffusion": (
+        having(EAGLE3, architectures=["DFlashDraftModel"], dflash_config={"mask_token_id": 5}), "eagle3", "head .DFlash"
+    ),
+    "block diffusion by its name": (having(EAGLE3, architectures=["Qwen3DSparkModel"]), "eagle3", "a block diffusion head"),
+    "norms of queries and keys": (
+        having(EAGLE3, {f"midlayer.self_attn.{p}_norm.weight": torch.ones(8) for p in "qk"}), "eagle3",
+        "a head with norms of queries and keys; Eyas knows the heads of EAGLE-1, EAGLE-2 and EAGLE-3"
+    ),
+    "HASS with norms": (
+        having(EAGLE1, {"embedding_layernorm.weight": torch.ones(32), "hidden_states_layernorm.weight": torch.ones(32)}),
+        "eagle", "a HASS head with norms of its own over embeddings and features; those without load as eagle2"
+    ),
+    "HASS with norms, announced": (having(EAGLE1, speculators_model_type="eagle", layernorms=True), "eagle", "a HASS head"),
+    "a norm before lm_head": (
+        having(EAGLE1, {"pre_lm_head_layernorm.weight": torch.ones(32)}), "eagle", "a norm of its own before lm_head"
+    ),
     "taps that are no numbers": (
         having(EAGLE3, eagle_aux_hidden_state_layer_ids=["a"]), "eagle3", r"eagle_aux_hidden_state_layer_ids is \['a'\]"
     ),
@@ -92,3 +125,17 @@ def test_an_embedding_of_its_own_takes_the_place_of_the_targets(tiny_target: str
     without = load_head(save(tmp_path / "none", EAGLE3), tiny_target)
     assert torch.equal(with_own.embedding, own["embed_tokens.weight"])
     assert not torch.equal(with_own.embedding, without.embedding)
+
+
+def test_a_hass_head_is_one_of_eagle2(tiny_target: str, tmp_path: Path) -> None:
+    """As published: trained otherwise, written as EAGLE-2 is, in torch's own format and with the embedding beside it."""
+    config = replace(TINY_EAGLE1, fc_bias=False)
+    written = without(safeailab(config, random_tensors(config, shipped=("embed_tokens.weight",)))[0], "head_dim", "bias")
+    (tmp_path / "config.json").write_text(json.dumps(written | {"architectures": ["LlamaForCausalLM"]}))
+    torch.save(random_tensors(config, shipped=("embed_tokens.weight",)), tmp_path / "pytorch_model.bin")
+    tree = TreeConfig(8, 3, 2)
+    drafter = build_drafter("eagle2", tiny_target, str(tmp_path), "float32", "cpu", tree, EagleConfig(64))
+    commit = Commit("a", 0, 0, (5, 6, 7), torch.ones(2, 32), NoiseKey(0), Budget(8, 3))
+    (draft,) = drafter.propose([commit])
+    assert isinstance(draft, DraftTree)
+    assert len(draft) == 8

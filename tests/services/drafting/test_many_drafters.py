@@ -10,6 +10,7 @@ from pathlib import Path
 
 import grpc
 import pytest
+from redis.asyncio import Redis
 
 from eyas.config import (
     DiscoveryConfig,
@@ -35,7 +36,7 @@ from eyas.rpc.messages import DrafterInfo, Lease, Load, ModelInfo, Verified
 from eyas.rpc.server import status_error
 from eyas.v1 import draft_pb2, draft_pb2_grpc
 from services.draft import servicer
-from services.draft.__main__ import Served, describe, serve_drafters
+from services.draft.__main__ import Served, describe, read_target, serve_drafters
 from services.draft.choice import check_distinct
 from services.registry import Registry
 from services.router.placement import Demand, Fleet, pick
@@ -88,7 +89,7 @@ def address(zoo: Zoo) -> Iterator[str]:
     built = []
     for model in zoo.drafted:
         drafter = build_drafter(model.drafter, model.target, model.head, "float32", "cpu", model.tree, model.eagle)
-        built.append((drafter, describe(model, drafter)))
+        built.append((drafter, describe(model, drafter, read_target(model.target))))
     with serving_all(built) as address:
         yield address
 
@@ -173,12 +174,16 @@ def test_every_drafter_has_a_lease_and_the_router_pairs_what_fits(url: str) -> N
     async def body() -> None:
         config = DraftConfig("one", "t", registry=RegistryConfig(url), server=ServerConfig(drain_seconds=0))
         served = [Served(ToyDrafter(), replace(INFO, model=model)) for model in models]
+        registry, watcher = Registry(config.registry), Redis.from_url(url)
+        await registry.leases("draft")
+        before = {client["id"] for client in await watcher.client_list()}
         service = asyncio.create_task(serve_drafters(config, served))
-        registry = Registry(config.registry)
         while len(leases := await registry.leases("draft")) < 2:
             await asyncio.sleep(0.01)
-        assert len({lease.address for lease in leases}) == 1
-        assert len({lease.incarnation for lease in leases}) == 2
+        assert (len({lease.address for lease in leases}), len({lease.incarnation for lease in leases})) == (1, 2)
+        new = {client["id"] for client in await watcher.client_list()} - before
+        await watcher.aclose()
+        assert len(new) == 1, "one connection carries all leases"
         for name, fingerprint, digest in (("one", "f1", "h1"), ("two", "f2", "h9")):
             verifier = Lease("verifier", "there", "v", ModelInfo(name, fingerprint, 100, 1000, digest), Load(1, 0, 99))
             pair = pick(Fleet([verifier], leases, {}), Demand(name, 10), PlacementConfig())
@@ -238,8 +243,8 @@ def test_a_config_lists_what_is_drafted_for(tmp_path: Path) -> None:
         DraftedModel("a", "t", "h", tree=TreeConfig(nodes=7)),
         DraftedModel("b", "u", "s", "sps", eagle=EagleConfig(num_slots=9)),
     )
-    with pytest.raises(ConfigError, match="num_slots is 0"):
-        DraftedModel("b", "u", eagle=EagleConfig(num_slots=0))
+    with pytest.raises(ConfigError, match="num_slots is -1"):
+        DraftedModel("b", "u", eagle=EagleConfig(num_slots=-1))
     file.write_text("model: a\ntarget: t\nmore:\n- {model: b, target: u, tre: 1}\n")
     with pytest.raises(ConfigError, match="tre"):
         load(DraftConfig, file)

@@ -10,7 +10,7 @@ from typing import Any, Literal
 from eyas.errors import CheckpointError
 from eyas.models.checkpoint import RECORD, read_config, tensor_names
 from eyas.models.heads.config import flag, real, whole_number
-from eyas.models.heads.eagle.dialects import Dialect, Output, canonical, dialect_of, fed_on
+from eyas.models.heads.eagle.dialects import Dialect, Output, canonical, dialect_of, fed_on, foreign
 from eyas.models.heads.features import AFTER_NORM
 
 Kind = Literal["eagle", "eagle3"]
@@ -74,9 +74,13 @@ class HeadConfig:
 def head_config(folder: Path, target: Mapping[str, Any], kind: Kind = "eagle3") -> HeadConfig:
     """The head in `folder`, checked against the target's config.json. Raises CheckpointError."""
     raw, source = read_config(folder), folder / "config.json"
+    names = {canonical(name, kind) for name in tensor_names(folder)}
+    if other := foreign(raw, names):
+        raise CheckpointError(
+            f"{folder} holds {other}; Eyas knows the heads of EAGLE-1, EAGLE-2 and EAGLE-3. Take one of these"
+        )
     dialect = dialect_of(raw)
     head = dialect.flatten(raw)
-    names = {canonical(name, kind) for name in tensor_names(folder)}
     hidden, heads = whole_number(head, "hidden_size", source), whole_number(head, "num_attention_heads", source)
     vocab_size = whole_number(head, "vocab_size", source)
     config = HeadConfig(
@@ -172,5 +176,3 @@ def _check(config: HeadConfig, head: Mapping[str, Any], target: Mapping[str, Any
         )
     if head.get("hidden_act") not in SUPPORTED_ACTIVATIONS:
         raise CheckpointError(f"{folder} has the activation {head['hidden_act']!r}; only silu is known")
-    if head.get("parallel_drafting"):
-        raise CheckpointError(f"{folder} drafts all levels in one pass, which Eyas does not know")

@@ -6,7 +6,7 @@ The spelling is that of the first publication. Facts and their sources stand in 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -51,6 +51,33 @@ class Dialect:
     writes: Callable[[Settings], bool]
     flatten: Callable[[Settings], dict[str, Any]]
     norm_output: Callable[[bool], Output] = fed_on
+
+
+@dataclass(frozen=True)
+class Foreign:
+    """Heads that look like EAGLE's, and are others. what: in words, with what makes them so. settings: keys of config.json
+    that only they have, if set. words: in the names of their architecture or model type, in lower case. tensors: ends of
+    names that only they have."""
+
+    what: str
+    settings: tuple[str, ...] = ()
+    words: tuple[str, ...] = ()
+    tensors: tuple[str, ...] = ()
+
+    def claims(self, config: Settings, names: Iterable[str]) -> bool:
+        """Whether a head is one of these."""
+        called = (*(config.get("architectures") or ()), config.get("model_type"), config.get("speculators_model_type"))
+        return (
+            any(config.get(key) for key in self.settings)
+            or any(word in str(name).lower() for name in called for word in self.words)
+            or any(name.endswith(self.tensors) for name in names if self.tensors)
+        )
+
+
+def foreign(config: Settings, names: Iterable[str]) -> str:
+    """What a head is, if it is none of EAGLE's; else empty. names: of its tensors."""
+    names = tuple(names)
+    return next((other.what for other in FOREIGN if other.claims(config, names)), "")
 
 
 def dialect_of(config: Settings) -> Dialect:
@@ -108,4 +135,25 @@ DIALECTS = (
     ),
     Dialect("vLLM", _architecture("Eagle3LlamaForCausalLM", "EagleLlamaForCausalLM"), _with_eagle_config),
     Dialect("SafeAILab", lambda config: True, _with_eagle_config),
+)
+
+FOREIGN = (
+    Foreign(
+        "a block diffusion head (DFlash or one of its kin), which drafts a block of tokens at once",
+        settings=("dflash_config",),
+        words=("dflash", "dspark", "domino"),
+    ),
+    Foreign(
+        "a P-EAGLE head, which drafts all levels in one pass",
+        settings=("parallel_drafting", "ptd_token_id"),
+        words=("peagle",),
+        tensors=("mask_hidden",),
+    ),
+    Foreign(
+        "a HASS head with norms of its own over embeddings and features; those without load as eagle2",
+        settings=("add_para_norm", "layernorms"),
+        tensors=("embedding_layernorm.weight", "hidden_states_layernorm.weight", "enorm.weight", "hnorm.weight"),
+    ),
+    Foreign("a head with a norm of its own before lm_head", tensors=("pre_lm_head_layernorm.weight",)),
+    Foreign("a head with norms of queries and keys", tensors=("self_attn.q_norm.weight", "self_attn.k_norm.weight")),
 )
