@@ -144,7 +144,7 @@ class Laws:
 
 @dataclass(frozen=True)
 class Guesses:
-    """What a session was offered behind its committed length. band: of its temperature; scale: as `log_likelihoods` has it."""
+    """What a session was offered. band: of its temperature; committed: its length; scale: as `log_likelihoods` has it."""
 
     band: int
     committed: int
