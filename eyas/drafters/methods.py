@@ -95,7 +95,7 @@ def _union(name: str) -> Method:
 
 
 def _build_union(sides: Sequence[Method], parts: Parts) -> LocalDrafter:
-    from eyas.drafters.union import UnionDrafter
+    from eyas.drafters.union.drafter import UnionDrafter
 
     first, second = (side.build(parts if side.needs_head else replace(parts, head="")) for side in sides)
     return UnionDrafter(first, second, parts.tree, parts.methods.union)

@@ -1,4 +1,4 @@
-"""Scored nodes of many sessions in, the best of each within its budget out, as trees. Knows not what scored them."""
+"""Scored nodes of a trie in, the best of each session within its budget out, as trees."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from eyas.commit import Budget
-from eyas.drafters.lookup.matches import Floats, Ints, Trie
+from eyas.drafters.forest import Forest, best
+from eyas.drafters.lookup.matches import Floats, Trie
 from eyas.tree import DraftTree
 
 
@@ -18,28 +19,8 @@ def select(trie: Trie, scores: Floats, roots: Sequence[int], budgets: Sequence[B
     is chosen too. The same as `eyas.drafters.expand.select`, where nothing is on a device.
     """
     limits, depths = np.array([(budget.max_nodes - 1, budget.max_depth) for budget in budgets]).T
-    values = scores.astype(np.float32)
-    places = np.flatnonzero((trie.depths < depths[trie.sessions]) & np.isfinite(values))
-    order = places[np.lexsort((-values[places], trie.sessions[places]))]
-    sessions = trie.sessions[order]
-    kept = np.zeros(len(values), np.bool_)
-    kept[order[np.arange(len(order)) - np.searchsorted(sessions, sessions) < limits[sessions]]] = True
-    chosen = np.flatnonzero(kept)
-    chosen = chosen[np.argsort(trie.sessions[chosen], kind="stable")]
-    ends = np.searchsorted(trie.sessions[chosen], np.arange(len(roots) + 1))
-    parents = _numbers(trie, chosen, ends)
-    tokens, log_probs = trie.tokens[chosen].tolist(), values[chosen].tolist()
-    return [
-        DraftTree((root, *tokens[start:end]), (0, *parents[start:end]), (0.0, *log_probs[start:end]))
-        for root, start, end in zip(roots, ends[:-1].tolist(), ends[1:].tolist(), strict=True)
-    ]
-
-
-def _numbers(trie: Trie, chosen: Ints, ends: Ints) -> list[int]:
-    """Of each chosen node the number of its parent in its session's tree."""
-    numbers = np.zeros(len(trie.tokens) + 1, np.int64)
-    numbers[chosen] = np.arange(len(chosen)) - ends[trie.sessions[chosen]] + 1
-    parents = np.maximum(trie.parents[chosen], -1)
-    assert ((parents < 0) | (numbers[parents] > 0)).all(), "a node was chosen without its parent"
-    found: list[int] = numbers[parents].tolist()
-    return found
+    rounded = scores.astype(np.float32)
+    places = np.flatnonzero((trie.depths < depths[trie.sessions]) & np.isfinite(rounded))
+    chosen = np.zeros(len(scores), np.bool_)
+    chosen[places[best(trie.sessions[places], limits, -rounded[places])]] = True
+    return Forest(trie.sessions, trie.parents, trie.tokens, rounded.astype(np.float64)).trees(chosen, roots)

@@ -10,9 +10,10 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from eyas.commit import Budget, Refusal
+from eyas.commit import Refusal
 from eyas.config import TreeConfig, UnionConfig
 from eyas.drafters.base import Draft, DraftContext, DrafterNeeds, LocalDrafter
+from eyas.drafters.union.merging import merge_trees
 from eyas.errors import ConfigError
 from eyas.tree import DraftTree
 
@@ -65,7 +66,8 @@ class UnionDrafter(LocalDrafter):
         for row in fitting:
             row.fits = row.context.committed == min(row.session.have)
         self._forget({context.session for context in contexts})
-        return [self._answer(row) for row in rows]
+        merged = iter(self._merge([row for row in rows if row.fits]))
+        return [next(merged) if row.fits else _refusal(row) for row in rows]
 
     def work_ahead(self) -> bool:
         more = [side.work_ahead() for side in self._sides]
@@ -95,19 +97,27 @@ class UnionDrafter(LocalDrafter):
             row.session.have[k] = draft.have if isinstance(draft, Refusal) else row.context.committed
             row.session.drafts[k] = draft
 
-    def _answer(self, row: _Row) -> Draft:
-        context, session = row.context, row.session
-        if not row.fits:
-            return Refusal(context.session, context.epoch, min(session.have))
-        budget = Budget(min(context.budget.max_nodes, self._tree.nodes), context.budget.max_depth)
-        answers = [draft for have, draft in zip(session.have, session.drafts, strict=True) if have == context.committed]
-        trees = [draft for draft in answers if isinstance(draft, DraftTree)]
-        return merge_trees(context.tokens[-1], trees, budget, self._config.floor)
+    def _merge(self, rows: Sequence[_Row]) -> list[DraftTree]:
+        """What the sides of each session have to say, as one tree."""
+        budgets = [row.context.budget for row in rows]
+        cut = [replace(budget, max_nodes=min(budget.max_nodes, self._tree.nodes)) for budget in budgets]
+        roots = [row.context.tokens[-1] for row in rows]
+        return merge_trees(roots, [_trees(row) for row in rows], cut, self._config.floor)
 
     def _forget(self, busy: set[str]) -> None:
         surplus = len(self._sessions) - self._config.num_sessions
         idle = [key for key in self._sessions if key not in busy] if surplus > 0 else []
         self.release(idle[: max(surplus, 0)])
+
+
+def _trees(row: _Row) -> list[DraftTree]:
+    """Of the sides that have got as far as the context."""
+    answers = zip(row.session.have, row.session.drafts, strict=True)
+    return [draft for have, draft in answers if have == row.context.committed and isinstance(draft, DraftTree)]
+
+
+def _refusal(row: _Row) -> Refusal:
+    return Refusal(row.context.session, row.context.epoch, min(row.session.have))
 
 
 def _rest(context: DraftContext, have: int, needs: DrafterNeeds) -> DraftContext:
@@ -116,56 +126,3 @@ def _rest(context: DraftContext, have: int, needs: DrafterNeeds) -> DraftContext
     return replace(
         context, base=have, tokens=context.tokens[have - context.base :], features=features if needs.features else None
     )
-
-
-@dataclass
-class _Node:
-    """score: the better one of the trees that have it."""
-
-    parent: int
-    token: int
-    score: float
-
-
-def merge_trees(root: int, trees: Sequence[DraftTree], budget: Budget, floor: float) -> DraftTree:
-    """One tree of the best nodes of all; what several have counts once, with its better score.
-
-    floor: share of the guesses that each tree has for certain, if it has so many.
-    """
-    nodes = [_Node(0, root, 0.0)]
-    places: dict[tuple[int, int], int] = {}
-    room = max(budget.max_nodes - 1, 0) if budget.max_depth > 0 else 0
-    kept: set[int] = set()
-    for tree in trees:
-        own = _add(nodes, places, tree, budget.max_depth)
-        kept.update(sorted(own, key=lambda node: (-own[node], node))[: int(floor * room)])
-    for node in sorted(range(1, len(nodes)), key=lambda node: (-nodes[node].score, node)):
-        if len(kept) >= room:
-            break
-        kept.add(node)
-    order = [0, *sorted(kept)]
-    numbers = {node: number for number, node in enumerate(order)}
-    return DraftTree(
-        tokens=tuple(nodes[node].token for node in order),
-        parents=tuple(numbers[nodes[node].parent] for node in order),
-        log_probs=tuple(nodes[node].score for node in order),
-        grown_ahead=any(tree.grown_ahead for tree in trees),
-    )
-
-
-def _add(nodes: list[_Node], places: dict[tuple[int, int], int], tree: DraftTree, max_depth: int) -> dict[int, float]:
-    """The tree's nodes among all, each with its score in this tree; a score never exceeds its parent's, so that the best
-    nodes of a tree are a tree, of equal ones the earlier."""
-    where, own = {0: 0}, {0: 0.0}
-    for node in range(1, len(tree)):
-        if tree.depths[node] > max_depth:
-            continue
-        parent, token = where[tree.parents[node]], tree.tokens[node]
-        place = places.setdefault((parent, token), len(nodes))
-        own[place] = max(min(tree.log_probs[node], own[parent]), own.get(place, float("-inf")))
-        if place == len(nodes):
-            nodes.append(_Node(parent, token, own[place]))
-        nodes[place].score = max(nodes[place].score, own[place])
-        where[node] = place
-    del own[0]
-    return own
