@@ -75,7 +75,7 @@ class Frequencies:
     def _tell(self, trie: Trie, log_shares: Floats, normalisers: Floats) -> None:
         """Tell the scale what each session with shared noise was offered, under which laws [F, G]."""
         scores = trie.along_paths(log_shares)
-        for session in np.flatnonzero(self._shared_S).tolist():
+        for session in np.unique(trie.sessions[self._shared_S[trie.sessions]]).tolist():
             nodes = np.flatnonzero(trie.sessions == session)
             families = trie.families[nodes]
             firsts = np.flatnonzero(np.diff(families, prepend=-1))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from eyas.commit import Refusal
 from eyas.config import TreeConfig, UnionConfig
@@ -20,11 +20,19 @@ from eyas.tree import DraftTree
 
 @dataclass
 class _Session:
-    """have, drafts: committed length and last answer of each side."""
+    """have, drafts: committed length and last answer of each side. tree: the last one of the union. places: of the nodes of
+    each side's tree that are in it, where they are; only for sides that learn from samples."""
 
     epoch: int
     have: list[int]
     drafts: list[Draft]
+    tree: DraftTree | None = None
+    places: list[list[int]] = field(default_factory=lambda: [[], []])
+
+    def samples(self, k: int, context: DraftContext) -> tuple[int, ...]:
+        """Those at the nodes of side k, if the last tree was verified and that side's is part of it."""
+        fits = self.tree is not None and len(context.samples) == len(self.tree) and self.have[k] == context.base
+        return tuple(context.samples[place] for place in self.places[k]) if fits else ()
 
 
 @dataclass
@@ -43,11 +51,6 @@ class UnionDrafter(LocalDrafter):
         """Raises ConfigError for drafters that cannot share a tree."""
         if first.needs.features and second.needs.features:
             raise ConfigError("both drafters of a union need features; only one of them can be fed")
-        if first.needs.samples or second.needs.samples:
-            raise ConfigError(
-                "a drafter that learns from the samples at all nodes of its tree, such as lookahead, cannot be in a union, "
-                "where nodes give way to those of the other; use it alone"
-            )
         self._sides = (first, second)
         self._tree = tree
         self._config = config
@@ -56,7 +59,7 @@ class UnionDrafter(LocalDrafter):
     @property
     def needs(self) -> DrafterNeeds:
         first, second = (side.needs for side in self._sides)
-        return first if first.features else second
+        return replace(first if first.features else second, samples=first.samples or second.samples)
 
     def propose(self, contexts: Sequence[DraftContext]) -> list[Draft]:
         rows = [_Row(context, self._session(context)) for context in contexts]
@@ -91,7 +94,7 @@ class UnionDrafter(LocalDrafter):
         """Tell one side what it does not know yet, and note its answers."""
         side = self._sides[k]
         behind = [row for row in rows if row.session.have[k] < row.context.committed]
-        told = [_rest(row.context, row.session.have[k], side.needs) for row in behind]
+        told = [_rest(row.context, row.session.have[k], side.needs, row.session.samples(k, row.context)) for row in behind]
         drafts = side.propose(told) if told else []
         for row, draft in zip(behind, drafts, strict=True):
             row.session.have[k] = draft.have if isinstance(draft, Refusal) else row.context.committed
@@ -102,7 +105,23 @@ class UnionDrafter(LocalDrafter):
         budgets = [row.context.budget for row in rows]
         cut = [replace(budget, max_nodes=min(budget.max_nodes, self._tree.nodes)) for budget in budgets]
         roots = [row.context.tokens[-1] for row in rows]
-        return merge_trees(roots, [_trees(row) for row in rows], cut, self._config.floor)
+        merged = merge_trees(roots, [_trees(row) for row in rows], cut, self._config.floor)
+        for row, tree in zip(rows, merged, strict=True):
+            row.session.tree = tree
+            for k, side in enumerate(self._sides):
+                if side.needs.samples:
+                    self._prune(k, row, tree)
+        return merged
+
+    def _prune(self, k: int, row: _Row, merged: DraftTree) -> None:
+        """Tell a side which nodes of its tree are left, and note where they are."""
+        draft, session, found = row.session.drafts[k], row.session, dict[int, int]()
+        asked = row.context.budget.wants_tree and session.have[k] == row.context.committed
+        if asked and isinstance(draft, DraftTree):
+            found = _places(draft, merged)
+            session.drafts[k] = draft.pruned(list(found))
+            self._sides[k].prune(row.context.session, list(found))
+        session.places[k] = list(found.values())
 
     def _forget(self, busy: set[str]) -> None:
         surplus = len(self._sessions) - self._config.num_sessions
@@ -116,13 +135,23 @@ def _trees(row: _Row) -> list[DraftTree]:
     return [draft for have, draft in answers if have == row.context.committed and isinstance(draft, DraftTree)]
 
 
+def _places(tree: DraftTree, merged: DraftTree) -> dict[int, int]:
+    """Of each node of `tree` that is in `merged`, which holds all of its paths as far as it has them, the node there."""
+    places = {0: 0}
+    for node in range(1, len(tree)):
+        above = places.get(tree.parents[node])
+        place = None if above is None else merged.child(above, tree.tokens[node])
+        if place is not None:
+            places[node] = place
+    return places
+
+
 def _refusal(row: _Row) -> Refusal:
     return Refusal(row.context.session, row.context.epoch, min(row.session.have))
 
 
-def _rest(context: DraftContext, have: int, needs: DrafterNeeds) -> DraftContext:
+def _rest(context: DraftContext, have: int, needs: DrafterNeeds, samples: tuple[int, ...]) -> DraftContext:
     """What a side with committed length `have`, not below the context's base, is still to be told."""
     features = context.features[max(have - 1, 0) - max(context.base - 1, 0) :] if context.features is not None else None
-    return replace(
-        context, base=have, tokens=context.tokens[have - context.base :], features=features if needs.features else None
-    )
+    told = replace(context, base=have, tokens=context.tokens[have - context.base :], samples=samples)
+    return replace(told, features=features if needs.features else None)

@@ -107,7 +107,8 @@ def test_frequencies_take_the_noise_as_it_is_until_its_scale_is_found(target: st
 
 @pytest.mark.parametrize("softness", [0.5, 2.0])
 def test_the_scale_of_the_noise_is_found_while_serving(target: str, tmp_path: Path, softness: float) -> None:
-    """The target draws from softmax(a / softness), a being the log-frequencies under its noise, at both levels."""
+    """The target draws from softmax(a / softness), a being the log-frequencies under its noise, at both levels.
+    Of one session nothing is found."""
     counts = {(5, 7): 4, (5, 8): 2, (6, 7): 3, (6, 8): 3}
     corpus = [[3, 4, *path] for path, count in counts.items() for _ in range(count)]
     drafter = build(target, write_datastore(Path(target), corpus, tmp_path / "store"), noise_scale=0.0)
@@ -115,7 +116,8 @@ def test_the_scale_of_the_noise_is_found_while_serving(target: str, tmp_path: Pa
     draw, law = np.random.default_rng(0), {(): {5: 6, 6: 6}, (5,): {7: 4, 8: 2}, (6,): {7: 3, 8: 3}}
     for index in range(24):
         noises = [NoiseKey(1000 * index + session, 0.8) for session in range(20)]
-        drafter.propose([commit(f"{s}", [3, 4], noise=noise, epoch=index) for s, noise in enumerate(noises)])
+        strange = commit("strange", [9, 10], noise=NoiseKey(index, 0.8), epoch=index)
+        drafter.propose([strange, *(commit(f"{s}", [3, 4], noise=noise, epoch=index) for s, noise in enumerate(noises))])
         told = []
         for session, noise in enumerate(noises):
             path: tuple[int, ...] = ()

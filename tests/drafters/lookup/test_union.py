@@ -3,6 +3,7 @@
 import json
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 import pytest
 from hypothesis import given
@@ -20,7 +21,7 @@ from eyas.llm import LLM
 from eyas.request import SamplingParams
 from eyas.tree import DraftTree
 from tests.contract.test_drafter_contract import commit as fed_commit
-from tests.drafters.lookup.corpora import commit
+from tests.drafters.lookup.corpora import commit, grown
 from tests.drafters.lookup.naive_union import naive_merge
 from tests.tiny import DEMO
 
@@ -43,17 +44,9 @@ def merged(trees: list[DraftTree], budget: Budget, floor: float) -> DraftTree:
     return tree
 
 
-def grown(steps: list[tuple[int, int, float]]) -> DraftTree:
-    """Each step adds a child, if it is new, to one of the nodes so far; scores may even grow along a path."""
-    nodes: dict[tuple[int, int], float] = {}
-    for parent, token, score in steps:
-        nodes.setdefault((parent % (len(nodes) + 1), token), score)
-    parents, tokens = zip(*nodes, strict=True) if nodes else ((), ())
-    return DraftTree((7, *tokens), (0, *parents), (0.0, *nodes.values()), grown_ahead=len(steps) % 5 == 4)
-
-
 STEPS = st.lists(st.tuples(st.integers(0, 20), st.integers(6, 8), st.sampled_from([0.0, -0.25, -0.5, -1.5])), max_size=12)
-SESSION = st.tuples(st.lists(STEPS.map(grown), max_size=2), st.builds(Budget, st.integers(1, 16), st.integers(0, 5)))
+TREES = STEPS.map(partial(grown, 7))
+SESSION = st.tuples(st.lists(TREES, max_size=2), st.builds(Budget, st.integers(1, 16), st.integers(0, 5)))
 
 
 @given(st.lists(SESSION, min_size=1, max_size=4), st.sampled_from([0.0, 0.2, 0.5]))
@@ -178,7 +171,6 @@ def test_names_of_unions_are_read_and_refused_with_the_reason(tiny_target: str, 
         "eagle3+nothing": "unknown drafter 'nothing'; known: eagle1, ",
         "eagle3+eagle3": "two different methods",
         "eagle3+prompt_lookup+rest": "two different methods",
-        "eagle3+lookahead": "lookahead, cannot be in a union",
     }.items():
         with pytest.raises(ConfigError, match=reason):
             build(name)
