@@ -123,7 +123,8 @@ class Laws:
 
     def log_likelihoods(self, samples: Sequence[int], scale: int) -> Iterator[Reals]:
         """For each expanded node that the samples lead through: log-probability [K] of what the target drew there, which is
-        one of the node's children or none of them. scale: place in the grid of the s that made the scores."""
+        one of the node's children or none of them; nothing for none of them where they are the whole law. scale: place in
+        the grid of the s that made the scores."""
         group, score = 0, 0.0
         for token in samples:
             children = slice(int(self.starts[group]), int(self.starts[group + 1]))
@@ -132,7 +133,9 @@ class Laws:
             log_probs = perturbed[:, None] / grid - law
             places = np.flatnonzero((self.tokens[children] == token) & np.isfinite(perturbed))
             if not len(places):
-                yield np.log(np.clip(1 - np.exp(log_probs).sum(0), TINY, 1))
+                rest = 1 - np.exp(log_probs).sum(0)
+                if rest.max() > TINY:
+                    yield np.log(np.clip(rest, TINY, 1))
                 return
             place = children.start + int(places[0])
             yield log_probs[places[0]]

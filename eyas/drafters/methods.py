@@ -87,7 +87,10 @@ def _union(name: str) -> Method:
         raise ConfigError(f"drafter {name!r} is no union; name two different methods, such as eagle3+prompt_lookup")
     heads, fed = [side for side in sides if side.needs_head], [side for side in sides if side.fuse]
     if len(heads) == 2 or len(fed) == 2:
-        raise ConfigError(f"both drafters of {name!r} need a head or features; a union takes one that does")
+        raise ConfigError(
+            f"both drafters of {name!r} need a head, and a configuration names one; join either with one that needs none: "
+            f"{', '.join(known for known, method in METHODS.items() if not method.needs_head)}"
+        )
     needs_head = heads[0].needs_head if heads else ""
     needs = tuple(dict.fromkeys(need for side in sides for need in side.needs))
     made = Method(needs_head, partial(_build_union, sides), needs=needs, has_law=any(side.has_law for side in sides))

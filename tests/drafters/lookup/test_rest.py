@@ -133,6 +133,16 @@ def test_the_scale_of_the_noise_is_found_while_serving(target: str, tmp_path: Pa
     assert drafter._scale.value(0.3) == 1.0, "nothing was seen at this temperature"
 
 
+def test_what_the_corpus_does_not_know_says_nothing_of_the_scale(target: str, tmp_path: Path) -> None:
+    drafter = build(target, write_datastore(Path(target), [[3, 4, 5], [3, 4, 6]], tmp_path / "store"), noise_scale=0.0)
+    assert isinstance(drafter, RestDrafter)
+    for token, count in ((9, 0), (5, 1)):
+        drafter.propose([commit(f"{token}", [3, 4], noise=NoiseKey(1, 0.8))])
+        drafter.propose([commit(f"{token}", [3, 4, token], 2, noise=NoiseKey(1, 0.8))])
+        assert sum(estimate.count for estimate in drafter._scale._bands) == count  # type: ignore[attr-defined]
+        drafter._scale._round = 0  # type: ignore[attr-defined]
+
+
 def test_another_tokenizer_or_vocabulary_is_refused_with_the_reason(target: str, tmp_path: Path) -> None:
     store = write_datastore(Path(target), [[3, 4, 5]], tmp_path / "store")
     write_tokenizer(Path(target), vocab_size=47)

@@ -171,6 +171,7 @@ def test_names_of_unions_are_read_and_refused_with_the_reason(tiny_target: str, 
         "eagle3+nothing": "unknown drafter 'nothing'; known: eagle1, ",
         "eagle3+eagle3": "two different methods",
         "eagle3+prompt_lookup+rest": "two different methods",
+        "eagle3+sps": "join either with one that needs none: prompt_lookup, rest, lookahead",
     }.items():
         with pytest.raises(ConfigError, match=reason):
             build(name)
