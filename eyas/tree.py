@@ -132,6 +132,16 @@ class DraftTree:
             path.append(self.parents[path[-1]])
         return tuple(reversed(path))
 
+    def pruned(self, nodes: Sequence[int]) -> DraftTree:
+        """The tree of these nodes alone, of a deterministic proposal: ascending, the root first, all with their parents."""
+        numbers = {node: number for number, node in enumerate(nodes)}
+        return DraftTree(
+            tokens=tuple(self.tokens[node] for node in nodes),
+            parents=tuple(numbers[self.parents[node]] for node in nodes),
+            log_probs=tuple(self.log_probs[node] for node in nodes),
+            grown_ahead=self.grown_ahead,
+        )
+
     def ancestor_mask(self) -> npt.NDArray[np.bool_]:
         """mask[i, j] is true where node j lies on the path from the root to node i, i itself included; [N, N]."""
         mask = np.eye(len(self), dtype=np.bool_)

@@ -13,7 +13,7 @@ from tests.tiny_offsets import KINDS, tiny_heads
 # Names of cases: a method, or a union, and after a hyphen what is particular about it.
 CASES = (
     "eagle1", "eagle2", "eagle3", "eagle3-own-noise", "eagle3-crowded", "eagle3-ahead", *KINDS, "sps", "sps-crowded",
-    "prompt_lookup", "rest", "lookahead", "eagle3+prompt_lookup",
+    "prompt_lookup", "rest", "lookahead", "eagle3+prompt_lookup", "eagle3+lookahead",
 )  # fmt: skip
 
 

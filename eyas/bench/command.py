@@ -68,7 +68,7 @@ def methods(
     prompts: Annotated[Path, typer.Option(help="JSON Lines with token_ids, text or turns, and a category or task.")],
     method: Annotated[list[str], typer.Option(help="NAME or NAME=HEAD, such as eagle3=FOLDER; may be repeated.")],
     num_prompts: Annotated[int, typer.Option(help="Prompts to decode, as many of each task as possible.")] = 20,
-    temperature: Annotated[list[float], typer.Option(help="May be repeated.")] = [0.0, 1.0],  # noqa: B006
+    temperature: Annotated[list[float], typer.Option(help="May be repeated.")] = [0.0, 0.6, 1.0],  # noqa: B006
     max_tokens: Annotated[int, typer.Option(help="Tokens to emit for each prompt.")] = 96,
     nodes: Annotated[int, typer.Option(help="Most nodes of a draft tree, the root included.")] = TreeConfig.nodes,
     depth: Annotated[int, typer.Option(help="Levels below the root.")] = TreeConfig.depth,

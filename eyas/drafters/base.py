@@ -95,6 +95,11 @@ class LocalDrafter(ABC):
         """Do once what the first rounds would otherwise wait for; most have nothing to do."""
         return
 
+    def prune(self, session: str, nodes: Sequence[int]) -> None:
+        """Of the session's last tree only `nodes` are verified, in order, the root first and all with their parents: the
+        samples that come are theirs."""
+        return
+
     def work_ahead(self) -> bool:
         """Do a little that nobody waits for yet, between two calls; whether there is more to do."""
         return False

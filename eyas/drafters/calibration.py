@@ -60,8 +60,12 @@ class NoiseScale(Protocol):
         """Remember what was guessed. ids maps draft vocabulary ids to the target's."""
         ...
 
+    def note(self, context: DraftContext, laws: Laws) -> None:
+        """Remember the same of one session."""
+        ...
+
     def skip(self) -> None:
-        """A round in which nothing was measured."""
+        """A round in which nothing was measured, or all of it noted."""
         ...
 
     def learn(self, contexts: Sequence[DraftContext]) -> None:
@@ -91,6 +95,9 @@ class FixedScale:
     def watch(self, contexts: Sequence[DraftContext], candidates: Candidates, ranker: Measured, ids: Tensor) -> None:
         pass
 
+    def note(self, context: DraftContext, laws: Laws) -> None:
+        pass
+
     def skip(self) -> None:
         pass
 
@@ -102,34 +109,34 @@ class FixedScale:
 
 
 @dataclass(frozen=True)
-class Guesses:
-    """The candidates of one session, and its temperature's band. tokens: the target's ids; scores: cumulative; both [P].
+class Laws:
+    """The candidates of one session. tokens: the target's ids; scores: cumulative; both [P].
 
     groups: candidate number of each expanded node, the root's 0 first, in the order of their children [R]. starts: where
-    the children of each begin, and P [R + 1]. normalisers: [R, K]. scale: place in the grid of the s that made the scores.
+    the children of each begin, and P [R + 1]. normalisers: [R, K], as `Measured` has them.
     """
 
-    band: int
-    committed: int
     starts: Ints
     tokens: Ints
     scores: Reals
     groups: Ints
     normalisers: Reals
-    scale: int
 
-    def log_likelihoods(self, samples: Sequence[int]) -> Iterator[Reals]:
+    def log_likelihoods(self, samples: Sequence[int], scale: int) -> Iterator[Reals]:
         """For each expanded node that the samples lead through: log-probability [K] of what the target drew there, which is
-        one of the node's children or none of them."""
+        one of the node's children or none of them; nothing for none of them where they are the whole law. scale: place in
+        the grid of the s that made the scores."""
         group, score = 0, 0.0
         for token in samples:
             children = slice(int(self.starts[group]), int(self.starts[group + 1]))
             law, grid = self.normalisers[group], np.array(GRID)
-            perturbed = GRID[self.scale] * (self.scores[children] - score + law[self.scale])
+            perturbed = GRID[scale] * (self.scores[children] - score + law[scale])
             log_probs = perturbed[:, None] / grid - law
             places = np.flatnonzero((self.tokens[children] == token) & np.isfinite(perturbed))
             if not len(places):
-                yield np.log(np.clip(1 - np.exp(log_probs).sum(0), TINY, 1))
+                rest = 1 - np.exp(log_probs).sum(0)
+                if rest.max() > TINY:
+                    yield np.log(np.clip(rest, TINY, 1))
                 return
             place = children.start + int(places[0])
             yield log_probs[places[0]]
@@ -137,6 +144,16 @@ class Guesses:
             if not len(following):
                 return
             group, score = int(following[0]), float(self.scores[place])
+
+
+@dataclass(frozen=True)
+class Guesses:
+    """What a session was offered. band: of its temperature; committed: its length; scale: as `log_likelihoods` has it."""
+
+    band: int
+    committed: int
+    laws: Laws
+    scale: int
 
 
 @dataclass
@@ -183,12 +200,12 @@ class CalibratedScale:
         laws = laws[:, _law_rows(starts, candidates.ends, [law.shape[1] for law in ranker.normalisers])]
         for row, context in enumerate(contexts):
             if context.noise.temperature > 0:
-                of = band(context.noise.temperature)
                 groups = parents[row, starts].astype(np.int64)
-                self._guesses[context.session] = Guesses(
-                    of, context.committed, bounds, tokens[row].astype(np.int64), scores[row], groups, laws[row],
-                    self._bands[of].place,
-                )  # fmt: skip
+                self.note(context, Laws(bounds, tokens[row].astype(np.int64), scores[row], groups, laws[row]))
+
+    def note(self, context: DraftContext, laws: Laws) -> None:
+        of = band(context.noise.temperature)
+        self._guesses[context.session] = Guesses(of, context.committed, laws, self._bands[of].place)
 
     def skip(self) -> None:
         self._round += 1
@@ -197,7 +214,7 @@ class CalibratedScale:
         for context in contexts:
             guesses = self._guesses.pop(context.session, None)
             if guesses is not None and guesses.committed == context.base:
-                for log_likelihoods in guesses.log_likelihoods(context.tokens):
+                for log_likelihoods in guesses.laws.log_likelihoods(context.tokens, guesses.scale):
                     self._bands[guesses.band].add(log_likelihoods)
 
     def forget(self, sessions: Sequence[str]) -> None:

@@ -54,7 +54,7 @@ class Method:
     method without features. digest: of what decides those features, from the head. probe: tries out beside the loaded target
     how the head is to be read, from (target model, head, target, dtype, device); None where there is nothing to try. needs:
     what it lives on, besides the committed tokens that every drafter is told. place: where it may run. may_head: what `head`
-    may name, where it need not.
+    may name, where it need not. has_law: whether it has a law of its own, to be ranked with the noise of the target's draw.
     """
 
     needs_head: str
@@ -65,6 +65,7 @@ class Method:
     needs: tuple[Need, ...] = ()
     place: Place = "anywhere"
     may_head: str = ""
+    has_law: bool = False
 
 
 def find_method(name: str) -> Method:
@@ -86,15 +87,18 @@ def _union(name: str) -> Method:
         raise ConfigError(f"drafter {name!r} is no union; name two different methods, such as eagle3+prompt_lookup")
     heads, fed = [side for side in sides if side.needs_head], [side for side in sides if side.fuse]
     if len(heads) == 2 or len(fed) == 2:
-        raise ConfigError(f"both drafters of {name!r} need a head or features; a union takes one that does")
+        raise ConfigError(
+            f"both drafters of {name!r} need a head, and a configuration names one; join either with one that needs none: "
+            f"{', '.join(known for known, method in METHODS.items() if not method.needs_head)}"
+        )
     needs_head = heads[0].needs_head if heads else ""
     needs = tuple(dict.fromkeys(need for side in sides for need in side.needs))
-    made = Method(needs_head, partial(_build_union, sides), needs=needs)
+    made = Method(needs_head, partial(_build_union, sides), needs=needs, has_law=any(side.has_law for side in sides))
     return replace(made, fuse=fed[0].fuse, digest=fed[0].digest, probe=fed[0].probe) if fed else made
 
 
 def _build_union(sides: Sequence[Method], parts: Parts) -> LocalDrafter:
-    from eyas.drafters.union import UnionDrafter
+    from eyas.drafters.union.drafter import UnionDrafter
 
     first, second = (side.build(parts if side.needs_head else replace(parts, head="")) for side in sides)
     return UnionDrafter(first, second, parts.tree, parts.methods.union)
@@ -227,13 +231,15 @@ def _final_digest(head: str) -> str:
 _FED: tuple[Need, ...] = ("features",)
 
 METHODS: Mapping[str, Method] = {
-    "eagle1": Method("a draft head of EAGLE-1", _eagle1, _final_features, _final_digest, _probe_eagle, _FED),
-    "eagle2": Method("a draft head of EAGLE-1", _eagle2, _final_features, _final_digest, _probe_eagle, _FED),
-    "eagle3": Method("a draft head of EAGLE-3", _eagle3, _eagle3_features, _eagle3_digest, _probe_eagle3, _FED),
-    "medusa": Method("Medusa heads", _medusa, _final_features, _final_digest, needs=_FED),
-    "hydra": Method("Hydra heads", _hydra, _final_features, _final_digest, needs=_FED),
-    "sps": Method("a causal LM with the target's vocabulary", _small),
+    "eagle1": Method("a draft head of EAGLE-1", _eagle1, _final_features, _final_digest, _probe_eagle, _FED, has_law=True),
+    "eagle2": Method("a draft head of EAGLE-1", _eagle2, _final_features, _final_digest, _probe_eagle, _FED, has_law=True),
+    "eagle3": Method(
+        "a draft head of EAGLE-3", _eagle3, _eagle3_features, _eagle3_digest, _probe_eagle3, _FED, has_law=True
+    ),
+    "medusa": Method("Medusa heads", _medusa, _final_features, _final_digest, needs=_FED, has_law=True),
+    "hydra": Method("Hydra heads", _hydra, _final_features, _final_digest, needs=_FED, has_law=True),
+    "sps": Method("a causal LM with the target's vocabulary", _small, has_law=True),
     "prompt_lookup": Method("", _prompt_lookup, needs=("prompt",)),
-    "rest": Method("", _rest, may_head="a datastore, if methods.rest names none"),
+    "rest": Method("", _rest, may_head="a datastore, if methods.rest names none", has_law=True),
     "lookahead": Method("", _lookahead, needs=("samples",)),
 }

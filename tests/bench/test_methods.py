@@ -58,15 +58,20 @@ def test_a_run_writes_a_page_numbers_and_a_picture_where_one_can_be_drawn(
         pytest.importorskip("matplotlib")
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text("\n".join(json.dumps({"token_ids": [i, 5, 6, 7]}) for i in range(3, 6)))
-    options = f"--target {tiny_target} --prompts {prompts} --method eagle3={tiny_head} --max-tokens 8 --out {tmp_path}"
+    options = f"--target {tiny_target} --prompts {prompts} --max-tokens 8 --out {tmp_path} --method prompt_lookup "
+    options += f"--method eagle3={tiny_head}"
     result = CliRunner().invoke(bench, ["methods", *options.split(), "--nodes", "8", "--depth", "3", "--width", "2"])
     assert result.exit_code == 0, result.output
     (page,) = tmp_path.glob("*-methods-*.md")
     data = json.loads(page.with_suffix(".json").read_text())
     scores = {(s["method"], s["temperature"]): s for s in data["results"]["scores"]}
-    assert set(scores) == {("plain", 0.0), ("eagle3", 0.0), ("generate", 0.0), ("plain", 1.0), ("eagle3", 1.0)}
+    methods = ("plain", "prompt_lookup", "eagle3")
+    assert set(scores) == {("generate", 0.0), *((name, t) for name in methods for t in (0.0, 0.6, 1.0))}
     assert all(score["identical"]["num_identical"] == 3 for score in scores.values())
-    assert scores["eagle3", 1.0]["own_noise_tau"] >= 1
+    with_law = {key for key, score in scores.items() if score["own_noise_tau"] is not None}
+    assert with_law == {("eagle3", 0.6), ("eagle3", 1.0)}
+    assert all(scores[key]["own_noise_tau"] >= 1 and scores[key]["own_noise_seconds"] > 0 for key in with_law)
+    assert page.read_text().count("and the same without shared noise") == 2
     if matplotlib == "missing":
         assert "no picture: the chart needs matplotlib" in result.output
     else:

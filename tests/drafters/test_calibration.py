@@ -112,7 +112,7 @@ def test_likelihoods_are_those_of_the_laws_themselves() -> None:
     guesses = scale._guesses["a"]
     for place, s in enumerate(GRID):
         law = torch.softmax(laws.perturbed[0, 0] / s, -1)
-        found = {token: next(guesses.log_likelihoods([token]))[place] for token in IDS.tolist()}
+        found = {token: next(guesses.laws.log_likelihoods([token], guesses.scale))[place] for token in IDS.tolist()}
         children = law.topk(SHAPE.width).indices.tolist()
         for token in range(VOCAB):
             expected = law[token] if token in children else 1 - law[children].sum()

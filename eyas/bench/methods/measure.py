@@ -15,6 +15,7 @@ from eyas.bench.results import GENERATE, PLAIN
 from eyas.config import EagleConfig, EngineConfig
 from eyas.drafters.base import Draft, DraftContext, DrafterNeeds, LocalDrafter
 from eyas.drafters.build import build_drafter, build_fuser
+from eyas.drafters.methods import find_method
 from eyas.engine.build import assemble_engine
 from eyas.errors import ConfigError
 from eyas.models.target import TargetModel, load_target
@@ -70,21 +71,24 @@ def measure(settings: MethodsSettings, progress: Progress) -> MethodsResults:
     ways: dict[str, Way] = {PLAIN: Way(_engine(settings, target, None, room))}
     for spec in settings.methods:
         ways[spec.name] = _way(settings, target, spec, EagleConfig(), room)
-    own = {spec.name: _way(settings, target, spec, OWN_NOISE, room) for spec in settings.methods if _has_noise(settings)}
+    shared = [spec for spec in settings.methods if _shares_noise(settings, spec)]
+    own = {spec.name: _way(settings, target, spec, OWN_NOISE, room) for spec in shared}
     generate = Way(GenerateContender(settings.target, settings.dtype, target.device))
     progress.update(loading, total=1, completed=1)
     scores: list[MethodScore] = []
     for temperature in settings.temperatures:
         named = ways | ({GENERATE: generate} if temperature == 0 else {})
         runs = _runs(settings, named, prompts, temperature, progress, f"temperature {temperature:g}")
-        quiet = _runs(settings, own, prompts, temperature, progress, "without shared noise") if temperature > 0 else {}
+        label = f"temperature {temperature:g}, without shared noise"
+        quiet = _runs(settings, own, prompts, temperature, progress, label) if own and temperature > 0 else {}
         for name, its in runs.items():
             scores.append(MethodScore.of(name, temperature, its, runs[PLAIN], quiet.get(name, ())))
     return MethodsResults(torch.get_num_threads(), tuple(scores))
 
 
-def _has_noise(settings: MethodsSettings) -> bool:
-    return any(temperature > 0 for temperature in settings.temperatures)
+def _shares_noise(settings: MethodsSettings, spec: MethodSpec) -> bool:
+    """Whether there is shared noise that the method could do without."""
+    return find_method(spec.name).has_law and max(settings.temperatures) > 0
 
 
 def _way(settings: MethodsSettings, target: TargetModel, spec: MethodSpec, eagle: EagleConfig, room: int) -> Way:

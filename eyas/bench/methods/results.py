@@ -31,7 +31,8 @@ class TaskScore:
 @dataclass(frozen=True)
 class MethodScore:
     """A method at a temperature. own_noise_tau: acceptance length without shared noise, where the method has a law of its
-    own and the temperature is above 0. draft_ms: mean time of a draft round. identical: outputs against plain decoding's."""
+    own and the temperature is above 0. draft_ms: mean time of a draft round. identical: outputs against plain decoding's.
+    seconds, own_noise_seconds: all that decoding took with and without shared noise."""
 
     method: str
     temperature: float
@@ -41,6 +42,8 @@ class MethodScore:
     draft_ms: float | None
     identical: Agreement
     own_noise_tau: float | None = None
+    seconds: float = 0.0
+    own_noise_seconds: float = 0.0
 
     @classmethod
     def of(
@@ -64,6 +67,8 @@ class MethodScore:
             draft_ms=1e3 * seconds / rounds if seconds and rounds else None,
             identical=Agreement.between([timed.run for timed in runs], [timed.run for timed in plain]),
             own_noise_tau=_tau(own_noise) if own_noise else None,
+            seconds=_seconds(runs),
+            own_noise_seconds=_seconds(own_noise),
         )
 
 
@@ -88,8 +93,11 @@ def _table(temperature: float, scores: Sequence[MethodScore]) -> Table:
         columns.insert(3, "tau without shared noise")
     note = (
         "Batch 1. Speedup over plain decoding of the same prompt in the same run: median (smallest-largest) over prompts. "
-        "tau: mean tokens per verify step, bonus included. Identical: outputs that equal plain decoding's token for token."
+        "tau: mean tokens per verify step, bonus included. Identical: outputs that equal plain decoding's token for token. "
+        f"This took {sum(score.seconds for score in scores):.0f} s of decoding"
     )
+    without = sum(score.own_noise_seconds for score in scores)
+    note += f", and the same without shared noise {without:.0f} s." if without else "."
     return Table(f"Temperature {temperature:g}", tuple(columns), tuple(_row(s, tasks) for s in scores), note)
 
 
@@ -121,6 +129,10 @@ def _stats(runs: Sequence[TimedRun]) -> GenerationStats:
 def _tau(runs: Sequence[TimedRun]) -> float | None:
     stats = _stats(runs)
     return stats.acceptance_length if stats.num_drafted else None
+
+
+def _seconds(runs: Sequence[TimedRun]) -> float:
+    return sum(timed.run.seconds for timed in runs)
 
 
 def _text(value: float | None) -> str:

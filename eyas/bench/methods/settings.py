@@ -45,7 +45,7 @@ class MethodsSettings:
     methods: tuple[MethodSpec, ...]
     prompts: Path
     num_prompts: int = 20
-    temperatures: tuple[float, ...] = (0.0, 1.0)
+    temperatures: tuple[float, ...] = (0.0, 0.6, 1.0)
     max_tokens: int = 96
     tree: TreeConfig = field(default_factory=TreeConfig)
     dtype: Dtype = "float32"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import cycle, islice
 
@@ -33,6 +33,13 @@ class _Asked:
     last: tuple[int, ...]
     tree: DraftTree
     cells: list[list[int]]
+
+    def pruned(self, nodes: Sequence[int]) -> _Asked:
+        """The same without the other nodes. As parents are kept, what is left of a column is its lower end, and what is left
+        of the columns the first ones."""
+        numbers = {node: number for number, node in enumerate(nodes)}
+        cells = [[numbers[node] for node in column if node in numbers] for column in self.cells]
+        return replace(self, tree=self.tree.pruned(nodes), cells=[column for column in cells if column])
 
 
 class NgramPool:
@@ -100,6 +107,10 @@ class _Window:
         self._asked = _Asked(committed, self._last, tree, cells)
         return tree
 
+    def prune(self, nodes: Sequence[int]) -> None:
+        """See LocalDrafter."""
+        self._asked = self._asked and self._asked.pruned(nodes)
+
     def _add_window(self, growing: GrowingTree, max_nodes: int) -> list[list[int]]:
         """The nodes of each column, as many as there may be."""
         cells: list[list[int]] = []
@@ -153,6 +164,11 @@ class LookaheadDrafter(LocalDrafter):
 
     def release(self, sessions: Sequence[str]) -> None:
         self._sessions.release(sessions)
+
+    def prune(self, session: str, nodes: Sequence[int]) -> None:
+        window = self._sessions.memory(session)
+        if window:
+            window.prune(nodes)
 
     def _grow(self, contexts: Sequence[DraftContext], windows: Sequence[_Window]) -> list[DraftTree]:
         return [window.tree(c.committed, self._budget(c.budget)) for c, window in zip(contexts, windows, strict=True)]

@@ -10,9 +10,9 @@ import numpy as np
 
 from eyas.config import PromptLookupConfig, TreeConfig
 from eyas.drafters.base import Draft, DraftContext, DrafterNeeds, LocalDrafter
-from eyas.drafters.expand import select
-from eyas.drafters.lookup.matches import Floats, Ints, Level, Matches, log_shares, merge
+from eyas.drafters.lookup.matches import Floats, Ints, Matches, Trie, merge
 from eyas.drafters.lookup.ngrams import NgramIndex
+from eyas.drafters.lookup.selection import select
 from eyas.drafters.lookup.sessions import Sessions
 from eyas.tree import DraftTree
 
@@ -71,15 +71,14 @@ class PromptLookupDrafter(LocalDrafter):
         ranks = np.concatenate([np.arange(len(places)) for places in found])
         matches = Matches(sessions, tokens, lengths, FADING**ranks)
         known = np.array([match.length - self._config.shortest for places in found for match in places])
-        merged = merge(
-            matches, len(contexts), partial(_scores, known, np.stack([m.index.log_confidence() for m in memories]))
-        )
+        trie = merge(matches)
+        steps = _steps(trie, known, np.stack([memory.index.log_confidence() for memory in memories]))
         budgets = [replace(c.budget, max_nodes=min(c.budget.max_nodes, self._tree.nodes)) for c in contexts]
-        return select(merged.candidates, roots, budgets, merged.target_ids)
+        return select(trie, trie.along_paths(steps), roots, budgets)
 
 
-def _scores(known: Ints, log_confidence: Floats, level: Level) -> Floats:
+def _steps(trie: Trie, known: Ints, log_confidence: Floats) -> Floats:
     """Below a match every token that was right makes it longer by one."""
-    lengths = np.minimum(known[level.matches] + level.depth, log_confidence.shape[1] - 1)
-    scores: Floats = log_shares(level) + log_confidence[level.sessions, lengths]
-    return scores
+    lengths = np.minimum(known[trie.matches] + trie.depths, log_confidence.shape[1] - 1)
+    steps: Floats = trie.log_shares() + log_confidence[trie.sessions, lengths]
+    return steps

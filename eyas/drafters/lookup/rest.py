@@ -16,9 +16,10 @@ from eyas.config import EagleConfig, RestConfig, TreeConfig
 from eyas.datastore.corpus import vocabulary_digest
 from eyas.datastore.store import Datastore, Ranges, open_datastore
 from eyas.drafters.base import Draft, DraftContext, DrafterNeeds, LocalDrafter
-from eyas.drafters.expand import select
+from eyas.drafters.calibration import noise_scale
 from eyas.drafters.lookup.frequencies import Frequencies
-from eyas.drafters.lookup.matches import Floats, Ints, Level, Matches, merge
+from eyas.drafters.lookup.matches import Floats, Ints, Matches, Trie, merge
+from eyas.drafters.lookup.selection import select
 from eyas.drafters.lookup.sessions import Sessions
 from eyas.errors import CheckpointError, ConfigError
 from eyas.models.checkpoint import read_target_config, resolve
@@ -66,6 +67,7 @@ class RestDrafter(LocalDrafter):
         self._tree = tree
         self._config = config
         self._eagle = eagle
+        self._scale = noise_scale(eagle)
         self._sessions = Sessions(partial(_End, store, config.longest), config.num_sessions)
 
     @property
@@ -73,9 +75,11 @@ class RestDrafter(LocalDrafter):
         return DrafterNeeds()
 
     def propose(self, contexts: Sequence[DraftContext]) -> list[Draft]:
+        self._scale.learn(contexts)
         return self._sessions.answer(contexts, self._grow)
 
     def release(self, sessions: Sequence[str]) -> None:
+        self._scale.forget(sessions)
         self._sessions.release(sessions)
 
     def _grow(self, contexts: Sequence[DraftContext], ends: Sequence[_End]) -> list[DraftTree]:
@@ -87,9 +91,10 @@ class RestDrafter(LocalDrafter):
         if not lengths.any():
             return [DraftTree.root_only(root) for root in roots]
         matches = Matches(found.sessions, tokens, lengths, FADING ** found.kinds.astype(np.float64))
-        merged = merge(matches, len(contexts), partial(_scores, Frequencies(contexts, self._eagle)))
+        trie = merge(matches)
+        steps = _steps(trie, Frequencies(contexts, self._eagle, self._scale).log_shares(trie))
         budgets = [replace(c.budget, max_nodes=min(c.budget.max_nodes, self._tree.nodes)) for c in contexts]
-        return select(merged.candidates, roots, budgets, merged.target_ids)
+        return select(trie, trie.along_paths(steps), roots, budgets)
 
     def _look_up(self, ends: Sequence[Sequence[int]]) -> _Found:
         """All lengths of all sessions in one search; `num_matches` of each session at most, spread over their suffixes."""
@@ -118,12 +123,11 @@ class RestDrafter(LocalDrafter):
         return _Found(cells // len(asked), numbers, asked[cells % len(asked)], kinds)
 
 
-def _scores(frequencies: Frequencies, level: Level) -> Floats:
+def _steps(trie: Trie, log_shares: Floats) -> Floats:
     """Shares, times how far they are to be trusted: the more matches, and the less they disagree."""
-    distinct = np.bincount(level.parents)[level.parents]
-    evidence = np.bincount(level.parents, level.weights)[level.parents]
-    scores: Floats = MISTRUST * frequencies.log_shares(level) + np.log(evidence / (evidence + distinct))
-    return scores
+    distinct, evidence = trie.total(np.ones(len(trie.tokens))), trie.total(trie.weights)
+    steps: Floats = MISTRUST * log_shares + np.log(evidence / (evidence + distinct))
+    return steps
 
 
 def load_rest(source: str, target: str, tree: TreeConfig, config: RestConfig, eagle: EagleConfig) -> RestDrafter:

@@ -66,6 +66,11 @@ class Sessions(Generic[MemoryT]):
             drafts[i] = tree
         return drafts
 
+    def memory(self, key: str) -> MemoryT | None:
+        """Of a session, unless it is unknown or asleep."""
+        session = self._sessions.get(key)
+        return session.memory if session else None
+
     def release(self, sessions: Sequence[str]) -> None:
         """Forget sessions; unknown ones are ignored."""
         for key in sessions:

@@ -1,4 +1,4 @@
-"""Tiny tokenizers, corpora and commits for tests of drafters without a model."""
+"""Tiny tokenizers, corpora, commits and trees for tests of drafters without a model."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,6 +10,7 @@ from eyas.datastore.building import build_datastore
 from eyas.datastore.corpus import vocabulary_digest
 from eyas.drafters.base import DraftContext
 from eyas.request import NoiseKey
+from eyas.tree import DraftTree
 
 GREEDY = NoiseKey(0)
 BUDGET = Budget(24, 5)
@@ -36,3 +37,12 @@ def commit(
 ) -> DraftContext:  # fmt: skip
     """The tokens from `base` on; no features."""
     return Commit(session, epoch, base, tuple(tokens[base:]), None, noise, budget, samples)
+
+
+def grown(root: int, steps: Sequence[tuple[int, int, float]]) -> DraftTree:
+    """Each step (parent, token, score) adds a child, if it is new, to one of the nodes so far."""
+    nodes: dict[tuple[int, int], float] = {}
+    for parent, token, score in steps:
+        nodes.setdefault((parent % (len(nodes) + 1), token), score)
+    parents, tokens = zip(*nodes, strict=True) if nodes else ((), ())
+    return DraftTree((root, *tokens), (0, *parents), (0.0, *nodes.values()), grown_ahead=len(steps) % 5 == 4)

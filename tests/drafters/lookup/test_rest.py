@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
@@ -17,7 +18,9 @@ from eyas.datastore.building import build_datastore
 from eyas.datastore.store import open_datastore
 from eyas.drafters.base import LocalDrafter
 from eyas.drafters.build import build_drafter
+from eyas.drafters.lookup.rest import RestDrafter
 from eyas.errors import CheckpointError, ConfigError
+from eyas.models.sampling.noise import exponential_noise
 from eyas.request import NoiseKey
 from eyas.tree import DraftTree
 from tests.drafters.lookup.corpora import GREEDY, commit, write_datastore, write_tokenizer
@@ -93,13 +96,51 @@ def test_the_likeliest_child_follows_the_targets_noise_in_law(target: str, tmp_p
     assert all(propose(plain, [3, 4], NoiseKey(seed, 1.0), nodes=2).tokens[1] == 5 for seed in range(20))
 
 
-def test_frequencies_take_the_noise_as_it_is_where_its_scale_is_found_while_serving(target: str, tmp_path: Path) -> None:
+def test_frequencies_take_the_noise_as_it_is_until_its_scale_is_found(target: str, tmp_path: Path) -> None:
     store = write_datastore(Path(target), [*[[3, 4, 5, 7]] * 3, [3, 4, 6]], tmp_path / "store")
     found, plain = build(target, store, noise_scale=0.0), build(target, store)
     for seed in range(8):
         tree = propose(found, [3, 4], NoiseKey(seed, 1.0))
         assert set(tree.tokens) == {4, 5, 6, 7}
         assert tree == propose(plain, [3, 4], NoiseKey(seed, 1.0))
+
+
+@pytest.mark.parametrize("softness", [0.5, 2.0])
+def test_the_scale_of_the_noise_is_found_while_serving(target: str, tmp_path: Path, softness: float) -> None:
+    """The target draws from softmax(a / softness), a being the log-frequencies under its noise, at both levels.
+    Of one session nothing is found."""
+    counts = {(5, 7): 4, (5, 8): 2, (6, 7): 3, (6, 8): 3}
+    corpus = [[3, 4, *path] for path, count in counts.items() for _ in range(count)]
+    drafter = build(target, write_datastore(Path(target), corpus, tmp_path / "store"), noise_scale=0.0)
+    assert isinstance(drafter, RestDrafter)
+    draw, law = np.random.default_rng(0), {(): {5: 6, 6: 6}, (5,): {7: 4, 8: 2}, (6,): {7: 3, 8: 3}}
+    for index in range(24):
+        noises = [NoiseKey(1000 * index + session, 0.8) for session in range(20)]
+        strange = commit("strange", [9, 10], noise=NoiseKey(index, 0.8), epoch=index)
+        drafter.propose([strange, *(commit(f"{s}", [3, 4], noise=noise, epoch=index) for s, noise in enumerate(noises))])
+        told = []
+        for session, noise in enumerate(noises):
+            path: tuple[int, ...] = ()
+            for level in range(2):
+                tokens = torch.tensor(list(law[path]))
+                gumbel = -exponential_noise([noise.seed], [2 + level], tokens)[0].log().numpy()
+                odds = np.exp((np.log(list(law[path].values())) / 0.8 + gumbel) / softness)
+                path = (*path, int(draw.choice(tokens.numpy(), p=odds / odds.sum())))
+            told.append(commit(f"{session}", [3, 4, *path], 2, noise, epoch=index))
+        drafter.propose(told)
+    assert (drafter._scale.value(0.8) < 0.8) == (softness < 1)
+    assert (drafter._scale.value(0.8) > 1.3) == (softness > 1)
+    assert drafter._scale.value(0.3) == 1.0, "nothing was seen at this temperature"
+
+
+def test_what_the_corpus_does_not_know_says_nothing_of_the_scale(target: str, tmp_path: Path) -> None:
+    drafter = build(target, write_datastore(Path(target), [[3, 4, 5], [3, 4, 6]], tmp_path / "store"), noise_scale=0.0)
+    assert isinstance(drafter, RestDrafter)
+    for token, count in ((9, 0), (5, 1)):
+        drafter.propose([commit(f"{token}", [3, 4], noise=NoiseKey(1, 0.8))])
+        drafter.propose([commit(f"{token}", [3, 4, token], 2, noise=NoiseKey(1, 0.8))])
+        assert sum(estimate.count for estimate in drafter._scale._bands) == count  # type: ignore[attr-defined]
+        drafter._scale._round = 0  # type: ignore[attr-defined]
 
 
 def test_another_tokenizer_or_vocabulary_is_refused_with_the_reason(target: str, tmp_path: Path) -> None:

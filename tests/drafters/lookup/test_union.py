@@ -3,21 +3,26 @@
 import json
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from eyas.commit import Budget, Refusal
 from eyas.config import EagleConfig, MethodsConfig, PromptLookupConfig, TreeConfig, UnionConfig
 from eyas.drafters.base import Draft, DraftContext, DrafterNeeds, LocalDrafter
 from eyas.drafters.build import build_drafter, build_fuser, features_digest
 from eyas.drafters.lookup.prompt_lookup import PromptLookupDrafter
-from eyas.drafters.union import UnionDrafter, merge_trees
+from eyas.drafters.union.drafter import UnionDrafter
+from eyas.drafters.union.merging import merge_trees
 from eyas.errors import ConfigError
 from eyas.llm import LLM
 from eyas.request import SamplingParams
 from eyas.tree import DraftTree
 from tests.contract.test_drafter_contract import commit as fed_commit
-from tests.drafters.lookup.corpora import commit
+from tests.drafters.lookup.corpora import commit, grown
+from tests.drafters.lookup.naive_union import naive_merge
 from tests.tiny import DEMO
 
 ROOMY = Budget(24, 5)
@@ -33,29 +38,47 @@ LEFT = tree((0, 1, -0.1), (1, 2, -0.2), (2, 3, -0.9), (0, 4, -2.0))
 RIGHT = tree((0, 1, -0.5), (1, 5, -0.6), (0, 6, -0.7), (1, 2, -0.8))
 
 
+def merged(trees: list[DraftTree], budget: Budget, floor: float) -> DraftTree:
+    """Of one session."""
+    (tree,) = merge_trees([7], [trees], [budget], floor)
+    return tree
+
+
+STEPS = st.lists(st.tuples(st.integers(0, 20), st.integers(6, 8), st.sampled_from([0.0, -0.25, -0.5, -1.5])), max_size=12)
+TREES = STEPS.map(partial(grown, 7))
+SESSION = st.tuples(st.lists(TREES, max_size=2), st.builds(Budget, st.integers(1, 16), st.integers(0, 5)))
+
+
+@given(st.lists(SESSION, min_size=1, max_size=4), st.sampled_from([0.0, 0.2, 0.5]))
+def test_arrays_merge_as_nodes_one_by_one_do(sessions: list[tuple[list[DraftTree], Budget]], floor: float) -> None:
+    trees, budgets = [trees for trees, _ in sessions], [budget for _, budget in sessions]
+    expected = [naive_merge(7, own, budget, floor) for own, budget in sessions]
+    assert merge_trees([7] * len(sessions), trees, budgets, floor) == expected
+
+
 def test_the_best_nodes_of_both_are_kept_and_what_both_have_counts_once() -> None:
-    merged = merge_trees(7, [LEFT, RIGHT], ROOMY, 0.0)
-    merged.validate(7, 48, 24, 5)
-    assert sorted(zip(merged.tokens[1:], merged.log_probs[1:], strict=True)) == [
+    both = merged([LEFT, RIGHT], ROOMY, 0.0)
+    both.validate(7, 48, 24, 5)
+    assert sorted(zip(both.tokens[1:], both.log_probs[1:], strict=True)) == [
         (1, -0.1), (2, -0.2), (3, -0.9), (4, -2.0), (5, -0.6), (6, -0.7)
     ]  # fmt: skip
-    assert set(merge_trees(7, [LEFT, RIGHT], Budget(4, 5), 0.0).tokens) == {7, 1, 2, 5}
-    assert set(merge_trees(7, [LEFT, RIGHT], Budget(24, 1), 0.0).tokens) == {7, 1, 6, 4}
-    assert merge_trees(7, [LEFT, RIGHT], Budget(1, 5), 0.0) == DraftTree.root_only(7)
+    assert set(merged([LEFT, RIGHT], Budget(4, 5), 0.0).tokens) == {7, 1, 2, 5}
+    assert set(merged([LEFT, RIGHT], Budget(24, 1), 0.0).tokens) == {7, 1, 6, 4}
+    assert merged([LEFT, RIGHT], Budget(1, 5), 0.0) == DraftTree.root_only(7)
 
 
 def test_neither_side_starves() -> None:
     sure = tree(*((node, node + 10, -0.01 * (node + 1)) for node in range(4)))
     unsure = tree((0, 1, -5.0), (1, 2, -6.0))
-    assert 1 not in merge_trees(7, [sure, unsure], Budget(5, 5), 0.0).tokens
-    assert 1 in merge_trees(7, [sure, unsure], Budget(5, 5), 0.25).tokens
+    assert 1 not in merged([sure, unsure], Budget(5, 5), 0.0).tokens
+    assert 1 in merged([sure, unsure], Budget(5, 5), 0.25).tokens
 
 
 def test_ties_and_growing_scores_orphan_no_node() -> None:
     odd = tree((0, 1, -3.0), (1, 2, -1.0), (2, 3, -0.5), (0, 4, -2.0))
     for nodes in range(1, 8):
         for floor in (0.0, 0.3, 0.5):
-            merge_trees(7, [odd, LEFT], Budget(nodes, 5), floor).validate(7, 48, nodes, 5)
+            merged([odd, LEFT], Budget(nodes, 5), floor).validate(7, 48, nodes, 5)
 
 
 class Forgetful(LocalDrafter):
@@ -148,7 +171,7 @@ def test_names_of_unions_are_read_and_refused_with_the_reason(tiny_target: str, 
         "eagle3+nothing": "unknown drafter 'nothing'; known: eagle1, ",
         "eagle3+eagle3": "two different methods",
         "eagle3+prompt_lookup+rest": "two different methods",
-        "eagle3+lookahead": "lookahead, cannot be in a union",
+        "eagle3+sps": "join either with one that needs none: prompt_lookup, rest, lookahead",
     }.items():
         with pytest.raises(ConfigError, match=reason):
             build(name)
