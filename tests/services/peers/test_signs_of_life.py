@@ -46,7 +46,8 @@ from eyas.config import ServerConfig
 from eyas.rpc.server import RpcServer
 
 async def main():
-    print(await RpcServer(ServerConfig()).start([]), flush=True)
+    server = RpcServer(ServerConfig())
+    print(await server.start([]), flush=True)
     await asyncio.sleep(600)
 
 asyncio.run(main())
