@@ -55,7 +55,7 @@ async def router_core(config: RouterConfig, keys: Keys, health: Health) -> Async
         front = Front(tokenizers, workers, relay, config.request_timeout, observer)
         presence = RouterPresence(health, discovery, workers, config.registry.heartbeat / 4, registry)
         try:
-            yield Core(front, build_app(front, templates, presence, keys), presence)
+            yield Core(front, build_app(front, templates, presence, keys, observer), presence)
         finally:
             await workers.close()
             await discovery.close()
