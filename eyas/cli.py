@@ -141,10 +141,16 @@ def _reported() -> Iterator[None]:
     except ConfigError as error:
         _fail(str(error))
     except grpc.RpcError as error:
-        _fail(f"{error.code().name}: {error.details()}")
+        _fail(f"{error.code().name}: {error.details()}{_hint(error.details() or '')}")
     except KeyboardInterrupt:
         print(file=sys.stderr)
         raise typer.Exit(130) from None
+
+
+def _hint(details: str) -> str:
+    """gRPC does not say that the other side speaks TLS, or that it does not."""
+    unreached = details.startswith("failed to connect")
+    return "; is the address right, and does the router speak TLS (--tls, --ca, --tls-name)?" if unreached else ""
 
 
 def _fail(reason: str) -> NoReturn:
