@@ -82,10 +82,13 @@ def test_a_stopped_process_is_given_up_and_taken_back_when_it_goes_on() -> None:
             stub = health_pb2_grpc.HealthStub(channel)
             watch = stub.Watch(request)
             assert await watch.read()
+            quiet = asyncio.ensure_future(watch.read())
+            await asyncio.wait([quiet], timeout=8 * IMPATIENT.ping_interval)
+            assert not quiet.done(), "so many pings are no offence"
             child.send_signal(signal.SIGSTOP)
             began = time.monotonic()
             with pytest.raises(grpc.aio.AioRpcError, match="ping timeout"):
-                await watch.read()
+                await quiet
             seconds = time.monotonic() - began
             child.send_signal(signal.SIGCONT)
             await reached(stub)
