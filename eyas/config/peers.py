@@ -27,7 +27,7 @@ class PeersConfig:
     """
 
     ping_interval: float = 2.0
-    ping_timeout: float = 3.0
+    ping_timeout: float = 5.0
     certificate: str = ""
     key: str = ""
     authority: str = ""
