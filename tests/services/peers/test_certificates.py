@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,11 +10,17 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from eyas.config import PeersConfig, ServerConfig
+from eyas.config import DraftLinkConfig, PeersConfig, ServerConfig
+from eyas.drafters.base import DrafterNeeds
 from eyas.errors import ConfigError
 from eyas.rpc.peers import Peers
 from eyas.rpc.server import RpcServer
+from eyas.tree import DraftTree
+from services.verifier.remote import RemoteDrafter
+from tests.services.drafting.toy_drafting import ToyDrafter, context, eventually
+from tests.services.drafting.toy_drafting import serving as serving_drafts
 from tests.services.peers.authority import Authority, peers
+from tests.services.redis_server import free_port
 
 
 @asynccontextmanager
@@ -85,6 +91,20 @@ def test_renewed_certificates_hold_for_the_next_connection_on_both_sides(tmp_pat
     old_authority = tmp_path / "old.crt"
     old_authority.write_bytes(old.pem)
     asyncio.run(body())
+
+
+def test_a_drafter_that_comes_back_with_renewed_certificates_is_dialled_with_such(tmp_path: Path) -> None:
+    Authority("old").write(tmp_path)
+    port, config = free_port(), DraftLinkConfig(deadline=20.0)
+    needs, ours = DrafterNeeds(features=True), Peers(peers(tmp_path))
+    with closing(RemoteDrafter(f"127.0.0.1:{port}", needs, config, peers=ours)) as remote:
+        with serving_drafts(ToyDrafter(), port=port, peers=Peers(peers(tmp_path))):
+            eventually(lambda: remote.up)
+        eventually(lambda: not remote.up)
+        Authority("new").write(tmp_path)
+        with serving_drafts(ToyDrafter(), port=port, peers=Peers(peers(tmp_path))):
+            eventually(lambda: remote.up, 60)
+            assert remote.ask([context("a", range(10, 15))])() == [DraftTree.chain([14, 15, 16, 17])]
 
 
 @pytest.mark.parametrize(
