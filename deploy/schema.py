@@ -26,6 +26,7 @@ PORT: Schema = {"type": "integer", "minimum": 1, "maximum": 65535}
 OWNED = (
     *("server.host", "server.port", "server.advertise", "server.zone", "registry.url"),
     *("telemetry.metrics_host", "telemetry.metrics_port"),
+    *("peers.certificate", "peers.key", "peers.authority", "peers.name", "peers.clients"),
     *("discovery.kind", "discovery.verifiers", "discovery.drafters", "discovery.kubernetes"),
 )
 OWNED_BY_SERVICE: Mapping[str, tuple[str, ...]] = {
@@ -53,6 +54,7 @@ def values_schema() -> Schema:
             enabled=SWITCH, clients=LIST, scrapers=LIST, egress=SWITCH, outsidePorts={"type": "array", "items": PORT}
         ),
         discovery=strict(kind=one_of("redis", "kubernetes")),
+        peers=strict(tls=strict(existingSecret=TEXT, name=NAME, clients=one_of("certified", "any"))),
         security=strict(runAsUser=at_least(1), fsGroup=at_least(1)),
         router=router(),
         verifier=verifier(),

@@ -15,7 +15,7 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 
-from eyas.cli import ScreenPrinter
+from eyas.client.printers import ScreenPrinter
 from eyas.errors import EyasError, RequestFailed
 from eyas.request import Request, SamplingParams
 from eyas.rpc.channel import open_sync_channel

@@ -16,13 +16,13 @@ from eyas.config.methods import (
     TreePaths,
     UnionConfig,
 )
+from eyas.config.peers import Clients, DraftLinkConfig, PeersConfig
 from eyas.config.reading import describe, load, masked, validated
 from eyas.config.telemetry import LogFormat, TelemetryConfig
 from eyas.config.values import (
     BudgetPolicy,
     DraftConfig,
     DraftedModel,
-    DraftLinkConfig,
     Dtype,
     EngineConfig,
     Probe,
@@ -38,6 +38,7 @@ __all__ = [
     "EAGLE_PATHS",
     "AheadConfig",
     "BudgetPolicy",
+    "Clients",
     "DiscoveryConfig",
     "DiscoveryKind",
     "DraftConfig",
@@ -55,6 +56,7 @@ __all__ = [
     "LookaheadConfig",
     "MethodsConfig",
     "OffsetsConfig",
+    "PeersConfig",
     "PlacementConfig",
     "Probe",
     "PromptLookupConfig",

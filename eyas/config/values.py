@@ -13,6 +13,7 @@ from eyas.config.doors import HttpConfig, KeysConfig, TlsConfig
 from eyas.config.drafting import EagleConfig, TreeConfig
 from eyas.config.fleet import DiscoveryConfig, EjectionConfig, PlacementConfig
 from eyas.config.methods import MethodsConfig
+from eyas.config.peers import DraftLinkConfig, PeersConfig
 from eyas.config.telemetry import TelemetryConfig
 
 Dtype = Literal["float32", "bfloat16", "float16"]
@@ -110,27 +111,6 @@ class RegistryConfig:
 
 
 @dataclass(frozen=True)
-class DraftLinkConfig:
-    """How long a verifier waits for drafts, in seconds.
-
-    deadline: longest wait for the trees of one step; later ones are dropped and the rows decode plainly.
-    max_failures: failed or late rounds in a row before the drafter is left alone.
-    reset: how long the drafter is left alone at first; twice as long after each attempt that fails, up to 10 s.
-    chunk_tokens: most feature rows in one message.
-    """
-
-    deadline: float = 0.1
-    max_failures: int = 3
-    reset: float = 0.5
-    chunk_tokens: int = 512
-
-    def __post_init__(self) -> None:
-        above_zero(deadline=self.deadline, reset=self.reset)
-        at_least(1, max_failures=self.max_failures)
-        at_least(2, chunk_tokens=self.chunk_tokens)
-
-
-@dataclass(frozen=True)
 class VerifierConfig:
     """The verifier service.
 
@@ -151,6 +131,7 @@ class VerifierConfig:
     engine: EngineConfig = field(default_factory=EngineConfig)
     link: DraftLinkConfig = field(default_factory=DraftLinkConfig)
     server: ServerConfig = field(default_factory=ServerConfig)
+    peers: PeersConfig = field(default_factory=PeersConfig)
     registry: RegistryConfig = field(default_factory=RegistryConfig)
     discovery: DiscoveryConfig = field(default_factory=DiscoveryConfig)
     telemetry: TelemetryConfig = field(default_factory=TelemetryConfig)
@@ -194,6 +175,7 @@ class DraftConfig:
     methods: MethodsConfig = field(default_factory=MethodsConfig)
     more: tuple[DraftedModel, ...] = ()
     server: ServerConfig = field(default_factory=ServerConfig)
+    peers: PeersConfig = field(default_factory=PeersConfig)
     registry: RegistryConfig = field(default_factory=RegistryConfig)
     discovery: DiscoveryConfig = field(default_factory=DiscoveryConfig)
     telemetry: TelemetryConfig = field(default_factory=TelemetryConfig)
@@ -233,6 +215,7 @@ class RouterConfig:
     request_timeout: float = 600.0
     stall_timeout: float = 60.0
     server: ServerConfig = field(default_factory=ServerConfig)
+    peers: PeersConfig = field(default_factory=PeersConfig)
     http: HttpConfig = field(default_factory=HttpConfig)
     keys: KeysConfig = field(default_factory=KeysConfig)
     tls: TlsConfig = field(default_factory=TlsConfig)

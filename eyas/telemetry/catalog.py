@@ -37,6 +37,10 @@ TOKEN_USAGE = Metric(
 ROUTER_REQUESTS = Metric(
     "eyas.router.requests", "counter", "{request}", "Requests that have ended, by gRPC status.", ("model", "status")
 )
+ROUTER_HTTP = Metric(
+    "eyas.router.http.answers", "counter", "{answer}", "Answers of the HTTP door, those without a key among them.",
+    ("http.route", "http.response.status_code"),
+)  # fmt: skip
 ROUTER_RUNNING = Metric("eyas.router.requests.running", "gauge", "{request}", "Requests that have not ended.")
 ROUTER_ATTEMPTS = Metric(
     "eyas.router.attempts", "counter", "{attempt}", "Calls of verifiers that have ended, by gRPC status.", ("status",)
@@ -52,7 +56,7 @@ ROUTER_TAU = Metric(
 )  # fmt: skip
 
 ROUTER = (
-    REQUEST_DURATION, FIRST_TOKEN, PER_TOKEN, TOKEN_USAGE, ROUTER_REQUESTS, ROUTER_RUNNING, ROUTER_ATTEMPTS,
+    REQUEST_DURATION, FIRST_TOKEN, PER_TOKEN, TOKEN_USAGE, ROUTER_REQUESTS, ROUTER_HTTP, ROUTER_RUNNING, ROUTER_ATTEMPTS,
     ROUTER_RETRIES, ROUTER_UNDRAFTED, ROUTER_WORKERS, ROUTER_TAU,
 )  # fmt: skip
 

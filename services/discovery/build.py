@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from eyas.config import DiscoveryConfig, RegistryConfig
+from eyas.rpc.peers import Peers
 from services.discovery.base import Discovery
 from services.discovery.probed import ProbedDiscovery
 from services.discovery.static import StaticEndpoints
@@ -19,13 +20,14 @@ def session_registry(discovery: DiscoveryConfig, registry: RegistryConfig) -> Re
     return Registry(registry) if registry.url or discovery.kind == "redis" else None
 
 
-def build_discovery(config: DiscoveryConfig, registry: Registry | None) -> Discovery:
-    """The live workers; by `registry` where leases say who they are."""
+def build_discovery(config: DiscoveryConfig, registry: Registry | None, peers: Peers | None = None) -> Discovery:
+    """The live workers; by `registry` where leases say who they are, dialled as `peers` says where they are asked."""
+    peers = peers or Peers()
     if config.kind == "static":
-        return ProbedDiscovery(StaticEndpoints(config), config)
+        return ProbedDiscovery(StaticEndpoints(config), config, peers)
     if config.kind == "kubernetes":
         from services.discovery.slices import SliceEndpoints
 
-        return ProbedDiscovery(SliceEndpoints(config.kubernetes), config)
+        return ProbedDiscovery(SliceEndpoints(config.kubernetes), config, peers)
     assert registry is not None, "leases are kept in a registry"
     return registry

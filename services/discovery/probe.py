@@ -11,6 +11,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 
 import grpc
 import grpc.aio
@@ -18,24 +19,27 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from eyas.config import DiscoveryConfig
 from eyas.errors import InvalidRequest
-from eyas.rpc.channel import open_channel
 from eyas.rpc.messages import Lease, Role
+from eyas.rpc.peers import Peers
 from eyas.rpc.worker_wire import statuses_from_message
 from eyas.v1 import worker_pb2
 from eyas.v1.worker_pb2_grpc import WorkerStub
-from services.background import forever
+from services.background import forever, stop
 from services.discovery.base import Endpoint
 
 log = logging.getLogger(__name__)
 
 
 class Probe:
-    """Watches an endpoint while `run` runs. changed: called whenever `leases` may be others."""
+    """Watches an endpoint while `run` runs. peers: how it is dialled. changed: called whenever `leases` may be others."""
 
-    def __init__(self, role: Role, endpoint: Endpoint, config: DiscoveryConfig, changed: Callable[[], None]) -> None:
+    def __init__(
+        self, role: Role, endpoint: Endpoint, config: DiscoveryConfig, peers: Peers, changed: Callable[[], None]
+    ) -> None:
         self._role = role
         self._endpoint = endpoint
         self._config = config
+        self._peers = peers
         self._changed = changed
         self._state: tuple[Lease, ...] = ()
         self._answered_at = 0.0
@@ -48,10 +52,17 @@ class Probe:
         return self._state if self._serving else ()
 
     async def run(self) -> None:
-        """Watch until cancelled."""
-        async with open_channel(self._endpoint.address) as channel, asyncio.TaskGroup() as tasks:
-            tasks.create_task(forever(self._config.probe_interval, lambda: self._watch(channel)))
-            tasks.create_task(forever(self._config.probe_interval, lambda: self._ask(channel)))
+        """Watch until cancelled; dials anew when a lost connection was opened with certificates that have been renewed."""
+        while True:
+            identity = self._peers.identity
+            async with self._peers.open_channel(self._endpoint.address) as channel:
+                steps = (partial(self._watch, channel), partial(self._ask, channel))
+                tasks = [asyncio.create_task(forever(self._config.probe_interval, step)) for step in steps]
+                try:
+                    while self._peers.identity is identity or channel.get_state() is grpc.ChannelConnectivity.READY:
+                        await asyncio.sleep(self._config.probe_interval)
+                finally:
+                    await asyncio.gather(*map(stop, tasks))
 
     async def _watch(self, channel: grpc.aio.Channel) -> None:
         """Follow what the worker says of its health, until it says no more."""

@@ -9,6 +9,7 @@ from functools import partial
 
 from eyas.config import DiscoveryConfig
 from eyas.rpc.messages import Lease, Role
+from eyas.rpc.peers import Peers
 from services.background import stop
 from services.discovery.base import Endpoint, Endpoints
 from services.discovery.probe import Probe
@@ -17,8 +18,9 @@ from services.discovery.probe import Probe
 class ProbedDiscovery:
     """Implements Discovery over a source of endpoints."""
 
-    def __init__(self, endpoints: Endpoints, config: DiscoveryConfig) -> None:
+    def __init__(self, endpoints: Endpoints, config: DiscoveryConfig, peers: Peers) -> None:
         self._endpoints = endpoints
+        self._peers = peers
         self._config = config
         self._following: list[asyncio.Task[None]] = []
         self._probes: dict[Role, dict[Endpoint, Probe]] = {}
@@ -49,8 +51,9 @@ class ProbedDiscovery:
             if endpoint not in fresh:
                 self._end(probe)
         changed = partial(self._refresh, role)
-        probes = {endpoint: old.get(endpoint) or Probe(role, endpoint, self._config, changed) for endpoint in fresh}
-        self._probes[role] = probes
+        missing = [endpoint for endpoint in fresh if endpoint not in old]
+        new = {endpoint: Probe(role, endpoint, self._config, self._peers, changed) for endpoint in missing}
+        self._probes[role] = probes = {endpoint: new.get(endpoint) or old[endpoint] for endpoint in fresh}
         for probe in probes.values():
             if probe not in self._probing:
                 self._probing[probe] = asyncio.create_task(probe.run(), name="probe")

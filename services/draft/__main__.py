@@ -17,6 +17,7 @@ from eyas.drafters.build import build_drafter, features_digest
 from eyas.errors import RequestFailed
 from eyas.models.checkpoint import read_target_config, resolve, target_fingerprint
 from eyas.rpc.messages import DrafterInfo, Load, ModelInfo
+from eyas.rpc.peers import Peers
 from eyas.rpc.server import RpcServer
 from eyas.telemetry.process import telemetry
 from eyas.v1 import draft_pb2, draft_pb2_grpc
@@ -73,7 +74,7 @@ async def serve_drafters(
     check_distinct([each.info for each in served])
     loop, owner = asyncio.get_running_loop(), asyncio.current_task()
     assert owner is not None
-    server = RpcServer(config.server)
+    server = RpcServer(config.server, credentials=Peers(config.peers).server_credentials)
     observer = telemetry or DraftTelemetry()
     with ExitStack() as stack:
         workers = [

@@ -10,6 +10,7 @@ from fastapi import FastAPI
 
 from eyas.config import RouterConfig
 from eyas.errors import ConfigError
+from eyas.rpc.peers import Peers
 from eyas.telemetry.process import telemetry
 from eyas.text import load_tokenizer
 from services.discovery.build import build_discovery, session_registry
@@ -46,14 +47,15 @@ async def router_core(config: RouterConfig, keys: Keys, health: Health) -> Async
     templates = {model.name: load_template(model) for model in config.models}
     with telemetry(config.telemetry, "router") as own:
         observer, registry = RouterTelemetry(own), session_registry(config.discovery, config.registry)
-        discovery = build_discovery(config.discovery, registry)
-        workers = Workers(discovery, config.placement, config.ejection, config.server.zone)
+        peers = Peers(config.peers)
+        discovery = build_discovery(config.discovery, registry, peers)
+        workers = Workers(discovery, config.placement, config.ejection, config.server.zone, peers)
         observer.watch(discovery.known)
         relay = Relay(workers, Sessions(registry), config.stall_timeout, observer)
         front = Front(tokenizers, workers, relay, config.request_timeout, observer)
         presence = RouterPresence(health, discovery, workers, config.registry.heartbeat / 4, registry)
         try:
-            yield Core(front, build_app(front, templates, presence, keys), presence)
+            yield Core(front, build_app(front, templates, presence, keys, observer), presence)
         finally:
             await workers.close()
             await discovery.close()

@@ -83,8 +83,8 @@ class Home:
 class Relay:
     """Runs calls on workers. stall: longest silence of a verifier that has begun to answer, in seconds.
 
-    Before its first chunk a request may wait in the verifier's queue as long as its deadline lets it; a verifier that is
-    gone by then shows in the channel's keepalive.
+    Before its first chunk a request may wait in the verifier's queue as long as its deadline lets it; a verifier that hangs
+    or is out of reach meanwhile shows in the channel's pings.
     """
 
     def __init__(self, workers: Workers, sessions: Sessions, stall: float, telemetry: RouterTelemetry | None = None) -> None:
@@ -208,6 +208,8 @@ def _as_eyas_error(error: grpc.aio.AioRpcError) -> EyasError:
     """A call cancelled by a verifier that stops may be tried elsewhere."""
     if error.code() is grpc.StatusCode.CANCELLED:
         return Unavailable("the verifier cancelled the call")
+    if error.code() is grpc.StatusCode.UNAVAILABLE and "ping timeout" in (error.details() or ""):
+        return Unavailable("the verifier gave no sign of life; it hangs, or the network between is broken")
     return status_error(error)
 
 

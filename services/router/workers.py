@@ -10,13 +10,15 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import grpc
 import grpc.aio
 
 from eyas.config import EjectionConfig, PlacementConfig
-from eyas.rpc.channel import open_channel
+from eyas.rpc.certificates import Pem
 from eyas.rpc.messages import Lease
+from eyas.rpc.peers import Peers
 from eyas.v1 import worker_pb2
 from eyas.v1.worker_pb2_grpc import WorkerStub
 from services.background import stop
@@ -27,11 +29,21 @@ from services.router.placement import Demand, Fleet, Pair, pick
 
 PROBE_SECONDS = 2.0
 
+_READY = grpc.ChannelConnectivity.READY
+
 log = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True)
+class _Open:
+    """An open channel and what it was opened with."""
+
+    channel: grpc.aio.Channel
+    identity: Pem
+
+
 class Workers:
-    """Live workers and the way to them. zone: the router's own, may be empty.
+    """Live workers and the way to them. zone: the router's own, may be empty. peers: how workers are dialled.
 
     reachable: the verifiers that were connected at the last `refresh`, but for those that are avoided because they fail or
     are stuck; ready: whether there was one.
@@ -43,16 +55,18 @@ class Workers:
         placement: PlacementConfig | None = None,
         ejection: EjectionConfig | None = None,
         zone: str = "",
+        peers: Peers | None = None,
     ) -> None:
         self._discovery = discovery
         self._placement = placement or PlacementConfig()
         self._ejection = ejection or EjectionConfig()
         self._ejections = Ejections(self._ejection)
         self._zone = zone
+        self._peers = peers or Peers()
         self._sent = SentBlocks()
         self._in_flight: Counter[str] = Counter()
         self._calls: dict[str, list[Callable[[], object]]] = {}
-        self._channels: dict[str, grpc.aio.Channel] = {}
+        self._channels: dict[str, _Open] = {}
         self._probing: dict[str, asyncio.Task[None]] = {}
         self.ready = False
         self.reachable: tuple[Lease, ...] = ()
@@ -77,8 +91,9 @@ class Workers:
     def channel(self, worker: Lease) -> grpc.aio.Channel:
         """The channel to a worker, kept open between requests."""
         if worker.incarnation not in self._channels:
-            self._channels[worker.incarnation] = open_channel(worker.address)
-        return self._channels[worker.incarnation]
+            identity = self._peers.identity
+            self._channels[worker.incarnation] = _Open(self._peers.open_channel(worker.address), identity)
+        return self._channels[worker.incarnation].channel
 
     def accepted(self, pair: Pair, demand: Demand) -> None:
         """A verifier has begun to answer: it is well, and has the prompt."""
@@ -107,16 +122,15 @@ class Workers:
         """Dial the verifiers that are not connected, hang up on those that are gone, give up on those that are stuck, probe
         those whose ejection is over."""
         verifiers = {verifier.incarnation: verifier for verifier in self._discovery.known("verifier")}
-        gone = set(self._channels) - set(verifiers) - set(self._in_flight)
-        await asyncio.gather(*(self._channels.pop(name).close(None) for name in gone))
+        gone = (set(self._channels) - set(verifiers) | self._outdated()) - set(self._in_flight)
+        await asyncio.gather(*(self._channels.pop(name).channel.close(None) for name in gone))
         kept = set(verifiers) | set(self._in_flight)
         self._ejections.keep(kept)
         self._sent.keep(kept)
         self._calls = {name: calls for name, calls in self._calls.items() if name in kept}
         for verifier in filter(self._is_stuck, verifiers.values()):
             self._give_up(verifier)
-        ready = grpc.ChannelConnectivity.READY
-        connected = [v for v in verifiers.values() if self.channel(v).get_state(try_to_connect=True) is ready]
+        connected = [v for v in verifiers.values() if self.channel(v).get_state(try_to_connect=True) is _READY]
         avoided = self.fleet().suspects
         self.reachable = tuple(verifier for verifier in connected if verifier.incarnation not in avoided)
         self.ready = bool(self.reachable)
@@ -127,8 +141,14 @@ class Workers:
     async def close(self) -> None:
         """Hang up on all."""
         await asyncio.gather(*map(stop, list(self._probing.values())))
-        await asyncio.gather(*(channel.close(None) for channel in self._channels.values()))
+        await asyncio.gather(*(kept.channel.close(None) for kept in self._channels.values()))
         self._channels.clear()
+
+    def _outdated(self) -> set[str]:
+        """Whose channel has lost its connection, and was opened with certificates that have been renewed since."""
+        identity = self._peers.identity
+        lost = {name for name, kept in self._channels.items() if kept.channel.get_state() is not _READY}
+        return {name for name in lost if self._channels[name].identity is not identity}
 
     def _is_stuck(self, verifier: Lease) -> bool:
         return verifier.load.step_seconds > self._ejection.stuck_seconds

@@ -15,6 +15,7 @@ from eyas.engine.build import assemble_engine, gather_ranks, load_model
 from eyas.models.checkpoint import target_fingerprint
 from eyas.models.parallel.ranks import Ranks
 from eyas.rpc.messages import Lease, ModelInfo, Verified
+from eyas.rpc.peers import Peers
 from eyas.rpc.server import RpcServer
 from eyas.telemetry.process import Telemetry, telemetry
 from eyas.v1 import generation_pb2, generation_pb2_grpc
@@ -55,7 +56,8 @@ async def lead(config: VerifierConfig, ranks: Ranks, telemetry: Telemetry, host:
     fuser = build_fuser(drafter, config.head, config.target, config.dtype, config.device)
     needs = DrafterNeeds(features=fuser is not None, samples=True)
     verified = Verified(target_fingerprint(config.target), features_digest(drafter, config.head))
-    pool = DraftPool(config.link, needs, proposal, verified) if drafter != NO_DRAFTS else None
+    peers = Peers(config.peers)
+    pool = DraftPool(config.link, needs, proposal, verified, peers) if drafter != NO_DRAFTS else None
     target = load_model(config.target, fuser, config.dtype, config.device, config.engine, ranks)
     if fuser is not None and config.probe == "auto" and ranks.size == 1:
         settle_reading(drafter, target, fuser, config.head, config.target, config.dtype, config.device)
@@ -68,7 +70,7 @@ async def lead(config: VerifierConfig, ranks: Ranks, telemetry: Telemetry, host:
         verified.features_digest,
     )
     log.info("model %s: vocabulary %d, context %d", model.name, model.vocab_size, model.context_length)
-    server = RpcServer(config.server)
+    server = RpcServer(config.server, credentials=peers.server_credentials)
     with closing(pool) if pool else nullcontext():
         observer = VerifierTelemetry(telemetry, model.name, pool)
         async with EngineLoop(engine, observer.stepped) as loop:
@@ -78,7 +80,7 @@ async def lead(config: VerifierConfig, ranks: Ranks, telemetry: Telemetry, host:
             generation_pb2_grpc.add_GenerationServicer_to_server(servicer, server.aio)
             registry, zone = lease_registry(config.discovery, config.registry), config.server.zone
             worker = WorkerPresence(server, registry, "verifier", model, lambda: loop.load, zone, lambda: loop.prefixes)
-            discovery = build_discovery(config.discovery, registry)
+            discovery = build_discovery(config.discovery, registry, peers)
             presence = _following(worker, discovery, model, pool, config.registry.heartbeat) if pool else worker
             names = [generation_pb2.DESCRIPTOR.services_by_name["Generation"].full_name, WORKER_SERVICE]
             await serve(server, names, config.server, presence, host=host)

@@ -17,8 +17,8 @@ from eyas.commit import Proposal
 from eyas.drafters.base import DrafterNeeds
 from eyas.errors import ConfigError, EyasError
 from eyas.rpc import draft_wire
-from eyas.rpc.channel import open_sync_channel
 from eyas.rpc.messages import DrafterInfo, DraftReply, DraftRequest, Verified
+from eyas.rpc.peers import Peers
 from eyas.rpc.server import status_error
 from eyas.v1 import draft_pb2, draft_pb2_grpc
 
@@ -58,6 +58,7 @@ class DraftLink:
         needs: DrafterNeeds,
         proposal: Proposal,
         verified: Verified | None,
+        peers: Peers,
         deliver: Callable[[DraftReply], None],
         broken: Callable[[], None],
     ) -> None:
@@ -68,7 +69,9 @@ class DraftLink:
         self._verified = verified
         self._deliver = deliver
         self._broken = broken
-        self._channel = open_sync_channel(address)
+        self._peers = peers
+        self._identity = peers.identity
+        self._channel = peers.open_sync_channel(address)
         self._closed = threading.Event()
         threading.Thread(target=self._run, name=f"link {address}", daemon=True).start()
 
@@ -80,15 +83,24 @@ class DraftLink:
     # Below: the link's own thread only.
 
     def _run(self) -> None:
-        stub = draft_pb2_grpc.DraftStub(self._channel)
         last_problem = ""
         while not self._closed.is_set():
             try:
-                last_problem = self._attempt(stub, last_problem)
+                self._renew()
+                last_problem = self._attempt(draft_pb2_grpc.DraftStub(self._channel), last_problem)
             except Exception:
                 if not self._closed.is_set():  # grpc refuses calls on a channel that was closed with a ValueError
                     log.exception("the link to %s failed; trying again", self._address)
             self._closed.wait(_RETRY_SECONDS)
+
+    def _renew(self) -> None:
+        """Dial anew once what the channel was opened with has been replaced."""
+        if self._identity is self._peers.identity:
+            return
+        self._channel.close()
+        self._identity, self._channel = self._peers.identity, self._peers.open_sync_channel(self._address)
+        if self._closed.is_set():
+            self._channel.close()
 
     def _attempt(self, stub: draft_pb2_grpc.DraftStub, last_problem: str) -> str:
         """Talk until the stream breaks; gives back what was wrong."""

@@ -14,6 +14,7 @@ from eyas.config import DraftLinkConfig
 from eyas.drafters.base import Draft, DraftContext, DrafterNeeds, Pending
 from eyas.request import Round as VerifyRound
 from eyas.rpc.messages import Verified
+from eyas.rpc.peers import Peers
 from services.verifier.remote import RemoteDrafter, Round
 from services.verifier.timing import LinkState, LinkStats, RoundTimes
 
@@ -50,12 +51,14 @@ class DraftPool:
         needs: DrafterNeeds,
         proposal: Proposal = "deterministic",
         verified: Verified | None = None,
+        peers: Peers | None = None,
     ) -> None:
-        """needs, proposal, verified: see RemoteDrafter."""
+        """needs, proposal, verified, peers: see RemoteDrafter."""
         self._config = config
         self._needs = needs
         self._proposal = proposal
         self._verified = verified
+        self._peers = peers or Peers()
         self._lock = threading.Lock()
         self._links: dict[str, RemoteDrafter] = {}
         self._pairs: dict[str, _Pair] = {}
@@ -183,7 +186,9 @@ class DraftPool:
 
     def _dial(self, address: str) -> RemoteDrafter:
         if address not in self._links:
-            self._links[address] = RemoteDrafter(address, self._needs, self._config, self._proposal, self._verified)
+            self._links[address] = RemoteDrafter(
+                address, self._needs, self._config, self._proposal, self._verified, self._peers
+            )
         return self._links[address]
 
     def _by_link(self, contexts: Sequence[DraftContext]) -> dict[RemoteDrafter, list[int]]:

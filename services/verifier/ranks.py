@@ -15,6 +15,7 @@ from eyas.config import VerifierConfig
 from eyas.engine.build import follow
 from eyas.errors import ConfigError
 from eyas.models.parallel.ranks import Place
+from eyas.rpc.peers import Peers
 from eyas.rpc.server import RpcServer
 
 log = logging.getLogger(__name__)
@@ -52,7 +53,8 @@ def end_in_time(reason: str) -> None:
 async def follow_rank_0(config: VerifierConfig, place: Place) -> None:
     """Compute for rank 0 until it stops; health says SERVING once the share is loaded. Rank 0 decides what a signal to the
     whole group means, so that running calls can finish. Raises Unavailable when rank 0 is gone."""
-    server, loop = RpcServer(config.server), asyncio.get_running_loop()
+    server = RpcServer(config.server, credentials=Peers(config.peers).server_credentials)
+    loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, log.info, "rank %d stops when rank 0 does", place.rank)
 

@@ -21,6 +21,7 @@ from eyas.config import DraftLinkConfig
 from eyas.drafters.base import Draft, DraftContext, DrafterNeeds, Pending
 from eyas.request import Round as VerifyRound
 from eyas.rpc.messages import DraftReply, DraftRequest, SessionTree, Verified
+from eyas.rpc.peers import Peers
 from eyas.tree import DraftTree
 from services.verifier.link import DraftLink, Stream
 from services.verifier.packing import pack
@@ -58,7 +59,7 @@ class _LostRound(Exception):
 
 class RemoteDrafter:
     """A link to one draft service. `needs` is what contexts will carry, `proposal` the most that they will ask for; a
-    drafter that needs more or can do less stays unused. verified: see DraftLink."""
+    drafter that needs more or can do less stays unused. verified: see DraftLink. peers: how it is dialled."""
 
     def __init__(
         self,
@@ -67,6 +68,7 @@ class RemoteDrafter:
         config: DraftLinkConfig,
         proposal: Proposal = "deterministic",
         verified: Verified | None = None,
+        peers: Peers | None = None,
     ) -> None:
         self.address = address
         self.needs = needs
@@ -81,7 +83,7 @@ class RemoteDrafter:
         self._resting_until = 0.0
         self._num_drafted = 0
         self._num_accepted = 0
-        self._link = DraftLink(address, needs, proposal, verified, self._deliver, self._wake)
+        self._link = DraftLink(address, needs, proposal, verified, peers or Peers(), self._deliver, self._wake)
 
     @property
     def up(self) -> bool:

@@ -17,6 +17,7 @@ CHART = ROOT / "deploy" / "helm"
 VALUES = sorted((CHART / "values").glob("*.yaml"))
 
 SECURED = ("router.tls.existingSecret=doors", "router.apiKeys.existingSecret=keys")
+ENCRYPTED = ("peers.tls.existingSecret=peers",)
 SCALED = tuple(
     f"{component}.autoscaling.{setting}"
     for component in ("verifier", "draft")
@@ -27,7 +28,7 @@ MONITORED = ("serviceMonitor.enabled=true", "prometheusRule.enabled=true", "dash
 # Every branch of the templates is in one of these.
 SETTINGS: Mapping[str, Sequence[str]] = {
     "defaults": (),
-    "kubernetes discovery, no redis": ("discovery.kind=kubernetes", "redis.kind=none", *SECURED, *SCALED),
+    "kubernetes discovery, no redis": ("discovery.kind=kubernetes", "redis.kind=none", *SECURED, *ENCRYPTED, *SCALED),
     "external redis by secret": (
         "redis.kind=external", "redis.external.existingSecret=redis", "router.autoscaling.kind=hpa",
     ),

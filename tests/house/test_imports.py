@@ -22,6 +22,7 @@ ROOMS_WITHOUT_TORCH = (
     "eyas.commit",
     "eyas.datastore",
     "eyas.cli",
+    "eyas.client",
     "eyas.cache.slots",
     "eyas.cache.radix",
     "eyas.cache.prefix",

@@ -20,6 +20,16 @@ telemetry:
   metrics_host: 0.0.0.0
   metrics_port: {{ include "eyas.metricsPort" $root }}
   log_format: json
+{{- with $root.Values.peers.tls }}
+{{- if .existingSecret }}
+peers:
+  certificate: /etc/eyas-peers/tls.crt
+  key: /etc/eyas-peers/tls.key
+  authority: /etc/eyas-peers/ca.crt
+  name: {{ .name }}
+  clients: {{ .clients }}
+{{- end }}
+{{- end }}
 discovery:
   kind: {{ $root.Values.discovery.kind }}
   {{- if eq $root.Values.discovery.kind "kubernetes" }}

@@ -167,6 +167,9 @@ capabilities:
 {{- if and $own.tls $own.tls.existingSecret }}
 - {name: tls, mountPath: /etc/eyas-tls, readOnly: true}
 {{- end }}
+{{- if $root.Values.peers.tls.existingSecret }}
+- {name: peers, mountPath: /etc/eyas-peers, readOnly: true}
+{{- end }}
 {{- if and $own.apiKeys $own.apiKeys.existingSecret }}
 - {name: api-keys, mountPath: /etc/eyas-keys, readOnly: true}
 {{- end }}
@@ -206,6 +209,10 @@ capabilities:
 {{- if and $own.tls $own.tls.existingSecret }}
 - name: tls
   secret: {secretName: {{ $own.tls.existingSecret }}, defaultMode: 0440}
+{{- end }}
+{{- with $root.Values.peers.tls.existingSecret }}
+- name: peers
+  secret: {secretName: {{ . }}, defaultMode: 0440}
 {{- end }}
 {{- if and $own.apiKeys $own.apiKeys.existingSecret }}
 - name: api-keys
@@ -268,6 +275,19 @@ capabilities:
 {{- end }}
 {{- end -}}
 
+{{/* How a worker's health is asked for. A kubelet speaks no TLS to gRPC; the image's own check does. */}}
+{{- define "eyas.look" -}}
+{{- $root := index . 0 -}}
+{{- $port := include "eyas.port" . -}}
+{{- with $root.Values.peers.tls -}}
+{{- if .existingSecret -}}
+exec: {command: [python, healthcheck.py, --tls, /etc/eyas-peers, --name, {{ .name | quote }}, "grpc://127.0.0.1:{{ $port }}"]}
+{{- else -}}
+grpc: {port: {{ $port }}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+
 {{/* Start: long enough for weights. Ready: may take work now. Live: the process answers at all. */}}
 {{- define "eyas.probes" -}}
 {{- $root := index . 0 -}}
@@ -286,19 +306,19 @@ readinessProbe:
 livenessProbe:
   httpGet: {path: /live, port: http, scheme: {{ $scheme }}}
 {{- else -}}
-{{- $port := include "eyas.port" . -}}
+{{- $look := include "eyas.look" . -}}
 startupProbe:
-  grpc: {port: {{ $port }}}
+  {{- $look | nindent 2 }}
   periodSeconds: 10
   timeoutSeconds: 5
   failureThreshold: {{ $own.probes.startupFailures }}
 readinessProbe:
-  grpc: {port: {{ $port }}}
+  {{- $look | nindent 2 }}
   periodSeconds: 5
   timeoutSeconds: 3
   failureThreshold: 2
 livenessProbe:
-  grpc: {port: {{ $port }}}
+  {{- $look | nindent 2 }}
 {{- end }}
   periodSeconds: 10
   timeoutSeconds: 5

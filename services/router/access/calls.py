@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
-from pathlib import Path
 from typing import Any, NoReturn, cast
 
 import grpc
 import grpc.aio
 
 from eyas.config import TlsConfig
-from eyas.errors import ConfigError, Unauthenticated
+from eyas.errors import Unauthenticated
+from eyas.rpc.certificates import Certificates
+from eyas.rpc.certificates import server_credentials as credentials_of
 from services.router.access.keys import Keys
 
 _OURS = "/eyas."
@@ -39,11 +40,9 @@ async def _refuse(request: Any, context: Any) -> NoReturn:
 
 
 def server_credentials(config: TlsConfig) -> grpc.ServerCredentials | None:
-    """What a gRPC server needs for TLS; None without it. Raises ConfigError for a file that cannot be read."""
-    if not config.certificate:
-        return None
-    try:
-        key, chain = Path(config.key).read_bytes(), Path(config.certificate).read_bytes()
-    except OSError as error:
-        raise ConfigError(f"tls.certificate and tls.key cannot be used: {error}") from error
-    return grpc.ssl_server_credentials([(key, chain)])
+    """What a gRPC server needs for TLS; None without it. Raises ConfigError for files that cannot be used."""
+    return (
+        credentials_of(Certificates("tls.certificate and tls.key", config.certificate, config.key))
+        if config.certificate
+        else None
+    )

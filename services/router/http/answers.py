@@ -7,10 +7,11 @@ from collections import defaultdict
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import Any, Protocol
 
 from eyas.errors import RequestFailed
-from eyas.request import TokenLogprob
+from eyas.request import GenerationStats, TokenLogprob
 from eyas.rpc.messages import TextChunk
 from eyas.text import TokenText
 from services.router.http.logprobs import chat_logprobs, completion_logprobs, num_characters, prompt_logprobs
@@ -106,12 +107,13 @@ class Plan:
     """What an answer is made of.
 
     n: completions of each prompt. echoes: the prompts' texts, to be said first; empty for none. wants_prompt_logprobs: apart
-    from the text's own.
+    from the text's own. wants_speculation: how it was drafted for, besides the usage.
     """
 
     n: int
     echoes: Sequence[str] = ()
     wants_prompt_logprobs: bool = False
+    wants_speculation: bool = False
 
 
 @dataclass
@@ -129,6 +131,7 @@ class Answers:
     _num_prompt_tokens: int = 0
     _num_output_tokens: int = 0
     _num_cached: int = 0
+    _stats: GenerationStats = field(default_factory=GenerationStats)
 
     async def events(self, chunks: AsyncGenerator[TextChunk, None]) -> AsyncGenerator[dict[str, Any], None]:
         """An event for every chunk that has something to say. Raises RequestFailed for a completion that failed."""
@@ -140,7 +143,7 @@ class Answers:
 
     def last_event(self) -> dict[str, Any]:
         """The event that tells the usage, after all others."""
-        return self._head(self.form.event_name) | {"choices": [], "usage": self._usage()}
+        return self._head(self.form.event_name) | {"choices": [], **self._sums()}
 
     async def whole(self, chunks: AsyncGenerator[TextChunk, None]) -> dict[str, Any]:
         """The answer in one piece. Raises RequestFailed for a completion that failed."""
@@ -150,18 +153,26 @@ class Answers:
                 piece = self._piece(chunk)
                 choices[piece.index].append(piece)
         done = [self.form.whole(_joined(choices[index])) for index in sorted(choices)]
-        return self._head(self.form.whole_name) | {"choices": done, "usage": self._usage()}
+        return self._head(self.form.whole_name) | {"choices": done, **self._sums()}
 
     def _head(self, name: str) -> dict[str, Any]:
         return {"id": self.id, "object": name, "created": self.created, "model": self.model}
 
-    def _usage(self) -> dict[str, Any]:
-        return {
+    def _sums(self) -> dict[str, Any]:
+        """All completions in numbers."""
+        stats = self._stats
+        usage = {
             "prompt_tokens": self._num_prompt_tokens,
             "completion_tokens": self._num_output_tokens,
             "total_tokens": self._num_prompt_tokens + self._num_output_tokens,
             "prompt_tokens_details": {"cached_tokens": self._num_cached},
+            "completion_tokens_details": {
+                "accepted_prediction_tokens": stats.num_accepted,
+                "rejected_prediction_tokens": stats.num_drafted - stats.num_accepted,
+            },
         }
+        metrics = {"metrics": {"speculative_decoding": _speculation(stats)}} if self.plan.wants_speculation else {}
+        return {"usage": usage} | metrics
 
     def _piece(self, chunk: TextChunk) -> Piece:
         inner, index = chunk.chunk, chunk.chunk.index
@@ -185,9 +196,24 @@ class Answers:
         if chunk.totals is None:
             return
         self._num_output_tokens += chunk.totals.num_output_tokens
+        if chunk.totals.stats is not None:
+            self._stats.merge(chunk.totals.stats)
         if chunk.chunk.index % self.plan.n == 0:
             self._num_prompt_tokens += chunk.totals.num_prompt_tokens
             self._num_cached += chunk.totals.num_cached_tokens
+
+
+def _speculation(stats: GenerationStats) -> dict[str, Any]:
+    """As vLLM tells it, so that what reads its answers reads ours; drafted tokens are all nodes of the trees but roots."""
+    reached = [stats.num_rounds, *stats.accepted_by_depth, 0]
+    return {
+        "mean_acceptance_length": stats.acceptance_length,
+        "draft_acceptance_rate": stats.num_accepted / stats.num_drafted if stats.num_drafted else 0.0,
+        "acceptance_histogram": [here - further for here, further in pairwise(reached)],
+        "num_spec_steps": stats.num_rounds,
+        "num_accepted_draft_tokens": stats.num_accepted,
+        "num_draft_tokens": stats.num_drafted,
+    }
 
 
 def _joined(pieces: Sequence[Piece]) -> Piece:

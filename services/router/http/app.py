@@ -24,15 +24,24 @@ from services.router.http.errors import Kind, Refusal, refusal, status_refusal
 from services.router.http.serving import Serving
 from services.router.http.streaming import ClientGone
 from services.router.presence import RouterPresence
+from services.router.telemetry.http_answers import HttpAnswers
+from services.router.telemetry.observer import RouterTelemetry
 
 # What nginx logs where the client closed the request; nobody reads it.
 _CLIENT_GONE = 499
 
 
-def build_app(front: Front, templates: Mapping[str, ChatTemplate | None], presence: RouterPresence, keys: Keys) -> FastAPI:
-    """The application. templates: of every model, None where it has none."""
+def build_app(
+    front: Front,
+    templates: Mapping[str, ChatTemplate | None],
+    presence: RouterPresence,
+    keys: Keys,
+    telemetry: RouterTelemetry,
+) -> FastAPI:
+    """The application. templates: of every model, None where it has none. telemetry: counts every answer."""
     app = FastAPI(title="Eyas", docs_url=None, redoc_url=None, redirect_slashes=False)
     app.add_middleware(Gate, keys=keys)
+    app.add_middleware(HttpAnswers, routes=app.routes, count=telemetry.http_answer)
     _add_errors(app)
     _add_generation(app, Serving(front, templates))
     _add_models(app, front)

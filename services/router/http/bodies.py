@@ -139,6 +139,7 @@ class Body(_Strict):
     bad_words: Texts = Field(default_factory=list)
     bad_token_ids: list[list[int]] = Field(default_factory=list)
     prompt_logprobs: int | None = None
+    return_speculation: bool = False
 
     @model_validator(mode="after")
     def _options_of_a_stream(self) -> Body:

@@ -8,12 +8,17 @@ import logging
 import math
 import socket
 from collections.abc import Iterator
+from functools import partial
 
 import uvicorn
 from starlette.types import ASGIApp
 
 from eyas.config import HttpConfig, TlsConfig
 from eyas.errors import ConfigError
+from eyas.rpc.certificates import Certificates, Pem
+from services.background import every, stop
+
+RENEW_SECONDS = 5.0
 
 _BACKLOG = 2048
 
@@ -21,9 +26,10 @@ log = logging.getLogger(__name__)
 
 
 class HttpDoor:
-    """Serves an ASGI application. address: host:port once it has started."""
+    """Serves an ASGI application. address: host:port once it has started. renew_seconds: how often the TLS files are looked
+    at; connections that are made after they have changed get the new certificate."""
 
-    def __init__(self, app: ASGIApp, config: HttpConfig, tls: TlsConfig) -> None:
+    def __init__(self, app: ASGIApp, config: HttpConfig, tls: TlsConfig, renew_seconds: float = RENEW_SECONDS) -> None:
         self._server = _Server(
             uvicorn.Config(
                 app,
@@ -38,19 +44,25 @@ class HttpDoor:
             )
         )
         self._config = config
+        self._tls = tls
+        self._renew_seconds = renew_seconds
+        self._shown: Pem | None = None
+        self._renewing: asyncio.Task[None] | None = None
         self._serving: asyncio.Task[None] | None = None
         self.address = ""
 
     async def start(self) -> None:
         """Listen. Raises ConfigError when the port is taken or the TLS files do not do."""
-        try:
-            self._server.config.load()
-        except OSError as error:  # an SSLError is one
-            raise ConfigError(f"tls.certificate and tls.key cannot be used: {error}") from error
+        certificates = Certificates("tls.certificate and tls.key", self._tls.certificate, self._tls.key)
+        self._shown = certificates.pem
+        self._server.config.load()
         listener = listen(self._config.host, self._config.port)
         host = f"[{self._config.host}]" if ":" in self._config.host else self._config.host
         self.address = f"{host}:{listener.getsockname()[1]}"
         self._serving = asyncio.create_task(self._server.serve([listener]), name="http")
+        if self._tls.certificate:
+            renew = every(self._renew_seconds, partial(self._renew, certificates))
+            self._renewing = asyncio.create_task(renew, name="certificates")
         log.info("HTTP on %s://%s", "https" if self._server.config.ssl else "http", self.address)
 
     async def stop(self, grace: float) -> None:
@@ -59,8 +71,15 @@ class HttpDoor:
             return
         self._server.config.timeout_graceful_shutdown = math.ceil(grace)
         self._server.should_exit = True
-        await self._serving
+        await asyncio.gather(self._serving, stop(self._renewing))
         await asyncio.gather(*self._server.server_state.tasks, return_exceptions=True)
+
+    async def _renew(self, certificates: Certificates) -> None:
+        """Show those who connect from now on what the files hold."""
+        context, pem = self._server.config.ssl, certificates.pem
+        if context and pem is not self._shown:
+            context.load_cert_chain(self._tls.certificate, self._tls.key)
+            self._shown = pem
 
 
 class _Server(uvicorn.Server):

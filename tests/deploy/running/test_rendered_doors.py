@@ -1,68 +1,94 @@
-"""A router that the chart gives a certificate and API keys speaks TLS, asks for a key, and still passes its probes."""
+"""With certificates and API keys the chart's demo speaks TLS at its doors and between its services, asks for a key, and
+passes its probes, also when certificates are renewed."""
 
 import ssl
 from collections.abc import Iterator
-from datetime import UTC, datetime, timedelta
-from ipaddress import ip_address
 from pathlib import Path
 
+import grpc
 import httpx
 import pytest
-from cryptography import x509
-from cryptography.hazmat.primitives import hashes, serialization
-from cryptography.hazmat.primitives.asymmetric import ec
 
 from tests.deploy.charts import CHART, Object, settings, template
-from tests.deploy.running.kubelet import Node
+from tests.deploy.running.kubelet import Node, running
+from tests.services.peers.authority import Authority
 
-ROUTER = "demo-eyas-router"
+DRAFT, VERIFIER, ROUTER = (f"demo-eyas-{part}" for part in ("draft", "verifier", "router"))
+ASKED = {"model": "demo", "prompt": "def add(", "max_tokens": 24, "temperature": 0, "ignore_eos": True}
+KEY = {"Authorization": "Bearer second-key"}
 
 
 def secret(name: str, **data: str) -> Object:
     return {"kind": "Secret", "metadata": {"name": name}, "stringData": data}
 
 
-def certificate() -> Object:
-    """A Secret of type kubernetes.io/tls for this machine, its own authority."""
-    key, name = ec.generate_private_key(ec.SECP256R1()), x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "eyas")])
-    begin, serial = datetime.now(UTC) - timedelta(days=1), x509.random_serial_number()
-    place = x509.SubjectAlternativeName([x509.IPAddress(ip_address("127.0.0.1"))])
-    draft = x509.CertificateBuilder(name, name, key.public_key(), serial, begin, begin + timedelta(days=2))
-    signed = draft.add_extension(place, critical=False).sign(key, hashes.SHA256())
-    pem, form, open_key = serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
-    data = {"tls.crt": signed.public_bytes(pem).decode(), "tls.key": key.private_bytes(pem, form, open_key).decode()}
-    return secret("doors", **data)
+def certified(authority: Authority, folder: Path, name: str) -> dict[str, str]:
+    """What a Secret of type kubernetes.io/tls holds."""
+    authority.write(folder, name)
+    return {file.name: file.read_text() for file in folder.iterdir()}
 
 
 @pytest.fixture
 def node(tmp_path: Path) -> Iterator[Node]:
-    """The router alone; no Redis and no verifier are there."""
     assignments = (
         "router.tls.existingSecret=doors",
         "router.apiKeys.existingSecret=keys",
-        "redis.auth.existingSecret=redis",
+        "peers.tls.existingSecret=peers",
     )
     rendered = template("--values", str(CHART / "values" / "cpu-demo.yaml"), *settings(assignments))
-    redis = secret("redis", url="redis://127.0.0.1:1/0", password="none")
-    node = Node([*rendered, certificate(), secret("keys", **{"api-keys": "first-key\nsecond-key\n"}), redis], tmp_path)
-    try:
-        node.start(ROUTER)
+    brought = [
+        secret("doors", **certified(Authority("public"), tmp_path / "doors", "llm.example.com")),
+        secret("peers", **certified(Authority("ours"), tmp_path / "peers", "eyas-peers")),
+        secret("keys", **{"api-keys": "first-key\nsecond-key\n"}),
+    ]
+    with running([*rendered, *brought], tmp_path) as node:
         yield node
-    finally:
-        node.pods[ROUTER].process.kill()
-        node.pods[ROUTER].process.wait()
 
 
-def test_a_router_with_certificate_and_keys_passes_its_probes_and_asks_for_a_key(node: Node) -> None:
-    pod = node.pods[ROUTER]
-    for kind in ("startup", "liveness"):
-        pod.wait(kind)
-    assert not pod.passes("readiness"), "there is no verifier"
-    address = f"https://127.0.0.1:{pod.port('http')}/v1/models"
-    trust = ssl.create_default_context(cafile=str(node.folder / pod.name / "etc" / "eyas-tls" / "tls.crt"))
-    with httpx.Client(verify=trust) as client:
-        assert client.get(address).status_code == 401
-        assert client.get(address, headers={"Authorization": "Bearer wrong"}).status_code == 401
-        assert client.get(address, headers={"Authorization": "Bearer second-key"}).status_code == 200
-    pod.terminate()
-    assert pod.ended() == 0
+def mount(node: Node, workload: str, folder: str) -> Path:
+    return node.folder / node.pods[workload].name / "etc" / folder
+
+
+def drafted(client: httpx.Client) -> bool:
+    """Whether a request is answered, and a drafter helped."""
+    answer = client.post("/v1/completions", json=ASKED, headers=KEY).raise_for_status().json()
+    assert answer["usage"]["completion_tokens"] == 24
+    return bool(answer["usage"]["completion_tokens_details"]["accepted_prediction_tokens"])
+
+
+def eventually_drafted(client: httpx.Client) -> None:
+    assert any(drafted(client) for _ in range(200)), "no drafter helps"
+
+
+def serves_without_certificate(node: Node, workload: str) -> bool:
+    pod = node.pods[workload]
+    authority = (mount(node, workload, "eyas-peers") / "ca.crt").read_bytes()
+    options = (("grpc.ssl_target_name_override", "eyas-peers"),)
+    with grpc.secure_channel(f"127.0.0.1:{pod.port('grpc')}", grpc.ssl_channel_credentials(authority), options) as channel:
+        call = channel.unary_unary("/eyas.v1.Worker/Status").future(b"", timeout=10)
+        return bool(call.code() is grpc.StatusCode.OK)
+
+
+def test_everything_is_encrypted_and_stays_so_when_certificates_are_renewed(node: Node, tmp_path: Path) -> None:
+    address = f"https://127.0.0.1:{node.pods[ROUTER].port('http')}"
+    trust = ssl.create_default_context(cafile=str(mount(node, ROUTER, "eyas-tls") / "ca.crt"))
+    with httpx.Client(verify=trust, base_url=address, timeout=60) as client:
+        assert client.get("/v1/models").status_code == 401
+        assert client.get("/v1/models", headers={"Authorization": "Bearer wrong"}).status_code == 401
+        eventually_drafted(client)
+        assert not any(serves_without_certificate(node, workload) for workload in (VERIFIER, DRAFT))
+        renewed = certified(Authority("next"), tmp_path / "renewed", "eyas-peers")
+        for workload in (ROUTER, VERIFIER, DRAFT):
+            for file, text in renewed.items():
+                (mount(node, workload, "eyas-peers") / file).write_text(text)
+        for workload in (ROUTER, VERIFIER, DRAFT):
+            node.pods[workload].wait("readiness")
+        node.pods[DRAFT].terminate()
+        assert node.pods[DRAFT].ended() == 0
+        assert not drafted(client)
+        node.objects = [item for item in node.objects if item["metadata"]["name"] != "peers"] + [secret("peers", **renewed)]
+        node.start(DRAFT)
+        node.wait(DRAFT)
+        eventually_drafted(client)
+    node.pods[ROUTER].terminate()
+    assert node.pods[ROUTER].ended() == 0

@@ -16,6 +16,7 @@ from eyas.config import ServerConfig
 from eyas.drafters.base import Draft, DraftContext, DrafterNeeds, LocalDrafter
 from eyas.request import NoiseKey
 from eyas.rpc.messages import DrafterInfo, ModelInfo
+from eyas.rpc.peers import Peers
 from eyas.rpc.server import RpcServer
 from eyas.tree import DraftTree
 from eyas.v1 import draft_pb2_grpc
@@ -83,20 +84,23 @@ class ToyDrafter(LocalDrafter):
 
 
 @contextmanager
-def serving(drafter: LocalDrafter, info: DrafterInfo = INFO, port: int = 0) -> Iterator[str]:
+def serving(drafter: LocalDrafter, info: DrafterInfo = INFO, port: int = 0, peers: Peers | None = None) -> Iterator[str]:
     """A real draft service in a thread; gives its address. Leaving kills it: no drain, no farewell."""
-    with serving_all([(drafter, info)], port) as address:
+    with serving_all([(drafter, info)], port, peers) as address:
         yield address
 
 
 @contextmanager
-def serving_all(drafters: Sequence[tuple[LocalDrafter, DrafterInfo]], port: int = 0) -> Iterator[str]:
+def serving_all(
+    drafters: Sequence[tuple[LocalDrafter, DrafterInfo]], port: int = 0, peers: Peers | None = None
+) -> Iterator[str]:
     """The same with several drafters."""
     started: list[tuple[str, asyncio.AbstractEventLoop, asyncio.Event]] = []
     ready = threading.Event()
 
     async def main() -> None:
-        server, stop = RpcServer(ServerConfig(port=port)), asyncio.Event()
+        server = RpcServer(ServerConfig(port=port), credentials=(peers or Peers()).server_credentials)
+        stop = asyncio.Event()
         with ExitStack() as stack:
             workers = [stack.enter_context(DraftWorker(drafter, info)) for drafter, info in drafters]
             draft_pb2_grpc.add_DraftServicer_to_server(DraftServicer(workers), server.aio)

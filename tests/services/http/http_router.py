@@ -51,7 +51,8 @@ async def http_router(
     front = Front({"demo": tokenizer}, workers, relay, timeout, telemetry)
     presence = RouterPresence(server, registry, workers, 0.02)
     chat = ChatTemplate(template, {"bos_token": "<|bos|>"}, "demo") if template else None
-    door = HttpDoor(build_app(front, {"demo": chat}, presence, keys or Keys(frozenset())), HttpConfig(), TlsConfig())
+    app = build_app(front, {"demo": chat}, presence, keys or Keys(frozenset()), telemetry or RouterTelemetry())
+    door = HttpDoor(app, HttpConfig(), TlsConfig())
     address = await server.start([])
     await door.start()
     await presence.enter(address)

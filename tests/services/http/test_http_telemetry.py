@@ -4,13 +4,16 @@ import asyncio
 import io
 import json
 import logging
+from collections import Counter
 from collections.abc import Iterator
 
 import pytest
 
 from eyas.telemetry.logs import configure_logging
+from services.router.access.gate import MAX_BODY_BYTES
+from services.router.access.keys import Keys
 from services.router.telemetry.observer import RouterTelemetry
-from tests.services.http.http_router import ALL, CHAT, TOKENS, Script, http_router, post, worker
+from tests.services.http.http_router import ALL, CHAT, TOKENS, Script, get, http_router, post, worker
 from tests.telemetry.spans import TRACE, Spans
 
 TRACE_ID = TRACE[0][1].split("-")[1]
@@ -74,6 +77,37 @@ def test_a_request_that_cannot_fit_counts_once(url: str) -> None:
 
     asyncio.run(run())
     assert spans.value("eyas_router_requests_total", model="", status="INVALID_ARGUMENT") == 1
+
+
+def test_every_answer_is_counted_by_route_and_status_whoever_refuses_it(url: str) -> None:
+    spans, key = Spans(), {"Authorization": "Bearer one"}
+    asked = [
+        ("/v1/completions", ALL, {}, 401),
+        ("/v1/completions", ALL, key, 200),
+        ("/v1/completions", ALL | {"stream": True}, key, 200),
+        ("/v1/completions", {"prompt": 5}, key, 400),
+        ("/v1/completions", ALL | {"prompt": "a" * MAX_BODY_BYTES}, key, 413),
+        ("/v1/chat/completions", ALL, key, 400),
+        ("/v1/models/made/up", ALL, key, 405),
+        ("/v1/made/up", ALL, key, 404),
+        ("/made/up", ALL, {}, 404),
+    ]
+
+    async def run() -> None:
+        telemetry, keys = RouterTelemetry(spans.telemetry), Keys(frozenset({"one"}))
+        async with worker(url, Script(TOKENS)), http_router(url, telemetry=telemetry, keys=keys) as base:
+            for path, body, headers, status in asked:
+                assert (await post(base, path, body, headers=headers)).status_code == status
+            await get(base, "/live")
+
+    asyncio.run(run())
+    routes = [path if "made" not in path else "/v1/models/{name:path}" if "models" in path else "none" for path, *_ in asked]
+    expected = Counter(zip(routes, (str(status) for *_, status in asked), strict=True)) | {("/live", "200"): 1}
+    told = {
+        labels: spans.value("eyas_router_http_answers_total", http_route=labels[0], http_response_status_code=labels[1])
+        for labels in expected
+    }
+    assert told == expected
 
 
 @pytest.fixture

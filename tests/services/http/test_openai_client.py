@@ -17,7 +17,7 @@ from tests.services.http.http_router import (
     with_router,
     worker,
 )
-from tests.services.router.scripted_verifier import PROMPT, REST, TEXT, TOKENS
+from tests.services.router.scripted_verifier import CHUNK_TOKENS, PROMPT, REST, TEXT, TOKENS
 
 USAGE = (len(PROMPT), len(REST), len(TOKENS), len(PROMPT) - 1)
 
@@ -69,6 +69,54 @@ def test_a_chat_streams_its_role_once(url: str) -> None:
     assert [event.choices[0].delta.role for event in events] == ["assistant"] + [None] * (len(events) - 1)
     assert [event.choices[0].finish_reason for event in events] == [None] * (len(events) - 1) + ["length"]
     assert all(event.usage is None for event in events)
+
+
+def predictions(usage: Any) -> tuple[int, int]:
+    details = usage.completion_tokens_details
+    return details.accepted_prediction_tokens, details.rejected_prediction_tokens
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_usage_tells_which_drafted_tokens_were_accepted_and_which_were_not(url: str, n: int) -> None:
+    """The scripted verifier drafts eight tokens a round, and of each chunk accepts all tokens but the last."""
+    num_rounds = -(-len(REST) // CHUNK_TOKENS)
+    accepted = n * (len(REST) - num_rounds)
+    asked: dict[str, Any] = {"n": n, "seed": 1, "temperature": 1}
+    streaming = asked | {"stream": True, "stream_options": {"include_usage": True}}
+
+    async def body(client: AsyncOpenAI) -> None:
+        whole = await client.completions.create(**ALL | asked)
+        chat = await client.chat.completions.create(**CHAT | asked)
+        *_, last = [event async for event in await client.chat.completions.create(**CHAT | streaming)]
+        for answer in (whole, chat, last):
+            assert predictions(answer.usage) == (accepted, 8 * n * num_rounds - accepted)
+            assert not hasattr(answer, "metrics")
+
+    with_router(url, body)
+
+
+def test_who_asks_is_told_how_speculation_went(url: str) -> None:
+    num_rounds = -(-len(REST) // CHUNK_TOKENS)
+    accepted, own = len(REST) - num_rounds, {"extra_body": {"return_speculation": True}}
+
+    async def body(client: AsyncOpenAI) -> Any:
+        whole = await client.completions.create(**ALL, **own)
+        *_, last = [event async for event in await client.chat.completions.create(**CHAT, stream=True, **own)]
+        scored = await client.completions.create(**ALL | {"max_tokens": 0, "echo": True}, **own)
+        return whole.metrics, last.metrics, scored.metrics["speculative_decoding"]["num_spec_steps"]
+
+    whole, last, scored = with_router(url, body)
+    histogram = whole["speculative_decoding"].pop("acceptance_histogram")
+    assert whole["speculative_decoding"] == {
+        "mean_acceptance_length": len(REST) / num_rounds,
+        "draft_acceptance_rate": accepted / (8 * num_rounds),
+        "num_spec_steps": num_rounds,
+        "num_accepted_draft_tokens": accepted,
+        "num_draft_tokens": 8 * num_rounds,
+    }
+    assert (sum(histogram), sum(at * steps for at, steps in enumerate(histogram))) == (num_rounds, accepted)
+    assert last["speculative_decoding"]["acceptance_histogram"] == histogram
+    assert scored == 0, "the one token that scoring costs is no answer"
 
 
 def test_the_blocking_client_is_served_too(url: str) -> None:

@@ -18,6 +18,7 @@ from eyas.config import RegistryConfig, ServerConfig
 from eyas.request import Chunk, Request, Round, SamplingParams, TokenLogprob
 from eyas.rpc.channel import open_channel
 from eyas.rpc.messages import RETRY_KEY, ROUND_TRIP_KEY, GenerateCall, Load, ModelInfo, Role, TextChunk
+from eyas.rpc.peers import Peers
 from eyas.rpc.server import RpcServer
 from eyas.rpc.wire import call_from_message, call_to_message, chunk_from_message, chunk_to_message
 from eyas.text import TokenText, load_tokenizer
@@ -142,11 +143,15 @@ async def worker(
 
 @asynccontextmanager
 async def router(
-    url: str, stall: float = 20.0, timeout: float = 30.0, tokenizer: TokenText | None = None
+    url: str,
+    stall: float = 20.0,
+    timeout: float = 30.0,
+    tokenizer: TokenText | None = None,
+    peers: Peers | None = None,
 ) -> AsyncIterator[str]:
     """A real router for the model "demo"; gives its address."""
     server, registry = RpcServer(ServerConfig()), Registry(RegistryConfig(url, 2.0, 0.05))
-    workers = Workers(registry)
+    workers = Workers(registry, peers=peers)
     tokenizers = {"demo": tokenizer or load_tokenizer(DEMO)}
     front = Front(tokenizers, workers, Relay(workers, Sessions(registry), stall), timeout)
     add_GenerationServicer_to_server(RouterServicer(front), server.aio)

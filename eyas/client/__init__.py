@@ -1,0 +1,1 @@
+"""What the `eyas` command needs to ask a running router."""

@@ -1,0 +1,133 @@
+"""Services of one deployment know one another by their certificates, and go on when these are renewed."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, closing
+from dataclasses import replace
+from pathlib import Path
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from eyas.config import DraftLinkConfig, PeersConfig, ServerConfig
+from eyas.drafters.base import DrafterNeeds
+from eyas.errors import ConfigError
+from eyas.rpc.peers import Peers
+from eyas.rpc.server import RpcServer
+from eyas.tree import DraftTree
+from services.verifier.remote import RemoteDrafter
+from tests.services.drafting.toy_drafting import ToyDrafter, context, eventually
+from tests.services.drafting.toy_drafting import serving as serving_drafts
+from tests.services.peers.authority import Authority, peers
+from tests.services.redis_server import free_port
+
+
+@asynccontextmanager
+async def serving(config: PeersConfig) -> AsyncIterator[str]:
+    server = RpcServer(ServerConfig(), credentials=Peers(config).server_credentials)
+    address = await server.start([])
+    await server.set_serving(True)
+    try:
+        yield address
+    finally:
+        await server.stop(0)
+
+
+async def reaches(dialler: Peers, address: str) -> bool:
+    async with dialler.open_channel(address) as channel:
+        return await answers(channel)
+
+
+async def answers(channel: grpc.aio.Channel) -> bool:
+    call = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=10)
+    code = await call.code()
+    assert code in (grpc.StatusCode.OK, grpc.StatusCode.UNAVAILABLE)
+    return code is grpc.StatusCode.OK
+
+
+def test_peers_know_one_another_by_who_signed_them_and_by_their_name(tmp_path: Path) -> None:
+    ours, theirs = Authority("ours"), Authority("theirs")
+    ours.write(tmp_path / "worker")
+    ours.write(tmp_path / "router", "router.eyas")
+    theirs.write(tmp_path / "stranger")
+    router, stranger = peers(tmp_path / "router"), peers(tmp_path / "stranger")
+    trusting = replace(stranger, authority=str(tmp_path / "router" / "ca.crt"))
+
+    async def body() -> None:
+        async with serving(peers(tmp_path / "worker")) as address:
+            assert await reaches(Peers(router), address)
+            assert not await reaches(Peers(), address), "without TLS"
+            assert not await reaches(Peers(PeersConfig(authority=router.authority, name=router.name)), address), "no name"
+            assert not await reaches(Peers(trusting), address), "signed by another"
+            assert not await reaches(Peers(stranger), address), "the worker is signed by another"
+            assert not await reaches(Peers(replace(router, name="elsewhere")), address)
+            assert not await reaches(Peers(replace(router, name="")), address), "the certificate is for no address"
+        async with serving(peers(tmp_path / "worker", clients="any")) as address:
+            assert await reaches(Peers(PeersConfig(authority=router.authority, name=router.name)), address)
+            assert not await reaches(Peers(stranger), address)
+
+    asyncio.run(body())
+
+
+def test_renewed_certificates_hold_for_the_next_connection_on_both_sides(tmp_path: Path) -> None:
+    old, new = Authority("old"), Authority("new")
+    old.write(tmp_path)
+
+    async def body() -> None:
+        dialler = Peers(peers(tmp_path))
+        async with serving(peers(tmp_path)) as address, dialler.open_channel(address) as kept:
+            assert await answers(kept)
+            identity = dialler.identity
+            (tmp_path / "tls.key").write_text("half of a renewal")
+            assert dialler.identity is identity
+            assert await reaches(dialler, address), "files that do not fit are left alone"
+            new.write(tmp_path)
+            assert dialler.identity is not identity
+            assert await reaches(dialler, address), "both by the new authority"
+            assert await answers(kept), "a connection outlives the certificate that it was made with"
+            assert not await reaches(Peers(PeersConfig(authority=str(old_authority), name="workers.eyas")), address)
+
+    old_authority = tmp_path / "old.crt"
+    old_authority.write_bytes(old.pem)
+    asyncio.run(body())
+
+
+def test_a_drafter_that_comes_back_with_renewed_certificates_is_dialled_with_such(tmp_path: Path) -> None:
+    Authority("old").write(tmp_path)
+    port, config = free_port(), DraftLinkConfig(deadline=20.0)
+    needs, ours = DrafterNeeds(features=True), Peers(peers(tmp_path))
+    with closing(RemoteDrafter(f"127.0.0.1:{port}", needs, config, peers=ours)) as remote:
+        with serving_drafts(ToyDrafter(), port=port, peers=Peers(peers(tmp_path))):
+            eventually(lambda: remote.up)
+        eventually(lambda: not remote.up)
+        Authority("new").write(tmp_path)
+        with serving_drafts(ToyDrafter(), port=port, peers=Peers(peers(tmp_path))):
+            eventually(lambda: remote.up, 60)
+            assert remote.ask([context("a", range(10, 15))])() == [DraftTree.chain([14, 15, 16, 17])]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"key": ""}, "certificate and key go together"),
+        ({"authority": "", "name": ""}, "set authority too, to know peers by"),
+        ({"certificate": "", "key": "", "authority": ""}, "name is set; set authority too"),
+        ({"clients": "all"}, "it must be one of certified, any"),
+        ({"ping_interval": 0.0}, "ping_interval is 0.0; it must be above 0"),
+    ],
+)
+def test_settings_that_cannot_work_are_refused(changes: dict[str, object], message: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=message):
+        peers(tmp_path, **changes)
+
+
+def test_files_that_cannot_be_used_are_an_error_at_start(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"peers\.certificate, peers\.key and peers\.authority cannot be used: .*tls\.crt"):
+        Peers(peers(tmp_path))
+    Authority().write(tmp_path)
+    one_key = (tmp_path / "tls.key").read_bytes()
+    Authority().write(tmp_path)
+    (tmp_path / "tls.key").write_bytes(one_key)
+    with pytest.raises(ConfigError, match=r"KEY_VALUES_MISMATCH|key values mismatch"):
+        Peers(peers(tmp_path))
