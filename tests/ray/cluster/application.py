@@ -34,6 +34,7 @@ ENVIRONMENT = {
     "OTEL_METRICS_EXPORTER": "none",
     "OTEL_BSP_SCHEDULE_DELAY": "200",
 }
+START_SECONDS = 200.0
 STOP_SECONDS = 30.0
 LOG_LINES = 20
 
@@ -131,7 +132,7 @@ def running_application(folder: Path, command: str = "run", pools: Mapping[str, 
         follower = threading.Thread(target=application.follow)
         follower.start()
         try:
-            application.wait(application.ready, 100, "the application is not ready")
+            application.wait(application.ready, START_SECONDS, "the application is not ready")
             yield application
         finally:
             stop(driver)
