@@ -14,7 +14,7 @@ from ray.serve import scripts
 
 POLL_SECONDS = 0.1
 STORE_BYTES = 80 * 2**20
-NUM_CPUS = 8  # slots for replicas, not cores
+NUM_CPUS = 4  # room for replicas, not cores
 
 
 def main(command: str, config: str, folder: str) -> None:

@@ -92,9 +92,9 @@ def breathe(application: RayApplication, asked: Sequence[Asked]) -> Breath:
         application.wait(
             lambda: application.running(*WORKERS) == [1, 1] and application.settled(*WORKERS), 90, "the pools did not shrink"
         )
-        seen_quiet = quiet.num_answered
-        application.wait(lambda: quiet.num_answered > seen_quiet + 1, 60, "the shrunk pools do not serve")
-    return seen(rush, quiet)
+        with Load(application.grpc, asked, num_clients=1) as last:
+            application.wait(lambda: last.num_answered, 60, "the shrunk pools do not serve")
+    return seen(rush, quiet, last)
 
 
 def upgrade(application: RayApplication, asked: Sequence[Asked]) -> Breath:
