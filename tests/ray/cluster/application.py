@@ -120,12 +120,15 @@ class RayApplication:
 
 
 @contextmanager
-def running_application(folder: Path, command: str = "run", pools: Mapping[str, Any] = POOLS) -> Iterator[RayApplication]:
-    """The application with Redis, Ray and collector of traces of its own; stopped whatever happens. command: of `serve`."""
+def running_application(
+    folder: Path, command: str = "run", deployments: Sequence[Mapping[str, Any]] = ()
+) -> Iterator[RayApplication]:
+    """The application with Redis, Ray and collector of traces of its own; stopped whatever happens. command: of `serve`.
+    deployments: overrides of Serve's options, as its config files list them."""
     own, traces = tempfile.mkdtemp(prefix="ray"), free_port()  # a short name: sockets lie in it
     with running_redis(free_port()) as registry, collecting(traces) as collector:
         file, log = folder / "serve.yaml", folder / "driver.log"
-        config = settings(registry, pools)
+        config = settings(registry, deployments)
         file.write_text(yaml.safe_dump(config))
         driver = start([command, str(file), own], f"http://127.0.0.1:{traces}", log)
         ports = config["grpc_options"]["port"], config["http_options"]["port"]
@@ -154,10 +157,11 @@ def start(words: Sequence[str], traces: str, log: Path) -> subprocess.Popen[str]
         )
 
 
-def settings(registry: str, pools: Mapping[str, Any]) -> dict[str, Any]:
+def settings(registry: str, deployments: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """The example with two requests a verifier, quick pools, this registry and free ports."""
     config: dict[str, Any] = yaml.safe_load(CONFIG.read_text())
     config["http_options"]["port"], config["grpc_options"]["port"] = free_port(), free_port()
+    config["applications"][0]["deployments"] = [dict(deployment) for deployment in deployments]
     args = config["applications"][0]["args"]
     for service in ("router", "verifier", "draft"):
         args[service]["registry"] = {"url": registry, "heartbeat": 0.25, "ttl": 20}
@@ -165,7 +169,7 @@ def settings(registry: str, pools: Mapping[str, Any]) -> dict[str, Any]:
     args["verifier"]["telemetry"] = {"round_span_ratio": 0.2}
     args["verifier"]["server"]["linger_seconds"] = 0.5
     args["draft"]["server"]["linger_seconds"] = 0.5
-    args["pools"] = dict(pools)
+    args["pools"] = POOLS
     return config
 
 

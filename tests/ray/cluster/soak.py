@@ -7,13 +7,13 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from tests.ray.cluster.application import POOLS, RayApplication, running_application
-from tests.ray.cluster.load import Asked, Breath, breathe, plainly, upgrade
+from tests.ray.cluster.application import RayApplication, running_application
+from tests.ray.cluster.load import WORKERS, Asked, Breath, breathe, plainly, upgrade
 from tests.ray.cluster.traces import torn
 
 NUM_BREATHS = 4
-# One verifier serves while the other is replaced.
-PAIRS = POOLS | {"verifier": POOLS["verifier"] | {"min_replicas": 2}}
+# A replica serves until the one in its place does.
+SURGE = [{"name": name, "max_surge_percent": 100} for name in ("Router", *WORKERS)]
 
 
 def main() -> None:
@@ -32,7 +32,7 @@ def main() -> None:
             for number in range(NUM_BREATHS):
                 watch(f"breath {number + 1}", application, breathe)
         failures += told(application)
-        with running_application(Path(folder), "deploy", PAIRS) as application:
+        with running_application(Path(folder), "deploy", SURGE) as application:
             watch("upgrade", application, upgrade)
         failures += told(application)
     sys.exit("\n".join(failures) or 0)
