@@ -40,14 +40,14 @@ START_SECONDS = 200.0
 STOP_SECONDS = 30.0
 LOG_LINES = 20
 
-WAITS = {"window_seconds": 1.0, "damping": {"up_seconds": 0.5, "down_seconds": 2.0}}
+WAITS = {"window_seconds": 1.0, "damping": {"up_seconds": 0.5, "down_seconds": 3.0}}
 # Two requests fill a verifier. The head is busy for a small part of a round only, which counts as full here.
 POOLS = {
     "router": {"num_cpus": 0.1, "max_replicas": 1},
     "verifier": WAITS | {"num_cpus": 0.5, "max_replicas": 2},
     "draft": {
         "window_seconds": 1.0, "num_cpus": 0.5, "max_replicas": 2,
-        "damping": {"low": 0.1, "target": 0.11, "high": 0.12, "up_seconds": 0.5, "down_seconds": 2.0},
+        "damping": {"low": 0.1, "target": 0.11, "high": 0.12, "up_seconds": 0.5, "down_seconds": 3.0},
     },
 }  # fmt: skip
 

@@ -86,7 +86,7 @@ def breathe(application: RayApplication, asked: Sequence[Asked]) -> Breath:
     """Load until both pools have grown and serve, then one client that asks seldom, until both have shrunk and serve."""
     with Load(application.grpc, asked, num_clients=1, pause=2.0) as quiet:
         with Load(application.grpc, asked, num_clients=6) as rush:
-            application.wait(lambda: application.running(*WORKERS) == [2, 2], 90, "the pools did not grow")
+            application.wait(lambda: application.running(*WORKERS) == [2, 2], 150, "the pools did not grow")
             before = rush.num_answered
             application.wait(lambda: rush.num_answered > before + 12, 60, "the grown pools do not serve")
         application.wait(
