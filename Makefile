@@ -63,7 +63,7 @@ test: lint ## lint, then every test
 soak: $(READY) ## 10,000 short requests with cancellations, about 3 minutes: no slot lost, no memory taken
 	@$(BIN)/python -m tests.scheduling.soak
 
-ray: $(READY) ## pools on a local Ray that grow and shrink four times under load, about 4 minutes; no request may fail
+ray: $(READY) ## pools on a local Ray that grow, shrink and are replaced under load, about 5 minutes; no request may fail
 	@$(BIN)/python -m tests.ray.cluster.soak
 
 lint: $(READY) ## style, types and import contracts

@@ -22,6 +22,8 @@ RUN apt-get update && apt-get install --yes --no-install-recommends gcc libc6-de
 ENV PATH=/venv/bin:$PATH PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1
 ENV NVIDIA_VISIBLE_DEVICES=all NVIDIA_DRIVER_CAPABILITIES=compute,utility
 WORKDIR /app
+# For Ray, whose workers do not look for modules where they are started.
+ENV PYTHONPATH=/app
 COPY --from=build /venv /venv
 COPY services services
 COPY deploy/docker/healthcheck.py ./

@@ -78,6 +78,13 @@ def status_of(error: BaseException) -> grpc.StatusCode:
     return next(known, grpc.StatusCode.INTERNAL)
 
 
+def retry_hint(error: EyasError) -> tuple[tuple[str, str], ...]:
+    """Trailing metadata that tells when to try again; none where nobody knows."""
+    if not isinstance(error, Overloaded) or error.retry_after is None:
+        return ()
+    return ((RETRY_KEY, f"{error.retry_after * 1000:.0f}"),)
+
+
 class RpcServer:
     """A gRPC server with health (Check, Watch, List) and reflection. Construct it inside the running event loop.
 
@@ -219,15 +226,8 @@ def _guard_stream(method: StreamMethod) -> StreamMethod:
     return call
 
 
-def _hint(error: EyasError) -> tuple[tuple[str, str], ...]:
-    """Trailing metadata that tells when to try again."""
-    if not isinstance(error, Overloaded) or error.retry_after is None:
-        return ()
-    return ((RETRY_KEY, f"{error.retry_after * 1000:.0f}"),)
-
-
 def _retry_after(error: grpc.RpcError) -> float | None:
-    """What `_hint` said, in seconds."""
+    """What `retry_hint` said, in seconds."""
     trailers = dict(cast("Iterable[tuple[str, str]]", error.trailing_metadata() or ()))
     return int(trailers[RETRY_KEY]) / 1000 if RETRY_KEY in trailers else None
 
@@ -237,7 +237,7 @@ async def _abort(error: Exception, context: Any) -> NoReturn:
         raise error
     for kind, status in _STATUS_OF_ERROR:
         if isinstance(error, kind):
-            await context.abort(status, str(error), _hint(error))
+            await context.abort(status, str(error), retry_hint(error))
     log.error("a call died of an internal error", exc_info=error)
     await context.abort(grpc.StatusCode.INTERNAL, "internal error")
     raise AssertionError("abort raises")

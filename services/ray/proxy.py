@@ -49,15 +49,16 @@ class _Call:
 
 
 async def pumped(handler: Streaming, request: Any, context: Any) -> AsyncGenerator[bytes, None]:
-    """The same messages, taken by a task of its own: wherever this generator is when the call is cancelled, the handler is
-    cancelled while it waits for the next message."""
+    """The same messages, but for empty ones, which a replica sends to carry metadata. A task of its own takes them: wherever
+    this generator is when the call is cancelled, the handler is cancelled while it waits for the next message."""
     messages: asyncio.Queue[bytes | None] = asyncio.Queue()
     call = _Call(context)
 
     async def pump() -> None:
         try:
             async for message in handler(request, call):
-                messages.put_nowait(message)
+                if message:
+                    messages.put_nowait(message)
         finally:
             messages.put_nowait(None)
 

@@ -15,7 +15,7 @@ from ray.util import get_node_ip_address
 from eyas.config import RouterConfig
 from eyas.errors import EyasError, RequestFailed, Unauthenticated
 from eyas.rpc.messages import TextChunk
-from eyas.rpc.server import status_of
+from eyas.rpc.server import retry_hint, status_of
 from eyas.rpc.wire import call_from_message, chunk_to_message, models_to_message
 from eyas.telemetry.logs import configure_logging
 from eyas.telemetry.tracing import trace_pairs
@@ -57,14 +57,17 @@ class Router:
         """Stream the continuation of a prompt; Serve cancels it when the client has left."""
         try:
             self._admit(grpc_context)
-            call = replace(call_from_message(request), trace=trace_pairs(grpc_context.invocation_metadata()))
-            stream = self._core.front.stream(
-                await self._core.front.prepare(call), None, lambda pairs: grpc_context.set_trailing_metadata(list(pairs))
-            )
+            asked = replace(call_from_message(request), trace=trace_pairs(grpc_context.invocation_metadata()))
+            with self._core.front.refusals(asked):
+                call = await self._core.front.prepare(asked)
+            stream = self._core.front.stream(call, None, lambda pairs: grpc_context.set_trailing_metadata(list(pairs)))
             async with aclosing(_last_ones_last(stream)) as chunks:
                 async for chunk in chunks:
                     yield chunk_to_message(chunk)
         except EyasError as error:
+            if hint := retry_hint(error):
+                grpc_context.set_trailing_metadata(list(hint))
+                yield generation_pb2.GenerateChunk()  # metadata travels with messages alone; the proxy drops this one
             _refuse(error, grpc_context)
 
     async def ListModels(  # noqa: N802

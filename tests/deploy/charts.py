@@ -44,6 +44,10 @@ SETTINGS: Mapping[str, Sequence[str]] = {
 RENDERINGS = [*(file.stem for file in VALUES), *SETTINGS]
 
 
+# What KubeRay adds to a pod whose Serve proxy is well.
+KUBERAY_LABELS = {"ray.io/serve": "true"}
+
+
 def run_helm(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([str(helm()), *arguments], cwd=CHART, capture_output=True, text=True, check=False)
 
@@ -89,7 +93,8 @@ def pod_templates(objects: Sequence[Object]) -> Iterator[tuple[str, Object]]:
             case "RayService":
                 cluster = spec["rayClusterConfig"]
                 for group in (cluster["headGroupSpec"], *cluster["workerGroupSpecs"]):
-                    yield f"{name} {group.get('groupName', 'head')}", group["template"]
+                    labels = group["template"]["metadata"]["labels"] | KUBERAY_LABELS
+                    yield f"{name} {group.get('groupName', 'head')}", group["template"] | {"metadata": {"labels": labels}}
 
 
 def containers(objects: Sequence[Object]) -> Iterator[tuple[str, Object]]:

@@ -34,6 +34,7 @@ class Handler:
             yield b"%d" % number
         try:
             if self.error:
+                yield b""
                 raise self.error
             await asyncio.Event().wait()
         except asyncio.CancelledError:
@@ -43,7 +44,7 @@ class Handler:
             raise
 
 
-def test_messages_come_as_they_are_and_the_end_with_its_error() -> None:
+def test_messages_come_as_they_are_but_empty_ones_and_the_end_with_its_error() -> None:
     async def read() -> None:
         stream = pumped(Handler(3, RuntimeError("lost")), None, Call())
         assert [await anext(stream) for _ in range(3)] == [b"0", b"1", b"2"]

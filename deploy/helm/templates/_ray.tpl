@@ -26,7 +26,8 @@ spec:
         - {name: gcs-server, containerPort: 6379}
         - {name: dashboard, containerPort: 8265}
         - {name: client, containerPort: 10001}
-        - {name: http, containerPort: {{ include "eyas.httpPort" $root }}}
+        # By this name KubeRay finds the port for its Service.
+        - {name: serve, containerPort: {{ include "eyas.httpPort" $root }}}
         - {name: grpc, containerPort: {{ include "eyas.port" (list $root "router") }}}
         - {name: metrics, containerPort: 8080}
       startupProbe:

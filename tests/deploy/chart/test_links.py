@@ -1,8 +1,9 @@
 """What objects say of one another holds: selectors select, ports exist, names lead somewhere."""
 
 import pytest
+import yaml
 
-from tests.deploy.charts import RENDERINGS, Object, matches, of_kind, pod_templates, rendered
+from tests.deploy.charts import RENDERINGS, Object, matches, named, of_kind, pod_templates, rendered
 
 each_rendering = pytest.mark.parametrize("name", RENDERINGS)
 
@@ -40,6 +41,19 @@ def test_service_ports_exist_in_their_pods(name: str) -> None:
         for pod in selected(name, {"matchLabels": service["spec"]["selector"]}):
             names = {port["name"] for container in pod["spec"]["containers"] for port in container["ports"]}
             assert {port["targetPort"] for port in service["spec"]["ports"]} <= names, service["metadata"]["name"]
+
+
+def test_both_doors_of_a_ray_service_have_a_service() -> None:
+    """KubeRay makes one for the port of the head that is named serve, and none without it."""
+    head = next(pod for name, pod in pod_templates(rendered("ray")) if name.endswith("head"))
+    ports = {port["name"]: port["containerPort"] for port in head["spec"]["containers"][0]["ports"]}
+    (service,) = of_kind(rendered("ray"), "RayService")
+    serve = yaml.safe_load(service["spec"]["serveConfigV2"])
+    assert ports["serve"] == serve["http_options"]["port"]
+    assert ports["grpc"] == serve["grpc_options"]["port"]
+    assert [port["targetPort"] for port in named(rendered("ray"), "Service", "demo-eyas-router")["spec"]["ports"]] == [
+        "grpc"
+    ]
 
 
 @each_rendering

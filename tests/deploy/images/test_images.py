@@ -56,6 +56,13 @@ def test_images_listen_where_the_chart_looks() -> None:
             assert {str(port["containerPort"]) for port in container["ports"]} <= exposed[image], place
 
 
+def test_workers_of_ray_find_the_services_that_the_image_holds() -> None:
+    """They do not look into the working directory."""
+    file = DOCKER / "engine.Dockerfile"
+    assert f"PYTHONPATH={of(file, 'WORKDIR')[-1]}" in of(file, "ENV")
+    assert "services services" in of(file, "COPY")
+
+
 def test_every_service_has_an_image() -> None:
     assert {config.__name__ for config in (RouterConfig, VerifierConfig, DraftConfig)} == {
         f"{container['name'].title()}Config"

@@ -19,7 +19,7 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from tests.deploy.charts import Object, matches, named, of_kind
-from tests.deploy.running.substitutions import ADDRESS, FIELDS, WORKDIR, Local
+from tests.deploy.running.substitutions import ADDRESS, FIELDS, KUBECONFIG, WORKDIR, Local
 from tests.services.redis_server import free_port
 
 PERIOD = 0.2  # seconds between looks; a cluster's are longer
@@ -115,6 +115,8 @@ class Pod:
             else:
                 value = _expanded(item["value"], out)
             out[item["name"]] = self.local.text(self.name, value)
+        if self.template["spec"].get("automountServiceAccountToken"):
+            out["KUBECONFIG"] = str(self.local.folder / KUBECONFIG)
         return {"PATH": os.environ["PATH"], "OMP_NUM_THREADS": "1", **out}
 
     def _expanded(self, word: str) -> str:
@@ -184,7 +186,7 @@ class Node:
         """Where a call to a port of the Service goes: to any pod that is ready and stays."""
         spec = named(self.objects, "Service", service)["spec"]
         target = next(item["targetPort"] for item in spec["ports"] if item["name"] == port)
-        there = [pod for pod in self.started if not pod.leaving and _selects(spec, pod.template)]
+        there = [pod for pod in self.started if not pod.leaving and selects(spec, pod.template)]
         ready = [pod for pod in there if pod.passes("readiness")]
         assert ready, f"no pod of {service} is ready"
         return f"{ADDRESS}:{random.choice(ready).port(target)}"
@@ -195,18 +197,25 @@ class Node:
             service["metadata"]["name"]: pod.name
             for service in of_kind(self.objects, "Service")
             for pod in self.pods.values()
-            if _selects(service["spec"], pod.template)
+            if selects(service["spec"], pod.template)
         }
 
 
-def _selects(service: Object, template: Object) -> bool:
+def selects(service: Object, template: Object) -> bool:
+    """Whether the pods of a template are behind a Service. service: its spec."""
     return matches({"matchLabels": service["selector"]}, template["metadata"]["labels"])
 
 
 @contextmanager
 def running(objects: Sequence[Object], folder: Path) -> Iterator[Node]:
     """One pod of each workload, all of them ready; killed at the end."""
-    node = Node(objects, folder)
+    with started(Node(objects, folder)) as node:
+        yield node
+
+
+@contextmanager
+def started(node: Node) -> Iterator[Node]:
+    """As `running`, on a node that others know already."""
     try:
         for workload in sorted(node.workloads, key=lambda name: not name.endswith("redis")):
             node.start(workload)

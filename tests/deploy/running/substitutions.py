@@ -6,6 +6,7 @@
 4. The programs of the images are this interpreter, and Redis out of a wheel; their folder is the repository, where the
    images' check of health lies deeper.
 5. Secrets are those that the chart makes. Limits and security contexts are the cluster's business and do nothing here.
+6. A pod with the token of its service account has a kubeconfig instead, which lies in the test's folder.
 """
 
 import re
@@ -23,6 +24,7 @@ from tests.house.repository import ROOT
 ADDRESS = "127.0.0.1"
 WORKDIR = ROOT
 FIELDS: Mapping[str, str] = {"status.podIP": ADDRESS, "metadata.labels['topology.kubernetes.io/zone']": ""}
+KUBECONFIG = "kubeconfig"
 PORT_KEYS = {"port", "metrics_port"}
 
 CHECK = "deploy/docker/healthcheck.py"

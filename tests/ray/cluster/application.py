@@ -1,5 +1,6 @@
 """The demo model on a local Ray, as examples/configs/ray/demo.yaml has it but on free ports."""
 
+import asyncio
 import json
 import os
 import shutil
@@ -8,7 +9,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,8 +18,11 @@ from typing import Any
 import httpx
 import yaml
 
+from eyas.config import RegistryConfig
 from services.cluster import ROOT
+from services.registry import Lease, Registry
 from tests.services.redis_server import free_port, running_redis
+from tests.telemetry.cluster.collector import Collector, collecting
 
 CONFIG = ROOT / "examples" / "configs" / "ray" / "demo.yaml"
 # Ray's own way of saying: no reports, no passwords on localhost, and news of the replicas at once.
@@ -27,7 +31,12 @@ ENVIRONMENT = {
     "RAY_AUTH_MODE": "disabled",
     "RAY_SERVE_REPLICA_AUTOSCALING_METRIC_PUSH_INTERVAL_S": "0.5",
     "OMP_NUM_THREADS": "1",
+    "RAY_raylet_start_wait_time_s": "150",
+    "RAY_prestart_worker_first_driver": "0",
+    "OTEL_METRICS_EXPORTER": "none",
+    "OTEL_BSP_SCHEDULE_DELAY": "200",
 }
+START_SECONDS = 200.0
 STOP_SECONDS = 30.0
 LOG_LINES = 20
 
@@ -45,11 +54,13 @@ POOLS = {
 
 @dataclass
 class RayApplication:
-    """A running application: where it listens, and what its driver has told."""
+    """A running application: where it listens, its traces, the file that `serve` was given, and what its driver has told."""
 
     grpc: str
     http: str
     registry: str
+    collector: Collector
+    file: Path
     driver: subprocess.Popen[str]
     log: Path
     states: dict[str, dict[str, int]] = field(default_factory=dict)
@@ -70,6 +81,27 @@ class RayApplication:
             assert not ended, f"{what}: {self.states}\n{self.end_of_log()}"
             time.sleep(0.05)
 
+    def verifiers(self) -> list[Lease]:
+        """The leases of the verifiers."""
+
+        async def read() -> list[Lease]:
+            registry = Registry(RegistryConfig(self.registry))
+            try:
+                return await registry.leases("verifier")
+            finally:
+                await registry.close()
+
+        return asyncio.run(read())
+
+    def redeploy(self, change: Callable[[dict[str, Any]], object]) -> None:
+        """Give `serve` its file again, with a change to the application's args."""
+        config = yaml.safe_load(self.file.read_text())
+        change(config["applications"][0]["args"])
+        self.file.write_text(yaml.safe_dump(config))
+        assert self.driver.stdin is not None
+        self.driver.stdin.write("again\n")
+        self.driver.stdin.flush()
+
     def end_of_log(self) -> str:
         return "\n".join(self.log.read_text(errors="replace").splitlines()[-LOG_LINES:])
 
@@ -88,42 +120,53 @@ class RayApplication:
 
 
 @contextmanager
-def running_application(folder: Path) -> Iterator[RayApplication]:
-    """The application with Redis and a Ray of its own; stopped whatever happens."""
-    own = tempfile.mkdtemp(prefix="ray")  # a short name: sockets lie in it
-    with running_redis(free_port()) as registry:
-        config = settings(registry)
+def running_application(
+    folder: Path, command: str = "run", deployments: Sequence[Mapping[str, Any]] = ()
+) -> Iterator[RayApplication]:
+    """The application with Redis, Ray and collector of traces of its own; stopped whatever happens. command: of `serve`.
+    deployments: overrides of Serve's options, as its config files list them."""
+    own, traces = tempfile.mkdtemp(prefix="ray"), free_port()  # a short name: sockets lie in it
+    with running_redis(free_port()) as registry, collecting(traces) as collector:
         file, log = folder / "serve.yaml", folder / "driver.log"
+        config = settings(registry, deployments)
         file.write_text(yaml.safe_dump(config))
-        command = [sys.executable, "-m", "tests.ray.cluster.driver", str(file), own]
-        with log.open("w") as output:
-            driver = subprocess.Popen(
-                command, cwd=ROOT, env={**os.environ, **ENVIRONMENT, "PYTHONPATH": str(ROOT)}, stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE, stderr=output, text=True,
-            )  # fmt: skip
+        driver = start([command, str(file), own], f"http://127.0.0.1:{traces}", log)
         ports = config["grpc_options"]["port"], config["http_options"]["port"]
-        application = RayApplication(f"127.0.0.1:{ports[0]}", f"http://127.0.0.1:{ports[1]}", registry, driver, log)
-        assert driver.stdout is not None
+        doors = f"127.0.0.1:{ports[0]}", f"http://127.0.0.1:{ports[1]}"
+        application = RayApplication(*doors, registry, collector, file, driver, log)
         follower = threading.Thread(target=application.follow)
         follower.start()
         try:
-            application.wait(application.ready, 100, "the application is not ready")
+            application.wait(application.ready, START_SECONDS, "the application is not ready")
             yield application
         finally:
             stop(driver)
             follower.join()
+            assert driver.stdout is not None
             driver.stdout.close()
             shutil.rmtree(own, ignore_errors=True)
 
 
-def settings(registry: str) -> dict[str, Any]:
+def start(words: Sequence[str], traces: str, log: Path) -> subprocess.Popen[str]:
+    """The driver. traces: the URL that all processes of Ray and Serve send theirs to."""
+    environment = {**os.environ, **ENVIRONMENT, "OTEL_EXPORTER_OTLP_ENDPOINT": traces, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", "tests.ray.cluster.driver", *words]
+    with log.open("w") as output:
+        return subprocess.Popen(
+            command, cwd=ROOT, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=output, text=True
+        )
+
+
+def settings(registry: str, deployments: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """The example with two requests a verifier, quick pools, this registry and free ports."""
     config: dict[str, Any] = yaml.safe_load(CONFIG.read_text())
     config["http_options"]["port"], config["grpc_options"]["port"] = free_port(), free_port()
+    config["applications"][0]["deployments"] = [dict(deployment) for deployment in deployments]
     args = config["applications"][0]["args"]
     for service in ("router", "verifier", "draft"):
-        args[service]["registry"] = {"url": registry, "heartbeat": 0.25, "ttl": 3}
-    args["verifier"]["engine"]["max_running"] = 2
+        args[service]["registry"] = {"url": registry, "heartbeat": 0.25, "ttl": 20}
+    args["verifier"]["engine"] |= {"max_running": 2, "max_waiting": 8}
+    args["verifier"]["telemetry"] = {"round_span_ratio": 0.2}
     args["verifier"]["server"]["linger_seconds"] = 0.5
     args["draft"]["server"]["linger_seconds"] = 0.5
     args["pools"] = POOLS

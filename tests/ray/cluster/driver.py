@@ -1,6 +1,7 @@
-"""`python -m tests.ray.cluster.driver CONFIG FOLDER`: a small Ray with `serve run CONFIG` on it, until stdin ends.
+"""`python -m tests.ray.cluster.driver COMMAND CONFIG FOLDER`: a small Ray, `serve COMMAND CONFIG` on it, until stdin ends.
 
-Writes a line of JSON to stdout whenever the replicas of an application have changed: {deployment: {state: number}}.
+COMMAND is run or deploy; a line on stdin has it done again. Writes a line of JSON to stdout whenever the replicas of an
+application have changed: {deployment: {state: number}}.
 """
 
 import json
@@ -9,27 +10,39 @@ import sys
 
 import ray
 from ray import serve
-from ray.serve.scripts import run
+from ray.serve import scripts
 
 POLL_SECONDS = 0.1
 STORE_BYTES = 80 * 2**20
-NUM_CPUS = 8  # slots for replicas, not cores
+NUM_CPUS = 4  # room for replicas, not cores
 
 
-def main(config: str, folder: str) -> None:
+def main(command: str, config: str, folder: str) -> None:
     """Run until stdin ends."""
-    ray.init(
-        num_cpus=NUM_CPUS, object_store_memory=STORE_BYTES, include_dashboard=False, log_to_driver=True, _temp_dir=folder,
-        namespace="serve",
+    cluster = ray.init(
+        num_cpus=NUM_CPUS, object_store_memory=STORE_BYTES, include_dashboard=command == "deploy", dashboard_port=0,
+        log_to_driver=True, _temp_dir=folder, namespace="serve",
     )  # fmt: skip
+    commands = {
+        "run": (scripts.run, [config, "--non-blocking"]),
+        "deploy": (scripts.deploy, [config, "--address", f"http://{cluster.dashboard_url}"]),
+    }
+    call, words = commands[command]
     try:
-        run.main([config, "--non-blocking"], standalone_mode=False)
+        call.main(words, standalone_mode=False)
         last = None
-        while not select.select([sys.stdin], [], [], POLL_SECONDS)[0]:
+        while (line := heard()) != "":
+            if line:
+                call.main(words, standalone_mode=False)
             last = tell(last)
         serve.shutdown()
     finally:
         ray.shutdown()
+
+
+def heard() -> str | None:
+    """A line of stdin, "" at its end; None if none comes in a while."""
+    return sys.stdin.readline() if select.select([sys.stdin], [], [], POLL_SECONDS)[0] else None
 
 
 def tell(last: str | None) -> str:

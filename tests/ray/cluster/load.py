@@ -86,15 +86,37 @@ def breathe(application: RayApplication, asked: Sequence[Asked]) -> Breath:
     """Load until both pools have grown and serve, then one client that asks seldom, until both have shrunk and serve."""
     with Load(application.grpc, asked, num_clients=1, pause=2.0) as quiet:
         with Load(application.grpc, asked, num_clients=6) as rush:
-            application.wait(lambda: application.running(*WORKERS) == [2, 2], 90, "the pools did not grow")
-            seen = rush.num_answered
-            application.wait(lambda: rush.num_answered > seen + 12, 60, "the grown pools do not serve")
+            application.wait(lambda: application.running(*WORKERS) == [2, 2], 150, "the pools did not grow")
+            before = rush.num_answered
+            application.wait(lambda: rush.num_answered > before + 12, 60, "the grown pools do not serve")
         application.wait(
             lambda: application.running(*WORKERS) == [1, 1] and application.settled(*WORKERS), 90, "the pools did not shrink"
         )
-        seen_quiet = quiet.num_answered
-        application.wait(lambda: quiet.num_answered > seen_quiet + 1, 60, "the shrunk pools do not serve")
-    loads = (rush, quiet)
+        with Load(application.grpc, asked, num_clients=1) as last:
+            application.wait(lambda: last.num_answered, 60, "the shrunk pools do not serve")
+    return seen(rush, quiet, last)
+
+
+def upgrade(application: RayApplication, asked: Sequence[Asked]) -> Breath:
+    """A changed setting, deployed under load: every verifier is replaced by one that has it."""
+    old = {lease.incarnation for lease in application.verifiers()}
+    with Load(application.grpc, asked, num_clients=3) as load:
+        application.wait(lambda: load.num_answered > 3, 60, "nobody answers")
+        application.redeploy(lambda args: args["verifier"]["engine"].update(max_running=3))
+        application.wait(lambda: replaced(application, old), 150, "the verifiers are not replaced")
+        before = load.num_answered
+        application.wait(lambda: load.num_answered > before + 6, 60, "the new verifiers do not serve")
+    return seen(load)
+
+
+def replaced(application: RayApplication, old: set[str]) -> bool:
+    """Whether as many verifiers serve as before and none of them is old."""
+    new = {lease.incarnation for lease in application.verifiers()}
+    return len(new) == len(old) and not new & old and application.settled(*WORKERS)
+
+
+def seen(*loads: Load) -> Breath:
+    """What became of all their requests."""
     return Breath(
         sum(load.num_answered for load in loads),
         sum(load.num_drafted for load in loads),

@@ -1,32 +1,49 @@
-"""`python -m tests.ray.cluster.soak`: several breaths of the pools on a local Ray; every answer is plain decoding's, or it
-ends with the failures and status 1."""
+"""`python -m tests.ray.cluster.soak`: breaths of the pools on a local Ray by `serve run`, then an upgrade under load by
+`serve deploy`. Every answer is plain decoding's and every trace whole, or it ends with the failures and status 1."""
 
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from tests.ray.cluster.application import running_application
-from tests.ray.cluster.load import breathe, plainly
+from tests.ray.cluster.application import RayApplication, running_application
+from tests.ray.cluster.load import WORKERS, Asked, Breath, breathe, plainly, upgrade
+from tests.ray.cluster.traces import torn
 
 NUM_BREATHS = 4
-LONGEST_SECONDS = 480.0
+# A replica serves until the one in its place does.
+SURGE = [{"name": name, "max_surge_percent": 100} for name in ("Router", *WORKERS)]
 
 
 def main() -> None:
-    """Breathe; stop early when the time is over."""
-    asked = plainly(num_requests=16, max_tokens=64)
-    num_answered, failures, started = 0, list[str](), time.monotonic()
-    with tempfile.TemporaryDirectory() as folder, running_application(Path(folder)) as application:
-        for number in range(NUM_BREATHS):
-            breath = breathe(application, asked)
-            num_answered += breath.num_answered
-            failures += breath.failures
-            seconds = time.monotonic() - started
-            print(f"breath {number + 1}: {num_answered} requests, {len(failures)} failures, {seconds:.0f} s", flush=True)
-            if seconds > LONGEST_SECONDS:
-                break
+    """Breathe, upgrade."""
+    asked, started = plainly(num_requests=16, max_tokens=64), time.monotonic()
+    failures: list[str] = []
+
+    def watch(name: str, application: RayApplication, act: Callable[[RayApplication, Sequence[Asked]], Breath]) -> None:
+        done = act(application, asked)
+        failures.extend(done.failures)
+        counts = f"{done.num_answered} requests, {done.num_drafted} drafted tokens, {len(done.failures)} failures"
+        print(f"{name}: {counts}, {time.monotonic() - started:.0f} s", flush=True)
+
+    with tempfile.TemporaryDirectory() as folder:
+        with running_application(Path(folder)) as application:
+            for number in range(NUM_BREATHS):
+                watch(f"breath {number + 1}", application, breathe)
+        failures += told(application)
+        with running_application(Path(folder), "deploy", SURGE) as application:
+            watch("upgrade", application, upgrade)
+        failures += told(application)
     sys.exit("\n".join(failures) or 0)
+
+
+def told(application: RayApplication) -> list[str]:
+    """What is wrong with the traces of an application that has ended."""
+    spans, broken = application.collector.spans, torn(application.collector.spans)
+    num_traces = len({one.span.trace_id for one in spans})
+    print(f"{num_traces} traces of {len(spans)} spans, {len(broken)} torn", flush=True)
+    return broken
 
 
 if __name__ == "__main__":

@@ -1,25 +1,32 @@
 """The whole application on a local Ray: what it says, and how it breathes."""
 
-import asyncio
-from collections.abc import Iterator
+import threading
+import uuid
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import pytest
 
 from eyas import SamplingParams
-from eyas.config import RegistryConfig
-from eyas.errors import InvalidRequest
-from eyas.rpc.messages import NO_DRAFTER
-from services.registry import Registry
+from eyas.errors import InvalidRequest, Overloaded
+from eyas.request import Request
+from eyas.rpc import wire
+from eyas.rpc.channel import open_sync_channel
+from eyas.rpc.messages import NO_DRAFTER, GenerateCall
+from eyas.v1.generation_pb2_grpc import GenerationStub
 from tests.e2e.client import generate
 from tests.ray.cluster.application import RayApplication, running_application
 from tests.ray.cluster.load import Asked, breathe, plainly
+from tests.ray.cluster.traces import PARTS, SERVICES, torn
+from tests.telemetry.cluster.collector import Received
 
 pytest.importorskip("ray.serve", reason="needs Ray: pip install 'eyas[ray]'")
 
 pytestmark = pytest.mark.timeout(300)
 
+TRACED = SamplingParams(max_tokens=64, temperature=0, ignore_eos=True)
+CALLER = "00f067aa0ba902b7"
 ENDLESS = SamplingParams(max_tokens=1500, temperature=0, ignore_eos=True)
 
 
@@ -32,6 +39,19 @@ def asked() -> list[Asked]:
 def application(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RayApplication]:
     with running_application(tmp_path_factory.mktemp("ray")) as running:
         yield running
+
+
+def by_grpc(application: RayApplication, headers: Mapping[str, str]) -> None:
+    """A drafted request with this metadata."""
+    call = wire.call_to_message(GenerateCall(Request("", (), TRACED), prompt_text="def f():"))
+    with open_sync_channel(application.grpc) as channel:
+        list(GenerationStub(channel).Generate(call, timeout=60, metadata=tuple(headers.items())))
+
+
+def by_http(application: RayApplication, headers: Mapping[str, str]) -> None:
+    """The same by HTTP."""
+    body = {"prompt": "def f():", "max_tokens": TRACED.max_tokens, "temperature": 0, "ignore_eos": True}
+    assert httpx.post(f"{application.http}/v1/completions", json=body, headers=headers, timeout=60).status_code == 200
 
 
 def test_both_doors_say_what_plain_decoding_says(application: RayApplication, asked: list[Asked]) -> None:
@@ -56,6 +76,43 @@ def test_a_refused_request_bears_the_status_of_its_error(application: RayApplica
     assert httpx.post(f"{application.http}/v1/completions", json={"prompt": "a", "n": 0}).status_code == 400
 
 
+def test_a_refusal_at_the_grpc_door_says_when_to_try_again(application: RayApplication) -> None:
+    """Serve itself keeps metadata of errors to itself."""
+    refused = threading.Event()
+
+    def ask(number: int) -> Overloaded | None:
+        try:
+            generate(application.grpc, "def f():", ENDLESS, enough=lambda out: refused.is_set())
+        except Overloaded as error:
+            refused.set()
+            return error
+        return None
+
+    with ThreadPoolExecutor(14) as clients:
+        refusals = [error for error in clients.map(ask, range(14)) if error]
+    assert refusals
+    assert all(0.1 <= (error.retry_after or 0) <= 60 for error in refusals)
+    application.wait(lambda: not busy(application), 10, "requests go on")
+
+
+@pytest.mark.parametrize("door", [by_grpc, by_http])
+def test_a_request_is_one_trace_from_its_client_through_all_services(
+    application: RayApplication, door: Callable[[RayApplication, Mapping[str, str]], None]
+) -> None:
+    trace = uuid.uuid4().hex
+    door(application, {"traceparent": f"00-{trace}-{CALLER}-01"})
+
+    def ours() -> list[Received]:
+        return application.collector.trace(trace)
+
+    seen = PARTS | {"text_completion"}
+    application.wait(lambda: {span.name.split()[0] for span in ours()} == seen, 20, "parts of the trace are missing")
+    application.wait(lambda: not torn(ours(), CALLER), 20, "the trace is torn")
+    [root] = [span for span in ours() if span.name == "text_completion demo"]
+    assert root.span.parent_span_id.hex() == CALLER
+    assert {span.service for span in ours()} == SERVICES
+
+
 def test_clients_that_leave_the_grpc_door_take_their_requests_with_them(application: RayApplication) -> None:
     def leave(after: int) -> int:
         enough = [lambda out: len(out.chunks) > after, lambda out: len(out.chunks) > after and busy(application)]
@@ -78,16 +135,7 @@ def test_a_client_that_leaves_the_http_door_takes_its_request_with_it(applicatio
 
 def busy(application: RayApplication) -> int:
     """Requests in the verifiers, as their leases say."""
-
-    async def count() -> int:
-        registry = Registry(RegistryConfig(application.registry))
-        try:
-            leases = await registry.leases("verifier")
-            return sum(lease.load.num_running + lease.load.num_waiting for lease in leases)
-        finally:
-            await registry.close()
-
-    return asyncio.run(count())
+    return sum(lease.load.num_running + lease.load.num_waiting for lease in application.verifiers())
 
 
 def test_pools_grow_under_load_and_shrink_in_quiet_and_no_request_fails(
@@ -96,3 +144,4 @@ def test_pools_grow_under_load_and_shrink_in_quiet_and_no_request_fails(
     breath = breathe(application, asked)
     assert breath.failures == []
     assert breath.num_drafted > 0
+    application.wait(lambda: not torn(application.collector.spans, CALLER), 20, "traces are torn")
