@@ -1,12 +1,13 @@
 # Everything a person or a machine does with this repository. `make help` lists it.
 # PYTHON chooses the interpreter of .venv; without it the first of these that is new enough is taken.
-# STUBS is the folder that `make protos` writes to.
+# STUBS is the folder that `make protos` writes to. WORKERS is how many processes share the tests.
 PYTHON  ?= $(firstword $(foreach p,python3 python3.11 python3.12 python3.13 python,$(shell $(p) -c $(NEW_ENOUGH) 2>/dev/null && echo $(p))))
 VENV    := .venv
 BIN     := $(VENV)/bin
 READY   := $(VENV)/.ready
 PROTOS  := $(wildcard protos/eyas/v1/*.proto)
 STUBS   := .
+WORKERS ?= 2
 
 NEW_ENOUGH = 'import sys; sys.exit(sys.version_info < (3, 11))'
 
@@ -58,7 +59,7 @@ methods: $(READY) ## every drafting method over the same prompts, about 6 minute
 		--method prompt_lookup --method lookahead --method eagle3+prompt_lookup=models/demo/eagle3 $(METHODS)
 
 test: lint ## lint, then every test
-	@$(BIN)/python -m pytest -q
+	@$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadscope --no-loadscope-reorder
 
 soak: $(READY) ## 10,000 short requests with cancellations, about 3 minutes: no slot lost, no memory taken
 	@$(BIN)/python -m tests.scheduling.soak

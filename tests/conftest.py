@@ -14,6 +14,7 @@ settings.register_profile("eyas", derandomize=True, deadline=None)
 settings.load_profile("eyas")
 
 os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
+os.environ["OMP_NUM_THREADS"] = "1"  # of the processes that tests start; several tests run at once
 
 if importlib.util.find_spec("torch"):
     import torch

@@ -39,7 +39,7 @@ def make_engine(
 ) -> Engine:
     """features: the method whose features are collected."""
     fuser = Case(features, target, head).fuser()
-    config = EngineConfig(num_slots=8192, max_running=64, max_waiting=2000, rule=rule)
+    config = EngineConfig(num_slots=8192, max_running=256, max_waiting=2000, rule=rule)
     return assemble_engine(load_target(target, taps=fuser.taps if fuser else ()), fuser, config, TREE, drafter)
 
 
@@ -123,8 +123,8 @@ def test_a_drafter_that_draws_from_another_law_than_it_says_would_show(tiny_targ
 @pytest.mark.parametrize("name", DRAFTERS)
 def test_a_request_says_the_same_alone_and_among_others(name: str, tiny_target: str, tiny_head: str) -> None:
     among = run(engine_of(name, tiny_target, tiny_head), requests(6))
+    engine = engine_of(name, tiny_target, tiny_head)
     for request in requests(6):
-        engine = engine_of(name, tiny_target, tiny_head)
         assert run(engine, [request])[request.id] == among[request.id]
 
 

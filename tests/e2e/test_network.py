@@ -4,6 +4,7 @@ import functools
 import json
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -91,26 +92,28 @@ def test_only_a_good_head_shortens_the_work(cluster: Cluster, request: pytest.Fi
     assert (out.stats.acceptance_length > 2.0) == (request.node.callspec.params["cluster"] == "good")
 
 
-@SAMPLINGS
-def test_killing_the_draft_service_half_way_changes_nothing(sampling: SamplingParams) -> None:
-    """SIGKILL in the middle of a running request; it goes on as plain decoding."""
+def test_killing_the_draft_service_half_way_changes_nothing() -> None:
+    """SIGKILL in the middle of two running requests, a greedy and a seeded one; they go on as plain decoding."""
     with running_cluster(free_port(), ["verifier.link.deadline=30"]) as cluster:
         for child in cluster.services:
             cluster.wait(child)
-        killed = threading.Event()
+        killed, outs = threading.Event(), [Generated(), Generated()]
 
         def kill_and_go_on(out: Generated) -> bool:
-            if out.stats.num_drafted > 0 and not killed.is_set():
+            if not killed.is_set() and all(other.stats.num_drafted > 0 for other in outs):
                 cluster.draft.process.kill()
                 cluster.draft.process.wait()
                 killed.set()
             last = [chunk.chunk.round for chunk in out.chunks[-5:]]
             return killed.is_set() and all(r is not None and r.drafted == 0 for r in last)
 
-        params = replace(sampling, max_tokens=1500)
-        out = generate(cluster.router.address, prompts()[0], params, enough=kill_and_go_on)
+        asked = [replace(sampling, max_tokens=1500) for sampling in (GREEDY, SEEDED)]
+        address, prompt = cluster.router.address, prompts()[0]
+        with ThreadPoolExecutor() as pool:
+            list(pool.map(lambda params, out: generate(address, prompt, params, "", kill_and_go_on, out), asked, outs))
         assert killed.is_set()
-        assert out.finish_reason is None, "plain rounds came before its end"
-        plain = generate(cluster.router.address, prompts()[0], replace(params, max_tokens=len(out.token_ids)), NO_DRAFTER)
-        assert out.token_ids == plain.token_ids
-        assert generate(cluster.router.address, prompts()[1], sampling).token_ids == expected(prompts()[1], sampling)
+        for params, out in zip(asked, outs, strict=True):
+            assert out.finish_reason is None, "plain rounds came before its end"
+            plain = generate(address, prompt, replace(params, max_tokens=len(out.token_ids)), NO_DRAFTER)
+            assert out.token_ids == plain.token_ids
+        assert generate(address, prompts()[1], SEEDED).token_ids == expected(prompts()[1], SEEDED)

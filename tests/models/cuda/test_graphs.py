@@ -4,7 +4,6 @@ Capturing is CUDA's; without it a captured pass runs again from the same closure
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
 import pytest
 import torch
@@ -61,15 +60,19 @@ def filled_pools(target: TargetModel) -> SlotPools:
     return pools
 
 
-def make_runner(target: TargetModel, pools: SlotPools) -> GraphRunner:
+@pytest.fixture(scope="module")
+def pools(target: TargetModel) -> SlotPools:
+    return filled_pools(target)
+
+
+@pytest.fixture(scope="module")
+def runner(target: TargetModel, pools: SlotPools) -> GraphRunner:
     capture = CudaCapture(target.device) if DEVICE == "cuda" else run_again
     return GraphRunner(KernelRunner(target, TILING, pools.scratch), pools, LIMITS, capture)
 
 
-def check_passes(target: TargetModel, forests: Sequence[list[Segment]]) -> None:
+def check_passes(target: TargetModel, runner: GraphRunner, pools: SlotPools, forests: Sequence[list[Segment]]) -> None:
     """One runner runs all of them in turn; each is compared with the plain path on pools of its own."""
-    pools = filled_pools(target)
-    runner = make_runner(target, pools)
     for segments in forests:
         plain_pools = filled_pools(target)
         for ours, theirs in zip((*pools.keys, *pools.values), (*plain_pools.keys, *plain_pools.values), strict=True):
@@ -84,29 +87,30 @@ def check_passes(target: TargetModel, forests: Sequence[list[Segment]]) -> None:
             torch.testing.assert_close(ours[:NUM_SLOTS], theirs[:NUM_SLOTS], atol=2e-5, rtol=2e-5)
 
 
-def test_every_row_count_from_bucket_to_bucket_gives_the_plain_logits(target: TargetModel) -> None:
-    check_passes(target, [make_pass([(True, rows, 9)], seed=rows) for rows in (1, 2, 3, 8, 9, 16, 17, 32)])
+def test_every_row_count_from_bucket_to_bucket_gives_the_plain_logits(
+    target: TargetModel, runner: GraphRunner, pools: SlotPools
+) -> None:
+    check_passes(target, runner, pools, [make_pass([(True, rows, 9)], seed=rows) for rows in (1, 2, 3, 8, 9, 16, 17, 32)])
 
 
-def test_batches_shrink_and_grow_across_buckets(target: TargetModel) -> None:
+def test_batches_shrink_and_grow_across_buckets(target: TargetModel, runner: GraphRunner, pools: SlotPools) -> None:
     sizes = [
         [(True, 1, 30), (True, 1, 3), (True, 1, 11)],
         [(True, 9, 31), (True, 6, 4), (False, 5, 0), (True, 2, 12)],
         [(False, 20, 0), (True, 1, 40)],
         [(True, 1, 50)],
     ]
-    check_passes(target, [make_pass(s, seed=i) for i, s in enumerate(sizes)])
+    check_passes(target, runner, pools, [make_pass(s, seed=i) for i, s in enumerate(sizes)])
 
 
-def test_a_pass_that_no_graph_holds_is_launched(target: TargetModel) -> None:
-    check_passes(target, [make_pass([(False, 60, 7), (True, 3, 2)]), make_pass([(True, 33, 5)])])
+def test_a_pass_that_no_graph_holds_is_launched(target: TargetModel, runner: GraphRunner, pools: SlotPools) -> None:
+    check_passes(target, runner, pools, [make_pass([(False, 60, 7), (True, 3, 2)]), make_pass([(True, 33, 5)])])
 
 
-def test_a_model_that_cannot_be_captured_is_refused_by_name(target: TargetModel) -> None:
+def test_a_model_that_cannot_be_captured_is_refused_by_name(target: TargetModel, pools: SlotPools) -> None:
     def fail(run: Callable[[], TargetOutput]) -> Callable[[], TargetOutput]:
         raise RuntimeError("operation not permitted when stream is capturing")
 
-    pools = filled_pools(target)
     with pytest.raises(ConfigError, match=r"LlamaForCausalLM cannot be captured .* engine\.cuda_graphs to false"):
         GraphRunner(KernelRunner(target, TILING, pools.scratch), pools, LIMITS, fail)
 
@@ -117,15 +121,14 @@ def test_the_kernel_says_which_heads_it_lacks(target: TargetModel, monkeypatch: 
     assert "512 wide" in what_kernel_lacks(target)
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.9])
-def test_the_engine_says_the_same_through_padded_passes(folder: str, temperature: float) -> None:
-    target = load_target(folder, device=DEVICE)
-    pools = SlotPools(NUM_SLOTS, target.kv_shapes, 0, target.dtype, target.device)
-    runner = ModelRunner(target, pools, None, make_runner(target, pools))
-    scheduler = Scheduler(EngineConfig(num_slots=NUM_SLOTS, step_tokens=8), TreeConfig(9, 4, 4), frozenset())
-    engine = Engine(scheduler, Drafting(RandomDrafter(48), runner, "match"), runner, 256)
-    params = SamplingParams(max_tokens=5, temperature=temperature, ignore_eos=True)
-    requests = [Request(f"{n}", tuple(range(3, 3 + n)), replace(params, seed=n)) for n in (1, 11)]
+def test_the_engine_says_the_same_through_padded_passes(
+    folder: str, target: TargetModel, runner: GraphRunner, pools: SlotPools
+) -> None:
+    passes = ModelRunner(target, pools, None, runner)
+    scheduler = Scheduler(EngineConfig(num_slots=NUM_SLOTS, step_tokens=8), TreeConfig(7, 4, 4), frozenset())
+    engine = Engine(scheduler, Drafting(RandomDrafter(48), passes, "match"), passes, 256)
+    sampling = [SamplingParams(max_tokens=5, temperature=t, seed=n, ignore_eos=True) for t in (0.0, 0.9) for n in (1, 11)]
+    requests = [Request(f"{i}", tuple(range(3, 3 + params.seed)), params) for i, params in enumerate(sampling)]
     for request in requests:
         engine.submit(request)
     emitted: dict[str, list[int]] = {request.id: [] for request in requests}

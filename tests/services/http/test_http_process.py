@@ -100,7 +100,7 @@ def test_a_taken_port_is_one_clear_line(url: str) -> None:
             await base_of(first)
             async with process(url, f"http.port={port}") as second:
                 assert second.stderr is not None
-                said = (await asyncio.wait_for(second.stderr.read(), 30)).decode().splitlines()
+                said = (await asyncio.wait_for(second.stderr.read(), 90)).decode().splitlines()
                 assert await second.wait() == 2
         assert said[-1].startswith(f"error: cannot listen on 127.0.0.1:{port}: the port is in use")
         assert "Traceback" not in "\n".join(said)
