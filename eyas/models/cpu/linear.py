@@ -1,7 +1,7 @@
 """Linear layers on the CPU over weights packed for oneDNN: a float32 model in, the same model out, faster over few rows.
 
 torch multiplies float32 matrices by MKL, which takes two to three times as long for the 8 to 64 rows of a tree on processors
-that are not Intel's (docs/decisions/0023-packed-weights.md). Legend: R rows, K inputs, N outputs.
+that are not Intel's (docs/decisions/0024-packed-weights.md). Legend: R rows, K inputs, N outputs.
 """
 
 from __future__ import annotations
