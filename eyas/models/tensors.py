@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -35,8 +36,8 @@ def download(*tensors: Tensor) -> list[npt.NDArray[np.float64]]:
     """Numbers of one device on the host, in one copy, hence one wait: float64 arrays of the tensors' shapes. Whole numbers
     must lie within 2**53."""
     flat = torch.cat([tensor.flatten().double() for tensor in tensors]).cpu().numpy()
-    ends = np.cumsum([tensor.numel() for tensor in tensors])
-    return [part.reshape(tensor.shape) for part, tensor in zip(np.split(flat, ends[:-1]), tensors, strict=True)]
+    ends = accumulate(tensor.numel() for tensor in tensors)
+    return [flat[end - tensor.numel() : end].reshape(tensor.shape) for end, tensor in zip(ends, tensors, strict=True)]
 
 
 def tensor_to_bytes(tensor: Tensor) -> TensorBytes:

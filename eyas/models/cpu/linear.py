@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 # Multiplications below which calling oneDNN costs more than it saves.
-WORTH_PACKED = 400_000
+WORTH_PACKED = 100_000
 # Rows that the packed layout is made for; it serves any number.
 PACKED_ROWS = 8
 
@@ -22,10 +22,11 @@ class PackedLinear(nn.Linear):
     """A linear layer with its weight in oneDNN's layout. A weight so large that even one row goes there is kept only so."""
 
     packed: Tensor
+    few: int  # numbers in an input for which packing is not worth its call
 
     def forward(self, rows: Tensor) -> Tensor:
         """rows [..., K] to [..., N]."""
-        if rows.numel() * self.out_features < WORTH_PACKED and self.weight is not None:
+        if rows.numel() < self.few:
             return F.linear(rows, self.weight, self.bias)
         return torch.ops.mkldnn._linear_pointwise(rows, self.packed, self.bias, "none", [], "")  # type: ignore[no-any-return]
 
@@ -46,6 +47,7 @@ def _packs(weight: Any) -> bool:
 @torch.no_grad()
 def _pack(module: Any) -> None:
     module.packed = torch.ops.mkldnn._reorder_linear_weight(module.weight.detach(), PACKED_ROWS)
+    module.few = -(-WORTH_PACKED // module.out_features)
     module.__class__ = PackedLinear
-    if module.in_features * module.out_features >= WORTH_PACKED:
-        module.weight = None
+    if module.few <= module.in_features:
+        module.few, module.weight = 0, None
