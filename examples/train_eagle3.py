@@ -43,6 +43,15 @@ class Example:
     laws: Tensor
 
 
+@dataclass(frozen=True)
+class Options:
+    """unroll: steps that the head feeds on itself; rate: the peak."""
+
+    minutes: float
+    rate: float
+    unroll: int
+
+
 class Head(nn.Module):
     """The published EAGLE-3 arithmetic over whole windows; tensors under their published names."""
 
@@ -132,24 +141,26 @@ def tapped(target: str, tokens: Tensor, taps: tuple[int, ...]) -> Tensor:
 
 def widened(tensors: Mapping[str, Tensor], lm_head: Tensor) -> dict[str, Tensor]:
     """The head over the target's whole vocabulary: rows that it lacks start as the target's own."""
+    if "d2t" not in tensors:
+        return dict(tensors)
     rows = lm_head.clone()
     rows[torch.arange(len(tensors["d2t"])) + tensors["d2t"]] = tensors["lm_head.weight"].float()
     kept = {name: tensor for name, tensor in tensors.items() if name not in ("d2t", "t2d")}
     return {**kept, "lm_head.weight": rows}
 
 
-def train(head: Head, examples: Any, count: int, options: Mapping[str, float]) -> None:
+def train(head: Head, examples: Any, count: int, options: Options) -> None:
     """AdamW over `minutes`, the rate warmed up and let down to nothing."""
     optimiser = torch.optim.AdamW(head.parameters(), betas=(0.9, 0.95), weight_decay=0.01)
-    began, budget, step = time.monotonic(), options["minutes"] * 60, 0
+    began, budget, step = time.monotonic(), options.minutes * 60, 0
     columns = (TextColumn("step {task.fields[step]}, loss {task.fields[loss]:.3f}"), BarColumn(), TimeRemainingColumn())
     with Progress(*columns) as progress:
         task = progress.add_task("", total=budget, loss=math.nan, step=0)
         while (spent := time.monotonic() - began) < budget:
             for group in optimiser.param_groups:
-                group["lr"] = options["rate"] * min(1.0, (step + 1) / 50) * 0.5 * (1 + math.cos(math.pi * spent / budget))
+                group["lr"] = options.rate * min(1.0, (step + 1) / 50) * 0.5 * (1 + math.cos(math.pi * spent / budget))
             with torch.autocast("cpu", torch.bfloat16):
-                value = head(examples(torch.randint(count, (BATCH,))), int(options["unroll"]))
+                value = head(examples(torch.randint(count, (BATCH,))), options.unroll)
             optimiser.zero_grad()
             value.backward()
             torch.nn.utils.clip_grad_norm_(head.parameters(), 1.0)
@@ -173,6 +184,8 @@ def main(
     torch.manual_seed(seed)
     data, sizes = read_text(text), read_target_config(resolve(target))
     old, weights = head_config(start, sizes), load_file(Path(target, "model.safetensors"))
+    if taps.count(",") + 1 != len(old.taps):
+        raise typer.BadParameter(f"{start} reads {len(old.taps)} layers; --taps is {taps}, name as many")
     reading = replace(old.reading, taps=tuple(map(int, taps.split(","))))
     config = replace(old, draft_vocab_size=old.vocab_size, reading=reading)
     lm_head = weights["lm_head.weight"].float()
@@ -184,7 +197,7 @@ def main(
         laws = torch.softmax(data.states[chosen].float() @ lm_head.T, -1)
         return Example(data.tokens[chosen], states[chosen].float(), laws)
 
-    train(head, examples, len(data.tokens), {"minutes": minutes, "rate": rate, "unroll": unroll})
+    train(head, examples, len(data.tokens), Options(minutes, rate, unroll))
     trained = {name: weight.detach().bfloat16() for name, weight in zip(head.names, head.weights, strict=True)}
     write_head(out, config, trained)
 

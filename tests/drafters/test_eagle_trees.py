@@ -163,6 +163,18 @@ def test_a_dormant_session_wakes_when_there_is_room(tiny_target: str, tiny_head:
     drafter.check()
 
 
+def test_a_session_beyond_the_context_of_the_head_is_not_asked_for_again(tiny_target: str, tiny_head: str) -> None:
+    """Room alone does not wake it: it would be sent whole, every other round, for nothing."""
+    drafter = make(tiny_target, tiny_head, num_slots=1024)
+    tokens, features = session(1, 260)
+    assert len(drafter.propose([commit("a", tokens, features, 0, 250, GREEDY, Budget(14, 4))])[0]) > 1  # type: ignore[arg-type]
+    for end in (258, 259, 260):
+        base = 250 if end == 258 else end - 1
+        answer = drafter.propose([commit("a", tokens, features, base, end, GREEDY, Budget(14, 4))])
+        assert answer == [DraftTree.root_only(tokens[end - 1])]
+    assert drafter.num_free_slots == 1024
+
+
 def test_a_session_that_can_never_fit_drives_out_no_other(tiny_target: str, tiny_head: str) -> None:
     drafter = make(tiny_target, tiny_head, num_slots=25)
     tokens, features = session(1, 40)

@@ -27,8 +27,9 @@ def no_slots() -> Slots:
 @dataclass
 class Session(Generic[StateT]):
     """committed: tokens known. slots: of what is cached of them, in order; scratch: for the rows of a tree. A session that
-    did not fit has neither: then it is dormant, until there is ample room. num_new: slots that it was given last. state:
-    what the drafter keeps; it goes with the slots or the scratch that it is about."""
+    did not fit has neither: then it is dormant, until there is ample room, and for good if it is longer than a session may
+    be. num_new: slots that it was given last. state: what the drafter keeps; it goes with the slots or the scratch that it
+    is about."""
 
     epoch: int
     committed: int = 0
@@ -67,7 +68,7 @@ class SlotSessions(Generic[StateT]):
         if session.committed != context.base:
             return Refusal(context.session, context.epoch, session.committed)
         self._sessions.move_to_end(context.session)
-        if session.dormant and self._allocator.num_free >= 2 * context.committed + self._most_scratch:
+        if session.dormant and self._has_ample_room(context.committed):
             session.committed, session.dormant = 0, False
             return Refusal(context.session, context.epoch, 0)
         session.committed = context.committed
@@ -112,6 +113,10 @@ class SlotSessions(Generic[StateT]):
     def num_free(self) -> int:
         """Slots that no session has."""
         return self._allocator.num_free
+
+    def _has_ample_room(self, committed: int) -> bool:
+        """Whether a session of so many tokens, told again from the start, would get slots."""
+        return committed <= self._context_length and self._allocator.num_free >= 2 * committed + self._most_scratch
 
     def _drop_tree(self, session: Session[StateT]) -> None:
         if len(session.scratch):

@@ -6,9 +6,15 @@ from types import ModuleType
 import pytest
 import torch
 import torch.nn.functional as F
+import typer
+from safetensors.torch import load_file
 
+from eyas.models.checkpoint import read_target_config
+from eyas.models.heads.eagle import load_head
+from eyas.models.heads.eagle.config import head_config
 from eyas.models.heads.offsets.hydra import load_hydra
 from eyas.models.heads.offsets.medusa import load_medusa
+from tests.drafters.naive_eagle import NaiveEagle
 from tests.tiny import write_target
 
 EXAMPLES = Path(__file__).resolve().parents[3] / "examples"
@@ -41,10 +47,11 @@ def trainers(monkeypatch: pytest.MonkeyPatch) -> dict[str, ModuleType]:
     """The scripts, as they find one another when they are run."""
     monkeypatch.syspath_prepend(str(EXAMPLES))
     import target_text
+    import train_eagle3
     import train_hydra
     import train_medusa
 
-    return {"text": target_text, "medusa": train_medusa, "hydra": train_hydra}
+    return {"text": target_text, "medusa": train_medusa, "hydra": train_hydra, "eagle3": train_eagle3}
 
 
 @pytest.mark.parametrize("kind", ["medusa", "hydra"])
@@ -57,6 +64,42 @@ def test_heads_learn_and_load_as_they_were_written(
         script.main(text, out, target=target, num_heads=2, vocabulary=VOCABULARY, epochs=epochs, seed=0)
         losses.append(loss_once_loaded(kind, out, target, data))
     assert losses[1] < losses[0] - 0.2
+
+
+def test_an_unrolled_eagle3_head_is_trained_on_what_it_drafts(
+    trainers: dict[str, ModuleType], tiny_target: str, tiny_head: str
+) -> None:
+    """A row of step k holds the state behind k guesses that follow the rows up to k before it."""
+    script, generator = trainers["eagle3"], torch.Generator().manual_seed(4)
+    tensors, embedding = load_file(Path(tiny_head, "model.safetensors")), torch.randn(48, 32, generator=generator)
+    head = script.Head(head_config(Path(tiny_head), read_target_config(Path(tiny_target))), tensors, embedding)
+    tokens, taps = torch.randint(48, (1, 9), generator=generator), torch.randn(1, 9, 96, generator=generator)
+    laws = torch.softmax(torch.randn(1, 9, 24, generator=generator), -1)
+    naive, features = NaiveEagle(tensors, embedding, heads=4, kv_heads=2), taps[0] @ tensors["fc.weight"].T
+    steps: list[list[torch.Tensor]] = [[], [], []]
+    for first in range(7):
+        pairs = list(zip(features[: first + 1], tokens[0, 1 : first + 2].tolist(), strict=True))
+        for row, losses in zip(range(first, 7), steps, strict=False):
+            state = naive.state(pairs)
+            losses.append(F.cross_entropy(naive.logits(state), laws[0, row + 1]))
+            pairs.append((state, int(tokens[0, row + 2])))
+    weights = [script.STEP_WEIGHT**step for step in range(3)]
+    expected = sum(w * torch.stack(losses).mean() for w, losses in zip(weights, steps, strict=True)) / sum(weights)
+    torch.testing.assert_close(head(script.Example(tokens, taps, laws), 3), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_a_trained_eagle3_head_loads_and_can_be_trained_on(
+    trainers: dict[str, ModuleType], text: Path, target: str, tiny_head: str, tmp_path: Path
+) -> None:
+    script, start = trainers["eagle3"], Path(tiny_head)
+    for out in (tmp_path / "once", tmp_path / "again"):
+        script.main(text, out, target=target, start=start, taps="0,1,2", unroll=2, minutes=0.0, rate=1e-3, seed=0)
+        start = out
+    once, again = (load_head(f"{tmp_path / name}", target) for name in ("once", "again"))
+    assert once.draft_ids.tolist() == list(range(48))
+    assert all(torch.equal(a, b) for a, b in zip(once.parameters(), again.parameters(), strict=True))
+    with pytest.raises(typer.BadParameter, match="reads 3 layers; --taps is 1,2"):
+        script.main(text, tmp_path / "other", target=target, start=start, taps="1,2")
 
 
 def loss_once_loaded(kind: str, folder: Path, target: str, data) -> float:  # type: ignore[no-untyped-def]
