@@ -105,6 +105,8 @@ def _line(options: dict[str, Any]) -> Line:
     """How the router is spoken to. Raises ConfigError."""
     if options["tls"] or options["ca"]:
         return tls_line(options["ca"], options["tls_name"])
+    if options["tls_name"]:
+        raise ConfigError(f"--tls-name {options['tls_name']} is for TLS; add --tls, or --ca with who signed the certificate")
     return Line()
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from eyas.rpc.certificates import Certificates, channel_credentials
 from eyas.rpc.channel import Line, open_sync_channel
@@ -21,7 +21,7 @@ class Door:
 
     address: str
     line: Line
-    api_key: str = ""
+    api_key: str = field(default="", repr=False)
 
     def models(self) -> tuple[ModelInfo, ...]:
         """The models that can be asked for now. Raises grpc.RpcError."""

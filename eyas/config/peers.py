@@ -43,6 +43,11 @@ class PeersConfig:
         known = ", ".join(get_args(Clients))
         require(self.clients in get_args(Clients), f"clients is {self.clients!r}; it must be one of {known}")
 
+    def check_worker(self) -> None:
+        """Raises ConfigError where a worker would dial with TLS and be dialled without."""
+        message = "peers.authority is set without a certificate, so this worker would serve without TLS; "
+        require(bool(self.certificate) or not self.authority, message + "set peers.certificate and peers.key")
+
 
 @dataclass(frozen=True)
 class DraftLinkConfig:

@@ -138,6 +138,7 @@ class VerifierConfig:
 
     def __post_init__(self) -> None:
         at_least(0, threads=self.threads)
+        self.peers.check_worker()
 
 
 @dataclass(frozen=True)
@@ -182,6 +183,7 @@ class DraftConfig:
 
     def __post_init__(self) -> None:
         at_least(0, threads=self.threads)
+        self.peers.check_worker()
 
     @property
     def drafted(self) -> tuple[DraftedModel, ...]:

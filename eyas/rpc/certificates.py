@@ -5,9 +5,9 @@ from __future__ import annotations
 import logging
 import ssl
 import threading
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import grpc
 
@@ -21,7 +21,7 @@ class Pem:
     """What the files held when they were read; empty where there is no file. chain and key belong together."""
 
     chain: bytes = b""
-    key: bytes = b""
+    key: bytes = field(default=b"", repr=False)
     authority: bytes = b""
 
 
@@ -68,13 +68,17 @@ class Certificates:
         try:
             context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
             if certificate and key:
-                context.load_cert_chain(certificate, key)
+                context.load_cert_chain(certificate, key, self._no_password)
             if authority:
                 context.load_verify_locations(authority)
             return Pem(*(path.read_bytes() if path else b"" for path in self._paths))
         except OSError as error:  # an SSLError is one
             names = ", ".join(str(path) for path in self._paths if path)
             raise ConfigError(f"{self._settings} cannot be used: {names}: {error}") from error
+
+    def _no_password(self) -> NoReturn:
+        """Asked for where a key is encrypted; OpenSSL would ask whoever sits at the terminal, and wait."""
+        raise ConfigError(f"{self._settings} cannot be used: {self._paths[1]} is encrypted; give the key without a password")
 
 
 def server_credentials(certificates: Certificates) -> grpc.ServerCredentials:

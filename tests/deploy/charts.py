@@ -17,7 +17,7 @@ CHART = ROOT / "deploy" / "helm"
 VALUES = sorted((CHART / "values").glob("*.yaml"))
 
 SECURED = ("router.tls.existingSecret=doors", "router.apiKeys.existingSecret=keys")
-ENCRYPTED = ("peers.tls.existingSecret=peers",)
+ENCRYPTED = ("peers.tls.existingSecret=peers", "peers.tls.name=on")  # a name that YAML takes for true
 SCALED = tuple(
     f"{component}.autoscaling.{setting}"
     for component in ("verifier", "draft")
@@ -38,7 +38,10 @@ SETTINGS: Mapping[str, Sequence[str]] = {
         "telemetry.otlpEndpoint=http://otel:4317", "networkPolicy.scrapers[0].podSelector.matchLabels.app=prometheus",
     ),
     "open": ("networkPolicy.enabled=false", "redis.auth.existingSecret=redis", "router.serviceAccount.create=false"),
-    "ray": ("mode=ray", "ray.gcsFaultTolerance.redisAddress=redis:6379", "ray.gcsFaultTolerance.passwordSecret=ray"),
+    "ray": (
+        "mode=ray", "ray.gcsFaultTolerance.redisAddress=redis:6379", "ray.gcsFaultTolerance.passwordSecret=ray",
+        "router.service.annotations.team=a",
+    ),
     "monitored": MONITORED,
 }  # fmt: skip
 RENDERINGS = [*(file.stem for file in VALUES), *SETTINGS]

@@ -26,7 +26,7 @@ peers:
   certificate: /etc/eyas-peers/tls.crt
   key: /etc/eyas-peers/tls.key
   authority: /etc/eyas-peers/ca.crt
-  name: {{ .name }}
+  name: {{ .name | quote }}
   clients: {{ .clients }}
 {{- end }}
 {{- end }}

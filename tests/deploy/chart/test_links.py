@@ -51,9 +51,9 @@ def test_both_doors_of_a_ray_service_have_a_service() -> None:
     serve = yaml.safe_load(service["spec"]["serveConfigV2"])
     assert ports["serve"] == serve["http_options"]["port"]
     assert ports["grpc"] == serve["grpc_options"]["port"]
-    assert [port["targetPort"] for port in named(rendered("ray"), "Service", "demo-eyas-router")["spec"]["ports"]] == [
-        "grpc"
-    ]
+    router = named(rendered("ray"), "Service", "demo-eyas-router")
+    assert [port["targetPort"] for port in router["spec"]["ports"]] == ["grpc"]
+    assert router["metadata"]["annotations"] == {"team": "a"}
 
 
 @each_rendering

@@ -24,11 +24,12 @@ def test_pods_without_redis_find_one_another_and_leave_who_is_not_ready(tmp_path
         assert api.num_lists, "the router was ready without asking"
         door = node.endpoint(ROUTER, "grpc")
         plain = generate(door, PROMPT, SAMPLING, NO_DRAFTER)
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 60
         while not (drafted := generate(door, PROMPT, SAMPLING)).stats.num_drafted:
             assert time.monotonic() < deadline, "the drafter is not found"
         assert drafted.token_ids == plain.token_ids
         node.pods[VERIFIER].leaving = True
+        deadline = time.monotonic() + 60
         while node.pods[ROUTER].passes("readiness"):
             assert time.monotonic() < deadline, "the router goes on with a verifier that is no endpoint any more"
             time.sleep(0.05)

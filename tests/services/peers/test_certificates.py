@@ -1,25 +1,45 @@
 """Services of one deployment know one another by their certificates, and go on when these are renewed."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, closing
 from dataclasses import replace
 from pathlib import Path
 
 import grpc
 import pytest
+from cryptography.hazmat.primitives import serialization
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from eyas.config import DraftLinkConfig, PeersConfig, ServerConfig
+from eyas.client.door import Door
+from eyas.config import (
+    DiscoveryConfig,
+    DiscoveryKind,
+    DraftConfig,
+    DraftLinkConfig,
+    PeersConfig,
+    RegistryConfig,
+    RouterConfig,
+    ServedModel,
+    ServerConfig,
+    VerifierConfig,
+)
 from eyas.drafters.base import DrafterNeeds
 from eyas.errors import ConfigError
+from eyas.rpc.channel import Line
+from eyas.rpc.messages import Load
 from eyas.rpc.peers import Peers
 from eyas.rpc.server import RpcServer
 from eyas.tree import DraftTree
+from services.discovery.build import build_discovery
+from services.lifecycle import WorkerPresence
+from services.registry import Registry
+from services.router.workers import Workers
 from services.verifier.remote import RemoteDrafter
-from tests.services.drafting.toy_drafting import ToyDrafter, context, eventually
+from tests.services.drafting.toy_drafting import INFO, ToyDrafter, context, eventually
 from tests.services.drafting.toy_drafting import serving as serving_drafts
 from tests.services.peers.authority import Authority, peers
+from tests.services.peers.line import Cable, cable
 from tests.services.redis_server import free_port
 
 
@@ -107,6 +127,58 @@ def test_a_drafter_that_comes_back_with_renewed_certificates_is_dialled_with_suc
             assert remote.ask([context("a", range(10, 15))])() == [DraftTree.chain([14, 15, 16, 17])]
 
 
+@pytest.mark.parametrize("kind", ["redis", "static"])
+def test_a_router_that_lost_a_verifier_dials_it_with_renewed_certificates(
+    kind: DiscoveryKind, url: str, tmp_path: Path
+) -> None:
+    """To ask it, and to probe it where there are no leases."""
+    Authority("old").write(tmp_path)
+
+    async def body() -> None:
+        leases = Registry(RegistryConfig(url, 60.0, 0.05)) if kind == "redis" else None
+        ours = Peers(peers(tmp_path, ping_interval=0.1, ping_timeout=0.2))
+        async with verifier_behind(Peers(peers(tmp_path)), leases) as line:
+            named = (line.address,) if kind == "static" else ()
+            discovery = build_discovery(DiscoveryConfig(kind, named, probe_interval=0.05), leases, ours)
+            workers = Workers(discovery, peers=ours)
+            await discovery.watch("verifier")
+            try:
+                await refreshed(workers, lambda: workers.ready)
+                Authority("new").write(tmp_path)
+                line.cut.set()
+                await refreshed(workers, lambda: not workers.ready)
+                line.cut.clear()
+                await refreshed(workers, lambda: workers.ready)
+            finally:
+                await workers.close()
+                await discovery.close()
+
+    asyncio.run(body())
+
+
+@asynccontextmanager
+async def verifier_behind(theirs: Peers, leases: Registry | None) -> AsyncIterator[Cable]:
+    """A line to a verifier that tells its state, or leases it at the line's address."""
+    server = RpcServer(ServerConfig(), credentials=theirs.server_credentials)
+    presence = WorkerPresence(server, leases, "verifier", INFO.model, lambda: Load(0, 0, 10_000))
+    with cable(await server.start([])) as line:
+        await presence.enter(line.address)
+        try:
+            yield line
+        finally:
+            await presence.leave()
+            await server.stop(0)
+
+
+async def refreshed(workers: Workers, condition: Callable[[], bool]) -> None:
+    """Look again and again, as a router does, until the condition holds."""
+    async with asyncio.timeout(60):
+        await workers.refresh()
+        while not condition():
+            await asyncio.sleep(0.02)
+            await workers.refresh()
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -131,3 +203,26 @@ def test_files_that_cannot_be_used_are_an_error_at_start(tmp_path: Path) -> None
     (tmp_path / "tls.key").write_bytes(one_key)
     with pytest.raises(ConfigError, match=r"KEY_VALUES_MISMATCH|key values mismatch"):
         Peers(peers(tmp_path))
+
+
+def test_an_encrypted_key_is_an_error_and_nobody_is_asked_for_its_password(tmp_path: Path) -> None:
+    Authority().write(tmp_path)
+    key = serialization.load_pem_private_key((tmp_path / "tls.key").read_bytes(), None)
+    secret, form = serialization.BestAvailableEncryption(b"secret"), serialization.PrivateFormat.PKCS8
+    (tmp_path / "tls.key").write_bytes(key.private_bytes(serialization.Encoding.PEM, form, secret))
+    with pytest.raises(ConfigError, match=r"tls\.key is encrypted; give the key without a password"):
+        Peers(peers(tmp_path))
+
+
+def test_no_key_is_shown_with_what_holds_it(tmp_path: Path) -> None:
+    Authority().write(tmp_path)
+    assert "PRIVATE KEY" in str(Peers(peers(tmp_path)).identity.key)
+    assert "PRIVATE KEY" not in repr(Peers(peers(tmp_path)).identity)
+    assert "secret" not in repr(Door("router:50050", Line(), "secret"))
+
+
+@pytest.mark.parametrize("kind", [VerifierConfig, DraftConfig])
+def test_no_worker_dials_with_tls_and_is_dialled_without(kind: type[VerifierConfig | DraftConfig]) -> None:
+    with pytest.raises(ConfigError, match=r"this worker would serve without TLS; set peers\.certificate and peers\.key"):
+        kind("demo", "target", peers=PeersConfig(authority="ca.crt"))
+    assert RouterConfig((ServedModel("demo", "target"),), peers=PeersConfig(authority="ca.crt"))

@@ -74,9 +74,11 @@ def test_the_command_trusts_only_whom_it_was_told_to(tmp_path: Path) -> None:
                 await eyas(address, "models", "--ca", ca, "--tls-name", "elsewhere"),
             ]
             missing = await eyas(address, "models", "--ca", str(tmp_path / "missing"))
+            plainly = await eyas(address, "models", "--tls-name", NAME)
         assert [result.exit_code for result in refused] == [1] * 4
         assert all(result.stderr.startswith("error: UNAVAILABLE: ") for result in refused)
         assert missing.stderr.startswith("error: --ca cannot be used: ")
+        assert plainly.stderr.startswith(f"error: --tls-name {NAME} is for TLS; add --tls, or --ca")
 
     asyncio.run(body())
 

@@ -14,6 +14,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from eyas.config import DraftLinkConfig, PeersConfig, RegistryConfig, ServerConfig
 from eyas.drafters.base import DrafterNeeds
+from eyas.rpc.channel import Line
 from eyas.rpc.peers import Peers
 from eyas.rpc.server import RpcServer
 from eyas.tree import DraftTree
@@ -96,6 +97,11 @@ def test_a_stopped_process_is_given_up_and_taken_back_when_it_goes_on() -> None:
 
     with process() as (child, address):
         assert asyncio.run(body(child, address)) < 20, "without pings it would be more than a minute"
+
+
+def test_strangers_are_not_asked_more_often_than_grpc_servers_take_by_default() -> None:
+    """They hang up on a second ping within 5 minutes of silence, as a request has that waits in a queue."""
+    assert dict(Line().options)["grpc.keepalive_time_ms"] > 300_000  # type: ignore[operator]
 
 
 @asynccontextmanager
