@@ -70,7 +70,7 @@ def pack_weights(model: nn.Module) -> None:
         return
     for module in model.modules():
         for names in SIBLINGS:
-            siblings = [getattr(module, name, None) for name in names]
+            siblings: list[Any] = [getattr(module, name, None) for name in names]
             if all(_packs(sibling) for sibling in siblings) and len({sibling.in_features for sibling in siblings}) == 1:
                 _join(siblings)
     for module in model.modules():
