@@ -46,7 +46,7 @@ class Joint:
     def part(self, rows: Tensor, place: int) -> Tensor:
         """What the sibling at `place` makes of the rows."""
         if rows is not self._rows:
-            self._rows, self._parts = rows, _multiply(rows, self._packed, self._bias).split(self._sizes, -1)
+            self._rows, self._parts = rows, torch.split(_multiply(rows, self._packed, self._bias), self._sizes, -1)
         part = self._parts[place]
         if place == len(self._sizes) - 1:
             self._rows, self._parts = None, ()
