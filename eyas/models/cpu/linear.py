@@ -6,7 +6,6 @@ that are not Intel's (docs/decisions/0024-packed-weights.md). Legend: R rows, K 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -17,8 +16,6 @@ from torch import Tensor, nn
 WORTH_PACKED = 100_000
 # Rows that the packed layout is made for; it serves any number.
 PACKED_ROWS = 8
-# Layers that transformers calls one after the other on the same rows.
-SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 
 class PackedLinear(nn.Linear):
@@ -31,37 +28,7 @@ class PackedLinear(nn.Linear):
         """rows [..., K] to [..., N]."""
         if rows.numel() < self.few:
             return F.linear(rows, self.weight, self.bias)
-        return _multiply(rows, self.packed, self.bias)
-
-
-class Joint:
-    """Siblings in one product. The first computes for all, the last lets go of it."""
-
-    def __init__(self, packed: Tensor, bias: Tensor | None, sizes: Sequence[int]) -> None:
-        """packed: the siblings' weights one below the other. sizes: N of each."""
-        self._packed, self._bias, self._sizes = packed, bias, list(sizes)
-        self._rows: Tensor | None = None
-        self._parts: Sequence[Tensor] = ()
-
-    def part(self, rows: Tensor, place: int) -> Tensor:
-        """What the sibling at `place` makes of the rows."""
-        if rows is not self._rows:
-            self._rows, self._parts = rows, torch.split(_multiply(rows, self._packed, self._bias), self._sizes, -1)
-        part = self._parts[place]
-        if place == len(self._sizes) - 1:
-            self._rows, self._parts = None, ()
-        return part
-
-
-class JoinedLinear(nn.Linear):
-    """One of several linear layers over the same rows."""
-
-    joint: Joint
-    place: int
-
-    def forward(self, rows: Tensor) -> Tensor:
-        """rows [..., K] to [..., N]."""
-        return self.joint.part(rows, self.place)
+        return torch.ops.mkldnn._linear_pointwise(rows, self.packed, self.bias, "none", [], "")  # type: ignore[no-any-return]
 
 
 def pack_weights(model: nn.Module) -> None:
@@ -69,47 +36,18 @@ def pack_weights(model: nn.Module) -> None:
     if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
         return
     for module in model.modules():
-        for names in SIBLINGS:
-            siblings: list[Any] = [getattr(module, name, None) for name in names]
-            if all(_packs(sibling) for sibling in siblings) and len({sibling.in_features for sibling in siblings}) == 1:
-                _join(siblings)
-    for module in model.modules():
-        if _packs(module):
+        if type(module) is nn.Linear and _packs(module.weight):
             _pack(module)
 
 
-def _packs(module: Any) -> bool:
-    weight = module.weight if type(module) is nn.Linear else None
+def _packs(weight: Any) -> bool:
     return type(weight) is nn.Parameter and weight.device.type == "cpu" and weight.dtype == torch.float32
 
 
 @torch.no_grad()
-def _join(siblings: Sequence[Any]) -> None:
-    """Do so where it is worth its call for a single row."""
-    weight = torch.cat([sibling.weight for sibling in siblings])
-    biases = [sibling.bias for sibling in siblings if sibling.bias is not None]
-    if weight.numel() < WORTH_PACKED or len(biases) not in (0, len(siblings)):
-        return
-    bias = torch.cat(biases) if biases else None
-    joint = Joint(_packed(weight), bias, [sibling.out_features for sibling in siblings])
-    for place, sibling in enumerate(siblings):
-        sibling.joint, sibling.place = joint, place
-        sibling.__class__ = JoinedLinear
-        sibling.weight = sibling.bias = None
-
-
-@torch.no_grad()
 def _pack(module: Any) -> None:
-    module.packed = _packed(module.weight.detach())
+    module.packed = torch.ops.mkldnn._reorder_linear_weight(module.weight.detach(), PACKED_ROWS)
     module.few = -(-WORTH_PACKED // module.out_features)
     module.__class__ = PackedLinear
     if module.few <= module.in_features:
         module.few, module.weight = 0, None
-
-
-def _packed(weight: Tensor) -> Tensor:
-    return torch.ops.mkldnn._reorder_linear_weight(weight, PACKED_ROWS)  # type: ignore[no-any-return]
-
-
-def _multiply(rows: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
-    return torch.ops.mkldnn._linear_pointwise(rows, packed, bias, "none", [], "")  # type: ignore[no-any-return]

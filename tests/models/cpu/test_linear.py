@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from eyas.models.cpu.linear import WORTH_PACKED, JoinedLinear, PackedLinear, pack_weights
+from eyas.models.cpu.linear import WORTH_PACKED, PackedLinear, pack_weights
 
 pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this torch was built without oneDNN")
 
@@ -51,47 +51,3 @@ def test_layers_that_are_no_float32_linear_stay() -> None:
     kinds = [type(layer) for layer in layers]
     pack_weights(layers)
     assert [type(layer) for layer in layers] == kinds
-
-
-class Attention(nn.Module):
-    """The projections of an attention layer under transformers' names."""
-
-    def __init__(self, width: int, bias: bool = False) -> None:
-        super().__init__()
-        self.q_proj, self.k_proj, self.v_proj = (
-            nn.Linear(width, size, bias=bias) for size in (width, width // 2, width // 2)
-        )
-
-    def forward(self, rows: torch.Tensor) -> list[torch.Tensor]:
-        return [self.q_proj(rows), self.k_proj(rows), self.v_proj(rows)]
-
-
-@pytest.mark.parametrize("bias", [False, True], ids=["bare", "biased"])
-def test_siblings_are_one_product_and_give_what_they_gave_before(bias: bool) -> None:
-    torch.manual_seed(0)
-    layer = Attention(256, bias)
-    inputs = [torch.randn(*shape, 256) for shape in ((1,), (1, 9), (1, 64), (1, 0))]
-    expected = [layer(x) for x in inputs]
-    pack_weights(layer)
-    assert all(isinstance(each, JoinedLinear) for each in layer.children())
-    with torch.inference_mode():
-        for x, before in zip(inputs, expected, strict=True):
-            torch.testing.assert_close(layer(x), before, rtol=1e-4, atol=1e-5)
-
-
-def test_siblings_that_are_asked_for_other_rows_answer_for_these() -> None:
-    """Whatever the order: nothing of earlier rows is left."""
-    layer = Attention(256)
-    rows, others = torch.randn(2, 3, 256)
-    expected = layer(rows), layer(others)
-    pack_weights(layer)
-    with torch.inference_mode():
-        for place, name in ((2, "v_proj"), (0, "q_proj"), (1, "k_proj")):
-            for x, before in zip((rows, others), expected, strict=True):
-                torch.testing.assert_close(getattr(layer, name)(x), before[place], rtol=1e-4, atol=1e-5)
-
-
-def test_small_siblings_stay_apart() -> None:
-    layer = Attention(64)
-    pack_weights(layer)
-    assert not any(isinstance(each, JoinedLinear) for each in layer.children())
