@@ -12,10 +12,10 @@ LEFT_OVERS = re.compile(r"\b(?:[T]ODO|[F]IXME|[X]XX)\b|\bissue #?\d|<{7} |>{7} "
 
 
 def lines_with(pattern: re.Pattern[str]) -> list[str]:
-    """Where the pattern occurs in text that people wrote; data and weights excluded."""
+    """Where the pattern occurs in text that people wrote; data, weights and pictures excluded."""
     found = []
     for path in files():
-        if DATA in path.parents and path.suffix != ".md":
+        if (DATA in path.parents and path.suffix != ".md") or path.suffix == ".png":
             continue
         for number, line in enumerate(path.read_text(encoding="utf-8", errors="replace").splitlines(), 1):
             if pattern.search(line):
