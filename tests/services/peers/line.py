@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import socket
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field
+
+from eyas.rpc.server import RpcServer
+from services.lifecycle import WorkerPresence
 
 
 @dataclass
@@ -56,3 +59,15 @@ def cable(service: str) -> Iterator[Cable]:
         for end in line.ends:
             end.close()
         taking.join()
+
+
+@asynccontextmanager
+async def entered(server: RpcServer, presence: WorkerPresence) -> AsyncIterator[Cable]:
+    """A line to a server, by whose address its worker is known until the end; then both are gone."""
+    with cable(await server.start([])) as line:
+        await presence.enter(line.address)
+        try:
+            yield line
+        finally:
+            await presence.leave()
+            await server.stop(0)

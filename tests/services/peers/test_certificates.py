@@ -39,7 +39,7 @@ from services.verifier.remote import RemoteDrafter
 from tests.services.drafting.toy_drafting import INFO, ToyDrafter, context, eventually
 from tests.services.drafting.toy_drafting import serving as serving_drafts
 from tests.services.peers.authority import Authority, peers
-from tests.services.peers.line import Cable, cable
+from tests.services.peers.line import Cable, entered
 from tests.services.redis_server import free_port
 
 
@@ -161,13 +161,8 @@ async def verifier_behind(theirs: Peers, leases: Registry | None) -> AsyncIterat
     """A line to a verifier that tells its state, or leases it at the line's address."""
     server = RpcServer(ServerConfig(), credentials=theirs.server_credentials)
     presence = WorkerPresence(server, leases, "verifier", INFO.model, lambda: Load(0, 0, 10_000))
-    with cable(await server.start([])) as line:
-        await presence.enter(line.address)
-        try:
-            yield line
-        finally:
-            await presence.leave()
-            await server.stop(0)
+    async with entered(server, presence) as line:
+        yield line
 
 
 async def refreshed(workers: Workers, condition: Callable[[], bool]) -> None:

@@ -23,7 +23,7 @@ from services.lifecycle import WorkerPresence
 from services.registry import Registry
 from services.verifier.remote import RemoteDrafter
 from tests.services.drafting.toy_drafting import ToyDrafter, context, eventually, serving
-from tests.services.peers.line import Cable, cable
+from tests.services.peers.line import Cable, cable, entered
 from tests.services.router.scripted_verifier import (
     CALL,
     MODEL,
@@ -111,13 +111,8 @@ async def behind(url: str, script: Script) -> AsyncIterator[Cable]:
     add_GenerationServicer_to_server(ScriptedVerifier(script), server.aio)
     registry = Registry(RegistryConfig(url, 2.0, 0.05))
     presence = WorkerPresence(server, registry, "verifier", MODEL, lambda: Load(0, 0, 10_000))
-    with cable(await server.start([])) as line:
-        await presence.enter(line.address)
-        try:
-            yield line
-        finally:
-            await presence.leave()
-            await server.stop(0)
+    async with entered(server, presence) as line:
+        yield line
 
 
 def test_a_request_that_waits_at_a_verifier_out_of_reach_goes_on_at_another(url: str) -> None:
