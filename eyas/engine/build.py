@@ -17,6 +17,7 @@ from eyas.engine.fixed import FixedRunner
 from eyas.engine.runner import ModelRunner
 from eyas.engine.scheduler import Scheduler
 from eyas.errors import ConfigError
+from eyas.models.cpu.pages import to_huge_pages
 from eyas.models.cuda.passes import Passes, build_passes, plan_passes, release
 from eyas.models.cuda.plan import Plan
 from eyas.models.heads.features import FeatureFuser
@@ -84,7 +85,7 @@ def assemble_engine(
     tree_rows = tree if drafter else PLAIN
     plan = plan_passes(target, engine, tree_rows, context_length)
     with ranks.allot(num_slots, plan):
-        pools = SlotPools(num_slots, target.kv_shapes, width, target.dtype, target.device)
+        pools = _pools(target, num_slots, width)
         if engine.deterministic:
             runner: ModelRunner = FixedRunner(target, pools, fuser, tree.nodes)
         else:
@@ -134,5 +135,7 @@ def follow(
     follower.leave()
 
 
-def _pools(target: TargetModel, num_slots: int) -> SlotPools:
-    return SlotPools(num_slots, target.kv_shapes, 0, target.dtype, target.device)
+def _pools(target: TargetModel, num_slots: int, feature_width: int = 0) -> SlotPools:
+    pools = SlotPools(num_slots, target.kv_shapes, feature_width, target.dtype, target.device)
+    to_huge_pages([*pools.keys, *pools.values])
+    return pools

@@ -6,29 +6,56 @@ that are not Intel's (docs/decisions/0024-packed-weights.md). Legend: R rows, K 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-# Multiplications below which calling oneDNN costs more than it saves.
-WORTH_PACKED = 100_000
 # Rows that the packed layout is made for; it serves any number.
 PACKED_ROWS = 8
+# Layers that transformers calls one after the other on the same rows.
+SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 
 class PackedLinear(nn.Linear):
-    """A linear layer with its weight in oneDNN's layout. A weight so large that even one row goes there is kept only so."""
+    """A linear layer whose weight is kept in oneDNN's layout only."""
 
     packed: Tensor
-    few: int  # numbers in an input for which packing is not worth its call
 
     def forward(self, rows: Tensor) -> Tensor:
         """rows [..., K] to [..., N]."""
-        if rows.numel() < self.few:
-            return F.linear(rows, self.weight, self.bias)
-        return torch.ops.mkldnn._linear_pointwise(rows, self.packed, self.bias, "none", [], "")  # type: ignore[no-any-return]
+        return _multiply(rows, self.packed, self.bias)
+
+
+class Joint:
+    """Siblings in one product. The first computes for all, the last lets go of it."""
+
+    def __init__(self, packed: Tensor, bias: Tensor | None, sizes: Sequence[int]) -> None:
+        """packed: the siblings' weights one below the other. sizes: N of each."""
+        self.packed, self._bias, self._sizes = packed, bias, list(sizes)
+        self._rows: Tensor | None = None
+        self._parts: Sequence[Tensor] = ()
+
+    def part(self, rows: Tensor, place: int) -> Tensor:
+        """What the sibling at `place` makes of the rows."""
+        if rows is not self._rows:
+            self._rows, self._parts = rows, torch.split(_multiply(rows, self.packed, self._bias), self._sizes, -1)
+        part = self._parts[place]
+        if place == len(self._sizes) - 1:
+            self._rows, self._parts = None, ()
+        return part
+
+
+class JoinedLinear(nn.Linear):
+    """One of several linear layers over the same rows."""
+
+    joint: Joint
+    place: int
+
+    def forward(self, rows: Tensor) -> Tensor:
+        """rows [..., K] to [..., N]."""
+        return self.joint.part(rows, self.place)
 
 
 def pack_weights(model: nn.Module) -> None:
@@ -36,18 +63,44 @@ def pack_weights(model: nn.Module) -> None:
     if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
         return
     for module in model.modules():
-        if type(module) is nn.Linear and _packs(module.weight):
+        for names in SIBLINGS:
+            siblings: list[Any] = [getattr(module, name, None) for name in names]
+            if all(_packs(sibling) for sibling in siblings) and len({sibling.weight.shape[1] for sibling in siblings}) == 1:
+                _join(siblings)
+    for module in model.modules():
+        if _packs(module):
             _pack(module)
 
 
-def _packs(weight: Any) -> bool:
+def _packs(module: Any) -> bool:
+    weight = module.weight if type(module) is nn.Linear else None
     return type(weight) is nn.Parameter and weight.device.type == "cpu" and weight.dtype == torch.float32
 
 
 @torch.no_grad()
+def _join(siblings: Sequence[Any]) -> None:
+    biases = [sibling.bias for sibling in siblings if sibling.bias is not None]
+    if len(biases) not in (0, len(siblings)):
+        return
+    weight = torch.cat([sibling.weight for sibling in siblings])
+    bias = torch.cat(biases) if biases else None
+    joint = Joint(_packed(weight), bias, [len(sibling.weight) for sibling in siblings])
+    siblings[0].register_buffer("packed", joint.packed, persistent=False)  # for whoever counts or moves weights' memory
+    for place, sibling in enumerate(siblings):
+        sibling.joint, sibling.place = joint, place
+        sibling.__class__ = JoinedLinear
+        sibling.weight = sibling.bias = None
+
+
+@torch.no_grad()
 def _pack(module: Any) -> None:
-    module.packed = torch.ops.mkldnn._reorder_linear_weight(module.weight.detach(), PACKED_ROWS)
-    module.few = -(-WORTH_PACKED // module.out_features)
-    module.__class__ = PackedLinear
-    if module.few <= module.in_features:
-        module.few, module.weight = 0, None
+    module.register_buffer("packed", _packed(module.weight.detach()), persistent=False)
+    module.__class__, module.weight = PackedLinear, None
+
+
+def _packed(weight: Tensor) -> Tensor:
+    return torch.ops.mkldnn._reorder_linear_weight(weight, PACKED_ROWS)  # type: ignore[no-any-return]
+
+
+def _multiply(rows: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
+    return torch.ops.mkldnn._linear_pointwise(rows, packed, bias, "none", [], "")  # type: ignore[no-any-return]

@@ -88,14 +88,15 @@ def _numbered(best: Tensor, ids: Tensor, otherwise: int) -> Tensor:
 def rank(scores: Tensor, k: int) -> Ranked:
     """The k highest of each row of float32 scores [..., V], best first, exact ties ordered by lowest id.
 
-    torch.topk leaves the order of ties open, so it is given integers that hold score and id at once; few scores are sorted.
+    torch.topk leaves the order of ties open, so it is given integers that hold score and id at once, made in place: of many
+    rows, allocation is what takes the time. Few scores are sorted.
     """
     if scores.shape[-1] <= FEW:
         ordered = torch.sort(scores, dim=-1, descending=True, stable=True)
         return Ranked(ordered.values[..., :k], ordered.indices[..., :k])
     bits = (scores + 0.0).contiguous().view(torch.int32)
-    monotone = bits ^ ((bits >> 31) & 0x7FFFFFFF)
-    ids = torch.arange(scores.shape[-1], device=scores.device)
-    keys = (monotone.long() << 32) | (0xFFFFFFFF - ids)
+    bits.bitwise_xor_((bits >> 31).bitwise_and_(0x7FFFFFFF))  # now the integers are in the order of the floats
+    last = 0xFFFFFFFF - torch.arange(scores.shape[-1], device=scores.device)
+    keys = bits.long().bitwise_left_shift_(32).bitwise_or_(last)
     chosen = 0xFFFFFFFF - (keys.topk(k, dim=-1).values & 0xFFFFFFFF)
     return Ranked(scores.gather(-1, chosen), chosen)

@@ -30,7 +30,7 @@ def exponential_noise(seeds: Sequence[int], positions: Sequence[int], token_ids:
 
 def exponential_noise_at(seeds: Tensor, positions: Tensor, token_ids: Tensor) -> Tensor:
     """The same where seeds, as signed 64-bit integers, and positions are int64 [N] beside token_ids."""
-    uniform = (_logical_shift(_bits(seeds, positions, token_ids), 32).double() + 0.5) * 2.0**-32
+    uniform = _logical_shift(_bits(seeds, positions, token_ids), 32).double().add_(0.5).mul_(2.0**-32)
     return uniform.neg_().log1p_().neg_().float()
 
 
@@ -40,7 +40,7 @@ def uniform_noise(seeds: Sequence[int], positions: Sequence[int], indices: Tenso
     A stream of its own: it hashes where no token id stands, below 0.
     """
     bits = _bits(_signed(seeds, indices), _integers(positions, indices), -2 - indices)
-    return (_logical_shift(bits, 12).double() + 0.5) * 2.0**-52
+    return _logical_shift(bits, 12).double().add_(0.5).mul_(2.0**-52)
 
 
 def draft_seed(seed: int) -> int:
@@ -64,16 +64,17 @@ def _integers(values: Sequence[int], beside: Tensor) -> Tensor:
 
 def _bits(seeds: Tensor, positions: Tensor, counters: Tensor) -> Tensor:
     """64 bits, as int64 [N, C], of every (seed, position) at every counter."""
-    key = _mix(_mix(seeds + GOLDEN) + positions * GOLDEN)
-    return _mix(key[:, None] + (counters + 1) * GOLDEN)
+    key = _mix_(_mix_(seeds + GOLDEN).add_(positions * GOLDEN))
+    return _mix_(key[:, None] + (counters + 1) * GOLDEN)
 
 
-def _mix(z: Tensor) -> Tensor:
-    """A bijection on 64-bit integers whose output bits all depend on all input bits. Multiplication wraps."""
-    z = (z ^ _logical_shift(z, 30)) * MIX_1
-    z = (z ^ _logical_shift(z, 27)) * MIX_2
-    return z ^ _logical_shift(z, 31)
+def _mix_(z: Tensor) -> Tensor:
+    """A bijection on 64-bit integers whose output bits all depend on all input bits. Multiplication wraps. In place: of many
+    rows, allocation is what takes the time."""
+    z.bitwise_xor_(_logical_shift(z, 30)).mul_(MIX_1)
+    z.bitwise_xor_(_logical_shift(z, 27)).mul_(MIX_2)
+    return z.bitwise_xor_(_logical_shift(z, 31))
 
 
 def _logical_shift(z: Tensor, bits: int) -> Tensor:
-    return (z >> bits) & ((1 << (64 - bits)) - 1)
+    return (z >> bits).bitwise_and_((1 << (64 - bits)) - 1)

@@ -1,4 +1,4 @@
-"""Packed linear layers against torch's own, over sizes on both sides of where packing is worth its call."""
+"""Packed linear layers against torch's own."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from eyas.models.cpu.linear import WORTH_PACKED, PackedLinear, pack_weights
+from eyas.models.cpu.linear import JoinedLinear, PackedLinear, pack_weights
 
 pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this torch was built without oneDNN")
 
@@ -25,22 +25,10 @@ def test_packed_layers_give_what_they_gave_before(sizes: tuple[int, int], bias: 
             torch.testing.assert_close(layer(x), before, rtol=1e-4, atol=1e-5)
 
 
-def test_only_large_weights_give_up_their_own_layout() -> None:
-    small, large = nn.Linear(64, 64, bias=False), nn.Linear(1024, WORTH_PACKED // 1024 + 1, bias=False)
-    pack_weights(nn.ModuleList([small, large]))
-    assert small.weight is not None
-    assert large.weight is None
-
-
-def test_many_rows_go_through_the_packed_weight_and_few_do_not() -> None:
-    """Seen by emptying the one that must not be read."""
-    layer = nn.Linear(64, 64, bias=False)
-    few, many = torch.ones(1, 64), torch.ones(WORTH_PACKED // 64**2 + 1, 64)
-    pack_weights(layer)
-    before = layer(few)
-    nn.init.zeros_(layer.weight)
-    assert layer(few).eq(0).all()
-    torch.testing.assert_close(layer(many)[:1], before, rtol=1e-4, atol=1e-5)
+def test_a_weight_is_kept_once() -> None:
+    layers = nn.ModuleList([nn.Linear(64, 64, bias=False), nn.Linear(7, 3), Attention(64)])
+    pack_weights(layers)
+    assert [tuple(each.shape) for each in layers.parameters()] == [(3,)], "but for a bias"
 
 
 def test_layers_that_are_no_float32_linear_stay() -> None:
@@ -51,3 +39,53 @@ def test_layers_that_are_no_float32_linear_stay() -> None:
     kinds = [type(layer) for layer in layers]
     pack_weights(layers)
     assert [type(layer) for layer in layers] == kinds
+
+
+class Attention(nn.Module):
+    """The projections of an attention layer under transformers' names."""
+
+    def __init__(self, width: int, bias: bool = False) -> None:
+        super().__init__()
+        self.q_proj, self.k_proj, self.v_proj = (
+            nn.Linear(width, size, bias=bias) for size in (width, width // 2, width // 2)
+        )
+
+    def forward(self, rows: torch.Tensor) -> list[torch.Tensor]:
+        return [self.q_proj(rows), self.k_proj(rows), self.v_proj(rows)]
+
+
+@pytest.mark.parametrize("bias", [False, True], ids=["bare", "biased"])
+def test_siblings_are_one_product_and_give_what_they_gave_before(bias: bool) -> None:
+    torch.manual_seed(0)
+    layer = Attention(256, bias)
+    inputs = [torch.randn(*shape, 256) for shape in ((1,), (1, 9), (1, 64), (1, 0))]
+    expected = [layer(x) for x in inputs]
+    pack_weights(layer)
+    assert all(isinstance(each, JoinedLinear) for each in layer.children())
+    with torch.inference_mode():
+        for x, before in zip(inputs, expected, strict=True):
+            torch.testing.assert_close(layer(x), before, rtol=1e-4, atol=1e-5)
+
+
+def test_siblings_that_are_asked_for_other_rows_answer_for_these() -> None:
+    """Whatever the order: nothing of earlier rows is left."""
+    layer = Attention(256)
+    rows, others = torch.randn(2, 3, 256)
+    expected = layer(rows), layer(others)
+    pack_weights(layer)
+    with torch.inference_mode():
+        for place, name in ((2, "v_proj"), (0, "q_proj"), (1, "k_proj")):
+            for x, before in zip((rows, others), expected, strict=True):
+                torch.testing.assert_close(getattr(layer, name)(x), before[place], rtol=1e-4, atol=1e-5)
+
+
+def test_siblings_of_which_a_rank_holds_a_part_are_joined_as_large_as_they_are() -> None:
+    """What their construction said of their sizes is no longer true then."""
+    layer, rows = Attention(1024), torch.randn(3, 1024)
+    expected = [part.detach().chunk(2, -1)[0] for part in layer(rows)]
+    for projection in layer.children():
+        projection.weight = nn.Parameter(projection.weight.detach().chunk(2)[0].clone())
+    pack_weights(layer)
+    with torch.inference_mode():
+        for part, before in zip(layer(rows), expected, strict=True):
+            torch.testing.assert_close(part, before, rtol=1e-4, atol=1e-5)

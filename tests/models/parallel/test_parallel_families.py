@@ -1,6 +1,7 @@
 """Every style of sharing that the plans of common families ask for gives the whole model's logits."""
 
 from functools import partial
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -52,7 +53,8 @@ def logits_of(target: TargetModel) -> Tensor:
 
 def num_weights(target: TargetModel) -> int:
     """Weights of the layers, which the ranks share; the embeddings are everybody's."""
-    return sum(weight.numel() for name, weight in target.model.named_parameters() if ".layers." in name)
+    held = chain(target.model.named_parameters(), target.model.named_buffers())
+    return sum(weight.numel() for name, weight in held if ".layers." in name)
 
 
 def follow(folders: list[str], place: Place) -> None:

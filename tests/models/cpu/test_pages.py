@@ -1,0 +1,62 @@
+"""Weights on huge pages: where the kernel grants them they are there, and nowhere does a weight change."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from eyas.models.cpu.linear import pack_weights
+from eyas.models.cpu.pages import HUGE, NOW, to_huge_pages, weights_of
+
+NUM_HUGE = 8
+
+
+def granted() -> bool:
+    """Whether this kernel makes huge pages of ordinary ones when asked, and does not of its own accord."""
+    policy = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+    if not policy.exists() or "[always]" in policy.read_text():
+        return False
+    memory = mmap.mmap(-1, NUM_HUGE * HUGE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory[:: mmap.PAGESIZE] = bytes(NUM_HUGE * HUGE // mmap.PAGESIZE)
+    start = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    inside = -(-start // HUGE) * HUGE
+    return bool(ctypes.CDLL(None).madvise(ctypes.c_void_p(inside), ctypes.c_size_t((NUM_HUGE - 1) * HUGE), NOW) == 0)
+
+
+def huge_bytes(start: int, size: int) -> int:
+    """Of the pieces of this process's memory that hold a part of these addresses, what is on huge pages."""
+    total, inside = 0, False
+    with open("/proc/self/smaps") as lines:
+        for line in lines:
+            name, *rest = line.split()
+            if "-" in name and not name.endswith(":"):
+                first, end = (int(address, 16) for address in name.split("-"))
+                inside = first < start + size and start < end
+            elif name == "AnonHugePages:" and inside:
+                total += int(rest[0]) * 1024
+    return total
+
+
+@pytest.mark.skipif(not granted(), reason="this kernel makes no huge pages when asked, or without being asked")
+@pytest.mark.parametrize("packed", [False, True], ids=["plain", "packed"])
+def test_weights_lie_on_huge_pages(packed: bool) -> None:
+    layer = nn.Linear(1024, 10240, bias=False)  # 40 MiB, which glibc never takes from memory that it has used before
+    before = layer(torch.ones(2, 1024))
+    if packed:
+        pack_weights(layer)
+        start, size = torch.ops.mkldnn.data_ptr(layer.packed), torch.ops.mkldnn._nbytes(layer.packed)
+    else:
+        start, size = layer.weight.data_ptr(), layer.weight.nbytes
+    earlier = huge_bytes(start, size)
+    to_huge_pages(weights_of(layer))
+    assert huge_bytes(start, size) - earlier >= size - 2 * HUGE
+    torch.testing.assert_close(layer(torch.ones(2, 1024)), before, rtol=1e-4, atol=1e-4)
+
+
+def test_what_has_no_memory_is_passed_over() -> None:
+    to_huge_pages([torch.empty(0, 4), torch.empty(4, 4, device="meta")])
