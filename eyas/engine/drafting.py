@@ -41,13 +41,20 @@ class Drafting:
         self._pending: Pending = list
         self._ended: list[str] = []
 
+    def listening(self, sequences: Iterable[Sequence]) -> list[Sequence]:
+        """Those of which there is something new that their drafter would hear, in order; only these can be asked for."""
+        drafter = self._drafter
+        if drafter is None:
+            return []
+        return [s for s in sequences if _has_news(s) and drafter.listens(s.request.id)]
+
     def ask(self, sequences: Iterable[Sequence], budget: Callable[[Sequence], Budget]) -> None:
-        """Commit what is new of each sequence and ask for its next tree, within its budget. Of one whose prompt is done and
-        that may have no tree, the drafter hears once it may."""
+        """Commit what is new of each of the `listening` sequences and ask for its next tree, within its budget. Of one whose
+        prompt is done and that may have no tree, the drafter hears once it may."""
         drafter = self._drafter
         if drafter is None:
             return
-        news = [(s, budget(s)) for s in sequences if _has_news(s) and drafter.listens(s.request.id)]
+        news = [(s, budget(s)) for s in sequences]
         told = [(s, its) for s, its in news if its.wants_tree or s.prefilling]
         asked, contexts = [s for s, _ in told], [self._context(s, its, drafter) for s, its in told]
         if contexts:

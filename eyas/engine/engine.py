@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
-from functools import partial
 
 from eyas.engine.acceptance.outcomes import decide
 from eyas.engine.budget.policy import FixedBudget, TreeBudget
@@ -26,7 +25,7 @@ class Load:
     them, and give way at need. num_slots: all of them. cached_slots: those that the prefix cache owns.
     queued_slots: what the queued requests need to their ends.
 
-    tree_nodes: most nodes of the trees last asked for; 1 where there was none to ask for or none would have paid.
+    tree_nodes: what most of the trees last asked for may have, the root included; 1 where none would have paid.
     """
 
     num_running: int
@@ -90,8 +89,10 @@ class Engine:
             verify = self._clock() - collected
             self._budget.verified(works, outcomes.accepted, verify)
         self.report = self._reported(works, collected - started, verify)
-        nodes = self._budget.choose(self._scheduler.num_decoding, self._scheduler.most_nodes)
-        self._drafting.ask(self._scheduler.running, partial(self._scheduler.budget, nodes=nodes))
+        listening = self._drafting.listening(self._scheduler.running)
+        decoding = [sequence.request.id for sequence in listening if not sequence.prefilling]
+        sizes = self._budget.choose(decoding, self._scheduler.most_nodes)
+        self._drafting.ask(listening, lambda s: self._scheduler.budget(s, sizes.get(s.request.id, 1)))
         return chunks
 
     def submit(self, request: Request) -> None:

@@ -129,11 +129,6 @@ class Scheduler:
         return len(self._running)
 
     @property
-    def num_decoding(self) -> int:
-        """Running sequences whose prompt is done."""
-        return sum(not sequence.prefilling for sequence in self._running)
-
-    @property
     def num_waiting(self) -> int:
         return len(self.waiting)
 

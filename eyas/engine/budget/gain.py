@@ -37,9 +37,9 @@ class Gains:
             ranks = np.argsort(np.argsort(-np.array(tree.log_probs), kind="stable"))
             self._accepted[ranks[list(path)]] += 1
 
-    def known(self, nodes: int) -> bool:
-        """Whether enough trees of so many nodes have been asked for."""
-        return bool(self._asked[nodes - 1] >= FEWEST_TREES)
+    def known(self, most: int) -> int:
+        """The largest size, up to `most`, of which enough trees have been asked for; 1 if there is none."""
+        return max(int(np.count_nonzero(self._asked[:most] >= FEWEST_TREES)), 1)
 
     def tokens(self, nodes: int) -> Floats:
         """Expected tokens of a verify step, bonus included, with trees of 1 up to `nodes` nodes; all must be known."""

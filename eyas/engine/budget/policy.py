@@ -1,7 +1,8 @@
-"""How many nodes the trees of the next step may have: seconds of a step's stages in, a number out. Knows no tensors."""
+"""How large the trees of the next step may be: seconds of a step's stages in, nodes by request out. Knows no tensors."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence as Seq
 from typing import Protocol
 
@@ -9,17 +10,25 @@ import numpy as np
 
 from eyas.engine.acceptance.match import Accepted
 from eyas.engine.budget.cost import Line
-from eyas.engine.budget.gain import Gains
+from eyas.engine.budget.gain import Floats, Gains
 from eyas.engine.sequence import Work
 
 # The first steps do what is done once only, and tell nothing of the later ones.
 WARM_UP_STEPS = 4
-# Choices from those that are made to learn to the next: twice the largest trees, then none, and so on.
-PROBE_INTERVAL = 32
+# Lessons, steps that serve to learn, one after the other: how many in 32 requests, rounded up, get the largest trees, while
+# the others have what they would have. The first brings drafters up to date, two sizes tell what a request more costs, and
+# in the last nobody has a tree.
+LEARNERS = (2, 2, 1, 0)
+OF_REQUESTS = 32
+# Of all time, what lessons may lose once everything is known.
+LEARNING_SHARE = 0.03
 
 
 class TreeBudget(Protocol):
-    """Is told what each stage of a step took, as it ends. Whatever it chooses, no output depends on it."""
+    """Is told what each stage of a step took, as it ends. Whatever it chooses, no output depends on it.
+
+    num_nodes: the usual size, the root included.
+    """
 
     num_nodes: int
 
@@ -31,9 +40,8 @@ class TreeBudget(Protocol):
         """The step is done, so long after the drafts were there; what was accepted of each work's tree."""
         ...
 
-    def choose(self, num_decoding: int, most: int) -> int:
-        """Most nodes, the root included, of the next step's trees, of which so many are asked for; up to `most`. It is kept
-        in `num_nodes`."""
+    def choose(self, decoding: Seq[str], most: int) -> dict[str, int]:
+        """Most nodes, the root included, of the next step's tree of each request that could have one; up to `most`."""
         ...
 
 
@@ -46,9 +54,9 @@ class FixedBudget:
 
     def verified(self, works: Seq[Work], accepted: Seq[Accepted | None], seconds: float) -> None: ...
 
-    def choose(self, num_decoding: int, most: int) -> int:
+    def choose(self, decoding: Seq[str], most: int) -> dict[str, int]:
         self.num_nodes = most
-        return most
+        return dict.fromkeys(decoding, most)
 
 
 class AdaptiveBudget:
@@ -56,55 +64,78 @@ class AdaptiveBudget:
 
     With B sequences and trees of k nodes a step takes verify(B * rows(k)) + wait(B) seconds, the latter if k > 1, and gives
     B * tokens(k) tokens; verify and wait are straight lines, verify fitted to steps without prompt rows, wait to drafters
-    that were asked the time before too, and rows and tokens are means by rank. Choices now and then that only serve to learn
-    keep all of them known.
+    that were not left behind, and rows and tokens are means by rank. A few requests now and then have trees that only serve
+    to learn, so that all of it stays known.
     """
 
     def __init__(self, most_nodes: int) -> None:
         """most_nodes: of any tree, the root included."""
-        self.num_nodes = most_nodes
+        self.num_nodes = 1
         self._verify, self._wait = Line(0.99), Line(0.9)
         self._gains = Gains(most_nodes)
-        self._num_asked = 0
-        self._caught_up = False
+        self._sizes: dict[str, int] = {}
+        self._up_to_date = False
         self._num_steps = 0
-        self._num_choices = 0
+        self._waited = 0.0
+        self._lesson = len(LEARNERS)
+        self._learns = False
+        self._price = math.inf  # seconds a token in a step that is no lesson
+        self._lost = self._spent = 0.0  # seconds: by the lessons, and since
 
     def drafted(self, seconds: float) -> None:
-        asked = self._num_asked > 0 and self.num_nodes > 1
-        if asked and self._caught_up and self._num_steps >= WARM_UP_STEPS:
-            self._wait.add(self._num_asked, seconds)
-        self._caught_up = asked
+        self._waited = seconds
+        num_asked = sum(size > 1 for size in self._sizes.values())
+        if num_asked and self._up_to_date and self._num_steps >= WARM_UP_STEPS:
+            self._wait.add(num_asked, seconds)
 
     def verified(self, works: Seq[Work], accepted: Seq[Accepted | None], seconds: float) -> None:
         self._num_steps += 1
-        if self._num_steps > WARM_UP_STEPS and all(work.tree is not None for work in works):
-            self._verify.add(sum(len(work.slots) for work in works), seconds)
+        if all(work.tree is not None for work in works):
+            self._account(sum(len(outcome.tokens) for outcome in accepted if outcome), self._waited + seconds)
+            if self._num_steps > WARM_UP_STEPS:
+                self._verify.add(sum(len(work.slots) for work in works), seconds)
         for work, outcome in zip(works, accepted, strict=True):
-            if work.tree is not None and outcome is not None and self.num_nodes > 1:
-                self._gains.add(self.num_nodes, work.tree, outcome.path)
+            size = self._sizes.get(work.sequence.request.id, 1)
+            if work.tree is not None and outcome is not None and size > 1:
+                self._gains.add(size, work.tree, outcome.path)
 
-    def choose(self, num_decoding: int, most: int) -> int:
-        self._num_asked = num_decoding
-        if num_decoding:
-            self.num_nodes = self._next(num_decoding, most) if most > 1 else 1
-        return self.num_nodes
+    def choose(self, decoding: Seq[str], most: int) -> dict[str, int]:
+        priced = self._verify.sloped and not self._wait.empty
+        known = self._gains.known(most) if priced else 1
+        before, self._sizes = self._sizes, {}
+        lessons: dict[str, int] = {}
+        if decoding:
+            prices = self._prices(len(decoding), known)
+            self.num_nodes = 1 + int(np.argmin(prices))
+            self._price = float(prices.min()) if known == most else math.inf
+            lessons = self._lessons(decoding, known, most)
+            self._sizes = dict.fromkeys(decoding, self.num_nodes) | lessons
+        self._learns = bool(lessons)
+        self._up_to_date = all(before.get(name, size) > 1 for name, size in self._sizes.items() if size > 1)
+        return self._sizes
 
-    def _next(self, num_decoding: int, most: int) -> int:
-        turn = self._num_choices % (2 * PROBE_INTERVAL)
-        self._num_choices += 1
-        if not self._knows(most):
-            return 1 if turn % 4 == 3 else most
-        if turn < 2:
-            return most
-        return 1 if turn == PROBE_INTERVAL else self._best(num_decoding, most)
+    def _lessons(self, decoding: Seq[str], known: int, most: int) -> dict[str, int]:
+        """Sizes that serve to learn, if it is time for that; the same requests are asked each time."""
+        if self._lesson == len(LEARNERS):
+            if most == 1 or (known == most and self._spent * LEARNING_SHARE <= self._lost):
+                return {}
+            self._lesson, self._lost, self._spent = 0, 0.0, 0.0
+        share = LEARNERS[self._lesson]
+        self._lesson += 1
+        learners = decoding[: -(-len(decoding) * share // OF_REQUESTS)]
+        return dict.fromkeys(learners, most) if share else dict.fromkeys(decoding, 1)
 
-    def _knows(self, most: int) -> bool:
-        return self._verify.sloped and not self._wait.empty and self._gains.known(most)
+    def _account(self, num_tokens: int, seconds: float) -> None:
+        """Of a step without prompt rows; what a lesson took for its tokens beyond their price is lost."""
+        if self._learns:
+            self._lost += max(seconds - num_tokens * self._price, 0.0)
+        else:
+            self._spent += seconds
 
-    def _best(self, num_decoding: int, most: int) -> int:
-        """The smallest of the sizes that give the most tokens a second."""
+    def _prices(self, num_decoding: int, most: int) -> Floats:
+        """Seconds a token with trees of 1 up to `most` nodes."""
         rows = num_decoding * self._gains.rows(most)
         seconds = np.array([self._verify.at(size) for size in rows])
         seconds[1:] += self._wait.at(num_decoding)
-        return 1 + int(np.argmax(self._gains.tokens(most) / seconds))
+        prices: Floats = seconds / (num_decoding * self._gains.tokens(most))
+        return prices

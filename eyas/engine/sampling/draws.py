@@ -53,7 +53,7 @@ def run_race(law: Tensor, draws: Sequence[Draw]) -> Tensor:
     rows = [streams.setdefault((d.key.seed, d.position), len(streams)) for d in draws]
     vocabulary = torch.arange(law.shape[-1], device=law.device)
     noise = exponential_noise([seed for seed, _ in streams], [position for _, position in streams], vocabulary)
-    return race(noise[upload(rows, law.device)], law)
+    return race(noise.index_select(0, upload(rows, law.device)), law)
 
 
 def _race(logits: Tensor, draws: Sequence[Draw]) -> Tensor:

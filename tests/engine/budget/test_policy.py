@@ -1,8 +1,9 @@
 """The size of draft trees under made-up costs: it follows what nodes cost and what they give. No time is measured."""
 
 import random
+from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 from eyas.engine.acceptance.match import Accepted
 from eyas.engine.budget.cost import Line
 from eyas.engine.budget.gain import Gains
-from eyas.engine.budget.policy import PROBE_INTERVAL, AdaptiveBudget
+from eyas.engine.budget.policy import LEARNERS, LEARNING_SHARE, OF_REQUESTS, AdaptiveBudget
 from eyas.engine.sequence import Place, Sequence, Work
 from eyas.request import Request
 from eyas.tree import DraftTree
@@ -22,8 +23,8 @@ NODES = 8
 
 @dataclass
 class World:
-    """Steps of `batch` sequences. A step costs `fixed`, `row` for each node, and `draft` where trees were asked for, with
-    `behind` for each step that the drafter was not told of; its chain goes on being right with probability `right`.
+    """Steps of `batch` requests. A step costs `fixed`, `row` for each node, and `draft` where trees were asked for, with
+    `behind` for each step that a drafter so asked was not told of; its chains go on being right with probability `right`.
     available: whether the drafter answers."""
 
     fixed: float = 1.0
@@ -33,39 +34,46 @@ class World:
     batch: int = 1
     available: bool = True
     behind: float = 0.0
-    num_untold: int = 0
+    num_untold: Counter[str] = field(default_factory=Counter)
     now: float = 0.0
     tokens: int = 0
 
-    def step(self, nodes: int, rng: random.Random) -> tuple[list[Work], list[Accepted | None]]:
-        """What the engine would have to say of a step with trees of so many nodes."""
-        sequence = Sequence.start(Request("a", (1,)), Place(0.0, 0))
-        tree = DraftTree.chain(range(nodes if self.available else 1))
+    def step(self, sizes: dict[str, int], rng: random.Random) -> tuple[list[Work], list[Accepted | None]]:
+        """What the engine would have to say of a step with trees of these sizes."""
         works, accepted = [], list[Accepted | None]()
-        for _ in range(self.batch):
+        for name, size in sizes.items():
+            tree = DraftTree.chain(range(size if self.available else 1))
             length = next((n for n in range(tree.num_drafted) if rng.random() >= self.right), tree.num_drafted)
             path = tuple(range(length + 1))
-            works.append(Work(sequence, np.arange(len(tree)), 1, tree))
+            works.append(Work(Sequence.start(Request(name, (1,)), Place(0.0, 0)), np.arange(len(tree)), 1, tree))
             accepted.append(Accepted(path, path))
             self.tokens += len(path)
         return works, accepted
 
-    def run(self, budget: AdaptiveBudget, steps: int, seed: int = 0, most: int = NODES) -> list[int]:
-        """The sizes that were chosen."""
-        rng, chosen = random.Random(seed), [budget.choose(self.batch, most)]
+    def wait(self, sizes: dict[str, int]) -> float:
+        """For the drafter, which is told of those that have trees alone."""
+        self.num_untold.update(sizes.keys())
+        asked = [name for name, size in sizes.items() if size > 1]
+        behind = max((self.num_untold.pop(name) - 1 for name in asked), default=0)
+        return self.draft + self.behind * behind if asked else 0.0
+
+    def sizes(self, budget: AdaptiveBudget, steps: int, seed: int = 0, most: int = NODES) -> list[dict[str, int]]:
+        """The sizes that were chosen, step by step."""
+        rng, names = random.Random(seed), [f"{number}" for number in range(self.batch)]
+        chosen = [budget.choose(names, most)]
         for _ in range(steps):
-            self.num_untold += 1
-            wait = 0.0
-            if chosen[-1] > 1:
-                wait = self.draft + self.behind * (self.num_untold - 1)
-                self.num_untold = 0
+            wait = self.wait(chosen[-1])
             budget.drafted(wait)
             works, accepted = self.step(chosen[-1], rng)
             verify = self.fixed + self.row * sum(len(work.slots) for work in works)
             budget.verified(works, accepted, verify)
             self.now += wait + verify
-            chosen.append(budget.choose(self.batch, most))
+            chosen.append(budget.choose(names, most))
         return chosen
+
+    def run(self, budget: AdaptiveBudget, steps: int, seed: int = 0, most: int = NODES) -> list[int]:
+        """The size that most requests had, step by step."""
+        return [usual(list(sizes.values())) for sizes in self.sizes(budget, steps, seed, most)]
 
     def tokens_per_second(self, nodes: int) -> float:
         """What it would be in the long run with trees of one size."""
@@ -82,7 +90,7 @@ def usual(chosen: list[int]) -> int:
 def test_free_rows_give_the_whole_tree_and_dear_ones_none() -> None:
     for row, expected in ((0.0, NODES), (10.0, 1)):
         world = World(row=row)
-        chosen = world.run(AdaptiveBudget(NODES), 400)[-4 * PROBE_INTERVAL :]
+        chosen = world.run(AdaptiveBudget(NODES), 400)[-128:]
         assert usual(chosen) == expected
         assert len([nodes for nodes in chosen if nodes != expected]) <= 5, "but for what serves to learn"
 
@@ -124,10 +132,9 @@ def test_speculation_costs_no_more_than_it_gives_but_for_what_serves_to_learn(
     budget = AdaptiveBudget(NODES)
     world.run(budget, 100, seed)
     world.now, world.tokens = 0.0, 0
-    world.run(budget, 8 * PROBE_INTERVAL, seed + 1)
+    world.run(budget, 256, seed + 1)
     plain = world.fixed + world.row * batch
-    learning = (world.fixed + world.row * batch * NODES + world.draft) / plain / PROBE_INTERVAL
-    assert world.now / world.tokens <= (1.05 + learning) * plain / batch
+    assert world.now / world.tokens <= (1.05 + LEARNING_SHARE) * plain / batch
 
 
 @pytest.mark.parametrize("batch", [1, 4, 16])
@@ -137,6 +144,47 @@ def test_the_size_that_is_chosen_is_about_the_best(row: float, batch: int) -> No
     chosen = usual(world.run(AdaptiveBudget(NODES), 300)[-100:])
     best = max(world.tokens_per_second(nodes) for nodes in range(1, NODES + 1))
     assert world.tokens_per_second(chosen) > 0.93 * best
+
+
+def test_learning_among_many_requests_takes_few_of_them_and_little_time() -> None:
+    world = World(row=1.0, draft=5.0, batch=64)
+    budget = AdaptiveBudget(NODES)
+    first = world.sizes(budget, 40)
+    assert max(sum(size > 1 for size in sizes.values()) for sizes in first) == 64 * max(LEARNERS) / OF_REQUESTS
+    world.now, world.tokens = 0.0, 0
+    world.sizes(budget, 1000)
+    assert world.now / world.tokens < (1 + LEARNING_SHARE) * (world.fixed + world.row * 64) / 64
+
+
+def test_prompts_that_keep_coming_do_not_bring_lesson_after_lesson() -> None:
+    world, rng = World(row=10.0, batch=4), random.Random(0)
+    budget = AdaptiveBudget(NODES)
+    world.sizes(budget, 400)
+    assert any(max(world.sizes(budget, 1)[-1].values()) > 1 for _ in range(2000)), "no lesson begins"
+    chosen = []
+    for _ in range(40):
+        chosen.append(budget.choose([f"{number}" for number in range(4)], NODES))
+        works, accepted = world.step(chosen[-1], rng)
+        prompt = Work(Sequence.start(Request("new", (1, 2)), Place(0.0, 9)), np.arange(2), 0, None)
+        budget.drafted(0.0)
+        budget.verified([*works, prompt], [*accepted, None], 50.0)
+    assert sum(max(sizes.values()) > 1 for sizes in chosen) <= len(LEARNERS)
+
+
+def test_those_that_serve_to_learn_have_trees_beside_others_that_have_smaller_ones() -> None:
+    world = World(row=0.06, batch=4)
+    chosen = world.sizes(AdaptiveBudget(NODES), 400)[-200:]
+    common = usual([size for sizes in chosen for size in sizes.values()])
+    assert 1 < common < NODES
+    assert {"0": NODES, "1": common, "2": common, "3": common} in chosen
+
+
+def test_a_larger_size_is_tried_beside_the_best_known_one() -> None:
+    world = World(row=0.01, batch=8)
+    budget = AdaptiveBudget(NODES)
+    assert usual(world.run(budget, 100, most=4)) == 4
+    assert usual(world.run(budget, 6, most=NODES)) == 4
+    assert usual(world.run(budget, 100, most=NODES)[-50:]) > 4
 
 
 def test_more_sequences_have_smaller_trees_where_rows_cost() -> None:
