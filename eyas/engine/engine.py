@@ -89,10 +89,7 @@ class Engine:
             verify = self._clock() - collected
             self._budget.verified(works, outcomes.accepted, verify)
         self.report = self._reported(works, collected - started, verify)
-        listening = self._drafting.listening(self._scheduler.running)
-        decoding = [sequence.request.id for sequence in listening if not sequence.prefilling]
-        sizes = self._budget.choose(decoding, self._scheduler.most_nodes)
-        self._drafting.ask(listening, lambda s: self._scheduler.budget(s, sizes.get(s.request.id, 1)))
+        self._ask()
         return chunks
 
     def submit(self, request: Request) -> None:
@@ -112,6 +109,15 @@ class Engine:
     def cancel(self, request_id: str) -> None:
         """End a request; the next step yields its final chunk and frees everything. Unknown ids are ignored."""
         self._scheduler.cancel(request_id)
+
+    def _ask(self) -> None:
+        """Have the next step's trees drafted, as large as they may be."""
+        running = self._scheduler.running
+        listening = self._drafting.listening(running)
+        decoding = [sequence.request.id for sequence in listening if not sequence.prefilling]
+        num_plain = sum(not sequence.prefilling for sequence in running) - len(decoding)
+        sizes = self._budget.choose(decoding, self._scheduler.most_nodes, num_plain)
+        self._drafting.ask(listening, lambda s: self._scheduler.budget(s, sizes.get(s.request.id, 1)))
 
     def _reported(self, works: Seq[Work], wait: float, verify: float) -> StepReport:
         began, preempted = self._scheduler.moves

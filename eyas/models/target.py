@@ -19,8 +19,7 @@ from torch.utils.hooks import RemovableHandle
 from eyas.errors import CheckpointError
 from eyas.models.attention import ATTENTION_NAME, KVPools, register_attention
 from eyas.models.checkpoint import check_device, read_config, resolve
-from eyas.models.cpu.linear import pack_weights
-from eyas.models.cpu.pages import to_huge_pages, weights_of
+from eyas.models.cpu.layout import lay_out
 from eyas.models.heads.features import AFTER_NORM
 from eyas.models.inputs import PackedInputs, Segment, pack
 from eyas.models.numerics.output import widen_head
@@ -165,8 +164,7 @@ def load_target(
     target.config.pad_token_id = None  # some architectures look for padding in every pass, which waits for the device
     pin_rotary(target.model, min(context_length or target.context_length, target.context_length))
     widen_head(target.model)
-    pack_weights(target.model)
-    to_huge_pages(weights_of(target.model))
+    lay_out(target.model)
     _check_attention(target)
     return target
 

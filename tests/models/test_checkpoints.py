@@ -72,10 +72,8 @@ def test_a_damaged_file_is_named(tiny_target: str, tmp_path: Path) -> None:
         load_head(str(tmp_path), tiny_target)
 
 
-def test_pytorch_bin_and_safetensors_give_the_same_head(
-    tiny_target: str, tiny_head: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("eyas.models.heads.eagle.load.pack_weights", lambda head: None)
+@pytest.mark.usefixtures("unpacked")
+def test_pytorch_bin_and_safetensors_give_the_same_head(tiny_target: str, tiny_head: str, tmp_path: Path) -> None:
     write_head(tmp_path)
     torch.save(load_file(tmp_path / "model.safetensors"), tmp_path / "pytorch_model.bin")
     (tmp_path / "model.safetensors").unlink()

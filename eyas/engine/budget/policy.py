@@ -11,17 +11,11 @@ import numpy as np
 from eyas.engine.acceptance.match import Accepted
 from eyas.engine.budget.cost import Line
 from eyas.engine.budget.gain import Floats, Gains
+from eyas.engine.budget.lessons import Lessons
 from eyas.engine.sequence import Work
 
 # The first steps do what is done once only, and tell nothing of the later ones.
 WARM_UP_STEPS = 4
-# Lessons, steps that serve to learn, one after the other: how many in 32 requests, rounded up, get the largest trees, while
-# the others have what they would have. The first brings drafters up to date, two sizes tell what a request more costs, and
-# in the last nobody has a tree.
-LEARNERS = (2, 2, 1, 0)
-OF_REQUESTS = 32
-# Of all time, what lessons may lose once everything is known.
-LEARNING_SHARE = 0.03
 
 
 class TreeBudget(Protocol):
@@ -40,8 +34,9 @@ class TreeBudget(Protocol):
         """The step is done, so long after the drafts were there; what was accepted of each work's tree."""
         ...
 
-    def choose(self, decoding: Seq[str], most: int) -> dict[str, int]:
-        """Most nodes, the root included, of the next step's tree of each request that could have one; up to `most`."""
+    def choose(self, decoding: Seq[str], most: int, num_plain: int = 0) -> dict[str, int]:
+        """Most nodes, the root included, of the next step's tree of each request that could have one; up to `most`.
+        num_plain: requests that decode beside them and can have none."""
         ...
 
 
@@ -54,7 +49,7 @@ class FixedBudget:
 
     def verified(self, works: Seq[Work], accepted: Seq[Accepted | None], seconds: float) -> None: ...
 
-    def choose(self, decoding: Seq[str], most: int) -> dict[str, int]:
+    def choose(self, decoding: Seq[str], most: int, num_plain: int = 0) -> dict[str, int]:
         self.num_nodes = most
         return dict.fromkeys(decoding, most)
 
@@ -62,10 +57,10 @@ class FixedBudget:
 class AdaptiveBudget:
     """The size with the most tokens a second, by what steps have cost and nodes have gained of late.
 
-    With B sequences and trees of k nodes a step takes verify(B * rows(k)) + wait(B) seconds, the latter if k > 1, and gives
-    B * tokens(k) tokens; verify and wait are straight lines, verify fitted to steps without prompt rows, wait to drafters
-    that were not left behind, and rows and tokens are means by rank. A few requests now and then have trees that only serve
-    to learn, so that all of it stays known.
+    With B sequences that can have trees, of k nodes, and P that cannot, a step takes verify(P + B * rows(k)) + wait(B)
+    seconds, the latter if k > 1, and gives P + B * tokens(k) tokens; verify and wait are straight lines, verify fitted to
+    steps without prompt rows, wait to drafters that were not left behind, and rows and tokens are means by rank. A few
+    requests now and then have trees that only serve to learn, so that all of it stays known.
     """
 
     def __init__(self, most_nodes: int) -> None:
@@ -73,14 +68,12 @@ class AdaptiveBudget:
         self.num_nodes = 1
         self._verify, self._wait = Line(0.99), Line(0.9)
         self._gains = Gains(most_nodes)
+        self._lessons = Lessons()
         self._sizes: dict[str, int] = {}
         self._up_to_date = False
         self._num_steps = 0
         self._waited = 0.0
-        self._lesson = len(LEARNERS)
-        self._learns = False
         self._price = math.inf  # seconds a token in a step that is no lesson
-        self._lost = self._spent = 0.0  # seconds: by the lessons, and since
 
     def drafted(self, seconds: float) -> None:
         self._waited = seconds
@@ -91,7 +84,8 @@ class AdaptiveBudget:
     def verified(self, works: Seq[Work], accepted: Seq[Accepted | None], seconds: float) -> None:
         self._num_steps += 1
         if all(work.tree is not None for work in works):
-            self._account(sum(len(outcome.tokens) for outcome in accepted if outcome), self._waited + seconds)
+            num_tokens = sum(len(outcome.tokens) for outcome in accepted if outcome)
+            self._lessons.account(self._waited + seconds, num_tokens * self._price)
             if self._num_steps > WARM_UP_STEPS:
                 self._verify.add(sum(len(work.slots) for work in works), seconds)
         for work, outcome in zip(works, accepted, strict=True):
@@ -99,43 +93,22 @@ class AdaptiveBudget:
             if work.tree is not None and outcome is not None and size > 1:
                 self._gains.add(size, work.tree, outcome.path)
 
-    def choose(self, decoding: Seq[str], most: int) -> dict[str, int]:
+    def choose(self, decoding: Seq[str], most: int, num_plain: int = 0) -> dict[str, int]:
         priced = self._verify.sloped and not self._wait.empty
         known = self._gains.known(most) if priced else 1
-        before, self._sizes = self._sizes, {}
-        lessons: dict[str, int] = {}
         if decoding:
-            prices = self._prices(len(decoding), known)
+            prices = self._prices(len(decoding), num_plain, known)
             self.num_nodes = 1 + int(np.argmin(prices))
             self._price = float(prices.min()) if known == most else math.inf
-            lessons = self._lessons(decoding, known, most)
-            self._sizes = dict.fromkeys(decoding, self.num_nodes) | lessons
-        self._learns = bool(lessons)
+        lessons = self._lessons.sizes(decoding, most, known == most)
+        before, self._sizes = self._sizes, dict.fromkeys(decoding, self.num_nodes) | lessons
         self._up_to_date = all(before.get(name, size) > 1 for name, size in self._sizes.items() if size > 1)
         return self._sizes
 
-    def _lessons(self, decoding: Seq[str], known: int, most: int) -> dict[str, int]:
-        """Sizes that serve to learn, if it is time for that; the same requests are asked each time."""
-        if self._lesson == len(LEARNERS):
-            if most == 1 or (known == most and self._spent * LEARNING_SHARE <= self._lost):
-                return {}
-            self._lesson, self._lost, self._spent = 0, 0.0, 0.0
-        share = LEARNERS[self._lesson]
-        self._lesson += 1
-        learners = decoding[: -(-len(decoding) * share // OF_REQUESTS)]
-        return dict.fromkeys(learners, most) if share else dict.fromkeys(decoding, 1)
-
-    def _account(self, num_tokens: int, seconds: float) -> None:
-        """Of a step without prompt rows; what a lesson took for its tokens beyond their price is lost."""
-        if self._learns:
-            self._lost += max(seconds - num_tokens * self._price, 0.0)
-        else:
-            self._spent += seconds
-
-    def _prices(self, num_decoding: int, most: int) -> Floats:
+    def _prices(self, num_decoding: int, num_plain: int, most: int) -> Floats:
         """Seconds a token with trees of 1 up to `most` nodes."""
-        rows = num_decoding * self._gains.rows(most)
+        rows = num_plain + num_decoding * self._gains.rows(most)
         seconds = np.array([self._verify.at(size) for size in rows])
         seconds[1:] += self._wait.at(num_decoding)
-        prices: Floats = seconds / (num_decoding * self._gains.tokens(most))
+        prices: Floats = seconds / (num_plain + num_decoding * self._gains.tokens(most))
         return prices

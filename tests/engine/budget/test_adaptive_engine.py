@@ -9,7 +9,7 @@ import torch
 from eyas.cache.kv import SlotPools
 from eyas.config import EngineConfig, TreeConfig
 from eyas.drafters.base import Drafter
-from eyas.engine.budget.policy import AdaptiveBudget
+from eyas.engine.budget.policy import AdaptiveBudget, FixedBudget, TreeBudget
 from eyas.engine.build import assemble_engine
 from eyas.engine.drafting import Drafting
 from eyas.engine.engine import Engine
@@ -51,12 +51,30 @@ class PricedPasses:
         return self._target.forward(packed, pools)
 
 
-def priced_engine(target: TargetModel, drafter: Drafter, passes: PricedPasses) -> Engine:
+class HardOfHearing(RandomDrafter):
+    """Drafts for the first request alone."""
+
+    def listens(self, session: str) -> bool:
+        return session == REQUESTS[0].id
+
+
+class Notes(FixedBudget):
+    """Keeps what it was asked."""
+
+    def __init__(self) -> None:
+        self.asked: set[tuple[tuple[str, ...], int]] = set()
+
+    def choose(self, decoding: Sequence[str], most: int, num_plain: int = 0) -> dict[str, int]:
+        self.asked.add((tuple(decoding), num_plain))
+        return super().choose(decoding, most, num_plain)
+
+
+def priced_engine(target: TargetModel, drafter: Drafter, passes: PricedPasses, budget: TreeBudget | None = None) -> Engine:
     config = EngineConfig(num_slots=1024, budget="adaptive")
     runner = ModelRunner(target, SlotPools(1024, target.kv_shapes, 0, torch.float32, target.device), None, passes)
     drafting = Drafting(drafter, runner, "match")
     scheduler = Scheduler(config, TREE, target.eos_ids)
-    return Engine(scheduler, drafting, runner, 256, AdaptiveBudget(TREE.nodes), passes.clock)
+    return Engine(scheduler, drafting, runner, 256, budget or AdaptiveBudget(TREE.nodes), passes.clock)
 
 
 @pytest.fixture(scope="module")
@@ -100,6 +118,13 @@ def test_useless_drafts_are_asked_for_no_longer(tiny_target: str, expected: dict
     engine = priced_engine(target, RandomDrafter(48), passes)
     assert rows_once_settled(engine, passes, expected) < 1.2
     assert engine.load.tree_nodes == 1
+
+
+def test_the_budget_hears_of_requests_that_decode_without_trees(tiny_target: str, expected: dict[str, list[int]]) -> None:
+    target, notes = load_target(tiny_target), Notes()
+    assert run(priced_engine(target, HardOfHearing(48), PricedPasses(target, 1.0), notes)) == expected
+    assert (("0",), 3) in notes.asked
+    assert {decoding for decoding, _ in notes.asked} == {("0",), ()}
 
 
 def test_the_setting_makes_the_budget_adapt(tiny_target: str, expected: dict[str, list[int]]) -> None:

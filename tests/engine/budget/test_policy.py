@@ -2,7 +2,6 @@
 
 import random
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -11,9 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from eyas.engine.acceptance.match import Accepted
-from eyas.engine.budget.cost import Line
-from eyas.engine.budget.gain import Gains
-from eyas.engine.budget.policy import LEARNERS, LEARNING_SHARE, OF_REQUESTS, AdaptiveBudget
+from eyas.engine.budget.lessons import LEARNERS, LEARNING_SHARE, OF_REQUESTS, Lessons
+from eyas.engine.budget.policy import AdaptiveBudget
 from eyas.engine.sequence import Place, Sequence, Work
 from eyas.request import Request
 from eyas.tree import DraftTree
@@ -25,7 +23,7 @@ NODES = 8
 class World:
     """Steps of `batch` requests. A step costs `fixed`, `row` for each node, and `draft` where trees were asked for, with
     `behind` for each step that a drafter so asked was not told of; its chains go on being right with probability `right`.
-    available: whether the drafter answers."""
+    available: whether the drafter answers. others: requests beside them that can have no tree."""
 
     fixed: float = 1.0
     row: float = 0.0
@@ -34,6 +32,7 @@ class World:
     batch: int = 1
     available: bool = True
     behind: float = 0.0
+    others: int = 0
     num_untold: Counter[str] = field(default_factory=Counter)
     now: float = 0.0
     tokens: int = 0
@@ -60,15 +59,16 @@ class World:
     def sizes(self, budget: AdaptiveBudget, steps: int, seed: int = 0, most: int = NODES) -> list[dict[str, int]]:
         """The sizes that were chosen, step by step."""
         rng, names = random.Random(seed), [f"{number}" for number in range(self.batch)]
-        chosen = [budget.choose(names, most)]
+        treeless = {f"other {number}": 1 for number in range(self.others)}
+        chosen = [budget.choose(names, most, self.others)]
         for _ in range(steps):
             wait = self.wait(chosen[-1])
             budget.drafted(wait)
-            works, accepted = self.step(chosen[-1], rng)
+            works, accepted = self.step(chosen[-1] | treeless, rng)
             verify = self.fixed + self.row * sum(len(work.slots) for work in works)
             budget.verified(works, accepted, verify)
             self.now += wait + verify
-            chosen.append(budget.choose(names, most))
+            chosen.append(budget.choose(names, most, self.others))
         return chosen
 
     def run(self, budget: AdaptiveBudget, steps: int, seed: int = 0, most: int = NODES) -> list[int]:
@@ -79,7 +79,8 @@ class World:
         """What it would be in the long run with trees of one size."""
         expected = sum(self.right**depth for depth in range(nodes))
         draft = self.draft if nodes > 1 else 0.0
-        return self.batch * expected / (self.fixed + self.row * self.batch * nodes + draft)
+        rows = self.others + self.batch * nodes
+        return (self.others + self.batch * expected) / (self.fixed + self.row * rows + draft)
 
 
 def usual(chosen: list[int]) -> int:
@@ -146,6 +147,24 @@ def test_the_size_that_is_chosen_is_about_the_best(row: float, batch: int) -> No
     assert world.tokens_per_second(chosen) > 0.93 * best
 
 
+def test_a_tree_pays_for_itself_among_others_that_have_none() -> None:
+    """A step is shared by all of them, its rows are not the tree's alone."""
+    lone, among = World(row=0.1, draft=0.1), World(row=0.1, draft=0.1, others=15)
+    large, small = (usual(world.run(AdaptiveBudget(NODES), 600)[-200:]) for world in (lone, among))
+    assert small <= 4 < large
+    best = max(among.tokens_per_second(nodes) for nodes in range(1, NODES + 1))
+    assert among.tokens_per_second(small) > 0.98 * best
+
+
+def test_what_lessons_lose_among_others_that_have_no_trees_is_bounded_too() -> None:
+    world = World(row=1.0, draft=5.0, batch=2, others=30)
+    budget = AdaptiveBudget(NODES)
+    world.sizes(budget, 100)
+    world.now, world.tokens = 0.0, 0
+    world.sizes(budget, 1000)
+    assert world.now / world.tokens < (1 + LEARNING_SHARE) * (world.fixed + world.row * 32) / 32
+
+
 def test_learning_among_many_requests_takes_few_of_them_and_little_time() -> None:
     world = World(row=1.0, draft=5.0, batch=64)
     budget = AdaptiveBudget(NODES)
@@ -169,6 +188,17 @@ def test_prompts_that_keep_coming_do_not_bring_lesson_after_lesson() -> None:
         budget.drafted(0.0)
         budget.verified([*works, prompt], [*accepted, None], 50.0)
     assert sum(max(sizes.values()) > 1 for sizes in chosen) <= len(LEARNERS)
+
+
+def test_a_round_of_lessons_that_nobody_could_count_is_followed_by_as_long_a_pause_as_the_one_before() -> None:
+    lessons, names = Lessons(), ["a"]
+    taken = []
+    for _ in range(400):
+        taken.append(bool(lessons.sizes(names, NODES, True)))
+        if not taken[-1] or sum(taken) <= len(LEARNERS):  # prompts come whenever a lesson does, but for the first round
+            lessons.account(1.0, 0.0 if taken[-1] else 1.0)
+    pause = len(LEARNERS) / LEARNING_SHARE
+    assert len(LEARNERS) < sum(taken) <= len(LEARNERS) * (1 + 400 / pause)
 
 
 def test_those_that_serve_to_learn_have_trees_beside_others_that_have_smaller_ones() -> None:
@@ -212,32 +242,3 @@ def test_a_pause_of_the_machine_is_no_cost_of_rows() -> None:
     world.run(budget, 1)
     world.fixed = 1.0
     assert usual(world.run(budget, 20)) == NODES
-
-
-@pytest.mark.parametrize("line", [lambda x: 2 + 3 * x, lambda x: 4.0, lambda x: 0.5 * x])
-def test_a_line_is_found_again(line: Callable[[float], float]) -> None:
-    fitted = Line(0.99)
-    for size in (1, 4, 4, 9, 2) * 5:
-        fitted.add(size, line(size))
-    assert [fitted.at(size) for size in (1, 6, 20)] == pytest.approx([line(1), line(6), line(20)])
-
-
-def test_a_line_never_falls_and_never_goes_below_zero() -> None:
-    fitted = Line(0.9)
-    for size, seconds in ((1, 9.0), (5, 1.0)) * 5:
-        fitted.add(size, seconds)
-    assert fitted.at(1) == fitted.at(5) > 0
-    steep = Line(0.9)
-    for size, seconds in ((4, 0.1), (5, 3.0)) * 5:
-        steep.add(size, seconds)
-    assert 0 < steep.at(0.1) < steep.at(4)
-
-
-def test_gains_are_counted_by_the_rank_of_a_nodes_score() -> None:
-    gains = Gains(4)
-    tree = DraftTree((0, 5, 6, 7), (0, 0, 0, 2), (0.0, -3.0, -1.0, -2.0))
-    gains.add(4, tree, (0, 2, 3))
-    assert gains.tokens(4).tolist() == [1, 2, 3, 3]
-    gains.add(4, DraftTree.chain((0, 5)), (0,))
-    assert gains.tokens(4).tolist() == pytest.approx([1, 1.5, 2, 2], abs=0.02)
-    assert gains.rows(4).tolist() == pytest.approx([1, 2, 2.5, 3], abs=0.02)

@@ -13,19 +13,18 @@ from torch import nn
 from eyas.models.cpu.linear import pack_weights
 from eyas.models.cpu.pages import HUGE, NOW, to_huge_pages, weights_of
 
-NUM_HUGE = 8
 
-
-def granted() -> bool:
-    """Whether this kernel makes huge pages of ordinary ones when asked, and does not of its own accord."""
+def granted(num_huge: int = 8) -> bool:
+    """Whether this kernel makes so many huge pages of ordinary ones when asked, and does not of its own accord."""
     policy = Path("/sys/kernel/mm/transparent_hugepage/enabled")
     if not policy.exists() or "[always]" in policy.read_text():
         return False
-    memory = mmap.mmap(-1, NUM_HUGE * HUGE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    memory[:: mmap.PAGESIZE] = bytes(NUM_HUGE * HUGE // mmap.PAGESIZE)
+    size = (num_huge + 1) * HUGE
+    memory = mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory[:: mmap.PAGESIZE] = bytes(size // mmap.PAGESIZE)
     start = ctypes.addressof(ctypes.c_char.from_buffer(memory))
     inside = -(-start // HUGE) * HUGE
-    return bool(ctypes.CDLL(None).madvise(ctypes.c_void_p(inside), ctypes.c_size_t((NUM_HUGE - 1) * HUGE), NOW) == 0)
+    return bool(ctypes.CDLL(None).madvise(ctypes.c_void_p(inside), ctypes.c_size_t(num_huge * HUGE), NOW) == 0)
 
 
 def huge_bytes(start: int, size: int) -> int:
@@ -54,7 +53,10 @@ def test_weights_lie_on_huge_pages(packed: bool) -> None:
         start, size = layer.weight.data_ptr(), layer.weight.nbytes
     earlier = huge_bytes(start, size)
     to_huge_pages(weights_of(layer))
-    assert huge_bytes(start, size) - earlier >= size - 2 * HUGE
+    moved = huge_bytes(start, size) - earlier
+    if moved < size - 2 * HUGE and not granted(size // HUGE):
+        pytest.skip("no memory in one piece is left")
+    assert moved >= size - 2 * HUGE
     torch.testing.assert_close(layer(torch.ones(2, 1024)), before, rtol=1e-4, atol=1e-4)
 
 

@@ -69,10 +69,8 @@ def trees(head: str, target: str, config: HeadConfig) -> list[DraftTree]:
 
 @pytest.mark.parametrize("option", OPTIONS)
 @pytest.mark.parametrize("dialect", DIALECTS)
-def test_a_head_is_the_same_in_every_dialect(
-    dialect: str, option: str, tiny_target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("eyas.models.heads.eagle.load.pack_weights", lambda head: None)
+@pytest.mark.usefixtures("unpacked")
+def test_a_head_is_the_same_in_every_dialect(dialect: str, option: str, tiny_target: str, tmp_path: Path) -> None:
     config = OPTIONS[option]
     tensors = random_tensors(config, shipped=shipped(config))
     head = save(tmp_path / "head", DIALECTS[dialect](config, tensors))

@@ -11,8 +11,7 @@ from torch import Tensor
 
 from eyas.errors import CheckpointError
 from eyas.models.checkpoint import check_device, read_target_config, read_tensor, read_tensors, resolve, take, tensor_names
-from eyas.models.cpu.linear import pack_weights
-from eyas.models.cpu.pages import to_huge_pages, weights_of
+from eyas.models.cpu.layout import lay_out
 from eyas.models.heads.config import whole_number
 from eyas.models.heads.eagle.config import HeadConfig, Kind, Reading, head_config
 from eyas.models.heads.eagle.dialects import canonical
@@ -57,8 +56,7 @@ def load_head(
     context_length = whole_number(target_config, "max_position_embeddings", target_folder)
     make = Eagle3Head if kind == "eagle3" else Eagle1Head
     head = make(config, cast, embedding.to(width), lm_head.to(width), context_length).to(torch.device(device))
-    pack_weights(head)
-    to_huge_pages(weights_of(head))
+    lay_out(head)
     return head
 
 
