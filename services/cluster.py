@@ -138,6 +138,10 @@ def _by_service(settings: Sequence[str]) -> dict[str, list[str]]:
         if name not in own:
             near = difflib.get_close_matches(name, SERVICES, n=1, cutoff=0.0)[0]
             raise ConfigError(f"--set {setting!r}: there is no service {name!r}; did you mean {near}.{rest or 'key=value'}?")
+        if rest.startswith(("tls.", "peers.certificate")):
+            raise ConfigError(
+                f"--set {setting!r}: services started together speak no TLS; start {name} by itself for it"
+            )
         own[name].append(rest)
     return own
 

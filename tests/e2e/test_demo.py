@@ -73,11 +73,18 @@ def test_the_demo_fails_with_the_reason_when_a_service_does(tmp_path: Path) -> N
     assert "models/demo/nowhere" in errors
 
 
-def test_a_setting_of_a_service_that_is_not_there_starts_nothing(tmp_path: Path) -> None:
-    with local(tmp_path, "up", "--set", "verifer.tree.nodes=8") as process:
+@pytest.mark.parametrize(
+    ("setting", "reason"),
+    [
+        ("verifer.tree.nodes=8", "there is no service 'verifer'; did you mean verifier.tree.nodes=8?"),
+        ("router.tls.key=key.pem", "services started together speak no TLS; start router by itself for it"),
+    ],
+)
+def test_a_setting_that_cannot_be_starts_nothing(setting: str, reason: str, tmp_path: Path) -> None:
+    with local(tmp_path, "up", "--set", setting) as process:
         output, errors = process.communicate(timeout=60)
     assert (process.returncode, output) == (1, "")
-    assert "there is no service 'verifer'; did you mean verifier.tree.nodes=8?" in errors
+    assert reason in errors
     assert not list(tmp_path.glob("eyas-*"))
 
 
