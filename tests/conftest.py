@@ -1,10 +1,11 @@
-"""Makes every run of the tests the same run: one torch thread, the same hypothesis examples, no clock in them.
+"""Makes every run of the tests the same run: one torch thread, the same hypothesis examples, no clock in them, Ctrl-C heard.
 
 Also writes the tiny models that tests of several rooms share.
 """
 
 import importlib.util
 import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,8 @@ settings.load_profile("eyas")
 
 os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
 os.environ["OMP_NUM_THREADS"] = "1"  # of the processes that tests start; several tests run at once
+
+signal.signal(signal.SIGINT, signal.default_int_handler)  # what runs in the background ignores it, and so do its children
 
 if importlib.util.find_spec("torch"):
     import torch
