@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import difflib
 import functools
+import re
 import shutil
 import signal
 import socket
@@ -35,6 +36,8 @@ SERVICES = ("draft", "verifier", "router")
 PR_SET_PDEATHSIG = 1
 POLL_SECONDS = 0.1
 LOG_LINES = 15
+# Settings of a service that asks for TLS.
+ENCRYPTED = re.compile(r"tls\b|peers(=|\.(certificate|key|authority)\b)")
 
 
 @dataclass(frozen=True)
@@ -105,7 +108,7 @@ def running_cluster(port: int, settings: Sequence[str] = (), http_port: int | No
 
     http_port: of the router's HTTP door; a free one if left out.
     settings: what goes before the files in examples/configs/local, such as "draft.tree.nodes=32".
-    The logs are kept when an error ends it. Raises ConfigError for a setting of a service that there is not.
+    The logs are kept when an error ends it. Raises ConfigError for a setting of a service that there is not, or of TLS.
     """
     own = _by_service(settings)
     logs = Path(tempfile.mkdtemp(prefix="eyas-"))
@@ -138,10 +141,8 @@ def _by_service(settings: Sequence[str]) -> dict[str, list[str]]:
         if name not in own:
             near = difflib.get_close_matches(name, SERVICES, n=1, cutoff=0.0)[0]
             raise ConfigError(f"--set {setting!r}: there is no service {name!r}; did you mean {near}.{rest or 'key=value'}?")
-        if rest.startswith(("tls.", "peers.certificate")):
-            raise ConfigError(
-                f"--set {setting!r}: services started together speak no TLS; start {name} by itself for it"
-            )
+        if ENCRYPTED.match(rest):
+            raise ConfigError(f"--set {setting!r}: services started together speak no TLS; start {name} by itself for it")
         own[name].append(rest)
     return own
 

@@ -77,7 +77,10 @@ def test_the_demo_fails_with_the_reason_when_a_service_does(tmp_path: Path) -> N
     ("setting", "reason"),
     [
         ("verifer.tree.nodes=8", "there is no service 'verifer'; did you mean verifier.tree.nodes=8?"),
-        ("router.tls.key=key.pem", "services started together speak no TLS; start router by itself for it"),
+        *(
+            (setting, f"services started together speak no TLS; start {setting.split('.')[0]} by itself for it")
+            for setting in ("router.tls.key=key.pem", "router.tls={key: k, certificate: c}", "draft.peers.authority=ca.pem")
+        ),
     ],
 )
 def test_a_setting_that_cannot_be_starts_nothing(setting: str, reason: str, tmp_path: Path) -> None:

@@ -50,6 +50,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
                                 "attention_k_eq_v": False, "num_kv_shared_layers": 0, "hidden_size_per_layer_input": 0,
                                 "vocab_size_per_layer_input": VOCAB}),
     "qwen-3-moe": ("qwen3_moe", {**EXPERTS, "head_dim": 16, "num_experts": 4, "moe_intermediate_size": 32}),
+    "hunyuan-moe": ("hunyuan_v1_moe", {"head_dim": 8, "num_experts": 4, "moe_topk": 2}),
     "gpt-2": ("gpt2", {"n_positions": 256}),
     "mixtral": ("mixtral", {**EXPERTS, "num_local_experts": 4}),
 }  # fmt: skip

@@ -61,11 +61,11 @@ def tokens_of(channel: grpc.Channel, max_tokens: int) -> list[int]:
     return [token for message in stream(channel, max_tokens) for token in wire.chunk_from_message(message).chunk.token_ids]
 
 
-def statuses(process: subprocess.Popen[bytes], channel: grpc.Channel) -> Iterator[int]:
-    """What health says, from SERVING on, which the process has to live to see."""
+def statuses(channel: grpc.Channel, *group: subprocess.Popen[bytes]) -> Iterator[int]:
+    """What health says, from SERVING on, which all processes of the group have to live to see."""
     stub, deadline = health_pb2_grpc.HealthStub(channel), time.monotonic() + SECONDS
     while not is_serving(stub):
-        assert process.poll() is None, "the verifier has ended before it served; its output says why"
+        assert all(process.poll() is None for process in group), "a process has ended before it served; its output says why"
         assert time.monotonic() < deadline, "the verifier does not come up"
         time.sleep(0.05)
     return (answer.status for answer in stub.Watch(health_pb2.HealthCheckRequest(), timeout=SECONDS))
@@ -88,7 +88,7 @@ def followers_of(process: subprocess.Popen[bytes]) -> list[int]:
 def test_a_rank_that_is_killed_ends_streams_with_unavailable_and_the_process() -> None:
     port = free_port()
     with verifier(port) as process, open_sync_channel(f"127.0.0.1:{port}") as channel:
-        health = statuses(process, channel)
+        health = statuses(channel, process)
         assert next(health) == STATUS.SERVING
         chunks = stream(channel, 1900)
         next(chunks)
@@ -113,7 +113,7 @@ def test_processes_of_a_group_find_one_another_and_stop_together() -> None:
     with ExitStack() as stack:
         processes = [stack.enter_context(verifier(port, RANK=f"{rank}", **group)) for rank, port in enumerate(ports)]
         channels = [stack.enter_context(open_sync_channel(f"127.0.0.1:{port}")) for port in ports]
-        healths = [statuses(*pair) for pair in zip(processes, channels, strict=True)]
+        healths = [statuses(channel, *processes) for channel in channels]
         assert [next(health) for health in healths] == [STATUS.SERVING] * 2
         assert tokens_of(channels[0], 12) == expected
         running = stream(channels[0], 80)
@@ -129,7 +129,7 @@ def test_a_rank_ends_when_rank_0_is_gone() -> None:
     group = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": f"{free_port()}"}
     with verifier(ports[0], RANK="0", **group) as first, verifier(ports[1], RANK="1", **group) as second:
         with open_sync_channel(f"127.0.0.1:{ports[1]}") as channel:
-            assert next(statuses(second, channel)) == STATUS.SERVING
+            assert next(statuses(channel, first, second)) == STATUS.SERVING
         first.kill()
         assert second.wait(SECONDS) not in (0, None)
 

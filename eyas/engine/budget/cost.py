@@ -10,12 +10,14 @@ _LEAST_SECONDS = 1e-9
 
 
 class Line:
-    """Least squares of seconds against size, exponentially forgotten. Neither slope nor intercept is below 0."""
+    """Least squares of seconds against size, exponentially forgotten; while sizes hardly differ the slope stays what it was.
+    Neither slope nor intercept is below 0."""
 
     def __init__(self, forgetting: float) -> None:
         """forgetting: what an observation still weighs after the next one."""
         self._forgetting = forgetting
         self._weight = self._x = self._y = self._xx = self._xy = 0.0
+        self._slope: float | None = None
 
     def add(self, size: float, seconds: float) -> None:
         """Count an observation."""
@@ -26,6 +28,10 @@ class Line:
         self._weight, self._x, self._y, self._xx, self._xy = (
             self._forgetting * total + new for total, new in zip(sums, observed, strict=True)
         )
+        mean_x, mean_y = self._x / self._weight, self._y / self._weight
+        variance = self._xx / self._weight - mean_x**2
+        if variance > (_LEAST_SPREAD * mean_x) ** 2:
+            self._slope = max((self._xy / self._weight - mean_x * mean_y) / variance, 0.0)
 
     @property
     def empty(self) -> bool:
@@ -34,19 +40,14 @@ class Line:
 
     @property
     def sloped(self) -> bool:
-        """Whether sizes have differed enough to tell how seconds grow with them."""
-        return not self.empty and self._variance > (_LEAST_SPREAD * self._x / self._weight) ** 2
+        """Whether sizes have ever differed enough to tell how seconds grow with them."""
+        return self._slope is not None
 
     def at(self, size: float) -> float:
-        """Expected seconds; their mean where sizes have hardly differed, 0 before the first observation."""
+        """Expected seconds; their mean where sizes have hardly differed yet, 0 before the first observation."""
         if self.empty:
             return 0.0
-        mean_x, mean_y = self._x / self._weight, self._y / self._weight
-        slope = max((self._xy / self._weight - mean_x * mean_y) / self._variance, 0.0) if self.sloped else 0.0
+        mean_x, mean_y, slope = self._x / self._weight, self._y / self._weight, self._slope or 0.0
         if slope * mean_x > mean_y:
             return max(self._xy / self._xx * size, _LEAST_SECONDS)
         return max(mean_y + slope * (size - mean_x), _LEAST_SECONDS)
-
-    @property
-    def _variance(self) -> float:
-        return self._xx / self._weight - (self._x / self._weight) ** 2

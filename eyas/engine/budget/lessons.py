@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 
 # Lessons, steps that serve to learn, one after the other: how many in 32 requests, rounded up, get the largest trees, while
-# the others have what they would have. The first brings drafters up to date, two sizes tell what a request more costs, and
-# in the last nobody has a tree.
+# the others have what they would have. The first brings drafters up to date; beyond 16 requests the next two tell what one
+# more costs, among fewer nothing but trees for all of them does; in the last nobody has a tree.
 LEARNERS = (2, 2, 1, 0)
 OF_REQUESTS = 32
 # Of all time, what lessons may lose once everything is known.

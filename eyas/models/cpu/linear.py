@@ -23,6 +23,11 @@ class PackedLinear(nn.Linear):
 
     packed: Tensor
 
+    @property
+    def weight(self) -> Tensor:  # type: ignore[override]
+        """A copy [N, K], for a model that looks at more than the layer's output."""
+        return self.packed.to_dense()
+
     def forward(self, rows: Tensor) -> Tensor:
         """rows [..., K] to [..., N]."""
         return _multiply(rows, self.packed, self.bias)
@@ -36,6 +41,10 @@ class Joint:
         self.packed, self._bias, self._sizes = packed, bias, list(sizes)
         self._rows: Tensor | None = None
         self._parts: Sequence[Tensor] = ()
+
+    def weight(self, place: int) -> Tensor:
+        """A copy of the weight of the sibling at `place`."""
+        return torch.split(self.packed.to_dense(), self._sizes)[place]
 
     def part(self, rows: Tensor, place: int) -> Tensor:
         """What the sibling at `place` makes of the rows."""
@@ -52,6 +61,11 @@ class JoinedLinear(nn.Linear):
 
     joint: Joint
     place: int
+
+    @property
+    def weight(self) -> Tensor:  # type: ignore[override]
+        """A copy [N, K]."""
+        return self.joint.weight(self.place)
 
     def forward(self, rows: Tensor) -> Tensor:
         """rows [..., K] to [..., N]."""
@@ -87,15 +101,16 @@ def _join(siblings: Sequence[Any]) -> None:
     joint = Joint(_packed(weight), bias, [len(sibling.weight) for sibling in siblings])
     siblings[0].register_buffer("packed", joint.packed, persistent=False)  # for whoever counts or moves weights' memory
     for place, sibling in enumerate(siblings):
-        sibling.joint, sibling.place = joint, place
+        del sibling.weight
+        sibling.joint, sibling.place, sibling.bias = joint, place, None
         sibling.__class__ = JoinedLinear
-        sibling.weight = sibling.bias = None
 
 
 @torch.no_grad()
 def _pack(module: Any) -> None:
     module.register_buffer("packed", _packed(module.weight.detach()), persistent=False)
-    module.__class__, module.weight = PackedLinear, None
+    del module.weight
+    module.__class__ = PackedLinear
 
 
 def _packed(weight: Tensor) -> Tensor:

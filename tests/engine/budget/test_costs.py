@@ -28,6 +28,14 @@ def test_a_line_never_falls_and_never_goes_below_zero() -> None:
     assert 0 < steep.at(0.1) < steep.at(4)
 
 
+def test_a_slope_outlasts_sizes_that_do_not_differ() -> None:
+    fitted = Line(0.9)
+    for size, seconds in ((1, 3.0), (5, 7.0), *[(1, 3.0)] * 1000, *[(1, 4.0)] * 100):
+        fitted.add(size, seconds)
+    assert fitted.sloped
+    assert [fitted.at(size) for size in (1, 5)] == pytest.approx([4, 8], rel=0.01)
+
+
 def test_gains_are_counted_by_the_rank_of_a_nodes_score() -> None:
     gains = Gains(4)
     tree = DraftTree((0, 5, 6, 7), (0, 0, 0, 2), (0.0, -3.0, -1.0, -2.0))

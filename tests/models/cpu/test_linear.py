@@ -31,6 +31,16 @@ def test_a_weight_is_kept_once() -> None:
     assert [tuple(each.shape) for each in layers.parameters()] == [(3,)], "but for a bias"
 
 
+def test_a_weight_can_be_read_as_it_was() -> None:
+    """Some models look at a layer's weight, if only for its dtype."""
+    layers = nn.ModuleList([nn.Linear(64, 40, bias=False), *Attention(64).children(), Attention(64)])
+    before = [layer.weight.detach().clone() for layer in layers.modules() if isinstance(layer, nn.Linear)]
+    pack_weights(layers)
+    after = [layer.weight for layer in layers.modules() if isinstance(layer, nn.Linear)]
+    assert all(map(torch.equal, after, before))
+    assert {type(layer) for layer in layers.modules()} >= {PackedLinear, JoinedLinear}
+
+
 def test_layers_that_are_no_float32_linear_stay() -> None:
     class Odd(nn.Linear):
         """A linear layer with an arithmetic of its own."""
