@@ -37,7 +37,7 @@ PR_SET_PDEATHSIG = 1
 POLL_SECONDS = 0.1
 LOG_LINES = 15
 # Settings of a service that asks for TLS.
-ENCRYPTED = re.compile(r"tls\b|peers(=|\.(certificate|key|authority)\b)")
+ENCRYPTED = re.compile(r"tls\b|peers\b.*\b(certificate|key|authority)\b")
 
 
 @dataclass(frozen=True)
