@@ -89,7 +89,7 @@ class Cluster:
         deadline = time.monotonic() + START_SECONDS
         with open_sync_channel(child.address) as channel:
             health = health_pb2_grpc.HealthStub(channel)
-            while not _is_serving(health):
+            while not is_serving(health):
                 self.check()
                 if time.monotonic() > deadline:
                     raise Unavailable(f"{child.name} is not ready after {START_SECONDS:.0f} s; its log: {child.log}")
@@ -221,7 +221,8 @@ def _stop(children: Sequence[Child]) -> None:
             child.process.wait()
 
 
-def _is_serving(health: health_pb2_grpc.HealthStub) -> bool:
+def is_serving(health: health_pb2_grpc.HealthStub) -> bool:
+    """Whether a service answers SERVING within a second; no answer is none."""
     try:
         answer = health.Check(health_pb2.HealthCheckRequest(), timeout=1.0)
     except grpc.RpcError:

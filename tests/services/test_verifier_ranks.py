@@ -23,6 +23,7 @@ from eyas.rpc import wire
 from eyas.rpc.channel import open_sync_channel
 from eyas.rpc.messages import GenerateCall
 from eyas.v1 import generation_pb2, generation_pb2_grpc
+from services.cluster import is_serving
 from services.verifier.ranks import place_of
 from tests import reference
 from tests.services.redis_server import free_port
@@ -69,14 +70,6 @@ def statuses(channel: grpc.Channel, *group: subprocess.Popen[bytes]) -> Iterator
         assert time.monotonic() < deadline, "the verifier does not come up"
         time.sleep(0.05)
     return (answer.status for answer in stub.Watch(health_pb2.HealthCheckRequest(), timeout=SECONDS))
-
-
-def is_serving(stub: health_pb2_grpc.HealthStub) -> bool:
-    try:
-        answer = stub.Check(health_pb2.HealthCheckRequest(), timeout=5)
-    except grpc.RpcError:
-        return False
-    return bool(answer.status == STATUS.SERVING)
 
 
 def followers_of(process: subprocess.Popen[bytes]) -> list[int]:

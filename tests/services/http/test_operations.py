@@ -3,7 +3,7 @@
 import asyncio
 import socket
 import ssl
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from datetime import UTC, datetime, timedelta
 from ipaddress import ip_address
@@ -33,11 +33,14 @@ from tests.services.router.test_router_cli import eyas
 
 
 def test_ready_says_why_not_until_a_verifier_is_reached_and_again_when_it_is_gone(url: str) -> None:
-    async def becomes(base: str, status: int) -> dict[str, str]:
+    async def told(base: str, path: str, awaited: Callable[[httpx.Response], bool]) -> dict[str, object]:
         async with asyncio.timeout(20):
-            while (answer := await get(base, "/ready")).status_code != status:
+            while not awaited(answer := await get(base, path)):
                 await asyncio.sleep(0.01)
         return dict(answer.json())
+
+    async def becomes(base: str, status: int) -> dict[str, object]:
+        return await told(base, "/ready", lambda answer: answer.status_code == status)
 
     async def body() -> None:
         async with http_router(url) as base:
@@ -48,9 +51,7 @@ def test_ready_says_why_not_until_a_verifier_is_reached_and_again_when_it_is_gon
                 assert await becomes(base, 200) == {"status": "ready"}
                 workers = {"verifiers": 1, "reachable_verifiers": 1, "drafters": 1}
                 everybody = {"status": "ready", "models": {"demo": workers}}
-                async with asyncio.timeout(20):
-                    while (await get(base, "/health")).json() != everybody:
-                        await asyncio.sleep(0.01)
+                await told(base, "/health", lambda answer: bool(answer.json() == everybody))
             await becomes(base, 503)
             assert (await get(base, "/live")).status_code == 200
 
