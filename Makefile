@@ -42,10 +42,10 @@ $(READY): pyproject.toml constraints.txt
 	@echo "$(VENV) is ready"
 
 demo: $(READY) ## start all services here, compare plain with speculative decoding, stop
-	@$(BIN)/python -m services.local demo
+	@$(BIN)/python -m eyas.services.local demo
 
 up: $(READY) ## start all services here and keep them running
-	@$(BIN)/python -m services.local up
+	@$(BIN)/python -m eyas.services.local up
 
 bench: $(READY) ## measure the demo models here, about 3 minutes; writes dated reports to benchmarks/
 	@$(BIN)/eyas bench offline --target models/demo/target --draft models/demo/eagle3 --prompts models/demo/prompts.jsonl \
@@ -70,7 +70,7 @@ ray: $(READY) ## pools on a local Ray that grow, shrink and are replaced under l
 lint: $(READY) ## style, types and import contracts
 	@$(BIN)/ruff check --quiet
 	@$(BIN)/ruff format --check --quiet || { echo "the files above are not formatted; run: make format" >&2; exit 1; }
-	@$(BIN)/mypy --strict eyas services
+	@$(BIN)/mypy --strict eyas
 	@$(BIN)/lint-imports --no-logo
 
 format: $(READY) ## format the code and mend what ruff can mend

@@ -17,14 +17,13 @@ from rich.progress import Progress
 
 from benchmarks.gpu_verify import copy_rate, median_ms
 from eyas.bench.report import Report, Table, number
-from eyas.commit import Budget, Commit
-from eyas.config import EagleConfig, TreeConfig
+from eyas.config import DraftingConfig, TreeConfig
+from eyas.draft_protocol import Commit, TreeBudget
 from eyas.drafters.base import DraftContext
-from eyas.drafters.eagle.drafter import EagleDrafter
+from eyas.drafters.eagle import EagleDrafter
 from eyas.models.cuda.graphs import Capture, CudaCapture, Out
-from eyas.models.heads.eagle.config import HeadConfig, Reading
-from eyas.models.heads.eagle.head import Eagle3Head, EagleHead
-from eyas.models.heads.eagle.layout import layout
+from eyas.models.heads.eagle import Eagle3Head, EagleHead
+from eyas.models.heads.eagle_config import EagleHeadConfig, HeadWiring, layout
 from eyas.request import NoiseKey
 from eyas.tree import DraftTree
 
@@ -86,16 +85,16 @@ def main(
     print(f"written to {page} and {page.with_suffix('.json')}")
 
 
-def llama_head(hidden: int, intermediate: int, num_heads: int) -> HeadConfig:
+def llama_head(hidden: int, intermediate: int, num_heads: int) -> EagleHeadConfig:
     """An EAGLE-3 head as wide as a Llama 3 of that hidden size, with the published draft vocabulary of 32,000."""
-    return HeadConfig(
+    return EagleHeadConfig(
         kind="eagle3", target_hidden=hidden, hidden=hidden, intermediate=intermediate, num_heads=num_heads, num_kv_heads=8,
         head_dim=128, num_layers=1, vocab_size=128256, draft_vocab_size=32000, rms_norm_eps=1e-5,
-        rotary={"rope_type": "default", "rope_theta": 500000.0}, max_positions=8192, reading=Reading((2, 16, 29)),
+        rotary={"rope_type": "default", "rope_theta": 500000.0}, max_positions=8192, reading=HeadWiring((2, 16, 29)),
     )  # fmt: skip
 
 
-def make_head(config: HeadConfig, device: torch.device) -> EagleHead:
+def make_head(config: EagleHeadConfig, device: torch.device) -> EagleHead:
     """A head with random bfloat16 weights, made where they will be used."""
     made: dict[str, torch.Tensor] = {}
     for name, shape in layout(config).items():
@@ -133,7 +132,7 @@ def level_bytes(head: EagleHead) -> int:
 def round_ms(head: EagleHead, batch: int, temperature: float, settings: Settings, capture: Capture | None) -> float:
     """The median in ms of rounds that commit a few tokens for each session and ask for a tree."""
     commits = ACCEPTED * (settings.repeats + WARM_UPS)
-    config = EagleConfig(num_slots=batch * (settings.cached + commits))
+    config = DraftingConfig(num_slots=batch * (settings.cached + commits))
     drafter = EagleDrafter(head, settings.tree, config, capture=capture)
     sessions = [Session(row, temperature, settings.tree, head) for row in range(batch)]
     drafter.propose([session.commit(settings.cached) for session in sessions])
@@ -150,7 +149,7 @@ class Session:
 
     def __init__(self, row: int, temperature: float, tree: TreeConfig, head: EagleHead) -> None:
         self._name, self._base = f"{row}", 0
-        self._noise, self._budget = NoiseKey(row, temperature), Budget(tree.nodes, tree.depth)
+        self._noise, self._budget = NoiseKey(row, temperature), TreeBudget(tree.nodes, tree.depth)
         self._row = torch.randn(1, head.config.hidden, dtype=head.embedding.dtype, device=head.embedding.device)
 
     def commit(self, count: int) -> DraftContext:

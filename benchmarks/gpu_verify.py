@@ -20,10 +20,10 @@ from rich.progress import Progress
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from eyas.bench.report import Report, Table, number
-from eyas.cache.kv import SlotPools
+from eyas.cache.kv_cache import KVCache
 from eyas.config import EngineConfig, TreeConfig
 from eyas.models.attention import ATTENTION_NAME, attend, register_attention
-from eyas.models.cuda.passes import Passes, build_passes, plan_passes
+from eyas.models.cuda.backend import ForwardBackend, build_backend, plan_backend
 from eyas.models.inputs import PackedInputs, Segment
 from eyas.models.target import TargetModel
 from eyas.tree import DraftTree
@@ -114,13 +114,13 @@ def measure(target: TargetModel, cases: Sequence[Case], settings: Settings, rate
     """Every case in each of the three ways; rate: bytes per second of memory."""
     batch, rows = max(c.batch for c in cases), max(c.rows for c in cases)
     room = settings.cached + rows
-    pools = SlotPools(batch * room, target.kv_shapes, 0, target.dtype, target.device)
+    pools = KVCache(batch * room, target.kv_shapes, 0, target.dtype, target.device)
     for pool in (*pools.keys, *pools.values):
         pool.normal_()
     ways = []
     for graphs in (True, False):
         engine = EngineConfig(num_slots=batch * room, max_running=batch, step_tokens=1, cuda_graphs=graphs)
-        ways.append(build_passes(plan_passes(target, engine, TreeConfig(rows, 1, 1), room), target, pools, pools.scratch))
+        ways.append(build_backend(plan_backend(target, engine, TreeConfig(rows, 1, 1), room), target, pools, pools.scratch))
     steps = []
     with Progress(console=Console(stderr=True), refresh_per_second=1) as progress:
         for case in progress.track(cases, description="measuring"):
@@ -173,11 +173,11 @@ def tables(steps: Sequence[Step], rate: float) -> list[Table]:
     ]
 
 
-def _step(way: Passes, segments: list[Segment], pools: SlotPools) -> Callable[[], object]:
+def _step(way: ForwardBackend, segments: list[Segment], pools: KVCache) -> Callable[[], object]:
     return lambda: way.forward(way.pack(segments), pools).logits.argmax(-1).tolist()
 
 
-def _layer(way: Passes, target: TargetModel, segments: list[Segment], pools: SlotPools) -> Any:
+def _layer(way: ForwardBackend, target: TargetModel, segments: list[Segment], pools: KVCache) -> Any:
     packed: PackedInputs = way.pack(segments)
     num_kv, width = target.kv_shapes[0]
     shape = (len(packed.tokens), num_kv * target.heads_per_kv, width)

@@ -17,12 +17,12 @@ import torch
 import typer
 
 from eyas.bench.report import Report, Table, number
-from eyas.commit import Budget, Commit
-from eyas.config import LookaheadConfig, PromptLookupConfig, TreeConfig, UnionConfig
+from eyas.config import CombinedConfig, LookaheadConfig, PromptLookupConfig, TreeConfig
+from eyas.draft_protocol import Commit, TreeBudget
 from eyas.drafters.base import DraftContext, LocalDrafter
-from eyas.drafters.lookup.lookahead import LookaheadDrafter
-from eyas.drafters.lookup.prompt_lookup import PromptLookupDrafter
-from eyas.drafters.union.merging import merge_trees
+from eyas.drafters.combined import merge_trees
+from eyas.drafters.lookahead import LookaheadDrafter
+from eyas.drafters.prompt_lookup import PromptLookupDrafter
 from eyas.request import NoiseKey
 from eyas.tree import DraftTree
 
@@ -55,7 +55,7 @@ class Cost:
 class Walk:
     """A session that goes through the prompts from a place of its own, over and over. The target draws at random."""
 
-    def __init__(self, number: int, budget: Budget) -> None:
+    def __init__(self, number: int, budget: TreeBudget) -> None:
         lines = PROMPTS.read_text(encoding="utf-8").splitlines()
         self._text = [token for line in lines for token in json.loads(line)["token_ids"]]
         self._number, self._budget = number, budget
@@ -101,7 +101,7 @@ def main(
 
 def measure(tree: TreeConfig, num_sessions: int, num_rounds: int) -> list[Cost]:
     """Two drafters, and the merging of what they propose, over the same rounds."""
-    budget = Budget(tree.nodes, tree.depth)
+    budget = TreeBudget(tree.nodes, tree.depth)
     lookup, lookahead = (
         Timed(PromptLookupDrafter(tree, PromptLookupConfig())),
         Timed(LookaheadDrafter(tree, LookaheadConfig())),
@@ -112,7 +112,7 @@ def measure(tree: TreeConfig, num_sessions: int, num_rounds: int) -> list[Cost]:
         found, drawn = lookup.propose(contexts), lookahead.propose(contexts)
         pairs, roots = list(zip(found, drawn, strict=True)), [context.tokens[-1] for context in contexts]
         started = time.process_time()
-        merge_trees(roots, pairs, [budget] * num_sessions, UnionConfig.floor)
+        merge_trees(roots, pairs, [budget] * num_sessions, CombinedConfig.floor)
         merging.append(time.process_time() - started)
         sizes = [len(draft) for draft in drawn]
     seconds = {"prompt_lookup": lookup.seconds, "lookahead": lookahead.seconds, "merging the two": merging}

@@ -23,16 +23,15 @@ from rich.progress import Progress
 from tokenizers import Tokenizer
 
 from eyas.bench.report import Report, Table, number
-from eyas.commit import Budget, Commit
-from eyas.config import EagleConfig, RestConfig, TreeConfig
-from eyas.datastore.building import build_datastore
-from eyas.datastore.corpus import documents, vocabulary_digest
+from eyas.config import DraftingConfig, RestConfig, TreeConfig
+from eyas.datastore.build import build_datastore, documents, vocabulary_digest
 from eyas.datastore.store import open_datastore
+from eyas.draft_protocol import Commit, TreeBudget
 from eyas.drafters.base import LocalDrafter
-from eyas.drafters.lookup.rest import load_rest
+from eyas.drafters.rest import load_rest
 from eyas.errors import ConfigError
 from eyas.request import NoiseKey
-from eyas.text import load_tokenizer
+from eyas.tokenizer import load_tokenizer
 
 TARGET = "models/demo/target"
 PROMPTS = Path("models/demo/prompts.jsonl")
@@ -84,7 +83,7 @@ def main(
     with tempfile.TemporaryDirectory() as folder:
         store, cases = build(tokens, Path(folder)), []
         for tree in settings.trees:
-            drafter = load_rest(folder, TARGET, tree, settings.rest, EagleConfig())
+            drafter = load_rest(folder, TARGET, tree, settings.rest, DraftingConfig())
             cases += [measure(drafter, tree, n, t, rounds) for n in (1, 8, 32) for t in (0.0, 0.6, 1.0)]
     command = shlex.join(["python", "-m", "benchmarks.rest_lookup", *sys.argv[1:]])
     page = Report.here("rest-lookup", command, "cpu", settings, [store, *cases], tables(store, cases)).write(out)
@@ -116,7 +115,7 @@ def measure(drafter: LocalDrafter, tree: TreeConfig, num_sessions: int, temperat
     """Rounds of sessions that begin anew each time, at places of the demo prompts."""
     prompts = [json.loads(line)["token_ids"] for line in PROMPTS.read_text(encoding="utf-8").splitlines()]
     places = ((tokens, end) for i in count() for tokens in prompts for end in [LONGEST + i % (len(tokens) - LONGEST)])
-    budget, cpu, ms = Budget(tree.nodes, tree.depth), [], []
+    budget, cpu, ms = TreeBudget(tree.nodes, tree.depth), [], []
     for index in range(NUM_WARM_UPS + num_rounds):
         contexts = [
             Commit(f"{s}", index, 0, tuple(tokens[end - LONGEST : end]), None, NoiseKey(s, temperature), budget)

@@ -22,18 +22,18 @@ from rich.console import Console
 from rich.progress import Progress
 
 from eyas.bench.report import Report, Table, number
-from eyas.commit import Budget, Commit
-from eyas.config import DraftLinkConfig, ServerConfig
+from eyas.config import DraftClientConfig, ServerConfig
+from eyas.draft_protocol import Commit, TreeBudget
 from eyas.drafters.base import Draft, DraftContext, DrafterNeeds, LocalDrafter
 from eyas.errors import EyasError, Unavailable
 from eyas.request import NoiseKey
 from eyas.rpc.messages import DrafterInfo, ModelInfo
 from eyas.rpc.server import RpcServer
+from eyas.services.draft.servicer import DraftServicer
+from eyas.services.draft.worker import DraftWorker
+from eyas.services.verifier.draft_client import RemoteDrafter
 from eyas.tree import DraftTree
 from eyas.v1 import draft_pb2, draft_pb2_grpc
-from services.draft.servicer import DraftServicer
-from services.draft.worker import DraftWorker
-from services.verifier.remote import RemoteDrafter
 
 NODES, WIDTH, DEPTH = 24, 5, 5
 NEW_TOKENS = 5
@@ -156,7 +156,7 @@ def drafting(case: Case) -> Iterator[RemoteDrafter]:
     try:
         if not here.poll(START_SECONDS):
             raise Unavailable(f"the draft service did not start within {START_SECONDS:.0f} s")
-        drafter = RemoteDrafter(here.recv(), NEEDS, DraftLinkConfig(deadline=5.0))
+        drafter = RemoteDrafter(here.recv(), NEEDS, DraftClientConfig(deadline=5.0))
         try:
             _wait_for(drafter)
             yield drafter
@@ -184,7 +184,7 @@ def _context(session: str, index: int, tokens: tuple[int, ...], features: torch.
         tokens=tokens,
         features=features[1:] if first else features,
         noise=NoiseKey(0),
-        budget=Budget(NODES, DEPTH),
+        budget=TreeBudget(NODES, DEPTH),
     )
 
 

@@ -17,20 +17,20 @@ import numpy as np
 import typer
 
 from eyas.bench.report import Report, Table, number
-from eyas.config import PlacementConfig
-from eyas.prefixes import BLOCK_TOKENS
+from eyas.block_hash import BLOCK_TOKENS
+from eyas.config import RoutingConfig
 from eyas.rpc.messages import Lease, Load, ModelInfo
-from services.registry import Placement
-from services.router.fleet.memory import SentBlocks
-from services.router.placement import Demand, Fleet, Pair, pick
+from eyas.services.discovery.registry import Placement
+from eyas.services.router.routing import Fleet, Pair, RequestDemand, pick
+from eyas.services.router.workers import SentBlocks
 
 MODEL = ModelInfo("model", "target", 128_256, 131_072, "head")
 ANNOUNCED = 1024
 POLICIES = {
-    "default": PlacementConfig(),
-    "least load only": PlacementConfig(session=0, prefix=0, home=0),
-    "hash only, no bound": PlacementConfig(session=0, prefix=0, load=0, home=1, bound=1e9, least_bound=1_000_000),
-    "hash only, bound 1.25": PlacementConfig(session=0, prefix=0, load=0, home=1),
+    "default": RoutingConfig(),
+    "least load only": RoutingConfig(session=0, prefix=0, home=0),
+    "hash only, no bound": RoutingConfig(session=0, prefix=0, load=0, home=1, bound=1e9, least_bound=1_000_000),
+    "hash only, bound 1.25": RoutingConfig(session=0, prefix=0, load=0, home=1),
 }
 
 
@@ -95,7 +95,7 @@ class Simulation:
     """A cluster under a constant number of requests, and a router that sees it as real ones do."""
 
     settings: Settings
-    config: PlacementConfig
+    config: RoutingConfig
     verifiers: list[Lease] = field(default_factory=list)
     drafters: list[Lease] = field(default_factory=list)
     in_flight: Counter[str] = field(default_factory=Counter)
@@ -116,10 +116,10 @@ class Simulation:
         """What the router knows."""
         return Fleet(self.verifiers, self.drafters, self.in_flight, sent=self.sent.by_worker)
 
-    def demand(self, session: Session) -> Demand:
+    def demand(self, session: Session) -> RequestDemand:
         """Of the session's next turn."""
         num_slots = (len(session.blocks) + self.settings.turn_blocks) * BLOCK_TOKENS
-        return Demand(MODEL.name, num_slots, last=session.last, session=session.name, blocks=session.blocks)
+        return RequestDemand(MODEL.name, num_slots, last=session.last, session=session.name, blocks=session.blocks)
 
     def run(self, policy: str) -> Outcome:
         """Every turn of every session."""
@@ -311,7 +311,7 @@ def main(
 ) -> None:
     """Run every policy, then let a verifier come and go."""
     settings = Settings(num_sessions=sessions)
-    simulation = Simulation(settings, PlacementConfig())
+    simulation = Simulation(settings, RoutingConfig())
     outcomes = [simulation.run("default")]
     results = moves(simulation, moved)
     for policy, config in POLICIES.items():

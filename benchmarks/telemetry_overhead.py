@@ -22,16 +22,16 @@ from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, Spa
 from opentelemetry.sdk.trace.sampling import DEFAULT_ON
 
 from eyas.bench.report import Report, Table, number
-from eyas.config import EagleConfig, EngineConfig, TelemetryConfig, TreeConfig
-from eyas.drafters.build import build_drafter, build_fuser
+from eyas.config import DraftingConfig, EngineConfig, TelemetryConfig, TreeConfig
+from eyas.drafters.registry import build_drafter, build_fuser
 from eyas.engine.build import build_engine
 from eyas.engine.engine import StepReport
 from eyas.request import Chunk, Request, SamplingParams
 from eyas.rpc.messages import GenerateCall, TextChunk
-from eyas.telemetry.process import Telemetry
-from services.demo import read_prompts
-from services.router.telemetry.observer import RouterTelemetry
-from services.verifier.telemetry.observer import VerifierTelemetry
+from eyas.services.demo import read_prompts
+from eyas.services.router.telemetry import RouterTelemetry
+from eyas.services.verifier.telemetry import VerifierTelemetry
+from eyas.telemetry.setup import Telemetry
 
 MODELS = Path("models/demo")
 TREE = TreeConfig(nodes=8, depth=4, width=2)
@@ -95,7 +95,7 @@ def main(out: Annotated[Path, typer.Option(help="Folder of the report.")] = Path
 def decode(batch: int, num_tokens: int) -> Steps:
     """Run so many requests at once to their ends."""
     target, head = str(MODELS / "target"), str(MODELS / "eagle3")
-    drafter = build_drafter("eagle3", target, head, "float32", "cpu", TREE, EagleConfig())
+    drafter = build_drafter("eagle3", target, head, "float32", "cpu", TREE, DraftingConfig())
     fuser = build_fuser("eagle3", head, target, "float32", "cpu")
     engine = build_engine(target, fuser, "float32", "cpu", EngineConfig(num_slots=16384), TREE, drafter)
     sampling = SamplingParams(max_tokens=num_tokens, temperature=0.0, ignore_eos=True, seed=0)

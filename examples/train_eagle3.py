@@ -23,8 +23,8 @@ from target_text import DEMO, read_text
 from torch import Tensor, nn
 
 from eyas.models.checkpoint import read_target_config, resolve
-from eyas.models.heads.eagle.config import HeadConfig, head_config
-from eyas.models.heads.eagle.write import write_head
+from eyas.models.heads.eagle_config import EagleHeadConfig, head_config
+from eyas.models.heads.eagle_loader import write_head
 
 BATCH = 8
 STEP_WEIGHT = 0.85
@@ -55,7 +55,7 @@ class Options:
 class Head(nn.Module):
     """The published EAGLE-3 arithmetic over whole windows; tensors under their published names."""
 
-    def __init__(self, config: HeadConfig, tensors: Mapping[str, Tensor], embedding: Tensor) -> None:
+    def __init__(self, config: EagleHeadConfig, tensors: Mapping[str, Tensor], embedding: Tensor) -> None:
         super().__init__()
         self.config = config
         self.names = [name for name in tensors if name not in ("d2t", "t2d")]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from eyas.config import EagleConfig, EngineConfig, TreeConfig
+    from eyas.config import DraftingConfig, EngineConfig, TreeConfig
     from eyas.errors import EyasError
     from eyas.llm import LLM, Completion, GenerationResult
     from eyas.request import SamplingParams
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 __all__ = [
     "LLM",
     "Completion",
-    "EagleConfig",
+    "DraftingConfig",
     "EngineConfig",
     "EyasError",
     "GenerationResult",
@@ -27,7 +27,7 @@ _HOMES = {
     "GenerationResult": "eyas.llm",
     "SamplingParams": "eyas.request",
     "EyasError": "eyas.errors",
-    "EagleConfig": "eyas.config",
+    "DraftingConfig": "eyas.config",
     "EngineConfig": "eyas.config",
     "TreeConfig": "eyas.config",
 }

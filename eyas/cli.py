@@ -14,14 +14,12 @@ from rich.console import Console
 from rich.table import Table
 
 from eyas.bench.command import bench
-from eyas.check.command import check
-from eyas.check.drafters import drafters
-from eyas.client.door import Door, tls_line
-from eyas.client.printers import JsonPrinter, Printer, ScreenPrinter
-from eyas.datastore.command import datastore
+from eyas.check.command import check, drafters
+from eyas.client import JsonPrinter, Printer, RouterClient, ScreenPrinter, tls_line
+from eyas.datastore.build import datastore
 from eyas.errors import ConfigError, InvalidRequest
 from eyas.request import Request, SamplingParams
-from eyas.rpc.channel import Line
+from eyas.rpc.channel import ChannelOptions
 from eyas.rpc.messages import GenerateCall
 
 Address = Annotated[str, typer.Option(envvar="EYAS_ADDRESS", help="host:port of the router.")]
@@ -76,7 +74,7 @@ def generate(
     with _reported():
         printer, sampling = _printer(options.params), _sampling(options.params)
         call = GenerateCall(Request("", (), sampling, session), prompt_text=prompt, model=model)
-        for chunk in Door(address, _line(options.params), api_key).stream(call):
+        for chunk in RouterClient(address, _line(options.params), api_key).stream(call):
             printer.add(chunk)
             if chunk.chunk.finish_reason == "error":
                 _fail(f"INTERNAL: {chunk.chunk.message}")
@@ -93,7 +91,7 @@ def models(
 ) -> None:
     """List the models that can be asked for now."""
     with _reported():
-        infos = Door(address, _line(options.params), api_key).models()
+        infos = RouterClient(address, _line(options.params), api_key).models()
     table = Table("model", "context", "vocabulary", "target", "draft head")
     for info in infos:
         facts = (str(info.context_length), str(info.vocab_size), info.fingerprint[:12], info.head_fingerprint[:12] or "none")
@@ -101,13 +99,13 @@ def models(
     Console().print(table)
 
 
-def _line(options: dict[str, Any]) -> Line:
+def _line(options: dict[str, Any]) -> ChannelOptions:
     """How the router is spoken to. Raises ConfigError."""
     if options["tls"] or options["ca"]:
         return tls_line(options["ca"], options["tls_name"])
     if options["tls_name"]:
         raise ConfigError(f"--tls-name {options['tls_name']} is for TLS; add --tls, or --ca with who signed the certificate")
-    return Line()
+    return ChannelOptions()
 
 
 def _printer(options: dict[str, Any]) -> Printer:

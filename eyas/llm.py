@@ -12,14 +12,14 @@ from numbers import Integral
 from rich.console import Console
 from rich.progress import Progress
 
-from eyas.config import EagleConfig, EngineConfig, MethodsConfig, Probe, TreeConfig
-from eyas.drafters.build import NO_DRAFTS, build_drafter, build_fuser, default_drafter, settle_reading
+from eyas.config import DraftingConfig, EngineConfig, HeadValidation, MethodsConfig, TreeConfig
+from eyas.drafters.registry import NO_DRAFTS, build_drafter, build_fuser, default_drafter, resolve_wiring
 from eyas.engine.build import assemble_engine, gather_ranks, load_model
 from eyas.errors import EyasError, InvalidRequest, RequestFailed
-from eyas.limits import check_sampling
-from eyas.models.parallel.ranks import Place
+from eyas.models.workers import RankInfo
 from eyas.request import Chunk, FinishReason, GenerationStats, Request, SamplingParams, TokenLogprob
-from eyas.text import TextStream, load_tokenizer
+from eyas.tokenizer import TextStream, load_tokenizer
+from eyas.validation import check_sampling
 
 Prompt = str | Sequence[int]
 
@@ -94,20 +94,20 @@ class LLM:
         device: str = "cpu",
         tree: TreeConfig | None = None,
         engine: EngineConfig | None = None,
-        eagle: EagleConfig | None = None,
+        eagle: DraftingConfig | None = None,
         methods: MethodsConfig | None = None,
-        probe: Probe = "auto",
+        probe: HeadValidation = "auto",
     ) -> None:
-        tree, engine, eagle = tree or TreeConfig(), engine or EngineConfig(), eagle or EagleConfig()
+        tree, engine, eagle = tree or TreeConfig(), engine or EngineConfig(), eagle or DraftingConfig()
         head, name = draft or "", default_drafter(drafter or "", draft or "")
         fuser = build_fuser(name, head, target, dtype, device)
         with ExitStack() as undo:
-            ranks = gather_ranks(Place(0, engine.tensor_parallel, device), target, dtype, engine.context_length)
+            ranks = gather_ranks(RankInfo(0, engine.tensor_parallel, device), target, dtype, engine.context_length)
             undo.callback(ranks.close)
             model = load_model(target, fuser, dtype, device, engine, ranks)
             reading = None
             if fuser is not None and probe == "auto" and ranks.size == 1:
-                reading = settle_reading(name, model, fuser, head, target, dtype, device)
+                reading = resolve_wiring(name, model, fuser, head, target, dtype, device)
             plain = name == NO_DRAFTS
             proposer = None if plain else build_drafter(name, target, head, dtype, device, tree, eagle, methods, reading)
             self._engine = assemble_engine(model, fuser, replace(engine, max_waiting=sys.maxsize), tree, proposer, ranks)

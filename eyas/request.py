@@ -122,7 +122,7 @@ class Request:
 
 
 @dataclass(frozen=True)
-class Round:
+class VerifyStep:
     """One verify step of one sequence, in numbers. `accepted` are drafted tokens, the bonus token not counted."""
 
     drafted: int
@@ -157,7 +157,7 @@ class Chunk:
     request_id: str
     token_ids: tuple[int, ...] = ()
     foreseen: tuple[bool, ...] = ()
-    round: Round | None = None
+    round: VerifyStep | None = None
     finish_reason: FinishReason | None = None
     message: str = ""
     index: int = 0

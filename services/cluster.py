@@ -176,7 +176,7 @@ def _start_redis(logs: Path) -> Child:
 
 
 def _start_service(name: str, port: int, settings: Sequence[str], logs: Path) -> Child:
-    command = [sys.executable, "-m", f"services.{name}", "--config", str(CONFIGS / f"{name}.yaml")]
+    command = [sys.executable, "-m", f"eyas.services.{name}", "--config", str(CONFIGS / f"{name}.yaml")]
     for setting in (f"server.port={port}", *settings):
         command += ["--set", setting]
     return _start(name, port, command, logs)

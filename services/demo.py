@@ -17,7 +17,7 @@ import grpc
 
 from eyas.errors import RequestFailed, Unavailable
 from eyas.request import GenerationStats, Request, SamplingParams
-from eyas.rpc import wire
+from eyas.rpc import convert as wire
 from eyas.rpc.messages import NO_DRAFTER, ROUND_TRIP_KEY, GenerateCall, TextChunk
 from eyas.rpc.server import status_error
 from eyas.v1 import generation_pb2_grpc
@@ -39,7 +39,7 @@ class Prompt:
 
 
 @dataclass(frozen=True)
-class Answer:
+class DemoAnswer:
     """One finished request. seconds: from sending it to its last chunk; round_trip: in ms, None without drafting."""
 
     token_ids: tuple[int, ...]
@@ -49,13 +49,13 @@ class Answer:
 
 
 @dataclass(frozen=True)
-class Comparison:
+class DemoComparison:
     """The same prompts decoded both ways with the same sampling, answer by answer."""
 
     sampling: SamplingParams
     prompts: Sequence[Prompt]
-    plain: list[Answer] = field(default_factory=list)
-    speculative: list[Answer] = field(default_factory=list)
+    plain: list[DemoAnswer] = field(default_factory=list)
+    speculative: list[DemoAnswer] = field(default_factory=list)
 
     @property
     def stats(self) -> GenerationStats:
@@ -99,7 +99,7 @@ class DemoClient:
         except grpc.RpcError as error:
             raise status_error(error) from error
 
-    def ask(self, prompt: Prompt, sampling: SamplingParams, mode: Mode) -> Answer:
+    def ask(self, prompt: Prompt, sampling: SamplingParams, mode: Mode) -> DemoAnswer:
         """Decode to the end. Raises EyasError when the call or the generation failed."""
         drafter = NO_DRAFTER if mode == "plain" else ""
         call = wire.call_to_message(GenerateCall(Request("", prompt.token_ids, sampling), drafter=drafter))
@@ -114,7 +114,9 @@ class DemoClient:
         last = chunks[-1]
         if last.chunk.finish_reason not in ("stop", "length") or last.totals is None:
             raise RequestFailed(f"{prompt.source}: ended with {last.chunk.finish_reason}: {last.chunk.message}")
-        return Answer(token_ids, last.totals.stats or GenerationStats(), seconds, _round_trip(answers.trailing_metadata()))
+        return DemoAnswer(
+            token_ids, last.totals.stats or GenerationStats(), seconds, _round_trip(answers.trailing_metadata())
+        )
 
     def warm_up(self, prompt: Prompt) -> None:
         """Return once both ways work. Raises Unavailable when requests are not paired with the drafter in time."""
@@ -125,7 +127,7 @@ class DemoClient:
             if time.monotonic() > deadline:
                 raise Unavailable(f"no draft tree arrived within {WARM_UP_SECONDS:.0f} s; see the draft service's log")
 
-    def compare(self, comparison: Comparison, prompt: Prompt) -> None:
+    def compare(self, comparison: DemoComparison, prompt: Prompt) -> None:
         """Decode one more prompt both ways, each way first every other time."""
         turns: list[Mode] = ["plain", "speculative"]
         for mode in turns if len(comparison.plain) % 2 == 0 else reversed(turns):

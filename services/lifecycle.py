@@ -22,13 +22,13 @@ import typer
 
 from eyas.config import ServerConfig, TelemetryConfig, describe, load
 from eyas.errors import ConfigError, EyasError
+from eyas.rpc.convert import status_to_message
 from eyas.rpc.messages import Lease, Load, ModelInfo, Role
 from eyas.rpc.server import RpcServer
-from eyas.rpc.worker_wire import status_to_message
-from eyas.telemetry.logs import configure_logging
+from eyas.services.discovery.registry import Registry
+from eyas.telemetry.logging import configure_logging
 from eyas.v1 import worker_pb2
 from eyas.v1.worker_pb2_grpc import WorkerServicer, add_WorkerServicer_to_server
-from services.registry import Registry
 
 
 class ServiceConfig(Protocol):
@@ -49,7 +49,7 @@ WORKER_SERVICE = worker_pb2.DESCRIPTOR.services_by_name["Worker"].full_name
 _EVERYWHERE = ("0.0.0.0", "[::]")
 
 
-class Presence(Protocol):
+class Registration(Protocol):
     """How a service tells others that it is ready, and that it no longer is."""
 
     async def enter(self, address: str) -> None:
@@ -61,7 +61,7 @@ class Presence(Protocol):
         ...
 
 
-class Door(Protocol):
+class Listener(Protocol):
     """Another way in, beside a service's gRPC server."""
 
     async def start(self) -> None:
@@ -73,7 +73,7 @@ class Door(Protocol):
         ...
 
 
-class Host(Protocol):
+class ServiceRunner(Protocol):
     """Where a service lives: what tells it to stop, and who hears that it is ready."""
 
     def stopping(self) -> AbstractContextManager[asyncio.Event]:
@@ -85,7 +85,7 @@ class Host(Protocol):
         ...
 
 
-class Process:
+class ProcessRunner:
     """A process of its own: the first SIGTERM or SIGINT stops the service."""
 
     def stopping(self) -> AbstractContextManager[asyncio.Event]:
@@ -95,11 +95,11 @@ class Process:
         log.info("serving on %s", address)
 
 
-PROCESS = Process()
+PROCESS = ProcessRunner()
 
 
 @dataclass(frozen=True)
-class WorkerPresence:
+class WorkerRegistration:
     """A verifier or draft service: SERVING, telling its state to those who ask, and with a lease where there is a registry.
 
     Construct it before the server starts. registry: None where others find workers without one. zone, prefixes: see Lease.
@@ -115,8 +115,8 @@ class WorkerPresence:
     zone: str = ""
     prefixes: Callable[[], frozenset[int]] = frozenset
     incarnation: str = field(default_factory=lambda: uuid.uuid4().hex)
-    beside: WorkerPresence | None = None
-    _told: list[WorkerPresence] = field(default_factory=list, init=False, repr=False, compare=False)
+    beside: WorkerRegistration | None = None
+    _told: list[WorkerRegistration] = field(default_factory=list, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         first = self.beside or self
@@ -148,7 +148,7 @@ class WorkerPresence:
 class _Worker(WorkerServicer):
     """The state of the workers of this process, for those who ask it itself."""
 
-    def __init__(self, presences: Sequence[WorkerPresence]) -> None:
+    def __init__(self, presences: Sequence[WorkerRegistration]) -> None:
         self._presences = presences
 
     async def Status(self, request: worker_pb2.StatusRequest, context: Any) -> worker_pb2.WorkerStatus:  # noqa: N802
@@ -160,9 +160,9 @@ async def serve(
     server: RpcServer,
     service_names: Sequence[str],
     config: ServerConfig,
-    presence: Presence,
-    doors: Sequence[Door] = (),
-    host: Host = PROCESS,
+    presence: Registration,
+    doors: Sequence[Listener] = (),
+    host: ServiceRunner = PROCESS,
 ) -> None:
     """Listen until the host says stop (or cancellation), then drain and stop, the other doors at the same time.
 

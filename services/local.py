@@ -15,13 +15,13 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 
-from eyas.client.printers import ScreenPrinter
+from eyas.client import ScreenPrinter
 from eyas.errors import EyasError, RequestFailed
 from eyas.request import Request, SamplingParams
 from eyas.rpc.channel import open_sync_channel
 from eyas.rpc.messages import GenerateCall
-from services.cluster import ROOT, Cluster, free_port, is_free, running_cluster
-from services.demo import Comparison, DemoClient, Prompt, read_prompts
+from eyas.services.cluster import ROOT, Cluster, free_port, is_free, running_cluster
+from eyas.services.demo import DemoClient, DemoComparison, Prompt, read_prompts
 
 ROUTER_PORT = 50050
 HTTP_PORT = 8000
@@ -139,8 +139,8 @@ def _show(console: Console, client: DemoClient, prompts: list[Prompt]) -> None:
             printer.add(chunk)
 
 
-def _measure(console: Console, client: DemoClient, prompts: list[Prompt], sampling: SamplingParams) -> Comparison:
-    comparison = Comparison(sampling, prompts)
+def _measure(console: Console, client: DemoClient, prompts: list[Prompt], sampling: SamplingParams) -> DemoComparison:
+    comparison = DemoComparison(sampling, prompts)
     started = time.monotonic()
     with _progress(console) as progress:
         task = progress.add_task("", total=len(prompts))
@@ -152,12 +152,12 @@ def _measure(console: Console, client: DemoClient, prompts: list[Prompt], sampli
     return comparison
 
 
-def _table(comparisons: list[Comparison]) -> Table:
+def _table(comparisons: list[DemoComparison]) -> Table:
     table = Table(title="Plain and speculative decoding, one request at a time, as a client of the router sees it")
     table.add_column("")
     for comparison in comparisons:
         table.add_column(f"temperature {comparison.sampling.temperature}", justify="right")
-    rows: list[tuple[str, Callable[[Comparison], str]]] = [
+    rows: list[tuple[str, Callable[[DemoComparison], str]]] = [
         ("plain, tokens/s", lambda c: f"{c.speed('plain'):.0f}"),
         ("speculative, tokens/s", lambda c: f"{c.speed('speculative'):.0f}"),
         ("speedup", lambda c: f"{c.speed('speculative') / c.speed('plain'):.2f}x"),

@@ -3,9 +3,9 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from eyas.config import AheadConfig, EagleConfig, LookaheadConfig, MethodsConfig, RestConfig, TreeConfig
+from eyas.config import DraftAheadConfig, DraftingConfig, LookaheadConfig, MethodsConfig, RestConfig, TreeConfig
 from eyas.drafters.base import LocalDrafter
-from eyas.drafters.build import build_drafter, build_fuser
+from eyas.drafters.registry import build_drafter, build_fuser
 from eyas.models.heads.features import FeatureFuser
 from tests.tiny import write_small
 from tests.tiny_offsets import KINDS, tiny_heads
@@ -32,11 +32,11 @@ class Case:
 
     def drafter(self, tree: TreeConfig, num_slots: int = 4096, law_tokens: int = 128) -> LocalDrafter:
         crowded, ahead = self.name.endswith("-crowded"), self.name.endswith("-ahead")
-        eagle = EagleConfig(
+        eagle = DraftingConfig(
             num_slots=90 if crowded else num_slots,
             shared_noise=not self.name.endswith("-own-noise"),
             law_tokens=law_tokens,
-            ahead=AheadConfig(6, 16, 7) if ahead else AheadConfig(),
+            ahead=DraftAheadConfig(6, 16, 7) if ahead else DraftAheadConfig(),
         )
         rest = RestConfig(str(self.datastore), shortest=1) if self.datastore else RestConfig()
         methods = MethodsConfig(rest=rest, lookahead=LookaheadConfig(window=2, ngram=3))

@@ -32,4 +32,4 @@ USER 10001:10001
 EXPOSE 50051 50052 9464
 STOPSIGNAL SIGTERM
 HEALTHCHECK --interval=10s --timeout=5s --start-period=600s CMD ["python", "healthcheck.py", "grpc://127.0.0.1:50051", "grpc://127.0.0.1:50052"]
-CMD ["python", "-m", "services.verifier", "--help"]
+CMD ["python", "-m", "eyas.services.verifier", "--help"]

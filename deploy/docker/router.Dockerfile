@@ -26,4 +26,4 @@ USER 10001:10001
 EXPOSE 50050 8000 9464
 STOPSIGNAL SIGTERM
 HEALTHCHECK --interval=10s --timeout=5s --start-period=60s CMD ["python", "healthcheck.py", "http://127.0.0.1:8000/live", "https://127.0.0.1:8000/live"]
-CMD ["python", "-m", "services.router", "--help"]
+CMD ["python", "-m", "eyas.services.router", "--help"]

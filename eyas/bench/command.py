@@ -11,9 +11,9 @@ import typer
 from rich.console import Console
 from rich.progress import Progress
 
-from eyas.bench.methods.settings import MethodSpec, MethodsSettings
-from eyas.bench.workloads import OfflineSettings
-from eyas.config import BudgetPolicy, Dtype, TreeConfig
+from eyas.bench.methods import MethodSpec, MethodsSettings
+from eyas.bench.timing import OfflineSettings
+from eyas.config import DraftBudgetPolicy, Dtype, TreeConfig
 from eyas.errors import ConfigError, EyasError
 
 # Drawing takes time away from what is measured.
@@ -54,7 +54,7 @@ def offline(
         tree = TreeConfig(nodes, depth, width)
         settings = OfflineSettings(
             target, draft, drafter, prompts, tuple(batch), tuple(temperature), max_tokens, groups, tuple(rows), tree,
-            cast(BudgetPolicy, budget), cast(Dtype, dtype), device, threads,
+            cast(DraftBudgetPolicy, budget), cast(Dtype, dtype), device, threads,
         )  # fmt: skip
         _offline(settings, out)
     except EyasError as error:
@@ -92,8 +92,7 @@ def methods(
 
 
 def _methods(settings: MethodsSettings, out: Path) -> None:
-    from eyas.bench.methods.chart import draw
-    from eyas.bench.methods.measure import measure
+    from eyas.bench.methods import draw, measure
     from eyas.bench.report import Report
 
     with Progress(console=Console(stderr=True), refresh_per_second=REFRESHES_PER_SECOND) as progress:

@@ -9,15 +9,34 @@ from functools import partial
 import torch
 from rich.progress import Progress
 
-from eyas.bench.contenders import Contender, EngineContender, GenerateContender
 from eyas.bench.report import Spread
-from eyas.bench.results import GENERATE, PLAIN, SPECULATIVE, Comparison, FirstToken, OfflineResults, Run, StageTimes
-from eyas.bench.rounds import time_draft_rounds, time_verify_steps
-from eyas.bench.stages import summarise, watched
-from eyas.bench.workloads import OfflineSettings, Prompt, groups, load_prompts, random_prompt
-from eyas.config import EagleConfig, EngineConfig
+from eyas.bench.results import (
+    GENERATE,
+    PLAIN,
+    SPECULATIVE,
+    FirstToken,
+    OfflineResults,
+    Run,
+    SpeedComparison,
+    StageTimes,
+)
+from eyas.bench.timing import (
+    Contender,
+    EngineContender,
+    GenerateContender,
+    OfflineSettings,
+    Prompt,
+    groups,
+    load_prompts,
+    random_prompt,
+    summarise,
+    time_draft_rounds,
+    time_verify_steps,
+    watched,
+)
+from eyas.config import DraftingConfig, EngineConfig
 from eyas.drafters.base import Drafter
-from eyas.drafters.build import NO_DRAFTS, build_drafter, build_fuser, default_drafter
+from eyas.drafters.registry import NO_DRAFTS, build_drafter, build_fuser, default_drafter
 from eyas.engine.build import assemble_engine
 from eyas.errors import ConfigError
 from eyas.models.heads.features import FeatureFuser
@@ -32,7 +51,7 @@ Ways = dict[str, Contender]
 
 
 @dataclass(frozen=True)
-class Parts:
+class BenchParts:
     """What is loaded once. Without a draft head, fuser and drafter are None."""
 
     target: TargetModel
@@ -63,7 +82,7 @@ def measure(settings: OfflineSettings, progress: Progress) -> OfflineResults:
     return OfflineResults(torch.get_num_threads(), comparisons, tuple(verify), tuple(draft), first)
 
 
-def load(settings: OfflineSettings) -> Parts:
+def load(settings: OfflineSettings) -> BenchParts:
     """The target, and with a draft head its drafter. Raises CheckpointError; ConfigError for an unknown drafter or
     device."""
     if settings.device.startswith("cuda") and not torch.cuda.is_available():
@@ -71,13 +90,13 @@ def load(settings: OfflineSettings) -> Parts:
     target, draft, dtype, device = settings.target, settings.draft, settings.dtype, settings.device
     name = default_drafter(settings.drafter, draft)
     if name == NO_DRAFTS:
-        return Parts(load_target(target, dtype, device), None, None)
+        return BenchParts(load_target(target, dtype, device), None, None)
     fuser = build_fuser(name, draft, target, dtype, device)
-    drafter = build_drafter(name, target, draft, dtype, device, settings.tree, EagleConfig())
-    return Parts(load_target(target, dtype, device, fuser.taps if fuser else ()), fuser, drafter)
+    drafter = build_drafter(name, target, draft, dtype, device, settings.tree, DraftingConfig())
+    return BenchParts(load_target(target, dtype, device, fuser.taps if fuser else ()), fuser, drafter)
 
 
-def contenders(settings: OfflineSettings, parts: Parts, prompts: Sequence[Prompt]) -> Ways:
+def contenders(settings: OfflineSettings, parts: BenchParts, prompts: Sequence[Prompt]) -> Ways:
     """The ways to decode, on the same weights; the plain engine taps no features."""
     target = parts.target
     longest = max(map(len, prompts)) + settings.max_tokens
@@ -95,7 +114,7 @@ def contenders(settings: OfflineSettings, parts: Parts, prompts: Sequence[Prompt
 
 def compare(
     settings: OfflineSettings, ways: Ways, prompts: Sequence[Prompt], temperature: float, batch: int, progress: Progress
-) -> Comparison:
+) -> SpeedComparison:
     """All batches of one size in every way, each way first in its turn; then the stages of a step."""
     sampling = settings.sampling(temperature)
     ways = {way: contender for way, contender in ways.items() if way != GENERATE or temperature == 0}
@@ -107,7 +126,7 @@ def compare(
     for index, group in enumerate(progress.track(batches, description=label)):
         for way in _rotated(list(ways), index):
             runs[way].append(ways[way].run(group, sampling))
-    return Comparison.of(temperature, batch, runs, stages(ways, batches[0], sampling))
+    return SpeedComparison.of(temperature, batch, runs, stages(ways, batches[0], sampling))
 
 
 def stages(ways: Mapping[str, Contender], prompts: Sequence[Prompt], sampling: SamplingParams) -> dict[str, StageTimes]:
@@ -121,7 +140,7 @@ def stages(ways: Mapping[str, Contender], prompts: Sequence[Prompt], sampling: S
     return found
 
 
-def warm_ways(settings: OfflineSettings, parts: Parts) -> Ways:
+def warm_ways(settings: OfflineSettings, parts: BenchParts) -> Ways:
     """Engines that keep one long prompt, on the same weights."""
     target, fuser = parts.target, parts.fuser
     config = EngineConfig(num_slots=LONG_PROMPT_TOKENS + NEW_PROMPT_TOKENS + settings.tree.nodes, max_running=1)

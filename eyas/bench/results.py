@@ -59,7 +59,7 @@ class Agreement:
 
 
 @dataclass(frozen=True)
-class Comparison:
+class SpeedComparison:
     """The same batches decoded in every way, batch by batch in turn. The mappings are by way, or "way / way".
 
     tau: acceptance length; acceptance_by_depth: see GenerationStats; both empty without a drafter.
@@ -78,7 +78,7 @@ class Comparison:
     @classmethod
     def of(
         cls, temperature: float, batch: int, runs: Mapping[str, Sequence[Run]], stages: Mapping[str, StageTimes]
-    ) -> Comparison:
+    ) -> SpeedComparison:
         """runs: of each way, over the same batches in the same order."""
         stats = GenerationStats()
         for run in runs.get(SPECULATIVE, ()):
@@ -135,7 +135,7 @@ class OfflineResults:
     """All that one run of `eyas bench offline` finds. num_threads: of torch."""
 
     num_threads: int
-    comparisons: tuple[Comparison, ...]
+    comparisons: tuple[SpeedComparison, ...]
     verify: tuple[VerifyTime, ...]
     draft: tuple[DraftTime, ...]
     first_token: FirstToken
@@ -147,7 +147,7 @@ class OfflineResults:
         return [table for table in tables if table.rows]
 
 
-def _speed(comparisons: Sequence[Comparison]) -> Table:
+def _speed(comparisons: Sequence[SpeedComparison]) -> Table:
     ways = (PLAIN, SPECULATIVE, GENERATE)
     rows = [
         (*_cell(c), *(_text(c.tokens_per_second.get(way)) for way in ways), *(_text(c.ratios.get(name)) for name in PAIRS))
@@ -161,12 +161,12 @@ def _speed(comparisons: Sequence[Comparison]) -> Table:
     return Table("Speed", ("temperature", "batch", *ways, *PAIRS), tuple(rows), note)
 
 
-def _agreement(comparisons: Sequence[Comparison]) -> Table:
+def _agreement(comparisons: Sequence[SpeedComparison]) -> Table:
     rows = tuple((*_cell(c), *(_text(c.identical.get(name)) for name in PAIRS)) for c in comparisons)
     return Table("Identical outputs", ("temperature", "batch", *PAIRS), rows, "Token for token.")
 
 
-def _acceptance(comparisons: Sequence[Comparison]) -> Table:
+def _acceptance(comparisons: Sequence[SpeedComparison]) -> Table:
     drafted = [c for c in comparisons if c.tau is not None]
     depth = max((len(c.acceptance_by_depth) for c in drafted), default=0)
     rows = [
@@ -182,7 +182,7 @@ def _acceptance(comparisons: Sequence[Comparison]) -> Table:
     return Table("Acceptance", columns, tuple(rows), note)
 
 
-def _stages(comparisons: Sequence[Comparison]) -> Table:
+def _stages(comparisons: Sequence[SpeedComparison]) -> Table:
     timed = [(c, way, times) for c in comparisons for way, times in c.stages.items()]
     names = tuple(timed[0][2].stages_ms) if timed else ()
     rows = tuple(
@@ -231,7 +231,7 @@ def _first_token(found: FirstToken) -> Table:
     return Table("Time to first token", ("way", "cold", "warm", "warm / cold"), rows, note)
 
 
-def _cell(comparison: Comparison) -> tuple[str, ...]:
+def _cell(comparison: SpeedComparison) -> tuple[str, ...]:
     return (f"{comparison.temperature:g}", f"{comparison.batch}")
 
 

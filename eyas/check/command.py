@@ -1,23 +1,97 @@
-"""`eyas check`: options in, a table and an exit status out. Loads torch only once a check starts."""
+"""How a draft head is to be read: folders of target and head in, what a probe found out; writes it down if asked.
+
+Knows no screen.
+
+`eyas check head`: options in, a table of readings and an exit status out. Loads torch only once the check starts.
+
+`eyas check`: options in, a table and an exit status out. Loads torch only once a check starts.
+
+`eyas drafters`: nothing in, a table of the drafting methods out. Loads torch only once it is asked.
+"""
 
 from __future__ import annotations
 
+import json
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, cast
 
+import torch
 import typer
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from eyas.bench.workloads import OfflineSettings
-from eyas.check.head import head
+from eyas.bench.timing import OfflineSettings
 from eyas.config import Dtype, TreeConfig
-from eyas.errors import EyasError
+from eyas.drafters.registry import validate_draft_head
+from eyas.errors import CheckpointError, ConfigError, EyasError
+from eyas.models.checkpoint import RECORD, read_config
+from eyas.models.heads.eagle_config import HeadWiring
+from eyas.models.heads.eagle_validation import WiringReport
+from eyas.models.target import load_target
 
 if TYPE_CHECKING:
     from eyas.check.equality import Equality
+
+
+def check_wiring(target: str, head: str, drafter: str, dtype: str, device: str, threads: int) -> WiringReport:
+    """Try all plausible readings beside the target. Raises EyasError for what does not load and for methods without a head
+    that could be read in several ways."""
+    if threads:
+        torch.set_num_threads(threads)
+    finding = validate_draft_head(drafter, load_target(target, dtype, device), head, target, dtype, device)
+    if finding is None:
+        raise ConfigError(f"drafter {drafter!r} has no head to check; the EAGLE methods have")
+    return finding
+
+
+def record(head: str, reading: HeadWiring) -> Path:
+    """Write a reading into the head's config.json, where every loader of Eyas takes it from. Raises CheckpointError for a
+    head that is no local folder: what a hub id fetched is shared, and would not stay."""
+    if not Path(head).is_dir():
+        raise CheckpointError(f"{head!r} is no local folder; copy the head into one, and write into that")
+    file = Path(head, "config.json")
+    file.write_text(json.dumps({**read_config(Path(head)), RECORD: asdict(reading)}, indent=1) + "\n")
+    return file
+
+
+def head(
+    target: Annotated[str, typer.Option(help="Folder or hub id of the target model.")],
+    draft: Annotated[str, typer.Option(help="Folder or hub id of an EAGLE head.")],
+    drafter: Annotated[str, typer.Option(help="eagle1, eagle2 or eagle3.")] = "eagle3",
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
+    device: Annotated[str, typer.Option(help="cpu, cuda or cuda:N.")] = "cpu",
+    threads: Annotated[int, typer.Option(help="CPU threads of torch; 0 leaves its choice.")] = 0,
+    write: Annotated[bool, typer.Option("--write", help="Record what works in the head's config.json.")] = False,
+) -> None:
+    """Try out how a draft head is to be read; exit status 1 if it guesses no better than chance in any way."""
+    from eyas.check.command import check_wiring, record
+
+    try:
+        finding = check_wiring(target, draft, drafter, dtype, device, threads)
+        Console().print(_table(finding))
+        print(finding)
+        finding.require(draft)
+        if write:
+            print(f"written to {record(draft, finding.best.reading)}")
+    except EyasError as error:
+        print(f"error: {error}", file=sys.stderr)
+        raise typer.Exit(1) from error
+
+
+def _table(finding: WiringReport) -> Table:
+    table = Table("taps", "residual", "output", "first guess", "second guess", "accepted", "")
+    for trial in finding.trials:
+        reading = trial.reading
+        notes = [note for note, holds in (("config", trial is finding.trials[0]), ("best", trial is finding.best)) if holds]
+        table.add_row(
+            ", ".join(map(str, reading.taps)), "normed" if reading.norm_before_residual else "plain", reading.output,
+            *(f"{100 * share:.1f} %" for share in (trial.first, trial.second, trial.accepted)), ", ".join(notes),
+        )  # fmt: skip
+    return table
+
 
 check = typer.Typer(no_args_is_help=True)
 check.command()(head)
@@ -58,7 +132,7 @@ def equality(
     except EyasError as error:
         print(f"error: {error}", file=sys.stderr)
         raise typer.Exit(2) from error
-    Console().print(_table(result))
+    Console().print(_command_table(result))
     print(_verdict(result))
     if not result.holds:
         raise typer.Exit(1)
@@ -71,7 +145,7 @@ def _compare(settings: OfflineSettings, deterministic: bool) -> Equality:
         return compare(settings, deterministic, progress)
 
 
-def _table(result: Equality) -> Table:
+def _command_table(result: Equality) -> Table:
     table = Table("prompt", "tokens", "result", "at", "plain", "spec.", "gap", "apart", "margin")
     for index, comparison in enumerate(result.comparisons):
         found = comparison.divergence
@@ -93,3 +167,14 @@ def _verdict(result: Equality) -> str:
         f"{equal} of {total} equal, {total - equal - wrong} explained by rounding, {wrong} not explained; "
         f"tau {result.stats.acceptance_length:.2f}"
     )
+
+
+def drafters() -> None:
+    """List the drafting methods: what each needs, where it may run, and what its `head` is."""
+    from eyas.drafters.registry import METHODS
+
+    table = Table("drafter", "needs", "runs", "head")
+    for name, method in METHODS.items():
+        head = method.needs_head or method.may_head or "none"
+        table.add_row(name, ", ".join(method.needs) or "tokens alone", method.place, head)
+    Console().print(table)

@@ -1,11 +1,13 @@
-"""Plain against speculative decoding: settings in, one comparison per prompt out, each first difference with its reason.
+"""A drafter for checks: it is told what plain decoding said, and drafts that, with a wrong guess beside each right one.
+
+Plain against speculative decoding: settings in, one comparison per prompt out, each first difference with its reason.
 
 Legend: V vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -14,18 +16,51 @@ import torch
 from rich.progress import Progress
 from torch import Tensor
 
-from eyas.bench.contenders import EngineContender
-from eyas.bench.offline import Parts, load
+from eyas.bench.offline import BenchParts, load
 from eyas.bench.results import Run
-from eyas.bench.workloads import OfflineSettings, Prompt, load_prompts
-from eyas.cache.kv import SlotPools
-from eyas.check.replay import ReplayDrafter
+from eyas.bench.timing import EngineContender, OfflineSettings, Prompt, load_prompts
+from eyas.cache.kv_cache import KVCache
 from eyas.config import EngineConfig
+from eyas.drafters.base import Draft, DraftContext, DrafterNeeds, LocalDrafter
 from eyas.engine.build import assemble_engine
 from eyas.models.inputs import Segment, pack
-from eyas.models.sampling.noise import exponential_noise
 from eyas.models.target import TargetModel, load_target
 from eyas.request import GenerationStats
+from eyas.sampling.noise import exponential_noise
+from eyas.tree import DraftTree
+
+
+class ReplayDrafter(LocalDrafter):
+    """Trees that are as large as the budget allows and are accepted for as long as speculation repeats plain decoding."""
+
+    needs = DrafterNeeds()
+
+    def __init__(self, vocab_size: int) -> None:
+        self._vocab_size = vocab_size
+        self._scripts: Mapping[str, Sequence[int]] = {}
+
+    def follow(self, scripts: Mapping[str, Sequence[int]]) -> None:
+        """From now on, draft from these: prompt and output by session."""
+        self._scripts = scripts
+
+    def propose(self, contexts: Sequence[DraftContext]) -> list[Draft]:
+        return [self._tree(context) for context in contexts]
+
+    def release(self, sessions: Sequence[str]) -> None:
+        pass
+
+    def _tree(self, context: DraftContext) -> DraftTree:
+        """A chain of the script, each node with a sibling that comes before it."""
+        budget, script = context.budget, self._scripts[context.session]
+        levels = min(budget.max_depth, (budget.max_nodes - 1) // 2) if budget.wants_tree else 0
+        tokens, parents = [context.tokens[-1]], [0]
+        above = 0
+        for token in script[context.committed : context.committed + levels]:
+            tokens += [(token + 1) % self._vocab_size, token]
+            parents += [above, above]
+            above = len(tokens) - 1
+        return DraftTree(tuple(tokens), tuple(parents), (0.0,) * len(tokens))
+
 
 # Steps of the dtype at the size of the largest logit. Measured: rounding moved the gap of two logits by at most 0.8 steps.
 MARGIN_STEPS = 2.0
@@ -52,7 +87,7 @@ class Divergence:
 
 
 @dataclass(frozen=True)
-class Comparison:
+class EqualityComparison:
     """One prompt: tokens of its plain output, and where the speculative one parts from it."""
 
     num_tokens: int
@@ -68,7 +103,7 @@ class Comparison:
 class Equality:
     """All prompts, and the speculation that went into them."""
 
-    comparisons: tuple[Comparison, ...]
+    comparisons: tuple[EqualityComparison, ...]
     stats: GenerationStats
 
     @property
@@ -90,14 +125,14 @@ def compare(settings: OfflineSettings, deterministic: bool, progress: Progress) 
     progress.update(loading, total=1, completed=1)
     batch, judge = settings.batches[0], Judge(settings)
     batches = [prompts[at : at + batch] for at in range(0, len(prompts), batch)]
-    comparisons: list[Comparison] = []
+    comparisons: list[EqualityComparison] = []
     stats = GenerationStats()
     for group in progress.track(batches, description="decoding in both ways"):
         plain, speculative = ways.plain(group), ways.speculative(group)
         stats.merge(speculative.stats)
         for seed, prompt in enumerate(group):
             found = judge.divergence(prompt, seed, plain.outputs[seed], speculative.outputs[seed])
-            comparisons.append(Comparison(len(plain.outputs[seed]), found))
+            comparisons.append(EqualityComparison(len(plain.outputs[seed]), found))
     return Equality(tuple(comparisons), stats)
 
 
@@ -128,7 +163,7 @@ class Judge:
     def _logits(self, tokens: Prompt) -> Tensor:
         """After the last token, [V]."""
         target, rows = self._target, np.arange(len(tokens))
-        pools = SlotPools(len(rows), target.kv_shapes, 0, target.dtype, target.device)
+        pools = KVCache(len(rows), target.kv_shapes, 0, target.dtype, target.device)
         segment = Segment(np.array(tokens, dtype=np.int64), rows, rows, rows[:0], None, rows[-1:])
         return target.forward(pack([segment], target.device), pools).logits[0]
 
@@ -144,7 +179,7 @@ class Judge:
 class _Ways:
     """Two engines over one loaded target."""
 
-    def __init__(self, settings: OfflineSettings, parts: Parts, config: EngineConfig) -> None:
+    def __init__(self, settings: OfflineSettings, parts: BenchParts, config: EngineConfig) -> None:
         target, tree = parts.target, settings.tree
         self._sampling = settings.sampling(settings.temperatures[0])
         self._replay = ReplayDrafter(target.vocab_size)

@@ -14,12 +14,12 @@ from typing import Protocol, TypeAlias
 
 from torch import Tensor
 
-from eyas.commit import Commit, Refusal
-from eyas.models.tensors import upload
+from eyas.draft_protocol import Commit, ResyncRequired
+from eyas.tensors import upload
 from eyas.tree import DraftTree
 
 DraftContext: TypeAlias = Commit[Tensor]
-Draft: TypeAlias = DraftTree | Refusal | None
+Draft: TypeAlias = DraftTree | ResyncRequired | None
 Pending: TypeAlias = Callable[[], list[Draft]]
 
 

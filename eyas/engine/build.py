@@ -7,29 +7,26 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
-from eyas.cache.kv import SlotPools, bytes_per_slot, slots_that_fit
+from eyas.cache.kv_cache import KVCache, bytes_per_slot, slots_that_fit
 from eyas.config import EngineConfig, TreeConfig
 from eyas.drafters.base import Drafter
-from eyas.engine.budget.policy import AdaptiveBudget, FixedBudget
-from eyas.engine.drafting import Drafting
+from eyas.engine.draft_budget import AdaptiveDraftBudget, FixedDraftBudget
+from eyas.engine.draft_manager import DraftManager
 from eyas.engine.engine import Engine
-from eyas.engine.fixed import FixedRunner
-from eyas.engine.runner import ModelRunner
+from eyas.engine.runner import BatchInvariantRunner, ModelRunner
 from eyas.engine.scheduler import Scheduler
 from eyas.errors import ConfigError
-from eyas.models.cpu.pages import to_huge_pages
-from eyas.models.cuda.passes import Passes, build_passes, plan_passes, release
-from eyas.models.cuda.plan import Plan
+from eyas.models.cpu import to_huge_pages
+from eyas.models.cuda.backend import ForwardBackend, build_backend, plan_backend, release
+from eyas.models.cuda.graphs import BackendPlan
 from eyas.models.heads.features import FeatureFuser
-from eyas.models.parallel.joining import Follower, lead
-from eyas.models.parallel.orders import Allot
-from eyas.models.parallel.ranks import Alone, Place, Ranks
-from eyas.models.parallel.shard import Share
 from eyas.models.target import TargetModel, check_heads, load_target
+from eyas.models.tensor_parallel import Shard
+from eyas.models.workers import InitKVCache, RankInfo, SingleWorker, TargetWorkers, Worker, lead
 
 PLAIN = TreeConfig(1, 0, 1)
 
-Build = Callable[[Plan, TargetModel, SlotPools, int], Passes]
+Build = Callable[[BackendPlan, TargetModel, KVCache, int], ForwardBackend]
 
 log = logging.getLogger(__name__)
 
@@ -42,7 +39,7 @@ def build_engine(
     engine: EngineConfig,
     tree: TreeConfig,
     drafter: Drafter | None,
-    ranks: Ranks | None = None,
+    ranks: TargetWorkers | None = None,
 ) -> Engine:
     """Load `target`, with the taps that `fuser` makes features of; without one none are collected.
 
@@ -52,10 +49,15 @@ def build_engine(
 
 
 def load_model(
-    target: str, fuser: FeatureFuser | None, dtype: str, device: str, engine: EngineConfig, ranks: Ranks | None = None
+    target: str,
+    fuser: FeatureFuser | None,
+    dtype: str,
+    device: str,
+    engine: EngineConfig,
+    ranks: TargetWorkers | None = None,
 ) -> TargetModel:
     """The target, or rank 0's share of it, with the taps that `fuser` makes features of."""
-    share = Share(0, ranks.size) if ranks and ranks.size > 1 else None
+    share = Shard(0, ranks.size) if ranks and ranks.size > 1 else None
     return load_target(target, dtype, device, fuser.taps if fuser else (), engine.context_length, share)
 
 
@@ -65,12 +67,12 @@ def assemble_engine(
     engine: EngineConfig,
     tree: TreeConfig,
     drafter: Drafter | None,
-    ranks: Ranks | None = None,
+    ranks: TargetWorkers | None = None,
 ) -> Engine:
     """An engine over loaded parts. Without a drafter no room is kept for trees. Raises ConfigError for a drafter that does
     not suit the acceptance rule, when the ranks are not as many as `engine.tensor_parallel` says, and for deterministic mode
     with more than one, before any of them makes room for slots."""
-    ranks = ranks or Alone()
+    ranks = ranks or SingleWorker()
     if ranks.size != engine.tensor_parallel:
         raise ConfigError(f"engine.tensor_parallel is {engine.tensor_parallel}, but the target is loaded for {ranks.size}")
     if engine.deterministic and ranks.size > 1:
@@ -83,26 +85,26 @@ def assemble_engine(
     engine = replace(engine, num_slots=num_slots)
     context_length = min(engine.context_length or target.context_length, target.context_length)
     tree_rows = tree if drafter else PLAIN
-    plan = plan_passes(target, engine, tree_rows, context_length)
+    plan = plan_backend(target, engine, tree_rows, context_length)
     with ranks.allot(num_slots, plan):
         pools = _pools(target, num_slots, width)
         if engine.deterministic:
-            runner: ModelRunner = FixedRunner(target, pools, fuser, tree.nodes)
+            runner: ModelRunner = BatchInvariantRunner(target, pools, fuser, tree.nodes)
         else:
-            runner = ModelRunner(target, pools, fuser, build_passes(plan, target, pools, pools.scratch), ranks)
+            runner = ModelRunner(target, pools, fuser, build_backend(plan, target, pools, pools.scratch), ranks)
     ranks.before_close(partial(release, runner.passes))
     scheduler = Scheduler(engine, tree_rows, target.eos_ids)
-    budget = AdaptiveBudget(tree_rows.nodes) if engine.budget == "adaptive" else FixedBudget()
-    return Engine(scheduler, Drafting(drafter, runner, engine.rule), runner, context_length, budget)
+    budget = AdaptiveDraftBudget(tree_rows.nodes) if engine.budget == "adaptive" else FixedDraftBudget()
+    return Engine(scheduler, DraftManager(drafter, runner, engine.rule), runner, context_length, budget)
 
 
-def gather_ranks(place: Place, target: str, dtype: str, context_length: int = 0) -> Ranks:
+def gather_ranks(place: RankInfo, target: str, dtype: str, context_length: int = 0) -> TargetWorkers:
     """The other ranks of `place`, which is rank 0's; they begin to load the target, and rank 0 must load its share too.
 
     Raises CheckpointError when the target cannot be shared by so many, Unavailable when they do not come together.
     """
     if place.size == 1:
-        return Alone()
+        return SingleWorker()
     check_heads(target, place.size)
     return lead(place, partial(follow, target, dtype, context_length))
 
@@ -111,21 +113,21 @@ def follow(
     target: str,
     dtype: str,
     context_length: int,
-    place: Place,
+    place: RankInfo,
     ready: Callable[[], None] = lambda: None,
-    build: Build = lambda plan, target, pools, scratch: build_passes(plan, target, pools, scratch, iter),
+    build: Build = lambda plan, target, pools, scratch: build_backend(plan, target, pools, scratch, iter),
 ) -> None:
     """What every other rank does: join, load its share, call `ready`, and run what rank 0 runs until it stops.
 
     build: the passes that rank 0 has planned, without its progress bar. Raises Unavailable when rank 0 is gone,
     CheckpointError when the target does not load, ConfigError when passes cannot run here as planned.
     """
-    follower = Follower(place)
-    model = load_target(target, dtype, place.device, (), context_length, Share(place.rank, place.size))
+    follower = Worker(place)
+    model = load_target(target, dtype, place.device, (), context_length, Shard(place.rank, place.size))
     ready()
     runner = ModelRunner(model, _pools(model, 1), None)
     for order in follower.orders():
-        if isinstance(order, Allot):
+        if isinstance(order, InitKVCache):
             release(runner.passes)
             pools = _pools(model, order.num_slots)
             runner = ModelRunner(model, pools, None, build(order.plan, model, pools, pools.scratch))
@@ -135,7 +137,7 @@ def follow(
     follower.leave()
 
 
-def _pools(target: TargetModel, num_slots: int, feature_width: int = 0) -> SlotPools:
-    pools = SlotPools(num_slots, target.kv_shapes, feature_width, target.dtype, target.device)
+def _pools(target: TargetModel, num_slots: int, feature_width: int = 0) -> KVCache:
+    pools = KVCache(num_slots, target.kv_shapes, feature_width, target.dtype, target.device)
     to_huge_pages([*pools.keys, *pools.values])
     return pools

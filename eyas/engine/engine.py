@@ -7,20 +7,20 @@ from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
-from eyas.engine.acceptance.outcomes import decide
-from eyas.engine.budget.policy import FixedBudget, TreeBudget
-from eyas.engine.drafting import Drafting
+from eyas.engine.draft_budget import DraftBudget, FixedDraftBudget
+from eyas.engine.draft_manager import DraftManager
 from eyas.engine.runner import ModelRunner
-from eyas.engine.sampling.logprobs import attached
-from eyas.engine.sampling.rules import LogitRules
 from eyas.engine.scheduler import Scheduler
-from eyas.engine.sequence import Work
-from eyas.limits import check_fit, check_ready, check_request
+from eyas.engine.sequence import ScheduledSequence
+from eyas.engine.verification import accept_batch
 from eyas.request import Chunk, Request
+from eyas.sampling.logprobs import attached
+from eyas.sampling.penalties import LogitRules
+from eyas.validation import check_fit, check_ready, check_request
 
 
 @dataclass(frozen=True)
-class Load:
+class EngineLoad:
     """How busy an engine is. free_slots: token slots that no running request holds; cached prefixes may fill
     them, and give way at need. num_slots: all of them. cached_slots: those that the prefix cache owns.
     queued_slots: what the queued requests need to their ends.
@@ -55,15 +55,15 @@ class Engine:
     def __init__(
         self,
         scheduler: Scheduler,
-        drafting: Drafting,
+        drafting: DraftManager,
         runner: ModelRunner,
         context_length: int,
-        budget: TreeBudget | None = None,
+        budget: DraftBudget | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         """budget: how large trees may be; as large as the scheduler allows if left out. clock: in seconds."""
         self._clock = clock
-        self._budget = budget or FixedBudget()
+        self._budget = budget or FixedDraftBudget()
         self._scheduler = scheduler
         self._drafting = drafting
         self._runner = runner
@@ -82,7 +82,7 @@ class Engine:
         works, verify = self._scheduler.schedule(trees), 0.0
         if works:
             logits = self._runner.forward(works)
-            outcomes = decide(works, logits, self._rules)
+            outcomes = accept_batch(works, logits, self._rules)
             committed = self._scheduler.commit(works, outcomes.accepted)
             self._release([chunk.request_id for chunk in committed if chunk.finish_reason])
             chunks += attached(committed, outcomes.told)
@@ -119,7 +119,7 @@ class Engine:
         sizes = self._budget.choose(decoding, self._scheduler.most_nodes, num_plain)
         self._drafting.ask(listening, lambda s: self._scheduler.budget(s, sizes.get(s.request.id, 1)))
 
-    def _reported(self, works: Seq[Work], wait: float, verify: float) -> StepReport:
+    def _reported(self, works: Seq[ScheduledSequence], wait: float, verify: float) -> StepReport:
         began, preempted = self._scheduler.moves
         num_rows = sum(len(work.slots) for work in works)
         return StepReport(wait, verify, num_rows, tuple(began), tuple(preempted))
@@ -134,8 +134,8 @@ class Engine:
         return self._scheduler.has_work
 
     @property
-    def load(self) -> Load:
-        return Load(
+    def load(self) -> EngineLoad:
+        return EngineLoad(
             num_running=self._scheduler.num_running,
             num_waiting=self._scheduler.num_waiting,
             free_slots=self._scheduler.num_free,

@@ -1,22 +1,28 @@
-"""Turns the work of a step into one forward pass: slots and tokens in, logits out; features stay in their slots."""
+"""Turns the work of a step into one forward pass: slots and tokens in, logits out; features stay in their slots.
+
+The runner of deterministic mode: the same works in, the same logits out, whatever else shares the step.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
+from dataclasses import replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from eyas.cache.kv import SlotPools
-from eyas.cache.slots import Slots
-from eyas.engine.sequence import Work
-from eyas.models.cuda.passes import Passes
+from eyas.cache.kv_cache import KVCache
+from eyas.cache.prefix_cache import Slots
+from eyas.engine.sequence import ScheduledSequence
+from eyas.errors import ConfigError
+from eyas.models.cuda.backend import ForwardBackend
 from eyas.models.heads.features import FeatureFuser
-from eyas.models.inputs import PackedInputs, Segment
-from eyas.models.parallel.ranks import Alone, Ranks
+from eyas.models.inputs import PackedInputs, Segment, pack
+from eyas.models.numerics import blocks, exact_attend
 from eyas.models.target import TargetModel
-from eyas.models.tensors import upload
+from eyas.models.workers import SingleWorker, TargetWorkers
+from eyas.tensors import upload
 
 
 class ModelRunner:
@@ -28,18 +34,18 @@ class ModelRunner:
     def __init__(
         self,
         target: TargetModel,
-        pools: SlotPools,
+        pools: KVCache,
         fuser: FeatureFuser | None,
-        passes: Passes | None = None,
-        ranks: Ranks | None = None,
+        passes: ForwardBackend | None = None,
+        ranks: TargetWorkers | None = None,
     ) -> None:
         self.target = target
-        self.passes: Passes = passes or target
+        self.passes: ForwardBackend = passes or target
         self._pools = pools
         self._fuser = fuser
-        self._ranks = ranks or Alone()
+        self._ranks = ranks or SingleWorker()
 
-    def forward(self, works: Seq[Work]) -> Tensor:
+    def forward(self, works: Seq[ScheduledSequence]) -> Tensor:
         """Logits float32 [R, V] of the rows that each work wants: every tree node, the last row of every finished prompt,
         and all rows of a prompt whose log-probabilities are asked for."""
         segments = [segment_of(work) for work in works]
@@ -54,7 +60,7 @@ class ModelRunner:
         """Fused features [n, H] of slots; H is 0 without a head."""
         return self._pools.features[upload(slots, self._pools.features.device)]
 
-    def _run(self, passes: Passes, packed: PackedInputs) -> Tensor:
+    def _run(self, passes: ForwardBackend, packed: PackedInputs) -> Tensor:
         out = passes.forward(packed, self._pools)
         if self._fuser is not None and out.taps is not None:
             with torch.inference_mode():
@@ -62,7 +68,7 @@ class ModelRunner:
         return out.logits
 
 
-def segment_of(work: Work) -> Segment:
+def segment_of(work: ScheduledSequence) -> Segment:
     """The rows of one sequence's work: prompt tokens, or the nodes of its tree."""
     sequence, tree = work.sequence, work.tree
     if tree is None:
@@ -83,3 +89,29 @@ def segment_of(work: Work) -> Segment:
         visible=tree.ancestor_mask(),
         wanted=np.arange(len(tree)),
     )
+
+
+class BatchInvariantRunner(ModelRunner):
+    """Every forward pass has the same number of rows, all of one sequence, and attention that does not feel the order of
+    its keys: plain and speculative runs go through the same kernels. Beside it stands ModelRunner, the fast one."""
+
+    def __init__(self, target: TargetModel, pools: KVCache, fuser: FeatureFuser | None, rows: int) -> None:
+        """rows: of every pass; no tree may have more.
+
+        Raises ConfigError for a target that routes rows to experts: how many rows an expert gets cannot be fixed.
+        """
+        super().__init__(target, pools, fuser)
+        if target.routes_rows:
+            raise ConfigError(f"deterministic mode cannot hold for {target.config.model_type}, which routes rows to experts")
+        self._rows, self._spare = rows, pools.scratch
+
+    def forward(self, works: Seq[ScheduledSequence]) -> Tensor:
+        parts = [self._block(block) for work in works for block in blocks(segment_of(work), self._rows, self._spare)]
+        return torch.cat(parts)
+
+    def _block(self, block: Segment) -> Tensor:
+        """Logits of the block's wanted rows; all rows go through the output head, or none."""
+        count = len(block.tokens) if len(block.wanted) else 0
+        whole = replace(block, wanted=np.arange(count))
+        logits = self._run(self.target, replace(pack([whole], self.target.device), attend=exact_attend))
+        return logits[upload(block.wanted, logits.device)]

@@ -1,26 +1,190 @@
-"""Decides who does how much in a step, and what becomes of accepted tokens. Integers only; knows no tensors."""
+"""Where a sequence ends: accepted tokens in, those that are emitted and the reason out. Integers only.
+
+Who waits, in which order, what each needs to begin, and how the rows of a step are shared out. Integers only; knows no
+tensors.
+
+A request's place is the time of its arrival, moved ahead by what its priority is worth. It never changes, so that of equal
+priority the first comes first, and whoever waits long enough is ahead of every newcomer, however urgent.
+
+Decides who does how much in a step, and what becomes of accepted tokens. Integers only; knows no tensors.
+"""
 
 from __future__ import annotations
 
+import bisect
 import itertools
 import sys
 import time
+from collections import deque
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
+from operator import attrgetter
+from typing import NamedTuple
 
 import numpy as np
 
-from eyas.cache.prefix import PrefixCache
-from eyas.cache.slots import Slots
-from eyas.commit import Budget
+from eyas.cache.prefix_cache import PrefixCache, Slots
 from eyas.config import EngineConfig, TreeConfig
-from eyas.engine.acceptance.match import Accepted
-from eyas.engine.admission import Waiting, gives_way, insert, remove, share_out, slots_needed
-from eyas.engine.sequence import Sequence, Work
-from eyas.engine.stopping import finish_reason, trim
-from eyas.errors import InvalidRequest
-from eyas.request import Chunk, Request, Round
+from eyas.draft_protocol import TreeBudget
+from eyas.engine.sequence import QueueKey, ScheduledSequence, Sequence
+from eyas.errors import InvalidRequest, Overloaded
+from eyas.request import Chunk, FinishReason, Request, VerifyStep
+from eyas.sampling.acceptance import Accepted
 from eyas.tree import DraftTree
+
+
+def trim(sequence: Sequence, tokens: tuple[int, ...], eos_ids: frozenset[int]) -> tuple[int, ...]:
+    """Up to the first stop token, that one included; a stop comes before the length."""
+    for index, token in enumerate(tokens[: sequence.num_remaining]):
+        if _stops(sequence, token, eos_ids):
+            return tokens[: index + 1]
+    return tokens[: sequence.num_remaining]
+
+
+def finish_reason(sequence: Sequence, tokens: tuple[int, ...], eos_ids: frozenset[int]) -> FinishReason | None:
+    """Why the sequence ends with trimmed `tokens`; None if it goes on."""
+    if _stops(sequence, tokens[-1], eos_ids):
+        return "stop"
+    return "length" if len(tokens) == sequence.num_remaining else None
+
+
+def _stops(sequence: Sequence, token: int, eos_ids: frozenset[int]) -> bool:
+    sampling = sequence.request.sampling
+    return token in sampling.stop_token_ids or (token in eos_ids and not sampling.ignore_eos)
+
+
+# Tokens that an admitted sequence should be able to grow by before slots run out: less would preempt it at once.
+GROWTH = 16
+# The shortest and the longest time after which a refused client is told to try again, in seconds.
+SHORTEST_RETRY, LONGEST_RETRY = 0.1, 60.0
+_PACE = 32
+
+_place = attrgetter("place")
+
+
+def slots_needed(sequence: Sequence, nodes: int) -> int:
+    """Slots that a sequence needs soon: for its tokens without KV, and for trees of `nodes`, or some growth.
+
+    Never more than it needs to its end, so that a sequence alone always fits.
+    """
+    return len(sequence.tokens) - sequence.computed + min(sequence.num_remaining, max(nodes, GROWTH))
+
+
+class RowAllocation(NamedTuple):
+    """A sequence's part of a step: so many rows of its prompt, or a tree."""
+
+    sequence: Sequence
+    num_rows: int
+    tree: DraftTree | None
+
+
+def allocate_rows(
+    running: Seq[Sequence], trees: Mapping[str, DraftTree], prompt_rows: int, num_slots: int
+) -> list[RowAllocation]:
+    """Rows for the running sequences, in order of place, as many as there are slots; there must be one for each.
+
+    Every sequence that decodes gets a row, whatever the prompts ask for. What is left goes to trees, by request id, and to
+    prompts, up to `prompt_rows`.
+    """
+    spare = num_slots - len(running)
+    shares = []
+    for sequence in running:
+        tree = None
+        if sequence.prefilling:
+            num_rows = min(len(sequence.tokens) - sequence.computed, prompt_rows, spare + 1)
+            prompt_rows -= num_rows
+        else:
+            tree = trees.get(sequence.request.id)
+            if tree is None or len(tree) > spare + 1:
+                tree = DraftTree.root_only(sequence.tokens[-1])
+            num_rows = len(tree)
+        if num_rows:
+            spare -= num_rows - 1
+            shares.append(RowAllocation(sequence, num_rows, tree))
+    return shares
+
+
+def insert(sequences: list[Sequence], sequence: Sequence) -> None:
+    """Keep a list in order of place."""
+    bisect.insort(sequences, sequence, key=_place)
+
+
+def gives_way(running: Seq[Sequence], sequence: Sequence, nodes: int, config: EngineConfig) -> bool:
+    """Whether the last in line runs behind the place of a waiting sequence, and that one is certain to be admitted once all
+    such have left: nobody gives way in vain. Places do not change, so that nobody gives way twice to the same."""
+    ahead = running[: bisect.bisect_left(running, sequence.place, key=_place)]
+    if len(ahead) >= min(len(running), config.max_running):
+        return False
+    held = sum(s.computed + slots_needed(s, nodes) for s in ahead)
+    return held + slots_needed(sequence, nodes) <= config.num_slots
+
+
+def remove(sequences: list[Sequence], sequence: Sequence) -> None:
+    """Take a sequence out of a list in order of place."""
+    index = bisect.bisect_left(sequences, sequence.place, key=_place)
+    assert sequences[index] is sequence, "a sequence is not where its place says"
+    del sequences[index]
+
+
+class WaitingQueue:
+    """The bounded queue of requests, in order of place. clock: the present time in seconds.
+
+    num_slots: what the requests need together to their ends.
+    """
+
+    def __init__(self, config: EngineConfig, clock: Callable[[], float]) -> None:
+        self._config = config
+        self._clock = clock
+        self._queue: list[Sequence] = []
+        self.num_slots = 0
+        self._num_arrived = 0
+        self._admitted: deque[float] = deque(maxlen=_PACE)
+
+    def __len__(self) -> int:
+        return len(self._queue)
+
+    @property
+    def first(self) -> Sequence:
+        """Whose turn it is."""
+        return self._queue[0]
+
+    def add(self, request: Request, num_open: int) -> Sequence:
+        """Queue a new request. num_open: how many of the queue may start with the next step; they do not count.
+
+        Raises Overloaded, with a time to try again, if the queue is full.
+        """
+        if len(self._queue) >= self._config.max_waiting + num_open:
+            seconds = self._retry_after()
+            raise Overloaded(f"{len(self._queue)} requests are waiting already; try again in {seconds:.1f} s", seconds)
+        due = self._clock() - request.priority * self._config.ageing_seconds
+        sequence = Sequence.start(request, QueueKey(due, self._num_arrived))
+        self._num_arrived += 1
+        self.put_back(sequence)
+        return sequence
+
+    def put_back(self, sequence: Sequence) -> None:
+        """Queue a sequence that has run already; its place puts it before all that came later."""
+        self.num_slots += sequence.num_slots
+        insert(self._queue, sequence)
+
+    def admit(self) -> Sequence:
+        """Take out the first."""
+        self._admitted.append(self._clock())
+        sequence = self._queue.pop(0)
+        self.num_slots -= sequence.num_slots
+        return sequence
+
+    def remove(self, sequence: Sequence) -> None:
+        """Take out a sequence that is to wait no longer."""
+        remove(self._queue, sequence)
+        self.num_slots -= sequence.num_slots
+
+    def _retry_after(self) -> float:
+        """How often the queue got shorter of late."""
+        if not self._admitted:
+            return 1.0
+        pace = (self._clock() - self._admitted[0]) / len(self._admitted)
+        return min(max(pace, SHORTEST_RETRY), LONGEST_RETRY)
 
 
 class Scheduler:
@@ -40,7 +204,7 @@ class Scheduler:
         self._eos_ids = eos_ids
         self._clock = clock
         self._cache = PrefixCache(config.num_slots)
-        self.waiting = Waiting(config, clock)
+        self.waiting = WaitingQueue(config, clock)
         self._running: list[Sequence] = []
         self._by_id: dict[str, Sequence] = {}
         self._cancelled: list[Sequence] = []
@@ -77,7 +241,7 @@ class Scheduler:
             self._drop(sequence)
         return [Chunk(s.request.id, finish_reason="cancelled") for s in cancelled]
 
-    def schedule(self, trees: Mapping[str, DraftTree]) -> tuple[Work, ...]:
+    def schedule(self, trees: Mapping[str, DraftTree]) -> tuple[ScheduledSequence, ...]:
         """Admit what fits, then give every running sequence its rows: the nodes of its tree, or a share of the prefill
         budget. trees: by request id; a sequence without one decodes plainly."""
         self._cache.free(self._lent)  # of a step that failed before its commit
@@ -86,27 +250,27 @@ class Scheduler:
         self._admit()
         while self._cache.num_available < len(self._running):
             self._preempt()
-        shares = share_out(self._running, trees, self._config.step_tokens, self._cache.num_available)
+        shares = allocate_rows(self._running, trees, self._config.step_tokens, self._cache.num_available)
         self._lent = self._cache.take(sum(share.num_rows for share in shares))
         ends = itertools.accumulate(share.num_rows for share in shares)
         return tuple(
-            Work(share.sequence, self._lent[end - share.num_rows : end], share.sequence.computed, share.tree)
+            ScheduledSequence(share.sequence, self._lent[end - share.num_rows : end], share.sequence.computed, share.tree)
             for share, end in zip(shares, ends, strict=True)
         )
 
-    def budget(self, sequence: Sequence, nodes: int = sys.maxsize) -> Budget:
+    def budget(self, sequence: Sequence, nodes: int = sys.maxsize) -> TreeBudget:
         """The largest tree that a sequence could use at the next step, of `nodes` at most; one node while its prompt is not
         done."""
         depth = 0 if sequence.prefilling else min(self._tree.depth, sequence.num_remaining - 1)
         most = min(nodes, self.most_nodes)
-        return Budget(most, depth) if depth > 0 and most > 1 else Budget(1, 0)
+        return TreeBudget(most, depth) if depth > 0 and most > 1 else TreeBudget(1, 0)
 
     @property
     def most_nodes(self) -> int:
         """Of a tree at the next step; the more sequences run, the fewer."""
         return max(min(self._tree.nodes, self._config.step_rows // max(len(self._running), 1)), 1)
 
-    def commit(self, works: Seq[Work], accepted: Seq[Accepted | None]) -> list[Chunk]:
+    def commit(self, works: Seq[ScheduledSequence], accepted: Seq[Accepted | None]) -> list[Chunk]:
         """Keep the slots of accepted paths, free the rest, and emit; one chunk per sequence that drew a token."""
         self._keep(works, accepted)
         return [self._emit(work, outcome) for work, outcome in zip(works, accepted, strict=True) if outcome is not None]
@@ -190,7 +354,7 @@ class Scheduler:
         sequence.start_over()
         self.waiting.put_back(sequence)
 
-    def _keep(self, works: Seq[Work], accepted: Seq[Accepted | None]) -> None:
+    def _keep(self, works: Seq[ScheduledSequence], accepted: Seq[Accepted | None]) -> None:
         """Settle all slots of the step at once."""
         rows: list[int] = []
         ends: list[int] = []
@@ -208,7 +372,7 @@ class Scheduler:
         for work, first, end in zip(works, [0, *ends], ends, strict=False):
             work.sequence.extend(kept[first:end])
 
-    def _emit(self, work: Work, outcome: Accepted) -> Chunk:
+    def _emit(self, work: ScheduledSequence, outcome: Accepted) -> Chunk:
         sequence, tree = work.sequence, work.tree
         if sequence.failure:
             del self._by_id[sequence.request.id]
@@ -223,7 +387,7 @@ class Scheduler:
         sequence.tokens.extend(tokens)
         num_foreseen = min(len(tokens), len(outcome.tokens) - 1)
         foreseen = (True,) * num_foreseen + (False,) * (len(tokens) - num_foreseen)
-        step = Round(tree.num_drafted, tree.depth, num_foreseen, tree.grown_ahead) if tree is not None else None
+        step = VerifyStep(tree.num_drafted, tree.depth, num_foreseen, tree.grown_ahead) if tree is not None else None
         if reason is not None:
             self._drop(sequence)
         num_cached = sequence.num_cached or 0 if first else 0

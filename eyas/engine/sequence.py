@@ -7,15 +7,13 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from eyas.cache.prefix import Prefix, PrefixCache
-from eyas.cache.radix import Tokens
-from eyas.cache.slots import Slots
+from eyas.cache.prefix_cache import CachedPrefix, PrefixCache, Slots, Tokens
 from eyas.request import Request, TokenLogprob
 from eyas.tree import DraftTree
 
 
 @dataclass(frozen=True, order=True)
-class Place:
+class QueueKey:
     """Whose turn it is: smaller goes first. due: time of arrival, moved ahead by priority; number: of equals the first."""
 
     due: float
@@ -35,10 +33,10 @@ class Sequence:
     """
 
     request: Request
-    place: Place
+    place: QueueKey
     tokens: list[int]
     computed: int = 0
-    prefix: Prefix | None = None
+    prefix: CachedPrefix | None = None
     num_cached: int | None = None
     drafted: int = 0
     epoch: int = 0
@@ -54,10 +52,10 @@ class Sequence:
         self.cacheable = self._cacheable()
 
     @classmethod
-    def start(cls, request: Request, place: Place) -> Sequence:
+    def start(cls, request: Request, place: QueueKey) -> Sequence:
         return cls(request, place, list(request.prompt_ids))
 
-    def begin(self, prefix: Prefix) -> None:
+    def begin(self, prefix: CachedPrefix) -> None:
         """Run from a cached prefix on."""
         self.prefix, self.computed = prefix, len(prefix)
         self._room[: self.computed] = prefix.slots
@@ -139,7 +137,7 @@ class Sequence:
 
 
 @dataclass(frozen=True)
-class Work:
+class ScheduledSequence:
     """What one sequence does in a step: rows of prompt tokens from position `first` on, or the nodes of a draft tree below
     the token at `first`. slots: one per row. tree: None for prompt rows."""
 

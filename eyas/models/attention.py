@@ -19,7 +19,7 @@ from eyas.models.inputs import Group, PackedInputs
 ATTENTION_NAME = "eyas"
 
 
-class KVPools(Protocol):
+class KVTensors(Protocol):
     """Where keys and values live: per layer one tensor [S, J, D]."""
 
     @property
@@ -44,7 +44,7 @@ def slot_attention(
     attention_mask: Tensor | None,
     scaling: float,
     packed: PackedInputs,
-    pools: KVPools,
+    pools: KVTensors,
     sliding_window: int | None = None,
     softcap: float | None = None,
     **others: Any,

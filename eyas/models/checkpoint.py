@@ -1,4 +1,9 @@
-"""Reads checkpoints: a folder or hub id in, config and tensors out, strictly. Knows no module of ours."""
+"""Reads checkpoints: a folder or hub id in, config and tensors out, strictly. Knows no module of ours.
+
+Whether two models speak of the same tokens: two checkpoints in, an error out. Reads no weights.
+
+Single settings of a head's config.json: a mapping and a key in, a checked value out. Knows no kind of head.
+"""
 
 from __future__ import annotations
 
@@ -191,3 +196,62 @@ def _read_file(file: Path) -> dict[str, Tensor]:
         return dict(torch.load(file, map_location="cpu", weights_only=True))
     except (SafetensorError, pickle.UnpicklingError, RuntimeError, OSError, ValueError, EOFError) as error:
         raise CheckpointError(f"cannot read weights {file}: {error}") from error
+
+
+def check_vocabulary(draft: str, target: str) -> None:
+    """Raises CheckpointError unless both vocabularies have the same size and, where both folders hold a tokenizer.json,
+    every token the same id."""
+    folders = resolve(draft), resolve(target)
+    mine, its = (read_target_config(folder).get("vocab_size") for folder in folders)
+    if mine != its:
+        raise CheckpointError(
+            f"the draft model {draft} has a vocabulary of {mine}, the target {target} one of {its}; take a draft model that "
+            "was made with the target's vocabulary"
+        )
+    own, wanted = (_token_ids(folder) for folder in folders)
+    differing = sorted(token for token in own.keys() | wanted.keys() if own.get(token) != wanted.get(token))
+    if own and wanted and differing:
+        token = differing[0]
+        first, second = (ids.get(token, "missing") for ids in (own, wanted))
+        raise CheckpointError(
+            f"the draft model {draft} has another tokenizer than the target {target}: {len(differing)} tokens differ, "
+            f"such as {token!r}, which is {first} in the one and {second} in the other"
+        )
+
+
+def _token_ids(folder: Path) -> dict[str, int]:
+    """The vocabulary of the folder's tokenizer.json, added tokens included; empty where there is none."""
+    file = folder / "tokenizer.json"
+    if not file.is_file():
+        return {}
+    from tokenizers import Tokenizer
+
+    try:
+        return dict(Tokenizer.from_file(str(file)).get_vocab(with_added_tokens=True))
+    except Exception as error:  # tokenizers raises nothing narrower
+        raise CheckpointError(f"cannot read {file}: {error}") from error
+
+
+def whole_number(config: Mapping[str, Any], key: str, source: object, default: int | None = None) -> int:
+    """A setting of a config.json. Raises CheckpointError when it is no whole number and there is no default."""
+    value = config.get(key) or default
+    if not isinstance(value, int):
+        raise CheckpointError(f"{source}: {key} is {value!r}; it must be a whole number")
+    return value
+
+
+def real(config: Mapping[str, Any], key: str, source: object, default: float) -> float:
+    """A setting of a config.json. Raises CheckpointError when it is no number."""
+    value = config.get(key) or default
+    if not isinstance(value, int | float):
+        raise CheckpointError(f"{source}: {key} is {value!r}; it must be a number")
+    return float(value)
+
+
+def flag(config: Mapping[str, Any], key: str, source: object, default: bool = False) -> bool:
+    """A setting of a config.json. Raises CheckpointError when it is neither true nor false."""
+    value = config.get(key)
+    value = default if value is None else value
+    if not isinstance(value, bool):
+        raise CheckpointError(f"{source}: {key} is {value!r}; it must be true or false")
+    return value

@@ -14,7 +14,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from eyas.models.tensors import upload
+from eyas.tensors import upload
 
 Ints = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
@@ -123,7 +123,7 @@ class Group:
 
 
 @dataclass(frozen=True)
-class Shape:
+class MetadataShape:
     """Sizes of a pass over tables, padding included; a captured graph fixes them.
 
     rows, wanted: packed rows, and those whose logits are computed. tiles: runs of at most `tile_rows` rows of one segment.
@@ -138,14 +138,14 @@ class Shape:
 
 
 @dataclass(frozen=True)
-class Tables:
+class AttentionMetadata:
     """What the kernel reads in place of groups; laid out by eyas.models.cuda.tables. All int32, views of `words`.
 
     words: everything. tiles: [tiles, 8]. positions, slots: [rows]. num_wanted: rows whose logits are wanted, first of all
     that are computed.
     """
 
-    shape: Shape
+    shape: MetadataShape
     num_wanted: int
     words: Tensor
     tiles: Tensor
@@ -168,7 +168,7 @@ class PackedInputs:
     groups: tuple[Group, ...]
     attend: Callable[..., Tensor] | None = None
     biases: dict[tuple[int, int | None, torch.dtype, int], Tensor] = field(default_factory=dict)
-    tables: Tables | None = None
+    tables: AttentionMetadata | None = None
 
     @cached_property
     def alone(self) -> Group | None:

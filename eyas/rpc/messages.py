@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from eyas.commit import Commit, Refusal, TensorBytes
+from eyas.draft_protocol import Commit, ResyncRequired, TensorBytes
 from eyas.request import Chunk, GenerationStats, Request
 from eyas.tree import DraftTree
 
@@ -22,7 +22,7 @@ RETRY_KEY = "grpc-retry-pushback-ms"
 
 
 @dataclass(frozen=True)
-class Verified:
+class TargetInfo:
     """Which drafter a verifier wants: for the target with this fingerprint, fed features with this digest, or none."""
 
     target_fingerprint: str
@@ -50,9 +50,9 @@ class ModelInfo:
     head_fingerprint: str = ""
 
     @property
-    def verified(self) -> Verified:
+    def verified(self) -> TargetInfo:
         """What a verifier of this model asks a draft service for."""
-        return Verified(self.fingerprint, self.head_fingerprint)
+        return TargetInfo(self.fingerprint, self.head_fingerprint)
 
     def is_drafted_by(self, drafter: ModelInfo) -> bool:
         """Whether a drafter drafts for this target from the features that its verifier sends."""
@@ -162,7 +162,7 @@ class DraftRequest:
     step: int
     commits: tuple[Commit[TensorBytes], ...] = ()
     released: tuple[str, ...] = ()
-    verified: Verified | None = None
+    verified: TargetInfo | None = None
 
 
 @dataclass(frozen=True)
@@ -171,7 +171,7 @@ class DraftReply:
 
     step: int
     trees: tuple[SessionTree, ...] = ()
-    refusals: tuple[Refusal, ...] = ()
+    refusals: tuple[ResyncRequired, ...] = ()
     draft_ms: float = 0.0
 
 

@@ -1,4 +1,6 @@
-"""Spans and what joins them over processes: the OTEL_* environment in, a tracer out; W3C trace context to metadata and back.
+"""Who tells: the service, its version and its instance, for metrics and for everything that is exported.
+
+Spans and what joins them over processes: the OTEL_* environment in, a tracer out; W3C trace context to metadata and back.
 
 Without an endpoint to export to there is no SDK and every span is a no-op. Sets nothing global.
 """
@@ -6,14 +8,32 @@ Without an endpoint to export to there is no SDK and every span is a no-op. Sets
 from __future__ import annotations
 
 import os
+import uuid
 from collections.abc import Iterable, Mapping
+from importlib.metadata import PackageNotFoundError, version
 from typing import TypeAlias
 
 from opentelemetry.context import Context
+from opentelemetry.sdk.resources import OTELResourceDetector, Resource
 from opentelemetry.trace import NoOpTracer, Span, Tracer, set_span_in_context
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from eyas.errors import ConfigError
+
+
+def package_version() -> str:
+    """The installed version of Eyas; "unknown" in a checkout that is not installed."""
+    try:
+        return version("eyas")
+    except PackageNotFoundError:
+        return "unknown"
+
+
+def resource(service: str) -> Resource:
+    """Who exports: OTEL_SERVICE_NAME and OTEL_RESOURCE_ATTRIBUTES come before what Eyas says of itself."""
+    own = {"service.name": f"eyas-{service}", "service.version": package_version(), "service.instance.id": uuid.uuid4().hex}
+    return Resource.create(Resource(own).merge(OTELResourceDetector().detect()).attributes)
+
 
 Trace: TypeAlias = tuple[tuple[str, str], ...]
 Attributes: TypeAlias = Mapping[str, str | bool | int | float]
@@ -41,7 +61,7 @@ class Tracing:
         from opentelemetry.sdk.trace import TracerProvider
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
 
-        from eyas.telemetry.identity import resource
+        from eyas.telemetry.tracing import resource
 
         provider = TracerProvider(resource=resource(service), shutdown_on_exit=False)
         provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from eyas.config import DiscoveryConfig, RegistryConfig
-from eyas.rpc.peers import Peers
-from services.discovery.base import Discovery
-from services.discovery.probed import ProbedDiscovery
-from services.discovery.static import StaticEndpoints
-from services.registry import Registry
+from eyas.rpc.channel import Peers
+from eyas.services.discovery.base import Discovery
+from eyas.services.discovery.probing import ProbedDiscovery, StaticEndpoints
+from eyas.services.discovery.registry import Registry
 
 
 def lease_registry(discovery: DiscoveryConfig, registry: RegistryConfig) -> Registry | None:
@@ -26,7 +25,7 @@ def build_discovery(config: DiscoveryConfig, registry: Registry | None, peers: P
     if config.kind == "static":
         return ProbedDiscovery(StaticEndpoints(config), config, peers)
     if config.kind == "kubernetes":
-        from services.discovery.slices import SliceEndpoints
+        from eyas.services.discovery.kubernetes import SliceEndpoints
 
         return ProbedDiscovery(SliceEndpoints(config.kubernetes), config, peers)
     assert registry is not None, "leases are kept in a registry"

@@ -1,4 +1,4 @@
-"""The draft service: `python -m services.draft --config FILE --set key=value`."""
+"""The draft service: `python -m eyas.services.draft --config FILE --set key=value`."""
 
 from __future__ import annotations
 
@@ -13,20 +13,19 @@ import torch
 
 from eyas.config import DraftConfig, DraftedModel
 from eyas.drafters.base import LocalDrafter
-from eyas.drafters.build import build_drafter, features_digest
+from eyas.drafters.registry import build_drafter, features_digest
 from eyas.errors import RequestFailed
 from eyas.models.checkpoint import read_target_config, resolve, target_fingerprint
+from eyas.rpc.channel import Peers
 from eyas.rpc.messages import DrafterInfo, Load, ModelInfo
-from eyas.rpc.peers import Peers
 from eyas.rpc.server import RpcServer
-from eyas.telemetry.process import telemetry
+from eyas.services.discovery.build import lease_registry
+from eyas.services.draft.servicer import DraftServicer
+from eyas.services.draft.telemetry import DraftTelemetry
+from eyas.services.draft.worker import DraftWorker, check_distinct
+from eyas.services.lifecycle import PROCESS, WORKER_SERVICE, ServiceRunner, WorkerRegistration, main, serve
+from eyas.telemetry.setup import telemetry
 from eyas.v1 import draft_pb2, draft_pb2_grpc
-from services.discovery.build import lease_registry
-from services.draft.choice import check_distinct
-from services.draft.servicer import DraftServicer
-from services.draft.telemetry import DraftTelemetry
-from services.draft.worker import DraftWorker
-from services.lifecycle import PROCESS, WORKER_SERVICE, Host, WorkerPresence, main, serve
 
 
 @dataclass(frozen=True)
@@ -52,7 +51,7 @@ def read_target(path_or_id: str) -> Target:
     return Target(target_fingerprint(path_or_id), int(config["vocab_size"]), int(config["max_position_embeddings"]))
 
 
-async def run(config: DraftConfig, host: Host = PROCESS) -> None:
+async def run(config: DraftConfig, host: ServiceRunner = PROCESS) -> None:
     """Load the drafters and serve them until told to stop."""
     if config.threads:
         torch.set_num_threads(config.threads)
@@ -67,7 +66,7 @@ async def run(config: DraftConfig, host: Host = PROCESS) -> None:
 
 
 async def serve_drafters(
-    config: DraftConfig, served: Sequence[Served], telemetry: DraftTelemetry | None = None, host: Host = PROCESS
+    config: DraftConfig, served: Sequence[Served], telemetry: DraftTelemetry | None = None, host: ServiceRunner = PROCESS
 ) -> None:
     """Serve until told to stop. Raises ConfigError for drafters that cannot be told apart, RequestFailed when one breaks for
     good."""
@@ -100,12 +99,12 @@ async def serve_drafters(
             raise RequestFailed("the drafter broke; the log has the traceback") from None
 
 
-def _presence(config: DraftConfig, server: RpcServer, workers: Sequence[DraftWorker]) -> WorkerPresence:
+def _presence(config: DraftConfig, server: RpcServer, workers: Sequence[DraftWorker]) -> WorkerRegistration:
     """Of the first worker, beside which the others are present: a lease each, on one address and over one connection."""
     registry, zone, process = lease_registry(config.discovery, config.registry), config.server.zone, uuid.uuid4().hex
-    first: WorkerPresence | None = None
+    first: WorkerRegistration | None = None
     for number, worker in enumerate(workers):
-        found = WorkerPresence(
+        found = WorkerRegistration(
             *(server, registry, "draft", worker.info.model, partial(_load, worker), zone),
             incarnation=f"{process}/{number}",
             beside=first,

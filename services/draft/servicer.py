@@ -7,11 +7,10 @@ from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 from eyas.errors import Unavailable
-from eyas.rpc import draft_wire
+from eyas.rpc import convert as draft_wire
 from eyas.rpc.messages import DraftReply, DraftRequest
+from eyas.services.draft.worker import DraftStream, DraftWorker, choose
 from eyas.v1 import draft_pb2, draft_pb2_grpc
-from services.draft.choice import choose
-from services.draft.worker import DraftStream, DraftWorker
 
 
 class DraftServicer(draft_pb2_grpc.DraftServicer):

@@ -6,11 +6,11 @@ from collections.abc import Callable, Sequence
 
 from opentelemetry.trace import SpanKind
 
-from eyas.commit import Refusal
+from eyas.draft_protocol import ResyncRequired
 from eyas.drafters.base import Draft, DraftContext
-from eyas.telemetry import catalog
-from eyas.telemetry.metrics import Reading, Scraped, counter, histogram
-from eyas.telemetry.process import Telemetry
+from eyas.telemetry import metrics as catalog
+from eyas.telemetry.metrics import MetricSample, ScrapeCollector, counter, histogram
+from eyas.telemetry.setup import Telemetry
 from eyas.telemetry.tracing import context_of
 from eyas.tree import DraftTree
 
@@ -32,10 +32,10 @@ class DraftTelemetry:
     def watch(self, num_sessions: Callable[[], int], num_waiting: Callable[[], int]) -> None:
         """Tell of the drafter's load, as it is whenever somebody looks."""
 
-        def read() -> list[Reading]:
-            return [Reading(catalog.DRAFT_SESSIONS, num_sessions()), Reading(catalog.DRAFT_WAITING, num_waiting())]
+        def read() -> list[MetricSample]:
+            return [MetricSample(catalog.DRAFT_SESSIONS, num_sessions()), MetricSample(catalog.DRAFT_WAITING, num_waiting())]
 
-        self._registry.register(Scraped(_LOAD, read))
+        self._registry.register(ScrapeCollector(_LOAD, read))
 
     def drafted(self, contexts: Sequence[DraftContext], drafts: Sequence[Draft], started: int, ended: int) -> None:
         """Note one round: what was asked and what was answered, from `started` to `ended` in ns since the epoch."""
@@ -69,7 +69,7 @@ class DraftTelemetry:
 
 
 def _outcome(context: DraftContext, draft: Draft) -> str:
-    if isinstance(draft, Refusal):
+    if isinstance(draft, ResyncRequired):
         return "refused"
     if draft is None:
         return "unanswered"

@@ -1,4 +1,8 @@
-"""The thread that owns a Drafter: commits of many streams in, one merged `propose` at a time, answers out.
+"""What a draft service believes of a commit: bytes from a verifier in, a context fit for a drafter or an error out.
+
+Which of a service's drafters a verifier is given: what it verifies in, a worker out. Knows no streams.
+
+The thread that owns a Drafter: commits of many streams in, one merged `propose` at a time, answers out.
 
 The drafter knows sessions by stream and session, so that verifiers never meet. Knows no gRPC.
 """
@@ -13,13 +17,92 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Self
 
-from eyas.commit import Refusal
+from torch import Tensor
+
+from eyas.draft_protocol import Commit, ResyncRequired, TensorBytes
 from eyas.drafters.base import Draft, DraftContext, LocalDrafter
-from eyas.errors import InvalidRequest
-from eyas.rpc.messages import DrafterInfo, DraftReply, DraftRequest, SessionTree
+from eyas.errors import ConfigError, InvalidRequest, UnknownModel
+from eyas.request import SamplingParams
+from eyas.rpc.messages import NO_FEATURES, DrafterInfo, DraftReply, DraftRequest, ModelInfo, SessionTree, TargetInfo
+from eyas.services.draft.telemetry import DraftTelemetry
+from eyas.tensors import tensor_from_bytes
 from eyas.tree import DraftTree
-from services.draft.admission import admit
-from services.draft.telemetry import DraftTelemetry
+from eyas.validation import check_sampling
+
+
+def admit(commit: Commit[TensorBytes], session: str, info: DrafterInfo) -> DraftContext:
+    """The commit as a context of the drafter that `info` describes, under the name `session`.
+
+    Raises InvalidRequest for lengths, token ids, features or noise that no drafter could use, and for a proposal that this
+    one cannot make.
+    """
+    if commit.proposal == "sampled" and not info.can_sample:
+        raise InvalidRequest(f"drafter {info.drafter} cannot draw trees from its own law; ask for a deterministic proposal")
+    if commit.base < 0 or not commit.tokens:
+        raise InvalidRequest(f"commit of {len(commit.tokens)} tokens at length {commit.base}; send at least one, from 0 on")
+    for token in (*commit.tokens, *commit.samples):
+        if not 0 <= token < info.model.vocab_size:
+            raise InvalidRequest(f"token {token} lies outside [0, {info.model.vocab_size})")
+    check_sampling(SamplingParams(**vars(commit.noise)))
+    return Commit(
+        session=session,
+        epoch=commit.epoch,
+        base=commit.base,
+        tokens=commit.tokens,
+        features=_features(commit, info) if info.needs_features else None,
+        noise=commit.noise,
+        budget=commit.budget,
+        samples=commit.samples,
+        proposal=commit.proposal,
+        traceparent=commit.traceparent,
+    )
+
+
+def _features(commit: Commit[TensorBytes], info: DrafterInfo) -> Tensor:
+    shape = (commit.committed - 1 - max(commit.base - 1, 0), info.feature_size)
+    if commit.features is None or commit.features.shape != shape:
+        given = list(commit.features.shape) if commit.features else "none"
+        raise InvalidRequest(f"features are {given}; length {commit.base} to {commit.committed} needs {list(shape)}")
+    return tensor_from_bytes(commit.features)
+
+
+def choose(workers: Sequence[DraftWorker], verified: TargetInfo | None) -> DraftWorker:
+    """The drafter that is fed the verifier's features, else the one that needs none; without `verified`, the only one.
+
+    Raises UnknownModel saying what there is.
+    """
+    if verified is None and len(workers) == 1:
+        return workers[0]
+    fitting = [worker for worker in workers if verified and verified.is_drafted_by(worker.info.model)]
+    if not fitting:
+        there_is = "; ".join(f"{worker.info.drafter} for {_named(worker.info.model)}" for worker in workers)
+        if verified is None:
+            raise UnknownModel(
+                f"this service has several drafters, and the verifier does not say what it serves: {there_is}"
+            )
+        raise UnknownModel(
+            f"no drafter here for target {verified.target_fingerprint[:12]} with features {verified.features_digest[:12]}; "
+            f"there is {there_is}"
+        )
+    return min(fitting, key=lambda worker: worker.info.model.head_fingerprint == NO_FEATURES)
+
+
+def check_distinct(drafters: Sequence[DrafterInfo]) -> None:
+    """Raises ConfigError for two drafters between which no verifier could choose."""
+    seen: dict[tuple[str, str], DrafterInfo] = {}
+    for info in drafters:
+        key = (info.model.fingerprint, info.model.head_fingerprint)
+        if key in seen:
+            raise ConfigError(
+                f"drafters {seen[key].drafter} and {info.drafter} are both for {_named(info.model)}; no verifier could tell "
+                "them apart. Leave one out, or run it in a service of its own"
+            )
+        seen[key] = info
+
+
+def _named(model: ModelInfo) -> str:
+    return f"{model.name} (target {model.fingerprint[:12]}, features {model.head_fingerprint[:12] or 'unknown'})"
+
 
 log = logging.getLogger(__name__)
 
@@ -243,6 +326,8 @@ def _answer(job: _Job, answers: Sequence[tuple[_Row, Draft]], draft_ms: float) -
             if isinstance(draft, DraftTree) and row.context.budget.wants_tree
         )
         refusals = tuple(
-            Refusal(row.session, row.context.epoch, draft.have) for row, draft in answers if isinstance(draft, Refusal)
+            ResyncRequired(row.session, row.context.epoch, draft.have)
+            for row, draft in answers
+            if isinstance(draft, ResyncRequired)
         )
         job.stream.deliver(DraftReply(job.request.step, trees, refusals, draft_ms))

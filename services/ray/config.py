@@ -9,9 +9,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from eyas.config import DraftConfig, RouterConfig, ServerConfig, VerifierConfig, validated
-from eyas.config.checks import at_least, require
+from eyas.config.loader import at_least, require
 from eyas.errors import ConfigError
-from services.ray.damping import Damping
+from eyas.services.ray.autoscaling import Damping
 
 ConfigT = TypeVar("ConfigT", RouterConfig, VerifierConfig, DraftConfig)
 

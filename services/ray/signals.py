@@ -10,9 +10,9 @@ from typing import Protocol
 
 from prometheus_client import CollectorRegistry
 
-from eyas.telemetry import catalog
+from eyas.services.ray.autoscaling import DraftUse, VerifierUse
+from eyas.telemetry import metrics as catalog
 from eyas.telemetry.metrics import Metric
-from services.ray.demand import DraftUse, VerifierUse
 
 Stats = dict[str, float]
 

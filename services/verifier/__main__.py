@@ -1,4 +1,4 @@
-"""The verifier service: `python -m services.verifier --config FILE --set key=value`."""
+"""The verifier service: `python -m eyas.services.verifier --config FILE --set key=value`."""
 
 from __future__ import annotations
 
@@ -7,32 +7,39 @@ from contextlib import closing, nullcontext
 
 import torch
 
-from eyas.commit import Proposal
 from eyas.config import VerifierConfig
+from eyas.draft_protocol import Proposal
 from eyas.drafters.base import DrafterNeeds
-from eyas.drafters.build import NO_DRAFTS, build_fuser, default_drafter, features_digest, settle_reading
+from eyas.drafters.registry import NO_DRAFTS, build_fuser, default_drafter, features_digest, resolve_wiring
 from eyas.engine.build import assemble_engine, gather_ranks, load_model
 from eyas.models.checkpoint import target_fingerprint
-from eyas.models.parallel.ranks import Ranks
-from eyas.rpc.messages import Lease, ModelInfo, Verified
-from eyas.rpc.peers import Peers
+from eyas.models.workers import TargetWorkers
+from eyas.rpc.channel import Peers
+from eyas.rpc.messages import Lease, ModelInfo, TargetInfo
 from eyas.rpc.server import RpcServer
-from eyas.telemetry.process import Telemetry, telemetry
+from eyas.services.discovery.base import Discovery
+from eyas.services.discovery.build import build_discovery, lease_registry
+from eyas.services.lifecycle import (
+    PROCESS,
+    WORKER_SERVICE,
+    Registration,
+    ServiceRunner,
+    WorkerRegistration,
+    main,
+    serve,
+)
+from eyas.services.verifier.async_engine import AsyncEngine
+from eyas.services.verifier.draft_pool import DraftPool
+from eyas.services.verifier.ranks import VerifierRegistration, end_in_time, follow_rank_0, place_of
+from eyas.services.verifier.servicer import GenerationServicer
+from eyas.services.verifier.telemetry import VerifierTelemetry
+from eyas.telemetry.setup import Telemetry, telemetry
 from eyas.v1 import generation_pb2, generation_pb2_grpc
-from services.discovery.base import Discovery
-from services.discovery.build import build_discovery, lease_registry
-from services.lifecycle import PROCESS, WORKER_SERVICE, Host, Presence, WorkerPresence, main, serve
-from services.verifier.loop import EngineLoop
-from services.verifier.pool import DraftPool
-from services.verifier.presence import VerifierPresence
-from services.verifier.ranks import end_in_time, follow_rank_0, place_of
-from services.verifier.servicer import GenerationServicer
-from services.verifier.telemetry.observer import VerifierTelemetry
 
 log = logging.getLogger(__name__)
 
 
-async def run(config: VerifierConfig, host: Host = PROCESS) -> None:
+async def run(config: VerifierConfig, host: ServiceRunner = PROCESS) -> None:
     """Load the target and serve it until told to stop; a rank other than 0 does its part for rank 0."""
     if config.threads:
         torch.set_num_threads(config.threads)
@@ -49,18 +56,18 @@ async def run(config: VerifierConfig, host: Host = PROCESS) -> None:
         ranks.close()
 
 
-async def lead(config: VerifierConfig, ranks: Ranks, telemetry: Telemetry, host: Host) -> None:
+async def lead(config: VerifierConfig, ranks: TargetWorkers, telemetry: Telemetry, host: ServiceRunner) -> None:
     """Serve as rank 0, with the others ready. Raises Unavailable when one of them is gone."""
     proposal: Proposal = "sampled" if config.engine.rule == "rejection" else "deterministic"
     drafter = default_drafter(config.drafter, config.head)
     fuser = build_fuser(drafter, config.head, config.target, config.dtype, config.device)
     needs = DrafterNeeds(features=fuser is not None, samples=True)
-    verified = Verified(target_fingerprint(config.target), features_digest(drafter, config.head))
+    verified = TargetInfo(target_fingerprint(config.target), features_digest(drafter, config.head))
     peers = Peers(config.peers)
     pool = DraftPool(config.link, needs, proposal, verified, peers) if drafter != NO_DRAFTS else None
     target = load_model(config.target, fuser, config.dtype, config.device, config.engine, ranks)
     if fuser is not None and config.probe == "auto" and ranks.size == 1:
-        settle_reading(drafter, target, fuser, config.head, config.target, config.dtype, config.device)
+        resolve_wiring(drafter, target, fuser, config.head, config.target, config.dtype, config.device)
     engine = assemble_engine(target, fuser, config.engine, config.tree, pool, ranks)
     model = ModelInfo(
         config.model,
@@ -73,13 +80,13 @@ async def lead(config: VerifierConfig, ranks: Ranks, telemetry: Telemetry, host:
     server = RpcServer(config.server, credentials=peers.server_credentials)
     with closing(pool) if pool else nullcontext():
         observer = VerifierTelemetry(telemetry, model.name, pool)
-        async with EngineLoop(engine, observer.stepped) as loop:
+        async with AsyncEngine(engine, observer.stepped) as loop:
             ranks.watch(loop.lose)
             observer.watch(lambda: loop.engine_load)
             servicer = GenerationServicer(loop, model, pool, observer)
             generation_pb2_grpc.add_GenerationServicer_to_server(servicer, server.aio)
             registry, zone = lease_registry(config.discovery, config.registry), config.server.zone
-            worker = WorkerPresence(server, registry, "verifier", model, lambda: loop.load, zone, lambda: loop.prefixes)
+            worker = WorkerRegistration(server, registry, "verifier", model, lambda: loop.load, zone, lambda: loop.prefixes)
             discovery = build_discovery(config.discovery, registry, peers)
             presence = _following(worker, discovery, model, pool, config.registry.heartbeat) if pool else worker
             names = [generation_pb2.DESCRIPTOR.services_by_name["Generation"].full_name, WORKER_SERVICE]
@@ -88,13 +95,15 @@ async def lead(config: VerifierConfig, ranks: Ranks, telemetry: Telemetry, host:
             log.info("drafter %s", stats)
 
 
-def _following(worker: Presence, discovery: Discovery, model: ModelInfo, pool: DraftPool, interval: float) -> Presence:
+def _following(
+    worker: Registration, discovery: Discovery, model: ModelInfo, pool: DraftPool, interval: float
+) -> Registration:
     """Sessions get and change their drafters as drafters come and go."""
 
     def follow(drafters: tuple[Lease, ...]) -> None:
         pool.rehome([lease.address for lease in drafters if model.is_drafted_by(lease.model)])
 
-    return VerifierPresence(worker, discovery, follow, interval)
+    return VerifierRegistration(worker, discovery, follow, interval)
 
 
 if __name__ == "__main__":

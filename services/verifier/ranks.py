@@ -1,4 +1,6 @@
-"""The ranks of a verifier: environment and config in, their places out. A rank other than 0 follows and serves health.
+"""How a verifier says that it is ready, and how it learns which drafters are. Knows no requests.
+
+The ranks of a verifier: environment and config in, their places out. A rank other than 0 follows and serves health.
 
 The only place that reads the environment: RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT as torch has them.
 """
@@ -9,29 +11,67 @@ import asyncio
 import logging
 import os
 import signal
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 
 from eyas.config import VerifierConfig
 from eyas.engine.build import follow
 from eyas.errors import ConfigError
-from eyas.models.parallel.ranks import Place
-from eyas.rpc.peers import Peers
+from eyas.models.workers import RankInfo
+from eyas.rpc.channel import Peers
+from eyas.rpc.messages import Lease
 from eyas.rpc.server import RpcServer
+from eyas.services.discovery.base import Discovery
+from eyas.services.lifecycle import Registration
 
 log = logging.getLogger(__name__)
+
+
+@dataclass
+class VerifierRegistration:
+    """A worker's presence, beside which `follow` is told the live drafters' leases every `interval` seconds."""
+
+    worker: Registration
+    discovery: Discovery
+    follow: Callable[[tuple[Lease, ...]], None]
+    interval: float
+    _task: asyncio.Task[None] | None = field(default=None, init=False)
+
+    async def enter(self, address: str) -> None:
+        """Be present, and begin to look for drafters."""
+        await self.worker.enter(address)
+        await self.discovery.watch("draft")
+        self._task = asyncio.create_task(self._follow(), name="drafters")
+
+    async def leave(self) -> None:
+        """Follow no longer, and be gone; running requests keep their drafters."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+        await self.worker.leave()
+        await self.discovery.close()
+
+    async def _follow(self) -> None:
+        while True:
+            await asyncio.sleep(self.interval)
+            try:
+                self.follow(self.discovery.known("draft"))
+            except Exception:
+                log.exception("a look at the drafters failed; trying again")
+
 
 # When a rank is gone, rank 0 may be caught in a sum that will never be complete: the process ends after this, come what may.
 END_SECONDS = 15
 
 
-def place_of(config: VerifierConfig, environment: Mapping[str, str] = os.environ) -> Place:
+def place_of(config: VerifierConfig, environment: Mapping[str, str] = os.environ) -> RankInfo:
     """Where this process stands. Without RANK it is rank 0 and starts the others itself.
 
     Raises ConfigError for an environment that is incomplete or does not fit `engine.tensor_parallel`.
     """
     size = config.engine.tensor_parallel
     if "RANK" not in environment or size == 1:
-        return Place(0, size, config.device)
+        return RankInfo(0, size, config.device)
     try:
         rank, world, port = (int(environment[name]) for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"))
         local_rank, address = int(environment.get("LOCAL_RANK", "0")), environment["MASTER_ADDR"]
@@ -41,7 +81,7 @@ def place_of(config: VerifierConfig, environment: Mapping[str, str] = os.environ
         raise ConfigError(f"rank {rank} of WORLD_SIZE {world} does not fit engine.tensor_parallel {size}")
     device = f"cuda:{local_rank}" if config.device == "cuda" else config.device
     kept = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    return Place(rank, size, device, address, port, kept)
+    return RankInfo(rank, size, device, address, port, kept)
 
 
 def end_in_time(reason: str) -> None:
@@ -50,7 +90,7 @@ def end_in_time(reason: str) -> None:
     signal.alarm(END_SECONDS)
 
 
-async def follow_rank_0(config: VerifierConfig, place: Place) -> None:
+async def follow_rank_0(config: VerifierConfig, place: RankInfo) -> None:
     """Compute for rank 0 until it stops; health says SERVING once the share is loaded. Rank 0 decides what a signal to the
     whole group means, so that running calls can finish. Raises Unavailable when rank 0 is gone."""
     server = RpcServer(config.server, credentials=Peers(config.peers).server_credentials)

@@ -1,4 +1,4 @@
-"""The Generation service over an EngineLoop: token ids in, chunks of token ids out. Knows no text and no other verifier."""
+"""The Generation service over an AsyncEngine: token ids in, chunks of token ids out. Knows no text and no other verifier."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from typing import Any
 
 from eyas.errors import InvalidRequest, Unavailable, UnknownModel
 from eyas.request import Chunk, Request
-from eyas.rpc import wire
+from eyas.rpc import convert as wire
 from eyas.rpc.messages import NO_DRAFTER, ROUND_TRIP_KEY, GenerateCall, ModelInfo, TextChunk, Totals
+from eyas.services.verifier.async_engine import AsyncEngine
+from eyas.services.verifier.draft_pool import DraftPool
+from eyas.services.verifier.telemetry import VerifierTelemetry
 from eyas.telemetry.tracing import trace_pairs
 from eyas.v1 import generation_pb2, generation_pb2_grpc
-from services.verifier.loop import EngineLoop
-from services.verifier.pool import DraftPool
-from services.verifier.telemetry.observer import VerifierTelemetry
 
 
 class GenerationServicer(generation_pb2_grpc.GenerationServicer):
     """Serves one model. pool: where requests find the drafter that the router picked; None for a target without a head."""
 
     def __init__(
-        self, loop: EngineLoop, model: ModelInfo, pool: DraftPool | None, telemetry: VerifierTelemetry | None = None
+        self, loop: AsyncEngine, model: ModelInfo, pool: DraftPool | None, telemetry: VerifierTelemetry | None = None
     ) -> None:
         self._telemetry = telemetry or VerifierTelemetry()
         self._loop = loop

@@ -8,10 +8,9 @@ import torch
 from torch import Tensor
 
 from eyas.drafters.base import Draft, DraftContext, DrafterNeeds, LocalDrafter
-from eyas.models.sampling.keys import filtering, filters_of
-from eyas.models.sampling.law import filtered_law
-from eyas.models.sampling.noise import exponential_noise
-from eyas.models.tensors import upload
+from eyas.sampling.noise import exponential_noise
+from eyas.sampling.sampler import filtered_probs, filtering, filters_of
+from eyas.tensors import upload
 from eyas.tree import DraftLaw, DraftTree, Sampled
 from tests import reference
 
@@ -48,7 +47,7 @@ class BigramDrafter(LocalDrafter):
 
     def _law(self, token: int, context: DraftContext) -> DraftLaw:
         keys, cpu = [context.noise], torch.device("cpu")
-        (row,) = filtered_law(self._logits[token][None], filters_of(keys, cpu), upload(filtering(keys), cpu))
+        (row,) = filtered_probs(self._logits[token][None], filters_of(keys, cpu), upload(filtering(keys), cpu))
         kept = [token for token in row.argsort(descending=True).tolist()[: self._law_tokens] if row[token] > 0]
         return DraftLaw(tuple(kept), tuple(row[kept].tolist()))
 

@@ -9,13 +9,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from eyas.config import Rule
-from eyas.engine.acceptance.match import accept
-from eyas.engine.acceptance.paths import paths
-from eyas.engine.acceptance.trials import Trials
+from eyas.config import AcceptanceRule
 from eyas.engine.engine import Engine
-from eyas.models.tensors import download
 from eyas.request import Request
+from eyas.sampling.acceptance import accept
+from eyas.sampling.logprobs import accepted_paths
+from eyas.sampling.rejection import RejectionResult
+from eyas.tensors import download
 from eyas.tree import DraftLaw, DraftTree, Sampled
 from tests.acceptance.test_rejection_engine import METHODS, PARAMS, make_drafter, make_engine
 from tests.engine.drafters import RandomDrafter
@@ -46,7 +46,7 @@ def run(engine: Engine) -> list[list[str]]:
 
 
 @pytest.mark.parametrize(("name", "rule"), [("siblings", "rejection"), ("chain", "rejection"), ("random", "match")])
-def test_a_step_waits_for_the_device_once(name: str, rule: Rule, tiny_target: str, tiny_head: str) -> None:
+def test_a_step_waits_for_the_device_once(name: str, rule: AcceptanceRule, tiny_target: str, tiny_head: str) -> None:
     drafter = RandomDrafter(48) if name == "random" else make_drafter(name, tiny_target, tiny_head)
     drafter.propose = unwatched(drafter.propose)  # type: ignore[method-assign]
     noted = run(make_engine(drafter, tiny_target, tiny_head, rule))
@@ -73,9 +73,11 @@ def test_a_round_of_drafts_waits_once_for_each_way_to_propose(method: str, tiny_
     assert {name for names in noted for name in names} <= {"cpu", "tolist"}
 
 
-def on_host(found: Sequence[DraftTree], tokens: list[int], trials: Trials) -> tuple[list[list[int]], list[list[int]]]:
+def on_host(
+    found: Sequence[DraftTree], tokens: list[int], trials: RejectionResult
+) -> tuple[list[list[int]], list[list[int]]]:
     starts = np.cumsum([0, *map(len, found)])[:-1].tolist()
-    walked = paths(dict(zip(starts, found, strict=True)), torch.tensor(tokens), trials)
+    walked = accepted_paths(dict(zip(starts, found, strict=True)), torch.tensor(tokens), trials)
     rows, emitted = download(walked.rows, walked.tokens)
     own = rows.astype(int) - np.array(starts)[:, None]
     return own.tolist(), emitted.astype(int).tolist()
@@ -94,7 +96,7 @@ def test_paths_on_the_device_are_those_of_the_walk(found: list[DraftTree], data:
     held = {start: tree for start, tree, yes in zip(starts, drawn, tried, strict=True) if yes and tree.families}
     width = max((len(family) for tree in held.values() for family in tree.families.values()), default=0)
     rows = [[data.draw(st.integers(0, 1)) for _ in range(width)] + [7] for tree in held.values() for _ in tree.families]
-    trials = Trials(held, torch.tensor(rows, dtype=torch.int64).reshape(-1, width + 1))
+    trials = RejectionResult(held, torch.tensor(rows, dtype=torch.int64).reshape(-1, width + 1))
     walked, emitted = on_host(found, tokens, trials)
     outcomes = trials.accepted(rows, tokens)
     for start, tree, path, said in zip(starts, found, walked, emitted, strict=True):

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from eyas.config import EngineConfig, Rule, TreeConfig
+from eyas.config import AcceptanceRule, EngineConfig, TreeConfig
 from eyas.drafters.base import Drafter, LocalDrafter
 from eyas.engine.build import assemble_engine
 from eyas.engine.engine import Engine
@@ -35,7 +35,7 @@ def make_drafter(name: str, target: str, head: str) -> LocalDrafter:
 
 
 def make_engine(
-    drafter: Drafter | None, target: str, head: str, rule: Rule = "rejection", features: str = "eagle3"
+    drafter: Drafter | None, target: str, head: str, rule: AcceptanceRule = "rejection", features: str = "eagle3"
 ) -> Engine:
     """features: the method whose features are collected."""
     fuser = Case(features, target, head).fuser()

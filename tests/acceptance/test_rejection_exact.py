@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from eyas.engine.acceptance.rejection import Families, accept_drawn, weigh
+from eyas.sampling.rejection import Families, accept_drawn, accept_probs
 from eyas.tree import DraftLaw, DraftTree, Sampled
 from tests.acceptance.toy_laws import CPU, Drawn, Law, emitted_law, every_tree, random_law, total_variation
 from tests.strategies import trees
@@ -57,7 +57,7 @@ def test_laws_that_share_no_token_never_accept_and_still_emit_the_target(replace
 def test_equal_laws_accept_every_first_draw_and_leave_no_impossible_token() -> None:
     row = np.array([0.1, 0.2, 0.7, 0.0])
     tree = DraftTree((0, 2), (0, 0), (0.0, 0.0), sampled=Sampled({0: DraftLaw((0, 1, 2), tuple(row[:3].tolist()))}))
-    trial = weigh(torch.from_numpy(row)[None], Families.of([tree], CPU))
+    trial = accept_probs(torch.from_numpy(row)[None], Families.of([tree], CPU))
     assert trial.chances.item() == pytest.approx(1, abs=1e-15)
     assert trial.rest[0].sum() > 0
     assert trial.rest[0, 3] == 0
@@ -93,10 +93,10 @@ def test_a_tree_is_weighed_as_if_it_were_alone(seed: int, shapes: list[tuple[int
         possible = every_tree(random_law(seed + i, VOCAB, zeros=i % 2), widths, replacement=bool(rng.integers(2)))
         drawn.append(possible[int(rng.integers(len(possible)))].tree)
     rows = [torch.from_numpy(rng.dirichlet(np.ones(VOCAB), len(tree.families))) for tree in drawn]
-    together = weigh(torch.cat(rows), Families.of(drawn, CPU))
+    together = accept_probs(torch.cat(rows), Families.of(drawn, CPU))
     start = 0
     for tree, law in zip(drawn, rows, strict=True):
-        alone, end = weigh(law, Families.of([tree], CPU)), start + len(law)
+        alone, end = accept_probs(law, Families.of([tree], CPU)), start + len(law)
         width = alone.chances.shape[1]
         torch.testing.assert_close(together.chances[start:end, :width], alone.chances, atol=1e-14, rtol=1e-14)
         torch.testing.assert_close(together.rest[start:end], alone.rest, atol=1e-14, rtol=1e-14)
@@ -106,7 +106,7 @@ def test_a_tree_is_weighed_as_if_it_were_alone(seed: int, shapes: list[tuple[int
 
 def test_logits_that_are_not_numbers_accept_nothing() -> None:
     tree = DraftTree((0, 2), (0, 0), (0.0, 0.0), sampled=Sampled({0: DraftLaw((2, 3), (0.5, 0.5))}))
-    trial = weigh(torch.full((1, VOCAB), float("nan"), dtype=torch.float64), Families.of([tree], CPU))
+    trial = accept_probs(torch.full((1, VOCAB), float("nan"), dtype=torch.float64), Families.of([tree], CPU))
     assert not (trial.chances > 0).any()
     assert trial.rest.isnan().all()
 

@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from eyas.errors import InvalidTree
-from eyas.models.sampling.noise import draft_seed, uniform_noise
 from eyas.request import MAX_SEED
+from eyas.sampling.noise import draft_seed, uniform_noise
 from eyas.tree import DraftLaw, DraftTree, Sampled
 from tests import reference
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from eyas.engine.acceptance.rejection import Families, Trial, weigh
+from eyas.sampling.rejection import Families, SiblingTrial, accept_probs
 from eyas.tree import DraftLaw, DraftTree, Sampled
 
 CPU = torch.device("cpu")
@@ -80,7 +80,7 @@ def path_tokens(tree: DraftTree, node: int) -> Prefix:
 def emitted_law(target: Law, trees: list[Drawn], length: int) -> dict[Prefix, float]:
     """The law of the next `length` tokens, over all trees; after a step has ended, plain decoding goes on."""
     rows = [target(path_tokens(drawn.tree, node)) for drawn in trees for node in drawn.tree.families]
-    trial = weigh(torch.from_numpy(np.stack(rows)), Families.of([drawn.tree for drawn in trees], CPU))
+    trial = accept_probs(torch.from_numpy(np.stack(rows)), Families.of([drawn.tree for drawn in trees], CPU))
     law: dict[Prefix, float] = {}
     first = 0
     for drawn in trees:
@@ -91,7 +91,7 @@ def emitted_law(target: Law, trees: list[Drawn], length: int) -> dict[Prefix, fl
     return law
 
 
-def _outcomes(target: Law, tree: DraftTree, trial: Trial, first: int) -> Iterator[tuple[Prefix, float]]:
+def _outcomes(target: Law, tree: DraftTree, trial: SiblingTrial, first: int) -> Iterator[tuple[Prefix, float]]:
     family_of = {node: first + i for i, node in enumerate(tree.families)}
 
     def visit(node: int, chance: float) -> Iterator[tuple[Prefix, float]]:

@@ -3,15 +3,15 @@
 from pathlib import Path
 
 from benchmarks import lookup_rounds, rest_lookup
-from eyas.config import EagleConfig, RestConfig, TreeConfig
-from eyas.drafters.lookup.rest import load_rest
+from eyas.config import DraftingConfig, RestConfig, TreeConfig
+from eyas.drafters.rest import load_rest
 
 
 def test_a_datastore_is_built_opened_and_asked(tmp_path: Path) -> None:
     store, tree = rest_lookup.build(20_000, tmp_path), TreeConfig()
     assert store.num_tokens >= 20_000
     assert store.megabytes * 1e6 >= 6 * 20_000
-    drafter = load_rest(str(tmp_path), rest_lookup.TARGET, tree, RestConfig(), EagleConfig())
+    drafter = load_rest(str(tmp_path), rest_lookup.TARGET, tree, RestConfig(), DraftingConfig())
     rounds = rest_lookup.measure(drafter, tree, 2, 1.0, num_rounds=5)
     assert 0 < rounds.p50 <= rounds.p99
     assert rounds.cpu > 0

@@ -8,8 +8,7 @@ import pytest
 from typer.testing import CliRunner
 
 from eyas.bench.command import bench
-from eyas.bench.methods.results import MethodScore, MethodsResults, TimedRun
-from eyas.bench.methods.settings import MethodSpec, MethodsSettings, load_tasks
+from eyas.bench.methods import MethodScore, MethodSpec, MethodsResults, MethodsSettings, TimedRun, load_tasks
 from eyas.bench.results import Run
 from eyas.errors import ConfigError
 from eyas.request import GenerationStats

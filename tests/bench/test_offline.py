@@ -7,10 +7,8 @@ import pytest
 import torch
 from typer.testing import CliRunner, Result
 
-from eyas.bench.contenders import EngineContender
 from eyas.bench.offline import load, warm_ways
-from eyas.bench.stages import STAGES
-from eyas.bench.workloads import OfflineSettings, groups, load_prompts, random_prompt
+from eyas.bench.timing import STAGES, EngineContender, OfflineSettings, groups, load_prompts, random_prompt
 from eyas.cli import app
 from eyas.config import TreeConfig
 from eyas.errors import ConfigError

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from eyas.bench.report import Machine, Report, Spread, Table
-from eyas.bench.results import Agreement, Comparison, Run, StageTimes
+from eyas.bench.results import Agreement, Run, SpeedComparison, StageTimes
 from eyas.request import GenerationStats
 
 
@@ -69,7 +69,7 @@ def run(seconds: float, *outputs: tuple[int, ...]) -> Run:
 def test_a_comparison_takes_ratios_batch_by_batch() -> None:
     runs = {"plain": [run(4.0, (1, 2)), run(2.0, (3, 4))], "speculative": [run(1.0, (1, 2)), run(1.0, (3, 4))]}
     times = StageTimes(1, 1, Spread.of([1.0]), {"forward": 1.0}, 0.0)
-    found = Comparison.of(0.0, 1, runs, {"plain": times})
+    found = SpeedComparison.of(0.0, 1, runs, {"plain": times})
     assert found.ratios["speculative / plain"].values == (4.0, 2.0)
     assert found.tokens_per_second["plain"].values == (0.5, 1.0)
     assert (found.tau, found.acceptance_by_depth) == (2.5, (0.5,))

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from eyas.bench.stages import STAGES, Step, summarise, watched
+from eyas.bench.timing import STAGES, Step, summarise, watched
 from eyas.config import EngineConfig, TreeConfig
 from eyas.drafters.base import Draft, DraftContext, DrafterNeeds, LocalDrafter
 from eyas.engine.build import assemble_engine

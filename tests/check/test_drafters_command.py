@@ -4,9 +4,8 @@ import pytest
 from typer.testing import CliRunner
 
 from eyas.cli import app
-from eyas.config import EagleConfig, TreeConfig
-from eyas.drafters.build import build_drafter, build_fuser, features_digest
-from eyas.drafters.methods import METHODS, find_method
+from eyas.config import DraftingConfig, TreeConfig
+from eyas.drafters.registry import METHODS, build_drafter, build_fuser, features_digest, find_method
 from eyas.errors import CheckpointError, ConfigError
 
 
@@ -23,7 +22,7 @@ def test_every_method_is_listed_with_its_needs() -> None:
 @pytest.mark.parametrize("name", ["eagle3", "sps"])
 def test_what_a_method_declares_is_what_its_drafter_needs(name: str, tiny_target: str, tiny_head: str) -> None:
     head = tiny_head if name == "eagle3" else tiny_target
-    drafter = build_drafter(name, tiny_target, head, "float32", "cpu", TreeConfig(8, 2, 2), EagleConfig(64))
+    drafter = build_drafter(name, tiny_target, head, "float32", "cpu", TreeConfig(8, 2, 2), DraftingConfig(64))
     declared = find_method(name).needs
     assert (drafter.needs.features, drafter.needs.samples) == ("features" in declared, "samples" in declared)
     fuser = build_fuser(name, head, tiny_target, "float32", "cpu")
@@ -38,7 +37,7 @@ def test_a_head_of_another_method_is_refused_with_what_is_needed(
     name: str, needed: str, tiny_target: str, tiny_head: str
 ) -> None:
     with pytest.raises(CheckpointError, match=rf"\(drafter {name} needs {needed}"):
-        build_drafter(name, tiny_target, tiny_head, "float32", "cpu", TreeConfig(8, 2, 2), EagleConfig(64))
+        build_drafter(name, tiny_target, tiny_head, "float32", "cpu", TreeConfig(8, 2, 2), DraftingConfig(64))
 
 
 def test_a_verifier_need_not_name_the_head_of_a_drafter_that_wants_no_features() -> None:

@@ -5,17 +5,16 @@ import torch
 from rich.progress import Progress
 from typer.testing import CliRunner
 
-from eyas.bench.workloads import OfflineSettings
-from eyas.check.equality import Judge, compare
-from eyas.check.replay import ReplayDrafter
+from eyas.bench.timing import OfflineSettings
+from eyas.check.equality import Judge, ReplayDrafter, compare
 from eyas.cli import app
-from eyas.commit import Budget, Commit
 from eyas.config import TreeConfig
-from eyas.engine.sampling.draws import Draw, sample
-from eyas.models.attention import KVPools
+from eyas.draft_protocol import Commit, TreeBudget
+from eyas.models.attention import KVTensors
 from eyas.models.inputs import PackedInputs
 from eyas.models.target import TargetModel, TargetOutput
 from eyas.request import NoiseKey
+from eyas.sampling.sampler import Draw, sample
 from tests.reference import load_reference
 
 SETTINGS = {"max_tokens": 24, "batches": (8,), "tree": TreeConfig(nodes=9, depth=4, width=4)}
@@ -47,7 +46,7 @@ def test_the_command_finds_a_target_equal(options: list[str], tiny_target: str, 
 def test_a_target_whose_output_depends_on_its_trees_fails(tiny_target: str, monkeypatch: pytest.MonkeyPatch) -> None:
     forward = TargetModel.forward
 
-    def wrong(self: TargetModel, packed: PackedInputs, pools: KVPools) -> TargetOutput:
+    def wrong(self: TargetModel, packed: PackedInputs, pools: KVTensors) -> TargetOutput:
         out = forward(self, packed, pools)
         bump = 5.0 * (torch.arange(48) == 7) * (len(out.logits) > 8)
         return TargetOutput(out.logits + bump, out.taps)
@@ -103,7 +102,7 @@ def test_a_replayed_tree_fits_any_budget() -> None:
     drafter.follow({"a": tuple(range(10, 40))})
     for nodes in range(1, 12):
         for depth in range(5):
-            commit = Commit("a", 0, 0, tuple(range(10, 14)), None, NoiseKey(0), Budget(nodes, depth))
+            commit = Commit("a", 0, 0, tuple(range(10, 14)), None, NoiseKey(0), TreeBudget(nodes, depth))
             (tree,) = drafter.propose([commit])
             tree.validate(13, 48, nodes, depth)
             assert tree.depth == min(depth, (nodes - 1) // 2)

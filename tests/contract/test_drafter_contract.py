@@ -8,18 +8,18 @@ from pathlib import Path
 import pytest
 import torch
 
-from eyas.commit import Budget, Commit, Refusal
-from eyas.config import DraftLinkConfig, TreeConfig
+from eyas.config import DraftClientConfig, TreeConfig
+from eyas.draft_protocol import Commit, ResyncRequired, TreeBudget
 from eyas.drafters.base import Draft, DraftContext, Drafter, LocalDrafter
 from eyas.request import NoiseKey
 from eyas.rpc.messages import DrafterInfo, ModelInfo
+from eyas.services.verifier.draft_client import RemoteDrafter
 from eyas.tree import DraftTree
-from services.verifier.remote import RemoteDrafter
 from tests.drafters.lookup.corpora import write_datastore
 from tests.methods import CASES, Case
 from tests.services.drafting.toy_drafting import eventually, serving
 
-TREE = Budget(max_nodes=10, max_depth=3)
+TREE = TreeBudget(max_nodes=10, max_depth=3)
 VOCAB, HIDDEN, NUM_WORDS = 48, 32, 3
 NOISES = (NoiseKey(0), NoiseKey(2**63 + 5, 0.9), NoiseKey(3, 1.0, 8, 0.9))
 
@@ -46,14 +46,20 @@ def drafter(request: pytest.FixtureRequest, tiny_target: str, tiny_head: str) ->
     info = DrafterInfo(ModelInfo("tiny", "f", VOCAB, 256), name, needs.features, needs.samples, HIDDEN, local.can_sample)
     with (
         serving(local, info) as address,
-        closing(RemoteDrafter(address, needs, DraftLinkConfig(deadline=30, chunk_tokens=5), proposal)) as remote,
+        closing(RemoteDrafter(address, needs, DraftClientConfig(deadline=30, chunk_tokens=5), proposal)) as remote,
     ):
         eventually(lambda: remote.up)
         yield remote
 
 
 def commit(
-    session: str, end: int, base: int = 0, seed: int = 0, budget: Budget = TREE, noise: NoiseKey = NOISES[0], epoch: int = 0
+    session: str,
+    end: int,
+    base: int = 0,
+    seed: int = 0,
+    budget: TreeBudget = TREE,
+    noise: NoiseKey = NOISES[0],
+    epoch: int = 0,
 ) -> DraftContext:
     """What a verifier says of a session whose tokens and features follow from `seed`. Few words, so that they come again."""
     generator = torch.Generator().manual_seed(seed)
@@ -94,20 +100,20 @@ def test_a_tree_does_not_depend_on_how_the_commits_were_cut(drafter: Drafter) ->
     whole = propose(drafter, [commit("a", 30)])
     base = 0
     for end in (3, 11, 12, 17, 29):
-        propose(drafter, [commit("b", end, base, budget=TREE if end % 2 else Budget(1, 0))])
+        propose(drafter, [commit("b", end, base, budget=TREE if end % 2 else TreeBudget(1, 0))])
         base = end
     assert _shape(propose(drafter, [commit("b", 30, base)])[0]) == _shape(whole[0])
 
 
 def test_bookkeeping_gets_the_root_alone(drafter: Drafter) -> None:
-    for budget in (Budget(1, 0), Budget(1, 5), Budget(9, 0)):
+    for budget in (TreeBudget(1, 0), TreeBudget(1, 5), TreeBudget(9, 0)):
         context = commit(f"{budget}", 8, budget=budget)
         assert propose(drafter, [context]) == [DraftTree.root_only(context.tokens[-1])]
 
 
 def test_a_gap_is_refused_and_healed_by_a_resend(drafter: Drafter) -> None:
     propose(drafter, [commit("a", 8)])
-    assert propose(drafter, [commit("a", 14, base=10)]) == [Refusal("a", 0, 8)]
+    assert propose(drafter, [commit("a", 14, base=10)]) == [ResyncRequired("a", 0, 8)]
     healed = propose(drafter, [commit("a", 14, base=8)])
     assert _shape(healed[0]) == _shape(propose(drafter, [commit("b", 14)])[0])
 
@@ -115,19 +121,22 @@ def test_a_gap_is_refused_and_healed_by_a_resend(drafter: Drafter) -> None:
 def test_a_commit_that_comes_twice_is_refused_with_what_is_there(drafter: Drafter) -> None:
     propose(drafter, [commit("a", 8)])
     propose(drafter, [commit("a", 11, base=8)])
-    assert propose(drafter, [commit("a", 11, base=8)]) == [Refusal("a", 0, 11)]
+    assert propose(drafter, [commit("a", 11, base=8)]) == [ResyncRequired("a", 0, 11)]
 
 
 def test_released_and_unknown_sessions_are_refused_from_nothing(drafter: Drafter) -> None:
     propose(drafter, [commit("a", 8), commit("b", 8)])
     drafter.release(["a", "never seen"])
-    assert propose(drafter, [commit("a", 10, base=8), commit("c", 10, base=4)]) == [Refusal("a", 0, 0), Refusal("c", 0, 0)]
+    assert propose(drafter, [commit("a", 10, base=8), commit("c", 10, base=4)]) == [
+        ResyncRequired("a", 0, 0),
+        ResyncRequired("c", 0, 0),
+    ]
     assert isinstance(propose(drafter, [commit("b", 10, base=8)])[0], DraftTree)
 
 
 def test_a_new_epoch_starts_from_nothing(drafter: Drafter) -> None:
     propose(drafter, [commit("a", 8, seed=1)])
-    assert propose(drafter, [commit("a", 10, base=8, epoch=1)]) == [Refusal("a", 1, 0)]
+    assert propose(drafter, [commit("a", 10, base=8, epoch=1)]) == [ResyncRequired("a", 1, 0)]
     renewed = propose(drafter, [commit("a", 10, epoch=1)])
     assert _shape(renewed[0]) == _shape(propose(drafter, [commit("b", 10)])[0])
 

@@ -9,7 +9,7 @@ from typing import Any
 import yaml
 
 from deploy.binaries import helm
-from tests.house.repository import ROOT
+from tests.repo.repository import ROOT
 
 Object = dict[str, Any]
 

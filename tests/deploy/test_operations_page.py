@@ -6,7 +6,7 @@ from typing import Any
 import yaml
 
 from tests.deploy.charts import CHART
-from tests.house.repository import ROOT
+from tests.repo.repository import ROOT
 
 PAGE = (ROOT / "docs" / "operations.md").read_text(encoding="utf-8")
 VALUES = yaml.safe_load((CHART / "values.yaml").read_text())

@@ -6,16 +6,16 @@ from typing import Any, TypeVar
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from eyas.config import EagleConfig, MethodsConfig, OffsetsConfig, SmallConfig, TreeConfig
+from eyas.config import DraftingConfig, DraftModelConfig, MedusaConfig, MethodsConfig, TreeConfig
 from eyas.drafters.base import LocalDrafter
-from eyas.drafters.eagle.drafter import EagleDrafter
-from eyas.drafters.offsets.drafter import hydra_drafter, medusa_drafter
-from eyas.drafters.small.drafter import SmallDrafter
-from eyas.drafters.static import StaticTree
+from eyas.drafters.draft_model import ModelDrafter
+from eyas.drafters.eagle import EagleDrafter
+from eyas.drafters.medusa import hydra_drafter, medusa_drafter
+from eyas.drafters.tree_growth import StaticTree
 from eyas.models.cuda.graphs import Capture, CudaCapture
-from eyas.models.heads.eagle import load_head
-from eyas.models.heads.offsets.hydra import load_hydra
-from eyas.models.heads.offsets.medusa import load_medusa
+from eyas.models.heads.eagle_loader import load_head
+from eyas.models.heads.hydra import load_hydra
+from eyas.models.heads.medusa import load_medusa
 from eyas.models.target import load_target
 from tests.tiny import write_small
 from tests.tiny_offsets import tiny_heads
@@ -68,7 +68,7 @@ def capturing() -> Capture:
 
 
 def make(
-    method: str, target: str, head: str, tree: TreeConfig, config: EagleConfig, capture: Capture | None
+    method: str, target: str, head: str, tree: TreeConfig, config: DraftingConfig, capture: Capture | None
 ) -> LocalDrafter:
     """A drafter of a method over tiny heads."""
     if method.startswith("eagle"):
@@ -77,8 +77,8 @@ def make(
         return EagleDrafter(load_head(folder, target, "float32", DEVICE, kind), tree, config, plan, capture)
     if method == "sps":
         small = load_target(write_small(target), "float32", DEVICE)
-        return SmallDrafter(small, tree, config, SmallConfig(), capture)
-    shape = OffsetsConfig("dynamic") if method == "hydra-dynamic" else OffsetsConfig()
+        return ModelDrafter(small, tree, config, DraftModelConfig(), capture)
+    shape = MedusaConfig("dynamic") if method == "hydra-dynamic" else MedusaConfig()
     folder = tiny_heads(method.removesuffix("-dynamic"), head)
     if method == "medusa":
         return medusa_drafter(load_medusa(folder, target, "float32", DEVICE), tree, config, shape, capture)

@@ -7,20 +7,20 @@ import numpy as np
 import pytest
 import torch
 
-from eyas.commit import Budget, Commit, Refusal
-from eyas.config import AheadConfig, EagleConfig, TreeConfig
-from eyas.drafters.build import build_drafter
-from eyas.drafters.eagle.ahead import AheadDrafter, Grown
-from eyas.drafters.eagle.drafter import EagleDrafter
-from eyas.drafters.expand import Growth
+from eyas.config import DraftAheadConfig, DraftingConfig, TreeConfig
+from eyas.draft_protocol import Commit, ResyncRequired, TreeBudget
+from eyas.drafters.draft_ahead import DraftAheadDrafter, Grown
+from eyas.drafters.eagle import EagleDrafter
+from eyas.drafters.registry import build_drafter
+from eyas.drafters.tree_growth import Growth
 from eyas.errors import ConfigError
-from eyas.models.heads.eagle import load_head
+from eyas.models.heads.eagle_loader import load_head
 from eyas.request import NoiseKey
 from eyas.tree import DraftTree
 
 SHAPE = TreeConfig(nodes=8, depth=3, width=3)
-AHEAD = AheadConfig(rows=24, children=24, levels=7)
-BUDGET = Budget(8, 3)
+AHEAD = DraftAheadConfig(rows=24, children=24, levels=7)
+BUDGET = TreeBudget(8, 3)
 NOISES = [NoiseKey(0), NoiseKey(9, 0.8), NoiseKey(2**64 - 1, 1.2, top_k=9, top_p=0.9)]
 
 
@@ -43,7 +43,7 @@ class FixedExpansion:
 
 
 def make(target: str, head: str) -> EagleDrafter:
-    return EagleDrafter(load_head(head, target), SHAPE, EagleConfig(num_slots=2048))
+    return EagleDrafter(load_head(head, target), SHAPE, DraftingConfig(num_slots=2048))
 
 
 def session(name: str, length: int, noise: NoiseKey = NOISES[0]) -> Commit[torch.Tensor]:
@@ -58,7 +58,7 @@ def going_on(last: Commit[torch.Tensor], tokens: Sequence[int]) -> Commit[torch.
     return replace(last, base=last.committed, tokens=tuple(tokens), features=features)
 
 
-def work(drafter: AheadDrafter) -> None:
+def work(drafter: DraftAheadDrafter) -> None:
     while drafter.work_ahead():
         pass
 
@@ -76,7 +76,7 @@ def likeliest(tree: DraftTree) -> list[int]:
     return [tree.tokens[tree.log_probs.index(max(tree.log_probs[1:]))]]
 
 
-def naive_below(growth: Growth, row: int, path: Sequence[int], budget: Budget) -> list[tuple[tuple[int, ...], float]]:
+def naive_below(growth: Growth, row: int, path: Sequence[int], budget: TreeBudget) -> list[tuple[tuple[int, ...], float]]:
     """Descendants of the path's end as (path from there, score), the best first, of equals the lower number."""
     found = growth.candidates
     nodes: dict[int, tuple[tuple[int, ...], float]] = {0: ((), 0.0)}
@@ -100,8 +100,8 @@ def paths(tree: DraftTree) -> list[tuple[tuple[int, ...], float]]:
     return found[1:]
 
 
-@pytest.mark.parametrize("budget", [Budget(5, 2), Budget(9, 4), Budget(200, 9)])
-def test_a_cut_holds_the_best_descendants_of_the_committed_path(budget: Budget) -> None:
+@pytest.mark.parametrize("budget", [TreeBudget(5, 2), TreeBudget(9, 4), TreeBudget(200, 9)])
+def test_a_cut_holds_the_best_descendants_of_the_committed_path(budget: TreeBudget) -> None:
     growth = Growth(FixedExpansion(2, 4, 6), width=4, children=5)
     grown, checked = Grown(growth, np.arange(6)), 0
     for _ in range(4):
@@ -122,7 +122,7 @@ def test_a_cut_holds_the_best_descendants_of_the_committed_path(budget: Budget) 
 
 @pytest.mark.parametrize("noise", NOISES)
 def test_outcomes_in_the_grown_tree_are_answered_from_it(noise: NoiseKey, tiny_target: str, tiny_head: str) -> None:
-    drafter = AheadDrafter(make(tiny_target, tiny_head), AHEAD)
+    drafter = DraftAheadDrafter(make(tiny_target, tiny_head), AHEAD)
     first = [session("a", 9, noise), session("b", 20, noise)]
     trees = drafter.propose(first)
     work(drafter)
@@ -137,7 +137,7 @@ def test_outcomes_in_the_grown_tree_are_answered_from_it(noise: NoiseKey, tiny_t
 def test_what_was_answered_ahead_is_made_good_from_true_features(tiny_target: str, tiny_head: str) -> None:
     """After hits in a row, with and without time between them, a miss gets the tree that it would have got anyway."""
     for busy in (False, True):
-        drafter, plain = AheadDrafter(make(tiny_target, tiny_head), AHEAD), make(tiny_target, tiny_head)
+        drafter, plain = DraftAheadDrafter(make(tiny_target, tiny_head), AHEAD), make(tiny_target, tiny_head)
         context = session("a", 9)
         tree = drafter.propose([context])[0]
         plain.propose([context])
@@ -160,25 +160,25 @@ def test_what_was_answered_ahead_is_made_good_from_true_features(tiny_target: st
 
 
 def test_gaps_epochs_and_releases_are_those_of_the_drafter_beneath(tiny_target: str, tiny_head: str) -> None:
-    drafter = AheadDrafter(make(tiny_target, tiny_head), AHEAD)
+    drafter = DraftAheadDrafter(make(tiny_target, tiny_head), AHEAD)
     first = session("a", 9)
     tree = drafter.propose([first])[0]
     work(drafter)
     hit = going_on(first, outcome(tree))  # type: ignore[arg-type]
     assert drafter.propose([hit])[0].grown_ahead  # type: ignore[union-attr]
-    assert drafter.propose([replace(hit, base=hit.base + 40)]) == [Refusal("a", 0, 9)]
+    assert drafter.propose([replace(hit, base=hit.base + 40)]) == [ResyncRequired("a", 0, 9)]
     assert isinstance(drafter.propose([hit])[0], DraftTree), "a resend from there is taken"
     work(drafter)
-    assert drafter.propose([replace(hit, epoch=1)]) == [Refusal("a", 1, 0)]
+    assert drafter.propose([replace(hit, epoch=1)]) == [ResyncRequired("a", 1, 0)]
     drafter.release(["a"])
-    assert drafter.propose([hit]) == [Refusal("a", 0, 0)]
+    assert drafter.propose([hit]) == [ResyncRequired("a", 0, 0)]
     assert not drafter.work_ahead()
 
 
 def test_what_filters_leave_no_chance_takes_no_node_of_a_cut(tiny_target: str, tiny_head: str) -> None:
     """As in a tree that is grown on demand."""
     noise = NoiseKey(3, 1.0, top_k=1)
-    drafter = AheadDrafter(make(tiny_target, tiny_head), AHEAD)
+    drafter = DraftAheadDrafter(make(tiny_target, tiny_head), AHEAD)
     first = session("a", 9, noise)
     (tree,) = drafter.propose([first])
     assert isinstance(tree, DraftTree)
@@ -191,7 +191,7 @@ def test_what_filters_leave_no_chance_takes_no_node_of_a_cut(tiny_target: str, t
 
 
 def test_a_session_whose_trees_are_drawn_is_not_grown_ahead(tiny_target: str, tiny_head: str) -> None:
-    drafter = AheadDrafter(make(tiny_target, tiny_head), AHEAD)
+    drafter = DraftAheadDrafter(make(tiny_target, tiny_head), AHEAD)
     (drawn,) = drafter.propose([replace(session("a", 9, NOISES[1]), proposal="sampled")])
     assert isinstance(drawn, DraftTree)
     assert drawn.num_drafted
@@ -199,7 +199,7 @@ def test_a_session_whose_trees_are_drawn_is_not_grown_ahead(tiny_target: str, ti
 
 
 def test_a_union_works_ahead_as_its_sides_do(tiny_target: str, tiny_head: str) -> None:
-    eagle = EagleConfig(num_slots=2048, ahead=AHEAD)
+    eagle = DraftingConfig(num_slots=2048, ahead=AHEAD)
     union = build_drafter("eagle3+prompt_lookup", tiny_target, tiny_head, "float32", "cpu", SHAPE, eagle)
     first = session("a", 9)
     union.propose([first])
@@ -214,7 +214,7 @@ def test_a_union_works_ahead_as_its_sides_do(tiny_target: str, tiny_head: str) -
 
 
 def test_a_sampled_proposal_is_never_taken_from_what_was_grown(tiny_target: str, tiny_head: str) -> None:
-    drafter = AheadDrafter(make(tiny_target, tiny_head), AHEAD)
+    drafter = DraftAheadDrafter(make(tiny_target, tiny_head), AHEAD)
     first = session("a", 9, NOISES[1])
     tree = drafter.propose([first])[0]
     work(drafter)
@@ -225,6 +225,6 @@ def test_a_sampled_proposal_is_never_taken_from_what_was_grown(tiny_target: str,
 
 
 def test_more_children_than_the_head_knows_tokens_are_refused(tiny_target: str, tiny_head: str) -> None:
-    eagle = EagleConfig(ahead=AheadConfig(rows=4, children=4000))
+    eagle = DraftingConfig(ahead=DraftAheadConfig(rows=4, children=4000))
     with pytest.raises(ConfigError, match=r"ahead\.children is 4000"):
         build_drafter("eagle3", tiny_target, tiny_head, "float32", "cpu", SHAPE, eagle)

@@ -6,16 +6,14 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from eyas.commit import Budget, Commit
-from eyas.config import EagleConfig, EngineConfig, TreeConfig
-from eyas.drafters.build import build_drafter, build_fuser
-from eyas.drafters.calibration import GRID, CalibratedScale, FixedScale, noise_scale
-from eyas.drafters.eagle.drafter import EagleDrafter
-from eyas.drafters.expand import Candidates, Expansion, grow
-from eyas.drafters.offsets.drafter import OffsetDrafter
-from eyas.drafters.ranking import Ranker
-from eyas.drafters.small.drafter import SmallDrafter
-from eyas.drafters.static import StaticTree, grow_static
+from eyas.config import DraftingConfig, EngineConfig, TreeConfig
+from eyas.draft_protocol import Commit, TreeBudget
+from eyas.drafters.draft_model import ModelDrafter
+from eyas.drafters.eagle import EagleDrafter
+from eyas.drafters.medusa import MultiHeadDrafter
+from eyas.drafters.registry import build_drafter, build_fuser
+from eyas.drafters.scoring import GRID, CalibratedScale, FixedScale, Ranker, noise_scale
+from eyas.drafters.tree_growth import Candidates, Expansion, StaticTree, grow, grow_static
 from eyas.engine.build import build_engine
 from eyas.request import NoiseKey, Request, SamplingParams
 from tests import reference
@@ -23,7 +21,7 @@ from tests.tiny import write_small
 from tests.tiny_offsets import tiny_heads
 
 VOCAB, SESSIONS, SHAPE = 24, 20, TreeConfig(40, 3, 4)
-CONFIG = EagleConfig(noise_scale=0)
+CONFIG = DraftingConfig(noise_scale=0)
 IDS = 2 * torch.arange(VOCAB)  # of the target's vocabulary
 
 Grow = Callable[[Expansion, TreeConfig], Candidates]
@@ -35,7 +33,7 @@ class Laws:
     def __init__(self, ranker: Ranker, logits: torch.Tensor, contexts: list[Commit]) -> None:
         """logits [S, L, D]."""
         self.ranker, self.logits = ranker, logits
-        single = Ranker(contexts, EagleConfig(noise_scale=1.0), logits.shape[1], IDS)
+        single = Ranker(contexts, DraftingConfig(noise_scale=1.0), logits.shape[1], IDS)
         self.perturbed = torch.cat([single.scores(logits[:, None, level], level) for level in range(logits.shape[1])], 1)
 
     def first(self) -> torch.Tensor:
@@ -53,13 +51,15 @@ def serve(
     base = 1
     for _ in range(rounds):
         noises = [NoiseKey(int(torch.randint(2**40, (1,), generator=generator)), 1.0) for _ in range(SESSIONS)]
-        contexts = [Commit(f"{s}", 0, base - 1, (0,), None, noise, Budget(40, 3)) for s, noise in enumerate(noises)]
+        contexts = [Commit(f"{s}", 0, base - 1, (0,), None, noise, TreeBudget(40, 3)) for s, noise in enumerate(noises)]
         ranker = Ranker(contexts, CONFIG, SHAPE.depth, IDS, scale, scale.grid)
         laws = laws_of(ranker, 2 * torch.randn(SESSIONS, SHAPE.depth, VOCAB, generator=generator), contexts)
         scale.watch(contexts, grow(laws, SHAPE), ranker, IDS)
         drawn = torch.multinomial(torch.softmax(laws.perturbed / softness, -1).flatten(0, 1), 1, generator=generator)
         tokens = IDS[drawn].view(SESSIONS, SHAPE.depth).tolist()
-        scale.learn([Commit(f"{s}", 0, base, tuple(row), None, noises[s], Budget(40, 3)) for s, row in enumerate(tokens)])
+        scale.learn(
+            [Commit(f"{s}", 0, base, tuple(row), None, noises[s], TreeBudget(40, 3)) for s, row in enumerate(tokens)]
+        )
 
 
 class OneRow(Laws):
@@ -105,7 +105,7 @@ def test_the_estimate_follows_when_the_samples_change() -> None:
 def test_likelihoods_are_those_of_the_laws_themselves() -> None:
     """Every first sample there is, child or not, at every s: together they have probability 1."""
     noise = NoiseKey(5, 1.0)
-    contexts, scale = [Commit("a", 0, 0, (0,), None, noise, Budget(40, 3))], CalibratedScale()
+    contexts, scale = [Commit("a", 0, 0, (0,), None, noise, TreeBudget(40, 3))], CalibratedScale()
     ranker = Ranker(contexts, CONFIG, SHAPE.depth, IDS, scale, scale.grid)
     laws = Laws(ranker, torch.randn(1, SHAPE.depth, VOCAB, generator=torch.Generator().manual_seed(3)), contexts)
     scale.watch(contexts, grow(laws, SHAPE), ranker, IDS)
@@ -122,16 +122,16 @@ def test_likelihoods_are_those_of_the_laws_themselves() -> None:
 def test_greedy_sessions_and_broken_commits_teach_nothing() -> None:
     scale = CalibratedScale()
     for noise, base in ((NoiseKey(0), 1), (NoiseKey(5, 1.0), 3)):
-        contexts = [Commit("a", 0, 0, (0,), None, noise, Budget(40, 3))]
+        contexts = [Commit("a", 0, 0, (0,), None, noise, TreeBudget(40, 3))]
         ranker = Ranker(contexts, CONFIG, SHAPE.depth, IDS, scale, scale.grid)
         scale.watch(contexts, grow(Laws(ranker, torch.zeros(1, 3, VOCAB), contexts), SHAPE), ranker, IDS)
-        scale.learn([Commit("a", 0, base, (4,), None, noise, Budget(40, 3))])
+        scale.learn([Commit("a", 0, base, (4,), None, noise, TreeBudget(40, 3))])
     assert not any(estimate.count for estimate in scale._bands)
     assert not scale._guesses
 
 
 def test_a_configured_scale_stays() -> None:
-    assert noise_scale(EagleConfig(noise_scale=0.8)) == FixedScale(0.8)
+    assert noise_scale(DraftingConfig(noise_scale=0.8)) == FixedScale(0.8)
     assert isinstance(noise_scale(CONFIG), CalibratedScale)
 
 
@@ -148,8 +148,8 @@ def test_outputs_are_the_plain_ones_while_it_is_found(name: str, tiny_target: st
     """The drafters are random, so that what they score is worth little: s grows."""
     head = head_of(name, tiny_target, tiny_head)
     tree = TreeConfig(12, 3, 4)
-    drafter = build_drafter(name, tiny_target, head, "float32", "cpu", tree, EagleConfig(4096, noise_scale=0))
-    assert isinstance(drafter, EagleDrafter | SmallDrafter | OffsetDrafter)
+    drafter = build_drafter(name, tiny_target, head, "float32", "cpu", tree, DraftingConfig(4096, noise_scale=0))
+    assert isinstance(drafter, EagleDrafter | ModelDrafter | MultiHeadDrafter)
     fuser = build_fuser(name, head, tiny_target, "float32", "cpu")
     engine = build_engine(tiny_target, fuser, "float32", "cpu", EngineConfig(num_slots=2048), tree, drafter)
     requests = [Request(f"{i}", (7, 8, 9 + i), SamplingParams(40, 0.9, seed=i, ignore_eos=True)) for i in range(12)]

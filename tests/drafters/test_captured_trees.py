@@ -6,16 +6,16 @@ from typing import TypeVar
 import pytest
 import torch
 
-from eyas.commit import Budget, Commit
-from eyas.config import EagleConfig, EngineConfig, TreeConfig
+from eyas.config import DraftingConfig, EngineConfig, TreeConfig
+from eyas.draft_protocol import Commit, TreeBudget
+from eyas.drafters import cuda_graphs as captured
 from eyas.drafters.base import LocalDrafter
-from eyas.drafters.build import build_fuser
-from eyas.drafters.captured import trees as captured
-from eyas.drafters.captured.trees import Bucket, CapturedTrees
-from eyas.drafters.eagle.drafter import EagleDrafter
+from eyas.drafters.cuda_graphs import Bucket, TreeGraphs
+from eyas.drafters.eagle import EagleDrafter
+from eyas.drafters.registry import build_fuser
 from eyas.engine.build import build_engine
 from eyas.errors import ConfigError
-from eyas.models.cuda.buckets import padded
+from eyas.models.cuda.graphs import padded
 from eyas.request import NoiseKey, Request, SamplingParams
 from eyas.tree import DraftTree
 from tests import reference
@@ -25,14 +25,14 @@ from tests.drafters.test_eagle_trees import commit, session
 Out = TypeVar("Out")
 
 SHAPE = TreeConfig(nodes=14, depth=4, width=4)
-CONFIG = EagleConfig(num_slots=2048)
+CONFIG = DraftingConfig(num_slots=2048)
 GREEDY, NOISED, FILTERED = NoiseKey(0), NoiseKey(2**64 - 9, 0.8), NoiseKey(5, 1.2, top_k=9, top_p=0.9, min_p=0.01)
-BUDGETS = (Budget(20, 5), Budget(6, 2), Budget(2, 9), Budget(20, 1))
+BUDGETS = (TreeBudget(20, 5), TreeBudget(6, 2), TreeBudget(2, 9), TreeBudget(20, 1))
 
 
 def buckets_of(drafter: LocalDrafter) -> Sequence[Bucket]:
     found = drafter._trees._captured if isinstance(drafter, EagleDrafter) else drafter._captured  # type: ignore[attr-defined]
-    assert isinstance(found, CapturedTrees)
+    assert isinstance(found, TreeGraphs)
     return found.buckets
 
 
@@ -110,7 +110,7 @@ def test_what_a_captured_tree_of_a_small_model_ran_is_kept_as_on_the_plain_path(
 
 @pytest.mark.parametrize("method", ["eagle3", "medusa", "hydra-prefix", "sps"])
 def test_after_warming_up_first_rounds_capture_nothing(method: str, tiny_target: str, tiny_head: str) -> None:
-    config = EagleConfig(num_slots=2048, graph_sessions=5)
+    config = DraftingConfig(num_slots=2048, graph_sessions=5)
     drafter = make(method, tiny_target, tiny_head, SHAPE, config, capturing())
     plain = make(method, tiny_target, tiny_head, SHAPE, config, None)
     drafter.warm_up()
@@ -161,7 +161,7 @@ def test_padding_reaches_every_size_and_never_falls_short() -> None:
 
 @pytest.mark.parametrize(("method", "noise_scale"), [("eagle3", 1.0), ("eagle3", 0.0), ("sps", 1.0)])
 def test_outputs_are_the_plain_ones(method: str, noise_scale: float, tiny_target: str, tiny_head: str) -> None:
-    config = EagleConfig(num_slots=2048, noise_scale=noise_scale)
+    config = DraftingConfig(num_slots=2048, noise_scale=noise_scale)
     drafter = make(method, tiny_target, tiny_head, SHAPE, config, capturing())
     fuser = build_fuser(method, tiny_head, tiny_target, "float32", DEVICE)
     engine = build_engine(tiny_target, fuser, "float32", DEVICE, EngineConfig(num_slots=1024), SHAPE, drafter)

@@ -6,10 +6,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from eyas.commit import Budget
-from eyas.config import EAGLE_PATHS, DraftConfig, Eagle1Config, EagleConfig, MethodsConfig, load
+from eyas.config import EAGLE_PATHS, DraftConfig, DraftingConfig, Eagle1Config, MethodsConfig, load
+from eyas.draft_protocol import TreeBudget
 from eyas.drafters.base import LocalDrafter
-from eyas.drafters.build import build_drafter
+from eyas.drafters.registry import build_drafter
 from eyas.errors import ConfigError
 from eyas.request import NoiseKey
 from eyas.tree import DraftTree
@@ -23,7 +23,7 @@ TREES = {"the published": EAGLE_PATHS, "a lopsided": PATHS, "a flat": ((0,), (4,
 
 def make(name: str, target: str, head: str, paths: tuple[tuple[int, ...], ...] = EAGLE_PATHS) -> LocalDrafter:
     methods = MethodsConfig(eagle1=Eagle1Config(paths))
-    return build_drafter(name, target, head, "float32", "cpu", SHAPE, EagleConfig(num_slots=512), methods)
+    return build_drafter(name, target, head, "float32", "cpu", SHAPE, DraftingConfig(num_slots=512), methods)
 
 
 def naive(target: str, head: str) -> NaiveEagle1:
@@ -43,7 +43,7 @@ def tied(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
 
 
 def propose(
-    drafter: LocalDrafter, noise: NoiseKey, budget: Budget
+    drafter: LocalDrafter, noise: NoiseKey, budget: TreeBudget
 ) -> list[tuple[tuple[list[int], torch.Tensor], DraftTree]]:
     sessions = [session(i, 4 + 5 * i) for i in range(4)]
     contexts = [commit(f"{i}", t, f, 0, len(t), noise, budget) for i, (t, f) in enumerate(sessions)]
@@ -53,7 +53,7 @@ def propose(
 @pytest.mark.parametrize("noise", NOISES, ids=["greedy", "noise", "filters"])
 def test_dynamic_trees_of_a_batch_equal_the_naive_ones(noise: NoiseKey, tiny_target: str, tiny_head: str) -> None:
     head = f"{tiny_head}/eagle1"
-    for (tokens, features), tree in propose(make("eagle2", tiny_target, head), noise, Budget(14, 4)):
+    for (tokens, features), tree in propose(make("eagle2", tiny_target, head), noise, TreeBudget(14, 4)):
         expected = best_tree(naive(tiny_target, head).candidates(tokens, features, noise, SHAPE), 13)
         assert_same(tree, expected, tokens[-1])
 
@@ -64,17 +64,17 @@ def test_static_trees_of_a_batch_equal_the_naive_ones(
     noise: NoiseKey, paths: tuple[tuple[int, ...], ...], tiny_target: str, tiny_head: str
 ) -> None:
     head = f"{tiny_head}/eagle1"
-    for (tokens, features), tree in propose(make("eagle1", tiny_target, head, paths), noise, Budget(60, 9)):
+    for (tokens, features), tree in propose(make("eagle1", tiny_target, head, paths), noise, TreeBudget(60, 9)):
         assert_same(tree, naive(tiny_target, head).static_nodes(tokens, features, noise, paths), tokens[-1])
 
 
 def test_ties_go_to_the_lowest_token(tied: tuple[str, str]) -> None:
     target, head = tied
-    for (tokens, features), tree in propose(make("eagle1", target, head), NoiseKey(0), Budget(60, 9)):
+    for (tokens, features), tree in propose(make("eagle1", target, head), NoiseKey(0), TreeBudget(60, 9)):
         nodes = naive(target, head).static_nodes(tokens, features, NoiseKey(0), EAGLE_PATHS)
         assert_same(tree, nodes, tokens[-1])
         assert [token % 12 for token in tree.tokens[1:5]] == [tree.tokens[1]] * 4, "the four children of the root are tied"
-    for (tokens, features), tree in propose(make("eagle2", target, head), NoiseKey(0), Budget(14, 4)):
+    for (tokens, features), tree in propose(make("eagle2", target, head), NoiseKey(0), TreeBudget(14, 4)):
         expected = best_tree(naive(target, head).candidates(tokens, features, NoiseKey(0), SHAPE), 13)
         assert_same(tree, expected, tokens[-1])
 
@@ -82,7 +82,7 @@ def test_ties_go_to_the_lowest_token(tied: tuple[str, str]) -> None:
 @pytest.mark.parametrize(("nodes", "depth"), [(26, 5), (12, 5), (40, 2), (2, 1)])
 def test_a_small_budget_keeps_the_best_of_the_static_tree(nodes: int, depth: int, tiny_target: str, tiny_head: str) -> None:
     head = f"{tiny_head}/eagle1"
-    for (tokens, features), tree in propose(make("eagle1", tiny_target, head), NoiseKey(0), Budget(nodes, depth)):
+    for (tokens, features), tree in propose(make("eagle1", tiny_target, head), NoiseKey(0), TreeBudget(nodes, depth)):
         whole: list[Node] = naive(tiny_target, head).static_nodes(tokens, features, NoiseKey(0), EAGLE_PATHS)
         expected = best_tree([node for node in whole if node.depth <= depth], nodes - 1)
         assert_same(tree, expected, tokens[-1])

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from eyas.commit import Budget
+from eyas.draft_protocol import TreeBudget
 from eyas.request import NoiseKey, SamplingParams
 from eyas.tree import DraftTree
 from tests import reference
@@ -38,7 +38,7 @@ def test_chains_of_a_batch_equal_the_naive_ones(noise: NoiseKey, tiny_target: st
     drafter, plain = make(tiny_target, tiny_head, law_tokens=LAW_TOKENS), naive(tiny_target, tiny_head)
     sessions = [session(i, 4 + 5 * i) for i in range(4)]
     contexts = [
-        replace(commit(f"{i}", t, f, 0, len(t), noise, Budget(14, 4)), proposal="sampled")
+        replace(commit(f"{i}", t, f, 0, len(t), noise, TreeBudget(14, 4)), proposal="sampled")
         for i, (t, f) in enumerate(sessions)
     ]
     for (tokens, features), tree in zip(sessions, drafter.propose(contexts), strict=True):
@@ -54,7 +54,7 @@ def test_chains_of_a_batch_equal_the_naive_ones(noise: NoiseKey, tiny_target: st
 
 def test_chains_stay_within_each_sessions_budget(tiny_target: str, tiny_head: str) -> None:
     drafter, (tokens, features) = make(tiny_target, tiny_head), session(4, 8)
-    budgets = [Budget(14, 4), Budget(5, 1), Budget(3, 3), Budget(40, 9)]
+    budgets = [TreeBudget(14, 4), TreeBudget(5, 1), TreeBudget(3, 3), TreeBudget(40, 9)]
     contexts = [
         replace(commit(f"{i}", tokens, features, 0, 8, NOISES[0], b), proposal="sampled") for i, b in enumerate(budgets)
     ]

@@ -8,13 +8,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
-from eyas.commit import Budget, Commit, Refusal
-from eyas.config import EagleConfig, TreeConfig
-from eyas.drafters.build import build_drafter
-from eyas.drafters.eagle.drafter import EagleDrafter
-from eyas.drafters.expand import Candidates, grow, select
+from eyas.config import DraftingConfig, TreeConfig
+from eyas.draft_protocol import Commit, ResyncRequired, TreeBudget
+from eyas.drafters.eagle import EagleDrafter
+from eyas.drafters.registry import build_drafter
+from eyas.drafters.tree_growth import Candidates, grow, select
 from eyas.errors import ConfigError
-from eyas.models.heads.eagle import load_head
+from eyas.models.heads.eagle_loader import load_head
 from eyas.request import NoiseKey
 from eyas.tree import DraftTree
 from tests.drafters.naive_eagle import NaiveEagle, best_tree
@@ -30,7 +30,7 @@ def session(seed: int, length: int) -> tuple[list[int], torch.Tensor]:
 
 
 def commit(
-    name: str, tokens: list[int], features: torch.Tensor, base: int, end: int, noise: NoiseKey, budget: Budget
+    name: str, tokens: list[int], features: torch.Tensor, base: int, end: int, noise: NoiseKey, budget: TreeBudget
 ) -> Commit:
     return Commit(name, 0, base, tuple(tokens[base:end]), features[max(base - 1, 0) : end - 1], noise, budget)
 
@@ -41,7 +41,7 @@ def naive(target: str, head: str) -> NaiveEagle:
 
 
 def make(target: str, head: str, **eagle: object) -> EagleDrafter:
-    return EagleDrafter(load_head(head, target), SHAPE, EagleConfig(**eagle))  # type: ignore[arg-type]
+    return EagleDrafter(load_head(head, target), SHAPE, DraftingConfig(**eagle))  # type: ignore[arg-type]
 
 
 def assert_same(tree: DraftTree, naive_nodes: list, root: int) -> None:
@@ -60,7 +60,7 @@ NOISES = [GREEDY, NoiseKey(9, 0.8), NoiseKey(2**64 - 1, 1.2, top_k=9, top_p=0.9)
 def test_trees_of_a_batch_equal_the_naive_ones(noise: NoiseKey, scale: float, tiny_target: str, tiny_head: str) -> None:
     drafter, plain = make(tiny_target, tiny_head, noise_scale=scale), naive(tiny_target, tiny_head)
     sessions = {f"s{i}": session(i, 4 + 5 * i) for i in range(4)}
-    contexts = [commit(n, t, f, 0, len(t), noise, Budget(14, 4)) for n, (t, f) in sessions.items()]
+    contexts = [commit(n, t, f, 0, len(t), noise, TreeBudget(14, 4)) for n, (t, f) in sessions.items()]
     for (tokens, features), tree in zip(sessions.values(), drafter.propose(contexts), strict=True):
         assert isinstance(tree, DraftTree)
         assert_same(tree, best_tree(plain.candidates(tokens, features, noise, SHAPE, scale), 13), tokens[-1])
@@ -74,9 +74,9 @@ def test_rounds_and_chunks_leave_no_trace_of_what_was_drafted(tiny_target: str, 
     other, other_features = session(2, 12)
     base = 0
     for end, nodes in ((9, 1), (14, 1), (15, 14), (19, 14), (20, 8), (30, 14)):
-        contexts = [commit("a", tokens, features, base, end, GREEDY, Budget(nodes, 4))]
+        contexts = [commit("a", tokens, features, base, end, GREEDY, TreeBudget(nodes, 4))]
         if nodes == 8:
-            contexts.append(commit("b", other, other_features, 0, 12, NoiseKey(3, 1.0), Budget(14, 2)))
+            contexts.append(commit("b", other, other_features, 0, 12, NoiseKey(3, 1.0), TreeBudget(14, 2)))
         tree = drafter.propose(contexts)[0]
         assert isinstance(tree, DraftTree)
         expected = best_tree(plain.candidates(tokens[:end], features[: end - 1], GREEDY, SHAPE), nodes - 1)
@@ -87,7 +87,9 @@ def test_rounds_and_chunks_leave_no_trace_of_what_was_drafted(tiny_target: str, 
 def test_without_shared_noise_the_temperature_changes_nothing(tiny_target: str, tiny_head: str) -> None:
     tokens, features = session(1, 9)
     trees = [
-        make(tiny_target, tiny_head, shared_noise=False).propose([commit("a", tokens, features, 0, 9, noise, Budget(14, 4))])
+        make(tiny_target, tiny_head, shared_noise=False).propose(
+            [commit("a", tokens, features, 0, 9, noise, TreeBudget(14, 4))]
+        )
         for noise in NOISES
     ]
     assert trees[0] == trees[1] == trees[2]
@@ -96,7 +98,7 @@ def test_without_shared_noise_the_temperature_changes_nothing(tiny_target: str, 
 def test_depth_and_nodes_stay_within_each_sessions_budget(tiny_target: str, tiny_head: str) -> None:
     drafter = make(tiny_target, tiny_head)
     tokens, features = session(4, 8)
-    budgets = [Budget(14, 4), Budget(5, 1), Budget(2, 3), Budget(40, 9)]
+    budgets = [TreeBudget(14, 4), TreeBudget(5, 1), TreeBudget(2, 3), TreeBudget(40, 9)]
     trees = drafter.propose([commit(f"{i}", tokens, features, 0, 8, GREEDY, b) for i, b in enumerate(budgets)])
     for tree, budget in zip(trees, budgets, strict=True):
         assert isinstance(tree, DraftTree)
@@ -116,7 +118,7 @@ class _Tied:
 
 @given(st.integers(2, 22))
 def test_ties_never_orphan_a_node(nodes: int) -> None:
-    (tree,) = select(grow(_Tied(), SHAPE), [7], [Budget(nodes, 4)], torch.arange(6))
+    (tree,) = select(grow(_Tied(), SHAPE), [7], [TreeBudget(nodes, 4)], torch.arange(6))
     tree.validate(7, 7, nodes, 4)
     assert len(tree) == min(nodes, 31)
     assert list(tree.depths) == sorted(tree.depths), "of tied nodes the shallowest are taken"
@@ -135,7 +137,7 @@ def test_selection_is_closed_under_parents_for_coarse_scores(seed: int, nodes: i
             return -torch.randint(0, 3, (1, 3, 6), generator=generator).float()
 
     candidates: Candidates = grow(Coarse(), SHAPE)
-    (tree,) = select(candidates, [7], [Budget(nodes, depth)], torch.arange(6))
+    (tree,) = select(candidates, [7], [TreeBudget(nodes, depth)], torch.arange(6))
     tree.validate(7, 7, nodes, depth)
     order = sorted(range(candidates.scores.shape[1]), key=lambda i: (-candidates.scores[0, i].item(), i))
     reach = candidates.ends[depth - 1] if depth else 0
@@ -146,9 +148,11 @@ def test_selection_is_closed_under_parents_for_coarse_scores(seed: int, nodes: i
 def test_a_session_that_cannot_fit_is_followed_without_trees(tiny_target: str, tiny_head: str) -> None:
     drafter = make(tiny_target, tiny_head, num_slots=10)
     tokens, features = session(1, 30)
-    assert drafter.propose([commit("a", tokens, features, 0, 8, GREEDY, Budget(14, 4))]) != [DraftTree.root_only(tokens[7])]
+    assert drafter.propose([commit("a", tokens, features, 0, 8, GREEDY, TreeBudget(14, 4))]) != [
+        DraftTree.root_only(tokens[7])
+    ]
     for base, end in ((8, 20), (20, 21)):
-        answer = drafter.propose([commit("a", tokens, features, base, end, GREEDY, Budget(14, 4))])
+        answer = drafter.propose([commit("a", tokens, features, base, end, GREEDY, TreeBudget(14, 4))])
         assert answer == [DraftTree.root_only(tokens[end - 1])]
     assert drafter.num_free_slots == 10
 
@@ -156,10 +160,10 @@ def test_a_session_that_cannot_fit_is_followed_without_trees(tiny_target: str, t
 def test_a_dormant_session_wakes_when_there_is_room(tiny_target: str, tiny_head: str) -> None:
     drafter = make(tiny_target, tiny_head, num_slots=44)
     tokens, features = session(1, 30)
-    crowd = [commit(name, tokens, features, 0, 20, GREEDY, Budget(14, 4)) for name in ("a", "c", "b")]
+    crowd = [commit(name, tokens, features, 0, 20, GREEDY, TreeBudget(14, 4)) for name in ("a", "c", "b")]
     assert [isinstance(draft, DraftTree) and len(draft) > 1 for draft in drafter.propose(crowd)] == [True, True, False]
     drafter.release(["a", "c"])
-    assert drafter.propose([commit("b", tokens, features, 20, 21, GREEDY, Budget(14, 4))]) == [Refusal("b", 0, 0)]
+    assert drafter.propose([commit("b", tokens, features, 20, 21, GREEDY, TreeBudget(14, 4))]) == [ResyncRequired("b", 0, 0)]
     drafter.check()
 
 
@@ -167,10 +171,10 @@ def test_a_session_beyond_the_context_of_the_head_is_not_asked_for_again(tiny_ta
     """Room alone does not wake it: it would be sent whole, every other round, for nothing."""
     drafter = make(tiny_target, tiny_head, num_slots=1024)
     tokens, features = session(1, 260)
-    assert len(drafter.propose([commit("a", tokens, features, 0, 250, GREEDY, Budget(14, 4))])[0]) > 1  # type: ignore[arg-type]
+    assert len(drafter.propose([commit("a", tokens, features, 0, 250, GREEDY, TreeBudget(14, 4))])[0]) > 1  # type: ignore[arg-type]
     for end in (258, 259, 260):
         base = 250 if end == 258 else end - 1
-        answer = drafter.propose([commit("a", tokens, features, base, end, GREEDY, Budget(14, 4))])
+        answer = drafter.propose([commit("a", tokens, features, base, end, GREEDY, TreeBudget(14, 4))])
         assert answer == [DraftTree.root_only(tokens[end - 1])]
     assert drafter.num_free_slots == 1024
 
@@ -179,10 +183,10 @@ def test_a_session_that_can_never_fit_drives_out_no_other(tiny_target: str, tiny
     drafter = make(tiny_target, tiny_head, num_slots=25)
     tokens, features = session(1, 40)
     for name in ("x", "y"):
-        drafter.propose([commit(name, tokens, features, 0, 10, GREEDY, Budget(14, 4))])
-    drafter.propose([commit("huge", tokens, features, 0, 40, GREEDY, Budget(14, 4))])
+        drafter.propose([commit(name, tokens, features, 0, 10, GREEDY, TreeBudget(14, 4))])
+    drafter.propose([commit("huge", tokens, features, 0, 40, GREEDY, TreeBudget(14, 4))])
     for name in ("x", "y"):
-        (draft,) = drafter.propose([commit(name, tokens, features, 10, 11, GREEDY, Budget(14, 4))])
+        (draft,) = drafter.propose([commit(name, tokens, features, 10, 11, GREEDY, TreeBudget(14, 4))])
         assert isinstance(draft, DraftTree)
         assert len(draft) > 1
 
@@ -191,14 +195,16 @@ def test_the_session_unused_for_longest_is_forgotten_and_says_so(tiny_target: st
     drafter = make(tiny_target, tiny_head, num_slots=25)
     tokens, features = session(1, 12)
     for name in ("old", "new"):
-        drafter.propose([commit(name, tokens, features, 0, 10, GREEDY, Budget(14, 4))])
-    drafter.propose([commit("old", tokens, features, 10, 11, GREEDY, Budget(14, 4))])
-    drafter.propose([commit("third", tokens, features, 0, 9, GREEDY, Budget(14, 4))])
-    assert drafter.propose([commit("new", tokens, features, 10, 11, GREEDY, Budget(14, 4))]) == [Refusal("new", 0, 0)]
-    assert isinstance(drafter.propose([commit("old", tokens, features, 11, 12, GREEDY, Budget(14, 4))])[0], DraftTree)
+        drafter.propose([commit(name, tokens, features, 0, 10, GREEDY, TreeBudget(14, 4))])
+    drafter.propose([commit("old", tokens, features, 10, 11, GREEDY, TreeBudget(14, 4))])
+    drafter.propose([commit("third", tokens, features, 0, 9, GREEDY, TreeBudget(14, 4))])
+    assert drafter.propose([commit("new", tokens, features, 10, 11, GREEDY, TreeBudget(14, 4))]) == [
+        ResyncRequired("new", 0, 0)
+    ]
+    assert isinstance(drafter.propose([commit("old", tokens, features, 11, 12, GREEDY, TreeBudget(14, 4))])[0], DraftTree)
     drafter.check()
 
 
 def test_an_unknown_drafter_lists_the_known_ones(tiny_target: str, tiny_head: str) -> None:
     with pytest.raises(ConfigError, match=r"unknown drafter 'eagle9'; known: .*eagle3"):
-        build_drafter("eagle9", tiny_target, tiny_head, "float32", "cpu", SHAPE, EagleConfig())
+        build_drafter("eagle9", tiny_target, tiny_head, "float32", "cpu", SHAPE, DraftingConfig())

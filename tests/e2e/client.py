@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import grpc
 
 from eyas.request import GenerationStats, Request, SamplingParams
-from eyas.rpc import wire
+from eyas.rpc import convert as wire
 from eyas.rpc.channel import open_sync_channel
 from eyas.rpc.messages import GenerateCall, TextChunk
 from eyas.rpc.server import status_error

@@ -18,7 +18,7 @@ READY = re.compile(r"ready \w+ on 127\.0\.0\.1:(\d+)")
 
 @contextmanager
 def local(logs: Path, *arguments: str) -> Iterator["subprocess.Popen[str]"]:
-    command = [sys.executable, "-m", "services.local", *arguments]
+    command = [sys.executable, "-m", "eyas.services.local", *arguments]
     environment = os.environ | {"TMPDIR": str(logs)}
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
     try:

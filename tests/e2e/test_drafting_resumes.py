@@ -5,16 +5,16 @@ from contextlib import closing
 
 import pytest
 
-from eyas.config import DraftLinkConfig, EagleConfig, EngineConfig, TreeConfig
+from eyas.config import DraftClientConfig, DraftingConfig, EngineConfig, TreeConfig
 from eyas.drafters.base import DrafterNeeds, LocalDrafter
-from eyas.drafters.build import build_drafter
+from eyas.drafters.registry import build_drafter
 from eyas.engine.build import build_engine
 from eyas.engine.engine import Engine
-from eyas.models.heads.eagle import load_fuser
+from eyas.models.heads.eagle_loader import load_fuser
 from eyas.request import Request, SamplingParams
 from eyas.rpc.messages import DrafterInfo, ModelInfo
-from services.cluster import free_port
-from services.verifier.pool import DraftPool
+from eyas.services.cluster import free_port
+from eyas.services.verifier.draft_pool import DraftPool
 from tests.services.drafting.toy_drafting import eventually, serving
 from tests.tiny import DEMO
 
@@ -26,12 +26,12 @@ SAMPLING = SamplingParams(max_tokens=200, temperature=0.8, ignore_eos=True, seed
 
 
 def drafter() -> LocalDrafter:
-    return build_drafter("eagle3", TARGET, HEAD, "float32", "cpu", TREE, EagleConfig())
+    return build_drafter("eagle3", TARGET, HEAD, "float32", "cpu", TREE, DraftingConfig())
 
 
 @pytest.fixture
 def pool() -> Iterator[DraftPool]:
-    with closing(DraftPool(DraftLinkConfig(deadline=30, reset=0.05), DrafterNeeds(features=True))) as pool:
+    with closing(DraftPool(DraftClientConfig(deadline=30, reset=0.05), DrafterNeeds(features=True))) as pool:
         yield pool
 
 

@@ -12,8 +12,8 @@ from pathlib import Path
 from eyas.config import RegistryConfig
 from eyas.request import SamplingParams
 from eyas.rpc.messages import NO_DRAFTER
-from services.cluster import CONFIGS, Child, Cluster, free_port, running_cluster
-from services.registry import Registry
+from eyas.services.cluster import CONFIGS, Child, Cluster, free_port, running_cluster
+from eyas.services.discovery.registry import Registry
 from tests.e2e.client import Generated, generate
 
 PROMPT = (0, 282, 659, 276)
@@ -24,7 +24,7 @@ SEEDED = SamplingParams(max_tokens=1500, temperature=0.8, top_p=0.95, ignore_eos
 def another(service: str, cluster: Cluster, logs: Path, *settings: str) -> Iterator[Child]:
     """One more service of the cluster, on a port of its own."""
     port, log = free_port(), logs / f"{service}.log"
-    command = [sys.executable, "-m", f"services.{service}", "--config", str(CONFIGS / f"{service}.yaml")]
+    command = [sys.executable, "-m", f"eyas.services.{service}", "--config", str(CONFIGS / f"{service}.yaml")]
     for setting in (f"server.port={port}", f"registry.url=redis://{cluster.redis.address}/0", *settings):
         command += ["--set", setting]
     with log.open("wb") as output, subprocess.Popen(command, stdout=output, stderr=output) as process:

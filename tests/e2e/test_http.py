@@ -11,7 +11,7 @@ from openai import OpenAI
 
 from eyas.request import SamplingParams
 from eyas.rpc.messages import NO_DRAFTER
-from services.cluster import ROOT, Cluster, free_port, running_cluster
+from eyas.services.cluster import ROOT, Cluster, free_port, running_cluster
 from tests.e2e.client import generate
 
 PROMPT = "class Queue:\n    def __init__(self"

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 
 from eyas.request import SamplingParams
-from services.cluster import Cluster, free_port, running_cluster
+from eyas.services.cluster import Cluster, free_port, running_cluster
 from tests.e2e.client import Generated, generate
 from tests.e2e.test_network import GREEDY, SAMPLINGS, expected, prompts
 from tests.services.drafting.toy_drafting import eventually

@@ -12,7 +12,7 @@ import pytest
 
 from eyas.request import SamplingParams
 from eyas.rpc.messages import NO_DRAFTER
-from services.cluster import Cluster, free_port, running_cluster
+from eyas.services.cluster import Cluster, free_port, running_cluster
 from tests import reference
 from tests.e2e.client import Generated, generate, generate_staggered
 from tests.tiny import DEMO, write_head

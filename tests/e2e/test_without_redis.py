@@ -10,7 +10,7 @@ from pathlib import Path
 from eyas.errors import Unavailable
 from eyas.request import SamplingParams
 from eyas.rpc.messages import NO_DRAFTER
-from services.cluster import CONFIGS, free_port
+from eyas.services.cluster import CONFIGS, free_port
 from tests.e2e.client import Generated, generate
 
 PROMPT = (0, 282, 659, 276)
@@ -18,7 +18,7 @@ PROMPT = (0, 282, 659, 276)
 
 @contextmanager
 def service(name: str, log: Path, *settings: str) -> Iterator[None]:
-    command = [sys.executable, "-m", f"services.{name}", "--config", str(CONFIGS / f"{name}.yaml")]
+    command = [sys.executable, "-m", f"eyas.services.{name}", "--config", str(CONFIGS / f"{name}.yaml")]
     for setting in ("registry.url=''", "discovery.kind=static", *settings):
         command += ["--set", setting]
     with log.open("wb") as output, subprocess.Popen(command, stdout=output, stderr=output) as process:

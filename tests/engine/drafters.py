@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from eyas.commit import Refusal
+from eyas.draft_protocol import ResyncRequired
 from eyas.drafters.base import Draft, DraftContext, DrafterNeeds, LocalDrafter
 from eyas.tree import DraftTree
 
@@ -29,7 +29,7 @@ class RandomDrafter(LocalDrafter):
         if kind == 0:
             return None
         if kind == 1:
-            return Refusal(context.session, context.epoch, int(rng.integers(-2, context.base + 3)))
+            return ResyncRequired(context.session, context.epoch, int(rng.integers(-2, context.base + 3)))
         size = int(rng.integers(1, context.budget.max_nodes + (3 if kind == 2 else 1)))
         tokens = rng.integers(0, self._vocab_size + (9 if kind == 3 else 0), size).tolist()
         parents = [0, *(int(rng.integers(node)) for node in range(1, size))]

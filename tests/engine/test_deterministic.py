@@ -8,19 +8,18 @@ import numpy as np
 import pytest
 import torch
 
-from eyas.cache.kv import SlotPools
-from eyas.config import EagleConfig, EngineConfig, TreeConfig
+from eyas.cache.kv_cache import KVCache
+from eyas.config import DraftingConfig, EngineConfig, TreeConfig
 from eyas.drafters.base import Drafter
-from eyas.drafters.build import build_drafter
+from eyas.drafters.registry import build_drafter
 from eyas.engine.build import assemble_engine
-from eyas.engine.fixed import FixedRunner
-from eyas.engine.runner import ModelRunner
-from eyas.engine.sequence import Place, Sequence, Work
+from eyas.engine.runner import BatchInvariantRunner, ModelRunner
+from eyas.engine.sequence import QueueKey, ScheduledSequence, Sequence
 from eyas.errors import ConfigError
-from eyas.models.cuda.plan import Plan
-from eyas.models.heads.eagle import load_fuser
-from eyas.models.parallel.ranks import Alone
+from eyas.models.cuda.graphs import BackendPlan
+from eyas.models.heads.eagle_loader import load_fuser
 from eyas.models.target import TargetModel, load_target
+from eyas.models.workers import SingleWorker
 from eyas.request import Request, SamplingParams
 from eyas.tree import DraftTree
 from tests.engine.drafters import RandomDrafter
@@ -37,23 +36,23 @@ def load_family(folder: Path, name: str, dtype: str) -> TargetModel:
     return load_target(write_model(folder, config_of(kind, **settings), getattr(torch, dtype)), dtype)
 
 
-def runner_of(target: TargetModel) -> FixedRunner:
-    return FixedRunner(target, SlotPools(400, target.kv_shapes, 0, target.dtype, target.device), None, ROWS)
+def runner_of(target: TargetModel) -> BatchInvariantRunner:
+    return BatchInvariantRunner(target, KVCache(400, target.kv_shapes, 0, target.dtype, target.device), None, ROWS)
 
 
 def prefill(runner: ModelRunner, tokens: list[int], slots: np.ndarray, cuts: tuple[int, ...]) -> torch.Tensor:
     """Logits after the last token, prefilled in chunks."""
-    sequence = Sequence.start(Request("a", tuple(tokens)), Place(0.0, 0))
+    sequence = Sequence.start(Request("a", tuple(tokens)), QueueKey(0.0, 0))
     for start, end in zip((0, *cuts), (*cuts, len(tokens)), strict=True):
-        logits = runner.forward([Work(sequence, slots[start:end], start)])
+        logits = runner.forward([ScheduledSequence(sequence, slots[start:end], start)])
         sequence.extend(slots[start:end])
     return logits[-1]
 
 
 def tree_logits(runner: ModelRunner, tree: DraftTree, prefix: list[int], slots: np.ndarray) -> torch.Tensor:
-    sequence = Sequence(Request("b", tuple(prefix)), Place(0.0, 0), [*prefix, tree.tokens[0]])
+    sequence = Sequence(Request("b", tuple(prefix)), QueueKey(0.0, 0), [*prefix, tree.tokens[0]])
     sequence.extend(slots[: len(prefix)])
-    return runner.forward([Work(sequence, slots[len(prefix) : len(prefix) + len(tree)], len(prefix), tree)])
+    return runner.forward([ScheduledSequence(sequence, slots[len(prefix) : len(prefix) + len(tree)], len(prefix), tree)])
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
@@ -72,7 +71,7 @@ def test_chunks_and_trees_change_no_bit(name: str, dtype: str, tmp_path: Path) -
 @pytest.mark.parametrize("name", ["llama-3", "gemma-2", "phi-3"])
 def test_the_fixed_runner_agrees_with_the_fast_one(name: str, tmp_path: Path) -> None:
     target, slots = load_family(tmp_path, name, "float32"), np.random.default_rng(1).permutation(400)
-    fast = ModelRunner(target, SlotPools(400, target.kv_shapes, 0, target.dtype, target.device), None)
+    fast = ModelRunner(target, KVCache(400, target.kv_shapes, 0, target.dtype, target.device), None)
     for runner in (fixed := runner_of(target), fast):
         prefill(runner, PROMPT, slots[:21], (5,))
     expected = tree_logits(fast, TREE, PROMPT, slots)
@@ -85,7 +84,7 @@ def test_a_bfloat16_batch_says_the_same_with_a_drafter_as_without(temperature: f
     fuser, tree = load_fuser(head, target_folder, "bfloat16"), TreeConfig(nodes=12, depth=4, width=4)
     target = load_target(target_folder, "bfloat16", taps=fuser.taps)
     config = EngineConfig(num_slots=1024, step_tokens=40, deterministic=True)
-    eagle = build_drafter("eagle3", target_folder, head, "bfloat16", "cpu", tree, EagleConfig())
+    eagle = build_drafter("eagle3", target_folder, head, "bfloat16", "cpu", tree, DraftingConfig())
     drafters: dict[str, Drafter | None] = {"plain": None, "eagle3": eagle, "random": RandomDrafter(4096)}
     said: dict[str, dict[str, list[int]]] = {name: {} for name in drafters}
     for name, drafter in drafters.items():
@@ -106,7 +105,7 @@ def test_a_target_that_routes_rows_is_refused(tmp_path: Path) -> None:
         runner_of(load_family(tmp_path, "mixtral", "float32"))
 
 
-class _Two(Alone):
+class _Two(SingleWorker):
     """Two ranks; the other one only notes what it is told."""
 
     size = 2
@@ -114,7 +113,7 @@ class _Two(Alone):
     def __init__(self) -> None:
         self.allotted: list[int] = []
 
-    def allot(self, num_slots: int, plan: Plan) -> AbstractContextManager[None]:
+    def allot(self, num_slots: int, plan: BackendPlan) -> AbstractContextManager[None]:
         self.allotted.append(num_slots)
         return super().allot(num_slots, plan)
 

@@ -14,12 +14,12 @@ from eyas.config import EngineConfig
 from eyas.drafters.base import Drafter
 from eyas.engine.build import assemble_engine
 from eyas.engine.engine import Engine
-from eyas.engine.sampling.rules import LogitRules
-from eyas.engine.sequence import Place, Sequence, Work
+from eyas.engine.sequence import QueueKey, ScheduledSequence, Sequence
 from eyas.errors import InvalidRequest
-from eyas.models.heads.eagle import load_fuser
+from eyas.models.heads.eagle_loader import load_fuser
 from eyas.models.target import load_target
 from eyas.request import Chunk, GenerationStats, Request, SamplingParams
+from eyas.sampling.penalties import LogitRules
 from eyas.tree import DraftTree
 from tests import reference
 from tests.engine.drafters import KnowingDrafter
@@ -106,9 +106,9 @@ def test_every_row_of_a_tree_is_steered_by_its_own_history(
 ) -> None:
     prompt = before[:num_prompt]
     tree = DraftTree((before[-1], *tree.tokens[1:]), tree.parents, tree.log_probs) if tree else None
-    sequence = Sequence(Request("a", tuple(prompt), kind), Place(0.0, 0), list(before))
-    work = Work(sequence, np.arange(len(tree) if tree else 1), len(before) - 1, tree)
-    other = Work(under(sequence, "b", SamplingParams(temperature=0)), work.slots, work.first, tree)
+    sequence = Sequence(Request("a", tuple(prompt), kind), QueueKey(0.0, 0), list(before))
+    work = ScheduledSequence(sequence, np.arange(len(tree) if tree else 1), len(before) - 1, tree)
+    other = ScheduledSequence(under(sequence, "b", SamplingParams(temperature=0)), work.slots, work.first, tree)
     logits = 3 * torch.randn(3 * len(work.drawn), 6, generator=torch.Generator().manual_seed(len(before)))
     steered = LogitRules(frozenset({1})).applied(logits, [other, work, other])
     size = len(work.drawn)
@@ -126,9 +126,9 @@ def under(sequence: Sequence, name: str, sampling: SamplingParams) -> Sequence:
 
 
 def test_requests_that_ask_nothing_get_their_logits_untouched() -> None:
-    sequence = Sequence.start(Request("a", (1, 2), PLAIN), Place(0.0, 0))
+    sequence = Sequence.start(Request("a", (1, 2), PLAIN), QueueKey(0.0, 0))
     logits = torch.zeros(1, 8)
-    assert LogitRules(frozenset()).applied(logits, [Work(sequence, np.arange(2), 0)]) is logits
+    assert LogitRules(frozenset()).applied(logits, [ScheduledSequence(sequence, np.arange(2), 0)]) is logits
 
 
 @pytest.mark.parametrize("kind", ["reward", "output", "bad words", "min tokens", "all"])
@@ -176,7 +176,7 @@ def test_an_engine_refuses_what_it_cannot_do(asked: dict, tiny_target: str, tiny
 def test_penalties_and_bad_words_are_those_of_transformers() -> None:
     history, prompt = [3, 5, 5, 7, 2], (3, 5)
     asked = SamplingParams(repetition_penalty=1.3, bad_token_ids=((7, 2, 4), (9,), (2, 2), (5, 2, 6)))
-    work = Work(Sequence(Request("a", prompt, asked), Place(0.0, 0), history), np.arange(1), 4, None)
+    work = ScheduledSequence(Sequence(Request("a", prompt, asked), QueueKey(0.0, 0), history), np.arange(1), 4, None)
     logits = 3 * torch.randn(1, 16, generator=torch.Generator().manual_seed(0))
     ids = torch.tensor([history])
     expected = RepetitionPenaltyLogitsProcessor(1.3)(ids, logits.clone())

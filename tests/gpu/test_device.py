@@ -6,14 +6,14 @@ from dataclasses import replace
 import pytest
 import torch
 
-from eyas.cache.kv import SlotPools
+from eyas.cache.kv_cache import KVCache
 from eyas.config import EngineConfig, TreeConfig
 from eyas.engine.build import assemble_engine
 from eyas.engine.engine import Engine
 from eyas.models.attention import attend
+from eyas.models.cuda.backend import build_backend, plan_backend
 from eyas.models.cuda.graphs import GraphRunner
-from eyas.models.cuda.passes import build_passes, plan_passes
-from eyas.models.cuda.tables import Tiling, lay_out, num_wanted, tight_shape, upload, view
+from eyas.models.cuda.metadata import Tiling, lay_out, num_wanted, tight_shape, upload, view
 from eyas.models.inputs import pack
 from eyas.models.target import TargetModel, load_target
 from eyas.request import Request, SamplingParams
@@ -53,9 +53,9 @@ def test_the_kernel_equals_the_plain_path_at_real_sizes(
 
 def test_a_replayed_pass_never_waits_for_the_device(tiny_target: str) -> None:
     target = load_target(tiny_target, device="cuda")
-    pools = SlotPools(200, target.kv_shapes, 0, target.dtype, target.device)
-    plan = plan_passes(target, EngineConfig(num_slots=200), TREE, 100)
-    passes = build_passes(plan, target, pools, pools.scratch)
+    pools = KVCache(200, target.kv_shapes, 0, target.dtype, target.device)
+    plan = plan_backend(target, EngineConfig(num_slots=200), TREE, 100)
+    passes = build_backend(plan, target, pools, pools.scratch)
     assert isinstance(passes, GraphRunner)
     segments = [make_pass([(True, 9, 30), (True, 5, 11)]), make_pass([(False, 90, 3)])]
     for each in segments:

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from benchmarks.gpu_draft import Session, llama_head, make_head
-from eyas.config import EagleConfig, EngineConfig, TreeConfig
-from eyas.drafters.build import build_drafter, build_fuser
-from eyas.drafters.captured.trees import CapturedTrees
-from eyas.drafters.eagle.drafter import EagleDrafter
+from eyas.config import DraftingConfig, EngineConfig, TreeConfig
+from eyas.drafters.cuda_graphs import TreeGraphs
+from eyas.drafters.eagle import EagleDrafter
+from eyas.drafters.registry import build_drafter, build_fuser
 from eyas.engine.build import build_engine
 from eyas.models.cuda.graphs import CudaCapture
 from eyas.models.heads.eagle import EagleHead
@@ -23,7 +23,7 @@ from tests.tiny_offsets import tiny_heads
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 SHAPE = TreeConfig(nodes=60, depth=8, width=10)
-CONFIG = EagleConfig(num_slots=20000)
+CONFIG = DraftingConfig(num_slots=20000)
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +49,7 @@ def test_a_captured_round_waits_for_the_device_once(head: EagleHead) -> None:
     contexts = [Session(row, 1.0, SHAPE, head).commit(50) for row in range(3)]
     drafter.propose(contexts)
     captured, states = drafter._trees._captured, [drafter._sessions[context.session].state for context in contexts]
-    assert isinstance(captured, CapturedTrees)
+    assert isinstance(captured, TreeGraphs)
     stacked, slots = torch.stack([state for state in states if state is not None]), drafter._slots(contexts)
     torch.cuda.set_sync_debug_mode("warn")
     try:
@@ -67,7 +67,7 @@ def test_outputs_are_those_of_the_plain_loop_on_the_cpu(method: str, tiny_target
     others = {"eagle1": f"{tiny_head}/eagle1", "eagle2": f"{tiny_head}/eagle1", "eagle3": tiny_head}
     others["sps"] = write_small(tiny_target)
     folder = others.get(method) or tiny_heads(method.removesuffix("-dynamic"), tiny_head)
-    tree, config = TreeConfig(12, 4, 4), EagleConfig(num_slots=2048)
+    tree, config = TreeConfig(12, 4, 4), DraftingConfig(num_slots=2048)
     drafter = build_drafter(name, tiny_target, folder, "float32", "cuda", tree, config)
     fuser = build_fuser(name, folder, tiny_target, "float32", "cuda")
     engine = build_engine(tiny_target, fuser, "float32", "cuda", EngineConfig(num_slots=1024), tree, drafter)

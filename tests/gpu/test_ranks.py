@@ -7,9 +7,9 @@ import torch
 
 from eyas.config import EngineConfig, TreeConfig
 from eyas.engine.build import assemble_engine, gather_ranks, load_model
-from eyas.models.cuda.passes import plan_passes
-from eyas.models.cuda.plan import Way
-from eyas.models.parallel.ranks import Place
+from eyas.models.cuda.backend import plan_backend
+from eyas.models.cuda.graphs import BackendKind
+from eyas.models.workers import RankInfo
 from eyas.request import Request, SamplingParams
 from tests import reference
 from tests.engine.drafters import RandomDrafter
@@ -23,20 +23,20 @@ REQUESTS = [
 ]
 
 
-@pytest.mark.parametrize("way", [Way.GRAPHS, Way.KERNEL])
+@pytest.mark.parametrize("way", [BackendKind.GRAPHS, BackendKind.KERNEL])
 @pytest.mark.parametrize("size", [2, 4])
 def test_float32_over_ranks_says_what_the_plain_loop_on_the_cpu_says(
-    tiny_target: str, way: Way, size: int, monkeypatch: pytest.MonkeyPatch
+    tiny_target: str, way: BackendKind, size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("eyas.models.parallel.ranks._STOP_SECONDS", 60)
+    monkeypatch.setattr("eyas.models.workers._STOP_SECONDS", 60)
     if torch.cuda.device_count() < size:
         pytest.skip(f"needs {size} CUDA devices")
-    config = EngineConfig(num_slots=1024, step_tokens=16, cuda_graphs=way is Way.GRAPHS, tensor_parallel=size)
-    ranks = gather_ranks(Place(0, size, "cuda"), tiny_target, "float32")
+    config = EngineConfig(num_slots=1024, step_tokens=16, cuda_graphs=way is BackendKind.GRAPHS, tensor_parallel=size)
+    ranks = gather_ranks(RankInfo(0, size, "cuda"), tiny_target, "float32")
     processes = multiprocessing.active_children()
     try:
         target = load_model(tiny_target, None, "float32", "cuda", config, ranks)
-        assert plan_passes(target, config, TREE, 256).way is way
+        assert plan_backend(target, config, TREE, 256).way is way
         engine = assemble_engine(target, None, config, TREE, RandomDrafter(48), ranks)
         emitted: dict[str, list[int]] = {request.id: [] for request in REQUESTS}
         for request in REQUESTS:

@@ -7,9 +7,8 @@ import pytest
 import torch
 
 from eyas.errors import CheckpointError
-from eyas.models.heads.eagle import load_fuser, load_head
-from eyas.models.support import kv_shapes
-from eyas.models.target import load_target
+from eyas.models.heads.eagle_loader import load_fuser, load_head
+from eyas.models.target import kv_shapes, load_target
 from tests.models.families import FAMILIES, LONG, config_of, write_model
 from tests.models.test_target import expected, make_pools, run, segment
 from tests.tiny import write_head

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from eyas.models.numerics.output import Float32Head, chunked_linear, float32_linear, widen_head
+from eyas.models.numerics import Float32Head, chunked_linear, float32_linear, widen_head
 from eyas.models.target import TargetModel, load_target
 from tests.models.families import FAMILIES, config_of, write_model
 from tests.models.test_target import make_pools, run, segment

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from eyas.cache.kv import SlotPools
+from eyas.cache.kv_cache import KVCache
 from eyas.errors import CheckpointError
 from eyas.models.inputs import Ints, Segment, pack
 from eyas.models.target import TargetModel, load_target
@@ -20,13 +20,13 @@ def segment(tokens: list[int], start: int, slots: Ints, prefix: Ints) -> Segment
     return Segment(ids, np.arange(start, start + len(ids)), slots, prefix, None, np.arange(len(ids)))
 
 
-def run(target: TargetModel, segments: list[Segment], pools: SlotPools) -> list[torch.Tensor]:
+def run(target: TargetModel, segments: list[Segment], pools: KVCache) -> list[torch.Tensor]:
     logits = target.forward(pack(segments, target.device), pools).logits
     return list(logits.split([len(s.wanted) for s in segments]))
 
 
-def make_pools(target: TargetModel, num_slots: int = 400) -> SlotPools:
-    return SlotPools(num_slots, target.kv_shapes, 0, target.dtype, target.device)
+def make_pools(target: TargetModel, num_slots: int = 400) -> KVCache:
+    return KVCache(num_slots, target.kv_shapes, 0, target.dtype, target.device)
 
 
 @torch.inference_mode()

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from eyas.errors import ConfigError
-from services.ray.damping import Damping, Verdict, Wish, damped, wanted
+from eyas.services.ray.autoscaling import Damping, Verdict, Wish, damped, wanted
 
 DEMANDS = st.floats(0, 200)
 SIZES = st.integers(1, 100)

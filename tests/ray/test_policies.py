@@ -5,7 +5,7 @@ from dataclasses import asdict
 
 import pytest
 
-from services.ray.demand import DraftUse, VerifierUse
+from eyas.services.ray.autoscaling import DraftUse, VerifierUse
 
 config = pytest.importorskip("ray.serve.config", reason="needs Ray: pip install 'eyas[ray]'")
 common = pytest.importorskip("ray.serve._private.common", reason="needs Ray: pip install 'eyas[ray]'")
@@ -41,7 +41,7 @@ def series(value: float) -> list[object]:
 
 
 def test_verifiers_follow_their_slots_and_requests_once_a_wish_has_lasted() -> None:
-    from services.ray.policies import VerifierPolicy
+    from eyas.services.ray.autoscaling import VerifierPolicy
 
     policy = VerifierPolicy(window=5.0, **DAMPING)
     assert followed(policy, [FULL], 0, 1, seconds=1) == 1
@@ -51,7 +51,7 @@ def test_verifiers_follow_their_slots_and_requests_once_a_wish_has_lasted() -> N
 
 
 def test_drafters_follow_their_occupancy_and_lateness() -> None:
-    from services.ray.policies import DraftPolicy
+    from eyas.services.ray.autoscaling import DraftPolicy
 
     policy = DraftPolicy(window=5.0, late_share=0.1, **DAMPING)
     assert followed(policy, [DraftUse(0.9, 100, 0)], 0, 1, seconds=2) == 2
@@ -60,7 +60,7 @@ def test_drafters_follow_their_occupancy_and_lateness() -> None:
 
 
 def test_routers_follow_the_requests_that_serve_counts() -> None:
-    from services.ray.policies import RouterPolicy
+    from eyas.services.ray.autoscaling import RouterPolicy
 
     policy = RouterPolicy(requests=100, **DAMPING)
     assert followed(policy, [None], 250, 1, seconds=2) == 4
@@ -68,7 +68,7 @@ def test_routers_follow_the_requests_that_serve_counts() -> None:
 
 
 def test_a_pool_that_has_told_nothing_stays_as_it_is() -> None:
-    from services.ray.policies import DraftPolicy, VerifierPolicy
+    from eyas.services.ray.autoscaling import DraftPolicy, VerifierPolicy
 
     assert followed(VerifierPolicy(window=5.0, **DAMPING), [None, None, None], 0, 3, seconds=9) == 3
     assert followed(DraftPolicy(window=5.0, late_share=0.1, **DAMPING), [None, None], 0, 2, seconds=9) == 2

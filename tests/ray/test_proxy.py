@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from services.ray.proxy import pumped
+from eyas.services.ray.ingress import pumped
 
 
 class Call:

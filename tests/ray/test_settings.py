@@ -10,7 +10,7 @@ import yaml
 
 from eyas.config import ServerConfig, TelemetryConfig
 from eyas.errors import ConfigError
-from services.ray.config import EnvironmentConfig, PoolConfig, drain_seconds, num_gpus, on_node, read
+from eyas.services.ray.config import EnvironmentConfig, PoolConfig, drain_seconds, num_gpus, on_node, read
 
 CONFIGS = Path(__file__).parents[2] / "examples" / "configs" / "ray"
 
@@ -29,8 +29,8 @@ def test_examples_are_what_serve_and_the_application_take(file: str) -> None:
     assert (config.verifier.head, config.verifier.tree) == (config.draft.head, config.draft.tree)
     assert config.router.registry == config.verifier.registry == config.draft.registry
     deployed = schema.ServeDeploySchema(**yaml.safe_load((CONFIGS / file).read_text()))
-    assert [application.import_path for application in deployed.applications] == ["services.ray_app:build"]
-    assert deployed.grpc_options.grpc_servicer_functions == ["services.ray.proxy.add_generation"]
+    assert [application.import_path for application in deployed.applications] == ["eyas.services.ray.app:build"]
+    assert deployed.grpc_options.grpc_servicer_functions == ["eyas.services.ray.ingress.add_generation"]
 
 
 @pytest.mark.parametrize(

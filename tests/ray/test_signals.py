@@ -11,15 +11,15 @@ from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry
 
 from eyas.config import TelemetryConfig
-from eyas.engine.engine import Load
+from eyas.engine.engine import EngineLoad
 from eyas.errors import ConfigError, RequestFailed
-from eyas.telemetry.process import Telemetry, telemetry
-from services.draft.telemetry import DraftTelemetry
-from services.lifecycle import Host
-from services.ray.demand import DraftUse, VerifierUse
-from services.ray.hosting import Hosted
-from services.ray.signals import DraftSignals, VerifierSignals
-from services.verifier.telemetry.observer import VerifierTelemetry
+from eyas.services.draft.telemetry import DraftTelemetry
+from eyas.services.lifecycle import ServiceRunner
+from eyas.services.ray.autoscaling import DraftUse, VerifierUse
+from eyas.services.ray.replicas import HostedService
+from eyas.services.ray.signals import DraftSignals, VerifierSignals
+from eyas.services.verifier.telemetry import VerifierTelemetry
+from eyas.telemetry.setup import Telemetry, telemetry
 
 NUMBERS = st.floats(0, 1e6)
 USES = st.builds(VerifierUse, NUMBERS, NUMBERS, st.floats(1, 1e6), NUMBERS, st.floats(1, 1e4))
@@ -36,7 +36,7 @@ def test_a_verifier_tells_its_slots_and_requests() -> None:
     with told("verifier") as (own, registry):
         signals = VerifierSignals(registry, "m", max_running=8)
         assert VerifierUse(**signals.read()).demand == 0
-        load = Load(num_running=3, num_waiting=5, free_slots=400, num_slots=1000, queued_slots=900)
+        load = EngineLoad(num_running=3, num_waiting=5, free_slots=400, num_slots=1000, queued_slots=900)
         VerifierTelemetry(own, "m").watch(lambda: load)
         assert VerifierUse(**signals.read()) == VerifierUse(600, 900, 1000, 8, 8)
     assert VerifierUse(600, 900, 1000, 8, 8).demand == 1.5
@@ -72,7 +72,7 @@ def test_lateness_adds_to_what_drafters_are_asked_within_bounds(
 
 
 def test_a_hosted_service_is_ready_stops_when_told_and_shows_its_failure() -> None:
-    async def serve(host: Host, breaks: bool) -> None:
+    async def serve(host: ServiceRunner, breaks: bool) -> None:
         with host.stopping() as stop:
             host.entered("here:1")
             if breaks:
@@ -80,16 +80,16 @@ def test_a_hosted_service_is_ready_stops_when_told_and_shows_its_failure() -> No
             await stop.wait()
 
     async def host() -> None:
-        hosted = Hosted()
+        hosted = HostedService()
         await hosted.start(lambda host: serve(host, breaks=False))
         assert hosted.address == "here:1"
         hosted.check()
         await hosted.stop()
         hosted.check()
-        broken = Hosted()
+        broken = HostedService()
         with pytest.raises(ConfigError, match="the port is gone"):
             await broken.start(lambda host: serve(host, breaks=True))
-        ended = Hosted()
+        ended = HostedService()
         with pytest.raises(RequestFailed, match="ended"):
             await ended.start(lambda host: asyncio.sleep(0))
 

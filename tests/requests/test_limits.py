@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 
 from eyas.errors import InvalidRequest
-from eyas.limits import check_fit, check_ready, check_sampling
 from eyas.request import Request, SamplingParams, completion_seed
+from eyas.validation import check_fit, check_ready, check_sampling
 
 FINE = SamplingParams(
     max_tokens=8, temperature=0.7, top_k=5, top_p=0.9, seed=3, stop_token_ids=(4,), min_p=0.1, min_tokens=8,

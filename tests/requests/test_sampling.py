@@ -7,10 +7,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from eyas.engine.sampling.draws import Draw, sample, target_law
-from eyas.models.sampling.law import Filters, filtered_law, rank
-from eyas.models.sampling.noise import exponential_noise
 from eyas.request import MAX_SEED, NoiseKey, SamplingParams
+from eyas.sampling.noise import exponential_noise
+from eyas.sampling.sampler import Draw, Filters, filtered_probs, rank, sample, target_probs
 from tests import reference
 from tests.waits import Waits
 
@@ -65,7 +64,7 @@ def test_greedy_ties_go_to_the_lowest_id() -> None:
 
 def test_a_filtered_law_keeps_at_least_the_likeliest_token() -> None:
     filters = Filters(torch.ones(1), torch.tensor([0]), torch.tensor([1e-6]), torch.ones(1))
-    law = filtered_law(torch.tensor([[1.0, 1.0, 0.0]]), filters, torch.tensor([0]))
+    law = filtered_probs(torch.tensor([[1.0, 1.0, 0.0]]), filters, torch.tensor([0]))
     assert law[0].count_nonzero() == 1
     assert law[0, 0] > 0
 
@@ -92,6 +91,6 @@ def test_a_law_is_made_ready_without_a_wait_for_the_device() -> None:
     logits = torch.randn(3, 300, generator=torch.Generator().manual_seed(3))
     draws = [Draw(NoiseKey(2, 0.7), 5), Draw(NoiseKey(3, 1.3, 4, 0.8), 6), Draw(NoiseKey(4, 1.0, min_p=0.1), 6)]
     with Waits() as waits:
-        law = target_law(logits, draws)
+        law = target_probs(logits, draws)
     assert waits.names == []
-    assert torch.equal(law, torch.cat([target_law(logits[i : i + 1], [draw]) for i, draw in enumerate(draws)]))
+    assert torch.equal(law, torch.cat([target_probs(logits[i : i + 1], [draw]) for i, draw in enumerate(draws)]))

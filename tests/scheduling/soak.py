@@ -15,10 +15,10 @@ import torch
 from rich.console import Console
 from rich.progress import Progress
 
-from eyas.config import EagleConfig, EngineConfig, TreeConfig
-from eyas.drafters.build import build_drafter
+from eyas.config import DraftingConfig, EngineConfig, TreeConfig
+from eyas.drafters.registry import build_drafter
 from eyas.engine.build import assemble_engine
-from eyas.models.heads.eagle import load_fuser
+from eyas.models.heads.eagle_loader import load_fuser
 from eyas.models.target import load_target
 from eyas.request import Request, SamplingParams
 from tests.tiny import write_head, write_target
@@ -45,7 +45,7 @@ def soak(num_requests: int, target: str, head: str, seed: int = 0) -> Soak:
     """Keep an engine busy, with some of everything: shared beginnings, sessions, priorities, cancellations."""
     rng, found, tree = random.Random(seed), Soak(), TreeConfig(8, 3, 3)
     fuser = load_fuser(head, target)
-    drafter = build_drafter("eagle3", target, head, "float32", "cpu", tree, EagleConfig(num_slots=DRAFT_SLOTS))
+    drafter = build_drafter("eagle3", target, head, "float32", "cpu", tree, DraftingConfig(num_slots=DRAFT_SLOTS))
     config = EngineConfig(num_slots=NUM_SLOTS, max_running=32, step_tokens=128, step_rows=128, session_seconds=0.05)
     engine = assemble_engine(load_target(target, taps=fuser.taps), fuser, config, tree, drafter)
     live: list[str] = []

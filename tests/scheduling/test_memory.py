@@ -5,8 +5,8 @@ import logging
 import pytest
 import torch
 
-from eyas.cache import kv
-from eyas.cache.kv import SlotPools, bytes_per_slot, slots_that_fit
+from eyas.cache import kv_cache as kv
+from eyas.cache.kv_cache import KVCache, bytes_per_slot, slots_that_fit
 from eyas.config import EngineConfig, TreeConfig
 from eyas.engine.build import assemble_engine
 from eyas.errors import ConfigError
@@ -18,7 +18,7 @@ SHAPES = [(2, 8), (2, 8), (4, 16)]
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_slot_costs_what_its_pools_take(dtype: torch.dtype) -> None:
-    pools = SlotPools(10, SHAPES, 24, dtype, CPU)
+    pools = KVCache(10, SHAPES, 24, dtype, CPU)
     assert 11 * bytes_per_slot(SHAPES, 24, dtype) == sum(
         pool.numel() * pool.element_size() for pool in (*pools.keys, *pools.values, pools.features)
     )

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from eyas.cache.prefix import Prefix, PrefixCache
+from eyas.cache.prefix_cache import CachedPrefix, PrefixCache
 from tests.scheduling.toy_engine import ToyEngine, generate
 
 NUM_SLOTS = 40
@@ -29,7 +29,7 @@ def known(cache: PrefixCache, tokens: list[int]) -> int:
 
 @given(st.lists(st.tuples(st.lists(st.integers(0, 2), max_size=9), st.integers(0, 3), st.booleans()), max_size=30))
 def test_the_longest_known_prefix_is_found_whatever_was_stored(trace: list[tuple[list[int], int, bool]]) -> None:
-    cache, held, contents = PrefixCache(300), list[Prefix](), list[list[int]]()
+    cache, held, contents = PrefixCache(300), list[CachedPrefix](), list[list[int]]()
     for tokens, kept, holds in trace:
         best = max((sum(1 for _ in common(tokens, other)) for other in contents), default=0)
         prefix = cache.find(ints(*tokens))

@@ -6,13 +6,13 @@ from dataclasses import replace
 
 import pytest
 
-from eyas.commit import Budget
 from eyas.config import EngineConfig, TreeConfig
-from eyas.engine.acceptance.match import Accepted
+from eyas.draft_protocol import TreeBudget
 from eyas.engine.scheduler import Scheduler
-from eyas.engine.sequence import Work
+from eyas.engine.sequence import ScheduledSequence
 from eyas.errors import InvalidRequest, Overloaded
 from eyas.request import Chunk, Request, SamplingParams
+from eyas.sampling.acceptance import Accepted
 from eyas.tree import DraftTree
 
 EOS = 1
@@ -36,7 +36,7 @@ def request(name: str, prompt: int = 5, max_tokens: int = 8, **sampling: object)
     return Request(name, tuple(range(10, 10 + prompt)), SamplingParams(max_tokens=max_tokens, seed=0, **sampling))  # type: ignore[arg-type]
 
 
-def outcome(work: Work, tokens: tuple[int, ...]) -> Accepted | None:
+def outcome(work: ScheduledSequence, tokens: tuple[int, ...]) -> Accepted | None:
     """As if the work's whole chain had been accepted."""
     tokens = tokens[: len(work.tree)] if work.tree else tokens
     return Accepted(tuple(range(len(tokens))), tokens) if work.emits else None
@@ -48,7 +48,7 @@ def step(scheduler: Scheduler, tokens: tuple[int, ...] = (20,)) -> list[Chunk]:
     return scheduler.commit(works, [outcome(w, tokens if w.tree else tokens[-1:]) for w in works])
 
 
-def chain(budget: Budget, tokens: tuple[int, ...]) -> DraftTree:
+def chain(budget: TreeBudget, tokens: tuple[int, ...]) -> DraftTree:
     return DraftTree.chain((0, *tokens[: budget.max_depth][: len(tokens) - 1]))
 
 
@@ -179,11 +179,11 @@ def test_the_tree_is_clamped_to_what_may_still_be_emitted() -> None:
     scheduler = make_scheduler()
     scheduler.add(request("a", max_tokens=3))
     step(scheduler)
-    assert [scheduler.budget(sequence) for sequence in scheduler.running] == [Budget(4, 1)]
+    assert [scheduler.budget(sequence) for sequence in scheduler.running] == [TreeBudget(4, 1)]
     scheduler = make_scheduler()
     scheduler.add(request("a", max_tokens=2))
     step(scheduler)
-    assert [scheduler.budget(sequence) for sequence in scheduler.running] == [Budget(1, 0)]
+    assert [scheduler.budget(sequence) for sequence in scheduler.running] == [TreeBudget(1, 0)]
 
 
 def test_slots_of_a_step_that_failed_come_back() -> None:

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from eyas.cache.slots import SlotAllocator, Slots
+from eyas.cache.prefix_cache import SlotAllocator, Slots
 
 
 @given(st.lists(st.tuples(st.booleans(), st.integers(0, 12)), max_size=60))

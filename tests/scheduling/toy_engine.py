@@ -9,10 +9,10 @@ import zlib
 from collections.abc import Sequence
 
 from eyas.config import EngineConfig, TreeConfig
-from eyas.engine.acceptance.match import Accepted, accept
 from eyas.engine.scheduler import Scheduler
-from eyas.engine.sequence import Work
+from eyas.engine.sequence import ScheduledSequence
 from eyas.request import Chunk, Request, SamplingParams
+from eyas.sampling.acceptance import Accepted, accept
 from eyas.tree import DraftTree
 
 VOCAB = 3
@@ -92,7 +92,7 @@ class ToyEngine:
                 depths.append(depths[parent] + 1)
         return DraftTree(tuple(tokens), tuple(parents), (0.0,) * len(tokens))
 
-    def _forward(self, work: Work) -> Accepted | None:
+    def _forward(self, work: ScheduledSequence) -> Accepted | None:
         tokens, tree = work.sequence.tokens, work.tree
         read = [self._slots[slot] for slot in work.sequence.slots.tolist()]
         assert read == [tuple(tokens[: i + 1]) for i in range(work.first)], (

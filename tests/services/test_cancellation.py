@@ -14,14 +14,14 @@ from eyas.engine.engine import Engine
 from eyas.models.target import load_target
 from eyas.request import Chunk, Request, SamplingParams
 from eyas.rpc.channel import open_channel
+from eyas.rpc.convert import call_to_message
 from eyas.rpc.messages import GenerateCall
 from eyas.rpc.server import RpcServer
-from eyas.rpc.wire import call_to_message
+from eyas.services.discovery.registry import Registry
+from eyas.services.lifecycle import WorkerRegistration
+from eyas.services.verifier.async_engine import AsyncEngine
+from eyas.services.verifier.servicer import GenerationServicer
 from eyas.v1 import generation_pb2_grpc
-from services.lifecycle import WorkerPresence
-from services.registry import Registry
-from services.verifier.loop import EngineLoop
-from services.verifier.servicer import GenerationServicer
 from tests.services.router.scripted_verifier import DEMO, MODEL, router, until
 
 CALL = GenerateCall(Request("r", (0, 282, 659, 276), SamplingParams(900, temperature=0.0, ignore_eos=True)))
@@ -30,7 +30,7 @@ CALL = GenerateCall(Request("r", (0, 282, 659, 276), SamplingParams(900, tempera
 class Watched(GenerationServicer):
     """Tells when a call has left the service, however it ended."""
 
-    def __init__(self, loop: EngineLoop, left: threading.Event) -> None:
+    def __init__(self, loop: AsyncEngine, left: threading.Event) -> None:
         super().__init__(loop, MODEL, None)
         self._left = left
 
@@ -42,13 +42,13 @@ class Watched(GenerationServicer):
 
 
 @asynccontextmanager
-async def verifier(url: str, engine: Engine, left: threading.Event) -> AsyncIterator[EngineLoop]:
+async def verifier(url: str, engine: Engine, left: threading.Event) -> AsyncIterator[AsyncEngine]:
     """A verifier around `engine`, with a lease."""
     server = RpcServer(ServerConfig())
-    async with EngineLoop(engine) as loop:
+    async with AsyncEngine(engine) as loop:
         generation_pb2_grpc.add_GenerationServicer_to_server(Watched(loop, left), server.aio)
         registry = Registry(RegistryConfig(url, 2.0, 0.05))
-        presence = WorkerPresence(server, registry, "verifier", MODEL, lambda: loop.load)
+        presence = WorkerRegistration(server, registry, "verifier", MODEL, lambda: loop.load)
         await presence.enter(await server.start([]))
         try:
             yield loop

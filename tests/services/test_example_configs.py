@@ -11,9 +11,9 @@ from eyas.config import DraftConfig, RegistryConfig, RouterConfig, ServerConfig,
 from eyas.errors import ConfigError
 from eyas.rpc.messages import Load, ModelInfo
 from eyas.rpc.server import RpcServer
-from services.lifecycle import WorkerPresence
-from services.registry import Registry
-from services.router.http.door import HttpDoor
+from eyas.services.discovery.registry import Registry
+from eyas.services.lifecycle import WorkerRegistration
+from eyas.services.router.http.server import HttpServer
 
 CONFIGS = Path(__file__).parents[2] / "examples" / "configs"
 
@@ -31,7 +31,7 @@ def test_the_services_of_a_cluster_agree(place: str) -> None:
 async def enter(config: ServerConfig) -> None:
     """Listen as `config` says, on any port, and become present as a worker; there is no Redis."""
     server, registry = RpcServer(replace(config, port=0)), Registry(RegistryConfig("redis://127.0.0.1:1/0"))
-    presence = WorkerPresence(server, registry, "verifier", ModelInfo("m", "f", 1, 1), Load)
+    presence = WorkerRegistration(server, registry, "verifier", ModelInfo("m", "f", 1, 1), Load)
     try:
         await presence.enter(await server.start([]))
     finally:
@@ -52,7 +52,7 @@ def test_a_router_can_listen_as_its_example_says(place: str) -> None:
         server = RpcServer(replace(config.server, port=0))
         await server.start([])
         await server.stop(0)
-        door = HttpDoor(FastAPI(), replace(config.http, port=0), config.tls)
+        door = HttpServer(FastAPI(), replace(config.http, port=0), config.tls)
         await door.start()
         await door.stop(0)
 

@@ -12,7 +12,7 @@ from redis.asyncio import Redis
 from eyas.config import RegistryConfig
 from eyas.errors import ConfigError, Unavailable
 from eyas.rpc.messages import Lease, Load, ModelInfo
-from services.registry import Placement, Registry
+from eyas.services.discovery.registry import Placement, Registry
 from tests.services.redis_server import free_port, running_redis
 
 MODEL = ModelInfo("demo", "f1", 4096, 2048, "h1")

@@ -16,7 +16,7 @@ CONFIGS = Path("examples/configs/local")
 
 def last_words(service: str, *settings: str) -> str:
     """The only line that a service which cannot start leaves on stderr, its log aside."""
-    command = [sys.executable, "-m", f"services.{service}", "--config", str(CONFIGS / f"{service}.yaml")]
+    command = [sys.executable, "-m", f"eyas.services.{service}", "--config", str(CONFIGS / f"{service}.yaml")]
     for setting in settings:
         command += ["--set", setting]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}

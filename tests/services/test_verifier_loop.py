@@ -15,7 +15,7 @@ from eyas.engine.engine import Engine
 from eyas.errors import InvalidRequest, RequestFailed
 from eyas.models.target import TargetModel, load_target
 from eyas.request import Chunk, Request, SamplingParams
-from services.verifier.loop import EngineLoop
+from eyas.services.verifier.async_engine import AsyncEngine
 
 PROMPT = (0, 282, 659, 276)
 
@@ -63,7 +63,7 @@ def request_of(request_id: str, max_tokens: int = 12) -> Request:
     return Request(request_id, PROMPT, SamplingParams(max_tokens, temperature=0.8, seed=7, ignore_eos=True))
 
 
-async def collect(loop: EngineLoop, request: Request) -> list[Chunk]:
+async def collect(loop: AsyncEngine, request: Request) -> list[Chunk]:
     return [chunk async for chunk in loop.generate(request)]
 
 
@@ -76,11 +76,11 @@ async def until(condition: Callable[[], bool]) -> None:
         await asyncio.sleep(0.005)
 
 
-def run(body: Callable[[EngineLoop], Awaitable[None]], engine: Engine) -> None:
+def run(body: Callable[[AsyncEngine], Awaitable[None]], engine: Engine) -> None:
     """Run `body` beside an engine, which must be whole and empty at the end."""
 
     async def entered() -> None:
-        async with EngineLoop(engine) as loop:
+        async with AsyncEngine(engine) as loop:
             free = loop.load.free_slots
             await asyncio.wait_for(body(loop), 60)
             await until(lambda: loop.load.free_slots == free)
@@ -91,7 +91,7 @@ def run(body: Callable[[EngineLoop], Awaitable[None]], engine: Engine) -> None:
 
 
 def test_requests_that_run_together_get_what_each_gets_alone(target: TargetModel) -> None:
-    async def body(loop: EngineLoop) -> None:
+    async def body(loop: AsyncEngine) -> None:
         alone = tokens_of(await collect(loop, request_of("alone")))
         together = await asyncio.gather(*(collect(loop, request_of(f"{n}", 12 + n)) for n in range(3)))
         assert [len(tokens_of(chunks)) for chunks in together] == [12, 13, 14]
@@ -102,7 +102,7 @@ def test_requests_that_run_together_get_what_each_gets_alone(target: TargetModel
 
 
 def test_leaving_a_generation_frees_its_slots(target: TargetModel) -> None:
-    async def body(loop: EngineLoop) -> None:
+    async def body(loop: AsyncEngine) -> None:
         async with aclosing(loop.generate(request_of("left", 900))) as chunks:
             await anext(chunks)
             await until(lambda: loop.load.num_running == 1)
@@ -125,7 +125,7 @@ def test_a_cancelled_request_ends_with_the_next_step(target: TargetModel) -> Non
 
     engine.step = watched  # type: ignore[method-assign]
 
-    async def body(loop: EngineLoop) -> None:
+    async def body(loop: AsyncEngine) -> None:
         async with aclosing(loop.generate(request_of("left", 900))) as chunks:
             await anext(chunks)
             await until(reached.is_set)
@@ -138,7 +138,7 @@ def test_a_cancelled_request_ends_with_the_next_step(target: TargetModel) -> Non
 
 
 def test_a_refused_request_says_why_and_harms_no_other(target: TargetModel) -> None:
-    async def body(loop: EngineLoop) -> None:
+    async def body(loop: AsyncEngine) -> None:
         with pytest.raises(InvalidRequest, match="prompt is empty"):
             await collect(loop, Request("empty", (), SamplingParams(seed=1)))
         assert len(tokens_of(await collect(loop, request_of("good")))) == 12
@@ -150,7 +150,7 @@ def test_a_refused_request_says_why_and_harms_no_other(target: TargetModel) -> N
 def test_a_step_that_fails_fails_its_requests_and_no_later_one(
     target: TargetModel, caplog: pytest.LogCaptureFixture, failures: int, refuses: int
 ) -> None:
-    async def body(loop: EngineLoop) -> None:
+    async def body(loop: AsyncEngine) -> None:
         chunks = await collect(loop, request_of("unlucky"))
         assert (chunks[-1].finish_reason, "log says why" in chunks[-1].message) == ("error", True)
         assert len(tokens_of(await collect(loop, request_of("lucky")))) == 12
@@ -162,7 +162,7 @@ def test_a_step_that_fails_fails_its_requests_and_no_later_one(
 
 def test_an_engine_that_cannot_recover_ends_its_owner(target: TargetModel, caplog: pytest.LogCaptureFixture) -> None:
     async def body() -> None:
-        async with EngineLoop(engine_of(target, failures=1000)) as loop:
+        async with AsyncEngine(engine_of(target, failures=1000)) as loop:
             chunks = await collect(loop, request_of("unlucky"))
             assert chunks[-1].finish_reason == "error"
             await asyncio.sleep(60)

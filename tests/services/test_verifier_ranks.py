@@ -17,14 +17,14 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from eyas.config import EngineConfig, VerifierConfig
 from eyas.errors import ConfigError
-from eyas.models.parallel.ranks import Place
+from eyas.models.workers import RankInfo
 from eyas.request import Request, SamplingParams
-from eyas.rpc import wire
+from eyas.rpc import convert as wire
 from eyas.rpc.channel import open_sync_channel
 from eyas.rpc.messages import GenerateCall
+from eyas.services.cluster import is_serving
+from eyas.services.verifier.ranks import place_of
 from eyas.v1 import generation_pb2, generation_pb2_grpc
-from services.cluster import is_serving
-from services.verifier.ranks import place_of
 from tests import reference
 from tests.services.redis_server import free_port
 
@@ -40,7 +40,7 @@ def verifier(port: int, **environment: str) -> Iterator[subprocess.Popen[bytes]]
         "model": "demo", "target": TARGET, "threads": 1, "engine.tensor_parallel": 2, "engine.num_slots": 2400,
         "server.port": port, "registry.url": f"redis://127.0.0.1:{free_port()}/0",
     }  # fmt: skip
-    command = [sys.executable, "-m", "services.verifier", *(f"--set={key}={value}" for key, value in settings.items())]
+    command = [sys.executable, "-m", "eyas.services.verifier", *(f"--set={key}={value}" for key, value in settings.items())]
     process = subprocess.Popen(command, env={**os.environ, **environment})
     try:
         yield process
@@ -130,9 +130,9 @@ def test_a_rank_ends_when_rank_0_is_gone() -> None:
 def test_the_environment_says_where_a_process_stands() -> None:
     config = VerifierConfig("m", "t", device="cuda", engine=EngineConfig(tensor_parallel=4))
     whole = {"RANK": "3", "WORLD_SIZE": "4", "MASTER_ADDR": "head", "MASTER_PORT": "29500", "LOCAL_RANK": "1"}
-    assert place_of(config, whole) == Place(3, 4, "cuda:1", "head", 29500)
+    assert place_of(config, whole) == RankInfo(3, 4, "cuda:1", "head", 29500)
     assert place_of(config, {**whole, "TORCHELASTIC_USE_AGENT_STORE": "True"}).has_store
-    assert place_of(config, {}) == Place(0, 4, "cuda")
+    assert place_of(config, {}) == RankInfo(0, 4, "cuda")
     with pytest.raises(ConfigError, match="MASTER_ADDR"):
         place_of(config, {key: value for key, value in whole.items() if key != "MASTER_ADDR"})
     with pytest.raises(ConfigError, match=r"WORLD_SIZE 2 does not fit engine\.tensor_parallel 4"):

@@ -18,12 +18,12 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from eyas.config import EngineConfig, RegistryConfig, ServerConfig, VerifierConfig
 from eyas.errors import EyasError, Overloaded
 from eyas.request import Request, SamplingParams
-from eyas.rpc import wire
+from eyas.rpc import convert as wire
 from eyas.rpc.channel import open_channel
 from eyas.rpc.messages import GenerateCall, TextChunk
 from eyas.rpc.server import status_error
+from eyas.services.verifier.__main__ import run
 from eyas.v1 import generation_pb2, generation_pb2_grpc
-from services.verifier.__main__ import run
 
 SAMPLING = SamplingParams(12, temperature=0.8, seed=7, ignore_eos=True)
 CALL = GenerateCall(Request("r", (0, 282, 659, 276), SAMPLING))

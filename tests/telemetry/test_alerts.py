@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import yaml
 
-from eyas.telemetry import catalog
+from eyas.telemetry import metrics as catalog
 from tests.telemetry.promql import ALERTS, BOARDS, MISSING, alert_rules, dashboard_queries, names, tool
 
 METRICS = (catalog.SERVICE_INFO, *catalog.ROUTER, *catalog.VERIFIER, *catalog.DRAFT)

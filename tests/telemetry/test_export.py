@@ -16,15 +16,13 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
 from eyas.config import TelemetryConfig
 from eyas.errors import ConfigError
-from eyas.telemetry import catalog
-from eyas.telemetry.identity import resource
-from eyas.telemetry.logs import configure_logging, request_log
+from eyas.services.cluster import free_port
+from eyas.telemetry import metrics as catalog
+from eyas.telemetry.exporters import converted, exposition, serving_metrics
+from eyas.telemetry.logging import configure_logging, request_log
 from eyas.telemetry.metrics import counter, histogram
-from eyas.telemetry.otlp import converted
-from eyas.telemetry.process import telemetry
-from eyas.telemetry.scraping import exposition, serving_metrics
-from eyas.telemetry.tracing import context_of, exports, trace_of, trace_pairs
-from services.cluster import free_port
+from eyas.telemetry.setup import telemetry
+from eyas.telemetry.tracing import context_of, exports, resource, trace_of, trace_pairs
 from tests.telemetry.spans import TRACE, Spans
 
 OTEL = (

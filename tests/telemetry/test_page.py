@@ -4,7 +4,7 @@ import re
 from dataclasses import fields
 
 from eyas.config import TelemetryConfig
-from eyas.telemetry import catalog
+from eyas.telemetry import metrics as catalog
 from eyas.telemetry.metrics import Metric
 from tests.telemetry.promql import ROOT
 

@@ -6,17 +6,17 @@ import grpc
 import pytest
 import torch
 
-from eyas.commit import Budget, Commit, Refusal
 from eyas.config import TelemetryConfig
+from eyas.draft_protocol import Commit, ResyncRequired, TreeBudget
 from eyas.drafters.base import Draft, DraftContext
 from eyas.errors import InvalidRequest, Overloaded, Unavailable
 from eyas.request import Chunk, NoiseKey, Request, SamplingParams
 from eyas.rpc.messages import NO_DRAFTER, GenerateCall, ModelInfo, TextChunk, Totals
+from eyas.services.discovery.registry import Lease
+from eyas.services.draft.telemetry import DraftTelemetry
+from eyas.services.router.routing import Pair
+from eyas.services.router.telemetry import RouterTelemetry
 from eyas.tree import DraftTree
-from services.draft.telemetry import DraftTelemetry
-from services.registry import Lease
-from services.router.placement import Pair
-from services.router.telemetry.observer import RouterTelemetry
 from tests.telemetry.spans import TRACE, Spans
 
 REQUEST = Request("r", (1, 2, 3), SamplingParams(max_tokens=10, seed=1))
@@ -103,11 +103,11 @@ def test_a_drafter_tells_what_became_of_commits_and_continues_traced_rounds() ->
 
     def context(session: str, nodes: int, traceparent: str = "") -> DraftContext:
         features = torch.zeros(0, 4)
-        return Commit(session, 0, 0, (1,), features, NoiseKey(0), Budget(nodes, nodes - 1), traceparent=traceparent)
+        return Commit(session, 0, 0, (1,), features, NoiseKey(0), TreeBudget(nodes, nodes - 1), traceparent=traceparent)
 
     contexts = [context("a", 8, TRACE[0][1]), context("b", 8), context("c", 1), context("d", 8), context("e", 8, "nonsense")]
     tree = DraftTree((1, 2, 3), (0, 0, 1), (0.0, -0.1, -0.2))
-    drafts: list[Draft] = [tree, Refusal("b", 0, 4), DraftTree.root_only(1), None, tree]
+    drafts: list[Draft] = [tree, ResyncRequired("b", 0, 4), DraftTree.root_only(1), None, tree]
     telemetry.drafted(contexts, drafts, 10**9, 10**9 + 5_000_000)
     outcomes = ("tree", "refused", "bookkept", "unanswered")
     assert [spans.value("eyas_draft_commits_total", outcome=name) for name in outcomes] == [2, 1, 1, 1]

@@ -6,18 +6,18 @@ from collections.abc import Sequence
 import pytest
 
 from eyas.config import TelemetryConfig
-from eyas.engine.engine import Load, StepReport
+from eyas.engine.engine import EngineLoad, StepReport
 from eyas.errors import Overloaded
-from eyas.request import Chunk, Request, Round, SamplingParams
-from services.verifier.telemetry.observer import VerifierTelemetry
+from eyas.request import Chunk, Request, SamplingParams, VerifyStep
+from eyas.services.verifier.telemetry import VerifierTelemetry
 from tests.telemetry.spans import TRACE, Spans
 
 UNSAMPLED = (("traceparent", "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-00"),)
 REQUEST = Request("r", (1, 2, 3), SamplingParams(max_tokens=10, seed=1))
 STEP = StepReport(wait=0.001, verify=0.004, num_rows=8)
-ROUND = Chunk("r", (5, 6), (True, False), Round(7, 4, 1))
+ROUND = Chunk("r", (5, 6), (True, False), VerifyStep(7, 4, 1))
 FIRST = Chunk("r", (4,), (False,), num_cached=2)
-LAST = Chunk("r", (9,), (False,), Round(7, 4, 0), "length")
+LAST = Chunk("r", (9,), (False,), VerifyStep(7, 4, 0), "length")
 
 
 def run(verifier: VerifierTelemetry, chunks: Sequence[Chunk], trace: tuple[tuple[str, str], ...] = TRACE) -> list[str]:
@@ -58,7 +58,7 @@ def test_round_spans_begin_when_the_tree_is_asked_for_and_end_with_its_step() ->
         verifier.stepped(STEP, [FIRST])
         for accepted in (2, 3):
             assert verifier.traceparent("r")
-            verifier.stepped(STEP, [Chunk("r", (1,), (False,), Round(7, 4, accepted - 1))])
+            verifier.stepped(STEP, [Chunk("r", (1,), (False,), VerifyStep(7, 4, accepted - 1))])
     assert [(span.attributes or {}).get("accepted") for span in spans.named("round")] == [2, None]
 
 
@@ -72,8 +72,8 @@ def test_a_caller_who_samples_nothing_gets_no_spans_but_is_counted() -> None:
 
 def test_a_verifier_counts_trees_tokens_and_depths() -> None:
     spans = Spans()
-    plain = Chunk("r", (7,), (False,), Round(0, 0, 0))
-    deep = Chunk("r", (1, 2, 3, 4), (True, True, True, False), Round(5, 3, 3))
+    plain = Chunk("r", (7,), (False,), VerifyStep(0, 0, 0))
+    deep = Chunk("r", (1, 2, 3, 4), (True, True, True, False), VerifyStep(5, 3, 3))
     run(VerifierTelemetry(spans.telemetry, "m"), [FIRST, ROUND, plain, deep])
     assert spans.value("vllm:spec_decode_num_drafts_total", model_name="m") == 2
     assert spans.value("vllm:spec_decode_num_draft_tokens_total", model_name="m") == 12
@@ -118,9 +118,9 @@ def test_a_failed_step_fails_the_span_of_its_requests() -> None:
 
 
 def test_the_load_is_read_when_somebody_looks() -> None:
-    spans, load = Spans(), [Load(0, 0, 10, 10, 0)]
+    spans, load = Spans(), [EngineLoad(0, 0, 10, 10, 0)]
     VerifierTelemetry(spans.telemetry, "m").watch(lambda: load[0])
-    load[0] = Load(3, 2, 4, 10, 5)
+    load[0] = EngineLoad(3, 2, 4, 10, 5)
     assert spans.value("eyas_verifier_slots", state="used") == 6
     assert spans.value("vllm:num_requests_waiting", model_name="m") == 2
     assert spans.value("vllm:kv_cache_usage_perc", model_name="m") == 0.6

@@ -6,27 +6,28 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, decoders, models
+from tokenizers import Tokenizer as HuggingFaceTokenizer
+from tokenizers import decoders, models
 
 from eyas.errors import CheckpointError
-from eyas.text import TokenText, load_tokenizer
+from eyas.tokenizer import Tokenizer, load_tokenizer
 
 DEMO = Path("models/demo/target")
 TEXT = "def naïve(x):  # 日本語 🦅\n    return x + 1\n"
 
 
 @pytest.fixture(scope="module")
-def demo() -> TokenText:
+def demo() -> Tokenizer:
     return load_tokenizer(str(DEMO))
 
 
-def byte_fallback() -> TokenText:
+def byte_fallback() -> Tokenizer:
     """A tokenizer as Llama 2 has it: one token per byte, decoded in runs."""
     vocab = {"<unk>": 0, "a": 1, "▁b": 2} | {f"<0x{byte:02X}>": 3 + byte for byte in range(256)}
-    tokenizer = Tokenizer(models.BPE(vocab, [], unk_token="<unk>", byte_fallback=True))
+    tokenizer = HuggingFaceTokenizer(models.BPE(vocab, [], unk_token="<unk>", byte_fallback=True))
     steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
     tokenizer.decoder = decoders.Sequence(steps)
-    return TokenText(tokenizer)
+    return Tokenizer(tokenizer)
 
 
 def folder_with(tmp_path: Path, settings: dict[str, object]) -> str:
@@ -35,7 +36,7 @@ def folder_with(tmp_path: Path, settings: dict[str, object]) -> str:
     return str(tmp_path)
 
 
-def test_streamed_text_is_the_decoded_text(demo: TokenText) -> None:
+def test_streamed_text_is_the_decoded_text(demo: Tokenizer) -> None:
     stream = demo.stream()
     pieces = stream.push(demo.encode(TEXT))
     assert pieces.text + stream.flush() == TEXT
@@ -55,7 +56,7 @@ def test_invalid_bytes_never_break_a_stream(ids: list[int]) -> None:
     assert stream.flush() == ""
 
 
-def test_a_character_is_shown_when_its_last_byte_is_there(demo: TokenText) -> None:
+def test_a_character_is_shown_when_its_last_byte_is_there(demo: Tokenizer) -> None:
     eagle = [3 + byte for byte in "🦅".encode()]
     stream = byte_fallback().stream()
     assert stream.push([1, *eagle]).texts == ("a", "", "", "", "🦅")
@@ -75,7 +76,7 @@ def test_invalid_bytes_without_end_are_shown_as_they_come(byte: int) -> None:
     assert len(piece.text) + len(stream.flush()) == 200
 
 
-def test_whole_characters_before_an_incomplete_one_are_not_held_for_ever(demo: TokenText) -> None:
+def test_whole_characters_before_an_incomplete_one_are_not_held_for_ever(demo: Tokenizer) -> None:
     ids = demo.encode("\u2603" * 40)
     assert len(ids) >= 120, "one token for each byte"
     broken = [token for token in ids[:120] if token != ids[2]]
@@ -98,12 +99,12 @@ def test_leading_spaces_between_tokens_survive() -> None:
     assert stream.push([2, 1, 2, 2]).text == "ba b b"
 
 
-def test_special_tokens_have_no_text(demo: TokenText) -> None:
+def test_special_tokens_have_no_text(demo: Tokenizer) -> None:
     ids = demo.encode("return x")
     assert demo.stream().push([0, *ids, 1]).text == "return x"
 
 
-def test_a_stop_string_cuts_the_text_and_counts_the_token_that_completes_it(demo: TokenText) -> None:
+def test_a_stop_string_cuts_the_text_and_counts_the_token_that_completes_it(demo: Tokenizer) -> None:
     ids = demo.encode("one two three four")
     piece = demo.stream(["wo th"]).push(ids)
     assert (piece.text, piece.stopped) == ("one t", True)
@@ -111,19 +112,19 @@ def test_a_stop_string_cuts_the_text_and_counts_the_token_that_completes_it(demo
     assert "wo th" not in demo.decode(ids[: len(piece.texts) - 1])
 
 
-def test_text_that_may_become_a_stop_string_is_held_until_it_cannot(demo: TokenText) -> None:
+def test_text_that_may_become_a_stop_string_is_held_until_it_cannot(demo: Tokenizer) -> None:
     stream = demo.stream(["three!"])
     assert stream.push(demo.encode("one two three")).text == "one two "
     assert stream.push(demo.encode(" four")).text == "three four"
 
 
-def test_held_text_is_flushed_at_the_end(demo: TokenText) -> None:
+def test_held_text_is_flushed_at_the_end(demo: Tokenizer) -> None:
     stream = demo.stream(["three!"])
     stream.push(demo.encode("one two three"))
     assert stream.flush() == "three"
 
 
-def test_the_first_of_two_stop_strings_in_one_token_counts(demo: TokenText) -> None:
+def test_the_first_of_two_stop_strings_in_one_token_counts(demo: Tokenizer) -> None:
     ids = demo.encode("x return")
     assert demo.stream(["turn", "ret"]).push(ids).text == "x "
 
@@ -145,7 +146,7 @@ def test_grouping_of_tokens_changes_nothing(data: st.DataObject) -> None:
 
 def test_bos_is_added_where_the_config_asks_and_only_once(tmp_path: Path) -> None:
     asked = load_tokenizer(folder_with(tmp_path, {"add_bos_token": True, "bos_token": {"content": "<|bos|>"}}))
-    plain = Tokenizer.from_file(str(DEMO / "tokenizer.json")).encode("x").ids
+    plain = HuggingFaceTokenizer.from_file(str(DEMO / "tokenizer.json")).encode("x").ids
     assert asked.encode("x") == (0, *plain)
     assert asked.encode("<|bos|>x") == asked.encode("x")
     assert asked.encode("") == ()
@@ -159,14 +160,14 @@ def test_no_bos_is_added_without_being_asked(tmp_path: Path) -> None:
 def test_stored_truncation_and_padding_do_not_touch_prompts(tmp_path: Path) -> None:
     folder = folder_with(tmp_path, {})
     whole = load_tokenizer(folder).encode(TEXT)
-    tokenizer = Tokenizer.from_file(str(DEMO / "tokenizer.json"))
+    tokenizer = HuggingFaceTokenizer.from_file(str(DEMO / "tokenizer.json"))
     tokenizer.enable_truncation(4)
     tokenizer.enable_padding(length=64)
     tokenizer.save(str(tmp_path / "tokenizer.json"))
     assert load_tokenizer(folder).encode(TEXT) == whole
 
 
-def test_least_tokens_is_never_more_than_there_are(demo: TokenText) -> None:
+def test_least_tokens_is_never_more_than_there_are(demo: Tokenizer) -> None:
     for text in (TEXT, " " * 500, "return " * 90, ""):
         assert demo.least_tokens(text) <= len(demo.encode(text))
     assert demo.least_tokens("x" * 100_000) > 1000
@@ -206,6 +207,6 @@ def test_a_stop_string_is_looked_for_after_the_first_tokens_only(min_tokens: int
     assert stopped == ("x" in rest)
 
 
-def test_a_bad_word_is_encoded_as_it_stands_and_after_a_space(demo: TokenText) -> None:
+def test_a_bad_word_is_encoded_as_it_stands_and_after_a_space(demo: Tokenizer) -> None:
     words = demo.bad_token_ids(["return", " return", "self.x"])
     assert [demo.decode(ids) for ids in words] == ["return", " return", "self.x", " self.x"]

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from eyas.engine.acceptance.match import accept
 from eyas.errors import InvalidTree
+from eyas.sampling.acceptance import accept
 from eyas.tree import DraftTree
 from tests.strategies import trees
 

@@ -7,11 +7,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from eyas.commit import Budget, Commit, Refusal, TensorBytes
+from eyas.draft_protocol import Commit, ResyncRequired, TensorBytes, TreeBudget
 from eyas.errors import InvalidRequest
-from eyas.models.tensors import tensor_from_bytes, tensor_to_bytes
-from eyas.request import MAX_SEED, Chunk, GenerationStats, NoiseKey, Request, Round, SamplingParams, TokenLogprob
-from eyas.rpc import draft_wire, wire
+from eyas.request import MAX_SEED, Chunk, GenerationStats, NoiseKey, Request, SamplingParams, TokenLogprob, VerifyStep
+from eyas.rpc import convert as draft_wire
+from eyas.rpc import convert as wire
 from eyas.rpc.messages import (
     DrafterInfo,
     DraftReply,
@@ -19,10 +19,11 @@ from eyas.rpc.messages import (
     GenerateCall,
     ModelInfo,
     SessionTree,
+    TargetInfo,
     TextChunk,
     Totals,
-    Verified,
 )
+from eyas.tensors import tensor_from_bytes, tensor_to_bytes
 from eyas.tree import DraftLaw, DraftTree, Sampled
 from eyas.v1 import draft_pb2, generation_pb2, types_pb2
 
@@ -33,7 +34,7 @@ seeds = st.integers(0, MAX_SEED)
 floats = st.floats(allow_nan=False)
 float32s = st.floats(width=32, allow_nan=False)
 
-rounds = st.builds(Round, counts, counts, counts, st.booleans())
+rounds = st.builds(VerifyStep, counts, counts, counts, st.booleans())
 depths = st.lists(counts, max_size=3)
 stats = st.builds(GenerationStats, counts, counts, counts, counts, depths, depths)
 biases = st.lists(st.tuples(counts, floats), max_size=3).map(tuple)
@@ -48,14 +49,14 @@ requests = st.builds(Request, names, ids, samplings, names, counts)
 infos = st.builds(ModelInfo, names, names, counts, counts, names)
 tensors = st.builds(TensorBytes, names, ids, st.binary(max_size=16))
 noises = st.builds(NoiseKey, seeds, floats, counts, floats, floats)
-budgets = st.builds(Budget, counts, counts)
+budgets = st.builds(TreeBudget, counts, counts)
 proposals = st.sampled_from(["deterministic", "sampled"])
 commits = st.builds(Commit, names, counts, counts, ids, st.none() | tensors, noises, budgets, ids, proposals, names)
 scores = st.lists(float32s, max_size=5).map(tuple)
 sampled = st.builds(Sampled, st.dictionaries(counts, st.builds(DraftLaw, ids, scores), max_size=3), st.booleans())
 trees = st.builds(DraftTree, ids, ids, scores, st.booleans(), st.none() | sampled)
 session_trees = st.builds(SessionTree, names, counts, counts, trees)
-refusals = st.builds(Refusal, names, counts, counts)
+refusals = st.builds(ResyncRequired, names, counts, counts)
 
 
 @st.composite
@@ -95,10 +96,10 @@ def test_models_come_back(models: tuple[ModelInfo, ...]) -> None:
     counts,
     st.lists(commits, max_size=3).map(tuple),
     st.lists(names).map(tuple),
-    st.none() | st.builds(Verified, names, names),
+    st.none() | st.builds(TargetInfo, names, names),
 )
 def test_a_draft_request_comes_back(
-    step: int, commits: tuple[Commit[TensorBytes], ...], released: tuple[str, ...], verified: Verified | None
+    step: int, commits: tuple[Commit[TensorBytes], ...], released: tuple[str, ...], verified: TargetInfo | None
 ) -> None:
     request = DraftRequest(step, commits, released, verified)
     data = draft_wire.draft_request_to_message(request).SerializeToString()
@@ -107,7 +108,7 @@ def test_a_draft_request_comes_back(
 
 @given(counts, st.lists(session_trees, max_size=3).map(tuple), st.lists(refusals, max_size=3).map(tuple), float32s)
 def test_a_draft_reply_comes_back(
-    step: int, trees: tuple[SessionTree, ...], refusals: tuple[Refusal, ...], draft_ms: float
+    step: int, trees: tuple[SessionTree, ...], refusals: tuple[ResyncRequired, ...], draft_ms: float
 ) -> None:
     reply = DraftReply(step, trees, refusals, draft_ms)
     data = draft_wire.draft_reply_to_message(reply).SerializeToString()

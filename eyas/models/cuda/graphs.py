@@ -1,4 +1,10 @@
-"""Replays forward passes that were captured as CUDA graphs, one for each bucket of rows. Knows no sequences.
+"""How the forward passes of a target run, as integers that can be sent to every rank. Knows no tensors.
+
+Which captured size a pass is padded to. Integers only; knows no tensors.
+
+Passes over tables, launched kernel by kernel: segments in, logits out. Knows no sequences.
+
+Replays forward passes that were captured as CUDA graphs, one for each bucket of rows. Knows no sequences.
 
 A pass travels to the device as one array of words, and a replay begins with copying it to where the graph reads it.
 """
@@ -7,21 +13,122 @@ from __future__ import annotations
 
 import sys
 import threading
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from enum import IntEnum
 from typing import Protocol, TypeVar
 
 import torch
 from rich.console import Console
 from rich.progress import track
+from torch import Tensor
 
 from eyas.errors import ConfigError
-from eyas.models.attention import KVPools
-from eyas.models.cuda.buckets import choose_bucket, row_buckets
-from eyas.models.cuda.launch import KernelRunner
-from eyas.models.cuda.plan import Limits
-from eyas.models.cuda.tables import bucket_shape, fixed_words, mask_words, num_wanted, view
-from eyas.models.inputs import PackedInputs, Segment
-from eyas.models.target import TargetOutput
+from eyas.models.attention import KVTensors
+from eyas.models.cuda.metadata import (
+    Tiling,
+    bucket_shape,
+    fixed_words,
+    lay_out,
+    mask_words,
+    num_wanted,
+    tight_shape,
+    upload,
+    view,
+)
+from eyas.models.inputs import MetadataShape, PackedInputs, Segment
+from eyas.models.target import TargetModel, TargetOutput
+
+
+class BackendKind(IntEnum):
+    """With plain attention; with the kernel, launched kernel by kernel; the same as captured graphs."""
+
+    PLAIN = 0
+    KERNEL = 1
+    GRAPHS = 2
+
+
+@dataclass(frozen=True)
+class CaptureLimits:
+    """The most that a pass can hold. rows: of all segments together; prefix: slots of all prefixes together."""
+
+    rows: int
+    segments: int
+    prefix: int
+
+
+@dataclass(frozen=True)
+class BackendPlan:
+    """What rank 0 decides for all ranks: NCCL wants a sum to be captured on every rank or on none, and in the same order."""
+
+    way: BackendKind
+    limits: CaptureLimits
+
+
+SPARE_LOGITS = 64  # rows whose logits may be computed in vain, however few are wanted
+
+
+def row_buckets(most: int) -> tuple[int, ...]:
+    """Row counts to capture, ascending up to `most`: powers of two, from 16 on also half way between them."""
+    powers = [1 << exponent for exponent in range(most.bit_length())]
+    halves = [3 * power // 2 for power in powers if power >= 16]
+    return (*sorted(rows for rows in (*powers, *halves) if rows < most), most)
+
+
+def padded(count: int, least: int) -> int:
+    """The smallest size that holds `count`, at least `least`: powers of two, and half way between them from 4 on."""
+    power = 1 << max(count - 1, 0).bit_length()
+    half = 3 * power // 4
+    return max(least, half if power > 4 and half >= count else power)
+
+
+def largest_size(count: int) -> int:
+    """The largest size of `padded` that is not above `count`, at least 1."""
+    power = 1 << max(count.bit_length() - 1, 0)
+    half = 3 * power // 2
+    return half if power >= 4 and half <= count else power
+
+
+def choose_bucket(buckets: Sequence[int], rows: int, wanted: int) -> int | None:
+    """The smallest bucket that holds a pass. None where a graph is of no use: too many rows, or mostly rows whose logits
+    nobody wants, for a graph computes them all."""
+    if rows > buckets[-1] or rows - wanted > max(wanted, SPARE_LOGITS):
+        return None
+    return buckets[bisect_left(buckets, rows)]
+
+
+class KernelRunner:
+    """A target whose attention is the kernel. scratch: the slot that padding rows write to."""
+
+    def __init__(self, target: TargetModel, tiling: Tiling, scratch: int) -> None:
+        self.target = target
+        self.tiling = tiling
+        self._scratch = scratch
+
+    def pack(self, segments: Sequence[Segment]) -> PackedInputs:
+        """Tables without padding."""
+        return self.pad(segments, tight_shape(segments, self.tiling))
+
+    def pad(self, segments: Sequence[Segment], shape: MetadataShape) -> PackedInputs:
+        """Tables padded to a shape that has room for the segments."""
+        return view(self.words(segments, shape), shape, num_wanted(segments))
+
+    def words(self, segments: Sequence[Segment], shape: MetadataShape) -> Tensor:
+        """What `pad` looks at, on the device."""
+        return upload(lay_out(segments, shape, self._scratch), self.target.device)
+
+    def forward(self, packed: PackedInputs, pools: KVTensors) -> TargetOutput:
+        """As TargetModel.forward. Of `taps`, rows at the end may be padding."""
+        with _on(self.target.device):
+            return self.target.forward(packed, pools)
+
+
+def _on(device: torch.device) -> AbstractContextManager[object]:
+    """Triton launches on the thread's current device, wherever the tensors are."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
 
 Out = TypeVar("Out")
 Item = TypeVar("Item")
@@ -55,7 +162,7 @@ class GraphRunner:
     """
 
     def __init__(
-        self, launched: KernelRunner, pools: KVPools, limits: Limits, capture: Capture, watch: Watch = with_bar
+        self, launched: KernelRunner, pools: KVTensors, limits: CaptureLimits, capture: Capture, watch: Watch = with_bar
     ) -> None:
         """Captures all buckets, the largest first so that the others share its memory. watch: goes through the buckets.
 
@@ -74,7 +181,7 @@ class GraphRunner:
         rows = choose_bucket(self._buckets, sum(len(s.tokens) for s in segments), num_wanted(segments))
         return self._launched.pack(segments) if rows is None else self._launched.pad(segments, self._shapes[rows])
 
-    def forward(self, packed: PackedInputs, pools: KVPools) -> TargetOutput:
+    def forward(self, packed: PackedInputs, pools: KVTensors) -> TargetOutput:
         """As TargetModel.forward; the output is overwritten by the next pass. Of `taps`, rows at the end may be padding."""
         assert packed.tables is not None, "packed by another runner"
         assert pools is self._pools, "captured over other pools"

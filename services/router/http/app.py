@@ -14,42 +14,40 @@ from starlette.exceptions import HTTPException
 
 from eyas.errors import EyasError, UnknownModel
 from eyas.rpc.messages import ModelInfo
-from eyas.telemetry.scraping import exposition
-from services.router.access.gate import Gate
-from services.router.access.keys import Keys
-from services.router.front import Front
-from services.router.http.bodies import ChatBody, CompletionBody, problem
-from services.router.http.chat import ChatTemplate
-from services.router.http.errors import Kind, Refusal, refusal, status_refusal
-from services.router.http.serving import Serving
-from services.router.http.streaming import ClientGone
-from services.router.presence import RouterPresence
-from services.router.telemetry.http_answers import HttpAnswers
-from services.router.telemetry.observer import RouterTelemetry
+from eyas.services.router.api_keys import ApiKeys
+from eyas.services.router.generation import GenerationService
+from eyas.services.router.http.chat_template import ChatTemplate
+from eyas.services.router.http.endpoints import ClientGone, OpenAIEndpoints
+from eyas.services.router.http.requests import ChatBody, CompletionBody, problem
+from eyas.services.router.http.responses import ErrorKind, ErrorResponse, refusal, status_refusal
+from eyas.services.router.http.server import Authenticator
+from eyas.services.router.registration import RouterRegistration
+from eyas.services.router.telemetry import HttpAnswers, RouterTelemetry
+from eyas.telemetry.exporters import exposition
 
 # What nginx logs where the client closed the request; nobody reads it.
 _CLIENT_GONE = 499
 
 
 def build_app(
-    front: Front,
+    front: GenerationService,
     templates: Mapping[str, ChatTemplate | None],
-    presence: RouterPresence,
-    keys: Keys,
+    presence: RouterRegistration,
+    keys: ApiKeys,
     telemetry: RouterTelemetry,
 ) -> FastAPI:
     """The application. templates: of every model, None where it has none. telemetry: counts every answer."""
     app = FastAPI(title="Eyas", docs_url=None, redoc_url=None, redirect_slashes=False)
-    app.add_middleware(Gate, keys=keys)
+    app.add_middleware(Authenticator, keys=keys)
     app.add_middleware(HttpAnswers, routes=app.routes, count=telemetry.http_answer)
     _add_errors(app)
-    _add_generation(app, Serving(front, templates))
+    _add_generation(app, OpenAIEndpoints(front, templates))
     _add_models(app, front)
     _add_operations(app, presence)
     return app
 
 
-def _add_generation(app: FastAPI, serving: Serving) -> None:
+def _add_generation(app: FastAPI, serving: OpenAIEndpoints) -> None:
     @app.post("/v1/completions", response_model=None)
     async def completions(body: CompletionBody, request: Request) -> Response:
         """Continue one or several prompts."""
@@ -61,7 +59,7 @@ def _add_generation(app: FastAPI, serving: Serving) -> None:
         return await serving.chat(body, request)
 
 
-def _add_models(app: FastAPI, front: Front) -> None:
+def _add_models(app: FastAPI, front: GenerationService) -> None:
     started = int(time.time())
 
     @app.get("/v1/models")
@@ -78,7 +76,7 @@ def _add_models(app: FastAPI, front: Front) -> None:
         return _model(found, started)
 
 
-def _add_operations(app: FastAPI, presence: RouterPresence) -> None:
+def _add_operations(app: FastAPI, presence: RouterRegistration) -> None:
     @app.get("/live")
     async def live() -> dict[str, str]:
         """The process runs."""
@@ -130,14 +128,14 @@ def _add_errors(app: FastAPI) -> None:
     @app.exception_handler(Exception)
     async def bug(request: Request, error: Exception) -> JSONResponse:
         """The server logs the traceback."""
-        return _told(Refusal(Kind(500, "server_error", "internal_error"), "internal error"))
+        return _told(ErrorResponse(ErrorKind(500, "server_error", "internal_error"), "internal error"))
 
 
-def _told(refused: Refusal) -> JSONResponse:
+def _told(refused: ErrorResponse) -> JSONResponse:
     return JSONResponse(refused.body, refused.kind.status, refused.headers)
 
 
-def _state(presence: RouterPresence) -> dict[str, Any]:
+def _state(presence: RouterRegistration) -> dict[str, Any]:
     return {"status": "not ready", "reason": presence.reason} if presence.reason else {"status": "ready"}
 
 

@@ -10,9 +10,9 @@ import yaml
 from kubernetes_validate.utils import all_versions
 from packaging.version import Version
 
-from services.ray.config import read
+from eyas.services.ray.config import read
 from tests.deploy.charts import CHART, RENDERINGS, VALUES, rendered, run_helm
-from tests.house.repository import ROOT
+from tests.repo.repository import ROOT
 
 OLDEST = "1.32"
 KNOWN = {version.rpartition(".")[0] for version in all_versions()}
@@ -65,9 +65,9 @@ def test_ray_serve_takes_the_application_of_the_ray_service() -> None:
     (service,) = [item for item in rendered("ray") if item["kind"] == "RayService"]
     config = ServeDeploySchema.model_validate(yaml.safe_load(service["spec"]["serveConfigV2"]))
     (application,) = config.applications
-    assert application.import_path == "services.ray_app:build"
+    assert application.import_path == "eyas.services.ray.app:build"
     settings = read(application.args)
     assert settings.environment.registry_url == "REGISTRY_URL"
     assert settings.pools.verifier.resources == {"verifier": 1}
-    assert config.grpc_options.grpc_servicer_functions == ["services.ray.proxy.add_generation"]
+    assert config.grpc_options.grpc_servicer_functions == ["eyas.services.ray.ingress.add_generation"]
     assert config.grpc_options.port == 50050

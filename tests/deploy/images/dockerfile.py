@@ -15,7 +15,7 @@ import sysconfig
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tests.house.repository import ROOT
+from tests.repo.repository import ROOT
 
 FOLDERS = ("/src", "/venv", "/app")
 SKIPPED = ("apt-get",)

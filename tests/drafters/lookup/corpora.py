@@ -5,15 +5,14 @@ from pathlib import Path
 
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from eyas.commit import Budget, Commit
-from eyas.datastore.building import build_datastore
-from eyas.datastore.corpus import vocabulary_digest
+from eyas.datastore.build import build_datastore, vocabulary_digest
+from eyas.draft_protocol import Commit, TreeBudget
 from eyas.drafters.base import DraftContext
 from eyas.request import NoiseKey
 from eyas.tree import DraftTree
 
 GREEDY = NoiseKey(0)
-BUDGET = Budget(24, 5)
+BUDGET = TreeBudget(24, 5)
 
 
 def write_tokenizer(folder: Path, vocab_size: int = 48) -> Tokenizer:
@@ -32,8 +31,8 @@ def write_datastore(target: Path, documents: Sequence[Sequence[int]], out: Path)
 
 
 def commit(
-    session: str, tokens: Sequence[int], base: int = 0, noise: NoiseKey = GREEDY, budget: Budget = BUDGET, epoch: int = 0,
-    samples: tuple[int, ...] = (),
+    session: str, tokens: Sequence[int], base: int = 0, noise: NoiseKey = GREEDY, budget: TreeBudget = BUDGET,
+    epoch: int = 0, samples: tuple[int, ...] = (),
 ) -> DraftContext:  # fmt: skip
     """The tokens from `base` on; no features."""
     return Commit(session, epoch, base, tuple(tokens[base:]), None, noise, budget, samples)

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from eyas.commit import Budget
+from eyas.draft_protocol import TreeBudget
 from eyas.tree import DraftTree
 
 
@@ -16,7 +16,7 @@ class Node:
     score: float
 
 
-def naive_merge(root: int, trees: Sequence[DraftTree], budget: Budget, floor: float) -> DraftTree:
+def naive_merge(root: int, trees: Sequence[DraftTree], budget: TreeBudget, floor: float) -> DraftTree:
     """The best nodes of all, of each tree some for certain."""
     nodes = [Node(0, root, 0.0)]
     places: dict[tuple[int, int], int] = {}

@@ -2,14 +2,14 @@
 
 from collections.abc import Sequence
 
-from eyas.commit import Budget
 from eyas.config import LookaheadConfig, TreeConfig
-from eyas.drafters.lookup.lookahead import LookaheadDrafter, NgramPool
+from eyas.draft_protocol import TreeBudget
+from eyas.drafters.lookahead import LookaheadDrafter, NgramPool
 from eyas.tree import DraftTree
 from tests.drafters.lookup.corpora import commit
 
 ROOMY = TreeConfig(64, 12)
-BUDGET = Budget(64, 12)
+BUDGET = TreeBudget(64, 12)
 
 
 def drafter(window: int, ngram: int, tree: TreeConfig = ROOMY) -> LookaheadDrafter:

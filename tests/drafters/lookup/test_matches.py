@@ -6,14 +6,13 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from eyas.commit import Budget
-from eyas.drafters.lookup.matches import Matches, Trie, merge
-from eyas.drafters.lookup.selection import select
+from eyas.draft_protocol import TreeBudget
+from eyas.drafters.lookup_trees import Matches, Trie, merge, select
 from eyas.tree import DraftTree
 
 Path = tuple[int, ...]
 FOUND = st.lists(st.tuples(st.integers(0, 3), st.lists(st.integers(0, 2), max_size=4)), min_size=1, max_size=30)
-BUDGETS = st.lists(st.builds(Budget, st.integers(1, 12), st.integers(0, 5)), min_size=4, max_size=4)
+BUDGETS = st.lists(st.builds(TreeBudget, st.integers(1, 12), st.integers(0, 5)), min_size=4, max_size=4)
 
 
 class Node(NamedTuple):
@@ -67,7 +66,7 @@ def test_nodes_are_the_paths_of_the_matches(found: list[tuple[int, list[int]]]) 
     assert np.allclose(np.exp(trie.log_shares()), trie.weights / np.array(together))
 
 
-def naive_tree(nodes: list[tuple[float, Path]], budget: Budget) -> DraftTree:
+def naive_tree(nodes: list[tuple[float, Path]], budget: TreeBudget) -> DraftTree:
     """The best of the nodes, which stand in order; equal ones as they stand."""
     allowed = [i for i, (score, path) in enumerate(nodes) if len(path) <= budget.max_depth and score > float("-inf")]
     chosen = sorted(sorted(allowed, key=lambda i: -nodes[i][0])[: budget.max_nodes - 1])
@@ -79,7 +78,7 @@ def naive_tree(nodes: list[tuple[float, Path]], budget: Budget) -> DraftTree:
 
 @given(FOUND, BUDGETS, st.integers(0, 1000))
 def test_trees_are_the_best_nodes_within_each_budget(
-    found: list[tuple[int, list[int]]], budgets: list[Budget], seed: int
+    found: list[tuple[int, list[int]]], budgets: list[TreeBudget], seed: int
 ) -> None:
     """Steps are such that many scores are equal, and some nodes impossible."""
     trie = merge(matches_of(found))

@@ -3,10 +3,9 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from eyas.commit import Budget, Refusal
 from eyas.config import PromptLookupConfig, TreeConfig
-from eyas.drafters.lookup.ngrams import NgramIndex, Occurrence
-from eyas.drafters.lookup.prompt_lookup import PromptLookupDrafter
+from eyas.draft_protocol import ResyncRequired, TreeBudget
+from eyas.drafters.prompt_lookup import NgramIndex, Occurrence, PromptLookupDrafter
 from eyas.tree import DraftTree
 from tests.drafters.lookup.corpora import commit
 
@@ -43,7 +42,7 @@ def drafter(**config: int) -> PromptLookupDrafter:
     return PromptLookupDrafter(TreeConfig(), PromptLookupConfig(**config))
 
 
-def propose(prompt_lookup: PromptLookupDrafter, tokens: list[int], budget: Budget) -> DraftTree:
+def propose(prompt_lookup: PromptLookupDrafter, tokens: list[int], budget: TreeBudget) -> DraftTree:
     (draft,) = prompt_lookup.propose([commit(f"{tokens}{budget}", tokens, budget=budget)])
     assert isinstance(draft, DraftTree)
     return draft
@@ -51,15 +50,15 @@ def propose(prompt_lookup: PromptLookupDrafter, tokens: list[int], budget: Budge
 
 def test_matches_that_begin_alike_share_nodes_and_the_longer_one_comes_first() -> None:
     tokens = [1, 2, 3, 4, 9, 7, 2, 3, 4, 5, 0, 0, 1, 2, 3]
-    tree = propose(drafter(shortest=2), tokens, Budget(24, 2))
+    tree = propose(drafter(shortest=2), tokens, TreeBudget(24, 2))
     assert set(zip(tree.parents[1:], tree.tokens[1:], strict=True)) == {(0, 4), (1, 9), (1, 5)}
-    narrow = propose(drafter(shortest=2), tokens, Budget(3, 2))
+    narrow = propose(drafter(shortest=2), tokens, TreeBudget(3, 2))
     assert narrow.tokens == (3, 4, 9), "the match of three tokens beats the later one of two"
 
 
 def test_scores_never_grow_along_a_path_and_stay_within_the_budget() -> None:
     tokens = [1, 2, 1, 3, 1, 2, 2, 1, 1, 2, 3, 1, 2, 1, 2]
-    for budget in (Budget(24, 5), Budget(4, 5), Budget(24, 1)):
+    for budget in (TreeBudget(24, 5), TreeBudget(4, 5), TreeBudget(24, 1)):
         tree = propose(drafter(), tokens, budget)
         tree.validate(tokens[-1], 4, budget.max_nodes, budget.max_depth)
         assert all(tree.log_probs[node] <= tree.log_probs[tree.parents[node]] for node in range(len(tree)))
@@ -72,7 +71,7 @@ def test_sessions_beyond_the_bound_give_way_and_what_never_fits_sleeps() -> None
     assert isinstance(lookup.propose([commit("old", [1, 2] * 21, base=40)])[0], DraftTree), "it drove nobody out"
     assert lookup.propose([commit("huge", [1, 2] * 61, base=120)]) == [DraftTree.root_only(2)]
     lookup.propose([commit("third", [1, 2] * 20)])
-    assert lookup.propose([commit("new", [1, 2] * 21, base=40)]) == [Refusal("new", 0, 0)]
+    assert lookup.propose([commit("new", [1, 2] * 21, base=40)]) == [ResyncRequired("new", 0, 0)]
 
 
 def test_a_sleeping_session_is_woken_when_there_is_room() -> None:
@@ -80,7 +79,7 @@ def test_a_sleeping_session_is_woken_when_there_is_room() -> None:
     lookup.propose([commit("a", [1, 2] * 20), commit("b", [1, 2] * 20), commit("c", [1, 2] * 20)])
     assert lookup.propose([commit("c", [1, 2] * 21, base=40)]) == [DraftTree.root_only(2)]
     lookup.release(["a", "b"])
-    assert lookup.propose([commit("c", [1, 2] * 22, base=42)]) == [Refusal("c", 0, 0)]
+    assert lookup.propose([commit("c", [1, 2] * 22, base=42)]) == [ResyncRequired("c", 0, 0)]
     (draft,) = lookup.propose([commit("c", [1, 2] * 22)])
     assert isinstance(draft, DraftTree)
     assert draft.num_drafted > 0

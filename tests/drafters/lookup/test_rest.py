@@ -12,16 +12,16 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from eyas.cli import app
-from eyas.commit import Budget
-from eyas.config import EagleConfig, MethodsConfig, RestConfig, TreeConfig
-from eyas.datastore.building import build_datastore
+from eyas.config import DraftingConfig, MethodsConfig, RestConfig, TreeConfig
+from eyas.datastore.build import build_datastore
 from eyas.datastore.store import open_datastore
+from eyas.draft_protocol import TreeBudget
 from eyas.drafters.base import LocalDrafter
-from eyas.drafters.build import build_drafter
-from eyas.drafters.lookup.rest import RestDrafter
+from eyas.drafters.registry import build_drafter
+from eyas.drafters.rest import RestDrafter
 from eyas.errors import CheckpointError, ConfigError
-from eyas.models.sampling.noise import exponential_noise
 from eyas.request import NoiseKey
+from eyas.sampling.noise import exponential_noise
 from eyas.tree import DraftTree
 from tests.drafters.lookup.corpora import GREEDY, commit, write_datastore, write_tokenizer
 
@@ -57,11 +57,11 @@ def target(tiny_target: str, tmp_path: Path) -> str:
 
 def build(target: str, store: Path, **eagle: float) -> LocalDrafter:
     methods = MethodsConfig(rest=RestConfig(str(store)))
-    return build_drafter("rest", target, "", "float32", "cpu", TreeConfig(), EagleConfig(**eagle), methods)  # type: ignore[arg-type]
+    return build_drafter("rest", target, "", "float32", "cpu", TreeConfig(), DraftingConfig(**eagle), methods)  # type: ignore[arg-type]
 
 
 def propose(drafter: LocalDrafter, tokens: list[int], noise: NoiseKey = GREEDY, nodes: int = 24) -> DraftTree:
-    (draft,) = drafter.propose([commit(f"{tokens}{noise}{nodes}", tokens, noise=noise, budget=Budget(nodes, 3))])
+    (draft,) = drafter.propose([commit(f"{tokens}{noise}{nodes}", tokens, noise=noise, budget=TreeBudget(nodes, 3))])
     assert isinstance(draft, DraftTree)
     return draft
 
@@ -152,7 +152,7 @@ def test_another_tokenizer_or_vocabulary_is_refused_with_the_reason(target: str,
     with pytest.raises(CheckpointError, match=r"vocabulary of 49, target .* one of 48"):
         build(target, tmp_path / "wide")
     with pytest.raises(ConfigError, match=r"set methods\.rest\.datastore"):
-        build_drafter("rest", target, "", "float32", "cpu", TreeConfig(), EagleConfig())
+        build_drafter("rest", target, "", "float32", "cpu", TreeConfig(), DraftingConfig())
     with pytest.raises(ConfigError, match=r"no datastore in .*nowhere"):
         build(target, tmp_path / "nowhere")
 

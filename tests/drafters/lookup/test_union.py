@@ -9,13 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from eyas.commit import Budget, Refusal
-from eyas.config import EagleConfig, MethodsConfig, PromptLookupConfig, TreeConfig, UnionConfig
+from eyas.config import CombinedConfig, DraftingConfig, MethodsConfig, PromptLookupConfig, TreeConfig
+from eyas.draft_protocol import ResyncRequired, TreeBudget
 from eyas.drafters.base import Draft, DraftContext, DrafterNeeds, LocalDrafter
-from eyas.drafters.build import build_drafter, build_fuser, features_digest
-from eyas.drafters.lookup.prompt_lookup import PromptLookupDrafter
-from eyas.drafters.union.drafter import UnionDrafter
-from eyas.drafters.union.merging import merge_trees
+from eyas.drafters.combined import CombinedDrafter, merge_trees
+from eyas.drafters.prompt_lookup import PromptLookupDrafter
+from eyas.drafters.registry import build_drafter, build_fuser, features_digest
 from eyas.errors import ConfigError
 from eyas.llm import LLM
 from eyas.request import SamplingParams
@@ -25,7 +24,7 @@ from tests.drafters.lookup.corpora import commit, grown
 from tests.drafters.lookup.naive_union import naive_merge
 from tests.tiny import DEMO
 
-ROOMY = Budget(24, 5)
+ROOMY = TreeBudget(24, 5)
 
 
 def tree(*nodes: tuple[int, int, float]) -> DraftTree:
@@ -38,7 +37,7 @@ LEFT = tree((0, 1, -0.1), (1, 2, -0.2), (2, 3, -0.9), (0, 4, -2.0))
 RIGHT = tree((0, 1, -0.5), (1, 5, -0.6), (0, 6, -0.7), (1, 2, -0.8))
 
 
-def merged(trees: list[DraftTree], budget: Budget, floor: float) -> DraftTree:
+def merged(trees: list[DraftTree], budget: TreeBudget, floor: float) -> DraftTree:
     """Of one session."""
     (tree,) = merge_trees([7], [trees], [budget], floor)
     return tree
@@ -46,11 +45,11 @@ def merged(trees: list[DraftTree], budget: Budget, floor: float) -> DraftTree:
 
 STEPS = st.lists(st.tuples(st.integers(0, 20), st.integers(6, 8), st.sampled_from([0.0, -0.25, -0.5, -1.5])), max_size=12)
 TREES = STEPS.map(partial(grown, 7))
-SESSION = st.tuples(st.lists(TREES, max_size=2), st.builds(Budget, st.integers(1, 16), st.integers(0, 5)))
+SESSION = st.tuples(st.lists(TREES, max_size=2), st.builds(TreeBudget, st.integers(1, 16), st.integers(0, 5)))
 
 
 @given(st.lists(SESSION, min_size=1, max_size=4), st.sampled_from([0.0, 0.2, 0.5]))
-def test_arrays_merge_as_nodes_one_by_one_do(sessions: list[tuple[list[DraftTree], Budget]], floor: float) -> None:
+def test_arrays_merge_as_nodes_one_by_one_do(sessions: list[tuple[list[DraftTree], TreeBudget]], floor: float) -> None:
     trees, budgets = [trees for trees, _ in sessions], [budget for _, budget in sessions]
     expected = [naive_merge(7, own, budget, floor) for own, budget in sessions]
     assert merge_trees([7] * len(sessions), trees, budgets, floor) == expected
@@ -62,23 +61,23 @@ def test_the_best_nodes_of_both_are_kept_and_what_both_have_counts_once() -> Non
     assert sorted(zip(both.tokens[1:], both.log_probs[1:], strict=True)) == [
         (1, -0.1), (2, -0.2), (3, -0.9), (4, -2.0), (5, -0.6), (6, -0.7)
     ]  # fmt: skip
-    assert set(merged([LEFT, RIGHT], Budget(4, 5), 0.0).tokens) == {7, 1, 2, 5}
-    assert set(merged([LEFT, RIGHT], Budget(24, 1), 0.0).tokens) == {7, 1, 6, 4}
-    assert merged([LEFT, RIGHT], Budget(1, 5), 0.0) == DraftTree.root_only(7)
+    assert set(merged([LEFT, RIGHT], TreeBudget(4, 5), 0.0).tokens) == {7, 1, 2, 5}
+    assert set(merged([LEFT, RIGHT], TreeBudget(24, 1), 0.0).tokens) == {7, 1, 6, 4}
+    assert merged([LEFT, RIGHT], TreeBudget(1, 5), 0.0) == DraftTree.root_only(7)
 
 
 def test_neither_side_starves() -> None:
     sure = tree(*((node, node + 10, -0.01 * (node + 1)) for node in range(4)))
     unsure = tree((0, 1, -5.0), (1, 2, -6.0))
-    assert 1 not in merged([sure, unsure], Budget(5, 5), 0.0).tokens
-    assert 1 in merged([sure, unsure], Budget(5, 5), 0.25).tokens
+    assert 1 not in merged([sure, unsure], TreeBudget(5, 5), 0.0).tokens
+    assert 1 in merged([sure, unsure], TreeBudget(5, 5), 0.25).tokens
 
 
 def test_ties_and_growing_scores_orphan_no_node() -> None:
     odd = tree((0, 1, -3.0), (1, 2, -1.0), (2, 3, -0.5), (0, 4, -2.0))
     for nodes in range(1, 8):
         for floor in (0.0, 0.3, 0.5):
-            merged([odd, LEFT], Budget(nodes, 5), floor).validate(7, 48, nodes, 5)
+            merged([odd, LEFT], TreeBudget(nodes, 5), floor).validate(7, 48, nodes, 5)
 
 
 class Forgetful(LocalDrafter):
@@ -102,11 +101,11 @@ class Forgetful(LocalDrafter):
 
 def test_a_side_that_forgot_is_told_again_and_the_other_only_what_is_new() -> None:
     sides = [Forgetful(PromptLookupDrafter(TreeConfig(), PromptLookupConfig())) for _ in range(2)]
-    union, tokens = UnionDrafter(*sides, TreeConfig(), UnionConfig()), [1, 2, 3] * 4
+    union, tokens = CombinedDrafter(*sides, TreeConfig(), CombinedConfig()), [1, 2, 3] * 4
     union.propose([commit("a", tokens[:5])])
     sides[1].release(["a"])
-    assert union.propose([commit("a", tokens[:7], base=5)]) == [Refusal("a", 0, 0)]
-    assert union.propose([commit("a", tokens[:7], base=5)]) == [Refusal("a", 0, 0)]
+    assert union.propose([commit("a", tokens[:7], base=5)]) == [ResyncRequired("a", 0, 0)]
+    assert union.propose([commit("a", tokens[:7], base=5)]) == [ResyncRequired("a", 0, 0)]
     (healed,) = union.propose([commit("a", tokens[:9])])
     assert isinstance(healed, DraftTree)
     assert healed.num_drafted > 0
@@ -116,7 +115,7 @@ def test_a_side_that_forgot_is_told_again_and_the_other_only_what_is_new() -> No
 
 def test_a_resend_of_what_one_side_has_already_answered_keeps_its_tree() -> None:
     sides = [Forgetful(PromptLookupDrafter(TreeConfig(), PromptLookupConfig())) for _ in range(2)]
-    union, tokens = UnionDrafter(*sides, TreeConfig(), UnionConfig()), [1, 2, 3] * 4
+    union, tokens = CombinedDrafter(*sides, TreeConfig(), CombinedConfig()), [1, 2, 3] * 4
     union.propose([commit("a", tokens[:5])])
     sides[1].release(["a"])
     union.propose([commit("a", tokens[:7], base=5)])
@@ -130,10 +129,10 @@ def test_a_resend_of_what_one_side_has_already_answered_keeps_its_tree() -> None
 
 def test_a_side_may_be_told_again_in_pieces() -> None:
     sides = [Forgetful(PromptLookupDrafter(TreeConfig(), PromptLookupConfig())) for _ in range(2)]
-    union, tokens = UnionDrafter(*sides, TreeConfig(), UnionConfig()), [1, 2, 3] * 4
+    union, tokens = CombinedDrafter(*sides, TreeConfig(), CombinedConfig()), [1, 2, 3] * 4
     union.propose([commit("a", tokens[:8])])
     sides[1].release(["a"])
-    assert union.propose([commit("a", tokens[:9], base=8)]) == [Refusal("a", 0, 0)]
+    assert union.propose([commit("a", tokens[:9], base=8)]) == [ResyncRequired("a", 0, 0)]
     for base, end in ((0, 4), (4, 6), (6, 10)):
         (draft,) = union.propose([commit("a", tokens[:end], base=base)])
         assert isinstance(draft, DraftTree)
@@ -146,15 +145,15 @@ def test_a_side_may_be_told_again_in_pieces() -> None:
 def test_features_go_to_the_side_that_needs_them_from_where_it_stands(tiny_target: str, tiny_head: str) -> None:
     """The EAGLE side of a union that had to be healed proposes what EAGLE alone proposes."""
     eagle, lookup = (
-        build_drafter(name, tiny_target, tiny_head, "float32", "cpu", TreeConfig(16, 3, 3), EagleConfig(num_slots=512))
+        build_drafter(name, tiny_target, tiny_head, "float32", "cpu", TreeConfig(16, 3, 3), DraftingConfig(num_slots=512))
         for name in ("eagle3", "prompt_lookup")
     )
-    union = UnionDrafter(eagle, lookup, TreeConfig(16, 3), UnionConfig(floor=0.5))
+    union = CombinedDrafter(eagle, lookup, TreeConfig(16, 3), CombinedConfig(floor=0.5))
     union.propose([fed_commit("a", 8)])
     lookup.release(["a"])
-    assert union.propose([fed_commit("a", 12, base=8)]) == [Refusal("a", 0, 0)]
+    assert union.propose([fed_commit("a", 12, base=8)]) == [ResyncRequired("a", 0, 0)]
     (healed,) = union.propose([fed_commit("a", 15)])
-    (alone,) = eagle.propose([replace(fed_commit("b", 15), budget=Budget(5, 3))])
+    (alone,) = eagle.propose([replace(fed_commit("b", 15), budget=TreeBudget(5, 3))])
     assert isinstance(healed, DraftTree)
     assert isinstance(alone, DraftTree)
     assert set(alone.tokens) <= set(healed.tokens)
@@ -162,7 +161,7 @@ def test_features_go_to_the_side_that_needs_them_from_where_it_stands(tiny_targe
 
 def test_names_of_unions_are_read_and_refused_with_the_reason(tiny_target: str, tiny_head: str) -> None:
     def build(name: str, head: str = tiny_head) -> LocalDrafter:
-        return build_drafter(name, tiny_target, head, "float32", "cpu", TreeConfig(16, 3, 3), EagleConfig(num_slots=64))
+        return build_drafter(name, tiny_target, head, "float32", "cpu", TreeConfig(16, 3, 3), DraftingConfig(num_slots=64))
 
     assert build("prompt_lookup+eagle3").needs == DrafterNeeds(features=True, feature_size=32)
     assert features_digest("prompt_lookup+eagle3", tiny_head) == features_digest("eagle3", tiny_head)

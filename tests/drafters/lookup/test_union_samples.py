@@ -6,16 +6,16 @@ from functools import partial
 from hypothesis import given
 from hypothesis import strategies as st
 
-from eyas.commit import Budget
-from eyas.config import LookaheadConfig, PromptLookupConfig, TreeConfig, UnionConfig
+from eyas.config import CombinedConfig, LookaheadConfig, PromptLookupConfig, TreeConfig
+from eyas.draft_protocol import TreeBudget
 from eyas.drafters.base import Draft, DraftContext, DrafterNeeds, LocalDrafter
-from eyas.drafters.lookup.lookahead import LookaheadDrafter
-from eyas.drafters.lookup.prompt_lookup import PromptLookupDrafter
-from eyas.drafters.union.drafter import UnionDrafter
+from eyas.drafters.combined import CombinedDrafter
+from eyas.drafters.lookahead import LookaheadDrafter
+from eyas.drafters.prompt_lookup import PromptLookupDrafter
 from eyas.tree import DraftTree
 from tests.drafters.lookup.corpora import commit, grown
 
-SHAPE, BUDGET = TreeConfig(24, 6), Budget(24, 6)
+SHAPE, BUDGET = TreeConfig(24, 6), TreeBudget(24, 6)
 # What the target draws behind a token.
 NEXT = {token: (7 * token + 3) % 40 for token in range(48)}
 
@@ -56,7 +56,7 @@ def path(tree: DraftTree, node: int) -> tuple[int, ...]:
 @given(TREES, TREES, st.integers(1, 12))
 def test_samples_are_those_of_the_nodes_that_are_left(mine: DraftTree, other: DraftTree, nodes: int) -> None:
     learner, deaf = Scripted([mine, mine], True), Scripted([other, other], False)
-    union, budget = UnionDrafter(deaf, learner, SHAPE, UnionConfig()), Budget(nodes, 3)
+    union, budget = CombinedDrafter(deaf, learner, SHAPE, CombinedConfig()), TreeBudget(nodes, 3)
     (draft,) = union.propose([commit("a", [1, 2, 0], budget=budget)])
     assert isinstance(draft, DraftTree)
     union.propose([commit("a", [1, 2, 0, 5], 3, budget=budget, samples=tuple(range(100, 100 + len(draft))))])
@@ -69,7 +69,7 @@ def test_samples_are_those_of_the_nodes_that_are_left(mine: DraftTree, other: Dr
     assert deaf.samples == [(), ()]
 
 
-def rounds(drafter: LocalDrafter, num_rounds: int, budget: Budget = BUDGET) -> list[DraftTree]:
+def rounds(drafter: LocalDrafter, num_rounds: int, budget: TreeBudget = BUDGET) -> list[DraftTree]:
     """A target that says what NEXT says, whose text is the longest accepted path."""
     tokens, base, samples, trees = [30, 31, 32, 33], 0, (), list[DraftTree]()
     for _ in range(num_rounds):
@@ -91,7 +91,7 @@ def lookahead() -> LookaheadDrafter:
 
 def test_beside_a_side_that_guesses_nothing_lookahead_does_what_it_does_alone() -> None:
     nothing = Scripted([DraftTree.root_only(0)] * 12, False)
-    both = rounds(UnionDrafter(nothing, lookahead(), SHAPE, UnionConfig()), 12)
+    both = rounds(CombinedDrafter(nothing, lookahead(), SHAPE, CombinedConfig()), 12)
     alone = rounds(lookahead(), 12)
     assert [(tree.tokens, tree.parents) for tree in both] == [(tree.tokens, tree.parents) for tree in alone]
     assert max(len(tree) for tree in alone) > 12
@@ -100,12 +100,12 @@ def test_beside_a_side_that_guesses_nothing_lookahead_does_what_it_does_alone() 
 def test_lookahead_goes_on_when_its_window_is_cut() -> None:
     """The other side takes nearly all of a small budget; the target's walk is guessed all the same."""
     sure = grown(0, [(node, 40 + node, -0.01) for node in range(7)])
-    union = UnionDrafter(Scripted([sure] * 30, False), lookahead(), SHAPE, UnionConfig(floor=0.5))
-    trees = rounds(union, 30, Budget(12, 6))
+    union = CombinedDrafter(Scripted([sure] * 30, False), lookahead(), SHAPE, CombinedConfig(floor=0.5))
+    trees = rounds(union, 30, TreeBudget(12, 6))
     assert any(tree.child(0, NEXT[tree.tokens[0]]) is not None for tree in trees[10:])
 
 
 def test_it_may_stand_beside_prompt_lookup() -> None:
-    union = UnionDrafter(PromptLookupDrafter(SHAPE, PromptLookupConfig()), lookahead(), SHAPE, UnionConfig())
+    union = CombinedDrafter(PromptLookupDrafter(SHAPE, PromptLookupConfig()), lookahead(), SHAPE, CombinedConfig())
     assert union.needs == DrafterNeeds(samples=True)
     assert all(len(tree) > 1 for tree in rounds(union, 10)[1:])

@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from eyas.config import EagleConfig, EngineConfig, TreeConfig
-from eyas.drafters.build import build_drafter, build_fuser
+from eyas.config import DraftingConfig, EngineConfig, TreeConfig
+from eyas.drafters.registry import build_drafter, build_fuser
 from eyas.engine.build import build_engine
 from eyas.request import GenerationStats, Request, SamplingParams
 from tests.tiny import DEMO
@@ -16,7 +16,7 @@ TREE = TreeConfig(nodes=16, depth=4, width=8)
 @pytest.mark.parametrize(("name", "least"), [("medusa", 1.5), ("hydra", 1.75)])
 def test_trained_heads_foresee_the_targets_tokens(name: str, least: float) -> None:
     target, head = str(DEMO / "target"), str(DEMO / name)
-    drafter = build_drafter(name, target, head, "float32", "cpu", TREE, EagleConfig())
+    drafter = build_drafter(name, target, head, "float32", "cpu", TREE, DraftingConfig())
     fuser = build_fuser(name, head, target, "float32", "cpu")
     engine = build_engine(target, fuser, "float32", "cpu", EngineConfig(num_slots=2048), TREE, drafter)
     for line in (DEMO / "prompts.jsonl").read_text(encoding="utf-8").splitlines()[:8]:

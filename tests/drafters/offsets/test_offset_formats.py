@@ -7,8 +7,8 @@ import torch
 from safetensors.torch import save_file
 
 from eyas.errors import CheckpointError, ConfigError
-from eyas.models.heads.offsets.hydra import load_hydra
-from eyas.models.heads.offsets.medusa import load_medusa
+from eyas.models.heads.hydra import load_hydra
+from eyas.models.heads.medusa import load_medusa
 from tests.drafters.offsets.naive_offsets import NaiveOffsets
 from tests.tiny_offsets import config_of, tensors_of, tiny_heads, write
 

@@ -10,10 +10,10 @@ import typer
 from safetensors.torch import load_file
 
 from eyas.models.checkpoint import read_target_config
-from eyas.models.heads.eagle import load_head
-from eyas.models.heads.eagle.config import head_config
-from eyas.models.heads.offsets.hydra import load_hydra
-from eyas.models.heads.offsets.medusa import load_medusa
+from eyas.models.heads.eagle_config import head_config
+from eyas.models.heads.eagle_loader import load_head
+from eyas.models.heads.hydra import load_hydra
+from eyas.models.heads.medusa import load_medusa
 from tests.drafters.naive_eagle import NaiveEagle
 from tests.tiny import write_target
 

@@ -7,8 +7,8 @@ import pytest
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
-from eyas.config import EagleConfig, EngineConfig, Rule, TreeConfig
-from eyas.drafters.build import build_drafter
+from eyas.config import AcceptanceRule, DraftingConfig, EngineConfig, TreeConfig
+from eyas.drafters.registry import build_drafter
 from eyas.engine.build import build_engine
 from eyas.errors import CheckpointError, ConfigError
 from eyas.request import GenerationStats, Request, SamplingParams
@@ -19,9 +19,9 @@ HOT = SamplingParams(33, 0.9, seed=5, ignore_eos=True)
 SAMPLINGS = {"greedy": replace(HOT, temperature=0.0), "hot": HOT, "filtered": replace(HOT, top_k=20, top_p=0.9)}
 
 
-def stats_of(target: str, tree: TreeConfig, sampling: SamplingParams, rule: Rule) -> GenerationStats:
+def stats_of(target: str, tree: TreeConfig, sampling: SamplingParams, rule: AcceptanceRule) -> GenerationStats:
     """Of four requests whose drafter is the target itself."""
-    drafter = build_drafter("sps", target, target, "float32", "cpu", tree, EagleConfig(2048))
+    drafter = build_drafter("sps", target, target, "float32", "cpu", tree, DraftingConfig(2048))
     engine = build_engine(target, None, "float32", "cpu", EngineConfig(num_slots=512, rule=rule), tree, drafter)
     requests = [Request(f"{i}", (7, 8, 9 + i), replace(sampling, seed=5 + i)) for i in range(4)]
     for request in requests:
@@ -59,7 +59,7 @@ def test_chains_drawn_from_the_targets_own_law_are_never_rejected(kind: str, tin
 def test_a_model_with_another_vocabulary_is_refused(tiny_target: str, tmp_path: Path) -> None:
     other = str(write_target(tmp_path / "other", vocab_size=50))
     with pytest.raises(CheckpointError, match=r"has a vocabulary of 50, the target .* one of 48; take a draft model"):
-        build_drafter("sps", tiny_target, other, "float32", "cpu", TreeConfig(), EagleConfig())
+        build_drafter("sps", tiny_target, other, "float32", "cpu", TreeConfig(), DraftingConfig())
 
 
 def with_tokenizer(folder: Path, words: str) -> str:
@@ -70,14 +70,14 @@ def with_tokenizer(folder: Path, words: str) -> str:
 
 def test_a_model_with_another_tokenizer_is_refused(tmp_path: Path) -> None:
     one, same, other = (with_tokenizer(tmp_path / words, words) for words in ("abc", "abc", "acb"))
-    build_drafter("sps", one, same, "float32", "cpu", TreeConfig(8, 2, 2), EagleConfig(64))
+    build_drafter("sps", one, same, "float32", "cpu", TreeConfig(8, 2, 2), DraftingConfig(64))
     with pytest.raises(CheckpointError, match=r"another tokenizer than the target .* 2 tokens differ, such as 'b'"):
-        build_drafter("sps", one, other, "float32", "cpu", TreeConfig(8, 2, 2), EagleConfig(64))
+        build_drafter("sps", one, other, "float32", "cpu", TreeConfig(8, 2, 2), DraftingConfig(64))
     (tmp_path / "acb" / "tokenizer.json").write_text("{}")
     with pytest.raises(CheckpointError, match=r"tokenizer\.json"):
-        build_drafter("sps", one, other, "float32", "cpu", TreeConfig(8, 2, 2), EagleConfig(64))
+        build_drafter("sps", one, other, "float32", "cpu", TreeConfig(8, 2, 2), DraftingConfig(64))
 
 
 def test_a_draft_model_must_be_named(tiny_target: str) -> None:
     with pytest.raises(ConfigError, match="drafter 'sps' needs a causal LM with the target's vocabulary; none was named"):
-        build_drafter("sps", tiny_target, "", "float32", "cpu", TreeConfig(), EagleConfig())
+        build_drafter("sps", tiny_target, "", "float32", "cpu", TreeConfig(), DraftingConfig())

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from eyas.commit import Budget, Commit, Refusal
-from eyas.config import EagleConfig, SmallConfig, TreeConfig
-from eyas.drafters.small.drafter import SmallDrafter
+from eyas.config import DraftingConfig, DraftModelConfig, TreeConfig
+from eyas.draft_protocol import Commit, ResyncRequired, TreeBudget
+from eyas.drafters.draft_model import ModelDrafter
 from eyas.errors import ConfigError
 from eyas.models.inputs import PackedInputs
 from eyas.models.target import TargetModel, load_target
@@ -21,7 +21,7 @@ from tests.models.families import FAMILIES, config_of, write_model
 from tests.tiny import write_small
 
 SHAPE = TreeConfig(nodes=14, depth=4, width=3)
-WHOLE = Budget(14, 4)
+WHOLE = TreeBudget(14, 4)
 GREEDY = NoiseKey(0)
 NOISES = [GREEDY, NoiseKey(9, 0.8), NoiseKey(2**64 - 1, 1.2, top_k=9, top_p=0.9)]
 
@@ -31,20 +31,20 @@ def small(tiny_target: str) -> str:
     return write_small(tiny_target)
 
 
-def make(small: str, num_slots: int = 2048, chunk_tokens: int = 512, shape: TreeConfig = SHAPE) -> SmallDrafter:
-    return SmallDrafter(load_target(small), shape, EagleConfig(num_slots), SmallConfig(chunk_tokens))
+def make(small: str, num_slots: int = 2048, chunk_tokens: int = 512, shape: TreeConfig = SHAPE) -> ModelDrafter:
+    return ModelDrafter(load_target(small), shape, DraftingConfig(num_slots), DraftModelConfig(chunk_tokens))
 
 
 def tokens_of(seed: int, length: int) -> list[int]:
     return torch.randint(3, 48, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
-def commit(name: str, tokens: Sequence[int], base: int, noise: NoiseKey = GREEDY, budget: Budget = WHOLE) -> Commit:
+def commit(name: str, tokens: Sequence[int], base: int, noise: NoiseKey = GREEDY, budget: TreeBudget = WHOLE) -> Commit:
     """tokens: all that is committed; those from `base` on are new."""
     return Commit(name, 0, base, tuple(tokens[base:]), None, noise, budget)
 
 
-def tree_of(drafter: SmallDrafter, context: Commit) -> DraftTree:
+def tree_of(drafter: ModelDrafter, context: Commit) -> DraftTree:
     (draft,) = drafter.propose([context])
     assert isinstance(draft, DraftTree)
     drafter.check()
@@ -84,15 +84,15 @@ def test_models_with_windows_soft_caps_and_positions_of_their_own_draft_as_well(
     """Near the end of the context, where positions of tree rows that nobody will ask for run out, too."""
     kind, settings = FAMILIES[family]
     model, tokens = load_target(write_model(tmp_path, config_of(kind, **settings))), tokens_of(4, 256)
-    drafters = [SmallDrafter(model, SHAPE, EagleConfig(2048), SmallConfig())]
+    drafters = [ModelDrafter(model, SHAPE, DraftingConfig(2048), DraftModelConfig())]
     if not model.routes_rows:
-        drafters.append(SmallDrafter(model, SHAPE, EagleConfig(2048), SmallConfig(), watched))
+        drafters.append(ModelDrafter(model, SHAPE, DraftingConfig(2048), DraftModelConfig(), watched))
     for base, end in ((0, 30), (30, 31)):
         nodes = best_tree(naive_small.candidates(str(tmp_path), tokens[:end], GREEDY, SHAPE), 13)
         for drafter in drafters:
             assert_same(tree_of(drafter, commit("a", tokens[:end], base)), nodes, tokens[end - 1])
     for drafter in drafters:
-        assert len(tree_of(drafter, commit("end", tokens, 0, budget=Budget(3, 1)))) == 3
+        assert len(tree_of(drafter, commit("end", tokens, 0, budget=TreeBudget(3, 1)))) == 3
 
 
 class Counting(TargetModel):
@@ -109,7 +109,7 @@ class Counting(TargetModel):
 
 def test_accepted_tokens_are_not_run_again(small: str) -> None:
     model = Counting(load_target(small))
-    drafter, tokens = SmallDrafter(model, SHAPE, EagleConfig(512), SmallConfig()), tokens_of(3, 9)
+    drafter, tokens = ModelDrafter(model, SHAPE, DraftingConfig(512), DraftModelConfig()), tokens_of(3, 9)
     tree = tree_of(drafter, commit("a", tokens, 0))
     assert model.rows == [9, 3, 3, 3], "the prompt, then each level that has children"
     inner = next(n for n in range(len(tree)) if tree.depths[n] == 3)
@@ -123,7 +123,7 @@ def test_slots_of_a_tree_return_but_for_the_accepted_ones(small: str) -> None:
     tree = tree_of(drafter, commit("a", tokens, 0))
     assert drafter.num_free_slots == 100 - 9 - 9
     more = [*tokens, tree.tokens[1], 47]
-    assert tree_of(drafter, commit("a", more, 9, budget=Budget(1, 0))) == DraftTree.root_only(47)
+    assert tree_of(drafter, commit("a", more, 9, budget=TreeBudget(1, 0))) == DraftTree.root_only(47)
     assert drafter.num_free_slots == 100 - 11
     drafter.release(["a"])
     assert drafter.num_free_slots == 100
@@ -143,7 +143,7 @@ def test_numbers_of_a_session_that_are_none_reach_no_other(small: str) -> None:
 @pytest.mark.parametrize("chunk_tokens", [1, 7])
 def test_prefill_in_chunks_changes_no_tree(chunk_tokens: int, small: str) -> None:
     contexts = [commit(f"s{i}", tokens_of(i, 5 + 9 * i), 0, NOISES[i % 3]) for i in range(4)]
-    contexts.append(commit("followed", tokens_of(9, 20), 0, budget=Budget(1, 0)))
+    contexts.append(commit("followed", tokens_of(9, 20), 0, budget=TreeBudget(1, 0)))
     whole = make(small).propose(contexts)
     cut = make(small, chunk_tokens=chunk_tokens).propose(contexts)
     for one, other in zip(whole, cut, strict=True):
@@ -181,7 +181,7 @@ def test_a_session_that_cannot_fit_is_followed_and_wakes_when_there_is_room(smal
     assert [isinstance(draft, DraftTree) and len(draft) > 1 for draft in drafter.propose(crowd)] == [True, True, False]
     drafter.check()
     drafter.release(["a", "c"])
-    assert drafter.propose([commit("b", tokens[:21], 20)]) == [Refusal("b", 0, 0)]
+    assert drafter.propose([commit("b", tokens[:21], 20)]) == [ResyncRequired("b", 0, 0)]
     assert len(tree_of(drafter, commit("b", tokens[:21], 0))) > 1
 
 
@@ -189,8 +189,8 @@ def test_trees_of_idle_sessions_give_way_before_their_tokens_do(small: str) -> N
     drafter, tokens = make(small, num_slots=60), tokens_of(1, 20)
     tree_of(drafter, commit("idle", tokens[:10], 0))
     tree_of(drafter, commit("busy", tokens[:17], 0))  # 2 * 9 of trees, 27 of tokens
-    tree_of(drafter, commit("third", tokens[:10], 0, budget=Budget(1, 0)))
-    tree_of(drafter, commit("fourth", tokens[:10], 0, budget=Budget(1, 0)))
+    tree_of(drafter, commit("third", tokens[:10], 0, budget=TreeBudget(1, 0)))
+    tree_of(drafter, commit("fourth", tokens[:10], 0, budget=TreeBudget(1, 0)))
     assert len(tree_of(drafter, commit("idle", tokens[:11], 10))) > 1, "it is still known"
 
 
@@ -201,5 +201,5 @@ def test_the_session_unused_for_longest_is_forgotten_and_says_so(small: str) -> 
     tree_of(drafter, commit("old", tokens[:11], 10))
     tree_of(drafter, commit("third", tokens, 0))
     tree_of(drafter, commit("fourth", tokens[:9], 0))
-    assert drafter.propose([commit("new", tokens[:11], 10)]) == [Refusal("new", 0, 0)]
+    assert drafter.propose([commit("new", tokens[:11], 10)]) == [ResyncRequired("new", 0, 0)]
     drafter.check()

@@ -6,17 +6,17 @@ from dataclasses import replace
 import pytest
 import torch
 
-from eyas.cache.kv import SlotPools
+from eyas.cache.kv_cache import KVCache
 from eyas.config import EngineConfig, TreeConfig
 from eyas.drafters.base import Drafter
-from eyas.engine.budget.policy import AdaptiveBudget, FixedBudget, TreeBudget
 from eyas.engine.build import assemble_engine
-from eyas.engine.drafting import Drafting
+from eyas.engine.draft_budget import AdaptiveDraftBudget, DraftBudget, FixedDraftBudget
+from eyas.engine.draft_manager import DraftManager
 from eyas.engine.engine import Engine
 from eyas.engine.runner import ModelRunner
 from eyas.engine.scheduler import Scheduler
 from eyas.errors import ConfigError
-from eyas.models.attention import KVPools
+from eyas.models.attention import KVTensors
 from eyas.models.inputs import PackedInputs, Segment
 from eyas.models.target import TargetModel, TargetOutput, load_target
 from eyas.request import Request, SamplingParams
@@ -45,7 +45,7 @@ class PricedPasses:
     def pack(self, segments: Sequence[Segment]) -> PackedInputs:
         return self._target.pack(segments)
 
-    def forward(self, packed: PackedInputs, pools: KVPools) -> TargetOutput:
+    def forward(self, packed: PackedInputs, pools: KVTensors) -> TargetOutput:
         self.now += 1 + self._row * len(packed.tokens)
         self.num_rows += len(packed.tokens)
         return self._target.forward(packed, pools)
@@ -58,7 +58,7 @@ class HardOfHearing(RandomDrafter):
         return session == REQUESTS[0].id
 
 
-class Notes(FixedBudget):
+class Notes(FixedDraftBudget):
     """Keeps what it was asked."""
 
     def __init__(self) -> None:
@@ -69,12 +69,12 @@ class Notes(FixedBudget):
         return super().choose(decoding, most, num_plain)
 
 
-def priced_engine(target: TargetModel, drafter: Drafter, passes: PricedPasses, budget: TreeBudget | None = None) -> Engine:
+def priced_engine(target: TargetModel, drafter: Drafter, passes: PricedPasses, budget: DraftBudget | None = None) -> Engine:
     config = EngineConfig(num_slots=1024, budget="adaptive")
-    runner = ModelRunner(target, SlotPools(1024, target.kv_shapes, 0, torch.float32, target.device), None, passes)
-    drafting = Drafting(drafter, runner, "match")
+    runner = ModelRunner(target, KVCache(1024, target.kv_shapes, 0, torch.float32, target.device), None, passes)
+    drafting = DraftManager(drafter, runner, "match")
     scheduler = Scheduler(config, TREE, target.eos_ids)
-    return Engine(scheduler, drafting, runner, 256, budget or AdaptiveBudget(TREE.nodes), passes.clock)
+    return Engine(scheduler, drafting, runner, 256, budget or AdaptiveDraftBudget(TREE.nodes), passes.clock)
 
 
 @pytest.fixture(scope="module")
@@ -130,7 +130,7 @@ def test_the_budget_hears_of_requests_that_decode_without_trees(tiny_target: str
 def test_the_setting_makes_the_budget_adapt(tiny_target: str, expected: dict[str, list[int]]) -> None:
     config = EngineConfig(num_slots=1024, budget="adaptive")
     engine = assemble_engine(load_target(tiny_target), None, config, TREE, RandomDrafter(48))
-    assert isinstance(engine._budget, AdaptiveBudget)
+    assert isinstance(engine._budget, AdaptiveDraftBudget)
     assert run(engine) == expected
     with pytest.raises(ConfigError, match="budget is 'on'; it must be one of fixed, adaptive"):
         replace(config, budget="on")  # type: ignore[arg-type]

@@ -4,32 +4,31 @@ from collections.abc import Callable
 
 import pytest
 
-from eyas.engine.budget.cost import Line
-from eyas.engine.budget.gain import Gains
+from eyas.engine.draft_budget import AcceptanceModel, CostModel
 from eyas.tree import DraftTree
 
 
 @pytest.mark.parametrize("line", [lambda x: 2 + 3 * x, lambda x: 4.0, lambda x: 0.5 * x])
 def test_a_line_is_found_again(line: Callable[[float], float]) -> None:
-    fitted = Line(0.99)
+    fitted = CostModel(0.99)
     for size in (1, 4, 4, 9, 2) * 5:
         fitted.add(size, line(size))
     assert [fitted.at(size) for size in (1, 6, 20)] == pytest.approx([line(1), line(6), line(20)])
 
 
 def test_a_line_never_falls_and_never_goes_below_zero() -> None:
-    fitted = Line(0.9)
+    fitted = CostModel(0.9)
     for size, seconds in ((1, 9.0), (5, 1.0)) * 5:
         fitted.add(size, seconds)
     assert fitted.at(1) == fitted.at(5) > 0
-    steep = Line(0.9)
+    steep = CostModel(0.9)
     for size, seconds in ((4, 0.1), (5, 3.0)) * 5:
         steep.add(size, seconds)
     assert 0 < steep.at(0.1) < steep.at(4)
 
 
 def test_a_slope_outlasts_sizes_that_do_not_differ() -> None:
-    fitted = Line(0.9)
+    fitted = CostModel(0.9)
     for size, seconds in ((1, 3.0), (5, 7.0), *[(1, 3.0)] * 1000, *[(1, 4.0)] * 100):
         fitted.add(size, seconds)
     assert fitted.sloped
@@ -37,7 +36,7 @@ def test_a_slope_outlasts_sizes_that_do_not_differ() -> None:
 
 
 def test_gains_are_counted_by_the_rank_of_a_nodes_score() -> None:
-    gains = Gains(4)
+    gains = AcceptanceModel(4)
     tree = DraftTree((0, 5, 6, 7), (0, 0, 0, 2), (0.0, -3.0, -1.0, -2.0))
     gains.add(4, tree, (0, 2, 3))
     assert gains.tokens(4).tolist() == [1, 2, 3, 3]

@@ -5,16 +5,15 @@ import random
 import numpy as np
 import pytest
 
-from eyas.engine.budget.lessons import LEARNERS, LEARNING_SHARE, OF_REQUESTS, Lessons
-from eyas.engine.budget.policy import AdaptiveBudget
-from eyas.engine.sequence import Place, Sequence, Work
+from eyas.engine.draft_budget import LEARNERS, LEARNING_SHARE, OF_REQUESTS, AdaptiveDraftBudget, Exploration
+from eyas.engine.sequence import QueueKey, ScheduledSequence, Sequence
 from eyas.request import Request
 from tests.engine.budget.world import NODES, World, usual
 
 
 def test_what_lessons_lose_among_others_that_have_no_trees_is_bounded_too() -> None:
     world = World(row=1.0, draft=5.0, batch=2, others=30)
-    budget = AdaptiveBudget(NODES)
+    budget = AdaptiveDraftBudget(NODES)
     world.sizes(budget, 100)
     world.now, world.tokens = 0.0, 0
     world.sizes(budget, 1000)
@@ -24,7 +23,7 @@ def test_what_lessons_lose_among_others_that_have_no_trees_is_bounded_too() -> N
 @pytest.mark.parametrize("draft", [5.0, 50.0])
 def test_what_lessons_lose_is_bounded_in_the_long_run_however_dear_they_are(draft: float) -> None:
     world = World(draft=draft)
-    budget = AdaptiveBudget(NODES)
+    budget = AdaptiveDraftBudget(NODES)
     world.sizes(budget, 100)
     world.now, world.tokens = 0.0, 0
     world.sizes(budget, 20000)
@@ -33,7 +32,7 @@ def test_what_lessons_lose_is_bounded_in_the_long_run_however_dear_they_are(draf
 
 def test_learning_among_many_requests_takes_few_of_them_and_little_time() -> None:
     world = World(row=1.0, draft=5.0, batch=64)
-    budget = AdaptiveBudget(NODES)
+    budget = AdaptiveDraftBudget(NODES)
     first = world.sizes(budget, 40)
     assert max(sum(size > 1 for size in sizes.values()) for sizes in first) == 64 * max(LEARNERS) / OF_REQUESTS
     world.now, world.tokens = 0.0, 0
@@ -43,21 +42,21 @@ def test_learning_among_many_requests_takes_few_of_them_and_little_time() -> Non
 
 def test_prompts_that_keep_coming_do_not_bring_lesson_after_lesson() -> None:
     world, rng = World(row=10.0, batch=4), random.Random(0)
-    budget = AdaptiveBudget(NODES)
+    budget = AdaptiveDraftBudget(NODES)
     world.sizes(budget, 400)
     assert any(max(world.sizes(budget, 1)[-1].values()) > 1 for _ in range(2000)), "no lesson begins"
     chosen = []
     for _ in range(40):
         chosen.append(budget.choose([f"{number}" for number in range(4)], NODES))
         works, accepted = world.step(chosen[-1], rng)
-        prompt = Work(Sequence.start(Request("new", (1, 2)), Place(0.0, 9)), np.arange(2), 0, None)
+        prompt = ScheduledSequence(Sequence.start(Request("new", (1, 2)), QueueKey(0.0, 9)), np.arange(2), 0, None)
         budget.drafted(0.0)
         budget.verified([*works, prompt], [*accepted, None], 50.0)
     assert sum(max(sizes.values()) > 1 for sizes in chosen) <= len(LEARNERS)
 
 
 def test_a_round_of_lessons_that_nobody_could_count_is_followed_by_as_long_a_pause_as_the_one_before() -> None:
-    lessons, names = Lessons(), ["a"]
+    lessons, names = Exploration(), ["a"]
     taken = []
     for _ in range(400):
         taken.append(bool(lessons.sizes(names, NODES, True)))
@@ -69,7 +68,7 @@ def test_a_round_of_lessons_that_nobody_could_count_is_followed_by_as_long_a_pau
 
 def test_those_that_serve_to_learn_have_trees_beside_others_that_have_smaller_ones() -> None:
     world = World(row=0.06, batch=4)
-    chosen = world.sizes(AdaptiveBudget(NODES), 400)[-200:]
+    chosen = world.sizes(AdaptiveDraftBudget(NODES), 400)[-200:]
     common = usual([size for sizes in chosen for size in sizes.values()])
     assert 1 < common < NODES
     assert {"0": NODES, "1": common, "2": common, "3": common} in chosen

@@ -4,22 +4,21 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from eyas.engine.budget.lessons import LEARNING_SHARE
-from eyas.engine.budget.policy import AdaptiveBudget
+from eyas.engine.draft_budget import LEARNING_SHARE, AdaptiveDraftBudget
 from tests.engine.budget.world import NODES, World, usual
 
 
 def test_free_rows_give_the_whole_tree_and_dear_ones_none() -> None:
     for row, expected in ((0.0, NODES), (10.0, 1)):
         world = World(row=row)
-        chosen = world.run(AdaptiveBudget(NODES), 400)[-128:]
+        chosen = world.run(AdaptiveDraftBudget(NODES), 400)[-128:]
         assert usual(chosen) == expected
         assert len([nodes for nodes in chosen if nodes != expected]) <= 5, "but for what serves to learn"
 
 
 def test_a_slow_drafter_is_not_asked_and_is_asked_again_once_it_is_fast() -> None:
     world = World(draft=20.0)
-    budget = AdaptiveBudget(NODES)
+    budget = AdaptiveDraftBudget(NODES)
     assert usual(world.run(budget, 300)[-100:]) == 1
     world.draft = 0.1
     assert usual(world.run(budget, 2000)[-100:]) == NODES
@@ -27,7 +26,7 @@ def test_a_slow_drafter_is_not_asked_and_is_asked_again_once_it_is_fast() -> Non
 
 def test_what_a_drafter_has_to_catch_up_on_is_no_cost_of_each_draft() -> None:
     world = World(row=10.0)
-    budget = AdaptiveBudget(NODES)
+    budget = AdaptiveDraftBudget(NODES)
     assert usual(world.run(budget, 300)[-100:]) == 1
     world.row, world.behind = 0.01, 0.2
     assert usual(world.run(budget, 6000)[-100:]) > 4
@@ -35,7 +34,7 @@ def test_what_a_drafter_has_to_catch_up_on_is_no_cost_of_each_draft() -> None:
 
 def test_a_drafter_that_answers_no_more_is_not_waited_for_and_is_found_when_it_is_back() -> None:
     world = World(draft=0.2, row=0.01)
-    budget = AdaptiveBudget(NODES)
+    budget = AdaptiveDraftBudget(NODES)
     assert usual(world.run(budget, 300)[-100:]) > 4
     world.available = False
     assert usual(world.run(budget, 600)[-100:]) == 1
@@ -51,7 +50,7 @@ def test_speculation_costs_no_more_than_it_gives_but_for_what_serves_to_learn(
     row: float, draft: float, right: float, batch: int, seed: int
 ) -> None:
     world = World(row=row, draft=draft, right=right, batch=batch)
-    budget = AdaptiveBudget(NODES)
+    budget = AdaptiveDraftBudget(NODES)
     world.run(budget, 100, seed)
     world.now, world.tokens = 0.0, 0
     world.run(budget, 256, seed + 1)
@@ -63,7 +62,7 @@ def test_speculation_costs_no_more_than_it_gives_but_for_what_serves_to_learn(
 @pytest.mark.parametrize("row", [0.02, 0.1, 0.3])
 def test_the_size_that_is_chosen_is_about_the_best(row: float, batch: int) -> None:
     world = World(row=row, draft=0.2, batch=batch)
-    chosen = usual(world.run(AdaptiveBudget(NODES), 300)[-100:])
+    chosen = usual(world.run(AdaptiveDraftBudget(NODES), 300)[-100:])
     best = max(world.tokens_per_second(nodes) for nodes in range(1, NODES + 1))
     assert world.tokens_per_second(chosen) > 0.93 * best
 
@@ -71,7 +70,7 @@ def test_the_size_that_is_chosen_is_about_the_best(row: float, batch: int) -> No
 def test_a_tree_pays_for_itself_among_others_that_have_none() -> None:
     """A step is shared by all of them, its rows are not the tree's alone."""
     lone, among = World(row=0.1, draft=0.1), World(row=0.1, draft=0.1, others=15)
-    large, small = (usual(world.run(AdaptiveBudget(NODES), 600)[-200:]) for world in (lone, among))
+    large, small = (usual(world.run(AdaptiveDraftBudget(NODES), 600)[-200:]) for world in (lone, among))
     assert small <= 4 < large
     best = max(among.tokens_per_second(nodes) for nodes in range(1, NODES + 1))
     assert among.tokens_per_second(small) > 0.98 * best
@@ -79,7 +78,7 @@ def test_a_tree_pays_for_itself_among_others_that_have_none() -> None:
 
 def test_a_larger_size_is_tried_beside_the_best_known_one() -> None:
     world = World(row=0.01, batch=8)
-    budget = AdaptiveBudget(NODES)
+    budget = AdaptiveDraftBudget(NODES)
     assert usual(world.run(budget, 100, most=4)) == 4
     assert usual(world.run(budget, 6, most=NODES)) == 4
     assert usual(world.run(budget, 100, most=NODES)[-50:]) > 4
@@ -89,14 +88,14 @@ def test_more_sequences_have_smaller_trees_where_rows_cost() -> None:
     sizes = []
     for batch in (1, 4, 16, 64):
         world = World(row=0.1, batch=batch)
-        sizes.append(usual(world.run(AdaptiveBudget(NODES), 400)[-100:]))
+        sizes.append(usual(world.run(AdaptiveDraftBudget(NODES), 400)[-100:]))
     assert sizes == sorted(sizes, reverse=True)
     assert (sizes[0] > 4, sizes[-1]) == (True, 1)
 
 
 def test_no_more_is_chosen_than_a_step_has_room_for() -> None:
     world = World()
-    budget = AdaptiveBudget(NODES)
+    budget = AdaptiveDraftBudget(NODES)
     assert set(world.run(budget, 100, most=3)) <= {1, 2, 3}
     assert set(world.run(budget, 10, most=1)) == {1}
     assert usual(world.run(budget, 100)[-50:]) == NODES, "what was never asked for is tried"
@@ -104,7 +103,7 @@ def test_no_more_is_chosen_than_a_step_has_room_for() -> None:
 
 def test_a_pause_of_the_machine_is_no_cost_of_rows() -> None:
     world = World(row=0.001)
-    budget = AdaptiveBudget(NODES)
+    budget = AdaptiveDraftBudget(NODES)
     world.run(budget, 200)
     world.fixed = 500.0
     world.run(budget, 1)

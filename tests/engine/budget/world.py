@@ -6,10 +6,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from eyas.engine.acceptance.match import Accepted
-from eyas.engine.budget.policy import AdaptiveBudget
-from eyas.engine.sequence import Place, Sequence, Work
+from eyas.engine.draft_budget import AdaptiveDraftBudget
+from eyas.engine.sequence import QueueKey, ScheduledSequence, Sequence
 from eyas.request import Request
+from eyas.sampling.acceptance import Accepted
 from eyas.tree import DraftTree
 
 NODES = 8
@@ -33,14 +33,16 @@ class World:
     now: float = 0.0
     tokens: int = 0
 
-    def step(self, sizes: dict[str, int], rng: random.Random) -> tuple[list[Work], list[Accepted | None]]:
+    def step(self, sizes: dict[str, int], rng: random.Random) -> tuple[list[ScheduledSequence], list[Accepted | None]]:
         """What the engine would have to say of a step with trees of these sizes."""
         works, accepted = [], list[Accepted | None]()
         for name, size in sizes.items():
             tree = DraftTree.chain(range(size if self.available else 1))
             length = next((n for n in range(tree.num_drafted) if rng.random() >= self.right), tree.num_drafted)
             path = tuple(range(length + 1))
-            works.append(Work(Sequence.start(Request(name, (1,)), Place(0.0, 0)), np.arange(len(tree)), 1, tree))
+            works.append(
+                ScheduledSequence(Sequence.start(Request(name, (1,)), QueueKey(0.0, 0)), np.arange(len(tree)), 1, tree)
+            )
             accepted.append(Accepted(path, path))
             self.tokens += len(path)
         return works, accepted
@@ -52,7 +54,7 @@ class World:
         behind = max((self.num_untold.pop(name) - 1 for name in asked), default=0)
         return self.draft + self.behind * behind if asked else 0.0
 
-    def sizes(self, budget: AdaptiveBudget, steps: int, seed: int = 0, most: int = NODES) -> list[dict[str, int]]:
+    def sizes(self, budget: AdaptiveDraftBudget, steps: int, seed: int = 0, most: int = NODES) -> list[dict[str, int]]:
         """The sizes that were chosen, step by step."""
         rng, names = random.Random(seed), [f"{number}" for number in range(self.batch)]
         treeless = {f"other {number}": 1 for number in range(self.others)}
@@ -67,7 +69,7 @@ class World:
             chosen.append(budget.choose(names, most, self.others))
         return chosen
 
-    def run(self, budget: AdaptiveBudget, steps: int, seed: int = 0, most: int = NODES) -> list[int]:
+    def run(self, budget: AdaptiveDraftBudget, steps: int, seed: int = 0, most: int = NODES) -> list[int]:
         """The size that most requests had, step by step."""
         return [usual(list(sizes.values())) for sizes in self.sizes(budget, steps, seed, most)]
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from eyas.models.cpu.linear import JoinedLinear, PackedLinear, pack_weights
+from eyas.models.cpu import MergedLinearPart, PackedLinear, pack_weights
 
 pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this torch was built without oneDNN")
 
@@ -38,7 +38,7 @@ def test_a_weight_can_be_read_as_it_was() -> None:
     pack_weights(layers)
     after = [layer.weight for layer in layers.modules() if isinstance(layer, nn.Linear)]
     assert all(map(torch.equal, after, before))
-    assert {type(layer) for layer in layers.modules()} >= {PackedLinear, JoinedLinear}
+    assert {type(layer) for layer in layers.modules()} >= {PackedLinear, MergedLinearPart}
 
 
 def test_layers_that_are_no_float32_linear_stay() -> None:
@@ -71,7 +71,7 @@ def test_siblings_are_one_product_and_give_what_they_gave_before(bias: bool) -> 
     inputs = [torch.randn(*shape, 256) for shape in ((1,), (1, 9), (1, 64), (1, 0))]
     expected = [layer(x) for x in inputs]
     pack_weights(layer)
-    assert all(isinstance(each, JoinedLinear) for each in layer.children())
+    assert all(isinstance(each, MergedLinearPart) for each in layer.children())
     with torch.inference_mode():
         for x, before in zip(inputs, expected, strict=True):
             torch.testing.assert_close(layer(x), before, rtol=1e-4, atol=1e-5)

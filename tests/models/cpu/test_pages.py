@@ -10,8 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from eyas.models.cpu.linear import pack_weights
-from eyas.models.cpu.pages import HUGE, NOW, to_huge_pages, weights_of
+from eyas.models.cpu import HUGE, NOW, pack_weights, to_huge_pages, weights_of
 
 
 def granted(num_huge: int = 8) -> bool:

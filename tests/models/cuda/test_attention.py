@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from eyas.models import attention
-from eyas.models.cuda.tables import Tiling, bucket_shape, lay_out, num_wanted, tight_shape, upload, view
+from eyas.models.cuda.metadata import Tiling, bucket_shape, lay_out, num_wanted, tight_shape, upload, view
 from eyas.models.inputs import PackedInputs, Segment, pack
 from tests.models.cuda.forests import Heads, make_pass, make_pools, naive, num_slots, passes, scaling_of
 

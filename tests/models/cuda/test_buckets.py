@@ -5,8 +5,8 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from eyas.models.cuda.buckets import SPARE_LOGITS, choose_bucket, row_buckets
-from eyas.models.cuda.tables import Tiling, bucket_shape, fixed_words, lay_out, mask_words, tight_shape
+from eyas.models.cuda.graphs import SPARE_LOGITS, choose_bucket, row_buckets
+from eyas.models.cuda.metadata import Tiling, bucket_shape, fixed_words, lay_out, mask_words, tight_shape
 from eyas.models.inputs import Segment
 from tests.models.cuda.forests import passes
 

@@ -8,18 +8,16 @@ from collections.abc import Callable, Sequence
 import pytest
 import torch
 
-from eyas.cache.kv import SlotPools
+from eyas.cache.kv_cache import KVCache
 from eyas.config import EngineConfig, TreeConfig
-from eyas.engine.drafting import Drafting
+from eyas.engine.draft_manager import DraftManager
 from eyas.engine.engine import Engine
 from eyas.engine.runner import ModelRunner
 from eyas.engine.scheduler import Scheduler
 from eyas.errors import ConfigError
-from eyas.models.cuda.graphs import CudaCapture, GraphRunner
-from eyas.models.cuda.launch import KernelRunner
-from eyas.models.cuda.passes import what_kernel_lacks
-from eyas.models.cuda.plan import Limits
-from eyas.models.cuda.tables import Tiling
+from eyas.models.cuda.backend import what_kernel_lacks
+from eyas.models.cuda.graphs import CaptureLimits, CudaCapture, GraphRunner, KernelRunner
+from eyas.models.cuda.metadata import Tiling
 from eyas.models.inputs import Segment
 from eyas.models.target import TargetModel, TargetOutput, load_target
 from eyas.request import Request, SamplingParams
@@ -29,7 +27,7 @@ from tests.models.cuda.forests import make_pass
 from tests.tiny import write_target
 
 TILING = Tiling(heads_per_kv=2, num_kv=2, num_processors=4)
-LIMITS = Limits(rows=32, segments=4, prefix=400)
+LIMITS = CaptureLimits(rows=32, segments=4, prefix=400)
 NUM_SLOTS = 200
 
 
@@ -51,9 +49,9 @@ def target(folder: str) -> TargetModel:
     return load_target(folder, device=DEVICE, taps=(0, 2))
 
 
-def filled_pools(target: TargetModel) -> SlotPools:
+def filled_pools(target: TargetModel) -> KVCache:
     """As if all slots had been written before."""
-    pools = SlotPools(NUM_SLOTS, target.kv_shapes, 0, target.dtype, target.device)
+    pools = KVCache(NUM_SLOTS, target.kv_shapes, 0, target.dtype, target.device)
     generator = torch.Generator().manual_seed(0)
     for tensor in (*pools.keys, *pools.values):
         tensor[:NUM_SLOTS] = torch.randn(tensor[:NUM_SLOTS].shape, generator=generator).to(DEVICE)
@@ -61,17 +59,17 @@ def filled_pools(target: TargetModel) -> SlotPools:
 
 
 @pytest.fixture(scope="module")
-def pools(target: TargetModel) -> SlotPools:
+def pools(target: TargetModel) -> KVCache:
     return filled_pools(target)
 
 
 @pytest.fixture(scope="module")
-def runner(target: TargetModel, pools: SlotPools) -> GraphRunner:
+def runner(target: TargetModel, pools: KVCache) -> GraphRunner:
     capture = CudaCapture(target.device) if DEVICE == "cuda" else run_again
     return GraphRunner(KernelRunner(target, TILING, pools.scratch), pools, LIMITS, capture)
 
 
-def check_passes(target: TargetModel, runner: GraphRunner, pools: SlotPools, forests: Sequence[list[Segment]]) -> None:
+def check_passes(target: TargetModel, runner: GraphRunner, pools: KVCache, forests: Sequence[list[Segment]]) -> None:
     """One runner runs all of them in turn; each is compared with the plain path on pools of its own."""
     for segments in forests:
         plain_pools = filled_pools(target)
@@ -88,12 +86,12 @@ def check_passes(target: TargetModel, runner: GraphRunner, pools: SlotPools, for
 
 
 def test_every_row_count_from_bucket_to_bucket_gives_the_plain_logits(
-    target: TargetModel, runner: GraphRunner, pools: SlotPools
+    target: TargetModel, runner: GraphRunner, pools: KVCache
 ) -> None:
     check_passes(target, runner, pools, [make_pass([(True, rows, 9)], seed=rows) for rows in (1, 2, 3, 8, 9, 16, 17, 32)])
 
 
-def test_batches_shrink_and_grow_across_buckets(target: TargetModel, runner: GraphRunner, pools: SlotPools) -> None:
+def test_batches_shrink_and_grow_across_buckets(target: TargetModel, runner: GraphRunner, pools: KVCache) -> None:
     sizes = [
         [(True, 1, 30), (True, 1, 3), (True, 1, 11)],
         [(True, 9, 31), (True, 6, 4), (False, 5, 0), (True, 2, 12)],
@@ -103,11 +101,11 @@ def test_batches_shrink_and_grow_across_buckets(target: TargetModel, runner: Gra
     check_passes(target, runner, pools, [make_pass(s, seed=i) for i, s in enumerate(sizes)])
 
 
-def test_a_pass_that_no_graph_holds_is_launched(target: TargetModel, runner: GraphRunner, pools: SlotPools) -> None:
+def test_a_pass_that_no_graph_holds_is_launched(target: TargetModel, runner: GraphRunner, pools: KVCache) -> None:
     check_passes(target, runner, pools, [make_pass([(False, 60, 7), (True, 3, 2)]), make_pass([(True, 33, 5)])])
 
 
-def test_a_model_that_cannot_be_captured_is_refused_by_name(target: TargetModel, pools: SlotPools) -> None:
+def test_a_model_that_cannot_be_captured_is_refused_by_name(target: TargetModel, pools: KVCache) -> None:
     def fail(run: Callable[[], TargetOutput]) -> Callable[[], TargetOutput]:
         raise RuntimeError("operation not permitted when stream is capturing")
 
@@ -122,11 +120,11 @@ def test_the_kernel_says_which_heads_it_lacks(target: TargetModel, monkeypatch: 
 
 
 def test_the_engine_says_the_same_through_padded_passes(
-    folder: str, target: TargetModel, runner: GraphRunner, pools: SlotPools
+    folder: str, target: TargetModel, runner: GraphRunner, pools: KVCache
 ) -> None:
     passes = ModelRunner(target, pools, None, runner)
     scheduler = Scheduler(EngineConfig(num_slots=NUM_SLOTS, step_tokens=8), TreeConfig(7, 4, 4), frozenset())
-    engine = Engine(scheduler, Drafting(RandomDrafter(48), passes, "match"), passes, 256)
+    engine = Engine(scheduler, DraftManager(RandomDrafter(48), passes, "match"), passes, 256)
     sampling = [SamplingParams(max_tokens=5, temperature=t, seed=n, ignore_eos=True) for t in (0.0, 0.9) for n in (1, 11)]
     requests = [Request(f"{i}", tuple(range(3, 3 + params.seed)), params) for i, params in enumerate(sampling)]
     for request in requests:

@@ -10,22 +10,23 @@ import torch
 from safetensors.torch import save_file
 
 from eyas.models.checkpoint import RECORD
-from eyas.models.heads.eagle.config import HeadConfig, Reading
-from eyas.models.heads.eagle.layout import layout, optional
-from eyas.models.heads.eagle.write import settings
+from eyas.models.heads.eagle_config import EagleHeadConfig, HeadWiring, layout, optional
+from eyas.models.heads.eagle_loader import settings
 
-TINY = HeadConfig(
+TINY = EagleHeadConfig(
     kind="eagle3", target_hidden=32, hidden=32, intermediate=64, num_heads=4, num_kv_heads=2, head_dim=8, num_layers=1,
     vocab_size=48, draft_vocab_size=24, rms_norm_eps=1e-5, rotary={"rope_theta": 10000.0, "rope_type": "default"},
-    max_positions=256, reading=Reading((2, 2, 1)),
+    max_positions=256, reading=HeadWiring((2, 2, 1)),
 )  # fmt: skip
-TINY_EAGLE1 = replace(TINY, kind="eagle", draft_vocab_size=48, reading=Reading((-1,), output="bare"), fc_bias=True)
+TINY_EAGLE1 = replace(TINY, kind="eagle", draft_vocab_size=48, reading=HeadWiring((-1,), output="bare"), fc_bias=True)
 
 Tensors = dict[str, torch.Tensor]
 Written = tuple[dict[str, Any], Tensors]
 
 
-def random_tensors(config: HeadConfig, seed: int = 0, shipped: tuple[str, ...] = ("d2t", "t2d", "norm.weight")) -> Tensors:
+def random_tensors(
+    config: EagleHeadConfig, seed: int = 0, shipped: tuple[str, ...] = ("d2t", "t2d", "norm.weight")
+) -> Tensors:
     """Weights for `config`; of those that may be absent, the `shipped` ones and what is not optional."""
     generator = torch.Generator().manual_seed(seed)
     chosen = torch.randperm(config.vocab_size, generator=generator)[: config.draft_vocab_size].sort().values
@@ -62,11 +63,11 @@ def without(config: dict[str, Any], *keys: str) -> dict[str, Any]:
     return {key: value for key, value in config.items() if key not in keys}
 
 
-def safeailab(c: HeadConfig, tensors: Tensors) -> Written:
+def safeailab(c: EagleHeadConfig, tensors: Tensors) -> Written:
     return settings(c), tensors
 
 
-def specforge(c: HeadConfig, tensors: Tensors) -> Written:
+def specforge(c: EagleHeadConfig, tensors: Tensors) -> Written:
     """Layer ids count outputs, since they begin with 1; norm_output speaks of the norm before lm_head."""
     config = without(settings(c), "eagle_aux_hidden_state_layer_ids", RECORD)
     ids = [tap - 1 for tap in c.taps] if c.taps[0] == 2 else list(c.taps)
@@ -75,12 +76,12 @@ def specforge(c: HeadConfig, tensors: Tensors) -> Written:
     return config | names | {"norm_output": c.reading.output != "bare"}, tensors
 
 
-def vllm(c: HeadConfig, tensors: Tensors) -> Written:
+def vllm(c: EagleHeadConfig, tensors: Tensors) -> Written:
     spelled = renamed(tensors, ("midlayer.", "model.layers.0."), ("d2t", "draft_id_to_target_id"), ("fc.", "model.fc."))
     return settings(c) | {"architectures": ["Eagle3LlamaForCausalLM"]}, spelled
 
 
-def speculators(c: HeadConfig, tensors: Tensors) -> Written:
+def speculators(c: EagleHeadConfig, tensors: Tensors) -> Written:
     flat = settings(c)
     beside = ("draft_vocab_size", "norm_before_residual", "norm_before_fc", "fc_norm", "norm_output", "target_hidden_size")
     config = {key: flat[key] for key in (*beside, "eagle_aux_hidden_state_layer_ids")} | {
@@ -94,14 +95,14 @@ def speculators(c: HeadConfig, tensors: Tensors) -> Written:
     return config, renamed(tensors, ("midlayer.", "layers.0."))
 
 
-def sglang_layers(c: HeadConfig, tensors: Tensors) -> Written:
+def sglang_layers(c: EagleHeadConfig, tensors: Tensors) -> Written:
     """All layers numbered, and the later ones with hidden_norm instead of input_layernorm."""
     config, tensors = specforge(c, tensors)
     later = tuple((f"layers.{i}.input_layernorm.", f"layers.{i}.hidden_norm.") for i in range(1, c.num_layers))
     return config, renamed(tensors, ("midlayer.", "layers.0."), *later)
 
 
-DIALECTS: dict[str, Callable[[HeadConfig, Tensors], Written]] = {
+DIALECTS: dict[str, Callable[[EagleHeadConfig, Tensors], Written]] = {
     "SafeAILab": safeailab,
     "SpecForge": specforge,
     "vLLM": vllm,

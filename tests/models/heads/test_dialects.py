@@ -7,13 +7,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from eyas.commit import Budget, Commit
-from eyas.config import EagleConfig, TreeConfig
-from eyas.drafters.eagle.drafter import EagleDrafter
+from eyas.config import DraftingConfig, TreeConfig
+from eyas.draft_protocol import Commit, TreeBudget
+from eyas.drafters.eagle import EagleDrafter
 from eyas.models.checkpoint import head_fingerprint, read_target_config
-from eyas.models.heads.eagle import load_fuser, load_head
-from eyas.models.heads.eagle.config import HeadConfig, Reading, head_config
-from eyas.models.heads.eagle.write import write_head
+from eyas.models.heads.eagle_config import EagleHeadConfig, HeadWiring, head_config
+from eyas.models.heads.eagle_loader import load_fuser, load_head, write_head
 from eyas.request import NoiseKey
 from eyas.tree import DraftTree
 from tests.drafters.naive_eagle import NaiveEagle, best_tree, linear, rms
@@ -22,9 +21,9 @@ from tests.models.heads.dialects import DIALECTS, TINY, TINY_EAGLE1, random_tens
 SHAPE = TreeConfig(nodes=14, depth=4, width=3)
 OPTIONS = {
     "plain": TINY,
-    "normed residual": replace(TINY, reading=Reading((2, 2, 1), norm_before_residual=True)),
+    "normed residual": replace(TINY, reading=HeadWiring((2, 2, 1), norm_before_residual=True)),
     "norm before fc": replace(TINY, input_norms="joint"),
-    "EAGLE-3.1": replace(TINY, input_norms="each", reading=Reading((2, 2, 1), output="normed")),
+    "EAGLE-3.1": replace(TINY, input_norms="each", reading=HeadWiring((2, 2, 1), output="normed")),
     "wide heads": replace(TINY, head_dim=12),
     "narrower than the target": replace(TINY, hidden=24, head_dim=6),
     "two layers": replace(TINY, num_layers=2),
@@ -32,34 +31,34 @@ OPTIONS = {
     "full vocabulary": replace(TINY, draft_vocab_size=48),
     "biases": replace(TINY, qkv_bias=True, out_bias=True, fc_bias=True),
     "another base": replace(TINY, rotary={"rope_theta": 500.0, "rope_type": "default"}),
-    "four taps, the last boundary among them": replace(TINY, reading=Reading((0, 1, 3, 4))),
+    "four taps, the last boundary among them": replace(TINY, reading=HeadWiring((0, 1, 3, 4))),
 }  # fmt: skip
 LLAMA3 = {"rope_theta": 500.0, "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
           "original_max_position_embeddings": 64}  # fmt: skip
 
 
-def shipped(config: HeadConfig) -> tuple[str, ...]:
+def shipped(config: EagleHeadConfig) -> tuple[str, ...]:
     return ("norm.weight",) if config.full_vocabulary else ("d2t", "t2d", "norm.weight")
 
 
-def write(folder: Path, config: HeadConfig) -> str:
+def write(folder: Path, config: EagleHeadConfig) -> str:
     write_head(folder, config, random_tensors(config, shipped=shipped(config)))
     return str(folder)
 
 
-def features_of(config: HeadConfig, count: int) -> torch.Tensor:
+def features_of(config: EagleHeadConfig, count: int) -> torch.Tensor:
     return torch.randn(count, len(config.taps) * config.target_hidden, generator=torch.Generator().manual_seed(5))
 
 
-def trees(head: str, target: str, config: HeadConfig) -> list[DraftTree]:
+def trees(head: str, target: str, config: EagleHeadConfig) -> list[DraftTree]:
     """Of two sessions; the second is told of in two commits."""
     fused = load_fuser(head, target)(features_of(config, 20))
     tokens = torch.randint(3, 48, (21,), generator=torch.Generator().manual_seed(6)).tolist()
-    drafter = EagleDrafter(load_head(head, target), SHAPE, EagleConfig(num_slots=256))
+    drafter = EagleDrafter(load_head(head, target), SHAPE, DraftingConfig(num_slots=256))
 
     def commit(name: str, base: int, end: int) -> Commit:
         new = fused[max(base - 1, 0) : end - 1]
-        return Commit(name, 0, base, tuple(tokens[base:end]), new, NoiseKey(0), Budget(14, 4))
+        return Commit(name, 0, base, tuple(tokens[base:end]), new, NoiseKey(0), TreeBudget(14, 4))
 
     drafter.propose([commit("b", 0, 7)])
     drafts = drafter.propose([commit("a", 0, 21), commit("b", 7, 12)])
@@ -101,7 +100,7 @@ def test_trees_equal_the_naive_ones_with_every_option(option: str, tiny_target: 
         assert list(tree.depths[1:]) == [node.depth for node in expected]
 
 
-def naive_fuse(config: HeadConfig, weights: dict[str, torch.Tensor], tapped: torch.Tensor) -> torch.Tensor:
+def naive_fuse(config: EagleHeadConfig, weights: dict[str, torch.Tensor], tapped: torch.Tensor) -> torch.Tensor:
     if config.input_norms == "joint":
         tapped = rms(tapped, weights["input_norm.weight"])
     if config.input_norms == "each":
@@ -141,9 +140,9 @@ def test_the_meaning_of_norm_output_depends_on_who_wrote_it(tiny_target: str, tm
 
 @pytest.mark.parametrize("config", [
     *OPTIONS.values(), TINY_EAGLE1, replace(TINY_EAGLE1, fc_bias=False, qkv_bias=True), replace(TINY, rotary=LLAMA3),
-    replace(TINY, reading=Reading((2, 2, 1), output="bare")),
+    replace(TINY, reading=HeadWiring((2, 2, 1), output="bare")),
 ])  # fmt: skip
-def test_what_is_written_is_read_again(config: HeadConfig, tiny_target: str, tmp_path: Path) -> None:
+def test_what_is_written_is_read_again(config: EagleHeadConfig, tiny_target: str, tmp_path: Path) -> None:
     tensors = random_tensors(config, shipped=shipped(config))
     write_head(tmp_path, config, tensors)
     assert head_config(tmp_path, read_target_config(Path(tiny_target)), config.kind) == config

@@ -12,15 +12,14 @@ from eyas import LLM, SamplingParams
 from eyas.cli import app
 from eyas.errors import CheckpointError
 from eyas.models.checkpoint import head_fingerprint, read_config, read_target_config
-from eyas.models.heads.eagle.config import Reading, head_config
-from eyas.models.heads.eagle.observe import observe
-from eyas.models.heads.eagle.probe import Finding, Trial, probe
+from eyas.models.heads.eagle_config import HeadWiring, head_config
+from eyas.models.heads.eagle_validation import WiringReport, WiringScore, observe, validate_head
 from eyas.models.target import TargetModel, load_target
 from tests.reference import load_reference
 from tests.tiny import DEMO, write_target
 
 TARGET, HEAD = str(DEMO / "target"), DEMO / "eagle3"
-RIGHT = Reading((2, 6, 9))
+RIGHT = HeadWiring((2, 6, 9))
 PROMPT = "class Queue:\n    def put(self, item):\n"
 
 
@@ -53,14 +52,14 @@ WRONG: dict[str, dict[str, object]] = {
 def test_a_head_that_is_described_wrongly_is_read_rightly(wrong: str, target: TargetModel, tmp_path: Path) -> None:
     head = misread(tmp_path / "head", **WRONG[wrong])
     assert head_config(Path(head), read_target_config(Path(TARGET))).reading != RIGHT
-    finding = probe(target, head, TARGET, "float32", "cpu")
+    finding = validate_head(target, head, TARGET, "float32", "cpu")
     assert finding.best.reading == RIGHT
     assert not finding.refused
     assert 1000 <= finding.num_tokens <= 2000
 
 
 def test_a_head_that_is_described_rightly_stays_as_it_is(target: TargetModel) -> None:
-    finding = probe(target, str(HEAD), TARGET, "float32", "cpu")
+    finding = validate_head(target, str(HEAD), TARGET, "float32", "cpu")
     assert finding.best is finding.trials[0]
     assert finding.best.reading == RIGHT
     assert finding.best.first > 2 * finding.chance
@@ -68,7 +67,7 @@ def test_a_head_that_is_described_rightly_stays_as_it_is(target: TargetModel) ->
 
 
 def test_an_eagle1_head_has_one_reading(target: TargetModel) -> None:
-    finding = probe(target, str(DEMO / "eagle1"), TARGET, "float32", "cpu", "eagle")
+    finding = validate_head(target, str(DEMO / "eagle1"), TARGET, "float32", "cpu", "eagle")
     assert len(finding.trials) == 1
     assert finding.best.first > 2 * finding.chance
 
@@ -93,7 +92,7 @@ def test_a_target_without_a_tokenizer_draws_its_own_tokens(tmp_path: Path) -> No
 
 
 def test_a_random_head_is_refused_with_the_numbers(tiny_target: str, tiny_head: str) -> None:
-    finding = probe(load_target(tiny_target), tiny_head, tiny_target, "float32", "cpu")
+    finding = validate_head(load_target(tiny_target), tiny_head, tiny_target, "float32", "cpu")
     assert finding.refused
     with pytest.raises(CheckpointError, match=r"hardly ever guesses.* % with inputs of layers 1, 2, 3.*chance is .* %"):
         finding.require(tiny_head)
@@ -105,7 +104,7 @@ def test_one_process_reads_a_head_as_it_works(tmp_path: Path, caplog: pytest.Log
     with caplog.at_level(logging.WARNING, "eyas"):
         found, believed, right = (
             LLM(TARGET, head).generate(PROMPT, greedy)[0],
-            LLM(TARGET, head, probe="never").generate(PROMPT, greedy)[0],
+            LLM(TARGET, head, validate_head="never").generate(PROMPT, greedy)[0],
             LLM(TARGET, str(HEAD)).generate(PROMPT, greedy)[0],
         )
     assert "not as its config says" in caplog.text
@@ -133,9 +132,12 @@ def test_coincidence_does_not_overrule_the_config() -> None:
     generator = torch.Generator().manual_seed(0)
     stated, noise = torch.rand(2000, generator=generator), torch.randn(2000, generator=generator)
 
-    def finding(gain: float) -> Finding:
-        trials = (Trial(RIGHT, 0.4, 0.4, stated), Trial(Reading((1, 5, 8)), 0.5, 0.5, stated + gain + 0.2 * noise))
-        return Finding(trials, 0.1, 1000)
+    def finding(gain: float) -> WiringReport:
+        trials = (
+            WiringScore(RIGHT, 0.4, 0.4, stated),
+            WiringScore(HeadWiring((1, 5, 8)), 0.5, 0.5, stated + gain + 0.2 * noise),
+        )
+        return WiringReport(trials, 0.1, 1000)
 
     assert finding(0.001).best.reading == RIGHT
-    assert finding(0.05).best.reading == Reading((1, 5, 8))
+    assert finding(0.05).best.reading == HeadWiring((1, 5, 8))

@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from eyas.commit import Budget, Commit
-from eyas.config import EagleConfig, TreeConfig
-from eyas.drafters.build import build_drafter
+from eyas.config import DraftingConfig, TreeConfig
+from eyas.draft_protocol import Commit, TreeBudget
+from eyas.drafters.registry import build_drafter
 from eyas.errors import CheckpointError
-from eyas.models.heads.eagle import load_fuser, load_head
-from eyas.models.heads.eagle.config import Kind
+from eyas.models.heads.eagle_config import Kind
+from eyas.models.heads.eagle_loader import load_fuser, load_head
 from eyas.request import NoiseKey
 from eyas.tree import DraftTree
 from tests.models.heads.dialects import (
@@ -134,8 +134,8 @@ def test_a_hass_head_is_one_of_eagle2(tiny_target: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(written | {"architectures": ["LlamaForCausalLM"]}))
     torch.save(random_tensors(config, shipped=("embed_tokens.weight",)), tmp_path / "pytorch_model.bin")
     tree = TreeConfig(8, 3, 2)
-    drafter = build_drafter("eagle2", tiny_target, str(tmp_path), "float32", "cpu", tree, EagleConfig(64))
-    commit = Commit("a", 0, 0, (5, 6, 7), torch.ones(2, 32), NoiseKey(0), Budget(8, 3))
+    drafter = build_drafter("eagle2", tiny_target, str(tmp_path), "float32", "cpu", tree, DraftingConfig(64))
+    commit = Commit("a", 0, 0, (5, 6, 7), torch.ones(2, 32), NoiseKey(0), TreeBudget(8, 3))
     (draft,) = drafter.propose([commit])
     assert isinstance(draft, DraftTree)
     assert len(draft) == 8

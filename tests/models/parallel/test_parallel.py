@@ -18,29 +18,38 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from eyas.cache.kv import SlotPools
-from eyas.config import EagleConfig, EngineConfig, TreeConfig
+from eyas.cache.kv_cache import KVCache
+from eyas.config import DraftingConfig, EngineConfig, TreeConfig
 from eyas.drafters.base import Drafter
-from eyas.drafters.build import build_drafter
+from eyas.drafters.registry import build_drafter
 from eyas.engine.build import assemble_engine, gather_ranks
 from eyas.engine.engine import Engine
 from eyas.errors import CheckpointError, ConfigError, Unavailable
 from eyas.llm import LLM
-from eyas.models.cuda.plan import Limits, Plan, Way
-from eyas.models.heads.eagle import load_fuser
+from eyas.models.cuda.graphs import BackendKind, BackendPlan, CaptureLimits
+from eyas.models.heads.eagle_loader import load_fuser
 from eyas.models.heads.features import FeatureFuser
 from eyas.models.inputs import Segment, pack
-from eyas.models.parallel.orders import Allot, Forward, Stop, order_from_bytes, order_to_bytes
-from eyas.models.parallel.ranks import Alone, Leader, Place, Ranks
-from eyas.models.parallel.shard import Share, shard
 from eyas.models.target import TargetModel, load_target
+from eyas.models.tensor_parallel import Shard, shard
+from eyas.models.workers import (
+    DriverWorker,
+    Forward,
+    InitKVCache,
+    RankInfo,
+    SingleWorker,
+    Stop,
+    TargetWorkers,
+    order_from_bytes,
+    order_to_bytes,
+)
 from eyas.request import Request, SamplingParams
 from tests import reference
 from tests.engine.drafters import RandomDrafter
 from tests.tiny import write_head
 
 TREE = TreeConfig(nodes=12, depth=4, width=4)
-PLAN = Plan(Way.PLAIN, Limits(0, 0, 0))
+PLAN = BackendPlan(BackendKind.PLAIN, CaptureLimits(0, 0, 0))
 
 
 @pytest.fixture(scope="module")
@@ -71,17 +80,17 @@ def head(tmp_path_factory: pytest.TempPathFactory) -> str:
 class Shared:
     """A target as rank 0 has it."""
 
-    ranks: Ranks
+    ranks: TargetWorkers
     model: TargetModel
     fuser: FeatureFuser
 
 
 @contextmanager
 def shared(size: int, target: str, head: str) -> Iterator[Shared]:
-    ranks = gather_ranks(Place(0, size, "cpu"), target, "float32")
+    ranks = gather_ranks(RankInfo(0, size, "cpu"), target, "float32")
     try:
         fuser = load_fuser(head, target)
-        yield Shared(ranks, load_target(target, taps=fuser.taps, share=Share(0, size) if size > 1 else None), fuser)
+        yield Shared(ranks, load_target(target, taps=fuser.taps, share=Shard(0, size) if size > 1 else None), fuser)
     finally:
         ranks.close()
 
@@ -111,7 +120,7 @@ def run(engine: Engine) -> dict[str, list[int]]:
 def engine_of(parts: Shared, target: str, head: str, drafter: str) -> Engine:
     config = EngineConfig(num_slots=1024, step_tokens=16, max_running=4, tensor_parallel=parts.ranks.size)
     drafters: dict[str, Callable[[], Drafter | None]] = {
-        "eagle3": lambda: build_drafter("eagle3", target, head, "float32", "cpu", TREE, EagleConfig()),
+        "eagle3": lambda: build_drafter("eagle3", target, head, "float32", "cpu", TREE, DraftingConfig()),
         "random": lambda: RandomDrafter(50),
         "none": lambda: None,
     }
@@ -132,9 +141,9 @@ def check_features(parts: Shared, target: str) -> None:
     """What rank 0 fuses into features are the states of the whole model."""
     segment = Segment(np.arange(5, 12), np.arange(7), np.arange(7), np.arange(0), None, np.arange(7))
     outputs = []
-    for ranks, model in ((Alone(), load_target(target, taps=parts.fuser.taps)), (parts.ranks, parts.model)):
+    for ranks, model in ((SingleWorker(), load_target(target, taps=parts.fuser.taps)), (parts.ranks, parts.model)):
         with ranks.allot(16, PLAN):
-            pools = SlotPools(16, model.kv_shapes, 0, torch.float32, model.device)
+            pools = KVCache(16, model.kv_shapes, 0, torch.float32, model.device)
         with ranks.forward([segment]):
             outputs.append(model.forward(pack([segment], model.device), pools))
     torch.testing.assert_close(outputs[0].taps, outputs[1].taps)
@@ -168,7 +177,7 @@ def test_a_step_that_rank_0_does_not_finish_loses_the_ranks(target: str, head: s
         with pytest.raises(Unavailable, match="out of step"), parts.ranks.allot(16, PLAN):
             pass
         (process,) = multiprocessing.active_children()
-        assert isinstance(parts.ranks, Leader)
+        assert isinstance(parts.ranks, DriverWorker)
         with socket.fromfd(parts.ranks._links[1].fileno(), socket.AF_INET, socket.SOCK_STREAM) as link:
             link.shutdown(socket.SHUT_RDWR)
         process.join(60)
@@ -192,7 +201,7 @@ def test_ranks_that_cannot_share_the_heads_are_refused(heads: int, kv_heads: int
     with pytest.raises(
         CheckpointError, match=f"{size} ranks cannot share {heads} attention heads over {kv_heads} key-value"
     ):
-        gather_ranks(Place(0, size, "cpu"), str(tmp_path), "float32")
+        gather_ranks(RankInfo(0, size, "cpu"), str(tmp_path), "float32")
 
 
 @given(st.integers(1, 16), st.integers(1, 16), st.integers(1, 3))
@@ -200,7 +209,7 @@ def test_every_rank_has_the_key_value_heads_that_its_query_heads_read(size: int,
     group = more * size // math.gcd(size, kv_heads)
     heads = torch.arange(kv_heads).repeat_interleave(group)  # what each query head reads
     for rank in range(size):
-        share = Share(rank, size)
+        share = Shard(rank, size)
         if kv_heads % size and size % kv_heads:
             with pytest.raises(CheckpointError, match=f"{size} ranks cannot share {kv_heads} key-value heads"):
                 share.of_heads(kv_heads)
@@ -217,7 +226,7 @@ def test_an_engine_of_another_number_of_ranks_is_refused(target: str) -> None:
 
 def test_a_model_without_a_plan_is_refused() -> None:
     with pytest.raises(CheckpointError, match="no tensor-parallel plan"):
-        shard(torch.nn.Linear(2, 2), Share(0, 2), [])
+        shard(torch.nn.Linear(2, 2), Shard(0, 2), [])
 
 
 @given(st.lists(st.tuples(st.integers(1, 5), st.integers(0, 9), st.booleans()), max_size=4), st.integers(0, 2**32 - 1))
@@ -234,5 +243,5 @@ def test_orders_survive_the_wire(sizes: list[tuple[int, int, bool]], seed: int) 
         for name, value in vars(ours).items():
             np.testing.assert_array_equal(value, getattr(theirs, name))
             assert (value is None) == (getattr(theirs, name) is None)
-    others = [Allot(7, Plan(Way.GRAPHS, Limits(1, 2, 3))), Stop()]
+    others = [InitKVCache(7, BackendPlan(BackendKind.GRAPHS, CaptureLimits(1, 2, 3))), Stop()]
     assert [order_from_bytes(order_to_bytes(other)) for other in others] == others

@@ -19,13 +19,12 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-from eyas.cache.kv import SlotPools
+from eyas.cache.kv_cache import KVCache
 from eyas.errors import CheckpointError
 from eyas.models.inputs import Segment, pack
-from eyas.models.parallel.joining import Follower, lead
-from eyas.models.parallel.ranks import Place
-from eyas.models.parallel.shard import Share, shard
 from eyas.models.target import TargetModel, load_target
+from eyas.models.tensor_parallel import Shard, shard
+from eyas.models.workers import RankInfo, Worker, lead
 
 SIZES = {
     "vocab_size": 49, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -47,7 +46,7 @@ FAMILIES: dict[str, PreTrainedConfig] = {
 
 def logits_of(target: TargetModel) -> Tensor:
     segment = Segment(np.arange(5, 14), np.arange(9), np.arange(9), np.arange(0), None, np.arange(9))
-    pools = SlotPools(16, target.kv_shapes, 0, target.dtype, target.device)
+    pools = KVCache(16, target.kv_shapes, 0, target.dtype, target.device)
     return target.forward(pack([segment], target.device), pools).logits
 
 
@@ -57,10 +56,10 @@ def num_weights(target: TargetModel) -> int:
     return sum(weight.numel() for name, weight in held if ".layers." in name)
 
 
-def follow(folders: list[str], place: Place) -> None:
-    follower = Follower(place)
+def follow(folders: list[str], place: RankInfo) -> None:
+    follower = Worker(place)
     for folder in folders:
-        logits_of(load_target(folder, share=Share(place.rank, place.size)))
+        logits_of(load_target(folder, share=Shard(place.rank, place.size)))
     list(follower.orders())
     follower.leave()
 
@@ -71,10 +70,10 @@ def test_shared_families_equal_the_whole_model(tmp_path: Path) -> None:
         torch.manual_seed(1)
         folders.append(str(tmp_path / name))
         AutoModelForCausalLM.from_config(config).save_pretrained(folders[-1])
-    ranks = lead(Place(0, 2, "cpu"), partial(follow, folders))
+    ranks = lead(RankInfo(0, 2, "cpu"), partial(follow, folders))
     try:
         for folder in folders:
-            whole, shared = load_target(folder), load_target(folder, share=Share(0, 2))
+            whole, shared = load_target(folder), load_target(folder, share=Shard(0, 2))
             torch.testing.assert_close(logits_of(shared), logits_of(whole), atol=1e-5, rtol=1e-5, msg=folder)
             assert num_weights(shared) < 0.75 * num_weights(whole), folder
     finally:
@@ -85,4 +84,4 @@ def test_a_plan_with_an_unknown_style_is_refused() -> None:
     model = AutoModelForCausalLM.from_config(FAMILIES["biases"])
     model.tp_plan = {"lm_head": "sequence_parallel"}
     with pytest.raises(CheckpointError, match="sequence_parallel"):
-        shard(model, Share(0, 2), [2, 2])
+        shard(model, Shard(0, 2), [2, 2])

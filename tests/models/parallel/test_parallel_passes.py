@@ -16,25 +16,22 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from eyas.cache.kv import SlotPools
+from eyas.cache.kv_cache import KVCache
 from eyas.config import EngineConfig, TreeConfig
 from eyas.engine.build import follow
-from eyas.engine.drafting import Drafting
+from eyas.engine.draft_manager import DraftManager
 from eyas.engine.engine import Engine
 from eyas.engine.runner import ModelRunner
 from eyas.engine.scheduler import Scheduler
 from eyas.errors import ConfigError
-from eyas.models.attention import KVPools, attend
-from eyas.models.cuda.graphs import Out
-from eyas.models.cuda.passes import Passes, build_passes, plan_passes, release
-from eyas.models.cuda.plan import Limits, Plan, Way
-from eyas.models.cuda.tables import Tiling, lay_out, num_wanted, tight_shape, upload, view
+from eyas.models.attention import KVTensors, attend
+from eyas.models.cuda.backend import ForwardBackend, build_backend, plan_backend, release
+from eyas.models.cuda.graphs import BackendKind, BackendPlan, CaptureLimits, Out
+from eyas.models.cuda.metadata import Tiling, lay_out, num_wanted, tight_shape, upload, view
 from eyas.models.inputs import Segment, pack
-from eyas.models.parallel.joining import lead
-from eyas.models.parallel.orders import Allot, order_from_bytes, order_to_bytes
-from eyas.models.parallel.ranks import Place, Ranks
-from eyas.models.parallel.shard import Share
 from eyas.models.target import TargetModel, load_target
+from eyas.models.tensor_parallel import Shard
+from eyas.models.workers import InitKVCache, RankInfo, TargetWorkers, lead, order_from_bytes, order_to_bytes
 from eyas.request import Request, SamplingParams
 from tests import reference
 from tests.engine.drafters import RandomDrafter
@@ -42,7 +39,7 @@ from tests.models.cuda.forests import Heads, make_pools, passes, scaling_of
 from tests.tiny import write_target
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-PLAN = Plan(Way.GRAPHS, Limits(rows=12, segments=2, prefix=100))
+PLAN = BackendPlan(BackendKind.GRAPHS, CaptureLimits(rows=12, segments=2, prefix=100))
 NUM_SLOTS = 100
 
 
@@ -71,29 +68,29 @@ class Noted:
             print(line, file=file)
 
 
-def build_noted(folder: Path, plan: Plan, target: TargetModel, pools: KVPools, scratch: int) -> Passes:
-    return build_passes(plan, target, pools, scratch, iter, lambda device: Noted(folder))
+def build_noted(folder: Path, plan: BackendPlan, target: TargetModel, pools: KVTensors, scratch: int) -> ForwardBackend:
+    return build_backend(plan, target, pools, scratch, iter, lambda device: Noted(folder))
 
 
-def make_engine(ranks: Ranks, target: TargetModel, notes: Path) -> Engine:
+def make_engine(ranks: TargetWorkers, target: TargetModel, notes: Path) -> Engine:
     """As assemble_engine makes it where there is CUDA."""
     with ranks.allot(NUM_SLOTS, PLAN):
-        pools = SlotPools(NUM_SLOTS, target.kv_shapes, 0, target.dtype, target.device)
+        pools = KVCache(NUM_SLOTS, target.kv_shapes, 0, target.dtype, target.device)
         ways = build_noted(notes, PLAN, target, pools, pools.scratch)
     ranks.before_close(partial(release, ways))
     runner = ModelRunner(target, pools, None, ways, ranks)
     scheduler = Scheduler(EngineConfig(num_slots=NUM_SLOTS, step_tokens=16), TreeConfig(5, 3, 2), frozenset())
-    return Engine(scheduler, Drafting(RandomDrafter(48), runner, "match"), runner, 256)
+    return Engine(scheduler, DraftManager(RandomDrafter(48), runner, "match"), runner, 256)
 
 
 def test_ranks_agree_on_buckets_and_say_what_the_plain_loop_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("eyas.models.parallel.ranks._STOP_SECONDS", 100)
+    monkeypatch.setattr("eyas.models.workers._STOP_SECONDS", 100)
     folder, notes = str(write_target(tmp_path / "target", layers=1)), tmp_path / "notes"
     notes.mkdir()
-    ranks = lead(Place(0, 2, "cpu"), partial(follow, folder, "float32", 0, build=partial(build_noted, notes)))
+    ranks = lead(RankInfo(0, 2, "cpu"), partial(follow, folder, "float32", 0, build=partial(build_noted, notes)))
     (process,) = multiprocessing.active_children()
     try:
-        engine = make_engine(ranks, load_target(folder, share=Share(0, 2)), notes)
+        engine = make_engine(ranks, load_target(folder, share=Shard(0, 2)), notes)
         requests = [
             Request(f"{n}", tuple(range(3, 3 + n)), SamplingParams(4, 0.9, seed=n, ignore_eos=True)) for n in (1, 20)
         ]
@@ -134,7 +131,7 @@ def test_the_kernel_on_a_share_of_heads_equals_plain_attention_on_all(
     keys, values = (pool.float().to(DEVICE) for pool in (pools.keys, pools.values))
     query = torch.randn(rows, heads.query, heads.width, generator=torch.Generator().manual_seed(1)).to(DEVICE)
     whole = attend(query, keys, values, pack(segments, DEVICE), scaling_of(heads), window)
-    for share in (Share(rank, size) for rank in range(size)):
+    for share in (Shard(rank, size) for rank in range(size)):
         own, ours = share.of_heads(heads.kv), share.cut(query, 1)
         num_kv = own.cut(keys, 1).shape[1]
         shape = tight_shape(segments, Tiling(ours.shape[1] // num_kv, num_kv, 6))
@@ -144,13 +141,13 @@ def test_the_kernel_on_a_share_of_heads_equals_plain_attention_on_all(
 
 
 def test_the_largest_plan_fits_into_an_order(tiny_target: str) -> None:
-    plan = plan_passes(load_target(tiny_target), EngineConfig(num_slots=8, max_running=4096), TreeConfig(), 1 << 24)
-    assert order_from_bytes(order_to_bytes(Allot(8, plan))) == Allot(8, plan)
+    plan = plan_backend(load_target(tiny_target), EngineConfig(num_slots=8, max_running=4096), TreeConfig(), 1 << 24)
+    assert order_from_bytes(order_to_bytes(InitKVCache(8, plan))) == InitKVCache(8, plan)
 
 
 def test_a_rank_that_lacks_what_rank_0_planned_says_so(tiny_target: str, monkeypatch: pytest.MonkeyPatch) -> None:
     target = load_target(tiny_target)
     monkeypatch.setitem(target.__dict__, "kv_shapes", [(2, 512)])
-    pools = SlotPools(8, [(2, 8)], 0, target.dtype, target.device)
+    pools = KVCache(8, [(2, 8)], 0, target.dtype, target.device)
     with pytest.raises(ConfigError, match="rank 0 takes the kernel for attention, but here heads are 512 wide"):
-        build_passes(Plan(Way.KERNEL, PLAN.limits), target, pools, pools.scratch)
+        build_backend(BackendPlan(BackendKind.KERNEL, PLAN.limits), target, pools, pools.scratch)

@@ -11,7 +11,7 @@ import pytest
 from eyas import SamplingParams
 from eyas.errors import InvalidRequest, Overloaded
 from eyas.request import Request
-from eyas.rpc import wire
+from eyas.rpc import convert as wire
 from eyas.rpc.channel import open_sync_channel
 from eyas.rpc.messages import NO_DRAFTER, GenerateCall
 from eyas.v1.generation_pb2_grpc import GenerationStub

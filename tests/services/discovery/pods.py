@@ -9,22 +9,21 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from eyas.config import DiscoveryConfig, EjectionConfig, KubernetesConfig, ServerConfig
+from eyas.config import DiscoveryConfig, KubernetesConfig, OutlierDetectionConfig, ServerConfig
+from eyas.rpc.convert import status_to_message
 from eyas.rpc.messages import Lease, Load, ModelInfo, Role
 from eyas.rpc.server import RpcServer
-from eyas.rpc.worker_wire import status_to_message
-from eyas.text import load_tokenizer
+from eyas.services.discovery.base import Discovery
+from eyas.services.discovery.build import build_discovery
+from eyas.services.router.dispatcher import Dispatcher
+from eyas.services.router.generation import GenerationService
+from eyas.services.router.grpc_server import RouterServicer
+from eyas.services.router.registration import RouterRegistration
+from eyas.services.router.workers import SessionMap, WorkerPool
+from eyas.tokenizer import load_tokenizer
 from eyas.v1 import worker_pb2
 from eyas.v1.generation_pb2_grpc import add_GenerationServicer_to_server
 from eyas.v1.worker_pb2_grpc import WorkerServicer, add_WorkerServicer_to_server
-from services.discovery.base import Discovery
-from services.discovery.build import build_discovery
-from services.router.fleet.memory import Sessions
-from services.router.front import Front
-from services.router.presence import RouterPresence
-from services.router.relay import Relay
-from services.router.servicer import RouterServicer
-from services.router.workers import Workers
 from tests.services.discovery.api_server import NAMESPACE, ApiServer
 from tests.services.router.scripted_verifier import DEMO, MODEL, TOKENS, Script, ScriptedVerifier
 
@@ -95,13 +94,15 @@ async def discovering(config: DiscoveryConfig, *roles: Role) -> AsyncIterator[Di
 
 
 @asynccontextmanager
-async def pod_router(config: DiscoveryConfig, ejection: EjectionConfig | None = None) -> AsyncIterator[tuple[str, Workers]]:
+async def pod_router(
+    config: DiscoveryConfig, ejection: OutlierDetectionConfig | None = None
+) -> AsyncIterator[tuple[str, WorkerPool]]:
     """A real router without a registry; gives its address and its workers."""
     server, discovery = RpcServer(ServerConfig()), build_discovery(config, None)
-    workers = Workers(discovery, ejection=ejection)
-    front = Front({"demo": load_tokenizer(DEMO)}, workers, Relay(workers, Sessions(None), 20.0), 30.0)
+    workers = WorkerPool(discovery, ejection=ejection)
+    front = GenerationService({"demo": load_tokenizer(DEMO)}, workers, Dispatcher(workers, SessionMap(None), 20.0), 30.0)
     add_GenerationServicer_to_server(RouterServicer(front), server.aio)
-    presence = RouterPresence(server, discovery, workers, 0.02)
+    presence = RouterRegistration(server, discovery, workers, 0.02)
     address = await server.start(["eyas.v1.Generation"])
     await presence.enter(address)
     try:

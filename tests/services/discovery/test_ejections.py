@@ -6,9 +6,9 @@ from dataclasses import replace
 import grpc
 import pytest
 
-from eyas.config import EjectionConfig
+from eyas.config import OutlierDetectionConfig
 from eyas.rpc.messages import Load
-from services.router.fleet.ejections import Ejections
+from eyas.services.router.workers import OutlierDetector
 from tests.services.discovery.pods import pod_router, pod_worker, settings
 from tests.services.router.scripted_verifier import CALL, REST, TOKENS, Script, ask, failure, tokens_of, until
 
@@ -21,7 +21,7 @@ class Clock:
 
 
 def test_failures_in_a_row_eject_and_a_served_request_clears() -> None:
-    ejections = Ejections(EjectionConfig(failures=3), Clock())
+    ejections = OutlierDetector(OutlierDetectionConfig(failures=3), Clock())
     for _ in range(2):
         ejections.failed("v")
     ejections.served("v")
@@ -34,7 +34,7 @@ def test_failures_in_a_row_eject_and_a_served_request_clears() -> None:
 
 def test_each_ejection_is_twice_as_long_up_to_the_longest() -> None:
     clock, lengths = Clock(), []
-    ejections = Ejections(EjectionConfig(seconds=5, longest=30), clock)
+    ejections = OutlierDetector(OutlierDetectionConfig(seconds=5, longest=30), clock)
     for _ in range(5):
         ejections.failed("v")
         began = clock.now
@@ -47,7 +47,7 @@ def test_each_ejection_is_twice_as_long_up_to_the_longest() -> None:
 
 def test_only_a_probe_that_is_answered_ends_an_ejection() -> None:
     clock = Clock()
-    ejections = Ejections(EjectionConfig(seconds=5), clock)
+    ejections = OutlierDetector(OutlierDetectionConfig(seconds=5), clock)
     ejections.failed("v")
     assert ejections.due == []
     clock.now += 5
@@ -61,7 +61,7 @@ def test_only_a_probe_that_is_answered_ends_an_ejection() -> None:
 
 def test_failures_while_ejected_do_not_lengthen_the_ejection() -> None:
     clock = Clock()
-    ejections = Ejections(EjectionConfig(seconds=5), clock)
+    ejections = OutlierDetector(OutlierDetectionConfig(seconds=5), clock)
     for _ in range(10):  # its requests of before fail as well
         ejections.failed("v")
     clock.now += 5
@@ -69,7 +69,7 @@ def test_failures_while_ejected_do_not_lengthen_the_ejection() -> None:
 
 
 def test_workers_that_are_gone_are_forgotten() -> None:
-    ejections = Ejections(EjectionConfig(), Clock())
+    ejections = OutlierDetector(OutlierDetectionConfig(), Clock())
     ejections.failed("v")
     ejections.keep(["w"])
     ejections.probed("v", answered=False)
@@ -83,7 +83,8 @@ def test_a_failing_verifier_gets_no_requests_until_it_answers_a_probe() -> None:
             pod_worker(failing) as one,
             pod_worker() as other,
             pod_router(
-                settings("static", verifiers=(one.address, other.address), forget_after=600.0), EjectionConfig(seconds=0.1)
+                settings("static", verifiers=(one.address, other.address), forget_after=600.0),
+                OutlierDetectionConfig(seconds=0.1),
             ) as (address, workers),
         ):
             one.lease = replace(one.lease, load=Load(free_slots=9000))
@@ -125,7 +126,7 @@ def test_where_all_verifiers_have_failed_they_are_asked_all_the_same() -> None:
         script = Script(TOKENS, dies_after=0)
         async with (
             pod_worker(script) as one,
-            pod_router(settings("static", verifiers=(one.address,)), EjectionConfig(seconds=600, longest=600)) as (
+            pod_router(settings("static", verifiers=(one.address,)), OutlierDetectionConfig(seconds=600, longest=600)) as (
                 address,
                 workers,
             ),

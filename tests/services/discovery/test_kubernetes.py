@@ -9,8 +9,7 @@ import pytest
 
 from eyas.config import KubernetesConfig
 from eyas.errors import ConfigError
-from services.discovery.api import open_api
-from services.discovery.slices import SliceEndpoints
+from eyas.services.discovery.kubernetes import SliceEndpoints, open_api
 from tests.services.discovery.api_server import ApiServer, pod, running
 from tests.services.discovery.pods import discovering, kubernetes, names, pod_router, pod_worker
 from tests.services.redis_server import free_port
@@ -23,7 +22,7 @@ SOON = 0.3
 
 @pytest.fixture(autouse=True)
 def no_pauses(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr("services.discovery.slices.PAUSE_SECONDS", 0.02)
+    monkeypatch.setattr("eyas.services.discovery.kubernetes.PAUSE_SECONDS", 0.02)
     return iter(())
 
 

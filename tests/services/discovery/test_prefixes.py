@@ -9,19 +9,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from eyas.cache.announce import cached_blocks
-from eyas.cache.radix import RadixTree
+from eyas.block_hash import BLOCK_TOKENS, MAX_BLOCKS, BlockHasher, block_hashes
+from eyas.cache.prefix_cache import RadixTree, cached_blocks
 from eyas.config import EngineConfig, RegistryConfig, ServerConfig, TreeConfig
 from eyas.engine.build import assemble_engine
 from eyas.models.target import load_target
-from eyas.prefixes import BLOCK_TOKENS, MAX_BLOCKS, BlockHasher, block_hashes
 from eyas.request import Request, SamplingParams
 from eyas.rpc.messages import GenerateCall, Lease
 from eyas.rpc.server import RpcServer
+from eyas.services.discovery.registry import Registry
+from eyas.services.verifier.async_engine import AsyncEngine
+from eyas.services.verifier.servicer import GenerationServicer
 from eyas.v1 import generation_pb2_grpc
-from services.registry import Registry
-from services.verifier.loop import EngineLoop
-from services.verifier.servicer import GenerationServicer
 from tests.services.router.scripted_verifier import DEMO, MODEL, failure, until
 
 runs = st.lists(st.tuples(st.integers(0, 2), st.integers(1, 100)), max_size=4)
@@ -77,14 +76,14 @@ def test_what_is_held_and_what_was_of_use_last_is_announced_first() -> None:
 def test_a_verifier_announces_a_prompt_once_it_is_served_and_refuses_calls_for_another_target(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("services.verifier.loop.ANNOUNCE_SECONDS", 0.01)
+    monkeypatch.setattr("eyas.services.verifier.async_engine.ANNOUNCE_SECONDS", 0.01)
     engine = assemble_engine(load_target(DEMO, "float32", "cpu", ()), None, EngineConfig(num_slots=1024), TreeConfig(), None)
     prompt = tuple(range(3 * BLOCK_TOKENS))
     request = Request("r", prompt, SamplingParams(2, seed=1, ignore_eos=True))
 
     async def body() -> None:
         server = RpcServer(ServerConfig())
-        async with EngineLoop(engine) as loop:
+        async with AsyncEngine(engine) as loop:
             generation_pb2_grpc.add_GenerationServicer_to_server(GenerationServicer(loop, MODEL, None), server.aio)
             address = await server.start([])
             await serve_once(loop)
@@ -92,7 +91,7 @@ def test_a_verifier_announces_a_prompt_once_it_is_served_and_refuses_calls_for_a
             await server.stop(0)
             assert (code, "has another target" in details) == (grpc.StatusCode.UNAVAILABLE, True)
 
-    async def serve_once(loop: EngineLoop) -> None:
+    async def serve_once(loop: AsyncEngine) -> None:
         assert [chunk async for chunk in loop.generate(request)][-1].finish_reason == "length"
         await until(lambda: loop.prefixes == frozenset(block_hashes(prompt)))
         assert (loop.load.max_running, loop.load.step_seconds) == (EngineConfig().max_running, 0.0)

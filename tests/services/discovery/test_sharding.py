@@ -9,17 +9,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.sharding import Settings, Simulation, moves, moves_table, outcome_table
-from eyas.config import PlacementConfig
+from eyas.config import RoutingConfig
 from eyas.errors import ConfigError
 from eyas.rpc.messages import Lease, Load, ModelInfo
-from services.registry import Placement
-from services.router.fleet.memory import SentBlocks, Sessions
-from services.router.placement import Demand, Fleet, Pair, cached_share, pick
+from eyas.services.discovery.registry import Placement
+from eyas.services.router.routing import Fleet, Pair, RequestDemand, cached_share, pick
+from eyas.services.router.workers import SentBlocks, SessionMap
 
 MODEL = ModelInfo("demo", "target", 4096, 2048, "head")
 SMALL = Settings(20, 10, num_sessions=1500, num_running=320, num_open=300, cache_blocks=1024, lease_requests=20)
 BLOCKS = tuple(range(10))
-DEFAULT = PlacementConfig()
+DEFAULT = RoutingConfig()
 
 
 def verifier(name: str, num_running: int = 0, num_waiting: int = 0, **changes: object) -> Lease:
@@ -31,7 +31,7 @@ def drafter(name: str, num_sessions: int = 0, **changes: object) -> Lease:
     return replace(Lease("draft", f"{name}:1", name, MODEL, Load(num_sessions)), **changes)  # type: ignore[arg-type]
 
 
-def chosen(verifiers: list[Lease], demand: Demand, config: PlacementConfig = DEFAULT, **known: object) -> Pair:
+def chosen(verifiers: list[Lease], demand: RequestDemand, config: RoutingConfig = DEFAULT, **known: object) -> Pair:
     pair = pick(Fleet(verifiers, **({"drafters": [], "in_flight": {}} | known)), demand, config)  # type: ignore[arg-type]
     assert pair is not None
     return pair
@@ -39,24 +39,24 @@ def chosen(verifiers: list[Lease], demand: Demand, config: PlacementConfig = DEF
 
 def test_a_prompt_goes_where_it_is_cached_though_others_are_idler() -> None:
     busy = verifier("b", 4, prefixes=frozenset(BLOCKS))
-    assert chosen([verifier("a"), busy, verifier("c")], Demand("demo", 900, blocks=BLOCKS)).verifier is busy
+    assert chosen([verifier("a"), busy, verifier("c")], RequestDemand("demo", 900, blocks=BLOCKS)).verifier is busy
 
 
 def test_the_longer_cached_prefix_wins() -> None:
     verifiers = [verifier("a", prefixes=frozenset(BLOCKS[:2])), verifier("b", prefixes=frozenset(BLOCKS[:7]))]
-    assert chosen(verifiers, Demand("demo", 900, blocks=BLOCKS)).verifier.incarnation == "b"
+    assert chosen(verifiers, RequestDemand("demo", 900, blocks=BLOCKS)).verifier.incarnation == "b"
 
 
 def test_what_was_sent_counts_before_it_is_announced() -> None:
     sent = SentBlocks()
     sent.add("b", BLOCKS)
     fleet = Fleet([verifier("a"), verifier("b")], [], {}, sent=sent.by_worker)
-    assert cached_share(fleet, Demand("demo", 900, blocks=(*BLOCKS, 77, 78)), fleet.verifiers[1]) == 10 / 12
-    assert cached_share(fleet, Demand("demo", 900, blocks=BLOCKS), fleet.verifiers[0]) == 0
+    assert cached_share(fleet, RequestDemand("demo", 900, blocks=(*BLOCKS, 77, 78)), fleet.verifiers[1]) == 10 / 12
+    assert cached_share(fleet, RequestDemand("demo", 900, blocks=BLOCKS), fleet.verifiers[0]) == 0
 
 
 def test_no_affinity_overloads_a_verifier() -> None:
-    demand = Demand("demo", 900, last=Placement("a"), session="s", blocks=BLOCKS)
+    demand = RequestDemand("demo", 900, last=Placement("a"), session="s", blocks=BLOCKS)
     verifiers = [verifier("a", prefixes=frozenset(BLOCKS)), verifier("b"), verifier("c"), verifier("d")]
     in_flight: Counter[str] = Counter()
     for _ in range(200):
@@ -69,39 +69,39 @@ def test_bounds_follow_the_verifiers_sizes() -> None:
     verifiers = [verifier("a"), replace(verifier("b"), load=Load(0, 0, 10_000, 96))]
     in_flight: Counter[str] = Counter()
     for _ in range(200):
-        in_flight[chosen(verifiers, Demand("demo", 100), in_flight=in_flight).verifier.incarnation] += 1
+        in_flight[chosen(verifiers, RequestDemand("demo", 100), in_flight=in_flight).verifier.incarnation] += 1
     assert 2.5 < in_flight["b"] / in_flight["a"] < 3.5
 
 
 def test_a_session_moves_away_from_a_verifier_whose_queue_and_memory_are_full() -> None:
     full = verifier("a", 2, 5, load=Load(2, 5, 0, 32))
-    assert chosen([full, verifier("b")], Demand("demo", 900, last=Placement("a"))).verifier.incarnation == "b"
+    assert chosen([full, verifier("b")], RequestDemand("demo", 900, last=Placement("a"))).verifier.incarnation == "b"
 
 
 def test_the_nearer_of_equals_wins_for_verifier_and_drafter() -> None:
     verifiers = [verifier("a", zone="east"), verifier("b", zone="west")]
     drafters = [drafter("d", zone="east"), drafter("e", zone="west")]
-    pair = chosen(verifiers, Demand("demo", 100), zone="west", drafters=drafters)
+    pair = chosen(verifiers, RequestDemand("demo", 100), zone="west", drafters=drafters)
     assert (pair.verifier.zone, pair.drafter and pair.drafter.zone) == ("west", "west")
 
 
 def test_a_verifier_with_an_idle_drafter_beats_one_without() -> None:
     headless = verifier("a", model=replace(MODEL, head_fingerprint=""))
-    pair = chosen([headless, verifier("b")], Demand("demo", 100), drafters=[drafter("d")])
+    pair = chosen([headless, verifier("b")], RequestDemand("demo", 100), drafters=[drafter("d")])
     assert (pair.verifier.incarnation, pair.drafter) == ("b", drafter("d"))
 
 
 def test_weights_decide() -> None:
-    demand = Demand("demo", 900, last=Placement("a"))
+    demand = RequestDemand("demo", 900, last=Placement("a"))
     verifiers = [verifier("a", 5), verifier("b")]
     assert chosen(verifiers, demand).verifier.incarnation == "a"
-    assert chosen(verifiers, demand, PlacementConfig(session=0.1)).verifier.incarnation == "b"
+    assert chosen(verifiers, demand, RoutingConfig(session=0.1)).verifier.incarnation == "b"
 
 
 @given(st.integers(2, 30), st.text(min_size=1, max_size=8), st.integers(0, 29))
 def test_only_the_sessions_of_a_lost_verifier_move(count: int, session: str, lost: int) -> None:
     verifiers = [verifier(f"v{index}") for index in range(count)]
-    demand = Demand("demo", 100, session=session)
+    demand = RequestDemand("demo", 100, session=session)
     before = chosen(verifiers, demand).verifier
     gone = verifiers[lost % count]
     after = chosen([lease for lease in verifiers if lease is not gone], demand).verifier
@@ -112,7 +112,7 @@ def test_only_the_sessions_of_a_lost_verifier_move(count: int, session: str, los
 def test_there_is_always_a_pick_and_it_has_room_if_any_has(loads: list[tuple[int, int]], bound: bool) -> None:
     verifiers = [verifier(f"v{index}", *load) for index, load in enumerate(loads)]
     last = Placement("v0") if bound else None
-    pair = chosen(verifiers, Demand("demo", 100, last=last, session="s", blocks=BLOCKS))
+    pair = chosen(verifiers, RequestDemand("demo", 100, last=last, session="s", blocks=BLOCKS))
     total = sum(map(sum, loads))
     load = pair.verifier.load
     assert load.num_running + load.num_waiting <= max(DEFAULT.least_bound, DEFAULT.bound * (total + 1) / len(loads) + 1)
@@ -144,7 +144,7 @@ def test_memory_of_what_was_sent_is_bounded_and_forgets_ends_first() -> None:
 
 def test_sessions_are_remembered_without_a_registry_and_the_oldest_go_first() -> None:
     async def body() -> None:
-        sessions = Sessions(None, limit=2)
+        sessions = SessionMap(None, limit=2)
         for name in ("a", "b", "c"):
             await sessions.place(name, Placement(name))
         assert [await sessions.placement(name) for name in "abc"] == [None, Placement("b"), Placement("c")]
@@ -162,4 +162,4 @@ def test_sessions_are_remembered_without_a_registry_and_the_oldest_go_first() ->
 )
 def test_a_wrong_weight_is_told(changes: dict[str, float], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        PlacementConfig(**changes)  # type: ignore[arg-type]
+        RoutingConfig(**changes)  # type: ignore[arg-type]

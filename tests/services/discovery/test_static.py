@@ -9,12 +9,12 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from eyas.config import DiscoveryConfig, ServerConfig
 from eyas.errors import ConfigError
 from eyas.rpc.channel import open_channel
+from eyas.rpc.convert import status_from_message
 from eyas.rpc.messages import Lease, Load
 from eyas.rpc.server import RpcServer
-from eyas.rpc.worker_wire import status_from_message
+from eyas.services.lifecycle import WorkerRegistration
 from eyas.v1.worker_pb2 import StatusRequest
 from eyas.v1.worker_pb2_grpc import WorkerStub
-from services.lifecycle import WorkerPresence
 from tests.services.discovery.pods import discovering, names, pod_router, pod_worker, settings
 from tests.services.redis_server import free_port
 from tests.services.router.scripted_verifier import CALL, MODEL, REST, ask, tokens_of, until
@@ -38,7 +38,7 @@ def test_a_worker_is_found_as_it_describes_itself() -> None:
 def test_a_real_worker_tells_its_state_to_whoever_asks() -> None:
     async def body() -> Lease:
         server = RpcServer(ServerConfig(host="0.0.0.0"))
-        presence = WorkerPresence(server, None, "draft", MODEL, lambda: Load(1), "here", lambda: frozenset({3}), "one")
+        presence = WorkerRegistration(server, None, "draft", MODEL, lambda: Load(1), "here", lambda: frozenset({3}), "one")
         address = await server.start([])
         await presence.enter(address)  # with no lease, nobody needs to be told where
         async with open_channel(f"127.0.0.1:{port_of(address)}") as channel:

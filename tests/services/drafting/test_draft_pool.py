@@ -5,15 +5,15 @@ from __future__ import annotations
 import threading
 from contextlib import closing
 
-from eyas.commit import Refusal
-from eyas.config import DraftLinkConfig
+from eyas.config import DraftClientConfig
+from eyas.draft_protocol import ResyncRequired
 from eyas.drafters.base import DrafterNeeds
+from eyas.services.verifier.draft_pool import DraftPool
 from eyas.tree import DraftTree
-from services.verifier.pool import DraftPool
 from tests.services.drafting.toy_drafting import ToyDrafter, context, eventually, serving
 
 NEEDS = DrafterNeeds(features=True)
-PATIENT = DraftLinkConfig(deadline=10.0)
+PATIENT = DraftClientConfig(deadline=10.0)
 TOKENS = tuple(range(10, 40))
 
 
@@ -77,7 +77,7 @@ def test_sessions_of_a_drafter_that_is_gone_move_to_a_live_one() -> None:
         pool.rehome([])
         assert pool.ask([context("a", TOKENS[:7], base=6)])() == [None]
         pool.rehome([second])
-        eventually(lambda: pool.ask([context("a", TOKENS[:7], base=6)])() == [Refusal("a", 0, 0)])
+        eventually(lambda: pool.ask([context("a", TOKENS[:7], base=6)])() == [ResyncRequired("a", 0, 0)])
         assert pool.ask([context("a", TOKENS[:7])])() == [DraftTree.chain([16, 17, 18, 19])]
         assert len(other.sessions) == 1
 
@@ -104,7 +104,7 @@ def test_a_session_that_began_without_a_drafter_gets_the_first_that_appears() ->
 
 def test_a_drafter_that_hangs_costs_a_few_rounds_and_its_sessions_move() -> None:
     gate = threading.Event()
-    config = DraftLinkConfig(deadline=0.5, max_failures=2, reset=60)
+    config = DraftClientConfig(deadline=0.5, max_failures=2, reset=60)
     hanging = ToyDrafter(before=gate.wait)
     with closing(DraftPool(config, NEEDS)) as pool, serving(ToyDrafter()) as good, serving(hanging) as hung:
         try:

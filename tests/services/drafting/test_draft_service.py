@@ -9,18 +9,18 @@ from dataclasses import replace
 import grpc
 import pytest
 
-from eyas.commit import Commit, Refusal, TensorBytes
 from eyas.config import DraftConfig, RegistryConfig, ServerConfig
+from eyas.draft_protocol import Commit, ResyncRequired, TensorBytes
 from eyas.drafters.base import DraftContext
 from eyas.errors import RequestFailed
-from eyas.models.tensors import tensor_to_bytes
-from eyas.rpc import draft_wire
+from eyas.rpc import convert as draft_wire
 from eyas.rpc.channel import open_channel, open_sync_channel
 from eyas.rpc.messages import DraftReply, DraftRequest
+from eyas.services.draft.__main__ import Served, serve_drafters
+from eyas.services.draft.worker import DraftWorker
+from eyas.tensors import tensor_to_bytes
 from eyas.tree import DraftTree
 from eyas.v1 import draft_pb2, draft_pb2_grpc
-from services.draft.__main__ import Served, serve_drafters
-from services.draft.worker import DraftWorker
 from tests.services.drafting.toy_drafting import BOOKKEEPING, INFO, ToyDrafter, context, eventually, serving
 from tests.services.redis_server import free_port
 
@@ -87,7 +87,7 @@ def test_an_older_epoch_is_dropped_and_a_newer_one_starts_from_nothing(stub: dra
         [packed(context("a", TOKENS[:6], epoch=4))],
     )
     assert [roots(reply) for reply in replies] == [{"a": 14}, {}, {}, {"a": 15}]
-    assert [reply.refusals for reply in replies] == [(), (), (Refusal("a", 4, 0),), ()]
+    assert [reply.refusals for reply in replies] == [(), (), (ResyncRequired("a", 4, 0),), ()]
 
 
 GOOD = packed(context("a", TOKENS[:5]))
@@ -142,7 +142,7 @@ def test_requests_that_wait_are_merged_into_one_call_and_no_session_is_in_it_twi
     calls: list[list[str]] = []
 
     class Recorder(ToyDrafter):
-        def propose(self, contexts: Sequence[DraftContext]) -> list[DraftTree | Refusal | None]:
+        def propose(self, contexts: Sequence[DraftContext]) -> list[DraftTree | ResyncRequired | None]:
             calls.append([context.session for context in contexts])
             return super().propose(contexts)
 

@@ -2,13 +2,13 @@
 
 from dataclasses import replace
 
-from eyas.commit import Commit, TensorBytes
-from eyas.config import AheadConfig, EagleConfig
+from eyas.config import DraftAheadConfig, DraftingConfig
+from eyas.draft_protocol import Commit, TensorBytes
 from eyas.drafters.base import DraftContext
-from eyas.drafters.build import build_drafter
-from eyas.models.tensors import tensor_to_bytes
+from eyas.drafters.registry import build_drafter
 from eyas.rpc.messages import DrafterInfo, DraftReply, DraftRequest, ModelInfo
-from services.draft.worker import DraftWorker
+from eyas.services.draft.worker import DraftWorker
+from eyas.tensors import tensor_to_bytes
 from tests.drafters.test_ahead import SHAPE, going_on, outcome, session
 from tests.services.drafting.toy_drafting import INFO, ToyDrafter, context, eventually
 
@@ -19,7 +19,7 @@ def sent(commit: DraftContext) -> Commit[TensorBytes]:
 
 
 def test_trees_grown_between_two_commits_are_answered_and_marked(tiny_target: str, tiny_head: str) -> None:
-    eagle = EagleConfig(num_slots=2048, ahead=AheadConfig(rows=24, children=24, levels=6))
+    eagle = DraftingConfig(num_slots=2048, ahead=DraftAheadConfig(rows=24, children=24, levels=6))
     drafter = build_drafter("eagle3", tiny_target, tiny_head, "float32", "cpu", SHAPE, eagle)
     info = DrafterInfo(ModelInfo("tiny", "f", 48, 256), "eagle3", True, False, 32, True)
     first, replies, idle = session("a", 9), list[DraftReply](), list[int]()

@@ -5,18 +5,18 @@ from dataclasses import replace
 
 import pytest
 
-from eyas.config import DraftLinkConfig, EngineConfig
+from eyas.config import DraftClientConfig, EngineConfig
 from eyas.drafters.base import DrafterNeeds
 from eyas.engine.build import build_engine
 from eyas.request import Request, SamplingParams
 from eyas.rpc.messages import DrafterInfo, ModelInfo
-from services.verifier.remote import RemoteDrafter
+from eyas.services.verifier.draft_client import RemoteDrafter
 from tests import reference
 from tests.engine.test_equality import TREE, case_of
 from tests.methods import CASES
 from tests.services.drafting.toy_drafting import eventually, serving
 
-LINK = DraftLinkConfig(deadline=30.0, chunk_tokens=5)
+LINK = DraftClientConfig(deadline=30.0, chunk_tokens=5)
 SAMPLING = SamplingParams(18, 0.0, ignore_eos=True)
 SAMPLINGS = (SAMPLING, replace(SAMPLING, temperature=0.8), replace(SAMPLING, temperature=1.1, top_k=12, top_p=0.85))
 PROMPT = (9, 8, 7, 9, 8, 7, 9, 8)

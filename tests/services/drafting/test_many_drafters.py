@@ -14,33 +14,33 @@ from redis.asyncio import Redis
 
 from eyas.config import (
     DiscoveryConfig,
+    DraftClientConfig,
     DraftConfig,
     DraftedModel,
-    DraftLinkConfig,
-    EagleConfig,
+    DraftingConfig,
     EngineConfig,
-    PlacementConfig,
     RegistryConfig,
+    RoutingConfig,
     ServerConfig,
     TreeConfig,
     load,
 )
 from eyas.drafters.base import DrafterNeeds
-from eyas.drafters.build import build_drafter, build_fuser, features_digest
+from eyas.drafters.registry import build_drafter, build_fuser, features_digest
 from eyas.engine.build import build_engine
 from eyas.errors import ConfigError
 from eyas.models.checkpoint import target_fingerprint
 from eyas.request import GenerationStats, Request, SamplingParams
 from eyas.rpc.channel import open_sync_channel
-from eyas.rpc.messages import DrafterInfo, Lease, Load, ModelInfo, Verified
+from eyas.rpc.messages import DrafterInfo, Lease, Load, ModelInfo, TargetInfo
 from eyas.rpc.server import status_error
+from eyas.services.discovery.registry import Registry
+from eyas.services.draft import servicer
+from eyas.services.draft.__main__ import Served, describe, read_target, serve_drafters
+from eyas.services.draft.worker import check_distinct
+from eyas.services.router.routing import Fleet, RequestDemand, pick
+from eyas.services.verifier.draft_client import RemoteDrafter
 from eyas.v1 import draft_pb2, draft_pb2_grpc
-from services.draft import servicer
-from services.draft.__main__ import Served, describe, read_target, serve_drafters
-from services.draft.choice import check_distinct
-from services.registry import Registry
-from services.router.placement import Demand, Fleet, pick
-from services.verifier.remote import RemoteDrafter
 from tests import reference
 from tests.services.discovery.pods import discovering, settings
 from tests.services.drafting.toy_drafting import INFO, ToyDrafter, eventually, serving, serving_all
@@ -48,9 +48,9 @@ from tests.services.redis_server import free_port
 from tests.services.router.scripted_verifier import until
 from tests.tiny import write_head, write_target
 
-PATIENT = DraftLinkConfig(deadline=30.0)
+PATIENT = DraftClientConfig(deadline=30.0)
 TREE = TreeConfig(8, 3, 3)
-EAGLE = EagleConfig(num_slots=256)
+EAGLE = DraftingConfig(num_slots=256)
 SAMPLING = SamplingParams(20, 0.0, seed=1, ignore_eos=True)
 
 
@@ -94,8 +94,8 @@ def address(zoo: Zoo) -> Iterator[str]:
         yield address
 
 
-def verified(target: str, drafter: str, head: str) -> Verified:
-    return Verified(target_fingerprint(target), features_digest(drafter, head))
+def verified(target: str, drafter: str, head: str) -> TargetInfo:
+    return TargetInfo(target_fingerprint(target), features_digest(drafter, head))
 
 
 def generate(address: str, target: str, drafter: str, head: str) -> GenerationStats:
@@ -159,7 +159,7 @@ def test_a_link_refuses_what_a_service_gives_it_for_another_target(
 ) -> None:
     """As a service does that has one drafter and does not look at who asks."""
     monkeypatch.setattr(servicer, "choose", lambda workers, wanted: workers[0])
-    needs, wanted = DrafterNeeds(features=True), Verified("another", "none")
+    needs, wanted = DrafterNeeds(features=True), TargetInfo("another", "none")
     with (
         serving(ToyDrafter(), INFO) as address,
         closing(RemoteDrafter(address, needs, PATIENT, verified=wanted)) as remote,
@@ -186,7 +186,7 @@ def test_every_drafter_has_a_lease_and_the_router_pairs_what_fits(url: str) -> N
         assert len(new) == 1, "one connection carries all leases"
         for name, fingerprint, digest in (("one", "f1", "h1"), ("two", "f2", "h9")):
             verifier = Lease("verifier", "there", "v", ModelInfo(name, fingerprint, 100, 1000, digest), Load(1, 0, 99))
-            pair = pick(Fleet([verifier], leases, {}), Demand(name, 10), PlacementConfig())
+            pair = pick(Fleet([verifier], leases, {}), RequestDemand(name, 10), RoutingConfig())
             assert pair is not None
             assert pair.drafter is not None
             assert pair.drafter.model.name == name
@@ -241,10 +241,10 @@ def test_a_config_lists_what_is_drafted_for(tmp_path: Path) -> None:
     config = load(DraftConfig, file, ["tree.nodes=7"])
     assert config.drafted == (
         DraftedModel("a", "t", "h", tree=TreeConfig(nodes=7)),
-        DraftedModel("b", "u", "s", "sps", eagle=EagleConfig(num_slots=9)),
+        DraftedModel("b", "u", "s", "sps", eagle=DraftingConfig(num_slots=9)),
     )
     with pytest.raises(ConfigError, match="num_slots is -1"):
-        DraftedModel("b", "u", eagle=EagleConfig(num_slots=-1))
+        DraftedModel("b", "u", eagle=DraftingConfig(num_slots=-1))
     file.write_text("model: a\ntarget: t\nmore:\n- {model: b, target: u, tre: 1}\n")
     with pytest.raises(ConfigError, match="tre"):
         load(DraftConfig, file)

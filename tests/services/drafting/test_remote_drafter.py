@@ -10,16 +10,16 @@ from dataclasses import replace
 
 import pytest
 
-from eyas.commit import Refusal
-from eyas.config import DraftLinkConfig
+from eyas.config import DraftClientConfig
+from eyas.draft_protocol import ResyncRequired
 from eyas.drafters.base import DrafterNeeds
 from eyas.rpc.messages import DrafterInfo
+from eyas.services.verifier.draft_client import RemoteDrafter
 from eyas.tree import DraftTree
-from services.verifier.remote import RemoteDrafter
 from tests.services.drafting.toy_drafting import BOOKKEEPING, INFO, ToyDrafter, context, eventually, serving
 
 NEEDS = DrafterNeeds(features=True)
-PATIENT = DraftLinkConfig(deadline=10.0)
+PATIENT = DraftClientConfig(deadline=10.0)
 TOKENS = tuple(range(10, 40))
 
 
@@ -34,7 +34,7 @@ def address(drafter: ToyDrafter) -> Iterator[str]:
         yield address
 
 
-def connect(address: str, config: DraftLinkConfig = PATIENT, needs: DrafterNeeds = NEEDS) -> closing[RemoteDrafter]:
+def connect(address: str, config: DraftClientConfig = PATIENT, needs: DrafterNeeds = NEEDS) -> closing[RemoteDrafter]:
     remote = RemoteDrafter(address, needs, config)
     eventually(lambda: remote.up)
     return closing(remote)
@@ -65,7 +65,7 @@ def test_long_commits_travel_in_bounded_pieces_and_arrive_whole(address: str, dr
 def test_a_gap_is_refused_and_a_resend_from_there_heals_it(address: str) -> None:
     with connect(address) as remote:
         remote.ask([context("a", TOKENS[:5])])()
-        assert remote.ask([context("a", TOKENS[:9], base=7)])() == [Refusal("a", 0, 5)]
+        assert remote.ask([context("a", TOKENS[:9], base=7)])() == [ResyncRequired("a", 0, 5)]
         assert remote.ask([context("a", TOKENS[:9], base=5)])() == [DraftTree.chain([18, 19, 20, 21])]
 
 
@@ -93,7 +93,7 @@ def test_closing_a_link_releases_its_sessions_only(address: str, drafter: ToyDra
 
 def test_late_trees_are_dropped_and_an_open_breaker_costs_no_time() -> None:
     gate = threading.Event()
-    config = DraftLinkConfig(deadline=0.05, max_failures=2, reset=0.3)
+    config = DraftClientConfig(deadline=0.05, max_failures=2, reset=0.3)
     with serving(ToyDrafter(before=gate.wait)) as address, connect(address, config) as remote:
         try:
             for length in (5, 6):
@@ -125,7 +125,7 @@ def test_a_killed_drafter_costs_drafts_only_and_a_restarted_one_is_fed_again() -
         ]
         with serving(ToyDrafter(), port=int(address.rpartition(":")[2])):
             eventually(lambda: remote.up)
-            assert remote.ask([context("a", TOKENS[:9], base=5)])() == [Refusal("a", 0, 0)]
+            assert remote.ask([context("a", TOKENS[:9], base=5)])() == [ResyncRequired("a", 0, 0)]
             assert remote.ask([context("a", TOKENS[:9])])() == [DraftTree.chain([18, 19, 20, 21])]
 
 
@@ -146,7 +146,7 @@ def test_a_stream_that_breaks_in_mid_round_ends_the_wait() -> None:
 
 def test_a_drafter_given_up_rests_twice_as_long_after_every_failure_and_as_before_after_a_success() -> None:
     gate = threading.Event()
-    config = DraftLinkConfig(deadline=0.01, max_failures=1, reset=0.01)
+    config = DraftClientConfig(deadline=0.01, max_failures=1, reset=0.01)
     with serving(ToyDrafter(before=gate.wait)) as address, connect(address, config) as remote:
         try:
             started = time.monotonic()

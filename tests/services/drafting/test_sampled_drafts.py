@@ -7,24 +7,24 @@ from dataclasses import replace
 
 import pytest
 
-from eyas.config import DraftLinkConfig, EagleConfig, EngineConfig, TreeConfig
+from eyas.config import DraftClientConfig, DraftingConfig, EngineConfig, TreeConfig
 from eyas.drafters.base import Drafter, DrafterNeeds
-from eyas.drafters.build import build_drafter
+from eyas.drafters.registry import build_drafter
 from eyas.engine.build import assemble_engine
 from eyas.errors import InvalidRequest
-from eyas.models.heads.eagle import load_fuser
+from eyas.models.heads.eagle_loader import load_fuser
 from eyas.models.target import load_target
-from eyas.models.tensors import tensor_to_bytes
 from eyas.request import Request, SamplingParams
 from eyas.rpc.messages import DrafterInfo, ModelInfo
-from services.draft.admission import admit
-from services.verifier.pool import DraftPool
-from services.verifier.remote import RemoteDrafter
+from eyas.services.draft.worker import admit
+from eyas.services.verifier.draft_client import RemoteDrafter
+from eyas.services.verifier.draft_pool import DraftPool
+from eyas.tensors import tensor_to_bytes
 from tests.services.drafting.toy_drafting import INFO, ToyDrafter, context, eventually, serving
 
 NEEDS = DrafterNeeds(features=True)
 TREE = TreeConfig(nodes=8, depth=4, width=4)
-PATIENT = DraftLinkConfig(deadline=30.0)
+PATIENT = DraftClientConfig(deadline=30.0)
 
 
 def test_a_drafter_that_cannot_sample_stays_unused(caplog: pytest.LogCaptureFixture) -> None:
@@ -60,7 +60,7 @@ def generate(drafter: Drafter, target: str, head: str) -> tuple[dict[str, tuple[
 
 def test_a_request_says_the_same_over_the_wire_as_in_one_process(tiny_target: str, tiny_head: str) -> None:
     def eagle() -> Drafter:
-        return build_drafter("eagle3", tiny_target, tiny_head, "float32", "cpu", TREE, EagleConfig(num_slots=512))
+        return build_drafter("eagle3", tiny_target, tiny_head, "float32", "cpu", TREE, DraftingConfig(num_slots=512))
 
     expected, num_foreseen = generate(eagle(), tiny_target, tiny_head)
     assert num_foreseen > 0

@@ -11,22 +11,22 @@ from contextlib import ExitStack, contextmanager
 import torch
 from torch import Tensor
 
-from eyas.commit import Budget, Commit, Refusal
 from eyas.config import ServerConfig
+from eyas.draft_protocol import Commit, ResyncRequired, TreeBudget
 from eyas.drafters.base import Draft, DraftContext, DrafterNeeds, LocalDrafter
 from eyas.request import NoiseKey
+from eyas.rpc.channel import Peers
 from eyas.rpc.messages import DrafterInfo, ModelInfo
-from eyas.rpc.peers import Peers
 from eyas.rpc.server import RpcServer
+from eyas.services.draft.servicer import DraftServicer
+from eyas.services.draft.worker import DraftWorker
 from eyas.tree import DraftTree
 from eyas.v1 import draft_pb2_grpc
-from services.draft.servicer import DraftServicer
-from services.draft.worker import DraftWorker
 
 VOCAB = 100
 WIDTH = 4
-TREE = Budget(max_nodes=4, max_depth=3)
-BOOKKEEPING = Budget(max_nodes=1, max_depth=0)
+TREE = TreeBudget(max_nodes=4, max_depth=3)
+BOOKKEEPING = TreeBudget(max_nodes=1, max_depth=0)
 INFO = DrafterInfo(
     ModelInfo("toy", "f00d", VOCAB, 1000), "toy", needs_features=True, needs_samples=False, feature_size=WIDTH
 )
@@ -37,7 +37,7 @@ def feature(position: int, token: int) -> Tensor:
     return torch.tensor([position, token, 0.5, -1.0])
 
 
-def context(session: str, tokens: Sequence[int], base: int = 0, budget: Budget = TREE, epoch: int = 0) -> DraftContext:
+def context(session: str, tokens: Sequence[int], base: int = 0, budget: TreeBudget = TREE, epoch: int = 0) -> DraftContext:
     """The commit that brings tokens[base:], with the features that belong to it."""
     rows = [feature(i, tokens[i]) for i in range(max(base - 1, 0), len(tokens) - 1)]
     features = torch.stack(rows) if rows else torch.empty(0, WIDTH)
@@ -70,7 +70,7 @@ class ToyDrafter(LocalDrafter):
     def _draft(self, context: DraftContext) -> Draft:
         tokens = self.sessions.setdefault(context.session, [])
         if context.base != len(tokens):
-            return Refusal(context.session, context.epoch, len(tokens))
+            return ResyncRequired(context.session, context.epoch, len(tokens))
         tokens += context.tokens
         positions = range(max(context.base - 1, 0), len(tokens) - 1)
         expected = [feature(i, tokens[i]) for i in positions]

@@ -10,20 +10,19 @@ from typing import Any
 import httpx
 from openai import AsyncOpenAI
 
-from eyas.config import EjectionConfig, HttpConfig, RegistryConfig, ServerConfig, TlsConfig
+from eyas.config import HttpConfig, OutlierDetectionConfig, RegistryConfig, ServerConfig, TlsConfig
 from eyas.rpc.server import RpcServer
-from eyas.text import TokenText, load_tokenizer
-from services.registry import Registry
-from services.router.access.keys import Keys
-from services.router.fleet.memory import Sessions
-from services.router.front import Front
-from services.router.http.app import build_app
-from services.router.http.chat import ChatTemplate
-from services.router.http.door import HttpDoor
-from services.router.presence import RouterPresence
-from services.router.relay import Relay
-from services.router.telemetry.observer import RouterTelemetry
-from services.router.workers import Workers
+from eyas.services.discovery.registry import Registry
+from eyas.services.router.api_keys import ApiKeys
+from eyas.services.router.dispatcher import Dispatcher
+from eyas.services.router.generation import GenerationService
+from eyas.services.router.http.app import build_app
+from eyas.services.router.http.chat_template import ChatTemplate
+from eyas.services.router.http.server import HttpServer
+from eyas.services.router.registration import RouterRegistration
+from eyas.services.router.telemetry import RouterTelemetry
+from eyas.services.router.workers import SessionMap, WorkerPool
+from eyas.tokenizer import Tokenizer, load_tokenizer
 from tests.services.router.scripted_verifier import DEMO, PROMPT, REST, TEXT, TOKENS, Script, until, worker
 
 TOKENIZER = load_tokenizer(DEMO)
@@ -39,20 +38,20 @@ CHAT = {"model": "demo", "messages": [{"role": "user", "content": PROMPT_TEXT}],
 async def http_router(
     url: str,
     template: str = PLAIN,
-    keys: Keys | None = None,
+    keys: ApiKeys | None = None,
     timeout: float = 30.0,
-    tokenizer: TokenText = TOKENIZER,
+    tokenizer: Tokenizer = TOKENIZER,
     telemetry: RouterTelemetry | None = None,
 ) -> AsyncIterator[str]:
     """A router for the model "demo"; gives the base of its URLs."""
     server, registry = RpcServer(ServerConfig()), Registry(RegistryConfig(url, 2.0, 0.05))
-    workers = Workers(registry, ejection=EjectionConfig(seconds=0.2))
-    relay = Relay(workers, Sessions(registry), 20.0, telemetry)
-    front = Front({"demo": tokenizer}, workers, relay, timeout, telemetry)
-    presence = RouterPresence(server, registry, workers, 0.02)
+    workers = WorkerPool(registry, ejection=OutlierDetectionConfig(seconds=0.2))
+    relay = Dispatcher(workers, SessionMap(registry), 20.0, telemetry)
+    front = GenerationService({"demo": tokenizer}, workers, relay, timeout, telemetry)
+    presence = RouterRegistration(server, registry, workers, 0.02)
     chat = ChatTemplate(template, {"bos_token": "<|bos|>"}, "demo") if template else None
-    app = build_app(front, {"demo": chat}, presence, keys or Keys(frozenset()), telemetry or RouterTelemetry())
-    door = HttpDoor(app, HttpConfig(), TlsConfig())
+    app = build_app(front, {"demo": chat}, presence, keys or ApiKeys(frozenset()), telemetry or RouterTelemetry())
+    door = HttpServer(app, HttpConfig(), TlsConfig())
     address = await server.start([])
     await door.start()
     await presence.enter(address)

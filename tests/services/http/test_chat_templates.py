@@ -10,7 +10,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from eyas.config import ServedModel
 from eyas.errors import ConfigError, InvalidRequest
-from services.router.http.chat import ChatTemplate, load_template
+from eyas.services.router.http.chat_template import ChatTemplate, load_template
 from tests.services.router.scripted_verifier import DEMO
 
 SPECIAL = {"bos_token": "<s>", "eos_token": "</s>"}

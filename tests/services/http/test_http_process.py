@@ -17,7 +17,7 @@ from tests.services.router.scripted_verifier import TOKENS
 
 BLOCKED = (
     "import sys, runpy; sys.modules['torch'] = sys.modules['transformers'] = None; "
-    "runpy.run_module('services.router', run_name='__main__')"
+    "runpy.run_module('eyas.services.router', run_name='__main__')"
 )
 
 

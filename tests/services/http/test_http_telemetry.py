@@ -9,10 +9,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from eyas.telemetry.logs import configure_logging
-from services.router.access.gate import MAX_BODY_BYTES
-from services.router.access.keys import Keys
-from services.router.telemetry.observer import RouterTelemetry
+from eyas.services.router.api_keys import ApiKeys
+from eyas.services.router.http.server import MAX_BODY_BYTES
+from eyas.services.router.telemetry import RouterTelemetry
+from eyas.telemetry.logging import configure_logging
 from tests.services.http.http_router import ALL, CHAT, TOKENS, Script, get, http_router, post, worker
 from tests.telemetry.spans import TRACE, Spans
 
@@ -94,7 +94,7 @@ def test_every_answer_is_counted_by_route_and_status_whoever_refuses_it(url: str
     ]
 
     async def run() -> None:
-        telemetry, keys = RouterTelemetry(spans.telemetry), Keys(frozenset({"one"}))
+        telemetry, keys = RouterTelemetry(spans.telemetry), ApiKeys(frozenset({"one"}))
         async with worker(url, Script(TOKENS)), http_router(url, telemetry=telemetry, keys=keys) as base:
             for path, body, headers, status in asked:
                 assert (await post(base, path, body, headers=headers)).status_code == status

@@ -6,15 +6,16 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 from openai import AsyncOpenAI
-from tokenizers import Tokenizer, decoders, models
+from tokenizers import Tokenizer as HuggingFaceTokenizer
+from tokenizers import decoders, models
 
 from eyas.request import TokenLogprob
-from eyas.text import TokenText
-from services.router.http.logprobs import chat_logprobs, completion_logprobs, num_characters, token_bytes
+from eyas.services.router.http.responses import chat_logprobs, completion_logprobs, num_characters, token_bytes
+from eyas.tokenizer import Tokenizer
 from tests.services.http.http_router import ALL, CHAT, REST_TEXT, TOKENIZER, with_router
 from tests.services.router.scripted_verifier import PROMPT, REST, TEXT, TOKENS
 
-BYTES = TokenText(Tokenizer(models.WordLevel({"<0xE2>": 0, "<0x82>": 1, "\u2581a": 2, "b": 3}, unk_token="b")))
+BYTES = Tokenizer(HuggingFaceTokenizer(models.WordLevel({"<0xE2>": 0, "<0x82>": 1, "\u2581a": 2, "b": 3}, unk_token="b")))
 
 
 @given(st.text(st.characters(exclude_categories=["Cs"])))
@@ -105,6 +106,6 @@ def test_prompt_logprobs_come_apart_once_for_each_prompt(url: str) -> None:
 
 
 def test_decoders_other_than_these_spell_what_they_decode() -> None:
-    words = Tokenizer(models.WordLevel({"##ing": 0, "go": 1}, unk_token="go"))
+    words = HuggingFaceTokenizer(models.WordLevel({"##ing": 0, "go": 1}, unk_token="go"))
     words.decoder = decoders.WordPiece()
-    assert [token_bytes(TokenText(words), token) for token in (0, 1)] == [TokenText(words).decode([0]).encode(), b"go"]
+    assert [token_bytes(Tokenizer(words), token) for token in (0, 1)] == [Tokenizer(words).decode([0]).encode(), b"go"]

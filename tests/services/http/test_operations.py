@@ -22,11 +22,11 @@ from prometheus_client import Counter
 from eyas.config import HttpConfig, KeysConfig, ServerConfig, TlsConfig
 from eyas.errors import ConfigError
 from eyas.rpc.server import RpcServer
+from eyas.services.router.api_keys import ApiKeys, load_keys
+from eyas.services.router.grpc_server import ApiKeyInterceptor, server_credentials
+from eyas.services.router.http.server import HttpServer, listen
 from eyas.v1.generation_pb2 import ListModelsRequest, ListModelsResponse
 from eyas.v1.generation_pb2_grpc import GenerationServicer, GenerationStub, add_GenerationServicer_to_server
-from services.router.access.calls import KeyInterceptor, server_credentials
-from services.router.access.keys import Keys, load_keys
-from services.router.http.door import HttpDoor, listen
 from tests.services.http.http_router import ALL, REST_TEXT, Script, get, http_router, worker
 from tests.services.router.scripted_verifier import TOKENS
 from tests.services.router.test_router_cli import eyas
@@ -76,7 +76,7 @@ def test_only_known_keys_open_v1(url: str) -> None:
             return str((await client.completions.create(**ALL)).choices[0].text)
 
     async def body() -> None:
-        async with worker(url, Script(TOKENS)), http_router(url, keys=Keys(frozenset({"one", "other"}))) as base:
+        async with worker(url, Script(TOKENS)), http_router(url, keys=ApiKeys(frozenset({"one", "other"}))) as base:
             assert [await ask(base, key) for key in ("one", "other")] == [REST_TEXT, REST_TEXT]
             for wrong in ("on", "one1", "One"):
                 with pytest.raises(AuthenticationError, match="no known API key"):
@@ -116,8 +116,8 @@ class Models(GenerationServicer):
 
 
 @asynccontextmanager
-async def grpc_door(keys: Keys, tls: TlsConfig) -> AsyncIterator[str]:
-    server = RpcServer(ServerConfig(), [KeyInterceptor(keys)], server_credentials(tls))
+async def grpc_door(keys: ApiKeys, tls: TlsConfig) -> AsyncIterator[str]:
+    server = RpcServer(ServerConfig(), [ApiKeyInterceptor(keys)], server_credentials(tls))
     add_GenerationServicer_to_server(Models(), server.aio)
     address = await server.start(["eyas.v1.Generation"])
     try:
@@ -158,7 +158,10 @@ def test_the_grpc_door_asks_for_the_same_keys_over_tls_and_health_is_open(tmp_pa
     async def body() -> None:
         tls = certificate(tmp_path)
         trust = grpc.ssl_channel_credentials(Path(tls.certificate).read_bytes())
-        async with grpc_door(Keys(frozenset({"one"})), tls) as address, grpc.aio.secure_channel(address, trust) as channel:
+        async with (
+            grpc_door(ApiKeys(frozenset({"one"})), tls) as address,
+            grpc.aio.secure_channel(address, trust) as channel,
+        ):
             stub = GenerationStub(channel)
             assert await status(stub, authorization="Bearer one") is grpc.StatusCode.OK
             assert await status(stub, authorization="Bearer two") is grpc.StatusCode.UNAUTHENTICATED
@@ -170,7 +173,7 @@ def test_the_grpc_door_asks_for_the_same_keys_over_tls_and_health_is_open(tmp_pa
 
 def test_the_command_shows_its_key() -> None:
     async def body() -> tuple[int, int]:
-        async with grpc_door(Keys(frozenset({"one"})), TlsConfig()) as address:
+        async with grpc_door(ApiKeys(frozenset({"one"})), TlsConfig()) as address:
             known = await eyas("models", EYAS_ADDRESS=address, EYAS_API_KEY="one")
             unknown = await eyas("models", "--address", address, "--api-key", "two")
         assert unknown.err.startswith("error: UNAUTHENTICATED: no known API key")
@@ -187,7 +190,7 @@ async def echo(scope: object, receive: object, send: object) -> None:
 def test_the_http_door_speaks_tls(tmp_path: Path) -> None:
     async def body() -> str:
         tls = certificate(tmp_path)
-        door = HttpDoor(echo, HttpConfig(), tls)
+        door = HttpServer(echo, HttpConfig(), tls)
         await door.start()
         try:
             trust = ssl.create_default_context(cafile=tls.certificate)
@@ -218,7 +221,7 @@ def test_small_writes_leave_at_once() -> None:
 
 def test_a_door_that_cannot_open_says_which_setting_to_mend(tmp_path: Path) -> None:
     async def start(config: HttpConfig, tls: TlsConfig) -> None:
-        door = HttpDoor(echo, config, tls)
+        door = HttpServer(echo, config, tls)
         try:
             await door.start()
         finally:

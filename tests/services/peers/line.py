@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field
 
 from eyas.rpc.server import RpcServer
-from services.lifecycle import WorkerPresence
+from eyas.services.lifecycle import WorkerRegistration
 
 
 @dataclass
@@ -62,7 +62,7 @@ def cable(service: str) -> Iterator[Cable]:
 
 
 @asynccontextmanager
-async def entered(server: RpcServer, presence: WorkerPresence) -> AsyncIterator[Cable]:
+async def entered(server: RpcServer, presence: WorkerRegistration) -> AsyncIterator[Cable]:
     """A line to a server, by whose address its worker is known until the end; then both are gone."""
     with cable(await server.start([])) as line:
         await presence.enter(line.address)

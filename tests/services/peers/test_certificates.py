@@ -11,12 +11,12 @@ import pytest
 from cryptography.hazmat.primitives import serialization
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from eyas.client.door import Door
+from eyas.client import RouterClient
 from eyas.config import (
     DiscoveryConfig,
     DiscoveryKind,
+    DraftClientConfig,
     DraftConfig,
-    DraftLinkConfig,
     PeersConfig,
     RegistryConfig,
     RouterConfig,
@@ -26,16 +26,15 @@ from eyas.config import (
 )
 from eyas.drafters.base import DrafterNeeds
 from eyas.errors import ConfigError
-from eyas.rpc.channel import Line
+from eyas.rpc.channel import ChannelOptions, Peers
 from eyas.rpc.messages import Load
-from eyas.rpc.peers import Peers
 from eyas.rpc.server import RpcServer
+from eyas.services.discovery.build import build_discovery
+from eyas.services.discovery.registry import Registry
+from eyas.services.lifecycle import WorkerRegistration
+from eyas.services.router.workers import WorkerPool
+from eyas.services.verifier.draft_client import RemoteDrafter
 from eyas.tree import DraftTree
-from services.discovery.build import build_discovery
-from services.lifecycle import WorkerPresence
-from services.registry import Registry
-from services.router.workers import Workers
-from services.verifier.remote import RemoteDrafter
 from tests.services.drafting.toy_drafting import INFO, ToyDrafter, context, eventually
 from tests.services.drafting.toy_drafting import serving as serving_drafts
 from tests.services.peers.authority import Authority, peers
@@ -115,7 +114,7 @@ def test_renewed_certificates_hold_for_the_next_connection_on_both_sides(tmp_pat
 
 def test_a_drafter_that_comes_back_with_renewed_certificates_is_dialled_with_such(tmp_path: Path) -> None:
     Authority("old").write(tmp_path)
-    port, config = free_port(), DraftLinkConfig(deadline=20.0)
+    port, config = free_port(), DraftClientConfig(deadline=20.0)
     needs, ours = DrafterNeeds(features=True), Peers(peers(tmp_path))
     with closing(RemoteDrafter(f"127.0.0.1:{port}", needs, config, peers=ours)) as remote:
         with serving_drafts(ToyDrafter(), port=port, peers=Peers(peers(tmp_path))):
@@ -140,7 +139,7 @@ def test_a_router_that_lost_a_verifier_dials_it_with_renewed_certificates(
         async with verifier_behind(Peers(peers(tmp_path)), leases) as line:
             named = (line.address,) if kind == "static" else ()
             discovery = build_discovery(DiscoveryConfig(kind, named, probe_interval=0.05), leases, ours)
-            workers = Workers(discovery, peers=ours)
+            workers = WorkerPool(discovery, peers=ours)
             await discovery.watch("verifier")
             try:
                 await refreshed(workers, lambda: workers.ready)
@@ -160,12 +159,12 @@ def test_a_router_that_lost_a_verifier_dials_it_with_renewed_certificates(
 async def verifier_behind(theirs: Peers, leases: Registry | None) -> AsyncIterator[Cable]:
     """A line to a verifier that tells its state, or leases it at the line's address."""
     server = RpcServer(ServerConfig(), credentials=theirs.server_credentials)
-    presence = WorkerPresence(server, leases, "verifier", INFO.model, lambda: Load(0, 0, 10_000))
+    presence = WorkerRegistration(server, leases, "verifier", INFO.model, lambda: Load(0, 0, 10_000))
     async with entered(server, presence) as line:
         yield line
 
 
-async def refreshed(workers: Workers, condition: Callable[[], bool]) -> None:
+async def refreshed(workers: WorkerPool, condition: Callable[[], bool]) -> None:
     """Look again and again, as a router does, until the condition holds."""
     async with asyncio.timeout(60):
         await workers.refresh()
@@ -213,7 +212,7 @@ def test_no_key_is_shown_with_what_holds_it(tmp_path: Path) -> None:
     Authority().write(tmp_path)
     assert "PRIVATE KEY" in str(Peers(peers(tmp_path)).identity.key)
     assert "PRIVATE KEY" not in repr(Peers(peers(tmp_path)).identity)
-    assert "secret" not in repr(Door("router:50050", Line(), "secret"))
+    assert "secret" not in repr(RouterClient("router:50050", ChannelOptions(), "secret"))
 
 
 @pytest.mark.parametrize("kind", [VerifierConfig, DraftConfig])

@@ -13,10 +13,10 @@ from typer.testing import CliRunner
 from eyas.cli import app
 from eyas.config import HttpConfig, ServerConfig, TlsConfig
 from eyas.rpc.server import RpcServer
+from eyas.services.router.api_keys import ApiKeys
+from eyas.services.router.grpc_server import ApiKeyInterceptor, server_credentials
+from eyas.services.router.http.server import HttpServer
 from eyas.v1.generation_pb2_grpc import add_GenerationServicer_to_server
-from services.router.access.calls import KeyInterceptor, server_credentials
-from services.router.access.keys import Keys
-from services.router.http.door import HttpDoor
 from tests.services.peers.authority import Authority
 from tests.services.router.scripted_verifier import TOKENS, Script, ScriptedVerifier
 
@@ -28,7 +28,7 @@ HOST = "127.0.0.1"
 async def door(folder: Path) -> AsyncIterator[str]:
     """A gRPC door that asks for a key, and generates by recital."""
     tls = TlsConfig(str(folder / "tls.crt"), str(folder / "tls.key"))
-    server = RpcServer(ServerConfig(), [KeyInterceptor(Keys(frozenset({"one"})))], server_credentials(tls))
+    server = RpcServer(ServerConfig(), [ApiKeyInterceptor(ApiKeys(frozenset({"one"})))], server_credentials(tls))
     add_GenerationServicer_to_server(ScriptedVerifier(Script(TOKENS)), server.aio)
     address = await server.start([])
     try:
@@ -107,7 +107,7 @@ def test_the_http_door_shows_a_renewed_certificate_to_those_who_come_later(tmp_p
 
     async def body() -> None:
         tls = TlsConfig(str(tmp_path / "tls.crt"), str(tmp_path / "tls.key"))
-        http = HttpDoor(echo, HttpConfig(), tls, renew_seconds=0.02)
+        http = HttpServer(echo, HttpConfig(), tls, renew_seconds=0.02)
         await http.start()
         try:
             assert await shown(http.address, old.pem)

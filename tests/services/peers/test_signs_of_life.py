@@ -12,16 +12,15 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from eyas.config import DraftLinkConfig, PeersConfig, RegistryConfig, ServerConfig
+from eyas.config import DraftClientConfig, PeersConfig, RegistryConfig, ServerConfig
 from eyas.drafters.base import DrafterNeeds
-from eyas.rpc.channel import Line
-from eyas.rpc.peers import Peers
+from eyas.rpc.channel import ChannelOptions, Peers
 from eyas.rpc.server import RpcServer
+from eyas.services.discovery.registry import Registry
+from eyas.services.lifecycle import WorkerRegistration
+from eyas.services.verifier.draft_client import RemoteDrafter
 from eyas.tree import DraftTree
 from eyas.v1.generation_pb2_grpc import add_GenerationServicer_to_server
-from services.lifecycle import WorkerPresence
-from services.registry import Registry
-from services.verifier.remote import RemoteDrafter
 from tests.services.drafting.toy_drafting import ToyDrafter, context, eventually, serving
 from tests.services.peers.line import Cable, cable, entered
 from tests.services.router.scripted_verifier import (
@@ -101,7 +100,7 @@ def test_a_stopped_process_is_given_up_and_taken_back_when_it_goes_on() -> None:
 
 def test_strangers_are_not_asked_more_often_than_grpc_servers_take_by_default() -> None:
     """They hang up on a second ping within 5 minutes of silence, as a request has that waits in a queue."""
-    assert dict(Line().options)["grpc.keepalive_time_ms"] > 300_000  # type: ignore[operator]
+    assert dict(ChannelOptions().options)["grpc.keepalive_time_ms"] > 300_000  # type: ignore[operator]
 
 
 @asynccontextmanager
@@ -110,7 +109,7 @@ async def behind(url: str, script: Script) -> AsyncIterator[Cable]:
     server = RpcServer(ServerConfig())
     add_GenerationServicer_to_server(ScriptedVerifier(script), server.aio)
     registry = Registry(RegistryConfig(url, 2.0, 0.05))
-    presence = WorkerPresence(server, registry, "verifier", MODEL, lambda: Load(0, 0, 10_000))
+    presence = WorkerRegistration(server, registry, "verifier", MODEL, lambda: Load(0, 0, 10_000))
     async with entered(server, presence) as line:
         yield line
 
@@ -144,7 +143,7 @@ def test_without_another_the_client_is_told_that_the_verifier_gave_no_sign_of_li
 
 def test_a_drafter_out_of_reach_is_given_up_and_dialled_again() -> None:
     with serving(ToyDrafter()) as address, cable(address) as line:
-        needs, patient = DrafterNeeds(features=True), DraftLinkConfig(deadline=20.0)
+        needs, patient = DrafterNeeds(features=True), DraftClientConfig(deadline=20.0)
         with closing(RemoteDrafter(line.address, needs, patient, peers=Peers(IMPATIENT))) as remote:
             eventually(lambda: remote.up)
             line.cut.set()

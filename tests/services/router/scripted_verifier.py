@@ -15,22 +15,20 @@ import grpc
 import pytest
 
 from eyas.config import RegistryConfig, ServerConfig
-from eyas.request import Chunk, Request, Round, SamplingParams, TokenLogprob
-from eyas.rpc.channel import open_channel
+from eyas.request import Chunk, Request, SamplingParams, TokenLogprob, VerifyStep
+from eyas.rpc.channel import Peers, open_channel
+from eyas.rpc.convert import call_from_message, call_to_message, chunk_from_message, chunk_to_message
 from eyas.rpc.messages import RETRY_KEY, ROUND_TRIP_KEY, GenerateCall, Load, ModelInfo, Role, TextChunk
-from eyas.rpc.peers import Peers
 from eyas.rpc.server import RpcServer
-from eyas.rpc.wire import call_from_message, call_to_message, chunk_from_message, chunk_to_message
-from eyas.text import TokenText, load_tokenizer
+from eyas.services.discovery.registry import Registry
+from eyas.services.lifecycle import WorkerRegistration
+from eyas.services.router.dispatcher import Dispatcher
+from eyas.services.router.generation import GenerationService
+from eyas.services.router.grpc_server import RouterServicer
+from eyas.services.router.registration import RouterRegistration
+from eyas.services.router.workers import SessionMap, WorkerPool
+from eyas.tokenizer import Tokenizer, load_tokenizer
 from eyas.v1.generation_pb2_grpc import GenerationServicer, GenerationStub, add_GenerationServicer_to_server
-from services.lifecycle import WorkerPresence
-from services.registry import Registry
-from services.router.fleet.memory import Sessions
-from services.router.front import Front
-from services.router.presence import RouterPresence
-from services.router.relay import Relay
-from services.router.servicer import RouterServicer
-from services.router.workers import Workers
 
 DEMO = "models/demo/target"
 MODEL = ModelInfo("demo", "target", 4096, 2048, "head")
@@ -106,7 +104,7 @@ class ScriptedVerifier(GenerationServicer):
     def _chunk(self, start: int, end: int, last: int) -> Chunk:
         tokens = tuple(self._script.tokens[start:end])
         foreseen = (*(True for _ in tokens[1:]), False)
-        return Chunk("", tokens, foreseen, Round(8, 2, len(tokens) - 1), "length" if end == last else None)
+        return Chunk("", tokens, foreseen, VerifyStep(8, 2, len(tokens) - 1), "length" if end == last else None)
 
 
 def told(call: GenerateCall, chunk: Chunk) -> Chunk:
@@ -131,7 +129,9 @@ async def worker(
     """A scripted worker with a lease; gives its address. A drafter is only ever named."""
     server = RpcServer(ServerConfig())
     add_GenerationServicer_to_server(ScriptedVerifier(script), server.aio)
-    presence = WorkerPresence(server, Registry(RegistryConfig(url, 2.0, 0.05)), role, model, lambda: Load(0, 0, free_slots))
+    presence = WorkerRegistration(
+        server, Registry(RegistryConfig(url, 2.0, 0.05)), role, model, lambda: Load(0, 0, free_slots)
+    )
     address = await server.start([])
     await presence.enter(address)
     try:
@@ -146,16 +146,16 @@ async def router(
     url: str,
     stall: float = 20.0,
     timeout: float = 30.0,
-    tokenizer: TokenText | None = None,
+    tokenizer: Tokenizer | None = None,
     peers: Peers | None = None,
 ) -> AsyncIterator[str]:
     """A real router for the model "demo"; gives its address."""
     server, registry = RpcServer(ServerConfig()), Registry(RegistryConfig(url, 2.0, 0.05))
-    workers = Workers(registry, peers=peers)
+    workers = WorkerPool(registry, peers=peers)
     tokenizers = {"demo": tokenizer or load_tokenizer(DEMO)}
-    front = Front(tokenizers, workers, Relay(workers, Sessions(registry), stall), timeout)
+    front = GenerationService(tokenizers, workers, Dispatcher(workers, SessionMap(registry), stall), timeout)
     add_GenerationServicer_to_server(RouterServicer(front), server.aio)
-    presence = RouterPresence(server, registry, workers, 0.02)
+    presence = RouterRegistration(server, registry, workers, 0.02)
     address = await server.start(["eyas.v1.Generation"])
     await presence.enter(address)
     try:

@@ -8,7 +8,7 @@ import sys
 from asyncio.subprocess import PIPE, Process
 from dataclasses import dataclass
 
-from eyas.text import load_tokenizer
+from eyas.tokenizer import load_tokenizer
 from tests.services.redis_server import free_port
 from tests.services.router.scripted_verifier import (
     DEMO,

@@ -9,7 +9,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from eyas.rpc.channel import open_channel
-from eyas.rpc.wire import call_to_message
+from eyas.rpc.convert import call_to_message
 from eyas.v1.generation_pb2_grpc import GenerationStub
 from tests.services.redis_server import free_port, running_redis
 from tests.services.router.scripted_verifier import (

@@ -7,7 +7,7 @@ from dataclasses import replace
 import grpc
 
 from eyas.request import completion_seed
-from eyas.text import load_tokenizer
+from eyas.tokenizer import load_tokenizer
 from tests.services.router.scripted_verifier import (
     CALL,
     DEMO,

@@ -4,13 +4,13 @@ from dataclasses import replace
 
 import pytest
 
-from eyas.config import PlacementConfig
+from eyas.config import RoutingConfig
 from eyas.rpc.messages import Lease, Load, ModelInfo, Role
-from services.registry import Placement
-from services.router.placement import Demand, Fleet, fitting, pick
+from eyas.services.discovery.registry import Placement
+from eyas.services.router.routing import Fleet, RequestDemand, fitting, pick
 
 MODEL = ModelInfo("demo", "target", 4096, 2048, "head")
-DEMAND = Demand("demo", 100)
+DEMAND = RequestDemand("demo", 100)
 
 
 def lease(role: Role, name: str, model: ModelInfo = MODEL, load: Load | None = None) -> Lease:
@@ -22,8 +22,8 @@ def fleet(*leases: Lease, in_flight: dict[str, int] | None = None, suspects: fro
     return Fleet(by_role["verifier"], by_role["draft"], in_flight or {}, suspects)
 
 
-def chosen(fleet: Fleet, demand: Demand = DEMAND) -> tuple[str, str] | None:
-    pair = pick(fleet, demand, PlacementConfig())
+def chosen(fleet: Fleet, demand: RequestDemand = DEMAND) -> tuple[str, str] | None:
+    pair = pick(fleet, demand, RoutingConfig())
     return pair and (pair.verifier.incarnation, pair.drafter.incarnation if pair.drafter else "")
 
 

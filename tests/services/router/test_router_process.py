@@ -10,11 +10,16 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from eyas.rpc.channel import open_channel
-from eyas.rpc.wire import call_to_message
+from eyas.rpc.convert import call_to_message
 from eyas.v1.generation_pb2_grpc import GenerationStub
 from tests.services.router.scripted_verifier import CALL, REST, TOKENS, Script, worker
 
-BLOCKED_TORCH = "import sys, runpy; sys.modules['torch'] = None; runpy.run_module('services.router', run_name='__main__')"
+BLOCKED_TORCH = (
+    "import sys, runpy; sys.modules['torch'] = None; "
+    "runpy.run_module('eyas.services.router', run_name='__main__')"
+)
+    "import sys, runpy; sys.modules['torch'] = None; runpy.run_module('eyas.services.router', run_name='__main__')"
+)
 MODELS = "models=[{name: demo, tokenizer: models/demo/target}]"
 
 

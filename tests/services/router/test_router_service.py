@@ -8,12 +8,12 @@ from contextlib import AsyncExitStack
 from dataclasses import replace
 
 import pytest
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer as HuggingFaceTokenizer
 
 from eyas.rpc.channel import open_channel
+from eyas.rpc.convert import call_to_message
 from eyas.rpc.messages import NO_DRAFTER, ROUND_TRIP_KEY, GenerateCall, TextChunk
-from eyas.rpc.wire import call_to_message
-from eyas.text import TokenText, load_tokenizer
+from eyas.tokenizer import Tokenizer, load_tokenizer
 from eyas.v1.generation_pb2 import ListModelsRequest
 from eyas.v1.generation_pb2_grpc import GenerationStub
 from tests.services.router.scripted_verifier import (
@@ -131,14 +131,14 @@ def test_a_text_far_too_long_is_refused_before_it_is_encoded(url: str) -> None:
 def test_others_are_served_while_a_long_text_is_encoded(url: str) -> None:
     begun, done = threading.Event(), threading.Event()
 
-    class Slow(TokenText):
+    class Slow(Tokenizer):
         def encode(self, text: str) -> tuple[int, ...]:
             begun.set()
             assert done.wait(30)
             return PROMPT
 
     async def body() -> None:
-        slow = Slow(Tokenizer.from_file(f"{DEMO}/tokenizer.json"))
+        slow = Slow(HuggingFaceTokenizer.from_file(f"{DEMO}/tokenizer.json"))
         async with worker(url, Script(TOKENS)), router(url, tokenizer=slow) as address:
             long = asyncio.create_task(ask(address, replace(CALL, prompt_text="long")))
             await until(begun.is_set)

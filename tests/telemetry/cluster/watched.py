@@ -18,11 +18,11 @@ import pytest
 import yaml
 
 from eyas.request import Request, SamplingParams
-from eyas.rpc import wire
+from eyas.rpc import convert as wire
 from eyas.rpc.channel import open_sync_channel
 from eyas.rpc.messages import NO_DRAFTER, GenerateCall, TextChunk
+from eyas.services.cluster import Cluster, free_port, running_cluster
 from eyas.v1 import generation_pb2_grpc
-from services.cluster import Cluster, free_port, running_cluster
 from tests.telemetry.cluster.collector import Collector, collecting
 from tests.telemetry.promql import alert_rules, dashboard_queries, tool
 

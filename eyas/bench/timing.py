@@ -1,0 +1,358 @@
+"""What is measured: settings and a prompt file in, batches of token ids out. Knows no model and no clock.
+
+The ways to decode that are compared: prompts in, tokens and seconds out. Knows no statistics and no files.
+
+Where the time of an engine's step goes: given an engine, gives back the laps of its steps.
+
+The marks are put around the engine's parts from outside and taken away again; the engine does not know.
+
+How long one verify step and one draft round take by themselves: parts of an engine in, milliseconds out.
+
+Keys, values and features are made up: what they hold does not change how long they take.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import partial
+from math import ceil
+from pathlib import Path
+from statistics import median
+from typing import Any, Protocol, get_args
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from eyas.bench.report import Spread
+from eyas.bench.results import DraftTime, Run, StageTimes, VerifyTime
+from eyas.cache.kv_cache import KVCache
+from eyas.config import DraftBudgetPolicy, Dtype, TreeConfig
+from eyas.draft_protocol import Commit, TreeBudget
+from eyas.drafters.base import DraftContext, Drafter
+from eyas.engine.engine import Engine
+from eyas.engine.runner import ModelRunner
+from eyas.engine.sequence import QueueKey, ScheduledSequence
+from eyas.engine.sequence import Sequence as Running
+from eyas.errors import CheckpointError, ConfigError
+from eyas.models.checkpoint import resolve
+from eyas.models.heads.features import FeatureFuser
+from eyas.models.target import TargetModel
+from eyas.request import GenerationStats, NoiseKey, Request, SamplingParams
+from eyas.sampling.sampler import Draw, sample
+from eyas.tree import DraftTree
+
+NUM_RANDOM_PROMPTS = 8
+NUM_RANDOM_TOKENS = 64
+
+Prompt = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class OfflineSettings:
+    """What `eyas bench offline` measures.
+
+    draft: folder or hub id of a draft head; empty measures plain decoding alone. prompts: JSON Lines with token_ids or
+    text; None takes seeded random tokens. num_groups: fewest batches per batch size; each is decoded in every way.
+    rows: sizes of the chains that a verify step is timed with. budget: of speculative decoding, as in EngineConfig.
+    threads: of torch; 0 leaves its choice.
+    """
+
+    target: str
+    draft: str = ""
+    drafter: str = ""
+    prompts: Path | None = None
+    batches: tuple[int, ...] = (1, 8)
+    temperatures: tuple[float, ...] = (0.0,)
+    max_tokens: int = 96
+    num_groups: int = 5
+    rows: tuple[int, ...] = (1, 8, 16, 32, 64)
+    tree: TreeConfig = field(default_factory=TreeConfig)
+    budget: DraftBudgetPolicy = "fixed"
+    dtype: Dtype = "float32"
+    device: str = "cpu"
+    threads: int = 0
+
+    def __post_init__(self) -> None:
+        """Raises ConfigError for sizes that nothing can be measured with."""
+        if self.max_tokens < 2:
+            raise ConfigError(
+                f"max_tokens is {self.max_tokens}; it must be at least 2, or no decode step is left to measure"
+            )
+        if min(self.batches, default=0) < 1 or min(self.rows, default=0) < 1 or self.num_groups < 1:
+            raise ConfigError("batch, rows and groups must be 1 or more, and given at least once")
+        if self.dtype not in get_args(Dtype):
+            raise ConfigError(f"dtype is {self.dtype}; known: {', '.join(get_args(Dtype))}")
+        if self.budget not in get_args(DraftBudgetPolicy):
+            raise ConfigError(f"budget is {self.budget}; known: {', '.join(get_args(DraftBudgetPolicy))}")
+
+    def sampling(self, temperature: float) -> SamplingParams:
+        """max_tokens exactly, whatever the model would like."""
+        return SamplingParams(self.max_tokens, temperature, ignore_eos=True)
+
+
+def load_prompts(settings: OfflineSettings, vocab_size: int) -> list[Prompt]:
+    """The prompts of the settings' file, or random ones. Raises ConfigError for a file that holds none."""
+    if settings.prompts is None:
+        return [random_prompt(vocab_size, NUM_RANDOM_TOKENS, seed) for seed in range(NUM_RANDOM_PROMPTS)]
+    try:
+        entries = [json.loads(line) for line in settings.prompts.read_text(encoding="utf-8").splitlines() if line.strip()]
+        prompts = [tuple(e["token_ids"]) if "token_ids" in e else _encode(e["text"], settings.target) for e in entries]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"cannot read prompts from {settings.prompts}: {error!r}") from error
+    if not prompts:
+        raise ConfigError(f"{settings.prompts} holds no prompts; give one JSON object with token_ids or text a line")
+    return prompts
+
+
+def random_prompt(vocab_size: int, length: int, seed: int) -> Prompt:
+    """The same `length` tokens for the same seed."""
+    return tuple(np.random.default_rng(seed).integers(0, vocab_size, length).tolist())
+
+
+def groups(prompts: Sequence[Prompt], batch: int, at_least: int) -> list[list[Prompt]]:
+    """Batches that use every prompt, and start again from the first one where they run out."""
+    count = max(ceil(len(prompts) / batch), at_least)
+    return [[prompts[(group * batch + i) % len(prompts)] for i in range(batch)] for group in range(count)]
+
+
+def _encode(text: str, target: str) -> Prompt:
+    from eyas.tokenizer import load_tokenizer
+
+    return tuple(load_tokenizer(target).encode(text))
+
+
+class Contender(Protocol):
+    """A way to decode a batch."""
+
+    def run(self, prompts: Sequence[Prompt], sampling: SamplingParams) -> Run:
+        """Decode all prompts at once; prompt i draws with seed i."""
+        ...
+
+
+class EngineContender:
+    """An engine of ours, with a drafter or without."""
+
+    def __init__(self, engine: Engine, device: torch.device) -> None:
+        self.engine = engine
+        self.now = partial(now, device)
+
+    def run(self, prompts: Sequence[Prompt], sampling: SamplingParams) -> Run:
+        started = self.now()
+        for index, prompt in enumerate(prompts):
+            self.engine.submit(Request(f"{index}", prompt, replace(sampling, seed=index)))
+        outputs: list[tuple[int, ...]] = [()] * len(prompts)
+        stats = GenerationStats()
+        while self.engine.has_work:
+            for chunk in self.engine.step():
+                outputs[int(chunk.request_id)] += chunk.token_ids
+                stats.add(chunk)
+        return Run(self.now() - started, tuple(outputs), stats)
+
+
+class GenerateContender:
+    """transformers' own `generate` over a left-padded batch, greedy, with its default attention and cache."""
+
+    def __init__(self, target: str, dtype: str, device: torch.device) -> None:
+        """Raises CheckpointError when transformers cannot load the model."""
+        from transformers import AutoModelForCausalLM, GenerationConfig
+
+        try:
+            model: Any = AutoModelForCausalLM.from_pretrained(resolve(target), dtype=getattr(torch, dtype))
+        except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:
+            raise CheckpointError(f"transformers cannot load a causal LM from {target!r}: {error}") from error
+        self._model = model.to(device).eval()
+        greedy: Any = GenerationConfig
+        self._model.generation_config = greedy(do_sample=False, pad_token_id=model.config.pad_token_id or 0)
+        self._device = device
+
+    @torch.inference_mode()
+    def run(self, prompts: Sequence[Prompt], sampling: SamplingParams) -> Run:
+        assert sampling.temperature == 0, "generate draws other noise than the engine"
+        started = now(self._device)
+        longest = max(map(len, prompts))
+        ids = self._tensor([[0] * (longest - len(prompt)) + list(prompt) for prompt in prompts])
+        mask = self._tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts])
+        out = self._model.generate(input_ids=ids, attention_mask=mask, max_new_tokens=sampling.max_tokens)
+        outputs = tuple(map(tuple, out[:, longest:].tolist()))
+        return Run(now(self._device) - started, outputs, GenerationStats())
+
+    def _tensor(self, rows: list[list[int]]) -> Tensor:
+        return torch.tensor(rows, device=self._device)
+
+
+def now(device: torch.device) -> float:
+    """Seconds on a clock that waits for the device to finish what it was given."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
+
+
+STAGES = ("drafts", "schedule", "inputs", "forward", "sample", "commit", "ask")
+
+
+@dataclass
+class Step:
+    """One step. laps: seconds of each stage; they add up to the step."""
+
+    laps: dict[str, float] = field(default_factory=lambda: dict.fromkeys(STAGES, 0.0))
+    num_sequences: int = 0
+    prefills: bool = False
+
+    @property
+    def seconds(self) -> float:
+        return sum(self.laps.values())
+
+
+class StageClock:
+    """Every moment of a step belongs to the stage whose end is marked next."""
+
+    def __init__(self, now: Callable[[], float]) -> None:
+        self.steps: list[Step] = []
+        self._now = now
+        self._last = 0.0
+
+    def start(self) -> None:
+        """A step begins."""
+        self.steps.append(Step())
+        self._last = self._now()
+
+    def end(self, stage: str) -> None:
+        """A stage ends; all the time since the last mark was its."""
+        moment = self._now()
+        self.steps[-1].laps[stage] += moment - self._last
+        self._last = moment
+
+    def scheduled(self, works: Sequence[ScheduledSequence]) -> None:
+        """Scheduling ends with this work."""
+        self.steps[-1].num_sequences = len(works)
+        self.steps[-1].prefills = any(work.tree is None for work in works)
+        self.end("schedule")
+
+
+@contextmanager
+def watched(engine: Engine, now: Callable[[], float]) -> Iterator[StageClock]:
+    """Measure the stages of every step within the block. Waiting for the device at each mark makes steps a bit slower."""
+    clock = StageClock(now)
+    scheduler, drafting, runner = engine._scheduler, engine._drafting, engine._runner
+    with (
+        _marked(engine, "step", before=clock.start, after=lambda _: clock.end("ask")),
+        _marked(drafting, "collect", before=lambda: clock.end("schedule"), after=lambda _: clock.end("drafts")),
+        _marked(scheduler, "schedule", after=clock.scheduled),
+        _marked(runner.passes, "forward", before=lambda: clock.end("inputs")),
+        _marked(runner, "forward", after=lambda _: clock.end("forward")),
+        _marked(scheduler, "commit", before=lambda: clock.end("sample")),
+        _marked(drafting, "ask", before=lambda: clock.end("commit")),
+    ):
+        yield clock
+
+
+def summarise(steps: Sequence[Step], waited: Sequence[str]) -> StageTimes:
+    """The decode steps with the most sequences, in numbers; at least one step must be without prefill.
+
+    waited: stages that are not the host's own work between forward passes.
+    """
+    decoding = [step for step in steps if not step.prefills]
+    most = max(step.num_sequences for step in decoding)
+    full = [step for step in decoding if step.num_sequences == most]
+    total = sum(step.seconds for step in full)
+    return StageTimes(
+        num_steps=len(full),
+        num_sequences=most,
+        step_ms=Spread.of([1e3 * step.seconds for step in full]),
+        stages_ms={stage: 1e3 * median(step.laps[stage] for step in full) for stage in STAGES},
+        host_share=sum(step.laps[stage] for step in full for stage in STAGES if stage not in waited) / total,
+    )
+
+
+def _nothing(*_: object) -> None:
+    pass
+
+
+@contextmanager
+def _marked(
+    part: object, method: str, before: Callable[[], object] = _nothing, after: Callable[[Any], object] = _nothing
+) -> Iterator[None]:
+    """Call `before` ahead of a method of this one object, and `after` with its result."""
+    inner = getattr(part, method)
+
+    def outer(*args: Any) -> Any:
+        before()
+        result = inner(*args)
+        after(result)
+        return result
+
+    setattr(part, method, outer)
+    try:
+        yield
+    finally:
+        delattr(part, method)
+
+
+CACHED_TOKENS = 160
+NEW_TOKENS = 3
+NUM_WARM_UPS = 2
+NUM_REPEATS = 10
+GREEDY = NoiseKey(seed=0)
+
+
+def time_verify_steps(target: TargetModel, fuser: FeatureFuser | None, batch: int, sizes: Sequence[int]) -> list[VerifyTime]:
+    """One time for each number of rows, measured in turn. Less is cached where the context is too short."""
+    cached = min(CACHED_TOKENS, target.context_length - max(sizes) - 1)
+    room = cached + max(sizes)
+    pools = KVCache(batch * room, target.kv_shapes, fuser.width if fuser else 0, target.dtype, target.device)
+    runner = ModelRunner(target, pools, fuser)
+    steps = [_verify_step(runner, batch, cached, room, rows) for rows in sizes]
+    found = zip(sizes, _in_turn(steps, target.device), strict=True)
+    return [VerifyTime(batch, rows, cached, ms) for rows, ms in found]
+
+
+def time_draft_rounds(drafter: Drafter, width: int, tree: TreeConfig, target: TargetModel, batch: int) -> DraftTime:
+    """Rounds of `batch` sessions that commit a few tokens each; width: of the fused features."""
+    rounds = NUM_WARM_UPS + NUM_REPEATS
+    cached = min(CACHED_TOKENS, target.context_length - (rounds + 1) * NEW_TOKENS - tree.depth)
+    commits = [(0, cached, TreeBudget(1, 0))]
+    commits += [(cached + i * NEW_TOKENS, NEW_TOKENS, TreeBudget(tree.nodes, tree.depth)) for i in range(rounds)]
+    made = iter([[_context(f"{s}", *commit, width, target) for s in range(batch)] for commit in commits])
+    drafter.ask(next(made))()
+    ms = _in_turn([lambda: drafter.ask(next(made))()], target.device)[0]
+    drafter.release([f"{s}" for s in range(batch)])
+    return DraftTime(batch, cached, ms)
+
+
+def _verify_step(runner: ModelRunner, batch: int, cached: int, room: int, rows: int) -> Callable[[], object]:
+    tree = DraftTree.chain(random_prompt(runner.target.vocab_size, rows, seed=rows))
+    prompt = random_prompt(runner.target.vocab_size, cached, seed=0)
+    works = []
+    for index in range(batch):
+        slots = np.arange(index * room, index * room + cached + rows)
+        sequence = Running.start(Request(f"{index}", prompt), QueueKey(0.0, index))
+        sequence.tokens.append(tree.tokens[0])
+        sequence.extend(slots[:cached])
+        works.append(ScheduledSequence(sequence, slots[cached:], cached, tree))
+    draws = [Draw(GREEDY, position) for work in works for position in work.drawn]
+    return lambda: sample(runner.forward(works), draws).tolist()
+
+
+def _context(session: str, base: int, count: int, budget: TreeBudget, width: int, target: TargetModel) -> DraftContext:
+    tokens = random_prompt(target.vocab_size, count, seed=base)
+    num_features = count if base else count - 1
+    generator = torch.Generator().manual_seed(base)
+    features = torch.randn(num_features, width, generator=generator).to(target.device, target.dtype)
+    return Commit(session, 0, base, tokens, features, GREEDY, budget)
+
+
+def _in_turn(works: Iterable[Callable[[], object]], device: torch.device) -> list[Spread]:
+    """Milliseconds of each; a disturbance meets all of them alike. The first turns do not count."""
+    turns = [[_milliseconds(work, device) for work in works] for _ in range(NUM_WARM_UPS + NUM_REPEATS)]
+    return [Spread.of(times) for times in zip(*turns[NUM_WARM_UPS:], strict=True)]
+
+
+def _milliseconds(work: Callable[[], object], device: torch.device) -> float:
+    started = now(device)
+    work()
+    return 1e3 * (now(device) - started)

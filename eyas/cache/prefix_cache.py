@@ -1,0 +1,353 @@
+"""Which token slots are free: counts in, slot numbers out. Integers only; knows no tensors, no sequences.
+
+A radix tree over token ids: token sequences and their slots in, the longest known prefix of a new one out.
+
+Integers only; knows no tensors, no requests, and not who owns what is not in it.
+
+Slots of two kinds of owners: those who are at work, and the prefix cache, which keeps what may be used again.
+
+Integers only; knows no tensors and no requests.
+
+What a prefix cache tells others of itself: a radix tree in, hashes of its token blocks out, the most useful ones first.
+
+Integers only; knows no network.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import math
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from eyas.block_hash import BLOCK_TOKENS, BlockHasher
+
+Slots = npt.NDArray[np.int64]
+
+
+class SlotAllocator:
+    """Hands out slots 0 .. num_slots-1, one per token. Last returned is first handed out again."""
+
+    def __init__(self, num_slots: int) -> None:
+        self.num_slots = num_slots
+        self._stack: Slots = np.arange(num_slots, dtype=np.int64)[::-1].copy()
+        self._num_free = num_slots
+        self._owned = np.zeros(num_slots, dtype=np.bool_)
+
+    @property
+    def num_free(self) -> int:
+        """Slots that nobody owns."""
+        return self._num_free
+
+    def take(self, count: int) -> Slots:
+        """Own `count` slots. The caller must have made sure that they are there."""
+        assert count <= self._num_free, f"{count} slots asked for, {self._num_free} free"
+        start = self._num_free - count
+        taken = self._stack[start : self._num_free][::-1].copy()
+        self._num_free = start
+        self._owned[taken] = True
+        return taken
+
+    def free(self, slots: Slots) -> None:
+        """Give slots back; each must be owned."""
+        assert self._owned[slots].all(), f"slots {slots[~self._owned[slots]]} are given back without being owned"
+        self._owned[slots] = False
+        self._stack[self._num_free : self._num_free + len(slots)] = slots[::-1]
+        self._num_free += len(slots)
+
+    def check(self) -> None:
+        """Assert that every slot is either free, once, or owned."""
+        free = self._stack[: self._num_free]
+        assert len(np.unique(free)) == len(free), "a slot is free twice"
+        assert not self._owned[free].any(), "a slot is free and owned"
+        assert int(self._owned.sum()) + self._num_free == self.num_slots, "a slot is neither free nor owned"
+
+    def check_owners(self, owners: list[Slots]) -> None:
+        """Assert integrity, and that `owners` hold every owned slot exactly once."""
+        self.check()
+        held = np.concatenate([np.zeros(0, dtype=np.int64), *owners])
+        assert len(np.unique(held)) == len(held), "a slot has two owners"
+        assert self._owned[held].all(), "a slot is held without being owned"
+        assert len(held) == int(self._owned.sum()), "an owned slot has no owner"
+
+
+Tokens = npt.NDArray[np.int64]
+
+_SPARE_ENTRIES = 64
+
+
+@dataclass(eq=False)
+class Node:
+    """A run of tokens behind its parent's, with one slot each. children: by their first token.
+
+    holders: how many hold this node or one below it; what is held is never evicted.
+    used: when it was last of use; it may lie in the future, for what is to be kept that long.
+    """
+
+    tokens: Tokens
+    slots: Slots
+    parent: Node | None
+    children: dict[int, Node] = field(default_factory=dict)
+    holders: int = 0
+    used: float = float("-inf")
+
+    def path(self) -> Iterator[Node]:
+        """This node and those above it, without the root."""
+        node = self
+        while node.parent is not None:
+            yield node
+            node = node.parent
+
+    def path_slots(self) -> Slots:
+        """The slots of the whole prefix that ends with this node, in order."""
+        runs = [node.slots for node in self.path()]
+        return np.concatenate([np.zeros(0, dtype=np.int64), *reversed(runs)])
+
+
+@dataclass(frozen=True, order=True)
+class _Entry:
+    """A leaf that might be evicted, unless something has become of it since."""
+
+    used: float
+    number: int
+    node: Node = field(compare=False)
+
+    @property
+    def valid(self) -> bool:
+        node = self.node
+        return node.parent is not None and not node.children and not node.holders and node.used == self.used
+
+
+class RadixTree:
+    """Prefixes at the granularity of one token. Evicts from the end of the leaf that has been of no use for longest."""
+
+    def __init__(self) -> None:
+        self.root = Node(np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64), None)
+        self.num_slots = 0
+        self.num_evictable = 0
+        self._num_nodes = 0
+        self._numbers = itertools.count()
+        self._entries: list[_Entry] = []
+
+    def match(self, tokens: Tokens) -> Node:
+        """The node that ends the longest known prefix of `tokens`; the root if there is none."""
+        node, done = self.root, 0
+        while done < len(tokens) and (child := node.children.get(int(tokens[done]))) is not None:
+            length = _num_equal(child.tokens, tokens[done:])
+            done += length
+            if length < len(child.tokens):
+                return self._split(child, length)
+            node = child
+        return node
+
+    def insert(self, tokens: Tokens, slots: Slots) -> Node:
+        """The node that ends `tokens`, whose slots become the tree's where it did not know the tokens yet."""
+        node = self.match(tokens)
+        known = sum(len(above.tokens) for above in node.path())
+        if known == len(tokens):
+            return node
+        leaf = Node(tokens[known:].copy(), slots[known:].copy(), node)
+        node.children[int(leaf.tokens[0])] = leaf
+        self._num_nodes += 1
+        self.num_slots += len(leaf.slots)
+        self.num_evictable += len(leaf.slots)
+        self._offer(leaf)
+        return leaf
+
+    def hold(self, node: Node) -> None:
+        """Protect a prefix from eviction until it is released."""
+        for above in node.path():
+            if not above.holders:
+                self.num_evictable -= len(above.slots)
+            above.holders += 1
+
+    def release(self, node: Node, used: float) -> None:
+        """End one hold. used: until when the prefix was, or will be, of use."""
+        for above in node.path():
+            assert above.holders, "a prefix is released that nobody holds"
+            above.holders -= 1
+            above.used = max(above.used, used)
+            if not above.holders:
+                self.num_evictable += len(above.slots)
+        self._offer(node)
+
+    def evict(self, count: int) -> Slots:
+        """Forget `count` tokens and give their slots back; the caller must have made sure that so many are evictable."""
+        assert count <= self.num_evictable, f"{count} slots to be evicted, {self.num_evictable} evictable"
+        evicted: list[Slots] = []
+        while count > 0:
+            leaf = self._stalest()
+            kept = max(len(leaf.slots) - count, 0)
+            evicted.append(leaf.slots[kept:])
+            self._shorten(leaf, kept)
+            count -= len(evicted[-1])
+        return np.concatenate([np.zeros(0, dtype=np.int64), *evicted])
+
+    def nodes(self) -> Iterator[Node]:
+        """Every node but the root."""
+        below = list(self.root.children.values())
+        while below:
+            node = below.pop()
+            below += node.children.values()
+            yield node
+
+    def check(self, held: Iterable[Node]) -> None:
+        """Assert that counts and links are whole, and that exactly the `held` nodes are held, each once per mention."""
+        holders = Counter(above for node in held for above in node.path())
+        nodes = list(self.nodes())
+        for node in nodes:
+            assert node.parent is not None
+            assert node.parent.children[int(node.tokens[0])] is node, "a node is not where its parent looks for it"
+            assert len(node.tokens) == len(node.slots) > 0, "a node has as many tokens as slots"
+            assert node.holders == holders[node], f"a node counts {node.holders} holders, {holders[node]} hold it"
+        offered = {entry.node for entry in self._entries if entry.valid}
+        assert holders.keys() <= set(nodes), "a node is held that has been evicted"
+        assert self._num_nodes == len(nodes)
+        assert self.num_slots == sum(len(node.slots) for node in nodes)
+        assert self.num_evictable == sum(len(node.slots) for node in nodes if not node.holders)
+        assert offered == {node for node in nodes if not node.children and not node.holders}, "a leaf cannot be evicted"
+
+    def _split(self, node: Node, length: int) -> Node:
+        """Cut a node in two; the upper one, which is new. Whoever holds the lower one holds the upper one too."""
+        assert node.parent is not None
+        upper = Node(node.tokens[:length], node.slots[:length], node.parent, {}, node.holders, node.used)
+        node.parent.children[int(upper.tokens[0])] = upper
+        node.tokens, node.slots, node.parent = node.tokens[length:], node.slots[length:], upper
+        upper.children[int(node.tokens[0])] = node
+        self._num_nodes += 1
+        return upper
+
+    def _shorten(self, leaf: Node, kept: int) -> None:
+        """Forget the end of an unheld leaf, or all of it."""
+        self.num_slots -= len(leaf.slots) - kept
+        self.num_evictable -= len(leaf.slots) - kept
+        if kept:
+            leaf.tokens, leaf.slots = leaf.tokens[:kept].copy(), leaf.slots[:kept].copy()
+            self._offer(leaf)
+        elif leaf.parent is not None:
+            parent, leaf.parent = leaf.parent, None
+            del parent.children[int(leaf.tokens[0])]
+            self._num_nodes -= 1
+            self._offer(parent)
+
+    def _offer(self, node: Node) -> None:
+        """Let a node be evicted in its turn, if it is an unheld leaf."""
+        entry = _Entry(node.used, next(self._numbers), node)
+        if not entry.valid:
+            return
+        heapq.heappush(self._entries, entry)
+        if len(self._entries) > 2 * self._num_nodes + _SPARE_ENTRIES:
+            latest = {entry.node: entry for entry in self._entries if entry.valid}
+            self._entries = sorted(latest.values())
+
+    def _stalest(self) -> Node:
+        while not (entry := heapq.heappop(self._entries)).valid:
+            pass
+        return entry.node
+
+
+def _num_equal(left: Tokens, right: Tokens) -> int:
+    """Length of the common prefix."""
+    length = min(len(left), len(right))
+    different = np.flatnonzero(left[:length] != right[:length])
+    return int(different[0]) if len(different) else length
+
+
+@dataclass(frozen=True)
+class CachedPrefix:
+    """Slots of the cache that somebody holds, in order of position; they stay as they are until it is released."""
+
+    node: Node
+    slots: Slots
+
+    def __len__(self) -> int:
+        return len(self.slots)
+
+
+class PrefixCache:
+    """Every slot is free, owned by somebody at work, or cached. Cached prefixes that nobody holds give way at need."""
+
+    def __init__(self, num_slots: int) -> None:
+        self._allocator = SlotAllocator(num_slots)
+        self._tree = RadixTree()
+        self.no_slots: Slots = self._tree.root.slots
+
+    @property
+    def num_available(self) -> int:
+        """Slots that `take` could give: free ones, and cached ones that nobody holds."""
+        return self._allocator.num_free + self._tree.num_evictable
+
+    @property
+    def num_cached(self) -> int:
+        """Slots of the cache, held or not."""
+        return self._tree.num_slots
+
+    def take(self, count: int) -> Slots:
+        """Own `count` slots. The caller must have made sure that so many are available."""
+        shortage = count - self._allocator.num_free
+        if shortage > 0:
+            self._allocator.free(self._tree.evict(shortage))
+        return self._allocator.take(count)
+
+    def free(self, slots: Slots) -> None:
+        """Give owned slots back; what is in them is lost."""
+        self._allocator.free(slots)
+
+    def find(self, tokens: Tokens) -> CachedPrefix:
+        """Hold the longest cached prefix of `tokens`."""
+        node = self._tree.match(tokens)
+        self._tree.hold(node)
+        return CachedPrefix(node, node.path_slots())
+
+    def store(self, tokens: Tokens, slots: Slots, prefix: CachedPrefix) -> CachedPrefix:
+        """Hand over the slots of `tokens`, the first of which are `prefix`; what holds them all instead is given back.
+
+        Slots of tokens that the cache had already are freed: the prefix names the cache's own in their place.
+        """
+        node = self._tree.insert(tokens, slots)
+        self._tree.hold(node)
+        stored = CachedPrefix(node, node.path_slots())
+        own = slots[len(prefix) :]
+        self._allocator.free(own[own != stored.slots[len(prefix) :]])
+        self._tree.release(prefix.node, prefix.node.used)
+        return stored
+
+    def release(self, prefix: CachedPrefix, used: float) -> None:
+        """Hold a prefix no longer. used: until when it was, or will be, of use; the smallest is evicted first."""
+        self._tree.release(prefix.node, used)
+
+    def blocks(self, limit: int) -> list[int]:
+        """Hashes of at most `limit` cached blocks, the most useful ones; see eyas.prefixes."""
+        return cached_blocks(self._tree, limit)
+
+    def check(self, owners: list[Slots], prefixes: Sequence[CachedPrefix]) -> None:
+        """Assert that every slot is free, cached, or with exactly one of `owners`, and that only `prefixes` are held."""
+        self._allocator.check_owners(owners + [node.slots for node in self._tree.nodes()])
+        self._tree.check(prefix.node for prefix in prefixes)
+        for prefix in prefixes:
+            assert np.array_equal(prefix.slots, prefix.node.path_slots()), "a held prefix has changed"
+
+
+def cached_blocks(tree: RadixTree, limit: int) -> list[int]:
+    """Hashes of at most `limit` blocks of the tree: what is held, then what was of use last. No block without those before
+    it; work is proportional to `limit`, whatever the tree's size."""
+    found: list[int] = []
+    numbers = itertools.count()
+    heap: list[tuple[float, int, Node, BlockHasher]] = []
+
+    def offer(node: Node, hasher: BlockHasher) -> None:
+        for child in node.children.values():
+            heapq.heappush(heap, (-math.inf if child.holders else -child.used, next(numbers), child, hasher))
+
+    offer(tree.root, BlockHasher())
+    while heap and len(found) < limit:
+        _, _, node, above = heapq.heappop(heap)
+        hasher = above.copy()
+        found += hasher.update(node.tokens[: (limit - len(found)) * BLOCK_TOKENS].tolist())
+        offer(node, hasher)
+    return found

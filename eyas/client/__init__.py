@@ -1,1 +1,0 @@
-"""What the `eyas` command needs to ask a running router."""

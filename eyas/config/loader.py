@@ -1,0 +1,137 @@
+"""What settings must satisfy: values in, nothing or a ConfigError out.
+
+Settings from YAML and --set into any frozen dataclass, and back into lines; says what does not validate, and where.
+
+Only what reads imports pydantic and yaml.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+from typing import Any, TypeVar, cast, get_args, get_type_hints
+
+from eyas.errors import ConfigError
+
+
+def at_least(least: int, **settings: float) -> None:
+    """Raises ConfigError naming the first setting that lies below `least`."""
+    for name, value in settings.items():
+        require(value >= least, f"{name} is {value}; it must be at least {least}")
+
+
+def above_zero(**settings: float) -> None:
+    """Raises ConfigError naming the first setting that is not above 0."""
+    for name, value in settings.items():
+        require(value > 0, f"{name} is {value}; it must be above 0")
+
+
+def num_bytes(name: str, size: str) -> int:
+    """Of a size such as 512MiB or 1.5GiB. Raises ConfigError naming the setting whose value is no such size."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?) *([KMGT])iB", size)
+    if found is None:
+        raise ConfigError(f"{name} is {size!r}; it must be a size such as 512MiB or 2GiB")
+    return int(float(found[1]) * 2 ** (10 * (1 + "KMGT".index(found[2]))))
+
+
+def require(condition: bool, message: str) -> None:
+    """Raises ConfigError with `message` unless the condition holds."""
+    if not condition:
+        raise ConfigError(message)
+
+
+ConfigT = TypeVar("ConfigT")
+
+
+def load(kind: type[ConfigT], file: Path | None, assignments: Iterable[str] = ()) -> ConfigT:
+    """Read `kind` from a YAML file, then apply `key.sub=value` assignments (values are YAML).
+
+    Raises ConfigError naming the file, the key and, for an unknown key, the nearest valid one.
+    """
+    import yaml
+
+    try:
+        data = yaml.safe_load(file.read_text()) if file else {}
+    except (OSError, yaml.YAMLError) as error:
+        raise ConfigError(f"cannot read config {file}: {error}") from error
+    if not isinstance(data or {}, dict):
+        raise ConfigError(f"{file}: expected a mapping of settings, got {type(data).__name__}")
+    data = data or {}
+    for assignment in assignments:
+        _assign(data, assignment)
+    return validated(kind, data, str(file or "settings"))
+
+
+def validated(kind: type[ConfigT], data: Mapping[str, Any], source: str) -> ConfigT:
+    """`kind` from settings that have been read already. source: where from. Raises ConfigError as `load` does."""
+    from pydantic import TypeAdapter, ValidationError
+
+    _check_keys(kind, data, "")
+    try:
+        return TypeAdapter(kind).validate_python(data)
+    except ValidationError as error:
+        problems = "; ".join(_problem(e["loc"], e["msg"]) for e in error.errors())
+        raise ConfigError(f"{source}: {problems}") from error
+
+
+def describe(config: object, prefix: str = "") -> list[str]:
+    """One `key = value` line per setting, with passwords inside URLs masked."""
+    lines: list[str] = []
+    for item in fields(cast(Any, config)):
+        value = getattr(config, item.name)
+        if is_dataclass(value):
+            lines += describe(value, f"{prefix}{item.name}.")
+        else:
+            lines.append(f"{prefix}{item.name} = {masked(str(value))}")
+    return lines
+
+
+def masked(text: str) -> str:
+    """The text without the user and the passwords of the URL that it may be."""
+    scheme, found, rest = text.partition("://")
+    if not found:
+        return text
+    rest = re.sub(r"(?<=[?&])((?:username|password)=)[^&]*", r"\1***", rest)
+    return f"{scheme}://***@{rest.rpartition('@')[2]}" if "@" in rest else f"{scheme}://{rest}"
+
+
+def _problem(place: tuple[int | str, ...], message: str) -> str:
+    """A part's own complaint begins with the name of its setting, any other with what is wrong."""
+    path, own = ".".join(map(str, place)), message.removeprefix("Value error, ")
+    joint = ": " if own == message else "."
+    return f"{path}{joint}{own}" if path else own
+
+
+def _assign(data: dict[str, Any], assignment: str) -> None:
+    import yaml
+
+    path, found, value = assignment.partition("=")
+    if not found or not path:
+        raise ConfigError(f"--set {assignment!r}: expected key=value, for instance server.port=7000")
+    *parents, key = path.split(".")
+    for parent in parents:
+        data = data.setdefault(parent, {})
+        if not isinstance(data, dict):
+            raise ConfigError(f"--set {assignment!r}: {parent} is a value, not a group of settings")
+    try:
+        data[key] = yaml.safe_load(value)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"--set {assignment!r}: the value of {path} is not YAML") from error
+
+
+def _check_keys(kind: Any, data: Mapping[str, Any], prefix: str) -> None:
+    """Raises ConfigError for a key that `kind` does not have."""
+    hints = get_type_hints(kind)
+    for key, value in data.items():
+        if key not in hints:
+            near = difflib.get_close_matches(str(key), list(hints), n=1, cutoff=0.0)
+            raise ConfigError(f"unknown setting {prefix}{key}; did you mean {prefix}{near[0]}? Known: {', '.join(hints)}")
+        if is_dataclass(hints[key]) and isinstance(value, Mapping):
+            _check_keys(hints[key], value, f"{prefix}{key}.")
+        for index, item in enumerate(value if isinstance(value, list) else ()):
+            kinds = [kind for kind in get_args(hints[key]) if is_dataclass(kind)]
+            if kinds and isinstance(item, Mapping):
+                _check_keys(kinds[0], item, f"{prefix}{key}.{index}.")

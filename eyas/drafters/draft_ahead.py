@@ -1,0 +1,215 @@
+"""Drafting ahead: trees are grown on while the target verifies the last ones, and cut where the committed path ends.
+
+Knows no network. Legend: S sessions, P candidates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from eyas.config import DraftAheadConfig
+from eyas.draft_protocol import TreeBudget
+from eyas.drafters.base import Draft, DraftContext, DrafterNeeds, LocalDrafter
+from eyas.drafters.eagle import EagleDrafter
+from eyas.drafters.tree_growth import Growth
+from eyas.errors import ConfigError
+from eyas.tensors import download
+from eyas.tree import DraftTree
+
+Numbers = npt.NDArray[np.int64]
+BOOKKEEPING = TreeBudget(1, 0)
+
+
+class Grown:
+    """What one Growth has recorded of its sessions, as of the last look."""
+
+    def __init__(self, growth: Growth, draft_ids: Numbers) -> None:
+        """draft_ids maps draft vocabulary ids to the target's."""
+        self._growth = growth
+        self._draft_ids = draft_ids
+        self._levels = 0
+
+    @property
+    def num_levels(self) -> int:
+        """Levels recorded so far."""
+        return self._growth.levels
+
+    @torch.inference_mode()
+    def step(self) -> None:
+        """Grow by a level."""
+        self._growth.step()
+
+    def below(self, row: int, path: Sequence[int], budget: TreeBudget) -> DraftTree | None:
+        """The tree below `path`, token ids from the root of session `row` on, within `budget`; None where none was grown.
+
+        Scores are those of the nodes' whole paths less that of `path`.
+        """
+        self._look()
+        node = 0
+        for token in path:
+            children = np.flatnonzero(self._parents[row] == node)
+            found = children[self._draft_ids[self._tokens[row, children]] == token]
+            if not len(found):
+                return None
+            node = int(found[0]) + 1
+        return self._cut(row, node, path[-1], budget)
+
+    def _look(self) -> None:
+        """Copy what was recorded since the last look to the host, once for all sessions."""
+        if self._levels < self._growth.levels:
+            candidates = self._growth.candidates
+            self._levels = self._growth.levels
+            tokens, parents, scores = download(candidates.tokens, candidates.parents, candidates.scores)
+            self._tokens, self._parents = tokens.astype(np.int64), parents.astype(np.int64)
+            self._scores, self._ends = scores.astype(np.float32), candidates.ends
+
+    def _cut(self, row: int, root: int, token: int, budget: TreeBudget) -> DraftTree | None:
+        """The best descendants of candidate `root` that filters leave a chance: of equals the lower number, hence parents
+        before children."""
+        parents = self._parents[row]
+        inside = np.zeros(len(parents) + 1, dtype=bool)
+        inside[root] = True
+        first = int(np.searchsorted(self._ends, root))
+        for level in range(first + 1, min(first + 1 + budget.max_depth, len(self._ends))):
+            span = slice(self._ends[level - 1], self._ends[level])
+            inside[1:][span] = inside[parents[span]]
+        inside[root] = False
+        members = np.flatnonzero(inside)
+        members = members[np.isfinite(self._scores[row, members - 1])]
+        if not len(members):
+            return None
+        scores = self._scores[row, members - 1]
+        chosen = np.sort(members[np.argsort(-scores, kind="stable")[: budget.max_nodes - 1]])
+        above = parents[chosen - 1]
+        places = np.where(above == root, 0, np.searchsorted(chosen, above) + 1)
+        return DraftTree(
+            tokens=(token, *self._draft_ids[self._tokens[row, chosen - 1]].tolist()),
+            parents=(0, *places.tolist()),
+            log_probs=(0.0, *(self._scores[row, chosen - 1] - self._scores[row, root - 1]).tolist()),
+            grown_ahead=True,
+        )
+
+
+@dataclass
+class _AheadSession:
+    """A session as its verifier knows it. last: its latest commit. backlog: the commits that the drafter beneath has not
+    been told of. grown: what was grown ahead in `row`; path: the tokens committed since then."""
+
+    last: DraftContext
+    backlog: list[DraftContext] = field(default_factory=list)
+    grown: Grown | None = None
+    row: int = 0
+    path: tuple[int, ...] = ()
+
+
+class DraftAheadDrafter(LocalDrafter):
+    """An EAGLE drafter that goes on growing its last trees whenever `work_ahead` is called.
+
+    A commit that ends inside such a tree is answered from it at once, and told to the drafter beneath when there is time;
+    any other is drafted for on demand. Not safe for use from several threads.
+    """
+
+    def __init__(self, drafter: EagleDrafter, config: DraftAheadConfig) -> None:
+        """Raises ConfigError for more children than the drafter knows tokens."""
+        if config.children > len(drafter.draft_ids):
+            raise ConfigError(f"ahead.children is {config.children}; the draft vocabulary has {len(drafter.draft_ids)}")
+        self._drafter = drafter
+        self._config = config
+        self._draft_ids: Numbers = drafter.draft_ids.cpu().numpy()
+        self._sessions: dict[str, _AheadSession] = {}
+        self._due: dict[str, None] = {}
+        self._growing: Grown | None = None
+
+    @property
+    def needs(self) -> DrafterNeeds:
+        return self._drafter.needs
+
+    @property
+    def can_sample(self) -> bool:
+        return self._drafter.can_sample
+
+    def propose(self, contexts: Sequence[DraftContext]) -> list[Draft]:
+        drafts: list[Draft] = [self._below(context) for context in contexts]
+        asked = [i for i, draft in enumerate(drafts) if draft is None]
+        answers = self._drafter.propose([self._told(contexts[i]) for i in asked]) if asked else []
+        for i, draft in zip(asked, answers, strict=True):
+            drafts[i] = draft
+        grown = [c for c, draft in zip(contexts, drafts, strict=True) if isinstance(draft, DraftTree) and draft.num_drafted]
+        self._due |= dict.fromkeys(context.session for context in grown if context.proposal == "deterministic")
+        return drafts
+
+    def release(self, sessions: Sequence[str]) -> None:
+        for key in sessions:
+            self._sessions.pop(key, None)
+            self._due.pop(key, None)
+        self._drafter.release(sessions)
+
+    def warm_up(self) -> None:
+        self._drafter.warm_up()
+
+    def work_ahead(self) -> bool:
+        growing = self._growing
+        if growing and growing.num_levels < self._config.levels and self._is_waited_for(growing):
+            growing.step()
+        else:
+            self._growing = self._begin()
+        return self._growing is not None
+
+    def _is_waited_for(self, grown: Grown) -> bool:
+        return any(session.grown is grown and not session.path for session in self._sessions.values())
+
+    def _below(self, context: DraftContext) -> DraftTree | None:
+        """The tree grown ahead for what `context` commits, if there is one."""
+        session = self._sessions.get(context.session)
+        if session is None or not _continues(session, context) or session.grown is None:
+            return None
+        if not context.budget.wants_tree or context.proposal != "deterministic":
+            return None
+        path = (*session.path, *context.tokens)
+        tree = session.grown.below(session.row, path, self._drafter.within(context.budget))
+        if tree is not None:
+            session.path, session.last = path, context
+            session.backlog.append(context)
+        return tree
+
+    def _told(self, context: DraftContext) -> DraftContext:
+        """What the drafter beneath is told: the session's backlog and `context` as one commit."""
+        session = self._sessions.get(context.session)
+        whole = _joined([*session.backlog, context]) if session and _continues(session, context) else context
+        self._sessions[context.session] = _AheadSession(context)
+        return whole
+
+    def _begin(self) -> Grown | None:
+        """Tell the drafter beneath of what was answered ahead, and start to grow from where all due sessions are now."""
+        keys, self._due = [key for key in self._due if key in self._sessions], {}
+        behind = [key for key in keys if self._sessions[key].backlog]
+        if behind:
+            commits = [replace(_joined(self._sessions[key].backlog), budget=BOOKKEEPING) for key in behind]
+            for key, answer in zip(behind, self._drafter.propose(commits), strict=True):
+                if not isinstance(answer, DraftTree):
+                    del self._sessions[key]
+        keys = [key for key in keys if key in self._sessions and self._drafter.can_grow(key)]
+        if not keys:
+            return None
+        contexts = [self._sessions[key].last for key in keys]
+        grown = Grown(self._drafter.growth(contexts, self._config), self._draft_ids)
+        for row, context in enumerate(contexts):
+            self._sessions[context.session] = _AheadSession(context, grown=grown, row=row)
+        return grown
+
+
+def _continues(session: _AheadSession, context: DraftContext) -> bool:
+    return (session.last.epoch, session.last.committed) == (context.epoch, context.base)
+
+
+def _joined(contexts: Sequence[DraftContext]) -> DraftContext:
+    """Successive commits of a session as one."""
+    first, last = contexts[0], contexts[-1]
+    features = [context.features for context in contexts if context.features is not None]
+    tokens = tuple(token for context in contexts for token in context.tokens)
+    return replace(last, base=first.base, tokens=tokens, features=torch.cat(features) if features else None)

@@ -1,1 +1,0 @@
-"""EAGLE in this process: committed tokens and features in, dynamic draft trees out."""

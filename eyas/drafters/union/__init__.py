@@ -1,1 +1,0 @@
-"""Two drafters at once: both are told the same, their trees become one."""

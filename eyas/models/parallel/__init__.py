@@ -1,1 +1,0 @@
-"""One target over several processes. Knows no sequences and no services."""

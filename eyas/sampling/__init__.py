@@ -1,0 +1,1 @@
+"""Logits in, tokens out: every rule of drawing and accepting tokens."""

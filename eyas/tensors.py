@@ -1,0 +1,60 @@
+"""Tensors to bytes and back, for who sends features away; numbers to a device and back. Knows no network, no sequences."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from eyas.draft_protocol import TensorBytes
+from eyas.errors import InvalidRequest
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def upload(values: npt.NDArray[Any] | Sequence[int], device: torch.device) -> Tensor:
+    """Numbers on a device, in an array's own type and shape, or whole ones as int64 [n]. On CUDA the host does not wait for
+    the copy."""
+    host = torch.from_numpy(values) if isinstance(values, np.ndarray) else torch.tensor(values, dtype=torch.int64)
+    return (host.pin_memory() if device.type == "cuda" else host).to(device, non_blocking=True)
+
+
+def moved(tensor: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
+    """The tensor on a device in a dtype. On its way from the host to CUDA nobody waits for it."""
+    on_host = tensor.device.type == "cpu"
+    pinned = tensor.pin_memory() if on_host and device.type == "cuda" else tensor
+    return pinned.to(device, non_blocking=on_host).to(dtype)
+
+
+def download(*tensors: Tensor) -> list[npt.NDArray[np.float64]]:
+    """Numbers of one device on the host, in one copy, hence one wait: float64 arrays of the tensors' shapes. Whole numbers
+    must lie within 2**53."""
+    flat = torch.cat([tensor.flatten().double() for tensor in tensors]).cpu().numpy()
+    ends = accumulate(tensor.numel() for tensor in tensors)
+    return [flat[end - tensor.numel() : end].reshape(tensor.shape) for end, tensor in zip(ends, tensors, strict=True)]
+
+
+def tensor_to_bytes(tensor: Tensor) -> TensorBytes:
+    """Copy a float tensor of any device and layout."""
+    flat = tensor.detach().to("cpu").contiguous().reshape(-1)
+    return TensorBytes(
+        str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), flat.view(torch.uint8).numpy().tobytes()
+    )
+
+
+def tensor_from_bytes(value: TensorBytes) -> Tensor:
+    """A new CPU tensor. Raises InvalidRequest for an unknown dtype, or bytes that do not fill the shape."""
+    dtype = _DTYPES.get(value.dtype)
+    if dtype is None:
+        raise InvalidRequest(f"tensor has dtype {value.dtype!r}; known are {', '.join(_DTYPES)}")
+    if any(size < 0 for size in value.shape) or math.prod(value.shape) * dtype.itemsize != len(value.data):
+        raise InvalidRequest(f"tensor of {value.dtype} {list(value.shape)} comes with {len(value.data)} bytes")
+    if not value.data:
+        return torch.empty(value.shape, dtype=dtype)
+    return torch.frombuffer(bytearray(value.data), dtype=dtype).reshape(value.shape)

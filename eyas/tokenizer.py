@@ -1,0 +1,243 @@
+"""Text to token ids and back, one token at a time. Given a tokenizer's files; knows no model and no torch.
+
+What a stream gives back does not depend on how its tokens were grouped into chunks.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import hf_hub_download
+from huggingface_hub.errors import HFValidationError, RemoteEntryNotFoundError
+from tokenizers import Tokenizer as HuggingFaceTokenizer
+
+from eyas.errors import CheckpointError
+
+_INCOMPLETE = "\ufffd"
+# An incomplete character is at most 3 bytes long, and so are at most 3 tokens; more than this many are not all one.
+_MAX_TAIL = 3
+_MAX_PENDING = 8
+
+
+def load_tokenizer(source: str) -> Tokenizer:
+    """The tokenizer in a local folder, or of a hub id. Raises CheckpointError when there is none or it is damaged.
+
+    Truncation and padding that were stored with it are for training; prompts are encoded whole.
+    """
+    file = fetch_file(source, "tokenizer.json")
+    if file is None:
+        raise CheckpointError(f"no tokenizer.json in {source!r}; give a folder or a hub id that holds one")
+    tokenizer = _parsed(file)
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    settings = tokenizer_settings(source)
+    bos = settings.get("bos_token")
+    content = bos["content"] if isinstance(bos, dict) else bos
+    return Tokenizer(tokenizer, tokenizer.token_to_id(content) if content and settings.get("add_bos_token") else None)
+
+
+class Tokenizer:
+    """Encodes and decodes. bos is put in front of every prompt that does not begin with it; None adds nothing.
+
+    is_byte_level: whether the vocabulary writes each byte of a text as a character of its own.
+    """
+
+    def __init__(self, tokenizer: HuggingFaceTokenizer, bos: int | None = None) -> None:
+        self._tokenizer = tokenizer
+        self._bos = bos
+        added = tokenizer.get_added_tokens_decoder()
+        self._special = frozenset(token_id for token_id, token in added.items() if token.special)
+        self.is_byte_level = "ByteLevel" in repr(tokenizer.decoder)
+        self._longest = max(len(token.encode()) for token in tokenizer.get_vocab())
+
+    def least_tokens(self, text: str) -> int:
+        """A length that the encoded text cannot fall below, without encoding it."""
+        return len(text.encode()) // self._longest
+
+    def encode(self, text: str) -> tuple[int, ...]:
+        """Token ids of a prompt, as the model expects to see it."""
+        ids = tuple(self._tokenizer.encode(text).ids)
+        if self._bos is None or not text or ids[:1] == (self._bos,):
+            return ids
+        return (self._bos, *ids)
+
+    def encode_rendered(self, text: str) -> tuple[int, ...]:
+        """Token ids of a prompt that holds its special tokens already, as chat templates write them."""
+        return tuple(self._tokenizer.encode(text, add_special_tokens=False).ids)
+
+    def bad_token_ids(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+        """Each word as token ids, as it stands and after a space."""
+        texts = [text for word in words for text in (word, f" {word.lstrip()}")]
+        return tuple(dict.fromkeys(tuple(self._tokenizer.encode(text, add_special_tokens=False).ids) for text in texts))
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of token ids, special tokens left out."""
+        return self._tokenizer.decode(list(ids), skip_special_tokens=True)
+
+    def name(self, token: int) -> str:
+        """What the vocabulary calls a token; empty for an id that it does not have."""
+        return self._tokenizer.id_to_token(token) or ""
+
+    @property
+    def tokenizer(self) -> HuggingFaceTokenizer:
+        """What encodes and decodes."""
+        return self._tokenizer
+
+    def is_special(self, token: int) -> bool:
+        """Whether a token, such as end-of-sequence, has no text."""
+        return token in self._special
+
+    def stream(self, stop: Sequence[str] = (), min_tokens: int = 0) -> TextStream:
+        """A fresh stream that ends at any of the `stop` strings that begins after the text of `min_tokens` tokens."""
+        return TextStream(self, stop, min_tokens)
+
+
+@dataclass(frozen=True)
+class TextPiece:
+    """What a chunk of tokens released.
+
+    texts: for each token that counts, the text it made safe to show; tokens after one that completes a stop string do
+    not count. stopped: whether a stop string was met.
+    """
+
+    texts: tuple[str, ...]
+    stopped: bool
+
+    @property
+    def text(self) -> str:
+        """All of it."""
+        return "".join(self.texts)
+
+
+class TextStream:
+    """Turns tokens into text as they come. Text that may yet become part of a stop string or of a character is held back."""
+
+    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = (), min_tokens: int = 0) -> None:
+        self._decoder = _IncrementalDecoder(tokenizer)
+        self._stop = tuple(stop)
+        self._num_unsearched = min_tokens
+        self._held = ""
+
+    def push(self, token_ids: Sequence[int]) -> TextPiece:
+        """Take the next tokens. After `stopped`, the stream must not be used again."""
+        texts: list[str] = []
+        for token in token_ids:
+            if self._num_unsearched > 0:
+                self._num_unsearched -= 1
+                texts.append(self._decoder.push(token))
+                continue
+            found = self._release(self._decoder.push(token))
+            if found is not None:
+                return TextPiece((*texts, found), stopped=True)
+            texts.append(self._safe())
+        return TextPiece(tuple(texts), stopped=False)
+
+    def flush(self) -> str:
+        """The text still held back when the tokens have ended; cut before a stop string that it completes."""
+        found = self._release(self._decoder.flush())
+        rest, self._held = self._held, ""
+        return rest if found is None else found
+
+    def _release(self, text: str) -> str | None:
+        """Append `text`; give back what stands before the first stop string, or None if there is none."""
+        self._held += text
+        starts = [at for at in map(self._held.find, self._stop) if at >= 0]
+        return self._held[: min(starts)] if starts else None
+
+    def _safe(self) -> str:
+        """Take the held text up to the longest tail that begins a stop string."""
+        keep = max((_overlap(self._held, stop) for stop in self._stop), default=0)
+        cut = len(self._held) - keep
+        text, self._held = self._held[:cut], self._held[cut:]
+        return text
+
+
+class _IncrementalDecoder:
+    """Text of each next token, with as much context as its decoder needs.
+
+    The same idea as `tokenizers.decoders.DecodeStream`, which fails for good once invalid UTF-8 changes the text of
+    tokens already out, and cannot give back its rest.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._context: list[int] = []
+        self._pending: list[int] = []
+
+    def push(self, token: int) -> str:
+        """The text that `token` completes; empty while a character is incomplete."""
+        if self._tokenizer.is_special(token):
+            return ""
+        self._pending.append(token)
+        text = self._text()
+        if not text or text.endswith(_INCOMPLETE):
+            return self._settle(text) if len(self._pending) >= _MAX_PENDING else ""
+        self._context, self._pending = self._pending, []
+        return text
+
+    def flush(self) -> str:
+        """The text of an incomplete end."""
+        return self._text() if self._pending else ""
+
+    def _settle(self, text: str) -> str:
+        """Release what stands before the last tokens, cut where no character is: invalid bytes would pend for ever."""
+        for cut in range(len(self._pending) - _MAX_TAIL, len(self._pending)):
+            tail = self._tokenizer.decode(self._pending[cut:])
+            before = text.removesuffix(tail)
+            if before + tail == text and before == self._text(cut):
+                self._context, self._pending = self._pending[:cut], self._pending[cut:]
+                return before
+        return ""
+
+    def _text(self, num_tokens: int | None = None) -> str:
+        """Of the first pending tokens, or of all."""
+        pending = self._pending[:num_tokens]
+        before = self._tokenizer.decode(self._context)
+        both = self._tokenizer.decode(self._context + pending)
+        return both[len(before) :] if both.startswith(before) else self._tokenizer.decode(pending)
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Length of the longest end of `text` that is a proper beginning of `stop`."""
+    return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:n])), 0)
+
+
+def _parsed(file: Path) -> HuggingFaceTokenizer:
+    try:
+        return HuggingFaceTokenizer.from_str(file.read_text(encoding="utf-8"))
+    except Exception as error:  # tokenizers raises nothing narrower
+        raise CheckpointError(f"{file} is damaged: {error}; fetch it again") from error
+
+
+def tokenizer_settings(source: str) -> dict[str, Any]:
+    """What tokenizer_config.json says, nothing where there is none. Raises CheckpointError for a damaged one."""
+    file = fetch_file(source, "tokenizer_config.json")
+    if file is None:
+        return {}
+    try:
+        settings = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise CheckpointError(f"{file} is damaged: {error}; fetch it again") from error
+    if not isinstance(settings, dict):
+        raise CheckpointError(f"{file} holds no settings but a {type(settings).__name__}; fetch it again")
+    return settings
+
+
+def fetch_file(source: str, name: str) -> Path | None:
+    """A file of a local folder or of a hub repository; None where it does not exist. Raises CheckpointError where it cannot
+    be told."""
+    if Path(source).is_dir():
+        file = Path(source, name)
+        return file if file.is_file() else None
+    try:
+        return Path(hf_hub_download(source, name))
+    except RemoteEntryNotFoundError:
+        return None
+    except HFValidationError as error:
+        raise CheckpointError(f"{source!r} is neither a folder nor a hub id") from error
+    except OSError as error:
+        raise CheckpointError(f"cannot fetch {name} of {source!r}: {error}") from error

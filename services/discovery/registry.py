@@ -1,0 +1,229 @@
+"""Who is alive: workers publish leases in Redis, routers read them, sessions find their last pair again.
+
+Nothing here is needed for a running generation: while Redis is away, heartbeats go on trying and readers keep the last
+known list. Knows no gRPC.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable, Iterable
+from dataclasses import dataclass
+from functools import partial
+from typing import TypeVar, get_args
+
+from pydantic import TypeAdapter, ValidationError
+from redis.asyncio import Redis
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
+from redis.exceptions import RedisError
+
+from eyas.config import RegistryConfig, masked
+from eyas.errors import ConfigError, Unavailable
+from eyas.rpc.messages import Lease, Role
+from eyas.services.tasks import every, stop
+
+ResultT = TypeVar("ResultT")
+
+PLACEMENT_SECONDS = 3600
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where a session's last request ran, as incarnations; drafter is empty where it ran without one."""
+
+    verifier: str
+    drafter: str = ""
+
+
+class Registry:
+    """One process's view of the registry; use it from one event loop and close it there.
+
+    Raises ConfigError for a URL that Redis does not take; it connects later.
+    """
+
+    def __init__(self, config: RegistryConfig) -> None:
+        self._config = config
+        self._redis = _client(config)
+        self._beating: asyncio.Task[None] | None = None
+        self._watching: asyncio.Task[None] | None = None
+        self._published: tuple[Lease, ...] = ()
+        self._roles: tuple[Role, ...] = ()
+        self._known: dict[Role, tuple[Lease, ...]] = {}
+        self._reachable = True
+        self._settled_at = 0.0
+
+    async def publish(self, *leases: Callable[[], Lease]) -> None:
+        """Write the leases of one process now and again at every heartbeat, asking each of `leases` for its present state,
+        until `withdraw`.
+
+        Other processes' leases with the same address go: whoever listens there now is the only one who does.
+        """
+
+        async def beat() -> None:
+            await self._attempt(lambda: self._write([lease() for lease in leases]))
+
+        await self._attempt(lambda: self._replace(leases[0]()))
+        await beat()
+        self._beating = asyncio.create_task(every(self._config.heartbeat, beat), name="heartbeat")
+
+    async def withdraw(self) -> None:
+        """Stop the heartbeat and remove the leases at once."""
+        await stop(self._beating)
+        self._beating = None
+        leases, self._published = self._published, ()
+        if leases:
+            await self._attempt(lambda: self._erase(leases))
+
+    async def leases(self, role: Role) -> list[Lease]:
+        """The live leases of a role, ordered by address. Raises Unavailable while Redis is away."""
+        try:
+            return await self._read(role)
+        except RedisError as error:
+            raise Unavailable(f"no answer from the registry at {masked(self._config.url)}: {error}") from error
+
+    async def watch(self, *roles: Role) -> None:
+        """Read the leases of `roles` now and keep them fresh in the background; `known` gives them.
+
+        May be called again for further roles; without any it only notices when Redis goes and comes back.
+        """
+        self._roles = tuple(dict.fromkeys((*self._roles, *roles)))
+        await self._refresh()
+        if self._watching is None:
+            self._watching = asyncio.create_task(every(self._config.heartbeat, self._refresh), name="registry")
+
+    def known(self, role: Role) -> tuple[Lease, ...]:
+        """The last known leases of a watched role."""
+        return self._known.get(role, ())
+
+    async def place(self, session: str, placement: Placement) -> None:
+        """Remember a session's pair for an hour; forgotten quietly while Redis is away."""
+        value = _PLACEMENTS.dump_json(placement)
+        if self._reachable:
+            await self._attempt(lambda: self._redis.set(_placement_key(session), value, ex=PLACEMENT_SECONDS))
+
+    async def placement(self, session: str) -> Placement | None:
+        """The session's last pair, or None if there is none or Redis is away."""
+        value = await self._attempt(lambda: self._redis.get(_placement_key(session))) if self._reachable else None
+        try:
+            return _PLACEMENTS.validate_json(value) if value else None
+        except ValidationError as error:
+            log.warning("ignored the placement of session %s, which does not parse: %s", session, error)
+            return None
+
+    async def close(self) -> None:
+        """Stop all background work and the connection; leases, if any, are left to run out."""
+        await stop(self._beating)
+        await stop(self._watching)
+        await self._redis.aclose()
+
+    async def _refresh(self) -> None:
+        if not self._roles:
+            await self._attempt(self._redis.ping)
+        for role in self._roles:
+            fresh = await self._attempt(partial(self._read, role))
+            if fresh is not None:
+                self._known[role] = (*fresh, *self._unsettled(role, fresh))
+
+    def _unsettled(self, role: Role, fresh: list[Lease]) -> list[Lease]:
+        """Leases missing from a Redis that has just come back, perhaps empty, are kept until each could beat again."""
+        if time.monotonic() >= self._settled_at:
+            return []
+        listed, processes = {lease.incarnation for lease in fresh}, {lease.address: lease.process for lease in fresh}
+        return [
+            known
+            for known in self.known(role)
+            if known.incarnation not in listed and processes.get(known.address, known.process) == known.process
+        ]
+
+    async def _write(self, leases: Iterable[Lease]) -> None:
+        self._published = tuple(leases)
+        async with self._redis.pipeline() as pipe:
+            for lease in self._published:
+                key = _lease_key(lease.role, lease.incarnation)
+                pipe.set(key, _LEASES.dump_json(lease), px=int(self._config.ttl * 1000))
+                pipe.sadd(_index_key(lease.role), lease.incarnation)
+            await pipe.execute()
+
+    async def _replace(self, lease: Lease) -> None:
+        known = [other for role in get_args(Role) for other in await self._read(role)]
+        gone = [other for other in known if other.address == lease.address and other.process != lease.process]
+        if gone:
+            await self._erase(gone)
+
+    async def _erase(self, leases: Iterable[Lease]) -> None:
+        async with self._redis.pipeline() as pipe:
+            for lease in leases:
+                pipe.delete(_lease_key(lease.role, lease.incarnation))
+                pipe.srem(_index_key(lease.role), lease.incarnation)
+            await pipe.execute()
+
+    async def _read(self, role: Role) -> list[Lease]:
+        incarnations = sorted(map(str, await self._redis.smembers(_index_key(role))))
+        if not incarnations:
+            return []
+        values = await self._redis.mget([_lease_key(role, name) for name in incarnations])
+        gone = [name for name, value in zip(incarnations, values, strict=True) if value is None]
+        if gone:
+            await self._redis.srem(_index_key(role), *gone)
+        return sorted(_parsed([str(value) for value in values if value is not None]), key=lambda lease: lease.address)
+
+    async def _attempt(self, call: Callable[[], Awaitable[ResultT]]) -> ResultT | None:
+        """Give back the result, or None while Redis is away; the log says so once."""
+        try:
+            result = await call()
+        except RedisError as error:
+            if self._reachable:
+                log.warning("registry %s is away, going on with what is known: %s", masked(self._config.url), error)
+            self._reachable = False
+            self._settled_at = time.monotonic() + self._config.ttl
+            return None
+        if not self._reachable:
+            log.info("registry %s is back", masked(self._config.url))
+        self._reachable = True
+        return result
+
+
+def _client(config: RegistryConfig) -> Redis:
+    try:
+        client = Redis.from_url(
+            config.url,
+            socket_timeout=config.ttl / 2,
+            socket_connect_timeout=config.ttl / 2,
+            retry=Retry(NoBackoff(), 1),
+            decode_responses=True,
+        )
+        client.connection_pool.make_connection()  # type: ignore[no-untyped-call]  # looks at the whole URL, dials nobody
+    except (ValueError, TypeError) as error:
+        raise ConfigError(f"registry.url is {masked(config.url)}; expected one such as redis://host:6379/0") from error
+    return client
+
+
+_LEASES = TypeAdapter(Lease)
+_PLACEMENTS = TypeAdapter(Placement)
+
+
+def _parsed(values: list[str]) -> list[Lease]:
+    leases = []
+    for value in values:
+        try:
+            leases.append(_LEASES.validate_json(value))
+        except ValidationError as error:
+            log.warning("ignored a lease that does not parse: %s", error)
+    return leases
+
+
+def _lease_key(role: Role, incarnation: str) -> str:
+    return f"eyas:lease:{role}:{incarnation}"
+
+
+def _index_key(role: Role) -> str:
+    return f"eyas:leases:{role}"
+
+
+def _placement_key(session: str) -> str:
+    return f"eyas:placement:{session}"

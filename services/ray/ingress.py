@@ -1,0 +1,180 @@
+"""What Serve's gRPC proxies are told of our service, so that a client who leaves is heard of at any moment.
+
+Serve 2.60 cancels a streamed request only if it happens to wait for the replica when the client leaves. If it is writing to
+the client then, its generators are thrown away with the request going on behind them.
+
+The router as a Serve deployment: Serve's HTTP and gRPC proxies are its sockets. Knows no tokens' origin.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable
+from contextlib import AsyncExitStack, aclosing
+from dataclasses import replace
+from functools import partial
+from typing import Any, NoReturn, TypeAlias
+
+from fastapi import FastAPI
+from ray.serve.grpc_util import RayServegRPCContext
+from ray.serve.handle import DeploymentHandle
+from ray.util import get_node_ip_address
+
+from eyas.config import RouterConfig
+from eyas.errors import EyasError, RequestFailed, Unauthenticated
+from eyas.rpc.convert import call_from_message, chunk_to_message, models_to_message
+from eyas.rpc.messages import TextChunk
+from eyas.rpc.server import retry_hint, status_of
+from eyas.services.ray.config import EnvironmentConfig, on_node
+from eyas.services.router.api_keys import load_keys
+from eyas.services.router.app import build_router
+from eyas.telemetry.logging import configure_logging
+from eyas.telemetry.tracing import trace_pairs
+from eyas.v1 import generation_pb2
+from eyas.v1.generation_pb2_grpc import add_GenerationServicer_to_server
+
+Streaming: TypeAlias = Callable[[Any, Any], AsyncGenerator[bytes, None]]
+
+
+def add_generation(servicer: Any, server: Any) -> None:
+    """Register the Generation service; name it in grpc_servicer_functions. server: Serve's own kind, which asks its
+    service_handler_factory for what to do with each method."""
+    factory = server.service_handler_factory
+    server.service_handler_factory = partial(_cancelling, factory)
+    try:
+        add_GenerationServicer_to_server(servicer, server)
+    finally:
+        server.service_handler_factory = factory
+
+
+def _cancelling(factory: Callable[..., Any], service_method: str, streaming_type: str) -> Any:
+    handler = factory(service_method=service_method, streaming_type=streaming_type)
+    return partial(pumped, handler) if streaming_type == "unary_stream" else handler
+
+
+class _Call:
+    """A call's context for a handler that may end after its call: gRPC crashes where a call that is gone is asked for its
+    peer, which Serve logs."""
+
+    def __init__(self, context: Any) -> None:
+        self._context = context
+        self._peer = context.peer()
+
+    def peer(self) -> str:
+        """Who called."""
+        return str(self._peer)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._context, name)
+
+
+async def pumped(handler: Streaming, request: Any, context: Any) -> AsyncGenerator[bytes, None]:
+    """The same messages, but for empty ones, which a replica sends to carry metadata. A task of its own takes them: wherever
+    this generator is when the call is cancelled, the handler is cancelled while it waits for the next message."""
+    messages: asyncio.Queue[bytes | None] = asyncio.Queue()
+    call = _Call(context)
+
+    async def pump() -> None:
+        try:
+            async for message in handler(request, call):
+                if message:
+                    messages.put_nowait(message)
+        finally:
+            messages.put_nowait(None)
+
+    task = asyncio.create_task(pump())
+    try:
+        while (message := await messages.get()) is not None:
+            yield message
+        await task
+    finally:
+        task.cancel()
+        await asyncio.wait([task])
+
+
+class _NoHealth:
+    """Serve asks replicas itself whether they live; without a verifier a router is well all the same."""
+
+    async def set_serving(self, serving: bool) -> None:
+        """Nobody asks."""
+
+
+class Router:
+    """A router in a replica. Give it `serve.ingress()`: its HTTP door exists once it is constructed."""
+
+    async def __init__(  # type: ignore[misc]
+        self, config: RouterConfig, names: EnvironmentConfig, *workers: DeploymentHandle[Any]
+    ) -> None:
+        """Look for workers from now on; Serve awaits it. workers: the pools that belong to the application; they are found
+        by their leases. Raises ConfigError, which Serve shows."""
+        configure_logging(config.telemetry.log_format)
+        here = on_node(config, names, get_node_ip_address())
+        self._keys = load_keys(here.keys)
+        self._stack = AsyncExitStack()
+        self._core = await self._stack.enter_async_context(build_router(here, self._keys, _NoHealth()))
+        await self._core.presence.enter("")
+
+    def __serve_build_asgi_app__(self) -> FastAPI:
+        """What Serve's HTTP proxies talk to."""
+        return self._core.app
+
+    async def Generate(  # noqa: N802
+        self, request: generation_pb2.GenerateRequest, grpc_context: RayServegRPCContext
+    ) -> AsyncGenerator[generation_pb2.GenerateChunk, None]:
+        """Stream the continuation of a prompt; Serve cancels it when the client has left."""
+        try:
+            self._admit(grpc_context)
+            asked = replace(call_from_message(request), trace=trace_pairs(grpc_context.invocation_metadata()))
+            with self._core.front.refusals(asked):
+                call = await self._core.front.prepare(asked)
+            stream = self._core.front.stream(call, None, lambda pairs: grpc_context.set_trailing_metadata(list(pairs)))
+            async with aclosing(_last_ones_last(stream)) as chunks:
+                async for chunk in chunks:
+                    yield chunk_to_message(chunk)
+        except EyasError as error:
+            if hint := retry_hint(error):
+                grpc_context.set_trailing_metadata(list(hint))
+                yield generation_pb2.GenerateChunk()  # metadata travels with messages alone; the proxy drops this one
+            _refuse(error, grpc_context)
+
+    async def ListModels(  # noqa: N802
+        self, request: generation_pb2.ListModelsRequest, grpc_context: RayServegRPCContext
+    ) -> generation_pb2.ListModelsResponse:
+        """The configured models that a live verifier serves."""
+        try:
+            self._admit(grpc_context)
+            return models_to_message(self._core.front.models())
+        except EyasError as error:
+            _refuse(error, grpc_context)
+
+    async def __del__(self) -> None:
+        """Serve awaits it, when no request is left."""
+        await self._core.presence.leave()
+        await self._stack.aclose()
+
+    def _admit(self, context: RayServegRPCContext) -> None:
+        given = dict(context.invocation_metadata()).get("authorization", "")
+        if not self._keys.admit(given):
+            raise Unauthenticated("no known API key; send one as the metadata 'authorization: Bearer KEY'")
+
+
+async def _last_ones_last(stream: AsyncGenerator[TextChunk, None]) -> AsyncGenerator[TextChunk, None]:
+    """The same chunks, but those that end a completion wait for what follows: Serve sends trailing metadata along with
+    messages, and they are known only at the stream's end."""
+    held: TextChunk | None = None
+    async with aclosing(stream) as chunks:
+        async for chunk in chunks:
+            if held is not None:
+                yield held
+            held = chunk if chunk.totals is not None else None
+            if held is None:
+                yield chunk
+    if held is not None:
+        yield held
+
+
+def _refuse(error: EyasError, context: RayServegRPCContext) -> NoReturn:
+    """End a call with the status of an error. Serve carries exceptions between processes, for which ours are not made."""
+    context.set_code(status_of(error))
+    context.set_details(str(error))
+    raise RequestFailed(str(error)) from None

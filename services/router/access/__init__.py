@@ -1,1 +1,0 @@
-"""Who may come in: API keys of both doors, and what the gRPC door is encrypted with."""

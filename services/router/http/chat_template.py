@@ -1,0 +1,130 @@
+"""Messages of a chat to the one text that a model was trained to continue. Given a model's chat template; knows no tokens.
+
+Templates come with checkpoints and are not trusted: they run in Jinja's sandbox, with the names that transformers gives.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any, NoReturn
+
+import jinja2
+from jinja2.ext import Extension, loopcontrols
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from eyas.config import ServedModel
+from eyas.errors import CheckpointError, ConfigError, InvalidRequest
+from eyas.tokenizer import fetch_file, tokenizer_settings
+
+_FILE = "chat_template.jinja"
+
+log = logging.getLogger(__name__)
+
+
+class ChatTemplate:
+    """A compiled chat template. special: special tokens by the names that templates use, such as bos_token.
+
+    Raises ConfigError for one that does not compile.
+    """
+
+    def __init__(self, source: str, special: Mapping[str, str], place: str) -> None:
+        self._special = dict(special)
+        try:
+            self._template = _environment().from_string(source)
+        except jinja2.TemplateError as error:
+            raise ConfigError(
+                f"the chat template of {place} does not compile: {error}; set another chat_template"
+            ) from error
+
+    def render(self, messages: Sequence[Mapping[str, str]], extra: Mapping[str, Any]) -> str:
+        """The prompt for the assistant's next message.
+
+        extra: more names for the template, such as enable_thinking. Raises InvalidRequest where the template refuses them.
+        """
+        names = {**self._special, "tools": None, "documents": None, "add_generation_prompt": True, **extra}
+        try:
+            text = self._template.render(names | {"messages": list(messages)})
+            text.encode()
+        except Exception as error:  # a template can raise whatever Python can
+            raise InvalidRequest(f"the model's chat template refuses these messages: {error}", "messages") from error
+        return text
+
+
+def load_template(model: ServedModel) -> ChatTemplate | None:
+    """The chat template of a model; None where it has none. Raises ConfigError or CheckpointError for a bad one."""
+    settings = tokenizer_settings(model.tokenizer)
+    special = {name: _content(token) for name, token in settings.items() if name.endswith("_token") and _content(token)}
+    source = _read(model.chat_template) if model.chat_template else _found(model.tokenizer, settings)
+    return ChatTemplate(source, special, model.name) if source else None
+
+
+def _read(path: str) -> str:
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"cannot read the chat_template {path}: {error}") from error
+
+
+def _found(tokenizer: str, settings: Mapping[str, Any]) -> str:
+    """The template that lies with a tokenizer: a file of its own, or in its settings, by name where there are several."""
+    try:
+        file = fetch_file(tokenizer, _FILE)
+    except CheckpointError as error:
+        log.warning("no look at a chat template: %s", error)
+        file = None
+    if file is not None:
+        return _read(str(file))
+    template = settings.get("chat_template") or ""
+    if isinstance(template, list):
+        return str({entry["name"]: entry["template"] for entry in template}.get("default", ""))
+    return str(template)
+
+
+def _content(token: object) -> str:
+    """A special token's text, which stands in tokenizer_config.json as it is or inside an object."""
+    text = token.get("content") if isinstance(token, dict) else token
+    return text if isinstance(text, str) else ""
+
+
+def _environment() -> ImmutableSandboxedEnvironment:
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, loopcontrols]
+    )
+    environment.filters["tojson"] = _tojson
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = _strftime_now
+    return environment
+
+
+class _GenerationBlock(Extension):
+    """{% generation %} marks the assistant's text for training; here its body is rendered as it stands."""
+
+    tags = {"generation"}  # noqa: RUF012 - jinja2's own declaration
+
+    def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
+        """The statements up to {% endgeneration %}."""
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _tojson(
+    value: object,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """JSON without the escapes for HTML that jinja2's own filter writes."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _raise_exception(message: str) -> NoReturn:
+    raise jinja2.TemplateError(message)
+
+
+def _strftime_now(form: str) -> str:
+    return datetime.now().strftime(form)

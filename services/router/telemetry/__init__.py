@@ -1,1 +1,0 @@
-"""What the router tells of its requests."""

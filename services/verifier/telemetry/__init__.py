@@ -1,1 +1,0 @@
-"""What the verifier tells of its requests, its engine and its drafters."""
