@@ -73,7 +73,7 @@ def main(
         print("error: no CUDA device here", file=sys.stderr)
         raise typer.Exit(1)
     device = torch.device("cuda")
-    settings = Settings(TreeConfig(nodes=60, depth=8, width=10), cached, repeats)
+    settings = Settings(TreeConfig(num_draft_tokens=60, num_steps=8, top_k=10), cached, repeats)
     rate = copy_rate(device, COPIED_BYTES)
     rounds: list[Round] = []
     for name, config in {"8B": llama_head(4096, 14336, 32), "70B": llama_head(8192, 28672, 64)}.items():
@@ -109,7 +109,7 @@ def measure(name: str, head: EagleHead, batches: Sequence[int], settings: Settin
     """Every batch size, captured and launched; rate: bytes per second of memory."""
     device, rounds = head.embedding.device, []
     capture: Capture = CudaCapture(device) if device.type == "cuda" else run_again
-    floor = 1e3 * settings.tree.depth * level_bytes(head) / rate
+    floor = 1e3 * settings.tree.num_steps * level_bytes(head) / rate
     with Progress(console=Console(stderr=True), refresh_per_second=1) as progress:
         for batch in progress.track(batches, description=f"measuring the {name} head"):
             greedy, noised = (
@@ -132,7 +132,7 @@ def level_bytes(head: EagleHead) -> int:
 def round_ms(head: EagleHead, batch: int, temperature: float, settings: Settings, capture: Capture | None) -> float:
     """The median in ms of rounds that commit a few tokens for each session and ask for a tree."""
     commits = ACCEPTED * (settings.repeats + WARM_UPS)
-    config = DraftingConfig(num_slots=batch * (settings.cached + commits))
+    config = DraftingConfig(max_kv_tokens=batch * (settings.cached + commits))
     drafter = EagleDrafter(head, settings.tree, config, capture=capture)
     sessions = [Session(row, temperature, settings.tree, head) for row in range(batch)]
     drafter.propose([session.commit(settings.cached) for session in sessions])
@@ -149,7 +149,7 @@ class Session:
 
     def __init__(self, row: int, temperature: float, tree: TreeConfig, head: EagleHead) -> None:
         self._name, self._base = f"{row}", 0
-        self._noise, self._budget = NoiseKey(row, temperature), TreeBudget(tree.nodes, tree.depth)
+        self._noise, self._budget = NoiseKey(row, temperature), TreeBudget(tree.num_draft_tokens, tree.num_steps)
         self._row = torch.randn(1, head.config.hidden, dtype=head.embedding.dtype, device=head.embedding.device)
 
     def commit(self, count: int) -> DraftContext:

@@ -119,7 +119,7 @@ def measure(target: TargetModel, cases: Sequence[Case], settings: Settings, rate
         pool.normal_()
     ways = []
     for graphs in (True, False):
-        engine = EngineConfig(num_slots=batch * room, max_running=batch, step_tokens=1, cuda_graphs=graphs)
+        engine = EngineConfig(max_kv_tokens=batch * room, max_num_seqs=batch, max_prefill_tokens=1, cuda_graphs=graphs)
         ways.append(build_backend(plan_backend(target, engine, TreeConfig(rows, 1, 1), room), target, pools, pools.scratch))
     steps = []
     with Progress(console=Console(stderr=True), refresh_per_second=1) as progress:

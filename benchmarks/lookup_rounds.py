@@ -101,7 +101,7 @@ def main(
 
 def measure(tree: TreeConfig, num_sessions: int, num_rounds: int) -> list[Cost]:
     """Two drafters, and the merging of what they propose, over the same rounds."""
-    budget = TreeBudget(tree.nodes, tree.depth)
+    budget = TreeBudget(tree.num_draft_tokens, tree.num_steps)
     lookup, lookahead = (
         Timed(PromptLookupDrafter(tree, PromptLookupConfig())),
         Timed(LookaheadDrafter(tree, LookaheadConfig())),
@@ -112,12 +112,12 @@ def measure(tree: TreeConfig, num_sessions: int, num_rounds: int) -> list[Cost]:
         found, drawn = lookup.propose(contexts), lookahead.propose(contexts)
         pairs, roots = list(zip(found, drawn, strict=True)), [context.tokens[-1] for context in contexts]
         started = time.process_time()
-        merge_trees(roots, pairs, [budget] * num_sessions, CombinedConfig.floor)
+        merge_trees(roots, pairs, [budget] * num_sessions, CombinedConfig.min_share)
         merging.append(time.process_time() - started)
         sizes = [len(draft) for draft in drawn]
     seconds = {"prompt_lookup": lookup.seconds, "lookahead": lookahead.seconds, "merging the two": merging}
     medians = {what: 1e3 * float(np.median(times[NUM_WARM_UPS:])) for what, times in seconds.items()}
-    return [Cost(what, tree.nodes, num_sessions, ms) for what, ms in medians.items()]
+    return [Cost(what, tree.num_draft_tokens, num_sessions, ms) for what, ms in medians.items()]
 
 
 def table(costs: list[Cost]) -> Table:

@@ -115,7 +115,7 @@ def measure(drafter: LocalDrafter, tree: TreeConfig, num_sessions: int, temperat
     """Rounds of sessions that begin anew each time, at places of the demo prompts."""
     prompts = [json.loads(line)["token_ids"] for line in PROMPTS.read_text(encoding="utf-8").splitlines()]
     places = ((tokens, end) for i in count() for tokens in prompts for end in [LONGEST + i % (len(tokens) - LONGEST)])
-    budget, cpu, ms = TreeBudget(tree.nodes, tree.depth), [], []
+    budget, cpu, ms = TreeBudget(tree.num_draft_tokens, tree.num_steps), [], []
     for index in range(NUM_WARM_UPS + num_rounds):
         contexts = [
             Commit(f"{s}", index, 0, tuple(tokens[end - LONGEST : end]), None, NoiseKey(s, temperature), budget)
@@ -126,7 +126,7 @@ def measure(drafter: LocalDrafter, tree: TreeConfig, num_sessions: int, temperat
         cpu.append(1e3 * (time.process_time() - worked))
         ms.append(1e3 * (time.perf_counter() - started))
     quantiles = np.percentile(ms[NUM_WARM_UPS:], (50, 90, 99)).tolist()
-    return Rounds(tree.nodes, num_sessions, temperature, float(np.median(cpu[NUM_WARM_UPS:])), *quantiles)
+    return Rounds(tree.num_draft_tokens, num_sessions, temperature, float(np.median(cpu[NUM_WARM_UPS:])), *quantiles)
 
 
 def tables(store: Store, cases: list[Rounds]) -> list[Table]:

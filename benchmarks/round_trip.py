@@ -156,7 +156,7 @@ def drafting(case: Case) -> Iterator[RemoteDrafter]:
     try:
         if not here.poll(START_SECONDS):
             raise Unavailable(f"the draft service did not start within {START_SECONDS:.0f} s")
-        drafter = RemoteDrafter(here.recv(), NEEDS, DraftClientConfig(deadline=5.0))
+        drafter = RemoteDrafter(here.recv(), NEEDS, DraftClientConfig(draft_timeout_s=5.0))
         try:
             _wait_for(drafter)
             yield drafter
@@ -180,7 +180,7 @@ def _context(session: str, index: int, tokens: tuple[int, ...], features: torch.
     return Commit(
         session=session,
         epoch=0,
-        base=index * NEW_TOKENS,
+        start_position=index * NEW_TOKENS,
         tokens=tokens,
         features=features[1:] if first else features,
         noise=NoiseKey(0),

@@ -28,9 +28,11 @@ MODEL = ModelInfo("model", "target", 128_256, 131_072, "head")
 ANNOUNCED = 1024
 POLICIES = {
     "default": RoutingConfig(),
-    "least load only": RoutingConfig(session=0, prefix=0, home=0),
-    "hash only, no bound": RoutingConfig(session=0, prefix=0, load=0, home=1, bound=1e9, least_bound=1_000_000),
-    "hash only, bound 1.25": RoutingConfig(session=0, prefix=0, load=0, home=1),
+    "least load only": RoutingConfig(session_weight=0, prefix_weight=0, hash_weight=0),
+    "hash only, no bound": RoutingConfig(
+        session_weight=0, prefix_weight=0, load_weight=0, hash_weight=1, load_factor=1e9, min_bound=1_000_000
+    ),
+    "hash only, bound 1.25": RoutingConfig(session_weight=0, prefix_weight=0, load_weight=0, hash_weight=1),
 }
 
 
@@ -170,7 +172,7 @@ class Simulation:
         if remembered != "pairs":
             fleet = replace(fleet, sent={})
         if remembered == "nothing":
-            fleet = replace(fleet, verifiers=[replace(lease, prefixes=frozenset()) for lease in verifiers])
+            fleet = replace(fleet, verifiers=[replace(lease, prefix_hashes=frozenset()) for lease in verifiers])
         chosen = []
         for session in sessions:
             demand = self.demand(session)
@@ -236,7 +238,7 @@ class Simulation:
         for index, lease in enumerate(self.verifiers):
             latest = list(self._caches[lease.incarnation])[-ANNOUNCED:]
             load = replace(lease.load, num_running=self.in_flight[lease.incarnation])
-            self.verifiers[index] = replace(lease, load=load, prefixes=frozenset(latest))
+            self.verifiers[index] = replace(lease, load=load, prefix_hashes=frozenset(latest))
 
 
 def verifier(index: int) -> Lease:

@@ -34,7 +34,7 @@ from eyas.services.verifier.telemetry import VerifierTelemetry
 from eyas.telemetry.setup import Telemetry
 
 MODELS = Path("models/demo")
-TREE = TreeConfig(nodes=8, depth=4, width=2)
+TREE = TreeConfig(num_draft_tokens=8, num_steps=4, top_k=2)
 NUM_TOKENS = 96
 # Telling is far cheaper than decoding, and its time comes in steps of a clock.
 REPEATS = 20
@@ -68,7 +68,7 @@ class Cost:
 class Settings:
     """num_tokens: of each request."""
 
-    tree_nodes: int = TREE.nodes
+    tree_nodes: int = TREE.num_draft_tokens
     num_tokens: int = NUM_TOKENS
     repeats: int = REPEATS
 
@@ -97,7 +97,7 @@ def decode(batch: int, num_tokens: int) -> Steps:
     target, head = str(MODELS / "target"), str(MODELS / "eagle3")
     drafter = build_drafter("eagle3", target, head, "float32", "cpu", TREE, DraftingConfig())
     fuser = build_fuser("eagle3", head, target, "float32", "cpu")
-    engine = build_engine(target, fuser, "float32", "cpu", EngineConfig(num_slots=16384), TREE, drafter)
+    engine = build_engine(target, fuser, "float32", "cpu", EngineConfig(max_kv_tokens=16384), TREE, drafter)
     sampling = SamplingParams(max_tokens=num_tokens, temperature=0.0, ignore_eos=True, seed=0)
     prompts = read_prompts(MODELS / "prompts.jsonl")[:batch]
     requests = [Request(f"request-{i}", prompt.token_ids, sampling) for i, prompt in enumerate(prompts)]
@@ -116,7 +116,7 @@ def measure(steps: Steps, repeats: int) -> list[Cost]:
     costs = [_cost(steps, "metrics only", Telemetry(), repeats)]
     for name, config in (
         ("every request", TelemetryConfig()),
-        ("every round", TelemetryConfig(round_span_ratio=1.0)),
+        ("every round", TelemetryConfig(step_span_ratio=1.0)),
     ):
         provider = TracerProvider(sampler=DEFAULT_ON, shutdown_on_exit=False)
         provider.add_span_processor(BatchSpanProcessor(Encoding()))

@@ -24,15 +24,24 @@ PORT: Schema = {"type": "integer", "minimum": 1, "maximum": 65535}
 
 # What the chart fills in itself, and so nobody else may.
 OWNED = (
-    *("server.host", "server.port", "server.advertise", "server.zone", "registry.url"),
+    *("server.host", "server.port", "server.advertise_host", "server.zone", "registry.url"),
     *("telemetry.metrics_host", "telemetry.metrics_port"),
-    *("peers.certificate", "peers.key", "peers.authority", "peers.name", "peers.clients"),
+    *("peers.cert_file", "peers.key_file", "peers.ca_file", "peers.tls_server_name", "peers.require_client_cert"),
     *("discovery.kind", "discovery.verifiers", "discovery.drafters", "discovery.kubernetes"),
 )
 OWNED_BY_SERVICE: Mapping[str, tuple[str, ...]] = {
-    "router": ("models", "http", "keys", "tls"),
-    "verifier": ("model", "target", "head", "drafter", "dtype", "device", "tree", "engine.tensor_parallel"),
-    "draft": ("model", "target", "head", "drafter", "dtype", "device", "tree"),
+    "router": ("models", "http", "api_keys", "tls"),
+    "verifier": (
+        "served_model_name",
+        "model",
+        "draft_model",
+        "method",
+        "dtype",
+        "device",
+        "tree",
+        "engine.tensor_parallel_size",
+    ),
+    "draft": ("served_model_name", "model", "draft_model", "method", "dtype", "device", "tree"),
 }
 
 
@@ -54,7 +63,7 @@ def values_schema() -> Schema:
             enabled=SWITCH, clients=LIST, scrapers=LIST, egress=SWITCH, outsidePorts={"type": "array", "items": PORT}
         ),
         discovery=strict(kind=one_of("redis", "kubernetes")),
-        peers=strict(tls=strict(existingSecret=TEXT, name=NAME, clients=one_of("certified", "any"))),
+        peers=strict(tls=strict(existingSecret=TEXT, name=NAME, requireClientCert=SWITCH)),
         security=strict(runAsUser=at_least(1), fsGroup=at_least(1)),
         router=router(),
         verifier=verifier(),
@@ -146,7 +155,7 @@ def verifier() -> Schema:
 
 def draft() -> Schema:
     """The component, its checkpoint, its method and its trees."""
-    tree = strict(nodes=at_least(1), depth=at_least(0), width=at_least(1))
+    tree = strict(num_draft_tokens=at_least(1), num_steps=at_least(0), top_k=at_least(1))
     own = {"enabled": SWITCH, "checkpoint": TEXT, "method": NAME, "tree": tree}
     return strict(**service("draft", DraftConfig), **on_gpu(), **own)
 

@@ -81,13 +81,13 @@ class JsonPrinter:
     def add(self, chunk: TextChunk) -> None:
         """Print one chunk, and the statistics after the last."""
         inner = chunk.chunk
-        line: dict[str, Any] = {"index": inner.index, "token_ids": inner.token_ids, "foreseen": inner.foreseen}
+        line: dict[str, Any] = {"index": inner.index, "token_ids": inner.token_ids, "foreseen": inner.is_draft_token}
         line["text"] = chunk.text
         for name in ("logprobs", "prompt_logprobs"):
             if told := getattr(inner, name):
                 line[name] = list(map(dataclasses.asdict, told))
-        if inner.round:
-            line["round"] = dataclasses.asdict(inner.round)
+        if inner.verify_step:
+            line["round"] = dataclasses.asdict(inner.verify_step)
         if chunk.seed is not None:
             line["seed"] = chunk.seed
         print(json.dumps(line), flush=True)
@@ -127,14 +127,14 @@ class ScreenPrinter:
 def _styled(chunk: TextChunk) -> Iterator[Text]:
     """The chunk's text, token by token; text released at the end counts as the target's own."""
     at = 0
-    for length, foreseen in zip(chunk.text_lengths, chunk.chunk.foreseen, strict=True):
+    for length, foreseen in zip(chunk.text_lengths, chunk.chunk.is_draft_token, strict=True):
         yield Text(chunk.text[at : at + length], FORESEEN_STYLE if foreseen else TARGET_STYLE)
         at += length
     yield Text(chunk.text[at:], TARGET_STYLE)
 
 
 def _summary(totals: Totals, seconds: float) -> str:
-    rounds = f", {totals.stats.num_rounds} rounds, tau {totals.stats.acceptance_length:.2f}" if totals.stats else ""
+    rounds = f", {totals.stats.num_verify_steps} rounds, tau {totals.stats.acceptance_length:.2f}" if totals.stats else ""
     return f"{totals.num_output_tokens} tokens{rounds}, {totals.num_output_tokens / seconds:.1f} tokens/s"
 
 

@@ -43,7 +43,7 @@ class Commit(Generic[FeaturesT]):
     """Accepted tokens of one session, and a request for its next tree.
 
     epoch: raised by the verifier whenever it starts the session's drafting anew; older epochs are dropped.
-    base: committed length before `tokens`.
+    start_position: committed length before `tokens`.
     tokens: newly committed token ids, at least one; the last is the new root.
     features: fused features [n, H] of the positions max(base-1, 0) up to, not including, the root's; None if not asked for.
     noise: what the target's draws depend on; for a sampled proposal its seed is one for the drafter's own draws.
@@ -54,7 +54,7 @@ class Commit(Generic[FeaturesT]):
 
     session: str
     epoch: int
-    base: int
+    start_position: int
     tokens: tuple[int, ...]
     features: FeaturesT | None
     noise: NoiseKey
@@ -64,9 +64,9 @@ class Commit(Generic[FeaturesT]):
     traceparent: str = ""
 
     @property
-    def committed(self) -> int:
+    def committed_length(self) -> int:
         """Committed length after this commit: the absolute position that the tree's first level guesses."""
-        return self.base + len(self.tokens)
+        return self.start_position + len(self.tokens)
 
 
 @dataclass(frozen=True)
@@ -75,4 +75,4 @@ class ResyncRequired:
 
     session: str
     epoch: int
-    have: int
+    committed_length: int

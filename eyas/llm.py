@@ -102,7 +102,7 @@ class LLM:
         head, name = draft or "", default_drafter(drafter or "", draft or "")
         fuser = build_fuser(name, head, target, dtype, device)
         with ExitStack() as undo:
-            ranks = gather_ranks(RankInfo(0, engine.tensor_parallel, device), target, dtype, engine.context_length)
+            ranks = gather_ranks(RankInfo(0, engine.tensor_parallel_size, device), target, dtype, engine.max_model_len)
             undo.callback(ranks.close)
             model = load_model(target, fuser, dtype, device, engine, ranks)
             reading = None
@@ -110,7 +110,9 @@ class LLM:
                 reading = resolve_wiring(name, model, fuser, head, target, dtype, device)
             plain = name == NO_DRAFTS
             proposer = None if plain else build_drafter(name, target, head, dtype, device, tree, eagle, methods, reading)
-            self._engine = assemble_engine(model, fuser, replace(engine, max_waiting=sys.maxsize), tree, proposer, ranks)
+            self._engine = assemble_engine(
+                model, fuser, replace(engine, max_queued_requests=sys.maxsize), tree, proposer, ranks
+            )
             undo.pop_all()
         self._ranks = ranks
         self._tokenizer = load_tokenizer(target)

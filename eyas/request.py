@@ -110,7 +110,7 @@ class Request:
 
     session: groups the requests of one conversation, whose slots are kept warm between its turns.
     priority: 0 is normal, higher is more urgent; within a priority the first comes first.
-    emitted: how many tokens at the end of prompt_ids are output of this request from before it moved here.
+    num_emitted: how many tokens at the end of prompt_ids are output of this request from before it moved here.
     """
 
     id: str
@@ -118,7 +118,7 @@ class Request:
     sampling: SamplingParams = field(default_factory=SamplingParams)
     session: str = ""
     priority: int = 0
-    emitted: int = 0
+    num_emitted: int = 0
 
 
 @dataclass(frozen=True)
@@ -156,8 +156,8 @@ class Chunk:
 
     request_id: str
     token_ids: tuple[int, ...] = ()
-    foreseen: tuple[bool, ...] = ()
-    round: VerifyStep | None = None
+    is_draft_token: tuple[bool, ...] = ()
+    verify_step: VerifyStep | None = None
     finish_reason: FinishReason | None = None
     message: str = ""
     index: int = 0
@@ -170,7 +170,7 @@ class Chunk:
         return replace(
             self,
             token_ids=self.token_ids[:num_tokens],
-            foreseen=self.foreseen[:num_tokens],
+            is_draft_token=self.is_draft_token[:num_tokens],
             logprobs=self.logprobs[:num_tokens],
         )
 
@@ -179,7 +179,7 @@ class Chunk:
 class GenerationStats:
     """Speculation in numbers, summed over verify steps. Accepted tokens behind a stop or the length do not count."""
 
-    num_rounds: int = 0
+    num_verify_steps: int = 0
     num_drafted: int = 0
     num_accepted: int = 0
     num_emitted: int = 0
@@ -188,18 +188,18 @@ class GenerationStats:
 
     def add(self, chunk: Chunk) -> None:
         """Count one chunk; the prefill's own token belongs to no verify step."""
-        if chunk.round is None:
+        if chunk.verify_step is None:
             return
-        self.num_rounds += 1
-        self.num_drafted += chunk.round.drafted
-        self.num_accepted += sum(chunk.foreseen)
+        self.num_verify_steps += 1
+        self.num_drafted += chunk.verify_step.drafted
+        self.num_accepted += sum(chunk.is_draft_token)
         self.num_emitted += len(chunk.token_ids)
-        _count_up_to(self.offered_by_depth, chunk.round.depth)
-        _count_up_to(self.accepted_by_depth, sum(chunk.foreseen))
+        _count_up_to(self.offered_by_depth, chunk.verify_step.depth)
+        _count_up_to(self.accepted_by_depth, sum(chunk.is_draft_token))
 
     def merge(self, other: GenerationStats) -> None:
         """Add another request's counts."""
-        self.num_rounds += other.num_rounds
+        self.num_verify_steps += other.num_verify_steps
         self.num_drafted += other.num_drafted
         self.num_accepted += other.num_accepted
         self.num_emitted += other.num_emitted
@@ -209,7 +209,7 @@ class GenerationStats:
     @property
     def acceptance_length(self) -> float:
         """tau: mean tokens per verify step, bonus included; 1.0 without a drafter, 0.0 without a verify step."""
-        return self.num_emitted / self.num_rounds if self.num_rounds else 0.0
+        return self.num_emitted / self.num_verify_steps if self.num_verify_steps else 0.0
 
     @property
     def acceptance_by_depth(self) -> list[float]:

@@ -87,8 +87,10 @@ def check_fit(request: Request, vocab_size: int, context_length: int) -> None:
     num_prompt, sampling = len(request.prompt_ids), request.sampling
     if num_prompt == 0:
         raise InvalidRequest("the prompt is empty; give at least one token", "prompt")
-    if not 0 <= request.emitted < num_prompt:
-        raise InvalidRequest(f"{request.emitted} of {num_prompt} prompt tokens are said to be output; leave a prompt before")
+    if not 0 <= request.num_emitted < num_prompt:
+        raise InvalidRequest(
+            f"{request.num_emitted} of {num_prompt} prompt tokens are said to be output; leave a prompt before"
+        )
     if num_prompt + sampling.max_tokens > context_length:
         raise InvalidRequest(
             f"prompt of {num_prompt} tokens and max_tokens {sampling.max_tokens} exceed the "

@@ -107,7 +107,7 @@ def running_cluster(port: int, settings: Sequence[str] = (), http_port: int | No
     """Start all four processes with the router on `port`, and stop them at the end, however it comes.
 
     http_port: of the router's HTTP door; a free one if left out.
-    settings: what goes before the files in examples/configs/local, such as "draft.tree.nodes=32".
+    settings: what goes before the files in examples/configs/local, such as "draft.tree.num_draft_tokens=32".
     The logs are kept when an error ends it. Raises ConfigError for a setting of a service that there is not, or of TLS.
     """
     own = _by_service(settings)

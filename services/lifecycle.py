@@ -132,7 +132,9 @@ class WorkerRegistration:
         """Answer health checks with SERVING and publish the leases. Raises ConfigError if nobody can dial `address`."""
         host, _, _ = address.rpartition(":")
         if self.registry and host in _EVERYWHERE:
-            raise ConfigError(f"server.host {host} listens everywhere; set server.advertise to the host others can dial")
+            raise ConfigError(
+                f"server.host {host} listens everywhere; set server.advertise_host to the host others can dial"
+            )
         await self.server.set_serving(True)
         if self.registry:
             await self.registry.publish(*(partial(each.lease, address) for each in self._told))
@@ -177,13 +179,13 @@ async def serve(
             await presence.enter(address)
             host.entered(address)
             await stop.wait()
-            linger = config.linger_seconds
-            log.info("stopping; running calls have %.0f s to finish", config.drain_seconds)
+            linger = config.shutdown_delay_s
+            log.info("stopping; running calls have %.0f s to finish", config.graceful_shutdown_timeout_s)
         finally:
             await presence.leave()
             await asyncio.sleep(linger)
             stops = (server.stop, *(door.stop for door in doors))
-            await asyncio.gather(*(stop(config.drain_seconds) for stop in stops))
+            await asyncio.gather(*(stop(config.graceful_shutdown_timeout_s) for stop in stops))
 
 
 def main(kind: type[ConfigT], run: Callable[[ConfigT], Coroutine[Any, Any, None]]) -> None:

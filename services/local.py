@@ -32,7 +32,8 @@ SHOWN_TOKENS = 64
 CURL = """-H 'Content-Type: application/json' -d '{"model": "demo", "prompt": "def main():", "max_tokens": 32}'"""
 
 Settings = Annotated[
-    list[str] | None, typer.Option("--set", help="service.key=value, such as draft.tree.nodes=32; may be repeated.")
+    list[str] | None,
+    typer.Option("--set", help="service.key=value, such as draft.tree.num_draft_tokens=32; may be repeated."),
 ]
 
 

@@ -33,13 +33,13 @@ class Case:
     def drafter(self, tree: TreeConfig, num_slots: int = 4096, law_tokens: int = 128) -> LocalDrafter:
         crowded, ahead = self.name.endswith("-crowded"), self.name.endswith("-ahead")
         eagle = DraftingConfig(
-            num_slots=90 if crowded else num_slots,
+            max_kv_tokens=90 if crowded else num_slots,
             shared_noise=not self.name.endswith("-own-noise"),
-            law_tokens=law_tokens,
-            ahead=DraftAheadConfig(6, 16, 7) if ahead else DraftAheadConfig(),
+            proposal_top_k=law_tokens,
+            draft_ahead=DraftAheadConfig(6, 16, 7) if ahead else DraftAheadConfig(),
         )
-        rest = RestConfig(str(self.datastore), shortest=1) if self.datastore else RestConfig()
-        methods = MethodsConfig(rest=rest, lookahead=LookaheadConfig(window=2, ngram=3))
+        rest = RestConfig(str(self.datastore), min_ngram=1) if self.datastore else RestConfig()
+        methods = MethodsConfig(rest=rest, lookahead=LookaheadConfig(window_size=2, ngram_size=3))
         return build_drafter(self.method, self.target, self._folder, "float32", "cpu", tree, eagle, methods)
 
     def fuser(self) -> FeatureFuser | None:

@@ -154,7 +154,7 @@ class MethodScore:
     ) -> MethodScore:
         """runs: over the same prompts in the same order as `plain` and `own_noise`."""
         names = dict.fromkeys(run.task for run in runs)
-        rounds = _stats(runs).num_rounds
+        rounds = _stats(runs).num_verify_steps
         seconds = sum(run.draft_seconds for run in runs)
         return cls(
             method=method,
@@ -283,7 +283,7 @@ def measure(settings: MethodsSettings, progress: Progress) -> MethodsResults:
         torch.set_num_threads(settings.threads)
     loading = progress.add_task("loading models", total=None)
     prompts = load_tasks(settings)
-    room = max(len(prompt.token_ids) for prompt in prompts) + settings.max_tokens + settings.tree.nodes + 64
+    room = max(len(prompt.token_ids) for prompt in prompts) + settings.max_tokens + settings.tree.num_draft_tokens + 64
     target = load_target(settings.target, settings.dtype, settings.device)
     ways: dict[str, TimedMethod] = {PLAIN: TimedMethod(_engine(settings, target, None, room))}
     for spec in settings.methods:
@@ -324,7 +324,7 @@ def _engine(
     """An engine of its own over the same weights, with the taps that its drafter's features want."""
     fuser = build_fuser(spec.name, spec.head, settings.target, settings.dtype, settings.device) if spec else None
     tapped = TargetModel(target.model, fuser.taps if fuser else ())
-    config = EngineConfig(num_slots=room, max_running=1, prefix_cache=False)
+    config = EngineConfig(max_kv_tokens=room, max_num_seqs=1, prefix_cache=False)
     return EngineContender(assemble_engine(tapped, fuser, config, settings.tree, drafter), target.device)
 
 

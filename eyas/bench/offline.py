@@ -100,12 +100,12 @@ def contenders(settings: OfflineSettings, parts: BenchParts, prompts: Sequence[P
     """The ways to decode, on the same weights; the plain engine taps no features."""
     target = parts.target
     longest = max(map(len, prompts)) + settings.max_tokens
-    room = max(settings.batches) * (longest + settings.tree.nodes) + LONG_PROMPT_TOKENS
-    config = EngineConfig(num_slots=room, max_running=max(settings.batches), prefix_cache=False)
+    room = max(settings.batches) * (longest + settings.tree.num_draft_tokens) + LONG_PROMPT_TOKENS
+    config = EngineConfig(max_kv_tokens=room, max_num_seqs=max(settings.batches), prefix_cache=False)
     plain = assemble_engine(TargetModel(target.model), None, config, settings.tree, None)
     ways: Ways = {PLAIN: EngineContender(plain, target.device)}
     if parts.drafter is not None:
-        config = replace(config, budget=settings.budget)
+        config = replace(config, draft_budget=settings.budget)
         engine = assemble_engine(target, parts.fuser, config, settings.tree, parts.drafter)
         ways[SPECULATIVE] = EngineContender(engine, target.device)
     ways[GENERATE] = GenerateContender(settings.target, settings.dtype, target.device)
@@ -143,7 +143,9 @@ def stages(ways: Mapping[str, Contender], prompts: Sequence[Prompt], sampling: S
 def warm_ways(settings: OfflineSettings, parts: BenchParts) -> Ways:
     """Engines that keep one long prompt, on the same weights."""
     target, fuser = parts.target, parts.fuser
-    config = EngineConfig(num_slots=LONG_PROMPT_TOKENS + NEW_PROMPT_TOKENS + settings.tree.nodes, max_running=1)
+    config = EngineConfig(
+        max_kv_tokens=LONG_PROMPT_TOKENS + NEW_PROMPT_TOKENS + settings.tree.num_draft_tokens, max_num_seqs=1
+    )
     plain = assemble_engine(TargetModel(target.model), None, config, settings.tree, None)
     ways: Ways = {PLAIN: EngineContender(plain, target.device)}
     if parts.drafter is not None:
@@ -155,7 +157,7 @@ def warm_ways(settings: OfflineSettings, parts: BenchParts) -> Ways:
 def first_token(settings: OfflineSettings, ways: Ways, warm: Ways, target: TargetModel, progress: Progress) -> FirstToken:
     """One long prompt at a time, never the same twice; the first round warms up. Then, in `warm` ones, what begins with it
     and goes on with a few tokens that are new."""
-    length = min(LONG_PROMPT_TOKENS, target.context_length - NEW_PROMPT_TOKENS - 1)
+    length = min(LONG_PROMPT_TOKENS, target.max_model_len - NEW_PROMPT_TOKENS - 1)
     sampling = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
     cold_ms: dict[str, list[float]] = {way: [] for way in ways}
     warm_ms: dict[str, list[float]] = {way: [] for way in warm}

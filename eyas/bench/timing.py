@@ -302,7 +302,7 @@ GREEDY = NoiseKey(seed=0)
 
 def time_verify_steps(target: TargetModel, fuser: FeatureFuser | None, batch: int, sizes: Sequence[int]) -> list[VerifyTime]:
     """One time for each number of rows, measured in turn. Less is cached where the context is too short."""
-    cached = min(CACHED_TOKENS, target.context_length - max(sizes) - 1)
+    cached = min(CACHED_TOKENS, target.max_model_len - max(sizes) - 1)
     room = cached + max(sizes)
     pools = KVCache(batch * room, target.kv_shapes, fuser.width if fuser else 0, target.dtype, target.device)
     runner = ModelRunner(target, pools, fuser)
@@ -314,9 +314,11 @@ def time_verify_steps(target: TargetModel, fuser: FeatureFuser | None, batch: in
 def time_draft_rounds(drafter: Drafter, width: int, tree: TreeConfig, target: TargetModel, batch: int) -> DraftTime:
     """Rounds of `batch` sessions that commit a few tokens each; width: of the fused features."""
     rounds = NUM_WARM_UPS + NUM_REPEATS
-    cached = min(CACHED_TOKENS, target.context_length - (rounds + 1) * NEW_TOKENS - tree.depth)
+    cached = min(CACHED_TOKENS, target.max_model_len - (rounds + 1) * NEW_TOKENS - tree.num_steps)
     commits = [(0, cached, TreeBudget(1, 0))]
-    commits += [(cached + i * NEW_TOKENS, NEW_TOKENS, TreeBudget(tree.nodes, tree.depth)) for i in range(rounds)]
+    commits += [
+        (cached + i * NEW_TOKENS, NEW_TOKENS, TreeBudget(tree.num_draft_tokens, tree.num_steps)) for i in range(rounds)
+    ]
     made = iter([[_context(f"{s}", *commit, width, target) for s in range(batch)] for commit in commits])
     drafter.ask(next(made))()
     ms = _in_turn([lambda: drafter.ask(next(made))()], target.device)[0]

@@ -116,8 +116,8 @@ def equality(
     temperature: Annotated[float, typer.Option(help="0 takes the likeliest token each time.")] = 0.0,
     device: Annotated[str, typer.Option(help="cpu, cuda or cuda:N.")] = "cpu",
     max_tokens: Annotated[int, typer.Option(help="Tokens to emit for each prompt.")] = 96,
-    nodes: Annotated[int, typer.Option(help="Most nodes of a draft tree, the root included.")] = TreeConfig.nodes,
-    depth: Annotated[int, typer.Option(help="Levels below the root.")] = TreeConfig.depth,
+    nodes: Annotated[int, typer.Option(help="Most nodes of a draft tree, the root included.")] = TreeConfig.num_draft_tokens,
+    depth: Annotated[int, typer.Option(help="Levels below the root.")] = TreeConfig.num_steps,
     deterministic: Annotated[bool, typer.Option("--deterministic", help="Run both ways in deterministic mode.")] = False,
     threads: Annotated[int, typer.Option(help="CPU threads of torch; 0 leaves its choice.")] = 0,
 ) -> None:

@@ -55,7 +55,7 @@ class ReplayDrafter(LocalDrafter):
         levels = min(budget.max_depth, (budget.max_nodes - 1) // 2) if budget.wants_tree else 0
         tokens, parents = [context.tokens[-1]], [0]
         above = 0
-        for token in script[context.committed : context.committed + levels]:
+        for token in script[context.committed_length : context.committed_length + levels]:
             tokens += [(token + 1) % self._vocab_size, token]
             parents += [above, above]
             above = len(tokens) - 1
@@ -199,5 +199,5 @@ class _Ways:
 
 def _engine_config(settings: OfflineSettings, prompts: Sequence[Prompt], deterministic: bool) -> EngineConfig:
     batch, longest = settings.batches[0], max(map(len, prompts))
-    room = batch * (longest + settings.max_tokens + settings.tree.nodes)
-    return EngineConfig(num_slots=room, max_running=batch, deterministic=deterministic)
+    room = batch * (longest + settings.max_tokens + settings.tree.num_draft_tokens)
+    return EngineConfig(max_kv_tokens=room, max_num_seqs=batch, deterministic=deterministic)

@@ -19,7 +19,6 @@ from eyas.config.drafting import (
 from eyas.config.engine import AcceptanceRule, DraftBudgetPolicy, Dtype, EngineConfig, HeadValidation
 from eyas.config.loader import describe, load, masked, validated
 from eyas.config.serving import (
-    Clients,
     DiscoveryConfig,
     DiscoveryKind,
     DraftClientConfig,
@@ -44,7 +43,6 @@ from eyas.config.serving import (
 __all__ = [
     "EAGLE_PATHS",
     "AcceptanceRule",
-    "Clients",
     "CombinedConfig",
     "DiscoveryConfig",
     "DiscoveryKind",

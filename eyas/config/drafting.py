@@ -16,72 +16,72 @@ from eyas.errors import ConfigError
 class TreeConfig:
     """Shape of a dynamic draft tree. nodes counts the root; depth are levels below it; width is the frontier of a level."""
 
-    nodes: int = 24
-    depth: int = 5
-    width: int = 8
+    num_draft_tokens: int = 24
+    num_steps: int = 5
+    top_k: int = 8
 
     def __post_init__(self) -> None:
-        at_least(1, nodes=self.nodes, width=self.width)
-        at_least(0, depth=self.depth)
+        at_least(1, num_draft_tokens=self.num_draft_tokens, top_k=self.top_k)
+        at_least(0, num_steps=self.num_steps)
 
 
 @dataclass(frozen=True)
 class DraftAheadConfig:
     """How a draft service grows trees while the target verifies.
 
-    rows: nodes expanded at each level; 0 grows none ahead. children: recorded of each, at least as many. levels: below the
+    top_k: nodes expanded at each level; 0 grows none ahead. num_candidates: recorded of each, at least as many. num_steps: below the
     last committed token, those of the tree that was sent included.
     """
 
-    rows: int = 0
-    children: int = 32
-    levels: int = 8
+    top_k: int = 0
+    num_candidates: int = 32
+    num_steps: int = 8
 
     def __post_init__(self) -> None:
-        at_least(0, rows=self.rows)
-        at_least(max(1, self.rows), children=self.children)
-        at_least(1, levels=self.levels)
+        at_least(0, top_k=self.top_k)
+        at_least(max(1, self.top_k), num_candidates=self.num_candidates)
+        at_least(1, num_steps=self.num_steps)
 
 
 @dataclass(frozen=True)
 class DraftingConfig:
     """Settings of every drafter with a law of its own.
 
-    num_slots: token slots of draft KV for all sessions; the session unused for longest is forgotten when they run out.
-    memory: what they take, such as 512MiB or 2GiB, in place of their number; where neither is given there are 65536.
+    max_kv_tokens: token slots of draft KV for all sessions; the session unused for longest is forgotten when they run out.
+    kv_cache_memory: what they take, such as 512MiB or 2GiB, in place of their number; where neither is given there are 65536.
     shared_noise: rank children by the draft law perturbed with the noise of the target's own draw (temperature > 0).
     noise_scale: softness s of the perturbed law; 0 finds it while serving, from what the target made of the trees.
-    law_tokens: most tokens in the law of a sampled proposal; the rest of the draft law is cut off.
-    cuda_graphs: on CUDA, trees of EAGLE, Medusa, Hydra and small models grow in captured graphs. graph_sessions: most
+    proposal_top_k: most tokens in the law of a sampled proposal; the rest of the draft law is cut off.
+    cuda_graphs: on CUDA, trees of EAGLE, Medusa, Hydra and small models grow in captured graphs. cuda_graph_max_batch: most
     sessions of a round that one of them holds.
-    levels: most levels of a tree that the head itself grows, 0 as many as tree.depth; in a union the other drafter may go
-    deeper. ahead: what a draft service does between two commits; without effect on a drafter in the engine's process.
+    max_head_steps: most levels of a tree that the head itself grows, 0 as many as tree.depth; in a union the other drafter may go
+    deeper. draft_ahead: what a draft service does between two commits; without effect on a drafter in the engine's process.
     """
 
-    num_slots: int = 0
-    memory: str = ""
+    max_kv_tokens: int = 0
+    kv_cache_memory: str = ""
     shared_noise: bool = True
     noise_scale: float = 1.0
-    law_tokens: int = 128
+    proposal_top_k: int = 128
     cuda_graphs: bool = True
-    graph_sessions: int = 64
-    levels: int = 0
-    ahead: DraftAheadConfig = field(default_factory=DraftAheadConfig)
+    cuda_graph_max_batch: int = 64
+    max_head_steps: int = 0
+    draft_ahead: DraftAheadConfig = field(default_factory=DraftAheadConfig)
 
     def __post_init__(self) -> None:
-        at_least(1, law_tokens=self.law_tokens, graph_sessions=self.graph_sessions)
-        at_least(0, num_slots=self.num_slots, noise_scale=self.noise_scale, levels=self.levels)
+        at_least(1, proposal_top_k=self.proposal_top_k, cuda_graph_max_batch=self.cuda_graph_max_batch)
+        at_least(0, max_kv_tokens=self.max_kv_tokens, noise_scale=self.noise_scale, max_head_steps=self.max_head_steps)
         require(
-            not (self.num_slots and self.memory),
-            f"num_slots is {self.num_slots} and memory {self.memory}; leave one of them out",
+            not (self.max_kv_tokens and self.kv_cache_memory),
+            f"max_kv_tokens is {self.max_kv_tokens} and memory {self.kv_cache_memory}; leave one of them out",
         )
-        if self.memory:
-            num_bytes("memory", self.memory)
+        if self.kv_cache_memory:
+            num_bytes("memory", self.kv_cache_memory)
 
     @property
     def num_bytes(self) -> int:
         """What `memory` says, 0 where it says nothing."""
-        return num_bytes("memory", self.memory) if self.memory else 0
+        return num_bytes("memory", self.kv_cache_memory) if self.kv_cache_memory else 0
 
 
 TreePaths = tuple[tuple[int, ...], ...]
@@ -142,18 +142,18 @@ class DraftModelConfig:
 class PromptLookupConfig:
     """Prompt lookup: what followed the last tokens where they stood before in the same context.
 
-    longest, shortest: tokens of the context that are looked for. num_matches: most places that go into a tree.
-    num_tokens: tokens remembered for all sessions, about 1 KB each; the session unused for longest is forgotten beyond that.
+    max_ngram, min_ngram: tokens of the context that are looked for. max_matches: most places that go into a tree.
+    max_cached_tokens: tokens remembered for all sessions, about 1 KB each; the session unused for longest is forgotten beyond that.
     """
 
-    longest: int = 6
-    shortest: int = 1
-    num_matches: int = 12
-    num_tokens: int = 2**20
+    max_ngram: int = 6
+    min_ngram: int = 1
+    max_matches: int = 12
+    max_cached_tokens: int = 2**20
 
     def __post_init__(self) -> None:
-        at_least(1, shortest=self.shortest, num_matches=self.num_matches, num_tokens=self.num_tokens)
-        at_least(self.shortest, longest=self.longest)
+        at_least(1, min_ngram=self.min_ngram, max_matches=self.max_matches, max_cached_tokens=self.max_cached_tokens)
+        at_least(self.min_ngram, max_ngram=self.max_ngram)
 
 
 @dataclass(frozen=True)
@@ -161,54 +161,56 @@ class RestConfig:
     """Retrieval from a datastore (REST): what followed the last tokens in a corpus.
 
     datastore: folder that `eyas datastore build` wrote; left out, `head` names it.
-    longest, shortest: tokens of the context that are looked for. num_matches: most places that go into a tree.
-    num_sessions: sessions remembered; the one unused for longest is forgotten beyond that.
+    max_ngram, min_ngram: tokens of the context that are looked for. max_matches: most places that go into a tree.
+    max_sessions: sessions remembered; the one unused for longest is forgotten beyond that.
     """
 
     datastore: str = ""
-    longest: int = 16
-    shortest: int = 2
-    num_matches: int = 96
-    num_sessions: int = 2**14
+    max_ngram: int = 16
+    min_ngram: int = 2
+    max_matches: int = 96
+    max_sessions: int = 2**14
 
     def __post_init__(self) -> None:
-        at_least(1, shortest=self.shortest, num_matches=self.num_matches, num_sessions=self.num_sessions)
-        at_least(self.shortest, longest=self.longest)
+        at_least(1, min_ngram=self.min_ngram, max_matches=self.max_matches, max_sessions=self.max_sessions)
+        at_least(self.min_ngram, max_ngram=self.max_ngram)
 
 
 @dataclass(frozen=True)
 class LookaheadConfig:
     """Lookahead decoding.
 
-    window: columns of the Jacobi window; ngram: tokens of an n-gram, so that the window has ngram - 1 rows.
-    num_guesses: most n-grams that are verified in a round, and most that are kept for each first token.
-    num_tokens: tokens in the n-grams of all sessions; the session unused for longest is forgotten beyond that.
+    window_size: columns of the Jacobi window; ngram_size: tokens of an n-gram, so that the window has ngram - 1 rows.
+    guess_set_size: most n-grams that are verified in a round, and most that are kept for each first token.
+    max_cached_tokens: tokens in the n-grams of all sessions; the session unused for longest is forgotten beyond that.
     """
 
-    window: int = 4
-    ngram: int = 4
-    num_guesses: int = 6
-    num_tokens: int = 2**21
+    window_size: int = 4
+    ngram_size: int = 4
+    guess_set_size: int = 6
+    max_cached_tokens: int = 2**21
 
     def __post_init__(self) -> None:
-        at_least(1, window=self.window, num_guesses=self.num_guesses, num_tokens=self.num_tokens)
-        at_least(2, ngram=self.ngram)
+        at_least(
+            1, window_size=self.window_size, guess_set_size=self.guess_set_size, max_cached_tokens=self.max_cached_tokens
+        )
+        at_least(2, ngram_size=self.ngram_size)
 
 
 @dataclass(frozen=True)
 class CombinedConfig:
     """Two drafters at once.
 
-    floor: share of a tree's guesses that either drafter has for certain, if it has so many; the rest goes by score.
-    num_sessions: sessions remembered; the one unused for longest is forgotten beyond that.
+    min_share: share of a tree's guesses that either drafter has for certain, if it has so many; the rest goes by score.
+    max_sessions: sessions remembered; the one unused for longest is forgotten beyond that.
     """
 
-    floor: float = 0.125
-    num_sessions: int = 2**14
+    min_share: float = 0.125
+    max_sessions: int = 2**14
 
     def __post_init__(self) -> None:
-        at_least(1, num_sessions=self.num_sessions)
-        require(0 <= self.floor <= 0.5, f"floor is {self.floor}; it must lie in [0, 0.5]")
+        at_least(1, max_sessions=self.max_sessions)
+        require(0 <= self.min_share <= 0.5, f"min_share is {self.min_share}; it must lie in [0, 0.5]")
 
 
 @dataclass(frozen=True)
@@ -216,12 +218,12 @@ class MethodsConfig:
     """Settings that one drafting method has and others do not."""
 
     eagle1: Eagle1Config = field(default_factory=Eagle1Config)
-    offsets: MedusaConfig = field(default_factory=MedusaConfig)
-    small: DraftModelConfig = field(default_factory=DraftModelConfig)
+    medusa: MedusaConfig = field(default_factory=MedusaConfig)
+    draft_model: DraftModelConfig = field(default_factory=DraftModelConfig)
     prompt_lookup: PromptLookupConfig = field(default_factory=PromptLookupConfig)
     rest: RestConfig = field(default_factory=RestConfig)
     lookahead: LookaheadConfig = field(default_factory=LookaheadConfig)
-    union: CombinedConfig = field(default_factory=CombinedConfig)
+    combined: CombinedConfig = field(default_factory=CombinedConfig)
 
 
 def check_paths(paths: TreePaths, name: str) -> None:

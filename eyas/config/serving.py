@@ -35,21 +35,21 @@ class TelemetryConfig:
     """Metrics, traces and logs of one service. Where OTLP goes to is said by the usual OTEL_* environment variables.
 
     metrics_host, metrics_port: where Prometheus finds /metrics; port 0 takes a free one, none serves nothing.
-    round_span_ratio: share of the rounds of a traced request that get spans of their own, on verifier and drafter.
+    step_span_ratio: share of the rounds of a traced request that get spans of their own, on verifier and drafter.
     log_format: "text" or "json", one line per event. log_prompts: let prompts and their answers into logs and traces.
     """
 
     metrics_host: str = "127.0.0.1"
     metrics_port: int | None = None
-    round_span_ratio: float = 0.01
+    step_span_ratio: float = 0.01
     log_format: LogFormat = "text"
     log_prompts: bool = False
 
     def __post_init__(self) -> None:
         if self.metrics_port is not None and not 0 <= self.metrics_port <= 65535:
             raise ConfigError(f"metrics_port is {self.metrics_port}; it must lie in [0, 65535], or be null for no metrics")
-        if not 0 <= self.round_span_ratio <= 1:
-            raise ConfigError(f"round_span_ratio is {self.round_span_ratio}; it must lie in [0, 1]")
+        if not 0 <= self.step_span_ratio <= 1:
+            raise ConfigError(f"step_span_ratio is {self.step_span_ratio}; it must lie in [0, 1]")
         if self.log_format not in get_args(LogFormat):
             raise ConfigError(f"log_format is {self.log_format!r}; it must be one of {', '.join(get_args(LogFormat))}")
 
@@ -81,71 +81,68 @@ class KeysConfig:
 class TlsConfig:
     """Files with a certificate chain and its key, both PEM; empty speaks without TLS."""
 
-    certificate: str = ""
-    key: str = ""
+    cert_file: str = ""
+    key_file: str = ""
 
     def __post_init__(self) -> None:
-        if bool(self.certificate) != bool(self.key):
+        if bool(self.cert_file) != bool(self.key_file):
             raise ConfigError("certificate and key go together; set both or none")
-
-
-Clients = Literal["certified", "any"]
 
 
 @dataclass(frozen=True)
 class PeersConfig:
     """How router, verifiers and drafters talk to one another. Times in seconds.
 
-    ping_interval: how often whoever dials asks for a sign of life. ping_timeout: how long for. A peer that hangs, or that
+    keepalive_interval_s: how often whoever dials asks for a sign of life. keepalive_timeout_s: how long for. A peer that hangs, or that
     the network has swallowed, is given up after both together; what it was doing goes on elsewhere.
-    certificate, key: PEM files with the chain that this service shows its peers, and its key. authority: PEM file with the
+    cert_file, key_file: PEM files with the chain that this service shows its peers, and its key. ca_file: PEM file with the
     certificates of those who sign its peers'. All three are read again once they have changed. Empty speaks without TLS.
-    name: the DNS name that every worker's certificate is for, since addresses change; empty takes the host that is dialled.
-    clients: whom a worker serves: those who show a certificate that the authority has signed ("certified"), or "any".
+    tls_server_name: the DNS name that every worker's certificate is for, since addresses change; empty takes the host that is dialled.
+    require_client_cert: a worker serves only peers that show a certificate signed by the CA.
     """
 
-    ping_interval: float = 2.0
-    ping_timeout: float = 5.0
-    certificate: str = ""
-    key: str = ""
-    authority: str = ""
-    name: str = ""
-    clients: Clients = "certified"
+    keepalive_interval_s: float = 2.0
+    keepalive_timeout_s: float = 5.0
+    cert_file: str = ""
+    key_file: str = ""
+    ca_file: str = ""
+    tls_server_name: str = ""
+    require_client_cert: bool = True
 
     def __post_init__(self) -> None:
-        above_zero(ping_interval=self.ping_interval, ping_timeout=self.ping_timeout)
-        if bool(self.certificate) != bool(self.key):
+        above_zero(keepalive_interval_s=self.keepalive_interval_s, keepalive_timeout_s=self.keepalive_timeout_s)
+        if bool(self.cert_file) != bool(self.key_file):
             raise ConfigError("certificate and key go together; set both or none")
-        require(not self.certificate or bool(self.authority), "a certificate is set; set authority too, to know peers by")
-        require(not self.name or bool(self.authority), "name is set; set authority too, without which nobody is checked")
-        known = ", ".join(get_args(Clients))
-        require(self.clients in get_args(Clients), f"clients is {self.clients!r}; it must be one of {known}")
+        require(not self.cert_file or bool(self.ca_file), "a certificate is set; set authority too, to know peers by")
+        require(
+            not self.tls_server_name or bool(self.ca_file), "name is set; set authority too, without which nobody is checked"
+        )
 
     def check_worker(self) -> None:
         """Raises ConfigError where a worker would dial with TLS and be dialled without."""
         message = "peers.authority is set without a certificate, so this worker would serve without TLS; "
-        require(bool(self.certificate) or not self.authority, message + "set peers.certificate and peers.key")
+        require(bool(self.cert_file) or not self.ca_file, message + "set peers.certificate and peers.key")
 
 
 @dataclass(frozen=True)
 class DraftClientConfig:
     """How long a verifier waits for drafts, in seconds.
 
-    deadline: longest wait for the trees of one step; later ones are dropped and the rows decode plainly.
-    max_failures: failed or late rounds in a row before the drafter is left alone.
-    reset: how long the drafter is left alone at first; twice as long after each attempt that fails, up to 10 s.
-    chunk_tokens: most feature rows in one message.
+    draft_timeout_s: longest wait for the trees of one step; later ones are dropped and the rows decode plainly.
+    breaker_max_failures: failed or late rounds in a row before the drafter is left alone.
+    breaker_reset_s: how long the drafter is left alone at first; twice as long after each attempt that fails, up to 10 s.
+    max_message_tokens: most feature rows in one message.
     """
 
-    deadline: float = 0.1
-    max_failures: int = 3
-    reset: float = 0.5
-    chunk_tokens: int = 512
+    draft_timeout_s: float = 0.1
+    breaker_max_failures: int = 3
+    breaker_reset_s: float = 0.5
+    max_message_tokens: int = 512
 
     def __post_init__(self) -> None:
-        above_zero(deadline=self.deadline, reset=self.reset)
-        at_least(1, max_failures=self.max_failures)
-        at_least(2, chunk_tokens=self.chunk_tokens)
+        above_zero(draft_timeout_s=self.draft_timeout_s, breaker_reset_s=self.breaker_reset_s)
+        at_least(1, breaker_max_failures=self.breaker_max_failures)
+        at_least(2, max_message_tokens=self.max_message_tokens)
 
 
 DiscoveryKind = Literal["redis", "static", "kubernetes"]
@@ -159,7 +156,7 @@ class KubernetesConfig:
     namespace: empty takes the pod's own, else that of the kubeconfig's context.
     verifier_selector, draft_selector: label selectors of the slices; these bear the labels of their Service.
     port_name: the Service's port that speaks gRPC.
-    list_interval: seconds after which everything is listed anew, whatever the watch says.
+    list_interval_s: seconds after which everything is listed anew, whatever the watch says.
     """
 
     api_server: str = ""
@@ -167,10 +164,10 @@ class KubernetesConfig:
     verifier_selector: str = "app.kubernetes.io/component=verifier"
     draft_selector: str = "app.kubernetes.io/component=draft"
     port_name: str = "grpc"
-    list_interval: float = 30.0
+    list_interval_s: float = 30.0
 
     def __post_init__(self) -> None:
-        _above(0, list_interval=self.list_interval)
+        _above(0, list_interval_s=self.list_interval_s)
 
 
 @dataclass(frozen=True)
@@ -180,22 +177,24 @@ class DiscoveryConfig:
     kind: "redis" reads the leases that workers keep in the registry; "static" asks the workers named here; "kubernetes" asks
     those that EndpointSlices name.
     verifiers, drafters: host:port of each worker, for "static".
-    probe_interval: how often a worker is asked for its state, where it publishes no lease. probe_timeout: how long for.
-    forget_after: how long a worker may leave that unanswered and still count as live.
+    probe_interval_s: how often a worker is asked for its state, where it publishes no lease. probe_timeout_s: how long for.
+    stale_after_s: how long a worker may leave that unanswered and still count as live.
     """
 
     kind: DiscoveryKind = "redis"
     verifiers: tuple[str, ...] = ()
     drafters: tuple[str, ...] = ()
-    probe_interval: float = 1.0
-    probe_timeout: float = 2.0
-    forget_after: float = 5.0
+    probe_interval_s: float = 1.0
+    probe_timeout_s: float = 2.0
+    stale_after_s: float = 5.0
     kubernetes: KubernetesConfig = field(default_factory=KubernetesConfig)
 
     def __post_init__(self) -> None:
         kinds = get_args(DiscoveryKind)
         _require(self.kind in kinds, f"kind is {self.kind!r}; it must be one of {', '.join(kinds)}")
-        _above(0, probe_interval=self.probe_interval, probe_timeout=self.probe_timeout, forget_after=self.forget_after)
+        _above(
+            0, probe_interval_s=self.probe_interval_s, probe_timeout_s=self.probe_timeout_s, stale_after_s=self.stale_after_s
+        )
         for address in (*self.verifiers, *self.drafters):
             host, _, port = address.rpartition(":")
             _require(bool(host) and port.isdecimal(), f"address {address!r} is not host:port, such as verifier-0:50051")
@@ -207,50 +206,58 @@ class DiscoveryConfig:
 class RoutingConfig:
     """What makes a verifier, and its drafter, the right one for a request: weights of a score, each with a share in [0, 1].
 
-    session: where the session's last request ran. prefix: share of the prompt that is cached there. load: requests there,
-    taken off. slots: share of the needed token slots that are missing, taken off. queue: requests waiting there, taken off.
-    home: where a hash of the session points, which outlasts all memory. drafter: an idle drafter fits. zone: the same zone
+    session_weight: where the session's last request ran. prefix_weight: share of the prompt that is cached there. load_weight: requests there,
+    taken off. kv_weight: share of the needed token slots that are missing, taken off. queue_weight: requests waiting there, taken off.
+    hash_weight: where a hash of the session points, which outlasts all memory. drafter_weight: an idle drafter fits. zone_weight: the same zone
     as the router's, and for a drafter as its verifier's.
-    bound: most requests on a worker, as a multiple of the mean, before the others come first. least_bound: so many are never
+    load_factor: most requests on a worker, as a multiple of the mean, before the others come first. min_bound: so many are never
     too many.
     """
 
-    session: float = 4.0
-    prefix: float = 2.0
-    load: float = 1.0
-    slots: float = 4.0
-    queue: float = 1.0
-    home: float = 0.5
-    drafter: float = 1.0
-    zone: float = 0.5
-    bound: float = 1.25
-    least_bound: int = 8
+    session_weight: float = 4.0
+    prefix_weight: float = 2.0
+    load_weight: float = 1.0
+    kv_weight: float = 4.0
+    queue_weight: float = 1.0
+    hash_weight: float = 0.5
+    drafter_weight: float = 1.0
+    zone_weight: float = 0.5
+    load_factor: float = 1.25
+    min_bound: int = 8
 
     def __post_init__(self) -> None:
-        weights = {name: value for name, value in vars(self).items() if name not in ("bound", "least_bound")}
+        weights = {name: value for name, value in vars(self).items() if name not in ("load_factor", "min_bound")}
         for name, value in weights.items():
             _require(value >= 0, f"{name} is {value}; a weight must be at least 0")
-        _require(self.bound >= 1, f"bound is {self.bound}; it must be at least 1")
-        _above(0, least_bound=self.least_bound)
+        _require(self.load_factor >= 1, f"load_factor is {self.load_factor}; it must be at least 1")
+        _above(0, min_bound=self.min_bound)
 
 
 @dataclass(frozen=True)
 class OutlierDetectionConfig:
     """When a worker that fails is avoided. Times in seconds.
 
-    failures: failed requests in a row before it is ejected.
-    seconds: how long the first time; twice as long each further time, up to `longest`. It comes back once it answers.
-    stuck_seconds: a verifier whose step takes so long is avoided as well, and its requests go on elsewhere.
+    consecutive_failures: failed requests in a row before it is ejected.
+    base_ejection_time_s: how long the first time; twice as long each further time, up to `longest`. It comes back once it answers.
+    stuck_step_timeout_s: a verifier whose step takes so long is avoided as well, and its requests go on elsewhere.
     """
 
-    failures: int = 1
-    seconds: float = 5.0
-    longest: float = 60.0
-    stuck_seconds: float = 60.0
+    consecutive_failures: int = 1
+    base_ejection_time_s: float = 5.0
+    max_ejection_time_s: float = 60.0
+    stuck_step_timeout_s: float = 60.0
 
     def __post_init__(self) -> None:
-        _above(0, failures=self.failures, seconds=self.seconds, stuck_seconds=self.stuck_seconds)
-        _require(self.longest >= self.seconds, f"longest is {self.longest}; it must be at least seconds {self.seconds}")
+        _above(
+            0,
+            consecutive_failures=self.consecutive_failures,
+            base_ejection_time_s=self.base_ejection_time_s,
+            stuck_step_timeout_s=self.stuck_step_timeout_s,
+        )
+        _require(
+            self.max_ejection_time_s >= self.base_ejection_time_s,
+            f"max_ejection_time_s is {self.max_ejection_time_s}; it must be at least seconds {self.base_ejection_time_s}",
+        )
 
 
 def _above(least: float, **settings: float) -> None:
@@ -267,21 +274,21 @@ def _require(condition: bool, message: str) -> None:
 class ServerConfig:
     """Where a service listens and how it tells others. port 0 takes a free one; advertise defaults to host.
 
-    linger_seconds: how long a service that stops still takes calls after it has told others to send none.
-    drain_seconds: how long running calls may go on after that.
+    shutdown_delay_s: how long a service that stops still takes calls after it has told others to send none.
+    graceful_shutdown_timeout_s: how long running calls may go on after that.
     zone: where this machine is, in the cluster's own words; workers of the same zone are preferred. May be empty.
     """
 
     host: str = "127.0.0.1"
     port: int = 0
-    advertise: str = ""
-    linger_seconds: float = 0.0
-    drain_seconds: float = 30.0
+    advertise_host: str = ""
+    shutdown_delay_s: float = 0.0
+    graceful_shutdown_timeout_s: float = 30.0
     zone: str = ""
 
     def __post_init__(self) -> None:
         require(0 <= self.port <= 65535, f"port is {self.port}; it must lie in [0, 65535]")
-        at_least(0, linger_seconds=self.linger_seconds, drain_seconds=self.drain_seconds)
+        at_least(0, shutdown_delay_s=self.shutdown_delay_s, graceful_shutdown_timeout_s=self.graceful_shutdown_timeout_s)
 
 
 @dataclass(frozen=True)
@@ -292,33 +299,36 @@ class RegistryConfig:
     """
 
     url: str = "redis://127.0.0.1:6379/0"
-    ttl: float = 5.0
-    heartbeat: float = 1.0
+    ttl_s: float = 5.0
+    heartbeat_interval_s: float = 1.0
 
     def __post_init__(self) -> None:
-        require(0 < self.heartbeat < self.ttl, f"heartbeat is {self.heartbeat}; it must lie between 0 and ttl {self.ttl}")
+        require(
+            0 < self.heartbeat_interval_s < self.ttl_s,
+            f"heartbeat_interval_s is {self.heartbeat_interval_s}; it must lie between 0 and ttl {self.ttl_s}",
+        )
 
 
 @dataclass(frozen=True)
 class VerifierConfig:
     """The verifier service.
 
-    drafter: the method that it collects features for; "eagle3" where it is left out and a head is named, else "none", which
-    takes no drafts. Drafters that need no features are taken with any other. head: the checkpoint that makes the features.
-    probe: "auto" tries out at start how the head is to be read, and refuses one that guesses no better than chance.
+    method: the method that it collects features for; "eagle3" where it is left out and a head is named, else "none", which
+    takes no drafts. Drafters that need no features are taken with any other. draft_model: the checkpoint that makes the features.
+    validate_head: "auto" tries out at start how the head is to be read, and refuses one that guesses no better than chance.
     """
 
+    served_model_name: str
     model: str
-    target: str
-    head: str = ""
-    drafter: str = ""
-    probe: HeadValidation = "auto"
+    draft_model: str = ""
+    method: str = ""
+    validate_head: HeadValidation = "auto"
     dtype: Dtype = "float32"
     device: str = "cpu"
     threads: int = 0
     tree: TreeConfig = field(default_factory=TreeConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)
-    link: DraftClientConfig = field(default_factory=DraftClientConfig)
+    draft_client: DraftClientConfig = field(default_factory=DraftClientConfig)
     server: ServerConfig = field(default_factory=ServerConfig)
     peers: PeersConfig = field(default_factory=PeersConfig)
     registry: RegistryConfig = field(default_factory=RegistryConfig)
@@ -332,38 +342,38 @@ class VerifierConfig:
 
 @dataclass(frozen=True)
 class DraftedModel:
-    """A target and how it is drafted for. model: the name it is served under.
+    """A target and how it is drafted for. served_model_name: the name it is served under.
 
-    target: where the target's embeddings and config are read from. head: what the drafter loads. eagle.num_slots or
+    model: where the target's embeddings and config are read from. draft_model: what the drafter loads. eagle.num_slots or
     eagle.memory limits each by itself.
     """
 
+    served_model_name: str
     model: str
-    target: str
-    head: str = ""
-    drafter: str = "eagle3"
+    draft_model: str = ""
+    method: str = "eagle3"
     dtype: Dtype = "float32"
     device: str = "cpu"
     tree: TreeConfig = field(default_factory=TreeConfig)
-    eagle: DraftingConfig = field(default_factory=DraftingConfig)
+    drafting: DraftingConfig = field(default_factory=DraftingConfig)
     methods: MethodsConfig = field(default_factory=MethodsConfig)
 
 
 @dataclass(frozen=True)
 class DraftConfig:
-    """The draft service. model to methods: as in DraftedModel; more: what it drafts for besides."""
+    """The draft service. model to methods: as in DraftedModel; additional_models: what it drafts for besides."""
 
+    served_model_name: str
     model: str
-    target: str
-    head: str = ""
-    drafter: str = "eagle3"
+    draft_model: str = ""
+    method: str = "eagle3"
     dtype: Dtype = "float32"
     device: str = "cpu"
     threads: int = 0
     tree: TreeConfig = field(default_factory=TreeConfig)
-    eagle: DraftingConfig = field(default_factory=DraftingConfig)
+    drafting: DraftingConfig = field(default_factory=DraftingConfig)
     methods: MethodsConfig = field(default_factory=MethodsConfig)
-    more: tuple[DraftedModel, ...] = ()
+    additional_models: tuple[DraftedModel, ...] = ()
     server: ServerConfig = field(default_factory=ServerConfig)
     peers: PeersConfig = field(default_factory=PeersConfig)
     registry: RegistryConfig = field(default_factory=RegistryConfig)
@@ -378,7 +388,7 @@ class DraftConfig:
     def drafted(self) -> tuple[DraftedModel, ...]:
         """All that it drafts for."""
         own = {setting.name: getattr(self, setting.name) for setting in fields(DraftedModel)}
-        return (DraftedModel(**own), *self.more)
+        return (DraftedModel(**own), *self.additional_models)
 
 
 @dataclass(frozen=True)
@@ -397,24 +407,24 @@ class ServedModel:
 class RouterConfig:
     """The router service. Times in seconds.
 
-    request_timeout: longest life of a request without a deadline of its own.
-    stall_timeout: longest silence of a verifier that has begun to answer, before the request moves to another.
-    keys, tls: of both doors, gRPC (server) and HTTP.
+    request_timeout_s: longest life of a request without a deadline of its own.
+    stall_timeout_s: longest silence of a verifier that has begun to answer, before the request moves to another.
+    api_keys, tls: of both doors, gRPC (server) and HTTP.
     """
 
     models: tuple[ServedModel, ...]
-    request_timeout: float = 600.0
-    stall_timeout: float = 60.0
+    request_timeout_s: float = 600.0
+    stall_timeout_s: float = 60.0
     server: ServerConfig = field(default_factory=ServerConfig)
     peers: PeersConfig = field(default_factory=PeersConfig)
     http: HttpConfig = field(default_factory=HttpConfig)
-    keys: KeysConfig = field(default_factory=KeysConfig)
+    api_keys: KeysConfig = field(default_factory=KeysConfig)
     tls: TlsConfig = field(default_factory=TlsConfig)
     registry: RegistryConfig = field(default_factory=RegistryConfig)
     discovery: DiscoveryConfig = field(default_factory=DiscoveryConfig)
-    placement: RoutingConfig = field(default_factory=RoutingConfig)
-    ejection: OutlierDetectionConfig = field(default_factory=OutlierDetectionConfig)
+    routing: RoutingConfig = field(default_factory=RoutingConfig)
+    outlier_detection: OutlierDetectionConfig = field(default_factory=OutlierDetectionConfig)
     telemetry: TelemetryConfig = field(default_factory=TelemetryConfig)
 
     def __post_init__(self) -> None:
-        above_zero(request_timeout=self.request_timeout, stall_timeout=self.stall_timeout)
+        above_zero(request_timeout_s=self.request_timeout_s, stall_timeout_s=self.stall_timeout_s)

@@ -118,7 +118,7 @@ class _CombinedSession:
 
     def samples(self, k: int, context: DraftContext) -> tuple[int, ...]:
         """Those at the nodes of side k, if the last tree was verified and that side's is part of it."""
-        fits = self.tree is not None and len(context.samples) == len(self.tree) and self.have[k] == context.base
+        fits = self.tree is not None and len(context.samples) == len(self.tree) and self.have[k] == context.start_position
         return tuple(context.samples[place] for place in self.places[k]) if fits else ()
 
 
@@ -150,11 +150,11 @@ class CombinedDrafter(LocalDrafter):
 
     def propose(self, contexts: Sequence[DraftContext]) -> list[Draft]:
         rows = [_Row(context, self._session(context)) for context in contexts]
-        fitting = [row for row in rows if row.context.base == min(row.session.have)]
+        fitting = [row for row in rows if row.context.start_position == min(row.session.have)]
         for k in range(len(self._sides)):
             self._ask(k, fitting)
         for row in fitting:
-            row.fits = row.context.committed == min(row.session.have)
+            row.fits = row.context.committed_length == min(row.session.have)
         self._forget({context.session for context in contexts})
         merged = iter(self._merge([row for row in rows if row.fits]))
         return [next(merged) if row.fits else _refusal(row) for row in rows]
@@ -184,19 +184,21 @@ class CombinedDrafter(LocalDrafter):
     def _ask(self, k: int, rows: Sequence[_Row]) -> None:
         """Tell one side what it does not know yet, and note its answers."""
         side = self._sides[k]
-        behind = [row for row in rows if row.session.have[k] < row.context.committed]
+        behind = [row for row in rows if row.session.have[k] < row.context.committed_length]
         told = [_rest(row.context, row.session.have[k], side.needs, row.session.samples(k, row.context)) for row in behind]
         drafts = side.propose(told) if told else []
         for row, draft in zip(behind, drafts, strict=True):
-            row.session.have[k] = draft.have if isinstance(draft, ResyncRequired) else row.context.committed
+            row.session.have[k] = (
+                draft.committed_length if isinstance(draft, ResyncRequired) else row.context.committed_length
+            )
             row.session.drafts[k] = draft
 
     def _merge(self, rows: Sequence[_Row]) -> list[DraftTree]:
         """What the sides of each session have to say, as one tree."""
         budgets = [row.context.budget for row in rows]
-        cut = [replace(budget, max_nodes=min(budget.max_nodes, self._tree.nodes)) for budget in budgets]
+        cut = [replace(budget, max_nodes=min(budget.max_nodes, self._tree.num_draft_tokens)) for budget in budgets]
         roots = [row.context.tokens[-1] for row in rows]
-        merged = merge_trees(roots, [_trees(row) for row in rows], cut, self._config.floor)
+        merged = merge_trees(roots, [_trees(row) for row in rows], cut, self._config.min_share)
         for row, tree in zip(rows, merged, strict=True):
             row.session.tree = tree
             for k, side in enumerate(self._sides):
@@ -207,7 +209,7 @@ class CombinedDrafter(LocalDrafter):
     def _prune(self, k: int, row: _Row, merged: DraftTree) -> None:
         """Tell a side which nodes of its tree are left, and note where they are."""
         draft, session, found = row.session.drafts[k], row.session, dict[int, int]()
-        asked = row.context.budget.wants_tree and session.have[k] == row.context.committed
+        asked = row.context.budget.wants_tree and session.have[k] == row.context.committed_length
         if asked and isinstance(draft, DraftTree):
             found = _places(draft, merged)
             session.drafts[k] = draft.pruned(list(found))
@@ -215,7 +217,7 @@ class CombinedDrafter(LocalDrafter):
         session.places[k] = list(found.values())
 
     def _forget(self, busy: set[str]) -> None:
-        surplus = len(self._sessions) - self._config.num_sessions
+        surplus = len(self._sessions) - self._config.max_sessions
         idle = [key for key in self._sessions if key not in busy] if surplus > 0 else []
         self.release(idle[: max(surplus, 0)])
 
@@ -223,7 +225,7 @@ class CombinedDrafter(LocalDrafter):
 def _trees(row: _Row) -> list[DraftTree]:
     """Of the sides that have got as far as the context."""
     answers = zip(row.session.have, row.session.drafts, strict=True)
-    return [draft for have, draft in answers if have == row.context.committed and isinstance(draft, DraftTree)]
+    return [draft for have, draft in answers if have == row.context.committed_length and isinstance(draft, DraftTree)]
 
 
 def _places(tree: DraftTree, merged: DraftTree) -> dict[int, int]:
@@ -243,6 +245,8 @@ def _refusal(row: _Row) -> ResyncRequired:
 
 def _rest(context: DraftContext, have: int, needs: DrafterNeeds, samples: tuple[int, ...]) -> DraftContext:
     """What a side with committed length `have`, not below the context's base, is still to be told."""
-    features = context.features[max(have - 1, 0) - max(context.base - 1, 0) :] if context.features is not None else None
-    told = replace(context, base=have, tokens=context.tokens[have - context.base :], samples=samples)
+    features = (
+        context.features[max(have - 1, 0) - max(context.start_position - 1, 0) :] if context.features is not None else None
+    )
+    told = replace(context, start_position=have, tokens=context.tokens[have - context.start_position :], samples=samples)
     return replace(told, features=features if needs.features else None)

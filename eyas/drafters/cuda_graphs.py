@@ -134,7 +134,7 @@ class TreeGraphs:
     def __init__(self, grower: Grower[Any], config: DraftingConfig, capture: Capture) -> None:
         device = grower.draft_ids.device
         self._grower, self._config, self._capture = grower, config, capture
-        self._most = padded(config.graph_sessions, 1)
+        self._most = padded(config.cuda_graph_max_batch, 1)
         self._words = torch.zeros(NUM_COLUMNS * self._most + MAX_CELLS, dtype=torch.int64, device=device)
         self._states = torch.zeros(self._most, grower.hidden, dtype=grower.dtype, device=device)
         self._replays: dict[Bucket, Callable[[], Tensor]] = {}
@@ -194,7 +194,7 @@ class TreeGraphs:
         columns[:NUM_NOISE_WORDS] = noise_words(contexts, self._config, scale, sessions)
         columns[NUM_NOISE_WORDS] = 1
         for row, (context, own) in enumerate(zip(contexts, slots, strict=True)):
-            limit = min(context.budget.max_nodes, self._grower.tree.nodes) - 1
+            limit = min(context.budget.max_nodes, self._grower.tree.num_draft_tokens) - 1
             columns[NUM_NOISE_WORDS:, row] = len(own), limit, context.budget.max_depth, context.tokens[-1]
         return columns
 
@@ -220,7 +220,7 @@ class TreeGraphs:
                 self._replays[bucket] = self._capture(partial(self._run, bucket))
             except RuntimeError as error:
                 raise ConfigError(
-                    f"the drafter cannot be captured as a CUDA graph, set eagle.cuda_graphs to false: {error}"
+                    f"the drafter cannot be captured as a CUDA graph, set drafting.cuda_graphs to false: {error}"
                 ) from error
         return self._replays[bucket]
 
@@ -235,7 +235,7 @@ class TreeGraphs:
         prefix = PaddedPrefix(cells[:, : bucket.prefix], lengths)
         roots = Roots(self._states[:sessions], tokens, prefix, cells[:, bucket.prefix :])
         expansion = grower.expand(roots, self._scorer(bucket.kind, columns[:NUM_NOISE_WORDS]))
-        found = choose(grower.grow(expansion), limits, depths, grower.tree.nodes - 1, grower.draft_ids)
+        found = choose(grower.grow(expansion), limits, depths, grower.tree.num_draft_tokens - 1, grower.draft_ids)
         results = [found.transpose(0, 1).flatten(1)]
         if grower.ran:
             results.append(grower.ran(expansion).flatten(1).double())
@@ -245,4 +245,4 @@ class TreeGraphs:
         if kind == "plain":
             return PlainScorer()
         law = filtered_probs_no_sync if kind == "filtered" else None
-        return PerturbedScorer(noise_rows(words), self._grower.tree.depth, self._grower.draft_ids, law)
+        return PerturbedScorer(noise_rows(words), self._grower.tree.num_steps, self._grower.draft_ids, law)

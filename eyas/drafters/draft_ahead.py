@@ -116,8 +116,10 @@ class DraftAheadDrafter(LocalDrafter):
 
     def __init__(self, drafter: EagleDrafter, config: DraftAheadConfig) -> None:
         """Raises ConfigError for more children than the drafter knows tokens."""
-        if config.children > len(drafter.draft_ids):
-            raise ConfigError(f"ahead.children is {config.children}; the draft vocabulary has {len(drafter.draft_ids)}")
+        if config.num_candidates > len(drafter.draft_ids):
+            raise ConfigError(
+                f"ahead.num_candidates is {config.num_candidates}; the draft vocabulary has {len(drafter.draft_ids)}"
+            )
         self._drafter = drafter
         self._config = config
         self._draft_ids: Numbers = drafter.draft_ids.cpu().numpy()
@@ -154,7 +156,7 @@ class DraftAheadDrafter(LocalDrafter):
 
     def work_ahead(self) -> bool:
         growing = self._growing
-        if growing and growing.num_levels < self._config.levels and self._is_waited_for(growing):
+        if growing and growing.num_levels < self._config.num_steps and self._is_waited_for(growing):
             growing.step()
         else:
             self._growing = self._begin()
@@ -204,7 +206,7 @@ class DraftAheadDrafter(LocalDrafter):
 
 
 def _continues(session: _AheadSession, context: DraftContext) -> bool:
-    return (session.last.epoch, session.last.committed) == (context.epoch, context.base)
+    return (session.last.epoch, session.last.committed_length) == (context.epoch, context.start_position)
 
 
 def _joined(contexts: Sequence[DraftContext]) -> DraftContext:
@@ -212,4 +214,6 @@ def _joined(contexts: Sequence[DraftContext]) -> DraftContext:
     first, last = contexts[0], contexts[-1]
     features = [context.features for context in contexts if context.features is not None]
     tokens = tuple(token for context in contexts for token in context.tokens)
-    return replace(last, base=first.base, tokens=tokens, features=torch.cat(features) if features else None)
+    return replace(
+        last, start_position=first.start_position, tokens=tokens, features=torch.cat(features) if features else None
+    )

@@ -85,7 +85,7 @@ class ModelExpansion:
         self._length = index.shape[1]
         self._keys = torch.cat([index, scratch], 1)
         places = torch.arange(self._length, device=logits.device)
-        self._seen = (places < lengths[:, None])[:, None].expand(-1, shape.width, -1)
+        self._seen = (places < lengths[:, None])[:, None].expand(-1, shape.top_k, -1)
         self._root = lengths[:, None] - 1
         self._key_positions = places.expand(len(index), -1)
         self._tokens = [index[:, :0]]
@@ -99,7 +99,7 @@ class ModelExpansion:
         self._tokens.append(tokens)
         self._parents.append(parents)
         # a session near the end of its context is expanded with the others; its budget cuts what lies beyond
-        positions = (self._root + level).clamp(max=self._model.context_length - 1).expand_as(tokens)
+        positions = (self._root + level).clamp(max=self._model.max_model_len - 1).expand_as(tokens)
         own = torch.eye(width, dtype=torch.bool, device=tokens.device).expand(sessions, -1, -1)
         inherited = self._seen.gather(1, parents[:, :, None].expand(-1, -1, self._seen.shape[2]))
         self._seen = torch.cat([inherited, own], dim=2)
@@ -149,20 +149,20 @@ class ModelDrafter(LocalDrafter):
         """capture: how to capture whole trees; None launches them.
 
         Raises ConfigError for a tree that the model cannot grow."""
-        if tree.depth < 1 or tree.width > model.vocab_size:
+        if tree.num_steps < 1 or tree.top_k > model.vocab_size:
             raise ConfigError(
-                f"tree.depth {tree.depth} and tree.width {tree.width}: a small draft model needs a depth of at least 1 and "
+                f"tree.num_steps {tree.num_steps} and tree.top_k {tree.top_k}: a small draft model needs a depth of at least 1 and "
                 f"a width of at most its vocabulary, {model.vocab_size}"
             )
-        rows = tree.width * (tree.depth - 1)
-        what = f"a token and the {rows} rows of one tree of width {tree.width} and depth {tree.depth}"
+        rows = tree.top_k * (tree.num_steps - 1)
+        what = f"a token and the {rows} rows of one tree of width {tree.top_k} and depth {tree.num_steps}"
         num_slots = count_slots(config, model.kv_shapes, model.dtype, model.device, rows + 1, what)
         self._model = model
         self._tree = tree
         self._config = config
         self._chunk_tokens = small.chunk_tokens
         self._pools = KVCache(num_slots, model.kv_shapes, 0, model.dtype, model.device)
-        self._sessions: SlotSessions[TreeRows] = SlotSessions(num_slots, model.context_length, rows)
+        self._sessions: SlotSessions[TreeRows] = SlotSessions(num_slots, model.max_model_len, rows)
         self._scale = noise_scale(config)
         self._ids = torch.arange(model.vocab_size, device=model.device)
         self._captured = TreeGraphs(self._grower(), config, capture) if capture else None
@@ -216,13 +216,13 @@ class ModelDrafter(LocalDrafter):
             return session
         accepted = session.state.path(context.tokens[:-1]) if session.state else no_slots()
         self._sessions.keep(session, accepted)
-        num_new = session.committed - len(session.slots)
+        num_new = session.committed_length - len(session.slots)
         fits = self._sessions.claim(session, num_new, self._num_scratch(context), busy)
         return None if fits else DraftTree.root_only(context.tokens[-1])
 
     def _num_scratch(self, context: DraftContext) -> int:
-        width = self._tree.width if context.proposal == "deterministic" else 1
-        return width * (self._tree.depth - 1) if context.budget.wants_tree else 0
+        width = self._tree.top_k if context.proposal == "deterministic" else 1
+        return width * (self._tree.num_steps - 1) if context.budget.wants_tree else 0
 
     def _extend(self, contexts: Sequence[DraftContext]) -> Tensor:
         """Store keys and values of all new tokens; logits [S, V] behind the last of each context that wants a tree."""
@@ -233,10 +233,10 @@ class ModelDrafter(LocalDrafter):
 
     def _new_rows(self, context: DraftContext) -> Segment:
         session = self._sessions[context.session]
-        count, start = session.num_new, session.committed - session.num_new
+        count, start = session.num_new, session.committed_length - session.num_new
         return Segment(
             tokens=np.array(context.tokens[len(context.tokens) - count :], dtype=np.int64),
-            positions=np.arange(start, session.committed),
+            positions=np.arange(start, session.committed_length),
             slots=session.slots[start:],
             prefix=session.slots[:start],
             visible=None,
@@ -248,23 +248,23 @@ class ModelDrafter(LocalDrafter):
         slots, scratch = [session.slots for session in sessions], [session.scratch for session in sessions]
         replayed = self._captured.grow(contexts, slots, logits, self._scale, scratch) if self._captured else None
         if replayed:
-            self._keep(contexts, replayed.ran, self._tree.width)
+            self._keep(contexts, replayed.ran, self._tree.top_k)
             return replayed.trees
-        shape = self._shape(contexts, self._tree.width)
-        ranker = Ranker(contexts, self._config, shape.depth, self._ids, self._scale, self._scale.grid)
+        shape = self._shape(contexts, self._tree.top_k)
+        ranker = Ranker(contexts, self._config, shape.num_steps, self._ids, self._scale, self._scale.grid)
         expansion = self._expand(contexts, logits, ranker, shape)
         candidates = grow(expansion, shape)
         self._scale.watch(contexts, candidates, ranker, self._ids)
-        budgets = [replace(c.budget, max_nodes=min(c.budget.max_nodes, self._tree.nodes)) for c in contexts]
+        budgets = [replace(c.budget, max_nodes=min(c.budget.max_nodes, self._tree.num_draft_tokens)) for c in contexts]
         columns, ran = download(chosen(candidates, budgets, self._ids), expansion.ran())
-        self._keep(contexts, ran.astype(np.int64), shape.width)
+        self._keep(contexts, ran.astype(np.int64), shape.top_k)
         return trees(columns.tolist(), [c.tokens[-1] for c in contexts])
 
     def _draw(self, contexts: Sequence[DraftContext], logits: Tensor) -> list[DraftTree]:
         shape = self._shape(contexts, width=1)
         expansion = self._expand(contexts, logits, FilteredDraft(contexts, self._ids.device), shape)
-        drawn, ran = download(draw(expansion, contexts, shape, self._config.law_tokens, self._ids), expansion.ran())
-        self._keep(contexts, ran.astype(np.int64), shape.width)
+        drawn, ran = download(draw(expansion, contexts, shape, self._config.proposal_top_k, self._ids), expansion.ran())
+        self._keep(contexts, ran.astype(np.int64), shape.top_k)
         return chains(drawn.tolist(), contexts, shape)
 
     def _grower(self) -> Grower[ModelExpansion]:
@@ -282,13 +282,15 @@ class ModelDrafter(LocalDrafter):
             self._ids,
             spare=pools.scratch,
             num_slots=pools.scratch,
-            longest=min(model.context_length, pools.scratch),
-            num_scratch=tree.width * (tree.depth - 1),
+            longest=min(model.max_model_len, pools.scratch),
+            num_scratch=tree.top_k * (tree.num_steps - 1),
             ran=ModelExpansion.ran,
         )
 
     def _shape(self, contexts: Sequence[DraftContext], width: int) -> TreeConfig:
-        return TreeConfig(self._tree.nodes, min(self._tree.depth, max(c.budget.max_depth for c in contexts)), width)
+        return TreeConfig(
+            self._tree.num_draft_tokens, min(self._tree.num_steps, max(c.budget.max_depth for c in contexts)), width
+        )
 
     def _expand(self, contexts: Sequence[DraftContext], logits: Tensor, scorer: Scorer, shape: TreeConfig) -> ModelExpansion:
         sessions = [self._sessions[context.session] for context in contexts]

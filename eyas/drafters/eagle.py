@@ -56,14 +56,14 @@ class EagleExpansion:
         sessions, self._length = index.shape
         self._end = self._length
         self._positions = lengths[:, None] - 1
-        room = shape.width * (shape.depth - 1)
+        room = shape.top_k * (shape.num_steps - 1)
         self._keys, self._values = ([_buffer(p, index, room) for p in pool] for pool in (pools.keys, pools.values))
         hidden = torch.arange(self._length, device=states.device) >= lengths[:, None]
         self._folded = head.config.num_heads // head.config.num_kv_heads
-        shape_of_bias = (sessions, self._folded, shape.width, self._length + room)
+        shape_of_bias = (sessions, self._folded, shape.top_k, self._length + room)
         self._bias = torch.zeros(shape_of_bias, device=states.device, dtype=states.dtype)
         self._bias[..., : self._length].masked_fill_(hidden[:, None, None], float("-inf"))
-        self._seen = torch.zeros(sessions, shape.width, 0, dtype=torch.bool, device=states.device)
+        self._seen = torch.zeros(sessions, shape.top_k, 0, dtype=torch.bool, device=states.device)
 
     def first(self) -> Tensor:
         return self._scorer.scores(self._head.logits(self._states), 0)
@@ -140,34 +140,34 @@ class EagleTrees:
         if replayed:
             return replayed.trees
         shape = self._shape(contexts, self._width)
-        ranker = Ranker(contexts, self._config, shape.depth, self._head.draft_ids, self._scale, self._scale.grid)
-        candidates = self._candidates(self._expand(slots, states, ranker, shape), shape.depth)
+        ranker = Ranker(contexts, self._config, shape.num_steps, self._head.draft_ids, self._scale, self._scale.grid)
+        candidates = self._candidates(self._expand(slots, states, ranker, shape), shape.num_steps)
         self._scale.watch(contexts, candidates, ranker, self._head.draft_ids)
-        budgets = [replace(c.budget, max_nodes=min(c.budget.max_nodes, self._tree.nodes)) for c in contexts]
+        budgets = [replace(c.budget, max_nodes=min(c.budget.max_nodes, self._tree.num_draft_tokens)) for c in contexts]
         return select(candidates, [c.tokens[-1] for c in contexts], budgets, self._head.draft_ids)
 
     def draw(self, contexts: Sequence[DraftContext], slots: Sequence[Slots], states: Tensor) -> list[DraftTree]:
         """Chains drawn from the head's own law."""
         shape, draft_ids = self._shape(contexts, width=1), self._head.draft_ids
         expansion = self._expand(slots, states, FilteredDraft(contexts, draft_ids.device), shape)
-        return draw_chains(expansion, contexts, shape, self._config.law_tokens, draft_ids)
+        return draw_chains(expansion, contexts, shape, self._config.proposal_top_k, draft_ids)
 
     def ahead(
         self, contexts: Sequence[DraftContext], slots: Sequence[Slots], states: Tensor, config: DraftAheadConfig
     ) -> Growth:
         """Trees that can be grown on, with one level recorded. They teach the scale nothing."""
-        shape = TreeConfig(depth=config.levels, width=config.rows)
-        ranker = Ranker(contexts, self._config, shape.depth, self._head.draft_ids, self._scale)
-        return Growth(self._expand(slots, states, ranker, shape), config.rows, config.children)
+        shape = TreeConfig(num_steps=config.num_steps, top_k=config.top_k)
+        ranker = Ranker(contexts, self._config, shape.num_steps, self._head.draft_ids, self._scale)
+        return Growth(self._expand(slots, states, ranker, shape), config.top_k, config.num_candidates)
 
     def _grower(self) -> Grower[Expansion]:
-        head, tree, shape = self._head, self._tree, replace(self._tree, width=self._width)
+        head, tree, shape = self._head, self._tree, replace(self._tree, top_k=self._width)
 
         def expand(roots: Roots, scorer: Scorer) -> Expansion:
             return EagleExpansion(head, scorer, self._pools, roots.prefix, roots.states, shape)
 
         def grow_candidates(expansion: Expansion) -> Candidates:
-            return self._candidates(expansion, tree.depth)
+            return self._candidates(expansion, tree.num_steps)
 
         dtype, num_slots = head.embedding.dtype, self._pools.scratch
         longest = min(head.context_length, num_slots)
@@ -178,19 +178,21 @@ class EagleTrees:
     def _candidates(self, expansion: Expansion, depth: int) -> Candidates:
         if self._plan:
             return grow_static(expansion, self._plan, depth)
-        return grow(expansion, replace(self._tree, depth=depth))
+        return grow(expansion, replace(self._tree, num_steps=depth))
 
     def _expand(self, slots: Sequence[Slots], states: Tensor, scorer: Scorer, shape: TreeConfig) -> Expansion:
         prefix = tight_prefix(slots, states.device)
         return EagleExpansion(self._head, scorer, self._pools, prefix, states, shape)
 
     def _shape(self, contexts: Sequence[DraftContext], width: int) -> TreeConfig:
-        return TreeConfig(self._tree.nodes, min(self._tree.depth, max(c.budget.max_depth for c in contexts)), width)
+        return TreeConfig(
+            self._tree.num_draft_tokens, min(self._tree.num_steps, max(c.budget.max_depth for c in contexts)), width
+        )
 
     @property
     def _width(self) -> int:
         """Most nodes that are expanded at a level."""
-        return self._plan.most_expanded if self._plan else self._tree.width
+        return self._plan.most_expanded if self._plan else self._tree.top_k
 
 
 class EagleDrafter(LocalDrafter):
@@ -208,9 +210,9 @@ class EagleDrafter(LocalDrafter):
         Raises ConfigError for a tree that the head cannot grow."""
         if plan is not None:
             tree = TreeConfig(plan.num_nodes, plan.depth, plan.width)
-        if tree.depth < 1 or tree.width > head.config.draft_vocab_size:
+        if tree.num_steps < 1 or tree.top_k > head.config.draft_vocab_size:
             raise ConfigError(
-                f"tree.depth {tree.depth} and tree.width {tree.width}: an EAGLE drafter needs a depth of at least 1 and a "
+                f"tree.num_steps {tree.num_steps} and tree.top_k {tree.top_k}: an EAGLE drafter needs a depth of at least 1 and a "
                 f"width of at most its draft vocabulary, {head.config.draft_vocab_size}"
             )
         self._head = head
@@ -270,7 +272,7 @@ class EagleDrafter(LocalDrafter):
 
     def within(self, budget: TreeBudget) -> TreeBudget:
         """A verifier's budget, cut to the size of this drafter's trees."""
-        return TreeBudget(min(budget.max_nodes, self._tree.nodes), min(budget.max_depth, self._tree.depth))
+        return TreeBudget(min(budget.max_nodes, self._tree.num_draft_tokens), min(budget.max_depth, self._tree.num_steps))
 
     def can_grow(self, session: str) -> bool:
         """Whether the session has all that trees grow from."""

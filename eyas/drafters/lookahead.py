@@ -69,7 +69,7 @@ class _Asked:
     """A tree whose samples may come. last: the tokens up to its root. cells[j]: the nodes of column j of the window, from
     row 0 up."""
 
-    committed: int
+    committed_length: int
     last: tuple[int, ...]
     tree: DraftTree
     cells: list[list[int]]
@@ -111,7 +111,7 @@ class _Window:
 
     def __init__(self, config: LookaheadConfig) -> None:
         self._config = config
-        self.pool = NgramPool(config.num_guesses)
+        self.pool = NgramPool(config.guess_set_size)
         self._last: tuple[int, ...] = ()
         self._rows: list[list[int]] = []
         self._asked: _Asked | None = None
@@ -126,18 +126,18 @@ class _Window:
             self._asked = None
         elif context.budget.wants_tree:
             self._rows, self._asked = [], None
-        n = self._config.ngram
+        n = self._config.ngram_size
         tokens = [*self._last, *context.tokens]
         for end in range(max(n, len(self._last) + 1), len(tokens) + 1):
             self.pool.add(tokens[end - n : end])
-        self._last = tuple(tokens[-max(n - 1, self._config.window + 1) :])
+        self._last = tuple(tokens[-max(n - 1, self._config.window_size + 1) :])
 
     def tree(self, committed: int, budget: TreeBudget) -> DraftTree:
         """Guesses first; they leave the window what it needs, but not more than half of the nodes."""
         root = self._last[-1]
         if committed == 1:
             return DraftTree.root_only(root)
-        self._rows = self._rows or [_repeated(self._last[:-1], self._config.window)]
+        self._rows = self._rows or [_repeated(self._last[:-1], self._config.window_size)]
         growing = GrowingTree(root, budget.max_depth)
         most = max(budget.max_nodes - sum(map(len, self._rows)), (budget.max_nodes + 1) // 2)
         for rank, rest in enumerate(self.pool.after(root), 1):
@@ -168,7 +168,7 @@ class _Window:
 
     def _learn(self, asked: _Asked, context: DraftContext) -> None:
         """Every node's path and sample make an n-gram, and the samples above the window its next row."""
-        n, tree = self._config.ngram, asked.tree
+        n, tree = self._config.ngram_size, asked.tree
         paths = [asked.last[1 - n :]]
         for node in range(1, len(tree)):
             paths.append((*paths[tree.parents[node]], tree.tokens[node])[1 - n :])
@@ -178,9 +178,9 @@ class _Window:
         newest = [context.samples[column[-1]] for column in asked.cells]
         rows = [*self._rows, newest + self._rows[-1][len(newest) :]]
         dropped = rows[1 - n :]
-        accepted = context.committed - asked.committed - 1
+        accepted = context.committed_length - asked.committed_length - 1
         passed = accepted + 1 - (len(rows) - len(dropped))
-        self._rows = [_repeated(row[passed:] or row[-1:], self._config.window) for row in dropped]
+        self._rows = [_repeated(row[passed:] or row[-1:], self._config.window_size) for row in dropped]
 
 
 def _repeated(tokens: Sequence[int], count: int) -> list[int]:
@@ -193,7 +193,7 @@ class LookaheadDrafter(LocalDrafter):
 
     def __init__(self, tree: TreeConfig, config: LookaheadConfig) -> None:
         self._tree = tree
-        self._sessions = Sessions(partial(_Window, config), config.num_tokens)
+        self._sessions = Sessions(partial(_Window, config), config.max_cached_tokens)
 
     @property
     def needs(self) -> DrafterNeeds:
@@ -211,7 +211,7 @@ class LookaheadDrafter(LocalDrafter):
             window.prune(nodes)
 
     def _grow(self, contexts: Sequence[DraftContext], windows: Sequence[_Window]) -> list[DraftTree]:
-        return [window.tree(c.committed, self._budget(c.budget)) for c, window in zip(contexts, windows, strict=True)]
+        return [window.tree(c.committed_length, self._budget(c.budget)) for c, window in zip(contexts, windows, strict=True)]
 
     def _budget(self, budget: TreeBudget) -> TreeBudget:
-        return TreeBudget(min(budget.max_nodes, self._tree.nodes), min(budget.max_depth, self._tree.depth))
+        return TreeBudget(min(budget.max_nodes, self._tree.num_draft_tokens), min(budget.max_depth, self._tree.num_steps))

@@ -148,7 +148,7 @@ class Frequencies:
     def _perturbed(self, trie: Trie) -> Floats:
         """[K], up to a constant of each family."""
         seeds = np.array([signed(noise.seed) for noise in self._noises])[trie.sessions]
-        positions = np.array([context.committed for context in self._contexts])[trie.sessions] + trie.depths
+        positions = np.array([context.committed_length for context in self._contexts])[trie.sessions] + trie.depths
         tokens = torch.from_numpy(trie.tokens)[:, None]
         noise = exponential_noise_at(torch.from_numpy(seeds), torch.from_numpy(positions), tokens)
         perturbed: Floats = self._law(trie) - np.log(noise[:, 0].double().numpy())

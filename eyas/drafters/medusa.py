@@ -54,14 +54,14 @@ KNOWN = 0.9
 def likely_paths(tree: TreeConfig) -> TreePaths:
     """The `nodes - 1` likeliest paths of at most `depth` ranks below `width`, best first, if the chance of a child
     depends on its rank alone."""
-    chances = [(rank + 1.0) ** -DECAY for rank in range(tree.width)]
+    chances = [(rank + 1.0) ** -DECAY for rank in range(tree.top_k)]
     costs = [-math.log(KNOWN * chance / math.fsum(chances)) for chance in chances]
     paths: list[tuple[int, ...]] = []
     waiting: list[tuple[float, int, tuple[int, ...]]] = [(0.0, 0, ())]
-    while waiting and len(paths) < tree.nodes:
+    while waiting and len(paths) < tree.num_draft_tokens:
         cost, length, path = heapq.heappop(waiting)
         paths.append(path)
-        if length < tree.depth:
+        if length < tree.num_steps:
             for rank, further in enumerate(costs):
                 heapq.heappush(waiting, (cost + further, length + 1, (*path, rank)))
     return tuple(paths[1:])
@@ -259,27 +259,27 @@ class MultiHeadDrafter(LocalDrafter):
         ranker = Ranker(contexts, self._config, depth, ids, self._scale, self._scale.grid)
         candidates = self._grow_candidates(self._expand(contexts, states, ranker, depth), depth)
         self._scale.watch(contexts, candidates, ranker, ids)
-        budgets = [replace(c.budget, max_nodes=min(c.budget.max_nodes, self._tree.nodes)) for c in contexts]
+        budgets = [replace(c.budget, max_nodes=min(c.budget.max_nodes, self._tree.num_draft_tokens)) for c in contexts]
         return select(candidates, [c.tokens[-1] for c in contexts], budgets, ids)
 
     def _grower(self) -> Grower[Expansion]:
         heads, tree = self._heads, self._tree
 
         def expand(roots: Roots, scorer: Scorer) -> Expansion:
-            return heads.expand(roots.states, roots.tokens, scorer, tree.depth)
+            return heads.expand(roots.states, roots.tokens, scorer, tree.num_steps)
 
         def grow_candidates(expansion: Expansion) -> Candidates:
-            return self._grow_candidates(expansion, tree.depth)
+            return self._grow_candidates(expansion, tree.num_steps)
 
         return Grower(expand, grow_candidates, tree, heads.hidden, heads.dtype, heads.draft_ids)
 
     def _draw(self, contexts: Sequence[DraftContext], states: Tensor) -> list[DraftTree]:
         depth, ids = self._depth(contexts), self._heads.draft_ids
         expansion = self._expand(contexts, states, FilteredDraft(contexts, ids.device), depth)
-        return draw_chains(expansion, contexts, replace(self._tree, depth=depth), self._config.law_tokens, ids)
+        return draw_chains(expansion, contexts, replace(self._tree, num_steps=depth), self._config.proposal_top_k, ids)
 
     def _depth(self, contexts: Sequence[DraftContext]) -> int:
-        return min(self._tree.depth, max(context.budget.max_depth for context in contexts))
+        return min(self._tree.num_steps, max(context.budget.max_depth for context in contexts))
 
     def _expand(self, contexts: Sequence[DraftContext], states: Tensor, scorer: Scorer, depth: int) -> Expansion:
         roots = upload([context.tokens[-1] for context in contexts], states.device)
@@ -320,21 +320,21 @@ def hydra_drafter(
 
 def _growing(heads: Heads, num_heads: int, tree: TreeConfig, offsets: MedusaConfig) -> tuple[TreeConfig, Grow]:
     """The shape of the trees, and what makes their candidates."""
-    if tree.nodes < 2 or tree.depth < 1:
+    if tree.num_draft_tokens < 2 or tree.num_steps < 1:
         raise ConfigError(
-            f"tree.nodes {tree.nodes} and tree.depth {tree.depth} leave no room for a guess; take 2 and 1 or more"
+            f"tree.num_draft_tokens {tree.num_draft_tokens} and tree.num_steps {tree.num_steps} leave no room for a guess; take 2 and 1 or more"
         )
-    shape = replace(tree, depth=min(tree.depth, num_heads))
+    shape = replace(tree, num_steps=min(tree.num_steps, num_heads))
     if offsets.shape == "dynamic":
-        return _checked(shape, heads), lambda expansion, depth: grow(expansion, replace(shape, depth=depth))
+        return _checked(shape, heads), lambda expansion, depth: grow(expansion, replace(shape, num_steps=depth))
     plan = StaticTree(offsets.paths or likely_paths(shape))
     if plan.depth > num_heads:
-        raise ConfigError(f"methods.offsets.paths reach {plan.depth} levels deep, but there are {num_heads} heads")
+        raise ConfigError(f"methods.medusa.paths reach {plan.depth} levels deep, but there are {num_heads} heads")
     shape = TreeConfig(plan.num_nodes, plan.depth, plan.width)
     return _checked(shape, heads), lambda expansion, depth: grow_static(expansion, plan, depth)
 
 
 def _checked(shape: TreeConfig, heads: Heads) -> TreeConfig:
-    if shape.width > len(heads.draft_ids):
-        raise ConfigError(f"a tree of width {shape.width} needs as many draft tokens; there are {len(heads.draft_ids)}")
+    if shape.top_k > len(heads.draft_ids):
+        raise ConfigError(f"a tree of width {shape.top_k} needs as many draft tokens; there are {len(heads.draft_ids)}")
     return shape

@@ -92,7 +92,7 @@ class _Context:
     """One session's tokens."""
 
     def __init__(self, config: PromptLookupConfig) -> None:
-        self.index = NgramIndex(config.shortest, config.longest)
+        self.index = NgramIndex(config.min_ngram, config.max_ngram)
 
     @property
     def size(self) -> int:
@@ -109,7 +109,7 @@ class PromptLookupDrafter(LocalDrafter):
     def __init__(self, tree: TreeConfig, config: PromptLookupConfig) -> None:
         self._tree = tree
         self._config = config
-        self._sessions = Sessions(partial(_Context, config), config.num_tokens)
+        self._sessions = Sessions(partial(_Context, config), config.max_cached_tokens)
 
     @property
     def needs(self) -> DrafterNeeds:
@@ -123,8 +123,8 @@ class PromptLookupDrafter(LocalDrafter):
 
     def _grow(self, contexts: Sequence[DraftContext], memories: Sequence[_Context]) -> list[DraftTree]:
         roots = [context.tokens[-1] for context in contexts]
-        depth = min(self._tree.depth, max(context.budget.max_depth for context in contexts))
-        found = [memory.index.occurrences(self._config.num_matches) for memory in memories]
+        depth = min(self._tree.num_steps, max(context.budget.max_depth for context in contexts))
+        found = [memory.index.occurrences(self._config.max_matches) for memory in memories]
         sessions = np.repeat(np.arange(len(found)), [len(places) for places in found])
         if not len(sessions) or depth < 1:
             return [DraftTree.root_only(root) for root in roots]
@@ -138,10 +138,10 @@ class PromptLookupDrafter(LocalDrafter):
         tokens[np.arange(depth) < lengths[:, None]] = np.concatenate(rows)
         ranks = np.concatenate([np.arange(len(places)) for places in found])
         matches = Matches(sessions, tokens, lengths, FADING**ranks)
-        known = np.array([match.length - self._config.shortest for places in found for match in places])
+        known = np.array([match.length - self._config.min_ngram for places in found for match in places])
         trie = merge(matches)
         steps = _steps(trie, known, np.stack([memory.index.log_confidence() for memory in memories]))
-        budgets = [replace(c.budget, max_nodes=min(c.budget.max_nodes, self._tree.nodes)) for c in contexts]
+        budgets = [replace(c.budget, max_nodes=min(c.budget.max_nodes, self._tree.num_draft_tokens)) for c in contexts]
         return select(trie, trie.along_paths(steps), roots, budgets)
 
 

@@ -107,7 +107,7 @@ def _build_union(sides: Sequence[Method], parts: DrafterParts) -> LocalDrafter:
     from eyas.drafters.combined import CombinedDrafter
 
     first, second = (side.build(parts if side.needs_head else replace(parts, head="")) for side in sides)
-    return CombinedDrafter(first, second, parts.tree, parts.methods.union)
+    return CombinedDrafter(first, second, parts.tree, parts.methods.combined)
 
 
 def _eagle1(parts: DrafterParts) -> LocalDrafter:
@@ -137,10 +137,10 @@ def _growing(parts: DrafterParts, head: EagleHead) -> LocalDrafter:
     from eyas.drafters.draft_ahead import DraftAheadDrafter
     from eyas.drafters.eagle import EagleDrafter
 
-    levels = parts.eagle.levels or parts.tree.depth
-    shape = replace(parts.tree, depth=min(levels, parts.tree.depth))
+    levels = parts.eagle.max_head_steps or parts.tree.num_steps
+    shape = replace(parts.tree, num_steps=min(levels, parts.tree.num_steps))
     drafter = EagleDrafter(head, shape, parts.eagle, capture=_capture(parts))
-    return DraftAheadDrafter(drafter, parts.eagle.ahead) if parts.eagle.ahead.rows else drafter
+    return DraftAheadDrafter(drafter, parts.eagle.draft_ahead) if parts.eagle.draft_ahead.top_k else drafter
 
 
 def _final_features(head: str, target: str, dtype: str, device: str) -> FeatureFuser:
@@ -189,7 +189,7 @@ def _medusa(parts: DrafterParts) -> LocalDrafter:
     from eyas.models.heads.medusa import load_medusa
 
     head = load_medusa(parts.head, parts.target, parts.dtype, parts.device)
-    return medusa_drafter(head, parts.tree, parts.eagle, parts.methods.offsets, _capture(parts))
+    return medusa_drafter(head, parts.tree, parts.eagle, parts.methods.medusa, _capture(parts))
 
 
 def _hydra(parts: DrafterParts) -> LocalDrafter:
@@ -197,7 +197,7 @@ def _hydra(parts: DrafterParts) -> LocalDrafter:
     from eyas.models.heads.hydra import load_hydra
 
     head = load_hydra(parts.head, parts.target, parts.dtype, parts.device)
-    return hydra_drafter(head, parts.tree, parts.eagle, parts.methods.offsets, _capture(parts))
+    return hydra_drafter(head, parts.tree, parts.eagle, parts.methods.medusa, _capture(parts))
 
 
 def _small(parts: DrafterParts) -> LocalDrafter:
@@ -209,7 +209,7 @@ def _small(parts: DrafterParts) -> LocalDrafter:
     model = load_target(parts.head, parts.dtype, parts.device)
     # where experts are looked up row by row the host has to wait for which ones
     capture = None if model.routes_rows else _capture(parts)
-    return ModelDrafter(model, parts.tree, parts.eagle, parts.methods.small, capture)
+    return ModelDrafter(model, parts.tree, parts.eagle, parts.methods.draft_model, capture)
 
 
 def _prompt_lookup(parts: DrafterParts) -> LocalDrafter:

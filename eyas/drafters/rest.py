@@ -66,7 +66,7 @@ class RestDrafter(LocalDrafter):
         self._config = config
         self._eagle = eagle
         self._scale = noise_scale(eagle)
-        self._sessions = Sessions(partial(_End, store, config.longest), config.num_sessions)
+        self._sessions = Sessions(partial(_End, store, config.max_ngram), config.max_sessions)
 
     @property
     def needs(self) -> DrafterNeeds:
@@ -82,7 +82,7 @@ class RestDrafter(LocalDrafter):
 
     def _grow(self, contexts: Sequence[DraftContext], ends: Sequence[_End]) -> list[DraftTree]:
         roots = [context.tokens[-1] for context in contexts]
-        depth = min(self._tree.depth, max(context.budget.max_depth for context in contexts))
+        depth = min(self._tree.num_steps, max(context.budget.max_depth for context in contexts))
         found = self._look_up([end.tokens for end in ends])
         tokens = self._store.continuations(found.numbers, found.lengths, depth)
         lengths = (tokens != self._store.vocab_size).sum(1)
@@ -91,21 +91,21 @@ class RestDrafter(LocalDrafter):
         matches = Matches(found.sessions, tokens, lengths, FADING ** found.kinds.astype(np.float64))
         trie = merge(matches)
         steps = _steps(trie, Frequencies(contexts, self._eagle, self._scale).log_shares(trie))
-        budgets = [replace(c.budget, max_nodes=min(c.budget.max_nodes, self._tree.nodes)) for c in contexts]
+        budgets = [replace(c.budget, max_nodes=min(c.budget.max_nodes, self._tree.num_draft_tokens)) for c in contexts]
         return select(trie, trie.along_paths(steps), roots, budgets)
 
     def _look_up(self, ends: Sequence[Sequence[int]]) -> _Found:
         """All lengths of all sessions in one search; `num_matches` of each session at most, spread over their suffixes."""
-        asked = np.arange(self._config.longest, self._config.shortest - 1, -1)
+        asked = np.arange(self._config.max_ngram, self._config.min_ngram - 1, -1)
         have = np.array([len(end) for end in ends])
-        padded = np.zeros((len(ends), self._config.longest), np.int64)
-        padded[np.arange(self._config.longest) >= self._config.longest - have[:, None]] = np.concatenate(ends)
-        columns = (self._config.longest - asked)[:, None] + np.arange(self._config.longest)
-        queries = padded[:, np.minimum(columns, self._config.longest - 1)]
+        padded = np.zeros((len(ends), self._config.max_ngram), np.int64)
+        padded[np.arange(self._config.max_ngram) >= self._config.max_ngram - have[:, None]] = np.concatenate(ends)
+        columns = (self._config.max_ngram - asked)[:, None] + np.arange(self._config.max_ngram)
+        queries = padded[:, np.minimum(columns, self._config.max_ngram - 1)]
         possible = asked <= have[:, None]
         queries[~possible] = 0
         lengths = np.broadcast_to(asked, possible.shape)
-        ranges = self._store.search(queries.reshape(-1, self._config.longest), lengths.reshape(-1))
+        ranges = self._store.search(queries.reshape(-1, self._config.max_ngram), lengths.reshape(-1))
         return self._spread(ranges, asked, possible)
 
     def _spread(self, ranges: Ranges, asked: Ints, possible: np.ndarray) -> _Found:
@@ -113,7 +113,7 @@ class RestDrafter(LocalDrafter):
         longer_SK = np.concatenate([np.zeros((len(counts_SK), 1), np.int64), counts_SK[:, :-1]], 1)
         counts_SK = np.where(counts_SK > longer_SK, counts_SK, 0)  # a shorter end that finds no more says nothing new
         before_SK = counts_SK.cumsum(1) - counts_SK
-        taken = np.clip(self._config.num_matches - before_SK, 0, counts_SK).reshape(-1)
+        taken = np.clip(self._config.max_matches - before_SK, 0, counts_SK).reshape(-1)
         cells = np.repeat(np.arange(len(taken)), taken)
         order = np.arange(len(cells)) - (taken.cumsum() - taken)[cells]
         numbers = ranges.first[cells] + order * counts_SK.reshape(-1)[cells] // taken[cells]

@@ -52,9 +52,9 @@ def draw(
 
     law_tokens: most tokens of a level's law. target_ids maps draft vocabulary ids to the target's.
     """
-    levels = shape.depth
+    levels = shape.num_steps
     seeds = [context.noise.seed for context in contexts for _ in range(levels)]
-    positions = [context.committed + level for context in contexts for level in range(levels)]
+    positions = [context.committed_length + level for context in contexts for level in range(levels)]
     noise = exponential_noise(seeds, positions, target_ids).view(len(contexts), levels, -1)
     law, laws, places = expansion.first(), [], []
     for level in range(levels):
@@ -73,7 +73,7 @@ def chains(
     drawn: Sequence[Sequence[Sequence[float]]], contexts: Sequence[DraftContext], shape: TreeConfig
 ) -> list[DraftTree]:
     """Of what `draw` gave, as much as `shape` and the budgets allow."""
-    lengths = [min(c.budget.max_depth, min(c.budget.max_nodes, shape.nodes) - 1) for c in contexts]
+    lengths = [min(c.budget.max_depth, min(c.budget.max_nodes, shape.num_draft_tokens) - 1) for c in contexts]
     return [_chain(c.tokens[-1], rows[:length]) for c, rows, length in zip(contexts, drawn, lengths, strict=True)]
 
 

@@ -213,7 +213,7 @@ class CalibratedScale:
 
     def note(self, context: DraftContext, laws: Laws) -> None:
         of = band(context.noise.temperature)
-        self._guesses[context.session] = Guesses(of, context.committed, laws, self._bands[of].place)
+        self._guesses[context.session] = Guesses(of, context.committed_length, laws, self._bands[of].place)
 
     def skip(self) -> None:
         self._round += 1
@@ -221,7 +221,7 @@ class CalibratedScale:
     def learn(self, contexts: Sequence[DraftContext]) -> None:
         for context in contexts:
             guesses = self._guesses.pop(context.session, None)
-            if guesses is not None and guesses.committed == context.base:
+            if guesses is not None and guesses.committed == context.start_position:
                 for log_likelihoods in guesses.laws.log_likelihoods(context.tokens, guesses.scale):
                     self._bands[guesses.band].add(log_likelihoods)
 
@@ -282,7 +282,7 @@ def noise_words(contexts: Sequence[DraftContext], config: DraftingConfig, scale:
     for row, context in enumerate(contexts):
         key = context.noise
         if config.shared_noise and key.temperature > 0:
-            ints[:, row] = signed(key.seed), context.committed, 1, key.top_k
+            ints[:, row] = signed(key.seed), context.committed_length, 1, key.top_k
             reals[:, row] = key.temperature, scale.value(key.temperature), key.top_p, key.min_p
     return np.concatenate([ints, reals.view(np.int64)])
 

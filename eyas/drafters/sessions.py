@@ -46,14 +46,18 @@ def count_slots(
     `what`. Raises ConfigError for a limit below that.
     """
     slot_bytes = bytes_per_slot(shapes, 0, dtype)
-    given = f"eagle.memory {config.memory}" if config.memory else f"eagle.num_slots {config.num_slots}"
+    given = (
+        f"drafting.kv_cache_memory {config.kv_cache_memory}"
+        if config.kv_cache_memory
+        else f"drafting.max_kv_tokens {config.max_kv_tokens}"
+    )
     # beside those that sessions have there is one more, see SlotPools
-    num_slots = config.num_bytes // slot_bytes - 1 if config.memory else config.num_slots or DEFAULT_SLOTS
+    num_slots = config.num_bytes // slot_bytes - 1 if config.kv_cache_memory else config.max_kv_tokens or DEFAULT_SLOTS
     if num_slots < least:
         needed = -(-(least + 1) * slot_bytes // 2**10)
         raise ConfigError(
             f"{given} cannot hold {what}: that takes {least} slots of {slot_bytes} bytes and a spare one; give at least "
-            f"eagle.num_slots {least} or eagle.memory {needed}KiB"
+            f"drafting.max_kv_tokens {least} or drafting.kv_cache_memory {needed}KiB"
         )
     size = (num_slots + 1) * slot_bytes / MIB
     log.info("draft KV: %d tokens, %.1f MiB on %s", num_slots, size, device)
@@ -76,7 +80,7 @@ class Session(Generic[StateT]):
     is about."""
 
     epoch: int
-    committed: int = 0
+    committed_length: int = 0
     slots: Slots = field(default_factory=no_slots)
     scratch: Slots = field(default_factory=no_slots)
     num_new: int = 0
@@ -109,13 +113,13 @@ class SlotSessions(Generic[StateT]):
         if session is None or session.epoch != context.epoch:
             self.release([context.session])
             session = self._sessions[context.session] = Session(context.epoch)
-        if session.committed != context.base:
-            return ResyncRequired(context.session, context.epoch, session.committed)
+        if session.committed_length != context.start_position:
+            return ResyncRequired(context.session, context.epoch, session.committed_length)
         self._sessions.move_to_end(context.session)
-        if session.dormant and self._has_ample_room(context.committed):
-            session.committed, session.dormant = 0, False
+        if session.dormant and self._has_ample_room(context.committed_length):
+            session.committed_length, session.dormant = 0, False
             return ResyncRequired(context.session, context.epoch, 0)
-        session.committed = context.committed
+        session.committed_length = context.committed_length
         return session
 
     def claim(self, session: Session[StateT], count: int, num_scratch: int, busy: set[str]) -> bool:
@@ -124,7 +128,7 @@ class SlotSessions(Generic[StateT]):
 
         busy: keys of the sessions of the same call, which nobody may forget.
         """
-        fits = session.committed <= self._context_length and not session.dormant
+        fits = session.committed_length <= self._context_length and not session.dormant
         if not fits or not self._make_room(count + num_scratch, busy):
             self._drop_tree(session)
             self._allocator.free(session.slots)
@@ -184,7 +188,7 @@ class SlotSessions(Generic[StateT]):
 
 def num_features(context: DraftContext) -> int:
     """Pairs of a feature and the token behind it that a context completes: the very first token has no feature before it."""
-    return len(context.tokens) - (1 if context.base == 0 else 0)
+    return len(context.tokens) - (1 if context.start_position == 0 else 0)
 
 
 class Memory(Protocol):
@@ -210,7 +214,7 @@ class _Session(Generic[MemoryT]):
     twice its `size` is free."""
 
     epoch: int
-    committed: int
+    committed_length: int
     memory: MemoryT | None
     size: int = 0
 
@@ -263,14 +267,14 @@ class Sessions(Generic[MemoryT]):
         if session is None or session.epoch != context.epoch:
             self.release([context.session])
             session = self._sessions[context.session] = _Session(context.epoch, 0, self._start())
-        if session.committed != context.base:
-            return ResyncRequired(context.session, context.epoch, session.committed)
+        if session.committed_length != context.start_position:
+            return ResyncRequired(context.session, context.epoch, session.committed_length)
         self._sessions.move_to_end(context.session)
         if session.memory is None and self._used + 2 * session.size <= self._bound:
-            session.committed, session.size, session.memory = 0, 0, self._start()
-            if context.base > 0:
+            session.committed_length, session.size, session.memory = 0, 0, self._start()
+            if context.start_position > 0:
                 return ResyncRequired(context.session, context.epoch, 0)
-        session.committed = context.committed
+        session.committed_length = context.committed_length
         if session.memory is not None:
             session.memory.take(context)
             self._used += session.memory.size - session.size

@@ -141,8 +141,8 @@ class Growth:
 
 def grow(expansion: Expansion, shape: TreeConfig) -> Candidates:
     """Expand the `width` best nodes of each level, `depth` levels deep; all width**2 children of a level are recorded."""
-    growth = Growth(expansion, shape.width, shape.width)
-    for _ in range(1, shape.depth):
+    growth = Growth(expansion, shape.top_k, shape.top_k)
+    for _ in range(1, shape.num_steps):
         growth.step()
     return growth.candidates
 

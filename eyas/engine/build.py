@@ -58,7 +58,7 @@ def load_model(
 ) -> TargetModel:
     """The target, or rank 0's share of it, with the taps that `fuser` makes features of."""
     share = Shard(0, ranks.size) if ranks and ranks.size > 1 else None
-    return load_target(target, dtype, device, fuser.taps if fuser else (), engine.context_length, share)
+    return load_target(target, dtype, device, fuser.taps if fuser else (), engine.max_model_len, share)
 
 
 def assemble_engine(
@@ -70,32 +70,34 @@ def assemble_engine(
     ranks: TargetWorkers | None = None,
 ) -> Engine:
     """An engine over loaded parts. Without a drafter no room is kept for trees. Raises ConfigError for a drafter that does
-    not suit the acceptance rule, when the ranks are not as many as `engine.tensor_parallel` says, and for deterministic mode
+    not suit the acceptance rule, when the ranks are not as many as `engine.tensor_parallel_size` says, and for deterministic mode
     with more than one, before any of them makes room for slots."""
     ranks = ranks or SingleWorker()
-    if ranks.size != engine.tensor_parallel:
-        raise ConfigError(f"engine.tensor_parallel is {engine.tensor_parallel}, but the target is loaded for {ranks.size}")
+    if ranks.size != engine.tensor_parallel_size:
+        raise ConfigError(
+            f"engine.tensor_parallel_size is {engine.tensor_parallel_size}, but the target is loaded for {ranks.size}"
+        )
     if engine.deterministic and ranks.size > 1:
-        raise ConfigError("engine.deterministic needs engine.tensor_parallel 1: sums over ranks have no fixed order")
+        raise ConfigError("engine.deterministic needs engine.tensor_parallel_size 1: sums over ranks have no fixed order")
     fuser = fuser.to(target.dtype) if fuser else None
     width = fuser.width if fuser else 0
     slot_bytes = bytes_per_slot(target.kv_shapes, width, target.dtype)
-    num_slots = engine.num_slots or slots_that_fit(slot_bytes, engine.memory_fraction, target.device)
+    num_slots = engine.max_kv_tokens or slots_that_fit(slot_bytes, engine.gpu_memory_utilization, target.device)
     log.info("KV cache: %d tokens, %.2f GiB on %s", num_slots, num_slots * slot_bytes / 2**30, target.device)
-    engine = replace(engine, num_slots=num_slots)
-    context_length = min(engine.context_length or target.context_length, target.context_length)
+    engine = replace(engine, max_kv_tokens=num_slots)
+    context_length = min(engine.max_model_len or target.max_model_len, target.max_model_len)
     tree_rows = tree if drafter else PLAIN
     plan = plan_backend(target, engine, tree_rows, context_length)
     with ranks.allot(num_slots, plan):
         pools = _pools(target, num_slots, width)
         if engine.deterministic:
-            runner: ModelRunner = BatchInvariantRunner(target, pools, fuser, tree.nodes)
+            runner: ModelRunner = BatchInvariantRunner(target, pools, fuser, tree.num_draft_tokens)
         else:
             runner = ModelRunner(target, pools, fuser, build_backend(plan, target, pools, pools.scratch), ranks)
     ranks.before_close(partial(release, runner.passes))
     scheduler = Scheduler(engine, tree_rows, target.eos_ids)
-    budget = AdaptiveDraftBudget(tree_rows.nodes) if engine.budget == "adaptive" else FixedDraftBudget()
-    return Engine(scheduler, DraftManager(drafter, runner, engine.rule), runner, context_length, budget)
+    budget = AdaptiveDraftBudget(tree_rows.num_draft_tokens) if engine.draft_budget == "adaptive" else FixedDraftBudget()
+    return Engine(scheduler, DraftManager(drafter, runner, engine.acceptance), runner, context_length, budget)
 
 
 def gather_ranks(place: RankInfo, target: str, dtype: str, context_length: int = 0) -> TargetWorkers:

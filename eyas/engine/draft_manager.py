@@ -30,8 +30,8 @@ class DraftManager:
         """Raises ConfigError for a drafter that cannot propose what the acceptance rule takes."""
         if rule == "rejection" and drafter is not None and not drafter.can_sample:
             raise ConfigError(
-                f"engine.rule is rejection, but {type(drafter).__name__} cannot draw trees from its own law; set "
-                "engine.rule to match, or take a drafter that can"
+                f"engine.acceptance is rejection, but {type(drafter).__name__} cannot draw trees from its own law; set "
+                "engine.acceptance to match, or take a drafter that can"
             )
         self._drafter = drafter
         self._rule = rule
@@ -85,7 +85,7 @@ class DraftManager:
         return Commit(
             session=sequence.request.id,
             epoch=sequence.epoch,
-            base=base,
+            start_position=base,
             tokens=tuple(sequence.tokens[base : sequence.known]),
             features=self._runner.features(sequence.slots[max(base - 1, 0) :]) if drafter.needs.features else None,
             noise=key if proposal == "deterministic" else replace(key, seed=draft_seed(key.seed)),
@@ -98,9 +98,9 @@ class DraftManager:
         if draft is None:
             return None
         if isinstance(draft, ResyncRequired):
-            _rewind(sequence, draft.have)
+            _rewind(sequence, draft.committed_length)
             return None
-        sequence.drafted = context.committed
+        sequence.drafted = context.committed_length
         try:
             vocab_size = self._runner.target.vocab_size
             draft.validate(context.tokens[-1], vocab_size, context.budget.max_nodes, context.budget.max_depth)

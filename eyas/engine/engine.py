@@ -21,19 +21,19 @@ from eyas.validation import check_fit, check_ready, check_request
 
 @dataclass(frozen=True)
 class EngineLoad:
-    """How busy an engine is. free_slots: token slots that no running request holds; cached prefixes may fill
-    them, and give way at need. num_slots: all of them. cached_slots: those that the prefix cache owns.
-    queued_slots: what the queued requests need to their ends.
+    """How busy an engine is. free_kv_tokens: token slots that no running request holds; cached prefixes may fill
+    them, and give way at need. num_kv_tokens: all of them. cached_kv_tokens: those that the prefix cache owns.
+    queued_kv_tokens: what the queued requests need to their ends.
 
     tree_nodes: what most of the trees last asked for may have, the root included; 1 where none would have paid.
     """
 
     num_running: int
     num_waiting: int
-    free_slots: int
-    num_slots: int = 0
-    cached_slots: int = 0
-    queued_slots: int = 0
+    free_kv_tokens: int
+    num_kv_tokens: int = 0
+    cached_kv_tokens: int = 0
+    queued_kv_tokens: int = 0
     tree_nodes: int = 1
 
 
@@ -68,7 +68,7 @@ class Engine:
         self._drafting = drafting
         self._runner = runner
         self._rules = LogitRules(runner.target.eos_ids)
-        self.context_length = context_length
+        self.max_model_len = context_length
         self.report = StepReport()
 
     def step(self) -> list[Chunk]:
@@ -96,7 +96,7 @@ class Engine:
         """Queue a request as `SamplingParams.completions` splits it. Raises InvalidRequest if it can never be served,
         Overloaded if the queue is full."""
         check_request(request)
-        check_fit(request, self.vocab_size, self.context_length)
+        check_fit(request, self.vocab_size, self.max_model_len)
         check_ready(request, self.vocab_size, self._runner.target.eos_ids)
         self._scheduler.add(request)
 
@@ -138,10 +138,10 @@ class Engine:
         return EngineLoad(
             num_running=self._scheduler.num_running,
             num_waiting=self._scheduler.num_waiting,
-            free_slots=self._scheduler.num_free,
-            num_slots=self._scheduler.num_slots,
-            cached_slots=self._scheduler.num_cached,
-            queued_slots=self._scheduler.waiting.num_slots,
+            free_kv_tokens=self._scheduler.num_free,
+            num_kv_tokens=self._scheduler.num_slots,
+            cached_kv_tokens=self._scheduler.num_cached,
+            queued_kv_tokens=self._scheduler.waiting.num_slots,
             tree_nodes=self._budget.num_nodes,
         )
 

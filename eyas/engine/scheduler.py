@@ -113,10 +113,10 @@ def gives_way(running: Seq[Sequence], sequence: Sequence, nodes: int, config: En
     """Whether the last in line runs behind the place of a waiting sequence, and that one is certain to be admitted once all
     such have left: nobody gives way in vain. Places do not change, so that nobody gives way twice to the same."""
     ahead = running[: bisect.bisect_left(running, sequence.place, key=_place)]
-    if len(ahead) >= min(len(running), config.max_running):
+    if len(ahead) >= min(len(running), config.max_num_seqs):
         return False
     held = sum(s.computed + slots_needed(s, nodes) for s in ahead)
-    return held + slots_needed(sequence, nodes) <= config.num_slots
+    return held + slots_needed(sequence, nodes) <= config.max_kv_tokens
 
 
 def remove(sequences: list[Sequence], sequence: Sequence) -> None:
@@ -153,10 +153,10 @@ class WaitingQueue:
 
         Raises Overloaded, with a time to try again, if the queue is full.
         """
-        if len(self._queue) >= self._config.max_waiting + num_open:
+        if len(self._queue) >= self._config.max_queued_requests + num_open:
             seconds = self._retry_after()
             raise Overloaded(f"{len(self._queue)} requests are waiting already; try again in {seconds:.1f} s", seconds)
-        due = self._clock() - request.priority * self._config.ageing_seconds
+        due = self._clock() - request.priority * self._config.priority_aging_s
         sequence = Sequence.start(request, QueueKey(due, self._num_arrived))
         self._num_arrived += 1
         self.put_back(sequence)
@@ -198,12 +198,12 @@ class Scheduler:
     def __init__(
         self, config: EngineConfig, tree: TreeConfig, eos_ids: frozenset[int], clock: Callable[[], float] = time.monotonic
     ) -> None:
-        assert config.num_slots > 0, "the slots must have been counted"
+        assert config.max_kv_tokens > 0, "the slots must have been counted"
         self._config = config
         self._tree = tree
         self._eos_ids = eos_ids
         self._clock = clock
-        self._cache = PrefixCache(config.num_slots)
+        self._cache = PrefixCache(config.max_kv_tokens)
         self.waiting = WaitingQueue(config, clock)
         self._running: list[Sequence] = []
         self._by_id: dict[str, Sequence] = {}
@@ -217,14 +217,14 @@ class Scheduler:
     def add(self, request: Request) -> None:
         """Queue a request. Raises InvalidRequest if it can never fit, Overloaded if the queue is full."""
         need = len(request.prompt_ids) + request.sampling.max_tokens
-        if need > self._config.num_slots:
+        if need > self._config.max_kv_tokens:
             raise InvalidRequest(
                 f"the request needs {need} token slots (prompt {len(request.prompt_ids)} + max_tokens "
-                f"{request.sampling.max_tokens}), but the engine has {self._config.num_slots}"
+                f"{request.sampling.max_tokens}), but the engine has {self._config.max_kv_tokens}"
             )
         if request.id in self._by_id:
             raise InvalidRequest(f"request id {request.id!r} is already running; ids must be unique")
-        num_open = self._config.max_running - len(self._running)
+        num_open = self._config.max_num_seqs - len(self._running)
         self._by_id[request.id] = self.waiting.add(request, num_open)
 
     def cancel(self, request_id: str) -> None:
@@ -250,7 +250,7 @@ class Scheduler:
         self._admit()
         while self._cache.num_available < len(self._running):
             self._preempt()
-        shares = allocate_rows(self._running, trees, self._config.step_tokens, self._cache.num_available)
+        shares = allocate_rows(self._running, trees, self._config.max_prefill_tokens, self._cache.num_available)
         self._lent = self._cache.take(sum(share.num_rows for share in shares))
         ends = itertools.accumulate(share.num_rows for share in shares)
         return tuple(
@@ -261,14 +261,14 @@ class Scheduler:
     def budget(self, sequence: Sequence, nodes: int = sys.maxsize) -> TreeBudget:
         """The largest tree that a sequence could use at the next step, of `nodes` at most; one node while its prompt is not
         done."""
-        depth = 0 if sequence.prefilling else min(self._tree.depth, sequence.num_remaining - 1)
+        depth = 0 if sequence.prefilling else min(self._tree.num_steps, sequence.num_remaining - 1)
         most = min(nodes, self.most_nodes)
         return TreeBudget(most, depth) if depth > 0 and most > 1 else TreeBudget(1, 0)
 
     @property
     def most_nodes(self) -> int:
         """Of a tree at the next step; the more sequences run, the fewer."""
-        return max(min(self._tree.nodes, self._config.step_rows // max(len(self._running), 1)), 1)
+        return max(min(self._tree.num_draft_tokens, self._config.max_verify_tokens // max(len(self._running), 1)), 1)
 
     def commit(self, works: Seq[ScheduledSequence], accepted: Seq[Accepted | None]) -> list[Chunk]:
         """Keep the slots of accepted paths, free the rest, and emit; one chunk per sequence that drew a token."""
@@ -286,7 +286,7 @@ class Scheduler:
 
     @property
     def max_running(self) -> int:
-        return self._config.max_running
+        return self._config.max_num_seqs
 
     @property
     def num_running(self) -> int:
@@ -308,7 +308,7 @@ class Scheduler:
 
     @property
     def num_slots(self) -> int:
-        return self._config.num_slots
+        return self._config.max_kv_tokens
 
     @property
     def moves(self) -> tuple[Seq[str], Seq[str]]:
@@ -327,13 +327,13 @@ class Scheduler:
         assert len(self._by_id) == len(self._running) + len(self.waiting)
 
     def _admit(self) -> None:
-        nodes = self._tree.nodes
+        nodes = self._tree.num_draft_tokens
         reserved = sum(slots_needed(s, nodes) for s in self._running) if self.waiting else 0
         while self.waiting:
             sequence = self.waiting.first
             prefix = self._cache.find(sequence.cacheable[: self._cacheable])
             need = slots_needed(sequence, nodes) - len(prefix)
-            if len(self._running) < self._config.max_running and reserved + need <= self._cache.num_available:
+            if len(self._running) < self._config.max_num_seqs and reserved + need <= self._cache.num_available:
                 reserved += need
                 self.waiting.admit().begin(prefix)
                 self._began.append(sequence.request.id)
@@ -400,5 +400,5 @@ class Scheduler:
             self.waiting.remove(sequence)
             return
         remove(self._running, sequence)
-        kept = self._config.session_seconds if sequence.request.session else 0.0
+        kept = self._config.session_cache_ttl_s if sequence.request.session else 0.0
         sequence.leave(self._cache, self._cacheable, self._clock() + kept)

@@ -252,7 +252,7 @@ class TargetModel:
         return int(self.config.vocab_size)
 
     @property
-    def context_length(self) -> int:
+    def max_model_len(self) -> int:
         return int(self.config.max_position_embeddings)
 
     @property
@@ -301,7 +301,7 @@ def load_target(
         shard(model, share, [heads for heads, _ in shapes])
     target = TargetModel(model.to(torch.device(device)), taps, share.size if share else 1)
     target.config.pad_token_id = None  # some architectures look for padding in every pass, which waits for the device
-    pin_rotary(target.model, min(context_length or target.context_length, target.context_length))
+    pin_rotary(target.model, min(context_length or target.max_model_len, target.max_model_len))
     widen_head(target.model)
     lay_out(target.model)
     _check_attention(target)
@@ -336,7 +336,7 @@ def check_heads(path_or_id: str, num_ranks: int) -> None:
     if heads % num_ranks or not evenly(kv_heads, num_ranks):
         raise CheckpointError(
             f"{num_ranks} ranks cannot share {heads} attention heads over {kv_heads} key-value heads evenly; "
-            "engine.tensor_parallel must divide the attention heads, and divide the key-value heads or be a multiple of them"
+            "engine.tensor_parallel_size must divide the attention heads, and divide the key-value heads or be a multiple of them"
         )
 
 

@@ -48,7 +48,7 @@ class Shard:
         if not evenly(num_heads, self.size):
             raise CheckpointError(
                 f"{self.size} ranks cannot share {num_heads} key-value heads evenly; "
-                "engine.tensor_parallel must divide them or be a multiple of them"
+                "engine.tensor_parallel_size must divide them or be a multiple of them"
             )
         parts = min(num_heads, self.size)
         return Shard(self.rank * parts // self.size, parts)
@@ -67,9 +67,9 @@ def shard(model: Any, share: Shard, kv_heads: Sequence[int]) -> None:
     """
     plan, name = dict(getattr(model, "tp_plan", None) or {}), type(model).__name__
     if not plan:
-        raise CheckpointError(f"{name} has no tensor-parallel plan in transformers; set engine.tensor_parallel to 1")
+        raise CheckpointError(f"{name} has no tensor-parallel plan in transformers; set engine.tensor_parallel_size to 1")
     if getattr(model, "hf_quantizer", None) is not None:
-        raise CheckpointError(f"ranks cannot share the quantised weights of {name}; set engine.tensor_parallel to 1")
+        raise CheckpointError(f"ranks cannot share the quantised weights of {name}; set engine.tensor_parallel_size to 1")
     if unknown := set(plan.values()) - COLUMNS - ROWS - PACKED - SUMMED - WHOLE:
         raise CheckpointError(f"the plan of {name} asks for {', '.join(sorted(unknown))}, which Eyas cannot do over ranks")
     for path, module in list(model.named_modules()):

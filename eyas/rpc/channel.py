@@ -176,7 +176,7 @@ def open_sync_channel(address: str, line: ChannelOptions = _PLAIN) -> grpc.Chann
     return grpc.secure_channel(address, line.credentials, options=line.options)
 
 
-_SETTINGS = "peers.certificate, peers.key and peers.authority"
+_SETTINGS = "peers.cert_file, peers.key_file and peers.ca_file"
 
 
 class Peers:
@@ -184,7 +184,7 @@ class Peers:
 
     def __init__(self, config: PeersConfig | None = None) -> None:
         self._config = config = config or PeersConfig()
-        self._certificates = Certificates(_SETTINGS, config.certificate, config.key, config.authority)
+        self._certificates = Certificates(_SETTINGS, config.cert_file, config.key_file, config.ca_file)
 
     @property
     def identity(self) -> Pem:
@@ -204,14 +204,14 @@ class Peers:
     def server_credentials(self) -> grpc.ServerCredentials | None:
         """What a worker serves with; None without TLS."""
         config = self._config
-        if not config.certificate:
+        if not config.cert_file:
             return None
-        if config.clients == "certified":
+        if config.require_client_cert:
             return server_credentials(self._certificates)
-        return server_credentials(Certificates(_SETTINGS, config.certificate, config.key))
+        return server_credentials(Certificates(_SETTINGS, config.cert_file, config.key_file))
 
     @property
     def _line(self) -> ChannelOptions:
         config, pem = self._config, self.identity
         credentials = channel_credentials(pem) if pem.authority else None
-        return ChannelOptions(config.ping_interval, config.ping_timeout, credentials, config.name)
+        return ChannelOptions(config.keepalive_interval_s, config.keepalive_timeout_s, credentials, config.tls_server_name)

@@ -116,7 +116,7 @@ def call_to_message(call: GenerateCall) -> generation_pb2.GenerateRequest:
             model=call.model,
             sampling=sampling_to_message(request.sampling),
             drafter=call.drafter,
-            emitted=request.emitted,
+            num_emitted=request.num_emitted,
             priority=request.priority,
             fingerprint=call.fingerprint,
         )
@@ -139,7 +139,7 @@ def call_from_message(message: generation_pb2.GenerateRequest) -> GenerateCall:
             sampling,
             message.session_id,
             message.priority,
-            message.emitted,
+            message.num_emitted,
         ),
         prompt_text=message.text if message.WhichOneof("prompt") == "text" else None,
         model=message.model,
@@ -163,10 +163,10 @@ def chunk_to_message(chunk: TextChunk) -> generation_pb2.GenerateChunk:
         )
     return generation_pb2.GenerateChunk(
         token_ids=inner.token_ids,
-        foreseen=inner.foreseen,
+        is_draft_token=inner.is_draft_token,
         text=chunk.text,
         text_lengths=chunk.text_lengths,
-        round=round_to_message(inner.round) if inner.round else None,
+        verify_step=round_to_message(inner.verify_step) if inner.verify_step else None,
         finish=finish,
         seed=chunk.seed,
         index=inner.index,
@@ -182,8 +182,8 @@ def chunk_from_message(message: generation_pb2.GenerateChunk, request_id: str = 
     inner = Chunk(
         request_id=request_id,
         token_ids=tuple(message.token_ids),
-        foreseen=tuple(message.foreseen),
-        round=round_from_message(message.round) if message.HasField("round") else None,
+        is_draft_token=tuple(message.is_draft_token),
+        verify_step=round_from_message(message.verify_step) if message.HasField("verify_step") else None,
         finish_reason=_finish_reason(finish.reason) if finish else None,
         message=finish.message if finish else "",
         index=message.index,
@@ -205,19 +205,19 @@ def _finish_reason(text: str) -> FinishReason:
     return cast("FinishReason", text)
 
 
-def round_to_message(value: VerifyStep) -> generation_pb2.Round:
-    return generation_pb2.Round(
+def round_to_message(value: VerifyStep) -> generation_pb2.VerifyStep:
+    return generation_pb2.VerifyStep(
         drafted=value.drafted, depth=value.depth, accepted=value.accepted, grown_ahead=value.grown_ahead
     )
 
 
-def round_from_message(message: generation_pb2.Round) -> VerifyStep:
+def round_from_message(message: generation_pb2.VerifyStep) -> VerifyStep:
     return VerifyStep(message.drafted, message.depth, message.accepted, message.grown_ahead)
 
 
 def stats_to_message(stats: GenerationStats) -> generation_pb2.Stats:
     return generation_pb2.Stats(
-        num_rounds=stats.num_rounds,
+        num_verify_steps=stats.num_verify_steps,
         num_drafted=stats.num_drafted,
         num_accepted=stats.num_accepted,
         num_emitted=stats.num_emitted,
@@ -229,7 +229,7 @@ def stats_to_message(stats: GenerationStats) -> generation_pb2.Stats:
 
 def stats_from_message(message: generation_pb2.Stats) -> GenerationStats:
     return GenerationStats(
-        num_rounds=message.num_rounds,
+        num_verify_steps=message.num_verify_steps,
         num_drafted=message.num_drafted,
         num_accepted=message.num_accepted,
         num_emitted=message.num_emitted,
@@ -243,13 +243,13 @@ def model_info_to_message(info: ModelInfo) -> types_pb2.ModelInfo:
         name=info.name,
         fingerprint=info.fingerprint,
         vocab_size=info.vocab_size,
-        context_length=info.context_length,
+        max_model_len=info.max_model_len,
         head_fingerprint=info.head_fingerprint,
     )
 
 
 def model_info_from_message(message: types_pb2.ModelInfo) -> ModelInfo:
-    return ModelInfo(message.name, message.fingerprint, message.vocab_size, message.context_length, message.head_fingerprint)
+    return ModelInfo(message.name, message.fingerprint, message.vocab_size, message.max_model_len, message.head_fingerprint)
 
 
 def models_to_message(models: tuple[ModelInfo, ...]) -> generation_pb2.ListModelsResponse:
@@ -280,7 +280,7 @@ def commit_to_message(commit: Commit[TensorBytes]) -> draft_pb2.Commit:
     return draft_pb2.Commit(
         session=commit.session,
         epoch=commit.epoch,
-        base=commit.base,
+        start_position=commit.start_position,
         tokens=commit.tokens,
         features=tensor_to_message(commit.features) if commit.features is not None else None,
         noise=noise_to_message(commit.noise),
@@ -301,7 +301,7 @@ def commit_from_message(message: draft_pb2.Commit) -> Commit[TensorBytes]:
     return Commit(
         session=message.session,
         epoch=message.epoch,
-        base=message.base,
+        start_position=message.start_position,
         tokens=tuple(message.tokens),
         features=tensor_from_message(message.features) if message.HasField("features") else None,
         noise=noise_from_message(message.noise),
@@ -326,7 +326,7 @@ def tree_to_message(value: SessionTree) -> draft_pb2.Tree:
     return draft_pb2.Tree(
         session=value.session,
         epoch=value.epoch,
-        committed=value.committed,
+        committed_length=value.committed_length,
         tokens=value.tree.tokens,
         parents=value.tree.parents,
         log_probs=value.tree.log_probs,
@@ -338,34 +338,34 @@ def tree_to_message(value: SessionTree) -> draft_pb2.Tree:
 def tree_from_message(message: draft_pb2.Tree) -> SessionTree:
     sampled = sampled_from_message(message.sampled) if message.HasField("sampled") else None
     tree = DraftTree(tuple(message.tokens), tuple(message.parents), tuple(message.log_probs), message.grown_ahead, sampled)
-    return SessionTree(message.session, message.epoch, message.committed, tree)
+    return SessionTree(message.session, message.epoch, message.committed_length, tree)
 
 
-def refusal_to_message(refusal: ResyncRequired) -> draft_pb2.Refusal:
-    return draft_pb2.Refusal(session=refusal.session, epoch=refusal.epoch, have=refusal.have)
+def refusal_to_message(refusal: ResyncRequired) -> draft_pb2.ResyncRequired:
+    return draft_pb2.ResyncRequired(session=refusal.session, epoch=refusal.epoch, committed_length=refusal.committed_length)
 
 
-def refusal_from_message(message: draft_pb2.Refusal) -> ResyncRequired:
-    return ResyncRequired(message.session, message.epoch, message.have)
+def refusal_from_message(message: draft_pb2.ResyncRequired) -> ResyncRequired:
+    return ResyncRequired(message.session, message.epoch, message.committed_length)
 
 
-def verified_to_message(verified: TargetInfo) -> draft_pb2.Verified:
-    return draft_pb2.Verified(**vars(verified))
+def verified_to_message(verified: TargetInfo) -> draft_pb2.TargetInfo:
+    return draft_pb2.TargetInfo(**vars(verified))
 
 
-def verified_from_message(message: draft_pb2.Verified) -> TargetInfo:
+def verified_from_message(message: draft_pb2.TargetInfo) -> TargetInfo:
     return TargetInfo(message.target_fingerprint, message.features_digest)
 
 
 def draft_request_to_message(request: DraftRequest) -> draft_pb2.SpeculateRequest:
     commits = [commit_to_message(commit) for commit in request.commits]
-    verified = verified_to_message(request.verified) if request.verified else None
-    return draft_pb2.SpeculateRequest(step=request.step, commits=commits, released=request.released, verified=verified)
+    verified = verified_to_message(request.target) if request.target else None
+    return draft_pb2.SpeculateRequest(step=request.step, commits=commits, released=request.released, target=verified)
 
 
 def draft_request_from_message(message: draft_pb2.SpeculateRequest) -> DraftRequest:
     commits = tuple(commit_from_message(commit) for commit in message.commits)
-    verified = verified_from_message(message.verified) if message.HasField("verified") else None
+    verified = verified_from_message(message.target) if message.HasField("target") else None
     return DraftRequest(message.step, commits, tuple(message.released), verified)
 
 
@@ -373,21 +373,21 @@ def draft_reply_to_message(reply: DraftReply) -> draft_pb2.SpeculateReply:
     return draft_pb2.SpeculateReply(
         step=reply.step,
         trees=[tree_to_message(tree) for tree in reply.trees],
-        refusals=[refusal_to_message(refusal) for refusal in reply.refusals],
+        resyncs=[refusal_to_message(refusal) for refusal in reply.resyncs],
         draft_ms=reply.draft_ms,
     )
 
 
 def draft_reply_from_message(message: draft_pb2.SpeculateReply) -> DraftReply:
     trees = tuple(tree_from_message(tree) for tree in message.trees)
-    refusals = tuple(refusal_from_message(refusal) for refusal in message.refusals)
+    refusals = tuple(refusal_from_message(refusal) for refusal in message.resyncs)
     return DraftReply(message.step, trees, refusals, message.draft_ms)
 
 
 def drafter_info_to_message(info: DrafterInfo) -> draft_pb2.DescribeReply:
     return draft_pb2.DescribeReply(
         model=model_info_to_message(info.model),
-        drafter=info.drafter,
+        method=info.method,
         needs_features=info.needs_features,
         needs_samples=info.needs_samples,
         feature_size=info.feature_size,
@@ -398,7 +398,7 @@ def drafter_info_to_message(info: DrafterInfo) -> draft_pb2.DescribeReply:
 def drafter_info_from_message(message: draft_pb2.DescribeReply) -> DrafterInfo:
     return DrafterInfo(
         model=model_info_from_message(message.model),
-        drafter=message.drafter,
+        method=message.method,
         needs_features=message.needs_features,
         needs_samples=message.needs_samples,
         feature_size=message.feature_size,
@@ -415,19 +415,19 @@ def status_to_message(lease: Lease, *others: Lease) -> worker_pb2.WorkerStatus:
         load=worker_pb2.Load(
             num_running=lease.load.num_running,
             num_waiting=lease.load.num_waiting,
-            free_slots=lease.load.free_slots,
-            max_running=lease.load.max_running,
+            free_kv_tokens=lease.load.free_kv_tokens,
+            max_num_seqs=lease.load.max_num_seqs,
             step_seconds=lease.load.step_seconds,
         ),
         zone=lease.zone,
-        prefixes=lease.prefixes,
-        others=map(status_to_message, others),
+        prefix_hashes=lease.prefix_hashes,
+        additional_workers=map(status_to_message, others),
     )
 
 
 def statuses_from_message(message: worker_pb2.WorkerStatus, address: str) -> tuple[Lease, ...]:
     """The leases of all workers of the process that said so. Raises InvalidRequest for a role that there is not."""
-    return tuple(status_from_message(part, address) for part in (message, *message.others))
+    return tuple(status_from_message(part, address) for part in (message, *message.additional_workers))
 
 
 def status_from_message(message: worker_pb2.WorkerStatus, address: str) -> Lease:
@@ -440,7 +440,7 @@ def status_from_message(message: worker_pb2.WorkerStatus, address: str) -> Lease
         address=address,
         incarnation=message.incarnation,
         model=model_info_from_message(message.model),
-        load=Load(load.num_running, load.num_waiting, load.free_slots, load.max_running, load.step_seconds),
+        load=Load(load.num_running, load.num_waiting, load.free_kv_tokens, load.max_num_seqs, load.step_seconds),
         zone=message.zone,
-        prefixes=frozenset(message.prefixes),
+        prefix_hashes=frozenset(message.prefix_hashes),
     )

@@ -46,7 +46,7 @@ class ModelInfo:
     name: str
     fingerprint: str
     vocab_size: int
-    context_length: int
+    max_model_len: int
     head_fingerprint: str = ""
 
     @property
@@ -63,13 +63,13 @@ class ModelInfo:
 class Load:
     """How busy a worker is: sequences in a step, sequences in the queue, free token slots.
 
-    max_running: most sequences in a step; 0 where there is no such limit. step_seconds: how long the present step has taken.
+    max_num_seqs: most sequences in a step; 0 where there is no such limit. step_seconds: how long the present step has taken.
     """
 
     num_running: int = 0
     num_waiting: int = 0
-    free_slots: int = 0
-    max_running: int = 0
+    free_kv_tokens: int = 0
+    max_num_seqs: int = 0
     step_seconds: float = 0.0
 
 
@@ -78,7 +78,7 @@ class Lease:
     """A worker that was alive a moment ago. incarnation names one start of its process; of several workers in one process,
     each has a name of its own behind a slash.
 
-    zone: where it is, may be empty. prefixes: hashes of the token blocks that it has cached, see eyas.prefixes.
+    zone: where it is, may be empty. prefix_hashes: hashes of the token blocks that it has cached, see eyas.prefixes.
     """
 
     role: Role
@@ -87,7 +87,7 @@ class Lease:
     model: ModelInfo
     load: Load = Load()
     zone: str = ""
-    prefixes: frozenset[int] = frozenset()
+    prefix_hashes: frozenset[int] = frozenset()
 
     @property
     def process(self) -> str:
@@ -146,23 +146,23 @@ class TextChunk:
 
 @dataclass(frozen=True)
 class SessionTree:
-    """A draft tree addressed to a session. committed: the committed length at its root."""
+    """A draft tree addressed to a session. committed_length: the committed length at its root."""
 
     session: str
     epoch: int
-    committed: int
+    committed_length: int
     tree: DraftTree
 
 
 @dataclass(frozen=True)
 class DraftRequest:
-    """One step of a drafting stream: what was accepted, and which sessions have ended. verified: on a stream's first, which
+    """One step of a drafting stream: what was accepted, and which sessions have ended. target: on a stream's first, which
     drafter it is for; None for the only one."""
 
     step: int
     commits: tuple[Commit[TensorBytes], ...] = ()
     released: tuple[str, ...] = ()
-    verified: TargetInfo | None = None
+    target: TargetInfo | None = None
 
 
 @dataclass(frozen=True)
@@ -171,7 +171,7 @@ class DraftReply:
 
     step: int
     trees: tuple[SessionTree, ...] = ()
-    refusals: tuple[ResyncRequired, ...] = ()
+    resyncs: tuple[ResyncRequired, ...] = ()
     draft_ms: float = 0.0
 
 
@@ -180,7 +180,7 @@ class DrafterInfo:
     """What a draft service drafts for and with. feature_size: width of the fused features; 0 if none are needed."""
 
     model: ModelInfo
-    drafter: str
+    method: str
     needs_features: bool
     needs_samples: bool
     feature_size: int

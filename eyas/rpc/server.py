@@ -126,7 +126,7 @@ class RpcServer:
         reflection.enable_server_reflection([*self._names[1:], reflection.SERVICE_NAME], self.aio)
         await self.set_serving(False)
         await self.aio.start()
-        return _join(self._config.advertise or host, bound)
+        return _join(self._config.advertise_host or host, bound)
 
     def _bind(self, address: str) -> int:
         if self._credentials is None:

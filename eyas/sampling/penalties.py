@@ -233,7 +233,7 @@ class LogitRules:
             start += len(work.drawn)
 
     def _prepared(self, request: Request, logits: Tensor) -> _Asked:
-        sampling, num_prompt = request.sampling, len(request.prompt_ids) - request.emitted
+        sampling, num_prompt = request.sampling, len(request.prompt_ids) - request.num_emitted
         return _Asked(
             bias_ids=np.array([token for token, _ in sampling.logit_bias], dtype=np.int64),
             biases=upload(np.array([bias for _, bias in sampling.logit_bias], dtype=np.float32), logits.device),

@@ -49,7 +49,7 @@ class SpeculateRequest(_message.Message):
     STEP_FIELD_NUMBER: _builtins.int
     COMMITS_FIELD_NUMBER: _builtins.int
     RELEASED_FIELD_NUMBER: _builtins.int
-    VERIFIED_FIELD_NUMBER: _builtins.int
+    TARGET_FIELD_NUMBER: _builtins.int
     step: _builtins.int
     """Counts up by one with each request of the stream."""
     @_builtins.property
@@ -61,7 +61,7 @@ class SpeculateRequest(_message.Message):
         """Sessions that have ended and may be forgotten."""
 
     @_builtins.property
-    def verified(self) -> Global___Verified:
+    def target(self) -> Global___TargetInfo:
         """On the first request of a stream: which of the service's drafters the stream is for; unset for its only one."""
 
     def __init__(
@@ -70,18 +70,18 @@ class SpeculateRequest(_message.Message):
         step: _builtins.int = ...,
         commits: _abc.Iterable[Global___Commit] | None = ...,
         released: _abc.Iterable[_builtins.str] | None = ...,
-        verified: Global___Verified | None = ...,
+        target: Global___TargetInfo | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["verified", b"verified"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["target", b"target"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["commits", b"commits", "released", b"released", "step", b"step", "verified", b"verified"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["commits", b"commits", "released", b"released", "step", b"step", "target", b"target"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___SpeculateRequest: _TypeAlias = SpeculateRequest  # noqa: Y015
 
 @_typing.final
-class Verified(_message.Message):
+class TargetInfo(_message.Message):
     """What a verifier serves, so that a service with several drafters takes the one that fits: of those for the target, the one that
     is fed these features, else one that needs none.
     """
@@ -106,7 +106,7 @@ class Verified(_message.Message):
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___Verified: _TypeAlias = Verified  # noqa: Y015
+Global___TargetInfo: _TypeAlias = TargetInfo  # noqa: Y015
 
 @_typing.final
 class Commit(_message.Message):
@@ -116,7 +116,7 @@ class Commit(_message.Message):
 
     SESSION_FIELD_NUMBER: _builtins.int
     EPOCH_FIELD_NUMBER: _builtins.int
-    BASE_FIELD_NUMBER: _builtins.int
+    START_POSITION_FIELD_NUMBER: _builtins.int
     TOKENS_FIELD_NUMBER: _builtins.int
     FEATURES_FIELD_NUMBER: _builtins.int
     NOISE_FIELD_NUMBER: _builtins.int
@@ -129,7 +129,7 @@ class Commit(_message.Message):
     """Key of the session on this stream."""
     epoch: _builtins.int
     """Raised by the verifier whenever it starts the session's drafting anew; older epochs are dropped."""
-    base: _builtins.int
+    start_position: _builtins.int
     """Committed length before `tokens`."""
     max_nodes: _builtins.int
     """Most nodes of the tree, root included; 1 asks for bookkeeping only."""
@@ -160,7 +160,7 @@ class Commit(_message.Message):
         *,
         session: _builtins.str = ...,
         epoch: _builtins.int = ...,
-        base: _builtins.int = ...,
+        start_position: _builtins.int = ...,
         tokens: _abc.Iterable[_builtins.int] | None = ...,
         features: _types_pb2.Tensor | None = ...,
         noise: _types_pb2.NoiseKey | None = ...,
@@ -172,7 +172,7 @@ class Commit(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["features", b"features", "noise", b"noise"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["base", b"base", "epoch", b"epoch", "features", b"features", "max_depth", b"max_depth", "max_nodes", b"max_nodes", "noise", b"noise", "proposal", b"proposal", "samples", b"samples", "session", b"session", "tokens", b"tokens", "traceparent", b"traceparent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "features", b"features", "max_depth", b"max_depth", "max_nodes", b"max_nodes", "noise", b"noise", "proposal", b"proposal", "samples", b"samples", "session", b"session", "start_position", b"start_position", "tokens", b"tokens", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -186,7 +186,7 @@ class SpeculateReply(_message.Message):
 
     STEP_FIELD_NUMBER: _builtins.int
     TREES_FIELD_NUMBER: _builtins.int
-    REFUSALS_FIELD_NUMBER: _builtins.int
+    RESYNCS_FIELD_NUMBER: _builtins.int
     DRAFT_MS_FIELD_NUMBER: _builtins.int
     step: _builtins.int
     """The step of the request that this answers."""
@@ -197,7 +197,7 @@ class SpeculateReply(_message.Message):
         """Trees for the commits that asked for one and could be used."""
 
     @_builtins.property
-    def refusals(self) -> _containers.RepeatedCompositeFieldContainer[Global___Refusal]:
+    def resyncs(self) -> _containers.RepeatedCompositeFieldContainer[Global___ResyncRequired]:
         """Commits that could not be used."""
 
     def __init__(
@@ -205,12 +205,12 @@ class SpeculateReply(_message.Message):
         *,
         step: _builtins.int = ...,
         trees: _abc.Iterable[Global___Tree] | None = ...,
-        refusals: _abc.Iterable[Global___Refusal] | None = ...,
+        resyncs: _abc.Iterable[Global___ResyncRequired] | None = ...,
         draft_ms: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["draft_ms", b"draft_ms", "refusals", b"refusals", "step", b"step", "trees", b"trees"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["draft_ms", b"draft_ms", "resyncs", b"resyncs", "step", b"step", "trees", b"trees"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -224,7 +224,7 @@ class Tree(_message.Message):
 
     SESSION_FIELD_NUMBER: _builtins.int
     EPOCH_FIELD_NUMBER: _builtins.int
-    COMMITTED_FIELD_NUMBER: _builtins.int
+    COMMITTED_LENGTH_FIELD_NUMBER: _builtins.int
     TOKENS_FIELD_NUMBER: _builtins.int
     PARENTS_FIELD_NUMBER: _builtins.int
     LOG_PROBS_FIELD_NUMBER: _builtins.int
@@ -234,7 +234,7 @@ class Tree(_message.Message):
     """Key of the session."""
     epoch: _builtins.int
     """Epoch of the commit that it answers."""
-    committed: _builtins.int
+    committed_length: _builtins.int
     """Committed length at the root; a tree for another length is dropped."""
     grown_ahead: _builtins.bool
     """Whether the tree was grown before its root was known."""
@@ -259,7 +259,7 @@ class Tree(_message.Message):
         *,
         session: _builtins.str = ...,
         epoch: _builtins.int = ...,
-        committed: _builtins.int = ...,
+        committed_length: _builtins.int = ...,
         tokens: _abc.Iterable[_builtins.int] | None = ...,
         parents: _abc.Iterable[_builtins.int] | None = ...,
         log_probs: _abc.Iterable[_builtins.float] | None = ...,
@@ -268,7 +268,7 @@ class Tree(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sampled", b"sampled"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["committed", b"committed", "epoch", b"epoch", "grown_ahead", b"grown_ahead", "log_probs", b"log_probs", "parents", b"parents", "sampled", b"sampled", "session", b"session", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["committed_length", b"committed_length", "epoch", b"epoch", "grown_ahead", b"grown_ahead", "log_probs", b"log_probs", "parents", b"parents", "sampled", b"sampled", "session", b"session", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -337,34 +337,34 @@ class DraftLaw(_message.Message):
 Global___DraftLaw: _TypeAlias = DraftLaw  # noqa: Y015
 
 @_typing.final
-class Refusal(_message.Message):
+class ResyncRequired(_message.Message):
     """A commit that does not continue what the drafter has."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     SESSION_FIELD_NUMBER: _builtins.int
     EPOCH_FIELD_NUMBER: _builtins.int
-    HAVE_FIELD_NUMBER: _builtins.int
+    COMMITTED_LENGTH_FIELD_NUMBER: _builtins.int
     session: _builtins.str
     """Key of the session."""
     epoch: _builtins.int
     """Epoch of the refused commit."""
-    have: _builtins.int
+    committed_length: _builtins.int
     """Committed length that the drafter has; resend from there."""
     def __init__(
         self,
         *,
         session: _builtins.str = ...,
         epoch: _builtins.int = ...,
-        have: _builtins.int = ...,
+        committed_length: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "have", b"have", "session", b"session"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["committed_length", b"committed_length", "epoch", b"epoch", "session", b"session"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___Refusal: _TypeAlias = Refusal  # noqa: Y015
+Global___ResyncRequired: _TypeAlias = ResyncRequired  # noqa: Y015
 
 @_typing.final
 class DescribeRequest(_message.Message):
@@ -372,19 +372,19 @@ class DescribeRequest(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
-    VERIFIED_FIELD_NUMBER: _builtins.int
+    TARGET_FIELD_NUMBER: _builtins.int
     @_builtins.property
-    def verified(self) -> Global___Verified:
+    def target(self) -> Global___TargetInfo:
         """Which of the service's drafters is meant; unset for its only one."""
 
     def __init__(
         self,
         *,
-        verified: Global___Verified | None = ...,
+        target: Global___TargetInfo | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["verified", b"verified"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["target", b"target"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["verified", b"verified"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["target", b"target"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -397,12 +397,12 @@ class DescribeReply(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     MODEL_FIELD_NUMBER: _builtins.int
-    DRAFTER_FIELD_NUMBER: _builtins.int
+    METHOD_FIELD_NUMBER: _builtins.int
     NEEDS_FEATURES_FIELD_NUMBER: _builtins.int
     NEEDS_SAMPLES_FIELD_NUMBER: _builtins.int
     FEATURE_SIZE_FIELD_NUMBER: _builtins.int
     CAN_SAMPLE_FIELD_NUMBER: _builtins.int
-    drafter: _builtins.str
+    method: _builtins.str
     """Method, such as "eagle3"."""
     needs_features: _builtins.bool
     """Whether commits must carry features."""
@@ -420,7 +420,7 @@ class DescribeReply(_message.Message):
         self,
         *,
         model: _types_pb2.ModelInfo | None = ...,
-        drafter: _builtins.str = ...,
+        method: _builtins.str = ...,
         needs_features: _builtins.bool = ...,
         needs_samples: _builtins.bool = ...,
         feature_size: _builtins.int = ...,
@@ -428,7 +428,7 @@ class DescribeReply(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["model", b"model"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["can_sample", b"can_sample", "drafter", b"drafter", "feature_size", b"feature_size", "model", b"model", "needs_features", b"needs_features", "needs_samples", b"needs_samples"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["can_sample", b"can_sample", "feature_size", b"feature_size", "method", b"method", "model", b"model", "needs_features", b"needs_features", "needs_samples", b"needs_samples"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -33,7 +33,7 @@ class GenerateRequest(_message.Message):
     SAMPLING_FIELD_NUMBER: _builtins.int
     DRAFTER_FIELD_NUMBER: _builtins.int
     PRIORITY_FIELD_NUMBER: _builtins.int
-    EMITTED_FIELD_NUMBER: _builtins.int
+    NUM_EMITTED_FIELD_NUMBER: _builtins.int
     FINGERPRINT_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Chosen by the client to recognise the request in logs; one is made up if empty."""
@@ -50,7 +50,7 @@ class GenerateRequest(_message.Message):
     """
     priority: _builtins.int
     """0 is normal, higher is more urgent; within a priority the first comes first."""
-    emitted: _builtins.int
+    num_emitted: _builtins.int
     """How many tokens at the end of the prompt are output of this request from before it moved here."""
     fingerprint: _builtins.str
     """Digest of the target that must serve this; another one answers UNAVAILABLE. Empty for any; the router sets it."""
@@ -73,12 +73,12 @@ class GenerateRequest(_message.Message):
         sampling: _types_pb2.SamplingParams | None = ...,
         drafter: _builtins.str = ...,
         priority: _builtins.int = ...,
-        emitted: _builtins.int = ...,
+        num_emitted: _builtins.int = ...,
         fingerprint: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["prompt", b"prompt", "sampling", b"sampling", "text", b"text", "tokens", b"tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["drafter", b"drafter", "emitted", b"emitted", "fingerprint", b"fingerprint", "model", b"model", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "sampling", b"sampling", "session_id", b"session_id", "text", b"text", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["drafter", b"drafter", "fingerprint", b"fingerprint", "model", b"model", "num_emitted", b"num_emitted", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "sampling", b"sampling", "session_id", b"session_id", "text", b"text", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_prompt: _TypeAlias = _typing.Literal["text", "tokens"]  # noqa: Y015
     _WhichOneofArgType_prompt: _TypeAlias = _typing.Literal["prompt", b"prompt"]  # noqa: Y015
@@ -93,9 +93,9 @@ class GenerateChunk(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
-    FORESEEN_FIELD_NUMBER: _builtins.int
+    IS_DRAFT_TOKEN_FIELD_NUMBER: _builtins.int
     TEXT_FIELD_NUMBER: _builtins.int
-    ROUND_FIELD_NUMBER: _builtins.int
+    VERIFY_STEP_FIELD_NUMBER: _builtins.int
     FINISH_FIELD_NUMBER: _builtins.int
     SEED_FIELD_NUMBER: _builtins.int
     TEXT_LENGTHS_FIELD_NUMBER: _builtins.int
@@ -116,11 +116,11 @@ class GenerateChunk(_message.Message):
         """New token ids, in order; the bonus token comes last."""
 
     @_builtins.property
-    def foreseen(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bool]:
+    def is_draft_token(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bool]:
         """For each new token, whether the drafter had guessed it."""
 
     @_builtins.property
-    def round(self) -> Global___Round:
+    def verify_step(self) -> Global___VerifyStep:
         """The verify step in numbers; unset for the token that ends the prefill."""
 
     @_builtins.property
@@ -143,9 +143,9 @@ class GenerateChunk(_message.Message):
         self,
         *,
         token_ids: _abc.Iterable[_builtins.int] | None = ...,
-        foreseen: _abc.Iterable[_builtins.bool] | None = ...,
+        is_draft_token: _abc.Iterable[_builtins.bool] | None = ...,
         text: _builtins.str = ...,
-        round: Global___Round | None = ...,
+        verify_step: Global___VerifyStep | None = ...,
         finish: Global___Finish | None = ...,
         seed: _builtins.int | None = ...,
         text_lengths: _abc.Iterable[_builtins.int] | None = ...,
@@ -154,9 +154,9 @@ class GenerateChunk(_message.Message):
         logprobs: _abc.Iterable[Global___TokenLogprob] | None = ...,
         prompt_logprobs: _abc.Iterable[Global___TokenLogprob] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_seed", b"_seed", "finish", b"finish", "round", b"round", "seed", b"seed"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_seed", b"_seed", "finish", b"finish", "seed", b"seed", "verify_step", b"verify_step"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_seed", b"_seed", "finish", b"finish", "foreseen", b"foreseen", "index", b"index", "logprobs", b"logprobs", "num_cached_tokens", b"num_cached_tokens", "prompt_logprobs", b"prompt_logprobs", "round", b"round", "seed", b"seed", "text", b"text", "text_lengths", b"text_lengths", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_seed", b"_seed", "finish", b"finish", "index", b"index", "is_draft_token", b"is_draft_token", "logprobs", b"logprobs", "num_cached_tokens", b"num_cached_tokens", "prompt_logprobs", b"prompt_logprobs", "seed", b"seed", "text", b"text", "text_lengths", b"text_lengths", "token_ids", b"token_ids", "verify_step", b"verify_step"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__seed: _TypeAlias = _typing.Literal["seed"]  # noqa: Y015
     _WhichOneofArgType__seed: _TypeAlias = _typing.Literal["_seed", b"_seed"]  # noqa: Y015
@@ -205,7 +205,7 @@ class TokenLogprob(_message.Message):
 Global___TokenLogprob: _TypeAlias = TokenLogprob  # noqa: Y015
 
 @_typing.final
-class Round(_message.Message):
+class VerifyStep(_message.Message):
     """One verify step of one sequence."""
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -236,7 +236,7 @@ class Round(_message.Message):
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___Round: _TypeAlias = Round  # noqa: Y015
+Global___VerifyStep: _TypeAlias = VerifyStep  # noqa: Y015
 
 @_typing.final
 class Finish(_message.Message):
@@ -288,14 +288,14 @@ class Stats(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
-    NUM_ROUNDS_FIELD_NUMBER: _builtins.int
+    NUM_VERIFY_STEPS_FIELD_NUMBER: _builtins.int
     NUM_DRAFTED_FIELD_NUMBER: _builtins.int
     NUM_ACCEPTED_FIELD_NUMBER: _builtins.int
     NUM_EMITTED_FIELD_NUMBER: _builtins.int
     OFFERED_BY_DEPTH_FIELD_NUMBER: _builtins.int
     ACCEPTED_BY_DEPTH_FIELD_NUMBER: _builtins.int
     ACCEPTANCE_LENGTH_FIELD_NUMBER: _builtins.int
-    num_rounds: _builtins.int
+    num_verify_steps: _builtins.int
     """Verify steps."""
     num_drafted: _builtins.int
     """Drafted nodes."""
@@ -316,7 +316,7 @@ class Stats(_message.Message):
     def __init__(
         self,
         *,
-        num_rounds: _builtins.int = ...,
+        num_verify_steps: _builtins.int = ...,
         num_drafted: _builtins.int = ...,
         num_accepted: _builtins.int = ...,
         num_emitted: _builtins.int = ...,
@@ -326,7 +326,7 @@ class Stats(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["acceptance_length", b"acceptance_length", "accepted_by_depth", b"accepted_by_depth", "num_accepted", b"num_accepted", "num_drafted", b"num_drafted", "num_emitted", b"num_emitted", "num_rounds", b"num_rounds", "offered_by_depth", b"offered_by_depth"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["acceptance_length", b"acceptance_length", "accepted_by_depth", b"accepted_by_depth", "num_accepted", b"num_accepted", "num_drafted", b"num_drafted", "num_emitted", b"num_emitted", "num_verify_steps", b"num_verify_steps", "offered_by_depth", b"offered_by_depth"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

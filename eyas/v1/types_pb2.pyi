@@ -286,7 +286,7 @@ class ModelInfo(_message.Message):
     NAME_FIELD_NUMBER: _builtins.int
     FINGERPRINT_FIELD_NUMBER: _builtins.int
     VOCAB_SIZE_FIELD_NUMBER: _builtins.int
-    CONTEXT_LENGTH_FIELD_NUMBER: _builtins.int
+    MAX_MODEL_LEN_FIELD_NUMBER: _builtins.int
     HEAD_FINGERPRINT_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """Name by which requests ask for it."""
@@ -294,7 +294,7 @@ class ModelInfo(_message.Message):
     """Digest of the target's config and weights; a drafter fits a verifier only when both agree."""
     vocab_size: _builtins.int
     """Number of token ids."""
-    context_length: _builtins.int
+    max_model_len: _builtins.int
     """Most tokens of prompt and output together."""
     head_fingerprint: _builtins.str
     """Digest of the draft head whose fused features the worker sends or expects; empty without one."""
@@ -304,12 +304,12 @@ class ModelInfo(_message.Message):
         name: _builtins.str = ...,
         fingerprint: _builtins.str = ...,
         vocab_size: _builtins.int = ...,
-        context_length: _builtins.int = ...,
+        max_model_len: _builtins.int = ...,
         head_fingerprint: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["context_length", b"context_length", "fingerprint", b"fingerprint", "head_fingerprint", b"head_fingerprint", "name", b"name", "vocab_size", b"vocab_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["fingerprint", b"fingerprint", "head_fingerprint", b"head_fingerprint", "max_model_len", b"max_model_len", "name", b"name", "vocab_size", b"vocab_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from eyas.v1 import types_pb2 as eyas_dot_v1_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14\x65yas/v1/worker.proto\x12\x07\x65yas.v1\x1a\x13\x65yas/v1/types.proto\"\x0f\n\rStatusRequest\"\xb8\x01\n\x0cWorkerStatus\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12!\n\x05model\x18\x03 \x01(\x0b\x32\x12.eyas.v1.ModelInfo\x12\x1b\n\x04load\x18\x04 \x01(\x0b\x32\r.eyas.v1.Load\x12\x0c\n\x04zone\x18\x05 \x01(\t\x12\x10\n\x08prefixes\x18\x06 \x03(\x07\x12%\n\x06others\x18\x07 \x03(\x0b\x32\x15.eyas.v1.WorkerStatus\"o\n\x04Load\x12\x13\n\x0bnum_running\x18\x01 \x01(\x05\x12\x13\n\x0bnum_waiting\x18\x02 \x01(\x05\x12\x12\n\nfree_slots\x18\x03 \x01(\x03\x12\x13\n\x0bmax_running\x18\x04 \x01(\x05\x12\x14\n\x0cstep_seconds\x18\x05 \x01(\x01\x32\x41\n\x06Worker\x12\x37\n\x06Status\x12\x16.eyas.v1.StatusRequest\x1a\x15.eyas.v1.WorkerStatusb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14\x65yas/v1/worker.proto\x12\x07\x65yas.v1\x1a\x13\x65yas/v1/types.proto\"\x0f\n\rStatusRequest\"\xc9\x01\n\x0cWorkerStatus\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12!\n\x05model\x18\x03 \x01(\x0b\x32\x12.eyas.v1.ModelInfo\x12\x1b\n\x04load\x18\x04 \x01(\x0b\x32\r.eyas.v1.Load\x12\x0c\n\x04zone\x18\x05 \x01(\t\x12\x15\n\rprefix_hashes\x18\x06 \x03(\x07\x12\x31\n\x12\x61\x64\x64itional_workers\x18\x07 \x03(\x0b\x32\x15.eyas.v1.WorkerStatus\"t\n\x04Load\x12\x13\n\x0bnum_running\x18\x01 \x01(\x05\x12\x13\n\x0bnum_waiting\x18\x02 \x01(\x05\x12\x16\n\x0e\x66ree_kv_tokens\x18\x03 \x01(\x03\x12\x14\n\x0cmax_num_seqs\x18\x04 \x01(\x05\x12\x14\n\x0cstep_seconds\x18\x05 \x01(\x01\x32\x41\n\x06Worker\x12\x37\n\x06Status\x12\x16.eyas.v1.StatusRequest\x1a\x15.eyas.v1.WorkerStatusb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -35,9 +35,9 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_STATUSREQUEST']._serialized_start=54
   _globals['_STATUSREQUEST']._serialized_end=69
   _globals['_WORKERSTATUS']._serialized_start=72
-  _globals['_WORKERSTATUS']._serialized_end=256
-  _globals['_LOAD']._serialized_start=258
-  _globals['_LOAD']._serialized_end=369
-  _globals['_WORKER']._serialized_start=371
-  _globals['_WORKER']._serialized_end=436
+  _globals['_WORKERSTATUS']._serialized_end=273
+  _globals['_LOAD']._serialized_start=275
+  _globals['_LOAD']._serialized_end=391
+  _globals['_WORKER']._serialized_start=393
+  _globals['_WORKER']._serialized_end=458
 # @@protoc_insertion_point(module_scope)

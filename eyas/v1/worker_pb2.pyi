@@ -47,8 +47,8 @@ class WorkerStatus(_message.Message):
     MODEL_FIELD_NUMBER: _builtins.int
     LOAD_FIELD_NUMBER: _builtins.int
     ZONE_FIELD_NUMBER: _builtins.int
-    PREFIXES_FIELD_NUMBER: _builtins.int
-    OTHERS_FIELD_NUMBER: _builtins.int
+    PREFIX_HASHES_FIELD_NUMBER: _builtins.int
+    ADDITIONAL_WORKERS_FIELD_NUMBER: _builtins.int
     role: _builtins.str
     """"verifier" or "draft"."""
     incarnation: _builtins.str
@@ -64,13 +64,13 @@ class WorkerStatus(_message.Message):
         """How busy it is."""
 
     @_builtins.property
-    def prefixes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+    def prefix_hashes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Hashes of the token blocks that its prefix cache holds, the most recently used ones; each stands for all tokens up to the
         end of its block.
         """
 
     @_builtins.property
-    def others(self) -> _containers.RepeatedCompositeFieldContainer[Global___WorkerStatus]:
+    def additional_workers(self) -> _containers.RepeatedCompositeFieldContainer[Global___WorkerStatus]:
         """The other workers of its process, such as a draft service has for its further models; theirs are empty."""
 
     def __init__(
@@ -81,12 +81,12 @@ class WorkerStatus(_message.Message):
         model: _types_pb2.ModelInfo | None = ...,
         load: Global___Load | None = ...,
         zone: _builtins.str = ...,
-        prefixes: _abc.Iterable[_builtins.int] | None = ...,
-        others: _abc.Iterable[Global___WorkerStatus] | None = ...,
+        prefix_hashes: _abc.Iterable[_builtins.int] | None = ...,
+        additional_workers: _abc.Iterable[Global___WorkerStatus] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["load", b"load", "model", b"model"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["incarnation", b"incarnation", "load", b"load", "model", b"model", "others", b"others", "prefixes", b"prefixes", "role", b"role", "zone", b"zone"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["additional_workers", b"additional_workers", "incarnation", b"incarnation", "load", b"load", "model", b"model", "prefix_hashes", b"prefix_hashes", "role", b"role", "zone", b"zone"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -100,16 +100,16 @@ class Load(_message.Message):
 
     NUM_RUNNING_FIELD_NUMBER: _builtins.int
     NUM_WAITING_FIELD_NUMBER: _builtins.int
-    FREE_SLOTS_FIELD_NUMBER: _builtins.int
-    MAX_RUNNING_FIELD_NUMBER: _builtins.int
+    FREE_KV_TOKENS_FIELD_NUMBER: _builtins.int
+    MAX_NUM_SEQS_FIELD_NUMBER: _builtins.int
     STEP_SECONDS_FIELD_NUMBER: _builtins.int
     num_running: _builtins.int
     """Sequences in a step; of a draft service, sessions."""
     num_waiting: _builtins.int
     """Sequences or requests in the queue."""
-    free_slots: _builtins.int
+    free_kv_tokens: _builtins.int
     """Token slots that no running sequence holds."""
-    max_running: _builtins.int
+    max_num_seqs: _builtins.int
     """Most sequences in a step; 0 where there is no such limit."""
     step_seconds: _builtins.float
     """Since when a step has been under way, in seconds; 0 while there is none."""
@@ -118,13 +118,13 @@ class Load(_message.Message):
         *,
         num_running: _builtins.int = ...,
         num_waiting: _builtins.int = ...,
-        free_slots: _builtins.int = ...,
-        max_running: _builtins.int = ...,
+        free_kv_tokens: _builtins.int = ...,
+        max_num_seqs: _builtins.int = ...,
         step_seconds: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["free_slots", b"free_slots", "max_running", b"max_running", "num_running", b"num_running", "num_waiting", b"num_waiting", "step_seconds", b"step_seconds"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["free_kv_tokens", b"free_kv_tokens", "max_num_seqs", b"max_num_seqs", "num_running", b"num_running", "num_waiting", b"num_waiting", "step_seconds", b"step_seconds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -119,7 +119,7 @@ class SliceEndpoints:
             found = await read(namespace, label_selector=selector)
         slices = {_name(item): item for item in found.items}
         show(slices.values())
-        version, seconds = found.metadata.resource_version if found.metadata else None, self._config.list_interval
+        version, seconds = found.metadata.resource_version if found.metadata else None, self._config.list_interval_s
         with suppress(TimeoutError, aiohttp.ClientError):  # the next list says whether the server is away
             async with asyncio.timeout(seconds), Watch() as watch:
                 async for event in watch.stream(

@@ -80,10 +80,10 @@ class WorkerProbe:
             identity = self._peers.identity
             async with self._peers.open_channel(self._endpoint.address) as channel:
                 steps = (partial(self._watch, channel), partial(self._ask, channel))
-                tasks = [asyncio.create_task(forever(self._config.probe_interval, step)) for step in steps]
+                tasks = [asyncio.create_task(forever(self._config.probe_interval_s, step)) for step in steps]
                 try:
                     while self._peers.identity is identity or channel.get_state() is grpc.ChannelConnectivity.READY:
-                        await asyncio.sleep(self._config.probe_interval)
+                        await asyncio.sleep(self._config.probe_interval_s)
                 finally:
                     await asyncio.gather(*map(stop, tasks))
 
@@ -99,12 +99,12 @@ class WorkerProbe:
     async def _ask(self, channel: grpc.aio.Channel) -> None:
         """Ask for the worker's state. One that is not there is left at once, one that is slow after a while."""
         try:
-            answer = await WorkerStub(channel).Status(worker_pb2.StatusRequest(), timeout=self._config.probe_timeout)
+            answer = await WorkerStub(channel).Status(worker_pb2.StatusRequest(), timeout=self._config.probe_timeout_s)
             self._hear(statuses_from_message(answer, self._endpoint.address))
         except InvalidRequest as error:
             self._leave(str(error))
         except grpc.aio.AioRpcError as error:
-            late = time.monotonic() - self._answered_at > self._config.forget_after
+            late = time.monotonic() - self._answered_at > self._config.stale_after_s
             if late or error.code() is not grpc.StatusCode.DEADLINE_EXCEEDED:
                 self._leave(f"{error.code().name}: {error.details()}")
 

@@ -69,7 +69,7 @@ class Registry:
 
         await self._attempt(lambda: self._replace(leases[0]()))
         await beat()
-        self._beating = asyncio.create_task(every(self._config.heartbeat, beat), name="heartbeat")
+        self._beating = asyncio.create_task(every(self._config.heartbeat_interval_s, beat), name="heartbeat")
 
     async def withdraw(self) -> None:
         """Stop the heartbeat and remove the leases at once."""
@@ -94,7 +94,7 @@ class Registry:
         self._roles = tuple(dict.fromkeys((*self._roles, *roles)))
         await self._refresh()
         if self._watching is None:
-            self._watching = asyncio.create_task(every(self._config.heartbeat, self._refresh), name="registry")
+            self._watching = asyncio.create_task(every(self._config.heartbeat_interval_s, self._refresh), name="registry")
 
     def known(self, role: Role) -> tuple[Lease, ...]:
         """The last known leases of a watched role."""
@@ -145,7 +145,7 @@ class Registry:
         async with self._redis.pipeline() as pipe:
             for lease in self._published:
                 key = _lease_key(lease.role, lease.incarnation)
-                pipe.set(key, _LEASES.dump_json(lease), px=int(self._config.ttl * 1000))
+                pipe.set(key, _LEASES.dump_json(lease), px=int(self._config.ttl_s * 1000))
                 pipe.sadd(_index_key(lease.role), lease.incarnation)
             await pipe.execute()
 
@@ -180,7 +180,7 @@ class Registry:
             if self._reachable:
                 log.warning("registry %s is away, going on with what is known: %s", masked(self._config.url), error)
             self._reachable = False
-            self._settled_at = time.monotonic() + self._config.ttl
+            self._settled_at = time.monotonic() + self._config.ttl_s
             return None
         if not self._reachable:
             log.info("registry %s is back", masked(self._config.url))
@@ -192,8 +192,8 @@ def _client(config: RegistryConfig) -> Redis:
     try:
         client = Redis.from_url(
             config.url,
-            socket_timeout=config.ttl / 2,
-            socket_connect_timeout=config.ttl / 2,
+            socket_timeout=config.ttl_s / 2,
+            socket_connect_timeout=config.ttl_s / 2,
             retry=Retry(NoBackoff(), 1),
             decode_responses=True,
         )

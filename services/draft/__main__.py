@@ -58,9 +58,16 @@ async def run(config: DraftConfig, host: ServiceRunner = PROCESS) -> None:
     served, read_once = [], cache(read_target)
     for model in config.drafted:
         drafter = build_drafter(
-            model.drafter, model.target, model.head, model.dtype, model.device, model.tree, model.eagle, model.methods
+            model.method,
+            model.model,
+            model.draft_model,
+            model.dtype,
+            model.device,
+            model.tree,
+            model.drafting,
+            model.methods,
         )
-        served.append(Served(drafter, describe(model, drafter, read_once(model.target))))
+        served.append(Served(drafter, describe(model, drafter, read_once(model.model))))
     with telemetry(config.telemetry, "draft") as own:
         await serve_drafters(config, served, DraftTelemetry(own), host)
 
@@ -119,13 +126,13 @@ def describe(model: DraftedModel, drafter: LocalDrafter, target: Target) -> Draf
     needs = drafter.needs
     return DrafterInfo(
         model=ModelInfo(
-            name=model.model,
+            name=model.served_model_name,
             fingerprint=target.fingerprint,
             vocab_size=target.vocab_size,
-            context_length=target.context_length,
-            head_fingerprint=features_digest(model.drafter, model.head),
+            max_model_len=target.context_length,
+            head_fingerprint=features_digest(model.method, model.draft_model),
         ),
-        drafter=model.drafter,
+        method=model.method,
         needs_features=needs.features,
         needs_samples=needs.samples,
         feature_size=needs.feature_size,

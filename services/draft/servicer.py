@@ -25,7 +25,7 @@ class DraftServicer(draft_pb2_grpc.DraftServicer):
 
     async def Describe(self, request: draft_pb2.DescribeRequest, context: Any) -> draft_pb2.DescribeReply:  # noqa: N802
         """What the drafter for this verifier drafts for and with. Raises UnknownModel where there is none."""
-        verified = draft_wire.verified_from_message(request.verified) if request.HasField("verified") else None
+        verified = draft_wire.verified_from_message(request.target) if request.HasField("target") else None
         return draft_wire.drafter_info_to_message(choose(self._workers, verified).info)
 
     async def Speculate(  # noqa: N802
@@ -41,7 +41,7 @@ class DraftServicer(draft_pb2_grpc.DraftServicer):
         opening = await self._opening(request_iterator)
         if opening is None:
             return
-        worker = choose(self._workers, opening.verified)
+        worker = choose(self._workers, opening.target)
         replies: asyncio.Queue[DraftReply | None] = asyncio.Queue()
 
         def deliver(reply: DraftReply | None) -> None:

@@ -37,9 +37,11 @@ def admit(commit: Commit[TensorBytes], session: str, info: DrafterInfo) -> Draft
     one cannot make.
     """
     if commit.proposal == "sampled" and not info.can_sample:
-        raise InvalidRequest(f"drafter {info.drafter} cannot draw trees from its own law; ask for a deterministic proposal")
-    if commit.base < 0 or not commit.tokens:
-        raise InvalidRequest(f"commit of {len(commit.tokens)} tokens at length {commit.base}; send at least one, from 0 on")
+        raise InvalidRequest(f"drafter {info.method} cannot draw trees from its own law; ask for a deterministic proposal")
+    if commit.start_position < 0 or not commit.tokens:
+        raise InvalidRequest(
+            f"commit of {len(commit.tokens)} tokens at length {commit.start_position}; send at least one, from 0 on"
+        )
     for token in (*commit.tokens, *commit.samples):
         if not 0 <= token < info.model.vocab_size:
             raise InvalidRequest(f"token {token} lies outside [0, {info.model.vocab_size})")
@@ -47,7 +49,7 @@ def admit(commit: Commit[TensorBytes], session: str, info: DrafterInfo) -> Draft
     return Commit(
         session=session,
         epoch=commit.epoch,
-        base=commit.base,
+        start_position=commit.start_position,
         tokens=commit.tokens,
         features=_features(commit, info) if info.needs_features else None,
         noise=commit.noise,
@@ -59,10 +61,12 @@ def admit(commit: Commit[TensorBytes], session: str, info: DrafterInfo) -> Draft
 
 
 def _features(commit: Commit[TensorBytes], info: DrafterInfo) -> Tensor:
-    shape = (commit.committed - 1 - max(commit.base - 1, 0), info.feature_size)
+    shape = (commit.committed_length - 1 - max(commit.start_position - 1, 0), info.feature_size)
     if commit.features is None or commit.features.shape != shape:
         given = list(commit.features.shape) if commit.features else "none"
-        raise InvalidRequest(f"features are {given}; length {commit.base} to {commit.committed} needs {list(shape)}")
+        raise InvalidRequest(
+            f"features are {given}; length {commit.start_position} to {commit.committed_length} needs {list(shape)}"
+        )
     return tensor_from_bytes(commit.features)
 
 
@@ -75,7 +79,7 @@ def choose(workers: Sequence[DraftWorker], verified: TargetInfo | None) -> Draft
         return workers[0]
     fitting = [worker for worker in workers if verified and verified.is_drafted_by(worker.info.model)]
     if not fitting:
-        there_is = "; ".join(f"{worker.info.drafter} for {_named(worker.info.model)}" for worker in workers)
+        there_is = "; ".join(f"{worker.info.method} for {_named(worker.info.model)}" for worker in workers)
         if verified is None:
             raise UnknownModel(
                 f"this service has several drafters, and the verifier does not say what it serves: {there_is}"
@@ -94,7 +98,7 @@ def check_distinct(drafters: Sequence[DrafterInfo]) -> None:
         key = (info.model.fingerprint, info.model.head_fingerprint)
         if key in seen:
             raise ConfigError(
-                f"drafters {seen[key].drafter} and {info.drafter} are both for {_named(info.model)}; no verifier could tell "
+                f"drafters {seen[key].method} and {info.method} are both for {_named(info.model)}; no verifier could tell "
                 "them apart. Leave one out, or run it in a service of its own"
             )
         seen[key] = info
@@ -321,12 +325,12 @@ def _answer(job: _Job, answers: Sequence[tuple[_Row, Draft]], draft_ms: float) -
         job.stream.deliver(None)
     elif job.request.commits:
         trees = tuple(
-            SessionTree(row.session, row.context.epoch, row.context.committed, draft)
+            SessionTree(row.session, row.context.epoch, row.context.committed_length, draft)
             for row, draft in answers
             if isinstance(draft, DraftTree) and row.context.budget.wants_tree
         )
         refusals = tuple(
-            ResyncRequired(row.session, row.context.epoch, draft.have)
+            ResyncRequired(row.session, row.context.epoch, draft.committed_length)
             for row, draft in answers
             if isinstance(draft, ResyncRequired)
         )

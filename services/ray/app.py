@@ -36,7 +36,7 @@ def build(args: Mapping[str, Any]) -> Application:
 
 def _verifier(config: RayConfig) -> Application:
     pool, own = config.pools.verifier, config.verifier
-    gpus = num_gpus(pool, own.device, own.engine.tensor_parallel)
+    gpus = num_gpus(pool, own.device, own.engine.tensor_parallel_size)
     policy = AutoscalingPolicy(policy_function=VerifierPolicy, policy_kwargs=_watching(pool))
     options = _options(pool, policy, own.server, gpus)
     return serve.deployment(name="Verifier", graceful_shutdown_wait_loop_s=_LOOK_SECONDS, **options)(Verifier).bind(
@@ -50,7 +50,7 @@ def _draft(config: RayConfig, own: DraftConfig) -> Application:
     policy = AutoscalingPolicy(policy_function=DraftPolicy, policy_kwargs=kwargs)
     options = _options(pool, policy, own.server, num_gpus(pool, own.device))
     deploy = serve.deployment(name="Draft", graceful_shutdown_wait_loop_s=_LOOK_SECONDS, **options)
-    return deploy(Draft).bind(own, config.environment, config.verifier.link.deadline)
+    return deploy(Draft).bind(own, config.environment, config.verifier.draft_client.draft_timeout_s)
 
 
 def _router(config: RayConfig, workers: Sequence[Application]) -> Application:

@@ -57,7 +57,7 @@ class RouterPoolConfig(PoolConfig):
 
 @dataclass(frozen=True)
 class DraftPoolConfig(PoolConfig):
-    """late_share: the share of answers later than the verifiers wait (link.deadline) at which drafters count as full."""
+    """late_share: the share of answers later than the verifiers wait (draft_client.draft_timeout_s) at which drafters count as full."""
 
     late_share: float = 0.1
 
@@ -102,7 +102,7 @@ class RayConfig:
 
     def __post_init__(self) -> None:
         require(
-            not self.router.tls.certificate,
+            not self.router.tls.cert_file,
             "router.tls is not for Ray, whose proxies are the doors; give Serve's http_options the certificate",
         )
         for name, config in (("router", self.router), ("verifier", self.verifier), ("draft", self.draft)):
@@ -128,7 +128,7 @@ def on_node(config: ConfigT, names: EnvironmentConfig, host: str, environment: M
     port = None if config.telemetry.metrics_port is None else 0
     return replace(
         config,
-        server=replace(config.server, host=host, port=0, advertise="", zone=zone),
+        server=replace(config.server, host=host, port=0, advertise_host="", zone=zone),
         registry=replace(config.registry, url=url),
         telemetry=replace(config.telemetry, metrics_port=port),
     )
@@ -136,7 +136,7 @@ def on_node(config: ConfigT, names: EnvironmentConfig, host: str, environment: M
 
 def drain_seconds(config: ServerConfig) -> int:
     """How long Serve must wait for a replica that it stops."""
-    return math.ceil(config.linger_seconds + config.drain_seconds + _GRACE)
+    return math.ceil(config.shutdown_delay_s + config.graceful_shutdown_timeout_s + _GRACE)
 
 
 def num_gpus(pool: PoolConfig, device: str, num_ranks: int = 1) -> float:

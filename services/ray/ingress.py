@@ -109,7 +109,7 @@ class Router:
         by their leases. Raises ConfigError, which Serve shows."""
         configure_logging(config.telemetry.log_format)
         here = on_node(config, names, get_node_ip_address())
-        self._keys = load_keys(here.keys)
+        self._keys = load_keys(here.api_keys)
         self._stack = AsyncExitStack()
         self._core = await self._stack.enter_async_context(build_router(here, self._keys, _NoHealth()))
         await self._core.presence.enter("")

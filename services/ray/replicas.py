@@ -95,7 +95,7 @@ class Verifier(WorkerReplica):
         here = on_node(config, names, get_node_ip_address())
         self._hosted = HostedService()
         await self._hosted.start(lambda host: run(here, host))
-        self._signals = VerifierSignals(prometheus_client.REGISTRY, config.model, config.engine.max_running)
+        self._signals = VerifierSignals(prometheus_client.REGISTRY, config.served_model_name, config.engine.max_num_seqs)
 
 
 class Draft(WorkerReplica):

@@ -15,7 +15,7 @@ from eyas.v1.generation_pb2_grpc import add_GenerationServicer_to_server
 
 async def run(config: RouterConfig) -> None:
     """Serve until told to stop."""
-    keys = load_keys(config.keys)
+    keys = load_keys(config.api_keys)
     server = RpcServer(config.server, [ApiKeyInterceptor(keys)], server_credentials(config.tls))
     async with build_router(config, keys, server) as core:
         add_GenerationServicer_to_server(RouterServicer(core.front), server.aio)

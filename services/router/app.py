@@ -48,11 +48,11 @@ async def build_router(config: RouterConfig, keys: ApiKeys, health: Health) -> A
         observer, registry = RouterTelemetry(own), session_registry(config.discovery, config.registry)
         peers = Peers(config.peers)
         discovery = build_discovery(config.discovery, registry, peers)
-        workers = WorkerPool(discovery, config.placement, config.ejection, config.server.zone, peers)
+        workers = WorkerPool(discovery, config.routing, config.outlier_detection, config.server.zone, peers)
         observer.watch(discovery.known)
-        relay = Dispatcher(workers, SessionMap(registry), config.stall_timeout, observer)
-        front = GenerationService(tokenizers, workers, relay, config.request_timeout, observer)
-        presence = RouterRegistration(health, discovery, workers, config.registry.heartbeat / 4, registry)
+        relay = Dispatcher(workers, SessionMap(registry), config.stall_timeout_s, observer)
+        front = GenerationService(tokenizers, workers, relay, config.request_timeout_s, observer)
+        presence = RouterRegistration(health, discovery, workers, config.registry.heartbeat_interval_s / 4, registry)
         try:
             yield RouterApp(front, build_app(front, templates, presence, keys, observer), presence)
         finally:

@@ -57,7 +57,7 @@ class _RetryState:
             prompt_logprobs=None if num_done else request.sampling.prompt_logprobs,
         )
         prompt_ids = (*request.prompt_ids, *self.token_ids)
-        request = replace(request, prompt_ids=prompt_ids, sampling=sampling, emitted=request.emitted + num_done)
+        request = replace(request, prompt_ids=prompt_ids, sampling=sampling, num_emitted=request.num_emitted + num_done)
         drafter = pair.drafter.address if pair.drafter else "" if self.demand.wants_drafter else NO_DRAFTER
         return replace(self.call, request=request, drafter=drafter, fingerprint=pair.verifier.model.fingerprint)
 

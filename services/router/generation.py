@@ -134,7 +134,7 @@ class GenerationService:
         infos = [lease.model for lease in self._workers.fleet().verifiers if lease.model.name == name]
         if not infos:
             raise Unavailable(f"no verifier of model {name!r} is alive; start one or try again later")
-        return max(infos, key=lambda info: info.context_length)
+        return max(infos, key=lambda info: info.max_model_len)
 
     def tokenizer(self, model: str) -> Tokenizer:
         """The tokenizer of a model that `model` has named."""
@@ -160,7 +160,7 @@ class GenerationService:
             prompt_ids=await self._prompt_ids(call, info),
             sampling=call.request.sampling.seeded(),
         )
-        check_fit(request, info.vocab_size, info.context_length)
+        check_fit(request, info.vocab_size, info.max_model_len)
         return replace(call, request=request, prompt_text=None, model=name)
 
     async def encode_rendered(self, info: ModelInfo, text: str) -> tuple[int, ...]:
@@ -220,7 +220,7 @@ async def _encoded(
     tokenizer: Tokenizer, encode: Callable[[str], tuple[int, ...]], text: str, info: ModelInfo
 ) -> tuple[int, ...]:
     """Encodes beside the event loop, and not at all what cannot fit."""
-    if (least := tokenizer.least_tokens(text)) > info.context_length:
-        message = f"prompt of at least {least} tokens exceeds the context of {info.context_length} tokens"
+    if (least := tokenizer.least_tokens(text)) > info.max_model_len:
+        message = f"prompt of at least {least} tokens exceeds the context of {info.max_model_len} tokens"
         raise InvalidRequest(message, "prompt")
     return await asyncio.to_thread(encode, text)

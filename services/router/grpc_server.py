@@ -52,8 +52,8 @@ async def _refuse(request: Any, context: Any) -> NoReturn:
 def server_credentials(config: TlsConfig) -> grpc.ServerCredentials | None:
     """What a gRPC server needs for TLS; None without it. Raises ConfigError for files that cannot be used."""
     return (
-        credentials_of(Certificates("tls.certificate and tls.key", config.certificate, config.key))
-        if config.certificate
+        credentials_of(Certificates("tls.cert_file and tls.key_file", config.cert_file, config.key_file))
+        if config.cert_file
         else None
     )
 

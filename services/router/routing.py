@@ -40,12 +40,12 @@ class LoadBound:
 
 def load_bound(workers: Sequence[Lease], able: Sequence[Lease], busy: Mapping[str, int], config: RoutingConfig) -> LoadBound:
     """The room of `workers`, were all requests and one more shared among the `able` ones, which may not be empty."""
-    sizes = [worker.load.max_running for worker in able]
+    sizes = [worker.load.max_num_seqs for worker in able]
     total, num_busy = (sum(sizes) if all(sizes) else 0), sum(busy[worker.incarnation] for worker in able) + 1
     bounds: dict[str, int] = {}
     for worker in workers:
-        portion = worker.load.max_running / total if total else 1 / len(able)
-        bounds[worker.incarnation] = max(config.least_bound, math.ceil(config.bound * num_busy * portion))
+        portion = worker.load.max_num_seqs / total if total else 1 / len(able)
+        bounds[worker.incarnation] = max(config.min_bound, math.ceil(config.load_factor * num_busy * portion))
     return LoadBound(busy, bounds)
 
 
@@ -125,7 +125,7 @@ def pick(fleet: Fleet, demand: RequestDemand, config: RoutingConfig) -> Pair | N
         drafter = drafting.idleness(verifier)
         value = _score(fleet, demand, config, verifier, room.share(verifier), drafter, verifier is home)
         suspect, full = verifier.incarnation in fleet.suspects, not room.has(verifier)
-        return PairScore(suspect, full, -value, -verifier.load.free_slots, verifier.incarnation)
+        return PairScore(suspect, full, -value, -verifier.load.free_kv_tokens, verifier.incarnation)
 
     verifier = min(verifiers, key=rank)
     return Pair(verifier, drafting.best(verifier))
@@ -137,7 +137,7 @@ def fitting(fleet: Fleet, demand: RequestDemand) -> list[Lease]:
         verifier
         for verifier in fleet.verifiers
         if verifier.model.name == demand.model
-        and demand.num_slots <= verifier.model.context_length
+        and demand.num_slots <= verifier.model.max_model_len
         and verifier.incarnation not in demand.excluded
         and (not demand.fingerprint or verifier.model.fingerprint == demand.fingerprint)
     ]
@@ -148,7 +148,7 @@ def cached_share(fleet: Fleet, demand: RequestDemand, verifier: Lease) -> float:
     if not demand.blocks:
         return 0.0
     sent = fleet.sent.get(verifier.incarnation, NOTHING)
-    known = bisect_left(demand.blocks, True, key=lambda block: block not in verifier.prefixes and block not in sent)
+    known = bisect_left(demand.blocks, True, key=lambda block: block not in verifier.prefix_hashes and block not in sent)
     return known / len(demand.blocks)
 
 
@@ -167,25 +167,29 @@ def _score(
     fleet: Fleet, demand: RequestDemand, config: RoutingConfig, verifier: Lease, load: float, drafter: float, home: bool
 ) -> float:
     """How good a verifier is for the request; each term is a share in [0, 1] times its weight."""
-    value = config.prefix * cached_share(fleet, demand, verifier) - config.load * load + config.drafter * drafter
+    value = (
+        config.prefix_weight * cached_share(fleet, demand, verifier)
+        - config.load_weight * load
+        + config.drafter_weight * drafter
+    )
     if demand.last is not None and demand.last.verifier == verifier.incarnation:
-        value += config.session
+        value += config.session_weight
     if home:
-        value += config.home
+        value += config.hash_weight
     if fleet.zone and fleet.zone == verifier.zone:
-        value += config.zone
-    waiting, missing = verifier.load.num_waiting, demand.num_slots - verifier.load.free_slots
+        value += config.zone_weight
+    waiting, missing = verifier.load.num_waiting, demand.num_slots - verifier.load.free_kv_tokens
     if waiting:
-        value -= config.queue * waiting / (waiting + 1)
+        value -= config.queue_weight * waiting / (waiting + 1)
     if missing > 0:
-        value -= config.slots * missing / demand.num_slots
+        value -= config.kv_weight * missing / demand.num_slots
     return value
 
 
 def _home(demand: RequestDemand, verifiers: Sequence[Lease], config: RoutingConfig) -> Lease | None:
     """Where a hash points a session that will not return to its last verifier."""
-    last = demand.last.verifier if demand.last and config.session > config.home else ""
-    if not demand.session or not config.home or any(verifier.incarnation == last for verifier in verifiers):
+    last = demand.last.verifier if demand.last and config.session_weight > config.hash_weight else ""
+    if not demand.session or not config.hash_weight or any(verifier.incarnation == last for verifier in verifiers):
         return None
     return max(verifiers, key=lambda verifier: hash_weight(demand.session, verifier.incarnation), default=None)
 
@@ -222,10 +226,10 @@ class _DrafterRanking:
 
     def _rank(self, drafter: Lease, verifier: Lease, room: LoadBound) -> PairScore:
         last, config = self._demand.last, self._config
-        value = -config.load * room.share(drafter)
+        value = -config.load_weight * room.share(drafter)
         if last is not None and last.drafter == drafter.incarnation:
-            value += config.session
+            value += config.session_weight
         if drafter.zone and drafter.zone == verifier.zone:
-            value += config.zone
+            value += config.zone_weight
         suspect = drafter.incarnation in self._fleet.suspects
-        return PairScore(suspect, not room.has(drafter), -value, -drafter.load.free_slots, drafter.incarnation)
+        return PairScore(suspect, not room.has(drafter), -value, -drafter.load.free_kv_tokens, drafter.incarnation)

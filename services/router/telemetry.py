@@ -144,7 +144,7 @@ class RequestSpan:
         self.span.set_attributes(
             {
                 "gen_ai.usage.cache_read.input_tokens": sum(one.num_cached_tokens for one in totals),
-                "eyas.rounds": sum(one.num_rounds for one in stats),
+                "eyas.rounds": sum(one.num_verify_steps for one in stats),
                 "eyas.accepted_tokens": sum(one.num_accepted for one in stats),
             }
         )

@@ -66,7 +66,7 @@ class OutlierDetector:
         """A request failed there."""
         record = self._records.setdefault(name, _Record())
         record.num_failures += 1
-        if record.num_failures >= self._config.failures and record.until is None:
+        if record.num_failures >= self._config.consecutive_failures and record.until is None:
             self._eject(record)
 
     def served(self, name: str) -> None:
@@ -88,7 +88,7 @@ class OutlierDetector:
         self._records = {name: self._records[name] for name in names if name in self._records}
 
     def _eject(self, record: _Record) -> None:
-        seconds = min(self._config.seconds * 2**record.num_ejections, self._config.longest)
+        seconds = min(self._config.base_ejection_time_s * 2**record.num_ejections, self._config.max_ejection_time_s)
         record.until = self._clock() + seconds
         record.num_ejections = min(record.num_ejections + 1, 32)
         record.num_failures = 0
@@ -274,7 +274,7 @@ class WorkerPool:
         return {name for name in lost if self._channels[name].identity is not identity}
 
     def _is_stuck(self, verifier: Lease) -> bool:
-        return verifier.load.step_seconds > self._ejection.stuck_seconds
+        return verifier.load.step_seconds > self._ejection.stuck_step_timeout_s
 
     def _give_up(self, verifier: Lease) -> None:
         """Let the requests of a stuck verifier go on elsewhere."""

@@ -47,7 +47,7 @@ async def run(config: VerifierConfig, host: ServiceRunner = PROCESS) -> None:
     if place.rank > 0:
         await follow_rank_0(config, place)
         return
-    ranks = gather_ranks(place, config.target, config.dtype, config.engine.context_length)
+    ranks = gather_ranks(place, config.model, config.dtype, config.engine.max_model_len)
     ranks.watch(end_in_time)
     try:
         with telemetry(config.telemetry, "verifier") as own:
@@ -58,25 +58,25 @@ async def run(config: VerifierConfig, host: ServiceRunner = PROCESS) -> None:
 
 async def lead(config: VerifierConfig, ranks: TargetWorkers, telemetry: Telemetry, host: ServiceRunner) -> None:
     """Serve as rank 0, with the others ready. Raises Unavailable when one of them is gone."""
-    proposal: Proposal = "sampled" if config.engine.rule == "rejection" else "deterministic"
-    drafter = default_drafter(config.drafter, config.head)
-    fuser = build_fuser(drafter, config.head, config.target, config.dtype, config.device)
+    proposal: Proposal = "sampled" if config.engine.acceptance == "rejection" else "deterministic"
+    drafter = default_drafter(config.method, config.draft_model)
+    fuser = build_fuser(drafter, config.draft_model, config.model, config.dtype, config.device)
     needs = DrafterNeeds(features=fuser is not None, samples=True)
-    verified = TargetInfo(target_fingerprint(config.target), features_digest(drafter, config.head))
+    verified = TargetInfo(target_fingerprint(config.model), features_digest(drafter, config.draft_model))
     peers = Peers(config.peers)
-    pool = DraftPool(config.link, needs, proposal, verified, peers) if drafter != NO_DRAFTS else None
-    target = load_model(config.target, fuser, config.dtype, config.device, config.engine, ranks)
-    if fuser is not None and config.probe == "auto" and ranks.size == 1:
-        resolve_wiring(drafter, target, fuser, config.head, config.target, config.dtype, config.device)
+    pool = DraftPool(config.draft_client, needs, proposal, verified, peers) if drafter != NO_DRAFTS else None
+    target = load_model(config.model, fuser, config.dtype, config.device, config.engine, ranks)
+    if fuser is not None and config.validate_head == "auto" and ranks.size == 1:
+        resolve_wiring(drafter, target, fuser, config.draft_model, config.model, config.dtype, config.device)
     engine = assemble_engine(target, fuser, config.engine, config.tree, pool, ranks)
     model = ModelInfo(
-        config.model,
+        config.served_model_name,
         verified.target_fingerprint,
         engine.vocab_size,
-        engine.context_length,
+        engine.max_model_len,
         verified.features_digest,
     )
-    log.info("model %s: vocabulary %d, context %d", model.name, model.vocab_size, model.context_length)
+    log.info("model %s: vocabulary %d, context %d", model.name, model.vocab_size, model.max_model_len)
     server = RpcServer(config.server, credentials=peers.server_credentials)
     with closing(pool) if pool else nullcontext():
         observer = VerifierTelemetry(telemetry, model.name, pool)
@@ -88,7 +88,7 @@ async def lead(config: VerifierConfig, ranks: TargetWorkers, telemetry: Telemetr
             registry, zone = lease_registry(config.discovery, config.registry), config.server.zone
             worker = WorkerRegistration(server, registry, "verifier", model, lambda: loop.load, zone, lambda: loop.prefixes)
             discovery = build_discovery(config.discovery, registry, peers)
-            presence = _following(worker, discovery, model, pool, config.registry.heartbeat) if pool else worker
+            presence = _following(worker, discovery, model, pool, config.registry.heartbeat_interval_s) if pool else worker
             names = [generation_pb2.DESCRIPTOR.services_by_name["Generation"].full_name, WORKER_SERVICE]
             await serve(server, names, config.server, presence, host=host)
         for stats in pool.stats if pool else ():

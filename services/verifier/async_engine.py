@@ -214,4 +214,4 @@ class AsyncEngine:
 
 def _load(engine: Engine) -> Load:
     load = engine.load
-    return Load(load.num_running, load.num_waiting, load.free_slots, engine.max_running)
+    return Load(load.num_running, load.num_waiting, load.free_kv_tokens, engine.max_running)

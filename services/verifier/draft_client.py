@@ -78,10 +78,10 @@ def _on_host(contexts: Sequence[DraftContext]) -> list[DraftContext]:
 
 def _pieces(context: DraftContext, max_tokens: int) -> Iterator[Commit[TensorBytes]]:
     """A cut at token i leaves the features before it to the left: those of the positions up to the left root's."""
-    origin = max(context.base - 1, 0)
+    origin = max(context.start_position - 1, 0)
     for start in range(0, len(context.tokens), max_tokens):
         tokens = context.tokens[start : start + max_tokens]
-        base, last = context.base + start, start + max_tokens >= len(context.tokens)
+        base, last = context.start_position + start, start + max_tokens >= len(context.tokens)
         features = None
         if context.features is not None:
             rows = context.features[max(base - 1, 0) - origin : base + len(tokens) - 1 - origin]
@@ -89,7 +89,7 @@ def _pieces(context: DraftContext, max_tokens: int) -> Iterator[Commit[TensorByt
         yield Commit(
             session=context.session,
             epoch=context.epoch,
-            base=base,
+            start_position=base,
             tokens=tokens,
             features=features,
             noise=context.noise,
@@ -270,24 +270,26 @@ class DraftConnection:
 
     def _describe(self, stub: draft_pb2_grpc.DraftStub) -> DrafterInfo:
         verified = self._verified
-        request = draft_pb2.DescribeRequest(verified=draft_wire.verified_to_message(verified) if verified else None)
+        request = draft_pb2.DescribeRequest(target=draft_wire.verified_to_message(verified) if verified else None)
         info = draft_wire.drafter_info_from_message(stub.Describe(request, timeout=_DESCRIBE_SECONDS, wait_for_ready=True))
         if verified and not verified.is_drafted_by(info.model):
-            raise ConfigError(f"drafter {info.drafter} is for {info.model}, which is not {verified}")
+            raise ConfigError(f"drafter {info.method} is for {info.model}, which is not {verified}")
         lacking = DrafterNeeds(
             info.needs_features and not self._needs.features, info.needs_samples and not self._needs.samples
         )
         if lacking.features or lacking.samples:
-            raise ConfigError(f"drafter {info.drafter} needs what this verifier does not collect: {lacking}")
+            raise ConfigError(f"drafter {info.method} needs what this verifier does not collect: {lacking}")
         if self._proposal == "sampled" and not info.can_sample:
-            raise ConfigError(f"drafter {info.drafter} cannot draw trees from its own law, as engine.rule rejection needs")
+            raise ConfigError(
+                f"drafter {info.method} cannot draw trees from its own law, as engine.acceptance rejection needs"
+            )
         return info
 
     def _converse(self, stub: draft_pb2_grpc.DraftStub, info: DrafterInfo) -> None:
         stream = Stream(info)
-        stream.send(DraftRequest(0, verified=self._verified))
+        stream.send(DraftRequest(0, target=self._verified))
         call = stub.Speculate(iter(stream.outbox.get, None))
-        log.info("drafts come from %s (%s)", self._address, info.drafter)
+        log.info("drafts come from %s (%s)", self._address, info.method)
         self.stream = stream
         try:
             for message in call:
@@ -344,12 +346,12 @@ class RemoteDrafter:
         self.needs = needs
         self.can_sample = proposal == "sampled"
         self._config = config
-        self._breaker = CircuitBreaker(config.max_failures, config.reset, throw_new_error_on_trip=False)
+        self._breaker = CircuitBreaker(config.breaker_max_failures, config.breaker_reset_s, throw_new_error_on_trip=False)
         self._trips = RoundTrips()
         self._steps = count(1)
         self._changed = threading.Condition()
         self._round: PendingRound | None = None
-        self._rest = config.reset
+        self._rest = config.breaker_reset_s
         self._resting_until = 0.0
         self._num_drafted = 0
         self._num_accepted = 0
@@ -397,7 +399,7 @@ class RemoteDrafter:
         return partial(self._answers, self.send(contexts))
 
     def _answers(self, round_: PendingRound) -> list[Draft]:
-        return self.collect(round_, time.monotonic() + self._config.deadline)
+        return self.collect(round_, time.monotonic() + self._config.draft_timeout_s)
 
     def send(self, contexts: Sequence[DraftContext]) -> PendingRound:
         """Send the commits of one step without waiting; hand the Round to `collect` before the next `send`.
@@ -416,7 +418,7 @@ class RemoteDrafter:
             contexts = [replace(context, features=None) for context in contexts]
         if not stream.info.needs_samples:
             contexts = [replace(context, samples=()) for context in contexts]
-        requests = [DraftRequest(next(self._steps), tuple(c)) for c in pack(contexts, self._config.chunk_tokens)]
+        requests = [DraftRequest(next(self._steps), tuple(c)) for c in pack(contexts, self._config.max_message_tokens)]
         round_.steps = {r.step for r in requests if any(commit.budget.wants_tree for commit in r.commits)}
         with self._changed:
             self._round = round_
@@ -463,7 +465,7 @@ class RemoteDrafter:
         """Leave the drafter alone, twice as long as the last time if no round has been answered since."""
         self._breaker.reset_timeout = self._rest
         self._resting_until = time.monotonic() + self._rest
-        self._rest = min(2 * self._rest, max(MAX_REST, self._config.reset))
+        self._rest = min(2 * self._rest, max(MAX_REST, self._config.breaker_reset_s))
 
     def _wait(self, round_: PendingRound, deadline: float) -> None:
         with self._changed:
@@ -476,7 +478,7 @@ class RemoteDrafter:
         round_.seconds = round_.answered_at - round_.sent_at
         round_.draft_seconds = max(reply.draft_ms for reply in round_.replies) / 1000
         self._trips.answered(round_.seconds)
-        self._rest = self._config.reset
+        self._rest = self._config.breaker_reset_s
 
     # Below: the link's thread only.
 
@@ -501,7 +503,7 @@ def _sort_in(round_: PendingRound) -> None:
     """
     indices = {context.session: i for i, context in enumerate(round_.contexts) if context.budget.wants_tree}
     for reply in round_.replies:
-        answers: list[SessionTree | ResyncRequired] = [*reply.trees, *reply.refusals]
+        answers: list[SessionTree | ResyncRequired] = [*reply.trees, *reply.resyncs]
         for answer in answers:
             index = indices.get(answer.session)
             if index is not None and round_.drafts[index] is None and answer.epoch == round_.contexts[index].epoch:
@@ -511,4 +513,4 @@ def _sort_in(round_: PendingRound) -> None:
 def _draft(answer: SessionTree | ResyncRequired, context: DraftContext) -> Draft:
     if isinstance(answer, ResyncRequired):
         return answer
-    return answer.tree if answer.committed == context.committed else None
+    return answer.tree if answer.committed_length == context.committed_length else None

@@ -173,7 +173,7 @@ class DraftPool:
         rounds: Mapping[RemoteDrafter, PendingRound],
     ) -> list[Draft]:
         drafts: list[Draft] = [None] * len(contexts)
-        deadline = time.monotonic() + self._config.deadline
+        deadline = time.monotonic() + self._config.draft_timeout_s
         for link, round_ in rounds.items():
             for i, draft in zip(indices[link], link.collect(round_, deadline), strict=True):
                 drafts[i] = draft

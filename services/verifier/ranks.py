@@ -67,9 +67,9 @@ END_SECONDS = 15
 def place_of(config: VerifierConfig, environment: Mapping[str, str] = os.environ) -> RankInfo:
     """Where this process stands. Without RANK it is rank 0 and starts the others itself.
 
-    Raises ConfigError for an environment that is incomplete or does not fit `engine.tensor_parallel`.
+    Raises ConfigError for an environment that is incomplete or does not fit `engine.tensor_parallel_size`.
     """
-    size = config.engine.tensor_parallel
+    size = config.engine.tensor_parallel_size
     if "RANK" not in environment or size == 1:
         return RankInfo(0, size, config.device)
     try:
@@ -78,7 +78,7 @@ def place_of(config: VerifierConfig, environment: Mapping[str, str] = os.environ
     except (KeyError, ValueError) as error:
         raise ConfigError(f"RANK is set, so WORLD_SIZE, MASTER_ADDR and MASTER_PORT must be too: {error}") from error
     if world != size or not 0 <= rank < size:
-        raise ConfigError(f"rank {rank} of WORLD_SIZE {world} does not fit engine.tensor_parallel {size}")
+        raise ConfigError(f"rank {rank} of WORLD_SIZE {world} does not fit engine.tensor_parallel_size {size}")
     device = f"cuda:{local_rank}" if config.device == "cuda" else config.device
     kept = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     return RankInfo(rank, size, device, address, port, kept)
@@ -104,7 +104,7 @@ async def follow_rank_0(config: VerifierConfig, place: RankInfo) -> None:
     address = await server.start(())
     log.info("rank %d of %d; health is served on %s", place.rank, place.size, address)
     try:
-        await asyncio.to_thread(follow, config.target, config.dtype, config.engine.context_length, place, ready)
+        await asyncio.to_thread(follow, config.model, config.dtype, config.engine.max_model_len, place, ready)
     finally:
         await server.set_serving(False)
         await server.stop(0)

@@ -137,9 +137,9 @@ class RequestTrace:
             self._first, self.num_cached = now, chunk.num_cached
             if self.traced:
                 self._decode = self._tracer.start_span("decode", below(self.span), start_time=now)
-        elif self.traced and chunk.round is not None:
+        elif self.traced and chunk.verify_step is not None:
             self._num_rounds += 1
-            step = _Step(now, chunk.round, report, times)
+            step = _Step(now, chunk.verify_step, report, times)
             self._steps.append(step)
             with self._ending:
                 self._end_round(now, step)
@@ -254,7 +254,7 @@ class VerifierTelemetry:
         tracer = self._telemetry.tracer
         told = {"eyas.request.id": request.id, "gen_ai.request.model": self._model}
         span = tracer.start_span("serve", context_of(trace), SpanKind.SERVER, told)
-        track = self._tracks[request.id] = RequestTrace(tracer, span, self._telemetry.config.round_span_ratio)
+        track = self._tracks[request.id] = RequestTrace(tracer, span, self._telemetry.config.step_span_ratio)
         status = grpc.StatusCode.OK
         with request_log(request.id, span):
             try:
@@ -291,8 +291,8 @@ class VerifierTelemetry:
 
     def _note(self, now: int, report: StepReport, chunk: Chunk) -> None:
         times = None
-        if self._pool is not None and chunk.round is not None and chunk.round.drafted:
-            times = self._pool.verified(chunk.request_id, chunk.round)
+        if self._pool is not None and chunk.verify_step is not None and chunk.verify_step.drafted:
+            times = self._pool.verified(chunk.request_id, chunk.verify_step)
             if times is not None:
                 self._trip.observe(times.round_trip)
         if track := self._tracks.get(chunk.request_id):
@@ -304,12 +304,12 @@ class VerifierTelemetry:
         self._generated.inc(num_generated)
         if report.preempted:
             self._preemptions.inc(len(report.preempted))
-        if not stats.num_rounds:
+        if not stats.num_verify_steps:
             return
         self._wait.observe(report.wait)
         num_drafts = stats.offered_by_depth[0] if stats.offered_by_depth else 0
         self._round_tokens.inc(stats.num_emitted)
-        self._plain_rounds.inc(stats.num_rounds - num_drafts)
+        self._plain_rounds.inc(stats.num_verify_steps - num_drafts)
         if num_drafts:
             self._tree_rounds.inc(num_drafts)
             self._drafts.inc(num_drafts)
@@ -335,13 +335,13 @@ class VerifierTelemetry:
 
 
 def _load_readings(load: EngineLoad, model: str) -> list[MetricSample]:
-    used = load.num_slots - load.free_slots
+    used = load.num_kv_tokens - load.free_kv_tokens
     return [
         MetricSample(catalog.VLLM_RUNNING, load.num_running, (model,)),
         MetricSample(catalog.VLLM_WAITING, load.num_waiting, (model,)),
-        MetricSample(catalog.VLLM_CACHE, used / load.num_slots if load.num_slots else 0.0, (model,)),
+        MetricSample(catalog.VLLM_CACHE, used / load.num_kv_tokens if load.num_kv_tokens else 0.0, (model,)),
         MetricSample(catalog.VERIFIER_SLOTS, used, ("used",)),
-        MetricSample(catalog.VERIFIER_SLOTS, load.free_slots, ("free",)),
-        MetricSample(catalog.VERIFIER_SLOTS, load.queued_slots, ("queued",)),
-        MetricSample(catalog.VERIFIER_CACHED_SLOTS, load.cached_slots),
+        MetricSample(catalog.VERIFIER_SLOTS, load.free_kv_tokens, ("free",)),
+        MetricSample(catalog.VERIFIER_SLOTS, load.queued_kv_tokens, ("queued",)),
+        MetricSample(catalog.VERIFIER_CACHED_SLOTS, load.cached_kv_tokens),
     ]

@@ -39,7 +39,7 @@ class BigramDrafter(LocalDrafter):
             if len(tree) + width > context.budget.max_nodes:
                 break
             laws[node] = self._law(tree.tokens[node], context)
-            position = context.committed + tree.depths[node]
+            position = context.committed_length + tree.depths[node]
             siblings = self._siblings(laws[node], width, context.noise.seed, position)
             tokens, parents = (*tree.tokens, *siblings), (*tree.parents, *[node] * width)
             tree = DraftTree(tokens, parents, (0.0,) * len(tokens))

@@ -19,7 +19,7 @@ from tests.acceptance.sampling_drafters import BigramDrafter, Disguised, bigram_
 from tests.engine.drafters import RandomDrafter
 from tests.methods import Case
 
-TREE = TreeConfig(nodes=12, depth=3, width=4)
+TREE = TreeConfig(num_draft_tokens=12, num_steps=3, top_k=4)
 PROMPT = (7, 8, 9)
 PARAMS = SamplingParams(max_tokens=20, temperature=0.9, ignore_eos=True)
 FILTERED = replace(PARAMS, temperature=1.2, top_k=20, top_p=0.9)
@@ -39,7 +39,7 @@ def make_engine(
 ) -> Engine:
     """features: the method whose features are collected."""
     fuser = Case(features, target, head).fuser()
-    config = EngineConfig(num_slots=8192, max_running=256, max_waiting=2000, rule=rule)
+    config = EngineConfig(max_kv_tokens=8192, max_num_seqs=256, max_queued_requests=2000, acceptance=rule)
     return assemble_engine(load_target(target, taps=fuser.taps if fuser else ()), fuser, config, TREE, drafter)
 
 
@@ -176,7 +176,7 @@ def test_a_drafter_that_cannot_sample_is_refused_at_the_start(tiny_target: str, 
 
 def test_an_unknown_rule_is_refused_by_name() -> None:
     with pytest.raises(ConfigError, match="rule is 'typical'; it must be one of match, rejection"):
-        EngineConfig(rule="typical")  # type: ignore[arg-type]
+        EngineConfig(acceptance="typical")  # type: ignore[arg-type]
 
 
 def test_a_sampling_drafter_is_not_told_the_targets_noise(tiny_target: str, tiny_head: str) -> None:

@@ -16,7 +16,7 @@ from eyas.request import GenerationStats
 
 def timed(task: str, seconds: float, tokens: tuple[int, ...], rounds: int = 0) -> TimedRun:
     stats = GenerationStats()
-    stats.num_rounds, stats.num_emitted, stats.num_drafted = rounds, len(tokens), rounds
+    stats.num_verify_steps, stats.num_emitted, stats.num_drafted = rounds, len(tokens), rounds
     return TimedRun(task, Run(seconds, (tokens,), stats), draft_seconds=0.01 * rounds)
 
 

@@ -63,7 +63,9 @@ def test_a_spread_is_shown_as_median_and_range(values: tuple[float, ...], text: 
 
 
 def run(seconds: float, *outputs: tuple[int, ...]) -> Run:
-    return Run(seconds, outputs, GenerationStats(num_rounds=2, num_emitted=5, offered_by_depth=[2], accepted_by_depth=[1]))
+    return Run(
+        seconds, outputs, GenerationStats(num_verify_steps=2, num_emitted=5, offered_by_depth=[2], accepted_by_depth=[1])
+    )
 
 
 def test_a_comparison_takes_ratios_batch_by_batch() -> None:

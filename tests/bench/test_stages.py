@@ -46,7 +46,7 @@ class ChainDrafter(LocalDrafter):
 def make_engine(target: str, clock: Clock) -> Engine:
     model = load_target(target)
     model.model.register_forward_hook(lambda *_: clock.move(FORWARD))
-    engine = assemble_engine(model, None, EngineConfig(num_slots=256), TreeConfig(2, 1, 1), ChainDrafter(clock))
+    engine = assemble_engine(model, None, EngineConfig(max_kv_tokens=256), TreeConfig(2, 1, 1), ChainDrafter(clock))
     for name in ("a", "b"):
         engine.submit(Request(name, (5, 6, 7), SamplingParams(8, 0.0, seed=0, ignore_eos=True)))
     return engine

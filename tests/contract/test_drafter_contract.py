@@ -46,7 +46,9 @@ def drafter(request: pytest.FixtureRequest, tiny_target: str, tiny_head: str) ->
     info = DrafterInfo(ModelInfo("tiny", "f", VOCAB, 256), name, needs.features, needs.samples, HIDDEN, local.can_sample)
     with (
         serving(local, info) as address,
-        closing(RemoteDrafter(address, needs, DraftClientConfig(deadline=30, chunk_tokens=5), proposal)) as remote,
+        closing(
+            RemoteDrafter(address, needs, DraftClientConfig(draft_timeout_s=30, max_message_tokens=5), proposal)
+        ) as remote,
     ):
         eventually(lambda: remote.up)
         yield remote

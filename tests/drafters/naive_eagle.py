@@ -102,15 +102,15 @@ class NaiveEagle:
         root = self.state(pairs)
         nodes: list[Node] = []
         frontier = [Node(tokens[-1], -1, 0, 0.0, root, [])]
-        for depth in range(1, shape.depth + 1):
+        for depth in range(1, shape.num_steps + 1):
             level = []
             for node in frontier:
                 scores = self.scores(node.state, noise, len(tokens) + depth - 1, scale)
-                best = sorted(range(len(scores)), key=lambda t: (-scores[t], t))[: shape.width]
+                best = sorted(range(len(scores)), key=lambda t: (-scores[t], t))[: shape.top_k]
                 parent = next((i for i, other in enumerate(nodes) if other is node), -1)
                 level += [Node(self.ids[b], parent, depth, node.score + scores[b], node.state, node.path) for b in best]
             nodes += level
-            frontier = sorted(level, key=lambda node: -node.score)[: shape.width]  # stable: ties keep their order
+            frontier = sorted(level, key=lambda node: -node.score)[: shape.top_k]  # stable: ties keep their order
             for node in frontier:
                 self._expand(node, pairs)
         return nodes

@@ -18,8 +18,8 @@ from eyas.models.heads.eagle_loader import load_head
 from eyas.request import NoiseKey
 from eyas.tree import DraftTree
 
-SHAPE = TreeConfig(nodes=8, depth=3, width=3)
-AHEAD = DraftAheadConfig(rows=24, children=24, levels=7)
+SHAPE = TreeConfig(num_draft_tokens=8, num_steps=3, top_k=3)
+AHEAD = DraftAheadConfig(top_k=24, num_candidates=24, num_steps=7)
 BUDGET = TreeBudget(8, 3)
 NOISES = [NoiseKey(0), NoiseKey(9, 0.8), NoiseKey(2**64 - 1, 1.2, top_k=9, top_p=0.9)]
 
@@ -43,7 +43,7 @@ class FixedExpansion:
 
 
 def make(target: str, head: str) -> EagleDrafter:
-    return EagleDrafter(load_head(head, target), SHAPE, DraftingConfig(num_slots=2048))
+    return EagleDrafter(load_head(head, target), SHAPE, DraftingConfig(max_kv_tokens=2048))
 
 
 def session(name: str, length: int, noise: NoiseKey = NOISES[0]) -> Commit[torch.Tensor]:
@@ -54,8 +54,8 @@ def session(name: str, length: int, noise: NoiseKey = NOISES[0]) -> Commit[torch
 
 def going_on(last: Commit[torch.Tensor], tokens: Sequence[int]) -> Commit[torch.Tensor]:
     """The commit after `last` that brings `tokens`."""
-    features = torch.randn(len(tokens), 32, generator=torch.Generator().manual_seed(last.committed))
-    return replace(last, base=last.committed, tokens=tuple(tokens), features=features)
+    features = torch.randn(len(tokens), 32, generator=torch.Generator().manual_seed(last.committed_length))
+    return replace(last, start_position=last.committed_length, tokens=tuple(tokens), features=features)
 
 
 def work(drafter: DraftAheadDrafter) -> None:
@@ -166,7 +166,7 @@ def test_gaps_epochs_and_releases_are_those_of_the_drafter_beneath(tiny_target: 
     work(drafter)
     hit = going_on(first, outcome(tree))  # type: ignore[arg-type]
     assert drafter.propose([hit])[0].grown_ahead  # type: ignore[union-attr]
-    assert drafter.propose([replace(hit, base=hit.base + 40)]) == [ResyncRequired("a", 0, 9)]
+    assert drafter.propose([replace(hit, start_position=hit.start_position + 40)]) == [ResyncRequired("a", 0, 9)]
     assert isinstance(drafter.propose([hit])[0], DraftTree), "a resend from there is taken"
     work(drafter)
     assert drafter.propose([replace(hit, epoch=1)]) == [ResyncRequired("a", 1, 0)]
@@ -187,7 +187,7 @@ def test_what_filters_leave_no_chance_takes_no_node_of_a_cut(tiny_target: str, t
     assert isinstance(ahead, DraftTree)
     assert ahead.grown_ahead
     assert np.isfinite(ahead.log_probs).all()
-    assert ahead.num_drafted == ahead.depth == SHAPE.depth, "a chain, one token at each node being left"
+    assert ahead.num_drafted == ahead.num_steps == SHAPE.num_steps, "a chain, one token at each node being left"
 
 
 def test_a_session_whose_trees_are_drawn_is_not_grown_ahead(tiny_target: str, tiny_head: str) -> None:
@@ -199,11 +199,11 @@ def test_a_session_whose_trees_are_drawn_is_not_grown_ahead(tiny_target: str, ti
 
 
 def test_a_union_works_ahead_as_its_sides_do(tiny_target: str, tiny_head: str) -> None:
-    eagle = DraftingConfig(num_slots=2048, ahead=AHEAD)
+    eagle = DraftingConfig(max_kv_tokens=2048, draft_ahead=AHEAD)
     union = build_drafter("eagle3+prompt_lookup", tiny_target, tiny_head, "float32", "cpu", SHAPE, eagle)
     first = session("a", 9)
     union.propose([first])
-    for _ in range(AHEAD.levels):
+    for _ in range(AHEAD.num_steps):
         assert union.work_ahead()
     while union.work_ahead():
         pass
@@ -225,6 +225,6 @@ def test_a_sampled_proposal_is_never_taken_from_what_was_grown(tiny_target: str,
 
 
 def test_more_children_than_the_head_knows_tokens_are_refused(tiny_target: str, tiny_head: str) -> None:
-    eagle = DraftingConfig(ahead=DraftAheadConfig(rows=4, children=4000))
+    eagle = DraftingConfig(draft_ahead=DraftAheadConfig(top_k=4, num_candidates=4000))
     with pytest.raises(ConfigError, match=r"ahead\.children is 4000"):
         build_drafter("eagle3", tiny_target, tiny_head, "float32", "cpu", SHAPE, eagle)

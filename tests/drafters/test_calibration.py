@@ -52,11 +52,11 @@ def serve(
     for _ in range(rounds):
         noises = [NoiseKey(int(torch.randint(2**40, (1,), generator=generator)), 1.0) for _ in range(SESSIONS)]
         contexts = [Commit(f"{s}", 0, base - 1, (0,), None, noise, TreeBudget(40, 3)) for s, noise in enumerate(noises)]
-        ranker = Ranker(contexts, CONFIG, SHAPE.depth, IDS, scale, scale.grid)
-        laws = laws_of(ranker, 2 * torch.randn(SESSIONS, SHAPE.depth, VOCAB, generator=generator), contexts)
+        ranker = Ranker(contexts, CONFIG, SHAPE.num_steps, IDS, scale, scale.grid)
+        laws = laws_of(ranker, 2 * torch.randn(SESSIONS, SHAPE.num_steps, VOCAB, generator=generator), contexts)
         scale.watch(contexts, grow(laws, SHAPE), ranker, IDS)
         drawn = torch.multinomial(torch.softmax(laws.perturbed / softness, -1).flatten(0, 1), 1, generator=generator)
-        tokens = IDS[drawn].view(SESSIONS, SHAPE.depth).tolist()
+        tokens = IDS[drawn].view(SESSIONS, SHAPE.num_steps).tolist()
         scale.learn(
             [Commit(f"{s}", 0, base, tuple(row), None, noises[s], TreeBudget(40, 3)) for s, row in enumerate(tokens)]
         )
@@ -72,7 +72,7 @@ class OneRow(Laws):
 def uneven(expansion: Expansion, shape: TreeConfig) -> Candidates:
     """A tree whose nodes have different numbers of children."""
     paths = ((0,), (1,), (2,), (3,), (0, 0), (0, 1), (2, 0), (0, 1, 0), (0, 1, 1), (0, 1, 2), (2, 0, 0))
-    return grow_static(expansion, StaticTree(paths), shape.depth)
+    return grow_static(expansion, StaticTree(paths), shape.num_steps)
 
 
 @pytest.mark.parametrize("softness", [0.5, 0.7, 1.0, 1.5, 2.0])
@@ -106,14 +106,14 @@ def test_likelihoods_are_those_of_the_laws_themselves() -> None:
     """Every first sample there is, child or not, at every s: together they have probability 1."""
     noise = NoiseKey(5, 1.0)
     contexts, scale = [Commit("a", 0, 0, (0,), None, noise, TreeBudget(40, 3))], CalibratedScale()
-    ranker = Ranker(contexts, CONFIG, SHAPE.depth, IDS, scale, scale.grid)
-    laws = Laws(ranker, torch.randn(1, SHAPE.depth, VOCAB, generator=torch.Generator().manual_seed(3)), contexts)
+    ranker = Ranker(contexts, CONFIG, SHAPE.num_steps, IDS, scale, scale.grid)
+    laws = Laws(ranker, torch.randn(1, SHAPE.num_steps, VOCAB, generator=torch.Generator().manual_seed(3)), contexts)
     scale.watch(contexts, grow(laws, SHAPE), ranker, IDS)
     guesses = scale._guesses["a"]
     for place, s in enumerate(GRID):
         law = torch.softmax(laws.perturbed[0, 0] / s, -1)
         found = {token: next(guesses.laws.log_likelihoods([token], guesses.scale))[place] for token in IDS.tolist()}
-        children = law.topk(SHAPE.width).indices.tolist()
+        children = law.topk(SHAPE.top_k).indices.tolist()
         for token in range(VOCAB):
             expected = law[token] if token in children else 1 - law[children].sum()
             assert math.isclose(math.exp(found[2 * token]), float(expected), rel_tol=1e-3, abs_tol=1e-6)
@@ -123,7 +123,7 @@ def test_greedy_sessions_and_broken_commits_teach_nothing() -> None:
     scale = CalibratedScale()
     for noise, base in ((NoiseKey(0), 1), (NoiseKey(5, 1.0), 3)):
         contexts = [Commit("a", 0, 0, (0,), None, noise, TreeBudget(40, 3))]
-        ranker = Ranker(contexts, CONFIG, SHAPE.depth, IDS, scale, scale.grid)
+        ranker = Ranker(contexts, CONFIG, SHAPE.num_steps, IDS, scale, scale.grid)
         scale.watch(contexts, grow(Laws(ranker, torch.zeros(1, 3, VOCAB), contexts), SHAPE), ranker, IDS)
         scale.learn([Commit("a", 0, base, (4,), None, noise, TreeBudget(40, 3))])
     assert not any(estimate.count for estimate in scale._bands)
@@ -151,7 +151,7 @@ def test_outputs_are_the_plain_ones_while_it_is_found(name: str, tiny_target: st
     drafter = build_drafter(name, tiny_target, head, "float32", "cpu", tree, DraftingConfig(4096, noise_scale=0))
     assert isinstance(drafter, EagleDrafter | ModelDrafter | MultiHeadDrafter)
     fuser = build_fuser(name, head, tiny_target, "float32", "cpu")
-    engine = build_engine(tiny_target, fuser, "float32", "cpu", EngineConfig(num_slots=2048), tree, drafter)
+    engine = build_engine(tiny_target, fuser, "float32", "cpu", EngineConfig(max_kv_tokens=2048), tree, drafter)
     requests = [Request(f"{i}", (7, 8, 9 + i), SamplingParams(40, 0.9, seed=i, ignore_eos=True)) for i in range(12)]
     said: dict[str, list[int]] = {request.id: [] for request in requests}
     for request in requests:

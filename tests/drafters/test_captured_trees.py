@@ -24,8 +24,8 @@ from tests.drafters.test_eagle_trees import commit, session
 
 Out = TypeVar("Out")
 
-SHAPE = TreeConfig(nodes=14, depth=4, width=4)
-CONFIG = DraftingConfig(num_slots=2048)
+SHAPE = TreeConfig(num_draft_tokens=14, num_steps=4, top_k=4)
+CONFIG = DraftingConfig(max_kv_tokens=2048)
 GREEDY, NOISED, FILTERED = NoiseKey(0), NoiseKey(2**64 - 9, 0.8), NoiseKey(5, 1.2, top_k=9, top_p=0.9, min_p=0.01)
 BUDGETS = (TreeBudget(20, 5), TreeBudget(6, 2), TreeBudget(2, 9), TreeBudget(20, 1))
 
@@ -110,7 +110,7 @@ def test_what_a_captured_tree_of_a_small_model_ran_is_kept_as_on_the_plain_path(
 
 @pytest.mark.parametrize("method", ["eagle3", "medusa", "hydra-prefix", "sps"])
 def test_after_warming_up_first_rounds_capture_nothing(method: str, tiny_target: str, tiny_head: str) -> None:
-    config = DraftingConfig(num_slots=2048, graph_sessions=5)
+    config = DraftingConfig(max_kv_tokens=2048, cuda_graph_max_batch=5)
     drafter = make(method, tiny_target, tiny_head, SHAPE, config, capturing())
     plain = make(method, tiny_target, tiny_head, SHAPE, config, None)
     drafter.warm_up()
@@ -161,10 +161,10 @@ def test_padding_reaches_every_size_and_never_falls_short() -> None:
 
 @pytest.mark.parametrize(("method", "noise_scale"), [("eagle3", 1.0), ("eagle3", 0.0), ("sps", 1.0)])
 def test_outputs_are_the_plain_ones(method: str, noise_scale: float, tiny_target: str, tiny_head: str) -> None:
-    config = DraftingConfig(num_slots=2048, noise_scale=noise_scale)
+    config = DraftingConfig(max_kv_tokens=2048, noise_scale=noise_scale)
     drafter = make(method, tiny_target, tiny_head, SHAPE, config, capturing())
     fuser = build_fuser(method, tiny_head, tiny_target, "float32", DEVICE)
-    engine = build_engine(tiny_target, fuser, "float32", DEVICE, EngineConfig(num_slots=1024), SHAPE, drafter)
+    engine = build_engine(tiny_target, fuser, "float32", DEVICE, EngineConfig(max_kv_tokens=1024), SHAPE, drafter)
     requests = [Request(f"{i}", (7, 8, 9 + i), SamplingParams(20, 0.9 * i, seed=i, ignore_eos=True)) for i in range(2)]
     said: dict[str, list[int]] = {request.id: [] for request in requests}
     for request in requests:

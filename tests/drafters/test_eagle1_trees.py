@@ -23,7 +23,7 @@ TREES = {"the published": EAGLE_PATHS, "a lopsided": PATHS, "a flat": ((0,), (4,
 
 def make(name: str, target: str, head: str, paths: tuple[tuple[int, ...], ...] = EAGLE_PATHS) -> LocalDrafter:
     methods = MethodsConfig(eagle1=Eagle1Config(paths))
-    return build_drafter(name, target, head, "float32", "cpu", SHAPE, DraftingConfig(num_slots=512), methods)
+    return build_drafter(name, target, head, "float32", "cpu", SHAPE, DraftingConfig(max_kv_tokens=512), methods)
 
 
 def naive(target: str, head: str) -> NaiveEagle1:

@@ -19,7 +19,7 @@ from eyas.request import NoiseKey
 from eyas.tree import DraftTree
 from tests.drafters.naive_eagle import NaiveEagle, best_tree
 
-SHAPE = TreeConfig(nodes=14, depth=4, width=3)
+SHAPE = TreeConfig(num_draft_tokens=14, num_steps=4, top_k=3)
 GREEDY = NoiseKey(0)
 
 

@@ -35,7 +35,7 @@ def test_slots_fill_the_memory_that_they_are_given(
     method: str, tiny_target: str, tiny_head: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "eyas.drafters")
-    drafter = drafter_of(method, tiny_target, tiny_head, DraftingConfig(memory="0.5MiB"))
+    drafter = drafter_of(method, tiny_target, tiny_head, DraftingConfig(kv_cache_memory="0.5MiB"))
     taken = sum(pool.nbytes for pool in pools_of(drafter))
     assert 2**19 - taken / (drafter.num_free_slots + 1) < taken <= 2**19  # type: ignore[attr-defined]
     assert f"draft KV: {drafter.num_free_slots} tokens, 0.5 MiB on cpu" in caplog.text  # type: ignore[attr-defined]
@@ -44,19 +44,19 @@ def test_slots_fill_the_memory_that_they_are_given(
 @pytest.mark.parametrize("method", METHODS)
 def test_a_limit_that_is_too_small_says_what_would_do(method: str, tiny_target: str, tiny_head: str) -> None:
     with pytest.raises(ConfigError, match=r"eagle\.memory 0KiB cannot hold a token.* give at least") as caught:
-        drafter_of(method, tiny_target, tiny_head, DraftingConfig(memory="0KiB"))
+        drafter_of(method, tiny_target, tiny_head, DraftingConfig(kv_cache_memory="0KiB"))
     needed = re.search(r"eagle\.memory (\d+KiB)$", str(caught.value))
     assert needed is not None
-    drafter_of(method, tiny_target, tiny_head, DraftingConfig(memory=needed[1]))
+    drafter_of(method, tiny_target, tiny_head, DraftingConfig(kv_cache_memory=needed[1]))
 
 
 def test_a_limit_is_a_number_of_slots_or_a_size_and_not_both(tiny_target: str, tiny_head: str) -> None:
-    assert DraftingConfig(memory="1.5 GiB").num_bytes == 3 * 2**29
-    assert load(DraftConfig, None, ["model=m", "target=t", "eagle.memory=2KiB"]).eagle.num_bytes == 2048
+    assert DraftingConfig(kv_cache_memory="1.5 GiB").num_bytes == 3 * 2**29
+    assert load(DraftConfig, None, ["model=m", "target=t", "drafting.kv_cache_memory=2KiB"]).drafting.num_bytes == 2048
     for size in ("2GB", "much", "-1MiB", "2"):
         with pytest.raises(ConfigError, match=rf"memory is '{size}'; it must be a size such as 512MiB"):
-            DraftingConfig(memory=size)
+            DraftingConfig(kv_cache_memory=size)
     with pytest.raises(ConfigError, match="num_slots is 5 and memory 1MiB; leave one of them out"):
-        DraftingConfig(num_slots=5, memory="1MiB")
+        DraftingConfig(max_kv_tokens=5, kv_cache_memory="1MiB")
     drafter = drafter_of("eagle3", tiny_target, tiny_head, DraftingConfig())
     assert drafter.num_free_slots == DEFAULT_SLOTS  # type: ignore[attr-defined]

@@ -76,13 +76,13 @@ def test_the_demo_fails_with_the_reason_when_a_service_does(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("setting", "reason"),
     [
-        ("verifer.tree.nodes=8", "there is no service 'verifer'; did you mean verifier.tree.nodes=8?"),
+        ("verifer.tree.num_draft_tokens=8", "there is no service 'verifer'; did you mean verifier.tree.num_draft_tokens=8?"),
         *(
             (setting, f"services started together speak no TLS; start {setting.split('.')[0]} by itself for it")
             for setting in (
-                "router.tls.key=k.pem",
+                "router.tls.key_file=k.pem",
                 "router.tls={key: k}",
-                "draft.peers.authority=ca.pem",
+                "draft.peers.ca_file=ca.pem",
                 "draft.peers={key: k}",
             )
         ),

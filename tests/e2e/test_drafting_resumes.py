@@ -31,7 +31,9 @@ def drafter() -> LocalDrafter:
 
 @pytest.fixture
 def pool() -> Iterator[DraftPool]:
-    with closing(DraftPool(DraftClientConfig(deadline=30, reset=0.05), DrafterNeeds(features=True))) as pool:
+    with closing(
+        DraftPool(DraftClientConfig(draft_timeout_s=30, breaker_reset_s=0.05), DrafterNeeds(features=True))
+    ) as pool:
         yield pool
 
 
@@ -41,7 +43,7 @@ class Running:
     def __init__(self, pool: DraftPool) -> None:
         self._pool = pool
         self._engine: Engine = build_engine(
-            TARGET, load_fuser(HEAD, TARGET), "float32", "cpu", EngineConfig(num_slots=1024), TREE, pool
+            TARGET, load_fuser(HEAD, TARGET), "float32", "cpu", EngineConfig(max_kv_tokens=1024), TREE, pool
         )
         self._engine.submit(Request("r", PROMPT, SAMPLING))
         self.token_ids: list[int] = []
@@ -54,11 +56,11 @@ class Running:
         """Nodes that the next steps verify."""
         chunks = [chunk for _ in range(num_steps) for chunk in self._engine.step()]
         self.token_ids += [token for chunk in chunks for token in chunk.token_ids]
-        return sum(chunk.round.drafted for chunk in chunks if chunk.round)
+        return sum(chunk.verify_step.drafted for chunk in chunks if chunk.verify_step)
 
     def check(self) -> None:
         """What came out so far is what comes out without a drafter."""
-        plain = build_engine(TARGET, "", "float32", "cpu", EngineConfig(num_slots=1024), TREE, None)
+        plain = build_engine(TARGET, "", "float32", "cpu", EngineConfig(max_kv_tokens=1024), TREE, None)
         plain.submit(Request("plain", PROMPT, SAMPLING))
         expected: list[int] = []
         while len(expected) < len(self.token_ids):

@@ -70,7 +70,7 @@ def test_a_request_goes_on_exactly_on_another_verifier(tmp_path: Path) -> None:
             return bool(moved_at) and len(out.token_ids) >= moved_at[0] + 50
 
         # With more slots than the other, it is the one that the router chooses while both are idle.
-        with another("verifier", cluster, tmp_path, "engine.num_slots=20000") as dying:
+        with another("verifier", cluster, tmp_path, "engine.max_kv_tokens=20000") as dying:
             cluster.wait(dying)
             session = session_on(dying, cluster)
             out = generate(cluster.router.address, PROMPT, SEEDED, enough=kill_and_go_on, session=session)

@@ -26,7 +26,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     template = tmp_path_factory.mktemp("chat") / "plain.jinja"
     template.write_text("{{ bos_token }}{% for message in messages %}{{ message.content }}{% endfor %}")
     models = f"router.models=[{{name: demo, tokenizer: models/demo/target, chat_template: {template}}}]"
-    with running_cluster(free_port(), [models, "verifier.link.deadline=30"]) as running:
+    with running_cluster(free_port(), [models, "verifier.draft_client.draft_timeout_s=30"]) as running:
         for child in running.services:
             running.wait(child)
         yield running

@@ -12,8 +12,8 @@ from tests.services.drafting.toy_drafting import eventually
 
 UNION = "eagle3+prompt_lookup"
 SETTINGS = (
-    f"draft.drafter={UNION}", f"verifier.drafter={UNION}", "draft.eagle.ahead.rows=8", "draft.tree.nodes=12",
-    "verifier.tree.nodes=12", "verifier.link.deadline=30",
+    f"draft.drafter={UNION}", f"verifier.drafter={UNION}", "draft.drafting.draft_ahead.rows=8", "draft.tree.num_draft_tokens=12",
+    "verifier.tree.num_draft_tokens=12", "verifier.draft_client.draft_timeout_s=30",
 )  # fmt: skip
 
 
@@ -38,6 +38,6 @@ def test_the_unions_trees_are_grown_ahead(cluster: Cluster) -> None:
 
     def grown_ahead() -> bool:
         out: Generated = generate(cluster.router.address, prompts()[3], GREEDY)
-        return any(chunk.chunk.round.grown_ahead for chunk in out.chunks if chunk.chunk.round)
+        return any(chunk.chunk.verify_step.grown_ahead for chunk in out.chunks if chunk.chunk.verify_step)
 
     eventually(grown_ahead, seconds=60)

@@ -47,7 +47,12 @@ def cluster(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
         drafter = "eagle3"
         head = str(write_head(tmp_path_factory.mktemp("head"), vocab_size=4096, draft_vocab=512, hidden=256))
         Path(head, "config.json").write_text(Path(head, "config.json").read_text().replace("[1, 2, 3]", "[2, 6, 9]"))
-    settings = [f"draft.drafter={drafter}", f"draft.head={head}", f"verifier.head={head}", "verifier.link.deadline=30"]
+    settings = [
+        f"draft.drafter={drafter}",
+        f"draft.head={head}",
+        f"verifier.head={head}",
+        "verifier.draft_client.draft_timeout_s=30",
+    ]
     if request.param == "random":
         settings.append("verifier.probe=never")
     with running_cluster(free_port(), settings) as running:
@@ -94,7 +99,7 @@ def test_only_a_good_head_shortens_the_work(cluster: Cluster, request: pytest.Fi
 
 def test_killing_the_draft_service_half_way_changes_nothing() -> None:
     """SIGKILL in the middle of two running requests, a greedy and a seeded one; they go on as plain decoding."""
-    with running_cluster(free_port(), ["verifier.link.deadline=30"]) as cluster:
+    with running_cluster(free_port(), ["verifier.draft_client.draft_timeout_s=30"]) as cluster:
         for child in cluster.services:
             cluster.wait(child)
         killed, outs = threading.Event(), [Generated(), Generated()]
@@ -104,7 +109,7 @@ def test_killing_the_draft_service_half_way_changes_nothing() -> None:
                 cluster.draft.process.kill()
                 cluster.draft.process.wait()
                 killed.set()
-            last = [chunk.chunk.round for chunk in out.chunks[-5:]]
+            last = [chunk.chunk.verify_step for chunk in out.chunks[-5:]]
             return killed.is_set() and all(r is not None and r.drafted == 0 for r in last)
 
         asked = [replace(sampling, max_tokens=1500) for sampling in (GREEDY, SEEDED)]

@@ -29,7 +29,7 @@ class RandomDrafter(LocalDrafter):
         if kind == 0:
             return None
         if kind == 1:
-            return ResyncRequired(context.session, context.epoch, int(rng.integers(-2, context.base + 3)))
+            return ResyncRequired(context.session, context.epoch, int(rng.integers(-2, context.start_position + 3)))
         size = int(rng.integers(1, context.budget.max_nodes + (3 if kind == 2 else 1)))
         tokens = rng.integers(0, self._vocab_size + (9 if kind == 3 else 0), size).tolist()
         parents = [0, *(int(rng.integers(node)) for node in range(1, size))]
@@ -55,7 +55,7 @@ class KnowingDrafter(LocalDrafter):
 
     def _tree(self, context: DraftContext) -> DraftTree:
         budget, rng = context.budget, self._rng
-        right = self._outcomes[context.session][context.committed :][: budget.max_depth]
+        right = self._outcomes[context.session][context.committed_length :][: budget.max_depth]
         tokens, parents, last = [context.tokens[-1]], [0], 0
         for token in right[: max(budget.max_nodes - 1, 0) // 3] if budget.wants_tree else []:
             wrong = [int(rng.integers(self._vocab_size)), int(tokens[rng.integers(len(tokens))])]

@@ -18,7 +18,7 @@ from tests.drafters.lookup.corpora import write_datastore
 from tests.engine.drafters import DyingDrafter, RandomDrafter, WorkingDrafter
 from tests.methods import CASES, Case
 
-TREE = TreeConfig(nodes=12, depth=4, width=4)
+TREE = TreeConfig(num_draft_tokens=12, num_steps=4, top_k=4)
 GREEDY = SamplingParams(max_tokens=24, temperature=0, ignore_eos=True)
 PARAMS = {
     "greedy": GREEDY,
@@ -92,7 +92,7 @@ def test_a_batch_with_staggered_arrivals_equals_the_plain_loop(
     for request in requests:
         expected = reference.generate(tiny_target, list(request.prompt_ids), request.sampling)
         assert tokens_of(chunks[request.id]) == expected, f"{request.id} differs"
-    assert engine.load.free_slots == 1024
+    assert engine.load.free_kv_tokens == 1024
 
 
 @pytest.mark.parametrize("kind", PARAMS)
@@ -108,7 +108,7 @@ def test_a_drafter_that_returns_drafts_again_for_running_requests(tiny_target: s
     drafter = make_drafter("dying", tiny_target, tiny_head)
     engine = make_engine(drafter, tiny_target, tiny_head)
     (chunks,) = run(engine, {0: [Request("a", (5, 6, 7), SamplingParams(24, 0.0, seed=0, ignore_eos=True))]}).values()
-    drafted = [chunk.round.drafted if chunk.round else 0 for chunk in chunks]
+    drafted = [chunk.verify_step.drafted if chunk.verify_step else 0 for chunk in chunks]
     assert 0 in drafted[2:10], "the drafter was away for some rounds"
     assert drafted[-4] > 0, "and drafted again afterwards"
 
@@ -120,8 +120,8 @@ def test_statistics_add_up_to_the_tokens(tiny_target: str, tiny_head: str) -> No
     for chunk in chunks:
         stats.add(chunk)
     assert stats.num_emitted == 19  # the prefill's token belongs to no round
-    assert stats.num_accepted + stats.num_rounds >= stats.num_emitted
-    assert stats.acceptance_length == stats.num_emitted / stats.num_rounds
+    assert stats.num_accepted + stats.num_verify_steps >= stats.num_emitted
+    assert stats.acceptance_length == stats.num_emitted / stats.num_verify_steps
 
 
 def test_a_cancelled_request_frees_everything_at_the_next_step(tiny_target: str, tiny_head: str) -> None:
@@ -136,7 +136,7 @@ def test_a_cancelled_request_frees_everything_at_the_next_step(tiny_target: str,
     engine.cancel("b")
     engine.step()
     engine.check()
-    assert engine.load.free_slots == 1024
+    assert engine.load.free_kv_tokens == 1024
     assert drafter.num_free_slots == 4096  # type: ignore[union-attr]
 
 
@@ -154,7 +154,7 @@ def test_the_sampled_law_is_the_targets(name: str, tiny_target: str, tiny_head: 
     while engine.has_work:
         for chunk in engine.step():
             emitted.setdefault(chunk.request_id, []).extend(chunk.token_ids)
-            num_drafted += chunk.round.drafted if chunk.round else 0
+            num_drafted += chunk.verify_step.drafted if chunk.verify_step else 0
     assert (num_drafted > count) == (name != "none")
     with torch.inference_mode():
         model = reference.load_reference(tiny_target)

@@ -60,7 +60,7 @@ def expected_of(target: str, request: Request) -> list[int]:
 def engine_with(drafter: Drafter | None, target: str, head: str) -> Engine:
     fuser = load_fuser(head, target)
     return assemble_engine(
-        load_target(target, taps=fuser.taps), fuser, EngineConfig(num_slots=2048, step_tokens=16), TREE, drafter
+        load_target(target, taps=fuser.taps), fuser, EngineConfig(max_kv_tokens=2048, max_prefill_tokens=16), TREE, drafter
     )
 
 
@@ -137,7 +137,7 @@ def test_a_request_that_moves_to_another_engine_goes_on_exactly(kind: str, tiny_
     whole = expected_of(tiny_target, request)
     done = len(whole) // 2
     sampling = replace(request.sampling, max_tokens=24 - done, min_tokens=max(request.sampling.min_tokens - done, 0))
-    moved = Request("moved", (*request.prompt_ids, *whole[:done]), sampling, emitted=done)
+    moved = Request("moved", (*request.prompt_ids, *whole[:done]), sampling, num_emitted=done)
     engine = make_engine(make_drafter("eagle3", tiny_target, tiny_head), tiny_target, tiny_head)
     assert tokens_of(run(engine, {0: [moved]})["moved"]) == whole[done:]
 

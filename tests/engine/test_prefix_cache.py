@@ -97,8 +97,8 @@ def told(recorder: RecordingDrafter) -> tuple[list[Draft], torch.Tensor]:
     """The trees of a request, and all features in order; every position exactly once."""
     base = 0
     for context in recorder.contexts:
-        assert (context.epoch, context.base) == (0, base)
-        base = context.committed
+        assert (context.epoch, context.start_position) == (0, base)
+        base = context.committed_length
     features = torch.cat([c.features for c in recorder.contexts if c.features is not None])
     assert len(features) == base - 1
     trees = [
@@ -132,4 +132,4 @@ def test_a_request_that_failed_leaves_nothing_of_its_own_in_the_cache(tiny_targe
         engine._runner.target.model.get_input_embeddings().weight[47] = float("nan")
     chunks = run(engine, {0: [Request("bad", (47, 5, 6), replace(GREEDY, seed=0))]})
     assert chunks["bad"][-1].finish_reason == "error"
-    assert (engine._scheduler.num_cached, engine.load.free_slots) == (0, 1024)
+    assert (engine._scheduler.num_cached, engine.load.free_kv_tokens) == (0, 1024)

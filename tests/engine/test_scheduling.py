@@ -23,7 +23,7 @@ def test_preempted_requests_equal_the_plain_loop(name: str, kind: str, tiny_targ
     for request in requests:
         assert tokens_of(chunks[request.id]) == reference.generate(tiny_target, list(request.prompt_ids), request.sampling)
     assert engine._scheduler.num_preemptions > 0 or kind == "stopping"
-    assert engine.load.free_slots == 100
+    assert engine.load.free_kv_tokens == 100
 
 
 @pytest.mark.parametrize("limits", [{"step_tokens": 1}, {"step_tokens": 3, "step_rows": 9}, {"prefix_cache": False}])
@@ -44,7 +44,7 @@ def test_a_preempted_request_drafts_again(tiny_target: str, tiny_head: str) -> N
     requests = [Request(f"r{i}", (i + 3, 5, 6), replace(PARAMS["greedy"], seed=0, max_tokens=60)) for i in range(2)]
     chunks = run(engine, {0: requests})
     assert engine._scheduler.num_preemptions > 0
-    last = [chunk.round for chunk in chunks["r1"] if chunk.round][-12:]
+    last = [chunk.verify_step for chunk in chunks["r1"] if chunk.verify_step][-12:]
     assert sum(r.drafted > 0 for r in last if r) > 6
 
 

@@ -25,7 +25,7 @@ from tests.models.cuda.forests import Heads, make_pass, scaling_of
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
-TREE = TreeConfig(nodes=12, depth=4, width=4)
+TREE = TreeConfig(num_draft_tokens=12, num_steps=4, top_k=4)
 MARGIN = 0.03  # of the largest logit: a few roundings of bfloat16 on the way through a tiny model
 SIZES = [(True, 60, 3000), (True, 1, 5000), (False, 200, 700), (True, 16, 1)]
 PROMPTS = [tuple(range(3, 3 + n)) for n in (1, 7, 30, 11)]
@@ -54,7 +54,7 @@ def test_the_kernel_equals_the_plain_path_at_real_sizes(
 def test_a_replayed_pass_never_waits_for_the_device(tiny_target: str) -> None:
     target = load_target(tiny_target, device="cuda")
     pools = KVCache(200, target.kv_shapes, 0, target.dtype, target.device)
-    plan = plan_backend(target, EngineConfig(num_slots=200), TREE, 100)
+    plan = plan_backend(target, EngineConfig(max_kv_tokens=200), TREE, 100)
     passes = build_backend(plan, target, pools, pools.scratch)
     assert isinstance(passes, GraphRunner)
     segments = [make_pass([(True, 9, 30), (True, 5, 11)]), make_pass([(False, 90, 3)])]
@@ -69,7 +69,10 @@ def test_a_replayed_pass_never_waits_for_the_device(tiny_target: str) -> None:
 
 
 def test_a_step_waits_for_the_device_once_whatever_its_rows_ask(tiny_target: str) -> None:
-    drafter, config = BigramDrafter(bigram_logits(tiny_target), (3, 2)), EngineConfig(num_slots=1024, rule="rejection")
+    drafter, config = (
+        BigramDrafter(bigram_logits(tiny_target), (3, 2)),
+        EngineConfig(max_kv_tokens=1024, acceptance="rejection"),
+    )
     engine = assemble_engine(load_target(tiny_target, device="cuda"), None, config, TREE, drafter)
     for i, sampling in enumerate(ASKED):
         engine.submit(Request(f"{i}", tuple(range(3, 10 + i)), replace(sampling, seed=i)))
@@ -107,8 +110,8 @@ def test_bfloat16_diverges_only_where_two_tokens_are_nearly_equal(tiny_target: s
 
 
 def make_engine(target: TargetModel, tree: TreeConfig, cuda_graphs: bool) -> Engine:
-    config = EngineConfig(num_slots=1024, step_tokens=16, cuda_graphs=cuda_graphs)
-    return assemble_engine(target, None, config, tree, RandomDrafter(48) if tree.nodes > 1 else None)
+    config = EngineConfig(max_kv_tokens=1024, max_prefill_tokens=16, cuda_graphs=cuda_graphs)
+    return assemble_engine(target, None, config, tree, RandomDrafter(48) if tree.num_draft_tokens > 1 else None)
 
 
 def requests(temperature: float) -> list[Request]:

@@ -22,8 +22,8 @@ from tests.tiny_offsets import tiny_heads
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
-SHAPE = TreeConfig(nodes=60, depth=8, width=10)
-CONFIG = DraftingConfig(num_slots=20000)
+SHAPE = TreeConfig(num_draft_tokens=60, num_steps=8, top_k=10)
+CONFIG = DraftingConfig(max_kv_tokens=20000)
 
 
 @pytest.fixture(scope="module")
@@ -67,10 +67,10 @@ def test_outputs_are_those_of_the_plain_loop_on_the_cpu(method: str, tiny_target
     others = {"eagle1": f"{tiny_head}/eagle1", "eagle2": f"{tiny_head}/eagle1", "eagle3": tiny_head}
     others["sps"] = write_small(tiny_target)
     folder = others.get(method) or tiny_heads(method.removesuffix("-dynamic"), tiny_head)
-    tree, config = TreeConfig(12, 4, 4), DraftingConfig(num_slots=2048)
+    tree, config = TreeConfig(12, 4, 4), DraftingConfig(max_kv_tokens=2048)
     drafter = build_drafter(name, tiny_target, folder, "float32", "cuda", tree, config)
     fuser = build_fuser(name, folder, tiny_target, "float32", "cuda")
-    engine = build_engine(tiny_target, fuser, "float32", "cuda", EngineConfig(num_slots=1024), tree, drafter)
+    engine = build_engine(tiny_target, fuser, "float32", "cuda", EngineConfig(max_kv_tokens=1024), tree, drafter)
     requests = [Request(f"{i}", (7, 8, 9 + i), SamplingParams(20, 0.45 * i, seed=i, ignore_eos=True)) for i in range(3)]
     said: dict[str, list[int]] = {request.id: [] for request in requests}
     for request in requests:

@@ -16,7 +16,7 @@ from tests.engine.drafters import RandomDrafter
 
 pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
 
-TREE = TreeConfig(nodes=12, depth=4, width=4)
+TREE = TreeConfig(num_draft_tokens=12, num_steps=4, top_k=4)
 REQUESTS = [
     Request(f"{n}", tuple(range(3, 3 + n)), SamplingParams(24, temperature, seed=n, ignore_eos=True))
     for n, temperature in ((1, 0.0), (7, 0.9), (30, 0.0), (11, 0.9))
@@ -31,7 +31,9 @@ def test_float32_over_ranks_says_what_the_plain_loop_on_the_cpu_says(
     monkeypatch.setattr("eyas.models.workers._STOP_SECONDS", 60)
     if torch.cuda.device_count() < size:
         pytest.skip(f"needs {size} CUDA devices")
-    config = EngineConfig(num_slots=1024, step_tokens=16, cuda_graphs=way is BackendKind.GRAPHS, tensor_parallel=size)
+    config = EngineConfig(
+        max_kv_tokens=1024, max_prefill_tokens=16, cuda_graphs=way is BackendKind.GRAPHS, tensor_parallel_size=size
+    )
     ranks = gather_ranks(RankInfo(0, size, "cuda"), tiny_target, "float32")
     processes = multiprocessing.active_children()
     try:

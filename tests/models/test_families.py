@@ -18,7 +18,7 @@ from tests.models.test_target import expected, make_pools, run, segment
 from tests.reference import load_reference
 
 PROMPTS = [[5, 9, 11], np.random.default_rng(1).integers(3, 48, 37).tolist()]
-TREE = TreeConfig(nodes=8, depth=4, width=3)
+TREE = TreeConfig(num_draft_tokens=8, num_steps=4, top_k=3)
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
@@ -58,7 +58,7 @@ def test_chunks_and_trees_equal_transformers_own_forward(target: TargetModel, fo
 
 @pytest.mark.parametrize("drafted", [False, True])
 def test_the_engine_says_what_generate_says(target: TargetModel, folder: str, drafted: bool) -> None:
-    config = EngineConfig(num_slots=512, step_tokens=16)
+    config = EngineConfig(max_kv_tokens=512, max_prefill_tokens=16)
     engine = assemble_engine(target, None, config, TREE, RandomDrafter(48) if drafted else None)
     tokens: dict[str, list[int]] = {}
     for index, prompt in enumerate(PROMPTS):

@@ -94,7 +94,7 @@ def test_a_text_model_inside_a_multimodal_one_is_served(tmp_path: Path) -> None:
     config = Gemma3Config(text_config=config_of(kind, **settings).to_dict(), vision_config=vision, mm_tokens_per_image=4)
     folder = write_model(tmp_path, config)
     target = load_target(folder)
-    assert (target.vocab_size, target.context_length, target.kv_shapes) == (48, 256, [(2, 16)] * 3)
+    assert (target.vocab_size, target.max_model_len, target.kv_shapes) == (48, 256, [(2, 16)] * 3)
     tokens, slots = list(range(3, 40)), torch.arange(400).numpy()
     got = run(target, [segment(tokens, 0, slots[:37], slots[:0])], make_pools(target))[0]
     torch.testing.assert_close(got, expected(folder, tokens), atol=1e-4, rtol=1e-4)

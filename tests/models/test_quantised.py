@@ -42,7 +42,9 @@ def test_a_quantised_target_says_what_generate_says_with_a_drafter_and_without(q
     assert type(target.model.model.layers[0].mlp.up_proj.weight.data) is not torch.Tensor, "the weights are quantised"
     said = []
     for drafter in (None, RandomDrafter(48)):
-        engine = assemble_engine(target, fuser, EngineConfig(num_slots=512), TreeConfig(nodes=8, depth=4, width=3), drafter)
+        engine = assemble_engine(
+            target, fuser, EngineConfig(max_kv_tokens=512), TreeConfig(num_draft_tokens=8, num_steps=4, top_k=3), drafter
+        )
         engine.submit(Request("a", (5, 9, 11), SamplingParams(32, 0.0, seed=1)))
         tokens: list[int] = []
         while engine.has_work:

@@ -25,8 +25,12 @@ def test_examples_are_what_serve_and_the_application_take(file: str) -> None:
     schema = pytest.importorskip("ray.serve.schema", reason="needs Ray: pip install 'eyas[ray]'")
     config = read(args(file))
     assert config.draft is not None
-    assert [model.name for model in config.router.models] == [config.verifier.model] == [config.draft.model]
-    assert (config.verifier.head, config.verifier.tree) == (config.draft.head, config.draft.tree)
+    assert (
+        [model.name for model in config.router.models]
+        == [config.verifier.served_model_name]
+        == [config.draft.served_model_name]
+    )
+    assert (config.verifier.draft_model, config.verifier.tree) == (config.draft.draft_model, config.draft.tree)
     assert config.router.registry == config.verifier.registry == config.draft.registry
     deployed = schema.ServeDeploySchema(**yaml.safe_load((CONFIGS / file).read_text()))
     assert [application.import_path for application in deployed.applications] == ["eyas.services.ray.app:build"]
@@ -64,7 +68,7 @@ def test_without_a_draft_block_there_are_no_drafters() -> None:
 
 
 def test_replicas_listen_on_free_ports_of_their_node_and_know_what_it_tells() -> None:
-    server = ServerConfig("0.0.0.0", 50051, "elsewhere", linger_seconds=2.5, drain_seconds=20)
+    server = ServerConfig("0.0.0.0", 50051, "elsewhere", shutdown_delay_s=2.5, graceful_shutdown_timeout_s=20)
     config = replace(read(args()).verifier, server=server, telemetry=TelemetryConfig(metrics_port=9100))
     here = on_node(config, EnvironmentConfig(), "10.0.0.7", {})
     assert here.server == ServerConfig("10.0.0.7", 0, "", 2.5, 20)

@@ -36,7 +36,7 @@ def test_a_verifier_tells_its_slots_and_requests() -> None:
     with told("verifier") as (own, registry):
         signals = VerifierSignals(registry, "m", max_running=8)
         assert VerifierUse(**signals.read()).demand == 0
-        load = EngineLoad(num_running=3, num_waiting=5, free_slots=400, num_slots=1000, queued_slots=900)
+        load = EngineLoad(num_running=3, num_waiting=5, free_kv_tokens=400, num_kv_tokens=1000, queued_kv_tokens=900)
         VerifierTelemetry(own, "m").watch(lambda: load)
         assert VerifierUse(**signals.read()) == VerifierUse(600, 900, 1000, 8, 8)
     assert VerifierUse(600, 900, 1000, 8, 8).demand == 1.5

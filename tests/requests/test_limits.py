@@ -16,7 +16,7 @@ FINE = SamplingParams(
 
 
 def test_a_request_that_uses_everything_passes() -> None:
-    request = Request("r", (1, 2, 3), FINE, emitted=2)
+    request = Request("r", (1, 2, 3), FINE, num_emitted=2)
     check_sampling(replace(FINE, n=128, stop=("x",), bad_words=("y",)))
     check_fit(request, 50, 11)
     check_ready(request, 50, frozenset({1}))
@@ -65,8 +65,8 @@ def test_a_parameter_out_of_range_is_named(change: dict, reason: str) -> None:
     ("request_", "reason"),
     [
         (Request("r", (), FINE), "the prompt is empty"),
-        (Request("r", (1, 2), FINE, emitted=2), "2 of 2 prompt tokens are said to be output"),
-        (Request("r", (1, 2), FINE, emitted=-1), "-1 of 2 prompt tokens"),
+        (Request("r", (1, 2), FINE, num_emitted=2), "2 of 2 prompt tokens are said to be output"),
+        (Request("r", (1, 2), FINE, num_emitted=-1), "-1 of 2 prompt tokens"),
         (Request("r", (1,) * 25, FINE), "exceed the context length 32"),
         (Request("r", (50,), FINE), r"prompt holds token id 50, outside the vocabulary \[0, 50\)"),
         (Request("r", (1,), replace(FINE, logit_bias={-1: 1.0})), "logit_bias holds token id -1"),

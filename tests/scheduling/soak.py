@@ -45,8 +45,10 @@ def soak(num_requests: int, target: str, head: str, seed: int = 0) -> Soak:
     """Keep an engine busy, with some of everything: shared beginnings, sessions, priorities, cancellations."""
     rng, found, tree = random.Random(seed), Soak(), TreeConfig(8, 3, 3)
     fuser = load_fuser(head, target)
-    drafter = build_drafter("eagle3", target, head, "float32", "cpu", tree, DraftingConfig(num_slots=DRAFT_SLOTS))
-    config = EngineConfig(num_slots=NUM_SLOTS, max_running=32, step_tokens=128, step_rows=128, session_seconds=0.05)
+    drafter = build_drafter("eagle3", target, head, "float32", "cpu", tree, DraftingConfig(max_kv_tokens=DRAFT_SLOTS))
+    config = EngineConfig(
+        max_kv_tokens=NUM_SLOTS, max_num_seqs=32, max_prefill_tokens=128, max_verify_tokens=128, session_cache_ttl_s=0.05
+    )
     engine = assemble_engine(load_target(target, taps=fuser.taps), fuser, config, tree, drafter)
     live: list[str] = []
     submitted, step, settled, started = 0, 0, 0.0, time.monotonic()
@@ -73,7 +75,7 @@ def soak(num_requests: int, target: str, head: str, seed: int = 0) -> Soak:
             progress.update(task, completed=found.num_finished + found.num_cancelled)
     engine.check()
     found.num_preemptions = engine._scheduler.num_preemptions
-    found.num_owned = NUM_SLOTS - engine.load.free_slots
+    found.num_owned = NUM_SLOTS - engine.load.free_kv_tokens
     found.num_draft_slots = DRAFT_SLOTS - drafter.num_free_slots  # type: ignore[attr-defined]
     found.growth = peak_memory() - settled
     return found

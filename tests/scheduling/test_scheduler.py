@@ -154,7 +154,7 @@ def test_a_stop_inside_an_accepted_path_trims_what_follows() -> None:
     scheduler.add(request("a", stop_token_ids=(31,)))
     step(scheduler)
     (chunk,) = step(scheduler, (30, 31, 32))
-    assert (chunk.token_ids, chunk.foreseen, chunk.finish_reason) == ((30, 31), (True, True), "stop")
+    assert (chunk.token_ids, chunk.is_draft_token, chunk.finish_reason) == ((30, 31), (True, True), "stop")
     assert not scheduler.has_work
 
 

@@ -16,7 +16,7 @@ from eyas.sampling.acceptance import Accepted, accept
 from eyas.tree import DraftTree
 
 VOCAB = 3
-TREE = TreeConfig(nodes=6, depth=3, width=2)
+TREE = TreeConfig(num_draft_tokens=6, num_steps=3, top_k=2)
 
 
 def next_token(path: Sequence[int]) -> int:

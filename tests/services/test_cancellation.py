@@ -59,7 +59,7 @@ async def verifier(url: str, engine: Engine, left: threading.Event) -> AsyncIter
 
 def test_leaving_the_router_ends_the_request_with_the_next_step(url: str) -> None:
     target = load_target(DEMO, "float32", "cpu", ())
-    engine = assemble_engine(target, None, EngineConfig(num_slots=1024), TreeConfig(), None)
+    engine = assemble_engine(target, None, EngineConfig(max_kv_tokens=1024), TreeConfig(), None)
     step, steps, left = engine.step, list[list[Chunk]](), threading.Event()
 
     def watched() -> list[Chunk]:

@@ -23,8 +23,8 @@ def test_the_services_of_a_cluster_agree(place: str) -> None:
     router = load(RouterConfig, CONFIGS / place / "router.yaml")
     verifier = load(VerifierConfig, CONFIGS / place / "verifier.yaml")
     draft = load(DraftConfig, CONFIGS / place / "draft.yaml")
-    assert [model.name for model in router.models] == [verifier.model] == [draft.model]
-    assert (verifier.target, verifier.head, verifier.tree) == (draft.target, draft.head, draft.tree)
+    assert [model.name for model in router.models] == [verifier.served_model_name] == [draft.served_model_name]
+    assert (verifier.model, verifier.draft_model, verifier.tree) == (draft.model, draft.draft_model, draft.tree)
     assert router.registry == verifier.registry == draft.registry
 
 

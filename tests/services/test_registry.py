@@ -73,7 +73,7 @@ def test_withdrawing_removes_the_lease_at_once(url: str) -> None:
 def test_a_lease_without_heartbeat_runs_out(url: str) -> None:
     async def body() -> None:
         async with registry(url) as reader:
-            worker = Registry(RegistryConfig(url, ttl=20, heartbeat=10))
+            worker = Registry(RegistryConfig(url, ttl_s=20, heartbeat_interval_s=10))
             await worker.publish(lambda: LEASE)
             await worker.close()
             assert await reader.leases("verifier") == [LEASE]

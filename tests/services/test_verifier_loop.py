@@ -55,7 +55,7 @@ def target() -> TargetModel:
 
 
 def engine_of(target: TargetModel, failures: int = 0, refuses: int = 0) -> Engine:
-    config, drafter = EngineConfig(num_slots=1024, max_waiting=4), FailingDrafter(failures, refuses)
+    config, drafter = EngineConfig(max_kv_tokens=1024, max_queued_requests=4), FailingDrafter(failures, refuses)
     return assemble_engine(target, None, config, TreeConfig(), drafter)
 
 
@@ -81,9 +81,9 @@ def run(body: Callable[[AsyncEngine], Awaitable[None]], engine: Engine) -> None:
 
     async def entered() -> None:
         async with AsyncEngine(engine) as loop:
-            free = loop.load.free_slots
+            free = loop.load.free_kv_tokens
             await asyncio.wait_for(body(loop), 60)
-            await until(lambda: loop.load.free_slots == free)
+            await until(lambda: loop.load.free_kv_tokens == free)
 
     asyncio.run(entered())
     engine.check()

@@ -37,7 +37,7 @@ SECONDS = 90.0
 def verifier(port: int, **environment: str) -> Iterator[subprocess.Popen[bytes]]:
     """One process of a verifier of two ranks, started as a person would."""
     settings = {
-        "model": "demo", "target": TARGET, "threads": 1, "engine.tensor_parallel": 2, "engine.num_slots": 2400,
+        "model": "demo", "target": TARGET, "threads": 1, "engine.tensor_parallel_size": 2, "engine.max_kv_tokens": 2400,
         "server.port": port, "registry.url": f"redis://127.0.0.1:{free_port()}/0",
     }  # fmt: skip
     command = [sys.executable, "-m", "eyas.services.verifier", *(f"--set={key}={value}" for key, value in settings.items())]
@@ -128,7 +128,7 @@ def test_a_rank_ends_when_rank_0_is_gone() -> None:
 
 
 def test_the_environment_says_where_a_process_stands() -> None:
-    config = VerifierConfig("m", "t", device="cuda", engine=EngineConfig(tensor_parallel=4))
+    config = VerifierConfig("m", "t", device="cuda", engine=EngineConfig(tensor_parallel_size=4))
     whole = {"RANK": "3", "WORLD_SIZE": "4", "MASTER_ADDR": "head", "MASTER_PORT": "29500", "LOCAL_RANK": "1"}
     assert place_of(config, whole) == RankInfo(3, 4, "cuda:1", "head", 29500)
     assert place_of(config, {**whole, "TORCHELASTIC_USE_AGENT_STORE": "True"}).has_store

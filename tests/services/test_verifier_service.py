@@ -44,11 +44,11 @@ def terminate() -> None:
 def serving(body: Body, stop: Callable[[], None] = terminate) -> None:
     """Run `body`, then `stop`, against a verifier that must then end by itself."""
     config = VerifierConfig(
-        model="demo",
-        target="models/demo/target",
+        served_model_name="demo",
+        model="models/demo/target",
         threads=1,
-        engine=EngineConfig(num_slots=1200, max_running=1, max_waiting=1),
-        server=ServerConfig(port=free_port(), drain_seconds=20),
+        engine=EngineConfig(max_kv_tokens=1200, max_num_seqs=1, max_queued_requests=1),
+        server=ServerConfig(port=free_port(), graceful_shutdown_timeout_s=20),
         registry=RegistryConfig(url=f"redis://127.0.0.1:{free_port()}/0"),
     )
 

@@ -44,7 +44,7 @@ def test_events_of_a_span_are_bounded_and_the_last_are_kept() -> None:
 
 @pytest.mark.parametrize(("ratio", "expected"), [(0.0, 0), (0.01, 1), (0.25, 10), (1.0, 40)])
 def test_a_share_of_the_rounds_has_spans_the_first_among_them(ratio: float, expected: int) -> None:
-    spans = Spans(TelemetryConfig(round_span_ratio=ratio))
+    spans = Spans(TelemetryConfig(step_span_ratio=ratio))
     told = run(VerifierTelemetry(spans.telemetry, "m"), [FIRST, *[ROUND] * 40])
     assert sum(map(bool, told)) == expected == len(spans.named("round"))
     assert not ratio or told[1]
@@ -52,7 +52,7 @@ def test_a_share_of_the_rounds_has_spans_the_first_among_them(ratio: float, expe
 
 def test_round_spans_begin_when_the_tree_is_asked_for_and_end_with_its_step() -> None:
     """A step asks for the next trees before it is told of."""
-    spans = Spans(TelemetryConfig(round_span_ratio=1.0))
+    spans = Spans(TelemetryConfig(step_span_ratio=1.0))
     verifier = VerifierTelemetry(spans.telemetry, "m")
     with verifier.request(REQUEST, TRACE):
         verifier.stepped(STEP, [FIRST])
@@ -63,7 +63,7 @@ def test_round_spans_begin_when_the_tree_is_asked_for_and_end_with_its_step() ->
 
 
 def test_a_caller_who_samples_nothing_gets_no_spans_but_is_counted() -> None:
-    spans = Spans(TelemetryConfig(round_span_ratio=1.0))
+    spans = Spans(TelemetryConfig(step_span_ratio=1.0))
     told = run(VerifierTelemetry(spans.telemetry, "m"), [FIRST, ROUND, ROUND], UNSAMPLED)
     assert not any(told)
     assert not spans.named("decode")

@@ -19,17 +19,17 @@ def written(tmp_path: Path, text: str) -> Path:
 
 def test_a_file_sets_what_it_names_and_leaves_the_rest(tmp_path: Path) -> None:
     config = load(VerifierConfig, written(tmp_path, VERIFIER + "tree: {nodes: 7}\n"))
-    assert (config.model, config.tree.nodes, config.tree.depth) == ("m", 7, 5)
+    assert (config.served_model_name, config.tree.num_draft_tokens, config.tree.num_steps) == ("m", 7, 5)
 
 
 def test_assignments_win_over_the_file(tmp_path: Path) -> None:
-    config = load(VerifierConfig, written(tmp_path, VERIFIER), ["server.port=7000", "engine.max_running=2", "model=n"])
-    assert (config.server.port, config.engine.max_running, config.model) == (7000, 2, "n")
+    config = load(VerifierConfig, written(tmp_path, VERIFIER), ["server.port=7000", "engine.max_num_seqs=2", "model=n"])
+    assert (config.server.port, config.engine.max_num_seqs, config.served_model_name) == (7000, 2, "n")
 
 
 def test_assignments_alone_are_enough() -> None:
-    config = load(DraftConfig, None, ["model=m", "target=t", "head=h", "eagle.shared_noise=false"])
-    assert (config.head, config.eagle.shared_noise) == ("h", False)
+    config = load(DraftConfig, None, ["model=m", "target=t", "head=h", "drafting.shared_noise=false"])
+    assert (config.draft_model, config.drafting.shared_noise) == ("h", False)
 
 
 def test_models_of_a_router_are_read(tmp_path: Path) -> None:
@@ -96,7 +96,7 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
 
 
 def test_an_empty_file_misses_only_what_has_no_default(tmp_path: Path) -> None:
-    assert load(VerifierConfig, written(tmp_path, ""), ["model=m", "target=t"]).target == "t"
+    assert load(VerifierConfig, written(tmp_path, ""), ["model=m", "target=t"]).model == "t"
 
 
 @pytest.mark.parametrize(
@@ -109,7 +109,7 @@ def test_an_empty_file_misses_only_what_has_no_default(tmp_path: Path) -> None:
 )
 def test_the_description_names_every_setting_and_no_password(url: str, shown: str) -> None:
     lines = describe(VerifierConfig("m", "t", registry=RegistryConfig(url)))
-    assert "tree.nodes = 24" in lines
+    assert "tree.num_draft_tokens = 24" in lines
     assert f"registry.url = {shown}" in lines
     assert "secret" not in "\n".join(lines)
 

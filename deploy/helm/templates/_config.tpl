@@ -23,11 +23,11 @@ telemetry:
 {{- with $root.Values.peers.tls }}
 {{- if .existingSecret }}
 peers:
-  certificate: /etc/eyas-peers/tls.crt
-  key: /etc/eyas-peers/tls.key
-  authority: /etc/eyas-peers/ca.crt
-  name: {{ .name | quote }}
-  clients: {{ .clients }}
+  cert_file: /etc/eyas-peers/tls.crt
+  key_file: /etc/eyas-peers/tls.key
+  ca_file: /etc/eyas-peers/ca.crt
+  tls_server_name: {{ .name | quote }}
+  require_client_cert: {{ .requireClientCert }}
 {{- end }}
 {{- end }}
 discovery:
@@ -47,13 +47,13 @@ http:
   host: 0.0.0.0
   port: {{ include "eyas.httpPort" . }}
 {{- with .Values.router.apiKeys.existingSecret }}
-keys:
+api_keys:
   file: /etc/eyas-keys/{{ $.Values.router.apiKeys.key }}
 {{- end }}
 {{- if .Values.router.tls.existingSecret }}
 tls:
-  certificate: /etc/eyas-tls/tls.crt
-  key: /etc/eyas-tls/tls.key
+  cert_file: /etc/eyas-tls/tls.crt
+  key_file: /etc/eyas-tls/tls.key
 {{- end }}
 {{- end -}}
 
@@ -67,9 +67,9 @@ tls:
 
 {{/* root: how drafts are made, which verifier and drafter must agree on */}}
 {{- define "eyas.config.method" -}}
-drafter: {{ .Values.draft.method }}
+method: {{ .Values.draft.method }}
 {{- with .Values.draft.checkpoint }}
-head: {{ include "eyas.checkpoint" (list $ .) }}
+draft_model: {{ include "eyas.checkpoint" (list $ .) }}
 {{- end }}
 tree:
   {{- toYaml .Values.draft.tree | nindent 2 }}
@@ -77,8 +77,8 @@ tree:
 
 {{- define "eyas.config.verifier" -}}
 {{- $own := include "eyas.config.shared" (list . "verifier") | fromYaml -}}
-{{- $model := dict "model" .Values.model.name "target" (include "eyas.checkpoint" (list . .Values.model.target)) -}}
-{{- $device := dict "dtype" .Values.model.dtype "device" .Values.model.device "engine" (dict "tensor_parallel" .Values.verifier.tensorParallel) -}}
+{{- $model := dict "served_model_name" .Values.model.name "model" (include "eyas.checkpoint" (list . .Values.model.target)) -}}
+{{- $device := dict "dtype" .Values.model.dtype "device" .Values.model.device "engine" (dict "tensor_parallel_size" .Values.verifier.tensorParallel) -}}
 {{- $draft := dict -}}
 {{- if .Values.draft.enabled -}}
 {{- $draft = include "eyas.config.method" . | fromYaml -}}
@@ -88,7 +88,7 @@ tree:
 
 {{- define "eyas.config.draft" -}}
 {{- $own := include "eyas.config.shared" (list . "draft") | fromYaml -}}
-{{- $model := dict "model" .Values.model.name "target" (include "eyas.checkpoint" (list . .Values.model.target)) -}}
+{{- $model := dict "served_model_name" .Values.model.name "model" (include "eyas.checkpoint" (list . .Values.model.target)) -}}
 {{- $device := dict "dtype" .Values.model.dtype "device" .Values.model.device -}}
 {{- $draft := include "eyas.config.method" . | fromYaml -}}
 {{- mergeOverwrite $own $model $device $draft (deepCopy .Values.draft.config) | toYaml -}}
@@ -97,5 +97,5 @@ tree:
 {{/* component values: seconds between the wish to stop and the kill; longer than all that a drain may take */}}
 {{- define "eyas.grace" -}}
 {{- $server := .config.server | default dict -}}
-{{- addf .preStopSeconds ($server.linger_seconds | default 0) (hasKey $server "drain_seconds" | ternary $server.drain_seconds 30) 15 | ceil | int -}}
+{{- addf .preStopSeconds ($server.shutdown_delay_s | default 0) (hasKey $server "graceful_shutdown_timeout_s" | ternary $server.graceful_shutdown_timeout_s 30) 15 | ceil | int -}}
 {{- end -}}

@@ -241,7 +241,7 @@ capabilities:
     - server.zone="$(ZONE)"
     {{- if ne $component "router" }}
     - --set
-    - server.advertise="$(POD_IP)"
+    - server.advertise_host="$(POD_IP)"
     {{- end }}
   env:
     {{- include "eyas.env" (list $root $component) | nindent 4 }}

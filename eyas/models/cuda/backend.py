@@ -51,8 +51,8 @@ class ForwardBackend(Protocol):
 
 def plan_backend(target: TargetModel, engine: EngineConfig, tree: TreeConfig, context_length: int) -> BackendPlan:
     """The fastest way that the target's device and shapes allow. On CUDA it says what keeps it from the kernel."""
-    rows = engine.step_tokens + engine.max_running * tree.nodes
-    limits = CaptureLimits(rows, engine.max_running, min(engine.max_running * context_length, MAX_PREFIX))
+    rows = engine.max_prefill_tokens + engine.max_num_seqs * tree.num_draft_tokens
+    limits = CaptureLimits(rows, engine.max_num_seqs, min(engine.max_num_seqs * context_length, MAX_PREFIX))
     if target.device.type != "cuda" or engine.deterministic:
         return BackendPlan(BackendKind.PLAIN, limits)
     if lacking := what_kernel_lacks(target):

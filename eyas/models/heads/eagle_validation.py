@@ -76,7 +76,7 @@ def observe(target: TargetModel, folder: str, taps: Sequence[int]) -> list[Windo
 def _text(folder: str, target: TargetModel) -> list[list[int]]:
     text = files("eyas.models.heads").joinpath("eagle_validation.txt").read_text(encoding="utf-8")
     ids = list(load_tokenizer(folder).encode(text))
-    size = min(WINDOW, target.context_length)
+    size = min(WINDOW, target.max_model_len)
     return [ids[at : at + size] for at in range(0, min(len(ids), MOST_WINDOWS * size), size) if len(ids) - at > size // 2]
 
 
@@ -95,7 +95,7 @@ def _observe(target: TargetModel, tokens: list[int], taps: Sequence[int]) -> Win
 def _drawn(target: TargetModel) -> list[list[int]]:
     """Sequences that the target draws at temperature 1, each from a first token of its own; seeded."""
     generator = torch.Generator().manual_seed(0)
-    length = min(DRAWN, target.context_length)
+    length = min(DRAWN, target.max_model_len)
     pools = _pools(target, NUM_DRAWN * length)
     rows = torch.randint(target.vocab_size, (NUM_DRAWN, 1), generator=generator).tolist()
     slots = np.arange(NUM_DRAWN * length).reshape(NUM_DRAWN, length)

@@ -141,4 +141,4 @@ def _state(presence: RouterRegistration) -> dict[str, Any]:
 
 def _model(info: ModelInfo, created: int) -> dict[str, Any]:
     named = {"id": info.name, "object": "model", "created": created, "owned_by": "eyas"}
-    return named | {"max_model_len": info.context_length}
+    return named | {"max_model_len": info.max_model_len}

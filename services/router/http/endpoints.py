@@ -158,7 +158,7 @@ class OpenAIEndpoints:
             ids = await self.front.encode_rendered(info, text)
         max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
         if max_tokens is None:
-            max_tokens = max(info.context_length - len(ids), 1)
+            max_tokens = max(info.max_model_len - len(ids), 1)
         logprobs = (body.top_logprobs or 0) if body.logprobs else None
         calls = [body.call(ids, max_tokens, logprobs=logprobs, prompt_logprobs=body.prompt_logprobs)]
         tokenizer = self.front.tokenizer(info.name)

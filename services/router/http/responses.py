@@ -382,12 +382,12 @@ class ResponseWriter:
 
 def _speculation(stats: GenerationStats) -> dict[str, Any]:
     """As vLLM tells it, so that what reads its answers reads ours; drafted tokens are all nodes of the trees but roots."""
-    reached = [stats.num_rounds, *stats.accepted_by_depth, 0]
+    reached = [stats.num_verify_steps, *stats.accepted_by_depth, 0]
     return {
         "mean_acceptance_length": stats.acceptance_length,
         "draft_acceptance_rate": stats.num_accepted / stats.num_drafted if stats.num_drafted else 0.0,
         "acceptance_histogram": [here - further for here, further in pairwise(reached)],
-        "num_spec_steps": stats.num_rounds,
+        "num_spec_steps": stats.num_verify_steps,
         "num_accepted_draft_tokens": stats.num_accepted,
         "num_draft_tokens": stats.num_drafted,
     }

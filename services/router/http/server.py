@@ -97,8 +97,8 @@ class HttpServer:
                 log_level="warning",
                 access_log=False,
                 server_header=False,
-                ssl_certfile=tls.certificate or None,
-                ssl_keyfile=tls.key or None,
+                ssl_certfile=tls.cert_file or None,
+                ssl_keyfile=tls.key_file or None,
             )
         )
         self._config = config
@@ -111,14 +111,14 @@ class HttpServer:
 
     async def start(self) -> None:
         """Listen. Raises ConfigError when the port is taken or the TLS files do not do."""
-        certificates = Certificates("tls.certificate and tls.key", self._tls.certificate, self._tls.key)
+        certificates = Certificates("tls.cert_file and tls.key_file", self._tls.cert_file, self._tls.key_file)
         self._shown = certificates.pem
         self._server.config.load()
         listener = listen(self._config.host, self._config.port)
         host = f"[{self._config.host}]" if ":" in self._config.host else self._config.host
         self.address = f"{host}:{listener.getsockname()[1]}"
         self._serving = asyncio.create_task(self._server.serve([listener]), name="http")
-        if self._tls.certificate:
+        if self._tls.cert_file:
             renew = every(self._renew_seconds, partial(self._renew, certificates))
             self._renewing = asyncio.create_task(renew, name="certificates")
         log.info("HTTP on %s://%s", "https" if self._server.config.ssl else "http", self.address)
@@ -136,7 +136,7 @@ class HttpServer:
         """Show those who connect from now on what the files hold."""
         context, pem = self._server.config.ssl, certificates.pem
         if context and pem is not self._shown:
-            context.load_cert_chain(self._tls.certificate, self._tls.key)
+            context.load_cert_chain(self._tls.cert_file, self._tls.key_file)
             self._shown = pem
 
 

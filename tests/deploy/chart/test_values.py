@@ -30,10 +30,10 @@ REFUSED = {
     "router.config.server.drain=3": "at '/router/config/server': additional properties 'drain' not allowed",
     "router.config.server.port=3": "'port' not allowed",
     "draft.config.registry.url=redis://elsewhere": "'url' not allowed",
-    "verifier.config.engine.max_running=many": "at '/verifier/config/engine/max_running'",
+    "verifier.config.engine.max_num_seqs=many": "at '/verifier/config/engine/max_running'",
     "model.dtype=int4": "at '/model/dtype'",
     "model.source.kind=s3": "at '/model/source/kind'",
-    "draft.tree.nodes=0": "at '/draft/tree/nodes'",
+    "draft.tree.num_draft_tokens=0": "at '/draft/tree/nodes'",
     "draft.autoscaling.kind=both": "at '/draft/autoscaling/kind'",
     "security.runAsUser=0": "at '/security/runAsUser'",
     "router.resources.limits.cpu=null": "missing property 'cpu'",
@@ -64,7 +64,7 @@ def test_services_take_the_files_that_the_chart_writes(name: str, tmp_path: Any)
         for file, text in item["data"].items():
             if (service := file.removesuffix(".yaml")) in KINDS:
                 (tmp_path / file).write_text(text)
-                load(KINDS[service], tmp_path / file, ['registry.url="redis://host"', 'server.advertise="fd00::1"'])
+                load(KINDS[service], tmp_path / file, ['registry.url="redis://host"', 'server.advertise_host="fd00::1"'])
                 found += 1
     assert found >= 2
 
@@ -76,8 +76,8 @@ def test_a_service_takes_every_setting_that_its_config_may_hold(tmp_path: Any) -
     (text,) = named(template("--values", values), "ConfigMap", "demo-eyas-router")["data"].values()
     (tmp_path / "router.yaml").write_text(text)
     loaded = load(RouterConfig, tmp_path / "router.yaml")
-    assert (loaded.request_timeout, loaded.registry.ttl, loaded.server.drain_seconds) == (77.5, 9, 12)
-    assert loaded.server.linger_seconds == 5, "what is not set keeps the chart's own value"
+    assert (loaded.request_timeout_s, loaded.registry.ttl_s, loaded.server.graceful_shutdown_timeout_s) == (77.5, 9, 12)
+    assert loaded.server.shutdown_delay_s == 5, "what is not set keeps the chart's own value"
 
 
 def test_a_service_that_has_its_config_changed_is_restarted(tmp_path: Any) -> None:
@@ -86,7 +86,7 @@ def test_a_service_that_has_its_config_changed_is_restarted(tmp_path: Any) -> No
         annotations = {o["metadata"]["name"]: o["spec"]["template"]["metadata"].get("annotations", {}) for o in objects}
         return {name: found.get("checksum/config", "") for name, found in annotations.items()}
 
-    before, after = checksums(), checksums(*settings(["verifier.config.engine.max_running=3"]))
+    before, after = checksums(), checksums(*settings(["verifier.config.engine.max_num_seqs=3"]))
     assert {name for name in before if before[name] != after[name]} == {"demo-eyas-verifier"}
 
 

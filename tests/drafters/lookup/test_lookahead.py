@@ -13,7 +13,7 @@ BUDGET = TreeBudget(64, 12)
 
 
 def drafter(window: int, ngram: int, tree: TreeConfig = ROOMY) -> LookaheadDrafter:
-    return LookaheadDrafter(tree, LookaheadConfig(window=window, ngram=ngram))
+    return LookaheadDrafter(tree, LookaheadConfig(window_size=window, ngram_size=ngram))
 
 
 def propose(lookahead: LookaheadDrafter, tokens: Sequence[int], base: int = 0, samples: tuple[int, ...] = ()) -> DraftTree:

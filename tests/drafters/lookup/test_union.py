@@ -92,7 +92,7 @@ class Forgetful(LocalDrafter):
         return self.drafter.needs
 
     def propose(self, contexts: Sequence[DraftContext]) -> list[Draft]:
-        self.told += [(context.base, context.committed) for context in contexts]
+        self.told += [(context.start_position, context.committed_length) for context in contexts]
         return self.drafter.propose(contexts)
 
     def release(self, sessions: Sequence[str]) -> None:
@@ -145,10 +145,12 @@ def test_a_side_may_be_told_again_in_pieces() -> None:
 def test_features_go_to_the_side_that_needs_them_from_where_it_stands(tiny_target: str, tiny_head: str) -> None:
     """The EAGLE side of a union that had to be healed proposes what EAGLE alone proposes."""
     eagle, lookup = (
-        build_drafter(name, tiny_target, tiny_head, "float32", "cpu", TreeConfig(16, 3, 3), DraftingConfig(num_slots=512))
+        build_drafter(
+            name, tiny_target, tiny_head, "float32", "cpu", TreeConfig(16, 3, 3), DraftingConfig(max_kv_tokens=512)
+        )
         for name in ("eagle3", "prompt_lookup")
     )
-    union = CombinedDrafter(eagle, lookup, TreeConfig(16, 3), CombinedConfig(floor=0.5))
+    union = CombinedDrafter(eagle, lookup, TreeConfig(16, 3), CombinedConfig(min_share=0.5))
     union.propose([fed_commit("a", 8)])
     lookup.release(["a"])
     assert union.propose([fed_commit("a", 12, base=8)]) == [ResyncRequired("a", 0, 0)]
@@ -161,7 +163,9 @@ def test_features_go_to_the_side_that_needs_them_from_where_it_stands(tiny_targe
 
 def test_names_of_unions_are_read_and_refused_with_the_reason(tiny_target: str, tiny_head: str) -> None:
     def build(name: str, head: str = tiny_head) -> LocalDrafter:
-        return build_drafter(name, tiny_target, head, "float32", "cpu", TreeConfig(16, 3, 3), DraftingConfig(num_slots=64))
+        return build_drafter(
+            name, tiny_target, head, "float32", "cpu", TreeConfig(16, 3, 3), DraftingConfig(max_kv_tokens=64)
+        )
 
     assert build("prompt_lookup+eagle3").needs == DrafterNeeds(features=True, feature_size=32)
     assert features_digest("prompt_lookup+eagle3", tiny_head) == features_digest("eagle3", tiny_head)
@@ -186,7 +190,7 @@ def test_on_text_that_repeats_a_union_is_at_least_as_good_as_each_side() -> None
         head = str(DEMO / "eagle3") if "eagle3" in name else None
         llm = LLM(str(DEMO / "target"), head, name, methods=MethodsConfig())
         results = llm.generate([line["token_ids"] for line in lines], sampling)
-        taus[name] = sum(r.stats.num_emitted for r in results) / sum(r.stats.num_rounds for r in results)
+        taus[name] = sum(r.stats.num_emitted for r in results) / sum(r.stats.num_verify_steps for r in results)
         outputs[name] = [result.token_ids for result in results]
     assert outputs["eagle3+prompt_lookup"] == outputs["eagle3"] == outputs["prompt_lookup"] == outputs["none"]
     assert taus["eagle3+prompt_lookup"] >= max(taus.values())

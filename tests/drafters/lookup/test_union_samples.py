@@ -86,7 +86,7 @@ def rounds(drafter: LocalDrafter, num_rounds: int, budget: TreeBudget = BUDGET) 
 
 
 def lookahead() -> LookaheadDrafter:
-    return LookaheadDrafter(SHAPE, LookaheadConfig(window=4, ngram=4))
+    return LookaheadDrafter(SHAPE, LookaheadConfig(window_size=4, ngram_size=4))
 
 
 def test_beside_a_side_that_guesses_nothing_lookahead_does_what_it_does_alone() -> None:
@@ -100,7 +100,7 @@ def test_beside_a_side_that_guesses_nothing_lookahead_does_what_it_does_alone() 
 def test_lookahead_goes_on_when_its_window_is_cut() -> None:
     """The other side takes nearly all of a small budget; the target's walk is guessed all the same."""
     sure = grown(0, [(node, 40 + node, -0.01) for node in range(7)])
-    union = CombinedDrafter(Scripted([sure] * 30, False), lookahead(), SHAPE, CombinedConfig(floor=0.5))
+    union = CombinedDrafter(Scripted([sure] * 30, False), lookahead(), SHAPE, CombinedConfig(min_share=0.5))
     trees = rounds(union, 30, TreeBudget(12, 6))
     assert any(tree.child(0, NEXT[tree.tokens[0]]) is not None for tree in trees[10:])
 

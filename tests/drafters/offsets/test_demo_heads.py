@@ -10,7 +10,7 @@ from eyas.engine.build import build_engine
 from eyas.request import GenerationStats, Request, SamplingParams
 from tests.tiny import DEMO
 
-TREE = TreeConfig(nodes=16, depth=4, width=8)
+TREE = TreeConfig(num_draft_tokens=16, num_steps=4, top_k=8)
 
 
 @pytest.mark.parametrize(("name", "least"), [("medusa", 1.5), ("hydra", 1.75)])
@@ -18,7 +18,7 @@ def test_trained_heads_foresee_the_targets_tokens(name: str, least: float) -> No
     target, head = str(DEMO / "target"), str(DEMO / name)
     drafter = build_drafter(name, target, head, "float32", "cpu", TREE, DraftingConfig())
     fuser = build_fuser(name, head, target, "float32", "cpu")
-    engine = build_engine(target, fuser, "float32", "cpu", EngineConfig(num_slots=2048), TREE, drafter)
+    engine = build_engine(target, fuser, "float32", "cpu", EngineConfig(max_kv_tokens=2048), TREE, drafter)
     for line in (DEMO / "prompts.jsonl").read_text(encoding="utf-8").splitlines()[:8]:
         prompt = json.loads(line)
         engine.submit(

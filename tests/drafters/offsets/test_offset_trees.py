@@ -17,14 +17,14 @@ from tests.drafters.offsets.naive_offsets import NaiveOffsets
 from tests.drafters.test_eagle_trees import commit, session
 from tests.tiny_offsets import KINDS, tiny_heads
 
-SHAPE = TreeConfig(nodes=14, depth=3, width=4)
+SHAPE = TreeConfig(num_draft_tokens=14, num_steps=3, top_k=4)
 GREEDY = NoiseKey(0)
 NOISES = [GREEDY, NoiseKey(9, 0.8), NoiseKey(2**64 - 1, 1.2, top_k=3, top_p=0.9)]
 OWN_PATHS = ((2,), (0,), (0, 1), (0, 1, 5), (2, 0), (2, 3), (0, 1, 0))
 
 
 def make(kind: str, target: str, beside: str, offsets: MedusaConfig | None = None, **eagle: object) -> MultiHeadDrafter:
-    methods = MethodsConfig(offsets=offsets or MedusaConfig())
+    methods = MethodsConfig(medusa=offsets or MedusaConfig())
     eagle_config = DraftingConfig(**{"num_slots": 512, **eagle})  # type: ignore[arg-type]
     name, heads = kind.split("-")[0], tiny_heads(kind, beside)
     drafter = build_drafter(name, target, heads, "float32", "cpu", SHAPE, eagle_config, methods)
@@ -90,15 +90,17 @@ def test_dynamic_trees_hold_the_best_of_all_candidates(kind: str, noise: NoiseKe
     plain, (tokens, features) = NaiveOffsets(kind, tiny_target), session(3, 12)
     expanded: list[tuple[int, ...]] = [()]
     every: list[tuple[int, ...]] = []
-    for _ in range(SHAPE.depth):
-        level = [(*path, rank) for path in expanded for rank in range(SHAPE.width)]
+    for _ in range(SHAPE.num_steps):
+        level = [(*path, rank) for path in expanded for rank in range(SHAPE.top_k)]
         every += level
         guesses = plain.guesses(tokens, features, noise, every)
-        expanded = sorted(level, key=lambda path: -guesses[path].score)[: SHAPE.width]
+        expanded = sorted(level, key=lambda path: -guesses[path].score)[: SHAPE.top_k]
     possible = {guess.path: guess.score for guess in guesses.values() if guess.score > -math.inf}
     (tree,) = drafter.propose([commit("a", tokens, features, 0, 12, noise, TreeBudget(20, 5))])
     assert isinstance(tree, DraftTree)
-    assert sorted(paths_of(tree).values()) == pytest.approx(sorted(possible.values())[1 - SHAPE.nodes :], abs=1e-4)
+    assert sorted(paths_of(tree).values()) == pytest.approx(
+        sorted(possible.values())[1 - SHAPE.num_draft_tokens :], abs=1e-4
+    )
     assert paths_of(tree).keys() <= possible.keys()
 
 

@@ -36,12 +36,12 @@ def candidates(model: str, tokens: list[int], noise: NoiseKey, shape: TreeConfig
     """Every child of every expanded node, by level, then by order of their parents."""
     nodes: list[Node] = []
     frontier = [Node(tokens[-1], 0, 0.0, [])]
-    for depth in range(1, shape.depth + 1):
+    for depth in range(1, shape.num_steps + 1):
         level = []
         for node in frontier:
             found = scores(model, tokens + node.path, noise, scale)
-            best = sorted(range(len(found)), key=lambda t: (-found[t], t))[: shape.width]
+            best = sorted(range(len(found)), key=lambda t: (-found[t], t))[: shape.top_k]
             level += [Node(token, depth, node.score + found[token], [*node.path, token]) for token in best]
         nodes += level
-        frontier = sorted(level, key=lambda node: -node.score)[: shape.width]  # stable: ties keep their order
+        frontier = sorted(level, key=lambda node: -node.score)[: shape.top_k]  # stable: ties keep their order
     return nodes

@@ -22,7 +22,7 @@ SAMPLINGS = {"greedy": replace(HOT, temperature=0.0), "hot": HOT, "filtered": re
 def stats_of(target: str, tree: TreeConfig, sampling: SamplingParams, rule: AcceptanceRule) -> GenerationStats:
     """Of four requests whose drafter is the target itself."""
     drafter = build_drafter("sps", target, target, "float32", "cpu", tree, DraftingConfig(2048))
-    engine = build_engine(target, None, "float32", "cpu", EngineConfig(num_slots=512, rule=rule), tree, drafter)
+    engine = build_engine(target, None, "float32", "cpu", EngineConfig(max_kv_tokens=512, acceptance=rule), tree, drafter)
     requests = [Request(f"{i}", (7, 8, 9 + i), replace(sampling, seed=5 + i)) for i in range(4)]
     for request in requests:
         engine.submit(request)

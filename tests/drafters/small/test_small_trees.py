@@ -20,7 +20,7 @@ from tests.drafters.small import naive_small
 from tests.models.families import FAMILIES, config_of, write_model
 from tests.tiny import write_small
 
-SHAPE = TreeConfig(nodes=14, depth=4, width=3)
+SHAPE = TreeConfig(num_draft_tokens=14, num_steps=4, top_k=3)
 WHOLE = TreeBudget(14, 4)
 GREEDY = NoiseKey(0)
 NOISES = [GREEDY, NoiseKey(9, 0.8), NoiseKey(2**64 - 1, 1.2, top_k=9, top_p=0.9)]
@@ -162,8 +162,10 @@ def test_a_tree_that_the_model_cannot_grow_is_refused(small: str) -> None:
     for shape in (TreeConfig(8, 0, 3), TreeConfig(8, 2, 49)):
         with pytest.raises(ConfigError, match="a small draft model needs a depth of at least 1"):
             make(small, shape=shape)
-    rows = SHAPE.width * (SHAPE.depth - 1)
-    with pytest.raises(ConfigError, match=rf"eagle.num_slots {rows} cannot hold a token and the {rows} rows of one tree"):
+    rows = SHAPE.top_k * (SHAPE.num_steps - 1)
+    with pytest.raises(
+        ConfigError, match=rf"drafting.max_kv_tokens {rows} cannot hold a token and the {rows} rows of one tree"
+    ):
         make(small, num_slots=rows)
     assert tree_of(make(small, num_slots=rows + 1), commit("a", [5], 0)).num_drafted
 

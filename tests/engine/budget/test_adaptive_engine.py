@@ -23,7 +23,7 @@ from eyas.request import Request, SamplingParams
 from tests import reference
 from tests.engine.drafters import KnowingDrafter, RandomDrafter
 
-TREE = TreeConfig(nodes=10, depth=3, width=4)
+TREE = TreeConfig(num_draft_tokens=10, num_steps=3, top_k=4)
 REQUESTS = [
     Request(f"{i}", (3 + i, 5, 6 + i), SamplingParams(90, temperature=0.8 * (i % 2), seed=i, ignore_eos=True))
     for i in range(4)
@@ -70,11 +70,11 @@ class Notes(FixedDraftBudget):
 
 
 def priced_engine(target: TargetModel, drafter: Drafter, passes: PricedPasses, budget: DraftBudget | None = None) -> Engine:
-    config = EngineConfig(num_slots=1024, budget="adaptive")
+    config = EngineConfig(max_kv_tokens=1024, draft_budget="adaptive")
     runner = ModelRunner(target, KVCache(1024, target.kv_shapes, 0, torch.float32, target.device), None, passes)
     drafting = DraftManager(drafter, runner, "match")
     scheduler = Scheduler(config, TREE, target.eos_ids)
-    return Engine(scheduler, drafting, runner, 256, budget or AdaptiveDraftBudget(TREE.nodes), passes.clock)
+    return Engine(scheduler, drafting, runner, 256, budget or AdaptiveDraftBudget(TREE.num_draft_tokens), passes.clock)
 
 
 @pytest.fixture(scope="module")
@@ -128,9 +128,9 @@ def test_the_budget_hears_of_requests_that_decode_without_trees(tiny_target: str
 
 
 def test_the_setting_makes_the_budget_adapt(tiny_target: str, expected: dict[str, list[int]]) -> None:
-    config = EngineConfig(num_slots=1024, budget="adaptive")
+    config = EngineConfig(max_kv_tokens=1024, draft_budget="adaptive")
     engine = assemble_engine(load_target(tiny_target), None, config, TREE, RandomDrafter(48))
     assert isinstance(engine._budget, AdaptiveDraftBudget)
     assert run(engine) == expected
     with pytest.raises(ConfigError, match="budget is 'on'; it must be one of fixed, adaptive"):
-        replace(config, budget="on")  # type: ignore[arg-type]
+        replace(config, draft_budget="on")  # type: ignore[arg-type]

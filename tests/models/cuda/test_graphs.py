@@ -123,7 +123,7 @@ def test_the_engine_says_the_same_through_padded_passes(
     folder: str, target: TargetModel, runner: GraphRunner, pools: KVCache
 ) -> None:
     passes = ModelRunner(target, pools, None, runner)
-    scheduler = Scheduler(EngineConfig(num_slots=NUM_SLOTS, step_tokens=8), TreeConfig(7, 4, 4), frozenset())
+    scheduler = Scheduler(EngineConfig(max_kv_tokens=NUM_SLOTS, max_prefill_tokens=8), TreeConfig(7, 4, 4), frozenset())
     engine = Engine(scheduler, DraftManager(RandomDrafter(48), passes, "match"), passes, 256)
     sampling = [SamplingParams(max_tokens=5, temperature=t, seed=n, ignore_eos=True) for t in (0.0, 0.9) for n in (1, 11)]
     requests = [Request(f"{i}", tuple(range(3, 3 + params.seed)), params) for i, params in enumerate(sampling)]

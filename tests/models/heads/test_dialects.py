@@ -18,7 +18,7 @@ from eyas.tree import DraftTree
 from tests.drafters.naive_eagle import NaiveEagle, best_tree, linear, rms
 from tests.models.heads.dialects import DIALECTS, TINY, TINY_EAGLE1, random_tensors, save, specforge, vllm
 
-SHAPE = TreeConfig(nodes=14, depth=4, width=3)
+SHAPE = TreeConfig(num_draft_tokens=14, num_steps=4, top_k=3)
 OPTIONS = {
     "plain": TINY,
     "normed residual": replace(TINY, reading=HeadWiring((2, 2, 1), norm_before_residual=True)),
@@ -54,7 +54,7 @@ def trees(head: str, target: str, config: EagleHeadConfig) -> list[DraftTree]:
     """Of two sessions; the second is told of in two commits."""
     fused = load_fuser(head, target)(features_of(config, 20))
     tokens = torch.randint(3, 48, (21,), generator=torch.Generator().manual_seed(6)).tolist()
-    drafter = EagleDrafter(load_head(head, target), SHAPE, DraftingConfig(num_slots=256))
+    drafter = EagleDrafter(load_head(head, target), SHAPE, DraftingConfig(max_kv_tokens=256))
 
     def commit(name: str, base: int, end: int) -> Commit:
         new = fused[max(base - 1, 0) : end - 1]

@@ -109,7 +109,7 @@ def test_one_process_reads_a_head_as_it_works(tmp_path: Path, caplog: pytest.Log
         )
     assert "not as its config says" in caplog.text
     assert found.token_ids == believed.token_ids == right.token_ids
-    assert found.stats.num_rounds == right.stats.num_rounds < believed.stats.num_rounds
+    assert found.stats.num_verify_steps == right.stats.num_verify_steps < believed.stats.num_verify_steps
 
 
 def test_the_check_prints_a_table_and_writes_what_it_found(tmp_path: Path) -> None:

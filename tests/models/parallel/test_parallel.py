@@ -48,7 +48,7 @@ from tests import reference
 from tests.engine.drafters import RandomDrafter
 from tests.tiny import write_head
 
-TREE = TreeConfig(nodes=12, depth=4, width=4)
+TREE = TreeConfig(num_draft_tokens=12, num_steps=4, top_k=4)
 PLAN = BackendPlan(BackendKind.PLAIN, CaptureLimits(0, 0, 0))
 
 
@@ -118,7 +118,7 @@ def run(engine: Engine) -> dict[str, list[int]]:
 
 
 def engine_of(parts: Shared, target: str, head: str, drafter: str) -> Engine:
-    config = EngineConfig(num_slots=1024, step_tokens=16, max_running=4, tensor_parallel=parts.ranks.size)
+    config = EngineConfig(max_kv_tokens=1024, max_prefill_tokens=16, max_num_seqs=4, tensor_parallel_size=parts.ranks.size)
     drafters: dict[str, Callable[[], Drafter | None]] = {
         "eagle3": lambda: build_drafter("eagle3", target, head, "float32", "cpu", TREE, DraftingConfig()),
         "random": lambda: RandomDrafter(50),
@@ -187,7 +187,7 @@ def test_a_step_that_rank_0_does_not_finish_loses_the_ranks(target: str, head: s
 def test_an_llm_over_two_processes_says_what_one_says() -> None:
     results = []
     for size in (1, 2):
-        config = EngineConfig(num_slots=512, tensor_parallel=size)
+        config = EngineConfig(max_kv_tokens=512, tensor_parallel_size=size)
         llm = LLM("models/demo/target", "models/demo/eagle3", engine=config)
         results.append(llm.generate(["def main():", "import "], SamplingParams(24, 0.8, seed=5)))
         llm.close()
@@ -221,7 +221,7 @@ def test_every_rank_has_the_key_value_heads_that_its_query_heads_read(size: int,
 
 def test_an_engine_of_another_number_of_ranks_is_refused(target: str) -> None:
     with pytest.raises(ConfigError, match="tensor_parallel is 2, but the target is loaded for 1"):
-        assemble_engine(load_target(target), None, EngineConfig(tensor_parallel=2), TREE, None)
+        assemble_engine(load_target(target), None, EngineConfig(tensor_parallel_size=2), TREE, None)
 
 
 def test_a_model_without_a_plan_is_refused() -> None:

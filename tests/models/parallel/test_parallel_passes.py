@@ -79,7 +79,7 @@ def make_engine(ranks: TargetWorkers, target: TargetModel, notes: Path) -> Engin
         ways = build_noted(notes, PLAN, target, pools, pools.scratch)
     ranks.before_close(partial(release, ways))
     runner = ModelRunner(target, pools, None, ways, ranks)
-    scheduler = Scheduler(EngineConfig(num_slots=NUM_SLOTS, step_tokens=16), TreeConfig(5, 3, 2), frozenset())
+    scheduler = Scheduler(EngineConfig(max_kv_tokens=NUM_SLOTS, max_prefill_tokens=16), TreeConfig(5, 3, 2), frozenset())
     return Engine(scheduler, DraftManager(RandomDrafter(48), runner, "match"), runner, 256)
 
 
@@ -141,7 +141,7 @@ def test_the_kernel_on_a_share_of_heads_equals_plain_attention_on_all(
 
 
 def test_the_largest_plan_fits_into_an_order(tiny_target: str) -> None:
-    plan = plan_backend(load_target(tiny_target), EngineConfig(num_slots=8, max_running=4096), TreeConfig(), 1 << 24)
+    plan = plan_backend(load_target(tiny_target), EngineConfig(max_kv_tokens=8, max_num_seqs=4096), TreeConfig(), 1 << 24)
     assert order_from_bytes(order_to_bytes(InitKVCache(8, plan))) == InitKVCache(8, plan)
 
 

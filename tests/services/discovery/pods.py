@@ -73,7 +73,7 @@ async def pod_worker(
 
 def kubernetes(server: ApiServer, list_interval: float = 60.0) -> DiscoveryConfig:
     """Discovery by that API server."""
-    return settings("kubernetes", kubernetes=KubernetesConfig(server.url, NAMESPACE, list_interval=list_interval))
+    return settings("kubernetes", kubernetes=KubernetesConfig(server.url, NAMESPACE, list_interval_s=list_interval))
 
 
 def settings(kind: str, **changes: Any) -> DiscoveryConfig:

@@ -21,7 +21,7 @@ class Clock:
 
 
 def test_failures_in_a_row_eject_and_a_served_request_clears() -> None:
-    ejections = OutlierDetector(OutlierDetectionConfig(failures=3), Clock())
+    ejections = OutlierDetector(OutlierDetectionConfig(consecutive_failures=3), Clock())
     for _ in range(2):
         ejections.failed("v")
     ejections.served("v")
@@ -34,7 +34,7 @@ def test_failures_in_a_row_eject_and_a_served_request_clears() -> None:
 
 def test_each_ejection_is_twice_as_long_up_to_the_longest() -> None:
     clock, lengths = Clock(), []
-    ejections = OutlierDetector(OutlierDetectionConfig(seconds=5, longest=30), clock)
+    ejections = OutlierDetector(OutlierDetectionConfig(base_ejection_time_s=5, max_ejection_time_s=30), clock)
     for _ in range(5):
         ejections.failed("v")
         began = clock.now
@@ -47,7 +47,7 @@ def test_each_ejection_is_twice_as_long_up_to_the_longest() -> None:
 
 def test_only_a_probe_that_is_answered_ends_an_ejection() -> None:
     clock = Clock()
-    ejections = OutlierDetector(OutlierDetectionConfig(seconds=5), clock)
+    ejections = OutlierDetector(OutlierDetectionConfig(base_ejection_time_s=5), clock)
     ejections.failed("v")
     assert ejections.due == []
     clock.now += 5
@@ -61,7 +61,7 @@ def test_only_a_probe_that_is_answered_ends_an_ejection() -> None:
 
 def test_failures_while_ejected_do_not_lengthen_the_ejection() -> None:
     clock = Clock()
-    ejections = OutlierDetector(OutlierDetectionConfig(seconds=5), clock)
+    ejections = OutlierDetector(OutlierDetectionConfig(base_ejection_time_s=5), clock)
     for _ in range(10):  # its requests of before fail as well
         ejections.failed("v")
     clock.now += 5
@@ -84,10 +84,10 @@ def test_a_failing_verifier_gets_no_requests_until_it_answers_a_probe() -> None:
             pod_worker() as other,
             pod_router(
                 settings("static", verifiers=(one.address, other.address), forget_after=600.0),
-                OutlierDetectionConfig(seconds=0.1),
+                OutlierDetectionConfig(base_ejection_time_s=0.1),
             ) as (address, workers),
         ):
-            one.lease = replace(one.lease, load=Load(free_slots=9000))
+            one.lease = replace(one.lease, load=Load(free_kv_tokens=9000))
             await until(lambda: workers.ready and {one.lease, other.lease} == set(workers.fleet().verifiers))
             one.gate.clear()
             for _ in range(5):
@@ -109,7 +109,7 @@ def test_the_requests_of_a_stuck_verifier_go_on_elsewhere(falls_silent_after: in
             pod_worker() as other,
             pod_router(settings("static", verifiers=(one.address, other.address))) as (address, workers),
         ):
-            one.lease = idle = replace(one.lease, load=Load(free_slots=9000))
+            one.lease = idle = replace(one.lease, load=Load(free_kv_tokens=9000))
             await until(lambda: workers.ready and {idle, other.lease} == set(workers.fleet().verifiers))
             answer = asyncio.create_task(ask(address, CALL))
             await until(lambda: len(stuck.calls) == 1)
@@ -126,7 +126,10 @@ def test_where_all_verifiers_have_failed_they_are_asked_all_the_same() -> None:
         script = Script(TOKENS, dies_after=0)
         async with (
             pod_worker(script) as one,
-            pod_router(settings("static", verifiers=(one.address,)), OutlierDetectionConfig(seconds=600, longest=600)) as (
+            pod_router(
+                settings("static", verifiers=(one.address,)),
+                OutlierDetectionConfig(base_ejection_time_s=600, max_ejection_time_s=600),
+            ) as (
                 address,
                 workers,
             ),

@@ -77,7 +77,9 @@ def test_a_verifier_announces_a_prompt_once_it_is_served_and_refuses_calls_for_a
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("eyas.services.verifier.async_engine.ANNOUNCE_SECONDS", 0.01)
-    engine = assemble_engine(load_target(DEMO, "float32", "cpu", ()), None, EngineConfig(num_slots=1024), TreeConfig(), None)
+    engine = assemble_engine(
+        load_target(DEMO, "float32", "cpu", ()), None, EngineConfig(max_kv_tokens=1024), TreeConfig(), None
+    )
     prompt = tuple(range(3 * BLOCK_TOKENS))
     request = Request("r", prompt, SamplingParams(2, seed=1, ignore_eos=True))
 
@@ -94,13 +96,13 @@ def test_a_verifier_announces_a_prompt_once_it_is_served_and_refuses_calls_for_a
     async def serve_once(loop: AsyncEngine) -> None:
         assert [chunk async for chunk in loop.generate(request)][-1].finish_reason == "length"
         await until(lambda: loop.prefixes == frozenset(block_hashes(prompt)))
-        assert (loop.load.max_running, loop.load.step_seconds) == (EngineConfig().max_running, 0.0)
+        assert (loop.load.max_num_seqs, loop.load.step_seconds) == (EngineConfig().max_num_seqs, 0.0)
 
     asyncio.run(body())
 
 
 def test_a_new_worker_ends_the_lease_of_the_one_whose_address_it_has(url: str) -> None:
-    old = Lease("draft", "10.0.0.1:7", "old", MODEL, prefixes=frozenset({1, 2**32 - 1}))
+    old = Lease("draft", "10.0.0.1:7", "old", MODEL, prefix_hashes=frozenset({1, 2**32 - 1}))
     new = replace(old, role="verifier", incarnation="new")
     other = replace(old, role="verifier", address="10.0.0.2:7", incarnation="other")
 

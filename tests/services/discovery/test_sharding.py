@@ -95,7 +95,7 @@ def test_weights_decide() -> None:
     demand = RequestDemand("demo", 900, last=Placement("a"))
     verifiers = [verifier("a", 5), verifier("b")]
     assert chosen(verifiers, demand).verifier.incarnation == "a"
-    assert chosen(verifiers, demand, RoutingConfig(session=0.1)).verifier.incarnation == "b"
+    assert chosen(verifiers, demand, RoutingConfig(session_weight=0.1)).verifier.incarnation == "b"
 
 
 @given(st.integers(2, 30), st.text(min_size=1, max_size=8), st.integers(0, 29))
@@ -115,7 +115,7 @@ def test_there_is_always_a_pick_and_it_has_room_if_any_has(loads: list[tuple[int
     pair = chosen(verifiers, RequestDemand("demo", 100, last=last, session="s", blocks=BLOCKS))
     total = sum(map(sum, loads))
     load = pair.verifier.load
-    assert load.num_running + load.num_waiting <= max(DEFAULT.least_bound, DEFAULT.bound * (total + 1) / len(loads) + 1)
+    assert load.num_running + load.num_waiting <= max(DEFAULT.min_bound, DEFAULT.load_factor * (total + 1) / len(loads) + 1)
 
 
 def test_a_simulated_cluster_is_balanced_keeps_sessions_and_finds_prefixes() -> None:

@@ -13,7 +13,7 @@ from eyas.tree import DraftTree
 from tests.services.drafting.toy_drafting import ToyDrafter, context, eventually, serving
 
 NEEDS = DrafterNeeds(features=True)
-PATIENT = DraftClientConfig(deadline=10.0)
+PATIENT = DraftClientConfig(draft_timeout_s=10.0)
 TOKENS = tuple(range(10, 40))
 
 
@@ -104,7 +104,7 @@ def test_a_session_that_began_without_a_drafter_gets_the_first_that_appears() ->
 
 def test_a_drafter_that_hangs_costs_a_few_rounds_and_its_sessions_move() -> None:
     gate = threading.Event()
-    config = DraftClientConfig(deadline=0.5, max_failures=2, reset=60)
+    config = DraftClientConfig(draft_timeout_s=0.5, breaker_max_failures=2, breaker_reset_s=60)
     hanging = ToyDrafter(before=gate.wait)
     with closing(DraftPool(config, NEEDS)) as pool, serving(ToyDrafter()) as good, serving(hanging) as hung:
         try:
@@ -115,7 +115,7 @@ def test_a_drafter_that_hangs_costs_a_few_rounds_and_its_sessions_move() -> None
             while pool.listens("a"):
                 assert pool.ask([context("a", TOKENS[:5])])() == [None]
                 rounds += 1
-            assert rounds == config.max_failures
+            assert rounds == config.breaker_max_failures
             pool.rehome([hung])
             assert not pool.listens("a"), "there is no other"
             pool.rehome([hung, good])

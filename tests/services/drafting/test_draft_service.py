@@ -43,7 +43,7 @@ def packed(context: DraftContext) -> Commit[TensorBytes]:
     return Commit(
         context.session,
         context.epoch,
-        context.base,
+        context.start_position,
         context.tokens,
         features,
         context.noise,
@@ -71,7 +71,7 @@ def test_every_request_with_a_commit_gets_one_reply_in_order(stub: draft_pb2_grp
     ]
     replies = converse(stub, *steps)
     assert [(reply.step, roots(reply)) for reply in replies] == [(1, {"a": 14}), (3, {}), (4, {"a": 16})]
-    assert replies[0].trees[0].committed == 5
+    assert replies[0].trees[0].committed_length == 5
 
 
 def test_describe_says_what_the_drafter_is(stub: draft_pb2_grpc.DraftStub) -> None:
@@ -87,7 +87,7 @@ def test_an_older_epoch_is_dropped_and_a_newer_one_starts_from_nothing(stub: dra
         [packed(context("a", TOKENS[:6], epoch=4))],
     )
     assert [roots(reply) for reply in replies] == [{"a": 14}, {}, {}, {"a": 15}]
-    assert [reply.refusals for reply in replies] == [(), (), (ResyncRequired("a", 4, 0),), ()]
+    assert [reply.resyncs for reply in replies] == [(), (), (ResyncRequired("a", 4, 0),), ()]
 
 
 GOOD = packed(context("a", TOKENS[:5]))
@@ -97,7 +97,7 @@ NARROW = TensorBytes("float32", (4, 2), bytes(32))
 @pytest.mark.parametrize(
     "bad",
     [
-        replace(GOOD, base=-1),
+        replace(GOOD, start_position=-1),
         replace(GOOD, tokens=()),
         replace(GOOD, tokens=(1, 2, 3, 4, 100)),
         replace(GOOD, samples=(-1,)),
@@ -167,7 +167,7 @@ def test_a_drafter_that_breaks_for_good_ends_its_service(caplog: pytest.LogCaptu
 
     async def body() -> None:
         port = free_port()
-        registry, server = RegistryConfig("redis://127.0.0.1:1/0"), ServerConfig(port=port, drain_seconds=60)
+        registry, server = RegistryConfig("redis://127.0.0.1:1/0"), ServerConfig(port=port, graceful_shutdown_timeout_s=60)
         config = DraftConfig("toy", "", "", server=server, registry=registry)
         service = asyncio.create_task(serve_drafters(config, [Served(Breaking(), INFO)]))
         async with open_channel(f"127.0.0.1:{port}") as channel:

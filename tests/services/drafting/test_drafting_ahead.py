@@ -19,7 +19,7 @@ def sent(commit: DraftContext) -> Commit[TensorBytes]:
 
 
 def test_trees_grown_between_two_commits_are_answered_and_marked(tiny_target: str, tiny_head: str) -> None:
-    eagle = DraftingConfig(num_slots=2048, ahead=DraftAheadConfig(rows=24, children=24, levels=6))
+    eagle = DraftingConfig(max_kv_tokens=2048, draft_ahead=DraftAheadConfig(top_k=24, num_candidates=24, num_steps=6))
     drafter = build_drafter("eagle3", tiny_target, tiny_head, "float32", "cpu", SHAPE, eagle)
     info = DrafterInfo(ModelInfo("tiny", "f", 48, 256), "eagle3", True, False, 32, True)
     first, replies, idle = session("a", 9), list[DraftReply](), list[int]()
@@ -53,5 +53,5 @@ def test_a_failure_ahead_costs_what_the_drafter_knew_and_nothing_else() -> None:
         worker.submit(stream, DraftRequest(2, (sent(context("a", tokens[:7], base=5)),)))
         worker.submit(stream, DraftRequest(3, (sent(context("a", tokens[:7])),)))
         eventually(lambda: len(replies) == 3)
-    assert [(len(reply.trees), len(reply.refusals)) for reply in replies] == [(1, 0), (0, 1), (1, 0)]
+    assert [(len(reply.trees), len(reply.resyncs)) for reply in replies] == [(1, 0), (0, 1), (1, 0)]
     assert not worker.broken

@@ -16,7 +16,7 @@ from tests.engine.test_equality import TREE, case_of
 from tests.methods import CASES
 from tests.services.drafting.toy_drafting import eventually, serving
 
-LINK = DraftClientConfig(deadline=30.0, chunk_tokens=5)
+LINK = DraftClientConfig(draft_timeout_s=30.0, max_message_tokens=5)
 SAMPLING = SamplingParams(18, 0.0, ignore_eos=True)
 SAMPLINGS = (SAMPLING, replace(SAMPLING, temperature=0.8), replace(SAMPLING, temperature=1.1, top_k=12, top_p=0.85))
 PROMPT = (9, 8, 7, 9, 8, 7, 9, 8)
@@ -37,14 +37,14 @@ def test_remote_drafts_of_every_method_change_no_token(name: str, tiny_target: s
     with serving(drafter, info) as address, closing(RemoteDrafter(address, collected, LINK)) as remote:
         eventually(lambda: remote.up)
         engine = build_engine(
-            tiny_target, fuser, "float32", "cpu", EngineConfig(num_slots=512, step_tokens=16), TREE, remote
+            tiny_target, fuser, "float32", "cpu", EngineConfig(max_kv_tokens=512, max_prefill_tokens=16), TREE, remote
         )
         for request in requests:
             engine.submit(request)
         while engine.has_work:
             for chunk in engine.step():
                 said[chunk.request_id] += chunk.token_ids
-                num_drafted += chunk.round.drafted if chunk.round else 0
+                num_drafted += chunk.verify_step.drafted if chunk.verify_step else 0
         engine.check()
         assert remote.stats.num_lost == 0
     assert num_drafted > 0

@@ -48,9 +48,9 @@ from tests.services.redis_server import free_port
 from tests.services.router.scripted_verifier import until
 from tests.tiny import write_head, write_target
 
-PATIENT = DraftClientConfig(deadline=30.0)
+PATIENT = DraftClientConfig(draft_timeout_s=30.0)
 TREE = TreeConfig(8, 3, 3)
-EAGLE = DraftingConfig(num_slots=256)
+EAGLE = DraftingConfig(max_kv_tokens=256)
 SAMPLING = SamplingParams(20, 0.0, seed=1, ignore_eos=True)
 
 
@@ -66,9 +66,9 @@ class Zoo:
     @property
     def drafted(self) -> tuple[DraftedModel, ...]:
         return (
-            DraftedModel("one", self.one, self.one_head, tree=TREE, eagle=EAGLE),
-            DraftedModel("other", self.other, self.other_head, tree=TREE, eagle=EAGLE),
-            DraftedModel("other", self.other, self.other, "sps", tree=TREE, eagle=EAGLE),
+            DraftedModel("one", self.one, self.one_head, tree=TREE, drafting=EAGLE),
+            DraftedModel("other", self.other, self.other_head, tree=TREE, drafting=EAGLE),
+            DraftedModel("other", self.other, self.other, "sps", tree=TREE, drafting=EAGLE),
         )
 
 
@@ -88,8 +88,8 @@ def address(zoo: Zoo) -> Iterator[str]:
     """A draft service with all drafters of the zoo."""
     built = []
     for model in zoo.drafted:
-        drafter = build_drafter(model.drafter, model.target, model.head, "float32", "cpu", model.tree, model.eagle)
-        built.append((drafter, describe(model, drafter, read_target(model.target))))
+        drafter = build_drafter(model.method, model.model, model.draft_model, "float32", "cpu", model.tree, model.drafting)
+        built.append((drafter, describe(model, drafter, read_target(model.model))))
     with serving_all(built) as address:
         yield address
 
@@ -104,7 +104,7 @@ def generate(address: str, target: str, drafter: str, head: str) -> GenerationSt
     needs = DrafterNeeds(features=fuser is not None, samples=True)
     with closing(RemoteDrafter(address, needs, PATIENT, verified=verified(target, drafter, head))) as remote:
         eventually(lambda: remote.up)
-        engine = build_engine(target, fuser, "float32", "cpu", EngineConfig(num_slots=256), TREE, remote)
+        engine = build_engine(target, fuser, "float32", "cpu", EngineConfig(max_kv_tokens=256), TREE, remote)
         engine.submit(Request("r", (5, 6, 7), SAMPLING))
         stats, said = GenerationStats(), []
         while engine.has_work:
@@ -127,11 +127,11 @@ def test_a_verifier_is_described_the_drafter_of_its_features_before_one_that_nee
 
         def found(target: str, drafter: str, head: str) -> tuple[str, str]:
             wanted = verified(target, drafter, head)
-            message = draft_pb2.Verified(
+            message = draft_pb2.TargetInfo(
                 target_fingerprint=wanted.target_fingerprint, features_digest=wanted.features_digest
             )
-            reply = stub.Describe(draft_pb2.DescribeRequest(verified=message))
-            return reply.model.name, reply.drafter
+            reply = stub.Describe(draft_pb2.DescribeRequest(target=message))
+            return reply.model.name, reply.method
 
         assert found(zoo.one, "eagle3", zoo.one_head) == ("one", "eagle3")
         assert found(zoo.other, "eagle3", zoo.other_head) == ("other", "eagle3")
@@ -141,11 +141,11 @@ def test_a_verifier_is_described_the_drafter_of_its_features_before_one_that_nee
 
 def test_a_verifier_that_nothing_fits_is_told_what_there_is(zoo: Zoo, address: str) -> None:
     wanted = verified(zoo.one, "eagle3", zoo.other_head)
-    message = draft_pb2.Verified(target_fingerprint=wanted.target_fingerprint, features_digest=wanted.features_digest)
+    message = draft_pb2.TargetInfo(target_fingerprint=wanted.target_fingerprint, features_digest=wanted.features_digest)
     with open_sync_channel(address) as channel:
         stub = draft_pb2_grpc.DraftStub(channel)
         with pytest.raises(grpc.RpcError) as caught:
-            stub.Describe(draft_pb2.DescribeRequest(verified=message))
+            stub.Describe(draft_pb2.DescribeRequest(target=message))
         assert "no drafter here for target" in str(status_error(caught.value))
         assert "eagle3 for one (target" in str(status_error(caught.value))
         assert "sps for other" in str(status_error(caught.value))
@@ -172,7 +172,7 @@ def test_every_drafter_has_a_lease_and_the_router_pairs_what_fits(url: str) -> N
     models = [ModelInfo("one", "f1", 100, 1000, "h1"), ModelInfo("two", "f2", 100, 1000, "none")]
 
     async def body() -> None:
-        config = DraftConfig("one", "t", registry=RegistryConfig(url), server=ServerConfig(drain_seconds=0))
+        config = DraftConfig("one", "t", registry=RegistryConfig(url), server=ServerConfig(graceful_shutdown_timeout_s=0))
         served = [Served(ToyDrafter(), replace(INFO, model=model)) for model in models]
         registry, watcher = Registry(config.registry), Redis.from_url(url)
         await registry.leases("draft")
@@ -205,7 +205,7 @@ def test_without_leases_every_drafter_of_a_service_is_found_as_well(kind: str) -
     async def body() -> None:
         port = free_port()
         config = DraftConfig(
-            "one", "t", server=ServerConfig(port=port, drain_seconds=0), discovery=DiscoveryConfig(kind=kind)
+            "one", "t", server=ServerConfig(port=port, graceful_shutdown_timeout_s=0), discovery=DiscoveryConfig(kind=kind)
         )
         served = [Served(ToyDrafter(), replace(INFO, model=model)) for model in models]
         service = asyncio.create_task(serve_drafters(config, served))
@@ -227,7 +227,7 @@ def test_drafters_that_no_verifier_could_tell_apart_are_refused(zoo: Zoo) -> Non
     with pytest.raises(ConfigError, match=r"drafters sps and lookup are both for m .*Leave one out"):
         asyncio.run(
             serve_drafters(
-                DraftConfig("m", "t"), [Served(ToyDrafter(), info), Served(ToyDrafter(), replace(info, drafter="lookup"))]
+                DraftConfig("m", "t"), [Served(ToyDrafter(), info), Served(ToyDrafter(), replace(info, method="lookup"))]
             )
         )
     check_distinct([info, replace(info, model=replace(info.model, fingerprint="other"))])
@@ -238,13 +238,13 @@ def test_a_config_lists_what_is_drafted_for(tmp_path: Path) -> None:
     file.write_text(
         "model: a\ntarget: t\nhead: h\nmore:\n- {model: b, target: u, drafter: sps, head: s, eagle: {num_slots: 9}}\n"
     )
-    config = load(DraftConfig, file, ["tree.nodes=7"])
+    config = load(DraftConfig, file, ["tree.num_draft_tokens=7"])
     assert config.drafted == (
-        DraftedModel("a", "t", "h", tree=TreeConfig(nodes=7)),
-        DraftedModel("b", "u", "s", "sps", eagle=DraftingConfig(num_slots=9)),
+        DraftedModel("a", "t", "h", tree=TreeConfig(num_draft_tokens=7)),
+        DraftedModel("b", "u", "s", "sps", drafting=DraftingConfig(max_kv_tokens=9)),
     )
     with pytest.raises(ConfigError, match="num_slots is -1"):
-        DraftedModel("b", "u", eagle=DraftingConfig(num_slots=-1))
+        DraftedModel("b", "u", drafting=DraftingConfig(max_kv_tokens=-1))
     file.write_text("model: a\ntarget: t\nmore:\n- {model: b, target: u, tre: 1}\n")
     with pytest.raises(ConfigError, match="tre"):
         load(DraftConfig, file)

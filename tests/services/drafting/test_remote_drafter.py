@@ -19,7 +19,7 @@ from eyas.tree import DraftTree
 from tests.services.drafting.toy_drafting import BOOKKEEPING, INFO, ToyDrafter, context, eventually, serving
 
 NEEDS = DrafterNeeds(features=True)
-PATIENT = DraftClientConfig(deadline=10.0)
+PATIENT = DraftClientConfig(draft_timeout_s=10.0)
 TOKENS = tuple(range(10, 40))
 
 
@@ -56,7 +56,7 @@ def test_bookkeeping_is_answered_with_the_root_and_reaches_the_drafter(address: 
 
 
 def test_long_commits_travel_in_bounded_pieces_and_arrive_whole(address: str, drafter: ToyDrafter) -> None:
-    with connect(address, replace(PATIENT, chunk_tokens=4)) as remote:
+    with connect(address, replace(PATIENT, max_message_tokens=4)) as remote:
         drafts = remote.ask([context("a", TOKENS), context("b", TOKENS[:3])])()
         assert [draft.tokens[0] for draft in drafts if isinstance(draft, DraftTree)] == [39, 12]
         assert sorted(map(len, drafter.sessions.values())) == [3, 30]
@@ -93,7 +93,7 @@ def test_closing_a_link_releases_its_sessions_only(address: str, drafter: ToyDra
 
 def test_late_trees_are_dropped_and_an_open_breaker_costs_no_time() -> None:
     gate = threading.Event()
-    config = DraftClientConfig(deadline=0.05, max_failures=2, reset=0.3)
+    config = DraftClientConfig(draft_timeout_s=0.05, breaker_max_failures=2, breaker_reset_s=0.3)
     with serving(ToyDrafter(before=gate.wait)) as address, connect(address, config) as remote:
         try:
             for length in (5, 6):
@@ -105,7 +105,7 @@ def test_late_trees_are_dropped_and_an_open_breaker_costs_no_time() -> None:
                     None,
                     None,
                 ]
-            assert remote.stats.num_lost == 2 or time.monotonic() - started > config.reset
+            assert remote.stats.num_lost == 2 or time.monotonic() - started > config.breaker_reset_s
         finally:
             gate.set()
         eventually(lambda: remote.ask([context("a", TOKENS[:8])])() != [None])
@@ -114,7 +114,7 @@ def test_late_trees_are_dropped_and_an_open_breaker_costs_no_time() -> None:
 
 def test_a_killed_drafter_costs_drafts_only_and_a_restarted_one_is_fed_again() -> None:
     with serving(ToyDrafter()) as address:
-        remote = RemoteDrafter(address, NEEDS, replace(PATIENT, reset=0.05))
+        remote = RemoteDrafter(address, NEEDS, replace(PATIENT, breaker_reset_s=0.05))
         eventually(lambda: remote.up)
         remote.ask([context("a", TOKENS[:5])])()
     with closing(remote):
@@ -146,7 +146,7 @@ def test_a_stream_that_breaks_in_mid_round_ends_the_wait() -> None:
 
 def test_a_drafter_given_up_rests_twice_as_long_after_every_failure_and_as_before_after_a_success() -> None:
     gate = threading.Event()
-    config = DraftClientConfig(deadline=0.01, max_failures=1, reset=0.01)
+    config = DraftClientConfig(draft_timeout_s=0.01, breaker_max_failures=1, breaker_reset_s=0.01)
     with serving(ToyDrafter(before=gate.wait)) as address, connect(address, config) as remote:
         try:
             started = time.monotonic()

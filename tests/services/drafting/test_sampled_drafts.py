@@ -23,8 +23,8 @@ from eyas.tensors import tensor_to_bytes
 from tests.services.drafting.toy_drafting import INFO, ToyDrafter, context, eventually, serving
 
 NEEDS = DrafterNeeds(features=True)
-TREE = TreeConfig(nodes=8, depth=4, width=4)
-PATIENT = DraftClientConfig(deadline=30.0)
+TREE = TreeConfig(num_draft_tokens=8, num_steps=4, top_k=4)
+PATIENT = DraftClientConfig(draft_timeout_s=30.0)
 
 
 def test_a_drafter_that_cannot_sample_stays_unused(caplog: pytest.LogCaptureFixture) -> None:
@@ -46,7 +46,7 @@ def generate(drafter: Drafter, target: str, head: str) -> tuple[dict[str, tuple[
     """What three requests say, and how many of their tokens had been drafted."""
     fuser, said, num_foreseen = load_fuser(head, target), dict.fromkeys("abc", ()), 0
     engine = assemble_engine(
-        load_target(target, taps=fuser.taps), fuser, EngineConfig(num_slots=512, rule="rejection"), TREE, drafter
+        load_target(target, taps=fuser.taps), fuser, EngineConfig(max_kv_tokens=512, acceptance="rejection"), TREE, drafter
     )
     for i, name in enumerate(said):
         sampling = SamplingParams(24, 0.9 if i else 0.0, top_p=0.95, seed=i, ignore_eos=True)
@@ -54,13 +54,13 @@ def generate(drafter: Drafter, target: str, head: str) -> tuple[dict[str, tuple[
     while engine.has_work:
         for chunk in engine.step():
             said[chunk.request_id] += chunk.token_ids
-            num_foreseen += sum(chunk.foreseen)
+            num_foreseen += sum(chunk.is_draft_token)
     return said, num_foreseen
 
 
 def test_a_request_says_the_same_over_the_wire_as_in_one_process(tiny_target: str, tiny_head: str) -> None:
     def eagle() -> Drafter:
-        return build_drafter("eagle3", tiny_target, tiny_head, "float32", "cpu", TREE, DraftingConfig(num_slots=512))
+        return build_drafter("eagle3", tiny_target, tiny_head, "float32", "cpu", TREE, DraftingConfig(max_kv_tokens=512))
 
     expected, num_foreseen = generate(eagle(), tiny_target, tiny_head)
     assert num_foreseen > 0

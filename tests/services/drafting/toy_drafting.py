@@ -69,10 +69,10 @@ class ToyDrafter(LocalDrafter):
 
     def _draft(self, context: DraftContext) -> Draft:
         tokens = self.sessions.setdefault(context.session, [])
-        if context.base != len(tokens):
+        if context.start_position != len(tokens):
             return ResyncRequired(context.session, context.epoch, len(tokens))
         tokens += context.tokens
-        positions = range(max(context.base - 1, 0), len(tokens) - 1)
+        positions = range(max(context.start_position - 1, 0), len(tokens) - 1)
         expected = [feature(i, tokens[i]) for i in positions]
         assert context.features is not None
         assert torch.equal(context.features, torch.stack(expected) if expected else torch.empty(0, WIDTH))

@@ -45,7 +45,7 @@ async def http_router(
 ) -> AsyncIterator[str]:
     """A router for the model "demo"; gives the base of its URLs."""
     server, registry = RpcServer(ServerConfig()), Registry(RegistryConfig(url, 2.0, 0.05))
-    workers = WorkerPool(registry, ejection=OutlierDetectionConfig(seconds=0.2))
+    workers = WorkerPool(registry, ejection=OutlierDetectionConfig(base_ejection_time_s=0.2))
     relay = Dispatcher(workers, SessionMap(registry), 20.0, telemetry)
     front = GenerationService({"demo": tokenizer}, workers, relay, timeout, telemetry)
     presence = RouterRegistration(server, registry, workers, 0.02)

@@ -23,7 +23,11 @@ BLOCKED = (
 
 @asynccontextmanager
 async def process(url: str, *settings: str) -> AsyncIterator[Process]:
-    own = [f"registry.url={url}", "registry.heartbeat=0.1", "models=[{name: demo, tokenizer: models/demo/target}]"]
+    own = [
+        f"registry.url={url}",
+        "registry.heartbeat_interval_s=0.1",
+        "models=[{name: demo, tokenizer: models/demo/target}]",
+    ]
     arguments = [argument for setting in (*own, *settings) for argument in ("--set", setting)]
     child = await asyncio.create_subprocess_exec(sys.executable, "-c", BLOCKED, *arguments, stderr=PIPE, env=os.environ)
     try:
@@ -54,7 +58,7 @@ async def ready(base: str) -> httpx.Response:
 def test_a_stopping_router_is_not_ready_and_finishes_its_streams(url: str) -> None:
     async def body() -> None:
         script = Script(TOKENS, gate=asyncio.Event())
-        settings = ("server.linger_seconds=1", "server.drain_seconds=20")
+        settings = ("server.shutdown_delay_s=1", "server.graceful_shutdown_timeout_s=20")
         async with worker(url, script), process(url, *settings) as child:
             base = await base_of(child)
             await ready(base)
@@ -77,7 +81,7 @@ def test_a_stopping_router_is_not_ready_and_finishes_its_streams(url: str) -> No
 def test_a_drain_has_an_end(url: str) -> None:
     async def body() -> None:
         script = Script(TOKENS, falls_silent_after=1)
-        async with worker(url, script), process(url, "server.drain_seconds=0.2") as child:
+        async with worker(url, script), process(url, "server.graceful_shutdown_timeout_s=0.2") as child:
             base = await base_of(child)
             await ready(base)
             asked = ALL | {"stream": True}

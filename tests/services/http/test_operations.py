@@ -157,7 +157,7 @@ def test_the_grpc_door_asks_for_the_same_keys_over_tls_and_health_is_open(tmp_pa
 
     async def body() -> None:
         tls = certificate(tmp_path)
-        trust = grpc.ssl_channel_credentials(Path(tls.certificate).read_bytes())
+        trust = grpc.ssl_channel_credentials(Path(tls.cert_file).read_bytes())
         async with (
             grpc_door(ApiKeys(frozenset({"one"})), tls) as address,
             grpc.aio.secure_channel(address, trust) as channel,
@@ -193,7 +193,7 @@ def test_the_http_door_speaks_tls(tmp_path: Path) -> None:
         door = HttpServer(echo, HttpConfig(), tls)
         await door.start()
         try:
-            trust = ssl.create_default_context(cafile=tls.certificate)
+            trust = ssl.create_default_context(cafile=tls.cert_file)
             async with httpx.AsyncClient(verify=trust, timeout=30) as client:
                 return (await client.get(f"https://{door.address}")).text
         finally:
@@ -235,4 +235,4 @@ def test_a_door_that_cannot_open_says_which_setting_to_mend(tmp_path: Path) -> N
     with pytest.raises(ConfigError, match=r"tls\.certificate and tls\.key cannot be used"):
         server_credentials(TlsConfig(missing, missing))
     with pytest.raises(ConfigError, match="go together"):
-        TlsConfig(certificate="only")
+        TlsConfig(cert_file="only")

@@ -71,19 +71,23 @@ def test_peers_know_one_another_by_who_signed_them_and_by_their_name(tmp_path: P
     ours.write(tmp_path / "router", "router.eyas")
     theirs.write(tmp_path / "stranger")
     router, stranger = peers(tmp_path / "router"), peers(tmp_path / "stranger")
-    trusting = replace(stranger, authority=str(tmp_path / "router" / "ca.crt"))
+    trusting = replace(stranger, ca_file=str(tmp_path / "router" / "ca.crt"))
 
     async def body() -> None:
         async with serving(peers(tmp_path / "worker")) as address:
             assert await reaches(Peers(router), address)
             assert not await reaches(Peers(), address), "without TLS"
-            assert not await reaches(Peers(PeersConfig(authority=router.authority, name=router.name)), address), "no name"
+            assert not await reaches(
+                Peers(PeersConfig(ca_file=router.ca_file, tls_server_name=router.tls_server_name)), address
+            ), "no name"
             assert not await reaches(Peers(trusting), address), "signed by another"
             assert not await reaches(Peers(stranger), address), "the worker is signed by another"
-            assert not await reaches(Peers(replace(router, name="elsewhere")), address)
-            assert not await reaches(Peers(replace(router, name="")), address), "the certificate is for no address"
+            assert not await reaches(Peers(replace(router, tls_server_name="elsewhere")), address)
+            assert not await reaches(Peers(replace(router, tls_server_name="")), address), (
+                "the certificate is for no address"
+            )
         async with serving(peers(tmp_path / "worker", clients="any")) as address:
-            assert await reaches(Peers(PeersConfig(authority=router.authority, name=router.name)), address)
+            assert await reaches(Peers(PeersConfig(ca_file=router.ca_file, tls_server_name=router.tls_server_name)), address)
             assert not await reaches(Peers(stranger), address)
 
     asyncio.run(body())
@@ -105,7 +109,7 @@ def test_renewed_certificates_hold_for_the_next_connection_on_both_sides(tmp_pat
             assert dialler.identity is not identity
             assert await reaches(dialler, address), "both by the new authority"
             assert await answers(kept), "a connection outlives the certificate that it was made with"
-            assert not await reaches(Peers(PeersConfig(authority=str(old_authority), name="workers.eyas")), address)
+            assert not await reaches(Peers(PeersConfig(ca_file=str(old_authority), tls_server_name="workers.eyas")), address)
 
     old_authority = tmp_path / "old.crt"
     old_authority.write_bytes(old.pem)
@@ -114,7 +118,7 @@ def test_renewed_certificates_hold_for_the_next_connection_on_both_sides(tmp_pat
 
 def test_a_drafter_that_comes_back_with_renewed_certificates_is_dialled_with_such(tmp_path: Path) -> None:
     Authority("old").write(tmp_path)
-    port, config = free_port(), DraftClientConfig(deadline=20.0)
+    port, config = free_port(), DraftClientConfig(draft_timeout_s=20.0)
     needs, ours = DrafterNeeds(features=True), Peers(peers(tmp_path))
     with closing(RemoteDrafter(f"127.0.0.1:{port}", needs, config, peers=ours)) as remote:
         with serving_drafts(ToyDrafter(), port=port, peers=Peers(peers(tmp_path))):
@@ -138,7 +142,7 @@ def test_a_router_that_lost_a_verifier_dials_it_with_renewed_certificates(
         ours = Peers(peers(tmp_path, ping_interval=0.1, ping_timeout=0.2))
         async with verifier_behind(Peers(peers(tmp_path)), leases) as line:
             named = (line.address,) if kind == "static" else ()
-            discovery = build_discovery(DiscoveryConfig(kind, named, probe_interval=0.05), leases, ours)
+            discovery = build_discovery(DiscoveryConfig(kind, named, probe_interval_s=0.05), leases, ours)
             workers = WorkerPool(discovery, peers=ours)
             await discovery.watch("verifier")
             try:
@@ -218,5 +222,5 @@ def test_no_key_is_shown_with_what_holds_it(tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", [VerifierConfig, DraftConfig])
 def test_no_worker_dials_with_tls_and_is_dialled_without(kind: type[VerifierConfig | DraftConfig]) -> None:
     with pytest.raises(ConfigError, match=r"this worker would serve without TLS; set peers\.certificate and peers\.key"):
-        kind("demo", "target", peers=PeersConfig(authority="ca.crt"))
-    assert RouterConfig((ServedModel("demo", "target"),), peers=PeersConfig(authority="ca.crt"))
+        kind("demo", "target", peers=PeersConfig(ca_file="ca.crt"))
+    assert RouterConfig((ServedModel("demo", "target"),), peers=PeersConfig(ca_file="ca.crt"))

@@ -39,7 +39,7 @@ from tests.services.router.scripted_verifier import (
     worker,
 )
 
-IMPATIENT = PeersConfig(ping_interval=0.1, ping_timeout=0.2)
+IMPATIENT = PeersConfig(keepalive_interval_s=0.1, keepalive_timeout_s=0.2)
 SERVER = """
 import asyncio
 from eyas.config import ServerConfig
@@ -83,7 +83,7 @@ def test_a_stopped_process_is_given_up_and_taken_back_when_it_goes_on() -> None:
             watch = stub.Watch(request)
             assert await watch.read()
             quiet = asyncio.ensure_future(watch.read())
-            await asyncio.wait([quiet], timeout=8 * IMPATIENT.ping_interval)
+            await asyncio.wait([quiet], timeout=8 * IMPATIENT.keepalive_interval_s)
             assert not quiet.done(), "so many pings are no offence"
             child.send_signal(signal.SIGSTOP)
             began = time.monotonic()
@@ -143,7 +143,7 @@ def test_without_another_the_client_is_told_that_the_verifier_gave_no_sign_of_li
 
 def test_a_drafter_out_of_reach_is_given_up_and_dialled_again() -> None:
     with serving(ToyDrafter()) as address, cable(address) as line:
-        needs, patient = DrafterNeeds(features=True), DraftClientConfig(deadline=20.0)
+        needs, patient = DrafterNeeds(features=True), DraftClientConfig(draft_timeout_s=20.0)
         with closing(RemoteDrafter(line.address, needs, patient, peers=Peers(IMPATIENT))) as remote:
             eventually(lambda: remote.up)
             line.cut.set()

@@ -84,7 +84,7 @@ def test_a_request_that_moves_says_what_it_had_emitted(url: str) -> None:
         assert tokens_of(chunks) == REST
         for call in (call for script in scripts for call in script.calls):
             done = len(call.request.prompt_ids) - len(PROMPT)
-            assert call.request.emitted == done
+            assert call.request.num_emitted == done
             assert call.request.sampling.min_tokens == max(10 - done, 0)
             assert call.request.sampling.max_tokens == len(REST) - done
             assert call.request.sampling.prompt_logprobs == (None if done else 1)

@@ -14,7 +14,7 @@ DEMAND = RequestDemand("demo", 100)
 
 
 def lease(role: Role, name: str, model: ModelInfo = MODEL, load: Load | None = None) -> Lease:
-    return Lease(role, f"{name}:1", name, model, load or Load(free_slots=1000))
+    return Lease(role, f"{name}:1", name, model, load or Load(free_kv_tokens=1000))
 
 
 def fleet(*leases: Lease, in_flight: dict[str, int] | None = None, suspects: frozenset[str] = frozenset()) -> Fleet:
@@ -52,9 +52,9 @@ def test_plain_decoding_gets_no_drafter() -> None:
 
 
 def test_a_verifier_with_too_short_a_context_is_no_candidate() -> None:
-    short = replace(V, model=replace(MODEL, context_length=99))
+    short = replace(V, model=replace(MODEL, max_model_len=99))
     assert chosen(fleet(short, W)) == ("w", "")
-    assert chosen(fleet(replace(V, model=replace(MODEL, context_length=100)))) == ("v", "")
+    assert chosen(fleet(replace(V, model=replace(MODEL, max_model_len=100)))) == ("v", "")
 
 
 def test_a_verifier_that_failed_the_request_is_excluded_for_it() -> None:
@@ -76,11 +76,11 @@ def test_requests_in_flight_count_before_a_lease_shows_them() -> None:
 
 
 def test_a_verifier_with_room_beats_an_idle_one_without() -> None:
-    assert chosen(fleet(replace(V, load=Load(free_slots=10)), replace(W, load=Load(3, 0, 100)))) == ("w", "")
+    assert chosen(fleet(replace(V, load=Load(free_kv_tokens=10)), replace(W, load=Load(3, 0, 100)))) == ("w", "")
 
 
 def test_of_equals_the_one_with_more_free_slots_wins() -> None:
-    assert chosen(fleet(V, replace(W, load=Load(free_slots=2000)))) == ("w", "")
+    assert chosen(fleet(V, replace(W, load=Load(free_kv_tokens=2000)))) == ("w", "")
 
 
 def test_a_session_returns_to_its_pair_though_others_are_idler() -> None:

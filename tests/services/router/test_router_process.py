@@ -15,9 +15,6 @@ from eyas.v1.generation_pb2_grpc import GenerationStub
 from tests.services.router.scripted_verifier import CALL, REST, TOKENS, Script, worker
 
 BLOCKED_TORCH = (
-    "import sys, runpy; sys.modules['torch'] = None; "
-    "runpy.run_module('eyas.services.router', run_name='__main__')"
-)
     "import sys, runpy; sys.modules['torch'] = None; runpy.run_module('eyas.services.router', run_name='__main__')"
 )
 MODELS = "models=[{name: demo, tokenizer: models/demo/target}]"
@@ -54,7 +51,7 @@ async def last_words(child: Process) -> tuple[int | None, str]:
 
 
 def registry(url: str) -> list[str]:
-    return [f"registry.url={url}", "registry.heartbeat=0.1", "registry.ttl=2"]
+    return [f"registry.url={url}", "registry.heartbeat_interval_s=0.1", "registry.ttl_s=2"]
 
 
 def test_a_router_serves_and_lets_running_requests_finish_on_sigterm(url: str) -> None:

@@ -55,7 +55,7 @@ def test_text_goes_in_and_text_with_totals_comes_out(url: str) -> None:
         assert (totals.num_prompt_tokens, totals.num_output_tokens) == (len(PROMPT), len(REST))
         assert totals.num_cached_tokens == len(PROMPT) - 1
         assert totals.stats.num_emitted == len(REST)
-        assert totals.stats.num_rounds == len(chunks)
+        assert totals.stats.num_verify_steps == len(chunks)
 
     asyncio.run(body())
 
@@ -152,7 +152,7 @@ def test_others_are_served_while_a_long_text_is_encoded(url: str) -> None:
 def test_a_request_goes_where_its_context_fits(url: str) -> None:
     async def body() -> None:
         short, long = Script(TOKENS), Script(TOKENS)
-        model = replace(MODEL, context_length=len(TOKENS) - 1)
+        model = replace(MODEL, max_model_len=len(TOKENS) - 1)
         async with worker(url, short, model=model, free_slots=99_999), worker(url, long), router(url) as address:
             assert tokens_of(await ask(address, CALL)) == REST
             code, details = await failure(address, asking(max_tokens=2048))

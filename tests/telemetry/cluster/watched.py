@@ -56,7 +56,7 @@ def watched(folder: Path) -> Iterator[Watched]:
     """Run it all once."""
     ports = {name: free_port() for name in SERVICES}
     endpoint = free_port()
-    settings = ["verifier.telemetry.round_span_ratio=0.5", "verifier.link.deadline=30"]
+    settings = ["verifier.telemetry.step_span_ratio=0.5", "verifier.draft_client.draft_timeout_s=30"]
     for name, port in ports.items():
         settings += [f"{name}.telemetry.metrics_port={port}", f"{name}.telemetry.log_format=json"]
     with pytest.MonkeyPatch.context() as patch, collecting(endpoint) as collector:
@@ -85,7 +85,7 @@ def ask(run: Watched, cluster: Cluster) -> None:
             answers = stub.Generate(wire.call_to_message(call), timeout=60, metadata=metadata)
             return [wire.chunk_from_message(message) for message in answers]
 
-        while not any(chunk.chunk.round and chunk.chunk.round.drafted for chunk in tokens(_call("", "warm-up"))):
+        while not any(chunk.chunk.verify_step and chunk.chunk.verify_step.drafted for chunk in tokens(_call("", "warm-up"))):
             cluster.check()
         run.speculative = _ids(tokens(_call("", "drafted"), CALLER))
         run.plain = _ids(tokens(_call(NO_DRAFTER, "plain")))
