@@ -11,8 +11,7 @@ import typer
 from rich.console import Console
 from rich.progress import Progress
 
-from eyas.bench.methods import MethodSpec, MethodsSettings
-from eyas.bench.timing import OfflineSettings
+from eyas.bench.settings import MethodSpec, MethodsSettings, OfflineSettings
 from eyas.config import DraftBudgetPolicy, Dtype, TreeConfig
 from eyas.errors import ConfigError, EyasError
 

@@ -20,15 +20,11 @@ from eyas.bench.results import (
     SpeedComparison,
     StageTimes,
 )
+from eyas.bench.settings import OfflineSettings, Prompt, groups, load_prompts, random_prompt
 from eyas.bench.timing import (
     Contender,
     EngineContender,
     GenerateContender,
-    OfflineSettings,
-    Prompt,
-    groups,
-    load_prompts,
-    random_prompt,
     summarise,
     time_draft_rounds,
     time_verify_steps,

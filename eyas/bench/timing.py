@@ -13,16 +13,13 @@ Keys, values and features are made up: what they hold does not change how long t
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from math import ceil
-from pathlib import Path
 from statistics import median
-from typing import Any, Protocol, get_args
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -30,100 +27,22 @@ from torch import Tensor
 
 from eyas.bench.report import Spread
 from eyas.bench.results import DraftTime, Run, StageTimes, VerifyTime
+from eyas.bench.settings import Prompt, random_prompt
 from eyas.cache.kv_cache import KVCache
-from eyas.config import DraftBudgetPolicy, Dtype, TreeConfig
+from eyas.config import TreeConfig
 from eyas.draft_protocol import Commit, TreeBudget
 from eyas.drafters.base import DraftContext, Drafter
 from eyas.engine.engine import Engine
 from eyas.engine.runner import ModelRunner
 from eyas.engine.sequence import QueueKey, ScheduledSequence
 from eyas.engine.sequence import Sequence as Running
-from eyas.errors import CheckpointError, ConfigError
+from eyas.errors import CheckpointError
 from eyas.models.checkpoint import resolve
 from eyas.models.heads.features import FeatureFuser
 from eyas.models.target import TargetModel
 from eyas.request import GenerationStats, NoiseKey, Request, SamplingParams
 from eyas.sampling.sampler import Draw, sample
 from eyas.tree import DraftTree
-
-NUM_RANDOM_PROMPTS = 8
-NUM_RANDOM_TOKENS = 64
-
-Prompt = tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class OfflineSettings:
-    """What `eyas bench offline` measures.
-
-    draft: folder or hub id of a draft head; empty measures plain decoding alone. prompts: JSON Lines with token_ids or
-    text; None takes seeded random tokens. num_groups: fewest batches per batch size; each is decoded in every way.
-    rows: sizes of the chains that a verify step is timed with. budget: of speculative decoding, as in EngineConfig.
-    threads: of torch; 0 leaves its choice.
-    """
-
-    target: str
-    draft: str = ""
-    drafter: str = ""
-    prompts: Path | None = None
-    batches: tuple[int, ...] = (1, 8)
-    temperatures: tuple[float, ...] = (0.0,)
-    max_tokens: int = 96
-    num_groups: int = 5
-    rows: tuple[int, ...] = (1, 8, 16, 32, 64)
-    tree: TreeConfig = field(default_factory=TreeConfig)
-    budget: DraftBudgetPolicy = "fixed"
-    dtype: Dtype = "float32"
-    device: str = "cpu"
-    threads: int = 0
-
-    def __post_init__(self) -> None:
-        """Raises ConfigError for sizes that nothing can be measured with."""
-        if self.max_tokens < 2:
-            raise ConfigError(
-                f"max_tokens is {self.max_tokens}; it must be at least 2, or no decode step is left to measure"
-            )
-        if min(self.batches, default=0) < 1 or min(self.rows, default=0) < 1 or self.num_groups < 1:
-            raise ConfigError("batch, rows and groups must be 1 or more, and given at least once")
-        if self.dtype not in get_args(Dtype):
-            raise ConfigError(f"dtype is {self.dtype}; known: {', '.join(get_args(Dtype))}")
-        if self.budget not in get_args(DraftBudgetPolicy):
-            raise ConfigError(f"budget is {self.budget}; known: {', '.join(get_args(DraftBudgetPolicy))}")
-
-    def sampling(self, temperature: float) -> SamplingParams:
-        """max_tokens exactly, whatever the model would like."""
-        return SamplingParams(self.max_tokens, temperature, ignore_eos=True)
-
-
-def load_prompts(settings: OfflineSettings, vocab_size: int) -> list[Prompt]:
-    """The prompts of the settings' file, or random ones. Raises ConfigError for a file that holds none."""
-    if settings.prompts is None:
-        return [random_prompt(vocab_size, NUM_RANDOM_TOKENS, seed) for seed in range(NUM_RANDOM_PROMPTS)]
-    try:
-        entries = [json.loads(line) for line in settings.prompts.read_text(encoding="utf-8").splitlines() if line.strip()]
-        prompts = [tuple(e["token_ids"]) if "token_ids" in e else _encode(e["text"], settings.target) for e in entries]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f"cannot read prompts from {settings.prompts}: {error!r}") from error
-    if not prompts:
-        raise ConfigError(f"{settings.prompts} holds no prompts; give one JSON object with token_ids or text a line")
-    return prompts
-
-
-def random_prompt(vocab_size: int, length: int, seed: int) -> Prompt:
-    """The same `length` tokens for the same seed."""
-    return tuple(np.random.default_rng(seed).integers(0, vocab_size, length).tolist())
-
-
-def groups(prompts: Sequence[Prompt], batch: int, at_least: int) -> list[list[Prompt]]:
-    """Batches that use every prompt, and start again from the first one where they run out."""
-    count = max(ceil(len(prompts) / batch), at_least)
-    return [[prompts[(group * batch + i) % len(prompts)] for i in range(batch)] for group in range(count)]
-
-
-def _encode(text: str, target: str) -> Prompt:
-    from eyas.tokenizer import load_tokenizer
-
-    return tuple(load_tokenizer(target).encode(text))
 
 
 class Contender(Protocol):

@@ -11,50 +11,22 @@ Knows no screen.
 
 from __future__ import annotations
 
-import json
 import sys
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, cast
 
-import torch
 import typer
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from eyas.bench.timing import OfflineSettings
+from eyas.bench.settings import OfflineSettings
 from eyas.config import Dtype, TreeConfig
-from eyas.drafters.registry import validate_draft_head
-from eyas.errors import CheckpointError, ConfigError, EyasError
-from eyas.models.checkpoint import RECORD, read_config
-from eyas.models.heads.eagle_config import HeadWiring
-from eyas.models.heads.eagle_validation import WiringReport
-from eyas.models.target import load_target
+from eyas.errors import EyasError
 
 if TYPE_CHECKING:
     from eyas.check.equality import Equality
-
-
-def check_wiring(target: str, head: str, drafter: str, dtype: str, device: str, threads: int) -> WiringReport:
-    """Try all plausible readings beside the target. Raises EyasError for what does not load and for methods without a head
-    that could be read in several ways."""
-    if threads:
-        torch.set_num_threads(threads)
-    finding = validate_draft_head(drafter, load_target(target, dtype, device), head, target, dtype, device)
-    if finding is None:
-        raise ConfigError(f"drafter {drafter!r} has no head to check; the EAGLE methods have")
-    return finding
-
-
-def record(head: str, reading: HeadWiring) -> Path:
-    """Write a reading into the head's config.json, where every loader of Eyas takes it from. Raises CheckpointError for a
-    head that is no local folder: what a hub id fetched is shared, and would not stay."""
-    if not Path(head).is_dir():
-        raise CheckpointError(f"{head!r} is no local folder; copy the head into one, and write into that")
-    file = Path(head, "config.json")
-    file.write_text(json.dumps({**read_config(Path(head)), RECORD: asdict(reading)}, indent=1) + "\n")
-    return file
+    from eyas.models.heads.eagle_validation import WiringReport
 
 
 def head(
@@ -67,7 +39,7 @@ def head(
     write: Annotated[bool, typer.Option("--write", help="Record what works in the head's config.json.")] = False,
 ) -> None:
     """Try out how a draft head is to be read; exit status 1 if it guesses no better than chance in any way."""
-    from eyas.check.command import check_wiring, record
+    from eyas.check.head import check_wiring, record
 
     try:
         finding = check_wiring(target, draft, drafter, dtype, device, threads)

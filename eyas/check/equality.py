@@ -18,7 +18,8 @@ from torch import Tensor
 
 from eyas.bench.offline import BenchParts, load
 from eyas.bench.results import Run
-from eyas.bench.timing import EngineContender, OfflineSettings, Prompt, load_prompts
+from eyas.bench.settings import OfflineSettings, Prompt, load_prompts
+from eyas.bench.timing import EngineContender
 from eyas.cache.kv_cache import KVCache
 from eyas.config import EngineConfig
 from eyas.drafters.base import Draft, DraftContext, DrafterNeeds, LocalDrafter

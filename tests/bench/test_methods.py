@@ -8,8 +8,9 @@ import pytest
 from typer.testing import CliRunner
 
 from eyas.bench.command import bench
-from eyas.bench.methods import MethodScore, MethodSpec, MethodsResults, MethodsSettings, TimedRun, load_tasks
+from eyas.bench.methods import MethodScore, MethodsResults, TimedRun
 from eyas.bench.results import Run
+from eyas.bench.settings import MethodSpec, MethodsSettings, load_tasks
 from eyas.errors import ConfigError
 from eyas.request import GenerationStats
 

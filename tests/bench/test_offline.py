@@ -8,7 +8,8 @@ import torch
 from typer.testing import CliRunner, Result
 
 from eyas.bench.offline import load, warm_ways
-from eyas.bench.timing import STAGES, EngineContender, OfflineSettings, groups, load_prompts, random_prompt
+from eyas.bench.settings import OfflineSettings, groups, load_prompts, random_prompt
+from eyas.bench.timing import STAGES, EngineContender
 from eyas.cli import app
 from eyas.config import TreeConfig
 from eyas.errors import ConfigError

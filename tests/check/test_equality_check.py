@@ -5,7 +5,7 @@ import torch
 from rich.progress import Progress
 from typer.testing import CliRunner
 
-from eyas.bench.timing import OfflineSettings
+from eyas.bench.settings import OfflineSettings
 from eyas.check.equality import Judge, ReplayDrafter, compare
 from eyas.cli import app
 from eyas.config import TreeConfig
