@@ -35,9 +35,9 @@ START = 500
 
 @dataclass(frozen=True)
 class Settings:
-    """num_rounds: measured rounds of each case."""
+    """num_verify_steps: measured rounds of each case."""
 
-    num_rounds: int
+    num_verify_steps: int
     trees: tuple[TreeConfig, ...] = (TreeConfig(24, 6), TreeConfig(60, 12))
     sessions: tuple[int, ...] = (1, 8, 32)
 
@@ -99,7 +99,7 @@ def main(
     print(f"written to {page} and {page.with_suffix('.json')}")
 
 
-def measure(tree: TreeConfig, num_sessions: int, num_rounds: int) -> list[Cost]:
+def measure(tree: TreeConfig, num_sessions: int, num_verify_steps: int) -> list[Cost]:
     """Two drafters, and the merging of what they propose, over the same rounds."""
     budget = TreeBudget(tree.num_draft_tokens, tree.num_steps)
     lookup, lookahead = (
@@ -107,7 +107,7 @@ def measure(tree: TreeConfig, num_sessions: int, num_rounds: int) -> list[Cost]:
         Timed(LookaheadDrafter(tree, LookaheadConfig())),
     )
     walks, sizes, merging = [Walk(session, budget) for session in range(num_sessions)], [0] * num_sessions, []
-    for _ in range(NUM_WARM_UPS + num_rounds):
+    for _ in range(NUM_WARM_UPS + num_verify_steps):
         contexts = [walk.step(size) for walk, size in zip(walks, sizes, strict=True)]
         found, drawn = lookup.propose(contexts), lookahead.propose(contexts)
         pairs, roots = list(zip(found, drawn, strict=True)), [context.tokens[-1] for context in contexts]

@@ -41,10 +41,10 @@ NUM_WARM_UPS = 20
 
 @dataclass(frozen=True)
 class Settings:
-    """num_rounds: measured rounds of each case. trees: shapes that are asked for, each in turn."""
+    """num_verify_steps: measured rounds of each case. trees: shapes that are asked for, each in turn."""
 
     num_tokens: int
-    num_rounds: int
+    num_verify_steps: int
     trees: tuple[TreeConfig, ...]
     rest: RestConfig
 
@@ -111,12 +111,12 @@ def build(num_tokens: int, folder: Path) -> Store:
     return Store(built, size / 1e6, seconds, float(np.median([_open_ms(folder) for _ in range(9)])))
 
 
-def measure(drafter: LocalDrafter, tree: TreeConfig, num_sessions: int, temperature: float, num_rounds: int) -> Rounds:
+def measure(drafter: LocalDrafter, tree: TreeConfig, num_sessions: int, temperature: float, num_verify_steps: int) -> Rounds:
     """Rounds of sessions that begin anew each time, at places of the demo prompts."""
     prompts = [json.loads(line)["token_ids"] for line in PROMPTS.read_text(encoding="utf-8").splitlines()]
     places = ((tokens, end) for i in count() for tokens in prompts for end in [LONGEST + i % (len(tokens) - LONGEST)])
     budget, cpu, ms = TreeBudget(tree.num_draft_tokens, tree.num_steps), [], []
-    for index in range(NUM_WARM_UPS + num_rounds):
+    for index in range(NUM_WARM_UPS + num_verify_steps):
         contexts = [
             Commit(f"{s}", index, 0, tuple(tokens[end - LONGEST : end]), None, NoiseKey(s, temperature), budget)
             for s, (tokens, end) in zip(range(num_sessions), places, strict=False)

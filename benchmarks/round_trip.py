@@ -65,9 +65,9 @@ class RoundTrip:
 
 @dataclass(frozen=True)
 class Settings:
-    """num_rounds: measured rounds of each case."""
+    """num_verify_steps: measured rounds of each case."""
 
-    num_rounds: int
+    num_verify_steps: int
     tree_nodes: int = NODES
     tree_depth: int = DEPTH
     new_tokens: int = NEW_TOKENS
@@ -112,14 +112,14 @@ def main(
     print(f"written to {page} and {page.with_suffix('.json')}")
 
 
-def measure(case: Case, num_rounds: int, progress: Progress) -> RoundTrip:
+def measure(case: Case, num_verify_steps: int, progress: Progress) -> RoundTrip:
     """One round after the other, as an engine would ask. Raises Unavailable when the service does not answer."""
     tokens = tuple(np.random.default_rng(1).integers(0, case.vocab_size, NEW_TOKENS).tolist())
     features = torch.randn(NEW_TOKENS, case.feature_size).to(getattr(torch, case.dtype))
     ms = []
     with drafting(case) as drafter:
         label = f"{case.num_sessions} sessions, {case.feature_size} x {case.dtype}"
-        for index in progress.track(range(NUM_WARM_UPS + num_rounds), description=label):
+        for index in progress.track(range(NUM_WARM_UPS + num_verify_steps), description=label):
             contexts = [_context(f"{s}", index, tokens, features) for s in range(case.num_sessions)]
             started = time.perf_counter()
             drafts = drafter.ask(contexts)()

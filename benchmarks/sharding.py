@@ -167,7 +167,7 @@ class Simulation:
         )
 
     def homes(self, sessions: Sequence[Session], verifiers: Sequence[Lease], remembered: str) -> list[str]:
-        """Where each session would go now, were these the verifiers. remembered: "pairs", "prefixes" or "nothing"."""
+        """Where each session would go now, were these the verifiers. remembered: "pairs", "prefix_hashes" or "nothing"."""
         fleet = replace(self.fleet(), verifiers=verifiers)
         if remembered != "pairs":
             fleet = replace(fleet, sent={})
@@ -256,7 +256,7 @@ def moves(simulation: Simulation, num_sessions: int) -> list[Moves]:
     results = []
     labels = {
         "pairs": "pairs, as long as Redis or the router lives",
-        "prefixes": "prefixes only: router and Redis new",
+        "prefix_hashes": "prefixes only: router and Redis new",
         "nothing": "nothing: only the hash is left",
     }
     for remembered, label in labels.items():

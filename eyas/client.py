@@ -81,7 +81,7 @@ class JsonPrinter:
     def add(self, chunk: TextChunk) -> None:
         """Print one chunk, and the statistics after the last."""
         inner = chunk.chunk
-        line: dict[str, Any] = {"index": inner.index, "token_ids": inner.token_ids, "foreseen": inner.is_draft_token}
+        line: dict[str, Any] = {"index": inner.index, "token_ids": inner.token_ids, "is_draft_token": inner.is_draft_token}
         line["text"] = chunk.text
         for name in ("logprobs", "prompt_logprobs"):
             if told := getattr(inner, name):
@@ -119,7 +119,7 @@ class ScreenPrinter:
             self._turn += 1
             self._console.print("\n")
             self._console.print(
-                Text.assemble(("foreseen by the drafter", FORESEEN_STYLE), ", ", ("the target's own", TARGET_STYLE))
+                Text.assemble(("is_draft_token by the drafter", FORESEEN_STYLE), ", ", ("the target's own", TARGET_STYLE))
             )
             self._console.print(_summary(chunk.totals, time.perf_counter() - self._started), style="dim")
 
@@ -127,8 +127,8 @@ class ScreenPrinter:
 def _styled(chunk: TextChunk) -> Iterator[Text]:
     """The chunk's text, token by token; text released at the end counts as the target's own."""
     at = 0
-    for length, foreseen in zip(chunk.text_lengths, chunk.chunk.is_draft_token, strict=True):
-        yield Text(chunk.text[at : at + length], FORESEEN_STYLE if foreseen else TARGET_STYLE)
+    for length, is_draft_token in zip(chunk.text_lengths, chunk.chunk.is_draft_token, strict=True):
+        yield Text(chunk.text[at : at + length], FORESEEN_STYLE if is_draft_token else TARGET_STYLE)
         at += length
     yield Text(chunk.text[at:], TARGET_STYLE)
 

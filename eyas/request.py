@@ -146,7 +146,7 @@ class TokenLogprob:
 
 @dataclass(frozen=True)
 class Chunk:
-    """What one step adds to a request. foreseen[i] tells whether the drafter had guessed token_ids[i].
+    """What one step adds to a request. is_draft_token[i] tells whether the drafter had guessed token_ids[i].
 
     round is None for a step that ends a prefill. message explains the finish reason "error".
     index: which of the n completions. logprobs: one per token where asked for. prompt_logprobs: one per token of the prompt

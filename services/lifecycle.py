@@ -1,7 +1,7 @@
 """How every service starts and stops: config in, an exit status out. Knows nothing of what a service does.
 
 Start: listen, become present (lease, SERVING). Stop on SIGTERM or SIGINT: NOT_SERVING, withdraw, linger for those who have
-not heard of it, let running calls finish for `drain_seconds`, leave. A second signal ends the process at once.
+not heard of it, let running calls finish for `graceful_shutdown_timeout_s`, leave. A second signal ends the process at once.
 """
 
 from __future__ import annotations

@@ -30,12 +30,12 @@ class Case:
     def method(self) -> str:
         return self.name.partition("-")[0]
 
-    def drafter(self, tree: TreeConfig, num_slots: int = 4096, law_tokens: int = 128) -> LocalDrafter:
+    def drafter(self, tree: TreeConfig, num_slots: int = 4096, proposal_top_k: int = 128) -> LocalDrafter:
         crowded, ahead = self.name.endswith("-crowded"), self.name.endswith("-ahead")
         eagle = DraftingConfig(
             max_kv_tokens=90 if crowded else num_slots,
             shared_noise=not self.name.endswith("-own-noise"),
-            proposal_top_k=law_tokens,
+            proposal_top_k=proposal_top_k,
             draft_ahead=DraftAheadConfig(6, 16, 7) if ahead else DraftAheadConfig(),
         )
         rest = RestConfig(str(self.datastore), min_ngram=1) if self.datastore else RestConfig()

@@ -48,7 +48,7 @@ def slots_that_fit(slot_bytes: int, fraction: float, device: torch.device) -> in
         num_slots = min(min(int(free * fraction), MOST_BYTES_ON_CPU) // slot_bytes, MOST_SLOTS_ON_CPU)
     if num_slots < 1:
         raise ConfigError(
-            f"no room for the KV cache: {free / 2**30:.1f} GiB are free on {device}, and memory_fraction is {fraction}; "
+            f"no room for the KV cache: {free / 2**30:.1f} GiB are free on {device}, and gpu_memory_utilization is {fraction}; "
             f"a token takes {slot_bytes} bytes. Free some memory or take a smaller model"
         )
     return num_slots

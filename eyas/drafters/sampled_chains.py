@@ -38,19 +38,19 @@ class FilteredDraft:
 
 
 def draw_chains(
-    expansion: Expansion, contexts: Sequence[DraftContext], shape: TreeConfig, law_tokens: int, target_ids: Tensor
+    expansion: Expansion, contexts: Sequence[DraftContext], shape: TreeConfig, proposal_top_k: int, target_ids: Tensor
 ) -> list[DraftTree]:
     """One chain per context, as long as `shape` and its budget allow. One copy to the host."""
-    return chains(draw(expansion, contexts, shape, law_tokens, target_ids).tolist(), contexts, shape)
+    return chains(draw(expansion, contexts, shape, proposal_top_k, target_ids).tolist(), contexts, shape)
 
 
 def draw(
-    expansion: Expansion, contexts: Sequence[DraftContext], shape: TreeConfig, law_tokens: int, target_ids: Tensor
+    expansion: Expansion, contexts: Sequence[DraftContext], shape: TreeConfig, proposal_top_k: int, target_ids: Tensor
 ) -> Tensor:
     """Chains of `shape.depth` levels; the expansion scores by probabilities. Float64 [S, L, 2 K + 1]: token ids, their
     probabilities, and the place of the drawn one.
 
-    law_tokens: most tokens of a level's law. target_ids maps draft vocabulary ids to the target's.
+    proposal_top_k: most tokens of a level's law. target_ids maps draft vocabulary ids to the target's.
     """
     levels = shape.num_steps
     seeds = [context.noise.seed for context in contexts for _ in range(levels)]
@@ -58,7 +58,7 @@ def draw(
     noise = exponential_noise(seeds, positions, target_ids).view(len(contexts), levels, -1)
     law, laws, places = expansion.first(), [], []
     for level in range(levels):
-        kept = rank(law[:, 0], min(law_tokens, law.shape[-1]))
+        kept = rank(law[:, 0], min(proposal_top_k, law.shape[-1]))
         place = exponential_race(noise[:, level].gather(1, kept.ids), kept.scores).clamp(max=kept.ids.shape[1] - 1)[:, None]
         laws.append(kept)
         places.append(place)

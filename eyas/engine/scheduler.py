@@ -386,12 +386,12 @@ class Scheduler:
         reason = finish_reason(sequence, tokens, self._eos_ids)
         sequence.tokens.extend(tokens)
         num_foreseen = min(len(tokens), len(outcome.tokens) - 1)
-        foreseen = (True,) * num_foreseen + (False,) * (len(tokens) - num_foreseen)
+        is_draft_token = (True,) * num_foreseen + (False,) * (len(tokens) - num_foreseen)
         step = VerifyStep(tree.num_drafted, tree.depth, num_foreseen, tree.grown_ahead) if tree is not None else None
         if reason is not None:
             self._drop(sequence)
         num_cached = sequence.num_cached or 0 if first else 0
-        return Chunk(sequence.request.id, tokens, foreseen, step, reason, num_cached=num_cached)
+        return Chunk(sequence.request.id, tokens, is_draft_token, step, reason, num_cached=num_cached)
 
     def _drop(self, sequence: Sequence) -> None:
         """Forget a request. What it has computed stays in the cache; that of a session is kept for its next turn."""

@@ -137,12 +137,12 @@ class ChannelOptions:
     """How a channel is kept. Times in seconds; the default is gentle on strangers: unless told otherwise, gRPC's servers
     hang up on who asks more than once in 5 minutes while they have nothing to say.
 
-    ping_interval: how often the other side is asked for a sign of life. ping_timeout: how long for, before it is given up.
+    keepalive_interval_s: how often the other side is asked for a sign of life. keepalive_timeout_s: how long for, before it is given up.
     credentials: for TLS; None speaks without it. name: whom the certificate there must be for; empty takes the host dialled.
     """
 
-    ping_interval: float = 330.0
-    ping_timeout: float = 5.0
+    keepalive_interval_s: float = 330.0
+    keepalive_timeout_s: float = 5.0
     credentials: grpc.ChannelCredentials | None = None
     name: str = ""
 
@@ -150,10 +150,10 @@ class ChannelOptions:
     def options(self) -> tuple[tuple[str, int | str], ...]:
         """gRPC's words for it."""
         pings = (
-            ("grpc.keepalive_time_ms", round(self.ping_interval * 1000)),
-            ("grpc.keepalive_timeout_ms", round(self.ping_timeout * 1000)),
+            ("grpc.keepalive_time_ms", round(self.keepalive_interval_s * 1000)),
+            ("grpc.keepalive_timeout_ms", round(self.keepalive_timeout_s * 1000)),
             # By itself the former does nothing: a ping, whatever it is sent for, has this long, which is a minute if unset.
-            ("grpc.http2.ping_timeout_ms", round(self.ping_timeout * 1000)),
+            ("grpc.http2.ping_timeout_ms", round(self.keepalive_timeout_s * 1000)),
         )
         name = (("grpc.ssl_target_name_override", self.name),) if self.name else ()
         return (*_OPTIONS, *pings, *name)

@@ -2,7 +2,7 @@
 
 Endpoints from Kubernetes: EndpointSlices are listed, watched, and listed again. Knows nothing of who answers there.
 
-A watch may miss an event, stall without an error, or be refused; so it is trusted for `list_interval` at most, and
+A watch may miss an event, stall without an error, or be refused; so it is trusted for `list_interval_s` at most, and
 every list stands in place of all that was known before.
 """
 
@@ -110,7 +110,7 @@ class SliceEndpoints:
             await asyncio.sleep(PAUSE_SECONDS)
 
     async def _round(self, role: Role, show: Callable[[Iterable[V1EndpointSlice]], None]) -> None:
-        """Show all slices now, and again after each change, for `list_interval` at most: a watch without events and a
+        """Show all slices now, and again after each change, for `list_interval_s` at most: a watch without events and a
         stalled one look the same."""
         assert self._api is not None, "open comes first"
         read = DiscoveryV1Api(self._api.client).list_namespaced_endpoint_slice

@@ -15,7 +15,7 @@ from ray.serve.config import AutoscalingConfig, AutoscalingPolicy
 
 from eyas.config import DraftConfig, ServerConfig
 from eyas.services.ray.autoscaling import DraftPolicy, RouterPolicy, VerifierPolicy
-from eyas.services.ray.config import PoolConfig, RayConfig, drain_seconds, num_gpus, read
+from eyas.services.ray.config import PoolConfig, RayConfig, graceful_shutdown_timeout_s, num_gpus, read
 from eyas.services.ray.ingress import Router
 from eyas.services.ray.replicas import Draft, Verifier
 
@@ -75,7 +75,7 @@ def _options(pool: PoolConfig, policy: AutoscalingPolicy, server: ServerConfig, 
     return {
         "autoscaling_config": scaling,
         "ray_actor_options": {"num_cpus": pool.num_cpus, "num_gpus": gpus, "resources": dict(pool.resources)},
-        "graceful_shutdown_timeout_s": drain_seconds(server),
+        "graceful_shutdown_timeout_s": graceful_shutdown_timeout_s(server),
     }
 
 

@@ -134,7 +134,7 @@ def on_node(config: ConfigT, names: EnvironmentConfig, host: str, environment: M
     )
 
 
-def drain_seconds(config: ServerConfig) -> int:
+def graceful_shutdown_timeout_s(config: ServerConfig) -> int:
     """How long Serve must wait for a replica that it stops."""
     return math.ceil(config.shutdown_delay_s + config.graceful_shutdown_timeout_s + _GRACE)
 

@@ -104,21 +104,21 @@ async def _next(stream: AsyncGenerator[TextChunk, None]) -> TextChunk | None:
 
 
 class GenerationService:
-    """Serves the models that have a tokenizer here. request_timeout: longest life of a request, in seconds."""
+    """Serves the models that have a tokenizer here. request_timeout_s: longest life of a request, in seconds."""
 
     def __init__(
         self,
         tokenizers: Mapping[str, Tokenizer],
         workers: WorkerPool,
         relay: Dispatcher,
-        request_timeout: float,
+        request_timeout_s: float,
         telemetry: RouterTelemetry | None = None,
     ) -> None:
         self._telemetry = telemetry or RouterTelemetry()
         self._tokenizers = tokenizers
         self._workers = workers
         self._relay = relay
-        self._request_timeout = request_timeout
+        self._request_timeout = request_timeout_s
 
     def models(self) -> tuple[ModelInfo, ...]:
         """The configured models that a live verifier serves."""

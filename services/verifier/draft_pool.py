@@ -37,7 +37,7 @@ class _Pair:
 class _Timing:
     """A session's answered rounds. link, last: who was asked last, and what its answer took; None if it did not come."""
 
-    num_rounds: int = 0
+    num_verify_steps: int = 0
     seconds: float = 0.0
     link: RemoteDrafter | None = None
     last: RoundTimes | None = None
@@ -133,7 +133,7 @@ class DraftPool:
     def mean_round_trip(self, session: str) -> float | None:
         """Mean seconds of the session's answered rounds; None if there was none, or after `unpair`."""
         timing = self._timings.get(session)
-        return timing.seconds / timing.num_rounds if timing and timing.num_rounds else None
+        return timing.seconds / timing.num_verify_steps if timing and timing.num_verify_steps else None
 
     def unpair(self, session: str) -> None:
         """The other end of `pair`; a session that the engine has taken keeps its drafter until `release`."""
@@ -226,7 +226,7 @@ class DraftPool:
 def _note(timing: _Timing, link: RemoteDrafter, round_: PendingRound) -> None:
     timing.link, timing.last = link, None
     if round_.seconds is not None:
-        timing.num_rounds += 1
+        timing.num_verify_steps += 1
         timing.seconds += round_.seconds
         timing.last = RoundTimes(link.address, round_.seconds, round_.draft_seconds)
 

@@ -21,8 +21,8 @@ class BigramDrafter(LocalDrafter):
     needs = DrafterNeeds()
     can_sample = True
 
-    def __init__(self, logits: Tensor, widths: Sequence[int], replacement: bool = False, law_tokens: int = 12) -> None:
-        self._logits, self._widths, self._replacement, self._law_tokens = logits, widths, replacement, law_tokens
+    def __init__(self, logits: Tensor, widths: Sequence[int], replacement: bool = False, proposal_top_k: int = 12) -> None:
+        self._logits, self._widths, self._replacement, self._law_tokens = logits, widths, replacement, proposal_top_k
 
     def propose(self, contexts: Sequence[DraftContext]) -> list[Draft]:
         return [self._draft(context) for context in contexts]

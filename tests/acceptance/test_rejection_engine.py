@@ -29,7 +29,7 @@ DRAFTERS = ("chain", "siblings", "siblings-replaced", *METHODS)
 
 def make_drafter(name: str, target: str, head: str) -> LocalDrafter:
     if name in METHODS:
-        return Case(name, target, head).drafter(TREE, num_slots=8192, law_tokens=10)
+        return Case(name, target, head).drafter(TREE, num_slots=8192, proposal_top_k=10)
     widths = (1, 1, 1) if name == "chain" else (3, 2)
     return BigramDrafter(bigram_logits(target), widths, replacement=name == "siblings-replaced")
 

@@ -100,5 +100,5 @@ def test_paths_that_make_no_tree_are_refused(paths: tuple[tuple[int, ...], ...])
 
 
 def test_paths_are_read_from_settings() -> None:
-    config = load(DraftConfig, None, ["model=m", "target=t", "methods.eagle1.paths=[[0],[1],[0,2]]"])
+    config = load(DraftConfig, None, ["served_model_name=m", "model=t", "methods.eagle1.paths=[[0],[1],[0,2]]"])
     assert config.methods.eagle1.paths == ((0,), (1,), (0, 2))

@@ -35,7 +35,7 @@ def naive_chain(
 
 @pytest.mark.parametrize("noise", NOISES, ids=["whole", "filtered", "certain"])
 def test_chains_of_a_batch_equal_the_naive_ones(noise: NoiseKey, tiny_target: str, tiny_head: str) -> None:
-    drafter, plain = make(tiny_target, tiny_head, law_tokens=LAW_TOKENS), naive(tiny_target, tiny_head)
+    drafter, plain = make(tiny_target, tiny_head, proposal_top_k=LAW_TOKENS), naive(tiny_target, tiny_head)
     sessions = [session(i, 4 + 5 * i) for i in range(4)]
     contexts = [
         replace(commit(f"{i}", t, f, 0, len(t), noise, TreeBudget(14, 4)), proposal="sampled")

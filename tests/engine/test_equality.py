@@ -51,7 +51,7 @@ def case_of(name: str, target: str, head: str) -> Case:
 
 def make_engine(drafter: Drafter | None, target: str, head: str, name: str = "eagle3", **limits: int) -> Engine:
     fuser = case_of(name, target, head).fuser()
-    config = EngineConfig(**{"num_slots": 1024, "step_tokens": 16, **limits})
+    config = EngineConfig(**{"num_slots": 1024, "max_prefill_tokens": 16, **limits})
     return assemble_engine(load_target(target, taps=fuser.taps if fuser else ()), fuser, config, TREE, drafter)
 
 

@@ -52,7 +52,7 @@ def family(count: int, sampling: SamplingParams) -> list[Request]:
 @pytest.mark.parametrize("kind", PARAMS)
 @pytest.mark.parametrize("name", ["eagle3", "random", "none"])
 def test_requests_with_a_cached_prefix_equal_the_plain_loop(name: str, kind: str, tiny_target: str, tiny_head: str) -> None:
-    engine = make_engine(make_drafter(name, tiny_target, tiny_head), tiny_target, tiny_head, step_tokens=7)
+    engine = make_engine(make_drafter(name, tiny_target, tiny_head), tiny_target, tiny_head, max_prefill_tokens=7)
     first, second, *others = family(6, PARAMS[kind])
     chunks = run(engine, {0: [first]})
     chunks |= run(engine, {0: [second, *others[:2]], 3: others[2:]})
@@ -80,7 +80,7 @@ def test_a_drafter_is_told_of_a_cached_prefix_what_it_is_told_of_a_computed_one(
     recorded: list[RecordingDrafter] = []
     for before in ([], [family(1, GREEDY)[0]], [request]):
         recorder = RecordingDrafter(make_drafter("eagle3", tiny_target, tiny_head))  # type: ignore[arg-type]
-        engine = make_engine(recorder, tiny_target, tiny_head, step_tokens=7)
+        engine = make_engine(recorder, tiny_target, tiny_head, max_prefill_tokens=7)
         run(engine, {0: [replace(r, id="before") for r in before]} if before else {})
         recorder.contexts.clear()
         recorder.drafts.clear()

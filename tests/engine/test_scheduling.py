@@ -13,7 +13,12 @@ from tests.engine.test_equality import PARAMS, make_drafter, make_engine, prompt
 @pytest.mark.parametrize("name", ["eagle3", "random", "dying", "none"])
 def test_preempted_requests_equal_the_plain_loop(name: str, kind: str, tiny_target: str, tiny_head: str) -> None:
     engine = make_engine(
-        make_drafter(name, tiny_target, tiny_head), tiny_target, tiny_head, num_slots=100, step_tokens=9, max_running=5
+        make_drafter(name, tiny_target, tiny_head),
+        tiny_target,
+        tiny_head,
+        num_slots=100,
+        max_prefill_tokens=9,
+        max_running=5,
     )
     requests = [
         Request(f"r{i}", tuple(prompt), replace(PARAMS[kind], seed=50 + i, max_tokens=45), priority=i % 3)
@@ -26,7 +31,9 @@ def test_preempted_requests_equal_the_plain_loop(name: str, kind: str, tiny_targ
     assert engine.load.free_kv_tokens == 100
 
 
-@pytest.mark.parametrize("limits", [{"step_tokens": 1}, {"step_tokens": 3, "step_rows": 9}, {"prefix_cache": False}])
+@pytest.mark.parametrize(
+    "limits", [{"max_prefill_tokens": 1}, {"max_prefill_tokens": 3, "max_verify_tokens": 9}, {"prefix_cache": False}]
+)
 @pytest.mark.parametrize("name", ["eagle3", "random"])
 def test_limits_of_a_step_do_not_show(name: str, limits: dict[str, int], tiny_target: str, tiny_head: str) -> None:
     engine = make_engine(make_drafter(name, tiny_target, tiny_head), tiny_target, tiny_head, **limits)

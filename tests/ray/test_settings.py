@@ -10,7 +10,7 @@ import yaml
 
 from eyas.config import ServerConfig, TelemetryConfig
 from eyas.errors import ConfigError
-from eyas.services.ray.config import EnvironmentConfig, PoolConfig, drain_seconds, num_gpus, on_node, read
+from eyas.services.ray.config import EnvironmentConfig, PoolConfig, graceful_shutdown_timeout_s, num_gpus, on_node, read
 
 CONFIGS = Path(__file__).parents[2] / "examples" / "configs" / "ray"
 
@@ -47,7 +47,7 @@ def test_examples_are_what_serve_and_the_application_take(file: str) -> None:
         ("pools.verifier.max_replicas", 0, "max_replicas is 0"),
         ("pools.draft.damping", {"low": 0.9}, "low 0.9"),
         ("pools.draft.late_share", 0, "late_share is 0"),
-        ("router.tls", {"certificate": "a", "key": "b"}, "router.tls is not for Ray"),
+        ("router.tls", {"cert_file": "a", "key_file": "b"}, "router.tls is not for Ray"),
     ],
 )
 def test_settings_that_do_not_do_are_refused_with_the_reason(place: str, value: object, reason: str) -> None:
@@ -78,7 +78,7 @@ def test_replicas_listen_on_free_ports_of_their_node_and_know_what_it_tells() ->
     assert (here.registry.url, here.server.zone, here.telemetry.metrics_port) == ("redis://kept:1/0", "a", None)
     with pytest.raises(ConfigError, match="ZONE, which is not set on the node"):
         on_node(config, names, "10.0.0.7", {"REGISTRY_URL": "redis://kept:1/0"})
-    assert drain_seconds(server) > 22.5
+    assert graceful_shutdown_timeout_s(server) > 22.5
 
 
 def test_a_pool_takes_the_gpus_that_its_service_needs() -> None:

@@ -53,7 +53,7 @@ def chain(budget: TreeBudget, tokens: tuple[int, ...]) -> DraftTree:
 
 
 def test_a_prompt_is_prefilled_in_chunks_of_the_budget() -> None:
-    scheduler = make_scheduler(step_tokens=3)
+    scheduler = make_scheduler(max_prefill_tokens=3)
     scheduler.add(request("a", prompt=7))
     sizes = []
     for _ in range(3):
@@ -64,7 +64,7 @@ def test_a_prompt_is_prefilled_in_chunks_of_the_budget() -> None:
 
 
 def test_decode_rows_ride_along_with_a_long_prompt() -> None:
-    scheduler = make_scheduler(step_tokens=3)
+    scheduler = make_scheduler(max_prefill_tokens=3)
     scheduler.add(request("short", prompt=2))
     step(scheduler)
     scheduler.add(request("long", prompt=9))
@@ -122,7 +122,7 @@ def test_the_more_urgent_go_first_and_of_equals_the_earlier() -> None:
 
 def test_who_waits_long_enough_is_ahead_of_every_newcomer() -> None:
     clock = Clock()
-    scheduler = make_scheduler(clock=clock, max_running=1, ageing_seconds=10)
+    scheduler = make_scheduler(clock=clock, max_running=1, priority_aging_s=10)
     scheduler.add(request("patient", max_tokens=1))
     served = []
     for number in range(8):
@@ -133,7 +133,7 @@ def test_who_waits_long_enough_is_ahead_of_every_newcomer() -> None:
 
 
 def test_trees_shrink_so_that_a_step_keeps_its_rows() -> None:
-    scheduler = make_scheduler(nodes=8, num_slots=400, step_rows=20)
+    scheduler = make_scheduler(nodes=8, num_slots=400, max_verify_tokens=20)
     nodes = []
     for count in range(1, 13):
         scheduler.add(request(f"{count}", max_tokens=20))

@@ -20,7 +20,7 @@ actions = st.one_of(
 def test_any_trace_gives_right_tokens_and_loses_no_slot(
     trace: list[tuple[str, ...]], seed: int, cached: int, nodes: int
 ) -> None:
-    engine = ToyEngine(seed, TreeConfig(nodes, 3, 2), prefix_cache=bool(cached), session_seconds=20)
+    engine = ToyEngine(seed, TreeConfig(nodes, 3, 2), prefix_cache=bool(cached), session_cache_ttl_s=20)
     requests = []
     for action, *numbers in trace:
         if action == "submit":
@@ -80,7 +80,7 @@ def test_who_runs_gives_way_at_once_to_the_more_urgent_and_says_the_same_in_the_
 
 
 def test_nobody_gives_way_to_an_equal_or_to_one_whose_priority_its_waiting_outweighs() -> None:
-    engine = ToyEngine(max_running=1, num_slots=200, ageing_seconds=10)
+    engine = ToyEngine(max_running=1, num_slots=200, priority_aging_s=10)
     engine.submit("old", [1] * 4, 12)
     engine.step()
     engine.clock.now = 11
@@ -106,7 +106,7 @@ def test_nobody_gives_way_in_vain() -> None:
 
 @given(st.integers(0, 99), st.integers(1, 3))
 def test_all_who_arrive_are_served_however_often_they_give_way(seed: int, running: int) -> None:
-    engine = ToyEngine(seed, max_running=running, num_slots=60, ageing_seconds=3)
+    engine = ToyEngine(seed, max_running=running, num_slots=60, priority_aging_s=3)
     requests = []
     for number in range(12):
         requests.append(engine.submit(f"{number}", [number % 5] * (1 + seed % 7), 8, priority=number % 4))
@@ -126,7 +126,7 @@ def test_trees_give_way_before_anybody_is_preempted() -> None:
 
 
 def test_a_long_prompt_never_delays_a_row_that_decodes() -> None:
-    engine = ToyEngine(num_slots=400, step_tokens=5)
+    engine = ToyEngine(num_slots=400, max_prefill_tokens=5)
     engine.submit("short", [1], 40)
     engine.step()
     engine.submit("long", [2] * 60, 4)
@@ -140,7 +140,7 @@ def test_a_long_prompt_never_delays_a_row_that_decodes() -> None:
 
 
 def test_a_request_of_low_priority_is_served_while_urgent_ones_keep_coming() -> None:
-    engine = ToyEngine(max_running=1, ageing_seconds=5)
+    engine = ToyEngine(max_running=1, priority_aging_s=5)
     engine.submit("patient", [0] * 3, 4)
     for number in range(60):
         engine.submit(f"{number}", [1, 2], 6, priority=2)

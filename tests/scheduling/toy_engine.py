@@ -45,7 +45,7 @@ class ToyEngine:
 
     def __init__(self, seed: int = 0, tree: TreeConfig = TREE, **limits: float) -> None:
         self.clock = Clock()
-        config = EngineConfig(**{"num_slots": 48, "step_tokens": 8, "max_running": 4, **limits})  # type: ignore[arg-type]
+        config = EngineConfig(**{"num_slots": 48, "max_prefill_tokens": 8, "max_running": 4, **limits})  # type: ignore[arg-type]
         self.scheduler = Scheduler(config, tree, frozenset(), self.clock)
         self.chunks: dict[str, list[Chunk]] = {}
         self.num_rows = 0

@@ -61,4 +61,4 @@ def test_a_target_with_a_missing_tensor(tmp_path: Path) -> None:
     tensors = load_file(DEMO / "target" / "model.safetensors")
     del tensors[tensor]
     save_file(tensors, target / "model.safetensors", {"format": "pt"})
-    assert tensor in last_words("verifier", f"target={target}", 'head=""')
+    assert tensor in last_words("verifier", f"model={target}", 'draft_model=""')

@@ -7,7 +7,7 @@ import pytest
 from eyas.config import DraftConfig, RegistryConfig, RouterConfig, ServerConfig, VerifierConfig, describe, load
 from eyas.errors import ConfigError
 
-VERIFIER = "model: m\ntarget: t\n"
+VERIFIER = "served_model_name: m\nmodel: t\n"
 ROUTER = "models: [{name: m, tokenizer: t}]\n"
 
 
@@ -18,17 +18,19 @@ def written(tmp_path: Path, text: str) -> Path:
 
 
 def test_a_file_sets_what_it_names_and_leaves_the_rest(tmp_path: Path) -> None:
-    config = load(VerifierConfig, written(tmp_path, VERIFIER + "tree: {nodes: 7}\n"))
+    config = load(VerifierConfig, written(tmp_path, VERIFIER + "tree: {num_draft_tokens: 7}\n"))
     assert (config.served_model_name, config.tree.num_draft_tokens, config.tree.num_steps) == ("m", 7, 5)
 
 
 def test_assignments_win_over_the_file(tmp_path: Path) -> None:
-    config = load(VerifierConfig, written(tmp_path, VERIFIER), ["server.port=7000", "engine.max_num_seqs=2", "model=n"])
+    config = load(
+        VerifierConfig, written(tmp_path, VERIFIER), ["server.port=7000", "engine.max_num_seqs=2", "served_model_name=n"]
+    )
     assert (config.server.port, config.engine.max_num_seqs, config.served_model_name) == (7000, 2, "n")
 
 
 def test_assignments_alone_are_enough() -> None:
-    config = load(DraftConfig, None, ["model=m", "target=t", "head=h", "drafting.shared_noise=false"])
+    config = load(DraftConfig, None, ["served_model_name=m", "model=t", "draft_model=h", "drafting.shared_noise=false"])
     assert (config.draft_model, config.drafting.shared_noise) == ("h", False)
 
 
@@ -41,31 +43,55 @@ def test_models_of_a_router_are_read(tmp_path: Path) -> None:
     ("kind", "text", "message"),
     [
         (VerifierConfig, VERIFIER + "modle: x\n", "unknown setting modle; did you mean model"),
-        (VerifierConfig, VERIFIER + "tree: {nods: 3}\n", r"unknown setting tree\.nods; did you mean tree\.nodes"),
+        (
+            VerifierConfig,
+            VERIFIER + "tree: {num_draft_token: 3}\n",
+            r"unknown setting tree\.num_draft_token; did you mean tree\.num_draft_tokens",
+        ),
         (RouterConfig, "models: [{name: m, tokeniser: t}]\n", r"unknown setting models\.0\.tokeniser; did you mean"),
-        (VerifierConfig, "target: t\n", "model"),
-        (VerifierConfig, VERIFIER + "tree: {nodes: many}\n", r"tree\.nodes"),
+        (VerifierConfig, "model: t\n", "served_model_name"),
+        (VerifierConfig, VERIFIER + "tree: {num_draft_tokens: many}\n", r"tree\.num_draft_tokens"),
         (VerifierConfig, VERIFIER + "dtype: float8\n", "dtype"),
-        (VerifierConfig, VERIFIER + "tree: {nodes: 0}\n", r"config\.yaml: tree\.nodes is 0; it must be at least 1"),
-        (VerifierConfig, VERIFIER + "engine: {num_slots: -1}\n", r"engine\.num_slots is -1"),
-        (VerifierConfig, VERIFIER + "engine: {memory_fraction: 1.5}\n", r"engine\.memory_fraction is 1\.5"),
-        (VerifierConfig, VERIFIER + "engine: {max_running: 0}\n", r"engine\.max_running is 0"),
-        (VerifierConfig, VERIFIER + "engine: {max_waiting: -1}\n", r"engine\.max_waiting is -1"),
-        (VerifierConfig, VERIFIER + "engine: {context_length: -1}\n", r"engine\.context_length is -1"),
-        (VerifierConfig, VERIFIER + "registry: {heartbeat: 9}\n", r"registry\.heartbeat is 9"),
+        (
+            VerifierConfig,
+            VERIFIER + "tree: {num_draft_tokens: 0}\n",
+            r"config\.yaml: tree\.num_draft_tokens is 0; it must be at least 1",
+        ),
+        (VerifierConfig, VERIFIER + "engine: {max_kv_tokens: -1}\n", r"engine\.max_kv_tokens is -1"),
+        (VerifierConfig, VERIFIER + "engine: {gpu_memory_utilization: 1.5}\n", r"engine\.gpu_memory_utilization is 1\.5"),
+        (VerifierConfig, VERIFIER + "engine: {max_num_seqs: 0}\n", r"engine\.max_num_seqs is 0"),
+        (VerifierConfig, VERIFIER + "engine: {max_queued_requests: -1}\n", r"engine\.max_queued_requests is -1"),
+        (VerifierConfig, VERIFIER + "engine: {max_model_len: -1}\n", r"engine\.max_model_len is -1"),
+        (VerifierConfig, VERIFIER + "registry: {heartbeat_interval_s: 9}\n", r"registry\.heartbeat_interval_s is 9"),
         (VerifierConfig, VERIFIER + "threads: -1\n", r"config\.yaml: threads is -1"),
-        (VerifierConfig, VERIFIER + "link: {deadline: 0}\n", r"link\.deadline is 0.* must be above 0"),
-        (VerifierConfig, VERIFIER + "link: {deadline: .nan}\n", r"link\.deadline is nan"),
-        (VerifierConfig, VERIFIER + "link: {max_failures: 0}\n", r"link\.max_failures is 0"),
-        (VerifierConfig, VERIFIER + "link: {reset: 0}\n", r"link\.reset is 0"),
-        (VerifierConfig, VERIFIER + "link: {chunk_tokens: 1}\n", r"link\.chunk_tokens is 1; it must be at least 2"),
+        (
+            VerifierConfig,
+            VERIFIER + "draft_client: {draft_timeout_s: 0}\n",
+            r"draft_client\.draft_timeout_s is 0.* must be above 0",
+        ),
+        (VerifierConfig, VERIFIER + "draft_client: {draft_timeout_s: .nan}\n", r"draft_client\.draft_timeout_s is nan"),
+        (VerifierConfig, VERIFIER + "draft_client: {breaker_max_failures: 0}\n", r"draft_client\.breaker_max_failures is 0"),
+        (VerifierConfig, VERIFIER + "draft_client: {breaker_reset_s: 0}\n", r"draft_client\.breaker_reset_s is 0"),
+        (
+            VerifierConfig,
+            VERIFIER + "draft_client: {max_message_tokens: 1}\n",
+            r"draft_client\.max_message_tokens is 1; it must be at least 2",
+        ),
         (VerifierConfig, VERIFIER + "server: {port: 65536}\n", r"server\.port is 65536; it must lie in \[0, 65535\]"),
-        (VerifierConfig, VERIFIER + "server: {drain_seconds: -1}\n", r"server\.drain_seconds is -1"),
-        (VerifierConfig, VERIFIER + "server: {linger_seconds: -1}\n", r"server\.linger_seconds is -1"),
-        (RouterConfig, ROUTER + "request_timeout: 0\n", "request_timeout is 0"),
-        (RouterConfig, ROUTER + "stall_timeout: -1\n", "stall_timeout is -1"),
-        (DraftConfig, "model: m\ntarget: t\nhead: h\nthreads: -1\n", "threads is -1"),
-        (DraftConfig, "model: m\ntarget: t\nhead: h\neagle: {noise_scale: -1}\n", r"eagle\.noise_scale is -1"),
+        (
+            VerifierConfig,
+            VERIFIER + "server: {graceful_shutdown_timeout_s: -1}\n",
+            r"server\.graceful_shutdown_timeout_s is -1",
+        ),
+        (VerifierConfig, VERIFIER + "server: {shutdown_delay_s: -1}\n", r"server\.shutdown_delay_s is -1"),
+        (RouterConfig, ROUTER + "request_timeout_s: 0\n", "request_timeout_s is 0"),
+        (RouterConfig, ROUTER + "stall_timeout_s: -1\n", "stall_timeout_s is -1"),
+        (DraftConfig, "served_model_name: m\nmodel: t\ndraft_model: h\nthreads: -1\n", "threads is -1"),
+        (
+            DraftConfig,
+            "served_model_name: m\nmodel: t\ndraft_model: h\ndrafting: {noise_scale: -1}\n",
+            r"drafting\.noise_scale is -1",
+        ),
         (VerifierConfig, "[1, 2]", "expected a mapping"),
         (VerifierConfig, "a: [", "cannot read config"),
     ],
@@ -96,7 +122,7 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
 
 
 def test_an_empty_file_misses_only_what_has_no_default(tmp_path: Path) -> None:
-    assert load(VerifierConfig, written(tmp_path, ""), ["model=m", "target=t"]).model == "t"
+    assert load(VerifierConfig, written(tmp_path, ""), ["served_model_name=m", "model=t"]).model == "t"
 
 
 @pytest.mark.parametrize(

@@ -64,9 +64,9 @@ def text_chunks(draw: st.DrawFn) -> TextChunk:
     reason = draw(st.sampled_from([None, "stop", "length", "cancelled", "error"]))
     totals = draw(st.builds(Totals, counts, counts, st.none() | stats, counts)) if reason else None
     message = draw(names) if reason else ""
-    foreseen = draw(st.lists(st.booleans(), max_size=5).map(tuple))
+    is_draft_token = draw(st.lists(st.booleans(), max_size=5).map(tuple))
     told = (draw(counts), draw(logprobs), draw(logprobs), draw(counts))
-    chunk = Chunk("id", draw(ids), foreseen, draw(st.none() | rounds), reason, message, *told)  # type: ignore[arg-type]
+    chunk = Chunk("id", draw(ids), is_draft_token, draw(st.none() | rounds), reason, message, *told)  # type: ignore[arg-type]
     return TextChunk(chunk, draw(names), draw(ids), draw(st.none() | seeds), totals)
 
 

@@ -134,9 +134,10 @@ def test_the_kill_comes_later_than_the_longest_drain(name: str) -> None:
         drained += 1
         server = settings[f"{container['name']}.yaml"]["server"]
         before = container["lifecycle"]["preStop"]["sleep"]["seconds"]
-        assert pod["spec"]["terminationGracePeriodSeconds"] > before + server["linger_seconds"] + server["drain_seconds"], (
-            place
-        )
+        assert (
+            pod["spec"]["terminationGracePeriodSeconds"]
+            > before + server["shutdown_delay_s"] + server["graceful_shutdown_timeout_s"]
+        ), place
     assert drained >= 2 or name == "ray"
 
 

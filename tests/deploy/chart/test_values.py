@@ -71,7 +71,7 @@ def test_services_take_the_files_that_the_chart_writes(name: str, tmp_path: Any)
 
 def test_a_service_takes_every_setting_that_its_config_may_hold(tmp_path: Any) -> None:
     """What the chart does not fill in, with another value than the default, reaches the file."""
-    config = {"request_timeout": 77.5, "registry": {"ttl": 9}, "server": {"drain_seconds": 12}}
+    config = {"request_timeout_s": 77.5, "registry": {"ttl": 9}, "server": {"graceful_shutdown_timeout_s": 12}}
     values = write_values(tmp_path, {"router": {"config": config}})
     (text,) = named(template("--values", values), "ConfigMap", "demo-eyas-router")["data"].values()
     (tmp_path / "router.yaml").write_text(text)

@@ -69,10 +69,10 @@ def test_samples_are_those_of_the_nodes_that_are_left(mine: DraftTree, other: Dr
     assert deaf.samples == [(), ()]
 
 
-def rounds(drafter: LocalDrafter, num_rounds: int, budget: TreeBudget = BUDGET) -> list[DraftTree]:
+def rounds(drafter: LocalDrafter, num_verify_steps: int, budget: TreeBudget = BUDGET) -> list[DraftTree]:
     """A target that says what NEXT says, whose text is the longest accepted path."""
     tokens, base, samples, trees = [30, 31, 32, 33], 0, (), list[DraftTree]()
-    for _ in range(num_rounds):
+    for _ in range(num_verify_steps):
         (tree,) = drafter.propose([commit("a", tokens, base, budget=budget, samples=samples)])
         assert isinstance(tree, DraftTree)
         tree.validate(tokens[-1], 48, budget.max_nodes, budget.max_depth)

@@ -107,7 +107,7 @@ def test_dynamic_trees_hold_the_best_of_all_candidates(kind: str, noise: NoiseKe
 @pytest.mark.parametrize("kind", KINDS)
 def test_chains_are_drawn_from_the_heads_laws(kind: str, tiny_target: str, tiny_head: str) -> None:
     noise = NOISES[2]
-    drafter, plain = make(kind, tiny_target, tiny_head, law_tokens=7), NaiveOffsets(kind, tiny_target)
+    drafter, plain = make(kind, tiny_target, tiny_head, proposal_top_k=7), NaiveOffsets(kind, tiny_target)
     sessions = [session(i, 4 + 5 * i) for i in range(3)]
     contexts = [commit(f"{i}", t, f, 0, len(t), noise, TreeBudget(14, 4)) for i, (t, f) in enumerate(sessions)]
     trees = drafter.propose([replace(context, proposal="sampled") for context in contexts])

@@ -166,9 +166,9 @@ def settings(registry: str, deployments: Sequence[Mapping[str, Any]]) -> dict[st
     for service in ("router", "verifier", "draft"):
         args[service]["registry"] = {"url": registry, "heartbeat": 0.25, "ttl": 20}
     args["verifier"]["engine"] |= {"max_running": 2, "max_waiting": 8}
-    args["verifier"]["telemetry"] = {"round_span_ratio": 0.2}
-    args["verifier"]["server"]["linger_seconds"] = 0.5
-    args["draft"]["server"]["linger_seconds"] = 0.5
+    args["verifier"]["telemetry"] = {"step_span_ratio": 0.2}
+    args["verifier"]["server"]["shutdown_delay_s"] = 0.5
+    args["draft"]["server"]["shutdown_delay_s"] = 0.5
     args["pools"] = POOLS
     return config
 

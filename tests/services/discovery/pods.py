@@ -71,14 +71,14 @@ async def pod_worker(
         await server.aio.stop(0)
 
 
-def kubernetes(server: ApiServer, list_interval: float = 60.0) -> DiscoveryConfig:
+def kubernetes(server: ApiServer, list_interval_s: float = 60.0) -> DiscoveryConfig:
     """Discovery by that API server."""
-    return settings("kubernetes", kubernetes=KubernetesConfig(server.url, NAMESPACE, list_interval_s=list_interval))
+    return settings("kubernetes", kubernetes=KubernetesConfig(server.url, NAMESPACE, list_interval_s=list_interval_s))
 
 
 def settings(kind: str, **changes: Any) -> DiscoveryConfig:
     """Discovery settings that make haste."""
-    changes = {"probe_interval": 0.02, "probe_timeout": 0.2, "forget_after": 0.5} | changes
+    changes = {"probe_interval_s": 0.02, "probe_timeout_s": 0.2, "stale_after_s": 0.5} | changes
     return DiscoveryConfig(kind, **changes)  # type: ignore[arg-type]
 
 

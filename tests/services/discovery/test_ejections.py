@@ -83,7 +83,7 @@ def test_a_failing_verifier_gets_no_requests_until_it_answers_a_probe() -> None:
             pod_worker(failing) as one,
             pod_worker() as other,
             pod_router(
-                settings("static", verifiers=(one.address, other.address), forget_after=600.0),
+                settings("static", verifiers=(one.address, other.address), stale_after_s=600.0),
                 OutlierDetectionConfig(base_ejection_time_s=0.1),
             ) as (address, workers),
         ):

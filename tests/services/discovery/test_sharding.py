@@ -38,12 +38,12 @@ def chosen(verifiers: list[Lease], demand: RequestDemand, config: RoutingConfig 
 
 
 def test_a_prompt_goes_where_it_is_cached_though_others_are_idler() -> None:
-    busy = verifier("b", 4, prefixes=frozenset(BLOCKS))
+    busy = verifier("b", 4, prefix_hashes=frozenset(BLOCKS))
     assert chosen([verifier("a"), busy, verifier("c")], RequestDemand("demo", 900, blocks=BLOCKS)).verifier is busy
 
 
 def test_the_longer_cached_prefix_wins() -> None:
-    verifiers = [verifier("a", prefixes=frozenset(BLOCKS[:2])), verifier("b", prefixes=frozenset(BLOCKS[:7]))]
+    verifiers = [verifier("a", prefix_hashes=frozenset(BLOCKS[:2])), verifier("b", prefix_hashes=frozenset(BLOCKS[:7]))]
     assert chosen(verifiers, RequestDemand("demo", 900, blocks=BLOCKS)).verifier.incarnation == "b"
 
 
@@ -57,7 +57,7 @@ def test_what_was_sent_counts_before_it_is_announced() -> None:
 
 def test_no_affinity_overloads_a_verifier() -> None:
     demand = RequestDemand("demo", 900, last=Placement("a"), session="s", blocks=BLOCKS)
-    verifiers = [verifier("a", prefixes=frozenset(BLOCKS)), verifier("b"), verifier("c"), verifier("d")]
+    verifiers = [verifier("a", prefix_hashes=frozenset(BLOCKS)), verifier("b"), verifier("c"), verifier("d")]
     in_flight: Counter[str] = Counter()
     for _ in range(200):
         in_flight[chosen(verifiers, demand, in_flight=in_flight).verifier.incarnation] += 1
@@ -157,7 +157,7 @@ def test_sessions_are_remembered_without_a_registry_and_the_oldest_go_first() ->
     [
         ({"prefix": -1.0}, "prefix is -1.0; a weight must be at least 0"),
         ({"bound": 0.5}, "bound is 0.5; it must be at least 1"),
-        ({"least_bound": 0}, "least_bound is 0; it must be above 0"),
+        ({"min_bound": 0}, "min_bound is 0; it must be above 0"),
     ],
 )
 def test_a_wrong_weight_is_told(changes: dict[str, float], message: str) -> None:

@@ -53,7 +53,7 @@ def test_a_real_worker_tells_its_state_to_whoever_asks() -> None:
 def test_a_worker_that_stops_serving_is_left_at_once() -> None:
     async def body() -> None:
         async with pod_worker() as worker:
-            config = settings("static", verifiers=(worker.address,), probe_interval=0.05, forget_after=600.0)
+            config = settings("static", verifiers=(worker.address,), probe_interval_s=0.05, stale_after_s=600.0)
             async with discovering(config) as discovery:
                 await until(lambda: names(discovery) == {worker.incarnation})
                 await worker.server.set_serving(False)
@@ -67,7 +67,7 @@ def test_a_worker_that_stops_serving_is_left_at_once() -> None:
 def test_a_worker_that_is_killed_is_left_and_its_successor_is_another() -> None:
     async def body() -> None:
         port = free_port()
-        async with discovering(settings("static", verifiers=(f"127.0.0.1:{port}",), forget_after=600.0)) as discovery:
+        async with discovering(settings("static", verifiers=(f"127.0.0.1:{port}",), stale_after_s=600.0)) as discovery:
             async with pod_worker(port=port) as first:
                 await until(lambda: names(discovery) == {first.incarnation})
             await until(lambda: not names(discovery))
@@ -80,7 +80,7 @@ def test_a_worker_that_is_killed_is_left_and_its_successor_is_another() -> None:
 def test_a_worker_that_says_healthy_but_answers_nothing_is_left() -> None:
     async def body() -> None:
         async with pod_worker() as worker:
-            config = settings("static", verifiers=(worker.address,), probe_timeout=0.05, forget_after=0.2)
+            config = settings("static", verifiers=(worker.address,), probe_timeout_s=0.05, stale_after_s=0.2)
             async with discovering(config) as discovery:
                 await until(lambda: names(discovery) == {worker.incarnation})
                 worker.gate.clear()
@@ -97,7 +97,7 @@ def test_a_worker_that_says_healthy_but_answers_nothing_is_left() -> None:
 def test_one_slow_answer_does_not_cost_a_worker_its_place() -> None:
     async def body() -> None:
         async with pod_worker() as worker:
-            config = settings("static", verifiers=(worker.address,), probe_timeout=0.05, forget_after=600.0)
+            config = settings("static", verifiers=(worker.address,), probe_timeout_s=0.05, stale_after_s=600.0)
             async with discovering(config) as discovery:
                 await until(lambda: names(discovery) == {worker.incarnation})
                 worker.gate.clear()
@@ -156,7 +156,7 @@ def test_a_router_serves_without_any_registry() -> None:
         ({"kind": "static", "verifiers": ("host",)}, "address 'host' is not host:port"),
         ({"kind": "static", "drafters": (":7",)}, "address ':7' is not host:port"),
         ({"verifiers": ("host:1",)}, "workers are named, but kind is redis"),
-        ({"probe_interval": 0.0}, "probe_interval is 0.0; it must be above 0"),
+        ({"probe_interval_s": 0.0}, "probe_interval_s is 0.0; it must be above 0"),
     ],
 )
 def test_a_wrong_setting_is_told(changes: dict[str, object], message: str) -> None:

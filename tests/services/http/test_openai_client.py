@@ -79,8 +79,8 @@ def predictions(usage: Any) -> tuple[int, int]:
 @pytest.mark.parametrize("n", [1, 2])
 def test_usage_tells_which_drafted_tokens_were_accepted_and_which_were_not(url: str, n: int) -> None:
     """The scripted verifier drafts eight tokens a round, and of each chunk accepts all tokens but the last."""
-    num_rounds = -(-len(REST) // CHUNK_TOKENS)
-    accepted = n * (len(REST) - num_rounds)
+    num_verify_steps = -(-len(REST) // CHUNK_TOKENS)
+    accepted = n * (len(REST) - num_verify_steps)
     asked: dict[str, Any] = {"n": n, "seed": 1, "temperature": 1}
     streaming = asked | {"stream": True, "stream_options": {"include_usage": True}}
 
@@ -89,15 +89,15 @@ def test_usage_tells_which_drafted_tokens_were_accepted_and_which_were_not(url: 
         chat = await client.chat.completions.create(**CHAT | asked)
         *_, last = [event async for event in await client.chat.completions.create(**CHAT | streaming)]
         for answer in (whole, chat, last):
-            assert predictions(answer.usage) == (accepted, 8 * n * num_rounds - accepted)
+            assert predictions(answer.usage) == (accepted, 8 * n * num_verify_steps - accepted)
             assert not hasattr(answer, "metrics")
 
     with_router(url, body)
 
 
 def test_who_asks_is_told_how_speculation_went(url: str) -> None:
-    num_rounds = -(-len(REST) // CHUNK_TOKENS)
-    accepted, own = len(REST) - num_rounds, {"extra_body": {"return_speculation": True}}
+    num_verify_steps = -(-len(REST) // CHUNK_TOKENS)
+    accepted, own = len(REST) - num_verify_steps, {"extra_body": {"return_speculation": True}}
 
     async def body(client: AsyncOpenAI) -> Any:
         whole = await client.completions.create(**ALL, **own)
@@ -108,13 +108,13 @@ def test_who_asks_is_told_how_speculation_went(url: str) -> None:
     whole, last, scored = with_router(url, body)
     histogram = whole["speculative_decoding"].pop("acceptance_histogram")
     assert whole["speculative_decoding"] == {
-        "mean_acceptance_length": len(REST) / num_rounds,
-        "draft_acceptance_rate": accepted / (8 * num_rounds),
-        "num_spec_steps": num_rounds,
+        "mean_acceptance_length": len(REST) / num_verify_steps,
+        "draft_acceptance_rate": accepted / (8 * num_verify_steps),
+        "num_spec_steps": num_verify_steps,
         "num_accepted_draft_tokens": accepted,
-        "num_draft_tokens": 8 * num_rounds,
+        "num_draft_tokens": 8 * num_verify_steps,
     }
-    assert (sum(histogram), sum(at * steps for at, steps in enumerate(histogram))) == (num_rounds, accepted)
+    assert (sum(histogram), sum(at * steps for at, steps in enumerate(histogram))) == (num_verify_steps, accepted)
     assert last["speculative_decoding"]["acceptance_histogram"] == histogram
     assert scored == 0, "the one token that scoring costs is no answer"
 

@@ -67,4 +67,4 @@ class Authority:
 def peers(folder: Path, **changes: object) -> PeersConfig:
     """Settings that name the files of a folder."""
     crt, key, ca = (str(folder / file) for file in ("tls.crt", "tls.key", "ca.crt"))
-    return PeersConfig(**({"certificate": crt, "key": key, "authority": ca, "name": WORKERS} | changes))  # type: ignore[arg-type]
+    return PeersConfig(**({"cert_file": crt, "key_file": key, "ca_file": ca, "tls_server_name": WORKERS} | changes))  # type: ignore[arg-type]

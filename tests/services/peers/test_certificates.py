@@ -139,7 +139,7 @@ def test_a_router_that_lost_a_verifier_dials_it_with_renewed_certificates(
 
     async def body() -> None:
         leases = Registry(RegistryConfig(url, 60.0, 0.05)) if kind == "redis" else None
-        ours = Peers(peers(tmp_path, ping_interval=0.1, ping_timeout=0.2))
+        ours = Peers(peers(tmp_path, keepalive_interval_s=0.1, keepalive_timeout_s=0.2))
         async with verifier_behind(Peers(peers(tmp_path)), leases) as line:
             named = (line.address,) if kind == "static" else ()
             discovery = build_discovery(DiscoveryConfig(kind, named, probe_interval_s=0.05), leases, ours)
@@ -180,11 +180,11 @@ async def refreshed(workers: WorkerPool, condition: Callable[[], bool]) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"key": ""}, "certificate and key go together"),
-        ({"authority": "", "name": ""}, "set authority too, to know peers by"),
-        ({"certificate": "", "key": "", "authority": ""}, "name is set; set authority too"),
-        ({"clients": "all"}, "it must be one of certified, any"),
-        ({"ping_interval": 0.0}, "ping_interval is 0.0; it must be above 0"),
+        ({"key_file": ""}, "certificate and key go together"),
+        ({"ca_file": "", "name": ""}, "set authority too, to know peers by"),
+        ({"cert_file": "", "key_file": "", "ca_file": ""}, "name is set; set authority too"),
+        ({"require_client_cert": "all"}, "it must be one of certified, any"),
+        ({"keepalive_interval_s": 0.0}, "keepalive_interval_s is 0.0; it must be above 0"),
     ],
 )
 def test_settings_that_cannot_work_are_refused(changes: dict[str, object], message: str, tmp_path: Path) -> None:

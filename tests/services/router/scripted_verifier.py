@@ -103,8 +103,8 @@ class ScriptedVerifier(GenerationServicer):
 
     def _chunk(self, start: int, end: int, last: int) -> Chunk:
         tokens = tuple(self._script.tokens[start:end])
-        foreseen = (*(True for _ in tokens[1:]), False)
-        return Chunk("", tokens, foreseen, VerifyStep(8, 2, len(tokens) - 1), "length" if end == last else None)
+        is_draft_token = (*(True for _ in tokens[1:]), False)
+        return Chunk("", tokens, is_draft_token, VerifyStep(8, 2, len(tokens) - 1), "length" if end == last else None)
 
 
 def told(call: GenerateCall, chunk: Chunk) -> Chunk:

@@ -60,7 +60,7 @@ def test_generate_streams_the_text_and_ends_with_statistics(url: str) -> None:
         assert (outcome.status, outcome.err) == (0, "")
         assert outcome.out.startswith(TEXT.removeprefix(PROMPT_TEXT))
         assert f"{len(REST)} tokens" in outcome.out
-        assert "foreseen by the drafter" in outcome.out
+        assert "is_draft_token by the drafter" in outcome.out
 
     asyncio.run(body())
 
@@ -87,7 +87,7 @@ def test_json_gives_one_object_per_chunk_and_one_with_statistics(url: str) -> No
         assert "".join(chunk["text"] for chunk in chunks) == load_tokenizer(DEMO).decode(REST[:7])
         assert chunks[0]["seed"] == 9
         assert (final["finish_reason"], final["num_output_tokens"]) == ("length", 7)
-        assert final["stats"]["num_rounds"] == 3
+        assert final["stats"]["num_verify_steps"] == 3
         assert script.calls[0].request.sampling.top_k == 4
 
     asyncio.run(body())
