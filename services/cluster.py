@@ -27,7 +27,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from eyas.errors import ConfigError, Unavailable
 from eyas.rpc.channel import open_sync_channel
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).resolve().parents[1]
 CONFIGS = ROOT / "examples" / "configs" / "local"
 
 START_SECONDS = 60.0
