@@ -46,7 +46,7 @@ def offline(
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
     device: Annotated[str, typer.Option(help="cpu, cuda or cuda:N.")] = "cpu",
     threads: Annotated[int, typer.Option(help="CPU threads of torch; 0 leaves its choice.")] = 0,
-    out: Annotated[Path, typer.Option(help="Folder of the report.")] = Path("benchmarks"),
+    out: Annotated[Path, typer.Option(help="Folder of the report.")] = Path("benchmarks/results"),
 ) -> None:
     """Compare plain decoding, speculative decoding and transformers' generate in this process, batch by batch in turn."""
     try:
@@ -75,7 +75,7 @@ def methods(
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
     device: Annotated[str, typer.Option(help="cpu, cuda or cuda:N.")] = "cpu",
     threads: Annotated[int, typer.Option(help="CPU threads of torch; 0 leaves its choice.")] = 0,
-    out: Annotated[Path, typer.Option(help="Folder of the report.")] = Path("benchmarks"),
+    out: Annotated[Path, typer.Option(help="Folder of the report.")] = Path("benchmarks/results"),
 ) -> None:
     """Decode the same prompts with every method, one after the other, and draw who is how fast."""
     try:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.gpu_draft import Settings, level_bytes, llama_head, make_head, measure, tables
+from benchmarks.scripts.gpu_draft import Settings, level_bytes, llama_head, make_head, measure, tables
 from eyas.bench.report import Report
 from eyas.config import TreeConfig
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import torch
 from transformers import LlamaConfig
 
-from benchmarks.gpu_verify import Case, Settings, copy_rate, make_target, measure, tables
+from benchmarks.scripts.gpu_verify import Case, Settings, copy_rate, make_target, measure, tables
 from eyas.bench.report import Report
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

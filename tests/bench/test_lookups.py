@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from benchmarks import lookup_rounds, rest_lookup
+from benchmarks.scripts import lookup_rounds, rest_lookup
 from eyas.config import DraftingConfig, RestConfig, TreeConfig
 from eyas.drafters.rest import load_rest
 

@@ -4,7 +4,7 @@ import multiprocessing
 
 from rich.progress import Progress
 
-from benchmarks.round_trip import SMALL, measure, table
+from benchmarks.scripts.round_trip import SMALL, measure, table
 
 
 def test_every_round_brings_a_tree_back() -> None:

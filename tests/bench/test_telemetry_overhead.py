@@ -1,6 +1,6 @@
 """What telling costs can be measured: every step of an engine is told, traced or not."""
 
-from benchmarks.telemetry_overhead import decode, measure, table
+from benchmarks.scripts.telemetry_overhead import decode, measure, table
 
 
 def test_every_way_of_tracing_is_measured() -> None:

@@ -5,7 +5,7 @@ import warnings
 import pytest
 import torch
 
-from benchmarks.gpu_draft import Session, llama_head, make_head
+from benchmarks.scripts.gpu_draft import Session, llama_head, make_head
 from eyas.config import DraftingConfig, EngineConfig, TreeConfig
 from eyas.drafters.cuda_graphs import TreeGraphs
 from eyas.drafters.eagle import EagleDrafter

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.sharding import Settings, Simulation, moves, moves_table, outcome_table
+from benchmarks.scripts.sharding import Settings, Simulation, moves, moves_table, outcome_table
 from eyas.config import RoutingConfig
 from eyas.errors import ConfigError
 from eyas.rpc.messages import Lease, Load, ModelInfo

@@ -1,6 +1,6 @@
 """What telling costs: the demo models decode once, then the hooks of verifier and router hear of every step again and again.
 
-Counts processor time, the exporting thread's too. Writes a dated report: `python -m benchmarks.telemetry_overhead`.
+Counts processor time, the exporting thread's too. Writes a dated report: `python -m benchmarks.scripts.telemetry_overhead`.
 """
 
 from __future__ import annotations
@@ -82,11 +82,11 @@ class Encoding(SpanExporter):
         return SpanExportResult.SUCCESS
 
 
-def main(out: Annotated[Path, typer.Option(help="Folder of the report.")] = Path("benchmarks")) -> None:
+def main(out: Annotated[Path, typer.Option(help="Folder of the report.")] = Path("benchmarks/results")) -> None:
     """Measure what metrics and traces cost a verify step of the demo models."""
     torch.set_num_threads(1)
     costs = [cost for batch in (1, 8, 16) for cost in measure(decode(batch, NUM_TOKENS), REPEATS)]
-    command = shlex.join(["python", "-m", "benchmarks.telemetry_overhead", *sys.argv[1:]])
+    command = shlex.join(["python", "-m", "benchmarks.scripts.telemetry_overhead", *sys.argv[1:]])
     page = Report.here("telemetry-overhead", command, "cpu", Settings(), costs, [table(costs)]).write(out)
     print(page.read_text(encoding="utf-8"))
     print(f"written to {page} and {page.with_suffix('.json')}")

@@ -1,5 +1,5 @@
 """Measures drafter `rest`: a datastore of this environment's Python sources, opened and asked with the demo prompts.
-Writes a dated report: `python -m benchmarks.rest_lookup`. No target runs; what is timed is finding guesses."""
+Writes a dated report: `python -m benchmarks.scripts.rest_lookup`. No target runs; what is timed is finding guesses."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class Rounds:
 def main(
     tokens: Annotated[int, typer.Option(help="Tokens of the datastore; 6 bytes each.")] = 8_700_000,
     rounds: Annotated[int, typer.Option(help="Rounds to measure for each case.")] = 300,
-    out: Annotated[Path, typer.Option(help="Folder of the report.")] = Path("benchmarks"),
+    out: Annotated[Path, typer.Option(help="Folder of the report.")] = Path("benchmarks/results"),
 ) -> None:
     """Build a datastore, open it, and ask it."""
     torch.set_num_threads(1)
@@ -85,7 +85,7 @@ def main(
         for tree in settings.trees:
             drafter = load_rest(folder, TARGET, tree, settings.rest, DraftingConfig())
             cases += [measure(drafter, tree, n, t, rounds) for n in (1, 8, 32) for t in (0.0, 0.6, 1.0)]
-    command = shlex.join(["python", "-m", "benchmarks.rest_lookup", *sys.argv[1:]])
+    command = shlex.join(["python", "-m", "benchmarks.scripts.rest_lookup", *sys.argv[1:]])
     page = Report.here("rest-lookup", command, "cpu", settings, [store, *cases], tables(store, cases)).write(out)
     print(page.read_text(encoding="utf-8"))
     print(f"written to {page} and {page.with_suffix('.json')}")

@@ -1,5 +1,5 @@
 """Simulates the router's placement: many sessions over many verifiers, by the code that places real requests. Writes a dated
-report: `python -m benchmarks.sharding`. Requests, caches and time are simulated; nothing is computed and nothing is sent."""
+report: `python -m benchmarks.scripts.sharding`. Requests, caches and time are simulated; nothing is computed and nothing is sent."""
 
 from __future__ import annotations
 
@@ -309,7 +309,7 @@ def main(
     sessions: Annotated[int, typer.Option(help="Sessions with the default weights, of two turns each.")] = 100_000,
     compared: Annotated[int, typer.Option(help="Sessions with each other set of weights.")] = 10_000,
     moved: Annotated[int, typer.Option(help="Sessions that are asked where they would go.")] = 20_000,
-    out: Annotated[Path, typer.Option(help="Where the report goes.")] = Path("benchmarks"),
+    out: Annotated[Path, typer.Option(help="Where the report goes.")] = Path("benchmarks/results"),
 ) -> None:
     """Run every policy, then let a verifier come and go."""
     settings = Settings(num_sessions=sessions)
@@ -319,7 +319,7 @@ def main(
     for policy, config in POLICIES.items():
         outcomes.append(Simulation(replace(settings, num_sessions=compared), config).run(f"{policy}, {compared} sessions"))
     tables = [outcome_table(outcomes), moves_table(results, settings)]
-    command = f"python -m benchmarks.sharding {shlex.join(sys.argv[1:])}".strip()
+    command = f"python -m benchmarks.scripts.sharding {shlex.join(sys.argv[1:])}".strip()
     report = Report.here("sharding", command, "cpu", settings, {"policies": outcomes, "moves": results}, tables)
     print(report.markdown(), report.write(out), sep="\n")
 

@@ -1,5 +1,5 @@
 """Measures verify steps of a Llama-3.1-8B-shaped target with random bfloat16 weights on a GPU, and the tree attention kernel
-against the plain path. Writes a dated report: `python -m benchmarks.gpu_verify`. Weights are made on the device."""
+against the plain path. Writes a dated report: `python -m benchmarks.scripts.gpu_verify`. Weights are made on the device."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def main(
     layers: Annotated[int, typer.Option(help="Layers of the target; the real one has 32.")] = 32,
     cached: Annotated[int, typer.Option(help="Tokens that each sequence has cached.")] = 1024,
     repeats: Annotated[int, typer.Option(help="Measured runs of each case.")] = 20,
-    out: Annotated[Path, typer.Option(help="Folder of the report.")] = Path("benchmarks"),
+    out: Annotated[Path, typer.Option(help="Folder of the report.")] = Path("benchmarks/results"),
 ) -> None:
     """Plain and verify steps at several batch sizes: captured, launched kernel by kernel, and with the plain attention."""
     if not torch.cuda.is_available():
@@ -80,7 +80,7 @@ def main(
     target = make_target(llama_8b(layers), "cuda")
     rate = copy_rate(torch.device("cuda"), COPIED_BYTES)
     steps = measure(target, [Case(batch, rows) for batch in BATCHES for rows in ROWS], settings, rate)
-    command = shlex.join(["python", "-m", "benchmarks.gpu_verify", *sys.argv[1:]])
+    command = shlex.join(["python", "-m", "benchmarks.scripts.gpu_verify", *sys.argv[1:]])
     page = Report.here("gpu-verify", command, "cuda", settings, steps, tables(steps, rate)).write(out)
     print(page.read_text(encoding="utf-8"))
     print(f"written to {page} and {page.with_suffix('.json')}")

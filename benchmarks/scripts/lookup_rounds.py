@@ -1,5 +1,5 @@
 """Measures what a round costs of drafters without a model, and of merging two trees, by sessions and nodes.
-Writes a dated report: `python -m benchmarks.lookup_rounds`. No target runs; sessions walk through the demo prompts."""
+Writes a dated report: `python -m benchmarks.scripts.lookup_rounds`. No target runs; sessions walk through the demo prompts."""
 
 from __future__ import annotations
 
@@ -87,13 +87,13 @@ class Timed:
 
 def main(
     rounds: Annotated[int, typer.Option(help="Rounds to measure for each case.")] = 100,
-    out: Annotated[Path, typer.Option(help="Folder of the report.")] = Path("benchmarks"),
+    out: Annotated[Path, typer.Option(help="Folder of the report.")] = Path("benchmarks/results"),
 ) -> None:
     """Measure every case in turn."""
     torch.set_num_threads(1)
     settings = Settings(rounds)
     costs = [cost for tree in settings.trees for n in settings.sessions for cost in measure(tree, n, rounds)]
-    command = shlex.join(["python", "-m", "benchmarks.lookup_rounds", *sys.argv[1:]])
+    command = shlex.join(["python", "-m", "benchmarks.scripts.lookup_rounds", *sys.argv[1:]])
     page = Report.here("lookup-rounds", command, "cpu", settings, costs, [table(costs)]).write(out)
     print(page.read_text(encoding="utf-8"))
     print(f"written to {page} and {page.with_suffix('.json')}")

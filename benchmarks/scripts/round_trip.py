@@ -1,5 +1,5 @@
 """Measures the wire between verifier and drafter: a RemoteDrafter here, the draft service with a trivial drafter in
-another process. Writes a dated report: `python -m benchmarks.round_trip`. What remains is packing, sockets and threads."""
+another process. Writes a dated report: `python -m benchmarks.scripts.round_trip`. What remains is packing, sockets and threads."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ class TrivialDrafter(LocalDrafter):
 
 def main(
     rounds: Annotated[int, typer.Option(help="Rounds to measure for each case.")] = 2000,
-    out: Annotated[Path, typer.Option(help="Folder of the report.")] = Path("benchmarks"),
+    out: Annotated[Path, typer.Option(help="Folder of the report.")] = Path("benchmarks/results"),
 ) -> None:
     """Measure rounds between a verifier's RemoteDrafter and a draft service in another process."""
     torch.set_num_threads(1)
@@ -106,7 +106,7 @@ def main(
     except EyasError as error:
         print(f"error: {error}", file=sys.stderr)
         raise typer.Exit(1) from error
-    command = shlex.join(["python", "-m", "benchmarks.round_trip", *sys.argv[1:]])
+    command = shlex.join(["python", "-m", "benchmarks.scripts.round_trip", *sys.argv[1:]])
     page = Report.here("round-trip", command, "cpu", Settings(rounds), trips, [table(trips)]).write(out)
     print(page.read_text(encoding="utf-8"))
     print(f"written to {page} and {page.with_suffix('.json')}")

@@ -1,5 +1,5 @@
 """Measures EAGLE-3 draft rounds at the head shapes of Llama 3 8B and 70B with random bfloat16 weights on a GPU, captured and
-launched, against the time that reading the head takes. Writes a dated report: `python -m benchmarks.gpu_draft`."""
+launched, against the time that reading the head takes. Writes a dated report: `python -m benchmarks.scripts.gpu_draft`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import typer
 from rich.console import Console
 from rich.progress import Progress
 
-from benchmarks.gpu_verify import copy_rate, median_ms
+from benchmarks.scripts.gpu_verify import copy_rate, median_ms
 from eyas.bench.report import Report, Table, number
 from eyas.config import DraftingConfig, TreeConfig
 from eyas.draft_protocol import Commit, TreeBudget
@@ -66,7 +66,7 @@ class Round:
 def main(
     repeats: Annotated[int, typer.Option(help="Measured rounds of each case.")] = 20,
     cached: Annotated[int, typer.Option(help="Tokens that each session has committed at first.")] = 1100,
-    out: Annotated[Path, typer.Option(help="Folder of the report.")] = Path("benchmarks"),
+    out: Annotated[Path, typer.Option(help="Folder of the report.")] = Path("benchmarks/results"),
 ) -> None:
     """Draft rounds of depth 8 and width 10, at several batch sizes, greedy and with shared noise."""
     if not torch.cuda.is_available():
@@ -79,7 +79,7 @@ def main(
     for name, config in {"8B": llama_head(4096, 14336, 32), "70B": llama_head(8192, 28672, 64)}.items():
         rounds += measure(name, make_head(config, device), BATCHES, settings, rate)
         torch.cuda.empty_cache()
-    command = shlex.join(["python", "-m", "benchmarks.gpu_draft", *sys.argv[1:]])
+    command = shlex.join(["python", "-m", "benchmarks.scripts.gpu_draft", *sys.argv[1:]])
     page = Report.here("gpu-draft", command, "cuda", settings, rounds, tables(rounds, rate)).write(out)
     print(page.read_text(encoding="utf-8"))
     print(f"written to {page} and {page.with_suffix('.json')}")
