@@ -122,7 +122,7 @@ def measure(case: Case, num_verify_steps: int, progress: Progress) -> RoundTrip:
         for index in progress.track(range(NUM_WARM_UPS + num_verify_steps), description=label):
             contexts = [_context(f"{s}", index, tokens, features) for s in range(case.num_sessions)]
             started = time.perf_counter()
-            drafts = drafter.ask(contexts)()
+            drafts = drafter.request(contexts)()
             ms.append(1e3 * (time.perf_counter() - started))
             if any(not isinstance(draft, DraftTree) for draft in drafts):
                 raise Unavailable(f"round {index} of {case} came back without a tree")

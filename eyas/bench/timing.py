@@ -239,8 +239,8 @@ def time_draft_rounds(drafter: Drafter, width: int, tree: TreeConfig, target: Ta
         (cached + i * NEW_TOKENS, NEW_TOKENS, TreeBudget(tree.num_draft_tokens, tree.num_steps)) for i in range(rounds)
     ]
     made = iter([[_context(f"{s}", *commit, width, target) for s in range(batch)] for commit in commits])
-    drafter.ask(next(made))()
-    ms = _in_turn([lambda: drafter.ask(next(made))()], target.device)[0]
+    drafter.request(next(made))()
+    ms = _in_turn([lambda: drafter.request(next(made))()], target.device)[0]
     drafter.release([f"{s}" for s in range(batch)])
     return DraftTime(batch, cached, ms)
 

@@ -49,14 +49,14 @@ class Drafter(Protocol):
         """Whether it answers sampled proposals, with trees drawn from its own law and that law."""
         ...
 
-    def listens(self, session: str) -> bool:
+    def can_draft(self, session: str) -> bool:
         """Whether telling it of a session is worth the work now."""
         ...
 
-    def ask(self, contexts: Sequence[DraftContext]) -> Pending:
+    def request(self, contexts: Sequence[DraftContext]) -> Pending:
         """Commit what was accepted and ask for the next trees; session keys are distinct within a call.
 
-        Does not wait. The answers are collected once, before the next `ask`: one per context, in order. A DraftTree
+        Does not wait. The answers are collected once, before the next `request`: one per context, in order. A DraftTree
         within the context's budget whose root is the context's last token, proposed in the way that the context asks for
         (root-only where there is nothing to guess or the budget asks for bookkeeping only); a Refusal when the context does
         not continue what the drafter has; None when no answer came in time. Never raises for the state of one session.
@@ -82,13 +82,13 @@ class LocalDrafter(ABC):
 
     @abstractmethod
     def propose(self, contexts: Sequence[DraftContext]) -> list[Draft]:
-        """The answers that `Drafter.ask` promises."""
+        """The answers that `Drafter.request` promises."""
 
     @abstractmethod
     def release(self, sessions: Sequence[str]) -> None:
         """See Drafter."""
 
-    def listens(self, session: str) -> bool:
+    def can_draft(self, session: str) -> bool:
         return True
 
     def warm_up(self) -> None:
@@ -100,11 +100,11 @@ class LocalDrafter(ABC):
         samples that come are theirs."""
         return
 
-    def work_ahead(self) -> bool:
+    def draft_ahead(self) -> bool:
         """Do a little that nobody waits for yet, between two calls; whether there is more to do."""
         return False
 
-    def ask(self, contexts: Sequence[DraftContext]) -> Pending:
+    def request(self, contexts: Sequence[DraftContext]) -> Pending:
         return partial(self.propose, contexts)
 
 

@@ -163,8 +163,8 @@ class CombinedDrafter(LocalDrafter):
         for side in self._sides:
             side.warm_up()
 
-    def work_ahead(self) -> bool:
-        more = [side.work_ahead() for side in self._sides]
+    def draft_ahead(self) -> bool:
+        more = [side.draft_ahead() for side in self._sides]
         return any(more)
 
     def release(self, sessions: Sequence[str]) -> None:

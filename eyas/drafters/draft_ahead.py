@@ -108,7 +108,7 @@ class _AheadSession:
 
 
 class DraftAheadDrafter(LocalDrafter):
-    """An EAGLE drafter that goes on growing its last trees whenever `work_ahead` is called.
+    """An EAGLE drafter that goes on growing its last trees whenever `draft_ahead` is called.
 
     A commit that ends inside such a tree is answered from it at once, and told to the drafter beneath when there is time;
     any other is drafted for on demand. Not safe for use from several threads.
@@ -154,7 +154,7 @@ class DraftAheadDrafter(LocalDrafter):
     def warm_up(self) -> None:
         self._drafter.warm_up()
 
-    def work_ahead(self) -> bool:
+    def draft_ahead(self) -> bool:
         growing = self._growing
         if growing and growing.num_levels < self._config.num_steps and self._is_waited_for(growing):
             growing.step()

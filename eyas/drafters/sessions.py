@@ -229,7 +229,7 @@ class Sessions(Generic[MemoryT]):
         self._sessions: OrderedDict[str, _Session[MemoryT]] = OrderedDict()
 
     def answer(self, contexts: Sequence[DraftContext], grow: Grow[MemoryT]) -> list[Draft]:
-        """What `Drafter.ask` promises. grow: makes the trees of all sessions that want one."""
+        """What `Drafter.request` promises. grow: makes the trees of all sessions that want one."""
         busy = {context.session for context in contexts}
         drafts: list[Draft] = []
         ready: list[int] = []

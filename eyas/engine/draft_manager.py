@@ -46,7 +46,7 @@ class DraftManager:
         drafter = self._drafter
         if drafter is None:
             return []
-        return [s for s in sequences if _has_news(s) and drafter.listens(s.request.id)]
+        return [s for s in sequences if _has_news(s) and drafter.can_draft(s.request.id)]
 
     def ask(self, sequences: Iterable[Sequence], budget: Callable[[Sequence], TreeBudget]) -> None:
         """Commit what is new of each of the `listening` sequences and ask for its next tree, within its budget. Of one whose
@@ -58,7 +58,7 @@ class DraftManager:
         told = [(s, its) for s, its in news if its.wants_tree or s.prefilling]
         asked, contexts = [s for s, _ in told], [self._context(s, its, drafter) for s, its in told]
         if contexts:
-            self._pending = drafter.ask(contexts)
+            self._pending = drafter.request(contexts)
             self._asked, self._contexts = asked, contexts
 
     def collect(self) -> dict[str, DraftTree]:

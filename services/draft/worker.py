@@ -252,7 +252,7 @@ class DraftWorker:
 
     def _next_jobs(self) -> list[_Job]:
         """The waiting jobs up to the first that touches a session again; empty once the worker stops."""
-        while not self._jobs and self._running and self._work_ahead():
+        while not self._jobs and self._running and self._draft_ahead():
             pass
         with self._wake:
             self._wake.wait_for(lambda: self._jobs or not self._running)
@@ -295,9 +295,9 @@ class DraftWorker:
             epochs[commit.session] = commit.epoch
             yield _Row(job, commit.session, context)
 
-    def _work_ahead(self) -> bool:
+    def _draft_ahead(self) -> bool:
         try:
-            return self._drafter.work_ahead()
+            return self._drafter.draft_ahead()
         except Exception:
             log.exception("the drafter failed while drafting ahead; %d sessions start anew", len(self._sessions))
             self._drafter.release(list(self._sessions))

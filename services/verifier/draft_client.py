@@ -390,11 +390,11 @@ class RemoteDrafter:
         """Whether the drafter was given up a moment ago."""
         return time.monotonic() < self._resting_until
 
-    def listens(self, session: str) -> bool:
+    def can_draft(self, session: str) -> bool:
         """Whether the stream is open and the drafter not given up; the same for every session."""
         return self.up and not self.resting
 
-    def ask(self, contexts: Sequence[DraftContext]) -> Pending:
+    def request(self, contexts: Sequence[DraftContext]) -> Pending:
         """Send now; the answers are waited for when they are collected, up to the configured deadline."""
         return partial(self._answers, self.send(contexts))
 

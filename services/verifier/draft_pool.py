@@ -120,7 +120,7 @@ class DraftPool:
             usable = [address for address in live if not self._is_resting(address)]
             sessions = Counter(pair.link.address for pair in self._pairs.values() if pair.link)
             for session, pair in list(self._pairs.items()) if usable else ():
-                if pair.link and (pair.link.listens(session) or pair.link.address in usable):
+                if pair.link and (pair.link.can_draft(session) or pair.link.address in usable):
                     continue
                 address = min(usable, key=sessions.__getitem__)
                 sessions[address] += 1
@@ -143,12 +143,12 @@ class DraftPool:
             if pair is not None and not pair.told:
                 self._part(session)
 
-    def listens(self, session: str) -> bool:
+    def can_draft(self, session: str) -> bool:
         """Whether the session has a drafter that can be told of it now."""
         pair = self._pairs.get(session)
-        return pair is not None and pair.link is not None and pair.link.listens(session)
+        return pair is not None and pair.link is not None and pair.link.can_draft(session)
 
-    def ask(self, contexts: Sequence[DraftContext]) -> Pending:
+    def request(self, contexts: Sequence[DraftContext]) -> Pending:
         """One round with all drafters at once, under one deadline from when it is collected."""
         contexts = [self._traced(context) for context in contexts]
         indices = self._by_link(contexts)

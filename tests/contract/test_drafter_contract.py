@@ -74,8 +74,8 @@ def commit(
 
 def propose(drafter: Drafter, contexts: list[DraftContext]) -> list[Draft]:
     """Ask and collect, as the engine does over two steps."""
-    assert all(drafter.listens(context.session) for context in contexts)
-    return drafter.ask(contexts)()
+    assert all(drafter.can_draft(context.session) for context in contexts)
+    return drafter.request(contexts)()
 
 
 @pytest.mark.parametrize("noise", NOISES)

@@ -59,7 +59,7 @@ def going_on(last: Commit[torch.Tensor], tokens: Sequence[int]) -> Commit[torch.
 
 
 def work(drafter: DraftAheadDrafter) -> None:
-    while drafter.work_ahead():
+    while drafter.draft_ahead():
         pass
 
 
@@ -172,7 +172,7 @@ def test_gaps_epochs_and_releases_are_those_of_the_drafter_beneath(tiny_target: 
     assert drafter.propose([replace(hit, epoch=1)]) == [ResyncRequired("a", 1, 0)]
     drafter.release(["a"])
     assert drafter.propose([hit]) == [ResyncRequired("a", 0, 0)]
-    assert not drafter.work_ahead()
+    assert not drafter.draft_ahead()
 
 
 def test_what_filters_leave_no_chance_takes_no_node_of_a_cut(tiny_target: str, tiny_head: str) -> None:
@@ -195,7 +195,7 @@ def test_a_session_whose_trees_are_drawn_is_not_grown_ahead(tiny_target: str, ti
     (drawn,) = drafter.propose([replace(session("a", 9, NOISES[1]), proposal="sampled")])
     assert isinstance(drawn, DraftTree)
     assert drawn.num_drafted
-    assert not drafter.work_ahead()
+    assert not drafter.draft_ahead()
 
 
 def test_a_union_works_ahead_as_its_sides_do(tiny_target: str, tiny_head: str) -> None:
@@ -204,8 +204,8 @@ def test_a_union_works_ahead_as_its_sides_do(tiny_target: str, tiny_head: str) -
     first = session("a", 9)
     union.propose([first])
     for _ in range(AHEAD.num_steps):
-        assert union.work_ahead()
-    while union.work_ahead():
+        assert union.draft_ahead()
+    while union.draft_ahead():
         pass
     (alone,) = make(tiny_target, tiny_head).propose([first])
     (ahead,) = union.propose([going_on(first, likeliest(alone))])  # type: ignore[arg-type]

@@ -50,7 +50,7 @@ class Running:
 
     def listened(self) -> None:
         """Wait for the drafter of the request."""
-        eventually(lambda: self._pool.listens("r"))
+        eventually(lambda: self._pool.can_draft("r"))
 
     def drafted(self, num_steps: int) -> int:
         """Nodes that the next steps verify."""
@@ -78,7 +78,7 @@ def test_a_drafter_that_dies_and_returns_drafts_again_for_a_running_request(pool
         with serving(drafter(), INFO, port):
             running.listened()
             assert running.drafted(num_steps=6) > 0
-        eventually(lambda: not pool.listens("r"))
+        eventually(lambda: not pool.can_draft("r"))
         running.drafted(num_steps=1)
         assert running.drafted(num_steps=4) == 0
     running.check()

@@ -103,7 +103,7 @@ class WorkingDrafter(LocalDrafter):
     def propose(self, contexts: Sequence[DraftContext]) -> list[Draft]:
         drafts = self._drafter.propose(contexts)
         for _ in range(int(self._rng.integers(10))):
-            self._drafter.work_ahead()
+            self._drafter.draft_ahead()
         return drafts
 
     def release(self, sessions: Sequence[str]) -> None:

@@ -30,11 +30,11 @@ class FailingDrafter(LocalDrafter):
         self._failures = failures
         self._refuses = refuses
 
-    def ask(self, contexts: Sequence[DraftContext]) -> Pending:
+    def request(self, contexts: Sequence[DraftContext]) -> Pending:
         self._refuses -= 1
         if self._refuses >= 0:
             raise ZeroDivisionError("a drafter that cannot be asked")
-        return super().ask(contexts)
+        return super().request(contexts)
 
     def propose(self, contexts: Sequence[DraftContext]) -> list[Draft]:
         self._fail()

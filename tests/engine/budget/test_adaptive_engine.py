@@ -54,7 +54,7 @@ class PricedPasses:
 class HardOfHearing(RandomDrafter):
     """Drafts for the first request alone."""
 
-    def listens(self, session: str) -> bool:
+    def can_draft(self, session: str) -> bool:
         return session == REQUESTS[0].id
 
 

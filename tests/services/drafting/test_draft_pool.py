@@ -23,8 +23,8 @@ def test_the_pool_sends_each_session_to_its_own_drafter() -> None:
         for session, address in (("a", first), ("b", second), ("c", first)):
             pool.pair(session, address)
         contexts = [context(session, TOKENS[:5]) for session in "abcd"]
-        eventually(lambda: None not in pool.ask(contexts)()[:3])
-        assert pool.ask([context("d", TOKENS[:5])])() == [None]
+        eventually(lambda: None not in pool.request(contexts)()[:3])
+        assert pool.request([context("d", TOKENS[:5])])() == [None]
         assert [len(one.sessions), len(other.sessions)] == [2, 1]
         assert (pool.mean_round_trip("a") or 0) > 0
         assert pool.mean_round_trip("d") is None
@@ -32,7 +32,7 @@ def test_the_pool_sends_each_session_to_its_own_drafter() -> None:
         eventually(lambda: [len(one.sessions), len(other.sessions)] == [1, 0])
         for session in "abc":
             pool.unpair(session)
-        assert pool.ask([context("a", TOKENS[:6], base=5)])() == [None]
+        assert pool.request([context("a", TOKENS[:6], base=5)])() == [None]
 
 
 def test_a_drafter_that_is_gone_is_not_dialled_for_ever() -> None:
@@ -40,7 +40,7 @@ def test_a_drafter_that_is_gone_is_not_dialled_for_ever() -> None:
         with serving(ToyDrafter()) as address:
             pass
         pool.pair("a", address)
-        assert pool.ask([context("a", TOKENS[:5])])() == [None]
+        assert pool.request([context("a", TOKENS[:5])])() == [None]
         assert len(pool.stats) == 1
         pool.release(["a"])
         assert pool.stats == []
@@ -51,8 +51,8 @@ def test_a_drafter_that_goes_while_nobody_uses_it_is_forgotten() -> None:
     with closing(DraftPool(PATIENT, NEEDS)) as pool:
         with serving(ToyDrafter()) as address:
             pool.pair("a", address)
-            eventually(lambda: pool.listens("a"))
-            pool.ask([context("a", TOKENS[:5])])()
+            eventually(lambda: pool.can_draft("a"))
+            pool.request([context("a", TOKENS[:5])])()
             pool.release(["a"])
             pool.unpair("a")
             pool.rehome([])
@@ -69,16 +69,16 @@ def test_sessions_of_a_drafter_that_is_gone_move_to_a_live_one() -> None:
     with closing(DraftPool(PATIENT, NEEDS)) as pool, serving(other) as second:
         with serving(ToyDrafter()) as first:
             pool.pair("a", first)
-            eventually(lambda: pool.ask([context("a", TOKENS[:5])])() == [DraftTree.chain([14, 15, 16, 17])])
+            eventually(lambda: pool.request([context("a", TOKENS[:5])])() == [DraftTree.chain([14, 15, 16, 17])])
             pool.rehome([second])
-            assert pool.ask([context("a", TOKENS[:6], base=5)])() == [DraftTree.chain([15, 16, 17, 18])]
-        eventually(lambda: pool.ask([context("a", TOKENS[:7], base=6)])() == [None])
+            assert pool.request([context("a", TOKENS[:6], base=5)])() == [DraftTree.chain([15, 16, 17, 18])]
+        eventually(lambda: pool.request([context("a", TOKENS[:7], base=6)])() == [None])
         pool.rehome([first])
         pool.rehome([])
-        assert pool.ask([context("a", TOKENS[:7], base=6)])() == [None]
+        assert pool.request([context("a", TOKENS[:7], base=6)])() == [None]
         pool.rehome([second])
-        eventually(lambda: pool.ask([context("a", TOKENS[:7], base=6)])() == [ResyncRequired("a", 0, 0)])
-        assert pool.ask([context("a", TOKENS[:7])])() == [DraftTree.chain([16, 17, 18, 19])]
+        eventually(lambda: pool.request([context("a", TOKENS[:7], base=6)])() == [ResyncRequired("a", 0, 0)])
+        assert pool.request([context("a", TOKENS[:7])])() == [DraftTree.chain([16, 17, 18, 19])]
         assert len(other.sessions) == 1
 
 
@@ -86,20 +86,20 @@ def test_a_session_that_began_without_a_drafter_gets_the_first_that_appears() ->
     drafter = ToyDrafter()
     with closing(DraftPool(PATIENT, NEEDS)) as pool:
         pool.pair("a", "")
-        assert not pool.listens("a")
-        assert pool.ask([context("a", TOKENS[:5])])() == [None]
+        assert not pool.can_draft("a")
+        assert pool.request([context("a", TOKENS[:5])])() == [None]
         pool.rehome([])
         with serving(drafter) as address:
             pool.rehome([address])
-            eventually(lambda: pool.listens("a"))
-            assert not pool.listens("plain on purpose")
-            assert pool.ask([context("a", TOKENS[:6])])() == [DraftTree.chain([15, 16, 17, 18])]
+            eventually(lambda: pool.can_draft("a"))
+            assert not pool.can_draft("plain on purpose")
+            assert pool.request([context("a", TOKENS[:6])])() == [DraftTree.chain([15, 16, 17, 18])]
             pool.release(["a"])
             eventually(lambda: not drafter.sessions)
         pool.pair("b", "")
         pool.unpair("b")
         pool.rehome([address])
-        assert not pool.listens("b")
+        assert not pool.can_draft("b")
 
 
 def test_a_drafter_that_hangs_costs_a_few_rounds_and_its_sessions_move() -> None:
@@ -110,18 +110,18 @@ def test_a_drafter_that_hangs_costs_a_few_rounds_and_its_sessions_move() -> None
         try:
             pool.pair("a", hung)
             pool.pair("b", good)
-            eventually(lambda: pool.listens("a") and pool.listens("b"))
+            eventually(lambda: pool.can_draft("a") and pool.can_draft("b"))
             rounds = 0
-            while pool.listens("a"):
-                assert pool.ask([context("a", TOKENS[:5])])() == [None]
+            while pool.can_draft("a"):
+                assert pool.request([context("a", TOKENS[:5])])() == [None]
                 rounds += 1
             assert rounds == config.breaker_max_failures
             pool.rehome([hung])
-            assert not pool.listens("a"), "there is no other"
+            assert not pool.can_draft("a"), "there is no other"
             pool.rehome([hung, good])
-            assert pool.ask([context("a", TOKENS[:5])])() == [DraftTree.chain([14, 15, 16, 17])]
+            assert pool.request([context("a", TOKENS[:5])])() == [DraftTree.chain([14, 15, 16, 17])]
             pool.pair("c", "")
             pool.rehome([hung, good])
-            assert pool.listens("c"), "paired with the good one"
+            assert pool.can_draft("c"), "paired with the good one"
         finally:
             gate.set()

@@ -23,8 +23,8 @@ def test_trees_grown_between_two_commits_are_answered_and_marked(tiny_target: st
     drafter = build_drafter("eagle3", tiny_target, tiny_head, "float32", "cpu", SHAPE, eagle)
     info = DrafterInfo(ModelInfo("tiny", "f", 48, 256), "eagle3", True, False, 32, True)
     first, replies, idle = session("a", 9), list[DraftReply](), list[int]()
-    work = drafter.work_ahead
-    drafter.work_ahead = lambda: work() or bool(idle.append(len(replies)))  # type: ignore[method-assign]
+    work = drafter.draft_ahead
+    drafter.draft_ahead = lambda: work() or bool(idle.append(len(replies)))  # type: ignore[method-assign]
     with DraftWorker(drafter, info) as worker:
         stream = worker.open(lambda reply: replies.append(reply) if reply else None)
         worker.submit(stream, DraftRequest(1, (sent(first),)))
@@ -39,7 +39,7 @@ def test_a_failure_ahead_costs_what_the_drafter_knew_and_nothing_else() -> None:
     class Failing(ToyDrafter):
         failures = iter([RuntimeError("out of memory")])
 
-        def work_ahead(self) -> bool:
+        def draft_ahead(self) -> bool:
             for error in self.failures if self.sessions else ():
                 raise error
             return False

@@ -42,52 +42,52 @@ def connect(address: str, config: DraftClientConfig = PATIENT, needs: DrafterNee
 
 def test_every_session_of_a_round_gets_its_tree(address: str) -> None:
     with connect(address) as remote:
-        drafts = remote.ask([context("a", TOKENS[:5]), context("b", TOKENS[:9])])()
+        drafts = remote.request([context("a", TOKENS[:5]), context("b", TOKENS[:9])])()
         assert drafts == [DraftTree.chain([14, 15, 16, 17]), DraftTree.chain([18, 19, 20, 21])]
-        assert remote.ask([context("a", TOKENS[:7], base=5)])() == [DraftTree.chain([16, 17, 18, 19])]
+        assert remote.request([context("a", TOKENS[:7], base=5)])() == [DraftTree.chain([16, 17, 18, 19])]
         assert remote.stats.num_answered == 2
 
 
 def test_bookkeeping_is_answered_with_the_root_and_reaches_the_drafter(address: str, drafter: ToyDrafter) -> None:
     with connect(address) as remote:
-        assert remote.ask([context("a", TOKENS[:5], budget=BOOKKEEPING)])() == [DraftTree.root_only(14)]
-        assert remote.ask([context("a", TOKENS[:6], base=5)])() == [DraftTree.chain([15, 16, 17, 18])]
+        assert remote.request([context("a", TOKENS[:5], budget=BOOKKEEPING)])() == [DraftTree.root_only(14)]
+        assert remote.request([context("a", TOKENS[:6], base=5)])() == [DraftTree.chain([15, 16, 17, 18])]
         assert list(drafter.sessions.values()) == [list(TOKENS[:6])]
 
 
 def test_long_commits_travel_in_bounded_pieces_and_arrive_whole(address: str, drafter: ToyDrafter) -> None:
     with connect(address, replace(PATIENT, max_message_tokens=4)) as remote:
-        drafts = remote.ask([context("a", TOKENS), context("b", TOKENS[:3])])()
+        drafts = remote.request([context("a", TOKENS), context("b", TOKENS[:3])])()
         assert [draft.tokens[0] for draft in drafts if isinstance(draft, DraftTree)] == [39, 12]
         assert sorted(map(len, drafter.sessions.values())) == [3, 30]
 
 
 def test_a_gap_is_refused_and_a_resend_from_there_heals_it(address: str) -> None:
     with connect(address) as remote:
-        remote.ask([context("a", TOKENS[:5])])()
-        assert remote.ask([context("a", TOKENS[:9], base=7)])() == [ResyncRequired("a", 0, 5)]
-        assert remote.ask([context("a", TOKENS[:9], base=5)])() == [DraftTree.chain([18, 19, 20, 21])]
+        remote.request([context("a", TOKENS[:5])])()
+        assert remote.request([context("a", TOKENS[:9], base=7)])() == [ResyncRequired("a", 0, 5)]
+        assert remote.request([context("a", TOKENS[:9], base=5)])() == [DraftTree.chain([18, 19, 20, 21])]
 
 
 def test_released_sessions_are_forgotten(address: str, drafter: ToyDrafter) -> None:
     with connect(address) as remote:
-        remote.ask([context("a", TOKENS[:5]), context("b", TOKENS[:5])])()
+        remote.request([context("a", TOKENS[:5]), context("b", TOKENS[:5])])()
         remote.release(["a", "unknown"])
         eventually(lambda: len(drafter.sessions) == 1)
 
 
 def test_two_verifiers_may_use_the_same_session_name(address: str) -> None:
     with connect(address) as one, connect(address) as other:
-        assert one.ask([context("a", TOKENS[:5])])() == [DraftTree.chain([14, 15, 16, 17])]
-        assert other.ask([context("a", TOKENS[5:8])])() == [DraftTree.chain([17, 18, 19, 20])]
-        assert one.ask([context("a", TOKENS[:6], base=5)])() == [DraftTree.chain([15, 16, 17, 18])]
+        assert one.request([context("a", TOKENS[:5])])() == [DraftTree.chain([14, 15, 16, 17])]
+        assert other.request([context("a", TOKENS[5:8])])() == [DraftTree.chain([17, 18, 19, 20])]
+        assert one.request([context("a", TOKENS[:6], base=5)])() == [DraftTree.chain([15, 16, 17, 18])]
 
 
 def test_closing_a_link_releases_its_sessions_only(address: str, drafter: ToyDrafter) -> None:
     with connect(address) as one:
-        one.ask([context("a", TOKENS[:5])])()
+        one.request([context("a", TOKENS[:5])])()
         with connect(address) as other:
-            other.ask([context("a", TOKENS[:7])])()
+            other.request([context("a", TOKENS[:7])])()
         eventually(lambda: list(drafter.sessions.values()) == [list(TOKENS[:5])])
 
 
@@ -97,36 +97,36 @@ def test_late_trees_are_dropped_and_an_open_breaker_costs_no_time() -> None:
     with serving(ToyDrafter(before=gate.wait)) as address, connect(address, config) as remote:
         try:
             for length in (5, 6):
-                assert remote.ask([context("a", TOKENS[:length])])() == [None]
+                assert remote.request([context("a", TOKENS[:length])])() == [None]
             assert remote.stats.num_lost == 2
             started = time.monotonic()
             for _ in range(50):
-                assert remote.ask([context("a", TOKENS[:7]), context("b", TOKENS[:3], budget=BOOKKEEPING)])() == [
+                assert remote.request([context("a", TOKENS[:7]), context("b", TOKENS[:3], budget=BOOKKEEPING)])() == [
                     None,
                     None,
                 ]
             assert remote.stats.num_lost == 2 or time.monotonic() - started > config.breaker_reset_s
         finally:
             gate.set()
-        eventually(lambda: remote.ask([context("a", TOKENS[:8])])() != [None])
-        assert remote.ask([context("a", TOKENS[:8], base=5)])() == [DraftTree.chain([17, 18, 19, 20])]
+        eventually(lambda: remote.request([context("a", TOKENS[:8])])() != [None])
+        assert remote.request([context("a", TOKENS[:8], base=5)])() == [DraftTree.chain([17, 18, 19, 20])]
 
 
 def test_a_killed_drafter_costs_drafts_only_and_a_restarted_one_is_fed_again() -> None:
     with serving(ToyDrafter()) as address:
         remote = RemoteDrafter(address, NEEDS, replace(PATIENT, breaker_reset_s=0.05))
         eventually(lambda: remote.up)
-        remote.ask([context("a", TOKENS[:5])])()
+        remote.request([context("a", TOKENS[:5])])()
     with closing(remote):
         eventually(lambda: not remote.up)
-        assert remote.ask([context("a", TOKENS[:7], base=5), context("b", TOKENS[:3], budget=BOOKKEEPING)])() == [
+        assert remote.request([context("a", TOKENS[:7], base=5), context("b", TOKENS[:3], budget=BOOKKEEPING)])() == [
             None,
             None,
         ]
         with serving(ToyDrafter(), port=int(address.rpartition(":")[2])):
             eventually(lambda: remote.up)
-            assert remote.ask([context("a", TOKENS[:9], base=5)])() == [ResyncRequired("a", 0, 0)]
-            assert remote.ask([context("a", TOKENS[:9])])() == [DraftTree.chain([18, 19, 20, 21])]
+            assert remote.request([context("a", TOKENS[:9], base=5)])() == [ResyncRequired("a", 0, 0)]
+            assert remote.request([context("a", TOKENS[:9])])() == [DraftTree.chain([18, 19, 20, 21])]
 
 
 def test_a_stream_that_breaks_in_mid_round_ends_the_wait() -> None:
@@ -150,27 +150,27 @@ def test_a_drafter_given_up_rests_twice_as_long_after_every_failure_and_as_befor
     with serving(ToyDrafter(before=gate.wait)) as address, connect(address, config) as remote:
         try:
             started = time.monotonic()
-            eventually(lambda: remote.ask([context("a", TOKENS[:5])])() == [None] and remote.stats.num_lost == 6)
+            eventually(lambda: remote.request([context("a", TOKENS[:5])])() == [None] and remote.stats.num_lost == 6)
             assert time.monotonic() - started >= 0.01 * (1 + 2 + 4 + 8 + 16)
         finally:
             gate.set()
-        eventually(lambda: remote.ask([context("b", TOKENS[:3])])() != [None])
+        eventually(lambda: remote.request([context("b", TOKENS[:3])])() != [None])
         assert not remote.resting
-        assert remote.listens("b")
+        assert remote.can_draft("b")
 
 
 def test_nobody_at_the_address_means_no_drafts_and_no_wait() -> None:
     with serving(ToyDrafter()) as address:
         pass
     with closing(RemoteDrafter(address, NEEDS, PATIENT)) as remote:
-        assert remote.ask([context("a", TOKENS[:5])])() == [None]
+        assert remote.request([context("a", TOKENS[:5])])() == [None]
 
 
 def test_a_drafter_that_needs_more_than_is_collected_stays_unused(caplog: pytest.LogCaptureFixture) -> None:
     info = replace(INFO, needs_samples=True)
     with serving(ToyDrafter(), info) as address, closing(RemoteDrafter(address, NEEDS, PATIENT)) as remote:
         eventually(lambda: "does not collect" in caplog.text)
-        assert remote.ask([context("a", TOKENS[:5])])() == [None]
+        assert remote.request([context("a", TOKENS[:5])])() == [None]
 
 
 def test_features_stay_home_where_the_drafter_wants_none(address: str) -> None:
@@ -181,4 +181,4 @@ def test_features_stay_home_where_the_drafter_wants_none(address: str) -> None:
 
     info: DrafterInfo = replace(INFO, needs_features=False, feature_size=0)
     with serving(Featureless(), info) as plain, connect(plain) as remote:
-        assert remote.ask([context("a", TOKENS[:5])])() == [DraftTree.root_only(14)]
+        assert remote.request([context("a", TOKENS[:5])])() == [DraftTree.root_only(14)]

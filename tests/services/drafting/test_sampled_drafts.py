@@ -30,7 +30,7 @@ PATIENT = DraftClientConfig(draft_timeout_s=30.0)
 def test_a_drafter_that_cannot_sample_stays_unused(caplog: pytest.LogCaptureFixture) -> None:
     with serving(ToyDrafter()) as address, closing(RemoteDrafter(address, NEEDS, PATIENT, "sampled")) as remote:
         eventually(lambda: "cannot draw trees from its own law" in caplog.text)
-        assert remote.ask([context("a", (10, 11, 12))])() == [None]
+        assert remote.request([context("a", (10, 11, 12))])() == [None]
 
 
 def test_a_commit_that_asks_for_what_a_drafter_cannot_do_is_refused() -> None:
@@ -68,5 +68,5 @@ def test_a_request_says_the_same_over_the_wire_as_in_one_process(tiny_target: st
     with serving(eagle(), info) as address, closing(DraftPool(PATIENT, NEEDS, "sampled")) as pool:
         for name in "abc":
             pool.pair(name, address)
-        eventually(lambda: all(pool.listens(name) for name in "abc"))
+        eventually(lambda: all(pool.can_draft(name) for name in "abc"))
         assert generate(pool, tiny_target, tiny_head) == (expected, num_foreseen)

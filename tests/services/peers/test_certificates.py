@@ -127,7 +127,7 @@ def test_a_drafter_that_comes_back_with_renewed_certificates_is_dialled_with_suc
         Authority("new").write(tmp_path)
         with serving_drafts(ToyDrafter(), port=port, peers=Peers(peers(tmp_path))):
             eventually(lambda: remote.up, 60)
-            assert remote.ask([context("a", range(10, 15))])() == [DraftTree.chain([14, 15, 16, 17])]
+            assert remote.request([context("a", range(10, 15))])() == [DraftTree.chain([14, 15, 16, 17])]
 
 
 @pytest.mark.parametrize("kind", ["redis", "static"])

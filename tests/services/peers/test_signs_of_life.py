@@ -147,8 +147,8 @@ def test_a_drafter_out_of_reach_is_given_up_and_dialled_again() -> None:
         with closing(RemoteDrafter(line.address, needs, patient, peers=Peers(IMPATIENT))) as remote:
             eventually(lambda: remote.up)
             line.cut.set()
-            assert remote.ask([context("a", range(10, 15))])() == [None], "long before the deadline"
+            assert remote.request([context("a", range(10, 15))])() == [None], "long before the deadline"
             assert not remote.up
             line.cut.clear()
             eventually(lambda: remote.up)
-            assert remote.ask([context("b", range(10, 15))])() == [DraftTree.chain([14, 15, 16, 17])]
+            assert remote.request([context("b", range(10, 15))])() == [DraftTree.chain([14, 15, 16, 17])]
