@@ -16,6 +16,7 @@ from eyas.config import DraftingConfig, EngineConfig, HeadValidation, MethodsCon
 from eyas.drafters.registry import NO_DRAFTS, build_drafter, build_fuser, default_drafter, resolve_wiring
 from eyas.engine.build import assemble_engine, gather_ranks, load_model
 from eyas.errors import EyasError, InvalidRequest, RequestFailed
+from eyas.models.checkpoint import resolve_device, resolve_dtype
 from eyas.models.workers import RankInfo
 from eyas.request import Chunk, FinishReason, GenerationStats, Request, SamplingParams, TokenLogprob
 from eyas.tokenizer import TextStream, load_tokenizer
@@ -76,46 +77,54 @@ class GenerationResult:
 
 
 class LLM:
-    """A target model, with a drafter or without.
+    """A target model with or without a drafter.
 
-    target: folder or hub id of any causal LM that transformers loads. draft: folder or hub id of a draft head, or of what
-    else the method loads. drafter: the method; "eagle3" if only `draft` is given. Neither: plain decoding.
-    probe: "auto" tries out how an EAGLE head is to be read, and reads it so; "never" believes its config.
-    Raises CheckpointError for weights that do not load or fit, and for a head that guesses no better than chance;
-    ConfigError for an unknown drafter or a missing head.
+    Args:
+        model: folder or hub id of the target, any causal LM that transformers loads.
+        draft_model: folder or hub id of the draft head, or of another checkpoint that the method loads.
+        method: how to draft; "eagle3" if only `draft_model` is given. Without either, decoding is plain.
+        device: "auto" takes CUDA where torch finds a GPU, else the CPU.
+        dtype: "auto" takes the checkpoint's on a GPU and float32 on the CPU.
+        validate_head: "auto" tries the plausible wirings of an EAGLE head and takes the best; "never" trusts its config.
+
+    Raises:
+        CheckpointError: weights do not load or fit, or a head guesses no better than chance.
+        ConfigError: the method is unknown, its head is missing, or torch has no such device.
     """
 
     def __init__(
         self,
-        target: str,
-        draft: str | None = None,
-        drafter: str | None = None,
-        dtype: str = "float32",
-        device: str = "cpu",
+        model: str,
+        draft_model: str | None = None,
+        method: str | None = None,
+        dtype: str = "auto",
+        device: str = "auto",
         tree: TreeConfig | None = None,
         engine: EngineConfig | None = None,
-        eagle: DraftingConfig | None = None,
+        drafting: DraftingConfig | None = None,
         methods: MethodsConfig | None = None,
-        probe: HeadValidation = "auto",
+        validate_head: HeadValidation = "auto",
     ) -> None:
-        tree, engine, eagle = tree or TreeConfig(), engine or EngineConfig(), eagle or DraftingConfig()
-        head, name = draft or "", default_drafter(drafter or "", draft or "")
-        fuser = build_fuser(name, head, target, dtype, device)
+        tree, engine, drafting = tree or TreeConfig(), engine or EngineConfig(), drafting or DraftingConfig()
+        head, name = draft_model or "", default_drafter(method or "", draft_model or "")
+        device = resolve_device(device)
+        dtype = resolve_dtype(dtype, device, model)
+        fuser = build_fuser(name, head, model, dtype, device)
         with ExitStack() as undo:
-            ranks = gather_ranks(RankInfo(0, engine.tensor_parallel_size, device), target, dtype, engine.max_model_len)
+            ranks = gather_ranks(RankInfo(0, engine.tensor_parallel_size, device), model, dtype, engine.max_model_len)
             undo.callback(ranks.close)
-            model = load_model(target, fuser, dtype, device, engine, ranks)
-            reading = None
-            if fuser is not None and probe == "auto" and ranks.size == 1:
-                reading = resolve_wiring(name, model, fuser, head, target, dtype, device)
-            plain = name == NO_DRAFTS
-            proposer = None if plain else build_drafter(name, target, head, dtype, device, tree, eagle, methods, reading)
-            self._engine = assemble_engine(
-                model, fuser, replace(engine, max_queued_requests=sys.maxsize), tree, proposer, ranks
-            )
+            target = load_model(model, fuser, dtype, device, engine, ranks)
+            wiring = None
+            if fuser is not None and validate_head == "auto" and ranks.size == 1:
+                wiring = resolve_wiring(name, target, fuser, head, model, dtype, device)
+            drafter = None
+            if name != NO_DRAFTS:
+                drafter = build_drafter(name, model, head, dtype, device, tree, drafting, methods, wiring)
+            engine = replace(engine, max_queued_requests=sys.maxsize)
+            self._engine = assemble_engine(target, fuser, engine, tree, drafter, ranks)
             undo.pop_all()
         self._ranks = ranks
-        self._tokenizer = load_tokenizer(target)
+        self._tokenizer = load_tokenizer(model)
         self._names = itertools.count()
 
     def generate(
@@ -142,7 +151,7 @@ class LLM:
         return [_result(group) for group in groups]
 
     def close(self) -> None:
-        """Send the processes home that share the target, if there are any. Nothing can be generated after it."""
+        """Shut down the tensor-parallel worker processes. Nothing can be generated afterwards."""
         self._ranks.close()
 
     def _submit(

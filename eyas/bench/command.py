@@ -43,8 +43,8 @@ def offline(
     depth: Annotated[int, typer.Option(help="Levels below the root.")] = TreeConfig.num_steps,
     width: Annotated[int, typer.Option(help="Frontier of a level.")] = TreeConfig.top_k,
     budget: Annotated[str, typer.Option(help="fixed: always the largest trees; adaptive: as large as pays.")] = "fixed",
-    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
-    device: Annotated[str, typer.Option(help="cpu, cuda or cuda:N.")] = "cpu",
+    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
     threads: Annotated[int, typer.Option(help="CPU threads of torch; 0 leaves its choice.")] = 0,
     out: Annotated[Path, typer.Option(help="Folder of the report.")] = Path("benchmarks/results"),
 ) -> None:
@@ -72,8 +72,8 @@ def methods(
     nodes: Annotated[int, typer.Option(help="Most nodes of a draft tree, the root included.")] = TreeConfig.num_draft_tokens,
     depth: Annotated[int, typer.Option(help="Levels below the root.")] = TreeConfig.num_steps,
     width: Annotated[int, typer.Option(help="Frontier of a level.")] = TreeConfig.top_k,
-    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
-    device: Annotated[str, typer.Option(help="cpu, cuda or cuda:N.")] = "cpu",
+    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
     threads: Annotated[int, typer.Option(help="CPU threads of torch; 0 leaves its choice.")] = 0,
     out: Annotated[Path, typer.Option(help="Folder of the report.")] = Path("benchmarks/results"),
 ) -> None:
@@ -93,7 +93,9 @@ def methods(
 def _methods(settings: MethodsSettings, out: Path) -> None:
     from eyas.bench.methods import draw, measure
     from eyas.bench.report import Report
+    from eyas.models.checkpoint import resolve_placement
 
+    settings = resolve_placement(settings, settings.target)
     with Progress(console=Console(stderr=True), refresh_per_second=REFRESHES_PER_SECOND) as progress:
         results = measure(settings, progress)
     command = shlex.join(["eyas", *sys.argv[1:]])
@@ -111,7 +113,9 @@ def _methods(settings: MethodsSettings, out: Path) -> None:
 def _offline(settings: OfflineSettings, out: Path) -> None:
     from eyas.bench.offline import measure
     from eyas.bench.report import Report
+    from eyas.models.checkpoint import resolve_placement
 
+    settings = resolve_placement(settings, settings.target)
     with Progress(console=Console(stderr=True), refresh_per_second=REFRESHES_PER_SECOND) as progress:
         results = measure(settings, progress)
     command = shlex.join(["eyas", *sys.argv[1:]])

@@ -44,8 +44,8 @@ class OfflineSettings:
     rows: tuple[int, ...] = (1, 8, 16, 32, 64)
     tree: TreeConfig = field(default_factory=TreeConfig)
     budget: DraftBudgetPolicy = "fixed"
-    dtype: Dtype = "float32"
-    device: str = "cpu"
+    dtype: Dtype = "auto"
+    device: str = "auto"
     threads: int = 0
 
     def __post_init__(self) -> None:
@@ -131,8 +131,8 @@ class MethodsSettings:
     temperatures: tuple[float, ...] = (0.0, 0.6, 1.0)
     max_tokens: int = 96
     tree: TreeConfig = field(default_factory=TreeConfig)
-    dtype: Dtype = "float32"
-    device: str = "cpu"
+    dtype: Dtype = "auto"
+    device: str = "auto"
     threads: int = 0
 
     def __post_init__(self) -> None:

@@ -33,8 +33,8 @@ def head(
     target: Annotated[str, typer.Option(help="Folder or hub id of the target model.")],
     draft: Annotated[str, typer.Option(help="Folder or hub id of an EAGLE head.")],
     drafter: Annotated[str, typer.Option(help="eagle1, eagle2 or eagle3.")] = "eagle3",
-    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
-    device: Annotated[str, typer.Option(help="cpu, cuda or cuda:N.")] = "cpu",
+    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
     threads: Annotated[int, typer.Option(help="CPU threads of torch; 0 leaves its choice.")] = 0,
     write: Annotated[bool, typer.Option("--write", help="Record what works in the head's config.json.")] = False,
 ) -> None:
@@ -84,9 +84,9 @@ def equality(
     prompts: Annotated[
         Path | None, typer.Option(help="JSON Lines with token_ids or text; random tokens if left out.")
     ] = None,
-    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
+    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
     temperature: Annotated[float, typer.Option(help="0 takes the likeliest token each time.")] = 0.0,
-    device: Annotated[str, typer.Option(help="cpu, cuda or cuda:N.")] = "cpu",
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
     max_tokens: Annotated[int, typer.Option(help="Tokens to emit for each prompt.")] = 96,
     nodes: Annotated[int, typer.Option(help="Most nodes of a draft tree, the root included.")] = TreeConfig.num_draft_tokens,
     depth: Annotated[int, typer.Option(help="Levels below the root.")] = TreeConfig.num_steps,
@@ -112,7 +112,9 @@ def equality(
 
 def _compare(settings: OfflineSettings, deterministic: bool) -> Equality:
     from eyas.check.equality import compare
+    from eyas.models.checkpoint import resolve_placement
 
+    settings = resolve_placement(settings, settings.target)
     with Progress(console=Console(stderr=True)) as progress:
         return compare(settings, deterministic, progress)
 

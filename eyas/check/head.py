@@ -10,7 +10,7 @@ import torch
 
 from eyas.drafters.registry import validate_draft_head
 from eyas.errors import CheckpointError, ConfigError
-from eyas.models.checkpoint import RECORD, read_config
+from eyas.models.checkpoint import RECORD, read_config, resolve_device, resolve_dtype
 from eyas.models.heads.eagle_config import HeadWiring
 from eyas.models.heads.eagle_validation import WiringReport
 from eyas.models.target import load_target
@@ -21,6 +21,8 @@ def check_wiring(target: str, head: str, drafter: str, dtype: str, device: str, 
     that could be read in several ways."""
     if threads:
         torch.set_num_threads(threads)
+    device = resolve_device(device)
+    dtype = resolve_dtype(dtype, device, target)
     finding = validate_draft_head(drafter, load_target(target, dtype, device), head, target, dtype, device)
     if finding is None:
         raise ConfigError(f"drafter {drafter!r} has no head to check; the EAGLE methods have")

@@ -7,7 +7,7 @@ from typing import Literal, get_args
 
 from eyas.config.loader import at_least, require
 
-Dtype = Literal["float32", "bfloat16", "float16"]
+Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 AcceptanceRule = Literal["match", "rejection"]
 # YAML reads "off" as false.
 HeadValidation = Literal["auto", "never"]

@@ -323,8 +323,8 @@ class VerifierConfig:
     draft_model: str = ""
     method: str = ""
     validate_head: HeadValidation = "auto"
-    dtype: Dtype = "float32"
-    device: str = "cpu"
+    dtype: Dtype = "auto"
+    device: str = "auto"
     threads: int = 0
     tree: TreeConfig = field(default_factory=TreeConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)
@@ -352,8 +352,8 @@ class DraftedModel:
     model: str
     draft_model: str = ""
     method: str = "eagle3"
-    dtype: Dtype = "float32"
-    device: str = "cpu"
+    dtype: Dtype = "auto"
+    device: str = "auto"
     tree: TreeConfig = field(default_factory=TreeConfig)
     drafting: DraftingConfig = field(default_factory=DraftingConfig)
     methods: MethodsConfig = field(default_factory=MethodsConfig)
@@ -367,8 +367,8 @@ class DraftConfig:
     model: str
     draft_model: str = ""
     method: str = "eagle3"
-    dtype: Dtype = "float32"
-    device: str = "cpu"
+    dtype: Dtype = "auto"
+    device: str = "auto"
     threads: int = 0
     tree: TreeConfig = field(default_factory=TreeConfig)
     drafting: DraftingConfig = field(default_factory=DraftingConfig)

@@ -12,8 +12,9 @@ import hashlib
 import json
 import pickle
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast, get_args
+from typing import Any, Protocol, TypeVar, cast, get_args
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -26,6 +27,7 @@ from eyas.errors import CheckpointError, ConfigError
 RECORD = "eyas"
 # Of tensors that are missing, left over or of another shape.
 MOST_NAMED = 12
+DTYPES = tuple(name for name in get_args(Dtype) if name != "auto")
 WEIGHT_FILES = ("model.safetensors.index.json", "model.safetensors", "pytorch_model.bin.index.json", "pytorch_model.bin")
 
 
@@ -105,10 +107,44 @@ def read_tensor(folder: Path, names: tuple[str, ...]) -> Tensor:
     raise CheckpointError(f"{folder} holds none of the tensors {', '.join(names)}")
 
 
+class _Placed(Protocol):
+    @property
+    def device(self) -> str: ...
+    @property
+    def dtype(self) -> str: ...
+
+
+PlacedT = TypeVar("PlacedT", bound=_Placed)
+
+
+def resolve_placement(settings: PlacedT, target: str) -> PlacedT:
+    """Replace `auto` in the `device` and `dtype` of a frozen dataclass. target: folder or hub id of the target model."""
+    device = resolve_device(settings.device)
+    dtype = resolve_dtype(settings.dtype, device, target)
+    return cast(PlacedT, replace(cast(Any, settings), device=device, dtype=dtype))
+
+
+def resolve_device(device: str) -> str:
+    """The device that `auto` stands for: CUDA where torch finds a GPU, else the CPU. Other devices stay as they are."""
+    return device if device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def resolve_dtype(dtype: str, device: str, target: str) -> str:
+    """The dtype that `auto` stands for: the target checkpoint's on a GPU, float32 on the CPU and where the config names
+    none that Eyas serves. Other dtypes stay as they are. Raises CheckpointError for a config that cannot be read."""
+    if dtype != "auto":
+        return dtype
+    if not device.startswith("cuda"):
+        return "float32"
+    config = read_target_config(resolve(target))
+    stored = str(config.get("dtype") or config.get("torch_dtype")).removeprefix("torch.")
+    return stored if stored in DTYPES else "float32"
+
+
 def check_device(dtype: str, device: str) -> None:
-    """Raises ConfigError for a dtype or device that torch does not have here."""
-    if dtype not in get_args(Dtype):
-        raise ConfigError(f"dtype is {dtype!r}; it must be one of {', '.join(get_args(Dtype))}")
+    """Raises ConfigError for a dtype or device that torch does not have here. `auto` must have been resolved."""
+    if dtype not in DTYPES:
+        raise ConfigError(f"dtype is {dtype!r}; it must be one of auto, {', '.join(DTYPES)}")
     try:
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:

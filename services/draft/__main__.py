@@ -15,7 +15,7 @@ from eyas.config import DraftConfig, DraftedModel
 from eyas.drafters.base import LocalDrafter
 from eyas.drafters.registry import build_drafter, features_digest
 from eyas.errors import RequestFailed
-from eyas.models.checkpoint import read_target_config, resolve, target_fingerprint
+from eyas.models.checkpoint import read_target_config, resolve, resolve_placement, target_fingerprint
 from eyas.rpc.channel import Peers
 from eyas.rpc.messages import DrafterInfo, Load, ModelInfo
 from eyas.rpc.server import RpcServer
@@ -56,7 +56,7 @@ async def run(config: DraftConfig, host: ServiceRunner = PROCESS) -> None:
     if config.threads:
         torch.set_num_threads(config.threads)
     served, read_once = [], cache(read_target)
-    for model in config.drafted:
+    for model in (resolve_placement(drafted, drafted.model) for drafted in config.drafted):
         drafter = build_drafter(
             model.method,
             model.model,

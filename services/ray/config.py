@@ -24,7 +24,7 @@ class PoolConfig:
     """How many replicas a service has and what each gets of its node.
 
     window_seconds: signals are means over so much of the past. num_cpus, num_gpus, resources: what Ray sets aside for each.
-    num_gpus 0 takes what the service needs: one GPU for each rank on CUDA, none elsewhere.
+    num_gpus 0 takes what the service needs: one GPU for each rank on CUDA, none elsewhere; with device auto it must be set.
     """
 
     min_replicas: int = 1

@@ -12,7 +12,7 @@ from eyas.draft_protocol import Proposal
 from eyas.drafters.base import DrafterNeeds
 from eyas.drafters.registry import NO_DRAFTS, build_fuser, default_drafter, features_digest, resolve_wiring
 from eyas.engine.build import assemble_engine, gather_ranks, load_model
-from eyas.models.checkpoint import target_fingerprint
+from eyas.models.checkpoint import resolve_placement, target_fingerprint
 from eyas.models.workers import TargetWorkers
 from eyas.rpc.channel import Peers
 from eyas.rpc.messages import Lease, ModelInfo, TargetInfo
@@ -43,6 +43,7 @@ async def run(config: VerifierConfig, host: ServiceRunner = PROCESS) -> None:
     """Load the target and serve it until told to stop; a rank other than 0 does its part for rank 0."""
     if config.threads:
         torch.set_num_threads(config.threads)
+    config = resolve_placement(config, config.model)
     place = place_of(config)
     if place.rank > 0:
         await follow_rank_0(config, place)

@@ -92,7 +92,7 @@ def test_what_cannot_be_measured_is_refused_in_one_line(tiny_target: str, argume
 
 
 def test_what_is_measured_as_warm_has_its_long_beginning_cached(tiny_target: str, tiny_head: str) -> None:
-    settings = OfflineSettings(tiny_target, tiny_head, drafter="eagle3", tree=TreeConfig(6, 2, 2))
+    settings = OfflineSettings(tiny_target, tiny_head, drafter="eagle3", tree=TreeConfig(6, 2, 2), dtype="float32", device="cpu")
     ways, prompt = warm_ways(settings, load(settings)), random_prompt(48, 200, seed=0)
     for contender in ways.values():
         assert isinstance(contender, EngineContender)

@@ -17,7 +17,7 @@ from eyas.request import NoiseKey
 from eyas.sampling.sampler import Draw, sample
 from tests.reference import load_reference
 
-SETTINGS = {"max_tokens": 24, "batches": (8,), "tree": TreeConfig(num_draft_tokens=9, num_steps=4, top_k=4)}
+SETTINGS = {"device": "cpu", "dtype": "float32", "max_tokens": 24, "batches": (8,), "tree": TreeConfig(num_draft_tokens=9, num_steps=4, top_k=4)}
 PROMPT = (5, 9, 11)
 
 

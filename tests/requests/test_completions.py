@@ -20,7 +20,7 @@ def plain() -> LLM:
 
 @pytest.fixture(scope="module")
 def speculative() -> LLM:
-    return LLM(target=str(DEMO / "target"), draft=str(DEMO / "eagle3"))
+    return LLM(str(DEMO / "target"), str(DEMO / "eagle3"))
 
 
 def test_n_completions_are_n_requests_with_derived_seeds(plain: LLM, speculative: LLM) -> None:

@@ -1,10 +1,15 @@
 """The engine in one process, as `from eyas import LLM` gives it."""
 
+import json
+from pathlib import Path
+
 import numpy as np
 import pytest
 
 from eyas import LLM, EyasError, SamplingParams
+from eyas.config import VerifierConfig
 from eyas.errors import CheckpointError, ConfigError, InvalidRequest
+from eyas.models.checkpoint import resolve_device, resolve_dtype, resolve_placement
 from tests.tiny import DEMO, write_head
 
 TARGET, HEAD = str(DEMO / "target"), str(DEMO / "eagle3")
@@ -19,7 +24,7 @@ def plain() -> LLM:
 
 @pytest.fixture(scope="module")
 def speculative() -> LLM:
-    return LLM(target=TARGET, draft=HEAD, drafter="eagle3")
+    return LLM(model=TARGET, draft_model=HEAD, method="eagle3")
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, SamplingParams(max_tokens=24, temperature=0.8, top_p=0.9, seed=3)])
@@ -106,13 +111,29 @@ def test_an_interruption_leaves_nothing_behind(speculative: LLM, monkeypatch: py
 
 def test_what_cannot_be_loaded_is_named(tmp_path_factory: pytest.TempPathFactory) -> None:
     for error, reason, options in (
-        (CheckpointError, "no checkpoint folder", {"target": "./nowhere"}),
-        (ConfigError, "needs a draft head", {"target": TARGET, "drafter": "eagle3"}),
-        (ConfigError, "unknown drafter 'eagle9'", {"target": TARGET, "draft": HEAD, "drafter": "eagle9"}),
-        (ConfigError, "dtype is 'float8'", {"target": TARGET, "dtype": "float8"}),
-        (ConfigError, "device 'nope' cannot be used", {"target": TARGET, "device": "nope"}),
-        (CheckpointError, "hidden size 32", {"target": TARGET, "draft": str(write_head(tmp_path_factory.mktemp("h")))}),
+        (CheckpointError, "no checkpoint folder", {"model": "./nowhere"}),
+        (ConfigError, "needs a draft head", {"model": TARGET, "method": "eagle3"}),
+        (ConfigError, "unknown drafter 'eagle9'", {"model": TARGET, "draft_model": HEAD, "method": "eagle9"}),
+        (ConfigError, "dtype is 'float8'", {"model": TARGET, "dtype": "float8"}),
+        (ConfigError, "device 'nope' cannot be used", {"model": TARGET, "device": "nope"}),
+        (CheckpointError, "hidden size 32", {"model": TARGET, "draft_model": str(write_head(tmp_path_factory.mktemp("h")))}),
     ):
         with pytest.raises(error, match=reason):
             LLM(**options)
         assert issubclass(error, EyasError)
+
+
+def test_auto_takes_the_gpu_and_the_dtype_of_the_checkpoint(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    assert resolve_placement(VerifierConfig("demo", TARGET), TARGET).dtype == "float32"
+    assert resolve_device("cuda:1") == "cuda:1"
+    assert resolve_dtype("float16", "cuda", "./nowhere") == "float16"
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    for config, dtype in (
+        ({"dtype": "bfloat16"}, "bfloat16"),
+        ({"text_config": {"torch_dtype": "float16"}}, "float16"),
+        ({}, "float32"),
+    ):
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        resolved = resolve_placement(VerifierConfig("demo", str(tmp_path)), str(tmp_path))
+        assert (resolved.device, resolved.dtype) == ("cuda", dtype)
+    assert resolve_dtype("auto", "cpu", str(tmp_path)) == "float32"

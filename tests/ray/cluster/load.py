@@ -30,7 +30,7 @@ def plainly(num_requests: int, max_tokens: int) -> list[Asked]:
         SamplingParams(max_tokens=max_tokens, temperature=0.8 * (i % 2), seed=i, ignore_eos=True)
         for i in range(num_requests)
     ]
-    results = LLM(target=str(DEMO / "target")).generate(prompts, samplings)
+    results = LLM(str(DEMO / "target")).generate(prompts, samplings)
     return [Asked(p, s, tuple(r.token_ids)) for p, s, r in zip(prompts, samplings, results, strict=True)]
 
 
