@@ -8,7 +8,7 @@ from eyas.drafters.base import LocalDrafter
 from eyas.drafters.registry import build_drafter, build_fuser
 from eyas.models.heads.features import FeatureFuser
 from tests.tiny import write_small
-from tests.tiny_offsets import KINDS, tiny_heads
+from tests.tiny_medusa_hydra import KINDS, tiny_heads
 
 # Names of cases: a method, or a union, and after a hyphen what is particular about it.
 CASES = (

@@ -99,7 +99,7 @@ def counted(emitted: dict[str, list[int]], place: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("params", [PARAMS, FILTERED], ids=["whole", "filtered"])
 @pytest.mark.parametrize("name", DRAFTERS)
-def test_the_emitted_law_is_the_targets(name: str, params: SamplingParams, tiny_target: str, tiny_head: str) -> None:
+def test_emitted_tokens_follow_the_target_probs(name: str, params: SamplingParams, tiny_target: str, tiny_head: str) -> None:
     """The first token comes from the prefill; the others out of drawn trees, some accepted and some not."""
     engine, stats, count = engine_of(name, tiny_target, tiny_head), GenerationStats(), 1500
     asked = [Request(f"{seed}", PROMPT, replace(params, seed=seed, max_tokens=4)) for seed in range(count)]
@@ -109,7 +109,7 @@ def test_the_emitted_law_is_the_targets(name: str, params: SamplingParams, tiny_
         assert plausible(counted(emitted, place), law * count), f"token {place}"
 
 
-def test_a_drafter_that_draws_from_another_law_than_it_says_would_show(tiny_target: str, tiny_head: str) -> None:
+def test_a_drafter_with_wrong_proposal_probs_is_detected(tiny_target: str, tiny_head: str) -> None:
     class Greedy(BigramDrafter):
         def _siblings(self, law: DraftLaw, width: int, seed: int, position: int) -> list[int]:
             return list(law.ids[:width])
@@ -121,7 +121,7 @@ def test_a_drafter_that_draws_from_another_law_than_it_says_would_show(tiny_targ
 
 
 @pytest.mark.parametrize("name", DRAFTERS)
-def test_a_request_says_the_same_alone_and_among_others(name: str, tiny_target: str, tiny_head: str) -> None:
+def test_a_request_gets_equal_output_alone_and_in_a_batch(name: str, tiny_target: str, tiny_head: str) -> None:
     among = run(engine_of(name, tiny_target, tiny_head), requests(6))
     engine = engine_of(name, tiny_target, tiny_head)
     for request in requests(6):
@@ -148,7 +148,7 @@ def test_greedy_requests_are_matched_token_for_token(name: str, tiny_target: str
     ],
     ids=["deterministic", "no law", "too much", "twice", "outside"],
 )
-def test_a_tree_without_a_sound_law_counts_as_none(sampled: Sampled | None, tiny_target: str, tiny_head: str) -> None:
+def test_a_tree_without_valid_probs_counts_as_no_tree(sampled: Sampled | None, tiny_target: str, tiny_head: str) -> None:
     """And without trees, the rule gives the very tokens of plain decoding."""
     chain = make_drafter("chain", tiny_target, tiny_head)
     stats = GenerationStats()
@@ -174,12 +174,12 @@ def test_a_drafter_that_cannot_sample_is_refused_at_the_start(tiny_target: str, 
         make_engine(RandomDrafter(48), tiny_target, tiny_head)
 
 
-def test_an_unknown_rule_is_refused_by_name() -> None:
+def test_an_unknown_acceptance_is_refused_by_name() -> None:
     with pytest.raises(ConfigError, match="rule is 'typical'; it must be one of match, rejection"):
         EngineConfig(acceptance="typical")  # type: ignore[arg-type]
 
 
-def test_a_sampling_drafter_is_not_told_the_targets_noise(tiny_target: str, tiny_head: str) -> None:
+def test_a_sampling_drafter_does_not_get_the_target_noise(tiny_target: str, tiny_head: str) -> None:
     heard: list[NoiseKey] = []
 
     class Curious(BigramDrafter):

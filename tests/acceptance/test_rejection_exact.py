@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from eyas.sampling.rejection import Families, accept_drawn, accept_probs
 from eyas.tree import DraftLaw, DraftTree, Sampled
-from tests.acceptance.toy_laws import CPU, Drawn, Law, emitted_law, every_tree, random_law, total_variation
+from tests.acceptance.toy_probs import CPU, Drawn, Law, emitted_law, every_tree, random_law, total_variation
 from tests.strategies import trees
 
 VOCAB = 4
@@ -32,7 +32,7 @@ LAWS = {
 @pytest.mark.parametrize("replacement", [True, False], ids=["with replacement", "without"])
 @pytest.mark.parametrize("widths", SHAPES, ids=str)
 @pytest.mark.parametrize("laws", LAWS)
-def test_the_output_law_is_the_targets(laws: str, widths: tuple[int, ...], replacement: bool) -> None:
+def test_the_output_follows_the_target_probs(laws: str, widths: tuple[int, ...], replacement: bool) -> None:
     target, draft = LAWS[laws]
     length = min(len(widths) + 1, 3)
     assert total_variation(emitted_law(target, every_tree(draft, widths, replacement), length), target, length) < 1e-12
@@ -41,20 +41,20 @@ def test_the_output_law_is_the_targets(laws: str, widths: tuple[int, ...], repla
 @pytest.mark.parametrize("replacement", [True, False], ids=["with replacement", "without"])
 @pytest.mark.parametrize("widths", [(1,), (1, 1), (1, 1, 1), (2,), (2, 2)], ids=str)
 @pytest.mark.parametrize("zeros", [1, 2])
-def test_a_law_cut_to_few_tokens_is_as_good(zeros: int, widths: tuple[int, ...], replacement: bool) -> None:
+def test_a_top_k_proposal_is_as_good(zeros: int, widths: tuple[int, ...], replacement: bool) -> None:
     target, draft = random_law(5, VOCAB), random_law(6, VOCAB, zeros=zeros)
     trees = every_tree(draft, widths, replacement)
     assert total_variation(emitted_law(target, trees, 3), target, 3) < 1e-12
 
 
 @pytest.mark.parametrize("replacement", [True, False], ids=["with replacement", "without"])
-def test_laws_that_share_no_token_never_accept_and_still_emit_the_target(replacement: bool) -> None:
+def test_disjoint_distributions_never_accept_but_emit_the_target(replacement: bool) -> None:
     target, draft = fixed(0.3, 0.7, 0, 0), fixed(0, 0, 0.5, 0.5)
     trees = every_tree(draft, (2, 1), replacement)
     assert total_variation(emitted_law(target, trees, 2), target, 2) < 1e-12
 
 
-def test_equal_laws_accept_every_first_draw_and_leave_no_impossible_token() -> None:
+def test_equal_distributions_accept_every_first_draw() -> None:
     row = np.array([0.1, 0.2, 0.7, 0.0])
     tree = DraftTree((0, 2), (0, 0), (0.0, 0.0), sampled=Sampled({0: DraftLaw((0, 1, 2), tuple(row[:3].tolist()))}))
     trial = accept_probs(torch.from_numpy(row)[None], Families.of([tree], CPU))
@@ -78,7 +78,7 @@ def _rest(tree: DraftTree) -> tuple:
     return tree.parents, tree.log_probs, False, tree.sampled
 
 
-def test_a_law_other_than_the_drawn_one_would_show() -> None:
+def test_a_wrong_proposal_distribution_is_detected() -> None:
     target, draft, other = random_law(1, VOCAB), random_law(2, VOCAB), random_law(9, VOCAB)
     stated = {drawn.tree.tokens: drawn.tree for drawn in every_tree(other, (1,), False)}
     lying = [Drawn(stated[drawn.tree.tokens], drawn.chance) for drawn in every_tree(draft, (1,), False)]
@@ -112,9 +112,7 @@ def test_logits_that_are_not_numbers_accept_nothing() -> None:
 
 
 @given(trees(), st.data())
-def test_the_walk_takes_the_eldest_child_that_passed_and_ends_with_the_draw_of_its_last_node(
-    tree: DraftTree, data: st.DataObject
-) -> None:
+def test_the_walk_takes_the_first_accepted_child(tree: DraftTree, data: st.DataObject) -> None:
     passed = data.draw(st.lists(st.booleans(), min_size=len(tree), max_size=len(tree)))
     drawn = list(range(100, 100 + len(tree)))
     outcome = accept_drawn(tree, passed, drawn)

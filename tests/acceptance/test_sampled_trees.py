@@ -56,7 +56,7 @@ def test_a_tree_that_states_a_possible_draw_passes(tree: DraftTree) -> None:
         (DraftTree((3,), (0,), (0.0,), sampled=Sampled({0: WHOLE})), "children below nodes"),
     ],
 )
-def test_a_law_that_breaks_the_contract_is_named(tree: DraftTree, reason: str) -> None:
+def test_a_broken_proposal_contract_is_named(tree: DraftTree, reason: str) -> None:
     with pytest.raises(InvalidTree, match=reason):
         tree.validate(3, 9, 8, 1)
 

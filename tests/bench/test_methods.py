@@ -49,7 +49,7 @@ def test_prompts_are_taken_from_all_tasks_in_turn(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("matplotlib", ["there", "missing"])
-def test_a_run_writes_a_page_numbers_and_a_picture_where_one_can_be_drawn(
+def test_a_run_writes_a_report_json_and_a_plot(
     matplotlib: str, tmp_path: Path, tiny_target: str, tiny_head: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if matplotlib == "missing":

@@ -85,14 +85,16 @@ def test_without_a_draft_head_plain_decoding_is_measured(tiny_target: str, tmp_p
         (["--draft", "nowhere/at/all"], "nowhere/at/all"),
     ],
 )
-def test_what_cannot_be_measured_is_refused_in_one_line(tiny_target: str, arguments: list[str], reason: str) -> None:
+def test_unmeasurable_settings_are_refused_in_one_line(tiny_target: str, arguments: list[str], reason: str) -> None:
     result = bench("--target", tiny_target, *arguments)
     assert result.exit_code == 1
     assert [line for line in result.stderr.splitlines() if line.startswith("error:") and reason in line]
 
 
-def test_what_is_measured_as_warm_has_its_long_beginning_cached(tiny_target: str, tiny_head: str) -> None:
-    settings = OfflineSettings(tiny_target, tiny_head, drafter="eagle3", tree=TreeConfig(6, 2, 2), dtype="float32", device="cpu")
+def test_warm_measurements_have_a_cached_prefix(tiny_target: str, tiny_head: str) -> None:
+    settings = OfflineSettings(
+        tiny_target, tiny_head, drafter="eagle3", tree=TreeConfig(6, 2, 2), dtype="float32", device="cpu"
+    )
     ways, prompt = warm_ways(settings, load(settings)), random_prompt(48, 200, seed=0)
     for contender in ways.values():
         assert isinstance(contender, EngineContender)

@@ -32,7 +32,7 @@ def make_report(gpu: str = "") -> Report:
     )
 
 
-def test_the_page_says_what_was_measured_and_on_what() -> None:
+def test_the_report_states_measurement_and_hardware() -> None:
     page = make_report(gpu="Some GPU").markdown()
     for fact in ("2025-03-01", "a processor, 2 cores, Some GPU", "torch 2.13", "f00d", "`eyas bench toy`", "sizes 1 8"):
         assert fact in page

@@ -66,7 +66,7 @@ def test_laps_add_up_to_the_step_and_belong_to_their_parts(tiny_target: str) -> 
     assert second.laps == {**dict.fromkeys(STAGES, 0.0), "drafts": DRAFTING, "forward": FORWARD}
 
 
-def test_an_engine_is_as_before_when_nobody_watches_any_more(tiny_target: str) -> None:
+def test_an_engine_is_unchanged_when_tracing_stops(tiny_target: str) -> None:
     engine = make_engine(tiny_target, Clock())
     before = set(vars(engine)) | set(vars(engine._scheduler)) | set(vars(engine._runner))
     with watched(engine, float) as marks:

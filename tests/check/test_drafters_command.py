@@ -20,7 +20,7 @@ def test_every_method_is_listed_with_its_needs() -> None:
 
 
 @pytest.mark.parametrize("name", ["eagle3", "sps"])
-def test_what_a_method_declares_is_what_its_drafter_needs(name: str, tiny_target: str, tiny_head: str) -> None:
+def test_a_method_declares_the_needs_of_its_drafter(name: str, tiny_target: str, tiny_head: str) -> None:
     head = tiny_head if name == "eagle3" else tiny_target
     drafter = build_drafter(name, tiny_target, head, "float32", "cpu", TreeConfig(8, 2, 2), DraftingConfig(64))
     declared = find_method(name).needs
@@ -33,14 +33,14 @@ def test_what_a_method_declares_is_what_its_drafter_needs(name: str, tiny_target
     ("name", "needed"),
     [("eagle1", "a draft head of EAGLE-1"), ("medusa", "Medusa heads"), ("hydra", "Hydra heads"), ("sps", "a causal LM")],
 )
-def test_a_head_of_another_method_is_refused_with_what_is_needed(
+def test_a_head_of_another_method_is_rejected_with_its_needs(
     name: str, needed: str, tiny_target: str, tiny_head: str
 ) -> None:
     with pytest.raises(CheckpointError, match=rf"\(drafter {name} needs {needed}"):
         build_drafter(name, tiny_target, tiny_head, "float32", "cpu", TreeConfig(8, 2, 2), DraftingConfig(64))
 
 
-def test_a_verifier_need_not_name_the_head_of_a_drafter_that_wants_no_features() -> None:
+def test_a_featureless_drafter_needs_no_verifier_draft_model() -> None:
     assert build_fuser("sps", "", "nowhere", "float32", "cpu") is None
     assert features_digest("sps", "") == "none"
     with pytest.raises(ConfigError, match="drafter 'eagle3' needs a draft head of EAGLE-3; none was named"):

@@ -17,7 +17,13 @@ from eyas.request import NoiseKey
 from eyas.sampling.sampler import Draw, sample
 from tests.reference import load_reference
 
-SETTINGS = {"device": "cpu", "dtype": "float32", "max_tokens": 24, "batches": (8,), "tree": TreeConfig(num_draft_tokens=9, num_steps=4, top_k=4)}
+SETTINGS = {
+    "device": "cpu",
+    "dtype": "float32",
+    "max_tokens": 24,
+    "batches": (8,),
+    "tree": TreeConfig(num_draft_tokens=9, num_steps=4, top_k=4),
+}
 PROMPT = (5, 9, 11)
 
 
@@ -57,7 +63,7 @@ def test_a_target_whose_output_depends_on_its_trees_fails(tiny_target: str, monk
     assert "DIFFERS" in ran.output
 
 
-def test_a_checkpoint_that_is_not_there_is_a_mistake_not_a_difference() -> None:
+def test_a_missing_checkpoint_is_a_usage_error_not_a_difference() -> None:
     ran = CliRunner().invoke(app, ["check", "equality", "--target", "./nowhere"])
     assert ran.exit_code == 2
     assert "no checkpoint folder" in ran.output

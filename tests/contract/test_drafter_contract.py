@@ -120,7 +120,7 @@ def test_a_gap_is_refused_and_healed_by_a_resend(drafter: Drafter) -> None:
     assert _shape(healed[0]) == _shape(propose(drafter, [commit("b", 14)])[0])
 
 
-def test_a_commit_that_comes_twice_is_refused_with_what_is_there(drafter: Drafter) -> None:
+def test_a_repeated_commit_is_rejected_with_the_committed_length(drafter: Drafter) -> None:
     propose(drafter, [commit("a", 8)])
     propose(drafter, [commit("a", 11, base=8)])
     assert propose(drafter, [commit("a", 11, base=8)]) == [ResyncRequired("a", 0, 11)]
@@ -156,7 +156,7 @@ def test_a_first_token_alone_is_followed(drafter: Drafter) -> None:
 
 
 @pytest.mark.parametrize("noise", NOISES[1:])
-def test_a_sampled_proposal_is_drawn_from_the_law_that_it_states(drafter: Drafter, noise: NoiseKey) -> None:
+def test_a_sampled_proposal_follows_its_stated_probs(drafter: Drafter, noise: NoiseKey) -> None:
     if not drafter.can_sample:
         pytest.skip("it says that it cannot")
     contexts = [

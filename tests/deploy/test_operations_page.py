@@ -18,7 +18,7 @@ def alerts() -> list[str]:
     return [rule["alert"] for group in groups for rule in group["rules"] if "alert" in rule]
 
 
-def test_every_alert_has_its_heading_and_says_what_to_do() -> None:
+def test_every_alert_has_a_heading_with_an_action() -> None:
     sections = dict(re.findall(r"^### (\w+)\n\n(.+?)(?=\n### |\Z)", PAGE, re.MULTILINE | re.DOTALL))
     assert sorted(sections) == sorted(alerts())
     assert all("*What to do:*" in text for text in sections.values())
@@ -42,7 +42,7 @@ def test_values_that_the_page_names_exist() -> None:
     assert not [path for path in named if not exists(path)]
 
 
-def test_metrics_that_the_page_scales_by_are_told_of() -> None:
+def test_metrics_used_for_scaling_are_documented() -> None:
     queries = re.findall(r"^ +query: (.+)$", PAGE, re.MULTILINE)
     metrics = {metric for query in queries for metric in re.findall(r"(?:eyas_|vllm:)\w+", query)}
     told = (ROOT / "docs" / "telemetry.md").read_text(encoding="utf-8")

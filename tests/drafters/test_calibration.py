@@ -18,7 +18,7 @@ from eyas.engine.build import build_engine
 from eyas.request import NoiseKey, Request, SamplingParams
 from tests import reference
 from tests.tiny import write_small
-from tests.tiny_offsets import tiny_heads
+from tests.tiny_medusa_hydra import tiny_heads
 
 VOCAB, SESSIONS, SHAPE = 24, 20, TreeConfig(40, 3, 4)
 CONFIG = DraftingConfig(noise_scale=0)
@@ -76,7 +76,7 @@ def uneven(expansion: Expansion, shape: TreeConfig) -> Candidates:
 
 
 @pytest.mark.parametrize("softness", [0.5, 0.7, 1.0, 1.5, 2.0])
-def test_the_estimate_converges_to_the_softness_that_the_samples_follow(softness: float) -> None:
+def test_the_temperature_estimate_converges_on_sampled_data(softness: float) -> None:
     scale = CalibratedScale()
     assert scale.value(1.0) == 1.0, "before anything is known"
     serve(scale, softness, rounds=160, seed=int(10 * softness))
@@ -102,7 +102,7 @@ def test_the_estimate_follows_when_the_samples_change() -> None:
     assert scale.value(1.0) >= 1.5
 
 
-def test_likelihoods_are_those_of_the_laws_themselves() -> None:
+def test_logprobs_are_those_of_the_unmodified_probs() -> None:
     """Every first sample there is, child or not, at every s: together they have probability 1."""
     noise = NoiseKey(5, 1.0)
     contexts, scale = [Commit("a", 0, 0, (0,), None, noise, TreeBudget(40, 3))], CalibratedScale()

@@ -67,7 +67,7 @@ def test_trees_of_a_batch_equal_the_naive_ones(noise: NoiseKey, scale: float, ti
     drafter.check()
 
 
-def test_rounds_and_chunks_leave_no_trace_of_what_was_drafted(tiny_target: str, tiny_head: str) -> None:
+def test_rounds_and_chunks_keep_no_draft_state(tiny_target: str, tiny_head: str) -> None:
     """However the commits were cut, and whatever trees were grown on the way, the tree depends on true features only."""
     drafter, plain = make(tiny_target, tiny_head), naive(tiny_target, tiny_head)
     tokens, features = session(1, 30)
@@ -157,7 +157,7 @@ def test_a_session_that_cannot_fit_is_followed_without_trees(tiny_target: str, t
     assert drafter.num_free_slots == 10
 
 
-def test_a_dormant_session_wakes_when_there_is_room(tiny_target: str, tiny_head: str) -> None:
+def test_a_dormant_session_resumes_when_slots_are_free(tiny_target: str, tiny_head: str) -> None:
     drafter = make(tiny_target, tiny_head, num_slots=44)
     tokens, features = session(1, 30)
     crowd = [commit(name, tokens, features, 0, 20, GREEDY, TreeBudget(14, 4)) for name in ("a", "c", "b")]
@@ -167,7 +167,7 @@ def test_a_dormant_session_wakes_when_there_is_room(tiny_target: str, tiny_head:
     drafter.check()
 
 
-def test_a_session_beyond_the_context_of_the_head_is_not_asked_for_again(tiny_target: str, tiny_head: str) -> None:
+def test_a_session_beyond_the_head_context_gets_no_new_request(tiny_target: str, tiny_head: str) -> None:
     """Room alone does not wake it: it would be sent whole, every other round, for nothing."""
     drafter = make(tiny_target, tiny_head, num_slots=1024)
     tokens, features = session(1, 260)
@@ -191,7 +191,7 @@ def test_a_session_that_can_never_fit_drives_out_no_other(tiny_target: str, tiny
         assert len(draft) > 1
 
 
-def test_the_session_unused_for_longest_is_forgotten_and_says_so(tiny_target: str, tiny_head: str) -> None:
+def test_the_least_recently_used_session_is_evicted_and_reported(tiny_target: str, tiny_head: str) -> None:
     drafter = make(tiny_target, tiny_head, num_slots=25)
     tokens, features = session(1, 12)
     for name in ("old", "new"):

@@ -12,7 +12,7 @@ from eyas.drafters.base import LocalDrafter
 from eyas.drafters.registry import build_drafter
 from eyas.drafters.sessions import DEFAULT_SLOTS
 from eyas.errors import ConfigError
-from tests.tiny_offsets import tiny_heads
+from tests.tiny_medusa_hydra import tiny_heads
 
 TREE = TreeConfig(8, 3, 2)
 METHODS = ("eagle2", "eagle3", "hydra", "sps")

@@ -55,7 +55,7 @@ def until_closed(ports: list[int]) -> None:
     assert not any(map(is_open, ports))
 
 
-def test_the_demo_finds_identical_outputs_and_leaves_nothing_behind(tmp_path: Path) -> None:
+def test_the_demo_outputs_are_equal_and_no_process_is_left(tmp_path: Path) -> None:
     with local(tmp_path, "demo", "--num-prompts", "2", "--max-tokens", "24") as process:
         output, errors = process.communicate(timeout=100)
     assert process.returncode == 0, errors

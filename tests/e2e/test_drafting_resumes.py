@@ -69,7 +69,7 @@ class Running:
         self._engine.check()
 
 
-def test_a_drafter_that_dies_and_returns_drafts_again_for_a_running_request(pool: DraftPool) -> None:
+def test_a_restarted_drafter_drafts_for_a_running_request(pool: DraftPool) -> None:
     port = free_port()
     pool.pair("r", f"127.0.0.1:{port}")
     running = Running(pool)
@@ -84,7 +84,7 @@ def test_a_drafter_that_dies_and_returns_drafts_again_for_a_running_request(pool
     running.check()
 
 
-def test_a_request_begun_without_a_drafter_is_drafted_for_once_there_is_one(pool: DraftPool) -> None:
+def test_a_late_drafter_drafts_for_a_running_request(pool: DraftPool) -> None:
     pool.pair("r", "")
     running = Running(pool)
     assert running.drafted(num_steps=4) == 0

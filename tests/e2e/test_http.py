@@ -39,7 +39,7 @@ def client(cluster: Cluster) -> Iterator[OpenAI]:
 
 
 @pytest.mark.parametrize("drafter", ["", NO_DRAFTER])
-def test_both_doors_give_the_same_answer_to_the_same_seed(cluster: Cluster, client: OpenAI, drafter: str) -> None:
+def test_http_and_grpc_give_equal_output_for_a_seed(cluster: Cluster, client: OpenAI, drafter: str) -> None:
     out = generate(cluster.router.address, PROMPT, SAMPLING, drafter)
     assert (out.stats.num_drafted > 0) == (drafter == "")
     answer = client.completions.create(**OPTIONS, logprobs=2, extra_body={"drafter": drafter})
@@ -70,7 +70,7 @@ def test_a_prompt_is_scored_by_an_echo_without_output(client: OpenAI) -> None:
     assert all(value < 0 for value in choice.logprobs.token_logprobs[1:])
 
 
-def test_what_the_readme_tells_openais_client_works(cluster: Cluster) -> None:
+def test_the_openai_example_of_the_readme_works(cluster: Cluster) -> None:
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     (code,) = re.findall(r"^```py\n(.*?)^```", readme, re.MULTILINE | re.DOTALL)
     assert DEMO_ADDRESS in code
@@ -81,7 +81,7 @@ def test_what_the_readme_tells_openais_client_works(cluster: Cluster) -> None:
     assert done.stdout.strip()
 
 
-def test_what_the_readme_tells_curl_works(cluster: Cluster) -> None:
+def test_the_curl_command_of_the_readme_works(cluster: Cluster) -> None:
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     (command,) = re.findall(r"^curl .*?(?<!\\)\n", readme, re.MULTILINE | re.DOTALL)
     assert DEMO_ADDRESS in command

@@ -26,14 +26,14 @@ def cluster() -> Iterator[Cluster]:
 
 
 @SAMPLINGS
-def test_a_union_grown_ahead_changes_no_token(cluster: Cluster, sampling: SamplingParams) -> None:
+def test_a_combined_tree_drafted_ahead_changes_no_token(cluster: Cluster, sampling: SamplingParams) -> None:
     for prompt in prompts()[2:5]:
         out = generate(cluster.router.address, prompt, sampling)
         assert out.token_ids == expected(prompt, sampling)
         assert out.stats.num_drafted > 0
 
 
-def test_the_unions_trees_are_grown_ahead(cluster: Cluster) -> None:
+def test_combined_trees_are_drafted_ahead(cluster: Cluster) -> None:
     """Whether there is time between two commits is the machine's affair, so it is asked until there was."""
 
     def grown_ahead() -> bool:

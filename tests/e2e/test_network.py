@@ -69,7 +69,7 @@ def test_one_request_equals_the_plain_loop(cluster: Cluster, sampling: SamplingP
         assert (out.stats.num_drafted > 0) == (drafter == "")
 
 
-def test_whatever_a_request_asks_is_done_and_told(cluster: Cluster) -> None:
+def test_random_requests_get_correct_results_and_statistics(cluster: Cluster) -> None:
     prompt = prompts()[3]
     asked = replace(
         SEEDED, min_p=0.02, min_tokens=12, repetition_penalty=1.2, presence_penalty=0.4, frequency_penalty=-0.3,

@@ -79,7 +79,7 @@ def test_the_fixed_runner_agrees_with_the_fast_one(name: str, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_a_bfloat16_batch_says_the_same_with_a_drafter_as_without(temperature: float) -> None:
+def test_a_bfloat16_batch_is_equal_with_and_without_drafter(temperature: float) -> None:
     target_folder, head = str(DEMO / "target"), str(DEMO / "eagle3")
     fuser, tree = load_fuser(head, target_folder, "bfloat16"), TreeConfig(num_draft_tokens=12, num_steps=4, top_k=4)
     target = load_target(target_folder, "bfloat16", taps=fuser.taps)
@@ -118,7 +118,7 @@ class _Two(SingleWorker):
         return super().allot(num_slots, plan)
 
 
-def test_several_ranks_are_refused_before_they_make_room(tiny_target: str) -> None:
+def test_several_ranks_are_refused_before_allocation(tiny_target: str) -> None:
     config, ranks = EngineConfig(max_kv_tokens=64, deterministic=True, tensor_parallel_size=2), _Two()
     with pytest.raises(ConfigError, match=r"engine\.deterministic needs engine\.tensor_parallel 1"):
         assemble_engine(load_target(tiny_target), None, config, TreeConfig(), None, ranks)

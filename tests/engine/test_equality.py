@@ -104,7 +104,7 @@ def test_a_single_request_equals_the_plain_loop(name: str, kind: str, tiny_targe
     assert tokens_of(chunks["one"]) == reference.generate(tiny_target, list(request.prompt_ids), request.sampling)
 
 
-def test_a_drafter_that_returns_drafts_again_for_running_requests(tiny_target: str, tiny_head: str) -> None:
+def test_a_drafter_that_returns_drafts_for_running_requests(tiny_target: str, tiny_head: str) -> None:
     drafter = make_drafter("dying", tiny_target, tiny_head)
     engine = make_engine(drafter, tiny_target, tiny_head)
     (chunks,) = run(engine, {0: [Request("a", (5, 6, 7), SamplingParams(24, 0.0, seed=0, ignore_eos=True))]}).values()
@@ -141,7 +141,7 @@ def test_a_cancelled_request_frees_everything_at_the_next_step(tiny_target: str,
 
 
 @pytest.mark.parametrize("name", ["eagle3", "none"])
-def test_the_sampled_law_is_the_targets(name: str, tiny_target: str, tiny_head: str) -> None:
+def test_sampled_tokens_follow_the_target_probs(name: str, tiny_target: str, tiny_head: str) -> None:
     """Chi-square of the first two emitted tokens over many seeds on a small vocabulary, the second out of a draft tree."""
     engine = make_engine(
         make_drafter(name, tiny_target, tiny_head), tiny_target, tiny_head, max_running=64, num_slots=8192, max_waiting=1500
@@ -176,7 +176,7 @@ def chi_square_is_plausible(counts: torch.Tensor, expected: torch.Tensor) -> boo
     return bool(((counts - expected) ** 2 / expected).sum() < quantile)
 
 
-def test_a_session_at_the_end_of_its_context_drafts_beside_others(tiny_target: str, tiny_head: str) -> None:
+def test_a_session_at_max_model_len_drafts_beside_others(tiny_target: str, tiny_head: str) -> None:
     engine = make_engine(make_drafter("eagle3", tiny_target, tiny_head), tiny_target, tiny_head)
     requests = [
         Request("long", tuple(prompts(1, seed=2)[0] * 20)[:232], replace(GREEDY, seed=0)),

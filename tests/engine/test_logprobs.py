@@ -49,7 +49,7 @@ def requests() -> list[Request]:
 
 
 @pytest.mark.parametrize("name", ["none", "random", "eagle3", "knowing"])
-def test_they_are_those_of_one_pass_over_everything(name: str, tiny_target: str, tiny_head: str) -> None:
+def test_prompt_logprobs_equal_one_pass_over_everything(name: str, tiny_target: str, tiny_head: str) -> None:
     """Prompts of up to 40 tokens are prefilled 16 at a time."""
     asked = requests()
     outputs = {r.id: reference.generate(tiny_target, list(r.prompt_ids), r.sampling) for r in asked}

@@ -125,7 +125,7 @@ def under(sequence: Sequence, name: str, sampling: SamplingParams) -> Sequence:
     return Sequence(Request(name, sequence.request.prompt_ids, sampling), sequence.place, sequence.tokens)
 
 
-def test_requests_that_ask_nothing_get_their_logits_untouched() -> None:
+def test_default_requests_keep_their_logits() -> None:
     sequence = Sequence.start(Request("a", (1, 2), PLAIN), QueueKey(0.0, 0))
     logits = torch.zeros(1, 8)
     assert LogitRules(frozenset()).applied(logits, [ScheduledSequence(sequence, np.arange(2), 0)]) is logits
@@ -142,7 +142,7 @@ def test_a_request_that_moves_to_another_engine_goes_on_exactly(kind: str, tiny_
     assert tokens_of(run(engine, {0: [moved]})["moved"]) == whole[done:]
 
 
-def test_each_way_of_steering_does_what_it_says(tiny_target: str, tiny_head: str) -> None:
+def test_each_routing_mode_places_as_described(tiny_target: str, tiny_head: str) -> None:
     engine = engine_with(make_drafter("eagle3", tiny_target, tiny_head), tiny_target, tiny_head)
     greedy = SamplingParams(max_tokens=24, temperature=0, seed=0, ignore_eos=True)
     plain = reference.generate(tiny_target, [5, 6, 7], greedy)

@@ -75,7 +75,7 @@ def test_turns_of_a_conversation_equal_the_plain_loop(name: str, tiny_target: st
         history = [*prompt, *tokens_of(chunks)]
 
 
-def test_a_drafter_is_told_of_a_cached_prefix_what_it_is_told_of_a_computed_one(tiny_target: str, tiny_head: str) -> None:
+def test_cached_and_computed_prefixes_send_equal_drafter_input(tiny_target: str, tiny_head: str) -> None:
     request = family(3, GREEDY)[2]
     recorded: list[RecordingDrafter] = []
     for before in ([], [family(1, GREEDY)[0]], [request]):
@@ -126,7 +126,7 @@ def contents(engine: Engine, tokens: list[int]) -> list[torch.Tensor]:
     return [pool[prefix.slots] for pool in (*pools.keys, *pools.values, pools.features)]
 
 
-def test_a_request_that_failed_leaves_nothing_of_its_own_in_the_cache(tiny_target: str, tiny_head: str) -> None:
+def test_a_failed_request_leaves_nothing_in_the_prefix_cache(tiny_target: str, tiny_head: str) -> None:
     engine = make_engine(None, tiny_target, tiny_head)
     with torch.no_grad():
         engine._runner.target.model.get_input_embeddings().weight[47] = float("nan")

@@ -55,7 +55,7 @@ def test_a_preempted_request_drafts_again(tiny_target: str, tiny_head: str) -> N
     assert sum(r.drafted > 0 for r in last if r) > 6
 
 
-def test_a_request_cancelled_while_its_drafter_is_asked_is_forgotten_there_too(tiny_target: str, tiny_head: str) -> None:
+def test_a_cancelled_request_is_released_by_its_drafter(tiny_target: str, tiny_head: str) -> None:
     drafter = make_drafter("eagle3", tiny_target, tiny_head)
     engine = make_engine(drafter, tiny_target, tiny_head)
     for steps in (1, 2, 3):

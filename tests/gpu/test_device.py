@@ -19,9 +19,9 @@ from eyas.models.target import TargetModel, load_target
 from eyas.request import Request, SamplingParams
 from tests import reference
 from tests.acceptance.sampling_drafters import BigramDrafter, bigram_logits
-from tests.acceptance.test_one_wait import ASKED
+from tests.acceptance.test_device_syncs import ASKED
 from tests.engine.drafters import RandomDrafter
-from tests.models.cuda.forests import Heads, make_pass, scaling_of
+from tests.models.cuda.random_passes import Heads, make_pass, scaling_of
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -68,7 +68,7 @@ def test_a_replayed_pass_never_waits_for_the_device(tiny_target: str) -> None:
         torch.cuda.set_sync_debug_mode("default")
 
 
-def test_a_step_waits_for_the_device_once_whatever_its_rows_ask(tiny_target: str) -> None:
+def test_a_step_syncs_with_the_device_once_for_any_parameters(tiny_target: str) -> None:
     drafter, config = (
         BigramDrafter(bigram_logits(tiny_target), (3, 2)),
         EngineConfig(max_kv_tokens=1024, acceptance="rejection"),
@@ -90,14 +90,14 @@ def test_a_step_waits_for_the_device_once_whatever_its_rows_ask(tiny_target: str
 
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
 @pytest.mark.parametrize("cuda_graphs", [True, False])
-def test_float32_says_what_the_plain_loop_on_the_cpu_says(tiny_target: str, temperature: float, cuda_graphs: bool) -> None:
+def test_float32_equals_the_plain_cpu_loop(tiny_target: str, temperature: float, cuda_graphs: bool) -> None:
     target = load_target(tiny_target, device="cuda")
     engine = make_engine(target, TREE, cuda_graphs)
     for request, tokens in zip(requests(temperature), generate(engine, temperature), strict=True):
         assert tokens == reference.generate(tiny_target, list(request.prompt_ids), request.sampling)
 
 
-def test_bfloat16_diverges_only_where_two_tokens_are_nearly_equal(tiny_target: str) -> None:
+def test_bfloat16_diverges_only_at_near_ties(tiny_target: str) -> None:
     target = load_target(tiny_target, "bfloat16", "cuda")
     drafted, plain = (generate(make_engine(target, tree, True), 0.0) for tree in (TREE, TreeConfig(1, 0, 1)))
     model = reference.load_reference(tiny_target)

@@ -16,9 +16,9 @@ from eyas.models.heads.eagle import EagleHead
 from eyas.request import Request, SamplingParams
 from eyas.tree import DraftTree
 from tests import reference
-from tests.drafters.captured import METHODS
+from tests.drafters.emulated_graphs import METHODS
 from tests.tiny import write_small
-from tests.tiny_offsets import tiny_heads
+from tests.tiny_medusa_hydra import tiny_heads
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -33,7 +33,7 @@ def head() -> EagleHead:
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_captured_trees_are_the_launched_ones(head: EagleHead, temperature: float) -> None:
+def test_cuda_graph_trees_equal_the_plain_trees(head: EagleHead, temperature: float) -> None:
     drafters = [EagleDrafter(head, SHAPE, CONFIG, capture=way) for way in (CudaCapture(torch.device("cuda")), None)]
     sessions = [Session(row, temperature, SHAPE, head) for row in range(5)]
     for counts in ((3, 900, 40, 130, 1400), (1, 2, 3, 4, 5), (200, 1, 90, 1, 1)):
@@ -44,7 +44,7 @@ def test_captured_trees_are_the_launched_ones(head: EagleHead, temperature: floa
             assert (ours.tokens, ours.parents) == (theirs.tokens, theirs.parents)
 
 
-def test_a_captured_round_waits_for_the_device_once(head: EagleHead) -> None:
+def test_a_cuda_graph_round_syncs_with_the_device_once(head: EagleHead) -> None:
     drafter = EagleDrafter(head, SHAPE, CONFIG, capture=CudaCapture(torch.device("cuda")))
     contexts = [Session(row, 1.0, SHAPE, head).commit(50) for row in range(3)]
     drafter.propose(contexts)
@@ -62,7 +62,7 @@ def test_a_captured_round_waits_for_the_device_once(head: EagleHead) -> None:
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_outputs_are_those_of_the_plain_loop_on_the_cpu(method: str, tiny_target: str, tiny_head: str) -> None:
+def test_outputs_equal_the_plain_cpu_loop(method: str, tiny_target: str, tiny_head: str) -> None:
     name = method.partition("-")[0]
     others = {"eagle1": f"{tiny_head}/eagle1", "eagle2": f"{tiny_head}/eagle1", "eagle3": tiny_head}
     others["sps"] = write_small(tiny_target)

@@ -25,7 +25,7 @@ REQUESTS = [
 
 @pytest.mark.parametrize("way", [BackendKind.GRAPHS, BackendKind.KERNEL])
 @pytest.mark.parametrize("size", [2, 4])
-def test_float32_over_ranks_says_what_the_plain_loop_on_the_cpu_says(
+def test_float32_over_ranks_equals_the_plain_cpu_loop(
     tiny_target: str, way: BackendKind, size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("eyas.models.workers._STOP_SECONDS", 60)

@@ -82,7 +82,7 @@ def test_pytorch_bin_and_safetensors_give_the_same_head(tiny_target: str, tiny_h
     assert torch.equal(load_fuser(tiny_head, tiny_target).weight, load_fuser(str(tmp_path), tiny_target).weight)
 
 
-def test_fingerprints_tell_models_apart(tiny_target: str, tiny_head: str, tmp_path: Path) -> None:
+def test_fingerprints_differ_between_models(tiny_target: str, tiny_head: str, tmp_path: Path) -> None:
     same, other = write_target(tmp_path / "same"), write_target(tmp_path / "other", seed=1)
     assert target_fingerprint(tiny_target) == target_fingerprint(str(same)) != target_fingerprint(str(other))
     assert head_fingerprint(tiny_head) != head_fingerprint(str(write_head(tmp_path / "head", seed=1)))

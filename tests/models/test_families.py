@@ -57,7 +57,7 @@ def test_chunks_and_trees_equal_transformers_own_forward(target: TargetModel, fo
 
 
 @pytest.mark.parametrize("drafted", [False, True])
-def test_the_engine_says_what_generate_says(target: TargetModel, folder: str, drafted: bool) -> None:
+def test_the_engine_output_equals_generate(target: TargetModel, folder: str, drafted: bool) -> None:
     config = EngineConfig(max_kv_tokens=512, max_prefill_tokens=16)
     engine = assemble_engine(target, None, config, TREE, RandomDrafter(48) if drafted else None)
     tokens: dict[str, list[int]] = {}

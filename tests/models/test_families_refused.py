@@ -37,7 +37,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("model_type", REFUSED)
-def test_a_refusal_needs_no_weights_and_says_why(model_type: str, tmp_path: Path) -> None:
+def test_an_unsupported_model_is_rejected_without_weights(model_type: str, tmp_path: Path) -> None:
     settings, reason = REFUSED[model_type]
     config_of(model_type, **settings).save_pretrained(tmp_path)
     with pytest.raises(CheckpointError, match=reason):
@@ -104,5 +104,5 @@ def test_a_text_model_inside_a_multimodal_one_is_served(tmp_path: Path) -> None:
     assert load_fuser(str(tmp_path / "head"), folder).taps == (1, 2, 3)
 
 
-def test_every_end_of_sequence_id_of_the_generation_config_counts(tmp_path: Path) -> None:
+def test_every_eos_id_of_the_generation_config_counts(tmp_path: Path) -> None:
     assert load_target(write_model(tmp_path, config_of("llama"))).eos_ids == {1, 7}

@@ -36,7 +36,7 @@ def quantised(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @needs_torchao
 @pytest.mark.filterwarnings("ignore")
-def test_a_quantised_target_says_what_generate_says_with_a_drafter_and_without(quantised: str, tmp_path: Path) -> None:
+def test_quantised_target_output_equals_generate(quantised: str, tmp_path: Path) -> None:
     fuser = load_fuser(str(write_head(tmp_path)), quantised)
     target = load_target(quantised, taps=fuser.taps)
     assert type(target.model.model.layers[0].mlp.up_proj.weight.data) is not torch.Tensor, "the weights are quantised"

@@ -89,7 +89,7 @@ def _tree_target(target: TargetModel, tiny_target: str) -> None:
     TREE_TARGET[:] = [target, tiny_target]
 
 
-def test_taps_are_the_inputs_of_the_tapped_layers(tiny_target: str) -> None:
+def test_aux_hidden_states_are_the_inputs_of_their_layers(tiny_target: str) -> None:
     tapping = load_target(tiny_target, taps=(1, 3, 4))
     tokens = [5, 9, 11]
     out = tapping.forward(pack([segment(tokens, 0, np.arange(3), np.arange(0))], tapping.device), make_pools(tapping))
@@ -104,7 +104,7 @@ def test_taps_are_the_inputs_of_the_tapped_layers(tiny_target: str) -> None:
     torch.testing.assert_close(out.taps, torch.cat([seen[i][0] for i in (1, 3, 4)], -1), atol=1e-5, rtol=1e-5)
 
 
-def test_a_tap_behind_the_last_layer_is_refused(tiny_target: str) -> None:
+def test_an_aux_layer_beyond_the_last_layer_is_rejected(tiny_target: str) -> None:
     with pytest.raises(CheckpointError, match="taps layer 7, but the target has 4 layers"):
         load_target(tiny_target, taps=(7,))
 

@@ -39,7 +39,7 @@ def test_ids_above_the_tokenizers_are_emitted_without_text(padded: str, temperat
         assert result.text == llm._tokenizer.decode(known)
 
 
-def test_an_id_without_text_may_stand_in_a_prompt_and_stop_the_output(padded: str) -> None:
+def test_ids_without_text_work_in_prompts_and_as_stop_tokens(padded: str) -> None:
     llm = LLM(padded)
     whole = llm.generate([[5, 4150, 6]], SamplingParams(16, 0.0, ignore_eos=True))[0].token_ids
     at = next(index for index, token in enumerate(whole) if token >= KNOWN)

@@ -40,7 +40,7 @@ def series(value: float) -> list[object]:
     return [common.TimeStampedValue(timestamp=at, value=told) for at, told in points]
 
 
-def test_verifiers_follow_their_slots_and_requests_once_a_wish_has_lasted() -> None:
+def test_verifiers_scale_by_load_after_the_delay() -> None:
     from eyas.services.ray.autoscaling import VerifierPolicy
 
     policy = VerifierPolicy(window=5.0, **DAMPING)
@@ -67,7 +67,7 @@ def test_routers_follow_the_requests_that_serve_counts() -> None:
     assert followed(policy, [None], 250, 9, seconds=6) == 4
 
 
-def test_a_pool_that_has_told_nothing_stays_as_it_is() -> None:
+def test_a_pool_without_reports_keeps_its_size() -> None:
     from eyas.services.ray.autoscaling import DraftPolicy, VerifierPolicy
 
     assert followed(VerifierPolicy(window=5.0, **DAMPING), [None, None, None], 0, 3, seconds=9) == 3

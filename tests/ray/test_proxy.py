@@ -44,7 +44,7 @@ class Handler:
             raise
 
 
-def test_messages_come_as_they_are_but_empty_ones_and_the_end_with_its_error() -> None:
+def test_messages_pass_unchanged_and_errors_end_the_stream() -> None:
     async def read() -> None:
         stream = pumped(Handler(3, RuntimeError("lost")), None, Call())
         assert [await anext(stream) for _ in range(3)] == [b"0", b"1", b"2"]
@@ -55,7 +55,7 @@ def test_messages_come_as_they_are_but_empty_ones_and_the_end_with_its_error() -
 
 
 @pytest.mark.parametrize("num_read", [1, 3])
-def test_leaving_cancels_the_handler_while_it_is_read_and_while_it_waits(num_read: int) -> None:
+def test_closing_cancels_the_handler_reading_or_waiting(num_read: int) -> None:
     async def leave() -> None:
         handler = Handler(3)
         stream = pumped(handler, None, Call())

@@ -21,7 +21,7 @@ def args(file: str = "demo.yaml") -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("file", [path.name for path in sorted(CONFIGS.glob("*.yaml"))])
-def test_examples_are_what_serve_and_the_application_take(file: str) -> None:
+def test_example_configs_parse_for_ray_serve(file: str) -> None:
     schema = pytest.importorskip("ray.serve.schema", reason="needs Ray: pip install 'eyas[ray]'")
     config = read(args(file))
     assert config.draft is not None
@@ -50,7 +50,7 @@ def test_examples_are_what_serve_and_the_application_take(file: str) -> None:
         ("router.tls", {"cert_file": "a", "key_file": "b"}, "router.tls is not for Ray"),
     ],
 )
-def test_settings_that_do_not_do_are_refused_with_the_reason(place: str, value: object, reason: str) -> None:
+def test_unsupported_settings_are_refused_with_a_reason(place: str, value: object, reason: str) -> None:
     settings = args()
     *parents, last = place.split(".")
     group = settings
@@ -67,7 +67,7 @@ def test_without_a_draft_block_there_are_no_drafters() -> None:
     assert read(settings).draft is None
 
 
-def test_replicas_listen_on_free_ports_of_their_node_and_know_what_it_tells() -> None:
+def test_replicas_listen_on_free_ports_of_their_node() -> None:
     server = ServerConfig("0.0.0.0", 50051, "elsewhere", shutdown_delay_s=2.5, graceful_shutdown_timeout_s=20)
     config = replace(read(args()).verifier, server=server, telemetry=TelemetryConfig(metrics_port=9100))
     here = on_node(config, EnvironmentConfig(), "10.0.0.7", {})

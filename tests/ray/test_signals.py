@@ -32,7 +32,7 @@ def told(service: str) -> Iterator[tuple[Telemetry, CollectorRegistry]]:
         yield own, registry
 
 
-def test_a_verifier_tells_its_slots_and_requests() -> None:
+def test_a_verifier_reports_its_slots_and_requests() -> None:
     with told("verifier") as (own, registry):
         signals = VerifierSignals(registry, "m", max_running=8)
         assert VerifierUse(**signals.read()).demand == 0
@@ -43,7 +43,7 @@ def test_a_verifier_tells_its_slots_and_requests() -> None:
     assert VerifierUse(100, 0, 1000, 24, 8).demand == 3
 
 
-def test_a_drafter_tells_what_happened_since_the_last_look() -> None:
+def test_a_drafter_reports_events_since_the_last_report() -> None:
     now = [100.0]
     with told("draft") as (own, registry):
         observer = DraftTelemetry(own)
@@ -64,14 +64,14 @@ def test_more_work_never_asks_for_fewer_verifiers(use: VerifierUse, name: str, m
 
 
 @given(st.floats(0, 3), NUMBERS, st.floats(0, 1), st.floats(0, 1), st.floats(0.01, 1))
-def test_lateness_adds_to_what_drafters_are_asked_within_bounds(
+def test_lateness_scales_drafters_within_bounds(
     occupancy: float, answers: float, one: float, other: float, late_share: float
 ) -> None:
     few, many = (DraftUse(occupancy, answers, answers * share) for share in sorted((one, other)))
     assert min(occupancy, 2) <= few.demand(late_share) <= many.demand(late_share) <= 2
 
 
-def test_a_hosted_service_is_ready_stops_when_told_and_shows_its_failure() -> None:
+def test_a_hosted_service_reports_ready_stop_and_failure() -> None:
     async def serve(host: ServiceRunner, breaks: bool) -> None:
         with host.stopping() as stop:
             host.entered("here:1")

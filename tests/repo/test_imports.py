@@ -81,7 +81,7 @@ def test_imports_point_down_and_services_stand_apart() -> None:
     assert result.returncode == 0, result.stdout + result.stderr
 
 
-def test_rooms_of_policy_import_with_torch_blocked() -> None:
+def test_policy_modules_import_without_torch() -> None:
     modules = {room: modules_of(room) for room in ROOMS_WITHOUT_TORCH}
     assert all(modules.values()), f"rooms without a module: {[room for room in modules if not modules[room]]}"
     result = run(sys.executable, "-c", IMPORT_WITHOUT_TORCH, *(module for group in modules.values() for module in group))

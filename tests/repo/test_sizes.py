@@ -52,7 +52,7 @@ def test_functions_fit_one_screen() -> None:
     assert not long
 
 
-def test_rooms_hold_nine_files_at_most() -> None:
+def test_eyas_and_services_stay_small() -> None:
     rooms = Counter(name(p.parent) for p in CODE + TESTS if p.stem not in {"__init__", "__main__", "conftest"})
     assert not {room: n for room, n in rooms.items() if n > MAX_ROOM_FILES}
 
@@ -61,12 +61,12 @@ def test_file_names_say_something() -> None:
     assert not [name(p) for p in CODE + TESTS if p.stem in BANNED_NAMES]
 
 
-def test_every_room_is_a_package() -> None:
+def test_every_package_has_an_init() -> None:
     rooms = {p.parent for p in CODE} | {GENERATED}
     assert not [name(room) for room in rooms if not (room / "__init__.py").is_file()]
 
 
-def test_modules_open_with_what_they_are() -> None:
+def test_modules_have_a_docstring() -> None:
     assert not [name(p) for p in CODE if not ast.get_docstring(syntax(p)) and p.read_text(encoding="utf-8").strip()]
 
 

@@ -49,7 +49,7 @@ def test_bad_words_do_not_come_out(plain: LLM, speculative: LLM) -> None:
     assert word not in steered[0].text
 
 
-def test_log_probabilities_belong_to_the_tokens_before_a_stop_string(speculative: LLM) -> None:
+def test_logprobs_cover_the_tokens_before_a_stop_string(speculative: LLM) -> None:
     asked = SamplingParams(max_tokens=24, temperature=0, logprobs=2, prompt_logprobs=1)
     (whole,) = speculative.generate(PROMPT, asked)
     assert [told.token for told in whole.logprobs] == list(whole.token_ids)

@@ -11,7 +11,7 @@ from eyas.request import MAX_SEED, NoiseKey, SamplingParams
 from eyas.sampling.noise import exponential_noise
 from eyas.sampling.sampler import Draw, Filters, filtered_probs, rank, sample, target_probs
 from tests import reference
-from tests.waits import Waits
+from tests.device_syncs import Waits
 
 
 @given(st.integers(0, MAX_SEED), st.integers(0, 2**40), st.integers(0, 2**20))
@@ -44,7 +44,9 @@ def test_neighbouring_seeds_and_positions_share_no_noise() -> None:
     st.floats(0.2, 2),
     st.sampled_from([0.0, 0.05, 0.3, 1.0]),
 )
-def test_a_draw_equals_the_naive_race(seed: int, top_k: int, top_p: float, temperature: float, min_p: float) -> None:
+def test_a_draw_equals_the_naive_exponential_race(
+    seed: int, top_k: int, top_p: float, temperature: float, min_p: float
+) -> None:
     logits = torch.randn(1, 16, generator=torch.Generator().manual_seed(seed)) * 3
     params = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed, min_p=min_p)
     key = NoiseKey(seed, temperature, top_k, top_p, min_p)
@@ -62,7 +64,7 @@ def test_greedy_ties_go_to_the_lowest_id() -> None:
     assert sample(torch.tensor([[0.0, 2.0, 2.0, 2.0]]), [Draw(NoiseKey(0), 0)]).tolist() == [1]
 
 
-def test_a_filtered_law_keeps_at_least_the_likeliest_token() -> None:
+def test_filtered_probs_keep_at_least_the_likeliest_token() -> None:
     filters = Filters(torch.ones(1), torch.tensor([0]), torch.tensor([1e-6]), torch.ones(1))
     law = filtered_probs(torch.tensor([[1.0, 1.0, 0.0]]), filters, torch.tensor([0]))
     assert law[0].count_nonzero() == 1
@@ -78,7 +80,7 @@ def test_rank_orders_exact_ties_by_lowest_id(values: list[float]) -> None:
         assert ranked.scores[0].tolist() == [many[i] for i in expected]
 
 
-def test_sampled_frequencies_follow_the_law() -> None:
+def test_sampled_frequencies_follow_the_probs() -> None:
     """Chi-square over 20,000 positions of one seed."""
     logits = torch.tensor([1.5, 0.3, -0.5, -1.0, 0.0, -4.0])
     draws = [Draw(NoiseKey(12345, 1.0), position) for position in range(20000)]
@@ -87,7 +89,7 @@ def test_sampled_frequencies_follow_the_law() -> None:
     assert ((counts - expected) ** 2 / expected).sum() < 20.5  # 99.9 % quantile of 5 degrees of freedom
 
 
-def test_a_law_is_made_ready_without_a_wait_for_the_device() -> None:
+def test_probs_are_prepared_without_a_device_sync() -> None:
     logits = torch.randn(3, 300, generator=torch.Generator().manual_seed(3))
     draws = [Draw(NoiseKey(2, 0.7), 5), Draw(NoiseKey(3, 1.3, 4, 0.8), 6), Draw(NoiseKey(4, 1.0, min_p=0.1), 6)]
     with Waits() as waits:

@@ -35,7 +35,7 @@ def test_a_cpu_gives_no_more_than_is_of_use() -> None:
     assert slots_that_fit(1, 1.0, CPU) == kv.MOST_SLOTS_ON_CPU
 
 
-def test_an_engine_counts_its_slots_and_says_so(tiny_target: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_engine_reports_its_slot_counts(tiny_target: str, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO):
         engine = assemble_engine(load_target(tiny_target), None, EngineConfig(), TreeConfig(), None)
     assert engine.load.free_kv_tokens == kv.MOST_SLOTS_ON_CPU

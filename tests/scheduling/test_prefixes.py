@@ -54,7 +54,7 @@ def common(left: list[int], right: list[int]) -> list[int]:
     return left[:length]
 
 
-def test_what_is_held_is_never_evicted() -> None:
+def test_held_slots_are_never_evicted() -> None:
     cache = PrefixCache(NUM_SLOTS)
     stored(cache, [1, 2, 3, 4])
     held = cache.find(ints(1, 2))
@@ -66,7 +66,7 @@ def test_what_is_held_is_never_evicted() -> None:
     cache.release(held, 0.0)
 
 
-def test_the_end_of_what_was_of_no_use_for_longest_goes_first() -> None:
+def test_the_end_of_the_least_recently_used_prefix_goes_first() -> None:
     cache = PrefixCache(NUM_SLOTS)
     for used, start in ((1, 10), (3, 20), (2, 30)):
         stored(cache, [start, start + 1, start + 2, start + 3], used)
@@ -74,7 +74,7 @@ def test_the_end_of_what_was_of_no_use_for_longest_goes_first() -> None:
     assert [known(cache, [start + i for i in range(4)]) for start in (10, 20, 30)] == [0, 4, 3]
 
 
-def test_two_who_compute_the_same_end_up_with_one_copy() -> None:
+def test_two_requests_with_equal_prompts_end_with_one_copy() -> None:
     cache = PrefixCache(NUM_SLOTS)
     one, other = cache.find(ints(1, 2, 3)), cache.find(ints(1, 2, 4))
     first = cache.store(ints(1, 2, 3), cache.take(3), one)
@@ -125,7 +125,7 @@ def test_without_a_prefix_cache_nothing_is_kept() -> None:
 
 
 @pytest.mark.parametrize(("waited", "found"), [(30, 12), (90, 0)])
-def test_a_session_stays_warm_for_a_time_while_others_come_and_go(waited: int, found: int) -> None:
+def test_a_session_stays_cached_while_other_requests_run(waited: int, found: int) -> None:
     engine = ToyEngine(session_cache_ttl_s=60, num_slots=48)
     engine.submit("turn", [1] * 9, 4, session="s")
     engine.run()
@@ -139,7 +139,7 @@ def test_a_session_stays_warm_for_a_time_while_others_come_and_go(waited: int, f
     assert engine.num_cached("again") == found
 
 
-def test_a_warm_session_gives_way_before_anybody_is_preempted() -> None:
+def test_cached_sessions_are_evicted_before_any_preemption() -> None:
     engine = ToyEngine(session_cache_ttl_s=60, num_slots=48)
     engine.submit("turn", [1] * 9, 4, session="s")
     engine.run()

@@ -75,7 +75,7 @@ def test_decode_rows_ride_along_with_a_long_prompt() -> None:
     ]
 
 
-def test_a_request_waits_until_there_are_slots_for_what_it_needs_soon() -> None:
+def test_a_request_waits_for_the_slots_of_its_next_steps() -> None:
     scheduler = make_scheduler(num_slots=60)
     scheduler.add(request("first", prompt=20, max_tokens=40))
     scheduler.add(request("second", prompt=12, max_tokens=8))
@@ -92,13 +92,13 @@ def test_a_request_waits_until_there_are_slots_for_what_it_needs_soon() -> None:
     assert (scheduler.num_running, scheduler.num_waiting) == (1, 0)
 
 
-def test_what_can_never_fit_is_refused_at_once() -> None:
+def test_a_request_that_can_never_fit_is_refused_at_once() -> None:
     make_scheduler().add(request("a", prompt=5, max_tokens=59))
     with pytest.raises(InvalidRequest, match="65 token slots"):
         make_scheduler().add(request("a", prompt=5, max_tokens=60))
 
 
-def test_a_full_queue_refuses_loses_nothing_and_says_when_to_try_again() -> None:
+def test_a_full_queue_rejects_with_retry_after_and_drops_nothing() -> None:
     clock = Clock()
     scheduler = make_scheduler(clock=clock, num_slots=200, max_waiting=1, max_running=3)
     for name in "abcd":  # three to start, and one to wait
@@ -120,7 +120,7 @@ def test_the_more_urgent_go_first_and_of_equals_the_earlier() -> None:
     assert [step(scheduler)[0].request_id for _ in range(5)] == ["b", "d", "e", "a", "c"]
 
 
-def test_who_waits_long_enough_is_ahead_of_every_newcomer() -> None:
+def test_a_long_waiting_request_precedes_every_newcomer() -> None:
     clock = Clock()
     scheduler = make_scheduler(clock=clock, max_running=1, priority_aging_s=10)
     scheduler.add(request("patient", max_tokens=1))
@@ -149,7 +149,7 @@ def test_a_running_id_cannot_be_used_again() -> None:
         scheduler.add(request("a"))
 
 
-def test_a_stop_inside_an_accepted_path_trims_what_follows() -> None:
+def test_a_stop_inside_an_accepted_path_trims_the_rest() -> None:
     scheduler = make_scheduler()
     scheduler.add(request("a", stop_token_ids=(31,)))
     step(scheduler)
@@ -166,7 +166,7 @@ def test_ignore_eos_ignores_only_the_models_own_end() -> None:
     assert (chunk.token_ids, chunk.finish_reason) == ((EOS, 31), "stop")
 
 
-def test_a_stop_at_the_length_is_a_stop_and_length_is_never_exceeded() -> None:
+def test_a_stop_token_at_max_tokens_finishes_with_stop() -> None:
     scheduler = make_scheduler()
     for name, tokens, reason in (("a", (30, 1, 32), "stop"), ("b", (30, 31, 32), "length")):
         scheduler.add(request(name, max_tokens=3))

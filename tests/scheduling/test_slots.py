@@ -35,7 +35,7 @@ def test_taking_more_than_is_free_is_caught() -> None:
         SlotAllocator(4).take(5)
 
 
-def test_an_owner_that_nobody_knows_is_caught() -> None:
+def test_an_unknown_owner_is_caught() -> None:
     allocator = SlotAllocator(4)
     allocator.take(1)
     with pytest.raises(AssertionError, match="no owner"):

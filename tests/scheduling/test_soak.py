@@ -3,7 +3,7 @@
 from tests.scheduling.soak import MOST_GROWTH, soak
 
 
-def test_many_requests_with_cancellations_leave_no_slot_owned_and_no_memory_taken(tiny_target: str, tiny_head: str) -> None:
+def test_soak_with_cancellations_leaks_no_slots_and_no_memory(tiny_target: str, tiny_head: str) -> None:
     found = soak(300, tiny_target, tiny_head)
     assert found.num_finished + found.num_cancelled == 300
     assert found.num_cancelled > 10

@@ -41,12 +41,12 @@ async def enter(config: ServerConfig) -> None:
 
 @pytest.mark.parametrize("place", ["local", "gpu"])
 @pytest.mark.parametrize(("role", "kind"), [("verifier", VerifierConfig), ("draft", DraftConfig)])
-def test_a_worker_can_listen_and_be_found_as_its_example_says(place: str, role: str, kind: type) -> None:
+def test_the_example_worker_config_can_listen_and_be_found(place: str, role: str, kind: type) -> None:
     asyncio.run(enter(load(kind, CONFIGS / place / f"{role}.yaml").server))
 
 
 @pytest.mark.parametrize("place", ["local", "gpu"])
-def test_a_router_can_listen_as_its_example_says(place: str) -> None:
+def test_the_example_router_config_can_listen(place: str) -> None:
     async def listen() -> None:
         config = load(RouterConfig, CONFIGS / place / "router.yaml")
         server = RpcServer(replace(config.server, port=0))
@@ -60,7 +60,7 @@ def test_a_router_can_listen_as_its_example_says(place: str) -> None:
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "[::]"])
-def test_a_worker_that_nobody_can_dial_is_not_present(host: str) -> None:
+def test_an_unreachable_worker_is_not_registered(host: str) -> None:
     with pytest.raises(ConfigError, match=r"set server\.advertise"):
         asyncio.run(enter(ServerConfig(host=host)))
 

@@ -135,7 +135,7 @@ def test_a_url_that_redis_does_not_take_is_a_clear_mistake(url: str) -> None:
     assert "secret" not in str(raised.value)
 
 
-def test_the_last_known_leases_outlive_redis_and_its_empty_return(caplog: pytest.LogCaptureFixture) -> None:
+def test_known_leases_survive_a_redis_outage_or_empty_restart(caplog: pytest.LogCaptureFixture) -> None:
     port = free_port()
 
     async def body() -> None:

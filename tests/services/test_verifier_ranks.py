@@ -78,7 +78,7 @@ def followers_of(process: subprocess.Popen[bytes]) -> list[int]:
     return [int(pid) for pid in children if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes()]
 
 
-def test_a_rank_that_is_killed_ends_streams_with_unavailable_and_the_process() -> None:
+def test_a_killed_rank_ends_streams_and_the_process() -> None:
     port = free_port()
     with verifier(port) as process, open_sync_channel(f"127.0.0.1:{port}") as channel:
         health = statuses(channel, process)
@@ -127,7 +127,7 @@ def test_a_rank_ends_when_rank_0_is_gone() -> None:
         assert second.wait(SECONDS) not in (0, None)
 
 
-def test_the_environment_says_where_a_process_stands() -> None:
+def test_node_and_zone_come_from_the_environment() -> None:
     config = VerifierConfig("m", "t", device="cuda", engine=EngineConfig(tensor_parallel_size=4))
     whole = {"RANK": "3", "WORLD_SIZE": "4", "MASTER_ADDR": "head", "MASTER_PORT": "29500", "LOCAL_RANK": "1"}
     assert place_of(config, whole) == RankInfo(3, 4, "cuda:1", "head", 29500)

@@ -98,7 +98,7 @@ def test_chunks_carry_the_seed_first_and_the_totals_last() -> None:
     serving(body)
 
 
-def test_what_the_prefix_cache_spared_is_told_with_the_totals() -> None:
+def test_cached_prompt_tokens_are_reported_with_the_totals() -> None:
     async def body(stub: generation_pb2_grpc.GenerationAsyncStub) -> None:
         for cached in (0, len(CALL.request.prompt_ids) - 1):
             chunks = await generate(stub, CALL)
@@ -110,7 +110,7 @@ def test_what_the_prefix_cache_spared_is_told_with_the_totals() -> None:
     serving(body)
 
 
-def test_bad_requests_get_a_status_that_says_why() -> None:
+def test_bad_requests_get_a_status_with_a_reason() -> None:
     async def body(stub: generation_pb2_grpc.GenerationAsyncStub) -> None:
         invalid = grpc.StatusCode.INVALID_ARGUMENT
         as_text = replace(CALL, prompt_text="def")
@@ -131,7 +131,7 @@ def test_bad_requests_get_a_status_that_says_why() -> None:
     serving(body)
 
 
-def test_what_a_client_gives_up_makes_room_for_the_next() -> None:
+def test_a_cancelled_request_frees_its_slots() -> None:
     async def body(stub: generation_pb2_grpc.GenerationAsyncStub) -> None:
         long = wire.call_to_message(changed(max_tokens=1000))
         running, waiting = stub.Generate(long), stub.Generate(long)

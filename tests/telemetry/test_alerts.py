@@ -77,7 +77,7 @@ def test_dashboards_and_alerts_name_metrics_of_the_catalog() -> None:
     assert not unknown
 
 
-def test_every_metric_of_the_catalog_is_on_a_dashboard_but_for_those_of_others() -> None:
+def test_every_metric_of_the_catalog_is_on_a_dashboard() -> None:
     shown = {name for _, query in dashboard_queries() for name in names(query)}
     assert not [m.name for m in METRICS if not shown & {m.family + suffix for suffix in SUFFIXES[m.kind]}]
 
@@ -91,7 +91,7 @@ def test_dashboards_have_distinct_names_and_room_for_every_panel() -> None:
         assert all(panel["datasource"]["uid"] == "${datasource}" for panel in board["panels"])
 
 
-def test_alerts_say_what_they_mean() -> None:
+def test_alerts_have_a_description() -> None:
     for rule in alert_rules():
         assert rule["labels"]["severity"] in ("critical", "warning")  # type: ignore[index]
         assert set(rule["annotations"]) == {"summary", "description"}
@@ -113,7 +113,7 @@ def unit_test(alert: str, series: dict[str, str]) -> dict[str, Any]:
     }
 
 
-def test_alerts_fire_on_what_they_are_for_and_on_nothing_else(tmp_path: Path) -> None:
+def test_alerts_fire_only_on_their_condition(tmp_path: Path) -> None:
     assert set(SICK) == {rule["alert"] for rule in alert_rules()}
     promtool = tool("promtool")
     if promtool is None:

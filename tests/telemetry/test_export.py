@@ -48,7 +48,7 @@ def _clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"OTEL_EXPORTER_OTLP_ENDPOINT": "http://c:4317", "OTEL_SDK_DISABLED": "true"}, False, False),
     ],
 )
-def test_the_usual_variables_say_what_is_exported(
+def test_the_otel_variables_choose_the_exporters(
     monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], traces: bool, metrics: bool
 ) -> None:
     for name, value in environment.items():
@@ -63,14 +63,14 @@ def test_the_usual_variables_say_what_is_exported(
         {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://c:4318", "OTEL_EXPORTER_OTLP_PROTOCOL": "http/protobuf"},
     ],
 )
-def test_what_cannot_be_followed_is_refused(monkeypatch: pytest.MonkeyPatch, environment: dict[str, str]) -> None:
+def test_unsupported_models_are_refused(monkeypatch: pytest.MonkeyPatch, environment: dict[str, str]) -> None:
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(ConfigError, match=list(environment)[-1]), telemetry(TelemetryConfig(), "router"):
         pass
 
 
-def test_with_nothing_asked_for_nothing_is_started_and_the_registry_is_left_as_it_was() -> None:
+def test_without_exporters_nothing_starts_or_changes() -> None:
     registry = CollectorRegistry()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -107,7 +107,7 @@ def test_names_with_colons_go_out_as_they_are_in_every_format() -> None:
         assert b'\nvllm:spec_decode_num_drafts_total{model_name="m"} 1.0\n' in exposition(accept, registry).body
 
 
-def test_metrics_are_served_at_one_path_and_the_port_is_free_again_afterwards() -> None:
+def test_metrics_are_served_at_one_path_until_the_port_is_freed() -> None:
     registry, port = CollectorRegistry(), free_port()
     histogram(catalog.VERIFIER_QUEUE, registry).observe(0.02, {"trace_id": "a", "span_id": "b"})
     for _ in range(2):
@@ -155,7 +155,7 @@ def test_metrics_keep_their_values_on_the_way_to_otlp() -> None:
     assert math.isclose(spread.sum, 1000.304)
 
 
-def test_labels_without_a_value_and_their_dots_are_those_of_the_conventions() -> None:
+def test_labels_follow_the_semantic_conventions() -> None:
     registry = CollectorRegistry()
     histogram(catalog.REQUEST_DURATION, registry).labels("text_completion", "eyas", "m", "").observe(1)
     [metric] = converted(registry.collect(), 1, 2)

@@ -96,7 +96,7 @@ def test_models_of_a_router_are_read(tmp_path: Path) -> None:
         (VerifierConfig, "a: [", "cannot read config"),
     ],
 )
-def test_a_wrong_file_says_what_is_wrong(tmp_path: Path, kind: type, text: str, message: str) -> None:
+def test_a_wrong_file_is_explained(tmp_path: Path, kind: type, text: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         load(kind, written(tmp_path, text))
 
@@ -111,7 +111,7 @@ def test_a_wrong_file_says_what_is_wrong(tmp_path: Path, kind: type, text: str, 
         ("server.port=[", r"server\.port"),
     ],
 )
-def test_a_wrong_assignment_says_what_is_wrong(tmp_path: Path, assignment: str, message: str) -> None:
+def test_a_wrong_assignment_is_explained(tmp_path: Path, assignment: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         load(VerifierConfig, written(tmp_path, VERIFIER), [assignment])
 

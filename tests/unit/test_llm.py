@@ -36,7 +36,7 @@ def test_speculative_results_equal_plain_ones(plain: LLM, speculative: LLM, samp
         assert one.stats.num_drafted == 0
 
 
-def test_a_stop_string_cuts_the_text_and_keeps_the_token_that_completes_it(plain: LLM, speculative: LLM) -> None:
+def test_a_stop_string_cuts_text_but_keeps_its_last_token(plain: LLM, speculative: LLM) -> None:
     whole = plain.generate(PROMPTS[0], GREEDY)[0]
     stop = whole.text[8:13]
     results = [
@@ -56,7 +56,7 @@ def test_token_ids_and_text_mean_the_same(plain: LLM) -> None:
     assert plain.generate(np.array(by_text[0].prompt_token_ids), GREEDY)[0].token_ids == by_text[0].token_ids
 
 
-def test_a_result_tells_what_the_prefix_cache_spared(speculative: LLM) -> None:
+def test_a_result_reports_cached_prompt_tokens(speculative: LLM) -> None:
     first = speculative.generate("import sys\n\nclass Tree:", GREEDY)[0]
     turn = [*first.prompt_token_ids, *first.token_ids, 282]
     second = speculative.generate([turn], GREEDY)[0]
@@ -109,7 +109,7 @@ def test_an_interruption_leaves_nothing_behind(speculative: LLM, monkeypatch: py
     assert [r.token_ids for r in speculative.generate(PROMPTS, GREEDY)] == [r.token_ids for r in expected]
 
 
-def test_what_cannot_be_loaded_is_named(tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_unloadable_weights_are_named(tmp_path_factory: pytest.TempPathFactory) -> None:
     for error, reason, options in (
         (CheckpointError, "no checkpoint folder", {"model": "./nowhere"}),
         (ConfigError, "needs a draft head", {"model": TARGET, "method": "eagle3"}),

@@ -94,7 +94,7 @@ def test_an_error_crosses_the_wire_with_its_kind_and_message(raised: EyasError, 
 
 
 @pytest.mark.parametrize("seconds", [None, 1.25])
-def test_an_overloaded_service_says_when_to_try_again(seconds: float | None) -> None:
+def test_an_overloaded_service_returns_retry_after(seconds: float | None) -> None:
     async def check(server: RpcServer, address: str, channel: grpc.aio.Channel) -> None:
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await draft_pb2_grpc.DraftStub(channel).Describe(draft_pb2.DescribeRequest())
@@ -106,7 +106,7 @@ def test_an_overloaded_service_says_when_to_try_again(seconds: float | None) -> 
     with_server(check, Overloaded("full", seconds))
 
 
-def test_an_unforeseen_error_tells_the_log_and_not_the_client(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_unexpected_error_is_logged_but_hidden_from_clients(caplog: pytest.LogCaptureFixture) -> None:
     async def check(server: RpcServer, address: str, channel: grpc.aio.Channel) -> None:
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await draft_pb2_grpc.DraftStub(channel).Describe(draft_pb2.DescribeRequest())
@@ -127,7 +127,7 @@ def test_a_peer_that_is_away_is_unavailable() -> None:
     with_server(check)
 
 
-def test_health_follows_the_server_and_watchers_do_not_delay_its_stop() -> None:
+def test_health_follows_the_server_and_watches_do_not_delay_stop() -> None:
     async def check(server: RpcServer, address: str, channel: grpc.aio.Channel) -> None:
         status, stub = health_pb2.HealthCheckResponse, health_pb2_grpc.HealthStub(channel)
         listed = await stub.List(health_pb2.HealthListRequest())
@@ -165,7 +165,7 @@ def test_a_port_in_use_is_a_clear_mistake() -> None:
     with_server(check)
 
 
-def test_what_would_outlast_any_grace_is_ended_before_the_stop() -> None:
+def test_long_requests_are_cancelled_before_the_grace_period() -> None:
     async def check(server: RpcServer, address: str, channel: grpc.aio.Channel) -> None:
         ended = asyncio.Event()
 

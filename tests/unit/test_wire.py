@@ -136,7 +136,7 @@ def test_a_zero_temperature_is_not_mistaken_for_an_unset_one() -> None:
         GenerateCall(Request("r", (1,), SamplingParams(max_tokens=2**40))),
     ],
 )
-def test_what_does_not_fit_the_wire_is_an_invalid_request(call: GenerateCall) -> None:
+def test_values_beyond_the_wire_types_are_invalid_requests(call: GenerateCall) -> None:
     with pytest.raises(InvalidRequest, match="'r' holds a value that cannot be sent"):
         wire.call_to_message(call)
 
@@ -147,7 +147,7 @@ def test_an_unknown_finish_reason_is_refused() -> None:
         wire.chunk_from_message(message)
 
 
-def test_an_unknown_way_of_proposing_is_refused() -> None:
+def test_an_unknown_proposal_mode_is_refused() -> None:
     message = draft_pb2.SpeculateRequest(commits=[draft_pb2.Commit(session="a", proposal=9)])  # type: ignore[arg-type]
     with pytest.raises(InvalidRequest, match="proposal is 9"):
         draft_wire.draft_request_from_message(message)

@@ -70,7 +70,7 @@ def test_mounts_and_volumes_belong_together(name: str) -> None:
 
 
 @each_rendering
-def test_what_processes_write_goes_where_they_may_write(name: str) -> None:
+def test_processes_write_only_to_writable_volumes(name: str) -> None:
     for place, container in containers(rendered(name)):
         writable = [mount["mountPath"] for mount in container["volumeMounts"] if not mount.get("readOnly")]
         folders = [item["value"] for item in container["env"] if item["name"] in ("HOME", "HF_HOME")]
@@ -96,7 +96,7 @@ def paths(node: Any) -> list[str]:
 
 
 @each_rendering
-def test_what_arguments_name_is_in_the_environment(name: str) -> None:
+def test_arguments_refer_to_existing_environment_variables(name: str) -> None:
     injected = {"LWS_WORKER_INDEX", "LWS_GROUP_SIZE", "LWS_LEADER_ADDRESS"} if "multinode" in name else set()
     for place, container in containers(rendered(name)):
         known = set(injected)
@@ -147,7 +147,7 @@ def configs(name: str) -> dict[str, Any]:
 
 
 @each_rendering
-def test_tokens_of_the_api_server_go_to_those_who_ask_it_alone(name: str) -> None:
+def test_api_server_tokens_are_mounted_only_where_needed(name: str) -> None:
     asking = {"router", "verifier"} if "kubernetes discovery" in name else set()
     for _, pod in pod_templates(rendered(name)):
         if pod["spec"].get("automountServiceAccountToken"):

@@ -96,7 +96,7 @@ def test_names_can_be_looked_up(name: str) -> None:
         assert not policies or component == "redis" or 53 in open_ports, component
 
 
-def test_metrics_are_for_those_who_are_named() -> None:
+def test_metrics_are_served_only_to_allowed_clients() -> None:
     scraper: Object = {"metadata": {"labels": {"app": "prometheus"}}}
     for component, pod in pods_of("host path").items():
         if component != "redis":

@@ -60,7 +60,7 @@ def next_chart(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("values", VALUES, ids=lambda file: file.stem)
-def test_an_upgrade_keeps_what_cannot_change(values: Path, next_chart: Path) -> None:
+def test_an_upgrade_keeps_immutable_fields(values: Path, next_chart: Path) -> None:
     before = parts(template("--values", str(values)))
     after = parts(template("--values", str(values), *settings(CHANGES)))
     later = parts(render_from(next_chart, values))

@@ -20,7 +20,7 @@ each_file = pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
 
 
 @each_file
-def test_images_are_pinned_and_run_as_nobody_in_particular(file: Path) -> None:
+def test_images_are_pinned_and_run_as_non_root(file: Path) -> None:
     assert of(file, "ARG")[0].startswith("BASE="), "the base can be chosen"
     assert all(text.startswith("${BASE}") for text in of(file, "FROM"))
     installs = [text for text in of(file, "RUN") if " pip install" in text]
@@ -33,7 +33,7 @@ def test_images_are_pinned_and_run_as_nobody_in_particular(file: Path) -> None:
 
 
 @each_file
-def test_what_is_copied_is_there_and_not_ignored(file: Path) -> None:
+def test_copied_files_exist_and_are_not_ignored(file: Path) -> None:
     rules = [line for line in (ROOT / ".dockerignore").read_text().splitlines() if line and not line.startswith("#")]
     allowed = [rule[1:] for rule in rules if rule.startswith("!")]
     for source in [source for text in of(file, "COPY") for source in sources(text)]:
@@ -71,7 +71,7 @@ def test_every_service_has_an_image() -> None:
     }
 
 
-def test_a_missing_container_engine_is_said(tmp_path: Path) -> None:
+def test_a_missing_container_engine_is_reported(tmp_path: Path) -> None:
     bash = "/bin/bash"
     folder = tmp_path / "bin"
     folder.mkdir()

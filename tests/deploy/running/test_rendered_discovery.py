@@ -16,7 +16,7 @@ SAMPLING = SamplingParams(max_tokens=32, temperature=0.8, ignore_eos=True, seed=
 SETTINGS = ("discovery.kind=kubernetes", "redis.kind=none")
 
 
-def test_pods_without_redis_find_one_another_and_leave_who_is_not_ready(tmp_path: Path) -> None:
+def test_pods_without_redis_discover_only_ready_pods(tmp_path: Path) -> None:
     objects = template("--values", str(CHART / "values" / "cpu-demo.yaml"), *settings(SETTINGS))
     node = Node(objects, tmp_path)
     with control_plane(node) as api, started(node):

@@ -47,7 +47,7 @@ async def lease_survives(url: str, client: Redis) -> None:
     await registry.close()
 
 
-def test_a_redis_full_of_sessions_forgets_those_and_keeps_leases(tmp_path: Path) -> None:
+def test_a_full_redis_evicts_sessions_and_keeps_leases(tmp_path: Path) -> None:
     port = free_port()
     command = [executable, *rendered_arguments(tmp_path, port, "4mb")]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)

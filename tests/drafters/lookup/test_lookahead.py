@@ -39,7 +39,7 @@ def test_row_0_is_a_chain_and_each_column_hangs_from_its_cell() -> None:
     assert second.depth <= 3 + 2
 
 
-def test_what_the_target_drew_anywhere_becomes_a_guess_behind_its_first_token() -> None:
+def test_target_ngrams_become_guesses_after_their_first_token() -> None:
     lookahead, tokens = drafter(window=3, ngram=3), [30, 31, 32, 33]
     tree = propose(lookahead, tokens)
     assert tree.tokens == (33, 30, 31, 32)

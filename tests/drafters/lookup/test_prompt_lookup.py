@@ -23,14 +23,14 @@ def naive_occurrences(tokens: list[int], shortest: int, longest: int, most: int)
 
 
 @given(st.lists(st.integers(0, 3), min_size=1, max_size=60), st.integers(1, 3), st.integers(0, 3), st.integers(1, 9))
-def test_occurrences_are_those_of_the_obvious_search(tokens: list[int], shortest: int, more: int, most: int) -> None:
+def test_occurrences_equal_a_naive_search(tokens: list[int], shortest: int, more: int, most: int) -> None:
     index = NgramIndex(shortest, shortest + more)
     for cut in range(0, len(tokens), 7):
         index.extend(tokens[cut : cut + 7])
     assert index.occurrences(most) == naive_occurrences(tokens, shortest, shortest + more, most)
 
 
-def test_confidence_counts_how_often_the_longest_match_foretold_the_next_token() -> None:
+def test_confidence_is_the_hit_rate_of_the_longest_match() -> None:
     steady, erratic = NgramIndex(1, 2), NgramIndex(1, 2)
     steady.extend([1, 2, 3] * 20)
     erratic.extend([1, 2, 3, 1, 2, 4, 1, 2, 5, 1, 2, 6, 1, 2, 7, 1, 2, 8])
@@ -48,7 +48,7 @@ def propose(prompt_lookup: PromptLookupDrafter, tokens: list[int], budget: TreeB
     return draft
 
 
-def test_matches_that_begin_alike_share_nodes_and_the_longer_one_comes_first() -> None:
+def test_matches_with_a_common_prefix_share_nodes_longest_first() -> None:
     tokens = [1, 2, 3, 4, 9, 7, 2, 3, 4, 5, 0, 0, 1, 2, 3]
     tree = propose(drafter(shortest=2), tokens, TreeBudget(24, 2))
     assert set(zip(tree.parents[1:], tree.tokens[1:], strict=True)) == {(0, 4), (1, 9), (1, 5)}
@@ -56,7 +56,7 @@ def test_matches_that_begin_alike_share_nodes_and_the_longer_one_comes_first() -
     assert narrow.tokens == (3, 4, 9), "the match of three tokens beats the later one of two"
 
 
-def test_scores_never_grow_along_a_path_and_stay_within_the_budget() -> None:
+def test_scores_never_grow_along_a_path_within_the_node_limit() -> None:
     tokens = [1, 2, 1, 3, 1, 2, 2, 1, 1, 2, 3, 1, 2, 1, 2]
     for budget in (TreeBudget(24, 5), TreeBudget(4, 5), TreeBudget(24, 1)):
         tree = propose(drafter(), tokens, budget)
@@ -64,7 +64,7 @@ def test_scores_never_grow_along_a_path_and_stay_within_the_budget() -> None:
         assert all(tree.log_probs[node] <= tree.log_probs[tree.parents[node]] for node in range(len(tree)))
 
 
-def test_sessions_beyond_the_bound_give_way_and_what_never_fits_sleeps() -> None:
+def test_sessions_over_the_limit_are_evicted_or_stay_dormant() -> None:
     lookup = drafter(num_tokens=100)
     lookup.propose([commit("old", [1, 2] * 20), commit("new", [1, 2] * 20)])
     lookup.propose([commit("huge", [1, 2] * 60)])
@@ -74,7 +74,7 @@ def test_sessions_beyond_the_bound_give_way_and_what_never_fits_sleeps() -> None
     assert lookup.propose([commit("new", [1, 2] * 21, base=40)]) == [ResyncRequired("new", 0, 0)]
 
 
-def test_a_sleeping_session_is_woken_when_there_is_room() -> None:
+def test_a_dormant_session_is_resumed_when_slots_are_free() -> None:
     lookup = drafter(num_tokens=100)
     lookup.propose([commit("a", [1, 2] * 20), commit("b", [1, 2] * 20), commit("c", [1, 2] * 20)])
     assert lookup.propose([commit("c", [1, 2] * 21, base=40)]) == [DraftTree.root_only(2)]

@@ -66,7 +66,7 @@ def propose(drafter: LocalDrafter, tokens: list[int], noise: NoiseKey = GREEDY, 
     return draft
 
 
-def test_the_longest_end_counts_and_of_its_continuations_the_most_frequent(target: str, tmp_path: Path) -> None:
+def test_the_longest_suffix_wins_then_its_commonest_continuation(target: str, tmp_path: Path) -> None:
     corpus = [[3, 5, 6, 7], [3, 5, 6, 7], [3, 5, 6, 8], *[[4, 5, 6, 9]] * 9]
     drafter = build(target, write_datastore(Path(target), corpus, tmp_path / "store"))
     assert propose(drafter, [3, 5, 6], nodes=2).tokens == (6, 7)
@@ -82,7 +82,7 @@ def test_a_document_ends_where_it_ends(target: str, tmp_path: Path) -> None:
     assert propose(drafter, [6, 7]).tokens == (7, 8, 9)
 
 
-def test_the_likeliest_child_follows_the_targets_noise_in_law(target: str, tmp_path: Path) -> None:
+def test_the_first_child_follows_the_target_noise_statistically(target: str, tmp_path: Path) -> None:
     """Over many seeds the best child is drawn from the frequencies, as the target would draw from them."""
     corpus = [*[[3, 4, 5]] * 3, [3, 4, 6]]
     store = write_datastore(Path(target), corpus, tmp_path / "store")
@@ -96,7 +96,7 @@ def test_the_likeliest_child_follows_the_targets_noise_in_law(target: str, tmp_p
     assert all(propose(plain, [3, 4], NoiseKey(seed, 1.0), nodes=2).tokens[1] == 5 for seed in range(20))
 
 
-def test_frequencies_take_the_noise_as_it_is_until_its_scale_is_found(target: str, tmp_path: Path) -> None:
+def test_frequencies_use_unscaled_noise_until_calibrated(target: str, tmp_path: Path) -> None:
     store = write_datastore(Path(target), [*[[3, 4, 5, 7]] * 3, [3, 4, 6]], tmp_path / "store")
     found, plain = build(target, store, noise_scale=0.0), build(target, store)
     for seed in range(8):
@@ -133,7 +133,7 @@ def test_the_scale_of_the_noise_is_found_while_serving(target: str, tmp_path: Pa
     assert drafter._scale.value(0.3) == 1.0, "nothing was seen at this temperature"
 
 
-def test_what_the_corpus_does_not_know_says_nothing_of_the_scale(target: str, tmp_path: Path) -> None:
+def test_unknown_text_does_not_change_the_calibration(target: str, tmp_path: Path) -> None:
     drafter = build(target, write_datastore(Path(target), [[3, 4, 5], [3, 4, 6]], tmp_path / "store"), noise_scale=0.0)
     assert isinstance(drafter, RestDrafter)
     for token, count in ((9, 0), (5, 1)):
@@ -143,7 +143,7 @@ def test_what_the_corpus_does_not_know_says_nothing_of_the_scale(target: str, tm
         drafter._scale._round = 0  # type: ignore[attr-defined]
 
 
-def test_another_tokenizer_or_vocabulary_is_refused_with_the_reason(target: str, tmp_path: Path) -> None:
+def test_another_tokenizer_or_vocabulary_is_refused(target: str, tmp_path: Path) -> None:
     store = write_datastore(Path(target), [[3, 4, 5]], tmp_path / "store")
     write_tokenizer(Path(target), vocab_size=47)
     with pytest.raises(CheckpointError, match="written with another tokenizer"):

@@ -103,7 +103,7 @@ def rows_once_settled(engine: Engine, passes: PricedPasses, expected: dict[str, 
 
 
 @pytest.mark.parametrize(("row", "least", "most"), [(0.0, 1.5, 10.0), (100.0, 0.5, 1.2)])
-def test_dear_rows_end_drafting_and_free_ones_do_not_and_the_output_is_plain_decodings(
+def test_costly_rows_stop_drafting_and_free_rows_do_not(
     row: float, least: float, most: float, tiny_target: str, expected: dict[str, list[int]]
 ) -> None:
     target = load_target(tiny_target)
@@ -112,7 +112,7 @@ def test_dear_rows_end_drafting_and_free_ones_do_not_and_the_output_is_plain_dec
     assert least < rows_once_settled(priced_engine(target, drafter, passes), passes, expected) < most
 
 
-def test_useless_drafts_are_asked_for_no_longer(tiny_target: str, expected: dict[str, list[int]]) -> None:
+def test_useless_drafts_are_no_longer_requested(tiny_target: str, expected: dict[str, list[int]]) -> None:
     target = load_target(tiny_target)
     passes = PricedPasses(target, 0.1)
     engine = priced_engine(target, RandomDrafter(48), passes)
@@ -120,7 +120,7 @@ def test_useless_drafts_are_asked_for_no_longer(tiny_target: str, expected: dict
     assert engine.load.tree_nodes == 1
 
 
-def test_the_budget_hears_of_requests_that_decode_without_trees(tiny_target: str, expected: dict[str, list[int]]) -> None:
+def test_the_budget_sees_requests_without_trees(tiny_target: str, expected: dict[str, list[int]]) -> None:
     target, notes = load_target(tiny_target), Notes()
     assert run(priced_engine(target, HardOfHearing(48), PricedPasses(target, 1.0), notes)) == expected
     assert (("0",), 3) in notes.asked

@@ -5,10 +5,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from eyas.engine.draft_budget import LEARNING_SHARE, AdaptiveDraftBudget
-from tests.engine.budget.world import NODES, World, usual
+from tests.engine.budget.simulation import NODES, World, usual
 
 
-def test_free_rows_give_the_whole_tree_and_dear_ones_none() -> None:
+def test_free_rows_give_the_whole_tree_and_costly_rows_none() -> None:
     for row, expected in ((0.0, NODES), (10.0, 1)):
         world = World(row=row)
         chosen = world.run(AdaptiveDraftBudget(NODES), 400)[-128:]
@@ -16,7 +16,7 @@ def test_free_rows_give_the_whole_tree_and_dear_ones_none() -> None:
         assert len([nodes for nodes in chosen if nodes != expected]) <= 5, "but for what serves to learn"
 
 
-def test_a_slow_drafter_is_not_asked_and_is_asked_again_once_it_is_fast() -> None:
+def test_a_slow_drafter_is_skipped_until_it_is_fast_again() -> None:
     world = World(draft=20.0)
     budget = AdaptiveDraftBudget(NODES)
     assert usual(world.run(budget, 300)[-100:]) == 1
@@ -24,7 +24,7 @@ def test_a_slow_drafter_is_not_asked_and_is_asked_again_once_it_is_fast() -> Non
     assert usual(world.run(budget, 2000)[-100:]) == NODES
 
 
-def test_what_a_drafter_has_to_catch_up_on_is_no_cost_of_each_draft() -> None:
+def test_catch_up_work_is_not_counted_as_draft_cost() -> None:
     world = World(row=10.0)
     budget = AdaptiveDraftBudget(NODES)
     assert usual(world.run(budget, 300)[-100:]) == 1
@@ -32,7 +32,7 @@ def test_what_a_drafter_has_to_catch_up_on_is_no_cost_of_each_draft() -> None:
     assert usual(world.run(budget, 6000)[-100:]) > 4
 
 
-def test_a_drafter_that_answers_no_more_is_not_waited_for_and_is_found_when_it_is_back() -> None:
+def test_a_silent_drafter_is_not_awaited_until_it_answers_again() -> None:
     world = World(draft=0.2, row=0.01)
     budget = AdaptiveDraftBudget(NODES)
     assert usual(world.run(budget, 300)[-100:]) > 4
@@ -46,9 +46,7 @@ def test_a_drafter_that_answers_no_more_is_not_waited_for_and_is_found_when_it_i
 @given(
     st.floats(0, 0.5), st.floats(0, 3), st.floats(0.05, 0.95), st.sampled_from([1, 4, 16]), st.integers(0, 9)
 )  # fmt: skip
-def test_speculation_costs_no_more_than_it_gives_but_for_what_serves_to_learn(
-    row: float, draft: float, right: float, batch: int, seed: int
-) -> None:
+def test_speculation_costs_no_more_than_it_saves(row: float, draft: float, right: float, batch: int, seed: int) -> None:
     world = World(row=row, draft=draft, right=right, batch=batch)
     budget = AdaptiveDraftBudget(NODES)
     world.run(budget, 100, seed)
@@ -93,7 +91,7 @@ def test_more_sequences_have_smaller_trees_where_rows_cost() -> None:
     assert (sizes[0] > 4, sizes[-1]) == (True, 1)
 
 
-def test_no_more_is_chosen_than_a_step_has_room_for() -> None:
+def test_chosen_trees_fit_the_row_limit_of_a_step() -> None:
     world = World()
     budget = AdaptiveDraftBudget(NODES)
     assert set(world.run(budget, 100, most=3)) <= {1, 2, 3}

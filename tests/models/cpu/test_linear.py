@@ -13,7 +13,7 @@ pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason
 
 @pytest.mark.parametrize("sizes", [(32, 48), (256, 512), (256, 4096), (7, 3)])
 @pytest.mark.parametrize("bias", [False, True], ids=["bare", "biased"])
-def test_packed_layers_give_what_they_gave_before(sizes: tuple[int, int], bias: bool) -> None:
+def test_packed_layers_give_equal_results(sizes: tuple[int, int], bias: bool) -> None:
     torch.manual_seed(0)
     layer = nn.Linear(*sizes, bias=bias)
     rows = [torch.randn(*shape, sizes[0]) for shape in ((1,), (2,), (1, 9), (1, 64), (3, 5), (0,), (1, 0))]
@@ -65,7 +65,7 @@ class Attention(nn.Module):
 
 
 @pytest.mark.parametrize("bias", [False, True], ids=["bare", "biased"])
-def test_siblings_are_one_product_and_give_what_they_gave_before(bias: bool) -> None:
+def test_merged_siblings_give_equal_results(bias: bool) -> None:
     torch.manual_seed(0)
     layer = Attention(256, bias)
     inputs = [torch.randn(*shape, 256) for shape in ((1,), (1, 9), (1, 64), (1, 0))]
@@ -77,7 +77,7 @@ def test_siblings_are_one_product_and_give_what_they_gave_before(bias: bool) -> 
             torch.testing.assert_close(layer(x), before, rtol=1e-4, atol=1e-5)
 
 
-def test_siblings_that_are_asked_for_other_rows_answer_for_these() -> None:
+def test_merged_siblings_accept_other_inputs() -> None:
     """Whatever the order: nothing of earlier rows is left."""
     layer = Attention(256)
     rows, others = torch.randn(2, 3, 256)
@@ -89,7 +89,7 @@ def test_siblings_that_are_asked_for_other_rows_answer_for_these() -> None:
                 torch.testing.assert_close(getattr(layer, name)(x), before[place], rtol=1e-4, atol=1e-5)
 
 
-def test_siblings_of_which_a_rank_holds_a_part_are_joined_as_large_as_they_are() -> None:
+def test_sharded_siblings_merge_with_their_local_sizes() -> None:
     """What their construction said of their sizes is no longer true then."""
     layer, rows = Attention(1024), torch.randn(3, 1024)
     expected = [part.detach().chunk(2, -1)[0] for part in layer(rows)]

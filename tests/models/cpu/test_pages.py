@@ -59,5 +59,5 @@ def test_weights_lie_on_huge_pages(packed: bool) -> None:
     torch.testing.assert_close(layer(torch.ones(2, 1024)), before, rtol=1e-4, atol=1e-4)
 
 
-def test_what_has_no_memory_is_passed_over() -> None:
+def test_cards_without_memory_are_skipped() -> None:
     to_huge_pages([torch.empty(0, 4), torch.empty(4, 4, device="meta")])

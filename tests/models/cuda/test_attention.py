@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from eyas.models import attention
 from eyas.models.cuda.metadata import Tiling, bucket_shape, lay_out, num_wanted, tight_shape, upload, view
 from eyas.models.inputs import PackedInputs, Segment, pack
-from tests.models.cuda.forests import Heads, make_pass, make_pools, naive, num_slots, passes, scaling_of
+from tests.models.cuda.random_passes import Heads, make_pass, make_pools, naive, num_slots, passes, scaling_of
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 HEADS = st.sampled_from([Heads(4, 2, 16), Heads(3, 1, 8), Heads(2, 2, 24), Heads(14, 2, 16)])
@@ -88,7 +88,7 @@ def test_half_precision_sums_in_float32(dtype: torch.dtype, heads: Heads) -> Non
 
 
 @pytest.mark.parametrize("packing", [plainly, tightly])
-def test_what_is_no_number_reaches_only_those_who_see_it(packing: Packing) -> None:
+def test_nan_reaches_only_the_rows_that_attend_to_it(packing: Packing) -> None:
     heads, sizes = Heads(4, 2, 16), [(True, 2, 9), (False, 2, 14), (True, 3, 11)]
     segments = make_pass(sizes)
     pools = make_pools(num_slots(sizes), heads, 0, torch.float32)

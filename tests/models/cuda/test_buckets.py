@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from eyas.models.cuda.graphs import SPARE_LOGITS, choose_bucket, row_buckets
 from eyas.models.cuda.metadata import Tiling, bucket_shape, fixed_words, lay_out, mask_words, tight_shape
 from eyas.models.inputs import Segment
-from tests.models.cuda.forests import passes
+from tests.models.cuda.random_passes import passes
 
 
 def test_buckets_are_few_and_end_with_the_most() -> None:
@@ -32,7 +32,7 @@ def test_a_pass_takes_the_smallest_bucket_that_holds_it(most: int, rows: int) ->
     assert chosen == min((b for b in buckets if b >= rows), default=None)
 
 
-def test_long_prompts_are_not_padded_to_a_graph_that_computes_all_their_logits() -> None:
+def test_long_prompts_are_not_padded_to_an_all_logits_graph() -> None:
     buckets = row_buckets(1024)
     assert choose_bucket(buckets, 512, 1) is None
     assert choose_bucket(buckets, SPARE_LOGITS, 1) == SPARE_LOGITS

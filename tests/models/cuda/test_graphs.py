@@ -23,7 +23,7 @@ from eyas.models.target import TargetModel, TargetOutput, load_target
 from eyas.request import Request, SamplingParams
 from tests import reference
 from tests.engine.drafters import RandomDrafter
-from tests.models.cuda.forests import make_pass
+from tests.models.cuda.random_passes import make_pass
 from tests.tiny import write_target
 
 TILING = Tiling(heads_per_kv=2, num_kv=2, num_processors=4)
@@ -85,7 +85,7 @@ def check_passes(target: TargetModel, runner: GraphRunner, pools: KVCache, fores
             torch.testing.assert_close(ours[:NUM_SLOTS], theirs[:NUM_SLOTS], atol=2e-5, rtol=2e-5)
 
 
-def test_every_row_count_from_bucket_to_bucket_gives_the_plain_logits(
+def test_every_row_count_between_buckets_gives_the_plain_logits(
     target: TargetModel, runner: GraphRunner, pools: KVCache
 ) -> None:
     check_passes(target, runner, pools, [make_pass([(True, rows, 9)], seed=rows) for rows in (1, 2, 3, 8, 9, 16, 17, 32)])
@@ -113,13 +113,13 @@ def test_a_model_that_cannot_be_captured_is_refused_by_name(target: TargetModel,
         GraphRunner(KernelRunner(target, TILING, pools.scratch), pools, LIMITS, fail)
 
 
-def test_the_kernel_says_which_heads_it_lacks(target: TargetModel, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_kernel_names_unsupported_head_sizes(target: TargetModel, monkeypatch: pytest.MonkeyPatch) -> None:
     assert not what_kernel_lacks(target)
     monkeypatch.setitem(target.__dict__, "kv_shapes", [(2, 512)])
     assert "512 wide" in what_kernel_lacks(target)
 
 
-def test_the_engine_says_the_same_through_padded_passes(
+def test_padded_passes_do_not_change_the_output(
     folder: str, target: TargetModel, runner: GraphRunner, pools: KVCache
 ) -> None:
     passes = ModelRunner(target, pools, None, runner)

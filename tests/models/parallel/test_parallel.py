@@ -128,7 +128,7 @@ def engine_of(parts: Shared, target: str, head: str, drafter: str) -> Engine:
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
-def test_shared_targets_say_what_the_plain_loop_says(size: int, target: str, head: str) -> None:
+def test_sharded_targets_equal_the_plain_loop(size: int, target: str, head: str) -> None:
     expected = {r.id: reference.generate(target, list(r.prompt_ids), r.sampling) for r in requests()}
     with shared(size, target, head) as parts:
         assert parts.model.kv_shapes == [(max(1, 2 // size), 4)] * 4
@@ -150,7 +150,7 @@ def check_features(parts: Shared, target: str) -> None:
     torch.testing.assert_close(outputs[0].logits, outputs[1].logits)
 
 
-def test_a_rank_that_dies_is_noticed_while_idle_and_ends_every_step(target: str, head: str) -> None:
+def test_a_dead_rank_is_noticed_while_idle_and_fails_every_step(target: str, head: str) -> None:
     with shared(2, target, head) as parts:
         reasons: SimpleQueue[str] = SimpleQueue()
         parts.ranks.watch(reasons.put)
@@ -184,7 +184,7 @@ def test_a_step_that_rank_0_does_not_finish_loses_the_ranks(target: str, head: s
         assert process.exitcode == -signal.SIGALRM, "a rank that is caught in a sum does not outlive its link"
 
 
-def test_an_llm_over_two_processes_says_what_one_says() -> None:
+def test_an_llm_over_two_processes_equals_one_process() -> None:
     results = []
     for size in (1, 2):
         config = EngineConfig(max_kv_tokens=512, tensor_parallel_size=size)
@@ -205,7 +205,7 @@ def test_ranks_that_cannot_share_the_heads_are_refused(heads: int, kv_heads: int
 
 
 @given(st.integers(1, 16), st.integers(1, 16), st.integers(1, 3))
-def test_every_rank_has_the_key_value_heads_that_its_query_heads_read(size: int, kv_heads: int, more: int) -> None:
+def test_every_rank_has_the_kv_heads_of_its_query_heads(size: int, kv_heads: int, more: int) -> None:
     group = more * size // math.gcd(size, kv_heads)
     heads = torch.arange(kv_heads).repeat_interleave(group)  # what each query head reads
     for rank in range(size):

@@ -64,7 +64,7 @@ def follow(folders: list[str], place: RankInfo) -> None:
     follower.leave()
 
 
-def test_shared_families_equal_the_whole_model(tmp_path: Path) -> None:
+def test_sharded_families_equal_the_whole_model(tmp_path: Path) -> None:
     folders = []
     for name, config in FAMILIES.items():
         torch.manual_seed(1)

@@ -35,7 +35,7 @@ from eyas.models.workers import InitKVCache, RankInfo, TargetWorkers, lead, orde
 from eyas.request import Request, SamplingParams
 from tests import reference
 from tests.engine.drafters import RandomDrafter
-from tests.models.cuda.forests import Heads, make_pools, passes, scaling_of
+from tests.models.cuda.random_passes import Heads, make_pools, passes, scaling_of
 from tests.tiny import write_target
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -83,7 +83,7 @@ def make_engine(ranks: TargetWorkers, target: TargetModel, notes: Path) -> Engin
     return Engine(scheduler, DraftManager(RandomDrafter(48), runner, "match"), runner, 256)
 
 
-def test_ranks_agree_on_buckets_and_say_what_the_plain_loop_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_agree_on_buckets_and_equal_the_plain_loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("eyas.models.workers._STOP_SECONDS", 100)
     folder, notes = str(write_target(tmp_path / "target", layers=1)), tmp_path / "notes"
     notes.mkdir()
@@ -123,7 +123,7 @@ def check_notes(ours: list[str], theirs: list[str]) -> None:
     window=st.sampled_from([None, 5]),
     size=st.sampled_from([2, 4]),
 )
-def test_the_kernel_on_a_share_of_heads_equals_plain_attention_on_all(
+def test_the_kernel_on_sharded_heads_equals_plain_attention(
     segments: list[Segment], heads: Heads, window: int | None, size: int
 ) -> None:
     scratch, rows = sum(len(s.tokens) + len(s.prefix) for s in segments), sum(len(s.tokens) for s in segments)
@@ -145,7 +145,7 @@ def test_the_largest_plan_fits_into_an_order(tiny_target: str) -> None:
     assert order_from_bytes(order_to_bytes(InitKVCache(8, plan))) == InitKVCache(8, plan)
 
 
-def test_a_rank_that_lacks_what_rank_0_planned_says_so(tiny_target: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_without_the_buckets_of_rank_0_reports_it(tiny_target: str, monkeypatch: pytest.MonkeyPatch) -> None:
     target = load_target(tiny_target)
     monkeypatch.setitem(target.__dict__, "kv_shapes", [(2, 512)])
     pools = KVCache(8, [(2, 8)], 0, target.dtype, target.device)

@@ -54,7 +54,7 @@ def by_http(application: RayApplication, headers: Mapping[str, str]) -> None:
     assert httpx.post(f"{application.http}/v1/completions", json=body, headers=headers, timeout=60).status_code == 200
 
 
-def test_both_doors_say_what_plain_decoding_says(application: RayApplication, asked: list[Asked]) -> None:
+def test_http_and_grpc_output_equals_plain_decoding(application: RayApplication, asked: list[Asked]) -> None:
     for one in asked[:2]:
         outs = [generate(application.grpc, one.prompt, one.sampling, drafter) for drafter in ("", NO_DRAFTER)]
         assert [tuple(out.token_ids) for out in outs] == [one.expected] * 2
@@ -70,13 +70,13 @@ def test_both_doors_say_what_plain_decoding_says(application: RayApplication, as
         assert streamed.text.endswith("data: [DONE]\n\n")
 
 
-def test_a_refused_request_bears_the_status_of_its_error(application: RayApplication) -> None:
+def test_a_rejected_request_has_the_status_of_its_error(application: RayApplication) -> None:
     with pytest.raises(InvalidRequest, match="temperature is -1"):
         generate(application.grpc, "a", SamplingParams(temperature=-1.0))
     assert httpx.post(f"{application.http}/v1/completions", json={"prompt": "a", "n": 0}).status_code == 400
 
 
-def test_a_refusal_at_the_grpc_door_says_when_to_try_again(application: RayApplication) -> None:
+def test_a_grpc_rejection_carries_retry_after(application: RayApplication) -> None:
     """Serve itself keeps metadata of errors to itself."""
     refused = threading.Event()
 
@@ -96,7 +96,7 @@ def test_a_refusal_at_the_grpc_door_says_when_to_try_again(application: RayAppli
 
 
 @pytest.mark.parametrize("door", [by_grpc, by_http])
-def test_a_request_is_one_trace_from_its_client_through_all_services(
+def test_a_request_is_one_trace_through_all_services(
     application: RayApplication, door: Callable[[RayApplication, Mapping[str, str]], None]
 ) -> None:
     trace = uuid.uuid4().hex
@@ -113,7 +113,7 @@ def test_a_request_is_one_trace_from_its_client_through_all_services(
     assert {span.service for span in ours()} == SERVICES
 
 
-def test_clients_that_leave_the_grpc_door_take_their_requests_with_them(application: RayApplication) -> None:
+def test_grpc_clients_that_disconnect_cancel_their_requests(application: RayApplication) -> None:
     def leave(after: int) -> int:
         enough = [lambda out: len(out.chunks) > after, lambda out: len(out.chunks) > after and busy(application)]
         return len(generate(application.grpc, "def f():", ENDLESS, enough=enough[after % 2]).token_ids)
@@ -124,7 +124,7 @@ def test_clients_that_leave_the_grpc_door_take_their_requests_with_them(applicat
     assert application.ready()
 
 
-def test_a_client_that_leaves_the_http_door_takes_its_request_with_it(application: RayApplication) -> None:
+def test_an_http_client_that_disconnects_cancels_its_request(application: RayApplication) -> None:
     body = {"prompt": "def f():", "max_tokens": ENDLESS.max_tokens, "ignore_eos": True, "stream": True}
     with httpx.stream("POST", f"{application.http}/v1/completions", json=body, timeout=60) as answer:
         events = answer.iter_lines()
@@ -138,9 +138,7 @@ def busy(application: RayApplication) -> int:
     return sum(lease.load.num_running + lease.load.num_waiting for lease in application.verifiers())
 
 
-def test_pools_grow_under_load_and_shrink_in_quiet_and_no_request_fails(
-    application: RayApplication, asked: list[Asked]
-) -> None:
+def test_pools_scale_with_load_without_a_failed_request(application: RayApplication, asked: list[Asked]) -> None:
     breath = breathe(application, asked)
     assert breath.failures == []
     assert breath.num_drafted > 0

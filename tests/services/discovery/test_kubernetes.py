@@ -26,7 +26,7 @@ def no_pauses(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     return iter(())
 
 
-def test_a_router_serves_by_what_endpoint_slices_name() -> None:
+def test_a_router_serves_with_workers_of_endpoint_slices() -> None:
     async def body() -> None:
         async with (
             running(ApiServer()) as api,
@@ -61,7 +61,7 @@ def test_a_pod_that_is_not_ready_gets_no_work(conditions: dict[str, bool]) -> No
     asyncio.run(body())
 
 
-def test_slices_without_endpoints_or_with_other_ports_name_nobody() -> None:
+def test_slices_without_endpoints_or_our_port_yield_no_workers() -> None:
     async def body() -> None:
         async with running(ApiServer()) as api, pod_worker() as worker:
             api.put("empty", worker.address)
@@ -106,7 +106,7 @@ def test_a_stalled_watch_hides_nothing_for_long(caplog: pytest.LogCaptureFixture
     assert "cannot read" not in caplog.text
 
 
-def test_workers_outlive_the_api_server_and_their_deaths_are_noticed(caplog: pytest.LogCaptureFixture) -> None:
+def test_workers_survive_an_api_server_outage(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
 
     async def body() -> None:
@@ -131,7 +131,7 @@ def test_workers_outlive_the_api_server_and_their_deaths_are_noticed(caplog: pyt
     assert "the Kubernetes API server answers again" in caplog.text
 
 
-def test_a_watch_that_has_expired_begins_anew(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_expired_watch_restarts(caplog: pytest.LogCaptureFixture) -> None:
     async def body() -> None:
         async with (
             running(ApiServer()) as api,
@@ -163,7 +163,7 @@ def test_a_reused_address_is_another_worker() -> None:
     asyncio.run(body())
 
 
-def test_missing_rights_are_told_with_what_mends_them(caplog: pytest.LogCaptureFixture) -> None:
+def test_missing_permissions_are_reported_with_a_fix(caplog: pytest.LogCaptureFixture) -> None:
     async def body() -> None:
         async with (
             running(ApiServer(refusal=403)) as api,
@@ -179,7 +179,7 @@ def test_missing_rights_are_told_with_what_mends_them(caplog: pytest.LogCaptureF
     assert "needs get, list and watch on endpointslices of discovery.k8s.io" in caplog.text
 
 
-def test_nowhere_to_ask_is_a_clear_mistake(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_missing_router_address_is_a_clear_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
     monkeypatch.setattr("kubernetes.aio.config.kube_config.KUBE_CONFIG_DEFAULT_LOCATION", str(tmp_path / "none"))
     with pytest.raises(ConfigError, match=r"KUBECONFIG, or discovery\.kubernetes\.api_server"):

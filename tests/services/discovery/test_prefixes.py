@@ -60,7 +60,7 @@ def test_a_tree_announces_the_blocks_of_all_that_it_holds(sequences: list[list[i
     assert len(few) == min(3, len(found))
 
 
-def test_what_is_held_and_what_was_of_use_last_is_announced_first() -> None:
+def test_held_and_recently_used_prefixes_are_announced_first() -> None:
     tree = RadixTree()
     nodes = []
     for number in range(4):
@@ -73,7 +73,7 @@ def test_what_is_held_and_what_was_of_use_last_is_announced_first() -> None:
     assert cached_blocks(tree, 6) == expected
 
 
-def test_a_verifier_announces_a_prompt_once_it_is_served_and_refuses_calls_for_another_target(
+def test_served_prompts_are_announced_and_wrong_targets_rejected(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("eyas.services.verifier.async_engine.ANNOUNCE_SECONDS", 0.01)
@@ -101,7 +101,7 @@ def test_a_verifier_announces_a_prompt_once_it_is_served_and_refuses_calls_for_a
     asyncio.run(body())
 
 
-def test_a_new_worker_ends_the_lease_of_the_one_whose_address_it_has(url: str) -> None:
+def test_a_new_worker_ends_the_old_lease_of_its_address(url: str) -> None:
     old = Lease("draft", "10.0.0.1:7", "old", MODEL, prefix_hashes=frozenset({1, 2**32 - 1}))
     new = replace(old, role="verifier", incarnation="new")
     other = replace(old, role="verifier", address="10.0.0.2:7", incarnation="other")

@@ -37,7 +37,7 @@ def chosen(verifiers: list[Lease], demand: RequestDemand, config: RoutingConfig 
     return pair
 
 
-def test_a_prompt_goes_where_it_is_cached_though_others_are_idler() -> None:
+def test_a_prompt_goes_to_its_cached_prefix_despite_idle_ones() -> None:
     busy = verifier("b", 4, prefix_hashes=frozenset(BLOCKS))
     assert chosen([verifier("a"), busy, verifier("c")], RequestDemand("demo", 900, blocks=BLOCKS)).verifier is busy
 
@@ -47,7 +47,7 @@ def test_the_longer_cached_prefix_wins() -> None:
     assert chosen(verifiers, RequestDemand("demo", 900, blocks=BLOCKS)).verifier.incarnation == "b"
 
 
-def test_what_was_sent_counts_before_it_is_announced() -> None:
+def test_sent_prompts_count_before_they_are_announced() -> None:
     sent = SentBlocks()
     sent.add("b", BLOCKS)
     fleet = Fleet([verifier("a"), verifier("b")], [], {}, sent=sent.by_worker)
@@ -73,7 +73,7 @@ def test_bounds_follow_the_verifiers_sizes() -> None:
     assert 2.5 < in_flight["b"] / in_flight["a"] < 3.5
 
 
-def test_a_session_moves_away_from_a_verifier_whose_queue_and_memory_are_full() -> None:
+def test_a_session_leaves_a_verifier_with_a_full_queue_and_cache() -> None:
     full = verifier("a", 2, 5, load=Load(2, 5, 0, 32))
     assert chosen([full, verifier("b")], RequestDemand("demo", 900, last=Placement("a"))).verifier.incarnation == "b"
 
@@ -109,7 +109,7 @@ def test_only_the_sessions_of_a_lost_verifier_move(count: int, session: str, los
 
 
 @given(st.lists(st.tuples(st.integers(0, 60), st.integers(0, 9)), min_size=1, max_size=12), st.booleans())
-def test_there_is_always_a_pick_and_it_has_room_if_any_has(loads: list[tuple[int, int]], bound: bool) -> None:
+def test_there_is_always_a_choice_with_capacity_if_any_has(loads: list[tuple[int, int]], bound: bool) -> None:
     verifiers = [verifier(f"v{index}", *load) for index, load in enumerate(loads)]
     last = Placement("v0") if bound else None
     pair = chosen(verifiers, RequestDemand("demo", 100, last=last, session="s", blocks=BLOCKS))
@@ -118,7 +118,7 @@ def test_there_is_always_a_pick_and_it_has_room_if_any_has(loads: list[tuple[int
     assert load.num_running + load.num_waiting <= max(DEFAULT.min_bound, DEFAULT.load_factor * (total + 1) / len(loads) + 1)
 
 
-def test_a_simulated_cluster_is_balanced_keeps_sessions_and_finds_prefixes() -> None:
+def test_a_simulated_cluster_is_balanced_and_hits_its_caches() -> None:
     simulation = Simulation(SMALL, DEFAULT)
     outcome = simulation.run("default")
     assert outcome.worst_max_over_mean <= 1.25 + 1 / 16 + 0.01
@@ -133,7 +133,7 @@ def test_a_simulated_cluster_is_balanced_keeps_sessions_and_finds_prefixes() -> 
     assert len(moves_table([by_pairs, by_prefixes, by_hash], SMALL).rows) == 3
 
 
-def test_memory_of_what_was_sent_is_bounded_and_forgets_ends_first() -> None:
+def test_the_sent_prefix_index_is_bounded_and_drops_ends_first() -> None:
     sent = SentBlocks(limit=6)
     sent.add("v", (1, 2, 3, 4))
     sent.add("v", (5, 6, 7, 8))
@@ -142,7 +142,7 @@ def test_memory_of_what_was_sent_is_bounded_and_forgets_ends_first() -> None:
     assert not sent.by_worker
 
 
-def test_sessions_are_remembered_without_a_registry_and_the_oldest_go_first() -> None:
+def test_sessions_without_redis_are_kept_oldest_evicted_first() -> None:
     async def body() -> None:
         sessions = SessionMap(None, limit=2)
         for name in ("a", "b", "c"):
@@ -160,6 +160,6 @@ def test_sessions_are_remembered_without_a_registry_and_the_oldest_go_first() ->
         ({"min_bound": 0}, "min_bound is 0; it must be above 0"),
     ],
 )
-def test_a_wrong_weight_is_told(changes: dict[str, float], message: str) -> None:
+def test_a_wrong_weight_is_reported(changes: dict[str, float], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         RoutingConfig(**changes)  # type: ignore[arg-type]

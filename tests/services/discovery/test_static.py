@@ -35,7 +35,7 @@ def test_a_worker_is_found_as_it_describes_itself() -> None:
     asyncio.run(body())
 
 
-def test_a_real_worker_tells_its_state_to_whoever_asks() -> None:
+def test_a_real_worker_serves_its_state() -> None:
     async def body() -> Lease:
         server = RpcServer(ServerConfig(host="0.0.0.0"))
         presence = WorkerRegistration(server, None, "draft", MODEL, lambda: Load(1), "here", lambda: frozenset({3}), "one")
@@ -64,7 +64,7 @@ def test_a_worker_that_stops_serving_is_left_at_once() -> None:
     asyncio.run(body())
 
 
-def test_a_worker_that_is_killed_is_left_and_its_successor_is_another() -> None:
+def test_a_killed_worker_is_dropped_and_its_successor_is_new() -> None:
     async def body() -> None:
         port = free_port()
         async with discovering(settings("static", verifiers=(f"127.0.0.1:{port}",), stale_after_s=600.0)) as discovery:
@@ -77,7 +77,7 @@ def test_a_worker_that_is_killed_is_left_and_its_successor_is_another() -> None:
     asyncio.run(body())
 
 
-def test_a_worker_that_says_healthy_but_answers_nothing_is_left() -> None:
+def test_a_healthy_worker_that_answers_nothing_is_dropped() -> None:
     async def body() -> None:
         async with pod_worker() as worker:
             config = settings("static", verifiers=(worker.address,), probe_timeout_s=0.05, stale_after_s=0.2)
@@ -159,6 +159,6 @@ def test_a_router_serves_without_any_registry() -> None:
         ({"probe_interval_s": 0.0}, "probe_interval_s is 0.0; it must be above 0"),
     ],
 )
-def test_a_wrong_setting_is_told(changes: dict[str, object], message: str) -> None:
+def test_a_wrong_setting_is_reported(changes: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         DiscoveryConfig(**changes)  # type: ignore[arg-type]

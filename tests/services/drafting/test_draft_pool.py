@@ -46,7 +46,7 @@ def test_a_drafter_that_is_gone_is_not_dialled_for_ever() -> None:
         assert pool.stats == []
 
 
-def test_a_drafter_that_goes_while_nobody_uses_it_is_forgotten() -> None:
+def test_an_unused_drafter_that_disappears_is_removed() -> None:
     """Every restart of a pod is another address: none may leave a thread and a metric behind."""
     with closing(DraftPool(PATIENT, NEEDS)) as pool:
         with serving(ToyDrafter()) as address:
@@ -82,7 +82,7 @@ def test_sessions_of_a_drafter_that_is_gone_move_to_a_live_one() -> None:
         assert len(other.sessions) == 1
 
 
-def test_a_session_that_began_without_a_drafter_gets_the_first_that_appears() -> None:
+def test_a_session_without_a_drafter_gets_the_first_that_appears() -> None:
     drafter = ToyDrafter()
     with closing(DraftPool(PATIENT, NEEDS)) as pool:
         pool.pair("a", "")
@@ -102,7 +102,7 @@ def test_a_session_that_began_without_a_drafter_gets_the_first_that_appears() ->
         assert not pool.can_draft("b")
 
 
-def test_a_drafter_that_hangs_costs_a_few_rounds_and_its_sessions_move() -> None:
+def test_a_hanging_drafter_costs_few_steps_and_its_sessions_move() -> None:
     gate = threading.Event()
     config = DraftClientConfig(draft_timeout_s=0.5, breaker_max_failures=2, breaker_reset_s=60)
     hanging = ToyDrafter(before=gate.wait)

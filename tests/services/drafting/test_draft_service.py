@@ -78,7 +78,7 @@ def test_describe_says_what_the_drafter_is(stub: draft_pb2_grpc.DraftStub) -> No
     assert draft_wire.drafter_info_from_message(stub.Describe(draft_pb2.DescribeRequest())) == INFO
 
 
-def test_an_older_epoch_is_dropped_and_a_newer_one_starts_from_nothing(stub: draft_pb2_grpc.DraftStub) -> None:
+def test_older_epochs_are_dropped_and_newer_ones_start_empty(stub: draft_pb2_grpc.DraftStub) -> None:
     replies = converse(
         stub,
         [packed(context("a", TOKENS[:5], epoch=3))],
@@ -138,7 +138,7 @@ def test_a_drafter_that_fails_costs_trees_and_nothing_else() -> None:
     assert [roots(reply) for reply in replies] == [{}, {"a": 14}]
 
 
-def test_requests_that_wait_are_merged_into_one_call_and_no_session_is_in_it_twice() -> None:
+def test_waiting_requests_merge_into_a_call_once_per_session() -> None:
     calls: list[list[str]] = []
 
     class Recorder(ToyDrafter):

@@ -9,7 +9,7 @@ from eyas.drafters.registry import build_drafter
 from eyas.rpc.messages import DrafterInfo, DraftReply, DraftRequest, ModelInfo
 from eyas.services.draft.worker import DraftWorker
 from eyas.tensors import tensor_to_bytes
-from tests.drafters.test_ahead import SHAPE, going_on, outcome, session
+from tests.drafters.test_draft_ahead import SHAPE, going_on, outcome, session
 from tests.services.drafting.toy_drafting import INFO, ToyDrafter, context, eventually
 
 
@@ -35,7 +35,7 @@ def test_trees_grown_between_two_commits_are_answered_and_marked(tiny_target: st
     assert replies[1].trees[0].tree.grown_ahead
 
 
-def test_a_failure_ahead_costs_what_the_drafter_knew_and_nothing_else() -> None:
+def test_a_draft_ahead_failure_loses_only_the_session() -> None:
     class Failing(ToyDrafter):
         failures = iter([RuntimeError("out of memory")])
 

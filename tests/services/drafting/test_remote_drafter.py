@@ -48,7 +48,7 @@ def test_every_session_of_a_round_gets_its_tree(address: str) -> None:
         assert remote.stats.num_answered == 2
 
 
-def test_bookkeeping_is_answered_with_the_root_and_reaches_the_drafter(address: str, drafter: ToyDrafter) -> None:
+def test_a_commit_without_a_tree_reaches_the_drafter(address: str, drafter: ToyDrafter) -> None:
     with connect(address) as remote:
         assert remote.request([context("a", TOKENS[:5], budget=BOOKKEEPING)])() == [DraftTree.root_only(14)]
         assert remote.request([context("a", TOKENS[:6], base=5)])() == [DraftTree.chain([15, 16, 17, 18])]
@@ -83,7 +83,7 @@ def test_two_verifiers_may_use_the_same_session_name(address: str) -> None:
         assert one.request([context("a", TOKENS[:6], base=5)])() == [DraftTree.chain([15, 16, 17, 18])]
 
 
-def test_closing_a_link_releases_its_sessions_only(address: str, drafter: ToyDrafter) -> None:
+def test_closing_a_draft_client_releases_only_its_sessions(address: str, drafter: ToyDrafter) -> None:
     with connect(address) as one:
         one.request([context("a", TOKENS[:5])])()
         with connect(address) as other:
@@ -91,7 +91,7 @@ def test_closing_a_link_releases_its_sessions_only(address: str, drafter: ToyDra
         eventually(lambda: list(drafter.sessions.values()) == [list(TOKENS[:5])])
 
 
-def test_late_trees_are_dropped_and_an_open_breaker_costs_no_time() -> None:
+def test_late_trees_are_dropped_and_an_open_breaker_is_free() -> None:
     gate = threading.Event()
     config = DraftClientConfig(draft_timeout_s=0.05, breaker_max_failures=2, breaker_reset_s=0.3)
     with serving(ToyDrafter(before=gate.wait)) as address, connect(address, config) as remote:
@@ -112,7 +112,7 @@ def test_late_trees_are_dropped_and_an_open_breaker_costs_no_time() -> None:
         assert remote.request([context("a", TOKENS[:8], base=5)])() == [DraftTree.chain([17, 18, 19, 20])]
 
 
-def test_a_killed_drafter_costs_drafts_only_and_a_restarted_one_is_fed_again() -> None:
+def test_a_killed_drafter_costs_drafts_only_and_is_resynced() -> None:
     with serving(ToyDrafter()) as address:
         remote = RemoteDrafter(address, NEEDS, replace(PATIENT, breaker_reset_s=0.05))
         eventually(lambda: remote.up)
@@ -144,7 +144,7 @@ def test_a_stream_that_breaks_in_mid_round_ends_the_wait() -> None:
         assert remote.collect(round_, time.monotonic() + 60) == [None]
 
 
-def test_a_drafter_given_up_rests_twice_as_long_after_every_failure_and_as_before_after_a_success() -> None:
+def test_breaker_reset_doubles_per_failure_until_a_success() -> None:
     gate = threading.Event()
     config = DraftClientConfig(draft_timeout_s=0.01, breaker_max_failures=1, breaker_reset_s=0.01)
     with serving(ToyDrafter(before=gate.wait)) as address, connect(address, config) as remote:
@@ -159,21 +159,21 @@ def test_a_drafter_given_up_rests_twice_as_long_after_every_failure_and_as_befor
         assert remote.can_draft("b")
 
 
-def test_nobody_at_the_address_means_no_drafts_and_no_wait() -> None:
+def test_an_unreachable_address_means_no_drafts_and_no_wait() -> None:
     with serving(ToyDrafter()) as address:
         pass
     with closing(RemoteDrafter(address, NEEDS, PATIENT)) as remote:
         assert remote.request([context("a", TOKENS[:5])])() == [None]
 
 
-def test_a_drafter_that_needs_more_than_is_collected_stays_unused(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_drafter_that_needs_missing_features_is_not_used(caplog: pytest.LogCaptureFixture) -> None:
     info = replace(INFO, needs_samples=True)
     with serving(ToyDrafter(), info) as address, closing(RemoteDrafter(address, NEEDS, PATIENT)) as remote:
         eventually(lambda: "does not collect" in caplog.text)
         assert remote.request([context("a", TOKENS[:5])])() == [None]
 
 
-def test_features_stay_home_where_the_drafter_wants_none(address: str) -> None:
+def test_features_are_not_sent_to_a_drafter_without_features(address: str) -> None:
     class Featureless(ToyDrafter):
         def propose(self, contexts):  # type: ignore[no-untyped-def]
             assert all(context.features is None for context in contexts)

@@ -33,7 +33,7 @@ def test_a_drafter_that_cannot_sample_stays_unused(caplog: pytest.LogCaptureFixt
         assert remote.request([context("a", (10, 11, 12))])() == [None]
 
 
-def test_a_commit_that_asks_for_what_a_drafter_cannot_do_is_refused() -> None:
+def test_a_commit_beyond_the_drafters_abilities_is_rejected() -> None:
     asked = replace(context("a", (10, 11, 12)), proposal="sampled")
     assert asked.features is not None
     sent = replace(asked, features=tensor_to_bytes(asked.features))
@@ -58,7 +58,7 @@ def generate(drafter: Drafter, target: str, head: str) -> tuple[dict[str, tuple[
     return said, num_foreseen
 
 
-def test_a_request_says_the_same_over_the_wire_as_in_one_process(tiny_target: str, tiny_head: str) -> None:
+def test_a_request_gets_equal_output_remote_and_in_process(tiny_target: str, tiny_head: str) -> None:
     def eagle() -> Drafter:
         return build_drafter("eagle3", tiny_target, tiny_head, "float32", "cpu", TREE, DraftingConfig(max_kv_tokens=512))
 

@@ -112,7 +112,7 @@ def check(answer: httpx.Response, status: int, param: str | None, part: str) -> 
     [("/v1/completions", ALL, COMPLETIONS), ("/v1/chat/completions", CHAT, CHATS)],
     ids=["completions", "chat"],
 )
-def test_a_bad_body_is_told_which_field_is_wrong(
+def test_a_bad_body_gets_an_error_with_the_wrong_field(
     url: str, path: str, good: dict[str, Any], cases: list[tuple[dict[str, Any], str | None, str]]
 ) -> None:
     async def body() -> None:
@@ -125,7 +125,7 @@ def test_a_bad_body_is_told_which_field_is_wrong(
     asyncio.run(body())
 
 
-def test_what_is_no_object_no_json_or_too_long_is_refused(url: str) -> None:
+def test_bodies_that_are_no_json_objects_or_too_long_are_refused(url: str) -> None:
     async def chunks() -> Any:
         for _ in range(20):
             yield b" " * 2**20
@@ -141,7 +141,7 @@ def test_what_is_no_object_no_json_or_too_long_is_refused(url: str) -> None:
     asyncio.run(body())
 
 
-def test_unknown_paths_methods_and_models_are_refused_in_the_same_shape(url: str) -> None:
+def test_unknown_paths_methods_and_models_share_an_error_shape(url: str) -> None:
     async def body() -> None:
         async with (
             worker(url, Script(TOKENS)),
@@ -162,7 +162,7 @@ def test_unknown_paths_methods_and_models_are_refused_in_the_same_shape(url: str
 
 
 @pytest.mark.parametrize("template", [PLAIN, ""])
-def test_values_that_ask_for_nothing_count_as_left_out_and_a_chat_needs_a_template(url: str, template: str) -> None:
+def test_neutral_values_are_ignored_and_chats_need_a_template(url: str, template: str) -> None:
     async def body() -> None:
         async with worker(url, Script(TOKENS)), http_router(url, template=template) as base:
             answer = await post(base, "/v1/chat/completions", CHAT | NOTHING)

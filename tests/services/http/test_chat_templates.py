@@ -57,7 +57,7 @@ def test_a_template_renders_as_transformers_does(template: str, extra: dict[str,
         "{{ messages[9].content }}",
     ],
 )
-def test_what_a_template_refuses_or_must_not_do_is_the_requests_error(template: str) -> None:
+def test_template_errors_are_request_errors(template: str) -> None:
     with pytest.raises(InvalidRequest, match="chat template refuses these messages") as raised:
         ChatTemplate(template, SPECIAL, "here").render(MESSAGES, {})
     assert raised.value.param == "messages"
@@ -81,7 +81,7 @@ def rendered(served: ServedModel) -> str:
     return template.render(MESSAGES, {})
 
 
-def test_a_template_is_found_in_the_settings_or_a_file_of_its_own_or_where_it_is_said_to_be(tmp_path: Path) -> None:
+def test_templates_load_from_tokenizer_config_file_or_setting(tmp_path: Path) -> None:
     bos: dict[str, object] = {"content": "<s>", "lstrip": False}
     assert load_template(model(tmp_path, bos_token=bos)) is None
     assert rendered(model(tmp_path, bos_token=bos, chat_template="{{ bos_token }}1")) == "<s>1"

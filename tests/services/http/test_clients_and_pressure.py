@@ -45,7 +45,7 @@ async def _read(leaving: httpx.AsyncClient, path: str, asked: dict[str, Any]) ->
             pass
 
 
-def test_a_client_with_a_timeout_of_its_own_leaves_when_it_is_over(url: str) -> None:
+def test_a_client_with_its_own_timeout_disconnects_at_its_end(url: str) -> None:
     async def body() -> None:
         script = Script(TOKENS, falls_silent_after=0)
         async with worker(url, script), http_router(url) as base, client(base) as asking:
@@ -70,7 +70,7 @@ def test_a_full_verifier_is_429_with_the_time_to_try_again(url: str, stream: boo
     assert (error.response.headers["retry-after"], error.response.headers["retry-after-ms"]) == ("3", "2500")
 
 
-def test_a_lost_verifier_is_503_with_the_time_to_try_again_and_the_client_does(url: str) -> None:
+def test_a_lost_verifier_is_a_503_with_retry_after(url: str) -> None:
     """The verifier comes back to life between the attempts of the client, which waits as it was told."""
     script = Script(TOKENS, dies_after=0)
 

@@ -22,7 +22,7 @@ PATHS = [("/v1/completions", ALL, "text_completion"), ("/v1/chat/completions", C
 
 @pytest.mark.parametrize(("path", "body", "operation"), PATHS)
 @pytest.mark.parametrize("change", [{}, {"stream": True}, {"n": 2, "temperature": 0.5}])
-def test_an_answer_is_one_span_in_the_clients_trace_above_its_attempts(
+def test_a_response_is_one_span_in_the_client_trace(
     url: str, path: str, body: dict[str, object], operation: str, change: dict[str, object]
 ) -> None:
     spans = Spans()
@@ -79,7 +79,7 @@ def test_a_request_that_cannot_fit_counts_once(url: str) -> None:
     assert spans.value("eyas_router_requests_total", model="", status="INVALID_ARGUMENT") == 1
 
 
-def test_every_answer_is_counted_by_route_and_status_whoever_refuses_it(url: str) -> None:
+def test_every_response_is_counted_by_route_and_status(url: str) -> None:
     spans, key = Spans(), {"Authorization": "Bearer one"}
     asked = [
         ("/v1/completions", ALL, {}, 401),
@@ -123,7 +123,7 @@ def json_log(monkeypatch: pytest.MonkeyPatch) -> Iterator[io.StringIO]:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_every_log_line_of_a_request_bears_its_id_and_trace(url: str, stream: bool, json_log: io.StringIO) -> None:
+def test_every_log_line_of_a_request_has_its_id_and_trace(url: str, stream: bool, json_log: io.StringIO) -> None:
     """The lines of its middle and its end too, whichever task writes them."""
 
     async def run() -> None:

@@ -31,7 +31,7 @@ def test_byte_tokens_and_spaces_of_sentence_pieces_are_spelled() -> None:
     assert [token_bytes(TOKENIZER, token) for token in (0, 1)] == [b"<|bos|>", b"<|eos|>"]
 
 
-def test_part_of_a_character_is_told_apart_and_impossible_is_a_number() -> None:
+def test_partial_characters_and_zero_probabilities_are_encoded() -> None:
     told = [TokenLogprob(0, float("-inf"), (1, 3), (-0.5, -1.0))]
     assert completion_logprobs(BYTES, told, 4) == {
         "tokens": ["bytes:\\xe2"],
@@ -43,7 +43,7 @@ def test_part_of_a_character_is_told_apart_and_impossible_is_a_number() -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_completion_tells_of_its_prompt_and_of_each_token(url: str, stream: bool) -> None:
+def test_a_completion_reports_logprobs_of_prompt_and_tokens(url: str, stream: bool) -> None:
     async def body(client: AsyncOpenAI) -> list[Any]:
         answer = await client.completions.create(**ALL, logprobs=2, echo=True, stream=stream)
         return [event.choices[0] async for event in answer] if stream else [answer.choices[0]]
@@ -75,7 +75,7 @@ def test_an_echo_of_no_tokens_only_scores_the_prompt(url: str) -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("top", [None, 2])
-def test_a_chat_tells_of_each_token(url: str, stream: bool, top: int | None) -> None:
+def test_a_chat_reports_logprobs_of_each_token(url: str, stream: bool, top: int | None) -> None:
     async def body(client: AsyncOpenAI) -> list[Any]:
         more = {} if top is None else {"top_logprobs": top}
         answer = await client.chat.completions.create(**CHAT, **more, logprobs=True, stream=stream)
@@ -105,7 +105,7 @@ def test_prompt_logprobs_come_apart_once_for_each_prompt(url: str) -> None:
     assert first.logprobs is None
 
 
-def test_decoders_other_than_these_spell_what_they_decode() -> None:
+def test_other_decoders_round_trip_their_text() -> None:
     words = HuggingFaceTokenizer(models.WordLevel({"##ing": 0, "go": 1}, unk_token="go"))
     words.decoder = decoders.WordPiece()
     assert [token_bytes(Tokenizer(words), token) for token in (0, 1)] == [Tokenizer(words).decode([0]).encode(), b"go"]

@@ -77,7 +77,7 @@ def predictions(usage: Any) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize("n", [1, 2])
-def test_usage_tells_which_drafted_tokens_were_accepted_and_which_were_not(url: str, n: int) -> None:
+def test_usage_reports_accepted_and_rejected_draft_tokens(url: str, n: int) -> None:
     """The scripted verifier drafts eight tokens a round, and of each chunk accepts all tokens but the last."""
     num_verify_steps = -(-len(REST) // CHUNK_TOKENS)
     accepted = n * (len(REST) - num_verify_steps)
@@ -95,7 +95,7 @@ def test_usage_tells_which_drafted_tokens_were_accepted_and_which_were_not(url: 
     with_router(url, body)
 
 
-def test_who_asks_is_told_how_speculation_went(url: str) -> None:
+def test_speculation_statistics_are_returned_on_request(url: str) -> None:
     num_verify_steps = -(-len(REST) // CHUNK_TOKENS)
     accepted, own = len(REST) - num_verify_steps, {"extra_body": {"return_speculation": True}}
 
@@ -133,7 +133,7 @@ def test_the_blocking_client_is_served_too(url: str) -> None:
     assert asyncio.run(body()) == (REST_TEXT, REST_TEXT)
 
 
-def test_a_client_that_leaves_its_stream_is_no_trouble_for_the_next(url: str) -> None:
+def test_a_client_that_drops_its_stream_does_not_harm_the_next(url: str) -> None:
     async def body(client: AsyncOpenAI) -> str:
         async with await client.completions.create(**ALL, stream=True) as events:
             await anext(aiter(events))
@@ -154,7 +154,7 @@ def test_a_stop_string_ends_the_text(url: str) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_several_prompts_with_several_completions_each_are_numbered(url: str, stream: bool) -> None:
+def test_choices_of_several_prompts_and_n_are_numbered(url: str, stream: bool) -> None:
     """The second prompt is two tokens longer, and so its answer is shorter."""
     prompts = [list(PROMPT), list(TOKENS[: len(PROMPT) + 2])]
     found: dict[int, str] = {}
@@ -175,7 +175,7 @@ def test_several_prompts_with_several_completions_each_are_numbered(url: str, st
     assert found == {0: rests[0], 1: rests[0], 2: rests[1], 3: rests[1]}
 
 
-def test_an_echo_says_the_prompt_first(url: str) -> None:
+def test_echo_returns_the_prompt_first(url: str) -> None:
     async def body(client: AsyncOpenAI) -> Any:
         prompts = ALL | {"prompt": [PROMPT_TEXT, list(PROMPT)], "echo": True}
         answer = await client.completions.create(**prompts)
@@ -194,7 +194,7 @@ def test_models_are_listed_and_found(url: str) -> None:
     assert (found.id, found.object, found.max_model_len) == ("demo", "model", 2048)
 
 
-def test_what_a_request_asks_reaches_the_verifier(url: str) -> None:
+def test_request_parameters_reach_the_verifier(url: str) -> None:
     script = Script(TOKENS)
     own = {
         "top_k": 5, "min_p": 0.1, "min_tokens": 2, "repetition_penalty": 1.1, "stop_token_ids": [9], "ignore_eos": True,

@@ -32,7 +32,7 @@ from tests.services.router.scripted_verifier import TOKENS
 from tests.services.router.test_router_cli import eyas
 
 
-def test_ready_says_why_not_until_a_verifier_is_reached_and_again_when_it_is_gone(url: str) -> None:
+def test_readiness_follows_the_verifiers_and_states_a_reason(url: str) -> None:
     async def told(base: str, path: str, awaited: Callable[[httpx.Response], bool]) -> dict[str, object]:
         async with asyncio.timeout(20):
             while not awaited(answer := await get(base, path)):
@@ -58,7 +58,7 @@ def test_ready_says_why_not_until_a_verifier_is_reached_and_again_when_it_is_gon
     asyncio.run(body())
 
 
-def test_metrics_are_what_the_process_has_counted(url: str) -> None:
+def test_metrics_equal_the_counts_of_the_process(url: str) -> None:
     Counter("eyas_test_of_the_door", "Counts once.").inc()
 
     async def body() -> httpx.Response:
@@ -105,7 +105,7 @@ def test_keys_come_from_the_environment_and_a_file(tmp_path: Path) -> None:
         (KeysConfig(file="no/such"), "cannot read no/such"),
     ],
 )
-def test_a_place_without_keys_is_an_error_and_no_open_door(config: KeysConfig, message: str) -> None:
+def test_missing_api_keys_are_an_error_not_open_access(config: KeysConfig, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         load_keys(config, {"KEYS": " , "})
 
@@ -147,7 +147,7 @@ def certificate(folder: Path) -> TlsConfig:
     return TlsConfig(str(folder / "cert.pem"), str(folder / "key.pem"))
 
 
-def test_the_grpc_door_asks_for_the_same_keys_over_tls_and_health_is_open(tmp_path: Path) -> None:
+def test_grpc_needs_the_api_keys_over_tls_but_health_does_not(tmp_path: Path) -> None:
     async def status(stub: GenerationStub, **metadata: str) -> grpc.StatusCode:
         try:
             await stub.ListModels(ListModelsRequest(), metadata=tuple(metadata.items()))
@@ -187,7 +187,7 @@ async def echo(scope: object, receive: object, send: object) -> None:
     await send({"type": "http.response.body", "body": b"here"})  # type: ignore[operator]
 
 
-def test_the_http_door_speaks_tls(tmp_path: Path) -> None:
+def test_the_http_server_supports_tls(tmp_path: Path) -> None:
     async def body() -> str:
         tls = certificate(tmp_path)
         door = HttpServer(echo, HttpConfig(), tls)
@@ -219,7 +219,7 @@ def test_small_writes_leave_at_once() -> None:
     assert asyncio.run(body()) == 1
 
 
-def test_a_door_that_cannot_open_says_which_setting_to_mend(tmp_path: Path) -> None:
+def test_a_server_that_cannot_listen_names_the_setting(tmp_path: Path) -> None:
     async def start(config: HttpConfig, tls: TlsConfig) -> None:
         door = HttpServer(echo, config, tls)
         try:

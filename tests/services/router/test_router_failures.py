@@ -66,7 +66,7 @@ def test_the_router_is_ready_while_it_reaches_a_verifier(url: str) -> None:
 
 @pytest.mark.parametrize("status", ["UNAVAILABLE", "CANCELLED", "RESOURCE_EXHAUSTED"])
 @pytest.mark.parametrize("dies_after", [0, 1, 2])
-def test_a_lost_verifier_is_replaced_without_a_trace(url: str, status: str, dies_after: int) -> None:
+def test_a_lost_verifier_is_replaced_with_equal_output(url: str, status: str, dies_after: int) -> None:
     async def body() -> None:
         dying, living = Script(TOKENS, dies_after=dies_after, status=grpc.StatusCode[status]), Script(TOKENS)
         async with worker(url, dying, free_slots=99_999), worker(url, living), router(url) as address:
@@ -108,9 +108,7 @@ def test_a_verifier_that_has_just_failed_is_avoided(url: str) -> None:
 
 
 @pytest.mark.parametrize(("status", "tried"), [("INTERNAL", [0, 1]), ("UNAVAILABLE", [1, 1])])
-def test_only_what_is_not_the_requests_own_fault_is_tried_elsewhere_and_the_last_reason_is_given(
-    url: str, status: str, tried: list[int]
-) -> None:
+def test_only_server_faults_are_retried_and_the_last_is_reported(url: str, status: str, tried: list[int]) -> None:
     async def body() -> None:
         one, other = (Script(TOKENS, dies_after=1, status=grpc.StatusCode[status]) for _ in range(2))
         async with worker(url, one), worker(url, other), router(url) as address:
@@ -121,7 +119,7 @@ def test_only_what_is_not_the_requests_own_fault_is_tried_elsewhere_and_the_last
     asyncio.run(body())
 
 
-def test_a_verifier_that_falls_silent_is_left_and_hears_of_it(url: str) -> None:
+def test_a_silent_verifier_is_dropped_and_its_calls_cancelled(url: str) -> None:
     async def body() -> None:
         script = Script(TOKENS, falls_silent_after=1)
         async with worker(url, script), router(url, stall=0.3) as address:
@@ -152,7 +150,7 @@ def test_waiting_in_a_verifiers_queue_is_no_silence(url: str) -> None:
 
 @pytest.mark.parametrize("silent_after", [0, 1])
 @pytest.mark.parametrize(("router_limit", "client_limit", "reason"), [(0.3, 30.0, "not done within 0.3 s"), (30.0, 0.3, "")])
-def test_a_request_ends_at_the_routers_limit_or_the_clients_and_the_verifier_hears_of_it(
+def test_router_and_client_timeouts_cancel_at_the_verifier(
     url: str, router_limit: float, client_limit: float, reason: str, silent_after: int
 ) -> None:
     async def body() -> None:

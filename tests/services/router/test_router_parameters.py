@@ -49,7 +49,7 @@ def test_completions_run_side_by_side_at_one_verifier(url: str) -> None:
     asyncio.run(body())
 
 
-def test_a_stop_string_ends_one_completion_and_a_lost_verifier_all(url: str) -> None:
+def test_a_stop_string_ends_one_choice_a_lost_verifier_all(url: str) -> None:
     async def body() -> None:
         script = Script(TOKENS)
         async with worker(url, script), router(url) as address:
@@ -61,7 +61,7 @@ def test_a_stop_string_ends_one_completion_and_a_lost_verifier_all(url: str) -> 
     asyncio.run(body())
 
 
-def test_the_verifier_gets_what_was_asked_with_words_as_tokens(url: str) -> None:
+def test_the_verifier_gets_the_parameters_with_words_as_tokens(url: str) -> None:
     async def body() -> None:
         script = Script(TOKENS)
         async with worker(url, script), router(url) as address:
@@ -76,7 +76,7 @@ def test_the_verifier_gets_what_was_asked_with_words_as_tokens(url: str) -> None
     asyncio.run(body())
 
 
-def test_a_request_that_moves_says_what_it_had_emitted(url: str) -> None:
+def test_a_moved_request_resends_its_emitted_tokens(url: str) -> None:
     async def body() -> None:
         scripts = [Script(TOKENS, dies_after=2), Script(TOKENS, dies_after=2), Script(TOKENS)]
         async with worker(url, scripts[0]), worker(url, scripts[1]), worker(url, scripts[2]), router(url) as address:

@@ -75,7 +75,7 @@ def test_requests_in_flight_count_before_a_lease_shows_them() -> None:
     assert chosen(fleet(V, W, in_flight={"v": 1})) == ("w", "")
 
 
-def test_a_verifier_with_room_beats_an_idle_one_without() -> None:
+def test_a_verifier_with_free_cache_beats_an_idle_full_one() -> None:
     assert chosen(fleet(replace(V, load=Load(free_kv_tokens=10)), replace(W, load=Load(3, 0, 100)))) == ("w", "")
 
 
@@ -83,7 +83,7 @@ def test_of_equals_the_one_with_more_free_slots_wins() -> None:
     assert chosen(fleet(V, replace(W, load=Load(free_kv_tokens=2000)))) == ("w", "")
 
 
-def test_a_session_returns_to_its_pair_though_others_are_idler() -> None:
+def test_a_session_returns_to_its_verifier_despite_idle_ones() -> None:
     busy = replace(W, load=Load(3, 1, 1000))
     assert chosen(fleet(V, busy, D, E), replace(DEMAND, last=Placement("w", "e"))) == ("w", "e")
 

@@ -54,7 +54,7 @@ def registry(url: str) -> list[str]:
     return [f"registry.url={url}", "registry.heartbeat_interval_s=0.1", "registry.ttl_s=2"]
 
 
-def test_a_router_serves_and_lets_running_requests_finish_on_sigterm(url: str) -> None:
+def test_a_router_drains_running_requests_on_sigterm(url: str) -> None:
     async def body() -> None:
         async with worker(url, Script(TOKENS)), process(MODELS, *registry(url)) as child:
             assert "demo" in await line_with(child, "config models = ")
@@ -80,7 +80,7 @@ async def _left(answers: object) -> AsyncIterator[object]:
         yield message
 
 
-def test_a_router_without_redis_serves_nothing_and_says_so() -> None:
+def test_a_router_without_redis_is_not_ready_with_a_reason() -> None:
     async def body() -> None:
         async with process(MODELS, *registry("redis://me:secret@127.0.0.1:1/0")) as child:
             line = await line_with(child, "is away")

@@ -93,7 +93,7 @@ def test_a_stop_string_ends_the_text_and_the_verifier(url: str) -> None:
         (replace(CALL, model="other"), "NOT_FOUND", "'other' is not served here; known: demo"),
     ],
 )
-def test_a_bad_request_is_told_why_and_no_verifier_hears_of_it(
+def test_a_bad_request_is_rejected_at_the_router_with_a_reason(
     url: str, call: GenerateCall, status: str, message: str
 ) -> None:
     async def body() -> None:
@@ -106,7 +106,7 @@ def test_a_bad_request_is_told_why_and_no_verifier_hears_of_it(
     asyncio.run(body())
 
 
-def test_a_request_that_finds_no_drafter_does_not_ask_for_plain_decoding(url: str) -> None:
+def test_a_request_without_a_drafter_may_still_get_one_later(url: str) -> None:
     async def body() -> None:
         script = Script(TOKENS)
         async with worker(url, script), router(url) as address:
@@ -177,7 +177,7 @@ def test_models_are_listed_while_a_verifier_serves_them(url: str) -> None:
     asyncio.run(body())
 
 
-def test_the_request_reaches_the_verifier_whole_with_its_drafter_and_a_seed(url: str) -> None:
+def test_the_verifier_gets_the_full_request_a_drafter_and_a_seed(url: str) -> None:
     async def body() -> None:
         script = Script(TOKENS)
         async with worker(url, script), worker(url, Script(()), "draft") as drafter, router(url) as address:

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.telemetry.cluster.watched import Watched, watched
+from tests.telemetry.cluster.recording import Watched, watched
 
 
 @pytest.fixture(scope="session")

@@ -1,0 +1,125 @@
+"""A step waits for the device once, whatever its rows ask; and paths on the device are those of the walks on the host."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from eyas.config import AcceptanceRule
+from eyas.engine.engine import Engine
+from eyas.request import Request
+from eyas.sampling.acceptance import accept
+from eyas.sampling.logprobs import accepted_paths
+from eyas.sampling.rejection import RejectionResult
+from eyas.tensors import download
+from eyas.tree import DraftLaw, DraftTree, Sampled
+from tests.acceptance.test_rejection_engine import METHODS, PARAMS, make_drafter, make_engine
+from tests.device_syncs import Waits, unwatched, watched
+from tests.engine.drafters import RandomDrafter
+from tests.strategies import trees
+
+GREEDY = replace(PARAMS, temperature=0.0)
+ASKED = (
+    PARAMS,
+    GREEDY,
+    replace(PARAMS, logprobs=3),
+    replace(GREEDY, logprobs=1, prompt_logprobs=2),
+    replace(PARAMS, top_k=9, top_p=0.9, min_p=0.02, repetition_penalty=1.3, frequency_penalty=0.2, logprobs=0),
+    replace(GREEDY, logit_bias=((9, 2.0),), min_tokens=5, bad_token_ids=((3, 4), (5,)), ignore_eos=False),
+)
+
+
+def run(engine: Engine) -> list[list[str]]:
+    """The waits of each step with requests that ask for everything, alone and side by side."""
+    forward, noted = engine._runner.passes.forward, list[list[str]]()
+    engine._runner.passes.forward = unwatched(forward)  # type: ignore[method-assign]
+    for i, sampling in enumerate(ASKED):
+        engine.submit(Request(f"{i}", tuple(range(3, 10 + i)), replace(sampling, seed=i, max_tokens=8 + 3 * i)))
+    step = watched(engine.step, noted)
+    while engine.has_work:
+        step()
+    return noted
+
+
+@pytest.mark.parametrize(("name", "rule"), [("siblings", "rejection"), ("chain", "rejection"), ("random", "match")])
+def test_a_step_waits_for_the_device_once(name: str, rule: AcceptanceRule, tiny_target: str, tiny_head: str) -> None:
+    drafter = RandomDrafter(48) if name == "random" else make_drafter(name, tiny_target, tiny_head)
+    drafter.propose = unwatched(drafter.propose)  # type: ignore[method-assign]
+    noted = run(make_engine(drafter, tiny_target, tiny_head, rule))
+    assert len(noted) > 10
+    assert all(names == ["cpu"] for names in noted)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_round_of_drafts_waits_once_for_each_way_to_propose(method: str, tiny_target: str, tiny_head: str) -> None:
+    drafter, noted = make_drafter(method, tiny_target, tiny_head), list[list[str]]()
+    if method == "sps":
+        drafter._model.forward = unwatched(drafter._model.forward)  # type: ignore[attr-defined]
+    ways: list[int] = []
+    propose = watched(drafter.propose, noted)
+
+    def counted(contexts):  # type: ignore[no-untyped-def]
+        ways.append(len({context.proposal for context in contexts if context.budget.wants_tree}))
+        return propose(contexts)
+
+    drafter.propose = counted  # type: ignore[method-assign]
+    run(make_engine(drafter, tiny_target, tiny_head, features=method))
+    assert max(ways) == 2
+    assert [len(names) for names in noted] == ways
+    assert {name for names in noted for name in names} <= {"cpu", "tolist"}
+
+
+def on_host(
+    found: Sequence[DraftTree], tokens: list[int], trials: RejectionResult
+) -> tuple[list[list[int]], list[list[int]]]:
+    starts = np.cumsum([0, *map(len, found)])[:-1].tolist()
+    walked = accepted_paths(dict(zip(starts, found, strict=True)), torch.tensor(tokens), trials)
+    rows, emitted = download(walked.rows, walked.tokens)
+    own = rows.astype(int) - np.array(starts)[:, None]
+    return own.tolist(), emitted.astype(int).tolist()
+
+
+@settings(max_examples=40)
+@given(st.lists(trees(vocab_size=3), min_size=1, max_size=4), st.data())
+def test_device_paths_equal_the_walk(found: list[DraftTree], data: st.DataObject) -> None:
+    """Some trees are matched, the others tried."""
+    total = sum(map(len, found))
+    tokens = data.draw(st.lists(st.integers(0, 4), min_size=total, max_size=total))
+    tried = data.draw(st.lists(st.booleans(), min_size=len(found), max_size=len(found)))
+    law = DraftLaw((0, 1, 2), (0.5, 0.3, 0.2))
+    starts = np.cumsum([0, *map(len, found)])[:-1].tolist()
+    drawn = [replace(tree, sampled=Sampled(dict.fromkeys(tree.families, law), True)) for tree in found]
+    held = {start: tree for start, tree, yes in zip(starts, drawn, tried, strict=True) if yes and tree.families}
+    width = max((len(family) for tree in held.values() for family in tree.families.values()), default=0)
+    rows = [[data.draw(st.integers(0, 1)) for _ in range(width)] + [7] for tree in held.values() for _ in tree.families]
+    trials = RejectionResult(held, torch.tensor(rows, dtype=torch.int64).reshape(-1, width + 1))
+    walked, emitted = on_host(found, tokens, trials)
+    outcomes = trials.accepted(rows, tokens)
+    for start, tree, path, said in zip(starts, found, walked, emitted, strict=True):
+        expected = outcomes.get(start) or accept(tree, tokens[start : start + len(tree)])
+        length = len(expected.path)
+        assert tuple(path[:length]) == expected.path
+        assert set(path[length:]) <= {expected.path[-1]}
+        assert tuple(said[:length]) == expected.tokens
+
+
+def test_a_wait_would_show() -> None:
+    x, mask = torch.arange(4), torch.tensor([True, False, True, False])
+    ways = [lambda: x[mask], lambda: x.tolist(), lambda: int(x[0]), lambda: x[[0, 1]], lambda: torch.nonzero(x)]
+    ways += [
+        lambda: x.repeat_interleave(x),
+        lambda: torch.tensor([1], device=x.device),
+        lambda: x.to(x.device),
+        lambda: bool(x[0]),
+    ]
+    for way in ways:
+        with Waits() as waits:
+            way()
+        assert len(waits.names) == 1
+    with Waits() as waits:
+        x[x].masked_fill(mask, 3).to(x.device, non_blocking=True).repeat_interleave(2)
+    assert waits.names == []

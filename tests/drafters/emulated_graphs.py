@@ -1,0 +1,85 @@
+"""Drafters whose trees come out of captured graphs, where there is no CUDA device: what would be captured runs again."""
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from eyas.config import DraftingConfig, DraftModelConfig, MedusaConfig, MethodsConfig, TreeConfig
+from eyas.drafters.base import LocalDrafter
+from eyas.drafters.draft_model import ModelDrafter
+from eyas.drafters.eagle import EagleDrafter
+from eyas.drafters.medusa import hydra_drafter, medusa_drafter
+from eyas.drafters.tree_growth import StaticTree
+from eyas.models.cuda.graphs import Capture, CudaCapture
+from eyas.models.heads.eagle_loader import load_head
+from eyas.models.heads.hydra import load_hydra
+from eyas.models.heads.medusa import load_medusa
+from eyas.models.target import load_target
+from tests.tiny import write_small
+from tests.tiny_medusa_hydra import tiny_heads
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+METHODS = ("eagle1", "eagle2", "eagle3", "medusa", "hydra-prefix", "hydra-dynamic", "sps")
+
+Out = TypeVar("Out")
+
+
+def run_again(run: Callable[[], Out]) -> Callable[[], Out]:
+    """A captured pass runs again from the same closure, on what its static inputs hold by then."""
+    run()
+    return run
+
+
+class NeverLooking(TorchDispatchMode):
+    """Refuses what the host would have to wait for the device for, or would have to send it, while a graph is captured."""
+
+    REFUSED = (
+        "_local_scalar_dense",
+        "item",
+        "is_nonzero",
+        "nonzero",
+        "masked_select",
+        "unique",
+        "lift_fresh",
+        "equal",
+        "bincount",
+    )
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        masks = name == "index" and any(index is not None and index.dtype == torch.bool for index in args[1])
+        if masks or name.startswith(self.REFUSED):
+            raise RuntimeError(f"{name} looks at numbers or sends some")
+        return func(*args, **(kwargs or {}))
+
+
+def watched(run: Callable[[], Out]) -> Callable[[], Out]:
+    """As `run_again`, but for what could not be captured."""
+    run()
+    with NeverLooking():
+        run()
+    return run
+
+
+def capturing() -> Capture:
+    return CudaCapture(torch.device("cuda")) if DEVICE == "cuda" else watched
+
+
+def make(
+    method: str, target: str, head: str, tree: TreeConfig, config: DraftingConfig, capture: Capture | None
+) -> LocalDrafter:
+    """A drafter of a method over tiny heads."""
+    if method.startswith("eagle"):
+        kind, folder = ("eagle3", head) if method == "eagle3" else ("eagle", f"{head}/eagle1")
+        plan = StaticTree(MethodsConfig().eagle1.paths) if method == "eagle1" else None
+        return EagleDrafter(load_head(folder, target, "float32", DEVICE, kind), tree, config, plan, capture)
+    if method == "sps":
+        small = load_target(write_small(target), "float32", DEVICE)
+        return ModelDrafter(small, tree, config, DraftModelConfig(), capture)
+    shape = MedusaConfig("dynamic") if method == "hydra-dynamic" else MedusaConfig()
+    folder = tiny_heads(method.removesuffix("-dynamic"), head)
+    if method == "medusa":
+        return medusa_drafter(load_medusa(folder, target, "float32", DEVICE), tree, config, shape, capture)
+    return hydra_drafter(load_hydra(folder, target, "float32", DEVICE), tree, config, shape, capture)

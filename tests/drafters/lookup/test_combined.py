@@ -1,0 +1,196 @@
+"""A union proposes the best of both sides, and one side's forgetting is healed without the other's."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from eyas.config import CombinedConfig, DraftingConfig, MethodsConfig, PromptLookupConfig, TreeConfig
+from eyas.draft_protocol import ResyncRequired, TreeBudget
+from eyas.drafters.base import Draft, DraftContext, DrafterNeeds, LocalDrafter
+from eyas.drafters.combined import CombinedDrafter, merge_trees
+from eyas.drafters.prompt_lookup import PromptLookupDrafter
+from eyas.drafters.registry import build_drafter, build_fuser, features_digest
+from eyas.errors import ConfigError
+from eyas.llm import LLM
+from eyas.request import SamplingParams
+from eyas.tree import DraftTree
+from tests.contract.test_drafter_contract import commit as fed_commit
+from tests.drafters.lookup.corpora import commit, grown
+from tests.drafters.lookup.naive_combined import naive_merge
+from tests.tiny import DEMO
+
+ROOMY = TreeBudget(24, 5)
+
+
+def tree(*nodes: tuple[int, int, float]) -> DraftTree:
+    """A tree below token 7 of (parent, token, score)."""
+    parents, tokens, scores = zip(*nodes, strict=True)
+    return DraftTree((7, *tokens), (0, *parents), (0.0, *scores))
+
+
+LEFT = tree((0, 1, -0.1), (1, 2, -0.2), (2, 3, -0.9), (0, 4, -2.0))
+RIGHT = tree((0, 1, -0.5), (1, 5, -0.6), (0, 6, -0.7), (1, 2, -0.8))
+
+
+def merged(trees: list[DraftTree], budget: TreeBudget, floor: float) -> DraftTree:
+    """Of one session."""
+    (tree,) = merge_trees([7], [trees], [budget], floor)
+    return tree
+
+
+STEPS = st.lists(st.tuples(st.integers(0, 20), st.integers(6, 8), st.sampled_from([0.0, -0.25, -0.5, -1.5])), max_size=12)
+TREES = STEPS.map(partial(grown, 7))
+SESSION = st.tuples(st.lists(TREES, max_size=2), st.builds(TreeBudget, st.integers(1, 16), st.integers(0, 5)))
+
+
+@given(st.lists(SESSION, min_size=1, max_size=4), st.sampled_from([0.0, 0.2, 0.5]))
+def test_arrays_merge_as_nodes_one_by_one_do(sessions: list[tuple[list[DraftTree], TreeBudget]], floor: float) -> None:
+    trees, budgets = [trees for trees, _ in sessions], [budget for _, budget in sessions]
+    expected = [naive_merge(7, own, budget, floor) for own, budget in sessions]
+    assert merge_trees([7] * len(sessions), trees, budgets, floor) == expected
+
+
+def test_a_merged_tree_keeps_the_best_nodes_without_duplicates() -> None:
+    both = merged([LEFT, RIGHT], ROOMY, 0.0)
+    both.validate(7, 48, 24, 5)
+    assert sorted(zip(both.tokens[1:], both.log_probs[1:], strict=True)) == [
+        (1, -0.1), (2, -0.2), (3, -0.9), (4, -2.0), (5, -0.6), (6, -0.7)
+    ]  # fmt: skip
+    assert set(merged([LEFT, RIGHT], TreeBudget(4, 5), 0.0).tokens) == {7, 1, 2, 5}
+    assert set(merged([LEFT, RIGHT], TreeBudget(24, 1), 0.0).tokens) == {7, 1, 6, 4}
+    assert merged([LEFT, RIGHT], TreeBudget(1, 5), 0.0) == DraftTree.root_only(7)
+
+
+def test_neither_side_starves() -> None:
+    sure = tree(*((node, node + 10, -0.01 * (node + 1)) for node in range(4)))
+    unsure = tree((0, 1, -5.0), (1, 2, -6.0))
+    assert 1 not in merged([sure, unsure], TreeBudget(5, 5), 0.0).tokens
+    assert 1 in merged([sure, unsure], TreeBudget(5, 5), 0.25).tokens
+
+
+def test_ties_and_growing_scores_orphan_no_node() -> None:
+    odd = tree((0, 1, -3.0), (1, 2, -1.0), (2, 3, -0.5), (0, 4, -2.0))
+    for nodes in range(1, 8):
+        for floor in (0.0, 0.3, 0.5):
+            merged([odd, LEFT], TreeBudget(nodes, 5), floor).validate(7, 48, nodes, 5)
+
+
+class Forgetful(LocalDrafter):
+    """Passes on to another drafter, notes what it was told, and forgets what it is told to forget."""
+
+    def __init__(self, drafter: LocalDrafter) -> None:
+        self.drafter = drafter
+        self.told: list[tuple[int, int]] = []
+
+    @property
+    def needs(self) -> DrafterNeeds:
+        return self.drafter.needs
+
+    def propose(self, contexts: Sequence[DraftContext]) -> list[Draft]:
+        self.told += [(context.start_position, context.committed_length) for context in contexts]
+        return self.drafter.propose(contexts)
+
+    def release(self, sessions: Sequence[str]) -> None:
+        self.drafter.release(sessions)
+
+
+def test_only_a_part_that_lost_its_state_gets_a_full_resend() -> None:
+    sides = [Forgetful(PromptLookupDrafter(TreeConfig(), PromptLookupConfig())) for _ in range(2)]
+    union, tokens = CombinedDrafter(*sides, TreeConfig(), CombinedConfig()), [1, 2, 3] * 4
+    union.propose([commit("a", tokens[:5])])
+    sides[1].release(["a"])
+    assert union.propose([commit("a", tokens[:7], base=5)]) == [ResyncRequired("a", 0, 0)]
+    assert union.propose([commit("a", tokens[:7], base=5)]) == [ResyncRequired("a", 0, 0)]
+    (healed,) = union.propose([commit("a", tokens[:9])])
+    assert isinstance(healed, DraftTree)
+    assert healed.num_drafted > 0
+    assert sides[0].told == [(0, 5), (5, 7), (7, 9)]
+    assert sides[1].told == [(0, 5), (5, 7), (0, 9)]
+
+
+def test_a_resend_keeps_the_tree_of_a_part_that_has_answered() -> None:
+    sides = [Forgetful(PromptLookupDrafter(TreeConfig(), PromptLookupConfig())) for _ in range(2)]
+    union, tokens = CombinedDrafter(*sides, TreeConfig(), CombinedConfig()), [1, 2, 3] * 4
+    union.propose([commit("a", tokens[:5])])
+    sides[1].release(["a"])
+    union.propose([commit("a", tokens[:7], base=5)])
+    (healed,) = union.propose([commit("a", tokens[:7])])
+    (alone,) = sides[0].drafter.propose([commit("b", tokens[:7])])
+    assert isinstance(healed, DraftTree)
+    assert isinstance(alone, DraftTree)
+    assert (healed.tokens, healed.parents) == (alone.tokens, alone.parents)
+    assert sides[0].told == [(0, 5), (5, 7)]
+
+
+def test_a_resend_to_one_part_may_come_in_chunks() -> None:
+    sides = [Forgetful(PromptLookupDrafter(TreeConfig(), PromptLookupConfig())) for _ in range(2)]
+    union, tokens = CombinedDrafter(*sides, TreeConfig(), CombinedConfig()), [1, 2, 3] * 4
+    union.propose([commit("a", tokens[:8])])
+    sides[1].release(["a"])
+    assert union.propose([commit("a", tokens[:9], base=8)]) == [ResyncRequired("a", 0, 0)]
+    for base, end in ((0, 4), (4, 6), (6, 10)):
+        (draft,) = union.propose([commit("a", tokens[:end], base=base)])
+        assert isinstance(draft, DraftTree)
+        draft.validate(tokens[end - 1], 48, 24, 5)
+    assert draft.num_drafted > 0
+    assert sides[0].told == [(0, 8), (8, 9), (9, 10)]
+    assert sides[1].told == [(0, 8), (8, 9), (0, 4), (4, 6), (6, 10)]
+
+
+def test_each_part_gets_features_from_its_own_position(tiny_target: str, tiny_head: str) -> None:
+    """The EAGLE side of a union that had to be healed proposes what EAGLE alone proposes."""
+    eagle, lookup = (
+        build_drafter(
+            name, tiny_target, tiny_head, "float32", "cpu", TreeConfig(16, 3, 3), DraftingConfig(max_kv_tokens=512)
+        )
+        for name in ("eagle3", "prompt_lookup")
+    )
+    union = CombinedDrafter(eagle, lookup, TreeConfig(16, 3), CombinedConfig(min_share=0.5))
+    union.propose([fed_commit("a", 8)])
+    lookup.release(["a"])
+    assert union.propose([fed_commit("a", 12, base=8)]) == [ResyncRequired("a", 0, 0)]
+    (healed,) = union.propose([fed_commit("a", 15)])
+    (alone,) = eagle.propose([replace(fed_commit("b", 15), budget=TreeBudget(5, 3))])
+    assert isinstance(healed, DraftTree)
+    assert isinstance(alone, DraftTree)
+    assert set(alone.tokens) <= set(healed.tokens)
+
+
+def test_combined_method_names_parse_or_give_a_reason(tiny_target: str, tiny_head: str) -> None:
+    def build(name: str, head: str = tiny_head) -> LocalDrafter:
+        return build_drafter(
+            name, tiny_target, head, "float32", "cpu", TreeConfig(16, 3, 3), DraftingConfig(max_kv_tokens=64)
+        )
+
+    assert build("prompt_lookup+eagle3").needs == DrafterNeeds(features=True, feature_size=32)
+    assert features_digest("prompt_lookup+eagle3", tiny_head) == features_digest("eagle3", tiny_head)
+    assert build_fuser("prompt_lookup+eagle3", tiny_head, tiny_target, "float32", "cpu") is not None
+    for name, reason in {
+        "eagle3+nothing": "unknown drafter 'nothing'; known: eagle1, ",
+        "eagle3+eagle3": "two different methods",
+        "eagle3+prompt_lookup+rest": "two different methods",
+        "eagle3+sps": "join either with one that needs none: prompt_lookup, rest, lookahead",
+    }.items():
+        with pytest.raises(ConfigError, match=reason):
+            build(name)
+    with pytest.raises(ConfigError, match="needs a draft head"):
+        build("eagle3+prompt_lookup", head="")
+
+
+def test_on_repetitive_text_combined_is_as_good_as_each_part() -> None:
+    lines = [json.loads(line) for line in (DEMO / "prompts.jsonl").read_text().splitlines()[:2]]
+    sampling = SamplingParams(max_tokens=40, temperature=0, ignore_eos=True)
+    taus, outputs = {}, {}
+    for name in ("eagle3", "prompt_lookup", "eagle3+prompt_lookup", "none"):
+        head = str(DEMO / "eagle3") if "eagle3" in name else None
+        llm = LLM(str(DEMO / "target"), head, name, methods=MethodsConfig())
+        results = llm.generate([line["token_ids"] for line in lines], sampling)
+        taus[name] = sum(r.stats.num_emitted for r in results) / sum(r.stats.num_verify_steps for r in results)
+        outputs[name] = [result.token_ids for result in results]
+    assert outputs["eagle3+prompt_lookup"] == outputs["eagle3"] == outputs["prompt_lookup"] == outputs["none"]
+    assert taus["eagle3+prompt_lookup"] >= max(taus.values())

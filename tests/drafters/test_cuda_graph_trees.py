@@ -1,0 +1,188 @@
+"""Trees out of captured graphs are those of the plain path, whatever bucket their sessions were padded to."""
+
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+import pytest
+import torch
+
+from eyas.config import DraftingConfig, EngineConfig, TreeConfig
+from eyas.draft_protocol import Commit, TreeBudget
+from eyas.drafters import cuda_graphs as captured
+from eyas.drafters.base import LocalDrafter
+from eyas.drafters.cuda_graphs import Bucket, TreeGraphs
+from eyas.drafters.eagle import EagleDrafter
+from eyas.drafters.registry import build_fuser
+from eyas.engine.build import build_engine
+from eyas.errors import ConfigError
+from eyas.models.cuda.graphs import padded
+from eyas.request import NoiseKey, Request, SamplingParams
+from eyas.tree import DraftTree
+from tests import reference
+from tests.drafters.emulated_graphs import DEVICE, METHODS, capturing, make
+from tests.drafters.test_eagle_trees import commit, session
+
+Out = TypeVar("Out")
+
+SHAPE = TreeConfig(num_draft_tokens=14, num_steps=4, top_k=4)
+CONFIG = DraftingConfig(max_kv_tokens=2048)
+GREEDY, NOISED, FILTERED = NoiseKey(0), NoiseKey(2**64 - 9, 0.8), NoiseKey(5, 1.2, top_k=9, top_p=0.9, min_p=0.01)
+BUDGETS = (TreeBudget(20, 5), TreeBudget(6, 2), TreeBudget(2, 9), TreeBudget(20, 1))
+
+
+def buckets_of(drafter: LocalDrafter) -> Sequence[Bucket]:
+    found = drafter._trees._captured if isinstance(drafter, EagleDrafter) else drafter._captured  # type: ignore[attr-defined]
+    assert isinstance(found, TreeGraphs)
+    return found.buckets
+
+
+def assert_same(drafter: LocalDrafter, plain: LocalDrafter, contexts: Sequence[Commit]) -> list[DraftTree]:
+    found = []
+    for ours, theirs in zip(drafter.propose(contexts), plain.propose(contexts), strict=True):
+        assert isinstance(ours, DraftTree)
+        assert isinstance(theirs, DraftTree)
+        assert (ours.tokens, ours.parents) == (theirs.tokens, theirs.parents)
+        assert ours.log_probs == pytest.approx(theirs.log_probs, abs=1e-4)
+        found.append(ours)
+    return found
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_trees_are_the_plain_ones_in_every_bucket(method: str, tiny_target: str, tiny_head: str) -> None:
+    drafter = make(method, tiny_target, tiny_head, SHAPE, CONFIG, capturing())
+    plain = make(method, tiny_target, tiny_head, SHAPE, CONFIG, None)
+    rounds = {
+        "alone": ([9], [GREEDY]),
+        "three": ([30, 4, 11], [GREEDY, NOISED, NOISED]),
+        "five": ([8, 200, 3, 60, 127], [GREEDY, NOISED, FILTERED, GREEDY, FILTERED]),
+        "again": ([17, 12, 3], [NOISED, GREEDY, NOISED]),
+    }
+    for name, (lengths, noises) in rounds.items():
+        contexts = []
+        for i, (length, noise) in enumerate(zip(lengths, noises, strict=True)):
+            tokens, features = session(length, length)
+            contexts.append(commit(f"{name}{i}", tokens, features, 0, length, noise, BUDGETS[i % len(BUDGETS)]))
+        assert_same(drafter, plain, contexts)
+    assert {(bucket.sessions, bucket.kind) for bucket in buckets_of(drafter)} == {
+        (1, "plain"), (4, "noised"), (6, "filtered"),
+    }  # fmt: skip
+    prefixes = {bucket.prefix for bucket in buckets_of(drafter)}
+    assert prefixes == ({128, 256} if method.startswith("eagle") or method == "sps" else {0})
+
+
+def test_rounds_of_a_session_replay_one_captured_graph(tiny_target: str, tiny_head: str) -> None:
+    captures: list[int] = []
+
+    def count(run: Callable[[], Out]) -> Callable[[], Out]:
+        captures.append(1)
+        return capturing()(run)
+
+    drafter = make("eagle3", tiny_target, tiny_head, SHAPE, CONFIG, count)
+    plain = make("eagle3", tiny_target, tiny_head, SHAPE, CONFIG, None)
+    tokens, features = session(3, 160)
+    ends = [2, 9, 40, 128, 129, 131, 160]
+    for base, end in zip([0, *ends], ends, strict=False):
+        assert_same(drafter, plain, [commit("a", tokens, features, base, end, NOISED, BUDGETS[0])])
+    assert len(captures) == 2, "one for prefixes up to 128, one for longer ones"
+
+
+@pytest.mark.parametrize("noise", [GREEDY, FILTERED], ids=["greedy", "filtered"])
+def test_graph_and_plain_draft_model_trees_keep_equal_state(noise: NoiseKey, tiny_target: str, tiny_head: str) -> None:
+    drafter, plain = (make("sps", tiny_target, tiny_head, SHAPE, CONFIG, way) for way in (capturing(), None))
+    said = {name: session(seed, 5 + seed)[0] for seed, name in enumerate("abc")}
+    bases, runs = dict.fromkeys(said, 0), set[int]()
+    for round_number in range(5):
+        contexts = [
+            Commit(name, 0, bases[name], tuple(t[bases[name] :]), None, noise, BUDGETS[0]) for name, t in said.items()
+        ]
+        for name, tree in zip(said, assert_same(drafter, plain, contexts), strict=True):
+            path = tree.path(len(tree) - 1 - round_number)
+            bases[name] = len(said[name])
+            said[name] = [*said[name], *(tree.tokens[node] for node in path[1:]), 7]
+        ours, theirs = (each._sessions for each in (drafter, plain))  # type: ignore[attr-defined]
+        assert [list(ours[name].slots) for name in said] == [list(theirs[name].slots) for name in said]
+        runs |= {ours[name].num_new for name in said}
+    assert 1 in runs, "of a path through inner nodes the bonus token alone is run"
+    assert buckets_of(drafter)
+
+
+@pytest.mark.parametrize("method", ["eagle3", "medusa", "hydra-prefix", "sps"])
+def test_after_warmup_first_rounds_capture_no_graph(method: str, tiny_target: str, tiny_head: str) -> None:
+    config = DraftingConfig(max_kv_tokens=2048, cuda_graph_max_batch=5)
+    drafter = make(method, tiny_target, tiny_head, SHAPE, config, capturing())
+    plain = make(method, tiny_target, tiny_head, SHAPE, config, None)
+    drafter.warm_up()
+    warm = buckets_of(drafter)
+    prefixes = [256, 128] if method in ("eagle3", "sps") else [0, 0]
+    sizes = [(6, prefixes[0]), (1, prefixes[1])]
+    assert [(b.sessions, b.prefix, b.kind) for b in warm] == [
+        (*s, k) for s in sizes for k in ("plain", "noised", "filtered")
+    ]
+    assert drafter.num_free_slots == plain.num_free_slots  # type: ignore[attr-defined]
+    for noise in (GREEDY, NOISED, FILTERED):
+        assert_same(drafter, plain, [commit(f"{noise}", *session(7, 7), 0, 7, noise, BUDGETS[0])])
+        many = [commit(f"{noise}{n}", *session(n, n), 0, n, noise, BUDGETS[0]) for n in (200, 7, 9, 8, 5)]
+        assert_same(drafter, plain, many)
+    assert buckets_of(drafter) == warm
+
+
+def test_a_round_that_no_bucket_holds_is_launched(tiny_target: str, tiny_head: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(captured, "MAX_CELLS", 256)
+    drafter = make("eagle3", tiny_target, tiny_head, SHAPE, CONFIG, capturing())
+    plain = make("eagle3", tiny_target, tiny_head, SHAPE, CONFIG, None)
+    contexts = [commit(f"{n}", *session(n, n), 0, n, GREEDY, BUDGETS[0]) for n in (5, 6, 140)]
+    assert_same(drafter, plain, contexts)
+    assert not buckets_of(drafter)
+    assert_same(drafter, plain, [commit("alone", *session(7, 7), 0, 7, GREEDY, BUDGETS[0])])
+    assert len(buckets_of(drafter)) == 1
+
+
+def test_a_head_without_cuda_graph_support_is_rejected(tiny_target: str, tiny_head: str) -> None:
+    def fail(run: Callable[[], Out]) -> Callable[[], Out]:
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    drafter = make("eagle3", tiny_target, tiny_head, SHAPE, CONFIG, fail)
+    with pytest.raises(ConfigError, match=r"set eagle\.cuda_graphs to false: operation not permitted"):
+        drafter.propose([commit("a", *session(7, 7), 0, 7, GREEDY, BUDGETS[0])])
+
+
+@pytest.mark.parametrize(("count", "least", "size"), [(1, 1, 1), (3, 1, 4), (4, 1, 4), (5, 1, 6), (7, 1, 8), (9, 1, 12)])
+def test_sizes_are_padded_by_half_at_most(count: int, least: int, size: int) -> None:
+    assert padded(count, least) == size
+
+
+def test_padding_reaches_every_size_and_never_falls_short() -> None:
+    sizes = [padded(count, 128) for count in range(1, 3000)]
+    assert sizes == sorted(sizes)
+    assert all(count <= size <= max(128, 1.5 * count) for count, size in enumerate(sizes, 1))
+
+
+@pytest.mark.parametrize(("method", "noise_scale"), [("eagle3", 1.0), ("eagle3", 0.0), ("sps", 1.0)])
+def test_outputs_are_the_plain_ones(method: str, noise_scale: float, tiny_target: str, tiny_head: str) -> None:
+    config = DraftingConfig(max_kv_tokens=2048, noise_scale=noise_scale)
+    drafter = make(method, tiny_target, tiny_head, SHAPE, config, capturing())
+    fuser = build_fuser(method, tiny_head, tiny_target, "float32", DEVICE)
+    engine = build_engine(tiny_target, fuser, "float32", DEVICE, EngineConfig(max_kv_tokens=1024), SHAPE, drafter)
+    requests = [Request(f"{i}", (7, 8, 9 + i), SamplingParams(20, 0.9 * i, seed=i, ignore_eos=True)) for i in range(2)]
+    said: dict[str, list[int]] = {request.id: [] for request in requests}
+    for request in requests:
+        engine.submit(request)
+    while engine.has_work:
+        for chunk in engine.step():
+            said[chunk.request_id] += chunk.token_ids
+    for request in requests:
+        assert said[request.id] == reference.generate(tiny_target, list(request.prompt_ids), request.sampling)
+    assert buckets_of(drafter)
+    if noise_scale == 0:
+        assert drafter._scale._round > 1, "captured rounds count, so that laws are measured again"  # type: ignore[attr-defined]
+
+
+def test_states_of_other_rounds_do_not_show(tiny_target: str, tiny_head: str) -> None:
+    """Rows that fill a bucket up hold what earlier rounds left; even numbers that are none change nothing."""
+    drafter = make("eagle3", tiny_target, tiny_head, SHAPE, CONFIG, capturing())
+    plain = make("eagle3", tiny_target, tiny_head, SHAPE, CONFIG, None)
+    tokens, features = session(5, 9)
+    spoilt = torch.full_like(features, float("nan"))
+    drafter.propose([commit(f"{i}", tokens, spoilt, 0, 9, NOISED, BUDGETS[1]) for i in range(6)])
+    drafter.release([f"{i}" for i in range(6)])
+    assert_same(drafter, plain, [commit(f"good{i}", tokens, features, 0, 9, NOISED, BUDGETS[0]) for i in range(5)])

@@ -1,0 +1,230 @@
+"""Drafting ahead: what was grown before the root was known is cut where it should be, and leaves no trace behind."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from eyas.config import DraftAheadConfig, DraftingConfig, TreeConfig
+from eyas.draft_protocol import Commit, ResyncRequired, TreeBudget
+from eyas.drafters.draft_ahead import DraftAheadDrafter, Grown
+from eyas.drafters.eagle import EagleDrafter
+from eyas.drafters.registry import build_drafter
+from eyas.drafters.tree_growth import Growth
+from eyas.errors import ConfigError
+from eyas.models.heads.eagle_loader import load_head
+from eyas.request import NoiseKey
+from eyas.tree import DraftTree
+
+SHAPE = TreeConfig(num_draft_tokens=8, num_steps=3, top_k=3)
+AHEAD = DraftAheadConfig(top_k=24, num_candidates=24, num_steps=7)
+BUDGET = TreeBudget(8, 3)
+NOISES = [NoiseKey(0), NoiseKey(9, 0.8), NoiseKey(2**64 - 1, 1.2, top_k=9, top_p=0.9)]
+
+
+class FixedExpansion:
+    """Scores that are drawn once and for all; two in three children of a node tie."""
+
+    def __init__(self, sessions: int, width: int, vocab: int) -> None:
+        self._generator = torch.Generator().manual_seed(3)
+        self._shape = (sessions, width, vocab)
+
+    def first(self) -> torch.Tensor:
+        return self._draw(1)
+
+    def next(self, level: int, parents: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        return self._draw(self._shape[1])
+
+    def _draw(self, width: int) -> torch.Tensor:
+        sessions, _, vocab = self._shape
+        return -torch.randint(1, 4, (sessions, width, vocab), generator=self._generator).float()
+
+
+def make(target: str, head: str) -> EagleDrafter:
+    return EagleDrafter(load_head(head, target), SHAPE, DraftingConfig(max_kv_tokens=2048))
+
+
+def session(name: str, length: int, noise: NoiseKey = NOISES[0]) -> Commit[torch.Tensor]:
+    generator = torch.Generator().manual_seed(length)
+    tokens = tuple(torch.randint(3, 48, (length,), generator=generator).tolist())
+    return Commit(name, 0, 0, tokens, torch.randn(length - 1, 32, generator=generator), noise, BUDGET)
+
+
+def going_on(last: Commit[torch.Tensor], tokens: Sequence[int]) -> Commit[torch.Tensor]:
+    """The commit after `last` that brings `tokens`."""
+    features = torch.randn(len(tokens), 32, generator=torch.Generator().manual_seed(last.committed_length))
+    return replace(last, start_position=last.committed_length, tokens=tuple(tokens), features=features)
+
+
+def work(drafter: DraftAheadDrafter) -> None:
+    while drafter.draft_ahead():
+        pass
+
+
+def outcome(tree: DraftTree) -> list[int]:
+    """The path to the tree's last leaf without it: then comes a token of the drafter's choice."""
+    path, node = [], len(tree.tokens) - 1
+    while node:
+        path.insert(0, tree.tokens[node])
+        node = tree.parents[node]
+    return path
+
+
+def likeliest(tree: DraftTree) -> list[int]:
+    return [tree.tokens[tree.log_probs.index(max(tree.log_probs[1:]))]]
+
+
+def naive_below(growth: Growth, row: int, path: Sequence[int], budget: TreeBudget) -> list[tuple[tuple[int, ...], float]]:
+    """Descendants of the path's end as (path from there, score), the best first, of equals the lower number."""
+    found = growth.candidates
+    nodes: dict[int, tuple[tuple[int, ...], float]] = {0: ((), 0.0)}
+    for i in range(found.tokens.shape[1]):
+        above, _ = nodes[int(found.parents[row, i])]
+        nodes[i + 1] = ((*above, int(found.tokens[row, i])), float(found.scores[row, i]))
+    (root,) = [number for number, (steps, _) in nodes.items() if steps == tuple(path)]
+    below = [
+        (number, steps[len(path) :], score - nodes[root][1])
+        for number, (steps, score) in nodes.items()
+        if steps[: len(path)] == tuple(path) and 0 < len(steps) - len(path) <= budget.max_depth
+    ]
+    below.sort(key=lambda node: (-node[2], node[0]))
+    return [(steps, score) for _, steps, score in sorted(below[: budget.max_nodes - 1])]
+
+
+def paths(tree: DraftTree) -> list[tuple[tuple[int, ...], float]]:
+    found: list[tuple[tuple[int, ...], float]] = [((), 0.0)]
+    for token, parent, score in list(zip(tree.tokens, tree.parents, tree.log_probs, strict=True))[1:]:
+        found.append(((*found[parent][0], token), score))
+    return found[1:]
+
+
+@pytest.mark.parametrize("budget", [TreeBudget(5, 2), TreeBudget(9, 4), TreeBudget(200, 9)])
+def test_a_cut_holds_the_best_descendants_of_the_committed_path(budget: TreeBudget) -> None:
+    growth = Growth(FixedExpansion(2, 4, 6), width=4, children=5)
+    grown, checked = Grown(growth, np.arange(6)), 0
+    for _ in range(4):
+        growth.step()
+        for row in range(2):
+            found = growth.candidates
+            for first in range(5):
+                path = [int(found.tokens[row, first])]
+                expected = naive_below(growth, row, path, budget)
+                tree = grown.below(row, path, budget)
+                assert (tree is None) == (not expected)
+                if tree is not None:
+                    tree.validate(path[-1], 6, budget.max_nodes, budget.max_depth)
+                    assert paths(tree) == expected
+                    checked += 1
+    assert checked > 20
+
+
+@pytest.mark.parametrize("noise", NOISES)
+def test_outcomes_in_the_grown_tree_are_answered_from_it(noise: NoiseKey, tiny_target: str, tiny_head: str) -> None:
+    drafter = DraftAheadDrafter(make(tiny_target, tiny_head), AHEAD)
+    first = [session("a", 9, noise), session("b", 20, noise)]
+    trees = drafter.propose(first)
+    work(drafter)
+    contexts = [going_on(last, outcome(tree)) for last, tree in zip(first, trees, strict=True)]  # type: ignore[arg-type]
+    for context, tree in zip(contexts, drafter.propose(contexts), strict=True):
+        assert isinstance(tree, DraftTree)
+        assert tree.grown_ahead
+        assert tree.num_drafted > 0
+        tree.validate(context.tokens[-1], 48, BUDGET.max_nodes, BUDGET.max_depth)
+
+
+def test_drafted_ahead_features_are_replaced_by_true_ones(tiny_target: str, tiny_head: str) -> None:
+    """After hits in a row, with and without time between them, a miss gets the tree that it would have got anyway."""
+    for busy in (False, True):
+        drafter, plain = DraftAheadDrafter(make(tiny_target, tiny_head), AHEAD), make(tiny_target, tiny_head)
+        context = session("a", 9)
+        tree = drafter.propose([context])[0]
+        plain.propose([context])
+        work(drafter)
+        for hit in range(2):
+            assert isinstance(tree, DraftTree)
+            context = going_on(context, likeliest(tree) if busy else outcome(tree))
+            tree = drafter.propose([context])[0]
+            plain.propose([context])
+            assert isinstance(tree, DraftTree)
+            assert tree.grown_ahead, hit
+            if not busy:
+                work(drafter)
+        unknown = next(token for token in range(48) if token not in plain.draft_ids)
+        missing = going_on(context, [unknown])
+        late, expected = drafter.propose([missing])[0], plain.propose([missing])[0]
+        assert isinstance(late, DraftTree)
+        assert isinstance(expected, DraftTree)
+        assert (late.tokens, late.parents) == (expected.tokens, expected.parents)
+
+
+def test_gaps_epochs_and_releases_match_the_wrapped_drafter(tiny_target: str, tiny_head: str) -> None:
+    drafter = DraftAheadDrafter(make(tiny_target, tiny_head), AHEAD)
+    first = session("a", 9)
+    tree = drafter.propose([first])[0]
+    work(drafter)
+    hit = going_on(first, outcome(tree))  # type: ignore[arg-type]
+    assert drafter.propose([hit])[0].grown_ahead  # type: ignore[union-attr]
+    assert drafter.propose([replace(hit, start_position=hit.start_position + 40)]) == [ResyncRequired("a", 0, 9)]
+    assert isinstance(drafter.propose([hit])[0], DraftTree), "a resend from there is taken"
+    work(drafter)
+    assert drafter.propose([replace(hit, epoch=1)]) == [ResyncRequired("a", 1, 0)]
+    drafter.release(["a"])
+    assert drafter.propose([hit]) == [ResyncRequired("a", 0, 0)]
+    assert not drafter.draft_ahead()
+
+
+def test_filtered_tokens_take_no_node_of_a_pruned_tree(tiny_target: str, tiny_head: str) -> None:
+    """As in a tree that is grown on demand."""
+    noise = NoiseKey(3, 1.0, top_k=1)
+    drafter = DraftAheadDrafter(make(tiny_target, tiny_head), AHEAD)
+    first = session("a", 9, noise)
+    (tree,) = drafter.propose([first])
+    assert isinstance(tree, DraftTree)
+    work(drafter)
+    (ahead,) = drafter.propose([going_on(first, [tree.tokens[1]])])
+    assert isinstance(ahead, DraftTree)
+    assert ahead.grown_ahead
+    assert np.isfinite(ahead.log_probs).all()
+    assert ahead.num_drafted == ahead.num_steps == SHAPE.num_steps, "a chain, one token at each node being left"
+
+
+def test_a_session_whose_trees_are_drawn_is_not_grown_ahead(tiny_target: str, tiny_head: str) -> None:
+    drafter = DraftAheadDrafter(make(tiny_target, tiny_head), AHEAD)
+    (drawn,) = drafter.propose([replace(session("a", 9, NOISES[1]), proposal="sampled")])
+    assert isinstance(drawn, DraftTree)
+    assert drawn.num_drafted
+    assert not drafter.draft_ahead()
+
+
+def test_a_combined_drafter_drafts_ahead_like_its_parts(tiny_target: str, tiny_head: str) -> None:
+    eagle = DraftingConfig(max_kv_tokens=2048, draft_ahead=AHEAD)
+    union = build_drafter("eagle3+prompt_lookup", tiny_target, tiny_head, "float32", "cpu", SHAPE, eagle)
+    first = session("a", 9)
+    union.propose([first])
+    for _ in range(AHEAD.num_steps):
+        assert union.draft_ahead()
+    while union.draft_ahead():
+        pass
+    (alone,) = make(tiny_target, tiny_head).propose([first])
+    (ahead,) = union.propose([going_on(first, likeliest(alone))])  # type: ignore[arg-type]
+    assert isinstance(ahead, DraftTree)
+    assert ahead.grown_ahead
+
+
+def test_a_sampled_proposal_is_never_taken_from_a_grown_tree(tiny_target: str, tiny_head: str) -> None:
+    drafter = DraftAheadDrafter(make(tiny_target, tiny_head), AHEAD)
+    first = session("a", 9, NOISES[1])
+    tree = drafter.propose([first])[0]
+    work(drafter)
+    (drawn,) = drafter.propose([replace(going_on(first, outcome(tree)), proposal="sampled")])  # type: ignore[arg-type]
+    assert isinstance(drawn, DraftTree)
+    assert drawn.sampled is not None
+    assert not drawn.grown_ahead
+
+
+def test_more_children_than_the_head_knows_tokens_are_refused(tiny_target: str, tiny_head: str) -> None:
+    eagle = DraftingConfig(draft_ahead=DraftAheadConfig(top_k=4, num_candidates=4000))
+    with pytest.raises(ConfigError, match=r"ahead\.children is 4000"):
+        build_drafter("eagle3", tiny_target, tiny_head, "float32", "cpu", SHAPE, eagle)

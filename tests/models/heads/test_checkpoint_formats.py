@@ -1,0 +1,163 @@
+"""A head is the same head in whatever way it was written down, and every option that its config can name is honoured."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from eyas.config import DraftingConfig, TreeConfig
+from eyas.draft_protocol import Commit, TreeBudget
+from eyas.drafters.eagle import EagleDrafter
+from eyas.models.checkpoint import head_fingerprint, read_target_config
+from eyas.models.heads.eagle_config import EagleHeadConfig, HeadWiring, head_config
+from eyas.models.heads.eagle_loader import load_fuser, load_head, write_head
+from eyas.request import NoiseKey
+from eyas.tree import DraftTree
+from tests.drafters.naive_eagle import NaiveEagle, best_tree, linear, rms
+from tests.models.heads.checkpoint_formats import DIALECTS, TINY, TINY_EAGLE1, random_tensors, save, specforge, vllm
+
+SHAPE = TreeConfig(num_draft_tokens=14, num_steps=4, top_k=3)
+OPTIONS = {
+    "plain": TINY,
+    "normed residual": replace(TINY, reading=HeadWiring((2, 2, 1), norm_before_residual=True)),
+    "norm before fc": replace(TINY, input_norms="joint"),
+    "EAGLE-3.1": replace(TINY, input_norms="each", reading=HeadWiring((2, 2, 1), output="normed")),
+    "wide heads": replace(TINY, head_dim=12),
+    "narrower than the target": replace(TINY, hidden=24, head_dim=6),
+    "two layers": replace(TINY, num_layers=2),
+    "three layers": replace(TINY, num_layers=3),
+    "full vocabulary": replace(TINY, draft_vocab_size=48),
+    "biases": replace(TINY, qkv_bias=True, out_bias=True, fc_bias=True),
+    "another base": replace(TINY, rotary={"rope_theta": 500.0, "rope_type": "default"}),
+    "four taps, the last boundary among them": replace(TINY, reading=HeadWiring((0, 1, 3, 4))),
+}  # fmt: skip
+LLAMA3 = {"rope_theta": 500.0, "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+          "original_max_position_embeddings": 64}  # fmt: skip
+
+
+def shipped(config: EagleHeadConfig) -> tuple[str, ...]:
+    return ("norm.weight",) if config.full_vocabulary else ("d2t", "t2d", "norm.weight")
+
+
+def write(folder: Path, config: EagleHeadConfig) -> str:
+    write_head(folder, config, random_tensors(config, shipped=shipped(config)))
+    return str(folder)
+
+
+def features_of(config: EagleHeadConfig, count: int) -> torch.Tensor:
+    return torch.randn(count, len(config.taps) * config.target_hidden, generator=torch.Generator().manual_seed(5))
+
+
+def trees(head: str, target: str, config: EagleHeadConfig) -> list[DraftTree]:
+    """Of two sessions; the second is told of in two commits."""
+    fused = load_fuser(head, target)(features_of(config, 20))
+    tokens = torch.randint(3, 48, (21,), generator=torch.Generator().manual_seed(6)).tolist()
+    drafter = EagleDrafter(load_head(head, target), SHAPE, DraftingConfig(max_kv_tokens=256))
+
+    def commit(name: str, base: int, end: int) -> Commit:
+        new = fused[max(base - 1, 0) : end - 1]
+        return Commit(name, 0, base, tuple(tokens[base:end]), new, NoiseKey(0), TreeBudget(14, 4))
+
+    drafter.propose([commit("b", 0, 7)])
+    drafts = drafter.propose([commit("a", 0, 21), commit("b", 7, 12)])
+    drafter.check()
+    return [draft for draft in drafts if isinstance(draft, DraftTree)]
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+@pytest.mark.parametrize("dialect", DIALECTS)
+@pytest.mark.usefixtures("unpacked")
+def test_a_head_is_equal_in_every_checkpoint_format(dialect: str, option: str, tiny_target: str, tmp_path: Path) -> None:
+    config = OPTIONS[option]
+    tensors = random_tensors(config, shipped=shipped(config))
+    head = save(tmp_path / "head", DIALECTS[dialect](config, tensors))
+    plain = write(tmp_path / "plain", config)
+    assert head_config(Path(head), read_target_config(Path(tiny_target))) == config
+    one, other = load_head(head, tiny_target).state_dict(), load_head(plain, tiny_target).state_dict()
+    assert one.keys() == other.keys()
+    assert all(torch.equal(one[name], other[name]) for name in one)
+    assert trees(head, tiny_target, config) == trees(plain, tiny_target, config)
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+def test_trees_equal_the_naive_ones_with_every_option(option: str, tiny_target: str, tmp_path: Path) -> None:
+    config = OPTIONS[option]
+    head = write(tmp_path, config)
+    weights = load_file(tmp_path / "model.safetensors")
+    embedding = load_file(Path(tiny_target, "model.safetensors"))["model.embed_tokens.weight"]
+    reading = config.reading
+    naive = NaiveEagle(
+        weights, embedding, config.num_heads, config.num_kv_heads, reading.norm_before_residual, reading.output,
+        config.num_layers, config.rotary["rope_theta"],
+    )  # fmt: skip
+    fused = naive_fuse(config, weights, features_of(config, 20))
+    tokens = torch.randint(3, 48, (21,), generator=torch.Generator().manual_seed(6)).tolist()
+    for tree, end in zip(trees(head, tiny_target, config), (21, 12), strict=True):
+        expected = best_tree(naive.candidates(tokens[:end], fused[: end - 1], NoiseKey(0), SHAPE), 13)
+        assert tree.tokens == (tokens[end - 1], *(node.token for node in expected))
+        assert list(tree.depths[1:]) == [node.depth for node in expected]
+
+
+def naive_fuse(config: EagleHeadConfig, weights: dict[str, torch.Tensor], tapped: torch.Tensor) -> torch.Tensor:
+    if config.input_norms == "joint":
+        tapped = rms(tapped, weights["input_norm.weight"])
+    if config.input_norms == "each":
+        parts = tapped.split(config.target_hidden, dim=-1)
+        tapped = torch.cat([rms(part, weights[f"fc_norm.{i}.weight"]) for i, part in enumerate(parts)], -1)
+    return linear(tapped, weights, "fc")
+
+
+@pytest.mark.parametrize("option", ["normed residual", "EAGLE-3.1"])
+def test_a_reading_that_is_ignored_changes_the_states(option: str, tiny_target: str, tmp_path: Path) -> None:
+    """So that equal trees prove something where no tensor tells one reading from another."""
+    config = OPTIONS[option]
+    head = write(tmp_path, config)
+    features = load_fuser(head, tiny_target)(features_of(config, 6))
+    read, ignored = (load_head(head, tiny_target, reading=reading) for reading in (None, TINY.reading))
+    pairs = features, torch.arange(3, 9), torch.arange(6)
+    assert not torch.allclose(*(head.run(*pairs, lambda _, rows: rows.query) for head in (read, ignored)))
+
+
+def test_the_meaning_of_norm_output_depends_on_who_wrote_it(tiny_target: str, tmp_path: Path) -> None:
+    target = read_target_config(Path(tiny_target))
+    each = replace(TINY, input_norms="each")
+    said = {}
+    for name, config, dialect, value in (
+        ("specforge true", TINY, specforge, True), ("specforge false", TINY, specforge, False),
+        ("specforge beside fc_norm", each, specforge, True), ("vllm true", TINY, vllm, True),
+        ("vllm false", TINY, vllm, False),
+    ):  # fmt: skip
+        written, tensors = dialect(config, random_tensors(config))
+        head = save(tmp_path / name, (written | {"norm_output": value}, tensors))
+        said[name] = head_config(Path(head), target).reading.output
+    assert said == {
+        "specforge true": "state", "specforge false": "bare", "specforge beside fc_norm": "normed",
+        "vllm true": "normed", "vllm false": "state",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("config", [
+    *OPTIONS.values(), TINY_EAGLE1, replace(TINY_EAGLE1, fc_bias=False, qkv_bias=True), replace(TINY, rotary=LLAMA3),
+    replace(TINY, reading=HeadWiring((2, 2, 1), output="bare")),
+])  # fmt: skip
+def test_a_written_report_reads_back(config: EagleHeadConfig, tiny_target: str, tmp_path: Path) -> None:
+    tensors = random_tensors(config, shipped=shipped(config))
+    write_head(tmp_path, config, tensors)
+    assert head_config(tmp_path, read_target_config(Path(tiny_target)), config.kind) == config
+    read = load_file(tmp_path / "model.safetensors")
+    assert read.keys() == tensors.keys()
+    assert all(torch.equal(read[name], tensors[name]) for name in tensors)
+    load_head(str(tmp_path), tiny_target, kind=config.kind)
+
+
+def test_the_digest_of_features_covers_norms_before_fc(tmp_path: Path) -> None:
+    config = replace(TINY, input_norms="each")
+    tensors = random_tensors(config)
+    digests = set()
+    for name in ("none", "fc.weight", "fc_norm.1.weight", "lm_head.weight"):
+        changed = {key: tensor + 1 if key == name else tensor for key, tensor in tensors.items()}
+        write_head(tmp_path / name, config, changed)
+        digests.add(head_fingerprint(str(tmp_path / name)))
+    assert len(digests) == 3, "lm_head makes no features"

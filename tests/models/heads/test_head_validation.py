@@ -1,0 +1,143 @@
+"""The probe finds out how a head is to be read, and refuses one that guesses no better than chance."""
+
+import json
+import logging
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from eyas import LLM, SamplingParams
+from eyas.cli import app
+from eyas.errors import CheckpointError
+from eyas.models.checkpoint import head_fingerprint, read_config, read_target_config
+from eyas.models.heads.eagle_config import HeadWiring, head_config
+from eyas.models.heads.eagle_validation import WiringReport, WiringScore, observe, validate_head
+from eyas.models.target import TargetModel, load_target
+from tests.reference import load_reference
+from tests.tiny import DEMO, write_target
+
+TARGET, HEAD = str(DEMO / "target"), DEMO / "eagle3"
+RIGHT = HeadWiring((2, 6, 9))
+PROMPT = "class Queue:\n    def put(self, item):\n"
+
+
+@pytest.fixture(scope="module")
+def target() -> TargetModel:
+    return load_target(TARGET)
+
+
+def misread(folder: Path, **said: object) -> str:
+    """The demo head, whose config says something else."""
+    folder.mkdir(parents=True)
+    folder.joinpath("config.json").write_text(json.dumps(read_config(HEAD) | said))
+    folder.joinpath("model.safetensors").symlink_to((HEAD / "model.safetensors").resolve())
+    return str(folder)
+
+
+WRONG: dict[str, dict[str, object]] = {
+    "taps counted as outputs": {"eagle_aux_hidden_state_layer_ids": [1, 5, 8]},
+    "taps one too late": {"eagle_aux_hidden_state_layer_ids": [3, 7, 10]},
+    "the residual flipped": {"norm_before_residual": True},
+    "the residual flipped and taps shifted": {
+        "norm_before_residual": True, "eagle_aux_hidden_state_layer_ids": [1, 5, 8]
+    },
+    "the output without its norm": {"norm_output": False},
+    "the normed state fed on": {"architectures": ["Eagle3LlamaForCausalLM"], "norm_output": True},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_a_head_that_is_described_wrongly_is_read_rightly(wrong: str, target: TargetModel, tmp_path: Path) -> None:
+    head = misread(tmp_path / "head", **WRONG[wrong])
+    assert head_config(Path(head), read_target_config(Path(TARGET))).reading != RIGHT
+    finding = validate_head(target, head, TARGET, "float32", "cpu")
+    assert finding.best.reading == RIGHT
+    assert not finding.refused
+    assert 1000 <= finding.num_tokens <= 2000
+
+
+def test_a_head_that_is_described_rightly_stays_as_it_is(target: TargetModel) -> None:
+    finding = validate_head(target, str(HEAD), TARGET, "float32", "cpu")
+    assert finding.best is finding.trials[0]
+    assert finding.best.reading == RIGHT
+    assert finding.best.first > 2 * finding.chance
+    assert "as its config says" in str(finding)
+
+
+def test_an_eagle1_head_has_one_reading(target: TargetModel) -> None:
+    finding = validate_head(target, str(DEMO / "eagle1"), TARGET, "float32", "cpu", "eagle")
+    assert len(finding.trials) == 1
+    assert finding.best.first > 2 * finding.chance
+
+
+def test_the_aux_layers_of_the_target_are_unchanged(target: TargetModel) -> None:
+    target.tap((3,))
+    observe(target, TARGET, (1, 2))
+    assert target.taps == (3,)
+
+
+def test_a_target_without_a_tokenizer_draws_its_own_tokens(tmp_path: Path) -> None:
+    target = str(write_target(tmp_path / "target"))
+    model = load_target(target)
+    windows = observe(model, target, (0, 2))
+    assert sum(len(window.tokens) for window in windows) >= 1000
+    with torch.inference_mode():
+        plain = load_reference(target)(input_ids=windows[0].tokens[None], output_hidden_states=True)
+    assert torch.equal(plain.logits[0].argmax(-1), windows[0].tops)
+    torch.testing.assert_close(plain.hidden_states[2][0], windows[0].taps[2], atol=1e-4, rtol=1e-4)
+    again = observe(model, target, (0, 2))
+    assert all(torch.equal(one.tokens, other.tokens) for one, other in zip(windows, again, strict=True))
+
+
+def test_a_random_head_is_refused_with_the_numbers(tiny_target: str, tiny_head: str) -> None:
+    finding = validate_head(load_target(tiny_target), tiny_head, tiny_target, "float32", "cpu")
+    assert finding.refused
+    with pytest.raises(CheckpointError, match=r"hardly ever guesses.* % with inputs of layers 1, 2, 3.*chance is .* %"):
+        finding.require(tiny_head)
+
+
+def test_one_process_reads_a_head_as_it_works(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    head = misread(tmp_path / "head", **WRONG["the residual flipped and taps shifted"])
+    greedy = SamplingParams(max_tokens=32, temperature=0.0, ignore_eos=True)
+    with caplog.at_level(logging.WARNING, "eyas"):
+        found, believed, right = (
+            LLM(TARGET, head).generate(PROMPT, greedy)[0],
+            LLM(TARGET, head, validate_head="never").generate(PROMPT, greedy)[0],
+            LLM(TARGET, str(HEAD)).generate(PROMPT, greedy)[0],
+        )
+    assert "not as its config says" in caplog.text
+    assert found.token_ids == believed.token_ids == right.token_ids
+    assert found.stats.num_verify_steps == right.stats.num_verify_steps < believed.stats.num_verify_steps
+
+
+def test_the_check_prints_a_table_and_writes_what_it_found(tmp_path: Path) -> None:
+    head = misread(tmp_path / "head", **WRONG["taps counted as outputs"])
+    digest, options = head_fingerprint(head), ["check", "head", "--target", TARGET, "--draft", head]
+    result = CliRunner().invoke(app, [*options, "--write"])
+    assert result.exit_code == 0, result.output
+    assert "not as its config says" in result.output
+    assert head_config(Path(head), read_target_config(Path(TARGET))).reading == RIGHT
+    assert head_fingerprint(head) == digest, "a draft service and a verifier still belong together"
+
+
+def test_the_check_fails_for_a_random_head(tiny_target: str, tiny_head: str) -> None:
+    result = CliRunner().invoke(app, ["check", "head", "--target", tiny_target, "--draft", tiny_head])
+    assert result.exit_code == 1
+    assert "hardly ever guesses" in result.output
+
+
+def test_coincidence_does_not_overrule_the_config() -> None:
+    generator = torch.Generator().manual_seed(0)
+    stated, noise = torch.rand(2000, generator=generator), torch.randn(2000, generator=generator)
+
+    def finding(gain: float) -> WiringReport:
+        trials = (
+            WiringScore(RIGHT, 0.4, 0.4, stated),
+            WiringScore(HeadWiring((1, 5, 8)), 0.5, 0.5, stated + gain + 0.2 * noise),
+        )
+        return WiringReport(trials, 0.1, 1000)
+
+    assert finding(0.001).best.reading == RIGHT
+    assert finding(0.05).best.reading == HeadWiring((1, 5, 8))

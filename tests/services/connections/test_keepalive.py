@@ -1,0 +1,154 @@
+"""A worker that hangs, or that the network has swallowed, is given up within seconds: no connection ends by itself there."""
+
+import asyncio
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, closing, contextmanager, suppress
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from eyas.config import DraftClientConfig, PeersConfig, RegistryConfig, ServerConfig
+from eyas.drafters.base import DrafterNeeds
+from eyas.rpc.channel import ChannelOptions, Peers
+from eyas.rpc.server import RpcServer
+from eyas.services.discovery.registry import Registry
+from eyas.services.lifecycle import WorkerRegistration
+from eyas.services.verifier.draft_client import RemoteDrafter
+from eyas.tree import DraftTree
+from eyas.v1.generation_pb2_grpc import add_GenerationServicer_to_server
+from tests.services.connections.cuttable_proxy import Cable, cable, entered
+from tests.services.drafting.toy_drafting import ToyDrafter, context, eventually, serving
+from tests.services.router.scripted_verifier import (
+    CALL,
+    MODEL,
+    REST,
+    TOKENS,
+    Load,
+    Script,
+    ScriptedVerifier,
+    ask,
+    failure,
+    router,
+    tokens_of,
+    until,
+    worker,
+)
+
+IMPATIENT = PeersConfig(keepalive_interval_s=0.1, keepalive_timeout_s=0.2)
+SERVER = """
+import asyncio
+from eyas.config import ServerConfig
+from eyas.rpc.server import RpcServer
+
+async def main():
+    server = RpcServer(ServerConfig())
+    print(await server.start([]), flush=True)
+    await asyncio.sleep(600)
+
+asyncio.run(main())
+"""
+
+
+@contextmanager
+def process() -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """A server in a process of its own, and its address."""
+    with subprocess.Popen([sys.executable, "-c", SERVER], stdout=subprocess.PIPE, text=True) as child:
+        assert child.stdout
+        try:
+            yield child, child.stdout.readline().strip()
+        finally:
+            child.kill()
+
+
+async def reached(stub: health_pb2_grpc.HealthStub) -> None:
+    """Wait until the service answers, 20 s at most."""
+    async with asyncio.timeout(20):
+        while True:
+            with suppress(grpc.aio.AioRpcError):
+                assert await stub.Check(health_pb2.HealthCheckRequest(), wait_for_ready=True, timeout=20)
+                return
+            await asyncio.sleep(0.02)
+
+
+def test_a_stopped_process_is_dropped_and_taken_back_on_resume() -> None:
+    async def body(child: subprocess.Popen[str], address: str) -> float:
+        request = health_pb2.HealthCheckRequest()
+        async with Peers(IMPATIENT).open_channel(address) as channel:
+            stub = health_pb2_grpc.HealthStub(channel)
+            watch = stub.Watch(request)
+            assert await watch.read()
+            quiet = asyncio.ensure_future(watch.read())
+            await asyncio.wait([quiet], timeout=8 * IMPATIENT.keepalive_interval_s)
+            assert not quiet.done(), "so many pings are no offence"
+            child.send_signal(signal.SIGSTOP)
+            began = time.monotonic()
+            with pytest.raises(grpc.aio.AioRpcError, match="ping timeout"):
+                await quiet
+            seconds = time.monotonic() - began
+            child.send_signal(signal.SIGCONT)
+            await reached(stub)
+            return seconds
+
+    with process() as (child, address):
+        assert asyncio.run(body(child, address)) < 20, "without pings it would be more than a minute"
+
+
+def test_keepalive_respects_the_default_limits_of_grpc_servers() -> None:
+    """They hang up on a second ping within 5 minutes of silence, as a request has that waits in a queue."""
+    assert dict(ChannelOptions().options)["grpc.keepalive_time_ms"] > 300_000  # type: ignore[operator]
+
+
+@asynccontextmanager
+async def behind(url: str, script: Script) -> AsyncIterator[Cable]:
+    """A scripted verifier that is known by the address of a line to it."""
+    server = RpcServer(ServerConfig())
+    add_GenerationServicer_to_server(ScriptedVerifier(script), server.aio)
+    registry = Registry(RegistryConfig(url, 2.0, 0.05))
+    presence = WorkerRegistration(server, registry, "verifier", MODEL, lambda: Load(0, 0, 10_000))
+    async with entered(server, presence) as line:
+        yield line
+
+
+def test_requests_move_away_from_an_unreachable_verifier(url: str) -> None:
+    async def body() -> tuple[int, ...]:
+        queue, other = Script(TOKENS, gate=asyncio.Event()), Script(TOKENS)
+        async with behind(url, queue) as line, router(url, peers=Peers(IMPATIENT)) as address:
+            asking = asyncio.create_task(ask(address, CALL))
+            await until(lambda: bool(queue.calls))
+            async with worker(url, other):
+                line.cut.set()
+                return tokens_of(await asking)
+
+    assert asyncio.run(body()) == REST
+
+
+def test_without_another_verifier_a_lost_keepalive_is_reported(url: str) -> None:
+    async def body() -> tuple[grpc.StatusCode, str]:
+        queue = Script(TOKENS, gate=asyncio.Event())
+        async with behind(url, queue) as line, router(url, peers=Peers(IMPATIENT)) as address:
+            asking = asyncio.create_task(failure(address, CALL))
+            await until(lambda: bool(queue.calls))
+            line.cut.set()
+            return await asking
+
+    status, reason = asyncio.run(body())
+    assert status is grpc.StatusCode.UNAVAILABLE
+    assert "no sign of life" in reason
+
+
+def test_an_unreachable_drafter_is_dropped_and_dialled_again() -> None:
+    with serving(ToyDrafter()) as address, cable(address) as line:
+        needs, patient = DrafterNeeds(features=True), DraftClientConfig(draft_timeout_s=20.0)
+        with closing(RemoteDrafter(line.address, needs, patient, peers=Peers(IMPATIENT))) as remote:
+            eventually(lambda: remote.up)
+            line.cut.set()
+            assert remote.request([context("a", range(10, 15))])() == [None], "long before the deadline"
+            assert not remote.up
+            line.cut.clear()
+            eventually(lambda: remote.up)
+            assert remote.request([context("b", range(10, 15))])() == [DraftTree.chain([14, 15, 16, 17])]

@@ -1,0 +1,123 @@
+"""The router's doors over TLS: what the `eyas` command needs to come in, and certificates that change under open doors."""
+
+import asyncio
+import json
+import ssl
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+from click.testing import Result
+from typer.testing import CliRunner
+
+from eyas.cli import app
+from eyas.config import HttpConfig, ServerConfig, TlsConfig
+from eyas.rpc.server import RpcServer
+from eyas.services.router.api_keys import ApiKeys
+from eyas.services.router.grpc_server import ApiKeyInterceptor, server_credentials
+from eyas.services.router.http.server import HttpServer
+from eyas.v1.generation_pb2_grpc import add_GenerationServicer_to_server
+from tests.services.connections.authority import Authority
+from tests.services.router.scripted_verifier import TOKENS, Script, ScriptedVerifier
+
+NAME = "llm.example.com"
+HOST = "127.0.0.1"
+
+
+@asynccontextmanager
+async def door(folder: Path) -> AsyncIterator[str]:
+    """A gRPC door that asks for a key, and generates by recital."""
+    tls = TlsConfig(str(folder / "tls.crt"), str(folder / "tls.key"))
+    server = RpcServer(ServerConfig(), [ApiKeyInterceptor(ApiKeys(frozenset({"one"})))], server_credentials(tls))
+    add_GenerationServicer_to_server(ScriptedVerifier(Script(TOKENS)), server.aio)
+    address = await server.start([])
+    try:
+        yield address
+    finally:
+        await server.stop(0)
+
+
+async def eyas(address: str, *words: str, **environment: str) -> Result:
+    environment = {"EYAS_ADDRESS": address, "EYAS_API_KEY": "one"} | environment
+    return await asyncio.to_thread(CliRunner().invoke, app, words, env=environment)
+
+
+def test_the_command_comes_in_over_tls_by_options_or_environment(tmp_path: Path) -> None:
+    Authority().write(tmp_path, NAME)
+    ca = str(tmp_path / "ca.crt")
+
+    async def body() -> None:
+        async with door(tmp_path) as address:
+            for result in (
+                await eyas(address, "generate", "text", "--json", "--ca", ca),
+                await eyas(address, "generate", "text", "--json", "--tls", "--ca", ca, "--tls-name", NAME),
+                await eyas(address, "generate", "text", "--json", EYAS_TLS="1", EYAS_CA=ca, EYAS_TLS_NAME=NAME),
+            ):
+                assert (result.exit_code, result.stderr) == (0, "")
+                lines = map(json.loads, result.output.splitlines())
+                assert tuple(token for line in lines for token in line.get("token_ids", ())) == TOKENS
+
+    asyncio.run(body())
+
+
+def test_the_command_trusts_only_the_given_authority(tmp_path: Path) -> None:
+    Authority().write(tmp_path, NAME)
+    Authority("another").write(tmp_path / "other")
+    ca, other = str(tmp_path / "ca.crt"), str(tmp_path / "other" / "ca.crt")
+
+    async def body() -> None:
+        async with door(tmp_path) as address:
+            refused = [
+                await eyas(address, "models"),
+                await eyas(address, "models", "--tls"),
+                await eyas(address, "models", "--ca", other),
+                await eyas(address, "models", "--ca", ca, "--tls-name", "elsewhere"),
+            ]
+            missing = await eyas(address, "models", "--ca", str(tmp_path / "missing"))
+            plainly = await eyas(address, "models", "--tls-name", NAME)
+        assert [result.exit_code for result in refused] == [1] * 4
+        assert all(result.stderr.startswith("error: UNAVAILABLE: ") for result in refused)
+        assert missing.stderr.startswith("error: --ca cannot be used: ")
+        assert plainly.stderr.startswith(f"error: --tls-name {NAME} is for TLS; add --tls, or --ca")
+
+    asyncio.run(body())
+
+
+async def echo(scope: object, receive: object, send: object) -> None:
+    await send({"type": "http.response.start", "status": 200, "headers": []})  # type: ignore[operator]
+    await send({"type": "http.response.body", "body": b"here"})  # type: ignore[operator]
+
+
+async def shown(address: str, ca: bytes) -> bool:
+    """Whether the door shows a certificate of this authority."""
+    host, _, port = address.rpartition(":")
+    trust = ssl.create_default_context(cadata=ca.decode())
+    try:
+        _, writer = await asyncio.open_connection(host, int(port), ssl=trust, server_hostname=HOST)
+    except ssl.SSLCertVerificationError:
+        return False
+    writer.close()
+    await writer.wait_closed()
+    return True
+
+
+def test_the_http_server_serves_a_renewed_certificate(tmp_path: Path) -> None:
+    old, new = Authority("old"), Authority("new")
+    old.write(tmp_path, NAME)
+
+    async def body() -> None:
+        tls = TlsConfig(str(tmp_path / "tls.crt"), str(tmp_path / "tls.key"))
+        http = HttpServer(echo, HttpConfig(), tls, renew_seconds=0.02)
+        await http.start()
+        try:
+            assert await shown(http.address, old.pem)
+            assert not await shown(http.address, new.pem)
+            new.write(tmp_path, NAME)
+            async with asyncio.timeout(20):
+                while not await shown(http.address, new.pem):
+                    await asyncio.sleep(0.02)
+            assert not await shown(http.address, old.pem)
+        finally:
+            await http.stop(0)
+
+    asyncio.run(body())

@@ -1,0 +1,172 @@
+"""The engine's thread: what it promises to those who wait in an event loop, on the demo target."""
+
+import asyncio
+import logging
+import threading
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import aclosing
+
+import pytest
+
+from eyas.config import EngineConfig, TreeConfig
+from eyas.drafters.base import Draft, DraftContext, DrafterNeeds, LocalDrafter, Pending
+from eyas.engine.build import assemble_engine
+from eyas.engine.engine import Engine
+from eyas.errors import InvalidRequest, RequestFailed
+from eyas.models.target import TargetModel, load_target
+from eyas.request import Chunk, Request, SamplingParams
+from eyas.services.verifier.async_engine import AsyncEngine
+
+PROMPT = (0, 282, 659, 276)
+
+
+class FailingDrafter(LocalDrafter):
+    """Breaks the contract of drafters `failures` times, then has nothing to propose. refuses: how often it does so as soon
+    as it is asked."""
+
+    needs = DrafterNeeds()
+
+    def __init__(self, failures: int, refuses: int = 0) -> None:
+        self._failures = failures
+        self._refuses = refuses
+
+    def request(self, contexts: Sequence[DraftContext]) -> Pending:
+        self._refuses -= 1
+        if self._refuses >= 0:
+            raise ZeroDivisionError("a drafter that cannot be asked")
+        return super().request(contexts)
+
+    def propose(self, contexts: Sequence[DraftContext]) -> list[Draft]:
+        self._fail()
+        return [None] * len(contexts)
+
+    def release(self, sessions: Sequence[str]) -> None:
+        self._fail()
+
+    def _fail(self) -> None:
+        self._failures -= 1
+        if self._failures >= 0:
+            raise ZeroDivisionError("a drafter that breaks its contract")
+
+
+@pytest.fixture(scope="module")
+def target() -> TargetModel:
+    return load_target("models/demo/target", "float32", "cpu", ())
+
+
+def engine_of(target: TargetModel, failures: int = 0, refuses: int = 0) -> Engine:
+    config, drafter = EngineConfig(max_kv_tokens=1024, max_queued_requests=4), FailingDrafter(failures, refuses)
+    return assemble_engine(target, None, config, TreeConfig(), drafter)
+
+
+def request_of(request_id: str, max_tokens: int = 12) -> Request:
+    return Request(request_id, PROMPT, SamplingParams(max_tokens, temperature=0.8, seed=7, ignore_eos=True))
+
+
+async def collect(loop: AsyncEngine, request: Request) -> list[Chunk]:
+    return [chunk async for chunk in loop.generate(request)]
+
+
+def tokens_of(chunks: list[Chunk]) -> list[int]:
+    return [token for chunk in chunks for token in chunk.token_ids]
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    while not condition():
+        await asyncio.sleep(0.005)
+
+
+def run(body: Callable[[AsyncEngine], Awaitable[None]], engine: Engine) -> None:
+    """Run `body` beside an engine, which must be whole and empty at the end."""
+
+    async def entered() -> None:
+        async with AsyncEngine(engine) as loop:
+            free = loop.load.free_kv_tokens
+            await asyncio.wait_for(body(loop), 60)
+            await until(lambda: loop.load.free_kv_tokens == free)
+
+    asyncio.run(entered())
+    engine.check()
+    assert not engine.has_work
+
+
+def test_batched_requests_get_the_output_they_get_alone(target: TargetModel) -> None:
+    async def body(loop: AsyncEngine) -> None:
+        alone = tokens_of(await collect(loop, request_of("alone")))
+        together = await asyncio.gather(*(collect(loop, request_of(f"{n}", 12 + n)) for n in range(3)))
+        assert [len(tokens_of(chunks)) for chunks in together] == [12, 13, 14]
+        assert all(tokens_of(chunks)[:12] == alone for chunks in together)
+        assert [chunks[-1].finish_reason for chunks in together] == ["length"] * 3
+
+    run(body, engine_of(target))
+
+
+def test_leaving_a_generation_frees_its_slots(target: TargetModel) -> None:
+    async def body(loop: AsyncEngine) -> None:
+        async with aclosing(loop.generate(request_of("left", 900))) as chunks:
+            await anext(chunks)
+            await until(lambda: loop.load.num_running == 1)
+        await until(lambda: loop.load.num_running == 0)
+
+    run(body, engine_of(target))
+
+
+def test_a_cancelled_request_ends_with_the_next_step(target: TargetModel) -> None:
+    engine = engine_of(target)
+    step, reached, cancelled = engine.step, threading.Event(), threading.Event()
+    steps: list[list[Chunk]] = []
+
+    def watched() -> list[Chunk]:
+        if len(steps) == 3:
+            reached.set()
+            assert cancelled.wait(30)
+        steps.append(step())
+        return steps[-1]
+
+    engine.step = watched  # type: ignore[method-assign]
+
+    async def body(loop: AsyncEngine) -> None:
+        async with aclosing(loop.generate(request_of("left", 900))) as chunks:
+            await anext(chunks)
+            await until(reached.is_set)
+        cancelled.set()
+        await until(lambda: loop.load.num_running == 0)
+
+    run(body, engine)
+    reasons = [chunk.finish_reason for chunks in steps for chunk in chunks]
+    assert reasons == [None, None, None, None, "cancelled"], "the step that had begun, and no other"
+
+
+def test_a_rejected_request_has_a_reason_and_harms_no_other(target: TargetModel) -> None:
+    async def body(loop: AsyncEngine) -> None:
+        with pytest.raises(InvalidRequest, match="prompt is empty"):
+            await collect(loop, Request("empty", (), SamplingParams(seed=1)))
+        assert len(tokens_of(await collect(loop, request_of("good")))) == 12
+
+    run(body, engine_of(target))
+
+
+@pytest.mark.parametrize(("failures", "refuses"), [(1, 0), (0, 1)])
+def test_a_step_that_fails_fails_its_requests_and_no_later_one(
+    target: TargetModel, caplog: pytest.LogCaptureFixture, failures: int, refuses: int
+) -> None:
+    async def body(loop: AsyncEngine) -> None:
+        chunks = await collect(loop, request_of("unlucky"))
+        assert (chunks[-1].finish_reason, "log says why" in chunks[-1].message) == ("error", True)
+        assert len(tokens_of(await collect(loop, request_of("lucky")))) == 12
+
+    with caplog.at_level(logging.ERROR):
+        run(body, engine_of(target, failures, refuses))
+    assert "ZeroDivisionError" in caplog.text
+
+
+def test_an_engine_that_cannot_recover_ends_its_owner(target: TargetModel, caplog: pytest.LogCaptureFixture) -> None:
+    async def body() -> None:
+        async with AsyncEngine(engine_of(target, failures=1000)) as loop:
+            chunks = await collect(loop, request_of("unlucky"))
+            assert chunks[-1].finish_reason == "error"
+            await asyncio.sleep(60)
+
+    with pytest.raises(RequestFailed, match="engine broke"):
+        asyncio.run(body())
+    assert "the engine is broken" in caplog.text

@@ -1,0 +1,119 @@
+"""What router and drafter tell of requests and rounds."""
+
+import asyncio
+
+import grpc
+import pytest
+import torch
+
+from eyas.config import TelemetryConfig
+from eyas.draft_protocol import Commit, ResyncRequired, TreeBudget
+from eyas.drafters.base import Draft, DraftContext
+from eyas.errors import InvalidRequest, Overloaded, Unavailable
+from eyas.request import Chunk, NoiseKey, Request, SamplingParams
+from eyas.rpc.messages import NO_DRAFTER, GenerateCall, ModelInfo, TextChunk, Totals
+from eyas.services.discovery.registry import Lease
+from eyas.services.draft.telemetry import DraftTelemetry
+from eyas.services.router.routing import Pair
+from eyas.services.router.telemetry import RouterTelemetry
+from eyas.tree import DraftTree
+from tests.telemetry.spans import TRACE, Spans
+
+REQUEST = Request("r", (1, 2, 3), SamplingParams(max_tokens=10, seed=1))
+
+
+def router_status(error: BaseException) -> grpc.StatusCode:
+    """What a router counts for a request that ended so."""
+    spans = Spans()
+    with pytest.raises(type(error)), RouterTelemetry(spans.telemetry).request(GenerateCall(REQUEST)):
+        raise error
+    [status] = [s for s in grpc.StatusCode if spans.value("eyas_router_requests_total", model="", status=s.name)]
+    return status
+
+
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [
+        (InvalidRequest("no"), grpc.StatusCode.INVALID_ARGUMENT),
+        (Overloaded("no"), grpc.StatusCode.RESOURCE_EXHAUSTED),
+        (Unavailable("no"), grpc.StatusCode.UNAVAILABLE),
+        (TimeoutError(), grpc.StatusCode.DEADLINE_EXCEEDED),
+        (asyncio.CancelledError(), grpc.StatusCode.CANCELLED),
+        (GeneratorExit(), grpc.StatusCode.CANCELLED),
+        (ZeroDivisionError(), grpc.StatusCode.INTERNAL),
+    ],
+)
+def test_requests_are_counted_by_how_they_end(error: BaseException, status: grpc.StatusCode) -> None:
+    assert router_status(error) is status
+
+
+def test_an_unknown_model_makes_no_metric_label() -> None:
+    """Names that clients make up would fill the memory."""
+    spans = Spans()
+    with pytest.raises(InvalidRequest), RouterTelemetry(spans.telemetry).request(GenerateCall(REQUEST, model="made up")):
+        raise InvalidRequest("unknown")
+    assert spans.value("eyas_router_requests_total", model="", status="INVALID_ARGUMENT") == 1
+    assert spans.value("eyas_router_requests_total", model="made up", status="INVALID_ARGUMENT") is None
+
+
+def test_attempts_retries_and_lost_verifiers_are_counted() -> None:
+    spans = Spans()
+    router, model = RouterTelemetry(spans.telemetry), ModelInfo("m", "f", 10, 10)
+    verifier, drafter = Lease("verifier", "v:1", "i", model), Lease("draft", "d:1", "j", model)
+    call = GenerateCall(REQUEST, trace=TRACE)
+    with pytest.raises(Unavailable), router.attempt(call, Pair(verifier, drafter), 0):
+        raise Unavailable("gone")
+    with router.attempt(call, Pair(verifier), 1) as sent:
+        assert sent.trace != TRACE
+        assert sent.trace[0][1].split("-")[1] == TRACE[0][1].split("-")[1]
+    with router.attempt(GenerateCall(REQUEST, drafter=NO_DRAFTER), Pair(verifier), 0):
+        pass
+    assert spans.value("eyas_router_attempts_total", status="UNAVAILABLE") == 1
+    assert spans.value("eyas_router_attempts_total", status="OK") == 2
+    assert spans.value("eyas_router_retries_total") == 1
+    assert spans.value("eyas_router_pairs_without_drafter_total") == 1
+
+
+def test_trace_context_reaches_the_verifier_without_an_exporter() -> None:
+    router = RouterTelemetry()
+    with router.request(GenerateCall(REQUEST, trace=TRACE)) as observed:
+        assert observed.prepared(GenerateCall(REQUEST, model="m", trace=TRACE)).trace == TRACE
+
+
+def test_prompts_and_outputs_are_traced_only_if_enabled(caplog: pytest.LogCaptureFixture) -> None:
+    end = TextChunk(Chunk("r", (1,), finish_reason="stop"), "marzipan", totals=Totals(3, 1))
+    for asked in (False, True):
+        caplog.clear()
+        spans = Spans(TelemetryConfig(log_prompts=asked))
+        with (
+            caplog.at_level("INFO"),
+            RouterTelemetry(spans.telemetry).request(GenerateCall(REQUEST, "swordfish")) as observed,
+        ):
+            observed.prepared(GenerateCall(REQUEST, model="m"))
+            observed.saw(end)
+        [span] = spans.named("text_completion m")
+        for word in ("swordfish", "marzipan"):
+            assert (word in str(span.attributes)) is (word in caplog.text) is asked
+
+
+def test_a_drafter_counts_commits_by_result_and_continues_traces() -> None:
+    spans = Spans()
+    telemetry = DraftTelemetry(spans.telemetry)
+    telemetry.watch(lambda: 3, lambda: 1)
+
+    def context(session: str, nodes: int, traceparent: str = "") -> DraftContext:
+        features = torch.zeros(0, 4)
+        return Commit(session, 0, 0, (1,), features, NoiseKey(0), TreeBudget(nodes, nodes - 1), traceparent=traceparent)
+
+    contexts = [context("a", 8, TRACE[0][1]), context("b", 8), context("c", 1), context("d", 8), context("e", 8, "nonsense")]
+    tree = DraftTree((1, 2, 3), (0, 0, 1), (0.0, -0.1, -0.2))
+    drafts: list[Draft] = [tree, ResyncRequired("b", 0, 4), DraftTree.root_only(1), None, tree]
+    telemetry.drafted(contexts, drafts, 10**9, 10**9 + 5_000_000)
+    outcomes = ("tree", "refused", "bookkept", "unanswered")
+    assert [spans.value("eyas_draft_commits_total", outcome=name) for name in outcomes] == [2, 1, 1, 1]
+    assert spans.value("eyas_draft_nodes_total") == 4
+    assert spans.value("eyas_draft_sessions") == 3
+    first = spans.named("draft")[0]
+    assert first.parent is not None
+    assert f"{first.parent.span_id:016x}" == TRACE[0][1].split("-")[2]
+    assert (first.start_time, first.end_time) == (10**9, 10**9 + 5_000_000)
