@@ -184,14 +184,14 @@ def main(
     torch.manual_seed(seed)
     data, sizes = read_text(text), read_target_config(resolve(target))
     old, weights = head_config(start, sizes), load_file(Path(target, "model.safetensors"))
-    if taps.count(",") + 1 != len(old.taps):
-        raise typer.BadParameter(f"{start} reads {len(old.taps)} layers; --taps is {taps}, name as many")
-    reading = replace(old.reading, taps=tuple(map(int, taps.split(","))))
-    config = replace(old, draft_vocab_size=old.vocab_size, reading=reading)
+    if taps.count(",") + 1 != len(old.aux_hidden_state_layers):
+        raise typer.BadParameter(f"{start} reads {len(old.aux_hidden_state_layers)} layers; --taps is {taps}, name as many")
+    wiring = replace(old.wiring, aux_hidden_state_layers=tuple(map(int, taps.split(","))))
+    config = replace(old, draft_vocab_size=old.vocab_size, wiring=wiring)
     lm_head = weights["lm_head.weight"].float()
     first = widened(load_file(start / "model.safetensors"), lm_head)
     head = Head(config, first, weights["model.embed_tokens.weight"].float())
-    states = tapped(target, data.tokens, config.taps)
+    states = tapped(target, data.tokens, config.aux_hidden_state_layers)
 
     def examples(chosen: Tensor) -> Example:
         laws = torch.softmax(data.states[chosen].float() @ lm_head.T, -1)

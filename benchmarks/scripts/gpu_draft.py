@@ -90,7 +90,7 @@ def llama_head(hidden: int, intermediate: int, num_heads: int) -> EagleHeadConfi
     return EagleHeadConfig(
         kind="eagle3", target_hidden=hidden, hidden=hidden, intermediate=intermediate, num_heads=num_heads, num_kv_heads=8,
         head_dim=128, num_layers=1, vocab_size=128256, draft_vocab_size=32000, rms_norm_eps=1e-5,
-        rotary={"rope_type": "default", "rope_theta": 500000.0}, max_positions=8192, reading=HeadWiring((2, 16, 29)),
+        rotary={"rope_type": "default", "rope_theta": 500000.0}, max_positions=8192, wiring=HeadWiring((2, 16, 29)),
     )  # fmt: skip
 
 

@@ -244,7 +244,7 @@ def _engine(
 ) -> EngineContender:
     """An engine of its own over the same weights, with the taps that its drafter's features want."""
     fuser = build_fuser(spec.name, spec.head, settings.target, settings.dtype, settings.device) if spec else None
-    tapped = TargetModel(target.model, fuser.taps if fuser else ())
+    tapped = TargetModel(target.model, fuser.aux_hidden_state_layers if fuser else ())
     config = EngineConfig(max_kv_tokens=room, max_num_seqs=1, prefix_cache=False)
     return EngineContender(assemble_engine(tapped, fuser, config, settings.tree, drafter), target.device)
 

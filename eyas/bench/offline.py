@@ -89,7 +89,7 @@ def load(settings: OfflineSettings) -> BenchParts:
         return BenchParts(load_target(target, dtype, device), None, None)
     fuser = build_fuser(name, draft, target, dtype, device)
     drafter = build_drafter(name, target, draft, dtype, device, settings.tree, DraftingConfig())
-    return BenchParts(load_target(target, dtype, device, fuser.taps if fuser else ()), fuser, drafter)
+    return BenchParts(load_target(target, dtype, device, fuser.aux_hidden_state_layers if fuser else ()), fuser, drafter)
 
 
 def contenders(settings: OfflineSettings, parts: BenchParts, prompts: Sequence[Prompt]) -> Ways:

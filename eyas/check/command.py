@@ -47,7 +47,7 @@ def head(
         print(finding)
         finding.require(draft)
         if write:
-            print(f"written to {record(draft, finding.best.reading)}")
+            print(f"written to {record(draft, finding.best.wiring)}")
     except EyasError as error:
         print(f"error: {error}", file=sys.stderr)
         raise typer.Exit(1) from error
@@ -56,10 +56,10 @@ def head(
 def _table(finding: WiringReport) -> Table:
     table = Table("taps", "residual", "output", "first guess", "second guess", "accepted", "")
     for trial in finding.trials:
-        reading = trial.reading
+        reading = trial.wiring
         notes = [note for note, holds in (("config", trial is finding.trials[0]), ("best", trial is finding.best)) if holds]
         table.add_row(
-            ", ".join(map(str, reading.taps)), "normed" if reading.norm_before_residual else "plain", reading.output,
+            ", ".join(map(str, reading.aux_hidden_state_layers)), "normed" if reading.norm_before_residual else "plain", reading.output,
             *(f"{100 * share:.1f} %" for share in (trial.first, trial.second, trial.accepted)), ", ".join(notes),
         )  # fmt: skip
     return table

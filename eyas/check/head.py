@@ -10,7 +10,7 @@ import torch
 
 from eyas.drafters.registry import validate_draft_head
 from eyas.errors import CheckpointError, ConfigError
-from eyas.models.checkpoint import RECORD, read_config, resolve_device, resolve_dtype
+from eyas.models.checkpoint import WIRING_KEY, read_config, resolve_device, resolve_dtype
 from eyas.models.heads.eagle_config import HeadWiring
 from eyas.models.heads.eagle_validation import WiringReport
 from eyas.models.target import load_target
@@ -35,5 +35,5 @@ def record(head: str, reading: HeadWiring) -> Path:
     if not Path(head).is_dir():
         raise CheckpointError(f"{head!r} is no local folder; copy the head into one, and write into that")
     file = Path(head, "config.json")
-    file.write_text(json.dumps({**read_config(Path(head)), RECORD: asdict(reading)}, indent=1) + "\n")
+    file.write_text(json.dumps({**read_config(Path(head)), WIRING_KEY: asdict(reading)}, indent=1) + "\n")
     return file

@@ -37,7 +37,7 @@ from eyas.drafters.scoring import (
 )
 from eyas.drafters.tree_growth import Candidates, Expansion, choose, trees
 from eyas.errors import ConfigError
-from eyas.models.cuda.graphs import Capture, largest_size, padded, shown
+from eyas.models.cuda.graphs import Capture, largest_padded_size, padded, shown
 from eyas.models.inputs import Ints
 from eyas.sampling.sampler import filtered_probs_no_sync
 from eyas.tensors import upload
@@ -151,7 +151,7 @@ class TreeGraphs:
         Raises ConfigError for a drafter that cannot be captured.
         """
         most, grower = self._most, self._grower
-        share = min(grower.num_slots // most, grower.longest, largest_size(MAX_CELLS // most - grower.num_scratch))
+        share = min(grower.num_slots // most, grower.longest, largest_padded_size(MAX_CELLS // most - grower.num_scratch))
         sizes = dict.fromkeys([(most, self._length(share)), (1, self._length(1))])
         kinds: tuple[Kind, ...] = ("plain", "noised", "filtered") if self._config.shared_noise else ("plain",)
         buckets = [Bucket(*size, kind) for size in sizes if self._fits(*size) for kind in kinds]

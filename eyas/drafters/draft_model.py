@@ -240,7 +240,7 @@ class ModelDrafter(LocalDrafter):
             slots=session.slots[start:],
             prefix=session.slots[:start],
             visible=None,
-            wanted=np.arange(count - 1, count) if context.budget.wants_tree else np.arange(0),
+            logits_indices=np.arange(count - 1, count) if context.budget.wants_tree else np.arange(0),
         )
 
     def _grow(self, contexts: Sequence[DraftContext], logits: Tensor) -> list[DraftTree]:
@@ -329,5 +329,5 @@ def _part(segment: Segment, start: int, end: int) -> Segment:
         slots=segment.slots[start:end],
         prefix=np.concatenate([segment.prefix, segment.slots[:start]]),
         visible=None,
-        wanted=segment.wanted[(segment.wanted >= start) & (segment.wanted < end)] - start,
+        logits_indices=segment.logits_indices[(segment.logits_indices >= start) & (segment.logits_indices < end)] - start,
     )

@@ -40,7 +40,7 @@ FINAL_FEATURES = "final"
 @dataclass(frozen=True)
 class DrafterParts:
     """What a drafter is made of. head: folder, hub id or file of what the method loads; empty for one that loads nothing.
-    reading: how an EAGLE-3 head is read; None as its config says."""
+    wiring: how an EAGLE-3 head is read; None as its config says."""
 
     target: str
     head: str
@@ -49,7 +49,7 @@ class DrafterParts:
     tree: TreeConfig
     eagle: DraftingConfig
     methods: MethodsConfig
-    reading: HeadWiring | None = None
+    wiring: HeadWiring | None = None
 
 
 @dataclass(frozen=True)
@@ -129,7 +129,7 @@ def _eagle2(parts: DrafterParts) -> LocalDrafter:
 def _eagle3(parts: DrafterParts) -> LocalDrafter:
     from eyas.models.heads.eagle_loader import load_head
 
-    return _growing(parts, load_head(parts.head, parts.target, parts.dtype, parts.device, reading=parts.reading))
+    return _growing(parts, load_head(parts.head, parts.target, parts.dtype, parts.device, wiring=parts.wiring))
 
 
 def _growing(parts: DrafterParts, head: EagleHead) -> LocalDrafter:
@@ -145,9 +145,9 @@ def _growing(parts: DrafterParts, head: EagleHead) -> LocalDrafter:
 
 def _final_features(head: str, target: str, dtype: str, device: str) -> FeatureFuser:
     from eyas.models.checkpoint import read_target_config, resolve
-    from eyas.models.heads.features import final_state
+    from eyas.models.heads.features import final_state_fuser
 
-    return final_state(int(read_target_config(resolve(target))["hidden_size"]))
+    return final_state_fuser(int(read_target_config(resolve(target))["hidden_size"]))
 
 
 def _eagle3_features(head: str, target: str, dtype: str, device: str) -> FeatureFuser:
@@ -266,10 +266,10 @@ def build_drafter(
     tree: TreeConfig,
     eagle: DraftingConfig,
     methods: MethodsConfig | None = None,
-    reading: HeadWiring | None = None,
+    wiring: HeadWiring | None = None,
 ) -> LocalDrafter:
     """Raises ConfigError for an unknown name or a missing head, CheckpointError for a head that does not fit the target."""
-    parts = DrafterParts(target, head, dtype, device, tree, eagle, methods or MethodsConfig(), reading)
+    parts = DrafterParts(target, head, dtype, device, tree, eagle, methods or MethodsConfig(), wiring)
     with _loading(name, head):
         drafter = find_method(name).build(parts)
     drafter.warm_up()
@@ -310,7 +310,7 @@ def validate_draft_head(
 def resolve_wiring(
     name: str, model: TargetModel, fuser: FeatureFuser, head: str, target: str, dtype: str, device: str
 ) -> HeadWiring | None:
-    """Probe the head and have target and fuser tap what was found to work. The reading that drafters should take, which the
+    """Probe the head and have target and fuser tap what was found to work. The wiring that drafters should take, which the
     log tells of; None for a method without such a head. Raises CheckpointError for a head that works in none."""
     finding = validate_draft_head(name, model, head, target, dtype, device)
     if finding is None:
@@ -320,9 +320,9 @@ def resolve_wiring(
         log.info("%s", finding)
     else:
         log.warning("%s; `eyas check head --write` records it in the config, for draft services to read it so too", finding)
-    fuser.taps = finding.best.reading.taps
-    model.tap(fuser.taps)
-    return finding.best.reading
+    fuser.aux_hidden_state_layers = finding.best.wiring.aux_hidden_state_layers
+    model.set_aux_hidden_state_layers(fuser.aux_hidden_state_layers)
+    return finding.best.wiring
 
 
 def default_drafter(name: str, head: str) -> str:

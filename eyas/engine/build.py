@@ -20,9 +20,9 @@ from eyas.models.cpu import to_huge_pages
 from eyas.models.cuda.backend import ForwardBackend, build_backend, plan_backend, release
 from eyas.models.cuda.graphs import BackendPlan
 from eyas.models.heads.features import FeatureFuser
-from eyas.models.target import TargetModel, check_heads, load_target
+from eyas.models.target import TargetModel, check_tensor_parallel, load_target
 from eyas.models.tensor_parallel import Shard
-from eyas.models.workers import InitKVCache, RankInfo, SingleWorker, TargetWorkers, Worker, lead
+from eyas.models.workers import InitKVCache, RankInfo, SingleWorker, TargetWorkers, Worker, start_workers
 
 PLAIN = TreeConfig(1, 0, 1)
 
@@ -58,7 +58,7 @@ def load_model(
 ) -> TargetModel:
     """The target, or rank 0's share of it, with the taps that `fuser` makes features of."""
     share = Shard(0, ranks.size) if ranks and ranks.size > 1 else None
-    return load_target(target, dtype, device, fuser.taps if fuser else (), engine.max_model_len, share)
+    return load_target(target, dtype, device, fuser.aux_hidden_state_layers if fuser else (), engine.max_model_len, share)
 
 
 def assemble_engine(
@@ -88,7 +88,7 @@ def assemble_engine(
     context_length = min(engine.max_model_len or target.max_model_len, target.max_model_len)
     tree_rows = tree if drafter else PLAIN
     plan = plan_backend(target, engine, tree_rows, context_length)
-    with ranks.allot(num_slots, plan):
+    with ranks.init_kv_cache(num_slots, plan):
         pools = _pools(target, num_slots, width)
         if engine.deterministic:
             runner: ModelRunner = BatchInvariantRunner(target, pools, fuser, tree.num_draft_tokens)
@@ -107,8 +107,8 @@ def gather_ranks(place: RankInfo, target: str, dtype: str, context_length: int =
     """
     if place.size == 1:
         return SingleWorker()
-    check_heads(target, place.size)
-    return lead(place, partial(follow, target, dtype, context_length))
+    check_tensor_parallel(target, place.size)
+    return start_workers(place, partial(follow, target, dtype, context_length))
 
 
 def follow(
@@ -128,7 +128,7 @@ def follow(
     model = load_target(target, dtype, place.device, (), context_length, Shard(place.rank, place.size))
     ready()
     runner = ModelRunner(model, _pools(model, 1), None)
-    for order in follower.orders():
+    for order in follower.commands():
         if isinstance(order, InitKVCache):
             release(runner.passes)
             pools = _pools(model, order.num_slots)
@@ -136,7 +136,7 @@ def follow(
         else:
             runner.run(order.segments)
     release(runner.passes)
-    follower.leave()
+    follower.close()
 
 
 def _pools(target: TargetModel, num_slots: int, feature_width: int = 0) -> KVCache:

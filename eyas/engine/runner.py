@@ -19,7 +19,7 @@ from eyas.errors import ConfigError
 from eyas.models.cuda.backend import ForwardBackend
 from eyas.models.heads.features import FeatureFuser
 from eyas.models.inputs import PackedInputs, Segment, pack
-from eyas.models.numerics import blocks, exact_attend
+from eyas.models.numerics import blocks, batch_invariant_attend
 from eyas.models.target import TargetModel
 from eyas.models.workers import SingleWorker, TargetWorkers
 from eyas.tensors import upload
@@ -62,9 +62,9 @@ class ModelRunner:
 
     def _run(self, passes: ForwardBackend, packed: PackedInputs) -> Tensor:
         out = passes.forward(packed, self._pools)
-        if self._fuser is not None and out.taps is not None:
+        if self._fuser is not None and out.aux_hidden_states is not None:
             with torch.inference_mode():
-                self._pools.features.index_copy_(0, packed.slots, self._fuser(out.taps))
+                self._pools.features.index_copy_(0, packed.slots, self._fuser(out.aux_hidden_states))
         return out.logits
 
 
@@ -79,7 +79,7 @@ def segment_of(work: ScheduledSequence) -> Segment:
             slots=work.slots,
             prefix=sequence.slots,
             visible=None,
-            wanted=np.arange(len(work.slots) - work.num_wanted, len(work.slots)),
+            logits_indices=np.arange(len(work.slots) - work.num_wanted, len(work.slots)),
         )
     return Segment(
         tokens=np.array(tree.tokens, dtype=np.int64),
@@ -87,7 +87,7 @@ def segment_of(work: ScheduledSequence) -> Segment:
         slots=work.slots,
         prefix=sequence.slots,
         visible=tree.ancestor_mask(),
-        wanted=np.arange(len(tree)),
+        logits_indices=np.arange(len(tree)),
     )
 
 
@@ -111,7 +111,7 @@ class BatchInvariantRunner(ModelRunner):
 
     def _block(self, block: Segment) -> Tensor:
         """Logits of the block's wanted rows; all rows go through the output head, or none."""
-        count = len(block.tokens) if len(block.wanted) else 0
-        whole = replace(block, wanted=np.arange(count))
-        logits = self._run(self.target, replace(pack([whole], self.target.device), attend=exact_attend))
-        return logits[upload(block.wanted, logits.device)]
+        count = len(block.tokens) if len(block.logits_indices) else 0
+        whole = replace(block, logits_indices=np.arange(count))
+        logits = self._run(self.target, replace(pack([whole], self.target.device), attend=batch_invariant_attend))
+        return logits[upload(block.logits_indices, logits.device)]

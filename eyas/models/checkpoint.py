@@ -24,7 +24,7 @@ from eyas.config import Dtype
 from eyas.errors import CheckpointError, ConfigError
 
 # What Eyas itself has written into a head's config.json: how to read it. No part of what the head is.
-RECORD = "eyas"
+WIRING_KEY = "eyas"
 # Of tensors that are missing, left over or of another shape.
 MOST_NAMED = 12
 DTYPES = tuple(name for name in get_args(Dtype) if name != "auto")
@@ -189,7 +189,7 @@ def head_fingerprint(path_or_id: str) -> str:
 
 def _digest(folder: Path, names: tuple[str, ...] | None) -> str:
     """Hash config.json and, of each tensor, name, shape, dtype and some 16,000 elements spread over it."""
-    config = {key: value for key, value in read_config(folder).items() if key != RECORD}
+    config = {key: value for key, value in read_config(folder).items() if key != WIRING_KEY}
     digest = hashlib.sha256(json.dumps(config, sort_keys=True).encode())
     for name, tensor in _iterate(folder, ("",) if names is None else names):
         digest.update(f"{name} {list(tensor.shape)} {tensor.dtype}".encode())
@@ -268,7 +268,7 @@ def _token_ids(folder: Path) -> dict[str, int]:
         raise CheckpointError(f"cannot read {file}: {error}") from error
 
 
-def whole_number(config: Mapping[str, Any], key: str, source: object, default: int | None = None) -> int:
+def get_int(config: Mapping[str, Any], key: str, source: object, default: int | None = None) -> int:
     """A setting of a config.json. Raises CheckpointError when it is no whole number and there is no default."""
     value = config.get(key) or default
     if not isinstance(value, int):

@@ -35,7 +35,7 @@ class Segment:
     slots: Ints
     prefix: Ints
     visible: Bools | None
-    wanted: Ints
+    logits_indices: Ints
 
 
 class Group:
@@ -141,12 +141,12 @@ class MetadataShape:
 class AttentionMetadata:
     """What the kernel reads in place of groups; laid out by eyas.models.cuda.tables. All int32, views of `words`.
 
-    words: everything. tiles: [tiles, 8]. positions, slots: [rows]. num_wanted: rows whose logits are wanted, first of all
+    words: everything. tiles: [tiles, 8]. positions, slots: [rows]. num_logits: rows whose logits are wanted, first of all
     that are computed.
     """
 
     shape: MetadataShape
-    num_wanted: int
+    num_logits: int
     words: Tensor
     tiles: Tensor
     positions: Tensor
@@ -164,7 +164,7 @@ class PackedInputs:
     tokens: Tensor
     positions: Tensor
     slots: Tensor
-    wanted: Tensor
+    logits_indices: Tensor
     groups: tuple[Group, ...]
     attend: Callable[..., Tensor] | None = None
     biases: dict[tuple[int, int | None, torch.dtype, int], Tensor] = field(default_factory=dict)
@@ -177,9 +177,9 @@ class PackedInputs:
         return group if group and group.whole and group.shape[0] == 1 else None
 
     @property
-    def num_wanted(self) -> int:
+    def num_logits(self) -> int:
         """Rows whose logits are wanted, without padding."""
-        return self.tables.num_wanted if self.tables else len(self.wanted)
+        return self.tables.num_logits if self.tables else len(self.logits_indices)
 
     def bias(self, group: int, window: int | None, dtype: torch.dtype, heads_per_kv: int) -> Tensor | None:
         """Additive mask [B, 1, heads_per_kv * Q, K]: 0 where a cell sees a key, -inf elsewhere; None where all is seen.
@@ -205,7 +205,7 @@ def pack(segments: Sequence[Segment], device: torch.device) -> PackedInputs:
         tokens=_tensor(_joined([s.tokens for s in segments]), device),
         positions=_tensor(_joined([s.positions for s in segments]), device),
         slots=_tensor(_joined([s.slots for s in segments]), device),
-        wanted=_tensor(_joined([s.wanted + starts[i] for i, s in enumerate(segments)]), device),
+        logits_indices=_tensor(_joined([s.logits_indices + starts[i] for i, s in enumerate(segments)]), device),
         groups=tuple(Group([segments[i] for i in b], starts[np.array(b)], alone, device) for b in buckets.values()),
     )
 

@@ -37,14 +37,14 @@ def blocks(segment: Segment, rows: int, spare: int) -> Iterator[Segment]:
 
 
 def _part(segment: Segment, start: int, end: int) -> Segment:
-    inside = segment.wanted[(segment.wanted >= start) & (segment.wanted < end)]
+    inside = segment.logits_indices[(segment.logits_indices >= start) & (segment.logits_indices < end)]
     return Segment(
         tokens=segment.tokens[start:end],
         positions=segment.positions[start:end],
         slots=segment.slots[start:end],
         prefix=np.concatenate([segment.prefix, segment.slots[:start]]),
         visible=None,
-        wanted=inside - start,
+        logits_indices=inside - start,
     )
 
 
@@ -58,7 +58,7 @@ def _filled(segment: Segment, visible: Bools, rows: int, spare: int) -> Segment:
         slots=_fill(segment.slots, rows, spare),
         prefix=segment.prefix,
         visible=seen,
-        wanted=segment.wanted,
+        logits_indices=segment.logits_indices,
     )
 
 
@@ -66,7 +66,7 @@ def _fill(values: Ints, rows: int, value: int) -> Ints:
     return np.concatenate([values, np.full(rows - len(values), value, dtype=np.int64)])
 
 
-def exact_attend(
+def batch_invariant_attend(
     query: Tensor,
     keys: Tensor,
     values: Tensor,

@@ -25,7 +25,7 @@ from eyas.errors import CheckpointError
 from eyas.models.attention import ATTENTION_NAME, KVTensors, register_attention
 from eyas.models.checkpoint import check_device, read_config, resolve
 from eyas.models.cpu import lay_out
-from eyas.models.heads.features import AFTER_NORM
+from eyas.models.heads.features import FINAL_NORM_OUTPUT
 from eyas.models.inputs import PackedInputs, Segment, pack
 from eyas.models.numerics import pin_rotary, widen_head
 from eyas.models.tensor_parallel import Shard, evenly, shard, splits_heads
@@ -174,38 +174,38 @@ class TargetOutput:
     """logits: float32 [N, V]. taps: tapped hidden states side by side [R, T * H], or None."""
 
     logits: Tensor
-    taps: Tensor | None
+    aux_hidden_states: Tensor | None
 
 
 class TargetModel:
     """Any causal LM of transformers, run over packed rows.
 
     taps: layer ids whose *input* is collected (the reference convention of EAGLE-3); the id behind the last layer means
-    the state before the final norm, AFTER_NORM the one behind it. num_ranks: processes that hold a share of the model each.
+    the state before the final norm, FINAL_NORM_OUTPUT the one behind it. num_ranks: processes that hold a share of the model each.
     """
 
-    def __init__(self, model: Any, taps: Sequence[int] = (), num_ranks: int = 1) -> None:
+    def __init__(self, model: Any, aux_hidden_state_layers: Sequence[int] = (), num_ranks: int = 1) -> None:
         self.model: Any = model.eval()
         self.config: Any = model.config.get_text_config()
         self._num_head_ranks = num_ranks if splits_heads(model) else 1
         self._tapped: dict[int, Tensor] = {}
         self._hooks: list[RemovableHandle] = []
-        self.taps: tuple[int, ...] = ()
-        self.tap(taps)
+        self.aux_hidden_state_layers: tuple[int, ...] = ()
+        self.set_aux_hidden_state_layers(aux_hidden_state_layers)
 
-    def tap(self, taps: Sequence[int]) -> None:
+    def set_aux_hidden_state_layers(self, taps: Sequence[int]) -> None:
         """Collect these states from now on, in place of others. Raises CheckpointError for a layer that is not there."""
         decoder: Any = self.model.get_decoder()
-        wrong = [tap for tap in taps if tap != AFTER_NORM and not 0 <= tap <= len(decoder.layers)]
+        wrong = [tap for tap in taps if tap != FINAL_NORM_OUTPUT and not 0 <= tap <= len(decoder.layers)]
         if wrong:
             raise CheckpointError(f"the head taps layer {wrong[0]}, but the target has {len(decoder.layers)} layers")
         for hook in self._hooks:
             hook.remove()
-        self.taps = tuple(taps)
-        self._hooks = [self._hook(decoder, tap) for tap in dict.fromkeys(self.taps)]
+        self.aux_hidden_state_layers = tuple(taps)
+        self._hooks = [self._hook(decoder, tap) for tap in dict.fromkeys(self.aux_hidden_state_layers)]
 
     def _hook(self, decoder: Any, tap: int) -> RemovableHandle:
-        if tap == AFTER_NORM:
+        if tap == FINAL_NORM_OUTPUT:
             return decoder.norm.register_forward_hook(self._tap_output)  # type: ignore[no-any-return]
         layer = decoder.layers[tap] if tap < len(decoder.layers) else decoder.norm
         return layer.register_forward_pre_hook(self._tap(tap))  # type: ignore[no-any-return]
@@ -217,7 +217,7 @@ class TargetModel:
         return keep
 
     def _tap_output(self, module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
-        self._tapped[AFTER_NORM] = output[0]
+        self._tapped[FINAL_NORM_OUTPUT] = output[0]
 
     def pack(self, segments: Sequence[Segment]) -> PackedInputs:
         """Segments as `forward` takes them, for the plain attention."""
@@ -230,13 +230,17 @@ class TargetModel:
             input_ids=packed.tokens[None],
             position_ids=packed.positions[None],
             use_cache=False,
-            logits_to_keep=packed.wanted,
+            logits_to_keep=packed.logits_indices,
             packed=packed,
             pools=pools,
         )
-        taps = torch.cat([self._tapped[tap] for tap in self.taps], dim=-1) if self.taps else None
+        taps = (
+            torch.cat([self._tapped[tap] for tap in self.aux_hidden_state_layers], dim=-1)
+            if self.aux_hidden_state_layers
+            else None
+        )
         self._tapped.clear()
-        return TargetOutput(out.logits[0].float()[: packed.num_wanted], taps)
+        return TargetOutput(out.logits[0].float()[: packed.num_logits], taps)
 
     @property
     def device(self) -> torch.device:
@@ -282,11 +286,11 @@ def load_target(
     path_or_id: str,
     dtype: str = "float32",
     device: str = "cpu",
-    taps: Sequence[int] = (),
-    context_length: int = 0,
+    aux_hidden_state_layers: Sequence[int] = (),
+    max_model_len: int = 0,
     share: Shard | None = None,
 ) -> TargetModel:
-    """Load a causal LM from a folder or hub id. context_length: tokens that rotary tables must serve; 0 takes the model's.
+    """Load a causal LM from a folder or hub id. max_model_len: tokens that rotary tables must serve; 0 takes the model's.
     share: this process's part of it, if other ranks hold the rest; all ranks must load at the same time.
 
     Raises CheckpointError for an architecture that cannot be served, before any weight is read, and when transformers
@@ -299,9 +303,9 @@ def load_target(
     model = _load(folder, path_or_id, dtype)
     if share is not None:
         shard(model, share, [heads for heads, _ in shapes])
-    target = TargetModel(model.to(torch.device(device)), taps, share.size if share else 1)
+    target = TargetModel(model.to(torch.device(device)), aux_hidden_state_layers, share.size if share else 1)
     target.config.pad_token_id = None  # some architectures look for padding in every pass, which waits for the device
-    pin_rotary(target.model, min(context_length or target.max_model_len, target.max_model_len))
+    pin_rotary(target.model, min(max_model_len or target.max_model_len, target.max_model_len))
     widen_head(target.model)
     lay_out(target.model)
     _check_attention(target)
@@ -327,7 +331,7 @@ def _load(folder: Path, path_or_id: str, dtype: str) -> Any:
     return model
 
 
-def check_heads(path_or_id: str, num_ranks: int) -> None:
+def check_tensor_parallel(path_or_id: str, num_ranks: int) -> None:
     """Raises CheckpointError unless the ranks can share the heads of a target evenly."""
     config = read_config(resolve(path_or_id))
     config = config.get("text_config", config)

@@ -64,16 +64,16 @@ Order = InitKVCache | Forward | Stop
 
 
 class _Kind(IntEnum):
-    ALLOT = 0
+    INIT_KV_CACHE = 0
     FORWARD = 1
     STOP = 2
 
 
-def order_to_bytes(order: Order) -> bytes:
+def command_to_bytes(order: Order) -> bytes:
     """The message of an order."""
     if isinstance(order, InitKVCache):
         plan, limits = order.plan, order.plan.limits
-        parts = [np.array([_Kind.ALLOT, order.num_slots, plan.way, limits.rows, limits.segments, limits.prefix])]
+        parts = [np.array([_Kind.INIT_KV_CACHE, order.num_slots, plan.kind, limits.rows, limits.segments, limits.prefix])]
     elif isinstance(order, Forward):
         parts = [np.array([_Kind.FORWARD]), *(part for segment in order.segments for part in _parts(segment))]
     else:
@@ -81,11 +81,11 @@ def order_to_bytes(order: Order) -> bytes:
     return np.concatenate(parts).astype("<i4").tobytes()
 
 
-def order_from_bytes(message: bytes) -> Order:
+def command_from_bytes(message: bytes) -> Order:
     """The order of a message."""
     ints = np.frombuffer(message, "<i4").astype(np.int64)
     kind = ints[0]
-    if kind == _Kind.ALLOT:
+    if kind == _Kind.INIT_KV_CACHE:
         num_slots, way, *limits = map(int, ints[1:])
         return InitKVCache(num_slots, BackendPlan(BackendKind(way), CaptureLimits(*limits)))
     return Forward(list(_segments(ints[1:]))) if kind == _Kind.FORWARD else Stop()
@@ -93,8 +93,8 @@ def order_from_bytes(message: bytes) -> Order:
 
 def _parts(segment: Segment) -> Iterator[Ints]:
     masked = segment.visible is not None
-    yield np.array([len(segment.tokens), len(segment.prefix), len(segment.wanted), masked], dtype=np.int64)
-    yield from (segment.tokens, segment.positions, segment.slots, segment.prefix, segment.wanted)
+    yield np.array([len(segment.tokens), len(segment.prefix), len(segment.logits_indices), masked], dtype=np.int64)
+    yield from (segment.tokens, segment.positions, segment.slots, segment.prefix, segment.logits_indices)
     if segment.visible is not None:
         yield segment.visible.ravel().astype(np.int64)
 
@@ -114,7 +114,7 @@ _END_SECONDS = 5
 _PORT_KEY = "eyas/orders"
 
 
-def lead(place: RankInfo, work: Callable[[RankInfo], None]) -> DriverWorker:
+def start_workers(place: RankInfo, work: Callable[[RankInfo], None]) -> DriverWorker:
     """Gather the other ranks. work: what each of them does, with its own place; picklable where rank 0 starts them.
 
     Raises Unavailable when one ends before it has joined, or does not join in time.
@@ -149,21 +149,21 @@ class Worker:
         self._stopped = False
         threading.Thread(target=self._outlive, name="rank 0", daemon=True).start()
 
-    def orders(self) -> Iterator[InitKVCache | Forward]:
+    def commands(self) -> Iterator[InitKVCache | Forward]:
         """What rank 0 wants, until it wants no more. Raises Unavailable when rank 0 is gone."""
         while not isinstance(order := self._receive(), Stop):
             yield order
         self._stopped = True
         signal.alarm(0)
 
-    def leave(self) -> None:
+    def close(self) -> None:
         """Part from the other ranks, once there are no more orders."""
         self._link.close()
         dist.destroy_process_group()
 
     def _receive(self) -> Order:
         try:
-            return order_from_bytes(self._link.recv_bytes())
+            return command_from_bytes(self._link.recv_bytes())
         except (EOFError, OSError) as error:
             raise Unavailable("rank 0 is gone") from error
 
@@ -265,7 +265,7 @@ class TargetWorkers(Protocol):
 
     size: int
 
-    def allot(self, num_slots: int, plan: BackendPlan) -> AbstractContextManager[None]:
+    def init_kv_cache(self, num_slots: int, plan: BackendPlan) -> AbstractContextManager[None]:
         """The others make room for so many slots, forget those before, and prepare passes as planned; the body must do the
         same. Raises Unavailable if one is gone."""
         ...
@@ -274,7 +274,7 @@ class TargetWorkers(Protocol):
         """The others run a forward pass over the segments; the body must run the same. Raises Unavailable if one is gone."""
         ...
 
-    def watch(self, lost: Callable[[str], None]) -> None:
+    def register_failure_callback(self, lost: Callable[[str], None]) -> None:
         """`lost` is called once with the reason when a rank is gone, from any thread; at once if one is already."""
         ...
 
@@ -292,13 +292,13 @@ class SingleWorker:
 
     size = 1
 
-    def allot(self, num_slots: int, plan: BackendPlan) -> AbstractContextManager[None]:
+    def init_kv_cache(self, num_slots: int, plan: BackendPlan) -> AbstractContextManager[None]:
         return nullcontext()
 
     def forward(self, segments: Sequence[Segment]) -> AbstractContextManager[None]:
         return nullcontext()
 
-    def watch(self, lost: Callable[[str], None]) -> None: ...
+    def register_failure_callback(self, lost: Callable[[str], None]) -> None: ...
 
     def before_close(self, release: Callable[[], None]) -> None: ...
 
@@ -322,7 +322,7 @@ class DriverWorker:
         atexit.register(self.close)
 
     @contextmanager
-    def allot(self, num_slots: int, plan: BackendPlan) -> Iterator[None]:
+    def init_kv_cache(self, num_slots: int, plan: BackendPlan) -> Iterator[None]:
         with self._in_step():
             self._send(InitKVCache(num_slots, plan))
             yield
@@ -333,7 +333,7 @@ class DriverWorker:
             self._send(Forward(segments))
             yield
 
-    def watch(self, lost: Callable[[str], None]) -> None:
+    def register_failure_callback(self, lost: Callable[[str], None]) -> None:
         with self._lock:
             self._watchers.append(lost)
             reason = self._reason
@@ -362,7 +362,7 @@ class DriverWorker:
             link.close()
 
     def _send(self, order: Order) -> None:
-        message = order_to_bytes(order)
+        message = command_to_bytes(order)
         for link in self._links.values():
             link.send_bytes(message)
 

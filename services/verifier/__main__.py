@@ -49,7 +49,7 @@ async def run(config: VerifierConfig, host: ServiceRunner = PROCESS) -> None:
         await follow_rank_0(config, place)
         return
     ranks = gather_ranks(place, config.model, config.dtype, config.engine.max_model_len)
-    ranks.watch(end_in_time)
+    ranks.register_failure_callback(end_in_time)
     try:
         with telemetry(config.telemetry, "verifier") as own:
             await lead(config, ranks, own, host)
@@ -82,7 +82,7 @@ async def lead(config: VerifierConfig, ranks: TargetWorkers, telemetry: Telemetr
     with closing(pool) if pool else nullcontext():
         observer = VerifierTelemetry(telemetry, model.name, pool)
         async with AsyncEngine(engine, observer.stepped) as loop:
-            ranks.watch(loop.lose)
+            ranks.register_failure_callback(loop.lose)
             observer.watch(lambda: loop.engine_load)
             servicer = GenerationServicer(loop, model, pool, observer)
             generation_pb2_grpc.add_GenerationServicer_to_server(servicer, server.aio)

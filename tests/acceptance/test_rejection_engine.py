@@ -40,7 +40,13 @@ def make_engine(
     """features: the method whose features are collected."""
     fuser = Case(features, target, head).fuser()
     config = EngineConfig(max_kv_tokens=8192, max_num_seqs=256, max_queued_requests=2000, acceptance=rule)
-    return assemble_engine(load_target(target, taps=fuser.taps if fuser else ()), fuser, config, TREE, drafter)
+    return assemble_engine(
+        load_target(target, aux_hidden_state_layers=fuser.aux_hidden_state_layers if fuser else ()),
+        fuser,
+        config,
+        TREE,
+        drafter,
+    )
 
 
 def engine_of(name: str, target: str, head: str) -> Engine:

@@ -55,7 +55,7 @@ def test_a_target_whose_output_depends_on_its_trees_fails(tiny_target: str, monk
     def wrong(self: TargetModel, packed: PackedInputs, pools: KVTensors) -> TargetOutput:
         out = forward(self, packed, pools)
         bump = 5.0 * (torch.arange(48) == 7) * (len(out.logits) > 8)
-        return TargetOutput(out.logits + bump, out.taps)
+        return TargetOutput(out.logits + bump, out.aux_hidden_states)
 
     monkeypatch.setattr(TargetModel, "forward", wrong)
     ran = CliRunner().invoke(app, ["check", "equality", "--target", tiny_target, "--max-tokens", "12"])

@@ -82,7 +82,7 @@ def test_the_fixed_runner_agrees_with_the_fast_one(name: str, tmp_path: Path) ->
 def test_a_bfloat16_batch_is_equal_with_and_without_drafter(temperature: float) -> None:
     target_folder, head = str(DEMO / "target"), str(DEMO / "eagle3")
     fuser, tree = load_fuser(head, target_folder, "bfloat16"), TreeConfig(num_draft_tokens=12, num_steps=4, top_k=4)
-    target = load_target(target_folder, "bfloat16", taps=fuser.taps)
+    target = load_target(target_folder, "bfloat16", aux_hidden_state_layers=fuser.aux_hidden_state_layers)
     config = EngineConfig(max_kv_tokens=1024, max_prefill_tokens=40, deterministic=True)
     eagle = build_drafter("eagle3", target_folder, head, "bfloat16", "cpu", tree, DraftingConfig())
     drafters: dict[str, Drafter | None] = {"plain": None, "eagle3": eagle, "random": RandomDrafter(4096)}
@@ -115,7 +115,7 @@ class _Two(SingleWorker):
 
     def allot(self, num_slots: int, plan: BackendPlan) -> AbstractContextManager[None]:
         self.allotted.append(num_slots)
-        return super().allot(num_slots, plan)
+        return super().init_kv_cache(num_slots, plan)
 
 
 def test_several_ranks_are_refused_before_allocation(tiny_target: str) -> None:

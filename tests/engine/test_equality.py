@@ -52,7 +52,13 @@ def case_of(name: str, target: str, head: str) -> Case:
 def make_engine(drafter: Drafter | None, target: str, head: str, name: str = "eagle3", **limits: int) -> Engine:
     fuser = case_of(name, target, head).fuser()
     config = EngineConfig(**{"num_slots": 1024, "max_prefill_tokens": 16, **limits})
-    return assemble_engine(load_target(target, taps=fuser.taps if fuser else ()), fuser, config, TREE, drafter)
+    return assemble_engine(
+        load_target(target, aux_hidden_state_layers=fuser.aux_hidden_state_layers if fuser else ()),
+        fuser,
+        config,
+        TREE,
+        drafter,
+    )
 
 
 def run(engine: Engine, arrivals: dict[int, list[Request]]) -> dict[str, list[Chunk]]:

@@ -60,7 +60,11 @@ def expected_of(target: str, request: Request) -> list[int]:
 def engine_with(drafter: Drafter | None, target: str, head: str) -> Engine:
     fuser = load_fuser(head, target)
     return assemble_engine(
-        load_target(target, taps=fuser.taps), fuser, EngineConfig(max_kv_tokens=2048, max_prefill_tokens=16), TREE, drafter
+        load_target(target, aux_hidden_state_layers=fuser.aux_hidden_state_layers),
+        fuser,
+        EngineConfig(max_kv_tokens=2048, max_prefill_tokens=16),
+        TREE,
+        drafter,
     )
 
 

@@ -12,8 +12,8 @@ from eyas.engine.build import assemble_engine
 from eyas.engine.engine import Engine
 from eyas.models.attention import attend
 from eyas.models.cuda.backend import build_backend, plan_backend
-from eyas.models.cuda.graphs import GraphRunner
-from eyas.models.cuda.metadata import Tiling, lay_out, num_wanted, tight_shape, upload, view
+from eyas.models.cuda.graphs import GraphBackend
+from eyas.models.cuda.metadata import Tiling, lay_out, num_logits, tight_shape, upload, view
 from eyas.models.inputs import pack
 from eyas.models.target import TargetModel, load_target
 from eyas.request import Request, SamplingParams
@@ -44,7 +44,7 @@ def test_the_kernel_equals_the_plain_path_at_real_sizes(
     query = torch.randn(rows, heads.query, heads.width, device=device, generator=generator)
     rounded = [x.to(dtype) for x in (query, keys, values)]
     shape = tight_shape(segments, Tiling(heads.query // heads.kv, heads.kv, 132, 16 if dtype == torch.float32 else 64))
-    tables = view(upload(lay_out(segments, shape, size), device), shape, num_wanted(segments))
+    tables = view(upload(lay_out(segments, shape, size), device), shape, num_logits(segments))
     got = attend(*rounded, tables, scaling_of(heads), window, softcap).float()
     exact = attend(*(x.float() for x in rounded), pack(segments, device), scaling_of(heads), window, softcap)
     tolerance = 1e-5 if dtype == torch.float32 else 2 * torch.finfo(dtype).eps
@@ -56,7 +56,7 @@ def test_a_replayed_pass_never_waits_for_the_device(tiny_target: str) -> None:
     pools = KVCache(200, target.kv_shapes, 0, target.dtype, target.device)
     plan = plan_backend(target, EngineConfig(max_kv_tokens=200), TREE, 100)
     passes = build_backend(plan, target, pools, pools.scratch)
-    assert isinstance(passes, GraphRunner)
+    assert isinstance(passes, GraphBackend)
     segments = [make_pass([(True, 9, 30), (True, 5, 11)]), make_pass([(False, 90, 3)])]
     for each in segments:
         passes.forward(passes.pack(each), pools)

@@ -38,7 +38,7 @@ def test_float32_over_ranks_equals_the_plain_cpu_loop(
     processes = multiprocessing.active_children()
     try:
         target = load_model(tiny_target, None, "float32", "cuda", config, ranks)
-        assert plan_backend(target, config, TREE, 256).way is way
+        assert plan_backend(target, config, TREE, 256).kind is way
         engine = assemble_engine(target, None, config, TREE, RandomDrafter(48), ranks)
         emitted: dict[str, list[int]] = {request.id: [] for request in REQUESTS}
         for request in REQUESTS:

@@ -65,7 +65,7 @@ def test_longrope_keeps_the_table_of_its_context(context: int, length: int, tmp_
     """A context beyond the original one takes the long table, also for rows before that; a shorter one the short table."""
     settings = {"rope_parameters": {**LONG, "original_max_position_embeddings": 64}, "original_max_position_embeddings": 64}
     folder = write_model(tmp_path, config_of("phi3", **settings, sliding_window=None))
-    target = load_target(folder, context_length=context)
+    target = load_target(folder, max_model_len=context)
     tokens = torch.randint(3, 48, (length,), generator=torch.Generator().manual_seed(0)).tolist()
     pools, slots = make_pools(target), torch.arange(400).numpy()
     got = [
@@ -101,7 +101,7 @@ def test_a_text_model_inside_a_multimodal_one_is_served(tmp_path: Path) -> None:
     head = load_head(str(write_head(tmp_path / "head")), folder)
     assert head.context_length == 256
     assert torch.equal(head.embedding, target.model.get_input_embeddings().weight)
-    assert load_fuser(str(tmp_path / "head"), folder).taps == (1, 2, 3)
+    assert load_fuser(str(tmp_path / "head"), folder).aux_hidden_state_layers == (1, 2, 3)
 
 
 def test_every_eos_id_of_the_generation_config_counts(tmp_path: Path) -> None:

@@ -38,7 +38,7 @@ def quantised(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.mark.filterwarnings("ignore")
 def test_quantised_target_output_equals_generate(quantised: str, tmp_path: Path) -> None:
     fuser = load_fuser(str(write_head(tmp_path)), quantised)
-    target = load_target(quantised, taps=fuser.taps)
+    target = load_target(quantised, aux_hidden_state_layers=fuser.aux_hidden_state_layers)
     assert type(target.model.model.layers[0].mlp.up_proj.weight.data) is not torch.Tensor, "the weights are quantised"
     said = []
     for drafter in (None, RandomDrafter(48)):

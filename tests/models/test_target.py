@@ -22,7 +22,7 @@ def segment(tokens: list[int], start: int, slots: Ints, prefix: Ints) -> Segment
 
 def run(target: TargetModel, segments: list[Segment], pools: KVCache) -> list[torch.Tensor]:
     logits = target.forward(pack(segments, target.device), pools).logits
-    return list(logits.split([len(s.wanted) for s in segments]))
+    return list(logits.split([len(s.logits_indices) for s in segments]))
 
 
 def make_pools(target: TargetModel, num_slots: int = 400) -> KVCache:
@@ -90,7 +90,7 @@ def _tree_target(target: TargetModel, tiny_target: str) -> None:
 
 
 def test_aux_hidden_states_are_the_inputs_of_their_layers(tiny_target: str) -> None:
-    tapping = load_target(tiny_target, taps=(1, 3, 4))
+    tapping = load_target(tiny_target, aux_hidden_state_layers=(1, 3, 4))
     tokens = [5, 9, 11]
     out = tapping.forward(pack([segment(tokens, 0, np.arange(3), np.arange(0))], tapping.device), make_pools(tapping))
     layers = load_reference(tiny_target).model.layers
@@ -100,13 +100,13 @@ def test_aux_hidden_states_are_the_inputs_of_their_layers(tiny_target: str) -> N
     expected(tiny_target, tokens)
     for hook in hooks:
         hook.remove()
-    assert out.taps is not None
-    torch.testing.assert_close(out.taps, torch.cat([seen[i][0] for i in (1, 3, 4)], -1), atol=1e-5, rtol=1e-5)
+    assert out.aux_hidden_states is not None
+    torch.testing.assert_close(out.aux_hidden_states, torch.cat([seen[i][0] for i in (1, 3, 4)], -1), atol=1e-5, rtol=1e-5)
 
 
 def test_an_aux_layer_beyond_the_last_layer_is_rejected(tiny_target: str) -> None:
     with pytest.raises(CheckpointError, match="taps layer 7, but the target has 4 layers"):
-        load_target(tiny_target, taps=(7,))
+        load_target(tiny_target, aux_hidden_state_layers=(7,))
 
 
 def test_a_folder_that_is_not_there_is_named() -> None:

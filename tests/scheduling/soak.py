@@ -49,7 +49,9 @@ def soak(num_requests: int, target: str, head: str, seed: int = 0) -> Soak:
     config = EngineConfig(
         max_kv_tokens=NUM_SLOTS, max_num_seqs=32, max_prefill_tokens=128, max_verify_tokens=128, session_cache_ttl_s=0.05
     )
-    engine = assemble_engine(load_target(target, taps=fuser.taps), fuser, config, tree, drafter)
+    engine = assemble_engine(
+        load_target(target, aux_hidden_state_layers=fuser.aux_hidden_state_layers), fuser, config, tree, drafter
+    )
     live: list[str] = []
     submitted, step, settled, started = 0, 0, 0.0, time.monotonic()
     with Progress(console=Console(stderr=True), disable=not sys.stderr.isatty()) as progress:

@@ -21,8 +21,8 @@ from eyas.models.cuda.graphs import (
     Capture,
     CaptureLimits,
     CudaCapture,
-    GraphRunner,
-    KernelRunner,
+    GraphBackend,
+    KernelBackend,
     Watch,
     with_bar,
 )
@@ -38,7 +38,7 @@ log = logging.getLogger(__name__)
 
 
 class ForwardBackend(Protocol):
-    """A way to run forward passes: TargetModel, KernelRunner or GraphRunner. They agree up to rounding."""
+    """A way to run forward passes: TargetModel, KernelBackend or GraphBackend. They agree up to rounding."""
 
     def pack(self, segments: Sequence[Segment]) -> PackedInputs:
         """Segments in the form that this `forward` takes."""
@@ -73,21 +73,21 @@ def build_backend(
 
     scratch: a slot of the pools that no sequence ever has. Raises ConfigError where the plan cannot be kept.
     """
-    if plan.way is BackendKind.PLAIN:
+    if plan.kind is BackendKind.PLAIN:
         return target
     if lacking := what_kernel_lacks(target):
         raise ConfigError(f"rank 0 takes the kernel for attention, but here {lacking}; install the same on every rank")
     most = 16 if target.dtype == torch.float32 else 64
     tiling = Tiling(target.heads_per_kv, target.kv_shapes[0][0], _num_processors(target.device), most)
-    launched = KernelRunner(target, tiling, scratch)
-    if plan.way is BackendKind.KERNEL:
+    launched = KernelBackend(target, tiling, scratch)
+    if plan.kind is BackendKind.KERNEL:
         return launched
-    return GraphRunner(launched, pools, plan.limits, capture_on(target.device), watch)
+    return GraphBackend(launched, pools, plan.limits, capture_on(target.device), watch)
 
 
 def release(passes: ForwardBackend) -> None:
     """Free what was captured, before the ranks that share it part."""
-    if isinstance(passes, GraphRunner):
+    if isinstance(passes, GraphBackend):
         passes.release()
 
 

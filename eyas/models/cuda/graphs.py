@@ -33,7 +33,7 @@ from eyas.models.cuda.metadata import (
     fixed_words,
     lay_out,
     mask_words,
-    num_wanted,
+    num_logits,
     tight_shape,
     upload,
     view,
@@ -63,7 +63,7 @@ class CaptureLimits:
 class BackendPlan:
     """What rank 0 decides for all ranks: NCCL wants a sum to be captured on every rank or on none, and in the same order."""
 
-    way: BackendKind
+    kind: BackendKind
     limits: CaptureLimits
 
 
@@ -84,7 +84,7 @@ def padded(count: int, least: int) -> int:
     return max(least, half if power > 4 and half >= count else power)
 
 
-def largest_size(count: int) -> int:
+def largest_padded_size(count: int) -> int:
     """The largest size of `padded` that is not above `count`, at least 1."""
     power = 1 << max(count.bit_length() - 1, 0)
     half = 3 * power // 2
@@ -99,7 +99,7 @@ def choose_bucket(buckets: Sequence[int], rows: int, wanted: int) -> int | None:
     return buckets[bisect_left(buckets, rows)]
 
 
-class KernelRunner:
+class KernelBackend:
     """A target whose attention is the kernel. scratch: the slot that padding rows write to."""
 
     def __init__(self, target: TargetModel, tiling: Tiling, scratch: int) -> None:
@@ -113,7 +113,7 @@ class KernelRunner:
 
     def pad(self, segments: Sequence[Segment], shape: MetadataShape) -> PackedInputs:
         """Tables padded to a shape that has room for the segments."""
-        return view(self.words(segments, shape), shape, num_wanted(segments))
+        return view(self.words(segments, shape), shape, num_logits(segments))
 
     def words(self, segments: Sequence[Segment], shape: MetadataShape) -> Tensor:
         """What `pad` looks at, on the device."""
@@ -155,14 +155,14 @@ def shown(items: Sequence[Item], doing: str) -> Iterable[Item]:
     return track(items, doing, console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty())
 
 
-class GraphRunner:
+class GraphBackend:
     """Captured passes over one set of pools. A pass that no graph holds is launched kernel by kernel.
 
     Which graph a pass takes follows from the limits and from the sizes of its segments alone, so that ranks agree on it.
     """
 
     def __init__(
-        self, launched: KernelRunner, pools: KVTensors, limits: CaptureLimits, capture: Capture, watch: Watch = with_bar
+        self, launched: KernelBackend, pools: KVTensors, limits: CaptureLimits, capture: Capture, watch: Watch = with_bar
     ) -> None:
         """Captures all buckets, the largest first so that the others share its memory. watch: goes through the buckets.
 
@@ -178,7 +178,7 @@ class GraphRunner:
 
     def pack(self, segments: Sequence[Segment]) -> PackedInputs:
         """Tables, padded to a bucket if one holds the segments."""
-        rows = choose_bucket(self._buckets, sum(len(s.tokens) for s in segments), num_wanted(segments))
+        rows = choose_bucket(self._buckets, sum(len(s.tokens) for s in segments), num_logits(segments))
         return self._launched.pack(segments) if rows is None else self._launched.pad(segments, self._shapes[rows])
 
     def forward(self, packed: PackedInputs, pools: KVTensors) -> TargetOutput:
@@ -190,7 +190,7 @@ class GraphRunner:
             return self._launched.forward(packed, pools)
         self._words[: len(words)].copy_(words)
         out = replay()
-        return TargetOutput(out.logits[: packed.num_wanted], out.taps)
+        return TargetOutput(out.logits[: packed.num_logits], out.aux_hidden_states)
 
     def release(self) -> None:
         """Free the graphs; no pass may follow. NCCL ends no group while a captured sum of it is left."""

@@ -52,7 +52,7 @@ def tight_shape(segments: Sequence[Segment], tiling: Tiling) -> MetadataShape:
     counts = [len(s.tokens) for s in segments]
     tile_rows = tiling.tile_rows(max(counts))
     tiles = sum(-(-count // tile_rows) for count in counts)
-    return MetadataShape(sum(counts), num_wanted(segments), tiles, tile_rows, tiling.splits(tiles))
+    return MetadataShape(sum(counts), num_logits(segments), tiles, tile_rows, tiling.splits(tiles))
 
 
 def bucket_shape(rows: int, max_segments: int, tiling: Tiling) -> MetadataShape:
@@ -62,9 +62,9 @@ def bucket_shape(rows: int, max_segments: int, tiling: Tiling) -> MetadataShape:
     return MetadataShape(rows, rows, tiles, tile_rows, tiling.splits(-(-rows // tile_rows)))
 
 
-def num_wanted(segments: Sequence[Segment]) -> int:
+def num_logits(segments: Sequence[Segment]) -> int:
     """Rows whose logits are wanted."""
-    return sum(len(s.wanted) for s in segments)
+    return sum(len(s.logits_indices) for s in segments)
 
 
 def fixed_words(shape: MetadataShape) -> int:
@@ -88,7 +88,7 @@ def lay_out(segments: Sequence[Segment], shape: MetadataShape, scratch: int) -> 
     for segment in segments:
         count, length = len(segment.tokens), len(segment.prefix)
         rows[:3, start : start + count] = segment.tokens, segment.positions, segment.slots
-        rows[3, wanted : wanted + len(segment.wanted)] = segment.wanted + start
+        rows[3, wanted : wanted + len(segment.logits_indices)] = segment.logits_indices + start
         firsts = np.arange(0, count, shape.tile_rows)
         own = tiles[tile : tile + len(firsts)]
         own[:, 0] = start + firsts
@@ -96,11 +96,16 @@ def lay_out(segments: Sequence[Segment], shape: MetadataShape, scratch: int) -> 
         own[:, 2:7] = start, count, length, at, at + length
         mask = _mask(segment)
         ragged += [segment.prefix, mask]
-        start, tile, wanted, at = start + count, tile + len(firsts), wanted + len(segment.wanted), at + length + len(mask)
+        start, tile, wanted, at = (
+            start + count,
+            tile + len(firsts),
+            wanted + len(segment.logits_indices),
+            at + length + len(mask),
+        )
     return np.concatenate([rows.ravel(), tiles.ravel(), *ragged], dtype=np.int32, casting="same_kind")
 
 
-def view(words: Tensor, shape: MetadataShape, num_wanted: int) -> PackedInputs:
+def view(words: Tensor, shape: MetadataShape, num_logits: int) -> PackedInputs:
     """A pass over words that are on the device."""
     stride = _aligned(shape.rows)
     rows = words[: 4 * stride].view(4, stride)[:, : shape.rows]
@@ -110,9 +115,9 @@ def view(words: Tensor, shape: MetadataShape, num_wanted: int) -> PackedInputs:
         tokens=tokens,
         positions=positions,
         slots=slots,
-        wanted=wanted[: shape.wanted],
+        logits_indices=wanted[: shape.wanted],
         groups=(),
-        tables=AttentionMetadata(shape, num_wanted, words, tiles, rows[1], rows[2]),
+        tables=AttentionMetadata(shape, num_logits, words, tiles, rows[1], rows[2]),
     )
 
 

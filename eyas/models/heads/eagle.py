@@ -137,7 +137,7 @@ class EagleHead(nn.Module, ABC):
     def finish(self, attended: Tensor, residual: Tensor, layer: int = -1) -> Tensor:
         """Out of a layer, the last by default: attention output [R, heads, d] and residual [R, H] to states [R, H]."""
         state = self._layer(layer).finish(attended, residual)
-        feeds_norm = self.config.reading.output == "normed" and layer in (-1, len(self.layers) - 1)
+        feeds_norm = self.config.wiring.output == "normed" and layer in (-1, len(self.layers) - 1)
         return self._final(state) if feeds_norm else state
 
     def run(self, features: Tensor, tokens: Tensor, positions: Tensor, attention: Attention) -> Tensor:
@@ -151,7 +151,7 @@ class EagleHead(nn.Module, ABC):
 
     def logits(self, states: Tensor) -> Tensor:
         """Draft logits float32 [..., D] of states [..., H]."""
-        return self.lm_head(self._final(states) if self.config.reading.output == "state" else states).float()  # type: ignore[no-any-return]
+        return self.lm_head(self._final(states) if self.config.wiring.output == "state" else states).float()  # type: ignore[no-any-return]
 
     @abstractmethod
     def _enter(self, embedded: Tensor, features: Tensor) -> tuple[Tensor, Tensor]:
@@ -194,7 +194,7 @@ class Eagle3Head(EagleHead):
         assert first.hidden_norm is not None
         normed = self._rms(features, first.hidden_norm)
         inputs = torch.cat([self._rms(embedded, first.input_norm), normed], -1)
-        return inputs, normed if self.config.reading.norm_before_residual else features
+        return inputs, normed if self.config.wiring.norm_before_residual else features
 
 
 def _under(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

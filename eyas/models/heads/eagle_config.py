@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from eyas.errors import CheckpointError
-from eyas.models.checkpoint import RECORD, flag, read_config, real, tensor_names, whole_number
-from eyas.models.heads.features import AFTER_NORM
+from eyas.models.checkpoint import WIRING_KEY, flag, read_config, real, tensor_names, get_int
+from eyas.models.heads.features import FINAL_NORM_OUTPUT
 
 Settings = Mapping[str, Any]
 Output = Literal["state", "normed", "bare"]
@@ -178,13 +178,13 @@ SUPPORTED_ACTIVATIONS = (None, "silu", "swish")
 class HeadWiring:
     """How to read a head that loads either way, and works only the right way.
 
-    taps: layers of the target whose *inputs* are its features; the number of layers means the state before the final norm.
+    aux_hidden_state_layers: layers of the target whose *inputs* are its features; the number of layers means the state before the final norm.
     norm_before_residual: whether the residual is taken behind hidden_norm, not before it.
     output: "state": logits from norm(state), the state is fed on; "normed": norm(state) gives logits and is fed on
     (EAGLE-3.1); "bare": the state gives logits, without a norm, and is fed on.
     """
 
-    taps: tuple[int, ...]
+    aux_hidden_state_layers: tuple[int, ...]
     norm_before_residual: bool = False
     output: Output = "state"
 
@@ -210,7 +210,7 @@ class EagleHeadConfig:
     rms_norm_eps: float
     rotary: Mapping[str, Any]
     max_positions: int
-    reading: HeadWiring
+    wiring: HeadWiring
     input_norms: InputNorms = "none"
     fc_bias: bool = False
     qkv_bias: bool = False
@@ -222,8 +222,8 @@ class EagleHeadConfig:
         return self.draft_vocab_size == self.vocab_size
 
     @property
-    def taps(self) -> tuple[int, ...]:
-        return self.reading.taps
+    def aux_hidden_state_layers(self) -> tuple[int, ...]:
+        return self.wiring.aux_hidden_state_layers
 
 
 def head_config(folder: Path, target: Mapping[str, Any], kind: Kind = "eagle3") -> EagleHeadConfig:
@@ -236,23 +236,23 @@ def head_config(folder: Path, target: Mapping[str, Any], kind: Kind = "eagle3") 
         )
     dialect = dialect_of(raw)
     head = dialect.flatten(raw)
-    hidden, heads = whole_number(head, "hidden_size", source), whole_number(head, "num_attention_heads", source)
-    vocab_size = whole_number(head, "vocab_size", source)
+    hidden, heads = get_int(head, "hidden_size", source), get_int(head, "num_attention_heads", source)
+    vocab_size = get_int(head, "vocab_size", source)
     config = EagleHeadConfig(
         kind=kind,
-        target_hidden=whole_number(head, "target_hidden_size", source, hidden),
+        target_hidden=get_int(head, "target_hidden_size", source, hidden),
         hidden=hidden,
-        intermediate=whole_number(head, "intermediate_size", source),
+        intermediate=get_int(head, "intermediate_size", source),
         num_heads=heads,
-        num_kv_heads=whole_number(head, "num_key_value_heads", source, heads),
-        head_dim=whole_number(head, "head_dim", source, hidden // heads),
-        num_layers=whole_number(head, "num_hidden_layers", source, 1),
+        num_kv_heads=get_int(head, "num_key_value_heads", source, heads),
+        head_dim=get_int(head, "head_dim", source, hidden // heads),
+        num_layers=get_int(head, "num_hidden_layers", source, 1),
         vocab_size=vocab_size,
-        draft_vocab_size=whole_number(head, "draft_vocab_size", source, vocab_size),
+        draft_vocab_size=get_int(head, "draft_vocab_size", source, vocab_size),
         rms_norm_eps=real(head, "rms_norm_eps", source, 1e-6),
         rotary=_rotary(head, source),
-        max_positions=whole_number(head, "max_position_embeddings", source, 2048),
-        reading=recorded(raw, source) or _stated(head, dialect, kind, names, target, source),
+        max_positions=get_int(head, "max_position_embeddings", source, 2048),
+        wiring=recorded(raw, source) or _stated(head, dialect, kind, names, target, source),
         input_norms=_input_norms(head, names, source),
         fc_bias="fc.bias" in names or (kind == "eagle" and flag(head, "bias", source)),
         qkv_bias=_has(names, "q_proj.bias") or any(flag(head, key, source) for key in ("attention_bias", "qkv_bias")),
@@ -264,14 +264,18 @@ def head_config(folder: Path, target: Mapping[str, Any], kind: Kind = "eagle3") 
 
 def recorded(raw: Mapping[str, Any], source: Path) -> HeadWiring | None:
     """The reading that a check has written into a config.json, if there is one. Raises CheckpointError."""
-    record = raw.get(RECORD)
+    record = raw.get(WIRING_KEY)
     if record is None:
         return None
     match record:
-        case {"taps": [*taps], "norm_before_residual": bool(normed), "output": "state" | "normed" | "bare" as output}:
+        case {
+            "aux_hidden_state_layers": [*taps],
+            "norm_before_residual": bool(normed),
+            "output": "state" | "normed" | "bare" as output,
+        }:
             if all(type(tap) is int for tap in taps):
                 return HeadWiring(tuple(taps), normed, output)
-    raise CheckpointError(f"{source}: {RECORD} is {record!r}; remove it, or have it written anew")
+    raise CheckpointError(f"{source}: {WIRING_KEY} is {record!r}; remove it, or have it written anew")
 
 
 def _stated(
@@ -279,8 +283,8 @@ def _stated(
 ) -> HeadWiring:
     """What the config says, and the usual where it says nothing."""
     if kind == "eagle":
-        return HeadWiring((AFTER_NORM,), output="bare")
-    layers = whole_number(target, "num_hidden_layers", "the target's config")
+        return HeadWiring((FINAL_NORM_OUTPUT,), output="bare")
+    layers = get_int(target, "num_hidden_layers", "the target's config")
     taps = head.get("taps") or (2, layers // 2, layers - 3)
     if not isinstance(taps, list | tuple) or not all(type(tap) is int and 0 <= tap <= layers for tap in taps):
         given = "is" if head.get("taps") else "is left out, which means"
@@ -363,13 +367,13 @@ def optional(c: EagleHeadConfig) -> set[str]:
         {"t2d"}
         | (set() if own_embedding else {"embed_tokens.weight"})
         | ({"d2t"} if c.full_vocabulary else set())
-        | ({"norm.weight"} if c.reading.output == "bare" else set())
+        | ({"norm.weight"} if c.wiring.output == "bare" else set())
     )
 
 
 def fuser_layout(c: EagleHeadConfig) -> Shapes:
     """fc and what is normed before it: of EAGLE-3 what runs beside the target."""
-    states = len(c.taps)
+    states = len(c.aux_hidden_state_layers)
     width = states * c.target_hidden if c.kind == "eagle3" else 2 * c.hidden
     shapes: Shapes = {"fc.weight": (c.hidden, width)}
     if c.fc_bias:

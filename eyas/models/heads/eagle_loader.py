@@ -17,7 +17,7 @@ from torch import Tensor
 
 from eyas.errors import CheckpointError
 from eyas.models.checkpoint import (
-    RECORD,
+    WIRING_KEY,
     check_device,
     read_target_config,
     read_tensor,
@@ -25,7 +25,7 @@ from eyas.models.checkpoint import (
     resolve,
     take,
     tensor_names,
-    whole_number,
+    get_int,
 )
 from eyas.models.cpu import lay_out
 from eyas.models.heads.eagle import Eagle1Head, Eagle3Head, EagleHead
@@ -57,14 +57,14 @@ def load_head(
     dtype: str = "float32",
     device: str = "cpu",
     kind: Kind = "eagle3",
-    reading: HeadWiring | None = None,
+    wiring: HeadWiring | None = None,
 ) -> EagleHead:
-    """Load a head strictly, with the target's embedding where it has none of its own. reading: in place of what its config
+    """Load a head strictly, with the target's embedding where it has none of its own. wiring: in place of what its config
     says. Raises CheckpointError when anything is missing, left over or of another shape than the two configs say."""
     check_device(dtype, device)
     folder, target_folder = resolve(path_or_id), resolve(target)
     target_config = read_target_config(target_folder)
-    config = _reread(head_config(folder, target_config, kind), reading)
+    config = _reread(head_config(folder, target_config, kind), wiring)
     tensors = _spelled(read_tensors(folder), config)
     take(tensors, layout(config), optional(config), folder)
     if "d2t" in tensors:
@@ -75,7 +75,7 @@ def load_head(
     lm_head = _target_lm_head(target_folder) if lm_head is None else lm_head
     width = getattr(torch, dtype)
     cast = {name: t.to(width) if t.is_floating_point() else t for name, t in tensors.items()}
-    context_length = whole_number(target_config, "max_position_embeddings", target_folder)
+    context_length = get_int(target_config, "max_position_embeddings", target_folder)
     make = Eagle3Head if kind == "eagle3" else Eagle1Head
     head = make(config, cast, embedding.to(width), lm_head.to(width), context_length).to(torch.device(device))
     lay_out(head)
@@ -83,12 +83,12 @@ def load_head(
 
 
 def load_fuser(
-    path_or_id: str, target: str, dtype: str = "float32", device: str = "cpu", reading: HeadWiring | None = None
+    path_or_id: str, target: str, dtype: str = "float32", device: str = "cpu", wiring: HeadWiring | None = None
 ) -> LinearFuser:
     """Load only what of an EAGLE-3 head runs beside the target: fc, the norms before it and the layers that it taps.
     Raises CheckpointError."""
     folder = resolve(path_or_id)
-    config = _reread(head_config(folder, read_target_config(resolve(target))), reading)
+    config = _reread(head_config(folder, read_target_config(resolve(target))), wiring)
     expected = fuser_layout(config)
     files = {canonical(name, "eagle3"): name for name in tensor_names(folder)}
     tensors = {name: read_tensor(folder, (files[name],)) for name in expected if name in files}
@@ -96,13 +96,13 @@ def load_fuser(
     cast = {name: tensor.to(getattr(torch, dtype)) for name, tensor in tensors.items()}
     weight, bias = cast["fc.weight"], cast.get("fc.bias")
     if config.input_norms == "none":
-        return LinearFuser(weight, config.taps, bias).to(torch.device(device))
+        return LinearFuser(weight, config.aux_hidden_state_layers, bias).to(torch.device(device))
     norms = torch.stack([tensor for name, tensor in cast.items() if not name.startswith("fc.")])
-    return NormedFuser(weight, config.taps, bias, norms, config.rms_norm_eps).to(torch.device(device))
+    return NormedFuser(weight, config.aux_hidden_state_layers, bias, norms, config.rms_norm_eps).to(torch.device(device))
 
 
-def _reread(config: EagleHeadConfig, reading: HeadWiring | None) -> EagleHeadConfig:
-    return replace(config, reading=reading) if reading else config
+def _reread(config: EagleHeadConfig, wiring: HeadWiring | None) -> EagleHeadConfig:
+    return replace(config, wiring=wiring) if wiring else config
 
 
 def _spelled(tensors: Mapping[str, Tensor], config: EagleHeadConfig) -> dict[str, Tensor]:
@@ -164,10 +164,10 @@ def _eagle3(c: EagleHeadConfig) -> dict[str, Any]:
     found = {
         "draft_vocab_size": c.draft_vocab_size,
         "target_hidden_size": c.target_hidden,
-        "eagle_aux_hidden_state_layer_ids": list(c.taps),
-        "norm_before_residual": c.reading.norm_before_residual,
+        "eagle_aux_hidden_state_layer_ids": list(c.aux_hidden_state_layers),
+        "norm_before_residual": c.wiring.norm_before_residual,
         "norm_before_fc": c.input_norms == "joint",
         "fc_norm": c.input_norms == "each",
-        "norm_output": c.reading.output == "normed",
+        "norm_output": c.wiring.output == "normed",
     }
-    return found | ({RECORD: asdict(c.reading)} if c.reading.output == "bare" else {})
+    return found | ({WIRING_KEY: asdict(c.wiring)} if c.wiring.output == "bare" else {})

@@ -2,7 +2,7 @@
 
 Legend: T tokens of a window, C target hidden, K likeliest tokens of a law.
 
-Tries out how a head is to be read: target and head in, how often each reading guesses what the target says out.
+Tries out how a head is to be read: target and head in, how often each wiring guesses what the target says out.
 
 A head that is read wrongly loads and runs, and is hardly ever right. Legend: T tokens of a window, C target hidden,
 R rows, H draft hidden.
@@ -27,7 +27,7 @@ from eyas.models.checkpoint import resolve
 from eyas.models.heads.eagle import EagleHead, Projected
 from eyas.models.heads.eagle_config import HeadWiring, Kind
 from eyas.models.heads.eagle_loader import load_fuser, load_head
-from eyas.models.heads.features import AFTER_NORM, FeatureFuser, final_state
+from eyas.models.heads.features import FINAL_NORM_OUTPUT, FeatureFuser, final_state_fuser
 from eyas.models.inputs import Segment
 from eyas.models.target import TargetModel
 from eyas.sampling.sampler import rank
@@ -48,7 +48,7 @@ class Window:
     tokens: Tensor
     likeliest: Tensor
     probs: Tensor
-    taps: Mapping[int, Tensor]
+    hidden_states: Mapping[int, Tensor]
 
     @property
     def tops(self) -> Tensor:
@@ -65,12 +65,12 @@ def observe(target: TargetModel, folder: str, taps: Sequence[int]) -> list[Windo
     """One or two thousand tokens: of a fixed text if the target in `folder` has a tokenizer, else drawn by the target.
     The target's own taps are left as they were."""
     rows = _text(folder, target) if (resolve(folder) / "tokenizer.json").is_file() else _drawn(target)
-    before = target.taps
-    target.tap(taps)
+    before = target.aux_hidden_state_layers
+    target.set_aux_hidden_state_layers(taps)
     try:
         return [_observe(target, tokens, taps) for tokens in rows]
     finally:
-        target.tap(before)
+        target.set_aux_hidden_state_layers(before)
 
 
 def _text(folder: str, target: TargetModel) -> list[list[int]]:
@@ -84,8 +84,8 @@ def _observe(target: TargetModel, tokens: list[int], taps: Sequence[int]) -> Win
     pools, places, none = _pools(target, len(tokens)), np.arange(len(tokens)), np.zeros(0, dtype=np.int64)
     ids = np.array(tokens, dtype=np.int64)
     out = target.forward(target.pack([Segment(ids, places, places, none, None, places)]), pools)
-    assert out.taps is not None
-    states = out.taps.chunk(len(taps), dim=-1)
+    assert out.aux_hidden_states is not None
+    states = out.aux_hidden_states.chunk(len(taps), dim=-1)
     likeliest = rank(torch.softmax(out.logits, -1), min(NUM_LIKELIEST, target.vocab_size))
     return Window(
         torch.from_numpy(ids).to(target.device), likeliest.ids, likeliest.scores, dict(zip(taps, states, strict=True))
@@ -124,13 +124,13 @@ CLEARLY = 3.0
 
 @dataclass(frozen=True)
 class WiringScore:
-    """A reading, and how well it did on first guesses and on second ones, which go on from the head's own state.
+    """A wiring, and how well it did on first guesses and on second ones, which go on from the head's own state.
 
     first, second: share of guesses whose likeliest token was the target's. overlaps: of each guess, how much its law and
     the target's have in common, which is how often a draw from the one would be accepted by the other.
     """
 
-    reading: HeadWiring
+    wiring: HeadWiring
     first: float
     second: float
     overlaps: Tensor
@@ -148,7 +148,7 @@ class WiringScore:
 
 @dataclass(frozen=True)
 class WiringReport:
-    """All trials, that of the config's own reading first. chance: how often the target's commonest token would be right."""
+    """All trials, that of the config's own wiring first. chance: how often the target's commonest token would be right."""
 
     trials: tuple[WiringScore, ...]
     chance: float
@@ -156,7 +156,7 @@ class WiringReport:
 
     @property
     def best(self) -> WiringScore:
-        """The stated reading, unless another is clearly better."""
+        """The stated wiring, unless another is clearly better."""
         stated = self.trials[0]
         top = max(self.trials, key=lambda trial: trial.accepted)
         return top if top.clearly_beats(stated) else stated
@@ -172,16 +172,16 @@ class WiringReport:
 
     def __str__(self) -> str:
         best, stated = self.best, self.trials[0]
-        said = "as its config says" if best is stated else f"not as its config says ({_words(stated.reading)})"
+        said = "as its config says" if best is stated else f"not as its config says ({_words(stated.wiring)})"
         return (
-            f"draft head read {said}: {_words(best.reading)}; right on {100 * best.first:.1f} % of {self.num_tokens} first "
+            f"draft head read {said}: {_words(best.wiring)}; right on {100 * best.first:.1f} % of {self.num_tokens} first "
             f"guesses and {100 * best.second:.1f} % of second ones (chance {100 * self.chance:.1f} %)"
         )
 
     def require(self, head: str) -> None:
-        """Raises CheckpointError with the numbers when no reading is clearly better than chance."""
+        """Raises CheckpointError with the numbers when no wiring is clearly better than chance."""
         if self.refused:
-            tried = "; ".join(f"{100 * trial.first:.1f} % with {_words(trial.reading)}" for trial in self.trials)
+            tried = "; ".join(f"{100 * trial.first:.1f} % with {_words(trial.wiring)}" for trial in self.trials)
             raise CheckpointError(
                 f"{head} hardly ever guesses what this target says, read in any way: {tried}; chance is "
                 f"{100 * self.chance:.1f} %. It was trained for another target, or is of a kind that Eyas does not know; to "
@@ -193,55 +193,55 @@ class WiringReport:
 def validate_head(
     target: TargetModel, head: str, target_folder: str, dtype: str, device: str, kind: Kind = "eagle3"
 ) -> WiringReport:
-    """Try the plausible readings of a head on one or two thousand tokens. The target's taps are left as they were.
+    """Try the plausible wirings of a head on one or two thousand tokens. The target's taps are left as they were.
 
-    EAGLE-1 heads have one reading. Raises CheckpointError for what does not load.
+    EAGLE-1 heads have one wiring. Raises CheckpointError for what does not load.
     """
     loaded = load_head(head, target_folder, dtype, device, kind)
-    fuser = (load_fuser(head, target_folder, dtype, device) if kind == "eagle3" else final_state(loaded.config.hidden)).to(
-        target.dtype
-    )
-    stated = loaded.config.reading
+    fuser = (
+        load_fuser(head, target_folder, dtype, device) if kind == "eagle3" else final_state_fuser(loaded.config.hidden)
+    ).to(target.dtype)
+    stated = loaded.config.wiring
     layers = int(target.config.num_hidden_layers)
-    readings = _wirings(stated, layers) if kind == "eagle3" else [stated]
-    windows = observe(target, target_folder, sorted({tap for reading in readings for tap in reading.taps}))
-    trials = [_try(loaded, fuser, reading, windows) for reading in readings]
-    best = max(trials, key=lambda trial: trial.accepted).reading
+    wirings = _wirings(stated, layers) if kind == "eagle3" else [stated]
+    windows = observe(target, target_folder, sorted({tap for wiring in wirings for tap in wiring.aux_hidden_state_layers}))
+    trials = [_try(loaded, fuser, wiring, windows) for wiring in wirings]
+    best = max(trials, key=lambda trial: trial.accepted).wiring
     if kind == "eagle3" and loaded.norm is not None:
-        trials += [_try(loaded, fuser, reading, windows) for reading in _outputs(best)]
+        trials += [_try(loaded, fuser, wiring, windows) for wiring in _outputs(best)]
     tops = torch.cat([window.tops[1:] for window in windows])
     return WiringReport(tuple(trials), float(tops.bincount().max()) / len(tops), len(tops))
 
 
 def _wirings(stated: HeadWiring, layers: int) -> list[HeadWiring]:
     """Taps where they are said to be, one layer earlier and one later, with the residual on either side of its norm."""
-    shifted = [tuple(min(max(tap + by, 0), layers) for tap in stated.taps) for by in (0, -1, 1)]
+    shifted = [tuple(min(max(tap + by, 0), layers) for tap in stated.aux_hidden_state_layers) for by in (0, -1, 1)]
     return [
-        replace(stated, taps=taps, norm_before_residual=normed)
+        replace(stated, aux_hidden_state_layers=taps, norm_before_residual=normed)
         for normed in (stated.norm_before_residual, not stated.norm_before_residual)
         for taps in dict.fromkeys(shifted)
     ]
 
 
-def _outputs(reading: HeadWiring) -> list[HeadWiring]:
+def _outputs(wiring: HeadWiring) -> list[HeadWiring]:
     outputs = ("state", "normed", "bare")
-    return [replace(reading, output=output) for output in outputs if output != reading.output]  # type: ignore[arg-type]
+    return [replace(wiring, output=output) for output in outputs if output != wiring.output]  # type: ignore[arg-type]
 
 
-def _try(head: EagleHead, fuser: FeatureFuser, reading: HeadWiring, windows: Sequence[Window]) -> WiringScore:
-    stated, head.config = head.config, replace(head.config, reading=reading)
+def _try(head: EagleHead, fuser: FeatureFuser, wiring: HeadWiring, windows: Sequence[Window]) -> WiringScore:
+    stated, head.config = head.config, replace(head.config, wiring=wiring)
     try:
-        guesses = [_guess(head, fuser, reading, window) for window in windows]
+        guesses = [_guess(head, fuser, wiring, window) for window in windows]
     finally:
         head.config = stated
     first, second = (torch.cat([window[step] for window in guesses]) for step in (0, 1))
-    return WiringScore(reading, float(first[:, 0].mean()), float(second[:, 0].mean()), torch.cat([first, second])[:, 1])
+    return WiringScore(wiring, float(first[:, 0].mean()), float(second[:, 0].mean()), torch.cat([first, second])[:, 1])
 
 
-def _guess(head: EagleHead, fuser: FeatureFuser, reading: HeadWiring, window: Window) -> tuple[Tensor, Tensor]:
+def _guess(head: EagleHead, fuser: FeatureFuser, wiring: HeadWiring, window: Window) -> tuple[Tensor, Tensor]:
     """Of first guesses [T - 1, 2] and of second ones [T - 2, 2]: whether the likeliest token was the target's, and the
     overlap. Tokens between are the text's; the second guess goes on from the head's own state of the first."""
-    taps = torch.cat([window.taps[tap] for tap in reading.taps], -1)
+    taps = torch.cat([window.hidden_states[tap] for tap in wiring.aux_hidden_state_layers], -1)
     features = fuser(taps).to(head.embedding.dtype)[:-1]
     tokens, places = window.tokens[1:], torch.arange(len(features), device=features.device)
     memory = _Memory(head, places[:, None] >= places)
@@ -290,8 +290,8 @@ class _Memory:
         return out[0].view(c.num_heads, -1, c.head_dim).transpose(0, 1)
 
 
-def _words(reading: HeadWiring) -> str:
-    residual = "normed" if reading.norm_before_residual else "plain"
-    if reading.taps == (AFTER_NORM,):
+def _words(wiring: HeadWiring) -> str:
+    residual = "normed" if wiring.norm_before_residual else "plain"
+    if wiring.aux_hidden_state_layers == (FINAL_NORM_OUTPUT,):
         return "the target's final state"
-    return f"inputs of layers {', '.join(map(str, reading.taps))}, {residual} residual, output {reading.output}"
+    return f"inputs of layers {', '.join(map(str, wiring.aux_hidden_state_layers))}, {residual} residual, output {wiring.output}"

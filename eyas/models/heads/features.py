@@ -19,15 +19,15 @@ from torch.nn import functional as F
 from eyas.errors import CheckpointError
 
 # As a tap: the state behind the target's final norm.
-AFTER_NORM = -1
+FINAL_NORM_OUTPUT = -1
 
 
 class FeatureFuser(nn.Module):
-    """Tapped states [R, T * C] to features [R, H]. taps: what `load_target` is to tap."""
+    """Tapped states [R, T * C] to features [R, H]. aux_hidden_state_layers: what `load_target` is to tap."""
 
-    def __init__(self, taps: tuple[int, ...], width: int) -> None:
+    def __init__(self, aux_hidden_state_layers: tuple[int, ...], width: int) -> None:
         super().__init__()
-        self.taps = taps
+        self.aux_hidden_state_layers = aux_hidden_state_layers
         self.width = width
 
     def forward(self, tapped: Tensor) -> Tensor:
@@ -37,8 +37,8 @@ class FeatureFuser(nn.Module):
 class LinearFuser(FeatureFuser):
     """An EAGLE-3 head's fc, weight [H, T * C], bias [H] if it has one."""
 
-    def __init__(self, weight: Tensor, taps: tuple[int, ...], bias: Tensor | None = None) -> None:
-        super().__init__(taps, weight.shape[0])
+    def __init__(self, weight: Tensor, aux_hidden_state_layers: tuple[int, ...], bias: Tensor | None = None) -> None:
+        super().__init__(aux_hidden_state_layers, weight.shape[0])
         self.weight = nn.Parameter(weight, requires_grad=False)
         self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
 
@@ -49,8 +49,10 @@ class LinearFuser(FeatureFuser):
 class NormedFuser(LinearFuser):
     """fc behind root-mean-square norms, weights [n, T * C / n]: one over all tapped states, or one for each."""
 
-    def __init__(self, weight: Tensor, taps: tuple[int, ...], bias: Tensor | None, norms: Tensor, eps: float) -> None:
-        super().__init__(weight, taps, bias)
+    def __init__(
+        self, weight: Tensor, aux_hidden_state_layers: tuple[int, ...], bias: Tensor | None, norms: Tensor, eps: float
+    ) -> None:
+        super().__init__(weight, aux_hidden_state_layers, bias)
         self.norms = nn.Parameter(norms, requires_grad=False)
         self._eps = eps
 
@@ -60,9 +62,9 @@ class NormedFuser(LinearFuser):
         return super().forward(((parts * scale).to(tapped.dtype) * self.norms).flatten(1))
 
 
-def final_state(width: int) -> FeatureFuser:
+def final_state_fuser(width: int) -> FeatureFuser:
     """The target's last hidden states themselves, as its lm_head sees them, `width` wide: EAGLE-1 and -2, Medusa, Hydra."""
-    return FeatureFuser((AFTER_NORM,), width)
+    return FeatureFuser((FINAL_NORM_OUTPUT,), width)
 
 
 def check_target(tensors: Mapping[str, Tensor], hidden: int, vocab_size: int, source: Path) -> None:

@@ -27,7 +27,7 @@ from eyas.models.checkpoint import (
     read_tensors,
     resolve,
     take,
-    whole_number,
+    get_int,
 )
 from eyas.models.heads.eagle import Projected
 from eyas.models.heads.eagle_loader import EMBEDDING_NAMES
@@ -54,15 +54,15 @@ class PrefixSizes:
     def of(cls, target: Path) -> PrefixSizes:
         """Raises CheckpointError for a target whose config lacks one of them."""
         config, source = read_target_config(target), target / "config.json"
-        hidden, heads = (whole_number(config, key, source) for key in ("hidden_size", "num_attention_heads"))
+        hidden, heads = (get_int(config, key, source) for key in ("hidden_size", "num_attention_heads"))
         return cls(
             hidden=hidden,
-            intermediate=whole_number(config, "intermediate_size", source),
+            intermediate=get_int(config, "intermediate_size", source),
             num_heads=heads,
-            num_kv_heads=whole_number(config, "num_key_value_heads", source, heads),
-            head_dim=whole_number(config, "head_dim", source, hidden // heads),
+            num_kv_heads=get_int(config, "num_key_value_heads", source, heads),
+            head_dim=get_int(config, "head_dim", source, hidden // heads),
             rms_norm_eps=float(config.get("rms_norm_eps", 1e-6)),
-            context_length=whole_number(config, "max_position_embeddings", source),
+            context_length=get_int(config, "max_position_embeddings", source),
         )
 
 
@@ -222,7 +222,7 @@ def load_hydra(path_or_id: str, target: str, dtype: str = "float32", device: str
     check_device(dtype, device)
     folder, target_folder = resolve(path_or_id), resolve(target)
     sizes = read_target_config(target_folder)
-    hidden, vocab = (whole_number(sizes, key, "the target's config") for key in ("hidden_size", "vocab_size"))
+    hidden, vocab = (get_int(sizes, key, "the target's config") for key in ("hidden_size", "vocab_size"))
     config, tensors = hydra_config(folder), read_tensors(folder, FILES)
     check_target(tensors, hidden, vocab, folder)
     ids = draft_ids(tensors, vocab, folder)
@@ -250,7 +250,7 @@ def hydra_config(folder: Path) -> HydraConfig:
         raise CheckpointError(f"{source}: hydra_head_arch is {architecture!r}; Eyas runs {' and '.join(ARCHITECTURES)} only")
     _demand(config, "grounded_heads", True, source)
     _demand(config, "hidden_state_offset", 0, source)
-    heads, layers = (whole_number(config, key, source) for key in ("hydra_num_heads", "hydra_num_layers"))
+    heads, layers = (get_int(config, key, source) for key in ("hydra_num_heads", "hydra_num_layers"))
     return HydraConfig(heads, layers, architecture == "prefix-mlp")
 
 

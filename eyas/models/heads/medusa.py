@@ -22,7 +22,7 @@ from eyas.models.checkpoint import (
     read_tensors,
     resolve,
     take,
-    whole_number,
+    get_int,
 )
 from eyas.models.heads.features import check_target, draft_ids
 
@@ -57,7 +57,7 @@ def load_medusa(path_or_id: str, target: str, dtype: str = "float32", device: st
     check_device(dtype, device)
     folder = resolve(path_or_id)
     sizes = read_target_config(resolve(target))
-    hidden, vocab = (whole_number(sizes, key, "the target's config") for key in ("hidden_size", "vocab_size"))
+    hidden, vocab = (get_int(sizes, key, "the target's config") for key in ("hidden_size", "vocab_size"))
     config, tensors = read_config(folder), _named_alike(read_tensors(folder, FILES))
     shared = bool(config.get("original_lm_head")) or "lm_head.weight" in tensors
     if shared:

@@ -16,7 +16,7 @@ from eyas.engine.runner import ModelRunner
 from eyas.engine.scheduler import Scheduler
 from eyas.errors import ConfigError
 from eyas.models.cuda.backend import what_kernel_lacks
-from eyas.models.cuda.graphs import CaptureLimits, CudaCapture, GraphRunner, KernelRunner
+from eyas.models.cuda.graphs import CaptureLimits, CudaCapture, GraphBackend, KernelBackend
 from eyas.models.cuda.metadata import Tiling
 from eyas.models.inputs import Segment
 from eyas.models.target import TargetModel, TargetOutput, load_target
@@ -46,7 +46,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def target(folder: str) -> TargetModel:
-    return load_target(folder, device=DEVICE, taps=(0, 2))
+    return load_target(folder, device=DEVICE, aux_hidden_state_layers=(0, 2))
 
 
 def filled_pools(target: TargetModel) -> KVCache:
@@ -64,12 +64,12 @@ def pools(target: TargetModel) -> KVCache:
 
 
 @pytest.fixture(scope="module")
-def runner(target: TargetModel, pools: KVCache) -> GraphRunner:
+def runner(target: TargetModel, pools: KVCache) -> GraphBackend:
     capture = CudaCapture(target.device) if DEVICE == "cuda" else run_again
-    return GraphRunner(KernelRunner(target, TILING, pools.scratch), pools, LIMITS, capture)
+    return GraphBackend(KernelBackend(target, TILING, pools.scratch), pools, LIMITS, capture)
 
 
-def check_passes(target: TargetModel, runner: GraphRunner, pools: KVCache, forests: Sequence[list[Segment]]) -> None:
+def check_passes(target: TargetModel, runner: GraphBackend, pools: KVCache, forests: Sequence[list[Segment]]) -> None:
     """One runner runs all of them in turn; each is compared with the plain path on pools of its own."""
     for segments in forests:
         plain_pools = filled_pools(target)
@@ -78,20 +78,22 @@ def check_passes(target: TargetModel, runner: GraphRunner, pools: KVCache, fores
         expected = target.forward(target.pack(segments), plain_pools)
         got = runner.forward(runner.pack(segments), pools)
         torch.testing.assert_close(got.logits, expected.logits, atol=2e-5, rtol=2e-5)
-        assert got.taps is not None
-        assert expected.taps is not None
-        torch.testing.assert_close(got.taps[: len(expected.taps)], expected.taps, atol=2e-5, rtol=2e-5)
+        assert got.aux_hidden_states is not None
+        assert expected.aux_hidden_states is not None
+        torch.testing.assert_close(
+            got.aux_hidden_states[: len(expected.aux_hidden_states)], expected.aux_hidden_states, atol=2e-5, rtol=2e-5
+        )
         for ours, theirs in zip((*pools.keys, *pools.values), (*plain_pools.keys, *plain_pools.values), strict=True):
             torch.testing.assert_close(ours[:NUM_SLOTS], theirs[:NUM_SLOTS], atol=2e-5, rtol=2e-5)
 
 
 def test_every_row_count_between_buckets_gives_the_plain_logits(
-    target: TargetModel, runner: GraphRunner, pools: KVCache
+    target: TargetModel, runner: GraphBackend, pools: KVCache
 ) -> None:
     check_passes(target, runner, pools, [make_pass([(True, rows, 9)], seed=rows) for rows in (1, 2, 3, 8, 9, 16, 17, 32)])
 
 
-def test_batches_shrink_and_grow_across_buckets(target: TargetModel, runner: GraphRunner, pools: KVCache) -> None:
+def test_batches_shrink_and_grow_across_buckets(target: TargetModel, runner: GraphBackend, pools: KVCache) -> None:
     sizes = [
         [(True, 1, 30), (True, 1, 3), (True, 1, 11)],
         [(True, 9, 31), (True, 6, 4), (False, 5, 0), (True, 2, 12)],
@@ -101,7 +103,7 @@ def test_batches_shrink_and_grow_across_buckets(target: TargetModel, runner: Gra
     check_passes(target, runner, pools, [make_pass(s, seed=i) for i, s in enumerate(sizes)])
 
 
-def test_a_pass_that_no_graph_holds_is_launched(target: TargetModel, runner: GraphRunner, pools: KVCache) -> None:
+def test_a_pass_that_no_graph_holds_is_launched(target: TargetModel, runner: GraphBackend, pools: KVCache) -> None:
     check_passes(target, runner, pools, [make_pass([(False, 60, 7), (True, 3, 2)]), make_pass([(True, 33, 5)])])
 
 
@@ -110,7 +112,7 @@ def test_a_model_that_cannot_be_captured_is_refused_by_name(target: TargetModel,
         raise RuntimeError("operation not permitted when stream is capturing")
 
     with pytest.raises(ConfigError, match=r"LlamaForCausalLM cannot be captured .* engine\.cuda_graphs to false"):
-        GraphRunner(KernelRunner(target, TILING, pools.scratch), pools, LIMITS, fail)
+        GraphBackend(KernelBackend(target, TILING, pools.scratch), pools, LIMITS, fail)
 
 
 def test_the_kernel_names_unsupported_head_sizes(target: TargetModel, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -120,7 +122,7 @@ def test_the_kernel_names_unsupported_head_sizes(target: TargetModel, monkeypatc
 
 
 def test_padded_passes_do_not_change_the_output(
-    folder: str, target: TargetModel, runner: GraphRunner, pools: KVCache
+    folder: str, target: TargetModel, runner: GraphBackend, pools: KVCache
 ) -> None:
     passes = ModelRunner(target, pools, None, runner)
     scheduler = Scheduler(EngineConfig(max_kv_tokens=NUM_SLOTS, max_prefill_tokens=8), TreeConfig(7, 4, 4), frozenset())

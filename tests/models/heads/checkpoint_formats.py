@@ -9,16 +9,16 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from eyas.models.checkpoint import RECORD
+from eyas.models.checkpoint import WIRING_KEY
 from eyas.models.heads.eagle_config import EagleHeadConfig, HeadWiring, layout, optional
 from eyas.models.heads.eagle_loader import settings
 
 TINY = EagleHeadConfig(
     kind="eagle3", target_hidden=32, hidden=32, intermediate=64, num_heads=4, num_kv_heads=2, head_dim=8, num_layers=1,
     vocab_size=48, draft_vocab_size=24, rms_norm_eps=1e-5, rotary={"rope_theta": 10000.0, "rope_type": "default"},
-    max_positions=256, reading=HeadWiring((2, 2, 1)),
+    max_positions=256, wiring=HeadWiring((2, 2, 1)),
 )  # fmt: skip
-TINY_EAGLE1 = replace(TINY, kind="eagle", draft_vocab_size=48, reading=HeadWiring((-1,), output="bare"), fc_bias=True)
+TINY_EAGLE1 = replace(TINY, kind="eagle", draft_vocab_size=48, wiring=HeadWiring((-1,), output="bare"), fc_bias=True)
 
 Tensors = dict[str, torch.Tensor]
 Written = tuple[dict[str, Any], Tensors]
@@ -69,11 +69,15 @@ def safeailab(c: EagleHeadConfig, tensors: Tensors) -> Written:
 
 def specforge(c: EagleHeadConfig, tensors: Tensors) -> Written:
     """Layer ids count outputs, since they begin with 1; norm_output speaks of the norm before lm_head."""
-    config = without(settings(c), "eagle_aux_hidden_state_layer_ids", RECORD)
-    ids = [tap - 1 for tap in c.taps] if c.taps[0] == 2 else list(c.taps)
+    config = without(settings(c), "eagle_aux_hidden_state_layer_ids", WIRING_KEY)
+    ids = (
+        [tap - 1 for tap in c.aux_hidden_state_layers]
+        if c.aux_hidden_state_layers[0] == 2
+        else list(c.aux_hidden_state_layers)
+    )
     nested = {"eagle_aux_hidden_state_layer_ids": ids, "use_aux_hidden_state": True}
     names = {"architectures": ["LlamaForCausalLMEagle3"], "eagle_config": nested}
-    return config | names | {"norm_output": c.reading.output != "bare"}, tensors
+    return config | names | {"norm_output": c.wiring.output != "bare"}, tensors
 
 
 def vllm(c: EagleHeadConfig, tensors: Tensors) -> Written:

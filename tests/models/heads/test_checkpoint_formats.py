@@ -21,9 +21,9 @@ from tests.models.heads.checkpoint_formats import DIALECTS, TINY, TINY_EAGLE1, r
 SHAPE = TreeConfig(num_draft_tokens=14, num_steps=4, top_k=3)
 OPTIONS = {
     "plain": TINY,
-    "normed residual": replace(TINY, reading=HeadWiring((2, 2, 1), norm_before_residual=True)),
+    "normed residual": replace(TINY, wiring=HeadWiring((2, 2, 1), norm_before_residual=True)),
     "norm before fc": replace(TINY, input_norms="joint"),
-    "EAGLE-3.1": replace(TINY, input_norms="each", reading=HeadWiring((2, 2, 1), output="normed")),
+    "EAGLE-3.1": replace(TINY, input_norms="each", wiring=HeadWiring((2, 2, 1), output="normed")),
     "wide heads": replace(TINY, head_dim=12),
     "narrower than the target": replace(TINY, hidden=24, head_dim=6),
     "two layers": replace(TINY, num_layers=2),
@@ -31,7 +31,7 @@ OPTIONS = {
     "full vocabulary": replace(TINY, draft_vocab_size=48),
     "biases": replace(TINY, qkv_bias=True, out_bias=True, fc_bias=True),
     "another base": replace(TINY, rotary={"rope_theta": 500.0, "rope_type": "default"}),
-    "four taps, the last boundary among them": replace(TINY, reading=HeadWiring((0, 1, 3, 4))),
+    "four taps, the last boundary among them": replace(TINY, wiring=HeadWiring((0, 1, 3, 4))),
 }  # fmt: skip
 LLAMA3 = {"rope_theta": 500.0, "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
           "original_max_position_embeddings": 64}  # fmt: skip
@@ -47,7 +47,9 @@ def write(folder: Path, config: EagleHeadConfig) -> str:
 
 
 def features_of(config: EagleHeadConfig, count: int) -> torch.Tensor:
-    return torch.randn(count, len(config.taps) * config.target_hidden, generator=torch.Generator().manual_seed(5))
+    return torch.randn(
+        count, len(config.aux_hidden_state_layers) * config.target_hidden, generator=torch.Generator().manual_seed(5)
+    )
 
 
 def trees(head: str, target: str, config: EagleHeadConfig) -> list[DraftTree]:
@@ -87,7 +89,7 @@ def test_trees_equal_the_naive_ones_with_every_option(option: str, tiny_target: 
     head = write(tmp_path, config)
     weights = load_file(tmp_path / "model.safetensors")
     embedding = load_file(Path(tiny_target, "model.safetensors"))["model.embed_tokens.weight"]
-    reading = config.reading
+    reading = config.wiring
     naive = NaiveEagle(
         weights, embedding, config.num_heads, config.num_kv_heads, reading.norm_before_residual, reading.output,
         config.num_layers, config.rotary["rope_theta"],
@@ -115,7 +117,7 @@ def test_a_reading_that_is_ignored_changes_the_states(option: str, tiny_target: 
     config = OPTIONS[option]
     head = write(tmp_path, config)
     features = load_fuser(head, tiny_target)(features_of(config, 6))
-    read, ignored = (load_head(head, tiny_target, reading=reading) for reading in (None, TINY.reading))
+    read, ignored = (load_head(head, tiny_target, wiring=reading) for reading in (None, TINY.wiring))
     pairs = features, torch.arange(3, 9), torch.arange(6)
     assert not torch.allclose(*(head.run(*pairs, lambda _, rows: rows.query) for head in (read, ignored)))
 
@@ -131,7 +133,7 @@ def test_the_meaning_of_norm_output_depends_on_who_wrote_it(tiny_target: str, tm
     ):  # fmt: skip
         written, tensors = dialect(config, random_tensors(config))
         head = save(tmp_path / name, (written | {"norm_output": value}, tensors))
-        said[name] = head_config(Path(head), target).reading.output
+        said[name] = head_config(Path(head), target).wiring.output
     assert said == {
         "specforge true": "state", "specforge false": "bare", "specforge beside fc_norm": "normed",
         "vllm true": "normed", "vllm false": "state",
@@ -140,7 +142,7 @@ def test_the_meaning_of_norm_output_depends_on_who_wrote_it(tiny_target: str, tm
 
 @pytest.mark.parametrize("config", [
     *OPTIONS.values(), TINY_EAGLE1, replace(TINY_EAGLE1, fc_bias=False, qkv_bias=True), replace(TINY, rotary=LLAMA3),
-    replace(TINY, reading=HeadWiring((2, 2, 1), output="bare")),
+    replace(TINY, wiring=HeadWiring((2, 2, 1), output="bare")),
 ])  # fmt: skip
 def test_a_written_report_reads_back(config: EagleHeadConfig, tiny_target: str, tmp_path: Path) -> None:
     tensors = random_tensors(config, shipped=shipped(config))

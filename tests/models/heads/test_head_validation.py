@@ -51,9 +51,9 @@ WRONG: dict[str, dict[str, object]] = {
 @pytest.mark.parametrize("wrong", WRONG)
 def test_a_head_that_is_described_wrongly_is_read_rightly(wrong: str, target: TargetModel, tmp_path: Path) -> None:
     head = misread(tmp_path / "head", **WRONG[wrong])
-    assert head_config(Path(head), read_target_config(Path(TARGET))).reading != RIGHT
+    assert head_config(Path(head), read_target_config(Path(TARGET))).wiring != RIGHT
     finding = validate_head(target, head, TARGET, "float32", "cpu")
-    assert finding.best.reading == RIGHT
+    assert finding.best.wiring == RIGHT
     assert not finding.refused
     assert 1000 <= finding.num_tokens <= 2000
 
@@ -61,7 +61,7 @@ def test_a_head_that_is_described_wrongly_is_read_rightly(wrong: str, target: Ta
 def test_a_head_that_is_described_rightly_stays_as_it_is(target: TargetModel) -> None:
     finding = validate_head(target, str(HEAD), TARGET, "float32", "cpu")
     assert finding.best is finding.trials[0]
-    assert finding.best.reading == RIGHT
+    assert finding.best.wiring == RIGHT
     assert finding.best.first > 2 * finding.chance
     assert "as its config says" in str(finding)
 
@@ -73,9 +73,9 @@ def test_an_eagle1_head_has_one_reading(target: TargetModel) -> None:
 
 
 def test_the_aux_layers_of_the_target_are_unchanged(target: TargetModel) -> None:
-    target.tap((3,))
+    target.set_aux_hidden_state_layers((3,))
     observe(target, TARGET, (1, 2))
-    assert target.taps == (3,)
+    assert target.aux_hidden_state_layers == (3,)
 
 
 def test_a_target_without_a_tokenizer_draws_its_own_tokens(tmp_path: Path) -> None:
@@ -86,7 +86,7 @@ def test_a_target_without_a_tokenizer_draws_its_own_tokens(tmp_path: Path) -> No
     with torch.inference_mode():
         plain = load_reference(target)(input_ids=windows[0].tokens[None], output_hidden_states=True)
     assert torch.equal(plain.logits[0].argmax(-1), windows[0].tops)
-    torch.testing.assert_close(plain.hidden_states[2][0], windows[0].taps[2], atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(plain.hidden_states[2][0], windows[0].hidden_states[2], atol=1e-4, rtol=1e-4)
     again = observe(model, target, (0, 2))
     assert all(torch.equal(one.tokens, other.tokens) for one, other in zip(windows, again, strict=True))
 
@@ -118,7 +118,7 @@ def test_the_check_prints_a_table_and_writes_what_it_found(tmp_path: Path) -> No
     result = CliRunner().invoke(app, [*options, "--write"])
     assert result.exit_code == 0, result.output
     assert "not as its config says" in result.output
-    assert head_config(Path(head), read_target_config(Path(TARGET))).reading == RIGHT
+    assert head_config(Path(head), read_target_config(Path(TARGET))).wiring == RIGHT
     assert head_fingerprint(head) == digest, "a draft service and a verifier still belong together"
 
 
@@ -139,5 +139,5 @@ def test_coincidence_does_not_overrule_the_config() -> None:
         )
         return WiringReport(trials, 0.1, 1000)
 
-    assert finding(0.001).best.reading == RIGHT
-    assert finding(0.05).best.reading == HeadWiring((1, 5, 8))
+    assert finding(0.001).best.wiring == RIGHT
+    assert finding(0.05).best.wiring == HeadWiring((1, 5, 8))

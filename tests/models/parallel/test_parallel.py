@@ -40,8 +40,8 @@ from eyas.models.workers import (
     SingleWorker,
     Stop,
     TargetWorkers,
-    order_from_bytes,
-    order_to_bytes,
+    command_from_bytes,
+    command_to_bytes,
 )
 from eyas.request import Request, SamplingParams
 from tests import reference
@@ -90,7 +90,13 @@ def shared(size: int, target: str, head: str) -> Iterator[Shared]:
     ranks = gather_ranks(RankInfo(0, size, "cpu"), target, "float32")
     try:
         fuser = load_fuser(head, target)
-        yield Shared(ranks, load_target(target, taps=fuser.taps, share=Shard(0, size) if size > 1 else None), fuser)
+        yield Shared(
+            ranks,
+            load_target(
+                target, aux_hidden_state_layers=fuser.aux_hidden_state_layers, share=Shard(0, size) if size > 1 else None
+            ),
+            fuser,
+        )
     finally:
         ranks.close()
 
@@ -141,19 +147,22 @@ def check_features(parts: Shared, target: str) -> None:
     """What rank 0 fuses into features are the states of the whole model."""
     segment = Segment(np.arange(5, 12), np.arange(7), np.arange(7), np.arange(0), None, np.arange(7))
     outputs = []
-    for ranks, model in ((SingleWorker(), load_target(target, taps=parts.fuser.taps)), (parts.ranks, parts.model)):
-        with ranks.allot(16, PLAN):
+    for ranks, model in (
+        (SingleWorker(), load_target(target, aux_hidden_state_layers=parts.fuser.aux_hidden_state_layers)),
+        (parts.ranks, parts.model),
+    ):
+        with ranks.init_kv_cache(16, PLAN):
             pools = KVCache(16, model.kv_shapes, 0, torch.float32, model.device)
         with ranks.forward([segment]):
             outputs.append(model.forward(pack([segment], model.device), pools))
-    torch.testing.assert_close(outputs[0].taps, outputs[1].taps)
+    torch.testing.assert_close(outputs[0].aux_hidden_states, outputs[1].aux_hidden_states)
     torch.testing.assert_close(outputs[0].logits, outputs[1].logits)
 
 
 def test_a_dead_rank_is_noticed_while_idle_and_fails_every_step(target: str, head: str) -> None:
     with shared(2, target, head) as parts:
         reasons: SimpleQueue[str] = SimpleQueue()
-        parts.ranks.watch(reasons.put)
+        parts.ranks.register_failure_callback(reasons.put)
         engine = engine_of(parts, target, head, "none")
         engine.submit(requests()[0])
         engine.step()
@@ -167,14 +176,14 @@ def test_a_dead_rank_is_noticed_while_idle_and_fails_every_step(target: str, hea
 def test_a_step_that_rank_0_does_not_finish_loses_the_ranks(target: str, head: str) -> None:
     with shared(2, target, head) as parts:
         reasons: SimpleQueue[str] = SimpleQueue()
-        with parts.ranks.allot(16, PLAN):
+        with parts.ranks.init_kv_cache(16, PLAN):
             pass
         segment = Segment(np.arange(5), np.arange(5), np.arange(5), np.arange(0), None, np.arange(1))
         with pytest.raises(ZeroDivisionError), parts.ranks.forward([segment]):
             raise ZeroDivisionError
-        parts.ranks.watch(reasons.put)
+        parts.ranks.register_failure_callback(reasons.put)
         assert "out of step" in reasons.get(timeout=30)
-        with pytest.raises(Unavailable, match="out of step"), parts.ranks.allot(16, PLAN):
+        with pytest.raises(Unavailable, match="out of step"), parts.ranks.init_kv_cache(16, PLAN):
             pass
         (process,) = multiprocessing.active_children()
         assert isinstance(parts.ranks, DriverWorker)
@@ -237,11 +246,11 @@ def test_orders_survive_the_wire(sizes: list[tuple[int, int, bool]], seed: int) 
                 rng.integers(0, n, n // 2))
         for n, length, mask in sizes
     ]  # fmt: skip
-    order = order_from_bytes(order_to_bytes(Forward(sent)))
+    order = command_from_bytes(command_to_bytes(Forward(sent)))
     assert isinstance(order, Forward)
     for ours, theirs in zip(sent, order.segments, strict=True):
         for name, value in vars(ours).items():
             np.testing.assert_array_equal(value, getattr(theirs, name))
             assert (value is None) == (getattr(theirs, name) is None)
     others = [InitKVCache(7, BackendPlan(BackendKind.GRAPHS, CaptureLimits(1, 2, 3))), Stop()]
-    assert [order_from_bytes(order_to_bytes(other)) for other in others] == others
+    assert [command_from_bytes(command_to_bytes(other)) for other in others] == others

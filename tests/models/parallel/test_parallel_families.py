@@ -24,7 +24,7 @@ from eyas.errors import CheckpointError
 from eyas.models.inputs import Segment, pack
 from eyas.models.target import TargetModel, load_target
 from eyas.models.tensor_parallel import Shard, shard
-from eyas.models.workers import RankInfo, Worker, lead
+from eyas.models.workers import RankInfo, Worker, start_workers
 
 SIZES = {
     "vocab_size": 49, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -60,8 +60,8 @@ def follow(folders: list[str], place: RankInfo) -> None:
     follower = Worker(place)
     for folder in folders:
         logits_of(load_target(folder, share=Shard(place.rank, place.size)))
-    list(follower.orders())
-    follower.leave()
+    list(follower.commands())
+    follower.close()
 
 
 def test_sharded_families_equal_the_whole_model(tmp_path: Path) -> None:
@@ -70,7 +70,7 @@ def test_sharded_families_equal_the_whole_model(tmp_path: Path) -> None:
         torch.manual_seed(1)
         folders.append(str(tmp_path / name))
         AutoModelForCausalLM.from_config(config).save_pretrained(folders[-1])
-    ranks = lead(RankInfo(0, 2, "cpu"), partial(follow, folders))
+    ranks = start_workers(RankInfo(0, 2, "cpu"), partial(follow, folders))
     try:
         for folder in folders:
             whole, shared = load_target(folder), load_target(folder, share=Shard(0, 2))

@@ -27,11 +27,11 @@ from eyas.errors import ConfigError
 from eyas.models.attention import KVTensors, attend
 from eyas.models.cuda.backend import ForwardBackend, build_backend, plan_backend, release
 from eyas.models.cuda.graphs import BackendKind, BackendPlan, CaptureLimits, Out
-from eyas.models.cuda.metadata import Tiling, lay_out, num_wanted, tight_shape, upload, view
+from eyas.models.cuda.metadata import Tiling, lay_out, num_logits, tight_shape, upload, view
 from eyas.models.inputs import Segment, pack
 from eyas.models.target import TargetModel, load_target
 from eyas.models.tensor_parallel import Shard
-from eyas.models.workers import InitKVCache, RankInfo, TargetWorkers, lead, order_from_bytes, order_to_bytes
+from eyas.models.workers import InitKVCache, RankInfo, TargetWorkers, start_workers, command_from_bytes, command_to_bytes
 from eyas.request import Request, SamplingParams
 from tests import reference
 from tests.engine.drafters import RandomDrafter
@@ -74,7 +74,7 @@ def build_noted(folder: Path, plan: BackendPlan, target: TargetModel, pools: KVT
 
 def make_engine(ranks: TargetWorkers, target: TargetModel, notes: Path) -> Engine:
     """As assemble_engine makes it where there is CUDA."""
-    with ranks.allot(NUM_SLOTS, PLAN):
+    with ranks.init_kv_cache(NUM_SLOTS, PLAN):
         pools = KVCache(NUM_SLOTS, target.kv_shapes, 0, target.dtype, target.device)
         ways = build_noted(notes, PLAN, target, pools, pools.scratch)
     ranks.before_close(partial(release, ways))
@@ -87,7 +87,7 @@ def test_ranks_agree_on_buckets_and_equal_the_plain_loop(tmp_path: Path, monkeyp
     monkeypatch.setattr("eyas.models.workers._STOP_SECONDS", 100)
     folder, notes = str(write_target(tmp_path / "target", layers=1)), tmp_path / "notes"
     notes.mkdir()
-    ranks = lead(RankInfo(0, 2, "cpu"), partial(follow, folder, "float32", 0, build=partial(build_noted, notes)))
+    ranks = start_workers(RankInfo(0, 2, "cpu"), partial(follow, folder, "float32", 0, build=partial(build_noted, notes)))
     (process,) = multiprocessing.active_children()
     try:
         engine = make_engine(ranks, load_target(folder, share=Shard(0, 2)), notes)
@@ -135,14 +135,14 @@ def test_the_kernel_on_sharded_heads_equals_plain_attention(
         own, ours = share.of_heads(heads.kv), share.cut(query, 1)
         num_kv = own.cut(keys, 1).shape[1]
         shape = tight_shape(segments, Tiling(ours.shape[1] // num_kv, num_kv, 6))
-        tables = view(upload(lay_out(segments, shape, scratch), DEVICE), shape, num_wanted(segments))
+        tables = view(upload(lay_out(segments, shape, scratch), DEVICE), shape, num_logits(segments))
         got = attend(ours, own.cut(keys, 1), own.cut(values, 1), tables, scaling_of(heads), window)
         torch.testing.assert_close(got, share.cut(whole, 1), atol=2e-6, rtol=2e-6)
 
 
 def test_the_largest_plan_fits_into_an_order(tiny_target: str) -> None:
     plan = plan_backend(load_target(tiny_target), EngineConfig(max_kv_tokens=8, max_num_seqs=4096), TreeConfig(), 1 << 24)
-    assert order_from_bytes(order_to_bytes(InitKVCache(8, plan))) == InitKVCache(8, plan)
+    assert command_from_bytes(command_to_bytes(InitKVCache(8, plan))) == InitKVCache(8, plan)
 
 
 def test_a_rank_without_the_buckets_of_rank_0_reports_it(tiny_target: str, monkeypatch: pytest.MonkeyPatch) -> None:

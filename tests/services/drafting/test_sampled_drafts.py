@@ -46,7 +46,11 @@ def generate(drafter: Drafter, target: str, head: str) -> tuple[dict[str, tuple[
     """What three requests say, and how many of their tokens had been drafted."""
     fuser, said, num_foreseen = load_fuser(head, target), dict.fromkeys("abc", ()), 0
     engine = assemble_engine(
-        load_target(target, taps=fuser.taps), fuser, EngineConfig(max_kv_tokens=512, acceptance="rejection"), TREE, drafter
+        load_target(target, aux_hidden_state_layers=fuser.aux_hidden_state_layers),
+        fuser,
+        EngineConfig(max_kv_tokens=512, acceptance="rejection"),
+        TREE,
+        drafter,
     )
     for i, name in enumerate(said):
         sampling = SamplingParams(24, 0.9 if i else 0.0, top_p=0.95, seed=i, ignore_eos=True)
