@@ -19,7 +19,7 @@ from eyas.errors import ConfigError
 from eyas.models.cuda.backend import ForwardBackend
 from eyas.models.heads.features import FeatureFuser
 from eyas.models.inputs import PackedInputs, Segment, pack
-from eyas.models.numerics import blocks, batch_invariant_attend
+from eyas.models.numerics import batch_invariant_attend, blocks
 from eyas.models.target import TargetModel
 from eyas.models.workers import SingleWorker, TargetWorkers
 from eyas.tensors import upload

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from eyas.errors import CheckpointError
-from eyas.models.checkpoint import WIRING_KEY, flag, read_config, real, tensor_names, get_int
+from eyas.models.checkpoint import WIRING_KEY, flag, get_int, read_config, real, tensor_names
 from eyas.models.heads.features import FINAL_NORM_OUTPUT
 
 Settings = Mapping[str, Any]

@@ -19,13 +19,13 @@ from eyas.errors import CheckpointError
 from eyas.models.checkpoint import (
     WIRING_KEY,
     check_device,
+    get_int,
     read_target_config,
     read_tensor,
     read_tensors,
     resolve,
     take,
     tensor_names,
-    get_int,
 )
 from eyas.models.cpu import lay_out
 from eyas.models.heads.eagle import Eagle1Head, Eagle3Head, EagleHead

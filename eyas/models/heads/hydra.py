@@ -21,13 +21,13 @@ from torch import Tensor, nn
 from eyas.errors import CheckpointError
 from eyas.models.checkpoint import (
     check_device,
+    get_int,
     read_config,
     read_target_config,
     read_tensor,
     read_tensors,
     resolve,
     take,
-    get_int,
 )
 from eyas.models.heads.eagle import Projected
 from eyas.models.heads.eagle_loader import EMBEDDING_NAMES

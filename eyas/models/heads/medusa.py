@@ -17,12 +17,12 @@ from torch import Tensor, nn
 from eyas.errors import CheckpointError
 from eyas.models.checkpoint import (
     check_device,
+    get_int,
     read_config,
     read_target_config,
     read_tensors,
     resolve,
     take,
-    get_int,
 )
 from eyas.models.heads.features import check_target, draft_ids
 

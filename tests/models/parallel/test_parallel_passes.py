@@ -31,7 +31,7 @@ from eyas.models.cuda.metadata import Tiling, lay_out, num_logits, tight_shape, 
 from eyas.models.inputs import Segment, pack
 from eyas.models.target import TargetModel, load_target
 from eyas.models.tensor_parallel import Shard
-from eyas.models.workers import InitKVCache, RankInfo, TargetWorkers, start_workers, command_from_bytes, command_to_bytes
+from eyas.models.workers import InitKVCache, RankInfo, TargetWorkers, command_from_bytes, command_to_bytes, start_workers
 from eyas.request import Request, SamplingParams
 from tests import reference
 from tests.engine.drafters import RandomDrafter
