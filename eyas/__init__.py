@@ -10,6 +10,8 @@ if TYPE_CHECKING:
     from eyas.llm import LLM, Completion, GenerationResult
     from eyas.request import SamplingParams
 
+__version__ = "0.1.0"
+
 __all__ = [
     "LLM",
     "Completion",

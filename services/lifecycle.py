@@ -188,8 +188,8 @@ async def serve(
             await asyncio.gather(*(stop(config.graceful_shutdown_timeout_s) for stop in stops))
 
 
-def main(kind: type[ConfigT], run: Callable[[ConfigT], Coroutine[Any, Any, None]]) -> None:
-    """Command line of a service: `--config FILE --set key=value ...`. Does not return.
+def service_app(kind: type[ConfigT], run: Callable[[ConfigT], Coroutine[Any, Any, None]]) -> typer.Typer:
+    """Command line of a service: `--config FILE --set key=value ...`.
 
     An EyasError prints one line on stderr and exits with status 2; a stop by signal exits with 0.
     """
@@ -212,7 +212,7 @@ def main(kind: type[ConfigT], run: Callable[[ConfigT], Coroutine[Any, Any, None]
 
     app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
     app.command()(command)
-    app()
+    return app
 
 
 class _StopSignal(asyncio.Event):

@@ -18,7 +18,7 @@ from eyas.errors import ConfigError, EyasError
 # Drawing takes time away from what is measured.
 REFRESHES_PER_SECOND = 1
 
-bench = typer.Typer(no_args_is_help=True)
+bench = typer.Typer(add_completion=False, no_args_is_help=True)
 
 
 @bench.callback()

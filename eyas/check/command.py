@@ -65,7 +65,7 @@ def _table(finding: WiringReport) -> Table:
     return table
 
 
-check = typer.Typer(no_args_is_help=True)
+check = typer.Typer(add_completion=False, no_args_is_help=True)
 check.command()(head)
 
 

@@ -122,7 +122,7 @@ def _sorted_suffixes(tokens: npt.NDArray[np.unsignedinteger]) -> npt.NDArray[np.
     return suffixes.astype(np.uint32 if len(tokens) <= np.iinfo(np.uint32).max else np.int64)
 
 
-datastore = typer.Typer(no_args_is_help=True)
+datastore = typer.Typer(add_completion=False, no_args_is_help=True)
 
 
 @datastore.callback()

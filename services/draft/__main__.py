@@ -23,7 +23,7 @@ from eyas.services.discovery.build import lease_registry
 from eyas.services.draft.servicer import DraftServicer
 from eyas.services.draft.telemetry import DraftTelemetry
 from eyas.services.draft.worker import DraftWorker, check_distinct
-from eyas.services.lifecycle import PROCESS, WORKER_SERVICE, ServiceRunner, WorkerRegistration, main, serve
+from eyas.services.lifecycle import PROCESS, WORKER_SERVICE, ServiceRunner, WorkerRegistration, serve, service_app
 from eyas.telemetry.setup import telemetry
 from eyas.v1 import draft_pb2, draft_pb2_grpc
 
@@ -144,5 +144,7 @@ def _load(worker: DraftWorker) -> Load:
     return Load(num_running=worker.num_sessions, num_waiting=worker.num_waiting)
 
 
+app = service_app(DraftConfig, run)
+
 if __name__ == "__main__":
-    main(DraftConfig, run)
+    app()

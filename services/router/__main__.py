@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from eyas.config import RouterConfig
 from eyas.rpc.server import RpcServer
-from eyas.services.lifecycle import main, serve
+from eyas.services.lifecycle import serve, service_app
 from eyas.services.router.api_keys import load_keys
 from eyas.services.router.app import build_router
 from eyas.services.router.grpc_server import ApiKeyInterceptor, RouterServicer, server_credentials
@@ -24,5 +24,7 @@ async def run(config: RouterConfig) -> None:
         await serve(server, [name], config.server, core.presence, [door])
 
 
+app = service_app(RouterConfig, run)
+
 if __name__ == "__main__":
-    main(RouterConfig, run)
+    app()

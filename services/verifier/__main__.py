@@ -25,8 +25,8 @@ from eyas.services.lifecycle import (
     Registration,
     ServiceRunner,
     WorkerRegistration,
-    main,
     serve,
+    service_app,
 )
 from eyas.services.verifier.async_engine import AsyncEngine
 from eyas.services.verifier.draft_pool import DraftPool
@@ -107,5 +107,7 @@ def _following(
     return VerifierRegistration(worker, discovery, follow, interval)
 
 
+app = service_app(VerifierConfig, run)
+
 if __name__ == "__main__":
-    main(VerifierConfig, run)
+    app()
