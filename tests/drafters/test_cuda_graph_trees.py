@@ -142,7 +142,7 @@ def test_a_head_without_cuda_graph_support_is_rejected(tiny_target: str, tiny_he
         raise RuntimeError("operation not permitted when stream is capturing")
 
     drafter = make("eagle3", tiny_target, tiny_head, SHAPE, CONFIG, fail)
-    with pytest.raises(ConfigError, match=r"set eagle\.cuda_graphs to false: operation not permitted"):
+    with pytest.raises(ConfigError, match=r"set drafting\.cuda_graphs to false: operation not permitted"):
         drafter.propose([commit("a", *session(7, 7), 0, 7, GREEDY, BUDGETS[0])])
 
 

@@ -187,7 +187,7 @@ def test_filtered_tokens_take_no_node_of_a_pruned_tree(tiny_target: str, tiny_he
     assert isinstance(ahead, DraftTree)
     assert ahead.grown_ahead
     assert np.isfinite(ahead.log_probs).all()
-    assert ahead.num_drafted == ahead.num_steps == SHAPE.num_steps, "a chain, one token at each node being left"
+    assert ahead.num_drafted == ahead.depth == SHAPE.num_steps, "a chain, one token at each node being left"
 
 
 def test_a_session_whose_trees_are_drawn_is_not_grown_ahead(tiny_target: str, tiny_head: str) -> None:
@@ -226,5 +226,5 @@ def test_a_sampled_proposal_is_never_taken_from_a_grown_tree(tiny_target: str, t
 
 def test_more_children_than_the_head_knows_tokens_are_refused(tiny_target: str, tiny_head: str) -> None:
     eagle = DraftingConfig(draft_ahead=DraftAheadConfig(top_k=4, num_candidates=4000))
-    with pytest.raises(ConfigError, match=r"ahead\.children is 4000"):
+    with pytest.raises(ConfigError, match=r"ahead\.num_candidates is 4000"):
         build_drafter("eagle3", tiny_target, tiny_head, "float32", "cpu", SHAPE, eagle)

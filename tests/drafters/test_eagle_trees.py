@@ -146,7 +146,7 @@ def test_selection_is_closed_under_parents_for_coarse_scores(seed: int, nodes: i
 
 
 def test_a_session_that_cannot_fit_is_followed_without_trees(tiny_target: str, tiny_head: str) -> None:
-    drafter = make(tiny_target, tiny_head, num_slots=10)
+    drafter = make(tiny_target, tiny_head, max_kv_tokens=10)
     tokens, features = session(1, 30)
     assert drafter.propose([commit("a", tokens, features, 0, 8, GREEDY, TreeBudget(14, 4))]) != [
         DraftTree.root_only(tokens[7])
@@ -158,7 +158,7 @@ def test_a_session_that_cannot_fit_is_followed_without_trees(tiny_target: str, t
 
 
 def test_a_dormant_session_resumes_when_slots_are_free(tiny_target: str, tiny_head: str) -> None:
-    drafter = make(tiny_target, tiny_head, num_slots=44)
+    drafter = make(tiny_target, tiny_head, max_kv_tokens=44)
     tokens, features = session(1, 30)
     crowd = [commit(name, tokens, features, 0, 20, GREEDY, TreeBudget(14, 4)) for name in ("a", "c", "b")]
     assert [isinstance(draft, DraftTree) and len(draft) > 1 for draft in drafter.propose(crowd)] == [True, True, False]
@@ -169,7 +169,7 @@ def test_a_dormant_session_resumes_when_slots_are_free(tiny_target: str, tiny_he
 
 def test_a_session_beyond_the_head_context_gets_no_new_request(tiny_target: str, tiny_head: str) -> None:
     """Room alone does not wake it: it would be sent whole, every other round, for nothing."""
-    drafter = make(tiny_target, tiny_head, num_slots=1024)
+    drafter = make(tiny_target, tiny_head, max_kv_tokens=1024)
     tokens, features = session(1, 260)
     assert len(drafter.propose([commit("a", tokens, features, 0, 250, GREEDY, TreeBudget(14, 4))])[0]) > 1  # type: ignore[arg-type]
     for end in (258, 259, 260):
@@ -180,7 +180,7 @@ def test_a_session_beyond_the_head_context_gets_no_new_request(tiny_target: str,
 
 
 def test_a_session_that_can_never_fit_drives_out_no_other(tiny_target: str, tiny_head: str) -> None:
-    drafter = make(tiny_target, tiny_head, num_slots=25)
+    drafter = make(tiny_target, tiny_head, max_kv_tokens=25)
     tokens, features = session(1, 40)
     for name in ("x", "y"):
         drafter.propose([commit(name, tokens, features, 0, 10, GREEDY, TreeBudget(14, 4))])
@@ -192,7 +192,7 @@ def test_a_session_that_can_never_fit_drives_out_no_other(tiny_target: str, tiny
 
 
 def test_the_least_recently_used_session_is_evicted_and_reported(tiny_target: str, tiny_head: str) -> None:
-    drafter = make(tiny_target, tiny_head, num_slots=25)
+    drafter = make(tiny_target, tiny_head, max_kv_tokens=25)
     tokens, features = session(1, 12)
     for name in ("old", "new"):
         drafter.propose([commit(name, tokens, features, 0, 10, GREEDY, TreeBudget(14, 4))])

@@ -43,9 +43,9 @@ def test_slots_fill_the_memory_that_they_are_given(
 
 @pytest.mark.parametrize("method", METHODS)
 def test_a_limit_that_is_too_small_says_what_would_do(method: str, tiny_target: str, tiny_head: str) -> None:
-    with pytest.raises(ConfigError, match=r"eagle\.memory 0KiB cannot hold a token.* give at least") as caught:
+    with pytest.raises(ConfigError, match=r"drafting\.kv_cache_memory 0KiB cannot hold a token.* give at least") as caught:
         drafter_of(method, tiny_target, tiny_head, DraftingConfig(kv_cache_memory="0KiB"))
-    needed = re.search(r"eagle\.memory (\d+KiB)$", str(caught.value))
+    needed = re.search(r"drafting\.kv_cache_memory (\d+KiB)$", str(caught.value))
     assert needed is not None
     drafter_of(method, tiny_target, tiny_head, DraftingConfig(kv_cache_memory=needed[1]))
 
@@ -59,7 +59,7 @@ def test_a_limit_is_a_number_of_slots_or_a_size_and_not_both(tiny_target: str, t
     for size in ("2GB", "much", "-1MiB", "2"):
         with pytest.raises(ConfigError, match=rf"memory is '{size}'; it must be a size such as 512MiB"):
             DraftingConfig(kv_cache_memory=size)
-    with pytest.raises(ConfigError, match="num_slots is 5 and memory 1MiB; leave one of them out"):
+    with pytest.raises(ConfigError, match="max_kv_tokens is 5 and .*memory 1MiB; leave one of them out"):
         DraftingConfig(max_kv_tokens=5, kv_cache_memory="1MiB")
     drafter = drafter_of("eagle3", tiny_target, tiny_head, DraftingConfig())
     assert drafter.num_free_slots == DEFAULT_SLOTS  # type: ignore[attr-defined]

@@ -31,8 +31,8 @@ def small(tiny_target: str) -> str:
     return write_small(tiny_target)
 
 
-def make(small: str, num_slots: int = 2048, chunk_tokens: int = 512, shape: TreeConfig = SHAPE) -> ModelDrafter:
-    return ModelDrafter(load_target(small), shape, DraftingConfig(num_slots), DraftModelConfig(chunk_tokens))
+def make(small: str, max_kv_tokens: int = 2048, chunk_tokens: int = 512, shape: TreeConfig = SHAPE) -> ModelDrafter:
+    return ModelDrafter(load_target(small), shape, DraftingConfig(max_kv_tokens), DraftModelConfig(chunk_tokens))
 
 
 def tokens_of(seed: int, length: int) -> list[int]:
@@ -121,7 +121,7 @@ def test_accepted_tokens_are_not_run_again(small: str) -> None:
 
 
 def test_slots_of_a_tree_return_but_for_the_accepted_ones(small: str) -> None:
-    drafter, tokens = make(small, num_slots=100), tokens_of(3, 9)
+    drafter, tokens = make(small, max_kv_tokens=100), tokens_of(3, 9)
     tree = tree_of(drafter, commit("a", tokens, 0))
     assert drafter.num_free_slots == 100 - 9 - 9
     more = [*tokens, tree.tokens[1], 47]
@@ -168,8 +168,8 @@ def test_a_tree_that_the_model_cannot_grow_is_refused(small: str) -> None:
     with pytest.raises(
         ConfigError, match=rf"drafting.max_kv_tokens {rows} cannot hold a token and the {rows} rows of one tree"
     ):
-        make(small, num_slots=rows)
-    assert tree_of(make(small, num_slots=rows + 1), commit("a", [5], 0)).num_drafted
+        make(small, max_kv_tokens=rows)
+    assert tree_of(make(small, max_kv_tokens=rows + 1), commit("a", [5], 0)).num_drafted
 
 
 def test_a_session_beyond_max_model_len_gets_no_trees(small: str) -> None:
@@ -180,7 +180,7 @@ def test_a_session_beyond_max_model_len_gets_no_trees(small: str) -> None:
 
 
 def test_a_session_without_slots_resumes_when_slots_are_free(small: str) -> None:
-    drafter, tokens = make(small, num_slots=66), tokens_of(1, 30)
+    drafter, tokens = make(small, max_kv_tokens=66), tokens_of(1, 30)
     crowd = [commit(name, tokens[:20], 0) for name in ("a", "c", "b")]
     assert [isinstance(draft, DraftTree) and len(draft) > 1 for draft in drafter.propose(crowd)] == [True, True, False]
     drafter.check()
@@ -190,7 +190,7 @@ def test_a_session_without_slots_resumes_when_slots_are_free(small: str) -> None
 
 
 def test_trees_of_idle_sessions_give_way_before_their_tokens_do(small: str) -> None:
-    drafter, tokens = make(small, num_slots=60), tokens_of(1, 20)
+    drafter, tokens = make(small, max_kv_tokens=60), tokens_of(1, 20)
     tree_of(drafter, commit("idle", tokens[:10], 0))
     tree_of(drafter, commit("busy", tokens[:17], 0))  # 2 * 9 of trees, 27 of tokens
     tree_of(drafter, commit("third", tokens[:10], 0, budget=TreeBudget(1, 0)))
@@ -199,7 +199,7 @@ def test_trees_of_idle_sessions_give_way_before_their_tokens_do(small: str) -> N
 
 
 def test_the_least_recently_used_session_is_evicted_and_reported(small: str) -> None:
-    drafter, tokens = make(small, num_slots=45), tokens_of(1, 12)
+    drafter, tokens = make(small, max_kv_tokens=45), tokens_of(1, 12)
     for name in ("old", "new"):
         tree_of(drafter, commit(name, tokens[:10], 0))
     tree_of(drafter, commit("old", tokens[:11], 10))

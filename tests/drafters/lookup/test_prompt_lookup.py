@@ -50,9 +50,9 @@ def propose(prompt_lookup: PromptLookupDrafter, tokens: list[int], budget: TreeB
 
 def test_matches_with_a_common_prefix_share_nodes_longest_first() -> None:
     tokens = [1, 2, 3, 4, 9, 7, 2, 3, 4, 5, 0, 0, 1, 2, 3]
-    tree = propose(drafter(shortest=2), tokens, TreeBudget(24, 2))
+    tree = propose(drafter(min_ngram=2), tokens, TreeBudget(24, 2))
     assert set(zip(tree.parents[1:], tree.tokens[1:], strict=True)) == {(0, 4), (1, 9), (1, 5)}
-    narrow = propose(drafter(shortest=2), tokens, TreeBudget(3, 2))
+    narrow = propose(drafter(min_ngram=2), tokens, TreeBudget(3, 2))
     assert narrow.tokens == (3, 4, 9), "the match of three tokens beats the later one of two"
 
 
@@ -65,7 +65,7 @@ def test_scores_never_grow_along_a_path_within_the_node_limit() -> None:
 
 
 def test_sessions_over_the_limit_are_evicted_or_stay_dormant() -> None:
-    lookup = drafter(num_tokens=100)
+    lookup = drafter(max_cached_tokens=100)
     lookup.propose([commit("old", [1, 2] * 20), commit("new", [1, 2] * 20)])
     lookup.propose([commit("huge", [1, 2] * 60)])
     assert isinstance(lookup.propose([commit("old", [1, 2] * 21, base=40)])[0], DraftTree), "it drove nobody out"
@@ -75,7 +75,7 @@ def test_sessions_over_the_limit_are_evicted_or_stay_dormant() -> None:
 
 
 def test_a_dormant_session_is_resumed_when_slots_are_free() -> None:
-    lookup = drafter(num_tokens=100)
+    lookup = drafter(max_cached_tokens=100)
     lookup.propose([commit("a", [1, 2] * 20), commit("b", [1, 2] * 20), commit("c", [1, 2] * 20)])
     assert lookup.propose([commit("c", [1, 2] * 21, base=40)]) == [DraftTree.root_only(2)]
     lookup.release(["a", "b"])

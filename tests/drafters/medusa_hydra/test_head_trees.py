@@ -25,7 +25,7 @@ OWN_PATHS = ((2,), (0,), (0, 1), (0, 1, 5), (2, 0), (2, 3), (0, 1, 0))
 
 def make(kind: str, target: str, beside: str, offsets: MedusaConfig | None = None, **eagle: object) -> MultiHeadDrafter:
     methods = MethodsConfig(medusa=offsets or MedusaConfig())
-    eagle_config = DraftingConfig(**{"num_slots": 512, **eagle})  # type: ignore[arg-type]
+    eagle_config = DraftingConfig(**{"max_kv_tokens": 512, **eagle})  # type: ignore[arg-type]
     name, heads = kind.split("-")[0], tiny_heads(kind, beside)
     drafter = build_drafter(name, target, heads, "float32", "cpu", SHAPE, eagle_config, methods)
     assert isinstance(drafter, MultiHeadDrafter)
@@ -125,7 +125,7 @@ def test_chains_are_sampled_from_the_head_probs(kind: str, tiny_target: str, tin
 
 
 def test_prefix_states_give_way_to_others_and_are_refilled(tiny_target: str, tiny_head: str) -> None:
-    drafter, (tokens, features) = make("hydra-prefix", tiny_target, tiny_head, num_slots=30), session(1, 40)
+    drafter, (tokens, features) = make("hydra-prefix", tiny_target, tiny_head, max_kv_tokens=30), session(1, 40)
     for name in ("old", "new"):
         drafter.propose([commit(name, tokens, features, 0, 12, GREEDY, TreeBudget(14, 4))])
     assert drafter.num_free_slots == 8
