@@ -1,4 +1,4 @@
-"""Tensors to bytes and back, for who sends features away; numbers to a device and back. Knows no network, no sequences."""
+"""Moves numbers to a device and back, and turns tensors into bytes and back."""
 
 from __future__ import annotations
 
@@ -15,26 +15,33 @@ from torch import Tensor
 from eyas.draft_protocol import TensorBytes
 from eyas.errors import InvalidRequest
 
+Ints = npt.NDArray[np.int64]
+Bools = npt.NDArray[np.bool_]
+
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 def upload(values: npt.NDArray[Any] | Sequence[int], device: torch.device) -> Tensor:
-    """Numbers on a device, in an array's own type and shape, or whole ones as int64 [n]. On CUDA the host does not wait for
-    the copy."""
+    """Copy numbers to a device: an array in its own dtype and shape, a sequence as int64 [n].
+
+    The host does not wait for a copy to CUDA.
+    """
     host = torch.from_numpy(values) if isinstance(values, np.ndarray) else torch.tensor(values, dtype=torch.int64)
     return (host.pin_memory() if device.type == "cuda" else host).to(device, non_blocking=True)
 
 
 def moved(tensor: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
-    """The tensor on a device in a dtype. On its way from the host to CUDA nobody waits for it."""
+    """The tensor on a device in a dtype. The host does not wait for a copy to CUDA."""
     on_host = tensor.device.type == "cpu"
     pinned = tensor.pin_memory() if on_host and device.type == "cuda" else tensor
     return pinned.to(device, non_blocking=on_host).to(dtype)
 
 
 def download(*tensors: Tensor) -> list[npt.NDArray[np.float64]]:
-    """Numbers of one device on the host, in one copy, hence one wait: float64 arrays of the tensors' shapes. Whole numbers
-    must lie within 2**53."""
+    """Copy tensors of one device to the host together, so that the host waits once.
+
+    Returns a float64 array of each tensor's shape. Whole numbers must lie within 2**53.
+    """
     flat = torch.cat([tensor.flatten().double() for tensor in tensors]).cpu().numpy()
     ends = accumulate(tensor.numel() for tensor in tensors)
     return [flat[end - tensor.numel() : end].reshape(tensor.shape) for end, tensor in zip(ends, tensors, strict=True)]

@@ -38,9 +38,8 @@ from eyas.drafters.scoring import (
 from eyas.drafters.tree_growth import Candidates, Expansion, choose, trees
 from eyas.errors import ConfigError
 from eyas.models.cuda.graphs import Capture, largest_padded_size, padded, shown
-from eyas.models.inputs import Ints
 from eyas.sampling.sampler import filtered_probs_no_sync
-from eyas.tensors import upload
+from eyas.tensors import Ints, upload
 from eyas.tree import DraftTree
 
 

@@ -33,9 +33,9 @@ from eyas.drafters.sessions import SlotSessions, count_slots, no_slots
 from eyas.drafters.tree_growth import chosen, grow, trees
 from eyas.errors import ConfigError
 from eyas.models.cuda.graphs import Capture
-from eyas.models.inputs import Group, Ints, PackedInputs, Segment
+from eyas.models.inputs import Group, PackedInputs, Segment
 from eyas.models.target import TargetModel
-from eyas.tensors import download, upload
+from eyas.tensors import Ints, download, upload
 from eyas.tree import DraftTree
 
 

@@ -25,10 +25,9 @@ from torch import Tensor
 from eyas.config import DraftingConfig
 from eyas.drafters.base import DraftContext
 from eyas.drafters.tree_growth import Candidates
-from eyas.models.inputs import Ints
 from eyas.sampling.noise import exponential_noise_at, signed
 from eyas.sampling.sampler import Filters, filtered_probs
-from eyas.tensors import download, upload
+from eyas.tensors import Ints, download, upload
 
 Reals = npt.NDArray[np.float64]
 

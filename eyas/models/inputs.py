@@ -10,14 +10,10 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from eyas.tensors import upload
-
-Ints = npt.NDArray[np.int64]
-Bools = npt.NDArray[np.bool_]
+from eyas.tensors import Bools, Ints, upload
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from eyas.models.inputs import Bools, Ints, PackedInputs, Segment
+from eyas.models.inputs import PackedInputs, Segment
+from eyas.tensors import Bools, Ints
 
 
 def blocks(segment: Segment, rows: int, spare: int) -> Iterator[Segment]:

@@ -37,7 +37,8 @@ from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 
 from eyas.errors import EyasError, Unavailable
 from eyas.models.cuda.graphs import BackendKind, BackendPlan, CaptureLimits
-from eyas.models.inputs import Ints, Segment
+from eyas.models.inputs import Segment
+from eyas.tensors import Ints
 
 
 @dataclass(frozen=True)

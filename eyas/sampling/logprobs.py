@@ -25,12 +25,11 @@ import torch
 from torch import Tensor
 
 from eyas.engine.sequence import ScheduledSequence
-from eyas.models.inputs import Ints
 from eyas.request import Chunk, TokenLogprob
 from eyas.sampling.acceptance import Accepted
 from eyas.sampling.rejection import RejectionResult
 from eyas.sampling.sampler import Ranked, rank
-from eyas.tensors import upload
+from eyas.tensors import Ints, upload
 from eyas.tree import DraftTree
 
 # Rows that are ranked at once: a long prompt must not need its own size of temporary tensors.

@@ -26,9 +26,8 @@ import torch
 from torch import Tensor
 
 from eyas.engine.sequence import ScheduledSequence
-from eyas.models.inputs import Bools, Ints
 from eyas.request import Request, SamplingParams
-from eyas.tensors import upload
+from eyas.tensors import Bools, Ints, upload
 from eyas.tree import DraftTree
 
 

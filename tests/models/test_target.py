@@ -8,8 +8,9 @@ from hypothesis import strategies as st
 
 from eyas.cache.kv_cache import KVCache
 from eyas.errors import CheckpointError
-from eyas.models.inputs import Ints, Segment, pack
+from eyas.models.inputs import Segment, pack
 from eyas.models.target import TargetModel, load_target
+from eyas.tensors import Ints
 from eyas.tree import DraftTree
 from tests.reference import load_reference
 from tests.strategies import trees
