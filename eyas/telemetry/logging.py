@@ -1,7 +1,4 @@
-"""Log lines, as text or as JSON, that say which request they are about. Knows no service.
-
-Within `request_log` every line of the task, and of tasks that it starts, carries the request's id and trace.
-"""
+"""Log lines as text or JSON. Within `request_log` JSON lines carry the ids of the request and its trace."""
 
 from __future__ import annotations
 
@@ -16,52 +13,53 @@ from pythonjsonlogger.json import JsonFormatter
 
 from eyas.config import LogFormat
 
-_TEXT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
-_FIELDS = ["timestamp", "levelname", "name", "message"]
-_NAMES = {"levelname": "level", "name": "logger"}
+_TEXT_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+_JSON_FIELDS = ["timestamp", "levelname", "name", "message"]
+_JSON_NAMES = {"levelname": "level", "name": "logger"}
 
 
 @dataclass
-class About:
-    """The request that lines are about; its id may become known later."""
+class LogContext:
+    """Ids that log lines carry; the request id may be set later."""
 
     request_id: str
     trace_id: str = ""
     span_id: str = ""
 
 
-_ABOUT: ContextVar[About | None] = ContextVar("request", default=None)
+_CONTEXT: ContextVar[LogContext | None] = ContextVar("log context", default=None)
 
 
-def configure_logging(form: LogFormat = "text") -> None:
-    """One line per event on stderr, from INFO up; json adds trace_id, span_id and request_id where they are known."""
+def configure_logging(log_format: LogFormat = "text") -> None:
+    """Log to stderr from INFO up, one line per event. JSON lines add trace_id, span_id and request_id if known."""
+    formatter = (
+        logging.Formatter(_TEXT_FORMAT)
+        if log_format == "text"
+        else JsonFormatter(_JSON_FIELDS, rename_fields=_JSON_NAMES, timestamp=True)
+    )
     handler = logging.StreamHandler()
-    handler.setFormatter(logging.Formatter(_TEXT) if form == "text" else _json())
-    handler.addFilter(_tell)
+    handler.setFormatter(formatter)
+    handler.addFilter(_add_context)
     logging.basicConfig(level=logging.INFO, handlers=[handler], force=True)
 
 
 @contextmanager
-def request_log(request_id: str, span: Span) -> Iterator[About]:
-    """What the body logs is about this request; gives what its lines will bear."""
-    context = span.get_span_context()
-    traced = (f"{context.trace_id:032x}", f"{context.span_id:016x}") if context.is_valid else ()
-    about = About(request_id, *traced)
-    token = _ABOUT.set(about)
+def request_log(request_id: str, span: Span) -> Iterator[LogContext]:
+    """Attach the ids of a request to the log lines of the body and of the tasks that it starts."""
+    span_context = span.get_span_context()
+    ids = (f"{span_context.trace_id:032x}", f"{span_context.span_id:016x}") if span_context.is_valid else ()
+    context = LogContext(request_id, *ids)
+    token = _CONTEXT.set(context)
     try:
-        yield about
+        yield context
     finally:
-        with suppress(ValueError):  # a generator may be closed by another task than the one that began it
-            _ABOUT.reset(token)
+        with suppress(ValueError):  # another task may close a generator than the one that started it
+            _CONTEXT.reset(token)
 
 
-def _json() -> logging.Formatter:
-    return JsonFormatter(_FIELDS, rename_fields=_NAMES, timestamp=True)
-
-
-def _tell(record: logging.LogRecord) -> bool:
-    about = _ABOUT.get()
-    if about is not None:
-        known = {name: value for name, value in vars(about).items() if value and not hasattr(record, name)}
+def _add_context(record: logging.LogRecord) -> bool:
+    context = _CONTEXT.get()
+    if context is not None:
+        known = {name: value for name, value in vars(context).items() if value and not hasattr(record, name)}
         vars(record).update(known)
     return True

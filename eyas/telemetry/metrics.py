@@ -1,7 +1,4 @@
-"""A metric as a value, and how it becomes a metric of prometheus_client. Knows no metric by name.
-
-Every metric of Eyas by name. Knows no values; docs/telemetry.md shows this list.
-"""
+"""Every metric of Eyas by name, and how a metric becomes one of prometheus_client. docs/telemetry.md shows the list."""
 
 from __future__ import annotations
 
@@ -14,20 +11,22 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
-Kind = Literal["counter", "gauge", "histogram"]
 Family = CounterMetricFamily | GaugeMetricFamily
 
 
 @dataclass(frozen=True)
 class Metric:
-    """One metric. name: as OpenTelemetry writes it; `family` is what Prometheus calls it.
+    """Definition of one metric.
 
-    unit: "s", "1", or what is counted in braces. labels: as OpenTelemetry writes them, with dots that Prometheus makes
-    underscores. buckets: upper bounds of a histogram.
+    Args:
+        name: OpenTelemetry name; `family` is the Prometheus name.
+        unit: "s", "1", or the counted thing in braces, such as "{token}".
+        labels: OpenTelemetry attribute names; Prometheus gets underscores for the dots.
+        buckets: upper bounds of a histogram.
     """
 
     name: str
-    kind: Kind
+    kind: Literal["counter", "gauge", "histogram"]
     unit: str
     text: str
     labels: tuple[str, ...] = ()
@@ -35,17 +34,18 @@ class Metric:
 
     @property
     def family(self) -> str:
-        """Name of the family that Prometheus sees; a counter's samples end in _total besides."""
+        """Prometheus name, without the suffix _total of a counter's samples."""
         return self.name.replace(".", "_") + ("_seconds" if self.unit == "s" else "")
 
     @property
     def label_names(self) -> list[str]:
+        """Prometheus names of the labels."""
         return [label.replace(".", "_") for label in self.labels]
 
 
 @dataclass(frozen=True)
 class MetricSample:
-    """The present value of a counter or gauge. labels: one value for each of the metric's."""
+    """The present value of a counter or gauge. labels: one value for each label of the metric."""
 
     metric: Metric
     value: float
@@ -53,42 +53,45 @@ class MetricSample:
 
 
 def counter(metric: Metric, registry: CollectorRegistry) -> Counter:
-    """A counter that begins at 0."""
+    """Register a counter."""
     assert metric.kind == "counter"
     return Counter(metric.family, metric.text, metric.label_names, registry=registry)
 
 
 def gauge(metric: Metric, registry: CollectorRegistry) -> Gauge:
-    """A gauge that begins at 0."""
+    """Register a gauge."""
     assert metric.kind == "gauge"
     return Gauge(metric.family, metric.text, metric.label_names, registry=registry)
 
 
 def histogram(metric: Metric, registry: CollectorRegistry) -> Histogram:
-    """A histogram with the metric's own buckets."""
+    """Register a histogram with the metric's buckets."""
     assert metric.kind == "histogram"
     return Histogram(metric.family, metric.text, metric.label_names, registry=registry, buckets=metric.buckets)
 
 
 class ScrapeCollector(Collector):
-    """Metrics that cost nothing until somebody looks: `read` is called at each scrape, from the scraper's thread."""
+    """Counters and gauges that are computed at each scrape, and cost nothing between scrapes.
+
+    read: returns the samples; the scraping thread calls it.
+    """
 
     def __init__(self, metrics: Sequence[Metric], read: Callable[[], Iterable[MetricSample]]) -> None:
         self._metrics = metrics
         self._read = read
 
     def describe(self) -> Iterator[Family]:
-        """The families without their values."""
+        """Yield the families without samples."""
         return map(_family, self._metrics)
 
     def collect(self) -> Iterator[Family]:
-        """The families with their values."""
-        by_name = sorted(self._read(), key=lambda reading: reading.metric.name)
-        for _, group in itertools.groupby(by_name, key=lambda reading: reading.metric.name):
-            readings = list(group)
-            family = _family(readings[0].metric)
-            for reading in readings:
-                family.add_metric(reading.labels, float(reading.value))
+        """Yield the families with their samples."""
+        samples = sorted(self._read(), key=lambda sample: sample.metric.name)
+        for _, group in itertools.groupby(samples, key=lambda sample: sample.metric.name):
+            first, *others = group
+            family = _family(first.metric)
+            for sample in (first, *others):
+                family.add_metric(sample.labels, float(sample.value))
             yield family
 
 
@@ -97,157 +100,180 @@ def _family(metric: Metric) -> Family:
     return kind(metric.family, metric.text, labels=metric.label_names)
 
 
-# Seconds. Tokens come within milliseconds here, where the buckets of the GenAI conventions begin at 10 ms.
-_PER_TOKEN = (0.0005, 0.001, 0.002, 0.003, 0.004, 0.005, 0.0075, 0.01, 0.015, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
-_ROUND = (0.0005, 0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.1, 0.25, 0.5, 1.0)
-_WAIT = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
-# As the GenAI conventions name them.
-_FIRST_TOKEN = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0)
-_REQUEST = tuple(0.01 * 2**i for i in range(14))
+# Bucket bounds in seconds. Tokens here take milliseconds; the buckets of the GenAI conventions begin at 10 ms.
+_TOKEN_SECONDS = (0.0005, 0.001, 0.002, 0.003, 0.004, 0.005, 0.0075, 0.01, 0.015, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
+_STEP_SECONDS = (0.0005, 0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.1, 0.25, 0.5, 1.0)
+_QUEUE_SECONDS = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+# Bucket bounds of the GenAI and HTTP semantic conventions.
+_FIRST_TOKEN_SECONDS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0)
+_REQUEST_SECONDS = tuple(0.01 * 2**i for i in range(14))
+_HTTP_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0)
 _TOKENS = tuple(float(4**i) for i in range(14))
-_LENGTHS = (1.0, 1.25, 1.5, 1.75, 2.0, 2.5, 3.0, 3.5, 4.0, 5.0, 6.0, 8.0, 12.0)
+_ACCEPTANCE_LENGTHS = (1.0, 1.25, 1.5, 1.75, 2.0, 2.5, 3.0, 3.5, 4.0, 5.0, 6.0, 8.0, 12.0)
 
 _GEN_AI = ("gen_ai.operation.name", "gen_ai.provider.name", "gen_ai.request.model")
+_VLLM = ("model_name",)
+_DRAFTER = ("drafter",)
 
-SERVICE_INFO = Metric("eyas.service.info", "gauge", "1", "Always 1: which service this is.", ("service", "version"))
+SERVICE_INFO = Metric("eyas.service.info", "gauge", "1", "Always 1; the labels name the service.", ("service", "version"))
 
+# Router
 REQUEST_DURATION = Metric(
-    "gen_ai.server.request.duration", "histogram", "s", "From a request's arrival to its end.",
-    (*_GEN_AI, "error.type"), _REQUEST,
+    "gen_ai.server.request.duration", "histogram", "s", "Time from a request's arrival to its end.",
+    (*_GEN_AI, "error.type"), _REQUEST_SECONDS,
 )  # fmt: skip
-FIRST_TOKEN = Metric(
-    "gen_ai.server.time_to_first_token", "histogram", "s", "From a request's arrival to its first token.",
-    _GEN_AI, _FIRST_TOKEN,
+TIME_TO_FIRST_TOKEN = Metric(
+    "gen_ai.server.time_to_first_token", "histogram", "s", "Time from a request's arrival to its first token.",
+    _GEN_AI, _FIRST_TOKEN_SECONDS,
 )  # fmt: skip
-PER_TOKEN = Metric(
+TIME_PER_OUTPUT_TOKEN = Metric(
     "gen_ai.server.time_per_output_token", "histogram", "s", "Mean time per token of a request after its first chunk.",
-    _GEN_AI, _PER_TOKEN,
+    _GEN_AI, _TOKEN_SECONDS,
 )  # fmt: skip
 TOKEN_USAGE = Metric(
-    "gen_ai.client.token.usage", "histogram", "{token}", "Tokens of a request.",
+    "gen_ai.client.token.usage", "histogram", "{token}", "Input or output tokens of a request.",
     (*_GEN_AI, "gen_ai.token.type"), _TOKENS,
 )  # fmt: skip
-ROUTER_REQUESTS = Metric(
-    "eyas.router.requests", "counter", "{request}", "Requests that have ended, by gRPC status.", ("model", "status")
-)
-ROUTER_HTTP = Metric(
-    "eyas.router.http.answers", "counter", "{answer}", "Answers of the HTTP door, those without a key among them.",
-    ("http.route", "http.response.status_code"),
+HTTP_REQUEST_DURATION = Metric(
+    "http.server.request.duration", "histogram", "s", "Time from an HTTP request to the end of its response.",
+    ("http.request.method", "http.route", "http.response.status_code"), _HTTP_SECONDS,
 )  # fmt: skip
-ROUTER_RUNNING = Metric("eyas.router.requests.running", "gauge", "{request}", "Requests that have not ended.")
-ROUTER_ATTEMPTS = Metric(
-    "eyas.router.attempts", "counter", "{attempt}", "Calls of verifiers that have ended, by gRPC status.", ("status",)
+ROUTER_REQUESTS = Metric(
+    "eyas.router.requests", "counter", "{request}", "Finished requests, by gRPC status.", ("model", "status")
 )
-ROUTER_RETRIES = Metric("eyas.router.retries", "counter", "{attempt}", "Calls of another verifier after one that failed.")
-ROUTER_UNDRAFTED = Metric(
-    "eyas.router.pairs_without_drafter", "counter", "{attempt}", "Calls that were to be drafted for and found no drafter."
+ROUTER_ACTIVE_REQUESTS = Metric("eyas.router.active_requests", "gauge", "{request}", "Requests in progress.")
+ROUTER_UPSTREAM_REQUESTS = Metric(
+    "eyas.router.upstream_requests", "counter", "{request}", "Finished calls to verifiers, by gRPC status.", ("status",)
 )
-ROUTER_WORKERS = Metric("eyas.router.workers", "gauge", "{worker}", "Live workers that this router knows.", ("role",))
-ROUTER_TAU = Metric(
-    "eyas.router.acceptance_length", "histogram", "{token}", "Tokens per verify step (tau) of drafted requests.",
-    buckets=_LENGTHS,
+ROUTER_UPSTREAM_RETRIES = Metric(
+    "eyas.router.upstream_retries", "counter", "{request}", "Calls to another verifier after one failed."
+)
+ROUTER_WITHOUT_DRAFTER = Metric(
+    "eyas.router.upstream_requests_without_drafter", "counter", "{request}",
+    "Calls to verifiers that should have a drafter, but none was available.",
+)  # fmt: skip
+ROUTER_WORKERS = Metric("eyas.router.workers", "gauge", "{worker}", "Live workers, by role.", ("role",))
+ROUTER_ACCEPTANCE_LENGTH = Metric(
+    "eyas.router.acceptance_length", "histogram", "{token}", "Tokens per verify step (tau) of requests with drafts.",
+    buckets=_ACCEPTANCE_LENGTHS,
 )  # fmt: skip
 
 ROUTER = (
-    REQUEST_DURATION, FIRST_TOKEN, PER_TOKEN, TOKEN_USAGE, ROUTER_REQUESTS, ROUTER_HTTP, ROUTER_RUNNING, ROUTER_ATTEMPTS,
-    ROUTER_RETRIES, ROUTER_UNDRAFTED, ROUTER_WORKERS, ROUTER_TAU,
+    REQUEST_DURATION, TIME_TO_FIRST_TOKEN, TIME_PER_OUTPUT_TOKEN, TOKEN_USAGE, HTTP_REQUEST_DURATION,
+    ROUTER_REQUESTS, ROUTER_ACTIVE_REQUESTS, ROUTER_UPSTREAM_REQUESTS, ROUTER_UPSTREAM_RETRIES, ROUTER_WITHOUT_DRAFTER,
+    ROUTER_WORKERS, ROUTER_ACCEPTANCE_LENGTH,
 )  # fmt: skip
 
-_VLLM = ("model_name",)
-
-VLLM_DRAFTS = Metric("vllm:spec_decode_num_drafts", "counter", "{draft}", "Draft trees that were verified.", _VLLM)
-VLLM_DRAFT_TOKENS = Metric(
-    "vllm:spec_decode_num_draft_tokens", "counter", "{token}", "Drafted tokens that were verified.", _VLLM
-)
-VLLM_ACCEPTED = Metric(
-    "vllm:spec_decode_num_accepted_tokens", "counter", "{token}", "Drafted tokens that were accepted.", _VLLM
-)
-VLLM_ACCEPTED_AT = Metric(
+# Verifier
+VLLM_DRAFTS = Metric("vllm:spec_decode_num_drafts", "counter", "{draft}", "Verified draft trees.", _VLLM)
+VLLM_DRAFT_TOKENS = Metric("vllm:spec_decode_num_draft_tokens", "counter", "{token}", "Verified draft tokens.", _VLLM)
+VLLM_ACCEPTED_TOKENS = Metric("vllm:spec_decode_num_accepted_tokens", "counter", "{token}", "Accepted draft tokens.", _VLLM)
+VLLM_ACCEPTED_TOKENS_PER_POS = Metric(
     "vllm:spec_decode_num_accepted_tokens_per_pos", "counter", "{token}",
-    "Drafted tokens that were accepted, by depth in the tree from 0.", (*_VLLM, "position"),
+    "Accepted draft tokens, by depth in the tree from 0.", (*_VLLM, "position"),
 )  # fmt: skip
-VLLM_RUNNING = Metric("vllm:num_requests_running", "gauge", "{request}", "Requests in the engine's steps.", _VLLM)
+VLLM_RUNNING = Metric("vllm:num_requests_running", "gauge", "{request}", "Requests in the engine's batch.", _VLLM)
 VLLM_WAITING = Metric("vllm:num_requests_waiting", "gauge", "{request}", "Requests in the engine's queue.", _VLLM)
-VLLM_CACHE = Metric("vllm:kv_cache_usage_perc", "gauge", "1", "Share of the slots that running requests hold.", _VLLM)
-
-VERIFIER_REQUESTS = Metric(
-    "eyas.verifier.requests", "counter", "{request}", "Requests that have ended, by gRPC status.", ("status",)
+VLLM_KV_CACHE_USAGE = Metric(
+    "vllm:kv_cache_usage_perc", "gauge", "1", "Share of the KV cache that running requests use, 0 to 1.", _VLLM
 )
-VERIFIER_REFUSALS = Metric(
-    "eyas.verifier.refusals", "counter", "{request}", "Requests refused before their first chunk, by gRPC status.",
+VERIFIER_REQUESTS = Metric(
+    "eyas.verifier.requests", "counter", "{request}", "Finished requests, by gRPC status.", ("status",)
+)
+VERIFIER_REJECTED_REQUESTS = Metric(
+    "eyas.verifier.rejected_requests", "counter", "{request}", "Requests rejected before their first chunk, by gRPC status.",
     ("status",),
 )  # fmt: skip
-VERIFIER_QUEUE = Metric(
-    "eyas.verifier.queue.duration", "histogram", "s", "From a request's arrival to its first step.", buckets=_WAIT
-)
-VERIFIER_PREFILL = Metric(
-    "eyas.verifier.prefill.duration", "histogram", "s", "From a request's first step to its first token.", buckets=_WAIT
-)
-VERIFIER_STEP = Metric(
-    "eyas.verifier.step.duration", "histogram", "s", "Forward pass, draws and acceptance of a step.", buckets=_ROUND
-)
-VERIFIER_WAIT = Metric(
-    "eyas.verifier.draft_wait.duration", "histogram", "s", "How long a step waited for draft trees.", buckets=_ROUND
-)
-VERIFIER_ROUNDS = Metric(
-    "eyas.verifier.rounds", "counter", "{round}", "Verify steps of sequences, with a tree or without.", ("kind",)
-)
-VERIFIER_ROUND_TOKENS = Metric("eyas.verifier.round_tokens", "counter", "{token}", "Tokens that verify steps emitted.")
-VERIFIER_ROWS = Metric("eyas.verifier.rows", "counter", "{row}", "Rows of forward passes: prompt tokens and tree nodes.")
-VERIFIER_PROMPT = Metric("eyas.verifier.prompt_tokens", "counter", "{token}", "Prompt tokens of requests that have begun.")
-VERIFIER_CACHED = Metric(
-    "eyas.verifier.cached_prompt_tokens", "counter", "{token}", "Prompt tokens that the prefix cache spared."
-)
-VERIFIER_GENERATED = Metric("eyas.verifier.generated_tokens", "counter", "{token}", "Tokens emitted.")
-VERIFIER_PREEMPTIONS = Metric("eyas.verifier.preemptions", "counter", "{request}", "Running requests queued again.")
-VERIFIER_SLOTS = Metric(
-    "eyas.verifier.slots",
-    "gauge",
-    "{slot}",
-    "Token slots: used by running requests, free for others, or asked for by queued ones.",
-    ("state",),
-)
-VERIFIER_CACHED_SLOTS = Metric("eyas.verifier.cached_slots", "gauge", "{slot}", "Token slots that the prefix cache owns.")
-
-_LINK = ("drafter",)
-LINK_ROUNDS = Metric(
-    "eyas.link.rounds", "counter", "{round}", "Drafting rounds of a drafter: answered in time, or late.",
-    (*_LINK, "outcome"),
+VERIFIER_QUEUE_DURATION = Metric(
+    "eyas.verifier.queue.duration", "histogram", "s", "Time from a request's arrival to its first step.",
+    buckets=_QUEUE_SECONDS,
 )  # fmt: skip
-LINK_DRAFTED = Metric("eyas.link.drafted_tokens", "counter", "{token}", "Tokens of a drafter that were verified.", _LINK)
-LINK_ACCEPTED = Metric("eyas.link.accepted_tokens", "counter", "{token}", "Tokens of a drafter that were accepted.", _LINK)
-LINK_SESSIONS = Metric("eyas.link.sessions", "gauge", "{session}", "Sessions that a drafter drafts for.", _LINK)
-LINK_UP = Metric("eyas.link.up", "gauge", "1", "Whether the stream to a drafter is open.", _LINK)
-LINK_CIRCUIT = Metric(
-    "eyas.link.circuit", "gauge", "1", "1 for the state of a drafter's circuit breaker.", (*_LINK, "state")
+VERIFIER_PREFILL_DURATION = Metric(
+    "eyas.verifier.prefill.duration", "histogram", "s", "Time from a request's first step to its first token.",
+    buckets=_QUEUE_SECONDS,
+)  # fmt: skip
+VERIFIER_STEP_DURATION = Metric(
+    "eyas.verifier.step.duration", "histogram", "s", "Time of a step's forward pass, sampling and acceptance.",
+    buckets=_STEP_SECONDS,
+)  # fmt: skip
+VERIFIER_DRAFT_WAIT_DURATION = Metric(
+    "eyas.verifier.draft_wait.duration", "histogram", "s", "Time that a step waits for draft trees.", buckets=_STEP_SECONDS
 )
-LINK_TRIP = Metric(
-    "eyas.link.round_trip.duration", "histogram", "s", "From asking a drafter to its answer, drafting included.",
-    buckets=_ROUND,
+VERIFIER_VERIFY_STEPS = Metric(
+    "eyas.verifier.verify_steps", "counter", "{step}", "Verify steps of sequences: with a draft tree, or plain.", ("kind",)
+)
+VERIFIER_VERIFY_STEP_TOKENS = Metric(
+    "eyas.verifier.verify_step_tokens", "counter", "{token}", "Tokens that verify steps emit."
+)
+VERIFIER_BATCHED_TOKENS = Metric(
+    "eyas.verifier.batched_tokens", "counter", "{token}", "Rows of forward passes: prompt tokens and tree nodes."
+)
+VERIFIER_PROMPT_TOKENS = Metric("eyas.verifier.prompt_tokens", "counter", "{token}", "Prompt tokens of started requests.")
+VERIFIER_CACHED_PROMPT_TOKENS = Metric(
+    "eyas.verifier.cached_prompt_tokens", "counter", "{token}", "Prompt tokens found in the prefix cache."
+)
+VERIFIER_GENERATED_TOKENS = Metric("eyas.verifier.generated_tokens", "counter", "{token}", "Emitted tokens.")
+VERIFIER_PREEMPTIONS = Metric("eyas.verifier.preemptions", "counter", "{request}", "Preempted requests.")
+VERIFIER_KV_CACHE_TOKENS = Metric(
+    "eyas.verifier.kv_cache_tokens", "gauge", "{token}",
+    "KV cache slots: used by running requests, free, or needed by queued requests.", ("state",),
+)  # fmt: skip
+VERIFIER_PREFIX_CACHE_TOKENS = Metric(
+    "eyas.verifier.prefix_cache_tokens", "gauge", "{token}", "KV cache slots that the prefix cache owns."
+)
+DRAFT_CLIENT_REQUESTS = Metric(
+    "eyas.draft_client.requests", "counter", "{request}", "Requests to a drafter: answered in time, or late.",
+    (*_DRAFTER, "outcome"),
+)  # fmt: skip
+DRAFT_CLIENT_DRAFTED_TOKENS = Metric(
+    "eyas.draft_client.drafted_tokens", "counter", "{token}", "Verified draft tokens of a drafter.", _DRAFTER
+)
+DRAFT_CLIENT_ACCEPTED_TOKENS = Metric(
+    "eyas.draft_client.accepted_tokens", "counter", "{token}", "Accepted draft tokens of a drafter.", _DRAFTER
+)
+DRAFT_CLIENT_SESSIONS = Metric(
+    "eyas.draft_client.sessions", "gauge", "{session}", "Sessions assigned to a drafter.", _DRAFTER
+)
+DRAFT_CLIENT_CONNECTED = Metric(
+    "eyas.draft_client.connected", "gauge", "1", "1 while the stream to a drafter is open.", _DRAFTER
+)
+DRAFT_CLIENT_CIRCUIT_BREAKER = Metric(
+    "eyas.draft_client.circuit_breaker", "gauge", "1", "1 for the present state of a drafter's circuit breaker.",
+    (*_DRAFTER, "state"),
+)  # fmt: skip
+DRAFT_CLIENT_ROUND_TRIP = Metric(
+    "eyas.draft_client.round_trip.duration", "histogram", "s", "Time from a request to a drafter to its reply.",
+    buckets=_STEP_SECONDS,
 )  # fmt: skip
 
 VERIFIER = (
-    VLLM_DRAFTS, VLLM_DRAFT_TOKENS, VLLM_ACCEPTED, VLLM_ACCEPTED_AT, VLLM_RUNNING, VLLM_WAITING, VLLM_CACHE,
-    VERIFIER_REQUESTS, VERIFIER_REFUSALS, VERIFIER_QUEUE, VERIFIER_PREFILL, VERIFIER_STEP, VERIFIER_WAIT,
-    VERIFIER_ROUNDS, VERIFIER_ROUND_TOKENS, VERIFIER_ROWS, VERIFIER_PROMPT, VERIFIER_CACHED, VERIFIER_GENERATED,
-    VERIFIER_PREEMPTIONS, VERIFIER_SLOTS, VERIFIER_CACHED_SLOTS,
-    LINK_ROUNDS, LINK_DRAFTED, LINK_ACCEPTED, LINK_SESSIONS, LINK_UP, LINK_CIRCUIT, LINK_TRIP,
+    VLLM_DRAFTS, VLLM_DRAFT_TOKENS, VLLM_ACCEPTED_TOKENS, VLLM_ACCEPTED_TOKENS_PER_POS, VLLM_RUNNING, VLLM_WAITING,
+    VLLM_KV_CACHE_USAGE, VERIFIER_REQUESTS, VERIFIER_REJECTED_REQUESTS, VERIFIER_QUEUE_DURATION, VERIFIER_PREFILL_DURATION,
+    VERIFIER_STEP_DURATION, VERIFIER_DRAFT_WAIT_DURATION, VERIFIER_VERIFY_STEPS, VERIFIER_VERIFY_STEP_TOKENS,
+    VERIFIER_BATCHED_TOKENS, VERIFIER_PROMPT_TOKENS, VERIFIER_CACHED_PROMPT_TOKENS, VERIFIER_GENERATED_TOKENS,
+    VERIFIER_PREEMPTIONS, VERIFIER_KV_CACHE_TOKENS, VERIFIER_PREFIX_CACHE_TOKENS, DRAFT_CLIENT_REQUESTS,
+    DRAFT_CLIENT_DRAFTED_TOKENS, DRAFT_CLIENT_ACCEPTED_TOKENS, DRAFT_CLIENT_SESSIONS, DRAFT_CLIENT_CONNECTED,
+    DRAFT_CLIENT_CIRCUIT_BREAKER, DRAFT_CLIENT_ROUND_TRIP,
 )  # fmt: skip
 
-DRAFT_SESSIONS = Metric("eyas.draft.sessions", "gauge", "{session}", "Sessions that the drafter knows.")
-DRAFT_WAITING = Metric("eyas.draft.requests.waiting", "gauge", "{request}", "Requests that the drafter has not seen yet.")
-DRAFT_ROUND = Metric(
-    "eyas.draft.round.duration", "histogram", "s", "How long a round took the drafter, for all its sessions.",
-    buckets=_ROUND,
+# Draft service
+DRAFT_SESSIONS = Metric("eyas.draft.sessions", "gauge", "{session}", "Sessions that the drafter keeps.")
+DRAFT_WAITING_REQUESTS = Metric("eyas.draft.waiting_requests", "gauge", "{request}", "Requests in the drafter's queue.")
+DRAFT_STEP_DURATION = Metric(
+    "eyas.draft.step.duration", "histogram", "s", "Time of one drafting step over its whole batch of sessions.",
+    buckets=_STEP_SECONDS,
 )  # fmt: skip
-DRAFT_ANSWER = Metric(
-    "eyas.draft.answer.duration", "histogram", "s", "From a verifier's request to the answers to its commits.",
-    buckets=_ROUND,
+DRAFT_REPLY_DURATION = Metric(
+    "eyas.draft.reply.duration", "histogram", "s", "Time from a verifier's request to its reply, queue included.",
+    buckets=_STEP_SECONDS,
 )  # fmt: skip
 DRAFT_COMMITS = Metric(
-    "eyas.draft.commits", "counter", "{commit}", "Commits by what became of them: tree, bookkept, refused, unanswered.",
-    ("outcome",),
-)  # fmt: skip
-DRAFT_NODES = Metric("eyas.draft.nodes", "counter", "{token}", "Drafted tokens, whether they are verified or not.")
+    "eyas.draft.commits", "counter", "{commit}", "Commits, by outcome: tree, no_tree, resync or dropped.", ("outcome",)
+)
+DRAFT_DRAFTED_TOKENS = Metric("eyas.draft.drafted_tokens", "counter", "{token}", "Draft tokens, verified or not.")
 
-DRAFT = (DRAFT_SESSIONS, DRAFT_WAITING, DRAFT_ROUND, DRAFT_ANSWER, DRAFT_COMMITS, DRAFT_NODES)
+DRAFT = (
+    DRAFT_SESSIONS, DRAFT_WAITING_REQUESTS, DRAFT_STEP_DURATION, DRAFT_REPLY_DURATION, DRAFT_COMMITS, DRAFT_DRAFTED_TOKENS,
+)  # fmt: skip
+
+ALL_METRICS = (SERVICE_INFO, *ROUTER, *VERIFIER, *DRAFT)

@@ -1,4 +1,4 @@
-"""Telemetry of one process from start to end: settings and the environment in, a tracer and a registry for its parts."""
+"""Telemetry of one service from start to end: its tracer, its metrics registry and their exporters."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from opentelemetry.trace import NoOpTracer, Tracer
 from prometheus_client import CollectorRegistry
 
 from eyas.config import TelemetryConfig
-from eyas.telemetry.exporters import serving_metrics
+from eyas.telemetry.exporters import MetricPusher, serving_metrics
 from eyas.telemetry.metrics import SERVICE_INFO, gauge
-from eyas.telemetry.tracing import Tracing, exports, package_version
+from eyas.telemetry.tracing import exports, package_version, tracing
 
 
 @dataclass(frozen=True)
 class Telemetry:
-    """What the parts of a service tell through. As it stands it keeps its numbers to itself and traces nothing."""
+    """Tracer and metrics registry of a service. The defaults export nothing."""
 
     config: TelemetryConfig = field(default_factory=TelemetryConfig)
     tracer: Tracer = field(default_factory=NoOpTracer)
@@ -29,23 +29,23 @@ class Telemetry:
 def telemetry(
     config: TelemetryConfig, service: str, registry: CollectorRegistry = prometheus_client.REGISTRY
 ) -> Iterator[Telemetry]:
-    """Serve metrics, and export metrics and spans, until the end; then send what is left.
+    """Serve and export metrics and spans until the body ends.
 
-    service: router, verifier or draft. registry: what is served; its metrics live in one of its own, which leaves with it.
-    Raises ConfigError for a port that is taken and for OTEL_* values that cannot be
-    followed.
+    Args:
+        service: "router", "verifier" or "draft".
+        registry: the exported registry. The service's metrics live in a registry of their own, registered in this one.
+
+    Raises:
+        ConfigError: a port in use, or bad OTEL_* values.
     """
     own = CollectorRegistry()
     gauge(SERVICE_INFO, own).labels(service, package_version()).set(1)
     with ExitStack() as stack:
         registry.register(own)
         stack.callback(registry.unregister, own)
-        tracing = Tracing(service)
-        stack.callback(tracing.close)
+        tracer = stack.enter_context(tracing(service))
         if exports("METRICS"):
-            from eyas.telemetry.exporters import MetricPusher
-
             stack.callback(MetricPusher(service, registry).close)
         if config.metrics_port is not None:
             stack.enter_context(serving_metrics(config.metrics_host, config.metrics_port, registry))
-        yield Telemetry(config, tracing.tracer, own)
+        yield Telemetry(config, tracer, own)

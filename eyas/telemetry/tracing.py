@@ -1,15 +1,14 @@
-"""Who tells: the service, its version and its instance, for metrics and for everything that is exported.
+"""Spans and W3C trace context. The OTEL_* environment configures the export; without an endpoint spans are no-ops.
 
-Spans and what joins them over processes: the OTEL_* environment in, a tracer out; W3C trace context to metadata and back.
-
-Without an endpoint to export to there is no SDK and every span is a no-op. Sets nothing global.
+Nothing global is set.
 """
 
 from __future__ import annotations
 
 import os
 import uuid
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from typing import TypeAlias
 
@@ -20,98 +19,88 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 
 from eyas.errors import ConfigError
 
+# Trace context as gRPC metadata: traceparent and tracestate.
+Trace: TypeAlias = tuple[tuple[str, str], ...]
+Attributes: TypeAlias = Mapping[str, str | bool | int | float]
+
+
+@contextmanager
+def tracing(service: str) -> Iterator[Tracer]:
+    """Yield the process's tracer; at the end export the remaining spans. Raises ConfigError for bad OTEL_* values."""
+    if not exports("TRACES"):
+        yield NoOpTracer()
+        return
+    from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
+    from opentelemetry.sdk.trace import TracerProvider
+    from opentelemetry.sdk.trace.export import BatchSpanProcessor
+
+    provider = TracerProvider(resource=resource(service), shutdown_on_exit=False)
+    provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
+    try:
+        yield provider.get_tracer("eyas")
+    finally:
+        provider.shutdown()
+
+
+def exports(signal: str) -> bool:
+    """Return whether the environment asks for OTLP export of a signal, TRACES or METRICS.
+
+    An endpoint asks for it, or the exporter "otlp". Raises ConfigError for an exporter or protocol that is not supported.
+    """
+    exporter = os.environ.get(f"OTEL_{signal}_EXPORTER", "").strip()
+    if exporter not in ("", "otlp", "none"):
+        raise ConfigError(
+            f"OTEL_{signal}_EXPORTER is {exporter!r}; set otlp or none (for Prometheus set telemetry.metrics_port)"
+        )
+    if exporter == "none" or os.environ.get("OTEL_SDK_DISABLED", "").strip().lower() == "true":
+        return False
+    endpoints = ("OTEL_EXPORTER_OTLP_ENDPOINT", f"OTEL_EXPORTER_OTLP_{signal}_ENDPOINT")
+    enabled = exporter == "otlp" or any(os.environ.get(name) for name in endpoints)
+    default = os.environ.get("OTEL_EXPORTER_OTLP_PROTOCOL", "")
+    protocol = os.environ.get(f"OTEL_EXPORTER_OTLP_{signal}_PROTOCOL", default)
+    if enabled and protocol not in ("", "grpc"):
+        raise ConfigError(f"OTEL_EXPORTER_OTLP_PROTOCOL is {protocol!r}; set grpc and port 4317 of the collector")
+    return enabled
+
+
+def resource(service: str) -> Resource:
+    """Return the exporting resource; OTEL_SERVICE_NAME and OTEL_RESOURCE_ATTRIBUTES override Eyas's attributes."""
+    own = {"service.name": f"eyas-{service}", "service.version": package_version(), "service.instance.id": uuid.uuid4().hex}
+    return Resource.create(Resource(own).merge(OTELResourceDetector().detect()).attributes)
+
 
 def package_version() -> str:
-    """The installed version of Eyas; "unknown" in a checkout that is not installed."""
+    """Return the installed version of Eyas; "unknown" in a checkout that is not installed."""
     try:
         return version("eyas")
     except PackageNotFoundError:
         return "unknown"
 
 
-def resource(service: str) -> Resource:
-    """Who exports: OTEL_SERVICE_NAME and OTEL_RESOURCE_ATTRIBUTES come before what Eyas says of itself."""
-    own = {"service.name": f"eyas-{service}", "service.version": package_version(), "service.instance.id": uuid.uuid4().hex}
-    return Resource.create(Resource(own).merge(OTELResourceDetector().detect()).attributes)
-
-
-Trace: TypeAlias = tuple[tuple[str, str], ...]
-Attributes: TypeAlias = Mapping[str, str | bool | int | float]
-
-_KEYS = ("traceparent", "tracestate")
-_PROTOCOLS = ("", "grpc")
-
-
-class Tracing:
-    """The tracer of one process, and where its spans go."""
-
-    def __init__(self, service: str) -> None:
-        """Raises ConfigError for OTEL_* values that cannot be followed."""
-        self.tracer: Tracer = NoOpTracer()
-        self._close = bool
-        if exports("TRACES"):
-            self._start(service)
-
-    def close(self) -> None:
-        """Send what is left."""
-        self._close()
-
-    def _start(self, service: str) -> None:
-        from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
-        from opentelemetry.sdk.trace import TracerProvider
-        from opentelemetry.sdk.trace.export import BatchSpanProcessor
-
-        from eyas.telemetry.tracing import resource
-
-        provider = TracerProvider(resource=resource(service), shutdown_on_exit=False)
-        provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
-        self.tracer = provider.get_tracer("eyas")
-        self._close = provider.shutdown  # type: ignore[assignment]
-
-
-def exports(signal: str) -> bool:
-    """Whether the environment asks for OTLP export of a signal: TRACES or METRICS.
-
-    It does by an endpoint, or by naming the exporter. Raises ConfigError for an exporter or a protocol that is not there.
-    """
-    asked = os.environ.get(f"OTEL_{signal}_EXPORTER", "").strip()
-    if asked not in ("", "otlp", "none"):
-        raise ConfigError(f"OTEL_{signal}_EXPORTER is {asked!r}; set otlp or none (Prometheus has telemetry.metrics_port)")
-    if asked == "none" or os.environ.get("OTEL_SDK_DISABLED", "").strip().lower() == "true":
-        return False
-    names = ("OTEL_EXPORTER_OTLP_ENDPOINT", f"OTEL_EXPORTER_OTLP_{signal}_ENDPOINT")
-    wanted = asked == "otlp" or any(os.environ.get(name) for name in names)
-    general = os.environ.get("OTEL_EXPORTER_OTLP_PROTOCOL", "")
-    protocol = os.environ.get(f"OTEL_EXPORTER_OTLP_{signal}_PROTOCOL", general)
-    if wanted and protocol not in _PROTOCOLS:
-        raise ConfigError(f"OTEL_EXPORTER_OTLP_PROTOCOL is {protocol!r}; Eyas speaks grpc, to port 4317 of a collector")
-    return wanted
-
-
 def trace_pairs(headers: Iterable[tuple[str, str | bytes]]) -> Trace:
-    """The trace context among the headers of a call, or among gRPC metadata."""
-    return tuple((key.lower(), str(value)) for key, value in headers if key.lower() in _KEYS)
+    """Return the trace context among HTTP headers or gRPC metadata."""
+    return tuple((key.lower(), str(value)) for key, value in headers if key.lower() in ("traceparent", "tracestate"))
 
 
 def trace_of(span: Span) -> Trace:
-    """The trace context that lets another process continue a span; empty where there is none."""
+    """Return the trace context under which another process continues a span; empty for a no-op span."""
     carrier: dict[str, str] = {}
     TraceContextTextMapPropagator().inject(carrier, set_span_in_context(span, Context()))
     return tuple(carrier.items())
 
 
 def context_of(trace: Trace) -> Context:
-    """The context whose span a trace context names; an empty one if it names none."""
+    """Return the context of the span that a trace context names; an empty one if it names none."""
     return TraceContextTextMapPropagator().extract(dict(trace), Context())
 
 
-def below(span: Span) -> Context:
-    """The context for the children of a span."""
+def child_context(span: Span) -> Context:
+    """Return the context for child spans of a span."""
     return set_span_in_context(span, Context())
 
 
 def exemplar(span: Span) -> dict[str, str] | None:
-    """What a histogram tells of the trace behind a value; None for a span that nobody keeps."""
+    """Return the labels of a histogram exemplar; None for a span that is not sampled."""
     context = span.get_span_context()
     if not (context.is_valid and context.trace_flags.sampled):
         return None

@@ -8,13 +8,13 @@ from opentelemetry.trace import SpanKind
 
 from eyas.draft_protocol import ResyncRequired
 from eyas.drafters.base import Draft, DraftContext
-from eyas.telemetry import metrics as catalog
+from eyas.telemetry import metrics
 from eyas.telemetry.metrics import MetricSample, ScrapeCollector, counter, histogram
 from eyas.telemetry.setup import Telemetry
 from eyas.telemetry.tracing import context_of
 from eyas.tree import DraftTree
 
-_LOAD = (catalog.DRAFT_SESSIONS, catalog.DRAFT_WAITING)
+_LOAD = (metrics.DRAFT_SESSIONS, metrics.DRAFT_WAITING_REQUESTS)
 
 
 class DraftTelemetry:
@@ -23,17 +23,20 @@ class DraftTelemetry:
     def __init__(self, telemetry: Telemetry | None = None) -> None:
         telemetry = telemetry or Telemetry()
         self._tracer, self._registry = telemetry.tracer, telemetry.registry
-        self._round = histogram(catalog.DRAFT_ROUND, self._registry)
-        self._answer = histogram(catalog.DRAFT_ANSWER, self._registry)
-        commits = counter(catalog.DRAFT_COMMITS, self._registry)
-        self._outcomes = {name: commits.labels(name) for name in ("tree", "bookkept", "refused", "unanswered")}
-        self._nodes = counter(catalog.DRAFT_NODES, self._registry)
+        self._round = histogram(metrics.DRAFT_STEP_DURATION, self._registry)
+        self._answer = histogram(metrics.DRAFT_REPLY_DURATION, self._registry)
+        commits = counter(metrics.DRAFT_COMMITS, self._registry)
+        self._outcomes = {name: commits.labels(name) for name in ("tree", "no_tree", "resync", "dropped")}
+        self._nodes = counter(metrics.DRAFT_DRAFTED_TOKENS, self._registry)
 
     def watch(self, num_sessions: Callable[[], int], num_waiting: Callable[[], int]) -> None:
         """Tell of the drafter's load, as it is whenever somebody looks."""
 
         def read() -> list[MetricSample]:
-            return [MetricSample(catalog.DRAFT_SESSIONS, num_sessions()), MetricSample(catalog.DRAFT_WAITING, num_waiting())]
+            return [
+                MetricSample(metrics.DRAFT_SESSIONS, num_sessions()),
+                MetricSample(metrics.DRAFT_WAITING_REQUESTS, num_waiting()),
+            ]
 
         self._registry.register(ScrapeCollector(_LOAD, read))
 
@@ -63,14 +66,14 @@ class DraftTelemetry:
             "new_tokens": len(context.tokens),
         }
         if isinstance(draft, DraftTree):
-            told |= {"nodes": draft.num_drafted, "depth": draft.depth, "grown_ahead": draft.grown_ahead}
+            told |= {"drafted_tokens": draft.num_drafted, "depth": draft.depth, "grown_ahead": draft.grown_ahead}
         parent = context_of((("traceparent", context.traceparent),))
         self._tracer.start_span("draft", parent, SpanKind.SERVER, told, start_time=when[0]).end(when[1])
 
 
 def _outcome(context: DraftContext, draft: Draft) -> str:
     if isinstance(draft, ResyncRequired):
-        return "refused"
+        return "resync"
     if draft is None:
-        return "unanswered"
-    return "tree" if context.budget.wants_tree else "bookkept"
+        return "dropped"
+    return "tree" if context.budget.wants_tree else "no_tree"

@@ -11,7 +11,7 @@ from typing import Protocol
 from prometheus_client import CollectorRegistry
 
 from eyas.services.ray.autoscaling import DraftUse, VerifierUse
-from eyas.telemetry import metrics as catalog
+from eyas.telemetry import metrics
 from eyas.telemetry.metrics import Metric
 
 Stats = dict[str, float]
@@ -36,11 +36,11 @@ class VerifierSignals:
     def read(self) -> Stats:
         """The fields of a VerifierUse."""
         used, free, queued = (self._slots(state) for state in ("used", "free", "queued"))
-        num_requests = sum(self._requests(metric) for metric in (catalog.VLLM_RUNNING, catalog.VLLM_WAITING))
+        num_requests = sum(self._requests(metric) for metric in (metrics.VLLM_RUNNING, metrics.VLLM_WAITING))
         return asdict(VerifierUse(used, queued, used + free, num_requests, self.max_running))
 
     def _slots(self, state: str) -> float:
-        return _value(self.registry, catalog.VERIFIER_SLOTS.family, {"state": state})
+        return _value(self.registry, metrics.VERIFIER_KV_CACHE_TOKENS.family, {"state": state})
 
     def _requests(self, metric: Metric) -> float:
         return _value(self.registry, metric.family, {"model_name": self.model})
@@ -60,7 +60,7 @@ class DraftSignals:
     """A drafter's, since the last look. patience: how long verifiers wait for an answer, in seconds."""
 
     def __init__(self, registry: CollectorRegistry, patience: float, clock: Callable[[], float] = time.monotonic) -> None:
-        bounds = catalog.DRAFT_ANSWER.buckets
+        bounds = metrics.DRAFT_REPLY_DURATION.buckets
         self._registry = registry
         self._in_time = bounds[max(bisect_right(bounds, patience) - 1, 0)]
         self._clock = clock
@@ -76,10 +76,10 @@ class DraftSignals:
         return asdict(DraftUse(busy / seconds, answers / seconds, late / seconds))
 
     def _counts(self) -> _Counts:
-        answer = catalog.DRAFT_ANSWER.family
+        answer = metrics.DRAFT_REPLY_DURATION.family
         in_time = _value(self._registry, f"{answer}_bucket", {"le": str(self._in_time)})
         answers = _value(self._registry, f"{answer}_count", {})
-        busy = _value(self._registry, f"{catalog.DRAFT_ROUND.family}_sum", {})
+        busy = _value(self._registry, f"{metrics.DRAFT_STEP_DURATION.family}_sum", {})
         return _Counts(self._clock(), busy, answers, max(answers - in_time, 0.0))
 
 

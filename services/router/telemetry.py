@@ -25,51 +25,54 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from eyas.rpc.messages import NO_DRAFTER, GenerateCall, Role, TextChunk
 from eyas.rpc.server import status_of
 from eyas.services.router.routing import Pair
-from eyas.telemetry import metrics as catalog
-from eyas.telemetry.logging import About, request_log
+from eyas.telemetry import metrics
+from eyas.telemetry.logging import LogContext, request_log
 from eyas.telemetry.metrics import MetricSample, ScrapeCollector, counter, gauge, histogram
 from eyas.telemetry.setup import Telemetry
 from eyas.telemetry.tracing import Attributes, context_of, exemplar, trace_of
 
-# What a client makes up must not become a label.
-NO_ROUTE = "none"
-_BUG = 500
-
-Count = Callable[[str, int], None]
+# Methods that may become a label; OpenTelemetry calls every other one _OTHER.
+_METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE", "CONNECT"})
 
 
-class HttpAnswers:
-    """ASGI middleware, outermost of all. routes: of the application, as they are when something is asked. count: told the
-    route and the status of every answer that has begun."""
+class HttpMetrics:
+    """ASGI middleware, outermost of all, that measures HTTP requests, rejected ones included.
 
-    def __init__(self, app: ASGIApp, routes: Sequence[BaseRoute], count: Count) -> None:
+    Args:
+        routes: the application's routes, read at each request.
+        observe: called with method, route, status and seconds at the end of a response; route is "" for an unknown path.
+    """
+
+    def __init__(self, app: ASGIApp, routes: Sequence[BaseRoute], observe: Callable[[str, str, int, float], None]) -> None:
         self._app = app
         self._routes = routes
-        self._count = count
+        self._observe = observe
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        route, begun = self._route(scope), False
+        route, started, status = self._route(scope), time.perf_counter(), 0
 
-        async def told(message: Message) -> None:
-            nonlocal begun
+        async def send_and_note(message: Message) -> None:
+            nonlocal status
             if message["type"] == "http.response.start":
-                begun = True
-                self._count(route, message["status"])
+                status = message["status"]
             await send(message)
 
         try:
-            await self._app(scope, receive, told)
+            await self._app(scope, receive, send_and_note)
         except Exception:
-            if not begun:  # answered further out
-                self._count(route, _BUG)
+            status = status or 500  # an outer middleware sends this response
             raise
+        finally:
+            if status:
+                method = scope["method"] if scope["method"] in _METHODS else "_OTHER"
+                self._observe(method, route, status, time.perf_counter() - started)
 
     def _route(self, scope: Scope) -> str:
         found = (route.path for route in self._routes if isinstance(route, Route) and route.matches(scope)[0] != Match.NONE)
-        return next(found, NO_ROUTE)
+        return next(found, "")
 
 
 PROVIDER = "eyas"
@@ -81,7 +84,7 @@ class RequestSpan:
 
     call: GenerateCall
     span: Span
-    about: About
+    about: LogContext
     operation: str
     started: float
     model: str = ""
@@ -144,12 +147,12 @@ class RequestSpan:
         self.span.set_attributes(
             {
                 "gen_ai.usage.cache_read.input_tokens": sum(one.num_cached_tokens for one in totals),
-                "eyas.rounds": sum(one.num_verify_steps for one in stats),
+                "eyas.verify_steps": sum(one.num_verify_steps for one in stats),
                 "eyas.accepted_tokens": sum(one.num_accepted for one in stats),
             }
         )
         if self.texts is not None:
-            self.span.set_attributes({"eyas.prompt": str(self.prompt), "eyas.answer": "".join(self.texts)})
+            self.span.set_attributes({"eyas.prompt": str(self.prompt), "eyas.completion": "".join(self.texts)})
 
     @property
     def prompt(self) -> object:
@@ -166,29 +169,29 @@ class RouterTelemetry:
     def __init__(self, telemetry: Telemetry | None = None) -> None:
         self._telemetry = telemetry = telemetry or Telemetry()
         self._tracer, registry = telemetry.tracer, telemetry.registry
-        self._duration = histogram(catalog.REQUEST_DURATION, registry)
-        self._first_token = histogram(catalog.FIRST_TOKEN, registry)
-        self._per_token = histogram(catalog.PER_TOKEN, registry)
-        self._usage = histogram(catalog.TOKEN_USAGE, registry)
-        self._requests = counter(catalog.ROUTER_REQUESTS, registry)
-        self._http = counter(catalog.ROUTER_HTTP, registry)
-        self._running = gauge(catalog.ROUTER_RUNNING, registry)
-        self._attempts = counter(catalog.ROUTER_ATTEMPTS, registry)
-        self._retries = counter(catalog.ROUTER_RETRIES, registry)
-        self._undrafted = counter(catalog.ROUTER_UNDRAFTED, registry)
-        self._tau = histogram(catalog.ROUTER_TAU, registry)
+        self._duration = histogram(metrics.REQUEST_DURATION, registry)
+        self._first_token = histogram(metrics.TIME_TO_FIRST_TOKEN, registry)
+        self._per_token = histogram(metrics.TIME_PER_OUTPUT_TOKEN, registry)
+        self._usage = histogram(metrics.TOKEN_USAGE, registry)
+        self._requests = counter(metrics.ROUTER_REQUESTS, registry)
+        self._http = histogram(metrics.HTTP_REQUEST_DURATION, registry)
+        self._running = gauge(metrics.ROUTER_ACTIVE_REQUESTS, registry)
+        self._attempts = counter(metrics.ROUTER_UPSTREAM_REQUESTS, registry)
+        self._retries = counter(metrics.ROUTER_UPSTREAM_RETRIES, registry)
+        self._undrafted = counter(metrics.ROUTER_WITHOUT_DRAFTER, registry)
+        self._tau = histogram(metrics.ROUTER_ACCEPTANCE_LENGTH, registry)
 
     def watch(self, known: Callable[[Role], Sequence[object]]) -> None:
         """Tell of the workers of each role, as they are known whenever somebody looks; asked from another thread."""
 
         def read() -> list[MetricSample]:
-            return [MetricSample(catalog.ROUTER_WORKERS, len(known(role)), (role,)) for role in get_args(Role)]
+            return [MetricSample(metrics.ROUTER_WORKERS, len(known(role)), (role,)) for role in get_args(Role)]
 
-        self._telemetry.registry.register(ScrapeCollector([catalog.ROUTER_WORKERS], read))
+        self._telemetry.registry.register(ScrapeCollector([metrics.ROUTER_WORKERS], read))
 
-    def http_answer(self, route: str, status: int) -> None:
-        """Count an answer of the HTTP door. route: one of its own."""
-        self._http.labels(route, str(status)).inc()
+    def http_response(self, method: str, route: str, status: int, seconds: float) -> None:
+        """Count a response of the HTTP server. route: the path template, "" for an unknown path."""
+        self._http.labels(method, route, str(status)).observe(seconds)
 
     @contextmanager
     def request(self, call: GenerateCall, operation: str = "text_completion") -> Iterator[RequestSpan]:
@@ -214,8 +217,8 @@ class RouterTelemetry:
     def attempt(self, call: GenerateCall, pair: Pair, number: int) -> Iterator[GenerateCall]:
         """One verifier's part of a request, after `number` that failed it. Gives the call in the attempt's trace."""
         drafter = pair.drafter.address if pair.drafter else ""
-        told: Attributes = {"server.address": pair.verifier.address, "eyas.drafter": drafter, "eyas.attempt": number}
-        span = self._tracer.start_span("attempt", context_of(call.trace), SpanKind.CLIENT, told)
+        told: Attributes = {"server.address": pair.verifier.address, "eyas.drafter": drafter, "eyas.retry_count": number}
+        span = self._tracer.start_span("upstream_request", context_of(call.trace), SpanKind.CLIENT, told)
         if number:
             self._retries.inc()
         if not drafter and call.drafter != NO_DRAFTER:

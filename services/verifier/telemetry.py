@@ -27,33 +27,33 @@ from eyas.request import Chunk, GenerationStats, Request, VerifyStep
 from eyas.rpc.server import status_of
 from eyas.services.verifier.draft_client import CIRCUITS, DraftClientState, RoundTimes
 from eyas.services.verifier.draft_pool import DraftPool
-from eyas.telemetry import metrics as catalog
+from eyas.telemetry import metrics
 from eyas.telemetry.logging import request_log
 from eyas.telemetry.metrics import MetricSample, ScrapeCollector, counter, histogram
 from eyas.telemetry.setup import Telemetry
-from eyas.telemetry.tracing import Attributes, Trace, below, context_of, exemplar, trace_of
+from eyas.telemetry.tracing import Attributes, Trace, child_context, context_of, exemplar, trace_of
 
 LINKS = (
-    catalog.LINK_ROUNDS,
-    catalog.LINK_DRAFTED,
-    catalog.LINK_ACCEPTED,
-    catalog.LINK_SESSIONS,
-    catalog.LINK_UP,
-    catalog.LINK_CIRCUIT,
+    metrics.DRAFT_CLIENT_REQUESTS,
+    metrics.DRAFT_CLIENT_DRAFTED_TOKENS,
+    metrics.DRAFT_CLIENT_ACCEPTED_TOKENS,
+    metrics.DRAFT_CLIENT_SESSIONS,
+    metrics.DRAFT_CLIENT_CONNECTED,
+    metrics.DRAFT_CLIENT_CIRCUIT_BREAKER,
 )
 
 
 def link_readings(links: Iterable[DraftClientState]) -> Iterator[MetricSample]:
     """The present values of all links."""
     for link in links:
-        yield MetricSample(catalog.LINK_ROUNDS, link.num_answered, (link.address, "answered"))
-        yield MetricSample(catalog.LINK_ROUNDS, link.num_lost, (link.address, "late"))
-        yield MetricSample(catalog.LINK_DRAFTED, link.num_drafted, (link.address,))
-        yield MetricSample(catalog.LINK_ACCEPTED, link.num_accepted, (link.address,))
-        yield MetricSample(catalog.LINK_SESSIONS, link.num_sessions, (link.address,))
-        yield MetricSample(catalog.LINK_UP, link.up, (link.address,))
+        yield MetricSample(metrics.DRAFT_CLIENT_REQUESTS, link.num_answered, (link.address, "answered"))
+        yield MetricSample(metrics.DRAFT_CLIENT_REQUESTS, link.num_lost, (link.address, "late"))
+        yield MetricSample(metrics.DRAFT_CLIENT_DRAFTED_TOKENS, link.num_drafted, (link.address,))
+        yield MetricSample(metrics.DRAFT_CLIENT_ACCEPTED_TOKENS, link.num_accepted, (link.address,))
+        yield MetricSample(metrics.DRAFT_CLIENT_SESSIONS, link.num_sessions, (link.address,))
+        yield MetricSample(metrics.DRAFT_CLIENT_CONNECTED, link.up, (link.address,))
         for circuit in CIRCUITS:
-            yield MetricSample(catalog.LINK_CIRCUIT, circuit == link.circuit, (link.address, circuit))
+            yield MetricSample(metrics.DRAFT_CLIENT_CIRCUIT_BREAKER, circuit == link.circuit, (link.address, circuit))
 
 
 # As many as the SDK keeps of a span by itself; of more rounds the last ones are told.
@@ -72,9 +72,9 @@ class _Step:
     def attributes(self) -> Attributes:
         """As an event tells it, times in ms."""
         told: dict[str, int | float] = {
-            "nodes": self.round.drafted,
-            "accepted": self.round.accepted,
-            "wait_ms": self.report.wait * 1e3,
+            "drafted_tokens": self.round.drafted,
+            "accepted_tokens": self.round.accepted,
+            "draft_wait_ms": self.report.wait * 1e3,
             "verify_ms": self.report.verify * 1e3,
         }
         if self.times is not None:
@@ -136,7 +136,7 @@ class RequestTrace:
         if not self._first and chunk.token_ids:
             self._first, self.num_cached = now, chunk.num_cached
             if self.traced:
-                self._decode = self._tracer.start_span("decode", below(self.span), start_time=now)
+                self._decode = self._tracer.start_span("decode", child_context(self.span), start_time=now)
         elif self.traced and chunk.verify_step is not None:
             self._num_rounds += 1
             step = _Step(now, chunk.verify_step, report, times)
@@ -156,7 +156,7 @@ class RequestTrace:
         with self._ending:
             if self._over:
                 return ""
-            self._asked = self._tracer.start_span("round", below(self._decode))
+            self._asked = self._tracer.start_span("verify_step", child_context(self._decode))
             return dict(trace_of(self._asked)).get("traceparent", "")
 
     def end(self, status: grpc.StatusCode) -> None:
@@ -180,15 +180,15 @@ class RequestTrace:
         self.span.end()
 
     def _begin_and_end(self, name: str, begin: int, end: int) -> None:
-        self._tracer.start_span(name, below(self.span), start_time=begin).end(max(begin, end))
+        self._tracer.start_span(name, child_context(self.span), start_time=begin).end(max(begin, end))
 
     def _tell_rounds(self, decode: Span) -> None:
         room = MAX_EVENTS - len(self._preemptions)
         for at in self._preemptions:
             decode.add_event("preempted", timestamp=at)
         for step in list(self._steps)[len(self._steps) - min(room, len(self._steps)) :]:
-            decode.add_event("round", step.attributes(), step.at)
-        decode.set_attribute("eyas.rounds", self._num_rounds)
+            decode.add_event("verify_step", step.attributes(), step.at)
+        decode.set_attribute("eyas.verify_steps", self._num_rounds)
         decode.set_attribute("eyas.preemptions", len(self._preemptions))
 
     def _end_round(self, now: int, step: _Step | None) -> None:
@@ -201,11 +201,11 @@ class RequestTrace:
 
 
 _LOAD = (
-    catalog.VLLM_RUNNING,
-    catalog.VLLM_WAITING,
-    catalog.VLLM_CACHE,
-    catalog.VERIFIER_SLOTS,
-    catalog.VERIFIER_CACHED_SLOTS,
+    metrics.VLLM_RUNNING,
+    metrics.VLLM_WAITING,
+    metrics.VLLM_KV_CACHE_USAGE,
+    metrics.VERIFIER_KV_CACHE_TOKENS,
+    metrics.VERIFIER_PREFIX_CACHE_TOKENS,
 )
 
 
@@ -218,25 +218,25 @@ class VerifierTelemetry:
         self._pool = pool
         self._tracks: dict[str, RequestTrace] = {}
         registry = telemetry.registry
-        self._requests = counter(catalog.VERIFIER_REQUESTS, registry)
-        self._refusals = counter(catalog.VERIFIER_REFUSALS, registry)
-        self._queue = histogram(catalog.VERIFIER_QUEUE, registry)
-        self._prefill = histogram(catalog.VERIFIER_PREFILL, registry)
-        self._step = histogram(catalog.VERIFIER_STEP, registry)
-        self._wait = histogram(catalog.VERIFIER_WAIT, registry)
-        self._trip = histogram(catalog.LINK_TRIP, registry)
-        rounds = counter(catalog.VERIFIER_ROUNDS, registry)
+        self._requests = counter(metrics.VERIFIER_REQUESTS, registry)
+        self._refusals = counter(metrics.VERIFIER_REJECTED_REQUESTS, registry)
+        self._queue = histogram(metrics.VERIFIER_QUEUE_DURATION, registry)
+        self._prefill = histogram(metrics.VERIFIER_PREFILL_DURATION, registry)
+        self._step = histogram(metrics.VERIFIER_STEP_DURATION, registry)
+        self._wait = histogram(metrics.VERIFIER_DRAFT_WAIT_DURATION, registry)
+        self._trip = histogram(metrics.DRAFT_CLIENT_ROUND_TRIP, registry)
+        rounds = counter(metrics.VERIFIER_VERIFY_STEPS, registry)
         self._tree_rounds, self._plain_rounds = rounds.labels("tree"), rounds.labels("plain")
-        self._round_tokens = counter(catalog.VERIFIER_ROUND_TOKENS, registry)
-        self._rows = counter(catalog.VERIFIER_ROWS, registry)
-        self._prompt = counter(catalog.VERIFIER_PROMPT, registry)
-        self._cached = counter(catalog.VERIFIER_CACHED, registry)
-        self._generated = counter(catalog.VERIFIER_GENERATED, registry)
-        self._preemptions = counter(catalog.VERIFIER_PREEMPTIONS, registry)
-        self._drafts = counter(catalog.VLLM_DRAFTS, registry).labels(model)
-        self._draft_tokens = counter(catalog.VLLM_DRAFT_TOKENS, registry).labels(model)
-        self._accepted = counter(catalog.VLLM_ACCEPTED, registry).labels(model)
-        self._accepted_at = counter(catalog.VLLM_ACCEPTED_AT, registry)
+        self._round_tokens = counter(metrics.VERIFIER_VERIFY_STEP_TOKENS, registry)
+        self._rows = counter(metrics.VERIFIER_BATCHED_TOKENS, registry)
+        self._prompt = counter(metrics.VERIFIER_PROMPT_TOKENS, registry)
+        self._cached = counter(metrics.VERIFIER_CACHED_PROMPT_TOKENS, registry)
+        self._generated = counter(metrics.VERIFIER_GENERATED_TOKENS, registry)
+        self._preemptions = counter(metrics.VERIFIER_PREEMPTIONS, registry)
+        self._drafts = counter(metrics.VLLM_DRAFTS, registry).labels(model)
+        self._draft_tokens = counter(metrics.VLLM_DRAFT_TOKENS, registry).labels(model)
+        self._accepted = counter(metrics.VLLM_ACCEPTED_TOKENS, registry).labels(model)
+        self._accepted_at = counter(metrics.VLLM_ACCEPTED_TOKENS_PER_POS, registry)
         self._accepted_at.labels(model, "0")
         self._refusals.labels(grpc.StatusCode.RESOURCE_EXHAUSTED.name)  # so that the first one shows as a rise
         if pool is not None:
@@ -337,11 +337,11 @@ class VerifierTelemetry:
 def _load_readings(load: EngineLoad, model: str) -> list[MetricSample]:
     used = load.num_kv_tokens - load.free_kv_tokens
     return [
-        MetricSample(catalog.VLLM_RUNNING, load.num_running, (model,)),
-        MetricSample(catalog.VLLM_WAITING, load.num_waiting, (model,)),
-        MetricSample(catalog.VLLM_CACHE, used / load.num_kv_tokens if load.num_kv_tokens else 0.0, (model,)),
-        MetricSample(catalog.VERIFIER_SLOTS, used, ("used",)),
-        MetricSample(catalog.VERIFIER_SLOTS, load.free_kv_tokens, ("free",)),
-        MetricSample(catalog.VERIFIER_SLOTS, load.queued_kv_tokens, ("queued",)),
-        MetricSample(catalog.VERIFIER_CACHED_SLOTS, load.cached_kv_tokens),
+        MetricSample(metrics.VLLM_RUNNING, load.num_running, (model,)),
+        MetricSample(metrics.VLLM_WAITING, load.num_waiting, (model,)),
+        MetricSample(metrics.VLLM_KV_CACHE_USAGE, used / load.num_kv_tokens if load.num_kv_tokens else 0.0, (model,)),
+        MetricSample(metrics.VERIFIER_KV_CACHE_TOKENS, used, ("used",)),
+        MetricSample(metrics.VERIFIER_KV_CACHE_TOKENS, load.free_kv_tokens, ("free",)),
+        MetricSample(metrics.VERIFIER_KV_CACHE_TOKENS, load.queued_kv_tokens, ("queued",)),
+        MetricSample(metrics.VERIFIER_PREFIX_CACHE_TOKENS, load.cached_kv_tokens),
     ]

@@ -8,12 +8,11 @@ from typing import Any
 import pytest
 import yaml
 
-from eyas.telemetry import metrics as catalog
+from eyas.telemetry.metrics import ALL_METRICS
 from tests.telemetry.promql import ALERTS, BOARDS, MISSING, alert_rules, dashboard_queries, names, tool
 
-METRICS = (catalog.SERVICE_INFO, *catalog.ROUTER, *catalog.VERIFIER, *catalog.DRAFT)
 SUFFIXES = {"counter": ("_total",), "gauge": ("",), "histogram": ("_bucket", "_sum", "_count")}
-EXPOSED = {metric.family + suffix for metric in METRICS for suffix in SUFFIXES[metric.kind]}
+EXPOSED = {metric.family + suffix for metric in ALL_METRICS for suffix in SUFFIXES[metric.kind]}
 OF_EVERY_PROCESS = {"process_cpu_seconds_total", "process_resident_memory_bytes"}
 
 # A cluster at work: 10 requests, 100 rounds with trees, 300 tokens and more in every minute.
@@ -22,45 +21,45 @@ HEALTHY = {
     'eyas_router_workers{instance="r",role="draft"}': "1x60",
     'eyas_router_requests_total{instance="r",model="m",status="OK"}': "0+10x60",
     'eyas_router_requests_total{instance="r",model="m",status="UNAVAILABLE"}': "0x60",
-    'eyas_router_attempts_total{instance="r",status="OK"}': "0+10x60",
-    'eyas_router_retries_total{instance="r"}': "0x60",
-    'eyas_router_pairs_without_drafter_total{instance="r"}': "0x60",
+    'eyas_router_upstream_requests_total{instance="r",status="OK"}': "0+10x60",
+    'eyas_router_upstream_retries_total{instance="r"}': "0x60",
+    'eyas_router_upstream_requests_without_drafter_total{instance="r"}': "0x60",
     'gen_ai_server_time_per_output_token_seconds_bucket{instance="r",le="0.05"}': "0+10x60",
     'gen_ai_server_time_per_output_token_seconds_bucket{instance="r",le="0.5"}': "0+10x60",
     'gen_ai_server_time_per_output_token_seconds_bucket{instance="r",le="+Inf"}': "0+10x60",
     'eyas_verifier_generated_tokens_total{instance="v"}': "0+300x60",
     'eyas_verifier_preemptions_total{instance="v"}': "0x60",
-    'eyas_verifier_refusals_total{instance="v",status="RESOURCE_EXHAUSTED"}': "0x60",
+    'eyas_verifier_rejected_requests_total{instance="v",status="RESOURCE_EXHAUSTED"}': "0x60",
     'vllm:spec_decode_num_drafts_total{instance="v",model_name="m"}': "0+100x60",
     'vllm:spec_decode_num_accepted_tokens_total{instance="v",model_name="m"}': "0+200x60",
     'vllm:num_requests_waiting{instance="v",model_name="m"}': "2x60",
     'vllm:kv_cache_usage_perc{instance="v",model_name="m"}': "0.5x60",
-    'eyas_link_sessions{instance="v",drafter="d"}': "4x60",
-    'eyas_link_accepted_tokens_total{instance="v",drafter="d"}': "0+200x60",
-    'eyas_link_rounds_total{instance="v",drafter="d",outcome="answered"}': "0+100x60",
-    'eyas_link_rounds_total{instance="v",drafter="d",outcome="late"}': "0+1x60",
-    'eyas_link_circuit{instance="v",drafter="d",state="closed"}': "1x60",
+    'eyas_draft_client_sessions{instance="v",drafter="d"}': "4x60",
+    'eyas_draft_client_accepted_tokens_total{instance="v",drafter="d"}': "0+200x60",
+    'eyas_draft_client_requests_total{instance="v",drafter="d",outcome="answered"}': "0+100x60",
+    'eyas_draft_client_requests_total{instance="v",drafter="d",outcome="late"}': "0+1x60",
+    'eyas_draft_client_circuit_breaker{instance="v",drafter="d",state="closed"}': "1x60",
 }
 
 # What goes wrong, as what differs from a healthy cluster.
 SICK = {
     "EyasNoVerifier": {'eyas_router_workers{instance="r",role="verifier"}': "0x60"},
     "EyasErrorRate": {'eyas_router_requests_total{instance="r",model="m",status="UNAVAILABLE"}': "0+1x60"},
-    "EyasVerifiersFailing": {'eyas_router_retries_total{instance="r"}': "0+2x60"},
-    "EyasTokensSlow": {'gen_ai_server_time_per_output_token_seconds_bucket{instance="r",le="0.05"}': "0x60"},
-    "EyasZombieDrafter": {'eyas_link_accepted_tokens_total{instance="v",drafter="d"}': "700x60"},
+    "EyasVerifiersFailing": {'eyas_router_upstream_retries_total{instance="r"}': "0+2x60"},
+    "EyasSlowTokens": {'gen_ai_server_time_per_output_token_seconds_bucket{instance="r",le="0.05"}': "0x60"},
+    "EyasDrafterUseless": {'eyas_draft_client_accepted_tokens_total{instance="v",drafter="d"}': "700x60"},
     "EyasDraftersIdle": {
         'vllm:spec_decode_num_drafts_total{instance="v",model_name="m"}': "100x60",
         'vllm:spec_decode_num_accepted_tokens_total{instance="v",model_name="m"}': "200x60",
     },
-    "EyasDraftsLate": {'eyas_link_rounds_total{instance="v",drafter="d",outcome="late"}': "0+50x60"},
-    "EyasCircuitOpen": {'eyas_link_circuit{instance="v",drafter="d",state="closed"}': "0x60"},
+    "EyasLateDrafts": {'eyas_draft_client_requests_total{instance="v",drafter="d",outcome="late"}': "0+50x60"},
+    "EyasCircuitOpen": {'eyas_draft_client_circuit_breaker{instance="v",drafter="d",state="closed"}': "0x60"},
     "EyasAcceptanceCollapse": {'vllm:spec_decode_num_accepted_tokens_total{instance="v",model_name="m"}': "0+5x60"},
-    "EyasPairsWithoutDrafter": {'eyas_router_pairs_without_drafter_total{instance="r"}': "0+9x60"},
+    "EyasRequestsWithoutDrafter": {'eyas_router_upstream_requests_without_drafter_total{instance="r"}': "0+9x60"},
     "EyasQueueGrowing": {'vllm:num_requests_waiting{instance="v",model_name="m"}': "2+3x60"},
-    "EyasSlotsExhausted": {'vllm:kv_cache_usage_perc{instance="v",model_name="m"}': "0.99x60"},
-    "EyasPreempting": {'eyas_verifier_preemptions_total{instance="v"}': "0+60x60"},
-    "EyasRefusing": {'eyas_verifier_refusals_total{instance="v",status="RESOURCE_EXHAUSTED"}': "0+3x60"},
+    "EyasKVCacheFull": {'vllm:kv_cache_usage_perc{instance="v",model_name="m"}': "0.99x60"},
+    "EyasPreemptions": {'eyas_verifier_preemptions_total{instance="v"}': "0+60x60"},
+    "EyasRejectingRequests": {'eyas_verifier_rejected_requests_total{instance="v",status="RESOURCE_EXHAUSTED"}': "0+3x60"},
 }
 
 
@@ -79,7 +78,7 @@ def test_dashboards_and_alerts_name_metrics_of_the_catalog() -> None:
 
 def test_every_metric_of_the_catalog_is_on_a_dashboard() -> None:
     shown = {name for _, query in dashboard_queries() for name in names(query)}
-    assert not [m.name for m in METRICS if not shown & {m.family + suffix for suffix in SUFFIXES[m.kind]}]
+    assert not [m.name for m in ALL_METRICS if not shown & {m.family + suffix for suffix in SUFFIXES[m.kind]}]
 
 
 def test_dashboards_have_distinct_names_and_room_for_every_panel() -> None:

@@ -7,6 +7,7 @@ import math
 import urllib.error
 import urllib.request
 import warnings
+from dataclasses import fields
 
 import pytest
 from opentelemetry.sdk.metrics.export import Histogram, Sum
@@ -17,12 +18,13 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families
 from eyas.config import TelemetryConfig
 from eyas.errors import ConfigError
 from eyas.services.cluster import free_port
-from eyas.telemetry import metrics as catalog
-from eyas.telemetry.exporters import converted, exposition, serving_metrics
+from eyas.telemetry import metrics
+from eyas.telemetry.exporters import exposition, serving_metrics, to_otlp
 from eyas.telemetry.logging import configure_logging, request_log
 from eyas.telemetry.metrics import counter, histogram
 from eyas.telemetry.setup import telemetry
 from eyas.telemetry.tracing import context_of, exports, resource, trace_of, trace_pairs
+from tests.telemetry.promql import ROOT
 from tests.telemetry.spans import TRACE, Spans
 
 OTEL = (
@@ -77,8 +79,8 @@ def test_without_exporters_nothing_starts_or_changes() -> None:
         with telemetry(TelemetryConfig(), "router", registry) as own:
             assert isinstance(own.tracer, NoOpTracer)
             assert own.registry.get_sample_value("eyas_service_info", {"service": "router", "version": "0.1.0"}) == 1
-            assert b"eyas_service_info" in exposition("", registry).body
-    assert exposition("", registry).body == b""
+            assert b"eyas_service_info" in exposition("", registry)[1]
+    assert exposition("", registry)[1] == b""
 
 
 def test_two_services_of_one_process_keep_their_numbers_apart() -> None:
@@ -87,9 +89,9 @@ def test_two_services_of_one_process_keep_their_numbers_apart() -> None:
         telemetry(TelemetryConfig(), "verifier", registry) as one,
         telemetry(TelemetryConfig(), "verifier", registry) as two,
     ):
-        counter(catalog.VERIFIER_ROWS, one.registry).inc(3)
-        counter(catalog.VERIFIER_ROWS, two.registry).inc(4)
-        assert one.registry.get_sample_value("eyas_verifier_rows_total") == 3
+        counter(metrics.VERIFIER_BATCHED_TOKENS, one.registry).inc(3)
+        counter(metrics.VERIFIER_BATCHED_TOKENS, two.registry).inc(4)
+        assert one.registry.get_sample_value("eyas_verifier_batched_tokens_total") == 3
 
 
 def test_the_environment_names_the_service_before_eyas_does(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -102,14 +104,14 @@ def test_the_environment_names_the_service_before_eyas_does(monkeypatch: pytest.
 
 def test_names_with_colons_go_out_as_they_are_in_every_format() -> None:
     registry = CollectorRegistry()
-    counter(catalog.VLLM_DRAFTS, registry).labels("m").inc()
+    counter(metrics.VLLM_DRAFTS, registry).labels("m").inc()
     for accept in ("", "text/plain", "application/openmetrics-text;version=1.0.0;escaping=underscores"):
-        assert b'\nvllm:spec_decode_num_drafts_total{model_name="m"} 1.0\n' in exposition(accept, registry).body
+        assert b'\nvllm:spec_decode_num_drafts_total{model_name="m"} 1.0\n' in exposition(accept, registry)[1]
 
 
 def test_metrics_are_served_at_one_path_until_the_port_is_freed() -> None:
     registry, port = CollectorRegistry(), free_port()
-    histogram(catalog.VERIFIER_QUEUE, registry).observe(0.02, {"trace_id": "a", "span_id": "b"})
+    histogram(metrics.VERIFIER_QUEUE_DURATION, registry).observe(0.02, {"trace_id": "a", "span_id": "b"})
     for _ in range(2):
         with serving_metrics("127.0.0.1", port, registry) as bound:
             assert bound == port
@@ -139,26 +141,26 @@ def test_settings_out_of_range_are_refused(settings: dict[str, object]) -> None:
 
 def test_metrics_keep_their_values_on_the_way_to_otlp() -> None:
     registry = CollectorRegistry()
-    counter(catalog.ROUTER_REQUESTS, registry).labels("m", "OK").inc(7)
-    waits = histogram(catalog.VERIFIER_QUEUE, registry)
+    counter(metrics.ROUTER_REQUESTS, registry).labels("m", "OK").inc(7)
+    waits = histogram(metrics.VERIFIER_QUEUE_DURATION, registry)
     for seconds in (0.002, 0.002, 0.3, 1000):
         waits.observe(seconds)
-    found = {metric.name: metric for metric in converted(registry.collect(), 1, 2)}
+    found = {metric.name: metric for metric in to_otlp(registry.collect(), 1, 2)}
     requests, queue = found["eyas.router.requests"].data, found["eyas.verifier.queue.duration"].data
     assert isinstance(requests, Sum)
     assert isinstance(queue, Histogram)
     [point] = requests.data_points
     assert (point.attributes, point.value) == ({"model": "m", "status": "OK"}, 7)
     [spread] = queue.data_points
-    assert tuple(spread.explicit_bounds) == catalog.VERIFIER_QUEUE.buckets
+    assert tuple(spread.explicit_bounds) == metrics.VERIFIER_QUEUE_DURATION.buckets
     assert (spread.count, sum(spread.bucket_counts), spread.bucket_counts[1], spread.bucket_counts[-1]) == (4, 4, 2, 1)
     assert math.isclose(spread.sum, 1000.304)
 
 
 def test_labels_follow_the_semantic_conventions() -> None:
     registry = CollectorRegistry()
-    histogram(catalog.REQUEST_DURATION, registry).labels("text_completion", "eyas", "m", "").observe(1)
-    [metric] = converted(registry.collect(), 1, 2)
+    histogram(metrics.REQUEST_DURATION, registry).labels("text_completion", "eyas", "m", "").observe(1)
+    [metric] = to_otlp(registry.collect(), 1, 2)
     assert isinstance(metric.data, Histogram)
     told = {"gen_ai.operation.name": "text_completion", "gen_ai.provider.name": "eyas", "gen_ai.request.model": "m"}
     assert metric.data.data_points[0].attributes == told
@@ -192,3 +194,8 @@ def test_lines_within_a_request_bear_its_ids(monkeypatch: pytest.MonkeyPatch) ->
     assert inside["trace_id"] == TRACE[0][1].split("-")[1]
     assert (inside["message"], inside["level"], inside["logger"]) == ("inside 1", "INFO", "somewhere")
     assert not {"request_id", "trace_id", "span_id"} & set(outside)
+
+
+def test_the_page_explains_every_telemetry_setting() -> None:
+    text = (ROOT / "docs" / "telemetry.md").read_text(encoding="utf-8")
+    assert not [field.name for field in fields(TelemetryConfig) if f"`{field.name}`" not in text]

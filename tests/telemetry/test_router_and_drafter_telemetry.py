@@ -68,10 +68,10 @@ def test_attempts_retries_and_lost_verifiers_are_counted() -> None:
         assert sent.trace[0][1].split("-")[1] == TRACE[0][1].split("-")[1]
     with router.attempt(GenerateCall(REQUEST, drafter=NO_DRAFTER), Pair(verifier), 0):
         pass
-    assert spans.value("eyas_router_attempts_total", status="UNAVAILABLE") == 1
-    assert spans.value("eyas_router_attempts_total", status="OK") == 2
-    assert spans.value("eyas_router_retries_total") == 1
-    assert spans.value("eyas_router_pairs_without_drafter_total") == 1
+    assert spans.value("eyas_router_upstream_requests_total", status="UNAVAILABLE") == 1
+    assert spans.value("eyas_router_upstream_requests_total", status="OK") == 2
+    assert spans.value("eyas_router_upstream_retries_total") == 1
+    assert spans.value("eyas_router_upstream_requests_without_drafter_total") == 1
 
 
 def test_trace_context_reaches_the_verifier_without_an_exporter() -> None:
@@ -109,9 +109,9 @@ def test_a_drafter_counts_commits_by_result_and_continues_traces() -> None:
     tree = DraftTree((1, 2, 3), (0, 0, 1), (0.0, -0.1, -0.2))
     drafts: list[Draft] = [tree, ResyncRequired("b", 0, 4), DraftTree.root_only(1), None, tree]
     telemetry.drafted(contexts, drafts, 10**9, 10**9 + 5_000_000)
-    outcomes = ("tree", "refused", "bookkept", "unanswered")
+    outcomes = ("tree", "resync", "no_tree", "dropped")
     assert [spans.value("eyas_draft_commits_total", outcome=name) for name in outcomes] == [2, 1, 1, 1]
-    assert spans.value("eyas_draft_nodes_total") == 4
+    assert spans.value("eyas_draft_drafted_tokens_total") == 4
     assert spans.value("eyas_draft_sessions") == 3
     first = spans.named("draft")[0]
     assert first.parent is not None

@@ -37,8 +37,8 @@ def test_events_of_a_span_are_bounded_and_the_last_are_kept() -> None:
     [decode] = spans.named("decode")
     assert len(decode.events) == 128
     assert decode.events[-1].attributes is not None
-    assert decode.events[-1].attributes["accepted"] == 0
-    assert (decode.attributes or {})["eyas.rounds"] == 1001
+    assert decode.events[-1].attributes["accepted_tokens"] == 0
+    assert (decode.attributes or {})["eyas.verify_steps"] == 1001
     assert decode.dropped_events == 0
 
 
@@ -46,7 +46,7 @@ def test_events_of_a_span_are_bounded_and_the_last_are_kept() -> None:
 def test_a_fraction_of_verify_steps_has_spans_with_the_first(ratio: float, expected: int) -> None:
     spans = Spans(TelemetryConfig(step_span_ratio=ratio))
     told = run(VerifierTelemetry(spans.telemetry, "m"), [FIRST, *[ROUND] * 40])
-    assert sum(map(bool, told)) == expected == len(spans.named("round"))
+    assert sum(map(bool, told)) == expected == len(spans.named("verify_step"))
     assert not ratio or told[1]
 
 
@@ -59,7 +59,7 @@ def test_verify_spans_last_from_draft_request_to_step_end() -> None:
         for accepted in (2, 3):
             assert verifier.traceparent("r")
             verifier.stepped(STEP, [Chunk("r", (1,), (False,), VerifyStep(7, 4, accepted - 1))])
-    assert [(span.attributes or {}).get("accepted") for span in spans.named("round")] == [2, None]
+    assert [(span.attributes or {}).get("accepted_tokens") for span in spans.named("verify_step")] == [2, None]
 
 
 def test_an_unsampled_trace_has_no_spans_but_is_counted() -> None:
@@ -79,9 +79,9 @@ def test_a_verifier_counts_trees_tokens_and_depths() -> None:
     assert spans.value("vllm:spec_decode_num_draft_tokens_total", model_name="m") == 12
     per_pos = "vllm:spec_decode_num_accepted_tokens_per_pos_total"
     assert [spans.value(per_pos, model_name="m", position=str(i)) for i in range(4)] == [2, 1, 1, None]
-    assert spans.value("eyas_verifier_rounds_total", kind="plain") == 1
+    assert spans.value("eyas_verifier_verify_steps_total", kind="plain") == 1
     assert spans.value("eyas_verifier_generated_tokens_total") == 8
-    assert spans.value("eyas_verifier_round_tokens_total") == 7
+    assert spans.value("eyas_verifier_verify_step_tokens_total") == 7
     assert spans.value("eyas_verifier_cached_prompt_tokens_total") == 2
     assert spans.value("eyas_verifier_prompt_tokens_total") == 3
 
@@ -93,7 +93,7 @@ def test_a_preempted_request_reports_its_preemption() -> None:
         verifier.stepped(StepReport(began=("r",), num_rows=1), [FIRST])
         verifier.stepped(StepReport(preempted=("r",), num_rows=1), [])
         verifier.stepped(STEP, [LAST])
-    assert [event.name for event in spans.named("decode")[0].events] == ["preempted", "round"]
+    assert [event.name for event in spans.named("decode")[0].events] == ["preempted", "verify_step"]
     assert spans.value("eyas_verifier_preemptions_total") == 1
 
 
@@ -104,8 +104,8 @@ def test_rejections_count_by_reason_queued_ends_have_no_prefill() -> None:
         raise Overloaded("full", 1.0)
     with pytest.raises(asyncio.CancelledError), verifier.request(REQUEST, TRACE):
         raise asyncio.CancelledError
-    assert spans.value("eyas_verifier_refusals_total", status="RESOURCE_EXHAUSTED") == 1
-    assert spans.value("eyas_verifier_refusals_total", status="CANCELLED") is None
+    assert spans.value("eyas_verifier_rejected_requests_total", status="RESOURCE_EXHAUSTED") == 1
+    assert spans.value("eyas_verifier_rejected_requests_total", status="CANCELLED") is None
     assert not spans.named("prefill")
     assert [span.status.is_ok for span in spans.named("serve")] == [False, True]
 
@@ -121,6 +121,6 @@ def test_the_load_is_read_when_somebody_looks() -> None:
     spans, load = Spans(), [EngineLoad(0, 0, 10, 10, 0)]
     VerifierTelemetry(spans.telemetry, "m").watch(lambda: load[0])
     load[0] = EngineLoad(3, 2, 4, 10, 5)
-    assert spans.value("eyas_verifier_slots", state="used") == 6
+    assert spans.value("eyas_verifier_kv_cache_tokens", state="used") == 6
     assert spans.value("vllm:num_requests_waiting", model_name="m") == 2
     assert spans.value("vllm:kv_cache_usage_perc", model_name="m") == 0.6

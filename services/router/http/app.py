@@ -22,7 +22,7 @@ from eyas.services.router.http.requests import ChatBody, CompletionBody, problem
 from eyas.services.router.http.responses import ErrorKind, ErrorResponse, refusal, status_refusal
 from eyas.services.router.http.server import Authenticator
 from eyas.services.router.registration import RouterRegistration
-from eyas.services.router.telemetry import HttpAnswers, RouterTelemetry
+from eyas.services.router.telemetry import HttpMetrics, RouterTelemetry
 from eyas.telemetry.exporters import exposition
 
 # What nginx logs where the client closed the request; nobody reads it.
@@ -39,7 +39,7 @@ def build_app(
     """The application. templates: of every model, None where it has none. telemetry: counts every answer."""
     app = FastAPI(title="Eyas", docs_url=None, redoc_url=None, redirect_slashes=False)
     app.add_middleware(Authenticator, keys=keys)
-    app.add_middleware(HttpAnswers, routes=app.routes, count=telemetry.http_answer)
+    app.add_middleware(HttpMetrics, routes=app.routes, observe=telemetry.http_response)
     _add_errors(app)
     _add_generation(app, OpenAIEndpoints(front, templates))
     _add_models(app, front)
@@ -104,8 +104,8 @@ def _add_operations(app: FastAPI, presence: RouterRegistration) -> None:
     @app.get("/metrics")
     async def metrics(request: Request) -> Response:
         """What Prometheus reads."""
-        answer = exposition(request.headers.get("accept", ""), REGISTRY)
-        return Response(answer.body, headers={"Content-Type": answer.content_type})
+        content_type, body = exposition(request.headers.get("accept", ""), REGISTRY)
+        return Response(body, headers={"Content-Type": content_type})
 
 
 def _add_errors(app: FastAPI) -> None:

@@ -10,7 +10,6 @@ import yaml
 from kubernetes_validate.utils import all_versions
 from packaging.version import Version
 
-from eyas.services.ray.config import read
 from tests.deploy.charts import CHART, RENDERINGS, VALUES, rendered, run_helm
 from tests.repo.repository import ROOT
 
@@ -61,6 +60,8 @@ def test_the_chart_passes_lint_with_every_file_of_values() -> None:
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of Ray's own
 def test_ray_serve_takes_the_application_of_the_ray_service() -> None:
     from ray.serve.schema import ServeDeploySchema
+
+    from eyas.services.ray.config import read
 
     (service,) = [item for item in rendered("ray") if item["kind"] == "RayService"]
     config = ServeDeploySchema.model_validate(yaml.safe_load(service["spec"]["serveConfigV2"]))

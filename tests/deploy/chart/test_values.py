@@ -30,10 +30,10 @@ REFUSED = {
     "router.config.server.drain=3": "at '/router/config/server': additional properties 'drain' not allowed",
     "router.config.server.port=3": "'port' not allowed",
     "draft.config.registry.url=redis://elsewhere": "'url' not allowed",
-    "verifier.config.engine.max_num_seqs=many": "at '/verifier/config/engine/max_running'",
+    "verifier.config.engine.max_num_seqs=many": "at '/verifier/config/engine/max_num_seqs'",
     "model.dtype=int4": "at '/model/dtype'",
     "model.source.kind=s3": "at '/model/source/kind'",
-    "draft.tree.num_draft_tokens=0": "at '/draft/tree/nodes'",
+    "draft.tree.num_draft_tokens=0": "at '/draft/tree/num_draft_tokens'",
     "draft.autoscaling.kind=both": "at '/draft/autoscaling/kind'",
     "security.runAsUser=0": "at '/security/runAsUser'",
     "router.resources.limits.cpu=null": "missing property 'cpu'",
@@ -71,7 +71,7 @@ def test_services_take_the_files_that_the_chart_writes(name: str, tmp_path: Any)
 
 def test_a_service_takes_every_setting_that_its_config_may_hold(tmp_path: Any) -> None:
     """What the chart does not fill in, with another value than the default, reaches the file."""
-    config = {"request_timeout_s": 77.5, "registry": {"ttl": 9}, "server": {"graceful_shutdown_timeout_s": 12}}
+    config = {"request_timeout_s": 77.5, "registry": {"ttl_s": 9}, "server": {"graceful_shutdown_timeout_s": 12}}
     values = write_values(tmp_path, {"router": {"config": config}})
     (text,) = named(template("--values", values), "ConfigMap", "demo-eyas-router")["data"].values()
     (tmp_path / "router.yaml").write_text(text)

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 
 from tests.telemetry.cluster.collector import Received
 
-PARTS = {"attempt", "serve", "queue", "prefill", "decode", "round", "draft"}
+PARTS = {"upstream_request", "serve", "queue", "prefill", "decode", "verify_step", "draft"}
 SERVICES = {"eyas-router", "eyas-verifier", "eyas-draft"}
 
 
@@ -19,5 +19,5 @@ def _torn(spans: Sequence[Received], known: set[bytes], parents: set[bytes]) -> 
     for one in spans:
         if one.span.parent_span_id not in known:
             yield f"{one.service}: {one.name} of {one.span.trace_id.hex()} has no parent"
-        if one.name == "attempt" and "error.type" not in one.attributes and one.span.span_id not in parents:
+        if one.name == "upstream_request" and "error.type" not in one.attributes and one.span.span_id not in parents:
             yield f"{one.service}: {one.name} of {one.span.trace_id.hex()} is known to no verifier"

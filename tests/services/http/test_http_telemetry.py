@@ -37,7 +37,7 @@ def test_a_response_is_one_span_in_the_client_trace(
 
     asyncio.run(run())
     [request] = spans.named(f"{operation} demo")
-    attempts = spans.named("attempt")
+    attempts = spans.named("upstream_request")
     assert len(attempts) == change.get("n", 1)
     assert request.parent is not None
     assert (f"{request.context.trace_id:032x}", f"{request.parent.span_id:016x}") == (TRACE_ID, TRACE[0][1].split("-")[2])
@@ -101,10 +101,15 @@ def test_every_response_is_counted_by_route_and_status(url: str) -> None:
             await get(base, "/live")
 
     asyncio.run(run())
-    routes = [path if "made" not in path else "/v1/models/{name:path}" if "models" in path else "none" for path, *_ in asked]
+    routes = [path if "made" not in path else "/v1/models/{name:path}" if "models" in path else "" for path, *_ in asked]
     expected = Counter(zip(routes, (str(status) for *_, status in asked), strict=True)) | {("/live", "200"): 1}
     told = {
-        labels: spans.value("eyas_router_http_answers_total", http_route=labels[0], http_response_status_code=labels[1])
+        labels: spans.value(
+            "http_server_request_duration_seconds_count",
+            http_request_method="GET" if labels[0] == "/live" else "POST",
+            http_route=labels[0],
+            http_response_status_code=labels[1],
+        )
         for labels in expected
     }
     assert told == expected

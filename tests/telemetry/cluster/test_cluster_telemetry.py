@@ -26,12 +26,12 @@ def test_tracing_does_not_change_the_tokens(run: Watched) -> None:
 def test_one_trace_goes_from_the_client_through_all_services(run: Watched) -> None:
     spans = run.collector.trace(TRACE_ID)
     parents = {span.span.span_id: span.span.parent_span_id for span in spans}
-    request, attempt, serve = (named(spans, name) for name in ("text_completion demo", "attempt", "serve"))
+    request, attempt, serve = (named(spans, name) for name in ("text_completion demo", "upstream_request", "serve"))
     assert request.span.parent_span_id.hex() == CALLER[1].split("-")[2]
     assert attempt.span.parent_span_id == request.span.span_id
     assert serve.span.parent_span_id == attempt.span.span_id
     assert {span.name for span in spans if span.span.parent_span_id == serve.span.span_id} == ENGINE_SPANS
-    rounds = {span.span.span_id for span in spans if span.name == "round"}
+    rounds = {span.span.span_id for span in spans if span.name == "verify_step"}
     assert {parents[span_id] for span_id in rounds} == {named(spans, "decode").span.span_id}
     drafts = [span for span in spans if span.name == "draft"]
     assert drafts
@@ -44,7 +44,7 @@ def test_one_trace_goes_from_the_client_through_all_services(run: Watched) -> No
 def test_one_trace_goes_from_an_http_client_through_all_services(run: Watched) -> None:
     assert run.web["completion_tokens"] == 48
     spans = run.collector.trace(HTTP_TRACE_ID)
-    request, attempt, serve = (named(spans, name) for name in ("text_completion demo", "attempt", "serve"))
+    request, attempt, serve = (named(spans, name) for name in ("text_completion demo", "upstream_request", "serve"))
     assert request.span.parent_span_id.hex() == HTTP_CALLER["traceparent"].split("-")[2]
     assert (attempt.span.parent_span_id, serve.span.parent_span_id) == (request.span.span_id, attempt.span.span_id)
     assert {span.name for span in spans if span.span.parent_span_id == serve.span.span_id} == ENGINE_SPANS
@@ -67,21 +67,21 @@ def test_spans_lie_within_their_parents(run: Watched) -> None:
 
 def test_verify_steps_are_events_of_the_decode_span(run: Watched) -> None:
     decode = named(run.collector.trace(TRACE_ID), "decode")
-    rounds = [plain(event.attributes) for event in decode.span.events if event.name == "round"]
-    assert len(rounds) == decode.attributes["eyas.rounds"]
-    assert sum(told["accepted"] + 1 for told in rounds) + 1 == len(run.speculative)
-    drafted = [told for told in rounds if told["nodes"]]
+    rounds = [plain(event.attributes) for event in decode.span.events if event.name == "verify_step"]
+    assert len(rounds) == decode.attributes["eyas.verify_steps"]
+    assert sum(told["accepted_tokens"] + 1 for told in rounds) + 1 == len(run.speculative)
+    drafted = [told for told in rounds if told["drafted_tokens"]]
     assert drafted
     for told in drafted:
         assert told["verify_ms"] > 0
         assert 0 < told["draft_ms"] <= told["round_trip_ms"]
-        assert told["wait_ms"] <= told["round_trip_ms"] + told["verify_ms"]
+        assert told["draft_wait_ms"] <= told["round_trip_ms"] + told["verify_ms"]
 
 
 def test_the_request_span_has_parameters_and_results(run: Watched) -> None:
     told = named(run.collector.trace(TRACE_ID), "text_completion demo").attributes
     assert (told["gen_ai.usage.output_tokens"], told["gen_ai.request.temperature"]) == (48, 0.8)
-    assert told["eyas.accepted_tokens"] + told["eyas.rounds"] + 1 == 48
+    assert told["eyas.accepted_tokens"] + told["eyas.verify_steps"] + 1 == 48
     assert told["eyas.request.id"] == "drafted"
 
 
@@ -119,12 +119,12 @@ def test_counts_agree_with_the_tokens(run: Watched) -> None:
         for family in text_string_to_metric_families(run.metrics["verifier"])
         for sample in family.samples
     }
-    rounds = values["eyas_verifier_rounds_total", "tree"] + values["eyas_verifier_rounds_total", "plain"]
+    rounds = values["eyas_verifier_verify_steps_total", "tree"] + values["eyas_verifier_verify_steps_total", "plain"]
     accepted = values["vllm:spec_decode_num_accepted_tokens_total", "demo"]
-    assert values["eyas_verifier_round_tokens_total",] == rounds + accepted
+    assert values["eyas_verifier_verify_step_tokens_total",] == rounds + accepted
     depths = [value for (name, *_), value in values.items() if name == "vllm:spec_decode_num_accepted_tokens_per_pos_total"]
     assert sum(depths) == accepted > 0
-    assert values["vllm:spec_decode_num_drafts_total", "demo"] == values["eyas_verifier_rounds_total", "tree"]
+    assert values["vllm:spec_decode_num_drafts_total", "demo"] == values["eyas_verifier_verify_steps_total", "tree"]
 
 
 def test_histograms_have_trace_exemplars(run: Watched) -> None:
@@ -180,4 +180,4 @@ def test_the_page_lists_exactly_the_emitted_spans_and_attributes(run: Watched) -
     attributes = {key for span in spans for key in span.attributes} | {
         key for event in events for key in plain(event.attributes)
     }
-    assert attributes == documented("Attributes") - {"eyas.prompt", "eyas.answer"}
+    assert attributes == documented("Attributes") - {"eyas.prompt", "eyas.completion"}
