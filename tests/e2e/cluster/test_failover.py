@@ -12,7 +12,7 @@ from pathlib import Path
 from eyas.config import RegistryConfig
 from eyas.request import SamplingParams
 from eyas.rpc.messages import NO_DRAFTER
-from eyas.services.cluster import CONFIGS, Child, Cluster, free_port, running_cluster
+from eyas.services.cluster import CONFIGS, Child, Cluster, free_port
 from eyas.services.discovery.registry import Registry
 from tests.e2e.client import Generated, generate
 
@@ -54,27 +54,24 @@ def session_on(worker: Child, cluster: Cluster) -> str:
     raise AssertionError
 
 
-def test_a_request_goes_on_exactly_on_another_verifier(tmp_path: Path) -> None:
+def test_a_request_goes_on_exactly_on_another_verifier(demo_cluster: Cluster, tmp_path: Path) -> None:
     """SIGKILL to the verifier in the middle of a request at a seeded temperature, with its drafter."""
-    with running_cluster(free_port()) as cluster:
-        for child in cluster.services:
-            cluster.wait(child)
-        moved_at: list[int] = []
+    moved_at: list[int] = []
 
-        def kill_and_go_on(out: Generated) -> bool:
-            if len(out.token_ids) >= 20 and dying.process.poll() is None:
-                dying.process.kill()
-                dying.process.wait()
-            if not moved_at and f"verifier {dying.address}: " in cluster.router.log.read_text():
-                moved_at.append(len(out.token_ids))
-            return bool(moved_at) and len(out.token_ids) >= moved_at[0] + 50
+    def kill_and_go_on(out: Generated) -> bool:
+        if len(out.token_ids) >= 20 and dying.process.poll() is None:
+            dying.process.kill()
+            dying.process.wait()
+        if not moved_at and f"verifier {dying.address}: " in demo_cluster.router.log.read_text():
+            moved_at.append(len(out.token_ids))
+        return bool(moved_at) and len(out.token_ids) >= moved_at[0] + 50
 
-        # With more slots than the other, it is the one that the router chooses while both are idle.
-        with another("verifier", cluster, tmp_path, "engine.max_kv_tokens=20000") as dying:
-            cluster.wait(dying)
-            session = session_on(dying, cluster)
-            out = generate(cluster.router.address, PROMPT, SEEDED, enough=kill_and_go_on, session=session)
-        plain = generate(cluster.router.address, PROMPT, replace(SEEDED, max_tokens=len(out.token_ids)), NO_DRAFTER)
-        assert moved_at
-        assert out.finish_reason is None
-        assert out.token_ids == plain.token_ids
+    # With more slots than the other, it is the one that the router chooses while both are idle.
+    with another("verifier", demo_cluster, tmp_path, "engine.max_kv_tokens=20000") as dying:
+        demo_cluster.wait(dying)
+        session = session_on(dying, demo_cluster)
+        out = generate(demo_cluster.router.address, PROMPT, SEEDED, enough=kill_and_go_on, session=session)
+    plain = generate(demo_cluster.router.address, PROMPT, replace(SEEDED, max_tokens=len(out.token_ids)), NO_DRAFTER)
+    assert moved_at
+    assert out.finish_reason is None
+    assert out.token_ids == plain.token_ids

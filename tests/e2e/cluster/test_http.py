@@ -1,4 +1,4 @@
-"""The HTTP door at the end of the whole network: what it says is what the gRPC door says, with drafting and without."""
+"""The HTTP API of a whole cluster: its output equals that of gRPC, with drafting and without."""
 
 import re
 import subprocess
@@ -11,7 +11,7 @@ from openai import OpenAI
 
 from eyas.request import SamplingParams
 from eyas.rpc.messages import NO_DRAFTER
-from eyas.services.cluster import ROOT, Cluster, free_port, running_cluster
+from eyas.services.cluster import ROOT, Cluster
 from tests.e2e.client import generate
 
 PROMPT = "class Queue:\n    def __init__(self"
@@ -21,26 +21,14 @@ DEMO_ADDRESS = "http://127.0.0.1:8000"
 
 
 @pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    """The demo's cluster, with a chat template."""
-    template = tmp_path_factory.mktemp("chat") / "plain.jinja"
-    template.write_text("{{ bos_token }}{% for message in messages %}{{ message.content }}{% endfor %}")
-    models = f"router.models=[{{name: demo, tokenizer: models/demo/target, chat_template: {template}}}]"
-    with running_cluster(free_port(), [models, "verifier.draft_client.draft_timeout_s=30"]) as running:
-        for child in running.services:
-            running.wait(child)
-        yield running
-
-
-@pytest.fixture(scope="module")
-def client(cluster: Cluster) -> Iterator[OpenAI]:
-    with OpenAI(base_url=f"{cluster.http}/v1", api_key="none") as made:
+def client(demo_cluster: Cluster) -> Iterator[OpenAI]:
+    with OpenAI(base_url=f"{demo_cluster.http}/v1", api_key="none") as made:
         yield made
 
 
 @pytest.mark.parametrize("drafter", ["", NO_DRAFTER])
-def test_http_and_grpc_give_equal_output_for_a_seed(cluster: Cluster, client: OpenAI, drafter: str) -> None:
-    out = generate(cluster.router.address, PROMPT, SAMPLING, drafter)
+def test_http_and_grpc_give_equal_output_for_a_seed(demo_cluster: Cluster, client: OpenAI, drafter: str) -> None:
+    out = generate(demo_cluster.router.address, PROMPT, SAMPLING, drafter)
     assert (out.stats.num_drafted > 0) == (drafter == "")
     answer = client.completions.create(**OPTIONS, logprobs=2, extra_body={"drafter": drafter})
     events = list(client.completions.create(**OPTIONS, stream=True, extra_body={"drafter": drafter}))
@@ -55,11 +43,11 @@ def test_http_and_grpc_give_equal_output_for_a_seed(cluster: Cluster, client: Op
     assert answer.usage.completion_tokens == len(out.token_ids)
 
 
-def test_a_chat_goes_through_the_template(cluster: Cluster, client: OpenAI) -> None:
+def test_a_chat_goes_through_the_template(demo_cluster: Cluster, client: OpenAI) -> None:
     messages = [{"role": "user", "content": PROMPT}]
     answer = client.chat.completions.create(model="demo", messages=messages, max_tokens=24, temperature=0)
     plain = replace(SAMPLING, max_tokens=24, temperature=0, n=1)
-    assert answer.choices[0].message.content == generate(cluster.router.address, PROMPT, plain, NO_DRAFTER).text
+    assert answer.choices[0].message.content == generate(demo_cluster.router.address, PROMPT, plain, NO_DRAFTER).text
 
 
 def test_a_prompt_is_scored_by_an_echo_without_output(client: OpenAI) -> None:
@@ -70,23 +58,23 @@ def test_a_prompt_is_scored_by_an_echo_without_output(client: OpenAI) -> None:
     assert all(value < 0 for value in choice.logprobs.token_logprobs[1:])
 
 
-def test_the_openai_example_of_the_readme_works(cluster: Cluster) -> None:
+def test_the_openai_example_of_the_readme_works(demo_cluster: Cluster) -> None:
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     (code,) = re.findall(r"^```py\n(.*?)^```", readme, re.MULTILINE | re.DOTALL)
     assert DEMO_ADDRESS in code
     done = subprocess.run(
-        [sys.executable, "-c", code.replace(DEMO_ADDRESS, cluster.http)], capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", code.replace(DEMO_ADDRESS, demo_cluster.http)], capture_output=True, text=True, timeout=60
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip()
 
 
-def test_the_curl_command_of_the_readme_works(cluster: Cluster) -> None:
+def test_the_curl_command_of_the_readme_works(demo_cluster: Cluster) -> None:
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     (command,) = re.findall(r"^curl .*?(?<!\\)\n", readme, re.MULTILINE | re.DOTALL)
     assert DEMO_ADDRESS in command
     done = subprocess.run(
-        ["bash", "-c", f"{command.strip()} --fail --silent".replace(DEMO_ADDRESS, cluster.http)],
+        ["bash", "-c", f"{command.strip()} --fail --silent".replace(DEMO_ADDRESS, demo_cluster.http)],
         capture_output=True,
         text=True,
         timeout=60,

@@ -3,21 +3,19 @@
 import functools
 import json
 import threading
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
 from eyas.request import SamplingParams
 from eyas.rpc.messages import NO_DRAFTER
-from eyas.services.cluster import Cluster, free_port, running_cluster
+from eyas.services.cluster import Cluster
 from tests import reference
 from tests.e2e.client import Generated, generate, generate_staggered
-from tests.tiny import DEMO, write_head
+from tests.tiny import DEMO
 
-TARGET, HEAD = str(DEMO / "target"), str(DEMO / "eagle3")
+TARGET = str(DEMO / "target")
 GREEDY = SamplingParams(max_tokens=20, temperature=0, ignore_eos=True, seed=0)
 SEEDED = SamplingParams(max_tokens=20, temperature=0.8, top_p=0.95, ignore_eos=True, seed=7)
 SAMPLINGS = pytest.mark.parametrize("sampling", [GREEDY, SEEDED], ids=["greedy", "seeded"])
@@ -39,26 +37,11 @@ def each(sampling: SamplingParams) -> list[SamplingParams]:
     return [replace(sampling, seed=100 + i, max_tokens=20 - i) for i in range(8)]
 
 
-@pytest.fixture(scope="module", params=["good", "random"])
-def cluster(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    """The demo's cluster, with its own head and prompt lookup, or with a head of random weights alone."""
-    head, drafter = HEAD, "eagle3+prompt_lookup"
-    if request.param == "random":
-        drafter = "eagle3"
-        head = str(write_head(tmp_path_factory.mktemp("head"), vocab_size=4096, draft_vocab=512, hidden=256))
-        Path(head, "config.json").write_text(Path(head, "config.json").read_text().replace("[1, 2, 3]", "[2, 6, 9]"))
-    settings = [
-        f"draft.drafter={drafter}",
-        f"draft.head={head}",
-        f"verifier.head={head}",
-        "verifier.draft_client.draft_timeout_s=30",
-    ]
-    if request.param == "random":
-        settings.append("verifier.probe=never")
-    with running_cluster(free_port(), settings) as running:
-        for child in running.services:
-            running.wait(child)
-        yield running
+@pytest.fixture(scope="module", params=["demo_cluster", "random_cluster"])
+def cluster(request: pytest.FixtureRequest) -> Cluster:
+    """The demo's cluster, and one with a draft head of random weights."""
+    found: Cluster = request.getfixturevalue(request.param)
+    return found
 
 
 @SAMPLINGS
@@ -94,31 +77,28 @@ def test_eight_staggered_requests_equal_the_plain_loop(cluster: Cluster, samplin
 
 def test_only_a_good_head_shortens_the_work(cluster: Cluster, request: pytest.FixtureRequest) -> None:
     out = generate(cluster.router.address, prompts()[0], replace(GREEDY, max_tokens=64))
-    assert (out.stats.acceptance_length > 2.0) == (request.node.callspec.params["cluster"] == "good")
+    assert (out.stats.acceptance_length > 2.0) == (request.node.callspec.params["cluster"] == "demo_cluster")
 
 
-def test_killing_the_draft_service_half_way_changes_nothing() -> None:
+def test_killing_the_draft_service_half_way_changes_nothing(random_cluster: Cluster) -> None:
     """SIGKILL in the middle of two running requests, a greedy and a seeded one; they go on as plain decoding."""
-    with running_cluster(free_port(), ["verifier.draft_client.draft_timeout_s=30"]) as cluster:
-        for child in cluster.services:
-            cluster.wait(child)
-        killed, outs = threading.Event(), [Generated(), Generated()]
+    killed, outs = threading.Event(), [Generated(), Generated()]
 
-        def kill_and_go_on(out: Generated) -> bool:
-            if not killed.is_set() and all(other.stats.num_drafted > 0 for other in outs):
-                cluster.draft.process.kill()
-                cluster.draft.process.wait()
-                killed.set()
-            last = [chunk.chunk.verify_step for chunk in out.chunks[-5:]]
-            return killed.is_set() and all(r is not None and r.drafted == 0 for r in last)
+    def kill_and_go_on(out: Generated) -> bool:
+        if not killed.is_set() and all(other.stats.num_drafted > 0 for other in outs):
+            random_cluster.draft.process.kill()
+            random_cluster.draft.process.wait()
+            killed.set()
+        last = [chunk.chunk.verify_step for chunk in out.chunks[-5:]]
+        return killed.is_set() and all(r is not None and r.drafted == 0 for r in last)
 
-        asked = [replace(sampling, max_tokens=1500) for sampling in (GREEDY, SEEDED)]
-        address, prompt = cluster.router.address, prompts()[0]
-        with ThreadPoolExecutor() as pool:
-            list(pool.map(lambda params, out: generate(address, prompt, params, "", kill_and_go_on, out), asked, outs))
-        assert killed.is_set()
-        for params, out in zip(asked, outs, strict=True):
-            assert out.finish_reason is None, "plain rounds came before its end"
-            plain = generate(address, prompt, replace(params, max_tokens=len(out.token_ids)), NO_DRAFTER)
-            assert out.token_ids == plain.token_ids
-        assert generate(address, prompts()[1], SEEDED).token_ids == expected(prompts()[1], SEEDED)
+    asked = [replace(sampling, max_tokens=1500) for sampling in (GREEDY, SEEDED)]
+    address, prompt = random_cluster.router.address, prompts()[0]
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(lambda params, out: generate(address, prompt, params, "", kill_and_go_on, out), asked, outs))
+    assert killed.is_set()
+    for params, out in zip(asked, outs, strict=True):
+        assert out.finish_reason is None, "plain rounds came before its end"
+        plain = generate(address, prompt, replace(params, max_tokens=len(out.token_ids)), NO_DRAFTER)
+        assert out.token_ids == plain.token_ids
+    assert generate(address, prompts()[1], SEEDED).token_ids == expected(prompts()[1], SEEDED)

@@ -1,0 +1,40 @@
+"""The clusters that the tests of this folder share; they run in one process, see tests/conftest.py."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from eyas.services.cluster import Cluster, free_port, running_cluster
+from tests.tiny import write_head
+
+TEMPLATE = "{{ bos_token }}{% for message in messages %}{{ message.content }}{% endfor %}"
+
+
+@pytest.fixture(scope="session")
+def demo_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """The demo's cluster with a chat template."""
+    template = tmp_path_factory.mktemp("chat") / "plain.jinja"
+    template.write_text(TEMPLATE)
+    yield from started(
+        f"router.models=[{{name: demo, tokenizer: models/demo/target, chat_template: {template}}}]",
+    )
+
+
+@pytest.fixture(scope="session")
+def random_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """A cluster whose draft head has random weights."""
+    head = write_head(tmp_path_factory.mktemp("head"), vocab_size=4096, draft_vocab=512, hidden=256)
+    config = Path(head, "config.json")
+    config.write_text(config.read_text().replace("[1, 2, 3]", "[2, 6, 9]"))
+    yield from started(
+        "draft.method=eagle3", f"draft.draft_model={head}", f"verifier.draft_model={head}", "verifier.validate_head=never"
+    )
+
+
+def started(*settings: str) -> Iterator[Cluster]:
+    """A running cluster whose services are ready. Drafts may take long: the machine is shared."""
+    with running_cluster(free_port(), [*settings, "verifier.draft_client.draft_timeout_s=30"]) as running:
+        for child in running.services:
+            running.wait(child)
+        yield running
