@@ -17,7 +17,7 @@ METHOD = "eagle3+prompt_lookup"
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
     yield from started(
-        f"draft.method={METHOD}", f"verifier.method={METHOD}", "draft.drafting.draft_ahead.num_candidates=8",
+        f"draft.method={METHOD}", f"verifier.method={METHOD}", "draft.drafting.draft_ahead.top_k=8",
         "draft.tree.num_draft_tokens=12", "verifier.tree.num_draft_tokens=12",
     )  # fmt: skip
 

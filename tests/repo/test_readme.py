@@ -1,4 +1,4 @@
-"""What the README tells people to type works."""
+"""The commands and the code of the README work."""
 
 import os
 import re
@@ -36,7 +36,8 @@ def commands_of(tool: str) -> list[list[str]]:
 
 
 def test_readme_shows_the_two_commands() -> None:
-    assert {"demo", "up"} <= {word for words in commands_of("make") for word in words[1:]}
+    assert ["make", "demo"] in commands_of("make")
+    assert any(words[1] == "serve" for words in commands_of("eyas"))
 
 
 def test_make_targets_of_the_readme_exist() -> None:
