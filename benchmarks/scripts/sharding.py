@@ -21,7 +21,7 @@ from eyas.block_hash import BLOCK_TOKENS
 from eyas.config import RoutingConfig
 from eyas.rpc.messages import Lease, Load, ModelInfo
 from eyas.services.discovery.registry import Placement
-from eyas.services.router.routing import Fleet, Pair, RequestDemand, pick
+from eyas.services.router.routing import Pair, RoutingRequest, WorkerSnapshot, pick
 from eyas.services.router.workers import SentBlocks
 
 MODEL = ModelInfo("model", "target", 128_256, 131_072, "head")
@@ -114,14 +114,14 @@ class Simulation:
         ]
         self._caches = {lease.incarnation: OrderedDict() for lease in self.verifiers}
 
-    def fleet(self) -> Fleet:
+    def snapshot(self) -> WorkerSnapshot:
         """What the router knows."""
-        return Fleet(self.verifiers, self.drafters, self.in_flight, sent=self.sent.by_worker)
+        return WorkerSnapshot(self.verifiers, self.drafters, self.in_flight, sent_blocks=self.sent.by_worker)
 
-    def demand(self, session: Session) -> RequestDemand:
+    def routing_request(self, session: Session) -> RoutingRequest:
         """Of the session's next turn."""
-        num_slots = (len(session.blocks) + self.settings.turn_blocks) * BLOCK_TOKENS
-        return RequestDemand(MODEL.name, num_slots, last=session.last, session=session.name, blocks=session.blocks)
+        num_tokens = (len(session.blocks) + self.settings.turn_blocks) * BLOCK_TOKENS
+        return RoutingRequest(MODEL.name, num_tokens, last=session.last, session=session.name, block_hashes=session.blocks)
 
     def run(self, policy: str) -> Outcome:
         """Every turn of every session."""
@@ -134,16 +134,16 @@ class Simulation:
         for number_, session in enumerate(self._turns()):
             if number_ % self.settings.lease_requests == 0:
                 self._announce()
-            demand, last = self.demand(session), session.last
+            request, last = self.routing_request(session), session.last
             began = time.process_time_ns()
-            pair = pick(self.fleet(), demand, self.config)
+            pair = pick(self.snapshot(), request, self.config)
             times.append(time.process_time_ns() - began)
             assert pair is not None
             if last is not None:
                 num_later += 1
                 num_kept += last.verifier == pair.verifier.incarnation
-            num_asked += len(demand.blocks)
-            num_possible += sum(block in known for block in demand.blocks)
+            num_asked += len(request.block_hashes)
+            num_possible += sum(block in known for block in request.block_hashes)
             num_hit += self._serve(pair, session)
             known.update(session.blocks)
             running.append(pair)
@@ -168,15 +168,15 @@ class Simulation:
 
     def homes(self, sessions: Sequence[Session], verifiers: Sequence[Lease], remembered: str) -> list[str]:
         """Where each session would go now, were these the verifiers. remembered: "pairs", "prefix_hashes" or "nothing"."""
-        fleet = replace(self.fleet(), verifiers=verifiers)
+        workers = replace(self.snapshot(), verifiers=verifiers)
         if remembered != "pairs":
-            fleet = replace(fleet, sent={})
+            workers = replace(workers, sent_blocks={})
         if remembered == "nothing":
-            fleet = replace(fleet, verifiers=[replace(lease, prefix_hashes=frozenset()) for lease in verifiers])
+            workers = replace(workers, verifiers=[replace(lease, prefix_hashes=frozenset()) for lease in verifiers])
         chosen = []
         for session in sessions:
-            demand = self.demand(session)
-            pair = pick(fleet, demand if remembered == "pairs" else replace(demand, last=None), self.config)
+            request = self.routing_request(session)
+            pair = pick(workers, request if remembered == "pairs" else replace(request, last=None), self.config)
             assert pair is not None
             chosen.append(pair.verifier.incarnation)
         return chosen

@@ -142,7 +142,7 @@ def _tell(steps: Steps, verifier: VerifierTelemetry, router: RouterTelemetry) ->
         for request in steps.requests:
             observed = stack.enter_context(router.request(GenerateCall(request)))
             seen[request.id] = observed
-            call = observed.prepared(GenerateCall(request, model="demo"))
+            call = observed.set_call(GenerateCall(request, model="demo"))
             stack.enter_context(verifier.request(request, call.trace))
         for report, chunks in steps.told:
             started = time.thread_time()
@@ -151,7 +151,7 @@ def _tell(steps: Steps, verifier: VerifierTelemetry, router: RouterTelemetry) ->
             verifier.stepped(report, chunks)
             engine += time.thread_time() - started
             for chunk in chunks:
-                seen[chunk.request_id].saw(TextChunk(chunk))
+                seen[chunk.request_id].add(TextChunk(chunk))
     return engine
 
 

@@ -26,8 +26,8 @@ from eyas.rpc.convert import call_from_message, chunk_to_message, models_to_mess
 from eyas.rpc.messages import TextChunk
 from eyas.rpc.server import retry_hint, status_of
 from eyas.services.ray.config import EnvironmentConfig, on_node
-from eyas.services.router.api_keys import load_keys
 from eyas.services.router.app import build_router
+from eyas.services.router.auth import load_api_keys
 from eyas.telemetry.logging import configure_logging
 from eyas.telemetry.tracing import trace_pairs
 from eyas.v1 import generation_pb2
@@ -109,14 +109,14 @@ class Router:
         by their leases. Raises ConfigError, which Serve shows."""
         configure_logging(config.telemetry.log_format)
         here = on_node(config, names, get_node_ip_address())
-        self._keys = load_keys(here.api_keys)
+        self._keys = load_api_keys(here.api_keys)
         self._stack = AsyncExitStack()
         self._core = await self._stack.enter_async_context(build_router(here, self._keys, _NoHealth()))
-        await self._core.presence.enter("")
+        await self._core.readiness.enter("")
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         """What Serve's HTTP proxies talk to."""
-        return self._core.app
+        return self._core.http
 
     async def Generate(  # noqa: N802
         self, request: generation_pb2.GenerateRequest, grpc_context: RayServegRPCContext
@@ -125,9 +125,9 @@ class Router:
         try:
             self._admit(grpc_context)
             asked = replace(call_from_message(request), trace=trace_pairs(grpc_context.invocation_metadata()))
-            with self._core.front.refusals(asked):
-                call = await self._core.front.prepare(asked)
-            stream = self._core.front.stream(call, None, lambda pairs: grpc_context.set_trailing_metadata(list(pairs)))
+            with self._core.service.record_rejection(asked):
+                call = await self._core.service.prepare(asked)
+            stream = self._core.service.stream(call, None, lambda pairs: grpc_context.set_trailing_metadata(list(pairs)))
             async with aclosing(_last_ones_last(stream)) as chunks:
                 async for chunk in chunks:
                     yield chunk_to_message(chunk)
@@ -143,18 +143,18 @@ class Router:
         """The configured models that a live verifier serves."""
         try:
             self._admit(grpc_context)
-            return models_to_message(self._core.front.models())
+            return models_to_message(self._core.service.models())
         except EyasError as error:
             _refuse(error, grpc_context)
 
     async def __del__(self) -> None:
         """Serve awaits it, when no request is left."""
-        await self._core.presence.leave()
+        await self._core.readiness.leave()
         await self._stack.aclose()
 
     def _admit(self, context: RayServegRPCContext) -> None:
         given = dict(context.invocation_metadata()).get("authorization", "")
-        if not self._keys.admit(given):
+        if not self._keys.accepts(given):
             raise Unauthenticated("no known API key; send one as the metadata 'authorization: Bearer KEY'")
 
 

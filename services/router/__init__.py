@@ -1,1 +1,1 @@
-"""The only door: text in, text out."""
+"""The router: clients send it text over gRPC or HTTP; it runs each request on a verifier and a drafter."""

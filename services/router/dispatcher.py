@@ -1,7 +1,7 @@
-"""From a pair of workers back to one unbroken run of chunks. Given a call with token ids; knows no text.
+"""Run a request on a pair of workers, and retry it on another pair when its verifier fails.
 
-The noise of a draw depends on the request's seed and the absolute position alone, so a request whose verifier is lost goes
-on elsewhere, exactly, from the tokens it already has.
+A retry continues exactly: the noise of a draw depends only on the request's seed and the absolute position, so another
+verifier of the same target goes on from the tokens that the request already has.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+from collections import OrderedDict
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
@@ -22,182 +23,192 @@ from eyas.request import Chunk
 from eyas.rpc.convert import call_to_message, chunk_from_message
 from eyas.rpc.messages import NO_DRAFTER, ROUND_TRIP_KEY, GenerateCall
 from eyas.rpc.server import status_error
-from eyas.services.discovery.registry import Placement
-from eyas.services.router.routing import Pair, RequestDemand
+from eyas.services.discovery.registry import Placement, Registry
+from eyas.services.router.routing import Pair, RoutingRequest
 from eyas.services.router.telemetry import RouterTelemetry
-from eyas.services.router.workers import SessionMap, WorkerPool
+from eyas.services.router.workers import WorkerPool
 from eyas.v1 import generation_pb2
 from eyas.v1.generation_pb2_grpc import GenerationStub
 
 MAX_ATTEMPTS = 3
-TRAILER_SECONDS = 1.0
+MAX_SESSIONS = 65536
+TRAILER_TIMEOUT_S = 1.0
 
-TrailerSink = Callable[[Sequence[tuple[str, str]]], None]
+TrailerCallback = Callable[[Sequence[tuple[str, str]]], None]
 GenerateStream = grpc.aio.UnaryStreamCall[generation_pb2.GenerateRequest, generation_pb2.GenerateChunk]
 
 log = logging.getLogger(__name__)
 
 
-@dataclass
-class _RetryState:
-    """A request between its attempts: what it has got so far, and who has failed it."""
+class SessionMap:
+    """The last placement of each session: from the registry that all routers share, else from this router's memory.
 
-    call: GenerateCall
-    demand: RequestDemand
-    token_ids: list[int] = field(default_factory=list)
-    error: EyasError | None = None
+    registry: None without one; its owner closes it.
+    """
 
-    def rest(self, pair: Pair) -> GenerateCall:
-        """The call that continues after the tokens it already has."""
-        request, num_done = self.call.request, len(self.token_ids)
-        sampling = replace(
-            request.sampling,
-            max_tokens=request.sampling.max_tokens - num_done,
-            min_tokens=max(request.sampling.min_tokens - num_done, 0),
-            prompt_logprobs=None if num_done else request.sampling.prompt_logprobs,
-        )
-        prompt_ids = (*request.prompt_ids, *self.token_ids)
-        request = replace(request, prompt_ids=prompt_ids, sampling=sampling, num_emitted=request.num_emitted + num_done)
-        drafter = pair.drafter.address if pair.drafter else "" if self.demand.wants_drafter else NO_DRAFTER
-        return replace(self.call, request=request, drafter=drafter, fingerprint=pair.verifier.model.fingerprint)
+    def __init__(self, registry: Registry | None, limit: int = MAX_SESSIONS) -> None:
+        self._registry = registry
+        self._limit = limit
+        self._local: OrderedDict[str, Placement] = OrderedDict()
 
-    def accepted(self, pair: Pair, chunk: Chunk) -> None:
-        """Count a chunk; from here on only the same target may continue."""
-        self.token_ids += chunk.token_ids
-        self.demand = replace(self.demand, fingerprint=pair.verifier.model.fingerprint)
+    async def placement(self, session: str) -> Placement | None:
+        """Return the session's last placement, or None if it is not known."""
+        shared = await self._registry.placement(session) if self._registry else None
+        return shared or self._local.get(session)
 
-    def failed(self, pair: Pair, error: EyasError) -> None:
-        """Try no more on this verifier."""
-        self.error = error
-        self.demand = replace(self.demand, excluded=self.demand.excluded | {pair.verifier.incarnation})
+    async def place(self, session: str, placement: Placement) -> None:
+        """Store a session's placement."""
+        self._local[session] = placement
+        self._local.move_to_end(session)
+        while len(self._local) > self._limit:
+            self._local.popitem(last=False)
+        if self._registry:
+            await self._registry.place(session, placement)
 
 
 @dataclass
 class PlacementHint:
-    """Where the completions of one request run, so that they share its prefix: the pair that the first of them got."""
+    """Where the first completion of a request runs; the others are placed there too, to share its cached prefix."""
 
     placement: Placement | None = None
 
 
 class Dispatcher:
-    """Runs calls on workers. stall: longest silence of a verifier that has begun to answer, in seconds.
+    """Streams calls from verifiers, with retries. stall_timeout_s: longest time between two chunks of a verifier.
 
-    Before its first chunk a request may wait in the verifier's queue as long as its deadline lets it; a verifier that hangs
-    or is out of reach meanwhile shows in the channel's pings.
+    The stall timeout does not apply before the first chunk: a request may wait in the verifier's queue until its deadline.
+    Keepalive pings detect a verifier that hangs or cannot be reached meanwhile.
     """
 
     def __init__(
-        self, workers: WorkerPool, sessions: SessionMap, stall: float, telemetry: RouterTelemetry | None = None
+        self, workers: WorkerPool, sessions: SessionMap, stall_timeout_s: float, telemetry: RouterTelemetry | None = None
     ) -> None:
         self._telemetry = telemetry or RouterTelemetry()
         self._workers = workers
         self._sessions = sessions
-        self._stall = stall
-        self._binding: set[asyncio.Task[None]] = set()
+        self._stall_timeout_s = stall_timeout_s
+        self._placing: set[asyncio.Task[None]] = set()
 
     async def stream(
-        self, call: GenerateCall, home: PlacementHint, deadline: float, sink: TrailerSink
+        self, call: GenerateCall, hint: PlacementHint, deadline: float, on_trailers: TrailerCallback
     ) -> AsyncGenerator[Chunk, None]:
-        """The chunks of a call, up to and with the one that says why it ended.
+        """Yield the chunks of a call; the last one has a finish reason.
 
-        call: for one completion, its seed set and its stop strings left out. home: shared by the completions of a request.
-        deadline: on the running loop's clock. sink: takes what the verifier measured, once it has ended by itself.
-        Raises TimeoutError at the deadline; Unavailable when no verifier can serve the call; the verifier's own error
-        when it refuses it.
+        Args:
+            call: one completion, with its seed set and without stop strings.
+            hint: shared by the completions of a request.
+            deadline: by the clock of the running event loop, in seconds.
+            on_trailers: receives the verifier's measurements when the call has ended normally.
+
+        Raises:
+            TimeoutError: at the deadline.
+            Unavailable: no verifier can serve the call.
+            EyasError: the verifier's own error, when it rejects the call.
         """
-        request = call.request
-        last = await self._sessions.placement(request.session) if request.session else None
-        journey = _RetryState(call, _demand(call, home.placement or last))
+        session = call.request.session
+        last = await self._sessions.placement(session) if session else None
+        state = _RetryState(call, _routing_request(call, hint.placement or last))
         while True:
-            pair = self._choose(journey)
-            home.placement = home.placement or _placement(pair)
+            pair = self._pick(state)
+            hint.placement = hint.placement or _placement(pair)
+            remaining = state.remaining_call(pair)
             try:
-                with self._telemetry.attempt(journey.rest(pair), pair, len(journey.demand.excluded)) as rest:
-                    async with aclosing(self._attempt(pair, rest, deadline, sink)) as chunks:
+                with self._telemetry.upstream_request(remaining, pair, len(state.routing.excluded)) as traced:
+                    async with aclosing(self._stream_from(pair, traced, deadline, on_trailers)) as chunks:
                         async for chunk in chunks:
-                            if not journey.demand.fingerprint:
-                                self._workers.accepted(pair, journey.demand)
-                                self._bind(request.session, pair)
-                            journey.accepted(pair, chunk)
+                            if not state.routing.fingerprint:
+                                self._workers.record_success(pair, state.routing)
+                                self._place(session, pair)
+                            state.add(pair, chunk)
                             yield chunk
                 return
             except (Unavailable, Overloaded) as error:
-                log.warning("request %s: verifier %s: %s", request.id, pair.verifier.address, error)
+                log.warning("request %s: verifier %s: %s", call.request.id, pair.verifier.address, error)
                 if isinstance(error, Unavailable):
-                    self._workers.suspect(pair.verifier)
-                journey.failed(pair, error)
+                    self._workers.record_failure(pair.verifier)
+                state.exclude(pair, error)
 
-    def _choose(self, journey: _RetryState) -> Pair:
-        demand = journey.demand
-        pair = self._workers.choose(demand) if len(demand.excluded) < MAX_ATTEMPTS else None
+    def _pick(self, state: _RetryState) -> Pair:
+        pair = self._workers.pick(state.routing) if len(state.routing.excluded) < MAX_ATTEMPTS else None
         if pair is not None:
             return pair
-        raise journey.error or Unavailable(f"no verifier of model {demand.model!r} is alive; start one or try again later")
+        raise state.error or no_verifier(state.routing.model)
 
-    async def _attempt(
-        self, pair: Pair, call: GenerateCall, deadline: float, sink: TrailerSink
+    async def _stream_from(
+        self, pair: Pair, call: GenerateCall, deadline: float, on_trailers: TrailerCallback
     ) -> AsyncGenerator[Chunk, None]:
-        """One verifier's chunks. Leaving early cancels the call there."""
-        left = deadline - asyncio.get_running_loop().time()
+        """Yield the chunks of one verifier; closing the generator early cancels the call."""
+        remaining_s = deadline - asyncio.get_running_loop().time()
         stub = GenerationStub(self._workers.channel(pair.verifier))
-        stream = stub.Generate(call_to_message(call), timeout=max(left, 0), metadata=call.trace)
-        with self._workers.busy(pair, stream.cancel):
+        stream = stub.Generate(call_to_message(call), timeout=max(remaining_s, 0), metadata=call.trace)
+        with self._workers.in_flight(pair, stream.cancel):
             try:
-                finished, stall = False, math.inf
+                finished, stall_timeout_s = False, math.inf
                 while not finished:
-                    chunk = await self._read(stream, call.request.id, deadline, stall)
-                    finished, stall = chunk.finish_reason is not None, self._stall
+                    chunk = await _read(stream, call.request.id, deadline, stall_timeout_s)
+                    finished, stall_timeout_s = chunk.finish_reason is not None, self._stall_timeout_s
                     yield chunk
-                sink(await _measurements(stream))
+                on_trailers(await _measurements(stream))
             finally:
                 stream.cancel()
 
-    async def _read(self, stream: GenerateStream, request_id: str, deadline: float, stall: float) -> Chunk:
-        left = deadline - asyncio.get_running_loop().time()
-        try:
-            message = await asyncio.wait_for(stream.read(), min(left, stall))
-        except TimeoutError as error:
-            if left <= stall:
-                raise
-            raise Unavailable(f"the verifier sent nothing for {stall} s") from error
-        except grpc.aio.AioRpcError as error:
-            if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
-                raise TimeoutError from error
-            raise _as_eyas_error(error) from error
-        except asyncio.CancelledError:
-            if _this_task_is_cancelled():
-                raise
-            raise Unavailable("the verifier cancelled the call") from None
-        if isinstance(message, generation_pb2.GenerateChunk):
-            return chunk_from_message(message, request_id).chunk
-        raise Unavailable("the verifier ended the stream without saying why")
-
-    def _bind(self, session: str, pair: Pair) -> None:
-        """Let the session's next request meet the same pair; nobody waits for it."""
+    def _place(self, session: str, pair: Pair) -> None:
+        """Store where the session runs, without waiting for the registry."""
         if session:
             task = asyncio.create_task(self._sessions.place(session, _placement(pair)))
-            self._binding.add(task)
-            task.add_done_callback(self._binding.discard)
+            self._placing.add(task)
+            task.add_done_callback(self._placing.discard)
 
 
-async def _measurements(stream: GenerateStream) -> list[tuple[str, str]]:
-    """What the verifier measured; nothing if it does not say so soon."""
-    try:
-        trailers = await asyncio.wait_for(stream.trailing_metadata(), TRAILER_SECONDS)
-    except TimeoutError:
-        return []
-    return [(key, str(value)) for key, value in trailers if key == ROUND_TRIP_KEY]
+@dataclass
+class _RetryState:
+    """A request across its upstream attempts: the tokens received so far, and the verifiers that failed it."""
+
+    call: GenerateCall
+    routing: RoutingRequest
+    token_ids: list[int] = field(default_factory=list)
+    error: EyasError | None = None
+
+    def remaining_call(self, pair: Pair) -> GenerateCall:
+        """Return the call that continues after the tokens received so far."""
+        request, num_received = self.call.request, len(self.token_ids)
+        sampling = replace(
+            request.sampling,
+            max_tokens=request.sampling.max_tokens - num_received,
+            min_tokens=max(request.sampling.min_tokens - num_received, 0),
+            prompt_logprobs=None if num_received else request.sampling.prompt_logprobs,
+        )
+        prompt_ids = (*request.prompt_ids, *self.token_ids)
+        num_emitted = request.num_emitted + num_received
+        request = replace(request, prompt_ids=prompt_ids, sampling=sampling, num_emitted=num_emitted)
+        drafter = pair.drafter.address if pair.drafter else "" if self.routing.wants_drafter else NO_DRAFTER
+        return replace(self.call, request=request, drafter=drafter, fingerprint=pair.verifier.model.fingerprint)
+
+    def add(self, pair: Pair, chunk: Chunk) -> None:
+        """Keep a chunk's tokens; from now on only verifiers of the same target may continue."""
+        self.token_ids += chunk.token_ids
+        self.routing = replace(self.routing, fingerprint=pair.verifier.model.fingerprint)
+
+    def exclude(self, pair: Pair, error: EyasError) -> None:
+        """Exclude a verifier that failed from further attempts."""
+        self.error = error
+        self.routing = replace(self.routing, excluded=self.routing.excluded | {pair.verifier.incarnation})
 
 
-def _demand(call: GenerateCall, last: Placement | None) -> RequestDemand:
+def no_verifier(model: str) -> Unavailable:
+    """Return the error for a model without a live verifier."""
+    return Unavailable(f"no verifier of model {model!r} is alive; start one or try again later")
+
+
+def _routing_request(call: GenerateCall, last: Placement | None) -> RoutingRequest:
     request = call.request
-    return RequestDemand(
+    return RoutingRequest(
         model=call.model,
-        num_slots=len(request.prompt_ids) + request.sampling.max_tokens,
+        num_tokens=len(request.prompt_ids) + request.sampling.max_tokens,
         wants_drafter=call.drafter != NO_DRAFTER,
         last=last,
         session=request.session,
-        blocks=block_hashes(request.prompt_ids),
+        block_hashes=block_hashes(request.prompt_ids),
     )
 
 
@@ -205,15 +216,41 @@ def _placement(pair: Pair) -> Placement:
     return Placement(pair.verifier.incarnation, pair.drafter.incarnation if pair.drafter else "")
 
 
-def _as_eyas_error(error: grpc.aio.AioRpcError) -> EyasError:
-    """A call cancelled by a verifier that stops may be tried elsewhere."""
+async def _read(stream: GenerateStream, request_id: str, deadline: float, stall_timeout_s: float) -> Chunk:
+    remaining_s = deadline - asyncio.get_running_loop().time()
+    try:
+        message = await asyncio.wait_for(stream.read(), min(remaining_s, stall_timeout_s))
+    except TimeoutError as error:
+        if remaining_s <= stall_timeout_s:
+            raise
+        raise Unavailable(f"the verifier sent nothing for {stall_timeout_s} s") from error
+    except grpc.aio.AioRpcError as error:
+        if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
+            raise TimeoutError from error
+        raise _eyas_error(error) from error
+    except asyncio.CancelledError:
+        task = asyncio.current_task()
+        if task is not None and task.cancelling() > 0:
+            raise
+        raise Unavailable("the verifier cancelled the call") from None
+    if isinstance(message, generation_pb2.GenerateChunk):
+        return chunk_from_message(message, request_id).chunk
+    raise Unavailable("the verifier ended the stream without a finish reason")
+
+
+def _eyas_error(error: grpc.aio.AioRpcError) -> EyasError:
+    """Return the error of a failed call; one that the verifier cancelled may be retried."""
     if error.code() is grpc.StatusCode.CANCELLED:
         return Unavailable("the verifier cancelled the call")
     if error.code() is grpc.StatusCode.UNAVAILABLE and "ping timeout" in (error.details() or ""):
-        return Unavailable("the verifier gave no sign of life; it hangs, or the network between is broken")
+        return Unavailable("the verifier does not answer keepalive pings; it hangs, or the network is broken")
     return status_error(error)
 
 
-def _this_task_is_cancelled() -> bool:
-    task = asyncio.current_task()
-    return task is not None and task.cancelling() > 0
+async def _measurements(stream: GenerateStream) -> list[tuple[str, str]]:
+    """Return the verifier's measurements from the trailing metadata; none if they do not arrive in time."""
+    try:
+        trailers = await asyncio.wait_for(stream.trailing_metadata(), TRAILER_TIMEOUT_S)
+    except TimeoutError:
+        return []
+    return [(key, str(value)) for key, value in trailers if key == ROUND_TRIP_KEY]

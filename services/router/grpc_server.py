@@ -1,77 +1,37 @@
-"""Keys and TLS of the gRPC door: what stands before its own services. Knows no messages.
-
-The gRPC door of the router: messages in, messages out. Knows no text and no workers.
-"""
+"""The gRPC listener of the router: its servicer and its TLS credentials."""
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
 from contextlib import aclosing
 from dataclasses import replace
-from typing import Any, NoReturn, cast
+from typing import Any
 
 import grpc
 import grpc.aio
 
 from eyas.config import TlsConfig
-from eyas.errors import Unauthenticated
-from eyas.rpc.channel import Certificates
-from eyas.rpc.channel import server_credentials as credentials_of
+from eyas.rpc import channel
 from eyas.rpc.convert import call_from_message, chunk_to_message, models_to_message
-from eyas.services.router.api_keys import ApiKeys
 from eyas.services.router.generation import GenerationService
 from eyas.telemetry.tracing import trace_pairs
 from eyas.v1 import generation_pb2
 from eyas.v1.generation_pb2_grpc import GenerationServicer
 
-_OURS = "/eyas."
-
-
-class ApiKeyInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
-    """Lets calls of Eyas' own services in with the metadata `authorization: Bearer KEY`; health and reflection are open."""
-
-    def __init__(self, keys: ApiKeys) -> None:
-        self._keys = keys
-
-    async def intercept_service(
-        self,
-        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any]]],
-        handler_call_details: grpc.HandlerCallDetails,
-    ) -> grpc.RpcMethodHandler[Any, Any]:
-        metadata = cast("tuple[tuple[str, str], ...]", handler_call_details.invocation_metadata or ())
-        given = dict(metadata).get("authorization", "")
-        if not handler_call_details.method.startswith(_OURS) or self._keys.admit(given):
-            return await continuation(handler_call_details)
-        return grpc.unary_unary_rpc_method_handler(_refuse)
-
-
-async def _refuse(request: Any, context: Any) -> NoReturn:
-    raise Unauthenticated("no known API key; send one as the metadata 'authorization: Bearer KEY'")
-
-
-def server_credentials(config: TlsConfig) -> grpc.ServerCredentials | None:
-    """What a gRPC server needs for TLS; None without it. Raises ConfigError for files that cannot be used."""
-    return (
-        credentials_of(Certificates("tls.cert_file and tls.key_file", config.cert_file, config.key_file))
-        if config.cert_file
-        else None
-    )
-
 
 class RouterServicer(GenerationServicer):
-    """Takes text or token ids from clients."""
+    """Serves Generation to clients, for prompts of text or token ids."""
 
-    def __init__(self, front: GenerationService) -> None:
-        self._front = front
+    def __init__(self, service: GenerationService) -> None:
+        self._service = service
 
-    async def Generate(  # type: ignore[override]  # noqa: N802 - a coroutine that writes hears of a cancellation at once
+    async def Generate(  # type: ignore[override]  # noqa: N802 - a coroutine that writes is cancelled with its call
         self, request: generation_pb2.GenerateRequest, context: Any
     ) -> None:
         """Stream the continuation of a prompt."""
-        asked = replace(call_from_message(request), trace=trace_pairs(context.invocation_metadata() or ()))
-        with self._front.refusals(asked):
-            call = await self._front.prepare(asked)
-        stream = self._front.stream(call, context.time_remaining(), context.set_trailing_metadata)
+        received = replace(call_from_message(request), trace=trace_pairs(context.invocation_metadata() or ()))
+        with self._service.record_rejection(received):
+            call = await self._service.prepare(received)
+        stream = self._service.stream(call, context.time_remaining(), context.set_trailing_metadata)
         async with aclosing(stream) as chunks:
             async for chunk in chunks:
                 await context.write(chunk_to_message(chunk))
@@ -79,5 +39,13 @@ class RouterServicer(GenerationServicer):
     async def ListModels(  # noqa: N802
         self, request: generation_pb2.ListModelsRequest, context: Any
     ) -> generation_pb2.ListModelsResponse:
-        """The configured models that a live verifier serves."""
-        return models_to_message(self._front.models())
+        """List the configured models that a live verifier serves."""
+        return models_to_message(self._service.models())
+
+
+def server_credentials(config: TlsConfig) -> grpc.ServerCredentials | None:
+    """Return the gRPC server's TLS credentials; None without TLS. Raises ConfigError for files that cannot be used."""
+    if not config.cert_file:
+        return None
+    names = "tls.cert_file and tls.key_file"
+    return channel.server_credentials(channel.Certificates(names, config.cert_file, config.key_file))

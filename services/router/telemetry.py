@@ -1,10 +1,6 @@
-"""Counts what the HTTP door answers, refusals before any request among them. Knows routes and statuses, no bodies.
+"""Metrics, spans and log lines of a router: one `RequestSpan` for each request, counters for what happens around it.
 
-One request as the router sees it pass: calls and chunks in, numbers and the attributes of its span out.
-
-What the router tells of its requests: their beginning, chunks and end in; metrics, spans and log lines out.
-
-Knows requests by their numbers; prompts and answers only where the settings ask for them.
+Prompts and completions appear only if `telemetry.log_prompts` is set.
 """
 
 from __future__ import annotations
@@ -31,12 +27,203 @@ from eyas.telemetry.metrics import MetricSample, ScrapeCollector, counter, gauge
 from eyas.telemetry.setup import Telemetry
 from eyas.telemetry.tracing import Attributes, context_of, exemplar, trace_of
 
+PROVIDER = "eyas"
+
 # Methods that may become a label; OpenTelemetry calls every other one _OTHER.
 _METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE", "CONNECT"})
 
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class RequestSpan:
+    """The span and the numbers of one request. operation: its name in the GenAI conventions."""
+
+    call: GenerateCall
+    span: Span
+    log_context: LogContext
+    operation: str
+    started_at: float
+    model: str = ""
+    first_token_at: float = 0.0
+    num_first_tokens: int = 0
+    num_output_tokens: int = 0
+    failed: bool = False
+    last_chunks: list[TextChunk] = field(default_factory=list)
+    texts: list[str] | None = None
+    prompt_text: str | None = None
+
+    def set_call(self, call: GenerateCall) -> GenerateCall:
+        """Take the call as the router sends it on; return it with this request's trace."""
+        self.model, self.call = call.model, replace(call, trace=trace_of(self.span) or call.trace)
+        self.log_context.request_id = call.request.id
+        return self.call
+
+    def add(self, chunk: TextChunk) -> None:
+        """Count a chunk for the client."""
+        num_tokens = len(chunk.chunk.token_ids)
+        if num_tokens and not self.first_token_at:
+            self.first_token_at, self.num_first_tokens = time.perf_counter(), num_tokens
+        self.num_output_tokens += num_tokens
+        if chunk.totals is not None:
+            self.last_chunks.append(chunk)
+            self.failed |= chunk.chunk.finish_reason == "error"
+        if self.texts is not None:
+            self.texts.append(chunk.text)
+
+    @property
+    def labels(self) -> tuple[str, ...]:
+        """Operation, provider and model: the labels of the GenAI metrics."""
+        return self.operation, PROVIDER, self.model
+
+    @property
+    def prompt(self) -> object:
+        """The prompt's text, or its token ids if it has no text."""
+        return self.prompt_text if self.prompt_text is not None else list(self.call.request.prompt_ids)
+
+    def set_attributes(self) -> None:
+        """Set the span's attributes: the GenAI conventions', and the numbers of speculation."""
+        if not self.span.is_recording():
+            return
+        request, sampling = self.call.request, self.call.request.sampling
+        totals = [last.totals for last in self.last_chunks if last.totals]
+        stats = [total.stats for total in totals if total.stats]
+        self.span.update_name(f"{self.operation} {self.model}".rstrip())
+        self.span.set_attributes(
+            {
+                "gen_ai.operation.name": self.operation,
+                "gen_ai.provider.name": PROVIDER,
+                "gen_ai.request.model": self.model,
+                "gen_ai.request.max_tokens": sampling.max_tokens,
+                "gen_ai.request.temperature": sampling.temperature,
+                "gen_ai.request.top_p": sampling.top_p,
+                "gen_ai.request.top_k": sampling.top_k,
+                "gen_ai.request.choice.count": sampling.n,
+                "gen_ai.conversation.id": request.session,
+                "gen_ai.usage.input_tokens": len(request.prompt_ids),
+                "gen_ai.usage.output_tokens": self.num_output_tokens,
+                "gen_ai.usage.cache_read.input_tokens": sum(total.num_cached_tokens for total in totals),
+                "gen_ai.response.finish_reasons": [str(last.chunk.finish_reason) for last in self.last_chunks],
+                "eyas.request.id": request.id,
+                "eyas.verify_steps": sum(stat.num_verify_steps for stat in stats),
+                "eyas.accepted_tokens": sum(stat.num_accepted for stat in stats),
+            }
+        )
+        if self.texts is not None:
+            self.span.set_attributes({"eyas.prompt": str(self.prompt), "eyas.completion": "".join(self.texts)})
+
+
+class RouterTelemetry:
+    """The metrics and traces of one router, for requests of both listeners."""
+
+    def __init__(self, telemetry: Telemetry | None = None) -> None:
+        self._telemetry = telemetry = telemetry or Telemetry()
+        self._tracer, registry = telemetry.tracer, telemetry.registry
+        self._duration = histogram(metrics.REQUEST_DURATION, registry)
+        self._first_token = histogram(metrics.TIME_TO_FIRST_TOKEN, registry)
+        self._per_token = histogram(metrics.TIME_PER_OUTPUT_TOKEN, registry)
+        self._usage = histogram(metrics.TOKEN_USAGE, registry)
+        self._requests = counter(metrics.ROUTER_REQUESTS, registry)
+        self._http = histogram(metrics.HTTP_REQUEST_DURATION, registry)
+        self._running = gauge(metrics.ROUTER_ACTIVE_REQUESTS, registry)
+        self._upstream_requests = counter(metrics.ROUTER_UPSTREAM_REQUESTS, registry)
+        self._retries = counter(metrics.ROUTER_UPSTREAM_RETRIES, registry)
+        self._undrafted = counter(metrics.ROUTER_WITHOUT_DRAFTER, registry)
+        self._tau = histogram(metrics.ROUTER_ACCEPTANCE_LENGTH, registry)
+
+    def watch(self, known: Callable[[Role], Sequence[object]]) -> None:
+        """Export the number of known workers of each role. known: called at every scrape, from another thread."""
+
+        def read() -> list[MetricSample]:
+            return [MetricSample(metrics.ROUTER_WORKERS, len(known(role)), (role,)) for role in get_args(Role)]
+
+        self._telemetry.registry.register(ScrapeCollector([metrics.ROUTER_WORKERS], read))
+
+    def http_response(self, method: str, route: str, status: int, seconds: float) -> None:
+        """Measure an HTTP response. route: the path of a route, "" for an unknown path, never a path of the client's."""
+        self._http.labels(method, route, str(status)).observe(seconds)
+
+    @contextmanager
+    def request(self, call: GenerateCall, operation: str = "text_completion") -> Iterator[RequestSpan]:
+        """Trace a request from its arrival to its end, in the trace of the call; an error of the body sets its status."""
+        span = self._tracer.start_span(operation, context_of(call.trace), SpanKind.SERVER)
+        with request_log(call.request.id, span) as context:
+            traced = RequestSpan(call, span, context, operation, time.perf_counter(), prompt_text=call.prompt_text)
+            traced.texts = [] if self._telemetry.config.log_prompts else None
+            status = grpc.StatusCode.INTERNAL
+            self._running.inc()
+            try:
+                yield traced
+                status = grpc.StatusCode.INTERNAL if traced.failed else grpc.StatusCode.OK
+            except BaseException as error:
+                status = _status(error)
+                raise
+            finally:
+                self._running.dec()
+                self._end_request(traced, status, time.perf_counter())
+
+    @contextmanager
+    def upstream_request(self, call: GenerateCall, pair: Pair, num_failed: int) -> Iterator[GenerateCall]:
+        """Trace one verifier's part of a request. num_failed: verifiers that failed it before. Yields the call to send."""
+        drafter = pair.drafter.address if pair.drafter else ""
+        attributes: Attributes = {
+            "server.address": pair.verifier.address,
+            "eyas.drafter": drafter,
+            "eyas.retry_count": num_failed,
+        }
+        span = self._tracer.start_span("upstream_request", context_of(call.trace), SpanKind.CLIENT, attributes)
+        if num_failed:
+            self._retries.inc()
+        if not drafter and call.drafter != NO_DRAFTER:
+            self._undrafted.inc()
+        status = grpc.StatusCode.OK
+        try:
+            yield replace(call, trace=trace_of(span) or call.trace)
+        except BaseException as error:
+            status = _status(error)
+            raise
+        finally:
+            self._upstream_requests.labels(status.name).inc()
+            _end_span(span, status)
+
+    def _end_request(self, traced: RequestSpan, status: grpc.StatusCode, now: float) -> None:
+        self._requests.labels(traced.model, status.name).inc()
+        error_type = "" if status is grpc.StatusCode.OK else status.name
+        trace = exemplar(traced.span)
+        self._duration.labels(*traced.labels, error_type).observe(now - traced.started_at, trace)
+        self._count_tokens(traced, now, trace)
+        traced.set_attributes()
+        _end_span(traced.span, status)
+        self._log(traced, status, now - traced.started_at)
+
+    def _count_tokens(self, traced: RequestSpan, now: float, trace: dict[str, str] | None) -> None:
+        if not traced.first_token_at:
+            return
+        self._first_token.labels(*traced.labels).observe(traced.first_token_at - traced.started_at, trace)
+        if num_later_tokens := traced.num_output_tokens - traced.num_first_tokens:
+            self._per_token.labels(*traced.labels).observe((now - traced.first_token_at) / num_later_tokens, trace)
+        self._usage.labels(*traced.labels, "input").observe(len(traced.call.request.prompt_ids))
+        self._usage.labels(*traced.labels, "output").observe(traced.num_output_tokens)
+        for stats in (last.totals.stats for last in traced.last_chunks if last.totals):
+            if stats is not None and stats.num_drafted:
+                self._tau.observe(stats.acceptance_length)
+
+    def _log(self, traced: RequestSpan, status: grpc.StatusCode, seconds: float) -> None:
+        message = "request %s: %s, %d tokens in %.3f s"
+        values = [traced.call.request.id, status.name, traced.num_output_tokens, seconds]
+        extra: dict[str, object] = {
+            "status": status.name,
+            "num_output": traced.num_output_tokens,
+            "seconds": round(seconds, 4),
+        }
+        if traced.texts is not None:
+            extra |= {"prompt": traced.prompt, "completion": "".join(traced.texts)}
+            message, values = message + ": %r -> %r", [*values, traced.prompt, extra["completion"]]
+        log.info(message, *values, extra=extra)
+
 
 class HttpMetrics:
-    """ASGI middleware, outermost of all, that measures HTTP requests, rejected ones included.
+    """The outermost ASGI middleware: measures every HTTP request, also those that other middleware rejects.
 
     Args:
         routes: the application's routes, read at each request.
@@ -52,218 +239,26 @@ class HttpMetrics:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        route, started, status = self._route(scope), time.perf_counter(), 0
+        matching = (
+            route.path for route in self._routes if isinstance(route, Route) and route.matches(scope)[0] != Match.NONE
+        )
+        route, started_at, status = next(matching, ""), time.perf_counter(), 0
 
-        async def send_and_note(message: Message) -> None:
+        async def observed_send(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
             await send(message)
 
         try:
-            await self._app(scope, receive, send_and_note)
+            await self._app(scope, receive, observed_send)
         except Exception:
             status = status or 500  # an outer middleware sends this response
             raise
         finally:
             if status:
                 method = scope["method"] if scope["method"] in _METHODS else "_OTHER"
-                self._observe(method, route, status, time.perf_counter() - started)
-
-    def _route(self, scope: Scope) -> str:
-        found = (route.path for route in self._routes if isinstance(route, Route) and route.matches(scope)[0] != Match.NONE)
-        return next(found, "")
-
-
-PROVIDER = "eyas"
-
-
-@dataclass
-class RequestSpan:
-    """A request on its way through the router."""
-
-    call: GenerateCall
-    span: Span
-    about: LogContext
-    operation: str
-    started: float
-    model: str = ""
-    first_token_at: float = 0.0
-    num_first: int = 0
-    num_output: int = 0
-    failed: bool = False
-    finals: list[TextChunk] = field(default_factory=list)
-    texts: list[str] | None = None
-    asked_text: str | None = None
-
-    def prepared(self, call: GenerateCall) -> GenerateCall:
-        """Take the call as it is sent on; gives it back with this request's trace."""
-        self.model, self.call = call.model, replace(call, trace=trace_of(self.span) or call.trace)
-        self.about.request_id = call.request.id
-        return self.call
-
-    def saw(self, chunk: TextChunk) -> None:
-        """Count a chunk for the client."""
-        num_tokens = len(chunk.chunk.token_ids)
-        if num_tokens and not self.first_token_at:
-            self.first_token_at, self.num_first = time.perf_counter(), num_tokens
-        self.num_output += num_tokens
-        if chunk.totals is not None:
-            self.finals.append(chunk)
-            self.failed |= chunk.chunk.finish_reason == "error"
-        if self.texts is not None:
-            self.texts.append(chunk.text)
-
-    @property
-    def labels(self) -> tuple[str, ...]:
-        """Operation, provider and model, as the GenAI metrics want them."""
-        return self.operation, PROVIDER, self.model
-
-    def describe(self) -> None:
-        """Give the span the attributes of the GenAI conventions, and what speculation did."""
-        if not self.span.is_recording():
-            return
-        request, sampling = self.call.request, self.call.request.sampling
-        self.span.update_name(f"{self.operation} {self.model}".rstrip())
-        self.span.set_attributes(
-            {
-                "gen_ai.operation.name": self.operation,
-                "gen_ai.provider.name": PROVIDER,
-                "gen_ai.request.model": self.model,
-                "gen_ai.request.max_tokens": sampling.max_tokens,
-                "gen_ai.request.temperature": sampling.temperature,
-                "gen_ai.request.top_p": sampling.top_p,
-                "gen_ai.request.top_k": sampling.top_k,
-                "gen_ai.request.choice.count": sampling.n,
-                "gen_ai.conversation.id": request.session,
-                "gen_ai.usage.input_tokens": len(request.prompt_ids),
-                "gen_ai.usage.output_tokens": self.num_output,
-                "gen_ai.response.finish_reasons": [str(final.chunk.finish_reason) for final in self.finals],
-                "eyas.request.id": request.id,
-            }
-        )
-        totals = [final.totals for final in self.finals if final.totals]
-        stats = [one.stats for one in totals if one.stats]
-        self.span.set_attributes(
-            {
-                "gen_ai.usage.cache_read.input_tokens": sum(one.num_cached_tokens for one in totals),
-                "eyas.verify_steps": sum(one.num_verify_steps for one in stats),
-                "eyas.accepted_tokens": sum(one.num_accepted for one in stats),
-            }
-        )
-        if self.texts is not None:
-            self.span.set_attributes({"eyas.prompt": str(self.prompt), "eyas.completion": "".join(self.texts)})
-
-    @property
-    def prompt(self) -> object:
-        """What was asked: the text, or the token ids where it came as such."""
-        return self.asked_text if self.asked_text is not None else list(self.call.request.prompt_ids)
-
-
-log = logging.getLogger(__name__)
-
-
-class RouterTelemetry:
-    """One for all requests of a router, whichever door they come through."""
-
-    def __init__(self, telemetry: Telemetry | None = None) -> None:
-        self._telemetry = telemetry = telemetry or Telemetry()
-        self._tracer, registry = telemetry.tracer, telemetry.registry
-        self._duration = histogram(metrics.REQUEST_DURATION, registry)
-        self._first_token = histogram(metrics.TIME_TO_FIRST_TOKEN, registry)
-        self._per_token = histogram(metrics.TIME_PER_OUTPUT_TOKEN, registry)
-        self._usage = histogram(metrics.TOKEN_USAGE, registry)
-        self._requests = counter(metrics.ROUTER_REQUESTS, registry)
-        self._http = histogram(metrics.HTTP_REQUEST_DURATION, registry)
-        self._running = gauge(metrics.ROUTER_ACTIVE_REQUESTS, registry)
-        self._attempts = counter(metrics.ROUTER_UPSTREAM_REQUESTS, registry)
-        self._retries = counter(metrics.ROUTER_UPSTREAM_RETRIES, registry)
-        self._undrafted = counter(metrics.ROUTER_WITHOUT_DRAFTER, registry)
-        self._tau = histogram(metrics.ROUTER_ACCEPTANCE_LENGTH, registry)
-
-    def watch(self, known: Callable[[Role], Sequence[object]]) -> None:
-        """Tell of the workers of each role, as they are known whenever somebody looks; asked from another thread."""
-
-        def read() -> list[MetricSample]:
-            return [MetricSample(metrics.ROUTER_WORKERS, len(known(role)), (role,)) for role in get_args(Role)]
-
-        self._telemetry.registry.register(ScrapeCollector([metrics.ROUTER_WORKERS], read))
-
-    def http_response(self, method: str, route: str, status: int, seconds: float) -> None:
-        """Count a response of the HTTP server. route: the path template, "" for an unknown path."""
-        self._http.labels(method, route, str(status)).observe(seconds)
-
-    @contextmanager
-    def request(self, call: GenerateCall, operation: str = "text_completion") -> Iterator[RequestSpan]:
-        """A request from its arrival, in the trace that the call came with, to its end, which the body's way of ending
-        tells. operation: as the GenAI conventions name it."""
-        span = self._tracer.start_span(operation, context_of(call.trace), SpanKind.SERVER)
-        with request_log(call.request.id, span) as about:
-            observed = RequestSpan(call, span, about, operation, time.perf_counter(), asked_text=call.prompt_text)
-            observed.texts = [] if self._telemetry.config.log_prompts else None
-            status = grpc.StatusCode.INTERNAL
-            self._running.inc()
-            try:
-                yield observed
-                status = grpc.StatusCode.INTERNAL if observed.failed else grpc.StatusCode.OK
-            except BaseException as error:
-                status = _status(error)
-                raise
-            finally:
-                self._running.dec()
-                self._ended(observed, status, time.perf_counter())
-
-    @contextmanager
-    def attempt(self, call: GenerateCall, pair: Pair, number: int) -> Iterator[GenerateCall]:
-        """One verifier's part of a request, after `number` that failed it. Gives the call in the attempt's trace."""
-        drafter = pair.drafter.address if pair.drafter else ""
-        told: Attributes = {"server.address": pair.verifier.address, "eyas.drafter": drafter, "eyas.retry_count": number}
-        span = self._tracer.start_span("upstream_request", context_of(call.trace), SpanKind.CLIENT, told)
-        if number:
-            self._retries.inc()
-        if not drafter and call.drafter != NO_DRAFTER:
-            self._undrafted.inc()
-        status = grpc.StatusCode.OK
-        try:
-            yield replace(call, trace=trace_of(span) or call.trace)
-        except BaseException as error:
-            status = _status(error)
-            raise
-        finally:
-            self._attempts.labels(status.name).inc()
-            _end(span, status)
-
-    def _ended(self, observed: RequestSpan, status: grpc.StatusCode, now: float) -> None:
-        self._requests.labels(observed.model, status.name).inc()
-        failure = "" if status is grpc.StatusCode.OK else status.name
-        shown = exemplar(observed.span)
-        self._duration.labels(*observed.labels, failure).observe(now - observed.started, shown)
-        self._count_tokens(observed, now, shown)
-        observed.describe()
-        _end(observed.span, status)
-        self._log(observed, status, now)
-
-    def _count_tokens(self, observed: RequestSpan, now: float, shown: dict[str, str] | None) -> None:
-        if not observed.first_token_at:
-            return
-        self._first_token.labels(*observed.labels).observe(observed.first_token_at - observed.started, shown)
-        if rest := observed.num_output - observed.num_first:
-            self._per_token.labels(*observed.labels).observe((now - observed.first_token_at) / rest, shown)
-        self._usage.labels(*observed.labels, "input").observe(len(observed.call.request.prompt_ids))
-        self._usage.labels(*observed.labels, "output").observe(observed.num_output)
-        for stats in (final.totals.stats for final in observed.finals if final.totals):
-            if stats is not None and stats.num_drafted:
-                self._tau.observe(stats.acceptance_length)
-
-    def _log(self, observed: RequestSpan, status: grpc.StatusCode, now: float) -> None:
-        seconds, call = now - observed.started, observed.call
-        told: dict[str, object] = {"status": status.name, "num_output": observed.num_output, "seconds": round(seconds, 4)}
-        message = "request %s: %s, %d tokens in %.3f s"
-        values = [call.request.id, status.name, observed.num_output, seconds]
-        if observed.texts is not None:
-            told |= {"prompt": observed.prompt, "answer": "".join(observed.texts)}
-            message, values = message + ": %r -> %r", [*values, observed.prompt, told["answer"]]
-        log.info(message, *values, extra=told)
+                self._observe(method, route, status, time.perf_counter() - started_at)
 
 
 def _status(error: BaseException) -> grpc.StatusCode:
@@ -272,7 +267,7 @@ def _status(error: BaseException) -> grpc.StatusCode:
     return status_of(error)
 
 
-def _end(span: Span, status: grpc.StatusCode) -> None:
+def _end_span(span: Span, status: grpc.StatusCode) -> None:
     if status not in (grpc.StatusCode.OK, grpc.StatusCode.CANCELLED):
         span.set_status(Status(StatusCode.ERROR, status.name))
         span.set_attribute("error.type", status.name)

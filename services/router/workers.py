@@ -1,14 +1,4 @@
-"""Which workers are avoided because they failed: outcomes of requests and of probes in, names out. Knows no network.
-
-A worker that has failed often enough is ejected, each time for longer. When its time is over it must answer a probe before
-it gets requests again; only a request that it serves clears its name.
-
-What one router remembers of its own: which token blocks it sent where, where sessions ran. Bounded; knows no network.
-
-The workers as this router meets them: who is live, one channel each, and what this router learned itself.
-
-Knows no requests beyond their number.
-"""
+"""The workers of a router: which are live and healthy, one channel to each, and whether the router is ready to serve."""
 
 from __future__ import annotations
 
@@ -18,7 +8,8 @@ import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Protocol
 
 import grpc
 import grpc.aio
@@ -27,81 +18,230 @@ from eyas.config import OutlierDetectionConfig, RoutingConfig
 from eyas.rpc.channel import Peers, Pem
 from eyas.rpc.messages import Lease
 from eyas.services.discovery.base import Discovery
-from eyas.services.discovery.registry import Placement, Registry
-from eyas.services.router.routing import Fleet, Pair, RequestDemand, pick
-from eyas.services.tasks import stop
+from eyas.services.discovery.registry import Registry
+from eyas.services.router.routing import Pair, RoutingRequest, WorkerSnapshot, pick
+from eyas.services.tasks import forever, stop
 from eyas.v1 import worker_pb2
 from eyas.v1.worker_pb2_grpc import WorkerStub
 
+MAX_SENT_BLOCKS = 8192
+PROBE_TIMEOUT_S = 2.0
+
+_READY = grpc.ChannelConnectivity.READY
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class _Connection:
+    """An open channel and the certificates that it was opened with."""
+
+    channel: grpc.aio.Channel
+    identity: Pem
+
+
+class WorkerPool:
+    """The live workers and the channels to them.
+
+    routing: weights of `pick`. zone: the router's own; may be empty. peers: how workers are dialled.
+    reachable: the verifiers that were connected and healthy at the last `refresh`.
+    """
+
+    def __init__(
+        self,
+        discovery: Discovery,
+        routing: RoutingConfig | None = None,
+        outlier_detection: OutlierDetectionConfig | None = None,
+        zone: str = "",
+        peers: Peers | None = None,
+    ) -> None:
+        self._discovery = discovery
+        self._routing = routing or RoutingConfig()
+        self._outlier_detection = outlier_detection or OutlierDetectionConfig()
+        self._outliers = OutlierDetector(self._outlier_detection)
+        self._zone = zone
+        self._peers = peers or Peers()
+        self._sent_blocks = SentBlocks()
+        self._in_flight: Counter[str] = Counter()
+        self._cancels: dict[str, list[Callable[[], object]]] = {}
+        self._connections: dict[str, _Connection] = {}
+        self._probes: dict[str, asyncio.Task[None]] = {}
+        self.reachable: tuple[Lease, ...] = ()
+
+    @property
+    def ready(self) -> bool:
+        """Whether a verifier was reachable at the last `refresh`."""
+        return bool(self.reachable)
+
+    def snapshot(self) -> WorkerSnapshot:
+        """Return what is known of the workers now."""
+        verifiers = self._discovery.known("verifier")
+        stuck = frozenset(verifier.incarnation for verifier in verifiers if self._is_stuck(verifier))
+        return WorkerSnapshot(
+            verifiers=verifiers,
+            drafters=self._discovery.known("draft"),
+            in_flight=self._in_flight,
+            unhealthy=self._outliers.ejected | stuck,
+            sent_blocks=self._sent_blocks.by_worker,
+            zone=self._zone,
+        )
+
+    def pick(self, request: RoutingRequest) -> Pair | None:
+        """Return the pair for a request; None if no live verifier can serve it."""
+        return pick(self.snapshot(), request, self._routing)
+
+    def channel(self, worker: Lease) -> grpc.aio.Channel:
+        """Return the channel to a worker; it stays open between requests."""
+        if worker.incarnation not in self._connections:
+            identity = self._peers.identity
+            self._connections[worker.incarnation] = _Connection(self._peers.open_channel(worker.address), identity)
+        return self._connections[worker.incarnation].channel
+
+    def record_success(self, pair: Pair, request: RoutingRequest) -> None:
+        """Note that a verifier sent its first chunk: it is healthy, and it has the prompt cached."""
+        self._outliers.record_success(pair.verifier.incarnation)
+        self._sent_blocks.add(pair.verifier.incarnation, request.block_hashes)
+
+    def record_failure(self, worker: Lease) -> None:
+        """Note that a worker failed a request; after too many failures in a row it is ejected."""
+        self._outliers.record_failure(worker.incarnation)
+
+    @contextmanager
+    def in_flight(self, pair: Pair, cancel: Callable[[], object]) -> Iterator[None]:
+        """Count a request on both workers of a pair while it runs. cancel: called if the verifier is stuck."""
+        names = [worker.incarnation for worker in (pair.verifier, pair.drafter) if worker]
+        self._in_flight.update(names)
+        cancels = self._cancels.setdefault(pair.verifier.incarnation, [])
+        cancels.append(cancel)
+        try:
+            yield
+        finally:
+            cancels.remove(cancel)
+            self._in_flight.subtract(names)
+            self._in_flight = +self._in_flight
+
+    async def refresh(self) -> None:
+        """Connect to new verifiers, close unused channels, cancel the requests of stuck verifiers, start due probes."""
+        verifiers = {verifier.incarnation: verifier for verifier in self._discovery.known("verifier")}
+        unused = (set(self._connections) - set(verifiers) | self._outdated()) - set(self._in_flight)
+        await asyncio.gather(*(self._connections.pop(name).channel.close(None) for name in unused))
+        kept = set(verifiers) | set(self._in_flight)
+        self._outliers.retain(kept)
+        self._sent_blocks.retain(kept)
+        self._cancels = {name: cancels for name, cancels in self._cancels.items() if name in kept}
+        for verifier in filter(self._is_stuck, verifiers.values()):
+            self._cancel_requests(verifier)
+        connected = [v for v in verifiers.values() if self.channel(v).get_state(try_to_connect=True) is _READY]
+        unhealthy = self.snapshot().unhealthy
+        self.reachable = tuple(verifier for verifier in connected if verifier.incarnation not in unhealthy)
+        for name in self._outliers.due_probes:
+            if name in verifiers and name not in self._probes:
+                self._probes[name] = asyncio.create_task(self._probe(verifiers[name]), name="probe")
+
+    async def close(self) -> None:
+        """Stop the probes and close all channels."""
+        await asyncio.gather(*map(stop, list(self._probes.values())))
+        await asyncio.gather(*(connection.channel.close(None) for connection in self._connections.values()))
+        self._connections.clear()
+
+    def _outdated(self) -> set[str]:
+        """Return the workers whose connection is lost and whose certificates have been renewed since it was opened."""
+        identity = self._peers.identity
+        lost = {name for name, kept in self._connections.items() if kept.channel.get_state() is not _READY}
+        return {name for name in lost if self._connections[name].identity is not identity}
+
+    def _is_stuck(self, verifier: Lease) -> bool:
+        return verifier.load.step_seconds > self._outlier_detection.stuck_step_timeout_s
+
+    def _cancel_requests(self, verifier: Lease) -> None:
+        """Cancel the requests of a stuck verifier, so that they are retried on another one."""
+        cancels = self._cancels.get(verifier.incarnation, ())
+        if cancels:
+            log.warning("verifier %s has been in one step for %.0f s", verifier.address, verifier.load.step_seconds)
+        for cancel in list(cancels):
+            cancel()
+
+    async def _probe(self, worker: Lease) -> None:
+        """Ask an ejected worker for its status; the answer of another incarnation at its address does not count."""
+        answered = False
+        try:
+            status = await WorkerStub(self.channel(worker)).Status(worker_pb2.StatusRequest(), timeout=PROBE_TIMEOUT_S)
+            answered = status.incarnation == worker.incarnation
+        except grpc.aio.AioRpcError as error:
+            log.info("verifier %s stays ejected: %s", worker.address, error.details())
+        finally:
+            del self._probes[worker.incarnation]
+        self._outliers.record_probe(worker.incarnation, answered)
+
 
 @dataclass
-class _Record:
-    """num_failures: in a row, since it was last ejected. until: when its probe is due; None while it is not ejected."""
+class _Outlier:
+    """num_failures: in a row, since the last ejection. probe_at: when the probe is due; None while not ejected."""
 
     num_failures: int = 0
     num_ejections: int = 0
-    until: float | None = None
+    probe_at: float | None = None
 
 
 class OutlierDetector:
-    """Failures by incarnation. clock: the present time in seconds."""
+    """Ejects workers that fail too often in a row, each time for longer.
+
+    When an ejection is over, the worker must answer a probe before it gets requests. Only a request that it serves
+    clears its record. clock: the present time in seconds.
+    """
 
     def __init__(self, config: OutlierDetectionConfig, clock: Callable[[], float] = time.monotonic) -> None:
         self._config = config
         self._clock = clock
-        self._records: dict[str, _Record] = {}
+        self._outliers: dict[str, _Outlier] = {}
 
     @property
     def ejected(self) -> frozenset[str]:
-        """Those that are to be avoided now."""
-        return frozenset(name for name, record in self._records.items() if record.until is not None)
+        """The incarnations that are ejected now."""
+        return frozenset(name for name, outlier in self._outliers.items() if outlier.probe_at is not None)
 
     @property
-    def due(self) -> list[str]:
-        """The ejected ones that are to be probed now."""
+    def due_probes(self) -> list[str]:
+        """The ejected incarnations whose probe is due."""
         now = self._clock()
-        return [name for name, record in self._records.items() if record.until is not None and record.until <= now]
+        return [name for name, outlier in self._outliers.items() if outlier.probe_at is not None and outlier.probe_at <= now]
 
-    def failed(self, name: str) -> None:
-        """A request failed there."""
-        record = self._records.setdefault(name, _Record())
-        record.num_failures += 1
-        if record.num_failures >= self._config.consecutive_failures and record.until is None:
-            self._eject(record)
+    def record_failure(self, name: str) -> None:
+        """Count a failed request; eject the worker after too many in a row."""
+        outlier = self._outliers.setdefault(name, _Outlier())
+        outlier.num_failures += 1
+        if outlier.num_failures >= self._config.consecutive_failures and outlier.probe_at is None:
+            self._eject(outlier)
 
-    def served(self, name: str) -> None:
-        """A request was taken there: all is forgiven."""
-        self._records.pop(name, None)
+    def record_success(self, name: str) -> None:
+        """Clear a worker's record: it has served a request."""
+        self._outliers.pop(name, None)
 
-    def probed(self, name: str, answered: bool) -> None:
-        """The outcome of a due probe: back to work, or out for longer."""
-        record = self._records.get(name)
-        if record is None:
+    def record_probe(self, name: str, answered: bool) -> None:
+        """End an ejection if the due probe was answered; else eject the worker for longer."""
+        outlier = self._outliers.get(name)
+        if outlier is None:
             return
         if answered:
-            record.until = None
+            outlier.probe_at = None
         else:
-            self._eject(record)
+            self._eject(outlier)
 
-    def keep(self, names: Iterable[str]) -> None:
-        """Forget all others."""
-        self._records = {name: self._records[name] for name in names if name in self._records}
+    def retain(self, names: Iterable[str]) -> None:
+        """Drop the records of all other workers."""
+        self._outliers = {name: self._outliers[name] for name in names if name in self._outliers}
 
-    def _eject(self, record: _Record) -> None:
-        seconds = min(self._config.base_ejection_time_s * 2**record.num_ejections, self._config.max_ejection_time_s)
-        record.until = self._clock() + seconds
-        record.num_ejections = min(record.num_ejections + 1, 32)
-        record.num_failures = 0
-
-
-SENT_BLOCKS = 8192
-NUM_SESSIONS = 65536
+    def _eject(self, outlier: _Outlier) -> None:
+        seconds = min(self._config.base_ejection_time_s * 2**outlier.num_ejections, self._config.max_ejection_time_s)
+        outlier.probe_at = self._clock() + seconds
+        outlier.num_ejections = min(outlier.num_ejections + 1, 32)
+        outlier.num_failures = 0
 
 
 class SentBlocks:
-    """Hashes of the blocks sent to each worker, those sent last. It stands in for what the worker has not told yet."""
+    """Hashes of the token blocks sent to each worker most recently; its lease may not announce them yet."""
 
-    def __init__(self, limit: int = SENT_BLOCKS) -> None:
+    def __init__(self, limit: int = MAX_SENT_BLOCKS) -> None:
         self._limit = limit
         self._sent: dict[str, OrderedDict[int, None]] = {}
 
@@ -110,188 +250,57 @@ class SentBlocks:
         """The hashes, by incarnation."""
         return self._sent
 
-    def add(self, incarnation: str, blocks: Sequence[int]) -> None:
-        """Remember a prompt; the end of one is forgotten before its beginning."""
+    def add(self, incarnation: str, block_hashes: Sequence[int]) -> None:
+        """Remember a prompt's blocks; its last blocks are evicted before its first."""
         sent = self._sent.setdefault(incarnation, OrderedDict())
-        for block in reversed(blocks):
+        for block in reversed(block_hashes):
             sent[block] = None
             sent.move_to_end(block)
         while len(sent) > self._limit:
             sent.popitem(last=False)
 
-    def keep(self, incarnations: Iterable[str]) -> None:
-        """Forget all other workers."""
+    def retain(self, incarnations: Iterable[str]) -> None:
+        """Drop the blocks of all other workers."""
         self._sent = {name: self._sent[name] for name in incarnations if name in self._sent}
 
 
-class SessionMap:
-    """Where sessions ran last: by the registry that all routers share, else by this router's own memory.
+class HealthReporter(Protocol):
+    """Answers the health checks of a router."""
 
-    registry: None where there is none; whoever opened it closes it.
+    async def set_serving(self, serving: bool) -> None:
+        """Set the answer from now on."""
+        ...
+
+
+@dataclass
+class ReadinessMonitor:
+    """Reports SERVING while at least one verifier is reachable; checks every `interval_s` seconds.
+
+    registry: holds the sessions; None without one. reason: why the router is not ready; empty while it is.
     """
 
-    def __init__(self, registry: Registry | None, limit: int = NUM_SESSIONS) -> None:
-        self._registry = registry
-        self._limit = limit
-        self._own: OrderedDict[str, Placement] = OrderedDict()
+    health: HealthReporter
+    discovery: Discovery
+    workers: WorkerPool
+    interval_s: float
+    registry: Registry | None = None
+    reason: str = field(default="the router is starting", init=False)
+    _task: asyncio.Task[None] | None = field(default=None, init=False)
 
-    async def placement(self, session: str) -> Placement | None:
-        """The session's last pair, or None if nobody knows."""
-        shared = await self._registry.placement(session) if self._registry else None
-        return shared or self._own.get(session)
+    async def enter(self, address: str) -> None:
+        """Start to discover workers and to check the verifiers."""
+        await self.discovery.watch("verifier", "draft")
+        if self.registry is not None:
+            await self.registry.watch()
+        self._task = asyncio.create_task(forever(self.interval_s, self._check), name="readiness")
 
-    async def place(self, session: str, placement: Placement) -> None:
-        """Remember a session's pair."""
-        self._own[session] = placement
-        self._own.move_to_end(session)
-        while len(self._own) > self._limit:
-            self._own.popitem(last=False)
-        if self._registry:
-            await self._registry.place(session, placement)
+    async def leave(self) -> None:
+        """Answer NOT_SERVING from now on; running requests go on."""
+        await stop(self._task)
+        self.reason = "the router is stopping"
+        await self.health.set_serving(False)
 
-
-PROBE_SECONDS = 2.0
-
-_READY = grpc.ChannelConnectivity.READY
-
-log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class _Open:
-    """An open channel and what it was opened with."""
-
-    channel: grpc.aio.Channel
-    identity: Pem
-
-
-class WorkerPool:
-    """Live workers and the way to them. zone: the router's own, may be empty. peers: how workers are dialled.
-
-    reachable: the verifiers that were connected at the last `refresh`, but for those that are avoided because they fail or
-    are stuck; ready: whether there was one.
-    """
-
-    def __init__(
-        self,
-        discovery: Discovery,
-        placement: RoutingConfig | None = None,
-        ejection: OutlierDetectionConfig | None = None,
-        zone: str = "",
-        peers: Peers | None = None,
-    ) -> None:
-        self._discovery = discovery
-        self._placement = placement or RoutingConfig()
-        self._ejection = ejection or OutlierDetectionConfig()
-        self._ejections = OutlierDetector(self._ejection)
-        self._zone = zone
-        self._peers = peers or Peers()
-        self._sent = SentBlocks()
-        self._in_flight: Counter[str] = Counter()
-        self._calls: dict[str, list[Callable[[], object]]] = {}
-        self._channels: dict[str, _Open] = {}
-        self._probing: dict[str, asyncio.Task[None]] = {}
-        self.ready = False
-        self.reachable: tuple[Lease, ...] = ()
-
-    def fleet(self) -> Fleet:
-        """What is known now."""
-        verifiers = self._discovery.known("verifier")
-        stuck = frozenset(verifier.incarnation for verifier in verifiers if self._is_stuck(verifier))
-        return Fleet(
-            verifiers=verifiers,
-            drafters=self._discovery.known("draft"),
-            in_flight=self._in_flight,
-            suspects=self._ejections.ejected | stuck,
-            sent=self._sent.by_worker,
-            zone=self._zone,
-        )
-
-    def choose(self, demand: RequestDemand) -> Pair | None:
-        """The pair for a request, as the settings weigh it; None if no live verifier can serve it."""
-        return pick(self.fleet(), demand, self._placement)
-
-    def channel(self, worker: Lease) -> grpc.aio.Channel:
-        """The channel to a worker, kept open between requests."""
-        if worker.incarnation not in self._channels:
-            identity = self._peers.identity
-            self._channels[worker.incarnation] = _Open(self._peers.open_channel(worker.address), identity)
-        return self._channels[worker.incarnation].channel
-
-    def accepted(self, pair: Pair, demand: RequestDemand) -> None:
-        """A verifier has begun to answer: it is well, and has the prompt."""
-        self._ejections.served(pair.verifier.incarnation)
-        self._sent.add(pair.verifier.incarnation, demand.blocks)
-
-    def suspect(self, worker: Lease) -> None:
-        """A worker has just failed a request: avoid it once it has done so too often."""
-        self._ejections.failed(worker.incarnation)
-
-    @contextmanager
-    def busy(self, pair: Pair, cancel: Callable[[], object]) -> Iterator[None]:
-        """Count a request on both workers of a pair while it runs. cancel: ends it should the verifier get stuck."""
-        names = [worker.incarnation for worker in (pair.verifier, pair.drafter) if worker]
-        self._in_flight.update(names)
-        calls = self._calls.setdefault(pair.verifier.incarnation, [])
-        calls.append(cancel)
-        try:
-            yield
-        finally:
-            calls.remove(cancel)
-            self._in_flight.subtract(names)
-            self._in_flight = +self._in_flight
-
-    async def refresh(self) -> None:
-        """Dial the verifiers that are not connected, hang up on those that are gone, give up on those that are stuck, probe
-        those whose ejection is over."""
-        verifiers = {verifier.incarnation: verifier for verifier in self._discovery.known("verifier")}
-        gone = (set(self._channels) - set(verifiers) | self._outdated()) - set(self._in_flight)
-        await asyncio.gather(*(self._channels.pop(name).channel.close(None) for name in gone))
-        kept = set(verifiers) | set(self._in_flight)
-        self._ejections.keep(kept)
-        self._sent.keep(kept)
-        self._calls = {name: calls for name, calls in self._calls.items() if name in kept}
-        for verifier in filter(self._is_stuck, verifiers.values()):
-            self._give_up(verifier)
-        connected = [v for v in verifiers.values() if self.channel(v).get_state(try_to_connect=True) is _READY]
-        avoided = self.fleet().suspects
-        self.reachable = tuple(verifier for verifier in connected if verifier.incarnation not in avoided)
-        self.ready = bool(self.reachable)
-        for name in self._ejections.due:
-            if name in verifiers and name not in self._probing:
-                self._probing[name] = asyncio.create_task(self._probe(verifiers[name]), name="probe")
-
-    async def close(self) -> None:
-        """Hang up on all."""
-        await asyncio.gather(*map(stop, list(self._probing.values())))
-        await asyncio.gather(*(kept.channel.close(None) for kept in self._channels.values()))
-        self._channels.clear()
-
-    def _outdated(self) -> set[str]:
-        """Whose channel has lost its connection, and was opened with certificates that have been renewed since."""
-        identity = self._peers.identity
-        lost = {name for name, kept in self._channels.items() if kept.channel.get_state() is not _READY}
-        return {name for name in lost if self._channels[name].identity is not identity}
-
-    def _is_stuck(self, verifier: Lease) -> bool:
-        return verifier.load.step_seconds > self._ejection.stuck_step_timeout_s
-
-    def _give_up(self, verifier: Lease) -> None:
-        """Let the requests of a stuck verifier go on elsewhere."""
-        calls = self._calls.get(verifier.incarnation, ())
-        if calls:
-            log.warning("verifier %s has been in one step for %.0f s", verifier.address, verifier.load.step_seconds)
-        for cancel in list(calls):
-            cancel()
-
-    async def _probe(self, worker: Lease) -> None:
-        """Ask a worker who it is; another one at its address is no answer."""
-        answered = False
-        try:
-            status = await WorkerStub(self.channel(worker)).Status(worker_pb2.StatusRequest(), timeout=PROBE_SECONDS)
-            answered = status.incarnation == worker.incarnation
-        except grpc.aio.AioRpcError as error:
-            log.info("verifier %s stays ejected: %s", worker.address, error.details())
-        finally:
-            del self._probing[worker.incarnation]
-        self._ejections.probed(worker.incarnation, answered)
+    async def _check(self) -> None:
+        await self.workers.refresh()
+        self.reason = "" if self.workers.ready else "no verifier can be reached"
+        await self.health.set_serving(self.workers.ready)

@@ -61,12 +61,12 @@ def test_attempts_retries_and_lost_verifiers_are_counted() -> None:
     router, model = RouterTelemetry(spans.telemetry), ModelInfo("m", "f", 10, 10)
     verifier, drafter = Lease("verifier", "v:1", "i", model), Lease("draft", "d:1", "j", model)
     call = GenerateCall(REQUEST, trace=TRACE)
-    with pytest.raises(Unavailable), router.attempt(call, Pair(verifier, drafter), 0):
+    with pytest.raises(Unavailable), router.upstream_request(call, Pair(verifier, drafter), 0):
         raise Unavailable("gone")
-    with router.attempt(call, Pair(verifier), 1) as sent:
+    with router.upstream_request(call, Pair(verifier), 1) as sent:
         assert sent.trace != TRACE
         assert sent.trace[0][1].split("-")[1] == TRACE[0][1].split("-")[1]
-    with router.attempt(GenerateCall(REQUEST, drafter=NO_DRAFTER), Pair(verifier), 0):
+    with router.upstream_request(GenerateCall(REQUEST, drafter=NO_DRAFTER), Pair(verifier), 0):
         pass
     assert spans.value("eyas_router_upstream_requests_total", status="UNAVAILABLE") == 1
     assert spans.value("eyas_router_upstream_requests_total", status="OK") == 2
@@ -77,7 +77,7 @@ def test_attempts_retries_and_lost_verifiers_are_counted() -> None:
 def test_trace_context_reaches_the_verifier_without_an_exporter() -> None:
     router = RouterTelemetry()
     with router.request(GenerateCall(REQUEST, trace=TRACE)) as observed:
-        assert observed.prepared(GenerateCall(REQUEST, model="m", trace=TRACE)).trace == TRACE
+        assert observed.set_call(GenerateCall(REQUEST, model="m", trace=TRACE)).trace == TRACE
 
 
 def test_prompts_and_outputs_are_traced_only_if_enabled(caplog: pytest.LogCaptureFixture) -> None:
@@ -89,8 +89,8 @@ def test_prompts_and_outputs_are_traced_only_if_enabled(caplog: pytest.LogCaptur
             caplog.at_level("INFO"),
             RouterTelemetry(spans.telemetry).request(GenerateCall(REQUEST, "swordfish")) as observed,
         ):
-            observed.prepared(GenerateCall(REQUEST, model="m"))
-            observed.saw(end)
+            observed.set_call(GenerateCall(REQUEST, model="m"))
+            observed.add(end)
         [span] = spans.named("text_completion m")
         for word in ("swordfish", "marzipan"):
             assert (word in str(span.attributes)) is (word in caplog.text) is asked

@@ -1,1 +1,1 @@
-"""The router's HTTP door: OpenAI's API over the same front as gRPC."""
+"""The HTTP API of the router: OpenAI's endpoints, health and metrics."""

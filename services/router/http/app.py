@@ -1,144 +1,310 @@
-"""The paths of the HTTP door: OpenAI's below /v1, and what an operator looks at. Knows no sockets and no workers."""
+"""The HTTP routes of a router: OpenAI's API below /v1, and health and metrics for operators.
+
+To add a route, add it to one of the `_add_*_routes` functions.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import json
+import logging
 import time
-from collections.abc import Mapping
+import uuid
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
+from contextlib import aclosing, contextmanager
+from dataclasses import dataclass, replace
 from typing import Any
 
 from fastapi import FastAPI, Request
-from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response
 from prometheus_client import REGISTRY
-from starlette.exceptions import HTTPException
 
-from eyas.errors import EyasError, UnknownModel
-from eyas.rpc.messages import ModelInfo
-from eyas.services.router.api_keys import ApiKeys
-from eyas.services.router.generation import GenerationService
+from eyas.errors import EyasError, InvalidRequest, UnknownModel
+from eyas.request import Request as GenerationRequest
+from eyas.request import SamplingParams
+from eyas.rpc.messages import GenerateCall, ModelInfo, TextChunk
+from eyas.services.router.auth import ApiKeys, Authenticator
+from eyas.services.router.generation import GenerationService, merge
 from eyas.services.router.http.chat_template import ChatTemplate
-from eyas.services.router.http.endpoints import ClientGone, OpenAIEndpoints
-from eyas.services.router.http.requests import ChatBody, CompletionBody, problem
-from eyas.services.router.http.responses import ErrorKind, ErrorResponse, refusal, status_refusal
-from eyas.services.router.http.server import Authenticator
-from eyas.services.router.registration import RouterRegistration
+from eyas.services.router.http.errors import add_error_handlers, error_body
+from eyas.services.router.http.requests import ChatBody, CompletionBody
+from eyas.services.router.http.responses import CHAT, COMPLETION, ResponseWriter
+from eyas.services.router.http.server import BodyLimit, EventStream, cancel_on_disconnect
 from eyas.services.router.telemetry import HttpMetrics, RouterTelemetry
+from eyas.services.router.workers import ReadinessMonitor
 from eyas.telemetry.exporters import exposition
+from eyas.telemetry.tracing import trace_pairs
 
-# What nginx logs where the client closed the request; nobody reads it.
-_CLIENT_GONE = 499
+MAX_CHOICES = 1024
+MAX_REQUEST_ID_LENGTH = 128
+
+log = logging.getLogger(__name__)
 
 
 def build_app(
-    front: GenerationService,
+    service: GenerationService,
     templates: Mapping[str, ChatTemplate | None],
-    presence: RouterRegistration,
+    readiness: ReadinessMonitor,
     keys: ApiKeys,
     telemetry: RouterTelemetry,
 ) -> FastAPI:
-    """The application. templates: of every model, None where it has none. telemetry: counts every answer."""
+    """Build the application. templates: of every model, None if it has none. telemetry: counts every response."""
     app = FastAPI(title="Eyas", docs_url=None, redoc_url=None, redirect_slashes=False)
+    app.add_middleware(BodyLimit)
     app.add_middleware(Authenticator, keys=keys)
     app.add_middleware(HttpMetrics, routes=app.routes, observe=telemetry.http_response)
-    _add_errors(app)
-    _add_generation(app, OpenAIEndpoints(front, templates))
-    _add_models(app, front)
-    _add_operations(app, presence)
+    add_error_handlers(app)
+    _add_generation_routes(app, OpenAIEndpoints(service, templates))
+    _add_model_routes(app, service)
+    _add_operations_routes(app, readiness)
     return app
 
 
-def _add_generation(app: FastAPI, serving: OpenAIEndpoints) -> None:
+def _add_generation_routes(app: FastAPI, endpoints: OpenAIEndpoints) -> None:
     @app.post("/v1/completions", response_model=None)
     async def completions(body: CompletionBody, request: Request) -> Response:
         """Continue one or several prompts."""
-        return await serving.complete(body, request)
+        return await endpoints.complete(body, request)
 
     @app.post("/v1/chat/completions", response_model=None)
     async def chat_completions(body: ChatBody, request: Request) -> Response:
         """Write the assistant's next message."""
-        return await serving.chat(body, request)
+        return await endpoints.chat(body, request)
 
 
-def _add_models(app: FastAPI, front: GenerationService) -> None:
-    started = int(time.time())
+def _add_model_routes(app: FastAPI, service: GenerationService) -> None:
+    created = int(time.time())
+
+    def model_object(info: ModelInfo) -> dict[str, Any]:
+        named = {"id": info.name, "object": "model", "created": created, "owned_by": "eyas"}
+        return named | {"max_model_len": info.max_model_len}
 
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
-        """The models that can be asked for now."""
-        return {"object": "list", "data": [_model(info, started) for info in front.models()]}
+        """List the models that are served now."""
+        return {"object": "list", "data": [model_object(info) for info in service.models()]}
 
     @app.get("/v1/models/{name:path}")
     async def model(name: str) -> dict[str, Any]:
-        """One of them."""
-        found = next((info for info in front.models() if info.name == name), None)
-        if found is None:
+        """Describe one of them."""
+        info = next((info for info in service.models() if info.name == name), None)
+        if info is None:
             raise UnknownModel(f"model {name!r} is not served here now", "model")
-        return _model(found, started)
+        return model_object(info)
 
 
-def _add_operations(app: FastAPI, presence: RouterRegistration) -> None:
+def _add_operations_routes(app: FastAPI, readiness: ReadinessMonitor) -> None:
+    def status(details: dict[str, Any]) -> JSONResponse:
+        if readiness.reason:
+            return JSONResponse({"status": "not ready", "reason": readiness.reason} | details, 503)
+        return JSONResponse({"status": "ready"} | details)
+
     @app.get("/live")
     async def live() -> dict[str, str]:
-        """The process runs."""
+        """Answer while the process runs."""
         return {"status": "live"}
 
     @app.get("/ready")
     async def ready() -> JSONResponse:
-        """Whether requests can be served, and if not, why."""
-        return JSONResponse(_state(presence), 503 if presence.reason else 200)
+        """Tell whether requests can be served, and if not, why."""
+        return status({})
 
     @app.get("/health")
     async def health() -> JSONResponse:
-        """As /ready, with the workers by model."""
-        fleet, reachable = presence.workers.fleet(), presence.workers.reachable
+        """Answer as /ready, with the number of workers of each model."""
+        workers, reachable = readiness.workers.snapshot(), readiness.workers.reachable
         models = {
             name: {
-                "verifiers": sum(lease.model.name == name for lease in fleet.verifiers),
+                "verifiers": sum(lease.model.name == name for lease in workers.verifiers),
                 "reachable_verifiers": sum(lease.model.name == name for lease in reachable),
-                "drafters": sum(lease.model.name == name for lease in fleet.drafters),
+                "drafters": sum(lease.model.name == name for lease in workers.drafters),
             }
-            for name in sorted({lease.model.name for lease in (*fleet.verifiers, *fleet.drafters)})
+            for name in sorted({lease.model.name for lease in (*workers.verifiers, *workers.drafters)})
         }
-        return JSONResponse(_state(presence) | {"models": models}, 503 if presence.reason else 200)
+        return status({"models": models})
 
     @app.get("/metrics")
     async def metrics(request: Request) -> Response:
-        """What Prometheus reads."""
+        """Expose the metrics to Prometheus."""
         content_type, body = exposition(request.headers.get("accept", ""), REGISTRY)
         return Response(body, headers={"Content-Type": content_type})
 
 
-def _add_errors(app: FastAPI) -> None:
-    @app.exception_handler(EyasError)
-    async def eyas_error(request: Request, error: EyasError) -> JSONResponse:
-        return _told(refusal(error))
+@dataclass(frozen=True)
+class OpenAIEndpoints:
+    """OpenAI's two generation endpoints. templates: of every model, None if it has none.
 
-    @app.exception_handler(RequestValidationError)
-    async def bad_body(request: Request, error: RequestValidationError) -> JSONResponse:
-        return _told(refusal(problem(error.errors())))
+    Both raise the errors of GenerationService, and ClientDisconnected.
+    """
 
-    @app.exception_handler(HTTPException)
-    async def http_error(request: Request, error: HTTPException) -> JSONResponse:
-        return _told(status_refusal(error.status_code, f"{request.method} {request.url.path}: {error.detail}"))
+    service: GenerationService
+    templates: Mapping[str, ChatTemplate | None]
 
-    @app.exception_handler(ClientGone)
-    async def client_gone(request: Request, error: ClientGone) -> Response:
-        return Response(status_code=_CLIENT_GONE)
+    async def complete(self, body: CompletionBody, request: Request) -> Response:
+        """Respond to /v1/completions."""
+        received = _received_call("cmpl", request)
+        with self.service.record_rejection(received):
+            _check(body)
+            info = self.service.model(body.model)
+            chunks = await self._chunks(body, received, _completion_calls(body))
+            if body.scores_prompt_only:
+                chunks = _without_output(chunks)
+            tokenizer = self.service.tokenizer(info.name)
+            writer = ResponseWriter(
+                received.request.id,
+                info.name,
+                COMPLETION,
+                tokenizer,
+                wants_logprobs=body.logprobs is not None,
+                n=body.n,
+                echoes=[p if isinstance(p, str) else tokenizer.decode(p) for p in body.prompt] if body.echo else [],
+                wants_prompt_logprobs=body.prompt_logprobs is not None,
+                wants_speculation=body.return_speculation,
+            )
+        return await _respond(body, request, writer, chunks)
 
-    @app.exception_handler(Exception)
-    async def bug(request: Request, error: Exception) -> JSONResponse:
-        """The server logs the traceback."""
-        return _told(ErrorResponse(ErrorKind(500, "server_error", "internal_error"), "internal error"))
+    async def chat(self, body: ChatBody, request: Request) -> Response:
+        """Respond to /v1/chat/completions."""
+        received = _received_call("chatcmpl", request)
+        with self.service.record_rejection(received, "chat"):
+            info = self.service.model(body.model)
+            chunks = await self._chunks(body, received, [await self._chat_call(body, info)], "chat")
+            writer = ResponseWriter(
+                received.request.id,
+                info.name,
+                CHAT,
+                self.service.tokenizer(info.name),
+                wants_logprobs=body.logprobs,
+                n=body.n,
+                wants_prompt_logprobs=body.prompt_logprobs is not None,
+                wants_speculation=body.return_speculation,
+            )
+        return await _respond(body, request, writer, chunks)
+
+    async def _chat_call(self, body: ChatBody, info: ModelInfo) -> GenerateCall:
+        template = self.templates[info.name]
+        if template is None:
+            reason = f"model {info.name!r} has no chat template; ask /v1/completions, or give the router its chat_template"
+            raise InvalidRequest(reason, "messages")
+        messages = [message.model_dump(exclude_defaults=True) for message in body.messages]
+        text = await asyncio.to_thread(template.render, messages, body.chat_template_kwargs)
+        with _field_names(body):
+            token_ids = await self.service.encode_rendered(info, text)
+        max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+        if max_tokens is None:
+            max_tokens = max(info.max_model_len - len(token_ids), 1)
+        logprobs = (body.top_logprobs or 0) if body.logprobs else None
+        return body.call(token_ids, max_tokens, logprobs=logprobs, prompt_logprobs=body.prompt_logprobs)
+
+    async def _chunks(
+        self,
+        body: CompletionBody | ChatBody,
+        received: GenerateCall,
+        calls: Sequence[GenerateCall],
+        operation: str = "text_completion",
+    ) -> AsyncGenerator[TextChunk, None]:
+        """Check all calls, then return their merged chunks; a chunk's index is that of its choice."""
+        ids = (
+            [received.request.id] if len(calls) == 1 else [f"{received.request.id}-{number}" for number in range(len(calls))]
+        )
+        with _field_names(body):
+            prepared = [
+                await self.service.prepare(replace(call, request=replace(call.request, id=id_), trace=received.trace))
+                for call, id_ in zip(calls, ids, strict=True)
+            ]
+        streams = [self.service.stream(call, None, _ignore_trailers, operation) for call in prepared]
+        return merge([_shift_index(stream, number * body.n) for number, stream in enumerate(streams)])
 
 
-def _told(refused: ErrorResponse) -> JSONResponse:
-    return JSONResponse(refused.body, refused.kind.status, refused.headers)
+def _received_call(prefix: str, request: Request) -> GenerateCall:
+    """Return what the headers hold: the request id, the client's or a new one, and the trace."""
+    id_ = f"{prefix}-{request.headers.get('x-request-id', '')[:MAX_REQUEST_ID_LENGTH] or uuid.uuid4().hex}"
+    return GenerateCall(GenerationRequest(id_, (), SamplingParams()), trace=trace_pairs(request.headers.items()))
 
 
-def _state(presence: RouterRegistration) -> dict[str, Any]:
-    return {"status": "not ready", "reason": presence.reason} if presence.reason else {"status": "ready"}
+def _check(body: CompletionBody) -> None:
+    if len(body.prompt) * body.n > MAX_CHOICES:
+        raise InvalidRequest(f"more than {MAX_CHOICES} completions in one request; send several requests", "n")
+    if body.echo and body.logprobs is not None:
+        if body.n > 1:
+            raise InvalidRequest("echo with logprobs scores the prompt once; ask for n = 1", "n")
+        if body.prompt_logprobs is not None:
+            reason = "echo with logprobs scores the prompt already; leave prompt_logprobs out"
+            raise InvalidRequest(reason, "prompt_logprobs")
 
 
-def _model(info: ModelInfo, created: int) -> dict[str, Any]:
-    named = {"id": info.name, "object": "model", "created": created, "owned_by": "eyas"}
-    return named | {"max_model_len": info.max_model_len}
+def _completion_calls(body: CompletionBody) -> list[GenerateCall]:
+    """Return a call for each prompt. A verifier emits at least one token, so scoring a prompt asks for one."""
+    max_tokens = 1 if body.scores_prompt_only else body.max_tokens
+    prompt_logprobs = body.logprobs if body.echo and body.logprobs is not None else body.prompt_logprobs
+    return [body.call(prompt, max_tokens, logprobs=body.logprobs, prompt_logprobs=prompt_logprobs) for prompt in body.prompt]
+
+
+@contextmanager
+def _field_names(body: CompletionBody | ChatBody) -> Iterator[None]:
+    """Let errors name the fields of the body instead of the call's parameters."""
+    try:
+        yield
+    except InvalidRequest as error:
+        raise type(error)(str(error), body.name_of(error.param)) from error
+
+
+async def _shift_index(chunks: AsyncGenerator[TextChunk, None], by: int) -> AsyncGenerator[TextChunk, None]:
+    async with aclosing(chunks):
+        async for chunk in chunks:
+            yield replace(chunk, chunk=replace(chunk.chunk, index=chunk.chunk.index + by))
+
+
+async def _without_output(chunks: AsyncGenerator[TextChunk, None]) -> AsyncGenerator[TextChunk, None]:
+    """Remove the output token that scoring a prompt costs."""
+    async with aclosing(chunks):
+        async for chunk in chunks:
+            inner = chunk.chunk.first(0)
+            if inner.finish_reason == "stop":
+                inner = replace(inner, finish_reason="length")
+            totals = replace(chunk.totals, num_output_tokens=0, stats=None) if chunk.totals else None
+            yield replace(chunk, chunk=inner, text="", text_lengths=(), totals=totals)
+
+
+async def _respond(
+    body: CompletionBody | ChatBody, request: Request, writer: ResponseWriter, chunks: AsyncGenerator[TextChunk, None]
+) -> Response:
+    """Return one JSON response, or a stream of events. The first event is awaited: an error before it has its own status."""
+    headers = {"X-Request-Id": writer.id}
+    if not body.stream:
+        return JSONResponse(await cancel_on_disconnect(request.receive, writer.response(chunks)), headers=headers)
+    events = _events(writer, chunks, body.ends_with_usage)
+    first = await cancel_on_disconnect(request.receive, _first(events))
+    return EventStream(first, events, headers)
+
+
+async def _first(events: AsyncGenerator[str, None]) -> str:
+    return await anext(events)
+
+
+async def _events(
+    writer: ResponseWriter, chunks: AsyncGenerator[TextChunk, None], ends_with_usage: bool
+) -> AsyncGenerator[str, None]:
+    """Yield the data of each event of a stream. An error before the first event is raised, a later one is an event."""
+    has_started = False
+    try:
+        async with aclosing(writer.events(chunks)) as events:
+            async for event in events:
+                has_started = True
+                yield _compact_json(event)
+        if ends_with_usage:
+            yield _compact_json(writer.usage_event())
+    except EyasError as error:
+        if not has_started:
+            raise
+        log.warning("request %s: %s", writer.id, error)
+        yield _compact_json(error_body(error))
+    yield "[DONE]"
+
+
+def _compact_json(value: dict[str, Any]) -> str:
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+
+
+def _ignore_trailers(trailers: Sequence[tuple[str, str]]) -> None:
+    """HTTP responses do not carry the verifier's measurements."""

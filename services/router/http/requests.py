@@ -1,6 +1,7 @@
-"""The bodies of OpenAI's two endpoints as checked values. Types are checked here, ranges where gRPC's are: by the front.
+"""The request bodies of OpenAI's two endpoints. Types are checked here, ranges by `eyas.validation`.
 
-A field that is not known is refused, never ignored; null and values that ask for nothing count as left out.
+To add a sampling parameter, declare it in `Body` under its name in `SamplingParams`; `Body.call` passes it on.
+An unknown field is rejected, never ignored. Null and values that ask for nothing count as absent.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ from eyas.rpc.messages import GenerateCall
 
 DEFAULT_COMPLETION_TOKENS = 16
 
-# Of OpenAI's fields that cannot be served, the values that ask for nothing.
-_NEUTRAL: Mapping[str, tuple[object, ...]] = {
+# OpenAI's fields that are not supported, with the values that ask for nothing.
+_UNSUPPORTED: Mapping[str, tuple[object, ...]] = {
     "audio": (),
     "best_of": (1,),
     "function_call": ("none",),
@@ -41,9 +42,10 @@ _NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "verbosity": (),
     "web_search_options": (),
 }
+_UNSUPPORTED_IN_MESSAGES = ("tool_calls", "refusal", "tool_call_id")
 
 
-def _sendable(text: str) -> str:
+def _check_encodable(text: str) -> str:
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -51,66 +53,66 @@ def _sendable(text: str) -> str:
     return text
 
 
-def _listed(value: object) -> object:
+def _to_list(value: object) -> object:
     return [value] if isinstance(value, str) else value
 
 
-def _prompts(value: object) -> object:
-    """A single prompt, as text or token ids, becomes a list of one."""
-    if isinstance(value, str) or (isinstance(value, list) and value and _is_id(value[0])):
+def _to_prompts(value: object) -> object:
+    """Turn a single prompt, text or token ids, into a list of one."""
+    if isinstance(value, str) or (isinstance(value, list) and value and _is_token_id(value[0])):
         value = [value]
-    if not isinstance(value, list) or not value or not all(isinstance(prompt, str) or _is_ids(prompt) for prompt in value):
+    if not isinstance(value, list) or not value or not all(isinstance(one, str) or _is_token_ids(one) for one in value):
         raise ValueError("must be a text, a list of token ids, or a list of either that is not empty")
-    return [_sendable(prompt) if isinstance(prompt, str) else prompt for prompt in value]
+    return [_check_encodable(prompt) if isinstance(prompt, str) else prompt for prompt in value]
 
 
-def _content(value: object) -> object:
-    """Parts of text become one text."""
+def _to_text(value: object) -> object:
+    """Join the text parts of a message."""
     if not isinstance(value, list):
         return value
-    if not all(map(_is_text, value)):
+    if not all(map(_is_text_part, value)):
         raise ValueError("must be text, or parts of the type 'text'; images, audio and files are not supported")
     return "\n".join(part["text"] for part in value)
 
 
-def _is_text(part: object) -> bool:
+def _is_text_part(part: object) -> bool:
     return isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)
 
 
-def _is_id(value: object) -> bool:
+def _is_token_id(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def _is_ids(value: object) -> bool:
-    return isinstance(value, list) and all(map(_is_id, value))
+def _is_token_ids(value: object) -> bool:
+    return isinstance(value, list) and all(map(_is_token_id, value))
 
 
-Text = Annotated[str, AfterValidator(_sendable)]
-Texts = Annotated[list[Text], BeforeValidator(_listed)]
+Text = Annotated[str, AfterValidator(_check_encodable)]
+Texts = Annotated[list[Text], BeforeValidator(_to_list)]
 
 
-class _Strict(BaseModel):
+class _StrictModel(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
     @model_validator(mode="before")
     @classmethod
-    def _without_what_asks_for_nothing(cls, data: Any) -> Any:
+    def _drop_neutral_values(cls, data: Any) -> Any:
         if not isinstance(data, dict):
             return data
-        return {name: value for name, value in data.items() if value is not None and value not in _NEUTRAL.get(name, ())}
+        return {name: value for name, value in data.items() if value is not None and value not in _UNSUPPORTED.get(name, ())}
 
 
-class StreamOptions(_Strict):
-    """How a stream is to be told."""
+class StreamOptions(_StrictModel):
+    """Options of a stream."""
 
     include_usage: bool = False
     include_obfuscation: Literal[False] = False
 
 
-class Body(_Strict):
-    """What both endpoints take: OpenAI's parameters, and below `session_id` Eyas' own.
+class Body(_StrictModel):
+    """The fields of both endpoints: OpenAI's, and from `session_id` on Eyas' own.
 
-    user, safety_identifier and metadata are taken and used for nothing.
+    user, safety_identifier and metadata are accepted and have no effect.
     """
 
     model: Text = ""
@@ -142,51 +144,57 @@ class Body(_Strict):
     return_speculation: bool = False
 
     @model_validator(mode="after")
-    def _options_of_a_stream(self) -> Body:
+    def _check_stream_options(self) -> Body:
         if self.stream_options and not self.stream:
             raise InvalidRequest("stream_options is for streams; set stream or leave it out", "stream_options")
         return self
 
     @property
-    def include_usage(self) -> bool:
-        """Whether a stream ends with the usage."""
-        return self.stream_options is not None and self.stream_options.include_usage
+    def ends_with_usage(self) -> bool:
+        """Whether a stream ends with an event for the usage."""
+        return self.return_speculation or (self.stream_options is not None and self.stream_options.include_usage)
 
-    def call(self, prompt: str | Sequence[int], max_tokens: int, **told: int | None) -> GenerateCall:
-        """The front's form of one prompt. told: SamplingParams.logprobs and prompt_logprobs. Raises InvalidRequest."""
-        mine = {field.name: getattr(self, field.name) for field in fields(SamplingParams) if hasattr(self, field.name)}
-        sampling = SamplingParams(**(mine | {"max_tokens": max_tokens, "logit_bias": self._biases()} | told))
-        text, ids = (prompt, ()) if isinstance(prompt, str) else (None, tuple(prompt))
-        request = Request("", ids, sampling, self.session_id, self.priority)
+    def call(self, prompt: str | Sequence[int], max_tokens: int, **logprobs: int | None) -> GenerateCall:
+        """Return the call for one prompt. logprobs: `logprobs` and `prompt_logprobs` of its SamplingParams.
+
+        Raises InvalidRequest.
+        """
+        named = {field.name: getattr(self, field.name) for field in fields(SamplingParams) if hasattr(self, field.name)}
+        logit_bias = tuple((_token_id(name), bias) for name, bias in self.logit_bias.items())
+        sampling = SamplingParams(**(named | {"max_tokens": max_tokens, "logit_bias": logit_bias} | logprobs))
+        text, token_ids = (prompt, ()) if isinstance(prompt, str) else (None, tuple(prompt))
+        request = Request("", token_ids, sampling, self.session_id, self.priority)
         return GenerateCall(request, text, self.model, self.drafter)
-
-    def _biases(self) -> tuple[tuple[int, float], ...]:
-        return tuple((_token_id(name), bias) for name, bias in self.logit_bias.items())
 
 
 class CompletionBody(Body):
     """The body of /v1/completions."""
 
-    prompt: Annotated[list[str | list[int]], BeforeValidator(_prompts)]
+    prompt: Annotated[list[str | list[int]], BeforeValidator(_to_prompts)]
     max_tokens: int = DEFAULT_COMPLETION_TOKENS
     logprobs: int | None = None
     echo: bool = False
 
+    @property
+    def scores_prompt_only(self) -> bool:
+        """Whether only the prompt's log-probabilities are wanted, without any output."""
+        return self.echo and self.max_tokens == 0
+
     def name_of(self, param: str) -> str:
-        """What the client calls a parameter of the front."""
+        """Return this body's name of a parameter of a call."""
         return "logprobs" if param == "prompt_logprobs" and self.echo else param
 
 
-class Message(_Strict):
-    """A message of a chat. name: of its author, for templates that show it."""
+class Message(_StrictModel):
+    """A message of a chat. name: its author's, for templates that show it."""
 
     role: Literal["system", "developer", "user", "assistant"]
-    content: Annotated[Text, BeforeValidator(_content)]
+    content: Annotated[Text, BeforeValidator(_to_text)]
     name: Text = ""
 
 
 class ChatBody(Body):
-    """The body of /v1/chat/completions. chat_template_kwargs: more names for the model's chat template."""
+    """The body of /v1/chat/completions. chat_template_kwargs: more variables for the model's chat template."""
 
     messages: list[Message] = Field(min_length=1)
     max_tokens: int | None = None
@@ -196,7 +204,7 @@ class ChatBody(Body):
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
 
     @model_validator(mode="after")
-    def _no_contradiction(self) -> ChatBody:
+    def _check_consistent(self) -> ChatBody:
         if self.top_logprobs is not None and not self.logprobs:
             raise InvalidRequest("top_logprobs needs logprobs; set it to true", "top_logprobs")
         if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
@@ -204,41 +212,41 @@ class ChatBody(Body):
         return self
 
     def name_of(self, param: str) -> str:
-        """What the client calls a parameter of the front."""
+        """Return this body's name of a parameter of a call."""
         names = {"logprobs": "top_logprobs", "prompt": "messages"}
         if self.max_completion_tokens is not None:
             names["max_tokens"] = "max_completion_tokens"
         return names.get(param, param)
 
 
-def problem(errors: Sequence[Any]) -> InvalidRequest:
-    """The first of pydantic's errors about a body as one that says what to mend."""
+def invalid_body(errors: Sequence[Any]) -> InvalidRequest:
+    """Turn pydantic's first error about a body into one that says what to change."""
     error = errors[0]
-    place = [part for part in error["loc"] if part != "body"]
+    location = [part for part in error["loc"] if part != "body"]
     message = str(error["msg"]).removeprefix("Value error, ")
     if error["type"] == "json_invalid":
         return InvalidRequest(f"the body is not JSON: {message}")
-    if not place:
+    if not location:
         return InvalidRequest("the body must be a JSON object, sent with the header 'Content-Type: application/json'")
-    param = _path(place)
+    param = _path(location)
     if error["type"] == "missing":
         return InvalidRequest(f"{param} is missing; give it", param)
     if error["type"] == "extra_forbidden":
-        return InvalidRequest(_unknown(param, str(place[-1])), param)
+        return InvalidRequest(_unknown_field(param, str(location[-1])), param)
     return InvalidRequest(f"{param} is {str(error['input'])[:80]!r}: {message}", param)
 
 
-def _path(place: Sequence[int | str]) -> str:
-    path = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in place).lstrip(".")
+def _path(location: Sequence[int | str]) -> str:
+    path = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in location).lstrip(".")
     return path.encode(errors="replace").decode()
 
 
-def _unknown(param: str, name: str) -> str:
-    if name in _NEUTRAL or name in ("tool_calls", "refusal", "tool_call_id"):
+def _unknown_field(param: str, name: str) -> str:
+    if name in _UNSUPPORTED or name in _UNSUPPORTED_IN_MESSAGES:
         return f"{param} is not supported; leave it out"
     known = [*CompletionBody.model_fields, *ChatBody.model_fields]
-    near = difflib.get_close_matches(name, known, n=1)
-    return f"{param} is not a known field; {f'did you mean {near[0]}?' if near else 'leave it out'}"
+    similar = difflib.get_close_matches(name, known, n=1)
+    return f"{param} is not a known field; {f'did you mean {similar[0]}?' if similar else 'leave it out'}"
 
 
 def _token_id(name: str) -> int:

@@ -1,7 +1,4 @@
-"""What stands before every path below /v1: a known key, and a body that is not too long. Knows no bodies.
-
-The socket of the HTTP door: uvicorn in the router's own event loop, without hands on its signals. Knows no paths.
-"""
+"""The HTTP listener, body limits, server-sent events, and the cancellation of work whose client has disconnected."""
 
 from __future__ import annotations
 
@@ -10,84 +7,41 @@ import contextlib
 import logging
 import math
 import socket
-from collections.abc import Iterator
+from collections.abc import AsyncGenerator, Coroutine, Iterator
 from functools import partial
+from typing import Any, TypeVar
 
 import uvicorn
 from fastapi import HTTPException
-from fastapi.responses import JSONResponse
 from starlette.datastructures import Headers
+from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from eyas.config import HttpConfig, TlsConfig
-from eyas.errors import ConfigError, Unauthenticated
+from eyas.errors import ConfigError
 from eyas.rpc.channel import Certificates, Pem
-from eyas.services.router.api_keys import ApiKeys
-from eyas.services.router.http.responses import ErrorResponse, refusal, status_refusal
 from eyas.services.tasks import every, stop
 
 MAX_BODY_BYTES = 16 * 2**20
-
-
-class Authenticator:
-    """ASGI middleware. Health and metrics are open to all; bodies of up to MAX_BODY_BYTES come in."""
-
-    def __init__(self, app: ASGIApp, keys: ApiKeys) -> None:
-        self._app = app
-        self._keys = keys
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or not scope["path"].startswith("/v1/"):
-            await self._app(scope, receive, send)
-            return
-        headers = Headers(scope=scope)
-        refused = self._refused(headers)
-        if refused:
-            await JSONResponse(refused.body, refused.kind.status, refused.headers)(scope, receive, send)
-            return
-        await self._app(scope, _limited(receive), send)
-
-    def _refused(self, headers: Headers) -> ErrorResponse | None:
-        if not self._keys.admit(headers.get("authorization", "")):
-            message = "no known API key; send one as the header 'Authorization: Bearer KEY'"
-            return refusal(Unauthenticated(message))
-        length = headers.get("content-length", "")
-        if length.isdigit() and int(length) > MAX_BODY_BYTES:
-            return status_refusal(413, _too_long())
-        return None
-
-
-def _limited(receive: Receive) -> Receive:
-    """The same messages, up to where their bodies together are too long."""
-    taken = 0
-
-    async def counted() -> Message:
-        nonlocal taken
-        message = await receive()
-        taken += len(message.get("body", b""))
-        if taken > MAX_BODY_BYTES:
-            raise HTTPException(413, _too_long())
-        return message
-
-    return counted
-
-
-def _too_long() -> str:
-    return f"the body is longer than {MAX_BODY_BYTES} bytes; send less at once"
-
-
-RENEW_SECONDS = 5.0
+RELOAD_INTERVAL_S = 5.0
 
 _BACKLOG = 2048
+
+ResultT = TypeVar("ResultT")
 
 log = logging.getLogger(__name__)
 
 
 class HttpServer:
-    """Serves an ASGI application. address: host:port once it has started. renew_seconds: how often the TLS files are looked
-    at; connections that are made after they have changed get the new certificate."""
+    """Serves an ASGI application with uvicorn, in the running event loop; signals are left to the service.
 
-    def __init__(self, app: ASGIApp, config: HttpConfig, tls: TlsConfig, renew_seconds: float = RENEW_SECONDS) -> None:
+    address: host:port once the server has started. reload_interval_s: how often the TLS files are checked for changes;
+    new connections get the new certificate.
+    """
+
+    def __init__(
+        self, app: ASGIApp, config: HttpConfig, tls: TlsConfig, reload_interval_s: float = RELOAD_INTERVAL_S
+    ) -> None:
         self._server = _Server(
             uvicorn.Config(
                 app,
@@ -103,24 +57,24 @@ class HttpServer:
         )
         self._config = config
         self._tls = tls
-        self._renew_seconds = renew_seconds
-        self._shown: Pem | None = None
-        self._renewing: asyncio.Task[None] | None = None
+        self._reload_interval_s = reload_interval_s
+        self._loaded: Pem | None = None
+        self._reloading: asyncio.Task[None] | None = None
         self._serving: asyncio.Task[None] | None = None
         self.address = ""
 
     async def start(self) -> None:
-        """Listen. Raises ConfigError when the port is taken or the TLS files do not do."""
+        """Listen. Raises ConfigError if the port is taken or the TLS files cannot be used."""
         certificates = Certificates("tls.cert_file and tls.key_file", self._tls.cert_file, self._tls.key_file)
-        self._shown = certificates.pem
+        self._loaded = certificates.pem
         self._server.config.load()
         listener = listen(self._config.host, self._config.port)
         host = f"[{self._config.host}]" if ":" in self._config.host else self._config.host
         self.address = f"{host}:{listener.getsockname()[1]}"
         self._serving = asyncio.create_task(self._server.serve([listener]), name="http")
         if self._tls.cert_file:
-            renew = every(self._renew_seconds, partial(self._renew, certificates))
-            self._renewing = asyncio.create_task(renew, name="certificates")
+            reload = every(self._reload_interval_s, partial(self._reload, certificates))
+            self._reloading = asyncio.create_task(reload, name="certificates")
         log.info("HTTP on %s://%s", "https" if self._server.config.ssl else "http", self.address)
 
     async def stop(self, grace: float) -> None:
@@ -129,28 +83,28 @@ class HttpServer:
             return
         self._server.config.timeout_graceful_shutdown = math.ceil(grace)
         self._server.should_exit = True
-        await asyncio.gather(self._serving, stop(self._renewing))
+        await asyncio.gather(self._serving, stop(self._reloading))
         await asyncio.gather(*self._server.server_state.tasks, return_exceptions=True)
 
-    async def _renew(self, certificates: Certificates) -> None:
-        """Show those who connect from now on what the files hold."""
+    async def _reload(self, certificates: Certificates) -> None:
+        """Use the present content of the TLS files for new connections."""
         context, pem = self._server.config.ssl, certificates.pem
-        if context and pem is not self._shown:
+        if context and pem is not self._loaded:
             context.load_cert_chain(self._tls.cert_file, self._tls.key_file)
-            self._shown = pem
+            self._loaded = pem
 
 
 class _Server(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Leaves signals to the service."""
+        """Leave signals to the service."""
         yield
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A listening socket. Raises ConfigError when the port is taken or the host is not ours.
+    """Return a listening socket. Raises ConfigError if the port is taken or the host is not this machine's.
 
-    It names its protocol, for asyncio sends small writes at once, without Nagle's wait, only where it reads TCP there.
+    The socket names the protocol TCP: only then does asyncio switch off Nagle's algorithm, which delays small writes.
     """
     listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     try:
@@ -162,3 +116,83 @@ def listen(host: str, port: int) -> socket.socket:
         message = f"cannot listen on {host}:{port}: the port is in use or the host is not ours; set http.port"
         raise ConfigError(message) from error
     return listener
+
+
+class BodyLimit:
+    """ASGI middleware that rejects bodies above MAX_BODY_BYTES with status 413, by their header or while they arrive."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        num_received = 0
+        too_long = HTTPException(413, f"the body is longer than {MAX_BODY_BYTES} bytes; send less at once")
+
+        async def limited_receive() -> Message:
+            nonlocal num_received
+            length = Headers(scope=scope).get("content-length", "")
+            if length.isdigit() and int(length) > MAX_BODY_BYTES:
+                raise too_long
+            message = await receive()
+            num_received += len(message.get("body", b""))
+            if num_received > MAX_BODY_BYTES:
+                raise too_long
+            return message
+
+        await self._app(scope, limited_receive if scope["type"] == "http" else receive, send)
+
+
+class ClientDisconnected(Exception):
+    """The client has closed the connection before its response was complete."""
+
+
+async def cancel_on_disconnect(receive: Receive, work: Coroutine[Any, Any, ResultT]) -> ResultT:
+    """Await `work`; if the client disconnects first, cancel it, wait for its end and raise ClientDisconnected.
+
+    receive: that of the request, after its body has been read.
+    """
+    task, disconnect = asyncio.create_task(work), asyncio.create_task(_disconnected(receive))
+    try:
+        await asyncio.wait({task, disconnect}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ClientDisconnected
+        return task.result()
+    finally:
+        task.cancel()
+        disconnect.cancel()
+        await asyncio.gather(task, disconnect, return_exceptions=True)
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+class EventStream(Response):
+    """Server-sent events. events: the data of those after the first; each is requested when the one before is sent."""
+
+    media_type = "text/event-stream"
+
+    def __init__(self, first: str, events: AsyncGenerator[str, None], headers: dict[str, str]) -> None:
+        super().__init__(headers={**headers, "Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+        del self.headers["content-length"]
+        self._first = first
+        self._events = events
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            with contextlib.suppress(ClientDisconnected):
+                await cancel_on_disconnect(receive, self._send(send))
+        finally:
+            await self._events.aclose()
+
+    async def _send(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        await send(_body(self._first))
+        async for event in self._events:
+            await send(_body(event))
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+def _body(event: str) -> Message:
+    return {"type": "http.response.body", "body": f"data: {event}\n\n".encode(), "more_body": True}

@@ -13,8 +13,8 @@ from typer.testing import CliRunner
 from eyas.cli import app
 from eyas.config import HttpConfig, ServerConfig, TlsConfig
 from eyas.rpc.server import RpcServer
-from eyas.services.router.api_keys import ApiKeys
-from eyas.services.router.grpc_server import ApiKeyInterceptor, server_credentials
+from eyas.services.router.auth import ApiKeyInterceptor, ApiKeys
+from eyas.services.router.grpc_server import server_credentials
 from eyas.services.router.http.server import HttpServer
 from eyas.v1.generation_pb2_grpc import add_GenerationServicer_to_server
 from tests.services.connections.authority import Authority
@@ -107,7 +107,7 @@ def test_the_http_server_serves_a_renewed_certificate(tmp_path: Path) -> None:
 
     async def body() -> None:
         tls = TlsConfig(str(tmp_path / "tls.crt"), str(tmp_path / "tls.key"))
-        http = HttpServer(echo, HttpConfig(), tls, renew_seconds=0.02)
+        http = HttpServer(echo, HttpConfig(), tls, reload_interval_s=0.02)
         await http.start()
         try:
             assert await shown(http.address, old.pem)

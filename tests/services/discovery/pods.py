@@ -15,11 +15,10 @@ from eyas.rpc.messages import Lease, Load, ModelInfo, Role
 from eyas.rpc.server import RpcServer
 from eyas.services.discovery.base import Discovery
 from eyas.services.discovery.build import build_discovery
-from eyas.services.router.dispatcher import Dispatcher
+from eyas.services.router.dispatcher import Dispatcher, SessionMap
 from eyas.services.router.generation import GenerationService
 from eyas.services.router.grpc_server import RouterServicer
-from eyas.services.router.registration import RouterRegistration
-from eyas.services.router.workers import SessionMap, WorkerPool
+from eyas.services.router.workers import ReadinessMonitor, WorkerPool
 from eyas.tokenizer import load_tokenizer
 from eyas.v1 import worker_pb2
 from eyas.v1.generation_pb2_grpc import add_GenerationServicer_to_server
@@ -95,20 +94,20 @@ async def discovering(config: DiscoveryConfig, *roles: Role) -> AsyncIterator[Di
 
 @asynccontextmanager
 async def pod_router(
-    config: DiscoveryConfig, ejection: OutlierDetectionConfig | None = None
+    config: DiscoveryConfig, outlier_detection: OutlierDetectionConfig | None = None
 ) -> AsyncIterator[tuple[str, WorkerPool]]:
     """A real router without a registry; gives its address and its workers."""
     server, discovery = RpcServer(ServerConfig()), build_discovery(config, None)
-    workers = WorkerPool(discovery, ejection=ejection)
-    front = GenerationService({"demo": load_tokenizer(DEMO)}, workers, Dispatcher(workers, SessionMap(None), 20.0), 30.0)
-    add_GenerationServicer_to_server(RouterServicer(front), server.aio)
-    presence = RouterRegistration(server, discovery, workers, 0.02)
+    workers = WorkerPool(discovery, outlier_detection=outlier_detection)
+    service = GenerationService({"demo": load_tokenizer(DEMO)}, workers, Dispatcher(workers, SessionMap(None), 20.0), 30.0)
+    add_GenerationServicer_to_server(RouterServicer(service), server.aio)
+    readiness = ReadinessMonitor(server, discovery, workers, 0.02)
     address = await server.start(["eyas.v1.Generation"])
-    await presence.enter(address)
+    await readiness.enter(address)
     try:
         yield address, workers
     finally:
-        await presence.leave()
+        await readiness.leave()
         await server.stop(0)
         await workers.close()
         await discovery.close()

@@ -36,9 +36,9 @@ def test_a_router_serves_with_workers_of_endpoint_slices() -> None:
         ):
             api.put("v", worker.address, pod(worker.address, ready=True, serving=True, terminating=False, zone="west"))
             api.put("d", drafter.address, pod(drafter.address, "other"), label=DRAFTERS)
-            await until(lambda: workers.ready and bool(workers.fleet().drafters))
+            await until(lambda: workers.ready and bool(workers.snapshot().drafters))
             assert tokens_of(await ask(address, CALL)) == REST
-            assert workers.fleet().verifiers[0].zone == "west"
+            assert workers.snapshot().verifiers[0].zone == "west"
             assert worker.script.calls[0].drafter == drafter.address
 
     asyncio.run(body())
@@ -116,16 +116,16 @@ def test_workers_survive_an_api_server_outage(caplog: pytest.LogCaptureFixture) 
                 async with running(api):
                     for name, worker in (("one", one), ("other", other)):
                         api.put(name, worker.address, pod(worker.address, name))
-                    await until(lambda: workers.ready and len(workers.fleet().verifiers) == 2)
+                    await until(lambda: workers.ready and len(workers.snapshot().verifiers) == 2)
                     caplog.clear()
                 await until(lambda: caplog.text.count("going on with what is known") == 2)
-                assert len(workers.fleet().verifiers) == 2
+                assert len(workers.snapshot().verifiers) == 2
                 assert tokens_of(await ask(address, CALL)) == REST
-            await until(lambda: [lease.incarnation for lease in workers.fleet().verifiers] == [one.incarnation])
+            await until(lambda: [lease.incarnation for lease in workers.snapshot().verifiers] == [one.incarnation])
             assert caplog.text.count("going on with what is known") == 2, "once for each role"
             async with pod_worker() as third, running(api):
                 api.put("third", third.address, pod(third.address, "third"))
-                await until(lambda: third.incarnation in {lease.incarnation for lease in workers.fleet().verifiers})
+                await until(lambda: third.incarnation in {lease.incarnation for lease in workers.snapshot().verifiers})
 
     asyncio.run(body())
     assert "the Kubernetes API server answers again" in caplog.text

@@ -21,59 +21,59 @@ class Clock:
 
 
 def test_failures_in_a_row_eject_and_a_served_request_clears() -> None:
-    ejections = OutlierDetector(OutlierDetectionConfig(consecutive_failures=3), Clock())
+    outliers = OutlierDetector(OutlierDetectionConfig(consecutive_failures=3), Clock())
     for _ in range(2):
-        ejections.failed("v")
-    ejections.served("v")
+        outliers.record_failure("v")
+    outliers.record_success("v")
     for _ in range(2):
-        ejections.failed("v")
-    assert not ejections.ejected
-    ejections.failed("v")
-    assert ejections.ejected == {"v"}
+        outliers.record_failure("v")
+    assert not outliers.ejected
+    outliers.record_failure("v")
+    assert outliers.ejected == {"v"}
 
 
 def test_each_ejection_is_twice_as_long_up_to_the_longest() -> None:
     clock, lengths = Clock(), []
-    ejections = OutlierDetector(OutlierDetectionConfig(base_ejection_time_s=5, max_ejection_time_s=30), clock)
+    outliers = OutlierDetector(OutlierDetectionConfig(base_ejection_time_s=5, max_ejection_time_s=30), clock)
     for _ in range(5):
-        ejections.failed("v")
+        outliers.record_failure("v")
         began = clock.now
-        while not ejections.due:
+        while not outliers.due_probes:
             clock.now += 0.5
         lengths.append(clock.now - began)
-        ejections.probed("v", answered=True)
+        outliers.record_probe("v", answered=True)
     assert lengths == [5, 10, 20, 30, 30]
 
 
 def test_only_a_successful_probe_ends_an_ejection() -> None:
     clock = Clock()
-    ejections = OutlierDetector(OutlierDetectionConfig(base_ejection_time_s=5), clock)
-    ejections.failed("v")
-    assert ejections.due == []
+    outliers = OutlierDetector(OutlierDetectionConfig(base_ejection_time_s=5), clock)
+    outliers.record_failure("v")
+    assert outliers.due_probes == []
     clock.now += 5
-    assert (ejections.due, ejections.ejected) == (["v"], {"v"})
-    ejections.probed("v", answered=False)
-    assert (ejections.due, ejections.ejected) == ([], {"v"})
+    assert (outliers.due_probes, outliers.ejected) == (["v"], {"v"})
+    outliers.record_probe("v", answered=False)
+    assert (outliers.due_probes, outliers.ejected) == ([], {"v"})
     clock.now += 10
-    ejections.probed("v", answered=True)
-    assert (ejections.due, ejections.ejected) == ([], frozenset())
+    outliers.record_probe("v", answered=True)
+    assert (outliers.due_probes, outliers.ejected) == ([], frozenset())
 
 
 def test_failures_while_ejected_do_not_lengthen_the_ejection() -> None:
     clock = Clock()
-    ejections = OutlierDetector(OutlierDetectionConfig(base_ejection_time_s=5), clock)
+    outliers = OutlierDetector(OutlierDetectionConfig(base_ejection_time_s=5), clock)
     for _ in range(10):  # its requests of before fail as well
-        ejections.failed("v")
+        outliers.record_failure("v")
     clock.now += 5
-    assert ejections.due == ["v"]
+    assert outliers.due_probes == ["v"]
 
 
 def test_workers_that_are_gone_are_forgotten() -> None:
-    ejections = OutlierDetector(OutlierDetectionConfig(), Clock())
-    ejections.failed("v")
-    ejections.keep(["w"])
-    ejections.probed("v", answered=False)
-    assert not ejections.ejected
+    outliers = OutlierDetector(OutlierDetectionConfig(), Clock())
+    outliers.record_failure("v")
+    outliers.retain(["w"])
+    outliers.record_probe("v", answered=False)
+    assert not outliers.ejected
 
 
 def test_a_failing_verifier_gets_nothing_until_a_probe_passes() -> None:
@@ -88,14 +88,14 @@ def test_a_failing_verifier_gets_nothing_until_a_probe_passes() -> None:
             ) as (address, workers),
         ):
             one.lease = replace(one.lease, load=Load(free_kv_tokens=9000))
-            await until(lambda: workers.ready and {one.lease, other.lease} == set(workers.fleet().verifiers))
+            await until(lambda: workers.ready and {one.lease, other.lease} == set(workers.snapshot().verifiers))
             one.gate.clear()
             for _ in range(5):
                 assert tokens_of(await ask(address, CALL)) == REST
-            assert (len(failing.calls), workers.fleet().suspects) == (1, {one.incarnation})
+            assert (len(failing.calls), workers.snapshot().unhealthy) == (1, {one.incarnation})
             failing.dies_after = None
             one.gate.set()
-            await until(lambda: not workers.fleet().suspects)
+            await until(lambda: not workers.snapshot().unhealthy)
 
     asyncio.run(body())
 
@@ -110,12 +110,12 @@ def test_the_requests_of_a_stuck_verifier_go_on_elsewhere(falls_silent_after: in
             pod_router(settings("static", verifiers=(one.address, other.address))) as (address, workers),
         ):
             one.lease = idle = replace(one.lease, load=Load(free_kv_tokens=9000))
-            await until(lambda: workers.ready and {idle, other.lease} == set(workers.fleet().verifiers))
+            await until(lambda: workers.ready and {idle, other.lease} == set(workers.snapshot().verifiers))
             answer = asyncio.create_task(ask(address, CALL))
             await until(lambda: len(stuck.calls) == 1)
             one.lease = replace(idle, load=replace(idle.load, step_seconds=61.0))
             assert tokens_of(await answer) == REST
-            assert one.incarnation in workers.fleet().suspects
+            assert one.incarnation in workers.snapshot().unhealthy
             await until(lambda: workers.reachable == (other.lease,))
 
     asyncio.run(body())
@@ -136,11 +136,11 @@ def test_if_every_verifier_is_ejected_requests_still_go_out() -> None:
         ):
             await until(lambda: workers.ready)
             assert (await failure(address, CALL))[0] is grpc.StatusCode.UNAVAILABLE
-            assert workers.fleet().suspects == {one.incarnation}
+            assert workers.snapshot().unhealthy == {one.incarnation}
             await until(lambda: not workers.ready)  # no green light over nothing but failures
             script.dies_after = None
             assert tokens_of(await ask(address, CALL)) == REST
-            assert not workers.fleet().suspects
+            assert not workers.snapshot().unhealthy
             await until(lambda: workers.ready)
 
     asyncio.run(body())

@@ -13,8 +13,9 @@ from eyas.config import RoutingConfig
 from eyas.errors import ConfigError
 from eyas.rpc.messages import Lease, Load, ModelInfo
 from eyas.services.discovery.registry import Placement
-from eyas.services.router.routing import Fleet, Pair, RequestDemand, cached_share, pick
-from eyas.services.router.workers import SentBlocks, SessionMap
+from eyas.services.router.dispatcher import SessionMap
+from eyas.services.router.routing import Pair, RoutingRequest, WorkerSnapshot, pick, prefix_match_ratio
+from eyas.services.router.workers import SentBlocks
 
 MODEL = ModelInfo("demo", "target", 4096, 2048, "head")
 SMALL = Settings(20, 10, num_sessions=1500, num_running=320, num_open=300, cache_blocks=1024, lease_requests=20)
@@ -31,36 +32,39 @@ def drafter(name: str, num_sessions: int = 0, **changes: object) -> Lease:
     return replace(Lease("draft", f"{name}:1", name, MODEL, Load(num_sessions)), **changes)  # type: ignore[arg-type]
 
 
-def chosen(verifiers: list[Lease], demand: RequestDemand, config: RoutingConfig = DEFAULT, **known: object) -> Pair:
-    pair = pick(Fleet(verifiers, **({"drafters": [], "in_flight": {}} | known)), demand, config)  # type: ignore[arg-type]
+def chosen(verifiers: list[Lease], request: RoutingRequest, config: RoutingConfig = DEFAULT, **known: object) -> Pair:
+    pair = pick(WorkerSnapshot(verifiers, **({"drafters": [], "in_flight": {}} | known)), request, config)  # type: ignore[arg-type]
     assert pair is not None
     return pair
 
 
 def test_a_prompt_goes_to_its_cached_prefix_despite_idle_ones() -> None:
     busy = verifier("b", 4, prefix_hashes=frozenset(BLOCKS))
-    assert chosen([verifier("a"), busy, verifier("c")], RequestDemand("demo", 900, blocks=BLOCKS)).verifier is busy
+    assert chosen([verifier("a"), busy, verifier("c")], RoutingRequest("demo", 900, block_hashes=BLOCKS)).verifier is busy
 
 
 def test_the_longer_cached_prefix_wins() -> None:
     verifiers = [verifier("a", prefix_hashes=frozenset(BLOCKS[:2])), verifier("b", prefix_hashes=frozenset(BLOCKS[:7]))]
-    assert chosen(verifiers, RequestDemand("demo", 900, blocks=BLOCKS)).verifier.incarnation == "b"
+    assert chosen(verifiers, RoutingRequest("demo", 900, block_hashes=BLOCKS)).verifier.incarnation == "b"
 
 
 def test_sent_prompts_count_before_they_are_announced() -> None:
     sent = SentBlocks()
     sent.add("b", BLOCKS)
-    fleet = Fleet([verifier("a"), verifier("b")], [], {}, sent=sent.by_worker)
-    assert cached_share(fleet, RequestDemand("demo", 900, blocks=(*BLOCKS, 77, 78)), fleet.verifiers[1]) == 10 / 12
-    assert cached_share(fleet, RequestDemand("demo", 900, blocks=BLOCKS), fleet.verifiers[0]) == 0
+    workers = WorkerSnapshot([verifier("a"), verifier("b")], [], {}, sent_blocks=sent.by_worker)
+    assert (
+        prefix_match_ratio(workers, RoutingRequest("demo", 900, block_hashes=(*BLOCKS, 77, 78)), workers.verifiers[1])
+        == 10 / 12
+    )
+    assert prefix_match_ratio(workers, RoutingRequest("demo", 900, block_hashes=BLOCKS), workers.verifiers[0]) == 0
 
 
 def test_no_affinity_overloads_a_verifier() -> None:
-    demand = RequestDemand("demo", 900, last=Placement("a"), session="s", blocks=BLOCKS)
+    request = RoutingRequest("demo", 900, last=Placement("a"), session="s", block_hashes=BLOCKS)
     verifiers = [verifier("a", prefix_hashes=frozenset(BLOCKS)), verifier("b"), verifier("c"), verifier("d")]
     in_flight: Counter[str] = Counter()
     for _ in range(200):
-        in_flight[chosen(verifiers, demand, in_flight=in_flight).verifier.incarnation] += 1
+        in_flight[chosen(verifiers, request, in_flight=in_flight).verifier.incarnation] += 1
     assert in_flight["a"] == max(in_flight.values()) <= 1.25 * 200 / 4 + 1
     assert min(in_flight.values()) > 0
 
@@ -69,42 +73,42 @@ def test_bounds_follow_the_verifiers_sizes() -> None:
     verifiers = [verifier("a"), replace(verifier("b"), load=Load(0, 0, 10_000, 96))]
     in_flight: Counter[str] = Counter()
     for _ in range(200):
-        in_flight[chosen(verifiers, RequestDemand("demo", 100), in_flight=in_flight).verifier.incarnation] += 1
+        in_flight[chosen(verifiers, RoutingRequest("demo", 100), in_flight=in_flight).verifier.incarnation] += 1
     assert 2.5 < in_flight["b"] / in_flight["a"] < 3.5
 
 
 def test_a_session_leaves_a_verifier_with_a_full_queue_and_cache() -> None:
     full = verifier("a", 2, 5, load=Load(2, 5, 0, 32))
-    assert chosen([full, verifier("b")], RequestDemand("demo", 900, last=Placement("a"))).verifier.incarnation == "b"
+    assert chosen([full, verifier("b")], RoutingRequest("demo", 900, last=Placement("a"))).verifier.incarnation == "b"
 
 
 def test_the_nearer_of_equals_wins_for_verifier_and_drafter() -> None:
     verifiers = [verifier("a", zone="east"), verifier("b", zone="west")]
     drafters = [drafter("d", zone="east"), drafter("e", zone="west")]
-    pair = chosen(verifiers, RequestDemand("demo", 100), zone="west", drafters=drafters)
+    pair = chosen(verifiers, RoutingRequest("demo", 100), zone="west", drafters=drafters)
     assert (pair.verifier.zone, pair.drafter and pair.drafter.zone) == ("west", "west")
 
 
 def test_a_verifier_with_an_idle_drafter_beats_one_without() -> None:
     headless = verifier("a", model=replace(MODEL, head_fingerprint=""))
-    pair = chosen([headless, verifier("b")], RequestDemand("demo", 100), drafters=[drafter("d")])
+    pair = chosen([headless, verifier("b")], RoutingRequest("demo", 100), drafters=[drafter("d")])
     assert (pair.verifier.incarnation, pair.drafter) == ("b", drafter("d"))
 
 
 def test_weights_decide() -> None:
-    demand = RequestDemand("demo", 900, last=Placement("a"))
+    request = RoutingRequest("demo", 900, last=Placement("a"))
     verifiers = [verifier("a", 5), verifier("b")]
-    assert chosen(verifiers, demand).verifier.incarnation == "a"
-    assert chosen(verifiers, demand, RoutingConfig(session_weight=0.1)).verifier.incarnation == "b"
+    assert chosen(verifiers, request).verifier.incarnation == "a"
+    assert chosen(verifiers, request, RoutingConfig(session_weight=0.1)).verifier.incarnation == "b"
 
 
 @given(st.integers(2, 30), st.text(min_size=1, max_size=8), st.integers(0, 29))
 def test_only_the_sessions_of_a_lost_verifier_move(count: int, session: str, lost: int) -> None:
     verifiers = [verifier(f"v{index}") for index in range(count)]
-    demand = RequestDemand("demo", 100, session=session)
-    before = chosen(verifiers, demand).verifier
+    request = RoutingRequest("demo", 100, session=session)
+    before = chosen(verifiers, request).verifier
     gone = verifiers[lost % count]
-    after = chosen([lease for lease in verifiers if lease is not gone], demand).verifier
+    after = chosen([lease for lease in verifiers if lease is not gone], request).verifier
     assert (after is before) or before is gone
 
 
@@ -112,7 +116,7 @@ def test_only_the_sessions_of_a_lost_verifier_move(count: int, session: str, los
 def test_there_is_always_a_choice_with_capacity_if_any_has(loads: list[tuple[int, int]], bound: bool) -> None:
     verifiers = [verifier(f"v{index}", *load) for index, load in enumerate(loads)]
     last = Placement("v0") if bound else None
-    pair = chosen(verifiers, RequestDemand("demo", 100, last=last, session="s", blocks=BLOCKS))
+    pair = chosen(verifiers, RoutingRequest("demo", 100, last=last, session="s", block_hashes=BLOCKS))
     total = sum(map(sum, loads))
     load = pair.verifier.load
     assert load.num_running + load.num_waiting <= max(DEFAULT.min_bound, DEFAULT.load_factor * (total + 1) / len(loads) + 1)
@@ -138,7 +142,7 @@ def test_the_sent_prefix_index_is_bounded_and_drops_ends_first() -> None:
     sent.add("v", (1, 2, 3, 4))
     sent.add("v", (5, 6, 7, 8))
     assert [block for block in range(1, 9) if block in sent.by_worker["v"]] == [1, 2, 5, 6, 7, 8]
-    sent.keep(["w"])
+    sent.retain(["w"])
     assert not sent.by_worker
 
 
@@ -155,8 +159,8 @@ def test_sessions_without_redis_are_kept_oldest_evicted_first() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"prefix": -1.0}, "prefix is -1.0; a weight must be at least 0"),
-        ({"bound": 0.5}, "bound is 0.5; it must be at least 1"),
+        ({"prefix_weight": -1.0}, "prefix_weight is -1.0; a weight must be at least 0"),
+        ({"load_factor": 0.5}, "load_factor is 0.5; it must be at least 1"),
         ({"min_bound": 0}, "min_bound is 0; it must be above 0"),
     ],
 )

@@ -1,4 +1,4 @@
-"""A real router with its HTTP door in this process, and OpenAI's own client to ask it with."""
+"""A real router with its HTTP server_http in this process, and OpenAI's own client to ask it with."""
 
 from __future__ import annotations
 
@@ -13,15 +13,14 @@ from openai import AsyncOpenAI
 from eyas.config import HttpConfig, OutlierDetectionConfig, RegistryConfig, ServerConfig, TlsConfig
 from eyas.rpc.server import RpcServer
 from eyas.services.discovery.registry import Registry
-from eyas.services.router.api_keys import ApiKeys
-from eyas.services.router.dispatcher import Dispatcher
+from eyas.services.router.auth import ApiKeys
+from eyas.services.router.dispatcher import Dispatcher, SessionMap
 from eyas.services.router.generation import GenerationService
 from eyas.services.router.http.app import build_app
 from eyas.services.router.http.chat_template import ChatTemplate
 from eyas.services.router.http.server import HttpServer
-from eyas.services.router.registration import RouterRegistration
 from eyas.services.router.telemetry import RouterTelemetry
-from eyas.services.router.workers import SessionMap, WorkerPool
+from eyas.services.router.workers import ReadinessMonitor, WorkerPool
 from eyas.tokenizer import Tokenizer, load_tokenizer
 from tests.services.router.scripted_verifier import DEMO, PROMPT, REST, TEXT, TOKENS, Script, until, worker
 
@@ -45,21 +44,21 @@ async def http_router(
 ) -> AsyncIterator[str]:
     """A router for the model "demo"; gives the base of its URLs."""
     server, registry = RpcServer(ServerConfig()), Registry(RegistryConfig(url, 2.0, 0.05))
-    workers = WorkerPool(registry, ejection=OutlierDetectionConfig(base_ejection_time_s=0.2))
-    relay = Dispatcher(workers, SessionMap(registry), 20.0, telemetry)
-    front = GenerationService({"demo": tokenizer}, workers, relay, timeout, telemetry)
-    presence = RouterRegistration(server, registry, workers, 0.02)
+    workers = WorkerPool(registry, outlier_detection=OutlierDetectionConfig(base_ejection_time_s=0.2))
+    dispatcher = Dispatcher(workers, SessionMap(registry), 20.0, telemetry)
+    service = GenerationService({"demo": tokenizer}, workers, dispatcher, timeout, telemetry)
+    readiness = ReadinessMonitor(server, registry, workers, 0.02)
     chat = ChatTemplate(template, {"bos_token": "<|bos|>"}, "demo") if template else None
-    app = build_app(front, {"demo": chat}, presence, keys or ApiKeys(frozenset()), telemetry or RouterTelemetry())
-    door = HttpServer(app, HttpConfig(), TlsConfig())
+    app = build_app(service, {"demo": chat}, readiness, keys or ApiKeys(frozenset()), telemetry or RouterTelemetry())
+    server_http = HttpServer(app, HttpConfig(), TlsConfig())
     address = await server.start([])
-    await door.start()
-    await presence.enter(address)
+    await server_http.start()
+    await readiness.enter(address)
     try:
-        yield f"http://{door.address}"
+        yield f"http://{server_http.address}"
     finally:
-        await presence.leave()
-        await asyncio.gather(door.stop(0), server.stop(0))
+        await readiness.leave()
+        await asyncio.gather(server_http.stop(0), server.stop(0))
         await workers.close()
         await registry.close()
 

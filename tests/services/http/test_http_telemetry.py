@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from eyas.services.router.api_keys import ApiKeys
+from eyas.services.router.auth import ApiKeys
 from eyas.services.router.http.server import MAX_BODY_BYTES
 from eyas.services.router.telemetry import RouterTelemetry
 from eyas.telemetry.logging import configure_logging

@@ -22,8 +22,8 @@ from prometheus_client import Counter
 from eyas.config import HttpConfig, KeysConfig, ServerConfig, TlsConfig
 from eyas.errors import ConfigError
 from eyas.rpc.server import RpcServer
-from eyas.services.router.api_keys import ApiKeys, load_keys
-from eyas.services.router.grpc_server import ApiKeyInterceptor, server_credentials
+from eyas.services.router.auth import ApiKeyInterceptor, ApiKeys, load_api_keys
+from eyas.services.router.grpc_server import server_credentials
 from eyas.services.router.http.server import HttpServer, listen
 from eyas.v1.generation_pb2 import ListModelsRequest, ListModelsResponse
 from eyas.v1.generation_pb2_grpc import GenerationServicer, GenerationStub, add_GenerationServicer_to_server
@@ -92,10 +92,10 @@ def test_only_known_keys_open_v1(url: str) -> None:
 def test_keys_come_from_the_environment_and_a_file(tmp_path: Path) -> None:
     file = tmp_path / "keys"
     file.write_text("three\n\n  four\n")
-    keys = load_keys(KeysConfig("KEYS", str(file)), {"KEYS": "one, two"})
-    assert all(keys.admit(f"Bearer {key}") for key in ("one", "two", "three", "four"))
-    assert not any(map(keys.admit, ("", "one", "Bearer", "Bearer ", "Basic one", "Bearer five")))
-    assert load_keys(KeysConfig(), {}).admit("")
+    keys = load_api_keys(KeysConfig("KEYS", str(file)), {"KEYS": "one, two"})
+    assert all(keys.accepts(f"Bearer {key}") for key in ("one", "two", "three", "four"))
+    assert not any(map(keys.accepts, ("", "one", "Bearer", "Bearer ", "Basic one", "Bearer five")))
+    assert load_api_keys(KeysConfig(), {}).accepts("")
 
 
 @pytest.mark.parametrize(
@@ -107,7 +107,7 @@ def test_keys_come_from_the_environment_and_a_file(tmp_path: Path) -> None:
 )
 def test_missing_api_keys_are_an_error_not_open_access(config: KeysConfig, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        load_keys(config, {"KEYS": " , "})
+        load_api_keys(config, {"KEYS": " , "})
 
 
 class Models(GenerationServicer):
@@ -230,9 +230,9 @@ def test_a_server_that_cannot_listen_names_the_setting(tmp_path: Path) -> None:
     missing = str(tmp_path / "missing.pem")
     with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(ConfigError, match=r"in use .* set http\.port"):
         asyncio.run(start(HttpConfig(port=taken.getsockname()[1]), TlsConfig()))
-    with pytest.raises(ConfigError, match=r"tls\.certificate and tls\.key cannot be used"):
+    with pytest.raises(ConfigError, match=r"tls\.cert_file and tls\.key_file cannot be used"):
         asyncio.run(start(HttpConfig(), TlsConfig(missing, missing)))
-    with pytest.raises(ConfigError, match=r"tls\.certificate and tls\.key cannot be used"):
+    with pytest.raises(ConfigError, match=r"tls\.cert_file and tls\.key_file cannot be used"):
         server_credentials(TlsConfig(missing, missing))
     with pytest.raises(ConfigError, match="go together"):
         TlsConfig(cert_file="only")

@@ -22,11 +22,10 @@ from eyas.rpc.messages import RETRY_KEY, ROUND_TRIP_KEY, GenerateCall, Load, Mod
 from eyas.rpc.server import RpcServer
 from eyas.services.discovery.registry import Registry
 from eyas.services.lifecycle import WorkerRegistration
-from eyas.services.router.dispatcher import Dispatcher
+from eyas.services.router.dispatcher import Dispatcher, SessionMap
 from eyas.services.router.generation import GenerationService
 from eyas.services.router.grpc_server import RouterServicer
-from eyas.services.router.registration import RouterRegistration
-from eyas.services.router.workers import SessionMap, WorkerPool
+from eyas.services.router.workers import ReadinessMonitor, WorkerPool
 from eyas.tokenizer import Tokenizer, load_tokenizer
 from eyas.v1.generation_pb2_grpc import GenerationServicer, GenerationStub, add_GenerationServicer_to_server
 
@@ -153,15 +152,15 @@ async def router(
     server, registry = RpcServer(ServerConfig()), Registry(RegistryConfig(url, 2.0, 0.05))
     workers = WorkerPool(registry, peers=peers)
     tokenizers = {"demo": tokenizer or load_tokenizer(DEMO)}
-    front = GenerationService(tokenizers, workers, Dispatcher(workers, SessionMap(registry), stall), timeout)
-    add_GenerationServicer_to_server(RouterServicer(front), server.aio)
-    presence = RouterRegistration(server, registry, workers, 0.02)
+    service = GenerationService(tokenizers, workers, Dispatcher(workers, SessionMap(registry), stall), timeout)
+    add_GenerationServicer_to_server(RouterServicer(service), server.aio)
+    readiness = ReadinessMonitor(server, registry, workers, 0.02)
     address = await server.start(["eyas.v1.Generation"])
-    await presence.enter(address)
+    await readiness.enter(address)
     try:
         yield address
     finally:
-        await presence.leave()
+        await readiness.leave()
         await server.stop(0)
         await workers.close()
         await registry.close()

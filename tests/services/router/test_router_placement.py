@@ -1,4 +1,4 @@
-"""Filter, score, pick: which pair a request goes to, as pure functions of the fleet."""
+"""Filter, score, pick: which pair a request goes to, as pure functions of the workers."""
 
 from dataclasses import replace
 
@@ -7,23 +7,25 @@ import pytest
 from eyas.config import RoutingConfig
 from eyas.rpc.messages import Lease, Load, ModelInfo, Role
 from eyas.services.discovery.registry import Placement
-from eyas.services.router.routing import Fleet, RequestDemand, fitting, pick
+from eyas.services.router.routing import RoutingRequest, WorkerSnapshot, eligible_verifiers, pick
 
 MODEL = ModelInfo("demo", "target", 4096, 2048, "head")
-DEMAND = RequestDemand("demo", 100)
+DEMAND = RoutingRequest("demo", 100)
 
 
 def lease(role: Role, name: str, model: ModelInfo = MODEL, load: Load | None = None) -> Lease:
     return Lease(role, f"{name}:1", name, model, load or Load(free_kv_tokens=1000))
 
 
-def fleet(*leases: Lease, in_flight: dict[str, int] | None = None, suspects: frozenset[str] = frozenset()) -> Fleet:
+def snapshot(
+    *leases: Lease, in_flight: dict[str, int] | None = None, unhealthy: frozenset[str] = frozenset()
+) -> WorkerSnapshot:
     by_role = {role: [lease for lease in leases if lease.role == role] for role in ("verifier", "draft")}
-    return Fleet(by_role["verifier"], by_role["draft"], in_flight or {}, suspects)
+    return WorkerSnapshot(by_role["verifier"], by_role["draft"], in_flight or {}, unhealthy)
 
 
-def chosen(fleet: Fleet, demand: RequestDemand = DEMAND) -> tuple[str, str] | None:
-    pair = pick(fleet, demand, RoutingConfig())
+def chosen(snapshot: WorkerSnapshot, request: RoutingRequest = DEMAND) -> tuple[str, str] | None:
+    pair = pick(snapshot, request, RoutingConfig())
     return pair and (pair.verifier.incarnation, pair.drafter.incarnation if pair.drafter else "")
 
 
@@ -31,7 +33,7 @@ V, W, D, E = lease("verifier", "v"), lease("verifier", "w"), lease("draft", "d")
 
 
 def test_a_verifier_of_another_model_is_no_candidate() -> None:
-    assert fitting(fleet(replace(V, model=replace(MODEL, name="other"))), DEMAND) == []
+    assert eligible_verifiers(snapshot(replace(V, model=replace(MODEL, name="other"))), DEMAND) == []
 
 
 @pytest.mark.parametrize(
@@ -39,7 +41,7 @@ def test_a_verifier_of_another_model_is_no_candidate() -> None:
     [replace(MODEL, fingerprint="x"), replace(MODEL, head_fingerprint="x"), replace(MODEL, head_fingerprint="")],
 )
 def test_a_drafter_for_another_target_or_head_is_left_out(model: ModelInfo) -> None:
-    assert chosen(fleet(V, replace(D, model=model))) == ("v", "")
+    assert chosen(snapshot(V, replace(D, model=model))) == ("v", "")
 
 
 def test_a_verifier_without_a_head_gets_no_drafter() -> None:
@@ -48,55 +50,55 @@ def test_a_verifier_without_a_head_gets_no_drafter() -> None:
 
 
 def test_plain_decoding_gets_no_drafter() -> None:
-    assert chosen(fleet(V, D), replace(DEMAND, wants_drafter=False)) == ("v", "")
+    assert chosen(snapshot(V, D), replace(DEMAND, wants_drafter=False)) == ("v", "")
 
 
 def test_a_verifier_with_too_short_a_context_is_no_candidate() -> None:
     short = replace(V, model=replace(MODEL, max_model_len=99))
-    assert chosen(fleet(short, W)) == ("w", "")
-    assert chosen(fleet(replace(V, model=replace(MODEL, max_model_len=100)))) == ("v", "")
+    assert chosen(snapshot(short, W)) == ("w", "")
+    assert chosen(snapshot(replace(V, model=replace(MODEL, max_model_len=100)))) == ("v", "")
 
 
 def test_a_verifier_that_failed_the_request_is_excluded_for_it() -> None:
-    assert chosen(fleet(V, W), replace(DEMAND, excluded=frozenset("v"))) == ("w", "")
-    assert chosen(fleet(V), replace(DEMAND, excluded=frozenset("v"))) is None
+    assert chosen(snapshot(V, W), replace(DEMAND, excluded=frozenset("v"))) == ("w", "")
+    assert chosen(snapshot(V), replace(DEMAND, excluded=frozenset("v"))) is None
 
 
 def test_a_request_under_way_stays_with_its_target() -> None:
     other = replace(W, model=replace(MODEL, fingerprint="x"))
-    assert chosen(fleet(V, other), replace(DEMAND, fingerprint="x")) == ("w", "")
+    assert chosen(snapshot(V, other), replace(DEMAND, fingerprint="x")) == ("w", "")
 
 
 def test_the_idler_verifier_wins() -> None:
-    assert chosen(fleet(replace(V, load=Load(2, 1, 1000)), replace(W, load=Load(1, 1, 1000)))) == ("w", "")
+    assert chosen(snapshot(replace(V, load=Load(2, 1, 1000)), replace(W, load=Load(1, 1, 1000)))) == ("w", "")
 
 
 def test_requests_in_flight_count_before_a_lease_shows_them() -> None:
-    assert chosen(fleet(V, W, in_flight={"v": 1})) == ("w", "")
+    assert chosen(snapshot(V, W, in_flight={"v": 1})) == ("w", "")
 
 
 def test_a_verifier_with_free_cache_beats_an_idle_full_one() -> None:
-    assert chosen(fleet(replace(V, load=Load(free_kv_tokens=10)), replace(W, load=Load(3, 0, 100)))) == ("w", "")
+    assert chosen(snapshot(replace(V, load=Load(free_kv_tokens=10)), replace(W, load=Load(3, 0, 100)))) == ("w", "")
 
 
 def test_of_equals_the_one_with_more_free_slots_wins() -> None:
-    assert chosen(fleet(V, replace(W, load=Load(free_kv_tokens=2000)))) == ("w", "")
+    assert chosen(snapshot(V, replace(W, load=Load(free_kv_tokens=2000)))) == ("w", "")
 
 
 def test_a_session_returns_to_its_verifier_despite_idle_ones() -> None:
     busy = replace(W, load=Load(3, 1, 1000))
-    assert chosen(fleet(V, busy, D, E), replace(DEMAND, last=Placement("w", "e"))) == ("w", "e")
+    assert chosen(snapshot(V, busy, D, E), replace(DEMAND, last=Placement("w", "e"))) == ("w", "e")
 
 
 def test_a_session_moves_when_its_verifier_is_gone() -> None:
-    assert chosen(fleet(V, D), replace(DEMAND, last=Placement("gone", "gone"))) == ("v", "d")
+    assert chosen(snapshot(V, D), replace(DEMAND, last=Placement("gone", "gone"))) == ("v", "d")
 
 
 def test_a_suspect_is_the_last_resort_even_for_its_session() -> None:
-    demand = replace(DEMAND, last=Placement("v"))
-    assert chosen(fleet(V, W, suspects=frozenset("v")), demand) == ("w", "")
-    assert chosen(fleet(V, suspects=frozenset("v")), demand) == ("v", "")
+    request = replace(DEMAND, last=Placement("v"))
+    assert chosen(snapshot(V, W, unhealthy=frozenset("v")), request) == ("w", "")
+    assert chosen(snapshot(V, unhealthy=frozenset("v")), request) == ("v", "")
 
 
 def test_the_idler_drafter_wins() -> None:
-    assert chosen(fleet(V, D, E, in_flight={"d": 1})) == ("v", "e")
+    assert chosen(snapshot(V, D, E, in_flight={"d": 1})) == ("v", "e")

@@ -1,0 +1,112 @@
+"""Errors as OpenAI's clients expect them: status, headers and body.
+
+To add an error kind, define its exception in `eyas.errors` and add its row to `_KINDS`.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from http import HTTPStatus
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse, Response
+from starlette.exceptions import HTTPException
+
+from eyas.errors import (
+    EyasError,
+    InvalidRequest,
+    Overloaded,
+    TimedOut,
+    Unauthenticated,
+    Unavailable,
+    UnknownModel,
+)
+from eyas.services.router.http.requests import invalid_body
+from eyas.services.router.http.server import ClientDisconnected
+
+DEFAULT_RETRY_AFTER_S = 1.0
+
+_CLIENT_CLOSED_REQUEST = 499  # nginx's status for its log; the client does not receive it
+
+
+@dataclass(frozen=True)
+class ErrorKind:
+    """The HTTP status of an error, and its `type` and `code` in the body."""
+
+    status: int
+    type: str
+    code: str | None = None
+
+
+# The first row whose class matches an error is its kind.
+_KINDS: tuple[tuple[type[EyasError], ErrorKind], ...] = (
+    (UnknownModel, ErrorKind(404, "invalid_request_error", "model_not_found")),
+    (InvalidRequest, ErrorKind(400, "invalid_request_error")),
+    (Unauthenticated, ErrorKind(401, "invalid_request_error", "invalid_api_key")),
+    (Overloaded, ErrorKind(429, "rate_limit_error", "overloaded")),
+    (Unavailable, ErrorKind(503, "server_error", "unavailable")),
+    (TimedOut, ErrorKind(504, "server_error", "timeout")),
+)
+_INTERNAL = ErrorKind(500, "server_error", "internal_error")
+
+
+def error_response(error: EyasError) -> JSONResponse:
+    """Return the HTTP response to an error."""
+    return JSONResponse(error_body(error), _kind(error).status, _headers(error))
+
+
+def error_body(error: EyasError) -> dict[str, Any]:
+    """Return an error as JSON: the body of a response, or an event of a stream that has begun."""
+    return _body(_kind(error), str(error), error.param if isinstance(error, InvalidRequest) else "")
+
+
+def status_response(status: int, message: str) -> JSONResponse:
+    """Return the response to an error of HTTP itself, such as an unknown path."""
+    type_ = "server_error" if status >= HTTPStatus.INTERNAL_SERVER_ERROR else "invalid_request_error"
+    return JSONResponse(_body(ErrorKind(status, type_), message), status)
+
+
+def add_error_handlers(app: FastAPI) -> None:
+    """Let the application respond to every exception in OpenAI's shape."""
+
+    @app.exception_handler(EyasError)
+    async def eyas_error(request: Request, error: EyasError) -> Response:
+        return error_response(error)
+
+    @app.exception_handler(RequestValidationError)
+    async def validation_error(request: Request, error: RequestValidationError) -> Response:
+        return error_response(invalid_body(error.errors()))
+
+    @app.exception_handler(HTTPException)
+    async def http_error(request: Request, error: HTTPException) -> Response:
+        return status_response(error.status_code, f"{request.method} {request.url.path}: {error.detail}")
+
+    @app.exception_handler(ClientDisconnected)
+    async def client_disconnected(request: Request, error: ClientDisconnected) -> Response:
+        return Response(status_code=_CLIENT_CLOSED_REQUEST)
+
+    @app.exception_handler(Exception)
+    async def internal_error(request: Request, error: Exception) -> Response:
+        """The server logs the traceback."""
+        return JSONResponse(_body(_INTERNAL, "internal error"), _INTERNAL.status)
+
+
+def _kind(error: EyasError) -> ErrorKind:
+    return next((kind for type_, kind in _KINDS if isinstance(error, type_)), _INTERNAL)
+
+
+def _body(kind: ErrorKind, message: str, param: str = "") -> dict[str, Any]:
+    """param: the field of the request body that caused the error; empty if no single one did."""
+    return {"error": {"message": message, "type": kind.type, "param": param or None, "code": kind.code}}
+
+
+def _headers(error: EyasError) -> dict[str, str]:
+    if isinstance(error, Unauthenticated):
+        return {"WWW-Authenticate": "Bearer"}
+    if isinstance(error, Overloaded | Unavailable):
+        seconds = (error.retry_after if isinstance(error, Overloaded) else None) or DEFAULT_RETRY_AFTER_S
+        return {"Retry-After": str(max(1, math.ceil(seconds))), "Retry-After-Ms": str(math.ceil(seconds * 1000))}
+    return {}
