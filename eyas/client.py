@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.text import Text
 
 from eyas.rpc.channel import Certificates, ChannelOptions, channel_credentials, open_sync_channel
-from eyas.rpc.convert import call_to_message, chunk_from_message, models_from_message
+from eyas.rpc.convert import generate_call_to_proto, models_from_proto, text_chunk_from_proto
 from eyas.rpc.messages import GenerateCall, ModelInfo, TextChunk, Totals
 from eyas.v1.generation_pb2 import ListModelsRequest
 from eyas.v1.generation_pb2_grpc import GenerationStub
@@ -38,14 +38,14 @@ class RouterClient:
         with open_sync_channel(self.address, self.line) as channel:
             stub = GenerationStub(channel)
             answer = stub.ListModels(ListModelsRequest(), timeout=LIST_SECONDS, metadata=self._metadata)
-            return tuple(models_from_message(answer))
+            return tuple(models_from_proto(answer))
 
     def stream(self, call: GenerateCall) -> Iterator[TextChunk]:
         """Chunks of a call; leaving early cancels it. Raises grpc.RpcError."""
         with open_sync_channel(self.address, self.line) as channel:
-            answers = GenerationStub(channel).Generate(call_to_message(call), metadata=self._metadata)
+            answers = GenerationStub(channel).Generate(generate_call_to_proto(call), metadata=self._metadata)
             try:
-                yield from map(chunk_from_message, answers)
+                yield from map(text_chunk_from_proto, answers)
             finally:
                 answers.cancel()  # type: ignore[no-untyped-call]
 

@@ -78,7 +78,12 @@ def models(
         infos = RouterClient(address, _line(options.params), api_key).models()
     table = Table("model", "context", "vocabulary", "target", "draft head")
     for info in infos:
-        facts = (str(info.max_model_len), str(info.vocab_size), info.fingerprint[:12], info.head_fingerprint[:12] or "none")
+        facts = (
+            str(info.max_model_len),
+            str(info.vocab_size),
+            info.fingerprint[:12],
+            info.features_fingerprint[:12] or "none",
+        )
         table.add_row(info.name, *facts)
     Console().print(table)
 

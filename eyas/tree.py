@@ -20,7 +20,7 @@ MASS_TOLERANCE = 1e-4
 
 
 @dataclass(frozen=True)
-class DraftLaw:
+class DraftProbs:
     """The law that the children of a node were drawn from, as token ids and their probabilities; 0 for all other tokens.
 
     A law that was cut to its likeliest tokens need not sum to 1: the draw was proportional to it. Probabilities travel as
@@ -45,15 +45,15 @@ class DraftLaw:
 
 
 @dataclass(frozen=True)
-class Sampled:
+class SampledProposal:
     """How the nodes of a sampled tree came about. Siblings stand in the order in which they were drawn, and no node was
     added, left out or moved because of which token it holds.
 
-    laws: by node, for exactly the nodes that have children. replacement: whether each sibling was drawn from the whole law,
+    draft_probs: by node, for exactly the nodes that have children. replacement: whether each sibling was drawn from the whole law,
     so that tokens may repeat; else each from what its elder siblings left of it.
     """
 
-    laws: Mapping[int, DraftLaw]
+    draft_probs: Mapping[int, DraftProbs]
     replacement: bool = False
 
 
@@ -72,7 +72,7 @@ class DraftTree:
     parents: tuple[int, ...]
     log_probs: tuple[float, ...]
     grown_ahead: bool = False
-    sampled: Sampled | None = None
+    sampled: SampledProposal | None = None
 
     @classmethod
     def root_only(cls, token: int) -> DraftTree:
@@ -171,11 +171,13 @@ class DraftTree:
         if self.sampled is not None:
             self._validate_sampled(self.sampled, vocab_size)
 
-    def _validate_sampled(self, sampled: Sampled, vocab_size: int) -> None:
-        if sampled.laws.keys() != self.families.keys():
-            raise InvalidTree(f"laws for nodes {sorted(sampled.laws)}, children below nodes {sorted(self.families)}")
+    def _validate_sampled(self, sampled: SampledProposal, vocab_size: int) -> None:
+        if sampled.draft_probs.keys() != self.families.keys():
+            raise InvalidTree(
+                f"draft probabilities for nodes {sorted(sampled.draft_probs)}, children below nodes {sorted(self.families)}"
+            )
         for parent, children in self.families.items():
-            law, tokens = sampled.laws[parent], [self.tokens[child] for child in children]
+            law, tokens = sampled.draft_probs[parent], [self.tokens[child] for child in children]
             law.validate(vocab_size)
             if not set(tokens) <= set(law.ids):
                 raise InvalidTree(

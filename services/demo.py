@@ -17,7 +17,7 @@ import grpc
 
 from eyas.errors import RequestFailed, Unavailable
 from eyas.request import GenerationStats, Request, SamplingParams
-from eyas.rpc import convert as wire
+from eyas.rpc import convert
 from eyas.rpc.messages import NO_DRAFTER, ROUND_TRIP_KEY, GenerateCall, TextChunk
 from eyas.rpc.server import status_error
 from eyas.v1 import generation_pb2_grpc
@@ -94,19 +94,19 @@ class DemoClient:
     def stream(self, call: GenerateCall) -> Iterator[TextChunk]:
         """The chunks of a call. Raises the EyasError that the status stands for."""
         try:
-            for message in self._stub.Generate(wire.call_to_message(call), timeout=CALL_SECONDS):
-                yield wire.chunk_from_message(message)
+            for message in self._stub.Generate(convert.generate_call_to_proto(call), timeout=CALL_SECONDS):
+                yield convert.text_chunk_from_proto(message)
         except grpc.RpcError as error:
             raise status_error(error) from error
 
     def ask(self, prompt: Prompt, sampling: SamplingParams, mode: Mode) -> DemoAnswer:
         """Decode to the end. Raises EyasError when the call or the generation failed."""
         drafter = NO_DRAFTER if mode == "plain" else ""
-        call = wire.call_to_message(GenerateCall(Request("", prompt.token_ids, sampling), drafter=drafter))
+        call = convert.generate_call_to_proto(GenerateCall(Request("", prompt.token_ids, sampling), drafter=drafter))
         started = time.perf_counter()
         answers = self._stub.Generate(call, timeout=CALL_SECONDS)
         try:
-            chunks = [wire.chunk_from_message(message) for message in answers]
+            chunks = [convert.text_chunk_from_proto(message) for message in answers]
         except grpc.RpcError as error:
             raise status_error(error) from error
         seconds = time.perf_counter() - started

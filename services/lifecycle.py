@@ -22,7 +22,7 @@ import typer
 
 from eyas.config import ServerConfig, TelemetryConfig, describe, load
 from eyas.errors import ConfigError, EyasError
-from eyas.rpc.convert import status_to_message
+from eyas.rpc.convert import lease_to_proto
 from eyas.rpc.messages import Lease, Load, ModelInfo, Role
 from eyas.rpc.server import RpcServer
 from eyas.services.discovery.registry import Registry
@@ -155,7 +155,7 @@ class _Worker(WorkerServicer):
 
     async def Status(self, request: worker_pb2.StatusRequest, context: Any) -> worker_pb2.WorkerStatus:  # noqa: N802
         """Who is there, and how busy."""
-        return status_to_message(*(presence.lease("") for presence in self._presences))
+        return lease_to_proto(*(presence.lease("") for presence in self._presences))
 
 
 async def serve(

@@ -286,7 +286,7 @@ def build_fuser(name: str, head: str, target: str, dtype: str, device: str) -> F
         return fuse(head, target, dtype, device)
 
 
-def features_digest(name: str, head: str) -> str:
+def features_fingerprint(name: str, head: str) -> str:
     """What verifier and drafter must agree on besides the target: equal digests mean equal features. Empty for NO_DRAFTS."""
     if name == NO_DRAFTS:
         return ""

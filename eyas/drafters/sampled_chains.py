@@ -1,4 +1,4 @@
-"""Sampled chains from a draft law, for verification by rejection sampling: draft logits in, chains and their laws out.
+"""SampledProposal chains from a draft law, for verification by rejection sampling: draft logits in, chains and their laws out.
 
 A level's law has the request's temperature and filters and is cut to its likeliest tokens; the draw is an exponential race
 by (seed, position, token id), the seed being one that the target never uses.
@@ -20,7 +20,7 @@ from eyas.drafters.scoring import law_where
 from eyas.drafters.tree_growth import Expansion
 from eyas.sampling.noise import exponential_noise
 from eyas.sampling.sampler import Filters, exponential_race, filtering, filters_of, rank
-from eyas.tree import DraftLaw, DraftTree, Sampled
+from eyas.tree import DraftProbs, DraftTree, SampledProposal
 
 
 class FilteredDraft:
@@ -86,9 +86,9 @@ def _chain(root: int, rows: Sequence[Sequence[float]]) -> DraftTree:
     chances = [row[size + int(row[-1])] / math.fsum(law.probs) for row, law in zip(rows, laws, strict=True)]
     log_probs = accumulate((math.log(chance) for chance in chances), initial=0.0)
     chain = DraftTree.chain([root, *tokens])
-    return DraftTree(chain.tokens, chain.parents, tuple(log_probs), sampled=Sampled(dict(enumerate(laws))))
+    return DraftTree(chain.tokens, chain.parents, tuple(log_probs), sampled=SampledProposal(dict(enumerate(laws))))
 
 
-def _law(ids: Sequence[float], probs: Sequence[float]) -> DraftLaw:
+def _law(ids: Sequence[float], probs: Sequence[float]) -> DraftProbs:
     possible = [(int(token), prob) for token, prob in zip(ids, probs, strict=True) if prob > 0]
-    return DraftLaw(tuple(token for token, _ in possible), tuple(prob for _, prob in possible))
+    return DraftProbs(tuple(token for token, _ in possible), tuple(prob for _, prob in possible))

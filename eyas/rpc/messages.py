@@ -11,7 +11,7 @@ from eyas.tree import DraftTree
 
 Role = Literal["verifier", "draft"]
 
-# What ModelInfo.head_fingerprint says of drafts that are made without features.
+# What ModelInfo.features_fingerprint says of drafts that are made without features.
 NO_FEATURES = "none"
 # What GenerateCall.drafter says for plain decoding.
 NO_DRAFTER = "none"
@@ -26,19 +26,19 @@ class TargetInfo:
     """Which drafter a verifier wants: for the target with this fingerprint, fed features with this digest, or none."""
 
     target_fingerprint: str
-    features_digest: str
+    features_fingerprint: str
 
     def is_drafted_by(self, drafter: ModelInfo) -> bool:
         """Whether a drafter drafts for this target from the features that its verifier sends."""
-        fed = drafter.head_fingerprint in (self.features_digest, NO_FEATURES)
-        return bool(self.features_digest) and self.target_fingerprint == drafter.fingerprint and fed
+        fed = drafter.features_fingerprint in (self.features_fingerprint, NO_FEATURES)
+        return bool(self.features_fingerprint) and self.target_fingerprint == drafter.fingerprint and fed
 
 
 @dataclass(frozen=True)
 class ModelInfo:
     """The model that a worker serves or drafts for.
 
-    fingerprint: digest of the target; head_fingerprint: digest of the features that the worker sends or expects: for a
+    fingerprint: digest of the target; features_fingerprint: digest of the features that the worker sends or expects: for a
     drafter that needs none, NO_FEATURES; for a verifier that takes no drafts, empty. A drafter fits a verifier only when
     the targets agree, and the features unless it needs none.
     """
@@ -47,12 +47,12 @@ class ModelInfo:
     fingerprint: str
     vocab_size: int
     max_model_len: int
-    head_fingerprint: str = ""
+    features_fingerprint: str = ""
 
     @property
     def verified(self) -> TargetInfo:
         """What a verifier of this model asks a draft service for."""
-        return TargetInfo(self.fingerprint, self.head_fingerprint)
+        return TargetInfo(self.fingerprint, self.features_fingerprint)
 
     def is_drafted_by(self, drafter: ModelInfo) -> bool:
         """Whether a drafter drafts for this target from the features that its verifier sends."""
@@ -105,7 +105,7 @@ class GenerateCall:
     drafter: from the router, host:port of the drafter that it picked, empty where none is available now; from a client,
     empty; from both, NO_DRAFTER for plain decoding.
     trace: W3C trace context of the caller, as metadata of the call; it is no part of the message.
-    fingerprint: from the router, of the target that it means; another one refuses the call.
+    target_fingerprint: from the router, of the target that it means; another one refuses the call.
     """
 
     request: Request
@@ -113,7 +113,7 @@ class GenerateCall:
     model: str = ""
     drafter: str = ""
     trace: tuple[tuple[str, str], ...] = ()
-    fingerprint: str = ""
+    target_fingerprint: str = ""
 
 
 @dataclass(frozen=True)
@@ -161,12 +161,12 @@ class DraftRequest:
 
     step: int
     commits: tuple[Commit[TensorBytes], ...] = ()
-    released: tuple[str, ...] = ()
+    ended_sessions: tuple[str, ...] = ()
     target: TargetInfo | None = None
 
 
 @dataclass(frozen=True)
-class DraftReply:
+class DraftResponse:
     """The answers to the DraftRequest with the same step. draft_ms: how long the drafter drafted."""
 
     step: int

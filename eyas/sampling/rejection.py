@@ -24,7 +24,7 @@ from eyas.sampling.acceptance import Accepted
 from eyas.sampling.noise import uniform_noise
 from eyas.sampling.sampler import Draw, draw_tokens, target_probs
 from eyas.tensors import upload
-from eyas.tree import DraftLaw, DraftTree
+from eyas.tree import DraftProbs, DraftTree
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class Families:
     def of(cls, trees: Sequence[DraftTree], device: torch.device) -> Families:
         """Those of each tree in turn, in the order of `DraftTree.families`. There must be at least one."""
         drawn = [(tree, tree.sampled, node) for tree in trees if tree.sampled is not None for node in tree.families]
-        laws = [sampled.laws[node] for _, sampled, node in drawn]
+        laws = [sampled.draft_probs[node] for _, sampled, node in drawn]
         places = [_places(law, tree, node) for law, (tree, _, node) in zip(laws, drawn, strict=True)]
         ids, probs = (_padded([getattr(law, name) for law in laws]) for name in ("ids", "probs"))
         real = _padded([[1] * len(family) for family in places]) > 0
@@ -112,7 +112,7 @@ def accept_drawn(tree: DraftTree, passed: Sequence[bool], drawn: Sequence[int]) 
     return Accepted(tuple(path), (*(tree.tokens[n] for n in path[1:]), drawn[node]))
 
 
-def _places(law: DraftLaw, tree: DraftTree, node: int) -> list[int]:
+def _places(law: DraftProbs, tree: DraftTree, node: int) -> list[int]:
     index = {token: place for place, token in enumerate(law.ids)}
     return [index[tree.tokens[child]] for child in tree.families[node]]
 

@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class DraftStub:
-    """Grows draft trees for many sessions of one verifier.
+    """Grows draft trees for the sessions of verifiers.
     """
 
     def __init__(self, channel):
@@ -38,29 +38,29 @@ class DraftStub:
         self.Speculate = channel.stream_stream(
                 '/eyas.v1.Draft/Speculate',
                 request_serializer=eyas_dot_v1_dot_draft__pb2.SpeculateRequest.SerializeToString,
-                response_deserializer=eyas_dot_v1_dot_draft__pb2.SpeculateReply.FromString,
+                response_deserializer=eyas_dot_v1_dot_draft__pb2.SpeculateResponse.FromString,
                 _registered_method=True)
         self.Describe = channel.unary_unary(
                 '/eyas.v1.Draft/Describe',
                 request_serializer=eyas_dot_v1_dot_draft__pb2.DescribeRequest.SerializeToString,
-                response_deserializer=eyas_dot_v1_dot_draft__pb2.DescribeReply.FromString,
+                response_deserializer=eyas_dot_v1_dot_draft__pb2.DescribeResponse.FromString,
                 _registered_method=True)
 
 
 class DraftServicer:
-    """Grows draft trees for many sessions of one verifier.
+    """Grows draft trees for the sessions of verifiers.
     """
 
     def Speculate(self, request_iterator, context):
-        """One long-lived stream per (verifier, drafter) pair, carrying every session of the pair, batched per step.
-        Every request with a commit gets one reply with the same step. Ending the stream forgets its sessions.
+        """One long-lived stream per pair of verifier and drafter carries all sessions of the pair, batched per step.
+        Every request with commits gets one response with the same step. The end of the stream ends its sessions.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Describe(self, request, context):
-        """What this drafter drafts for and with.
+        """Returns the drafter's target and method.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -72,12 +72,12 @@ def add_DraftServicer_to_server(servicer, server):
             'Speculate': grpc.stream_stream_rpc_method_handler(
                     servicer.Speculate,
                     request_deserializer=eyas_dot_v1_dot_draft__pb2.SpeculateRequest.FromString,
-                    response_serializer=eyas_dot_v1_dot_draft__pb2.SpeculateReply.SerializeToString,
+                    response_serializer=eyas_dot_v1_dot_draft__pb2.SpeculateResponse.SerializeToString,
             ),
             'Describe': grpc.unary_unary_rpc_method_handler(
                     servicer.Describe,
                     request_deserializer=eyas_dot_v1_dot_draft__pb2.DescribeRequest.FromString,
-                    response_serializer=eyas_dot_v1_dot_draft__pb2.DescribeReply.SerializeToString,
+                    response_serializer=eyas_dot_v1_dot_draft__pb2.DescribeResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -88,7 +88,7 @@ def add_DraftServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class Draft:
-    """Grows draft trees for many sessions of one verifier.
+    """Grows draft trees for the sessions of verifiers.
     """
 
     @staticmethod
@@ -107,7 +107,7 @@ class Draft:
             target,
             '/eyas.v1.Draft/Speculate',
             eyas_dot_v1_dot_draft__pb2.SpeculateRequest.SerializeToString,
-            eyas_dot_v1_dot_draft__pb2.SpeculateReply.FromString,
+            eyas_dot_v1_dot_draft__pb2.SpeculateResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -134,7 +134,7 @@ class Draft:
             target,
             '/eyas.v1.Draft/Describe',
             eyas_dot_v1_dot_draft__pb2.DescribeRequest.SerializeToString,
-            eyas_dot_v1_dot_draft__pb2.DescribeReply.FromString,
+            eyas_dot_v1_dot_draft__pb2.DescribeResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -52,16 +52,16 @@ class GenerationServicer:
     """
 
     def Generate(self, request, context):
-        """Streams the continuation of a prompt. Cancelling the call stops the generation within one round.
-        INVALID_ARGUMENT for a request that can never be served, NOT_FOUND for an unknown model, RESOURCE_EXHAUSTED when
-        there is no room now (trailing metadata grpc-retry-pushback-ms: when to try again), UNAVAILABLE when no worker is alive.
+        """Streams the continuation of a prompt. Cancelling the call stops the generation within one verify step.
+        Errors: INVALID_ARGUMENT for an invalid request, NOT_FOUND for an unknown model, UNAVAILABLE without a live worker, and
+        RESOURCE_EXHAUSTED for a full queue (trailing metadata grpc-retry-pushback-ms says when to retry).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ListModels(self, request, context):
-        """Lists the models that can be asked for now.
+        """Lists the served models.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

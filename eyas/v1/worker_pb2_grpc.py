@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class WorkerStub:
-    """Served by verifiers and draft services beside their own.
+    """Served by verifiers and draft services, beside their main service.
     """
 
     def __init__(self, channel):
@@ -43,11 +43,11 @@ class WorkerStub:
 
 
 class WorkerServicer:
-    """Served by verifiers and draft services beside their own.
+    """Served by verifiers and draft services, beside their main service.
     """
 
     def Status(self, request, context):
-        """Who is there, and how busy.
+        """Returns what the worker serves and its load.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -70,7 +70,7 @@ def add_WorkerServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class Worker:
-    """Served by verifiers and draft services beside their own.
+    """Served by verifiers and draft services, beside their main service.
     """
 
     @staticmethod

@@ -25,7 +25,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from eyas.config import DiscoveryConfig
 from eyas.errors import InvalidRequest
 from eyas.rpc.channel import Peers
-from eyas.rpc.convert import statuses_from_message
+from eyas.rpc.convert import leases_from_proto
 from eyas.rpc.messages import Lease, Role
 from eyas.services.discovery.base import Endpoint, Endpoints, Tell
 from eyas.services.tasks import forever, stop
@@ -100,7 +100,7 @@ class WorkerProbe:
         """Ask for the worker's state. One that is not there is left at once, one that is slow after a while."""
         try:
             answer = await WorkerStub(channel).Status(worker_pb2.StatusRequest(), timeout=self._config.probe_timeout_s)
-            self._hear(statuses_from_message(answer, self._endpoint.address))
+            self._hear(leases_from_proto(answer, self._endpoint.address))
         except InvalidRequest as error:
             self._leave(str(error))
         except grpc.aio.AioRpcError as error:

@@ -13,7 +13,7 @@ import torch
 
 from eyas.config import DraftConfig, DraftedModel
 from eyas.drafters.base import LocalDrafter
-from eyas.drafters.registry import build_drafter, features_digest
+from eyas.drafters.registry import build_drafter, features_fingerprint
 from eyas.errors import RequestFailed
 from eyas.models.checkpoint import read_target_config, resolve, resolve_placement, target_fingerprint
 from eyas.rpc.channel import Peers
@@ -130,7 +130,7 @@ def describe(model: DraftedModel, drafter: LocalDrafter, target: Target) -> Draf
             fingerprint=target.fingerprint,
             vocab_size=target.vocab_size,
             max_model_len=target.context_length,
-            head_fingerprint=features_digest(model.method, model.draft_model),
+            features_fingerprint=features_fingerprint(model.method, model.draft_model),
         ),
         method=model.method,
         needs_features=needs.features,

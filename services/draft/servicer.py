@@ -7,8 +7,8 @@ from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 from eyas.errors import Unavailable
-from eyas.rpc import convert as draft_wire
-from eyas.rpc.messages import DraftReply, DraftRequest
+from eyas.rpc import convert
+from eyas.rpc.messages import DraftRequest, DraftResponse
 from eyas.services.draft.worker import DraftStream, DraftWorker, choose
 from eyas.v1 import draft_pb2, draft_pb2_grpc
 
@@ -23,14 +23,14 @@ class DraftServicer(draft_pb2_grpc.DraftServicer):
         self._reading: set[asyncio.Task[Any]] = set()
         self._stopping = False
 
-    async def Describe(self, request: draft_pb2.DescribeRequest, context: Any) -> draft_pb2.DescribeReply:  # noqa: N802
+    async def Describe(self, request: draft_pb2.DescribeRequest, context: Any) -> draft_pb2.DescribeResponse:  # noqa: N802
         """What the drafter for this verifier drafts for and with. Raises UnknownModel where there is none."""
-        verified = draft_wire.verified_from_message(request.target) if request.HasField("target") else None
-        return draft_wire.drafter_info_to_message(choose(self._workers, verified).info)
+        verified = convert.target_info_from_proto(request.target) if request.HasField("target") else None
+        return convert.drafter_info_to_proto(choose(self._workers, verified).info)
 
     async def Speculate(  # noqa: N802
         self, request_iterator: AsyncIterator[draft_pb2.SpeculateRequest], context: Any
-    ) -> AsyncIterator[draft_pb2.SpeculateReply]:
+    ) -> AsyncIterator[draft_pb2.SpeculateResponse]:
         """Read and answer at once; the stream's end, whoever ends it, forgets its sessions.
 
         The first request says which drafter the stream is for. Raises UnknownModel where there is none for it,
@@ -42,9 +42,9 @@ class DraftServicer(draft_pb2_grpc.DraftServicer):
         if opening is None:
             return
         worker = choose(self._workers, opening.target)
-        replies: asyncio.Queue[DraftReply | None] = asyncio.Queue()
+        replies: asyncio.Queue[DraftResponse | None] = asyncio.Queue()
 
-        def deliver(reply: DraftReply | None) -> None:
+        def deliver(reply: DraftResponse | None) -> None:
             self._loop.call_soon_threadsafe(replies.put_nowait, reply)
 
         stream = worker.open(deliver)
@@ -53,7 +53,7 @@ class DraftServicer(draft_pb2_grpc.DraftServicer):
         self._reading.add(reading)
         try:
             while (reply := await replies.get()) is not None:
-                yield draft_wire.draft_reply_to_message(reply)
+                yield convert.draft_response_to_proto(reply)
             if not reading.cancelled():
                 reading.result()
         finally:
@@ -80,7 +80,7 @@ class DraftServicer(draft_pb2_grpc.DraftServicer):
 
 async def _first(requests: AsyncIterator[draft_pb2.SpeculateRequest]) -> DraftRequest | None:
     async for message in requests:
-        return draft_wire.draft_request_from_message(message)
+        return convert.draft_request_from_proto(message)
     return None
 
 
@@ -89,4 +89,4 @@ async def _read(
 ) -> None:
     worker.submit(stream, opening)
     async for message in requests:
-        worker.submit(stream, draft_wire.draft_request_from_message(message))
+        worker.submit(stream, convert.draft_request_from_proto(message))

@@ -23,7 +23,7 @@ from eyas.draft_protocol import Commit, ResyncRequired, TensorBytes
 from eyas.drafters.base import Draft, DraftContext, LocalDrafter
 from eyas.errors import ConfigError, InvalidRequest, UnknownModel
 from eyas.request import SamplingParams
-from eyas.rpc.messages import NO_FEATURES, DrafterInfo, DraftReply, DraftRequest, ModelInfo, SessionTree, TargetInfo
+from eyas.rpc.messages import NO_FEATURES, DrafterInfo, DraftRequest, DraftResponse, ModelInfo, SessionTree, TargetInfo
 from eyas.services.draft.telemetry import DraftTelemetry
 from eyas.tensors import tensor_from_bytes
 from eyas.tree import DraftTree
@@ -85,17 +85,17 @@ def choose(workers: Sequence[DraftWorker], verified: TargetInfo | None) -> Draft
                 f"this service has several drafters, and the verifier does not say what it serves: {there_is}"
             )
         raise UnknownModel(
-            f"no drafter here for target {verified.target_fingerprint[:12]} with features {verified.features_digest[:12]}; "
+            f"no drafter here for target {verified.target_fingerprint[:12]} with features {verified.features_fingerprint[:12]}; "
             f"there is {there_is}"
         )
-    return min(fitting, key=lambda worker: worker.info.model.head_fingerprint == NO_FEATURES)
+    return min(fitting, key=lambda worker: worker.info.model.features_fingerprint == NO_FEATURES)
 
 
 def check_distinct(drafters: Sequence[DrafterInfo]) -> None:
     """Raises ConfigError for two drafters between which no verifier could choose."""
     seen: dict[tuple[str, str], DrafterInfo] = {}
     for info in drafters:
-        key = (info.model.fingerprint, info.model.head_fingerprint)
+        key = (info.model.fingerprint, info.model.features_fingerprint)
         if key in seen:
             raise ConfigError(
                 f"drafters {seen[key].method} and {info.method} are both for {_named(info.model)}; no verifier could tell "
@@ -105,12 +105,12 @@ def check_distinct(drafters: Sequence[DrafterInfo]) -> None:
 
 
 def _named(model: ModelInfo) -> str:
-    return f"{model.name} (target {model.fingerprint[:12]}, features {model.head_fingerprint[:12] or 'unknown'})"
+    return f"{model.name} (target {model.fingerprint[:12]}, features {model.features_fingerprint[:12] or 'unknown'})"
 
 
 log = logging.getLogger(__name__)
 
-Deliver = Callable[[DraftReply | None], None]
+Deliver = Callable[[DraftResponse | None], None]
 
 
 @dataclass(frozen=True)
@@ -135,14 +135,14 @@ class _Job:
     queued: float = field(default_factory=time.perf_counter)
 
     @property
-    def released(self) -> tuple[str, ...]:
-        return self.request.released if self.request else tuple(self.stream.epochs)
+    def ended_sessions(self) -> tuple[str, ...]:
+        return self.request.ended_sessions if self.request else tuple(self.stream.epochs)
 
     @property
     def touched(self) -> set[str]:
         """Qualified sessions that may share no `propose` with another job."""
         commits = self.request.commits if self.request else ()
-        return {self.stream.qualified(name) for name in (*self.released, *(commit.session for commit in commits))}
+        return {self.stream.qualified(name) for name in (*self.ended_sessions, *(commit.session for commit in commits))}
 
 
 @dataclass(frozen=True)
@@ -269,8 +269,8 @@ class DraftWorker:
         return jobs
 
     def _release(self, job: _Job) -> None:
-        released = job.released
-        known = [session for session in released if job.stream.epochs.pop(session, None) is not None]
+        ended_sessions = job.ended_sessions
+        known = [session for session in ended_sessions if job.stream.epochs.pop(session, None) is not None]
         names = [job.stream.qualified(session) for session in known]
         self._sessions.difference_update(names)
         if names:
@@ -334,4 +334,4 @@ def _answer(job: _Job, answers: Sequence[tuple[_Row, Draft]], draft_ms: float) -
             for row, draft in answers
             if isinstance(draft, ResyncRequired)
         )
-        job.stream.deliver(DraftReply(job.request.step, trees, refusals, draft_ms))
+        job.stream.deliver(DraftResponse(job.request.step, trees, refusals, draft_ms))

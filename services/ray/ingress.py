@@ -22,7 +22,7 @@ from ray.util import get_node_ip_address
 
 from eyas.config import RouterConfig
 from eyas.errors import EyasError, RequestFailed, Unauthenticated
-from eyas.rpc.convert import call_from_message, chunk_to_message, models_to_message
+from eyas.rpc.convert import generate_call_from_proto, models_to_proto, text_chunk_to_proto
 from eyas.rpc.messages import TextChunk
 from eyas.rpc.server import retry_hint, status_of
 from eyas.services.ray.config import EnvironmentConfig, on_node
@@ -124,13 +124,13 @@ class Router:
         """Stream the continuation of a prompt; Serve cancels it when the client has left."""
         try:
             self._admit(grpc_context)
-            asked = replace(call_from_message(request), trace=trace_pairs(grpc_context.invocation_metadata()))
+            asked = replace(generate_call_from_proto(request), trace=trace_pairs(grpc_context.invocation_metadata()))
             with self._core.service.record_rejection(asked):
                 call = await self._core.service.prepare(asked)
             stream = self._core.service.stream(call, None, lambda pairs: grpc_context.set_trailing_metadata(list(pairs)))
             async with aclosing(_last_ones_last(stream)) as chunks:
                 async for chunk in chunks:
-                    yield chunk_to_message(chunk)
+                    yield text_chunk_to_proto(chunk)
         except EyasError as error:
             if hint := retry_hint(error):
                 grpc_context.set_trailing_metadata(list(hint))
@@ -143,7 +143,7 @@ class Router:
         """The configured models that a live verifier serves."""
         try:
             self._admit(grpc_context)
-            return models_to_message(self._core.service.models())
+            return models_to_proto(self._core.service.models())
         except EyasError as error:
             _refuse(error, grpc_context)
 

@@ -20,7 +20,7 @@ import grpc.aio
 from eyas.block_hash import block_hashes
 from eyas.errors import EyasError, Overloaded, Unavailable
 from eyas.request import Chunk
-from eyas.rpc.convert import call_to_message, chunk_from_message
+from eyas.rpc.convert import generate_call_to_proto, text_chunk_from_proto
 from eyas.rpc.messages import NO_DRAFTER, ROUND_TRIP_KEY, GenerateCall
 from eyas.rpc.server import status_error
 from eyas.services.discovery.registry import Placement, Registry
@@ -140,7 +140,7 @@ class Dispatcher:
         """Yield the chunks of one verifier; closing the generator early cancels the call."""
         remaining_s = deadline - asyncio.get_running_loop().time()
         stub = GenerationStub(self._workers.channel(pair.verifier))
-        stream = stub.Generate(call_to_message(call), timeout=max(remaining_s, 0), metadata=call.trace)
+        stream = stub.Generate(generate_call_to_proto(call), timeout=max(remaining_s, 0), metadata=call.trace)
         with self._workers.in_flight(pair, stream.cancel):
             try:
                 finished, stall_timeout_s = False, math.inf
@@ -182,7 +182,7 @@ class _RetryState:
         num_emitted = request.num_emitted + num_received
         request = replace(request, prompt_ids=prompt_ids, sampling=sampling, num_emitted=num_emitted)
         drafter = pair.drafter.address if pair.drafter else "" if self.routing.wants_drafter else NO_DRAFTER
-        return replace(self.call, request=request, drafter=drafter, fingerprint=pair.verifier.model.fingerprint)
+        return replace(self.call, request=request, drafter=drafter, target_fingerprint=pair.verifier.model.fingerprint)
 
     def add(self, pair: Pair, chunk: Chunk) -> None:
         """Keep a chunk's tokens; from now on only verifiers of the same target may continue."""
@@ -234,7 +234,7 @@ async def _read(stream: GenerateStream, request_id: str, deadline: float, stall_
             raise
         raise Unavailable("the verifier cancelled the call") from None
     if isinstance(message, generation_pb2.GenerateChunk):
-        return chunk_from_message(message, request_id).chunk
+        return text_chunk_from_proto(message, request_id).chunk
     raise Unavailable("the verifier ended the stream without a finish reason")
 
 

@@ -11,7 +11,7 @@ import grpc.aio
 
 from eyas.config import TlsConfig
 from eyas.rpc import channel
-from eyas.rpc.convert import call_from_message, chunk_to_message, models_to_message
+from eyas.rpc.convert import generate_call_from_proto, models_to_proto, text_chunk_to_proto
 from eyas.services.router.generation import GenerationService
 from eyas.telemetry.tracing import trace_pairs
 from eyas.v1 import generation_pb2
@@ -28,19 +28,19 @@ class RouterServicer(GenerationServicer):
         self, request: generation_pb2.GenerateRequest, context: Any
     ) -> None:
         """Stream the continuation of a prompt."""
-        received = replace(call_from_message(request), trace=trace_pairs(context.invocation_metadata() or ()))
+        received = replace(generate_call_from_proto(request), trace=trace_pairs(context.invocation_metadata() or ()))
         with self._service.record_rejection(received):
             call = await self._service.prepare(received)
         stream = self._service.stream(call, context.time_remaining(), context.set_trailing_metadata)
         async with aclosing(stream) as chunks:
             async for chunk in chunks:
-                await context.write(chunk_to_message(chunk))
+                await context.write(text_chunk_to_proto(chunk))
 
     async def ListModels(  # noqa: N802
         self, request: generation_pb2.ListModelsRequest, context: Any
     ) -> generation_pb2.ListModelsResponse:
         """List the configured models that a live verifier serves."""
-        return models_to_message(self._service.models())
+        return models_to_proto(self._service.models())
 
 
 def server_credentials(config: TlsConfig) -> grpc.ServerCredentials | None:

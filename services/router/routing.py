@@ -235,7 +235,7 @@ class _DrafterRanking:
         return min(drafters.leases, key=rank, default=None)
 
     def _drafters(self, verifier: Lease) -> _Drafters:
-        key = (verifier.model.fingerprint, verifier.model.head_fingerprint)
+        key = (verifier.model.fingerprint, verifier.model.features_fingerprint)
         if key not in self._by_target:
             wanted = self._workers.drafters if self._request.wants_drafter else ()
             fitting = [drafter for drafter in wanted if verifier.model.is_drafted_by(drafter.model)]

@@ -10,7 +10,7 @@ import torch
 from eyas.config import VerifierConfig
 from eyas.draft_protocol import Proposal
 from eyas.drafters.base import DrafterNeeds
-from eyas.drafters.registry import NO_DRAFTS, build_fuser, default_drafter, features_digest, resolve_wiring
+from eyas.drafters.registry import NO_DRAFTS, build_fuser, default_drafter, features_fingerprint, resolve_wiring
 from eyas.engine.build import assemble_engine, gather_ranks, load_model
 from eyas.models.checkpoint import resolve_placement, target_fingerprint
 from eyas.models.workers import TargetWorkers
@@ -63,7 +63,7 @@ async def lead(config: VerifierConfig, ranks: TargetWorkers, telemetry: Telemetr
     drafter = default_drafter(config.method, config.draft_model)
     fuser = build_fuser(drafter, config.draft_model, config.model, config.dtype, config.device)
     needs = DrafterNeeds(features=fuser is not None, samples=True)
-    verified = TargetInfo(target_fingerprint(config.model), features_digest(drafter, config.draft_model))
+    verified = TargetInfo(target_fingerprint(config.model), features_fingerprint(drafter, config.draft_model))
     peers = Peers(config.peers)
     pool = DraftPool(config.draft_client, needs, proposal, verified, peers) if drafter != NO_DRAFTS else None
     target = load_model(config.model, fuser, config.dtype, config.device, config.engine, ranks)
@@ -75,7 +75,7 @@ async def lead(config: VerifierConfig, ranks: TargetWorkers, telemetry: Telemetr
         verified.target_fingerprint,
         engine.vocab_size,
         engine.max_model_len,
-        verified.features_digest,
+        verified.features_fingerprint,
     )
     log.info("model %s: vocabulary %d, context %d", model.name, model.vocab_size, model.max_model_len)
     server = RpcServer(config.server, credentials=peers.server_credentials)

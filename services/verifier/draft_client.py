@@ -35,9 +35,9 @@ from eyas.draft_protocol import Commit, Proposal, ResyncRequired, TensorBytes, T
 from eyas.drafters.base import Draft, DraftContext, DrafterNeeds, Pending
 from eyas.errors import ConfigError, EyasError
 from eyas.request import VerifyStep as VerifyRound
-from eyas.rpc import convert as draft_wire
+from eyas.rpc import convert
 from eyas.rpc.channel import Peers
-from eyas.rpc.messages import DrafterInfo, DraftReply, DraftRequest, SessionTree, TargetInfo
+from eyas.rpc.messages import DrafterInfo, DraftRequest, DraftResponse, SessionTree, TargetInfo
 from eyas.rpc.server import status_error
 from eyas.tensors import tensor_to_bytes
 from eyas.tree import DraftTree
@@ -186,7 +186,7 @@ class Stream:
 
     def send(self, request: DraftRequest) -> None:
         """Queue a request. May be called from any thread."""
-        self.outbox.put(draft_wire.draft_request_to_message(request))
+        self.outbox.put(convert.draft_request_to_proto(request))
 
     @property
     def congested(self) -> bool:
@@ -206,7 +206,7 @@ class DraftConnection:
         proposal: Proposal,
         verified: TargetInfo | None,
         peers: Peers,
-        deliver: Callable[[DraftReply], None],
+        deliver: Callable[[DraftResponse], None],
         broken: Callable[[], None],
     ) -> None:
         self.stream: Stream | None = None
@@ -270,8 +270,8 @@ class DraftConnection:
 
     def _describe(self, stub: draft_pb2_grpc.DraftStub) -> DrafterInfo:
         verified = self._verified
-        request = draft_pb2.DescribeRequest(target=draft_wire.verified_to_message(verified) if verified else None)
-        info = draft_wire.drafter_info_from_message(stub.Describe(request, timeout=_DESCRIBE_SECONDS, wait_for_ready=True))
+        request = draft_pb2.DescribeRequest(target=convert.target_info_to_proto(verified) if verified else None)
+        info = convert.drafter_info_from_proto(stub.Describe(request, timeout=_DESCRIBE_SECONDS, wait_for_ready=True))
         if verified and not verified.is_drafted_by(info.model):
             raise ConfigError(f"drafter {info.method} is for {info.model}, which is not {verified}")
         lacking = DrafterNeeds(
@@ -293,7 +293,7 @@ class DraftConnection:
         self.stream = stream
         try:
             for message in call:
-                self._deliver(draft_wire.draft_reply_from_message(message))
+                self._deliver(convert.draft_response_from_proto(message))
         finally:
             self.stream = None
             stream.outbox.put(None)
@@ -313,7 +313,7 @@ class PendingRound:
     drafts: list[Draft]
     stream: Stream | None = None
     steps: set[int] = field(default_factory=set)
-    replies: list[DraftReply] = field(default_factory=list)
+    replies: list[DraftResponse] = field(default_factory=list)
     guard: ExitStack = field(default_factory=ExitStack)
     sent_at: float = 0.0
     answered_at: float | None = None
@@ -445,7 +445,7 @@ class RemoteDrafter:
     def release(self, sessions: Sequence[str]) -> None:
         """Let the drafter forget sessions. May be called from any thread."""
         if stream := self._link.stream:
-            stream.send(DraftRequest(next(self._steps), released=tuple(sessions)))
+            stream.send(DraftRequest(next(self._steps), ended_sessions=tuple(sessions)))
 
     def close(self) -> None:
         """End the stream; every later round is answered with None."""
@@ -482,7 +482,7 @@ class RemoteDrafter:
 
     # Below: the link's thread only.
 
-    def _deliver(self, reply: DraftReply) -> None:
+    def _deliver(self, reply: DraftResponse) -> None:
         with self._changed:
             if self._round is not None and reply.step in self._round.steps:
                 self._round.replies.append(reply)

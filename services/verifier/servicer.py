@@ -10,7 +10,7 @@ from typing import Any
 
 from eyas.errors import InvalidRequest, Unavailable, UnknownModel
 from eyas.request import Chunk, Request
-from eyas.rpc import convert as wire
+from eyas.rpc import convert
 from eyas.rpc.messages import NO_DRAFTER, ROUND_TRIP_KEY, GenerateCall, ModelInfo, TextChunk, Totals
 from eyas.services.verifier.async_engine import AsyncEngine
 from eyas.services.verifier.draft_pool import DraftPool
@@ -38,7 +38,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServicer):
 
         Raises InvalidRequest, UnknownModel, Unavailable or Overloaded before the first chunk.
         """
-        call = wire.call_from_message(request)
+        call = convert.generate_call_from_proto(request)
         own = self._numbered(call.request)
         with self._telemetry.request(own, trace_pairs(context.invocation_metadata() or ())), self._paired(own, call.drafter):
             self._check(call)
@@ -46,20 +46,20 @@ class GenerationServicer(generation_pb2_grpc.GenerationServicer):
                 async for chunk in _addressed(own, chunks):
                     if chunk.totals:
                         context.set_trailing_metadata(self._round_trip(own))
-                    await context.write(wire.chunk_to_message(chunk))
+                    await context.write(convert.text_chunk_to_proto(chunk))
 
     async def ListModels(  # noqa: N802
         self, request: generation_pb2.ListModelsRequest, context: Any
     ) -> generation_pb2.ListModelsResponse:
         """The one model that this verifier serves."""
-        return wire.models_to_message((self._model,))
+        return convert.models_to_proto((self._model,))
 
     def _check(self, call: GenerateCall) -> None:
         if call.model not in ("", self._model.name):
             raise UnknownModel(f"model {call.model!r} is not served here; known: {self._model.name}")
         if call.prompt_text is not None:
             raise InvalidRequest("the prompt is text; a verifier takes token ids, ask the router to encode it")
-        if call.fingerprint not in ("", self._model.fingerprint):
+        if call.target_fingerprint not in ("", self._model.fingerprint):
             raise Unavailable("this verifier has another target than the one that was asked for; it may have been replaced")
 
     def _numbered(self, request: Request) -> Request:

@@ -11,7 +11,7 @@ from eyas.drafters.base import Draft, DraftContext, DrafterNeeds, LocalDrafter
 from eyas.sampling.noise import exponential_noise
 from eyas.sampling.sampler import filtered_probs, filtering, filters_of
 from eyas.tensors import upload
-from eyas.tree import DraftLaw, DraftTree, Sampled
+from eyas.tree import DraftProbs, DraftTree, SampledProposal
 from tests import reference
 
 
@@ -43,15 +43,15 @@ class BigramDrafter(LocalDrafter):
             siblings = self._siblings(laws[node], width, context.noise.seed, position)
             tokens, parents = (*tree.tokens, *siblings), (*tree.parents, *[node] * width)
             tree = DraftTree(tokens, parents, (0.0,) * len(tokens))
-        return replace(tree, sampled=Sampled(laws, self._replacement)) if laws else tree
+        return replace(tree, sampled=SampledProposal(laws, self._replacement)) if laws else tree
 
-    def _law(self, token: int, context: DraftContext) -> DraftLaw:
+    def _law(self, token: int, context: DraftContext) -> DraftProbs:
         keys, cpu = [context.noise], torch.device("cpu")
         (row,) = filtered_probs(self._logits[token][None], filters_of(keys, cpu), upload(filtering(keys), cpu))
         kept = [token for token in row.argsort(descending=True).tolist()[: self._law_tokens] if row[token] > 0]
-        return DraftLaw(tuple(kept), tuple(row[kept].tolist()))
+        return DraftProbs(tuple(kept), tuple(row[kept].tolist()))
 
-    def _siblings(self, law: DraftLaw, width: int, seed: int, position: int) -> list[int]:
+    def _siblings(self, law: DraftProbs, width: int, seed: int, position: int) -> list[int]:
         """The first arrivals of a race are a draw without replacement; the winners of several, one with it."""
         seeds = [(seed + lane) % 2**64 for lane in range(width)]
         times = exponential_noise(seeds, [position] * width, torch.tensor(law.ids)) / torch.tensor(law.probs)

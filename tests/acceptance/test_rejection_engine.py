@@ -13,7 +13,7 @@ from eyas.engine.engine import Engine
 from eyas.errors import ConfigError
 from eyas.models.target import load_target
 from eyas.request import GenerationStats, NoiseKey, Request, SamplingParams
-from eyas.tree import DraftLaw, Sampled
+from eyas.tree import DraftProbs, SampledProposal
 from tests import reference
 from tests.acceptance.sampling_drafters import BigramDrafter, Disguised, bigram_logits
 from tests.engine.drafters import RandomDrafter
@@ -117,7 +117,7 @@ def test_emitted_tokens_follow_the_target_probs(name: str, params: SamplingParam
 
 def test_a_drafter_with_wrong_proposal_probs_is_detected(tiny_target: str, tiny_head: str) -> None:
     class Greedy(BigramDrafter):
-        def _siblings(self, law: DraftLaw, width: int, seed: int, position: int) -> list[int]:
+        def _siblings(self, law: DraftProbs, width: int, seed: int, position: int) -> list[int]:
             return list(law.ids[:width])
 
     engine, count = make_engine(Greedy(bigram_logits(tiny_target), (1, 1)), tiny_target, tiny_head), 1500
@@ -147,14 +147,16 @@ def test_greedy_requests_are_matched_token_for_token(name: str, tiny_target: str
     "sampled",
     [
         None,
-        Sampled({}),
-        Sampled({0: DraftLaw((1, 2), (0.5, 0.6))}),
-        Sampled({0: DraftLaw((1, 1), (0.5, 0.5))}),
-        Sampled({0: DraftLaw((1, 99), (0.5, 0.5))}),
+        SampledProposal({}),
+        SampledProposal({0: DraftProbs((1, 2), (0.5, 0.6))}),
+        SampledProposal({0: DraftProbs((1, 1), (0.5, 0.5))}),
+        SampledProposal({0: DraftProbs((1, 99), (0.5, 0.5))}),
     ],
     ids=["deterministic", "no law", "too much", "twice", "outside"],
 )
-def test_a_tree_without_valid_probs_counts_as_no_tree(sampled: Sampled | None, tiny_target: str, tiny_head: str) -> None:
+def test_a_tree_without_valid_probs_counts_as_no_tree(
+    sampled: SampledProposal | None, tiny_target: str, tiny_head: str
+) -> None:
     """And without trees, the rule gives the very tokens of plain decoding."""
     chain = make_drafter("chain", tiny_target, tiny_head)
     stats = GenerationStats()

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from eyas.sampling.rejection import Families, accept_drawn, accept_probs
-from eyas.tree import DraftLaw, DraftTree, Sampled
+from eyas.tree import DraftProbs, DraftTree, SampledProposal
 from tests.acceptance.toy_probs import CPU, Drawn, Law, emitted_law, every_tree, random_law, total_variation
 from tests.strategies import trees
 
@@ -56,7 +56,9 @@ def test_disjoint_distributions_never_accept_but_emit_the_target(replacement: bo
 
 def test_equal_distributions_accept_every_first_draw() -> None:
     row = np.array([0.1, 0.2, 0.7, 0.0])
-    tree = DraftTree((0, 2), (0, 0), (0.0, 0.0), sampled=Sampled({0: DraftLaw((0, 1, 2), tuple(row[:3].tolist()))}))
+    tree = DraftTree(
+        (0, 2), (0, 0), (0.0, 0.0), sampled=SampledProposal({0: DraftProbs((0, 1, 2), tuple(row[:3].tolist()))})
+    )
     trial = accept_probs(torch.from_numpy(row)[None], Families.of([tree], CPU))
     assert trial.chances.item() == pytest.approx(1, abs=1e-15)
     assert trial.rest[0].sum() > 0
@@ -105,7 +107,7 @@ def test_a_tree_is_weighed_as_if_it_were_alone(seed: int, shapes: list[tuple[int
 
 
 def test_logits_that_are_not_numbers_accept_nothing() -> None:
-    tree = DraftTree((0, 2), (0, 0), (0.0, 0.0), sampled=Sampled({0: DraftLaw((2, 3), (0.5, 0.5))}))
+    tree = DraftTree((0, 2), (0, 0), (0.0, 0.0), sampled=SampledProposal({0: DraftProbs((2, 3), (0.5, 0.5))}))
     trial = accept_probs(torch.full((1, VOCAB), float("nan"), dtype=torch.float64), Families.of([tree], CPU))
     assert not (trial.chances > 0).any()
     assert trial.rest.isnan().all()

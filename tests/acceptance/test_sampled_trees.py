@@ -8,17 +8,17 @@ from hypothesis import strategies as st
 from eyas.errors import InvalidTree
 from eyas.request import MAX_SEED
 from eyas.sampling.noise import draft_seed, uniform_noise
-from eyas.tree import DraftLaw, DraftTree, Sampled
+from eyas.tree import DraftProbs, DraftTree, SampledProposal
 from tests import reference
 
-WHOLE = DraftLaw((4, 5, 6), (0.5, 0.3, 0.2))
+WHOLE = DraftProbs((4, 5, 6), (0.5, 0.3, 0.2))
 NAN = float("nan")
 
 
-def family(*tokens: int, law: DraftLaw = WHOLE, replacement: bool = False) -> DraftTree:
+def family(*tokens: int, law: DraftProbs = WHOLE, replacement: bool = False) -> DraftTree:
     """A root with children."""
     size = len(tokens) + 1
-    return DraftTree((3, *tokens), (0,) * size, (0.0,) * size, sampled=Sampled({0: law}, replacement))
+    return DraftTree((3, *tokens), (0,) * size, (0.0,) * size, sampled=SampledProposal({0: law}, replacement))
 
 
 @pytest.mark.parametrize(
@@ -27,9 +27,9 @@ def family(*tokens: int, law: DraftLaw = WHOLE, replacement: bool = False) -> Dr
         family(5),
         family(6, 4, 5),
         family(4, 4, 4, replacement=True),
-        family(4, law=DraftLaw((4,), (1.0,))),
-        family(4, law=DraftLaw((4, 5), (0.2, 0.1))),
-        family(4, law=DraftLaw((4, 5), (0.6, 0.4 + 1e-6))),
+        family(4, law=DraftProbs((4,), (1.0,))),
+        family(4, law=DraftProbs((4, 5), (0.2, 0.1))),
+        family(4, law=DraftProbs((4, 5), (0.6, 0.4 + 1e-6))),
     ],
 )
 def test_a_tree_that_states_a_possible_draw_passes(tree: DraftTree) -> None:
@@ -41,19 +41,25 @@ def test_a_tree_that_states_a_possible_draw_passes(tree: DraftTree) -> None:
     [
         (family(7), "cannot draw"),
         (family(4, 4), "drawn twice"),
-        (family(4, law=DraftLaw((4, 5), (0.5, 0.6))), "in all"),
-        (family(4, law=DraftLaw((4, 5), (0.5, 0.0))), "probabilities from 0.0"),
-        (family(4, law=DraftLaw((4, 5), (0.5, -0.1))), "probabilities from -0.1"),
-        (family(4, law=DraftLaw((4, 5), (0.5, NAN))), "nan in all"),
-        (family(4, law=DraftLaw((4,), (float("inf"),))), "inf in all"),
-        (family(4, law=DraftLaw((4, 4), (0.5, 0.5))), "1 distinct of 2 ids"),
-        (family(4, law=DraftLaw((4, 5), (0.5,))), "1 probabilities"),
-        (family(4, law=DraftLaw((), ())), "0 probabilities"),
-        (family(4, law=DraftLaw((4, 9), (0.5, 0.5))), "outside"),
-        (family(4, law=DraftLaw((-1, 4), (0.5, 0.5))), "outside"),
-        (DraftTree((3, 4), (0, 0), (0.0, 0.0), sampled=Sampled({})), r"laws for nodes \[\], children below nodes \[0\]"),
-        (DraftTree((3, 4), (0, 0), (0.0, 0.0), sampled=Sampled({0: WHOLE, 1: WHOLE})), r"laws for nodes \[0, 1\]"),
-        (DraftTree((3,), (0,), (0.0,), sampled=Sampled({0: WHOLE})), "children below nodes"),
+        (family(4, law=DraftProbs((4, 5), (0.5, 0.6))), "in all"),
+        (family(4, law=DraftProbs((4, 5), (0.5, 0.0))), "probabilities from 0.0"),
+        (family(4, law=DraftProbs((4, 5), (0.5, -0.1))), "probabilities from -0.1"),
+        (family(4, law=DraftProbs((4, 5), (0.5, NAN))), "nan in all"),
+        (family(4, law=DraftProbs((4,), (float("inf"),))), "inf in all"),
+        (family(4, law=DraftProbs((4, 4), (0.5, 0.5))), "1 distinct of 2 ids"),
+        (family(4, law=DraftProbs((4, 5), (0.5,))), "1 probabilities"),
+        (family(4, law=DraftProbs((), ())), "0 probabilities"),
+        (family(4, law=DraftProbs((4, 9), (0.5, 0.5))), "outside"),
+        (family(4, law=DraftProbs((-1, 4), (0.5, 0.5))), "outside"),
+        (
+            DraftTree((3, 4), (0, 0), (0.0, 0.0), sampled=SampledProposal({})),
+            r"draft probabilities for nodes \[\], children below nodes \[0\]",
+        ),
+        (
+            DraftTree((3, 4), (0, 0), (0.0, 0.0), sampled=SampledProposal({0: WHOLE, 1: WHOLE})),
+            r"draft probabilities for nodes \[0, 1\]",
+        ),
+        (DraftTree((3,), (0,), (0.0,), sampled=SampledProposal({0: WHOLE})), "children below nodes"),
     ],
 )
 def test_a_broken_proposal_contract_is_named(tree: DraftTree, reason: str) -> None:

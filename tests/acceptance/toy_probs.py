@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from eyas.sampling.rejection import Families, SiblingTrial, accept_probs
-from eyas.tree import DraftLaw, DraftTree, Sampled
+from eyas.tree import DraftProbs, DraftTree, SampledProposal
 
 CPU = torch.device("cpu")
 
@@ -36,9 +36,9 @@ def random_law(seed: int, vocab: int, zeros: int = 0) -> Law:
     return law
 
 
-def draft_law(row: np.ndarray) -> DraftLaw:
+def draft_law(row: np.ndarray) -> DraftProbs:
     ids = np.flatnonzero(row)
-    return DraftLaw(tuple(ids.tolist()), tuple(row[ids].tolist()))
+    return DraftProbs(tuple(ids.tolist()), tuple(row[ids].tolist()))
 
 
 def draws(row: np.ndarray, count: int, replacement: bool) -> Iterator[tuple[Prefix, float]]:
@@ -56,8 +56,8 @@ def every_tree(draft: Law, widths: tuple[int, ...], replacement: bool) -> list[D
     """All trees with widths[d] children below each node of depth d."""
     found: list[Drawn] = []
 
-    def grow(tokens: Prefix, parents: Prefix, laws: dict[int, DraftLaw], node: int, chance: float) -> None:
-        tree = DraftTree(tokens, parents, (0.0,) * len(tokens), sampled=Sampled(laws, replacement))
+    def grow(tokens: Prefix, parents: Prefix, laws: dict[int, DraftProbs], node: int, chance: float) -> None:
+        tree = DraftTree(tokens, parents, (0.0,) * len(tokens), sampled=SampledProposal(laws, replacement))
         if node == len(tokens):
             found.append(Drawn(tree, chance))
             return

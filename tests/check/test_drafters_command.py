@@ -5,7 +5,7 @@ from typer.testing import CliRunner
 
 from eyas.cli import app
 from eyas.config import DraftingConfig, TreeConfig
-from eyas.drafters.registry import METHODS, build_drafter, build_fuser, features_digest, find_method
+from eyas.drafters.registry import METHODS, build_drafter, build_fuser, features_fingerprint, find_method
 from eyas.errors import CheckpointError, ConfigError
 
 
@@ -42,6 +42,6 @@ def test_a_head_of_another_method_is_rejected_with_its_needs(
 
 def test_a_featureless_drafter_needs_no_verifier_draft_model() -> None:
     assert build_fuser("sps", "", "nowhere", "float32", "cpu") is None
-    assert features_digest("sps", "") == "none"
+    assert features_fingerprint("sps", "") == "none"
     with pytest.raises(ConfigError, match="drafter 'eagle3' needs a draft head of EAGLE-3; none was named"):
-        features_digest("eagle3", "")
+        features_fingerprint("eagle3", "")

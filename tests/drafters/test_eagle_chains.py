@@ -48,7 +48,7 @@ def test_chains_of_a_batch_equal_the_naive_ones(noise: NoiseKey, tiny_target: st
         expected = naive_chain(plain, tokens, features, noise, 4)
         assert tree.tokens[1:] == tuple(token for token, _ in expected)
         for node, (_, law) in enumerate(expected):
-            stated = dict(zip(tree.sampled.laws[node].ids, tree.sampled.laws[node].probs, strict=True))
+            stated = dict(zip(tree.sampled.draft_probs[node].ids, tree.sampled.draft_probs[node].probs, strict=True))
             assert stated == pytest.approx(law, rel=1e-4)
 
 

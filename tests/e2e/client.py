@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import grpc
 
 from eyas.request import GenerationStats, Request, SamplingParams
-from eyas.rpc import convert as wire
+from eyas.rpc import convert
 from eyas.rpc.channel import open_sync_channel
 from eyas.rpc.messages import GenerateCall, TextChunk
 from eyas.rpc.server import status_error
@@ -59,8 +59,8 @@ def generate(
     with open_sync_channel(address) as channel:
         stub = generation_pb2_grpc.GenerationStub(channel)
         try:
-            for message in (answers := stub.Generate(wire.call_to_message(call), timeout=100)):
-                out.chunks.append(wire.chunk_from_message(message))
+            for message in (answers := stub.Generate(convert.generate_call_to_proto(call), timeout=100)):
+                out.chunks.append(convert.text_chunk_from_proto(message))
                 out.begun.set()
                 if enough(out):
                     answers.cancel()

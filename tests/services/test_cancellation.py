@@ -14,7 +14,7 @@ from eyas.engine.engine import Engine
 from eyas.models.target import load_target
 from eyas.request import Chunk, Request, SamplingParams
 from eyas.rpc.channel import open_channel
-from eyas.rpc.convert import call_to_message
+from eyas.rpc.convert import generate_call_to_proto
 from eyas.rpc.messages import GenerateCall
 from eyas.rpc.server import RpcServer
 from eyas.services.discovery.registry import Registry
@@ -72,7 +72,7 @@ def test_leaving_the_router_ends_the_request_with_the_next_step(url: str) -> Non
 
     async def body() -> None:
         async with verifier(url, engine, left) as loop, router(url) as address, open_channel(address) as channel:
-            answers = generation_pb2_grpc.GenerationStub(channel).Generate(call_to_message(CALL), wait_for_ready=True)
+            answers = generation_pb2_grpc.GenerationStub(channel).Generate(generate_call_to_proto(CALL), wait_for_ready=True)
             await answers.read()
             answers.cancel()
             await until(lambda: len(steps) > 1 and loop.load.num_running == 0)

@@ -19,7 +19,7 @@ from eyas.config import EngineConfig, VerifierConfig
 from eyas.errors import ConfigError
 from eyas.models.workers import RankInfo
 from eyas.request import Request, SamplingParams
-from eyas.rpc import convert as wire
+from eyas.rpc import convert
 from eyas.rpc.channel import open_sync_channel
 from eyas.rpc.messages import GenerateCall
 from eyas.services.cluster import is_serving
@@ -54,12 +54,14 @@ def call_of(max_tokens: int) -> GenerateCall:
 
 
 def stream(channel: grpc.Channel, max_tokens: int) -> Iterator[generation_pb2.GenerateChunk]:
-    message = wire.call_to_message(call_of(max_tokens))
+    message = convert.generate_call_to_proto(call_of(max_tokens))
     return iter(generation_pb2_grpc.GenerationStub(channel).Generate(message, timeout=SECONDS))
 
 
 def tokens_of(channel: grpc.Channel, max_tokens: int) -> list[int]:
-    return [token for message in stream(channel, max_tokens) for token in wire.chunk_from_message(message).chunk.token_ids]
+    return [
+        token for message in stream(channel, max_tokens) for token in convert.text_chunk_from_proto(message).chunk.token_ids
+    ]
 
 
 def statuses(channel: grpc.Channel, *group: subprocess.Popen[bytes]) -> Iterator[int]:

@@ -18,7 +18,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from eyas.config import EngineConfig, RegistryConfig, ServerConfig, VerifierConfig
 from eyas.errors import EyasError, Overloaded
 from eyas.request import Request, SamplingParams
-from eyas.rpc import convert as wire
+from eyas.rpc import convert
 from eyas.rpc.channel import open_channel
 from eyas.rpc.messages import GenerateCall, TextChunk
 from eyas.rpc.server import status_error
@@ -68,7 +68,7 @@ def serving(body: Body, stop: Callable[[], None] = terminate) -> None:
 
 
 async def generate(stub: generation_pb2_grpc.GenerationAsyncStub, call: GenerateCall) -> list[TextChunk]:
-    return [wire.chunk_from_message(message) async for message in stub.Generate(wire.call_to_message(call))]
+    return [convert.text_chunk_from_proto(message) async for message in stub.Generate(convert.generate_call_to_proto(call))]
 
 
 async def status_of(stub: generation_pb2_grpc.GenerationAsyncStub, call: GenerateCall) -> tuple[grpc.StatusCode, str]:
@@ -92,8 +92,8 @@ def test_chunks_carry_the_seed_first_and_the_totals_last() -> None:
         drawn = (await generate(stub, changed(seed=None)))[0].seed
         again = await generate(stub, changed(seed=drawn))
         assert again[0].seed == drawn
-        models = wire.models_from_message(await stub.ListModels(generation_pb2.ListModelsRequest()))
-        assert [(model.name, model.vocab_size, model.head_fingerprint) for model in models] == [("demo", 4096, "")]
+        models = convert.models_from_proto(await stub.ListModels(generation_pb2.ListModelsRequest()))
+        assert [(model.name, model.vocab_size, model.features_fingerprint) for model in models] == [("demo", 4096, "")]
 
     serving(body)
 
@@ -133,7 +133,7 @@ def test_bad_requests_get_a_status_with_a_reason() -> None:
 
 def test_a_cancelled_request_frees_its_slots() -> None:
     async def body(stub: generation_pb2_grpc.GenerationAsyncStub) -> None:
-        long = wire.call_to_message(changed(max_tokens=1000))
+        long = convert.generate_call_to_proto(changed(max_tokens=1000))
         running, waiting = stub.Generate(long), stub.Generate(long)
         await running.read()
         refusal = await until(grpc.StatusCode.RESOURCE_EXHAUSTED, stub)
@@ -152,7 +152,7 @@ def test_a_cancelled_request_frees_its_slots() -> None:
 
 def test_sigterm_lets_streams_finish_and_refuses_new_ones() -> None:
     async def body(stub: generation_pb2_grpc.GenerationAsyncStub) -> None:
-        running = stub.Generate(wire.call_to_message(changed(max_tokens=300)))
+        running = stub.Generate(convert.generate_call_to_proto(changed(max_tokens=300)))
         last: Any = await running.read()
         terminate()
         await until(grpc.StatusCode.UNAVAILABLE, stub)
@@ -167,7 +167,7 @@ async def until(code: grpc.StatusCode, stub: generation_pb2_grpc.GenerationAsync
     """Knock until the service refuses with `code`; gives its error."""
     while True:
         try:
-            await stub.Generate(wire.call_to_message(changed(max_tokens=1)), timeout=0.1).read()
+            await stub.Generate(convert.generate_call_to_proto(changed(max_tokens=1)), timeout=0.1).read()
         except grpc.aio.AioRpcError as error:
             if error.code() is code:
                 return status_error(error)

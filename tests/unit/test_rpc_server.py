@@ -37,11 +37,11 @@ class Failing(draft_pb2_grpc.DraftServicer):
     def __init__(self, error: Exception) -> None:
         self._error = error
 
-    async def Describe(self, request: Any, context: Any) -> draft_pb2.DescribeReply:  # noqa: N802
+    async def Describe(self, request: Any, context: Any) -> draft_pb2.DescribeResponse:  # noqa: N802
         raise self._error
 
-    async def Speculate(self, request_iterator: Any, context: Any) -> AsyncIterator[draft_pb2.SpeculateReply]:  # noqa: N802
-        yield draft_pb2.SpeculateReply(step=1)
+    async def Speculate(self, request_iterator: Any, context: Any) -> AsyncIterator[draft_pb2.SpeculateResponse]:  # noqa: N802
+        yield draft_pb2.SpeculateResponse(step=1)
         raise self._error
 
 

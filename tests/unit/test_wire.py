@@ -10,12 +10,11 @@ from hypothesis import strategies as st
 from eyas.draft_protocol import Commit, ResyncRequired, TensorBytes, TreeBudget
 from eyas.errors import InvalidRequest
 from eyas.request import MAX_SEED, Chunk, GenerationStats, NoiseKey, Request, SamplingParams, TokenLogprob, VerifyStep
-from eyas.rpc import convert as draft_wire
-from eyas.rpc import convert as wire
+from eyas.rpc import convert
 from eyas.rpc.messages import (
     DrafterInfo,
-    DraftReply,
     DraftRequest,
+    DraftResponse,
     GenerateCall,
     ModelInfo,
     SessionTree,
@@ -24,7 +23,7 @@ from eyas.rpc.messages import (
     Totals,
 )
 from eyas.tensors import tensor_from_bytes, tensor_to_bytes
-from eyas.tree import DraftLaw, DraftTree, Sampled
+from eyas.tree import DraftProbs, DraftTree, SampledProposal
 from eyas.v1 import draft_pb2, generation_pb2, types_pb2
 
 counts = st.integers(0, 2**31 - 1)
@@ -53,7 +52,7 @@ budgets = st.builds(TreeBudget, counts, counts)
 proposals = st.sampled_from(["deterministic", "sampled"])
 commits = st.builds(Commit, names, counts, counts, ids, st.none() | tensors, noises, budgets, ids, proposals, names)
 scores = st.lists(float32s, max_size=5).map(tuple)
-sampled = st.builds(Sampled, st.dictionaries(counts, st.builds(DraftLaw, ids, scores), max_size=3), st.booleans())
+sampled = st.builds(SampledProposal, st.dictionaries(counts, st.builds(DraftProbs, ids, scores), max_size=3), st.booleans())
 trees = st.builds(DraftTree, ids, ids, scores, st.booleans(), st.none() | sampled)
 session_trees = st.builds(SessionTree, names, counts, counts, trees)
 refusals = st.builds(ResyncRequired, names, counts, counts)
@@ -73,23 +72,23 @@ def text_chunks(draw: st.DrawFn) -> TextChunk:
 @given(requests, names, names)
 def test_a_call_with_token_ids_comes_back(request: Request, model: str, drafter: str) -> None:
     call = GenerateCall(request, None, model, drafter)
-    assert wire.call_from_message(wire.call_to_message(call)) == call
+    assert convert.generate_call_from_proto(convert.generate_call_to_proto(call)) == call
 
 
 @given(names, names)
 def test_a_call_with_text_comes_back(name: str, text: str) -> None:
     call = GenerateCall(Request(name, ()), text)
-    assert wire.call_from_message(wire.call_to_message(call)) == call
+    assert convert.generate_call_from_proto(convert.generate_call_to_proto(call)) == call
 
 
 @given(text_chunks())
 def test_a_chunk_comes_back(chunk: TextChunk) -> None:
-    assert wire.chunk_from_message(wire.chunk_to_message(chunk), "id") == chunk
+    assert convert.text_chunk_from_proto(convert.text_chunk_to_proto(chunk), "id") == chunk
 
 
 @given(st.lists(infos, max_size=3).map(tuple))
 def test_models_come_back(models: tuple[ModelInfo, ...]) -> None:
-    assert wire.models_from_message(wire.models_to_message(models)) == models
+    assert convert.models_from_proto(convert.models_to_proto(models)) == models
 
 
 @given(
@@ -99,33 +98,33 @@ def test_models_come_back(models: tuple[ModelInfo, ...]) -> None:
     st.none() | st.builds(TargetInfo, names, names),
 )
 def test_a_draft_request_comes_back(
-    step: int, commits: tuple[Commit[TensorBytes], ...], released: tuple[str, ...], verified: TargetInfo | None
+    step: int, commits: tuple[Commit[TensorBytes], ...], ended_sessions: tuple[str, ...], verified: TargetInfo | None
 ) -> None:
-    request = DraftRequest(step, commits, released, verified)
-    data = draft_wire.draft_request_to_message(request).SerializeToString()
-    assert draft_wire.draft_request_from_message(draft_pb2.SpeculateRequest.FromString(data)) == request
+    request = DraftRequest(step, commits, ended_sessions, verified)
+    data = convert.draft_request_to_proto(request).SerializeToString()
+    assert convert.draft_request_from_proto(draft_pb2.SpeculateRequest.FromString(data)) == request
 
 
 @given(counts, st.lists(session_trees, max_size=3).map(tuple), st.lists(refusals, max_size=3).map(tuple), float32s)
 def test_a_draft_reply_comes_back(
     step: int, trees: tuple[SessionTree, ...], refusals: tuple[ResyncRequired, ...], draft_ms: float
 ) -> None:
-    reply = DraftReply(step, trees, refusals, draft_ms)
-    data = draft_wire.draft_reply_to_message(reply).SerializeToString()
-    assert draft_wire.draft_reply_from_message(draft_pb2.SpeculateReply.FromString(data)) == reply
+    reply = DraftResponse(step, trees, refusals, draft_ms)
+    data = convert.draft_response_to_proto(reply).SerializeToString()
+    assert convert.draft_response_from_proto(draft_pb2.SpeculateResponse.FromString(data)) == reply
 
 
 @given(st.builds(DrafterInfo, infos, names, st.booleans(), st.booleans(), counts, st.booleans()))
 def test_a_drafter_info_comes_back(drafter: DrafterInfo) -> None:
-    assert draft_wire.drafter_info_from_message(draft_wire.drafter_info_to_message(drafter)) == drafter
+    assert convert.drafter_info_from_proto(convert.drafter_info_to_proto(drafter)) == drafter
 
 
 def test_unset_sampling_fields_take_their_defaults() -> None:
-    assert wire.sampling_from_message(types_pb2.SamplingParams()) == SamplingParams()
+    assert convert.sampling_params_from_proto(types_pb2.SamplingParams()) == SamplingParams()
 
 
 def test_a_zero_temperature_is_not_mistaken_for_an_unset_one() -> None:
-    assert wire.sampling_from_message(types_pb2.SamplingParams(temperature=0.0)).temperature == 0.0
+    assert convert.sampling_params_from_proto(types_pb2.SamplingParams(temperature=0.0)).temperature == 0.0
 
 
 @pytest.mark.parametrize(
@@ -138,19 +137,19 @@ def test_a_zero_temperature_is_not_mistaken_for_an_unset_one() -> None:
 )
 def test_values_beyond_the_wire_types_are_invalid_requests(call: GenerateCall) -> None:
     with pytest.raises(InvalidRequest, match="'r' holds a value that cannot be sent"):
-        wire.call_to_message(call)
+        convert.generate_call_to_proto(call)
 
 
 def test_an_unknown_finish_reason_is_refused() -> None:
     message = generation_pb2.GenerateChunk(finish=generation_pb2.Finish(reason="tired"))
     with pytest.raises(InvalidRequest, match="'tired'"):
-        wire.chunk_from_message(message)
+        convert.text_chunk_from_proto(message)
 
 
 def test_an_unknown_proposal_mode_is_refused() -> None:
     message = draft_pb2.SpeculateRequest(commits=[draft_pb2.Commit(session="a", proposal=9)])  # type: ignore[arg-type]
     with pytest.raises(InvalidRequest, match="proposal is 9"):
-        draft_wire.draft_request_from_message(message)
+        convert.draft_request_from_proto(message)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

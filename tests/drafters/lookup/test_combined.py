@@ -14,7 +14,7 @@ from eyas.draft_protocol import ResyncRequired, TreeBudget
 from eyas.drafters.base import Draft, DraftContext, DrafterNeeds, LocalDrafter
 from eyas.drafters.combined import CombinedDrafter, merge_trees
 from eyas.drafters.prompt_lookup import PromptLookupDrafter
-from eyas.drafters.registry import build_drafter, build_fuser, features_digest
+from eyas.drafters.registry import build_drafter, build_fuser, features_fingerprint
 from eyas.errors import ConfigError
 from eyas.llm import LLM
 from eyas.request import SamplingParams
@@ -168,7 +168,7 @@ def test_combined_method_names_parse_or_give_a_reason(tiny_target: str, tiny_hea
         )
 
     assert build("prompt_lookup+eagle3").needs == DrafterNeeds(features=True, feature_size=32)
-    assert features_digest("prompt_lookup+eagle3", tiny_head) == features_digest("eagle3", tiny_head)
+    assert features_fingerprint("prompt_lookup+eagle3", tiny_head) == features_fingerprint("eagle3", tiny_head)
     assert build_fuser("prompt_lookup+eagle3", tiny_head, tiny_target, "float32", "cpu") is not None
     for name, reason in {
         "eagle3+nothing": "unknown drafter 'nothing'; known: eagle1, ",

@@ -119,7 +119,7 @@ def test_chains_are_sampled_from_the_head_probs(kind: str, tiny_target: str, tin
         for node in range(3):
             logits = plain.logits(state, tokens[-1], tree.tokens[1 : node + 1])
             scores = torch.softmax(logits / noise.temperature, -1)
-            law = tree.sampled.laws[node]
+            law = tree.sampled.draft_probs[node]
             assert law.ids == tuple(scores.topk(len(law.ids)).indices.tolist())
             assert law.probs == pytest.approx([float(scores[token]) for token in law.ids], rel=1e-4)
 

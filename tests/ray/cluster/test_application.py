@@ -11,7 +11,7 @@ import pytest
 from eyas import SamplingParams
 from eyas.errors import InvalidRequest, Overloaded
 from eyas.request import Request
-from eyas.rpc import convert as wire
+from eyas.rpc import convert
 from eyas.rpc.channel import open_sync_channel
 from eyas.rpc.messages import NO_DRAFTER, GenerateCall
 from eyas.v1.generation_pb2_grpc import GenerationStub
@@ -43,7 +43,7 @@ def application(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RayApplica
 
 def by_grpc(application: RayApplication, headers: Mapping[str, str]) -> None:
     """A drafted request with this metadata."""
-    call = wire.call_to_message(GenerateCall(Request("", (), TRACED), prompt_text="def f():"))
+    call = convert.generate_call_to_proto(GenerateCall(Request("", (), TRACED), prompt_text="def f():"))
     with open_sync_channel(application.grpc) as channel:
         list(GenerationStub(channel).Generate(call, timeout=60, metadata=tuple(headers.items())))
 

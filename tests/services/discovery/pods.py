@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from eyas.config import DiscoveryConfig, KubernetesConfig, OutlierDetectionConfig, ServerConfig
-from eyas.rpc.convert import status_to_message
+from eyas.rpc.convert import lease_to_proto
 from eyas.rpc.messages import Lease, Load, ModelInfo, Role
 from eyas.rpc.server import RpcServer
 from eyas.services.discovery.base import Discovery
@@ -40,7 +40,7 @@ class Worker(WorkerServicer):
     async def Status(self, request: worker_pb2.StatusRequest, context: Any) -> worker_pb2.WorkerStatus:  # noqa: N802
         self.num_asked += 1
         await self.gate.wait()
-        return status_to_message(self.lease)
+        return lease_to_proto(self.lease)
 
     @property
     def address(self) -> str:

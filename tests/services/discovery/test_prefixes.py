@@ -89,7 +89,7 @@ def test_served_prompts_are_announced_and_wrong_targets_rejected(
             generation_pb2_grpc.add_GenerationServicer_to_server(GenerationServicer(loop, MODEL, None), server.aio)
             address = await server.start([])
             await serve_once(loop)
-            code, details = await failure(address, GenerateCall(request, fingerprint="another"))
+            code, details = await failure(address, GenerateCall(request, target_fingerprint="another"))
             await server.stop(0)
             assert (code, "has another target" in details) == (grpc.StatusCode.UNAVAILABLE, True)
 

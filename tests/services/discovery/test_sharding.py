@@ -90,7 +90,7 @@ def test_the_nearer_of_equals_wins_for_verifier_and_drafter() -> None:
 
 
 def test_a_verifier_with_an_idle_drafter_beats_one_without() -> None:
-    headless = verifier("a", model=replace(MODEL, head_fingerprint=""))
+    headless = verifier("a", model=replace(MODEL, features_fingerprint=""))
     pair = chosen([headless, verifier("b")], RoutingRequest("demo", 100), drafters=[drafter("d")])
     assert (pair.verifier.incarnation, pair.drafter) == ("b", drafter("d"))
 

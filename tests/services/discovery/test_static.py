@@ -9,7 +9,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from eyas.config import DiscoveryConfig, ServerConfig
 from eyas.errors import ConfigError
 from eyas.rpc.channel import open_channel
-from eyas.rpc.convert import status_from_message
+from eyas.rpc.convert import leases_from_proto
 from eyas.rpc.messages import Lease, Load
 from eyas.rpc.server import RpcServer
 from eyas.services.lifecycle import WorkerRegistration
@@ -45,7 +45,7 @@ def test_a_real_worker_serves_its_state() -> None:
             answer = await WorkerStub(channel).Status(StatusRequest())
         await presence.leave()
         await server.stop(0)
-        return status_from_message(answer, "there:1")
+        return leases_from_proto(answer, "there:1")[0]
 
     assert asyncio.run(body()) == Lease("draft", "there:1", "one", MODEL, Load(1), "here", frozenset({3}))
 

@@ -26,7 +26,7 @@ from eyas.config import (
     load,
 )
 from eyas.drafters.base import DrafterNeeds
-from eyas.drafters.registry import build_drafter, build_fuser, features_digest
+from eyas.drafters.registry import build_drafter, build_fuser, features_fingerprint
 from eyas.engine.build import build_engine
 from eyas.errors import ConfigError
 from eyas.models.checkpoint import target_fingerprint
@@ -95,7 +95,7 @@ def address(zoo: Zoo) -> Iterator[str]:
 
 
 def verified(target: str, drafter: str, head: str) -> TargetInfo:
-    return TargetInfo(target_fingerprint(target), features_digest(drafter, head))
+    return TargetInfo(target_fingerprint(target), features_fingerprint(drafter, head))
 
 
 def generate(address: str, target: str, drafter: str, head: str) -> GenerationStats:
@@ -128,7 +128,7 @@ def test_a_drafter_for_the_features_is_described_first(zoo: Zoo, address: str) -
         def found(target: str, drafter: str, head: str) -> tuple[str, str]:
             wanted = verified(target, drafter, head)
             message = draft_pb2.TargetInfo(
-                target_fingerprint=wanted.target_fingerprint, features_digest=wanted.features_digest
+                target_fingerprint=wanted.target_fingerprint, features_fingerprint=wanted.features_fingerprint
             )
             reply = stub.Describe(draft_pb2.DescribeRequest(target=message))
             return reply.model.name, reply.method
@@ -141,7 +141,9 @@ def test_a_drafter_for_the_features_is_described_first(zoo: Zoo, address: str) -
 
 def test_a_verifier_without_a_match_gets_a_list_of_drafters(zoo: Zoo, address: str) -> None:
     wanted = verified(zoo.one, "eagle3", zoo.other_head)
-    message = draft_pb2.TargetInfo(target_fingerprint=wanted.target_fingerprint, features_digest=wanted.features_digest)
+    message = draft_pb2.TargetInfo(
+        target_fingerprint=wanted.target_fingerprint, features_fingerprint=wanted.features_fingerprint
+    )
     with open_sync_channel(address) as channel:
         stub = draft_pb2_grpc.DraftStub(channel)
         with pytest.raises(grpc.RpcError) as caught:

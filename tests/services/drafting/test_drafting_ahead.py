@@ -6,7 +6,7 @@ from eyas.config import DraftAheadConfig, DraftingConfig
 from eyas.draft_protocol import Commit, TensorBytes
 from eyas.drafters.base import DraftContext
 from eyas.drafters.registry import build_drafter
-from eyas.rpc.messages import DrafterInfo, DraftReply, DraftRequest, ModelInfo
+from eyas.rpc.messages import DrafterInfo, DraftRequest, DraftResponse, ModelInfo
 from eyas.services.draft.worker import DraftWorker
 from eyas.tensors import tensor_to_bytes
 from tests.drafters.test_draft_ahead import SHAPE, going_on, outcome, session
@@ -22,7 +22,7 @@ def test_trees_grown_between_two_commits_are_answered_and_marked(tiny_target: st
     eagle = DraftingConfig(max_kv_tokens=2048, draft_ahead=DraftAheadConfig(top_k=24, num_candidates=24, num_steps=6))
     drafter = build_drafter("eagle3", tiny_target, tiny_head, "float32", "cpu", SHAPE, eagle)
     info = DrafterInfo(ModelInfo("tiny", "f", 48, 256), "eagle3", True, False, 32, True)
-    first, replies, idle = session("a", 9), list[DraftReply](), list[int]()
+    first, replies, idle = session("a", 9), list[DraftResponse](), list[int]()
     work = drafter.draft_ahead
     drafter.draft_ahead = lambda: work() or bool(idle.append(len(replies)))  # type: ignore[method-assign]
     with DraftWorker(drafter, info) as worker:
@@ -44,7 +44,7 @@ def test_a_draft_ahead_failure_loses_only_the_session() -> None:
                 raise error
             return False
 
-    drafter, replies = Failing(), list[DraftReply]()
+    drafter, replies = Failing(), list[DraftResponse]()
     tokens = tuple(range(10, 20))
     with DraftWorker(drafter, INFO) as worker:
         stream = worker.open(lambda reply: replies.append(reply) if reply else None)

@@ -1,4 +1,4 @@
-"""Sampled proposals over the wire: refused where they cannot be made, else worth the same as in one process."""
+"""SampledProposal proposals over the wire: refused where they cannot be made, else worth the same as in one process."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ import pytest
 from eyas.config import RegistryConfig, ServerConfig
 from eyas.request import Chunk, Request, SamplingParams, TokenLogprob, VerifyStep
 from eyas.rpc.channel import Peers, open_channel
-from eyas.rpc.convert import call_from_message, call_to_message, chunk_from_message, chunk_to_message
+from eyas.rpc.convert import generate_call_from_proto, generate_call_to_proto, text_chunk_from_proto, text_chunk_to_proto
 from eyas.rpc.messages import RETRY_KEY, ROUND_TRIP_KEY, GenerateCall, Load, ModelInfo, Role, TextChunk
 from eyas.rpc.server import RpcServer
 from eyas.services.discovery.registry import Registry
@@ -76,7 +76,7 @@ class ScriptedVerifier(GenerationServicer):
         self._script = script
 
     async def Generate(self, message: Any, context: Any) -> None:  # type: ignore[override]  # noqa: N802
-        call = call_from_message(message)
+        call = generate_call_from_proto(message)
         self._script.calls.append(call)
         try:
             if self._script.gate:
@@ -96,7 +96,7 @@ class ScriptedVerifier(GenerationServicer):
             if number == self._script.falls_silent_after:
                 await asyncio.sleep(600)
             chunk = replace(self._chunk(at, min(at + CHUNK_TOKENS, last), last), num_cached=0 if number else first - 1)
-            await context.write(chunk_to_message(TextChunk(told(call, chunk))))
+            await context.write(text_chunk_to_proto(TextChunk(told(call, chunk))))
             await asyncio.sleep(0.002)
         context.set_trailing_metadata(((ROUND_TRIP_KEY, "0.5"),))
 
@@ -169,8 +169,8 @@ async def router(
 async def ask(address: str, call: GenerateCall, timeout: float = 30.0) -> list[TextChunk]:
     """All chunks of a call."""
     async with open_channel(address) as channel:
-        answers = GenerationStub(channel).Generate(call_to_message(call), timeout=timeout)
-        return [chunk_from_message(message) async for message in answers]
+        answers = GenerationStub(channel).Generate(generate_call_to_proto(call), timeout=timeout)
+        return [text_chunk_from_proto(message) async for message in answers]
 
 
 def tokens_of(chunks: list[TextChunk]) -> tuple[int, ...]:

@@ -9,7 +9,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from eyas.rpc.channel import open_channel
-from eyas.rpc.convert import call_to_message
+from eyas.rpc.convert import generate_call_to_proto
 from eyas.v1.generation_pb2_grpc import GenerationStub
 from tests.services.redis_server import free_port, running_redis
 from tests.services.router.scripted_verifier import (
@@ -168,7 +168,7 @@ def test_a_client_that_leaves_takes_its_request_with_it(url: str) -> None:
     async def body() -> None:
         script = Script(TOKENS, falls_silent_after=1)
         async with worker(url, script), router(url) as address, open_channel(address) as channel:
-            answers = GenerationStub(channel).Generate(call_to_message(CALL))
+            answers = GenerationStub(channel).Generate(generate_call_to_proto(CALL))
             await answers.read()
             answers.cancel()
             await until(lambda: script.num_cancelled == 1)

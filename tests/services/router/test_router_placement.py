@@ -38,14 +38,14 @@ def test_a_verifier_of_another_model_is_no_candidate() -> None:
 
 @pytest.mark.parametrize(
     "model",
-    [replace(MODEL, fingerprint="x"), replace(MODEL, head_fingerprint="x"), replace(MODEL, head_fingerprint="")],
+    [replace(MODEL, fingerprint="x"), replace(MODEL, features_fingerprint="x"), replace(MODEL, features_fingerprint="")],
 )
 def test_a_drafter_for_another_target_or_head_is_left_out(model: ModelInfo) -> None:
     assert chosen(snapshot(V, replace(D, model=model))) == ("v", "")
 
 
 def test_a_verifier_without_a_head_gets_no_drafter() -> None:
-    headless = replace(MODEL, head_fingerprint="")
+    headless = replace(MODEL, features_fingerprint="")
     assert not headless.is_drafted_by(headless)
 
 

@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from eyas.rpc.channel import open_channel
-from eyas.rpc.convert import call_to_message
+from eyas.rpc.convert import generate_call_to_proto
 from eyas.v1.generation_pb2_grpc import GenerationStub
 from tests.services.router.scripted_verifier import CALL, REST, TOKENS, Script, worker
 
@@ -61,7 +61,7 @@ def test_a_router_drains_running_requests_on_sigterm(url: str) -> None:
             found = re.search(r"serving on (\S+)", await line_with(child, "serving on"))
             assert found
             async with open_channel(found[1]) as channel:
-                answers = GenerationStub(channel).Generate(call_to_message(CALL), wait_for_ready=True)
+                answers = GenerationStub(channel).Generate(generate_call_to_proto(CALL), wait_for_ready=True)
                 first = await answers.read()
                 child.send_signal(signal.SIGTERM)
                 rest = [message async for message in _left(answers)]

@@ -11,7 +11,7 @@ import pytest
 from tokenizers import Tokenizer as HuggingFaceTokenizer
 
 from eyas.rpc.channel import open_channel
-from eyas.rpc.convert import call_to_message
+from eyas.rpc.convert import generate_call_to_proto
 from eyas.rpc.messages import NO_DRAFTER, ROUND_TRIP_KEY, GenerateCall, TextChunk
 from eyas.tokenizer import Tokenizer, load_tokenizer
 from eyas.v1.generation_pb2 import ListModelsRequest
@@ -195,7 +195,7 @@ def test_the_verifier_gets_the_full_request_a_drafter_and_a_seed(url: str) -> No
 def test_the_verifiers_measurements_reach_the_client(url: str) -> None:
     async def body() -> None:
         async with worker(url, Script(TOKENS)), router(url) as address, open_channel(address) as channel:
-            answers = GenerationStub(channel).Generate(call_to_message(CALL))
+            answers = GenerationStub(channel).Generate(generate_call_to_proto(CALL))
             assert [message async for message in answers]
             assert (ROUND_TRIP_KEY, "0.5") in list(await answers.trailing_metadata())
 

@@ -18,7 +18,7 @@ import pytest
 import yaml
 
 from eyas.request import Request, SamplingParams
-from eyas.rpc import convert as wire
+from eyas.rpc import convert
 from eyas.rpc.channel import open_sync_channel
 from eyas.rpc.messages import NO_DRAFTER, GenerateCall, TextChunk
 from eyas.services.cluster import Cluster, free_port, running_cluster
@@ -82,8 +82,8 @@ def ask(run: Watched, cluster: Cluster) -> None:
         stub = generation_pb2_grpc.GenerationStub(channel)
 
         def tokens(call: GenerateCall, *metadata: tuple[str, str]) -> Sequence[TextChunk]:
-            answers = stub.Generate(wire.call_to_message(call), timeout=60, metadata=metadata)
-            return [wire.chunk_from_message(message) for message in answers]
+            answers = stub.Generate(convert.generate_call_to_proto(call), timeout=60, metadata=metadata)
+            return [convert.text_chunk_from_proto(message) for message in answers]
 
         while not any(chunk.chunk.verify_step and chunk.chunk.verify_step.drafted for chunk in tokens(_call("", "warm-up"))):
             cluster.check()
