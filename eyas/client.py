@@ -1,7 +1,4 @@
-"""The way to a router's gRPC door: options of the command in, models and chunks out. Knows no screen.
-
-What a client of a router sees: chunks in, text with its legend on a screen or JSON lines out. Knows no network.
-"""
+"""A gRPC client of a router, and printers of what it receives: text on a terminal, or JSON Lines."""
 
 from __future__ import annotations
 
@@ -22,124 +19,133 @@ from eyas.rpc.messages import GenerateCall, ModelInfo, TextChunk, Totals
 from eyas.v1.generation_pb2 import ListModelsRequest
 from eyas.v1.generation_pb2_grpc import GenerationStub
 
-LIST_SECONDS = 10.0
+LIST_TIMEOUT_S = 10.0
+
+ACCEPTED_STYLE = "bold green"
+TARGET_STYLE = "yellow"
 
 
 @dataclass(frozen=True)
 class RouterClient:
-    """Where a router listens and how it is spoken to. address: host:port. api_key: empty for a router that asks for none."""
+    """A client of the router at `address`, host:port. api_key: empty for a router that requires none."""
 
     address: str
-    line: ChannelOptions
+    options: ChannelOptions
     api_key: str = field(default="", repr=False)
 
     def models(self) -> tuple[ModelInfo, ...]:
-        """The models that can be asked for now. Raises grpc.RpcError."""
-        with open_sync_channel(self.address, self.line) as channel:
+        """Return the models that the router serves now. Raises grpc.RpcError."""
+        with open_sync_channel(self.address, self.options) as channel:
             stub = GenerationStub(channel)
-            answer = stub.ListModels(ListModelsRequest(), timeout=LIST_SECONDS, metadata=self._metadata)
-            return tuple(models_from_proto(answer))
+            response = stub.ListModels(ListModelsRequest(), timeout=LIST_TIMEOUT_S, metadata=self._metadata)
+            return tuple(models_from_proto(response))
 
     def stream(self, call: GenerateCall) -> Iterator[TextChunk]:
-        """Chunks of a call; leaving early cancels it. Raises grpc.RpcError."""
-        with open_sync_channel(self.address, self.line) as channel:
-            answers = GenerationStub(channel).Generate(generate_call_to_proto(call), metadata=self._metadata)
+        """Yield the chunks of a call; closing the iterator early cancels it. Raises grpc.RpcError."""
+        with open_sync_channel(self.address, self.options) as channel:
+            responses = GenerationStub(channel).Generate(generate_call_to_proto(call), metadata=self._metadata)
             try:
-                yield from map(text_chunk_from_proto, answers)
+                yield from map(text_chunk_from_proto, responses)
             finally:
-                answers.cancel()  # type: ignore[no-untyped-call]
+                responses.cancel()  # type: ignore[no-untyped-call]
 
     @property
     def _metadata(self) -> tuple[tuple[str, str], ...]:
         return (("authorization", f"Bearer {self.api_key}"),) if self.api_key else ()
 
 
-def tls_line(ca: str, name: str) -> ChannelOptions:
-    """TLS to a router. ca: PEM file of those who sign its certificate; empty trusts whom this machine trusts. name: whom the
-    certificate is for; empty takes the host dialled. Raises ConfigError for a file that cannot be used."""
-    return ChannelOptions(credentials=channel_credentials(Certificates("--ca", authority=ca).pem), name=name)
+def tls_options(ca_file: str, server_name: str) -> ChannelOptions:
+    """Return the options of a TLS channel to a router. Raises ConfigError for a file that cannot be used.
 
-
-FORESEEN_STYLE = "bold green"
-TARGET_STYLE = "yellow"
+    ca_file: PEM file that signed the router's certificate; empty uses the system's trust store.
+    server_name: expected in the certificate; empty expects the host of the address.
+    """
+    pem = Certificates("--ca", authority=ca_file).pem
+    return ChannelOptions(credentials=channel_credentials(pem), name=server_name)
 
 
 class Printer(Protocol):
-    """Takes the chunks of an answer as they come."""
+    """Prints the chunks of a response as they come."""
 
     def add(self, chunk: TextChunk) -> None:
-        """Show one chunk."""
+        """Print one chunk."""
         ...
 
 
 class JsonPrinter:
-    """Chunks as JSON Lines; the last line of each completion holds the finish reason and the statistics."""
+    """Prints chunks as JSON Lines; the last line of each completion has its finish reason and statistics."""
 
     def __init__(self) -> None:
-        self._started = time.perf_counter()
+        self._started_at = time.perf_counter()
 
     def add(self, chunk: TextChunk) -> None:
         """Print one chunk, and the statistics after the last."""
         inner = chunk.chunk
-        line: dict[str, Any] = {"index": inner.index, "token_ids": inner.token_ids, "is_draft_token": inner.is_draft_token}
-        line["text"] = chunk.text
+        line: dict[str, Any] = {
+            "index": inner.index,
+            "token_ids": inner.token_ids,
+            "is_draft_token": inner.is_draft_token,
+            "text": chunk.text,
+        }
         for name in ("logprobs", "prompt_logprobs"):
-            if told := getattr(inner, name):
-                line[name] = list(map(dataclasses.asdict, told))
+            if logprobs := getattr(inner, name):
+                line[name] = list(map(dataclasses.asdict, logprobs))
         if inner.verify_step:
-            line["round"] = dataclasses.asdict(inner.verify_step)
+            line["verify_step"] = dataclasses.asdict(inner.verify_step)
         if chunk.seed is not None:
             line["seed"] = chunk.seed
         print(json.dumps(line), flush=True)
         if chunk.totals:
-            seconds = time.perf_counter() - self._started
-            print(json.dumps({"index": inner.index} | _final(chunk.totals, inner.finish_reason, seconds)), flush=True)
+            seconds = time.perf_counter() - self._started_at
+            print(json.dumps({"index": inner.index} | _statistics(chunk.totals, inner.finish_reason, seconds)), flush=True)
 
 
 class ScreenPrinter:
-    """Text as it comes, in two styles, with a legend and the statistics below it. Completions come one after the other;
-    chunks of a later one are held back."""
+    """Prints text as it comes, accepted draft tokens in a style of their own, and a legend and statistics after it.
+
+    Completions are printed one after the other; the chunks of a later one wait.
+    """
 
     def __init__(self, console: Console) -> None:
         self._console = console
-        self._started = time.perf_counter()
-        self._held: defaultdict[int, deque[TextChunk]] = defaultdict(deque)
-        self._turn = 0
+        self._started_at = time.perf_counter()
+        self._waiting: defaultdict[int, deque[TextChunk]] = defaultdict(deque)
+        self._current = 0
 
     def add(self, chunk: TextChunk) -> None:
-        """Print one chunk in its turn, and the legend after the last of a completion."""
-        self._held[chunk.chunk.index].append(chunk)
-        while self._held[self._turn]:
-            self._print(self._held[self._turn].popleft())
+        """Print a chunk once the completions before its own are done."""
+        self._waiting[chunk.chunk.index].append(chunk)
+        while self._waiting[self._current]:
+            self._print(self._waiting[self._current].popleft())
 
     def _print(self, chunk: TextChunk) -> None:
         for text in _styled(chunk):
             self._console.print(text, end="")
         if chunk.totals:
-            self._turn += 1
+            self._current += 1
+            legend = Text.assemble(("accepted draft tokens", ACCEPTED_STYLE), ", ", ("the target's own", TARGET_STYLE))
             self._console.print("\n")
-            self._console.print(
-                Text.assemble(("is_draft_token by the drafter", FORESEEN_STYLE), ", ", ("the target's own", TARGET_STYLE))
-            )
-            self._console.print(_summary(chunk.totals, time.perf_counter() - self._started), style="dim")
+            self._console.print(legend)
+            self._console.print(_summary(chunk.totals, time.perf_counter() - self._started_at), style="dim")
 
 
 def _styled(chunk: TextChunk) -> Iterator[Text]:
-    """The chunk's text, token by token; text released at the end counts as the target's own."""
-    at = 0
+    """Yield the chunk's text token by token; text that the last chunk releases counts as the target's own."""
+    start = 0
     for length, is_draft_token in zip(chunk.text_lengths, chunk.chunk.is_draft_token, strict=True):
-        yield Text(chunk.text[at : at + length], FORESEEN_STYLE if is_draft_token else TARGET_STYLE)
-        at += length
-    yield Text(chunk.text[at:], TARGET_STYLE)
+        yield Text(chunk.text[start : start + length], ACCEPTED_STYLE if is_draft_token else TARGET_STYLE)
+        start += length
+    yield Text(chunk.text[start:], TARGET_STYLE)
 
 
 def _summary(totals: Totals, seconds: float) -> str:
-    rounds = f", {totals.stats.num_verify_steps} rounds, tau {totals.stats.acceptance_length:.2f}" if totals.stats else ""
-    return f"{totals.num_output_tokens} tokens{rounds}, {totals.num_output_tokens / seconds:.1f} tokens/s"
+    stats = totals.stats
+    steps = f", {stats.num_verify_steps} verify steps, tau {stats.acceptance_length:.2f}" if stats else ""
+    return f"{totals.num_output_tokens} tokens{steps}, {totals.num_output_tokens / seconds:.1f} tokens/s"
 
 
-def _final(totals: Totals, finish_reason: str | None, seconds: float) -> dict[str, Any]:
-    final: dict[str, Any] = {
+def _statistics(totals: Totals, finish_reason: str | None, seconds: float) -> dict[str, Any]:
+    statistics: dict[str, Any] = {
         "finish_reason": finish_reason,
         "num_prompt_tokens": totals.num_prompt_tokens,
         "num_cached_tokens": totals.num_cached_tokens,
@@ -148,8 +154,8 @@ def _final(totals: Totals, finish_reason: str | None, seconds: float) -> dict[st
         "tokens_per_second": round(totals.num_output_tokens / seconds, 3),
     }
     if totals.stats:
-        final["stats"] = dataclasses.asdict(totals.stats) | {
+        statistics["stats"] = dataclasses.asdict(totals.stats) | {
             "acceptance_length": totals.stats.acceptance_length,
             "acceptance_by_depth": totals.stats.acceptance_by_depth,
         }
-    return final
+    return statistics

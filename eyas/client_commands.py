@@ -13,7 +13,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from eyas.client import JsonPrinter, Printer, RouterClient, ScreenPrinter, tls_line
+from eyas.client import JsonPrinter, Printer, RouterClient, ScreenPrinter, tls_options
 from eyas.errors import ConfigError, InvalidRequest
 from eyas.request import Request, SamplingParams
 from eyas.rpc.channel import ChannelOptions
@@ -91,7 +91,7 @@ def models(
 def _line(options: dict[str, Any]) -> ChannelOptions:
     """How the router is spoken to. Raises ConfigError."""
     if options["tls"] or options["ca"]:
-        return tls_line(options["ca"], options["tls_name"])
+        return tls_options(options["ca"], options["tls_name"])
     if options["tls_name"]:
         raise ConfigError(f"--tls-name {options['tls_name']} is for TLS; add --tls, or --ca with who signed the certificate")
     return ChannelOptions()

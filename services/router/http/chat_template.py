@@ -1,6 +1,6 @@
-"""Messages of a chat to the one text that a model was trained to continue. Given a model's chat template; knows no tokens.
+"""Chat templates: render the messages of a chat as the text that a model was trained to continue.
 
-Templates come with checkpoints and are not trusted: they run in Jinja's sandbox, with the names that transformers gives.
+Templates come with checkpoints and are not trusted: they run in Jinja's sandbox, with the variables of transformers.
 """
 
 from __future__ import annotations
@@ -26,28 +26,28 @@ log = logging.getLogger(__name__)
 
 
 class ChatTemplate:
-    """A compiled chat template. special: special tokens by the names that templates use, such as bos_token.
+    """A compiled chat template. special_tokens: by the names that templates use, such as bos_token.
 
-    Raises ConfigError for one that does not compile.
+    model: for errors. Raises ConfigError if the template does not compile.
     """
 
-    def __init__(self, source: str, special: Mapping[str, str], place: str) -> None:
-        self._special = dict(special)
+    def __init__(self, source: str, special_tokens: Mapping[str, str], model: str) -> None:
+        self._special_tokens = dict(special_tokens)
         try:
             self._template = _environment().from_string(source)
         except jinja2.TemplateError as error:
             raise ConfigError(
-                f"the chat template of {place} does not compile: {error}; set another chat_template"
+                f"the chat template of {model} does not compile: {error}; set another chat_template"
             ) from error
 
     def render(self, messages: Sequence[Mapping[str, str]], extra: Mapping[str, Any]) -> str:
-        """The prompt for the assistant's next message.
+        """Return the prompt for the assistant's next message.
 
-        extra: more names for the template, such as enable_thinking. Raises InvalidRequest where the template refuses them.
+        extra: more variables, such as enable_thinking. Raises InvalidRequest if the template rejects the messages.
         """
-        names = {**self._special, "tools": None, "documents": None, "add_generation_prompt": True, **extra}
+        variables = {**self._special_tokens, "tools": None, "documents": None, "add_generation_prompt": True, **extra}
         try:
-            text = self._template.render(names | {"messages": list(messages)})
+            text = self._template.render(variables | {"messages": list(messages)})
             text.encode()
         except Exception as error:  # a template can raise whatever Python can
             raise InvalidRequest(f"the model's chat template refuses these messages: {error}", "messages") from error
@@ -55,11 +55,12 @@ class ChatTemplate:
 
 
 def load_template(model: ServedModel) -> ChatTemplate | None:
-    """The chat template of a model; None where it has none. Raises ConfigError or CheckpointError for a bad one."""
+    """Return the chat template of a model; None if it has none. Raises ConfigError or CheckpointError for a bad one."""
     settings = tokenizer_settings(model.tokenizer)
-    special = {name: _content(token) for name, token in settings.items() if name.endswith("_token") and _content(token)}
-    source = _read(model.chat_template) if model.chat_template else _found(model.tokenizer, settings)
-    return ChatTemplate(source, special, model.name) if source else None
+    texts = {name: _token_text(token) for name, token in settings.items() if name.endswith("_token")}
+    special_tokens = {name: text for name, text in texts.items() if text}
+    source = _read(model.chat_template) if model.chat_template else _find(model.tokenizer, settings)
+    return ChatTemplate(source, special_tokens, model.name) if source else None
 
 
 def _read(path: str) -> str:
@@ -69,12 +70,12 @@ def _read(path: str) -> str:
         raise ConfigError(f"cannot read the chat_template {path}: {error}") from error
 
 
-def _found(tokenizer: str, settings: Mapping[str, Any]) -> str:
-    """The template that lies with a tokenizer: a file of its own, or in its settings, by name where there are several."""
+def _find(tokenizer: str, settings: Mapping[str, Any]) -> str:
+    """Return the tokenizer's template: from chat_template.jinja, else from its settings; of several the default."""
     try:
         file = fetch_file(tokenizer, _FILE)
     except CheckpointError as error:
-        log.warning("no look at a chat template: %s", error)
+        log.warning("cannot look for a chat template: %s", error)
         file = None
     if file is not None:
         return _read(str(file))
@@ -84,8 +85,8 @@ def _found(tokenizer: str, settings: Mapping[str, Any]) -> str:
     return str(template)
 
 
-def _content(token: object) -> str:
-    """A special token's text, which stands in tokenizer_config.json as it is or inside an object."""
+def _token_text(token: object) -> str:
+    """Return a special token's text; tokenizer_config.json has it as a string or inside an object."""
     text = token.get("content") if isinstance(token, dict) else token
     return text if isinstance(text, str) else ""
 
@@ -101,12 +102,12 @@ def _environment() -> ImmutableSandboxedEnvironment:
 
 
 class _GenerationBlock(Extension):
-    """{% generation %} marks the assistant's text for training; here its body is rendered as it stands."""
+    """Renders the body of {% generation %} unchanged; the tag marks the assistant's text for training."""
 
     tags = {"generation"}  # noqa: RUF012 - jinja2's own declaration
 
     def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
-        """The statements up to {% endgeneration %}."""
+        """Return the statements up to {% endgeneration %}."""
         next(parser.stream)
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
@@ -118,7 +119,7 @@ def _tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """JSON without the escapes for HTML that jinja2's own filter writes."""
+    """Return JSON without the HTML escapes of jinja2's own filter."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 

@@ -60,12 +60,12 @@ def test_generate_streams_the_text_and_ends_with_statistics(url: str) -> None:
         assert (outcome.status, outcome.err) == (0, "")
         assert outcome.out.startswith(TEXT.removeprefix(PROMPT_TEXT))
         assert f"{len(REST)} tokens" in outcome.out
-        assert "is_draft_token by the drafter" in outcome.out
+        assert "accepted draft tokens" in outcome.out
 
     asyncio.run(body())
 
 
-def test_generate_shows_foreseen_tokens_in_their_own_style(url: str) -> None:
+def test_generate_shows_accepted_tokens_in_their_own_style(url: str) -> None:
     async def body() -> None:
         async with worker(url, Script(TOKENS)), router(url) as address:
             arguments = ("generate", PROMPT_TEXT, "--max-tokens", "3", "--address", address)
