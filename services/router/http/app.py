@@ -150,17 +150,8 @@ class OpenAIEndpoints:
             if body.scores_prompt_only:
                 chunks = _without_output(chunks)
             tokenizer = self.service.tokenizer(info.name)
-            writer = ResponseWriter(
-                received.request.id,
-                info.name,
-                COMPLETION,
-                tokenizer,
-                wants_logprobs=body.logprobs is not None,
-                n=body.n,
-                echoes=[p if isinstance(p, str) else tokenizer.decode(p) for p in body.prompt] if body.echo else [],
-                wants_prompt_logprobs=body.prompt_logprobs is not None,
-                wants_speculation=body.return_speculation,
-            )
+            echoes = [p if isinstance(p, str) else tokenizer.decode(p) for p in body.prompt] if body.echo else []
+            writer = ResponseWriter(COMPLETION, body, received.request.id, info.name, tokenizer, echoes)
         return await _respond(body, request, writer, chunks)
 
     async def chat(self, body: ChatBody, request: Request) -> Response:
@@ -169,16 +160,7 @@ class OpenAIEndpoints:
         with self.service.record_rejection(received, "chat"):
             info = self.service.model(body.model)
             chunks = await self._chunks(body, received, [await self._chat_call(body, info)], "chat")
-            writer = ResponseWriter(
-                received.request.id,
-                info.name,
-                CHAT,
-                self.service.tokenizer(info.name),
-                wants_logprobs=body.logprobs,
-                n=body.n,
-                wants_prompt_logprobs=body.prompt_logprobs is not None,
-                wants_speculation=body.return_speculation,
-            )
+            writer = ResponseWriter(CHAT, body, received.request.id, info.name, self.service.tokenizer(info.name))
         return await _respond(body, request, writer, chunks)
 
     async def _chat_call(self, body: ChatBody, info: ModelInfo) -> GenerateCall:
@@ -204,14 +186,12 @@ class OpenAIEndpoints:
         operation: str = "text_completion",
     ) -> AsyncGenerator[TextChunk, None]:
         """Check all calls, then return their merged chunks; a chunk's index is that of its choice."""
-        ids = (
-            [received.request.id] if len(calls) == 1 else [f"{received.request.id}-{number}" for number in range(len(calls))]
-        )
+        prepared = []
         with _field_names(body):
-            prepared = [
-                await self.service.prepare(replace(call, request=replace(call.request, id=id_), trace=received.trace))
-                for call, id_ in zip(calls, ids, strict=True)
-            ]
+            for number, call in enumerate(calls):
+                id_ = received.request.id if len(calls) == 1 else f"{received.request.id}-{number}"
+                call = replace(call, request=replace(call.request, id=id_), trace=received.trace)
+                prepared.append(await self.service.prepare(call))
         streams = [self.service.stream(call, None, _ignore_trailers, operation) for call in prepared]
         return merge([_shift_index(stream, number * body.n) for number, stream in enumerate(streams)])
 

@@ -180,6 +180,11 @@ class CompletionBody(Body):
         """Whether only the prompt's log-probabilities are wanted, without any output."""
         return self.echo and self.max_tokens == 0
 
+    @property
+    def wants_logprobs(self) -> bool:
+        """Whether the choices have log-probabilities."""
+        return self.logprobs is not None
+
     def name_of(self, param: str) -> str:
         """Return this body's name of a parameter of a call."""
         return "logprobs" if param == "prompt_logprobs" and self.echo else param
@@ -210,6 +215,11 @@ class ChatBody(Body):
         if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
             raise InvalidRequest("max_tokens and max_completion_tokens differ; give one of them", "max_completion_tokens")
         return self
+
+    @property
+    def wants_logprobs(self) -> bool:
+        """Whether the choices have log-probabilities."""
+        return self.logprobs
 
     def name_of(self, param: str) -> str:
         """Return this body's name of a parameter of a call."""

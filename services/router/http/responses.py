@@ -19,6 +19,7 @@ from typing import Any
 from eyas.errors import RequestFailed
 from eyas.request import GenerationStats, TokenLogprob
 from eyas.rpc.messages import TextChunk
+from eyas.services.router.http.requests import ChatBody, CompletionBody
 from eyas.tokenizer import Tokenizer
 
 
@@ -61,22 +62,17 @@ class ResponseFormat:
 
 @dataclass
 class ResponseWriter:
-    """The choices of one request as they grow, and their usage.
+    """The choices of one request as they grow, and their usage. A prompt counts once, whatever its number of completions.
 
-    wants_logprobs: else the choices have null. n: completions of each prompt; a prompt counts once in the usage.
-    echoes: the prompts' texts, which begin the choices; empty without echo. wants_prompt_logprobs: in a field of their own.
-    wants_speculation: adds speculation metrics to the usage.
+    echoes: the prompts' texts, which begin the choices; empty without echo.
     """
 
+    format: ResponseFormat
+    body: CompletionBody | ChatBody
     id: str
     model: str
-    format: ResponseFormat
     tokenizer: Tokenizer
-    wants_logprobs: bool
-    n: int = 1
     echoes: Sequence[str] = ()
-    wants_prompt_logprobs: bool = False
-    wants_speculation: bool = False
     created: int = field(default_factory=lambda: int(time.time()))
     _offsets: defaultdict[int, int] = field(default_factory=lambda: defaultdict(int))
     _visible: set[int] = field(default_factory=set)
@@ -115,8 +111,8 @@ class ResponseWriter:
             raise RequestFailed(inner.message or "the verifier ended the request before it was done")
         self._count(chunk)
         is_first = index not in self._visible
-        echo = self.echoes[index // self.n] if self.echoes and is_first else ""
-        prompt_logprobs = inner.prompt_logprobs if self.wants_prompt_logprobs else ()
+        echo = self.echoes[index // self.body.n] if self.echoes and is_first else ""
+        prompt_logprobs = inner.prompt_logprobs if self.body.prompt_logprobs is not None else ()
         logprobs = inner.logprobs if prompt_logprobs else inner.prompt_logprobs + inner.logprobs
         offset = self._offsets[index]
         self._offsets[index] += sum(num_characters(self.tokenizer, entry.token) for entry in logprobs)
@@ -131,7 +127,7 @@ class ResponseWriter:
         self._num_output_tokens += chunk.totals.num_output_tokens
         if chunk.totals.stats is not None:
             self._stats.merge(chunk.totals.stats)
-        if chunk.chunk.index % self.n == 0:
+        if chunk.chunk.index % self.body.n == 0:
             self._num_prompt_tokens += chunk.totals.num_prompt_tokens
             self._num_cached_tokens += chunk.totals.num_cached_tokens
 
@@ -139,7 +135,7 @@ class ResponseWriter:
         return {"id": self.id, "object": name, "created": self.created, "model": self.model, "choices": choices}
 
     def _choice(self, delta: TextDelta, content: dict[str, Any]) -> dict[str, Any]:
-        logprobs = self.format.logprobs(self.tokenizer, delta.logprobs, delta.offset) if self.wants_logprobs else None
+        logprobs = self.format.logprobs(self.tokenizer, delta.logprobs, delta.offset) if self.body.wants_logprobs else None
         choice = {"index": delta.index, **content, "logprobs": logprobs, "finish_reason": delta.finish_reason}
         if delta.prompt_logprobs:
             choice["prompt_logprobs"] = prompt_token_logprobs(self.tokenizer, delta.prompt_logprobs)
@@ -158,7 +154,7 @@ class ResponseWriter:
                 "rejected_prediction_tokens": stats.num_drafted - stats.num_accepted,
             },
         }
-        metrics = {"metrics": {"speculative_decoding": _speculation(stats)}} if self.wants_speculation else {}
+        metrics = {"metrics": {"speculative_decoding": _speculation(stats)}} if self.body.return_speculation else {}
         return {"usage": usage} | metrics
 
 
