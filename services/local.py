@@ -1,73 +1,86 @@
-"""All services on this machine: `up` keeps them running, `demo` shows and measures them. Stops what it has started."""
+"""The demo model on this machine, from a checkout: `up` serves it, `demo` measures plain against speculative decoding."""
 
 from __future__ import annotations
 
-import signal
-import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 
 from eyas.client import ScreenPrinter
-from eyas.errors import EyasError, RequestFailed
+from eyas.errors import ConfigError, EyasError, RequestFailed
 from eyas.request import Request, SamplingParams
 from eyas.rpc.channel import open_sync_channel
 from eyas.rpc.messages import GenerateCall
-from eyas.services.cluster import ROOT, Cluster, free_port, is_free, running_cluster
+from eyas.services.cluster import (
+    CONFIG_TYPES,
+    START_TIMEOUT_S,
+    Cluster,
+    ServiceSettings,
+    assign,
+    free_port,
+    is_free,
+    running_cluster,
+)
 from eyas.services.demo import DemoClient, DemoComparison, Prompt, read_prompts
+from eyas.services.serve import (
+    GRPC_PORT,
+    HTTP_PORT,
+    AssignmentsOption,
+    exit_on_error,
+    spinner,
+    wait_until_ready,
+    watch_until_interrupted,
+)
 
-ROUTER_PORT = 50050
-HTTP_PORT = 8000
+ROOT = Path(__file__).resolve().parents[1]
+CONFIGS = ROOT / "examples" / "configs" / "local"
 PROMPTS = ROOT / "models" / "demo" / "prompts.jsonl"
 TEMPERATURES = (0.0, 0.8)
 SEED = 2024
-SHOWN_TOKENS = 64
+NUM_SHOWN_TOKENS = 64
 CURL = """-H 'Content-Type: application/json' -d '{"model": "demo", "prompt": "def main():", "max_tokens": 32}'"""
-
-Settings = Annotated[
-    list[str] | None,
-    typer.Option("--set", help="service.key=value, such as draft.tree.num_draft_tokens=32; may be repeated."),
-]
 
 
 def up(
-    port: Annotated[int, typer.Option(help="The router's port; another is taken when it is in use.")] = ROUTER_PORT,
-    http_port: Annotated[int, typer.Option(help="Its port for HTTP; another is taken when it is in use.")] = HTTP_PORT,
-    settings: Settings = None,
+    port: Annotated[int, typer.Option(help="gRPC port of the router; another is taken if it is in use.")] = GRPC_PORT,
+    http_port: Annotated[int, typer.Option(help="HTTP port of the router; another is taken if it is in use.")] = HTTP_PORT,
+    assignments: AssignmentsOption = None,
 ) -> None:
-    """Keep a router, a verifier, a draft service and Redis running until Ctrl-C."""
+    """Serve the demo model until Ctrl-C."""
     console = Console(highlight=False, soft_wrap=True)
-    with _reported(console), _ready(console, _or_free(port), settings, _or_free(http_port)) as cluster:
+    port, http_port = (each if is_free(each) else free_port() for each in (port, http_port))
+    with exit_on_error(console), running_demo(port, assignments or (), http_port) as cluster:
+        wait_until_ready(console, cluster, START_TIMEOUT_S)
         address = cluster.router.address
         console.print(f"\nThe router listens on [bold]{address}[/], and for HTTP on [bold]{cluster.http}[/].")
         console.print("In another terminal:\n")
         console.print(f'  .venv/bin/eyas generate "def main():" --address {address}')
         console.print(f"  curl {cluster.http}/v1/completions {CURL}\n", markup=False)
         console.print(f"Logs are in {cluster.router.log.parent}.")
-        with suppress(KeyboardInterrupt):
-            console.print("Ctrl-C stops everything.")
-            cluster.watch()
+        console.print("Ctrl-C stops everything.")
+        watch_until_interrupted(console, cluster)
 
 
 def demo(
     num_prompts: Annotated[int, typer.Option(help="Prompts to measure.")] = 16,
     max_tokens: Annotated[int, typer.Option(help="New tokens of each.")] = 96,
-    settings: Settings = None,
+    assignments: AssignmentsOption = None,
 ) -> None:
     """Show drafting at work, then measure it against plain decoding on the same prompts."""
     console = Console(highlight=False, soft_wrap=True)
-    with _reported(console), _ready(console, free_port(), settings) as cluster:
+    with exit_on_error(console), running_demo(free_port(), assignments or ()) as cluster:
+        wait_until_ready(console, cluster, START_TIMEOUT_S)
         prompts = read_prompts(PROMPTS)
-        with open_sync_channel(cluster.router.address) as channel, _blamed(cluster):
+        with open_sync_channel(cluster.router.address) as channel, _name_dead_service(cluster):
             client = DemoClient(channel)
-            with _progress(console) as progress:
+            with spinner(console) as progress:
                 progress.add_task("waiting for the first draft tree", total=None)
                 client.warm_up(prompts[0])
             _show(console, client, prompts)
@@ -79,41 +92,21 @@ def demo(
 
 
 @contextmanager
-def _reported(console: Console) -> Iterator[None]:
-    """Errors in one place: one reason on stderr and status 1; a signal ends with 130, after the cleaning up."""
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
-    signal.signal(signal.SIGHUP, signal.default_int_handler)
-    try:
-        yield
-    except EyasError as error:
-        print(f"error: {error}", file=sys.stderr)
-        raise typer.Exit(1) from error
-    except KeyboardInterrupt:
-        console.print("stopped")
-        raise typer.Exit(130) from None
+def running_demo(port: int, assignments: Sequence[str] = (), http_port: int | None = None) -> Iterator[Cluster]:
+    """The cluster of examples/configs/local. port, http_port: of the router; assignments: service.key=value settings.
 
-
-@contextmanager
-def _ready(console: Console, port: int, settings: list[str] | None, http_port: int | None = None) -> Iterator[Cluster]:
-    """A cluster whose services all answer SERVING, started with the progress shown."""
-    with running_cluster(port, settings or (), http_port) as cluster:
-        started = time.monotonic()
-        with _progress(console) as progress:
-            for child in cluster.services:
-                task = progress.add_task(f"starting the {child.name} service", total=None)
-                cluster.wait(child)
-                progress.remove_task(task)
-                console.print(f"[green]ready[/] {child.name} on {child.address} after {time.monotonic() - started:.1f} s")
+    Raises ConfigError outside a checkout and for settings that a service would refuse.
+    """
+    if not CONFIGS.is_dir():
+        raise ConfigError(f"{CONFIGS} does not exist; run the demo from a checkout, or any model with `eyas serve`")
+    services = [ServiceSettings(name, CONFIGS / f"{name}.yaml") for name in CONFIG_TYPES]
+    with running_cluster(assign(services, assignments), port, http_port, folder=ROOT) as cluster:
         yield cluster
 
 
-def _or_free(port: int) -> int:
-    return port if is_free(port) else free_port()
-
-
 @contextmanager
-def _blamed(cluster: Cluster) -> Iterator[None]:
-    """When a call fails because a process has ended, says that instead, with the end of its log."""
+def _name_dead_service(cluster: Cluster) -> Iterator[None]:
+    """When a call fails because a process has ended, raise that process's error instead."""
     try:
         yield
     except EyasError:
@@ -121,21 +114,17 @@ def _blamed(cluster: Cluster) -> Iterator[None]:
         raise
 
 
-def _progress(console: Console) -> Progress:
-    return Progress(SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn(), console=console, transient=True)
-
-
 def _sampling(temperature: float, max_tokens: int) -> SamplingParams:
     return SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=SEED, ignore_eos=True)
 
 
 def _show(console: Console, client: DemoClient, prompts: list[Prompt]) -> None:
-    """Stream a few continuations, what the drafter foresaw in another style than what the target added."""
+    """Stream a few continuations, draft tokens in another style than the tokens of the target."""
     for prompt, temperature in zip(prompts, TEMPERATURES, strict=False):
         console.rule(f"{prompt.source} at temperature {temperature}", align="left", style="dim")
         console.print(Text(prompt.text, style="dim"), end="")
         printer = ScreenPrinter(console)
-        call = GenerateCall(Request("", (), _sampling(temperature, SHOWN_TOKENS)), prompt_text=prompt.text)
+        call = GenerateCall(Request("", (), _sampling(temperature, NUM_SHOWN_TOKENS)), prompt_text=prompt.text)
         for chunk in client.stream(call):
             printer.add(chunk)
 
@@ -143,7 +132,7 @@ def _show(console: Console, client: DemoClient, prompts: list[Prompt]) -> None:
 def _measure(console: Console, client: DemoClient, prompts: list[Prompt], sampling: SamplingParams) -> DemoComparison:
     comparison = DemoComparison(sampling, prompts)
     started = time.monotonic()
-    with _progress(console) as progress:
+    with spinner(console) as progress:
         task = progress.add_task("", total=len(prompts))
         what = f"temperature {sampling.temperature}: {len(prompts)} prompts, plain and speculative"
         for done in range(len(prompts)):
@@ -174,7 +163,7 @@ def _table(comparisons: list[DemoComparison]) -> Table:
 
 def main() -> None:
     """Run the command line."""
-    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, help="All services on this machine.")
+    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, help="The demo model on this machine.")
     app.command()(up)
     app.command()(demo)
     app()

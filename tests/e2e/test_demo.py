@@ -66,7 +66,7 @@ def test_the_demo_outputs_are_equal_and_no_process_is_left(tmp_path: Path) -> No
 
 
 def test_the_demo_fails_with_the_reason_when_a_service_does(tmp_path: Path) -> None:
-    with local(tmp_path, "demo", "--set", "draft.head=models/demo/nowhere") as process:
+    with local(tmp_path, "demo", "--set", "draft.draft_model=models/demo/nowhere") as process:
         _, errors = process.communicate(timeout=60)
     assert process.returncode == 1
     assert "draft ended with status 2" in errors
@@ -76,16 +76,17 @@ def test_the_demo_fails_with_the_reason_when_a_service_does(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("setting", "reason"),
     [
-        ("verifer.tree.num_draft_tokens=8", "there is no service 'verifer'; did you mean verifier.tree.num_draft_tokens=8?"),
-        *(
-            (setting, f"services started together speak no TLS; start {setting.split('.')[0]} by itself for it")
-            for setting in (
-                "router.tls.key_file=k.pem",
-                "router.tls={key: k}",
-                "draft.peers.ca_file=ca.pem",
-                "draft.peers={key: k}",
-            )
+        (
+            "verifer.tree.num_draft_tokens=8",
+            "no service 'verifer' is started; did you mean verifier.tree.num_draft_tokens=8?",
         ),
+        ("verifier.engine.max_num_seq=8", "unknown setting engine.max_num_seq; did you mean engine.max_num_seqs?"),
+        ("router.tls={cert_file: c.pem, key_file: k.pem}", "router: services started together do not speak TLS"),
+        (
+            "draft.peers={cert_file: c.pem, key_file: k.pem, ca_file: ca.pem}",
+            "draft: services started together do not speak TLS",
+        ),
+        ("router.tls.key_file=k.pem", "certificate and key go together"),
     ],
 )
 def test_a_setting_that_cannot_be_starts_nothing(setting: str, reason: str, tmp_path: Path) -> None:

@@ -10,7 +10,8 @@ from pathlib import Path
 from eyas.errors import Unavailable
 from eyas.request import SamplingParams
 from eyas.rpc.messages import NO_DRAFTER
-from eyas.services.cluster import CONFIGS, free_port
+from eyas.services.cluster import free_port
+from eyas.services.local import CONFIGS
 from tests.e2e.client import Generated, generate
 
 PROMPT = (0, 282, 659, 276)

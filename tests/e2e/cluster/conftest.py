@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from eyas.services.cluster import Cluster, free_port, running_cluster
+from eyas.services.cluster import Cluster, free_port
+from eyas.services.local import running_demo
 from tests.tiny import write_head
 
 TEMPLATE = "{{ bos_token }}{% for message in messages %}{{ message.content }}{% endfor %}"
@@ -34,7 +35,7 @@ def random_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster
 
 def started(*settings: str) -> Iterator[Cluster]:
     """A running cluster whose services are ready. Drafts may take long: the machine is shared."""
-    with running_cluster(free_port(), [*settings, "verifier.draft_client.draft_timeout_s=30"]) as running:
+    with running_demo(free_port(), [*settings, "verifier.draft_client.draft_timeout_s=30"]) as running:
         for child in running.services:
             running.wait(child)
         yield running

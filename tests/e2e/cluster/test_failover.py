@@ -12,8 +12,9 @@ from pathlib import Path
 from eyas.config import RegistryConfig
 from eyas.request import SamplingParams
 from eyas.rpc.messages import NO_DRAFTER
-from eyas.services.cluster import CONFIGS, Child, Cluster, free_port
+from eyas.services.cluster import Child, Cluster, free_port
 from eyas.services.discovery.registry import Registry
+from eyas.services.local import CONFIGS
 from tests.e2e.client import Generated, generate
 
 PROMPT = (0, 282, 659, 276)

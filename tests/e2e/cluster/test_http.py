@@ -11,7 +11,8 @@ from openai import OpenAI
 
 from eyas.request import SamplingParams
 from eyas.rpc.messages import NO_DRAFTER
-from eyas.services.cluster import ROOT, Cluster
+from eyas.services.cluster import Cluster
+from eyas.services.local import ROOT
 from tests.e2e.client import generate
 
 PROMPT = "class Queue:\n    def __init__(self"

@@ -19,7 +19,7 @@ import httpx
 import yaml
 
 from eyas.config import RegistryConfig
-from eyas.services.cluster import ROOT
+from eyas.services.local import ROOT
 from eyas.services.discovery.registry import Lease, Registry
 from tests.services.redis_server import free_port, running_redis
 from tests.telemetry.cluster.collector import Collector, collecting

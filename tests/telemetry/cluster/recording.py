@@ -21,7 +21,8 @@ from eyas.request import Request, SamplingParams
 from eyas.rpc import convert
 from eyas.rpc.channel import open_sync_channel
 from eyas.rpc.messages import NO_DRAFTER, GenerateCall, TextChunk
-from eyas.services.cluster import Cluster, free_port, running_cluster
+from eyas.services.cluster import Cluster, free_port
+from eyas.services.local import running_demo
 from eyas.v1 import generation_pb2_grpc
 from tests.telemetry.cluster.collector import Collector, collecting
 from tests.telemetry.promql import alert_rules, dashboard_queries, tool
@@ -64,7 +65,7 @@ def watched(folder: Path) -> Iterator[Watched]:
         patch.setenv("OTEL_RESOURCE_ATTRIBUTES", "deployment.environment.name=test")
         patch.setenv("OTEL_METRIC_EXPORT_INTERVAL", "500")
         run = Watched(collector)
-        with running_cluster(free_port(), settings) as cluster, scraping(folder, ports.values()) as prometheus:
+        with running_demo(free_port(), settings) as cluster, scraping(folder, ports.values()) as prometheus:
             for child in cluster.services:
                 cluster.wait(child)
             ask(run, cluster)

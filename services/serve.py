@@ -1,0 +1,143 @@
+"""`eyas serve MODEL`: a router, a verifier, a draft service and a private Redis on this machine, as one process tree."""
+
+from __future__ import annotations
+
+import json
+import math
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
+
+from eyas.errors import ConfigError, EyasError
+from eyas.services.cluster import Child, Cluster, ServiceSettings, assign, is_free, running_cluster
+
+HTTP_PORT = 8000
+GRPC_PORT = 50050
+REPORT_INTERVAL_S = 30.0
+MAX_STATUS_CHARS = 100
+
+AssignmentsOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set", metavar="SERVICE.KEY=VALUE", help="Setting of a service, such as verifier.engine.max_num_seqs=64."
+    ),
+]
+
+
+def serve(
+    model: Annotated[str, typer.Argument(help="Folder or hub id of the target model.")],
+    draft_model: Annotated[str, typer.Option(help="Folder or hub id of the draft head or draft model.")] = "",
+    method: Annotated[
+        str, typer.Option(help="Drafting method (see `eyas drafters`); eagle3 with a draft model, none without one.")
+    ] = "",
+    num_draft_tokens: Annotated[int | None, typer.Option(help="Most nodes of a draft tree, the root included.")] = None,
+    num_steps: Annotated[int | None, typer.Option(help="Levels of a draft tree below the root.")] = None,
+    top_k: Annotated[int | None, typer.Option(help="Nodes that each level of a draft tree expands.")] = None,
+    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
+    served_model_name: Annotated[str, typer.Option(help="Name that requests give; MODEL by default.")] = "",
+    host: Annotated[str, typer.Option(help="Address that the router listens on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Port of the OpenAI-compatible HTTP API.")] = HTTP_PORT,
+    grpc_port: Annotated[int, typer.Option(help="Port of the gRPC API.")] = GRPC_PORT,
+    assignments: AssignmentsOption = None,
+) -> None:
+    """Serve MODEL on this machine until Ctrl-C: a router, a verifier and Redis, and a draft service if there is a method.
+
+    `eyas serve router`, `eyas serve verifier` and `eyas serve draft` run one service from a config file.
+    """
+    console = Console(highlight=False, soft_wrap=True)
+    tree = {"num_draft_tokens": num_draft_tokens, "num_steps": num_steps, "top_k": top_k}
+    with exit_on_error(console):
+        services = plan(model, draft_model, method, served_model_name, {"dtype": dtype, "device": device}, tree)
+        for each in (port, grpc_port):
+            if not is_free(each):
+                raise ConfigError(f"port {each} is in use; choose others with --port and --grpc-port")
+        with running_cluster(assign(services, assignments or ()), grpc_port, port, host) as cluster:
+            wait_until_ready(console, cluster)
+            name = served_model_name or model
+            console.print(f"Serving {name} at {cluster.http} (gRPC: {host}:{grpc_port}); Ctrl-C stops it", markup=False)
+            watch_until_interrupted(console, cluster)
+
+
+def plan(
+    model: str, draft_model: str, method: str, name: str, options: dict[str, str], tree: dict[str, int | None]
+) -> list[ServiceSettings]:
+    """The services that serve a model; without a method and a draft model there is no draft service.
+
+    options: settings of verifier and draft service; tree: settings of their trees, None keeps the default.
+    """
+    name, method = name or model, method or ("eagle3" if draft_model else "none")
+    shared: dict[str, Any] = {
+        "served_model_name": name,
+        "model": model,
+        "draft_model": draft_model,
+        "method": method,
+        **options,
+    }
+    shared |= {f"tree.{key}": value for key, value in tree.items() if value is not None}
+    worker = tuple(_assignment(key, value) for key, value in shared.items())
+    router = (_assignment("models", [{"name": name, "tokenizer": model}]),)
+    services = [ServiceSettings("verifier", assignments=worker), ServiceSettings("router", assignments=router)]
+    return services if method == "none" else [ServiceSettings("draft", assignments=worker), *services]
+
+
+def _assignment(key: str, value: Any) -> str:
+    """A setting whose value is read as YAML; JSON is YAML."""
+    return f"{key}={json.dumps(value)}"
+
+
+@contextmanager
+def exit_on_error(console: Console) -> Iterator[None]:
+    """Turn an EyasError into one reason on stderr and exit status 1, and a signal into status 130."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    signal.signal(signal.SIGHUP, signal.default_int_handler)
+    try:
+        yield
+    except EyasError as error:
+        print(f"error: {error}", file=sys.stderr)
+        raise typer.Exit(1) from error
+    except KeyboardInterrupt:
+        console.print("stopped")
+        raise typer.Exit(130) from None
+
+
+def wait_until_ready(console: Console, cluster: Cluster, timeout_s: float = math.inf) -> None:
+    """Return once all services answer SERVING; show which one is loading, and the last line of its log.
+
+    Output that is no terminal gets a line every REPORT_INTERVAL_S seconds.
+    """
+    started = reported = time.monotonic()
+    for child in cluster.services:
+        with spinner(console) as progress:
+            task = progress.add_task("", total=None)
+
+            def report(child: Child = child, progress: Progress = progress, task: TaskID = task) -> None:
+                nonlocal reported
+                line = "".join(child.last_log_lines(1)).strip()[:MAX_STATUS_CHARS]
+                progress.update(task, description=f"starting the {child.name} service: {escape(line)}")
+                if not console.is_terminal and time.monotonic() - reported > REPORT_INTERVAL_S:
+                    reported = time.monotonic()
+                    console.print(f"starting the {child.name} service, {reported - started:.0f} s: {line}", markup=False)
+
+            cluster.wait(child, timeout_s, report)
+        console.print(f"[green]ready[/] {child.name} on {child.address} after {time.monotonic() - started:.1f} s")
+
+
+def watch_until_interrupted(console: Console, cluster: Cluster) -> None:
+    """Block until Ctrl-C or SIGTERM. Raises Unavailable with the reason when a process ends by itself."""
+    with suppress(KeyboardInterrupt):
+        cluster.watch()
+    console.print("stopping; running requests may finish, another Ctrl-C ends them")
+
+
+def spinner(console: Console) -> Progress:
+    """Progress of steps whose length is unknown."""
+    return Progress(SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn(), console=console, transient=True)
