@@ -19,8 +19,8 @@ import httpx
 import yaml
 
 from eyas.config import RegistryConfig
-from eyas.services.local import ROOT
 from eyas.services.discovery.registry import Lease, Registry
+from eyas.services.local import ROOT
 from tests.services.redis_server import free_port, running_redis
 from tests.telemetry.cluster.collector import Collector, collecting
 
