@@ -169,7 +169,7 @@ def drafting(case: Case) -> Iterator[RemoteDrafter]:
 
 def _wait_for(drafter: RemoteDrafter) -> None:
     deadline = time.monotonic() + START_SECONDS
-    while not drafter.up:
+    while not drafter.connected:
         if time.monotonic() > deadline:
             raise Unavailable(f"no stream to {drafter.address} within {START_SECONDS:.0f} s")
         time.sleep(0.01)

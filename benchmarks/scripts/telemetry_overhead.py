@@ -148,7 +148,7 @@ def _tell(steps: Steps, verifier: VerifierTelemetry, router: RouterTelemetry) ->
             started = time.thread_time()
             for chunk in chunks:
                 verifier.traceparent(chunk.request_id)
-            verifier.stepped(report, chunks)
+            verifier.on_step(report, chunks)
             engine += time.thread_time() - started
             for chunk in chunks:
                 seen[chunk.request_id].add(TextChunk(chunk))

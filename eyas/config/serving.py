@@ -86,7 +86,7 @@ class TlsConfig:
 
     def __post_init__(self) -> None:
         if bool(self.cert_file) != bool(self.key_file):
-            raise ConfigError("certificate and key go together; set both or none")
+            raise ConfigError("cert_file and key_file go together; set both or none")
 
 
 @dataclass(frozen=True)
@@ -112,16 +112,16 @@ class PeersConfig:
     def __post_init__(self) -> None:
         above_zero(keepalive_interval_s=self.keepalive_interval_s, keepalive_timeout_s=self.keepalive_timeout_s)
         if bool(self.cert_file) != bool(self.key_file):
-            raise ConfigError("certificate and key go together; set both or none")
-        require(not self.cert_file or bool(self.ca_file), "a certificate is set; set authority too, to know peers by")
+            raise ConfigError("cert_file and key_file go together; set both or none")
+        require(not self.cert_file or bool(self.ca_file), "cert_file is set; set ca_file too, which peers are verified with")
         require(
-            not self.tls_server_name or bool(self.ca_file), "name is set; set authority too, without which nobody is checked"
+            not self.tls_server_name or bool(self.ca_file), "tls_server_name is set; set ca_file too, which peers are verified with"
         )
 
     def check_worker(self) -> None:
         """Raises ConfigError where a worker would dial with TLS and be dialled without."""
-        message = "peers.authority is set without a certificate, so this worker would serve without TLS; "
-        require(bool(self.cert_file) or not self.ca_file, message + "set peers.certificate and peers.key")
+        message = "peers.ca_file is set without a certificate, so this worker would serve without TLS; "
+        require(bool(self.cert_file) or not self.ca_file, message + "set peers.cert_file and peers.key_file")
 
 
 @dataclass(frozen=True)

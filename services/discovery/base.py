@@ -1,55 +1,87 @@
-"""The contracts of discovery: what services are told of workers, and what is known of where workers may be."""
+"""The contracts of discovery: what a service asks for live workers, and where their endpoints come from.
+
+Also the background tasks that services share.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
 from eyas.rpc.messages import Lease, Role
+
+_CANCEL_RETRY_S = 0.1
+
+log = logging.getLogger(__name__)
 
 
 class Discovery(Protocol):
     """The live workers. A Registry is one."""
 
     async def watch(self, *roles: Role) -> None:
-        """Begin to look for workers of these roles. Raises ConfigError where nothing can be found that way."""
+        """Begin to look for workers of these roles. Raises ConfigError for settings that cannot work."""
         ...
 
     def known(self, role: Role) -> tuple[Lease, ...]:
-        """The workers of a watched role that are live, by address; each incarnation once."""
+        """The live workers of a watched role, ordered by address; each incarnation once."""
         ...
 
     async def close(self) -> None:
-        """Look no longer."""
+        """Stop looking."""
         ...
 
 
 @dataclass(frozen=True)
 class Endpoint:
-    """Where a worker may be. identity: what tells it from an earlier one at the same address, such as a pod's UID; may be
-    empty. zone: may be empty."""
+    """Where a worker may be.
+
+    identity: tells the worker from an earlier one at the same address, such as a pod's UID; may be empty.
+    zone: where it runs; may be empty.
+    """
 
     address: str
     identity: str = ""
     zone: str = ""
 
 
-Tell = Callable[[Iterable[Endpoint]], None]
+OnEndpoints = Callable[[Iterable[Endpoint]], None]
 
 
-class Endpoints(Protocol):
-    """A source of endpoints, which need not be alive."""
+class EndpointSource(Protocol):
+    """Lists endpoints; the workers there may be dead. Constructed with a DiscoveryConfig."""
 
     async def open(self) -> None:
-        """Called once before `follow`. Raises ConfigError for a setting that cannot work."""
+        """Prepare; called once before `follow`. Raises ConfigError for settings that cannot work."""
         ...
 
-    async def follow(self, role: Role, tell: Tell) -> None:
-        """Tell all endpoints of a role, and again after every change, until cancelled. What was told last holds while the
-        source is away."""
+    async def follow(self, role: Role, on_endpoints: OnEndpoints) -> None:
+        """Call `on_endpoints` with all endpoints of a role, now and after every change, until cancelled.
+
+        While the source cannot be read, the last list stays valid.
+        """
         ...
 
     async def close(self) -> None:
-        """Called once, after every `follow` has ended."""
+        """Release what `open` took; called once, after every `follow` has ended."""
         ...
+
+
+async def repeat(interval_s: float, step: Callable[[], Awaitable[object]], delay_s: float = 0.0) -> None:
+    """Run `step` after `delay_s`, and again `interval_s` after each run, until cancelled. Exceptions are logged."""
+    await asyncio.sleep(delay_s)
+    while True:
+        try:
+            await step()
+        except Exception:
+            log.exception("a background step failed; trying again")
+        await asyncio.sleep(interval_s)
+
+
+async def cancel_task(task: asyncio.Task[None] | None) -> None:
+    """Cancel a task until it has ended: a connection that is being lost may swallow a cancellation."""
+    while task is not None and not task.done():
+        task.cancel()
+        await asyncio.wait([task], timeout=_CANCEL_RETRY_S)

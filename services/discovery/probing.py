@@ -1,13 +1,4 @@
-"""Endpoints from a fixed list. Knows nothing of who is alive.
-
-One endpoint under watch: given an address, gives back the leases of the live workers there. Knows no other.
-
-Its health is watched, so that a worker that stops is left at once; its state is asked for again and again, so that one that
-only looks alive is left as well.
-
-Live workers out of endpoints that may be dead: every endpoint is probed. Knows neither where endpoints come from nor what
-is done with workers.
-"""
+"""Live workers by probing: every endpoint of a source is watched, asked for its state, and left when it fails."""
 
 from __future__ import annotations
 
@@ -27,34 +18,73 @@ from eyas.errors import InvalidRequest
 from eyas.rpc.channel import Peers
 from eyas.rpc.convert import leases_from_proto
 from eyas.rpc.messages import Lease, Role
-from eyas.services.discovery.base import Endpoint, Endpoints, Tell
-from eyas.services.tasks import forever, stop
+from eyas.services.discovery.base import Endpoint, EndpointSource, OnEndpoints, cancel_task, repeat
 from eyas.v1 import worker_pb2
 from eyas.v1.worker_pb2_grpc import WorkerStub
-
-
-class StaticEndpoints:
-    """Implements Endpoints by the addresses in the settings."""
-
-    def __init__(self, config: DiscoveryConfig) -> None:
-        self._addresses: dict[Role, tuple[str, ...]] = {"verifier": config.verifiers, "draft": config.drafters}
-
-    async def open(self) -> None:
-        """Nothing to do."""
-
-    async def follow(self, role: Role, tell: Tell) -> None:
-        """Tell the list once; it never changes."""
-        tell(map(Endpoint, self._addresses[role]))
-
-    async def close(self) -> None:
-        """Nothing to do."""
-
 
 log = logging.getLogger(__name__)
 
 
+class ProbedDiscovery:
+    """Implements Discovery: probes every endpoint of a source."""
+
+    def __init__(self, source: EndpointSource, config: DiscoveryConfig, peers: Peers) -> None:
+        self._source = source
+        self._peers = peers
+        self._config = config
+        self._followers: list[asyncio.Task[None]] = []
+        self._probes: dict[Role, dict[Endpoint, WorkerProbe]] = {}
+        self._tasks: dict[WorkerProbe, asyncio.Task[None]] = {}
+        self._known: dict[Role, tuple[Lease, ...]] = {}
+
+    async def watch(self, *roles: Role) -> None:
+        """Begin to follow and probe the endpoints of these roles."""
+        await self._source.open()
+        for role in roles:
+            follow = self._source.follow(role, partial(self._on_endpoints, role))
+            self._followers.append(asyncio.create_task(follow, name=f"{role} endpoints"))
+
+    def known(self, role: Role) -> tuple[Lease, ...]:
+        """The workers that answered recently and report SERVING."""
+        return self._known.get(role, ())
+
+    async def close(self) -> None:
+        """End all probes and close the source."""
+        tasks = [*self._followers, *self._tasks.values()]
+        await asyncio.gather(*map(cancel_task, tasks))
+        await self._source.close()
+
+    def _on_endpoints(self, role: Role, endpoints: Iterable[Endpoint]) -> None:
+        """Probe new endpoints; end the probes of those that are gone or belong to another worker now."""
+        old, fresh = self._probes.get(role, {}), dict.fromkeys(endpoints)
+        for endpoint, probe in old.items():
+            if endpoint not in fresh:
+                self._end(probe)
+        changed = partial(self._refresh, role)
+        missing = [endpoint for endpoint in fresh if endpoint not in old]
+        new = {endpoint: WorkerProbe(role, endpoint, self._config, self._peers, changed) for endpoint in missing}
+        self._probes[role] = probes = {endpoint: new.get(endpoint) or old[endpoint] for endpoint in fresh}
+        for probe in probes.values():
+            if probe not in self._tasks:
+                self._tasks[probe] = asyncio.create_task(probe.run(), name="probe")
+        self._refresh(role)
+
+    def _end(self, probe: WorkerProbe) -> None:
+        task = self._tasks[probe]
+        task.cancel()
+        task.add_done_callback(lambda _: self._tasks.pop(probe, None))
+
+    def _refresh(self, role: Role) -> None:
+        leases = [lease for probe in self._probes[role].values() for lease in probe.leases]
+        live = {lease.incarnation: lease for lease in sorted(leases, key=lambda lease: lease.address, reverse=True)}
+        self._known[role] = tuple(sorted(live.values(), key=lambda lease: lease.address))
+
+
 class WorkerProbe:
-    """Watches an endpoint while `run` runs. peers: how it is dialled. changed: called whenever `leases` may be others."""
+    """Watches one endpoint while `run` runs: its health as a stream, its state by repeated calls.
+
+    peers: how to dial. changed: called whenever `leases` may have changed.
+    """
 
     def __init__(
         self, role: Role, endpoint: Endpoint, config: DiscoveryConfig, peers: Peers, changed: Callable[[], None]
@@ -67,40 +97,40 @@ class WorkerProbe:
         self._state: tuple[Lease, ...] = ()
         self._answered_at = 0.0
         self._serving = False
-        self._complaint = ""
+        self._problem = ""
 
     @property
     def leases(self) -> tuple[Lease, ...]:
-        """The workers of the process there, if it is live and serving."""
+        """The workers of the process there; empty unless it answers and serves."""
         return self._state if self._serving else ()
 
     async def run(self) -> None:
-        """Watch until cancelled; dials anew when a lost connection was opened with certificates that have been renewed."""
+        """Watch until cancelled. After a certificate renewal, dial again once the old connection is lost."""
         while True:
             identity = self._peers.identity
             async with self._peers.open_channel(self._endpoint.address) as channel:
                 steps = (partial(self._watch, channel), partial(self._ask, channel))
-                tasks = [asyncio.create_task(forever(self._config.probe_interval_s, step)) for step in steps]
+                tasks = [asyncio.create_task(repeat(self._config.probe_interval_s, step)) for step in steps]
                 try:
                     while self._peers.identity is identity or channel.get_state() is grpc.ChannelConnectivity.READY:
                         await asyncio.sleep(self._config.probe_interval_s)
                 finally:
-                    await asyncio.gather(*map(stop, tasks))
+                    await asyncio.gather(*map(cancel_task, tasks))
 
     async def _watch(self, channel: grpc.aio.Channel) -> None:
-        """Follow what the worker says of its health, until it says no more."""
+        """Follow the worker's health until the stream ends."""
         try:
             async for answer in health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest()):
                 self._serving = answer.status == health_pb2.HealthCheckResponse.SERVING
                 self._changed()
         except grpc.aio.AioRpcError as error:
-            log.debug("%s: its health cannot be watched: %s", self._endpoint.address, error.details())
+            log.debug("%s: cannot watch its health: %s", self._endpoint.address, error.details())
 
     async def _ask(self, channel: grpc.aio.Channel) -> None:
-        """Ask for the worker's state. One that is not there is left at once, one that is slow after a while."""
+        """Ask for the worker's state. Leave it at once if it is not there, and after `stale_after_s` if it is slow."""
         try:
             answer = await WorkerStub(channel).Status(worker_pb2.StatusRequest(), timeout=self._config.probe_timeout_s)
-            self._hear(leases_from_proto(answer, self._endpoint.address))
+            self._update(leases_from_proto(answer, self._endpoint.address))
         except InvalidRequest as error:
             self._leave(str(error))
         except grpc.aio.AioRpcError as error:
@@ -108,74 +138,36 @@ class WorkerProbe:
             if late or error.code() is not grpc.StatusCode.DEADLINE_EXCEEDED:
                 self._leave(f"{error.code().name}: {error.details()}")
 
-    def _hear(self, state: Sequence[Lease]) -> None:
+    def _update(self, state: Sequence[Lease]) -> None:
         if any(lease.role != self._role for lease in state):
             self._leave(f"it is a {state[0].role} service, where a {self._role} service was expected")
             return
         self._state = tuple(replace(lease, zone=lease.zone or self._endpoint.zone) for lease in state)
         self._answered_at = time.monotonic()
-        self._complaint = ""
+        self._problem = ""
         self._changed()
 
     def _leave(self, reason: str) -> None:
-        """Count the worker as gone; the log says so once."""
-        if reason != self._complaint:
+        """Count the worker as gone; log each reason once."""
+        if reason != self._problem:
             log.warning("no live %s service at %s: %s", self._role, self._endpoint.address, reason)
-        self._complaint = reason
+        self._problem = reason
         self._state = ()
         self._changed()
 
 
-class ProbedDiscovery:
-    """Implements Discovery over a source of endpoints."""
+class StaticEndpoints:
+    """Implements EndpointSource by the addresses in the settings."""
 
-    def __init__(self, endpoints: Endpoints, config: DiscoveryConfig, peers: Peers) -> None:
-        self._endpoints = endpoints
-        self._peers = peers
-        self._config = config
-        self._following: list[asyncio.Task[None]] = []
-        self._probes: dict[Role, dict[Endpoint, WorkerProbe]] = {}
-        self._probing: dict[WorkerProbe, asyncio.Task[None]] = {}
-        self._known: dict[Role, tuple[Lease, ...]] = {}
+    def __init__(self, config: DiscoveryConfig) -> None:
+        self._addresses: dict[Role, tuple[str, ...]] = {"verifier": config.verifiers, "draft": config.drafters}
 
-    async def watch(self, *roles: Role) -> None:
-        """Begin to follow the endpoints of these roles, and to probe them."""
-        await self._endpoints.open()
-        for role in roles:
-            follow = self._endpoints.follow(role, partial(self._tell, role))
-            self._following.append(asyncio.create_task(follow, name=f"{role} endpoints"))
+    async def open(self) -> None:
+        """See EndpointSource; nothing to do."""
 
-    def known(self, role: Role) -> tuple[Lease, ...]:
-        """Those that answered a moment ago and say that they serve."""
-        return self._known.get(role, ())
+    async def follow(self, role: Role, on_endpoints: OnEndpoints) -> None:
+        """Report the list once; it never changes."""
+        on_endpoints(map(Endpoint, self._addresses[role]))
 
     async def close(self) -> None:
-        """End all probes."""
-        tasks = [*self._following, *self._probing.values()]
-        await asyncio.gather(*map(stop, tasks))
-        await self._endpoints.close()
-
-    def _tell(self, role: Role, endpoints: Iterable[Endpoint]) -> None:
-        """Probe what is new. What is gone, or is another worker at the same address, is forgotten at once."""
-        old, fresh = self._probes.get(role, {}), dict.fromkeys(endpoints)
-        for endpoint, probe in old.items():
-            if endpoint not in fresh:
-                self._end(probe)
-        changed = partial(self._refresh, role)
-        missing = [endpoint for endpoint in fresh if endpoint not in old]
-        new = {endpoint: WorkerProbe(role, endpoint, self._config, self._peers, changed) for endpoint in missing}
-        self._probes[role] = probes = {endpoint: new.get(endpoint) or old[endpoint] for endpoint in fresh}
-        for probe in probes.values():
-            if probe not in self._probing:
-                self._probing[probe] = asyncio.create_task(probe.run(), name="probe")
-        self._refresh(role)
-
-    def _end(self, probe: WorkerProbe) -> None:
-        task = self._probing[probe]
-        task.cancel()
-        task.add_done_callback(lambda _: self._probing.pop(probe, None))
-
-    def _refresh(self, role: Role) -> None:
-        leases = [lease for probe in self._probes[role].values() for lease in probe.leases]
-        live = {lease.incarnation: lease for lease in sorted(leases, key=lambda lease: lease.address, reverse=True)}
-        self._known[role] = tuple(sorted(live.values(), key=lambda lease: lease.address))
+        """See EndpointSource; nothing to do."""

@@ -1,7 +1,6 @@
-"""Who is alive: workers publish leases in Redis, routers read them, sessions find their last pair again.
+"""Leases and placements in Redis: workers publish leases, routers read them and remember where sessions ran.
 
-Nothing here is needed for a running generation: while Redis is away, heartbeats go on trying and readers keep the last
-known list. Knows no gRPC.
+No running generation needs it: while Redis is away, heartbeats go on trying and readers keep the last known list.
 """
 
 from __future__ import annotations
@@ -23,18 +22,18 @@ from redis.exceptions import RedisError
 from eyas.config import RegistryConfig, masked
 from eyas.errors import ConfigError, Unavailable
 from eyas.rpc.messages import Lease, Role
-from eyas.services.tasks import every, stop
+from eyas.services.discovery.base import cancel_task, repeat
 
 ResultT = TypeVar("ResultT")
 
-PLACEMENT_SECONDS = 3600
+PLACEMENT_TTL_S = 3600
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class Placement:
-    """Where a session's last request ran, as incarnations; drafter is empty where it ran without one."""
+    """The incarnations of the workers of a session's last request; drafter is empty if it ran without one."""
 
     verifier: str
     drafter: str = ""
@@ -49,8 +48,8 @@ class Registry:
     def __init__(self, config: RegistryConfig) -> None:
         self._config = config
         self._redis = _client(config)
-        self._beating: asyncio.Task[None] | None = None
-        self._watching: asyncio.Task[None] | None = None
+        self._heartbeat: asyncio.Task[None] | None = None
+        self._watcher: asyncio.Task[None] | None = None
         self._published: tuple[Lease, ...] = ()
         self._roles: tuple[Role, ...] = ()
         self._known: dict[Role, tuple[Lease, ...]] = {}
@@ -58,10 +57,12 @@ class Registry:
         self._settled_at = 0.0
 
     async def publish(self, *leases: Callable[[], Lease]) -> None:
-        """Write the leases of one process now and again at every heartbeat, asking each of `leases` for its present state,
-        until `withdraw`.
+        """Write the leases of one process now and at every heartbeat until `withdraw`.
 
-        Other processes' leases with the same address go: whoever listens there now is the only one who does.
+        Args:
+            leases: Each is called at every heartbeat for the present state.
+
+        Leases of other processes at the same address are removed: only one process can listen there.
         """
 
         async def beat() -> None:
@@ -69,12 +70,13 @@ class Registry:
 
         await self._attempt(lambda: self._replace(leases[0]()))
         await beat()
-        self._beating = asyncio.create_task(every(self._config.heartbeat_interval_s, beat), name="heartbeat")
+        interval = self._config.heartbeat_interval_s
+        self._heartbeat = asyncio.create_task(repeat(interval, beat, interval), name="heartbeat")
 
     async def withdraw(self) -> None:
         """Stop the heartbeat and remove the leases at once."""
-        await stop(self._beating)
-        self._beating = None
+        await cancel_task(self._heartbeat)
+        self._heartbeat = None
         leases, self._published = self._published, ()
         if leases:
             await self._attempt(lambda: self._erase(leases))
@@ -93,21 +95,22 @@ class Registry:
         """
         self._roles = tuple(dict.fromkeys((*self._roles, *roles)))
         await self._refresh()
-        if self._watching is None:
-            self._watching = asyncio.create_task(every(self._config.heartbeat_interval_s, self._refresh), name="registry")
+        interval = self._config.heartbeat_interval_s
+        if self._watcher is None:
+            self._watcher = asyncio.create_task(repeat(interval, self._refresh, interval), name="registry")
 
     def known(self, role: Role) -> tuple[Lease, ...]:
         """The last known leases of a watched role."""
         return self._known.get(role, ())
 
     async def place(self, session: str, placement: Placement) -> None:
-        """Remember a session's pair for an hour; forgotten quietly while Redis is away."""
+        """Remember where a session runs for an hour; does nothing while Redis is away."""
         value = _PLACEMENTS.dump_json(placement)
         if self._reachable:
-            await self._attempt(lambda: self._redis.set(_placement_key(session), value, ex=PLACEMENT_SECONDS))
+            await self._attempt(lambda: self._redis.set(_placement_key(session), value, ex=PLACEMENT_TTL_S))
 
     async def placement(self, session: str) -> Placement | None:
-        """The session's last pair, or None if there is none or Redis is away."""
+        """Where the session ran last; None if that is unknown or Redis is away."""
         value = await self._attempt(lambda: self._redis.get(_placement_key(session))) if self._reachable else None
         try:
             return _PLACEMENTS.validate_json(value) if value else None
@@ -116,9 +119,9 @@ class Registry:
             return None
 
     async def close(self) -> None:
-        """Stop all background work and the connection; leases, if any, are left to run out."""
-        await stop(self._beating)
-        await stop(self._watching)
+        """Stop all background work and the connection; published leases expire."""
+        await cancel_task(self._heartbeat)
+        await cancel_task(self._watcher)
         await self._redis.aclose()
 
     async def _refresh(self) -> None:
@@ -130,7 +133,10 @@ class Registry:
                 self._known[role] = (*fresh, *self._unsettled(role, fresh))
 
     def _unsettled(self, role: Role, fresh: list[Lease]) -> list[Lease]:
-        """Leases missing from a Redis that has just come back, perhaps empty, are kept until each could beat again."""
+        """Known leases that a Redis which has just come back, perhaps empty, lacks; kept for one TTL.
+
+        By then every live worker has written its lease again.
+        """
         if time.monotonic() >= self._settled_at:
             return []
         listed, processes = {lease.incarnation for lease in fresh}, {lease.address: lease.process for lease in fresh}
@@ -173,12 +179,12 @@ class Registry:
         return sorted(_parsed([str(value) for value in values if value is not None]), key=lambda lease: lease.address)
 
     async def _attempt(self, call: Callable[[], Awaitable[ResultT]]) -> ResultT | None:
-        """Give back the result, or None while Redis is away; the log says so once."""
+        """The result of `call`, or None while Redis is away; logs each outage once."""
         try:
             result = await call()
         except RedisError as error:
             if self._reachable:
-                log.warning("registry %s is away, going on with what is known: %s", masked(self._config.url), error)
+                log.warning("registry %s is away, keeping the last known workers: %s", masked(self._config.url), error)
             self._reachable = False
             self._settled_at = time.monotonic() + self._config.ttl_s
             return None
@@ -197,7 +203,7 @@ def _client(config: RegistryConfig) -> Redis:
             retry=Retry(NoBackoff(), 1),
             decode_responses=True,
         )
-        client.connection_pool.make_connection()  # type: ignore[no-untyped-call]  # looks at the whole URL, dials nobody
+        client.connection_pool.make_connection()  # type: ignore[no-untyped-call]  # parses the whole URL, does not dial
     except (ValueError, TypeError) as error:
         raise ConfigError(f"registry.url is {masked(config.url)}; expected one such as redis://host:6379/0") from error
     return client

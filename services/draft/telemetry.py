@@ -1,4 +1,4 @@
-"""What the draft service tells: rounds of its drafter in, metrics and spans out. Knows no tokens and no streams."""
+"""Metrics and spans of the draft service."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ _LOAD = (metrics.DRAFT_SESSIONS, metrics.DRAFT_WAITING_REQUESTS)
 
 
 class DraftTelemetry:
-    """One for a drafter. `drafted` belongs to the thread that owns it."""
+    """Telemetry of all drafters of a process. The workers' threads call `drafted` and `answered`."""
 
     def __init__(self, telemetry: Telemetry | None = None) -> None:
         telemetry = telemetry or Telemetry()
         self._tracer, self._registry = telemetry.tracer, telemetry.registry
-        self._round = histogram(metrics.DRAFT_STEP_DURATION, self._registry)
-        self._answer = histogram(metrics.DRAFT_REPLY_DURATION, self._registry)
+        self._step = histogram(metrics.DRAFT_STEP_DURATION, self._registry)
+        self._reply = histogram(metrics.DRAFT_REPLY_DURATION, self._registry)
         commits = counter(metrics.DRAFT_COMMITS, self._registry)
         self._outcomes = {name: commits.labels(name) for name in ("tree", "no_tree", "resync", "dropped")}
         self._nodes = counter(metrics.DRAFT_DRAFTED_TOKENS, self._registry)
 
     def watch(self, num_sessions: Callable[[], int], num_waiting: Callable[[], int]) -> None:
-        """Tell of the drafter's load, as it is whenever somebody looks."""
+        """Export the drafters' load, read at every scrape."""
 
         def read() -> list[MetricSample]:
             return [
@@ -41,8 +41,8 @@ class DraftTelemetry:
         self._registry.register(ScrapeCollector(_LOAD, read))
 
     def drafted(self, contexts: Sequence[DraftContext], drafts: Sequence[Draft], started: int, ended: int) -> None:
-        """Note one round: what was asked and what was answered, from `started` to `ended` in ns since the epoch."""
-        self._round.observe((ended - started) / 1e9)
+        """Record one `propose`, from `started` to `ended` in ns since the epoch."""
+        self._step.observe((ended - started) / 1e9)
         num_nodes = 0
         for context, draft in zip(contexts, drafts, strict=True):
             outcome = _outcome(context, draft)
@@ -54,21 +54,21 @@ class DraftTelemetry:
             self._nodes.inc(num_nodes)
 
     def answered(self, waits: Sequence[float]) -> None:
-        """Note how long requests waited for their answers, each from when it came, in seconds."""
+        """Record the seconds from the arrival of each request to its reply."""
         for seconds in waits:
-            self._answer.observe(seconds)
+            self._reply.observe(seconds)
 
     def _trace(self, context: DraftContext, draft: Draft, outcome: str, num_sessions: int, when: tuple[int, int]) -> None:
-        """The session's round goes on here."""
-        told: dict[str, str | bool | int] = {
+        """Continue the trace of the session's verify step."""
+        attributes: dict[str, str | bool | int] = {
             "outcome": outcome,
             "sessions": num_sessions,
             "new_tokens": len(context.tokens),
         }
         if isinstance(draft, DraftTree):
-            told |= {"drafted_tokens": draft.num_drafted, "depth": draft.depth, "grown_ahead": draft.grown_ahead}
+            attributes |= {"drafted_tokens": draft.num_drafted, "depth": draft.depth, "grown_ahead": draft.grown_ahead}
         parent = context_of((("traceparent", context.traceparent),))
-        self._tracer.start_span("draft", parent, SpanKind.SERVER, told, start_time=when[0]).end(when[1])
+        self._tracer.start_span("draft", parent, SpanKind.SERVER, attributes, start_time=when[0]).end(when[1])
 
 
 def _outcome(context: DraftContext, draft: Draft) -> str:

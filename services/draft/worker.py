@@ -1,10 +1,6 @@
-"""What a draft service believes of a commit: bytes from a verifier in, a context fit for a drafter or an error out.
+"""The thread that runs a drafter: commits of many streams go in, one `propose` for all of them, answers go out.
 
-Which of a service's drafters a verifier is given: what it verifies in, a worker out. Knows no streams.
-
-The thread that owns a Drafter: commits of many streams in, one merged `propose` at a time, answers out.
-
-The drafter knows sessions by stream and session, so that verifiers never meet. Knows no gRPC.
+The drafter knows a session by stream and name, so that the sessions of two verifiers never mix.
 """
 
 from __future__ import annotations
@@ -21,143 +17,23 @@ from torch import Tensor
 
 from eyas.draft_protocol import Commit, ResyncRequired, TensorBytes
 from eyas.drafters.base import Draft, DraftContext, LocalDrafter
-from eyas.errors import ConfigError, InvalidRequest, UnknownModel
+from eyas.errors import InvalidRequest
 from eyas.request import SamplingParams
-from eyas.rpc.messages import NO_FEATURES, DrafterInfo, DraftRequest, DraftResponse, ModelInfo, SessionTree, TargetInfo
+from eyas.rpc.messages import DrafterInfo, DraftRequest, DraftResponse, SessionTree
 from eyas.services.draft.telemetry import DraftTelemetry
 from eyas.tensors import tensor_from_bytes
 from eyas.tree import DraftTree
 from eyas.validation import check_sampling
-
-
-def admit(commit: Commit[TensorBytes], session: str, info: DrafterInfo) -> DraftContext:
-    """The commit as a context of the drafter that `info` describes, under the name `session`.
-
-    Raises InvalidRequest for lengths, token ids, features or noise that no drafter could use, and for a proposal that this
-    one cannot make.
-    """
-    if commit.proposal == "sampled" and not info.can_sample:
-        raise InvalidRequest(f"drafter {info.method} cannot draw trees from its own law; ask for a deterministic proposal")
-    if commit.start_position < 0 or not commit.tokens:
-        raise InvalidRequest(
-            f"commit of {len(commit.tokens)} tokens at length {commit.start_position}; send at least one, from 0 on"
-        )
-    for token in (*commit.tokens, *commit.samples):
-        if not 0 <= token < info.model.vocab_size:
-            raise InvalidRequest(f"token {token} lies outside [0, {info.model.vocab_size})")
-    check_sampling(SamplingParams(**vars(commit.noise)))
-    return Commit(
-        session=session,
-        epoch=commit.epoch,
-        start_position=commit.start_position,
-        tokens=commit.tokens,
-        features=_features(commit, info) if info.needs_features else None,
-        noise=commit.noise,
-        budget=commit.budget,
-        samples=commit.samples,
-        proposal=commit.proposal,
-        traceparent=commit.traceparent,
-    )
-
-
-def _features(commit: Commit[TensorBytes], info: DrafterInfo) -> Tensor:
-    shape = (commit.committed_length - 1 - max(commit.start_position - 1, 0), info.feature_size)
-    if commit.features is None or commit.features.shape != shape:
-        given = list(commit.features.shape) if commit.features else "none"
-        raise InvalidRequest(
-            f"features are {given}; length {commit.start_position} to {commit.committed_length} needs {list(shape)}"
-        )
-    return tensor_from_bytes(commit.features)
-
-
-def choose(workers: Sequence[DraftWorker], verified: TargetInfo | None) -> DraftWorker:
-    """The drafter that is fed the verifier's features, else the one that needs none; without `verified`, the only one.
-
-    Raises UnknownModel saying what there is.
-    """
-    if verified is None and len(workers) == 1:
-        return workers[0]
-    fitting = [worker for worker in workers if verified and verified.is_drafted_by(worker.info.model)]
-    if not fitting:
-        there_is = "; ".join(f"{worker.info.method} for {_named(worker.info.model)}" for worker in workers)
-        if verified is None:
-            raise UnknownModel(
-                f"this service has several drafters, and the verifier does not say what it serves: {there_is}"
-            )
-        raise UnknownModel(
-            f"no drafter here for target {verified.target_fingerprint[:12]} with features {verified.features_fingerprint[:12]}; "
-            f"there is {there_is}"
-        )
-    return min(fitting, key=lambda worker: worker.info.model.features_fingerprint == NO_FEATURES)
-
-
-def check_distinct(drafters: Sequence[DrafterInfo]) -> None:
-    """Raises ConfigError for two drafters between which no verifier could choose."""
-    seen: dict[tuple[str, str], DrafterInfo] = {}
-    for info in drafters:
-        key = (info.model.fingerprint, info.model.features_fingerprint)
-        if key in seen:
-            raise ConfigError(
-                f"drafters {seen[key].method} and {info.method} are both for {_named(info.model)}; no verifier could tell "
-                "them apart. Leave one out, or run it in a service of its own"
-            )
-        seen[key] = info
-
-
-def _named(model: ModelInfo) -> str:
-    return f"{model.name} (target {model.fingerprint[:12]}, features {model.features_fingerprint[:12] or 'unknown'})"
-
 
 log = logging.getLogger(__name__)
 
 Deliver = Callable[[DraftResponse | None], None]
 
 
-@dataclass(frozen=True)
-class DraftStream:
-    """One verifier's stream. deliver is called from the worker's thread; epochs belongs to that thread."""
-
-    number: int
-    deliver: Deliver
-    epochs: dict[str, int] = field(default_factory=dict)
-
-    def qualified(self, session: str) -> str:
-        """The name under which the drafter knows a session of this stream."""
-        return f"{self.number}/{session}"
-
-
-@dataclass(frozen=True)
-class _Job:
-    """A request of a stream; None for the request ends the stream."""
-
-    stream: DraftStream
-    request: DraftRequest | None
-    queued: float = field(default_factory=time.perf_counter)
-
-    @property
-    def ended_sessions(self) -> tuple[str, ...]:
-        return self.request.ended_sessions if self.request else tuple(self.stream.epochs)
-
-    @property
-    def touched(self) -> set[str]:
-        """Qualified sessions that may share no `propose` with another job."""
-        commits = self.request.commits if self.request else ()
-        return {self.stream.qualified(name) for name in (*self.ended_sessions, *(commit.session for commit in commits))}
-
-
-@dataclass(frozen=True)
-class _Row:
-    """A usable commit. session: its name on the job's stream; the context bears the qualified one."""
-
-    job: _Job
-    session: str
-    context: DraftContext
-
-
 class DraftWorker:
     """Runs a drafter: `with DraftWorker(drafter, info) as worker`. Public methods may be called from any thread.
 
-    on_break: called from the worker's thread should it end by itself; from then on streams are only closed.
+    on_break: called from the worker's thread if the drafter breaks for good; after that, streams are only closed.
     """
 
     def __init__(
@@ -191,12 +67,12 @@ class DraftWorker:
 
     @property
     def num_sessions(self) -> int:
-        """Sessions that the drafter has been told of."""
+        """Sessions that the drafter holds."""
         return len(self._sessions)
 
     @property
     def num_waiting(self) -> int:
-        """Requests that the drafter has not seen yet."""
+        """Requests in the queue."""
         return len(self._jobs)
 
     def open(self, deliver: Deliver) -> DraftStream:
@@ -210,7 +86,7 @@ class DraftWorker:
         self._queue(_Job(stream, request))
 
     def close(self, stream: DraftStream) -> None:
-        """Forget the sessions of a stream, after all that it has queued."""
+        """Release the sessions of a stream, after everything that it has queued."""
         self._queue(_Job(stream, None))
 
     def _queue(self, job: _Job) -> None:
@@ -238,7 +114,7 @@ class DraftWorker:
     def _serve(self, jobs: Sequence[_Job]) -> None:
         for job in jobs:
             self._release(job)
-        rows = [row for job in jobs for row in self._admitted(job)]
+        rows = [row for job in jobs for row in self._usable_rows(job)]
         contexts, drafts, started = [row.context for row in rows], list[Draft](), time.time_ns()
         if contexts:
             drafts = list(self._propose(contexts))
@@ -251,7 +127,7 @@ class DraftWorker:
             self._telemetry.answered([time.perf_counter() - job.queued for job in jobs if job.request])
 
     def _next_jobs(self) -> list[_Job]:
-        """The waiting jobs up to the first that touches a session again; empty once the worker stops."""
+        """The queued jobs up to the first that touches a session again; empty once the worker stops."""
         while not self._jobs and self._running and self._draft_ahead():
             pass
         with self._wake:
@@ -269,15 +145,14 @@ class DraftWorker:
         return jobs
 
     def _release(self, job: _Job) -> None:
-        ended_sessions = job.ended_sessions
-        known = [session for session in ended_sessions if job.stream.epochs.pop(session, None) is not None]
+        known = [session for session in job.ended_sessions if job.stream.epochs.pop(session, None) is not None]
         names = [job.stream.qualified(session) for session in known]
         self._sessions.difference_update(names)
         if names:
             self._drafter.release(names)
 
-    def _admitted(self, job: _Job) -> Iterator[_Row]:
-        """The usable commits of a job. A malformed or outdated one gets no answer and harms nobody else."""
+    def _usable_rows(self, job: _Job) -> Iterator[_Row]:
+        """The usable commits of a job. A malformed or outdated commit gets no answer and affects no other."""
         epochs = job.stream.epochs
         for commit in job.request.commits if job.request else ():
             name = job.stream.qualified(commit.session)
@@ -299,7 +174,7 @@ class DraftWorker:
         try:
             return self._drafter.draft_ahead()
         except Exception:
-            log.exception("the drafter failed while drafting ahead; %d sessions start anew", len(self._sessions))
+            log.exception("the drafter failed while drafting ahead; %d sessions start again", len(self._sessions))
             self._drafter.release(list(self._sessions))
             return False
 
@@ -307,20 +182,91 @@ class DraftWorker:
         try:
             return self._drafter.propose(contexts)
         except Exception:
-            log.exception("the drafter failed; %d sessions go without trees and start anew", len(contexts))
+            log.exception("the drafter failed; %d sessions get no trees and start again", len(contexts))
             self._drafter.release([context.session for context in contexts])
             return [None] * len(contexts)
 
 
+@dataclass(frozen=True)
+class DraftStream:
+    """One verifier's stream. The worker's thread calls `deliver`, and owns `epochs`: the epoch of each session."""
+
+    number: int
+    deliver: Deliver
+    epochs: dict[str, int] = field(default_factory=dict)
+
+    def qualified(self, session: str) -> str:
+        """The drafter's name for a session of this stream."""
+        return f"{self.number}/{session}"
+
+
+@dataclass(frozen=True)
+class _Job:
+    """A queued request of a stream; request None ends the stream. queued: time.perf_counter() on arrival."""
+
+    stream: DraftStream
+    request: DraftRequest | None
+    queued: float = field(default_factory=time.perf_counter)
+
+    @property
+    def ended_sessions(self) -> tuple[str, ...]:
+        return self.request.ended_sessions if self.request else tuple(self.stream.epochs)
+
+    @property
+    def touched(self) -> set[str]:
+        """Qualified names of the sessions that may not be in another job of the same `propose`."""
+        commits = self.request.commits if self.request else ()
+        return {self.stream.qualified(name) for name in (*self.ended_sessions, *(commit.session for commit in commits))}
+
+
+@dataclass(frozen=True)
+class _Row:
+    """A usable commit. session: its name on the job's stream; the context has the qualified name."""
+
+    job: _Job
+    session: str
+    context: DraftContext
+
+
+def admit(commit: Commit[TensorBytes], session: str, info: DrafterInfo) -> DraftContext:
+    """Validate a commit and turn it into a context named `session` for the drafter that `info` describes.
+
+    Raises InvalidRequest for lengths, token ids, features or noise that no drafter could use, and for a proposal that this
+    one cannot make.
+    """
+    if commit.proposal == "sampled" and not info.can_sample:
+        raise InvalidRequest(f"drafter {info.method} cannot sample trees; ask for a deterministic proposal")
+    if commit.start_position < 0 or not commit.tokens:
+        raise InvalidRequest(
+            f"commit of {len(commit.tokens)} tokens at length {commit.start_position}; send at least one, from 0 on"
+        )
+    for token in (*commit.tokens, *commit.samples):
+        if not 0 <= token < info.model.vocab_size:
+            raise InvalidRequest(f"token {token} lies outside [0, {info.model.vocab_size})")
+    check_sampling(SamplingParams(**vars(commit.noise)))
+    features = _features(commit, info) if info.needs_features else None
+    return Commit(**{**vars(commit), "session": session, "features": features})
+
+
+def _features(commit: Commit[TensorBytes], info: DrafterInfo) -> Tensor:
+    shape = (commit.committed_length - 1 - max(commit.start_position - 1, 0), info.feature_size)
+    if commit.features is None or commit.features.shape != shape:
+        given = list(commit.features.shape) if commit.features else "none"
+        raise InvalidRequest(
+            f"features are {given}; length {commit.start_position} to {commit.committed_length} needs {list(shape)}"
+        )
+    return tensor_from_bytes(commit.features)
+
+
 def _dismiss(jobs: Sequence[_Job]) -> None:
-    """End the streams that wait for their end; nothing else is answered."""
+    """Close the streams that asked for it; answer nothing else."""
     for job in jobs:
         if job.request is None:
             job.stream.deliver(None)
 
 
 def _answer(job: _Job, answers: Sequence[tuple[_Row, Draft]], draft_ms: float) -> None:
-    """Trees for those who want one, refusals for those who need one; nothing to a request without commits."""
+    """Deliver the trees and resyncs of a job; a request without commits gets no reply."""
     if job.request is None:
         job.stream.deliver(None)
     elif job.request.commits:
@@ -329,9 +275,9 @@ def _answer(job: _Job, answers: Sequence[tuple[_Row, Draft]], draft_ms: float) -
             for row, draft in answers
             if isinstance(draft, DraftTree) and row.context.budget.wants_tree
         )
-        refusals = tuple(
+        resyncs = tuple(
             ResyncRequired(row.session, row.context.epoch, draft.committed_length)
             for row, draft in answers
             if isinstance(draft, ResyncRequired)
         )
-        job.stream.deliver(DraftResponse(job.request.step, trees, refusals, draft_ms))
+        job.stream.deliver(DraftResponse(job.request.step, trees, resyncs, draft_ms))

@@ -1,1 +1,1 @@
-"""The services inside Ray Serve: its replicas host them, its controller says how many there are of each."""
+"""The services as one Ray Serve application: replicas run them, policies scale them."""

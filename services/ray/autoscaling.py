@@ -1,43 +1,49 @@
-"""How many replicas a pool should have: demand over time in, a number out that does not flutter. Knows no Ray.
+"""Autoscaling of the pools: what replicas report to Serve, the demand in it, and the number of replicas that it takes.
 
-Demand is counted in replicas: 2.5 would fill two and a half of them.
-
-How much a replica is asked to do: what it tells of itself in, a demand out. Knows no Ray.
-
-Demand is counted in replicas: 1 is one that is just full.
-
-Serve's autoscaling policies: what its controller knows of a pool in, a number of replicas out.
-
-Serve sets the bounds, and calls a policy about ten times a second. Its own delays are set to zero: Damping has better ones.
+Demand is counted in replicas: 2.5 fills two and a half of them. Serve sets the bounds and calls a policy about ten times a
+second. Its own delays are set to zero: ScalingConfig has others.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, fields
+import time
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, fields
 from statistics import fmean
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-from ray.serve.config import AutoscalingContext
+from prometheus_client import CollectorRegistry
 
 from eyas.config.loader import above_zero, at_least, require
+from eyas.telemetry import metrics
+from eyas.telemetry.metrics import Metric
+
+if TYPE_CHECKING:
+    from ray.serve.config import AutoscalingContext
+
+PolicyState = dict[str, Any]
+Stats = dict[str, float]
+
+# Most demand of one late drafter: how late it is says little about how many more are needed.
+_MAX_DRAFTER_DEMAND = 2.0
 
 
 @dataclass(frozen=True)
-class Damping:
-    """Bounds of how full replicas may be, and how long a wish must last before it is granted, in seconds.
+class ScalingConfig:
+    """When a pool changes its size.
 
-    A pool grows when it is fuller than `high` and shrinks when it is emptier than `low`, to as many replicas as makes it
-    `target` full; in between it stays. up_seconds: how long it must have been too full. down_seconds: how long too empty,
-    and how long after its last change at least.
+    A pool grows when its utilization is above `high` and shrinks when it is below `low`, to the size that brings it to
+    `target`. upscale_delay_s: how long utilization must have been too high. downscale_delay_s: how long too low, and the
+    least time since the last change.
     """
 
     low: float = 0.5
     target: float = 0.7
     high: float = 0.85
-    up_seconds: float = 5.0
-    down_seconds: float = 120.0
+    upscale_delay_s: float = 5.0
+    downscale_delay_s: float = 120.0
 
     def __post_init__(self) -> None:
         above_zero(low=self.low)
@@ -45,162 +51,241 @@ class Damping:
             self.low <= self.target <= self.high,
             f"low {self.low}, target {self.target} and high {self.high} must not decrease in this order",
         )
-        at_least(0, up_seconds=self.up_seconds, down_seconds=self.down_seconds)
+        at_least(0, upscale_delay_s=self.upscale_delay_s, downscale_delay_s=self.downscale_delay_s)
 
 
 @dataclass(frozen=True)
-class Wish:
-    """A pool that wants another size since `since`. size: the closest to its present one that it has wanted meanwhile."""
+class PendingChange:
+    """A change of size that has been due since `since`. size: the one closest to the present size in that time."""
 
     size: int
     since: float
 
 
 @dataclass(frozen=True)
-class Verdict:
-    """The size that a pool should have now, and what to remember for the next time."""
+class ScalingDecision:
+    """The size that a pool should have now, and the change that still waits for its delay."""
 
     size: int
-    wish: Wish | None = None
+    pending: PendingChange | None = None
 
 
-def wanted(demand: float, size: int, damping: Damping) -> int:
-    """The size for a demand, at least 1: the present one between the bounds, else what meets the target."""
-    fitting = max(1, math.ceil(demand / damping.target))
-    if demand > damping.high * size:
+def desired_size(demand: float, size: int, config: ScalingConfig) -> int:
+    """The size for a demand, at least 1: the present one between the bounds, else the one that meets the target."""
+    fitting = max(1, math.ceil(demand / config.target))
+    if demand > config.high * size:
         return max(fitting, size)
-    return min(fitting, size) if demand < damping.low * size else size
+    return min(fitting, size) if demand < config.low * size else size
 
 
-def damped(demand: float, size: int, wish: Wish | None, changed: float | None, now: float, damping: Damping) -> Verdict:
-    """The size to have at `now`, in seconds, when a wish has lasted. wish: what was remembered. changed: when the size last
-    changed, if it ever did."""
-    want = wanted(demand, size, damping)
-    if want == size:
-        return Verdict(size)
-    grows = want > size
-    if wish is None or (wish.size > size) != grows:
-        wish = Wish(want, now)
+def decide_size(
+    demand: float, size: int, pending: PendingChange | None, changed: float | None, now: float, config: ScalingConfig
+) -> ScalingDecision:
+    """The size to have at `now`, in seconds. A change is made when it has been due for its delay.
+
+    Args:
+        pending: From the last decision.
+        changed: Time of the last change of size; None if there was none.
+    """
+    desired = desired_size(demand, size, config)
+    if desired == size:
+        return ScalingDecision(size)
+    grows = desired > size
+    if pending is None or (pending.size > size) != grows:
+        pending = PendingChange(desired, now)
     else:
-        wish = Wish(min(wish.size, want) if grows else max(wish.size, want), wish.since)
-    if now - wish.since < (damping.up_seconds if grows else damping.down_seconds):
-        return Verdict(size, wish)
-    if not grows and changed is not None and now - changed < damping.down_seconds:
-        return Verdict(size, wish)
-    return Verdict(wish.size)
-
-
-# A late drafter wants at most one more like it at a time: how late it is says little about how many are missing.
-_MOST = 2.0
+        pending = PendingChange(min(pending.size, desired) if grows else max(pending.size, desired), pending.since)
+    if now - pending.since < (config.upscale_delay_s if grows else config.downscale_delay_s):
+        return ScalingDecision(size, pending)
+    if not grows and changed is not None and now - changed < config.downscale_delay_s:
+        return ScalingDecision(size, pending)
+    return ScalingDecision(pending.size)
 
 
 @dataclass(frozen=True)
-class VerifierUse:
-    """A verifier now. used_slots, queued_slots: of running and of queued requests; num_slots: all there are.
+class VerifierUsage:
+    """A verifier now. used_kv_tokens, queued_kv_tokens: of running and queued requests. num_requests: both together."""
 
-    num_requests: running and queued. max_running: most requests in a step.
-    """
-
-    used_slots: float
-    queued_slots: float
-    num_slots: float
+    used_kv_tokens: float
+    queued_kv_tokens: float
+    num_kv_tokens: float
     num_requests: float
-    max_running: float
+    max_num_seqs: float
 
     @property
     def demand(self) -> float:
-        """By slots or by requests, whichever is scarcer."""
-        by_slots = (self.used_slots + self.queued_slots) / self.num_slots if self.num_slots else 0.0
-        return max(by_slots, self.num_requests / self.max_running)
+        """By KV cache or by requests, whichever is scarcer."""
+        kv_tokens = self.used_kv_tokens + self.queued_kv_tokens
+        by_kv_cache = kv_tokens / self.num_kv_tokens if self.num_kv_tokens else 0.0
+        return max(by_kv_cache, self.num_requests / self.max_num_seqs)
 
 
 @dataclass(frozen=True)
-class DraftUse:
-    """A drafter of late. occupancy: share of the time that it drafted; with several drafters on a device, their sum.
-    answers, late: a second; late are those that no verifier waited for."""
+class DraftUsage:
+    """A drafter since its last report.
+
+    occupancy: share of the time that it drafted; the sum over the drafters of a device. replies, late: per second; late
+    replies come after the verifiers' draft_timeout_s.
+    """
 
     occupancy: float
-    answers: float
+    replies: float
     late: float
 
-    def demand(self, late_share: float) -> float:
-        """By occupancy, or by the share of late answers where `late_share` is a full drafter's."""
-        by_lateness = self.late / self.answers / late_share if self.answers else 0.0
-        return max(min(self.occupancy, _MOST), min(by_lateness, _MOST))
+    def demand(self, max_late_ratio: float) -> float:
+        """By occupancy or by late replies, whichever is higher. max_late_ratio: share of them at which a drafter is full."""
+        by_lateness = self.late / self.replies / max_late_ratio if self.replies else 0.0
+        return max(min(self.occupancy, _MAX_DRAFTER_DEMAND), min(by_lateness, _MAX_DRAFTER_DEMAND))
 
 
-State = dict[str, Any]
-UseT = TypeVar("UseT", VerifierUse, DraftUse)
+class UsageReader(Protocol):
+    """Reads what a replica reports to Serve."""
+
+    def read(self) -> Stats:
+        """Numbers by name, as they are now."""
+        ...
 
 
-class Point(Protocol):
-    """What a replica told at a time, in seconds."""
+@dataclass(frozen=True)
+class VerifierUsageReader:
+    """Reads the VerifierUsage of this process from its metrics. model: the served name."""
+
+    registry: CollectorRegistry
+    model: str
+    max_num_seqs: int
+
+    def read(self) -> Stats:
+        """The fields of a VerifierUsage."""
+        used, free, queued = (self._kv_tokens(state) for state in ("used", "free", "queued"))
+        num_requests = sum(self._requests(metric) for metric in (metrics.VLLM_RUNNING, metrics.VLLM_WAITING))
+        return asdict(VerifierUsage(used, queued, used + free, num_requests, self.max_num_seqs))
+
+    def _kv_tokens(self, state: str) -> float:
+        return _sample(self.registry, metrics.VERIFIER_KV_CACHE_TOKENS.family, {"state": state})
+
+    def _requests(self, metric: Metric) -> float:
+        return _sample(self.registry, metric.family, {"model_name": self.model})
+
+
+@dataclass(frozen=True)
+class _DraftCounts:
+    """A drafter's counters since its start, at a time in seconds. busy: seconds of drafting."""
+
+    at: float
+    busy: float
+    replies: float
+    late: float
+
+
+class DraftUsageReader:
+    """Reads the DraftUsage of this process since the last read from its metrics.
+
+    timeout_s: the verifiers' draft_timeout_s. Replies count as late from the largest bucket bound on that is within it.
+    """
+
+    def __init__(self, registry: CollectorRegistry, timeout_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+        bounds = metrics.DRAFT_REPLY_DURATION.buckets
+        self._registry = registry
+        self._bound = bounds[max(bisect_right(bounds, timeout_s) - 1, 0)]
+        self._clock = clock
+        self._last = self._counts()
+
+    def read(self) -> Stats:
+        """The fields of a DraftUsage."""
+        last, now = self._last, self._counts()
+        self._last = now
+        seconds = max(now.at - last.at, 1e-9)
+        busy, replies, late = now.busy - last.busy, now.replies - last.replies, now.late - last.late
+        return asdict(DraftUsage(busy / seconds, replies / seconds, late / seconds))
+
+    def _counts(self) -> _DraftCounts:
+        family = metrics.DRAFT_REPLY_DURATION.family
+        in_time = _sample(self._registry, f"{family}_bucket", {"le": str(self._bound)})
+        replies = _sample(self._registry, f"{family}_count", {})
+        busy = _sample(self._registry, f"{metrics.DRAFT_STEP_DURATION.family}_sum", {})
+        return _DraftCounts(self._clock(), busy, replies, max(replies - in_time, 0.0))
+
+
+def _sample(registry: CollectorRegistry, name: str, labels: dict[str, str]) -> float:
+    """The value of a sample; 0 before its first."""
+    return registry.get_sample_value(name, labels) or 0.0
+
+
+class TimedValue(Protocol):
+    """A number that a replica reported; timestamp in seconds of its own clock."""
 
     timestamp: float
     value: float
 
 
+UsageT = TypeVar("UsageT", VerifierUsage, DraftUsage)
+
+
 class VerifierPolicy:
-    """By the slots and requests of the verifiers. window: signals are means over so many seconds. settings: of a Damping."""
+    """Scales by the KV cache and the requests of the verifiers.
 
-    def __init__(self, window: float, **settings: float) -> None:
-        self._window = window
-        self._damping = Damping(**settings)
+    look_back_period_s: reports are averaged over it. scaling: the fields of a ScalingConfig.
+    """
 
-    def __call__(self, context: AutoscalingContext) -> tuple[int, State]:
-        """The number of replicas, and what Serve is to remember."""
-        uses = _uses(context, VerifierUse, self._window)
-        return decided(context, [use.demand if use else self._damping.target for use in uses], self._damping)
+    def __init__(self, look_back_period_s: float, **scaling: float) -> None:
+        self._look_back_period_s = look_back_period_s
+        self._config = ScalingConfig(**scaling)
+
+    def __call__(self, context: AutoscalingContext) -> tuple[int, PolicyState]:
+        """The number of replicas, and the state that Serve passes to the next call."""
+        usages = _recent_usages(context, VerifierUsage, self._look_back_period_s)
+        demands = [usage.demand if usage else self._config.target for usage in usages]
+        return apply_policy(context, demands, self._config)
 
 
 class DraftPolicy:
-    """By the occupancy and lateness of the drafters. late_share: as in DraftPoolConfig; the rest as in VerifierPolicy."""
+    """Scales by the occupancy and lateness of the drafters. max_late_ratio: see DraftPoolConfig; the rest: VerifierPolicy."""
 
-    def __init__(self, window: float, late_share: float, **settings: float) -> None:
-        self._window = window
-        self._late_share = late_share
-        self._damping = Damping(**settings)
+    def __init__(self, look_back_period_s: float, max_late_ratio: float, **scaling: float) -> None:
+        self._look_back_period_s = look_back_period_s
+        self._max_late_ratio = max_late_ratio
+        self._config = ScalingConfig(**scaling)
 
-    def __call__(self, context: AutoscalingContext) -> tuple[int, State]:
-        """The number of replicas, and what Serve is to remember."""
-        uses = _uses(context, DraftUse, self._window)
-        demands = [use.demand(self._late_share) if use else self._damping.target for use in uses]
-        return decided(context, demands, self._damping)
+    def __call__(self, context: AutoscalingContext) -> tuple[int, PolicyState]:
+        """The number of replicas, and the state that Serve passes to the next call."""
+        usages = _recent_usages(context, DraftUsage, self._look_back_period_s)
+        demands = [usage.demand(self._max_late_ratio) if usage else self._config.target for usage in usages]
+        return apply_policy(context, demands, self._config)
 
 
 class RouterPolicy:
-    """By the requests in the routers and in Serve's queues before them, which Serve averages itself. requests: what one
-    router carries. settings: of a Damping."""
+    """Scales by the requests in the routers and in Serve's queues before them, which Serve averages itself.
 
-    def __init__(self, requests: int, **settings: float) -> None:
-        self._requests = requests
-        self._damping = Damping(**settings)
+    max_requests: of one full router. scaling: the fields of a ScalingConfig.
+    """
 
-    def __call__(self, context: AutoscalingContext) -> tuple[int, State]:
-        """The number of replicas, and what Serve is to remember."""
-        return decided(context, [context.total_num_requests / self._requests], self._damping)
+    def __init__(self, max_requests: int, **scaling: float) -> None:
+        self._max_requests = max_requests
+        self._config = ScalingConfig(**scaling)
+
+    def __call__(self, context: AutoscalingContext) -> tuple[int, PolicyState]:
+        """The number of replicas, and the state that Serve passes to the next call."""
+        return apply_policy(context, [context.total_num_requests / self._max_requests], self._config)
 
 
-def decided(context: AutoscalingContext, demands: Sequence[float], damping: Damping) -> tuple[int, State]:
-    """The number of replicas for demands at this time, and what Serve is to hand back at the next."""
+def apply_policy(context: AutoscalingContext, demands: Sequence[float], config: ScalingConfig) -> tuple[int, PolicyState]:
+    """The number of replicas for the demands at this time, and the state for the next call."""
     size, changes = context.target_num_replicas, (context.last_scale_up_time, context.last_scale_down_time)
     changed = max((at for at in changes if at is not None), default=None)
-    kept = context.policy_state or {}
-    wish = Wish(kept["size"], kept["since"]) if "size" in kept else None
-    verdict = damped(sum(demands), size, wish, changed, context.current_time or 0.0, damping)
-    state: State = {"size": verdict.wish.size, "since": verdict.wish.since} if verdict.wish else {}
-    return verdict.size, state
+    state = context.policy_state or {}
+    pending = PendingChange(state["size"], state["since"]) if "size" in state else None
+    decision = decide_size(sum(demands), size, pending, changed, context.current_time or 0.0, config)
+    return decision.size, asdict(decision.pending) if decision.pending else {}
 
 
-def _uses(context: AutoscalingContext, kind: type[UseT], window: float) -> list[UseT | None]:
-    """What each running replica has told of late; None for one that has told nothing yet, which is thought to be well used
-    rather than idle."""
+def _recent_usages(context: AutoscalingContext, kind: type[UsageT], look_back_period_s: float) -> list[UsageT | None]:
+    """The mean usage of each running replica; None without a report, which counts as well used rather than idle."""
     raw, names = context.raw_metrics or {}, [field.name for field in fields(kind)]
-    told = [[raw.get(name, {}).get(replica, ()) for name in names] for replica in context.running_replicas]
-    means = [[_mean(points, window) for points in series] if all(series) else None for series in told]
+    reported = [[raw.get(name, {}).get(replica, ()) for name in names] for replica in context.running_replicas]
+    means = [[_mean(values, look_back_period_s) for values in series] if all(series) else None for series in reported]
     return [None if values is None else kind(*values) for values in means]
 
 
-def _mean(points: Sequence[Point], window: float) -> float:
-    """Of the last `window` seconds; by the replica's clock, not ours."""
-    return fmean(point.value for point in points if point.timestamp >= points[-1].timestamp - window)
+def _mean(values: Sequence[TimedValue], look_back_period_s: float) -> float:
+    """The mean of the last seconds, by the replica's clock."""
+    return fmean(each.value for each in values if each.timestamp >= values[-1].timestamp - look_back_period_s)

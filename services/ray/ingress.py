@@ -1,9 +1,7 @@
-"""What Serve's gRPC proxies are told of our service, so that a client who leaves is heard of at any moment.
+"""The router as a Serve deployment behind Serve's HTTP and gRPC proxies.
 
-Serve 2.60 cancels a streamed request only if it happens to wait for the replica when the client leaves. If it is writing to
-the client then, its generators are thrown away with the request going on behind them.
-
-The router as a Serve deployment: Serve's HTTP and gRPC proxies are its sockets. Knows no tokens' origin.
+`add_generation` repairs cancellation: Serve 2.60 cancels a streamed request only if it waits for the replica when the client
+disconnects. If it writes to the client then, it drops its generators and the request goes on.
 """
 
 from __future__ import annotations
@@ -37,8 +35,10 @@ Streaming: TypeAlias = Callable[[Any, Any], AsyncGenerator[bytes, None]]
 
 
 def add_generation(servicer: Any, server: Any) -> None:
-    """Register the Generation service; name it in grpc_servicer_functions. server: Serve's own kind, which asks its
-    service_handler_factory for what to do with each method."""
+    """Register the Generation service; name this function in grpc_servicer_functions.
+
+    server: Serve's gRPC server, whose service_handler_factory makes the handler of each method.
+    """
     factory = server.service_handler_factory
     server.service_handler_factory = partial(_cancelling, factory)
     try:
@@ -49,28 +49,32 @@ def add_generation(servicer: Any, server: Any) -> None:
 
 def _cancelling(factory: Callable[..., Any], service_method: str, streaming_type: str) -> Any:
     handler = factory(service_method=service_method, streaming_type=streaming_type)
-    return partial(pumped, handler) if streaming_type == "unary_stream" else handler
+    return partial(read_in_task, handler) if streaming_type == "unary_stream" else handler
 
 
 class _Call:
-    """A call's context for a handler that may end after its call: gRPC crashes where a call that is gone is asked for its
-    peer, which Serve logs."""
+    """The context of a call whose handler may outlive it.
+
+    Serve logs the peer, and gRPC crashes when it is asked for the peer of a call that has ended; so the peer is read first.
+    """
 
     def __init__(self, context: Any) -> None:
         self._context = context
         self._peer = context.peer()
 
     def peer(self) -> str:
-        """Who called."""
+        """The address of the caller."""
         return str(self._peer)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._context, name)
 
 
-async def pumped(handler: Streaming, request: Any, context: Any) -> AsyncGenerator[bytes, None]:
-    """The same messages, but for empty ones, which a replica sends to carry metadata. A task of its own takes them: wherever
-    this generator is when the call is cancelled, the handler is cancelled while it waits for the next message."""
+async def read_in_task(handler: Streaming, request: Any, context: Any) -> AsyncGenerator[bytes, None]:
+    """The messages of a handler, except empty ones, which a replica sends to carry metadata.
+
+    A task of its own reads them. So the handler is cancelled with the call, wherever this generator is then.
+    """
     messages: asyncio.Queue[bytes | None] = asyncio.Queue()
     call = _Call(context)
 
@@ -93,48 +97,51 @@ async def pumped(handler: Streaming, request: Any, context: Any) -> AsyncGenerat
 
 
 class _NoHealth:
-    """Serve asks replicas itself whether they live; without a verifier a router is well all the same."""
+    """Serve checks the health of replicas itself; a router without a verifier counts as healthy."""
 
     async def set_serving(self, serving: bool) -> None:
-        """Nobody asks."""
+        """See Health; nothing to do."""
 
 
 class Router:
-    """A router in a replica. Give it `serve.ingress()`: its HTTP door exists once it is constructed."""
+    """A router in a replica. Wrap it in `serve.ingress()`; its HTTP application exists once it is constructed."""
 
     async def __init__(  # type: ignore[misc]
-        self, config: RouterConfig, names: EnvironmentConfig, *workers: DeploymentHandle[Any]
+        self, config: RouterConfig, environment: EnvironmentConfig, *workers: DeploymentHandle[Any]
     ) -> None:
-        """Look for workers from now on; Serve awaits it. workers: the pools that belong to the application; they are found
-        by their leases. Raises ConfigError, which Serve shows."""
+        """Begin to look for workers; Serve awaits it.
+
+        workers: the deployments that belong to the application; the router finds them by their leases.
+        Raises ConfigError, which Serve shows.
+        """
         configure_logging(config.telemetry.log_format)
-        here = on_node(config, names, get_node_ip_address())
+        here = on_node(config, environment, get_node_ip_address())
         self._keys = load_api_keys(here.api_keys)
         self._stack = AsyncExitStack()
         self._core = await self._stack.enter_async_context(build_router(here, self._keys, _NoHealth()))
-        await self._core.readiness.enter("")
+        await self._core.readiness.register("")
 
     def __serve_build_asgi_app__(self) -> FastAPI:
-        """What Serve's HTTP proxies talk to."""
+        """The HTTP application for Serve's proxies."""
         return self._core.http
 
     async def Generate(  # noqa: N802
         self, request: generation_pb2.GenerateRequest, grpc_context: RayServegRPCContext
     ) -> AsyncGenerator[generation_pb2.GenerateChunk, None]:
-        """Stream the continuation of a prompt; Serve cancels it when the client has left."""
+        """Stream the continuation of a prompt; Serve cancels it when the client disconnects."""
         try:
             self._admit(grpc_context)
             asked = replace(generate_call_from_proto(request), trace=trace_pairs(grpc_context.invocation_metadata()))
             with self._core.service.record_rejection(asked):
                 call = await self._core.service.prepare(asked)
             stream = self._core.service.stream(call, None, lambda pairs: grpc_context.set_trailing_metadata(list(pairs)))
-            async with aclosing(_last_ones_last(stream)) as chunks:
+            async with aclosing(_delay_final_chunks(stream)) as chunks:
                 async for chunk in chunks:
                     yield text_chunk_to_proto(chunk)
         except EyasError as error:
             if hint := retry_hint(error):
                 grpc_context.set_trailing_metadata(list(hint))
-                yield generation_pb2.GenerateChunk()  # metadata travels with messages alone; the proxy drops this one
+                yield generation_pb2.GenerateChunk()  # metadata travels only with messages; read_in_task drops this one
             _refuse(error, grpc_context)
 
     async def ListModels(  # noqa: N802
@@ -148,8 +155,8 @@ class Router:
             _refuse(error, grpc_context)
 
     async def __del__(self) -> None:
-        """Serve awaits it, when no request is left."""
-        await self._core.readiness.leave()
+        """Serve awaits it when no request is left."""
+        await self._core.readiness.deregister()
         await self._stack.aclose()
 
     def _admit(self, context: RayServegRPCContext) -> None:
@@ -158,9 +165,11 @@ class Router:
             raise Unauthenticated("no known API key; send one as the metadata 'authorization: Bearer KEY'")
 
 
-async def _last_ones_last(stream: AsyncGenerator[TextChunk, None]) -> AsyncGenerator[TextChunk, None]:
-    """The same chunks, but those that end a completion wait for what follows: Serve sends trailing metadata along with
-    messages, and they are known only at the stream's end."""
+async def _delay_final_chunks(stream: AsyncGenerator[TextChunk, None]) -> AsyncGenerator[TextChunk, None]:
+    """The same chunks, but a chunk that ends a completion waits for the next one or the end of the stream.
+
+    Serve sends trailing metadata with messages, and the metadata is known only at the end of the stream.
+    """
     held: TextChunk | None = None
     async with aclosing(stream) as chunks:
         async for chunk in chunks:
@@ -174,7 +183,7 @@ async def _last_ones_last(stream: AsyncGenerator[TextChunk, None]) -> AsyncGener
 
 
 def _refuse(error: EyasError, context: RayServegRPCContext) -> NoReturn:
-    """End a call with the status of an error. Serve carries exceptions between processes, for which ours are not made."""
+    """End a call with the status of an error. Serve pickles exceptions, which only RequestFailed survives."""
     context.set_code(status_of(error))
     context.set_details(str(error))
     raise RequestFailed(str(error)) from None

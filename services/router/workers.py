@@ -17,10 +17,9 @@ import grpc.aio
 from eyas.config import OutlierDetectionConfig, RoutingConfig
 from eyas.rpc.channel import Peers, Pem
 from eyas.rpc.messages import Lease
-from eyas.services.discovery.base import Discovery
+from eyas.services.discovery.base import Discovery, cancel_task, repeat
 from eyas.services.discovery.registry import Registry
 from eyas.services.router.routing import Pair, RoutingRequest, WorkerSnapshot, pick
-from eyas.services.tasks import forever, stop
 from eyas.v1 import worker_pb2
 from eyas.v1.worker_pb2_grpc import WorkerStub
 
@@ -140,7 +139,7 @@ class WorkerPool:
 
     async def close(self) -> None:
         """Stop the probes and close all channels."""
-        await asyncio.gather(*map(stop, list(self._probes.values())))
+        await asyncio.gather(*map(cancel_task, list(self._probes.values())))
         await asyncio.gather(*(connection.channel.close(None) for connection in self._connections.values()))
         self._connections.clear()
 
@@ -287,16 +286,16 @@ class ReadinessMonitor:
     reason: str = field(default="the router is starting", init=False)
     _task: asyncio.Task[None] | None = field(default=None, init=False)
 
-    async def enter(self, address: str) -> None:
+    async def register(self, address: str) -> None:
         """Start to discover workers and to check the verifiers."""
         await self.discovery.watch("verifier", "draft")
         if self.registry is not None:
             await self.registry.watch()
-        self._task = asyncio.create_task(forever(self.interval_s, self._check), name="readiness")
+        self._task = asyncio.create_task(repeat(self.interval_s, self._check), name="readiness")
 
-    async def leave(self) -> None:
+    async def deregister(self) -> None:
         """Answer NOT_SERVING from now on; running requests go on."""
-        await stop(self._task)
+        await cancel_task(self._task)
         self.reason = "the router is stopping"
         await self.health.set_serving(False)
 

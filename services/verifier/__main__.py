@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from contextlib import closing, nullcontext
+from dataclasses import dataclass, field
 
 import torch
 
@@ -12,16 +14,17 @@ from eyas.draft_protocol import Proposal
 from eyas.drafters.base import DrafterNeeds
 from eyas.drafters.registry import NO_DRAFTS, build_fuser, default_drafter, features_fingerprint, resolve_wiring
 from eyas.engine.build import assemble_engine, gather_ranks, load_model
+from eyas.engine.engine import Engine
 from eyas.models.checkpoint import resolve_placement, target_fingerprint
 from eyas.models.workers import TargetWorkers
 from eyas.rpc.channel import Peers
-from eyas.rpc.messages import Lease, ModelInfo, TargetInfo
+from eyas.rpc.messages import ModelInfo, TargetInfo
 from eyas.rpc.server import RpcServer
-from eyas.services.discovery.base import Discovery
+from eyas.services.discovery.base import Discovery, cancel_task, repeat
 from eyas.services.discovery.build import build_discovery, lease_registry
 from eyas.services.lifecycle import (
-    PROCESS,
     WORKER_SERVICE,
+    AnnouncedWorker,
     Registration,
     ServiceRunner,
     WorkerRegistration,
@@ -30,81 +33,125 @@ from eyas.services.lifecycle import (
 )
 from eyas.services.verifier.async_engine import AsyncEngine
 from eyas.services.verifier.draft_pool import DraftPool
-from eyas.services.verifier.ranks import VerifierRegistration, end_in_time, follow_rank_0, place_of
+from eyas.services.verifier.ranks import end_in_time, follow_rank_0, rank_info
 from eyas.services.verifier.servicer import GenerationServicer
 from eyas.services.verifier.telemetry import VerifierTelemetry
 from eyas.telemetry.setup import Telemetry, telemetry
 from eyas.v1 import generation_pb2, generation_pb2_grpc
 
+GENERATION_SERVICE = generation_pb2.DESCRIPTOR.services_by_name["Generation"].full_name
+
 log = logging.getLogger(__name__)
 
 
-async def run(config: VerifierConfig, host: ServiceRunner = PROCESS) -> None:
-    """Load the target and serve it until told to stop; a rank other than 0 does its part for rank 0."""
+async def run(config: VerifierConfig, runner: ServiceRunner | None = None) -> None:
+    """Load the target and serve it until the runner stops it. A rank other than 0 computes for rank 0."""
     if config.threads:
         torch.set_num_threads(config.threads)
     config = resolve_placement(config, config.model)
-    place = place_of(config)
-    if place.rank > 0:
-        await follow_rank_0(config, place)
+    info = rank_info(config)
+    if info.rank > 0:
+        await follow_rank_0(config, info)
         return
-    ranks = gather_ranks(place, config.model, config.dtype, config.engine.max_model_len)
-    ranks.register_failure_callback(end_in_time)
+    workers = gather_ranks(info, config.model, config.dtype, config.engine.max_model_len)
+    workers.register_failure_callback(end_in_time)
     try:
         with telemetry(config.telemetry, "verifier") as own:
-            await lead(config, ranks, own, host)
+            await serve_rank_0(config, workers, own, runner)
     finally:
-        ranks.close()
+        workers.close()
 
 
-async def lead(config: VerifierConfig, ranks: TargetWorkers, telemetry: Telemetry, host: ServiceRunner) -> None:
-    """Serve as rank 0, with the others ready. Raises Unavailable when one of them is gone."""
-    proposal: Proposal = "sampled" if config.engine.acceptance == "rejection" else "deterministic"
-    drafter = default_drafter(config.method, config.draft_model)
-    fuser = build_fuser(drafter, config.draft_model, config.model, config.dtype, config.device)
-    needs = DrafterNeeds(features=fuser is not None, samples=True)
-    verified = TargetInfo(target_fingerprint(config.model), features_fingerprint(drafter, config.draft_model))
+async def serve_rank_0(
+    config: VerifierConfig, workers: TargetWorkers, telemetry: Telemetry, runner: ServiceRunner | None
+) -> None:
+    """Serve with the other ranks ready. Raises Unavailable when one of them ends."""
     peers = Peers(config.peers)
-    pool = DraftPool(config.draft_client, needs, proposal, verified, peers) if drafter != NO_DRAFTS else None
-    target = load_model(config.model, fuser, config.dtype, config.device, config.engine, ranks)
-    if fuser is not None and config.validate_head == "auto" and ranks.size == 1:
-        resolve_wiring(drafter, target, fuser, config.draft_model, config.model, config.dtype, config.device)
-    engine = assemble_engine(target, fuser, config.engine, config.tree, pool, ranks)
-    model = ModelInfo(
-        config.served_model_name,
-        verified.target_fingerprint,
-        engine.vocab_size,
-        engine.max_model_len,
-        verified.features_fingerprint,
-    )
-    log.info("model %s: vocabulary %d, context %d", model.name, model.vocab_size, model.max_model_len)
+    engine, pool, model = load_engine(config, workers, peers)
     server = RpcServer(config.server, credentials=peers.server_credentials)
     with closing(pool) if pool else nullcontext():
         observer = VerifierTelemetry(telemetry, model.name, pool)
-        async with AsyncEngine(engine, observer.stepped) as loop:
-            ranks.register_failure_callback(loop.lose)
-            observer.watch(lambda: loop.engine_load)
-            servicer = GenerationServicer(loop, model, pool, observer)
+        async with AsyncEngine(engine, observer.on_step) as async_engine:
+            workers.register_failure_callback(async_engine.fail)
+            observer.watch(lambda: async_engine.engine_load)
+            servicer = GenerationServicer(async_engine, model, pool, observer)
             generation_pb2_grpc.add_GenerationServicer_to_server(servicer, server.aio)
-            registry, zone = lease_registry(config.discovery, config.registry), config.server.zone
-            worker = WorkerRegistration(server, registry, "verifier", model, lambda: loop.load, zone, lambda: loop.prefixes)
-            discovery = build_discovery(config.discovery, registry, peers)
-            presence = _following(worker, discovery, model, pool, config.registry.heartbeat_interval_s) if pool else worker
-            names = [generation_pb2.DESCRIPTOR.services_by_name["Generation"].full_name, WORKER_SERVICE]
-            await serve(server, names, config.server, presence, host=host)
-        for stats in pool.stats if pool else ():
-            log.info("drafter %s", stats)
+            registration = build_registration(config, server, async_engine, model, pool, peers)
+            names = [GENERATION_SERVICE, WORKER_SERVICE]
+            await serve(server, names, config.server, registration, runner=runner)
+        for state in pool.states if pool else ():
+            log.info("drafter %s", state)
 
 
-def _following(
-    worker: Registration, discovery: Discovery, model: ModelInfo, pool: DraftPool, interval: float
+def load_engine(config: VerifierConfig, workers: TargetWorkers, peers: Peers) -> tuple[Engine, DraftPool | None, ModelInfo]:
+    """The engine, the pool of its drafters (None for a verifier that takes no drafts), and what it serves."""
+    proposal: Proposal = "sampled" if config.engine.acceptance == "rejection" else "deterministic"
+    method = default_drafter(config.method, config.draft_model)
+    fuser = build_fuser(method, config.draft_model, config.model, config.dtype, config.device)
+    needs = DrafterNeeds(features=fuser is not None, samples=True)
+    target_info = TargetInfo(target_fingerprint(config.model), features_fingerprint(method, config.draft_model))
+    pool = DraftPool(config.draft_client, needs, proposal, target_info, peers) if method != NO_DRAFTS else None
+    target = load_model(config.model, fuser, config.dtype, config.device, config.engine, workers)
+    if fuser is not None and config.validate_head == "auto" and workers.size == 1:
+        resolve_wiring(method, target, fuser, config.draft_model, config.model, config.dtype, config.device)
+    engine = assemble_engine(target, fuser, config.engine, config.tree, pool, workers)
+    model = ModelInfo(
+        config.served_model_name,
+        target_info.target_fingerprint,
+        engine.vocab_size,
+        engine.max_model_len,
+        target_info.features_fingerprint,
+    )
+    log.info("model %s: vocabulary %d, context %d", model.name, model.vocab_size, model.max_model_len)
+    return engine, pool, model
+
+
+def build_registration(
+    config: VerifierConfig,
+    server: RpcServer,
+    engine: AsyncEngine,
+    model: ModelInfo,
+    pool: DraftPool | None,
+    peers: Peers,
 ) -> Registration:
-    """Sessions get and change their drafters as drafters come and go."""
+    """How the verifier announces itself and, if it takes drafts, follows the live drafters."""
+    registry = lease_registry(config.discovery, config.registry)
+    worker = AnnouncedWorker(
+        "verifier", model, lambda: engine.load, config.server.zone, prefix_hashes=lambda: engine.prefix_hashes
+    )
+    registration = WorkerRegistration(server, registry, worker)
+    if pool is None:
+        return registration
+    discovery = build_discovery(config.discovery, registry, peers)
+    return VerifierRegistration(registration, discovery, model, pool, config.registry.heartbeat_interval_s)
 
-    def follow(drafters: tuple[Lease, ...]) -> None:
-        pool.rehome([lease.address for lease in drafters if model.is_drafted_by(lease.model)])
 
-    return VerifierRegistration(worker, discovery, follow, interval)
+@dataclass
+class VerifierRegistration:
+    """The registration of a verifier that gives its pool the live drafters for `model` every `interval_s` seconds."""
+
+    worker: Registration
+    discovery: Discovery
+    model: ModelInfo
+    pool: DraftPool
+    interval_s: float
+    _task: asyncio.Task[None] | None = field(default=None, init=False)
+
+    async def register(self, address: str) -> None:
+        """Announce the worker, and begin to follow the drafters."""
+        await self.worker.register(address)
+        await self.discovery.watch("draft")
+        self._task = asyncio.create_task(repeat(self.interval_s, self._rebalance, self.interval_s), name="drafters")
+
+    async def deregister(self) -> None:
+        """Stop both; running requests keep their drafters."""
+        await cancel_task(self._task)
+        await self.worker.deregister()
+        await self.discovery.close()
+
+    async def _rebalance(self) -> None:
+        leases = self.discovery.known("draft")
+        self.pool.rebalance([lease.address for lease in leases if self.model.is_drafted_by(lease.model)])
 
 
 app = service_app(VerifierConfig, run)

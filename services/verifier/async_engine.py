@@ -1,7 +1,7 @@
-"""The thread that owns an Engine: requests in, chunks out, from one event loop. Knows no gRPC.
+"""The thread that runs an Engine, and the async interface to it: requests go in, chunks come out.
 
-Submits and cancels wait in an inbox and are applied between steps; the thread sleeps while there is nothing to do. The
-chunks of a step cross to the event loop in one call. A step that raises fails the requests of that moment only.
+Submissions and cancellations wait in an inbox and are applied between steps; the thread sleeps while there is no work.
+The chunks of a step reach the event loop in one call. A step that raises fails only the requests that run then.
 """
 
 from __future__ import annotations
@@ -17,55 +17,51 @@ from functools import partial
 from typing import Self
 
 from eyas.engine.engine import Engine, StepReport
-from eyas.errors import RequestFailed, Unavailable
+from eyas.errors import EyasError, RequestFailed, Unavailable
 from eyas.request import Chunk, Request
 from eyas.rpc.messages import Load
 
+# How many cached blocks a verifier announces to routers, and how long after a step at the latest.
 ANNOUNCED_BLOCKS = 1024
 ANNOUNCE_SECONDS = 1.0
 
+STEP_FAILED = "a step of the engine failed; see the verifier's log for the cause"
+
 log = logging.getLogger(__name__)
 
-Stepped = Callable[[StepReport, Sequence[Chunk]], None]
-
-FAILED = "a step of the engine failed; the verifier's log says why"
-
-
-def _nothing(report: StepReport, chunks: Sequence[Chunk]) -> None:
-    """For those who want to hear of no step."""
+OnStep = Callable[[StepReport, Sequence[Chunk]], None]
 
 
 class AsyncEngine:
-    """Runs an engine for the event loop that enters it: `async with AsyncEngine(engine) as loop`.
+    """Runs an engine for the event loop that enters it: `async with AsyncEngine(engine) as async_engine`.
 
-    Should the engine fail with nothing to blame it on, the body is cancelled and RequestFailed raised in its place; should
-    it lose what it computes with, Unavailable.
+    When the engine cannot go on, the body is cancelled and the error raised in its place: RequestFailed for an engine that
+    broke, Unavailable after `fail`.
     """
 
-    def __init__(self, engine: Engine, stepped: Stepped = _nothing) -> None:
-        """stepped: told of every step, on the engine's thread."""
+    def __init__(self, engine: Engine, on_step: OnStep | None = None) -> None:
+        """on_step: called after every step, on the engine's thread."""
+        self.engine_load = engine.load
+        self.prefix_hashes: frozenset[int] = frozenset()
         self._engine = engine
-        self._stepped = stepped
+        self._on_step = on_step
+        self._load = _worker_load(engine)
+        self._step_started: float | None = None
+        self._announce_at: float | None = None
         self._inbox: list[Callable[[], None]] = []
         self._wake = threading.Condition()
-        self._live: set[str] = set()
-        self._streams: dict[str, asyncio.Queue[Chunk | Unavailable]] = {}
-        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._running = True
-        self._broken = False
-        self._lost: Unavailable | None = None
-        self._verdicts: set[Future[None]] = set()
-        self.engine_load = engine.load
-        self._load = _load(engine)
-        self._began: float | None = None
-        self.prefixes: frozenset[int] = frozenset()
-        self._announce_at: float | None = None
+        self._live: set[str] = set()
+        self._streams: dict[str, asyncio.Queue[Chunk | EyasError]] = {}
+        self._submissions: set[Future[None]] = set()
+        self._error: EyasError | None = None
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     @property
     def load(self) -> Load:
-        """How busy the engine was after its last step, and for how long it has been in one now."""
-        began = self._began
-        return self._load if began is None else replace(self._load, step_seconds=time.monotonic() - began)
+        """The engine's load after its last step, and how long the present step has taken."""
+        started = self._step_started
+        return self._load if started is None else replace(self._load, step_seconds=time.monotonic() - started)
 
     async def __aenter__(self) -> Self:
         self._event_loop = asyncio.get_running_loop()
@@ -74,32 +70,31 @@ class AsyncEngine:
         return self
 
     async def __aexit__(self, *raised: object) -> None:
-        if self._lost is not None and self._owner is not None:
-            self._owner.uncancel()
-            raise self._lost  # the thread may be caught in a step for ever
-        self._post(self._stop)
-        await asyncio.to_thread(self._thread.join)
-        if self._broken and self._owner is not None:
-            self._owner.uncancel()
-            raise RequestFailed("the engine broke; the log has the traceback")
+        if self._error is None:
+            self._post(self._stop)
+            await asyncio.to_thread(self._thread.join)
+        if self._error is not None:  # the thread is not joined: it may hang in a step
+            if self._owner is not None:
+                self._owner.uncancel()
+            raise self._error
 
     async def generate(self, request: Request) -> AsyncGenerator[Chunk, None]:
         """The chunks of a request up to the one with a finish reason; its id must be unique among running requests.
 
         Leaving the generator early cancels the request before the next step. Raises what `Engine.submit` raises, and
-        Unavailable at any moment.
+        Unavailable or RequestFailed when the engine fails.
         """
-        if self._lost is not None:
-            raise self._lost
+        if self._error is not None:
+            raise self._error
         stream = self._streams[request.id] = asyncio.Queue()
-        verdict: Future[None] = Future()
-        self._post(partial(self._submit, request, verdict))
+        accepted: Future[None] = Future()
+        self._post(partial(self._submit, request, accepted))
         try:
-            await self._heard(verdict)
+            await self._wait_accepted(accepted)
             finish = None
             while finish is None:
                 chunk = await stream.get()
-                if isinstance(chunk, Unavailable):
+                if isinstance(chunk, EyasError):
                     raise chunk
                 finish = chunk.finish_reason
                 yield chunk
@@ -107,19 +102,19 @@ class AsyncEngine:
             del self._streams[request.id]
             self._post(partial(self._cancel, request.id))
 
-    async def _heard(self, verdict: Future[None]) -> None:
-        """Wait for the engine's thread to take or refuse a request."""
-        self._verdicts.add(verdict)
-        try:
-            await asyncio.wrap_future(verdict)
-        except asyncio.CancelledError:
-            raise self._lost or asyncio.CancelledError from None
-        finally:
-            self._verdicts.discard(verdict)
+    def fail(self, reason: str) -> None:
+        """Fail every request with Unavailable, now and from now on, and end the body. May be called from any thread."""
+        self._event_loop.call_soon_threadsafe(self._fail, Unavailable(reason))
 
-    def lose(self, reason: str) -> None:
-        """Fail every request, now and from now on, and end the body. May be called from any thread."""
-        self._event_loop.call_soon_threadsafe(self._lose, Unavailable(reason))
+    async def _wait_accepted(self, accepted: Future[None]) -> None:
+        """Wait for the engine's thread to accept or refuse a request."""
+        self._submissions.add(accepted)
+        try:
+            await asyncio.wrap_future(accepted)
+        except asyncio.CancelledError:
+            raise self._error or asyncio.CancelledError from None
+        finally:
+            self._submissions.discard(accepted)
 
     def _post(self, command: Callable[[], None]) -> None:
         with self._wake:
@@ -131,17 +126,12 @@ class AsyncEngine:
             if stream := self._streams.get(chunk.request_id):
                 stream.put_nowait(chunk)
 
-    def _lose(self, error: Unavailable) -> None:
-        self._lost = error
+    def _fail(self, error: EyasError) -> None:
+        self._error = error
         for stream in self._streams.values():
             stream.put_nowait(error)
-        for verdict in self._verdicts:
-            verdict.cancel()
-        if self._owner is not None:
-            self._owner.cancel()
-
-    def _break(self) -> None:
-        self._broken = True
+        for accepted in self._submissions:
+            accepted.cancel()
         if self._owner is not None:
             self._owner.cancel()
 
@@ -150,59 +140,60 @@ class AsyncEngine:
     def _run(self) -> None:
         try:
             while self._running:
-                self._turn()
+                self._run_once()
         except Exception:
             log.exception("the engine is broken")
-            self._event_loop.call_soon_threadsafe(self._break)
+            error = RequestFailed("the engine broke; the log has the traceback")
+            self._event_loop.call_soon_threadsafe(self._fail, error)
 
-    def _turn(self) -> None:
-        for command in self._commands():
+    def _run_once(self) -> None:
+        """Apply the waiting commands and run one step."""
+        for command in self._wait_for_commands():
             command()
         if self._running and self._engine.has_work:
-            self._began = time.monotonic()
+            self._step_started = time.monotonic()
             chunks = self._step()
-            self._began = None
+            self._step_started = None
             self._announce_at = self._announce_at or time.monotonic() + ANNOUNCE_SECONDS
             self._live.difference_update(chunk.request_id for chunk in chunks if chunk.finish_reason)
-            self._stepped(self._engine.report, chunks)  # before those who wait may end their requests
+            if self._on_step is not None:
+                self._on_step(self._engine.report, chunks)  # before the chunks can end their requests
             self._event_loop.call_soon_threadsafe(self._deliver, chunks)
         self.engine_load = self._engine.load
-        self._load = _load(self._engine)
+        self._load = _worker_load(self._engine)
         if self._announce_at is not None and time.monotonic() >= self._announce_at:
-            self.prefixes, self._announce_at = frozenset(self._engine.cached_blocks(ANNOUNCED_BLOCKS)), None
+            self.prefix_hashes = frozenset(self._engine.cached_blocks(ANNOUNCED_BLOCKS))
+            self._announce_at = None
 
-    def _commands(self) -> list[Callable[[], None]]:
+    def _wait_for_commands(self) -> list[Callable[[], None]]:
         with self._wake:
-            patience = max(self._announce_at - time.monotonic(), 0.0) if self._announce_at is not None else None
-            self._wake.wait_for(lambda: self._inbox or self._engine.has_work, patience)
+            timeout = max(self._announce_at - time.monotonic(), 0.0) if self._announce_at is not None else None
+            self._wake.wait_for(lambda: self._inbox or self._engine.has_work, timeout)
             commands, self._inbox = self._inbox, []
         return commands
 
     def _step(self) -> list[Chunk]:
+        """Run one step. If it raises, every live request ends with an error chunk and leaves the engine."""
         try:
             return self._engine.step()
         except Exception:
             if not self._live:
                 raise
             log.exception("a step failed, and with it %d requests", len(self._live))
-            return self._fail_all()
+            for request_id in self._live:
+                self._engine.cancel(request_id)
+            return [Chunk(request_id, finish_reason="error", message=STEP_FAILED) for request_id in self._live]
 
-    def _fail_all(self) -> list[Chunk]:
-        """Every live request ends with an error, and leaves the engine at its next step."""
-        for request_id in self._live:
-            self._engine.cancel(request_id)
-        return [Chunk(request_id, finish_reason="error", message=FAILED) for request_id in self._live]
-
-    def _submit(self, request: Request, verdict: Future[None]) -> None:
-        if not verdict.set_running_or_notify_cancel():
+    def _submit(self, request: Request, accepted: Future[None]) -> None:
+        if not accepted.set_running_or_notify_cancel():
             return
         try:
             self._engine.submit(request)
         except Exception as error:
-            verdict.set_exception(error)
+            accepted.set_exception(error)
         else:
             self._live.add(request.id)
-            verdict.set_result(None)
+            accepted.set_result(None)
 
     def _cancel(self, request_id: str) -> None:
         if request_id in self._live:
@@ -212,6 +203,6 @@ class AsyncEngine:
         self._running = False
 
 
-def _load(engine: Engine) -> Load:
+def _worker_load(engine: Engine) -> Load:
     load = engine.load
     return Load(load.num_running, load.num_waiting, load.free_kv_tokens, engine.max_running)

@@ -1,4 +1,4 @@
-"""The drafters of one verifier as one Drafter: each session goes to the draft service that it was paired with."""
+"""The drafters of one verifier as one Drafter: each session is assigned to one draft service."""
 
 from __future__ import annotations
 
@@ -12,42 +12,41 @@ from functools import partial
 from eyas.config import DraftClientConfig
 from eyas.draft_protocol import Proposal
 from eyas.drafters.base import Draft, DraftContext, DrafterNeeds, Pending
-from eyas.request import VerifyStep as VerifyRound
+from eyas.request import VerifyStep
 from eyas.rpc.channel import Peers
 from eyas.rpc.messages import TargetInfo
-from eyas.services.verifier.draft_client import (
-    DraftClientState,
-    DraftClientStats,
-    PendingRound,
-    RemoteDrafter,
-    RoundTimes,
-)
+from eyas.services.verifier.draft_client import DraftClientState, DraftTiming, PendingDrafts, RemoteDrafter
 
 
 @dataclass
-class _Pair:
-    """A session's drafter; None until one is there. told: whether the drafter may know the session, so that it must be told
-    of its end."""
+class _Assignment:
+    """A session's drafter; None until there is one. is_known: the drafter may hold the session, so it must be released."""
 
-    link: RemoteDrafter | None
-    told: bool = False
+    drafter: RemoteDrafter | None
+    is_known: bool = False
 
 
 @dataclass
-class _Timing:
-    """A session's answered rounds. link, last: who was asked last, and what its answer took; None if it did not come."""
+class _History:
+    """A session's answered requests. drafter, timing: of the last request; no timing if an answer was missing."""
 
-    num_verify_steps: int = 0
+    num_answered: int = 0
     seconds: float = 0.0
-    link: RemoteDrafter | None = None
-    last: RoundTimes | None = None
+    drafter: RemoteDrafter | None = None
+    timing: DraftTiming | None = None
+
+    def add(self, drafter: RemoteDrafter, timing: DraftTiming | None) -> None:
+        self.drafter, self.timing = drafter, timing
+        if timing is not None:
+            self.num_answered += 1
+            self.seconds += timing.round_trip
 
 
 class DraftPool:
-    """Implements Drafter over many RemoteDrafters. Sessions without a pair get None: they decode plainly.
+    """Implements Drafter over many RemoteDrafters. A session without a drafter gets None and decodes plainly.
 
-    `ask` and `release` belong to the engine's thread; the rest may be called from any. A session's life: `pair`, then
-    `ask` and at last `release` where the engine takes it, then `unpair` (the last two in any order).
+    A session's life: `assign`; then `request` and `release` by the engine, if it takes the session; and `unassign`, before
+    or after `release`. `request` belongs to the engine's thread; the other methods may be called from any thread.
     """
 
     def __init__(
@@ -55,24 +54,20 @@ class DraftPool:
         config: DraftClientConfig,
         needs: DrafterNeeds,
         proposal: Proposal = "deterministic",
-        verified: TargetInfo | None = None,
+        target: TargetInfo | None = None,
         peers: Peers | None = None,
     ) -> None:
-        """needs, proposal, verified, peers: see RemoteDrafter."""
+        """needs, proposal, target, peers: see RemoteDrafter."""
         self._config = config
         self._needs = needs
         self._proposal = proposal
-        self._verified = verified
+        self._target = target
         self._peers = peers or Peers()
         self._lock = threading.Lock()
-        self._links: dict[str, RemoteDrafter] = {}
-        self._pairs: dict[str, _Pair] = {}
-        self._timings: dict[str, _Timing] = {}
-        self._traceparent: Callable[[str], str] = _untraced
-
-    def trace_by(self, traceparent: Callable[[str], str]) -> None:
-        """Ask for the trace context of each session's next round, and send it along; empty for one that is not traced."""
-        self._traceparent = traceparent
+        self._drafters: dict[str, RemoteDrafter] = {}
+        self._assignments: dict[str, _Assignment] = {}
+        self._histories: dict[str, _History] = {}
+        self._traceparent: Callable[[str], str] | None = None
 
     @property
     def needs(self) -> DrafterNeeds:
@@ -82,154 +77,149 @@ class DraftPool:
     def can_sample(self) -> bool:
         return self._proposal == "sampled"
 
-    @property
-    def stats(self) -> list[DraftClientStats]:
-        """Round trips of every link."""
-        with self._lock:
-            return [link.stats for link in self._links.values()]
+    def assign(self, session: str, address: str) -> None:
+        """Let the drafter at host:port draft for a session; dials it if it is new.
 
-    @property
-    def links(self) -> list[DraftClientState]:
-        """Every link now."""
-        with self._lock:
-            sessions = Counter(pair.link.address for pair in self._pairs.values() if pair.link)
-            return [link.state(sessions[address]) for address, link in self._links.items()]
-
-    def verified(self, session: str, round_: VerifyRound) -> RoundTimes | None:
-        """Count what became of a session's last tree; what that took, None where its drafter's answers were not complete."""
-        timing = self._timings.get(session)
-        if timing is None or timing.link is None:
-            return None
-        timing.link.verified(round_)
-        return timing.last
-
-    def pair(self, session: str, address: str) -> None:
-        """Let the drafter at host:port draft for a session from now on; dials it if it is new.
-
-        With an empty address the session waits for `rehome` to find it a drafter.
+        With an empty address the session waits for `rebalance` to find it a drafter.
         """
         with self._lock:
-            self._pairs[session] = _Pair(self._dial(address) if address else None)
-            self._timings[session] = _Timing()
+            self._assignments[session] = _Assignment(self._drafter_at(address) if address else None)
+            self._histories[session] = _History()
 
-    def rehome(self, live: Sequence[str]) -> None:
-        """Sessions without a drafter, or whose drafter is gone from the `live` addresses or given up, move to the live one
-        with the fewest sessions. It refuses their next commit and is told everything. Links to drafters that are gone, and
-        that nobody uses, end."""
+    def unassign(self, session: str) -> None:
+        """Undo `assign`; a session that the engine has taken keeps its drafter until `release`."""
         with self._lock:
-            usable = [address for address in live if not self._is_resting(address)]
-            sessions = Counter(pair.link.address for pair in self._pairs.values() if pair.link)
-            for session, pair in list(self._pairs.items()) if usable else ():
-                if pair.link and (pair.link.can_draft(session) or pair.link.address in usable):
+            self._histories.pop(session, None)
+            assignment = self._assignments.get(session)
+            if assignment is not None and not assignment.is_known:
+                self._drop_session(session)
+
+    def rebalance(self, live: Sequence[str]) -> None:
+        """Move sessions whose drafter is missing, or neither available nor live, to the live drafter with the fewest.
+
+        The new drafter answers the next commit with a resync and gets all tokens. Connections to drafters that are not
+        live, are down and serve no session end.
+        """
+        with self._lock:
+            usable = [address for address in live if not self._is_backing_off(address)]
+            num_sessions = self._count_sessions()
+            for session, assignment in list(self._assignments.items()) if usable else ():
+                current = assignment.drafter
+                if current and (current.is_available or current.address in usable):
                     continue
-                address = min(usable, key=sessions.__getitem__)
-                sessions[address] += 1
-                self._part(session)
-                self._pairs[session] = _Pair(self._dial(address))
-            for link in list(self._links.values()):
-                if link.address not in live:
-                    self._drop(link)
-
-    def mean_round_trip(self, session: str) -> float | None:
-        """Mean seconds of the session's answered rounds; None if there was none, or after `unpair`."""
-        timing = self._timings.get(session)
-        return timing.seconds / timing.num_verify_steps if timing and timing.num_verify_steps else None
-
-    def unpair(self, session: str) -> None:
-        """The other end of `pair`; a session that the engine has taken keeps its drafter until `release`."""
-        with self._lock:
-            self._timings.pop(session, None)
-            pair = self._pairs.get(session)
-            if pair is not None and not pair.told:
-                self._part(session)
+                address = min(usable, key=num_sessions.__getitem__)
+                num_sessions[address] += 1
+                self._drop_session(session)
+                self._assignments[session] = _Assignment(self._drafter_at(address))
+            for drafter in list(self._drafters.values()):
+                if drafter.address not in live:
+                    self._close_if_unused(drafter)
 
     def can_draft(self, session: str) -> bool:
-        """Whether the session has a drafter that can be told of it now."""
-        pair = self._pairs.get(session)
-        return pair is not None and pair.link is not None and pair.link.can_draft(session)
+        """Whether the session has a drafter that is available now."""
+        assignment = self._assignments.get(session)
+        return assignment is not None and assignment.drafter is not None and assignment.drafter.is_available
 
     def request(self, contexts: Sequence[DraftContext]) -> Pending:
-        """One round with all drafters at once, under one deadline from when it is collected."""
+        """Ask all drafters at once; draft_timeout_s starts when the answers are collected."""
         contexts = [self._traced(context) for context in contexts]
-        indices = self._by_link(contexts)
-        rounds = {link: link.send([contexts[i] for i in mine]) for link, mine in indices.items()}
-        return partial(self._collect, contexts, indices, rounds)
+        rows = self._rows_by_drafter(contexts)
+        pending = {drafter: drafter.send([contexts[i] for i in mine]) for drafter, mine in rows.items()}
+        return partial(self._collect, contexts, rows, pending)
 
     def release(self, sessions: Sequence[str]) -> None:
+        """See Drafter."""
         with self._lock:
             for session in sessions:
-                self._part(session)
+                self._drop_session(session)
 
     def close(self) -> None:
         """End all streams."""
         with self._lock:
-            for link in self._links.values():
-                link.close()
+            for drafter in self._drafters.values():
+                drafter.close()
+
+    @property
+    def states(self) -> list[DraftClientState]:
+        """The present state of every draft service."""
+        with self._lock:
+            num_sessions = self._count_sessions()
+            return [drafter.state(num_sessions[address]) for address, drafter in self._drafters.items()]
+
+    def trace_with(self, traceparent: Callable[[str], str]) -> None:
+        """Send a trace context with every request for a tree. traceparent: gives that of a session; empty for none."""
+        self._traceparent = traceparent
+
+    def count_verified(self, session: str, step: VerifyStep) -> DraftTiming | None:
+        """Count the outcome of a session's last tree. Return how long the tree took; None if answers were missing."""
+        history = self._histories.get(session)
+        if history is None or history.drafter is None:
+            return None
+        history.drafter.count_verified(step)
+        return history.timing
+
+    def mean_round_trip(self, session: str) -> float | None:
+        """Mean seconds of a session's answered requests for trees; None without any, or after `unassign`."""
+        history = self._histories.get(session)
+        return history.seconds / history.num_answered if history and history.num_answered else None
+
+    def _traced(self, context: DraftContext) -> DraftContext:
+        if self._traceparent is None or not context.budget.wants_tree:
+            return context
+        traceparent = self._traceparent(context.session)
+        return replace(context, traceparent=traceparent) if traceparent else context
+
+    def _rows_by_drafter(self, contexts: Sequence[DraftContext]) -> dict[RemoteDrafter, list[int]]:
+        rows: dict[RemoteDrafter, list[int]] = {}
+        with self._lock:
+            for i, context in enumerate(contexts):
+                assignment = self._assignments.get(context.session)
+                if assignment and assignment.drafter:
+                    assignment.is_known = True
+                    rows.setdefault(assignment.drafter, []).append(i)
+        return rows
 
     def _collect(
         self,
         contexts: Sequence[DraftContext],
-        indices: Mapping[RemoteDrafter, Sequence[int]],
-        rounds: Mapping[RemoteDrafter, PendingRound],
+        rows: Mapping[RemoteDrafter, Sequence[int]],
+        pending: Mapping[RemoteDrafter, PendingDrafts],
     ) -> list[Draft]:
         drafts: list[Draft] = [None] * len(contexts)
         deadline = time.monotonic() + self._config.draft_timeout_s
-        for link, round_ in rounds.items():
-            for i, draft in zip(indices[link], link.collect(round_, deadline), strict=True):
+        for drafter, sent in pending.items():
+            for i, draft in zip(rows[drafter], drafter.collect(sent, deadline), strict=True):
                 drafts[i] = draft
-                timing = self._timings.get(contexts[i].session)
-                if timing and contexts[i].budget.wants_tree:
-                    _note(timing, link, round_)
+                history = self._histories.get(contexts[i].session)
+                if history and contexts[i].budget.wants_tree:
+                    history.add(drafter, sent.timing)
         return drafts
 
-    def _traced(self, context: DraftContext) -> DraftContext:
-        traceparent = self._traceparent(context.session) if context.budget.wants_tree else ""
-        return replace(context, traceparent=traceparent) if traceparent else context
+    # Below: with the lock held.
 
-    def _is_resting(self, address: str) -> bool:
-        return address in self._links and self._links[address].resting
+    def _is_backing_off(self, address: str) -> bool:
+        return address in self._drafters and self._drafters[address].backing_off
 
-    def _dial(self, address: str) -> RemoteDrafter:
-        if address not in self._links:
-            self._links[address] = RemoteDrafter(
-                address, self._needs, self._config, self._proposal, self._verified, self._peers
+    def _count_sessions(self) -> Counter[str]:
+        return Counter(each.drafter.address for each in self._assignments.values() if each.drafter)
+
+    def _drafter_at(self, address: str) -> RemoteDrafter:
+        if address not in self._drafters:
+            self._drafters[address] = RemoteDrafter(
+                address, self._needs, self._config, self._proposal, self._target, self._peers
             )
-        return self._links[address]
+        return self._drafters[address]
 
-    def _by_link(self, contexts: Sequence[DraftContext]) -> dict[RemoteDrafter, list[int]]:
-        indices: dict[RemoteDrafter, list[int]] = {}
-        with self._lock:
-            for i, context in enumerate(contexts):
-                pair = self._pairs.get(context.session)
-                if pair and pair.link:
-                    pair.told = True
-                    indices.setdefault(pair.link, []).append(i)
-        return indices
-
-    def _part(self, session: str) -> None:
-        """Drop a pair, and with its last pair a link that is down: a drafter that is gone is not dialled for ever. One that
-        goes later, `rehome` drops."""
-        pair = self._pairs.pop(session, None)
-        if pair is None or pair.link is None:
+    def _drop_session(self, session: str) -> None:
+        """Forget an assignment, and stop dialling its drafter if that is down and has no other session."""
+        assignment = self._assignments.pop(session, None)
+        if assignment is None or assignment.drafter is None:
             return
-        if pair.told:
-            pair.link.release([session])
-        self._drop(pair.link)
+        if assignment.is_known:
+            assignment.drafter.release([session])
+        self._close_if_unused(assignment.drafter)
 
-    def _drop(self, link: RemoteDrafter) -> None:
-        """End a link that is down and has no pair."""
-        if not link.up and all(pair.link is not link for pair in self._pairs.values()):
-            link.close()
-            self._links.pop(link.address, None)
-
-
-def _note(timing: _Timing, link: RemoteDrafter, round_: PendingRound) -> None:
-    timing.link, timing.last = link, None
-    if round_.seconds is not None:
-        timing.num_verify_steps += 1
-        timing.seconds += round_.seconds
-        timing.last = RoundTimes(link.address, round_.seconds, round_.draft_seconds)
-
-
-def _untraced(session: str) -> str:
-    return ""
+    def _close_if_unused(self, drafter: RemoteDrafter) -> None:
+        if not drafter.connected and all(each.drafter is not drafter for each in self._assignments.values()):
+            drafter.close()
+            self._drafters.pop(drafter.address, None)

@@ -1,4 +1,4 @@
-"""The Generation service over an AsyncEngine: token ids in, chunks of token ids out. Knows no text and no other verifier."""
+"""The Generation service of a verifier: token ids in, chunks of token ids out."""
 
 from __future__ import annotations
 
@@ -20,30 +20,31 @@ from eyas.v1 import generation_pb2, generation_pb2_grpc
 
 
 class GenerationServicer(generation_pb2_grpc.GenerationServicer):
-    """Serves one model. pool: where requests find the drafter that the router picked; None for a target without a head."""
+    """Serves one model. pool: assigns requests to the drafter that the router picked; None if no drafts are taken."""
 
     def __init__(
-        self, loop: AsyncEngine, model: ModelInfo, pool: DraftPool | None, telemetry: VerifierTelemetry | None = None
+        self, engine: AsyncEngine, model: ModelInfo, pool: DraftPool | None, telemetry: VerifierTelemetry | None = None
     ) -> None:
         self._telemetry = telemetry or VerifierTelemetry()
-        self._loop = loop
+        self._engine = engine
         self._model = model
         self._pool = pool
         self._numbers = itertools.count()
 
-    async def Generate(  # type: ignore[override]  # noqa: N802 - a coroutine that writes hears of a cancellation at once
+    async def Generate(  # type: ignore[override]  # noqa: N802 - a coroutine that writes is cancelled at once
         self, request: generation_pb2.GenerateRequest, context: Any
     ) -> None:
-        """Stream the chunks; a call that ends early takes its request with it.
+        """Stream the chunks; a call that ends early cancels its request.
 
         Raises InvalidRequest, UnknownModel, Unavailable or Overloaded before the first chunk.
         """
         call = convert.generate_call_from_proto(request)
         own = self._numbered(call.request)
-        with self._telemetry.request(own, trace_pairs(context.invocation_metadata() or ())), self._paired(own, call.drafter):
+        trace = trace_pairs(context.invocation_metadata() or ())
+        with self._telemetry.request(own, trace), self._assigned(own, call.drafter):
             self._check(call)
-            async with aclosing(self._loop.generate(own)) as chunks:
-                async for chunk in _addressed(own, chunks):
+            async with aclosing(self._engine.generate(own)) as chunks:
+                async for chunk in _with_totals(own, chunks):
                     if chunk.totals:
                         context.set_trailing_metadata(self._round_trip(own))
                     await context.write(convert.text_chunk_to_proto(chunk))
@@ -63,27 +64,27 @@ class GenerationServicer(generation_pb2_grpc.GenerationServicer):
             raise Unavailable("this verifier has another target than the one that was asked for; it may have been replaced")
 
     def _numbered(self, request: Request) -> Request:
-        """The request as the engine gets it: with an id of its own, whatever the client chose, and a seed."""
+        """The request as the engine gets it: with an id that is unique here, whatever the client chose, and a seed."""
         return replace(request, id=f"{request.id}#{next(self._numbers)}", sampling=request.sampling.seeded())
 
     @contextmanager
-    def _paired(self, request: Request, drafter: str) -> Iterator[None]:
+    def _assigned(self, request: Request, drafter: str) -> Iterator[None]:
         if self._pool is None or drafter == NO_DRAFTER:
             yield
             return
-        self._pool.pair(request.id, drafter)
+        self._pool.assign(request.id, drafter)
         try:
             yield
         finally:
-            self._pool.unpair(request.id)
+            self._pool.unassign(request.id)
 
     def _round_trip(self, request: Request) -> tuple[tuple[str, str], ...]:
-        """The trailing metadata that tells how long the request's drafting rounds took; none without such rounds."""
+        """Trailing metadata: mean round trip of the request's drafts in ms. Empty if there were none."""
         seconds = self._pool.mean_round_trip(request.id) if self._pool else None
         return () if seconds is None else ((ROUND_TRIP_KEY, f"{seconds * 1000:.3f}"),)
 
 
-async def _addressed(request: Request, chunks: AsyncGenerator[Chunk, None]) -> AsyncGenerator[TextChunk, None]:
+async def _with_totals(request: Request, chunks: AsyncGenerator[Chunk, None]) -> AsyncGenerator[TextChunk, None]:
     """Chunks as a client receives them: the first with the seed, the last with the totals."""
     num_output_tokens = num_cached = 0
     seed = request.sampling.seed

@@ -1,12 +1,7 @@
-"""What is known of a verifier's drafters, as metrics. Given the links' states; knows no requests.
+"""Metrics and spans of a verifier: its engine's steps, its requests, its drafters.
 
-The way of one request through the verifier: moments and rounds in, its spans out. Knows no gRPC and no engine.
-
-While the request runs, moments and rounds are noted as numbers; only rounds that are traced by themselves have spans then.
-
-What the verifier tells: steps of its engine and ends of its requests in; metrics and spans out.
-
-The engine's thread only notes numbers; spans are made of them where a request ends. Knows no prompts and no tokens.
+While a request runs, the engine's thread records times and counts; its spans are made when it ends. Only a sampled share of
+verify steps, which are traced across the draft service, have spans earlier.
 """
 
 from __future__ import annotations
@@ -25,7 +20,7 @@ from opentelemetry.trace import Span, SpanKind, Status, StatusCode, Tracer
 from eyas.engine.engine import EngineLoad, StepReport
 from eyas.request import Chunk, GenerationStats, Request, VerifyStep
 from eyas.rpc.server import status_of
-from eyas.services.verifier.draft_client import CIRCUITS, DraftClientState, RoundTimes
+from eyas.services.verifier.draft_client import CIRCUIT_STATES, DraftClientState, DraftTiming
 from eyas.services.verifier.draft_pool import DraftPool
 from eyas.telemetry import metrics
 from eyas.telemetry.logging import request_log
@@ -33,7 +28,17 @@ from eyas.telemetry.metrics import MetricSample, ScrapeCollector, counter, histo
 from eyas.telemetry.setup import Telemetry
 from eyas.telemetry.tracing import Attributes, Trace, child_context, context_of, exemplar, trace_of
 
-LINKS = (
+# Most events of a span, as in the SDK; earlier verify steps are dropped.
+MAX_EVENTS = 128
+
+_ENGINE_LOAD = (
+    metrics.VLLM_RUNNING,
+    metrics.VLLM_WAITING,
+    metrics.VLLM_KV_CACHE_USAGE,
+    metrics.VERIFIER_KV_CACHE_TOKENS,
+    metrics.VERIFIER_PREFIX_CACHE_TOKENS,
+)
+_DRAFT_CLIENTS = (
     metrics.DRAFT_CLIENT_REQUESTS,
     metrics.DRAFT_CLIENT_DRAFTED_TOKENS,
     metrics.DRAFT_CLIENT_ACCEPTED_TOKENS,
@@ -43,50 +48,163 @@ LINKS = (
 )
 
 
-def link_readings(links: Iterable[DraftClientState]) -> Iterator[MetricSample]:
-    """The present values of all links."""
-    for link in links:
-        yield MetricSample(metrics.DRAFT_CLIENT_REQUESTS, link.num_answered, (link.address, "answered"))
-        yield MetricSample(metrics.DRAFT_CLIENT_REQUESTS, link.num_lost, (link.address, "late"))
-        yield MetricSample(metrics.DRAFT_CLIENT_DRAFTED_TOKENS, link.num_drafted, (link.address,))
-        yield MetricSample(metrics.DRAFT_CLIENT_ACCEPTED_TOKENS, link.num_accepted, (link.address,))
-        yield MetricSample(metrics.DRAFT_CLIENT_SESSIONS, link.num_sessions, (link.address,))
-        yield MetricSample(metrics.DRAFT_CLIENT_CONNECTED, link.up, (link.address,))
-        for circuit in CIRCUITS:
-            yield MetricSample(metrics.DRAFT_CLIENT_CIRCUIT_BREAKER, circuit == link.circuit, (link.address, circuit))
+class VerifierTelemetry:
+    """Telemetry of one engine and its drafters. model: the served name. The engine's thread calls `on_step`."""
+
+    def __init__(self, telemetry: Telemetry | None = None, model: str = "", pool: DraftPool | None = None) -> None:
+        self._telemetry = telemetry = telemetry or Telemetry()
+        self._model = model
+        self._pool = pool
+        self._traces: dict[str, RequestTrace] = {}
+        registry = telemetry.registry
+        self._requests = counter(metrics.VERIFIER_REQUESTS, registry)
+        self._rejected = counter(metrics.VERIFIER_REJECTED_REQUESTS, registry)
+        self._queue = histogram(metrics.VERIFIER_QUEUE_DURATION, registry)
+        self._prefill = histogram(metrics.VERIFIER_PREFILL_DURATION, registry)
+        self._step = histogram(metrics.VERIFIER_STEP_DURATION, registry)
+        self._wait = histogram(metrics.VERIFIER_DRAFT_WAIT_DURATION, registry)
+        self._round_trip = histogram(metrics.DRAFT_CLIENT_ROUND_TRIP, registry)
+        steps = counter(metrics.VERIFIER_VERIFY_STEPS, registry)
+        self._tree_steps, self._plain_steps = steps.labels("tree"), steps.labels("plain")
+        self._step_tokens = counter(metrics.VERIFIER_VERIFY_STEP_TOKENS, registry)
+        self._batched = counter(metrics.VERIFIER_BATCHED_TOKENS, registry)
+        self._prompt = counter(metrics.VERIFIER_PROMPT_TOKENS, registry)
+        self._cached = counter(metrics.VERIFIER_CACHED_PROMPT_TOKENS, registry)
+        self._generated = counter(metrics.VERIFIER_GENERATED_TOKENS, registry)
+        self._preemptions = counter(metrics.VERIFIER_PREEMPTIONS, registry)
+        self._drafts = counter(metrics.VLLM_DRAFTS, registry).labels(model)
+        self._draft_tokens = counter(metrics.VLLM_DRAFT_TOKENS, registry).labels(model)
+        self._accepted = counter(metrics.VLLM_ACCEPTED_TOKENS, registry).labels(model)
+        self._accepted_at = counter(metrics.VLLM_ACCEPTED_TOKENS_PER_POS, registry)
+        self._accepted_at.labels(model, "0")
+        self._rejected.labels(grpc.StatusCode.RESOURCE_EXHAUSTED.name)  # exported as 0 before the first one
+        if pool is not None:
+            pool.trace_with(self.traceparent)
+            registry.register(ScrapeCollector(_DRAFT_CLIENTS, lambda: _draft_client_samples(pool.states)))
+
+    def watch(self, load: Callable[[], EngineLoad]) -> None:
+        """Export the engine's load, read at every scrape."""
+        self._telemetry.registry.register(ScrapeCollector(_ENGINE_LOAD, lambda: _load_samples(load(), self._model)))
+
+    @contextmanager
+    def request(self, request: Request, trace: Trace) -> Iterator[None]:
+        """Trace and count a request while the body runs; an exception of the body gives its status.
+
+        request: with the id that the engine knows. trace: trace context of the caller.
+        """
+        tracer = self._telemetry.tracer
+        attributes = {"eyas.request.id": request.id, "gen_ai.request.model": self._model}
+        span = tracer.start_span("serve", context_of(trace), SpanKind.SERVER, attributes)
+        own = self._traces[request.id] = RequestTrace(tracer, span, self._telemetry.config.step_span_ratio)
+        status = grpc.StatusCode.OK
+        with request_log(request.id, span):
+            try:
+                yield
+            except BaseException as error:
+                cancelled = isinstance(error, asyncio.CancelledError | GeneratorExit)
+                status = grpc.StatusCode.CANCELLED if cancelled else status_of(error)
+                raise
+            finally:
+                del self._traces[request.id]
+                self._record_end(own, len(request.prompt_ids), status)
+
+    def traceparent(self, session: str) -> str:
+        """The trace context of a session's next verify step; empty if that is not sampled."""
+        trace = self._traces.get(session)
+        return trace.next_step() if trace is not None and trace.traced else ""
+
+    def on_step(self, report: StepReport, chunks: Sequence[Chunk]) -> None:
+        """Record a step and its chunks."""
+        now = time.time_ns()
+        stats, num_generated = GenerationStats(), 0
+        for request_id in report.began:
+            if trace := self._traces.get(request_id):
+                trace.began(now - int((report.wait + report.verify) * 1e9))
+        for request_id in report.preempted:
+            if trace := self._traces.get(request_id):
+                trace.preempted(now)
+        for chunk in chunks:
+            num_generated += len(chunk.token_ids)
+            stats.add(chunk)
+            self._record_chunk(now, report, chunk)
+        if report.num_rows:
+            self._record_step(report, stats, num_generated)
+
+    def _record_chunk(self, now: int, report: StepReport, chunk: Chunk) -> None:
+        timing = None
+        if self._pool is not None and chunk.verify_step is not None and chunk.verify_step.drafted:
+            timing = self._pool.count_verified(chunk.request_id, chunk.verify_step)
+            if timing is not None:
+                self._round_trip.observe(timing.round_trip)
+        if trace := self._traces.get(chunk.request_id):
+            trace.record(now, report, chunk, timing)
+
+    def _record_step(self, report: StepReport, stats: GenerationStats, num_generated: int) -> None:
+        self._step.observe(report.verify)
+        self._batched.inc(report.num_rows)
+        self._generated.inc(num_generated)
+        if report.preempted:
+            self._preemptions.inc(len(report.preempted))
+        if not stats.num_verify_steps:
+            return
+        self._wait.observe(report.wait)
+        num_drafts = stats.offered_by_depth[0] if stats.offered_by_depth else 0
+        self._step_tokens.inc(stats.num_emitted)
+        self._plain_steps.inc(stats.num_verify_steps - num_drafts)
+        if num_drafts:
+            self._tree_steps.inc(num_drafts)
+            self._drafts.inc(num_drafts)
+            self._draft_tokens.inc(stats.num_drafted)
+            self._accepted.inc(stats.num_accepted)
+            for depth, number in enumerate(stats.accepted_by_depth):
+                self._accepted_at.labels(self._model, str(depth)).inc(number)
+
+    def _record_end(self, trace: RequestTrace, num_prompt: int, status: grpc.StatusCode) -> None:
+        if trace.failed:
+            status = grpc.StatusCode.INTERNAL
+        self._requests.labels(status.name).inc()
+        sample = exemplar(trace.span)
+        if trace.queue_seconds is not None:
+            self._queue.observe(trace.queue_seconds, sample)
+        elif status not in (grpc.StatusCode.OK, grpc.StatusCode.CANCELLED):
+            self._rejected.labels(status.name).inc()
+        if trace.prefill_seconds is not None:
+            self._prefill.observe(trace.prefill_seconds, sample)
+            self._prompt.inc(num_prompt)
+            self._cached.inc(trace.num_cached)
+        trace.end(status)
 
 
-# As many as the SDK keeps of a span by itself; of more rounds the last ones are told.
-MAX_EVENTS = 128
+def _load_samples(load: EngineLoad, model: str) -> list[MetricSample]:
+    used = load.num_kv_tokens - load.free_kv_tokens
+    return [
+        MetricSample(metrics.VLLM_RUNNING, load.num_running, (model,)),
+        MetricSample(metrics.VLLM_WAITING, load.num_waiting, (model,)),
+        MetricSample(metrics.VLLM_KV_CACHE_USAGE, used / load.num_kv_tokens if load.num_kv_tokens else 0.0, (model,)),
+        MetricSample(metrics.VERIFIER_KV_CACHE_TOKENS, used, ("used",)),
+        MetricSample(metrics.VERIFIER_KV_CACHE_TOKENS, load.free_kv_tokens, ("free",)),
+        MetricSample(metrics.VERIFIER_KV_CACHE_TOKENS, load.queued_kv_tokens, ("queued",)),
+        MetricSample(metrics.VERIFIER_PREFIX_CACHE_TOKENS, load.cached_kv_tokens),
+    ]
 
 
-@dataclass(frozen=True)
-class _Step:
-    """A round as it was noted. at: ns since the epoch."""
-
-    at: int
-    round: VerifyStep
-    report: StepReport
-    times: RoundTimes | None
-
-    def attributes(self) -> Attributes:
-        """As an event tells it, times in ms."""
-        told: dict[str, int | float] = {
-            "drafted_tokens": self.round.drafted,
-            "accepted_tokens": self.round.accepted,
-            "draft_wait_ms": self.report.wait * 1e3,
-            "verify_ms": self.report.verify * 1e3,
-        }
-        if self.times is not None:
-            told["draft_ms"] = self.times.draft * 1e3
-            told["round_trip_ms"] = self.times.round_trip * 1e3
-        return told
+def _draft_client_samples(states: Iterable[DraftClientState]) -> Iterator[MetricSample]:
+    for state in states:
+        yield MetricSample(metrics.DRAFT_CLIENT_REQUESTS, state.num_answered, (state.address, "answered"))
+        yield MetricSample(metrics.DRAFT_CLIENT_REQUESTS, state.num_lost, (state.address, "late"))
+        yield MetricSample(metrics.DRAFT_CLIENT_DRAFTED_TOKENS, state.num_drafted, (state.address,))
+        yield MetricSample(metrics.DRAFT_CLIENT_ACCEPTED_TOKENS, state.num_accepted, (state.address,))
+        yield MetricSample(metrics.DRAFT_CLIENT_SESSIONS, state.num_sessions, (state.address,))
+        yield MetricSample(metrics.DRAFT_CLIENT_CONNECTED, state.connected, (state.address,))
+        for circuit in CIRCUIT_STATES:
+            yield MetricSample(metrics.DRAFT_CLIENT_CIRCUIT_BREAKER, circuit == state.circuit, (state.address, circuit))
 
 
 class RequestTrace:
-    """One request. span: of its whole stay. ratio: share of its rounds that get spans of their own, its first among them.
+    """The times of one request, and its spans.
 
-    The engine's thread notes, whoever began it ends it.
+    span: of the whole request. ratio: share of verify steps with spans of their own; the first is always one of them.
+    The engine's thread records; the request's task calls `end`.
     """
 
     def __init__(self, tracer: Tracer, span: Span, ratio: float) -> None:
@@ -102,34 +220,34 @@ class RequestTrace:
         self._first = 0
         self._last = 0
         self._preemptions: deque[int] = deque(maxlen=MAX_EVENTS)
-        self._steps: deque[_Step] = deque(maxlen=MAX_EVENTS)
-        self._num_rounds = 0
+        self._steps: deque[_TracedStep] = deque(maxlen=MAX_EVENTS)
+        self._num_steps = 0
         self._decode: Span | None = None
-        self._round: Span | None = None
-        self._asked: Span | None = None
-        self._ending = threading.Lock()
-        self._over = False
+        self._current: Span | None = None
+        self._next: Span | None = None
+        self._lock = threading.Lock()
+        self._ended = False
 
     @property
     def queue_seconds(self) -> float | None:
-        """How long the request waited for its first step; None if that did not come."""
+        """From arrival to the first step; None if there was none."""
         return max(self._began - self._arrived, 0) / 1e9 if self._began else None
 
     @property
     def prefill_seconds(self) -> float | None:
-        """From its first step to its first token; None if that did not come."""
+        """From the first step to the first token; None if there was none."""
         return (self._first - self._began) / 1e9 if self._first else None
 
     def began(self, now: int) -> None:
-        """Its first step began; later ones count nothing."""
+        """Record the start of the first step; ignore later ones."""
         self._began = self._began or now
 
     def preempted(self, now: int) -> None:
-        """It went back to the queue."""
+        """Record that the request went back to the queue."""
         self._preemptions.append(now)
 
-    def saw(self, now: int, report: StepReport, chunk: Chunk, times: RoundTimes | None) -> None:
-        """Note a chunk."""
+    def record(self, now: int, report: StepReport, chunk: Chunk, timing: DraftTiming | None) -> None:
+        """Record a chunk."""
         self._last = now
         if chunk.finish_reason == "error":
             self.failed = True
@@ -138,210 +256,86 @@ class RequestTrace:
             if self.traced:
                 self._decode = self._tracer.start_span("decode", child_context(self.span), start_time=now)
         elif self.traced and chunk.verify_step is not None:
-            self._num_rounds += 1
-            step = _Step(now, chunk.verify_step, report, times)
+            self._num_steps += 1
+            step = _TracedStep(now, chunk.verify_step, report, timing)
             self._steps.append(step)
-            with self._ending:
-                self._end_round(now, step)
-                self._round, self._asked = self._asked, None  # the step has asked for the next tree already
+            with self._lock:
+                self._end_step(now, step)
+                self._current, self._next = self._next, None  # the engine has requested the next tree already
 
-    def next_round(self) -> str:
-        """The trace context of the round that is about to be drafted; empty for one without a span of its own."""
+    def next_step(self) -> str:
+        """The trace context of the verify step that is drafted next; empty if it gets no span of its own."""
         if self._decode is None or not self._ratio:
             return ""
         self._due += self._ratio
         if self._due < 1.0:
             return ""
         self._due -= 1.0
-        with self._ending:
-            if self._over:
+        with self._lock:
+            if self._ended:
                 return ""
-            self._asked = self._tracer.start_span("verify_step", child_context(self._decode))
-            return dict(trace_of(self._asked)).get("traceparent", "")
+            self._next = self._tracer.start_span("verify_step", child_context(self._decode))
+            return dict(trace_of(self._next)).get("traceparent", "")
 
     def end(self, status: grpc.StatusCode) -> None:
-        """Make the spans and end them."""
+        """Create the remaining spans and end all."""
         if self.traced:
             now = self._last or time.time_ns()
-            with self._ending:
-                self._over = True
-                self._end_round(now, None)
-                self._round, self._asked = self._asked, None
-                self._end_round(now, None)
-            self._begin_and_end("queue", self._arrived, self._began or now)
+            with self._lock:
+                self._ended = True
+                self._end_step(now, None)
+                self._current, self._next = self._next, None
+                self._end_step(now, None)
+            self._add_span("queue", self._arrived, self._began or now)
             if self._began:
-                self._begin_and_end("prefill", self._began, self._first or now)
+                self._add_span("prefill", self._began, self._first or now)
             if self._decode is not None:
-                self._tell_rounds(self._decode)
+                self._add_events(self._decode)
                 self._decode.end(now)
         if status not in (grpc.StatusCode.OK, grpc.StatusCode.CANCELLED):
             self.span.set_status(Status(StatusCode.ERROR, status.name))
             self.span.set_attribute("error.type", status.name)
         self.span.end()
 
-    def _begin_and_end(self, name: str, begin: int, end: int) -> None:
+    def _add_span(self, name: str, begin: int, end: int) -> None:
         self._tracer.start_span(name, child_context(self.span), start_time=begin).end(max(begin, end))
 
-    def _tell_rounds(self, decode: Span) -> None:
+    def _add_events(self, decode: Span) -> None:
         room = MAX_EVENTS - len(self._preemptions)
         for at in self._preemptions:
             decode.add_event("preempted", timestamp=at)
         for step in list(self._steps)[len(self._steps) - min(room, len(self._steps)) :]:
             decode.add_event("verify_step", step.attributes(), step.at)
-        decode.set_attribute("eyas.verify_steps", self._num_rounds)
+        decode.set_attribute("eyas.verify_steps", self._num_steps)
         decode.set_attribute("eyas.preemptions", len(self._preemptions))
 
-    def _end_round(self, now: int, step: _Step | None) -> None:
-        span, self._round = self._round, None
+    def _end_step(self, now: int, step: _TracedStep | None) -> None:
+        span, self._current = self._current, None
         if span is not None:
             span.set_attributes(step.attributes() if step else {})
-            if step is not None and step.times is not None:
-                span.set_attribute("drafter", step.times.drafter)
+            if step is not None and step.timing is not None:
+                span.set_attribute("drafter", step.timing.drafter)
             span.end(now)
 
 
-_LOAD = (
-    metrics.VLLM_RUNNING,
-    metrics.VLLM_WAITING,
-    metrics.VLLM_KV_CACHE_USAGE,
-    metrics.VERIFIER_KV_CACHE_TOKENS,
-    metrics.VERIFIER_PREFIX_CACHE_TOKENS,
-)
+@dataclass(frozen=True)
+class _TracedStep:
+    """One verify step of the request. at: its end in ns since the epoch."""
 
+    at: int
+    step: VerifyStep
+    report: StepReport
+    timing: DraftTiming | None
 
-class VerifierTelemetry:
-    """One for an engine and its drafters. model: the name that it serves. `stepped` belongs to the engine's thread."""
-
-    def __init__(self, telemetry: Telemetry | None = None, model: str = "", pool: DraftPool | None = None) -> None:
-        self._telemetry = telemetry = telemetry or Telemetry()
-        self._model = model
-        self._pool = pool
-        self._tracks: dict[str, RequestTrace] = {}
-        registry = telemetry.registry
-        self._requests = counter(metrics.VERIFIER_REQUESTS, registry)
-        self._refusals = counter(metrics.VERIFIER_REJECTED_REQUESTS, registry)
-        self._queue = histogram(metrics.VERIFIER_QUEUE_DURATION, registry)
-        self._prefill = histogram(metrics.VERIFIER_PREFILL_DURATION, registry)
-        self._step = histogram(metrics.VERIFIER_STEP_DURATION, registry)
-        self._wait = histogram(metrics.VERIFIER_DRAFT_WAIT_DURATION, registry)
-        self._trip = histogram(metrics.DRAFT_CLIENT_ROUND_TRIP, registry)
-        rounds = counter(metrics.VERIFIER_VERIFY_STEPS, registry)
-        self._tree_rounds, self._plain_rounds = rounds.labels("tree"), rounds.labels("plain")
-        self._round_tokens = counter(metrics.VERIFIER_VERIFY_STEP_TOKENS, registry)
-        self._rows = counter(metrics.VERIFIER_BATCHED_TOKENS, registry)
-        self._prompt = counter(metrics.VERIFIER_PROMPT_TOKENS, registry)
-        self._cached = counter(metrics.VERIFIER_CACHED_PROMPT_TOKENS, registry)
-        self._generated = counter(metrics.VERIFIER_GENERATED_TOKENS, registry)
-        self._preemptions = counter(metrics.VERIFIER_PREEMPTIONS, registry)
-        self._drafts = counter(metrics.VLLM_DRAFTS, registry).labels(model)
-        self._draft_tokens = counter(metrics.VLLM_DRAFT_TOKENS, registry).labels(model)
-        self._accepted = counter(metrics.VLLM_ACCEPTED_TOKENS, registry).labels(model)
-        self._accepted_at = counter(metrics.VLLM_ACCEPTED_TOKENS_PER_POS, registry)
-        self._accepted_at.labels(model, "0")
-        self._refusals.labels(grpc.StatusCode.RESOURCE_EXHAUSTED.name)  # so that the first one shows as a rise
-        if pool is not None:
-            pool.trace_by(self.traceparent)
-            registry.register(ScrapeCollector(LINKS, lambda: link_readings(pool.links)))
-
-    def watch(self, load: Callable[[], EngineLoad]) -> None:
-        """Tell of the engine's load, as it is whenever somebody looks."""
-        self._telemetry.registry.register(ScrapeCollector(_LOAD, lambda: _load_readings(load(), self._model)))
-
-    @contextmanager
-    def request(self, request: Request, trace: Trace) -> Iterator[None]:
-        """A request, by the id that the engine knows, from its arrival in the caller's trace to its end, which the body's
-        way of ending tells."""
-        tracer = self._telemetry.tracer
-        told = {"eyas.request.id": request.id, "gen_ai.request.model": self._model}
-        span = tracer.start_span("serve", context_of(trace), SpanKind.SERVER, told)
-        track = self._tracks[request.id] = RequestTrace(tracer, span, self._telemetry.config.step_span_ratio)
-        status = grpc.StatusCode.OK
-        with request_log(request.id, span):
-            try:
-                yield
-            except BaseException as error:
-                cancelled = isinstance(error, asyncio.CancelledError | GeneratorExit)
-                status = grpc.StatusCode.CANCELLED if cancelled else status_of(error)
-                raise
-            finally:
-                del self._tracks[request.id]
-                self._ended(track, len(request.prompt_ids), status)
-
-    def traceparent(self, session: str) -> str:
-        """The trace context of a session's next round, where that is to be traced; else empty."""
-        track = self._tracks.get(session)
-        return track.next_round() if track is not None and track.traced else ""
-
-    def stepped(self, report: StepReport, chunks: Sequence[Chunk]) -> None:
-        """Note what a step did."""
-        now = time.time_ns()
-        stats, num_generated = GenerationStats(), 0
-        for request_id in report.began:
-            if track := self._tracks.get(request_id):
-                track.began(now - int((report.wait + report.verify) * 1e9))
-        for request_id in report.preempted:
-            if track := self._tracks.get(request_id):
-                track.preempted(now)
-        for chunk in chunks:
-            num_generated += len(chunk.token_ids)
-            stats.add(chunk)
-            self._note(now, report, chunk)
-        if report.num_rows:
-            self._count(report, stats, num_generated)
-
-    def _note(self, now: int, report: StepReport, chunk: Chunk) -> None:
-        times = None
-        if self._pool is not None and chunk.verify_step is not None and chunk.verify_step.drafted:
-            times = self._pool.verified(chunk.request_id, chunk.verify_step)
-            if times is not None:
-                self._trip.observe(times.round_trip)
-        if track := self._tracks.get(chunk.request_id):
-            track.saw(now, report, chunk, times)
-
-    def _count(self, report: StepReport, stats: GenerationStats, num_generated: int) -> None:
-        self._step.observe(report.verify)
-        self._rows.inc(report.num_rows)
-        self._generated.inc(num_generated)
-        if report.preempted:
-            self._preemptions.inc(len(report.preempted))
-        if not stats.num_verify_steps:
-            return
-        self._wait.observe(report.wait)
-        num_drafts = stats.offered_by_depth[0] if stats.offered_by_depth else 0
-        self._round_tokens.inc(stats.num_emitted)
-        self._plain_rounds.inc(stats.num_verify_steps - num_drafts)
-        if num_drafts:
-            self._tree_rounds.inc(num_drafts)
-            self._drafts.inc(num_drafts)
-            self._draft_tokens.inc(stats.num_drafted)
-            self._accepted.inc(stats.num_accepted)
-            for depth, number in enumerate(stats.accepted_by_depth):
-                self._accepted_at.labels(self._model, str(depth)).inc(number)
-
-    def _ended(self, track: RequestTrace, num_prompt: int, status: grpc.StatusCode) -> None:
-        if track.failed:
-            status = grpc.StatusCode.INTERNAL
-        self._requests.labels(status.name).inc()
-        shown = exemplar(track.span)
-        if track.queue_seconds is not None:
-            self._queue.observe(track.queue_seconds, shown)
-        elif status not in (grpc.StatusCode.OK, grpc.StatusCode.CANCELLED):
-            self._refusals.labels(status.name).inc()
-        if track.prefill_seconds is not None:
-            self._prefill.observe(track.prefill_seconds, shown)
-            self._prompt.inc(num_prompt)
-            self._cached.inc(track.num_cached)
-        track.end(status)
-
-
-def _load_readings(load: EngineLoad, model: str) -> list[MetricSample]:
-    used = load.num_kv_tokens - load.free_kv_tokens
-    return [
-        MetricSample(metrics.VLLM_RUNNING, load.num_running, (model,)),
-        MetricSample(metrics.VLLM_WAITING, load.num_waiting, (model,)),
-        MetricSample(metrics.VLLM_KV_CACHE_USAGE, used / load.num_kv_tokens if load.num_kv_tokens else 0.0, (model,)),
-        MetricSample(metrics.VERIFIER_KV_CACHE_TOKENS, used, ("used",)),
-        MetricSample(metrics.VERIFIER_KV_CACHE_TOKENS, load.free_kv_tokens, ("free",)),
-        MetricSample(metrics.VERIFIER_KV_CACHE_TOKENS, load.queued_kv_tokens, ("queued",)),
-        MetricSample(metrics.VERIFIER_PREFIX_CACHE_TOKENS, load.cached_kv_tokens),
-    ]
+    def attributes(self) -> Attributes:
+        """Attributes of the step's event or span; times in ms."""
+        attributes: dict[str, int | float] = {
+            "drafted_tokens": self.step.drafted,
+            "accepted_tokens": self.step.accepted,
+            "draft_wait_ms": self.report.wait * 1e3,
+            "verify_ms": self.report.verify * 1e3,
+        }
+        if self.timing is not None:
+            attributes["draft_ms"] = self.timing.draft * 1e3
+            attributes["round_trip_ms"] = self.timing.round_trip * 1e3
+        return attributes

@@ -50,7 +50,7 @@ def drafter(request: pytest.FixtureRequest, tiny_target: str, tiny_head: str) ->
             RemoteDrafter(address, needs, DraftClientConfig(draft_timeout_s=30, max_message_tokens=5), proposal)
         ) as remote,
     ):
-        eventually(lambda: remote.up)
+        eventually(lambda: remote.connected)
         yield remote
 
 

@@ -1,4 +1,4 @@
-"""Draft services come, die and return, over real sockets, while one request runs on; the test says when the engine steps."""
+"""Draft services start, die and return over real sockets while one request runs; the test steps the engine."""
 
 from collections.abc import Iterator
 from contextlib import closing
@@ -48,18 +48,18 @@ class Running:
         self._engine.submit(Request("r", PROMPT, SAMPLING))
         self.token_ids: list[int] = []
 
-    def listened(self) -> None:
-        """Wait for the drafter of the request."""
+    def wait_for_drafter(self) -> None:
+        """Wait until the request's drafter is available."""
         eventually(lambda: self._pool.can_draft("r"))
 
     def drafted(self, num_steps: int) -> int:
-        """Nodes that the next steps verify."""
+        """Run steps; return how many drafted tokens they verify."""
         chunks = [chunk for _ in range(num_steps) for chunk in self._engine.step()]
         self.token_ids += [token for chunk in chunks for token in chunk.token_ids]
         return sum(chunk.verify_step.drafted for chunk in chunks if chunk.verify_step)
 
     def check(self) -> None:
-        """What came out so far is what comes out without a drafter."""
+        """Check the tokens so far against plain decoding."""
         plain = build_engine(TARGET, "", "float32", "cpu", EngineConfig(max_kv_tokens=1024), TREE, None)
         plain.submit(Request("plain", PROMPT, SAMPLING))
         expected: list[int] = []
@@ -71,12 +71,12 @@ class Running:
 
 def test_a_restarted_drafter_drafts_for_a_running_request(pool: DraftPool) -> None:
     port = free_port()
-    pool.pair("r", f"127.0.0.1:{port}")
+    pool.assign("r", f"127.0.0.1:{port}")
     running = Running(pool)
     assert running.drafted(num_steps=4) == 0
     for _ in range(2):
         with serving(drafter(), INFO, port):
-            running.listened()
+            running.wait_for_drafter()
             assert running.drafted(num_steps=6) > 0
         eventually(lambda: not pool.can_draft("r"))
         running.drafted(num_steps=1)
@@ -85,11 +85,11 @@ def test_a_restarted_drafter_drafts_for_a_running_request(pool: DraftPool) -> No
 
 
 def test_a_late_drafter_drafts_for_a_running_request(pool: DraftPool) -> None:
-    pool.pair("r", "")
+    pool.assign("r", "")
     running = Running(pool)
     assert running.drafted(num_steps=4) == 0
     with serving(drafter(), INFO) as address:
-        pool.rehome([address])
-        running.listened()
+        pool.rebalance([address])
+        running.wait_for_drafter()
         assert running.drafted(num_steps=6) > 0
     running.check()

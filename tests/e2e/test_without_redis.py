@@ -1,4 +1,4 @@
-"""The whole network with workers named by a list: no Redis anywhere, and drafting all the same."""
+"""Router, verifier and draft service with static discovery: drafting works without Redis."""
 
 import subprocess
 import sys
@@ -47,7 +47,7 @@ def test_a_router_a_verifier_and_a_drafter_meet_without_redis(tmp_path: Path) ->
 
 
 def attempt(router: str, sampling: SamplingParams) -> Generated | None:
-    """An answer, once there is anybody to give one."""
+    """The answer; None while no verifier can be reached."""
     try:
         return generate(router, PROMPT, sampling)
     except Unavailable:

@@ -5,17 +5,17 @@ from dataclasses import asdict
 
 import pytest
 
-from eyas.services.ray.autoscaling import DraftUse, VerifierUse
+from eyas.services.ray.autoscaling import DraftUsage, VerifierUsage
 
 config = pytest.importorskip("ray.serve.config", reason="needs Ray: pip install 'eyas[ray]'")
 common = pytest.importorskip("ray.serve._private.common", reason="needs Ray: pip install 'eyas[ray]'")
 
-DAMPING = {"low": 0.5, "target": 0.7, "high": 0.85, "up_seconds": 1.0, "down_seconds": 5.0}
-FULL = VerifierUse(used_slots=900, queued_slots=900, num_slots=1000, num_requests=4, max_running=8)
-IDLE = VerifierUse(0, 0, 1000, 0, 8)
+SCALING = {"low": 0.5, "target": 0.7, "high": 0.85, "upscale_delay_s": 1.0, "downscale_delay_s": 5.0}
+FULL = VerifierUsage(used_kv_tokens=900, queued_kv_tokens=900, num_kv_tokens=1000, num_requests=4, max_num_seqs=8)
+IDLE = VerifierUsage(0, 0, 1000, 0, 8)
 
 
-def followed(policy: object, told: list[VerifierUse | DraftUse | None], requests: float, size: int, seconds: int) -> int:
+def followed(policy: object, told: list[VerifierUsage | DraftUsage | None], requests: float, size: int, seconds: int) -> int:
     """The size of a pool whose replicas go on telling the same, None for one that tells nothing; after so many seconds."""
     names = {name for use in told if use for name in asdict(use)}
     raw = {
@@ -43,7 +43,7 @@ def series(value: float) -> list[object]:
 def test_verifiers_scale_by_load_after_the_delay() -> None:
     from eyas.services.ray.autoscaling import VerifierPolicy
 
-    policy = VerifierPolicy(window=5.0, **DAMPING)
+    policy = VerifierPolicy(look_back_period_s=5.0, **SCALING)
     assert followed(policy, [FULL], 0, 1, seconds=1) == 1
     assert followed(policy, [FULL], 0, 1, seconds=2) == 3
     assert followed(policy, [FULL, IDLE], 0, 3, seconds=9) == 3
@@ -53,16 +53,16 @@ def test_verifiers_scale_by_load_after_the_delay() -> None:
 def test_drafters_follow_their_occupancy_and_lateness() -> None:
     from eyas.services.ray.autoscaling import DraftPolicy
 
-    policy = DraftPolicy(window=5.0, late_share=0.1, **DAMPING)
-    assert followed(policy, [DraftUse(0.9, 100, 0)], 0, 1, seconds=2) == 2
-    assert followed(policy, [DraftUse(0.4, 100, 12)], 0, 1, seconds=2) == 2
-    assert followed(policy, [DraftUse(0.4, 100, 4)], 0, 1, seconds=9) == 1
+    policy = DraftPolicy(look_back_period_s=5.0, max_late_ratio=0.1, **SCALING)
+    assert followed(policy, [DraftUsage(0.9, 100, 0)], 0, 1, seconds=2) == 2
+    assert followed(policy, [DraftUsage(0.4, 100, 12)], 0, 1, seconds=2) == 2
+    assert followed(policy, [DraftUsage(0.4, 100, 4)], 0, 1, seconds=9) == 1
 
 
 def test_routers_follow_the_requests_that_serve_counts() -> None:
     from eyas.services.ray.autoscaling import RouterPolicy
 
-    policy = RouterPolicy(requests=100, **DAMPING)
+    policy = RouterPolicy(max_requests=100, **SCALING)
     assert followed(policy, [None], 250, 1, seconds=2) == 4
     assert followed(policy, [None], 250, 9, seconds=6) == 4
 
@@ -70,5 +70,5 @@ def test_routers_follow_the_requests_that_serve_counts() -> None:
 def test_a_pool_without_reports_keeps_its_size() -> None:
     from eyas.services.ray.autoscaling import DraftPolicy, VerifierPolicy
 
-    assert followed(VerifierPolicy(window=5.0, **DAMPING), [None, None, None], 0, 3, seconds=9) == 3
-    assert followed(DraftPolicy(window=5.0, late_share=0.1, **DAMPING), [None, None], 0, 2, seconds=9) == 2
+    assert followed(VerifierPolicy(look_back_period_s=5.0, **SCALING), [None, None, None], 0, 3, seconds=9) == 3
+    assert followed(DraftPolicy(look_back_period_s=5.0, max_late_ratio=0.1, **SCALING), [None, None], 0, 2, seconds=9) == 2

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from eyas.services.ray.ingress import pumped
+from eyas.services.ray.ingress import read_in_task
 
 
 class Call:
@@ -46,7 +46,7 @@ class Handler:
 
 def test_messages_pass_unchanged_and_errors_end_the_stream() -> None:
     async def read() -> None:
-        stream = pumped(Handler(3, RuntimeError("lost")), None, Call())
+        stream = read_in_task(Handler(3, RuntimeError("lost")), None, Call())
         assert [await anext(stream) for _ in range(3)] == [b"0", b"1", b"2"]
         with pytest.raises(RuntimeError, match="lost"):
             await anext(stream)
@@ -58,7 +58,7 @@ def test_messages_pass_unchanged_and_errors_end_the_stream() -> None:
 def test_closing_cancels_the_handler_reading_or_waiting(num_read: int) -> None:
     async def leave() -> None:
         handler = Handler(3)
-        stream = pumped(handler, None, Call())
+        stream = read_in_task(handler, None, Call())
         for _ in range(num_read):
             await anext(stream)
         await asyncio.sleep(0)
@@ -73,7 +73,7 @@ def test_a_cancelled_call_cancels_the_handler() -> None:
         handler = Handler(2)
 
         async def call() -> None:
-            async for _ in pumped(handler, None, Call()):
+            async for _ in read_in_task(handler, None, Call()):
                 pass
 
         task = asyncio.create_task(call())

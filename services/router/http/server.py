@@ -20,7 +20,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from eyas.config import HttpConfig, TlsConfig
 from eyas.errors import ConfigError
 from eyas.rpc.channel import Certificates, Pem
-from eyas.services.tasks import every, stop
+from eyas.services.discovery.base import cancel_task, repeat
 
 MAX_BODY_BYTES = 16 * 2**20
 RELOAD_INTERVAL_S = 5.0
@@ -73,7 +73,7 @@ class HttpServer:
         self.address = f"{host}:{listener.getsockname()[1]}"
         self._serving = asyncio.create_task(self._server.serve([listener]), name="http")
         if self._tls.cert_file:
-            reload = every(self._reload_interval_s, partial(self._reload, certificates))
+            reload = repeat(self._reload_interval_s, partial(self._reload, certificates), self._reload_interval_s)
             self._reloading = asyncio.create_task(reload, name="certificates")
         log.info("HTTP on %s://%s", "https" if self._server.config.ssl else "http", self.address)
 
@@ -83,7 +83,7 @@ class HttpServer:
             return
         self._server.config.timeout_graceful_shutdown = math.ceil(grace)
         self._server.should_exit = True
-        await asyncio.gather(self._serving, stop(self._reloading))
+        await asyncio.gather(self._serving, cancel_task(self._reloading))
         await asyncio.gather(*self._server.server_state.tasks, return_exceptions=True)
 
     async def _reload(self, certificates: Certificates) -> None:

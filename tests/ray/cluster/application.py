@@ -40,14 +40,14 @@ START_SECONDS = 200.0
 STOP_SECONDS = 30.0
 LOG_LINES = 20
 
-WAITS = {"window_seconds": 1.0, "damping": {"up_seconds": 0.5, "down_seconds": 3.0}}
+WAITS = {"look_back_period_s": 1.0, "scaling": {"upscale_delay_s": 0.5, "downscale_delay_s": 3.0}}
 # Two requests fill a verifier. The head is busy for a small part of a round only, which counts as full here.
 POOLS = {
     "router": {"num_cpus": 0.1, "max_replicas": 1},
     "verifier": WAITS | {"num_cpus": 0.5, "max_replicas": 2},
     "draft": {
-        "window_seconds": 1.0, "num_cpus": 0.5, "max_replicas": 2,
-        "damping": {"low": 0.1, "target": 0.11, "high": 0.12, "up_seconds": 0.5, "down_seconds": 3.0},
+        "look_back_period_s": 1.0, "num_cpus": 0.5, "max_replicas": 2,
+        "scaling": {"low": 0.1, "target": 0.11, "high": 0.12, "upscale_delay_s": 0.5, "downscale_delay_s": 3.0},
     },
 }  # fmt: skip
 
@@ -164,8 +164,8 @@ def settings(registry: str, deployments: Sequence[Mapping[str, Any]]) -> dict[st
     config["applications"][0]["deployments"] = [dict(deployment) for deployment in deployments]
     args = config["applications"][0]["args"]
     for service in ("router", "verifier", "draft"):
-        args[service]["registry"] = {"url": registry, "heartbeat": 0.25, "ttl": 20}
-    args["verifier"]["engine"] |= {"max_running": 2, "max_waiting": 8}
+        args[service]["registry"] = {"url": registry, "heartbeat_interval_s": 0.25, "ttl_s": 20}
+    args["verifier"]["engine"] |= {"max_num_seqs": 2, "max_queued_requests": 8}
     args["verifier"]["telemetry"] = {"step_span_ratio": 0.2}
     args["verifier"]["server"]["shutdown_delay_s"] = 0.5
     args["draft"]["server"]["shutdown_delay_s"] = 0.5

@@ -102,7 +102,7 @@ def upgrade(application: RayApplication, asked: Sequence[Asked]) -> Breath:
     old = {lease.incarnation for lease in application.verifiers()}
     with Load(application.grpc, asked, num_clients=3) as load:
         application.wait(lambda: load.num_answered > 3, 60, "nobody answers")
-        application.redeploy(lambda args: args["verifier"]["engine"].update(max_running=3))
+        application.redeploy(lambda args: args["verifier"]["engine"].update(max_num_seqs=3))
         application.wait(lambda: replaced(application, old), 150, "the verifiers are not replaced")
         before = load.num_answered
         application.wait(lambda: load.num_answered > before + 6, 60, "the new verifiers do not serve")

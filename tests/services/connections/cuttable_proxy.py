@@ -62,12 +62,12 @@ def cable(service: str) -> Iterator[Cable]:
 
 
 @asynccontextmanager
-async def entered(server: RpcServer, presence: WorkerRegistration) -> AsyncIterator[Cable]:
+async def entered(server: RpcServer, registration: WorkerRegistration) -> AsyncIterator[Cable]:
     """A line to a server, by whose address its worker is known until the end; then both are gone."""
     with cable(await server.start([])) as line:
-        await presence.enter(line.address)
+        await registration.register(line.address)
         try:
             yield line
         finally:
-            await presence.leave()
+            await registration.deregister()
             await server.stop(0)

@@ -31,7 +31,7 @@ from eyas.rpc.messages import Load
 from eyas.rpc.server import RpcServer
 from eyas.services.discovery.build import build_discovery
 from eyas.services.discovery.registry import Registry
-from eyas.services.lifecycle import WorkerRegistration
+from eyas.services.lifecycle import AnnouncedWorker, WorkerRegistration
 from eyas.services.router.workers import WorkerPool
 from eyas.services.verifier.draft_client import RemoteDrafter
 from eyas.tree import DraftTree
@@ -86,7 +86,7 @@ def test_peers_are_authenticated_by_issuer_and_name(tmp_path: Path) -> None:
             assert not await reaches(Peers(replace(router, tls_server_name="")), address), (
                 "the certificate is for no address"
             )
-        async with serving(peers(tmp_path / "worker", clients="any")) as address:
+        async with serving(peers(tmp_path / "worker", require_client_cert=False)) as address:
             assert await reaches(Peers(PeersConfig(ca_file=router.ca_file, tls_server_name=router.tls_server_name)), address)
             assert not await reaches(Peers(stranger), address)
 
@@ -122,11 +122,11 @@ def test_a_returning_drafter_is_dialled_with_new_certificates(tmp_path: Path) ->
     needs, ours = DrafterNeeds(features=True), Peers(peers(tmp_path))
     with closing(RemoteDrafter(f"127.0.0.1:{port}", needs, config, peers=ours)) as remote:
         with serving_drafts(ToyDrafter(), port=port, peers=Peers(peers(tmp_path))):
-            eventually(lambda: remote.up)
-        eventually(lambda: not remote.up)
+            eventually(lambda: remote.connected)
+        eventually(lambda: not remote.connected)
         Authority("new").write(tmp_path)
         with serving_drafts(ToyDrafter(), port=port, peers=Peers(peers(tmp_path))):
-            eventually(lambda: remote.up, 60)
+            eventually(lambda: remote.connected, 60)
             assert remote.request([context("a", range(10, 15))])() == [DraftTree.chain([14, 15, 16, 17])]
 
 
@@ -161,8 +161,8 @@ def test_a_lost_verifier_is_dialled_with_renewed_certificates(kind: DiscoveryKin
 async def verifier_behind(theirs: Peers, leases: Registry | None) -> AsyncIterator[Cable]:
     """A line to a verifier that tells its state, or leases it at the line's address."""
     server = RpcServer(ServerConfig(), credentials=theirs.server_credentials)
-    presence = WorkerRegistration(server, leases, "verifier", INFO.model, lambda: Load(0, 0, 10_000))
-    async with entered(server, presence) as line:
+    registration = WorkerRegistration(server, leases, AnnouncedWorker("verifier", INFO.model, lambda: Load(0, 0, 10_000)))
+    async with entered(server, registration) as line:
         yield line
 
 
@@ -178,10 +178,9 @@ async def refreshed(workers: WorkerPool, condition: Callable[[], bool]) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"key_file": ""}, "certificate and key go together"),
-        ({"ca_file": "", "name": ""}, "set authority too, to know peers by"),
-        ({"cert_file": "", "key_file": "", "ca_file": ""}, "name is set; set authority too"),
-        ({"require_client_cert": "all"}, "it must be one of certified, any"),
+        ({"key_file": ""}, "cert_file and key_file go together"),
+        ({"ca_file": "", "tls_server_name": ""}, "set ca_file too, which peers are verified with"),
+        ({"cert_file": "", "key_file": "", "ca_file": ""}, "tls_server_name is set; set ca_file too"),
         ({"keepalive_interval_s": 0.0}, "keepalive_interval_s is 0.0; it must be above 0"),
     ],
 )
@@ -191,7 +190,7 @@ def test_settings_that_cannot_work_are_refused(changes: dict[str, object], messa
 
 
 def test_files_that_cannot_be_used_are_an_error_at_start(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"peers\.certificate, peers\.key and peers\.authority cannot be used: .*tls\.crt"):
+    with pytest.raises(ConfigError, match=r"peers\.cert_file, peers\.key_file and peers\.ca_file cannot be used: .*tls\.crt"):
         Peers(peers(tmp_path))
     Authority().write(tmp_path)
     one_key = (tmp_path / "tls.key").read_bytes()
@@ -219,6 +218,6 @@ def test_api_keys_are_masked_in_the_printed_config(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", [VerifierConfig, DraftConfig])
 def test_no_worker_dials_with_tls_and_is_dialled_without(kind: type[VerifierConfig | DraftConfig]) -> None:
-    with pytest.raises(ConfigError, match=r"this worker would serve without TLS; set peers\.certificate and peers\.key"):
+    with pytest.raises(ConfigError, match=r"this worker would serve without TLS; set peers\.cert_file and peers\.key_file"):
         kind("demo", "target", peers=PeersConfig(ca_file="ca.crt"))
     assert RouterConfig((ServedModel("demo", "target"),), peers=PeersConfig(ca_file="ca.crt"))

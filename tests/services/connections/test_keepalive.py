@@ -17,7 +17,7 @@ from eyas.drafters.base import DrafterNeeds
 from eyas.rpc.channel import ChannelOptions, Peers
 from eyas.rpc.server import RpcServer
 from eyas.services.discovery.registry import Registry
-from eyas.services.lifecycle import WorkerRegistration
+from eyas.services.lifecycle import AnnouncedWorker, WorkerRegistration
 from eyas.services.verifier.draft_client import RemoteDrafter
 from eyas.tree import DraftTree
 from eyas.v1.generation_pb2_grpc import add_GenerationServicer_to_server
@@ -109,8 +109,8 @@ async def behind(url: str, script: Script) -> AsyncIterator[Cable]:
     server = RpcServer(ServerConfig())
     add_GenerationServicer_to_server(ScriptedVerifier(script), server.aio)
     registry = Registry(RegistryConfig(url, 2.0, 0.05))
-    presence = WorkerRegistration(server, registry, "verifier", MODEL, lambda: Load(0, 0, 10_000))
-    async with entered(server, presence) as line:
+    registration = WorkerRegistration(server, registry, AnnouncedWorker("verifier", MODEL, lambda: Load(0, 0, 10_000)))
+    async with entered(server, registration) as line:
         yield line
 
 
@@ -145,10 +145,10 @@ def test_an_unreachable_drafter_is_dropped_and_dialled_again() -> None:
     with serving(ToyDrafter()) as address, cable(address) as line:
         needs, patient = DrafterNeeds(features=True), DraftClientConfig(draft_timeout_s=20.0)
         with closing(RemoteDrafter(line.address, needs, patient, peers=Peers(IMPATIENT))) as remote:
-            eventually(lambda: remote.up)
+            eventually(lambda: remote.connected)
             line.cut.set()
             assert remote.request([context("a", range(10, 15))])() == [None], "long before the deadline"
-            assert not remote.up
+            assert not remote.connected
             line.cut.clear()
-            eventually(lambda: remote.up)
+            eventually(lambda: remote.connected)
             assert remote.request([context("b", range(10, 15))])() == [DraftTree.chain([14, 15, 16, 17])]

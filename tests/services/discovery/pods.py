@@ -103,11 +103,11 @@ async def pod_router(
     add_GenerationServicer_to_server(RouterServicer(service), server.aio)
     readiness = ReadinessMonitor(server, discovery, workers, 0.02)
     address = await server.start(["eyas.v1.Generation"])
-    await readiness.enter(address)
+    await readiness.register(address)
     try:
         yield address, workers
     finally:
-        await readiness.leave()
+        await readiness.deregister()
         await server.stop(0)
         await workers.close()
         await discovery.close()

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from eyas.config import KubernetesConfig
+from eyas.config import DiscoveryConfig, KubernetesConfig
 from eyas.errors import ConfigError
-from eyas.services.discovery.kubernetes import SliceEndpoints, open_api
+from eyas.services.discovery.kubernetes import KubernetesEndpoints, open_api
 from tests.services.discovery.api_server import ApiServer, pod, running
 from tests.services.discovery.pods import discovering, kubernetes, names, pod_router, pod_worker
 from tests.services.redis_server import free_port
@@ -22,7 +22,7 @@ SOON = 0.3
 
 @pytest.fixture(autouse=True)
 def no_pauses(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr("eyas.services.discovery.kubernetes.PAUSE_SECONDS", 0.02)
+    monkeypatch.setattr("eyas.services.discovery.kubernetes.RETRY_S", 0.02)
     return iter(())
 
 
@@ -118,11 +118,11 @@ def test_workers_survive_an_api_server_outage(caplog: pytest.LogCaptureFixture) 
                         api.put(name, worker.address, pod(worker.address, name))
                     await until(lambda: workers.ready and len(workers.snapshot().verifiers) == 2)
                     caplog.clear()
-                await until(lambda: caplog.text.count("going on with what is known") == 2)
+                await until(lambda: caplog.text.count("keeping the last list") == 2)
                 assert len(workers.snapshot().verifiers) == 2
                 assert tokens_of(await ask(address, CALL)) == REST
             await until(lambda: [lease.incarnation for lease in workers.snapshot().verifiers] == [one.incarnation])
-            assert caplog.text.count("going on with what is known") == 2, "once for each role"
+            assert caplog.text.count("keeping the last list") == 2, "once for each role"
             async with pod_worker() as third, running(api):
                 api.put("third", third.address, pod(third.address, "third"))
                 await until(lambda: third.incarnation in {lease.incarnation for lease in workers.snapshot().verifiers})
@@ -183,7 +183,7 @@ def test_a_missing_router_address_is_a_clear_error(monkeypatch: pytest.MonkeyPat
     monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
     monkeypatch.setattr("kubernetes.aio.config.kube_config.KUBE_CONFIG_DEFAULT_LOCATION", str(tmp_path / "none"))
     with pytest.raises(ConfigError, match=r"KUBECONFIG, or discovery\.kubernetes\.api_server"):
-        asyncio.run(SliceEndpoints(KubernetesConfig()).open())
+        asyncio.run(KubernetesEndpoints(DiscoveryConfig(kind="kubernetes")).open())
 
 
 def test_a_kubeconfig_names_the_server_and_the_namespace(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

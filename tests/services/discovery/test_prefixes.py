@@ -95,7 +95,7 @@ def test_served_prompts_are_announced_and_wrong_targets_rejected(
 
     async def serve_once(loop: AsyncEngine) -> None:
         assert [chunk async for chunk in loop.generate(request)][-1].finish_reason == "length"
-        await until(lambda: loop.prefixes == frozenset(block_hashes(prompt)))
+        await until(lambda: loop.prefix_hashes == frozenset(block_hashes(prompt)))
         assert (loop.load.max_num_seqs, loop.load.step_seconds) == (EngineConfig().max_num_seqs, 0.0)
 
     asyncio.run(body())

@@ -12,7 +12,7 @@ from eyas.rpc.channel import open_channel
 from eyas.rpc.convert import leases_from_proto
 from eyas.rpc.messages import Lease, Load
 from eyas.rpc.server import RpcServer
-from eyas.services.lifecycle import WorkerRegistration
+from eyas.services.lifecycle import AnnouncedWorker, WorkerRegistration
 from eyas.v1.worker_pb2 import StatusRequest
 from eyas.v1.worker_pb2_grpc import WorkerStub
 from tests.services.discovery.pods import discovering, names, pod_router, pod_worker, settings
@@ -38,12 +38,13 @@ def test_a_worker_is_found_as_it_describes_itself() -> None:
 def test_a_real_worker_serves_its_state() -> None:
     async def body() -> Lease:
         server = RpcServer(ServerConfig(host="0.0.0.0"))
-        presence = WorkerRegistration(server, None, "draft", MODEL, lambda: Load(1), "here", lambda: frozenset({3}), "one")
+        worker = AnnouncedWorker("draft", MODEL, lambda: Load(1), "here", lambda: frozenset({3}), "one")
+        registration = WorkerRegistration(server, None, worker)
         address = await server.start([])
-        await presence.enter(address)  # with no lease, nobody needs to be told where
+        await registration.register(address)  # with no lease, nobody needs to be told where
         async with open_channel(f"127.0.0.1:{port_of(address)}") as channel:
             answer = await WorkerStub(channel).Status(StatusRequest())
-        await presence.leave()
+        await registration.deregister()
         await server.stop(0)
         return leases_from_proto(answer, "there:1")[0]
 

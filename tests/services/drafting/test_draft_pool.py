@@ -21,7 +21,7 @@ def test_the_pool_sends_each_session_to_its_own_drafter() -> None:
     one, other = ToyDrafter(), ToyDrafter()
     with serving(one) as first, serving(other) as second, closing(DraftPool(PATIENT, NEEDS)) as pool:
         for session, address in (("a", first), ("b", second), ("c", first)):
-            pool.pair(session, address)
+            pool.assign(session, address)
         contexts = [context(session, TOKENS[:5]) for session in "abcd"]
         eventually(lambda: None not in pool.request(contexts)()[:3])
         assert pool.request([context("d", TOKENS[:5])])() == [None]
@@ -31,7 +31,7 @@ def test_the_pool_sends_each_session_to_its_own_drafter() -> None:
         pool.release(["a", "b", "d"])
         eventually(lambda: [len(one.sessions), len(other.sessions)] == [1, 0])
         for session in "abc":
-            pool.unpair(session)
+            pool.unassign(session)
         assert pool.request([context("a", TOKENS[:6], base=5)])() == [None]
 
 
@@ -39,44 +39,44 @@ def test_a_drafter_that_is_gone_is_not_dialled_for_ever() -> None:
     with closing(DraftPool(PATIENT, NEEDS)) as pool:
         with serving(ToyDrafter()) as address:
             pass
-        pool.pair("a", address)
+        pool.assign("a", address)
         assert pool.request([context("a", TOKENS[:5])])() == [None]
-        assert len(pool.stats) == 1
+        assert len(pool.states) == 1
         pool.release(["a"])
-        assert pool.stats == []
+        assert pool.states == []
 
 
 def test_an_unused_drafter_that_disappears_is_removed() -> None:
     """Every restart of a pod is another address: none may leave a thread and a metric behind."""
     with closing(DraftPool(PATIENT, NEEDS)) as pool:
         with serving(ToyDrafter()) as address:
-            pool.pair("a", address)
+            pool.assign("a", address)
             eventually(lambda: pool.can_draft("a"))
             pool.request([context("a", TOKENS[:5])])()
             pool.release(["a"])
-            pool.unpair("a")
-            pool.rehome([])
-            assert len(pool.links) == 1, "it is only missing from the list"
-        eventually(lambda: not pool.links[0].up)
-        pool.rehome([address])
-        assert len(pool.links) == 1, "it may come back"
-        pool.rehome([])
-        assert pool.links == []
+            pool.unassign("a")
+            pool.rebalance([])
+            assert len(pool.states) == 1, "it is only missing from the list"
+        eventually(lambda: not pool.states[0].connected)
+        pool.rebalance([address])
+        assert len(pool.states) == 1, "it may come back"
+        pool.rebalance([])
+        assert pool.states == []
 
 
 def test_sessions_of_a_drafter_that_is_gone_move_to_a_live_one() -> None:
     other = ToyDrafter()
     with closing(DraftPool(PATIENT, NEEDS)) as pool, serving(other) as second:
         with serving(ToyDrafter()) as first:
-            pool.pair("a", first)
+            pool.assign("a", first)
             eventually(lambda: pool.request([context("a", TOKENS[:5])])() == [DraftTree.chain([14, 15, 16, 17])])
-            pool.rehome([second])
+            pool.rebalance([second])
             assert pool.request([context("a", TOKENS[:6], base=5)])() == [DraftTree.chain([15, 16, 17, 18])]
         eventually(lambda: pool.request([context("a", TOKENS[:7], base=6)])() == [None])
-        pool.rehome([first])
-        pool.rehome([])
+        pool.rebalance([first])
+        pool.rebalance([])
         assert pool.request([context("a", TOKENS[:7], base=6)])() == [None]
-        pool.rehome([second])
+        pool.rebalance([second])
         eventually(lambda: pool.request([context("a", TOKENS[:7], base=6)])() == [ResyncRequired("a", 0, 0)])
         assert pool.request([context("a", TOKENS[:7])])() == [DraftTree.chain([16, 17, 18, 19])]
         assert len(other.sessions) == 1
@@ -85,20 +85,20 @@ def test_sessions_of_a_drafter_that_is_gone_move_to_a_live_one() -> None:
 def test_a_session_without_a_drafter_gets_the_first_that_appears() -> None:
     drafter = ToyDrafter()
     with closing(DraftPool(PATIENT, NEEDS)) as pool:
-        pool.pair("a", "")
+        pool.assign("a", "")
         assert not pool.can_draft("a")
         assert pool.request([context("a", TOKENS[:5])])() == [None]
-        pool.rehome([])
+        pool.rebalance([])
         with serving(drafter) as address:
-            pool.rehome([address])
+            pool.rebalance([address])
             eventually(lambda: pool.can_draft("a"))
             assert not pool.can_draft("plain on purpose")
             assert pool.request([context("a", TOKENS[:6])])() == [DraftTree.chain([15, 16, 17, 18])]
             pool.release(["a"])
             eventually(lambda: not drafter.sessions)
-        pool.pair("b", "")
-        pool.unpair("b")
-        pool.rehome([address])
+        pool.assign("b", "")
+        pool.unassign("b")
+        pool.rebalance([address])
         assert not pool.can_draft("b")
 
 
@@ -108,20 +108,20 @@ def test_a_hanging_drafter_costs_few_steps_and_its_sessions_move() -> None:
     hanging = ToyDrafter(before=gate.wait)
     with closing(DraftPool(config, NEEDS)) as pool, serving(ToyDrafter()) as good, serving(hanging) as hung:
         try:
-            pool.pair("a", hung)
-            pool.pair("b", good)
+            pool.assign("a", hung)
+            pool.assign("b", good)
             eventually(lambda: pool.can_draft("a") and pool.can_draft("b"))
             rounds = 0
             while pool.can_draft("a"):
                 assert pool.request([context("a", TOKENS[:5])])() == [None]
                 rounds += 1
             assert rounds == config.breaker_max_failures
-            pool.rehome([hung])
+            pool.rebalance([hung])
             assert not pool.can_draft("a"), "there is no other"
-            pool.rehome([hung, good])
+            pool.rebalance([hung, good])
             assert pool.request([context("a", TOKENS[:5])])() == [DraftTree.chain([14, 15, 16, 17])]
-            pool.pair("c", "")
-            pool.rehome([hung, good])
+            pool.assign("c", "")
+            pool.rebalance([hung, good])
             assert pool.can_draft("c"), "paired with the good one"
         finally:
             gate.set()

@@ -36,9 +36,9 @@ from eyas.rpc.messages import DrafterInfo, Lease, Load, ModelInfo, TargetInfo
 from eyas.rpc.server import status_error
 from eyas.services.discovery.registry import Registry
 from eyas.services.draft import servicer
-from eyas.services.draft.__main__ import Served, describe, read_target, serve_drafters
-from eyas.services.draft.worker import check_distinct
-from eyas.services.router.routing import RoutingRequest, WorkerSnapshot, pick
+from eyas.services.draft.__main__ import describe, read_target, serve_drafters
+from eyas.services.draft.servicer import check_distinct
+from eyas.services.router.routing import Fleet, RequestDemand, pick
 from eyas.services.verifier.draft_client import RemoteDrafter
 from eyas.v1 import draft_pb2, draft_pb2_grpc
 from tests import reference
@@ -94,7 +94,7 @@ def address(zoo: Zoo) -> Iterator[str]:
         yield address
 
 
-def verified(target: str, drafter: str, head: str) -> TargetInfo:
+def target_info(target: str, drafter: str, head: str) -> TargetInfo:
     return TargetInfo(target_fingerprint(target), features_fingerprint(drafter, head))
 
 
@@ -102,8 +102,8 @@ def generate(address: str, target: str, drafter: str, head: str) -> GenerationSt
     """Of a request to a verifier of `target` with that drafter; what it says is checked."""
     fuser = build_fuser(drafter, head, target, "float32", "cpu")
     needs = DrafterNeeds(features=fuser is not None, samples=True)
-    with closing(RemoteDrafter(address, needs, PATIENT, verified=verified(target, drafter, head))) as remote:
-        eventually(lambda: remote.up)
+    with closing(RemoteDrafter(address, needs, PATIENT, target=target_info(target, drafter, head))) as remote:
+        eventually(lambda: remote.connected)
         engine = build_engine(target, fuser, "float32", "cpu", EngineConfig(max_kv_tokens=256), TREE, remote)
         engine.submit(Request("r", (5, 6, 7), SAMPLING))
         stats, said = GenerationStats(), []
@@ -126,7 +126,7 @@ def test_a_drafter_for_the_features_is_described_first(zoo: Zoo, address: str) -
         stub = draft_pb2_grpc.DraftStub(channel)
 
         def found(target: str, drafter: str, head: str) -> tuple[str, str]:
-            wanted = verified(target, drafter, head)
+            wanted = target_info(target, drafter, head)
             message = draft_pb2.TargetInfo(
                 target_fingerprint=wanted.target_fingerprint, features_fingerprint=wanted.features_fingerprint
             )
@@ -140,10 +140,8 @@ def test_a_drafter_for_the_features_is_described_first(zoo: Zoo, address: str) -
 
 
 def test_a_verifier_without_a_match_gets_a_list_of_drafters(zoo: Zoo, address: str) -> None:
-    wanted = verified(zoo.one, "eagle3", zoo.other_head)
-    message = draft_pb2.TargetInfo(
-        target_fingerprint=wanted.target_fingerprint, features_fingerprint=wanted.features_fingerprint
-    )
+    wanted = target_info(zoo.one, "eagle3", zoo.other_head)
+    message = draft_pb2.TargetInfo(target_fingerprint=wanted.target_fingerprint, features_fingerprint=wanted.features_fingerprint)
     with open_sync_channel(address) as channel:
         stub = draft_pb2_grpc.DraftStub(channel)
         with pytest.raises(grpc.RpcError) as caught:
@@ -153,21 +151,21 @@ def test_a_verifier_without_a_match_gets_a_list_of_drafters(zoo: Zoo, address: s
         assert "sps for other" in str(status_error(caught.value))
         with pytest.raises(grpc.RpcError) as caught:
             list(stub.Speculate(iter([draft_pb2.SpeculateRequest(step=1)])))
-        assert "the verifier does not say what it serves" in str(status_error(caught.value))
+        assert "the verifier names no target" in str(status_error(caught.value))
 
 
 def test_a_draft_client_rejects_a_drafter_for_another_target(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """As a service does that has one drafter and does not look at who asks."""
-    monkeypatch.setattr(servicer, "choose", lambda workers, wanted: workers[0])
+    monkeypatch.setattr(servicer, "choose_worker", lambda workers, wanted: workers[0])
     needs, wanted = DrafterNeeds(features=True), TargetInfo("another", "none")
     with (
         serving(ToyDrafter(), INFO) as address,
-        closing(RemoteDrafter(address, needs, PATIENT, verified=wanted)) as remote,
+        closing(RemoteDrafter(address, needs, PATIENT, target=wanted)) as remote,
     ):
-        eventually(lambda: "which is not Verified(target_fingerprint='another'" in caplog.text)
-        assert not remote.up
+        eventually(lambda: "which is not TargetInfo(target_fingerprint='another'" in caplog.text)
+        assert not remote.connected
 
 
 def test_each_drafter_has_a_lease_and_the_router_assigns_a_match(url: str) -> None:
@@ -175,7 +173,7 @@ def test_each_drafter_has_a_lease_and_the_router_assigns_a_match(url: str) -> No
 
     async def body() -> None:
         config = DraftConfig("one", "t", registry=RegistryConfig(url), server=ServerConfig(graceful_shutdown_timeout_s=0))
-        served = [Served(ToyDrafter(), replace(INFO, model=model)) for model in models]
+        served = [(ToyDrafter(), replace(INFO, model=model)) for model in models]
         registry, watcher = Registry(config.registry), Redis.from_url(url)
         await registry.leases("draft")
         before = {client["id"] for client in await watcher.client_list()}
@@ -188,7 +186,7 @@ def test_each_drafter_has_a_lease_and_the_router_assigns_a_match(url: str) -> No
         assert len(new) == 1, "one connection carries all leases"
         for name, fingerprint, digest in (("one", "f1", "h1"), ("two", "f2", "h9")):
             verifier = Lease("verifier", "there", "v", ModelInfo(name, fingerprint, 100, 1000, digest), Load(1, 0, 99))
-            pair = pick(WorkerSnapshot([verifier], leases, {}), RoutingRequest(name, 10), RoutingConfig())
+            pair = pick(Fleet([verifier], leases, {}), RequestDemand(name, 10), RoutingConfig())
             assert pair is not None
             assert pair.drafter is not None
             assert pair.drafter.model.name == name
@@ -209,7 +207,7 @@ def test_every_drafter_of_a_service_is_found_without_leases(kind: str) -> None:
         config = DraftConfig(
             "one", "t", server=ServerConfig(port=port, graceful_shutdown_timeout_s=0), discovery=DiscoveryConfig(kind=kind)
         )
-        served = [Served(ToyDrafter(), replace(INFO, model=model)) for model in models]
+        served = [(ToyDrafter(), replace(INFO, model=model)) for model in models]
         service = asyncio.create_task(serve_drafters(config, served))
         async with discovering(settings("static", drafters=(f"127.0.0.1:{port}",)), "draft") as discovery:
             await until(lambda: len(discovery.known("draft")) == 3)
@@ -226,11 +224,9 @@ def test_every_drafter_of_a_service_is_found_without_leases(kind: str) -> None:
 
 def test_indistinguishable_drafters_are_refused(zoo: Zoo) -> None:
     info = DrafterInfo(ModelInfo("m", "f00d", 48, 256, "none"), "sps", False, False, 0)
-    with pytest.raises(ConfigError, match=r"drafters sps and lookup are both for m .*Leave one out"):
+    with pytest.raises(ConfigError, match=r"drafters sps and lookup are both for m .*Remove one"):
         asyncio.run(
-            serve_drafters(
-                DraftConfig("m", "t"), [Served(ToyDrafter(), info), Served(ToyDrafter(), replace(info, method="lookup"))]
-            )
+            serve_drafters(DraftConfig("m", "t"), [(ToyDrafter(), info), (ToyDrafter(), replace(info, method="lookup"))])
         )
     check_distinct([info, replace(info, model=replace(info.model, fingerprint="other"))])
 
@@ -238,15 +234,16 @@ def test_indistinguishable_drafters_are_refused(zoo: Zoo) -> None:
 def test_a_config_lists_its_drafters(tmp_path: Path) -> None:
     file = tmp_path / "draft.yaml"
     file.write_text(
-        "model: a\ntarget: t\nhead: h\nmore:\n- {model: b, target: u, drafter: sps, head: s, eagle: {num_slots: 9}}\n"
+        "served_model_name: a\nmodel: t\ndraft_model: h\nadditional_models:\n"
+        "- {served_model_name: b, model: u, method: sps, draft_model: s, drafting: {max_kv_tokens: 9}}\n"
     )
     config = load(DraftConfig, file, ["tree.num_draft_tokens=7"])
     assert config.drafted == (
         DraftedModel("a", "t", "h", tree=TreeConfig(num_draft_tokens=7)),
         DraftedModel("b", "u", "s", "sps", drafting=DraftingConfig(max_kv_tokens=9)),
     )
-    with pytest.raises(ConfigError, match="num_slots is -1"):
+    with pytest.raises(ConfigError, match="max_kv_tokens is -1"):
         DraftedModel("b", "u", drafting=DraftingConfig(max_kv_tokens=-1))
-    file.write_text("model: a\ntarget: t\nmore:\n- {model: b, target: u, tre: 1}\n")
+    file.write_text("served_model_name: a\nmodel: t\nadditional_models:\n- {served_model_name: b, model: u, tre: 1}\n")
     with pytest.raises(ConfigError, match="tre"):
         load(DraftConfig, file)

@@ -35,7 +35,7 @@ def test_remote_drafts_of_every_method_change_no_token(name: str, tiny_target: s
     said: dict[str, list[int]] = {request.id: [] for request in requests}
     num_drafted = 0
     with serving(drafter, info) as address, closing(RemoteDrafter(address, collected, LINK)) as remote:
-        eventually(lambda: remote.up)
+        eventually(lambda: remote.connected)
         engine = build_engine(
             tiny_target, fuser, "float32", "cpu", EngineConfig(max_kv_tokens=512, max_prefill_tokens=16), TREE, remote
         )
@@ -46,7 +46,7 @@ def test_remote_drafts_of_every_method_change_no_token(name: str, tiny_target: s
                 said[chunk.request_id] += chunk.token_ids
                 num_drafted += chunk.verify_step.drafted if chunk.verify_step else 0
         engine.check()
-        assert remote.stats.num_lost == 0
+        assert remote.state(1).num_lost == 0
     assert num_drafted > 0
     for request in requests:
         assert said[request.id] == reference.generate(tiny_target, list(request.prompt_ids), request.sampling)

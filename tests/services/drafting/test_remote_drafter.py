@@ -36,7 +36,7 @@ def address(drafter: ToyDrafter) -> Iterator[str]:
 
 def connect(address: str, config: DraftClientConfig = PATIENT, needs: DrafterNeeds = NEEDS) -> closing[RemoteDrafter]:
     remote = RemoteDrafter(address, needs, config)
-    eventually(lambda: remote.up)
+    eventually(lambda: remote.connected)
     return closing(remote)
 
 
@@ -45,7 +45,7 @@ def test_every_session_of_a_round_gets_its_tree(address: str) -> None:
         drafts = remote.request([context("a", TOKENS[:5]), context("b", TOKENS[:9])])()
         assert drafts == [DraftTree.chain([14, 15, 16, 17]), DraftTree.chain([18, 19, 20, 21])]
         assert remote.request([context("a", TOKENS[:7], base=5)])() == [DraftTree.chain([16, 17, 18, 19])]
-        assert remote.stats.num_answered == 2
+        assert remote.state(1).num_answered == 2
 
 
 def test_a_commit_without_a_tree_reaches_the_drafter(address: str, drafter: ToyDrafter) -> None:
@@ -98,14 +98,14 @@ def test_late_trees_are_dropped_and_an_open_breaker_is_free() -> None:
         try:
             for length in (5, 6):
                 assert remote.request([context("a", TOKENS[:length])])() == [None]
-            assert remote.stats.num_lost == 2
+            assert remote.state(1).num_lost == 2
             started = time.monotonic()
             for _ in range(50):
                 assert remote.request([context("a", TOKENS[:7]), context("b", TOKENS[:3], budget=BOOKKEEPING)])() == [
                     None,
                     None,
                 ]
-            assert remote.stats.num_lost == 2 or time.monotonic() - started > config.breaker_reset_s
+            assert remote.state(1).num_lost == 2 or time.monotonic() - started > config.breaker_reset_s
         finally:
             gate.set()
         eventually(lambda: remote.request([context("a", TOKENS[:8])])() != [None])
@@ -115,16 +115,16 @@ def test_late_trees_are_dropped_and_an_open_breaker_is_free() -> None:
 def test_a_killed_drafter_costs_drafts_only_and_is_resynced() -> None:
     with serving(ToyDrafter()) as address:
         remote = RemoteDrafter(address, NEEDS, replace(PATIENT, breaker_reset_s=0.05))
-        eventually(lambda: remote.up)
+        eventually(lambda: remote.connected)
         remote.request([context("a", TOKENS[:5])])()
     with closing(remote):
-        eventually(lambda: not remote.up)
+        eventually(lambda: not remote.connected)
         assert remote.request([context("a", TOKENS[:7], base=5), context("b", TOKENS[:3], budget=BOOKKEEPING)])() == [
             None,
             None,
         ]
         with serving(ToyDrafter(), port=int(address.rpartition(":")[2])):
-            eventually(lambda: remote.up)
+            eventually(lambda: remote.connected)
             assert remote.request([context("a", TOKENS[:9], base=5)])() == [ResyncRequired("a", 0, 0)]
             assert remote.request([context("a", TOKENS[:9])])() == [DraftTree.chain([18, 19, 20, 21])]
 
@@ -150,12 +150,12 @@ def test_breaker_reset_doubles_per_failure_until_a_success() -> None:
     with serving(ToyDrafter(before=gate.wait)) as address, connect(address, config) as remote:
         try:
             started = time.monotonic()
-            eventually(lambda: remote.request([context("a", TOKENS[:5])])() == [None] and remote.stats.num_lost == 6)
+            eventually(lambda: remote.request([context("a", TOKENS[:5])])() == [None] and remote.state(1).num_lost == 6)
             assert time.monotonic() - started >= 0.01 * (1 + 2 + 4 + 8 + 16)
         finally:
             gate.set()
         eventually(lambda: remote.request([context("b", TOKENS[:3])])() != [None])
-        assert not remote.resting
+        assert not remote.backing_off
         assert remote.can_draft("b")
 
 

@@ -29,7 +29,7 @@ PATIENT = DraftClientConfig(draft_timeout_s=30.0)
 
 def test_a_drafter_that_cannot_sample_stays_unused(caplog: pytest.LogCaptureFixture) -> None:
     with serving(ToyDrafter()) as address, closing(RemoteDrafter(address, NEEDS, PATIENT, "sampled")) as remote:
-        eventually(lambda: "cannot draw trees from its own law" in caplog.text)
+        eventually(lambda: "cannot sample trees from its own distribution" in caplog.text)
         assert remote.request([context("a", (10, 11, 12))])() == [None]
 
 
@@ -37,7 +37,7 @@ def test_a_commit_beyond_the_drafters_abilities_is_rejected() -> None:
     asked = replace(context("a", (10, 11, 12)), proposal="sampled")
     assert asked.features is not None
     sent = replace(asked, features=tensor_to_bytes(asked.features))
-    with pytest.raises(InvalidRequest, match="drafter toy cannot draw trees from its own law"):
+    with pytest.raises(InvalidRequest, match="drafter toy cannot sample trees"):
         admit(sent, "1/a", INFO)
     assert admit(sent, "1/a", replace(INFO, can_sample=True)).proposal == "sampled"
 
@@ -71,6 +71,6 @@ def test_a_request_gets_equal_output_remote_and_in_process(tiny_target: str, tin
     info = DrafterInfo(ModelInfo("tiny", "f", 48, 256), "eagle3", True, False, 32, can_sample=True)
     with serving(eagle(), info) as address, closing(DraftPool(PATIENT, NEEDS, "sampled")) as pool:
         for name in "abc":
-            pool.pair(name, address)
+            pool.assign(name, address)
         eventually(lambda: all(pool.can_draft(name) for name in "abc"))
         assert generate(pool, tiny_target, tiny_head) == (expected, num_foreseen)

@@ -53,11 +53,11 @@ async def http_router(
     server_http = HttpServer(app, HttpConfig(), TlsConfig())
     address = await server.start([])
     await server_http.start()
-    await readiness.enter(address)
+    await readiness.register(address)
     try:
         yield f"http://{server_http.address}"
     finally:
-        await readiness.leave()
+        await readiness.deregister()
         await asyncio.gather(server_http.stop(0), server.stop(0))
         await workers.close()
         await registry.close()

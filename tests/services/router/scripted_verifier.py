@@ -21,7 +21,7 @@ from eyas.rpc.convert import generate_call_from_proto, generate_call_to_proto, t
 from eyas.rpc.messages import RETRY_KEY, ROUND_TRIP_KEY, GenerateCall, Load, ModelInfo, Role, TextChunk
 from eyas.rpc.server import RpcServer
 from eyas.services.discovery.registry import Registry
-from eyas.services.lifecycle import WorkerRegistration
+from eyas.services.lifecycle import AnnouncedWorker, WorkerRegistration
 from eyas.services.router.dispatcher import Dispatcher, SessionMap
 from eyas.services.router.generation import GenerationService
 from eyas.services.router.grpc_server import RouterServicer
@@ -128,15 +128,15 @@ async def worker(
     """A scripted worker with a lease; gives its address. A drafter is only ever named."""
     server = RpcServer(ServerConfig())
     add_GenerationServicer_to_server(ScriptedVerifier(script), server.aio)
-    presence = WorkerRegistration(
-        server, Registry(RegistryConfig(url, 2.0, 0.05)), role, model, lambda: Load(0, 0, free_slots)
+    registration = WorkerRegistration(
+        server, Registry(RegistryConfig(url, 2.0, 0.05)), AnnouncedWorker(role, model, lambda: Load(0, 0, free_slots))
     )
     address = await server.start([])
-    await presence.enter(address)
+    await registration.register(address)
     try:
         yield address
     finally:
-        await presence.leave()
+        await registration.deregister()
         await server.stop(0)
 
 
@@ -156,11 +156,11 @@ async def router(
     add_GenerationServicer_to_server(RouterServicer(service), server.aio)
     readiness = ReadinessMonitor(server, registry, workers, 0.02)
     address = await server.start(["eyas.v1.Generation"])
-    await readiness.enter(address)
+    await readiness.register(address)
     try:
         yield address
     finally:
-        await readiness.leave()
+        await readiness.deregister()
         await server.stop(0)
         await workers.close()
         await registry.close()
