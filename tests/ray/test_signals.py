@@ -51,7 +51,7 @@ def test_a_drafter_reports_events_since_the_last_report() -> None:
         observer.drafted([], [], 7 * 10**9, 10 * 10**9)
         now[0] += 4.0
         use = DraftUsage(**signals.read())
-        assert (use.occupancy, use.answers, use.late) == pytest.approx((0.75, 2.0, 0.5))
+        assert (use.occupancy, use.replies, use.late) == pytest.approx((0.75, 2.0, 0.5))
         now[0] += 4.0
         assert DraftUsage(**signals.read()) == DraftUsage(0, 0, 0)
 

@@ -13,7 +13,7 @@ from eyas.config import DraftConfig, RegistryConfig, ServerConfig
 from eyas.draft_protocol import Commit, ResyncRequired, TensorBytes
 from eyas.drafters.base import DraftContext
 from eyas.errors import RequestFailed
-from eyas.rpc import convert as draft_wire
+from eyas.rpc import convert
 from eyas.rpc.channel import open_channel, open_sync_channel
 from eyas.rpc.messages import DraftRequest, DraftResponse
 from eyas.services.draft.__main__ import serve_drafters
@@ -54,8 +54,8 @@ def packed(context: DraftContext) -> Commit[TensorBytes]:
 
 def converse(stub: draft_pb2_grpc.DraftStub, *steps: Sequence[Commit[TensorBytes]]) -> list[DraftResponse]:
     """All replies to a stream that sends `steps` and ends."""
-    requests = [draft_wire.draft_request_to_proto(DraftRequest(n, tuple(step))) for n, step in enumerate(steps, 1)]
-    return [draft_wire.draft_response_from_proto(reply) for reply in stub.Speculate(iter(requests))]
+    requests = [convert.draft_request_to_proto(DraftRequest(n, tuple(step))) for n, step in enumerate(steps, 1)]
+    return [convert.draft_response_from_proto(reply) for reply in stub.Speculate(iter(requests))]
 
 
 def roots(reply: DraftResponse) -> dict[str, int]:
@@ -75,7 +75,7 @@ def test_every_request_with_a_commit_gets_one_reply_in_order(stub: draft_pb2_grp
 
 
 def test_describe_says_what_the_drafter_is(stub: draft_pb2_grpc.DraftStub) -> None:
-    assert draft_wire.drafter_info_from_proto(stub.Describe(draft_pb2.DescribeRequest())) == INFO
+    assert convert.drafter_info_from_proto(stub.Describe(draft_pb2.DescribeRequest())) == INFO
 
 
 def test_older_epochs_are_dropped_and_newer_ones_start_empty(stub: draft_pb2_grpc.DraftStub) -> None:
@@ -172,11 +172,11 @@ def test_a_drafter_that_breaks_for_good_ends_its_service(caplog: pytest.LogCaptu
         service = asyncio.create_task(serve_drafters(config, [(Breaking(), INFO)]))
         async with open_channel(f"127.0.0.1:{port}") as channel:
             stub = draft_pb2_grpc.DraftStub(channel)
-            request = draft_wire.draft_request_to_proto(DraftRequest(1, (GOOD,)))
+            request = convert.draft_request_to_proto(DraftRequest(1, (GOOD,)))
             stream, other = stub.Speculate(wait_for_ready=True), stub.Speculate(wait_for_ready=True)
             for call in (other, stream):
                 await call.write(request)
-                assert roots(draft_wire.draft_response_from_proto(await call.read())) == {"a": 14}
+                assert roots(convert.draft_response_from_proto(await call.read())) == {"a": 14}
             stream.cancel()
             with pytest.raises(RequestFailed, match="the drafter broke"):
                 await asyncio.wait_for(service, 30)

@@ -38,7 +38,7 @@ from eyas.services.discovery.registry import Registry
 from eyas.services.draft import servicer
 from eyas.services.draft.__main__ import describe, read_target, serve_drafters
 from eyas.services.draft.servicer import check_distinct
-from eyas.services.router.routing import Fleet, RequestDemand, pick
+from eyas.services.router.routing import RoutingRequest, WorkerSnapshot, pick
 from eyas.services.verifier.draft_client import RemoteDrafter
 from eyas.v1 import draft_pb2, draft_pb2_grpc
 from tests import reference
@@ -186,7 +186,7 @@ def test_each_drafter_has_a_lease_and_the_router_assigns_a_match(url: str) -> No
         assert len(new) == 1, "one connection carries all leases"
         for name, fingerprint, digest in (("one", "f1", "h1"), ("two", "f2", "h9")):
             verifier = Lease("verifier", "there", "v", ModelInfo(name, fingerprint, 100, 1000, digest), Load(1, 0, 99))
-            pair = pick(Fleet([verifier], leases, {}), RequestDemand(name, 10), RoutingConfig())
+            pair = pick(WorkerSnapshot([verifier], leases, {}), RoutingRequest(name, 10), RoutingConfig())
             assert pair is not None
             assert pair.drafter is not None
             assert pair.drafter.model.name == name
