@@ -31,9 +31,9 @@ from tests.services.router.scripted_verifier import (
     Load,
     Script,
     ScriptedVerifier,
-    ask,
     failure,
     router,
+    send,
     tokens_of,
     until,
     worker,
@@ -118,7 +118,7 @@ def test_requests_move_away_from_an_unreachable_verifier(url: str) -> None:
     async def body() -> tuple[int, ...]:
         queue, other = Script(TOKENS, gate=asyncio.Event()), Script(TOKENS)
         async with behind(url, queue) as line, router(url, peers=Peers(IMPATIENT)) as address:
-            asking = asyncio.create_task(ask(address, CALL))
+            asking = asyncio.create_task(send(address, CALL))
             await until(lambda: bool(queue.calls))
             async with worker(url, other):
                 line.cut.set()

@@ -13,7 +13,7 @@ from eyas.services.discovery.kubernetes import KubernetesEndpoints, open_api
 from tests.services.discovery.api_server import ApiServer, pod, running
 from tests.services.discovery.pods import discovering, kubernetes, names, pod_router, pod_worker
 from tests.services.redis_server import free_port
-from tests.services.router.scripted_verifier import CALL, REST, ask, tokens_of, until
+from tests.services.router.scripted_verifier import CALL, REST, send, tokens_of, until
 
 DRAFTERS = "app.kubernetes.io/component=draft"
 FOR_EVER = 600.0
@@ -37,7 +37,7 @@ def test_a_router_serves_with_workers_of_endpoint_slices() -> None:
             api.put("v", worker.address, pod(worker.address, ready=True, serving=True, terminating=False, zone="west"))
             api.put("d", drafter.address, pod(drafter.address, "other"), label=DRAFTERS)
             await until(lambda: workers.ready and bool(workers.snapshot().drafters))
-            assert tokens_of(await ask(address, CALL)) == REST
+            assert tokens_of(await send(address, CALL)) == REST
             assert workers.snapshot().verifiers[0].zone == "west"
             assert worker.script.calls[0].drafter == drafter.address
 
@@ -120,7 +120,7 @@ def test_workers_survive_an_api_server_outage(caplog: pytest.LogCaptureFixture) 
                     caplog.clear()
                 await until(lambda: caplog.text.count("keeping the last list") == 2)
                 assert len(workers.snapshot().verifiers) == 2
-                assert tokens_of(await ask(address, CALL)) == REST
+                assert tokens_of(await send(address, CALL)) == REST
             await until(lambda: [lease.incarnation for lease in workers.snapshot().verifiers] == [one.incarnation])
             assert caplog.text.count("keeping the last list") == 2, "once for each role"
             async with pod_worker() as third, running(api):

@@ -17,7 +17,7 @@ from eyas.v1.worker_pb2 import StatusRequest
 from eyas.v1.worker_pb2_grpc import WorkerStub
 from tests.services.discovery.pods import discovering, names, pod_router, pod_worker, settings
 from tests.services.redis_server import free_port
-from tests.services.router.scripted_verifier import CALL, MODEL, REST, ask, tokens_of, until
+from tests.services.router.scripted_verifier import CALL, MODEL, REST, send, tokens_of, until
 
 
 def port_of(address: str) -> int:
@@ -144,7 +144,7 @@ def test_a_router_serves_without_any_registry() -> None:
             await until(lambda: workers.ready and len(workers.snapshot().verifiers) == 2)
             call = replace(CALL, request=replace(CALL.request, session="s"))
             for _ in range(3):
-                assert tokens_of(await ask(address, call)) == REST
+                assert tokens_of(await send(address, call)) == REST
         assert sorted(len(worker.script.calls) for worker in (one, other)) == [0, 3]
 
     asyncio.run(body())

@@ -1,4 +1,4 @@
-"""A real router with its HTTP server_http in this process, and OpenAI's own client to ask it with."""
+"""A real router with its HTTP server in this process, and OpenAI's own client of it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ TOKENIZER = load_tokenizer(DEMO)
 PROMPT_TEXT = TOKENIZER.decode(PROMPT)
 REST_TEXT = TEXT.removeprefix(PROMPT_TEXT)
 ALL = {"model": "demo", "prompt": PROMPT_TEXT, "max_tokens": len(REST), "temperature": 0}
-# Renders messages as they stand, so that the scripted verifier goes on where they end.
+# Renders messages unchanged, so that the scripted verifier continues where they end.
 PLAIN = "{{ bos_token }}{% for message in messages %}{{ message.content }}{% endfor %}"
 CHAT = {"model": "demo", "messages": [{"role": "user", "content": PROMPT_TEXT}], "max_tokens": len(REST), "temperature": 0}
 
@@ -38,37 +38,37 @@ async def http_router(
     url: str,
     template: str = PLAIN,
     keys: ApiKeys | None = None,
-    timeout: float = 30.0,
+    request_timeout_s: float = 30.0,
     tokenizer: Tokenizer = TOKENIZER,
     telemetry: RouterTelemetry | None = None,
 ) -> AsyncIterator[str]:
-    """A router for the model "demo"; gives the base of its URLs."""
+    """Run a router for the model "demo"; yields its base URL."""
     server, registry = RpcServer(ServerConfig()), Registry(RegistryConfig(url, 2.0, 0.05))
     workers = WorkerPool(registry, outlier_detection=OutlierDetectionConfig(base_ejection_time_s=0.2))
     dispatcher = Dispatcher(workers, SessionMap(registry), 20.0, telemetry)
-    service = GenerationService({"demo": tokenizer}, workers, dispatcher, timeout, telemetry)
+    service = GenerationService({"demo": tokenizer}, workers, dispatcher, request_timeout_s, telemetry)
     readiness = ReadinessMonitor(server, registry, workers, 0.02)
     chat = ChatTemplate(template, {"bos_token": "<|bos|>"}, "demo") if template else None
     app = build_app(service, {"demo": chat}, readiness, keys or ApiKeys(frozenset()), telemetry or RouterTelemetry())
-    server_http = HttpServer(app, HttpConfig(), TlsConfig())
+    http_server = HttpServer(app, HttpConfig(), TlsConfig())
     address = await server.start([])
-    await server_http.start()
+    await http_server.start()
     await readiness.register(address)
     try:
-        yield f"http://{server_http.address}"
+        yield f"http://{http_server.address}"
     finally:
         await readiness.deregister()
-        await asyncio.gather(server_http.stop(0), server.stop(0))
+        await asyncio.gather(http_server.stop(0), server.stop(0))
         await workers.close()
         await registry.close()
 
 
 def with_router(url: str, body: Callable[[AsyncOpenAI], Awaitable[Any]], script: Script | None = None, **router: Any) -> Any:
-    """What `body` gives back, asked with a client of a router that has one verifier; an error is not tried again."""
+    """Return what `body` returns. Its client does not retry, and its router has one verifier."""
 
     async def run() -> Any:
-        async with worker(url, script or Script(TOKENS)), http_router(url, **router) as base, client(base) as asking:
-            return await body(asking)
+        async with worker(url, script or Script(TOKENS)), http_router(url, **router) as base, client(base) as api:
+            return await body(api)
 
     return asyncio.run(run())
 
@@ -78,7 +78,7 @@ def client(base: str) -> AsyncOpenAI:
 
 
 async def post(base: str, path: str, body: Any, **options: Any) -> httpx.Response:
-    """The raw answer."""
+    """Return the raw response."""
     async with httpx.AsyncClient(base_url=base, timeout=30) as client:
         return await client.post(path, json=body, **options)
 

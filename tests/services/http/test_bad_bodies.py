@@ -1,4 +1,4 @@
-"""What cannot be served is refused in OpenAI's shape, with the field that is to blame, and no verifier hears of it."""
+"""A body that cannot be served is rejected with an error that names the field; no verifier is called."""
 
 import asyncio
 import json
@@ -89,14 +89,14 @@ CHATS: list[tuple[dict[str, Any], str | None, str]] = [
     ({"modalities": ["audio"]}, "modalities", "not supported"),
     ({"echo": True}, "echo", "not a known field"),
 ]  # fmt: skip
-NOTHING = {
+NEUTRAL = {
     "tools": [], "tool_choice": "none", "response_format": {"type": "text"}, "store": False, "user": "u", "seed": None,
     "metadata": {"a": "b"}, "service_tier": "auto", "modalities": ["text"], "stop": None, "stream_options": None,
 }  # fmt: skip
 
 
 async def sent(base: str, path: str, body: Any) -> httpx.Response:
-    """Posted as JSON whose escapes may stand for half a character."""
+    """Post JSON whose escapes may encode half a character."""
     async with httpx.AsyncClient(base_url=base, timeout=30) as client:
         return await client.post(path, content=json.dumps(body).encode(), headers=JSON)
 
@@ -125,7 +125,7 @@ def test_a_bad_body_gets_an_error_with_the_wrong_field(
     asyncio.run(body())
 
 
-def test_bodies_that_are_no_json_objects_or_too_long_are_refused(url: str) -> None:
+def test_bodies_that_are_no_json_objects_or_too_long_are_rejected(url: str) -> None:
     async def chunks() -> Any:
         for _ in range(20):
             yield b" " * 2**20
@@ -165,7 +165,7 @@ def test_unknown_paths_methods_and_models_share_an_error_shape(url: str) -> None
 def test_neutral_values_are_ignored_and_chats_need_a_template(url: str, template: str) -> None:
     async def body() -> None:
         async with worker(url, Script(TOKENS)), http_router(url, template=template) as base:
-            answer = await post(base, "/v1/chat/completions", CHAT | NOTHING)
+            answer = await post(base, "/v1/chat/completions", CHAT | NEUTRAL)
             if template:
                 assert answer.status_code == 200, answer.text
             else:

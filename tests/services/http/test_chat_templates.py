@@ -69,7 +69,7 @@ def test_a_template_that_does_not_compile_names_its_model() -> None:
 
 
 def model(folder: Path, **settings: object) -> ServedModel:
-    """A tokenizer's folder with these settings."""
+    """Return a model whose tokenizer has these settings."""
     shutil.copy(Path(DEMO, "tokenizer.json"), folder)
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
     return ServedModel("m", str(folder))

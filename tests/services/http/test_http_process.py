@@ -1,4 +1,4 @@
-"""The HTTP door of a router process: without torch and transformers, and with nothing lost when it is told to stop."""
+"""The HTTP server of a router process: it needs no torch and no transformers, and it drains on SIGTERM."""
 
 import asyncio
 import os
@@ -38,13 +38,13 @@ async def process(url: str, *settings: str) -> AsyncIterator[Process]:
         await child.wait()
 
 
-async def base_of(child: Process) -> str:
+async def base_url(child: Process) -> str:
     assert child.stderr is not None
     async with asyncio.timeout(30):
         while (line := (await child.stderr.readline()).decode()) and "HTTP on" not in line:
             pass
     found = re.search(r"HTTP on (\S+)", line)
-    assert found, "ended without opening its HTTP door"
+    assert found, "ended without listening for HTTP"
     return found[1]
 
 
@@ -60,16 +60,16 @@ def test_a_stopping_router_is_not_ready_and_finishes_its_streams(url: str) -> No
         script = Script(TOKENS, gate=asyncio.Event())
         settings = ("server.shutdown_delay_s=1", "server.graceful_shutdown_timeout_s=20")
         async with worker(url, script), process(url, *settings) as child:
-            base = await base_of(child)
+            base = await base_url(child)
             await ready(base)
-            async with client(base) as asking:
-                answer = asyncio.create_task(asking.completions.create(**ALL))
+            async with client(base) as api:
+                answer = asyncio.create_task(api.completions.create(**ALL))
                 await until(lambda: len(script.calls) == 1)
                 child.send_signal(signal.SIGTERM)
                 async with asyncio.timeout(20):
-                    while (told := await get(base, "/ready")).status_code == 200:
+                    while (response := await get(base, "/ready")).status_code == 200:
                         await asyncio.sleep(0.01)
-                assert told.json()["reason"] == "the router is stopping"
+                assert response.json()["reason"] == "the router is stopping"
                 assert (await get(base, "/live")).status_code == 200
                 script.gate.set()
                 assert (await answer).choices[0].text == REST_TEXT
@@ -80,14 +80,14 @@ def test_a_stopping_router_is_not_ready_and_finishes_its_streams(url: str) -> No
 
 def test_a_drain_has_an_end(url: str) -> None:
     async def body() -> None:
-        script = Script(TOKENS, falls_silent_after=1)
+        script = Script(TOKENS, stalls_after=1)
         async with worker(url, script), process(url, "server.graceful_shutdown_timeout_s=0.2") as child:
-            base = await base_of(child)
+            base = await base_url(child)
             await ready(base)
-            asked = ALL | {"stream": True}
+            body_json = ALL | {"stream": True}
             async with (
-                httpx.AsyncClient(timeout=30) as asking,
-                asking.stream("POST", f"{base}/v1/completions", json=asked) as answer,
+                httpx.AsyncClient(timeout=30) as api,
+                api.stream("POST", f"{base}/v1/completions", json=body_json) as answer,
             ):
                 await anext(answer.aiter_lines())
                 child.send_signal(signal.SIGTERM)
@@ -101,12 +101,12 @@ def test_a_taken_port_is_one_clear_line(url: str) -> None:
     async def body() -> None:
         port = free_port()
         async with process(url, f"http.port={port}") as first:
-            await base_of(first)
+            await base_url(first)
             async with process(url, f"http.port={port}") as second:
                 assert second.stderr is not None
-                said = (await asyncio.wait_for(second.stderr.read(), 90)).decode().splitlines()
+                lines = (await asyncio.wait_for(second.stderr.read(), 90)).decode().splitlines()
                 assert await second.wait() == 2
-        assert said[-1].startswith(f"error: cannot listen on 127.0.0.1:{port}: the port is in use")
-        assert "Traceback" not in "\n".join(said)
+        assert lines[-1].startswith(f"error: cannot listen on 127.0.0.1:{port}: the port is in use")
+        assert "Traceback" not in "\n".join(lines)
 
     asyncio.run(body())

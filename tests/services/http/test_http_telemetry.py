@@ -1,4 +1,4 @@
-"""What the router tells of requests that come through its HTTP door: as much as of those by gRPC."""
+"""Metrics, spans and log lines of HTTP requests; they equal those of gRPC requests."""
 
 import asyncio
 import io
@@ -47,10 +47,10 @@ def test_a_response_is_one_span_in_the_client_trace(
 
 @pytest.mark.parametrize(("path", "body", "operation"), PATHS)
 @pytest.mark.parametrize(("change", "status"), [({}, "UNAVAILABLE"), ({"model": "made up"}, "NOT_FOUND")])
-def test_a_request_that_is_refused_before_it_runs_counts(
+def test_a_request_that_is_rejected_before_it_runs_counts(
     url: str, path: str, body: dict[str, object], operation: str, change: dict[str, object], status: str
 ) -> None:
-    """No verifier is there: an alert on failing requests must hear of it through this door too."""
+    """An alert on failing requests needs rejected HTTP requests too."""
     spans = Spans()
 
     async def run() -> None:
@@ -81,7 +81,7 @@ def test_a_request_that_cannot_fit_counts_once(url: str) -> None:
 
 def test_every_response_is_counted_by_route_and_status(url: str) -> None:
     spans, key = Spans(), {"Authorization": "Bearer one"}
-    asked = [
+    requests = [
         ("/v1/completions", ALL, {}, 401),
         ("/v1/completions", ALL, key, 200),
         ("/v1/completions", ALL | {"stream": True}, key, 200),
@@ -96,14 +96,14 @@ def test_every_response_is_counted_by_route_and_status(url: str) -> None:
     async def run() -> None:
         telemetry, keys = RouterTelemetry(spans.telemetry), ApiKeys(frozenset({"one"}))
         async with worker(url, Script(TOKENS)), http_router(url, telemetry=telemetry, keys=keys) as base:
-            for path, body, headers, status in asked:
+            for path, body, headers, status in requests:
                 assert (await post(base, path, body, headers=headers)).status_code == status
             await get(base, "/live")
 
     asyncio.run(run())
-    routes = [path if "made" not in path else "/v1/models/{name:path}" if "models" in path else "" for path, *_ in asked]
-    expected = Counter(zip(routes, (str(status) for *_, status in asked), strict=True)) | {("/live", "200"): 1}
-    told = {
+    routes = [path if "made" not in path else "/v1/models/{name:path}" if "models" in path else "" for path, *_ in requests]
+    expected = Counter(zip(routes, (str(status) for *_, status in requests), strict=True)) | {("/live", "200"): 1}
+    counted = {
         labels: spans.value(
             "http_server_request_duration_seconds_count",
             http_request_method="GET" if labels[0] == "/live" else "POST",
@@ -112,12 +112,12 @@ def test_every_response_is_counted_by_route_and_status(url: str) -> None:
         )
         for labels in expected
     }
-    assert told == expected
+    assert counted == expected
 
 
 @pytest.fixture
 def json_log(monkeypatch: pytest.MonkeyPatch) -> Iterator[io.StringIO]:
-    """What this process logs, as JSON."""
+    """Capture the log of this process as JSON."""
     out, root = io.StringIO(), logging.getLogger()
     handlers, level = root.handlers[:], root.level
     monkeypatch.setattr("sys.stderr", out)
@@ -129,12 +129,12 @@ def json_log(monkeypatch: pytest.MonkeyPatch) -> Iterator[io.StringIO]:
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_every_log_line_of_a_request_has_its_id_and_trace(url: str, stream: bool, json_log: io.StringIO) -> None:
-    """The lines of its middle and its end too, whichever task writes them."""
+    """Also those in the middle and at the end, which other tasks write."""
 
     async def run() -> None:
-        dying = Script(TOKENS, dies_after=2)
+        dying = Script(TOKENS, fails_after=2)
         async with (
-            worker(url, dying, free_slots=99_999),
+            worker(url, dying, free_kv_tokens=99_999),
             worker(url, Script(TOKENS)),
             http_router(url, telemetry=RouterTelemetry(Spans().telemetry)) as base,
         ):
@@ -143,6 +143,6 @@ def test_every_log_line_of_a_request_has_its_id_and_trace(url: str, stream: bool
         assert len(dying.calls) == 1
 
     asyncio.run(run())
-    told = [line for line in map(json.loads, json_log.getvalue().splitlines()) if line["message"].startswith("request ")]
-    assert [line["level"] for line in told] == ["WARNING", "INFO"]
-    assert {(line.get("request_id"), line.get("trace_id")) for line in told} == {("cmpl-mine", TRACE_ID)}
+    lines = [line for line in map(json.loads, json_log.getvalue().splitlines()) if line["message"].startswith("request ")]
+    assert [line["level"] for line in lines] == ["WARNING", "INFO"]
+    assert {(line.get("request_id"), line.get("trace_id")) for line in lines} == {("cmpl-mine", TRACE_ID)}

@@ -1,4 +1,4 @@
-"""Log-probabilities come in OpenAI's two forms, and tokens are spelled so that none is lost."""
+"""Log-probabilities in OpenAI's two formats, and token names that lose no byte."""
 
 from typing import Any
 
@@ -26,20 +26,20 @@ def test_the_bytes_of_tokens_are_the_bytes_of_the_text(text: str) -> None:
     assert sum(num_characters(TOKENIZER, token) for token in ids) == len(text)
 
 
-def test_byte_tokens_and_spaces_of_sentence_pieces_are_spelled() -> None:
+def test_byte_tokens_and_sentencepiece_spaces_are_decoded() -> None:
     assert [token_bytes(BYTES, token) for token in range(4)] == [b"\xe2", b"\x82", b" a", b"b"]
     assert [token_bytes(TOKENIZER, token) for token in (0, 1)] == [b"<|bos|>", b"<|eos|>"]
 
 
 def test_partial_characters_and_zero_probabilities_are_encoded() -> None:
-    told = [TokenLogprob(0, float("-inf"), (1, 3), (-0.5, -1.0))]
-    assert completion_logprobs(BYTES, told, 4) == {
+    logprobs = [TokenLogprob(0, float("-inf"), (1, 3), (-0.5, -1.0))]
+    assert completion_logprobs(BYTES, logprobs, 4) == {
         "tokens": ["bytes:\\xe2"],
         "token_logprobs": [-9999.0],
         "top_logprobs": [{"bytes:\\x82": -0.5, "b": -1.0, "bytes:\\xe2": -9999.0}],
         "text_offset": [4],
     }
-    assert chat_logprobs(BYTES, told)["content"][0]["bytes"] == [0xE2]
+    assert chat_logprobs(BYTES, logprobs)["content"][0]["bytes"] == [0xE2]
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -81,18 +81,18 @@ def test_a_chat_reports_logprobs_of_each_token(url: str, stream: bool, top: int 
         answer = await client.chat.completions.create(**CHAT, **more, logprobs=True, stream=stream)
         return [event.choices[0] async for event in answer] if stream else [answer.choices[0]]
 
-    told = [entry for choice in with_router(url, body) for entry in choice.logprobs.content]
-    assert "".join(entry.token for entry in told) == REST_TEXT
-    assert bytes(byte for entry in told for byte in entry.bytes) == REST_TEXT.encode()
-    assert {entry.logprob for entry in told} == {-0.5}
-    assert all([one.token for one in entry.top_logprobs][:1] == [entry.token] for entry in told)
-    assert len(told) == len(REST)
+    entries = [entry for choice in with_router(url, body) for entry in choice.logprobs.content]
+    assert "".join(entry.token for entry in entries) == REST_TEXT
+    assert bytes(byte for entry in entries for byte in entry.bytes) == REST_TEXT.encode()
+    assert {entry.logprob for entry in entries} == {-0.5}
+    assert all([one.token for one in entry.top_logprobs][:1] == [entry.token] for entry in entries)
+    assert len(entries) == len(REST)
 
 
-def test_prompt_logprobs_come_apart_once_for_each_prompt(url: str) -> None:
+def test_prompt_logprobs_have_a_field_once_for_each_prompt(url: str) -> None:
     async def body(client: AsyncOpenAI) -> Any:
-        asked = ALL | {"n": 2, "temperature": 1}
-        whole = await client.completions.create(**asked, extra_body={"prompt_logprobs": 1})
+        request = ALL | {"n": 2, "temperature": 1}
+        whole = await client.completions.create(**request, extra_body={"prompt_logprobs": 1})
         chat = await client.chat.completions.create(**CHAT, extra_body={"prompt_logprobs": 0})
         return whole.choices, chat.choices[0]
 

@@ -1,4 +1,4 @@
-"""OpenAI's own client, unchanged, gets from the router what it would get from OpenAI."""
+"""OpenAI's own client works unchanged with the router."""
 
 import asyncio
 from typing import Any
@@ -78,15 +78,15 @@ def predictions(usage: Any) -> tuple[int, int]:
 
 @pytest.mark.parametrize("n", [1, 2])
 def test_usage_reports_accepted_and_rejected_draft_tokens(url: str, n: int) -> None:
-    """The scripted verifier drafts eight tokens a round, and of each chunk accepts all tokens but the last."""
+    """The scripted verifier drafts eight tokens in each step, and accepts all tokens of a chunk but the last."""
     num_verify_steps = -(-len(REST) // CHUNK_TOKENS)
     accepted = n * (len(REST) - num_verify_steps)
-    asked: dict[str, Any] = {"n": n, "seed": 1, "temperature": 1}
-    streaming = asked | {"stream": True, "stream_options": {"include_usage": True}}
+    request: dict[str, Any] = {"n": n, "seed": 1, "temperature": 1}
+    streaming = request | {"stream": True, "stream_options": {"include_usage": True}}
 
     async def body(client: AsyncOpenAI) -> None:
-        whole = await client.completions.create(**ALL | asked)
-        chat = await client.chat.completions.create(**CHAT | asked)
+        whole = await client.completions.create(**ALL | request)
+        chat = await client.chat.completions.create(**CHAT | request)
         *_, last = [event async for event in await client.chat.completions.create(**CHAT | streaming)]
         for answer in (whole, chat, last):
             assert predictions(answer.usage) == (accepted, 8 * n * num_verify_steps - accepted)
@@ -116,11 +116,11 @@ def test_speculation_statistics_are_returned_on_request(url: str) -> None:
     }
     assert (sum(histogram), sum(at * steps for at, steps in enumerate(histogram))) == (num_verify_steps, accepted)
     assert last["speculative_decoding"]["acceptance_histogram"] == histogram
-    assert scored == 0, "the one token that scoring costs is no answer"
+    assert scored == 0, "the one token that scoring costs does not count"
 
 
 def test_the_blocking_client_is_served_too(url: str) -> None:
-    def ask(base: str) -> tuple[Any, str]:
+    def complete(base: str) -> tuple[Any, str]:
         with OpenAI(base_url=f"{base}/v1", api_key="none") as client:
             parts = client.chat.completions.create(**CHAT, stream=True)
             text = "".join(part.choices[0].delta.content or "" for part in parts)
@@ -128,7 +128,7 @@ def test_the_blocking_client_is_served_too(url: str) -> None:
 
     async def body() -> tuple[Any, str]:
         async with worker(url, Script(TOKENS)), http_router(url) as base:
-            return await asyncio.to_thread(ask, base)
+            return await asyncio.to_thread(complete, base)
 
     assert asyncio.run(body()) == (REST_TEXT, REST_TEXT)
 
@@ -155,18 +155,18 @@ def test_a_stop_string_ends_the_text(url: str) -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_choices_of_several_prompts_and_n_are_numbered(url: str, stream: bool) -> None:
-    """The second prompt is two tokens longer, and so its answer is shorter."""
+    """The second prompt is two tokens longer, so its completion is two tokens shorter."""
     prompts = [list(PROMPT), list(TOKENS[: len(PROMPT) + 2])]
     found: dict[int, str] = {}
 
     async def body(client: AsyncOpenAI) -> None:
-        asked = ALL | {"prompt": prompts, "n": 2, "temperature": 1, "seed": 5}
+        request = ALL | {"prompt": prompts, "n": 2, "temperature": 1, "seed": 5}
         if not stream:
-            answer = await client.completions.create(**asked)
+            answer = await client.completions.create(**request)
             found.update({choice.index: choice.text for choice in answer.choices})
             assert numbers(answer.usage) == (10, 4 * len(REST) - 4, 10 + 4 * len(REST) - 4, 8)
             return
-        async for event in await client.completions.create(**asked, stream=True):
+        async for event in await client.completions.create(**request, stream=True):
             (choice,) = event.choices
             found[choice.index] = found.get(choice.index, "") + choice.text
 
@@ -200,13 +200,13 @@ def test_request_parameters_reach_the_verifier(url: str) -> None:
         "top_k": 5, "min_p": 0.1, "min_tokens": 2, "repetition_penalty": 1.1, "stop_token_ids": [9], "ignore_eos": True,
         "bad_token_ids": [[7, 8]], "session_id": "s", "priority": 3, "drafter": "none",
     }  # fmt: skip
-    asked = CHAT | {
+    request = CHAT | {
         "temperature": 0.5, "top_p": 0.9, "seed": 11, "presence_penalty": 0.5, "frequency_penalty": -0.5, "max_tokens": 7,
         "logit_bias": {"5": 2, "9": -1.5}, "user": "u", "metadata": {"a": "b"}, "store": False, "extra_body": own,
     }  # fmt: skip
 
     async def body(client: AsyncOpenAI) -> Any:
-        return await client.chat.completions.create(**asked, extra_headers={"X-Request-Id": "mine"})
+        return await client.chat.completions.create(**request, extra_headers={"X-Request-Id": "mine"})
 
     answer = with_router(url, body, script)
     (call,) = script.calls
@@ -222,11 +222,11 @@ def test_request_parameters_reach_the_verifier(url: str) -> None:
 
 def test_a_chat_may_go_on_to_the_end_of_the_context(url: str) -> None:
     script = Script(TOKENS)
-    asked = {name: value for name, value in CHAT.items() if name != "max_tokens"}
+    request = {name: value for name, value in CHAT.items() if name != "max_tokens"}
 
     async def body(client: AsyncOpenAI) -> None:
-        await client.chat.completions.create(**asked)
-        await client.chat.completions.create(**asked, max_completion_tokens=5)
+        await client.chat.completions.create(**request)
+        await client.chat.completions.create(**request, max_completion_tokens=5)
         await client.completions.create(model="demo", prompt=PROMPT_TEXT, temperature=0)
 
     with_router(url, body, script)

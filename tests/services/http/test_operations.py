@@ -1,4 +1,4 @@
-"""What an operator sees of the HTTP door: probes, metrics, keys and TLS, on both doors."""
+"""For operators: health checks, metrics, and the API keys and TLS of both listeners."""
 
 import asyncio
 import socket
@@ -33,14 +33,14 @@ from tests.services.router.test_router_cli import eyas
 
 
 def test_readiness_follows_the_verifiers_and_states_a_reason(url: str) -> None:
-    async def told(base: str, path: str, awaited: Callable[[httpx.Response], bool]) -> dict[str, object]:
+    async def poll(base: str, path: str, awaited: Callable[[httpx.Response], bool]) -> dict[str, object]:
         async with asyncio.timeout(20):
             while not awaited(answer := await get(base, path)):
                 await asyncio.sleep(0.01)
         return dict(answer.json())
 
     async def becomes(base: str, status: int) -> dict[str, object]:
-        return await told(base, "/ready", lambda answer: answer.status_code == status)
+        return await poll(base, "/ready", lambda answer: answer.status_code == status)
 
     async def body() -> None:
         async with http_router(url) as base:
@@ -50,8 +50,8 @@ def test_readiness_follows_the_verifiers_and_states_a_reason(url: str) -> None:
             async with worker(url, Script(TOKENS)), worker(url, Script(()), "draft"):
                 assert await becomes(base, 200) == {"status": "ready"}
                 workers = {"verifiers": 1, "reachable_verifiers": 1, "drafters": 1}
-                everybody = {"status": "ready", "models": {"demo": workers}}
-                await told(base, "/health", lambda answer: bool(answer.json() == everybody))
+                healthy = {"status": "ready", "models": {"demo": workers}}
+                await poll(base, "/health", lambda answer: bool(answer.json() == healthy))
             await becomes(base, 503)
             assert (await get(base, "/live")).status_code == 200
 
@@ -59,7 +59,7 @@ def test_readiness_follows_the_verifiers_and_states_a_reason(url: str) -> None:
 
 
 def test_metrics_equal_the_counts_of_the_process(url: str) -> None:
-    Counter("eyas_test_of_the_door", "Counts once.").inc()
+    Counter("eyas_test_of_metrics", "Counts once.").inc()
 
     async def body() -> httpx.Response:
         async with http_router(url) as base:
@@ -67,20 +67,20 @@ def test_metrics_equal_the_counts_of_the_process(url: str) -> None:
 
     answer = asyncio.run(body())
     assert answer.headers["content-type"].startswith("text/plain")
-    assert "eyas_test_of_the_door_total 1.0" in answer.text.splitlines()
+    assert "eyas_test_of_metrics_total 1.0" in answer.text.splitlines()
 
 
-def test_only_known_keys_open_v1(url: str) -> None:
-    async def ask(base: str, key: str) -> str:
+def test_v1_requires_a_known_api_key(url: str) -> None:
+    async def complete(base: str, key: str) -> str:
         async with AsyncOpenAI(base_url=f"{base}/v1", api_key=key, max_retries=0) as client:
             return str((await client.completions.create(**ALL)).choices[0].text)
 
     async def body() -> None:
         async with worker(url, Script(TOKENS)), http_router(url, keys=ApiKeys(frozenset({"one", "other"}))) as base:
-            assert [await ask(base, key) for key in ("one", "other")] == [REST_TEXT, REST_TEXT]
+            assert [await complete(base, key) for key in ("one", "other")] == [REST_TEXT, REST_TEXT]
             for wrong in ("on", "one1", "One"):
                 with pytest.raises(AuthenticationError, match="no known API key"):
-                    await ask(base, wrong)
+                    await complete(base, wrong)
             answer = await get(base, "/v1/models")
             assert (answer.status_code, answer.headers["www-authenticate"]) == (401, "Bearer")
             assert answer.json()["error"]["code"] == "invalid_api_key"
@@ -116,7 +116,7 @@ class Models(GenerationServicer):
 
 
 @asynccontextmanager
-async def grpc_door(keys: ApiKeys, tls: TlsConfig) -> AsyncIterator[str]:
+async def grpc_server(keys: ApiKeys, tls: TlsConfig) -> AsyncIterator[str]:
     server = RpcServer(ServerConfig(), [ApiKeyInterceptor(keys)], server_credentials(tls))
     add_GenerationServicer_to_server(Models(), server.aio)
     address = await server.start(["eyas.v1.Generation"])
@@ -127,7 +127,7 @@ async def grpc_door(keys: ApiKeys, tls: TlsConfig) -> AsyncIterator[str]:
 
 
 def certificate(folder: Path) -> TlsConfig:
-    """A new certificate for 127.0.0.1 that is its own authority."""
+    """Create a self-signed certificate for 127.0.0.1."""
     key, name = ec.generate_private_key(ec.SECP256R1()), x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "eyas")])
     now = datetime.now(UTC)
     signed = (
@@ -159,7 +159,7 @@ def test_grpc_needs_the_api_keys_over_tls_but_health_does_not(tmp_path: Path) ->
         tls = certificate(tmp_path)
         trust = grpc.ssl_channel_credentials(Path(tls.cert_file).read_bytes())
         async with (
-            grpc_door(ApiKeys(frozenset({"one"})), tls) as address,
+            grpc_server(ApiKeys(frozenset({"one"})), tls) as address,
             grpc.aio.secure_channel(address, trust) as channel,
         ):
             stub = GenerationStub(channel)
@@ -171,9 +171,9 @@ def test_grpc_needs_the_api_keys_over_tls_but_health_does_not(tmp_path: Path) ->
     asyncio.run(body())
 
 
-def test_the_command_shows_its_key() -> None:
+def test_the_command_sends_its_api_key() -> None:
     async def body() -> tuple[int, int]:
-        async with grpc_door(ApiKeys(frozenset({"one"})), TlsConfig()) as address:
+        async with grpc_server(ApiKeys(frozenset({"one"})), TlsConfig()) as address:
             known = await eyas("models", EYAS_ADDRESS=address, EYAS_API_KEY="one")
             unknown = await eyas("models", "--address", address, "--api-key", "two")
         assert unknown.err.startswith("error: UNAUTHENTICATED: no known API key")
@@ -190,42 +190,42 @@ async def echo(scope: object, receive: object, send: object) -> None:
 def test_the_http_server_supports_tls(tmp_path: Path) -> None:
     async def body() -> str:
         tls = certificate(tmp_path)
-        door = HttpServer(echo, HttpConfig(), tls)
-        await door.start()
+        server = HttpServer(echo, HttpConfig(), tls)
+        await server.start()
         try:
             trust = ssl.create_default_context(cafile=tls.cert_file)
             async with httpx.AsyncClient(verify=trust, timeout=30) as client:
-                return (await client.get(f"https://{door.address}")).text
+                return (await client.get(f"https://{server.address}")).text
         finally:
-            await door.stop(5)
+            await server.stop(5)
 
     assert asyncio.run(body()) == "here"
 
 
-def test_small_writes_leave_at_once() -> None:
+def test_nagles_algorithm_is_off() -> None:
     async def body() -> int:
-        told: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        no_delay: asyncio.Future[int] = asyncio.get_running_loop().create_future()
 
         def accepted(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            told.set_result(writer.get_extra_info("socket").getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
+            no_delay.set_result(writer.get_extra_info("socket").getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
             writer.close()
 
         listener = listen("127.0.0.1", 0)
         async with await asyncio.start_server(accepted, sock=listener):
             _, writer = await asyncio.open_connection(*listener.getsockname())
             writer.close()
-            return await told
+            return await no_delay
 
     assert asyncio.run(body()) == 1
 
 
 def test_a_server_that_cannot_listen_names_the_setting(tmp_path: Path) -> None:
     async def start(config: HttpConfig, tls: TlsConfig) -> None:
-        door = HttpServer(echo, config, tls)
+        server = HttpServer(echo, config, tls)
         try:
-            await door.start()
+            await server.start()
         finally:
-            await door.stop(0)
+            await server.stop(0)
 
     missing = str(tmp_path / "missing.pem")
     with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(ConfigError, match=r"in use .* set http\.port"):

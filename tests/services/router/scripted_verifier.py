@@ -1,6 +1,6 @@
-"""A verifier that recites a fixed list of tokens by absolute position, and can be slow, silent or dying on demand.
+"""A verifier that emits a fixed list of tokens by absolute position, and waits, stalls or fails as its script says.
 
-It stands for a peer outside the router; whatever the prompt's length, it goes on where the prompt ends.
+It stands for a process outside the router. It continues where the prompt ends, whatever the prompt's length.
 """
 
 from __future__ import annotations
@@ -41,27 +41,27 @@ PROMPT_TEXT = load_tokenizer(DEMO).decode(PROMPT)
 CALL = GenerateCall(Request("r", PROMPT, SamplingParams(len(REST), temperature=0.0)))
 
 
-def requesting(**changes: object) -> GenerateCall:
-    """CALL with another request."""
+def request_with(**changes: object) -> GenerateCall:
+    """Return CALL with other fields of its request."""
     return replace(CALL, request=replace(CALL.request, **changes))  # type: ignore[arg-type]
 
 
-def asking(**changes: object) -> GenerateCall:
-    """CALL with other sampling parameters."""
-    return requesting(sampling=replace(CALL.request.sampling, **changes))  # type: ignore[arg-type]
+def call_with(**changes: object) -> GenerateCall:
+    """Return CALL with other sampling parameters."""
+    return request_with(sampling=replace(CALL.request.sampling, **changes))  # type: ignore[arg-type]
 
 
 @dataclass
 class Script:
-    """What a verifier does. dies_after: chunks before it aborts; falls_silent_after: chunks before it sends no more.
+    """What a verifier does. fails_after: chunks before it aborts; stalls_after: chunks before it sends no more.
 
-    gate: what it waits for before its first chunk, as a request in a queue does. pushback: when it says to try again, in ms.
-    Asked for log-probabilities, it gives every token -0.5, and -2 to the token after it in the vocabulary.
+    gate: awaited before the first chunk, like a place in the queue. pushback: the retry delay it sends, in ms.
+    Every token has log-probability -0.5, and the token after it in the vocabulary has -2.
     """
 
     tokens: Sequence[int]
-    dies_after: int | None = None
-    falls_silent_after: int | None = None
+    fails_after: int | None = None
+    stalls_after: int | None = None
     gate: asyncio.Event | None = None
     status: grpc.StatusCode = grpc.StatusCode.UNAVAILABLE
     pushback: int | None = None
@@ -70,7 +70,7 @@ class Script:
 
 
 class ScriptedVerifier(GenerationServicer):
-    """Generation by recital."""
+    """Generation by a script."""
 
     def __init__(self, script: Script) -> None:
         self._script = script
@@ -81,22 +81,25 @@ class ScriptedVerifier(GenerationServicer):
         try:
             if self._script.gate:
                 await self._script.gate.wait()
-            await self._recite(call, context)
+            await self._emit(call, context)
         except asyncio.CancelledError:
             self._script.num_cancelled += 1
             raise
 
-    async def _recite(self, call: GenerateCall, context: Any) -> None:
+    async def ListModels(self, request: Any, context: Any) -> Any:  # type: ignore[override]  # noqa: N802
+        raise NotImplementedError
+
+    async def _emit(self, call: GenerateCall, context: Any) -> None:
         first = len(call.request.prompt_ids)
         last = min(first + call.request.sampling.max_tokens, len(self._script.tokens))
         for number, at in enumerate(range(first, last, CHUNK_TOKENS)):
-            if number == self._script.dies_after:
+            if number == self._script.fails_after:
                 hint = () if self._script.pushback is None else ((RETRY_KEY, str(self._script.pushback)),)
-                await context.abort(self._script.status, "out of breath", hint)
-            if number == self._script.falls_silent_after:
+                await context.abort(self._script.status, "scripted failure", hint)
+            if number == self._script.stalls_after:
                 await asyncio.sleep(600)
             chunk = replace(self._chunk(at, min(at + CHUNK_TOKENS, last), last), num_cached=0 if number else first - 1)
-            await context.write(text_chunk_to_proto(TextChunk(told(call, chunk))))
+            await context.write(text_chunk_to_proto(TextChunk(with_logprobs(call, chunk))))
             await asyncio.sleep(0.002)
         context.set_trailing_metadata(((ROUND_TRIP_KEY, "0.5"),))
 
@@ -106,8 +109,8 @@ class ScriptedVerifier(GenerationServicer):
         return Chunk("", tokens, is_draft_token, VerifyStep(8, 2, len(tokens) - 1), "length" if end == last else None)
 
 
-def told(call: GenerateCall, chunk: Chunk) -> Chunk:
-    """The chunk with the log-probabilities that were asked for."""
+def with_logprobs(call: GenerateCall, chunk: Chunk) -> Chunk:
+    """Return the chunk with the log-probabilities that the call requests."""
     sampling = call.request.sampling
     if sampling.logprobs is not None:
         chunk = replace(chunk, logprobs=tuple(map(logprob, chunk.token_ids)))
@@ -123,13 +126,13 @@ def logprob(token: int) -> TokenLogprob:
 
 @asynccontextmanager
 async def worker(
-    url: str, script: Script, role: Role = "verifier", model: ModelInfo = MODEL, free_slots: int = 10_000
+    url: str, script: Script, role: Role = "verifier", model: ModelInfo = MODEL, free_kv_tokens: int = 10_000
 ) -> AsyncIterator[str]:
-    """A scripted worker with a lease; gives its address. A drafter is only ever named."""
+    """Run a scripted worker with a lease; yields its address. The router only names drafters, and never calls them."""
     server = RpcServer(ServerConfig())
     add_GenerationServicer_to_server(ScriptedVerifier(script), server.aio)
     registration = WorkerRegistration(
-        server, Registry(RegistryConfig(url, 2.0, 0.05)), AnnouncedWorker(role, model, lambda: Load(0, 0, free_slots))
+        server, Registry(RegistryConfig(url, 2.0, 0.05)), AnnouncedWorker(role, model, lambda: Load(0, 0, free_kv_tokens))
     )
     address = await server.start([])
     await registration.register(address)
@@ -143,16 +146,18 @@ async def worker(
 @asynccontextmanager
 async def router(
     url: str,
-    stall: float = 20.0,
-    timeout: float = 30.0,
+    stall_timeout_s: float = 20.0,
+    request_timeout_s: float = 30.0,
     tokenizer: Tokenizer | None = None,
     peers: Peers | None = None,
 ) -> AsyncIterator[str]:
-    """A real router for the model "demo"; gives its address."""
+    """Run a real router for the model "demo"; yields its address."""
     server, registry = RpcServer(ServerConfig()), Registry(RegistryConfig(url, 2.0, 0.05))
     workers = WorkerPool(registry, peers=peers)
     tokenizers = {"demo": tokenizer or load_tokenizer(DEMO)}
-    service = GenerationService(tokenizers, workers, Dispatcher(workers, SessionMap(registry), stall), timeout)
+    service = GenerationService(
+        tokenizers, workers, Dispatcher(workers, SessionMap(registry), stall_timeout_s), request_timeout_s
+    )
     add_GenerationServicer_to_server(RouterServicer(service), server.aio)
     readiness = ReadinessMonitor(server, registry, workers, 0.02)
     address = await server.start(["eyas.v1.Generation"])
@@ -166,11 +171,11 @@ async def router(
         await registry.close()
 
 
-async def ask(address: str, call: GenerateCall, timeout: float = 30.0) -> list[TextChunk]:
-    """All chunks of a call."""
+async def send(address: str, call: GenerateCall, timeout: float = 30.0) -> list[TextChunk]:
+    """Return all chunks of a call."""
     async with open_channel(address) as channel:
-        answers = GenerationStub(channel).Generate(generate_call_to_proto(call), timeout=timeout)
-        return [text_chunk_from_proto(message) async for message in answers]
+        responses = GenerationStub(channel).Generate(generate_call_to_proto(call), timeout=timeout)
+        return [text_chunk_from_proto(message) async for message in responses]
 
 
 def tokens_of(chunks: list[TextChunk]) -> tuple[int, ...]:
@@ -179,7 +184,7 @@ def tokens_of(chunks: list[TextChunk]) -> tuple[int, ...]:
 
 async def failure(address: str, call: GenerateCall, timeout: float = 30.0) -> tuple[grpc.StatusCode, str]:
     with pytest.raises(grpc.aio.AioRpcError) as raised:
-        await ask(address, call, timeout)
+        await send(address, call, timeout)
     return raised.value.code(), raised.value.details() or ""
 
 

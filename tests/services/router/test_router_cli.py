@@ -1,4 +1,4 @@
-"""The `eyas` command against a real router: what people and scripts see of it. It runs as a process of its own."""
+"""The `eyas` command, as a process, against a real router: its output for people and for scripts."""
 
 import asyncio
 import json
@@ -28,7 +28,7 @@ GREEN, YELLOW = "\x1b[1;32m", "\x1b[33m"
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a command ended and what it said."""
+    """The exit status and the output of a command."""
 
     status: int
     out: str
@@ -36,7 +36,7 @@ class Outcome:
 
 
 async def started(*arguments: str, **environment: str) -> Process:
-    """The command, in a Python where importing torch fails."""
+    """Start the command in a Python where importing torch fails."""
     settings = os.environ | {"NO_COLOR": "1", "COLUMNS": "200"} | environment
     return await asyncio.create_subprocess_exec(
         sys.executable, "-c", BLOCKED_TORCH, *arguments, stdout=PIPE, stderr=PIPE, env=settings
@@ -111,7 +111,7 @@ def test_a_router_that_is_not_there_is_one_line_on_stderr() -> None:
 
 def test_ctrl_c_cancels_the_request(url: str) -> None:
     async def body() -> None:
-        script = Script(TOKENS, falls_silent_after=1)
+        script = Script(TOKENS, stalls_after=1)
         async with worker(url, script), router(url) as address:
             process = await started("generate", PROMPT_TEXT, "--address", address, "--json")
             try:

@@ -1,4 +1,4 @@
-"""What the router does about verifiers that refuse, die, fall silent or are not there, and clients that leave."""
+"""Verifiers that reject, fail, stall or are missing, and clients that disconnect."""
 
 import asyncio
 from contextlib import AsyncExitStack
@@ -20,10 +20,10 @@ from tests.services.router.scripted_verifier import (
     REST,
     TOKENS,
     Script,
-    ask,
     failure,
-    requesting,
+    request_with,
     router,
+    send,
     tokens_of,
     until,
     worker,
@@ -65,17 +65,17 @@ def test_the_router_is_ready_while_it_reaches_a_verifier(url: str) -> None:
 
 
 @pytest.mark.parametrize("status", ["UNAVAILABLE", "CANCELLED", "RESOURCE_EXHAUSTED"])
-@pytest.mark.parametrize("dies_after", [0, 1, 2])
-def test_a_lost_verifier_is_replaced_with_equal_output(url: str, status: str, dies_after: int) -> None:
+@pytest.mark.parametrize("fails_after", [0, 1, 2])
+def test_a_lost_verifier_is_replaced_with_equal_output(url: str, status: str, fails_after: int) -> None:
     async def body() -> None:
-        dying, living = Script(TOKENS, dies_after=dies_after, status=grpc.StatusCode[status]), Script(TOKENS)
-        async with worker(url, dying, free_slots=99_999), worker(url, living), router(url) as address:
-            chunks = await ask(address, CALL)
+        dying, living = Script(TOKENS, fails_after=fails_after, status=grpc.StatusCode[status]), Script(TOKENS)
+        async with worker(url, dying, free_kv_tokens=99_999), worker(url, living), router(url) as address:
+            chunks = await send(address, CALL)
         assert (len(dying.calls), len(living.calls)) == (1, 1)
         assert tokens_of(chunks) == REST
         assert chunks[-1].totals is not None
         assert chunks[-1].totals.num_output_tokens == len(REST)
-        assert living.calls[0].request.prompt_ids == TOKENS[: len(PROMPT) + dies_after * CHUNK_TOKENS]
+        assert living.calls[0].request.prompt_ids == TOKENS[: len(PROMPT) + fails_after * CHUNK_TOKENS]
         assert living.calls[0].request.sampling.seed == dying.calls[0].request.sampling.seed
 
     asyncio.run(body())
@@ -83,10 +83,10 @@ def test_a_lost_verifier_is_replaced_with_equal_output(url: str, status: str, di
 
 def test_a_request_is_never_continued_by_another_target(url: str) -> None:
     async def body() -> None:
-        dying, other = Script(TOKENS, dies_after=1), Script(TOKENS)
+        dying, other = Script(TOKENS, fails_after=1), Script(TOKENS)
         other_model = replace(MODEL, fingerprint="another target")
         async with (
-            worker(url, dying, free_slots=99_999),
+            worker(url, dying, free_kv_tokens=99_999),
             worker(url, other, model=other_model),
             router(url) as address,
         ):
@@ -98,10 +98,10 @@ def test_a_request_is_never_continued_by_another_target(url: str) -> None:
 
 def test_a_verifier_that_has_just_failed_is_avoided(url: str) -> None:
     async def body() -> None:
-        dying, living = Script(TOKENS, dies_after=0), Script(TOKENS)
-        async with worker(url, dying, free_slots=99_999), worker(url, living), router(url) as address:
+        dying, living = Script(TOKENS, fails_after=0), Script(TOKENS)
+        async with worker(url, dying, free_kv_tokens=99_999), worker(url, living), router(url) as address:
             for _ in range(3):
-                await ask(address, CALL)
+                await send(address, CALL)
         assert (len(dying.calls), len(living.calls)) == (1, 3)
 
     asyncio.run(body())
@@ -110,19 +110,19 @@ def test_a_verifier_that_has_just_failed_is_avoided(url: str) -> None:
 @pytest.mark.parametrize(("status", "tried"), [("INTERNAL", [0, 1]), ("UNAVAILABLE", [1, 1])])
 def test_only_server_faults_are_retried_and_the_last_is_reported(url: str, status: str, tried: list[int]) -> None:
     async def body() -> None:
-        one, other = (Script(TOKENS, dies_after=1, status=grpc.StatusCode[status]) for _ in range(2))
+        one, other = (Script(TOKENS, fails_after=1, status=grpc.StatusCode[status]) for _ in range(2))
         async with worker(url, one), worker(url, other), router(url) as address:
             code, details = await failure(address, CALL)
         assert (code.name, sorted([len(one.calls), len(other.calls)])) == (status, tried)
-        assert "out of breath" in details
+        assert "scripted failure" in details
 
     asyncio.run(body())
 
 
 def test_a_silent_verifier_is_dropped_and_its_calls_cancelled(url: str) -> None:
     async def body() -> None:
-        script = Script(TOKENS, falls_silent_after=1)
-        async with worker(url, script), router(url, stall=0.3) as address:
+        script = Script(TOKENS, stalls_after=1)
+        async with worker(url, script), router(url, stall_timeout_s=0.3) as address:
             code, details = await failure(address, CALL)
             assert code is grpc.StatusCode.UNAVAILABLE
             assert "sent nothing for 0.3 s" in details
@@ -131,15 +131,15 @@ def test_a_silent_verifier_is_dropped_and_its_calls_cancelled(url: str) -> None:
     asyncio.run(body())
 
 
-def test_waiting_in_a_verifiers_queue_is_no_silence(url: str) -> None:
+def test_the_stall_timeout_excludes_the_verifiers_queue(url: str) -> None:
     async def body() -> None:
         script = Script(TOKENS, gate=asyncio.Event())
-        async with worker(url, script), router(url, stall=0.05) as address:
-            answer = asyncio.create_task(ask(address, CALL))
+        async with worker(url, script), router(url, stall_timeout_s=0.05) as address:
+            answer = asyncio.create_task(send(address, CALL))
             await until(lambda: bool(script.calls))
             await asyncio.sleep(0.3)
             assert not answer.done()
-            script.falls_silent_after = 1
+            script.stalls_after = 1
             script.gate.set()
             with pytest.raises(grpc.aio.AioRpcError, match=r"sent nothing for 0\.05 s"):
                 await answer
@@ -154,8 +154,8 @@ def test_router_and_client_timeouts_cancel_at_the_verifier(
     url: str, router_limit: float, client_limit: float, reason: str, silent_after: int
 ) -> None:
     async def body() -> None:
-        script = Script(TOKENS, falls_silent_after=silent_after)
-        async with worker(url, script), router(url, timeout=router_limit) as address:
+        script = Script(TOKENS, stalls_after=silent_after)
+        async with worker(url, script), router(url, request_timeout_s=router_limit) as address:
             code, details = await failure(address, CALL, client_limit)
             assert code is grpc.StatusCode.DEADLINE_EXCEEDED
             assert reason in details
@@ -164,9 +164,9 @@ def test_router_and_client_timeouts_cancel_at_the_verifier(
     asyncio.run(body())
 
 
-def test_a_client_that_leaves_takes_its_request_with_it(url: str) -> None:
+def test_a_client_that_disconnects_cancels_its_request(url: str) -> None:
     async def body() -> None:
-        script = Script(TOKENS, falls_silent_after=1)
+        script = Script(TOKENS, stalls_after=1)
         async with worker(url, script), router(url) as address, open_channel(address) as channel:
             answers = GenerationStub(channel).Generate(generate_call_to_proto(CALL))
             await answers.read()
@@ -182,6 +182,6 @@ def test_requests_go_on_while_redis_is_away() -> None:
             with running_redis(free_port()) as url:
                 await stack.enter_async_context(worker(url, Script(TOKENS)))
                 address = await stack.enter_async_context(router(url))
-            assert tokens_of(await ask(address, requesting(session="s"))) == REST
+            assert tokens_of(await send(address, request_with(session="s"))) == REST
 
     asyncio.run(body())

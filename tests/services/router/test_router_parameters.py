@@ -1,4 +1,4 @@
-"""What a request can ask, as far as the router has a part in it: completions, words to tokens, requests that move."""
+"""Request parameters that the router handles: n, bad words, and the limits of a request that moves."""
 
 import asyncio
 import json
@@ -16,16 +16,16 @@ from tests.services.router.scripted_verifier import (
     REST,
     TOKENS,
     Script,
-    ask,
-    asking,
+    call_with,
     failure,
     router,
+    send,
     tokens_of,
     worker,
 )
 from tests.services.router.test_router_cli import eyas
 
-ASKED = {
+PARAMETERS = {
     "temperature": 0.5, "min_p": 0.1, "logit_bias": ((5, 2.0),), "repetition_penalty": 1.1, "presence_penalty": 0.5,
     "frequency_penalty": -0.5, "logprobs": 2, "ignore_eos": True, "bad_token_ids": ((7, 8),),
 }  # fmt: skip
@@ -35,7 +35,7 @@ def test_completions_run_side_by_side_at_one_verifier(url: str) -> None:
     async def body() -> None:
         scripts = [Script(TOKENS), Script(TOKENS)]
         async with worker(url, scripts[0]), worker(url, scripts[1]), router(url) as address:
-            chunks = await ask(address, asking(n=3, seed=11, temperature=1.0, prompt_logprobs=0))
+            chunks = await send(address, call_with(n=3, seed=11, temperature=1.0, prompt_logprobs=0))
         for index in range(3):
             part = [chunk for chunk in chunks if chunk.chunk.index == index]
             assert tokens_of(part) == REST
@@ -53,10 +53,10 @@ def test_a_stop_string_ends_one_choice_a_lost_verifier_all(url: str) -> None:
     async def body() -> None:
         script = Script(TOKENS)
         async with worker(url, script), router(url) as address:
-            chunks = await ask(address, asking(n=2, temperature=1.0, stop=("Eagle",)))
+            chunks = await send(address, call_with(n=2, temperature=1.0, stop=("Eagle",)))
             assert [chunk.chunk.finish_reason for chunk in chunks if chunk.totals] == ["stop", "stop"]
-            script.dies_after, script.status = 2, grpc.StatusCode.INVALID_ARGUMENT
-            assert await failure(address, asking(n=2, temperature=1.0)) == (script.status, "out of breath")
+            script.fails_after, script.status = 2, grpc.StatusCode.INVALID_ARGUMENT
+            assert await failure(address, call_with(n=2, temperature=1.0)) == (script.status, "scripted failure")
 
     asyncio.run(body())
 
@@ -65,11 +65,11 @@ def test_the_verifier_gets_the_parameters_with_words_as_tokens(url: str) -> None
     async def body() -> None:
         script = Script(TOKENS)
         async with worker(url, script), router(url) as address:
-            await ask(address, asking(**ASKED, bad_words=("return",), stop=("nowhere",)))
+            await send(address, call_with(**PARAMETERS, bad_words=("return",), stop=("nowhere",)))
         sampling = script.calls[0].request.sampling
         words = load_tokenizer(DEMO).bad_token_ids(["return"])
         assert replace(sampling, seed=None) == replace(
-            CALL.request.sampling, **(ASKED | {"bad_token_ids": ((7, 8), *words)}), stop=(), seed=None
+            CALL.request.sampling, **(PARAMETERS | {"bad_token_ids": ((7, 8), *words)}), stop=(), seed=None
         )
         assert load_tokenizer(DEMO).decode(words[-1]) == " return"
 
@@ -78,9 +78,9 @@ def test_the_verifier_gets_the_parameters_with_words_as_tokens(url: str) -> None
 
 def test_a_moved_request_resends_its_emitted_tokens(url: str) -> None:
     async def body() -> None:
-        scripts = [Script(TOKENS, dies_after=2), Script(TOKENS, dies_after=2), Script(TOKENS)]
+        scripts = [Script(TOKENS, fails_after=2), Script(TOKENS, fails_after=2), Script(TOKENS)]
         async with worker(url, scripts[0]), worker(url, scripts[1]), worker(url, scripts[2]), router(url) as address:
-            chunks = await ask(address, asking(**ASKED, min_tokens=10, prompt_logprobs=1))
+            chunks = await send(address, call_with(**PARAMETERS, min_tokens=10, prompt_logprobs=1))
         assert tokens_of(chunks) == REST
         for call in (call for script in scripts for call in script.calls):
             done = len(call.request.prompt_ids) - len(PROMPT)

@@ -1,4 +1,4 @@
-"""The router as a process: it says its settings, serves, drains on SIGTERM, and names what is wrong at the start."""
+"""The router as a process: it prints its settings, serves, drains on SIGTERM, and reports wrong settings."""
 
 import asyncio
 import os
@@ -22,7 +22,7 @@ MODELS = "models=[{name: demo, tokenizer: models/demo/target}]"
 
 @asynccontextmanager
 async def process(*settings: str) -> AsyncIterator[Process]:
-    """A router in a Python where importing torch fails."""
+    """Run a router in a Python where importing torch fails."""
     arguments = [argument for setting in settings for argument in ("--set", setting)]
     child = await asyncio.create_subprocess_exec(
         sys.executable, "-c", BLOCKED_TORCH, *arguments, stdout=PIPE, stderr=PIPE, env=os.environ | {"NO_COLOR": "1"}
@@ -36,15 +36,15 @@ async def process(*settings: str) -> AsyncIterator[Process]:
 
 
 async def line_with(child: Process, text: str) -> str:
-    """The next line on stderr that holds `text`."""
+    """Return the next line on stderr that contains `text`."""
     assert child.stderr is not None
     async with asyncio.timeout(30):
         while text not in (line := (await child.stderr.readline()).decode()):
-            assert line, f"ended without saying {text!r}"
+            assert line, f"ended without printing {text!r}"
     return line
 
 
-async def last_words(child: Process) -> tuple[int | None, str]:
+async def exit_of(child: Process) -> tuple[int | None, str]:
     async with asyncio.timeout(30):
         _, err = await child.communicate()
     return child.returncode, err.decode().splitlines()[-1]
@@ -67,7 +67,7 @@ def test_a_router_drains_running_requests_on_sigterm(url: str) -> None:
                 rest = [message async for message in _left(answers)]
             assert [token for message in (first, *rest) for token in message.token_ids] == list(REST)
             assert "stopping" in await line_with(child, "stopping")
-            status, _ = await last_words(child)
+            status, _ = await exit_of(child)
             assert status == 0
 
     asyncio.run(body())
@@ -86,7 +86,7 @@ def test_a_router_without_redis_is_not_ready_with_a_reason() -> None:
             line = await line_with(child, "is away")
             assert "secret" not in line
             child.send_signal(signal.SIGINT)
-            assert (await last_words(child))[0] == 0
+            assert (await exit_of(child))[0] == 0
 
     asyncio.run(body())
 
@@ -94,7 +94,7 @@ def test_a_router_without_redis_is_not_ready_with_a_reason() -> None:
 def test_a_wrong_setting_is_one_clear_line() -> None:
     async def body() -> None:
         async with process(MODELS, "stal_timeout=1") as child:
-            status, line = await last_words(child)
+            status, line = await exit_of(child)
         assert (status, line.split(";")[0]) == (2, "error: unknown setting stal_timeout")
 
     asyncio.run(body())
@@ -103,7 +103,7 @@ def test_a_wrong_setting_is_one_clear_line() -> None:
 def test_a_model_without_tokenizer_is_one_clear_line(tmp_path: object) -> None:
     async def body() -> None:
         async with process(f"models=[{{name: demo, tokenizer: {tmp_path}}}]") as child:
-            status, line = await last_words(child)
+            status, line = await exit_of(child)
         assert status == 2
         assert "no tokenizer.json" in line
 

@@ -1,4 +1,4 @@
-"""The router between real sockets: text in, text out, whatever becomes of its verifiers."""
+"""The router over real sockets: text to tokens, tokens to a verifier, tokens to text."""
 
 import asyncio
 import math
@@ -26,11 +26,11 @@ from tests.services.router.scripted_verifier import (
     TEXT,
     TOKENS,
     Script,
-    ask,
-    asking,
+    call_with,
     failure,
-    requesting,
+    request_with,
     router,
+    send,
     tokens_of,
     until,
     worker,
@@ -44,7 +44,7 @@ def text_of(chunks: list[TextChunk]) -> str:
 def test_text_goes_in_and_text_with_totals_comes_out(url: str) -> None:
     async def body() -> None:
         async with worker(url, Script(TOKENS)), router(url) as address:
-            chunks = await ask(address, replace(requesting(prompt_ids=()), prompt_text=PROMPT_TEXT))
+            chunks = await send(address, replace(request_with(prompt_ids=()), prompt_text=PROMPT_TEXT))
         assert PROMPT_TEXT + text_of(chunks) == TEXT
         assert tokens_of(chunks) == REST
         assert [chunk.seed is None for chunk in chunks] == [False] + [True] * (len(chunks) - 1)
@@ -64,7 +64,7 @@ def test_a_stop_string_ends_the_text_and_the_verifier(url: str) -> None:
     async def body() -> None:
         script = Script(TOKENS)
         async with worker(url, script), router(url) as address:
-            chunks = await ask(address, asking(stop=("Eagle",)))
+            chunks = await send(address, call_with(stop=("Eagle",)))
             await until(lambda: script.num_cancelled == 1)
         assert text_of(chunks) == TEXT[len(PROMPT_TEXT) : TEXT.index("Eagle")]
         assert chunks[-1].chunk.finish_reason == "stop"
@@ -78,18 +78,18 @@ def test_a_stop_string_ends_the_text_and_the_verifier(url: str) -> None:
 @pytest.mark.parametrize(
     ("call", "status", "message"),
     [
-        (requesting(prompt_ids=()), "INVALID_ARGUMENT", "prompt is empty"),
+        (request_with(prompt_ids=()), "INVALID_ARGUMENT", "prompt is empty"),
         (replace(CALL, prompt_text=""), "INVALID_ARGUMENT", "prompt is empty"),
-        (requesting(prompt_ids=(4096,)), "INVALID_ARGUMENT", "token id 4096, outside"),
-        (requesting(prompt_ids=(-1,)), "INVALID_ARGUMENT", "token id -1, outside"),
-        (asking(max_tokens=2048), "INVALID_ARGUMENT", "exceed the context length 2048"),
-        (asking(max_tokens=0), "INVALID_ARGUMENT", "max_tokens is 0"),
-        (asking(temperature=math.nan), "INVALID_ARGUMENT", "temperature is nan"),
-        (asking(temperature=-1.0), "INVALID_ARGUMENT", "temperature is -1"),
-        (asking(top_p=0.0), "INVALID_ARGUMENT", "top_p is 0"),
-        (asking(top_k=-1), "INVALID_ARGUMENT", "top_k is -1"),
-        (asking(stop=("",)), "INVALID_ARGUMENT", "empty string"),
-        (asking(stop_token_ids=(5000,)), "INVALID_ARGUMENT", "stop_token_ids holds token id 5000, outside"),
+        (request_with(prompt_ids=(4096,)), "INVALID_ARGUMENT", "token id 4096, outside"),
+        (request_with(prompt_ids=(-1,)), "INVALID_ARGUMENT", "token id -1, outside"),
+        (call_with(max_tokens=2048), "INVALID_ARGUMENT", "exceed the context length 2048"),
+        (call_with(max_tokens=0), "INVALID_ARGUMENT", "max_tokens is 0"),
+        (call_with(temperature=math.nan), "INVALID_ARGUMENT", "temperature is nan"),
+        (call_with(temperature=-1.0), "INVALID_ARGUMENT", "temperature is -1"),
+        (call_with(top_p=0.0), "INVALID_ARGUMENT", "top_p is 0"),
+        (call_with(top_k=-1), "INVALID_ARGUMENT", "top_k is -1"),
+        (call_with(stop=("",)), "INVALID_ARGUMENT", "empty string"),
+        (call_with(stop_token_ids=(5000,)), "INVALID_ARGUMENT", "stop_token_ids holds token id 5000, outside"),
         (replace(CALL, model="other"), "NOT_FOUND", "'other' is not served here; known: demo"),
     ],
 )
@@ -110,13 +110,13 @@ def test_a_request_without_a_drafter_may_still_get_one_later(url: str) -> None:
     async def body() -> None:
         script = Script(TOKENS)
         async with worker(url, script), router(url) as address:
-            await ask(address, CALL)
+            await send(address, CALL)
         assert [call.drafter for call in script.calls] == [""]
 
     asyncio.run(body())
 
 
-def test_a_text_far_too_long_is_refused_before_it_is_encoded(url: str) -> None:
+def test_a_text_far_too_long_is_rejected_before_it_is_encoded(url: str) -> None:
     async def body() -> None:
         script = Script(TOKENS)
         call = replace(CALL, prompt_text="return " * 100_000)
@@ -129,20 +129,20 @@ def test_a_text_far_too_long_is_refused_before_it_is_encoded(url: str) -> None:
 
 
 def test_others_are_served_while_a_long_text_is_encoded(url: str) -> None:
-    begun, done = threading.Event(), threading.Event()
+    started, done = threading.Event(), threading.Event()
 
     class Slow(Tokenizer):
         def encode(self, text: str) -> tuple[int, ...]:
-            begun.set()
+            started.set()
             assert done.wait(30)
             return PROMPT
 
     async def body() -> None:
         slow = Slow(HuggingFaceTokenizer.from_file(f"{DEMO}/tokenizer.json"))
         async with worker(url, Script(TOKENS)), router(url, tokenizer=slow) as address:
-            long = asyncio.create_task(ask(address, replace(CALL, prompt_text="long")))
-            await until(begun.is_set)
-            assert tokens_of(await ask(address, CALL)) == REST
+            long = asyncio.create_task(send(address, replace(CALL, prompt_text="long")))
+            await until(started.is_set)
+            assert tokens_of(await send(address, CALL)) == REST
             done.set()
             assert tokens_of(await long) == REST
 
@@ -153,9 +153,9 @@ def test_a_request_goes_where_its_context_fits(url: str) -> None:
     async def body() -> None:
         short, long = Script(TOKENS), Script(TOKENS)
         model = replace(MODEL, max_model_len=len(TOKENS) - 1)
-        async with worker(url, short, model=model, free_slots=99_999), worker(url, long), router(url) as address:
-            assert tokens_of(await ask(address, CALL)) == REST
-            code, details = await failure(address, asking(max_tokens=2048))
+        async with worker(url, short, model=model, free_kv_tokens=99_999), worker(url, long), router(url) as address:
+            assert tokens_of(await send(address, CALL)) == REST
+            code, details = await failure(address, call_with(max_tokens=2048))
         assert (len(short.calls), len(long.calls)) == (0, 1)
         assert code.name == "INVALID_ARGUMENT"
         assert "exceed the context length 2048" in details
@@ -181,8 +181,8 @@ def test_the_verifier_gets_the_full_request_a_drafter_and_a_seed(url: str) -> No
     async def body() -> None:
         script = Script(TOKENS)
         async with worker(url, script), worker(url, Script(()), "draft") as drafter, router(url) as address:
-            await ask(address, asking(stop=("never seen",), top_k=5))
-            await ask(address, replace(CALL, drafter=NO_DRAFTER))
+            await send(address, call_with(stop=("never seen",), top_k=5))
+            await send(address, replace(CALL, drafter=NO_DRAFTER))
         assert [call.drafter for call in script.calls] == [drafter, NO_DRAFTER]
         sampling = script.calls[0].request.sampling
         assert (sampling.top_k, sampling.stop) == (5, ())
@@ -202,28 +202,28 @@ def test_the_verifiers_measurements_reach_the_client(url: str) -> None:
     asyncio.run(body())
 
 
-def test_the_requests_of_a_session_meet_the_same_verifier(url: str) -> None:
+def test_the_requests_of_a_session_share_a_verifier(url: str) -> None:
     async def body() -> None:
         scripts = [Script(TOKENS) for _ in range(3)]
-        call = requesting(session="s")
+        call = request_with(session="s")
         async with AsyncExitStack() as stack:
             for script in scripts:
                 await stack.enter_async_context(worker(url, script))
             address = await stack.enter_async_context(router(url))
-            await ask(address, call)
+            await send(address, call)
             for _ in range(3):
-                await asyncio.gather(ask(address, call), ask(address, call))
+                await asyncio.gather(send(address, call), send(address, call))
         assert sorted(len(script.calls) for script in scripts) == [0, 0, 7]
 
     asyncio.run(body())
 
 
-def test_requests_of_no_session_spread_over_the_verifiers(url: str) -> None:
+def test_requests_without_a_session_spread_over_the_verifiers(url: str) -> None:
     async def body() -> None:
         gate = asyncio.Event()
         one, other = Script(TOKENS, gate=gate), Script(TOKENS, gate=gate)
         async with worker(url, one), worker(url, other), router(url) as address:
-            answers = [asyncio.create_task(ask(address, CALL)) for _ in range(4)]
+            answers = [asyncio.create_task(send(address, CALL)) for _ in range(4)]
             await until(lambda: len(one.calls) + len(other.calls) == 4)
             gate.set()
             await asyncio.gather(*answers)

@@ -1,4 +1,4 @@
-"""Clients that leave, verifiers that refuse or die: what the other side of the HTTP door hears of it."""
+"""Clients that disconnect, and verifiers that are full, fail or are missing: statuses, headers and cancellations."""
 
 import asyncio
 import json
@@ -23,34 +23,31 @@ def body_of(path: str) -> dict[str, Any]:
 @PATHS
 @pytest.mark.parametrize("silent_after", [0, 1])
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_client_that_leaves_takes_all_its_completions_with_it(
-    url: str, path: str, silent_after: int, stream: bool
-) -> None:
+def test_a_client_that_disconnects_cancels_all_completions(url: str, path: str, silent_after: int, stream: bool) -> None:
     async def body() -> None:
-        script = Script(TOKENS, falls_silent_after=silent_after)
-        async with worker(url, script), http_router(url) as base, httpx.AsyncClient(base_url=base, timeout=30) as leaving:
-            asked = body_of(path) | SAMPLED | {"stream": stream}
-            asking = asyncio.create_task(_read(leaving, path, asked))
+        script = Script(TOKENS, stalls_after=silent_after)
+        async with worker(url, script), http_router(url) as base, httpx.AsyncClient(base_url=base, timeout=30) as http:
+            reading = asyncio.create_task(_read(http, path, body_of(path) | SAMPLED | {"stream": stream}))
             await until(lambda: len(script.calls) == 3)
-            asking.cancel()
-            await asyncio.gather(asking, return_exceptions=True)
+            reading.cancel()
+            await asyncio.gather(reading, return_exceptions=True)
             await until(lambda: script.num_cancelled == 3)
 
     asyncio.run(body())
 
 
-async def _read(leaving: httpx.AsyncClient, path: str, asked: dict[str, Any]) -> None:
-    async with leaving.stream("POST", path, json=asked) as answer:
+async def _read(http: httpx.AsyncClient, path: str, body: dict[str, Any]) -> None:
+    async with http.stream("POST", path, json=body) as answer:
         async for _ in answer.aiter_lines():
             pass
 
 
 def test_a_client_with_its_own_timeout_disconnects_at_its_end(url: str) -> None:
     async def body() -> None:
-        script = Script(TOKENS, falls_silent_after=0)
-        async with worker(url, script), http_router(url) as base, client(base) as asking:
+        script = Script(TOKENS, stalls_after=0)
+        async with worker(url, script), http_router(url) as base, client(base) as api:
             with pytest.raises(APITimeoutError):
-                await asking.with_options(timeout=0.3).completions.create(**ALL)
+                await api.with_options(timeout=0.3).completions.create(**ALL)
             await until(lambda: script.num_cancelled == 1)
 
     asyncio.run(body())
@@ -58,11 +55,11 @@ def test_a_client_with_its_own_timeout_disconnects_at_its_end(url: str) -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_full_verifier_is_429_with_the_time_to_try_again(url: str, stream: bool) -> None:
-    script = Script(TOKENS, dies_after=0, status=grpc.StatusCode.RESOURCE_EXHAUSTED, pushback=2500)
+    script = Script(TOKENS, fails_after=0, status=grpc.StatusCode.RESOURCE_EXHAUSTED, pushback=2500)
 
-    async def body(asking: AsyncOpenAI) -> RateLimitError:
+    async def body(api: AsyncOpenAI) -> RateLimitError:
         with pytest.raises(RateLimitError) as raised:
-            await asking.completions.create(**ALL, stream=stream)
+            await api.completions.create(**ALL, stream=stream)
         return raised.value
 
     error = with_router(url, body, script)
@@ -71,17 +68,17 @@ def test_a_full_verifier_is_429_with_the_time_to_try_again(url: str, stream: boo
 
 
 def test_a_lost_verifier_is_a_503_with_retry_after(url: str) -> None:
-    """The verifier comes back to life between the attempts of the client, which waits as it was told."""
-    script = Script(TOKENS, dies_after=0)
+    """The verifier recovers between two attempts of the client, which waits for the time of retry-after."""
+    script = Script(TOKENS, fails_after=0)
 
-    async def body(asking: AsyncOpenAI) -> str:
+    async def body(api: AsyncOpenAI) -> str:
         with pytest.raises(InternalServerError) as raised:
-            await asking.completions.create(**ALL)
+            await api.completions.create(**ALL)
         assert (raised.value.status_code, raised.value.code) == (503, "unavailable")
         assert raised.value.response.headers["retry-after"] == "1"
-        trying = asyncio.create_task(asking.with_options(max_retries=1).completions.create(**ALL))
+        trying = asyncio.create_task(api.with_options(max_retries=1).completions.create(**ALL))
         await until(lambda: len(script.calls) == 2)
-        script.dies_after = None
+        script.fails_after = None
         return str((await trying).choices[0].text)
 
     assert with_router(url, body, script) == REST_TEXT
@@ -89,14 +86,14 @@ def test_a_lost_verifier_is_a_503_with_retry_after(url: str) -> None:
 
 def test_without_a_verifier_a_request_is_503_and_a_late_one_504(url: str) -> None:
     async def body() -> None:
-        async with http_router(url) as base, client(base) as asking:
+        async with http_router(url) as base, client(base) as api:
             with pytest.raises(InternalServerError, match="no verifier of model 'demo' is alive") as raised:
-                await asking.completions.create(**ALL)
+                await api.completions.create(**ALL)
             assert raised.value.status_code == 503
-        script = Script(TOKENS, falls_silent_after=1)
-        async with worker(url, script), http_router(url, timeout=0.3) as base, client(base) as asking:
+        script = Script(TOKENS, stalls_after=1)
+        async with worker(url, script), http_router(url, request_timeout_s=0.3) as base, client(base) as api:
             with pytest.raises(InternalServerError, match=r"not done within 0\.3 s") as raised:
-                await asking.completions.create(**ALL)
+                await api.completions.create(**ALL)
             assert (raised.value.status_code, raised.value.code) == (504, "timeout")
             await until(lambda: script.num_cancelled == 1)
 
@@ -105,11 +102,11 @@ def test_without_a_verifier_a_request_is_503_and_a_late_one_504(url: str) -> Non
 
 @PATHS
 def test_an_error_in_the_middle_of_a_stream_is_an_event(url: str, path: str) -> None:
-    script = Script(TOKENS, dies_after=1)
+    script = Script(TOKENS, fails_after=1)
 
     async def body() -> list[str]:
-        async with worker(url, script), http_router(url) as base, httpx.AsyncClient(base_url=base, timeout=30) as asking:
-            answer = await asking.post(path, json=body_of(path) | {"stream": True})
+        async with worker(url, script), http_router(url) as base, httpx.AsyncClient(base_url=base, timeout=30) as api:
+            answer = await api.post(path, json=body_of(path) | {"stream": True})
             assert answer.status_code == 200
             return [line.removeprefix("data: ") for line in answer.text.splitlines() if line]
 
@@ -117,13 +114,13 @@ def test_an_error_in_the_middle_of_a_stream_is_an_event(url: str, path: str) -> 
     assert json.loads(first)["choices"][0]["finish_reason"] is None
     error = json.loads(last)["error"]
     assert (error["type"], error["code"]) == ("server_error", "unavailable")
-    assert "out of breath" in error["message"]
+    assert "scripted failure" in error["message"]
     assert done == "[DONE]"
 
 
 def test_openais_client_raises_what_a_stream_ends_with(url: str) -> None:
-    async def body(asking: AsyncOpenAI) -> None:
-        with pytest.raises(APIError, match="out of breath"):
-            _ = [event async for event in await asking.completions.create(**ALL, stream=True)]
+    async def body(api: AsyncOpenAI) -> None:
+        with pytest.raises(APIError, match="scripted failure"):
+            _ = [event async for event in await api.completions.create(**ALL, stream=True)]
 
-    with_router(url, body, Script(TOKENS, dies_after=1))
+    with_router(url, body, Script(TOKENS, fails_after=1))

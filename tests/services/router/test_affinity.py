@@ -1,4 +1,4 @@
-"""Placement over many verifiers: affinity within bounds, and few sessions that move. Functions and a small simulation."""
+"""Routing over many verifiers: affinity within load bounds, and few sessions that move when workers come and go."""
 
 import asyncio
 from collections import Counter

@@ -1,4 +1,4 @@
-"""Workers that fail are avoided for a growing time, never all of them, and come back once they answer."""
+"""Failing workers are ejected for a growing time, and return after a probe; if all are ejected, requests go on."""
 
 import asyncio
 from dataclasses import replace
@@ -10,7 +10,7 @@ from eyas.config import OutlierDetectionConfig
 from eyas.rpc.messages import Load
 from eyas.services.router.workers import OutlierDetector
 from tests.services.discovery.pods import pod_router, pod_worker, settings
-from tests.services.router.scripted_verifier import CALL, REST, TOKENS, Script, ask, failure, tokens_of, until
+from tests.services.router.scripted_verifier import CALL, REST, TOKENS, Script, failure, send, tokens_of, until
 
 
 class Clock:
@@ -62,13 +62,13 @@ def test_only_a_successful_probe_ends_an_ejection() -> None:
 def test_failures_while_ejected_do_not_lengthen_the_ejection() -> None:
     clock = Clock()
     outliers = OutlierDetector(OutlierDetectionConfig(base_ejection_time_s=5), clock)
-    for _ in range(10):  # its requests of before fail as well
+    for _ in range(10):  # requests that were already running fail too
         outliers.record_failure("v")
     clock.now += 5
     assert outliers.due_probes == ["v"]
 
 
-def test_workers_that_are_gone_are_forgotten() -> None:
+def test_the_records_of_lost_workers_are_dropped() -> None:
     outliers = OutlierDetector(OutlierDetectionConfig(), Clock())
     outliers.record_failure("v")
     outliers.retain(["w"])
@@ -78,7 +78,7 @@ def test_workers_that_are_gone_are_forgotten() -> None:
 
 def test_a_failing_verifier_gets_nothing_until_a_probe_passes() -> None:
     async def body() -> None:
-        failing = Script(TOKENS, dies_after=0)
+        failing = Script(TOKENS, fails_after=0)
         async with (
             pod_worker(failing) as one,
             pod_worker() as other,
@@ -91,19 +91,19 @@ def test_a_failing_verifier_gets_nothing_until_a_probe_passes() -> None:
             await until(lambda: workers.ready and {one.lease, other.lease} == set(workers.snapshot().verifiers))
             one.gate.clear()
             for _ in range(5):
-                assert tokens_of(await ask(address, CALL)) == REST
+                assert tokens_of(await send(address, CALL)) == REST
             assert (len(failing.calls), workers.snapshot().unhealthy) == (1, {one.incarnation})
-            failing.dies_after = None
+            failing.fails_after = None
             one.gate.set()
             await until(lambda: not workers.snapshot().unhealthy)
 
     asyncio.run(body())
 
 
-@pytest.mark.parametrize("falls_silent_after", [0, 1])
-def test_the_requests_of_a_stuck_verifier_go_on_elsewhere(falls_silent_after: int) -> None:
+@pytest.mark.parametrize("stalls_after", [0, 1])
+def test_requests_of_a_stuck_verifier_move_to_another(stalls_after: int) -> None:
     async def body() -> None:
-        stuck = Script(TOKENS, falls_silent_after=falls_silent_after)
+        stuck = Script(TOKENS, stalls_after=stalls_after)
         async with (
             pod_worker(stuck) as one,
             pod_worker() as other,
@@ -111,7 +111,7 @@ def test_the_requests_of_a_stuck_verifier_go_on_elsewhere(falls_silent_after: in
         ):
             one.lease = idle = replace(one.lease, load=Load(free_kv_tokens=9000))
             await until(lambda: workers.ready and {idle, other.lease} == set(workers.snapshot().verifiers))
-            answer = asyncio.create_task(ask(address, CALL))
+            answer = asyncio.create_task(send(address, CALL))
             await until(lambda: len(stuck.calls) == 1)
             one.lease = replace(idle, load=replace(idle.load, step_seconds=61.0))
             assert tokens_of(await answer) == REST
@@ -123,7 +123,7 @@ def test_the_requests_of_a_stuck_verifier_go_on_elsewhere(falls_silent_after: in
 
 def test_if_every_verifier_is_ejected_requests_still_go_out() -> None:
     async def body() -> None:
-        script = Script(TOKENS, dies_after=0)
+        script = Script(TOKENS, fails_after=0)
         async with (
             pod_worker(script) as one,
             pod_router(
@@ -137,9 +137,9 @@ def test_if_every_verifier_is_ejected_requests_still_go_out() -> None:
             await until(lambda: workers.ready)
             assert (await failure(address, CALL))[0] is grpc.StatusCode.UNAVAILABLE
             assert workers.snapshot().unhealthy == {one.incarnation}
-            await until(lambda: not workers.ready)  # no green light over nothing but failures
-            script.dies_after = None
-            assert tokens_of(await ask(address, CALL)) == REST
+            await until(lambda: not workers.ready)  # the only verifier is ejected
+            script.fails_after = None
+            assert tokens_of(await send(address, CALL)) == REST
             assert not workers.snapshot().unhealthy
             await until(lambda: workers.ready)
 
