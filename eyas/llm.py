@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from eyas.config import DraftingConfig, EngineConfig, HeadValidation, MethodsConfig, TreeConfig
-from eyas.drafters.registry import NO_DRAFTS, build_drafter, build_fuser, default_drafter, resolve_wiring
+from eyas.drafters.registry import NO_DRAFTS, build_drafter, build_fuser, default_method, resolve_wiring
 from eyas.engine.build import assemble_engine, gather_ranks, load_model
 from eyas.errors import EyasError, InvalidRequest, RequestFailed
 from eyas.models.checkpoint import resolve_device, resolve_dtype
@@ -106,7 +106,7 @@ class LLM:
         validate_head: HeadValidation = "auto",
     ) -> None:
         tree, engine, drafting = tree or TreeConfig(), engine or EngineConfig(), drafting or DraftingConfig()
-        head, name = draft_model or "", default_drafter(method or "", draft_model or "")
+        head, name = draft_model or "", default_method(method or "", draft_model or "")
         device = resolve_device(device)
         dtype = resolve_dtype(dtype, device, model)
         fuser = build_fuser(name, head, model, dtype, device)

@@ -226,7 +226,7 @@ def measure(settings: MethodsSettings, progress: Progress) -> MethodsResults:
 
 def _shares_noise(settings: MethodsSettings, spec: MethodSpec) -> bool:
     """Whether there is shared noise that the method could do without."""
-    return find_method(spec.name).has_law and max(settings.temperatures) > 0
+    return find_method(spec.name).has_probs and max(settings.temperatures) > 0
 
 
 def _way(settings: MethodsSettings, target: TargetModel, spec: MethodSpec, eagle: DraftingConfig, room: int) -> TimedMethod:

@@ -32,7 +32,7 @@ from eyas.bench.timing import (
 )
 from eyas.config import DraftingConfig, EngineConfig
 from eyas.drafters.base import Drafter
-from eyas.drafters.registry import NO_DRAFTS, build_drafter, build_fuser, default_drafter
+from eyas.drafters.registry import NO_DRAFTS, build_drafter, build_fuser, default_method
 from eyas.engine.build import assemble_engine
 from eyas.errors import ConfigError
 from eyas.models.heads.features import FeatureFuser
@@ -84,7 +84,7 @@ def load(settings: OfflineSettings) -> BenchParts:
     if settings.device.startswith("cuda") and not torch.cuda.is_available():
         raise ConfigError(f"device is {settings.device}, but torch {torch.__version__} finds no CUDA device here")
     target, draft, dtype, device = settings.target, settings.draft, settings.dtype, settings.device
-    name = default_drafter(settings.drafter, draft)
+    name = default_method(settings.drafter, draft)
     if name == NO_DRAFTS:
         return BenchParts(load_target(target, dtype, device), None, None)
     fuser = build_fuser(name, draft, target, dtype, device)

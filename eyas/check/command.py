@@ -144,11 +144,10 @@ def _verdict(result: Equality) -> str:
 
 
 def drafters() -> None:
-    """List the drafting methods: what each needs, where it may run, and what its `head` is."""
+    """List the drafting methods: what each needs, and what its `draft_model` is."""
     from eyas.drafters.registry import METHODS
 
-    table = Table("drafter", "needs", "runs", "head")
+    table = Table("method", "needs", "draft_model")
     for name, method in METHODS.items():
-        head = method.needs_head or method.may_head or "none"
-        table.add_row(name, ", ".join(method.needs) or "tokens alone", method.place, head)
+        table.add_row(name, ", ".join(method.needs) or "tokens alone", method.head or method.optional_head or "none")
     Console().print(table)

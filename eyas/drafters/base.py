@@ -1,21 +1,20 @@
 """The contract of every drafter: committed tokens (and features) in, draft trees out.
 
-A drafter's state is a cache: it may forget a session at any moment and say so with a Refusal. Nothing a drafter does can
-change what is generated, only how fast; but where it is asked for sampled trees, their law has to be the true one.
+A drafter's state is a cache. It may drop a session at any time and then answers with ResyncRequired. Drafts change the
+speed of generation, never its output; for sampled trees the stated draft probabilities must be the true ones.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol, TypeAlias
 
 from torch import Tensor
 
-from eyas.draft_protocol import Commit, ResyncRequired
-from eyas.tensors import upload
+from eyas.draft_protocol import Commit, ResyncRequired, TreeBudget
 from eyas.tree import DraftTree
 
 DraftContext: TypeAlias = Commit[Tensor]
@@ -25,9 +24,9 @@ Pending: TypeAlias = Callable[[], list[Draft]]
 
 @dataclass(frozen=True)
 class DrafterNeeds:
-    """What the engine must hand a drafter with each commit.
+    """What the engine must send with each commit.
 
-    features: fused target features of the new positions, feature_size wide.
+    features: fused target features [n, feature_size] of the new positions.
     samples: the target's sample at every node of the last tree.
     """
 
@@ -37,7 +36,7 @@ class DrafterNeeds:
 
 
 class Drafter(Protocol):
-    """Grows a tree below the last committed token of each session."""
+    """Proposes a tree below the last committed token of each session."""
 
     @property
     def needs(self) -> DrafterNeeds:
@@ -46,35 +45,41 @@ class Drafter(Protocol):
 
     @property
     def can_sample(self) -> bool:
-        """Whether it answers sampled proposals, with trees drawn from its own law and that law."""
+        """Whether it answers sampled proposals: trees drawn from its own probabilities, together with these."""
         ...
 
     def can_draft(self, session: str) -> bool:
-        """Whether telling it of a session is worth the work now."""
+        """Whether a request for this session can be served now."""
         ...
 
     def request(self, contexts: Sequence[DraftContext]) -> Pending:
-        """Commit what was accepted and ask for the next trees; session keys are distinct within a call.
+        """Commit the accepted tokens and request the next trees, without waiting for them.
 
-        Does not wait. The answers are collected once, before the next `request`: one per context, in order. A DraftTree
-        within the context's budget whose root is the context's last token, proposed in the way that the context asks for
-        (root-only where there is nothing to guess or the budget asks for bookkeeping only); a Refusal when the context does
-        not continue what the drafter has; None when no answer came in time. Never raises for the state of one session.
+        Args:
+            contexts: one commit for each session; session keys are distinct within a call.
+
+        Returns:
+            A function that waits for the answers; call it once, before the next `request`. There is one answer per
+            context, in order:
+            - a DraftTree whose root is the context's last token, within the context's budget and of its proposal kind;
+              root-only if there is nothing to propose, or the budget asks for bookkeeping only;
+            - ResyncRequired if the context does not continue the drafter's session;
+            - None if no answer came in time.
+            The state of a single session never raises.
         """
         ...
 
     def release(self, sessions: Sequence[str]) -> None:
-        """Forget sessions; unknown ones are ignored."""
+        """Drop sessions; unknown ones are ignored."""
         ...
 
 
 class LocalDrafter(ABC):
-    """A Drafter that works where it is called, when its answers are collected."""
+    """A Drafter in this process: it computes its answers when they are collected. Not safe for use from several threads."""
 
     @property
-    @abstractmethod
     def needs(self) -> DrafterNeeds:
-        """See Drafter."""
+        return DrafterNeeds()
 
     @property
     def can_sample(self) -> bool:
@@ -82,7 +87,7 @@ class LocalDrafter(ABC):
 
     @abstractmethod
     def propose(self, contexts: Sequence[DraftContext]) -> list[Draft]:
-        """The answers that `Drafter.request` promises."""
+        """The answers of `Drafter.request`."""
 
     @abstractmethod
     def release(self, sessions: Sequence[str]) -> None:
@@ -91,41 +96,23 @@ class LocalDrafter(ABC):
     def can_draft(self, session: str) -> bool:
         return True
 
-    def warm_up(self) -> None:
-        """Do once what the first rounds would otherwise wait for; most have nothing to do."""
-        return
-
-    def prune(self, session: str, nodes: Sequence[int]) -> None:
-        """Of the session's last tree only `nodes` are verified, in order, the root first and all with their parents: the
-        samples that come are theirs."""
-        return
-
-    def draft_ahead(self) -> bool:
-        """Do a little that nobody waits for yet, between two calls; whether there is more to do."""
-        return False
-
     def request(self, contexts: Sequence[DraftContext]) -> Pending:
         return partial(self.propose, contexts)
 
+    def warm_up(self) -> None:
+        """Do once what the first steps would otherwise wait for; most drafters have nothing to do."""
+        return
 
-TreeMaker: TypeAlias = Callable[[list[DraftContext], Tensor], list[DraftTree]]
+    def prune(self, session: str, nodes: Sequence[int]) -> None:
+        """Note that only `nodes` of the session's last tree are verified: ascending, the root first, all with their parents.
+        The next samples belong to these nodes."""
+        return
+
+    def draft_ahead(self) -> bool:
+        """Do one step of work in advance, while no request waits. Returns whether there is more to do."""
+        return False
 
 
-def fill_in_trees(
-    drafts: list[Draft],
-    contexts: Sequence[DraftContext],
-    rows: Sequence[int],
-    states: Tensor,
-    grow: TreeMaker,
-    draw: TreeMaker,
-) -> None:
-    """Put trees into `drafts` for those of `contexts` that want one, each made in the way that it asks for.
-
-    rows: the contexts that states [R, ...] belong to. grow, draw: make deterministic and sampled proposals, from some of
-    them and their states.
-    """
-    for proposal, make_trees in (("deterministic", grow), ("sampled", draw)):
-        asked = [k for k, row in enumerate(rows) if contexts[row].budget.wants_tree and contexts[row].proposal == proposal]
-        trees = make_trees([contexts[rows[k]] for k in asked], states[upload(asked, states.device)]) if asked else []
-        for k, tree in zip(asked, trees, strict=True):
-            drafts[rows[k]] = tree
+def capped(contexts: Sequence[DraftContext], max_nodes: int) -> list[TreeBudget]:
+    """The contexts' budgets with at most `max_nodes` nodes each."""
+    return [replace(c.budget, max_nodes=min(c.budget.max_nodes, max_nodes)) for c in contexts]

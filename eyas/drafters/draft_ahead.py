@@ -1,6 +1,7 @@
-"""Drafting ahead: trees are grown on while the target verifies the last ones, and cut where the committed path ends.
+"""Drafting ahead: EAGLE trees keep growing while the target verifies, and are cut where the committed path ends.
 
-Knows no network. Legend: S sessions, P candidates.
+A commit that ends inside a tree grown ahead is answered from it at once. Such commits queue up and reach the EAGLE drafter
+in one piece, when there is time or when a tree has to be grown on demand. Legend: S sessions, P candidates.
 """
 
 from __future__ import annotations
@@ -9,35 +10,33 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from eyas.config import DraftAheadConfig
 from eyas.draft_protocol import TreeBudget
 from eyas.drafters.base import Draft, DraftContext, DrafterNeeds, LocalDrafter
 from eyas.drafters.eagle import EagleDrafter
-from eyas.drafters.tree_growth import Growth
+from eyas.drafters.tree_growth import TreeGrowth
 from eyas.errors import ConfigError
-from eyas.tensors import download
+from eyas.tensors import Ints, download
 from eyas.tree import DraftTree
 
-Numbers = npt.NDArray[np.int64]
 BOOKKEEPING = TreeBudget(1, 0)
 
 
-class Grown:
-    """What one Growth has recorded of its sessions, as of the last look."""
+class AheadTrees:
+    """The trees of one TreeGrowth on the host, as of the last look."""
 
-    def __init__(self, growth: Growth, draft_ids: Numbers) -> None:
+    def __init__(self, growth: TreeGrowth, draft_ids: Ints) -> None:
         """draft_ids maps draft vocabulary ids to the target's."""
         self._growth = growth
         self._draft_ids = draft_ids
-        self._levels = 0
+        self._num_copied = 0
 
     @property
     def num_levels(self) -> int:
         """Levels recorded so far."""
-        return self._growth.levels
+        return self._growth.num_levels
 
     @torch.inference_mode()
     def step(self) -> None:
@@ -45,11 +44,11 @@ class Grown:
         self._growth.step()
 
     def below(self, row: int, path: Sequence[int], budget: TreeBudget) -> DraftTree | None:
-        """The tree below `path`, token ids from the root of session `row` on, within `budget`; None where none was grown.
+        """The tree of session `row` below `path`, within `budget`; None if none was grown there.
 
-        Scores are those of the nodes' whole paths less that of `path`.
+        path: the target's token ids below the root. Scores of nodes are those of their whole paths less that of `path`.
         """
-        self._look()
+        self._copy_to_host()
         node = 0
         for token in path:
             children = np.flatnonzero(self._parents[row] == node)
@@ -59,17 +58,17 @@ class Grown:
             node = int(found[0]) + 1
         return self._cut(row, node, path[-1], budget)
 
-    def _look(self) -> None:
-        """Copy what was recorded since the last look to the host, once for all sessions."""
-        if self._levels < self._growth.levels:
+    def _copy_to_host(self) -> None:
+        """Copy the candidates of all sessions, if levels were added since the last copy."""
+        if self._num_copied < self._growth.num_levels:
             candidates = self._growth.candidates
-            self._levels = self._growth.levels
+            self._num_copied = self._growth.num_levels
             tokens, parents, scores = download(candidates.tokens, candidates.parents, candidates.scores)
             self._tokens, self._parents = tokens.astype(np.int64), parents.astype(np.int64)
             self._scores, self._ends = scores.astype(np.float32), candidates.ends
 
     def _cut(self, row: int, root: int, token: int, budget: TreeBudget) -> DraftTree | None:
-        """The best descendants of candidate `root` that filters leave a chance: of equals the lower number, hence parents
+        """The best descendants of candidate `root` with a finite score. Ties go to the lower number, hence parents come
         before children."""
         parents = self._parents[row]
         inside = np.zeros(len(parents) + 1, dtype=bool)
@@ -97,35 +96,39 @@ class Grown:
 
 @dataclass
 class _AheadSession:
-    """A session as its verifier knows it. last: its latest commit. backlog: the commits that the drafter beneath has not
-    been told of. grown: what was grown ahead in `row`; path: the tokens committed since then."""
+    """A session that the EAGLE drafter follows, perhaps some commits behind.
+
+    last: its latest commit. backlog: the commits that the EAGLE drafter has not received. trees: what was grown ahead, in
+    `row`. path: the tokens committed since then.
+    """
 
     last: DraftContext
     backlog: list[DraftContext] = field(default_factory=list)
-    grown: Grown | None = None
+    trees: AheadTrees | None = None
     row: int = 0
     path: tuple[int, ...] = ()
 
+    def continues_with(self, context: DraftContext) -> bool:
+        """Whether the context starts where the latest commit ends."""
+        return (self.last.epoch, self.last.committed_length) == (context.epoch, context.start_position)
+
 
 class DraftAheadDrafter(LocalDrafter):
-    """An EAGLE drafter that goes on growing its last trees whenever `draft_ahead` is called.
-
-    A commit that ends inside such a tree is answered from it at once, and told to the drafter beneath when there is time;
-    any other is drafted for on demand. Not safe for use from several threads.
-    """
+    """An EAGLE drafter that grows its last trees further whenever `draft_ahead` is called."""
 
     def __init__(self, drafter: EagleDrafter, config: DraftAheadConfig) -> None:
-        """Raises ConfigError for more children than the drafter knows tokens."""
+        """Raises ConfigError for more candidates than the draft vocabulary has tokens."""
         if config.num_candidates > len(drafter.draft_ids):
             raise ConfigError(
-                f"ahead.num_candidates is {config.num_candidates}; the draft vocabulary has {len(drafter.draft_ids)}"
+                f"draft_ahead.num_candidates is {config.num_candidates}, but the draft vocabulary has "
+                f"{len(drafter.draft_ids)} tokens; set at most these"
             )
         self._drafter = drafter
         self._config = config
-        self._draft_ids: Numbers = drafter.draft_ids.cpu().numpy()
+        self._draft_ids: Ints = drafter.draft_ids.cpu().numpy()
         self._sessions: dict[str, _AheadSession] = {}
         self._due: dict[str, None] = {}
-        self._growing: Grown | None = None
+        self._growing: AheadTrees | None = None
 
     @property
     def needs(self) -> DrafterNeeds:
@@ -135,11 +138,14 @@ class DraftAheadDrafter(LocalDrafter):
     def can_sample(self) -> bool:
         return self._drafter.can_sample
 
+    def warm_up(self) -> None:
+        self._drafter.warm_up()
+
     def propose(self, contexts: Sequence[DraftContext]) -> list[Draft]:
-        drafts: list[Draft] = [self._below(context) for context in contexts]
-        asked = [i for i, draft in enumerate(drafts) if draft is None]
-        answers = self._drafter.propose([self._told(contexts[i]) for i in asked]) if asked else []
-        for i, draft in zip(asked, answers, strict=True):
+        drafts: list[Draft] = [self._take_ahead(context) for context in contexts]
+        missing = [i for i, draft in enumerate(drafts) if draft is None]
+        answers = self._drafter.propose([self._with_backlog(contexts[i]) for i in missing]) if missing else []
+        for i, draft in zip(missing, answers, strict=True):
             drafts[i] = draft
         grown = [c for c, draft in zip(contexts, drafts, strict=True) if isinstance(draft, DraftTree) and draft.num_drafted]
         self._due |= dict.fromkeys(context.session for context in grown if context.proposal == "deterministic")
@@ -151,43 +157,41 @@ class DraftAheadDrafter(LocalDrafter):
             self._due.pop(key, None)
         self._drafter.release(sessions)
 
-    def warm_up(self) -> None:
-        self._drafter.warm_up()
-
     def draft_ahead(self) -> bool:
         growing = self._growing
-        if growing and growing.num_levels < self._config.num_steps and self._is_waited_for(growing):
+        if growing and growing.num_levels < self._config.num_steps and self._is_awaited(growing):
             growing.step()
         else:
             self._growing = self._begin()
         return self._growing is not None
 
-    def _is_waited_for(self, grown: Grown) -> bool:
-        return any(session.grown is grown and not session.path for session in self._sessions.values())
+    def _is_awaited(self, trees: AheadTrees) -> bool:
+        """Whether a session has not committed anything since `trees` began to grow."""
+        return any(session.trees is trees and not session.path for session in self._sessions.values())
 
-    def _below(self, context: DraftContext) -> DraftTree | None:
-        """The tree grown ahead for what `context` commits, if there is one."""
+    def _take_ahead(self, context: DraftContext) -> DraftTree | None:
+        """The tree grown ahead for the context's last token, if there is one."""
         session = self._sessions.get(context.session)
-        if session is None or not _continues(session, context) or session.grown is None:
+        if session is None or not session.continues_with(context) or session.trees is None:
             return None
         if not context.budget.wants_tree or context.proposal != "deterministic":
             return None
         path = (*session.path, *context.tokens)
-        tree = session.grown.below(session.row, path, self._drafter.within(context.budget))
+        tree = session.trees.below(session.row, path, self._drafter.capped(context.budget))
         if tree is not None:
             session.path, session.last = path, context
             session.backlog.append(context)
         return tree
 
-    def _told(self, context: DraftContext) -> DraftContext:
-        """What the drafter beneath is told: the session's backlog and `context` as one commit."""
+    def _with_backlog(self, context: DraftContext) -> DraftContext:
+        """The session's backlog and `context` as one commit for the EAGLE drafter."""
         session = self._sessions.get(context.session)
-        whole = _joined([*session.backlog, context]) if session and _continues(session, context) else context
+        whole = _joined([*session.backlog, context]) if session and session.continues_with(context) else context
         self._sessions[context.session] = _AheadSession(context)
         return whole
 
-    def _begin(self) -> Grown | None:
-        """Tell the drafter beneath of what was answered ahead, and start to grow from where all due sessions are now."""
+    def _begin(self) -> AheadTrees | None:
+        """Commit all backlogs to the EAGLE drafter, and start to grow from where all due sessions are now."""
         keys, self._due = [key for key in self._due if key in self._sessions], {}
         behind = [key for key in keys if self._sessions[key].backlog]
         if behind:
@@ -195,18 +199,13 @@ class DraftAheadDrafter(LocalDrafter):
             for key, answer in zip(behind, self._drafter.propose(commits), strict=True):
                 if not isinstance(answer, DraftTree):
                     del self._sessions[key]
-        keys = [key for key in keys if key in self._sessions and self._drafter.can_grow(key)]
-        if not keys:
+        contexts = [self._sessions[key].last for key in keys if key in self._sessions and self._drafter.can_grow(key)]
+        if not contexts:
             return None
-        contexts = [self._sessions[key].last for key in keys]
-        grown = Grown(self._drafter.growth(contexts, self._config), self._draft_ids)
+        trees = AheadTrees(self._drafter.growth(contexts, self._config), self._draft_ids)
         for row, context in enumerate(contexts):
-            self._sessions[context.session] = _AheadSession(context, grown=grown, row=row)
-        return grown
-
-
-def _continues(session: _AheadSession, context: DraftContext) -> bool:
-    return (session.last.epoch, session.last.committed_length) == (context.epoch, context.start_position)
+            self._sessions[context.session] = _AheadSession(context, trees=trees, row=row)
+        return trees
 
 
 def _joined(contexts: Sequence[DraftContext]) -> DraftContext:

@@ -1,21 +1,13 @@
-"""What a small model's last tree ran through it: tokens in, slots of accepted rows out. Integers only.
+"""A small causal LM as drafter (Leviathan et al. 2023): committed tokens in, draft trees or sampled chains out.
 
-Keys and values of a token depend on the tokens before it alone: what a tree computed for accepted tokens is kept.
-Legend: L levels of a tree that were run through the model, W rows of each.
-
-A small model in the middle of growing trees: logits of roots in, scored children of each level out.
-
-Legend: S sessions, W rows of a level, L levels that are run, P longest prefix, V vocabulary.
-
-The drafter that is a small causal LM (Leviathan et al. 2023): committed tokens in, draft trees or sampled chains out.
-
-Legend: S sessions, V vocabulary.
+Keys and values of a token depend only on the tokens before it. So what a tree computed for accepted tokens stays cached.
+Legend: S sessions, L tree levels that are run, W rows of a level, P longest prefix, V vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -24,24 +16,25 @@ from torch import Tensor
 from eyas.cache.kv_cache import KVCache
 from eyas.cache.prefix_cache import Slots
 from eyas.config import DraftingConfig, DraftModelConfig, TreeConfig
-from eyas.draft_protocol import ResyncRequired
-from eyas.drafters.base import Draft, DraftContext, DrafterNeeds, LocalDrafter, fill_in_trees
-from eyas.drafters.cuda_graphs import Grower, PaddedPrefix, Roots, TreeGraphs, tight_prefix
-from eyas.drafters.sampled_chains import FilteredDraft, chains, draw
-from eyas.drafters.scoring import Ranker, Scorer, noise_scale
-from eyas.drafters.sessions import SlotSessions, count_slots, no_slots
-from eyas.drafters.tree_growth import chosen, grow, trees
+from eyas.drafters.base import DraftContext
+from eyas.drafters.cuda_graphs import Roots
+from eyas.drafters.neural import NeuralDrafter
+from eyas.drafters.scoring import Scorer
+from eyas.drafters.sessions import KVLedger, KVSession, count_slots, no_slots
+from eyas.drafters.tree_growth import Expansion
 from eyas.errors import ConfigError
 from eyas.models.cuda.graphs import Capture
 from eyas.models.inputs import Group, PackedInputs, Segment
 from eyas.models.target import TargetModel
-from eyas.tensors import Ints, download, upload
-from eyas.tree import DraftTree
+from eyas.tensors import Ints
 
 
 @dataclass(frozen=True)
 class TreeRows:
-    """What the last tree ran through the model, [L, W] each: tokens, rows of their parents in the level above, slots."""
+    """The rows that the last tree of a session ran through the model, [L, W] each.
+
+    tokens: token ids. parents: rows of their parents in the level above. slots: where their keys and values are.
+    """
 
     tokens: Ints
     parents: Ints
@@ -59,176 +52,54 @@ class TreeRows:
         return np.array(found, dtype=np.int64)
 
 
-def tree_rows(ran: Ints, scratch: Slots, width: int) -> TreeRows:
-    """ran: tokens and parents of all rows, level by level, [2, L * W]. scratch: slots of a tree, the first ones theirs."""
-    tokens, parents = ran.reshape(2, -1, width)
-    return TreeRows(tokens, parents, scratch[: tokens.size].reshape(-1, width))
-
-
-class ModelExpansion:
-    """Implements Expansion: each level is one forward pass, whose rows see the prefix and their own ancestors."""
-
-    def __init__(
-        self,
-        model: TargetModel,
-        scorer: Scorer,
-        pools: KVCache,
-        prefix: PaddedPrefix,
-        scratch: Tensor,
-        logits: Tensor,
-        shape: TreeConfig,
-    ) -> None:
-        """prefix: slots of each session's tokens, the root's the last. scratch: W * (depth - 1) slots of each or more, int64
-        [S, ...]. logits: of the roots [S, V]."""
-        self._model, self._scorer, self._pools, self._logits = model, scorer, pools, logits
-        index, lengths = prefix.index, prefix.lengths
-        self._length = index.shape[1]
-        self._keys = torch.cat([index, scratch], 1)
-        places = torch.arange(self._length, device=logits.device)
-        self._seen = (places < lengths[:, None])[:, None].expand(-1, shape.top_k, -1)
-        self._root = lengths[:, None] - 1
-        self._key_positions = places.expand(len(index), -1)
-        self._tokens = [index[:, :0]]
-        self._parents = [index[:, :0]]
-
-    def first(self) -> Tensor:
-        return self._scorer.scores(self._logits[:, None], 0)
-
-    def next(self, level: int, parents: Tensor, tokens: Tensor) -> Tensor:
-        sessions, width = tokens.shape
-        self._tokens.append(tokens)
-        self._parents.append(parents)
-        # a session near the end of its context is expanded with the others; its budget cuts what lies beyond
-        positions = (self._root + level).clamp(max=self._model.max_model_len - 1).expand_as(tokens)
-        own = torch.eye(width, dtype=torch.bool, device=tokens.device).expand(sessions, -1, -1)
-        inherited = self._seen.gather(1, parents[:, :, None].expand(-1, -1, self._seen.shape[2]))
-        self._seen = torch.cat([inherited, own], dim=2)
-        self._key_positions = torch.cat([self._key_positions, positions], dim=1)
-        end = self._length + width * level
-        packed = self._pack(tokens, positions, self._keys[:, :end], self._keys[:, end - width : end])
-        logits = self._model.forward(packed, self._pools).logits
-        return self._scorer.scores(logits.view(sessions, width, -1), level)
-
-    def ran(self) -> Tensor:
-        """Tokens, and rows of their parents in the level above, of all rows that were run, int64 [S, 2, L * W]."""
-        return torch.stack([torch.cat(self._tokens, 1), torch.cat(self._parents, 1)], 1)
-
-    def _pack(self, tokens: Tensor, positions: Tensor, keys: Tensor, slots: Tensor) -> PackedInputs:
-        rows = torch.arange(tokens.numel(), device=tokens.device)
-        group = LevelGroup(rows.view_as(tokens), keys, self._seen, positions, self._key_positions)
-        return PackedInputs(tokens.flatten(), positions.flatten(), slots.flatten(), rows, (group,))
-
-
-class LevelGroup(Group):
-    """One level of all sessions' trees. What Group lays out from segments is on the device already."""
-
-    def __init__(self, rows: Tensor, keys: Tensor, mask: Tensor, query_positions: Tensor, key_positions: Tensor) -> None:
-        self.shape = (rows.shape[0], rows.shape[1])
-        self.run = None
-        self.whole = True
-        self.open = False
-        self.cells = None
-        self.rows = rows
-        self.keys = keys
-        self.mask = mask
-        self.query_positions = query_positions
-        self.key_positions = key_positions
-
-
-class ModelDrafter(LocalDrafter):
-    """A small model with slots of its own. Not safe for use from several threads."""
+class ModelDrafter(NeuralDrafter[TreeRows]):
+    """A small model with a KV cache of its own. A session's state is what its last tree ran."""
 
     def __init__(
         self,
         model: TargetModel,
         tree: TreeConfig,
         config: DraftingConfig,
-        small: DraftModelConfig,
+        draft_model: DraftModelConfig,
         capture: Capture | None = None,
     ) -> None:
-        """capture: how to capture whole trees; None launches them.
-
-        Raises ConfigError for a tree that the model cannot grow."""
+        """capture: how to capture whole trees as CUDA graphs. Raises ConfigError for a tree that the model cannot grow."""
         if tree.num_steps < 1 or tree.top_k > model.vocab_size:
             raise ConfigError(
-                f"tree.num_steps {tree.num_steps} and tree.top_k {tree.top_k}: a small draft model needs a depth of at least 1 and "
-                f"a width of at most its vocabulary, {model.vocab_size}"
+                f"tree.num_steps {tree.num_steps} and tree.top_k {tree.top_k}: a small draft model needs num_steps of at "
+                f"least 1 and top_k of at most its vocabulary, {model.vocab_size}"
             )
         rows = tree.top_k * (tree.num_steps - 1)
-        what = f"a token and the {rows} rows of one tree of width {tree.top_k} and depth {tree.num_steps}"
-        num_slots = count_slots(config, model.kv_shapes, model.dtype, model.device, rows + 1, what)
+        contents = f"a token and the {rows} rows of one tree of width {tree.top_k} and depth {tree.num_steps}"
+        num_slots = count_slots(config, model.kv_shapes, model.dtype, model.device, rows + 1, contents)
+        sessions: KVLedger[TreeRows] = KVLedger(num_slots, model.max_model_len, rows)
+        super().__init__(config, tree, None, torch.arange(model.vocab_size, device=model.device), sessions)
         self._model = model
-        self._tree = tree
-        self._config = config
-        self._chunk_tokens = small.chunk_tokens
-        self._pools = KVCache(num_slots, model.kv_shapes, 0, model.dtype, model.device)
-        self._sessions: SlotSessions[TreeRows] = SlotSessions(num_slots, model.max_model_len, rows)
-        self._scale = noise_scale(config)
-        self._ids = torch.arange(model.vocab_size, device=model.device)
-        self._captured = TreeGraphs(self._grower(), config, capture) if capture else None
+        self._chunk_tokens = draft_model.chunk_tokens
+        self._kv = KVCache(num_slots, model.kv_shapes, 0, model.dtype, model.device)
+        self._capture_trees(
+            capture, model.vocab_size, torch.float32, self._kv, min(model.max_model_len, num_slots), num_scratch=rows
+        )
 
-    @property
-    def needs(self) -> DrafterNeeds:
-        return DrafterNeeds()
-
-    @property
-    def can_sample(self) -> bool:
-        return True
-
-    @torch.inference_mode()
-    def propose(self, contexts: Sequence[DraftContext]) -> list[Draft]:
-        """See Drafter. New tokens in passes of bounded size, then one pass per tree level for all sessions together."""
-        self._scale.learn(contexts)
-        busy = {context.session for context in contexts}
-        drafts = [self._admit(context, busy) for context in contexts]
-        ready = [i for i, draft in enumerate(drafts) if draft is None]
-        logits = self._extend([contexts[i] for i in ready])
-        for i in ready:
-            drafts[i] = DraftTree.root_only(contexts[i].tokens[-1])
-        wanting = [i for i in ready if contexts[i].budget.wants_tree]
-        fill_in_trees(drafts, contexts, wanting, logits, self._grow, self._draw)
-        return drafts
-
-    @torch.inference_mode()
-    def warm_up(self) -> None:
-        if self._captured:
-            self._captured.warm_up()
-
-    def release(self, sessions: Sequence[str]) -> None:
-        self._sessions.release(sessions)
-        self._scale.forget(sessions)
-
-    def check(self) -> None:
-        """Assert the integrity of slots and owners."""
-        self._sessions.check()
-
-    @property
-    def num_free_slots(self) -> int:
-        return self._sessions.num_free
-
-    def _admit(self, context: DraftContext, busy: set[str]) -> Draft:
-        """None if the context continues its session and has slots, those for its tree among them; else the answer to give.
-
-        What the last tree ran of the accepted tokens is kept; the last one is run anew for its logits.
-        """
-        session = self._sessions.follow(context)
-        if isinstance(session, ResyncRequired):
-            return session
+    def _claim(self, session: KVSession[TreeRows], context: DraftContext, busy: Collection[str]) -> bool:
+        """Keep what the last tree ran for accepted tokens. The last token is always run again, for its logits."""
         accepted = session.state.path(context.tokens[:-1]) if session.state else no_slots()
         self._sessions.keep(session, accepted)
-        num_new = session.committed_length - len(session.slots)
-        fits = self._sessions.claim(session, num_new, self._num_scratch(context), busy)
-        return None if fits else DraftTree.root_only(context.tokens[-1])
-
-    def _num_scratch(self, context: DraftContext) -> int:
         width = self._tree.top_k if context.proposal == "deterministic" else 1
-        return width * (self._tree.num_steps - 1) if context.budget.wants_tree else 0
+        num_scratch = width * (self._tree.num_steps - 1) if context.budget.wants_tree else 0
+        return self._sessions.claim(session, session.committed_length - len(session.slots), num_scratch, busy)
+
+    def _has_state(self, context: DraftContext) -> bool:
+        return context.budget.wants_tree
 
     def _extend(self, contexts: Sequence[DraftContext]) -> Tensor:
-        """Store keys and values of all new tokens; logits [S, V] behind the last of each context that wants a tree."""
+        """Run all new tokens in passes of bounded size.
+
+        Returns logits [S, V] behind the last token of each context that wants a tree.
+        """
         logits = [torch.empty(0, self._model.vocab_size, device=self._model.device)]
-        for segments in passes([self._new_rows(context) for context in contexts], self._chunk_tokens):
-            logits.append(self._model.forward(self._model.pack(segments), self._pools).logits)
+        for segments in split_passes([self._new_rows(context) for context in contexts], self._chunk_tokens):
+            logits.append(self._model.forward(self._model.pack(segments), self._kv).logits)
         return torch.cat(logits)
 
     def _new_rows(self, context: DraftContext) -> Segment:
@@ -243,71 +114,85 @@ class ModelDrafter(LocalDrafter):
             logits_indices=np.arange(count - 1, count) if context.budget.wants_tree else np.arange(0),
         )
 
-    def _grow(self, contexts: Sequence[DraftContext], logits: Tensor) -> list[DraftTree]:
-        sessions = [self._sessions[context.session] for context in contexts]
-        slots, scratch = [session.slots for session in sessions], [session.scratch for session in sessions]
-        replayed = self._captured.grow(contexts, slots, logits, self._scale, scratch) if self._captured else None
-        if replayed:
-            self._keep(contexts, replayed.ran, self._tree.top_k)
-            return replayed.trees
-        shape = self._shape(contexts, self._tree.top_k)
-        ranker = Ranker(contexts, self._config, shape.num_steps, self._ids, self._scale, self._scale.grid)
-        expansion = self._expand(contexts, logits, ranker, shape)
-        candidates = grow(expansion, shape)
-        self._scale.watch(contexts, candidates, ranker, self._ids)
-        budgets = [replace(c.budget, max_nodes=min(c.budget.max_nodes, self._tree.num_draft_tokens)) for c in contexts]
-        columns, ran = download(chosen(candidates, budgets, self._ids), expansion.ran())
-        self._keep(contexts, ran.astype(np.int64), shape.top_k)
-        return trees(columns.tolist(), [c.tokens[-1] for c in contexts])
+    def _expand(self, roots: Roots, scorer: Scorer, shape: TreeConfig) -> Expansion:
+        return ModelExpansion(self._model, scorer, self._kv, roots, shape)
 
-    def _draw(self, contexts: Sequence[DraftContext], logits: Tensor) -> list[DraftTree]:
-        shape = self._shape(contexts, width=1)
-        expansion = self._expand(contexts, logits, FilteredDraft(contexts, self._ids.device), shape)
-        drawn, ran = download(draw(expansion, contexts, shape, self._config.proposal_top_k, self._ids), expansion.ran())
-        self._keep(contexts, ran.astype(np.int64), shape.top_k)
-        return chains(drawn.tolist(), contexts, shape)
+    def _rows_run(self, expansion: Expansion) -> Tensor | None:
+        assert isinstance(expansion, ModelExpansion)
+        return expansion.rows_run()
 
-    def _grower(self) -> Grower[ModelExpansion]:
-        model, tree, pools = self._model, self._tree, self._pools
-
-        def expand(roots: Roots, scorer: Scorer) -> ModelExpansion:
-            return ModelExpansion(model, scorer, pools, roots.prefix, roots.scratch, roots.states, tree)
-
-        return Grower(
-            expand,
-            lambda expansion: grow(expansion, tree),
-            tree,
-            model.vocab_size,
-            torch.float32,
-            self._ids,
-            spare=pools.scratch,
-            num_slots=pools.scratch,
-            longest=min(model.max_model_len, pools.scratch),
-            num_scratch=tree.top_k * (tree.num_steps - 1),
-            ran=ModelExpansion.ran,
-        )
-
-    def _shape(self, contexts: Sequence[DraftContext], width: int) -> TreeConfig:
-        return TreeConfig(
-            self._tree.num_draft_tokens, min(self._tree.num_steps, max(c.budget.max_depth for c in contexts)), width
-        )
-
-    def _expand(self, contexts: Sequence[DraftContext], logits: Tensor, scorer: Scorer, shape: TreeConfig) -> ModelExpansion:
-        sessions = [self._sessions[context.session] for context in contexts]
-        prefix = tight_prefix([session.slots for session in sessions], logits.device)
-        scratch = upload(np.stack([session.scratch for session in sessions]), logits.device)
-        return ModelExpansion(self._model, scorer, self._pools, prefix, scratch, logits, shape)
-
-    def _keep(self, contexts: Sequence[DraftContext], ran: Ints, width: int) -> None:
-        for context, rows in zip(contexts, ran, strict=True):
+    def _keep_rows(self, contexts: Sequence[DraftContext], rows: Ints, top_k: int) -> None:
+        for context, (tokens, parents) in zip(contexts, rows, strict=True):
             session = self._sessions[context.session]
-            session.state = tree_rows(rows, session.scratch, width)
+            slots = session.scratch[: tokens.size].reshape(-1, top_k)
+            session.state = TreeRows(tokens.reshape(-1, top_k), parents.reshape(-1, top_k), slots)
 
 
-def passes(segments: Sequence[Segment], most: int) -> Iterator[list[Segment]]:
-    """Causal segments in forward passes of at most `most` rows, cut where they do not fit; their order stays."""
+class ModelExpansion:
+    """Implements Expansion. Each level is one forward pass; a row attends to the prefix and to its own ancestors."""
+
+    def __init__(self, model: TargetModel, scorer: Scorer, kv: KVCache, roots: Roots, shape: TreeConfig) -> None:
+        """roots: states are the roots' logits [S, V]; the last slot of each prefix is the root's own; scratch has at least
+        shape.top_k * (shape.num_steps - 1) slots of each session."""
+        self._model, self._scorer, self._kv, self._logits = model, scorer, kv, roots.states
+        logits, index, lengths = roots.states, roots.prefix.index, roots.prefix.lengths
+        self._length = index.shape[1]
+        self._keys = torch.cat([index, roots.scratch], 1)
+        places = torch.arange(self._length, device=logits.device)
+        self._seen = (places < lengths[:, None])[:, None].expand(-1, shape.top_k, -1)
+        self._root = lengths[:, None] - 1
+        self._key_positions = places.expand(len(index), -1)
+        self._tokens = [index[:, :0]]
+        self._parents = [index[:, :0]]
+
+    def first(self) -> Tensor:
+        return self._scorer.scores(self._logits[:, None], 0)
+
+    def next(self, level: int, parents: Tensor, tokens: Tensor) -> Tensor:
+        sessions, width = tokens.shape
+        self._tokens.append(tokens)
+        self._parents.append(parents)
+        # sessions near the end of their context are expanded with the others; their budget cuts what lies beyond
+        positions = (self._root + level).clamp(max=self._model.max_model_len - 1).expand_as(tokens)
+        own = torch.eye(width, dtype=torch.bool, device=tokens.device).expand(sessions, -1, -1)
+        inherited = self._seen.gather(1, parents[:, :, None].expand(-1, -1, self._seen.shape[2]))
+        self._seen = torch.cat([inherited, own], dim=2)
+        self._key_positions = torch.cat([self._key_positions, positions], dim=1)
+        end = self._length + width * level
+        packed = self._pack(tokens, positions, self._keys[:, :end], self._keys[:, end - width : end])
+        logits = self._model.forward(packed, self._kv).logits
+        return self._scorer.scores(logits.view(sessions, width, -1), level)
+
+    def rows_run(self) -> Tensor:
+        """Tokens, and rows of their parents in the level above, of all rows run so far, int64 [S, 2, L * W]."""
+        return torch.stack([torch.cat(self._tokens, 1), torch.cat(self._parents, 1)], 1)
+
+    def _pack(self, tokens: Tensor, positions: Tensor, keys: Tensor, slots: Tensor) -> PackedInputs:
+        rows = torch.arange(tokens.numel(), device=tokens.device)
+        group = LevelGroup(rows.view_as(tokens), keys, self._seen, positions, self._key_positions)
+        return PackedInputs(tokens.flatten(), positions.flatten(), slots.flatten(), rows, (group,))
+
+
+class LevelGroup(Group):
+    """One level of all sessions' trees, from tensors that are on the device already."""
+
+    def __init__(self, rows: Tensor, keys: Tensor, mask: Tensor, query_positions: Tensor, key_positions: Tensor) -> None:
+        self.shape = (rows.shape[0], rows.shape[1])
+        self.run = None
+        self.whole = True
+        self.open = False
+        self.cells = None
+        self.rows = rows
+        self.keys = keys
+        self.mask = mask
+        self.query_positions = query_positions
+        self.key_positions = key_positions
+
+
+def split_passes(segments: Sequence[Segment], max_rows: int) -> Iterator[list[Segment]]:
+    """Split causal segments into forward passes of at most `max_rows` rows each, in order."""
     batch: list[Segment] = []
-    room = most
+    room = max_rows
     for segment in segments:
         start = 0
         while start < len(segment.tokens):
@@ -317,7 +202,7 @@ def passes(segments: Sequence[Segment], most: int) -> Iterator[list[Segment]]:
             start = end
             if room == 0:
                 yield batch
-                batch, room = [], most
+                batch, room = [], max_rows
     if batch:
         yield batch
 

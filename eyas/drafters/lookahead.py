@@ -1,9 +1,12 @@
-"""A draft tree that grows node by node: guesses in, the tree out. Knows not where they come from.
+"""Lookahead decoding (Fu et al. 2024): trees of n-grams that the target itself produced while it verified.
 
-Lookahead decoding (Fu et al. 2024): the target's samples at all nodes of the last tree in, the next tree out.
+One part of a tree are guesses: n-grams of a pool that begin with the root. The other part is the Jacobi window, whose
+samples fill the pool. Row 0 of the window is a chain below the root; from each of its cells hangs the chain of the rows
+above, because a node attends to its ancestors only:
 
-Part of a tree is guesses, n-grams of a pool; part is the Jacobi window, whose samples fill the pool. Row 0 of the window is
-a chain below the root; from each of its cells hangs the chain of the rows above: a cell attends to its ancestors alone.
+    root -- r0c0 -- r0c1 -- r0c2         columns c of the window, window_size
+             |       |       |
+            r1c0    r1c1    r1c2         rows r of the window, ngram_size - 1
 """
 
 from __future__ import annotations
@@ -16,13 +19,18 @@ from itertools import cycle, islice
 
 from eyas.config import LookaheadConfig, TreeConfig
 from eyas.draft_protocol import TreeBudget
-from eyas.drafters.base import Draft, DraftContext, DrafterNeeds, LocalDrafter
-from eyas.drafters.sessions import Sessions
+from eyas.drafters.base import DraftContext, DrafterNeeds
+from eyas.drafters.lookup import LookupDrafter
+from eyas.drafters.sessions import MemoryLedger
 from eyas.tree import DraftTree
 
+# Scores only rank: guesses with later n-grams first, cells of the window after all guesses.
+GUESS_SCORE = -0.5
+WINDOW_SCORE = -100.0
 
-class GrowingTree:
-    """Nodes are numbered as in the tree that comes of it."""
+
+class TreeBuilder:
+    """A draft tree that grows node by node. Nodes are numbered as in the finished tree."""
 
     def __init__(self, root: int, max_depth: int) -> None:
         self._max_depth = max_depth
@@ -36,8 +44,10 @@ class GrowingTree:
         return len(self._tokens)
 
     def add(self, parent: int, token: int, score: float, max_nodes: int) -> int | None:
-        """The child of `parent` that guesses `token`, new or not; None where there may be no more. score: of the step to a
-        new node."""
+        """The child of `parent` that guesses `token`, added if there is none; None if the limits forbid it.
+
+        score: log-score of the step to a new node.
+        """
         node = self._children.get((parent, token))
         if node is None and len(self) < max_nodes and self._depths[parent] < self._max_depth:
             self._children[parent, token] = node = len(self)
@@ -48,61 +58,57 @@ class GrowingTree:
         return node
 
     def add_path(self, tokens: Sequence[int], score: float, max_nodes: int) -> None:
-        """A path from the root, as far as it may go; each step costs `score`."""
+        """Add a path from the root, as far as the limits allow; each step scores `score`."""
         node: int | None = 0
         for token in tokens:
             if node is not None:
                 node = self.add(node, token, score, max_nodes)
 
-    def finish(self) -> DraftTree:
+    def build(self) -> DraftTree:
         """The tree of all nodes so far."""
         return DraftTree(tuple(self._tokens), tuple(self._parents), tuple(self._scores))
 
 
-# Scores only rank: a guess is worth more the later its n-gram was seen, and a cell of the window less than any guess.
-GUESS_SCORE = -0.5
-WINDOW_SCORE = -100.0
-
-
 @dataclass(frozen=True)
-class _Asked:
-    """A tree whose samples may come. last: the tokens up to its root. cells[j]: the nodes of column j of the window, from
-    row 0 up."""
+class _ProposedTree:
+    """A tree whose samples are expected.
+
+    last: the tokens up to its root. cells[j]: the nodes of column j of the window, from row 0 up.
+    """
 
     committed_length: int
     last: tuple[int, ...]
     tree: DraftTree
     cells: list[list[int]]
 
-    def pruned(self, nodes: Sequence[int]) -> _Asked:
-        """The same without the other nodes. As parents are kept, what is left of a column is its lower end, and what is left
-        of the columns the first ones."""
+    def pruned(self, nodes: Sequence[int]) -> _ProposedTree:
+        """The tree of these nodes alone. Parents are kept: the lower ends of columns stay, and the first of the columns."""
         numbers = {node: number for number, node in enumerate(nodes)}
         cells = [[numbers[node] for node in column if node in numbers] for column in self.cells]
         return replace(self, tree=self.tree.pruned(nodes), cells=[column for column in cells if column])
 
 
 class NgramPool:
-    """The n-grams seen last, at most `most` for each first token."""
+    """The n-grams seen last, at most `max_per_token` for each first token. size: tokens in all of them."""
 
-    def __init__(self, most: int) -> None:
-        self._most = most
+    def __init__(self, max_per_token: int) -> None:
+        self._max_per_token = max_per_token
         self._ngrams: dict[int, OrderedDict[tuple[int, ...], None]] = {}
         self.size = 0
 
     def add(self, ngram: Sequence[int]) -> None:
-        """Note an n-gram; if it is known it is the latest again."""
+        """Add an n-gram, or make a known one the latest."""
         kept = self._ngrams.setdefault(ngram[0], OrderedDict())
         rest = tuple(ngram[1:])
         self.size += len(ngram) * (rest not in kept)
         kept[rest] = None
         kept.move_to_end(rest)
-        if len(kept) > self._most:
+        if len(kept) > self._max_per_token:
             kept.popitem(last=False)
             self.size -= len(ngram)
 
     def after(self, token: int) -> list[tuple[int, ...]]:
-        """What followed `token`, the latest first."""
+        """The rests of the n-grams that begin with `token`, the latest first."""
         return list(reversed(self._ngrams.get(token, ())))
 
 
@@ -114,18 +120,18 @@ class _Window:
         self.pool = NgramPool(config.guess_set_size)
         self._last: tuple[int, ...] = ()
         self._rows: list[list[int]] = []
-        self._asked: _Asked | None = None
+        self._proposed: _ProposedTree | None = None
 
     @property
     def size(self) -> int:
         return self.pool.size + len(self._last)
 
-    def take(self, context: DraftContext) -> None:
-        if self._asked and len(context.samples) == len(self._asked.tree):
-            self._learn(self._asked, context)
-            self._asked = None
+    def extend(self, context: DraftContext) -> None:
+        if self._proposed and len(context.samples) == len(self._proposed.tree):
+            self._update(self._proposed, context)
+            self._proposed = None
         elif context.budget.wants_tree:
-            self._rows, self._asked = [], None
+            self._rows, self._proposed = [], None
         n = self._config.ngram_size
         tokens = [*self._last, *context.tokens]
         for end in range(max(n, len(self._last) + 1), len(tokens) + 1):
@@ -133,85 +139,81 @@ class _Window:
         self._last = tuple(tokens[-max(n - 1, self._config.window_size + 1) :])
 
     def tree(self, committed: int, budget: TreeBudget) -> DraftTree:
-        """Guesses first; they leave the window what it needs, but not more than half of the nodes."""
+        """Guesses come first; they leave the window the nodes that it needs, up to half of all."""
         root = self._last[-1]
         if committed == 1:
             return DraftTree.root_only(root)
         self._rows = self._rows or [_repeated(self._last[:-1], self._config.window_size)]
-        growing = GrowingTree(root, budget.max_depth)
-        most = max(budget.max_nodes - sum(map(len, self._rows)), (budget.max_nodes + 1) // 2)
+        builder = TreeBuilder(root, budget.max_depth)
+        max_guesses = max(budget.max_nodes - sum(map(len, self._rows)), (budget.max_nodes + 1) // 2)
         for rank, rest in enumerate(self.pool.after(root), 1):
-            growing.add_path(rest, rank * GUESS_SCORE, most)
-        cells = self._add_window(growing, budget.max_nodes)
-        tree = growing.finish()
-        self._asked = _Asked(committed, self._last, tree, cells)
+            builder.add_path(rest, rank * GUESS_SCORE, max_guesses)
+        cells = self._add_window(builder, budget.max_nodes)
+        tree = builder.build()
+        self._proposed = _ProposedTree(committed, self._last, tree, cells)
         return tree
 
     def prune(self, nodes: Sequence[int]) -> None:
         """See LocalDrafter."""
-        self._asked = self._asked and self._asked.pruned(nodes)
+        self._proposed = self._proposed and self._proposed.pruned(nodes)
 
-    def _add_window(self, growing: GrowingTree, max_nodes: int) -> list[list[int]]:
-        """The nodes of each column, as many as there may be."""
+    def _add_window(self, builder: TreeBuilder, max_nodes: int) -> list[list[int]]:
+        """Add as many cells as the limits allow; returns the nodes of each column."""
         cells: list[list[int]] = []
         for token in self._rows[0]:
-            node = growing.add(cells[-1][0] if cells else 0, token, WINDOW_SCORE, max_nodes)
+            node = builder.add(cells[-1][0] if cells else 0, token, WINDOW_SCORE, max_nodes)
             if node is None:
                 break
             cells.append([node])
         for i, row in enumerate(self._rows[1:], 1):
             for column, token in zip(cells, row, strict=False):
-                node = growing.add(column[-1], token, WINDOW_SCORE, max_nodes) if len(column) == i else None
+                node = builder.add(column[-1], token, WINDOW_SCORE, max_nodes) if len(column) == i else None
                 if node is not None:
                     column.append(node)
         return cells
 
-    def _learn(self, asked: _Asked, context: DraftContext) -> None:
-        """Every node's path and sample make an n-gram, and the samples above the window its next row."""
-        n, tree = self._config.ngram_size, asked.tree
-        paths = [asked.last[1 - n :]]
+    def _update(self, proposed: _ProposedTree, context: DraftContext) -> None:
+        """Add the n-gram of every node's path and sample; the samples at the tops of the columns become the next row."""
+        n, tree = self._config.ngram_size, proposed.tree
+        paths = [proposed.last[1 - n :]]
         for node in range(1, len(tree)):
             paths.append((*paths[tree.parents[node]], tree.tokens[node])[1 - n :])
         for path, sample in zip(paths, context.samples, strict=True):
             if len(path) == n - 1:
                 self.pool.add((*path, sample))
-        newest = [context.samples[column[-1]] for column in asked.cells]
+        newest = [context.samples[column[-1]] for column in proposed.cells]
         rows = [*self._rows, newest + self._rows[-1][len(newest) :]]
         dropped = rows[1 - n :]
-        accepted = context.committed_length - asked.committed_length - 1
+        accepted = context.committed_length - proposed.committed_length - 1
         passed = accepted + 1 - (len(rows) - len(dropped))
         self._rows = [_repeated(row[passed:] or row[-1:], self._config.window_size) for row in dropped]
 
 
 def _repeated(tokens: Sequence[int], count: int) -> list[int]:
-    """`count` tokens: those given, over and over."""
+    """The tokens repeated up to `count`."""
     return list(islice(cycle(tokens), count))
 
 
-class LookaheadDrafter(LocalDrafter):
-    """N-grams that the target itself has made while it verified. Not safe for use from several threads."""
+class LookaheadDrafter(LookupDrafter[_Window]):
+    """Guesses and windows of all sessions."""
 
     def __init__(self, tree: TreeConfig, config: LookaheadConfig) -> None:
+        super().__init__(MemoryLedger(partial(_Window, config), config.max_cached_tokens))
         self._tree = tree
-        self._sessions = Sessions(partial(_Window, config), config.max_cached_tokens)
 
     @property
     def needs(self) -> DrafterNeeds:
         return DrafterNeeds(samples=True)
 
-    def propose(self, contexts: Sequence[DraftContext]) -> list[Draft]:
-        return self._sessions.answer(contexts, self._grow)
-
-    def release(self, sessions: Sequence[str]) -> None:
-        self._sessions.release(sessions)
-
     def prune(self, session: str, nodes: Sequence[int]) -> None:
-        window = self._sessions.memory(session)
-        if window:
-            window.prune(nodes)
+        known = self._sessions.get(session)
+        if known and known.memory:
+            known.memory.prune(nodes)
 
-    def _grow(self, contexts: Sequence[DraftContext], windows: Sequence[_Window]) -> list[DraftTree]:
-        return [window.tree(c.committed_length, self._budget(c.budget)) for c, window in zip(contexts, windows, strict=True)]
+    def _grow(self, contexts: Sequence[DraftContext], memories: Sequence[_Window]) -> list[DraftTree]:
+        return [
+            window.tree(c.committed_length, self._capped(c.budget)) for c, window in zip(contexts, memories, strict=True)
+        ]
 
-    def _budget(self, budget: TreeBudget) -> TreeBudget:
+    def _capped(self, budget: TreeBudget) -> TreeBudget:
         return TreeBudget(min(budget.max_nodes, self._tree.num_draft_tokens), min(budget.max_depth, self._tree.num_steps))

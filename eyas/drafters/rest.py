@@ -1,4 +1,4 @@
-"""Retrieval (REST, He et al. 2024): context ends in, trees of what followed them in a corpus out.
+"""Retrieval (REST, He et al. 2024): trees of what followed a context's last tokens in a corpus.
 
 Legend: S sessions, K lengths of the context's end, the longest first, M matches, D depth.
 """
@@ -6,7 +6,7 @@ Legend: S sessions, K lengths of the context's end, the longest first, M matches
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -15,120 +15,123 @@ import numpy as np
 from eyas.config import DraftingConfig, RestConfig, TreeConfig
 from eyas.datastore.build import vocabulary_digest
 from eyas.datastore.store import Datastore, Ranges, open_datastore
-from eyas.drafters.base import Draft, DraftContext, DrafterNeeds, LocalDrafter
-from eyas.drafters.lookup_trees import Floats, Frequencies, Ints, Matches, Trie, merge, select
-from eyas.drafters.scoring import noise_scale
-from eyas.drafters.sessions import Sessions
+from eyas.drafters.base import Draft, DraftContext, capped
+from eyas.drafters.lookup import FrequencyScorer, LookupDrafter, Matches, Trie, build_trie, trie_trees
+from eyas.drafters.noise_scale import NoiseScale
+from eyas.drafters.sessions import MemoryLedger
+from eyas.drafters.tree_growth import Reals
 from eyas.errors import CheckpointError, ConfigError
 from eyas.models.checkpoint import read_target_config, resolve
+from eyas.tensors import Ints
 from eyas.tokenizer import load_tokenizer
 from eyas.tree import DraftTree
 
-# Weight of a match that is shorter than the longest, relative to the next longer kind.
-FADING = 0.25
-# The corpus is not the text: what most of its places say mostly holds there too, what few say less often than they say it.
-MISTRUST = 2.0
+# Weight of a match that is shorter than the longest, relative to the next longer length.
+MATCH_DECAY = 0.25
+# The corpus is not the text: frequent continuations hold there too, rare ones less often than their frequency says.
+FREQUENCY_POWER = 2.0
 
 
 @dataclass(frozen=True)
 class _Found:
-    """Suffixes [M] of the datastore, the session and the length of each match, and how many longer kinds came before it."""
+    """The suffixes of the datastore that match, [M].
+
+    sessions, lengths: of each match. numbers: of its suffix. num_longer: how many longer lengths have matches.
+    """
 
     sessions: Ints
     numbers: Ints
     lengths: Ints
-    kinds: Ints
+    num_longer: Ints
 
 
-class _End:
-    """The last tokens of one session, as many as are ever looked for."""
+class _ContextEnd:
+    """The last `max_ngram` tokens of one session; empty from a token on that the datastore does not know."""
 
     size = 1
 
-    def __init__(self, store: Datastore, longest: int) -> None:
+    def __init__(self, store: Datastore, max_ngram: int) -> None:
         self._store = store
-        self._longest = longest
+        self._max_ngram = max_ngram
         self.tokens: list[int] = []
 
-    def take(self, context: DraftContext) -> None:
-        for token in context.tokens[-self._longest :]:
+    def extend(self, context: DraftContext) -> None:
+        for token in context.tokens[-self._max_ngram :]:
             known = token < self._store.vocab_size
-            self.tokens = [*self.tokens, token][-self._longest :] if known else []
+            self.tokens = [*self.tokens, token][-self._max_ngram :] if known else []
 
 
-class RestDrafter(LocalDrafter):
-    """Places where the context's last tokens stand in a corpus, the longest match first, merged into a tree. A node's score
-    is its frequency among them. Not safe for use from several threads."""
+class RestDrafter(LookupDrafter[_ContextEnd]):
+    """Matches in the corpus, the longest first, merged into a tree. A node's score is its frequency among them."""
 
-    def __init__(self, store: Datastore, tree: TreeConfig, config: RestConfig, eagle: DraftingConfig) -> None:
+    def __init__(self, store: Datastore, tree: TreeConfig, config: RestConfig, drafting: DraftingConfig) -> None:
+        super().__init__(MemoryLedger(partial(_ContextEnd, store, config.max_ngram), config.max_sessions))
         self._store = store
         self._tree = tree
         self._config = config
-        self._eagle = eagle
-        self._scale = noise_scale(eagle)
-        self._sessions = Sessions(partial(_End, store, config.max_ngram), config.max_sessions)
-
-    @property
-    def needs(self) -> DrafterNeeds:
-        return DrafterNeeds()
+        self._drafting = drafting
+        self._scale = NoiseScale.from_config(drafting)
 
     def propose(self, contexts: Sequence[DraftContext]) -> list[Draft]:
-        self._scale.learn(contexts)
-        return self._sessions.answer(contexts, self._grow)
+        self._scale.update(contexts)
+        return super().propose(contexts)
 
     def release(self, sessions: Sequence[str]) -> None:
-        self._scale.forget(sessions)
-        self._sessions.release(sessions)
+        self._scale.release(sessions)
+        super().release(sessions)
 
-    def _grow(self, contexts: Sequence[DraftContext], ends: Sequence[_End]) -> list[DraftTree]:
+    def _grow(self, contexts: Sequence[DraftContext], memories: Sequence[_ContextEnd]) -> list[DraftTree]:
         roots = [context.tokens[-1] for context in contexts]
         depth = min(self._tree.num_steps, max(context.budget.max_depth for context in contexts))
-        found = self._look_up([end.tokens for end in ends])
+        found = self._search([end.tokens for end in memories])
         tokens = self._store.continuations(found.numbers, found.lengths, depth)
         lengths = (tokens != self._store.vocab_size).sum(1)
         if not lengths.any():
             return [DraftTree.root_only(root) for root in roots]
-        matches = Matches(found.sessions, tokens, lengths, FADING ** found.kinds.astype(np.float64))
-        trie = merge(matches)
-        steps = _steps(trie, Frequencies(contexts, self._eagle, self._scale).log_shares(trie))
-        budgets = [replace(c.budget, max_nodes=min(c.budget.max_nodes, self._tree.num_draft_tokens)) for c in contexts]
-        return select(trie, trie.along_paths(steps), roots, budgets)
+        weights = MATCH_DECAY ** found.num_longer.astype(np.float64)
+        trie = build_trie(Matches(found.sessions, tokens, lengths, weights))
+        steps = _log_steps(trie, FrequencyScorer(contexts, self._drafting, self._scale).log_shares(trie))
+        return trie_trees(trie, trie.along_paths(steps), roots, capped(contexts, self._tree.num_draft_tokens))
 
-    def _look_up(self, ends: Sequence[Sequence[int]]) -> _Found:
-        """All lengths of all sessions in one search; `num_matches` of each session at most, spread over their suffixes."""
-        asked = np.arange(self._config.max_ngram, self._config.min_ngram - 1, -1)
-        have = np.array([len(end) for end in ends])
-        padded = np.zeros((len(ends), self._config.max_ngram), np.int64)
-        padded[np.arange(self._config.max_ngram) >= self._config.max_ngram - have[:, None]] = np.concatenate(ends)
-        columns = (self._config.max_ngram - asked)[:, None] + np.arange(self._config.max_ngram)
-        queries = padded[:, np.minimum(columns, self._config.max_ngram - 1)]
-        possible = asked <= have[:, None]
-        queries[~possible] = 0
-        lengths = np.broadcast_to(asked, possible.shape)
-        ranges = self._store.search(queries.reshape(-1, self._config.max_ngram), lengths.reshape(-1))
-        return self._spread(ranges, asked, possible)
+    def _search(self, ends: Sequence[Sequence[int]]) -> _Found:
+        """Search all lengths of all sessions' ends at once.
 
-    def _spread(self, ranges: Ranges, asked: Ints, possible: np.ndarray) -> _Found:
-        counts_SK = np.where(possible, (ranges.last - ranges.first).reshape(possible.shape), 0)
+        Takes at most `max_matches` of each session, evenly spaced among the suffixes that match.
+        """
+        max_ngram = self._config.max_ngram
+        wanted_K = np.arange(max_ngram, self._config.min_ngram - 1, -1)
+        known_S = np.array([len(end) for end in ends])
+        padded = np.zeros((len(ends), max_ngram), np.int64)
+        padded[np.arange(max_ngram) >= max_ngram - known_S[:, None]] = np.concatenate(ends)
+        columns = (max_ngram - wanted_K)[:, None] + np.arange(max_ngram)
+        queries = padded[:, np.minimum(columns, max_ngram - 1)]
+        possible_SK = wanted_K <= known_S[:, None]
+        queries[~possible_SK] = 0
+        lengths = np.broadcast_to(wanted_K, possible_SK.shape)
+        ranges = self._store.search(queries.reshape(-1, max_ngram), lengths.reshape(-1))
+        return self._take(ranges, wanted_K, possible_SK)
+
+    def _take(self, ranges: Ranges, wanted_K: Ints, possible_SK: np.ndarray) -> _Found:
+        counts_SK = np.where(possible_SK, (ranges.last - ranges.first).reshape(possible_SK.shape), 0)
         longer_SK = np.concatenate([np.zeros((len(counts_SK), 1), np.int64), counts_SK[:, :-1]], 1)
-        counts_SK = np.where(counts_SK > longer_SK, counts_SK, 0)  # a shorter end that finds no more says nothing new
+        counts_SK = np.where(counts_SK > longer_SK, counts_SK, 0)  # a shorter end with no more matches adds nothing
         before_SK = counts_SK.cumsum(1) - counts_SK
         taken = np.clip(self._config.max_matches - before_SK, 0, counts_SK).reshape(-1)
         cells = np.repeat(np.arange(len(taken)), taken)
         order = np.arange(len(cells)) - (taken.cumsum() - taken)[cells]
         numbers = ranges.first[cells] + order * counts_SK.reshape(-1)[cells] // taken[cells]
-        kinds = ((counts_SK > 0).cumsum(1) - 1).reshape(-1)[cells]
-        return _Found(cells // len(asked), numbers, asked[cells % len(asked)], kinds)
+        num_longer = ((counts_SK > 0).cumsum(1) - 1).reshape(-1)[cells]
+        return _Found(cells // len(wanted_K), numbers, wanted_K[cells % len(wanted_K)], num_longer)
 
 
-def _steps(trie: Trie, log_shares: Floats) -> Floats:
-    """Shares, times how far they are to be trusted: the more matches, and the less they disagree."""
-    distinct, evidence = trie.total(np.ones(len(trie.tokens))), trie.total(trie.weights)
-    steps: Floats = MISTRUST * log_shares + np.log(evidence / (evidence + distinct))
+def _log_steps(trie: Trie, log_shares: Reals) -> Reals:
+    """Log-score [K] of the step to each node: sharpened shares, discounted where few matches disagree much."""
+    distinct, evidence = trie.family_sums(np.ones(len(trie.tokens))), trie.family_sums(trie.weights)
+    steps: Reals = FREQUENCY_POWER * log_shares + np.log(evidence / (evidence + distinct))
     return steps
 
 
-def load_rest(source: str, target: str, tree: TreeConfig, config: RestConfig, eagle: DraftingConfig) -> RestDrafter:
+def load_rest(source: str, target: str, tree: TreeConfig, config: RestConfig, drafting: DraftingConfig) -> RestDrafter:
     """Open a datastore for a target. Raises ConfigError for none, CheckpointError for one of another vocabulary."""
     if not source:
         raise ConfigError("drafter 'rest' needs a datastore; set methods.rest.datastore to what eyas datastore build wrote")
@@ -143,4 +146,4 @@ def load_rest(source: str, target: str, tree: TreeConfig, config: RestConfig, ea
         raise CheckpointError(
             f"datastore {source} was written with another tokenizer than that of {target}; build it with the target's"
         )
-    return RestDrafter(store, tree, config, eagle)
+    return RestDrafter(store, tree, config, drafting)

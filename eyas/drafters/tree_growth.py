@@ -1,16 +1,15 @@
-"""Nodes of many sessions as arrays, without a device: which are best, and trees of those. Knows not what scored them.
+"""Grows draft trees for many sessions at once, dynamic or of a fixed shape, and selects their best nodes.
 
-Legend: K nodes, S sessions, N nodes chosen.
+Dynamic trees are those of EAGLE-2 (Li et al. 2024, section 4); fixed shapes those of EAGLE (Li et al. 2024) and Medusa
+(Cai et al. 2024). Candidates are numbered level by level from 1; 0 is the root. Scores are cumulative float32
+log-probabilities. Legend: S sessions, W nodes expanded at a level, D draft vocabulary, P candidates, N nodes, K nodes of a
+forest.
 
-Grows dynamic draft trees (EAGLE-2, Li et al. 2024, section 4) for many sessions at once. Knows no sessions' state.
-
-Legend: S sessions, W width, R rows per session, H hidden, D draft vocabulary, P candidates, N nodes.
-Candidates are numbered level by level from 1; 0 is the root. Scores are cumulative float32 log-probabilities.
-
-Grows trees of a fixed shape (EAGLE, Li et al. 2024; Medusa, Cai et al. 2024) for many sessions at once.
-
-Legend: S sessions, P candidates. A node is named by its path: of each node on the way to it, the rank by score among its
-siblings. Nodes are numbered level by level from 1; 0 is the root.
+    top_k 2, num_steps 2:         root                 tokens   [a  b  c  d  e  f]
+                                 /    \\                parents  [0  0  1  1  2  2]
+                               a=1    b=2              ends     (2, 6)
+                              /  \\    /  \\
+                            c=3 d=4 e=5 f=6
 """
 
 from __future__ import annotations
@@ -28,49 +27,10 @@ from torch import Tensor
 from eyas.config import TreeConfig, TreePaths
 from eyas.draft_protocol import TreeBudget
 from eyas.sampling.sampler import Ranked, rank
-from eyas.tensors import upload
+from eyas.tensors import Ints, upload
 from eyas.tree import DraftTree
 
-Ints = npt.NDArray[np.int64]
 Reals = npt.NDArray[np.float64]
-
-
-@dataclass(frozen=True)
-class Forest:
-    """Guesses of many sessions [K], of one session parents before children.
-
-    parents: places in here, below 0 for the session's root. scores: cumulative.
-    """
-
-    sessions: Ints
-    parents: Ints
-    tokens: Ints
-    scores: Reals
-
-    def trees(self, chosen: npt.NDArray[np.bool_], roots: Sequence[int]) -> list[DraftTree]:
-        """For each of the S sessions the tree of its chosen [K] nodes below its root, in their order here."""
-        places = np.flatnonzero(chosen)
-        places = places[np.argsort(self.sessions[places], kind="stable")]
-        sessions = self.sessions[places]
-        ends = np.searchsorted(sessions, np.arange(len(roots) + 1))
-        numbers = np.zeros(len(chosen) + 1, np.int64)
-        numbers[places] = np.arange(len(places)) - ends[sessions] + 1
-        above = np.maximum(self.parents[places], -1)
-        assert ((above < 0) | (numbers[above] > 0)).all(), "a node was chosen without its parent"
-        tokens, parents, scores = self.tokens[places].tolist(), numbers[above].tolist(), self.scores[places].tolist()
-        return [
-            DraftTree((root, *tokens[start:end]), (0, *parents[start:end]), (0.0, *scores[start:end]))
-            for root, start, end in zip(roots, ends[:-1].tolist(), ends[1:].tolist(), strict=True)
-        ]
-
-
-def best(groups: Ints, limits: Ints, *keys: npt.NDArray[np.generic]) -> Ints:
-    """Places of the limits[g] first nodes of each group g when ordered by the keys, the last of which counts most; ties go
-    to the earlier place."""
-    order = np.lexsort((*keys, groups))
-    grouped = groups[order]
-    found: Ints = order[np.arange(len(order)) - np.searchsorted(grouped, grouped) < limits[grouped]]
-    return found
 
 
 class Expansion(Protocol):
@@ -81,10 +41,14 @@ class Expansion(Protocol):
         ...
 
     def next(self, level: int, parents: Tensor, tokens: Tensor) -> Tensor:
-        """Run the frontier of `level` (from 1) and score its children, float32 [S, W, D]; or [S, 1, D], if they are the same
-        below all of it.
+        """Run the frontier of `level` (from 1) and score its children.
 
-        parents [S, W]: row of each node's parent within the frontier before it; tokens [S, W]: draft vocabulary ids.
+        Args:
+            parents: row of each node's parent within the frontier before it, [S, W].
+            tokens: draft vocabulary ids, [S, W].
+
+        Returns:
+            Float32 [S, W, D]; or [S, 1, D] if the scores are the same below all of the frontier.
         """
         ...
 
@@ -102,35 +66,38 @@ class Candidates:
     ends: tuple[int, ...]
 
 
-class Growth:
-    """Trees that grow level by level: the `width` best nodes of a level are expanded, `children` of each are recorded."""
+class TreeGrowth:
+    """Dynamic trees that grow level by level.
 
-    def __init__(self, expansion: Expansion, width: int, children: int) -> None:
+    The `top_k` best nodes of a level are expanded, and `num_candidates` children of each are recorded.
+    """
+
+    def __init__(self, expansion: Expansion, top_k: int, num_candidates: int) -> None:
         self._expansion = expansion
-        self._width = width
-        self._children = children
-        best = rank(expansion.first()[:, 0], children)
+        self._top_k = top_k
+        self._num_candidates = num_candidates
+        best = rank(expansion.first()[:, 0], num_candidates)
         self._tokens, self._scores, self._parents = [best.ids], [best.scores], [torch.zeros_like(best.ids)]
-        self._rows, self._ends = torch.zeros_like(best.ids)[:, :width], [children]
+        self._rows, self._ends = torch.zeros_like(best.ids)[:, :top_k], [num_candidates]
 
     @property
-    def levels(self) -> int:
+    def num_levels(self) -> int:
         """Levels recorded so far."""
         return len(self._ends)
 
     def step(self) -> None:
         """Expand the last level."""
-        frontier = rank(self._scores[-1], self._width)
-        last = self._ends[-1] - self._scores[-1].shape[1]
-        if self.levels > 1:
-            self._rows = frontier.ids // self._children
-        chosen = self._tokens[-1].gather(1, frontier.ids)
-        ranked = rank(self._expansion.next(self.levels, self._rows, chosen), self._children)
-        best = Ranked(*(column.expand(-1, self._width, -1) for column in ranked))
+        frontier = rank(self._scores[-1], self._top_k)
+        before = self._ends[-1] - self._scores[-1].shape[1]
+        if self.num_levels > 1:
+            self._rows = frontier.ids // self._num_candidates
+        tokens = self._tokens[-1].gather(1, frontier.ids)
+        ranked = rank(self._expansion.next(self.num_levels, self._rows, tokens), self._num_candidates)
+        best = Ranked(*(column.expand(-1, self._top_k, -1) for column in ranked))
         self._tokens.append(best.ids.flatten(1))
         self._scores.append((best.scores + frontier.scores[:, :, None]).flatten(1))
-        self._parents.append((last + 1 + frontier.ids).repeat_interleave(self._children, dim=1))
-        self._ends.append(self._ends[-1] + self._width * self._children)
+        self._parents.append((before + 1 + frontier.ids).repeat_interleave(self._num_candidates, dim=1))
+        self._ends.append(self._ends[-1] + self._top_k * self._num_candidates)
 
     @property
     def candidates(self) -> Candidates:
@@ -139,75 +106,21 @@ class Growth:
         return Candidates(tokens, parents, scores, tuple(self._ends))
 
 
-def grow(expansion: Expansion, shape: TreeConfig) -> Candidates:
-    """Expand the `width` best nodes of each level, `depth` levels deep; all width**2 children of a level are recorded."""
-    growth = Growth(expansion, shape.top_k, shape.top_k)
+def grow_dynamic(expansion: Expansion, shape: TreeConfig) -> Candidates:
+    """Expand the `top_k` best nodes of each level, `num_steps` levels deep, and record `top_k` children of each."""
+    growth = TreeGrowth(expansion, shape.top_k, shape.top_k)
     for _ in range(1, shape.num_steps):
         growth.step()
     return growth.candidates
 
 
-def select(
-    candidates: Candidates, roots: Sequence[int], budgets: Sequence[TreeBudget], target_ids: Tensor
-) -> list[DraftTree]:
-    """Re-rank globally: of each session's candidates the best `max_nodes - 1` within `max_depth` become its tree.
-
-    Ties go to the lower candidate number, hence to the shallower: with scores that never grow along a path, a chosen
-    node's parent is chosen too. target_ids maps draft vocabulary ids to the target's. One copy to the host.
-    """
-    return trees(chosen(candidates, budgets, target_ids).tolist(), roots)
-
-
-def chosen(candidates: Candidates, budgets: Sequence[TreeBudget], target_ids: Tensor) -> Tensor:
-    """`select` as far as it goes without the host: the columns of `trees`."""
-    most = max(budget.max_nodes for budget in budgets) - 1
-    limits, depths = upload(np.array([(b.max_nodes - 1, b.max_depth) for b in budgets]).T, candidates.scores.device)
-    return choose(candidates, limits, depths, most, target_ids)
-
-
-def choose(candidates: Candidates, limits: Tensor, depths: Tensor, most: int, target_ids: Tensor) -> Tensor:
-    """The columns of `trees`, float64 [5, S, up to `most`]: for each session the best `limits` within `depths`, both [S].
-
-    Its sizes depend on nothing that a tensor holds.
-    """
-    parents, most = candidates.parents, min(most, candidates.scores.shape[1])
-    spans = pairwise((0, *candidates.ends))
-    level = torch.cat([parents.new_full((end - start,), i) for i, (start, end) in enumerate(spans)])
-    scores = candidates.scores.masked_fill(level >= depths[:, None], float("-inf"))
-    order = rank(scores, most)
-    dropped = (torch.arange(most, device=scores.device) >= limits[:, None]) | torch.isinf(order.scores)
-    chosen = torch.where(dropped, scores.shape[1], order.ids).sort(dim=1).values
-    cells = chosen.clamp(max=scores.shape[1] - 1)
-    kept = parents.gather(1, cells)
-    places = torch.where(kept > 0, torch.searchsorted(chosen, kept - 1) + 1, 0)
-    found = chosen.gather(1, (places - 1).clamp(0, most - 1)) + 1
-    closed = (kept == 0) | (found == kept) | (chosen == scores.shape[1])
-    columns = (chosen < scores.shape[1], target_ids[candidates.tokens.gather(1, cells)], places, closed)
-    return torch.stack([column.double() for column in (*columns, scores.gather(1, cells))])
-
-
-def trees(columns: Sequence[Sequence[list[float]]], roots: Sequence[int]) -> list[DraftTree]:
-    """Of the columns that `choose` makes: whether a cell is real, token, parent, whether that is there, score."""
-    return [_tree(roots[row], *(column[row] for column in columns)) for row in range(len(roots))]
-
-
-def _tree(
-    root: int, real: list[float], tokens: list[float], parents: list[float], closed: list[float], scores: list[float]
-) -> DraftTree:
-    assert all(closed), "a node was chosen without its parent"
-    count = int(sum(real))
-    return DraftTree(
-        tokens=(root, *(int(token) for token in tokens[:count])),
-        parents=(0, *(int(parent) for parent in parents[:count])),
-        log_probs=(0.0, *scores[:count]),
-    )
-
-
 @dataclass(frozen=True)
 class _Level:
-    """The nodes of a level, in order: row of the parent among the expanded nodes above, rank, number of the parent.
+    """The nodes of a level of a static tree, in order.
 
-    expanded: numbers of those that have children themselves; expanded_rows: of these, the rows of their parents.
+    rows: row of each node's parent among the expanded nodes of the level above. ranks: its rank among the parent's children.
+    parents: candidate number of the parent. expanded: candidate numbers of the nodes that have children; expanded_rows: the
+    rows of those nodes' parents.
     """
 
     rows: list[int]
@@ -216,14 +129,13 @@ class _Level:
     expanded: list[int]
     expanded_rows: list[int]
 
-    def on(self, device: torch.device) -> _Places:
-        """The same on a device."""
+    def to(self, device: torch.device) -> _LevelTensors:
         columns = (self.rows, self.ranks, self.parents, self.expanded, self.expanded_rows)
-        return _Places(*(upload(column, device) for column in columns))
+        return _LevelTensors(*(upload(column, device) for column in columns))
 
 
 @dataclass(frozen=True)
-class _Places:
+class _LevelTensors:
     """A _Level's columns as tensors."""
 
     rows: Tensor
@@ -234,18 +146,20 @@ class _Places:
 
 
 class StaticTree:
-    """A shape, ready to be grown. paths: of all nodes but the root, each with the one to its parent among them."""
+    """A fixed shape. A node is named by its path: the ranks by score of the nodes on the way to it, among their siblings.
+
+    paths: of all nodes but the root, in any order; every prefix of a path must be among them.
+    """
 
     def __init__(self, paths: TreePaths) -> None:
         numbers = {path: number for number, path in enumerate(sorted({(), *paths}, key=lambda path: (len(path), path)))}
         inner = {path[:-1] for path in numbers if path}
-        self.num_nodes = len(numbers)
-        self.depth = max(map(len, numbers))
-        self.width = 1 + max(path[-1] for path in numbers if path)
+        num_steps, top_k = max(map(len, numbers)), 1 + max(path[-1] for path in numbers if path)
+        self.shape = TreeConfig(len(numbers), num_steps, top_k)
         self.levels: list[_Level] = []
-        self._places: dict[torch.device, list[_Places]] = {}
+        self._tensors: dict[torch.device, list[_LevelTensors]] = {}
         above: dict[tuple[int, ...], int] = {(): 0}
-        for depth in range(1, self.depth + 1):
+        for depth in range(1, num_steps + 1):
             nodes = [path for path in numbers if len(path) == depth]
             expanded = [path for path in nodes if path in inner]
             self.levels.append(
@@ -259,33 +173,123 @@ class StaticTree:
             )
             above = {path: row for row, path in enumerate(expanded)}
 
-    def places(self, device: torch.device) -> list[_Places]:
+    def tensors(self, device: torch.device) -> list[_LevelTensors]:
         """All levels on a device, copied there once."""
-        if device not in self._places:
-            self._places[device] = [level.on(device) for level in self.levels]
-        return self._places[device]
+        if device not in self._tensors:
+            self._tensors[device] = [level.to(device) for level in self.levels]
+        return self._tensors[device]
 
     @property
-    def most_expanded(self) -> int:
-        """Most nodes with children of a level below the root, at least 1."""
+    def max_expanded(self) -> int:
+        """Most expanded nodes of a level below the root, at least 1."""
         return max(1, *(len(level.expanded) for level in self.levels))
 
 
-def grow_static(expansion: Expansion, tree: StaticTree, depth: int) -> Candidates:
-    """The first `depth` levels of `tree`, filled with the children that its paths name: all of them are candidates."""
+def grow_static(expansion: Expansion, tree: StaticTree, num_steps: int) -> Candidates:
+    """The first `num_steps` levels of `tree`: its nodes are the candidates."""
     scored = expansion.first()
     sessions, device = len(scored), scored.device
     tokens = torch.zeros(sessions, 1, dtype=torch.int64, device=device)
-    scores, places = torch.zeros(sessions, 1, device=device), tree.places(device)[:depth]
-    for above, (level, at) in enumerate(zip(tree.levels, places, strict=False)):
+    scores, tensors = torch.zeros(sessions, 1, device=device), tree.tensors(device)[:num_steps]
+    for above, (level, at) in enumerate(zip(tree.levels, tensors, strict=False)):
         if above:
-            frontier = places[above - 1]
+            frontier = tensors[above - 1]
             rows = frontier.expanded_rows.expand(sessions, -1)
             scored = expansion.next(above, rows, tokens[:, frontier.expanded])
-        ranked, width = rank(scored, max(level.ranks) + 1), max(level.rows) + 1
-        best = Ranked(*(column.expand(-1, width, -1) for column in ranked))
+        ranked, num_rows = rank(scored, max(level.ranks) + 1), max(level.rows) + 1
+        best = Ranked(*(column.expand(-1, num_rows, -1) for column in ranked))
         tokens = torch.cat([tokens, best.ids[:, at.rows, at.ranks]], 1)
         scores = torch.cat([scores, best.scores[:, at.rows, at.ranks] + scores[:, at.parents]], 1)
-    numbers = torch.cat([at.parents for at in places]).expand(sessions, -1)
-    ends = tuple(accumulate(len(level.parents) for level in tree.levels[:depth]))
-    return Candidates(tokens[:, 1:], numbers, scores[:, 1:], ends)
+    parents = torch.cat([at.parents for at in tensors]).expand(sessions, -1)
+    ends = tuple(accumulate(len(level.parents) for level in tree.levels[:num_steps]))
+    return Candidates(tokens[:, 1:], parents, scores[:, 1:], ends)
+
+
+def select_nodes(candidates: Candidates, budgets: Sequence[TreeBudget], target_ids: Tensor) -> Tensor:
+    """`select_columns` within one budget per session. target_ids maps draft vocabulary ids to the target's."""
+    max_drafted = max(budget.max_nodes for budget in budgets) - 1
+    limits, depths = upload(np.array([(b.max_nodes - 1, b.max_depth) for b in budgets]).T, candidates.scores.device)
+    return select_columns(candidates, limits, depths, max_drafted, target_ids)
+
+
+def select_columns(candidates: Candidates, limits: Tensor, depths: Tensor, max_drafted: int, target_ids: Tensor) -> Tensor:
+    """Select each session's best `limits` candidates within `depths` levels, both int64 [S].
+
+    Ties go to the lower candidate number, hence to the shallower node. As scores never grow along a path, a selected node's
+    parent is selected too. The output's size depends on nothing that a tensor holds.
+
+    Returns:
+        Float64 [5, S, N], N at most `max_drafted`, see `trees_from_columns`: whether a cell is filled, its token, the node
+        number of its parent, whether that parent is selected, its score.
+    """
+    parents, num_cells = candidates.parents, min(max_drafted, candidates.scores.shape[1])
+    spans = pairwise((0, *candidates.ends))
+    level = torch.cat([parents.new_full((end - start,), i) for i, (start, end) in enumerate(spans)])
+    scores = candidates.scores.masked_fill(level >= depths[:, None], float("-inf"))
+    order = rank(scores, num_cells)
+    dropped = (torch.arange(num_cells, device=scores.device) >= limits[:, None]) | torch.isinf(order.scores)
+    chosen = torch.where(dropped, scores.shape[1], order.ids).sort(dim=1).values
+    cells = chosen.clamp(max=scores.shape[1] - 1)
+    kept = parents.gather(1, cells)
+    places = torch.where(kept > 0, torch.searchsorted(chosen, kept - 1) + 1, 0)
+    found = chosen.gather(1, (places - 1).clamp(0, num_cells - 1)) + 1
+    closed = (kept == 0) | (found == kept) | (chosen == scores.shape[1])
+    columns = (chosen < scores.shape[1], target_ids[candidates.tokens.gather(1, cells)], places, closed)
+    return torch.stack([column.double() for column in (*columns, scores.gather(1, cells))])
+
+
+def trees_from_columns(columns: Sequence[Sequence[list[float]]], roots: Sequence[int]) -> list[DraftTree]:
+    """The trees behind the output of `select_columns`, copied to the host."""
+    return [_tree(roots[row], *(column[row] for column in columns)) for row in range(len(roots))]
+
+
+def _tree(
+    root: int, filled: list[float], tokens: list[float], parents: list[float], closed: list[float], scores: list[float]
+) -> DraftTree:
+    assert all(closed), "a node was selected without its parent"
+    count = int(sum(filled))
+    return DraftTree(
+        tokens=(root, *(int(token) for token in tokens[:count])),
+        parents=(0, *(int(parent) for parent in parents[:count])),
+        log_probs=(0.0, *scores[:count]),
+    )
+
+
+@dataclass(frozen=True)
+class Forest:
+    """Draft nodes of many sessions as arrays on the host, all [K]; in each session parents come before children.
+
+    parents: places in these arrays, below 0 for the session's root. scores: cumulative.
+    """
+
+    sessions: Ints
+    parents: Ints
+    tokens: Ints
+    scores: Reals
+
+    def trees(self, chosen: npt.NDArray[np.bool_], roots: Sequence[int]) -> list[DraftTree]:
+        """For each of the S sessions, the tree of its chosen [K] nodes below its root, in their order here."""
+        places = np.flatnonzero(chosen)
+        places = places[np.argsort(self.sessions[places], kind="stable")]
+        sessions = self.sessions[places]
+        ends = np.searchsorted(sessions, np.arange(len(roots) + 1))
+        numbers = np.zeros(len(chosen) + 1, np.int64)
+        numbers[places] = np.arange(len(places)) - ends[sessions] + 1
+        above = np.maximum(self.parents[places], -1)
+        assert ((above < 0) | (numbers[above] > 0)).all(), "a node was chosen without its parent"
+        tokens, parents, scores = self.tokens[places].tolist(), numbers[above].tolist(), self.scores[places].tolist()
+        return [
+            DraftTree((root, *tokens[start:end]), (0, *parents[start:end]), (0.0, *scores[start:end]))
+            for root, start, end in zip(roots, ends[:-1].tolist(), ends[1:].tolist(), strict=True)
+        ]
+
+
+def first_of_groups(groups: Ints, limits: Ints, *keys: npt.NDArray[np.generic]) -> Ints:
+    """Places of the limits[g] first nodes of each group g in the order of the keys; the last key counts most.
+
+    Ties go to the earlier place. Example: groups [0, 0, 1, 0], limits [2, 1], key [3, 1, 5, 2] give places [1, 3, 2].
+    """
+    order = np.lexsort((*keys, groups))
+    grouped = groups[order]
+    found: Ints = order[np.arange(len(order)) - np.searchsorted(grouped, grouped) < limits[grouped]]
+    return found

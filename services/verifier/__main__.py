@@ -12,7 +12,7 @@ import torch
 from eyas.config import VerifierConfig
 from eyas.draft_protocol import Proposal
 from eyas.drafters.base import DrafterNeeds
-from eyas.drafters.registry import NO_DRAFTS, build_fuser, default_drafter, features_fingerprint, resolve_wiring
+from eyas.drafters.registry import NO_DRAFTS, build_fuser, default_method, features_fingerprint, resolve_wiring
 from eyas.engine.build import assemble_engine, gather_ranks, load_model
 from eyas.engine.engine import Engine
 from eyas.models.checkpoint import resolve_placement, target_fingerprint
@@ -86,7 +86,7 @@ async def serve_rank_0(
 def load_engine(config: VerifierConfig, workers: TargetWorkers, peers: Peers) -> tuple[Engine, DraftPool | None, ModelInfo]:
     """The engine, the pool of its drafters (None for a verifier that takes no drafts), and what it serves."""
     proposal: Proposal = "sampled" if config.engine.acceptance == "rejection" else "deterministic"
-    method = default_drafter(config.method, config.draft_model)
+    method = default_method(config.method, config.draft_model)
     fuser = build_fuser(method, config.draft_model, config.model, config.dtype, config.device)
     needs = DrafterNeeds(features=fuser is not None, samples=True)
     target_info = TargetInfo(target_fingerprint(config.model), features_fingerprint(method, config.draft_model))

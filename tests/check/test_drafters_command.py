@@ -14,8 +14,7 @@ def test_every_method_is_listed_with_its_needs() -> None:
     assert result.exit_code == 0, result.output
     for name, method in METHODS.items():
         (line,) = [line for line in result.output.splitlines() if f" {name} " in line]
-        assert method.place in line
-        assert (method.needs_head or method.may_head or "none") in line
+        assert (method.head or method.optional_head or "none") in line
         assert all(need in line for need in method.needs)
 
 

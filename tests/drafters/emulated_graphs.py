@@ -10,7 +10,8 @@ from eyas.config import DraftingConfig, DraftModelConfig, MedusaConfig, MethodsC
 from eyas.drafters.base import LocalDrafter
 from eyas.drafters.draft_model import ModelDrafter
 from eyas.drafters.eagle import EagleDrafter
-from eyas.drafters.medusa import hydra_drafter, medusa_drafter
+from eyas.drafters.hydra import HydraDrafter
+from eyas.drafters.medusa import MedusaDrafter
 from eyas.drafters.tree_growth import StaticTree
 from eyas.models.cuda.graphs import Capture, CudaCapture
 from eyas.models.heads.eagle_loader import load_head
@@ -81,5 +82,5 @@ def make(
     shape = MedusaConfig("dynamic") if method == "hydra-dynamic" else MedusaConfig()
     folder = tiny_heads(method.removesuffix("-dynamic"), head)
     if method == "medusa":
-        return medusa_drafter(load_medusa(folder, target, "float32", DEVICE), tree, config, shape, capture)
-    return hydra_drafter(load_hydra(folder, target, "float32", DEVICE), tree, config, shape, capture)
+        return MedusaDrafter(load_medusa(folder, target, "float32", DEVICE), tree, config, shape, capture)
+    return HydraDrafter(load_hydra(folder, target, "float32", DEVICE), tree, config, shape, capture)

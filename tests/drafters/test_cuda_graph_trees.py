@@ -11,7 +11,6 @@ from eyas.draft_protocol import Commit, TreeBudget
 from eyas.drafters import cuda_graphs as captured
 from eyas.drafters.base import LocalDrafter
 from eyas.drafters.cuda_graphs import Bucket, TreeGraphs
-from eyas.drafters.eagle import EagleDrafter
 from eyas.drafters.registry import build_fuser
 from eyas.engine.build import build_engine
 from eyas.errors import ConfigError
@@ -31,7 +30,7 @@ BUDGETS = (TreeBudget(20, 5), TreeBudget(6, 2), TreeBudget(2, 9), TreeBudget(20,
 
 
 def buckets_of(drafter: LocalDrafter) -> Sequence[Bucket]:
-    found = drafter._trees._captured if isinstance(drafter, EagleDrafter) else drafter._captured  # type: ignore[attr-defined]
+    found = drafter._graphs  # type: ignore[attr-defined]
     assert isinstance(found, TreeGraphs)
     return found.buckets
 
@@ -174,7 +173,7 @@ def test_outputs_are_the_plain_ones(method: str, noise_scale: float, tiny_target
         assert said[request.id] == reference.generate(tiny_target, list(request.prompt_ids), request.sampling)
     assert buckets_of(drafter)
     if noise_scale == 0:
-        assert drafter._scale._round > 1, "captured rounds count, so that laws are measured again"  # type: ignore[attr-defined]
+        assert drafter._scale._round > 1, "replayed rounds count too, so that another measurement is due"  # type: ignore[attr-defined]
 
 
 def test_states_of_other_rounds_do_not_show(tiny_target: str, tiny_head: str) -> None:

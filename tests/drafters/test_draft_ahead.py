@@ -9,10 +9,10 @@ import torch
 
 from eyas.config import DraftAheadConfig, DraftingConfig, TreeConfig
 from eyas.draft_protocol import Commit, ResyncRequired, TreeBudget
-from eyas.drafters.draft_ahead import DraftAheadDrafter, Grown
+from eyas.drafters.draft_ahead import AheadTrees, DraftAheadDrafter
 from eyas.drafters.eagle import EagleDrafter
 from eyas.drafters.registry import build_drafter
-from eyas.drafters.tree_growth import Growth
+from eyas.drafters.tree_growth import TreeGrowth
 from eyas.errors import ConfigError
 from eyas.models.heads.eagle_loader import load_head
 from eyas.request import NoiseKey
@@ -76,7 +76,9 @@ def likeliest(tree: DraftTree) -> list[int]:
     return [tree.tokens[tree.log_probs.index(max(tree.log_probs[1:]))]]
 
 
-def naive_below(growth: Growth, row: int, path: Sequence[int], budget: TreeBudget) -> list[tuple[tuple[int, ...], float]]:
+def naive_below(
+    growth: TreeGrowth, row: int, path: Sequence[int], budget: TreeBudget
+) -> list[tuple[tuple[int, ...], float]]:
     """Descendants of the path's end as (path from there, score), the best first, of equals the lower number."""
     found = growth.candidates
     nodes: dict[int, tuple[tuple[int, ...], float]] = {0: ((), 0.0)}
@@ -102,8 +104,8 @@ def paths(tree: DraftTree) -> list[tuple[tuple[int, ...], float]]:
 
 @pytest.mark.parametrize("budget", [TreeBudget(5, 2), TreeBudget(9, 4), TreeBudget(200, 9)])
 def test_a_cut_holds_the_best_descendants_of_the_committed_path(budget: TreeBudget) -> None:
-    growth = Growth(FixedExpansion(2, 4, 6), width=4, children=5)
-    grown, checked = Grown(growth, np.arange(6)), 0
+    growth = TreeGrowth(FixedExpansion(2, 4, 6), top_k=4, num_candidates=5)
+    trees, checked = AheadTrees(growth, np.arange(6)), 0
     for _ in range(4):
         growth.step()
         for row in range(2):
@@ -111,7 +113,7 @@ def test_a_cut_holds_the_best_descendants_of_the_committed_path(budget: TreeBudg
             for first in range(5):
                 path = [int(found.tokens[row, first])]
                 expected = naive_below(growth, row, path, budget)
-                tree = grown.below(row, path, budget)
+                tree = trees.below(row, path, budget)
                 assert (tree is None) == (not expected)
                 if tree is not None:
                     tree.validate(path[-1], 6, budget.max_nodes, budget.max_depth)

@@ -12,7 +12,7 @@ from eyas.config import DraftingConfig, TreeConfig
 from eyas.draft_protocol import Commit, ResyncRequired, TreeBudget
 from eyas.drafters.eagle import EagleDrafter
 from eyas.drafters.registry import build_drafter
-from eyas.drafters.tree_growth import Candidates, grow, select
+from eyas.drafters.tree_growth import Candidates, grow_dynamic, select_nodes, trees_from_columns
 from eyas.errors import ConfigError
 from eyas.models.heads.eagle_loader import load_head
 from eyas.request import NoiseKey
@@ -118,7 +118,8 @@ class _Tied:
 
 @given(st.integers(2, 22))
 def test_ties_never_orphan_a_node(nodes: int) -> None:
-    (tree,) = select(grow(_Tied(), SHAPE), [7], [TreeBudget(nodes, 4)], torch.arange(6))
+    columns = select_nodes(grow_dynamic(_Tied(), SHAPE), [TreeBudget(nodes, 4)], torch.arange(6))
+    (tree,) = trees_from_columns(columns.tolist(), [7])
     tree.validate(7, 7, nodes, 4)
     assert len(tree) == min(nodes, 31)
     assert list(tree.depths) == sorted(tree.depths), "of tied nodes the shallowest are taken"
@@ -136,8 +137,9 @@ def test_selection_is_closed_under_parents_for_coarse_scores(seed: int, nodes: i
         def next(self, level: int, parents: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
             return -torch.randint(0, 3, (1, 3, 6), generator=generator).float()
 
-    candidates: Candidates = grow(Coarse(), SHAPE)
-    (tree,) = select(candidates, [7], [TreeBudget(nodes, depth)], torch.arange(6))
+    candidates: Candidates = grow_dynamic(Coarse(), SHAPE)
+    columns = select_nodes(candidates, [TreeBudget(nodes, depth)], torch.arange(6))
+    (tree,) = trees_from_columns(columns.tolist(), [7])
     tree.validate(7, 7, nodes, depth)
     order = sorted(range(candidates.scores.shape[1]), key=lambda i: (-candidates.scores[0, i].item(), i))
     reach = candidates.ends[depth - 1] if depth else 0

@@ -25,9 +25,8 @@ def drafter_of(method: str, target: str, head: str, config: DraftingConfig) -> L
 
 def pools_of(drafter: object) -> list[Tensor]:
     """Keys and values, wherever the drafter has them."""
-    owners = [drafter, getattr(getattr(drafter, "_heads", None), "states", None)]
-    (pools,) = (found for owner in owners if isinstance(found := getattr(owner, "_pools", None), KVCache))
-    return [*pools.keys, *pools.values]
+    kv: KVCache = drafter._kv  # type: ignore[attr-defined]
+    return [*kv.keys, *kv.values]
 
 
 @pytest.mark.parametrize("method", METHODS)

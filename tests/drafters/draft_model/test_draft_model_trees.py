@@ -135,7 +135,7 @@ def test_numbers_of_a_session_that_are_none_reach_no_other(small: str) -> None:
     """Shorter prefixes are padded beside longer ones."""
     drafter = make(small)
     drafter.propose([commit("spoilt", tokens_of(1, 9), 0)])
-    for pool in (*drafter._pools.keys, *drafter._pools.values):
+    for pool in (*drafter._kv.keys, *drafter._kv.values):
         pool[drafter._sessions["spoilt"].slots] = float("nan")
     contexts = [commit("short", tokens_of(2, 3), 0), commit("long", tokens_of(3, 30), 0)]
     drafts = drafter.propose([*contexts, commit("spoilt", [*tokens_of(1, 9), 5], 9)])
@@ -162,7 +162,7 @@ def test_one_level_is_drafted_without_running_any_row_of_a_tree(small: str) -> N
 
 def test_a_tree_that_the_model_cannot_grow_is_refused(small: str) -> None:
     for shape in (TreeConfig(8, 0, 3), TreeConfig(8, 2, 49)):
-        with pytest.raises(ConfigError, match="a small draft model needs a depth of at least 1"):
+        with pytest.raises(ConfigError, match="a small draft model needs num_steps of at least 1"):
             make(small, shape=shape)
     rows = SHAPE.top_k * (SHAPE.num_steps - 1)
     with pytest.raises(

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from eyas.draft_protocol import TreeBudget
-from eyas.drafters.lookup_trees import Matches, Trie, merge, select
+from eyas.drafters.lookup import Matches, Trie, build_trie, trie_trees
 from eyas.tree import DraftTree
 
 Path = tuple[int, ...]
@@ -52,7 +52,7 @@ def paths_of(trie: Trie) -> list[Path]:
 @given(FOUND)
 def test_nodes_are_the_paths_of_the_matches(found: list[tuple[int, list[int]]]) -> None:
     matches = matches_of(found)
-    trie, naive = merge(matches), naive_nodes(matches)
+    trie, naive = build_trie(matches), naive_nodes(matches)
     paths = paths_of(trie)
     columns = zip(trie.sessions.tolist(), paths, trie.weights.tolist(), trie.matches.tolist(), strict=True)
     got = [(session, path, Node(weight, match)) for session, path, weight, match in columns]
@@ -81,7 +81,7 @@ def test_trees_are_the_best_nodes_within_each_budget(
     found: list[tuple[int, list[int]]], budgets: list[TreeBudget], seed: int
 ) -> None:
     """Steps are such that many scores are equal, and some nodes impossible."""
-    trie = merge(matches_of(found))
+    trie = build_trie(matches_of(found))
     steps = np.random.default_rng(seed).choice([0.0, -0.5, -1.0, -np.inf], len(trie.tokens), p=[0.3, 0.3, 0.3, 0.1])
     scores: list[float] = []
     for parent, step in zip(trie.parents, steps.tolist(), strict=True):
@@ -91,4 +91,4 @@ def test_trees_are_the_best_nodes_within_each_budget(
         naive_tree([(score, path) for s, score, path in nodes if s == session], budget)
         for session, budget in enumerate(budgets)
     ]
-    assert select(trie, trie.along_paths(steps), [7] * 4, budgets) == expected
+    assert trie_trees(trie, trie.along_paths(steps), [7] * 4, budgets) == expected

@@ -26,16 +26,16 @@ def naive_occurrences(tokens: list[int], shortest: int, longest: int, most: int)
 def test_occurrences_equal_a_naive_search(tokens: list[int], shortest: int, more: int, most: int) -> None:
     index = NgramIndex(shortest, shortest + more)
     for cut in range(0, len(tokens), 7):
-        index.extend(tokens[cut : cut + 7])
+        index.extend(commit("a", tokens[cut : cut + 7]))
     assert index.occurrences(most) == naive_occurrences(tokens, shortest, shortest + more, most)
 
 
 def test_confidence_is_the_hit_rate_of_the_longest_match() -> None:
     steady, erratic = NgramIndex(1, 2), NgramIndex(1, 2)
-    steady.extend([1, 2, 3] * 20)
-    erratic.extend([1, 2, 3, 1, 2, 4, 1, 2, 5, 1, 2, 6, 1, 2, 7, 1, 2, 8])
-    assert steady.log_confidence()[1] > -0.05
-    assert erratic.log_confidence()[1] < steady.log_confidence()[1] - 0.2
+    steady.extend(commit("a", [1, 2, 3] * 20))
+    erratic.extend(commit("a", [1, 2, 3, 1, 2, 4, 1, 2, 5, 1, 2, 6, 1, 2, 7, 1, 2, 8]))
+    assert steady.log_hit_rates()[1] > -0.05
+    assert erratic.log_hit_rates()[1] < steady.log_hit_rates()[1] - 0.2
 
 
 def drafter(**config: int) -> PromptLookupDrafter:

@@ -139,7 +139,7 @@ def test_unknown_text_does_not_change_the_calibration(target: str, tmp_path: Pat
     for token, count in ((9, 0), (5, 1)):
         drafter.propose([commit(f"{token}", [3, 4], noise=NoiseKey(1, 0.8))])
         drafter.propose([commit(f"{token}", [3, 4, token], 2, noise=NoiseKey(1, 0.8))])
-        assert sum(estimate.count for estimate in drafter._scale._bands) == count  # type: ignore[attr-defined]
+        assert sum(estimate.count for estimate in drafter._scale._estimates) == count  # type: ignore[attr-defined]
         drafter._scale._round = 0  # type: ignore[attr-defined]
 
 

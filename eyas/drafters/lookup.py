@@ -1,0 +1,241 @@
+"""Base of the drafters that look tokens up, and how they merge what they find into trees.
+
+Continuations of a context, found anywhere, become one trie of nodes per session; its best nodes become the draft tree. All
+nodes of all sessions are arrays: there is no loop over nodes.
+Legend: S sessions, M matches, D depth, K nodes, F families of siblings, C largest family, G values of s.
+
+    matches [5 6 7], [5 6 8], [9]         5 -- 6 -+- 7
+    give one session this trie:    root -+         +- 8
+                                         +- 9
+    tokens [5 9 6 7 8], parents [-1 -1 0 2 2], families [0 0 1 2 2]
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Generic
+
+import numpy as np
+import torch
+
+from eyas.config import DraftingConfig
+from eyas.draft_protocol import ResyncRequired, TreeBudget
+from eyas.drafters.base import Draft, DraftContext, LocalDrafter
+from eyas.drafters.noise_scale import MeasuredTree, NoiseScale
+from eyas.drafters.sessions import MemoryLedger, MemoryT
+from eyas.drafters.tree_growth import Forest, Reals, first_of_groups
+from eyas.sampling.noise import exponential_noise_at, signed
+from eyas.sampling.sampler import MIN_TEMPERATURE, filtered_probs, filtering, filters_of
+from eyas.tensors import Ints, upload
+from eyas.tree import DraftTree
+
+
+class LookupDrafter(LocalDrafter, Generic[MemoryT]):
+    """A drafter without a network, which remembers something of each session."""
+
+    def __init__(self, sessions: MemoryLedger[MemoryT]) -> None:
+        self._sessions = sessions
+
+    def propose(self, contexts: Sequence[DraftContext]) -> list[Draft]:
+        busy = {context.session for context in contexts}
+        drafts: list[Draft] = []
+        chosen: list[int] = []
+        memories: list[MemoryT] = []
+        for i, context in enumerate(contexts):
+            found = self._sessions.extend(context, busy)
+            drafts.append(found if isinstance(found, ResyncRequired) else DraftTree.root_only(context.tokens[-1]))
+            if found is not None and not isinstance(found, ResyncRequired) and context.budget.wants_tree:
+                chosen.append(i)
+                memories.append(found)
+        trees = self._grow([contexts[i] for i in chosen], memories) if chosen else []
+        for i, tree in zip(chosen, trees, strict=True):
+            drafts[i] = tree
+        return drafts
+
+    def release(self, sessions: Sequence[str]) -> None:
+        self._sessions.release(sessions)
+
+    @abstractmethod
+    def _grow(self, contexts: Sequence[DraftContext], memories: Sequence[MemoryT]) -> list[DraftTree]:
+        """The trees of contexts that want one."""
+
+
+@dataclass(frozen=True)
+class Matches:
+    """What followed a context elsewhere.
+
+    sessions: of each match [M]; of one session the best match first. tokens: ids from 0 [M, D]. lengths: how many tokens of
+    a row count, at most D [M]. weights: of a match in the choice between the children of a node [M].
+    """
+
+    sessions: Ints
+    tokens: Ints
+    lengths: Ints
+    weights: Reals
+
+
+@dataclass(frozen=True)
+class Trie:
+    """Nodes of all sessions [K], level by level, then by session, then by the tokens of their paths, so that siblings (a
+    family) stand together.
+
+    depths: 0 for children of the root. parents: nodes of this trie, below 0 for the root. tokens: token ids. weights: of all
+    matches through a node. matches: the best match through it. families: of each node [K]. starts: the first node of each
+    family [F].
+    """
+
+    sessions: Ints
+    depths: Ints
+    parents: Ints
+    tokens: Ints
+    weights: Reals
+    matches: Ints
+    families: Ints
+    starts: Ints
+
+    def family_sums(self, values: Reals) -> Reals:
+        """Sum of values [K] over each node's family [K]."""
+        return _group_sums(self.families, values)[self.families]
+
+    def log_shares(self) -> Reals:
+        """Log of each node's share in the weight of its family [K]."""
+        shares: Reals = np.log(self.weights) - np.log(self.family_sums(self.weights))
+        return shares
+
+    def along_paths(self, steps: Reals) -> Reals:
+        """Sums of steps [K] from the root to each node [K]."""
+        sums = steps.copy()
+        bounds = np.flatnonzero(np.diff(self.depths, prepend=-1, append=-1))
+        for start, end in pairwise(bounds[1:]):
+            sums[start:end] += sums[self.parents[start:end]]
+        return sums
+
+
+def build_trie(matches: Matches) -> Trie:
+    """Merge matches: those of a session that begin alike share nodes."""
+    count, depth = matches.tokens.shape
+    counted_MD = np.arange(depth) < matches.lengths[:, None]
+    tokens_MD = np.where(counted_MD, matches.tokens, -1)
+    order = np.lexsort((*tokens_MD.T[::-1], matches.sessions))
+    sessions, tokens_MD = matches.sessions[order], tokens_MD[order]
+    differs_MD = np.ones((count, depth), np.bool_)
+    differs_MD[1:] = tokens_MD[1:] != tokens_MD[:-1]
+    differs_MD[1:, 0] |= sessions[1:] != sessions[:-1]
+    # in sorted order a row adds nodes from the first token on that differs from the row before
+    new_DM = (np.logical_or.accumulate(differs_MD, axis=1) & counted_MD[order]).T
+    numbers_DM = np.cumsum(new_DM).reshape(depth, count) - 1
+    depths, rows = np.nonzero(new_DM)
+    parents = np.where(depths > 0, numbers_DM[depths - 1, rows], -1 - sessions[rows])
+    first = np.diff(parents, prepend=parents[:1] - 1) != 0
+    levels, through = np.nonzero(counted_MD.T)
+    nodes = numbers_DM[levels, np.argsort(order)[through]]
+    best = np.empty(len(rows), np.int64)
+    best[nodes[::-1]] = through[::-1]  # of several assignments the last one stays, which is the lowest match
+    return Trie(
+        sessions=sessions[rows],
+        depths=depths,
+        parents=parents,
+        tokens=tokens_MD[rows, depths],
+        weights=_group_sums(nodes, matches.weights[through]),
+        matches=best,
+        families=np.cumsum(first) - 1,
+        starts=np.flatnonzero(first),
+    )
+
+
+def _group_sums(groups: Ints, values: Reals) -> Reals:
+    return np.bincount(groups, values).astype(np.float64)
+
+
+def trie_trees(trie: Trie, scores: Reals, roots: Sequence[int], budgets: Sequence[TreeBudget]) -> list[DraftTree]:
+    """Each session's best `max_nodes - 1` nodes within `max_depth`, by cumulative scores [K] in float32.
+
+    Ties go to the shallower node, then to the lower tokens. As scores never grow along a path, a selected node's parent is
+    selected too. The counterpart of `eyas.drafters.tree_growth.select_nodes` on the host.
+    """
+    limits, depths = np.array([(budget.max_nodes - 1, budget.max_depth) for budget in budgets]).T
+    rounded = scores.astype(np.float32)
+    places = np.flatnonzero((trie.depths < depths[trie.sessions]) & np.isfinite(rounded))
+    chosen = np.zeros(len(scores), np.bool_)
+    chosen[places[first_of_groups(trie.sessions[places], limits, -rounded[places])]] = True
+    return Forest(trie.sessions, trie.parents, trie.tokens, rounded.astype(np.float64)).trees(chosen, roots)
+
+
+class FrequencyScorer:
+    """Scores the nodes of a trie by their frequencies, perturbed by the noise of the target's draw.
+
+    The formula of `eyas.drafters.scoring`, over the nodes that were found, all levels at once. Frequencies stay plain for
+    sessions at temperature 0, and without shared noise.
+    """
+
+    def __init__(self, contexts: Sequence[DraftContext], config: DraftingConfig, scale: NoiseScale) -> None:
+        self._contexts = contexts
+        self._keys = [context.noise for context in contexts]
+        self._scale = scale
+        self._shared_S = np.array([config.shared_noise and key.temperature > 0 for key in self._keys])
+
+    def log_shares(self, trie: Trie) -> Reals:
+        """Log-shares [K] of nodes among their siblings. Counts a round of `scale`, and records it if it is measured."""
+        plain = trie.log_shares()
+        if not self._shared_S.any():
+            self._scale.count_round()
+            return plain
+        perturbed = self._perturbed(trie)
+        scaled = perturbed / np.array([self._scale.value(key.temperature) for key in self._keys])[trie.sessions]
+        noised = scaled - _log_norms(trie, scaled[:, None])[trie.families, 0]
+        if self._scale.grid:
+            self._record(trie, noised, _log_norms(trie, perturbed[:, None] / np.array(self._scale.grid)))
+        self._scale.count_round()
+        return np.where(self._shared_S[trie.sessions], noised, plain)
+
+    def _perturbed(self, trie: Trie) -> Reals:
+        """Perturbed log-frequencies [K], up to a constant of each family."""
+        seeds = np.array([signed(key.seed) for key in self._keys])[trie.sessions]
+        positions = np.array([context.committed_length for context in self._contexts])[trie.sessions] + trie.depths
+        tokens = torch.from_numpy(trie.tokens)[:, None]
+        noise = exponential_noise_at(torch.from_numpy(seeds), torch.from_numpy(positions), tokens)
+        perturbed: Reals = self._log_probs(trie) - np.log(noise[:, 0].double().numpy())
+        return perturbed
+
+    def _log_probs(self, trie: Trie) -> Reals:
+        """Log-weights [K] under temperature and filters, up to a constant of each family."""
+        if all(key.top_k == 0 and key.top_p >= 1 and key.min_p == 0 for key in self._keys):
+            temperatures = np.array([max(key.temperature, MIN_TEMPERATURE) for key in self._keys])
+            tempered: Reals = np.log(trie.weights) / temperatures[trie.sessions]
+            return tempered
+        columns = np.arange(len(trie.tokens)) - trie.starts[trie.families]
+        logits_FC = np.full((len(trie.starts), int(columns.max()) + 1), -np.inf, np.float32)
+        logits_FC[trie.families, columns] = np.log(trie.weights)
+        keys = [self._keys[session] for session in trie.sessions[trie.starts]]
+        cpu = torch.device("cpu")
+        probs_FC = filtered_probs(torch.from_numpy(logits_FC), filters_of(keys, cpu), upload(filtering(keys), cpu))
+        log_probs: Reals = probs_FC.log().double().numpy()[trie.families, columns]
+        return log_probs
+
+    def _record(self, trie: Trie, log_shares: Reals, log_norms: Reals) -> None:
+        """Record the trees of sessions with shared noise. log_norms: of each family under every s [F, G]."""
+        scores = trie.along_paths(log_shares)
+        for session in np.unique(trie.sessions[self._shared_S[trie.sessions]]).tolist():
+            nodes = np.flatnonzero(trie.sessions == session)
+            families = trie.families[nodes]
+            firsts = np.flatnonzero(np.diff(families, prepend=-1))
+            above = trie.parents[nodes[firsts]]
+            tree = MeasuredTree(
+                starts=np.append(firsts, len(nodes)),
+                tokens=trie.tokens[nodes],
+                scores=scores[nodes],
+                parents=np.where(above < 0, 0, np.searchsorted(nodes, above) + 1),
+                log_norms=log_norms[families[firsts]],
+            )
+            self._scale.record(self._contexts[session], tree)
+
+
+def _log_norms(trie: Trie, scores: Reals) -> Reals:
+    """logsumexp of scores [K, G] over each family [F, G]."""
+    highest = np.maximum.reduceat(scores, trie.starts)
+    sums = np.add.reduceat(np.exp(scores - highest[trie.families]), trie.starts)
+    log_norms: Reals = highest + np.log(sums)
+    return log_norms

@@ -1,0 +1,228 @@
+"""Base of the drafters that run a network: EAGLE, Medusa, Hydra and small draft models.
+
+A call to `propose` runs one pass over all new positions, then one per tree level for all sessions together. Deterministic
+trees come from captured CUDA graphs where possible; the plain path beside them gives the same trees.
+Legend: S sessions, H width of a state.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Collection, Sequence
+from dataclasses import replace
+from typing import Any, Generic
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from eyas.cache.kv_cache import KVCache
+from eyas.cache.prefix_cache import Slots
+from eyas.config import DraftingConfig, TreeConfig
+from eyas.draft_protocol import ResyncRequired
+from eyas.drafters.base import Draft, DraftContext, LocalDrafter, capped
+from eyas.drafters.cuda_graphs import GraphSpec, Roots, TreeGraphs, padded_prefix
+from eyas.drafters.noise_scale import NoiseScale
+from eyas.drafters.sampled_chains import ProbsScorer, chain_trees, draw_chains
+from eyas.drafters.scoring import Scorer, make_scorer
+from eyas.drafters.sessions import KVLedger, KVSession, StateT
+from eyas.drafters.tree_growth import (
+    Candidates,
+    Expansion,
+    StaticTree,
+    grow_dynamic,
+    grow_static,
+    select_nodes,
+    trees_from_columns,
+)
+from eyas.models.cuda.graphs import Capture
+from eyas.tensors import Ints, download, upload
+from eyas.tree import DraftTree
+
+
+class NeuralDrafter(LocalDrafter, Generic[StateT]):
+    """Admits commits, runs new positions (`_extend`), and grows or draws trees from the resulting states (`_expand`)."""
+
+    def __init__(
+        self,
+        config: DraftingConfig,
+        tree: TreeConfig,
+        static_tree: StaticTree | None,
+        draft_ids: Tensor,
+        sessions: KVLedger[StateT],
+    ) -> None:
+        """static_tree: the shape of every tree, with `tree` as its size; None grows dynamic trees.
+
+        draft_ids maps draft vocabulary ids to the target's.
+        """
+        self._config = config
+        self._tree = tree
+        self._static_tree = static_tree
+        self._draft_ids = draft_ids
+        self._sessions = sessions
+        self._scale = NoiseScale.from_config(config)
+        self._graphs: TreeGraphs | None = None
+
+    def _capture_trees(
+        self,
+        capture: Capture | None,
+        state_size: int,
+        dtype: torch.dtype,
+        kv: KVCache | None = None,
+        max_prefix: int = 0,
+        num_scratch: int = 0,
+    ) -> None:
+        """Let whole trees be captured by `capture`; None runs them operation by operation.
+
+        kv: where prefixes of up to `max_prefix` slots lie, if trees attend to any. num_scratch: slots of a tree's rows.
+        """
+        if capture is None:
+            return
+        shape = self._shape_for(self._max_expanded, self._tree.num_steps)
+        spec = GraphSpec(
+            expand=lambda roots, scorer: self._expand(roots, scorer, shape),
+            grow=lambda expansion: self._grow_candidates(expansion, self._tree.num_steps),
+            rows_run=self._rows_run,
+            tree=self._tree,
+            state_size=state_size,
+            dtype=dtype,
+            draft_ids=self._draft_ids,
+            num_slots=kv.scratch if kv else 0,
+            max_prefix=max_prefix,
+            num_scratch=num_scratch,
+        )
+        self._graphs = TreeGraphs(spec, self._config, capture)
+
+    @property
+    def can_sample(self) -> bool:
+        return True
+
+    @torch.inference_mode()
+    def warm_up(self) -> None:
+        if self._graphs:
+            self._graphs.warm_up()
+
+    @torch.inference_mode()
+    def propose(self, contexts: Sequence[DraftContext]) -> list[Draft]:
+        self._scale.update(contexts)
+        busy = {context.session for context in contexts}
+        drafts = [self._admit(context, busy) for context in contexts]
+        ready = [i for i, draft in enumerate(drafts) if draft is None]
+        if not ready:
+            return drafts
+        states = self._extend([contexts[i] for i in ready])
+        for i in ready:
+            drafts[i] = DraftTree.root_only(contexts[i].tokens[-1])
+        rows = {i: row for row, i in enumerate(i for i in ready if self._has_state(contexts[i]))}
+        for proposal, make_trees in (("deterministic", self._grow), ("sampled", self._draw)):
+            chosen = [i for i in rows if contexts[i].budget.wants_tree and contexts[i].proposal == proposal]
+            if chosen:
+                chosen_states = states[upload([rows[i] for i in chosen], states.device)]
+                trees = make_trees([contexts[i] for i in chosen], chosen_states)
+                for i, tree in zip(chosen, trees, strict=True):
+                    drafts[i] = tree
+        return drafts
+
+    def release(self, sessions: Sequence[str]) -> None:
+        self._scale.release(sessions)
+        self._sessions.release(sessions)
+
+    def check(self) -> None:
+        """Assert that every slot is free or belongs to exactly one session."""
+        self._sessions.check()
+
+    @property
+    def num_free_slots(self) -> int:
+        return self._sessions.num_free
+
+    @abstractmethod
+    def _claim(self, session: KVSession[StateT], context: DraftContext, busy: Collection[str]) -> bool:
+        """Claim the slots that a commit takes. Returns whether it can be run, and a tree be grown."""
+
+    @abstractmethod
+    def _extend(self, contexts: Sequence[DraftContext]) -> Tensor:
+        """Run the new positions of all contexts.
+
+        Returns the state [S, H] that trees grow from, of each context with `_has_state`.
+        """
+
+    @abstractmethod
+    def _expand(self, roots: Roots, scorer: Scorer, shape: TreeConfig) -> Expansion:
+        """Start to grow trees of at most `shape.num_steps` levels, `shape.top_k` nodes being expanded at each."""
+
+    def _has_state(self, context: DraftContext) -> bool:
+        """Whether `_extend` returns a state for the context."""
+        return True
+
+    def _rows_run(self, expansion: Expansion) -> Tensor | None:
+        """Tokens and parents of the rows that a tree ran through the network, int64 [S, 2, rows]; None if not needed."""
+        return None
+
+    def _keep_rows(self, contexts: Sequence[DraftContext], rows: Ints, top_k: int) -> None:
+        """Keep the output of `_rows_run` for the next commit."""
+
+    def _admit(self, context: DraftContext, busy: Collection[str]) -> Draft:
+        """None if the context is to be run, else the answer to it."""
+        session = self._sessions.follow(context)
+        if isinstance(session, ResyncRequired):
+            return session
+        return None if self._claim(session, context, busy) else DraftTree.root_only(context.tokens[-1])
+
+    def _grow(self, contexts: Sequence[DraftContext], states: Tensor) -> list[DraftTree]:
+        """Deterministic trees."""
+        if self._graphs:
+            slots, scratch = self._prefix_slots(contexts), [self._sessions[c.session].scratch for c in contexts]
+            replayed = self._graphs.grow(contexts, slots, states, self._scale, scratch)
+            if replayed:
+                self._keep_rows(contexts, replayed.rows_run, self._tree.top_k)
+                return replayed.trees
+        shape = self._shape(contexts, self._max_expanded)
+        scorer = make_scorer(contexts, self._config, shape.num_steps, self._draft_ids, self._scale, self._scale.grid)
+        expansion = self._expand(self._roots(contexts, states), scorer, shape)
+        candidates = self._grow_candidates(expansion, shape.num_steps)
+        self._scale.record_all(contexts, candidates, scorer.log_norms, self._draft_ids)
+        columns = select_nodes(candidates, capped(contexts, self._tree.num_draft_tokens), self._draft_ids)
+        return trees_from_columns(self._to_host(columns, expansion, contexts, shape.top_k), [c.tokens[-1] for c in contexts])
+
+    def _draw(self, contexts: Sequence[DraftContext], states: Tensor) -> list[DraftTree]:
+        """Sampled chains."""
+        shape = self._shape(contexts, top_k=1)
+        expansion = self._expand(self._roots(contexts, states), ProbsScorer(contexts, self._draft_ids.device), shape)
+        drawn = draw_chains(expansion, contexts, shape.num_steps, self._config.proposal_top_k, self._draft_ids)
+        return chain_trees(self._to_host(drawn, expansion, contexts, 1), contexts, self._tree.num_draft_tokens)
+
+    def _grow_candidates(self, expansion: Expansion, num_steps: int) -> Candidates:
+        if self._static_tree:
+            return grow_static(expansion, self._static_tree, num_steps)
+        return grow_dynamic(expansion, replace(self._tree, num_steps=num_steps))
+
+    def _to_host(self, columns: Tensor, expansion: Expansion, contexts: Sequence[DraftContext], top_k: int) -> Any:
+        """`columns` as nested lists. Copies the rows to keep together with them, so that the host waits once."""
+        rows = self._rows_run(expansion)
+        if rows is None:
+            return columns.tolist()
+        found, kept = download(columns, rows)
+        self._keep_rows(contexts, kept.astype(np.int64), top_k)
+        return found.tolist()
+
+    def _roots(self, contexts: Sequence[DraftContext], states: Tensor) -> Roots:
+        tokens = upload([context.tokens[-1] for context in contexts], states.device)
+        scratch = np.stack([self._sessions[context.session].scratch for context in contexts])
+        prefix = padded_prefix(self._prefix_slots(contexts), states.device)
+        return Roots(states, tokens, prefix, upload(scratch, states.device))
+
+    def _prefix_slots(self, contexts: Sequence[DraftContext]) -> list[Slots]:
+        """The slots that the rows of each session's tree attend to."""
+        return [self._sessions[context.session].slots for context in contexts]
+
+    def _shape(self, contexts: Sequence[DraftContext], top_k: int) -> TreeConfig:
+        """The largest shape within the contexts' budgets."""
+        return self._shape_for(top_k, min(self._tree.num_steps, max(c.budget.max_depth for c in contexts)))
+
+    def _shape_for(self, top_k: int, num_steps: int) -> TreeConfig:
+        return TreeConfig(self._tree.num_draft_tokens, num_steps, top_k)
+
+    @property
+    def _max_expanded(self) -> int:
+        """Most nodes that are expanded at a level."""
+        return self._static_tree.max_expanded if self._static_tree else self._tree.top_k
