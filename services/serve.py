@@ -33,7 +33,7 @@ AssignmentsOption = Annotated[
 
 
 def serve(
-    model: Annotated[str, typer.Argument(help="Folder or hub id of the target model.")],
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="Folder or hub id of the target model.")],
     draft_model: Annotated[str, typer.Option(help="Folder or hub id of the draft head or draft model.")] = "",
     method: Annotated[
         str, typer.Option(help="Drafting method (see `eyas drafters`); eagle3 with a draft model, none without one.")
@@ -57,9 +57,9 @@ def serve(
     tree = {"num_draft_tokens": num_draft_tokens, "num_steps": num_steps, "top_k": top_k}
     with exit_on_error(console):
         services = plan(model, draft_model, method, served_model_name, {"dtype": dtype, "device": device}, tree)
-        for each in (port, grpc_port):
-            if not is_free(each):
-                raise ConfigError(f"port {each} is in use; choose others with --port and --grpc-port")
+        for option, number in (("--port", port), ("--grpc-port", grpc_port)):
+            if not is_free(number):
+                raise ConfigError(f"port {number} is in use; choose another with {option}")
         with running_cluster(assign(services, assignments or ()), grpc_port, port, host) as cluster:
             wait_until_ready(console, cluster)
             name = served_model_name or model

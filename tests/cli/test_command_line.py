@@ -1,0 +1,64 @@
+"""The `eyas` command: what its help imports, its version, and subcommands of one and two words."""
+
+import re
+import subprocess
+import sys
+
+import pytest
+from typer.testing import CliRunner
+
+from eyas import __version__
+from eyas.cli import SUBCOMMANDS, app
+
+HEAVY = {"torch", "transformers", "tokenizers", "numpy", "grpc", "google.protobuf", "pydantic", "yaml", "fastapi", "redis"}
+IMPORTED_BY = """
+import sys
+from eyas.cli import main
+try:
+    main()
+except SystemExit:
+    print("imported:", *sys.modules)
+"""
+
+
+def modules_after(*arguments: str) -> set[str]:
+    done = subprocess.run(
+        [sys.executable, "-c", IMPORTED_BY, *arguments], capture_output=True, text=True, check=True, timeout=60
+    )
+    return set(done.stdout.rpartition("imported:")[2].split())
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["--version"]])
+def test_help_and_version_import_nothing_heavy(arguments: list[str]) -> None:
+    assert not HEAVY & modules_after(*arguments)
+
+
+@pytest.mark.parametrize("arguments", [["bench", "offline", "--help"], ["serve", "--help"], ["serve", "router", "--help"]])
+def test_help_of_a_subcommand_imports_no_torch(arguments: list[str]) -> None:
+    assert not {"torch", "transformers"} & modules_after(*arguments)
+
+
+def test_the_version_is_the_package_version() -> None:
+    assert CliRunner().invoke(app, ["--version"]).output == f"eyas {__version__}\n"
+
+
+@pytest.mark.parametrize("name", SUBCOMMANDS)
+def test_every_subcommand_can_be_loaded(name: str) -> None:
+    result = CliRunner().invoke(app, [*name.split(), "--help"], prog_name="eyas")
+    assert result.exit_code == 0, result.output
+    assert f"Usage: eyas {name} " in re.sub(r"\x1b\[[\d;]*m", "", result.output)
+
+
+def test_an_unknown_subcommand_names_the_nearest() -> None:
+    result = CliRunner().invoke(app, ["srve"])
+    assert result.exit_code == 2
+    assert "Did you mean 'serve'?" in result.output
+
+
+def test_a_missing_package_is_named_with_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "eyas.services.serve", raising=False)
+    monkeypatch.delitem(sys.modules, "eyas.services.cluster", raising=False)
+    monkeypatch.setitem(sys.modules, "grpc_health.v1", None)
+    result = CliRunner().invoke(app, ["serve", "model"])
+    assert result.exit_code == 1
+    assert "pip install 'eyas[serve]'" in result.output

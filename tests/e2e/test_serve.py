@@ -1,0 +1,196 @@
+"""`eyas serve` as a user runs it: from a wheel in an empty folder, until Ctrl-C or until a service dies."""
+
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import sysconfig
+import urllib.request
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from eyas.errors import ConfigError
+from eyas.services.cluster import assign, free_port
+from eyas.services.serve import plan
+
+ROOT = Path(__file__).parents[2]
+DEMO = ROOT / "models" / "demo"
+TARGET, HEAD = str(DEMO / "target"), str(DEMO / "eagle3")
+PROMPT = "def main():"
+READY = re.compile(r"ready (\w+) on 127\.0\.0\.1:(\d+)")
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "NO_COLOR": "1"}
+SOURCES = ("eyas", "services", "pyproject.toml", "README.md", "LICENSE")
+BUILD = "from setuptools.build_meta import build_{kind} as build; build('..')"
+
+
+@dataclass(frozen=True)
+class Server:
+    """A running `eyas serve`. output: what it printed until it was ready."""
+
+    process: "subprocess.Popen[str]"
+    output: str
+    http: str
+    grpc: str
+
+    @property
+    def ports(self) -> dict[str, int]:
+        return {name: int(port) for name, port in READY.findall(self.output)}
+
+    def complete(self, model: str) -> str:
+        body = json.dumps({"model": model, "prompt": PROMPT, "max_tokens": 8, "temperature": 0}).encode()
+        request = urllib.request.Request(f"{self.http}/v1/completions", body, {"Content-Type": "application/json"})
+        with urllib.request.urlopen(request, timeout=30) as answer:
+            return str(json.load(answer)["choices"][0]["text"])
+
+
+@contextmanager
+def serving(command: list[str], folder: Path, env: Mapping[str, str], *options: str) -> Iterator[Server]:
+    """Run `eyas serve` in `folder` until it says that it serves; stop it at the end."""
+    http, grpc = free_port(), free_port()
+    command = [*command, "serve", TARGET, "--port", f"{http}", "--grpc-port", f"{grpc}", *options]
+    process = subprocess.Popen(
+        command, cwd=folder, env={**env, "TMPDIR": str(folder)}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    try:
+        assert process.stdout is not None
+        lines = []
+        while not (lines and lines[-1].startswith("Serving ")):
+            lines.append(process.stdout.readline())
+            assert lines[-1], process.stderr and process.stderr.read()
+        yield Server(process, "".join(lines), f"http://127.0.0.1:{http}", f"127.0.0.1:{grpc}")
+    finally:
+        process.terminate()
+        process.communicate(timeout=30)
+
+
+def is_open(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
+
+
+def build(kind: str, sources: Path) -> Path:
+    """Build a wheel or an sdist from a source tree, into the folder above it."""
+    before = set(sources.parent.iterdir())
+    command = [sys.executable, "-c", BUILD.format(kind=kind)]
+    subprocess.run(command, cwd=sources, check=True, capture_output=True, timeout=100)
+    (built,) = set(sources.parent.iterdir()) - before
+    return built
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A wheel built from a copy of the sources, where eyas/services is the same link as in the checkout."""
+    sources = tmp_path_factory.mktemp("wheel") / "sources"
+    sources.mkdir()
+    for name in SOURCES:
+        if (ROOT / name).is_dir():
+            shutil.copytree(ROOT / name, sources / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
+        else:
+            shutil.copy(ROOT / name, sources)
+    return build("wheel", sources)
+
+
+@pytest.fixture(scope="module")
+def eyas(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The `eyas` command of an environment with the wheel, which borrows the packages of this one."""
+    venv = tmp_path_factory.mktemp("environment")
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", venv], check=True, timeout=60)
+    (packages,) = venv.glob("lib/python*/site-packages")
+    (packages / "borrowed.pth").write_text(sysconfig.get_paths()["purelib"])
+    options = ["install", "--quiet", "--no-deps", "--no-index", "--ignore-installed", "--disable-pip-version-check"]
+    install = [sys.executable, "-m", "pip", "--python", str(venv / "bin" / "python"), *options, str(wheel)]
+    subprocess.run(install, check=True, capture_output=True, timeout=60)
+    return venv / "bin" / "eyas"
+
+
+def test_a_wheel_serves_from_an_empty_folder(eyas: Path, tmp_path: Path) -> None:
+    env = {name: value for name, value in ENVIRONMENT.items() if name != "PYTHONPATH"}
+    where = [str(eyas.parent / "python"), "-c", "import eyas.services.serve as s; print(s.__file__)"]
+    module = subprocess.run(where, cwd=tmp_path, env=env, check=True, capture_output=True, text=True, timeout=60).stdout
+    assert Path(module).is_relative_to(eyas.parents[1])
+    options = ("--draft-model", HEAD, "--set", "verifier.draft_client.draft_timeout_s=30")
+    with serving([str(eyas)], tmp_path, env, *options) as server:
+        assert set(server.ports) == {"draft", "verifier", "router"}
+        text = server.complete(TARGET)
+        options = ("--temperature", "0", "--max-tokens", "8", "--json")
+        command = [str(eyas), "generate", PROMPT, "--address", server.grpc, *options]
+        done = subprocess.run(command, env=env, check=True, capture_output=True, text=True, timeout=60)
+        *chunks, final = map(json.loads, done.stdout.splitlines())
+        assert "".join(chunk["text"] for chunk in chunks) == text
+        assert final["stats"]["num_drafted"] > 0
+        server.process.send_signal(signal.SIGINT)
+        server.process.wait(30)
+    assert server.process.returncode == 0
+    assert not any(map(is_open, server.ports.values()))
+    assert not list(tmp_path.glob("eyas-*"))
+
+
+def test_an_sdist_holds_the_services(wheel: Path) -> None:
+    archive = build("sdist", wheel.parent / "sources")
+    shutil.unpack_archive(archive, wheel.parent / "unpacked", filter="data")
+    (unpacked,) = (wheel.parent / "unpacked").iterdir()
+    names = {path.relative_to(ROOT / "services").as_posix() for path in (ROOT / "services").rglob("*.py")}
+    assert names == {
+        path.relative_to(unpacked / "eyas/services").as_posix() for path in unpacked.rglob("eyas/services/**/*.py")
+    }
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="finds child processes in /proc")
+def test_serve_fails_with_the_reason_when_a_service_dies(tmp_path: Path) -> None:
+    options = ("--method", "prompt_lookup", "--served-model-name", "demo")
+    with serving([sys.executable, "-m", "eyas.cli"], tmp_path, ENVIRONMENT, *options) as server:
+        assert server.complete("demo")
+        pid = server.process.pid
+        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+        (verifier,) = [
+            child for child in children if b"eyas.services.verifier" in Path(f"/proc/{child}/cmdline").read_bytes()
+        ]
+        os.kill(int(verifier), signal.SIGKILL)
+        _, errors = server.process.communicate(timeout=30)
+    assert server.process.returncode == 1
+    (logs,) = tmp_path.glob("eyas-*")
+    assert f"error: verifier ended with status -9; its log ({logs / 'verifier.log'}) ends with:" in errors
+    assert not any(map(is_open, server.ports.values()))
+
+
+def test_a_taken_port_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        command = [sys.executable, "-m", "eyas.cli", "serve", TARGET, "--port", f"{port}"]
+        done = subprocess.run(
+            command, env={**ENVIRONMENT, "TMPDIR": str(tmp_path)}, capture_output=True, text=True, timeout=60
+        )
+    assert (done.returncode, done.stderr) == (1, f"error: port {port} is in use; choose another with --port\n")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("draft_model", "method", "names", "verifier_method"),
+    [
+        ("", "", ["verifier", "router"], "none"),
+        ("", "lookahead", ["draft", "verifier", "router"], "lookahead"),
+        ("head", "", ["draft", "verifier", "router"], "eagle3"),
+        ("head", "medusa", ["draft", "verifier", "router"], "medusa"),
+    ],
+)
+def test_a_method_decides_what_is_started(draft_model: str, method: str, names: list[str], verifier_method: str) -> None:
+    services = plan("model", draft_model, method, "", {"dtype": "auto"}, {"num_steps": 3, "top_k": None})
+    assert [service.name for service in services] == names
+    for service in services[:-1]:
+        assert f'method="{verifier_method}"' in service.assignments
+        assert "tree.num_steps=3" in service.assignments
+        assert service.validate()
+
+
+def test_a_setting_of_a_service_that_is_not_started_is_refused() -> None:
+    services = plan("model", "", "", "", {}, {})
+    with pytest.raises(ConfigError, match="no service 'draft' is started"):
+        assign(services, ["draft.threads=1"])
