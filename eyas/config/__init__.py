@@ -1,8 +1,7 @@
-"""Settings of every part as frozen values, and how they are read: `values` and `methods` know no files, `reading` knows no
-part."""
+"""Configuration of the engine, the drafters and the services: frozen values, and the loader that reads them from YAML."""
 
 from eyas.config.drafting import (
-    EAGLE_PATHS,
+    MC_SIM_7B_63,
     CombinedConfig,
     DraftAheadConfig,
     DraftingConfig,
@@ -13,19 +12,19 @@ from eyas.config.drafting import (
     MethodsConfig,
     PromptLookupConfig,
     RestConfig,
+    TreeChoices,
     TreeConfig,
-    TreePaths,
 )
 from eyas.config.engine import AcceptanceRule, DraftBudgetPolicy, Dtype, EngineConfig, HeadValidation
 from eyas.config.loader import describe, load, masked, validated
 from eyas.config.serving import (
+    ApiKeysConfig,
     DiscoveryConfig,
     DiscoveryKind,
     DraftClientConfig,
     DraftConfig,
     DraftedModel,
     HttpConfig,
-    KeysConfig,
     KubernetesConfig,
     LogFormat,
     OutlierDetectionConfig,
@@ -41,8 +40,9 @@ from eyas.config.serving import (
 )
 
 __all__ = [
-    "EAGLE_PATHS",
+    "MC_SIM_7B_63",
     "AcceptanceRule",
+    "ApiKeysConfig",
     "CombinedConfig",
     "DiscoveryConfig",
     "DiscoveryKind",
@@ -58,7 +58,6 @@ __all__ = [
     "EngineConfig",
     "HeadValidation",
     "HttpConfig",
-    "KeysConfig",
     "KubernetesConfig",
     "LogFormat",
     "LookaheadConfig",
@@ -75,8 +74,8 @@ __all__ = [
     "ServerConfig",
     "TelemetryConfig",
     "TlsConfig",
+    "TreeChoices",
     "TreeConfig",
-    "TreePaths",
     "VerifierConfig",
     "describe",
     "load",

@@ -1,20 +1,34 @@
-"""Settings of drafters as frozen values. A value out of range raises ConfigError wherever it is constructed.
-
-Settings of single drafting methods, each a frozen value of its own. A value out of range raises ConfigError.
-"""
+"""Configuration of drafters: the shape of draft trees, drafting with a model, and one class for each method."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal, get_args
+from typing import Literal
 
-from eyas.config.loader import at_least, num_bytes, require
-from eyas.errors import ConfigError
+from eyas.config.loader import at_least, num_bytes, one_of, require
+
+TreeChoices = tuple[tuple[int, ...], ...]
+TreeShape = Literal["static", "dynamic"]
+
+# EAGLE's published static tree, `mc_sim_7b_63` in its code: 4, 8, 8, 3 and 2 nodes on five levels.
+MC_SIM_7B_63: TreeChoices = (
+    (0,), (1,), (2,), (3,),
+    (0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (2, 0), (2, 1), (3, 0),
+    (0, 0, 0), (0, 0, 1), (0, 0, 2), (0, 1, 0), (0, 1, 1), (0, 2, 0), (0, 2, 1), (1, 0, 0),
+    (0, 0, 0, 0), (0, 0, 0, 1), (0, 0, 0, 2),
+    (0, 0, 0, 0, 0), (0, 0, 0, 0, 1),
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
 class TreeConfig:
-    """Shape of a dynamic draft tree. nodes counts the root; depth are levels below it; width is the frontier of a level."""
+    """Shape of a dynamic draft tree.
+
+    Attributes:
+        num_draft_tokens: maximum number of tree nodes, with the root.
+        num_steps: maximum number of levels below the root.
+        top_k: number of nodes that each level expands, and of children per node.
+    """
 
     num_draft_tokens: int = 24
     num_steps: int = 5
@@ -27,10 +41,12 @@ class TreeConfig:
 
 @dataclass(frozen=True)
 class DraftAheadConfig:
-    """How a draft service grows trees while the target verifies.
+    """How a draft service grows trees while the target verifies the last ones.
 
-    top_k: nodes expanded at each level; 0 grows none ahead. num_candidates: recorded of each, at least as many. num_steps: below the
-    last committed token, those of the tree that was sent included.
+    Attributes:
+        top_k: number of nodes that each level expands. 0 turns drafting ahead off.
+        num_candidates: number of children kept for each node, at least top_k.
+        num_steps: maximum depth below the last committed token, including the tree under verification.
     """
 
     top_k: int = 0
@@ -45,17 +61,21 @@ class DraftAheadConfig:
 
 @dataclass(frozen=True)
 class DraftingConfig:
-    """Settings of every drafter with a law of its own.
+    """Settings of every drafter that has a model: EAGLE, Medusa, Hydra and small draft models.
 
-    max_kv_tokens: token slots of draft KV for all sessions; the session unused for longest is forgotten when they run out.
-    kv_cache_memory: what they take, such as 512MiB or 2GiB, in place of their number; where neither is given there are 65536.
-    shared_noise: rank children by the draft law perturbed with the noise of the target's own draw (temperature > 0).
-    noise_scale: softness s of the perturbed law; 0 finds it while serving, from what the target made of the trees.
-    proposal_top_k: most tokens in the law of a sampled proposal; the rest of the draft law is cut off.
-    cuda_graphs: on CUDA, trees of EAGLE, Medusa, Hydra and small models grow in captured graphs. cuda_graph_max_batch: most
-    sessions of a round that one of them holds.
-    max_head_steps: most levels of a tree that the head itself grows, 0 as many as tree.depth; in a union the other drafter may go
-    deeper. draft_ahead: what a draft service does between two commits; without effect on a drafter in the engine's process.
+    Attributes:
+        max_kv_tokens: capacity of the draft KV cache in tokens, for all sessions. If it is full, the least recently used
+            session is evicted. 0 takes kv_cache_memory, or 65536 tokens if that is empty too.
+        kv_cache_memory: size of the draft KV cache instead, such as 512MiB or 2GiB.
+        shared_noise: above temperature 0, rank children by draft probabilities perturbed with the target's own Gumbel
+            noise. Raises acceptance; the output is the same.
+        noise_scale: softness of that perturbation. 0 calibrates it while serving.
+        proposal_top_k: number of most likely tokens from which a sampled proposal draws.
+        cuda_graphs: capture tree growth as CUDA graphs. No effect on other devices.
+        cuda_graph_max_batch: maximum number of sessions in a captured graph.
+        max_head_steps: maximum number of tree levels that the head grows; a combined method's other drafter may go
+            deeper. 0 takes tree.num_steps.
+        draft_ahead: drafting between two commits. Only draft services do it.
     """
 
     max_kv_tokens: int = 0
@@ -73,77 +93,73 @@ class DraftingConfig:
         at_least(0, max_kv_tokens=self.max_kv_tokens, noise_scale=self.noise_scale, max_head_steps=self.max_head_steps)
         require(
             not (self.max_kv_tokens and self.kv_cache_memory),
-            f"max_kv_tokens is {self.max_kv_tokens} and memory {self.kv_cache_memory}; leave one of them out",
+            f"max_kv_tokens is {self.max_kv_tokens} and kv_cache_memory {self.kv_cache_memory}; leave one of them out",
         )
         if self.kv_cache_memory:
-            num_bytes("memory", self.kv_cache_memory)
+            num_bytes("kv_cache_memory", self.kv_cache_memory)
 
     @property
     def num_bytes(self) -> int:
-        """What `memory` says, 0 where it says nothing."""
-        return num_bytes("memory", self.kv_cache_memory) if self.kv_cache_memory else 0
-
-
-TreePaths = tuple[tuple[int, ...], ...]
-Shape = Literal["static", "dynamic"]
-
-# The tree that EAGLE was published with, named mc_sim_7b_63 there: 4, 8, 8, 3 and 2 nodes on five levels.
-EAGLE_PATHS: TreePaths = (
-    (0,), (1,), (2,), (3,),
-    (0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (2, 0), (2, 1), (3, 0),
-    (0, 0, 0), (0, 0, 1), (0, 0, 2), (0, 1, 0), (0, 1, 1), (0, 2, 0), (0, 2, 1), (1, 0, 0),
-    (0, 0, 0, 0), (0, 0, 0, 1), (0, 0, 0, 2),
-    (0, 0, 0, 0, 0), (0, 0, 0, 0, 1),
-)  # fmt: skip
+        """kv_cache_memory in bytes; 0 if it is empty."""
+        return num_bytes("kv_cache_memory", self.kv_cache_memory) if self.kv_cache_memory else 0
 
 
 @dataclass(frozen=True)
 class Eagle1Config:
-    """Settings of EAGLE-1. paths: its static tree, of each node but the root the ranks by score on the way to it."""
+    """EAGLE-1.
 
-    paths: TreePaths = EAGLE_PATHS
+    Attributes:
+        tree_choices: the static tree. A node is a path of ranks from the root: [0, 2] is the third child of the best child.
+    """
+
+    tree_choices: TreeChoices = MC_SIM_7B_63
 
     def __post_init__(self) -> None:
-        check_paths(self.paths, "paths")
+        _valid_tree(self.tree_choices)
 
 
 @dataclass(frozen=True)
 class MedusaConfig:
-    """Settings of Medusa and Hydra.
+    """Medusa and Hydra.
 
-    shape: "static" trees have the same nodes each time, "dynamic" ones those of the highest scores, as with EAGLE-2.
-    paths: the static tree, of each node but the root the ranks by score on the way to it; empty takes the likeliest ones
-    that tree.nodes, tree.depth and tree.width allow.
+    Attributes:
+        shape: "static" trees always have the same nodes; "dynamic" trees have the nodes with the best scores, as in EAGLE-2.
+        tree_choices: the static tree, as for EAGLE-1. Empty takes the most likely nodes within the limits of `tree`.
     """
 
-    shape: Shape = "static"
-    paths: TreePaths = ()
+    shape: TreeShape = "static"
+    tree_choices: TreeChoices = ()
 
     def __post_init__(self) -> None:
-        require(self.shape in get_args(Shape), f"shape is {self.shape!r}; it must be one of {', '.join(get_args(Shape))}")
-        if self.paths:
-            check_paths(self.paths, "paths")
+        one_of(TreeShape, shape=self.shape)
+        if self.tree_choices:
+            _valid_tree(self.tree_choices)
 
 
 @dataclass(frozen=True)
 class DraftModelConfig:
-    """Settings of a small draft model. Its slots, noise and laws are set by EagleConfig, as of every drafter with a law.
+    """A small draft model (method sps).
 
-    chunk_tokens: most tokens that one of its forward passes takes in; a longer prompt is prefilled in chunks.
+    Attributes:
+        max_prefill_tokens: maximum number of tokens in one forward pass; longer prompts are prefilled in chunks.
     """
 
-    chunk_tokens: int = 512
+    max_prefill_tokens: int = 512
 
     def __post_init__(self) -> None:
-        at_least(1, chunk_tokens=self.chunk_tokens)
+        at_least(1, max_prefill_tokens=self.max_prefill_tokens)
 
 
 @dataclass(frozen=True)
 class PromptLookupConfig:
-    """Prompt lookup: what followed the last tokens where they stood before in the same context.
+    """Prompt lookup: drafts the continuation of earlier occurrences of the last tokens in the same context.
 
-    max_ngram, min_ngram: tokens of the context that are looked for. max_matches: most places that go into a tree.
-    max_cached_tokens: tokens remembered for all sessions, about 1 KB each; the session unused for longest is forgotten beyond that.
+    Attributes:
+        max_ngram: longest match of the last tokens.
+        min_ngram: shortest match.
+        max_matches: maximum number of occurrences in a tree.
+        max_cached_tokens: number of context tokens kept for all sessions, about 1 KB each. The least recently used session
+            is evicted beyond it.
     """
 
     max_ngram: int = 6
@@ -158,11 +174,14 @@ class PromptLookupConfig:
 
 @dataclass(frozen=True)
 class RestConfig:
-    """Retrieval from a datastore (REST): what followed the last tokens in a corpus.
+    """REST: drafts the continuation of the last tokens in a datastore.
 
-    datastore: folder that `eyas datastore build` wrote; left out, `head` names it.
-    max_ngram, min_ngram: tokens of the context that are looked for. max_matches: most places that go into a tree.
-    max_sessions: sessions remembered; the one unused for longest is forgotten beyond that.
+    Attributes:
+        datastore: folder written by `eyas datastore build`. Empty takes draft_model.
+        max_ngram: longest match of the last tokens.
+        min_ngram: shortest match.
+        max_matches: maximum number of occurrences in a tree.
+        max_sessions: number of sessions kept. The least recently used session is evicted beyond it.
     """
 
     datastore: str = ""
@@ -180,9 +199,12 @@ class RestConfig:
 class LookaheadConfig:
     """Lookahead decoding.
 
-    window_size: columns of the Jacobi window; ngram_size: tokens of an n-gram, so that the window has ngram - 1 rows.
-    guess_set_size: most n-grams that are verified in a round, and most that are kept for each first token.
-    max_cached_tokens: tokens in the n-grams of all sessions; the session unused for longest is forgotten beyond that.
+    Attributes:
+        window_size: number of columns of the Jacobi window.
+        ngram_size: tokens of an n-gram; the window has ngram_size - 1 rows.
+        guess_set_size: maximum number of n-grams verified per step, and kept per first token.
+        max_cached_tokens: number of n-gram tokens kept for all sessions. The least recently used session is evicted
+            beyond it.
     """
 
     window_size: int = 4
@@ -191,18 +213,18 @@ class LookaheadConfig:
     max_cached_tokens: int = 2**21
 
     def __post_init__(self) -> None:
-        at_least(
-            1, window_size=self.window_size, guess_set_size=self.guess_set_size, max_cached_tokens=self.max_cached_tokens
-        )
+        at_least(1, window_size=self.window_size, guess_set_size=self.guess_set_size)
+        at_least(1, max_cached_tokens=self.max_cached_tokens)
         at_least(2, ngram_size=self.ngram_size)
 
 
 @dataclass(frozen=True)
 class CombinedConfig:
-    """Two drafters at once.
+    """Two drafters that share a tree, such as eagle3+prompt_lookup.
 
-    min_share: share of a tree's guesses that either drafter has for certain, if it has so many; the rest goes by score.
-    max_sessions: sessions remembered; the one unused for longest is forgotten beyond that.
+    Attributes:
+        min_share: share of the tree's draft tokens reserved for each drafter, in [0, 0.5]. The best scores get the rest.
+        max_sessions: number of sessions kept. The least recently used session is evicted beyond it.
     """
 
     min_share: float = 0.125
@@ -215,7 +237,7 @@ class CombinedConfig:
 
 @dataclass(frozen=True)
 class MethodsConfig:
-    """Settings that one drafting method has and others do not."""
+    """Settings of single drafting methods."""
 
     eagle1: Eagle1Config = field(default_factory=Eagle1Config)
     medusa: MedusaConfig = field(default_factory=MedusaConfig)
@@ -226,11 +248,15 @@ class MethodsConfig:
     combined: CombinedConfig = field(default_factory=CombinedConfig)
 
 
-def check_paths(paths: TreePaths, name: str) -> None:
-    """Raises ConfigError unless `paths` make a tree."""
-    known = {(), *paths}
-    if len(known) <= 1 or len(known) <= len(paths):
-        raise ConfigError(f"{name} names {len(paths)} nodes, {len(known) - 1} of them distinct; name each one once")
-    for path in paths:
-        if path[:-1] not in known or min(path) < 0:
-            raise ConfigError(f"{name} holds the node {list(path)} without its parent, or with a rank below 0")
+def _valid_tree(choices: TreeChoices) -> None:
+    """Check that the paths are distinct and that every node has its parent."""
+    nodes = {(), *choices}
+    require(
+        len(nodes) == len(choices) + 1 > 1,
+        f"tree_choices has {len(choices)} nodes, {len(nodes) - 1} of them distinct; list each one once",
+    )
+    for path in choices:
+        require(
+            path[:-1] in nodes and min(path) >= 0,
+            f"tree_choices has the node {list(path)} without its parent, or with a rank below 0",
+        )

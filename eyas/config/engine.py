@@ -1,41 +1,45 @@
-"""Engine configuration."""
+"""Configuration of the engine."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal
 
-from eyas.config.loader import at_least, require
+from eyas.config.loader import at_least, one_of, require
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 AcceptanceRule = Literal["match", "rejection"]
-# YAML reads "off" as false.
+# "never", because YAML reads "off" as false.
 HeadValidation = Literal["auto", "never"]
 DraftBudgetPolicy = Literal["fixed", "adaptive"]
 
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """Limits of one engine.
+    """Limits and modes of one engine.
 
-    max_kv_tokens: token slots of KV cache; a request needs prompt + max_tokens of them at most. 0 takes what memory allows.
-    gpu_memory_utilization: share of the free memory that max_kv_tokens 0 takes, once the weights are loaded.
-    max_num_seqs: most sequences in a step. max_queued_requests: most requests in the queue besides those that may start at once.
-    max_prefill_tokens: most prompt tokens that one step prefills.
-    max_verify_tokens: most tree nodes that one step verifies; a sequence decodes plainly where its share would be less than two.
-    max_model_len: most tokens of prompt and output together; 0 takes the model's own limit.
-    deterministic: each sequence goes through the target by itself, in passes of exactly as many rows as a tree may have
-    nodes, so that a token's logits depend on the tokens before it alone. Slow; see docs/equality.md.
-    cuda_graphs: capture forward passes as CUDA graphs at start; without effect on other devices.
-    acceptance: how drafts are accepted. "match" gives the tokens of plain decoding; "rejection" gives their law only, above
-    temperature 0, and takes drafts that were drawn from the drafter's law.
-    draft_budget: how large draft trees are. "fixed" takes the largest that max_verify_tokens leaves each sequence; "adaptive" those with
-    the most tokens a second, down to none, as far as measured steps tell. No output depends on it.
-    prefix_cache: keep what finished requests computed for others that begin with the same tokens.
-    session_cache_ttl_s: how long a conversation's slots are kept before those of others after its last turn.
-    priority_aging_s: how much waiting outweighs one step of priority.
-    tensor_parallel_size: processes that share the target's weights and KV cache; it must divide the model's attention heads, and
-    divide its key-value heads or be a multiple of them.
+    Attributes:
+        max_kv_tokens: capacity of the KV cache in tokens. 0 takes as many as gpu_memory_utilization allows.
+        gpu_memory_utilization: share of the memory left after loading the weights that the KV cache takes, in (0, 1].
+            Used if max_kv_tokens is 0.
+        max_num_seqs: maximum number of sequences in a step.
+        max_queued_requests: maximum number of waiting requests, besides those that can start at once.
+        max_prefill_tokens: maximum number of prompt tokens in a step; longer prompts are prefilled in chunks.
+        max_verify_tokens: maximum number of tree nodes in a step. With a share below 2 a sequence decodes plainly.
+        max_model_len: maximum number of tokens of prompt and output together. 0 takes the model's own limit.
+        deterministic: run every sequence by itself, in passes of a fixed number of rows. Logits then depend only on the
+            tokens before them, not on the batch. Slow; see docs/equality.md.
+        cuda_graphs: capture forward passes as CUDA graphs at startup. No effect on other devices.
+        acceptance: "match" accepts a draft token if it equals the target's own sample: output equals plain decoding token
+            for token. "rejection" is rejection sampling above temperature 0: output has the target's distribution. It
+            needs a drafter that samples its drafts.
+        draft_budget: size of draft trees. "fixed" takes the largest tree that max_verify_tokens allows. "adaptive" takes
+            the size with the most tokens per second in measured steps, possibly none. The output is the same.
+        prefix_cache: keep the KV cache of finished requests for later requests with the same prefix.
+        session_cache_ttl_s: seconds for which the prefix cache prefers a conversation's tokens after its last request.
+        priority_aging_s: seconds of waiting that count as one step of priority.
+        tensor_parallel_size: number of processes that share the target's weights and KV cache. It must divide the number
+            of attention heads, and divide the number of key-value heads or be a multiple of it.
     """
 
     max_kv_tokens: int = 0
@@ -55,30 +59,12 @@ class EngineConfig:
     tensor_parallel_size: int = 1
 
     def __post_init__(self) -> None:
-        require(
-            self.acceptance in get_args(AcceptanceRule),
-            f"acceptance is {self.acceptance!r}; it must be one of {', '.join(get_args(AcceptanceRule))}",
-        )
-        known = ", ".join(get_args(DraftBudgetPolicy))
-        require(
-            self.draft_budget in get_args(DraftBudgetPolicy),
-            f"draft_budget is {self.draft_budget!r}; it must be one of {known}",
-        )
-        at_least(
-            1,
-            max_num_seqs=self.max_num_seqs,
-            max_prefill_tokens=self.max_prefill_tokens,
-            max_verify_tokens=self.max_verify_tokens,
-        )
-        at_least(1, tensor_parallel_size=self.tensor_parallel_size)
-        at_least(
-            0,
-            max_kv_tokens=self.max_kv_tokens,
-            max_queued_requests=self.max_queued_requests,
-            max_model_len=self.max_model_len,
-        )
-        at_least(0, session_cache_ttl_s=self.session_cache_ttl_s, priority_aging_s=self.priority_aging_s)
-        require(
-            0 < self.gpu_memory_utilization <= 1,
-            f"gpu_memory_utilization is {self.gpu_memory_utilization}; it must lie in (0, 1]",
-        )
+        one_of(AcceptanceRule, acceptance=self.acceptance)
+        one_of(DraftBudgetPolicy, draft_budget=self.draft_budget)
+        at_least(1, max_num_seqs=self.max_num_seqs, max_prefill_tokens=self.max_prefill_tokens)
+        at_least(1, max_verify_tokens=self.max_verify_tokens, tensor_parallel_size=self.tensor_parallel_size)
+        at_least(0, max_kv_tokens=self.max_kv_tokens, max_queued_requests=self.max_queued_requests)
+        at_least(0, max_model_len=self.max_model_len, session_cache_ttl_s=self.session_cache_ttl_s)
+        at_least(0, priority_aging_s=self.priority_aging_s)
+        utilization = self.gpu_memory_utilization
+        require(0 < utilization <= 1, f"gpu_memory_utilization is {utilization}; it must lie in (0, 1]")

@@ -1,8 +1,6 @@
-"""What settings must satisfy: values in, nothing or a ConfigError out.
+"""Reading configuration from YAML files and --set assignments, and the checks that configuration classes share.
 
-Settings from YAML and --set into any frozen dataclass, and back into lines; says what does not validate, and where.
-
-Only what reads imports pydantic and yaml.
+pydantic and yaml are imported only by the functions that read.
 """
 
 from __future__ import annotations
@@ -16,40 +14,13 @@ from typing import Any, TypeVar, cast, get_args, get_type_hints
 
 from eyas.errors import ConfigError
 
-
-def at_least(least: int, **settings: float) -> None:
-    """Raises ConfigError naming the first setting that lies below `least`."""
-    for name, value in settings.items():
-        require(value >= least, f"{name} is {value}; it must be at least {least}")
-
-
-def above_zero(**settings: float) -> None:
-    """Raises ConfigError naming the first setting that is not above 0."""
-    for name, value in settings.items():
-        require(value > 0, f"{name} is {value}; it must be above 0")
-
-
-def num_bytes(name: str, size: str) -> int:
-    """Of a size such as 512MiB or 1.5GiB. Raises ConfigError naming the setting whose value is no such size."""
-    found = re.fullmatch(r"(\d+(?:\.\d+)?) *([KMGT])iB", size)
-    if found is None:
-        raise ConfigError(f"{name} is {size!r}; it must be a size such as 512MiB or 2GiB")
-    return int(float(found[1]) * 2 ** (10 * (1 + "KMGT".index(found[2]))))
-
-
-def require(condition: bool, message: str) -> None:
-    """Raises ConfigError with `message` unless the condition holds."""
-    if not condition:
-        raise ConfigError(message)
-
-
 ConfigT = TypeVar("ConfigT")
 
 
 def load(kind: type[ConfigT], file: Path | None, assignments: Iterable[str] = ()) -> ConfigT:
-    """Read `kind` from a YAML file, then apply `key.sub=value` assignments (values are YAML).
+    """Read a configuration class from a YAML file, then apply `key.sub=value` assignments (values are YAML).
 
-    Raises ConfigError naming the file, the key and, for an unknown key, the nearest valid one.
+    Raises ConfigError that names the file, the key and, for an unknown key, the most similar valid one.
     """
     import yaml
 
@@ -66,7 +37,7 @@ def load(kind: type[ConfigT], file: Path | None, assignments: Iterable[str] = ()
 
 
 def validated(kind: type[ConfigT], data: Mapping[str, Any], source: str) -> ConfigT:
-    """`kind` from settings that have been read already. source: where from. Raises ConfigError as `load` does."""
+    """Build a configuration class from plain data. source: name of the data in errors. Raises ConfigError as `load` does."""
     from pydantic import TypeAdapter, ValidationError
 
     _check_keys(kind, data, "")
@@ -78,7 +49,7 @@ def validated(kind: type[ConfigT], data: Mapping[str, Any], source: str) -> Conf
 
 
 def describe(config: object, prefix: str = "") -> list[str]:
-    """One `key = value` line per setting, with passwords inside URLs masked."""
+    """Return one `key = value` line per setting, with user and password of URLs masked."""
     lines: list[str] = []
     for item in fields(cast(Any, config)):
         value = getattr(config, item.name)
@@ -90,7 +61,7 @@ def describe(config: object, prefix: str = "") -> list[str]:
 
 
 def masked(text: str) -> str:
-    """The text without the user and the passwords of the URL that it may be."""
+    """Return the text; if it is a URL, without user and password."""
     scheme, found, rest = text.partition("://")
     if not found:
         return text
@@ -98,11 +69,14 @@ def masked(text: str) -> str:
     return f"{scheme}://***@{rest.rpartition('@')[2]}" if "@" in rest else f"{scheme}://{rest}"
 
 
-def _problem(place: tuple[int | str, ...], message: str) -> str:
-    """A part's own complaint begins with the name of its setting, any other with what is wrong."""
-    path, own = ".".join(map(str, place)), message.removeprefix("Value error, ")
-    joint = ": " if own == message else "."
-    return f"{path}{joint}{own}" if path else own
+def _problem(location: tuple[int | str, ...], message: str) -> str:
+    """Join the location of a pydantic error and its message.
+
+    A message of `__post_init__` begins with the name of its setting: "tree" and "top_k is 0" give "tree.top_k is 0".
+    """
+    path, own = ".".join(map(str, location)), message.removeprefix("Value error, ")
+    separator = ": " if own == message else "."
+    return f"{path}{separator}{own}" if path else own
 
 
 def _assign(data: dict[str, Any], assignment: str) -> None:
@@ -123,7 +97,7 @@ def _assign(data: dict[str, Any], assignment: str) -> None:
 
 
 def _check_keys(kind: Any, data: Mapping[str, Any], prefix: str) -> None:
-    """Raises ConfigError for a key that `kind` does not have."""
+    """Raise ConfigError for a key that `kind` does not have."""
     hints = get_type_hints(kind)
     for key, value in data.items():
         if key not in hints:
@@ -135,3 +109,44 @@ def _check_keys(kind: Any, data: Mapping[str, Any], prefix: str) -> None:
             kinds = [kind for kind in get_args(hints[key]) if is_dataclass(kind)]
             if kinds and isinstance(item, Mapping):
                 _check_keys(kinds[0], item, f"{prefix}{key}.{index}.")
+
+
+# Checks for __post_init__. Each raises ConfigError that begins with the name of the setting.
+
+
+def require(condition: bool, message: str) -> None:
+    """Raise ConfigError with `message` if the condition is false."""
+    if not condition:
+        raise ConfigError(message)
+
+
+def at_least(minimum: int, **settings: float) -> None:
+    """Check that all settings are `minimum` or more."""
+    for name, value in settings.items():
+        require(value >= minimum, f"{name} is {value}; it must be at least {minimum}")
+
+
+def above_zero(**settings: float) -> None:
+    """Check that all settings are above 0."""
+    for name, value in settings.items():
+        require(value > 0, f"{name} is {value}; it must be above 0")
+
+
+def one_of(choices: object, **settings: str) -> None:
+    """Check that all settings are among the values of a Literal type."""
+    allowed = get_args(choices)
+    for name, value in settings.items():
+        require(value in allowed, f"{name} is {value!r}; it must be one of {', '.join(allowed)}")
+
+
+def valid_port(port: int) -> None:
+    """Check that a port number is in range."""
+    require(0 <= port <= 65535, f"port is {port}; it must lie in [0, 65535]")
+
+
+def num_bytes(name: str, size: str) -> int:
+    """Return the bytes of a size such as 512MiB or 1.5GiB. name: the setting, for the ConfigError of another format."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?) *([KMGT])iB", size)
+    if found is None:
+        raise ConfigError(f"{name} is {size!r}; it must be a size such as 512MiB or 2GiB")
+    return int(float(found[1]) * 2 ** (10 * (1 + "KMGT".index(found[2]))))

@@ -1,104 +1,57 @@
-"""How a service tells of itself: given as settings, checked where they are constructed. Knows no files.
-
-Settings of the router's doors as frozen values: where HTTP listens, who may ask, what it is encrypted with.
-
-Knows no files.
-
-Settings of how the services of one deployment meet, as frozen values: signs of life, encryption, patience with drafters.
-
-Knows no files.
-
-Settings of how workers are found, chosen and avoided. A value out of range raises ConfigError wherever it is constructed.
-
-Knows no files and no services.
-
-Settings of every part as frozen values. A value out of range raises ConfigError wherever it is constructed.
-
-Knows no files.
-"""
+"""Configuration of the services: the parts that they share, then router, verifier and draft service."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
-from typing import Literal, get_args
+from typing import Literal
 
 from eyas.config.drafting import DraftingConfig, MethodsConfig, TreeConfig
 from eyas.config.engine import Dtype, EngineConfig, HeadValidation
-from eyas.config.loader import above_zero, at_least, require
+from eyas.config.loader import above_zero, at_least, one_of, require, valid_port
 from eyas.errors import ConfigError
 
 LogFormat = Literal["text", "json"]
+DiscoveryKind = Literal["redis", "static", "kubernetes"]
 
 
 @dataclass(frozen=True)
-class TelemetryConfig:
-    """Metrics, traces and logs of one service. Where OTLP goes to is said by the usual OTEL_* environment variables.
+class ServerConfig:
+    """gRPC server of a service.
 
-    metrics_host, metrics_port: where Prometheus finds /metrics; port 0 takes a free one, none serves nothing.
-    step_span_ratio: share of the rounds of a traced request that get spans of their own, on verifier and drafter.
-    log_format: "text" or "json", one line per event. log_prompts: let prompts and their answers into logs and traces.
+    Attributes:
+        host: address to listen on.
+        port: port to listen on; 0 takes a free one.
+        advertise_host: host name or address under which other services reach this one; empty takes host.
+        shutdown_delay_s: seconds between the withdrawal from discovery and the end of new calls.
+        graceful_shutdown_timeout_s: seconds that running calls may take after that.
+        zone: availability zone; routers prefer workers in their own. May be empty.
     """
-
-    metrics_host: str = "127.0.0.1"
-    metrics_port: int | None = None
-    step_span_ratio: float = 0.01
-    log_format: LogFormat = "text"
-    log_prompts: bool = False
-
-    def __post_init__(self) -> None:
-        if self.metrics_port is not None and not 0 <= self.metrics_port <= 65535:
-            raise ConfigError(f"metrics_port is {self.metrics_port}; it must lie in [0, 65535], or be null for no metrics")
-        if not 0 <= self.step_span_ratio <= 1:
-            raise ConfigError(f"step_span_ratio is {self.step_span_ratio}; it must lie in [0, 1]")
-        if self.log_format not in get_args(LogFormat):
-            raise ConfigError(f"log_format is {self.log_format!r}; it must be one of {', '.join(get_args(LogFormat))}")
-
-
-@dataclass(frozen=True)
-class HttpConfig:
-    """Where the router speaks HTTP. port 0 takes a free one."""
 
     host: str = "127.0.0.1"
     port: int = 0
+    advertise_host: str = ""
+    shutdown_delay_s: float = 0.0
+    graceful_shutdown_timeout_s: float = 30.0
+    zone: str = ""
 
     def __post_init__(self) -> None:
-        if not 0 <= self.port <= 65535:
-            raise ConfigError(f"port is {self.port}; it must lie in [0, 65535]")
-
-
-@dataclass(frozen=True)
-class KeysConfig:
-    """Where the router's API keys are; without any, everybody may ask.
-
-    env: name of an environment variable that holds them, separated by commas. file: a file with one on each line.
-    """
-
-    env: str = ""
-    file: str = ""
-
-
-@dataclass(frozen=True)
-class TlsConfig:
-    """Files with a certificate chain and its key, both PEM; empty speaks without TLS."""
-
-    cert_file: str = ""
-    key_file: str = ""
-
-    def __post_init__(self) -> None:
-        if bool(self.cert_file) != bool(self.key_file):
-            raise ConfigError("cert_file and key_file go together; set both or none")
+        valid_port(self.port)
+        at_least(0, shutdown_delay_s=self.shutdown_delay_s, graceful_shutdown_timeout_s=self.graceful_shutdown_timeout_s)
 
 
 @dataclass(frozen=True)
 class PeersConfig:
-    """How router, verifiers and drafters talk to one another. Times in seconds.
+    """Connections between router, verifiers and draft services. Changed PEM files are read again without a restart.
 
-    keepalive_interval_s: how often whoever dials asks for a sign of life. keepalive_timeout_s: how long for. A peer that hangs, or that
-    the network has swallowed, is given up after both together; what it was doing goes on elsewhere.
-    cert_file, key_file: PEM files with the chain that this service shows its peers, and its key. ca_file: PEM file with the
-    certificates of those who sign its peers'. All three are read again once they have changed. Empty speaks without TLS.
-    tls_server_name: the DNS name that every worker's certificate is for, since addresses change; empty takes the host that is dialled.
-    require_client_cert: a worker serves only peers that show a certificate signed by the CA.
+    Attributes:
+        keepalive_interval_s: seconds between HTTP/2 keepalive pings.
+        keepalive_timeout_s: seconds to wait for the answer to a ping. Then the connection is closed, and its requests move
+            to another worker.
+        cert_file: PEM file with this service's certificate chain. Empty disables TLS.
+        key_file: PEM file with the certificate's private key.
+        ca_file: PEM file with the CA certificates that sign the certificates of other services.
+        tls_server_name: DNS name expected in the certificates of workers; empty expects the host of the address.
+        require_client_cert: workers require client certificates signed by the CA (mTLS).
     """
 
     keepalive_interval_s: float = 2.0
@@ -111,52 +64,48 @@ class PeersConfig:
 
     def __post_init__(self) -> None:
         above_zero(keepalive_interval_s=self.keepalive_interval_s, keepalive_timeout_s=self.keepalive_timeout_s)
-        if bool(self.cert_file) != bool(self.key_file):
-            raise ConfigError("cert_file and key_file go together; set both or none")
-        require(not self.cert_file or bool(self.ca_file), "cert_file is set; set ca_file too, which peers are verified with")
-        require(
-            not self.tls_server_name or bool(self.ca_file), "tls_server_name is set; set ca_file too, which peers are verified with"
-        )
+        _cert_and_key(self.cert_file, self.key_file)
+        require(not self.cert_file or bool(self.ca_file), "cert_file is set; set ca_file too")
+        require(not self.tls_server_name or bool(self.ca_file), "tls_server_name is set; set ca_file too")
 
     def check_worker(self) -> None:
-        """Raises ConfigError where a worker would dial with TLS and be dialled without."""
-        message = "peers.ca_file is set without a certificate, so this worker would serve without TLS; "
-        require(bool(self.cert_file) or not self.ca_file, message + "set peers.cert_file and peers.key_file")
+        """Raise ConfigError if a worker would dial with TLS but serve without."""
+        if self.ca_file and not self.cert_file:
+            raise ConfigError("peers.ca_file is set without a certificate; set peers.cert_file and peers.key_file too")
 
 
 @dataclass(frozen=True)
-class DraftClientConfig:
-    """How long a verifier waits for drafts, in seconds.
+class RegistryConfig:
+    """The Redis registry, which holds the leases of workers and the placement of sessions.
 
-    draft_timeout_s: longest wait for the trees of one step; later ones are dropped and the rows decode plainly.
-    breaker_max_failures: failed or late rounds in a row before the drafter is left alone.
-    breaker_reset_s: how long the drafter is left alone at first; twice as long after each attempt that fails, up to 10 s.
-    max_message_tokens: most feature rows in one message.
+    Attributes:
+        url: URL of Redis. May be empty if discovery needs none; each router then keeps placements to itself.
+        ttl_s: seconds after which a lease without heartbeat expires.
+        heartbeat_interval_s: seconds between heartbeats, below ttl_s.
     """
 
-    draft_timeout_s: float = 0.1
-    breaker_max_failures: int = 3
-    breaker_reset_s: float = 0.5
-    max_message_tokens: int = 512
+    url: str = "redis://127.0.0.1:6379/0"
+    ttl_s: float = 5.0
+    heartbeat_interval_s: float = 1.0
 
     def __post_init__(self) -> None:
-        above_zero(draft_timeout_s=self.draft_timeout_s, breaker_reset_s=self.breaker_reset_s)
-        at_least(1, breaker_max_failures=self.breaker_max_failures)
-        at_least(2, max_message_tokens=self.max_message_tokens)
-
-
-DiscoveryKind = Literal["redis", "static", "kubernetes"]
+        interval = self.heartbeat_interval_s
+        require(
+            0 < interval < self.ttl_s, f"heartbeat_interval_s is {interval}; it must lie between 0 and ttl_s {self.ttl_s}"
+        )
 
 
 @dataclass(frozen=True)
 class KubernetesConfig:
-    """How workers are found by their Services' EndpointSlices.
+    """Discovery of workers by the EndpointSlices of their Services.
 
-    api_server: URL of one that asks for no credentials; empty takes the pod's service account, else the kubeconfig.
-    namespace: empty takes the pod's own, else that of the kubeconfig's context.
-    verifier_selector, draft_selector: label selectors of the slices; these bear the labels of their Service.
-    port_name: the Service's port that speaks gRPC.
-    list_interval_s: seconds after which everything is listed anew, whatever the watch says.
+    Attributes:
+        api_server: URL of an API server without authentication. Empty takes the pod's service account or the kubeconfig.
+        namespace: namespace of the workers. Empty takes the pod's own, or that of the kubeconfig's context.
+        verifier_selector: label selector of the verifiers' EndpointSlices.
+        draft_selector: label selector of the draft services' EndpointSlices.
+        port_name: name of the Service's gRPC port.
+        resync_interval_s: seconds between full lists, besides the watch.
     """
 
     api_server: str = ""
@@ -164,21 +113,25 @@ class KubernetesConfig:
     verifier_selector: str = "app.kubernetes.io/component=verifier"
     draft_selector: str = "app.kubernetes.io/component=draft"
     port_name: str = "grpc"
-    list_interval_s: float = 30.0
+    resync_interval_s: float = 30.0
 
     def __post_init__(self) -> None:
-        _above(0, list_interval_s=self.list_interval_s)
+        above_zero(resync_interval_s=self.resync_interval_s)
 
 
 @dataclass(frozen=True)
 class DiscoveryConfig:
-    """How live workers are found. Times in seconds.
+    """How live workers are found.
 
-    kind: "redis" reads the leases that workers keep in the registry; "static" asks the workers named here; "kubernetes" asks
-    those that EndpointSlices name.
-    verifiers, drafters: host:port of each worker, for "static".
-    probe_interval_s: how often a worker is asked for its state, where it publishes no lease. probe_timeout_s: how long for.
-    stale_after_s: how long a worker may leave that unanswered and still count as live.
+    Attributes:
+        kind: "redis" reads leases from the registry; "static" probes the workers listed here; "kubernetes" probes the
+            workers in EndpointSlices.
+        verifiers: host:port of each verifier, for "static".
+        drafters: host:port of each draft service, for "static".
+        probe_interval_s: seconds between probes of a worker.
+        probe_timeout_s: seconds to wait for the answer to a probe.
+        stale_after_s: seconds without an answer after which a worker counts as gone.
+        kubernetes: settings of "kubernetes".
     """
 
     kind: DiscoveryKind = "redis"
@@ -190,28 +143,109 @@ class DiscoveryConfig:
     kubernetes: KubernetesConfig = field(default_factory=KubernetesConfig)
 
     def __post_init__(self) -> None:
-        kinds = get_args(DiscoveryKind)
-        _require(self.kind in kinds, f"kind is {self.kind!r}; it must be one of {', '.join(kinds)}")
-        _above(
-            0, probe_interval_s=self.probe_interval_s, probe_timeout_s=self.probe_timeout_s, stale_after_s=self.stale_after_s
-        )
+        one_of(DiscoveryKind, kind=self.kind)
+        above_zero(probe_interval_s=self.probe_interval_s, probe_timeout_s=self.probe_timeout_s)
+        above_zero(stale_after_s=self.stale_after_s)
         for address in (*self.verifiers, *self.drafters):
             host, _, port = address.rpartition(":")
-            _require(bool(host) and port.isdecimal(), f"address {address!r} is not host:port, such as verifier-0:50051")
-        named = bool(self.verifiers or self.drafters)
-        _require(not named or self.kind == "static", f"workers are named, but kind is {self.kind}; set it to static")
+            require(bool(host) and port.isdecimal(), f"address {address!r} is not host:port, such as verifier-0:50051")
+        listed = bool(self.verifiers or self.drafters)
+        require(not listed or self.kind == "static", f"workers are listed, but kind is {self.kind}; set it to static")
+
+
+@dataclass(frozen=True)
+class TelemetryConfig:
+    """Metrics, traces and logs. The OTEL_* environment variables configure the OTLP export.
+
+    Attributes:
+        metrics_host: address of the Prometheus endpoint /metrics.
+        metrics_port: its port; 0 takes a free one, null disables the endpoint.
+        step_span_ratio: share of a traced request's verify steps that get spans of their own, in [0, 1].
+        log_format: "text" or "json", one line per event.
+        log_prompts: write prompts and completions to logs and traces.
+    """
+
+    metrics_host: str = "127.0.0.1"
+    metrics_port: int | None = None
+    step_span_ratio: float = 0.01
+    log_format: LogFormat = "text"
+    log_prompts: bool = False
+
+    def __post_init__(self) -> None:
+        port, ratio = self.metrics_port, self.step_span_ratio
+        require(port is None or 0 <= port <= 65535, f"metrics_port is {port}; it must lie in [0, 65535], or be null")
+        require(0 <= ratio <= 1, f"step_span_ratio is {ratio}; it must lie in [0, 1]")
+        one_of(LogFormat, log_format=self.log_format)
+
+
+# Router
+
+
+@dataclass(frozen=True)
+class ServedModel:
+    """A model that the router serves.
+
+    Attributes:
+        name: name in requests.
+        tokenizer: folder or hub id that has its tokenizer.json.
+        chat_template: file with a Jinja chat template; empty takes the tokenizer's own, if it has one.
+    """
+
+    name: str
+    tokenizer: str
+    chat_template: str = ""
+
+
+@dataclass(frozen=True)
+class HttpConfig:
+    """The router's HTTP server. port 0 takes a free port."""
+
+    host: str = "127.0.0.1"
+    port: int = 0
+
+    def __post_init__(self) -> None:
+        valid_port(self.port)
+
+
+@dataclass(frozen=True)
+class ApiKeysConfig:
+    """Accepted API keys. Without any, requests need no key.
+
+    Attributes:
+        env: name of an environment variable with keys, separated by commas.
+        file: file with one key per line.
+    """
+
+    env: str = ""
+    file: str = ""
+
+
+@dataclass(frozen=True)
+class TlsConfig:
+    """TLS of the router's gRPC and HTTP servers: PEM files of certificate chain and private key. Empty disables TLS."""
+
+    cert_file: str = ""
+    key_file: str = ""
+
+    def __post_init__(self) -> None:
+        _cert_and_key(self.cert_file, self.key_file)
 
 
 @dataclass(frozen=True)
 class RoutingConfig:
-    """What makes a verifier, and its drafter, the right one for a request: weights of a score, each with a share in [0, 1].
+    """Choice of verifier and drafter for a request: the highest score wins. Weights multiply shares in [0, 1].
 
-    session_weight: where the session's last request ran. prefix_weight: share of the prompt that is cached there. load_weight: requests there,
-    taken off. kv_weight: share of the needed token slots that are missing, taken off. queue_weight: requests waiting there, taken off.
-    hash_weight: where a hash of the session points, which outlasts all memory. drafter_weight: an idle drafter fits. zone_weight: the same zone
-    as the router's, and for a drafter as its verifier's.
-    load_factor: most requests on a worker, as a multiple of the mean, before the others come first. min_bound: so many are never
-    too many.
+    Attributes:
+        session_weight: the verifier served the session's last request.
+        prefix_weight: share of the prompt in the verifier's prefix cache.
+        load_weight: load of the verifier; subtracted.
+        kv_weight: share of the needed KV cache tokens that are not free; subtracted.
+        queue_weight: queue of the verifier; subtracted.
+        hash_weight: rendezvous hash of the session, which survives a restart of the router.
+        drafter_weight: a fitting drafter is idle.
+        zone_weight: the verifier is in the router's zone; the drafter is in the verifier's zone.
+        load_factor: maximum load of a worker as a multiple of the mean, at least 1; other workers come first beyond it.
+        min_bound: number of requests up to which load_factor does not apply.
     """
 
     session_weight: float = 4.0
@@ -226,20 +260,20 @@ class RoutingConfig:
     min_bound: int = 8
 
     def __post_init__(self) -> None:
-        weights = {name: value for name, value in vars(self).items() if name not in ("load_factor", "min_bound")}
-        for name, value in weights.items():
-            _require(value >= 0, f"{name} is {value}; a weight must be at least 0")
-        _require(self.load_factor >= 1, f"load_factor is {self.load_factor}; it must be at least 1")
-        _above(0, min_bound=self.min_bound)
+        at_least(0, **{name: value for name, value in vars(self).items() if name.endswith("_weight")})
+        at_least(1, load_factor=self.load_factor)
+        above_zero(min_bound=self.min_bound)
 
 
 @dataclass(frozen=True)
 class OutlierDetectionConfig:
-    """When a worker that fails is avoided. Times in seconds.
+    """When the router avoids a failing worker. Names follow Envoy.
 
-    consecutive_failures: failed requests in a row before it is ejected.
-    base_ejection_time_s: how long the first time; twice as long each further time, up to `longest`. It comes back once it answers.
-    stuck_step_timeout_s: a verifier whose step takes so long is avoided as well, and its requests go on elsewhere.
+    Attributes:
+        consecutive_failures: number of failed requests in a row that eject a worker.
+        base_ejection_time_s: seconds of the first ejection; each further one takes twice as long.
+        max_ejection_time_s: maximum seconds of an ejection.
+        stuck_step_timeout_s: seconds after which a verifier's step counts as stuck. Its requests move to others.
     """
 
     consecutive_failures: int = 1
@@ -248,74 +282,84 @@ class OutlierDetectionConfig:
     stuck_step_timeout_s: float = 60.0
 
     def __post_init__(self) -> None:
-        _above(
-            0,
-            consecutive_failures=self.consecutive_failures,
-            base_ejection_time_s=self.base_ejection_time_s,
-            stuck_step_timeout_s=self.stuck_step_timeout_s,
-        )
-        _require(
-            self.max_ejection_time_s >= self.base_ejection_time_s,
-            f"max_ejection_time_s is {self.max_ejection_time_s}; it must be at least seconds {self.base_ejection_time_s}",
-        )
-
-
-def _above(least: float, **settings: float) -> None:
-    for name, value in settings.items():
-        _require(value > least, f"{name} is {value}; it must be above {least}")
-
-
-def _require(condition: bool, message: str) -> None:
-    if not condition:
-        raise ConfigError(message)
-
-
-@dataclass(frozen=True)
-class ServerConfig:
-    """Where a service listens and how it tells others. port 0 takes a free one; advertise defaults to host.
-
-    shutdown_delay_s: how long a service that stops still takes calls after it has told others to send none.
-    graceful_shutdown_timeout_s: how long running calls may go on after that.
-    zone: where this machine is, in the cluster's own words; workers of the same zone are preferred. May be empty.
-    """
-
-    host: str = "127.0.0.1"
-    port: int = 0
-    advertise_host: str = ""
-    shutdown_delay_s: float = 0.0
-    graceful_shutdown_timeout_s: float = 30.0
-    zone: str = ""
-
-    def __post_init__(self) -> None:
-        require(0 <= self.port <= 65535, f"port is {self.port}; it must lie in [0, 65535]")
-        at_least(0, shutdown_delay_s=self.shutdown_delay_s, graceful_shutdown_timeout_s=self.graceful_shutdown_timeout_s)
-
-
-@dataclass(frozen=True)
-class RegistryConfig:
-    """Where leases and placements are kept, and how long leases live without a heartbeat, in seconds.
-
-    url: may be empty where discovery needs no registry; sessions are then remembered by each router alone.
-    """
-
-    url: str = "redis://127.0.0.1:6379/0"
-    ttl_s: float = 5.0
-    heartbeat_interval_s: float = 1.0
-
-    def __post_init__(self) -> None:
+        above_zero(consecutive_failures=self.consecutive_failures, base_ejection_time_s=self.base_ejection_time_s)
+        above_zero(stuck_step_timeout_s=self.stuck_step_timeout_s)
         require(
-            0 < self.heartbeat_interval_s < self.ttl_s,
-            f"heartbeat_interval_s is {self.heartbeat_interval_s}; it must lie between 0 and ttl {self.ttl_s}",
+            self.max_ejection_time_s >= self.base_ejection_time_s,
+            f"max_ejection_time_s is {self.max_ejection_time_s}; it must be at least base_ejection_time_s "
+            f"{self.base_ejection_time_s}",
         )
+
+
+@dataclass(frozen=True)
+class RouterConfig:
+    """The router service.
+
+    Attributes:
+        models: the served models.
+        request_timeout_s: maximum seconds of a request without a deadline of its own.
+        stall_timeout_s: maximum seconds between two chunks of a verifier; then the request moves to another verifier.
+        server: gRPC server; http: HTTP server; api_keys and tls apply to both.
+    """
+
+    models: tuple[ServedModel, ...]
+    request_timeout_s: float = 600.0
+    stall_timeout_s: float = 60.0
+    server: ServerConfig = field(default_factory=ServerConfig)
+    peers: PeersConfig = field(default_factory=PeersConfig)
+    http: HttpConfig = field(default_factory=HttpConfig)
+    api_keys: ApiKeysConfig = field(default_factory=ApiKeysConfig)
+    tls: TlsConfig = field(default_factory=TlsConfig)
+    registry: RegistryConfig = field(default_factory=RegistryConfig)
+    discovery: DiscoveryConfig = field(default_factory=DiscoveryConfig)
+    routing: RoutingConfig = field(default_factory=RoutingConfig)
+    outlier_detection: OutlierDetectionConfig = field(default_factory=OutlierDetectionConfig)
+    telemetry: TelemetryConfig = field(default_factory=TelemetryConfig)
+
+    def __post_init__(self) -> None:
+        above_zero(request_timeout_s=self.request_timeout_s, stall_timeout_s=self.stall_timeout_s)
+
+
+# Verifier
+
+
+@dataclass(frozen=True)
+class DraftClientConfig:
+    """The verifier's client of draft services.
+
+    Attributes:
+        draft_timeout_s: maximum seconds that a step waits for its trees. It drops later ones and decodes plainly.
+        breaker_max_failures: number of failed or late replies in a row that open the circuit breaker.
+        breaker_reset_s: seconds until the open circuit breaker tries again. Doubles with each failed try, up to 10 s.
+        max_message_tokens: maximum number of feature rows in one message.
+    """
+
+    draft_timeout_s: float = 0.1
+    breaker_max_failures: int = 3
+    breaker_reset_s: float = 0.5
+    max_message_tokens: int = 512
+
+    def __post_init__(self) -> None:
+        above_zero(draft_timeout_s=self.draft_timeout_s, breaker_reset_s=self.breaker_reset_s)
+        at_least(1, breaker_max_failures=self.breaker_max_failures)
+        at_least(2, max_message_tokens=self.max_message_tokens)
 
 
 @dataclass(frozen=True)
 class VerifierConfig:
     """The verifier service.
 
-    method: the method that it collects features for; "eagle3" where it is left out and a head is named, else "none", which
-    takes no drafts. Drafters that need no features are taken with any other. draft_model: the checkpoint that makes the features.
-    validate_head: "auto" tries out at start how the head is to be read, and refuses one that guesses no better than chance.
+    Attributes:
+        served_model_name: name in requests.
+        model: folder or hub id of the target.
+        draft_model: folder or hub id of the draft head, which fuses the features that the verifier sends.
+        method: drafting method that needs these features, such as "eagle3". Empty takes "eagle3" with a draft_model and
+            "none" without one. "none" accepts no drafts. With any other method, drafters that need no features work too.
+        validate_head: "auto" tests at startup that the head's guesses are better than chance, and rejects it otherwise.
+        dtype: "auto" takes the checkpoint's own on CUDA, and float32 on the CPU.
+        device: "auto" takes CUDA if there is a GPU.
+        threads: number of CPU threads of torch; 0 takes torch's default.
+        tree: shape of draft trees; drafter and verifier should agree.
     """
 
     served_model_name: str
@@ -340,12 +384,18 @@ class VerifierConfig:
         self.peers.check_worker()
 
 
+# Draft service
+
+
 @dataclass(frozen=True)
 class DraftedModel:
-    """A target and how it is drafted for. served_model_name: the name it is served under.
+    """A target and its drafter. The limits of `drafting` apply to each drafter by itself.
 
-    model: where the target's embeddings and config are read from. draft_model: what the drafter loads. eagle.num_slots or
-    eagle.memory limits each by itself.
+    Attributes:
+        served_model_name: name of the target in requests.
+        model: folder or hub id of the target; the drafter reads its config and embeddings.
+        draft_model: folder or hub id of the draft head or model; empty for a method that loads none.
+        method: drafting method, such as "eagle3" or "eagle3+prompt_lookup".
     """
 
     served_model_name: str
@@ -361,7 +411,12 @@ class DraftedModel:
 
 @dataclass(frozen=True)
 class DraftConfig:
-    """The draft service. model to methods: as in DraftedModel; additional_models: what it drafts for besides."""
+    """The draft service: the fields of DraftedModel for its first model, and those of the service.
+
+    Attributes:
+        threads: number of CPU threads of torch; 0 takes torch's default.
+        additional_models: further models that the service drafts for.
+    """
 
     served_model_name: str
     model: str
@@ -385,46 +440,11 @@ class DraftConfig:
         self.peers.check_worker()
 
     @property
-    def drafted(self) -> tuple[DraftedModel, ...]:
-        """All that it drafts for."""
-        own = {setting.name: getattr(self, setting.name) for setting in fields(DraftedModel)}
-        return (DraftedModel(**own), *self.additional_models)
+    def models(self) -> tuple[DraftedModel, ...]:
+        """Return all models that the service drafts for."""
+        first = {setting.name: getattr(self, setting.name) for setting in fields(DraftedModel)}
+        return (DraftedModel(**first), *self.additional_models)
 
 
-@dataclass(frozen=True)
-class ServedModel:
-    """A model that the router takes requests for. tokenizer: folder or hub id that holds its tokenizer.json.
-
-    chat_template: file with a chat template in Jinja; empty takes the one that lies with the tokenizer, if there is one.
-    """
-
-    name: str
-    tokenizer: str
-    chat_template: str = ""
-
-
-@dataclass(frozen=True)
-class RouterConfig:
-    """The router service. Times in seconds.
-
-    request_timeout_s: longest life of a request without a deadline of its own.
-    stall_timeout_s: longest silence of a verifier that has begun to answer, before the request moves to another.
-    api_keys, tls: of both doors, gRPC (server) and HTTP.
-    """
-
-    models: tuple[ServedModel, ...]
-    request_timeout_s: float = 600.0
-    stall_timeout_s: float = 60.0
-    server: ServerConfig = field(default_factory=ServerConfig)
-    peers: PeersConfig = field(default_factory=PeersConfig)
-    http: HttpConfig = field(default_factory=HttpConfig)
-    api_keys: KeysConfig = field(default_factory=KeysConfig)
-    tls: TlsConfig = field(default_factory=TlsConfig)
-    registry: RegistryConfig = field(default_factory=RegistryConfig)
-    discovery: DiscoveryConfig = field(default_factory=DiscoveryConfig)
-    routing: RoutingConfig = field(default_factory=RoutingConfig)
-    outlier_detection: OutlierDetectionConfig = field(default_factory=OutlierDetectionConfig)
-    telemetry: TelemetryConfig = field(default_factory=TelemetryConfig)
-
-    def __post_init__(self) -> None:
-        above_zero(request_timeout_s=self.request_timeout_s, stall_timeout_s=self.stall_timeout_s)
+def _cert_and_key(cert_file: str, key_file: str) -> None:
+    require(bool(cert_file) == bool(key_file), "cert_file and key_file go together; set both or none")

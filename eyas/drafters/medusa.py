@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from eyas.cache.prefix_cache import Slots
-from eyas.config import DraftingConfig, MedusaConfig, TreeConfig, TreePaths
+from eyas.config import DraftingConfig, MedusaConfig, TreeChoices, TreeConfig
 from eyas.drafters.base import DraftContext, DrafterNeeds
 from eyas.drafters.cuda_graphs import Roots
 from eyas.drafters.neural import NeuralDrafter
@@ -104,12 +104,12 @@ def _tree_shape(num_heads: int, tree: TreeConfig, medusa: MedusaConfig) -> tuple
     static_tree = StaticTree(medusa.paths or likely_paths(tree))
     if static_tree.shape.num_steps > num_heads:
         raise ConfigError(
-            f"methods.medusa.paths reach {static_tree.shape.num_steps} levels deep, but there are {num_heads} heads"
+            f"methods.medusa.tree_choices reach {static_tree.shape.num_steps} levels deep, but there are {num_heads} heads"
         )
     return static_tree.shape, static_tree
 
 
-def likely_paths(tree: TreeConfig) -> TreePaths:
+def likely_paths(tree: TreeConfig) -> TreeChoices:
     """The likeliest `num_draft_tokens - 1` paths, best first, if a child's probability depends on its rank alone."""
     weights = [(rank + 1.0) ** -RANK_DECAY for rank in range(tree.top_k)]
     costs = [-math.log(CHILD_PROBABILITY * weight / math.fsum(weights)) for weight in weights]

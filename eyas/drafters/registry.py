@@ -104,7 +104,7 @@ def _build_eagle1(parts: DrafterParts) -> LocalDrafter:
     from eyas.models.heads.eagle_loader import load_head
 
     head = load_head(parts.head, parts.target, parts.dtype, parts.device, "eagle")
-    static_tree = StaticTree(parts.methods.eagle1.paths)
+    static_tree = StaticTree(parts.methods.eagle1.tree_choices)
     return EagleDrafter(head, parts.tree, parts.drafting, static_tree, parts.capture())
 
 

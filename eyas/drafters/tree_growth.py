@@ -24,7 +24,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from eyas.config import TreeConfig, TreePaths
+from eyas.config import TreeChoices, TreeConfig
 from eyas.draft_protocol import TreeBudget
 from eyas.sampling.sampler import Ranked, rank
 from eyas.tensors import Ints, upload
@@ -151,7 +151,7 @@ class StaticTree:
     paths: of all nodes but the root, in any order; every prefix of a path must be among them.
     """
 
-    def __init__(self, paths: TreePaths) -> None:
+    def __init__(self, paths: TreeChoices) -> None:
         numbers = {path: number for number, path in enumerate(sorted({(), *paths}, key=lambda path: (len(path), path)))}
         inner = {path[:-1] for path in numbers if path}
         num_steps, top_k = max(map(len, numbers)), 1 + max(path[-1] for path in numbers if path)

@@ -1,6 +1,6 @@
 """Endpoints from Kubernetes: EndpointSlices are listed, watched, and listed again.
 
-A watch may miss an event, stall without an error, or be refused. So it is used for `list_interval_s` at most, and every
+A watch may miss an event, stall without an error, or be refused. So it is used for `resync_interval_s` at most, and every
 list replaces what was known before.
 """
 
@@ -72,7 +72,7 @@ class KubernetesEndpoints:
             await asyncio.sleep(RETRY_S)
 
     async def _list_and_watch(self, role: Role, update: Callable[[Iterable[V1EndpointSlice]], None]) -> None:
-        """Call `update` with all slices now and after each change, for `list_interval_s`.
+        """Call `update` with all slices now and after each change, for `resync_interval_s`.
 
         A watch without events and a stalled one look the same, so neither goes on for longer.
         """
@@ -83,7 +83,7 @@ class KubernetesEndpoints:
             found = await read(namespace, label_selector=selector)
         slices = {_name(item): item for item in found.items}
         update(slices.values())
-        version, seconds = found.metadata.resource_version if found.metadata else None, self._config.list_interval_s
+        version, seconds = found.metadata.resource_version if found.metadata else None, self._config.resync_interval_s
         with suppress(TimeoutError, aiohttp.ClientError):  # the next list shows whether the server is away
             async with asyncio.timeout(seconds), Watch() as watch:
                 async for event in watch.stream(

@@ -45,7 +45,7 @@ async def run(config: DraftConfig, runner: ServiceRunner | None = None) -> None:
         torch.set_num_threads(config.threads)
     drafters: list[DescribedDrafter] = []
     read_once = cache(read_target)
-    for model in (resolve_placement(drafted, drafted.model) for drafted in config.drafted):
+    for model in (resolve_placement(drafted, drafted.model) for drafted in config.models):
         drafter = build_drafter(
             model.method,
             model.model,

@@ -13,7 +13,7 @@ import grpc.aio
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from eyas.config import KeysConfig
+from eyas.config import ApiKeysConfig
 from eyas.errors import ConfigError, Unauthenticated
 from eyas.services.router.http.errors import error_response
 
@@ -37,7 +37,7 @@ class ApiKeys:
         return sum(hmac.compare_digest(given, key) for key in self._keys) > 0
 
 
-def load_api_keys(config: KeysConfig, environment: Mapping[str, str] = os.environ) -> ApiKeys:
+def load_api_keys(config: ApiKeysConfig, environment: Mapping[str, str] = os.environ) -> ApiKeys:
     """Read the configured keys. Raises ConfigError if a configured source cannot be read or holds no key."""
     keys: set[str] = set()
     if config.env:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from eyas.config import EAGLE_PATHS, DraftConfig, DraftingConfig, Eagle1Config, MethodsConfig, load
+from eyas.config import MC_SIM_7B_63, DraftConfig, DraftingConfig, Eagle1Config, MethodsConfig, load
 from eyas.draft_protocol import TreeBudget
 from eyas.drafters.base import LocalDrafter
 from eyas.drafters.registry import build_drafter
@@ -18,10 +18,10 @@ from tests.drafters.test_eagle_trees import NOISES, SHAPE, assert_same, commit, 
 from tests.tiny import write_eagle1_head, write_target
 
 PATHS = ((0,), (1,), (2,), (0, 0), (0, 3), (2, 1), (0, 3, 0), (0, 3, 1), (2, 1, 0), (2, 1, 0, 0))
-TREES = {"the published": EAGLE_PATHS, "a lopsided": PATHS, "a flat": ((0,), (4,), (2,)), "a chain": ((0,), (0, 0))}
+TREES = {"the published": MC_SIM_7B_63, "a lopsided": PATHS, "a flat": ((0,), (4,), (2,)), "a chain": ((0,), (0, 0))}
 
 
-def make(name: str, target: str, head: str, paths: tuple[tuple[int, ...], ...] = EAGLE_PATHS) -> LocalDrafter:
+def make(name: str, target: str, head: str, paths: tuple[tuple[int, ...], ...] = MC_SIM_7B_63) -> LocalDrafter:
     methods = MethodsConfig(eagle1=Eagle1Config(paths))
     return build_drafter(name, target, head, "float32", "cpu", SHAPE, DraftingConfig(max_kv_tokens=512), methods)
 
@@ -71,7 +71,7 @@ def test_static_trees_of_a_batch_equal_the_naive_ones(
 def test_ties_go_to_the_lowest_token(tied: tuple[str, str]) -> None:
     target, head = tied
     for (tokens, features), tree in propose(make("eagle1", target, head), NoiseKey(0), TreeBudget(60, 9)):
-        nodes = naive(target, head).static_nodes(tokens, features, NoiseKey(0), EAGLE_PATHS)
+        nodes = naive(target, head).static_nodes(tokens, features, NoiseKey(0), MC_SIM_7B_63)
         assert_same(tree, nodes, tokens[-1])
         assert [token % 12 for token in tree.tokens[1:5]] == [tree.tokens[1]] * 4, "the four children of the root are tied"
     for (tokens, features), tree in propose(make("eagle2", target, head), NoiseKey(0), TreeBudget(14, 4)):
@@ -83,22 +83,22 @@ def test_ties_go_to_the_lowest_token(tied: tuple[str, str]) -> None:
 def test_a_small_budget_keeps_the_best_of_the_static_tree(nodes: int, depth: int, tiny_target: str, tiny_head: str) -> None:
     head = f"{tiny_head}/eagle1"
     for (tokens, features), tree in propose(make("eagle1", tiny_target, head), NoiseKey(0), TreeBudget(nodes, depth)):
-        whole: list[Node] = naive(tiny_target, head).static_nodes(tokens, features, NoiseKey(0), EAGLE_PATHS)
+        whole: list[Node] = naive(tiny_target, head).static_nodes(tokens, features, NoiseKey(0), MC_SIM_7B_63)
         expected = best_tree([node for node in whole if node.depth <= depth], nodes - 1)
         assert_same(tree, expected, tokens[-1])
 
 
 def test_the_published_tree_has_its_sizes() -> None:
-    sizes = [sum(len(path) == depth for path in EAGLE_PATHS) for depth in range(1, 6)]
+    sizes = [sum(len(path) == depth for path in MC_SIM_7B_63) for depth in range(1, 6)]
     assert sizes == [4, 8, 8, 3, 2]
 
 
 @pytest.mark.parametrize("paths", [(), ((0,), (0,)), ((0,), (1, 0)), ((0,), (-1,))])
 def test_paths_that_make_no_tree_are_refused(paths: tuple[tuple[int, ...], ...]) -> None:
-    with pytest.raises(ConfigError, match="paths"):
+    with pytest.raises(ConfigError, match="tree_choices"):
         Eagle1Config(paths)
 
 
 def test_paths_are_read_from_settings() -> None:
-    config = load(DraftConfig, None, ["served_model_name=m", "model=t", "methods.eagle1.paths=[[0],[1],[0,2]]"])
-    assert config.methods.eagle1.paths == ((0,), (1,), (0, 2))
+    config = load(DraftConfig, None, ["served_model_name=m", "model=t", "methods.eagle1.tree_choices=[[0],[1],[0,2]]"])
+    assert config.methods.eagle1.tree_choices == ((0,), (1,), (0, 2))

@@ -86,7 +86,7 @@ def test_the_demo_fails_with_the_reason_when_a_service_does(tmp_path: Path) -> N
             "draft.peers={cert_file: c.pem, key_file: k.pem, ca_file: ca.pem}",
             "draft: services started together do not speak TLS",
         ),
-        ("router.tls.key_file=k.pem", "certificate and key go together"),
+        ("router.tls.key_file=k.pem", "cert_file and key_file go together"),
     ],
 )
 def test_a_setting_that_cannot_be_starts_nothing(setting: str, reason: str, tmp_path: Path) -> None:

@@ -49,7 +49,7 @@ def assert_same(tree: object, expected: dict[tuple[int, ...], float]) -> None:
 def test_static_trees_of_a_batch_equal_the_naive_ones(
     kind: str, paths: tuple[tuple[int, ...], ...], noise: NoiseKey, tiny_target: str, tiny_head: str
 ) -> None:
-    drafter = make(kind, tiny_target, tiny_head, MedusaConfig(paths=paths))
+    drafter = make(kind, tiny_target, tiny_head, MedusaConfig(tree_choices=paths))
     plain, sessions = NaiveOffsets(kind, tiny_target), [session(i, 3 + 5 * i) for i in range(4)]
     contexts = [commit(f"{i}", t, f, 0, len(t), noise, TreeBudget(20, 5)) for i, (t, f) in enumerate(sessions)]
     for (tokens, features), tree in zip(sessions, drafter.propose(contexts), strict=True):
@@ -148,7 +148,7 @@ def test_prefix_states_give_way_to_others_and_are_refilled(tiny_target: str, tin
 def test_generated_paths_form_a_tree_of_the_requested_size() -> None:
     for nodes, depth, width in ((2, 1, 1), (24, 4, 8), (64, 4, 10), (6, 5, 1)):
         paths = likely_paths(TreeConfig(nodes, depth, width))
-        MedusaConfig(paths=paths)
+        MedusaConfig(tree_choices=paths)
         assert len(paths) == nodes - 1
         assert max(map(len, paths)) <= depth
         assert max(max(path) for path in paths) < width
@@ -156,16 +156,16 @@ def test_generated_paths_form_a_tree_of_the_requested_size() -> None:
 
 
 def test_trees_that_the_heads_cannot_grow_are_refused(tiny_target: str, tiny_head: str) -> None:
-    deep = MedusaConfig(paths=((0,), (0, 0), (0, 0, 0), (0, 0, 0, 0)))
+    deep = MedusaConfig(tree_choices=((0,), (0, 0), (0, 0, 0), (0, 0, 0, 0)))
     for offsets, complaint in (
         (deep, "4 levels deep, but there are 3 heads"),
-        (MedusaConfig(paths=((48,),)), "width 49 needs as many draft tokens; there are 48"),
+        (MedusaConfig(tree_choices=((48,),)), "width 49 needs as many draft tokens; there are 48"),
     ):
         with pytest.raises(ConfigError, match=complaint):
             make("medusa", tiny_target, tiny_head, offsets)
     for paths, complaint in ((((0, 0),), "without its parent"), (((0,), (0,)), "1 of them distinct"), (((-1,),), "below 0")):
         with pytest.raises(ConfigError, match=complaint):
-            MedusaConfig(paths=paths)
+            MedusaConfig(tree_choices=paths)
     with pytest.raises(ConfigError, match="shape is 'round'"):
         MedusaConfig("round")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="no room for a guess"):

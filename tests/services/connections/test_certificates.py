@@ -179,7 +179,7 @@ async def refreshed(workers: WorkerPool, condition: Callable[[], bool]) -> None:
     ("changes", "message"),
     [
         ({"key_file": ""}, "cert_file and key_file go together"),
-        ({"ca_file": "", "tls_server_name": ""}, "set ca_file too, which peers are verified with"),
+        ({"ca_file": "", "tls_server_name": ""}, "cert_file is set; set ca_file too"),
         ({"cert_file": "", "key_file": "", "ca_file": ""}, "tls_server_name is set; set ca_file too"),
         ({"keepalive_interval_s": 0.0}, "keepalive_interval_s is 0.0; it must be above 0"),
     ],
@@ -190,7 +190,9 @@ def test_settings_that_cannot_work_are_refused(changes: dict[str, object], messa
 
 
 def test_files_that_cannot_be_used_are_an_error_at_start(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"peers\.cert_file, peers\.key_file and peers\.ca_file cannot be used: .*tls\.crt"):
+    with pytest.raises(
+        ConfigError, match=r"peers\.cert_file, peers\.key_file and peers\.ca_file cannot be used: .*tls\.crt"
+    ):
         Peers(peers(tmp_path))
     Authority().write(tmp_path)
     one_key = (tmp_path / "tls.key").read_bytes()

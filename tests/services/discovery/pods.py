@@ -70,9 +70,9 @@ async def pod_worker(
         await server.aio.stop(0)
 
 
-def kubernetes(server: ApiServer, list_interval_s: float = 60.0) -> DiscoveryConfig:
+def kubernetes(server: ApiServer, resync_interval_s: float = 60.0) -> DiscoveryConfig:
     """Discovery by that API server."""
-    return settings("kubernetes", kubernetes=KubernetesConfig(server.url, NAMESPACE, list_interval_s=list_interval_s))
+    return settings("kubernetes", kubernetes=KubernetesConfig(server.url, NAMESPACE, resync_interval_s=resync_interval_s))
 
 
 def settings(kind: str, **changes: Any) -> DiscoveryConfig:

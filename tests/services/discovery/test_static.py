@@ -156,7 +156,7 @@ def test_a_router_serves_without_any_registry() -> None:
         ({"kind": "dns"}, "kind is 'dns'; it must be one of redis, static, kubernetes"),
         ({"kind": "static", "verifiers": ("host",)}, "address 'host' is not host:port"),
         ({"kind": "static", "drafters": (":7",)}, "address ':7' is not host:port"),
-        ({"verifiers": ("host:1",)}, "workers are named, but kind is redis"),
+        ({"verifiers": ("host:1",)}, "workers are listed, but kind is redis"),
         ({"probe_interval_s": 0.0}, "probe_interval_s is 0.0; it must be above 0"),
     ],
 )

@@ -87,7 +87,7 @@ def zoo(tmp_path_factory: pytest.TempPathFactory) -> Zoo:
 def address(zoo: Zoo) -> Iterator[str]:
     """A draft service with all drafters of the zoo."""
     built = []
-    for model in zoo.drafted:
+    for model in zoo.models:
         drafter = build_drafter(model.method, model.model, model.draft_model, "float32", "cpu", model.tree, model.drafting)
         built.append((drafter, describe(model, drafter, read_target(model.model))))
     with serving_all(built) as address:
@@ -141,7 +141,9 @@ def test_a_drafter_for_the_features_is_described_first(zoo: Zoo, address: str) -
 
 def test_a_verifier_without_a_match_gets_a_list_of_drafters(zoo: Zoo, address: str) -> None:
     wanted = target_info(zoo.one, "eagle3", zoo.other_head)
-    message = draft_pb2.TargetInfo(target_fingerprint=wanted.target_fingerprint, features_fingerprint=wanted.features_fingerprint)
+    message = draft_pb2.TargetInfo(
+        target_fingerprint=wanted.target_fingerprint, features_fingerprint=wanted.features_fingerprint
+    )
     with open_sync_channel(address) as channel:
         stub = draft_pb2_grpc.DraftStub(channel)
         with pytest.raises(grpc.RpcError) as caught:
@@ -238,7 +240,7 @@ def test_a_config_lists_its_drafters(tmp_path: Path) -> None:
         "- {served_model_name: b, model: u, method: sps, draft_model: s, drafting: {max_kv_tokens: 9}}\n"
     )
     config = load(DraftConfig, file, ["tree.num_draft_tokens=7"])
-    assert config.drafted == (
+    assert config.models == (
         DraftedModel("a", "t", "h", tree=TreeConfig(num_draft_tokens=7)),
         DraftedModel("b", "u", "s", "sps", drafting=DraftingConfig(max_kv_tokens=9)),
     )

@@ -19,7 +19,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from openai import AsyncOpenAI, AuthenticationError
 from prometheus_client import Counter
 
-from eyas.config import HttpConfig, KeysConfig, ServerConfig, TlsConfig
+from eyas.config import ApiKeysConfig, HttpConfig, ServerConfig, TlsConfig
 from eyas.errors import ConfigError
 from eyas.rpc.server import RpcServer
 from eyas.services.router.auth import ApiKeyInterceptor, ApiKeys, load_api_keys
@@ -92,20 +92,20 @@ def test_v1_requires_a_known_api_key(url: str) -> None:
 def test_keys_come_from_the_environment_and_a_file(tmp_path: Path) -> None:
     file = tmp_path / "keys"
     file.write_text("three\n\n  four\n")
-    keys = load_api_keys(KeysConfig("KEYS", str(file)), {"KEYS": "one, two"})
+    keys = load_api_keys(ApiKeysConfig("KEYS", str(file)), {"KEYS": "one, two"})
     assert all(keys.accepts(f"Bearer {key}") for key in ("one", "two", "three", "four"))
     assert not any(map(keys.accepts, ("", "one", "Bearer", "Bearer ", "Basic one", "Bearer five")))
-    assert load_api_keys(KeysConfig(), {}).accepts("")
+    assert load_api_keys(ApiKeysConfig(), {}).accepts("")
 
 
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        (KeysConfig(env="KEYS"), "environment variable KEYS holds no key"),
-        (KeysConfig(file="no/such"), "cannot read no/such"),
+        (ApiKeysConfig(env="KEYS"), "environment variable KEYS holds no key"),
+        (ApiKeysConfig(file="no/such"), "cannot read no/such"),
     ],
 )
-def test_missing_api_keys_are_an_error_not_open_access(config: KeysConfig, message: str) -> None:
+def test_missing_api_keys_are_an_error_not_open_access(config: ApiKeysConfig, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         load_api_keys(config, {"KEYS": " , "})
 

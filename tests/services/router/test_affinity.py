@@ -159,7 +159,7 @@ def test_sessions_without_redis_are_kept_oldest_evicted_first() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"prefix_weight": -1.0}, "prefix_weight is -1.0; a weight must be at least 0"),
+        ({"prefix_weight": -1.0}, "prefix_weight is -1.0; it must be at least 0"),
         ({"load_factor": 0.5}, "load_factor is 0.5; it must be at least 1"),
         ({"min_bound": 0}, "min_bound is 0; it must be above 0"),
     ],
