@@ -71,7 +71,10 @@ class PeersConfig:
     def check_worker(self) -> None:
         """Raise ConfigError if a worker would dial with TLS but serve without."""
         if self.ca_file and not self.cert_file:
-            raise ConfigError("peers.ca_file is set without a certificate; set peers.cert_file and peers.key_file too")
+            raise ConfigError(
+                "peers.ca_file is set without a certificate, so this worker would serve without TLS; "
+                "set peers.cert_file and peers.key_file"
+            )
 
 
 @dataclass(frozen=True)
