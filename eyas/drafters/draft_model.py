@@ -75,7 +75,7 @@ class ModelDrafter(NeuralDrafter[TreeRows]):
         sessions: KVLedger[TreeRows] = KVLedger(num_slots, model.max_model_len, rows)
         super().__init__(config, tree, None, torch.arange(model.vocab_size, device=model.device), sessions)
         self._model = model
-        self._chunk_tokens = draft_model.chunk_tokens
+        self._chunk_tokens = draft_model.max_prefill_tokens
         self._kv = KVCache(num_slots, model.kv_shapes, 0, model.dtype, model.device)
         self._capture_trees(
             capture, model.vocab_size, torch.float32, self._kv, min(model.max_model_len, num_slots), num_scratch=rows

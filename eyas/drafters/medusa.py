@@ -101,7 +101,7 @@ def _tree_shape(num_heads: int, tree: TreeConfig, medusa: MedusaConfig) -> tuple
     tree = replace(tree, num_steps=min(tree.num_steps, num_heads))
     if medusa.shape == "dynamic":
         return tree, None
-    static_tree = StaticTree(medusa.paths or likely_paths(tree))
+    static_tree = StaticTree(medusa.tree_choices or likely_paths(tree))
     if static_tree.shape.num_steps > num_heads:
         raise ConfigError(
             f"methods.medusa.tree_choices reach {static_tree.shape.num_steps} levels deep, but there are {num_heads} heads"
