@@ -12,7 +12,9 @@ WORKDIR /src
 COPY constraints.txt pyproject.toml README.md LICENSE ./
 RUN python -m venv /venv
 RUN /venv/bin/python -m pip install --constraint constraints.txt pip
+# eyas/services is a link to services.
 COPY eyas eyas
+COPY services services
 RUN /venv/bin/python -m pip install --constraint constraints.txt ".${EXTRAS}" ${GROUPS}
 RUN /venv/bin/python -m pip uninstall --yes pip
 
@@ -22,10 +24,7 @@ RUN apt-get update && apt-get install --yes --no-install-recommends gcc libc6-de
 ENV PATH=/venv/bin:$PATH PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1
 ENV NVIDIA_VISIBLE_DEVICES=all NVIDIA_DRIVER_CAPABILITIES=compute,utility
 WORKDIR /app
-# For Ray, whose workers do not look for modules where they are started.
-ENV PYTHONPATH=/app
 COPY --from=build /venv /venv
-COPY services services
 COPY deploy/docker/healthcheck.py ./
 COPY models/demo models/demo
 USER 10001:10001

@@ -11,7 +11,9 @@ RUN python -m venv /venv
 RUN /venv/bin/python -m pip install --constraint constraints.txt pip
 RUN /venv/bin/python -m pip install --constraint constraints.txt --group router
 COPY README.md LICENSE ./
+# eyas/services is a link to services.
 COPY eyas eyas
+COPY services services
 RUN /venv/bin/python -m pip install --no-deps .
 RUN /venv/bin/python -m pip uninstall --yes pip
 
@@ -19,7 +21,6 @@ FROM ${BASE}
 ENV PATH=/venv/bin:$PATH PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1
 WORKDIR /app
 COPY --from=build /venv /venv
-COPY services services
 COPY deploy/docker/healthcheck.py ./
 COPY models/demo/target/config.json models/demo/target/generation_config.json models/demo/target/tokenizer.json models/demo/target/tokenizer_config.json models/demo/target/
 USER 10001:10001

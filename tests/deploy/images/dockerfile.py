@@ -110,7 +110,7 @@ class Machine:
         for source in words[:-1]:
             origin, target = ROOT / source, folder / words[-1]
             if origin.is_dir():
-                shutil.copytree(origin, target, ignore=shutil.ignore_patterns("__pycache__"))
+                shutil.copytree(origin, target, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
             else:
                 target.mkdir(parents=True, exist_ok=True)
                 shutil.copy(origin, target)

@@ -56,11 +56,12 @@ def test_images_listen_where_the_chart_looks() -> None:
             assert {str(port["containerPort"]) for port in container["ports"]} <= exposed[image], place
 
 
-def test_workers_of_ray_find_the_services_that_the_image_holds() -> None:
-    """They do not look into the working directory."""
-    file = DOCKER / "engine.Dockerfile"
-    assert f"PYTHONPATH={of(file, 'WORKDIR')[-1]}" in of(file, "ENV")
-    assert "services services" in of(file, "COPY")
+@each_file
+def test_images_install_the_services_as_part_of_the_package(file: Path) -> None:
+    """eyas/services is a link, so both folders must be there when pip builds the package."""
+    text = file.read_text()
+    for copy in ("COPY eyas eyas", "COPY services services"):
+        assert text.index(copy) < min(found.start() for found in re.finditer(r"pip install .*(?:--no-deps \.|\"\.\$)", text))
 
 
 def test_every_service_has_an_image() -> None:
