@@ -12,16 +12,16 @@ import logging
 import signal
 import sys
 import uuid
-from collections.abc import Callable, Coroutine, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Protocol, Self, TypeVar
+from typing import Annotated, Any, Protocol, TypeVar
 
 import typer
 
-from eyas.config import ServerConfig, TelemetryConfig, describe, load
+from eyas.config import DraftConfig, RouterConfig, ServerConfig, VerifierConfig, describe, load
 from eyas.errors import ConfigError, EyasError
 from eyas.rpc.convert import lease_to_proto
 from eyas.rpc.messages import Lease, Load, ModelInfo, Role
@@ -34,6 +34,7 @@ from eyas.v1.worker_pb2_grpc import WorkerServicer, add_WorkerServicer_to_server
 WORKER_SERVICE = worker_pb2.DESCRIPTOR.services_by_name["Worker"].full_name
 
 _WILDCARD_HOSTS = ("0.0.0.0", "[::]")
+_STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 log = logging.getLogger(__name__)
 
@@ -164,47 +165,35 @@ class _StatusServicer(WorkerServicer):
 
 
 class ProcessRunner:
-    """Implements ServiceRunner for a process of its own: the first SIGTERM or SIGINT stops the service."""
+    """Implements ServiceRunner for a process of its own: the first SIGTERM or SIGINT stops the service.
 
-    def stop_requested(self) -> AbstractContextManager[asyncio.Event]:
-        return _StopSignal()
+    The second one meets the default handler.
+    """
+
+    @contextmanager
+    def stop_requested(self) -> Iterator[asyncio.Event]:
+        loop, stop = asyncio.get_running_loop(), asyncio.Event()
+
+        def receive() -> None:
+            restore()
+            stop.set()
+
+        def restore() -> None:
+            for number in _STOP_SIGNALS:
+                loop.remove_signal_handler(number)
+
+        for number in _STOP_SIGNALS:
+            loop.add_signal_handler(number, receive)
+        try:
+            yield stop
+        finally:
+            restore()
 
     def ready(self, address: str) -> None:
         log.info("serving on %s", address)
 
 
-class _StopSignal(asyncio.Event):
-    """Set by the first SIGTERM or SIGINT; the second one meets the default handler."""
-
-    def __enter__(self) -> Self:
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self._receive)
-        return self
-
-    def __exit__(self, *raised: object) -> None:
-        self._restore()
-
-    def _receive(self) -> None:
-        self._restore()
-        self.set()
-
-    def _restore(self) -> None:
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.remove_signal_handler(number)
-
-
-class ServiceConfig(Protocol):
-    """What the settings of every service hold."""
-
-    @property
-    def telemetry(self) -> TelemetryConfig:
-        """Its metrics, traces and logs."""
-        ...
-
-
-ConfigT = TypeVar("ConfigT", bound=ServiceConfig)
+ConfigT = TypeVar("ConfigT", RouterConfig, VerifierConfig, DraftConfig)
 
 
 def service_app(kind: type[ConfigT], run: Callable[[ConfigT], Coroutine[Any, Any, None]]) -> typer.Typer:

@@ -20,7 +20,7 @@ from redis.backoff import NoBackoff
 from redis.exceptions import RedisError
 
 from eyas.config import RegistryConfig, masked
-from eyas.errors import ConfigError, Unavailable
+from eyas.errors import ConfigError
 from eyas.rpc.messages import Lease, Role
 from eyas.services.discovery.base import cancel_task, repeat
 
@@ -82,11 +82,15 @@ class Registry:
             await self._attempt(lambda: self._erase(leases))
 
     async def leases(self, role: Role) -> list[Lease]:
-        """The live leases of a role, ordered by address. Raises Unavailable while Redis is away."""
-        try:
-            return await self._read(role)
-        except RedisError as error:
-            raise Unavailable(f"no answer from the registry at {masked(self._config.url)}: {error}") from error
+        """The live leases of a role, ordered by address. Raises RedisError while Redis is away."""
+        incarnations = sorted(map(str, await self._redis.smembers(_index_key(role))))
+        if not incarnations:
+            return []
+        values = await self._redis.mget([_lease_key(role, name) for name in incarnations])
+        gone = [name for name, value in zip(incarnations, values, strict=True) if value is None]
+        if gone:
+            await self._redis.srem(_index_key(role), *gone)
+        return sorted(_parsed([str(value) for value in values if value is not None]), key=lambda lease: lease.address)
 
     async def watch(self, *roles: Role) -> None:
         """Read the leases of `roles` now and keep them fresh in the background; `known` gives them.
@@ -128,7 +132,7 @@ class Registry:
         if not self._roles:
             await self._attempt(self._redis.ping)
         for role in self._roles:
-            fresh = await self._attempt(partial(self._read, role))
+            fresh = await self._attempt(partial(self.leases, role))
             if fresh is not None:
                 self._known[role] = (*fresh, *self._unsettled(role, fresh))
 
@@ -156,7 +160,7 @@ class Registry:
             await pipe.execute()
 
     async def _replace(self, lease: Lease) -> None:
-        known = [other for role in get_args(Role) for other in await self._read(role)]
+        known = [other for role in get_args(Role) for other in await self.leases(role)]
         gone = [other for other in known if other.address == lease.address and other.process != lease.process]
         if gone:
             await self._erase(gone)
@@ -167,16 +171,6 @@ class Registry:
                 pipe.delete(_lease_key(lease.role, lease.incarnation))
                 pipe.srem(_index_key(lease.role), lease.incarnation)
             await pipe.execute()
-
-    async def _read(self, role: Role) -> list[Lease]:
-        incarnations = sorted(map(str, await self._redis.smembers(_index_key(role))))
-        if not incarnations:
-            return []
-        values = await self._redis.mget([_lease_key(role, name) for name in incarnations])
-        gone = [name for name, value in zip(incarnations, values, strict=True) if value is None]
-        if gone:
-            await self._redis.srem(_index_key(role), *gone)
-        return sorted(_parsed([str(value) for value in values if value is not None]), key=lambda lease: lease.address)
 
     async def _attempt(self, call: Callable[[], Awaitable[ResultT]]) -> ResultT | None:
         """The result of `call`, or None while Redis is away; logs each outage once."""

@@ -62,14 +62,6 @@ class PendingChange:
     since: float
 
 
-@dataclass(frozen=True)
-class ScalingDecision:
-    """The size that a pool should have now, and the change that still waits for its delay."""
-
-    size: int
-    pending: PendingChange | None = None
-
-
 def desired_size(demand: float, size: int, config: ScalingConfig) -> int:
     """The size for a demand, at least 1: the present one between the bounds, else the one that meets the target."""
     fitting = max(1, math.ceil(demand / config.target))
@@ -80,8 +72,8 @@ def desired_size(demand: float, size: int, config: ScalingConfig) -> int:
 
 def decide_size(
     demand: float, size: int, pending: PendingChange | None, changed: float | None, now: float, config: ScalingConfig
-) -> ScalingDecision:
-    """The size to have at `now`, in seconds. A change is made when it has been due for its delay.
+) -> tuple[int, PendingChange | None]:
+    """The size to have at `now`, in seconds, and the change that still waits for its delay.
 
     Args:
         pending: From the last decision.
@@ -89,17 +81,17 @@ def decide_size(
     """
     desired = desired_size(demand, size, config)
     if desired == size:
-        return ScalingDecision(size)
+        return size, None
     grows = desired > size
     if pending is None or (pending.size > size) != grows:
         pending = PendingChange(desired, now)
     else:
         pending = PendingChange(min(pending.size, desired) if grows else max(pending.size, desired), pending.since)
     if now - pending.since < (config.upscale_delay_s if grows else config.downscale_delay_s):
-        return ScalingDecision(size, pending)
+        return size, pending
     if not grows and changed is not None and now - changed < config.downscale_delay_s:
-        return ScalingDecision(size, pending)
-    return ScalingDecision(pending.size)
+        return size, pending
+    return pending.size, None
 
 
 @dataclass(frozen=True)
@@ -136,14 +128,6 @@ class DraftUsage:
         """By occupancy or by late replies, whichever is higher. max_late_ratio: share of them at which a drafter is full."""
         by_lateness = self.late / self.replies / max_late_ratio if self.replies else 0.0
         return max(min(self.occupancy, _MAX_DRAFTER_DEMAND), min(by_lateness, _MAX_DRAFTER_DEMAND))
-
-
-class UsageReader(Protocol):
-    """Reads what a replica reports to Serve."""
-
-    def read(self) -> Stats:
-        """Numbers by name, as they are now."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -239,7 +223,7 @@ class VerifierPolicy:
 
 
 class DraftPolicy:
-    """Scales by the occupancy and lateness of the drafters. max_late_ratio: see DraftPoolConfig; the rest: VerifierPolicy."""
+    """Scales by the occupancy and lateness of the drafters. max_late_ratio: see DraftPoolConfig; rest: VerifierPolicy."""
 
     def __init__(self, look_back_period_s: float, max_late_ratio: float, **scaling: float) -> None:
         self._look_back_period_s = look_back_period_s
@@ -274,8 +258,8 @@ def apply_policy(context: AutoscalingContext, demands: Sequence[float], config: 
     changed = max((at for at in changes if at is not None), default=None)
     state = context.policy_state or {}
     pending = PendingChange(state["size"], state["since"]) if "size" in state else None
-    decision = decide_size(sum(demands), size, pending, changed, context.current_time or 0.0, config)
-    return decision.size, asdict(decision.pending) if decision.pending else {}
+    size, pending = decide_size(sum(demands), size, pending, changed, context.current_time or 0.0, config)
+    return size, asdict(pending) if pending else {}
 
 
 def _recent_usages(context: AutoscalingContext, kind: type[UsageT], look_back_period_s: float) -> list[UsageT | None]:

@@ -17,7 +17,7 @@ from ray.util import get_node_ip_address
 from eyas.config import DraftConfig, VerifierConfig
 from eyas.errors import RequestFailed
 from eyas.services.lifecycle import ServiceRunner
-from eyas.services.ray.autoscaling import DraftUsageReader, Stats, UsageReader, VerifierUsageReader
+from eyas.services.ray.autoscaling import DraftUsageReader, Stats, VerifierUsageReader
 from eyas.services.ray.config import ConfigT, EnvironmentConfig, on_node
 from eyas.telemetry.logging import configure_logging
 
@@ -70,7 +70,7 @@ class WorkerReplica:
     """A Serve replica that runs a service; its constructor starts the service."""
 
     _hosted: HostedService
-    _usage: UsageReader
+    _usage: VerifierUsageReader | DraftUsageReader
 
     def check_health(self) -> None:
         """Raises if the service has ended; Serve then replaces the replica."""

@@ -79,8 +79,8 @@ async def serve_rank_0(
             registration = build_registration(config, server, async_engine, model, pool, peers)
             names = [GENERATION_SERVICE, WORKER_SERVICE]
             await serve(server, names, config.server, registration, runner=runner)
-        for state in pool.states if pool else ():
-            log.info("drafter %s", state)
+        for drafter, _ in pool.drafters if pool else ():
+            log.info("drafter %s: %d requests answered, %d lost", drafter.address, drafter.num_answered, drafter.num_lost)
 
 
 def load_engine(config: VerifierConfig, workers: TargetWorkers, peers: Peers) -> tuple[Engine, DraftPool | None, ModelInfo]:

@@ -22,7 +22,6 @@ from eyas.config import DraftClientConfig
 from eyas.draft_protocol import Commit, Proposal, ResyncRequired, TensorBytes, TreeBudget
 from eyas.drafters.base import Draft, DraftContext, DrafterNeeds, Pending
 from eyas.errors import ConfigError
-from eyas.request import VerifyStep
 from eyas.rpc import convert
 from eyas.rpc.channel import Peers
 from eyas.rpc.messages import DrafterInfo, DraftRequest, DraftResponse, SessionTree, TargetInfo
@@ -51,20 +50,6 @@ class DraftTiming:
     drafter: str
     round_trip: float
     draft: float
-
-
-@dataclass(frozen=True)
-class DraftClientState:
-    """One draft service as its verifier sees it; counts start with the client. circuit: one of CIRCUIT_STATES."""
-
-    address: str
-    connected: bool
-    circuit: str
-    num_sessions: int
-    num_answered: int
-    num_lost: int
-    num_drafted: int
-    num_accepted: int
 
 
 @dataclass
@@ -108,6 +93,7 @@ class RemoteDrafter:
 
     needs: what contexts will carry. proposal: the most that contexts will ask for.
     target: what the drafter must fit; None takes the service's only drafter. peers: how to dial.
+    num_answered, num_lost: requests for trees so far. num_drafted, num_accepted: tokens, counted by who verifies them.
     """
 
     def __init__(
@@ -127,7 +113,7 @@ class RemoteDrafter:
         self._steps = count(1)
         self._changed = threading.Condition()
         self._pending: PendingDrafts | None = None
-        self._num_answered = self._num_lost = self._num_drafted = self._num_accepted = 0
+        self.num_answered = self.num_lost = self.num_drafted = self.num_accepted = 0
         self._connection = DraftConnection(
             address, needs, proposal, target, peers or Peers(), self._receive, self._wake_collector
         )
@@ -138,18 +124,18 @@ class RemoteDrafter:
         return self._connection.stream is not None
 
     @property
+    def circuit(self) -> str:
+        """State of the circuit breaker, one of CIRCUIT_STATES."""
+        return self._breaker.state
+
+    @property
     def backing_off(self) -> bool:
         """Whether the circuit breaker has opened and it is too early for another attempt."""
         return self._breaker.backing_off
 
-    @property
-    def is_available(self) -> bool:
-        """Whether the stream is open and the circuit breaker is not backing off."""
-        return self.connected and not self.backing_off
-
     def can_draft(self, session: str) -> bool:
-        """See Drafter; the same for every session."""
-        return self.is_available
+        """Whether the stream is open and the circuit breaker is not backing off; the same for every session."""
+        return self.connected and not self.backing_off
 
     def request(self, contexts: Sequence[DraftContext]) -> Pending:
         """See Drafter."""
@@ -194,31 +180,13 @@ class RemoteDrafter:
             self._changed.wait_for(lambda: not pending.awaited or self._connection.stream is not pending.stream, timeout)
             self._pending = None
         if pending.awaited:
-            self._num_lost += 1
+            self.num_lost += 1
             self._breaker.failed()
         elif pending.answered_at:
-            self._num_answered += 1
+            self.num_answered += 1
             self._breaker.succeeded()
             pending.timing = DraftTiming(self.address, pending.answered_at - pending.sent_at, pending.draft_seconds)
         return pending.drafts
-
-    def count_verified(self, step: VerifyStep) -> None:
-        """Count the outcome of one of the drafter's trees."""
-        self._num_drafted += step.drafted
-        self._num_accepted += step.accepted
-
-    def state(self, num_sessions: int) -> DraftClientState:
-        """The present state. num_sessions: how many sessions are assigned to the drafter."""
-        return DraftClientState(
-            self.address,
-            self.connected,
-            self._breaker.state,
-            num_sessions,
-            self._num_answered,
-            self._num_lost,
-            self._num_drafted,
-            self._num_accepted,
-        )
 
     def release(self, sessions: Sequence[str]) -> None:
         """Let the drafter drop sessions. May be called from any thread."""
@@ -434,7 +402,7 @@ def _features_to_host(contexts: Sequence[DraftContext]) -> list[DraftContext]:
 
 
 def _cut(context: DraftContext, max_tokens: int) -> Iterator[Commit[TensorBytes]]:
-    """Pieces of at most `max_tokens` tokens. The piece of the tokens [s, e) carries the features of [max(s - 1, 0), e - 1)."""
+    """Pieces of at most `max_tokens` tokens. The piece of tokens [s, e) carries the features of [max(s - 1, 0), e - 1)."""
     origin = max(context.start_position - 1, 0)
     for first in range(0, len(context.tokens), max_tokens):
         tokens = context.tokens[first : first + max_tokens]

@@ -15,7 +15,7 @@ from eyas.drafters.base import Draft, DraftContext, DrafterNeeds, Pending
 from eyas.request import VerifyStep
 from eyas.rpc.channel import Peers
 from eyas.rpc.messages import TargetInfo
-from eyas.services.verifier.draft_client import DraftClientState, DraftTiming, PendingDrafts, RemoteDrafter
+from eyas.services.verifier.draft_client import DraftTiming, PendingDrafts, RemoteDrafter
 
 
 @dataclass
@@ -105,7 +105,7 @@ class DraftPool:
             num_sessions = self._count_sessions()
             for session, assignment in list(self._assignments.items()) if usable else ():
                 current = assignment.drafter
-                if current and (current.is_available or current.address in usable):
+                if current and (current.can_draft(session) or current.address in usable):
                     continue
                 address = min(usable, key=num_sessions.__getitem__)
                 num_sessions[address] += 1
@@ -118,7 +118,7 @@ class DraftPool:
     def can_draft(self, session: str) -> bool:
         """Whether the session has a drafter that is available now."""
         assignment = self._assignments.get(session)
-        return assignment is not None and assignment.drafter is not None and assignment.drafter.is_available
+        return assignment is not None and assignment.drafter is not None and assignment.drafter.can_draft(session)
 
     def request(self, contexts: Sequence[DraftContext]) -> Pending:
         """Ask all drafters at once; draft_timeout_s starts when the answers are collected."""
@@ -140,11 +140,11 @@ class DraftPool:
                 drafter.close()
 
     @property
-    def states(self) -> list[DraftClientState]:
-        """The present state of every draft service."""
+    def drafters(self) -> list[tuple[RemoteDrafter, int]]:
+        """Every draft service with the number of its sessions."""
         with self._lock:
             num_sessions = self._count_sessions()
-            return [drafter.state(num_sessions[address]) for address, drafter in self._drafters.items()]
+            return [(drafter, num_sessions[address]) for address, drafter in self._drafters.items()]
 
     def trace_with(self, traceparent: Callable[[str], str]) -> None:
         """Send a trace context with every request for a tree. traceparent: gives that of a session; empty for none."""
@@ -155,7 +155,8 @@ class DraftPool:
         history = self._histories.get(session)
         if history is None or history.drafter is None:
             return None
-        history.drafter.count_verified(step)
+        history.drafter.num_drafted += step.drafted
+        history.drafter.num_accepted += step.accepted
         return history.timing
 
     def mean_round_trip(self, session: str) -> float | None:

@@ -10,7 +10,7 @@ import asyncio
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -20,7 +20,7 @@ from opentelemetry.trace import Span, SpanKind, Status, StatusCode, Tracer
 from eyas.engine.engine import EngineLoad, StepReport
 from eyas.request import Chunk, GenerationStats, Request, VerifyStep
 from eyas.rpc.server import status_of
-from eyas.services.verifier.draft_client import CIRCUIT_STATES, DraftClientState, DraftTiming
+from eyas.services.verifier.draft_client import CIRCUIT_STATES, DraftTiming
 from eyas.services.verifier.draft_pool import DraftPool
 from eyas.telemetry import metrics
 from eyas.telemetry.logging import request_log
@@ -80,7 +80,7 @@ class VerifierTelemetry:
         self._rejected.labels(grpc.StatusCode.RESOURCE_EXHAUSTED.name)  # exported as 0 before the first one
         if pool is not None:
             pool.trace_with(self.traceparent)
-            registry.register(ScrapeCollector(_DRAFT_CLIENTS, lambda: _draft_client_samples(pool.states)))
+            registry.register(ScrapeCollector(_DRAFT_CLIENTS, lambda: _draft_client_samples(pool)))
 
     def watch(self, load: Callable[[], EngineLoad]) -> None:
         """Export the engine's load, read at every scrape."""
@@ -188,16 +188,17 @@ def _load_samples(load: EngineLoad, model: str) -> list[MetricSample]:
     ]
 
 
-def _draft_client_samples(states: Iterable[DraftClientState]) -> Iterator[MetricSample]:
-    for state in states:
-        yield MetricSample(metrics.DRAFT_CLIENT_REQUESTS, state.num_answered, (state.address, "answered"))
-        yield MetricSample(metrics.DRAFT_CLIENT_REQUESTS, state.num_lost, (state.address, "late"))
-        yield MetricSample(metrics.DRAFT_CLIENT_DRAFTED_TOKENS, state.num_drafted, (state.address,))
-        yield MetricSample(metrics.DRAFT_CLIENT_ACCEPTED_TOKENS, state.num_accepted, (state.address,))
-        yield MetricSample(metrics.DRAFT_CLIENT_SESSIONS, state.num_sessions, (state.address,))
-        yield MetricSample(metrics.DRAFT_CLIENT_CONNECTED, state.connected, (state.address,))
+def _draft_client_samples(pool: DraftPool) -> Iterator[MetricSample]:
+    for drafter, num_sessions in pool.drafters:
+        label = (drafter.address,)
+        yield MetricSample(metrics.DRAFT_CLIENT_REQUESTS, drafter.num_answered, (*label, "answered"))
+        yield MetricSample(metrics.DRAFT_CLIENT_REQUESTS, drafter.num_lost, (*label, "late"))
+        yield MetricSample(metrics.DRAFT_CLIENT_DRAFTED_TOKENS, drafter.num_drafted, label)
+        yield MetricSample(metrics.DRAFT_CLIENT_ACCEPTED_TOKENS, drafter.num_accepted, label)
+        yield MetricSample(metrics.DRAFT_CLIENT_SESSIONS, num_sessions, label)
+        yield MetricSample(metrics.DRAFT_CLIENT_CONNECTED, drafter.connected, label)
         for circuit in CIRCUIT_STATES:
-            yield MetricSample(metrics.DRAFT_CLIENT_CIRCUIT_BREAKER, circuit == state.circuit, (state.address, circuit))
+            yield MetricSample(metrics.DRAFT_CLIENT_CIRCUIT_BREAKER, circuit == drafter.circuit, (*label, circuit))
 
 
 class RequestTrace:

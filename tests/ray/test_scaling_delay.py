@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from eyas.errors import ConfigError
-from eyas.services.ray.autoscaling import PendingChange, ScalingConfig, ScalingDecision, decide_size, desired_size
+from eyas.services.ray.autoscaling import PendingChange, ScalingConfig, decide_size, desired_size
 
 DEMANDS = st.floats(0, 200)
 SIZES = st.integers(1, 100)
@@ -23,12 +23,12 @@ def configs(draw: st.DrawFn) -> ScalingConfig:
 
 def sizes(demands: Iterable[float], size: int, config: ScalingConfig, step: float = 1.0) -> list[int]:
     """The sizes of a pool that is looked at every `step` seconds."""
-    found, decision, changed = [], ScalingDecision(size), None
+    found, pending, changed = [], None, None
     for number, demand in enumerate(demands):
-        now = 1000 + number * step
-        before, decision = decision.size, decide_size(demand, decision.size, decision.pending, changed, now, config)
-        changed = now if decision.size != before else changed
-        found.append(decision.size)
+        now, before = 1000 + number * step, size
+        size, pending = decide_size(demand, size, pending, changed, now, config)
+        changed = now if size != before else changed
+        found.append(size)
     return found
 
 
@@ -85,8 +85,8 @@ def test_a_delay_ends_at_the_smallest_change_wanted_in_it() -> None:
 
 
 def test_a_change_of_direction_restarts_the_delay() -> None:
-    decision = decide_size(0.1, 4, PendingChange(6, 0.0), None, 100.0, ScalingConfig(upscale_delay_s=1, downscale_delay_s=5))
-    assert decision == ScalingDecision(4, PendingChange(1, 100.0))
+    config = ScalingConfig(upscale_delay_s=1, downscale_delay_s=5)
+    assert decide_size(0.1, 4, PendingChange(6, 0.0), None, 100.0, config) == (4, PendingChange(1, 100.0))
 
 
 @pytest.mark.parametrize("settings", [{"low": 0.9}, {"target": 0.9}, {"low": 0.0}, {"upscale_delay_s": -1}])

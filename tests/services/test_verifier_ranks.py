@@ -37,8 +37,8 @@ SECONDS = 90.0
 def verifier(port: int, **environment: str) -> Iterator[subprocess.Popen[bytes]]:
     """One process of a verifier of two ranks, started as a person would."""
     settings = {
-        "served_model_name": "demo", "model": TARGET, "threads": 1, "engine.tensor_parallel_size": 2, "engine.max_kv_tokens": 2400,
-        "server.port": port, "registry.url": f"redis://127.0.0.1:{free_port()}/0",
+        "served_model_name": "demo", "model": TARGET, "threads": 1, "engine.tensor_parallel_size": 2,
+        "engine.max_kv_tokens": 2400, "server.port": port, "registry.url": f"redis://127.0.0.1:{free_port()}/0",
     }  # fmt: skip
     command = [sys.executable, "-m", "eyas.services.verifier", *(f"--set={key}={value}" for key, value in settings.items())]
     process = subprocess.Popen(command, env={**os.environ, **environment})

@@ -45,7 +45,7 @@ def test_every_session_of_a_round_gets_its_tree(address: str) -> None:
         drafts = remote.request([context("a", TOKENS[:5]), context("b", TOKENS[:9])])()
         assert drafts == [DraftTree.chain([14, 15, 16, 17]), DraftTree.chain([18, 19, 20, 21])]
         assert remote.request([context("a", TOKENS[:7], base=5)])() == [DraftTree.chain([16, 17, 18, 19])]
-        assert remote.state(1).num_answered == 2
+        assert remote.num_answered == 2
 
 
 def test_a_commit_without_a_tree_reaches_the_drafter(address: str, drafter: ToyDrafter) -> None:
@@ -98,14 +98,14 @@ def test_late_trees_are_dropped_and_an_open_breaker_is_free() -> None:
         try:
             for length in (5, 6):
                 assert remote.request([context("a", TOKENS[:length])])() == [None]
-            assert remote.state(1).num_lost == 2
+            assert remote.num_lost == 2
             started = time.monotonic()
             for _ in range(50):
                 assert remote.request([context("a", TOKENS[:7]), context("b", TOKENS[:3], budget=BOOKKEEPING)])() == [
                     None,
                     None,
                 ]
-            assert remote.state(1).num_lost == 2 or time.monotonic() - started > config.breaker_reset_s
+            assert remote.num_lost == 2 or time.monotonic() - started > config.breaker_reset_s
         finally:
             gate.set()
         eventually(lambda: remote.request([context("a", TOKENS[:8])])() != [None])
@@ -150,7 +150,7 @@ def test_breaker_reset_doubles_per_failure_until_a_success() -> None:
     with serving(ToyDrafter(before=gate.wait)) as address, connect(address, config) as remote:
         try:
             started = time.monotonic()
-            eventually(lambda: remote.request([context("a", TOKENS[:5])])() == [None] and remote.state(1).num_lost == 6)
+            eventually(lambda: remote.request([context("a", TOKENS[:5])])() == [None] and remote.num_lost == 6)
             assert time.monotonic() - started >= 0.01 * (1 + 2 + 4 + 8 + 16)
         finally:
             gate.set()
