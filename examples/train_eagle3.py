@@ -23,7 +23,7 @@ from target_text import DEMO, read_text
 from torch import Tensor, nn
 
 from eyas.models.checkpoint import read_target_config, resolve
-from eyas.models.heads.eagle_config import EagleHeadConfig, head_config
+from eyas.models.heads.eagle_config import EagleHeadConfig, read_head_config
 from eyas.models.heads.eagle_loader import write_head
 
 BATCH = 8
@@ -183,7 +183,7 @@ def main(
     """Train on TEXT and write a head over the target's whole vocabulary to the folder OUT."""
     torch.manual_seed(seed)
     data, sizes = read_text(text), read_target_config(resolve(target))
-    old, weights = head_config(start, sizes), load_file(Path(target, "model.safetensors"))
+    old, weights = read_head_config(start, sizes), load_file(Path(target, "model.safetensors"))
     if taps.count(",") + 1 != len(old.aux_hidden_state_layers):
         raise typer.BadParameter(f"{start} reads {len(old.aux_hidden_state_layers)} layers; --taps is {taps}, name as many")
     wiring = replace(old.wiring, aux_hidden_state_layers=tuple(map(int, taps.split(","))))

@@ -23,7 +23,7 @@ from eyas.drafters.base import DraftContext
 from eyas.drafters.eagle import EagleDrafter
 from eyas.models.cuda.graphs import Capture, CudaCapture, Out
 from eyas.models.heads.eagle import Eagle3Head, EagleHead
-from eyas.models.heads.eagle_config import EagleHeadConfig, HeadWiring, layout
+from eyas.models.heads.eagle_config import EagleHeadConfig, HeadWiring, tensor_shapes
 from eyas.request import NoiseKey
 from eyas.tree import DraftTree
 
@@ -97,7 +97,7 @@ def llama_head(hidden: int, intermediate: int, num_heads: int) -> EagleHeadConfi
 def make_head(config: EagleHeadConfig, device: torch.device) -> EagleHead:
     """A head with random bfloat16 weights, made where they will be used."""
     made: dict[str, torch.Tensor] = {}
-    for name, shape in layout(config).items():
+    for name, shape in tensor_shapes(config).items():
         if name not in ("fc.weight", "d2t", "t2d"):
             made[name] = 0.02 * torch.randn(shape, dtype=torch.bfloat16, device=device)
     made["d2t"] = torch.zeros(config.draft_vocab_size, dtype=torch.int64, device="cpu")

@@ -55,9 +55,9 @@ def head(
 
 def _table(finding: WiringReport) -> Table:
     table = Table("taps", "residual", "output", "first guess", "second guess", "accepted", "")
-    for trial in finding.trials:
+    for trial in finding.scores:
         reading = trial.wiring
-        notes = [note for note, holds in (("config", trial is finding.trials[0]), ("best", trial is finding.best)) if holds]
+        notes = [note for note, holds in (("config", trial is finding.scores[0]), ("best", trial is finding.best)) if holds]
         table.add_row(
             ", ".join(map(str, reading.aux_hidden_state_layers)), "normed" if reading.norm_before_residual else "plain", reading.output,
             *(f"{100 * share:.1f} %" for share in (trial.first, trial.second, trial.accepted)), ", ".join(notes),

@@ -34,7 +34,7 @@ from eyas.drafters.scoring import (
 )
 from eyas.drafters.tree_growth import Candidates, Expansion, Reals, select_columns, trees_from_columns
 from eyas.errors import ConfigError
-from eyas.models.cuda.graphs import Capture, largest_padded_size, padded, shown
+from eyas.models.cuda.graphs import Capture, largest_padded_size, padded_size, with_progress
 from eyas.sampling.sampler import filtered_probs_no_sync
 from eyas.tensors import Ints, upload
 from eyas.tree import DraftTree
@@ -133,7 +133,7 @@ class TreeGraphs:
     def __init__(self, spec: GraphSpec, config: DraftingConfig, capture: Capture) -> None:
         device = spec.draft_ids.device
         self._spec, self._config, self._capture = spec, config, capture
-        self._max_sessions = padded(config.cuda_graph_max_batch, 1)
+        self._max_sessions = padded_size(config.cuda_graph_max_batch, 1)
         self._words = torch.zeros(NUM_COLUMNS * self._max_sessions + MAX_CELLS, dtype=torch.int64, device=device)
         self._states = torch.zeros(self._max_sessions, spec.state_size, dtype=spec.dtype, device=device)
         self._replays: dict[Bucket, Callable[[], Tensor]] = {}
@@ -154,7 +154,7 @@ class TreeGraphs:
         sizes = dict.fromkeys([(most, self._prefix_length(share)), (1, self._prefix_length(1))])
         kinds: tuple[ScorerKind, ...] = ("plain", "noised", "filtered") if self._config.shared_noise else ("plain",)
         buckets = [Bucket(*size, kind) for size in sizes if self._fits(*size) for kind in kinds]
-        for bucket in shown(buckets, "capturing draft trees"):
+        for bucket in with_progress(buckets, "capturing draft trees"):
             self._write(self._columns((), (), NoiseScale(1.0), bucket.sessions), (), (), bucket.prefix)
             self._replay(bucket)
 
@@ -171,7 +171,7 @@ class TreeGraphs:
         Returns None if no bucket holds them, and in rounds in which `scale` wants to measure.
         Raises ConfigError for a drafter that cannot be captured.
         """
-        sessions, length = padded(len(contexts), 1), self._prefix_length(max(map(len, slots)))
+        sessions, length = padded_size(len(contexts), 1), self._prefix_length(max(map(len, slots)))
         if scale.grid or not self._fits(sessions, length):
             return None
         columns = self._columns(contexts, slots, scale, sessions)
@@ -182,7 +182,7 @@ class TreeGraphs:
         return self._read(replay().cpu().numpy(), contexts)
 
     def _prefix_length(self, longest: int) -> int:
-        return padded(max(longest, 1), MIN_PREFIX) if self._spec.max_prefix else 0
+        return padded_size(max(longest, 1), MIN_PREFIX) if self._spec.max_prefix else 0
 
     def _fits(self, sessions: int, length: int) -> bool:
         return sessions <= self._max_sessions and sessions * (length + self._spec.num_scratch) <= MAX_CELLS

@@ -24,7 +24,7 @@ from eyas.drafters.sessions import KVLedger, KVSession, count_slots, no_slots
 from eyas.drafters.tree_growth import Expansion
 from eyas.errors import ConfigError
 from eyas.models.cuda.graphs import Capture
-from eyas.models.inputs import Group, PackedInputs, Segment
+from eyas.models.inputs import PackedInputs, PaddedGroup, Segment
 from eyas.models.target import TargetModel
 from eyas.tensors import Ints
 
@@ -173,15 +173,15 @@ class ModelExpansion:
         return PackedInputs(tokens.flatten(), positions.flatten(), slots.flatten(), rows, (group,))
 
 
-class LevelGroup(Group):
+class LevelGroup(PaddedGroup):
     """One level of all sessions' trees, from tensors that are on the device already."""
 
     def __init__(self, rows: Tensor, keys: Tensor, mask: Tensor, query_positions: Tensor, key_positions: Tensor) -> None:
         self.shape = (rows.shape[0], rows.shape[1])
-        self.run = None
-        self.whole = True
-        self.open = False
-        self.cells = None
+        self.slot_range = None
+        self.covers_pass = True
+        self.unmasked = False
+        self.filled_cells = None
         self.rows = rows
         self.keys = keys
         self.mask = mask
@@ -197,7 +197,7 @@ def split_passes(segments: Sequence[Segment], max_rows: int) -> Iterator[list[Se
         start = 0
         while start < len(segment.tokens):
             end = min(start + room, len(segment.tokens))
-            batch.append(_part(segment, start, end))
+            batch.append(segment.part(start, end))
             room -= end - start
             start = end
             if room == 0:
@@ -207,12 +207,3 @@ def split_passes(segments: Sequence[Segment], max_rows: int) -> Iterator[list[Se
         yield batch
 
 
-def _part(segment: Segment, start: int, end: int) -> Segment:
-    return Segment(
-        tokens=segment.tokens[start:end],
-        positions=segment.positions[start:end],
-        slots=segment.slots[start:end],
-        prefix=np.concatenate([segment.prefix, segment.slots[:start]]),
-        visible=None,
-        logits_indices=segment.logits_indices[(segment.logits_indices >= start) & (segment.logits_indices < end)] - start,
-    )

@@ -26,7 +26,8 @@ from eyas.drafters.tree_growth import Expansion, StaticTree, TreeGrowth
 from eyas.errors import ConfigError
 from eyas.models.attention import attend, masked_attention
 from eyas.models.cuda.graphs import Capture
-from eyas.models.heads.eagle import EagleHead, Projected
+from eyas.models.heads.eagle import EagleHead
+from eyas.models.heads.layers import Projected
 from eyas.models.inputs import PackedInputs, Segment, pack
 from eyas.tensors import moved, upload
 
@@ -55,10 +56,10 @@ class EagleDrafter(NeuralDrafter[Tensor]):
             )
         shapes, dtype, device = [(c.num_kv_heads, c.head_dim)] * c.num_layers, head.embedding.dtype, head.embedding.device
         num_slots = count_slots(config, shapes, dtype, device)
-        super().__init__(config, tree, static_tree, head.draft_ids, KVLedger(num_slots, head.context_length))
+        super().__init__(config, tree, static_tree, head.draft_ids, KVLedger(num_slots, head.max_model_len))
         self._head = head
         self._kv = KVCache(num_slots, shapes, 0, dtype, device)
-        self._capture_trees(capture, c.hidden, dtype, self._kv, max_prefix=min(head.context_length, num_slots))
+        self._capture_trees(capture, c.hidden, dtype, self._kv, max_prefix=min(head.max_model_len, num_slots))
 
     @property
     def needs(self) -> DrafterNeeds:
@@ -113,7 +114,7 @@ class EagleDrafter(NeuralDrafter[Tensor]):
             packed = pack([last_rows(s, n) for s, n in zip(slots, counts, strict=True)], device)
             for layer in range(deepest):
                 states = head.finish(self._attend(layer, rows, index, rows.query, packed), rows.residual, layer)
-                rows = head.deepen(layer + 1, states, positions)
+                rows = head.project_next(layer + 1, states, positions)
         packed = pack([last_rows(s, 1) for s in slots], device)
         states = head.finish(self._attend(deepest, rows, index, rows.query[last], packed), rows.residual[last])
         for context, state in zip(contexts, states, strict=True):
@@ -166,7 +167,7 @@ class EagleExpansion:
         head, (sessions, width) = self._head, tokens.shape
         above = _rows(self._states, parents)
         # sessions near the end of their context are expanded with the others; their budget cuts what lies beyond
-        positions = (self._positions + level).clamp(max=head.context_length - 1).expand_as(tokens).flatten()
+        positions = (self._positions + level).clamp(max=head.max_model_len - 1).expand_as(tokens).flatten()
         self._end += width
         own = torch.eye(width, dtype=torch.bool, device=tokens.device).expand(sessions, -1, -1)
         self._seen = torch.cat([_rows(self._seen, parents), own], dim=2)

@@ -41,10 +41,10 @@ class HydraDrafter(MultiHeadDrafter):
     ) -> None:
         sessions: KVLedger[None] = KVLedger(0, sys.maxsize)
         if head.prefix:
-            sizes, weight = head.prefix.sizes, head.prefix.out
+            sizes, weight = head.prefix.sizes, head.prefix.norm
             shapes = [(sizes.num_kv_heads, sizes.head_dim)]
             num_slots = count_slots(config, shapes, weight.dtype, weight.device)
-            sessions = KVLedger(num_slots, sizes.context_length)
+            sessions = KVLedger(num_slots, sizes.max_model_len)
             self._kv = KVCache(num_slots, shapes, 0, weight.dtype, weight.device)
         dtype = head.embedding.dtype
         super().__init__(head.num_heads, head.hidden, dtype, head.draft_ids, sessions, tree, config, medusa, capture)

@@ -153,7 +153,7 @@ def _build_draft_model(parts: DrafterParts) -> LocalDrafter:
     check_vocabulary(parts.head, parts.target)
     model = load_target(parts.head, parts.dtype, parts.device)
     # a graph cannot be captured if the host waits to see which experts the rows take
-    capture = None if model.routes_rows else parts.capture()
+    capture = None if model.is_mixture_of_experts else parts.capture()
     return ModelDrafter(model, parts.tree, parts.drafting, parts.methods.draft_model, capture)
 
 
@@ -343,7 +343,7 @@ def resolve_wiring(
     if report is None:
         return None
     report.require(head)
-    if report.best is report.trials[0]:
+    if report.config_is_right:
         log.info("%s", report)
     else:
         log.warning("%s; `eyas check head --write` records it in the head's config, for draft services too", report)

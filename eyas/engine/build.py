@@ -17,8 +17,7 @@ from eyas.engine.runner import BatchInvariantRunner, ModelRunner
 from eyas.engine.scheduler import Scheduler
 from eyas.errors import ConfigError
 from eyas.models.cpu import to_huge_pages
-from eyas.models.cuda.backend import ForwardBackend, build_backend, plan_backend, release
-from eyas.models.cuda.graphs import BackendPlan
+from eyas.models.cuda.backend import BackendPlan, ForwardBackend, build_backend, plan_backend, release_backend
 from eyas.models.heads.features import FeatureFuser
 from eyas.models.target import TargetModel, check_tensor_parallel, load_target
 from eyas.models.tensor_parallel import Shard
@@ -94,7 +93,7 @@ def assemble_engine(
             runner: ModelRunner = BatchInvariantRunner(target, pools, fuser, tree.num_draft_tokens)
         else:
             runner = ModelRunner(target, pools, fuser, build_backend(plan, target, pools, pools.scratch), ranks)
-    ranks.before_close(partial(release, runner.passes))
+    ranks.before_close(partial(release_backend, runner.passes))
     scheduler = Scheduler(engine, tree_rows, target.eos_ids)
     budget = AdaptiveDraftBudget(tree_rows.num_draft_tokens) if engine.draft_budget == "adaptive" else FixedDraftBudget()
     return Engine(scheduler, DraftManager(drafter, runner, engine.acceptance), runner, context_length, budget)
@@ -130,12 +129,12 @@ def follow(
     runner = ModelRunner(model, _pools(model, 1), None)
     for order in follower.commands():
         if isinstance(order, InitKVCache):
-            release(runner.passes)
+            release_backend(runner.passes)
             pools = _pools(model, order.num_slots)
             runner = ModelRunner(model, pools, None, build(order.plan, model, pools, pools.scratch))
         else:
             runner.run(order.segments)
-    release(runner.passes)
+    release_backend(runner.passes)
     follower.close()
 
 

@@ -19,7 +19,7 @@ from eyas.errors import ConfigError
 from eyas.models.cuda.backend import ForwardBackend
 from eyas.models.heads.features import FeatureFuser
 from eyas.models.inputs import PackedInputs, Segment, pack
-from eyas.models.numerics import batch_invariant_attend, blocks
+from eyas.models.numerics import batch_invariant_attend, fixed_size_blocks
 from eyas.models.target import TargetModel
 from eyas.models.workers import SingleWorker, TargetWorkers
 from eyas.tensors import upload
@@ -101,12 +101,14 @@ class BatchInvariantRunner(ModelRunner):
         Raises ConfigError for a target that routes rows to experts: how many rows an expert gets cannot be fixed.
         """
         super().__init__(target, pools, fuser)
-        if target.routes_rows:
+        if target.is_mixture_of_experts:
             raise ConfigError(f"deterministic mode cannot hold for {target.config.model_type}, which routes rows to experts")
         self._rows, self._spare = rows, pools.scratch
 
     def forward(self, works: Seq[ScheduledSequence]) -> Tensor:
-        parts = [self._block(block) for work in works for block in blocks(segment_of(work), self._rows, self._spare)]
+        parts = [
+            self._block(block) for work in works for block in fixed_size_blocks(segment_of(work), self._rows, self._spare)
+        ]
         return torch.cat(parts)
 
     def _block(self, block: Segment) -> Tensor:

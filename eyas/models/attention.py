@@ -1,12 +1,13 @@
-"""Attention of packed, ragged rows over slot-indexed KV, registered with transformers. Knows no sequences.
+"""Attention over keys and values in token slots, registered with transformers as the attention of every target layer.
 
-Legend: R packed rows, H query heads, J key-value heads, D head width, S slots; B, Q, K as in eyas.models.inputs.
-Each row sees its whole prefix and, of the rows of its own step, those that its mask allows.
+Each row sees its whole prefix and, among the rows of its own pass, those that its mask allows. Legend: R packed rows,
+H query heads, J key-value heads, D head width, S slots; B, Q, K as in eyas.models.inputs.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -14,19 +15,33 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from eyas.errors import CheckpointError
-from eyas.models.inputs import Group, PackedInputs
+from eyas.models.inputs import PackedInputs, PaddedGroup
 
 ATTENTION_NAME = "eyas"
 
 
 class KVTensors(Protocol):
-    """Where keys and values live: per layer one tensor [S, J, D]."""
+    """Keys and values of all slots: one tensor [S, J, D] per layer each."""
 
     @property
     def keys(self) -> Sequence[Tensor]: ...
 
     @property
     def values(self) -> Sequence[Tensor]: ...
+
+
+@dataclass(frozen=True)
+class ScratchKV:
+    """Keys and values of a few slots, for checks and validation."""
+
+    keys: list[Tensor]
+    values: list[Tensor]
+
+    @classmethod
+    def zeros(cls, num_slots: int, shapes: Sequence[tuple[int, int]], dtype: torch.dtype, device: torch.device) -> ScratchKV:
+        """shapes: (key-value heads, head width) of each layer."""
+        keys, values = ([torch.zeros(num_slots, *s, dtype=dtype, device=device) for s in shapes] for _ in range(2))
+        return cls(keys, values)
 
 
 def register_attention() -> None:
@@ -44,27 +59,28 @@ def slot_attention(
     attention_mask: Tensor | None,
     scaling: float,
     packed: PackedInputs,
-    pools: KVTensors,
+    kv_cache: KVTensors,
     sliding_window: int | None = None,
     softcap: float | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """The function that transformers calls in every attention layer: query [1, H, R, D], key and value [1, J, R, D].
+    """Attend in one layer: query [1, H, R, D], key and value [1, J, R, D]. transformers calls it in every attention layer.
 
-    Stores the new keys and values in their slots, then attends. Returns [1, R, H, D].
-    Raises CheckpointError for attention features that it does not have.
+    Stores the new keys and values in their slots first. Returns [1, R, H, D].
+    Raises CheckpointError for attention sinks, which Eyas does not support.
     """
     if others.get("s_aux") is not None:
-        raise CheckpointError(f"{type(module).__name__} uses attention sinks, which Eyas does not support yet")
+        raise CheckpointError(
+            f"{type(module).__name__} uses attention sinks, which Eyas does not support; use another model"
+        )
     layer: int = module.layer_idx  # type: ignore[assignment]
-    keys, values, slots = pools.keys[layer], pools.values[layer], packed.slots
+    keys, values, slots = kv_cache.keys[layer], kv_cache.values[layer], packed.slots
     keys.index_copy_(0, slots, key[0].transpose(0, 1))
     values.index_copy_(0, slots, value[0].transpose(0, 1))
-    group = packed.alone
+    group = packed.only_segment
     if group is not None and packed.attend is None:
-        visible = group.open and sliding_window is None
-        bias = None if visible else packed.bias(0, sliding_window, query.dtype, query.shape[1] // keys.shape[1])
-        return _attend_alone(query, keys, values, group, bias, scaling, softcap), None
+        bias = packed.bias(0, sliding_window, query.dtype, query.shape[1] // keys.shape[1])
+        return _attend_one_segment(query, keys, values, group, bias, scaling, softcap), None
     attend_rows = packed.attend or attend
     out = attend_rows(query[0].transpose(0, 1), keys, values, packed, scaling, sliding_window, softcap)
     return out[None], None
@@ -79,11 +95,12 @@ def attend(
     window: int | None = None,
     softcap: float | None = None,
 ) -> Tensor:
-    """Attention of query [R, H, D] over pools [S, J, D]; [R, H, D]. Loops over groups of segments, never over segments.
+    """Attention of query [R, H, D] over keys and values of all slots [S, J, D]; [R, H, D]. Loops over groups only.
 
-    Inputs with tables go to the Triton kernel, a function of the same signature.
+    window: of sliding-window attention, in tokens. softcap: limit of the scores, as in Gemma 2.
+    Inputs with metadata go to the Triton kernel, a function with the same signature.
     """
-    if packed.tables is not None:
+    if packed.metadata is not None:
         from eyas.models.cuda import kernel
 
         return kernel.attend(query, keys, values, packed, scaling, window, softcap)
@@ -91,41 +108,52 @@ def attend(
     for index, group in enumerate(packed.groups):
         bias = packed.bias(index, window, query.dtype, query.shape[1] // keys.shape[1])
         attended = _attend_group(query, keys, values, group, bias, scaling, softcap)
-        if group.whole:
+        if group.covers_pass:
             return attended
         rows = group.rows.flatten()
-        if group.cells is not None:
-            attended, rows = attended.index_select(0, group.cells), rows.index_select(0, group.cells)
+        if group.filled_cells is not None:
+            attended, rows = attended.index_select(0, group.filled_cells), rows.index_select(0, group.filled_cells)
         out.index_copy_(0, rows, attended)
     return out
 
 
 def _attend_group(
-    query: Tensor, keys: Tensor, values: Tensor, group: Group, bias: Tensor | None, scaling: float, softcap: float | None
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    group: PaddedGroup,
+    bias: Tensor | None,
+    scaling: float,
+    softcap: float | None,
 ) -> Tensor:
     """Attention of the group's cells, [B * Q, H, D]: heads that share keys and values are folded into the rows."""
     (batch, cells), (num_heads, width), num_kv = group.shape, query.shape[1:], keys.shape[1]
-    q = query if group.whole else query.index_select(0, group.rows.flatten())
+    q = query if group.covers_pass else query.index_select(0, group.rows.flatten())
     q = q.view(batch, cells, num_kv, num_heads // num_kv, width).permute(0, 2, 3, 1, 4).reshape(batch, num_kv, -1, width)
-    k, v = (_gather(pool, group).view(batch, -1, num_kv, width).transpose(1, 2) for pool in (keys, values))
+    k, v = (_gather(slots, group).view(batch, -1, num_kv, width).transpose(1, 2) for slots in (keys, values))
     o = masked_attention(q, k, v, bias, scaling, softcap)
     o = o.view(batch, num_kv, num_heads // num_kv, cells, width).permute(0, 3, 1, 2, 4)
     return o.reshape(batch * cells, num_heads, width)
 
 
-def _attend_alone(
-    query: Tensor, keys: Tensor, values: Tensor, group: Group, bias: Tensor | None, scaling: float, softcap: float | None
+def _attend_one_segment(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    group: PaddedGroup,
+    bias: Tensor | None,
+    scaling: float,
+    softcap: float | None,
 ) -> Tensor:
-    """The case of one sequence, [1, H, R, D] to [1, R, H, D], with no copy that it does not need."""
-    shape = query.shape
-    q = query.reshape(1, keys.shape[1], -1, shape[3])
+    """The same for a pass of one segment, [1, H, R, D] to [1, R, H, D], without a copy that can be avoided."""
+    q = query.reshape(1, keys.shape[1], -1, query.shape[3])
     k, v = _gather(keys, group)[None].transpose(1, 2), _gather(values, group)[None].transpose(1, 2)
-    return masked_attention(q, k, v, bias, scaling, softcap).view(shape).transpose(1, 2)
+    return masked_attention(q, k, v, bias, scaling, softcap).view(query.shape).transpose(1, 2)
 
 
-def _gather(pool: Tensor, group: Group) -> Tensor:
-    """The pool's rows at the group's keys, [B * K, J, D]."""
-    return pool[group.run[0] : group.run[1]] if group.run else pool.index_select(0, group.keys.flatten())
+def _gather(slots: Tensor, group: PaddedGroup) -> Tensor:
+    """Keys or values [S, J, D] of the group's keys, [B * K, J, D]."""
+    return slots[slice(*group.slot_range)] if group.slot_range else slots.index_select(0, group.keys.flatten())
 
 
 def masked_attention(

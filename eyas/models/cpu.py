@@ -1,21 +1,16 @@
-"""Linear layers on the CPU over weights packed for oneDNN: a float32 model in, the same model out, faster over few rows.
+"""Faster forward passes on the CPU: linear layers packed for oneDNN, and huge pages for what every pass reads.
 
-torch multiplies float32 matrices by MKL, which takes two to three times as long for the 8 to 64 rows of a tree on processors
-that are not Intel's (docs/decisions/0024-packed-weights.md). Legend: R rows, K inputs, N outputs.
-
-Huge pages for what every pass reads, weights, keys and values, on the CPU under Linux.
-
-A pass over 36 MB of weights touches 9,000 pages of 4 KiB and must find out where each of them lies; of 2 MiB it touches 18
-(docs/decisions/0025-huge-pages.md).
-
-A loaded model in, the same model out, its weights laid out as the CPU reads them fastest.
+For float32, torch calls MKL. On processors that are not Intel's it takes two to three times as long for the 8 to 64 rows of
+a tree (docs/decisions/0024-packed-weights.md). A pass over 36 MB of weights looks up 9,000 pages of 4 KiB, or 18 of 2 MiB
+(docs/decisions/0025-huge-pages.md). Legend: R rows, K inputs, N outputs.
 """
 
 from __future__ import annotations
 
 import ctypes
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import chain, groupby
+from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +22,31 @@ PACKED_ROWS = 8
 # Layers that transformers calls one after the other on the same rows.
 SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
+HUGE_PAGE = 2 << 20
+# Advice to madvise(2): collapse into huge pages now (Linux 6.1 and later), or in the background.
+MADV_COLLAPSE, MADV_HUGEPAGE = 25, 14
+MAPPINGS = Path("/proc/self/maps")
+
+
+def optimize_for_cpu(model: nn.Module) -> None:
+    """Pack the model's linear layers and move its weights to huge pages. Weights on other devices stay as they are."""
+    pack_weights(model)
+    to_huge_pages([*model.parameters(), *model.buffers()])
+
+
+def pack_weights(model: nn.Module) -> None:
+    """Pack every plain float32 linear layer on the CPU, if torch was built with oneDNN. Other layers stay as they are."""
+    if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
+        return
+    for module in model.modules():
+        for names in SIBLINGS:
+            siblings: list[Any] = [getattr(module, name, None) for name in names]
+            if all(_can_pack(sibling) for sibling in siblings) and len({s.weight.shape[1] for s in siblings}) == 1:
+                _merge(siblings)
+    for module in model.modules():
+        if _can_pack(module):
+            _pack(module)
+
 
 class PackedLinear(nn.Linear):
     """A linear layer whose weight is kept in oneDNN's layout only."""
@@ -35,84 +55,67 @@ class PackedLinear(nn.Linear):
 
     @property
     def weight(self) -> Tensor:  # type: ignore[override]
-        """A copy [N, K], for a model that looks at more than the layer's output."""
+        """A copy [N, K], for a model that reads the layer's weight."""
         return self.packed.to_dense()
 
     def forward(self, rows: Tensor) -> Tensor:
         """rows [..., K] to [..., N]."""
-        return _multiply(rows, self.packed, self.bias)
+        return torch.ops.mkldnn._linear_pointwise(rows, self.packed, self.bias, "none", [], "")  # type: ignore[no-any-return]
 
 
+@dataclass(eq=False)
 class MergedLinear:
-    """Siblings in one product. The first computes for all, the last lets go of it."""
+    """Sibling layers computed in one product. packed: their weights, one below the other. sizes: N of each.
 
-    def __init__(self, packed: Tensor, bias: Tensor | None, sizes: Sequence[int]) -> None:
-        """packed: the siblings' weights one below the other. sizes: N of each."""
-        self.packed, self._bias, self._sizes = packed, bias, list(sizes)
-        self._rows: Tensor | None = None
-        self._parts: Sequence[Tensor] = ()
+    rows, parts: input and outputs of the current pass; the first sibling computes them, the last drops them.
+    """
 
-    def weight(self, place: int) -> Tensor:
-        """A copy of the weight of the sibling at `place`."""
-        return torch.split(self.packed.to_dense(), self._sizes)[place]
-
-    def part(self, rows: Tensor, place: int) -> Tensor:
-        """What the sibling at `place` makes of the rows."""
-        if rows is not self._rows:
-            self._rows, self._parts = rows, torch.split(_multiply(rows, self.packed, self._bias), self._sizes, -1)
-        part = self._parts[place]
-        if place == len(self._sizes) - 1:
-            self._rows, self._parts = None, ()
-        return part
+    packed: Tensor
+    bias: Tensor | None
+    sizes: list[int]
+    rows: Tensor | None = None
+    parts: Sequence[Tensor] = ()
 
 
 class MergedLinearPart(nn.Linear):
-    """One of several linear layers over the same rows."""
+    """One of the layers of a MergedLinear."""
 
-    joint: MergedLinear
-    place: int
+    merged: MergedLinear
+    index: int
 
     @property
     def weight(self) -> Tensor:  # type: ignore[override]
         """A copy [N, K]."""
-        return self.joint.weight(self.place)
+        return torch.split(self.merged.packed.to_dense(), self.merged.sizes)[self.index]
 
     def forward(self, rows: Tensor) -> Tensor:
         """rows [..., K] to [..., N]."""
-        return self.joint.part(rows, self.place)
+        merged = self.merged
+        if rows is not merged.rows:
+            out = torch.ops.mkldnn._linear_pointwise(rows, merged.packed, merged.bias, "none", [], "")
+            merged.rows, merged.parts = rows, torch.split(out, merged.sizes, -1)
+        part = merged.parts[self.index]
+        if self.index == len(merged.sizes) - 1:
+            merged.rows, merged.parts = None, ()
+        return part
 
 
-def pack_weights(model: nn.Module) -> None:
-    """Pack every plain linear layer of float32 on the CPU, where torch was built with oneDNN; others stay as they are."""
-    if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
-        return
-    for module in model.modules():
-        for names in SIBLINGS:
-            siblings: list[Any] = [getattr(module, name, None) for name in names]
-            if all(_packs(sibling) for sibling in siblings) and len({sibling.weight.shape[1] for sibling in siblings}) == 1:
-                _join(siblings)
-    for module in model.modules():
-        if _packs(module):
-            _pack(module)
-
-
-def _packs(module: Any) -> bool:
+def _can_pack(module: Any) -> bool:
     weight = module.weight if type(module) is nn.Linear else None
     return type(weight) is nn.Parameter and weight.device.type == "cpu" and weight.dtype == torch.float32
 
 
 @torch.no_grad()
-def _join(siblings: Sequence[Any]) -> None:
+def _merge(siblings: Sequence[Any]) -> None:
     biases = [sibling.bias for sibling in siblings if sibling.bias is not None]
     if len(biases) not in (0, len(siblings)):
         return
-    weight = torch.cat([sibling.weight for sibling in siblings])
-    bias = torch.cat(biases) if biases else None
-    joint = MergedLinear(_packed(weight), bias, [len(sibling.weight) for sibling in siblings])
-    siblings[0].register_buffer("packed", joint.packed, persistent=False)  # for whoever counts or moves weights' memory
-    for place, sibling in enumerate(siblings):
+    packed = _packed(torch.cat([sibling.weight for sibling in siblings]))
+    merged = MergedLinear(packed, torch.cat(biases) if biases else None, [len(sibling.weight) for sibling in siblings])
+    siblings[0].register_buffer("packed", packed, persistent=False)  # so that code which lists weights finds it
+    for index, sibling in enumerate(siblings):
         del sibling.weight
-        sibling.joint, sibling.place, sibling.bias = joint, place, None
+        sibling.merged, sibling.index, sibling.bias = merged, index, None
         sibling.__class__ = MergedLinearPart
 
 
@@ -127,68 +130,46 @@ def _packed(weight: Tensor) -> Tensor:
     return torch.ops.mkldnn._reorder_linear_weight(weight, PACKED_ROWS)  # type: ignore[no-any-return]
 
 
-def _multiply(rows: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
-    return torch.ops.mkldnn._linear_pointwise(rows, packed, bias, "none", [], "")  # type: ignore[no-any-return]
-
-
-HUGE = 2 << 20
-# Advice to the kernel: huge pages here now (Linux 6.1 and later); they are welcome, which it sees to in its own time.
-NOW, WELCOME = 25, 14
-MAPPINGS = Path("/proc/self/maps")
-
-
 def to_huge_pages(tensors: Iterable[Tensor]) -> None:
-    """Have the memory of these tensors moved to huge pages, with what lies between them; addresses and contents stay.
+    """Ask the kernel to move the memory of these tensors to huge pages. Addresses and contents stay.
 
-    A wish: where the kernel does not grant it nothing changes. Tensors that are not on the CPU or made of others, as
-    quantised ones are, are passed over.
+    Where the kernel refuses, nothing changes. Tensors on other devices and wrapper tensors (quantised ones) are skipped.
     """
-    wanted = {block for tensor in tensors if _has_memory(tensor) for block in _blocks(tensor)}
+    wanted = {page for tensor in tensors if _is_plain_cpu(tensor) for page in _huge_pages_of(tensor)}
     if not wanted or not MAPPINGS.exists():
         return
-    advise = ctypes.CDLL(None).madvise
-    for piece in _anonymous():
-        for first, end in _runs(sorted(wanted.intersection(piece))):
-            place = ctypes.c_void_p(first * HUGE), ctypes.c_size_t((end - first) * HUGE)
-            if advise(*place, NOW) != 0:
-                advise(*place, WELCOME)
+    madvise = ctypes.CDLL(None).madvise
+    for mapping in _anonymous_mappings():
+        for first, end in _runs(sorted(wanted.intersection(mapping))):
+            memory = ctypes.c_void_p(first * HUGE_PAGE), ctypes.c_size_t((end - first) * HUGE_PAGE)
+            if madvise(*memory, MADV_COLLAPSE) != 0:
+                madvise(*memory, MADV_HUGEPAGE)
 
 
-def weights_of(model: nn.Module) -> Iterator[Tensor]:
-    """All that a model computes with."""
-    return chain(model.parameters(), model.buffers())
-
-
-def _has_memory(tensor: Tensor) -> bool:
+def _is_plain_cpu(tensor: Tensor) -> bool:
     return type(tensor) in (Tensor, nn.Parameter) and tensor.device.type == "cpu"
 
 
-def _blocks(tensor: Tensor) -> range:
-    """Numbers of the huge pages that hold it, in part or whole."""
+def _huge_pages_of(tensor: Tensor) -> range:
+    """Numbers of the huge pages that hold the tensor, in part or whole."""
     if tensor.layout is torch._mkldnn:  # type: ignore[attr-defined]
         start, size = torch.ops.mkldnn.data_ptr(tensor), torch.ops.mkldnn._nbytes(tensor)
     else:
         start, size = tensor.untyped_storage().data_ptr(), tensor.untyped_storage().nbytes()
-    return range(start // HUGE, -(-(start + size) // HUGE)) if size else range(0)
+    return range(start // HUGE_PAGE, -(-(start + size) // HUGE_PAGE)) if size else range(0)
 
 
-def _anonymous() -> Iterator[range]:
-    """The whole huge pages of each piece of writable memory that is no file's."""
+def _anonymous_mappings() -> Iterator[range]:
+    """Whole huge pages of each writable mapping that belongs to no file."""
     for line in MAPPINGS.read_text().splitlines():
         span, rights, _, _, inode = line.split()[:5]
         first, end = (int(address, 16) for address in span.split("-"))
         if rights.startswith("rw") and inode == "0":
-            yield range(-(-first // HUGE), end // HUGE)
+            yield range(-(-first // HUGE_PAGE), end // HUGE_PAGE)
 
 
-def _runs(blocks: Iterable[int]) -> Iterator[tuple[int, int]]:
-    """Numbers in a row, the first and one past the last."""
-    for _, run in groupby(enumerate(blocks), lambda place: place[1] - place[0]):
-        members = [block for _, block in run]
+def _runs(pages: Iterable[int]) -> Iterator[tuple[int, int]]:
+    """Consecutive numbers as (first, last + 1)."""
+    for _, run in groupby(enumerate(pages), lambda item: item[1] - item[0]):
+        members = [page for _, page in run]
         yield members[0], members[-1] + 1
-
-
-def lay_out(model: nn.Module) -> None:
-    """Pack its linear layers and move its weights to huge pages; what is not on the CPU stays as it is."""
-    pack_weights(model)
-    to_huge_pages(weights_of(model))

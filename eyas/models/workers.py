@@ -1,13 +1,7 @@
-"""What rank 0 tells the others, as bytes: an order in, a message out, and back. Knows no sockets.
+"""The processes that share one target (tensor parallelism), as vLLM has them: rank 0 drives, the other ranks follow.
 
-A message holds 32-bit integers, the kind of the order first.
-
-How the processes of one target find one another: a place in, a leader or a follower out. Knows no tensors of theirs.
-
-The processes of one target as rank 0 sees them: how it leads them, and what tells that one is gone.
-
-Orders go over a socket from rank 0 to each other rank. Nothing comes back over it but its end, which tells at once, on this
-machine or another, that a process has died. Sums and gathered outputs go through torch.distributed.
+Commands go over a socket from rank 0 to each other rank. Nothing comes back but the end of the connection, which shows
+at once, on this machine or another, that a process has died. Sums and gathered outputs go through torch.distributed.
 """
 
 from __future__ import annotations
@@ -36,218 +30,31 @@ import torch.distributed as dist
 from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 
 from eyas.errors import EyasError, Unavailable
-from eyas.models.cuda.graphs import BackendKind, BackendPlan, CaptureLimits
+from eyas.models.cuda.backend import BackendKind, BackendPlan
+from eyas.models.cuda.graphs import CaptureLimits
 from eyas.models.inputs import Segment
 from eyas.tensors import Ints
 
-
-@dataclass(frozen=True)
-class InitKVCache:
-    """Make room for the keys and values of so many slots, forget those before, and prepare passes as planned."""
-
-    num_slots: int
-    plan: BackendPlan
-
-
-@dataclass(frozen=True)
-class Forward:
-    """Run one forward pass over these segments."""
-
-    segments: Sequence[Segment]
-
-
-@dataclass(frozen=True)
-class Stop:
-    """Nothing more will come."""
-
-
-Order = InitKVCache | Forward | Stop
-
-
-class _Kind(IntEnum):
-    INIT_KV_CACHE = 0
-    FORWARD = 1
-    STOP = 2
-
-
-def command_to_bytes(order: Order) -> bytes:
-    """The message of an order."""
-    if isinstance(order, InitKVCache):
-        plan, limits = order.plan, order.plan.limits
-        parts = [np.array([_Kind.INIT_KV_CACHE, order.num_slots, plan.kind, limits.rows, limits.segments, limits.prefix])]
-    elif isinstance(order, Forward):
-        parts = [np.array([_Kind.FORWARD]), *(part for segment in order.segments for part in _parts(segment))]
-    else:
-        parts = [np.array([_Kind.STOP])]
-    return np.concatenate(parts).astype("<i4").tobytes()
-
-
-def command_from_bytes(message: bytes) -> Order:
-    """The order of a message."""
-    ints = np.frombuffer(message, "<i4").astype(np.int64)
-    kind = ints[0]
-    if kind == _Kind.INIT_KV_CACHE:
-        num_slots, way, *limits = map(int, ints[1:])
-        return InitKVCache(num_slots, BackendPlan(BackendKind(way), CaptureLimits(*limits)))
-    return Forward(list(_segments(ints[1:]))) if kind == _Kind.FORWARD else Stop()
-
-
-def _parts(segment: Segment) -> Iterator[Ints]:
-    masked = segment.visible is not None
-    yield np.array([len(segment.tokens), len(segment.prefix), len(segment.logits_indices), masked], dtype=np.int64)
-    yield from (segment.tokens, segment.positions, segment.slots, segment.prefix, segment.logits_indices)
-    if segment.visible is not None:
-        yield segment.visible.ravel().astype(np.int64)
-
-
-def _segments(ints: Ints) -> Iterator[Segment]:
-    while len(ints):
-        rows, length, wanted, masked = map(int, ints[:4])
-        ends = np.cumsum([4, rows, rows, rows, length, wanted, rows * rows * masked])
-        _, tokens, positions, slots, prefix, chosen, visible, ints = np.split(ints, ends)
-        mask = visible.astype(np.bool_).reshape(rows, rows) if masked else None
-        yield Segment(tokens, positions, slots, prefix, mask, chosen)
-
+log = logging.getLogger(__name__)
 
 # How long ranks wait for one another at the start: pods of a group may start minutes apart.
 _START_SECONDS = 600.0
-_END_SECONDS = 5
-_PORT_KEY = "eyas/orders"
-
-
-def start_workers(place: RankInfo, work: Callable[[RankInfo], None]) -> DriverWorker:
-    """Gather the other ranks. work: what each of them does, with its own place; picklable where rank 0 starts them.
-
-    Raises Unavailable when one ends before it has joined, or does not join in time.
-    """
-    store = _store(place)
-    others = [replace(place, rank=rank, port=store.port, device=place.device_of(rank)) for rank in range(1, place.size)]
-    with ExitStack() as undo:
-        server = undo.enter_context(socket.create_server((place.address, 0)))
-        store.set(_PORT_KEY, str(server.getsockname()[1]))
-        processes = [_start(other, work) for other in others] if place.port == 0 else []
-        for process in processes:
-            undo.callback(process.kill)
-        links = _accept(server, place.size, processes)
-        _join_group(place, store)
-        undo.pop_all()
-    server.close()
-    return DriverWorker(links, processes)
-
-
-class Worker:
-    """A rank other than 0, joined to it, with its process to itself. Raises Unavailable when rank 0 is not to be found."""
-
-    def __init__(self, place: RankInfo) -> None:
-        try:
-            store = _store(place)
-            port = int(store.get(_PORT_KEY))
-            self._link = _connection(socket.create_connection((place.address, port), _START_SECONDS))
-            self._link.send_bytes(f"{place.rank}".encode())
-            _join_group(place, store)
-        except (OSError, RuntimeError) as error:
-            raise Unavailable(f"rank {place.rank} finds no rank 0 at {place.address}:{place.port}: {error}") from error
-        self._stopped = False
-        threading.Thread(target=self._outlive, name="rank 0", daemon=True).start()
-
-    def commands(self) -> Iterator[InitKVCache | Forward]:
-        """What rank 0 wants, until it wants no more. Raises Unavailable when rank 0 is gone."""
-        while not isinstance(order := self._receive(), Stop):
-            yield order
-        self._stopped = True
-        signal.alarm(0)
-
-    def close(self) -> None:
-        """Part from the other ranks, once there are no more orders."""
-        self._link.close()
-        dist.destroy_process_group()
-
-    def _receive(self) -> Order:
-        try:
-            return command_from_bytes(self._link.recv_bytes())
-        except (EOFError, OSError) as error:
-            raise Unavailable("rank 0 is gone") from error
-
-    def _outlive(self) -> None:
-        """Wait until rank 0 is gone, and have the system end this process soon after: a sum that waits for the dead may
-        never return."""
-        poll = select.poll()
-        poll.register(self._link.fileno(), select.POLLRDHUP)
-        poll.poll()
-        if not self._stopped:
-            signal.alarm(_END_SECONDS)
-
-
-def _store(place: RankInfo) -> TCPStore:
-    keeps = place.rank == 0 and not place.has_store
-    timeout = timedelta(seconds=_START_SECONDS)
-    return TCPStore(place.address, place.port, place.size, keeps, timeout, wait_for_workers=False)
-
-
-def _join_group(place: RankInfo, store: Store) -> None:
-    device = torch.device(place.device)
-    bound = torch.device("cuda", device.index or 0) if device.type == "cuda" else None
-    backend = "nccl" if bound else "gloo"
-    dist.init_process_group(backend, store=store, rank=place.rank, world_size=place.size, device_id=bound)
-
-
-def _start(place: RankInfo, work: Callable[[RankInfo], None]) -> BaseProcess:
-    context = multiprocessing.get_context("spawn")
-    process = context.Process(
-        target=_work, args=(place, work, torch.get_num_threads()), name=f"rank {place.rank}", daemon=True
-    )
-    process.start()
-    return process
-
-
-def _work(place: RankInfo, work: Callable[[RankInfo], None], num_threads: int) -> None:
-    """All that a process does which rank 0 has started. Rank 0 decides what an interrupt of both means."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    torch.set_num_threads(num_threads)
-    try:
-        work(place)
-    except EyasError as error:
-        sys.exit(f"rank {place.rank}: {error}")
-
-
-def _accept(server: socket.socket, size: int, processes: Sequence[BaseProcess]) -> dict[int, Connection]:
-    """The links of all ranks. Raises Unavailable when a process ends first, or time does."""
-    links: dict[int, Connection] = {}
-    deadline = time.monotonic() + _START_SECONDS
-    while missing := set(range(1, size)) - set(links):
-        ready = wait([server, *(process.sentinel for process in processes)], deadline - time.monotonic())
-        if server in ready:
-            link = _connection(server.accept()[0])
-            links[int(link.recv_bytes())] = link
-        elif ready:
-            ended = ", ".join(process.name for process in processes if process.sentinel in ready)
-            raise Unavailable(f"{ended} ended before it had joined; its own output says why")
-        else:
-            raise Unavailable(f"rank {', '.join(map(str, missing))} did not join within {_START_SECONDS:.0f} s")
-    return links
-
-
-def _connection(link: socket.socket) -> Connection:
-    """A link that sends at once, and notices within half a minute that the machine on the other side is gone."""
-    link.settimeout(None)
-    link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    link.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for option, value in ((socket.TCP_KEEPIDLE, 5), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 4)):
-        link.setsockopt(socket.IPPROTO_TCP, option, value)
-    return Connection(link.detach())
-
-
-log = logging.getLogger(__name__)
-
+# How long rank 0 waits for the others to stop.
 _STOP_SECONDS = 5.0
-_BLAME_SECONDS = 1.0
+# How long rank 0 waits after a failure for the news that another rank has died.
+_FAILURE_SECONDS = 1.0
+# How long a rank lives on without rank 0.
+_ORPHAN_SECONDS = 5
+_PORT_KEY = "eyas/commands"
 
 
 @dataclass(frozen=True)
 class RankInfo:
-    """Where a process stands. device: the one that it computes on, "cpu" or "cuda:N". address, port: where rank 0 is found;
-    port 0 has rank 0 take a free one and start the others on its machine. has_store: whether somebody else already keeps the
-    store of torch.distributed there, as torchrun does."""
+    """One of `size` processes. device: the one that it computes on, "cpu" or "cuda:N".
+
+    address, port: where rank 0 listens; with port 0, rank 0 takes a free port and starts the other ranks on its machine.
+    has_store: whether another process keeps the store of torch.distributed there already, as torchrun does.
+    """
 
     rank: int
     size: int
@@ -257,7 +64,7 @@ class RankInfo:
     has_store: bool = False
 
     def device_of(self, rank: int) -> str:
-        """The device of a rank that rank 0 starts beside itself."""
+        """The device of a rank that rank 0 starts on its machine."""
         return f"cuda:{rank}" if self.device.startswith("cuda") else self.device
 
 
@@ -267,24 +74,26 @@ class TargetWorkers(Protocol):
     size: int
 
     def init_kv_cache(self, num_slots: int, plan: BackendPlan) -> AbstractContextManager[None]:
-        """The others make room for so many slots, forget those before, and prepare passes as planned; the body must do the
-        same. Raises Unavailable if one is gone."""
+        """Let the others allocate `num_slots` slots and build the planned backend; the body must do the same.
+
+        Earlier slots are dropped. Raises Unavailable if a rank is gone.
+        """
         ...
 
     def forward(self, segments: Sequence[Segment]) -> AbstractContextManager[None]:
-        """The others run a forward pass over the segments; the body must run the same. Raises Unavailable if one is gone."""
+        """Let the others run a forward pass; the body must run the same. Raises Unavailable if a rank is gone."""
         ...
 
-    def register_failure_callback(self, lost: Callable[[str], None]) -> None:
-        """`lost` is called once with the reason when a rank is gone, from any thread; at once if one is already."""
+    def register_failure_callback(self, callback: Callable[[str], None]) -> None:
+        """Call `callback` once with the reason when a rank is gone, from any thread; at once if one is already gone."""
         ...
 
-    def before_close(self, release: Callable[[], None]) -> None:
-        """`release` is called before the ranks part, unless one is gone by then."""
+    def before_close(self, callback: Callable[[], None]) -> None:
+        """Call `callback` before the ranks leave their group, unless one is gone by then."""
         ...
 
     def close(self) -> None:
-        """Send the others home, if that has not been done. No order may follow. Happens by itself at the end of Python."""
+        """Stop the other ranks. No command may follow. Runs by itself when Python ends; a second call does nothing."""
         ...
 
 
@@ -299,109 +108,295 @@ class SingleWorker:
     def forward(self, segments: Sequence[Segment]) -> AbstractContextManager[None]:
         return nullcontext()
 
-    def register_failure_callback(self, lost: Callable[[str], None]) -> None: ...
+    def register_failure_callback(self, callback: Callable[[str], None]) -> None: ...
 
-    def before_close(self, release: Callable[[], None]) -> None: ...
+    def before_close(self, callback: Callable[[], None]) -> None: ...
 
     def close(self) -> None: ...
 
 
 class DriverWorker:
-    """Rank 0 with others. Orders come from one thread."""
+    """Rank 0 with others. Commands come from one thread."""
 
-    def __init__(self, links: Mapping[int, Connection], processes: Sequence[BaseProcess]) -> None:
-        self.size = len(links) + 1
-        self._links = dict(links)
+    def __init__(self, connections: Mapping[int, Connection], processes: Sequence[BaseProcess]) -> None:
+        """connections: by rank. processes: those that rank 0 has started."""
+        self.size = len(connections) + 1
+        self._connections = dict(connections)
         self._processes = processes
         self._lock = threading.Lock()
-        self._watchers: list[Callable[[str], None]] = []
-        self._releases: list[Callable[[], None]] = []
-        self._reason = ""
+        self._failure_callbacks: list[Callable[[str], None]] = []
+        self._close_callbacks: list[Callable[[], None]] = []
+        self._failure = ""
         self._closing = False
-        self._gone = threading.Event()
-        threading.Thread(target=self._listen, name="ranks", daemon=True).start()
+        self._failed = threading.Event()
+        threading.Thread(target=self._watch_connections, name="ranks", daemon=True).start()
         atexit.register(self.close)
 
-    @contextmanager
-    def init_kv_cache(self, num_slots: int, plan: BackendPlan) -> Iterator[None]:
-        with self._in_step():
-            self._send(InitKVCache(num_slots, plan))
-            yield
+    def init_kv_cache(self, num_slots: int, plan: BackendPlan) -> AbstractContextManager[None]:
+        return self._in_step(InitKVCache(num_slots, plan))
 
-    @contextmanager
-    def forward(self, segments: Sequence[Segment]) -> Iterator[None]:
-        with self._in_step():
-            self._send(Forward(segments))
-            yield
+    def forward(self, segments: Sequence[Segment]) -> AbstractContextManager[None]:
+        return self._in_step(Forward(segments))
 
-    def register_failure_callback(self, lost: Callable[[str], None]) -> None:
+    def register_failure_callback(self, callback: Callable[[str], None]) -> None:
         with self._lock:
-            self._watchers.append(lost)
-            reason = self._reason
-        if reason:
-            lost(reason)
+            self._failure_callbacks.append(callback)
+            failure = self._failure
+        if failure:
+            callback(failure)
 
-    def before_close(self, release: Callable[[], None]) -> None:
-        self._releases.append(release)
+    def before_close(self, callback: Callable[[], None]) -> None:
+        self._close_callbacks.append(callback)
 
     def close(self) -> None:
         if self._closing:
             return
         self._closing = True
-        if not self._reason:
+        if not self._failure:
             with suppress(OSError):
                 self._send(Stop())
-            for release in self._releases:
-                release()
-        if not self._reason or dist.get_backend() == "gloo":  # NCCL parts when all ranks do: with one gone, never
+            for callback in self._close_callbacks:
+                callback()
+        if not self._failure or dist.get_backend() == "gloo":  # NCCL waits for all ranks: for ever, if one is gone
             dist.destroy_process_group()
         for process in self._processes:
-            process.join(0 if self._reason else _STOP_SECONDS)
+            process.join(0 if self._failure else _STOP_SECONDS)
             process.kill()
             process.join()
-        for link in self._links.values():
-            link.close()
-
-    def _send(self, order: Order) -> None:
-        message = command_to_bytes(order)
-        for link in self._links.values():
-            link.send_bytes(message)
+        for connection in self._connections.values():
+            connection.close()
 
     @contextmanager
-    def _in_step(self) -> Iterator[None]:
-        """A body that does not come to its end leaves the ranks out of step: they are lost, whatever the reason."""
-        if self._reason:
-            raise Unavailable(self._reason)
+    def _in_step(self, command: Command) -> Iterator[None]:
+        """Send a command and run the body. A body that does not finish leaves the ranks out of step, which is a failure."""
+        if self._failure:
+            raise Unavailable(self._failure)
         finished = False
         try:
+            self._send(command)
             yield
             finished = True
         except (OSError, RuntimeError) as error:
-            raise Unavailable(self._blame(f": {error}")) from error
+            raise Unavailable(self._failure_reason(f": {error}")) from error
         finally:
             if not finished:
-                self._blame()
+                self._failure_reason()
 
-    def _blame(self, error: str = "") -> str:
-        """Why the ranks are lost. That one has died is the better reason, and known in a moment."""
-        if not self._gone.wait(_BLAME_SECONDS):
-            self._lose(f"rank 0 failed in the middle of a step, which leaves the ranks out of step{error}")
-        return self._reason
+    def _send(self, command: Command) -> None:
+        message = command_to_bytes(command)
+        for connection in self._connections.values():
+            connection.send_bytes(message)
 
-    def _listen(self) -> None:
-        """Wait for the end of a link: the other side never sends."""
-        ended = wait(list(self._links.values()))
+    def _failure_reason(self, error: str = "") -> str:
+        """Why the ranks failed: if one has died, that is the reason, and it is known within a moment."""
+        if not self._failed.wait(_FAILURE_SECONDS):
+            self._fail(f"rank 0 failed in the middle of a step, which leaves the ranks out of step{error}")
+        return self._failure
+
+    def _watch_connections(self) -> None:
+        """Wait for the end of a connection: the other side never sends."""
+        ended = wait(list(self._connections.values()))
         if not self._closing:
-            ranks = ", ".join(f"{rank}" for rank, link in self._links.items() if link in ended)
-            self._lose(f"rank {ranks} of {self.size} is gone; its own output says why")
+            ranks = ", ".join(f"{rank}" for rank, connection in self._connections.items() if connection in ended)
+            self._fail(f"rank {ranks} of {self.size} is gone; its own output says why")
 
-    def _lose(self, reason: str) -> None:
+    def _fail(self, reason: str) -> None:
         with self._lock:
-            if self._reason:
+            if self._failure:
                 return
-            self._reason = reason
-            watchers = tuple(self._watchers)
+            self._failure = reason
+            callbacks = tuple(self._failure_callbacks)
         log.critical("%s", reason)
-        for lost in watchers:
-            lost(reason)
-        self._gone.set()
+        for callback in callbacks:
+            callback(reason)
+        self._failed.set()
+
+
+class Worker:
+    """A rank other than 0, joined to rank 0. Raises Unavailable when rank 0 is not found."""
+
+    def __init__(self, info: RankInfo) -> None:
+        try:
+            store = _store(info)
+            port = int(store.get(_PORT_KEY))
+            self._connection = _connection(socket.create_connection((info.address, port), _START_SECONDS))
+            self._connection.send_bytes(f"{info.rank}".encode())
+            _join_group(info, store)
+        except (OSError, RuntimeError) as error:
+            raise Unavailable(f"rank {info.rank} finds no rank 0 at {info.address}:{info.port}: {error}") from error
+        self._stopped = False
+        threading.Thread(target=self._end_without_driver, name="rank 0", daemon=True).start()
+
+    def commands(self) -> Iterator[InitKVCache | Forward]:
+        """What rank 0 commands, until it stops this rank. Raises Unavailable when rank 0 is gone."""
+        while not isinstance(command := self._receive(), Stop):
+            yield command
+        self._stopped = True
+        signal.alarm(0)
+
+    def close(self) -> None:
+        """Leave the group, after the last command."""
+        self._connection.close()
+        dist.destroy_process_group()
+
+    def _receive(self) -> Command:
+        try:
+            return command_from_bytes(self._connection.recv_bytes())
+        except (EOFError, OSError) as error:
+            raise Unavailable("rank 0 is gone") from error
+
+    def _end_without_driver(self) -> None:
+        """End this process soon after rank 0 is gone: a sum that waits for a dead rank may never return."""
+        poll = select.poll()
+        poll.register(self._connection.fileno(), select.POLLRDHUP)
+        poll.poll()
+        if not self._stopped:
+            signal.alarm(_ORPHAN_SECONDS)
+
+
+def start_workers(info: RankInfo, run_worker: Callable[[RankInfo], None]) -> DriverWorker:
+    """Start the other ranks, or wait for them, and join them in a group.
+
+    run_worker: what each of them runs, given its own RankInfo; picklable if rank 0 starts them.
+    Raises Unavailable when a rank ends before it has joined, or does not join in time.
+    """
+    store = _store(info)
+    others = [replace(info, rank=rank, port=store.port, device=info.device_of(rank)) for rank in range(1, info.size)]
+    with ExitStack() as undo:
+        server = undo.enter_context(socket.create_server((info.address, 0)))
+        store.set(_PORT_KEY, str(server.getsockname()[1]))
+        processes = [_start_process(other, run_worker) for other in others] if info.port == 0 else []
+        for process in processes:
+            undo.callback(process.kill)
+        connections = _accept(server, info.size, processes)
+        _join_group(info, store)
+        undo.pop_all()
+    server.close()
+    return DriverWorker(connections, processes)
+
+
+def _store(info: RankInfo) -> TCPStore:
+    keeps = info.rank == 0 and not info.has_store
+    timeout = timedelta(seconds=_START_SECONDS)
+    return TCPStore(info.address, info.port, info.size, keeps, timeout, wait_for_workers=False)
+
+
+def _start_process(info: RankInfo, run_worker: Callable[[RankInfo], None]) -> BaseProcess:
+    context = multiprocessing.get_context("spawn")
+    args = (info, run_worker, torch.get_num_threads())
+    process = context.Process(target=_run_process, args=args, name=f"rank {info.rank}", daemon=True)
+    process.start()
+    return process
+
+
+def _run_process(info: RankInfo, run_worker: Callable[[RankInfo], None], num_threads: int) -> None:
+    """The main function of a started process. It ignores Ctrl-C: rank 0 decides when to stop."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    torch.set_num_threads(num_threads)
+    try:
+        run_worker(info)
+    except EyasError as error:
+        sys.exit(f"rank {info.rank}: {error}")
+
+
+def _accept(server: socket.socket, size: int, processes: Sequence[BaseProcess]) -> dict[int, Connection]:
+    """A connection from every rank. Raises Unavailable when a process ends first, or time runs out."""
+    connections: dict[int, Connection] = {}
+    deadline = time.monotonic() + _START_SECONDS
+    while missing := set(range(1, size)) - set(connections):
+        ready = wait([server, *(process.sentinel for process in processes)], deadline - time.monotonic())
+        if server in ready:
+            connection = _connection(server.accept()[0])
+            connections[int(connection.recv_bytes())] = connection
+        elif ready:
+            ended = ", ".join(process.name for process in processes if process.sentinel in ready)
+            raise Unavailable(f"{ended} ended before it had joined; its own output says why")
+        else:
+            raise Unavailable(f"rank {', '.join(map(str, missing))} did not join within {_START_SECONDS:.0f} s")
+    return connections
+
+
+def _connection(sock: socket.socket) -> Connection:
+    """A connection that sends at once and notices within half a minute that the other machine is gone."""
+    sock.settimeout(None)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in ((socket.TCP_KEEPIDLE, 5), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 4)):
+        sock.setsockopt(socket.IPPROTO_TCP, option, value)
+    return Connection(sock.detach())
+
+
+def _join_group(info: RankInfo, store: Store) -> None:
+    device = torch.device(info.device)
+    bound = torch.device("cuda", device.index or 0) if device.type == "cuda" else None
+    backend = "nccl" if bound else "gloo"
+    dist.init_process_group(backend, store=store, rank=info.rank, world_size=info.size, device_id=bound)
+
+
+@dataclass(frozen=True)
+class InitKVCache:
+    """Allocate `num_slots` slots for keys and values, drop those before, and build the planned backend."""
+
+    num_slots: int
+    plan: BackendPlan
+
+
+@dataclass(frozen=True)
+class Forward:
+    """Run one forward pass over these segments."""
+
+    segments: Sequence[Segment]
+
+
+@dataclass(frozen=True)
+class Stop:
+    """No command follows."""
+
+
+Command = InitKVCache | Forward | Stop
+
+
+class _Kind(IntEnum):
+    INIT_KV_CACHE = 0
+    FORWARD = 1
+    STOP = 2
+
+
+def command_to_bytes(command: Command) -> bytes:
+    """A message of 32-bit integers, the kind of the command first."""
+    if isinstance(command, InitKVCache):
+        plan, limits = command.plan, command.plan.limits
+        head = [_Kind.INIT_KV_CACHE, command.num_slots, plan.kind, limits.rows, limits.segments, limits.prefix]
+        parts = [np.array(head)]
+    elif isinstance(command, Forward):
+        parts = [np.array([_Kind.FORWARD]), *(part for segment in command.segments for part in _segment_ints(segment))]
+    else:
+        parts = [np.array([_Kind.STOP])]
+    return np.concatenate(parts).astype("<i4").tobytes()
+
+
+def command_from_bytes(message: bytes) -> Command:
+    """The command of a message."""
+    ints = np.frombuffer(message, "<i4").astype(np.int64)
+    kind = ints[0]
+    if kind == _Kind.INIT_KV_CACHE:
+        num_slots, backend, *limits = map(int, ints[1:])
+        return InitKVCache(num_slots, BackendPlan(BackendKind(backend), CaptureLimits(*limits)))
+    return Forward(list(_segments(ints[1:]))) if kind == _Kind.FORWARD else Stop()
+
+
+def _segment_ints(segment: Segment) -> Iterator[Ints]:
+    masked = segment.visible is not None
+    yield np.array([len(segment.tokens), len(segment.prefix), len(segment.logits_indices), masked], dtype=np.int64)
+    yield from (segment.tokens, segment.positions, segment.slots, segment.prefix, segment.logits_indices)
+    if segment.visible is not None:
+        yield segment.visible.ravel().astype(np.int64)
+
+
+def _segments(ints: Ints) -> Iterator[Segment]:
+    while len(ints):
+        rows, length, num_logits, masked = map(int, ints[:4])
+        ends = np.cumsum([4, rows, rows, rows, length, num_logits, rows * rows * masked])
+        _, tokens, positions, slots, prefix, logits_indices, visible, ints = np.split(ints, ends)
+        mask = visible.astype(np.bool_).reshape(rows, rows) if masked else None
+        yield Segment(tokens, positions, slots, prefix, mask, logits_indices)

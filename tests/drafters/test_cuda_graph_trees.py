@@ -14,7 +14,7 @@ from eyas.drafters.cuda_graphs import Bucket, TreeGraphs
 from eyas.drafters.registry import build_fuser
 from eyas.engine.build import build_engine
 from eyas.errors import ConfigError
-from eyas.models.cuda.graphs import padded
+from eyas.models.cuda.graphs import padded_size
 from eyas.request import NoiseKey, Request, SamplingParams
 from eyas.tree import DraftTree
 from tests import reference
@@ -147,11 +147,11 @@ def test_a_head_without_cuda_graph_support_is_rejected(tiny_target: str, tiny_he
 
 @pytest.mark.parametrize(("count", "least", "size"), [(1, 1, 1), (3, 1, 4), (4, 1, 4), (5, 1, 6), (7, 1, 8), (9, 1, 12)])
 def test_sizes_are_padded_by_half_at_most(count: int, least: int, size: int) -> None:
-    assert padded(count, least) == size
+    assert padded_size(count, least) == size
 
 
 def test_padding_reaches_every_size_and_never_falls_short() -> None:
-    sizes = [padded(count, 128) for count in range(1, 3000)]
+    sizes = [padded_size(count, 128) for count in range(1, 3000)]
     assert sizes == sorted(sizes)
     assert all(count <= size <= max(128, 1.5 * count) for count, size in enumerate(sizes, 1))
 

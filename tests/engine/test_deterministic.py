@@ -16,7 +16,7 @@ from eyas.engine.build import assemble_engine
 from eyas.engine.runner import BatchInvariantRunner, ModelRunner
 from eyas.engine.sequence import QueueKey, ScheduledSequence, Sequence
 from eyas.errors import ConfigError
-from eyas.models.cuda.graphs import BackendPlan
+from eyas.models.cuda.backend import BackendPlan
 from eyas.models.heads.eagle_loader import load_fuser
 from eyas.models.target import TargetModel, load_target
 from eyas.models.workers import SingleWorker

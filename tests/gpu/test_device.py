@@ -13,7 +13,7 @@ from eyas.engine.engine import Engine
 from eyas.models.attention import attend
 from eyas.models.cuda.backend import build_backend, plan_backend
 from eyas.models.cuda.graphs import GraphBackend
-from eyas.models.cuda.metadata import Tiling, lay_out, num_logits, tight_shape, upload, view
+from eyas.models.cuda.metadata import Tiling, pack_with_metadata, tight_shape
 from eyas.models.inputs import pack
 from eyas.models.target import TargetModel, load_target
 from eyas.request import Request, SamplingParams
@@ -44,7 +44,7 @@ def test_the_kernel_equals_the_plain_path_at_real_sizes(
     query = torch.randn(rows, heads.query, heads.width, device=device, generator=generator)
     rounded = [x.to(dtype) for x in (query, keys, values)]
     shape = tight_shape(segments, Tiling(heads.query // heads.kv, heads.kv, 132, 16 if dtype == torch.float32 else 64))
-    tables = view(upload(lay_out(segments, shape, size), device), shape, num_logits(segments))
+    tables = pack_with_metadata(segments, shape, size, device)
     got = attend(*rounded, tables, scaling_of(heads), window, softcap).float()
     exact = attend(*(x.float() for x in rounded), pack(segments, device), scaling_of(heads), window, softcap)
     tolerance = 1e-5 if dtype == torch.float32 else 2 * torch.finfo(dtype).eps

@@ -7,8 +7,7 @@ import torch
 
 from eyas.config import EngineConfig, TreeConfig
 from eyas.engine.build import assemble_engine, gather_ranks, load_model
-from eyas.models.cuda.backend import plan_backend
-from eyas.models.cuda.graphs import BackendKind
+from eyas.models.cuda.backend import BackendKind, plan_backend
 from eyas.models.workers import RankInfo
 from eyas.request import Request, SamplingParams
 from tests import reference

@@ -8,7 +8,7 @@ import torch
 
 from eyas.errors import CheckpointError
 from eyas.models.heads.eagle_loader import load_fuser, load_head
-from eyas.models.target import kv_shapes, load_target
+from eyas.models.target import load_target, measure_kv_shapes
 from tests.models.families import FAMILIES, LONG, config_of, write_model
 from tests.models.test_target import expected, make_pools, run, segment
 from tests.tiny import write_head
@@ -22,7 +22,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "recurrent_gemma": ({}, "recurrent layers"),
     "lfm2": ({"layer_types": ["conv", "full_attention", "conv"]}, "recurrent layers conv"),
     "minimax": (LINEAR, "recurrent layers linear_attention"),
-    "llama4_text": ({"layer_types": ["chunked_attention"] * 3}, "does not have: chunked_attention"),
+    "llama4_text": ({"layer_types": ["chunked_attention"] * 3}, "does not support: chunked_attention"),
     "gpt_oss": ({"head_dim": 8, "num_local_experts": 4}, "attention sinks"),
     "deepseek_v3": (
         {"num_key_value_heads": 4, "kv_lora_rank": 8, "q_lora_rank": 8, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8,
@@ -50,14 +50,14 @@ def test_cross_attention_layers_are_refused_by_number(tmp_path: Path) -> None:
     text = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "vocab_size": 48,
             "num_key_value_heads": 2, "cross_attention_layers": [1], "pad_token_id": 2}  # fmt: skip
     with pytest.raises(CheckpointError, match=r"layers \[1\] do not attend to the text"):
-        kv_shapes(MllamaConfig(text_config=text))
+        measure_kv_shapes(MllamaConfig(text_config=text))
 
 
 def test_shapes_are_measured_layer_by_layer() -> None:
     kind, settings = FAMILIES["gemma-4"]
     config = config_of(kind, **{**settings, "attention_k_eq_v": True})
-    assert kv_shapes(config) == [(2, 8), (1, 16), (1, 16)]
-    assert kv_shapes(config_of("mistral", head_dim=None)) == [(2, 8)] * 3
+    assert measure_kv_shapes(config) == [(2, 8), (1, 16), (1, 16)]
+    assert measure_kv_shapes(config_of("mistral", head_dim=None)) == [(2, 8)] * 3
 
 
 @pytest.mark.parametrize(("context", "length"), [(0, 80), (0, 200), (64, 60)])
@@ -99,7 +99,7 @@ def test_a_text_model_inside_a_multimodal_one_is_served(tmp_path: Path) -> None:
     got = run(target, [segment(tokens, 0, slots[:37], slots[:0])], make_pools(target))[0]
     torch.testing.assert_close(got, expected(folder, tokens), atol=1e-4, rtol=1e-4)
     head = load_head(str(write_head(tmp_path / "head")), folder)
-    assert head.context_length == 256
+    assert head.max_model_len == 256
     assert torch.equal(head.embedding, target.model.get_input_embeddings().weight)
     assert load_fuser(str(tmp_path / "head"), folder).aux_hidden_state_layers == (1, 2, 3)
 

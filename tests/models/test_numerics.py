@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from eyas.models.numerics import Float32Head, chunked_linear, float32_linear, widen_head
+from eyas.models.numerics import Float32Head, chunked_linear, float32_linear, use_float32_head
 from eyas.models.target import TargetModel, load_target
 from tests.models.families import FAMILIES, config_of, write_model
 from tests.models.test_target import make_pools, run, segment
@@ -63,7 +63,7 @@ def test_a_head_that_is_no_plain_linear_layer_is_left_alone(tmp_path: Path) -> N
     target = load_target(write_model(tmp_path, config_of("llama"), torch.bfloat16), "bfloat16")
     odd = Odd(32, 48, bias=False, dtype=torch.bfloat16)
     target.model.set_output_embeddings(odd)
-    widen_head(target.model)
+    use_float32_head(target.model)
     assert type(odd) is Odd
 
 

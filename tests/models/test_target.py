@@ -106,7 +106,7 @@ def test_aux_hidden_states_are_the_inputs_of_their_layers(tiny_target: str) -> N
 
 
 def test_an_aux_layer_beyond_the_last_layer_is_rejected(tiny_target: str) -> None:
-    with pytest.raises(CheckpointError, match="taps layer 7, but the target has 4 layers"):
+    with pytest.raises(CheckpointError, match="hidden state of layer 7, but the target has 4 layers"):
         load_target(tiny_target, aux_hidden_state_layers=(7,))
 
 

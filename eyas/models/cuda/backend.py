@@ -1,6 +1,8 @@
-"""Chooses how forward passes run: plainly, through the kernel, or as captured graphs. Knows no sequences.
+"""The choice of how forward passes run: plainly, through the attention kernel, or as captured CUDA graphs.
 
-With several ranks, rank 0 plans and every rank builds what was planned.
+With several ranks, rank 0 plans and every rank builds what was planned. To add an attention kernel: write a function with
+the signature of `eyas.models.attention.attend` and a ForwardBackend that packs for it, then extend BackendKind,
+`plan_backend` and `build_backend`.
 """
 
 from __future__ import annotations
@@ -8,6 +10,9 @@ from __future__ import annotations
 import importlib.util
 import logging
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from enum import IntEnum
 from typing import Protocol
 
 import torch
@@ -15,24 +20,14 @@ import torch
 from eyas.config import EngineConfig, TreeConfig
 from eyas.errors import ConfigError
 from eyas.models.attention import KVTensors
-from eyas.models.cuda.graphs import (
-    BackendKind,
-    BackendPlan,
-    Capture,
-    CaptureLimits,
-    CudaCapture,
-    GraphBackend,
-    KernelBackend,
-    Watch,
-    with_bar,
-)
-from eyas.models.cuda.metadata import Tiling
+from eyas.models.cuda.graphs import Capture, CaptureLimits, CudaCapture, GraphBackend, ProgressBar, capture_progress
+from eyas.models.cuda.metadata import Tiling, pack_with_metadata, tight_shape
 from eyas.models.inputs import PackedInputs, Segment
 from eyas.models.target import TargetModel, TargetOutput
 
-MAX_WIDTH = 256
+MAX_HEAD_WIDTH = 256
 MAX_HEADS_PER_KV = 64
-MAX_PREFIX = 1 << 28  # slots, 1 GiB of words; a graph holds no pass with more
+MAX_PREFIX = 1 << 28  # slots, 1 GiB of words; no graph holds a pass with more
 
 log = logging.getLogger(__name__)
 
@@ -44,19 +39,35 @@ class ForwardBackend(Protocol):
         """Segments in the form that this `forward` takes."""
         ...
 
-    def forward(self, packed: PackedInputs, pools: KVTensors) -> TargetOutput:
+    def forward(self, packed: PackedInputs, kv_cache: KVTensors) -> TargetOutput:
         """One pass over all rows, as TargetModel.forward."""
         ...
 
 
-def plan_backend(target: TargetModel, engine: EngineConfig, tree: TreeConfig, context_length: int) -> BackendPlan:
-    """The fastest way that the target's device and shapes allow. On CUDA it says what keeps it from the kernel."""
+class BackendKind(IntEnum):
+    """Plain attention; the kernel, launched kernel by kernel; the kernel in captured graphs."""
+
+    PLAIN = 0
+    KERNEL = 1
+    GRAPHS = 2
+
+
+@dataclass(frozen=True)
+class BackendPlan:
+    """Rank 0's decision for all ranks: NCCL needs a sum captured on every rank or on none, and in the same order."""
+
+    kind: BackendKind
+    limits: CaptureLimits
+
+
+def plan_backend(target: TargetModel, engine: EngineConfig, tree: TreeConfig, max_model_len: int) -> BackendPlan:
+    """The fastest kind that the target's device and shapes allow. Logs what rules out the kernel on CUDA."""
     rows = engine.max_prefill_tokens + engine.max_num_seqs * tree.num_draft_tokens
-    limits = CaptureLimits(rows, engine.max_num_seqs, min(engine.max_num_seqs * context_length, MAX_PREFIX))
+    limits = CaptureLimits(rows, engine.max_num_seqs, min(engine.max_num_seqs * max_model_len, MAX_PREFIX))
     if target.device.type != "cuda" or engine.deterministic:
         return BackendPlan(BackendKind.PLAIN, limits)
-    if lacking := what_kernel_lacks(target):
-        log.warning("%s: attention goes the plain way, without graphs", lacking)
+    if reason := why_no_kernel(target):
+        log.warning("%s: attention runs without the kernel and without CUDA graphs", reason)
         return BackendPlan(BackendKind.PLAIN, limits)
     return BackendPlan(BackendKind.GRAPHS if engine.cuda_graphs else BackendKind.KERNEL, limits)
 
@@ -64,44 +75,63 @@ def plan_backend(target: TargetModel, engine: EngineConfig, tree: TreeConfig, co
 def build_backend(
     plan: BackendPlan,
     target: TargetModel,
-    pools: KVTensors,
+    kv_cache: KVTensors,
     scratch: int,
-    watch: Watch = with_bar,
+    progress: ProgressBar = capture_progress,
     capture_on: Callable[[torch.device], Capture] = CudaCapture,
 ) -> ForwardBackend:
-    """What was planned, for a target or one rank's share of it; ranks must build at the same time, for a capture runs sums.
+    """Build the planned backend for a target or one rank's part of it. All ranks must build at the same time.
 
-    scratch: a slot of the pools that no sequence ever has. Raises ConfigError where the plan cannot be kept.
+    scratch: a slot that no sequence ever has; padding rows write to it. progress: iterates over the captured sizes.
+    Raises ConfigError if this rank cannot follow the plan.
     """
     if plan.kind is BackendKind.PLAIN:
         return target
-    if lacking := what_kernel_lacks(target):
-        raise ConfigError(f"rank 0 takes the kernel for attention, but here {lacking}; install the same on every rank")
-    most = 16 if target.dtype == torch.float32 else 64
-    tiling = Tiling(target.heads_per_kv, target.kv_shapes[0][0], _num_processors(target.device), most)
-    launched = KernelBackend(target, tiling, scratch)
+    if reason := why_no_kernel(target):
+        raise ConfigError(f"rank 0 takes the kernel for attention, but here {reason}; install the same on every rank")
+    num_processors = 1
+    if target.device.type == "cuda":
+        num_processors = torch.cuda.get_device_properties(target.device).multi_processor_count
+    max_rows = 16 if target.dtype == torch.float32 else 64
+    launched = KernelBackend(target, Tiling(target.heads_per_kv, target.kv_shapes[0][0], num_processors, max_rows), scratch)
     if plan.kind is BackendKind.KERNEL:
         return launched
-    return GraphBackend(launched, pools, plan.limits, capture_on(target.device), watch)
+    return GraphBackend(launched, kv_cache, plan.limits, capture_on(target.device), progress)
 
 
-def release(passes: ForwardBackend) -> None:
-    """Free what was captured, before the ranks that share it part."""
-    if isinstance(passes, GraphBackend):
-        passes.release()
+def release_backend(backend: ForwardBackend) -> None:
+    """Free captured graphs, before the ranks that share them leave their group."""
+    if isinstance(backend, GraphBackend):
+        backend.release()
 
 
-def _num_processors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
-
-
-def what_kernel_lacks(target: TargetModel) -> str:
-    """Why the kernel cannot serve a target, empty if it can."""
+def why_no_kernel(target: TargetModel) -> str:
+    """Why the kernel cannot serve a target; empty if it can."""
     if importlib.util.find_spec("triton") is None:
         return "triton is not installed"
-    widths = {width for _, width in target.kv_shapes}
-    if max(widths) > MAX_WIDTH:
-        return f"heads are {max(widths)} wide, the kernel takes {MAX_WIDTH} at most"
+    widest = max(width for _, width in target.kv_shapes)
+    if widest > MAX_HEAD_WIDTH:
+        return f"heads are {widest} wide, the kernel takes {MAX_HEAD_WIDTH} at most"
     if target.heads_per_kv > MAX_HEADS_PER_KV:
         return f"{target.heads_per_kv} query heads share a key-value head, the kernel takes {MAX_HEADS_PER_KV} at most"
     return ""
+
+
+class KernelBackend:
+    """A target whose attention is the kernel. scratch: the slot that padding rows write to."""
+
+    def __init__(self, target: TargetModel, tiling: Tiling, scratch: int) -> None:
+        self.target = target
+        self.tiling = tiling
+        self.scratch = scratch
+
+    def pack(self, segments: Sequence[Segment]) -> PackedInputs:
+        """Segments without padding."""
+        return pack_with_metadata(segments, tight_shape(segments, self.tiling), self.scratch, self.target.device)
+
+    def forward(self, packed: PackedInputs, kv_cache: KVTensors) -> TargetOutput:
+        """As TargetModel.forward, but hidden states may end with padding rows."""
+        device = self.target.device
+        # Triton launches on the thread's current device, wherever the tensors are.
+        with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+            return self.target.forward(packed, kv_cache)

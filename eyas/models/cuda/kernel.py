@@ -1,4 +1,4 @@
-"""Tree attention as a Triton kernel: eyas.models.attention.attend for inputs with tables. Knows no sequences.
+"""Tree attention as a Triton kernel: `eyas.models.attention.attend` for inputs with AttentionMetadata.
 
 Flash-decoding (Dao et al., 2023): each program takes one tile of rows, one key-value head and one part of the keys; a second
 kernel combines the parts. Heads that share keys are rows of one matrix product. Only keys of the pass itself are masked.
@@ -23,20 +23,30 @@ def attend(
     window: int | None = None,
     softcap: float | None = None,
 ) -> Tensor:
-    """Attention of query [R, H, D] over contiguous pools [S, J, D]; [R, H, D], zero for padding rows.
+    """Attention of query [R, H, D] over contiguous keys and values [S, J, D]; [R, H, D], zero for padding rows.
 
-    Sums in float32. Never waits for the device, and its launches depend on shapes only, so that a graph can capture them.
+    Sums in float32. Never waits for the device. Launches depend on shapes only, so a graph can capture them.
     """
-    tables = packed.tables
-    assert tables is not None, "the kernel reads tables"
-    (rows, num_heads, width), num_kv, shape = query.shape, keys.shape[1], tables.shape
+    metadata = packed.metadata
+    assert metadata is not None, "the kernel reads metadata"
+    (rows, num_heads, width), num_kv, shape = query.shape, keys.shape[1], metadata.shape
     group, block_d = num_heads // num_kv, max(16, triton.next_power_of_2(width))
     row_bytes = block_d * query.element_size()
     partials = query.new_empty((shape.splits, rows, num_heads, width), dtype=torch.float32)
     sums = query.new_full((shape.splits, rows, num_heads), float("-inf"), dtype=torch.float32)
     out = torch.empty((rows, num_heads, width), dtype=query.dtype, device=query.device)
     _attend_parts[(shape.tiles, num_kv, shape.splits)](
-        *(query.contiguous(), keys, values, partials, sums, tables.words, tables.tiles, tables.slots, tables.positions),
+        *(
+            query.contiguous(),
+            keys,
+            values,
+            partials,
+            sums,
+            metadata.words,
+            metadata.tiles,
+            metadata.slots,
+            metadata.positions,
+        ),
         *(float(scaling), rows, shape.splits),
         NUM_KV=num_kv,
         GROUP=group,
@@ -108,7 +118,7 @@ def _attend_parts(
 def _fold(
     q, keys, values, place, inside, visible, top, total, acc, scaling, WIDTH: tl.constexpr, SOFTCAP: tl.constexpr
 ):  # fmt: skip
-    """One more block of keys, at `place` in the pools, in a running softmax. NaN stays NaN, in its own row."""
+    """Add one block of keys, at `place` in the KV cache, to a running softmax. NaN stays NaN, in its own row."""
     d = tl.arange(0, q.shape[1])
     at, kept = place[:, None] + d[None, :], inside[:, None] & (d < WIDTH)[None, :]
     k, v = tl.load(keys + at, mask=kept, other=0.0), tl.load(values + at, mask=kept, other=0.0)

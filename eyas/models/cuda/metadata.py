@@ -1,8 +1,8 @@
-"""Lays out segments for the kernel: segments in, one array of integers out, uploaded in one copy. Knows no sequences.
+"""Packs segments for the attention kernel: one array of integers, uploaded in one copy.
 
-Words, all int32: tokens, positions, slots and wanted rows [4, rows aligned]; tiles [tiles, TILE_WORDS]; then, for each
-segment, the slots of its prefix and its mask, a bit for each pair of its rows. A tile holds its first row and its number of
-rows, the segment's first row, number of rows and prefix length, and at which words the prefix and the mask begin.
+Words, all int32: tokens, positions, slots and logits indices [4, rows aligned]; tiles [tiles, TILE_WORDS]; then, for each
+segment, the slots of its prefix and its mask, one bit for each pair of its rows. A tile holds its first row and its number
+of rows, the segment's first row, number of rows and prefix length, and the words at which prefix and mask begin.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from eyas.models.inputs import AttentionMetadata, MetadataShape, PackedInputs, Segment
+from eyas.tensors import upload
 
 Words = npt.NDArray[np.int32]
 
@@ -26,21 +27,21 @@ MAX_SPLITS = 32
 
 @dataclass(frozen=True)
 class Tiling:
-    """What good tiles depend on.
+    """What good tile sizes depend on.
 
-    heads_per_kv: query heads that share keys; a row is as many rows of a matrix product. num_kv: key-value heads.
-    num_processors: of the device; each should have two programs. most: rows of a matrix product that registers can hold.
+    heads_per_kv: query heads that share keys; they are rows of one matrix product. num_kv: key-value heads.
+    num_processors: of the device; each should have two programs. max_rows: of a matrix product that registers can hold.
     """
 
     heads_per_kv: int
     num_kv: int
     num_processors: int
-    most: int = 64
+    max_rows: int = 64
 
     def tile_rows(self, longest: int) -> int:
-        """Rows that share a tile: as few as the matrix unit takes if no segment has more, else as many as fit."""
+        """Rows per tile: as few as the matrix unit takes if no segment has more, else as many as fit."""
         few = max(1, 16 // self.heads_per_kv)
-        return few if longest <= few else max(1, self.most // self.heads_per_kv)
+        return few if longest <= few else max(1, self.max_rows // self.heads_per_kv)
 
     def splits(self, tiles: int) -> int:
         """Parts of the keys, so that even a few tiles fill the device."""
@@ -52,56 +53,54 @@ def tight_shape(segments: Sequence[Segment], tiling: Tiling) -> MetadataShape:
     counts = [len(s.tokens) for s in segments]
     tile_rows = tiling.tile_rows(max(counts))
     tiles = sum(-(-count // tile_rows) for count in counts)
-    return MetadataShape(sum(counts), num_logits(segments), tiles, tile_rows, tiling.splits(tiles))
+    return MetadataShape(sum(counts), count_logits(segments), tiles, tile_rows, tiling.splits(tiles))
 
 
 def bucket_shape(rows: int, max_segments: int, tiling: Tiling) -> MetadataShape:
-    """A shape that holds any segments, at most `max_segments`, of `rows` rows together; logits are computed for all rows."""
+    """A shape for any segments, at most `max_segments`, of `rows` rows together; logits are computed for all rows."""
     tile_rows = tiling.tile_rows(rows)
     tiles = min(rows, max_segments + rows // tile_rows)
     return MetadataShape(rows, rows, tiles, tile_rows, tiling.splits(-(-rows // tile_rows)))
 
 
-def num_logits(segments: Sequence[Segment]) -> int:
-    """Rows whose logits are wanted."""
+def max_words(shape: MetadataShape) -> int:
+    """The most words that a pass of this shape can take, without its prefixes."""
+    return _num_fixed_words(shape) + shape.rows * -(-shape.rows // 32)
+
+
+def count_logits(segments: Sequence[Segment]) -> int:
+    """Rows whose logits are asked for."""
     return sum(len(s.logits_indices) for s in segments)
 
 
-def fixed_words(shape: MetadataShape) -> int:
-    """Words ahead of the prefixes and masks."""
-    return 4 * _aligned(shape.rows) + TILE_WORDS * shape.tiles
+def pack_with_metadata(
+    segments: Sequence[Segment], shape: MetadataShape, scratch: int, device: torch.device
+) -> PackedInputs:
+    """Segments padded to a shape. Rows behind the last segment write to slot `scratch` and are in no tile."""
+    return view(upload(build_words(segments, shape, scratch), device), shape, count_logits(segments))
 
 
-def mask_words(rows: int) -> int:
-    """The most words that the masks of segments of `rows` rows together can take."""
-    return rows * -(-rows // 32)
-
-
-def lay_out(segments: Sequence[Segment], shape: MetadataShape, scratch: int) -> Words:
-    """The words of a pass. Rows behind the last segment are padding: they write to slot `scratch` and are in no tile."""
+def build_words(segments: Sequence[Segment], shape: MetadataShape, scratch: int) -> Words:
+    """The words of a pass."""
     rows = np.zeros((4, _aligned(shape.rows)), dtype=np.int32)
     rows[2] = scratch
     tiles = np.zeros((shape.tiles, TILE_WORDS), dtype=np.int32)
     ragged: list[npt.NDArray[np.integer]] = []
-    start = tile = wanted = 0
-    at = fixed_words(shape)
+    start = tile = num_logits = 0
+    at = _num_fixed_words(shape)
     for segment in segments:
         count, length = len(segment.tokens), len(segment.prefix)
         rows[:3, start : start + count] = segment.tokens, segment.positions, segment.slots
-        rows[3, wanted : wanted + len(segment.logits_indices)] = segment.logits_indices + start
+        rows[3, num_logits : num_logits + len(segment.logits_indices)] = segment.logits_indices + start
         firsts = np.arange(0, count, shape.tile_rows)
         own = tiles[tile : tile + len(firsts)]
         own[:, 0] = start + firsts
         own[:, 1] = np.minimum(shape.tile_rows, count - firsts)
         own[:, 2:7] = start, count, length, at, at + length
-        mask = _mask(segment)
+        mask = _mask_words(segment)
         ragged += [segment.prefix, mask]
-        start, tile, wanted, at = (
-            start + count,
-            tile + len(firsts),
-            wanted + len(segment.logits_indices),
-            at + length + len(mask),
-        )
+        start, tile, num_logits = start + count, tile + len(firsts), num_logits + len(segment.logits_indices)
+        at += length + len(mask)
     return np.concatenate([rows.ravel(), tiles.ravel(), *ragged], dtype=np.int32, casting="same_kind")
 
 
@@ -109,26 +108,19 @@ def view(words: Tensor, shape: MetadataShape, num_logits: int) -> PackedInputs:
     """A pass over words that are on the device."""
     stride = _aligned(shape.rows)
     rows = words[: 4 * stride].view(4, stride)[:, : shape.rows]
-    tiles = words[4 * stride : fixed_words(shape)].view(shape.tiles, TILE_WORDS)
-    tokens, positions, slots, wanted = rows.long()
-    return PackedInputs(
-        tokens=tokens,
-        positions=positions,
-        slots=slots,
-        logits_indices=wanted[: shape.wanted],
-        groups=(),
-        tables=AttentionMetadata(shape, num_logits, words, tiles, rows[1], rows[2]),
-    )
+    tiles = words[4 * stride : _num_fixed_words(shape)].view(shape.tiles, TILE_WORDS)
+    tokens, positions, slots, logits_indices = rows.long()
+    metadata = AttentionMetadata(shape, num_logits, words, tiles, rows[1], rows[2])
+    return PackedInputs(tokens, positions, slots, logits_indices[: shape.logits], groups=(), metadata=metadata)
 
 
-def upload(words: Words, device: torch.device) -> Tensor:
-    """The words on the device. On CUDA the host does not wait for the copy."""
-    host = torch.from_numpy(words)
-    return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host.to(device)
+def _num_fixed_words(shape: MetadataShape) -> int:
+    """Words before the prefixes and masks."""
+    return 4 * _aligned(shape.rows) + TILE_WORDS * shape.tiles
 
 
-def _mask(segment: Segment) -> Words:
-    """The segment's mask, 32 bits a word, each row beginning a word."""
+def _mask_words(segment: Segment) -> Words:
+    """The segment's mask, 32 bits a word; each row begins a word."""
     count = len(segment.tokens)
     visible = np.tri(count, dtype=np.bool_) if segment.visible is None else segment.visible
     packed = np.packbits(visible, axis=1, bitorder="little")

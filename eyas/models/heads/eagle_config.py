@@ -1,10 +1,7 @@
-"""How EAGLE heads are written down by different projects: their config.json and tensor names in, one spelling out.
+"""What an EAGLE head is, read from a checkpoint of any project: sizes, wiring, and the tensors that these imply.
 
-The spelling is that of the first publication. Facts and their sources stand in docs/heads.md.
-
-What an EAGLE head is: its folder and the target's config in, sizes and conventions out. Reads no tensor.
-
-The tensors that a head's config implies, in the layout of the first publication: names, shapes, which may be absent.
+To support another project's format, add a CheckpointFormat to CHECKPOINT_FORMATS and its tensor names to TENSOR_SPELLINGS.
+Facts about the formats and their sources stand in docs/heads.md. Reads names of tensors, never their values.
 """
 
 from __future__ import annotations
@@ -16,172 +13,27 @@ from pathlib import Path
 from typing import Any, Literal
 
 from eyas.errors import CheckpointError
-from eyas.models.checkpoint import WIRING_KEY, flag, get_int, read_config, real, tensor_names
+from eyas.models.checkpoint import WIRING_KEY, get_bool, get_float, get_int, read_config, tensor_names
 from eyas.models.heads.features import FINAL_NORM_OUTPUT
 
 Settings = Mapping[str, Any]
-Output = Literal["state", "normed", "bare"]
-
-TAP_KEYS = ("eagle_aux_hidden_state_layer_ids", "aux_hidden_state_layer_ids")
-
-# Of tensor names: what is found, and the spelling that it stands for. A layer's number is spelled out afterwards.
-SPELLINGS = (
-    (r"^model\.", ""),
-    (r"^fusion_fc\.", "fc."),
-    (r"^draft_id_to_target_id$", "d2t"),
-    (r"^midlayer\.(?!\d)", "layers.0."),
-    (r"^midlayers?\.(?=\d)", "layers."),
-    (r"^layers\.([1-9]\d*)\.hidden_norm\.", r"layers.\1.input_layernorm."),
-)
-
-
-def fed_on(norm_output: bool) -> Output:
-    """EAGLE-3.1's meaning: whether the normed state is what is fed on."""
-    return "normed" if norm_output else "state"
-
-
-def before_lm_head(norm_output: bool) -> Output:
-    """SpecForge's meaning: whether lm_head reads the normed state."""
-    return "state" if norm_output else "bare"
-
-
-@dataclass(frozen=True)
-class CheckpointFormat:
-    """A way to write config.json.
-
-    writes: whether a config.json is of this dialect. flatten: its settings on one level, under the names of the first
-    publication, with the tapped layers as `taps`, by their inputs. norm_output: what that setting means for a head without a
-    norm for each tapped state; for one with them, it is EAGLE-3.1's everywhere.
-    """
-
-    name: str
-    writes: Callable[[Settings], bool]
-    flatten: Callable[[Settings], dict[str, Any]]
-    norm_output: Callable[[bool], Output] = fed_on
-
-
-@dataclass(frozen=True)
-class UnsupportedFormat:
-    """Heads that look like EAGLE's, and are others. what: in words, with what makes them so. settings: keys of config.json
-    that only they have, if set. words: in the names of their architecture or model type, in lower case. tensors: ends of
-    names that only they have."""
-
-    what: str
-    settings: tuple[str, ...] = ()
-    words: tuple[str, ...] = ()
-    tensors: tuple[str, ...] = ()
-
-    def claims(self, config: Settings, names: Iterable[str]) -> bool:
-        """Whether a head is one of these."""
-        called = (*(config.get("architectures") or ()), config.get("model_type"), config.get("speculators_model_type"))
-        return (
-            any(config.get(key) for key in self.settings)
-            or any(word in str(name).lower() for name in called for word in self.words)
-            or any(name.endswith(self.tensors) for name in names if self.tensors)
-        )
-
-
-def foreign(config: Settings, names: Iterable[str]) -> str:
-    """What a head is, if it is none of EAGLE's; else empty. names: of its tensors."""
-    names = tuple(names)
-    return next((other.what for other in FOREIGN if other.claims(config, names)), "")
-
-
-def dialect_of(config: Settings) -> CheckpointFormat:
-    """The first that claims it."""
-    return next(dialect for dialect in DIALECTS if dialect.writes(config))
-
-
-def canonical(name: str, kind: str) -> str:
-    """A tensor's name as the first publication of its kind, "eagle" or "eagle3", spells it."""
-    for pattern, spelling in SPELLINGS:
-        name = re.sub(pattern, spelling, name)
-    return re.sub(r"^layers\.0\.", "midlayer.", name) if kind == "eagle3" else name
-
-
-def _architecture(*names: str) -> Callable[[Settings], bool]:
-    return lambda config: bool(set(config.get("architectures") or ()) & set(names))
-
-
-def _flat(config: Settings) -> dict[str, Any]:
-    """Layer ids on the first level count inputs of layers."""
-    return {**config, "taps": next((config[key] for key in TAP_KEYS if config.get(key)), None)}
-
-
-def _with_eagle_config(config: Settings) -> dict[str, Any]:
-    """Layer ids in eagle_config count outputs if they begin with 1, the lowest that is written so; else inputs."""
-    nested = _nested(config, "eagle_config")
-    taps = next((nested[key] for key in TAP_KEYS if nested.get(key)), None)
-    if isinstance(taps, list) and taps[0] == 1 and all(isinstance(tap, int) for tap in taps):
-        taps = [tap + 1 for tap in taps]
-    flat = _flat(config)
-    return {**flat, "taps": taps or flat["taps"]}
-
-
-def _with_transformer_config(config: Settings) -> dict[str, Any]:
-    """Sizes stand in a config of their own; what stands beside it goes first."""
-    stated = {key: value for key, value in config.items() if value is not None}
-    return _flat({**_nested(config, "transformer_layer_config"), **stated})
-
-
-def _nested(config: Settings, key: str) -> Settings:
-    """A config within a config, empty where there is none. Raises CheckpointError for what is none."""
-    found = config.get(key) or {}
-    if not isinstance(found, Mapping):
-        raise CheckpointError(f"{key} in the head's config.json is {found!r}; it must be a mapping")
-    return found
-
-
-DIALECTS = (
-    CheckpointFormat("vLLM speculators", lambda config: "speculators_model_type" in config, _with_transformer_config),
-    CheckpointFormat(
-        "SpecForge / SGLang",
-        _architecture("LlamaForCausalLMEagle3", "LlamaForCausalLMEagle"),
-        _with_eagle_config,
-        norm_output=before_lm_head,
-    ),
-    CheckpointFormat("vLLM", _architecture("Eagle3LlamaForCausalLM", "EagleLlamaForCausalLM"), _with_eagle_config),
-    CheckpointFormat("SafeAILab", lambda config: True, _with_eagle_config),
-)
-
-FOREIGN = (
-    UnsupportedFormat(
-        "a block diffusion head (DFlash or one of its kin), which drafts a block of tokens at once",
-        settings=("dflash_config",),
-        words=("dflash", "dspark", "domino"),
-    ),
-    UnsupportedFormat(
-        "a P-EAGLE head, which drafts all levels in one pass",
-        settings=("parallel_drafting", "ptd_token_id"),
-        words=("peagle",),
-        tensors=("mask_hidden",),
-    ),
-    UnsupportedFormat(
-        "a HASS head with norms of its own over embeddings and features; those without load as eagle2",
-        settings=("add_para_norm", "layernorms"),
-        tensors=("embedding_layernorm.weight", "hidden_states_layernorm.weight", "enorm.weight", "hnorm.weight"),
-    ),
-    UnsupportedFormat("a head with a norm of its own before lm_head", tensors=("pre_lm_head_layernorm.weight",)),
-    UnsupportedFormat(
-        "a head with norms of queries and keys", tensors=("self_attn.q_norm.weight", "self_attn.k_norm.weight")
-    ),
-)
-
-
+Shapes = dict[str, tuple[int, ...]]
 Kind = Literal["eagle", "eagle3"]
 InputNorms = Literal["none", "joint", "each"]
+Output = Literal["state", "normed", "bare"]
 
 SUPPORTED_ACTIVATIONS = (None, "silu", "swish")
+LAYER_ID_KEYS = ("eagle_aux_hidden_state_layer_ids", "aux_hidden_state_layer_ids")
 
 
 @dataclass(frozen=True)
 class HeadWiring:
-    """How to read a head that loads either way, and works only the right way.
+    """The settings of a head that fit its tensors either way, and give good drafts only one way.
 
-    aux_hidden_state_layers: layers of the target whose *inputs* are its features; the number of layers means the state before the final norm.
-    norm_before_residual: whether the residual is taken behind hidden_norm, not before it.
-    output: "state": logits from norm(state), the state is fed on; "normed": norm(state) gives logits and is fed on
-    (EAGLE-3.1); "bare": the state gives logits, without a norm, and is fed on.
+    aux_hidden_state_layers: layers of the target whose *inputs* are its features; the number of layers means the state
+    before the final norm. norm_before_residual: whether the residual is taken after hidden_norm instead of before it.
+    output: "state": logits from norm(state), and the next step reads the state. "normed": logits from norm(state), and the
+    next step reads norm(state) (EAGLE-3.1). "bare": logits from the state without a norm, and the next step reads it.
     """
 
     aux_hidden_state_layers: tuple[int, ...]
@@ -191,10 +43,10 @@ class HeadWiring:
 
 @dataclass(frozen=True)
 class EagleHeadConfig:
-    """Sizes of an EAGLE head. kind: "eagle" for those of EAGLE-1 and -2.
+    """Sizes of an EAGLE head. kind: "eagle" for EAGLE-1 and -2.
 
-    input_norms: what is normed before fc: nothing, the states side by side ("joint"), or each of them by itself.
-    *_bias: which projections have one. rotary: parameters as transformers takes them.
+    input_norms: what is normed before fc: nothing, the hidden states side by side ("joint"), or each of them.
+    *_bias: which projections have one. rotary: RoPE parameters as transformers takes them.
     """
 
     kind: Kind
@@ -226,16 +78,161 @@ class EagleHeadConfig:
         return self.wiring.aux_hidden_state_layers
 
 
-def head_config(folder: Path, target: Mapping[str, Any], kind: Kind = "eagle3") -> EagleHeadConfig:
+@dataclass(frozen=True)
+class CheckpointFormat:
+    """A project's way to write config.json.
+
+    matches: whether a config.json is of this format. flatten: its settings on one level, under the names of the first
+    publication, with the layer ids as `aux_hidden_state_layers`, counted by inputs. norm_output: what that setting means
+    for a head without a norm per hidden state; with such norms it has EAGLE-3.1's meaning in every format.
+    """
+
+    name: str
+    matches: Callable[[Settings], bool]
+    flatten: Callable[[Settings], dict[str, Any]]
+    norm_output: Callable[[bool], Output]
+
+
+def _next_step_reads_norm(norm_output: bool) -> Output:
+    """EAGLE-3.1's meaning of norm_output: whether the next step reads the normed state."""
+    return "normed" if norm_output else "state"
+
+
+def _lm_head_reads_norm(norm_output: bool) -> Output:
+    """SpecForge's meaning of norm_output: whether lm_head reads the normed state."""
+    return "state" if norm_output else "bare"
+
+
+def _is_architecture(*names: str) -> Callable[[Settings], bool]:
+    return lambda config: bool(set(config.get("architectures") or ()) & set(names))
+
+
+def _flat(config: Settings) -> dict[str, Any]:
+    """Layer ids on the first level count inputs of layers."""
+    return {**config, "aux_hidden_state_layers": next((config[key] for key in LAYER_ID_KEYS if config.get(key)), None)}
+
+
+def _with_eagle_config(config: Settings) -> dict[str, Any]:
+    """Layer ids in eagle_config count outputs if they begin with 1, the lowest id of an output; else inputs."""
+    nested = _nested(config, "eagle_config")
+    layers = next((nested[key] for key in LAYER_ID_KEYS if nested.get(key)), None)
+    if isinstance(layers, list) and layers[0] == 1 and all(isinstance(layer, int) for layer in layers):
+        layers = [layer + 1 for layer in layers]
+    flat = _flat(config)
+    return {**flat, "aux_hidden_state_layers": layers or flat["aux_hidden_state_layers"]}
+
+
+def _with_transformer_config(config: Settings) -> dict[str, Any]:
+    """Sizes stand in a nested config; settings beside it take precedence."""
+    stated = {key: value for key, value in config.items() if value is not None}
+    return _flat({**_nested(config, "transformer_layer_config"), **stated})
+
+
+def _nested(config: Settings, key: str) -> Settings:
+    found = config.get(key) or {}
+    if not isinstance(found, Mapping):
+        raise CheckpointError(f"{key} in the head's config.json is {found!r}; it must be a mapping")
+    return found
+
+
+# The first format that matches is taken.
+CHECKPOINT_FORMATS = (
+    CheckpointFormat(
+        "vLLM speculators",
+        lambda config: "speculators_model_type" in config,
+        _with_transformer_config,
+        _next_step_reads_norm,
+    ),
+    CheckpointFormat(
+        "SpecForge / SGLang",
+        _is_architecture("LlamaForCausalLMEagle3", "LlamaForCausalLMEagle"),
+        _with_eagle_config,
+        _lm_head_reads_norm,
+    ),
+    CheckpointFormat(
+        "vLLM",
+        _is_architecture("Eagle3LlamaForCausalLM", "EagleLlamaForCausalLM"),
+        _with_eagle_config,
+        _next_step_reads_norm,
+    ),
+    CheckpointFormat("SafeAILab", lambda config: True, _with_eagle_config, _next_step_reads_norm),
+)
+
+# Tensor names of other formats, as patterns, and the spelling of the first publication.
+TENSOR_SPELLINGS = (
+    (r"^model\.", ""),
+    (r"^fusion_fc\.", "fc."),
+    (r"^draft_id_to_target_id$", "d2t"),
+    (r"^midlayer\.(?!\d)", "layers.0."),
+    (r"^midlayers?\.(?=\d)", "layers."),
+    (r"^layers\.([1-9]\d*)\.hidden_norm\.", r"layers.\1.input_layernorm."),
+)
+
+
+@dataclass(frozen=True)
+class UnsupportedHead:
+    """Heads that look like EAGLE's and are not. description: what they are, for the error message.
+
+    settings: keys of config.json that only they set. words: parts of their architecture or model type, in lower case.
+    tensors: ends of names that only they have.
+    """
+
+    description: str
+    settings: tuple[str, ...] = ()
+    words: tuple[str, ...] = ()
+    tensors: tuple[str, ...] = ()
+
+    def matches(self, config: Settings, names: Iterable[str]) -> bool:
+        """Whether a head is of this kind. names: of its tensors."""
+        called = (*(config.get("architectures") or ()), config.get("model_type"), config.get("speculators_model_type"))
+        return (
+            any(config.get(key) for key in self.settings)
+            or any(word in str(name).lower() for name in called for word in self.words)
+            or any(name.endswith(self.tensors) for name in names if self.tensors)
+        )
+
+
+UNSUPPORTED_HEADS = (
+    UnsupportedHead(
+        "a block diffusion head (DFlash or one of its kin), which drafts a block of tokens at once",
+        settings=("dflash_config",),
+        words=("dflash", "dspark", "domino"),
+    ),
+    UnsupportedHead(
+        "a P-EAGLE head, which drafts all levels in one pass",
+        settings=("parallel_drafting", "ptd_token_id"),
+        words=("peagle",),
+        tensors=("mask_hidden",),
+    ),
+    UnsupportedHead(
+        "a HASS head with norms of its own over embeddings and features; those without load as eagle2",
+        settings=("add_para_norm", "layernorms"),
+        tensors=("embedding_layernorm.weight", "hidden_states_layernorm.weight", "enorm.weight", "hnorm.weight"),
+    ),
+    UnsupportedHead("a head with a norm of its own before lm_head", tensors=("pre_lm_head_layernorm.weight",)),
+    UnsupportedHead("a head with norms of queries and keys", tensors=("self_attn.q_norm.weight", "self_attn.k_norm.weight")),
+)
+
+
+def canonical_name(name: str, kind: Kind) -> str:
+    """A tensor's name as the first publication of its kind spells it."""
+    for pattern, spelling in TENSOR_SPELLINGS:
+        name = re.sub(pattern, spelling, name)
+    return re.sub(r"^layers\.0\.", "midlayer.", name) if kind == "eagle3" else name
+
+
+def read_head_config(folder: Path, target: Settings, kind: Kind = "eagle3") -> EagleHeadConfig:
     """The head in `folder`, checked against the target's config.json. Raises CheckpointError."""
     raw, source = read_config(folder), folder / "config.json"
-    names = {canonical(name, kind) for name in tensor_names(folder)}
-    if other := foreign(raw, names):
-        raise CheckpointError(
-            f"{folder} holds {other}; Eyas knows the heads of EAGLE-1, EAGLE-2 and EAGLE-3. Take one of these"
-        )
-    dialect = dialect_of(raw)
-    head = dialect.flatten(raw)
+    names = {canonical_name(name, kind) for name in tensor_names(folder)}
+    for unsupported in UNSUPPORTED_HEADS:
+        if unsupported.matches(raw, names):
+            raise CheckpointError(
+                f"{folder} holds {unsupported.description}; Eyas knows the heads of EAGLE-1, EAGLE-2 and EAGLE-3. Take one "
+                "of these"
+            )
+    checkpoint_format = next(each for each in CHECKPOINT_FORMATS if each.matches(raw))
+    head = checkpoint_format.flatten(raw)
     hidden, heads = get_int(head, "hidden_size", source), get_int(head, "num_attention_heads", source)
     vocab_size = get_int(head, "vocab_size", source)
     config = EagleHeadConfig(
@@ -249,107 +246,102 @@ def head_config(folder: Path, target: Mapping[str, Any], kind: Kind = "eagle3") 
         num_layers=get_int(head, "num_hidden_layers", source, 1),
         vocab_size=vocab_size,
         draft_vocab_size=get_int(head, "draft_vocab_size", source, vocab_size),
-        rms_norm_eps=real(head, "rms_norm_eps", source, 1e-6),
+        rms_norm_eps=get_float(head, "rms_norm_eps", source, 1e-6),
         rotary=_rotary(head, source),
         max_positions=get_int(head, "max_position_embeddings", source, 2048),
-        wiring=recorded(raw, source) or _stated(head, dialect, kind, names, target, source),
+        wiring=_recorded_wiring(raw, source) or _stated_wiring(head, checkpoint_format, kind, names, target, source),
         input_norms=_input_norms(head, names, source),
-        fc_bias="fc.bias" in names or (kind == "eagle" and flag(head, "bias", source)),
-        qkv_bias=_has(names, "q_proj.bias") or any(flag(head, key, source) for key in ("attention_bias", "qkv_bias")),
-        out_bias=_has(names, "o_proj.bias"),
+        fc_bias="fc.bias" in names or (kind == "eagle" and get_bool(head, "bias", source)),
+        qkv_bias=any(name.endswith("q_proj.bias") for name in names)
+        or any(get_bool(head, key, source) for key in ("attention_bias", "qkv_bias")),
+        out_bias=any(name.endswith("o_proj.bias") for name in names),
     )
     _check(config, head, target, folder)
     return config
 
 
-def recorded(raw: Mapping[str, Any], source: Path) -> HeadWiring | None:
-    """The reading that a check has written into a config.json, if there is one. Raises CheckpointError."""
+def _recorded_wiring(raw: Settings, source: Path) -> HeadWiring | None:
+    """The wiring that `eyas check head --write` recorded in a config.json, if it did."""
     record = raw.get(WIRING_KEY)
     if record is None:
         return None
     match record:
         case {
-            "aux_hidden_state_layers": [*taps],
+            "aux_hidden_state_layers": [*layers],
             "norm_before_residual": bool(normed),
             "output": "state" | "normed" | "bare" as output,
-        }:
-            if all(type(tap) is int for tap in taps):
-                return HeadWiring(tuple(taps), normed, output)
-    raise CheckpointError(f"{source}: {WIRING_KEY} is {record!r}; remove it, or have it written anew")
+        } if all(type(layer) is int for layer in layers):
+            return HeadWiring(tuple(layers), normed, output)
+    raise CheckpointError(
+        f"{source}: {WIRING_KEY} is {record!r}, which is no record of Eyas; remove it, and run `eyas check head --write`"
+    )
 
 
-def _stated(
-    head: Mapping[str, Any], dialect: CheckpointFormat, kind: Kind, names: set[str], target: Mapping[str, Any], source: Path
+def _stated_wiring(
+    head: Settings, checkpoint_format: CheckpointFormat, kind: Kind, names: set[str], target: Settings, source: Path
 ) -> HeadWiring:
-    """What the config says, and the usual where it says nothing."""
+    """What the config says, with the usual values for what it leaves out."""
     if kind == "eagle":
         return HeadWiring((FINAL_NORM_OUTPUT,), output="bare")
-    layers = get_int(target, "num_hidden_layers", "the target's config")
-    taps = head.get("taps") or (2, layers // 2, layers - 3)
-    if not isinstance(taps, list | tuple) or not all(type(tap) is int and 0 <= tap <= layers for tap in taps):
-        given = "is" if head.get("taps") else "is left out, which means"
+    num_layers = get_int(target, "num_hidden_layers", "the target's config")
+    layers = head.get("aux_hidden_state_layers") or (2, num_layers // 2, num_layers - 3)
+    if not isinstance(layers, list | tuple) or not all(type(layer) is int and 0 <= layer <= num_layers for layer in layers):
+        given = "is" if head.get("aux_hidden_state_layers") else "is left out, which means"
         raise CheckpointError(
-            f"{source}: eagle_aux_hidden_state_layer_ids {given} {taps!r}; it must be a list of layer numbers from 0 to "
-            f"{layers}, which is the state behind the target's last layer"
+            f"{source}: eagle_aux_hidden_state_layer_ids {given} {layers!r}; it must be a list of layer numbers from 0 to "
+            f"{num_layers}, which is the state behind the target's last layer"
         )
-    output = fed_on(False)
+    output: Output = "state"
     if head.get("norm_output") is not None:
-        meaning = fed_on if "fc_norm.0.weight" in names else dialect.norm_output
-        output = meaning(flag(head, "norm_output", source))
-    return HeadWiring(tuple(taps), flag(head, "norm_before_residual", source), output)
+        meaning = _next_step_reads_norm if "fc_norm.0.weight" in names else checkpoint_format.norm_output
+        output = meaning(get_bool(head, "norm_output", source))
+    return HeadWiring(tuple(layers), get_bool(head, "norm_before_residual", source), output)
 
 
-def _input_norms(head: Mapping[str, Any], names: set[str], source: Path) -> InputNorms:
-    joint = "input_norm.weight" in names or flag(head, "norm_before_fc", source)
-    each = "fc_norm.0.weight" in names or flag(head, "fc_norm", source)
+def _input_norms(head: Settings, names: set[str], source: Path) -> InputNorms:
+    joint = "input_norm.weight" in names or get_bool(head, "norm_before_fc", source)
+    each = "fc_norm.0.weight" in names or get_bool(head, "fc_norm", source)
     if joint and each:
         raise CheckpointError(f"{source} asks for norm_before_fc and for fc_norm; a head can have one of them only")
     return "joint" if joint else "each" if each else "none"
 
 
-def _rotary(head: Mapping[str, Any], source: Path) -> dict[str, Any]:
+def _rotary(head: Settings, source: Path) -> dict[str, Any]:
     """The head's own base and scaling; those of the target do not apply."""
     found = head.get("rope_parameters") or head.get("rope_scaling") or {}
     if not isinstance(found, Mapping):
         raise CheckpointError(f"{source}: rope_scaling is {found!r}; it must be a mapping")
-    parameters = {"rope_theta": real(head, "rope_theta", source, 10000.0), **found}
+    parameters = {"rope_theta": get_float(head, "rope_theta", source, 10000.0), **found}
     parameters["rope_type"] = parameters.pop("type", None) or parameters.get("rope_type") or "default"
     return parameters
 
 
-def _has(names: set[str], end: str) -> bool:
-    return any(name.endswith(end) for name in names)
-
-
-def _check(config: EagleHeadConfig, head: Mapping[str, Any], target: Mapping[str, Any], folder: Path) -> None:
-    """Raises CheckpointError unless the head was made for such a target and is of a kind that is known."""
-    for what, mine, its in (
+def _check(config: EagleHeadConfig, head: Settings, target: Settings, folder: Path) -> None:
+    """Raises CheckpointError unless the head was made for this target and has an activation that Eyas supports."""
+    for what, own, needed in (
         ("hidden size", config.target_hidden, int(target["hidden_size"])),
         ("vocabulary size", config.vocab_size, int(target["vocab_size"])),
     ):
-        if mine != its:
-            raise CheckpointError(f"{folder} was made for a target of {what} {mine}, but this target has {its}")
+        if own != needed:
+            raise CheckpointError(f"{folder} was made for a target of {what} {own}, but this target has {needed}")
     if config.kind == "eagle" and config.hidden != config.target_hidden:
         raise CheckpointError(
             f"{folder} is {config.hidden} wide, its target {config.target_hidden}; an EAGLE-1 head is as wide as its target"
         )
     if head.get("hidden_act") not in SUPPORTED_ACTIVATIONS:
-        raise CheckpointError(f"{folder} has the activation {head['hidden_act']!r}; only silu is known")
+        raise CheckpointError(f"{folder} has the activation {head['hidden_act']!r}; Eyas supports silu only")
 
 
-Shapes = dict[str, tuple[int, ...]]
-
-
-def prefix(config: EagleHeadConfig, layer: int) -> str:
-    """What the names of a layer's tensors begin with."""
+def layer_prefix(config: EagleHeadConfig, layer: int) -> str:
+    """The prefix of the names of a layer's tensors."""
     return "midlayer." if config.kind == "eagle3" and layer == 0 else f"layers.{layer}."
 
 
-def layout(c: EagleHeadConfig) -> Shapes:
-    """Names and shapes of all tensors that the head may have."""
-    shapes = {**fuser_layout(c), "embed_tokens.weight": (c.vocab_size, c.hidden)}
+def tensor_shapes(c: EagleHeadConfig) -> Shapes:
+    """Names and shapes of all tensors that the head may have, as the first publication spells them."""
+    shapes = {**fuser_shapes(c), "embed_tokens.weight": (c.vocab_size, c.hidden)}
     for layer in range(c.num_layers):
-        shapes |= {prefix(c, layer) + name: shape for name, shape in _layer(c, layer).items()}
+        shapes |= {layer_prefix(c, layer) + name: shape for name, shape in _layer_shapes(c, layer).items()}
     if c.kind == "eagle":
         return shapes
     return shapes | {
@@ -360,33 +352,32 @@ def layout(c: EagleHeadConfig) -> Shapes:
     }
 
 
-def optional(c: EagleHeadConfig) -> set[str]:
-    """Of these, the ones that may be absent: the target's embedding serves, the vocabulary is whole, no norm is used."""
-    own_embedding = c.hidden != c.target_hidden
+def optional_tensors(c: EagleHeadConfig) -> set[str]:
+    """Tensors that may be absent: the target's embedding is used, the vocabulary is whole, or no norm is needed."""
     return (
         {"t2d"}
-        | (set() if own_embedding else {"embed_tokens.weight"})
+        | ({"embed_tokens.weight"} if c.hidden == c.target_hidden else set())
         | ({"d2t"} if c.full_vocabulary else set())
         | ({"norm.weight"} if c.wiring.output == "bare" else set())
     )
 
 
-def fuser_layout(c: EagleHeadConfig) -> Shapes:
-    """fc and what is normed before it: of EAGLE-3 what runs beside the target."""
-    states = len(c.aux_hidden_state_layers)
-    width = states * c.target_hidden if c.kind == "eagle3" else 2 * c.hidden
+def fuser_shapes(c: EagleHeadConfig) -> Shapes:
+    """fc and the norms before it. In EAGLE-3 they run beside the target."""
+    num_states = len(c.aux_hidden_state_layers)
+    width = num_states * c.target_hidden if c.kind == "eagle3" else 2 * c.hidden
     shapes: Shapes = {"fc.weight": (c.hidden, width)}
     if c.fc_bias:
         shapes["fc.bias"] = (c.hidden,)
     if c.input_norms == "joint":
         shapes["input_norm.weight"] = (width,)
     if c.input_norms == "each":
-        shapes |= {f"fc_norm.{state}.weight": (c.target_hidden,) for state in range(states)}
+        shapes |= {f"fc_norm.{state}.weight": (c.target_hidden,) for state in range(num_states)}
     return shapes
 
 
-def _layer(c: EagleHeadConfig, layer: int) -> Shapes:
-    """The first layer of EAGLE-3 reads embedding and feature side by side, that of EAGLE-1 has no norm before attention."""
+def _layer_shapes(c: EagleHeadConfig, layer: int) -> Shapes:
+    """EAGLE-3's first layer reads embedding and feature side by side. EAGLE-1's has no norm before attention."""
     q, kv = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
     first = layer == 0
     width = 2 * c.hidden if first and c.kind == "eagle3" else c.hidden

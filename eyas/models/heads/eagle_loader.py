@@ -1,7 +1,4 @@
-"""Loads EAGLE heads strictly: folders of head and target in, a head or what runs beside the target out.
-
-Writes EAGLE heads in the layout of their first publication: config and tensors in, a folder that all loaders read out.
-"""
+"""Loads EAGLE heads strictly, and writes them in the layout of their first publication, which all loaders read."""
 
 from __future__ import annotations
 
@@ -19,36 +16,29 @@ from eyas.errors import CheckpointError
 from eyas.models.checkpoint import (
     WIRING_KEY,
     check_device,
+    check_tensors,
     get_int,
+    read_embedding,
+    read_lm_head,
     read_target_config,
     read_tensor,
     read_tensors,
     resolve,
-    take,
     tensor_names,
 )
-from eyas.models.cpu import lay_out
+from eyas.models.cpu import optimize_for_cpu
 from eyas.models.heads.eagle import Eagle1Head, Eagle3Head, EagleHead
 from eyas.models.heads.eagle_config import (
     EagleHeadConfig,
     HeadWiring,
     Kind,
-    canonical,
-    fuser_layout,
-    head_config,
-    layout,
-    optional,
+    canonical_name,
+    fuser_shapes,
+    optional_tensors,
+    read_head_config,
+    tensor_shapes,
 )
 from eyas.models.heads.features import LinearFuser, NormedFuser
-
-EMBEDDING_NAMES = (
-    "model.embed_tokens.weight",
-    "embed_tokens.weight",
-    "transformer.wte.weight",
-    "model.language_model.embed_tokens.weight",
-    "language_model.model.embed_tokens.weight",
-)
-LM_HEAD_NAMES = ("lm_head.weight", "language_model.lm_head.weight")
 
 
 def load_head(
@@ -59,65 +49,65 @@ def load_head(
     kind: Kind = "eagle3",
     wiring: HeadWiring | None = None,
 ) -> EagleHead:
-    """Load a head strictly, with the target's embedding where it has none of its own. wiring: in place of what its config
-    says. Raises CheckpointError when anything is missing, left over or of another shape than the two configs say."""
+    """Load a head, with the target's embedding and lm_head where it has none of its own.
+
+    wiring: replaces what its config says. Raises CheckpointError for tensors that are missing, left over or of another shape
+    than the two configs imply.
+    """
     check_device(dtype, device)
     folder, target_folder = resolve(path_or_id), resolve(target)
     target_config = read_target_config(target_folder)
-    config = _reread(head_config(folder, target_config, kind), wiring)
-    tensors = _spelled(read_tensors(folder), config)
-    take(tensors, layout(config), optional(config), folder)
+    config = _read_config(folder, target_config, kind, wiring)
+    expected = tensor_shapes(config)
+    tensors = {_known_name(name, kind, expected): tensor for name, tensor in read_tensors(folder).items()}
+    check_tensors(tensors, expected, optional_tensors(config), folder)
     if "d2t" in tensors:
-        _check_vocabulary(config, tensors, folder)
-    shipped = tensors.pop("embed_tokens.weight", None)
-    embedding = read_tensor(target_folder, EMBEDDING_NAMES) if shipped is None else shipped
-    lm_head = tensors.pop("lm_head.weight", None)
-    lm_head = _target_lm_head(target_folder) if lm_head is None else lm_head
-    width = getattr(torch, dtype)
-    cast = {name: t.to(width) if t.is_floating_point() else t for name, t in tensors.items()}
-    context_length = get_int(target_config, "max_position_embeddings", target_folder)
+        _check_draft_vocabulary(config, tensors, folder)
+    embedding, lm_head = tensors.pop("embed_tokens.weight", None), tensors.pop("lm_head.weight", None)
+    embedding = read_embedding(target_folder) if embedding is None else embedding
+    lm_head = read_lm_head(target_folder) if lm_head is None else lm_head
+    to = getattr(torch, dtype)
+    cast = {name: tensor.to(to) if tensor.is_floating_point() else tensor for name, tensor in tensors.items()}
+    max_model_len = get_int(target_config, "max_position_embeddings", target_folder)
     make = Eagle3Head if kind == "eagle3" else Eagle1Head
-    head = make(config, cast, embedding.to(width), lm_head.to(width), context_length).to(torch.device(device))
-    lay_out(head)
+    head = make(config, cast, embedding.to(to), lm_head.to(to), max_model_len).to(torch.device(device))
+    optimize_for_cpu(head)
     return head
 
 
 def load_fuser(
     path_or_id: str, target: str, dtype: str = "float32", device: str = "cpu", wiring: HeadWiring | None = None
 ) -> LinearFuser:
-    """Load only what of an EAGLE-3 head runs beside the target: fc, the norms before it and the layers that it taps.
-    Raises CheckpointError."""
+    """Load only the part of an EAGLE-3 head that runs beside the target: fc and the norms before it.
+
+    Raises CheckpointError.
+    """
     folder = resolve(path_or_id)
-    config = _reread(head_config(folder, read_target_config(resolve(target))), wiring)
-    expected = fuser_layout(config)
-    files = {canonical(name, "eagle3"): name for name in tensor_names(folder)}
+    config = _read_config(folder, read_target_config(resolve(target)), "eagle3", wiring)
+    expected = fuser_shapes(config)
+    files = {canonical_name(name, "eagle3"): name for name in tensor_names(folder)}
     tensors = {name: read_tensor(folder, (files[name],)) for name in expected if name in files}
-    take(tensors, expected, set(), folder)
+    check_tensors(tensors, expected, (), folder)
     cast = {name: tensor.to(getattr(torch, dtype)) for name, tensor in tensors.items()}
-    weight, bias = cast["fc.weight"], cast.get("fc.bias")
+    weight, bias, layers = cast["fc.weight"], cast.get("fc.bias"), config.aux_hidden_state_layers
     if config.input_norms == "none":
-        return LinearFuser(weight, config.aux_hidden_state_layers, bias).to(torch.device(device))
+        return LinearFuser(weight, layers, bias).to(torch.device(device))
     norms = torch.stack([tensor for name, tensor in cast.items() if not name.startswith("fc.")])
-    return NormedFuser(weight, config.aux_hidden_state_layers, bias, norms, config.rms_norm_eps).to(torch.device(device))
+    return NormedFuser(weight, layers, bias, norms, config.rms_norm_eps).to(torch.device(device))
 
 
-def _reread(config: EagleHeadConfig, wiring: HeadWiring | None) -> EagleHeadConfig:
+def _read_config(folder: Path, target: Mapping[str, Any], kind: Kind, wiring: HeadWiring | None) -> EagleHeadConfig:
+    config = read_head_config(folder, target, kind)
     return replace(config, wiring=wiring) if wiring else config
 
 
-def _spelled(tensors: Mapping[str, Tensor], config: EagleHeadConfig) -> dict[str, Tensor]:
-    """Tensors under their published names; what is not known keeps its own."""
-    known = layout(config)
-    spelled = {name: canonical(name, config.kind) for name in tensors}
-    return {spelled[name] if spelled[name] in known else name: tensor for name, tensor in tensors.items()}
+def _known_name(name: str, kind: Kind, known: Mapping[str, object]) -> str:
+    """The canonical name of a tensor; an unknown tensor keeps its own name, for the error message."""
+    canonical = canonical_name(name, kind)
+    return canonical if canonical in known else name
 
 
-def _target_lm_head(folder: Path) -> Tensor:
-    """The target's lm_head, which is its embedding where the two are tied."""
-    return read_tensor(folder, (*LM_HEAD_NAMES, *EMBEDDING_NAMES))
-
-
-def _check_vocabulary(config: EagleHeadConfig, tensors: Mapping[str, Tensor], source: Path) -> None:
+def _check_draft_vocabulary(config: EagleHeadConfig, tensors: Mapping[str, Tensor], source: Path) -> None:
     ids = torch.arange(config.draft_vocab_size) + tensors["d2t"]
     if int(ids.min()) < 0 or int(ids.max()) >= config.vocab_size or len(set(ids.tolist())) != len(ids):
         raise CheckpointError(
@@ -130,16 +120,16 @@ def _check_vocabulary(config: EagleHeadConfig, tensors: Mapping[str, Tensor], so
 
 def write_head(folder: Path, config: EagleHeadConfig, tensors: Mapping[str, Tensor]) -> None:
     """Write config.json and model.safetensors. Raises CheckpointError for tensors that `config` does not imply."""
-    take(tensors, layout(config), optional(config), folder)
+    check_tensors(tensors, tensor_shapes(config), optional_tensors(config), folder)
     folder.mkdir(parents=True, exist_ok=True)
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "model.safetensors")
-    (folder / "config.json").write_text(json.dumps(settings(config), indent=1) + "\n")
+    (folder / "config.json").write_text(json.dumps(config_json(config), indent=1) + "\n")
 
 
-def settings(c: EagleHeadConfig) -> dict[str, Any]:
-    """The head's config.json. What only Eyas has a word for stands in its own record."""
+def config_json(c: EagleHeadConfig) -> dict[str, Any]:
+    """The head's config.json. A wiring that no published key can express goes under Eyas's own key."""
     rotary = dict(c.rotary)
-    found = {
+    settings = {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
         "hidden_size": c.hidden,
@@ -157,11 +147,9 @@ def settings(c: EagleHeadConfig) -> dict[str, Any]:
         "tie_word_embeddings": False,
         "attention_bias": c.qkv_bias,
     }
-    return found | (_eagle3(c) if c.kind == "eagle3" else {"bias": c.fc_bias})
-
-
-def _eagle3(c: EagleHeadConfig) -> dict[str, Any]:
-    found = {
+    if c.kind == "eagle":
+        return settings | {"bias": c.fc_bias}
+    settings |= {
         "draft_vocab_size": c.draft_vocab_size,
         "target_hidden_size": c.target_hidden,
         "eagle_aux_hidden_state_layer_ids": list(c.aux_hidden_state_layers),
@@ -170,4 +158,4 @@ def _eagle3(c: EagleHeadConfig) -> dict[str, Any]:
         "fc_norm": c.input_norms == "each",
         "norm_output": c.wiring.output == "normed",
     }
-    return found | ({WIRING_KEY: asdict(c.wiring)} if c.wiring.output == "bare" else {})
+    return settings | ({WIRING_KEY: asdict(c.wiring)} if c.wiring.output == "bare" else {})

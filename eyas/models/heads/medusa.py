@@ -8,7 +8,6 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -17,16 +16,18 @@ from torch import Tensor, nn
 from eyas.errors import CheckpointError
 from eyas.models.checkpoint import (
     check_device,
+    check_tensors,
+    get_float,
     get_int,
     read_config,
     read_target_config,
     read_tensors,
     resolve,
-    take,
 )
-from eyas.models.heads.features import check_target, draft_ids
+from eyas.models.heads.features import take_draft_ids
+from eyas.models.heads.layers import frozen
 
-FILES = ("medusa_lm_head.safetensors", "medusa_lm_head.pt")
+MEDUSA_FILES = ("medusa_lm_head.safetensors", "medusa_lm_head.pt")
 
 
 class MedusaHead(nn.Module):
@@ -36,9 +37,9 @@ class MedusaHead(nn.Module):
         """weights [M, H, H] and biases [M, 1, H] of each of the n blocks; outputs [M, D, H], or [1, D, H] if heads share."""
         super().__init__()
         self.num_heads, self.hidden = weights[0].shape[:2]
-        self.weights = nn.ParameterList(nn.Parameter(weight, requires_grad=False) for weight in weights)
-        self.biases = nn.ParameterList(nn.Parameter(bias, requires_grad=False) for bias in biases)
-        self.outputs = nn.Parameter(outputs, requires_grad=False)
+        self.weights = nn.ParameterList(map(frozen, weights))
+        self.biases = nn.ParameterList(map(frozen, biases))
+        self.outputs = frozen(outputs)
         self.register_buffer("draft_ids", draft_ids)
         self.draft_ids: Tensor
 
@@ -52,51 +53,49 @@ class MedusaHead(nn.Module):
 
 
 def load_medusa(path_or_id: str, target: str, dtype: str = "float32", device: str = "cpu") -> MedusaHead:
-    """Load heads strictly, as many as the file holds. Raises CheckpointError when anything is missing, left over or does not
-    fit the target."""
+    """Load as many heads as the file holds. Raises CheckpointError for tensors that are missing, left over or do not fit
+    the target."""
     check_device(dtype, device)
     folder = resolve(path_or_id)
     sizes = read_target_config(resolve(target))
     hidden, vocab = (get_int(sizes, key, "the target's config") for key in ("hidden_size", "vocab_size"))
-    config, tensors = read_config(folder), _named_alike(read_tensors(folder, FILES))
+    config, tensors = read_config(folder), _canonical_names(read_tensors(folder, MEDUSA_FILES))
     shared = bool(config.get("original_lm_head")) or "lm_head.weight" in tensors
     if shared:
         tensors = _share_output(tensors)
-    check_target(tensors, hidden, vocab, folder)
-    ids = draft_ids(tensors, vocab, folder)
+    ids = take_draft_ids(tensors, hidden, vocab, folder)
     heads, layers = _count(tensors, r"blocks\.(\d+)\.", folder), _count(tensors, r"blocks\.0\.layers\.(\d+)\.", folder)
     num_outputs = 1 if shared else heads
-    expected = _blocks(heads, layers, "weight", (hidden, hidden)) | _outputs(num_outputs, (len(ids), hidden))
+    expected: dict[str, tuple[int, ...]] = {f"lm_heads.{head}.weight": (len(ids), hidden) for head in range(num_outputs)}
+    expected |= _block_shapes(heads, layers, "weight", (hidden, hidden))
     if any(name.endswith(".bias") for name in tensors):
-        expected |= _blocks(heads, layers, "bias", (hidden,))
-    take(tensors, expected, set(), folder)
+        expected |= _block_shapes(heads, layers, "bias", (hidden,))
+    check_tensors(tensors, expected, (), folder)
     cast = {name: tensor.to(getattr(torch, dtype)) for name, tensor in tensors.items()}
-    weights = [torch.stack([cast[f"blocks.{i}.layers.{j}.weight"] for i in range(heads)]) for j in range(layers)]
-    none = torch.zeros(hidden, dtype=getattr(torch, dtype))
-    biases = [
-        torch.stack([cast.get(f"blocks.{i}.layers.{j}.bias", none)[None] for i in range(heads)]) for j in range(layers)
-    ]
-    outputs = torch.stack([cast[f"lm_heads.{i}.weight"] for i in range(num_outputs)]) * _scale(config, folder)
+    no_bias = torch.zeros(hidden, dtype=getattr(torch, dtype))
+    names = [[f"blocks.{head}.layers.{layer}" for head in range(heads)] for layer in range(layers)]
+    weights = [torch.stack([cast[f"{block}.weight"] for block in blocks]) for blocks in names]
+    biases = [torch.stack([cast.get(f"{block}.bias", no_bias)[None] for block in blocks]) for blocks in names]
+    scale = get_float(config, "logit_scale", folder / "config.json", 1.0)
+    outputs = torch.stack([cast[f"lm_heads.{head}.weight"] for head in range(num_outputs)]) * scale
     return MedusaHead(weights, biases, outputs, ids).to(torch.device(device))
 
 
-def _blocks(heads: int, layers: int, part: str, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
-    """A part of every block, by vLLM's names."""
+def _block_shapes(heads: int, layers: int, part: str, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
     return {f"blocks.{head}.layers.{layer}.{part}": shape for head in range(heads) for layer in range(layers)}
 
 
-def _outputs(count: int, shape: tuple[int, int]) -> dict[str, tuple[int, ...]]:
-    return {f"lm_heads.{head}.weight": shape for head in range(count)}
+def _canonical_names(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Tensors under vLLM's names. The authors' layout numbers a head's output layer behind its blocks:
 
+        0.0.linear.weight  ->  blocks.0.layers.0.weight
+        0.1.weight         ->  lm_heads.0.weight
 
-def _named_alike(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """vLLM's names for the authors'. In their layout an output layer is numbered behind its blocks; these are one instance,
-    repeated, of which a safetensors file may keep the first only."""
+    Its blocks behind the first are one instance, repeated; a safetensors file may keep the first only.
+    """
     plain = {re.sub(r"^medusa_heads?\.", "", name): tensor for name, tensor in tensors.items()}
     layers = max((int(found[1]) for name in plain if (found := re.fullmatch(r"\d+\.(\d+)\.weight", name))), default=0)
-    named = {}
-    for name, tensor in plain.items():
-        named[re.sub(r"^(\d+)\.(\d+)\.linear\.", r"blocks.\1.layers.\2.", name)] = tensor
+    named = {re.sub(r"^(\d+)\.(\d+)\.linear\.", r"blocks.\1.layers.\2.", name): tensor for name, tensor in plain.items()}
     for name in [name for name in named if re.fullmatch(rf"\d+\.{layers}\.weight", name)]:
         head = int(name.split(".")[0])
         named[f"lm_heads.{head}.weight"] = named.pop(name)
@@ -109,14 +108,14 @@ def _named_alike(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _share_output(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """One output layer for all heads, under the first one's name; those of other heads are not looked at."""
+    """One output layer for all heads, under the first head's name; output layers of other heads are dropped."""
     rest = {name: tensor for name, tensor in tensors.items() if not re.match(r"lm_heads?\.", name)}
     first = tensors.get("lm_head.weight", tensors.get("lm_heads.0.weight"))
     return rest if first is None else {**rest, "lm_heads.0.weight": first}
 
 
 def _count(tensors: Mapping[str, Tensor], pattern: str, source: Path) -> int:
-    """One more than the highest number that stands in a name."""
+    """One more than the highest number in names that match the pattern."""
     found = [int(match[1]) for name in tensors if (match := re.match(pattern, name))]
     if not found:
         raise CheckpointError(
@@ -124,10 +123,3 @@ def _count(tensors: Mapping[str, Tensor], pattern: str, source: Path) -> int:
             f"found {', '.join(sorted(tensors)[:3]) or 'none'}"
         )
     return max(found) + 1
-
-
-def _scale(config: Mapping[str, Any], source: Path) -> float:
-    scale = config.get("logit_scale", 1.0)
-    if not isinstance(scale, int | float):
-        raise CheckpointError(f"{source / 'config.json'}: logit_scale is {scale!r}; it must be a number")
-    return float(scale)

@@ -87,7 +87,7 @@ def test_models_with_windows_softcaps_or_own_positions_can_draft(family: str, tm
     kind, settings = FAMILIES[family]
     model, tokens = load_target(write_model(tmp_path, config_of(kind, **settings))), tokens_of(4, 256)
     drafters = [ModelDrafter(model, SHAPE, DraftingConfig(2048), DraftModelConfig())]
-    if not model.routes_rows:
+    if not model.is_mixture_of_experts:
         drafters.append(ModelDrafter(model, SHAPE, DraftingConfig(2048), DraftModelConfig(), watched))
     for base, end in ((0, 30), (30, 31)):
         nodes = best_tree(naive_draft_model.candidates(str(tmp_path), tokens[:end], GREEDY, SHAPE), 13)

@@ -10,7 +10,7 @@ import typer
 from safetensors.torch import load_file
 
 from eyas.models.checkpoint import read_target_config
-from eyas.models.heads.eagle_config import head_config
+from eyas.models.heads.eagle_config import read_head_config
 from eyas.models.heads.eagle_loader import load_head
 from eyas.models.heads.hydra import load_hydra
 from eyas.models.heads.medusa import load_medusa
@@ -72,7 +72,7 @@ def test_eagle3_training_unrolls_the_heads_own_drafts(
     """A row of step k holds the state behind k guesses that follow the rows up to k before it."""
     script, generator = trainers["eagle3"], torch.Generator().manual_seed(4)
     tensors, embedding = load_file(Path(tiny_head, "model.safetensors")), torch.randn(48, 32, generator=generator)
-    head = script.Head(head_config(Path(tiny_head), read_target_config(Path(tiny_target))), tensors, embedding)
+    head = script.Head(read_head_config(Path(tiny_head), read_target_config(Path(tiny_target))), tensors, embedding)
     tokens, taps = torch.randint(48, (1, 9), generator=generator), torch.randn(1, 9, 96, generator=generator)
     laws = torch.softmax(torch.randn(1, 9, 24, generator=generator), -1)
     naive, features = NaiveEagle(tensors, embedding, heads=4, kv_heads=2), taps[0] @ tensors["fc.weight"].T

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from eyas.models.cpu import HUGE, NOW, pack_weights, to_huge_pages, weights_of
+from eyas.models.cpu import HUGE_PAGE, MADV_COLLAPSE, pack_weights, to_huge_pages
 
 
 def granted(num_huge: int = 8) -> bool:
@@ -18,12 +18,14 @@ def granted(num_huge: int = 8) -> bool:
     policy = Path("/sys/kernel/mm/transparent_hugepage/enabled")
     if not policy.exists() or "[always]" in policy.read_text():
         return False
-    size = (num_huge + 1) * HUGE
+    size = (num_huge + 1) * HUGE_PAGE
     memory = mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     memory[:: mmap.PAGESIZE] = bytes(size // mmap.PAGESIZE)
     start = ctypes.addressof(ctypes.c_char.from_buffer(memory))
-    inside = -(-start // HUGE) * HUGE
-    return bool(ctypes.CDLL(None).madvise(ctypes.c_void_p(inside), ctypes.c_size_t(num_huge * HUGE), NOW) == 0)
+    inside = -(-start // HUGE_PAGE) * HUGE_PAGE
+    return bool(
+        ctypes.CDLL(None).madvise(ctypes.c_void_p(inside), ctypes.c_size_t(num_huge * HUGE_PAGE), MADV_COLLAPSE) == 0
+    )
 
 
 def huge_bytes(start: int, size: int) -> int:
@@ -51,11 +53,11 @@ def test_weights_lie_on_huge_pages(packed: bool) -> None:
     else:
         start, size = layer.weight.data_ptr(), layer.weight.nbytes
     earlier = huge_bytes(start, size)
-    to_huge_pages(weights_of(layer))
+    to_huge_pages([*layer.parameters(), *layer.buffers()])
     moved = huge_bytes(start, size) - earlier
-    if moved < size - 2 * HUGE and not granted(size // HUGE):
+    if moved < size - 2 * HUGE_PAGE and not granted(size // HUGE_PAGE):
         pytest.skip("no memory in one piece is left")
-    assert moved >= size - 2 * HUGE
+    assert moved >= size - 2 * HUGE_PAGE
     torch.testing.assert_close(layer(torch.ones(2, 1024)), before, rtol=1e-4, atol=1e-4)
 
 

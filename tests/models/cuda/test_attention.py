@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from eyas.models import attention
-from eyas.models.cuda.metadata import Tiling, bucket_shape, lay_out, num_logits, tight_shape, upload, view
+from eyas.models.cuda.metadata import Tiling, bucket_shape, pack_with_metadata, tight_shape
 from eyas.models.inputs import PackedInputs, Segment, pack
 from tests.models.cuda.random_passes import Heads, make_pass, make_pools, naive, num_slots, passes, scaling_of
 
@@ -29,13 +29,13 @@ def plainly(segments: list[Segment], heads: Heads, scratch: int) -> PackedInputs
 
 def tightly(segments: list[Segment], heads: Heads, scratch: int, processors: int = 6) -> PackedInputs:
     shape = tight_shape(segments, Tiling(heads.query // heads.kv, heads.kv, processors))
-    return view(upload(lay_out(segments, shape, scratch), DEVICE), shape, num_logits(segments))
+    return pack_with_metadata(segments, shape, scratch, DEVICE)
 
 
 def padded(segments: list[Segment], heads: Heads, scratch: int) -> PackedInputs:
     rows = sum(len(s.tokens) for s in segments)
     shape = bucket_shape(rows + 7, len(segments) + 2, Tiling(heads.query // heads.kv, heads.kv, 6))
-    return view(upload(lay_out(segments, shape, scratch), DEVICE), shape, num_logits(segments))
+    return pack_with_metadata(segments, shape, scratch, DEVICE)
 
 
 def check(

@@ -5,8 +5,8 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from eyas.models.cuda.graphs import SPARE_LOGITS, choose_bucket, row_buckets
-from eyas.models.cuda.metadata import Tiling, bucket_shape, fixed_words, lay_out, mask_words, tight_shape
+from eyas.models.cuda.graphs import MAX_UNUSED_LOGITS, choose_bucket, row_buckets
+from eyas.models.cuda.metadata import Tiling, bucket_shape, build_words, max_words, tight_shape
 from eyas.models.inputs import Segment
 from tests.models.cuda.random_passes import passes
 
@@ -35,7 +35,7 @@ def test_a_pass_takes_the_smallest_bucket_that_holds_it(most: int, rows: int) ->
 def test_long_prompts_are_not_padded_to_an_all_logits_graph() -> None:
     buckets = row_buckets(1024)
     assert choose_bucket(buckets, 512, 1) is None
-    assert choose_bucket(buckets, SPARE_LOGITS, 1) == SPARE_LOGITS
+    assert choose_bucket(buckets, MAX_UNUSED_LOGITS, 1) == MAX_UNUSED_LOGITS
     assert choose_bucket(buckets, 512, 300) == 512
 
 
@@ -43,6 +43,6 @@ def test_long_prompts_are_not_padded_to_an_all_logits_graph() -> None:
 def test_a_bucket_has_room_for_any_pass_of_its_rows(segments: list[Segment], spare: int, heads: int) -> None:
     rows, tiling = sum(len(s.tokens) for s in segments), Tiling(heads, 2, 16)
     bucket = bucket_shape(rows + spare, 6, tiling)
-    words = lay_out(segments, bucket, scratch=0)
-    assert len(words) <= fixed_words(bucket) + mask_words(bucket.rows) + sum(len(s.prefix) for s in segments)
+    words = build_words(segments, bucket, scratch=0)
+    assert len(words) <= max_words(bucket) + sum(len(s.prefix) for s in segments)
     assert tight_shape(segments, tiling).rows == rows

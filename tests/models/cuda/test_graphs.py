@@ -15,8 +15,8 @@ from eyas.engine.engine import Engine
 from eyas.engine.runner import ModelRunner
 from eyas.engine.scheduler import Scheduler
 from eyas.errors import ConfigError
-from eyas.models.cuda.backend import what_kernel_lacks
-from eyas.models.cuda.graphs import CaptureLimits, CudaCapture, GraphBackend, KernelBackend
+from eyas.models.cuda.backend import KernelBackend, why_no_kernel
+from eyas.models.cuda.graphs import CaptureLimits, CudaCapture, GraphBackend
 from eyas.models.cuda.metadata import Tiling
 from eyas.models.inputs import Segment
 from eyas.models.target import TargetModel, TargetOutput, load_target
@@ -116,9 +116,9 @@ def test_a_model_that_cannot_be_captured_is_refused_by_name(target: TargetModel,
 
 
 def test_the_kernel_names_unsupported_head_sizes(target: TargetModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert not what_kernel_lacks(target)
+    assert not why_no_kernel(target)
     monkeypatch.setitem(target.__dict__, "kv_shapes", [(2, 512)])
-    assert "512 wide" in what_kernel_lacks(target)
+    assert "512 wide" in why_no_kernel(target)
 
 
 def test_padded_passes_do_not_change_the_output(

@@ -10,8 +10,8 @@ import torch
 from safetensors.torch import save_file
 
 from eyas.models.checkpoint import WIRING_KEY
-from eyas.models.heads.eagle_config import EagleHeadConfig, HeadWiring, layout, optional
-from eyas.models.heads.eagle_loader import settings
+from eyas.models.heads.eagle_config import EagleHeadConfig, HeadWiring, optional_tensors, tensor_shapes
+from eyas.models.heads.eagle_loader import config_json
 
 TINY = EagleHeadConfig(
     kind="eagle3", target_hidden=32, hidden=32, intermediate=64, num_heads=4, num_kv_heads=2, head_dim=8, num_layers=1,
@@ -30,8 +30,8 @@ def random_tensors(
     """Weights for `config`; of those that may be absent, the `shipped` ones and what is not optional."""
     generator = torch.Generator().manual_seed(seed)
     chosen = torch.randperm(config.vocab_size, generator=generator)[: config.draft_vocab_size].sort().values
-    absent = optional(config) - set(shipped)
-    tensors = {name: _random(name, shape, generator) for name, shape in layout(config).items() if name not in absent}
+    absent = optional_tensors(config) - set(shipped)
+    tensors = {name: _random(name, shape, generator) for name, shape in tensor_shapes(config).items() if name not in absent}
     if "d2t" in tensors:
         tensors["d2t"] = chosen - torch.arange(len(chosen))
     if "t2d" in tensors:
@@ -64,12 +64,12 @@ def without(config: dict[str, Any], *keys: str) -> dict[str, Any]:
 
 
 def safeailab(c: EagleHeadConfig, tensors: Tensors) -> Written:
-    return settings(c), tensors
+    return config_json(c), tensors
 
 
 def specforge(c: EagleHeadConfig, tensors: Tensors) -> Written:
     """Layer ids count outputs, since they begin with 1; norm_output speaks of the norm before lm_head."""
-    config = without(settings(c), "eagle_aux_hidden_state_layer_ids", WIRING_KEY)
+    config = without(config_json(c), "eagle_aux_hidden_state_layer_ids", WIRING_KEY)
     ids = (
         [tap - 1 for tap in c.aux_hidden_state_layers]
         if c.aux_hidden_state_layers[0] == 2
@@ -82,11 +82,11 @@ def specforge(c: EagleHeadConfig, tensors: Tensors) -> Written:
 
 def vllm(c: EagleHeadConfig, tensors: Tensors) -> Written:
     spelled = renamed(tensors, ("midlayer.", "model.layers.0."), ("d2t", "draft_id_to_target_id"), ("fc.", "model.fc."))
-    return settings(c) | {"architectures": ["Eagle3LlamaForCausalLM"]}, spelled
+    return config_json(c) | {"architectures": ["Eagle3LlamaForCausalLM"]}, spelled
 
 
 def speculators(c: EagleHeadConfig, tensors: Tensors) -> Written:
-    flat = settings(c)
+    flat = config_json(c)
     beside = ("draft_vocab_size", "norm_before_residual", "norm_before_fc", "fc_norm", "norm_output", "target_hidden_size")
     config = {key: flat[key] for key in (*beside, "eagle_aux_hidden_state_layer_ids")} | {
         "architectures": ["Eagle3Speculator"],

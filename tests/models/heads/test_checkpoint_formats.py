@@ -11,7 +11,7 @@ from eyas.config import DraftingConfig, TreeConfig
 from eyas.draft_protocol import Commit, TreeBudget
 from eyas.drafters.eagle import EagleDrafter
 from eyas.models.checkpoint import head_fingerprint, read_target_config
-from eyas.models.heads.eagle_config import EagleHeadConfig, HeadWiring, head_config
+from eyas.models.heads.eagle_config import EagleHeadConfig, HeadWiring, read_head_config
 from eyas.models.heads.eagle_loader import load_fuser, load_head, write_head
 from eyas.request import NoiseKey
 from eyas.tree import DraftTree
@@ -76,7 +76,7 @@ def test_a_head_is_equal_in_every_checkpoint_format(dialect: str, option: str, t
     tensors = random_tensors(config, shipped=shipped(config))
     head = save(tmp_path / "head", DIALECTS[dialect](config, tensors))
     plain = write(tmp_path / "plain", config)
-    assert head_config(Path(head), read_target_config(Path(tiny_target))) == config
+    assert read_head_config(Path(head), read_target_config(Path(tiny_target))) == config
     one, other = load_head(head, tiny_target).state_dict(), load_head(plain, tiny_target).state_dict()
     assert one.keys() == other.keys()
     assert all(torch.equal(one[name], other[name]) for name in one)
@@ -133,7 +133,7 @@ def test_the_meaning_of_norm_output_depends_on_who_wrote_it(tiny_target: str, tm
     ):  # fmt: skip
         written, tensors = dialect(config, random_tensors(config))
         head = save(tmp_path / name, (written | {"norm_output": value}, tensors))
-        said[name] = head_config(Path(head), target).wiring.output
+        said[name] = read_head_config(Path(head), target).wiring.output
     assert said == {
         "specforge true": "state", "specforge false": "bare", "specforge beside fc_norm": "normed",
         "vllm true": "normed", "vllm false": "state",
@@ -147,7 +147,7 @@ def test_the_meaning_of_norm_output_depends_on_who_wrote_it(tiny_target: str, tm
 def test_a_written_report_reads_back(config: EagleHeadConfig, tiny_target: str, tmp_path: Path) -> None:
     tensors = random_tensors(config, shipped=shipped(config))
     write_head(tmp_path, config, tensors)
-    assert head_config(tmp_path, read_target_config(Path(tiny_target)), config.kind) == config
+    assert read_head_config(tmp_path, read_target_config(Path(tiny_target)), config.kind) == config
     read = load_file(tmp_path / "model.safetensors")
     assert read.keys() == tensors.keys()
     assert all(torch.equal(read[name], tensors[name]) for name in tensors)

@@ -12,7 +12,7 @@ from eyas import LLM, SamplingParams
 from eyas.cli import app
 from eyas.errors import CheckpointError
 from eyas.models.checkpoint import head_fingerprint, read_config, read_target_config
-from eyas.models.heads.eagle_config import HeadWiring, head_config
+from eyas.models.heads.eagle_config import HeadWiring, read_head_config
 from eyas.models.heads.eagle_validation import WiringReport, WiringScore, observe, validate_head
 from eyas.models.target import TargetModel, load_target
 from tests.reference import load_reference
@@ -51,16 +51,16 @@ WRONG: dict[str, dict[str, object]] = {
 @pytest.mark.parametrize("wrong", WRONG)
 def test_a_head_that_is_described_wrongly_is_read_rightly(wrong: str, target: TargetModel, tmp_path: Path) -> None:
     head = misread(tmp_path / "head", **WRONG[wrong])
-    assert head_config(Path(head), read_target_config(Path(TARGET))).wiring != RIGHT
+    assert read_head_config(Path(head), read_target_config(Path(TARGET))).wiring != RIGHT
     finding = validate_head(target, head, TARGET, "float32", "cpu")
     assert finding.best.wiring == RIGHT
-    assert not finding.refused
+    assert not finding.failed
     assert 1000 <= finding.num_tokens <= 2000
 
 
 def test_a_head_that_is_described_rightly_stays_as_it_is(target: TargetModel) -> None:
     finding = validate_head(target, str(HEAD), TARGET, "float32", "cpu")
-    assert finding.best is finding.trials[0]
+    assert finding.config_is_right
     assert finding.best.wiring == RIGHT
     assert finding.best.first > 2 * finding.chance
     assert "as its config says" in str(finding)
@@ -68,7 +68,7 @@ def test_a_head_that_is_described_rightly_stays_as_it_is(target: TargetModel) ->
 
 def test_an_eagle1_head_has_one_reading(target: TargetModel) -> None:
     finding = validate_head(target, str(DEMO / "eagle1"), TARGET, "float32", "cpu", "eagle")
-    assert len(finding.trials) == 1
+    assert len(finding.scores) == 1
     assert finding.best.first > 2 * finding.chance
 
 
@@ -93,7 +93,7 @@ def test_a_target_without_a_tokenizer_draws_its_own_tokens(tmp_path: Path) -> No
 
 def test_a_random_head_is_refused_with_the_numbers(tiny_target: str, tiny_head: str) -> None:
     finding = validate_head(load_target(tiny_target), tiny_head, tiny_target, "float32", "cpu")
-    assert finding.refused
+    assert finding.failed
     with pytest.raises(CheckpointError, match=r"hardly ever guesses.* % with inputs of layers 1, 2, 3.*chance is .* %"):
         finding.require(tiny_head)
 
@@ -118,7 +118,7 @@ def test_the_check_prints_a_table_and_writes_what_it_found(tmp_path: Path) -> No
     result = CliRunner().invoke(app, [*options, "--write"])
     assert result.exit_code == 0, result.output
     assert "not as its config says" in result.output
-    assert head_config(Path(head), read_target_config(Path(TARGET))).wiring == RIGHT
+    assert read_head_config(Path(head), read_target_config(Path(TARGET))).wiring == RIGHT
     assert head_fingerprint(head) == digest, "a draft service and a verifier still belong together"
 
 

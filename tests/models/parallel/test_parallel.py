@@ -26,12 +26,13 @@ from eyas.engine.build import assemble_engine, gather_ranks
 from eyas.engine.engine import Engine
 from eyas.errors import CheckpointError, ConfigError, Unavailable
 from eyas.llm import LLM
-from eyas.models.cuda.graphs import BackendKind, BackendPlan, CaptureLimits
+from eyas.models.cuda.backend import BackendKind, BackendPlan
+from eyas.models.cuda.graphs import CaptureLimits
 from eyas.models.heads.eagle_loader import load_fuser
 from eyas.models.heads.features import FeatureFuser
 from eyas.models.inputs import Segment, pack
 from eyas.models.target import TargetModel, load_target
-from eyas.models.tensor_parallel import Shard, shard
+from eyas.models.tensor_parallel import Shard, shard_model
 from eyas.models.workers import (
     DriverWorker,
     Forward,
@@ -93,7 +94,7 @@ def shared(size: int, target: str, head: str) -> Iterator[Shared]:
         yield Shared(
             ranks,
             load_target(
-                target, aux_hidden_state_layers=fuser.aux_hidden_state_layers, share=Shard(0, size) if size > 1 else None
+                target, aux_hidden_state_layers=fuser.aux_hidden_state_layers, shard=Shard(0, size) if size > 1 else None
             ),
             fuser,
         )
@@ -187,7 +188,7 @@ def test_a_step_that_rank_0_does_not_finish_loses_the_ranks(target: str, head: s
             pass
         (process,) = multiprocessing.active_children()
         assert isinstance(parts.ranks, DriverWorker)
-        with socket.fromfd(parts.ranks._links[1].fileno(), socket.AF_INET, socket.SOCK_STREAM) as link:
+        with socket.fromfd(parts.ranks._connections[1].fileno(), socket.AF_INET, socket.SOCK_STREAM) as link:
             link.shutdown(socket.SHUT_RDWR)
         process.join(60)
         assert process.exitcode == -signal.SIGALRM, "a rank that is caught in a sum does not outlive its link"
@@ -235,7 +236,7 @@ def test_an_engine_of_another_number_of_ranks_is_refused(target: str) -> None:
 
 def test_a_model_without_a_plan_is_refused() -> None:
     with pytest.raises(CheckpointError, match="no tensor-parallel plan"):
-        shard(torch.nn.Linear(2, 2), Shard(0, 2), [])
+        shard_model(torch.nn.Linear(2, 2), Shard(0, 2), [])
 
 
 @given(st.lists(st.tuples(st.integers(1, 5), st.integers(0, 9), st.booleans()), max_size=4), st.integers(0, 2**32 - 1))

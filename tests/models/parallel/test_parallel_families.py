@@ -23,7 +23,7 @@ from eyas.cache.kv_cache import KVCache
 from eyas.errors import CheckpointError
 from eyas.models.inputs import Segment, pack
 from eyas.models.target import TargetModel, load_target
-from eyas.models.tensor_parallel import Shard, shard
+from eyas.models.tensor_parallel import Shard, shard_model
 from eyas.models.workers import RankInfo, Worker, start_workers
 
 SIZES = {
@@ -59,7 +59,7 @@ def num_weights(target: TargetModel) -> int:
 def follow(folders: list[str], place: RankInfo) -> None:
     follower = Worker(place)
     for folder in folders:
-        logits_of(load_target(folder, share=Shard(place.rank, place.size)))
+        logits_of(load_target(folder, shard=Shard(place.rank, place.size)))
     list(follower.commands())
     follower.close()
 
@@ -73,7 +73,7 @@ def test_sharded_families_equal_the_whole_model(tmp_path: Path) -> None:
     ranks = start_workers(RankInfo(0, 2, "cpu"), partial(follow, folders))
     try:
         for folder in folders:
-            whole, shared = load_target(folder), load_target(folder, share=Shard(0, 2))
+            whole, shared = load_target(folder), load_target(folder, shard=Shard(0, 2))
             torch.testing.assert_close(logits_of(shared), logits_of(whole), atol=1e-5, rtol=1e-5, msg=folder)
             assert num_weights(shared) < 0.75 * num_weights(whole), folder
     finally:
@@ -84,4 +84,4 @@ def test_a_plan_with_an_unknown_style_is_refused() -> None:
     model = AutoModelForCausalLM.from_config(FAMILIES["biases"])
     model.tp_plan = {"lm_head": "sequence_parallel"}
     with pytest.raises(CheckpointError, match="sequence_parallel"):
-        shard(model, Shard(0, 2), [2, 2])
+        shard_model(model, Shard(0, 2), [2, 2])

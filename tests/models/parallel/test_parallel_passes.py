@@ -25,9 +25,9 @@ from eyas.engine.runner import ModelRunner
 from eyas.engine.scheduler import Scheduler
 from eyas.errors import ConfigError
 from eyas.models.attention import KVTensors, attend
-from eyas.models.cuda.backend import ForwardBackend, build_backend, plan_backend, release
-from eyas.models.cuda.graphs import BackendKind, BackendPlan, CaptureLimits, Out
-from eyas.models.cuda.metadata import Tiling, lay_out, num_logits, tight_shape, upload, view
+from eyas.models.cuda.backend import BackendKind, BackendPlan, ForwardBackend, build_backend, plan_backend, release_backend
+from eyas.models.cuda.graphs import CaptureLimits, Out
+from eyas.models.cuda.metadata import Tiling, pack_with_metadata, tight_shape
 from eyas.models.inputs import Segment, pack
 from eyas.models.target import TargetModel, load_target
 from eyas.models.tensor_parallel import Shard
@@ -77,7 +77,7 @@ def make_engine(ranks: TargetWorkers, target: TargetModel, notes: Path) -> Engin
     with ranks.init_kv_cache(NUM_SLOTS, PLAN):
         pools = KVCache(NUM_SLOTS, target.kv_shapes, 0, target.dtype, target.device)
         ways = build_noted(notes, PLAN, target, pools, pools.scratch)
-    ranks.before_close(partial(release, ways))
+    ranks.before_close(partial(release_backend, ways))
     runner = ModelRunner(target, pools, None, ways, ranks)
     scheduler = Scheduler(EngineConfig(max_kv_tokens=NUM_SLOTS, max_prefill_tokens=16), TreeConfig(5, 3, 2), frozenset())
     return Engine(scheduler, DraftManager(RandomDrafter(48), runner, "match"), runner, 256)
@@ -90,7 +90,7 @@ def test_ranks_agree_on_buckets_and_equal_the_plain_loop(tmp_path: Path, monkeyp
     ranks = start_workers(RankInfo(0, 2, "cpu"), partial(follow, folder, "float32", 0, build=partial(build_noted, notes)))
     (process,) = multiprocessing.active_children()
     try:
-        engine = make_engine(ranks, load_target(folder, share=Shard(0, 2)), notes)
+        engine = make_engine(ranks, load_target(folder, shard=Shard(0, 2)), notes)
         requests = [
             Request(f"{n}", tuple(range(3, 3 + n)), SamplingParams(4, 0.9, seed=n, ignore_eos=True)) for n in (1, 20)
         ]
@@ -135,7 +135,7 @@ def test_the_kernel_on_sharded_heads_equals_plain_attention(
         own, ours = share.of_heads(heads.kv), share.cut(query, 1)
         num_kv = own.cut(keys, 1).shape[1]
         shape = tight_shape(segments, Tiling(ours.shape[1] // num_kv, num_kv, 6))
-        tables = view(upload(lay_out(segments, shape, scratch), DEVICE), shape, num_logits(segments))
+        tables = pack_with_metadata(segments, shape, scratch, DEVICE)
         got = attend(ours, own.cut(keys, 1), own.cut(values, 1), tables, scaling_of(heads), window)
         torch.testing.assert_close(got, share.cut(whole, 1), atol=2e-6, rtol=2e-6)
 
