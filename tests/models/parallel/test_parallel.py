@@ -230,7 +230,7 @@ def test_every_rank_has_the_kv_heads_of_its_query_heads(size: int, kv_heads: int
 
 
 def test_an_engine_of_another_number_of_ranks_is_refused(target: str) -> None:
-    with pytest.raises(ConfigError, match="tensor_parallel is 2, but the target is loaded for 1"):
+    with pytest.raises(ConfigError, match="tensor_parallel_size is 2, but the target is loaded for 1"):
         assemble_engine(load_target(target), None, EngineConfig(tensor_parallel_size=2), TREE, None)
 
 
