@@ -205,5 +205,3 @@ def split_passes(segments: Sequence[Segment], max_rows: int) -> Iterator[list[Se
                 batch, room = [], max_rows
     if batch:
         yield batch
-
-
