@@ -72,6 +72,8 @@ def status_error(error: grpc.RpcError) -> EyasError:
 
 def status_of(error: BaseException) -> grpc.StatusCode:
     """The status under which an error crosses the wire; INTERNAL for one that is nobody's mistake."""
+    if isinstance(error, asyncio.CancelledError | GeneratorExit):
+        return grpc.StatusCode.CANCELLED
     if isinstance(error, TimeoutError):
         return grpc.StatusCode.DEADLINE_EXCEEDED
     known = (status for kind, status in _STATUS_OF_ERROR if isinstance(error, kind))

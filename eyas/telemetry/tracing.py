@@ -14,7 +14,7 @@ from typing import TypeAlias
 
 from opentelemetry.context import Context
 from opentelemetry.sdk.resources import OTELResourceDetector, Resource
-from opentelemetry.trace import NoOpTracer, Span, Tracer, set_span_in_context
+from opentelemetry.trace import NoOpTracer, Span, Status, StatusCode, Tracer, set_span_in_context
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from eyas.errors import ConfigError
@@ -97,6 +97,14 @@ def context_of(trace: Trace) -> Context:
 def child_context(span: Span) -> Context:
     """Return the context for child spans of a span."""
     return set_span_in_context(span, Context())
+
+
+def end_span(span: Span, status: str) -> None:
+    """End a span. status: the name of a gRPC status; every other one than OK and CANCELLED marks the span as failed."""
+    if status not in ("OK", "CANCELLED"):
+        span.set_status(Status(StatusCode.ERROR, status))
+        span.set_attribute("error.type", status)
+    span.end()
 
 
 def exemplar(span: Span) -> dict[str, str] | None:

@@ -5,7 +5,6 @@ Prompts and completions appear only if `telemetry.log_prompts` is set.
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -14,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import get_args
 
 import grpc
-from opentelemetry.trace import Span, SpanKind, Status, StatusCode
+from opentelemetry.trace import Span, SpanKind
 from starlette.routing import BaseRoute, Match, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -25,7 +24,7 @@ from eyas.telemetry import metrics
 from eyas.telemetry.logging import LogContext, request_log
 from eyas.telemetry.metrics import MetricSample, ScrapeCollector, counter, gauge, histogram
 from eyas.telemetry.setup import Telemetry
-from eyas.telemetry.tracing import Attributes, context_of, exemplar, trace_of
+from eyas.telemetry.tracing import Attributes, context_of, end_span, exemplar, trace_of
 
 PROVIDER = "eyas"
 
@@ -156,7 +155,7 @@ class RouterTelemetry:
                 yield traced
                 status = grpc.StatusCode.INTERNAL if traced.failed else grpc.StatusCode.OK
             except BaseException as error:
-                status = _status(error)
+                status = status_of(error)
                 raise
             finally:
                 self._running.dec()
@@ -180,11 +179,11 @@ class RouterTelemetry:
         try:
             yield replace(call, trace=trace_of(span) or call.trace)
         except BaseException as error:
-            status = _status(error)
+            status = status_of(error)
             raise
         finally:
             self._upstream_requests.labels(status.name).inc()
-            _end_span(span, status)
+            end_span(span, status.name)
 
     def _end_request(self, traced: RequestSpan, status: grpc.StatusCode, now: float) -> None:
         self._requests.labels(traced.model, status.name).inc()
@@ -193,7 +192,7 @@ class RouterTelemetry:
         self._duration.labels(*traced.labels, error_type).observe(now - traced.started_at, trace)
         self._count_tokens(traced, now, trace)
         traced.set_attributes()
-        _end_span(traced.span, status)
+        end_span(traced.span, status.name)
         self._log(traced, status, now - traced.started_at)
 
     def _count_tokens(self, traced: RequestSpan, now: float, trace: dict[str, str] | None) -> None:
@@ -259,16 +258,3 @@ class HttpMetrics:
             if status:
                 method = scope["method"] if scope["method"] in _METHODS else "_OTHER"
                 self._observe(method, route, status, time.perf_counter() - started_at)
-
-
-def _status(error: BaseException) -> grpc.StatusCode:
-    if isinstance(error, asyncio.CancelledError | GeneratorExit):
-        return grpc.StatusCode.CANCELLED
-    return status_of(error)
-
-
-def _end_span(span: Span, status: grpc.StatusCode) -> None:
-    if status not in (grpc.StatusCode.OK, grpc.StatusCode.CANCELLED):
-        span.set_status(Status(StatusCode.ERROR, status.name))
-        span.set_attribute("error.type", status.name)
-    span.end()

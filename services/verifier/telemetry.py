@@ -6,7 +6,6 @@ verify steps, which are traced across the draft service, have spans earlier.
 
 from __future__ import annotations
 
-import asyncio
 import threading
 import time
 from collections import deque
@@ -15,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 import grpc
-from opentelemetry.trace import Span, SpanKind, Status, StatusCode, Tracer
+from opentelemetry.trace import Span, SpanKind, Tracer
 
 from eyas.engine.engine import EngineLoad, StepReport
 from eyas.request import Chunk, GenerationStats, Request, VerifyStep
@@ -26,7 +25,7 @@ from eyas.telemetry import metrics
 from eyas.telemetry.logging import request_log
 from eyas.telemetry.metrics import MetricSample, ScrapeCollector, counter, histogram
 from eyas.telemetry.setup import Telemetry
-from eyas.telemetry.tracing import Attributes, Trace, child_context, context_of, exemplar, trace_of
+from eyas.telemetry.tracing import Attributes, Trace, child_context, context_of, end_span, exemplar, trace_of
 
 # Most events of a span, as in the SDK; earlier verify steps are dropped.
 MAX_EVENTS = 128
@@ -101,8 +100,7 @@ class VerifierTelemetry:
             try:
                 yield
             except BaseException as error:
-                cancelled = isinstance(error, asyncio.CancelledError | GeneratorExit)
-                status = grpc.StatusCode.CANCELLED if cancelled else status_of(error)
+                status = status_of(error)
                 raise
             finally:
                 del self._traces[request.id]
@@ -293,10 +291,7 @@ class RequestTrace:
             if self._decode is not None:
                 self._add_events(self._decode)
                 self._decode.end(now)
-        if status not in (grpc.StatusCode.OK, grpc.StatusCode.CANCELLED):
-            self.span.set_status(Status(StatusCode.ERROR, status.name))
-            self.span.set_attribute("error.type", status.name)
-        self.span.end()
+        end_span(self.span, status.name)
 
     def _add_span(self, name: str, begin: int, end: int) -> None:
         self._tracer.start_span(name, child_context(self.span), start_time=begin).end(max(begin, end))

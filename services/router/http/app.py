@@ -254,12 +254,8 @@ async def _respond(
     if not body.stream:
         return JSONResponse(await cancel_on_disconnect(request.receive, writer.response(chunks)), headers=headers)
     events = _events(writer, chunks, body.ends_with_usage)
-    first = await cancel_on_disconnect(request.receive, _first(events))
+    first = await cancel_on_disconnect(request.receive, anext(events))
     return EventStream(first, events, headers)
-
-
-async def _first(events: AsyncGenerator[str, None]) -> str:
-    return await anext(events)
 
 
 async def _events(

@@ -25,11 +25,8 @@ from eyas.errors import (
     UnknownModel,
 )
 from eyas.services.router.http.requests import invalid_body
-from eyas.services.router.http.server import ClientDisconnected
 
 DEFAULT_RETRY_AFTER_S = 1.0
-
-_CLIENT_CLOSED_REQUEST = 499  # nginx's status for its log; the client does not receive it
 
 
 @dataclass(frozen=True)
@@ -83,10 +80,6 @@ def add_error_handlers(app: FastAPI) -> None:
     @app.exception_handler(HTTPException)
     async def http_error(request: Request, error: HTTPException) -> Response:
         return status_response(error.status_code, f"{request.method} {request.url.path}: {error.detail}")
-
-    @app.exception_handler(ClientDisconnected)
-    async def client_disconnected(request: Request, error: ClientDisconnected) -> Response:
-        return Response(status_code=_CLIENT_CLOSED_REQUEST)
 
     @app.exception_handler(Exception)
     async def internal_error(request: Request, error: Exception) -> Response:

@@ -7,9 +7,9 @@ import contextlib
 import logging
 import math
 import socket
-from collections.abc import AsyncGenerator, Coroutine, Iterator
+from collections.abc import AsyncGenerator, Awaitable, Iterator
 from functools import partial
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import uvicorn
 from fastapi import HTTPException
@@ -142,16 +142,19 @@ class BodyLimit:
         await self._app(scope, limited_receive if scope["type"] == "http" else receive, send)
 
 
-class ClientDisconnected(Exception):
+class ClientDisconnected(HTTPException):
     """The client has closed the connection before its response was complete."""
 
+    def __init__(self) -> None:
+        super().__init__(499, "the client has disconnected")  # nginx's status for its log; the client does not receive it
 
-async def cancel_on_disconnect(receive: Receive, work: Coroutine[Any, Any, ResultT]) -> ResultT:
+
+async def cancel_on_disconnect(receive: Receive, work: Awaitable[ResultT]) -> ResultT:
     """Await `work`; if the client disconnects first, cancel it, wait for its end and raise ClientDisconnected.
 
     receive: that of the request, after its body has been read.
     """
-    task, disconnect = asyncio.create_task(work), asyncio.create_task(_disconnected(receive))
+    task, disconnect = asyncio.ensure_future(work), asyncio.create_task(_disconnected(receive))
     try:
         await asyncio.wait({task, disconnect}, return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
