@@ -1,5 +1,7 @@
-"""Measures what a round costs of drafters without a model, and of merging two trees, by sessions and nodes.
-Writes a dated report: `python -m benchmarks.scripts.lookup_rounds`. No target runs; sessions walk through the demo prompts."""
+"""Measures a round of drafters without a network, and of merging two trees, by sessions and nodes.
+
+Writes a dated report: `python -m benchmarks.scripts.lookup_rounds`. No target runs; sessions walk through the demo prompts.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,7 @@ from eyas.tree import DraftTree
 PROMPTS = Path("models/demo/prompts.jsonl")
 NUM_WARM_UPS = 5
 TOKENS_PER_ROUND = 2
-# Tokens of a session at first.
+# Tokens of a session's first commit.
 START = 500
 
 
@@ -43,7 +45,7 @@ class Settings:
 
 
 @dataclass(frozen=True)
-class Cost:
+class RoundCost:
     """Median processor time of a round, all sessions together, in milliseconds."""
 
     what: str
@@ -52,8 +54,8 @@ class Cost:
     ms: float
 
 
-class Walk:
-    """A session that goes through the prompts from a place of its own, over and over. The target draws at random."""
+class SimulatedSession:
+    """Walks through the prompts in a circle, from a start of its own. The target's samples are random."""
 
     def __init__(self, number: int, budget: TreeBudget) -> None:
         lines = PROMPTS.read_text(encoding="utf-8").splitlines()
@@ -70,7 +72,7 @@ class Walk:
         return Commit(f"{self._number}", 0, base, tuple(tokens), None, NoiseKey(0), self._budget, tuple(samples))
 
 
-class Timed:
+class TimedProposals:
     """A drafter whose rounds are timed."""
 
     def __init__(self, drafter: LocalDrafter) -> None:
@@ -78,7 +80,7 @@ class Timed:
         self.seconds: list[float] = []
 
     def propose(self, contexts: list[DraftContext]) -> list[DraftTree]:
-        """The trees of sessions that it never forgets."""
+        """The trees of sessions that are never evicted."""
         started = time.process_time()
         drafts = self._drafter.propose(contexts)
         self.seconds.append(time.process_time() - started)
@@ -99,16 +101,20 @@ def main(
     print(f"written to {page} and {page.with_suffix('.json')}")
 
 
-def measure(tree: TreeConfig, num_sessions: int, num_verify_steps: int) -> list[Cost]:
-    """Two drafters, and the merging of what they propose, over the same rounds."""
+def measure(tree: TreeConfig, num_sessions: int, num_verify_steps: int) -> list[RoundCost]:
+    """Measure two drafters, and the merging of their trees, over the same rounds."""
     budget = TreeBudget(tree.num_draft_tokens, tree.num_steps)
     lookup, lookahead = (
-        Timed(PromptLookupDrafter(tree, PromptLookupConfig())),
-        Timed(LookaheadDrafter(tree, LookaheadConfig())),
+        TimedProposals(PromptLookupDrafter(tree, PromptLookupConfig())),
+        TimedProposals(LookaheadDrafter(tree, LookaheadConfig())),
     )
-    walks, sizes, merging = [Walk(session, budget) for session in range(num_sessions)], [0] * num_sessions, []
+    simulated, sizes, merging = (
+        [SimulatedSession(session, budget) for session in range(num_sessions)],
+        [0] * num_sessions,
+        [],
+    )
     for _ in range(NUM_WARM_UPS + num_verify_steps):
-        contexts = [walk.step(size) for walk, size in zip(walks, sizes, strict=True)]
+        contexts = [each.step(size) for each, size in zip(simulated, sizes, strict=True)]
         found, drawn = lookup.propose(contexts), lookahead.propose(contexts)
         pairs, roots = list(zip(found, drawn, strict=True)), [context.tokens[-1] for context in contexts]
         started = time.process_time()
@@ -117,11 +123,11 @@ def measure(tree: TreeConfig, num_sessions: int, num_verify_steps: int) -> list[
         sizes = [len(draft) for draft in drawn]
     seconds = {"prompt_lookup": lookup.seconds, "lookahead": lookahead.seconds, "merging the two": merging}
     medians = {what: 1e3 * float(np.median(times[NUM_WARM_UPS:])) for what, times in seconds.items()}
-    return [Cost(what, tree.num_draft_tokens, num_sessions, ms) for what, ms in medians.items()]
+    return [RoundCost(what, tree.num_draft_tokens, num_sessions, ms) for what, ms in medians.items()]
 
 
-def table(costs: list[Cost]) -> Table:
-    """What people read."""
+def table(costs: list[RoundCost]) -> Table:
+    """The table of the report."""
     rows = tuple(
         (cost.what, f"{cost.num_nodes}", f"{cost.num_sessions}", number(cost.ms), number(cost.ms / cost.num_sessions))
         for cost in sorted(costs, key=lambda cost: cost.what)

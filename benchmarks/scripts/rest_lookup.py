@@ -24,8 +24,8 @@ from tokenizers import Tokenizer
 
 from eyas.bench.report import Report, Table, number
 from eyas.config import DraftingConfig, RestConfig, TreeConfig
-from eyas.datastore.build import build_datastore, documents, vocabulary_digest
-from eyas.datastore.store import open_datastore
+from eyas.datastore.build import build_datastore, documents_of
+from eyas.datastore.store import open_datastore, vocabulary_digest
 from eyas.draft_protocol import Commit, TreeBudget
 from eyas.drafters.base import LocalDrafter
 from eyas.drafters.rest import load_rest
@@ -41,7 +41,7 @@ NUM_WARM_UPS = 20
 
 @dataclass(frozen=True)
 class Settings:
-    """num_verify_steps: measured rounds of each case. trees: shapes that are asked for, each in turn."""
+    """num_verify_steps: measured rounds of each case. trees: shapes to measure, one after the other."""
 
     num_tokens: int
     num_verify_steps: int
@@ -50,8 +50,8 @@ class Settings:
 
 
 @dataclass(frozen=True)
-class Store:
-    """A datastore's size on disk, and how long building and opening it took; opening is the median of several."""
+class StoreCost:
+    """A datastore's size on disk, and the time to build and to open it; opening is the median of several."""
 
     num_tokens: int
     megabytes: float
@@ -60,8 +60,8 @@ class Store:
 
 
 @dataclass(frozen=True)
-class Rounds:
-    """Milliseconds below which 50, 90 and 99 % of the rounds stayed; cpu: the median of their processor time."""
+class RoundTimes:
+    """Percentiles 50, 90 and 99 of the rounds' wall time in ms; cpu: median processor time in ms."""
 
     num_nodes: int
     num_sessions: int
@@ -77,7 +77,7 @@ def main(
     rounds: Annotated[int, typer.Option(help="Rounds to measure for each case.")] = 300,
     out: Annotated[Path, typer.Option(help="Folder of the report.")] = Path("benchmarks/results"),
 ) -> None:
-    """Build a datastore, open it, and ask it."""
+    """Build a datastore, open it, and search it."""
     torch.set_num_threads(1)
     settings = Settings(tokens, rounds, (TreeConfig(), TreeConfig(60, 8)), RestConfig())
     with tempfile.TemporaryDirectory() as folder:
@@ -91,8 +91,8 @@ def main(
     print(f"written to {page} and {page.with_suffix('.json')}")
 
 
-def build(num_tokens: int, folder: Path) -> Store:
-    """A datastore of at least `num_tokens`. Raises ConfigError where the environment has too few sources."""
+def build(num_tokens: int, folder: Path) -> StoreCost:
+    """Build a datastore of at least `num_tokens`. Raises ConfigError if the environment has too few sources."""
     tokenizer = load_tokenizer(TARGET).tokenizer
     started = time.perf_counter()
     with Progress(console=Console(stderr=True), refresh_per_second=1) as progress:
@@ -108,11 +108,13 @@ def build(num_tokens: int, folder: Path) -> Store:
     built = build_datastore(read, tokenizer.get_vocab_size(), vocabulary_digest(tokenizer), folder)
     seconds = time.perf_counter() - started
     size = sum(file.stat().st_size for file in folder.iterdir())
-    return Store(built, size / 1e6, seconds, float(np.median([_open_ms(folder) for _ in range(9)])))
+    return StoreCost(built, size / 1e6, seconds, float(np.median([_open_ms(folder) for _ in range(9)])))
 
 
-def measure(drafter: LocalDrafter, tree: TreeConfig, num_sessions: int, temperature: float, num_verify_steps: int) -> Rounds:
-    """Rounds of sessions that begin anew each time, at places of the demo prompts."""
+def measure(
+    drafter: LocalDrafter, tree: TreeConfig, num_sessions: int, temperature: float, num_verify_steps: int
+) -> RoundTimes:
+    """Time rounds of fresh sessions at places of the demo prompts."""
     prompts = [json.loads(line)["token_ids"] for line in PROMPTS.read_text(encoding="utf-8").splitlines()]
     places = ((tokens, end) for i in count() for tokens in prompts for end in [LONGEST + i % (len(tokens) - LONGEST)])
     budget, cpu, ms = TreeBudget(tree.num_draft_tokens, tree.num_steps), [], []
@@ -126,11 +128,11 @@ def measure(drafter: LocalDrafter, tree: TreeConfig, num_sessions: int, temperat
         cpu.append(1e3 * (time.process_time() - worked))
         ms.append(1e3 * (time.perf_counter() - started))
     quantiles = np.percentile(ms[NUM_WARM_UPS:], (50, 90, 99)).tolist()
-    return Rounds(tree.num_draft_tokens, num_sessions, temperature, float(np.median(cpu[NUM_WARM_UPS:])), *quantiles)
+    return RoundTimes(tree.num_draft_tokens, num_sessions, temperature, float(np.median(cpu[NUM_WARM_UPS:])), *quantiles)
 
 
-def tables(store: Store, cases: list[Rounds]) -> list[Table]:
-    """What people read."""
+def tables(store: StoreCost, cases: list[RoundTimes]) -> list[Table]:
+    """The tables of the report."""
     row = (f"{store.num_tokens}", *map(number, (store.megabytes, store.build_seconds, store.open_ms)))
     rows = tuple(
         (f"{c.num_nodes}", f"{c.num_sessions}", f"{c.temperature:g}", *map(number, (c.cpu, c.p50, c.p90, c.p99)))
@@ -153,10 +155,10 @@ def _open_ms(folder: Path) -> float:
 
 
 def _sources(tokenizer: Tokenizer) -> Iterator[list[int]]:
-    """Installed packages only: the demo prompts are from the standard library."""
+    """Documents from installed packages only: the demo prompts are from the standard library."""
     for file in sorted(Path(sysconfig.get_path("purelib")).rglob("*.py")):
         try:
-            yield from documents(file, tokenizer)
+            yield from documents_of(file, tokenizer)
         except ConfigError:
             continue  # not UTF-8
 

@@ -1,1 +1,1 @@
-"""Corpora that drafters look their guesses up in: text in, suffix arrays on disk out. Knows no torch and no network."""
+"""Corpora in which drafter `rest` looks up continuations, as suffix arrays on disk."""

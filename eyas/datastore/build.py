@@ -1,13 +1,7 @@
-"""Reads a corpus: files in, their documents out as token ids. Knows not what becomes of them.
-
-Builds a datastore: documents in, a folder with their tokens and suffix array out. Knows no text.
-
-`eyas datastore`: options in, a folder on disk out. Loads numpy and the tokenizer only once it starts.
-"""
+"""Builds a datastore for drafter `rest`: a corpus in, a folder with its tokens and their suffix array out."""
 
 from __future__ import annotations
 
-import hashlib
 import json
 import sys
 from collections.abc import Iterable, Iterator, Sequence
@@ -22,15 +16,53 @@ from rich.console import Console
 from rich.progress import Progress
 from tokenizers import Tokenizer
 
-from eyas.datastore.store import HEADER, STARTS, SUFFIXES, TOKENS, VERSION
+from eyas.datastore.store import HEADER, STARTS, SUFFIXES, TOKENS, VERSION, vocabulary_digest
 from eyas.errors import ConfigError, EyasError
 
-# Documents that are encoded together, on all cores.
+# Documents that are tokenized together, on all cores.
 BATCH = 256
+
+datastore = typer.Typer(add_completion=False, no_args_is_help=True)
+
+
+@datastore.callback()
+def _datastore() -> None:
+    """Corpora in which drafter `rest` looks up continuations."""
+
+
+@datastore.command()
+def build(
+    corpus: Annotated[list[Path], typer.Argument(help="Text files, .jsonl files with text or token_ids, or folders.")],
+    model: Annotated[
+        str, typer.Option("--model", "--tokenizer", help="Folder or hub id that holds the target's tokenizer.json.")
+    ],
+    out: Annotated[Path, typer.Option(help="Folder to write.")],
+) -> None:
+    """Tokenize CORPUS and sort its suffixes."""
+    from eyas.tokenizer import load_tokenizer
+
+    try:
+        tokenizer, files = load_tokenizer(model).tokenizer, corpus_files(corpus)
+        vocab_size = max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1
+        with Progress(console=Console(stderr=True)) as progress:
+            documents = _tokenized(files, tokenizer, progress)
+            num_tokens = build_datastore(documents, vocab_size, vocabulary_digest(tokenizer), out)
+    except EyasError as error:
+        print(f"error: {error}", file=sys.stderr)
+        raise typer.Exit(1) from error
+    print(f"{num_tokens} tokens written to {out}")
+
+
+def _tokenized(files: Sequence[Path], tokenizer: Tokenizer, progress: Progress) -> Iterator[list[int]]:
+    task = progress.add_task("tokenizing", total=sum(file.stat().st_size for file in files))
+    for file in files:
+        yield from documents_of(file, tokenizer)
+        progress.advance(task, file.stat().st_size)
+    progress.add_task("sorting suffixes", total=None)
 
 
 def corpus_files(paths: Sequence[Path]) -> list[Path]:
-    """The files named, and all below the folders named, in a fixed order. Raises ConfigError for what does not exist."""
+    """The files named, and all files below the folders named, in a fixed order. Raises ConfigError for missing paths."""
     missing = [path for path in paths if not path.exists()]
     if missing:
         raise ConfigError(f"no such file or folder: {missing[0]}")
@@ -40,20 +72,17 @@ def corpus_files(paths: Sequence[Path]) -> list[Path]:
     return files
 
 
-def documents(file: Path, tokenizer: Tokenizer) -> Iterator[list[int]]:
-    """Token ids of each document, without special tokens: each line of a .jsonl file with `text` or `token_ids`, any other
-    file as a whole. Raises ConfigError for a file that is none of these."""
-    texts = _entries(file) if file.suffix == ".jsonl" else iter([_read(file)])
-    while batch := list(islice(texts, BATCH)):
+def documents_of(file: Path, tokenizer: Tokenizer) -> Iterator[list[int]]:
+    """Token ids of each document, without special tokens.
+
+    A document is a line of a .jsonl file with `text` or `token_ids`, or any other file as a whole. Raises ConfigError for a
+    file that is neither.
+    """
+    entries = _entries(file) if file.suffix == ".jsonl" else iter([_read(file)])
+    while batch := list(islice(entries, BATCH)):
         encoded = iter(tokenizer.encode_batch([e for e in batch if isinstance(e, str)], add_special_tokens=False))
         for entry in batch:
             yield next(encoded).ids if isinstance(entry, str) else entry
-
-
-def vocabulary_digest(tokenizer: Tokenizer) -> str:
-    """Digest of which token has which id."""
-    vocabulary = sorted(tokenizer.get_vocab(with_added_tokens=True).items())
-    return hashlib.sha256(json.dumps(vocabulary).encode()).hexdigest()[:32]
 
 
 def _entries(file: Path) -> Iterator[str | list[int]]:
@@ -78,18 +107,18 @@ def _read(file: Path) -> str:
 
 
 def build_datastore(documents: Iterable[Sequence[int]], vocab_size: int, vocabulary: str, folder: Path) -> int:
-    """Write a datastore and give back its number of tokens. vocabulary: digest of which token has which id.
+    """Write a datastore and return its number of tokens, see `eyas.datastore.store.Datastore`.
 
-    Every document ends with a separator, the id vocab_size. The header is written last: without it the folder is none.
-    Raises ConfigError for token ids outside the vocabulary, for no tokens at all, and where pydivsufsort is missing.
+    Every document ends with a separator, the id vocab_size. The header is written last: a folder without it is no datastore.
+    Raises ConfigError for token ids outside the vocabulary, for an empty corpus, and if pydivsufsort is not installed.
     """
     dtype = np.uint16 if vocab_size <= np.iinfo(np.uint16).max else np.uint32
-    parts = [_ended(document, vocab_size).astype(dtype) for document in documents if len(document)]
+    parts = [_with_separator(document, vocab_size).astype(dtype) for document in documents if len(document)]
     if not parts:
         raise ConfigError("the corpus holds no tokens; name files with text in them")
     tokens = np.concatenate(parts)
     suffixes = _sorted_suffixes(tokens)
-    # the separator is the highest id, and suffixes that begin with it are never asked for
+    # the separator is the highest id, and suffixes that begin with it are never searched for
     starts = np.concatenate([[0], np.cumsum(np.bincount(tokens, minlength=vocab_size + 1)[:vocab_size])]).astype(np.int64)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / HEADER).unlink(missing_ok=True)
@@ -101,8 +130,7 @@ def build_datastore(documents: Iterable[Sequence[int]], vocab_size: int, vocabul
     return len(tokens) - len(parts)
 
 
-def _ended(document: Sequence[int], vocab_size: int) -> npt.NDArray[np.int64]:
-    """The document and its separator."""
+def _with_separator(document: Sequence[int], vocab_size: int) -> npt.NDArray[np.int64]:
     ids = np.asarray(document, dtype=np.int64)
     if ids.min() < 0 or ids.max() >= vocab_size:
         raise ConfigError(
@@ -113,53 +141,10 @@ def _ended(document: Sequence[int], vocab_size: int) -> npt.NDArray[np.int64]:
 
 
 def _sorted_suffixes(tokens: npt.NDArray[np.unsignedinteger]) -> npt.NDArray[np.integer]:
-    """Where each suffix begins, in the order of the suffixes; uint32 where that is enough."""
+    """Where each suffix begins, in the order of the suffixes; uint32 if that is enough."""
     try:
         from pydivsufsort import divsufsort
     except ImportError as error:
         raise ConfigError("building a datastore needs pydivsufsort; install eyas[rest]") from error
     suffixes: npt.NDArray[np.integer] = divsufsort(tokens)
     return suffixes.astype(np.uint32 if len(tokens) <= np.iinfo(np.uint32).max else np.int64)
-
-
-datastore = typer.Typer(add_completion=False, no_args_is_help=True)
-
-
-@datastore.callback()
-def _datastore() -> None:
-    """Corpora that drafter `rest` looks its guesses up in."""
-
-
-@datastore.command()
-def build(
-    corpus: Annotated[list[Path], typer.Argument(help="Text files, .jsonl files with text or token_ids, or folders.")],
-    target: Annotated[
-        str, typer.Option("--target", "--tokenizer", help="Folder or hub id that holds the target's tokenizer.json.")
-    ],
-    out: Annotated[Path, typer.Option(help="Folder to write.")],
-) -> None:
-    """Tokenize CORPUS and sort its suffixes."""
-    try:
-        num_tokens = _build(corpus, target, out)
-    except EyasError as error:
-        print(f"error: {error}", file=sys.stderr)
-        raise typer.Exit(1) from error
-    print(f"{num_tokens} tokens written to {out}")
-
-
-def _build(corpus: Sequence[Path], target: str, out: Path) -> int:
-    from eyas.datastore.build import build_datastore, corpus_files, documents, vocabulary_digest
-    from eyas.tokenizer import load_tokenizer
-
-    tokenizer, files = load_tokenizer(target).tokenizer, corpus_files(corpus)
-    with Progress(console=Console(stderr=True)) as progress:
-
-        def read() -> Iterator[list[int]]:
-            task = progress.add_task("tokenizing", total=sum(file.stat().st_size for file in files))
-            for file in files:
-                yield from documents(file, tokenizer)
-                progress.advance(task, file.stat().st_size)
-            progress.add_task("sorting suffixes", total=None)
-
-        vocab_size = max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1
-        return build_datastore(read(), vocab_size, vocabulary_digest(tokenizer), out)

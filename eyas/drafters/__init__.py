@@ -1,1 +1,1 @@
-"""Committed tokens (and features) in, draft trees out. Knows neither the target's engine nor the network."""
+"""Drafters: committed tokens (and features) in, draft trees out. They know neither the engine nor the network."""

@@ -32,7 +32,7 @@ Need = Literal["features", "samples", "prompt"]
 
 # The method of plain decoding.
 NO_DRAFTS = "none"
-# Features digest of methods without features, and of those that take the target's final states, whatever their head.
+# Features fingerprint of methods without features, and of those that take the target's final states, whatever their head.
 NO_FEATURES = "none"
 FINAL_FEATURES = "final"
 
@@ -69,11 +69,11 @@ class TargetFeatures:
     """The features that a method is fed.
 
     load_fuser: makes them beside the target, from (head, target, dtype, device).
-    digest: identifies them, from the head: equal digests mean equal features.
+    fingerprint: identifies them, from the head: equal fingerprints mean equal features.
     """
 
     load_fuser: Callable[[str, str, str, str], FeatureFuser]
-    digest: Callable[[str], str]
+    fingerprint: Callable[[str], str]
 
 
 @dataclass(frozen=True)
@@ -189,14 +189,14 @@ def _eagle3_fuser(head: str, target: str, dtype: str, device: str) -> FeatureFus
     return load_fuser(head, target, dtype, device)
 
 
-def _eagle3_digest(head: str) -> str:
+def _eagle3_fingerprint(head: str) -> str:
     from eyas.models.checkpoint import head_fingerprint
 
     return head_fingerprint(head)
 
 
 _FINAL = TargetFeatures(_final_fuser, lambda head: FINAL_FEATURES)
-_EAGLE3 = TargetFeatures(_eagle3_fuser, _eagle3_digest)
+_EAGLE3 = TargetFeatures(_eagle3_fuser, _eagle3_fingerprint)
 
 METHODS: Mapping[str, Method] = {
     "eagle1": Method(
@@ -315,7 +315,7 @@ def features_fingerprint(name: str, head: str) -> str:
         return ""
     features = find_method(name).features
     with _loading(name, head) if features else nullcontext():
-        return features.digest(head) if features else NO_FEATURES
+        return features.fingerprint(head) if features else NO_FEATURES
 
 
 def validate_draft_head(

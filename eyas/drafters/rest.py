@@ -13,8 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from eyas.config import DraftingConfig, RestConfig, TreeConfig
-from eyas.datastore.build import vocabulary_digest
-from eyas.datastore.store import Datastore, Ranges, open_datastore
+from eyas.datastore.store import Datastore, Ranges, open_datastore, vocabulary_digest
 from eyas.drafters.base import Draft, DraftContext, capped
 from eyas.drafters.lookup import FrequencyScorer, LookupDrafter, Matches, Trie, build_trie, trie_trees
 from eyas.drafters.noise_scale import NoiseScale

@@ -58,7 +58,7 @@ def test_a_limit_is_a_number_of_slots_or_a_size_and_not_both(tiny_target: str, t
     for size in ("2GB", "much", "-1MiB", "2"):
         with pytest.raises(ConfigError, match=rf"memory is '{size}'; it must be a size such as 512MiB"):
             DraftingConfig(kv_cache_memory=size)
-    with pytest.raises(ConfigError, match="max_kv_tokens is 5 and .*memory 1MiB; leave one of them out"):
+    with pytest.raises(ConfigError, match=r"max_kv_tokens is 5 and .*memory 1MiB; leave one of them out"):
         DraftingConfig(max_kv_tokens=5, kv_cache_memory="1MiB")
     drafter = drafter_of("eagle3", tiny_target, tiny_head, DraftingConfig())
     assert drafter.num_free_slots == DEFAULT_SLOTS  # type: ignore[attr-defined]

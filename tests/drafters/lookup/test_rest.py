@@ -175,7 +175,7 @@ def test_the_command_builds_from_text_and_json_lines(target: str, tmp_path: Path
     corpus.mkdir()
     (corpus / "a.txt").write_text("t3 t4 t5")
     (corpus / "b.jsonl").write_text('{"text": "t6 t7"}\n\n{"token_ids": [8, 9, 10]}\n')
-    arguments = ["datastore", "build", str(corpus), "--target", target, "--out", str(tmp_path / "store")]
+    arguments = ["datastore", "build", str(corpus), "--model", target, "--out", str(tmp_path / "store")]
     result = CliRunner().invoke(app, arguments)
     assert result.exit_code == 0, result.output
     assert open_datastore(tmp_path / "store").tokens.tolist() == [3, 4, 5, 48, 6, 7, 48, 8, 9, 10, 48]
