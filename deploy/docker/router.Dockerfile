@@ -1,8 +1,8 @@
-# The router: text to tokens and back, no torch. Built from the repository's root: see build.sh.
+# The router, without torch. Build from the root of the repository: see build.sh.
 ARG BASE=docker.io/library/python:3.11-slim-bookworm
 
 FROM ${BASE} AS build
-# Where else pip may look, for those who mirror packages.
+# Additional package index, such as a mirror.
 ARG PIP_EXTRA_INDEX_URL
 ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1
 WORKDIR /src

@@ -17,7 +17,7 @@ CHART = ROOT / "deploy" / "helm"
 VALUES = sorted((CHART / "values").glob("*.yaml"))
 
 SECURED = ("router.tls.existingSecret=doors", "router.apiKeys.existingSecret=keys")
-ENCRYPTED = ("peers.tls.existingSecret=peers", "peers.tls.name=on")  # a name that YAML takes for true
+ENCRYPTED = ("peers.tls.existingSecret=peers", "peers.tls.serverName=on")  # a name that YAML takes for true
 SCALED = tuple(
     f"{component}.autoscaling.{setting}"
     for component in ("verifier", "draft")
@@ -34,7 +34,8 @@ SETTINGS: Mapping[str, Sequence[str]] = {
     ),
     "external redis by url": ("redis.kind=external", "redis.external.url=redis://cache:6379/1", "draft.enabled=false"),
     "host path": (
-        "model.source.kind=hostPath", "model.source.hostPath.path=/data", "verifier.tensorParallel=4", "commonLabels.team=a",
+        "model.source.kind=hostPath", "model.source.hostPath.path=/data",
+        "verifier.tensorParallelSize=4", "commonLabels.team=a",
         "telemetry.otlpEndpoint=http://otel:4317", "networkPolicy.scrapers[0].podSelector.matchLabels.app=prometheus",
     ),
     "open": ("networkPolicy.enabled=false", "redis.auth.existingSecret=redis", "router.serviceAccount.create=false"),

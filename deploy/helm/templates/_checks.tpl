@@ -16,8 +16,8 @@
 {{- if (contains "@" .Values.redis.external.url) -}}
 {{- fail "redis.external.url holds a password; put the URL into a secret and name it by redis.external.existingSecret" -}}
 {{- end -}}
-{{- if and .Values.verifier.multiNode.enabled (lt (int .Values.verifier.tensorParallel) 2) -}}
-{{- fail "verifier.multiNode is enabled with tensorParallel 1; set verifier.tensorParallel to the number of pods of a group" -}}
+{{- if and .Values.verifier.multiNode.enabled (lt (int .Values.verifier.tensorParallelSize) 2) -}}
+{{- fail "verifier.multiNode is enabled with tensorParallelSize 1; set verifier.tensorParallelSize to the number of pods of a group" -}}
 {{- end -}}
 {{- range $component := list "router" "verifier" "draft" -}}
 {{- $scaling := (index $.Values $component).autoscaling -}}

@@ -1,7 +1,7 @@
-{{/* The files of the services: what the chart knows, under it what `config` adds. */}}
+{{/* Config files of the services: the settings that the chart sets, overlaid with `config`. */}}
 
-{{/* (list root checkpoint): what a service finds it by */}}
-{{- define "eyas.checkpoint" -}}
+{{/* (list root model): path or hub id under which a service loads a model */}}
+{{- define "eyas.modelPath" -}}
 {{- $source := (index . 0).Values.model.source -}}
 {{- if has $source.kind (list "pvc" "hostPath") -}}
 {{- printf "%s/%s" (trimSuffix "/" $source.mountPath) (trimPrefix "/" (index . 1)) -}}
@@ -10,7 +10,7 @@
 {{- end -}}
 {{- end -}}
 
-{{/* (list root component): what all services have */}}
+{{/* (list root component): settings of all services */}}
 {{- define "eyas.config.shared" -}}
 {{- $root := index . 0 -}}
 server:
@@ -26,7 +26,7 @@ peers:
   cert_file: /etc/eyas-peers/tls.crt
   key_file: /etc/eyas-peers/tls.key
   ca_file: /etc/eyas-peers/ca.crt
-  tls_server_name: {{ .name | quote }}
+  tls_server_name: {{ .serverName | quote }}
   require_client_cert: {{ .requireClientCert }}
 {{- end }}
 {{- end }}
@@ -41,8 +41,8 @@ discovery:
   {{- end }}
 {{- end -}}
 
-{{/* root: the doors of the router */}}
-{{- define "eyas.config.doors" -}}
+{{/* root: HTTP, API keys and TLS of the router */}}
+{{- define "eyas.config.endpoints" -}}
 http:
   host: 0.0.0.0
   port: {{ include "eyas.httpPort" . }}
@@ -59,17 +59,17 @@ tls:
 
 {{- define "eyas.config.router" -}}
 {{- $own := include "eyas.config.shared" (list . "router") | fromYaml -}}
-{{- $doors := include "eyas.config.doors" . | fromYaml -}}
-{{- $model := dict "name" .Values.model.name "tokenizer" (include "eyas.checkpoint" (list . .Values.model.target)) -}}
+{{- $endpoints := include "eyas.config.endpoints" . | fromYaml -}}
+{{- $model := dict "name" .Values.model.servedModelName "tokenizer" (include "eyas.modelPath" (list . .Values.model.model)) -}}
 {{- with .Values.model.chatTemplate -}}{{- $_ := set $model "chat_template" . -}}{{- end -}}
-{{- mergeOverwrite $own $doors (dict "models" (list $model)) (deepCopy .Values.router.config) | toYaml -}}
+{{- mergeOverwrite $own $endpoints (dict "models" (list $model)) (deepCopy .Values.router.config) | toYaml -}}
 {{- end -}}
 
-{{/* root: how drafts are made, which verifier and drafter must agree on */}}
+{{/* root: drafting method; verifier and drafter must agree on it */}}
 {{- define "eyas.config.method" -}}
 method: {{ .Values.draft.method }}
-{{- with .Values.draft.checkpoint }}
-draft_model: {{ include "eyas.checkpoint" (list $ .) }}
+{{- with .Values.draft.draftModel }}
+draft_model: {{ include "eyas.modelPath" (list $ .) }}
 {{- end }}
 tree:
   {{- toYaml .Values.draft.tree | nindent 2 }}
@@ -77,8 +77,8 @@ tree:
 
 {{- define "eyas.config.verifier" -}}
 {{- $own := include "eyas.config.shared" (list . "verifier") | fromYaml -}}
-{{- $model := dict "served_model_name" .Values.model.name "model" (include "eyas.checkpoint" (list . .Values.model.target)) -}}
-{{- $device := dict "dtype" .Values.model.dtype "device" .Values.model.device "engine" (dict "tensor_parallel_size" .Values.verifier.tensorParallel) -}}
+{{- $model := dict "served_model_name" .Values.model.servedModelName "model" (include "eyas.modelPath" (list . .Values.model.model)) -}}
+{{- $device := dict "dtype" .Values.model.dtype "device" .Values.model.device "engine" (dict "tensor_parallel_size" .Values.verifier.tensorParallelSize) -}}
 {{- $draft := dict -}}
 {{- if .Values.draft.enabled -}}
 {{- $draft = include "eyas.config.method" . | fromYaml -}}
@@ -88,13 +88,13 @@ tree:
 
 {{- define "eyas.config.draft" -}}
 {{- $own := include "eyas.config.shared" (list . "draft") | fromYaml -}}
-{{- $model := dict "served_model_name" .Values.model.name "model" (include "eyas.checkpoint" (list . .Values.model.target)) -}}
+{{- $model := dict "served_model_name" .Values.model.servedModelName "model" (include "eyas.modelPath" (list . .Values.model.model)) -}}
 {{- $device := dict "dtype" .Values.model.dtype "device" .Values.model.device -}}
 {{- $draft := include "eyas.config.method" . | fromYaml -}}
 {{- mergeOverwrite $own $model $device $draft (deepCopy .Values.draft.config) | toYaml -}}
 {{- end -}}
 
-{{/* component values: seconds between the wish to stop and the kill; longer than all that a drain may take */}}
+{{/* component values: terminationGracePeriodSeconds, longer than a complete graceful shutdown */}}
 {{- define "eyas.grace" -}}
 {{- $server := .config.server | default dict -}}
 {{- addf .preStopSeconds ($server.shutdown_delay_s | default 0) (hasKey $server "graceful_shutdown_timeout_s" | ternary $server.graceful_shutdown_timeout_s 30) 15 | ceil | int -}}

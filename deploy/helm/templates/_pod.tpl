@@ -37,7 +37,7 @@ tolerations:
 affinity:
   {{- toYaml . | nindent 2 }}
 {{- end }}
-{{- with $own.topologySpread }}
+{{- with $own.topologySpreadConstraints }}
 topologySpreadConstraints:
   {{- $selector := $ | include "eyas.selector" | fromYaml }}
   {{- range . }}
@@ -80,7 +80,7 @@ capabilities:
 {{- $resources := deepCopy $own.resources -}}
 {{- if and $own.gpu (eq $root.Values.model.device "cuda") -}}
 {{- $count := 1 -}}
-{{- if and $own.multiNode (not $own.multiNode.enabled) -}}{{- $count = int $own.tensorParallel -}}{{- end -}}
+{{- if and $own.multiNode (not $own.multiNode.enabled) -}}{{- $count = int $own.tensorParallelSize -}}{{- end -}}
 {{- $gpus := dict $own.gpu.resource (toString $count) -}}
 {{- $resources = mergeOverwrite $resources (dict "requests" $gpus "limits" (deepCopy $gpus)) -}}
 {{- end -}}
@@ -281,7 +281,7 @@ capabilities:
 {{- $port := include "eyas.port" . -}}
 {{- with $root.Values.peers.tls -}}
 {{- if .existingSecret -}}
-exec: {command: [python, healthcheck.py, --tls, /etc/eyas-peers, --name, {{ .name | quote }}, "grpc://127.0.0.1:{{ $port }}"]}
+exec: {command: [python, healthcheck.py, --tls, /etc/eyas-peers, --name, {{ .serverName | quote }}, "grpc://127.0.0.1:{{ $port }}"]}
 {{- else -}}
 grpc: {port: {{ $port }}}
 {{- end -}}
@@ -297,7 +297,7 @@ grpc: {port: {{ $port }}}
 startupProbe:
   httpGet: {path: /live, port: http, scheme: {{ $scheme }}}
   periodSeconds: 5
-  failureThreshold: {{ $own.probes.startupFailures }}
+  failureThreshold: {{ $own.probes.startupFailureThreshold }}
 readinessProbe:
   httpGet: {path: /ready, port: http, scheme: {{ $scheme }}}
   periodSeconds: 5
@@ -311,7 +311,7 @@ startupProbe:
   {{- $look | nindent 2 }}
   periodSeconds: 10
   timeoutSeconds: 5
-  failureThreshold: {{ $own.probes.startupFailures }}
+  failureThreshold: {{ $own.probes.startupFailureThreshold }}
 readinessProbe:
   {{- $look | nindent 2 }}
   periodSeconds: 5
@@ -322,7 +322,7 @@ livenessProbe:
 {{- end }}
   periodSeconds: 10
   timeoutSeconds: 5
-  failureThreshold: {{ $own.probes.livenessFailures }}
+  failureThreshold: {{ $own.probes.livenessFailureThreshold }}
 {{- end -}}
 
 {{- define "eyas.podSpec" -}}

@@ -26,7 +26,7 @@
 {{- else if eq .Values.redis.kind "external" }}
 - ports: [{port: {{ .Values.redis.external.port }}}]
 {{- end }}
-{{- with .Values.networkPolicy.outsidePorts }}
+{{- with .Values.networkPolicy.egressPorts }}
 - ports:
     {{- range . }}
     - port: {{ . }}

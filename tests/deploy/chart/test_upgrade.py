@@ -12,7 +12,7 @@ CHANGES = (
     "image.tag=next", "router.replicas=5", "verifier.replicas=3", "draft.replicas=4", "commonLabels.team=b",
     "verifier.config.engine.max_num_seqs=8", "verifier.podLabels.colour=blue", "router.service.type=LoadBalancer",
     "draft.tree.num_draft_tokens=4", "verifier.preStopSeconds=9", "redis.image.tag=next", "prometheusRule.enabled=false",
-    "verifier.resources.limits.memory=3Gi", "verifier.probes.startupFailures=99",
+    "verifier.resources.limits.memory=3Gi", "verifier.probes.startupFailureThreshold=99",
 )  # fmt: skip
 
 
