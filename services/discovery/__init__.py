@@ -1,1 +1,1 @@
-"""Who is alive, however it is found: leases in a registry, a fixed list, or the endpoints that Kubernetes names."""
+"""Finds the live workers: by leases in Redis, by a fixed list, or by Kubernetes EndpointSlices."""

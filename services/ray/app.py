@@ -36,9 +36,8 @@ def _verifier(config: RayConfig) -> Application:
     gpus = num_gpus(pool, own.device, own.engine.tensor_parallel_size)
     policy = AutoscalingPolicy(policy_function=VerifierPolicy, policy_kwargs=_policy_kwargs(pool))
     options = _options(pool, policy, own.server, gpus)
-    return serve.deployment(name="Verifier", graceful_shutdown_wait_loop_s=_SHUTDOWN_CHECK_S, **options)(Verifier).bind(
-        own, config.environment
-    )
+    deploy = serve.deployment(name="Verifier", graceful_shutdown_wait_loop_s=_SHUTDOWN_CHECK_S, **options)
+    return deploy(Verifier).bind(own, config.environment)
 
 
 def _draft(config: RayConfig, own: DraftConfig) -> Application:

@@ -40,14 +40,14 @@ def add_generation(servicer: Any, server: Any) -> None:
     server: Serve's gRPC server, whose service_handler_factory makes the handler of each method.
     """
     factory = server.service_handler_factory
-    server.service_handler_factory = partial(_cancelling, factory)
+    server.service_handler_factory = partial(_cancellable_handler, factory)
     try:
         add_GenerationServicer_to_server(servicer, server)
     finally:
         server.service_handler_factory = factory
 
 
-def _cancelling(factory: Callable[..., Any], service_method: str, streaming_type: str) -> Any:
+def _cancellable_handler(factory: Callable[..., Any], service_method: str, streaming_type: str) -> Any:
     handler = factory(service_method=service_method, streaming_type=streaming_type)
     return partial(read_in_task, handler) if streaming_type == "unary_stream" else handler
 
@@ -183,7 +183,7 @@ async def _delay_final_chunks(stream: AsyncGenerator[TextChunk, None]) -> AsyncG
 
 
 def _refuse(error: EyasError, context: RayServegRPCContext) -> NoReturn:
-    """End a call with the status of an error. Serve pickles exceptions, which only RequestFailed survives."""
+    """End a call with the status of an error. Serve pickles what is raised; RequestFailed survives it."""
     context.set_code(status_of(error))
     context.set_details(str(error))
     raise RequestFailed(str(error)) from None

@@ -1,4 +1,4 @@
-"""A client that leaves is heard of wherever Serve's generators are."""
+"""A client that disconnects cancels its request wherever Serve's generators are."""
 
 import asyncio
 from collections.abc import AsyncGenerator
@@ -10,7 +10,7 @@ from eyas.services.ray.ingress import read_in_task
 
 
 class Call:
-    """A context as gRPC has it: whoever asks for the peer once it is over crashes the process."""
+    """A context like gRPC's: asking for the peer after the end crashes the process."""
 
     def __init__(self) -> None:
         self.over = False

@@ -73,8 +73,8 @@ def test_replicas_listen_on_free_ports_of_their_node() -> None:
     here = on_node(config, EnvironmentConfig(), "10.0.0.7", {})
     assert here.server == ServerConfig("10.0.0.7", 0, "", 2.5, 20)
     assert (here.telemetry.metrics_port, here.registry) == (0, config.registry)
-    names, told = EnvironmentConfig("REGISTRY_URL", "ZONE"), {"REGISTRY_URL": "redis://kept:1/0", "ZONE": "a"}
-    here = on_node(replace(config, telemetry=TelemetryConfig()), names, "10.0.0.7", told)
+    names, variables = EnvironmentConfig("REGISTRY_URL", "ZONE"), {"REGISTRY_URL": "redis://kept:1/0", "ZONE": "a"}
+    here = on_node(replace(config, telemetry=TelemetryConfig()), names, "10.0.0.7", variables)
     assert (here.registry.url, here.server.zone, here.telemetry.metrics_port) == ("redis://kept:1/0", "a", None)
     with pytest.raises(ConfigError, match="ZONE, which is not set on the node"):
         on_node(config, names, "10.0.0.7", {"REGISTRY_URL": "redis://kept:1/0"})

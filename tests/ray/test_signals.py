@@ -1,4 +1,4 @@
-"""Signals are read from what the services themselves tell, and make demands that rise with the work."""
+"""Replicas report usage from their own metrics, and demand rises with usage."""
 
 import asyncio
 from collections.abc import Iterator
@@ -25,35 +25,35 @@ USES = st.builds(VerifierUsage, NUMBERS, NUMBERS, st.floats(1, 1e6), NUMBERS, st
 
 
 @contextmanager
-def told(service: str) -> Iterator[tuple[Telemetry, CollectorRegistry]]:
+def metrics_of(service: str) -> Iterator[tuple[Telemetry, CollectorRegistry]]:
     registry = CollectorRegistry()
     with telemetry(TelemetryConfig(), service, registry) as own:
         yield own, registry
 
 
 def test_a_verifier_reports_its_slots_and_requests() -> None:
-    with told("verifier") as (own, registry):
-        signals = VerifierUsageReader(registry, "m", max_num_seqs=8)
-        assert VerifierUsage(**signals.read()).demand == 0
+    with metrics_of("verifier") as (own, registry):
+        reader = VerifierUsageReader(registry, "m", max_num_seqs=8)
+        assert VerifierUsage(**reader.read()).demand == 0
         load = EngineLoad(num_running=3, num_waiting=5, free_kv_tokens=400, num_kv_tokens=1000, queued_kv_tokens=900)
         VerifierTelemetry(own, "m").watch(lambda: load)
-        assert VerifierUsage(**signals.read()) == VerifierUsage(600, 900, 1000, 8, 8)
+        assert VerifierUsage(**reader.read()) == VerifierUsage(600, 900, 1000, 8, 8)
     assert VerifierUsage(600, 900, 1000, 8, 8).demand == 1.5
     assert VerifierUsage(100, 0, 1000, 24, 8).demand == 3
 
 
 def test_a_drafter_reports_events_since_the_last_report() -> None:
     now = [100.0]
-    with told("draft") as (own, registry):
+    with metrics_of("draft") as (own, registry):
         observer = DraftTelemetry(own)
-        signals = DraftUsageReader(registry, timeout_s=0.12, clock=lambda: now[0])
+        reader = DraftUsageReader(registry, timeout_s=0.12, clock=lambda: now[0])
         observer.answered([0.01] * 6 + [0.3, 0.4])
         observer.drafted([], [], 7 * 10**9, 10 * 10**9)
         now[0] += 4.0
-        use = DraftUsage(**signals.read())
+        use = DraftUsage(**reader.read())
         assert (use.occupancy, use.replies, use.late) == pytest.approx((0.75, 2.0, 0.5))
         now[0] += 4.0
-        assert DraftUsage(**signals.read()) == DraftUsage(0, 0, 0)
+        assert DraftUsage(**reader.read()) == DraftUsage(0, 0, 0)
 
 
 @given(USES, st.sampled_from(["used_kv_tokens", "queued_kv_tokens", "num_requests"]), NUMBERS)
@@ -71,25 +71,25 @@ def test_lateness_scales_drafters_within_bounds(
 
 
 def test_a_hosted_service_reports_ready_stop_and_failure() -> None:
-    async def serve(host: ServiceRunner, breaks: bool) -> None:
-        with host.stop_requested() as stop:
-            host.ready("here:1")
+    async def serve(runner: ServiceRunner, breaks: bool) -> None:
+        with runner.stop_requested() as stop:
+            runner.ready("here:1")
             if breaks:
                 raise ConfigError("the port is gone")
             await stop.wait()
 
     async def host() -> None:
         hosted = HostedService()
-        await hosted.start(lambda host: serve(host, breaks=False))
+        await hosted.start(lambda runner: serve(runner, breaks=False))
         assert hosted.address == "here:1"
         hosted.check()
         await hosted.stop()
         hosted.check()
         broken = HostedService()
         with pytest.raises(ConfigError, match="the port is gone"):
-            await broken.start(lambda host: serve(host, breaks=True))
+            await broken.start(lambda runner: serve(runner, breaks=True))
         ended = HostedService()
         with pytest.raises(RequestFailed, match="ended"):
-            await ended.start(lambda host: asyncio.sleep(0))
+            await ended.start(lambda runner: asyncio.sleep(0))
 
     asyncio.run(host())

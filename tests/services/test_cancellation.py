@@ -64,7 +64,7 @@ def test_leaving_the_router_ends_the_request_with_the_next_step(url: str) -> Non
 
     def watched() -> list[Chunk]:
         if len(steps) == 1:
-            assert left.wait(30), "the verifier did not hear of it"
+            assert left.wait(30), "the verifier was not notified"
         steps.append(step())
         return steps[-1]
 

@@ -52,9 +52,9 @@ def test_the_example_router_config_can_listen(place: str) -> None:
         server = RpcServer(replace(config.server, port=0))
         await server.start([])
         await server.stop(0)
-        door = HttpServer(FastAPI(), replace(config.http, port=0), config.tls)
-        await door.start()
-        await door.stop(0)
+        listener = HttpServer(FastAPI(), replace(config.http, port=0), config.tls)
+        await listener.start()
+        await listener.stop(0)
 
     asyncio.run(listen())
 

@@ -136,9 +136,9 @@ def test_a_cancelled_request_frees_its_slots() -> None:
         long = convert.generate_call_to_proto(changed(max_tokens=1000))
         running, waiting = stub.Generate(long), stub.Generate(long)
         await running.read()
-        refusal = await until(grpc.StatusCode.RESOURCE_EXHAUSTED, stub)
-        assert isinstance(refusal, Overloaded)
-        assert 0.1 <= (refusal.retry_after or 0) <= 60
+        error = await until(grpc.StatusCode.RESOURCE_EXHAUSTED, stub)
+        assert isinstance(error, Overloaded)
+        assert 0.1 <= (error.retry_after or 0) <= 60
         running.cancel()
         await waiting.read()
         waiting.cancel()

@@ -41,7 +41,7 @@ STOP_SECONDS = 30.0
 LOG_LINES = 20
 
 WAITS = {"look_back_period_s": 1.0, "scaling": {"upscale_delay_s": 0.5, "downscale_delay_s": 3.0}}
-# Two requests fill a verifier. The head is busy for a small part of a round only, which counts as full here.
+# Two requests fill a verifier. A drafter is busy for a small part of a step, so low bounds count it as full here.
 POOLS = {
     "router": {"num_cpus": 0.1, "max_replicas": 1},
     "verifier": WAITS | {"num_cpus": 0.5, "max_replicas": 2},
@@ -54,7 +54,7 @@ POOLS = {
 
 @dataclass
 class RayApplication:
-    """A running application: where it listens, its traces, the file that `serve` was given, and what its driver has told."""
+    """A running application: its addresses, its traces, the file of `serve`, and the states that its driver reports."""
 
     grpc: str
     http: str
@@ -132,8 +132,8 @@ def running_application(
         file.write_text(yaml.safe_dump(config))
         driver = start([command, str(file), own], f"http://127.0.0.1:{traces}", log)
         ports = config["grpc_options"]["port"], config["http_options"]["port"]
-        doors = f"127.0.0.1:{ports[0]}", f"http://127.0.0.1:{ports[1]}"
-        application = RayApplication(*doors, registry, collector, file, driver, log)
+        addresses = f"127.0.0.1:{ports[0]}", f"http://127.0.0.1:{ports[1]}"
+        application = RayApplication(*addresses, registry, collector, file, driver, log)
         follower = threading.Thread(target=application.follow)
         follower.start()
         try:

@@ -31,21 +31,21 @@ def main(command: str, config: str, folder: str) -> None:
     try:
         call.main(words, standalone_mode=False)
         last = None
-        while (line := heard()) != "":
+        while (line := read_line()) != "":
             if line:
                 call.main(words, standalone_mode=False)
-            last = tell(last)
+            last = print_states(last)
         serve.shutdown()
     finally:
         ray.shutdown()
 
 
-def heard() -> str | None:
+def read_line() -> str | None:
     """A line of stdin, "" at its end; None if none comes in a while."""
     return sys.stdin.readline() if select.select([sys.stdin], [], [], POLL_SECONDS)[0] else None
 
 
-def tell(last: str | None) -> str:
+def print_states(last: str | None) -> str:
     """Write what the replicas do, unless it is the same as the last time."""
     deployments = [pair for app in serve.status().applications.values() for pair in app.deployments.items()]
     line = json.dumps({name: dict(deployment.replica_states) for name, deployment in deployments})

@@ -1,4 +1,4 @@
-"""Clients that ask without pause or seldom, and a breath of the pools: out under load, in when it is quiet."""
+"""Clients that send many or few requests, and pools that scale out under load and in without it."""
 
 import json
 import threading
@@ -35,7 +35,7 @@ def plainly(num_requests: int, max_tokens: int) -> list[Asked]:
 
 
 class Load:
-    """Clients that ask one request after the other until the body ends, and what became of it.
+    """Clients that ask one request after the other until the body ends, and count the outcomes.
 
     pause: between two requests of a client, in seconds. failures: of any kind, a wrong token included.
     """
@@ -74,7 +74,7 @@ class Load:
 
 
 @dataclass(frozen=True)
-class Breath:
+class Outcome:
     """What the clients saw while the pools grew and shrank."""
 
     num_answered: int
@@ -82,7 +82,7 @@ class Breath:
     failures: list[str]
 
 
-def breathe(application: RayApplication, asked: Sequence[Asked]) -> Breath:
+def scale_out_and_in(application: RayApplication, asked: Sequence[Asked]) -> Outcome:
     """Load until both pools have grown and serve, then one client that asks seldom, until both have shrunk and serve."""
     with Load(application.grpc, asked, num_clients=1, pause=2.0) as quiet:
         with Load(application.grpc, asked, num_clients=6) as rush:
@@ -97,11 +97,11 @@ def breathe(application: RayApplication, asked: Sequence[Asked]) -> Breath:
     return seen(rush, quiet, last)
 
 
-def upgrade(application: RayApplication, asked: Sequence[Asked]) -> Breath:
+def upgrade(application: RayApplication, asked: Sequence[Asked]) -> Outcome:
     """A changed setting, deployed under load: every verifier is replaced by one that has it."""
     old = {lease.incarnation for lease in application.verifiers()}
     with Load(application.grpc, asked, num_clients=3) as load:
-        application.wait(lambda: load.num_answered > 3, 60, "nobody answers")
+        application.wait(lambda: load.num_answered > 3, 60, "no request is answered")
         application.redeploy(lambda args: args["verifier"]["engine"].update(max_num_seqs=3))
         application.wait(lambda: replaced(application, old), 150, "the verifiers are not replaced")
         before = load.num_answered
@@ -115,9 +115,9 @@ def replaced(application: RayApplication, old: set[str]) -> bool:
     return len(new) == len(old) and not new & old and application.settled(*WORKERS)
 
 
-def seen(*loads: Load) -> Breath:
-    """What became of all their requests."""
-    return Breath(
+def seen(*loads: Load) -> Outcome:
+    """The outcome of all their requests."""
+    return Outcome(
         sum(load.num_answered for load in loads),
         sum(load.num_drafted for load in loads),
         [failure for load in loads for failure in load.failures],

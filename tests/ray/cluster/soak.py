@@ -1,5 +1,7 @@
-"""`python -m tests.ray.cluster.soak`: breaths of the pools on a local Ray by `serve run`, then an upgrade under load by
-`serve deploy`. Every answer is plain decoding's and every trace whole, or it ends with the failures and status 1."""
+"""`python -m tests.ray.cluster.soak`: scale pools on a local Ray, then upgrade under load.
+
+Ends with the failures and status 1 unless every answer equals plain decoding and every trace is complete.
+"""
 
 import sys
 import tempfile
@@ -8,20 +10,20 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from tests.ray.cluster.application import RayApplication, running_application
-from tests.ray.cluster.load import WORKERS, Asked, Breath, breathe, plainly, upgrade
+from tests.ray.cluster.load import WORKERS, Asked, Outcome, plainly, scale_out_and_in, upgrade
 from tests.ray.cluster.traces import torn
 
-NUM_BREATHS = 4
+NUM_CYCLES = 4
 # A replica serves until the one in its place does.
 SURGE = [{"name": name, "max_surge_percent": 100} for name in ("Router", *WORKERS)]
 
 
 def main() -> None:
-    """Breathe, upgrade."""
+    """Scale out and in, then upgrade."""
     asked, started = plainly(num_requests=16, max_tokens=64), time.monotonic()
     failures: list[str] = []
 
-    def watch(name: str, application: RayApplication, act: Callable[[RayApplication, Sequence[Asked]], Breath]) -> None:
+    def watch(name: str, application: RayApplication, act: Callable[[RayApplication, Sequence[Asked]], Outcome]) -> None:
         done = act(application, asked)
         failures.extend(done.failures)
         counts = f"{done.num_answered} requests, {done.num_drafted} drafted tokens, {len(done.failures)} failures"
@@ -29,17 +31,17 @@ def main() -> None:
 
     with tempfile.TemporaryDirectory() as folder:
         with running_application(Path(folder)) as application:
-            for number in range(NUM_BREATHS):
-                watch(f"breath {number + 1}", application, breathe)
-        failures += told(application)
+            for number in range(NUM_CYCLES):
+                watch(f"cycle {number + 1}", application, scale_out_and_in)
+        failures += trace_failures(application)
         with running_application(Path(folder), "deploy", SURGE) as application:
             watch("upgrade", application, upgrade)
-        failures += told(application)
+        failures += trace_failures(application)
     sys.exit("\n".join(failures) or 0)
 
 
-def told(application: RayApplication) -> list[str]:
-    """What is wrong with the traces of an application that has ended."""
+def trace_failures(application: RayApplication) -> list[str]:
+    """The incomplete traces of an application that has ended."""
     spans, broken = application.collector.spans, torn(application.collector.spans)
     num_traces = len({one.span.trace_id for one in spans})
     print(f"{num_traces} traces of {len(spans)} spans, {len(broken)} torn", flush=True)

@@ -1,4 +1,4 @@
-"""The whole application on a local Ray: what it says, and how it breathes."""
+"""The whole application on a local Ray: its answers, its traces, and how its pools scale."""
 
 import threading
 import uuid
@@ -17,7 +17,7 @@ from eyas.rpc.messages import NO_DRAFTER, GenerateCall
 from eyas.v1.generation_pb2_grpc import GenerationStub
 from tests.e2e.client import generate
 from tests.ray.cluster.application import RayApplication, running_application
-from tests.ray.cluster.load import Asked, breathe, plainly
+from tests.ray.cluster.load import Asked, plainly, scale_out_and_in
 from tests.ray.cluster.traces import PARTS, SERVICES, torn
 from tests.telemetry.cluster.collector import Received
 
@@ -89,18 +89,18 @@ def test_a_grpc_rejection_carries_retry_after(application: RayApplication) -> No
         return None
 
     with ThreadPoolExecutor(14) as clients:
-        refusals = [error for error in clients.map(ask, range(14)) if error]
-    assert refusals
-    assert all(0.1 <= (error.retry_after or 0) <= 60 for error in refusals)
+        errors = [error for error in clients.map(ask, range(14)) if error]
+    assert errors
+    assert all(0.1 <= (error.retry_after or 0) <= 60 for error in errors)
     application.wait(lambda: not busy(application), 10, "requests go on")
 
 
-@pytest.mark.parametrize("door", [by_grpc, by_http])
+@pytest.mark.parametrize("call", [by_grpc, by_http])
 def test_a_request_is_one_trace_through_all_services(
-    application: RayApplication, door: Callable[[RayApplication, Mapping[str, str]], None]
+    application: RayApplication, call: Callable[[RayApplication, Mapping[str, str]], None]
 ) -> None:
     trace = uuid.uuid4().hex
-    door(application, {"traceparent": f"00-{trace}-{CALLER}-01"})
+    call(application, {"traceparent": f"00-{trace}-{CALLER}-01"})
 
     def ours() -> list[Received]:
         return application.collector.trace(trace)
@@ -139,7 +139,7 @@ def busy(application: RayApplication) -> int:
 
 
 def test_pools_scale_with_load_without_a_failed_request(application: RayApplication, asked: list[Asked]) -> None:
-    breath = breathe(application, asked)
-    assert breath.failures == []
-    assert breath.num_drafted > 0
+    outcome = scale_out_and_in(application, asked)
+    assert outcome.failures == []
+    assert outcome.num_drafted > 0
     application.wait(lambda: not torn(application.collector.spans, CALLER), 20, "traces are torn")

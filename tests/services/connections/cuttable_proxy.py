@@ -1,4 +1,4 @@
-"""A line between a service and whoever dials it, which swallows all that is sent while it is cut: no error, no end."""
+"""A TCP proxy that drops all data while it is cut, without an error and without closing a connection."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from eyas.services.lifecycle import WorkerRegistration
 
 
 @dataclass
-class Cable:
-    """address: dial it instead of the service's own. Set `cut` to have everything vanish from then on."""
+class CuttableProxy:
+    """A proxy before a service. address: to dial instead of the service's. Set `cut` to drop all data."""
 
     listener: socket.socket
     service: tuple[str, int]
@@ -26,7 +26,7 @@ class Cable:
         return f"127.0.0.1:{self.listener.getsockname()[1]}"
 
     def take(self) -> None:
-        """Connect each caller with the service, until the listener is closed."""
+        """Connect each caller to the service until the listener is closed."""
         with suppress(OSError):
             while True:
                 caller, _ = self.listener.accept()
@@ -45,29 +45,29 @@ class Cable:
 
 
 @contextmanager
-def cable(service: str) -> Iterator[Cable]:
-    """A line to the service at host:port."""
+def cuttable_proxy(service: str) -> Iterator[CuttableProxy]:
+    """A proxy before the service at host:port."""
     host, _, port = service.rpartition(":")
-    line = Cable(socket.create_server(("127.0.0.1", 0)), (host, int(port)))
-    taking = threading.Thread(target=line.take, daemon=True)
+    proxy = CuttableProxy(socket.create_server(("127.0.0.1", 0)), (host, int(port)))
+    taking = threading.Thread(target=proxy.take, daemon=True)
     taking.start()
     try:
-        yield line
+        yield proxy
     finally:
-        line.listener.shutdown(socket.SHUT_RDWR)
-        line.listener.close()
-        for end in line.ends:
+        proxy.listener.shutdown(socket.SHUT_RDWR)
+        proxy.listener.close()
+        for end in proxy.ends:
             end.close()
         taking.join()
 
 
 @asynccontextmanager
-async def entered(server: RpcServer, registration: WorkerRegistration) -> AsyncIterator[Cable]:
-    """A line to a server, by whose address its worker is known until the end; then both are gone."""
-    with cable(await server.start([])) as line:
-        await registration.register(line.address)
+async def registered_behind_proxy(server: RpcServer, registration: WorkerRegistration) -> AsyncIterator[CuttableProxy]:
+    """Start a server behind a proxy and register its worker with the proxy's address."""
+    with cuttable_proxy(await server.start([])) as proxy:
+        await registration.register(proxy.address)
         try:
-            yield line
+            yield proxy
         finally:
             await registration.deregister()
             await server.stop(0)

@@ -36,7 +36,7 @@ from eyas.services.router.workers import WorkerPool
 from eyas.services.verifier.draft_client import RemoteDrafter
 from eyas.tree import DraftTree
 from tests.services.connections.authority import Authority, peers
-from tests.services.connections.cuttable_proxy import Cable, entered
+from tests.services.connections.cuttable_proxy import CuttableProxy, registered_behind_proxy
 from tests.services.drafting.toy_drafting import INFO, ToyDrafter, context, eventually
 from tests.services.drafting.toy_drafting import serving as serving_drafts
 from tests.services.redis_server import free_port
@@ -138,17 +138,17 @@ def test_a_lost_verifier_is_dialled_with_renewed_certificates(kind: DiscoveryKin
     async def body() -> None:
         leases = Registry(RegistryConfig(url, 60.0, 0.05)) if kind == "redis" else None
         ours = Peers(peers(tmp_path, keepalive_interval_s=0.1, keepalive_timeout_s=0.2))
-        async with verifier_behind(Peers(peers(tmp_path)), leases) as line:
-            named = (line.address,) if kind == "static" else ()
+        async with verifier_behind(Peers(peers(tmp_path)), leases) as proxy:
+            named = (proxy.address,) if kind == "static" else ()
             discovery = build_discovery(DiscoveryConfig(kind, named, probe_interval_s=0.05), leases, ours)
             workers = WorkerPool(discovery, peers=ours)
             await discovery.watch("verifier")
             try:
                 await refreshed(workers, lambda: workers.ready)
                 Authority("new").write(tmp_path)
-                line.cut.set()
+                proxy.cut.set()
                 await refreshed(workers, lambda: not workers.ready)
-                line.cut.clear()
+                proxy.cut.clear()
                 await refreshed(workers, lambda: workers.ready)
             finally:
                 await workers.close()
@@ -158,12 +158,12 @@ def test_a_lost_verifier_is_dialled_with_renewed_certificates(kind: DiscoveryKin
 
 
 @asynccontextmanager
-async def verifier_behind(theirs: Peers, leases: Registry | None) -> AsyncIterator[Cable]:
-    """A line to a verifier that tells its state, or leases it at the line's address."""
+async def verifier_behind(theirs: Peers, leases: Registry | None) -> AsyncIterator[CuttableProxy]:
+    """A verifier behind a proxy, found by probing or by a lease with the proxy's address."""
     server = RpcServer(ServerConfig(), credentials=theirs.server_credentials)
     registration = WorkerRegistration(server, leases, AnnouncedWorker("verifier", INFO.model, lambda: Load(0, 0, 10_000)))
-    async with entered(server, registration) as line:
-        yield line
+    async with registered_behind_proxy(server, registration) as proxy:
+        yield proxy
 
 
 async def refreshed(workers: WorkerPool, condition: Callable[[], bool]) -> None:

@@ -21,7 +21,7 @@ from eyas.services.lifecycle import AnnouncedWorker, WorkerRegistration
 from eyas.services.verifier.draft_client import RemoteDrafter
 from eyas.tree import DraftTree
 from eyas.v1.generation_pb2_grpc import add_GenerationServicer_to_server
-from tests.services.connections.cuttable_proxy import Cable, cable, entered
+from tests.services.connections.cuttable_proxy import CuttableProxy, cuttable_proxy, registered_behind_proxy
 from tests.services.drafting.toy_drafting import ToyDrafter, context, eventually, serving
 from tests.services.router.scripted_verifier import (
     CALL,
@@ -84,7 +84,7 @@ def test_a_stopped_process_is_dropped_and_taken_back_on_resume() -> None:
             assert await watch.read()
             quiet = asyncio.ensure_future(watch.read())
             await asyncio.wait([quiet], timeout=8 * IMPATIENT.keepalive_interval_s)
-            assert not quiet.done(), "so many pings are no offence"
+            assert not quiet.done(), "the server accepts frequent pings"
             child.send_signal(signal.SIGSTOP)
             began = time.monotonic()
             with pytest.raises(grpc.aio.AioRpcError, match="ping timeout"):
@@ -104,24 +104,24 @@ def test_keepalive_respects_the_default_limits_of_grpc_servers() -> None:
 
 
 @asynccontextmanager
-async def behind(url: str, script: Script) -> AsyncIterator[Cable]:
-    """A scripted verifier that is known by the address of a line to it."""
+async def behind(url: str, script: Script) -> AsyncIterator[CuttableProxy]:
+    """A scripted verifier that is known by the address of a proxy to it."""
     server = RpcServer(ServerConfig())
     add_GenerationServicer_to_server(ScriptedVerifier(script), server.aio)
     registry = Registry(RegistryConfig(url, 2.0, 0.05))
     registration = WorkerRegistration(server, registry, AnnouncedWorker("verifier", MODEL, lambda: Load(0, 0, 10_000)))
-    async with entered(server, registration) as line:
-        yield line
+    async with registered_behind_proxy(server, registration) as proxy:
+        yield proxy
 
 
 def test_requests_move_away_from_an_unreachable_verifier(url: str) -> None:
     async def body() -> tuple[int, ...]:
         queue, other = Script(TOKENS, gate=asyncio.Event()), Script(TOKENS)
-        async with behind(url, queue) as line, router(url, peers=Peers(IMPATIENT)) as address:
+        async with behind(url, queue) as proxy, router(url, peers=Peers(IMPATIENT)) as address:
             asking = asyncio.create_task(send(address, CALL))
             await until(lambda: bool(queue.calls))
             async with worker(url, other):
-                line.cut.set()
+                proxy.cut.set()
                 return tokens_of(await asking)
 
     assert asyncio.run(body()) == REST
@@ -130,10 +130,10 @@ def test_requests_move_away_from_an_unreachable_verifier(url: str) -> None:
 def test_without_another_verifier_a_lost_keepalive_is_reported(url: str) -> None:
     async def body() -> tuple[grpc.StatusCode, str]:
         queue = Script(TOKENS, gate=asyncio.Event())
-        async with behind(url, queue) as line, router(url, peers=Peers(IMPATIENT)) as address:
+        async with behind(url, queue) as proxy, router(url, peers=Peers(IMPATIENT)) as address:
             asking = asyncio.create_task(failure(address, CALL))
             await until(lambda: bool(queue.calls))
-            line.cut.set()
+            proxy.cut.set()
             return await asking
 
     status, reason = asyncio.run(body())
@@ -142,13 +142,13 @@ def test_without_another_verifier_a_lost_keepalive_is_reported(url: str) -> None
 
 
 def test_an_unreachable_drafter_is_dropped_and_dialled_again() -> None:
-    with serving(ToyDrafter()) as address, cable(address) as line:
+    with serving(ToyDrafter()) as address, cuttable_proxy(address) as proxy:
         needs, patient = DrafterNeeds(features=True), DraftClientConfig(draft_timeout_s=20.0)
-        with closing(RemoteDrafter(line.address, needs, patient, peers=Peers(IMPATIENT))) as remote:
+        with closing(RemoteDrafter(proxy.address, needs, patient, peers=Peers(IMPATIENT))) as remote:
             eventually(lambda: remote.connected)
-            line.cut.set()
+            proxy.cut.set()
             assert remote.request([context("a", range(10, 15))])() == [None], "long before the deadline"
             assert not remote.connected
-            line.cut.clear()
+            proxy.cut.clear()
             eventually(lambda: remote.connected)
             assert remote.request([context("b", range(10, 15))])() == [DraftTree.chain([14, 15, 16, 17])]

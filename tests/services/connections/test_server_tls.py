@@ -1,4 +1,4 @@
-"""The router's doors over TLS: what the `eyas` command needs to come in, and certificates that change under open doors."""
+"""The router's servers over TLS: options of the `eyas` command, and certificates that change while they serve."""
 
 import asyncio
 import json
@@ -25,8 +25,8 @@ HOST = "127.0.0.1"
 
 
 @asynccontextmanager
-async def door(folder: Path) -> AsyncIterator[str]:
-    """A gRPC door that asks for a key, and generates by recital."""
+async def grpc_server(folder: Path) -> AsyncIterator[str]:
+    """A gRPC server that asks for an API key and generates fixed tokens."""
     tls = TlsConfig(str(folder / "tls.crt"), str(folder / "tls.key"))
     server = RpcServer(ServerConfig(), [ApiKeyInterceptor(ApiKeys(frozenset({"one"})))], server_credentials(tls))
     add_GenerationServicer_to_server(ScriptedVerifier(Script(TOKENS)), server.aio)
@@ -47,7 +47,7 @@ def test_the_command_comes_in_over_tls_by_options_or_environment(tmp_path: Path)
     ca = str(tmp_path / "ca.crt")
 
     async def body() -> None:
-        async with door(tmp_path) as address:
+        async with grpc_server(tmp_path) as address:
             for result in (
                 await eyas(address, "generate", "text", "--json", "--ca", ca),
                 await eyas(address, "generate", "text", "--json", "--tls", "--ca", ca, "--tls-name", NAME),
@@ -66,7 +66,7 @@ def test_the_command_trusts_only_the_given_authority(tmp_path: Path) -> None:
     ca, other = str(tmp_path / "ca.crt"), str(tmp_path / "other" / "ca.crt")
 
     async def body() -> None:
-        async with door(tmp_path) as address:
+        async with grpc_server(tmp_path) as address:
             refused = [
                 await eyas(address, "models"),
                 await eyas(address, "models", "--tls"),
@@ -89,7 +89,7 @@ async def echo(scope: object, receive: object, send: object) -> None:
 
 
 async def shown(address: str, ca: bytes) -> bool:
-    """Whether the door shows a certificate of this authority."""
+    """Whether the server shows a certificate of this authority."""
     host, _, port = address.rpartition(":")
     trust = ssl.create_default_context(cadata=ca.decode())
     try:

@@ -41,15 +41,15 @@ def pod(address: str, uid: str = "uid", zone: str | None = None, **conditions: b
 class ApiServer:
     """State of the server, changed by tests. url: where it listens.
 
-    mute: watches hear nothing and do not end. oldest: watches from before this version are refused with 410, as an event of
-    the stream. refusal: status with which everything is answered.
+    mute: watches get no events and do not end. oldest: watches from before this version get a 410 event.
+    error_status: status of every answer, if not 0.
     """
 
     port: int = field(default_factory=free_port)
     slices: dict[str, Json] = field(default_factory=dict)
     mute: bool = False
     oldest: int = 0
-    refusal: int = 0
+    error_status: int = 0
     version: int = 100
     num_lists: int = 0
     _history: list[tuple[int, Json]] = field(default_factory=list)
@@ -71,26 +71,26 @@ class ApiServer:
             "endpoints": list(endpoints) or None,
             "ports": [{"name": port_name, "port": int(address.rpartition(":")[2]), "protocol": "TCP"}],
         }
-        self._happened("MODIFIED" if known else "ADDED", self.slices[name])
+        self._record("MODIFIED" if known else "ADDED", self.slices[name])
 
     def delete(self, name: str) -> None:
         """Remove a slice."""
-        self._happened("DELETED", self.slices.pop(name))
+        self._record("DELETED", self.slices.pop(name))
 
-    def delete_unheard(self, name: str) -> None:
-        """Remove a slice, and let no watch hear of it."""
+    def delete_silently(self, name: str) -> None:
+        """Remove a slice without an event."""
         del self.slices[name]
         self.version += 1
 
     def bookmark(self) -> None:
         """Send every watch a bookmark."""
-        self._happened("BOOKMARK", KIND | {"metadata": {}})
+        self._record("BOOKMARK", KIND | {"metadata": {}})
 
     def forget(self) -> None:
-        """Expire all watches: each is told 410 and ends."""
+        """Expire all watches: each gets 410 and ends."""
         self.version += 1
         self.oldest = self.version
-        self._tell(EXPIRED)
+        self._send(EXPIRED)
 
     def hang_up(self) -> None:
         """Break all watches in mid-stream."""
@@ -98,22 +98,22 @@ class ApiServer:
             if request.transport:
                 request.transport.abort()
 
-    def _happened(self, kind: str, item: Json) -> None:
+    def _record(self, kind: str, item: Json) -> None:
         self.version += 1
         item["metadata"]["resourceVersion"] = str(self.version)
         event = {"type": kind, "object": json.loads(json.dumps(item))}
         self._history.append((self.version, event))
-        self._tell(event)
+        self._send(event)
 
-    def _tell(self, event: Json) -> None:
+    def _send(self, event: Json) -> None:
         for queue in self._queues.values() if not self.mute else ():
             queue.put_nowait(event)
 
     async def answer(self, request: web.Request) -> web.StreamResponse:
         """List or watch."""
-        if self.refusal:
-            status = {"kind": "Status", "code": self.refusal, "reason": "Forbidden", "message": "not you"}
-            return web.json_response(status, status=self.refusal)
+        if self.error_status:
+            status = {"kind": "Status", "code": self.error_status, "reason": "Forbidden", "message": "not you"}
+            return web.json_response(status, status=self.error_status)
         selector = request.query.get("labelSelector", "")
         if request.query.get("watch") in ("true", "True"):
             return await self._watch(request, selector)

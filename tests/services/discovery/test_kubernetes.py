@@ -72,7 +72,7 @@ def test_slices_without_endpoints_or_our_port_yield_no_workers() -> None:
                 await until(lambda: names(discovery) == {worker.incarnation})
                 api.delete("later")
                 await until(lambda: not names(discovery))
-                assert api.num_lists == 1, "all of this was heard by one watch"
+                assert api.num_lists == 1, "one watch reported all changes"
 
     asyncio.run(body())
 
@@ -83,7 +83,7 @@ def test_a_missed_delete_is_mended_by_the_next_list() -> None:
             api.put("v", worker.address, pod(worker.address))
             async with discovering(kubernetes(api, SOON)) as discovery:
                 await until(lambda: names(discovery) == {worker.incarnation})
-                api.delete_unheard("v")
+                api.delete_silently("v")
                 await until(lambda: not names(discovery))
 
     asyncio.run(body())
@@ -166,12 +166,12 @@ def test_a_reused_address_is_another_worker() -> None:
 def test_missing_permissions_are_reported_with_a_fix(caplog: pytest.LogCaptureFixture) -> None:
     async def body() -> None:
         async with (
-            running(ApiServer(refusal=403)) as api,
+            running(ApiServer(error_status=403)) as api,
             pod_worker() as worker,
             discovering(kubernetes(api)) as discovery,
         ):
             await until(lambda: "403" in caplog.text)
-            api.refusal = 0
+            api.error_status = 0
             api.put("v", worker.address, pod(worker.address))
             await until(lambda: names(discovery) == {worker.incarnation})
 

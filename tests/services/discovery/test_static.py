@@ -41,7 +41,7 @@ def test_a_real_worker_serves_its_state() -> None:
         worker = AnnouncedWorker("draft", MODEL, lambda: Load(1), "here", lambda: frozenset({3}), "one")
         registration = WorkerRegistration(server, None, worker)
         address = await server.start([])
-        await registration.register(address)  # with no lease, nobody needs to be told where
+        await registration.register(address)  # without leases a wildcard address is no error
         async with open_channel(f"127.0.0.1:{port_of(address)}") as channel:
             answer = await WorkerStub(channel).Status(StatusRequest())
         await registration.deregister()

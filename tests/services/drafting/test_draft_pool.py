@@ -111,11 +111,11 @@ def test_a_hanging_drafter_costs_few_steps_and_its_sessions_move() -> None:
             pool.assign("a", hung)
             pool.assign("b", good)
             eventually(lambda: pool.can_draft("a") and pool.can_draft("b"))
-            rounds = 0
+            num_requests = 0
             while pool.can_draft("a"):
                 assert pool.request([context("a", TOKENS[:5])])() == [None]
-                rounds += 1
-            assert rounds == config.breaker_max_failures
+                num_requests += 1
+            assert num_requests == config.breaker_max_failures
             pool.rebalance([hung])
             assert not pool.can_draft("a"), "there is no other"
             pool.rebalance([hung, good])

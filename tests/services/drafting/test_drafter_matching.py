@@ -56,7 +56,7 @@ SAMPLING = SamplingParams(20, 0.0, seed=1, ignore_eos=True)
 
 @dataclass(frozen=True)
 class Zoo:
-    """Two targets with a head each, of which the second also drafts for itself."""
+    """Two targets with a head each; the second target is also a draft model for itself."""
 
     one: str
     other: str
