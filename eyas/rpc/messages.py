@@ -49,14 +49,9 @@ class ModelInfo:
     max_model_len: int
     features_fingerprint: str = ""
 
-    @property
-    def verified(self) -> TargetInfo:
-        """What a verifier of this model asks a draft service for."""
-        return TargetInfo(self.fingerprint, self.features_fingerprint)
-
     def is_drafted_by(self, drafter: ModelInfo) -> bool:
         """Whether a drafter drafts for this target from the features that its verifier sends."""
-        return self.verified.is_drafted_by(drafter)
+        return TargetInfo(self.fingerprint, self.features_fingerprint).is_drafted_by(drafter)
 
 
 @dataclass(frozen=True)
