@@ -1,0 +1,82 @@
+"""What the pages name exists: drafting methods, configuration keys, files."""
+
+import re
+from collections.abc import Iterator
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+from typing import get_type_hints
+
+import pytest
+
+from eyas.config import DraftConfig, RouterConfig, VerifierConfig
+from eyas.drafters.registry import METHODS
+from tests.repo.repository import ROOT, files, name
+
+DOCS = ROOT / "docs"
+PAGES = [path for path in files() if path.suffix == ".md" and (DOCS in path.parents or path.parent == ROOT)]
+HISTORY = {"docs/lab-log.md", "CHANGELOG.md"}  # keys and files of their time
+OTHERS = {"docs/operations.md", "docs/telemetry.md"}  # the chart's values, telemetry attributes; checked by their own tests
+CODE = re.compile(r"`([^`\n]+)`")
+KEY = re.compile(r"[a-z]\w*(?:\.[a-z]\w*)+")
+FILE = re.compile(r"(?:eyas|services|tests|docs|deploy|benchmarks|examples|protos|models)/[\w./-]*\w")
+SERVICES = {"router": RouterConfig, "verifier": VerifierConfig, "draft": DraftConfig}
+
+
+def keys(config: type, prefix: str = "") -> Iterator[str]:
+    """The dotted keys of a config; a list of values counts as one key."""
+    types = get_type_hints(config)
+    for field in fields(config):
+        kind = types[field.name]
+        if is_dataclass(kind) and isinstance(kind, type):
+            yield from keys(kind, f"{prefix}{field.name}.")
+        else:
+            yield f"{prefix}{field.name}"
+
+
+KEYS = {service: list(keys(config)) for service, config in SERVICES.items()}
+KNOWN = {key for own in KEYS.values() for key in own}
+BLOCKS = {".".join(key.split(".")[:depth]) for key in KNOWN for depth in range(1, key.count(".") + 1)}
+
+
+def words(page: Path) -> Iterator[str]:
+    """What stands in backticks on a page."""
+    yield from CODE.findall(page.read_text(encoding="utf-8"))
+
+
+def test_every_method_has_a_heading_and_every_heading_a_method() -> None:
+    page = (DOCS / "drafters.md").read_text(encoding="utf-8")
+    assert sorted(re.findall(r"^## (\w+)$", page, re.MULTILINE)) == sorted([*METHODS, "Measured"])
+
+
+def test_the_readme_names_every_method() -> None:
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert [method for method in METHODS if f"`{method}`" not in readme] == []
+
+
+@pytest.mark.parametrize("service", SERVICES)
+def test_the_configuration_page_lists_every_key_once(service: str) -> None:
+    page = (DOCS / "configuration.md").read_text(encoding="utf-8")
+    listed = re.findall(r"^\| `([\w.]+)` \| ([^|]+) \|", page, re.MULTILINE)
+    assert sorted(key for key, services in listed if service in services) == sorted(KEYS[service])
+
+
+def test_keys_on_the_pages_exist() -> None:
+    wrong = []
+    for page in PAGES:
+        for word in words(page) if name(page) not in HISTORY | OTHERS else ():
+            key = re.split(r"[:= ]", word)[0]
+            if (
+                KEY.fullmatch(key)
+                and key.split(".")[0] in BLOCKS
+                and not key.startswith("http.server.")
+                and key not in KNOWN | BLOCKS
+            ):
+                wrong.append(f"{name(page)}: {key}")
+    assert not [entry for entry in wrong if not entry.endswith((".yaml", ".json", ".md", ".py", ".jinja"))]
+
+
+def test_files_on_the_pages_exist() -> None:
+    named = [(page, word) for page in PAGES for word in words(page) if name(page) not in HISTORY and FILE.fullmatch(word)]
+    assert not [
+        f"{name(page)}: {word}" for page, word in named if not (ROOT / word).exists() and not (ROOT / f"{word}.py").exists()
+    ]
