@@ -14,12 +14,11 @@ import torch
 from torch import Tensor
 
 from eyas.cache.kv_cache import KVCache
-from eyas.cache.prefix_cache import Slots
 from eyas.config import DraftAheadConfig, DraftingConfig, TreeConfig
 from eyas.draft_protocol import TreeBudget
 from eyas.drafters.base import DraftContext, DrafterNeeds
 from eyas.drafters.cuda_graphs import Roots
-from eyas.drafters.neural import NeuralDrafter
+from eyas.drafters.neural import NeuralDrafter, last_rows, newest_rows
 from eyas.drafters.scoring import Scorer, make_scorer
 from eyas.drafters.sessions import KVLedger, KVSession, count_slots, num_features
 from eyas.drafters.tree_growth import Expansion, StaticTree, TreeGrowth
@@ -28,7 +27,7 @@ from eyas.models.attention import attend, masked_attention
 from eyas.models.cuda.graphs import Capture
 from eyas.models.heads.eagle import EagleHead
 from eyas.models.heads.layers import Projected
-from eyas.models.inputs import PackedInputs, Segment, pack
+from eyas.models.inputs import PackedInputs, pack
 from eyas.tensors import moved, upload
 
 
@@ -103,8 +102,7 @@ class EagleDrafter(NeuralDrafter[Tensor]):
         head, device = self._head, self._head.embedding.device
         slots = self._prefix_slots(contexts)
         counts = [num_features(c) for c in contexts]
-        new = np.concatenate([s[len(s) - n :] for s, n in zip(slots, counts, strict=True)])
-        places = np.concatenate([np.arange(len(s) - n, len(s)) for s, n in zip(slots, counts, strict=True)])
+        new, places = newest_rows(slots, counts)
         tokens = np.array([t for c, n in zip(contexts, counts, strict=True) for t in c.tokens[len(c.tokens) - n :]])
         features = moved(torch.cat([c.features for c in contexts if c.features is not None]), device, head.embedding.dtype)
         index, positions, ids, last = (upload(ints, device) for ints in (new, places, tokens, np.cumsum(counts) - 1))
@@ -127,12 +125,6 @@ class EagleDrafter(NeuralDrafter[Tensor]):
         keys.index_copy_(0, slots, rows.key)
         values.index_copy_(0, slots, rows.value)
         return attend(query, keys, values, packed, self._head.config.head_dim**-0.5)
-
-
-def last_rows(slots: Slots, count: int) -> Segment:
-    """The last `count` cached positions of a session, as causal rows over all of them."""
-    places = np.arange(len(slots) - count, len(slots))
-    return Segment(places, places, slots[-count:], slots[:-count], None, np.zeros(1, dtype=np.int64))
 
 
 class EagleExpansion:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -17,8 +16,8 @@ from eyas.cache.kv_cache import KVCache
 from eyas.config import DraftingConfig, MedusaConfig, TreeConfig
 from eyas.drafters.base import DraftContext
 from eyas.drafters.cuda_graphs import Roots
-from eyas.drafters.eagle import last_rows
 from eyas.drafters.medusa import MultiHeadDrafter, last_feature_rows
+from eyas.drafters.neural import last_rows, newest_rows
 from eyas.drafters.scoring import Scorer
 from eyas.drafters.sessions import KVLedger, count_slots, num_features
 from eyas.drafters.tree_growth import Expansion
@@ -62,9 +61,7 @@ class HydraDrafter(MultiHeadDrafter):
         """Cache keys and values of the new features; the layer's output [S, H] behind each session's last one."""
         (keys,), (values,) = self._kv.keys, self._kv.values
         slots = [self._sessions[context.session].slots for context in contexts]
-        counts = [num_features(context) for context in contexts]
-        new = np.concatenate([own[-count:] for own, count in zip(slots, counts, strict=True)])
-        positions = np.concatenate([np.arange(len(own) - n, len(own)) for own, n in zip(slots, counts, strict=True)])
+        new, positions = newest_rows(slots, [num_features(context) for context in contexts])
         rows = layer.project(features, upload(positions, keys.device))
         index = upload(new, keys.device)
         keys.index_copy_(0, index, rows.key)

@@ -36,6 +36,7 @@ from eyas.drafters.tree_growth import (
     trees_from_columns,
 )
 from eyas.models.cuda.graphs import Capture
+from eyas.models.inputs import Segment
 from eyas.tensors import Ints, download, upload
 from eyas.tree import DraftTree
 
@@ -78,7 +79,7 @@ class NeuralDrafter(LocalDrafter, Generic[StateT]):
         """
         if capture is None:
             return
-        shape = self._shape_for(self._max_expanded, self._tree.num_steps)
+        shape = replace(self._tree, top_k=self._max_expanded)
         spec = GraphSpec(
             expand=lambda roots, scorer: self._expand(roots, scorer, shape),
             grow=lambda expansion: self._grow_candidates(expansion, self._tree.num_steps),
@@ -217,12 +218,23 @@ class NeuralDrafter(LocalDrafter, Generic[StateT]):
 
     def _shape(self, contexts: Sequence[DraftContext], top_k: int) -> TreeConfig:
         """The largest shape within the contexts' budgets."""
-        return self._shape_for(top_k, min(self._tree.num_steps, max(c.budget.max_depth for c in contexts)))
-
-    def _shape_for(self, top_k: int, num_steps: int) -> TreeConfig:
-        return TreeConfig(self._tree.num_draft_tokens, num_steps, top_k)
+        num_steps = min(self._tree.num_steps, max(context.budget.max_depth for context in contexts))
+        return replace(self._tree, num_steps=num_steps, top_k=top_k)
 
     @property
     def _max_expanded(self) -> int:
         """Most nodes that are expanded at a level."""
         return self._static_tree.max_expanded if self._static_tree else self._tree.top_k
+
+
+def newest_rows(slots: Sequence[Slots], counts: Sequence[int]) -> tuple[Ints, Ints]:
+    """Slots and positions of the last counts[s] cached rows of every session s, one session after the other."""
+    new = [own[len(own) - count :] for own, count in zip(slots, counts, strict=True)]
+    positions = [np.arange(len(own) - count, len(own)) for own, count in zip(slots, counts, strict=True)]
+    return np.concatenate(new), np.concatenate(positions)
+
+
+def last_rows(slots: Slots, count: int) -> Segment:
+    """The last `count` cached rows of a session, as causal rows over all of them."""
+    places = np.arange(len(slots) - count, len(slots))
+    return Segment(places, places, slots[-count:], slots[:-count], None, np.zeros(1, dtype=np.int64))

@@ -241,11 +241,6 @@ class MemoryLedger(SessionLedger[MemorySession[MemoryT]]):
         self._make_room(session, busy)
         return session.memory
 
-    @property
-    def used(self) -> int:
-        """Size of all memories."""
-        return self._used
-
     def _has_ample_room(self, session: MemorySession[MemoryT], context: DraftContext) -> bool:
         return self._used + 2 * session.size <= self._max_size
 
