@@ -54,7 +54,7 @@ class Times:
 
 @dataclass(frozen=True)
 class Round:
-    """Times by temperature. floor: ms that reading the head once for each level takes, at the rate of a copy."""
+    """Times by temperature. floor: ms that reading the weights of the head once for each level takes, at the rate of a copy."""
 
     head: str
     batch: int
@@ -125,7 +125,7 @@ def run_again(run: Callable[[], Out]) -> Callable[[], Out]:
 
 
 def level_bytes(head: EagleHead) -> int:
-    """Weights that a level reads: all but the embedding, of which it reads a few rows."""
+    """Weights that a level reads: all but the embedding, whose reads are a few rows."""
     return sum(parameter.nbytes for parameter in head.parameters() if parameter is not head.embedding)
 
 

@@ -114,20 +114,23 @@ def measure(target: TargetModel, cases: Sequence[Case], settings: Settings, rate
     """Every case in each of the three ways; rate: bytes per second of memory."""
     batch, rows = max(c.batch for c in cases), max(c.rows for c in cases)
     room = settings.cached + rows
-    pools = KVCache(batch * room, target.kv_shapes, 0, target.dtype, target.device)
-    for pool in (*pools.keys, *pools.values):
+    kv_cache = KVCache(batch * room, target.kv_shapes, 0, target.dtype, target.device)
+    for pool in (*kv_cache.keys, *kv_cache.values):
         pool.normal_()
     ways = []
     for graphs in (True, False):
         engine = EngineConfig(max_kv_tokens=batch * room, max_num_seqs=batch, max_prefill_tokens=1, cuda_graphs=graphs)
-        ways.append(build_backend(plan_backend(target, engine, TreeConfig(rows, 1, 1), room), target, pools, pools.scratch))
+        ways.append(
+            build_backend(plan_backend(target, engine, TreeConfig(rows, 1, 1), room), target, kv_cache, kv_cache.scratch)
+        )
     steps = []
     with Progress(console=Console(stderr=True), refresh_per_second=1) as progress:
         for case in progress.track(cases, description="measuring"):
             segments = make_segments(case, settings.cached, room, target.vocab_size)
-            times = [median_ms(_step(way, segments, pools), target.device, settings.repeats) for way in (*ways, target)]
+            times = [median_ms(_step(way, segments, kv_cache), target.device, settings.repeats) for way in (*ways, target)]
             layers = [
-                median_ms(_layer(way, target, segments, pools), target.device, settings.repeats) for way in (ways[1], target)
+                median_ms(_layer(way, target, segments, kv_cache), target.device, settings.repeats)
+                for way in (ways[1], target)
             ]
             floor = 1e3 * (_weight_bytes(target) + _kv_bytes(target, case, settings.cached)) / rate
             steps.append(Step(case, floor, *times, *layers))
@@ -150,7 +153,7 @@ def make_segments(case: Case, cached: int, room: int, vocab_size: int) -> list[S
 
 
 def tables(steps: Sequence[Step], rate: float) -> list[Table]:
-    """What people read."""
+    """The tables of the report."""
     plain = {step.case.batch: step for step in steps if step.case.rows == 1}
     whole = [
         (f"{s.case.batch}", f"{s.case.rows}", *map(number, (s.floor, s.graphs, s.graphs / s.floor)),
@@ -173,20 +176,20 @@ def tables(steps: Sequence[Step], rate: float) -> list[Table]:
     ]
 
 
-def _step(way: ForwardBackend, segments: list[Segment], pools: KVCache) -> Callable[[], object]:
-    return lambda: way.forward(way.pack(segments), pools).logits.argmax(-1).tolist()
+def _step(way: ForwardBackend, segments: list[Segment], kv_cache: KVCache) -> Callable[[], object]:
+    return lambda: way.forward(way.pack(segments), kv_cache).logits.argmax(-1).tolist()
 
 
-def _layer(way: ForwardBackend, target: TargetModel, segments: list[Segment], pools: KVCache) -> Any:
+def _layer(way: ForwardBackend, target: TargetModel, segments: list[Segment], kv_cache: KVCache) -> Any:
     packed: PackedInputs = way.pack(segments)
     num_kv, width = target.kv_shapes[0]
     shape = (len(packed.tokens), num_kv * target.heads_per_kv, width)
     query = torch.randn(shape, dtype=target.dtype, device=target.device)
-    return lambda: attend(query, pools.keys[0], pools.values[0], packed, width**-0.5)
+    return lambda: attend(query, kv_cache.keys[0], kv_cache.values[0], packed, width**-0.5)
 
 
 def _weight_bytes(target: TargetModel) -> int:
-    """All weights but the input embedding, of which a step reads a few rows."""
+    """All weights but the input embedding; a step reads only a few of its rows."""
     embedding = target.model.get_input_embeddings().weight  # type: ignore[operator]
     return sum(p.nbytes for p in target.model.parameters() if p is not embedding)
 

@@ -1,13 +1,4 @@
-"""How a draft head is to be read: folders of target and head in, what a probe found out; writes it down if asked.
-
-Knows no screen.
-
-`eyas check head`: options in, a table of readings and an exit status out. Loads torch only once the check starts.
-
-`eyas check`: options in, a table and an exit status out. Loads torch only once a check starts.
-
-`eyas drafters`: nothing in, a table of the drafting methods out. Loads torch only once it is asked.
-"""
+"""The commands `eyas check head`, `eyas check equality` and `eyas drafters`. They import torch only when they run."""
 
 from __future__ import annotations
 
@@ -25,92 +16,99 @@ from eyas.config import Dtype, TreeConfig
 from eyas.errors import EyasError
 
 if TYPE_CHECKING:
-    from eyas.check.equality import Equality
+    from eyas.check.equality import EqualityReport
     from eyas.models.heads.eagle_validation import WiringReport
 
+check = typer.Typer(add_completion=False, no_args_is_help=True)
 
+Model = Annotated[str, typer.Option(help="Folder or hub id of the target model.")]
+DtypeName = Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")]
+Device = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")]
+Threads = Annotated[int, typer.Option(help="CPU threads of torch; 0 leaves torch's choice.")]
+
+
+@check.callback()
+def _check() -> None:
+    """Check a model and its draft head before serving them."""
+
+
+@check.command()
 def head(
-    target: Annotated[str, typer.Option(help="Folder or hub id of the target model.")],
-    draft: Annotated[str, typer.Option(help="Folder or hub id of an EAGLE head.")],
-    drafter: Annotated[str, typer.Option(help="eagle1, eagle2 or eagle3.")] = "eagle3",
-    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
-    threads: Annotated[int, typer.Option(help="CPU threads of torch; 0 leaves its choice.")] = 0,
-    write: Annotated[bool, typer.Option("--write", help="Record what works in the head's config.json.")] = False,
+    model: Model,
+    draft_model: Annotated[str, typer.Option(help="Folder or hub id of an EAGLE head.")],
+    method: Annotated[str, typer.Option(help="eagle1, eagle2 or eagle3.")] = "eagle3",
+    dtype: DtypeName = "auto",
+    device: Device = "auto",
+    threads: Threads = 0,
+    write: Annotated[bool, typer.Option("--write", help="Record the best wiring in the head's config.json.")] = False,
 ) -> None:
-    """Try out how a draft head is to be read; exit status 1 if it guesses no better than chance in any way."""
-    from eyas.check.head import check_wiring, record
+    """Find the wiring of a draft head. Exit status 1 if it guesses no better than chance with any wiring."""
+    from eyas.check.head import check_wiring, write_wiring
 
     try:
-        finding = check_wiring(target, draft, drafter, dtype, device, threads)
-        Console().print(_table(finding))
-        print(finding)
-        finding.require(draft)
+        report = check_wiring(model, draft_model, method, dtype, device, threads)
+        Console().print(_wiring_table(report))
+        print(report)
+        report.require(draft_model)
         if write:
-            print(f"written to {record(draft, finding.best.wiring)}")
+            print(f"written to {write_wiring(draft_model, report.best.wiring)}")
     except EyasError as error:
         print(f"error: {error}", file=sys.stderr)
         raise typer.Exit(1) from error
 
 
-def _table(finding: WiringReport) -> Table:
-    table = Table("taps", "residual", "output", "first guess", "second guess", "accepted", "")
-    for trial in finding.scores:
-        reading = trial.wiring
-        notes = [note for note, holds in (("config", trial is finding.scores[0]), ("best", trial is finding.best)) if holds]
+def _wiring_table(report: WiringReport) -> Table:
+    table = Table("hidden states", "residual", "output", "first guess", "second guess", "accepted", "")
+    for score in report.scores:
+        wiring, notes = score.wiring, {"config": score is report.scores[0], "best": score is report.best}
         table.add_row(
-            ", ".join(map(str, reading.aux_hidden_state_layers)), "normed" if reading.norm_before_residual else "plain", reading.output,
-            *(f"{100 * share:.1f} %" for share in (trial.first, trial.second, trial.accepted)), ", ".join(notes),
-        )  # fmt: skip
+            ", ".join(map(str, wiring.aux_hidden_state_layers)),
+            "normed" if wiring.norm_before_residual else "plain",
+            wiring.output,
+            *(f"{share:.1%}" for share in (score.first, score.second, score.accepted)),
+            ", ".join(note for note, holds in notes.items() if holds),
+        )
     return table
-
-
-check = typer.Typer(add_completion=False, no_args_is_help=True)
-check.command()(head)
-
-
-@check.callback()
-def _check() -> None:
-    """Check what Eyas claims, on your own models."""
 
 
 @check.command()
 def equality(
-    target: Annotated[str, typer.Option(help="Folder or hub id of the target model.")],
-    draft: Annotated[
-        str, typer.Option(help="Folder or hub id of a draft head; without one, trees are made of the plain output.")
+    model: Model,
+    draft_model: Annotated[
+        str, typer.Option(help="Folder or hub id of a draft model; without one, trees are made of the plain output.")
     ] = "",
-    drafter: Annotated[str, typer.Option(help="Drafting method; eagle3 if only a draft head is given.")] = "",
+    method: Annotated[str, typer.Option(help="Drafting method; eagle3 if only a draft model is given.")] = "",
     prompts: Annotated[
         Path | None, typer.Option(help="JSON Lines with token_ids or text; random tokens if left out.")
     ] = None,
-    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
+    dtype: DtypeName = "auto",
     temperature: Annotated[float, typer.Option(help="0 takes the likeliest token each time.")] = 0.0,
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
-    max_tokens: Annotated[int, typer.Option(help="Tokens to emit for each prompt.")] = 96,
-    nodes: Annotated[int, typer.Option(help="Most nodes of a draft tree, the root included.")] = TreeConfig.num_draft_tokens,
-    depth: Annotated[int, typer.Option(help="Levels below the root.")] = TreeConfig.num_steps,
-    deterministic: Annotated[bool, typer.Option("--deterministic", help="Run both ways in deterministic mode.")] = False,
-    threads: Annotated[int, typer.Option(help="CPU threads of torch; 0 leaves its choice.")] = 0,
+    device: Device = "auto",
+    max_tokens: Annotated[int, typer.Option(help="Tokens to generate for each prompt.")] = 96,
+    num_draft_tokens: Annotated[
+        int, typer.Option(help="Most nodes of a draft tree, the root included.")
+    ] = TreeConfig.num_draft_tokens,
+    num_steps: Annotated[int, typer.Option(help="Levels of a draft tree below the root.")] = TreeConfig.num_steps,
+    deterministic: Annotated[bool, typer.Option("--deterministic", help="Use deterministic mode for both.")] = False,
+    threads: Threads = 0,
 ) -> None:
-    """Decode plainly and speculatively, and explain the first token that differs; exit status 1 if one cannot be."""
+    """Compare plain with speculative decoding. Exit status 1 if rounding cannot explain a difference."""
     try:
-        tree = TreeConfig(nodes, depth)
         settings = OfflineSettings(
-            target, draft, drafter, prompts, (8,), (temperature,), max_tokens, tree=tree, dtype=cast(Dtype, dtype),
-            device=device, threads=threads,
+            model, draft_model, method, prompts, (8,), (temperature,), max_tokens, dtype=cast(Dtype, dtype), device=device,
+            tree=TreeConfig(num_draft_tokens, num_steps), threads=threads,
         )  # fmt: skip
-        result = _compare(settings, deterministic)
+        report = _compare(settings, deterministic)
     except EyasError as error:
         print(f"error: {error}", file=sys.stderr)
         raise typer.Exit(2) from error
-    Console().print(_command_table(result))
-    print(_verdict(result))
-    if not result.holds:
+    Console().print(_equality_table(report))
+    print(report)
+    if not report.holds:
         raise typer.Exit(1)
 
 
-def _compare(settings: OfflineSettings, deterministic: bool) -> Equality:
+def _compare(settings: OfflineSettings, deterministic: bool) -> EqualityReport:
     from eyas.check.equality import compare
     from eyas.models.checkpoint import resolve_placement
 
@@ -119,28 +117,17 @@ def _compare(settings: OfflineSettings, deterministic: bool) -> Equality:
         return compare(settings, deterministic, progress)
 
 
-def _command_table(result: Equality) -> Table:
-    table = Table("prompt", "tokens", "result", "at", "plain", "spec.", "gap", "apart", "margin")
-    for index, comparison in enumerate(result.comparisons):
-        found = comparison.divergence
+def _equality_table(report: EqualityReport) -> Table:
+    table = Table("prompt", "tokens", "result", "at", "plain", "spec.", "top gap", "gap", "margin")
+    for index, comparison in enumerate(report.comparisons):
+        row, found = [f"{index}", f"{comparison.num_tokens}"], comparison.divergence
         if found is None:
-            table.add_row(f"{index}", f"{comparison.num_tokens}", "equal")
+            table.add_row(*row, "equal")
             continue
-        verdict = "rounding" if found.explained else "DIFFERS"
-        places = (f"{found.position}", f"{found.plain}", f"{found.speculative}")
-        numbers = (f"{number:.2g}" for number in (found.gap, found.apart, found.margin))
-        table.add_row(f"{index}", f"{comparison.num_tokens}", verdict, *places, *numbers)
+        tokens = (f"{found.position}", f"{found.plain}", f"{found.speculative}")
+        gaps = (f"{gap:.2g}" for gap in (found.top_gap, found.token_gap, found.margin))
+        table.add_row(*row, "rounding" if found.explained else "DIFFERS", *tokens, *gaps)
     return table
-
-
-def _verdict(result: Equality) -> str:
-    total = len(result.comparisons)
-    equal = sum(comparison.divergence is None for comparison in result.comparisons)
-    wrong = sum(not comparison.holds for comparison in result.comparisons)
-    return (
-        f"{equal} of {total} equal, {total - equal - wrong} explained by rounding, {wrong} not explained; "
-        f"tau {result.stats.acceptance_length:.2f}"
-    )
 
 
 def drafters() -> None:

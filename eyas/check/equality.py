@@ -1,6 +1,4 @@
-"""A drafter for checks: it is told what plain decoding said, and drafts that, with a wrong guess beside each right one.
-
-Plain against speculative decoding: settings in, one comparison per prompt out, each first difference with its reason.
+"""Compares plain with speculative decoding, prompt by prompt, and explains the first token that differs.
 
 Legend: V vocabulary.
 """
@@ -20,48 +18,14 @@ from eyas.bench.offline import BenchParts, load
 from eyas.bench.results import Run
 from eyas.bench.settings import OfflineSettings, Prompt, load_prompts
 from eyas.bench.timing import EngineContender
-from eyas.cache.kv_cache import KVCache
 from eyas.config import EngineConfig
 from eyas.drafters.base import Draft, DraftContext, DrafterNeeds, LocalDrafter
 from eyas.engine.build import assemble_engine
-from eyas.models.inputs import Segment, pack
+from eyas.models.inputs import Segment
 from eyas.models.target import TargetModel, load_target
 from eyas.request import GenerationStats
 from eyas.sampling.noise import exponential_noise
 from eyas.tree import DraftTree
-
-
-class ReplayDrafter(LocalDrafter):
-    """Trees that are as large as the budget allows and are accepted for as long as speculation repeats plain decoding."""
-
-    needs = DrafterNeeds()
-
-    def __init__(self, vocab_size: int) -> None:
-        self._vocab_size = vocab_size
-        self._scripts: Mapping[str, Sequence[int]] = {}
-
-    def follow(self, scripts: Mapping[str, Sequence[int]]) -> None:
-        """From now on, draft from these: prompt and output by session."""
-        self._scripts = scripts
-
-    def propose(self, contexts: Sequence[DraftContext]) -> list[Draft]:
-        return [self._tree(context) for context in contexts]
-
-    def release(self, sessions: Sequence[str]) -> None:
-        pass
-
-    def _tree(self, context: DraftContext) -> DraftTree:
-        """A chain of the script, each node with a sibling that comes before it."""
-        budget, script = context.budget, self._scripts[context.session]
-        levels = min(budget.max_depth, (budget.max_nodes - 1) // 2) if budget.wants_tree else 0
-        tokens, parents = [context.tokens[-1]], [0]
-        above = 0
-        for token in script[context.committed_length : context.committed_length + levels]:
-            tokens += [(token + 1) % self._vocab_size, token]
-            parents += [above, above]
-            above = len(tokens) - 1
-        return DraftTree(tuple(tokens), tuple(parents), (0.0,) * len(tokens))
-
 
 # Steps of the dtype at the size of the largest logit. Measured: rounding moved the gap of two logits by at most 0.8 steps.
 MARGIN_STEPS = 2.0
@@ -69,40 +33,40 @@ MARGIN_STEPS = 2.0
 
 @dataclass(frozen=True)
 class Divergence:
-    """The first token that differs. Scores are logits, perturbed by the draw's noise above temperature 0, in float32.
+    """The first token that differs. Gaps are between float32 logits, with the noise of the draw above temperature 0.
 
-    position: counted in emitted tokens. gap: between the two highest scores. apart: from the highest score down to the
-    lower one of the two tokens'. margin: how far apart rounding in the dtype may bring tokens that trade places.
+    position: counted in generated tokens. top_gap: between the two highest. token_gap: from the highest down to the lower
+    one of the two tokens'. margin: the largest gap over which rounding in the dtype can swap two tokens.
     """
 
     position: int
     plain: int
     speculative: int
-    gap: float
-    apart: float
+    top_gap: float
+    token_gap: float
     margin: float
 
     @property
     def explained(self) -> bool:
-        return self.apart <= self.margin
+        return self.token_gap <= self.margin
 
 
 @dataclass(frozen=True)
 class EqualityComparison:
-    """One prompt: tokens of its plain output, and where the speculative one parts from it."""
+    """One prompt: tokens of its plain output, and the first difference of the speculative output."""
 
     num_tokens: int
     divergence: Divergence | None
 
     @property
     def holds(self) -> bool:
-        """Whether the outputs are equal, or differ for an explained reason."""
+        """Whether the outputs are equal, or rounding explains the difference."""
         return self.divergence is None or self.divergence.explained
 
 
 @dataclass(frozen=True)
-class Equality:
-    """All prompts, and the speculation that went into them."""
+class EqualityReport:
+    """All prompts, and the statistics of speculative decoding."""
 
     comparisons: tuple[EqualityComparison, ...]
     stats: GenerationStats
@@ -111,9 +75,18 @@ class Equality:
     def holds(self) -> bool:
         return all(comparison.holds for comparison in self.comparisons)
 
+    def __str__(self) -> str:
+        total = len(self.comparisons)
+        equal = sum(comparison.divergence is None for comparison in self.comparisons)
+        wrong = sum(not comparison.holds for comparison in self.comparisons)
+        return (
+            f"{equal} of {total} equal, {total - equal - wrong} explained by rounding, {wrong} not explained; "
+            f"tau {self.stats.acceptance_length:.2f}"
+        )
 
-def compare(settings: OfflineSettings, deterministic: bool, progress: Progress) -> Equality:
-    """Decode every prompt in both ways, in batches of the settings' size, at its temperature.
+
+def compare(settings: OfflineSettings, deterministic: bool, progress: Progress) -> EqualityReport:
+    """Decode every prompt plainly and speculatively, in batches of the settings' size, at its temperature.
 
     Raises EyasError for models and prompts that cannot be used.
     """
@@ -122,35 +95,35 @@ def compare(settings: OfflineSettings, deterministic: bool, progress: Progress) 
     loading = progress.add_task("loading models", total=None)
     parts = load(settings)
     prompts = load_prompts(settings, parts.target.vocab_size)
-    ways = _Ways(settings, parts, _engine_config(settings, prompts, deterministic))
+    engines = _Engines(settings, parts, prompts, deterministic)
     progress.update(loading, total=1, completed=1)
-    batch, judge = settings.batches[0], Judge(settings)
+    batch, explainer = settings.batches[0], DivergenceExplainer(settings)
     batches = [prompts[at : at + batch] for at in range(0, len(prompts), batch)]
     comparisons: list[EqualityComparison] = []
     stats = GenerationStats()
-    for group in progress.track(batches, description="decoding in both ways"):
-        plain, speculative = ways.plain(group), ways.speculative(group)
+    for group in progress.track(batches, description="decoding plainly and speculatively"):
+        plain, speculative = engines.run(group)
         stats.merge(speculative.stats)
         for seed, prompt in enumerate(group):
-            found = judge.divergence(prompt, seed, plain.outputs[seed], speculative.outputs[seed])
-            comparisons.append(EqualityComparison(len(plain.outputs[seed]), found))
-    return Equality(tuple(comparisons), stats)
+            divergence = explainer.divergence(prompt, seed, plain.outputs[seed], speculative.outputs[seed])
+            comparisons.append(EqualityComparison(len(plain.outputs[seed]), divergence))
+    return EqualityReport(tuple(comparisons), stats)
 
 
-class Judge:
-    """Looks at what a float32 copy of the target says where two outputs part. Loads it when first needed."""
+class DivergenceExplainer:
+    """Explains a difference with the logits of a float32 copy of the target, loaded on first use."""
 
     def __init__(self, settings: OfflineSettings) -> None:
         self._settings = settings
 
     def divergence(self, prompt: Prompt, seed: int, plain: Sequence[int], speculative: Sequence[int]) -> Divergence | None:
-        """Where the outputs of a prompt, drawn with `seed`, differ first; None where they do not."""
+        """The first difference between two outputs of a prompt, drawn with `seed`; None if they are equal."""
         pairs = enumerate(zip(plain, speculative, strict=True))
         at = next((index for index, (one, other) in pairs if one != other), None)
         if at is None:
             return None
         logits = self._logits((*prompt, *plain[:at]))
-        scores = self._perturbed(logits, seed, len(prompt) + at)
+        scores = self._with_noise(logits, seed, len(prompt) + at)
         best, second = scores.topk(2).values.tolist()
         lower = min(float(scores[plain[at]]), float(scores[speculative[at]]))
         step = torch.finfo(getattr(torch, self._settings.dtype)).eps
@@ -164,12 +137,11 @@ class Judge:
     def _logits(self, tokens: Prompt) -> Tensor:
         """After the last token, [V]."""
         target, rows = self._target, np.arange(len(tokens))
-        pools = KVCache(len(rows), target.kv_shapes, 0, target.dtype, target.device)
         segment = Segment(np.array(tokens, dtype=np.int64), rows, rows, rows[:0], None, rows[-1:])
-        return target.forward(pack([segment], target.device), pools).logits[0]
+        return target.forward(target.pack([segment]), target.scratch_kv(len(tokens))).logits[0]
 
-    def _perturbed(self, logits: Tensor, seed: int, position: int) -> Tensor:
-        """What the draw takes the highest of: argmin e / p is argmax (logit - temperature * log e)."""
+    def _with_noise(self, logits: Tensor, seed: int, position: int) -> Tensor:
+        """The scores whose highest is drawn: argmin e / p is argmax (logit - temperature * log e)."""
         temperature = self._settings.temperatures[0]
         if temperature == 0:
             return logits
@@ -177,11 +149,15 @@ class Judge:
         return logits - temperature * noise.log()
 
 
-class _Ways:
-    """Two engines over one loaded target."""
+class _Engines:
+    """A plain and a speculative engine over one loaded target."""
 
-    def __init__(self, settings: OfflineSettings, parts: BenchParts, config: EngineConfig) -> None:
-        target, tree = parts.target, settings.tree
+    def __init__(
+        self, settings: OfflineSettings, parts: BenchParts, prompts: Sequence[Prompt], deterministic: bool
+    ) -> None:
+        target, tree, batch = parts.target, settings.tree, settings.batches[0]
+        num_tokens = batch * (max(map(len, prompts)) + settings.max_tokens + tree.num_draft_tokens)
+        config = EngineConfig(max_kv_tokens=num_tokens, max_num_seqs=batch, deterministic=deterministic)
         self._sampling = settings.sampling(settings.temperatures[0])
         self._replay = ReplayDrafter(target.vocab_size)
         plain = assemble_engine(TargetModel(target.model), None, config, tree, None)
@@ -189,16 +165,42 @@ class _Ways:
         self._plain = EngineContender(plain, target.device)
         self._speculative = EngineContender(speculative, target.device)
 
-    def plain(self, prompts: Sequence[Prompt]) -> Run:
-        run = self._plain.run(prompts, self._sampling)
-        self._replay.follow({f"{i}": (*prompts[i], *run.outputs[i]) for i in range(len(prompts))})
-        return run
-
-    def speculative(self, prompts: Sequence[Prompt]) -> Run:
-        return self._speculative.run(prompts, self._sampling)
+    def run(self, prompts: Sequence[Prompt]) -> tuple[Run, Run]:
+        """Plain and speculative decoding of one batch."""
+        plain = self._plain.run(prompts, self._sampling)
+        self._replay.set_outputs({f"{i}": (*prompts[i], *plain.outputs[i]) for i in range(len(prompts))})
+        return plain, self._speculative.run(prompts, self._sampling)
 
 
-def _engine_config(settings: OfflineSettings, prompts: Sequence[Prompt], deterministic: bool) -> EngineConfig:
-    batch, longest = settings.batches[0], max(map(len, prompts))
-    room = batch * (longest + settings.max_tokens + settings.tree.num_draft_tokens)
-    return EngineConfig(max_kv_tokens=room, max_num_seqs=batch, deterministic=deterministic)
+class ReplayDrafter(LocalDrafter):
+    """Drafts the known output of plain decoding, with a wrong guess beside each right one.
+
+    Trees are as large as the budget allows, and are accepted as long as speculation repeats plain decoding.
+    """
+
+    needs = DrafterNeeds()
+
+    def __init__(self, vocab_size: int) -> None:
+        self._vocab_size = vocab_size
+        self._outputs: Mapping[str, Sequence[int]] = {}
+
+    def set_outputs(self, outputs: Mapping[str, Sequence[int]]) -> None:
+        """Draft from these from now on: prompt and output by session."""
+        self._outputs = outputs
+
+    def propose(self, contexts: Sequence[DraftContext]) -> list[Draft]:
+        return [self._tree(context) for context in contexts]
+
+    def release(self, sessions: Sequence[str]) -> None:
+        pass
+
+    def _tree(self, context: DraftContext) -> DraftTree:
+        """A chain of the known output. Each node has a wrong sibling before it: root - (a+1, a - (b+1, b - ...))."""
+        budget, output = context.budget, self._outputs[context.session]
+        levels = min(budget.max_depth, (budget.max_nodes - 1) // 2) if budget.wants_tree else 0
+        tokens, parents, above = [context.tokens[-1]], [0], 0
+        for token in output[context.committed_length : context.committed_length + levels]:
+            tokens += [(token + 1) % self._vocab_size, token]
+            parents += [above, above]
+            above = len(tokens) - 1
+        return DraftTree(tuple(tokens), tuple(parents), (0.0,) * len(tokens))

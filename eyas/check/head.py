@@ -1,4 +1,4 @@
-"""Which wiring of a draft head works: probes a head against its target and records the result."""
+"""The wiring of a draft head: which one works beside a target, and a record of it in the head's config.json."""
 
 from __future__ import annotations
 
@@ -16,24 +16,28 @@ from eyas.models.heads.eagle_validation import WiringReport
 from eyas.models.target import load_target
 
 
-def check_wiring(target: str, head: str, drafter: str, dtype: str, device: str, threads: int) -> WiringReport:
-    """Try all plausible readings beside the target. Raises EyasError for what does not load and for methods without a head
-    that could be read in several ways."""
+def check_wiring(model: str, draft_model: str, method: str, dtype: str, device: str, threads: int) -> WiringReport:
+    """Try all plausible wirings of a draft head beside the target.
+
+    Raises EyasError for what does not load, and for a method without an EAGLE head.
+    """
     if threads:
         torch.set_num_threads(threads)
     device = resolve_device(device)
-    dtype = resolve_dtype(dtype, device, target)
-    finding = validate_draft_head(drafter, load_target(target, dtype, device), head, target, dtype, device)
-    if finding is None:
-        raise ConfigError(f"drafter {drafter!r} has no head to check; the EAGLE methods have")
-    return finding
+    dtype = resolve_dtype(dtype, device, model)
+    report = validate_draft_head(method, load_target(model, dtype, device), draft_model, model, dtype, device)
+    if report is None:
+        raise ConfigError(f"method {method!r} has no head to check; take eagle1, eagle2 or eagle3")
+    return report
 
 
-def record(head: str, reading: HeadWiring) -> Path:
-    """Write a reading into the head's config.json, where every loader of Eyas takes it from. Raises CheckpointError for a
-    head that is no local folder: what a hub id fetched is shared, and would not stay."""
-    if not Path(head).is_dir():
-        raise CheckpointError(f"{head!r} is no local folder; copy the head into one, and write into that")
-    file = Path(head, "config.json")
-    file.write_text(json.dumps({**read_config(Path(head)), WIRING_KEY: asdict(reading)}, indent=1) + "\n")
+def write_wiring(draft_model: str, wiring: HeadWiring) -> Path:
+    """Record a wiring in the head's config.json, where every loader of Eyas reads it; the path of the file.
+
+    Raises CheckpointError for a hub id: its files are shared and a new download would drop the record.
+    """
+    if not Path(draft_model).is_dir():
+        raise CheckpointError(f"{draft_model!r} is not a local folder; copy the head into one, and run the check on that")
+    file = Path(draft_model, "config.json")
+    file.write_text(json.dumps({**read_config(Path(draft_model)), WIRING_KEY: asdict(wiring)}, indent=1) + "\n")
     return file

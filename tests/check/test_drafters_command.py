@@ -1,4 +1,4 @@
-"""`eyas drafters` lists every method that can be built, with what it says of itself."""
+"""`eyas drafters` lists every method with what it needs."""
 
 import pytest
 from typer.testing import CliRunner

@@ -6,7 +6,7 @@ from rich.progress import Progress
 from typer.testing import CliRunner
 
 from eyas.bench.settings import OfflineSettings
-from eyas.check.equality import Judge, ReplayDrafter, compare
+from eyas.check.equality import DivergenceExplainer, ReplayDrafter, compare
 from eyas.cli import app
 from eyas.config import TreeConfig
 from eyas.draft_protocol import Commit, TreeBudget
@@ -43,7 +43,7 @@ def test_replayed_trees_are_accepted_as_deep_as_they_are(tiny_target: str) -> No
     "options", [[], ["--temperature", "0.8"], ["--deterministic"], ["--dtype", "bfloat16", "--deterministic"]]
 )
 def test_the_command_finds_a_target_equal(options: list[str], tiny_target: str, tiny_head: str) -> None:
-    base = ["check", "equality", "--target", tiny_target, "--draft", tiny_head, "--max-tokens", "12"]
+    base = ["check", "equality", "--model", tiny_target, "--draft-model", tiny_head, "--max-tokens", "12"]
     ran = CliRunner().invoke(app, [*base, *options])
     assert ran.exit_code == 0, ran.output
     assert "8 of 8 equal, 0 explained by rounding, 0 not explained" in ran.output
@@ -52,19 +52,19 @@ def test_the_command_finds_a_target_equal(options: list[str], tiny_target: str, 
 def test_a_target_whose_output_depends_on_its_trees_fails(tiny_target: str, monkeypatch: pytest.MonkeyPatch) -> None:
     forward = TargetModel.forward
 
-    def wrong(self: TargetModel, packed: PackedInputs, pools: KVTensors) -> TargetOutput:
-        out = forward(self, packed, pools)
+    def wrong(self: TargetModel, packed: PackedInputs, kv_cache: KVTensors) -> TargetOutput:
+        out = forward(self, packed, kv_cache)
         bump = 5.0 * (torch.arange(48) == 7) * (len(out.logits) > 8)
         return TargetOutput(out.logits + bump, out.aux_hidden_states)
 
     monkeypatch.setattr(TargetModel, "forward", wrong)
-    ran = CliRunner().invoke(app, ["check", "equality", "--target", tiny_target, "--max-tokens", "12"])
+    ran = CliRunner().invoke(app, ["check", "equality", "--model", tiny_target, "--max-tokens", "12"])
     assert ran.exit_code == 1, ran.output
     assert "DIFFERS" in ran.output
 
 
 def test_a_missing_checkpoint_is_a_usage_error_not_a_difference() -> None:
-    ran = CliRunner().invoke(app, ["check", "equality", "--target", "./nowhere"])
+    ran = CliRunner().invoke(app, ["check", "equality", "--model", "./nowhere"])
     assert ran.exit_code == 2
     assert "no checkpoint folder" in ran.output
 
@@ -76,18 +76,20 @@ def logits_after(folder: str, tokens: tuple[int, ...]) -> torch.Tensor:
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_a_difference_is_measured_where_it_happens(temperature: float, tiny_target: str) -> None:
-    """The token that the engine's own draw gives scores highest, and the first difference is the one that is judged."""
+    """The token that the engine draws scores highest, and the first difference is explained."""
     logits = logits_after(tiny_target, (*PROMPT, 20, 21))
     (drawn,) = sample(logits[None], [Draw(NoiseKey(3, temperature), 5)]).tolist()
     other = (drawn + 1) % 48
-    found = Judge(settings_for(tiny_target, temperature)).divergence(PROMPT, 3, (20, 21, drawn, 1), (20, 21, other, 2))
+    found = DivergenceExplainer(settings_for(tiny_target, temperature)).divergence(
+        PROMPT, 3, (20, 21, drawn, 1), (20, 21, other, 2)
+    )
     assert found is not None
     assert (found.position, found.plain, found.speculative) == (2, drawn, other)
-    assert found.apart >= found.gap > 0
+    assert found.token_gap >= found.top_gap > 0
     assert not found.explained
     if temperature == 0:
-        assert found.gap == pytest.approx(float(logits.topk(2).values.diff().abs()), rel=1e-4)
-        assert found.apart == pytest.approx(float(logits[drawn] - logits[other]), rel=1e-4)
+        assert found.top_gap == pytest.approx(float(logits.topk(2).values.diff().abs()), rel=1e-4)
+        assert found.token_gap == pytest.approx(float(logits[drawn] - logits[other]), rel=1e-4)
 
 
 def test_tokens_within_the_rounding_of_the_dtype_are_explained(tiny_target: str) -> None:
@@ -95,7 +97,7 @@ def test_tokens_within_the_rounding_of_the_dtype_are_explained(tiny_target: str)
     best, second = logits.topk(2).indices.tolist()
     gap = float(logits[best] - logits[second])
     for dtype in ("float32", "bfloat16"):
-        found = Judge(settings_for(tiny_target, dtype=dtype)).divergence(PROMPT, 0, (best,), (second,))
+        found = DivergenceExplainer(settings_for(tiny_target, dtype=dtype)).divergence(PROMPT, 0, (best,), (second,))
         assert found is not None
         assert found.margin == pytest.approx(
             2 * torch.finfo(getattr(torch, dtype)).eps * float(logits.abs().max()), rel=1e-4
@@ -105,7 +107,7 @@ def test_tokens_within_the_rounding_of_the_dtype_are_explained(tiny_target: str)
 
 def test_a_replayed_tree_fits_any_budget() -> None:
     drafter = ReplayDrafter(48)
-    drafter.follow({"a": tuple(range(10, 40))})
+    drafter.set_outputs({"a": tuple(range(10, 40))})
     for nodes in range(1, 12):
         for depth in range(5):
             commit = Commit("a", 0, 0, tuple(range(10, 14)), None, NoiseKey(0), TreeBudget(nodes, depth))

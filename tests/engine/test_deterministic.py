@@ -120,6 +120,6 @@ class _Two(SingleWorker):
 
 def test_several_ranks_are_refused_before_allocation(tiny_target: str) -> None:
     config, ranks = EngineConfig(max_kv_tokens=64, deterministic=True, tensor_parallel_size=2), _Two()
-    with pytest.raises(ConfigError, match=r"engine\.deterministic needs engine\.tensor_parallel 1"):
+    with pytest.raises(ConfigError, match=r"engine\.deterministic needs engine\.tensor_parallel_size 1"):
         assemble_engine(load_target(tiny_target), None, config, TreeConfig(), None, ranks)
     assert ranks.allotted == []

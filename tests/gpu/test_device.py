@@ -53,17 +53,17 @@ def test_the_kernel_equals_the_plain_path_at_real_sizes(
 
 def test_a_replayed_pass_never_waits_for_the_device(tiny_target: str) -> None:
     target = load_target(tiny_target, device="cuda")
-    pools = KVCache(200, target.kv_shapes, 0, target.dtype, target.device)
+    kv_cache = KVCache(200, target.kv_shapes, 0, target.dtype, target.device)
     plan = plan_backend(target, EngineConfig(max_kv_tokens=200), TREE, 100)
-    passes = build_backend(plan, target, pools, pools.scratch)
+    passes = build_backend(plan, target, kv_cache, kv_cache.scratch)
     assert isinstance(passes, GraphBackend)
     segments = [make_pass([(True, 9, 30), (True, 5, 11)]), make_pass([(False, 90, 3)])]
     for each in segments:
-        passes.forward(passes.pack(each), pools)
+        passes.forward(passes.pack(each), kv_cache)
     torch.cuda.set_sync_debug_mode("error")
     try:
         for each in segments:
-            passes.forward(passes.pack(each), pools)
+            passes.forward(passes.pack(each), kv_cache)
     finally:
         torch.cuda.set_sync_debug_mode("default")
 

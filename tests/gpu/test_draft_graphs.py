@@ -1,4 +1,4 @@
-"""What only a GPU can show of captured draft trees: capture itself, at real sizes, and how often a round waits."""
+"""What only a GPU can show of captured draft trees: capture itself at real sizes, and how often a round waits."""
 
 import warnings
 
@@ -28,7 +28,7 @@ CONFIG = DraftingConfig(max_kv_tokens=20000)
 
 @pytest.fixture(scope="module")
 def head() -> EagleHead:
-    """A small head with the vocabularies of a large one; float32, for padding moves nothing there that ranks tokens."""
+    """A small head with the vocabularies of a large one; float32, in which padding does not change the order of tokens."""
     return make_head(llama_head(1024, 2816, 8), torch.device("cuda")).float()
 
 

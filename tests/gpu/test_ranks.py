@@ -1,4 +1,4 @@
-"""What only several GPUs can show: captured sums, and ranks that part in time afterwards."""
+"""What only several GPUs can show: captured sums, and ranks that stop in time afterwards."""
 
 import multiprocessing
 

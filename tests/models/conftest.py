@@ -1,9 +1,9 @@
-"""What tests of models share."""
+"""Fixtures of the model tests."""
 
 import pytest
 
 
 @pytest.fixture
 def unpacked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Heads keep the tensors that were read, to be compared: layers packed for the CPU show none of theirs."""
+    """Leave a head's layers unpacked, so that tests can compare the tensors that were read."""
     monkeypatch.setattr("eyas.models.heads.eagle_loader.optimize_for_cpu", lambda head: None)

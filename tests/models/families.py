@@ -1,4 +1,4 @@
-"""Tiny random targets of every family that Eyas promises to serve, as transformers' own configs."""
+"""Tiny random targets of every supported family, as transformers' own configs."""
 
 from pathlib import Path
 from typing import Any
@@ -57,7 +57,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def config_of(model_type: str, **settings: Any) -> Any:
-    """A config with 3 layers, 4 heads of which 2 are key-value heads, and a context of 256."""
+    """A config with 3 layers, 4 query heads, 2 key-value heads and a context of 256."""
     tiny: dict[str, Any] = {
         "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4,
         "num_key_value_heads": 2, "max_position_embeddings": 256, "initializer_range": 0.25, "bos_token_id": 0,
@@ -67,7 +67,7 @@ def config_of(model_type: str, **settings: Any) -> Any:
 
 
 def write_model(folder: Path, config: Any, dtype: torch.dtype = torch.float32) -> str:
-    """Random weights for a config; the same each time."""
+    """Random weights for a config, equal in every run."""
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, dtype=dtype)
     model.generation_config = GenerationConfig(bos_token_id=0, eos_token_id=[1, 7], pad_token_id=2)

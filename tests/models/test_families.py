@@ -1,4 +1,4 @@
-"""Every promised family: our packed, tree-masked forward is transformers' own, and the engine says what `generate` says."""
+"""Every supported family: our packed forward equals transformers' own, and the engine's output equals `generate`."""
 
 from typing import Any
 
@@ -14,7 +14,7 @@ from eyas.request import Request, SamplingParams
 from eyas.tree import DraftTree
 from tests.engine.drafters import RandomDrafter
 from tests.models.families import FAMILIES, config_of, write_model
-from tests.models.test_target import expected, make_pools, run, segment
+from tests.models.test_target import expected, make_kv_cache, run, segment
 from tests.reference import load_reference
 
 PROMPTS = [[5, 9, 11], np.random.default_rng(1).integers(3, 48, 37).tolist()]
@@ -38,16 +38,16 @@ def tree_rows(tree: DraftTree, start: int, slots: Any, prefix: Any) -> Segment:
 
 
 def test_chunks_and_trees_equal_transformers_own_forward(target: TargetModel, folder: str) -> None:
-    pools, slots = make_pools(target), np.random.default_rng(0).permutation(400)
+    kv_cache, slots = make_kv_cache(target), np.random.default_rng(0).permutation(400)
     prefix, short = PROMPTS[1], PROMPTS[0]
     tree = DraftTree((7, 8, 9, 10, 11, 12, 13), (0, 0, 0, 1, 3, 4, 2), (0.0,) * 7)
-    first = run(target, [segment(prefix[:20], 0, slots[:20], slots[:0])], pools)
+    first = run(target, [segment(prefix[:20], 0, slots[:20], slots[:0])], kv_cache)
     second = run(
         target,
         [segment(prefix[20:], 20, slots[20:37], slots[:20]), segment(short, 0, slots[50:53], slots[:0])],
-        pools,
+        kv_cache,
     )
-    third = run(target, [tree_rows(tree, 37, slots[60:67], slots[:37])], pools)
+    third = run(target, [tree_rows(tree, 37, slots[60:67], slots[:37])], kv_cache)
     whole = expected(folder, prefix)
     torch.testing.assert_close(torch.cat([first[0], second[0]]), whole, atol=1e-4, rtol=1e-4)
     torch.testing.assert_close(second[1], expected(folder, short), atol=1e-4, rtol=1e-4)

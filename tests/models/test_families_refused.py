@@ -1,4 +1,4 @@
-"""What cannot be served is refused by its config alone, with the reason; rotary tables and nested configs come out right."""
+"""The config alone rejects an unsupported model, with the reason; rotary tables and nested configs are right."""
 
 from pathlib import Path
 from typing import Any
@@ -10,7 +10,7 @@ from eyas.errors import CheckpointError
 from eyas.models.heads.eagle_loader import load_fuser, load_head
 from eyas.models.target import load_target, measure_kv_shapes
 from tests.models.families import FAMILIES, LONG, config_of, write_model
-from tests.models.test_target import expected, make_pools, run, segment
+from tests.models.test_target import expected, make_kv_cache, run, segment
 from tests.tiny import write_head
 
 LINEAR = {"layer_types": ["linear_attention", "full_attention", "full_attention"]}
@@ -67,9 +67,9 @@ def test_longrope_keeps_the_table_of_its_context(context: int, length: int, tmp_
     folder = write_model(tmp_path, config_of("phi3", **settings, sliding_window=None))
     target = load_target(folder, max_model_len=context)
     tokens = torch.randint(3, 48, (length,), generator=torch.Generator().manual_seed(0)).tolist()
-    pools, slots = make_pools(target), torch.arange(400).numpy()
+    kv_cache, slots = make_kv_cache(target), torch.arange(400).numpy()
     got = [
-        run(target, [segment(tokens[a:b], a, slots[a:b], slots[:a])], pools)[0]
+        run(target, [segment(tokens[a:b], a, slots[a:b], slots[:a])], kv_cache)[0]
         for a, b in ((0, 20), (20, length - 1), (length - 1, length))
     ]
     torch.testing.assert_close(torch.cat(got), expected(folder, tokens), atol=1e-4, rtol=1e-4)
@@ -78,10 +78,10 @@ def test_longrope_keeps_the_table_of_its_context(context: int, length: int, tmp_
 def test_a_dynamic_table_does_not_move_with_the_longest_row(tmp_path: Path) -> None:
     kind, settings = FAMILIES["rope-dynamic"]
     target = load_target(write_model(tmp_path, config_of(kind, **settings)))
-    pools, slots = make_pools(target), torch.arange(400).numpy()
-    before = run(target, [segment([5, 6], 0, slots[:2], slots[:0])], pools)[0]
-    run(target, [segment([5, 6], 300, slots[10:12], slots[:0])], pools)
-    after = run(target, [segment([5, 6], 0, slots[:2], slots[:0])], pools)[0]
+    kv_cache, slots = make_kv_cache(target), torch.arange(400).numpy()
+    before = run(target, [segment([5, 6], 0, slots[:2], slots[:0])], kv_cache)[0]
+    run(target, [segment([5, 6], 300, slots[10:12], slots[:0])], kv_cache)
+    after = run(target, [segment([5, 6], 0, slots[:2], slots[:0])], kv_cache)[0]
     assert torch.equal(before, after)
 
 
@@ -96,7 +96,7 @@ def test_a_text_model_inside_a_multimodal_one_is_served(tmp_path: Path) -> None:
     target = load_target(folder)
     assert (target.vocab_size, target.max_model_len, target.kv_shapes) == (48, 256, [(2, 16)] * 3)
     tokens, slots = list(range(3, 40)), torch.arange(400).numpy()
-    got = run(target, [segment(tokens, 0, slots[:37], slots[:0])], make_pools(target))[0]
+    got = run(target, [segment(tokens, 0, slots[:37], slots[:0])], make_kv_cache(target))[0]
     torch.testing.assert_close(got, expected(folder, tokens), atol=1e-4, rtol=1e-4)
     head = load_head(str(write_head(tmp_path / "head")), folder)
     assert head.max_model_len == 256

@@ -1,4 +1,4 @@
-"""The output head: float32 products of half-precision weights, whatever the architecture does with the logits afterwards."""
+"""The output head multiplies half-precision weights in float32."""
 
 from pathlib import Path
 
@@ -10,14 +10,14 @@ from torch import nn
 from eyas.models.numerics import Float32Head, chunked_linear, float32_linear, use_float32_head
 from eyas.models.target import TargetModel, load_target
 from tests.models.families import FAMILIES, config_of, write_model
-from tests.models.test_target import make_pools, run, segment
+from tests.models.test_target import make_kv_cache, run, segment
 
 TOKENS = list(range(3, 40))
 
 
 def logits_of(target: TargetModel) -> torch.Tensor:
     slots = torch.arange(400).numpy()
-    return run(target, [segment(TOKENS, 0, slots[:37], slots[:0])], make_pools(target))[0]
+    return run(target, [segment(TOKENS, 0, slots[:37], slots[:0])], make_kv_cache(target))[0]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -39,7 +39,7 @@ def test_chunks_of_the_vocabulary_equal_the_whole() -> None:
 
 @pytest.mark.parametrize("name", ["llama-tied", "llama-3", "gemma-2", "phi-3", "mixtral"])
 def test_logits_of_a_bfloat16_target_are_not_rounded_to_bfloat16(name: str, tmp_path: Path) -> None:
-    """Beside the plain path: the same target with its head widened by hand, and everything else as it was."""
+    """The reference is the same target with only its head converted to float32."""
     kind, settings = FAMILIES[name]
     folder = write_model(tmp_path, config_of(kind, **settings), torch.bfloat16)
     target = load_target(folder, "bfloat16")
@@ -56,7 +56,7 @@ def test_logits_of_a_bfloat16_target_are_not_rounded_to_bfloat16(name: str, tmp_
     torch.testing.assert_close(got, rounded, atol=2e-2, rtol=2e-2)
 
 
-def test_a_head_that_is_no_plain_linear_layer_is_left_alone(tmp_path: Path) -> None:
+def test_an_unusual_output_head_stays_unchanged(tmp_path: Path) -> None:
     class Odd(nn.Linear):
         pass
 

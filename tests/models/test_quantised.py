@@ -1,4 +1,4 @@
-"""Weights that transformers quantises: the engine never asks what they are made of."""
+"""A target whose weights transformers quantises works like any other."""
 
 import importlib.util
 from pathlib import Path

@@ -21,12 +21,12 @@ def segment(tokens: list[int], start: int, slots: Ints, prefix: Ints) -> Segment
     return Segment(ids, np.arange(start, start + len(ids)), slots, prefix, None, np.arange(len(ids)))
 
 
-def run(target: TargetModel, segments: list[Segment], pools: KVCache) -> list[torch.Tensor]:
-    logits = target.forward(pack(segments, target.device), pools).logits
+def run(target: TargetModel, segments: list[Segment], kv_cache: KVCache) -> list[torch.Tensor]:
+    logits = target.forward(pack(segments, target.device), kv_cache).logits
     return list(logits.split([len(s.logits_indices) for s in segments]))
 
 
-def make_pools(target: TargetModel, num_slots: int = 400) -> KVCache:
+def make_kv_cache(target: TargetModel, num_slots: int = 400) -> KVCache:
     return KVCache(num_slots, target.kv_shapes, 0, target.dtype, target.device)
 
 
@@ -41,10 +41,10 @@ def target(tiny_target: str) -> TargetModel:
 
 
 def test_ragged_chunks_in_scattered_slots_equal_whole_sequences(target: TargetModel, tiny_target: str) -> None:
-    pools, rng = make_pools(target), np.random.default_rng(0)
+    kv_cache, rng = make_kv_cache(target), np.random.default_rng(0)
     slots = rng.permutation(400)
     first, second, third = (rng.integers(3, 48, n).tolist() for n in (40, 7, 1))
-    run(target, [segment(first[:33], 0, slots[:33], slots[:0])], pools)
+    run(target, [segment(first[:33], 0, slots[:33], slots[:0])], kv_cache)
     got = run(
         target,
         [
@@ -52,7 +52,7 @@ def test_ragged_chunks_in_scattered_slots_equal_whole_sequences(target: TargetMo
             segment(second, 0, slots[50:57], slots[:0]),
             segment(third, 0, slots[60:61], slots[:0]),
         ],
-        pools,
+        kv_cache,
     )
     torch.testing.assert_close(got[0], expected(tiny_target, first)[33:], atol=1e-4, rtol=1e-4)
     torch.testing.assert_close(got[1], expected(tiny_target, second), atol=1e-4, rtol=1e-4)
@@ -63,12 +63,12 @@ def test_ragged_chunks_in_scattered_slots_equal_whole_sequences(target: TargetMo
 @given(st.lists(trees(vocab_size=48), min_size=1, max_size=4), st.integers(0, 1000))
 def test_every_tree_node_equals_its_path_run_as_a_sequence(forest: list[DraftTree], seed: int) -> None:
     target, path = TREE_TARGET[0], TREE_TARGET[1]
-    pools, rng = make_pools(target), np.random.default_rng(seed)
+    kv_cache, rng = make_kv_cache(target), np.random.default_rng(seed)
     slots, segments, prefixes = rng.permutation(400), [], []
     for tree in forest:
         prefix = rng.integers(0, 48, int(rng.integers(1, 20))).tolist()
         held, slots = slots[: len(prefix)], slots[len(prefix) :]
-        run(target, [segment(prefix, 0, held, held[:0])], pools)
+        run(target, [segment(prefix, 0, held, held[:0])], kv_cache)
         positions = len(prefix) + np.array(tree.depths)
         rows = Segment(
             np.array(tree.tokens), positions, slots[: len(tree)], held, tree.ancestor_mask(), np.arange(len(tree))
@@ -76,7 +76,7 @@ def test_every_tree_node_equals_its_path_run_as_a_sequence(forest: list[DraftTre
         slots = slots[len(tree) :]
         segments.append(rows)
         prefixes.append(prefix)
-    for tree, prefix, logits in zip(forest, prefixes, run(target, segments, pools), strict=True):
+    for tree, prefix, logits in zip(forest, prefixes, run(target, segments, kv_cache), strict=True):
         for node in range(len(tree)):
             tokens = prefix + [tree.tokens[above] for above in tree.path(node)]
             torch.testing.assert_close(logits[node], expected(path, tokens)[-1], atol=1e-4, rtol=1e-4)
@@ -93,7 +93,7 @@ def _tree_target(target: TargetModel, tiny_target: str) -> None:
 def test_aux_hidden_states_are_the_inputs_of_their_layers(tiny_target: str) -> None:
     tapping = load_target(tiny_target, aux_hidden_state_layers=(1, 3, 4))
     tokens = [5, 9, 11]
-    out = tapping.forward(pack([segment(tokens, 0, np.arange(3), np.arange(0))], tapping.device), make_pools(tapping))
+    out = tapping.forward(pack([segment(tokens, 0, np.arange(3), np.arange(0))], tapping.device), make_kv_cache(tapping))
     layers = load_reference(tiny_target).model.layers
     seen: dict[int, torch.Tensor] = {}
     hooks = [layers[i].register_forward_pre_hook(lambda m, a, i=i: seen.update({i: a[0]})) for i in (1, 3)]

@@ -1,4 +1,4 @@
-"""A target whose vocabulary is padded beyond its tokenizer's: ids without text are tokens like any other."""
+"""A target whose vocabulary is padded beyond its tokenizer's: ids without text work like any other."""
 
 import shutil
 from pathlib import Path
@@ -16,7 +16,7 @@ PADDED, KNOWN = 4160, 4096
 
 @pytest.fixture(scope="module")
 def padded(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A random target with the demo's tokenizer, whose likeliest tokens are often ones that it does not have."""
+    """A random target with the demo's tokenizer, whose likeliest tokens often have no text."""
     folder = tmp_path_factory.mktemp("padded")
     write_model(folder, config_of("llama", vocab_size=PADDED))
     model = AutoModelForCausalLM.from_pretrained(folder)

@@ -27,26 +27,16 @@ def attend(
 
     Sums in float32. Never waits for the device. Launches depend on shapes only, so a graph can capture them.
     """
-    metadata = packed.metadata
-    assert metadata is not None, "the kernel reads metadata"
-    (rows, num_heads, width), num_kv, shape = query.shape, keys.shape[1], metadata.shape
+    meta = packed.metadata
+    assert meta is not None, "the kernel reads metadata"
+    (rows, num_heads, width), num_kv, shape = query.shape, keys.shape[1], meta.shape
     group, block_d = num_heads // num_kv, max(16, triton.next_power_of_2(width))
     row_bytes = block_d * query.element_size()
     partials = query.new_empty((shape.splits, rows, num_heads, width), dtype=torch.float32)
     sums = query.new_full((shape.splits, rows, num_heads), float("-inf"), dtype=torch.float32)
     out = torch.empty((rows, num_heads, width), dtype=query.dtype, device=query.device)
     _attend_parts[(shape.tiles, num_kv, shape.splits)](
-        *(
-            query.contiguous(),
-            keys,
-            values,
-            partials,
-            sums,
-            metadata.words,
-            metadata.tiles,
-            metadata.slots,
-            metadata.positions,
-        ),
+        *(query.contiguous(), keys, values, partials, sums, meta.words, meta.tiles, meta.slots, meta.positions),
         *(float(scaling), rows, shape.splits),
         NUM_KV=num_kv,
         GROUP=group,

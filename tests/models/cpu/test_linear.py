@@ -32,7 +32,7 @@ def test_a_weight_is_kept_once() -> None:
 
 
 def test_a_weight_can_be_read_as_it_was() -> None:
-    """Some models look at a layer's weight, if only for its dtype."""
+    """Some models read a layer's weight, for example its dtype."""
     layers = nn.ModuleList([nn.Linear(64, 40, bias=False), *Attention(64).children(), Attention(64)])
     before = [layer.weight.detach().clone() for layer in layers.modules() if isinstance(layer, nn.Linear)]
     pack_weights(layers)
@@ -78,7 +78,7 @@ def test_merged_siblings_give_equal_results(bias: bool) -> None:
 
 
 def test_merged_siblings_accept_other_inputs() -> None:
-    """Whatever the order: nothing of earlier rows is left."""
+    """In any order: nothing of earlier rows is kept."""
     layer = Attention(256)
     rows, others = torch.randn(2, 3, 256)
     expected = layer(rows), layer(others)
@@ -90,7 +90,7 @@ def test_merged_siblings_accept_other_inputs() -> None:
 
 
 def test_sharded_siblings_merge_with_their_local_sizes() -> None:
-    """What their construction said of their sizes is no longer true then."""
+    """The sizes given at construction no longer hold for a shard."""
     layer, rows = Attention(1024), torch.randn(3, 1024)
     expected = [part.detach().chunk(2, -1)[0] for part in layer(rows)]
     for projection in layer.children():

@@ -1,4 +1,4 @@
-"""Weights on huge pages: where the kernel grants them they are there, and nowhere does a weight change."""
+"""Weights lie on huge pages where the kernel grants them, and keep their values."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from eyas.models.cpu import HUGE_PAGE, MADV_COLLAPSE, pack_weights, to_huge_page
 
 
 def granted(num_huge: int = 8) -> bool:
-    """Whether this kernel makes so many huge pages of ordinary ones when asked, and does not of its own accord."""
+    """Whether this kernel collapses memory into huge pages on request, but not by itself."""
     policy = Path("/sys/kernel/mm/transparent_hugepage/enabled")
     if not policy.exists() or "[always]" in policy.read_text():
         return False
@@ -29,7 +29,7 @@ def granted(num_huge: int = 8) -> bool:
 
 
 def huge_bytes(start: int, size: int) -> int:
-    """Of the pieces of this process's memory that hold a part of these addresses, what is on huge pages."""
+    """Bytes on huge pages in the mappings of this process that overlap these addresses."""
     total, inside = 0, False
     with open("/proc/self/smaps") as lines:
         for line in lines:
@@ -61,5 +61,5 @@ def test_weights_lie_on_huge_pages(packed: bool) -> None:
     torch.testing.assert_close(layer(torch.ones(2, 1024)), before, rtol=1e-4, atol=1e-4)
 
 
-def test_cards_without_memory_are_skipped() -> None:
+def test_tensors_without_memory_are_skipped() -> None:
     to_huge_pages([torch.empty(0, 4), torch.empty(4, 4, device="meta")])

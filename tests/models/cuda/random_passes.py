@@ -1,4 +1,4 @@
-"""Random passes for tests of attention, and what attention is: one query at a time, in float64, without tiles or packing."""
+"""Random passes for tests of attention, and attention written out: one query at a time, in float64."""
 
 import math
 from dataclasses import dataclass
@@ -22,17 +22,17 @@ class Heads:
 
 
 @dataclass(frozen=True)
-class Pools:
+class RandomKV:
     keys: Tensor
     values: Tensor
 
 
-def make_pools(num_slots: int, heads: Heads, seed: int, dtype: torch.dtype) -> Pools:
-    """Noise in float64 that `dtype` can hold; the last slot is meant for padding and holds what must never be read."""
+def make_kv_cache(num_slots: int, heads: Heads, seed: int, dtype: torch.dtype) -> RandomKV:
+    """Noise in float64 that `dtype` can hold; the last slot is for padding and must never be read."""
     generator = torch.Generator().manual_seed(seed)
     keys, values = (torch.randn(num_slots + 1, heads.kv, heads.width, generator=generator).to(dtype).double() for _ in "kv")
     keys[-1] = values[-1] = float("nan")
-    return Pools(keys, values)
+    return RandomKV(keys, values)
 
 
 @st.composite
@@ -68,16 +68,16 @@ def make_pass(sizes: list[tuple[bool, int, int]], seed: int = 0) -> list[Segment
 
 
 def num_slots(sizes: list[tuple[bool, int, int]]) -> int:
-    """Slots that a pass of these sizes needs."""
+    """Number of slots that a pass of these sizes needs."""
     return sum(count + length for _, count, length in sizes)
 
 
 def naive(
-    query: Tensor, pools: Pools, segments: list[Segment], scaling: float, window: int | None, softcap: float | None
+    query: Tensor, kv_cache: RandomKV, segments: list[Segment], scaling: float, window: int | None, softcap: float | None
 ) -> Tensor:
     """Attention of query [R, H, D], float64, row by row and head by head."""
     out, row = torch.zeros_like(query), 0
-    group = query.shape[1] // pools.keys.shape[1]
+    group = query.shape[1] // kv_cache.keys.shape[1]
     for segment in segments:
         visible = np.tri(len(segment.tokens), dtype=bool) if segment.visible is None else segment.visible
         for i in range(len(segment.tokens)):
@@ -85,9 +85,9 @@ def naive(
             seen += [(segment.slots[j], segment.positions[j]) for j in np.flatnonzero(visible[i])]
             slots = [int(slot) for slot, at in seen if window is None or segment.positions[i] - at < window]
             for head in range(query.shape[1]):
-                scores = pools.keys[slots, head // group] @ query[row, head] * scaling
+                scores = kv_cache.keys[slots, head // group] @ query[row, head] * scaling
                 scores = softcap * torch.tanh(scores / softcap) if softcap else scores
-                out[row, head] = torch.softmax(scores, 0) @ pools.values[slots, head // group]
+                out[row, head] = torch.softmax(scores, 0) @ kv_cache.values[slots, head // group]
             row += 1
     return out
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from eyas.models import attention
 from eyas.models.cuda.metadata import Tiling, bucket_shape, pack_with_metadata, tight_shape
 from eyas.models.inputs import PackedInputs, Segment, pack
-from tests.models.cuda.random_passes import Heads, make_pass, make_pools, naive, num_slots, passes, scaling_of
+from tests.models.cuda.random_passes import Heads, make_kv_cache, make_pass, naive, num_slots, passes, scaling_of
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 HEADS = st.sampled_from([Heads(4, 2, 16), Heads(3, 1, 8), Heads(2, 2, 24), Heads(14, 2, 16)])
@@ -49,11 +49,13 @@ def check(
 ) -> None:
     size = sum(len(s.tokens) + len(s.prefix) for s in segments)
     rows = sum(len(s.tokens) for s in segments)
-    pools = make_pools(size, heads, seed=size, dtype=dtype)
+    kv_cache = make_kv_cache(size, heads, seed=size, dtype=dtype)
     packed = packing(segments, heads, size)
     query = torch.randn(len(packed.tokens), heads.query, heads.width, generator=torch.Generator().manual_seed(1))
-    inputs = [x.to(DEVICE, dtype) for x in (query, pools.keys, pools.values)]  # rounded already: the reference sees the same
-    expected = naive(inputs[0][:rows].cpu().double(), pools, segments, scaling_of(heads), window, softcap)
+    inputs = [
+        x.to(DEVICE, dtype) for x in (query, kv_cache.keys, kv_cache.values)
+    ]  # rounded already: the reference sees the same
+    expected = naive(inputs[0][:rows].cpu().double(), kv_cache, segments, scaling_of(heads), window, softcap)
     got = attention.attend(*inputs, packed, scaling_of(heads), window, softcap).cpu().double()
     torch.testing.assert_close(got[:rows], expected, atol=tolerance, rtol=tolerance)
     assert not got[rows:].any(), "padding rows attend to nothing"
@@ -91,10 +93,10 @@ def test_half_precision_sums_in_float32(dtype: torch.dtype, heads: Heads) -> Non
 def test_nan_reaches_only_the_rows_that_attend_to_it(packing: Packing) -> None:
     heads, sizes = Heads(4, 2, 16), [(True, 2, 9), (False, 2, 14), (True, 3, 11)]
     segments = make_pass(sizes)
-    pools = make_pools(num_slots(sizes), heads, 0, torch.float32)
+    kv_cache = make_kv_cache(num_slots(sizes), heads, 0, torch.float32)
     query = torch.randn(7, heads.query, heads.width, generator=torch.Generator().manual_seed(1)).to(DEVICE)
     for bad, own in enumerate([[0, 1], [2, 3], [4, 5, 6]]):
-        keys, values = pools.keys.float(), pools.values.float()
+        keys, values = kv_cache.keys.float(), kv_cache.values.float()
         seen = [*segments[bad].prefix, *segments[bad].slots]
         keys[seen] = values[seen] = float("nan")
         packed = packing(segments, heads, num_slots(sizes))

@@ -1,4 +1,4 @@
-"""The kernels compile for a GPU that need not be there, and leave out nothing that a fast one needs."""
+"""The kernels compile for a GPU without having one, and use the instructions that make them fast."""
 
 import os
 import subprocess

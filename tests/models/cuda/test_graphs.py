@@ -1,6 +1,6 @@
 """Passes padded to buckets give the same logits, and the engine the same tokens.
 
-Capturing is CUDA's; without it a captured pass runs again from the same closure, on what its static inputs hold by then.
+Capturing is CUDA's; without it a captured pass runs again from the same closure, on the current contents of its static inputs.
 """
 
 from collections.abc import Callable, Sequence
@@ -49,70 +49,76 @@ def target(folder: str) -> TargetModel:
     return load_target(folder, device=DEVICE, aux_hidden_state_layers=(0, 2))
 
 
-def filled_pools(target: TargetModel) -> KVCache:
-    """As if all slots had been written before."""
-    pools = KVCache(NUM_SLOTS, target.kv_shapes, 0, target.dtype, target.device)
+def filled_kv_cache(target: TargetModel) -> KVCache:
+    """Random contents in all slots."""
+    kv_cache = KVCache(NUM_SLOTS, target.kv_shapes, 0, target.dtype, target.device)
     generator = torch.Generator().manual_seed(0)
-    for tensor in (*pools.keys, *pools.values):
+    for tensor in (*kv_cache.keys, *kv_cache.values):
         tensor[:NUM_SLOTS] = torch.randn(tensor[:NUM_SLOTS].shape, generator=generator).to(DEVICE)
-    return pools
+    return kv_cache
 
 
 @pytest.fixture(scope="module")
-def pools(target: TargetModel) -> KVCache:
-    return filled_pools(target)
+def kv_cache(target: TargetModel) -> KVCache:
+    return filled_kv_cache(target)
 
 
 @pytest.fixture(scope="module")
-def runner(target: TargetModel, pools: KVCache) -> GraphBackend:
+def backend(target: TargetModel, kv_cache: KVCache) -> GraphBackend:
     capture = CudaCapture(target.device) if DEVICE == "cuda" else run_again
-    return GraphBackend(KernelBackend(target, TILING, pools.scratch), pools, LIMITS, capture)
+    return GraphBackend(KernelBackend(target, TILING, kv_cache.scratch), kv_cache, LIMITS, capture)
 
 
-def check_passes(target: TargetModel, runner: GraphBackend, pools: KVCache, forests: Sequence[list[Segment]]) -> None:
-    """One runner runs all of them in turn; each is compared with the plain path on pools of its own."""
+def check_passes(target: TargetModel, backend: GraphBackend, kv_cache: KVCache, forests: Sequence[list[Segment]]) -> None:
+    """Run all passes in turn and compare each with the plain path on a KV cache of its own."""
     for segments in forests:
-        plain_pools = filled_pools(target)
-        for ours, theirs in zip((*pools.keys, *pools.values), (*plain_pools.keys, *plain_pools.values), strict=True):
+        plain_kv_cache = filled_kv_cache(target)
+        for ours, theirs in zip(
+            (*kv_cache.keys, *kv_cache.values), (*plain_kv_cache.keys, *plain_kv_cache.values), strict=True
+        ):
             theirs.copy_(ours)
-        expected = target.forward(target.pack(segments), plain_pools)
-        got = runner.forward(runner.pack(segments), pools)
+        expected = target.forward(target.pack(segments), plain_kv_cache)
+        got = backend.forward(backend.pack(segments), kv_cache)
         torch.testing.assert_close(got.logits, expected.logits, atol=2e-5, rtol=2e-5)
         assert got.aux_hidden_states is not None
         assert expected.aux_hidden_states is not None
         torch.testing.assert_close(
             got.aux_hidden_states[: len(expected.aux_hidden_states)], expected.aux_hidden_states, atol=2e-5, rtol=2e-5
         )
-        for ours, theirs in zip((*pools.keys, *pools.values), (*plain_pools.keys, *plain_pools.values), strict=True):
+        for ours, theirs in zip(
+            (*kv_cache.keys, *kv_cache.values), (*plain_kv_cache.keys, *plain_kv_cache.values), strict=True
+        ):
             torch.testing.assert_close(ours[:NUM_SLOTS], theirs[:NUM_SLOTS], atol=2e-5, rtol=2e-5)
 
 
 def test_every_row_count_between_buckets_gives_the_plain_logits(
-    target: TargetModel, runner: GraphBackend, pools: KVCache
+    target: TargetModel, backend: GraphBackend, kv_cache: KVCache
 ) -> None:
-    check_passes(target, runner, pools, [make_pass([(True, rows, 9)], seed=rows) for rows in (1, 2, 3, 8, 9, 16, 17, 32)])
+    check_passes(
+        target, backend, kv_cache, [make_pass([(True, rows, 9)], seed=rows) for rows in (1, 2, 3, 8, 9, 16, 17, 32)]
+    )
 
 
-def test_batches_shrink_and_grow_across_buckets(target: TargetModel, runner: GraphBackend, pools: KVCache) -> None:
+def test_batches_shrink_and_grow_across_buckets(target: TargetModel, backend: GraphBackend, kv_cache: KVCache) -> None:
     sizes = [
         [(True, 1, 30), (True, 1, 3), (True, 1, 11)],
         [(True, 9, 31), (True, 6, 4), (False, 5, 0), (True, 2, 12)],
         [(False, 20, 0), (True, 1, 40)],
         [(True, 1, 50)],
     ]
-    check_passes(target, runner, pools, [make_pass(s, seed=i) for i, s in enumerate(sizes)])
+    check_passes(target, backend, kv_cache, [make_pass(s, seed=i) for i, s in enumerate(sizes)])
 
 
-def test_a_pass_that_no_graph_holds_is_launched(target: TargetModel, runner: GraphBackend, pools: KVCache) -> None:
-    check_passes(target, runner, pools, [make_pass([(False, 60, 7), (True, 3, 2)]), make_pass([(True, 33, 5)])])
+def test_a_pass_that_no_graph_holds_is_launched(target: TargetModel, backend: GraphBackend, kv_cache: KVCache) -> None:
+    check_passes(target, backend, kv_cache, [make_pass([(False, 60, 7), (True, 3, 2)]), make_pass([(True, 33, 5)])])
 
 
-def test_a_model_that_cannot_be_captured_is_refused_by_name(target: TargetModel, pools: KVCache) -> None:
+def test_a_model_that_cannot_be_captured_is_refused_by_name(target: TargetModel, kv_cache: KVCache) -> None:
     def fail(run: Callable[[], TargetOutput]) -> Callable[[], TargetOutput]:
         raise RuntimeError("operation not permitted when stream is capturing")
 
     with pytest.raises(ConfigError, match=r"LlamaForCausalLM cannot be captured .* engine\.cuda_graphs to false"):
-        GraphBackend(KernelBackend(target, TILING, pools.scratch), pools, LIMITS, fail)
+        GraphBackend(KernelBackend(target, TILING, kv_cache.scratch), kv_cache, LIMITS, fail)
 
 
 def test_the_kernel_names_unsupported_head_sizes(target: TargetModel, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -122,9 +128,9 @@ def test_the_kernel_names_unsupported_head_sizes(target: TargetModel, monkeypatc
 
 
 def test_padded_passes_do_not_change_the_output(
-    folder: str, target: TargetModel, runner: GraphBackend, pools: KVCache
+    folder: str, target: TargetModel, backend: GraphBackend, kv_cache: KVCache
 ) -> None:
-    passes = ModelRunner(target, pools, None, runner)
+    passes = ModelRunner(target, kv_cache, None, backend)
     scheduler = Scheduler(EngineConfig(max_kv_tokens=NUM_SLOTS, max_prefill_tokens=8), TreeConfig(7, 4, 4), frozenset())
     engine = Engine(scheduler, DraftManager(RandomDrafter(48), passes, "match"), passes, 256)
     sampling = [SamplingParams(max_tokens=5, temperature=t, seed=n, ignore_eos=True) for t in (0.0, 0.9) for n in (1, 11)]

@@ -1,4 +1,4 @@
-"""Tiny random EAGLE heads, and the ways in which projects write them down."""
+"""Tiny random EAGLE heads in the checkpoint formats of several projects."""
 
 import json
 from collections.abc import Callable
@@ -27,7 +27,7 @@ Written = tuple[dict[str, Any], Tensors]
 def random_tensors(
     config: EagleHeadConfig, seed: int = 0, shipped: tuple[str, ...] = ("d2t", "t2d", "norm.weight")
 ) -> Tensors:
-    """Weights for `config`; of those that may be absent, the `shipped` ones and what is not optional."""
+    """Weights for `config`: all required tensors, and the optional ones in `shipped`."""
     generator = torch.Generator().manual_seed(seed)
     chosen = torch.randperm(config.vocab_size, generator=generator)[: config.draft_vocab_size].sort().values
     absent = optional_tensors(config) - set(shipped)
@@ -68,7 +68,7 @@ def safeailab(c: EagleHeadConfig, tensors: Tensors) -> Written:
 
 
 def specforge(c: EagleHeadConfig, tensors: Tensors) -> Written:
-    """Layer ids count outputs, since they begin with 1; norm_output speaks of the norm before lm_head."""
+    """Layer ids count outputs, since they begin with 1; norm_output means the norm before lm_head."""
     config = without(config_json(c), "eagle_aux_hidden_state_layer_ids", WIRING_KEY)
     ids = (
         [tap - 1 for tap in c.aux_hidden_state_layers]
@@ -106,7 +106,7 @@ def sglang_layers(c: EagleHeadConfig, tensors: Tensors) -> Written:
     return config, renamed(tensors, ("midlayer.", "layers.0."), *later)
 
 
-DIALECTS: dict[str, Callable[[EagleHeadConfig, Tensors], Written]] = {
+CHECKPOINT_FORMATS: dict[str, Callable[[EagleHeadConfig, Tensors], Written]] = {
     "SafeAILab": safeailab,
     "SpecForge": specforge,
     "vLLM": vllm,

@@ -1,4 +1,4 @@
-"""A head is the same head in whatever way it was written down, and every option that its config can name is honoured."""
+"""A head is equal in every checkpoint format, and every option of its config takes effect."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +16,15 @@ from eyas.models.heads.eagle_loader import load_fuser, load_head, write_head
 from eyas.request import NoiseKey
 from eyas.tree import DraftTree
 from tests.drafters.naive_eagle import NaiveEagle, best_tree, linear, rms
-from tests.models.heads.checkpoint_formats import DIALECTS, TINY, TINY_EAGLE1, random_tensors, save, specforge, vllm
+from tests.models.heads.checkpoint_formats import (
+    CHECKPOINT_FORMATS,
+    TINY,
+    TINY_EAGLE1,
+    random_tensors,
+    save,
+    specforge,
+    vllm,
+)
 
 SHAPE = TreeConfig(num_draft_tokens=14, num_steps=4, top_k=3)
 OPTIONS = {
@@ -31,7 +39,7 @@ OPTIONS = {
     "full vocabulary": replace(TINY, draft_vocab_size=48),
     "biases": replace(TINY, qkv_bias=True, out_bias=True, fc_bias=True),
     "another base": replace(TINY, rotary={"rope_theta": 500.0, "rope_type": "default"}),
-    "four taps, the last boundary among them": replace(TINY, wiring=HeadWiring((0, 1, 3, 4))),
+    "four layers, the last boundary among them": replace(TINY, wiring=HeadWiring((0, 1, 3, 4))),
 }  # fmt: skip
 LLAMA3 = {"rope_theta": 500.0, "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
           "original_max_position_embeddings": 64}  # fmt: skip
@@ -53,7 +61,7 @@ def features_of(config: EagleHeadConfig, count: int) -> torch.Tensor:
 
 
 def trees(head: str, target: str, config: EagleHeadConfig) -> list[DraftTree]:
-    """Of two sessions; the second is told of in two commits."""
+    """Trees of two sessions; the second session commits its tokens in two parts."""
     fused = load_fuser(head, target)(features_of(config, 20))
     tokens = torch.randint(3, 48, (21,), generator=torch.Generator().manual_seed(6)).tolist()
     drafter = EagleDrafter(load_head(head, target), SHAPE, DraftingConfig(max_kv_tokens=256))
@@ -69,12 +77,14 @@ def trees(head: str, target: str, config: EagleHeadConfig) -> list[DraftTree]:
 
 
 @pytest.mark.parametrize("option", OPTIONS)
-@pytest.mark.parametrize("dialect", DIALECTS)
+@pytest.mark.parametrize("checkpoint_format", CHECKPOINT_FORMATS)
 @pytest.mark.usefixtures("unpacked")
-def test_a_head_is_equal_in_every_checkpoint_format(dialect: str, option: str, tiny_target: str, tmp_path: Path) -> None:
+def test_a_head_is_equal_in_every_checkpoint_format(
+    checkpoint_format: str, option: str, tiny_target: str, tmp_path: Path
+) -> None:
     config = OPTIONS[option]
     tensors = random_tensors(config, shipped=shipped(config))
-    head = save(tmp_path / "head", DIALECTS[dialect](config, tensors))
+    head = save(tmp_path / "head", CHECKPOINT_FORMATS[checkpoint_format](config, tensors))
     plain = write(tmp_path / "plain", config)
     assert read_head_config(Path(head), read_target_config(Path(tiny_target))) == config
     one, other = load_head(head, tiny_target).state_dict(), load_head(plain, tiny_target).state_dict()
@@ -89,9 +99,9 @@ def test_trees_equal_the_naive_ones_with_every_option(option: str, tiny_target: 
     head = write(tmp_path, config)
     weights = load_file(tmp_path / "model.safetensors")
     embedding = load_file(Path(tiny_target, "model.safetensors"))["model.embed_tokens.weight"]
-    reading = config.wiring
+    wiring = config.wiring
     naive = NaiveEagle(
-        weights, embedding, config.num_heads, config.num_kv_heads, reading.norm_before_residual, reading.output,
+        weights, embedding, config.num_heads, config.num_kv_heads, wiring.norm_before_residual, wiring.output,
         config.num_layers, config.rotary["rope_theta"],
     )  # fmt: skip
     fused = naive_fuse(config, weights, features_of(config, 20))
@@ -102,36 +112,36 @@ def test_trees_equal_the_naive_ones_with_every_option(option: str, tiny_target: 
         assert list(tree.depths[1:]) == [node.depth for node in expected]
 
 
-def naive_fuse(config: EagleHeadConfig, weights: dict[str, torch.Tensor], tapped: torch.Tensor) -> torch.Tensor:
+def naive_fuse(config: EagleHeadConfig, weights: dict[str, torch.Tensor], states: torch.Tensor) -> torch.Tensor:
     if config.input_norms == "joint":
-        tapped = rms(tapped, weights["input_norm.weight"])
+        states = rms(states, weights["input_norm.weight"])
     if config.input_norms == "each":
-        parts = tapped.split(config.target_hidden, dim=-1)
-        tapped = torch.cat([rms(part, weights[f"fc_norm.{i}.weight"]) for i, part in enumerate(parts)], -1)
-    return linear(tapped, weights, "fc")
+        parts = states.split(config.target_hidden, dim=-1)
+        states = torch.cat([rms(part, weights[f"fc_norm.{i}.weight"]) for i, part in enumerate(parts)], -1)
+    return linear(states, weights, "fc")
 
 
 @pytest.mark.parametrize("option", ["normed residual", "EAGLE-3.1"])
-def test_a_reading_that_is_ignored_changes_the_states(option: str, tiny_target: str, tmp_path: Path) -> None:
-    """So that equal trees prove something where no tensor tells one reading from another."""
+def test_ignoring_the_wiring_changes_the_states(option: str, tiny_target: str, tmp_path: Path) -> None:
+    """A control: without it, equal trees would prove nothing about settings that no tensor shows."""
     config = OPTIONS[option]
     head = write(tmp_path, config)
     features = load_fuser(head, tiny_target)(features_of(config, 6))
-    read, ignored = (load_head(head, tiny_target, wiring=reading) for reading in (None, TINY.wiring))
+    read, ignored = (load_head(head, tiny_target, wiring=wiring) for wiring in (None, TINY.wiring))
     pairs = features, torch.arange(3, 9), torch.arange(6)
     assert not torch.allclose(*(head.run(*pairs, lambda _, rows: rows.query) for head in (read, ignored)))
 
 
-def test_the_meaning_of_norm_output_depends_on_who_wrote_it(tiny_target: str, tmp_path: Path) -> None:
+def test_the_meaning_of_norm_output_depends_on_the_format(tiny_target: str, tmp_path: Path) -> None:
     target = read_target_config(Path(tiny_target))
     each = replace(TINY, input_norms="each")
     said = {}
-    for name, config, dialect, value in (
+    for name, config, checkpoint_format, value in (
         ("specforge true", TINY, specforge, True), ("specforge false", TINY, specforge, False),
         ("specforge beside fc_norm", each, specforge, True), ("vllm true", TINY, vllm, True),
         ("vllm false", TINY, vllm, False),
     ):  # fmt: skip
-        written, tensors = dialect(config, random_tensors(config))
+        written, tensors = checkpoint_format(config, random_tensors(config))
         head = save(tmp_path / name, (written | {"norm_output": value}, tensors))
         said[name] = read_head_config(Path(head), target).wiring.output
     assert said == {
@@ -144,7 +154,7 @@ def test_the_meaning_of_norm_output_depends_on_who_wrote_it(tiny_target: str, tm
     *OPTIONS.values(), TINY_EAGLE1, replace(TINY_EAGLE1, fc_bias=False, qkv_bias=True), replace(TINY, rotary=LLAMA3),
     replace(TINY, wiring=HeadWiring((2, 2, 1), output="bare")),
 ])  # fmt: skip
-def test_a_written_report_reads_back(config: EagleHeadConfig, tiny_target: str, tmp_path: Path) -> None:
+def test_a_written_head_reads_back(config: EagleHeadConfig, tiny_target: str, tmp_path: Path) -> None:
     tensors = random_tensors(config, shipped=shipped(config))
     write_head(tmp_path, config, tensors)
     assert read_head_config(tmp_path, read_target_config(Path(tiny_target)), config.kind) == config
@@ -154,7 +164,7 @@ def test_a_written_report_reads_back(config: EagleHeadConfig, tiny_target: str, 
     load_head(str(tmp_path), tiny_target, kind=config.kind)
 
 
-def test_the_digest_of_features_covers_norms_before_fc(tmp_path: Path) -> None:
+def test_the_fingerprint_of_features_covers_norms_before_fc(tmp_path: Path) -> None:
     config = replace(TINY, input_norms="each")
     tensors = random_tensors(config)
     digests = set()

@@ -1,4 +1,4 @@
-"""The probe finds out how a head is to be read, and refuses one that guesses no better than chance."""
+"""Validation finds the wiring of a head, and refuses a head that guesses no better than chance."""
 
 import json
 import logging
@@ -28,8 +28,8 @@ def target() -> TargetModel:
     return load_target(TARGET)
 
 
-def misread(folder: Path, **said: object) -> str:
-    """The demo head, whose config says something else."""
+def with_config(folder: Path, **said: object) -> str:
+    """The demo head with other settings in its config."""
     folder.mkdir(parents=True)
     folder.joinpath("config.json").write_text(json.dumps(read_config(HEAD) | said))
     folder.joinpath("model.safetensors").symlink_to((HEAD / "model.safetensors").resolve())
@@ -37,39 +37,39 @@ def misread(folder: Path, **said: object) -> str:
 
 
 WRONG: dict[str, dict[str, object]] = {
-    "taps counted as outputs": {"eagle_aux_hidden_state_layer_ids": [1, 5, 8]},
-    "taps one too late": {"eagle_aux_hidden_state_layer_ids": [3, 7, 10]},
+    "layers counted as outputs": {"eagle_aux_hidden_state_layer_ids": [1, 5, 8]},
+    "layers one too late": {"eagle_aux_hidden_state_layer_ids": [3, 7, 10]},
     "the residual flipped": {"norm_before_residual": True},
-    "the residual flipped and taps shifted": {
+    "the residual flipped and layers shifted": {
         "norm_before_residual": True, "eagle_aux_hidden_state_layer_ids": [1, 5, 8]
     },
     "the output without its norm": {"norm_output": False},
-    "the normed state fed on": {"architectures": ["Eagle3LlamaForCausalLM"], "norm_output": True},
+    "the normed state read by the next step": {"architectures": ["Eagle3LlamaForCausalLM"], "norm_output": True},
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("wrong", WRONG)
-def test_a_head_that_is_described_wrongly_is_read_rightly(wrong: str, target: TargetModel, tmp_path: Path) -> None:
-    head = misread(tmp_path / "head", **WRONG[wrong])
+def test_a_wrong_config_is_corrected(wrong: str, target: TargetModel, tmp_path: Path) -> None:
+    head = with_config(tmp_path / "head", **WRONG[wrong])
     assert read_head_config(Path(head), read_target_config(Path(TARGET))).wiring != RIGHT
-    finding = validate_head(target, head, TARGET, "float32", "cpu")
-    assert finding.best.wiring == RIGHT
-    assert not finding.failed
-    assert 1000 <= finding.num_tokens <= 2000
+    report = validate_head(target, head, TARGET, "float32", "cpu")
+    assert report.best.wiring == RIGHT
+    assert not report.failed
+    assert 1000 <= report.num_tokens <= 2000
 
 
-def test_a_head_that_is_described_rightly_stays_as_it_is(target: TargetModel) -> None:
-    finding = validate_head(target, str(HEAD), TARGET, "float32", "cpu")
-    assert finding.config_is_right
-    assert finding.best.wiring == RIGHT
-    assert finding.best.first > 2 * finding.chance
-    assert "as its config says" in str(finding)
+def test_a_right_config_is_kept(target: TargetModel) -> None:
+    report = validate_head(target, str(HEAD), TARGET, "float32", "cpu")
+    assert report.config_is_right
+    assert report.best.wiring == RIGHT
+    assert report.best.first > 2 * report.chance
+    assert "as its config says" in str(report)
 
 
-def test_an_eagle1_head_has_one_reading(target: TargetModel) -> None:
-    finding = validate_head(target, str(DEMO / "eagle1"), TARGET, "float32", "cpu", "eagle")
-    assert len(finding.scores) == 1
-    assert finding.best.first > 2 * finding.chance
+def test_an_eagle1_head_has_one_wiring(target: TargetModel) -> None:
+    report = validate_head(target, str(DEMO / "eagle1"), TARGET, "float32", "cpu", "eagle")
+    assert len(report.scores) == 1
+    assert report.best.first > 2 * report.chance
 
 
 def test_the_aux_layers_of_the_target_are_unchanged(target: TargetModel) -> None:
@@ -78,7 +78,7 @@ def test_the_aux_layers_of_the_target_are_unchanged(target: TargetModel) -> None
     assert target.aux_hidden_state_layers == (3,)
 
 
-def test_a_target_without_a_tokenizer_draws_its_own_tokens(tmp_path: Path) -> None:
+def test_a_target_without_a_tokenizer_samples_its_own_tokens(tmp_path: Path) -> None:
     target = str(write_target(tmp_path / "target"))
     model = load_target(target)
     windows = observe(model, target, (0, 2))
@@ -92,14 +92,14 @@ def test_a_target_without_a_tokenizer_draws_its_own_tokens(tmp_path: Path) -> No
 
 
 def test_a_random_head_is_refused_with_the_numbers(tiny_target: str, tiny_head: str) -> None:
-    finding = validate_head(load_target(tiny_target), tiny_head, tiny_target, "float32", "cpu")
-    assert finding.failed
+    report = validate_head(load_target(tiny_target), tiny_head, tiny_target, "float32", "cpu")
+    assert report.failed
     with pytest.raises(CheckpointError, match=r"hardly ever guesses.* % with inputs of layers 1, 2, 3.*chance is .* %"):
-        finding.require(tiny_head)
+        report.require(tiny_head)
 
 
-def test_one_process_reads_a_head_as_it_works(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    head = misread(tmp_path / "head", **WRONG["the residual flipped and taps shifted"])
+def test_the_llm_class_uses_the_wiring_that_works(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    head = with_config(tmp_path / "head", **WRONG["the residual flipped and layers shifted"])
     greedy = SamplingParams(max_tokens=32, temperature=0.0, ignore_eos=True)
     with caplog.at_level(logging.WARNING, "eyas"):
         found, believed, right = (
@@ -112,18 +112,18 @@ def test_one_process_reads_a_head_as_it_works(tmp_path: Path, caplog: pytest.Log
     assert found.stats.num_verify_steps == right.stats.num_verify_steps < believed.stats.num_verify_steps
 
 
-def test_the_check_prints_a_table_and_writes_what_it_found(tmp_path: Path) -> None:
-    head = misread(tmp_path / "head", **WRONG["taps counted as outputs"])
-    digest, options = head_fingerprint(head), ["check", "head", "--target", TARGET, "--draft", head]
+def test_the_check_prints_a_table_and_writes_the_wiring(tmp_path: Path) -> None:
+    head = with_config(tmp_path / "head", **WRONG["layers counted as outputs"])
+    digest, options = head_fingerprint(head), ["check", "head", "--model", TARGET, "--draft-model", head]
     result = CliRunner().invoke(app, [*options, "--write"])
     assert result.exit_code == 0, result.output
     assert "not as its config says" in result.output
     assert read_head_config(Path(head), read_target_config(Path(TARGET))).wiring == RIGHT
-    assert head_fingerprint(head) == digest, "a draft service and a verifier still belong together"
+    assert head_fingerprint(head) == digest, "a draft service and a verifier still match"
 
 
 def test_the_check_fails_for_a_random_head(tiny_target: str, tiny_head: str) -> None:
-    result = CliRunner().invoke(app, ["check", "head", "--target", tiny_target, "--draft", tiny_head])
+    result = CliRunner().invoke(app, ["check", "head", "--model", tiny_target, "--draft-model", tiny_head])
     assert result.exit_code == 1
     assert "hardly ever guesses" in result.output
 
@@ -132,12 +132,12 @@ def test_coincidence_does_not_overrule_the_config() -> None:
     generator = torch.Generator().manual_seed(0)
     stated, noise = torch.rand(2000, generator=generator), torch.randn(2000, generator=generator)
 
-    def finding(gain: float) -> WiringReport:
-        trials = (
+    def report(gain: float) -> WiringReport:
+        scores = (
             WiringScore(RIGHT, 0.4, 0.4, stated),
             WiringScore(HeadWiring((1, 5, 8)), 0.5, 0.5, stated + gain + 0.2 * noise),
         )
-        return WiringReport(trials, 0.1, 1000)
+        return WiringReport(scores, 0.1, 1000)
 
-    assert finding(0.001).best.wiring == RIGHT
-    assert finding(0.05).best.wiring == HeadWiring((1, 5, 8))
+    assert report(0.001).best.wiring == RIGHT
+    assert report(0.05).best.wiring == HeadWiring((1, 5, 8))

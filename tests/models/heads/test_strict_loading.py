@@ -1,4 +1,4 @@
-"""What a head's config and tensors do not agree on is named, and heads of another generation are not taken for one's own."""
+"""Errors name what a head's config and tensors disagree on; heads of other generations are refused."""
 
 import json
 from collections.abc import Callable
@@ -58,7 +58,7 @@ FAULTS: dict[str, tuple[Written, Kind, str]] = {
     "an EAGLE-1 head as EAGLE-3": (EAGLE1, "eagle3", "does not fit its config"),
     "another activation": (having(EAGLE3, hidden_act="gelu"), "eagle3", "activation 'gelu'"),
     "all levels in one pass": (having(EAGLE3, parallel_drafting=True), "eagle3", "a P-EAGLE head, .* in one pass"),
-    "a state for masked places": (having(EAGLE3, {"mask_hidden": torch.ones(1, 1, 96)}), "eagle3", "a P-EAGLE head"),
+    "a state for masked positions": (having(EAGLE3, {"mask_hidden": torch.ones(1, 1, 96)}), "eagle3", "a P-EAGLE head"),
     "block diffusion": (
         having(EAGLE3, architectures=["DFlashDraftModel"], dflash_config={"mask_token_id": 5}), "eagle3", "head .DFlash"
     ),
@@ -75,20 +75,20 @@ FAULTS: dict[str, tuple[Written, Kind, str]] = {
     "a norm before lm_head": (
         having(EAGLE1, {"pre_lm_head_layernorm.weight": torch.ones(32)}), "eagle", "a norm of its own before lm_head"
     ),
-    "taps that are no numbers": (
+    "layers that are not numbers": (
         having(EAGLE3, eagle_aux_hidden_state_layer_ids=["a"]), "eagle3", r"eagle_aux_hidden_state_layer_ids is \['a'\]"
     ),
-    "a tap before the first layer": (
+    "a layer before the first": (
         having(EAGLE3, eagle_aux_hidden_state_layer_ids=[-1, 1, 2]), "eagle3", r"is \[-1, 1, 2\]; .* from 0 to"
     ),
-    "a tap behind the last layer": (having(EAGLE3, eagle_aux_hidden_state_layer_ids=[1, 2, 99]), "eagle3", "from 0 to"),
-    "a config within that is none": (having(EAGLE3, eagle_config=[1]), "eagle3", r"eagle_config .* is \[1\]"),
-    "a rotation that nobody knows": (having(EAGLE3, rope_scaling={"rope_type": "wat"}), "eagle3", "RoPE is .*'wat'"),
-    "a rotation without its factor": (having(EAGLE3, rope_scaling={"rope_type": "linear"}), "eagle3", "'factor'"),
+    "a layer behind the last": (having(EAGLE3, eagle_aux_hidden_state_layer_ids=[1, 2, 99]), "eagle3", "from 0 to"),
+    "a nested config that is a list": (having(EAGLE3, eagle_config=[1]), "eagle3", r"eagle_config .* is \[1\]"),
+    "an unknown RoPE": (having(EAGLE3, rope_scaling={"rope_type": "wat"}), "eagle3", "RoPE is .*'wat'"),
+    "a RoPE without its factor": (having(EAGLE3, rope_scaling={"rope_type": "linear"}), "eagle3", "'factor'"),
     "a record of no numbers": (
         having(EAGLE3, eyas={"aux_hidden_state_layers": ["a"], "norm_before_residual": False, "output": "state"}), "eagle3", "run `eyas check head --write`"
     ),
-    "a flag that is no flag": (having(EAGLE3, norm_before_residual="no"), "eagle3", "norm_before_residual is 'no'"),
+    "a flag that is a string": (having(EAGLE3, norm_before_residual="no"), "eagle3", "norm_before_residual is 'no'"),
     "a record that is damaged": (having(EAGLE3, eyas={"aux_hidden_state_layers": [1]}), "eagle3", "remove it, and run `eyas check head --write`"),
 }  # fmt: skip
 
@@ -101,7 +101,7 @@ def test_a_fault_is_named(fault: str, tiny_target: str, tmp_path: Path) -> None:
         load_head(head, tiny_target, kind=kind)
 
 
-def test_of_many_missing_tensors_the_first_are_named(tiny_target: str, tmp_path: Path) -> None:
+def test_the_first_of_many_missing_tensors_are_named(tiny_target: str, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"missing layers\.1\..* and \d+ more"):
         load_head(save(tmp_path, having(EAGLE3, num_hidden_layers=9)), tiny_target)
 
@@ -119,7 +119,7 @@ def test_unexpected_weights_are_reported_by_checkpoint_name(tiny_target: str, tm
         load_head(head, tiny_target)
 
 
-def test_an_embedding_of_its_own_takes_the_place_of_the_targets(tiny_target: str, tmp_path: Path) -> None:
+def test_an_embedding_in_the_head_replaces_the_targets(tiny_target: str, tmp_path: Path) -> None:
     own = random_tensors(TINY, shipped=("d2t", "t2d", "norm.weight", "embed_tokens.weight"))
     with_own = load_head(save(tmp_path / "own", safeailab(TINY, own)), tiny_target)
     without = load_head(save(tmp_path / "none", EAGLE3), tiny_target)
@@ -127,7 +127,7 @@ def test_an_embedding_of_its_own_takes_the_place_of_the_targets(tiny_target: str
     assert not torch.equal(with_own.embedding, without.embedding)
 
 
-def test_a_hass_head_is_one_of_eagle2(tiny_target: str, tmp_path: Path) -> None:
+def test_a_hass_head_loads_as_eagle2(tiny_target: str, tmp_path: Path) -> None:
     """As published: trained otherwise, written as EAGLE-2 is, in torch's own format and with the embedding beside it."""
     config = replace(TINY_EAGLE1, fc_bias=False)
     written = without(safeailab(config, random_tensors(config, shipped=("embed_tokens.weight",)))[0], "head_dim", "bias")

@@ -1,4 +1,4 @@
-"""Several processes that share a target say what one says, and one that dies is noticed by the others."""
+"""Processes that share a target give the output of one process, and notice when one of them dies."""
 
 import json
 import math
@@ -55,7 +55,7 @@ PLAN = BackendPlan(BackendKind.PLAIN, CaptureLimits(0, 0, 0))
 
 @pytest.fixture(scope="module")
 def target(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A tiny target whose key-value heads two ranks can share, and four have copies of; its vocabulary four cannot share."""
+    """A tiny target: two ranks share its key-value heads, four hold copies, and four cannot share its vocabulary."""
     torch.manual_seed(3)
     folder = tmp_path_factory.mktemp("shared")
     config = LlamaConfig(
@@ -145,7 +145,7 @@ def test_sharded_targets_equal_the_plain_loop(size: int, target: str, head: str)
 
 
 def check_features(parts: Shared, target: str) -> None:
-    """What rank 0 fuses into features are the states of the whole model."""
+    """Rank 0 collects the hidden states of the whole model."""
     segment = Segment(np.arange(5, 12), np.arange(7), np.arange(7), np.arange(0), None, np.arange(7))
     outputs = []
     for ranks, model in (
@@ -153,9 +153,9 @@ def check_features(parts: Shared, target: str) -> None:
         (parts.ranks, parts.model),
     ):
         with ranks.init_kv_cache(16, PLAN):
-            pools = KVCache(16, model.kv_shapes, 0, torch.float32, model.device)
+            kv_cache = KVCache(16, model.kv_shapes, 0, torch.float32, model.device)
         with ranks.forward([segment]):
-            outputs.append(model.forward(pack([segment], model.device), pools))
+            outputs.append(model.forward(pack([segment], model.device), kv_cache))
     torch.testing.assert_close(outputs[0].aux_hidden_states, outputs[1].aux_hidden_states)
     torch.testing.assert_close(outputs[0].logits, outputs[1].logits)
 
@@ -174,7 +174,7 @@ def test_a_dead_rank_is_noticed_while_idle_and_fails_every_step(target: str, hea
             engine.step()
 
 
-def test_a_step_that_rank_0_does_not_finish_loses_the_ranks(target: str, head: str) -> None:
+def test_a_step_that_rank_0_does_not_finish_fails_the_ranks(target: str, head: str) -> None:
     with shared(2, target, head) as parts:
         reasons: SimpleQueue[str] = SimpleQueue()
         with parts.ranks.init_kv_cache(16, PLAN):
@@ -240,16 +240,16 @@ def test_a_model_without_a_plan_is_refused() -> None:
 
 
 @given(st.lists(st.tuples(st.integers(1, 5), st.integers(0, 9), st.booleans()), max_size=4), st.integers(0, 2**32 - 1))
-def test_orders_survive_the_wire(sizes: list[tuple[int, int, bool]], seed: int) -> None:
+def test_commands_survive_the_wire(sizes: list[tuple[int, int, bool]], seed: int) -> None:
     rng = np.random.default_rng(seed)
     sent = [
         Segment(*rng.integers(0, 2**31, (3, n)), rng.integers(0, 2**31, length), rng.random((n, n)) < 0.5 if mask else None,
                 rng.integers(0, n, n // 2))
         for n, length, mask in sizes
     ]  # fmt: skip
-    order = command_from_bytes(command_to_bytes(Forward(sent)))
-    assert isinstance(order, Forward)
-    for ours, theirs in zip(sent, order.segments, strict=True):
+    command = command_from_bytes(command_to_bytes(Forward(sent)))
+    assert isinstance(command, Forward)
+    for ours, theirs in zip(sent, command.segments, strict=True):
         for name, value in vars(ours).items():
             np.testing.assert_array_equal(value, getattr(theirs, name))
             assert (value is None) == (getattr(theirs, name) is None)

@@ -1,4 +1,4 @@
-"""Every style of sharing that the plans of common families ask for gives the whole model's logits."""
+"""Every style in the tensor-parallel plans of common families gives the whole model's logits."""
 
 from functools import partial
 from itertools import chain
@@ -46,22 +46,22 @@ FAMILIES: dict[str, PreTrainedConfig] = {
 
 def logits_of(target: TargetModel) -> Tensor:
     segment = Segment(np.arange(5, 14), np.arange(9), np.arange(9), np.arange(0), None, np.arange(9))
-    pools = KVCache(16, target.kv_shapes, 0, target.dtype, target.device)
-    return target.forward(pack([segment], target.device), pools).logits
+    kv_cache = KVCache(16, target.kv_shapes, 0, target.dtype, target.device)
+    return target.forward(pack([segment], target.device), kv_cache).logits
 
 
 def num_weights(target: TargetModel) -> int:
-    """Weights of the layers, which the ranks share; the embeddings are everybody's."""
+    """Weights of the layers, which the ranks share; every rank holds the embeddings."""
     held = chain(target.model.named_parameters(), target.model.named_buffers())
     return sum(weight.numel() for name, weight in held if ".layers." in name)
 
 
-def follow(folders: list[str], place: RankInfo) -> None:
-    follower = Worker(place)
+def follow(folders: list[str], info: RankInfo) -> None:
+    worker = Worker(info)
     for folder in folders:
-        logits_of(load_target(folder, shard=Shard(place.rank, place.size)))
-    list(follower.commands())
-    follower.close()
+        logits_of(load_target(folder, shard=Shard(info.rank, info.size)))
+    list(worker.commands())
+    worker.close()
 
 
 def test_sharded_families_equal_the_whole_model(tmp_path: Path) -> None:

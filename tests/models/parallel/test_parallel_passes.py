@@ -1,4 +1,4 @@
-"""Ranks that pad their passes to captured buckets agree on every bucket, and say what one process says.
+"""Ranks that pad their passes to captured buckets agree on every bucket, and give the output of one process.
 
 Capturing is CUDA's; here a captured pass runs again from the same closure. The kernel runs in triton's interpreter.
 """
@@ -35,7 +35,7 @@ from eyas.models.workers import InitKVCache, RankInfo, TargetWorkers, command_fr
 from eyas.request import Request, SamplingParams
 from tests import reference
 from tests.engine.drafters import RandomDrafter
-from tests.models.cuda.random_passes import Heads, make_pools, passes, scaling_of
+from tests.models.cuda.random_passes import Heads, make_kv_cache, passes, scaling_of
 from tests.tiny import write_target
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -43,7 +43,7 @@ PLAN = BackendPlan(BackendKind.GRAPHS, CaptureLimits(rows=12, segments=2, prefix
 NUM_SLOTS = 100
 
 
-class Noted:
+class NotingCapture:
     """A stand-in for capturing that writes down what is captured, replayed and freed, one line each."""
 
     def __init__(self, folder: Path) -> None:
@@ -68,17 +68,19 @@ class Noted:
             print(line, file=file)
 
 
-def build_noted(folder: Path, plan: BackendPlan, target: TargetModel, pools: KVTensors, scratch: int) -> ForwardBackend:
-    return build_backend(plan, target, pools, scratch, iter, lambda device: Noted(folder))
+def build_with_notes(
+    folder: Path, plan: BackendPlan, target: TargetModel, kv_cache: KVTensors, scratch: int
+) -> ForwardBackend:
+    return build_backend(plan, target, kv_cache, scratch, iter, lambda device: NotingCapture(folder))
 
 
 def make_engine(ranks: TargetWorkers, target: TargetModel, notes: Path) -> Engine:
-    """As assemble_engine makes it where there is CUDA."""
+    """As assemble_engine builds it on CUDA."""
     with ranks.init_kv_cache(NUM_SLOTS, PLAN):
-        pools = KVCache(NUM_SLOTS, target.kv_shapes, 0, target.dtype, target.device)
-        ways = build_noted(notes, PLAN, target, pools, pools.scratch)
+        kv_cache = KVCache(NUM_SLOTS, target.kv_shapes, 0, target.dtype, target.device)
+        ways = build_with_notes(notes, PLAN, target, kv_cache, kv_cache.scratch)
     ranks.before_close(partial(release_backend, ways))
-    runner = ModelRunner(target, pools, None, ways, ranks)
+    runner = ModelRunner(target, kv_cache, None, ways, ranks)
     scheduler = Scheduler(EngineConfig(max_kv_tokens=NUM_SLOTS, max_prefill_tokens=16), TreeConfig(5, 3, 2), frozenset())
     return Engine(scheduler, DraftManager(RandomDrafter(48), runner, "match"), runner, 256)
 
@@ -87,7 +89,9 @@ def test_ranks_agree_on_buckets_and_equal_the_plain_loop(tmp_path: Path, monkeyp
     monkeypatch.setattr("eyas.models.workers._STOP_SECONDS", 100)
     folder, notes = str(write_target(tmp_path / "target", layers=1)), tmp_path / "notes"
     notes.mkdir()
-    ranks = start_workers(RankInfo(0, 2, "cpu"), partial(follow, folder, "float32", 0, build=partial(build_noted, notes)))
+    ranks = start_workers(
+        RankInfo(0, 2, "cpu"), partial(follow, folder, "float32", 0, build=partial(build_with_notes, notes))
+    )
     (process,) = multiprocessing.active_children()
     try:
         engine = make_engine(ranks, load_target(folder, shard=Shard(0, 2)), notes)
@@ -127,8 +131,8 @@ def test_the_kernel_on_sharded_heads_equals_plain_attention(
     segments: list[Segment], heads: Heads, window: int | None, size: int
 ) -> None:
     scratch, rows = sum(len(s.tokens) + len(s.prefix) for s in segments), sum(len(s.tokens) for s in segments)
-    pools = make_pools(scratch, heads, 0, torch.float32)
-    keys, values = (pool.float().to(DEVICE) for pool in (pools.keys, pools.values))
+    kv_cache = make_kv_cache(scratch, heads, 0, torch.float32)
+    keys, values = (tensor.float().to(DEVICE) for tensor in (kv_cache.keys, kv_cache.values))
     query = torch.randn(rows, heads.query, heads.width, generator=torch.Generator().manual_seed(1)).to(DEVICE)
     whole = attend(query, keys, values, pack(segments, DEVICE), scaling_of(heads), window)
     for share in (Shard(rank, size) for rank in range(size)):
@@ -140,7 +144,7 @@ def test_the_kernel_on_sharded_heads_equals_plain_attention(
         torch.testing.assert_close(got, share.cut(whole, 1), atol=2e-6, rtol=2e-6)
 
 
-def test_the_largest_plan_fits_into_an_order(tiny_target: str) -> None:
+def test_the_largest_plan_fits_into_a_command(tiny_target: str) -> None:
     plan = plan_backend(load_target(tiny_target), EngineConfig(max_kv_tokens=8, max_num_seqs=4096), TreeConfig(), 1 << 24)
     assert command_from_bytes(command_to_bytes(InitKVCache(8, plan))) == InitKVCache(8, plan)
 
@@ -148,6 +152,6 @@ def test_the_largest_plan_fits_into_an_order(tiny_target: str) -> None:
 def test_a_rank_without_the_buckets_of_rank_0_reports_it(tiny_target: str, monkeypatch: pytest.MonkeyPatch) -> None:
     target = load_target(tiny_target)
     monkeypatch.setitem(target.__dict__, "kv_shapes", [(2, 512)])
-    pools = KVCache(8, [(2, 8)], 0, target.dtype, target.device)
+    kv_cache = KVCache(8, [(2, 8)], 0, target.dtype, target.device)
     with pytest.raises(ConfigError, match="rank 0 takes the kernel for attention, but here heads are 512 wide"):
-        build_backend(BackendPlan(BackendKind.KERNEL, PLAN.limits), target, pools, pools.scratch)
+        build_backend(BackendPlan(BackendKind.KERNEL, PLAN.limits), target, kv_cache, kv_cache.scratch)
