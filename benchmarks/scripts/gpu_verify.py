@@ -190,7 +190,7 @@ def _layer(way: ForwardBackend, target: TargetModel, segments: list[Segment], kv
 
 def _weight_bytes(target: TargetModel) -> int:
     """All weights but the input embedding; a step reads only a few of its rows."""
-    embedding = target.model.get_input_embeddings().weight  # type: ignore[operator]
+    embedding = target.model.get_input_embeddings().weight
     return sum(p.nbytes for p in target.model.parameters() if p is not embedding)
 
 

@@ -42,11 +42,12 @@ def test_the_kernel_equals_the_plain_path_at_real_sizes(
     generator = torch.Generator("cuda").manual_seed(0)
     keys, values = (torch.randn(size + 1, heads.kv, heads.width, device=device, generator=generator) for _ in "kv")
     query = torch.randn(rows, heads.query, heads.width, device=device, generator=generator)
-    rounded = [x.to(dtype) for x in (query, keys, values)]
+    query, keys, values = (x.to(dtype) for x in (query, keys, values))
     shape = tight_shape(segments, Tiling(heads.query // heads.kv, heads.kv, 132, 16 if dtype == torch.float32 else 64))
-    tables = pack_with_metadata(segments, shape, size, device)
-    got = attend(*rounded, tables, scaling_of(heads), window, softcap).float()
-    exact = attend(*(x.float() for x in rounded), pack(segments, device), scaling_of(heads), window, softcap)
+    packed = pack_with_metadata(segments, shape, size, device)
+    got = attend(query, keys, values, packed, scaling_of(heads), window, softcap).float()
+    query, keys, values = query.float(), keys.float(), values.float()
+    exact = attend(query, keys, values, pack(segments, device), scaling_of(heads), window, softcap)
     tolerance = 1e-5 if dtype == torch.float32 else 2 * torch.finfo(dtype).eps
     torch.testing.assert_close(got, exact, atol=tolerance, rtol=tolerance)
 

@@ -52,11 +52,10 @@ def check(
     kv_cache = make_kv_cache(size, heads, seed=size, dtype=dtype)
     packed = packing(segments, heads, size)
     query = torch.randn(len(packed.tokens), heads.query, heads.width, generator=torch.Generator().manual_seed(1))
-    inputs = [
-        x.to(DEVICE, dtype) for x in (query, kv_cache.keys, kv_cache.values)
-    ]  # rounded already: the reference sees the same
-    expected = naive(inputs[0][:rows].cpu().double(), kv_cache, segments, scaling_of(heads), window, softcap)
-    got = attention.attend(*inputs, packed, scaling_of(heads), window, softcap).cpu().double()
+    # Rounded before both computations, so that the reference sees the same numbers.
+    query, keys, values = (x.to(DEVICE, dtype) for x in (query, kv_cache.keys, kv_cache.values))
+    expected = naive(query[:rows].cpu().double(), kv_cache, segments, scaling_of(heads), window, softcap)
+    got = attention.attend(query, keys, values, packed, scaling_of(heads), window, softcap).cpu().double()
     torch.testing.assert_close(got[:rows], expected, atol=tolerance, rtol=tolerance)
     assert not got[rows:].any(), "padding rows attend to nothing"
 
