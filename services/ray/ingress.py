@@ -134,7 +134,9 @@ class Router:
             asked = replace(generate_call_from_proto(request), trace=trace_pairs(grpc_context.invocation_metadata()))
             with self._core.service.record_rejection(asked):
                 call = await self._core.service.prepare(asked)
-            stream = self._core.service.stream(call, None, lambda pairs: grpc_context.set_trailing_metadata(list(pairs)))
+            stream = self._core.service.stream(
+                call, on_trailers=lambda pairs: grpc_context.set_trailing_metadata(list(pairs))
+            )
             async with aclosing(_delay_final_chunks(stream)) as chunks:
                 async for chunk in chunks:
                     yield text_chunk_to_proto(chunk)

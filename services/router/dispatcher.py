@@ -90,7 +90,7 @@ class Dispatcher:
         self._placing: set[asyncio.Task[None]] = set()
 
     async def stream(
-        self, call: GenerateCall, hint: PlacementHint, deadline: float, on_trailers: TrailerCallback
+        self, call: GenerateCall, hint: PlacementHint, deadline: float, on_trailers: TrailerCallback | None = None
     ) -> AsyncGenerator[Chunk, None]:
         """Yield the chunks of a call; the last one has a finish reason.
 
@@ -135,7 +135,7 @@ class Dispatcher:
         raise state.error or no_verifier(state.routing.model)
 
     async def _stream_from(
-        self, pair: Pair, call: GenerateCall, deadline: float, on_trailers: TrailerCallback
+        self, pair: Pair, call: GenerateCall, deadline: float, on_trailers: TrailerCallback | None
     ) -> AsyncGenerator[Chunk, None]:
         """Yield the chunks of one verifier; closing the generator early cancels the call."""
         remaining_s = deadline - asyncio.get_running_loop().time()
@@ -148,7 +148,9 @@ class Dispatcher:
                     chunk = await _read(stream, call.request.id, deadline, stall_timeout_s)
                     finished, stall_timeout_s = chunk.finish_reason is not None, self._stall_timeout_s
                     yield chunk
-                on_trailers(await _measurements(stream))
+                measurements = await _measurements(stream)
+                if on_trailers:
+                    on_trailers(measurements)
             finally:
                 stream.cancel()
 

@@ -88,15 +88,19 @@ class GenerationService:
         return await _encode(tokenizer.encode_rendered, tokenizer, text, info)
 
     async def stream(
-        self, call: GenerateCall, timeout_s: float | None, on_trailers: TrailerCallback, operation: str = "text_completion"
+        self,
+        call: GenerateCall,
+        operation: str = "text_completion",
+        timeout_s: float | None = None,
+        on_trailers: TrailerCallback | None = None,
     ) -> AsyncGenerator[TextChunk, None]:
         """Yield the chunks of all completions of a prepared call, as they come; closing it early cancels them.
 
         Args:
             call: what `prepare` returned.
+            operation: "chat" or "text_completion", as in the GenAI conventions.
             timeout_s: the client's own limit.
             on_trailers: see `Dispatcher.stream`.
-            operation: "chat" or "text_completion", as in the GenAI conventions.
 
         Raises:
             TimedOut: at the earlier of the client's and the router's limit.
@@ -117,7 +121,7 @@ class GenerationService:
             raise TimedOut(f"the request was not done within {timeout_s:.1f} s") from error
 
     def _completions(
-        self, call: GenerateCall, deadline: float, on_trailers: TrailerCallback
+        self, call: GenerateCall, deadline: float, on_trailers: TrailerCallback | None
     ) -> list[AsyncGenerator[TextChunk, None]]:
         """Return a stream of chunks for each completion of a call."""
         tokenizer, request, hint = self._tokenizers[call.model], call.request, PlacementHint()

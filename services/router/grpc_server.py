@@ -31,7 +31,7 @@ class RouterServicer(GenerationServicer):
         received = replace(generate_call_from_proto(request), trace=trace_pairs(context.invocation_metadata() or ()))
         with self._service.record_rejection(received):
             call = await self._service.prepare(received)
-        stream = self._service.stream(call, context.time_remaining(), context.set_trailing_metadata)
+        stream = self._service.stream(call, timeout_s=context.time_remaining(), on_trailers=context.set_trailing_metadata)
         async with aclosing(stream) as chunks:
             async for chunk in chunks:
                 await context.write(text_chunk_to_proto(chunk))

@@ -192,7 +192,7 @@ class OpenAIEndpoints:
                 id_ = received.request.id if len(calls) == 1 else f"{received.request.id}-{number}"
                 call = replace(call, request=replace(call.request, id=id_), trace=received.trace)
                 prepared.append(await self.service.prepare(call))
-        streams = [self.service.stream(call, None, _ignore_trailers, operation) for call in prepared]
+        streams = [self.service.stream(call, operation) for call in prepared]
         return merge([_shift_index(stream, number * body.n) for number, stream in enumerate(streams)])
 
 
@@ -280,7 +280,3 @@ async def _events(
 
 def _compact_json(value: dict[str, Any]) -> str:
     return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
-
-
-def _ignore_trailers(trailers: Sequence[tuple[str, str]]) -> None:
-    """HTTP responses do not carry the verifier's measurements."""

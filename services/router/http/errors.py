@@ -1,29 +1,25 @@
 """Errors as OpenAI's clients expect them: status, headers and body.
 
-To add an error kind, define its exception in `eyas.errors` and add its row to `_KINDS`.
+The kind of an error follows from its gRPC status. To add one, define its exception in `eyas.errors` and its status in
+`eyas.rpc.server`.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Any
 
+import grpc
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response
 from starlette.exceptions import HTTPException
 
-from eyas.errors import (
-    EyasError,
-    InvalidRequest,
-    Overloaded,
-    TimedOut,
-    Unauthenticated,
-    Unavailable,
-    UnknownModel,
-)
+from eyas.errors import EyasError, InvalidRequest, Overloaded, Unauthenticated, Unavailable
+from eyas.rpc.server import status_of
 from eyas.services.router.http.requests import invalid_body
 
 DEFAULT_RETRY_AFTER_S = 1.0
@@ -38,15 +34,14 @@ class ErrorKind:
     code: str | None = None
 
 
-# The first row whose class matches an error is its kind.
-_KINDS: tuple[tuple[type[EyasError], ErrorKind], ...] = (
-    (UnknownModel, ErrorKind(404, "invalid_request_error", "model_not_found")),
-    (InvalidRequest, ErrorKind(400, "invalid_request_error")),
-    (Unauthenticated, ErrorKind(401, "invalid_request_error", "invalid_api_key")),
-    (Overloaded, ErrorKind(429, "rate_limit_error", "overloaded")),
-    (Unavailable, ErrorKind(503, "server_error", "unavailable")),
-    (TimedOut, ErrorKind(504, "server_error", "timeout")),
-)
+_KINDS: Mapping[grpc.StatusCode, ErrorKind] = {
+    grpc.StatusCode.NOT_FOUND: ErrorKind(404, "invalid_request_error", "model_not_found"),
+    grpc.StatusCode.INVALID_ARGUMENT: ErrorKind(400, "invalid_request_error"),
+    grpc.StatusCode.UNAUTHENTICATED: ErrorKind(401, "invalid_request_error", "invalid_api_key"),
+    grpc.StatusCode.RESOURCE_EXHAUSTED: ErrorKind(429, "rate_limit_error", "overloaded"),
+    grpc.StatusCode.UNAVAILABLE: ErrorKind(503, "server_error", "unavailable"),
+    grpc.StatusCode.DEADLINE_EXCEEDED: ErrorKind(504, "server_error", "timeout"),
+}
 _INTERNAL = ErrorKind(500, "server_error", "internal_error")
 
 
@@ -88,7 +83,7 @@ def add_error_handlers(app: FastAPI) -> None:
 
 
 def _kind(error: EyasError) -> ErrorKind:
-    return next((kind for type_, kind in _KINDS if isinstance(error, type_)), _INTERNAL)
+    return _KINDS.get(status_of(error), _INTERNAL)
 
 
 def _body(kind: ErrorKind, message: str, param: str = "") -> dict[str, Any]:
