@@ -11,7 +11,6 @@ import logging
 import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 
 import aiohttp
@@ -41,17 +40,18 @@ class KubernetesEndpoints:
             "verifier": config.kubernetes.verifier_selector,
             "draft": config.kubernetes.draft_selector,
         }
-        self._api: ClusterApi | None = None
+        self._client: ApiClient | None = None
+        self._namespace = ""
 
     async def open(self) -> None:
         """Find the API server. Raises ConfigError if there is none."""
-        if self._api is None:
-            self._api = await open_api(self._config)
+        if self._client is None:
+            self._client, self._namespace = await open_api(self._config)
 
     async def close(self) -> None:
         """Close all connections to the API server."""
-        if self._api is not None:
-            await self._api.client.close()
+        if self._client is not None:
+            await self._client.close()
 
     async def follow(self, role: Role, on_endpoints: OnEndpoints) -> None:
         """List and watch in turns. Log once while the API server cannot be read."""
@@ -76,9 +76,9 @@ class KubernetesEndpoints:
 
         A watch without events and a stalled one look the same, so neither goes on for longer.
         """
-        assert self._api is not None, "open comes first"
-        read = DiscoveryV1Api(self._api.client).list_namespaced_endpoint_slice
-        namespace, selector = self._api.namespace, self._selectors[role]
+        assert self._client is not None, "open comes first"
+        read = DiscoveryV1Api(self._client).list_namespaced_endpoint_slice
+        namespace, selector = self._namespace, self._selectors[role]
         async with asyncio.timeout(LIST_TIMEOUT_S):
             found = await read(namespace, label_selector=selector)
         slices = {_name(item): item for item in found.items}
@@ -111,16 +111,8 @@ class KubernetesEndpoints:
                     yield Endpoint(f"{host}:{ports[0]}", identity or "", endpoint.zone or "")
 
 
-@dataclass(frozen=True)
-class ClusterApi:
-    """An open client, which its owner closes, and the namespace to ask for."""
-
-    client: ApiClient
-    namespace: str
-
-
-async def open_api(config: KubernetesConfig) -> ClusterApi:
-    """The API server of the settings, else of this pod, else of the kubeconfig; does not dial it yet.
+async def open_api(config: KubernetesConfig) -> tuple[ApiClient, str]:
+    """An open client and a namespace: of the settings, else of this pod, else of the kubeconfig. Does not dial yet.
 
     Raises ConfigError if there is none.
     """
@@ -132,7 +124,7 @@ async def open_api(config: KubernetesConfig) -> ClusterApi:
             namespace = OWN_NAMESPACE.read_text().strip()
         except (ConfigException, OSError) as error:
             namespace = await _from_kubeconfig(target, str(error))
-    return ClusterApi(ApiClient(target), config.namespace or namespace)
+    return ApiClient(target), config.namespace or namespace
 
 
 async def _from_kubeconfig(target: Configuration, not_in_a_pod: str) -> str:

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Coroutine, Sequence
-from typing import Any, TypeVar
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
 
 from eyas.errors import ConfigError, Unavailable, UnknownModel
 from eyas.rpc import convert
-from eyas.rpc.messages import NO_FEATURES, DrafterInfo, DraftRequest, DraftResponse, ModelInfo, TargetInfo
+from eyas.rpc.messages import NO_FEATURES, DrafterInfo, DraftResponse, ModelInfo, TargetInfo
 from eyas.services.draft.worker import DraftStream, DraftWorker
 from eyas.v1 import draft_pb2, draft_pb2_grpc
-
-ResultT = TypeVar("ResultT")
 
 
 class DraftServicer(draft_pb2_grpc.DraftServicer):
@@ -22,7 +20,7 @@ class DraftServicer(draft_pb2_grpc.DraftServicer):
         """workers: one per drafter; no two of them fit the same verifiers."""
         self._workers = workers
         self._loop = asyncio.get_running_loop()
-        self._readers: set[asyncio.Task[Any]] = set()
+        self._readers: set[asyncio.Task[None]] = set()
         self._stopping = False
 
     async def Describe(self, request: draft_pb2.DescribeRequest, context: Any) -> draft_pb2.DescribeResponse:  # noqa: N802
@@ -40,63 +38,44 @@ class DraftServicer(draft_pb2_grpc.DraftServicer):
         """
         if self._stopping:
             raise Unavailable("this drafter is stopping")
-        first = await self._first_request(request_iterator)
-        if first is None:
-            return
-        worker = choose_worker(self._workers, first.target)
         replies: asyncio.Queue[DraftResponse | None] = asyncio.Queue()
+        opened: list[tuple[DraftWorker, DraftStream]] = []
 
         def deliver(reply: DraftResponse | None) -> None:
             self._loop.call_soon_threadsafe(replies.put_nowait, reply)
 
-        stream = worker.open(deliver)
-        reader = self._start_reader(_submit_all(worker, stream, first, request_iterator))
-        reader.add_done_callback(lambda _: worker.close(stream))
+        async def read() -> None:
+            async for message in request_iterator:
+                request = convert.draft_request_from_proto(message)
+                if not opened:
+                    worker = choose_worker(self._workers, request.target)
+                    opened.append((worker, worker.open(deliver)))
+                worker, stream = opened[0]
+                worker.submit(stream, request)
+
+        def end(reader: asyncio.Task[None]) -> None:
+            for worker, stream in opened:
+                worker.close(stream)  # delivers None once the queued requests are done
+            if not opened:
+                replies.put_nowait(None)
+
+        reader = asyncio.create_task(read())
+        reader.add_done_callback(end)
+        self._readers.add(reader)
         try:
             while (reply := await replies.get()) is not None:
                 yield convert.draft_response_to_proto(reply)
             if not reader.cancelled():
                 reader.result()
         finally:
-            self._end_reader(reader)
+            reader.cancel()
+            self._readers.discard(reader)
 
     async def close(self) -> None:
         """End all streams and accept no more; their verifiers decode plainly."""
         self._stopping = True
         for reader in self._readers:
             reader.cancel()
-
-    async def _first_request(self, requests: AsyncIterator[draft_pb2.SpeculateRequest]) -> DraftRequest | None:
-        """The first request; None if the stream or the service ends before it."""
-        reader = self._start_reader(_read_one(requests))
-        try:
-            await asyncio.wait([reader])
-            return None if reader.cancelled() else reader.result()
-        finally:
-            self._end_reader(reader)
-
-    def _start_reader(self, body: Coroutine[Any, Any, ResultT]) -> asyncio.Task[ResultT]:
-        reader = asyncio.create_task(body)
-        self._readers.add(reader)
-        return reader
-
-    def _end_reader(self, reader: asyncio.Task[Any]) -> None:
-        reader.cancel()
-        self._readers.discard(reader)
-
-
-async def _read_one(requests: AsyncIterator[draft_pb2.SpeculateRequest]) -> DraftRequest | None:
-    async for message in requests:
-        return convert.draft_request_from_proto(message)
-    return None
-
-
-async def _submit_all(
-    worker: DraftWorker, stream: DraftStream, first: DraftRequest, requests: AsyncIterator[draft_pb2.SpeculateRequest]
-) -> None:
-    worker.submit(stream, first)
-    async for message in requests:
-        worker.submit(stream, convert.draft_request_from_proto(message))
 
 
 def choose_worker(workers: Sequence[DraftWorker], target: TargetInfo | None) -> DraftWorker:

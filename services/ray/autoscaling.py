@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import time
+from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, fields
@@ -205,61 +206,64 @@ class TimedValue(Protocol):
 UsageT = TypeVar("UsageT", VerifierUsage, DraftUsage)
 
 
-class VerifierPolicy:
-    """Scales by the KV cache and the requests of the verifiers.
+class _Policy(ABC):
+    """A policy of Serve. scaling: the fields of a ScalingConfig."""
 
-    look_back_period_s: reports are averaged over it. scaling: the fields of a ScalingConfig.
-    """
-
-    def __init__(self, look_back_period_s: float, **scaling: float) -> None:
-        self._look_back_period_s = look_back_period_s
+    def __init__(self, **scaling: float) -> None:
         self._config = ScalingConfig(**scaling)
+
+    @abstractmethod
+    def _demand(self, context: AutoscalingContext) -> float:
+        """The demand of the whole pool, in replicas."""
 
     def __call__(self, context: AutoscalingContext) -> tuple[int, PolicyState]:
         """The number of replicas, and the state that Serve passes to the next call."""
+        size, changes = context.target_num_replicas, (context.last_scale_up_time, context.last_scale_down_time)
+        changed = max((at for at in changes if at is not None), default=None)
+        state = context.policy_state or {}
+        pending = PendingChange(state["size"], state["since"]) if "size" in state else None
+        now = context.current_time or 0.0
+        size, pending = decide_size(self._demand(context), size, pending, changed, now, self._config)
+        return size, asdict(pending) if pending else {}
+
+
+class VerifierPolicy(_Policy):
+    """Scales by the KV cache and the requests of the verifiers. look_back_period_s: reports are averaged over it."""
+
+    def __init__(self, look_back_period_s: float, **scaling: float) -> None:
+        super().__init__(**scaling)
+        self._look_back_period_s = look_back_period_s
+
+    def _demand(self, context: AutoscalingContext) -> float:
         usages = _recent_usages(context, VerifierUsage, self._look_back_period_s)
-        demands = [usage.demand if usage else self._config.target for usage in usages]
-        return apply_policy(context, demands, self._config)
+        return sum(usage.demand if usage else self._config.target for usage in usages)
 
 
-class DraftPolicy:
+class DraftPolicy(_Policy):
     """Scales by the occupancy and lateness of the drafters. max_late_ratio: see DraftPoolConfig; rest: VerifierPolicy."""
 
     def __init__(self, look_back_period_s: float, max_late_ratio: float, **scaling: float) -> None:
+        super().__init__(**scaling)
         self._look_back_period_s = look_back_period_s
         self._max_late_ratio = max_late_ratio
-        self._config = ScalingConfig(**scaling)
 
-    def __call__(self, context: AutoscalingContext) -> tuple[int, PolicyState]:
-        """The number of replicas, and the state that Serve passes to the next call."""
+    def _demand(self, context: AutoscalingContext) -> float:
         usages = _recent_usages(context, DraftUsage, self._look_back_period_s)
-        demands = [usage.demand(self._max_late_ratio) if usage else self._config.target for usage in usages]
-        return apply_policy(context, demands, self._config)
+        return sum(usage.demand(self._max_late_ratio) if usage else self._config.target for usage in usages)
 
 
-class RouterPolicy:
+class RouterPolicy(_Policy):
     """Scales by the requests in the routers and in Serve's queues before them, which Serve averages itself.
 
-    max_requests: of one full router. scaling: the fields of a ScalingConfig.
+    max_requests: of one full router.
     """
 
     def __init__(self, max_requests: int, **scaling: float) -> None:
+        super().__init__(**scaling)
         self._max_requests = max_requests
-        self._config = ScalingConfig(**scaling)
 
-    def __call__(self, context: AutoscalingContext) -> tuple[int, PolicyState]:
-        """The number of replicas, and the state that Serve passes to the next call."""
-        return apply_policy(context, [context.total_num_requests / self._max_requests], self._config)
-
-
-def apply_policy(context: AutoscalingContext, demands: Sequence[float], config: ScalingConfig) -> tuple[int, PolicyState]:
-    """The number of replicas for the demands at this time, and the state for the next call."""
-    size, changes = context.target_num_replicas, (context.last_scale_up_time, context.last_scale_down_time)
-    changed = max((at for at in changes if at is not None), default=None)
-    state = context.policy_state or {}
-    pending = PendingChange(state["size"], state["since"]) if "size" in state else None
-    size, pending = decide_size(sum(demands), size, pending, changed, context.current_time or 0.0, config)
-    return size, asdict(pending) if pending else {}
+    def _demand(self, context: AutoscalingContext) -> float:
+        return context.total_num_requests / self._max_requests
 
 
 def _recent_usages(context: AutoscalingContext, kind: type[UsageT], look_back_period_s: float) -> list[UsageT | None]:

@@ -197,8 +197,8 @@ def test_a_kubeconfig_names_the_server_and_the_namespace(monkeypatch: pytest.Mon
     monkeypatch.setattr("kubernetes.aio.config.kube_config.KUBE_CONFIG_DEFAULT_LOCATION", str(file))
 
     async def body() -> tuple[str, str]:
-        api = await open_api(KubernetesConfig())
-        await api.client.close()
-        return api.client.configuration.host, api.namespace
+        client, namespace = await open_api(KubernetesConfig())
+        await client.close()
+        return client.configuration.host, namespace
 
     assert asyncio.run(body()) == ("http://there:1", "birds")

@@ -64,7 +64,7 @@ class Zoo:
     other_head: str
 
     @property
-    def drafted(self) -> tuple[DraftedModel, ...]:
+    def models(self) -> tuple[DraftedModel, ...]:
         return (
             DraftedModel("one", self.one, self.one_head, tree=TREE, drafting=EAGLE),
             DraftedModel("other", self.other, self.other_head, tree=TREE, drafting=EAGLE),
