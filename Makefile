@@ -48,12 +48,12 @@ up: $(READY) ## start all services here and keep them running
 	@$(BIN)/python -m eyas.services.local up
 
 bench: $(READY) ## measure the demo models here, about 3 minutes; writes dated reports to benchmarks/results/
-	@$(BIN)/eyas bench offline --target models/demo/target --draft models/demo/eagle3 --prompts models/demo/prompts.jsonl \
+	@$(BIN)/eyas bench offline --model models/demo/target --draft-model models/demo/eagle3 --prompts models/demo/prompts.jsonl \
 		--batch 1 --batch 8 --batch 16 --temperature 0 --temperature 0.8
 	@$(BIN)/python -m benchmarks.scripts.round_trip
 
 methods: $(READY) ## every drafting method over the same prompts, about 6 minutes; writes a dated table and chart to benchmarks/results/
-	@$(BIN)/eyas bench methods --target models/demo/target --prompts models/demo/prompts.jsonl --num-prompts 10 --max-tokens 64 \
+	@$(BIN)/eyas bench methods --model models/demo/target --prompts models/demo/prompts.jsonl --num-prompts 10 --max-tokens 64 \
 		--threads 1 --method eagle1=models/demo/eagle1 --method eagle2=models/demo/eagle1 --method eagle3=models/demo/eagle3-full \
 		--method medusa=models/demo/medusa --method hydra=models/demo/hydra --method sps=models/demo/small \
 		--method prompt_lookup --method lookahead --method eagle3+prompt_lookup=models/demo/eagle3-full $(METHODS)

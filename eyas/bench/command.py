@@ -1,11 +1,13 @@
-"""`eyas bench`: options in, report files out. Loads torch only once a benchmark starts."""
+"""`eyas bench`: measure decoding and write a dated report. Torch is imported when a benchmark starts."""
 
 from __future__ import annotations
 
 import shlex
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, cast
+from typing import Annotated, Any, cast
 
 import typer
 from rich.console import Console
@@ -15,110 +17,136 @@ from eyas.bench.settings import MethodSpec, MethodsSettings, OfflineSettings
 from eyas.config import DraftBudgetPolicy, Dtype, TreeConfig
 from eyas.errors import ConfigError, EyasError
 
-# Drawing takes time away from what is measured.
+# Drawing the progress bar takes time away from what is measured.
 REFRESHES_PER_SECOND = 1
+
+Model = Annotated[str, typer.Option(help="Folder or hub id of the target model.")]
+Temperatures = Annotated[list[float], typer.Option(help="May be repeated.")]
+MaxTokens = Annotated[int, typer.Option(help="Tokens to generate for each prompt.")]
+NumDraftTokens = Annotated[int, typer.Option(help="Most nodes of a draft tree, the root included.")]
+NumSteps = Annotated[int, typer.Option(help="Levels of a draft tree below the root.")]
+TopK = Annotated[int, typer.Option(help="Nodes that each level of a draft tree expands.")]
+DtypeName = Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")]
+Device = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")]
+Threads = Annotated[int, typer.Option(help="CPU threads of torch; 0 keeps torch's default.")]
+Out = Annotated[Path, typer.Option(help="Folder of the report.")]
+RESULTS = Path("benchmarks/results")
 
 bench = typer.Typer(add_completion=False, no_args_is_help=True)
 
 
 @bench.callback()
 def _bench() -> None:
-    """Measure, and write a dated report."""
+    """Measure speed and acceptance length; write a dated report."""
 
 
 @bench.command()
 def offline(
-    target: Annotated[str, typer.Option(help="Folder or hub id of the target model.")],
-    draft: Annotated[str, typer.Option(help="Folder or hub id of a draft head; without one, plain decoding only.")] = "",
-    drafter: Annotated[str, typer.Option(help="Drafting method; eagle3 if only a draft head is given.")] = "",
+    model: Model,
+    draft_model: Annotated[str, typer.Option(help="Folder or hub id of a draft head; plain decoding only without it.")] = "",
+    method: Annotated[str, typer.Option(help="Drafting method; eagle3 if only a draft model is given.")] = "",
     prompts: Annotated[
-        Path | None, typer.Option(help="JSON Lines with token_ids or text; random tokens if left out.")
+        Path | None, typer.Option(help="JSON Lines with token_ids or text; random tokens by default.")
     ] = None,
     batch: Annotated[list[int], typer.Option(help="Prompts decoded at once; may be repeated.")] = [1, 8],  # noqa: B006
-    temperature: Annotated[list[float], typer.Option(help="May be repeated.")] = [0.0],  # noqa: B006
-    max_tokens: Annotated[int, typer.Option(help="Tokens to emit for each prompt.")] = 96,
-    groups: Annotated[int, typer.Option(help="Fewest batches to measure; there are always enough for all prompts.")] = 5,
+    temperature: Temperatures = [0.0],  # noqa: B006
+    max_tokens: MaxTokens = 96,
+    groups: Annotated[int, typer.Option(help="Fewest batches to measure; every prompt is used at least once.")] = 5,
     rows: Annotated[list[int], typer.Option(help="Rows of a verify step; may be repeated.")] = [1, 8, 16, 32, 64],  # noqa: B006
-    nodes: Annotated[int, typer.Option(help="Most nodes of a draft tree, the root included.")] = TreeConfig.num_draft_tokens,
-    depth: Annotated[int, typer.Option(help="Levels below the root.")] = TreeConfig.num_steps,
-    width: Annotated[int, typer.Option(help="Frontier of a level.")] = TreeConfig.top_k,
-    budget: Annotated[str, typer.Option(help="fixed: always the largest trees; adaptive: as large as pays.")] = "fixed",
-    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
-    threads: Annotated[int, typer.Option(help="CPU threads of torch; 0 leaves its choice.")] = 0,
-    out: Annotated[Path, typer.Option(help="Folder of the report.")] = Path("benchmarks/results"),
+    num_draft_tokens: NumDraftTokens = TreeConfig.num_draft_tokens,
+    num_steps: NumSteps = TreeConfig.num_steps,
+    top_k: TopK = TreeConfig.top_k,
+    draft_budget: Annotated[
+        str, typer.Option(help="fixed: always the largest trees; adaptive: the fastest size.")
+    ] = "fixed",
+    dtype: DtypeName = "auto",
+    device: Device = "auto",
+    threads: Threads = 0,
+    out: Out = RESULTS,
 ) -> None:
-    """Compare plain decoding, speculative decoding and transformers' generate in this process, batch by batch in turn."""
-    try:
-        tree = TreeConfig(nodes, depth, width)
+    """Compare plain decoding, speculative decoding and transformers' generate in this process."""
+    with _exit_on_error():
         settings = OfflineSettings(
-            target, draft, drafter, prompts, tuple(batch), tuple(temperature), max_tokens, groups, tuple(rows), tree,
-            cast(DraftBudgetPolicy, budget), cast(Dtype, dtype), device, threads,
-        )  # fmt: skip
-        _offline(settings, out)
-    except EyasError as error:
-        print(f"error: {error}", file=sys.stderr)
-        raise typer.Exit(1) from error
+            model=model,
+            draft_model=draft_model,
+            method=method,
+            prompts=prompts,
+            batches=tuple(batch),
+            temperatures=tuple(temperature),
+            max_tokens=max_tokens,
+            num_groups=groups,
+            rows=tuple(rows),
+            tree=TreeConfig(num_draft_tokens, num_steps, top_k),
+            draft_budget=cast(DraftBudgetPolicy, draft_budget),
+            dtype=cast(Dtype, dtype),
+            device=device,
+            threads=threads,
+        )
+        from eyas.bench.offline import measure
+
+        _report("offline", settings, measure, out)
 
 
 @bench.command()
 def methods(
-    target: Annotated[str, typer.Option(help="Folder or hub id of the target model.")],
+    model: Model,
     prompts: Annotated[Path, typer.Option(help="JSON Lines with token_ids, text or turns, and a category or task.")],
-    method: Annotated[list[str], typer.Option(help="NAME or NAME=HEAD, such as eagle3=FOLDER; may be repeated.")],
-    num_prompts: Annotated[int, typer.Option(help="Prompts to decode, as many of each task as possible.")] = 20,
-    temperature: Annotated[list[float], typer.Option(help="May be repeated.")] = [0.0, 0.6, 1.0],  # noqa: B006
-    max_tokens: Annotated[int, typer.Option(help="Tokens to emit for each prompt.")] = 96,
-    nodes: Annotated[int, typer.Option(help="Most nodes of a draft tree, the root included.")] = TreeConfig.num_draft_tokens,
-    depth: Annotated[int, typer.Option(help="Levels below the root.")] = TreeConfig.num_steps,
-    width: Annotated[int, typer.Option(help="Frontier of a level.")] = TreeConfig.top_k,
-    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
-    threads: Annotated[int, typer.Option(help="CPU threads of torch; 0 leaves its choice.")] = 0,
-    out: Annotated[Path, typer.Option(help="Folder of the report.")] = Path("benchmarks/results"),
+    method: Annotated[list[str], typer.Option(help="NAME or NAME=DRAFT_MODEL, such as eagle3=FOLDER; may be repeated.")],
+    num_prompts: Annotated[int, typer.Option(help="Prompts to decode, spread evenly over the tasks.")] = 20,
+    temperature: Temperatures = [0.0, 0.6, 1.0],  # noqa: B006
+    max_tokens: MaxTokens = 96,
+    num_draft_tokens: NumDraftTokens = TreeConfig.num_draft_tokens,
+    num_steps: NumSteps = TreeConfig.num_steps,
+    top_k: TopK = TreeConfig.top_k,
+    dtype: DtypeName = "auto",
+    device: Device = "auto",
+    threads: Threads = 0,
+    out: Out = RESULTS,
 ) -> None:
-    """Decode the same prompts with every method, one after the other, and draw who is how fast."""
-    try:
-        specs = tuple(map(MethodSpec.parse, method))
+    """Decode the same prompts with each method in turn; write a table and a bar chart."""
+    with _exit_on_error():
         settings = MethodsSettings(
-            target, specs, prompts, num_prompts, tuple(temperature), max_tokens, TreeConfig(nodes, depth, width),
-            cast(Dtype, dtype), device, threads,
-        )  # fmt: skip
-        _methods(settings, out)
+            model=model,
+            methods=tuple(map(MethodSpec.parse, method)),
+            prompts=prompts,
+            num_prompts=num_prompts,
+            temperatures=tuple(temperature),
+            max_tokens=max_tokens,
+            tree=TreeConfig(num_draft_tokens, num_steps, top_k),
+            dtype=cast(Dtype, dtype),
+            device=device,
+            threads=threads,
+        )
+        from eyas.bench.methods import draw, measure
+
+        results, page = _report("methods", settings, measure, out)
+        try:
+            draw(results.scores, page.with_suffix(".png"))
+        except ConfigError as error:
+            print(f"no picture: {error}", file=sys.stderr)
+        else:
+            print(f"drawn as {page.with_suffix('.png')}")
+
+
+@contextmanager
+def _exit_on_error() -> Iterator[None]:
+    try:
+        yield
     except EyasError as error:
         print(f"error: {error}", file=sys.stderr)
         raise typer.Exit(1) from error
 
 
-def _methods(settings: MethodsSettings, out: Path) -> None:
-    from eyas.bench.methods import draw, measure
+def _report(name: str, settings: Any, measure: Callable[[Any, Progress], Any], out: Path) -> tuple[Any, Path]:
+    """Measure, write the report, print it; return the results and the report's page."""
     from eyas.bench.report import Report
     from eyas.models.checkpoint import resolve_placement
 
-    settings = resolve_placement(settings, settings.target)
+    settings = resolve_placement(settings, settings.model)
     with Progress(console=Console(stderr=True), refresh_per_second=REFRESHES_PER_SECOND) as progress:
         results = measure(settings, progress)
     command = shlex.join(["eyas", *sys.argv[1:]])
-    page = Report.here("methods", command, settings.device, settings, results, results.tables()).write(out)
+    page = Report.here(name, command, settings.device, settings, results, results.tables()).write(out)
     print(page.read_text(encoding="utf-8"))
     print(f"written to {page} and {page.with_suffix('.json')}")
-    try:
-        draw(results.scores, page.with_suffix(".png"))
-    except ConfigError as error:
-        print(f"no picture: {error}", file=sys.stderr)
-    else:
-        print(f"drawn as {page.with_suffix('.png')}")
-
-
-def _offline(settings: OfflineSettings, out: Path) -> None:
-    from eyas.bench.offline import measure
-    from eyas.bench.report import Report
-    from eyas.models.checkpoint import resolve_placement
-
-    settings = resolve_placement(settings, settings.target)
-    with Progress(console=Console(stderr=True), refresh_per_second=REFRESHES_PER_SECOND) as progress:
-        results = measure(settings, progress)
-    command = shlex.join(["eyas", *sys.argv[1:]])
-    page = Report.here("offline", command, settings.device, settings, results, results.tables()).write(out)
-    print(page.read_text(encoding="utf-8"))
-    print(f"written to {page} and {page.with_suffix('.json')}")
+    return results, page

@@ -1,4 +1,4 @@
-"""Measures decoding in one process: settings in, results out. Every batch is decoded in every way before the next one."""
+"""`eyas bench offline`: plain decoding, speculative decoding and `generate` in one process, batch by batch in turn."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from eyas.bench.timing import (
     summarise,
     time_draft_rounds,
     time_verify_steps,
-    watched,
+    timed_stages,
 )
 from eyas.config import DraftingConfig, EngineConfig
 from eyas.drafters.base import Drafter
@@ -43,12 +43,12 @@ WARM_UP_TOKENS = 16
 LONG_PROMPT_TOKENS = 1000
 NEW_PROMPT_TOKENS = 16
 
-Ways = dict[str, Contender]
+Contenders = dict[str, Contender]
 
 
 @dataclass(frozen=True)
 class BenchParts:
-    """What is loaded once. Without a draft head, fuser and drafter are None."""
+    """Loaded models. Without a method, fuser and drafter are None."""
 
     target: TargetModel
     fuser: FeatureFuser | None
@@ -56,25 +56,25 @@ class BenchParts:
 
 
 def measure(settings: OfflineSettings, progress: Progress) -> OfflineResults:
-    """Everything that the settings ask for. Raises EyasError for models and prompts that cannot be used."""
+    """Take every measurement. Raises EyasError for models and prompts that cannot be used."""
     if settings.threads:
         torch.set_num_threads(settings.threads)
     loading = progress.add_task("loading models", total=None)
     parts = load(settings)
     prompts = load_prompts(settings, parts.target.vocab_size)
-    ways = contenders(settings, parts, prompts)
+    contenders = build_contenders(settings, parts, prompts)
     progress.update(loading, total=1, completed=1)
     comparisons = tuple(
-        compare(settings, ways, prompts, temperature, batch, progress)
+        compare(settings, contenders, prompts, temperature, batch, progress)
         for temperature in settings.temperatures
         for batch in settings.batches
     )
     target, fuser, drafter = parts.target, parts.fuser, parts.drafter
     batches = progress.track(settings.batches, description="verify steps by rows")
     verify = [time for batch in batches for time in time_verify_steps(target, fuser, batch, settings.rows)]
-    rounds = partial(time_draft_rounds, drafter, fuser.width, settings.tree, target) if drafter and fuser else None
-    draft = [rounds(batch) for batch in progress.track(settings.batches, description="draft rounds")] if rounds else []
-    first = first_token(settings, ways, warm_ways(settings, parts), target, progress)
+    time_draft = partial(time_draft_rounds, drafter, fuser.width, settings.tree, target) if drafter and fuser else None
+    draft = [time_draft(batch) for batch in progress.track(settings.batches, description="drafting")] if time_draft else []
+    first = first_token(settings, contenders, build_caching_contenders(settings, parts), target, progress)
     return OfflineResults(torch.get_num_threads(), comparisons, tuple(verify), tuple(draft), first)
 
 
@@ -83,8 +83,8 @@ def load(settings: OfflineSettings) -> BenchParts:
     device."""
     if settings.device.startswith("cuda") and not torch.cuda.is_available():
         raise ConfigError(f"device is {settings.device}, but torch {torch.__version__} finds no CUDA device here")
-    target, draft, dtype, device = settings.target, settings.draft, settings.dtype, settings.device
-    name = default_method(settings.drafter, draft)
+    target, draft, dtype, device = settings.model, settings.draft_model, settings.dtype, settings.device
+    name = default_method(settings.method, draft)
     if name == NO_DRAFTS:
         return BenchParts(load_target(target, dtype, device), None, None)
     fuser = build_fuser(name, draft, target, dtype, device)
@@ -92,83 +92,94 @@ def load(settings: OfflineSettings) -> BenchParts:
     return BenchParts(load_target(target, dtype, device, fuser.aux_hidden_state_layers if fuser else ()), fuser, drafter)
 
 
-def contenders(settings: OfflineSettings, parts: BenchParts, prompts: Sequence[Prompt]) -> Ways:
-    """The ways to decode, on the same weights; the plain engine taps no features."""
+def build_contenders(settings: OfflineSettings, parts: BenchParts, prompts: Sequence[Prompt]) -> Contenders:
+    """Build the contenders on shared weights; the plain engine collects no features."""
     target = parts.target
     longest = max(map(len, prompts)) + settings.max_tokens
-    room = max(settings.batches) * (longest + settings.tree.num_draft_tokens) + LONG_PROMPT_TOKENS
-    config = EngineConfig(max_kv_tokens=room, max_num_seqs=max(settings.batches), prefix_cache=False)
+    max_kv_tokens = max(settings.batches) * (longest + settings.tree.num_draft_tokens) + LONG_PROMPT_TOKENS
+    config = EngineConfig(max_kv_tokens=max_kv_tokens, max_num_seqs=max(settings.batches), prefix_cache=False)
     plain = assemble_engine(TargetModel(target.model), None, config, settings.tree, None)
-    ways: Ways = {PLAIN: EngineContender(plain, target.device)}
+    contenders: Contenders = {PLAIN: EngineContender(plain, target.device)}
     if parts.drafter is not None:
-        config = replace(config, draft_budget=settings.budget)
+        config = replace(config, draft_budget=settings.draft_budget)
         engine = assemble_engine(target, parts.fuser, config, settings.tree, parts.drafter)
-        ways[SPECULATIVE] = EngineContender(engine, target.device)
-    ways[GENERATE] = GenerateContender(settings.target, settings.dtype, target.device)
-    return ways
+        contenders[SPECULATIVE] = EngineContender(engine, target.device)
+    contenders[GENERATE] = GenerateContender(settings.model, settings.dtype, target.device)
+    return contenders
 
 
 def compare(
-    settings: OfflineSettings, ways: Ways, prompts: Sequence[Prompt], temperature: float, batch: int, progress: Progress
+    settings: OfflineSettings,
+    contenders: Contenders,
+    prompts: Sequence[Prompt],
+    temperature: float,
+    batch: int,
+    progress: Progress,
 ) -> SpeedComparison:
-    """All batches of one size in every way, each way first in its turn; then the stages of a step."""
+    """Decode all batches of one size with every contender, a different one first each time; then time the stages of a step."""
     sampling = settings.sampling(temperature)
-    ways = {way: contender for way, contender in ways.items() if way != GENERATE or temperature == 0}
+    contenders = {name: each for name, each in contenders.items() if name != GENERATE or temperature == 0}
     batches = groups(prompts, batch, settings.num_groups)
-    runs: dict[str, list[Run]] = {way: [] for way in ways}
-    for contender in ways.values():
+    runs: dict[str, list[Run]] = {name: [] for name in contenders}
+    for contender in contenders.values():
         contender.run(batches[0], replace(sampling, max_tokens=min(WARM_UP_TOKENS, settings.max_tokens)))
     label = f"temperature {temperature:g}, batch {batch}"
     for index, group in enumerate(progress.track(batches, description=label)):
-        for way in _rotated(list(ways), index):
-            runs[way].append(ways[way].run(group, sampling))
-    return SpeedComparison.of(temperature, batch, runs, stages(ways, batches[0], sampling))
+        for name in _rotated(list(contenders), index):
+            runs[name].append(contenders[name].run(group, sampling))
+    return SpeedComparison.of(temperature, batch, runs, stages(contenders, batches[0], sampling))
 
 
-def stages(ways: Mapping[str, Contender], prompts: Sequence[Prompt], sampling: SamplingParams) -> dict[str, StageTimes]:
-    """The stages of our engines' steps over one batch."""
+def stages(
+    contenders: Mapping[str, Contender], prompts: Sequence[Prompt], sampling: SamplingParams
+) -> dict[str, StageTimes]:
+    """Time the stages of the engines' steps over one batch."""
     found = {}
-    for way, contender in ways.items():
+    for name, contender in contenders.items():
         if isinstance(contender, EngineContender):
-            with watched(contender.engine, contender.now) as clock:
+            with timed_stages(contender.engine, contender.now) as clock:
                 contender.run(prompts, sampling)
-            found[way] = summarise(clock.steps, waited=("forward", "drafts") if way == SPECULATIVE else ("forward",))
+            found[name] = summarise(clock.steps, waited=("forward", "drafts") if name == SPECULATIVE else ("forward",))
     return found
 
 
-def warm_ways(settings: OfflineSettings, parts: BenchParts) -> Ways:
-    """Engines that keep one long prompt, on the same weights."""
+def build_caching_contenders(settings: OfflineSettings, parts: BenchParts) -> Contenders:
+    """Build engines with a prefix cache that holds one long prompt, on shared weights."""
     target, fuser = parts.target, parts.fuser
     config = EngineConfig(
         max_kv_tokens=LONG_PROMPT_TOKENS + NEW_PROMPT_TOKENS + settings.tree.num_draft_tokens, max_num_seqs=1
     )
     plain = assemble_engine(TargetModel(target.model), None, config, settings.tree, None)
-    ways: Ways = {PLAIN: EngineContender(plain, target.device)}
+    contenders: Contenders = {PLAIN: EngineContender(plain, target.device)}
     if parts.drafter is not None:
         engine = assemble_engine(target, fuser, config, settings.tree, parts.drafter)
-        ways[SPECULATIVE] = EngineContender(engine, target.device)
-    return ways
+        contenders[SPECULATIVE] = EngineContender(engine, target.device)
+    return contenders
 
 
-def first_token(settings: OfflineSettings, ways: Ways, warm: Ways, target: TargetModel, progress: Progress) -> FirstToken:
-    """One long prompt at a time, never the same twice; the first round warms up. Then, in `warm` ones, what begins with it
-    and goes on with a few tokens that are new."""
+def first_token(
+    settings: OfflineSettings, contenders: Contenders, caching: Contenders, target: TargetModel, progress: Progress
+) -> FirstToken:
+    """Time one new long prompt after another, then, in `caching`, the same prompt with a few tokens more.
+
+    The first prompt warms up.
+    """
     length = min(LONG_PROMPT_TOKENS, target.max_model_len - NEW_PROMPT_TOKENS - 1)
     sampling = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
-    cold_ms: dict[str, list[float]] = {way: [] for way in ways}
-    warm_ms: dict[str, list[float]] = {way: [] for way in warm}
+    cold_ms: dict[str, list[float]] = {name: [] for name in contenders}
+    warm_ms: dict[str, list[float]] = {name: [] for name in caching}
     for index in progress.track(range(settings.num_groups + 1), description="time to first token"):
         prompt = random_prompt(target.vocab_size, length, seed=index)
-        for way in _rotated(list(ways), index):
-            cold_ms[way].append(1e3 * ways[way].run([prompt], sampling).seconds)
+        for name in _rotated(list(contenders), index):
+            cold_ms[name].append(1e3 * contenders[name].run([prompt], sampling).seconds)
         longer = (*prompt, *random_prompt(target.vocab_size, NEW_PROMPT_TOKENS, seed=settings.num_groups + 1 + index))
-        for way in _rotated(list(warm), index):
-            warm[way].run([prompt], sampling)
-            warm_ms[way].append(1e3 * warm[way].run([longer], sampling).seconds)
-    cold, warmed = ({way: Spread.of(its[1:]) for way, its in ms.items()} for ms in (cold_ms, warm_ms))
+        for name in _rotated(list(caching), index):
+            caching[name].run([prompt], sampling)
+            warm_ms[name].append(1e3 * caching[name].run([longer], sampling).seconds)
+    cold, warmed = ({name: Spread.of(times[1:]) for name, times in ms.items()} for ms in (cold_ms, warm_ms))
     return FirstToken(length, cold, NEW_PROMPT_TOKENS, warmed)
 
 
-def _rotated(ways: list[str], turn: int) -> list[str]:
-    at = turn % len(ways)
-    return ways[at:] + ways[:at]
+def _rotated(names: list[str], turn: int) -> list[str]:
+    at = turn % len(names)
+    return names[at:] + names[:at]

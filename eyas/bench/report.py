@@ -1,4 +1,4 @@
-"""Numbers and tables in, a dated pair of markdown and JSON files out. Knows no engine, and not what was measured."""
+"""Dated reports of measurements, as a markdown page and a JSON file."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ VERSIONED = ("eyas", "torch", "transformers", "numpy")
 
 @dataclass(frozen=True)
 class Spread:
-    """Repeated measurements: the median, and how far they lie apart."""
+    """Repeated measurements: their median and range."""
 
     median: float
     low: float
@@ -31,7 +31,7 @@ class Spread:
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Spread:
-        """Of at least one value."""
+        """Summarise at least one value."""
         return cls(median(values), min(values), max(values), tuple(values))
 
     def __str__(self) -> str:
@@ -40,7 +40,7 @@ class Spread:
 
 @dataclass(frozen=True)
 class Machine:
-    """What the numbers were taken on. gpu: empty for a run on the CPU."""
+    """The machine that was measured. gpu: empty for a run on the CPU."""
 
     processor: str
     num_cores: int
@@ -49,13 +49,13 @@ class Machine:
 
     @property
     def label(self) -> str:
-        """The device as part of a file name."""
+        """The device, as part of a file name."""
         return re.sub(r"[^a-z0-9]+", "-", self.gpu.lower()).strip("-") or "cpu"
 
 
 @dataclass(frozen=True)
 class Table:
-    """A titled table of text; the note says what its numbers mean."""
+    """A titled table of text. note: what its numbers mean."""
 
     title: str
     columns: tuple[str, ...]
@@ -63,7 +63,7 @@ class Table:
     note: str = ""
 
     def markdown(self) -> str:
-        """As it stands in a report."""
+        """The table as a section of a report."""
         lines = [self.columns, ("---",) * len(self.columns), *self.rows]
         body = "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
         return "\n\n".join(part for part in (f"## {self.title}", self.note, body) if part)
@@ -71,8 +71,12 @@ class Table:
 
 @dataclass(frozen=True)
 class Report:
-    """A finished measurement. name: what was measured, as in the file name; settings and results: dataclasses or plain
-    values, written to JSON as they are; tables: what people read."""
+    """A finished measurement.
+
+    name: what was measured, part of the file name.
+    settings, results: dataclasses or plain values, written to JSON as they are.
+    tables: the page, for people.
+    """
 
     name: str
     command: str
@@ -86,12 +90,12 @@ class Report:
 
     @classmethod
     def here(cls, name: str, command: str, device: str, settings: Any, results: Any, tables: Sequence[Table]) -> Report:
-        """Of this day, machine and checkout; `device` as torch names it."""
+        """Make a report of today, this machine and this checkout. device: as torch names it."""
         versions = {"python": platform.python_version(), **{name: _version(name) for name in VERSIONED}}
         return cls(name, command, _machine(device), versions, _commit(), settings, results, tables, date.today())
 
     def markdown(self) -> str:
-        """The page."""
+        """The page, for people."""
         machine = [self.machine.processor, f"{self.machine.num_cores} cores", self.machine.gpu, self.machine.system]
         facts = {
             "date": f"{self.day}",
@@ -105,23 +109,23 @@ class Report:
         return "\n\n".join([f"# Benchmark: {self.name}", head, *(table.markdown() for table in self.tables)]) + "\n"
 
     def json(self) -> str:
-        """Everything, for machines; the tables follow from it."""
+        """Everything but the tables, for machines."""
         data = {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.name != "tables"}
         return json.dumps(_plain(data), indent=1) + "\n"
 
     def write(self, folder: Path) -> Path:
-        """Write both files; gives back the markdown. Earlier reports of the day are kept."""
+        """Write both files and return the path of the page. Earlier reports of the day stay."""
         folder.mkdir(parents=True, exist_ok=True)
         stem = f"{self.day}-{self.name}-{self.machine.label}"
-        names = (stem if n == 1 else f"{stem}-{n}" for n in count(1))
-        page = next(page for name in names if not (page := folder / f"{name}.md").exists())
+        stems = (stem if n == 1 else f"{stem}-{n}" for n in count(1))
+        page = next(page for each in stems if not (page := folder / f"{each}.md").exists())
         page.write_text(self.markdown(), encoding="utf-8")
         page.with_suffix(".json").write_text(self.json(), encoding="utf-8")
         return page
 
 
 def number(value: float) -> str:
-    """Three significant digits, or all digits before the point."""
+    """Three significant digits, or all digits before the decimal point."""
     return f"{value:.0f}" if abs(value) >= 100 else f"{value:.3g}"
 
 
@@ -142,7 +146,7 @@ def _version(name: str) -> str:
 
 
 def _commit() -> str:
-    """Of the checkout that runs, marked when files differ from it; "unknown" outside a checkout."""
+    """The commit of this checkout, marked if files differ from it; "unknown" outside a checkout."""
     command = ["git", "-c", "safe.directory=*", "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
     try:
         done = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, check=True)
@@ -160,7 +164,7 @@ def _processor() -> str:
 
 
 def _plain(value: Any) -> Any:
-    """What JSON can hold; six digits of a float are more than a measurement has."""
+    """Convert to values that JSON can hold; floats keep six digits."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {field.name: _plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
     if isinstance(value, Mapping):

@@ -1,4 +1,4 @@
-"""What `eyas bench offline` finds: runs in, numbers and the tables that show them out. Knows no models and no clock."""
+"""The results of `eyas bench offline`, and the tables that show them."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class StageTimes:
 
 @dataclass(frozen=True)
 class Agreement:
-    """How many of the outputs are identical token for token, and the first place where others part; None if all are."""
+    """How many outputs are equal token for token, and the first position at which another differs; None if all are equal."""
 
     num_identical: int
     num_outputs: int
@@ -47,11 +47,11 @@ class Agreement:
 
     @classmethod
     def between(cls, left: Sequence[Run], right: Sequence[Run]) -> Agreement:
-        """Of runs over the same batches."""
+        """Compare runs over the same batches."""
         runs = zip(left, right, strict=True)
         pairs = [pair for one, other in runs for pair in zip(one.outputs, other.outputs, strict=True)]
-        parted = [_first_difference(a, b) for a, b in pairs if a != b]
-        return cls(len(pairs) - len(parted), len(pairs), min(parted, default=None))
+        differing = [_first_difference(a, b) for a, b in pairs if a != b]
+        return cls(len(pairs) - len(differing), len(pairs), min(differing, default=None))
 
     def __str__(self) -> str:
         where = "" if self.first_difference is None else f", else from token {self.first_difference}"
@@ -60,9 +60,9 @@ class Agreement:
 
 @dataclass(frozen=True)
 class SpeedComparison:
-    """The same batches decoded in every way, batch by batch in turn. The mappings are by way, or "way / way".
+    """The same batches decoded by every contender. The mappings are by contender, or by "contender / contender".
 
-    tau: acceptance length; acceptance_by_depth: see GenerationStats; both empty without a drafter.
+    tau: acceptance length; acceptance_by_depth: see GenerationStats; None and empty without a drafter.
     """
 
     temperature: float
@@ -79,7 +79,7 @@ class SpeedComparison:
     def of(
         cls, temperature: float, batch: int, runs: Mapping[str, Sequence[Run]], stages: Mapping[str, StageTimes]
     ) -> SpeedComparison:
-        """runs: of each way, over the same batches in the same order."""
+        """Compare the runs of each contender over the same batches in the same order."""
         stats = GenerationStats()
         for run in runs.get(SPECULATIVE, ()):
             stats.merge(run.stats)
@@ -88,7 +88,7 @@ class SpeedComparison:
             temperature=temperature,
             batch=batch,
             num_groups=len(runs[PLAIN]),
-            tokens_per_second={way: Spread.of([run.tokens_per_second for run in its]) for way, its in runs.items()},
+            tokens_per_second={name: Spread.of([run.tokens_per_second for run in own]) for name, own in runs.items()},
             ratios={
                 name: Spread.of([a.tokens_per_second / b.tokens_per_second for a, b in zip(left, right, strict=True)])
                 for name, (left, right) in pairs.items()
@@ -112,7 +112,7 @@ class VerifyTime:
 
 @dataclass(frozen=True)
 class DraftTime:
-    """A round of the drafter in this process: new committed tokens and their features in, trees out."""
+    """One call of a drafter in this process: new committed tokens and their features in, trees out."""
 
     batch: int
     cached: int
@@ -121,8 +121,10 @@ class DraftTime:
 
 @dataclass(frozen=True)
 class FirstToken:
-    """From submitting one prompt to its first token, by way. ms: of a prompt that nobody has seen before. warm_ms: of one
-    that begins with all of it, computed before, and goes on with num_new_tokens, by our engines with a prefix cache."""
+    """Time to the first token of one prompt, by contender.
+
+    ms: for a new prompt. warm_ms: for the same prompt with num_new_tokens more, when the prefix cache holds the rest.
+    """
 
     num_prompt_tokens: int
     ms: Mapping[str, Spread]
@@ -132,7 +134,7 @@ class FirstToken:
 
 @dataclass(frozen=True)
 class OfflineResults:
-    """All that one run of `eyas bench offline` finds. num_threads: of torch."""
+    """Everything that `eyas bench offline` measures. num_threads: CPU threads of torch."""
 
     num_threads: int
     comparisons: tuple[SpeedComparison, ...]
@@ -141,24 +143,27 @@ class OfflineResults:
     first_token: FirstToken
 
     def tables(self) -> list[Table]:
-        """What people read."""
+        """The tables of the report; empty ones are left out."""
         tables = [_speed(self.comparisons), _agreement(self.comparisons), _acceptance(self.comparisons)]
         tables += [_stages(self.comparisons), _verify(self.verify), _draft(self.draft), _first_token(self.first_token)]
         return [table for table in tables if table.rows]
 
 
 def _speed(comparisons: Sequence[SpeedComparison]) -> Table:
-    ways = (PLAIN, SPECULATIVE, GENERATE)
+    names = (PLAIN, SPECULATIVE, GENERATE)
     rows = [
-        (*_cell(c), *(_text(c.tokens_per_second.get(way)) for way in ways), *(_text(c.ratios.get(name)) for name in PAIRS))
+        (
+            *_cell(c),
+            *(_text(c.tokens_per_second.get(name)) for name in names),
+            *(_text(c.ratios.get(name)) for name in PAIRS),
+        )
         for c in comparisons
     ]
     note = (
-        "Output tokens a second over whole batches, prefill included: median (smallest-largest). Each batch is decoded in "
-        "every way before the next one, and a ratio is taken batch by batch; the spread is that of the prompts as well as "
-        "the machine's."
+        "Output tokens a second over whole batches, prefill included: median (smallest-largest). Each batch is decoded by "
+        "every contender before the next one, and ratios are taken batch by batch. The spread comes from the prompts and the machine."
     )
-    return Table("Speed", ("temperature", "batch", *ways, *PAIRS), tuple(rows), note)
+    return Table("Speed", ("temperature", "batch", *names, *PAIRS), tuple(rows), note)
 
 
 def _agreement(comparisons: Sequence[SpeedComparison]) -> Table:
@@ -183,29 +188,29 @@ def _acceptance(comparisons: Sequence[SpeedComparison]) -> Table:
 
 
 def _stages(comparisons: Sequence[SpeedComparison]) -> Table:
-    timed = [(c, way, times) for c in comparisons for way, times in c.stages.items()]
-    names = tuple(timed[0][2].stages_ms) if timed else ()
+    timed = [(c, name, times) for c in comparisons for name, times in c.stages.items()]
+    stages = tuple(timed[0][2].stages_ms) if timed else ()
     rows = tuple(
         (
             *_cell(c),
-            way,
+            name,
             f"{t.num_steps}",
-            *(number(t.stages_ms[name]) for name in names),
+            *(number(t.stages_ms[stage]) for stage in stages),
             f"{t.step_ms}",
             f"{t.host_share:.0%}",
         )
-        for c, way, t in timed
+        for c, name, t in timed
     )
     note = (
-        "Median ms of decode steps at full batch. drafts: the wait for trees; inputs: packing rows; ask: telling the "
+        "Median ms of decode steps at full batch. drafts: the wait for trees; inputs: packing rows; request: sending the "
         "drafter what was committed; host: share of the step outside the forward pass and the drafter. Measured "
-        "apart from the speeds above, with a wait for the device at each mark."
+        "separately from the speeds above, with a wait for the device after each stage."
     )
-    return Table("Stages of a step", ("temperature", "batch", "way", "steps", *names, "step", "host"), rows, note)
+    return Table("Stages of a step", ("temperature", "batch", "contender", "steps", *stages, "step", "host"), rows, note)
 
 
 def _verify(times: Sequence[VerifyTime]) -> Table:
-    rows = tuple((f"{batch}", *(f"{t.ms}" for t in its)) for batch, its in groupby(times, key=lambda t: t.batch))
+    rows = tuple((f"{batch}", *(f"{t.ms}" for t in group)) for batch, group in groupby(times, key=lambda t: t.batch))
     columns = ("batch", *dict.fromkeys(f"{t.rows} rows" for t in times))
     note = f"ms of a forward pass and its sampling; a chain per sequence behind {times[0].cached if times else 0} tokens."
     return Table("Verify step by rows", columns, rows, note)
@@ -214,21 +219,21 @@ def _verify(times: Sequence[VerifyTime]) -> Table:
 def _draft(times: Sequence[DraftTime]) -> Table:
     rows = tuple((f"{t.batch}", f"{t.ms}") for t in times)
     cached = times[0].cached if times else 0
-    note = f"ms of the drafter in this process by itself, with warm caches, behind about {cached} tokens."
-    return Table("Draft round", ("batch", "ms"), rows, note)
+    note = f"ms of the drafter in this process, with warm caches, behind about {cached} tokens."
+    return Table("Drafting", ("batch", "ms"), rows, note)
 
 
 def _first_token(found: FirstToken) -> Table:
     warm = found.warm_ms
     rows = tuple(
-        (way, f"{ms}", _text(warm.get(way)), f"{warm[way].median / ms.median:.0%}" if way in warm else "")
-        for way, ms in found.ms.items()
+        (name, f"{ms}", _text(warm.get(name)), f"{warm[name].median / ms.median:.0%}" if name in warm else "")
+        for name, ms in found.ms.items()
     )
     note = (
-        f"ms of one prompt of {found.num_prompt_tokens} tokens, seen for the first time; and of the same with "
-        f"{found.num_new_tokens} more, once the prefix cache has it."
+        f"ms of a new prompt of {found.num_prompt_tokens} tokens; and of the same prompt with "
+        f"{found.num_new_tokens} tokens more, when the prefix cache holds the rest."
     )
-    return Table("Time to first token", ("way", "cold", "warm", "warm / cold"), rows, note)
+    return Table("Time to first token", ("contender", "cold", "warm", "warm / cold"), rows, note)
 
 
 def _cell(comparison: SpeedComparison) -> tuple[str, ...]:

@@ -1,15 +1,4 @@
-"""What is measured: settings and a prompt file in, batches of token ids out. Knows no model and no clock.
-
-The ways to decode that are compared: prompts in, tokens and seconds out. Knows no statistics and no files.
-
-Where the time of an engine's step goes: given an engine, gives back the laps of its steps.
-
-The marks are put around the engine's parts from outside and taken away again; the engine does not know.
-
-How long one verify step and one draft round take by themselves: parts of an engine in, milliseconds out.
-
-Keys, values and features are made up: what they hold does not change how long they take.
-"""
+"""The contenders of a benchmark, and clocks for the stages of a step, a verify step and a draft call."""
 
 from __future__ import annotations
 
@@ -44,17 +33,25 @@ from eyas.request import GenerationStats, NoiseKey, Request, SamplingParams
 from eyas.sampling.sampler import Draw, sample
 from eyas.tree import DraftTree
 
+STAGES = ("drafts", "schedule", "inputs", "forward", "sample", "commit", "request")
+
+CACHED_TOKENS = 160
+NEW_TOKENS = 3
+NUM_WARM_UPS = 2
+NUM_REPEATS = 10
+GREEDY = NoiseKey(seed=0)
+
 
 class Contender(Protocol):
-    """A way to decode a batch."""
+    """Something that decodes a batch."""
 
     def run(self, prompts: Sequence[Prompt], sampling: SamplingParams) -> Run:
-        """Decode all prompts at once; prompt i draws with seed i."""
+        """Decode all prompts as one batch; prompt i draws with seed i."""
         ...
 
 
 class EngineContender:
-    """An engine of ours, with a drafter or without."""
+    """An Eyas engine, with or without a drafter."""
 
     def __init__(self, engine: Engine, device: torch.device) -> None:
         self.engine = engine
@@ -74,19 +71,19 @@ class EngineContender:
 
 
 class GenerateContender:
-    """transformers' own `generate` over a left-padded batch, greedy, with its default attention and cache."""
+    """`generate` of transformers over a left-padded batch, greedy, with its default attention and cache."""
 
-    def __init__(self, target: str, dtype: str, device: torch.device) -> None:
+    def __init__(self, model: str, dtype: str, device: torch.device) -> None:
         """Raises CheckpointError when transformers cannot load the model."""
         from transformers import AutoModelForCausalLM, GenerationConfig
 
         try:
-            model: Any = AutoModelForCausalLM.from_pretrained(resolve(target), dtype=getattr(torch, dtype))
+            loaded: Any = AutoModelForCausalLM.from_pretrained(resolve(model), dtype=getattr(torch, dtype))
         except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:
-            raise CheckpointError(f"transformers cannot load a causal LM from {target!r}: {error}") from error
-        self._model = model.to(device).eval()
+            raise CheckpointError(f"transformers cannot load a causal LM from {model!r}: {error}") from error
+        self._model = loaded.to(device).eval()
         greedy: Any = GenerationConfig
-        self._model.generation_config = greedy(do_sample=False, pad_token_id=model.config.pad_token_id or 0)
+        self._model.generation_config = greedy(do_sample=False, pad_token_id=loaded.config.pad_token_id or 0)
         self._device = device
 
     @torch.inference_mode()
@@ -105,61 +102,58 @@ class GenerateContender:
 
 
 def now(device: torch.device) -> float:
-    """Seconds on a clock that waits for the device to finish what it was given."""
+    """Seconds on a clock that first waits for the device to finish its work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()
 
 
-STAGES = ("drafts", "schedule", "inputs", "forward", "sample", "commit", "ask")
-
-
 @dataclass
-class Step:
-    """One step. laps: seconds of each stage; they add up to the step."""
+class TimedStep:
+    """One engine step. stages: seconds of each stage; they add up to the step."""
 
-    laps: dict[str, float] = field(default_factory=lambda: dict.fromkeys(STAGES, 0.0))
+    stages: dict[str, float] = field(default_factory=lambda: dict.fromkeys(STAGES, 0.0))
     num_sequences: int = 0
     prefills: bool = False
 
     @property
     def seconds(self) -> float:
-        return sum(self.laps.values())
+        return sum(self.stages.values())
 
 
 class StageClock:
-    """Every moment of a step belongs to the stage whose end is marked next."""
+    """Time since the last mark counts for the stage whose end is marked next."""
 
     def __init__(self, now: Callable[[], float]) -> None:
-        self.steps: list[Step] = []
+        self.steps: list[TimedStep] = []
         self._now = now
         self._last = 0.0
 
     def start(self) -> None:
-        """A step begins."""
-        self.steps.append(Step())
+        """Begin a step."""
+        self.steps.append(TimedStep())
         self._last = self._now()
 
     def end(self, stage: str) -> None:
-        """A stage ends; all the time since the last mark was its."""
+        """End a stage."""
         moment = self._now()
-        self.steps[-1].laps[stage] += moment - self._last
+        self.steps[-1].stages[stage] += moment - self._last
         self._last = moment
 
     def scheduled(self, works: Sequence[ScheduledSequence]) -> None:
-        """Scheduling ends with this work."""
+        """End the scheduling stage with its result."""
         self.steps[-1].num_sequences = len(works)
         self.steps[-1].prefills = any(work.tree is None for work in works)
         self.end("schedule")
 
 
 @contextmanager
-def watched(engine: Engine, now: Callable[[], float]) -> Iterator[StageClock]:
-    """Measure the stages of every step within the block. Waiting for the device at each mark makes steps a bit slower."""
+def timed_stages(engine: Engine, now: Callable[[], float]) -> Iterator[StageClock]:
+    """Time the stages of every step inside the context; the wait for the device at each mark slows the steps a little."""
     clock = StageClock(now)
     scheduler, drafting, runner = engine._scheduler, engine._drafting, engine._runner
     with (
-        _marked(engine, "step", before=clock.start, after=lambda _: clock.end("ask")),
+        _marked(engine, "step", before=clock.start, after=lambda _: clock.end("request")),
         _marked(drafting, "collect", before=lambda: clock.end("schedule"), after=lambda _: clock.end("drafts")),
         _marked(scheduler, "schedule", after=clock.scheduled),
         _marked(runner.passes, "forward", before=lambda: clock.end("inputs")),
@@ -170,10 +164,10 @@ def watched(engine: Engine, now: Callable[[], float]) -> Iterator[StageClock]:
         yield clock
 
 
-def summarise(steps: Sequence[Step], waited: Sequence[str]) -> StageTimes:
-    """The decode steps with the most sequences, in numbers; at least one step must be without prefill.
+def summarise(steps: Sequence[TimedStep], waited: Sequence[str]) -> StageTimes:
+    """Summarise the decode steps with the most sequences; at least one step must be without prefill.
 
-    waited: stages that are not the host's own work between forward passes.
+    waited: stages that are not work of the host.
     """
     decoding = [step for step in steps if not step.prefills]
     most = max(step.num_sequences for step in decoding)
@@ -183,8 +177,8 @@ def summarise(steps: Sequence[Step], waited: Sequence[str]) -> StageTimes:
         num_steps=len(full),
         num_sequences=most,
         step_ms=Spread.of([1e3 * step.seconds for step in full]),
-        stages_ms={stage: 1e3 * median(step.laps[stage] for step in full) for stage in STAGES},
-        host_share=sum(step.laps[stage] for step in full for stage in STAGES if stage not in waited) / total,
+        stages_ms={stage: 1e3 * median(step.stages[stage] for step in full) for stage in STAGES},
+        host_share=sum(step.stages[stage] for step in full for stage in STAGES if stage not in waited) / total,
     )
 
 
@@ -196,7 +190,7 @@ def _nothing(*_: object) -> None:
 def _marked(
     part: object, method: str, before: Callable[[], object] = _nothing, after: Callable[[Any], object] = _nothing
 ) -> Iterator[None]:
-    """Call `before` ahead of a method of this one object, and `after` with its result."""
+    """Inside the context, call `before` ahead of a method of this one object, and `after` with its result."""
     inner = getattr(part, method)
 
     def outer(*args: Any) -> Any:
@@ -212,31 +206,24 @@ def _marked(
         delattr(part, method)
 
 
-CACHED_TOKENS = 160
-NEW_TOKENS = 3
-NUM_WARM_UPS = 2
-NUM_REPEATS = 10
-GREEDY = NoiseKey(seed=0)
-
-
 def time_verify_steps(target: TargetModel, fuser: FeatureFuser | None, batch: int, sizes: Sequence[int]) -> list[VerifyTime]:
-    """One time for each number of rows, measured in turn. Less is cached where the context is too short."""
+    """Time one verify step for each number of rows, in turn. A short context caches fewer tokens."""
     cached = min(CACHED_TOKENS, target.max_model_len - max(sizes) - 1)
-    room = cached + max(sizes)
-    pools = KVCache(batch * room, target.kv_shapes, fuser.width if fuser else 0, target.dtype, target.device)
-    runner = ModelRunner(target, pools, fuser)
-    steps = [_verify_step(runner, batch, cached, room, rows) for rows in sizes]
+    num_slots = cached + max(sizes)
+    kv_cache = KVCache(batch * num_slots, target.kv_shapes, fuser.width if fuser else 0, target.dtype, target.device)
+    runner = ModelRunner(target, kv_cache, fuser)
+    steps = [_verify_step(runner, batch, cached, num_slots, rows) for rows in sizes]
     found = zip(sizes, _in_turn(steps, target.device), strict=True)
     return [VerifyTime(batch, rows, cached, ms) for rows, ms in found]
 
 
 def time_draft_rounds(drafter: Drafter, width: int, tree: TreeConfig, target: TargetModel, batch: int) -> DraftTime:
-    """Rounds of `batch` sessions that commit a few tokens each; width: of the fused features."""
-    rounds = NUM_WARM_UPS + NUM_REPEATS
-    cached = min(CACHED_TOKENS, target.max_model_len - (rounds + 1) * NEW_TOKENS - tree.num_steps)
+    """Time draft calls for `batch` sessions that commit a few tokens each. width: size of the fused features."""
+    num_calls = NUM_WARM_UPS + NUM_REPEATS
+    cached = min(CACHED_TOKENS, target.max_model_len - (num_calls + 1) * NEW_TOKENS - tree.num_steps)
     commits = [(0, cached, TreeBudget(1, 0))]
     commits += [
-        (cached + i * NEW_TOKENS, NEW_TOKENS, TreeBudget(tree.num_draft_tokens, tree.num_steps)) for i in range(rounds)
+        (cached + i * NEW_TOKENS, NEW_TOKENS, TreeBudget(tree.num_draft_tokens, tree.num_steps)) for i in range(num_calls)
     ]
     made = iter([[_context(f"{s}", *commit, width, target) for s in range(batch)] for commit in commits])
     drafter.request(next(made))()
@@ -245,12 +232,12 @@ def time_draft_rounds(drafter: Drafter, width: int, tree: TreeConfig, target: Ta
     return DraftTime(batch, cached, ms)
 
 
-def _verify_step(runner: ModelRunner, batch: int, cached: int, room: int, rows: int) -> Callable[[], object]:
+def _verify_step(runner: ModelRunner, batch: int, cached: int, num_slots: int, rows: int) -> Callable[[], object]:
     tree = DraftTree.chain(random_prompt(runner.target.vocab_size, rows, seed=rows))
     prompt = random_prompt(runner.target.vocab_size, cached, seed=0)
     works = []
     for index in range(batch):
-        slots = np.arange(index * room, index * room + cached + rows)
+        slots = np.arange(index * num_slots, index * num_slots + cached + rows)
         sequence = Running.start(Request(f"{index}", prompt), QueueKey(0.0, index))
         sequence.tokens.append(tree.tokens[0])
         sequence.extend(slots[:cached])
@@ -268,7 +255,7 @@ def _context(session: str, base: int, count: int, budget: TreeBudget, width: int
 
 
 def _in_turn(works: Iterable[Callable[[], object]], device: torch.device) -> list[Spread]:
-    """Milliseconds of each; a disturbance meets all of them alike. The first turns do not count."""
+    """Milliseconds of each piece of work. They take turns, so a disturbance affects all alike; the first turns do not count."""
     turns = [[_milliseconds(work, device) for work in works] for _ in range(NUM_WARM_UPS + NUM_REPEATS)]
     return [Spread.of(times) for times in zip(*turns[NUM_WARM_UPS:], strict=True)]
 

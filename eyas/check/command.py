@@ -112,7 +112,7 @@ def _compare(settings: OfflineSettings, deterministic: bool) -> EqualityReport:
     from eyas.check.equality import compare
     from eyas.models.checkpoint import resolve_placement
 
-    settings = resolve_placement(settings, settings.target)
+    settings = resolve_placement(settings, settings.model)
     with Progress(console=Console(stderr=True)) as progress:
         return compare(settings, deterministic, progress)
 

@@ -132,7 +132,7 @@ class DivergenceExplainer:
 
     @cached_property
     def _target(self) -> TargetModel:
-        return load_target(self._settings.target, "float32", self._settings.device)
+        return load_target(self._settings.model, "float32", self._settings.device)
 
     def _logits(self, tokens: Prompt) -> Tensor:
         """After the last token, [V]."""

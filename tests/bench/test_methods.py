@@ -58,9 +58,11 @@ def test_a_run_writes_a_report_json_and_a_plot(
         pytest.importorskip("matplotlib")
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text("\n".join(json.dumps({"token_ids": [i, 5, 6, 7]}) for i in range(3, 6)))
-    options = f"--target {tiny_target} --prompts {prompts} --max-tokens 8 --out {tmp_path} --method prompt_lookup "
+    options = f"--model {tiny_target} --prompts {prompts} --max-tokens 8 --out {tmp_path} --method prompt_lookup "
     options += f"--method eagle3={tiny_head}"
-    result = CliRunner().invoke(bench, ["methods", *options.split(), "--nodes", "8", "--depth", "3", "--width", "2"])
+    result = CliRunner().invoke(
+        bench, ["methods", *options.split(), "--num-draft-tokens", "8", "--num-steps", "3", "--top-k", "2"]
+    )
     assert result.exit_code == 0, result.output
     (page,) = tmp_path.glob("*-methods-*.md")
     data = json.loads(page.with_suffix(".json").read_text())
@@ -68,9 +70,9 @@ def test_a_run_writes_a_report_json_and_a_plot(
     methods = ("plain", "prompt_lookup", "eagle3")
     assert set(scores) == {("generate", 0.0), *((name, t) for name in methods for t in (0.0, 0.6, 1.0))}
     assert all(score["identical"]["num_identical"] == 3 for score in scores.values())
-    with_law = {key for key, score in scores.items() if score["own_noise_tau"] is not None}
+    with_law = {key for key, score in scores.items() if score["unshared_noise_tau"] is not None}
     assert with_law == {("eagle3", 0.6), ("eagle3", 1.0)}
-    assert all(scores[key]["own_noise_tau"] >= 1 and scores[key]["own_noise_seconds"] > 0 for key in with_law)
+    assert all(scores[key]["unshared_noise_tau"] >= 1 and scores[key]["unshared_noise_seconds"] > 0 for key in with_law)
     assert page.read_text().count("and the same without shared noise") == 2
     if matplotlib == "missing":
         assert "no picture: the chart needs matplotlib" in result.output
@@ -81,7 +83,7 @@ def test_a_run_writes_a_report_json_and_a_plot(
 def test_an_unknown_method_is_refused_with_the_known_ones(tmp_path: Path, tiny_target: str) -> None:
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text(json.dumps({"token_ids": [5]}))
-    options = ["--target", tiny_target, "--prompts", str(prompts), "--method", "eagle9"]
+    options = ["--model", tiny_target, "--prompts", str(prompts), "--method", "eagle9"]
     result = CliRunner().invoke(bench, ["methods", *options])
     assert result.exit_code == 1
     assert "unknown drafter 'eagle9'; known: eagle1, eagle2, eagle3" in result.output

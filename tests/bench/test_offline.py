@@ -7,7 +7,7 @@ import pytest
 import torch
 from typer.testing import CliRunner, Result
 
-from eyas.bench.offline import load, warm_ways
+from eyas.bench.offline import build_caching_contenders, load
 from eyas.bench.settings import OfflineSettings, groups, load_prompts, random_prompt
 from eyas.bench.timing import STAGES, EngineContender
 from eyas.cli import app
@@ -15,7 +15,22 @@ from eyas.config import TreeConfig
 from eyas.errors import ConfigError
 from eyas.request import Request, SamplingParams
 
-SIZES = ["--max-tokens", "6", "--groups", "2", "--rows", "1", "--rows", "4", "--nodes", "6", "--depth", "2", "--width", "2"]
+SIZES = [
+    "--max-tokens",
+    "6",
+    "--groups",
+    "2",
+    "--rows",
+    "1",
+    "--rows",
+    "4",
+    "--num-draft-tokens",
+    "6",
+    "--num-steps",
+    "2",
+    "--top-k",
+    "2",
+]
 CASES = ["--batch", "1", "--batch", "3", "--temperature", "0", "--temperature", "0.8"]
 NO_CUDA = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 
@@ -33,7 +48,7 @@ def prompts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_a_report_holds_every_comparison(tiny_target: str, tiny_head: str, prompts: Path, tmp_path: Path) -> None:
     result = bench(
-        "--target", tiny_target, "--draft", tiny_head, "--prompts", f"{prompts}", "--out", f"{tmp_path}", *CASES, *SIZES
+        "--model", tiny_target, "--draft-model", tiny_head, "--prompts", f"{prompts}", "--out", f"{tmp_path}", *CASES, *SIZES
     )
     assert result.exit_code == 0, result.output
     (file,) = tmp_path.glob("*-offline-cpu.json")
@@ -63,7 +78,7 @@ def test_a_report_holds_every_comparison(tiny_target: str, tiny_head: str, promp
 
 
 def test_without_a_draft_head_plain_decoding_is_measured(tiny_target: str, tmp_path: Path) -> None:
-    result = bench("--target", tiny_target, "--out", f"{tmp_path}", "--batch", "1", *SIZES)
+    result = bench("--model", tiny_target, "--out", f"{tmp_path}", "--batch", "1", *SIZES)
     assert result.exit_code == 0, result.output
     (file,) = tmp_path.glob("*.json")
     found = json.loads(file.read_text())["results"]
@@ -78,31 +93,31 @@ def test_without_a_draft_head_plain_decoding_is_measured(tiny_target: str, tmp_p
     [
         (["--max-tokens", "1"], "max_tokens is 1"),
         (["--batch", "0"], "batch, rows and groups"),
-        (["--dtype", "float8"], "dtype is float8; known: float32"),
-        (["--budget", "on"], "budget is on; known: fixed, adaptive"),
+        (["--dtype", "float8"], "dtype is float8; known: auto, float32"),
+        (["--draft-budget", "on"], "draft_budget is on; known: fixed, adaptive"),
         pytest.param(["--device", "cuda"], "device is cuda", marks=NO_CUDA),
         (["--prompts", "nowhere.jsonl"], "nowhere.jsonl"),
-        (["--draft", "nowhere/at/all"], "nowhere/at/all"),
+        (["--draft-model", "nowhere/at/all"], "nowhere/at/all"),
     ],
 )
 def test_unmeasurable_settings_are_refused_in_one_line(tiny_target: str, arguments: list[str], reason: str) -> None:
-    result = bench("--target", tiny_target, *arguments)
+    result = bench("--model", tiny_target, *arguments)
     assert result.exit_code == 1
     assert [line for line in result.stderr.splitlines() if line.startswith("error:") and reason in line]
 
 
 def test_warm_measurements_have_a_cached_prefix(tiny_target: str, tiny_head: str) -> None:
     settings = OfflineSettings(
-        tiny_target, tiny_head, drafter="eagle3", tree=TreeConfig(6, 2, 2), dtype="float32", device="cpu"
+        tiny_target, tiny_head, method="eagle3", tree=TreeConfig(6, 2, 2), dtype="float32", device="cpu"
     )
-    ways, prompt = warm_ways(settings, load(settings)), random_prompt(48, 200, seed=0)
-    for contender in ways.values():
+    contenders, prompt = build_caching_contenders(settings, load(settings)), random_prompt(48, 200, seed=0)
+    for contender in contenders.values():
         assert isinstance(contender, EngineContender)
         contender.run([prompt], SamplingParams(1, 0.0))
         contender.engine.submit(Request("longer", (*prompt, 5, 6), SamplingParams(1, 0.0, seed=0)))
         (chunk,) = contender.engine.step()
         assert chunk.num_cached == len(prompt)
-    assert set(ways) == {"plain", "speculative"}
+    assert set(contenders) == {"plain", "speculative"}
 
 
 def test_batches_use_every_prompt_and_start_again() -> None:

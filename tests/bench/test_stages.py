@@ -1,8 +1,8 @@
-"""The laps of a step add up to the step, and each part's time is its own. The clock moves only when a part says so."""
+"""The stages of a step add up to the step, and each part's time is its own. The clock moves only when a part says so."""
 
 from collections.abc import Sequence
 
-from eyas.bench.timing import STAGES, Step, summarise, watched
+from eyas.bench.timing import STAGES, TimedStep, summarise, timed_stages
 from eyas.config import EngineConfig, TreeConfig
 from eyas.drafters.base import Draft, DraftContext, DrafterNeeds, LocalDrafter
 from eyas.engine.build import assemble_engine
@@ -52,10 +52,10 @@ def make_engine(target: str, clock: Clock) -> Engine:
     return engine
 
 
-def test_laps_add_up_to_the_step_and_belong_to_their_parts(tiny_target: str) -> None:
+def test_stages_add_up_to_the_step_and_belong_to_their_parts(tiny_target: str) -> None:
     clock = Clock()
     engine = make_engine(tiny_target, clock)
-    with watched(engine, clock.now) as marks:
+    with timed_stages(engine, clock.now) as marks:
         while engine.has_work:
             started = clock.moment
             engine.step()
@@ -63,21 +63,21 @@ def test_laps_add_up_to_the_step_and_belong_to_their_parts(tiny_target: str) -> 
     first, second = marks.steps[:2]
     assert (first.prefills, second.prefills) == (True, False)
     assert second.num_sequences == 2
-    assert second.laps == {**dict.fromkeys(STAGES, 0.0), "drafts": DRAFTING, "forward": FORWARD}
+    assert second.stages == {**dict.fromkeys(STAGES, 0.0), "drafts": DRAFTING, "forward": FORWARD}
 
 
 def test_an_engine_is_unchanged_when_tracing_stops(tiny_target: str) -> None:
     engine = make_engine(tiny_target, Clock())
     before = set(vars(engine)) | set(vars(engine._scheduler)) | set(vars(engine._runner))
-    with watched(engine, float) as marks:
+    with timed_stages(engine, float) as marks:
         engine.step()
     engine.step()
     assert len(marks.steps) == 1
     assert set(vars(engine)) | set(vars(engine._scheduler)) | set(vars(engine._runner)) == before
 
 
-def step(num_sequences: int, prefills: bool = False, **laps: float) -> Step:
-    return Step(dict.fromkeys(STAGES, 0.0) | laps, num_sequences, prefills)
+def step(num_sequences: int, prefills: bool = False, **stages: float) -> TimedStep:
+    return TimedStep(dict.fromkeys(STAGES, 0.0) | stages, num_sequences, prefills)
 
 
 def test_a_summary_speaks_of_decode_steps_at_full_batch() -> None:
