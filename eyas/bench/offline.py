@@ -116,7 +116,7 @@ def compare(
     batch: int,
     progress: Progress,
 ) -> SpeedComparison:
-    """Decode all batches of one size with every contender, a different one first each time; then time the stages of a step."""
+    """Decode all batches of one size with every contender, a different one first each time; then time the stages."""
     sampling = settings.sampling(temperature)
     contenders = {name: each for name, each in contenders.items() if name != GENERATE or temperature == 0}
     batches = groups(prompts, batch, settings.num_groups)

@@ -161,7 +161,8 @@ def _speed(comparisons: Sequence[SpeedComparison]) -> Table:
     ]
     note = (
         "Output tokens a second over whole batches, prefill included: median (smallest-largest). Each batch is decoded by "
-        "every contender before the next one, and ratios are taken batch by batch. The spread comes from the prompts and the machine."
+        "every contender before the next one, and ratios are taken batch by batch. "
+        "The spread comes from the prompts and the machine."
     )
     return Table("Speed", ("temperature", "batch", *names, *PAIRS), tuple(rows), note)
 

@@ -255,7 +255,7 @@ def _context(session: str, base: int, count: int, budget: TreeBudget, width: int
 
 
 def _in_turn(works: Iterable[Callable[[], object]], device: torch.device) -> list[Spread]:
-    """Milliseconds of each piece of work. They take turns, so a disturbance affects all alike; the first turns do not count."""
+    """Milliseconds of each piece of work. They take turns, so a disturbance affects all; the first turns do not count."""
     turns = [[_milliseconds(work, device) for work in works] for _ in range(NUM_WARM_UPS + NUM_REPEATS)]
     return [Spread.of(times) for times in zip(*turns[NUM_WARM_UPS:], strict=True)]
 
