@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Literal
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]
@@ -119,6 +120,13 @@ class Request:
     session: str = ""
     priority: int = 0
     num_emitted: int = 0
+
+    @cached_property
+    def noise_key(self) -> NoiseKey:
+        """What the request's draws depend on. Its seed must have been fixed."""
+        sampling = self.sampling
+        assert sampling.seed is not None, "a request enters the engine with a seed"
+        return NoiseKey(sampling.seed, sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p)
 
 
 @dataclass(frozen=True)

@@ -113,7 +113,7 @@ def check_fit(request: Request, vocab_size: int, context_length: int) -> None:
         )
 
 
-def check_ready(request: Request, vocab_size: int, eos_ids: frozenset[int]) -> None:
+def check_engine_request(request: Request, vocab_size: int, eos_ids: frozenset[int]) -> None:
     """Raises InvalidRequest unless an engine, which sees no text and one completion at a time, can do all that is asked."""
     sampling = request.sampling
     if sampling.seed is None:

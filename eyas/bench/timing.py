@@ -151,15 +151,15 @@ class StageClock:
 def timed_stages(engine: Engine, now: Callable[[], float]) -> Iterator[StageClock]:
     """Time the stages of every step inside the context; the wait for the device at each mark slows the steps a little."""
     clock = StageClock(now)
-    scheduler, drafting, runner = engine._scheduler, engine._drafting, engine._runner
+    scheduler, drafting, runner = engine._scheduler, engine._draft_manager, engine._runner
     with (
         _marked(engine, "step", before=clock.start, after=lambda _: clock.end("request")),
         _marked(drafting, "collect", before=lambda: clock.end("schedule"), after=lambda _: clock.end("drafts")),
         _marked(scheduler, "schedule", after=clock.scheduled),
-        _marked(runner.passes, "forward", before=lambda: clock.end("inputs")),
+        _marked(runner.backend, "forward", before=lambda: clock.end("inputs")),
         _marked(runner, "forward", after=lambda _: clock.end("forward")),
         _marked(scheduler, "commit", before=lambda: clock.end("sample")),
-        _marked(drafting, "ask", before=lambda: clock.end("commit")),
+        _marked(drafting, "request", before=lambda: clock.end("commit")),
     ):
         yield clock
 
@@ -242,7 +242,7 @@ def _verify_step(runner: ModelRunner, batch: int, cached: int, num_slots: int, r
         sequence.tokens.append(tree.tokens[0])
         sequence.extend(slots[:cached])
         works.append(ScheduledSequence(sequence, slots[cached:], cached, tree))
-    draws = [Draw(GREEDY, position) for work in works for position in work.drawn]
+    draws = [Draw(GREEDY, position) for work in works for position in work.logit_rows.positions]
     return lambda: sample(runner.forward(works), draws).tolist()
 
 

@@ -1,4 +1,4 @@
-"""Puts an engine together: where the weights are in, an Engine out; and the ranks that share the work, if there are more."""
+"""Builds an engine from loaded parts, and the tensor-parallel workers beside it."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from eyas.engine.draft_manager import DraftManager
 from eyas.engine.engine import Engine
 from eyas.engine.runner import BatchInvariantRunner, ModelRunner
 from eyas.engine.scheduler import Scheduler
+from eyas.engine.warm_up import measure_drafting, measure_verify
 from eyas.errors import ConfigError
 from eyas.models.cpu import to_huge_pages
 from eyas.models.cuda.backend import BackendPlan, ForwardBackend, build_backend, plan_backend, release_backend
@@ -23,28 +24,11 @@ from eyas.models.target import TargetModel, check_tensor_parallel, load_target
 from eyas.models.tensor_parallel import Shard
 from eyas.models.workers import InitKVCache, RankInfo, SingleWorker, TargetWorkers, Worker, start_workers
 
-PLAIN = TreeConfig(1, 0, 1)
+ROOT_ONLY = TreeConfig(1, 0, 1)
 
 Build = Callable[[BackendPlan, TargetModel, KVCache, int], ForwardBackend]
 
 log = logging.getLogger(__name__)
-
-
-def build_engine(
-    target: str,
-    fuser: FeatureFuser | None,
-    dtype: str,
-    device: str,
-    engine: EngineConfig,
-    tree: TreeConfig,
-    drafter: Drafter | None,
-    ranks: TargetWorkers | None = None,
-) -> Engine:
-    """Load `target`, with the taps that `fuser` makes features of; without one none are collected.
-
-    ranks: what `gather_ranks` gave, if the target is shared; they are not closed here.
-    """
-    return assemble_engine(load_model(target, fuser, dtype, device, engine, ranks), fuser, engine, tree, drafter, ranks)
 
 
 def load_model(
@@ -53,11 +37,11 @@ def load_model(
     dtype: str,
     device: str,
     engine: EngineConfig,
-    ranks: TargetWorkers | None = None,
+    workers: TargetWorkers | None = None,
 ) -> TargetModel:
-    """The target, or rank 0's share of it, with the taps that `fuser` makes features of."""
-    share = Shard(0, ranks.size) if ranks and ranks.size > 1 else None
-    return load_target(target, dtype, device, fuser.aux_hidden_state_layers if fuser else (), engine.max_model_len, share)
+    """Load the target, or rank 0's shard of it, with the auxiliary hidden states that `fuser` needs."""
+    shard = Shard(0, workers.size) if workers and workers.size > 1 else None
+    return load_target(target, dtype, device, fuser.aux_hidden_state_layers if fuser else (), engine.max_model_len, shard)
 
 
 def assemble_engine(
@@ -66,17 +50,19 @@ def assemble_engine(
     engine: EngineConfig,
     tree: TreeConfig,
     drafter: Drafter | None,
-    ranks: TargetWorkers | None = None,
+    workers: TargetWorkers | None = None,
 ) -> Engine:
-    """An engine over loaded parts. Without a drafter no room is kept for trees. Raises ConfigError for a drafter that does
-    not suit the acceptance rule, when the ranks are not as many as `engine.tensor_parallel_size` says, and for deterministic mode
-    with more than one, before any of them makes room for slots."""
-    ranks = ranks or SingleWorker()
-    if ranks.size != engine.tensor_parallel_size:
+    """Make an engine of loaded parts. Without a drafter no slots are reserved for trees.
+
+    Raises ConfigError when the drafter does not suit the acceptance rule, when the workers are not as many as
+    `engine.tensor_parallel_size` says, and for deterministic mode with more than one of them.
+    """
+    workers = workers or SingleWorker()
+    if workers.size != engine.tensor_parallel_size:
         raise ConfigError(
-            f"engine.tensor_parallel_size is {engine.tensor_parallel_size}, but the target is loaded for {ranks.size}"
+            f"engine.tensor_parallel_size is {engine.tensor_parallel_size}, but the target is loaded for {workers.size}"
         )
-    if engine.deterministic and ranks.size > 1:
+    if engine.deterministic and workers.size > 1:
         raise ConfigError("engine.deterministic needs engine.tensor_parallel_size 1: sums over ranks have no fixed order")
     fuser = fuser.to(target.dtype) if fuser else None
     width = fuser.width if fuser else 0
@@ -84,61 +70,66 @@ def assemble_engine(
     num_slots = engine.max_kv_tokens or slots_that_fit(slot_bytes, engine.gpu_memory_utilization, target.device)
     log.info("KV cache: %d tokens, %.2f GiB on %s", num_slots, num_slots * slot_bytes / 2**30, target.device)
     engine = replace(engine, max_kv_tokens=num_slots)
-    context_length = min(engine.max_model_len or target.max_model_len, target.max_model_len)
-    tree_rows = tree if drafter else PLAIN
-    plan = plan_backend(target, engine, tree_rows, context_length)
-    with ranks.init_kv_cache(num_slots, plan):
-        pools = _pools(target, num_slots, width)
+    max_model_len = min(engine.max_model_len or target.max_model_len, target.max_model_len)
+    drafted_tree = tree if drafter else ROOT_ONLY
+    plan = plan_backend(target, engine, drafted_tree, max_model_len)
+    with workers.init_kv_cache(num_slots, plan):
+        kv_cache = _kv_cache(target, num_slots, width)
         if engine.deterministic:
-            runner: ModelRunner = BatchInvariantRunner(target, pools, fuser, tree.num_draft_tokens)
+            runner: ModelRunner = BatchInvariantRunner(target, kv_cache, fuser, tree.num_draft_tokens)
         else:
-            runner = ModelRunner(target, pools, fuser, build_backend(plan, target, pools, pools.scratch), ranks)
-    ranks.before_close(partial(release_backend, runner.passes))
-    scheduler = Scheduler(engine, tree_rows, target.eos_ids)
-    budget = AdaptiveDraftBudget(tree_rows.num_draft_tokens) if engine.draft_budget == "adaptive" else FixedDraftBudget()
-    return Engine(scheduler, DraftManager(drafter, runner, engine.acceptance), runner, context_length, budget)
+            backend = build_backend(plan, target, kv_cache, kv_cache.scratch)
+            runner = ModelRunner(target, kv_cache, fuser, backend, workers)
+    workers.before_close(partial(release_backend, runner.backend))
+    scheduler = Scheduler(engine, drafted_tree, target.eos_ids)
+    draft_manager = DraftManager(drafter, runner, engine.acceptance)
+    if drafter is None or engine.draft_budget == "fixed":
+        return Engine(scheduler, draft_manager, runner, max_model_len, FixedDraftBudget())
+    verify, draft = measure_verify(runner, engine, tree), measure_drafting(drafter, runner, engine, tree)
+    budget = AdaptiveDraftBudget(tree.num_draft_tokens, verify, draft)
+    return Engine(scheduler, draft_manager, runner, max_model_len, budget)
 
 
-def gather_ranks(place: RankInfo, target: str, dtype: str, context_length: int = 0) -> TargetWorkers:
-    """The other ranks of `place`, which is rank 0's; they begin to load the target, and rank 0 must load its share too.
+def gather_ranks(rank: RankInfo, target: str, dtype: str, max_model_len: int = 0) -> TargetWorkers:
+    """Start the other ranks beside rank 0. They begin to load the target, and rank 0 must load its shard too.
 
-    Raises CheckpointError when the target cannot be shared by so many, Unavailable when they do not come together.
+    Raises CheckpointError when the target cannot be sharded over that many ranks, Unavailable when they do not connect.
     """
-    if place.size == 1:
+    if rank.size == 1:
         return SingleWorker()
-    check_tensor_parallel(target, place.size)
-    return start_workers(place, partial(follow, target, dtype, context_length))
+    check_tensor_parallel(target, rank.size)
+    return start_workers(rank, partial(run_worker, target, dtype, max_model_len))
 
 
-def follow(
+def run_worker(
     target: str,
     dtype: str,
-    context_length: int,
-    place: RankInfo,
+    max_model_len: int,
+    rank: RankInfo,
     ready: Callable[[], None] = lambda: None,
-    build: Build = lambda plan, target, pools, scratch: build_backend(plan, target, pools, scratch, iter),
+    build: Build = lambda plan, target, kv_cache, scratch: build_backend(plan, target, kv_cache, scratch, iter),
 ) -> None:
-    """What every other rank does: join, load its share, call `ready`, and run what rank 0 runs until it stops.
+    """Be a rank other than 0: connect, load a shard, call `ready`, and run what rank 0 runs until it stops.
 
-    build: the passes that rank 0 has planned, without its progress bar. Raises Unavailable when rank 0 is gone,
-    CheckpointError when the target does not load, ConfigError when passes cannot run here as planned.
+    build: makes the backend that rank 0 has planned, without its progress bar. Raises Unavailable when rank 0 is gone,
+    CheckpointError when the target does not load, ConfigError when the planned backend cannot run here.
     """
-    follower = Worker(place)
-    model = load_target(target, dtype, place.device, (), context_length, Shard(place.rank, place.size))
+    worker = Worker(rank)
+    model = load_target(target, dtype, rank.device, (), max_model_len, Shard(rank.rank, rank.size))
     ready()
-    runner = ModelRunner(model, _pools(model, 1), None)
-    for order in follower.commands():
-        if isinstance(order, InitKVCache):
-            release_backend(runner.passes)
-            pools = _pools(model, order.num_slots)
-            runner = ModelRunner(model, pools, None, build(order.plan, model, pools, pools.scratch))
+    runner = ModelRunner(model, _kv_cache(model, 1), None)
+    for command in worker.commands():
+        if isinstance(command, InitKVCache):
+            release_backend(runner.backend)
+            kv_cache = _kv_cache(model, command.num_slots)
+            runner = ModelRunner(model, kv_cache, None, build(command.plan, model, kv_cache, kv_cache.scratch))
         else:
-            runner.run(order.segments)
-    release_backend(runner.passes)
-    follower.close()
+            runner.run(command.segments)
+    release_backend(runner.backend)
+    worker.close()
 
 
-def _pools(target: TargetModel, num_slots: int, feature_width: int = 0) -> KVCache:
-    pools = KVCache(num_slots, target.kv_shapes, feature_width, target.dtype, target.device)
-    to_huge_pages([*pools.keys, *pools.values])
-    return pools
+def _kv_cache(target: TargetModel, num_slots: int, feature_width: int = 0) -> KVCache:
+    kv_cache = KVCache(num_slots, target.kv_shapes, feature_width, target.dtype, target.device)
+    to_huge_pages([*kv_cache.keys, *kv_cache.values])
+    return kv_cache

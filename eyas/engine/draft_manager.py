@@ -1,4 +1,4 @@
-"""The engine's side of drafting: sequences in, valid trees out. A drafter without an answer is a sequence without a tree."""
+"""The engine's side of drafting: sends what was committed to the drafter and collects valid trees."""
 
 from __future__ import annotations
 
@@ -11,9 +11,8 @@ from eyas.config import AcceptanceRule
 from eyas.draft_protocol import Commit, Proposal, ResyncRequired, TreeBudget
 from eyas.drafters.base import Draft, DraftContext, Drafter, Pending
 from eyas.engine.runner import ModelRunner
-from eyas.engine.sequence import Sequence
+from eyas.engine.sequence import DraftReply, Sequence
 from eyas.errors import ConfigError, InvalidTree
-from eyas.request import NoiseKey, Request
 from eyas.sampling.noise import draft_seed
 from eyas.tree import DraftTree
 
@@ -21,118 +20,104 @@ log = logging.getLogger(__name__)
 
 
 class DraftManager:
-    """Tells the drafter what was committed, and keeps account of what each session's drafter is believed to have.
+    """Requests drafts at the end of a step and collects them at the start of the next, so that the drafter works meanwhile.
 
-    It asks at the end of a step and collects at the start of the next, so that the drafter works while chunks go out.
+    A sequence without an answer has no tree: a failed drafter is no error.
     """
 
     def __init__(self, drafter: Drafter | None, runner: ModelRunner, rule: AcceptanceRule) -> None:
         """Raises ConfigError for a drafter that cannot propose what the acceptance rule takes."""
         if rule == "rejection" and drafter is not None and not drafter.can_sample:
             raise ConfigError(
-                f"engine.acceptance is rejection, but {type(drafter).__name__} cannot draw trees from its own law; set "
-                "engine.acceptance to match, or take a drafter that can"
+                f"engine.acceptance is rejection, but {type(drafter).__name__} cannot sample trees from its own distribution; "
+                "set engine.acceptance to match, or use a drafter that can"
             )
         self._drafter = drafter
         self._rule = rule
         self._runner = runner
-        self._asked: list[Sequence] = []
+        self._requested: list[Sequence] = []
         self._contexts: list[DraftContext] = []
         self._pending: Pending = list
         self._ended: list[str] = []
 
-    def listening(self, sequences: Iterable[Sequence]) -> list[Sequence]:
-        """Those of which there is something new that their drafter would hear, in order; only these can be asked for."""
+    def ready(self, sequences: Iterable[Sequence]) -> list[Sequence]:
+        """The sequences that `request` may be called for: they have new tokens, and their drafter can draft now."""
         drafter = self._drafter
         if drafter is None:
             return []
-        return [s for s in sequences if _has_news(s) and drafter.can_draft(s.request.id)]
+        return [s for s in sequences if _has_new_tokens(s) and drafter.can_draft(s.request.id)]
 
-    def ask(self, sequences: Iterable[Sequence], budget: Callable[[Sequence], TreeBudget]) -> None:
-        """Commit what is new of each of the `listening` sequences and ask for its next tree, within its budget. Of one whose
-        prompt is done and that may have no tree, the drafter hears once it may."""
+    def request(self, sequences: Iterable[Sequence], budget: Callable[[Sequence], TreeBudget]) -> None:
+        """Commit the new tokens of `ready` sequences and request the next tree of each, within its budget.
+
+        A decoding sequence without a tree budget is not sent to the drafter until it has one.
+        """
         drafter = self._drafter
         if drafter is None:
             return
-        news = [(s, budget(s)) for s in sequences]
-        told = [(s, its) for s, its in news if its.wants_tree or s.prefilling]
-        asked, contexts = [s for s, _ in told], [self._context(s, its, drafter) for s, its in told]
-        if contexts:
-            self._pending = drafter.request(contexts)
-            self._asked, self._contexts = asked, contexts
+        budgets = [(s, budget(s)) for s in sequences]
+        requested = [(s, size) for s, size in budgets if size.wants_tree or s.prefilling]
+        if requested:
+            self._contexts = [self._context(s, size, drafter) for s, size in requested]
+            self._requested = [s for s, _ in requested]
+            self._pending = drafter.request(self._contexts)
 
-    def collect(self) -> dict[str, DraftTree]:
-        """Wait for the answers; the valid trees by request id."""
-        asked, contexts, pending = self._asked, self._contexts, self._pending
-        self._asked, self._contexts, self._pending = [], [], list
-        answers = zip(asked, contexts, pending(), strict=True)
-        trees = {s.request.id: self._account(s, context, draft) for s, context, draft in answers}
+    def collect(self) -> list[DraftReply]:
+        """Wait for the answers to `request`."""
+        requested, contexts, pending = self._requested, self._contexts, self._pending
+        self._requested, self._contexts, self._pending = [], [], list
+        answers = zip(requested, contexts, pending(), strict=True)
+        replies = [self._reply(sequence, context, draft) for sequence, context, draft in answers]
         self.release([])
-        return {request_id: tree for request_id, tree in trees.items() if tree is not None}
+        return replies
 
     def release(self, request_ids: Seq[str]) -> None:
-        """Let the drafter forget requests that have ended, as soon as it has answered what it was asked of them."""
+        """Let the drafter forget requests that have ended, once no answer is pending."""
         if self._drafter is None:
             return
         self._ended += request_ids
-        if self._ended and not self._asked:
+        if self._ended and not self._requested:
             ended, self._ended = self._ended, []
             self._drafter.release(ended)
 
     def _context(self, sequence: Sequence, budget: TreeBudget, drafter: Drafter) -> DraftContext:
-        base, key = sequence.drafted, noise_key(sequence.request)
+        start, key = sequence.drafted, sequence.request.noise_key
         proposal: Proposal = "sampled" if self._rule == "rejection" and key.temperature > 0 else "deterministic"
         return Commit(
             session=sequence.request.id,
             epoch=sequence.epoch,
-            start_position=base,
-            tokens=tuple(sequence.tokens[base : sequence.known]),
-            features=self._runner.features(sequence.slots[max(base - 1, 0) :]) if drafter.needs.features else None,
+            start_position=start,
+            tokens=tuple(sequence.tokens[start : sequence.num_draftable]),
+            features=self._runner.features(sequence.slots[max(start - 1, 0) :]) if drafter.needs.features else None,
             noise=key if proposal == "deterministic" else replace(key, seed=draft_seed(key.seed)),
             budget=budget,
             samples=sequence.samples if drafter.needs.samples and proposal == "deterministic" else (),
             proposal=proposal,
         )
 
-    def _account(self, sequence: Sequence, context: DraftContext, draft: Draft) -> DraftTree | None:
+    def _reply(self, sequence: Sequence, context: DraftContext, draft: Draft) -> DraftReply:
         if draft is None:
-            return None
+            return DraftReply(sequence, None, sequence.drafted, sequence.epoch)
         if isinstance(draft, ResyncRequired):
-            _rewind(sequence, draft.committed_length)
-            return None
-        sequence.drafted = context.committed_length
+            if 0 <= draft.committed_length <= sequence.num_draftable:
+                return DraftReply(sequence, None, draft.committed_length, sequence.epoch)
+            return DraftReply(sequence, None, 0, sequence.epoch + 1)
+        tree = draft if self._is_valid(draft, context) and context.budget.wants_tree else None
+        return DraftReply(sequence, tree, context.committed_length, sequence.epoch)
+
+    def _is_valid(self, tree: DraftTree, context: DraftContext) -> bool:
         try:
             vocab_size = self._runner.target.vocab_size
-            draft.validate(context.tokens[-1], vocab_size, context.budget.max_nodes, context.budget.max_depth)
-            _check_proposal(draft, context.proposal)
+            tree.validate(context.tokens[-1], vocab_size, context.budget.max_nodes, context.budget.max_depth)
+            if tree.num_drafted and (tree.sampled is not None) != (context.proposal == "sampled"):
+                kind = "deterministic" if tree.sampled is None else "sampled"
+                raise InvalidTree(f"a {kind} proposal where a {context.proposal} one was requested")
         except InvalidTree as error:
-            log.warning("dropped a draft tree for %s: %s", sequence.request.id, error)
-            return None
-        return draft if context.budget.wants_tree else None
+            log.warning("dropped a draft tree for %s: %s", context.session, error)
+            return False
+        return True
 
 
-def _check_proposal(tree: DraftTree, proposal: Proposal) -> None:
-    """Raises InvalidTree for a tree that was proposed in another way than it was asked for; a lone root was not at all."""
-    if tree.num_drafted and (tree.sampled is not None) != (proposal == "sampled"):
-        came = "deterministic" if tree.sampled is None else "sampled"
-        raise InvalidTree(f"a {came} proposal where a {proposal} one was asked for")
-
-
-def _has_news(sequence: Sequence) -> bool:
-    """Whether there is something to tell that can still be of use."""
-    return sequence.computed > 0 and sequence.known > sequence.drafted and sequence.num_remaining > 1
-
-
-def noise_key(request: Request) -> NoiseKey:
-    """What the request's draws depend on. Its seed must have been fixed."""
-    sampling = request.sampling
-    assert sampling.seed is not None, "a request enters the engine with a seed"
-    return NoiseKey(sampling.seed, sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p)
-
-
-def _rewind(sequence: Sequence, have: int) -> None:
-    """Resend from what the drafter has; from nothing, in a new epoch, if that cannot be."""
-    if 0 <= have <= sequence.known:
-        sequence.drafted = have
-    else:
-        sequence.drafted, sequence.epoch = 0, sequence.epoch + 1
+def _has_new_tokens(sequence: Sequence) -> bool:
+    """Whether the drafter lacks tokens, and the sequence has room for a drafted one."""
+    return sequence.computed > 0 and sequence.num_draftable > sequence.drafted and sequence.num_remaining > 1

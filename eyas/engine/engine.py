@@ -1,4 +1,4 @@
-"""The engine: requests in, chunks out, one step at a time. Knows no network, and not which drafter it has."""
+"""The engine: continuous batching of requests over one target, one step at a time."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from eyas.engine.draft_budget import DraftBudget, FixedDraftBudget
 from eyas.engine.draft_manager import DraftManager
 from eyas.engine.runner import ModelRunner
 from eyas.engine.scheduler import Scheduler
-from eyas.engine.sequence import ScheduledSequence
-from eyas.engine.verification import accept_batch
 from eyas.request import Chunk, Request
-from eyas.sampling.logprobs import attached
+from eyas.sampling.acceptance import VerifyOutput
 from eyas.sampling.penalties import LogitRules
-from eyas.validation import check_fit, check_ready, check_request
+from eyas.sampling.verify import verify
+from eyas.validation import check_engine_request, check_fit, check_request
 
 
 @dataclass(frozen=True)
 class EngineLoad:
-    """How busy an engine is. free_kv_tokens: token slots that no running request holds; cached prefixes may fill
-    them, and give way at need. num_kv_tokens: all of them. cached_kv_tokens: those that the prefix cache owns.
-    queued_kv_tokens: what the queued requests need to their ends.
+    """How busy an engine is.
 
-    tree_nodes: what most of the trees last asked for may have, the root included; 1 where none would have paid.
+    free_kv_tokens: token slots that no running request holds; cached prefixes may fill them, and are evicted at need.
+    num_kv_tokens: all token slots. cached_kv_tokens: those that the prefix cache owns.
+    queued_kv_tokens: what the queued requests need to their ends.
+    tree_nodes: most nodes of the trees requested last, the root included; 1 if no trees were requested.
     """
 
     num_running: int
@@ -39,8 +39,11 @@ class EngineLoad:
 
 @dataclass(frozen=True)
 class StepReport:
-    """One step in numbers, in seconds. wait: for the drafter's answers. verify: from there to the last chunk, zero without
-    work. num_rows: of the forward pass. began: ids of the requests that left the queue, preempted: of those sent back."""
+    """One step in numbers.
+
+    wait: seconds until the drafts were there. verify: seconds from there to the last chunk, 0 without work. num_rows: of the
+    forward pass. began: ids of the requests that left the queue. preempted: ids of those that went back to it.
+    """
 
     wait: float = 0.0
     verify: float = 0.0
@@ -50,83 +53,72 @@ class StepReport:
 
 
 class Engine:
-    """Continuous batching of requests over one target. Not safe for use from several threads."""
+    """Requests in, chunks out. Not safe for use from several threads."""
 
     def __init__(
         self,
         scheduler: Scheduler,
-        drafting: DraftManager,
+        draft_manager: DraftManager,
         runner: ModelRunner,
-        context_length: int,
+        max_model_len: int,
         budget: DraftBudget | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """budget: how large trees may be; as large as the scheduler allows if left out. clock: in seconds."""
+        """max_model_len: most tokens of prompt and output together. budget: sizes of draft trees, always the largest by default.
+        clock: the present time in seconds."""
         self._clock = clock
         self._budget = budget or FixedDraftBudget()
         self._scheduler = scheduler
-        self._drafting = drafting
+        self._draft_manager = draft_manager
         self._runner = runner
         self._rules = LogitRules(runner.target.eos_ids)
-        self.max_model_len = context_length
+        self.max_model_len = max_model_len
         self.report = StepReport()
 
     def step(self) -> list[Chunk]:
-        """Advance every running request by one forward pass; new tokens, and final chunks of those that ended."""
+        """Advance every running request by one forward pass; new tokens, and final chunks of requests that ended."""
         self.report = StepReport()
         chunks = self.reap()
+
         started = self._clock()
-        trees = self._drafting.collect()
+        drafts = self._draft_manager.collect()
         collected = self._clock()
-        self._budget.drafted(collected - started)
-        works, verify = self._scheduler.schedule(trees), 0.0
-        if works:
-            logits = self._runner.forward(works)
-            outcomes = accept_batch(works, logits, self._rules)
-            committed = self._scheduler.commit(works, outcomes.accepted)
+
+        batch = self._scheduler.schedule(drafts)
+        outputs: list[VerifyOutput] = []
+        if batch:
+            logits = self._runner.forward(batch)
+            outputs = verify([scheduled.logit_rows for scheduled in batch], logits, self._rules)
+            committed = self._scheduler.commit(batch, outputs)
             self._release([chunk.request_id for chunk in committed if chunk.finish_reason])
-            chunks += attached(committed, outcomes.told)
-            verify = self._clock() - collected
-            self._budget.verified(works, outcomes.accepted, verify)
-        self.report = self._reported(works, collected - started, verify)
-        self._ask()
+            chunks += committed
+
+        wait, verified = collected - started, self._clock() - collected if batch else 0.0
+        self._budget.observe(batch, outputs, wait, verified)
+        num_rows = sum(len(scheduled.slots) for scheduled in batch)
+        admitted, preempted = tuple(self._scheduler.admitted), tuple(self._scheduler.preempted)
+        self.report = StepReport(wait, verified, num_rows, admitted, preempted)
+
+        self._request_drafts()
         return chunks
 
     def submit(self, request: Request) -> None:
-        """Queue a request as `SamplingParams.completions` splits it. Raises InvalidRequest if it can never be served,
+        """Queue one completion, as `SamplingParams.completions` gives it. Raises InvalidRequest if it can never be served,
         Overloaded if the queue is full."""
         check_request(request)
         check_fit(request, self.vocab_size, self.max_model_len)
-        check_ready(request, self.vocab_size, self._runner.target.eos_ids)
+        check_engine_request(request, self.vocab_size, self._runner.target.eos_ids)
         self._scheduler.add(request)
+
+    def cancel(self, request_id: str) -> None:
+        """End a request; the next step yields its final chunk and frees everything. Unknown ids are ignored."""
+        self._scheduler.cancel(request_id)
 
     def reap(self) -> list[Chunk]:
         """Drop cancelled requests and free all that they hold; one final chunk each. `step` begins with it."""
         chunks = self._scheduler.reap()
         self._release([chunk.request_id for chunk in chunks])
         return chunks
-
-    def cancel(self, request_id: str) -> None:
-        """End a request; the next step yields its final chunk and frees everything. Unknown ids are ignored."""
-        self._scheduler.cancel(request_id)
-
-    def _ask(self) -> None:
-        """Have the next step's trees drafted, as large as they may be."""
-        running = self._scheduler.running
-        listening = self._drafting.listening(running)
-        decoding = [sequence.request.id for sequence in listening if not sequence.prefilling]
-        num_plain = sum(not sequence.prefilling for sequence in running) - len(decoding)
-        sizes = self._budget.choose(decoding, self._scheduler.most_nodes, num_plain)
-        self._drafting.ask(listening, lambda s: self._scheduler.budget(s, sizes.get(s.request.id, 1)))
-
-    def _reported(self, works: Seq[ScheduledSequence], wait: float, verify: float) -> StepReport:
-        began, preempted = self._scheduler.moves
-        num_rows = sum(len(work.slots) for work in works)
-        return StepReport(wait, verify, num_rows, tuple(began), tuple(preempted))
-
-    def _release(self, request_ids: Seq[str]) -> None:
-        self._rules.release(request_ids)
-        self._drafting.release(request_ids)
 
     @property
     def has_work(self) -> bool:
@@ -136,8 +128,8 @@ class Engine:
     @property
     def load(self) -> EngineLoad:
         return EngineLoad(
-            num_running=self._scheduler.num_running,
-            num_waiting=self._scheduler.num_waiting,
+            num_running=len(self._scheduler.running),
+            num_waiting=len(self._scheduler.waiting),
             free_kv_tokens=self._scheduler.num_free,
             num_kv_tokens=self._scheduler.num_slots,
             cached_kv_tokens=self._scheduler.num_cached,
@@ -146,18 +138,31 @@ class Engine:
         )
 
     @property
-    def max_running(self) -> int:
+    def max_num_seqs(self) -> int:
         """Most sequences in a step."""
-        return self._scheduler.max_running
-
-    def cached_blocks(self, limit: int) -> list[int]:
-        """Hashes of at most `limit` blocks of the prefix cache, the most useful ones; see eyas.prefixes."""
-        return self._scheduler.cached_blocks(limit)
+        return self._scheduler.max_num_seqs
 
     @property
     def vocab_size(self) -> int:
         return self._runner.target.vocab_size
 
+    def cached_blocks(self, limit: int) -> list[int]:
+        """Hashes of at most `limit` blocks of the prefix cache, the most useful ones; see eyas.block_hash."""
+        return self._scheduler.cached_blocks(limit)
+
     def check(self) -> None:
         """Assert the integrity of slots, owners and cached prefixes. Valid between steps."""
         self._scheduler.check()
+
+    def _request_drafts(self) -> None:
+        """Have the next step's trees drafted, as large as the budget allows."""
+        running = self._scheduler.running
+        ready = self._draft_manager.ready(running)
+        decoding = [sequence.request.id for sequence in ready if not sequence.prefilling]
+        num_plain = sum(not sequence.prefilling for sequence in running) - len(decoding)
+        sizes = self._budget.choose(decoding, self._scheduler.max_tree_nodes, num_plain)
+        self._draft_manager.request(ready, lambda s: self._scheduler.tree_budget(s, sizes.get(s.request.id, 1)))
+
+    def _release(self, request_ids: Seq[str]) -> None:
+        self._rules.release(request_ids)
+        self._draft_manager.release(request_ids)

@@ -1,13 +1,4 @@
-"""Where a sequence ends: accepted tokens in, those that are emitted and the reason out. Integers only.
-
-Who waits, in which order, what each needs to begin, and how the rows of a step are shared out. Integers only; knows no
-tensors.
-
-A request's place is the time of its arrival, moved ahead by what its priority is worth. It never changes, so that of equal
-priority the first comes first, and whoever waits long enough is ahead of every newcomer, however urgent.
-
-Decides who does how much in a step, and what becomes of accepted tokens. Integers only; knows no tensors.
-"""
+"""Decides which sequences run, how many rows each gets in a step, and what is kept and emitted afterwards. Integers only."""
 
 from __future__ import annotations
 
@@ -16,7 +7,7 @@ import itertools
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as Seq
 from operator import attrgetter
 from typing import NamedTuple
@@ -26,192 +17,48 @@ import numpy as np
 from eyas.cache.prefix_cache import PrefixCache, Slots
 from eyas.config import EngineConfig, TreeConfig
 from eyas.draft_protocol import TreeBudget
-from eyas.engine.sequence import QueueKey, ScheduledSequence, Sequence
+from eyas.engine.sequence import DraftReply, QueueKey, ScheduledSequence, Sequence
 from eyas.errors import InvalidRequest, Overloaded
-from eyas.request import Chunk, FinishReason, Request, VerifyStep
-from eyas.sampling.acceptance import Accepted
+from eyas.request import Chunk, FinishReason, Request, TokenLogprob, VerifyStep
+from eyas.sampling.acceptance import Accepted, VerifyOutput
 from eyas.tree import DraftTree
 
-
-def trim(sequence: Sequence, tokens: tuple[int, ...], eos_ids: frozenset[int]) -> tuple[int, ...]:
-    """Up to the first stop token, that one included; a stop comes before the length."""
-    for index, token in enumerate(tokens[: sequence.num_remaining]):
-        if _stops(sequence, token, eos_ids):
-            return tokens[: index + 1]
-    return tokens[: sequence.num_remaining]
-
-
-def finish_reason(sequence: Sequence, tokens: tuple[int, ...], eos_ids: frozenset[int]) -> FinishReason | None:
-    """Why the sequence ends with trimmed `tokens`; None if it goes on."""
-    if _stops(sequence, tokens[-1], eos_ids):
-        return "stop"
-    return "length" if len(tokens) == sequence.num_remaining else None
-
-
-def _stops(sequence: Sequence, token: int, eos_ids: frozenset[int]) -> bool:
-    sampling = sequence.request.sampling
-    return token in sampling.stop_token_ids or (token in eos_ids and not sampling.ignore_eos)
-
-
-# Tokens that an admitted sequence should be able to grow by before slots run out: less would preempt it at once.
+# Tokens that an admitted sequence should be able to grow by: with fewer it would be preempted at once.
 GROWTH = 16
-# The shortest and the longest time after which a refused client is told to try again, in seconds.
-SHORTEST_RETRY, LONGEST_RETRY = 0.1, 60.0
-_PACE = 32
+# Bounds of the time after which a refused client is asked to try again, in seconds.
+MIN_RETRY_S, MAX_RETRY_S = 0.1, 60.0
+# Admissions that the queue's speed is measured over.
+_NUM_ADMISSIONS = 32
 
-_place = attrgetter("place")
-
-
-def slots_needed(sequence: Sequence, nodes: int) -> int:
-    """Slots that a sequence needs soon: for its tokens without KV, and for trees of `nodes`, or some growth.
-
-    Never more than it needs to its end, so that a sequence alone always fits.
-    """
-    return len(sequence.tokens) - sequence.computed + min(sequence.num_remaining, max(nodes, GROWTH))
-
-
-class RowAllocation(NamedTuple):
-    """A sequence's part of a step: so many rows of its prompt, or a tree."""
-
-    sequence: Sequence
-    num_rows: int
-    tree: DraftTree | None
-
-
-def allocate_rows(
-    running: Seq[Sequence], trees: Mapping[str, DraftTree], prompt_rows: int, num_slots: int
-) -> list[RowAllocation]:
-    """Rows for the running sequences, in order of place, as many as there are slots; there must be one for each.
-
-    Every sequence that decodes gets a row, whatever the prompts ask for. What is left goes to trees, by request id, and to
-    prompts, up to `prompt_rows`.
-    """
-    spare = num_slots - len(running)
-    shares = []
-    for sequence in running:
-        tree = None
-        if sequence.prefilling:
-            num_rows = min(len(sequence.tokens) - sequence.computed, prompt_rows, spare + 1)
-            prompt_rows -= num_rows
-        else:
-            tree = trees.get(sequence.request.id)
-            if tree is None or len(tree) > spare + 1:
-                tree = DraftTree.root_only(sequence.tokens[-1])
-            num_rows = len(tree)
-        if num_rows:
-            spare -= num_rows - 1
-            shares.append(RowAllocation(sequence, num_rows, tree))
-    return shares
-
-
-def insert(sequences: list[Sequence], sequence: Sequence) -> None:
-    """Keep a list in order of place."""
-    bisect.insort(sequences, sequence, key=_place)
-
-
-def gives_way(running: Seq[Sequence], sequence: Sequence, nodes: int, config: EngineConfig) -> bool:
-    """Whether the last in line runs behind the place of a waiting sequence, and that one is certain to be admitted once all
-    such have left: nobody gives way in vain. Places do not change, so that nobody gives way twice to the same."""
-    ahead = running[: bisect.bisect_left(running, sequence.place, key=_place)]
-    if len(ahead) >= min(len(running), config.max_num_seqs):
-        return False
-    held = sum(s.computed + slots_needed(s, nodes) for s in ahead)
-    return held + slots_needed(sequence, nodes) <= config.max_kv_tokens
-
-
-def remove(sequences: list[Sequence], sequence: Sequence) -> None:
-    """Take a sequence out of a list in order of place."""
-    index = bisect.bisect_left(sequences, sequence.place, key=_place)
-    assert sequences[index] is sequence, "a sequence is not where its place says"
-    del sequences[index]
-
-
-class WaitingQueue:
-    """The bounded queue of requests, in order of place. clock: the present time in seconds.
-
-    num_slots: what the requests need together to their ends.
-    """
-
-    def __init__(self, config: EngineConfig, clock: Callable[[], float]) -> None:
-        self._config = config
-        self._clock = clock
-        self._queue: list[Sequence] = []
-        self.num_slots = 0
-        self._num_arrived = 0
-        self._admitted: deque[float] = deque(maxlen=_PACE)
-
-    def __len__(self) -> int:
-        return len(self._queue)
-
-    @property
-    def first(self) -> Sequence:
-        """Whose turn it is."""
-        return self._queue[0]
-
-    def add(self, request: Request, num_open: int) -> Sequence:
-        """Queue a new request. num_open: how many of the queue may start with the next step; they do not count.
-
-        Raises Overloaded, with a time to try again, if the queue is full.
-        """
-        if len(self._queue) >= self._config.max_queued_requests + num_open:
-            seconds = self._retry_after()
-            raise Overloaded(f"{len(self._queue)} requests are waiting already; try again in {seconds:.1f} s", seconds)
-        due = self._clock() - request.priority * self._config.priority_aging_s
-        sequence = Sequence.start(request, QueueKey(due, self._num_arrived))
-        self._num_arrived += 1
-        self.put_back(sequence)
-        return sequence
-
-    def put_back(self, sequence: Sequence) -> None:
-        """Queue a sequence that has run already; its place puts it before all that came later."""
-        self.num_slots += sequence.num_slots
-        insert(self._queue, sequence)
-
-    def admit(self) -> Sequence:
-        """Take out the first."""
-        self._admitted.append(self._clock())
-        sequence = self._queue.pop(0)
-        self.num_slots -= sequence.num_slots
-        return sequence
-
-    def remove(self, sequence: Sequence) -> None:
-        """Take out a sequence that is to wait no longer."""
-        remove(self._queue, sequence)
-        self.num_slots -= sequence.num_slots
-
-    def _retry_after(self) -> float:
-        """How often the queue got shorter of late."""
-        if not self._admitted:
-            return 1.0
-        pace = (self._clock() - self._admitted[0]) / len(self._admitted)
-        return min(max(pace, SHORTEST_RETRY), LONGEST_RETRY)
+_key = attrgetter("key")
 
 
 class Scheduler:
-    """A request is admitted, in order of place, when there are slots for what it needs soon; who runs behind its place gives
-    way to it, if that helps. Should slots run out all the same, cached prefixes give way first, then trees, and then the
-    last in line. Who gives way waits and is computed anew.
+    """Admits requests in the order of their keys, when there are slots for what they need soon.
 
-    config: num_slots must be set. clock: the present time in seconds. waiting: the queue, for others to look at.
+    A running sequence is preempted for a waiting one with a smaller key, if that is sure to make room for it. When slots run
+    out, cached prefixes are evicted first, then trees are left out, and then the last sequence is preempted: it waits and is
+    recomputed.
     """
 
     def __init__(
         self, config: EngineConfig, tree: TreeConfig, eos_ids: frozenset[int], clock: Callable[[], float] = time.monotonic
     ) -> None:
+        """config: its max_kv_tokens must be set. clock: the present time in seconds."""
         assert config.max_kv_tokens > 0, "the slots must have been counted"
         self._config = config
         self._tree = tree
         self._eos_ids = eos_ids
         self._clock = clock
         self._cache = PrefixCache(config.max_kv_tokens)
+        self._max_cacheable = sys.maxsize if config.prefix_cache else 0
         self.waiting = WaitingQueue(config, clock)
-        self._running: list[Sequence] = []
+        self.running: list[Sequence] = []
         self._by_id: dict[str, Sequence] = {}
         self._cancelled: list[Sequence] = []
-        self._lent: Slots = self._cache.no_slots
-        self._cacheable = sys.maxsize if config.prefix_cache else 0
-        self._began: list[str] = []
-        self._preempted: list[str] = []
+        self._step_slots: Slots = self._cache.no_slots
+        self.admitted: list[str] = []
+        self.preempted: list[str] = []
         self.num_preemptions = 0
 
     def add(self, request: Request) -> None:
@@ -224,8 +71,7 @@ class Scheduler:
             )
         if request.id in self._by_id:
             raise InvalidRequest(f"request id {request.id!r} is already running; ids must be unique")
-        num_open = self._config.max_num_seqs - len(self._running)
-        self._by_id[request.id] = self.waiting.add(request, num_open)
+        self._by_id[request.id] = self.waiting.add(request, self._config.max_num_seqs - len(self.running))
 
     def cancel(self, request_id: str) -> None:
         """Mark a request; its slots are free after `reap`. Unknown ids are ignored: it may just have finished."""
@@ -241,60 +87,69 @@ class Scheduler:
             self._drop(sequence)
         return [Chunk(s.request.id, finish_reason="cancelled") for s in cancelled]
 
-    def schedule(self, trees: Mapping[str, DraftTree]) -> tuple[ScheduledSequence, ...]:
-        """Admit what fits, then give every running sequence its rows: the nodes of its tree, or a share of the prefill
-        budget. trees: by request id; a sequence without one decodes plainly."""
-        self._cache.free(self._lent)  # of a step that failed before its commit
-        self._lent = self._cache.no_slots
-        self._began, self._preempted = [], []
+    def schedule(self, drafts: Iterable[DraftReply]) -> tuple[ScheduledSequence, ...]:
+        """Admit what fits, then give every running sequence its rows: the nodes of its tree, or a share of the prefill budget.
+
+        drafts: the drafter's replies; a sequence without a tree decodes plainly.
+        """
+        self._cache.free(self._step_slots)  # of a step that failed before its commit
+        self._step_slots = self._cache.no_slots
+        self.admitted, self.preempted = [], []
+        trees: dict[str, DraftTree] = {}
+        for reply in drafts:
+            reply.sequence.drafted, reply.sequence.epoch = reply.drafted, reply.epoch
+            if reply.tree is not None:
+                trees[reply.sequence.request.id] = reply.tree
         self._admit()
-        while self._cache.num_available < len(self._running):
-            self._preempt()
-        shares = allocate_rows(self._running, trees, self._config.max_prefill_tokens, self._cache.num_available)
-        self._lent = self._cache.take(sum(share.num_rows for share in shares))
-        ends = itertools.accumulate(share.num_rows for share in shares)
+        while self._cache.num_available < len(self.running):
+            self._preempt_last()
+        allocations = allocate_rows(self.running, trees, self._config.max_prefill_tokens, self._cache.num_available)
+        self._step_slots = self._cache.take(sum(each.num_rows for each in allocations))
+        ends = itertools.accumulate(each.num_rows for each in allocations)
         return tuple(
-            ScheduledSequence(share.sequence, self._lent[end - share.num_rows : end], share.sequence.computed, share.tree)
-            for share, end in zip(shares, ends, strict=True)
+            ScheduledSequence(each.sequence, self._step_slots[end - each.num_rows : end], each.sequence.computed, each.tree)
+            for each, end in zip(allocations, ends, strict=True)
         )
 
-    def budget(self, sequence: Sequence, nodes: int = sys.maxsize) -> TreeBudget:
-        """The largest tree that a sequence could use at the next step, of `nodes` at most; one node while its prompt is not
-        done."""
+    def commit(self, batch: Seq[ScheduledSequence], outputs: Seq[VerifyOutput]) -> list[Chunk]:
+        """Keep the slots of accepted paths, free the rest, and emit; one chunk per sequence that drew a token."""
+        self._keep_slots(batch, outputs)
+        chunks = []
+        for scheduled, output in zip(batch, outputs, strict=True):
+            sequence = scheduled.sequence
+            sequence.samples = output.samples if scheduled.tree is not None else ()
+            if output.prompt_logprobs:
+                sequence.prompt_logprobs[scheduled.first :] = output.prompt_logprobs
+            if output.error:
+                chunks.append(self._fail(sequence, output.error))
+            elif output.accepted is not None:
+                chunks.append(self._emit(scheduled, output.accepted, output.logprobs))
+        return chunks
+
+    def tree_budget(self, sequence: Sequence, nodes: int = sys.maxsize) -> TreeBudget:
+        """The largest tree that a sequence can use in the next step, of `nodes` at most; one node inside a prompt."""
         depth = 0 if sequence.prefilling else min(self._tree.num_steps, sequence.num_remaining - 1)
-        most = min(nodes, self.most_nodes)
+        most = min(nodes, self.max_tree_nodes)
         return TreeBudget(most, depth) if depth > 0 and most > 1 else TreeBudget(1, 0)
 
     @property
-    def most_nodes(self) -> int:
-        """Of a tree at the next step; the more sequences run, the fewer."""
-        return max(min(self._tree.num_draft_tokens, self._config.max_verify_tokens // max(len(self._running), 1)), 1)
-
-    def commit(self, works: Seq[ScheduledSequence], accepted: Seq[Accepted | None]) -> list[Chunk]:
-        """Keep the slots of accepted paths, free the rest, and emit; one chunk per sequence that drew a token."""
-        self._keep(works, accepted)
-        return [self._emit(work, outcome) for work, outcome in zip(works, accepted, strict=True) if outcome is not None]
-
-    @property
-    def running(self) -> Seq[Sequence]:
-        """Admitted sequences, in order of place."""
-        return self._running
+    def max_tree_nodes(self) -> int:
+        """Most nodes of a tree in the next step; the more sequences run, the fewer."""
+        share = self._config.max_verify_tokens // max(len(self.running), 1)
+        return max(min(self._tree.num_draft_tokens, share), 1)
 
     @property
     def has_work(self) -> bool:
         return bool(self._by_id)
 
     @property
-    def max_running(self) -> int:
+    def max_num_seqs(self) -> int:
+        """Most sequences in a step."""
         return self._config.max_num_seqs
 
     @property
-    def num_running(self) -> int:
-        return len(self._running)
-
-    @property
-    def num_waiting(self) -> int:
-        return len(self.waiting)
+    def num_slots(self) -> int:
+        return self._config.max_kv_tokens
 
     @property
     def num_free(self) -> int:
@@ -306,99 +161,251 @@ class Scheduler:
         """Slots that the prefix cache owns."""
         return self._cache.num_cached
 
-    @property
-    def num_slots(self) -> int:
-        return self._config.max_kv_tokens
-
-    @property
-    def moves(self) -> tuple[Seq[str], Seq[str]]:
-        """Ids of the requests that the last `schedule` let run, and of those that it sent back."""
-        return self._began, self._preempted
-
     def cached_blocks(self, limit: int) -> list[int]:
-        """Hashes of at most `limit` blocks of the prefix cache; see eyas.prefixes."""
+        """Hashes of at most `limit` blocks of the prefix cache, the most useful ones; see eyas.block_hash."""
         return self._cache.blocks(limit)
 
     def check(self) -> None:
         """Assert that every slot is free, cached, or owned by exactly one running sequence. Valid between steps."""
-        prefixes = [s.prefix for s in self._running if s.prefix is not None]
-        assert len(prefixes) == len(self._running), "a running sequence holds no prefix"
-        self._cache.check([*(s.own_slots for s in self._running), self._lent], prefixes)
-        assert len(self._by_id) == len(self._running) + len(self.waiting)
+        prefixes = [s.prefix for s in self.running if s.prefix is not None]
+        assert len(prefixes) == len(self.running), "a running sequence holds no prefix"
+        self._cache.check([*(s.own_slots for s in self.running), self._step_slots], prefixes)
+        assert len(self._by_id) == len(self.running) + len(self.waiting)
 
     def _admit(self) -> None:
         nodes = self._tree.num_draft_tokens
-        reserved = sum(slots_needed(s, nodes) for s in self._running) if self.waiting else 0
+        reserved = sum(slots_needed(s, nodes) for s in self.running) if self.waiting else 0
         while self.waiting:
             sequence = self.waiting.first
-            prefix = self._cache.find(sequence.cacheable[: self._cacheable])
+            prefix = self._cache.find(sequence.cacheable[: self._max_cacheable])
             need = slots_needed(sequence, nodes) - len(prefix)
-            if len(self._running) < self._config.max_num_seqs and reserved + need <= self._cache.num_available:
+            if len(self.running) < self._config.max_num_seqs and reserved + need <= self._cache.num_available:
                 reserved += need
                 self.waiting.admit().begin(prefix)
-                self._began.append(sequence.request.id)
-                insert(self._running, sequence)
+                self.admitted.append(sequence.request.id)
+                bisect.insort(self.running, sequence, key=_key)
                 continue
             self._cache.release(prefix, prefix.node.used)
-            if not gives_way(self._running, sequence, nodes, self._config):
+            if not preempts_last(self.running, sequence, nodes, self._config):
                 return
-            reserved -= slots_needed(self._running[-1], nodes)
-            self._preempt()
+            reserved -= slots_needed(self.running[-1], nodes)
+            self._preempt_last()
 
-    def _preempt(self) -> None:
-        """Queue the last in line again. What it has computed stays in the cache, until somebody needs the room."""
+    def _preempt_last(self) -> None:
+        """Queue the last running sequence again. What it has computed stays in the cache until it is evicted."""
         self.num_preemptions += 1
-        sequence = self._running.pop()
-        self._preempted.append(sequence.request.id)
-        sequence.leave(self._cache, self._cacheable, self._clock())
+        sequence = self.running.pop()
+        self.preempted.append(sequence.request.id)
+        sequence.leave(self._cache, self._max_cacheable, self._clock())
         sequence.start_over()
         self.waiting.put_back(sequence)
 
-    def _keep(self, works: Seq[ScheduledSequence], accepted: Seq[Accepted | None]) -> None:
-        """Settle all slots of the step at once."""
+    def _keep_slots(self, batch: Seq[ScheduledSequence], outputs: Seq[VerifyOutput]) -> None:
+        """Give each sequence the slots of its accepted rows, and free all others of the step at once."""
         rows: list[int] = []
         ends: list[int] = []
         start = 0
-        for work, outcome in zip(works, accepted, strict=True):
-            path = outcome.path if work.tree is not None and outcome is not None else range(len(work.slots))
-            rows += [start + row for row in path]
+        for scheduled, output in zip(batch, outputs, strict=True):
+            accepted = output.accepted if scheduled.tree is not None else None
+            rows += [start + row for row in (accepted.path if accepted else range(len(scheduled.slots)))]
             ends.append(len(rows))
-            start += len(work.slots)
-        kept = self._lent[rows]
-        rejected = np.ones(len(self._lent), dtype=np.bool_)
+            start += len(scheduled.slots)
+        kept = self._step_slots[rows]
+        rejected = np.ones(len(self._step_slots), dtype=np.bool_)
         rejected[rows] = False
-        self._cache.free(self._lent[rejected])
-        self._lent = self._cache.no_slots
-        for work, first, end in zip(works, [0, *ends], ends, strict=False):
-            work.sequence.extend(kept[first:end])
+        self._cache.free(self._step_slots[rejected])
+        self._step_slots = self._cache.no_slots
+        for scheduled, first, end in zip(batch, [0, *ends], ends, strict=False):
+            scheduled.sequence.extend(kept[first:end])
 
-    def _emit(self, work: ScheduledSequence, outcome: Accepted) -> Chunk:
-        sequence, tree = work.sequence, work.tree
-        if sequence.failure:
-            del self._by_id[sequence.request.id]
-            remove(self._running, sequence)
-            sequence.discard(self._cache)
-            return Chunk(sequence.request.id, finish_reason="error", message=sequence.failure)
+    def _emit(self, scheduled: ScheduledSequence, accepted: Accepted, logprobs: tuple[TokenLogprob, ...]) -> Chunk:
+        sequence, tree = scheduled.sequence, scheduled.tree
         if tree is None:
-            sequence.share(self._cache, self._cacheable)
-        first = sequence.num_emitted == 0
-        tokens = trim(sequence, outcome.tokens, self._eos_ids)
+            sequence.share(self._cache, self._max_cacheable)
+        first_tokens, num_cached = sequence.num_emitted == 0, sequence.num_cached or 0
+        tokens = cut_at_stop(sequence, accepted.tokens, self._eos_ids)
         reason = finish_reason(sequence, tokens, self._eos_ids)
         sequence.tokens.extend(tokens)
-        num_foreseen = min(len(tokens), len(outcome.tokens) - 1)
-        is_draft_token = (True,) * num_foreseen + (False,) * (len(tokens) - num_foreseen)
-        step = VerifyStep(tree.num_drafted, tree.depth, num_foreseen, tree.grown_ahead) if tree is not None else None
+        num_drafted = min(len(tokens), len(accepted.tokens) - 1)
         if reason is not None:
             self._drop(sequence)
-        num_cached = sequence.num_cached or 0 if first else 0
-        return Chunk(sequence.request.id, tokens, is_draft_token, step, reason, num_cached=num_cached)
+        return Chunk(
+            sequence.request.id,
+            tokens,
+            is_draft_token=(True,) * num_drafted + (False,) * (len(tokens) - num_drafted),
+            verify_step=VerifyStep(tree.num_drafted, tree.depth, num_drafted, tree.grown_ahead) if tree else None,
+            finish_reason=reason,
+            logprobs=logprobs[: len(tokens)],
+            prompt_logprobs=_reported_prompt(sequence) if first_tokens else (),
+            num_cached=num_cached if first_tokens else 0,
+        )
+
+    def _fail(self, sequence: Sequence, error: str) -> Chunk:
+        """End a sequence without keeping what it has computed."""
+        del self._by_id[sequence.request.id]
+        _remove(self.running, sequence)
+        sequence.discard(self._cache)
+        return Chunk(sequence.request.id, finish_reason="error", message=error)
 
     def _drop(self, sequence: Sequence) -> None:
-        """Forget a request. What it has computed stays in the cache; that of a session is kept for its next turn."""
+        """Forget a request. What it has computed stays in the cache, for longer if it belongs to a session."""
         del self._by_id[sequence.request.id]
         if sequence.prefix is None:
             self.waiting.remove(sequence)
             return
-        remove(self._running, sequence)
-        kept = self._config.session_cache_ttl_s if sequence.request.session else 0.0
-        sequence.leave(self._cache, self._cacheable, self._clock() + kept)
+        _remove(self.running, sequence)
+        ttl = self._config.session_cache_ttl_s if sequence.request.session else 0.0
+        sequence.leave(self._cache, self._max_cacheable, self._clock() + ttl)
+
+
+class WaitingQueue:
+    """The bounded queue of requests, in the order of their keys.
+
+    A key is the time of arrival, moved ahead by priority. It never changes, so that among equal priorities the first comes
+    first, and a request that waits long enough is ahead of every newcomer of higher priority.
+    num_slots: what the queued requests need together to their ends.
+    """
+
+    def __init__(self, config: EngineConfig, clock: Callable[[], float]) -> None:
+        """clock: the present time in seconds."""
+        self._config = config
+        self._clock = clock
+        self._queue: list[Sequence] = []
+        self.num_slots = 0
+        self._num_arrived = 0
+        self._admission_times: deque[float] = deque(maxlen=_NUM_ADMISSIONS)
+
+    def __len__(self) -> int:
+        return len(self._queue)
+
+    @property
+    def first(self) -> Sequence:
+        """The next sequence to admit."""
+        return self._queue[0]
+
+    def add(self, request: Request, num_open: int) -> Sequence:
+        """Queue a new request. num_open: sequences that may start with the next step; they do not count as queued.
+
+        Raises Overloaded, with a time to try again, if the queue is full.
+        """
+        if len(self._queue) >= self._config.max_queued_requests + num_open:
+            seconds = self._retry_after()
+            raise Overloaded(f"{len(self._queue)} requests are waiting already; try again in {seconds:.1f} s", seconds)
+        due = self._clock() - request.priority * self._config.priority_aging_s
+        sequence = Sequence.start(request, QueueKey(due, self._num_arrived))
+        self._num_arrived += 1
+        self.put_back(sequence)
+        return sequence
+
+    def put_back(self, sequence: Sequence) -> None:
+        """Queue a sequence that has run already; its key puts it before all that came later."""
+        self.num_slots += sequence.num_slots
+        bisect.insort(self._queue, sequence, key=_key)
+
+    def admit(self) -> Sequence:
+        """Take out the first."""
+        self._admission_times.append(self._clock())
+        sequence = self._queue.pop(0)
+        self.num_slots -= sequence.num_slots
+        return sequence
+
+    def remove(self, sequence: Sequence) -> None:
+        """Take out a sequence that no longer waits."""
+        _remove(self._queue, sequence)
+        self.num_slots -= sequence.num_slots
+
+    def _retry_after(self) -> float:
+        """Mean seconds between the latest admissions, within bounds."""
+        if not self._admission_times:
+            return 1.0
+        pace = (self._clock() - self._admission_times[0]) / len(self._admission_times)
+        return min(max(pace, MIN_RETRY_S), MAX_RETRY_S)
+
+
+def slots_needed(sequence: Sequence, nodes: int) -> int:
+    """Slots that a sequence needs soon: for its tokens without KV, and for trees of `nodes`, or some growth.
+
+    Never more than it needs to its end, so that a sequence alone always fits.
+    """
+    return len(sequence.tokens) - sequence.computed + min(sequence.num_remaining, max(nodes, GROWTH))
+
+
+def preempts_last(running: Seq[Sequence], sequence: Sequence, nodes: int, config: EngineConfig) -> bool:
+    """Whether the last running sequence is preempted for a waiting one.
+
+    It is if its key is larger, and the waiting one is sure to be admitted once all running ones with larger keys have left.
+    Keys do not change, so that no sequence is preempted twice for the same one.
+    """
+    ahead = running[: bisect.bisect_left(running, sequence.key, key=_key)]
+    if len(ahead) >= min(len(running), config.max_num_seqs):
+        return False
+    held = sum(s.computed + slots_needed(s, nodes) for s in ahead)
+    return held + slots_needed(sequence, nodes) <= config.max_kv_tokens
+
+
+class RowAllocation(NamedTuple):
+    """A sequence's part of a step. tree: None for prompt rows."""
+
+    sequence: Sequence
+    num_rows: int
+    tree: DraftTree | None
+
+
+def allocate_rows(
+    running: Seq[Sequence], trees: Mapping[str, DraftTree], prompt_rows: int, num_slots: int
+) -> list[RowAllocation]:
+    """Share the rows of a step among the running sequences, in the order of their keys.
+
+    Every decoding sequence gets a row, however long the prompts are. The rest goes to trees, by request id, and to prompts, up
+    to `prompt_rows`. num_slots: free slots, at least one per sequence.
+    """
+    spare = num_slots - len(running)
+    allocations = []
+    for sequence in running:
+        tree = None
+        if sequence.prefilling:
+            num_rows = min(len(sequence.tokens) - sequence.computed, prompt_rows, spare + 1)
+            prompt_rows -= num_rows
+        else:
+            tree = trees.get(sequence.request.id)
+            if tree is None or len(tree) > spare + 1:
+                tree = DraftTree.root_only(sequence.tokens[-1])
+            num_rows = len(tree)
+        if num_rows:
+            spare -= num_rows - 1
+            allocations.append(RowAllocation(sequence, num_rows, tree))
+    return allocations
+
+
+def cut_at_stop(sequence: Sequence, tokens: tuple[int, ...], eos_ids: frozenset[int]) -> tuple[int, ...]:
+    """The tokens up to the first stop token, that one included, or up to the sequence's length limit."""
+    for index, token in enumerate(tokens[: sequence.num_remaining]):
+        if _is_stop(sequence, token, eos_ids):
+            return tokens[: index + 1]
+    return tokens[: sequence.num_remaining]
+
+
+def finish_reason(sequence: Sequence, tokens: tuple[int, ...], eos_ids: frozenset[int]) -> FinishReason | None:
+    """Why the sequence ends with `tokens` from `cut_at_stop`; None if it goes on."""
+    if _is_stop(sequence, tokens[-1], eos_ids):
+        return "stop"
+    return "length" if len(tokens) == sequence.num_remaining else None
+
+
+def _is_stop(sequence: Sequence, token: int, eos_ids: frozenset[int]) -> bool:
+    sampling = sequence.request.sampling
+    return token in sampling.stop_token_ids or (token in eos_ids and not sampling.ignore_eos)
+
+
+def _reported_prompt(sequence: Sequence) -> tuple[TokenLogprob, ...]:
+    """Log-probabilities of the whole prompt, where asked for; the first token has none."""
+    if sequence.request.sampling.prompt_logprobs is None:
+        return ()
+    return (TokenLogprob(sequence.tokens[0], None), *sequence.prompt_logprobs)
+
+
+def _remove(sequences: list[Sequence], sequence: Sequence) -> None:
+    """Take a sequence out of a list that is sorted by key."""
+    index = bisect.bisect_left(sequences, sequence.key, key=_key)
+    assert sequences[index] is sequence, "a sequence is not where its key says"
+    del sequences[index]

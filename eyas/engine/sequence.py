@@ -1,20 +1,24 @@
-"""A request on its way: tokens, slots and what the drafter knows of it. Integers only; knows no tensors."""
+"""A running request: its tokens, its slots, and what the drafter has of it. Integers only."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
 
 from eyas.cache.prefix_cache import CachedPrefix, PrefixCache, Slots, Tokens
 from eyas.request import Request, TokenLogprob
+from eyas.sampling.acceptance import LogitRows
 from eyas.tree import DraftTree
 
 
 @dataclass(frozen=True, order=True)
 class QueueKey:
-    """Whose turn it is: smaller goes first. due: time of arrival, moved ahead by priority; number: of equals the first."""
+    """Place in the order of service: the smaller key goes first.
+
+    due: time of arrival in seconds, moved ahead by priority. number: breaks ties in favour of the earlier request.
+    """
 
     due: float
     number: int
@@ -22,18 +26,20 @@ class QueueKey:
 
 @dataclass(eq=False)
 class Sequence:
-    """tokens: prompt and everything emitted. The first `computed` of them have KV and features, in `slots`, in order.
+    """A request and its state. Only the scheduler changes it.
 
-    place: among the others, for good. prefix: the first of its slots, which the prefix cache owns; None while it
-    does not run. cacheable: what the cache may spare it: all tokens but the last, whose logits are wanted. num_cached:
-    prompt tokens that it did spare.
-    drafted: committed length that the drafter is believed to have. samples: target samples at the nodes of the last tree.
-    failure: why the sequence cannot go on; empty while it can.
-    prompt_logprobs: where the request asks for them, of the prompt tokens from the second on, as far as they are computed.
+    key: place in the order of service; it never changes.
+    tokens: the prompt and all emitted tokens. The first `computed` of them have KV and features, in `slots`, in order.
+    prefix: the first of its slots, which the prefix cache owns; None while the sequence waits.
+    cacheable: tokens that a cached prefix may cover: all but the last, whose logits are needed.
+    num_cached: prompt tokens that the first admission found in the cache; None before it.
+    drafted: committed length that the drafter is believed to have, in drafting epoch `epoch`.
+    samples: the target's samples at the nodes of its last tree.
+    prompt_logprobs: of the prompt tokens computed so far from the second on, where the request asks for them.
     """
 
     request: Request
-    place: QueueKey
+    key: QueueKey
     tokens: list[int]
     computed: int = 0
     prefix: CachedPrefix | None = None
@@ -42,63 +48,62 @@ class Sequence:
     epoch: int = 0
     samples: tuple[int, ...] = ()
     cancelled: bool = False
-    failure: str = ""
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
     cacheable: Tokens = field(init=False)
-    _room: Slots = field(init=False)
+    _slots: Slots = field(init=False)
 
     def __post_init__(self) -> None:
-        self._room = np.empty(len(self.request.prompt_ids) + self.request.sampling.max_tokens, dtype=np.int64)
+        self._slots = np.empty(len(self.request.prompt_ids) + self.request.sampling.max_tokens, dtype=np.int64)
         self.cacheable = self._cacheable()
 
     @classmethod
-    def start(cls, request: Request, place: QueueKey) -> Sequence:
-        return cls(request, place, list(request.prompt_ids))
+    def start(cls, request: Request, key: QueueKey) -> Sequence:
+        return cls(request, key, list(request.prompt_ids))
 
     def begin(self, prefix: CachedPrefix) -> None:
-        """Run from a cached prefix on."""
+        """Start to run, after a cached prefix."""
         self.prefix, self.computed = prefix, len(prefix)
-        self._room[: self.computed] = prefix.slots
+        self._slots[: self.computed] = prefix.slots
         if self.num_cached is None:
             self.num_cached = self.computed
 
     def extend(self, slots: Slots) -> None:
         """Own the slots of the next computed tokens."""
-        self._room[self.computed : self.computed + len(slots)] = slots
+        self._slots[self.computed : self.computed + len(slots)] = slots
         self.computed += len(slots)
 
     def share(self, cache: PrefixCache, limit: int) -> None:
-        """Let others begin with what is computed, `limit` tokens at most. What lies behind a stop does not count."""
+        """Give what is computed to the prefix cache, `limit` tokens at most and none after a stop token."""
         assert self.prefix is not None
         count = min(self.computed, len(self.tokens), limit)
         tokens = np.array(self.tokens[:count], dtype=np.int64)
         self.prefix = cache.store(tokens, self.slots[:count], self.prefix)
-        self._room[:count] = self.prefix.slots
+        self._slots[:count] = self.prefix.slots
 
     def leave(self, cache: PrefixCache, limit: int, used: float) -> None:
-        """Give up all slots, of which the cache keeps `limit` at most. used: until when it is to think them of use."""
+        """Give up all slots; the cache keeps `limit` of them at most. used: time until which they count as in use."""
         self.share(cache, limit)
         self._give_up(cache, used)
 
     def discard(self, cache: PrefixCache) -> None:
-        """Give up all slots; what the cache does not have yet is lost."""
+        """Give up all slots without adding to the cache."""
         assert self.prefix is not None
         self._give_up(cache, self.prefix.node.used)
 
     def start_over(self) -> None:
-        """Compute anew what the cache does not spare, and tell the drafter everything, in a new epoch."""
+        """Go back to the queue: slots are recomputed, and the drafter gets everything again in a new epoch."""
         self.drafted, self.epoch, self.samples = 0, self.epoch + 1, ()
         self.cacheable = self._cacheable()
 
     @property
     def slots(self) -> Slots:
         """One slot for each computed token."""
-        return self._room[: self.computed]
+        return self._slots[: self.computed]
 
     @property
     def own_slots(self) -> Slots:
-        """Those slots that the prefix cache does not own."""
-        return self._room[len(self.prefix) if self.prefix else 0 : self.computed]
+        """The slots that the prefix cache does not own."""
+        return self._slots[len(self.prefix) if self.prefix else 0 : self.computed]
 
     @property
     def num_emitted(self) -> int:
@@ -106,8 +111,8 @@ class Sequence:
 
     @property
     def num_slots(self) -> int:
-        """Slots that it needs for all its tokens, if it emits as many as it may."""
-        return len(self._room)
+        """Slots that it needs if it emits as many tokens as it may."""
+        return len(self._slots)
 
     @property
     def num_remaining(self) -> int:
@@ -120,14 +125,14 @@ class Sequence:
         return self.computed < len(self.tokens) - 1 or self.num_emitted == 0
 
     @property
-    def known(self) -> int:
-        """Committed length that a drafter may be told: one more token than there are features."""
+    def num_draftable(self) -> int:
+        """Committed length that the drafter can get: one token more than there are features."""
         return min(self.computed + 1, len(self.tokens))
 
     def _cacheable(self) -> Tokens:
-        """Nothing while the logits of all prompt tokens are wanted."""
-        shown = self.request.sampling.prompt_logprobs is not None and self.num_emitted == 0
-        return np.array([] if shown else self.tokens[:-1], dtype=np.int64)
+        """None at all while the logits of all prompt tokens are needed."""
+        reports_prompt = self.request.sampling.prompt_logprobs is not None and self.num_emitted == 0
+        return np.array([] if reports_prompt else self.tokens[:-1], dtype=np.int64)
 
     def _give_up(self, cache: PrefixCache, used: float) -> None:
         assert self.prefix is not None
@@ -138,8 +143,8 @@ class Sequence:
 
 @dataclass(frozen=True)
 class ScheduledSequence:
-    """What one sequence does in a step: rows of prompt tokens from position `first` on, or the nodes of a draft tree below
-    the token at `first`. slots: one per row. tree: None for prompt rows."""
+    """One sequence's rows in a step: prompt tokens from position `first` on, or the nodes of a draft tree whose root is the
+    token at `first`. slots: one per row. tree: None for prompt tokens."""
 
     sequence: Sequence
     slots: Slots
@@ -148,25 +153,30 @@ class ScheduledSequence:
 
     @property
     def emits(self) -> bool:
-        """Whether the step ends with a sample: always, but for a prompt chunk that is not the last."""
+        """Whether the step draws a token for it: always, except inside a prompt."""
         return self.tree is not None or self.first + len(self.slots) == len(self.sequence.tokens)
 
-    @property
-    def drawn(self) -> Seq[int]:
-        """For each row whose logits are wanted, the absolute position of the token that it guesses."""
-        if self.tree is not None:
-            return [self.first + depth + 1 for depth in self.tree.depths]
-        return [self.first + len(self.slots)] if self.emits else []
+    @cached_property
+    def logit_rows(self) -> LogitRows:
+        """The last of its rows, whose logits are needed."""
+        sequence, tree = self.sequence, self.tree
+        if tree is None and self.emits:
+            tree = DraftTree.root_only(sequence.tokens[-1])
+        asked = sequence.request.sampling.prompt_logprobs is not None
+        if self.tree is not None or sequence.num_emitted > 0 or not asked:
+            return LogitRows(sequence.request, sequence.tokens, tree)
+        end = self.first + len(self.slots) + (not self.emits)
+        return LogitRows(sequence.request, sequence.tokens, tree, sequence.tokens[self.first + 1 : end])
 
-    @property
-    def num_shown(self) -> int:
-        """Rows before the drawn one whose logits are wanted too: a prompt's, if its log-probabilities are asked for."""
-        if self.tree is not None or self.sequence.num_emitted > 0:
-            return 0
-        asked = self.sequence.request.sampling.prompt_logprobs is not None
-        return len(self.slots) - len(self.drawn) if asked else 0
 
-    @property
-    def num_wanted(self) -> int:
-        """The last so many rows are those whose logits are wanted."""
-        return self.num_shown + len(self.drawn)
+@dataclass(frozen=True)
+class DraftReply:
+    """What became of a sequence's draft request. tree: None without a usable answer.
+
+    drafted, epoch: the committed length that the drafter has now, and the epoch in which it goes on.
+    """
+
+    sequence: Sequence
+    tree: DraftTree | None
+    drafted: int
+    epoch: int

@@ -1,11 +1,57 @@
-"""The acceptance rule `match`: a draft tree and the target's sample at each node in, accepted tokens out."""
+"""Which drafted tokens are accepted: the rule `match`, and the walk down a tree that both rules share.
+
+`match` samples the target once at every node and walks down while the sampled token was drafted:
+
+    node, path = root, []
+    while child := tree.child(node, sampled[node]):  path.append(child); node = child
+    bonus = sampled[node]
+
+Every emitted token is a fresh draw from the target's own conditional distribution, so the output distribution is the
+target's for any tree. This is rejection sampling with a proposal of one point (Leviathan et al. 2023, q = 1 at the drafted
+child). The draw depends on the request's seed and the position alone, so that speculative output equals plain output.
+
+Example. The last committed token is "the"; the drafter guesses "cat sat" and "dog":
+
+    the (0) -- cat (1) -- sat (3)        sampled[0] = cat, sampled[1] = ran, sampled[2] = ., sampled[3] = on
+           `-- dog (2)
+
+At node 0 the target draws "cat", which node 1 holds: accepted. At node 1 it draws "ran", which no child holds: "ran" is the
+bonus token. `accept` returns path (0, 1), whose KV stays, and tokens (cat, ran).
+
+`eyas.sampling.rejection` has the second rule. This module needs no torch, so that the scheduler can use its values.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
+from eyas.request import Request, TokenLogprob
 from eyas.tree import DraftTree
+
+
+@dataclass(frozen=True)
+class LogitRows:
+    """The rows of one request in a step's logits: those that `prompt_logprobs` asks for, then one for each node of the tree.
+
+    tokens: committed tokens, prompt and output so far.
+    tree: nodes at which a token is drawn; a lone root at the end of a prompt, None inside a prompt.
+    prompt_tokens: prompt tokens whose log-probabilities are asked for, each predicted by one row.
+    """
+
+    request: Request
+    tokens: Sequence[int]
+    tree: DraftTree | None
+    prompt_tokens: Sequence[int] = ()
+
+    @cached_property
+    def positions(self) -> tuple[int, ...]:
+        """Absolute position of the token that is drawn at each node."""
+        return tuple(len(self.tokens) + depth for depth in self.tree.depths) if self.tree else ()
+
+    def __len__(self) -> int:
+        return len(self.prompt_tokens) + len(self.positions)
 
 
 @dataclass(frozen=True)
@@ -16,15 +62,36 @@ class Accepted:
     tokens: tuple[int, ...]
 
 
-def accept(tree: DraftTree, sampled: Sequence[int]) -> Accepted:
-    """Walk down while the sampled token was drafted; sampled[i] is the target's sample at node i.
+@dataclass(frozen=True)
+class VerifyOutput:
+    """What a step gives one request.
 
-    Every emitted token is a fresh draw from the target's law, so the output law is the target's for any tree. It is
-    rejection sampling with a proposal of one point (Leviathan et al. 2023, q = 1 at the drafted child).
+    accepted: None inside a prompt. samples: the target's sample at every node of the tree. logprobs: of each accepted
+    token, prompt_logprobs: of the rows' prompt tokens, where asked for. error: why the request cannot go on, else empty.
     """
-    node, path, tokens = 0, [0], []
-    while (child := tree.child(node, sampled[node])) is not None:
-        tokens.append(sampled[node])
+
+    accepted: Accepted | None
+    samples: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprob, ...] = ()
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()
+    error: str = ""
+
+
+def accept(tree: DraftTree, sampled: Sequence[int]) -> Accepted:
+    """Apply the rule `match`. sampled[i]: the target's sample at node i."""
+    drafted = [token == sampled[parent] for token, parent in zip(tree.tokens, tree.parents, strict=True)]
+    return walk(tree, drafted, sampled)
+
+
+def walk(tree: DraftTree, passed: Sequence[bool], drawn: Sequence[int]) -> Accepted:
+    """Walk down to the first child that passed, as long as there is one.
+
+    passed[i]: whether node i is accepted if its parent is and the siblings before it are not. drawn[i]: the bonus token if
+    the walk ends at node i. `accepted_paths` in eyas.sampling.logprobs is the same walk on the device: log-probabilities of
+    a path must be computed before its tokens reach the host, because a step waits for the device only once.
+    """
+    path, child = [0], next((node for node in tree.families.get(0, ()) if passed[node]), None)
+    while child is not None:
         path.append(child)
-        node = child
-    return Accepted(tuple(path), (*tokens, sampled[node]))
+        child = next((node for node in tree.families.get(child, ()) if passed[node]), None)
+    return Accepted(tuple(path), (*(tree.tokens[node] for node in path[1:]), drawn[path[-1]]))

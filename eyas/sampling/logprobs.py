@@ -1,22 +1,15 @@
-"""Log-probabilities of chosen tokens and the likeliest ones beside them: logits in, numbers out. Knows no request.
+"""Log-probabilities of tokens, as requests ask for them with `logprobs` and `prompt_logprobs`.
 
-Legend: N rows, V vocabulary, k reported tokens. The law is the softmax of the logits as they are given.
-
-Accepted paths on the device: trees and the draws at their nodes in, rows and tokens of each path out.
-
-For what is told of a path in the same copy that brings the draws; what is emitted, the walk on the host decides.
-Legend: N drawn rows of the step, T trees, L levels of the deepest, the root's included.
-
-What requests want to be told of the target's law: raw logits of a step in, log-probabilities on its chunks out.
-
-Raw means before biases, penalties, temperature and filters, as OpenAI's and vLLM's clients expect.
+They come from the raw logits, before biases, penalties, temperature and filters, as clients of OpenAI's API and of vLLM expect.
+Legend: N drawn rows of a step, R all rows of its logits, V vocabulary, k reported tokens, T trees, L levels of the deepest tree
+with the root's, A reported positions.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -24,16 +17,72 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from eyas.engine.sequence import ScheduledSequence
-from eyas.request import Chunk, TokenLogprob
-from eyas.sampling.acceptance import Accepted
-from eyas.sampling.rejection import RejectionResult
+from eyas.request import TokenLogprob
+from eyas.sampling.acceptance import Accepted, LogitRows
+from eyas.sampling.rejection import SiblingVerdicts
 from eyas.sampling.sampler import Ranked, rank
 from eyas.tensors import Ints, upload
 from eyas.tree import DraftTree
 
 # Rows that are ranked at once: a long prompt must not need its own size of temporary tensors.
 BLOCK = 64
+
+
+@dataclass(frozen=True)
+class ReportedLogprobs:
+    """Log-probabilities for one request. prompt: of `LogitRows.prompt_tokens`. output: of the accepted tokens."""
+
+    prompt: tuple[TokenLogprob, ...] = ()
+    output: tuple[TokenLogprob, ...] = ()
+
+
+def compute_logprobs(batch: Seq[LogitRows], logits: Tensor, samples: Tensor, verdicts: SiblingVerdicts) -> Tensor:
+    """Compute on the device what `read_logprobs` turns into values, without waiting for it.
+
+    Args:
+        batch: the requests of the step, in the order of their rows.
+        logits: all rows of the step [R, V].
+        samples: the target's sample at every drawn row, int64 [N].
+        verdicts: of the trees that the rule `rejection` decides.
+
+    Returns float64 [A, 1 + 2 k]: the token's log-probability, those of the k likeliest tokens, and their ids. First come the
+    prompt tokens, then L rows for each request that asked for its output.
+    """
+    device = logits.device
+    wanted = [upload(_prompt_rows(rows, start), device) for rows, start in _with_starts(batch) if rows.prompt_tokens]
+    if any(map(_reports_output, batch)):
+        wanted.append(_path_rows(batch, samples, verdicts))
+    if not wanted:
+        return torch.zeros(0, 1, dtype=torch.float64, device=device)
+    row, token = torch.cat(wanted, 1)
+    k = max(max(_num_prompt_top(rows) if rows.prompt_tokens else 0, _num_top(rows)) for rows in batch)
+    chosen, top = log_probs(logits[row], token.clamp(max=logits.shape[1] - 1), k)
+    return torch.cat([chosen[:, None].double(), top.scores.double(), top.ids.double()], 1)
+
+
+def read_logprobs(
+    batch: Seq[LogitRows], accepted: Seq[Accepted | None], computed: npt.NDArray[np.float64]
+) -> list[ReportedLogprobs]:
+    """Turn what `compute_logprobs` gave, once it is on the host, into the values of each request."""
+    lines = iter(computed.tolist())
+    prompts = [tuple(_entry(token, next(lines), _num_prompt_top(rows)) for token in rows.prompt_tokens) for rows in batch]
+    levels = 1 + max((rows.tree.depth for rows in batch if rows.tree and _reports_output(rows)), default=0)
+    outputs = []
+    for rows, outcome in zip(batch, accepted, strict=True):
+        path = [next(lines) for _ in range(levels)] if _reports_output(rows) else []
+        tokens = outcome.tokens if outcome is not None else ()
+        outputs.append(tuple(_entry(token, line, _num_top(rows)) for token, line in zip(tokens, path, strict=False)))
+    return [ReportedLogprobs(prompt, output) for prompt, output in zip(prompts, outputs, strict=True)]
+
+
+def drawn_rows(batch: Seq[LogitRows], logits: Tensor) -> Tensor:
+    """The rows of a step's logits [R, V] at which a token is drawn [N, V]: all but those of prompt tokens."""
+    if not any(rows.prompt_tokens for rows in batch):
+        return logits
+    wanted = [
+        row for rows, start in _with_starts(batch) for row in range(start + len(rows.prompt_tokens), start + len(rows))
+    ]
+    return logits[upload(wanted, logits.device)]
 
 
 class LogProbs(NamedTuple):
@@ -51,37 +100,42 @@ def log_probs(logits: Tensor, tokens: Tensor, k: int) -> LogProbs:
 
 
 def _block(logits: Tensor, tokens: Tensor, k: int) -> LogProbs:
-    law = torch.log_softmax(logits, dim=-1)
-    return LogProbs(law.gather(-1, tokens[:, None])[:, 0], rank(law, k))
+    scores = torch.log_softmax(logits, dim=-1)
+    return LogProbs(scores.gather(-1, tokens[:, None])[:, 0], rank(scores, k))
 
 
 @dataclass(frozen=True)
 class AcceptedPaths:
-    """rows: drawn rows of each tree's accepted nodes, the last again behind it; tokens: what is emitted after each. Both
+    """rows: the drawn row of each accepted node of a tree, the last one repeated; tokens: what is emitted after it. Both
     int64 [T, L]."""
 
     rows: Tensor
     tokens: Tensor
 
 
-def accepted_paths(trees: Mapping[int, DraftTree], tokens: Tensor, trials: RejectionResult) -> AcceptedPaths:
-    """What `accept` and `accept_drawn` say of each tree, given by the drawn row of its root; at least one.
+def accepted_paths(trees: Mapping[int, DraftTree], samples: Tensor, verdicts: SiblingVerdicts) -> AcceptedPaths:
+    """`eyas.sampling.acceptance.walk` on the device, for at least one tree, by the drawn row of its root.
 
-    tokens: the target's own samples, int64 [N]. Does not wait for the device.
+    Every node gets a pointer to the first of its children that passed, or to itself; L - 1 steps along the pointers walk all
+    trees at once. Does not wait for the device.
+
+    samples: the target's samples, int64 [N].
     """
-    size, width, device = len(tokens), trials.verdicts.shape[1], tokens.device
-    verdicts = {row: size + family * width for family, row in enumerate(trials.families)}
-    last, guesses = np.arange(size), np.zeros(size, dtype=np.int64)
-    last[list(verdicts)] = [first + width - 1 for first in verdicts.values()]
+    size, width, device = len(samples), verdicts.cells.shape[1], samples.device
+    # Cells of `samples` and then of `verdicts`, flattened: where the verdicts on a row's children begin, and where its bonus is.
+    first_verdict = {row: size + family * width for family, row in enumerate(verdicts.parents)}
+    bonus, drafted = np.arange(size), np.zeros(size, dtype=np.int64)
+    bonus[list(first_verdict)] = [first + width - 1 for first in first_verdict.values()]
     for start, tree in trees.items():
-        guesses[start : start + len(tree)] = tree.tokens
-    nodes = np.concatenate([_nodes(tree, start, verdicts) for start, tree in trees.items()], axis=1)
-    rows, parents, cells, wanted = upload(nodes, device)
-    said = torch.cat([tokens, trials.verdicts.flatten()])
-    eldest = torch.full_like(tokens, size).scatter_reduce(0, parents, torch.where(said[cells] == wanted, rows, size), "amin")
-    following = torch.where(eldest < size, eldest, torch.arange(size, device=device))
-    ends, guessed = upload(np.stack([last, guesses]), device)
-    emitted = torch.where(eldest < size, guessed[following], said[ends])
+        drafted[start : start + len(tree)] = tree.tokens
+    nodes = np.concatenate([_nodes(tree, start, first_verdict) for start, tree in trees.items()], axis=1)
+    rows, parents, cells, passing = upload(nodes, device)
+    values = torch.cat([samples, verdicts.cells.flatten()])
+    first = torch.full_like(samples, size)
+    first.scatter_reduce_(0, parents, torch.where(values[cells] == passing, rows, size), "amin")
+    following = torch.where(first < size, first, torch.arange(size, device=device))
+    ends, guesses = upload(np.stack([bonus, drafted]), device)
+    emitted = torch.where(first < size, guesses[following], values[ends])
     path = [upload(list(trees), device)]
     for _ in range(max(tree.depth for tree in trees.values())):
         path.append(following[path[-1]])
@@ -89,146 +143,61 @@ def accepted_paths(trees: Mapping[int, DraftTree], tokens: Tensor, trials: Rejec
     return AcceptedPaths(walked, emitted[walked])
 
 
-def _nodes(tree: DraftTree, start: int, verdicts: Mapping[int, int]) -> Ints:
-    """Of each drafted node its row, its parent's row, the place of what decides on it, and what that says if it is taken.
+def _nodes(tree: DraftTree, start: int, first_verdict: Mapping[int, int]) -> Ints:
+    """For each drafted node: its row, its parent's row, the cell that decides on it, and that cell's value if it passes [4, n].
 
-    verdicts: where those of a row begin, if its children were tried; else its sample decides.
+    A node's verdict decides on it, or its parent's sample if the tree has no verdicts.
     """
     columns = []
     for parent, children in tree.families.items():
-        tried = verdicts.get(start + parent)
+        first = first_verdict.get(start + parent)
         for order, child in enumerate(children):
-            decides = (start + parent, tree.tokens[child]) if tried is None else (tried + order, 1)
+            decides = (start + parent, tree.tokens[child]) if first is None else (first + order, 1)
             columns.append((start + child, start + parent, *decides))
     return np.array(columns, dtype=np.int64).reshape(-1, 4).T
 
 
-@dataclass(frozen=True)
-class ReportedLogprobs:
-    """Log-probabilities for one request's next chunk. output: one per accepted token, and one for the bonus token."""
-
-    prompt: tuple[TokenLogprob, ...] = ()
-    output: tuple[TokenLogprob, ...] = ()
-
-
-def drawn_rows(logits: Tensor, works: Seq[ScheduledSequence]) -> Tensor:
-    """Of a step's logits [R, V] the rows that tokens are drawn from: all but those that only prompt_logprobs wants."""
-    if not any(work.num_shown for work in works):
-        return logits
-    rows = [row for work, start in _placed(works) for row in range(start + work.num_shown, start + work.num_wanted)]
-    return logits[upload(rows, logits.device)]
-
-
-def answered(logits: Tensor, works: Seq[ScheduledSequence], tokens: Tensor, trials: RejectionResult) -> Tensor:
-    """What there is to tell, on the device, float64 [A, 1 + 2 k]: of each answer the token's log-probability, then those of
-    the k likeliest, then their ids. Does not wait for it.
-
-    logits [R, V]: all wanted rows of the step. tokens int64 [N]: the samples at the drawn ones. The answers are first those
-    about prompts, then for each request that asked those about its path, as many for all as the deepest tree has levels.
-    """
-    device = logits.device
-    questions = [upload(_about_prompt(work, start), device) for work, start in _placed(works) if work.num_shown]
-    if any(map(_asks, works)):
-        questions.append(_about_paths(works, tokens, trials))
-    if not questions:
-        return torch.zeros(0, 1, dtype=torch.float64, device=device)
-    rows, chosen = torch.cat(questions, 1)
-    most = max(max(_num_prompt_top(work) if work.num_shown else 0, _num_top(work)) for work in works)
-    scores, top = log_probs(logits[rows], chosen.clamp(max=logits.shape[1] - 1), most)
-    return torch.cat([scores[:, None].double(), top.scores.double(), top.ids.double()], 1)
-
-
-def told(
-    works: Seq[ScheduledSequence], accepted: Seq[Accepted | None], answers: npt.NDArray[np.float64]
-) -> dict[str, ReportedLogprobs]:
-    """The answers, once they are on the host, by id of the requests that asked.
-
-    Log-probabilities of a prompt gather on its sequence until the prompt is done.
-    """
-    rows = iter(answers.tolist())
-    for work in works:
-        if work.num_shown:
-            entries = [_entry(token, next(rows), _num_prompt_top(work)) for token in _shown(work)]
-            work.sequence.prompt_logprobs[work.first :] = entries
-    levels = 1 + max((_depth(work) for work in works if _asks(work)), default=0)
-    parts = {}
-    for work, outcome in zip(works, accepted, strict=True):
-        path = [next(rows) for _ in range(levels)] if _asks(work) else []
-        if outcome is not None:
-            told_of = () if work.sequence.failure else zip(outcome.tokens, path, strict=False)
-            output = tuple(_entry(token, row, _num_top(work)) for token, row in told_of)
-            parts[work.sequence.request.id] = ReportedLogprobs(_gathered(work), output)
-    return {request_id: part for request_id, part in parts.items() if part.prompt or part.output}
-
-
-def attached(chunks: Seq[Chunk], told: Mapping[str, ReportedLogprobs]) -> list[Chunk]:
-    """The chunks of a step, each with what there is to tell of its tokens."""
-    return [_attached(chunk, told[chunk.request_id]) if chunk.request_id in told else chunk for chunk in chunks]
-
-
-def _attached(chunk: Chunk, told: ReportedLogprobs) -> Chunk:
-    return replace(chunk, logprobs=told.output[: len(chunk.token_ids)], prompt_logprobs=told.prompt)
-
-
-def _placed(works: Seq[ScheduledSequence]) -> Iterator[tuple[ScheduledSequence, int]]:
-    """Each work with the first of its wanted rows."""
+def _with_starts(batch: Seq[LogitRows]) -> Iterator[tuple[LogitRows, int]]:
+    """Each request's rows with the first of them in the step's logits."""
     start = 0
-    for work in works:
-        yield work, start
-        start += work.num_wanted
+    for rows in batch:
+        yield rows, start
+        start += len(rows)
 
 
-def _asks(work: ScheduledSequence) -> bool:
-    """Whether it is asked about the output of this step."""
-    return work.sequence.request.sampling.logprobs is not None and work.emits
+def _prompt_rows(rows: LogitRows, start: int) -> Ints:
+    """Rows of the logits and the prompt tokens that they predict, [2, A]."""
+    return np.stack([np.arange(start, start + len(rows.prompt_tokens)), np.array(rows.prompt_tokens, dtype=np.int64)])
 
 
-def _num_top(work: ScheduledSequence) -> int:
-    return work.sequence.request.sampling.logprobs or 0
-
-
-def _num_prompt_top(work: ScheduledSequence) -> int:
-    return work.sequence.request.sampling.prompt_logprobs or 0
-
-
-def _depth(work: ScheduledSequence) -> int:
-    return work.tree.depth if work.tree else 0
-
-
-def _shown(work: ScheduledSequence) -> list[int]:
-    """The prompt tokens after the shown rows."""
-    return work.sequence.tokens[work.first + 1 : work.first + 1 + work.num_shown]
-
-
-def _about_prompt(work: ScheduledSequence, start: int) -> Ints:
-    """Rows of logits and the tokens after them, [2, A]."""
-    return np.stack([np.arange(start, start + work.num_shown), np.array(_shown(work), dtype=np.int64)])
-
-
-def _about_paths(works: Seq[ScheduledSequence], tokens: Tensor, trials: RejectionResult) -> Tensor:
-    """The same of all asking works' paths, whose drawn rows are placed among all wanted ones."""
+def _path_rows(batch: Seq[LogitRows], samples: Tensor, verdicts: SiblingVerdicts) -> Tensor:
+    """Rows of the logits and the tokens drawn there, along the accepted path of each request that asked, [2, A]."""
     trees: dict[int, DraftTree] = {}
-    shown: list[int] = []
+    num_prompt_rows: list[int] = []
     drawn = 0
-    for work, start in _placed(works):
-        if _asks(work):
-            trees[drawn] = work.tree or DraftTree.root_only(work.sequence.tokens[-1])
-            shown.append(start + work.num_shown - drawn)
-        drawn += len(work.drawn)
-    walked = accepted_paths(trees, tokens, trials)
-    return torch.stack([walked.rows + upload(shown, tokens.device)[:, None], walked.tokens]).flatten(1)
+    for rows, start in _with_starts(batch):
+        if rows.tree is not None and _reports_output(rows):
+            trees[drawn] = rows.tree
+            num_prompt_rows.append(start + len(rows.prompt_tokens) - drawn)
+        drawn += len(rows.positions)
+    walked = accepted_paths(trees, samples, verdicts)
+    return torch.stack([walked.rows + upload(num_prompt_rows, samples.device)[:, None], walked.tokens]).flatten(1)
 
 
-def _entry(token: int, answer: Seq[float], num_top: int) -> TokenLogprob:
-    """An answer for k likeliest, cut to so many as were asked for."""
-    most = len(answer) // 2
-    ids = tuple(map(int, answer[1 + most : 1 + most + num_top]))
-    return TokenLogprob(token, answer[0], ids, tuple(answer[1 : 1 + num_top]))
+def _reports_output(rows: LogitRows) -> bool:
+    return rows.request.sampling.logprobs is not None and rows.tree is not None
 
 
-def _gathered(work: ScheduledSequence) -> tuple[TokenLogprob, ...]:
-    """Of the prompt, with the first token that nothing foretells; once, where it was asked for."""
-    sequence = work.sequence
-    if sequence.request.sampling.prompt_logprobs is None or sequence.num_emitted > 0:
-        return ()
-    return (TokenLogprob(sequence.tokens[0], None), *sequence.prompt_logprobs)
+def _num_top(rows: LogitRows) -> int:
+    return rows.request.sampling.logprobs or 0
+
+
+def _num_prompt_top(rows: LogitRows) -> int:
+    return rows.request.sampling.prompt_logprobs or 0
+
+
+def _entry(token: int, line: Seq[float], num_top: int) -> TokenLogprob:
+    """A line of `compute_logprobs`, cut to as many likeliest tokens as the request asked for."""
+    k = len(line) // 2
+    ids = tuple(map(int, line[1 + k : 1 + k + num_top]))
+    return TokenLogprob(token, line[0], ids, tuple(line[1 : 1 + num_top]))

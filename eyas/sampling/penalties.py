@@ -1,16 +1,9 @@
-"""Penalties on tokens that have occurred: logits and counts in, logits out. Knows no request.
+"""What requests ask of their logits before the draw: biases, penalties and bans, in that order.
 
-Legend: N rows, D tokens that have occurred. All float32 and elementwise, so that no row's result depends on its neighbours.
-
-What came before each drawn row: committed tokens, then the node's own path in its tree. Integers; knows no logits.
-
-A row without a tree is the root of one that has no other node. Legend: n drawn rows of one sequence, which are the nodes of
-its tree, D different tokens, B bad words, L tokens looked back upon.
-
-What requests ask of their logits before the draw: biases, penalties, bans. Logits and work in, logits out.
-
-Every row follows the history of its own node. Order: bias, repetition, frequency and presence penalty, bans.
-Legend: N drawn rows of a step, n of one request, V vocabulary.
+Every node of a tree follows its own history: the committed tokens, then its path in the tree. A lone root stands for a request
+without a tree. All arithmetic is float32 and elementwise, so that no row's result depends on its neighbours.
+Legend: N drawn rows of a step, n of one request, V vocabulary, D different tokens that have occurred, B bad words, L tokens of
+history that they look at.
 """
 
 from __future__ import annotations
@@ -25,33 +18,143 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from eyas.engine.sequence import ScheduledSequence
 from eyas.request import Request, SamplingParams
+from eyas.sampling.acceptance import LogitRows
 from eyas.tensors import Bools, Ints, upload
 from eyas.tree import DraftTree
 
 
+class LogitRules:
+    """Applies what running requests ask of their logits, and counts tokens where a penalty needs it. A request that asks for
+    nothing costs nothing."""
+
+    def __init__(self, eos_ids: frozenset[int]) -> None:
+        """eos_ids: the model's end-of-sequence tokens."""
+        self._eos_ids = eos_ids
+        self._rules: dict[str, _RequestRules] = {}
+
+    def applied(self, logits: Tensor, batch: Seq[LogitRows]) -> Tensor:
+        """The logits to draw from, float32 [N, V]; the given ones, of the drawn rows, stay as they are."""
+        parts = list(self._parts(batch, logits))
+        if not parts:
+            return logits
+        logits = logits.clone()
+        for part in parts:
+            cells = Cells.every(part.indices, part.rules.bias_ids)
+            logits[_at(cells, logits)] += part.rules.biases.repeat(len(part.indices))
+            _penalise(logits, part)
+        logits[_at(Cells.joined([_banned(part) for part in parts]), logits)] = -torch.inf
+        return logits
+
+    def release(self, request_ids: Seq[str]) -> None:
+        """Forget requests that have ended; unknown ids are ignored."""
+        for request_id in request_ids:
+            self._rules.pop(request_id, None)
+
+    def _parts(self, batch: Seq[LogitRows], logits: Tensor) -> Iterator[_Part]:
+        start = 0
+        for rows in batch:
+            request = rows.request
+            if rows.tree is not None and _has_rules(request.sampling):
+                if request.id not in self._rules:
+                    self._rules[request.id] = self._prepared(request, logits)
+                yield _Part(request, rows.tokens, rows.tree, np.array(rows.positions), self._rules[request.id], start)
+            start += len(rows.positions)
+
+    def _prepared(self, request: Request, logits: Tensor) -> _RequestRules:
+        sampling, num_prompt = request.sampling, len(request.prompt_ids) - request.num_emitted
+        return _RequestRules(
+            bias_ids=np.array([token for token, _ in sampling.logit_bias], dtype=np.int64),
+            biases=upload(np.array([bias for _, bias in sampling.logit_bias], dtype=np.float32), logits.device),
+            end_ids=np.array(sorted(sampling.end_ids(self._eos_ids)), dtype=np.int64),
+            bad_words=BadWords.of(sampling.bad_token_ids) if sampling.bad_token_ids else None,
+            counts=TokenCounts(num_prompt, logits.shape[1]) if _has_penalties(sampling) else None,
+        )
+
+
+@dataclass(frozen=True)
+class _RequestRules:
+    """What one request asks of its logits, prepared once. end_ids: tokens that are banned while the output is too short."""
+
+    bias_ids: Ints
+    biases: Tensor
+    end_ids: Ints
+    bad_words: BadWords | None
+    counts: TokenCounts | None
+
+
+@dataclass(frozen=True)
+class _Part:
+    """The drawn rows of a request with rules, from row `start` of the step. positions: of the tokens drawn there, [n]."""
+
+    request: Request
+    tokens: Seq[int]
+    tree: DraftTree
+    positions: Ints
+    rules: _RequestRules
+    start: int
+
+    @property
+    def indices(self) -> Ints:
+        """The rows, [n]."""
+        return np.arange(self.start, self.start + len(self.tree))
+
+
+def _has_penalties(sampling: SamplingParams) -> bool:
+    return (sampling.repetition_penalty, sampling.presence_penalty, sampling.frequency_penalty) != (1, 0, 0)
+
+
+def _has_rules(sampling: SamplingParams) -> bool:
+    return bool(sampling.logit_bias or sampling.bad_token_ids or sampling.min_tokens) or _has_penalties(sampling)
+
+
+def _penalise(logits: Tensor, part: _Part) -> None:
+    """Penalise, in place, tokens that have occurred."""
+    counts, sampling = part.rules.counts, part.request.sampling
+    if counts is None:
+        return
+    counts.update(part.tokens)
+    occurred = counts.along(part.tree)
+    ids, output, prompted = (upload(array, logits.device) for array in (occurred.ids, occurred.output, occurred.prompted))
+    rows = logits[part.start : part.start + len(part.tree)]
+    penalties = Penalties(sampling.repetition_penalty, sampling.frequency_penalty, sampling.presence_penalty)
+    rows[:, ids] = penalised(rows[:, ids], output, prompted, penalties)
+
+
+def _banned(part: _Part) -> Cells:
+    """Tokens that would complete a bad word, and those that would end the output before min_tokens."""
+    num_output = part.positions - len(part.request.prompt_ids)
+    early = Cells.every(part.indices[num_output < part.request.sampling.min_tokens], part.rules.end_ids)
+    if part.rules.bad_words is None:
+        return early
+    return Cells.joined([early, part.rules.bad_words.completed(part.tokens, part.tree).below(part.start)])
+
+
+def _at(cells: Cells, logits: Tensor) -> tuple[Tensor, Tensor]:
+    return upload(cells.rows, logits.device), upload(cells.tokens, logits.device)
+
+
 @dataclass(frozen=True)
 class Penalties:
-    """How strong they are; 1, 0 and 0 do nothing."""
+    """Strengths of the three penalties; 1, 0 and 0 change nothing."""
 
     repetition: float
     frequency: float
     presence: float
 
 
-def penalised(logits: Tensor, output: Tensor, prompted: Tensor, by: Penalties) -> Tensor:
+def penalised(logits: Tensor, output: Tensor, prompted: Tensor, penalties: Penalties) -> Tensor:
     """Logits [N, D] after repetition (Keskar et al. 2019, section 4.1), then frequency and presence penalty.
 
     output: how often the token is in the row's output so far, float32 [N, D]; prompted: whether it is in the prompt, [D].
     Repetition looks at both, the other two at the output alone.
     """
     emitted = output > 0
-    weakened = (logits / by.repetition).where(logits > 0, logits * by.repetition)
-    return weakened.where(emitted | prompted, logits) - by.frequency * output - by.presence * emitted
+    weakened = (logits / penalties.repetition).where(logits > 0, logits * penalties.repetition)
+    return weakened.where(emitted | prompted, logits) - penalties.frequency * output - penalties.presence * emitted
 
 
-# Stands before a history's beginning; no token.
+# Stands in a history before its first token.
 NOTHING = -1
 
 
@@ -79,8 +182,8 @@ class Cells:
 
 @dataclass(frozen=True)
 class Occurrences:
-    """Tokens in the histories of one sequence's drawn rows. ids: which, [D]. prompted: whether in the prompt, [D].
-    output: how often each is behind the prompt, by row, float32 [n, D]."""
+    """Tokens in the histories of one request's drawn rows. ids: the tokens [D]. prompted: whether the prompt holds them [D].
+    output: how often each occurs after the prompt, by row, float32 [n, D]."""
 
     ids: Ints
     prompted: Bools
@@ -88,8 +191,10 @@ class Occurrences:
 
 
 class TokenCounts:
-    """How often each token is in a sequence; committed tokens are counted once, as they come. num_prompt: tokens of its
-    prompt."""
+    """How often each token occurs in a sequence. Committed tokens are counted once, as they come.
+
+    num_prompt: length of the prompt.
+    """
 
     def __init__(self, num_prompt: int, vocab_size: int) -> None:
         self._num_prompt = num_prompt
@@ -98,8 +203,8 @@ class TokenCounts:
         self._prompted = np.zeros(vocab_size, dtype=np.bool_)
         self._output = np.zeros(vocab_size, dtype=np.float32)
 
-    def take(self, tokens: Seq[int]) -> None:
-        """Count what is new of the committed tokens."""
+    def update(self, tokens: Seq[int]) -> None:
+        """Count the committed tokens that were not counted yet."""
         new = np.array(tokens[self._num_counted :], dtype=np.int64)
         num_prompt = max(self._num_prompt - self._num_counted, 0)
         self._prompted[new[:num_prompt]] = True
@@ -108,8 +213,7 @@ class TokenCounts:
         self._num_counted = len(tokens)
 
     def along(self, tree: DraftTree) -> Occurrences:
-        """Committed tokens, and for every node those on its path: the strict ancestor mask times the tree's tokens as
-        one-hot rows, added up where it is not zero."""
+        """Count the committed tokens and, for every node, those on its path."""
         drafted = _drafted(tree)
         ids = np.union1d(self._ids, drafted.tokens)
         output = np.tile(self._output[ids], (len(tree), 1))
@@ -118,14 +222,14 @@ class TokenCounts:
 
 
 def _drafted(tree: DraftTree) -> Cells:
-    """For every node, the tokens on its path below the root, its own included: the root is a committed token."""
+    """For every node, the tokens on its path without the root, which is a committed token; its own token included."""
     rows, nodes = np.nonzero(tree.ancestor_mask()[:, 1:])
     return Cells(rows, np.array(tree.tokens[1:], dtype=np.int64)[nodes])
 
 
-def _tails(committed: list[int], tree: DraftTree, length: int) -> Ints:
-    """The last `length` tokens of each row's history, the latest first; NOTHING before the beginning. [n, L]."""
-    committed = committed[-length:]
+def _tails(committed: Seq[int], tree: DraftTree, length: int) -> Ints:
+    """The last `length` tokens of each node's history, the latest first; NOTHING before the first token. [n, L]."""
+    committed = list(committed[-length:])
     tokens = np.array([NOTHING] * length + committed + list(tree.tokens[1:]), dtype=np.int64)
     root = length + len(committed) - 1
     before = np.arange(-1, len(tokens) - 1)
@@ -141,7 +245,7 @@ def _tails(committed: list[int], tree: DraftTree, length: int) -> Ints:
 @dataclass(frozen=True)
 class BadWords:
     """Sequences that must not be completed. heads: all but the last token of each, the latest first [B, L];
-    free: where a head is shorter and anything fits [B, L]; lasts: the last tokens [B]."""
+    free: where a head is shorter and any token fits [B, L]; lasts: the last tokens [B]."""
 
     heads: Ints
     free: Bools
@@ -155,121 +259,9 @@ class BadWords:
             row[: len(word) - 1] = word[-2::-1]
         return cls(heads, heads == NOTHING, np.array([word[-1] for word in words], dtype=np.int64))
 
-    def completed(self, committed: list[int], tree: DraftTree) -> Cells:
+    def completed(self, committed: Seq[int], tree: DraftTree) -> Cells:
         """For every node, the tokens that would complete a bad word."""
         histories = _tails(committed, tree, self.heads.shape[1])
         met = ((histories[:, None] == self.heads) | self.free).all(-1)
         rows, words = np.nonzero(met)
         return Cells(rows, self.lasts[words])
-
-
-@dataclass(frozen=True)
-class _Asked:
-    """What one request asks of its logits, made ready once. end_ids: banned while the output is too short."""
-
-    bias_ids: Ints
-    biases: Tensor
-    end_ids: Ints
-    bad_words: BadWords | None
-    counts: TokenCounts | None
-
-
-@dataclass(frozen=True)
-class _Rows:
-    """The drawn rows of a request that asks something: n of them from `start` on."""
-
-    work: ScheduledSequence
-    asked: _Asked
-    start: int
-
-    @property
-    def rows(self) -> Ints:
-        return np.arange(self.start, self.start + len(self.work.drawn))
-
-    @property
-    def tree(self) -> DraftTree:
-        return self.work.tree or DraftTree.root_only(self.work.sequence.tokens[-1])
-
-    @property
-    def sampling(self) -> SamplingParams:
-        return self.work.sequence.request.sampling
-
-
-class LogitRules:
-    """Keeps what running requests ask, and how often each token has occurred where a penalty needs it. A request that asks
-    nothing costs nothing."""
-
-    def __init__(self, eos_ids: frozenset[int]) -> None:
-        self._eos_ids = eos_ids
-        self._asked: dict[str, _Asked] = {}
-
-    def applied(self, logits: Tensor, works: Seq[ScheduledSequence]) -> Tensor:
-        """The logits float32 [N, V] that are drawn from; the given ones stay as they are."""
-        parts = list(self._parts(works, logits))
-        if not parts:
-            return logits
-        logits = logits.clone()
-        for part in parts:
-            cells = Cells.every(part.rows, part.asked.bias_ids)
-            logits[_at(cells, logits)] += part.asked.biases.repeat(len(part.rows))
-            _penalise(logits, part)
-        logits[_at(Cells.joined([_banned(part) for part in parts]), logits)] = -torch.inf
-        return logits
-
-    def release(self, request_ids: Seq[str]) -> None:
-        """Forget requests that have ended; unknown ones are ignored."""
-        for request_id in request_ids:
-            self._asked.pop(request_id, None)
-
-    def _parts(self, works: Seq[ScheduledSequence], logits: Tensor) -> Iterator[_Rows]:
-        start = 0
-        for work in works:
-            request = work.sequence.request
-            if work.drawn and _asks(request.sampling):
-                if request.id not in self._asked:
-                    self._asked[request.id] = self._prepared(request, logits)
-                yield _Rows(work, self._asked[request.id], start)
-            start += len(work.drawn)
-
-    def _prepared(self, request: Request, logits: Tensor) -> _Asked:
-        sampling, num_prompt = request.sampling, len(request.prompt_ids) - request.num_emitted
-        return _Asked(
-            bias_ids=np.array([token for token, _ in sampling.logit_bias], dtype=np.int64),
-            biases=upload(np.array([bias for _, bias in sampling.logit_bias], dtype=np.float32), logits.device),
-            end_ids=np.array(sorted(sampling.end_ids(self._eos_ids)), dtype=np.int64),
-            bad_words=BadWords.of(sampling.bad_token_ids) if sampling.bad_token_ids else None,
-            counts=TokenCounts(num_prompt, logits.shape[1]) if _penalises(sampling) else None,
-        )
-
-
-def _penalises(sampling: SamplingParams) -> bool:
-    return (sampling.repetition_penalty, sampling.presence_penalty, sampling.frequency_penalty) != (1, 0, 0)
-
-
-def _asks(sampling: SamplingParams) -> bool:
-    return bool(sampling.logit_bias or sampling.bad_token_ids or sampling.min_tokens) or _penalises(sampling)
-
-
-def _penalise(logits: Tensor, part: _Rows) -> None:
-    """Penalise, in place, what has occurred in a request's rows."""
-    if part.asked.counts is None:
-        return
-    part.asked.counts.take(part.work.sequence.tokens)
-    occurred, asked = part.asked.counts.along(part.tree), part.sampling
-    ids, output, prompted = (upload(array, logits.device) for array in (occurred.ids, occurred.output, occurred.prompted))
-    rows = logits[part.start : part.start + len(part.tree)]
-    by = Penalties(asked.repetition_penalty, asked.frequency_penalty, asked.presence_penalty)
-    rows[:, ids] = penalised(rows[:, ids], output, prompted, by)
-
-
-def _banned(part: _Rows) -> Cells:
-    """Tokens that would complete a bad word, and those that would end the output before min_tokens."""
-    index = np.array(part.work.drawn) - len(part.work.sequence.request.prompt_ids)
-    early = Cells.every(part.rows[index < part.sampling.min_tokens], part.asked.end_ids)
-    if part.asked.bad_words is None:
-        return early
-    return Cells.joined([early, part.asked.bad_words.completed(part.work.sequence.tokens, part.tree).below(part.start)])
-
-
-def _at(cells: Cells, logits: Tensor) -> tuple[Tensor, Tensor]:
-    return upload(cells.rows, logits.device), upload(cells.tokens, logits.device)

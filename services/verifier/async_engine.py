@@ -205,4 +205,4 @@ class AsyncEngine:
 
 def _worker_load(engine: Engine) -> Load:
     load = engine.load
-    return Load(load.num_running, load.num_waiting, load.free_kv_tokens, engine.max_running)
+    return Load(load.num_running, load.num_waiting, load.free_kv_tokens, engine.max_num_seqs)

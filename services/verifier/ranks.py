@@ -12,7 +12,7 @@ import signal
 from collections.abc import Mapping
 
 from eyas.config import VerifierConfig
-from eyas.engine.build import follow
+from eyas.engine.build import run_worker
 from eyas.errors import ConfigError
 from eyas.models.workers import RankInfo
 from eyas.rpc.channel import Peers
@@ -67,7 +67,7 @@ async def follow_rank_0(config: VerifierConfig, info: RankInfo) -> None:
     address = await server.start(())
     log.info("rank %d of %d; health is served on %s", info.rank, info.size, address)
     try:
-        await asyncio.to_thread(follow, config.model, config.dtype, config.engine.max_model_len, info, ready)
+        await asyncio.to_thread(run_worker, config.model, config.dtype, config.engine.max_model_len, info, ready)
     finally:
         await server.set_serving(False)
         await server.stop(0)

@@ -1,0 +1,51 @@
+"""From the logits of a step to what each request gets: draw a token at every node, then accept drafted ones."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from eyas.sampling.acceptance import Accepted, LogitRows, VerifyOutput, accept
+from eyas.sampling.logprobs import ReportedLogprobs, compute_logprobs, drawn_rows, read_logprobs
+from eyas.sampling.penalties import LogitRules
+from eyas.sampling.rejection import rejection_sample
+from eyas.sampling.sampler import Draw, sample
+from eyas.tensors import download
+
+UNUSABLE_LOGITS = "the target gave logits that are not numbers; its weights or dtype do not work here"
+
+
+def verify(batch: Sequence[LogitRows], logits: Tensor, rules: LogitRules) -> list[VerifyOutput]:
+    """Draw a token at every node and accept drafted ones, by the rule `rejection` in sampled trees and by `match` in others.
+
+    batch: the requests of the step, in the order of their rows. logits: float32 [R, V] of all of them.
+    Everything is computed on the device and comes back in one copy, so that the host waits for the device once.
+    """
+    raw = drawn_rows(batch, logits)
+    ruled = rules.applied(raw, batch)
+    draws = [Draw(rows.request.noise_key, position) for rows in batch for position in rows.positions]
+    tokens = sample(ruled, draws)
+    verdicts = rejection_sample(batch, ruled, draws)
+    on_host = download(tokens, verdicts.cells, compute_logprobs(batch, logits, tokens, verdicts))
+    samples: list[int] = on_host[0].astype(int).tolist()
+    rejected = verdicts.accepted(on_host[1].astype(int).tolist(), samples)
+
+    accepted: list[Accepted | None] = []
+    sampled: list[tuple[int, ...]] = []
+    row = 0
+    for rows in batch:
+        sampled.append(tuple(samples[row : row + len(rows.positions)]))
+        accepted.append((rejected.get(row) or accept(rows.tree, sampled[-1])) if rows.tree else None)
+        row += len(rows.positions)
+    reported = read_logprobs(batch, accepted, on_host[2])
+    return [_output(*of_request, logits.shape[1]) for of_request in zip(accepted, sampled, reported, strict=True)]
+
+
+def _output(
+    accepted: Accepted | None, samples: tuple[int, ...], reported: ReportedLogprobs, vocab_size: int
+) -> VerifyOutput:
+    """A sample outside the vocabulary stands for logits that are NaN."""
+    if accepted is not None and accepted.tokens[-1] >= vocab_size:
+        return VerifyOutput(accepted, error=UNUSABLE_LOGITS)
+    return VerifyOutput(accepted, samples, reported.output, reported.prompt)
