@@ -7,6 +7,12 @@ import torch
 from safetensors.torch import save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from eyas.config import EngineConfig, TreeConfig
+from eyas.drafters.base import Drafter
+from eyas.engine.build import assemble_engine, load_model
+from eyas.engine.engine import Engine
+from eyas.models.heads.features import FeatureFuser
+
 DEMO = Path("models/demo")
 
 
@@ -93,3 +99,16 @@ def write_eagle1_head(folder: Path, vocab_size: int = 48, hidden: int = 32, seed
     save_file(tensors, folder / "model.safetensors")
     (folder / "config.json").write_text(json.dumps(config))
     return folder
+
+
+def build_engine(
+    target: str,
+    fuser: FeatureFuser | None,
+    dtype: str,
+    device: str,
+    engine: EngineConfig,
+    tree: TreeConfig,
+    drafter: Drafter | None,
+) -> Engine:
+    """An engine over a target that is loaded for it."""
+    return assemble_engine(load_model(target, fuser, dtype, device, engine), fuser, engine, tree, drafter)

@@ -89,7 +89,7 @@ class CostModel:
         ratio = min(max(seconds, 1e-9) / expected, self.MAX_SURPRISE)
         near: Floats = np.array([np.interp(size, self._sizes, unit) for unit in np.eye(len(self._sizes))])
         weights = self.FAR_WEIGHT + (1 - self.FAR_WEIGHT) * near
-        self._seconds = np.maximum.accumulate(self._seconds * ratio ** (self._rate * weights)).astype(np.float64)
+        self._seconds = np.maximum.accumulate(self._seconds * ratio ** (self._rate * weights))
 
 
 class AcceptanceModel:
@@ -103,7 +103,7 @@ class AcceptanceModel:
     PRIOR_TREES = 2.0  # trees that the prior counts for
 
     def __init__(self, max_nodes: int) -> None:
-        self._prior: Floats = self.PRIOR_ACCEPTANCE ** np.arange(max_nodes)
+        self._prior: Floats = np.power(self.PRIOR_ACCEPTANCE, np.arange(max_nodes)).astype(np.float64)
         self._requested: Floats = np.zeros(max_nodes)
         self._came: Floats = np.zeros(max_nodes)
         self._accepted: Floats = np.zeros(max_nodes)

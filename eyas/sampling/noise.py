@@ -1,7 +1,7 @@
-"""The one noise function: (seed, position, token id) in, exponential noise out. Knows no model and no request.
+"""The one noise function of target and drafters: exponential noise as a function of (seed, position, token id).
 
 A 64-bit counter hash (the finaliser of SplitMix64, Steele et al., OOPSLA 2014) gives 32 bits per (seed, position, token),
-read as v in (0, 1); e = -log1p(-v) is exponential, and argmin e/p is a draw from p (an exponential race). The hash is
+read as v in (0, 1). Then e = -log1p(-v) is exponential, and argmin e / p is a draw from p (an exponential race). The hash is
 integer arithmetic and the rest float64 rounded once, so that every device and both sides of the wire agree.
 """
 
@@ -20,46 +20,41 @@ MIX_2 = -7723592293110705685  # 0x94D049BB133111EB
 
 
 def exponential_noise(seeds: Sequence[int], positions: Sequence[int], token_ids: Tensor) -> Tensor:
-    """Noise e of every (seeds[i], positions[i]) at every token id.
+    """Noise of every (seeds[i], positions[i]) at every token id: float32 [N, V], above 0.
 
-    seeds lie in [0, 2**64), positions in [0, 2**63); token_ids is int64 [V], or [N, V] with ids of its own for each.
-    Returns float32 [N, V], above 0.
+    seeds: in [0, 2**64). positions: in [0, 2**63). token_ids: int64 [V], or [N, V] if they differ by row.
     """
-    return exponential_noise_at(_signed(seeds, token_ids), _integers(positions, token_ids), token_ids)
+    return exponential_noise_at(_signed(seeds, token_ids), upload(positions, token_ids.device), token_ids)
 
 
 def exponential_noise_at(seeds: Tensor, positions: Tensor, token_ids: Tensor) -> Tensor:
-    """The same where seeds, as signed 64-bit integers, and positions are int64 [N] beside token_ids."""
+    """`exponential_noise` with seeds, as signed 64-bit integers, and positions on the device, int64 [N]."""
     uniform = _logical_shift(_bits(seeds, positions, token_ids), 32).double().add_(0.5).mul_(2.0**-32)
     return uniform.neg_().log1p_().neg_().float()
 
 
 def uniform_noise(seeds: Sequence[int], positions: Sequence[int], indices: Tensor) -> Tensor:
-    """Float64 [N, C], strictly between 0 and 1, of every (seeds[i], positions[i]) at every index; indices int64 [C].
+    """Uniform numbers of every (seeds[i], positions[i]) at every index: float64 [N, C], strictly between 0 and 1.
 
-    A stream of its own: it hashes where no token id stands, below 0.
+    indices: int64 [C]. Independent of `exponential_noise`: it hashes counters below 0, where no token id lies.
     """
-    bits = _bits(_signed(seeds, indices), _integers(positions, indices), -2 - indices)
+    bits = _bits(_signed(seeds, indices), upload(positions, indices.device), -2 - indices)
     return _logical_shift(bits, 12).double().add_(0.5).mul_(2.0**-52)
 
 
 def draft_seed(seed: int) -> int:
-    """The seed of a drafter that draws from its own law: its noise must not depend on the target's, nor tell of it."""
+    """The seed of a drafter that samples from its own distribution: its noise must be independent of the target's."""
     digest = hashlib.blake2b(seed.to_bytes(8, "little"), digest_size=8, person=b"eyas draft")
     return int.from_bytes(digest.digest(), "little")
 
 
 def signed(seed: int) -> int:
-    """The signed 64-bit integer of the same bits."""
+    """The signed 64-bit integer with the same bits."""
     return seed - (seed >> 63 << 64)
 
 
 def _signed(seeds: Sequence[int], beside: Tensor) -> Tensor:
-    return _integers([signed(seed) for seed in seeds], beside)
-
-
-def _integers(values: Sequence[int], beside: Tensor) -> Tensor:
-    return upload(values, beside.device)
+    return upload([signed(seed) for seed in seeds], beside.device)
 
 
 def _bits(seeds: Tensor, positions: Tensor, counters: Tensor) -> Tensor:
@@ -69,8 +64,10 @@ def _bits(seeds: Tensor, positions: Tensor, counters: Tensor) -> Tensor:
 
 
 def _mix_(z: Tensor) -> Tensor:
-    """A bijection on 64-bit integers whose output bits all depend on all input bits. Multiplication wraps. In place: of many
-    rows, allocation is what takes the time."""
+    """A bijection on 64-bit integers whose output bits all depend on all input bits. Multiplication wraps.
+
+    In place, because allocation dominates with many rows.
+    """
     z.bitwise_xor_(_logical_shift(z, 30)).mul_(MIX_1)
     z.bitwise_xor_(_logical_shift(z, 27)).mul_(MIX_2)
     return z.bitwise_xor_(_logical_shift(z, 31))

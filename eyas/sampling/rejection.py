@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -100,9 +101,9 @@ class Families:
     def of(cls, trees: Sequence[DraftTree], device: torch.device) -> Families:
         """The families of each tree in turn, in the order of `DraftTree.families`; at least one."""
         drawn = [(tree, tree.sampled, node) for tree in trees if tree.sampled is not None for node in tree.families]
-        laws = [sampled.draft_probs[node] for _, sampled, node in drawn]
-        places = [_places(law, tree, node) for law, (tree, _, node) in zip(laws, drawn, strict=True)]
-        ids, probs = (_padded([getattr(law, name) for law in laws]) for name in ("ids", "probs"))
+        drafts = [sampled.draft_probs[node] for _, sampled, node in drawn]
+        places = [_places(draft, tree, node) for draft, (tree, _, node) in zip(drafts, drawn, strict=True)]
+        ids, probs = (_padded([getattr(draft, name) for draft in drafts]) for name in ("ids", "probs"))
         real = _padded([[1] * len(family) for family in places]) > 0
         return cls(
             ids=upload(ids.astype(np.int64), device),
@@ -114,15 +115,18 @@ class Families:
         )
 
 
-def accept_probs(target: Tensor, families: Families) -> tuple[Tensor, Tensor]:
+class SiblingProbs(NamedTuple):
+    """chances: probability that each child is accepted once it is reached [F, C]; 0 where there is no child.
+    residual: weights of the next token when all children are rejected, not normalised [F, V]."""
+
+    chances: Tensor
+    residual: Tensor
+
+
+def accept_probs(target: Tensor, families: Families) -> SiblingProbs:
     """How likely each sibling is accepted, and what the next token is drawn from if none is.
 
     target: the target's probabilities at the families' parents, float64 [F, V], not necessarily normalised.
-
-    Returns:
-        chances [F, C]: probability that each child is accepted once it is reached; 0 where there is no child.
-        residual [F, V]: weights of the next token when all children are rejected, not normalised.
-
     `kept` are the target's weights at the draft's tokens and `mass` is their sum together with those outside, so that p is
     kept / mass, and tokens outside the draft distribution keep their target weight throughout.
     """
@@ -144,11 +148,11 @@ def accept_probs(target: Tensor, families: Families) -> tuple[Tensor, Tensor]:
     rows = torch.arange(len(target), device=target.device)[:, None]
     cells = (rows * target.shape[1] + families.ids).flatten()[families.cells]
     residual.view(-1)[cells] = kept.flatten()[families.cells]
-    return torch.cat(chances, 1), residual
+    return SiblingProbs(torch.cat(chances, 1), residual)
 
 
-def _places(law: DraftProbs, tree: DraftTree, node: int) -> list[int]:
-    index = {token: place for place, token in enumerate(law.ids)}
+def _places(draft: DraftProbs, tree: DraftTree, node: int) -> list[int]:
+    index = {token: place for place, token in enumerate(draft.ids)}
     return [index[tree.tokens[child]] for child in tree.families[node]]
 
 

@@ -14,7 +14,7 @@ from eyas.engine.engine import Engine
 from eyas.request import Request
 from eyas.sampling.acceptance import accept
 from eyas.sampling.logprobs import accepted_paths
-from eyas.sampling.rejection import RejectionResult
+from eyas.sampling.rejection import SiblingVerdicts
 from eyas.tensors import download
 from eyas.tree import DraftProbs, DraftTree, SampledProposal
 from tests.acceptance.test_rejection_engine import METHODS, PARAMS, make_drafter, make_engine
@@ -35,8 +35,8 @@ ASKED = (
 
 def run(engine: Engine) -> list[list[str]]:
     """The waits of each step with requests that ask for everything, alone and side by side."""
-    forward, noted = engine._runner.passes.forward, list[list[str]]()
-    engine._runner.passes.forward = unwatched(forward)  # type: ignore[method-assign]
+    forward, noted = engine._runner.backend.forward, list[list[str]]()
+    engine._runner.backend.forward = unwatched(forward)  # type: ignore[method-assign]
     for i, sampling in enumerate(ASKED):
         engine.submit(Request(f"{i}", tuple(range(3, 10 + i)), replace(sampling, seed=i, max_tokens=8 + 3 * i)))
     step = watched(engine.step, noted)
@@ -74,10 +74,10 @@ def test_a_round_of_drafts_waits_once_for_each_way_to_propose(method: str, tiny_
 
 
 def on_host(
-    found: Sequence[DraftTree], tokens: list[int], trials: RejectionResult
+    found: Sequence[DraftTree], tokens: list[int], verdicts: SiblingVerdicts
 ) -> tuple[list[list[int]], list[list[int]]]:
     starts = np.cumsum([0, *map(len, found)])[:-1].tolist()
-    walked = accepted_paths(dict(zip(starts, found, strict=True)), torch.tensor(tokens), trials)
+    walked = accepted_paths(dict(zip(starts, found, strict=True)), torch.tensor(tokens), verdicts)
     rows, emitted = download(walked.rows, walked.tokens)
     own = rows.astype(int) - np.array(starts)[:, None]
     return own.tolist(), emitted.astype(int).tolist()
@@ -86,7 +86,7 @@ def on_host(
 @settings(max_examples=40)
 @given(st.lists(trees(vocab_size=3), min_size=1, max_size=4), st.data())
 def test_device_paths_equal_the_walk(found: list[DraftTree], data: st.DataObject) -> None:
-    """Some trees are matched, the others tried."""
+    """Some trees follow the rule `match`, the others `rejection`."""
     total = sum(map(len, found))
     tokens = data.draw(st.lists(st.integers(0, 4), min_size=total, max_size=total))
     tried = data.draw(st.lists(st.booleans(), min_size=len(found), max_size=len(found)))
@@ -96,9 +96,9 @@ def test_device_paths_equal_the_walk(found: list[DraftTree], data: st.DataObject
     held = {start: tree for start, tree, yes in zip(starts, drawn, tried, strict=True) if yes and tree.families}
     width = max((len(family) for tree in held.values() for family in tree.families.values()), default=0)
     rows = [[data.draw(st.integers(0, 1)) for _ in range(width)] + [7] for tree in held.values() for _ in tree.families]
-    trials = RejectionResult(held, torch.tensor(rows, dtype=torch.int64).reshape(-1, width + 1))
-    walked, emitted = on_host(found, tokens, trials)
-    outcomes = trials.accepted(rows, tokens)
+    verdicts = SiblingVerdicts(held, torch.tensor(rows, dtype=torch.int64).reshape(-1, width + 1))
+    walked, emitted = on_host(found, tokens, verdicts)
+    outcomes = verdicts.accepted(rows, tokens)
     for start, tree, path, said in zip(starts, found, walked, emitted, strict=True):
         expected = outcomes.get(start) or accept(tree, tokens[start : start + len(tree)])
         length = len(expected.path)

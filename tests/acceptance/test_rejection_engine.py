@@ -178,7 +178,7 @@ def test_under_match_a_drawn_tree_counts_as_none(tiny_target: str, tiny_head: st
 
 
 def test_a_drafter_that_cannot_sample_is_refused_at_the_start(tiny_target: str, tiny_head: str) -> None:
-    with pytest.raises(ConfigError, match=r"RandomDrafter cannot draw trees from its own law; set engine\.rule to match"):
+    with pytest.raises(ConfigError, match=r"RandomDrafter cannot sample trees from its own distribution; set engine\.acceptance to match"):
         make_engine(RandomDrafter(48), tiny_target, tiny_head)
 
 

@@ -6,7 +6,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from eyas.sampling.rejection import Families, accept_drawn, accept_probs
+from eyas.sampling.acceptance import walk
+from eyas.sampling.rejection import Families, accept_probs
 from eyas.tree import DraftProbs, DraftTree, SampledProposal
 from tests.acceptance.toy_probs import CPU, Drawn, Law, emitted_law, every_tree, random_law, total_variation
 from tests.strategies import trees
@@ -61,8 +62,8 @@ def test_equal_distributions_accept_every_first_draw() -> None:
     )
     trial = accept_probs(torch.from_numpy(row)[None], Families.of([tree], CPU))
     assert trial.chances.item() == pytest.approx(1, abs=1e-15)
-    assert trial.rest[0].sum() > 0
-    assert trial.rest[0, 3] == 0
+    assert trial.residual[0].sum() > 0
+    assert trial.residual[0, 3] == 0
 
 
 @pytest.mark.parametrize("replacement", [True, False], ids=["with replacement", "without"])
@@ -101,7 +102,7 @@ def test_a_tree_is_weighed_as_if_it_were_alone(seed: int, shapes: list[tuple[int
         alone, end = accept_probs(law, Families.of([tree], CPU)), start + len(law)
         width = alone.chances.shape[1]
         torch.testing.assert_close(together.chances[start:end, :width], alone.chances, atol=1e-14, rtol=1e-14)
-        torch.testing.assert_close(together.rest[start:end], alone.rest, atol=1e-14, rtol=1e-14)
+        torch.testing.assert_close(together.residual[start:end], alone.residual, atol=1e-14, rtol=1e-14)
         assert not together.chances[start:end, width:].any()
         start = end
 
@@ -110,14 +111,14 @@ def test_logits_that_are_not_numbers_accept_nothing() -> None:
     tree = DraftTree((0, 2), (0, 0), (0.0, 0.0), sampled=SampledProposal({0: DraftProbs((2, 3), (0.5, 0.5))}))
     trial = accept_probs(torch.full((1, VOCAB), float("nan"), dtype=torch.float64), Families.of([tree], CPU))
     assert not (trial.chances > 0).any()
-    assert trial.rest.isnan().all()
+    assert trial.residual.isnan().all()
 
 
 @given(trees(), st.data())
 def test_the_walk_takes_the_first_accepted_child(tree: DraftTree, data: st.DataObject) -> None:
     passed = data.draw(st.lists(st.booleans(), min_size=len(tree), max_size=len(tree)))
     drawn = list(range(100, 100 + len(tree)))
-    outcome = accept_drawn(tree, passed, drawn)
+    outcome = walk(tree, passed, drawn)
     last = outcome.path[-1]
     assert outcome.path == tree.path(last)
     assert outcome.tokens == (*(tree.tokens[node] for node in outcome.path[1:]), 100 + last)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from eyas.sampling.rejection import Families, SiblingTrial, accept_probs
+from eyas.sampling.rejection import Families, SiblingProbs, accept_probs
 from eyas.tree import DraftProbs, DraftTree, SampledProposal
 
 CPU = torch.device("cpu")
@@ -91,7 +91,7 @@ def emitted_law(target: Law, trees: list[Drawn], length: int) -> dict[Prefix, fl
     return law
 
 
-def _outcomes(target: Law, tree: DraftTree, trial: SiblingTrial, first: int) -> Iterator[tuple[Prefix, float]]:
+def _outcomes(target: Law, tree: DraftTree, trial: SiblingProbs, first: int) -> Iterator[tuple[Prefix, float]]:
     family_of = {node: first + i for i, node in enumerate(tree.families)}
 
     def visit(node: int, chance: float) -> Iterator[tuple[Prefix, float]]:
@@ -101,7 +101,7 @@ def _outcomes(target: Law, tree: DraftTree, trial: SiblingTrial, first: int) -> 
             for child, accepted in zip(tree.families[node], trial.chances[row].tolist(), strict=False):
                 yield from visit(child, chance * accepted)
                 chance *= 1 - accepted
-            rest = trial.rest[row].numpy()
+            rest = trial.residual[row].numpy()
         if chance > 0:
             yield from (((*tokens, token), chance * share) for token, share in enumerate(rest / rest.sum()) if share > 0)
 

@@ -13,10 +13,9 @@ from eyas.drafters.noise_scale import GRID, NoiseScale
 from eyas.drafters.registry import build_drafter, build_fuser
 from eyas.drafters.scoring import PerturbedScorer, PlainScorer, make_scorer
 from eyas.drafters.tree_growth import Candidates, Expansion, StaticTree, grow_dynamic, grow_static
-from eyas.engine.build import build_engine
 from eyas.request import NoiseKey, Request, SamplingParams
 from tests import reference
-from tests.tiny import write_small
+from tests.tiny import build_engine, write_small
 from tests.tiny_medusa_hydra import tiny_heads
 
 VOCAB, SESSIONS, SHAPE = 24, 20, TreeConfig(40, 3, 4)

@@ -12,7 +12,6 @@ from eyas.drafters import cuda_graphs as captured
 from eyas.drafters.base import LocalDrafter
 from eyas.drafters.cuda_graphs import Bucket, TreeGraphs
 from eyas.drafters.registry import build_fuser
-from eyas.engine.build import build_engine
 from eyas.errors import ConfigError
 from eyas.models.cuda.graphs import padded_size
 from eyas.request import NoiseKey, Request, SamplingParams
@@ -20,6 +19,7 @@ from eyas.tree import DraftTree
 from tests import reference
 from tests.drafters.emulated_graphs import DEVICE, METHODS, capturing, make
 from tests.drafters.test_eagle_trees import commit, session
+from tests.tiny import build_engine
 
 Out = TypeVar("Out")
 

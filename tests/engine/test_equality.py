@@ -51,7 +51,7 @@ def case_of(name: str, target: str, head: str) -> Case:
 
 def make_engine(drafter: Drafter | None, target: str, head: str, name: str = "eagle3", **limits: int) -> Engine:
     fuser = case_of(name, target, head).fuser()
-    config = EngineConfig(**{"num_slots": 1024, "max_prefill_tokens": 16, **limits})
+    config = EngineConfig(**{"max_kv_tokens": 1024, "max_prefill_tokens": 16, **limits})
     return assemble_engine(
         load_target(target, aux_hidden_state_layers=fuser.aux_hidden_state_layers if fuser else ()),
         fuser,
@@ -89,7 +89,7 @@ def prompts(count: int, seed: int = 0) -> list[list[int]]:
 def test_a_batch_with_staggered_arrivals_equals_the_plain_loop(
     name: str, kind: str, tiny_target: str, tiny_head: str
 ) -> None:
-    engine = make_engine(make_drafter(name, tiny_target, tiny_head), tiny_target, tiny_head, name, max_running=6)
+    engine = make_engine(make_drafter(name, tiny_target, tiny_head), tiny_target, tiny_head, name, max_num_seqs=6)
     requests = [
         Request(f"r{i}", tuple(prompt), replace(PARAMS[kind], seed=100 + i, max_tokens=24 - i))
         for i, prompt in enumerate(prompts(8))
@@ -150,7 +150,7 @@ def test_a_cancelled_request_frees_everything_at_the_next_step(tiny_target: str,
 def test_sampled_tokens_follow_the_target_probs(name: str, tiny_target: str, tiny_head: str) -> None:
     """Chi-square of the first two emitted tokens over many seeds on a small vocabulary, the second out of a draft tree."""
     engine = make_engine(
-        make_drafter(name, tiny_target, tiny_head), tiny_target, tiny_head, max_running=64, num_slots=8192, max_waiting=1500
+        make_drafter(name, tiny_target, tiny_head), tiny_target, tiny_head, max_num_seqs=64, max_kv_tokens=8192, max_queued_requests=1500
     )
     count, prompt = 1500, (7, 8, 9)
     for seed in range(count):

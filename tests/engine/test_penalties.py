@@ -77,7 +77,7 @@ def test_steered_requests_beside_others_equal_the_plain_loop(name: str, tiny_tar
     engine = engine_with(drafter, tiny_target, tiny_head)
     chunks = run(engine, {0: requests[:7], 3: requests[7:15], 9: requests[15:]})
     assert {request.id: tokens_of(chunks[request.id]) for request in requests} == expected
-    assert not engine._rules._asked, "what requests asked is forgotten with them"
+    assert not engine._rules._rules, "what requests asked is forgotten with them"
     if name == "knowing":
         assert acceptance_length(chunks) > 3, "deep nodes were accepted"
 
@@ -113,9 +113,9 @@ def test_every_row_of_a_tree_is_steered_by_its_own_history(
     sequence = Sequence(Request("a", tuple(prompt), kind), QueueKey(0.0, 0), list(before))
     work = ScheduledSequence(sequence, np.arange(len(tree) if tree else 1), len(before) - 1, tree)
     other = ScheduledSequence(under(sequence, "b", SamplingParams(temperature=0)), work.slots, work.first, tree)
-    logits = 3 * torch.randn(3 * len(work.drawn), 6, generator=torch.Generator().manual_seed(len(before)))
-    steered = LogitRules(frozenset({1})).applied(logits, [other, work, other])
-    size = len(work.drawn)
+    logits = 3 * torch.randn(3 * len(work.logit_rows), 6, generator=torch.Generator().manual_seed(len(before)))
+    steered = LogitRules(frozenset({1})).applied(logits, [other.logit_rows, work.logit_rows, other.logit_rows])
+    size = len(work.logit_rows)
     assert torch.equal(steered[:size], logits[:size])
     assert torch.equal(steered[2 * size :], logits[2 * size :])
     for node in range(size):
@@ -126,13 +126,13 @@ def test_every_row_of_a_tree_is_steered_by_its_own_history(
 
 def under(sequence: Sequence, name: str, sampling: SamplingParams) -> Sequence:
     """The same tokens, asked for otherwise."""
-    return Sequence(Request(name, sequence.request.prompt_ids, sampling), sequence.place, sequence.tokens)
+    return Sequence(Request(name, sequence.request.prompt_ids, sampling), sequence.key, sequence.tokens)
 
 
 def test_default_requests_keep_their_logits() -> None:
     sequence = Sequence.start(Request("a", (1, 2), PLAIN), QueueKey(0.0, 0))
     logits = torch.zeros(1, 8)
-    assert LogitRules(frozenset()).applied(logits, [ScheduledSequence(sequence, np.arange(2), 0)]) is logits
+    assert LogitRules(frozenset()).applied(logits, [ScheduledSequence(sequence, np.arange(2), 0).logit_rows]) is logits
 
 
 @pytest.mark.parametrize("kind", ["reward", "output", "bad words", "min tokens", "all"])
@@ -146,7 +146,7 @@ def test_a_request_that_moves_to_another_engine_goes_on_exactly(kind: str, tiny_
     assert tokens_of(run(engine, {0: [moved]})["moved"]) == whole[done:]
 
 
-def test_each_routing_mode_places_as_described(tiny_target: str, tiny_head: str) -> None:
+def test_biases_bans_and_penalties_do_what_they_say(tiny_target: str, tiny_head: str) -> None:
     engine = engine_with(make_drafter("eagle3", tiny_target, tiny_head), tiny_target, tiny_head)
     greedy = SamplingParams(max_tokens=24, temperature=0, seed=0, ignore_eos=True)
     plain = reference.generate(tiny_target, [5, 6, 7], greedy)
@@ -185,4 +185,4 @@ def test_penalties_and_bad_words_are_those_of_transformers() -> None:
     ids = torch.tensor([history])
     expected = RepetitionPenaltyLogitsProcessor(1.3)(ids, logits.clone())
     expected = NoBadWordsLogitsProcessor([list(word) for word in asked.bad_token_ids], eos_token_id=1)(ids, expected)
-    assert torch.equal(LogitRules(frozenset({1})).applied(logits, [work]), expected)
+    assert torch.equal(LogitRules(frozenset({1})).applied(logits, [work.logit_rows]), expected)

@@ -119,7 +119,7 @@ def test_rejected_rows_never_enter_the_cache(tiny_target: str, tiny_head: str) -
 
 def contents(engine: Engine, tokens: list[int]) -> list[torch.Tensor]:
     """Keys, values and features that the cache holds for tokens, all of which it must know."""
-    cache, pools = engine._scheduler._cache, engine._runner._pools
+    cache, pools = engine._scheduler._cache, engine._runner.kv_cache
     prefix = cache.find(torch.tensor(tokens).numpy())
     assert len(prefix) == len(tokens)
     cache.release(prefix, 0.0)

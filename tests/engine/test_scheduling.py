@@ -16,9 +16,9 @@ def test_preempted_requests_equal_the_plain_loop(name: str, kind: str, tiny_targ
         make_drafter(name, tiny_target, tiny_head),
         tiny_target,
         tiny_head,
-        num_slots=100,
+        max_kv_tokens=100,
         max_prefill_tokens=9,
-        max_running=5,
+        max_num_seqs=5,
     )
     requests = [
         Request(f"r{i}", tuple(prompt), replace(PARAMS[kind], seed=50 + i, max_tokens=45), priority=i % 3)
@@ -47,7 +47,7 @@ def test_limits_of_a_step_do_not_show(name: str, limits: dict[str, int], tiny_ta
 
 
 def test_a_preempted_request_drafts_again(tiny_target: str, tiny_head: str) -> None:
-    engine = make_engine(make_drafter("eagle3", tiny_target, tiny_head), tiny_target, tiny_head, num_slots=80)
+    engine = make_engine(make_drafter("eagle3", tiny_target, tiny_head), tiny_target, tiny_head, max_kv_tokens=80)
     requests = [Request(f"r{i}", (i + 3, 5, 6), replace(PARAMS["greedy"], seed=0, max_tokens=60)) for i in range(2)]
     chunks = run(engine, {0: requests})
     assert engine._scheduler.num_preemptions > 0

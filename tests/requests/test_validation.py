@@ -6,7 +6,7 @@ import pytest
 
 from eyas.errors import InvalidRequest
 from eyas.request import Request, SamplingParams, completion_seed
-from eyas.validation import check_fit, check_ready, check_sampling
+from eyas.validation import check_fit, check_engine_request, check_sampling
 
 FINE = SamplingParams(
     max_tokens=8, temperature=0.7, top_k=5, top_p=0.9, seed=3, stop_token_ids=(4,), min_p=0.1, min_tokens=8,
@@ -19,7 +19,7 @@ def test_a_request_that_uses_everything_passes() -> None:
     request = Request("r", (1, 2, 3), FINE, num_emitted=2)
     check_sampling(replace(FINE, n=128, stop=("x",), bad_words=("y",)))
     check_fit(request, 50, 11)
-    check_ready(request, 50, frozenset({1}))
+    check_engine_request(request, 50, frozenset({1}))
 
 
 def test_parameters_are_kept_in_one_form() -> None:
@@ -98,7 +98,7 @@ def test_more_log_probabilities_than_tokens_are_refused() -> None:
 def test_unsupported_parameters_are_refused(change: dict, reason: str) -> None:
     sampling = replace(SamplingParams(seed=1), **change)
     with pytest.raises(InvalidRequest, match=reason):
-        check_ready(Request("r", (1,), sampling), 8, frozenset({0}))
+        check_engine_request(Request("r", (1,), sampling), 8, frozenset({0}))
 
 
 def test_completions_draw_with_seeds_of_their_own() -> None:

@@ -126,7 +126,7 @@ def test_without_a_prefix_cache_nothing_is_kept() -> None:
 
 @pytest.mark.parametrize(("waited", "found"), [(30, 12), (90, 0)])
 def test_a_session_stays_cached_while_other_requests_run(waited: int, found: int) -> None:
-    engine = ToyEngine(session_cache_ttl_s=60, num_slots=48)
+    engine = ToyEngine(session_cache_ttl_s=60, max_kv_tokens=48)
     engine.submit("turn", [1] * 9, 4, session="s")
     engine.run()
     engine.clock.now += waited
@@ -140,7 +140,7 @@ def test_a_session_stays_cached_while_other_requests_run(waited: int, found: int
 
 
 def test_cached_sessions_are_evicted_before_any_preemption() -> None:
-    engine = ToyEngine(session_cache_ttl_s=60, num_slots=48)
+    engine = ToyEngine(session_cache_ttl_s=60, max_kv_tokens=48)
     engine.submit("turn", [1] * 9, 4, session="s")
     engine.run()
     engine.submit("large", [2] * 20, 26)

@@ -45,7 +45,7 @@ def test_any_trace_gives_right_tokens_and_loses_no_slot(
 
 
 def test_preempted_requests_are_recomputed_with_equal_output() -> None:
-    engine = ToyEngine(num_slots=40)
+    engine = ToyEngine(max_kv_tokens=40)
     requests = [engine.submit(f"{i}", [i] * 4, 30) for i in range(3)]
     engine.run()
     assert engine.scheduler.num_preemptions > 0
@@ -53,7 +53,7 @@ def test_preempted_requests_are_recomputed_with_equal_output() -> None:
 
 
 def test_the_last_request_is_preempted_and_the_first_never() -> None:
-    engine = ToyEngine(num_slots=40)
+    engine = ToyEngine(max_kv_tokens=40)
     requests = [engine.submit(f"{i}", [i] * 4, 30, priority=priority) for i, priority in enumerate((0, 1, 0))]
     running = []
     while not engine.scheduler.num_preemptions:
@@ -64,7 +64,7 @@ def test_the_last_request_is_preempted_and_the_first_never() -> None:
     assert [engine.output(r.id) for r in requests] == [generate(r) for r in requests]
 
 
-@pytest.mark.parametrize("limits", [{"max_running": 2, "num_slots": 200}, {"num_slots": 40, "max_running": 8}])
+@pytest.mark.parametrize("limits", [{"max_num_seqs": 2, "max_kv_tokens": 200}, {"max_kv_tokens": 40, "max_num_seqs": 8}])
 def test_urgent_requests_preempt_at_once_and_output_stays_equal(limits: dict[str, int]) -> None:
     engine = ToyEngine(**limits)
     requests = [engine.submit(f"{i}", [i] * 4, 12) for i in range(2)]
@@ -80,7 +80,7 @@ def test_urgent_requests_preempt_at_once_and_output_stays_equal(limits: dict[str
 
 
 def test_equal_or_aged_priority_does_not_preempt() -> None:
-    engine = ToyEngine(max_running=1, num_slots=200, priority_aging_s=10)
+    engine = ToyEngine(max_num_seqs=1, max_kv_tokens=200, priority_aging_s=10)
     engine.submit("old", [1] * 4, 12)
     engine.step()
     engine.clock.now = 11
@@ -93,7 +93,7 @@ def test_equal_or_aged_priority_does_not_preempt() -> None:
 
 
 def test_no_request_is_preempted_without_effect() -> None:
-    engine = ToyEngine(num_slots=48, max_running=8)
+    engine = ToyEngine(max_kv_tokens=48, max_num_seqs=8)
     engine.submit("first", [1] * 20, 12, priority=2)
     engine.submit("last", [2] * 4, 4)
     engine.step()
@@ -106,7 +106,7 @@ def test_no_request_is_preempted_without_effect() -> None:
 
 @given(st.integers(0, 99), st.integers(1, 3))
 def test_all_requests_finish_despite_preemptions(seed: int, running: int) -> None:
-    engine = ToyEngine(seed, max_running=running, num_slots=60, priority_aging_s=3)
+    engine = ToyEngine(seed, max_num_seqs=running, max_kv_tokens=60, priority_aging_s=3)
     requests = []
     for number in range(12):
         requests.append(engine.submit(f"{number}", [number % 5] * (1 + seed % 7), 8, priority=number % 4))
@@ -118,7 +118,7 @@ def test_all_requests_finish_despite_preemptions(seed: int, running: int) -> Non
 
 
 def test_trees_give_way_before_anybody_is_preempted() -> None:
-    engine = ToyEngine(num_slots=34, max_running=2)
+    engine = ToyEngine(max_kv_tokens=34, max_num_seqs=2)
     engine.submit("a", [0, 1], 15)
     engine.submit("b", [1, 0], 15)
     engine.run()
@@ -126,7 +126,7 @@ def test_trees_give_way_before_anybody_is_preempted() -> None:
 
 
 def test_a_long_prompt_never_delays_a_row_that_decodes() -> None:
-    engine = ToyEngine(num_slots=400, max_prefill_tokens=5)
+    engine = ToyEngine(max_kv_tokens=400, max_prefill_tokens=5)
     engine.submit("short", [1], 40)
     engine.step()
     engine.submit("long", [2] * 60, 4)
@@ -140,19 +140,19 @@ def test_a_long_prompt_never_delays_a_row_that_decodes() -> None:
 
 
 def test_low_priority_requests_do_not_starve() -> None:
-    engine = ToyEngine(max_running=1, priority_aging_s=5)
+    engine = ToyEngine(max_num_seqs=1, priority_aging_s=5)
     engine.submit("patient", [0] * 3, 4)
     for number in range(60):
         engine.submit(f"{number}", [1, 2], 6, priority=2)
         engine.step()
         engine.clock.now += 1
     assert engine.chunks["patient"][-1].finish_reason == "length"
-    assert engine.scheduler.num_waiting > 0
+    assert len(engine.scheduler.waiting) > 0
 
 
 def test_cancelling_at_any_moment_frees_everything_at_once() -> None:
     for moment in range(12):
-        engine = ToyEngine(num_slots=40, prefix_cache=False)
+        engine = ToyEngine(max_kv_tokens=40, prefix_cache=False)
         for i in range(4):
             engine.submit(f"{i}", [i] * 9, 20)
         for _ in range(moment):

@@ -9,10 +9,10 @@ import pytest
 from eyas.config import EngineConfig, TreeConfig
 from eyas.draft_protocol import TreeBudget
 from eyas.engine.scheduler import Scheduler
-from eyas.engine.sequence import ScheduledSequence
+from eyas.engine.sequence import DraftReply, ScheduledSequence
 from eyas.errors import InvalidRequest, Overloaded
 from eyas.request import Chunk, Request, SamplingParams
-from eyas.sampling.acceptance import Accepted
+from eyas.sampling.acceptance import Accepted, VerifyOutput
 from eyas.tree import DraftTree
 
 EOS = 1
@@ -28,7 +28,7 @@ class Clock:
 
 
 def make_scheduler(nodes: int = 4, clock: Callable[[], float] = time.monotonic, **limits: float) -> Scheduler:
-    config = EngineConfig(**{"num_slots": 64, **limits})  # type: ignore[arg-type]
+    config = EngineConfig(**{"max_kv_tokens": 64, **limits})  # type: ignore[arg-type]
     return Scheduler(config, TreeConfig(nodes, 3, 2), frozenset({EOS}), clock)
 
 
@@ -36,16 +36,16 @@ def request(name: str, prompt: int = 5, max_tokens: int = 8, **sampling: object)
     return Request(name, tuple(range(10, 10 + prompt)), SamplingParams(max_tokens=max_tokens, seed=0, **sampling))  # type: ignore[arg-type]
 
 
-def outcome(work: ScheduledSequence, tokens: tuple[int, ...]) -> Accepted | None:
-    """As if the work's whole chain had been accepted."""
-    tokens = tokens[: len(work.tree)] if work.tree else tokens
-    return Accepted(tuple(range(len(tokens))), tokens) if work.emits else None
+def output(scheduled: ScheduledSequence, tokens: tuple[int, ...]) -> VerifyOutput:
+    """As if the whole chain had been accepted."""
+    tokens = tokens[: len(scheduled.tree)] if scheduled.tree else tokens
+    return VerifyOutput(Accepted(tuple(range(len(tokens))), tokens) if scheduled.emits else None)
 
 
 def step(scheduler: Scheduler, tokens: tuple[int, ...] = (20,)) -> list[Chunk]:
-    chains = {s.request.id: chain(scheduler.budget(s), tokens) for s in scheduler.running}
-    works = scheduler.schedule(chains)
-    return scheduler.commit(works, [outcome(w, tokens if w.tree else tokens[-1:]) for w in works])
+    drafts = [DraftReply(s, chain(scheduler.tree_budget(s), tokens), 0, 0) for s in scheduler.running]
+    batch = scheduler.schedule(drafts)
+    return scheduler.commit(batch, [output(each, tokens if each.tree else tokens[-1:]) for each in batch])
 
 
 def chain(budget: TreeBudget, tokens: tuple[int, ...]) -> DraftTree:
@@ -57,9 +57,9 @@ def test_a_prompt_is_prefilled_in_chunks_of_the_budget() -> None:
     scheduler.add(request("a", prompt=7))
     sizes = []
     for _ in range(3):
-        works = scheduler.schedule({})
+        works = scheduler.schedule([])
         sizes.append([len(work.slots) for work in works])
-        scheduler.commit(works, [outcome(works[0], (20,))])
+        scheduler.commit(works, [output(works[0], (20,))])
     assert sizes == [[3], [3], [1]]
 
 
@@ -68,7 +68,7 @@ def test_decode_rows_ride_along_with_a_long_prompt() -> None:
     scheduler.add(request("short", prompt=2))
     step(scheduler)
     scheduler.add(request("long", prompt=9))
-    works = scheduler.schedule({"short": DraftTree.chain((20, 5, 6))})
+    works = scheduler.schedule([DraftReply(scheduler.running[0], DraftTree.chain((20, 5, 6)), 0, 0)])
     assert [(work.sequence.request.id, work.tree is None, len(work.slots)) for work in works] == [
         ("short", False, 3),
         ("long", True, 3),
@@ -76,20 +76,20 @@ def test_decode_rows_ride_along_with_a_long_prompt() -> None:
 
 
 def test_a_request_waits_for_the_slots_of_its_next_steps() -> None:
-    scheduler = make_scheduler(num_slots=60)
+    scheduler = make_scheduler(max_kv_tokens=60)
     scheduler.add(request("first", prompt=20, max_tokens=40))
     scheduler.add(request("second", prompt=12, max_tokens=8))
-    scheduler.schedule({})
-    assert (scheduler.num_running, scheduler.num_waiting) == (2, 0), "20 + 16 to grow, 12 + 8 at most"
-    scheduler = make_scheduler(num_slots=60)
+    scheduler.schedule([])
+    assert (len(scheduler.running), len(scheduler.waiting)) == (2, 0), "20 + 16 to grow, 12 + 8 at most"
+    scheduler = make_scheduler(max_kv_tokens=60)
     scheduler.add(request("first", prompt=20, max_tokens=40))
     scheduler.add(request("second", prompt=17, max_tokens=8))
-    scheduler.schedule({})
-    assert (scheduler.num_running, scheduler.num_waiting) == (1, 1)
+    scheduler.schedule([])
+    assert (len(scheduler.running), len(scheduler.waiting)) == (1, 1)
     scheduler.cancel("first")
     assert [chunk.finish_reason for chunk in scheduler.reap()] == ["cancelled"]
-    scheduler.schedule({})
-    assert (scheduler.num_running, scheduler.num_waiting) == (1, 0)
+    scheduler.schedule([])
+    assert (len(scheduler.running), len(scheduler.waiting)) == (1, 0)
 
 
 def test_a_request_that_can_never_fit_is_refused_at_once() -> None:
@@ -100,13 +100,13 @@ def test_a_request_that_can_never_fit_is_refused_at_once() -> None:
 
 def test_a_full_queue_rejects_with_retry_after_and_drops_nothing() -> None:
     clock = Clock()
-    scheduler = make_scheduler(clock=clock, num_slots=200, max_waiting=1, max_running=3)
+    scheduler = make_scheduler(clock=clock, max_kv_tokens=200, max_queued_requests=1, max_num_seqs=3)
     for name in "abcd":  # three to start, and one to wait
         scheduler.add(request(name))
     with pytest.raises(Overloaded, match=r"4 requests are waiting already; try again in 1\.0 s") as raised:
         scheduler.add(request("e"))
-    assert (scheduler.num_waiting, raised.value.retry_after) == (4, 1.0)
-    scheduler.schedule({})
+    assert (len(scheduler.waiting), raised.value.retry_after) == (4, 1.0)
+    scheduler.schedule([])
     clock.now += 6
     with pytest.raises(Overloaded, match="1 requests are waiting") as raised:
         scheduler.add(request("e"))
@@ -114,7 +114,7 @@ def test_a_full_queue_rejects_with_retry_after_and_drops_nothing() -> None:
 
 
 def test_the_more_urgent_go_first_and_of_equals_the_earlier() -> None:
-    scheduler = make_scheduler(clock=Clock(), max_running=1)
+    scheduler = make_scheduler(clock=Clock(), max_num_seqs=1)
     for name, priority in (("a", 0), ("b", 2), ("c", 0), ("d", 2), ("e", 1)):
         scheduler.add(replace(request(name, max_tokens=1), priority=priority))
     assert [step(scheduler)[0].request_id for _ in range(5)] == ["b", "d", "e", "a", "c"]
@@ -122,7 +122,7 @@ def test_the_more_urgent_go_first_and_of_equals_the_earlier() -> None:
 
 def test_a_long_waiting_request_precedes_every_newcomer() -> None:
     clock = Clock()
-    scheduler = make_scheduler(clock=clock, max_running=1, priority_aging_s=10)
+    scheduler = make_scheduler(clock=clock, max_num_seqs=1, priority_aging_s=10)
     scheduler.add(request("patient", max_tokens=1))
     served = []
     for number in range(8):
@@ -133,12 +133,12 @@ def test_a_long_waiting_request_precedes_every_newcomer() -> None:
 
 
 def test_trees_shrink_so_that_a_step_keeps_its_rows() -> None:
-    scheduler = make_scheduler(nodes=8, num_slots=400, max_verify_tokens=20)
+    scheduler = make_scheduler(nodes=8, max_kv_tokens=400, max_verify_tokens=20)
     nodes = []
     for count in range(1, 13):
         scheduler.add(request(f"{count}", max_tokens=20))
-        scheduler.commit(works := scheduler.schedule({}), [outcome(work, (20,)) for work in works])
-        nodes.append(scheduler.budget(scheduler.running[-1]).max_nodes)
+        scheduler.commit(works := scheduler.schedule([]), [output(work, (20,)) for work in works])
+        nodes.append(scheduler.tree_budget(scheduler.running[-1]).max_nodes)
     assert nodes == [8, 8, 6, 5, 4, 3, 2, 2, 2, 2, 1, 1]
 
 
@@ -179,20 +179,20 @@ def test_the_tree_is_clamped_to_what_may_still_be_emitted() -> None:
     scheduler = make_scheduler()
     scheduler.add(request("a", max_tokens=3))
     step(scheduler)
-    assert [scheduler.budget(sequence) for sequence in scheduler.running] == [TreeBudget(4, 1)]
+    assert [scheduler.tree_budget(sequence) for sequence in scheduler.running] == [TreeBudget(4, 1)]
     scheduler = make_scheduler()
     scheduler.add(request("a", max_tokens=2))
     step(scheduler)
-    assert [scheduler.budget(sequence) for sequence in scheduler.running] == [TreeBudget(1, 0)]
+    assert [scheduler.tree_budget(sequence) for sequence in scheduler.running] == [TreeBudget(1, 0)]
 
 
 def test_slots_of_a_step_that_failed_come_back() -> None:
     scheduler = make_scheduler()
     scheduler.add(request("a"))
-    scheduler.schedule({})
+    scheduler.schedule([])
     scheduler.check()
     scheduler.cancel("a")
     scheduler.reap()
-    scheduler.schedule({})
+    scheduler.schedule([])
     scheduler.check()
     assert scheduler.num_free == 64

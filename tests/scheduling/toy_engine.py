@@ -6,20 +6,20 @@ for another path.
 
 import random
 import zlib
-from collections.abc import Sequence
+from collections.abc import Sequence as Seq
 
 from eyas.config import EngineConfig, TreeConfig
 from eyas.engine.scheduler import Scheduler
-from eyas.engine.sequence import ScheduledSequence
+from eyas.engine.sequence import DraftReply, ScheduledSequence, Sequence
 from eyas.request import Chunk, Request, SamplingParams
-from eyas.sampling.acceptance import Accepted, accept
+from eyas.sampling.acceptance import Accepted, VerifyOutput, accept
 from eyas.tree import DraftTree
 
 VOCAB = 3
 TREE = TreeConfig(num_draft_tokens=6, num_steps=3, top_k=2)
 
 
-def next_token(path: Sequence[int]) -> int:
+def next_token(path: Seq[int]) -> int:
     return zlib.crc32(bytes(path)) % VOCAB
 
 
@@ -45,14 +45,14 @@ class ToyEngine:
 
     def __init__(self, seed: int = 0, tree: TreeConfig = TREE, **limits: float) -> None:
         self.clock = Clock()
-        config = EngineConfig(**{"num_slots": 48, "max_prefill_tokens": 8, "max_running": 4, **limits})  # type: ignore[arg-type]
+        config = EngineConfig(**{"max_kv_tokens": 48, "max_prefill_tokens": 8, "max_num_seqs": 4, **limits})  # type: ignore[arg-type]
         self.scheduler = Scheduler(config, tree, frozenset(), self.clock)
         self.chunks: dict[str, list[Chunk]] = {}
         self.num_rows = 0
         self._slots: dict[int, tuple[int, ...]] = {}
         self._random = random.Random(seed)
 
-    def submit(self, name: str, prompt: Sequence[int], max_tokens: int, session: str = "", priority: int = 0) -> Request:
+    def submit(self, name: str, prompt: Seq[int], max_tokens: int, session: str = "", priority: int = 0) -> Request:
         sampling = SamplingParams(max_tokens, temperature=0, seed=0)
         request = Request(name, tuple(prompt), sampling, session, priority)
         self.scheduler.add(request)
@@ -60,11 +60,11 @@ class ToyEngine:
 
     def step(self) -> None:
         """One step, after which everything is whole."""
-        trees = {s.request.id: self._tree(s.tokens[-1], *vars(self.scheduler.budget(s)).values()) for s in self._decoding()}
+        drafts = [DraftReply(s, self._tree(s), 0, 0) for s in self.scheduler.running if not s.prefilling]
         chunks = self.scheduler.reap()
-        works = self.scheduler.schedule(trees)
-        self.num_rows = sum(len(work.slots) for work in works)
-        chunks += self.scheduler.commit(works, [self._forward(work) for work in works])
+        batch = self.scheduler.schedule(drafts)
+        self.num_rows = sum(len(scheduled.slots) for scheduled in batch)
+        chunks += self.scheduler.commit(batch, [VerifyOutput(self._forward(scheduled)) for scheduled in batch])
         for chunk in chunks:
             self.chunks.setdefault(chunk.request_id, []).append(chunk)
         self.scheduler.check()
@@ -79,31 +79,29 @@ class ToyEngine:
     def num_cached(self, name: str) -> int:
         return sum(chunk.num_cached for chunk in self.chunks[name])
 
-    def _decoding(self) -> list:  # type: ignore[type-arg]
-        return [s for s in self.scheduler.running if not s.prefilling]
-
-    def _tree(self, root: int, max_nodes: int, max_depth: int) -> DraftTree:
-        tokens, parents, depths = [root], [0], [0]
-        for _ in range(self._random.randrange(max_nodes)):
+    def _tree(self, sequence: Sequence) -> DraftTree:
+        budget = self.scheduler.tree_budget(sequence)
+        tokens, parents, depths = [sequence.tokens[-1]], [0], [0]
+        for _ in range(self._random.randrange(budget.max_nodes)):
             parent = self._random.randrange(len(tokens))
-            if depths[parent] < max_depth:
+            if depths[parent] < budget.max_depth:
                 tokens.append(self._random.randrange(VOCAB))
                 parents.append(parent)
                 depths.append(depths[parent] + 1)
         return DraftTree(tuple(tokens), tuple(parents), (0.0,) * len(tokens))
 
-    def _forward(self, work: ScheduledSequence) -> Accepted | None:
-        tokens, tree = work.sequence.tokens, work.tree
-        read = [self._slots[slot] for slot in work.sequence.slots.tolist()]
-        assert read == [tuple(tokens[: i + 1]) for i in range(work.first)], (
+    def _forward(self, scheduled: ScheduledSequence) -> Accepted | None:
+        tokens, tree = scheduled.sequence.tokens, scheduled.tree
+        read = [self._slots[slot] for slot in scheduled.sequence.slots.tolist()]
+        assert read == [tuple(tokens[: i + 1]) for i in range(scheduled.first)], (
             "a slot holds another token than its owner thinks"
         )
         if tree is None:
-            paths = [tuple(tokens[: work.first + i + 1]) for i in range(len(work.slots))]
+            paths = [tuple(tokens[: scheduled.first + i + 1]) for i in range(len(scheduled.slots))]
         else:
-            paths = [(*tokens[: work.first], *(tree.tokens[n] for n in tree.path(i))) for i in range(len(tree))]
-        self._slots.update(zip(work.slots.tolist(), paths, strict=True))
-        if not work.emits:
+            paths = [(*tokens[: scheduled.first], *(tree.tokens[n] for n in tree.path(i))) for i in range(len(tree))]
+        self._slots.update(zip(scheduled.slots.tolist(), paths, strict=True))
+        if not scheduled.emits:
             return None
         samples = [next_token(path) for path in paths]
         return accept(tree or DraftTree.root_only(tokens[-1]), samples if tree else samples[-1:])

@@ -9,11 +9,10 @@ from tokenizers.models import WordLevel
 
 from eyas.config import AcceptanceRule, DraftingConfig, EngineConfig, TreeConfig
 from eyas.drafters.registry import build_drafter
-from eyas.engine.build import build_engine
 from eyas.errors import CheckpointError, ConfigError
 from eyas.request import GenerationStats, Request, SamplingParams
 from tests import reference
-from tests.tiny import write_target
+from tests.tiny import build_engine, write_target
 
 HOT = SamplingParams(33, 0.9, seed=5, ignore_eos=True)
 SAMPLINGS = {"greedy": replace(HOT, temperature=0.0), "hot": HOT, "filtered": replace(HOT, top_k=20, top_p=0.9)}

@@ -6,9 +6,8 @@ import pytest
 
 from eyas.config import DraftingConfig, EngineConfig, TreeConfig
 from eyas.drafters.registry import build_drafter, build_fuser
-from eyas.engine.build import build_engine
 from eyas.request import GenerationStats, Request, SamplingParams
-from tests.tiny import DEMO
+from tests.tiny import DEMO, build_engine
 
 TREE = TreeConfig(num_draft_tokens=16, num_steps=4, top_k=8)
 

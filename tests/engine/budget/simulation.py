@@ -6,20 +6,24 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from eyas.engine.draft_budget import AdaptiveDraftBudget
+from eyas.engine.draft_budget import AdaptiveDraftBudget, CostModel
 from eyas.engine.sequence import QueueKey, ScheduledSequence, Sequence
 from eyas.request import Request
-from eyas.sampling.acceptance import Accepted
+from eyas.sampling.acceptance import Accepted, VerifyOutput
 from eyas.tree import DraftTree
 
 NODES = 8
 
 
 @dataclass
-class World:
-    """Steps of `batch` requests. A step costs `fixed`, `row` for each node, and `draft` where trees were asked for, with
-    `behind` for each step that a drafter so asked was not told of; its chains go on being right with probability `right`.
-    available: whether the drafter answers. others: requests beside them that can have no tree."""
+class Simulation:
+    """Steps of `batch` requests.
+
+    A step costs `fixed` seconds, `row` for each node, and `draft` if trees were requested, with `behind` for each step whose
+    tokens the drafter did not get yet. Each node of a chain is accepted with probability `right` if its parent is.
+    available: whether the drafter answers. others: requests beside them that cannot have trees.
+    now, tokens: seconds that have passed and tokens that came out.
+    """
 
     fixed: float = 1.0
     row: float = 0.0
@@ -29,56 +33,62 @@ class World:
     available: bool = True
     behind: float = 0.0
     others: int = 0
-    num_untold: Counter[str] = field(default_factory=Counter)
+    num_missed: Counter[str] = field(default_factory=Counter)
     now: float = 0.0
     tokens: int = 0
 
-    def step(self, sizes: dict[str, int], rng: random.Random) -> tuple[list[ScheduledSequence], list[Accepted | None]]:
-        """What the engine would have to say of a step with trees of these sizes."""
-        works, accepted = [], list[Accepted | None]()
+    def budget(self, remote: bool = False) -> AdaptiveDraftBudget:
+        """A budget that was warmed up under the present costs. remote: the drafter could not be timed."""
+        sizes = (1, 4, 16, 64, 256)
+        verify = CostModel(sizes, [self.fixed + self.row * rows for rows in sizes], rate=0.1)
+        draft = CostModel((), (), rate=0.5) if remote else CostModel(sizes, [self.draft] * len(sizes), rate=0.5)
+        return AdaptiveDraftBudget(NODES, verify, draft)
+
+    def sizes(self, budget: AdaptiveDraftBudget, steps: int, seed: int = 0, most: int = NODES) -> list[int]:
+        """The sizes that were chosen, step by step."""
+        rng, names = random.Random(seed), [f"{number}" for number in range(self.batch)]
+        without = {f"other {number}": 1 for number in range(self.others)}
+        chosen = [budget.choose(names, most, self.others)]
+        for _ in range(steps):
+            wait_s = self._wait(chosen[-1])
+            batch, outputs = self._step(chosen[-1] | without, rng)
+            verify_s = self.fixed + self.row * sum(len(scheduled.slots) for scheduled in batch)
+            budget.observe(batch, outputs, wait_s, verify_s)
+            self.now += wait_s + verify_s
+            chosen.append(budget.choose(names, most, self.others))
+        assert all(len(set(sizes.values())) == 1 for sizes in chosen)
+        return [next(iter(sizes.values())) for sizes in chosen]
+
+    def seconds_per_token(self, budget: AdaptiveDraftBudget, steps: int, seed: int = 0) -> float:
+        """What the next steps take."""
+        self.now, self.tokens = 0.0, 0
+        self.sizes(budget, steps, seed)
+        return self.now / self.tokens
+
+    def expected_seconds_per_token(self, nodes: int) -> float:
+        """What steps with trees of one size take in the long run."""
+        accepted = sum(self.right**depth for depth in range(nodes))
+        seconds = self.fixed + self.row * (self.others + self.batch * nodes) + (self.draft if nodes > 1 else 0.0)
+        return seconds / (self.others + self.batch * accepted)
+
+    def _step(self, sizes: dict[str, int], rng: random.Random) -> tuple[list[ScheduledSequence], list[VerifyOutput]]:
+        batch, outputs = [], list[VerifyOutput]()
         for name, size in sizes.items():
             tree = DraftTree.chain(range(size if self.available else 1))
             length = next((n for n in range(tree.num_drafted) if rng.random() >= self.right), tree.num_drafted)
             path = tuple(range(length + 1))
-            works.append(
-                ScheduledSequence(Sequence.start(Request(name, (1,)), QueueKey(0.0, 0)), np.arange(len(tree)), 1, tree)
-            )
-            accepted.append(Accepted(path, path))
+            sequence = Sequence.start(Request(name, (1,)), QueueKey(0.0, 0))
+            batch.append(ScheduledSequence(sequence, np.arange(len(tree)), 1, tree))
+            outputs.append(VerifyOutput(Accepted(path, path)))
             self.tokens += len(path)
-        return works, accepted
+        return batch, outputs
 
-    def wait(self, sizes: dict[str, int]) -> float:
-        """For the drafter, which is told of those that have trees alone."""
-        self.num_untold.update(sizes.keys())
-        asked = [name for name, size in sizes.items() if size > 1]
-        behind = max((self.num_untold.pop(name) - 1 for name in asked), default=0)
-        return self.draft + self.behind * behind if asked else 0.0
-
-    def sizes(self, budget: AdaptiveDraftBudget, steps: int, seed: int = 0, most: int = NODES) -> list[dict[str, int]]:
-        """The sizes that were chosen, step by step."""
-        rng, names = random.Random(seed), [f"{number}" for number in range(self.batch)]
-        treeless = {f"other {number}": 1 for number in range(self.others)}
-        chosen = [budget.choose(names, most, self.others)]
-        for _ in range(steps):
-            wait = self.wait(chosen[-1])
-            budget.drafted(wait)
-            works, accepted = self.step(chosen[-1] | treeless, rng)
-            verify = self.fixed + self.row * sum(len(work.slots) for work in works)
-            budget.verified(works, accepted, verify)
-            self.now += wait + verify
-            chosen.append(budget.choose(names, most, self.others))
-        return chosen
-
-    def run(self, budget: AdaptiveDraftBudget, steps: int, seed: int = 0, most: int = NODES) -> list[int]:
-        """The size that most requests had, step by step."""
-        return [usual(list(sizes.values())) for sizes in self.sizes(budget, steps, seed, most)]
-
-    def tokens_per_second(self, nodes: int) -> float:
-        """What it would be in the long run with trees of one size."""
-        expected = sum(self.right**depth for depth in range(nodes))
-        draft = self.draft if nodes > 1 else 0.0
-        rows = self.others + self.batch * nodes
-        return (self.others + self.batch * expected) / (self.fixed + self.row * rows + draft)
+    def _wait(self, sizes: dict[str, int]) -> float:
+        """A drafter gets only sequences that have trees."""
+        self.num_missed.update(sizes.keys())
+        requested = [name for name, size in sizes.items() if size > 1]
+        missed = max((self.num_missed.pop(name) - 1 for name in requested), default=0)
+        return self.draft + self.behind * missed if requested else 0.0
 
 
 def usual(chosen: list[int]) -> int:

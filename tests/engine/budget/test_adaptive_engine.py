@@ -1,5 +1,6 @@
-"""An engine whose budget adapts says what plain decoding says, and drafts no more than pays. Time passes by rows."""
+"""An engine whose budget adapts says what plain decoding says, and drafts no more than pays. Time backend by rows."""
 
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -7,10 +8,11 @@ import pytest
 import torch
 
 from eyas.cache.kv_cache import KVCache
-from eyas.config import EngineConfig, TreeConfig
+from eyas.config import DraftingConfig, EngineConfig, TreeConfig
 from eyas.drafters.base import Drafter
+from eyas.drafters.registry import build_drafter, build_fuser
 from eyas.engine.build import assemble_engine
-from eyas.engine.draft_budget import AdaptiveDraftBudget, DraftBudget, FixedDraftBudget
+from eyas.engine.draft_budget import AdaptiveDraftBudget, CostModel, DraftBudget, FixedDraftBudget
 from eyas.engine.draft_manager import DraftManager
 from eyas.engine.engine import Engine
 from eyas.engine.runner import ModelRunner
@@ -22,6 +24,7 @@ from eyas.models.target import TargetModel, TargetOutput, load_target
 from eyas.request import Request, SamplingParams
 from tests import reference
 from tests.engine.drafters import KnowingDrafter, RandomDrafter
+from tests.tiny import DEMO
 
 TREE = TreeConfig(num_draft_tokens=10, num_steps=3, top_k=4)
 REQUESTS = [
@@ -30,8 +33,8 @@ REQUESTS = [
 ]
 
 
-class PricedPasses:
-    """The target's plain passes, on a clock of their own."""
+class CostedBackend:
+    """The target's plain passes, on a clock of their own: 1 second and `row` for each row."""
 
     def __init__(self, target: TargetModel, row: float) -> None:
         self._target = target
@@ -42,39 +45,46 @@ class PricedPasses:
     def clock(self) -> float:
         return self.now
 
+    def seconds(self, num_rows: int) -> float:
+        return 1 + self._row * num_rows
+
     def pack(self, segments: Sequence[Segment]) -> PackedInputs:
         return self._target.pack(segments)
 
-    def forward(self, packed: PackedInputs, pools: KVTensors) -> TargetOutput:
-        self.now += 1 + self._row * len(packed.tokens)
+    def forward(self, packed: PackedInputs, kv_cache: KVTensors) -> TargetOutput:
+        self.now += self.seconds(len(packed.tokens))
         self.num_rows += len(packed.tokens)
-        return self._target.forward(packed, pools)
+        return self._target.forward(packed, kv_cache)
 
 
-class HardOfHearing(RandomDrafter):
+class FirstRequestDrafter(RandomDrafter):
     """Drafts for the first request alone."""
 
     def can_draft(self, session: str) -> bool:
         return session == REQUESTS[0].id
 
 
-class Notes(FixedDraftBudget):
-    """Keeps what it was asked."""
+class RecordingBudget(FixedDraftBudget):
+    """Keeps what it was called with."""
 
     def __init__(self) -> None:
-        self.asked: set[tuple[tuple[str, ...], int]] = set()
+        self.calls: set[tuple[tuple[str, ...], int]] = set()
 
     def choose(self, decoding: Sequence[str], most: int, num_plain: int = 0) -> dict[str, int]:
-        self.asked.add((tuple(decoding), num_plain))
+        self.calls.add((tuple(decoding), num_plain))
         return super().choose(decoding, most, num_plain)
 
 
-def priced_engine(target: TargetModel, drafter: Drafter, passes: PricedPasses, budget: DraftBudget | None = None) -> Engine:
+def priced_engine(target: TargetModel, drafter: Drafter, backend: CostedBackend, budget: DraftBudget | None = None) -> Engine:
     config = EngineConfig(max_kv_tokens=1024, draft_budget="adaptive")
-    runner = ModelRunner(target, KVCache(1024, target.kv_shapes, 0, torch.float32, target.device), None, passes)
-    drafting = DraftManager(drafter, runner, "match")
+    runner = ModelRunner(target, KVCache(1024, target.kv_shapes, 0, torch.float32, target.device), None, backend)
+    draft_manager = DraftManager(drafter, runner, "match")
     scheduler = Scheduler(config, TREE, target.eos_ids)
-    return Engine(scheduler, drafting, runner, 256, budget or AdaptiveDraftBudget(TREE.num_draft_tokens), passes.clock)
+    if budget is None:
+        sizes = (1, 4, 16, 64)
+        verify = CostModel(sizes, [backend.seconds(rows) for rows in sizes], rate=0.1)
+        budget = AdaptiveDraftBudget(TREE.num_draft_tokens, verify, CostModel((1, 32), (0.0, 0.0), rate=0.5))
+    return Engine(scheduler, draft_manager, runner, 256, budget, backend.clock)
 
 
 @pytest.fixture(scope="module")
@@ -83,23 +93,23 @@ def expected(tiny_target: str) -> dict[str, list[int]]:
 
 
 def run(engine: Engine) -> dict[str, list[int]]:
-    said: dict[str, list[int]] = {request.id: [] for request in REQUESTS}
+    outputs: dict[str, list[int]] = {request.id: [] for request in REQUESTS}
     for request in REQUESTS:
         engine.submit(request)
     while engine.has_work:
         for chunk in engine.step():
-            said[chunk.request_id] += chunk.token_ids
+            outputs[chunk.request_id] += chunk.token_ids
         engine.check()
-    return said
+    return outputs
 
 
-def rows_once_settled(engine: Engine, passes: PricedPasses, expected: dict[str, list[int]]) -> float:
-    """Rows per row of plain decoding, after some runs to learn from; all outputs are as expected."""
+def rows_once_settled(engine: Engine, backend: CostedBackend, expected: dict[str, list[int]]) -> float:
+    """Rows per row of plain decoding, after some runs to adapt; all outputs are as expected."""
     for _ in range(3):
         assert run(engine) == expected
-    before = passes.num_rows
+    before = backend.num_rows
     assert run(engine) == expected
-    return (passes.num_rows - before) / sum(len(r.prompt_ids) + r.sampling.max_tokens for r in REQUESTS)
+    return (backend.num_rows - before) / sum(len(r.prompt_ids) + r.sampling.max_tokens for r in REQUESTS)
 
 
 @pytest.mark.parametrize(("row", "least", "most"), [(0.0, 1.5, 10.0), (100.0, 0.5, 1.2)])
@@ -108,23 +118,23 @@ def test_costly_rows_stop_drafting_and_free_rows_do_not(
 ) -> None:
     target = load_target(tiny_target)
     drafter = KnowingDrafter({r.id: [*r.prompt_ids, *expected[r.id]] for r in REQUESTS}, 48)
-    passes = PricedPasses(target, row)
-    assert least < rows_once_settled(priced_engine(target, drafter, passes), passes, expected) < most
+    backend = CostedBackend(target, row)
+    assert least < rows_once_settled(priced_engine(target, drafter, backend), backend, expected) < most
 
 
 def test_useless_drafts_are_no_longer_requested(tiny_target: str, expected: dict[str, list[int]]) -> None:
     target = load_target(tiny_target)
-    passes = PricedPasses(target, 0.1)
-    engine = priced_engine(target, RandomDrafter(48), passes)
-    assert rows_once_settled(engine, passes, expected) < 1.2
+    backend = CostedBackend(target, 0.1)
+    engine = priced_engine(target, RandomDrafter(48), backend)
+    assert rows_once_settled(engine, backend, expected) < 1.2
     assert engine.load.tree_nodes == 1
 
 
 def test_the_budget_sees_requests_without_trees(tiny_target: str, expected: dict[str, list[int]]) -> None:
-    target, notes = load_target(tiny_target), Notes()
-    assert run(priced_engine(target, HardOfHearing(48), PricedPasses(target, 1.0), notes)) == expected
-    assert (("0",), 3) in notes.asked
-    assert {decoding for decoding, _ in notes.asked} == {("0",), ()}
+    target, budget = load_target(tiny_target), RecordingBudget()
+    assert run(priced_engine(target, FirstRequestDrafter(48), CostedBackend(target, 1.0), budget)) == expected
+    assert (("0",), 3) in budget.calls
+    assert {decoding for decoding, _ in budget.calls} == {("0",), ()}
 
 
 def test_the_setting_makes_the_budget_adapt(tiny_target: str, expected: dict[str, list[int]]) -> None:
@@ -134,3 +144,24 @@ def test_the_setting_makes_the_budget_adapt(tiny_target: str, expected: dict[str
     assert run(engine) == expected
     with pytest.raises(ConfigError, match="budget is 'on'; it must be one of fixed, adaptive"):
         replace(config, draft_budget="on")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("method", ["eagle3", "prompt_lookup", "lookahead"])
+def test_the_warm_up_is_short_and_leaves_nothing_behind(method: str) -> None:
+    target, head, tree = load_target(str(DEMO / "target"), aux_hidden_state_layers=(2, 4, 5)), "", TreeConfig()
+    if method == "eagle3":
+        head = str(DEMO / "eagle3")
+    fuser = build_fuser(method, head, str(DEMO / "target"), "float32", "cpu")
+    target.set_aux_hidden_state_layers(fuser.aux_hidden_state_layers if fuser else ())
+    drafter = build_drafter(method, str(DEMO / "target"), head, "float32", "cpu", tree, DraftingConfig())
+    released: list[str] = []
+    release = drafter.release
+    drafter.release = lambda sessions: (released.extend(sessions), release(sessions))[1]  # type: ignore[method-assign]
+    began = time.perf_counter()
+    engine = assemble_engine(target, fuser, EngineConfig(max_kv_tokens=512, draft_budget="adaptive"), tree, drafter)
+    assert time.perf_counter() - began < 3, "about half a second on a quiet machine"
+    engine.check()
+    assert engine.load.free_kv_tokens == 512
+    assert len(released) == 32
+    verify = engine._budget._verify  # type: ignore[attr-defined]
+    assert 0 < verify.at(1) < verify.at(1024) < 5

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from eyas.cache.kv_cache import KVCache
 from eyas.config import EngineConfig, TreeConfig
-from eyas.engine.build import follow
+from eyas.engine.build import run_worker
 from eyas.engine.draft_manager import DraftManager
 from eyas.engine.engine import Engine
 from eyas.engine.runner import ModelRunner
@@ -90,7 +90,7 @@ def test_ranks_agree_on_buckets_and_equal_the_plain_loop(tmp_path: Path, monkeyp
     folder, notes = str(write_target(tmp_path / "target", layers=1)), tmp_path / "notes"
     notes.mkdir()
     ranks = start_workers(
-        RankInfo(0, 2, "cpu"), partial(follow, folder, "float32", 0, build=partial(build_with_notes, notes))
+        RankInfo(0, 2, "cpu"), partial(run_worker, folder, "float32", 0, build=partial(build_with_notes, notes))
     )
     (process,) = multiprocessing.active_children()
     try:

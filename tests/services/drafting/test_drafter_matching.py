@@ -27,7 +27,6 @@ from eyas.config import (
 )
 from eyas.drafters.base import DrafterNeeds
 from eyas.drafters.registry import build_drafter, build_fuser, features_fingerprint
-from eyas.engine.build import build_engine
 from eyas.errors import ConfigError
 from eyas.models.checkpoint import target_fingerprint
 from eyas.request import GenerationStats, Request, SamplingParams
@@ -46,7 +45,7 @@ from tests.services.discovery.pods import discovering, settings
 from tests.services.drafting.toy_drafting import INFO, ToyDrafter, eventually, serving, serving_all
 from tests.services.redis_server import free_port
 from tests.services.router.scripted_verifier import until
-from tests.tiny import write_head, write_target
+from tests.tiny import build_engine, write_head, write_target
 
 PATIENT = DraftClientConfig(draft_timeout_s=30.0)
 TREE = TreeConfig(8, 3, 3)
