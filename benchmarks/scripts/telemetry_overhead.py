@@ -24,7 +24,7 @@ from opentelemetry.sdk.trace.sampling import DEFAULT_ON
 from eyas.bench.report import Report, Table, number
 from eyas.config import DraftingConfig, EngineConfig, TelemetryConfig, TreeConfig
 from eyas.drafters.registry import build_drafter, build_fuser
-from eyas.engine.build import build_engine
+from eyas.engine.build import assemble_engine, load_model
 from eyas.engine.engine import StepReport
 from eyas.request import Chunk, Request, SamplingParams
 from eyas.rpc.messages import GenerateCall, TextChunk
@@ -97,7 +97,8 @@ def decode(batch: int, num_tokens: int) -> Steps:
     target, head = str(MODELS / "target"), str(MODELS / "eagle3")
     drafter = build_drafter("eagle3", target, head, "float32", "cpu", TREE, DraftingConfig())
     fuser = build_fuser("eagle3", head, target, "float32", "cpu")
-    engine = build_engine(target, fuser, "float32", "cpu", EngineConfig(max_kv_tokens=16384), TREE, drafter)
+    config = EngineConfig(max_kv_tokens=16384)
+    engine = assemble_engine(load_model(target, fuser, "float32", "cpu", config), fuser, config, TREE, drafter)
     sampling = SamplingParams(max_tokens=num_tokens, temperature=0.0, ignore_eos=True, seed=0)
     prompts = read_prompts(MODELS / "prompts.jsonl")[:batch]
     requests = [Request(f"request-{i}", prompt.token_ids, sampling) for i, prompt in enumerate(prompts)]

@@ -8,7 +8,6 @@ import pytest
 from eyas.config import DraftClientConfig, DraftingConfig, EngineConfig, TreeConfig
 from eyas.drafters.base import DrafterNeeds, LocalDrafter
 from eyas.drafters.registry import build_drafter
-from eyas.engine.build import build_engine
 from eyas.engine.engine import Engine
 from eyas.models.heads.eagle_loader import load_fuser
 from eyas.request import Request, SamplingParams
@@ -16,7 +15,7 @@ from eyas.rpc.messages import DrafterInfo, ModelInfo
 from eyas.services.cluster import free_port
 from eyas.services.verifier.draft_pool import DraftPool
 from tests.services.drafting.toy_drafting import eventually, serving
-from tests.tiny import DEMO
+from tests.tiny import DEMO, build_engine
 
 TARGET, HEAD = str(DEMO / "target"), str(DEMO / "eagle3")
 INFO = DrafterInfo(ModelInfo("demo", "f", 4096, 2048), "eagle3", True, False, 256)

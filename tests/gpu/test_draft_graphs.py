@@ -10,14 +10,13 @@ from eyas.config import DraftingConfig, EngineConfig, TreeConfig
 from eyas.drafters.cuda_graphs import TreeGraphs
 from eyas.drafters.eagle import EagleDrafter
 from eyas.drafters.registry import build_drafter, build_fuser
-from eyas.engine.build import build_engine
 from eyas.models.cuda.graphs import CudaCapture
 from eyas.models.heads.eagle import EagleHead
 from eyas.request import Request, SamplingParams
 from eyas.tree import DraftTree
 from tests import reference
 from tests.drafters.emulated_graphs import METHODS
-from tests.tiny import write_small
+from tests.tiny import build_engine, write_small
 from tests.tiny_medusa_hydra import tiny_heads
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

@@ -6,7 +6,7 @@ import pytest
 
 from eyas.errors import InvalidRequest
 from eyas.request import Request, SamplingParams, completion_seed
-from eyas.validation import check_fit, check_engine_request, check_sampling
+from eyas.validation import check_engine_request, check_fit, check_sampling
 
 FINE = SamplingParams(
     max_tokens=8, temperature=0.7, top_k=5, top_p=0.9, seed=3, stop_token_ids=(4,), min_p=0.1, min_tokens=8,

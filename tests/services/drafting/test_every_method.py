@@ -7,7 +7,6 @@ import pytest
 
 from eyas.config import DraftClientConfig, EngineConfig
 from eyas.drafters.base import DrafterNeeds
-from eyas.engine.build import build_engine
 from eyas.request import Request, SamplingParams
 from eyas.rpc.messages import DrafterInfo, ModelInfo
 from eyas.services.verifier.draft_client import RemoteDrafter
@@ -15,6 +14,7 @@ from tests import reference
 from tests.engine.test_equality import TREE, case_of
 from tests.methods import CASES
 from tests.services.drafting.toy_drafting import eventually, serving
+from tests.tiny import build_engine
 
 LINK = DraftClientConfig(draft_timeout_s=30.0, max_message_tokens=5)
 SAMPLING = SamplingParams(18, 0.0, ignore_eos=True)
