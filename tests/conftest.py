@@ -4,10 +4,13 @@ import importlib.util
 import os
 import signal
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from hypothesis import settings
+
+if TYPE_CHECKING:
+    from eyas import LLM
 
 settings.register_profile("eyas", derandomize=True, deadline=None)
 settings.load_profile("eyas")
@@ -41,6 +44,25 @@ def tiny_head(tmp_path_factory: pytest.TempPathFactory) -> str:
     folder: Path = tmp_path_factory.mktemp("head")
     write_eagle1_head(folder / "eagle1")
     return str(write_head(folder))
+
+
+@pytest.fixture(scope="session")
+def plain_llm() -> "LLM":
+    """The demo target without a drafter."""
+    return _demo_llm(None)
+
+
+@pytest.fixture(scope="session")
+def eagle3_llm() -> "LLM":
+    """The demo target with its EAGLE-3 head."""
+    return _demo_llm("models/demo/eagle3")
+
+
+def _demo_llm(head: str | None) -> "LLM":
+    from eyas import LLM
+    from eyas.config import EngineConfig
+
+    return LLM("models/demo/target", head, engine=EngineConfig(max_kv_tokens=8192))
 
 
 @pytest.hookimpl(optionalhook=True)

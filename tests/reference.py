@@ -1,4 +1,4 @@
-"""Straightforward versions of what Eyas does cleverly: plain Python integers, full forward passes, one token at a time."""
+"""Straightforward versions of the same computations: plain Python integers, full forward passes, one token at a time."""
 
 import functools
 import math
@@ -82,9 +82,14 @@ def forward(path: str, tokens: list[int]) -> torch.Tensor:
     return load_reference(path)(input_ids=torch.tensor([tokens]), use_cache=False).logits[0]
 
 
-@torch.inference_mode()
 def generate(path: str, prompt: list[int], params: SamplingParams, eos: frozenset[int] = frozenset({1})) -> list[int]:
-    """A loop over transformers' forward that recomputes everything for every token."""
+    """A loop over transformers' forward that recomputes everything for every token. Many tests ask for the same results."""
+    return list(_generate(path, tuple(prompt), params, eos))
+
+
+@functools.cache
+@torch.inference_mode()
+def _generate(path: str, prompt: tuple[int, ...], params: SamplingParams, eos: frozenset[int]) -> list[int]:
     tokens = list(prompt)
     while len(tokens) - len(prompt) < params.max_tokens:
         logits = forward(path, tokens)[-1]

@@ -7,72 +7,61 @@ import pytest
 from eyas import LLM, SamplingParams
 from eyas.errors import InvalidRequest
 from eyas.request import completion_seed
-from tests.tiny import DEMO
 
 PROMPT = "import os\n\ndef main("
 SAMPLED = SamplingParams(max_tokens=16, temperature=0.9, seed=5)
 
 
-@pytest.fixture(scope="module")
-def plain() -> LLM:
-    return LLM(str(DEMO / "target"))
-
-
-@pytest.fixture(scope="module")
-def speculative() -> LLM:
-    return LLM(str(DEMO / "target"), str(DEMO / "eagle3"))
-
-
-def test_n_completions_are_n_requests_with_derived_seeds(plain: LLM, speculative: LLM) -> None:
-    (together,) = speculative.generate(PROMPT, replace(SAMPLED, n=3))
+def test_n_completions_are_n_requests_with_derived_seeds(plain_llm: LLM, eagle3_llm: LLM) -> None:
+    (together,) = eagle3_llm.generate(PROMPT, replace(SAMPLED, n=3))
     assert together.token_ids == together.completions[0].token_ids
     assert [c.seed for c in together.completions] == [completion_seed(5, i) for i in range(3)]
     assert len({c.token_ids for c in together.completions}) == 3
     for one in together.completions:
-        (alone,) = plain.generate(PROMPT, replace(SAMPLED, seed=one.seed))
+        (alone,) = plain_llm.generate(PROMPT, replace(SAMPLED, seed=one.seed))
         assert (one.token_ids, one.text, one.finish_reason) == (alone.token_ids, alone.text, alone.finish_reason)
 
 
-def test_a_prompt_with_several_completions_keeps_its_place(plain: LLM) -> None:
-    results = plain.generate([PROMPT, "class Queue:\n"], [replace(SAMPLED, n=2), replace(SAMPLED, seed=1)])
+def test_a_prompt_with_several_completions_keeps_its_place(plain_llm: LLM) -> None:
+    results = plain_llm.generate([PROMPT, "class Queue:\n"], [replace(SAMPLED, n=2), replace(SAMPLED, seed=1)])
     assert [len(result.completions) for result in results] == [2, 1]
-    assert results[1].token_ids == plain.generate("class Queue:\n", replace(SAMPLED, seed=1))[0].token_ids
+    assert results[1].token_ids == plain_llm.generate("class Queue:\n", replace(SAMPLED, seed=1))[0].token_ids
 
 
-def test_bad_words_do_not_come_out(plain: LLM, speculative: LLM) -> None:
+def test_bad_words_do_not_come_out(plain_llm: LLM, eagle3_llm: LLM) -> None:
     greedy = SamplingParams(max_tokens=24, temperature=0)
-    (free,) = plain.generate(PROMPT, greedy)
+    (free,) = plain_llm.generate(PROMPT, greedy)
     word = next(word for word in free.text.split() if len(word) > 2)
-    steered = [llm.generate(PROMPT, replace(greedy, bad_words=(word,)))[0] for llm in (plain, speculative)]
+    steered = [llm.generate(PROMPT, replace(greedy, bad_words=(word,)))[0] for llm in (plain_llm, eagle3_llm)]
     assert steered[0].token_ids == steered[1].token_ids != free.token_ids
     assert word in free.text
     assert word not in steered[0].text
 
 
-def test_logprobs_cover_the_tokens_before_a_stop_string(speculative: LLM) -> None:
+def test_logprobs_cover_the_tokens_before_a_stop_string(eagle3_llm: LLM) -> None:
     asked = SamplingParams(max_tokens=24, temperature=0, logprobs=2, prompt_logprobs=1)
-    (whole,) = speculative.generate(PROMPT, asked)
+    (whole,) = eagle3_llm.generate(PROMPT, asked)
     assert [told.token for told in whole.logprobs] == list(whole.token_ids)
     assert [told.token for told in whole.prompt_logprobs] == list(whole.prompt_token_ids)
     assert all(told.top_ids[0] == told.token for told in whole.logprobs), "greedy takes the likeliest"
     assert all(told.logprob is not None and told.logprob <= 0 for told in whole.prompt_logprobs[1:])
-    (cut,) = speculative.generate(PROMPT, replace(asked, stop=(whole.text[8:13],)))
+    (cut,) = eagle3_llm.generate(PROMPT, replace(asked, stop=(whole.text[8:13],)))
     assert [told.token for told in cut.logprobs] == list(cut.token_ids)
     assert len(cut.logprobs) < len(whole.logprobs)
 
 
-def test_a_stop_string_is_not_looked_for_before_min_tokens(plain: LLM, speculative: LLM) -> None:
+def test_a_stop_string_is_not_looked_for_before_min_tokens(plain_llm: LLM, eagle3_llm: LLM) -> None:
     greedy = SamplingParams(max_tokens=24, temperature=0)
-    (whole,) = plain.generate(PROMPT, greedy)
+    (whole,) = plain_llm.generate(PROMPT, greedy)
     stop = (whole.text[0],)
-    for llm in (plain, speculative):
+    for llm in (plain_llm, eagle3_llm):
         assert llm.generate(PROMPT, replace(greedy, stop=stop))[0].text == ""
         (later,) = llm.generate(PROMPT, replace(greedy, stop=stop, min_tokens=5))
         assert later.token_ids == whole.token_ids[: len(later.token_ids)]
         assert len(later.token_ids) > 5 or whole.text.count(stop[0]) == 1
 
 
-def test_a_refused_completion_leaves_nothing_behind(plain: LLM) -> None:
+def test_a_refused_completion_leaves_nothing_behind(plain_llm: LLM) -> None:
     with pytest.raises(InvalidRequest, match="prompt 1: n is 2 at temperature 0"):
-        plain.generate([PROMPT, PROMPT], [replace(SAMPLED, n=3), replace(SAMPLED, n=2, temperature=0)])
-    assert not plain._engine.has_work
+        plain_llm.generate([PROMPT, PROMPT], [replace(SAMPLED, n=3), replace(SAMPLED, n=2, temperature=0)])
+    assert not plain_llm._engine.has_work

@@ -17,56 +17,46 @@ GREEDY = SamplingParams(max_tokens=24, temperature=0)
 PROMPTS = ["import os\n\ndef main(", "class Queue:\n"]
 
 
-@pytest.fixture(scope="module")
-def plain() -> LLM:
-    return LLM(TARGET)
-
-
-@pytest.fixture(scope="module")
-def speculative() -> LLM:
-    return LLM(model=TARGET, draft_model=HEAD, method="eagle3")
-
-
 @pytest.mark.parametrize("sampling", [GREEDY, SamplingParams(max_tokens=24, temperature=0.8, top_p=0.9, seed=3)])
-def test_speculative_results_equal_plain_ones(plain: LLM, speculative: LLM, sampling: SamplingParams) -> None:
-    for one, other in zip(plain.generate(PROMPTS, sampling), speculative.generate(PROMPTS, sampling), strict=True):
+def test_speculative_results_equal_plain_ones(plain_llm: LLM, eagle3_llm: LLM, sampling: SamplingParams) -> None:
+    for one, other in zip(plain_llm.generate(PROMPTS, sampling), eagle3_llm.generate(PROMPTS, sampling), strict=True):
         assert (one.token_ids, one.text, one.finish_reason) == (other.token_ids, other.text, other.finish_reason)
         assert other.stats.num_verify_steps < one.stats.num_verify_steps
         assert other.stats.acceptance_length > 1
         assert one.stats.num_drafted == 0
 
 
-def test_a_stop_string_cuts_text_but_keeps_its_last_token(plain: LLM, speculative: LLM) -> None:
-    whole = plain.generate(PROMPTS[0], GREEDY)[0]
+def test_a_stop_string_cuts_text_but_keeps_its_last_token(plain_llm: LLM, eagle3_llm: LLM) -> None:
+    whole = plain_llm.generate(PROMPTS[0], GREEDY)[0]
     stop = whole.text[8:13]
     results = [
         llm.generate(PROMPTS[0], SamplingParams(max_tokens=24, temperature=0, stop=(stop,)))[0]
-        for llm in (plain, speculative)
+        for llm in (plain_llm, eagle3_llm)
     ]
     assert results[0].token_ids == results[1].token_ids == whole.token_ids[: len(results[0].token_ids)]
     assert results[0].text == results[1].text == whole.text[: whole.text.index(stop)]
     assert results[0].finish_reason == "stop"
 
 
-def test_token_ids_and_text_mean_the_same(plain: LLM) -> None:
-    by_text = plain.generate(PROMPTS, GREEDY)
-    assert [r.token_ids for r in plain.generate([r.prompt_token_ids for r in by_text], GREEDY)] == [
+def test_token_ids_and_text_mean_the_same(plain_llm: LLM) -> None:
+    by_text = plain_llm.generate(PROMPTS, GREEDY)
+    assert [r.token_ids for r in plain_llm.generate([r.prompt_token_ids for r in by_text], GREEDY)] == [
         r.token_ids for r in by_text
     ]
-    assert plain.generate(np.array(by_text[0].prompt_token_ids), GREEDY)[0].token_ids == by_text[0].token_ids
+    assert plain_llm.generate(np.array(by_text[0].prompt_token_ids), GREEDY)[0].token_ids == by_text[0].token_ids
 
 
-def test_a_result_reports_cached_prompt_tokens(speculative: LLM) -> None:
-    first = speculative.generate("import sys\n\nclass Tree:", GREEDY)[0]
+def test_a_result_reports_cached_prompt_tokens(eagle3_llm: LLM) -> None:
+    first = eagle3_llm.generate("import sys\n\nclass Tree:", GREEDY)[0]
     turn = [*first.prompt_token_ids, *first.token_ids, 282]
-    second = speculative.generate([turn], GREEDY)[0]
+    second = eagle3_llm.generate([turn], GREEDY)[0]
     assert second.num_cached_tokens == len(turn) - 2, "the last token emitted had no KV yet"
-    assert speculative.generate([turn], GREEDY)[0].token_ids == second.token_ids
+    assert eagle3_llm.generate([turn], GREEDY)[0].token_ids == second.token_ids
 
 
-def test_the_seed_of_a_result_repeats_it(plain: LLM) -> None:
-    first = plain.generate(PROMPTS[0], SamplingParams(max_tokens=8))[0]
-    assert plain.generate(PROMPTS[0], SamplingParams(max_tokens=8, seed=first.seed))[0].token_ids == first.token_ids
+def test_the_seed_of_a_result_repeats_it(plain_llm: LLM) -> None:
+    first = plain_llm.generate(PROMPTS[0], SamplingParams(max_tokens=8))[0]
+    assert plain_llm.generate(PROMPTS[0], SamplingParams(max_tokens=8, seed=first.seed))[0].token_ids == first.token_ids
 
 
 @pytest.mark.parametrize(
@@ -85,28 +75,30 @@ def test_the_seed_of_a_result_repeats_it(plain: LLM) -> None:
         (["a", "b"], [GREEDY], "2 prompts but 1 sampling params"),
     ],
 )
-def test_a_bad_prompt_is_named_and_leaves_nothing_behind(plain: LLM, prompts: list, sampling: object, reason: str) -> None:
+def test_a_bad_prompt_is_named_and_leaves_nothing_behind(
+    plain_llm: LLM, prompts: list, sampling: object, reason: str
+) -> None:
     with pytest.raises(InvalidRequest, match=reason):
-        plain.generate(prompts, sampling)  # type: ignore[arg-type]
-    assert len(plain.generate(PROMPTS[1], GREEDY)[0].token_ids) == 24
+        plain_llm.generate(prompts, sampling)  # type: ignore[arg-type]
+    assert len(plain_llm.generate(PROMPTS[1], GREEDY)[0].token_ids) == 24
 
 
-def test_an_interruption_leaves_nothing_behind(speculative: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    expected = speculative.generate(PROMPTS, GREEDY)
-    step, calls = speculative._engine.step, iter(range(100))
+def test_an_interruption_leaves_nothing_behind(eagle3_llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = eagle3_llm.generate(PROMPTS, GREEDY)
+    step, calls = eagle3_llm._engine.step, iter(range(100))
 
     def interrupted() -> list:
         if next(calls) == 3:
             raise KeyboardInterrupt
         return step()
 
-    monkeypatch.setattr(speculative._engine, "step", interrupted)
+    monkeypatch.setattr(eagle3_llm._engine, "step", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        speculative.generate(PROMPTS, GREEDY)
+        eagle3_llm.generate(PROMPTS, GREEDY)
     monkeypatch.undo()
-    speculative._engine.check()
-    assert not speculative._engine.has_work
-    assert [r.token_ids for r in speculative.generate(PROMPTS, GREEDY)] == [r.token_ids for r in expected]
+    eagle3_llm._engine.check()
+    assert not eagle3_llm._engine.has_work
+    assert [r.token_ids for r in eagle3_llm.generate(PROMPTS, GREEDY)] == [r.token_ids for r in expected]
 
 
 def test_unloadable_weights_are_named(tmp_path_factory: pytest.TempPathFactory) -> None:
