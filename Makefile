@@ -23,10 +23,10 @@ SHELL := bash
 .SHELLFLAGS := -eu -o pipefail -c
 MAKEFLAGS += --no-print-directory
 .DEFAULT_GOAL := help
-.PHONY: help setup demo up bench methods test soak ray lint format protos chart images rehearsal prometheus clean
+.PHONY: help setup demo up bench methods test test-fast soak ray lint format protos chart images rehearsal prometheus clean
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' Makefile
 
 setup: $(READY) ## make .venv with everything that the other targets need
 
@@ -57,6 +57,10 @@ methods: $(READY) ## every drafting method over the same prompts, about 6 minute
 		--threads 1 --method eagle1=models/demo/eagle1 --method eagle2=models/demo/eagle1 --method eagle3=models/demo/eagle3-full \
 		--method medusa=models/demo/medusa --method hydra=models/demo/hydra --method sps=models/demo/small \
 		--method prompt_lookup --method lookahead --method eagle3+prompt_lookup=models/demo/eagle3-full $(METHODS)
+
+FAST := unit contract requests scheduling engine drafters acceptance
+test-fast: $(READY) ## units, engine, drafters and protocol without slow tests, under 90 s; for daily work
+	@$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadscope --no-loadscope-reorder -m "not slow" $(FAST:%=tests/%)
 
 test: lint ## lint, then every test
 	@$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadscope --no-loadscope-reorder

@@ -103,6 +103,7 @@ def counted(emitted: dict[str, list[int]], place: int) -> torch.Tensor:
     return torch.bincount(torch.tensor([tokens[place] for tokens in emitted.values()]), minlength=48)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("params", [PARAMS, FILTERED], ids=["whole", "filtered"])
 @pytest.mark.parametrize("name", DRAFTERS)
 def test_emitted_tokens_follow_the_target_probs(name: str, params: SamplingParams, tiny_target: str, tiny_head: str) -> None:

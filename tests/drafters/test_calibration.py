@@ -150,6 +150,7 @@ def head_of(name: str, target: str, head: str) -> str:
     }[name]  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["eagle1", "eagle3", "medusa", "hydra", "sps"])
 def test_outputs_are_the_plain_ones_while_it_is_found(name: str, tiny_target: str, tiny_head: str) -> None:
     """The drafters are random, so that what they score is worth little: s grows."""

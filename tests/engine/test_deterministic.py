@@ -78,6 +78,7 @@ def test_the_fixed_runner_agrees_with_the_fast_one(name: str, tmp_path: Path) ->
     torch.testing.assert_close(tree_logits(fixed, TREE, PROMPT, slots), expected, atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_a_bfloat16_batch_is_equal_with_and_without_drafter(temperature: float) -> None:
     target_folder, head = str(DEMO / "target"), str(DEMO / "eagle3")

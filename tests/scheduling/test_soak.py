@@ -1,8 +1,11 @@
-"""The soak in small; `make soak` runs it in full."""
+"""A short soak; `make soak` runs it in full."""
+
+import pytest
 
 from tests.scheduling.soak import MOST_GROWTH, soak
 
 
+@pytest.mark.slow
 def test_soak_with_cancellations_leaks_no_slots_and_no_memory(tiny_target: str, tiny_head: str) -> None:
     found = soak(300, tiny_target, tiny_head)
     assert found.num_finished + found.num_cancelled == 300

@@ -182,6 +182,7 @@ def test_combined_method_names_parse_or_give_a_reason(tiny_target: str, tiny_hea
         build("eagle3+prompt_lookup", head="")
 
 
+@pytest.mark.slow
 def test_on_repetitive_text_combined_is_as_good_as_each_part() -> None:
     lines = [json.loads(line) for line in (DEMO / "prompts.jsonl").read_text().splitlines()[:2]]
     sampling = SamplingParams(max_tokens=40, temperature=0, ignore_eos=True)
