@@ -125,7 +125,7 @@ def test_a_bad_body_gets_an_error_with_the_wrong_field(
     asyncio.run(body())
 
 
-def test_bodies_that_are_no_json_objects_or_too_long_are_rejected(url: str) -> None:
+def test_bodies_that_are_not_json_or_too_long_are_rejected(url: str) -> None:
     async def chunks() -> Any:
         for _ in range(20):
             yield b" " * 2**20

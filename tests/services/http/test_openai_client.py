@@ -56,7 +56,7 @@ def test_a_completion_streams_and_ends_with_its_usage(url: str) -> None:
     *events, last = with_router(url, body)
     assert "".join(event.choices[0].text for event in events) == REST_TEXT
     assert [event.choices[0].finish_reason for event in events] == [None] * (len(events) - 1) + ["length"]
-    assert len(events) < len(REST), "usage counts tokens, of which a chunk has several"
+    assert len(events) < len(REST), "usage counts tokens, and a chunk has several"
     assert (last.choices, numbers(last.usage)) == ([], USAGE)
 
 

@@ -42,7 +42,7 @@ def test_completions_run_side_by_side_at_one_verifier(url: str) -> None:
             assert [chunk.seed for chunk in part] == [completion_seed(11, index)] + [None] * (len(part) - 1)
             assert [chunk.totals is not None for chunk in part] == [False] * (len(part) - 1) + [True]
         calls = next(script.calls for script in scripts if script.calls)
-        assert len(calls) == 3, "they share the prompt where it is"
+        assert len(calls) == 3, "all completions run where the prompt is cached"
         assert {call.request.sampling.n for call in calls} == {1}
         assert sorted(str(call.request.sampling.prompt_logprobs) for call in calls) == ["0", "None", "None"]
 
