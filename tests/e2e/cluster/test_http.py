@@ -37,8 +37,8 @@ def test_http_and_grpc_give_equal_output_for_a_seed(demo_cluster: Cluster, clien
         part = [chunk for chunk in out.chunks if chunk.chunk.index == index]
         assert choice.text == "".join(chunk.text for chunk in part)
         assert choice.finish_reason == part[-1].chunk.finish_reason
-        told = [entry.logprob for chunk in part for entry in chunk.chunk.logprobs]
-        assert choice.logprobs.token_logprobs == pytest.approx(told, abs=1e-4)
+        logprobs = [entry.logprob for chunk in part for entry in chunk.chunk.logprobs]
+        assert choice.logprobs.token_logprobs == pytest.approx(logprobs, abs=1e-4)
         streamed = [event.choices[0] for event in events if event.choices[0].index == index]
         assert "".join(piece.text for piece in streamed) == choice.text
     assert answer.usage.completion_tokens == len(out.token_ids)
@@ -52,8 +52,8 @@ def test_a_chat_goes_through_the_template(demo_cluster: Cluster, client: OpenAI)
 
 
 def test_a_prompt_is_scored_by_an_echo_without_output(client: OpenAI) -> None:
-    asked = OPTIONS | {"n": 1, "max_tokens": 0}
-    (choice,) = client.completions.create(**asked, echo=True, logprobs=1).choices
+    request = OPTIONS | {"n": 1, "max_tokens": 0}
+    (choice,) = client.completions.create(**request, echo=True, logprobs=1).choices
     assert choice.text == PROMPT == "".join(choice.logprobs.tokens[1:])
     assert choice.logprobs.token_logprobs[0] is None
     assert all(value < 0 for value in choice.logprobs.token_logprobs[1:])
