@@ -53,8 +53,14 @@ class TargetModel:
     state before the final norm, FINAL_NORM_OUTPUT the state behind it.
     """
 
-    def __init__(self, model: Any, aux_hidden_state_layers: Sequence[int] = (), num_ranks: int = 1) -> None:
-        """num_ranks: processes that hold a part of the model each."""
+    def __init__(
+        self,
+        model: Any,
+        aux_hidden_state_layers: Sequence[int] = (),
+        num_ranks: int = 1,
+        kv_shapes: Sequence[tuple[int, int]] | None = None,
+    ) -> None:
+        """num_ranks: processes that hold a part of the model each. kv_shapes: of the whole model; None measures them."""
         self.model: Any = model.eval()
         self.config: Any = model.config.get_text_config()
         self.device: torch.device = next(model.parameters()).device
@@ -63,6 +69,7 @@ class TargetModel:
         self.vocab_size = int(self.config.vocab_size)
         self.max_model_len = int(self.config.max_position_embeddings)
         self.eos_ids = _eos_ids(model)
+        self._whole_kv_shapes = kv_shapes
         self._num_head_ranks = num_ranks if splits_heads(model) else 1
         self._collected: dict[int, Tensor] = {}
         self._hooks: list[RemovableHandle] = []
@@ -124,7 +131,7 @@ class TargetModel:
     @cached_property
     def kv_shapes(self) -> list[tuple[int, int]]:
         """(key-value heads, head width) of every layer; the heads of this rank."""
-        shapes = measure_kv_shapes(self.model.config)
+        shapes = self._whole_kv_shapes or measure_kv_shapes(self.model.config)
         return [(max(1, heads // self._num_head_ranks), width) for heads, width in shapes]
 
     @property
@@ -166,7 +173,7 @@ def load_target(
     model = _load_weights(folder, path_or_id, dtype)
     if shard is not None:
         shard_model(model, shard, [heads for heads, _ in shapes])
-    target = TargetModel(model.to(torch.device(device)), aux_hidden_state_layers, shard.size if shard else 1)
+    target = TargetModel(model.to(torch.device(device)), aux_hidden_state_layers, shard.size if shard else 1, shapes)
     _adapt(target, max_model_len)
     _check_attention(target)
     return target
