@@ -21,7 +21,6 @@ from torch import Tensor
 from eyas.cache.prefix_cache import Slots
 from eyas.config import DraftingConfig, TreeConfig
 from eyas.drafters.base import DraftContext
-from eyas.drafters.noise_scale import NoiseScale
 from eyas.drafters.scoring import (
     NUM_NOISE_WORDS,
     PerturbedScorer,
@@ -155,7 +154,7 @@ class TreeGraphs:
         kinds: tuple[ScorerKind, ...] = ("plain", "noised", "filtered") if self._config.shared_noise else ("plain",)
         buckets = [Bucket(*size, kind) for size in sizes if self._fits(*size) for kind in kinds]
         for bucket in with_progress(buckets, "capturing draft trees"):
-            self._write(self._columns((), (), NoiseScale(1.0), bucket.sessions), (), (), bucket.prefix)
+            self._write(self._columns((), (), bucket.sessions), (), (), bucket.prefix)
             self._replay(bucket)
 
     def grow(
@@ -163,22 +162,20 @@ class TreeGraphs:
         contexts: Sequence[DraftContext],
         slots: Sequence[Slots],
         states: Tensor,
-        scale: NoiseScale,
         scratch: Sequence[Slots] = (),
     ) -> ReplayedTrees | None:
         """Grow the trees of sessions, each with its slots, its slots for a tree if it needs some, and its row of states.
 
-        Returns None if no bucket holds them, and in rounds in which `scale` wants to measure.
+        Returns None if no bucket holds them.
         Raises ConfigError for a drafter that cannot be captured.
         """
         sessions, length = padded_size(len(contexts), 1), self._prefix_length(max(map(len, slots)))
-        if scale.grid or not self._fits(sessions, length):
+        if not self._fits(sessions, length):
             return None
-        columns = self._columns(contexts, slots, scale, sessions)
+        columns = self._columns(contexts, slots, sessions)
         self._write(columns, slots, scratch, length)
         self._states[: len(states)].copy_(states)
         replay = self._replay(Bucket(sessions, length, scorer_kind(columns[:NUM_NOISE_WORDS])))
-        scale.count_round()
         return self._read(replay().cpu().numpy(), contexts)
 
     def _prefix_length(self, longest: int) -> int:
@@ -187,10 +184,10 @@ class TreeGraphs:
     def _fits(self, sessions: int, length: int) -> bool:
         return sessions <= self._max_sessions and sessions * (length + self._spec.num_scratch) <= MAX_CELLS
 
-    def _columns(self, contexts: Sequence[DraftContext], slots: Sequence[Slots], scale: NoiseScale, sessions: int) -> Ints:
+    def _columns(self, contexts: Sequence[DraftContext], slots: Sequence[Slots], sessions: int) -> Ints:
         """[NUM_COLUMNS, sessions]; padding sessions have one slot of prefix and no budget."""
         columns = np.zeros((NUM_COLUMNS, sessions), dtype=np.int64)
-        columns[:NUM_NOISE_WORDS] = noise_words(contexts, self._config, scale, sessions)
+        columns[:NUM_NOISE_WORDS] = noise_words(contexts, self._config, sessions)
         columns[NUM_NOISE_WORDS] = 1
         for row, (context, own) in enumerate(zip(contexts, slots, strict=True)):
             max_drafted = min(context.budget.max_nodes, self._spec.tree.num_draft_tokens) - 1

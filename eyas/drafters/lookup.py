@@ -24,7 +24,6 @@ import torch
 from eyas.config import DraftingConfig
 from eyas.draft_protocol import ResyncRequired, TreeBudget
 from eyas.drafters.base import Draft, DraftContext, LocalDrafter
-from eyas.drafters.noise_scale import MeasuredTree, NoiseScale
 from eyas.drafters.sessions import MemoryLedger, MemoryT
 from eyas.drafters.tree_growth import Forest, Reals, first_of_groups
 from eyas.sampling.noise import exponential_noise_at, signed
@@ -171,24 +170,19 @@ class FrequencyScorer:
     sessions at temperature 0, and without shared noise.
     """
 
-    def __init__(self, contexts: Sequence[DraftContext], config: DraftingConfig, scale: NoiseScale) -> None:
+    def __init__(self, contexts: Sequence[DraftContext], config: DraftingConfig) -> None:
         self._contexts = contexts
         self._keys = [context.noise for context in contexts]
-        self._scale = scale
+        self._scale = config.noise_scale
         self._shared_S = np.array([config.shared_noise and key.temperature > 0 for key in self._keys])
 
     def log_shares(self, trie: Trie) -> Reals:
-        """Log-shares [K] of nodes among their siblings. Counts a round of `scale`, and records it if it is measured."""
+        """Log-shares [K] of nodes among their siblings."""
         plain = trie.log_shares()
         if not self._shared_S.any():
-            self._scale.count_round()
             return plain
-        perturbed = self._perturbed(trie)
-        scaled = perturbed / np.array([self._scale.value(key.temperature) for key in self._keys])[trie.sessions]
-        noised = scaled - _log_norms(trie, scaled[:, None])[trie.families, 0]
-        if self._scale.grid:
-            self._record(trie, noised, _log_norms(trie, perturbed[:, None] / np.array(self._scale.grid)))
-        self._scale.count_round()
+        scaled = self._perturbed(trie) / self._scale
+        noised = scaled - _log_norms(trie, scaled)[trie.families]
         return np.where(self._shared_S[trie.sessions], noised, plain)
 
     def _perturbed(self, trie: Trie) -> Reals:
@@ -215,26 +209,9 @@ class FrequencyScorer:
         log_probs: Reals = probs_FC.log().double().numpy()[trie.families, columns]
         return log_probs
 
-    def _record(self, trie: Trie, log_shares: Reals, log_norms: Reals) -> None:
-        """Record the trees of sessions with shared noise. log_norms: of each family under every s [F, G]."""
-        scores = trie.along_paths(log_shares)
-        for session in np.unique(trie.sessions[self._shared_S[trie.sessions]]).tolist():
-            nodes = np.flatnonzero(trie.sessions == session)
-            families = trie.families[nodes]
-            firsts = np.flatnonzero(np.diff(families, prepend=-1))
-            above = trie.parents[nodes[firsts]]
-            tree = MeasuredTree(
-                starts=np.append(firsts, len(nodes)),
-                tokens=trie.tokens[nodes],
-                scores=scores[nodes],
-                parents=np.where(above < 0, 0, np.searchsorted(nodes, above) + 1),
-                log_norms=log_norms[families[firsts]],
-            )
-            self._scale.record(self._contexts[session], tree)
-
 
 def _log_norms(trie: Trie, scores: Reals) -> Reals:
-    """logsumexp of scores [K, G] over each family [F, G]."""
+    """logsumexp of scores [K] over each family [F]."""
     highest = np.maximum.reduceat(scores, trie.starts)
     sums = np.add.reduceat(np.exp(scores - highest[trie.families]), trie.starts)
     log_norms: Reals = highest + np.log(sums)

@@ -22,7 +22,6 @@ from eyas.config import DraftingConfig, TreeConfig
 from eyas.draft_protocol import ResyncRequired
 from eyas.drafters.base import Draft, DraftContext, LocalDrafter, capped
 from eyas.drafters.cuda_graphs import GraphSpec, Roots, TreeGraphs, padded_prefix
-from eyas.drafters.noise_scale import NoiseScale
 from eyas.drafters.sampled_chains import ProbsScorer, chain_trees, draw_chains
 from eyas.drafters.scoring import Scorer, make_scorer
 from eyas.drafters.sessions import KVLedger, KVSession, StateT
@@ -61,7 +60,6 @@ class NeuralDrafter(LocalDrafter, Generic[StateT]):
         self._static_tree = static_tree
         self._draft_ids = draft_ids
         self._sessions = sessions
-        self._scale = NoiseScale.from_config(config)
         self._graphs: TreeGraphs | None = None
 
     def _capture_trees(
@@ -105,7 +103,6 @@ class NeuralDrafter(LocalDrafter, Generic[StateT]):
 
     @torch.inference_mode()
     def propose(self, contexts: Sequence[DraftContext]) -> list[Draft]:
-        self._scale.update(contexts)
         busy = {context.session for context in contexts}
         drafts = [self._admit(context, busy) for context in contexts]
         ready = [i for i, draft in enumerate(drafts) if draft is None]
@@ -125,7 +122,6 @@ class NeuralDrafter(LocalDrafter, Generic[StateT]):
         return drafts
 
     def release(self, sessions: Sequence[str]) -> None:
-        self._scale.release(sessions)
         self._sessions.release(sessions)
 
     def check(self) -> None:
@@ -173,15 +169,14 @@ class NeuralDrafter(LocalDrafter, Generic[StateT]):
         """Deterministic trees."""
         if self._graphs:
             slots, scratch = self._prefix_slots(contexts), [self._sessions[c.session].scratch for c in contexts]
-            replayed = self._graphs.grow(contexts, slots, states, self._scale, scratch)
+            replayed = self._graphs.grow(contexts, slots, states, scratch)
             if replayed:
                 self._keep_rows(contexts, replayed.rows_run, self._tree.top_k)
                 return replayed.trees
         shape = self._shape(contexts, self._max_expanded)
-        scorer = make_scorer(contexts, self._config, shape.num_steps, self._draft_ids, self._scale, self._scale.grid)
+        scorer = make_scorer(contexts, self._config, shape.num_steps, self._draft_ids)
         expansion = self._expand(self._roots(contexts, states), scorer, shape)
         candidates = self._grow_candidates(expansion, shape.num_steps)
-        self._scale.record_all(contexts, candidates, scorer.log_norms, self._draft_ids)
         columns = select_nodes(candidates, capped(contexts, self._tree.num_draft_tokens), self._draft_ids)
         return trees_from_columns(self._to_host(columns, expansion, contexts, shape.top_k), [c.tokens[-1] for c in contexts])
 

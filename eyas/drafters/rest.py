@@ -14,9 +14,8 @@ import numpy as np
 
 from eyas.config import DraftingConfig, RestConfig, TreeConfig
 from eyas.datastore.store import Datastore, Ranges, open_datastore, vocabulary_digest
-from eyas.drafters.base import Draft, DraftContext, capped
+from eyas.drafters.base import DraftContext, capped
 from eyas.drafters.lookup import FrequencyScorer, LookupDrafter, Matches, Trie, build_trie, trie_trees
-from eyas.drafters.noise_scale import NoiseScale
 from eyas.drafters.sessions import MemoryLedger
 from eyas.drafters.tree_growth import Reals
 from eyas.errors import CheckpointError, ConfigError
@@ -69,15 +68,6 @@ class RestDrafter(LookupDrafter[_ContextEnd]):
         self._tree = tree
         self._config = config
         self._drafting = drafting
-        self._scale = NoiseScale.from_config(drafting)
-
-    def propose(self, contexts: Sequence[DraftContext]) -> list[Draft]:
-        self._scale.update(contexts)
-        return super().propose(contexts)
-
-    def release(self, sessions: Sequence[str]) -> None:
-        self._scale.release(sessions)
-        super().release(sessions)
 
     def _grow(self, contexts: Sequence[DraftContext], memories: Sequence[_ContextEnd]) -> list[DraftTree]:
         roots = [context.tokens[-1] for context in contexts]
@@ -89,7 +79,7 @@ class RestDrafter(LookupDrafter[_ContextEnd]):
             return [DraftTree.root_only(root) for root in roots]
         weights = MATCH_DECAY ** found.num_longer.astype(np.float64)
         trie = build_trie(Matches(found.sessions, tokens, lengths, weights))
-        steps = _log_steps(trie, FrequencyScorer(contexts, self._drafting, self._scale).log_shares(trie))
+        steps = _log_steps(trie, FrequencyScorer(contexts, self._drafting).log_shares(trie))
         return trie_trees(trie, trie.along_paths(steps), roots, capped(contexts, self._tree.num_draft_tokens))
 
     def _search(self, ends: Sequence[Sequence[int]]) -> _Found:

@@ -17,7 +17,6 @@ from torch import Tensor
 
 from eyas.config import DraftingConfig
 from eyas.drafters.base import DraftContext
-from eyas.drafters.noise_scale import NoiseScale
 from eyas.sampling.noise import exponential_noise_at, signed
 from eyas.sampling.sampler import Filters, filtered_probs
 from eyas.tensors import Ints, upload
@@ -40,8 +39,6 @@ class Scorer(Protocol):
 class PlainScorer:
     """Plain log-softmax."""
 
-    log_norms: Sequence[Tensor] = ()
-
     def scores(self, logits: Tensor, level: int) -> Tensor:
         """See Scorer."""
         return torch.log_softmax(logits, dim=-1)
@@ -51,15 +48,11 @@ class PerturbedScorer:
     """Scores under the noise of the target's own draw.
 
     probs: applies temperature and filters to logits; None if no session has filters.
-    grid: values of s for which log_norms are measured as well, see `NoiseScale.record_all`.
     CUDA graphs capture it: its sizes depend on nothing that a tensor holds, and it copies nothing to the device.
     """
 
-    def __init__(
-        self, noise: NoiseTensors, levels: int, draft_ids: Tensor, probs: ProbsFunction | None, grid: Sequence[float] = ()
-    ) -> None:
-        self._noise, self._probs, self._grid = noise, probs, grid
-        self.log_norms: list[Tensor] = []
+    def __init__(self, noise: NoiseTensors, levels: int, draft_ids: Tensor, probs: ProbsFunction | None) -> None:
+        self._noise, self._probs = noise, probs
         positions_SL = noise.committed_length[:, None] + torch.arange(levels, device=draft_ids.device)
         seeds_SL = noise.seed[:, None].expand_as(positions_SL)
         exponentials = exponential_noise_at(seeds_SL.flatten(), positions_SL.flatten(), draft_ids)
@@ -75,8 +68,6 @@ class PerturbedScorer:
             filters = Filters(*(column.repeat_interleave(logits.shape[1]) for column in columns))
             log_probs = self._probs(logits.flatten(0, 1), filters).view_as(logits).log()
         perturbed = log_probs + self._gumbel_SLD[:, None, level]
-        if self._grid:
-            self.log_norms.append(torch.stack([torch.logsumexp(perturbed / s, dim=-1) for s in self._grid], dim=-1))
         return torch.log_softmax(perturbed / noise.scale[:, None, None], dim=-1)
 
 
@@ -85,14 +76,12 @@ def make_scorer(
     config: DraftingConfig,
     levels: int,
     draft_ids: Tensor,
-    scale: NoiseScale,
-    grid: Sequence[float] = (),
 ) -> PlainScorer | PerturbedScorer:
     """The scorer of one round of deterministic trees: plain if no session has both shared noise and a temperature above 0.
 
-    draft_ids maps draft vocabulary ids to the target's. grid: values of s for which log_norms are measured as well.
+    draft_ids maps draft vocabulary ids to the target's.
     """
-    words = noise_words(contexts, config, scale, len(contexts))
+    words = noise_words(contexts, config, len(contexts))
     kind = scorer_kind(words)
     if kind == "plain":
         return PlainScorer()
@@ -100,7 +89,7 @@ def make_scorer(
     probs = None
     if kind == "filtered":
         probs = filtered_probs_of(np.flatnonzero((words[3] > 0) | (words[6].view(np.float64) < 1)), len(contexts), device)
-    return PerturbedScorer(noise_tensors(upload(words, device)), levels, draft_ids, probs, grid)
+    return PerturbedScorer(noise_tensors(upload(words, device)), levels, draft_ids, probs)
 
 
 @dataclass(frozen=True)
@@ -121,7 +110,7 @@ class NoiseTensors:
     min_p: Tensor
 
 
-def noise_words(contexts: Sequence[DraftContext], config: DraftingConfig, scale: NoiseScale, num_rows: int) -> Ints:
+def noise_words(contexts: Sequence[DraftContext], config: DraftingConfig, num_rows: int) -> Ints:
     """NoiseTensors as int64 [NUM_NOISE_WORDS, num_rows], the last four as bits of float64.
 
     Rows beyond the contexts share no noise.
@@ -132,7 +121,7 @@ def noise_words(contexts: Sequence[DraftContext], config: DraftingConfig, scale:
         key = context.noise
         if config.shared_noise and key.temperature > 0:
             ints[:, row] = signed(key.seed), context.committed_length, 1, key.top_k
-            reals[:, row] = key.temperature, scale.value(key.temperature), key.top_p, key.min_p
+            reals[:, row] = key.temperature, config.noise_scale, key.top_p, key.min_p
     return np.concatenate([ints, reals.view(np.int64)])
 
 

@@ -156,9 +156,9 @@ def test_padding_reaches_every_size_and_never_falls_short() -> None:
     assert all(count <= size <= max(128, 1.5 * count) for count, size in enumerate(sizes, 1))
 
 
-@pytest.mark.parametrize(("method", "noise_scale"), [("eagle3", 1.0), ("eagle3", 0.0), ("sps", 1.0)])
-def test_outputs_are_the_plain_ones(method: str, noise_scale: float, tiny_target: str, tiny_head: str) -> None:
-    config = DraftingConfig(max_kv_tokens=2048, noise_scale=noise_scale)
+@pytest.mark.parametrize("method", ["eagle3", "sps"])
+def test_outputs_are_the_plain_ones(method: str, tiny_target: str, tiny_head: str) -> None:
+    config = DraftingConfig(max_kv_tokens=2048)
     drafter = make(method, tiny_target, tiny_head, SHAPE, config, capturing())
     fuser = build_fuser(method, tiny_head, tiny_target, "float32", DEVICE)
     engine = build_engine(tiny_target, fuser, "float32", DEVICE, EngineConfig(max_kv_tokens=1024), SHAPE, drafter)
@@ -172,8 +172,6 @@ def test_outputs_are_the_plain_ones(method: str, noise_scale: float, tiny_target
     for request in requests:
         assert said[request.id] == reference.generate(tiny_target, list(request.prompt_ids), request.sampling)
     assert buckets_of(drafter)
-    if noise_scale == 0:
-        assert drafter._scale._round > 1, "replayed rounds count too, so that another measurement is due"  # type: ignore[attr-defined]
 
 
 def test_states_of_other_rounds_do_not_show(tiny_target: str, tiny_head: str) -> None:

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
@@ -18,10 +17,8 @@ from eyas.datastore.store import open_datastore
 from eyas.draft_protocol import TreeBudget
 from eyas.drafters.base import LocalDrafter
 from eyas.drafters.registry import build_drafter
-from eyas.drafters.rest import RestDrafter
 from eyas.errors import CheckpointError, ConfigError
 from eyas.request import NoiseKey
-from eyas.sampling.noise import exponential_noise
 from eyas.tree import DraftTree
 from tests.drafters.lookup.corpora import GREEDY, commit, write_datastore, write_tokenizer
 
@@ -94,53 +91,6 @@ def test_the_first_child_follows_the_target_noise_statistically(target: str, tmp
     assert propose(drafter, [3, 4], NoiseKey(1, 1.0, top_k=1), nodes=24).tokens == (4, 5), "filters hold for frequencies too"
     plain = build(target, store, shared_noise=False)
     assert all(propose(plain, [3, 4], NoiseKey(seed, 1.0), nodes=2).tokens[1] == 5 for seed in range(20))
-
-
-def test_frequencies_use_unscaled_noise_until_calibrated(target: str, tmp_path: Path) -> None:
-    store = write_datastore(Path(target), [*[[3, 4, 5, 7]] * 3, [3, 4, 6]], tmp_path / "store")
-    found, plain = build(target, store, noise_scale=0.0), build(target, store)
-    for seed in range(8):
-        tree = propose(found, [3, 4], NoiseKey(seed, 1.0))
-        assert set(tree.tokens) == {4, 5, 6, 7}
-        assert tree == propose(plain, [3, 4], NoiseKey(seed, 1.0))
-
-
-@pytest.mark.parametrize("softness", [0.5, 2.0])
-def test_the_scale_of_the_noise_is_found_while_serving(target: str, tmp_path: Path, softness: float) -> None:
-    """The target draws from softmax(a / softness), a being the log-frequencies under its noise, at both levels.
-    Of one session nothing is found."""
-    counts = {(5, 7): 4, (5, 8): 2, (6, 7): 3, (6, 8): 3}
-    corpus = [[3, 4, *path] for path, count in counts.items() for _ in range(count)]
-    drafter = build(target, write_datastore(Path(target), corpus, tmp_path / "store"), noise_scale=0.0)
-    assert isinstance(drafter, RestDrafter)
-    draw, law = np.random.default_rng(0), {(): {5: 6, 6: 6}, (5,): {7: 4, 8: 2}, (6,): {7: 3, 8: 3}}
-    for index in range(24):
-        noises = [NoiseKey(1000 * index + session, 0.8) for session in range(20)]
-        strange = commit("strange", [9, 10], noise=NoiseKey(index, 0.8), epoch=index)
-        drafter.propose([strange, *(commit(f"{s}", [3, 4], noise=noise, epoch=index) for s, noise in enumerate(noises))])
-        told = []
-        for session, noise in enumerate(noises):
-            path: tuple[int, ...] = ()
-            for level in range(2):
-                tokens = torch.tensor(list(law[path]))
-                gumbel = -exponential_noise([noise.seed], [2 + level], tokens)[0].log().numpy()
-                odds = np.exp((np.log(list(law[path].values())) / 0.8 + gumbel) / softness)
-                path = (*path, int(draw.choice(tokens.numpy(), p=odds / odds.sum())))
-            told.append(commit(f"{session}", [3, 4, *path], 2, noise, epoch=index))
-        drafter.propose(told)
-    assert (drafter._scale.value(0.8) < 0.8) == (softness < 1)
-    assert (drafter._scale.value(0.8) > 1.3) == (softness > 1)
-    assert drafter._scale.value(0.3) == 1.0, "nothing was seen at this temperature"
-
-
-def test_unknown_text_does_not_change_the_calibration(target: str, tmp_path: Path) -> None:
-    drafter = build(target, write_datastore(Path(target), [[3, 4, 5], [3, 4, 6]], tmp_path / "store"), noise_scale=0.0)
-    assert isinstance(drafter, RestDrafter)
-    for token, count in ((9, 0), (5, 1)):
-        drafter.propose([commit(f"{token}", [3, 4], noise=NoiseKey(1, 0.8))])
-        drafter.propose([commit(f"{token}", [3, 4, token], 2, noise=NoiseKey(1, 0.8))])
-        assert sum(estimate.count for estimate in drafter._scale._estimates) == count  # type: ignore[attr-defined]
-        drafter._scale._round = 0  # type: ignore[attr-defined]
 
 
 def test_another_tokenizer_or_vocabulary_is_refused(target: str, tmp_path: Path) -> None:
