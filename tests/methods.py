@@ -1,4 +1,4 @@
-"""Every drafting method over the tiny models: a case by name in, a drafter and what feeds it out."""
+"""Every drafting method over the tiny models, by the name of a case."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,7 +10,7 @@ from eyas.models.heads.features import FeatureFuser
 from tests.tiny import write_small
 from tests.tiny_medusa_hydra import KINDS, tiny_heads
 
-# Names of cases: a method, or a union, and after a hyphen what is particular about it.
+# Names of cases: one or two methods, and after a hyphen what is particular about the case.
 CASES = (
     "eagle1", "eagle2", "eagle3", "eagle3-own-noise", "eagle3-crowded", "eagle3-ahead", *KINDS, "sps", "sps-crowded",
     "prompt_lookup", "rest", "lookahead", "eagle3+prompt_lookup", "eagle3+lookahead",

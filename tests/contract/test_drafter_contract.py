@@ -1,4 +1,4 @@
-"""One suite for every drafter, the remote one included: what eyas.drafters.base promises."""
+"""One suite for every drafter, local and remote: the contract of eyas.drafters.base."""
 
 from collections.abc import Iterator
 from contextlib import closing
@@ -28,7 +28,7 @@ LOCAL = (*(name for name in CASES if name.partition("-")[2] in ("", "prefix")), 
 
 
 def build(name: str, target: str, head: str) -> LocalDrafter:
-    """A drafter, or union, for small trees; its datastore holds what the sessions here say."""
+    """A drafter, or two combined, for small trees; its datastore holds the tokens of the sessions here."""
     store = Path(head, "datastore")
     if "rest" in name and not store.exists():
         write_datastore(Path(target), [commit("", 40, seed=seed).tokens for seed in range(7)], store)
@@ -63,7 +63,7 @@ def commit(
     noise: NoiseKey = NOISES[0],
     epoch: int = 0,
 ) -> DraftContext:
-    """What a verifier says of a session whose tokens and features follow from `seed`. Few words, so that they come again."""
+    """A commit of a session whose tokens and features follow from `seed`. It has few distinct tokens: they repeat."""
     generator = torch.Generator().manual_seed(seed)
     words = torch.randint(3, VOCAB, (NUM_WORDS,), generator=generator)
     tokens = words[torch.randint(NUM_WORDS, (40,), generator=generator)].tolist()
@@ -73,7 +73,7 @@ def commit(
 
 
 def propose(drafter: Drafter, contexts: list[DraftContext]) -> list[Draft]:
-    """Ask and collect, as the engine does over two steps."""
+    """Request and collect, as the engine does over two steps."""
     assert all(drafter.can_draft(context.session) for context in contexts)
     return drafter.request(contexts)()
 
@@ -158,7 +158,7 @@ def test_a_first_token_alone_is_followed(drafter: Drafter) -> None:
 @pytest.mark.parametrize("noise", NOISES[1:])
 def test_a_sampled_proposal_follows_its_stated_probs(drafter: Drafter, noise: NoiseKey) -> None:
     if not drafter.can_sample:
-        pytest.skip("it says that it cannot")
+        pytest.skip("the drafter cannot sample")
     contexts = [
         replace(commit(f"s{i}", 5 + 7 * i, seed=i, noise=noise), proposal=proposal)
         for i, proposal in enumerate(("sampled", "deterministic", "sampled"))

@@ -1,4 +1,4 @@
-"""Drafters whose trees come out of captured graphs, where there is no CUDA device: what would be captured runs again."""
+"""Drafters with captured trees on machines without CUDA: what would be captured runs again."""
 
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -28,13 +28,13 @@ Out = TypeVar("Out")
 
 
 def run_again(run: Callable[[], Out]) -> Callable[[], Out]:
-    """A captured pass runs again from the same closure, on what its static inputs hold by then."""
+    """A stand-in for a captured graph: runs the same closure again on its static inputs."""
     run()
     return run
 
 
-class NeverLooking(TorchDispatchMode):
-    """Refuses what the host would have to wait for the device for, or would have to send it, while a graph is captured."""
+class NoSyncMode(TorchDispatchMode):
+    """Refuses operations that CUDA graphs cannot capture: those that sync with the device or copy to it."""
 
     REFUSED = (
         "_local_scalar_dense",
@@ -52,20 +52,20 @@ class NeverLooking(TorchDispatchMode):
         name = func.overloadpacket.__name__
         masks = name == "index" and any(index is not None and index.dtype == torch.bool for index in args[1])
         if masks or name.startswith(self.REFUSED):
-            raise RuntimeError(f"{name} looks at numbers or sends some")
+            raise RuntimeError(f"{name} syncs with the device or copies to it")
         return func(*args, **(kwargs or {}))
 
 
-def watched(run: Callable[[], Out]) -> Callable[[], Out]:
-    """As `run_again`, but for what could not be captured."""
+def checked_capture(run: Callable[[], Out]) -> Callable[[], Out]:
+    """As `run_again`, and refuses what could not be captured."""
     run()
-    with NeverLooking():
+    with NoSyncMode():
         run()
     return run
 
 
 def capturing() -> Capture:
-    return CudaCapture(torch.device("cuda")) if DEVICE == "cuda" else watched
+    return CudaCapture(torch.device("cuda")) if DEVICE == "cuda" else checked_capture
 
 
 def make(

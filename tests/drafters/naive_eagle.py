@@ -89,9 +89,9 @@ class NaiveEagle:
         if noise.temperature == 0:
             return torch.log_softmax(logits, -1).tolist()
         params = SamplingParams(temperature=noise.temperature, top_k=noise.top_k, top_p=noise.top_p)
-        law = reference.law(logits, params)
+        probs = reference.law(logits, params)
         gumbel = [-math.log(reference.noise(noise.seed, position, token)) for token in self.ids]
-        perturbed = [(math.log(p) + g) / scale if p > 0 else -math.inf for p, g in zip(law, gumbel, strict=True)]
+        perturbed = [(math.log(p) + g) / scale if p > 0 else -math.inf for p, g in zip(probs, gumbel, strict=True)]
         return torch.log_softmax(torch.tensor(perturbed), -1).tolist()
 
     def candidates(

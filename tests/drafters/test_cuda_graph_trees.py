@@ -88,19 +88,19 @@ def test_rounds_of_a_session_replay_one_captured_graph(tiny_target: str, tiny_he
 @pytest.mark.parametrize("noise", [GREEDY, FILTERED], ids=["greedy", "filtered"])
 def test_graph_and_plain_draft_model_trees_keep_equal_state(noise: NoiseKey, tiny_target: str, tiny_head: str) -> None:
     drafter, plain = (make("sps", tiny_target, tiny_head, SHAPE, CONFIG, way) for way in (capturing(), None))
-    said = {name: session(seed, 5 + seed)[0] for seed, name in enumerate("abc")}
-    bases, runs = dict.fromkeys(said, 0), set[int]()
+    texts = {name: session(seed, 5 + seed)[0] for seed, name in enumerate("abc")}
+    bases, runs = dict.fromkeys(texts, 0), set[int]()
     for round_number in range(5):
         contexts = [
-            Commit(name, 0, bases[name], tuple(t[bases[name] :]), None, noise, BUDGETS[0]) for name, t in said.items()
+            Commit(name, 0, bases[name], tuple(t[bases[name] :]), None, noise, BUDGETS[0]) for name, t in texts.items()
         ]
-        for name, tree in zip(said, assert_same(drafter, plain, contexts), strict=True):
+        for name, tree in zip(texts, assert_same(drafter, plain, contexts), strict=True):
             path = tree.path(len(tree) - 1 - round_number)
-            bases[name] = len(said[name])
-            said[name] = [*said[name], *(tree.tokens[node] for node in path[1:]), 7]
+            bases[name] = len(texts[name])
+            texts[name] = [*texts[name], *(tree.tokens[node] for node in path[1:]), 7]
         ours, theirs = (each._sessions for each in (drafter, plain))  # type: ignore[attr-defined]
-        assert [list(ours[name].slots) for name in said] == [list(theirs[name].slots) for name in said]
-        runs |= {ours[name].num_new for name in said}
+        assert [list(ours[name].slots) for name in texts] == [list(theirs[name].slots) for name in texts]
+        runs |= {ours[name].num_new for name in texts}
     assert 1 in runs, "of a path through inner nodes the bonus token alone is run"
     assert buckets_of(drafter)
 
@@ -163,14 +163,14 @@ def test_outputs_are_the_plain_ones(method: str, tiny_target: str, tiny_head: st
     fuser = build_fuser(method, tiny_head, tiny_target, "float32", DEVICE)
     engine = build_engine(tiny_target, fuser, "float32", DEVICE, EngineConfig(max_kv_tokens=1024), SHAPE, drafter)
     requests = [Request(f"{i}", (7, 8, 9 + i), SamplingParams(20, 0.9 * i, seed=i, ignore_eos=True)) for i in range(2)]
-    said: dict[str, list[int]] = {request.id: [] for request in requests}
+    outputs: dict[str, list[int]] = {request.id: [] for request in requests}
     for request in requests:
         engine.submit(request)
     while engine.has_work:
         for chunk in engine.step():
-            said[chunk.request_id] += chunk.token_ids
+            outputs[chunk.request_id] += chunk.token_ids
     for request in requests:
-        assert said[request.id] == reference.generate(tiny_target, list(request.prompt_ids), request.sampling)
+        assert outputs[request.id] == reference.generate(tiny_target, list(request.prompt_ids), request.sampling)
     assert buckets_of(drafter)
 
 

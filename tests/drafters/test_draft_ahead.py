@@ -1,4 +1,4 @@
-"""Drafting ahead: what was grown before the root was known is cut where it should be, and leaves no trace behind."""
+"""Drafting ahead: trees grown before the root is known are cut at the committed path and leave no trace in later trees."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -202,15 +202,15 @@ def test_a_session_whose_trees_are_drawn_is_not_grown_ahead(tiny_target: str, ti
 
 def test_a_combined_drafter_drafts_ahead_like_its_parts(tiny_target: str, tiny_head: str) -> None:
     eagle = DraftingConfig(max_kv_tokens=2048, draft_ahead=AHEAD)
-    union = build_drafter("eagle3+prompt_lookup", tiny_target, tiny_head, "float32", "cpu", SHAPE, eagle)
+    combined = build_drafter("eagle3+prompt_lookup", tiny_target, tiny_head, "float32", "cpu", SHAPE, eagle)
     first = session("a", 9)
-    union.propose([first])
+    combined.propose([first])
     for _ in range(AHEAD.num_steps):
-        assert union.draft_ahead()
-    while union.draft_ahead():
+        assert combined.draft_ahead()
+    while combined.draft_ahead():
         pass
     (alone,) = make(tiny_target, tiny_head).propose([first])
-    (ahead,) = union.propose([going_on(first, likeliest(alone))])  # type: ignore[arg-type]
+    (ahead,) = combined.propose([going_on(first, likeliest(alone))])  # type: ignore[arg-type]
     assert isinstance(ahead, DraftTree)
     assert ahead.grown_ahead
 

@@ -1,4 +1,4 @@
-"""Chains that the EAGLE-3 drafter draws from its own law equal those of the obvious implementation."""
+"""Chains that the EAGLE-3 drafter draws equal those of the obvious implementation."""
 
 from dataclasses import replace
 
@@ -12,21 +12,21 @@ from tests import reference
 from tests.drafters.naive_eagle import NaiveEagle, rms
 from tests.drafters.test_eagle_trees import commit, make, naive, session
 
-LAW_TOKENS = 7
+PROPOSAL_TOP_K = 7
 NOISES = [NoiseKey(9, 0.8), NoiseKey(2**64 - 1, 1.2, top_k=5, top_p=0.9), NoiseKey(3, 1.0, top_k=1)]
 
 
 def naive_chain(
     eagle: NaiveEagle, tokens: list[int], features: torch.Tensor, noise: NoiseKey, length: int
 ) -> list[tuple[int, dict[int, float]]]:
-    """Each drawn token and the law that it was drawn from, cut to the likeliest tokens."""
+    """Each drawn token and the probabilities that it was drawn from, cut to the likeliest tokens."""
     pairs, chain = list(zip(features, tokens[1:], strict=True)), []
     params = SamplingParams(temperature=noise.temperature, top_k=noise.top_k, top_p=noise.top_p)
     for level in range(length):
         state = eagle.state(pairs)
-        law = reference.law(rms(state, eagle.w["norm.weight"]) @ eagle.w["lm_head.weight"].T, params)
-        likeliest = sorted(range(len(law)), key=lambda i: -law[i])[:LAW_TOKENS]
-        kept = {eagle.ids[i]: law[i] for i in likeliest if law[i] > 0}
+        probs = reference.law(rms(state, eagle.w["norm.weight"]) @ eagle.w["lm_head.weight"].T, params)
+        likeliest = sorted(range(len(probs)), key=lambda i: -probs[i])[:PROPOSAL_TOP_K]
+        kept = {eagle.ids[i]: probs[i] for i in likeliest if probs[i] > 0}
         token = min(kept, key=lambda t: reference.noise(noise.seed, len(tokens) + level, t) / kept[t])
         chain.append((token, kept))
         pairs.append((state, token))
@@ -35,7 +35,7 @@ def naive_chain(
 
 @pytest.mark.parametrize("noise", NOISES, ids=["whole", "filtered", "certain"])
 def test_chains_of_a_batch_equal_the_naive_ones(noise: NoiseKey, tiny_target: str, tiny_head: str) -> None:
-    drafter, plain = make(tiny_target, tiny_head, proposal_top_k=LAW_TOKENS), naive(tiny_target, tiny_head)
+    drafter, plain = make(tiny_target, tiny_head, proposal_top_k=PROPOSAL_TOP_K), naive(tiny_target, tiny_head)
     sessions = [session(i, 4 + 5 * i) for i in range(4)]
     contexts = [
         replace(commit(f"{i}", t, f, 0, len(t), noise, TreeBudget(14, 4)), proposal="sampled")
@@ -47,9 +47,9 @@ def test_chains_of_a_batch_equal_the_naive_ones(noise: NoiseKey, tiny_target: st
         assert tree.sampled is not None
         expected = naive_chain(plain, tokens, features, noise, 4)
         assert tree.tokens[1:] == tuple(token for token, _ in expected)
-        for node, (_, law) in enumerate(expected):
+        for node, (_, probs) in enumerate(expected):
             stated = dict(zip(tree.sampled.draft_probs[node].ids, tree.sampled.draft_probs[node].probs, strict=True))
-            assert stated == pytest.approx(law, rel=1e-4)
+            assert stated == pytest.approx(probs, rel=1e-4)
 
 
 def test_chains_stay_within_each_sessions_budget(tiny_target: str, tiny_head: str) -> None:

@@ -170,7 +170,7 @@ def test_a_dormant_session_resumes_when_slots_are_free(tiny_target: str, tiny_he
 
 
 def test_a_session_beyond_the_head_context_gets_no_new_request(tiny_target: str, tiny_head: str) -> None:
-    """Room alone does not wake it: it would be sent whole, every other round, for nothing."""
+    """Free slots alone do not resume it: it would be resent whole every other round without ever getting a tree."""
     drafter = make(tiny_target, tiny_head, max_kv_tokens=1024)
     tokens, features = session(1, 260)
     assert len(drafter.propose([commit("a", tokens, features, 0, 250, GREEDY, TreeBudget(14, 4))])[0]) > 1  # type: ignore[arg-type]

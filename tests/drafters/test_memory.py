@@ -1,4 +1,4 @@
-"""A drafter's slots take no more bytes than its settings say, and a limit that is too small says what would do."""
+"""A drafter's KV cache stays within its settings, and the error for a limit that is too small names a sufficient one."""
 
 import logging
 import re

@@ -25,14 +25,14 @@ def stats_of(target: str, tree: TreeConfig, sampling: SamplingParams, rule: Acce
     requests = [Request(f"{i}", (7, 8, 9 + i), replace(sampling, seed=5 + i)) for i in range(4)]
     for request in requests:
         engine.submit(request)
-    stats, said = GenerationStats(), dict.fromkeys("0123", ())
+    stats, outputs = GenerationStats(), dict.fromkeys("0123", ())
     while engine.has_work:
         for chunk in engine.step():
             stats.add(chunk)
-            said[chunk.request_id] += chunk.token_ids
+            outputs[chunk.request_id] += chunk.token_ids
         engine.check()
     for request in requests if rule == "match" else ():
-        assert list(said[request.id]) == reference.generate(target, list(request.prompt_ids), request.sampling)
+        assert list(outputs[request.id]) == reference.generate(target, list(request.prompt_ids), request.sampling)
     return stats
 
 

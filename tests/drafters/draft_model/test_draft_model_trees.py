@@ -15,7 +15,7 @@ from eyas.models.target import TargetModel, load_target
 from eyas.request import NoiseKey
 from eyas.tree import DraftTree
 from tests.drafters.draft_model import naive_draft_model
-from tests.drafters.emulated_graphs import watched
+from tests.drafters.emulated_graphs import checked_capture
 from tests.drafters.naive_eagle import best_tree
 from tests.models.families import FAMILIES, config_of, write_model
 from tests.tiny import write_small
@@ -83,12 +83,12 @@ def test_a_tree_after_any_accepted_path_equals_the_naive_tree(small: str) -> Non
 
 @pytest.mark.parametrize("family", ["mistral", "gemma-2", "gpt-2", "qwen-3-moe"])
 def test_models_with_windows_softcaps_or_own_positions_can_draft(family: str, tmp_path: Path) -> None:
-    """Near the end of the context, where positions of tree rows that nobody will ask for run out, too."""
+    """This holds near the end of the context too, where positions of unused tree rows run out."""
     kind, settings = FAMILIES[family]
     model, tokens = load_target(write_model(tmp_path, config_of(kind, **settings))), tokens_of(4, 256)
     drafters = [ModelDrafter(model, SHAPE, DraftingConfig(2048), DraftModelConfig())]
     if not model.is_mixture_of_experts:
-        drafters.append(ModelDrafter(model, SHAPE, DraftingConfig(2048), DraftModelConfig(), watched))
+        drafters.append(ModelDrafter(model, SHAPE, DraftingConfig(2048), DraftModelConfig(), checked_capture))
     for base, end in ((0, 30), (30, 31)):
         nodes = best_tree(naive_draft_model.candidates(str(tmp_path), tokens[:end], GREEDY, SHAPE), 13)
         for drafter in drafters:

@@ -1,4 +1,4 @@
-"""Trees merged node by node, by the obvious way: what the arrays of a union must come to."""
+"""Merges trees node by node, the obvious way: the reference for the array code."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""A union proposes the best of both sides, and one side's forgetting is healed without the other's."""
+"""A combined drafter proposes the best of both sides, and resyncs a side that dropped a session without the other."""
 
 import json
 from collections.abc import Sequence
@@ -81,18 +81,18 @@ def test_ties_and_growing_scores_orphan_no_node() -> None:
 
 
 class Forgetful(LocalDrafter):
-    """Passes on to another drafter, notes what it was told, and forgets what it is told to forget."""
+    """Wraps another drafter, records the spans of its commits, and drops sessions on demand."""
 
     def __init__(self, drafter: LocalDrafter) -> None:
         self.drafter = drafter
-        self.told: list[tuple[int, int]] = []
+        self.received: list[tuple[int, int]] = []
 
     @property
     def needs(self) -> DrafterNeeds:
         return self.drafter.needs
 
     def propose(self, contexts: Sequence[DraftContext]) -> list[Draft]:
-        self.told += [(context.start_position, context.committed_length) for context in contexts]
+        self.received += [(context.start_position, context.committed_length) for context in contexts]
         return self.drafter.propose(contexts)
 
     def release(self, sessions: Sequence[str]) -> None:
@@ -101,60 +101,60 @@ class Forgetful(LocalDrafter):
 
 def test_only_a_part_that_lost_its_state_gets_a_full_resend() -> None:
     sides = [Forgetful(PromptLookupDrafter(TreeConfig(), PromptLookupConfig())) for _ in range(2)]
-    union, tokens = CombinedDrafter(*sides, TreeConfig(), CombinedConfig()), [1, 2, 3] * 4
-    union.propose([commit("a", tokens[:5])])
+    combined, tokens = CombinedDrafter(*sides, TreeConfig(), CombinedConfig()), [1, 2, 3] * 4
+    combined.propose([commit("a", tokens[:5])])
     sides[1].release(["a"])
-    assert union.propose([commit("a", tokens[:7], base=5)]) == [ResyncRequired("a", 0, 0)]
-    assert union.propose([commit("a", tokens[:7], base=5)]) == [ResyncRequired("a", 0, 0)]
-    (healed,) = union.propose([commit("a", tokens[:9])])
+    assert combined.propose([commit("a", tokens[:7], base=5)]) == [ResyncRequired("a", 0, 0)]
+    assert combined.propose([commit("a", tokens[:7], base=5)]) == [ResyncRequired("a", 0, 0)]
+    (healed,) = combined.propose([commit("a", tokens[:9])])
     assert isinstance(healed, DraftTree)
     assert healed.num_drafted > 0
-    assert sides[0].told == [(0, 5), (5, 7), (7, 9)]
-    assert sides[1].told == [(0, 5), (5, 7), (0, 9)]
+    assert sides[0].received == [(0, 5), (5, 7), (7, 9)]
+    assert sides[1].received == [(0, 5), (5, 7), (0, 9)]
 
 
 def test_a_resend_keeps_the_tree_of_a_part_that_has_answered() -> None:
     sides = [Forgetful(PromptLookupDrafter(TreeConfig(), PromptLookupConfig())) for _ in range(2)]
-    union, tokens = CombinedDrafter(*sides, TreeConfig(), CombinedConfig()), [1, 2, 3] * 4
-    union.propose([commit("a", tokens[:5])])
+    combined, tokens = CombinedDrafter(*sides, TreeConfig(), CombinedConfig()), [1, 2, 3] * 4
+    combined.propose([commit("a", tokens[:5])])
     sides[1].release(["a"])
-    union.propose([commit("a", tokens[:7], base=5)])
-    (healed,) = union.propose([commit("a", tokens[:7])])
+    combined.propose([commit("a", tokens[:7], base=5)])
+    (healed,) = combined.propose([commit("a", tokens[:7])])
     (alone,) = sides[0].drafter.propose([commit("b", tokens[:7])])
     assert isinstance(healed, DraftTree)
     assert isinstance(alone, DraftTree)
     assert (healed.tokens, healed.parents) == (alone.tokens, alone.parents)
-    assert sides[0].told == [(0, 5), (5, 7)]
+    assert sides[0].received == [(0, 5), (5, 7)]
 
 
 def test_a_resend_to_one_part_may_come_in_chunks() -> None:
     sides = [Forgetful(PromptLookupDrafter(TreeConfig(), PromptLookupConfig())) for _ in range(2)]
-    union, tokens = CombinedDrafter(*sides, TreeConfig(), CombinedConfig()), [1, 2, 3] * 4
-    union.propose([commit("a", tokens[:8])])
+    combined, tokens = CombinedDrafter(*sides, TreeConfig(), CombinedConfig()), [1, 2, 3] * 4
+    combined.propose([commit("a", tokens[:8])])
     sides[1].release(["a"])
-    assert union.propose([commit("a", tokens[:9], base=8)]) == [ResyncRequired("a", 0, 0)]
+    assert combined.propose([commit("a", tokens[:9], base=8)]) == [ResyncRequired("a", 0, 0)]
     for base, end in ((0, 4), (4, 6), (6, 10)):
-        (draft,) = union.propose([commit("a", tokens[:end], base=base)])
+        (draft,) = combined.propose([commit("a", tokens[:end], base=base)])
         assert isinstance(draft, DraftTree)
         draft.validate(tokens[end - 1], 48, 24, 5)
     assert draft.num_drafted > 0
-    assert sides[0].told == [(0, 8), (8, 9), (9, 10)]
-    assert sides[1].told == [(0, 8), (8, 9), (0, 4), (4, 6), (6, 10)]
+    assert sides[0].received == [(0, 8), (8, 9), (9, 10)]
+    assert sides[1].received == [(0, 8), (8, 9), (0, 4), (4, 6), (6, 10)]
 
 
 def test_each_part_gets_features_from_its_own_position(tiny_target: str, tiny_head: str) -> None:
-    """The EAGLE side of a union that had to be healed proposes what EAGLE alone proposes."""
+    """After a resync the EAGLE side of a combined drafter proposes what EAGLE alone proposes."""
     eagle, lookup = (
         build_drafter(
             name, tiny_target, tiny_head, "float32", "cpu", TreeConfig(16, 3, 3), DraftingConfig(max_kv_tokens=512)
         )
         for name in ("eagle3", "prompt_lookup")
     )
-    union = CombinedDrafter(eagle, lookup, TreeConfig(16, 3), CombinedConfig(min_share=0.5))
-    union.propose([fed_commit("a", 8)])
+    combined = CombinedDrafter(eagle, lookup, TreeConfig(16, 3), CombinedConfig(min_share=0.5))
+    combined.propose([fed_commit("a", 8)])
     lookup.release(["a"])
-    assert union.propose([fed_commit("a", 12, base=8)]) == [ResyncRequired("a", 0, 0)]
-    (healed,) = union.propose([fed_commit("a", 15)])
+    assert combined.propose([fed_commit("a", 12, base=8)]) == [ResyncRequired("a", 0, 0)]
+    (healed,) = combined.propose([fed_commit("a", 15)])
     (alone,) = eagle.propose([replace(fed_commit("b", 15), budget=TreeBudget(5, 3))])
     assert isinstance(healed, DraftTree)
     assert isinstance(alone, DraftTree)

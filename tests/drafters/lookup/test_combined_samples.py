@@ -1,4 +1,4 @@
-"""In a union a drafter that learns from samples is given those of its own nodes, as far as they were verified."""
+"""A combined drafter passes samples to a side that needs them, for the side's own verified nodes."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -23,15 +23,15 @@ NEXT = {token: (7 * token + 3) % 40 for token in range(48)}
 class Scripted(LocalDrafter):
     """Proposes given trees, below whatever the root is, and notes samples and which nodes of the last tree they are of."""
 
-    def __init__(self, trees: Sequence[DraftTree], learns: bool) -> None:
+    def __init__(self, trees: Sequence[DraftTree], needs_samples: bool) -> None:
         self.trees = list(trees)
-        self.learns = learns
+        self.needs_samples = needs_samples
         self.nodes: list[Sequence[int]] = []
         self.samples: list[tuple[int, ...]] = []
 
     @property
     def needs(self) -> DrafterNeeds:
-        return DrafterNeeds(samples=self.learns)
+        return DrafterNeeds(samples=self.needs_samples)
 
     def propose(self, contexts: Sequence[DraftContext]) -> list[Draft]:
         self.samples += [context.samples for context in contexts]
@@ -55,22 +55,22 @@ def path(tree: DraftTree, node: int) -> tuple[int, ...]:
 
 @given(TREES, TREES, st.integers(1, 12))
 def test_samples_belong_to_the_remaining_nodes(mine: DraftTree, other: DraftTree, nodes: int) -> None:
-    learner, deaf = Scripted([mine, mine], True), Scripted([other, other], False)
-    union, budget = CombinedDrafter(deaf, learner, SHAPE, CombinedConfig()), TreeBudget(nodes, 3)
-    (draft,) = union.propose([commit("a", [1, 2, 0], budget=budget)])
+    sampled, plain = Scripted([mine, mine], True), Scripted([other, other], False)
+    combined, budget = CombinedDrafter(plain, sampled, SHAPE, CombinedConfig()), TreeBudget(nodes, 3)
+    (draft,) = combined.propose([commit("a", [1, 2, 0], budget=budget)])
     assert isinstance(draft, DraftTree)
-    union.propose([commit("a", [1, 2, 0, 5], 3, budget=budget, samples=tuple(range(100, 100 + len(draft))))])
+    combined.propose([commit("a", [1, 2, 0, 5], 3, budget=budget, samples=tuple(range(100, 100 + len(draft))))])
     expected = {path(draft, node): 100 + node for node in range(len(draft))}
     own = {path(mine, node): node for node in range(len(mine))}
     if nodes > 1:
         kept = [node for line, node in own.items() if line in expected]
-        assert list(learner.nodes[0]) == sorted(kept)
-        assert learner.samples[1] == tuple(expected[path(mine, node)] for node in sorted(kept))
-    assert deaf.samples == [(), ()]
+        assert list(sampled.nodes[0]) == sorted(kept)
+        assert sampled.samples[1] == tuple(expected[path(mine, node)] for node in sorted(kept))
+    assert plain.samples == [(), ()]
 
 
 def rounds(drafter: LocalDrafter, num_verify_steps: int, budget: TreeBudget = BUDGET) -> list[DraftTree]:
-    """A target that says what NEXT says, whose text is the longest accepted path."""
+    """A target that emits NEXT, whose text is the longest accepted path."""
     tokens, base, samples, trees = [30, 31, 32, 33], 0, (), list[DraftTree]()
     for _ in range(num_verify_steps):
         (tree,) = drafter.propose([commit("a", tokens, base, budget=budget, samples=samples)])
@@ -100,12 +100,12 @@ def test_lookahead_beside_an_empty_part_equals_lookahead_alone() -> None:
 def test_lookahead_goes_on_when_its_window_is_cut() -> None:
     """The other side takes nearly all of a small budget; the target's walk is guessed all the same."""
     sure = grown(0, [(node, 40 + node, -0.01) for node in range(7)])
-    union = CombinedDrafter(Scripted([sure] * 30, False), lookahead(), SHAPE, CombinedConfig(min_share=0.5))
-    trees = rounds(union, 30, TreeBudget(12, 6))
+    combined = CombinedDrafter(Scripted([sure] * 30, False), lookahead(), SHAPE, CombinedConfig(min_share=0.5))
+    trees = rounds(combined, 30, TreeBudget(12, 6))
     assert any(tree.child(0, NEXT[tree.tokens[0]]) is not None for tree in trees[10:])
 
 
 def test_it_may_stand_beside_prompt_lookup() -> None:
-    union = CombinedDrafter(PromptLookupDrafter(SHAPE, PromptLookupConfig()), lookahead(), SHAPE, CombinedConfig())
-    assert union.needs == DrafterNeeds(samples=True)
-    assert all(len(tree) > 1 for tree in rounds(union, 10)[1:])
+    combined = CombinedDrafter(PromptLookupDrafter(SHAPE, PromptLookupConfig()), lookahead(), SHAPE, CombinedConfig())
+    assert combined.needs == DrafterNeeds(samples=True)
+    assert all(len(tree) > 1 for tree in rounds(combined, 10)[1:])

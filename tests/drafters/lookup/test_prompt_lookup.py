@@ -1,4 +1,4 @@
-"""Prompt lookup proposes what followed the same tokens before, found anew by the obvious search."""
+"""Prompt lookup proposes what followed the same tokens before, compared with the obvious search."""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -68,7 +68,7 @@ def test_sessions_over_the_limit_are_evicted_or_stay_dormant() -> None:
     lookup = drafter(max_cached_tokens=100)
     lookup.propose([commit("old", [1, 2] * 20), commit("new", [1, 2] * 20)])
     lookup.propose([commit("huge", [1, 2] * 60)])
-    assert isinstance(lookup.propose([commit("old", [1, 2] * 21, base=40)])[0], DraftTree), "it drove nobody out"
+    assert isinstance(lookup.propose([commit("old", [1, 2] * 21, base=40)])[0], DraftTree), "no session was evicted for it"
     assert lookup.propose([commit("huge", [1, 2] * 61, base=120)]) == [DraftTree.root_only(2)]
     lookup.propose([commit("third", [1, 2] * 20)])
     assert lookup.propose([commit("new", [1, 2] * 21, base=40)]) == [ResyncRequired("new", 0, 0)]

@@ -24,7 +24,7 @@ class Guess:
     score: float
 
 
-class NaiveOffsets:
+class NaiveHeads:
     """Weights in the authors' layout."""
 
     def __init__(self, kind: str, target: str, layers: int = 2) -> None:

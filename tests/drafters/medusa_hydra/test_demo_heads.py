@@ -1,4 +1,4 @@
-"""The demo's trained heads guess what the demo's target says: wired wrongly, they would be far below."""
+"""The demo's trained heads predict the demo target; wired wrongly, they would be right far less often."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Medusa and Hydra checkpoints in every layout give equal heads; what does not fit says why."""
+"""Medusa and Hydra checkpoints give equal heads in every layout; those that do not fit are refused with a reason."""
 
 from pathlib import Path
 
@@ -9,7 +9,7 @@ from safetensors.torch import save_file
 from eyas.errors import CheckpointError, ConfigError
 from eyas.models.heads.hydra import load_hydra
 from eyas.models.heads.medusa import load_medusa
-from tests.drafters.medusa_hydra.naive_heads import NaiveOffsets
+from tests.drafters.medusa_hydra.naive_heads import NaiveHeads
 from tests.tiny_medusa_hydra import config_of, tensors_of, tiny_heads, write
 
 Tensors = dict[str, torch.Tensor]
@@ -33,7 +33,7 @@ def in_vllm_names(tensors: Tensors, layers: int) -> Tensors:
 @pytest.mark.parametrize("layers", [1, 2, 3])
 def test_medusa_layouts_of_authors_and_vllm_load_equal_heads(layers: int, tmp_path: Path, tiny_target: str) -> None:
     tensors, config = tensors_of("medusa", layers=layers), config_of("medusa", layers=layers)
-    plain = NaiveOffsets("medusa", tiny_target, layers)
+    plain = NaiveHeads("medusa", tiny_target, layers)
     expected = torch.stack([torch.stack([plain.logits(s, 0, (0,) * i) for i in range(3)]) for s in STATES])
     written = write(tmp_path / "authors", config, tensors)
     torch.testing.assert_close(medusa_logits(written, tiny_target), expected)
@@ -122,7 +122,7 @@ def test_hydra_files_of_the_authors_load(kind: str, tmp_path: Path, tiny_target:
         for part in ("weight", "bias"):
             second, third = (f"hydra_mlp.{head}.{first + step * layer}.linear.{part}" for layer in (1, 2))
             tensors[third] = tensors[second]
-    embedding = NaiveOffsets(kind, tiny_target).embedding
+    embedding = NaiveHeads(kind, tiny_target).embedding
     whole = write(folder, config_of(kind, layers=3), {name: tensor.clone() for name, tensor in tensors.items()})
     expected = load_hydra(str(whole), tiny_target)
     (folder / "model.safetensors").unlink()

@@ -13,7 +13,7 @@ from eyas.drafters.registry import build_drafter
 from eyas.errors import ConfigError
 from eyas.request import NoiseKey
 from eyas.tree import DraftTree
-from tests.drafters.medusa_hydra.naive_heads import NaiveOffsets
+from tests.drafters.medusa_hydra.naive_heads import NaiveHeads
 from tests.drafters.test_eagle_trees import commit, session
 from tests.tiny_medusa_hydra import KINDS, tiny_heads
 
@@ -23,8 +23,8 @@ NOISES = [GREEDY, NoiseKey(9, 0.8), NoiseKey(2**64 - 1, 1.2, top_k=3, top_p=0.9)
 OWN_PATHS = ((2,), (0,), (0, 1), (0, 1, 5), (2, 0), (2, 3), (0, 1, 0))
 
 
-def make(kind: str, target: str, beside: str, offsets: MedusaConfig | None = None, **eagle: object) -> MultiHeadDrafter:
-    methods = MethodsConfig(medusa=offsets or MedusaConfig())
+def make(kind: str, target: str, beside: str, medusa: MedusaConfig | None = None, **eagle: object) -> MultiHeadDrafter:
+    methods = MethodsConfig(medusa=medusa or MedusaConfig())
     eagle_config = DraftingConfig(**{"max_kv_tokens": 512, **eagle})  # type: ignore[arg-type]
     name, heads = kind.split("-")[0], tiny_heads(kind, beside)
     drafter = build_drafter(name, target, heads, "float32", "cpu", SHAPE, eagle_config, methods)
@@ -50,7 +50,7 @@ def test_static_trees_of_a_batch_equal_the_naive_ones(
     kind: str, paths: tuple[tuple[int, ...], ...], noise: NoiseKey, tiny_target: str, tiny_head: str
 ) -> None:
     drafter = make(kind, tiny_target, tiny_head, MedusaConfig(tree_choices=paths))
-    plain, sessions = NaiveOffsets(kind, tiny_target), [session(i, 3 + 5 * i) for i in range(4)]
+    plain, sessions = NaiveHeads(kind, tiny_target), [session(i, 3 + 5 * i) for i in range(4)]
     contexts = [commit(f"{i}", t, f, 0, len(t), noise, TreeBudget(20, 5)) for i, (t, f) in enumerate(sessions)]
     for (tokens, features), tree in zip(sessions, drafter.propose(contexts), strict=True):
         assert_same(tree, plain.static(tokens, features, noise, list(paths or likely_paths(SHAPE))))
@@ -59,7 +59,7 @@ def test_static_trees_of_a_batch_equal_the_naive_ones(
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_rounds_and_chunks_do_not_change_the_output(kind: str, tiny_target: str, tiny_head: str) -> None:
-    drafter, plain = make(kind, tiny_target, tiny_head), NaiveOffsets(kind, tiny_target)
+    drafter, plain = make(kind, tiny_target, tiny_head), NaiveHeads(kind, tiny_target)
     tokens, features = session(1, 30)
     base = 0
     for end, nodes in ((1, 14), (9, 1), (14, 1), (15, 14), (19, 14), (20, 1), (30, 14)):
@@ -87,7 +87,7 @@ def test_a_smaller_budget_keeps_the_best_of_the_tree(kind: str, tiny_target: str
 @pytest.mark.parametrize("kind", KINDS)
 def test_dynamic_trees_hold_the_best_of_all_candidates(kind: str, noise: NoiseKey, tiny_target: str, tiny_head: str) -> None:
     drafter = make(kind, tiny_target, tiny_head, MedusaConfig("dynamic"))
-    plain, (tokens, features) = NaiveOffsets(kind, tiny_target), session(3, 12)
+    plain, (tokens, features) = NaiveHeads(kind, tiny_target), session(3, 12)
     expanded: list[tuple[int, ...]] = [()]
     every: list[tuple[int, ...]] = []
     for _ in range(SHAPE.num_steps):
@@ -107,7 +107,7 @@ def test_dynamic_trees_hold_the_best_of_all_candidates(kind: str, noise: NoiseKe
 @pytest.mark.parametrize("kind", KINDS)
 def test_chains_are_sampled_from_the_head_probs(kind: str, tiny_target: str, tiny_head: str) -> None:
     noise = NOISES[2]
-    drafter, plain = make(kind, tiny_target, tiny_head, proposal_top_k=7), NaiveOffsets(kind, tiny_target)
+    drafter, plain = make(kind, tiny_target, tiny_head, proposal_top_k=7), NaiveHeads(kind, tiny_target)
     sessions = [session(i, 4 + 5 * i) for i in range(3)]
     contexts = [commit(f"{i}", t, f, 0, len(t), noise, TreeBudget(14, 4)) for i, (t, f) in enumerate(sessions)]
     trees = drafter.propose([replace(context, proposal="sampled") for context in contexts])
@@ -119,9 +119,9 @@ def test_chains_are_sampled_from_the_head_probs(kind: str, tiny_target: str, tin
         for node in range(3):
             logits = plain.logits(state, tokens[-1], tree.tokens[1 : node + 1])
             scores = torch.softmax(logits / noise.temperature, -1)
-            law = tree.sampled.draft_probs[node]
-            assert law.ids == tuple(scores.topk(len(law.ids)).indices.tolist())
-            assert law.probs == pytest.approx([float(scores[token]) for token in law.ids], rel=1e-4)
+            stated = tree.sampled.draft_probs[node]
+            assert stated.ids == tuple(scores.topk(len(stated.ids)).indices.tolist())
+            assert stated.probs == pytest.approx([float(scores[token]) for token in stated.ids], rel=1e-4)
 
 
 def test_prefix_states_give_way_to_others_and_are_refilled(tiny_target: str, tiny_head: str) -> None:
@@ -157,12 +157,12 @@ def test_generated_paths_form_a_tree_of_the_requested_size() -> None:
 
 def test_trees_that_the_heads_cannot_grow_are_refused(tiny_target: str, tiny_head: str) -> None:
     deep = MedusaConfig(tree_choices=((0,), (0, 0), (0, 0, 0), (0, 0, 0, 0)))
-    for offsets, complaint in (
+    for medusa, complaint in (
         (deep, "4 levels deep, but there are 3 heads"),
         (MedusaConfig(tree_choices=((48,),)), "width 49 needs as many draft tokens; there are 48"),
     ):
         with pytest.raises(ConfigError, match=complaint):
-            make("medusa", tiny_target, tiny_head, offsets)
+            make("medusa", tiny_target, tiny_head, medusa)
     for paths, complaint in ((((0, 0),), "without its parent"), (((0,), (0,)), "1 of them distinct"), (((-1,),), "below 0")):
         with pytest.raises(ConfigError, match=complaint):
             MedusaConfig(tree_choices=paths)
