@@ -1,6 +1,6 @@
-"""Names for the beginnings of token sequences: token ids in, one hash per whole block out. Knows no cache and no network.
+"""Hashes of the blocks of a token sequence, by which the router finds the verifier that has a prompt's prefix cached.
 
-The hash of a block stands for every token up to its end, so that two sequences share as many hashes as whole blocks.
+A block's hash covers every token up to its end, so that two sequences share as many hashes as they share whole blocks.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ _BLOCK_BYTES = 4 * BLOCK_TOKENS
 
 
 class BlockHasher:
-    """Hashes the blocks of one sequence as its tokens come."""
+    """Hashes the blocks of one sequence, incrementally."""
 
     def __init__(self) -> None:
         self._hash = blake2b(digest_size=4)
         self._rest = b""
 
     def copy(self) -> BlockHasher:
-        """A hasher that may go on with other tokens."""
+        """A hasher in the same state, to go on with other tokens."""
         other = BlockHasher()
         other._hash, other._rest = self._hash.copy(), self._rest
         return other
 
     def update(self, token_ids: Sequence[int]) -> list[int]:
-        """The hashes, in [0, 2^32), of the blocks that these tokens complete."""
+        """Take the next tokens. Returns hashes, in [0, 2^32), of the blocks that they complete."""
         data = self._rest + struct.pack(f"<{len(token_ids)}i", *token_ids)
         end = len(data) // _BLOCK_BYTES * _BLOCK_BYTES
         hashes = []
@@ -41,5 +41,5 @@ class BlockHasher:
 
 
 def block_hashes(token_ids: Sequence[int]) -> tuple[int, ...]:
-    """The hashes of a sequence's whole blocks, of MAX_BLOCKS at most. Token ids must fit in 32 bits."""
+    """Hashes of a sequence's whole blocks, MAX_BLOCKS at most. Token ids must fit in 32 bits."""
     return tuple(BlockHasher().update(token_ids[: MAX_BLOCKS * BLOCK_TOKENS]))

@@ -1,8 +1,8 @@
-"""What a verifier and a drafter say to each other each round. Knows neither how tensors are held nor how bytes travel.
+"""What a verifier and a drafter exchange in each round.
 
 The committed tokens of a session are t_0 .. t_n; t_n is the root of the next tree. A target that has processed
 t_0 .. t_{n-1} has features f_0 .. f_{n-1}. A drafter whose committed length is b knows t_0 .. t_{b-1} and
-f_0 .. f_{b-2}. A commit with base length b brings t_b .. t_n and f_max(b-1,0) .. f_{n-1}: while a prompt is prefilled in
+f_0 .. f_{b-2}. A commit with start position b brings t_b .. t_n and f_max(b-1,0) .. f_{n-1}: while a prompt is prefilled in
 chunks, t_n is simply the next *prompt* token, so that every pair (f_i, t_{i+1}) is complete when it arrives.
 """
 
@@ -19,7 +19,7 @@ Proposal = Literal["deterministic", "sampled"]
 
 @dataclass(frozen=True)
 class TreeBudget:
-    """How large a tree the verifier will look at. max_nodes counts the root; 1 asks for bookkeeping only."""
+    """The largest tree that the verifier accepts. max_nodes counts the root; 1 requests no tree."""
 
     max_nodes: int
     max_depth: int
@@ -42,14 +42,14 @@ class TensorBytes:
 class Commit(Generic[FeaturesT]):
     """Accepted tokens of one session, and a request for its next tree.
 
-    epoch: raised by the verifier whenever it starts the session's drafting anew; older epochs are dropped.
+    epoch: raised by the verifier whenever it restarts the session's drafting; older epochs are dropped.
     start_position: committed length before `tokens`.
     tokens: newly committed token ids, at least one; the last is the new root.
-    features: fused features [n, H] of the positions max(base-1, 0) up to, not including, the root's; None if not asked for.
+    features: fused features [n, H] of positions max(start_position-1, 0) up to the root's, exclusive; None if not needed.
     noise: what the target's draws depend on; for a sampled proposal its seed is one for the drafter's own draws.
     samples: the target's sample at every node of the session's last tree, in node order; empty if there was none.
-    proposal: "deterministic" asks for the likeliest nodes, "sampled" for nodes drawn from the drafter's law, with that law.
-    traceparent: W3C trace context of the round, where it is traced.
+    proposal: "deterministic" requests the likeliest nodes, "sampled" sampled nodes with the draft probabilities.
+    traceparent: W3C trace context of the round, empty if it is not traced.
     """
 
     session: str
@@ -71,7 +71,7 @@ class Commit(Generic[FeaturesT]):
 
 @dataclass(frozen=True)
 class ResyncRequired:
-    """The drafter cannot use a commit: its committed length for the session is `have`. Resend from there."""
+    """The drafter cannot use a commit: it has `committed_length` tokens of the session. Resend from there."""
 
     session: str
     epoch: int

@@ -2,17 +2,17 @@
 
     EyasError
     |- InvalidRequest        a request that can never be served as it stands
-    |- UnknownModel          a model name that nobody serves
+    |- UnknownModel          a model name that is not served
     |- ConfigError           a config file or --set that does not validate
     |- CheckpointError       weights that do not fit their config, or each other
     |- InvalidTree           a draft tree that breaks the contract of eyas.tree
-    |- Overloaded            no room now; trying again later may work
+    |- Overloaded            no capacity now; trying again later may work
     |- Unavailable           the service that should answer is not there
     |- TimedOut              a request that was not done in its time
     |- Unauthenticated       a call without a key, or with one that is not known
     `- RequestFailed         a request died of an internal error
 
-A message says what was wrong, with which value, and how to mend it.
+A message says what is wrong, with which value, and how to fix it.
 """
 
 
@@ -21,7 +21,7 @@ class EyasError(Exception):
 
 
 class InvalidRequest(EyasError):
-    """A request that can never be served as it stands. param: the parameter that is to blame; empty if none alone is."""
+    """A request that can never be served as it stands. param: the invalid parameter; empty if no single one is."""
 
     def __init__(self, message: str, param: str = "") -> None:
         super().__init__(message)
@@ -29,11 +29,11 @@ class InvalidRequest(EyasError):
 
 
 class UnknownModel(InvalidRequest):
-    """A request for a model that nobody serves."""
+    """A request for a model that is not served."""
 
 
 class ConfigError(EyasError, ValueError):
-    """A configuration that does not validate; a ValueError too, so that a validator can add where it stands."""
+    """A configuration that does not validate. It is a ValueError too, so that pydantic adds the location."""
 
 
 class CheckpointError(EyasError):
@@ -45,7 +45,7 @@ class InvalidTree(EyasError):
 
 
 class Overloaded(EyasError):
-    """No room for this request now. retry_after: after how many seconds there may be; None if nobody knows."""
+    """No capacity for this request now. retry_after: seconds after which to try again; None if unknown."""
 
     def __init__(self, message: str, retry_after: float | None = None) -> None:
         super().__init__(message)

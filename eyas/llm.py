@@ -1,4 +1,4 @@
-"""The engine in one process: prompts in, results out, no network. The same tokens as through the services."""
+"""`LLM`: the engine in one process, with the same tokens as through the services."""
 
 from __future__ import annotations
 
@@ -40,10 +40,10 @@ class Completion:
 
 @dataclass(frozen=True)
 class GenerationResult:
-    """What became of one prompt: its n completions. The other attributes are those of the first.
+    """The n completions of one prompt. The other attributes are those of the first.
 
-    prompt_logprobs: one per token of the prompt where asked for. num_cached_tokens: of the prompt, those that the prefix
-    cache spared the first completion.
+    prompt_logprobs: one per token of the prompt where asked for. num_cached_tokens: prompt tokens of the first
+    completion that came from the prefix cache.
     """
 
     prompt_token_ids: tuple[int, ...]
@@ -133,9 +133,9 @@ class LLM:
         """Continue each prompt, given as text or as token ids; one result each, in order.
 
         sampling: one for all prompts, or one each. Raises InvalidRequest naming the prompt, before anything is run, and
-        RequestFailed when the target gives no usable logits. Whatever is raised, nothing of the call is left behind.
+        RequestFailed when the target gives no usable logits. After an error no request of the call is left in the engine.
         """
-        batch = _listed(prompts)
+        batch = _as_list(prompts)
         params = [sampling or SamplingParams()] * len(batch) if not isinstance(sampling, Sequence) else list(sampling)
         if len(params) != len(batch):
             raise InvalidRequest(f"{len(batch)} prompts but {len(params)} sampling params; give one for all, or one each")
@@ -157,7 +157,7 @@ class LLM:
     def _submit(
         self, prompts: Sequence[Prompt], params: Sequence[SamplingParams], running: dict[str, _Generation]
     ) -> list[list[_Generation]]:
-        """Each prompt's completions; they enter `running` as they enter the engine."""
+        """Submit the completions of each prompt, and add them to `running`."""
         groups: list[list[_Generation]] = []
         for index, (prompt, sampling) in enumerate(zip(prompts, params, strict=True)):
             try:
@@ -192,7 +192,7 @@ class LLM:
 
 @dataclass
 class _Generation:
-    """A prompt on its way."""
+    """A completion in progress."""
 
     request: Request
     stream: TextStream
@@ -206,7 +206,7 @@ class _Generation:
     num_cached: int = 0
 
     def take(self, chunk: Chunk) -> None:
-        """Count a chunk; what follows a stop string does not count."""
+        """Add a chunk; tokens after a stop string are left out."""
         if self.stopped:
             return
         piece = self.stream.push(chunk.token_ids)
@@ -241,7 +241,7 @@ def _result(group: Sequence[_Generation]) -> GenerationResult:
     return GenerationResult(first.request.prompt_ids, completions, first.prompt_logprobs, first.num_cached)
 
 
-def _listed(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """A single prompt becomes a list of one."""
     if isinstance(prompts, str) or (len(prompts) and all(isinstance(p, Integral) for p in prompts)):
         return [prompts]  # type: ignore[list-item]
@@ -251,5 +251,5 @@ def _listed(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
 def _token_ids(prompt: Sequence[int]) -> tuple[int, ...]:
     wrong = [token for token in prompt if not isinstance(token, Integral)]
     if wrong:
-        raise InvalidRequest(f"{wrong[0]!r} is no token id; a prompt is text or a list of whole numbers")
+        raise InvalidRequest(f"{wrong[0]!r} is not a token id; a prompt is text or a list of whole numbers")
     return tuple(int(token) for token in prompt)

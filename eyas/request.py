@@ -1,4 +1,4 @@
-"""What a request asks and what it gets back: plain values that every room shares. Knows no tensors and no network."""
+"""What a request asks for and what it gets back: plain values that every package shares."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MAX_INT = 2**31 - 1
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How to draw tokens: eyas.limits has the ranges, docs/sampling.md the exact rules and their order.
+    """How to draw tokens: eyas.validation has the ranges, docs/sampling.md the exact rules and their order.
 
     max_tokens: most tokens to emit, at least 1.
     temperature: 0 is greedy; above 0 scales the logits by 1/temperature.
@@ -29,14 +29,14 @@ class SamplingParams:
     ignore_eos: do not end at the model's end-of-sequence tokens.
     n: completions of the prompt; completion i draws with `completion_seed(seed, i)`.
     min_p: keep tokens at least min_p times as likely as the likeliest, in [0, 1].
-    min_tokens: before so many, no token that ends the output is drawn and no stop string is looked for.
+    min_tokens: number of tokens before which no token that ends the output is drawn and stop strings do not count.
     logit_bias: (token id, bias in [-100, 100]) pairs, or a mapping; added to the token's logit.
     repetition_penalty: divides positive and multiplies negative logits of tokens in prompt or output; 1 does nothing.
     presence_penalty: taken from the logit of every token in the output, in [-2, 2].
     frequency_penalty: taken from a token's logit once for each time that it is in the output, in [-2, 2].
-    bad_words: texts that must not come out, each as it stands and after a space; what would complete one is not drawn.
-    bad_token_ids: the same as token ids: sequences that must not be completed, also not one that the prompt began.
-    logprobs: report each emitted token's log-probability and so many likeliest tokens, 0 to 20; None reports nothing.
+    bad_words: texts that must not occur, each as given and after a space; a token that would complete one is not drawn.
+    bad_token_ids: the same as token ids: sequences that must not be completed, even if the prompt began one.
+    logprobs: report each emitted token's log-probability and this number of likeliest tokens, 0 to 20; None reports none.
     prompt_logprobs: the same for every token of the prompt.
     """
 
@@ -78,9 +78,9 @@ class SamplingParams:
         return frozenset(self.stop_token_ids) | (frozenset() if self.ignore_eos else eos_ids)
 
     def completions(self, bad_token_ids: Sequence[Sequence[int]] = ()) -> tuple[SamplingParams, ...]:
-        """What an engine is told for each of the n completions; the seed must be set.
+        """The parameters of each of the n completions, as an engine takes them; the seed must be set.
 
-        bad_token_ids: `bad_words` as token ids. Stop strings are left to who sees text; prompt_logprobs to the first.
+        bad_token_ids: `bad_words` as token ids. The caller looks for stop strings. Only the first has prompt_logprobs.
         """
         assert self.seed is not None, "seeded() comes first"
         bad = (*self.bad_token_ids, *map(tuple, bad_token_ids))
@@ -96,7 +96,7 @@ def completion_seed(seed: int, index: int) -> int:
 
 @dataclass(frozen=True)
 class NoiseKey:
-    """All that a draw depends on besides the logits and the position; what a drafter is told to foresee it."""
+    """What a draw depends on besides the logits and the position. A drafter that has it can predict the draw."""
 
     seed: int
     temperature: float = 0.0
@@ -154,11 +154,11 @@ class TokenLogprob:
 
 @dataclass(frozen=True)
 class Chunk:
-    """What one step adds to a request. is_draft_token[i] tells whether the drafter had guessed token_ids[i].
+    """What one step adds to a request. is_draft_token[i]: whether the drafter guessed token_ids[i].
 
-    round is None for a step that ends a prefill. message explains the finish reason "error".
+    verify_step is None for a step that ends a prefill. message explains the finish reason "error".
     index: which of the n completions. logprobs: one per token where asked for. prompt_logprobs: one per token of the prompt
-    where asked for, on the first chunk only. num_cached: prompt tokens that the prefix cache spared; on a request's first
+    where asked for, on the first chunk only. num_cached: prompt tokens that came from the prefix cache; on a request's first
     tokens only.
     """
 
@@ -174,7 +174,7 @@ class Chunk:
     num_cached: int = 0
 
     def first(self, num_tokens: int) -> Chunk:
-        """The chunk without the tokens that come after so many."""
+        """The chunk with its first `num_tokens` tokens only."""
         return replace(
             self,
             token_ids=self.token_ids[:num_tokens],
@@ -185,7 +185,7 @@ class Chunk:
 
 @dataclass
 class GenerationStats:
-    """Speculation in numbers, summed over verify steps. Accepted tokens behind a stop or the length do not count."""
+    """Speculation in numbers, summed over verify steps. Accepted tokens after a stop or the length limit do not count."""
 
     num_verify_steps: int = 0
     num_drafted: int = 0
@@ -221,7 +221,7 @@ class GenerationStats:
 
     @property
     def acceptance_by_depth(self) -> list[float]:
-        """Of the rounds whose tree reached depth d, the share that accepted d tokens or more; from depth 1."""
+        """For each depth d from 1: the share of verify steps with trees that deep that accepted d tokens or more."""
         accepted = self.accepted_by_depth + [0] * len(self.offered_by_depth)
         return [a / o for o, a in zip(self.offered_by_depth, accepted, strict=False)]
 

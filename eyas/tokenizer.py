@@ -1,6 +1,6 @@
-"""Text to token ids and back, one token at a time. Given a tokenizer's files; knows no model and no torch.
+"""Text to token ids, and token ids to text as they come.
 
-What a stream gives back does not depend on how its tokens were grouped into chunks.
+The text of a stream does not depend on how its tokens are grouped into chunks.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ _MAX_PENDING = 8
 
 
 def load_tokenizer(source: str) -> Tokenizer:
-    """The tokenizer in a local folder, or of a hub id. Raises CheckpointError when there is none or it is damaged.
+    """The tokenizer of a local folder or hub id. Raises CheckpointError if there is none or it is damaged.
 
-    Truncation and padding that were stored with it are for training; prompts are encoded whole.
+    Truncation and padding that are stored with it are for training; prompts are encoded whole.
     """
     file = fetch_file(source, "tokenizer.json")
     if file is None:
@@ -55,11 +55,11 @@ class Tokenizer:
         self._longest = max(len(token.encode()) for token in tokenizer.get_vocab())
 
     def least_tokens(self, text: str) -> int:
-        """A length that the encoded text cannot fall below, without encoding it."""
+        """A lower bound of the number of tokens, without encoding the text."""
         return len(text.encode()) // self._longest
 
     def encode(self, text: str) -> tuple[int, ...]:
-        """Token ids of a prompt, as the model expects to see it."""
+        """Token ids of a prompt, special tokens added."""
         ids = tuple(self._tokenizer.encode(text).ids)
         if self._bos is None or not text or ids[:1] == (self._bos,):
             return ids
@@ -70,7 +70,7 @@ class Tokenizer:
         return tuple(self._tokenizer.encode(text, add_special_tokens=False).ids)
 
     def bad_token_ids(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
-        """Each word as token ids, as it stands and after a space."""
+        """Each word as token ids, as given and after a space."""
         texts = [text for word in words for text in (word, f" {word.lstrip()}")]
         return tuple(dict.fromkeys(tuple(self._tokenizer.encode(text, add_special_tokens=False).ids) for text in texts))
 
@@ -79,12 +79,12 @@ class Tokenizer:
         return self._tokenizer.decode(list(ids), skip_special_tokens=True)
 
     def name(self, token: int) -> str:
-        """What the vocabulary calls a token; empty for an id that it does not have."""
+        """The vocabulary's name of a token; empty for an unknown id."""
         return self._tokenizer.id_to_token(token) or ""
 
     @property
     def tokenizer(self) -> HuggingFaceTokenizer:
-        """What encodes and decodes."""
+        """The tokenizer of the `tokenizers` library."""
         return self._tokenizer
 
     def is_special(self, token: int) -> bool:
@@ -98,10 +98,10 @@ class Tokenizer:
 
 @dataclass(frozen=True)
 class TextPiece:
-    """What a chunk of tokens released.
+    """The text that a chunk of tokens released.
 
-    texts: for each token that counts, the text it made safe to show; tokens after one that completes a stop string do
-    not count. stopped: whether a stop string was met.
+    texts: for each token, the text that it made safe to show; tokens after the one that completes a stop string do not count.
+    stopped: whether a stop string was found.
     """
 
     texts: tuple[str, ...]
@@ -114,7 +114,7 @@ class TextPiece:
 
 
 class TextStream:
-    """Turns tokens into text as they come. Text that may yet become part of a stop string or of a character is held back."""
+    """Turns tokens into text as they come. Text that may become part of a stop string or of a character is held back."""
 
     def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = (), min_tokens: int = 0) -> None:
         self._decoder = _IncrementalDecoder(tokenizer)
@@ -143,7 +143,7 @@ class TextStream:
         return rest if found is None else found
 
     def _release(self, text: str) -> str | None:
-        """Append `text`; give back what stands before the first stop string, or None if there is none."""
+        """Append `text`; return what is held before the first stop string, or None if there is none."""
         self._held += text
         starts = [at for at in map(self._held.find, self._stop) if at >= 0]
         return self._held[: min(starts)] if starts else None
@@ -159,8 +159,8 @@ class TextStream:
 class _IncrementalDecoder:
     """Text of each next token, with as much context as its decoder needs.
 
-    The same idea as `tokenizers.decoders.DecodeStream`, which fails for good once invalid UTF-8 changes the text of
-    tokens already out, and cannot give back its rest.
+    `tokenizers.decoders.DecodeStream` does the same, but fails for good once invalid UTF-8 changes text that is already out,
+    and cannot return its rest.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -184,7 +184,7 @@ class _IncrementalDecoder:
         return self._text() if self._pending else ""
 
     def _settle(self, text: str) -> str:
-        """Release what stands before the last tokens, cut where no character is: invalid bytes would pend for ever."""
+        """Release the text before the last tokens, cut between characters: invalid bytes would be held back for ever."""
         for cut in range(len(self._pending) - _MAX_TAIL, len(self._pending)):
             tail = self._tokenizer.decode(self._pending[cut:])
             before = text.removesuffix(tail)
@@ -214,7 +214,7 @@ def _parsed(file: Path) -> HuggingFaceTokenizer:
 
 
 def tokenizer_settings(source: str) -> dict[str, Any]:
-    """What tokenizer_config.json says, nothing where there is none. Raises CheckpointError for a damaged one."""
+    """The content of tokenizer_config.json, empty without one. Raises CheckpointError for a damaged file."""
     file = fetch_file(source, "tokenizer_config.json")
     if file is None:
         return {}
@@ -228,8 +228,7 @@ def tokenizer_settings(source: str) -> dict[str, Any]:
 
 
 def fetch_file(source: str, name: str) -> Path | None:
-    """A file of a local folder or of a hub repository; None where it does not exist. Raises CheckpointError where it cannot
-    be told."""
+    """A file of a local folder or of a hub repository; None if there is none. Raises CheckpointError if the hub fails."""
     if Path(source).is_dir():
         file = Path(source, name)
         return file if file.is_file() else None

@@ -1,7 +1,7 @@
-"""Draft trees: given tokens and parents, gives back depths, masks and children.
+"""Draft trees: tokens and parents, with depths, masks and children.
 
-Knows no model, no torch and no network. Node 0 is the root: the last committed token. Every other node is a guess for
-the token after its parent. A tree of one node is ordinary decoding.
+Node 0 is the root: the last committed token. Every other node is a guess for the token after its parent. A tree of one node
+is ordinary decoding.
 """
 
 from __future__ import annotations
@@ -21,36 +21,36 @@ MASS_TOLERANCE = 1e-4
 
 @dataclass(frozen=True)
 class DraftProbs:
-    """The law that the children of a node were drawn from, as token ids and their probabilities; 0 for all other tokens.
+    """The distribution that a node's children were sampled from: token ids and their probabilities, 0 for all other tokens.
 
-    A law that was cut to its likeliest tokens need not sum to 1: the draw was proportional to it. Probabilities travel as
-    float32, so that a drafter must draw from float32 ones.
+    Probabilities need not sum to 1 if only the likeliest tokens were kept: the draw was proportional to them. They travel as
+    float32, so that a drafter must sample from float32 ones.
     """
 
     ids: tuple[int, ...]
     probs: tuple[float, ...]
 
     def validate(self, vocab_size: int) -> None:
-        """Raises InvalidTree unless ids are distinct and in the vocabulary, probabilities in (0, 1] and in all at most 1."""
+        """Raises InvalidTree unless ids are distinct and in the vocabulary, probabilities in (0, 1], their sum up to 1."""
         if not self.ids or len(self.ids) != len(self.probs) or len(set(self.ids)) < len(self.ids):
             raise InvalidTree(
-                f"a law of {len(self.probs)} probabilities for {len(set(self.ids))} distinct of {len(self.ids)} ids"
+                f"{len(self.probs)} draft probabilities for {len(self.ids)} ids, {len(set(self.ids))} of them distinct"
             )
         if not 0 <= min(self.ids) <= max(self.ids) < vocab_size:
-            raise InvalidTree(f"a law over ids {min(self.ids)} to {max(self.ids)}, outside [0, {vocab_size})")
+            raise InvalidTree(f"draft probabilities for ids {min(self.ids)} to {max(self.ids)}, outside [0, {vocab_size})")
         if not all(0 < prob <= 1 for prob in self.probs) or math.fsum(self.probs) > 1 + MASS_TOLERANCE:
-            raise InvalidTree(
-                f"a law of probabilities from {min(self.probs)} to {max(self.probs)}, {sum(self.probs)} in all"
-            )
+            raise InvalidTree(f"draft probabilities from {min(self.probs)} to {max(self.probs)} with sum {sum(self.probs)}")
 
 
 @dataclass(frozen=True)
 class SampledProposal:
-    """How the nodes of a sampled tree came about. Siblings stand in the order in which they were drawn, and no node was
-    added, left out or moved because of which token it holds.
+    """How the nodes of a sampled tree were drawn.
 
-    draft_probs: by node, for exactly the nodes that have children. replacement: whether each sibling was drawn from the whole law,
-    so that tokens may repeat; else each from what its elder siblings left of it.
+    Siblings are in the order in which they were drawn, and no node was added, left out or moved because of its token.
+
+    draft_probs: by node, for exactly the nodes that have children.
+    replacement: whether each sibling was drawn from the whole distribution, so that tokens may repeat; else each from what
+        the siblings before it left.
     """
 
     draft_probs: Mapping[int, DraftProbs]
@@ -63,7 +63,7 @@ class DraftTree:
 
     tokens: token id of each node; tokens[0] is the root.
     parents: index of each node's parent, always smaller than the node's own; the root is its own parent.
-    log_probs: cumulative score of each node under the drafter; 0.0 at the root. Only ever used to rank.
+    log_probs: cumulative score of each node under the drafter; 0.0 at the root. Used only to rank nodes.
     grown_ahead: whether the tree was grown before its root was known.
     sampled: how the nodes were drawn; None for a deterministic proposal.
     """
@@ -107,7 +107,7 @@ class DraftTree:
 
     @cached_property
     def children(self) -> tuple[dict[int, int], ...]:
-        """For each node, token id -> child node. Of siblings with the same token the first counts."""
+        """For each node, its children by token id. Among siblings with the same token the first counts."""
         children: tuple[dict[int, int], ...] = tuple({} for _ in self.tokens)
         for node in range(1, len(self)):
             children[self.parents[node]].setdefault(self.tokens[node], node)
@@ -115,7 +115,7 @@ class DraftTree:
 
     @cached_property
     def families(self) -> dict[int, list[int]]:
-        """Of each node that has children, all of them, in order."""
+        """The children of each node that has any, in order."""
         families: dict[int, list[int]] = {}
         for node in range(1, len(self)):
             families.setdefault(self.parents[node], []).append(node)
@@ -133,7 +133,10 @@ class DraftTree:
         return tuple(reversed(path))
 
     def pruned(self, nodes: Sequence[int]) -> DraftTree:
-        """The tree of these nodes alone, of a deterministic proposal: ascending, the root first, all with their parents."""
+        """The tree of these nodes only, for a deterministic proposal.
+
+        nodes: ascending, the root first, all with their parents.
+        """
         numbers = {node: number for number, node in enumerate(nodes)}
         return DraftTree(
             tokens=tuple(self.tokens[node] for node in nodes),
@@ -177,11 +180,11 @@ class DraftTree:
                 f"draft probabilities for nodes {sorted(sampled.draft_probs)}, children below nodes {sorted(self.families)}"
             )
         for parent, children in self.families.items():
-            law, tokens = sampled.draft_probs[parent], [self.tokens[child] for child in children]
-            law.validate(vocab_size)
-            if not set(tokens) <= set(law.ids):
+            probs, tokens = sampled.draft_probs[parent], [self.tokens[child] for child in children]
+            probs.validate(vocab_size)
+            if not set(tokens) <= set(probs.ids):
                 raise InvalidTree(
-                    f"node {parent} has children {tokens}, which its law over {len(law.ids)} tokens cannot draw"
+                    f"node {parent} has children {tokens}, which its {len(probs.ids)} draft probabilities do not hold"
                 )
             if not sampled.replacement and len(set(tokens)) < len(tokens):
-                raise InvalidTree(f"node {parent} has children {tokens}, drawn twice from a law without replacement")
+                raise InvalidTree(f"node {parent} has children {tokens}, drawn twice without replacement")

@@ -1,4 +1,4 @@
-"""What a request may ask: ranges of its parameters, and whether it fits a model. Raises InvalidRequest; knows no tensors."""
+"""Checks requests: ranges of their parameters, and whether they fit a model."""
 
 from __future__ import annotations
 
@@ -25,15 +25,17 @@ _REAL = {
 
 
 def check_request(request: Request) -> None:
-    """Raises InvalidRequest for what no model could serve; the prompt is left to those who know the vocabulary."""
+    """Raises InvalidRequest for what no model can serve; `check_fit` checks the prompt."""
     if not 0 <= request.priority <= MAX_INT:
         raise InvalidRequest(f"priority is {request.priority}; it must be 0 (normal) or more, below 2**31", "priority")
     check_sampling(request.sampling)
 
 
 def check_sampling(sampling: SamplingParams) -> None:
-    """Raises InvalidRequest naming the first parameter that is out of range, or two that contradict each other. The
-    error's param is its name."""
+    """Raises InvalidRequest naming the first parameter that is out of range, or two that contradict each other.
+
+    The error's `param` is its name.
+    """
     for name, (low, high) in (_WHOLE | _WHOLE_OR_NONE).items():
         value = getattr(sampling, name)
         if value is None and name in _WHOLE_OR_NONE:
@@ -83,7 +85,7 @@ def _is_real(value: object, least: float, most: float) -> bool:
 
 
 def check_fit(request: Request, vocab_size: int, context_length: int) -> None:
-    """Raises InvalidRequest unless a model with this vocabulary and context could serve the request."""
+    """Raises InvalidRequest unless a model with this vocabulary and context can serve the request."""
     num_prompt, sampling = len(request.prompt_ids), request.sampling
     if num_prompt == 0:
         raise InvalidRequest("the prompt is empty; give at least one token", "prompt")
@@ -114,7 +116,7 @@ def check_fit(request: Request, vocab_size: int, context_length: int) -> None:
 
 
 def check_engine_request(request: Request, vocab_size: int, eos_ids: frozenset[int]) -> None:
-    """Raises InvalidRequest unless an engine, which sees no text and one completion at a time, can do all that is asked."""
+    """Raises InvalidRequest for what an engine cannot do, which sees no text and one completion at a time."""
     sampling = request.sampling
     if sampling.seed is None:
         raise InvalidRequest("the request has no seed; SamplingParams.seeded() draws one")

@@ -1,1 +1,1 @@
-"""Which token lives in which slot, and what is stored there. Knows no requests and no models."""
+"""Which token lives in which slot of the KV cache, and who may reuse it."""

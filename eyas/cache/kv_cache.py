@@ -1,4 +1,4 @@
-"""What lives in the slots: keys, values and fused features. Tensors only; knows no sequences.
+"""The tensors of the KV cache: keys, values and fused features, one slot per token.
 
 Legend: S slots, J key-value heads, D head width, H width of fused features.
 """
@@ -12,15 +12,15 @@ from torch import Tensor
 
 from eyas.errors import ConfigError
 
-# More is of little use to a CPU, and its memory is shared with everything else on the machine.
-MOST_BYTES_ON_CPU = 4 * 2**30
-MOST_SLOTS_ON_CPU = 2**16
+# More is of little use on a CPU, whose memory is shared with other processes.
+MAX_BYTES_ON_CPU = 4 * 2**30
+MAX_SLOTS_ON_CPU = 2**16
 
 
 class KVCache:
     """Per layer one key and one value tensor [S, J, D], and one feature tensor [S, H]; H is 0 without a head.
 
-    scratch: a slot behind those that are handed out; padding rows write there, and nobody reads it.
+    scratch: the last slot, which no sequence owns; padding rows write to it, and no row reads it.
     """
 
     def __init__(
@@ -34,28 +34,28 @@ class KVCache:
 
 
 def bytes_per_slot(shapes: list[tuple[int, int]], feature_width: int, dtype: torch.dtype) -> int:
-    """What one token costs in `KVCache`."""
+    """Bytes of one token in `KVCache`."""
     return (sum(2 * heads * width for heads, width in shapes) + feature_width) * dtype.itemsize
 
 
 def slots_that_fit(slot_bytes: int, fraction: float, device: torch.device) -> int:
-    """How many slots a fraction of the memory that is free now holds. Raises ConfigError if not even one."""
+    """Number of slots in a fraction of the memory that is free now. Raises ConfigError if there is none."""
     if device.type == "cuda":
         free = torch.cuda.mem_get_info(device)[0]
         num_slots = int(free * fraction) // slot_bytes
     else:
         free = _free_ram()
-        num_slots = min(min(int(free * fraction), MOST_BYTES_ON_CPU) // slot_bytes, MOST_SLOTS_ON_CPU)
+        num_slots = min(min(int(free * fraction), MAX_BYTES_ON_CPU) // slot_bytes, MAX_SLOTS_ON_CPU)
     if num_slots < 1:
         raise ConfigError(
-            f"no room for the KV cache: {free / 2**30:.1f} GiB are free on {device}, and gpu_memory_utilization is {fraction}; "
-            f"a token takes {slot_bytes} bytes. Free some memory or take a smaller model"
+            f"no room for the KV cache: {free / 2**30:.1f} GiB are free on {device}, gpu_memory_utilization is {fraction}, "
+            f"and a token takes {slot_bytes} bytes. Free some memory or take a smaller model"
         )
     return num_slots
 
 
 def _free_ram() -> int:
-    """Bytes; where the system does not tell what is free, half of what there is."""
-    tells = "SC_AVPHYS_PAGES" in os.sysconf_names
-    pages = os.sysconf("SC_AVPHYS_PAGES") if tells else os.sysconf("SC_PHYS_PAGES") // 2
+    """Free memory in bytes; half of all memory if the system does not report it."""
+    reported = "SC_AVPHYS_PAGES" in os.sysconf_names
+    pages = os.sysconf("SC_AVPHYS_PAGES") if reported else os.sysconf("SC_PHYS_PAGES") // 2
     return pages * os.sysconf("SC_PAGE_SIZE")

@@ -1,16 +1,6 @@
-"""Which token slots are free: counts in, slot numbers out. Integers only; knows no tensors, no sequences.
+"""Which slots are free, and which hold a cached prefix that sequences may share. Integers only.
 
-A radix tree over token ids: token sequences and their slots in, the longest known prefix of a new one out.
-
-Integers only; knows no tensors, no requests, and not who owns what is not in it.
-
-Slots of two kinds of owners: those who are at work, and the prefix cache, which keeps what may be used again.
-
-Integers only; knows no tensors and no requests.
-
-What a prefix cache tells others of itself: a radix tree in, hashes of its token blocks out, the most useful ones first.
-
-Integers only; knows no network.
+Every slot is free, owned by a running sequence, or owned by the prefix cache: a radix tree over token ids.
 """
 
 from __future__ import annotations
@@ -28,6 +18,9 @@ import numpy.typing as npt
 from eyas.block_hash import BLOCK_TOKENS, BlockHasher
 
 Slots = npt.NDArray[np.int64]
+Tokens = npt.NDArray[np.int64]
+
+_SPARE_ENTRIES = 64
 
 
 class SlotAllocator:
@@ -41,11 +34,11 @@ class SlotAllocator:
 
     @property
     def num_free(self) -> int:
-        """Slots that nobody owns."""
+        """Slots without an owner."""
         return self._num_free
 
     def take(self, count: int) -> Slots:
-        """Own `count` slots. The caller must have made sure that they are there."""
+        """Own `count` slots. The caller must have checked that they are free."""
         assert count <= self._num_free, f"{count} slots asked for, {self._num_free} free"
         start = self._num_free - count
         taken = self._stack[start : self._num_free][::-1].copy()
@@ -54,8 +47,8 @@ class SlotAllocator:
         return taken
 
     def free(self, slots: Slots) -> None:
-        """Give slots back; each must be owned."""
-        assert self._owned[slots].all(), f"slots {slots[~self._owned[slots]]} are given back without being owned"
+        """Return slots; each must be owned."""
+        assert self._owned[slots].all(), f"slots {slots[~self._owned[slots]]} are freed without being owned"
         self._owned[slots] = False
         self._stack[self._num_free : self._num_free + len(slots)] = slots[::-1]
         self._num_free += len(slots)
@@ -76,17 +69,12 @@ class SlotAllocator:
         assert len(held) == int(self._owned.sum()), "an owned slot has no owner"
 
 
-Tokens = npt.NDArray[np.int64]
-
-_SPARE_ENTRIES = 64
-
-
 @dataclass(eq=False)
 class Node:
-    """A run of tokens behind its parent's, with one slot each. children: by their first token.
+    """A run of tokens after its parent's, with one slot each.
 
-    holders: how many hold this node or one below it; what is held is never evicted.
-    used: when it was last of use; it may lie in the future, for what is to be kept that long.
+    children: by their first token. holders: sequences that hold this node or one below it; a held node is never evicted.
+    used: time of its last use; a time in the future keeps it longer.
     """
 
     tokens: Tokens
@@ -111,7 +99,7 @@ class Node:
 
 @dataclass(frozen=True, order=True)
 class _Entry:
-    """A leaf that might be evicted, unless something has become of it since."""
+    """A leaf that may be evicted, unless it has changed since."""
 
     used: float
     number: int
@@ -124,7 +112,7 @@ class _Entry:
 
 
 class RadixTree:
-    """Prefixes at the granularity of one token. Evicts from the end of the leaf that has been of no use for longest."""
+    """Prefixes at the granularity of one token. Evicts from the end of the least recently used leaf."""
 
     def __init__(self) -> None:
         self.root = Node(np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64), None)
@@ -146,7 +134,7 @@ class RadixTree:
         return node
 
     def insert(self, tokens: Tokens, slots: Slots) -> Node:
-        """The node that ends `tokens`, whose slots become the tree's where it did not know the tokens yet."""
+        """The node that ends `tokens`. The tree takes over the slots of those that it did not have yet."""
         node = self.match(tokens)
         known = sum(len(above.tokens) for above in node.path())
         if known == len(tokens):
@@ -167,9 +155,9 @@ class RadixTree:
             above.holders += 1
 
     def release(self, node: Node, used: float) -> None:
-        """End one hold. used: until when the prefix was, or will be, of use."""
+        """End one hold. used: time until which the prefix counts as in use."""
         for above in node.path():
-            assert above.holders, "a prefix is released that nobody holds"
+            assert above.holders, "a prefix is released that is not held"
             above.holders -= 1
             above.used = max(above.used, used)
             if not above.holders:
@@ -177,7 +165,7 @@ class RadixTree:
         self._offer(node)
 
     def evict(self, count: int) -> Slots:
-        """Forget `count` tokens and give their slots back; the caller must have made sure that so many are evictable."""
+        """Forget `count` tokens and return their slots. The caller must have checked `num_evictable`."""
         assert count <= self.num_evictable, f"{count} slots to be evicted, {self.num_evictable} evictable"
         evicted: list[Slots] = []
         while count > 0:
@@ -197,7 +185,9 @@ class RadixTree:
             yield node
 
     def check(self, held: Iterable[Node]) -> None:
-        """Assert that counts and links are whole, and that exactly the `held` nodes are held, each once per mention."""
+        """Assert that counts and links are consistent, and that exactly the `held` nodes are held, each as often as it is
+        given.
+        """
         holders = Counter(above for node in held for above in node.path())
         nodes = list(self.nodes())
         for node in nodes:
@@ -213,7 +203,7 @@ class RadixTree:
         assert offered == {node for node in nodes if not node.children and not node.holders}, "a leaf cannot be evicted"
 
     def _split(self, node: Node, length: int) -> Node:
-        """Cut a node in two; the upper one, which is new. Whoever holds the lower one holds the upper one too."""
+        """Cut a node in two and return the upper one, which is new. Holders of the lower one hold the upper one too."""
         assert node.parent is not None
         upper = Node(node.tokens[:length], node.slots[:length], node.parent, {}, node.holders, node.used)
         node.parent.children[int(upper.tokens[0])] = upper
@@ -236,7 +226,7 @@ class RadixTree:
             self._offer(parent)
 
     def _offer(self, node: Node) -> None:
-        """Let a node be evicted in its turn, if it is an unheld leaf."""
+        """Make a node a candidate for eviction, if it is an unheld leaf."""
         entry = _Entry(node.used, next(self._numbers), node)
         if not entry.valid:
             return
@@ -260,7 +250,7 @@ def _num_equal(left: Tokens, right: Tokens) -> int:
 
 @dataclass(frozen=True)
 class CachedPrefix:
-    """Slots of the cache that somebody holds, in order of position; they stay as they are until it is released."""
+    """Slots of a held prefix, in order of position. They do not change until it is released."""
 
     node: Node
     slots: Slots
@@ -270,72 +260,71 @@ class CachedPrefix:
 
 
 class PrefixCache:
-    """Every slot is free, owned by somebody at work, or cached. Cached prefixes that nobody holds give way at need."""
+    """The slots: free, owned by a running sequence, or cached. Cached prefixes that are not held are evicted at need."""
 
     def __init__(self, num_slots: int) -> None:
         self._allocator = SlotAllocator(num_slots)
-        self._tree = RadixTree()
-        self.no_slots: Slots = self._tree.root.slots
+        self.tree = RadixTree()
+        self.no_slots: Slots = self.tree.root.slots
 
     @property
     def num_available(self) -> int:
-        """Slots that `take` could give: free ones, and cached ones that nobody holds."""
-        return self._allocator.num_free + self._tree.num_evictable
+        """Slots that `take` can give: free ones, and cached ones that are not held."""
+        return self._allocator.num_free + self.tree.num_evictable
 
     @property
     def num_cached(self) -> int:
         """Slots of the cache, held or not."""
-        return self._tree.num_slots
+        return self.tree.num_slots
 
     def take(self, count: int) -> Slots:
-        """Own `count` slots. The caller must have made sure that so many are available."""
+        """Own `count` slots. The caller must have checked `num_available`."""
         shortage = count - self._allocator.num_free
         if shortage > 0:
-            self._allocator.free(self._tree.evict(shortage))
+            self._allocator.free(self.tree.evict(shortage))
         return self._allocator.take(count)
 
     def free(self, slots: Slots) -> None:
-        """Give owned slots back; what is in them is lost."""
+        """Return owned slots; their content is lost."""
         self._allocator.free(slots)
 
     def find(self, tokens: Tokens) -> CachedPrefix:
         """Hold the longest cached prefix of `tokens`."""
-        node = self._tree.match(tokens)
-        self._tree.hold(node)
+        node = self.tree.match(tokens)
+        self.tree.hold(node)
         return CachedPrefix(node, node.path_slots())
 
     def store(self, tokens: Tokens, slots: Slots, prefix: CachedPrefix) -> CachedPrefix:
-        """Hand over the slots of `tokens`, the first of which are `prefix`; what holds them all instead is given back.
+        """Give the slots of `tokens`, which begin with `prefix`, to the cache; returns the prefix that covers all of them.
 
-        Slots of tokens that the cache had already are freed: the prefix names the cache's own in their place.
+        Slots of tokens that the cache had already are freed: the new prefix has the cache's own in their place.
         """
-        node = self._tree.insert(tokens, slots)
-        self._tree.hold(node)
+        node = self.tree.insert(tokens, slots)
+        self.tree.hold(node)
         stored = CachedPrefix(node, node.path_slots())
         own = slots[len(prefix) :]
         self._allocator.free(own[own != stored.slots[len(prefix) :]])
-        self._tree.release(prefix.node, prefix.node.used)
+        self.tree.release(prefix.node, prefix.node.used)
         return stored
 
     def release(self, prefix: CachedPrefix, used: float) -> None:
-        """Hold a prefix no longer. used: until when it was, or will be, of use; the smallest is evicted first."""
-        self._tree.release(prefix.node, used)
-
-    def blocks(self, limit: int) -> list[int]:
-        """Hashes of at most `limit` cached blocks, the most useful ones; see eyas.prefixes."""
-        return cached_blocks(self._tree, limit)
+        """End the hold of a prefix. used: time until which it counts as in use; the smallest is evicted first."""
+        self.tree.release(prefix.node, used)
 
     def check(self, owners: list[Slots], prefixes: Sequence[CachedPrefix]) -> None:
         """Assert that every slot is free, cached, or with exactly one of `owners`, and that only `prefixes` are held."""
-        self._allocator.check_owners(owners + [node.slots for node in self._tree.nodes()])
-        self._tree.check(prefix.node for prefix in prefixes)
+        self._allocator.check_owners(owners + [node.slots for node in self.tree.nodes()])
+        self.tree.check(prefix.node for prefix in prefixes)
         for prefix in prefixes:
             assert np.array_equal(prefix.slots, prefix.node.path_slots()), "a held prefix has changed"
 
 
 def cached_blocks(tree: RadixTree, limit: int) -> list[int]:
-    """Hashes of at most `limit` blocks of the tree: what is held, then what was of use last. No block without those before
-    it; work is proportional to `limit`, whatever the tree's size."""
+    """Hashes of at most `limit` blocks of the tree: held ones first, then by last use. No block comes without those before
+    it.
+
+    Work is proportional to `limit`, whatever the tree's size. See eyas.block_hash.
+    """
     found: list[int] = []
     numbers = itertools.count()
     heap: list[tuple[float, int, Node, BlockHasher]] = []

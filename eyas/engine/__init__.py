@@ -1,1 +1,1 @@
-"""Requests in, chunks out, one step at a time. Knows no gRPC, no telemetry, and not which drafter it has."""
+"""The engine: scheduler, runner, drafting and acceptance, one step at a time."""

@@ -1,9 +1,10 @@
 """How large the draft trees of the next step may be. No output depends on it.
 
-`AdaptiveDraftBudget` takes the size with the most tokens per second. With B sequences that can have trees of k nodes, and P that
-cannot, a step takes verify(P + B * rows(k)) + draft(B) seconds, the latter only if k > 1, and yields P + B * tokens(k) tokens.
-verify and draft are tables of seconds, measured at start and refined by every step; rows and tokens are means by a node's rank.
-A node's rank is its place in its tree by score, the root's is 0: a drafter with a smaller budget leaves out the last ranks.
+`AdaptiveDraftBudget` takes the size with the most tokens per second. With B sequences that can have trees of k nodes, and P
+that cannot, a step takes verify(P + B * rows(k)) + draft(B) seconds, the latter only if k > 1, and yields P + B * tokens(k)
+tokens. verify and draft are tables of seconds, measured at start and refined by every step; rows and tokens are means by a
+node's rank. A node's rank is its place in its tree by score, the root's is 0: a drafter with a smaller budget leaves out the
+last ranks.
 """
 
 from __future__ import annotations

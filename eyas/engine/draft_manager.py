@@ -29,8 +29,8 @@ class DraftManager:
         """Raises ConfigError for a drafter that cannot propose what the acceptance rule takes."""
         if rule == "rejection" and drafter is not None and not drafter.can_sample:
             raise ConfigError(
-                f"engine.acceptance is rejection, but {type(drafter).__name__} cannot sample trees from its own distribution; "
-                "set engine.acceptance to match, or use a drafter that can"
+                f"engine.acceptance is rejection, but {type(drafter).__name__} cannot sample trees from its own "
+                "distribution; set engine.acceptance to match, or use a drafter that can"
             )
         self._drafter = drafter
         self._rule = rule

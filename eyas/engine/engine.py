@@ -64,8 +64,8 @@ class Engine:
         budget: DraftBudget | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """max_model_len: most tokens of prompt and output together. budget: sizes of draft trees, always the largest by default.
-        clock: the present time in seconds."""
+        """max_model_len: most tokens of prompt and output together. budget: sizes of draft trees, always the largest by
+        default. clock: the present time in seconds."""
         self._clock = clock
         self._budget = budget or FixedDraftBudget()
         self._scheduler = scheduler

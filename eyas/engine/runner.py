@@ -82,14 +82,15 @@ class BatchInvariantRunner(ModelRunner):
         self._rows = rows
 
     def run(self, segments: Seq[Segment]) -> Tensor:
-        return torch.cat(
-            [self._run_block(block) for segment in segments for block in fixed_size_blocks(segment, self._rows, self.kv_cache.scratch)]
-        )
+        scratch = self.kv_cache.scratch
+        blocks = [block for segment in segments for block in fixed_size_blocks(segment, self._rows, scratch)]
+        return torch.cat([self._run_block(block) for block in blocks])
 
     def _run_block(self, block: Segment) -> Tensor:
         """Logits of the block's wanted rows; either all rows go through the output head or none."""
         count = len(block.tokens) if len(block.logits_indices) else 0
-        packed = replace(pack([replace(block, logits_indices=np.arange(count))], self.target.device), attend=batch_invariant_attend)
+        whole = replace(block, logits_indices=np.arange(count))
+        packed = replace(pack([whole], self.target.device), attend=batch_invariant_attend)
         out = self.target.forward(packed, self.kv_cache)
         self._store_features(packed.slots, out)
         return out.logits[upload(block.logits_indices, out.logits.device)]

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from eyas.cache.prefix_cache import PrefixCache, Slots
+from eyas.cache.prefix_cache import PrefixCache, Slots, cached_blocks
 from eyas.config import EngineConfig, TreeConfig
 from eyas.draft_protocol import TreeBudget
 from eyas.engine.sequence import DraftReply, QueueKey, ScheduledSequence, Sequence
@@ -88,7 +88,8 @@ class Scheduler:
         return [Chunk(s.request.id, finish_reason="cancelled") for s in cancelled]
 
     def schedule(self, drafts: Iterable[DraftReply]) -> tuple[ScheduledSequence, ...]:
-        """Admit what fits, then give every running sequence its rows: the nodes of its tree, or a share of the prefill budget.
+        """Admit what fits, then give every running sequence its rows: the nodes of its tree, or a share of the prefill
+        budget.
 
         drafts: the drafter's replies; a sequence without a tree decodes plainly.
         """
@@ -163,7 +164,7 @@ class Scheduler:
 
     def cached_blocks(self, limit: int) -> list[int]:
         """Hashes of at most `limit` blocks of the prefix cache, the most useful ones; see eyas.block_hash."""
-        return self._cache.blocks(limit)
+        return cached_blocks(self._cache.tree, limit)
 
     def check(self) -> None:
         """Assert that every slot is free, cached, or owned by exactly one running sequence. Valid between steps."""
@@ -356,8 +357,8 @@ def allocate_rows(
 ) -> list[RowAllocation]:
     """Share the rows of a step among the running sequences, in the order of their keys.
 
-    Every decoding sequence gets a row, however long the prompts are. The rest goes to trees, by request id, and to prompts, up
-    to `prompt_rows`. num_slots: free slots, at least one per sequence.
+    Every decoding sequence gets a row, however long the prompts are. The rest goes to trees, by request id, and to prompts,
+    up to `prompt_rows`. num_slots: free slots, at least one per sequence.
     """
     spare = num_slots - len(running)
     allocations = []

@@ -1,1 +1,1 @@
-"""Logits in, tokens out: every rule of drawing and accepting tokens."""
+"""From logits to tokens: every rule of drawing and accepting them."""

@@ -1,8 +1,8 @@
 """Log-probabilities of tokens, as requests ask for them with `logprobs` and `prompt_logprobs`.
 
-They come from the raw logits, before biases, penalties, temperature and filters, as clients of OpenAI's API and of vLLM expect.
-Legend: N drawn rows of a step, R all rows of its logits, V vocabulary, k reported tokens, T trees, L levels of the deepest tree
-with the root's, A reported positions.
+They come from the raw logits, before biases, penalties, temperature and filters, as clients of OpenAI's API and of vLLM
+expect. Legend: N drawn rows of a step, R all rows of its logits, V vocabulary, k reported tokens, T trees, L levels of the
+deepest tree with the root's, A reported positions.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ def accepted_paths(trees: Mapping[int, DraftTree], samples: Tensor, verdicts: Si
     samples: the target's samples, int64 [N].
     """
     size, width, device = len(samples), verdicts.cells.shape[1], samples.device
-    # Cells of `samples` and then of `verdicts`, flattened: where the verdicts on a row's children begin, and where its bonus is.
+    # `values` holds the samples, then the verdicts. By row: where the verdicts on its children begin, and its bonus.
     first_verdict = {row: size + family * width for family, row in enumerate(verdicts.parents)}
     bonus, drafted = np.arange(size), np.zeros(size, dtype=np.int64)
     bonus[list(first_verdict)] = [first + width - 1 for first in first_verdict.values()]
@@ -144,7 +144,7 @@ def accepted_paths(trees: Mapping[int, DraftTree], samples: Tensor, verdicts: Si
 
 
 def _nodes(tree: DraftTree, start: int, first_verdict: Mapping[int, int]) -> Ints:
-    """For each drafted node: its row, its parent's row, the cell that decides on it, and that cell's value if it passes [4, n].
+    """For each drafted node: its row, its parent's row, the value that decides on it, and that value if it passes [4, n].
 
     A node's verdict decides on it, or its parent's sample if the tree has no verdicts.
     """

@@ -1,9 +1,9 @@
 """What requests ask of their logits before the draw: biases, penalties and bans, in that order.
 
-Every node of a tree follows its own history: the committed tokens, then its path in the tree. A lone root stands for a request
-without a tree. All arithmetic is float32 and elementwise, so that no row's result depends on its neighbours.
-Legend: N drawn rows of a step, n of one request, V vocabulary, D different tokens that have occurred, B bad words, L tokens of
-history that they look at.
+Every node of a tree follows its own history: the committed tokens, then its path in the tree. A lone root stands for a
+request without a tree. All arithmetic is float32 and elementwise, so that no row's result depends on its neighbours.
+Legend: N drawn rows of a step, n of one request, V vocabulary, D different tokens that have occurred, B bad words, L tokens
+of history that they look at.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """The acceptance rule `rejection`, for trees whose nodes were sampled from the drafter's distribution.
 
-Speculative sampling (Leviathan et al. 2023; for siblings SpecInfer, Miao et al. 2024, section 4.3). With target p and draft q,
-a drafted token t is accepted if r < min(1, p(t) / q(t)), r uniform; else p becomes norm(max(0, p - q)), without replacement q
-loses t, and the next sibling is tried. When all siblings are rejected, the token is drawn from what is left of p.
+Speculative sampling (Leviathan et al. 2023; for siblings SpecInfer, Miao et al. 2024, section 4.3). With target p and draft
+q, a drafted token t is accepted if r < min(1, p(t) / q(t)), r uniform; else p becomes norm(max(0, p - q)), without
+replacement q loses t, and the next sibling is tried. When all siblings are rejected, the token is drawn from what is left of
+p.
 
 The output has the target's distribution, if each tree reports truly which distribution its nodes were sampled from. Siblings
 are tried in the order in which they were drawn. r is a function of (seed, position, order among siblings) and the bonus draw
@@ -85,9 +86,9 @@ def rejection_sample(batch: Sequence[LogitRows], logits: Tensor, draws: Sequence
 class Families:
     """The nodes with children of a step's trees, padded to one shape.
 
-    ids, probs: the draft distributions, normalised, [F, K]; probs are 0 in the padding. cells: which of F * K are no padding.
-    places: index of each child's token in its distribution, [F, C]; real: which children exist [F, C]; replacement: whether
-    the siblings were drawn with replacement [F, 1].
+    ids, probs: the draft distributions, normalised, [F, K]; probs are 0 in the padding. cells: which of F * K are no
+    padding. places: index of each child's token in its distribution, [F, C]; real: which children exist [F, C]; replacement:
+    whether the siblings were drawn with replacement [F, 1].
     """
 
     ids: Tensor

@@ -32,14 +32,14 @@ def test_slots_take_their_fraction_of_what_is_free(monkeypatch: pytest.MonkeyPat
 
 
 def test_a_cpu_gives_no_more_than_is_of_use() -> None:
-    assert slots_that_fit(1, 1.0, CPU) == kv.MOST_SLOTS_ON_CPU
+    assert slots_that_fit(1, 1.0, CPU) == kv.MAX_SLOTS_ON_CPU
 
 
 def test_an_engine_reports_its_slot_counts(tiny_target: str, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO):
         engine = assemble_engine(load_target(tiny_target), None, EngineConfig(), TreeConfig(), None)
-    assert engine.load.free_kv_tokens == kv.MOST_SLOTS_ON_CPU
-    assert f"KV cache: {kv.MOST_SLOTS_ON_CPU} tokens" in caplog.text
+    assert engine.load.free_kv_tokens == kv.MAX_SLOTS_ON_CPU
+    assert f"KV cache: {kv.MAX_SLOTS_ON_CPU} tokens" in caplog.text
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

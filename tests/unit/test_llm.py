@@ -63,7 +63,7 @@ def test_the_seed_of_a_result_repeats_it(plain_llm: LLM) -> None:
     ("prompts", "sampling", "reason"),
     [
         (["fine", ""], GREEDY, "prompt 1: the prompt is empty"),
-        ([[5, 6], ["x"]], GREEDY, "prompt 1: 'x' is no token id"),
+        ([[5, 6], ["x"]], GREEDY, "prompt 1: 'x' is not a token id"),
         ([[5, 4096]], GREEDY, r"prompt holds token id 4096, outside the vocabulary \[0, 4096\)"),
         (["a"], SamplingParams(max_tokens=0), "max_tokens is 0"),
         (["a"], SamplingParams(max_tokens=2.5), "max_tokens is 2.5; it must be a whole number"),  # type: ignore[arg-type]
