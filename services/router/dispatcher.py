@@ -109,14 +109,16 @@ class Dispatcher:
         last = await self._sessions.placement(session) if session else None
         state = _RetryState(call, _routing_request(call, hint.placement or last))
         while True:
-            pair = self._pick(state)
+            pair = self._workers.pick(state.routing) if len(state.routing.excluded) < MAX_ATTEMPTS else None
+            if pair is None:
+                raise state.error or no_verifier(call.model)
             hint.placement = hint.placement or _placement(pair)
             remaining = state.remaining_call(pair)
             try:
                 with self._telemetry.upstream_request(remaining, pair, len(state.routing.excluded)) as traced:
                     async with aclosing(self._stream_from(pair, traced, deadline, on_trailers)) as chunks:
                         async for chunk in chunks:
-                            if not state.routing.fingerprint:
+                            if not state.routing.target_fingerprint:
                                 self._workers.record_success(pair, state.routing)
                                 self._place(session, pair)
                             state.add(pair, chunk)
@@ -127,12 +129,6 @@ class Dispatcher:
                 if isinstance(error, Unavailable):
                     self._workers.record_failure(pair.verifier)
                 state.exclude(pair, error)
-
-    def _pick(self, state: _RetryState) -> Pair:
-        pair = self._workers.pick(state.routing) if len(state.routing.excluded) < MAX_ATTEMPTS else None
-        if pair is not None:
-            return pair
-        raise state.error or no_verifier(state.routing.model)
 
     async def _stream_from(
         self, pair: Pair, call: GenerateCall, deadline: float, on_trailers: TrailerCallback | None
@@ -189,7 +185,7 @@ class _RetryState:
     def add(self, pair: Pair, chunk: Chunk) -> None:
         """Keep a chunk's tokens; from now on only verifiers of the same target may continue."""
         self.token_ids += chunk.token_ids
-        self.routing = replace(self.routing, fingerprint=pair.verifier.model.fingerprint)
+        self.routing = replace(self.routing, target_fingerprint=pair.verifier.model.fingerprint)
 
     def exclude(self, pair: Pair, error: EyasError) -> None:
         """Exclude a verifier that failed from further attempts."""

@@ -24,7 +24,7 @@ class RoutingRequest:
     """The properties of a request that decide where it runs.
 
     num_tokens: prompt and output together. last: where the session's last request ran, if known.
-    excluded: incarnations that have failed this request. fingerprint: the target that began it; empty until one has.
+    excluded: incarnations that have failed this request. target_fingerprint: of the target that began it; empty until then.
     wants_drafter: False for plain decoding. session: may be empty. block_hashes: of the prompt's token blocks, in order.
     """
 
@@ -33,7 +33,7 @@ class RoutingRequest:
     wants_drafter: bool = True
     last: Placement | None = None
     excluded: frozenset[str] = frozenset()
-    fingerprint: str = ""
+    target_fingerprint: str = ""
     session: str = ""
     block_hashes: tuple[int, ...] = ()
 
@@ -108,7 +108,7 @@ def eligible_verifiers(workers: WorkerSnapshot, request: RoutingRequest) -> list
         if verifier.model.name == request.model
         and request.num_tokens <= verifier.model.max_model_len
         and verifier.incarnation not in request.excluded
-        and (not request.fingerprint or verifier.model.fingerprint == request.fingerprint)
+        and (not request.target_fingerprint or verifier.model.fingerprint == request.target_fingerprint)
     ]
 
 

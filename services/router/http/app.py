@@ -1,6 +1,6 @@
 """The HTTP routes of a router: OpenAI's API below /v1, and health and metrics for operators.
 
-To add a route, add it to one of the `_add_*_routes` functions.
+To add a route, register it in `build_app` or in one of the `_add_*_routes` functions.
 """
 
 from __future__ import annotations
@@ -54,22 +54,12 @@ def build_app(
     app.add_middleware(Authenticator, keys=keys)
     app.add_middleware(HttpMetrics, routes=app.routes, observe=telemetry.http_response)
     add_error_handlers(app)
-    _add_generation_routes(app, OpenAIEndpoints(service, templates))
+    endpoints = OpenAIEndpoints(service, templates)
+    app.post("/v1/completions", response_model=None)(endpoints.complete)
+    app.post("/v1/chat/completions", response_model=None)(endpoints.chat)
     _add_model_routes(app, service)
     _add_operations_routes(app, readiness)
     return app
-
-
-def _add_generation_routes(app: FastAPI, endpoints: OpenAIEndpoints) -> None:
-    @app.post("/v1/completions", response_model=None)
-    async def completions(body: CompletionBody, request: Request) -> Response:
-        """Continue one or several prompts."""
-        return await endpoints.complete(body, request)
-
-    @app.post("/v1/chat/completions", response_model=None)
-    async def chat_completions(body: ChatBody, request: Request) -> Response:
-        """Write the assistant's next message."""
-        return await endpoints.chat(body, request)
 
 
 def _add_model_routes(app: FastAPI, service: GenerationService) -> None:

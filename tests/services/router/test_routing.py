@@ -68,7 +68,7 @@ def test_a_verifier_that_failed_the_request_is_excluded_for_it() -> None:
 
 def test_a_running_request_stays_with_its_target() -> None:
     other = replace(W, model=replace(MODEL, fingerprint="x"))
-    assert chosen(snapshot(V, other), replace(REQUEST, fingerprint="x")) == ("w", "")
+    assert chosen(snapshot(V, other), replace(REQUEST, target_fingerprint="x")) == ("w", "")
 
 
 def test_the_less_loaded_verifier_wins() -> None:
