@@ -2,7 +2,7 @@
 
 Continuations of a context, found anywhere, become one trie of nodes per session; its best nodes become the draft tree. All
 nodes of all sessions are arrays: there is no loop over nodes.
-Legend: S sessions, M matches, D depth, K nodes, F families of siblings, C largest family, G values of s.
+Legend: S sessions, M matches, D depth, K nodes, F families of siblings, C largest family.
 
     matches [5 6 7], [5 6 8], [9]         5 -- 6 -+- 7
     give one session this trie:    root -+         +- 8
@@ -26,6 +26,7 @@ from eyas.draft_protocol import ResyncRequired, TreeBudget
 from eyas.drafters.base import Draft, DraftContext, LocalDrafter
 from eyas.drafters.sessions import MemoryLedger, MemoryT
 from eyas.drafters.tree_growth import Forest, Reals, first_of_groups
+from eyas.request import NoiseKey
 from eyas.sampling.noise import exponential_noise_at, signed
 from eyas.sampling.sampler import MIN_TEMPERATURE, filtered_probs, filtering, filters_of
 from eyas.tensors import Ints, upload
@@ -163,56 +164,38 @@ def trie_trees(trie: Trie, scores: Reals, roots: Sequence[int], budgets: Sequenc
     return Forest(trie.sessions, trie.parents, trie.tokens, rounded.astype(np.float64)).trees(chosen, roots)
 
 
-class FrequencyScorer:
-    """Scores the nodes of a trie by their frequencies, perturbed by the noise of the target's draw.
+def perturbed_log_shares(trie: Trie, contexts: Sequence[DraftContext], config: DraftingConfig) -> Reals:
+    """Log-shares [K] of nodes among their siblings, perturbed by the noise of the target's draw.
 
-    The formula of `eyas.drafters.scoring`, over the nodes that were found, all levels at once. Frequencies stay plain for
+    The formula of `eyas.drafters.scoring`, over the nodes that were found, all levels at once. Shares stay plain for
     sessions at temperature 0, and without shared noise.
     """
-
-    def __init__(self, contexts: Sequence[DraftContext], config: DraftingConfig) -> None:
-        self._contexts = contexts
-        self._keys = [context.noise for context in contexts]
-        self._scale = config.noise_scale
-        self._shared_S = np.array([config.shared_noise and key.temperature > 0 for key in self._keys])
-
-    def log_shares(self, trie: Trie) -> Reals:
-        """Log-shares [K] of nodes among their siblings."""
-        plain = trie.log_shares()
-        if not self._shared_S.any():
-            return plain
-        scaled = self._perturbed(trie) / self._scale
-        noised = scaled - _log_norms(trie, scaled)[trie.families]
-        return np.where(self._shared_S[trie.sessions], noised, plain)
-
-    def _perturbed(self, trie: Trie) -> Reals:
-        """Perturbed log-frequencies [K], up to a constant of each family."""
-        seeds = np.array([signed(key.seed) for key in self._keys])[trie.sessions]
-        positions = np.array([context.committed_length for context in self._contexts])[trie.sessions] + trie.depths
-        tokens = torch.from_numpy(trie.tokens)[:, None]
-        noise = exponential_noise_at(torch.from_numpy(seeds), torch.from_numpy(positions), tokens)
-        perturbed: Reals = self._log_probs(trie) - np.log(noise[:, 0].double().numpy())
-        return perturbed
-
-    def _log_probs(self, trie: Trie) -> Reals:
-        """Log-weights [K] under temperature and filters, up to a constant of each family."""
-        if all(key.top_k == 0 and key.top_p >= 1 and key.min_p == 0 for key in self._keys):
-            temperatures = np.array([max(key.temperature, MIN_TEMPERATURE) for key in self._keys])
-            tempered: Reals = np.log(trie.weights) / temperatures[trie.sessions]
-            return tempered
-        columns = np.arange(len(trie.tokens)) - trie.starts[trie.families]
-        logits_FC = np.full((len(trie.starts), int(columns.max()) + 1), -np.inf, np.float32)
-        logits_FC[trie.families, columns] = np.log(trie.weights)
-        keys = [self._keys[session] for session in trie.sessions[trie.starts]]
-        cpu = torch.device("cpu")
-        probs_FC = filtered_probs(torch.from_numpy(logits_FC), filters_of(keys, cpu), upload(filtering(keys), cpu))
-        log_probs: Reals = probs_FC.log().double().numpy()[trie.families, columns]
-        return log_probs
+    plain, keys = trie.log_shares(), [context.noise for context in contexts]
+    shared_S = np.array([config.shared_noise and key.temperature > 0 for key in keys])
+    if not shared_S.any():
+        return plain
+    seeds = np.array([signed(key.seed) for key in keys])[trie.sessions]
+    positions = np.array([context.committed_length for context in contexts])[trie.sessions] + trie.depths
+    tokens = torch.from_numpy(trie.tokens)[:, None]
+    noise = exponential_noise_at(torch.from_numpy(seeds), torch.from_numpy(positions), tokens)[:, 0].double().numpy()
+    scaled = (_log_probs(trie, keys) - np.log(noise)) / config.noise_scale
+    highest = np.maximum.reduceat(scaled, trie.starts)
+    sums = np.add.reduceat(np.exp(scaled - highest[trie.families]), trie.starts)
+    perturbed = scaled - (highest + np.log(sums))[trie.families]
+    return np.where(shared_S[trie.sessions], perturbed, plain)
 
 
-def _log_norms(trie: Trie, scores: Reals) -> Reals:
-    """logsumexp of scores [K] over each family [F]."""
-    highest = np.maximum.reduceat(scores, trie.starts)
-    sums = np.add.reduceat(np.exp(scores - highest[trie.families]), trie.starts)
-    log_norms: Reals = highest + np.log(sums)
-    return log_norms
+def _log_probs(trie: Trie, keys: Sequence[NoiseKey]) -> Reals:
+    """Log-weights [K] under each session's temperature and filters, up to a constant of each family."""
+    if all(key.top_k == 0 and key.top_p >= 1 and key.min_p == 0 for key in keys):
+        temperatures = np.array([max(key.temperature, MIN_TEMPERATURE) for key in keys])
+        tempered: Reals = np.log(trie.weights) / temperatures[trie.sessions]
+        return tempered
+    columns = np.arange(len(trie.tokens)) - trie.starts[trie.families]
+    logits_FC = np.full((len(trie.starts), int(columns.max()) + 1), -np.inf, np.float32)
+    logits_FC[trie.families, columns] = np.log(trie.weights)
+    keys_F = [keys[session] for session in trie.sessions[trie.starts]]
+    cpu = torch.device("cpu")
+    probs_FC = filtered_probs(torch.from_numpy(logits_FC), filters_of(keys_F, cpu), upload(filtering(keys_F), cpu))
+    log_probs: Reals = probs_FC.log().double().numpy()[trie.families, columns]
+    return log_probs

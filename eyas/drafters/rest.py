@@ -15,7 +15,7 @@ import numpy as np
 from eyas.config import DraftingConfig, RestConfig, TreeConfig
 from eyas.datastore.store import Datastore, Ranges, open_datastore, vocabulary_digest
 from eyas.drafters.base import DraftContext, capped
-from eyas.drafters.lookup import FrequencyScorer, LookupDrafter, Matches, Trie, build_trie, trie_trees
+from eyas.drafters.lookup import LookupDrafter, Matches, Trie, build_trie, perturbed_log_shares, trie_trees
 from eyas.drafters.sessions import MemoryLedger
 from eyas.drafters.tree_growth import Reals
 from eyas.errors import CheckpointError, ConfigError
@@ -79,7 +79,7 @@ class RestDrafter(LookupDrafter[_ContextEnd]):
             return [DraftTree.root_only(root) for root in roots]
         weights = MATCH_DECAY ** found.num_longer.astype(np.float64)
         trie = build_trie(Matches(found.sessions, tokens, lengths, weights))
-        steps = _log_steps(trie, FrequencyScorer(contexts, self._drafting).log_shares(trie))
+        steps = _log_steps(trie, perturbed_log_shares(trie, contexts, self._drafting))
         return trie_trees(trie, trie.along_paths(steps), roots, capped(contexts, self._tree.num_draft_tokens))
 
     def _search(self, ends: Sequence[Sequence[int]]) -> _Found:

@@ -71,12 +71,7 @@ class PerturbedScorer:
         return torch.log_softmax(perturbed / noise.scale[:, None, None], dim=-1)
 
 
-def make_scorer(
-    contexts: Sequence[DraftContext],
-    config: DraftingConfig,
-    levels: int,
-    draft_ids: Tensor,
-) -> PlainScorer | PerturbedScorer:
+def make_scorer(contexts: Sequence[DraftContext], config: DraftingConfig, levels: int, draft_ids: Tensor) -> Scorer:
     """The scorer of one round of deterministic trees: plain if no session has both shared noise and a temperature above 0.
 
     draft_ids maps draft vocabulary ids to the target's.
