@@ -14,7 +14,7 @@ from tests.repo.repository import ROOT, files, name
 
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\((?!\w+:|#)([^)#\s]+)[^)]*\)")
-TARGET = re.compile(r"^([a-z]+):", re.MULTILINE)
+TARGET = re.compile(r"^([a-z-]+):", re.MULTILINE)
 SHELLS = {"", "sh", "bash", "console", "shell"}
 TOOLS = ("make ", "eyas ", "python ")
 SINGLE_THREAD = {**os.environ, "OMP_NUM_THREADS": "1"}
