@@ -60,8 +60,8 @@ def tls_options(ca_file: str, server_name: str) -> ChannelOptions:
     ca_file: PEM file that signed the router's certificate; empty uses the system's trust store.
     server_name: expected in the certificate; empty expects the host of the address.
     """
-    pem = Certificates("--ca", authority=ca_file).pem
-    return ChannelOptions(credentials=channel_credentials(pem), name=server_name)
+    pem = Certificates("--ca", ca_file=ca_file).pem
+    return ChannelOptions(credentials=channel_credentials(pem), server_name=server_name)
 
 
 class Printer(Protocol):

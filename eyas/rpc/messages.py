@@ -1,4 +1,4 @@
-"""Values that exist only between processes: what a call, a chunk and a drafting round carry. Knows no protobuf."""
+"""Dataclasses of what services send to each other. eyas.rpc.convert turns them into protobuf messages."""
 
 from __future__ import annotations
 
@@ -11,36 +11,41 @@ from eyas.tree import DraftTree
 
 Role = Literal["verifier", "draft"]
 
-# What ModelInfo.features_fingerprint says of drafts that are made without features.
+# ModelInfo.features_fingerprint of a drafter that needs no features.
 NO_FEATURES = "none"
-# What GenerateCall.drafter says for plain decoding.
+# GenerateCall.drafter for plain decoding.
 NO_DRAFTER = "none"
-# Trailing metadata of Generate: mean time of the request's drafting rounds, there and back, in ms.
+# Trailing metadata of Generate: mean round trip of the request's drafting in ms.
 ROUND_TRIP_KEY = "eyas-draft-round-trip-ms"
-# Trailing metadata of a refused call: when to try again, in ms. The name is gRPC's own, whose retry policies heed it.
+# Trailing metadata of a rejected call: when to retry, in ms. gRPC's own retry policies use this key.
 RETRY_KEY = "grpc-retry-pushback-ms"
+
+
+# Workers
 
 
 @dataclass(frozen=True)
 class TargetInfo:
-    """Which drafter a verifier wants: for the target with this fingerprint, fed features with this digest, or none."""
+    """The target of a verifier, and the fused features that it sends. It selects a drafter."""
 
     target_fingerprint: str
     features_fingerprint: str
 
     def is_drafted_by(self, drafter: ModelInfo) -> bool:
-        """Whether a drafter drafts for this target from the features that its verifier sends."""
-        fed = drafter.features_fingerprint in (self.features_fingerprint, NO_FEATURES)
-        return bool(self.features_fingerprint) and self.target_fingerprint == drafter.fingerprint and fed
+        """Return whether a drafter fits: same target, and the same features or none."""
+        features_fit = drafter.features_fingerprint in (self.features_fingerprint, NO_FEATURES)
+        return bool(self.features_fingerprint) and self.target_fingerprint == drafter.fingerprint and features_fit
 
 
 @dataclass(frozen=True)
 class ModelInfo:
     """The model that a worker serves or drafts for.
 
-    fingerprint: digest of the target; features_fingerprint: digest of the features that the worker sends or expects: for a
-    drafter that needs none, NO_FEATURES; for a verifier that takes no drafts, empty. A drafter fits a verifier only when
-    the targets agree, and the features unless it needs none.
+    Attributes:
+        name: served model name.
+        fingerprint: digest of the target.
+        features_fingerprint: digest of the features that a verifier sends or a drafter needs. NO_FEATURES for a drafter
+            that needs none; empty for a verifier that accepts no drafts.
     """
 
     name: str
@@ -50,15 +55,20 @@ class ModelInfo:
     features_fingerprint: str = ""
 
     def is_drafted_by(self, drafter: ModelInfo) -> bool:
-        """Whether a drafter drafts for this target from the features that its verifier sends."""
+        """Return whether a drafter fits a verifier of this model."""
         return TargetInfo(self.fingerprint, self.features_fingerprint).is_drafted_by(drafter)
 
 
 @dataclass(frozen=True)
 class Load:
-    """How busy a worker is: sequences in a step, sequences in the queue, free token slots.
+    """Load of a worker.
 
-    max_num_seqs: most sequences in a step; 0 where there is no such limit. step_seconds: how long the present step has taken.
+    Attributes:
+        num_running: sequences in the batch; sessions of a draft service.
+        num_waiting: queued sequences or requests.
+        free_kv_tokens: KV cache slots that no running sequence uses.
+        max_num_seqs: maximum number of sequences in a step; 0 means no limit.
+        step_seconds: seconds since the present step started; 0 between steps.
     """
 
     num_running: int = 0
@@ -70,10 +80,13 @@ class Load:
 
 @dataclass(frozen=True)
 class Lease:
-    """A worker that was alive a moment ago. incarnation names one start of its process; of several workers in one process,
-    each has a name of its own behind a slash.
+    """State of a worker that was alive a moment ago.
 
-    zone: where it is, may be empty. prefix_hashes: hashes of the token blocks that it has cached, see eyas.prefixes.
+    Attributes:
+        address: host:port.
+        incarnation: id of one start of the process. Several workers of a process append a slash and their own names.
+        zone: availability zone; may be empty.
+        prefix_hashes: hashes of the token blocks in the prefix cache, see eyas.block_hash.
     """
 
     role: Role
@@ -86,21 +99,24 @@ class Lease:
 
     @property
     def process(self) -> str:
-        """The part of the incarnation that workers of one process share."""
+        """The part of the incarnation that all workers of a process share."""
         return self.incarnation.partition("/")[0]
+
+
+# Generation
 
 
 @dataclass(frozen=True)
 class GenerateCall:
-    """A request as a client sends it.
+    """A request with what the router needs or adds.
 
-    request: prompt_ids is empty while the prompt is text.
-    prompt_text: the prompt as text; None where it came as token ids.
-    model: may be empty where only one is served.
-    drafter: from the router, host:port of the drafter that it picked, empty where none is available now; from a client,
-    empty; from both, NO_DRAFTER for plain decoding.
-    trace: W3C trace context of the caller, as metadata of the call; it is no part of the message.
-    target_fingerprint: from the router, of the target that it means; another one refuses the call.
+    Attributes:
+        request: the request; prompt_ids is empty while the prompt is text.
+        prompt_text: the prompt as text; None for a prompt of token ids.
+        model: served model name; may be empty if only one is served.
+        drafter: NO_DRAFTER for plain decoding. From the router: host:port of the chosen drafter, empty without one.
+        trace: W3C trace context of the caller; metadata of the call, not part of the message.
+        target_fingerprint: from the router: the target that must serve the request; empty accepts any.
     """
 
     request: Request
@@ -113,8 +129,12 @@ class GenerateCall:
 
 @dataclass(frozen=True)
 class Totals:
-    """A finished generation in numbers. stats is None where the router has not summed them. num_cached_tokens: of the
-    prompt, those that the prefix cache spared."""
+    """Token counts of a finished generation.
+
+    Attributes:
+        stats: speculation statistics; None if the router has not summed them.
+        num_cached_tokens: prompt tokens found in the prefix cache.
+    """
 
     num_prompt_tokens: int
     num_output_tokens: int
@@ -126,10 +146,11 @@ class Totals:
 class TextChunk:
     """A chunk as a client receives it.
 
-    text: empty from a verifier, and while a character is incomplete.
-    text_lengths: for each new token, how many characters of `text` it released; the rest had been held back.
-    seed: the seed in use, on the first chunk only.
-    totals: set exactly where chunk.finish_reason is.
+    Attributes:
+        text: new text; empty from a verifier, and while a character is incomplete.
+        text_lengths: for each new token, the number of characters of `text` that it completes.
+        seed: the seed in use, on the first chunk only.
+        totals: set if and only if chunk.finish_reason is set.
     """
 
     chunk: Chunk
@@ -139,20 +160,19 @@ class TextChunk:
     totals: Totals | None = None
 
 
-@dataclass(frozen=True)
-class SessionTree:
-    """A draft tree addressed to a session. committed_length: the committed length at its root."""
-
-    session: str
-    epoch: int
-    committed_length: int
-    tree: DraftTree
+# Drafting
 
 
 @dataclass(frozen=True)
 class DraftRequest:
-    """One step of a drafting stream: what was accepted, and which sessions have ended. target: on a stream's first, which
-    drafter it is for; None for the only one."""
+    """One step of a drafting stream.
+
+    Attributes:
+        step: sequence number.
+        commits: tokens accepted since the last step, with requests for the next trees.
+        ended_sessions: sessions whose state the drafter can free.
+        target: on the first request of a stream, selects one of the service's drafters; None selects the only one.
+    """
 
     step: int
     commits: tuple[Commit[TensorBytes], ...] = ()
@@ -161,8 +181,18 @@ class DraftRequest:
 
 
 @dataclass(frozen=True)
+class SessionTree:
+    """A draft tree of one session. committed_length: committed length at the tree's root."""
+
+    session: str
+    epoch: int
+    committed_length: int
+    tree: DraftTree
+
+
+@dataclass(frozen=True)
 class DraftResponse:
-    """The answers to the DraftRequest with the same step. draft_ms: how long the drafter drafted."""
+    """The response to the DraftRequest with the same step. draft_ms: drafting time."""
 
     step: int
     trees: tuple[SessionTree, ...] = ()
@@ -172,7 +202,7 @@ class DraftResponse:
 
 @dataclass(frozen=True)
 class DrafterInfo:
-    """What a draft service drafts for and with. feature_size: width of the fused features; 0 if none are needed."""
+    """Target, method and needs of a drafter. feature_size: width of the fused features; 0 if none are needed."""
 
     model: ModelInfo
     method: str

@@ -1,7 +1,4 @@
-"""The one way to serve: given where to listen, gives back a gRPC server with health, reflection and one error policy.
-
-Knows no service. Errors cross the wire as status codes here, and `status_error` turns them back.
-"""
+"""gRPC server with health and reflection, and the mapping between errors and status codes."""
 
 from __future__ import annotations
 
@@ -34,7 +31,7 @@ from eyas.rpc.messages import RETRY_KEY
 
 log = logging.getLogger(__name__)
 
-_OPTIONS = (
+_GRPC_OPTIONS = (
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.so_reuseport", 0),
@@ -43,8 +40,8 @@ _OPTIONS = (
     ("grpc.http2.max_ping_strikes", 0),
 )
 
-# The first entry that fits an error gives its status.
-_STATUS_OF_ERROR: tuple[tuple[type[EyasError], grpc.StatusCode], ...] = (
+# The first matching entry decides.
+_STATUS_CODES: tuple[tuple[type[EyasError], grpc.StatusCode], ...] = (
     (UnknownModel, grpc.StatusCode.NOT_FOUND),
     (InvalidRequest, grpc.StatusCode.INVALID_ARGUMENT),
     (Overloaded, grpc.StatusCode.RESOURCE_EXHAUSTED),
@@ -58,11 +55,11 @@ _STATUS_OF_ERROR: tuple[tuple[type[EyasError], grpc.StatusCode], ...] = (
 
 
 def status_error(error: grpc.RpcError) -> EyasError:
-    """The error of a failed call as the server raised it. A deadline or a lost connection is Unavailable."""
+    """Return the EyasError behind a failed call. An exceeded deadline or a lost connection is Unavailable."""
     code, details = error.code(), error.details() or error.code().name
     if code is grpc.StatusCode.DEADLINE_EXCEEDED:
         return Unavailable(f"no answer in time: {details}")
-    for kind, status in _STATUS_OF_ERROR:
+    for kind, status in _STATUS_CODES:
         if status is code:
             if kind is Overloaded:
                 return Overloaded(details, _retry_after(error))
@@ -71,17 +68,17 @@ def status_error(error: grpc.RpcError) -> EyasError:
 
 
 def status_of(error: BaseException) -> grpc.StatusCode:
-    """The status under which an error crosses the wire; INTERNAL for one that is nobody's mistake."""
+    """Return the status code of an error; INTERNAL for an unexpected one."""
     if isinstance(error, asyncio.CancelledError | GeneratorExit):
         return grpc.StatusCode.CANCELLED
     if isinstance(error, TimeoutError):
         return grpc.StatusCode.DEADLINE_EXCEEDED
-    known = (status for kind, status in _STATUS_OF_ERROR if isinstance(error, kind))
+    known = (status for kind, status in _STATUS_CODES if isinstance(error, kind))
     return next(known, grpc.StatusCode.INTERNAL)
 
 
 def retry_hint(error: EyasError) -> tuple[tuple[str, str], ...]:
-    """Trailing metadata that tells when to try again; none where nobody knows."""
+    """Return trailing metadata that says when to retry; empty if the error does not say."""
     if not isinstance(error, Overloaded) or error.retry_after is None:
         return ()
     return ((RETRY_KEY, f"{error.retry_after * 1000:.0f}"),)
@@ -90,8 +87,12 @@ def retry_hint(error: EyasError) -> tuple[tuple[str, str], ...]:
 class RpcServer:
     """A gRPC server with health (Check, Watch, List) and reflection. Construct it inside the running event loop.
 
-    Register servicers on `aio` before `start`. Health says NOT_SERVING until `set_serving(True)`.
-    interceptors: more of them; what they raise in a call becomes its status. credentials: for TLS; None speaks without it.
+    Register servicers on `aio` before `start`. Health answers NOT_SERVING until `set_serving(True)`.
+
+    Args:
+        config: address to listen on.
+        interceptors: additional interceptors; an error that they raise becomes the status of the call.
+        credentials: TLS credentials; None disables TLS.
     """
 
     def __init__(
@@ -100,22 +101,22 @@ class RpcServer:
         interceptors: Sequence[grpc.aio.ServerInterceptor] = (),  # type: ignore[type-arg]
         credentials: grpc.ServerCredentials | None = None,
     ) -> None:
-        self.aio = grpc.aio.server(interceptors=[_ErrorInterceptor(), *interceptors], options=_OPTIONS)
+        self.aio = grpc.aio.server(interceptors=[_ErrorInterceptor(), *interceptors], options=_GRPC_OPTIONS)
         self._config = config
         self._credentials = credentials
         self._health = _Health()
         self._names: tuple[str, ...] = ()
-        self._endless: list[Callable[[], Awaitable[None]]] = [self._health.close]
+        self._closers: list[Callable[[], Awaitable[None]]] = [self._health.close]
 
     def before_stop(self, close: Callable[[], Awaitable[None]]) -> None:
-        """Let `stop` begin with `close`, which ends streams that would outlast any grace."""
-        self._endless.append(close)
+        """Register a callback for the start of `stop`. It should end streams that never end by themselves."""
+        self._closers.append(close)
 
     async def start(self, service_names: Sequence[str]) -> str:
-        """Bind and serve; gives back the host:port to tell others.
+        """Start to serve. Returns the host:port under which other services reach this one.
 
         service_names: full names of the registered services, for health and reflection.
-        Raises ConfigError when the port is taken.
+        Raises ConfigError if the port is in use.
         """
         host, port = self._config.host, self._config.port
         try:
@@ -136,14 +137,14 @@ class RpcServer:
         return self.aio.add_secure_port(address, self._credentials)
 
     async def set_serving(self, serving: bool) -> None:
-        """What health says of every service from now on."""
+        """Set the health of every service."""
         status = health_pb2.HealthCheckResponse
         for name in self._names:
             await self._health.set(name, status.SERVING if serving else status.NOT_SERVING)
 
     async def stop(self, grace: float) -> None:
-        """Refuse new calls, give running ones `grace` seconds, then cancel them."""
-        for close in self._endless:
+        """Reject new calls, give running ones `grace` seconds, then cancel them."""
+        for close in self._closers:
             await close()
         await self.aio.stop(grace)
 
@@ -153,7 +154,7 @@ def _join(host: str, port: int) -> str:
 
 
 class _Health(health.aio.HealthServicer):  # type: ignore[name-defined,misc]
-    """The library's servicer with List, and with watchers that let the server stop."""
+    """The library's health servicer, with List, and with Watch streams that end when the server stops."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -175,7 +176,7 @@ class _Health(health.aio.HealthServicer):  # type: ignore[name-defined,misc]
                 task.cancel()
 
     async def close(self) -> None:
-        """Tell watchers NOT_SERVING and end their streams."""
+        """Send NOT_SERVING to watchers and end their streams."""
         await self.enter_graceful_shutdown()
         self._closed.set()
 
@@ -185,7 +186,7 @@ StreamMethod = Callable[[Any, Any], AsyncIterator[Any]]
 
 
 class _ErrorInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
-    """Turns what a servicer raises into a status."""
+    """Converts errors of servicers to status codes."""
 
     async def intercept_service(
         self,
@@ -194,8 +195,8 @@ class _ErrorInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
     ) -> grpc.RpcMethodHandler[Any, Any]:
         handler: Any = await continuation(handler_call_details)
         if handler is None:
-            return None  # type: ignore[return-value]  # there is no such method, and gRPC says so
-        kind = f"{_flow(handler.request_streaming)}_{_flow(handler.response_streaming)}"
+            return None  # type: ignore[return-value]  # unknown method; gRPC answers UNIMPLEMENTED
+        kind = f"{_arity(handler.request_streaming)}_{_arity(handler.response_streaming)}"  # such as unary_stream
         method = getattr(handler, kind)
         guarded = _guard_stream(method) if inspect.isasyncgenfunction(method) else _guard(method)
         wrap = getattr(grpc, f"{kind}_rpc_method_handler")
@@ -203,7 +204,7 @@ class _ErrorInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
         return wrapped
 
 
-def _flow(streaming: bool) -> str:
+def _arity(streaming: bool) -> str:
     return "stream" if streaming else "unary"
 
 
@@ -229,7 +230,7 @@ def _guard_stream(method: StreamMethod) -> StreamMethod:
 
 
 def _retry_after(error: grpc.RpcError) -> float | None:
-    """What `retry_hint` said, in seconds."""
+    """Return the seconds of `retry_hint`, if the error has it."""
     trailers = dict(cast("Iterable[tuple[str, str]]", error.trailing_metadata() or ()))
     return int(trailers[RETRY_KEY]) / 1000 if RETRY_KEY in trailers else None
 
@@ -237,9 +238,9 @@ def _retry_after(error: grpc.RpcError) -> float | None:
 async def _abort(error: Exception, context: Any) -> NoReturn:
     if isinstance(error, grpc.aio.AbortError):
         raise error
-    for kind, status in _STATUS_OF_ERROR:
+    for kind, status in _STATUS_CODES:
         if isinstance(error, kind):
             await context.abort(status, str(error), retry_hint(error))
-    log.error("a call died of an internal error", exc_info=error)
+    log.error("internal error in a call", exc_info=error)
     await context.abort(grpc.StatusCode.INTERNAL, "internal error")
     raise AssertionError("abort raises")

@@ -63,7 +63,7 @@ labels:
 {{- dict "list" $all | toJson -}}
 {{- end -}}
 
-{{/* (list root component): port of the gRPC door */}}
+{{/* (list root component): gRPC port */}}
 {{- define "eyas.port" -}}
 {{- get (dict "router" 50050 "verifier" 50051 "draft" 50052) (index . 1) -}}
 {{- end -}}

@@ -41,11 +41,11 @@ REFUSED = {
     "model.source.kind=hostPath": "set model.source.hostPath.path",
     "redis.kind=external": "set redis.external.url",
     "redis.kind=none": "set discovery.kind to kubernetes",
-    "redis.external.url=redis://user:secret@host": "name it by redis.external.existingSecret",
+    "redis.external.url=redis://user:secret@host": "set redis.external.existingSecret",
     "verifier.multiNode.enabled=true": "set verifier.tensorParallelSize",
     "verifier.autoscaling.kind=hpa": "set verifier.autoscaling.metrics",
     "draft.autoscaling.kind=keda": "set draft.autoscaling.triggers",
-    "mode=ray,verifier.multiNode.enabled=true,verifier.tensorParallelSize=2": "which is of mode plain",
+    "mode=ray,verifier.multiNode.enabled=true,verifier.tensorParallelSize=2": "needs mode plain",
     "router.autoscaling.kind=hpa,router.autoscaling.minReplicas=20": "minReplicas is above maxReplicas",
 }
 

@@ -100,7 +100,7 @@ def test_a_stopped_process_is_dropped_and_taken_back_on_resume() -> None:
 
 def test_keepalive_respects_the_default_limits_of_grpc_servers() -> None:
     """They hang up on a second ping within 5 minutes of silence, as a request has that waits in a queue."""
-    assert dict(ChannelOptions().options)["grpc.keepalive_time_ms"] > 300_000  # type: ignore[operator]
+    assert dict(ChannelOptions().grpc_options)["grpc.keepalive_time_ms"] > 300_000  # type: ignore[operator]
 
 
 @asynccontextmanager
