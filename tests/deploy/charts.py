@@ -1,4 +1,4 @@
-"""The chart as the real helm renders it: values in, Kubernetes objects out."""
+"""The chart as helm renders it."""
 
 import functools
 import subprocess
@@ -16,7 +16,7 @@ Object = dict[str, Any]
 CHART = ROOT / "deploy" / "helm"
 VALUES = sorted((CHART / "values").glob("*.yaml"))
 
-SECURED = ("router.tls.existingSecret=doors", "router.apiKeys.existingSecret=keys")
+SECURED = ("router.tls.existingSecret=router-tls", "router.apiKeys.existingSecret=keys")
 ENCRYPTED = ("peers.tls.existingSecret=peers", "peers.tls.serverName=on")  # a name that YAML takes for true
 SCALED = tuple(
     f"{component}.autoscaling.{setting}"

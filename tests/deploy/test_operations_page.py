@@ -1,4 +1,4 @@
-"""The page for operators says what each alert means, and what it tells people to set exists."""
+"""docs/operations.md explains every alert, and the settings and metrics that it names exist."""
 
 import re
 from typing import Any
@@ -45,6 +45,6 @@ def test_values_that_the_page_names_exist() -> None:
 def test_metrics_used_for_scaling_are_documented() -> None:
     queries = re.findall(r"^ +query: (.+)$", PAGE, re.MULTILINE)
     metrics = {metric for query in queries for metric in re.findall(r"(?:eyas_|vllm:)\w+", query)}
-    told = (ROOT / "docs" / "telemetry.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "telemetry.md").read_text(encoding="utf-8")
     assert len(metrics) >= 3
-    assert not [metric for metric in metrics if metric.removesuffix("_total") not in told]
+    assert not [metric for metric in metrics if metric.removesuffix("_total") not in page]

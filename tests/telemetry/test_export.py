@@ -98,8 +98,12 @@ def test_the_environment_names_the_service_before_eyas_does(monkeypatch: pytest.
     assert resource("draft").attributes["service.name"] == "eyas-draft"
     monkeypatch.setenv("OTEL_RESOURCE_ATTRIBUTES", "service.namespace=prod,service.version=9")
     monkeypatch.setenv("OTEL_SERVICE_NAME", "mine")
-    told = resource("draft").attributes
-    assert (told["service.name"], told["service.namespace"], told["service.version"]) == ("mine", "prod", "9")
+    attributes = resource("draft").attributes
+    assert (attributes["service.name"], attributes["service.namespace"], attributes["service.version"]) == (
+        "mine",
+        "prod",
+        "9",
+    )
 
 
 def test_names_with_colons_go_out_as_they_are_in_every_format() -> None:
@@ -162,8 +166,8 @@ def test_labels_follow_the_semantic_conventions() -> None:
     histogram(metrics.REQUEST_DURATION, registry).labels("text_completion", "eyas", "m", "").observe(1)
     [metric] = to_otlp(registry.collect(), 1, 2)
     assert isinstance(metric.data, Histogram)
-    told = {"gen_ai.operation.name": "text_completion", "gen_ai.provider.name": "eyas", "gen_ai.request.model": "m"}
-    assert metric.data.data_points[0].attributes == told
+    expected = {"gen_ai.operation.name": "text_completion", "gen_ai.provider.name": "eyas", "gen_ai.request.model": "m"}
+    assert metric.data.data_points[0].attributes == expected
 
 
 def test_a_trace_context_comes_back_and_nonsense_begins_none() -> None:

@@ -1,4 +1,4 @@
-"""What router and drafter tell of requests and rounds."""
+"""Metrics, spans and logs of router and draft service."""
 
 import asyncio
 

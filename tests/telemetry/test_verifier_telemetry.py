@@ -1,4 +1,4 @@
-"""What a verifier tells of its requests and rounds: bounded, by way of ending, and never in the way."""
+"""Metrics and spans of the verifier: bounded, and by the way in which a request ends."""
 
 import asyncio
 from collections.abc import Sequence
@@ -21,14 +21,14 @@ LAST = Chunk("r", (9,), (False,), VerifyStep(7, 4, 0), "length")
 
 
 def run(verifier: VerifierTelemetry, chunks: Sequence[Chunk], trace: tuple[tuple[str, str], ...] = TRACE) -> list[str]:
-    """A request that gets these chunks, one a step; the traceparents of its rounds."""
+    """Run a request with one chunk per step; return the traceparents of its verify steps."""
     with verifier.request(REQUEST, trace):
-        told = []
+        parents = []
         for number, chunk in enumerate(chunks):
             began = ("r",) if number == 0 else ()
-            told.append(verifier.traceparent("r"))
+            parents.append(verifier.traceparent("r"))
             verifier.on_step(StepReport(STEP.wait, STEP.verify, STEP.num_rows, began), [chunk])
-        return told
+        return parents
 
 
 def test_events_of_a_span_are_bounded_and_the_last_are_kept() -> None:
@@ -45,13 +45,13 @@ def test_events_of_a_span_are_bounded_and_the_last_are_kept() -> None:
 @pytest.mark.parametrize(("ratio", "expected"), [(0.0, 0), (0.01, 1), (0.25, 10), (1.0, 40)])
 def test_a_fraction_of_verify_steps_has_spans_with_the_first(ratio: float, expected: int) -> None:
     spans = Spans(TelemetryConfig(step_span_ratio=ratio))
-    told = run(VerifierTelemetry(spans.telemetry, "m"), [FIRST, *[ROUND] * 40])
-    assert sum(map(bool, told)) == expected == len(spans.named("verify_step"))
-    assert not ratio or told[1]
+    parents = run(VerifierTelemetry(spans.telemetry, "m"), [FIRST, *[ROUND] * 40])
+    assert sum(map(bool, parents)) == expected == len(spans.named("verify_step"))
+    assert not ratio or parents[1]
 
 
 def test_verify_spans_last_from_draft_request_to_step_end() -> None:
-    """A step asks for the next trees before it is told of."""
+    """A step requests the next trees before telemetry gets its report."""
     spans = Spans(TelemetryConfig(step_span_ratio=1.0))
     verifier = VerifierTelemetry(spans.telemetry, "m")
     with verifier.request(REQUEST, TRACE):
@@ -64,8 +64,8 @@ def test_verify_spans_last_from_draft_request_to_step_end() -> None:
 
 def test_an_unsampled_trace_has_no_spans_but_is_counted() -> None:
     spans = Spans(TelemetryConfig(step_span_ratio=1.0))
-    told = run(VerifierTelemetry(spans.telemetry, "m"), [FIRST, ROUND, ROUND], UNSAMPLED)
-    assert not any(told)
+    parents = run(VerifierTelemetry(spans.telemetry, "m"), [FIRST, ROUND, ROUND], UNSAMPLED)
+    assert not any(parents)
     assert not spans.named("decode")
     assert spans.value("vllm:spec_decode_num_accepted_tokens_total", model_name="m") == 2
 
@@ -117,7 +117,7 @@ def test_a_failed_step_fails_the_span_of_its_requests() -> None:
     assert spans.value("eyas_verifier_requests_total", status="INTERNAL") == 1
 
 
-def test_the_load_is_read_when_somebody_looks() -> None:
+def test_the_load_is_read_at_each_scrape() -> None:
     spans, load = Spans(), [EngineLoad(0, 0, 10, 10, 0)]
     VerifierTelemetry(spans.telemetry, "m").watch(lambda: load[0])
     load[0] = EngineLoad(3, 2, 4, 10, 5)

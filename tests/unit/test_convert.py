@@ -1,4 +1,4 @@
-"""What goes onto the wire comes back as it was."""
+"""Conversion to protobuf and back changes nothing."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ scores = st.lists(float32s, max_size=5).map(tuple)
 sampled = st.builds(SampledProposal, st.dictionaries(counts, st.builds(DraftProbs, ids, scores), max_size=3), st.booleans())
 trees = st.builds(DraftTree, ids, ids, scores, st.booleans(), st.none() | sampled)
 session_trees = st.builds(SessionTree, names, counts, counts, trees)
-refusals = st.builds(ResyncRequired, names, counts, counts)
+resyncs = st.builds(ResyncRequired, names, counts, counts)
 
 
 @st.composite
@@ -64,8 +64,8 @@ def text_chunks(draw: st.DrawFn) -> TextChunk:
     totals = draw(st.builds(Totals, counts, counts, st.none() | stats, counts)) if reason else None
     message = draw(names) if reason else ""
     is_draft_token = draw(st.lists(st.booleans(), max_size=5).map(tuple))
-    told = (draw(counts), draw(logprobs), draw(logprobs), draw(counts))
-    chunk = Chunk("id", draw(ids), is_draft_token, draw(st.none() | rounds), reason, message, *told)  # type: ignore[arg-type]
+    rest = (draw(counts), draw(logprobs), draw(logprobs), draw(counts))
+    chunk = Chunk("id", draw(ids), is_draft_token, draw(st.none() | rounds), reason, message, *rest)  # type: ignore[arg-type]
     return TextChunk(chunk, draw(names), draw(ids), draw(st.none() | seeds), totals)
 
 
@@ -98,20 +98,20 @@ def test_models_come_back(models: tuple[ModelInfo, ...]) -> None:
     st.none() | st.builds(TargetInfo, names, names),
 )
 def test_a_draft_request_comes_back(
-    step: int, commits: tuple[Commit[TensorBytes], ...], ended_sessions: tuple[str, ...], verified: TargetInfo | None
+    step: int, commits: tuple[Commit[TensorBytes], ...], ended_sessions: tuple[str, ...], target: TargetInfo | None
 ) -> None:
-    request = DraftRequest(step, commits, ended_sessions, verified)
+    request = DraftRequest(step, commits, ended_sessions, target)
     data = convert.draft_request_to_proto(request).SerializeToString()
     assert convert.draft_request_from_proto(draft_pb2.SpeculateRequest.FromString(data)) == request
 
 
-@given(counts, st.lists(session_trees, max_size=3).map(tuple), st.lists(refusals, max_size=3).map(tuple), float32s)
-def test_a_draft_reply_comes_back(
-    step: int, trees: tuple[SessionTree, ...], refusals: tuple[ResyncRequired, ...], draft_ms: float
+@given(counts, st.lists(session_trees, max_size=3).map(tuple), st.lists(resyncs, max_size=3).map(tuple), float32s)
+def test_a_draft_response_comes_back(
+    step: int, trees: tuple[SessionTree, ...], resyncs: tuple[ResyncRequired, ...], draft_ms: float
 ) -> None:
-    reply = DraftResponse(step, trees, refusals, draft_ms)
-    data = convert.draft_response_to_proto(reply).SerializeToString()
-    assert convert.draft_response_from_proto(draft_pb2.SpeculateResponse.FromString(data)) == reply
+    response = DraftResponse(step, trees, resyncs, draft_ms)
+    data = convert.draft_response_to_proto(response).SerializeToString()
+    assert convert.draft_response_from_proto(draft_pb2.SpeculateResponse.FromString(data)) == response
 
 
 @given(st.builds(DrafterInfo, infos, names, st.booleans(), st.booleans(), counts, st.booleans()))

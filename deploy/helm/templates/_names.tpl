@@ -1,4 +1,4 @@
-{{/* Names and labels. Selectors hold what never changes between upgrades. */}}
+{{/* Names and labels. Selectors contain only labels that no upgrade changes. */}}
 
 {{- define "eyas.fullname" -}}
 {{- if .Values.fullnameOverride -}}
@@ -56,7 +56,7 @@ labels:
 {{- $root.Values.image.registry | empty | ternary $own (printf "%s/%s" (trimSuffix "/" $root.Values.image.registry) $own) -}}
 {{- end -}}
 
-{{/* Services that run: a JSON list under the key "list". */}}
+{{/* Enabled services, as a JSON list under the key "list". */}}
 {{- define "eyas.components" -}}
 {{- $all := list "router" "verifier" -}}
 {{- if .Values.draft.enabled -}}{{- $all = append $all "draft" -}}{{- end -}}

@@ -1,4 +1,4 @@
-{{/* What the pods of router, verifier and draft have in common. All take (list root component). */}}
+{{/* Parts of the pods of router, verifier and draft. All take (list root component). */}}
 
 {{- define "eyas.podMetadata" -}}
 {{- $root := index . 0 -}}
@@ -73,7 +73,7 @@ capabilities:
   drop: [ALL]
 {{- end -}}
 
-{{/* Requests and limits, GPUs among both. */}}
+{{/* Resource requests and limits, with GPUs. */}}
 {{- define "eyas.resources" -}}
 {{- $root := index . 0 -}}
 {{- $own := index $root.Values (index . 1) -}}
@@ -95,7 +95,7 @@ capabilities:
   valueFrom: {fieldRef: {fieldPath: status.podIP}}
 - name: POD_NAME
   valueFrom: {fieldRef: {fieldPath: metadata.name}}
-# Empty where the cluster does not copy the node's topology to its pods.
+# Empty if the cluster does not copy the node's topology labels to pods.
 - name: ZONE
   valueFrom: {fieldRef: {fieldPath: "metadata.labels['topology.kubernetes.io/zone']"}}
 {{ include "eyas.registryEnv" $root }}
@@ -131,7 +131,7 @@ capabilities:
 {{- end }}
 {{- end -}}
 
-{{/* root: where Redis is, from a secret if there is one, so that no password stands in a ConfigMap */}}
+{{/* root: URL of Redis, from a Secret if there is one, so that no password is in a ConfigMap */}}
 {{- define "eyas.registryEnv" -}}
 - name: REGISTRY_URL
 {{- if eq .Values.redis.kind "bundled" }}
@@ -264,7 +264,7 @@ capabilities:
     {{- include "eyas.volumeMounts" (list $root $component) | nindent 4 }}
 {{- end -}}
 
-{{/* How a rank of a LeaderWorkerSet learns its place; the LWS_ variables stand before it in every container. */}}
+{{/* Rank and leader address of a LeaderWorkerSet pod; LeaderWorkerSet sets the LWS_ variables first. */}}
 {{- define "eyas.rankEnv" -}}
 {{- $root := index . 0 -}}
 {{- if and (eq (index . 1) "verifier") $root.Values.verifier.multiNode.enabled }}
@@ -275,7 +275,7 @@ capabilities:
 {{- end }}
 {{- end -}}
 
-{{/* How a worker's health is asked for. A kubelet speaks no TLS to gRPC; the image's own check does. */}}
+{{/* Health probe of a worker. A kubelet's gRPC probe has no TLS, so with TLS the image's own check runs. */}}
 {{- define "eyas.look" -}}
 {{- $root := index . 0 -}}
 {{- $port := include "eyas.port" . -}}
@@ -288,7 +288,7 @@ grpc: {port: {{ $port }}}
 {{- end -}}
 {{- end -}}
 
-{{/* Start: long enough for weights. Ready: may take work now. Live: the process answers at all. */}}
+{{/* Startup: until the weights are loaded. Readiness: accepts requests. Liveness: the process answers. */}}
 {{- define "eyas.probes" -}}
 {{- $root := index . 0 -}}
 {{- $own := index $root.Values (index . 1) -}}

@@ -1,4 +1,4 @@
-{{/* Who may talk to whom. Peers are (list root component ...). */}}
+{{/* Network policies. */}}
 
 {{/* (list root component ...): a list of peers */}}
 {{- define "eyas.peers" -}}
@@ -16,7 +16,7 @@
     {{- .Values.networkPolicy.scrapers | default (list (dict "namespaceSelector" dict)) | toYaml | nindent 4 }}
 {{- end -}}
 
-{{/* What every pod of ours may reach: names, Redis, and the outside at a few ports. */}}
+{{/* Egress of every Eyas pod: DNS, Redis, and external addresses at a few ports. */}}
 {{- define "eyas.egress" -}}
 - ports: [{port: 53, protocol: UDP}, {port: 53, protocol: TCP}]
 {{- if eq .Values.redis.kind "bundled" }}
@@ -34,7 +34,7 @@
 {{- end }}
 {{- end -}}
 
-{{/* (list root component): head of a policy that closes what it does not open */}}
+{{/* (list root component): head of a policy that denies everything else */}}
 {{- define "eyas.policy" -}}
 apiVersion: networking.k8s.io/v1
 kind: NetworkPolicy

@@ -1,4 +1,4 @@
-{{/* (list root component resources account): a pod of the Ray cluster. KubeRay makes the account of the head itself. */}}
+{{/* (list root component resources account): a pod of the Ray cluster. KubeRay creates the service account of the head. */}}
 {{- define "eyas.rayPod" -}}
 {{- $root := index . 0 -}}
 {{- $component := index . 1 -}}
@@ -26,7 +26,7 @@ spec:
         - {name: gcs-server, containerPort: 6379}
         - {name: dashboard, containerPort: 8265}
         - {name: client, containerPort: 10001}
-        # By this name KubeRay finds the port for its Service.
+        # KubeRay finds the port of its Service by this name.
         - {name: serve, containerPort: {{ include "eyas.httpPort" $root }}}
         - {name: grpc, containerPort: {{ include "eyas.port" (list $root "router") }}}
         - {name: metrics, containerPort: 8080}

@@ -111,7 +111,7 @@ def test_arguments_refer_to_existing_environment_variables(name: str) -> None:
 def test_everything_that_pods_refer_to_exists(name: str) -> None:
     objects = rendered(name)
     own = {(item["kind"], item["metadata"]["name"]) for item in objects}
-    brought = {"redis", "ray", "doors", "peers", "keys", "hub-token", "checkpoints", "eyas-hub-cache"}
+    brought = {"redis", "ray", "router-tls", "peers", "keys", "hub-token", "checkpoints", "eyas-hub-cache"}
     for place, pod in pod_templates(objects):
         wanted = {("ServiceAccount", pod["spec"].get("serviceAccountName", "default"))}
         for volume in pod["spec"]["volumes"]:

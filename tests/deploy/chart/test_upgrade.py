@@ -1,4 +1,4 @@
-"""An upgrade changes nothing that Kubernetes lets nobody change."""
+"""An upgrade changes no immutable field."""
 
 from pathlib import Path
 from typing import Any

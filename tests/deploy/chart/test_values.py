@@ -116,7 +116,7 @@ def test_the_page_lists_every_file_of_values() -> None:
 
 @pytest.mark.parametrize("secured", [False, True])
 def test_the_notes_say_how_to_send_the_first_request(secured: bool) -> None:
-    assignments = ["router.tls.existingSecret=doors", "router.apiKeys.existingSecret=keys"] if secured else []
+    assignments = ["router.tls.existingSecret=router-tls", "router.apiKeys.existingSecret=keys"] if secured else []
     result = run_helm("install", "demo", ".", "--dry-run=client", "--namespace", "eyas", *settings(assignments))
     assert result.returncode == 0, result.stderr
     notes = result.stdout.partition("NOTES:")[2]

@@ -1,4 +1,4 @@
-"""What a cluster does about Services: EndpointSlices that follow the probes of a node's pods; an API server that tells."""
+"""Services of a cluster: EndpointSlices that follow the probes of a node's pods, and their API server."""
 
 import asyncio
 import threading
@@ -31,14 +31,14 @@ def control_plane(node: Node) -> Iterator[ApiServer]:
 
 
 async def _follow(node: Node, server: ApiServer, over: threading.Event) -> None:
-    told: dict[str, bool] = {}
+    sent: dict[str, bool] = {}
     async with running(server):
         while not over.is_set():
             for one in list(node.started):
                 ready = await asyncio.to_thread(_is_ready, one)
-                if told.get(one.name) != ready:
-                    _tell(node, server, one, ready)
-                told[one.name] = ready
+                if sent.get(one.name) != ready:
+                    _send(node, server, one, ready)
+                sent[one.name] = ready
             await asyncio.sleep(PERIOD)
 
 
@@ -46,7 +46,7 @@ def _is_ready(one: Pod) -> bool:
     return hasattr(one, "process") and not one.leaving and one.passes("readiness")
 
 
-def _tell(node: Node, server: ApiServer, one: Pod, ready: bool) -> None:
+def _send(node: Node, server: ApiServer, one: Pod, ready: bool) -> None:
     """A slice for each port of each Service that selects the pod."""
     for service in of_kind(node.objects, "Service"):
         name, spec = service["metadata"]["name"], service["spec"]

@@ -1,4 +1,4 @@
-"""Clients that ask without a pause, and what they were told."""
+"""Clients that send requests without a pause, and record the outputs."""
 
 import threading
 import time
@@ -16,9 +16,9 @@ AFTER = 3  # requests of each client between two steps of a test
 
 @dataclass
 class Load:
-    """Every request goes where `door` says then, as a Service would send it."""
+    """Every request goes to the address that `endpoint` returns then, as through a Service."""
 
-    door: Callable[[], str]
+    endpoint: Callable[[], str]
     prompt: Sequence[int]
     sampling: SamplingParams
     outs: list[Generated] = field(default_factory=list)
@@ -48,7 +48,7 @@ class Load:
     def _ask_on(self) -> None:
         while not self._stopping.is_set():
             try:
-                self.outs.append(generate(self.door(), self.prompt, self.sampling))
+                self.outs.append(generate(self.endpoint(), self.prompt, self.sampling))
             except (EyasError, AssertionError) as error:
                 self.failures.append(f"{type(error).__name__}: {error}")
                 return

@@ -40,9 +40,9 @@ def test_the_request_of_the_notes_is_answered(node: Node) -> None:
     headers = dict(curl[i + 1].split(": ") for i, word in enumerate(curl) if word == "-H")
     request = urllib.request.Request(f"http://{node.endpoint(ROUTER, 'http')}{path}", body.encode(), headers)
     with urllib.request.urlopen(request, timeout=60) as answer:
-        told = json.load(answer)
-    assert told["choices"][0]["text"]
-    assert told["usage"]["completion_tokens"] == json.loads(body)["max_tokens"]
+        answered = json.load(answer)
+    assert answered["choices"][0]["text"]
+    assert answered["usage"]["completion_tokens"] == json.loads(body)["max_tokens"]
 
 
 def test_every_service_is_scraped_where_the_monitor_looks(node: Node) -> None:
@@ -71,10 +71,10 @@ def test_each_service_rolls_under_load_without_a_failed_request(node: Node) -> N
 
 def test_all_stop_in_order_under_load_and_nothing_is_lost(node: Node) -> None:
     """First the drafter, then the verifier and the router at once, all with requests running; each ends by itself with 0."""
-    door = node.endpoint(ROUTER, "grpc")
-    plain = generate(door, PROMPT, SAMPLING, NO_DRAFTER).token_ids
+    endpoint = node.endpoint(ROUTER, "grpc")
+    plain = generate(endpoint, PROMPT, SAMPLING, NO_DRAFTER).token_ids
     outs = [Generated() for _ in range(NUM_REQUESTS)]
-    threads = [threading.Thread(target=generate, args=(door, PROMPT, SAMPLING), kwargs={"into": out}) for out in outs]
+    threads = [threading.Thread(target=generate, args=(endpoint, PROMPT, SAMPLING), kwargs={"into": out}) for out in outs]
     for thread, out in zip(threads, outs, strict=True):
         thread.start()
         assert out.begun.wait(60)

@@ -22,10 +22,10 @@ def test_pods_without_redis_discover_only_ready_pods(tmp_path: Path) -> None:
     with control_plane(node) as api, started(node):
         assert sorted(node.pods) == sorted([DRAFT, VERIFIER, ROUTER])
         assert api.num_lists, "the router was ready without asking"
-        door = node.endpoint(ROUTER, "grpc")
-        plain = generate(door, PROMPT, SAMPLING, NO_DRAFTER)
+        endpoint = node.endpoint(ROUTER, "grpc")
+        plain = generate(endpoint, PROMPT, SAMPLING, NO_DRAFTER)
         deadline = time.monotonic() + 60
-        while not (drafted := generate(door, PROMPT, SAMPLING)).stats.num_drafted:
+        while not (drafted := generate(endpoint, PROMPT, SAMPLING)).stats.num_drafted:
             assert time.monotonic() < deadline, "the drafter is not found"
         assert drafted.token_ids == plain.token_ids
         node.pods[VERIFIER].leaving = True

@@ -1,4 +1,4 @@
-"""With certificates and API keys the chart's demo speaks TLS at its doors and between its services, asks for a key, and
+"""With certificates and API keys the chart's demo serves TLS to clients and between its services, requires a key, and
 passes its probes, also when certificates are renewed."""
 
 import ssl
@@ -31,13 +31,13 @@ def certified(authority: Authority, folder: Path, name: str) -> dict[str, str]:
 @pytest.fixture
 def node(tmp_path: Path) -> Iterator[Node]:
     assignments = (
-        "router.tls.existingSecret=doors",
+        "router.tls.existingSecret=router-tls",
         "router.apiKeys.existingSecret=keys",
         "peers.tls.existingSecret=peers",
     )
     rendered = template("--values", str(CHART / "values" / "cpu-demo.yaml"), *settings(assignments))
     brought = [
-        secret("doors", **certified(Authority("public"), tmp_path / "doors", "llm.example.com")),
+        secret("router-tls", **certified(Authority("public"), tmp_path / "router-tls", "llm.example.com")),
         secret("peers", **certified(Authority("ours"), tmp_path / "peers", "eyas-peers")),
         secret("keys", **{"api-keys": "first-key\nsecond-key\n"}),
     ]

@@ -1,4 +1,4 @@
-"""A cluster of processes that tells of itself, some requests, and what came out: traces, metrics, logs, query results."""
+"""Run requests on a cluster of processes and record its traces, metrics, logs and Prometheus query results."""
 
 import json
 import os
@@ -39,7 +39,7 @@ SAMPLING = SamplingParams(max_tokens=48, temperature=0.8, ignore_eos=True, seed=
 
 @dataclass
 class Watched:
-    """collector: fills until the cluster has ended. web: the usage that the HTTP door told. metrics: OpenMetrics by service.
+    """collector: receives data until the cluster stops. web: the usage of the HTTP response. metrics: OpenMetrics by service.
     results: of Prometheus, by query."""
 
     collector: Collector
@@ -106,7 +106,7 @@ def _ids(chunks: Sequence[TextChunk]) -> list[int]:
 
 
 def browse(base: str) -> dict[str, Any]:
-    """The drafted request once more, through the HTTP door; gives its usage."""
+    """Send the drafted request by HTTP; return its usage."""
     body = {"model": "demo", "prompt": SECRET, "max_tokens": 48, "temperature": 0.8, "seed": 7, "ignore_eos": True}
     headers = HTTP_CALLER | {"Content-Type": "application/json"}
     request = urllib.request.Request(f"{base}/v1/completions", json.dumps(body).encode(), headers)

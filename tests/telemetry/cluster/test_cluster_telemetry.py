@@ -1,4 +1,4 @@
-"""What a cluster of processes tells of a run: one trace, every metric, logs that join them, and the same tokens as ever."""
+"""Telemetry of a cluster of processes: one trace per request, every metric, and logs that join them."""
 
 import json
 
@@ -69,20 +69,20 @@ def test_verify_steps_are_events_of_the_decode_span(run: Watched) -> None:
     decode = named(run.collector.trace(TRACE_ID), "decode")
     rounds = [plain(event.attributes) for event in decode.span.events if event.name == "verify_step"]
     assert len(rounds) == decode.attributes["eyas.verify_steps"]
-    assert sum(told["accepted_tokens"] + 1 for told in rounds) + 1 == len(run.speculative)
-    drafted = [told for told in rounds if told["drafted_tokens"]]
+    assert sum(step["accepted_tokens"] + 1 for step in rounds) + 1 == len(run.speculative)
+    drafted = [step for step in rounds if step["drafted_tokens"]]
     assert drafted
-    for told in drafted:
-        assert told["verify_ms"] > 0
-        assert 0 < told["draft_ms"] <= told["round_trip_ms"]
-        assert told["draft_wait_ms"] <= told["round_trip_ms"] + told["verify_ms"]
+    for step in drafted:
+        assert step["verify_ms"] > 0
+        assert 0 < step["draft_ms"] <= step["round_trip_ms"]
+        assert step["draft_wait_ms"] <= step["round_trip_ms"] + step["verify_ms"]
 
 
 def test_the_request_span_has_parameters_and_results(run: Watched) -> None:
-    told = named(run.collector.trace(TRACE_ID), "text_completion demo").attributes
-    assert (told["gen_ai.usage.output_tokens"], told["gen_ai.request.temperature"]) == (48, 0.8)
-    assert told["eyas.accepted_tokens"] + told["eyas.verify_steps"] + 1 == 48
-    assert told["eyas.request.id"] == "drafted"
+    attributes = named(run.collector.trace(TRACE_ID), "text_completion demo").attributes
+    assert (attributes["gen_ai.usage.output_tokens"], attributes["gen_ai.request.temperature"]) == (48, 0.8)
+    assert attributes["eyas.accepted_tokens"] + attributes["eyas.verify_steps"] + 1 == 48
+    assert attributes["eyas.request.id"] == "drafted"
 
 
 def test_a_refused_request_is_a_failed_span_and_counts(run: Watched) -> None:
@@ -110,7 +110,7 @@ def test_a_real_prometheus_answers_every_query(run: Watched) -> None:
         pytest.skip(MISSING.format("prometheus"))
     empty = {where for where, query in dashboard_queries() if not run.results[query]}
     assert not empty
-    assert not {rule["alert"] for rule in alert_rules() if run.results[rule["expr"]]}, "a healthy run alerts nobody"
+    assert not {rule["alert"] for rule in alert_rules() if run.results[rule["expr"]]}, "alerts fire in a healthy run"
 
 
 def test_counts_agree_with_the_tokens(run: Watched) -> None:
@@ -137,16 +137,16 @@ def test_histograms_have_trace_exemplars(run: Watched) -> None:
 
 
 def test_metrics_are_exported_under_the_names_of_the_conventions(run: Watched) -> None:
-    told = run.collector.metrics
-    assert set(told) == {f"eyas-{service}" for service in SERVICES}
-    duration = told["eyas-router"]["gen_ai.server.request.duration"]
+    metrics = run.collector.metrics
+    assert set(metrics) == {f"eyas-{service}" for service in SERVICES}
+    duration = metrics["eyas-router"]["gen_ai.server.request.duration"]
     assert duration.unit == "s"
     points = {plain(point.attributes).get("error.type", ""): point for point in duration.histogram.data_points}
     assert points[""].count >= 3
     assert points["INVALID_ARGUMENT"].count == 1
     assert points[""].count == sum(points[""].bucket_counts)
     assert points[""].exemplars
-    assert told["eyas-verifier"]["vllm:spec_decode_num_drafts"].sum.is_monotonic
+    assert metrics["eyas-verifier"]["vllm:spec_decode_num_drafts"].sum.is_monotonic
 
 
 def test_log_lines_are_json_and_join_the_trace(run: Watched) -> None:
