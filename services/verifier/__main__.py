@@ -67,7 +67,17 @@ async def serve_rank_0(
 ) -> None:
     """Serve with the other ranks ready. Raises Unavailable when one of them ends."""
     peers = Peers(config.peers)
-    engine, pool, model = load_engine(config, workers, peers)
+    method = default_method(config.method, config.draft_model)
+    target_info = TargetInfo(target_fingerprint(config.model), features_fingerprint(method, config.draft_model))
+    engine, pool = load_engine(config, method, target_info, workers, peers)
+    model = ModelInfo(
+        config.served_model_name,
+        target_info.target_fingerprint,
+        engine.vocab_size,
+        engine.max_model_len,
+        target_info.features_fingerprint,
+    )
+    log.info("model %s: vocabulary %d, context %d", model.name, model.vocab_size, model.max_model_len)
     server = RpcServer(config.server, credentials=peers.server_credentials)
     with closing(pool) if pool else nullcontext():
         observer = VerifierTelemetry(telemetry, model.name, pool)
@@ -83,27 +93,18 @@ async def serve_rank_0(
             log.info("drafter %s: %d requests answered, %d lost", drafter.address, drafter.num_answered, drafter.num_lost)
 
 
-def load_engine(config: VerifierConfig, workers: TargetWorkers, peers: Peers) -> tuple[Engine, DraftPool | None, ModelInfo]:
-    """The engine, the pool of its drafters (None for a verifier that takes no drafts), and what it serves."""
+def load_engine(
+    config: VerifierConfig, method: str, target_info: TargetInfo, workers: TargetWorkers, peers: Peers
+) -> tuple[Engine, DraftPool | None]:
+    """The engine, and the pool of its drafters; None for a verifier that takes no drafts."""
     proposal: Proposal = "sampled" if config.engine.acceptance == "rejection" else "deterministic"
-    method = default_method(config.method, config.draft_model)
     fuser = build_fuser(method, config.draft_model, config.model, config.dtype, config.device)
     needs = DrafterNeeds(features=fuser is not None, samples=True)
-    target_info = TargetInfo(target_fingerprint(config.model), features_fingerprint(method, config.draft_model))
     pool = DraftPool(config.draft_client, needs, proposal, target_info, peers) if method != NO_DRAFTS else None
     target = load_model(config.model, fuser, config.dtype, config.device, config.engine, workers)
     if fuser is not None and config.validate_head == "auto" and workers.size == 1:
         resolve_wiring(method, target, fuser, config.draft_model, config.model, config.dtype, config.device)
-    engine = assemble_engine(target, fuser, config.engine, config.tree, pool, workers)
-    model = ModelInfo(
-        config.served_model_name,
-        target_info.target_fingerprint,
-        engine.vocab_size,
-        engine.max_model_len,
-        target_info.features_fingerprint,
-    )
-    log.info("model %s: vocabulary %d, context %d", model.name, model.vocab_size, model.max_model_len)
-    return engine, pool, model
+    return assemble_engine(target, fuser, config.engine, config.tree, pool, workers), pool
 
 
 def build_registration(
