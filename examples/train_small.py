@@ -46,7 +46,7 @@ def batches(tokens: torch.Tensor) -> Iterator[torch.Tensor]:
 def train(small: LlamaForCausalLM, target: torch.nn.Module, tokens: torch.Tensor, minutes: float) -> None:
     """Adam with a rate that rises for a twentieth of the time and then falls to a twentieth."""
     optimizer = torch.optim.AdamW(small.parameters(), lr=RATE, betas=(0.9, 0.95), weight_decay=0.01)
-    started, seen, told = time.monotonic(), 0, 0.0
+    started, seen, reported = time.monotonic(), 0, 0.0
     for windows in batches(tokens):
         done = (time.monotonic() - started) / (60 * minutes)
         if done >= 1:
@@ -67,9 +67,9 @@ def train(small: LlamaForCausalLM, target: torch.nn.Module, tokens: torch.Tensor
         torch.nn.utils.clip_grad_norm_(small.parameters(), 1.0)
         optimizer.step()
         seen += inputs.numel()
-        if done > told:
+        if done > reported:
             print(f"{done:5.0%} of the time, {seen / 1e6:.2f} M tokens, loss {loss.item():.3f}", flush=True)
-            told += 0.05
+            reported += 0.05
 
 
 def main() -> None:

@@ -16,7 +16,7 @@ WAITING = {
 
 
 class Waits(TorchFunctionMode):
-    """names: the operations that wait, in order; copies to a device among them, but for those that are told not to wait."""
+    """names: the operations that wait, in order; copies to a device included, except non-blocking ones."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -30,7 +30,7 @@ class Waits(TorchFunctionMode):
 
 
 def unwatched(work: Callable[..., Any]) -> Callable[..., Any]:
-    """The same, of which nothing is noted."""
+    """The same without recording."""
 
     def run(*args: Any) -> Any:
         with torch._C.DisableTorchFunction():

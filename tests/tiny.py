@@ -37,7 +37,7 @@ def write_small(target: str) -> str:
 
 
 def head_tensors(vocab_size: int, draft_vocab: int, hidden: int, seed: int = 0) -> dict[str, torch.Tensor]:
-    """Random weights of a head with 4 heads of which 2 are key-value heads, in the public layout."""
+    """Random weights of a head with 4 query heads and 2 key-value heads, in the public layout."""
     generator = torch.Generator().manual_seed(seed)
     kv = hidden // 2
     shapes = {

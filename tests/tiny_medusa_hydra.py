@@ -70,7 +70,7 @@ def hydra_shapes(heads: int, layers: int, vocab: int, hidden: int, prefixed: boo
 
 
 def prefix_shapes(vocab: int, hidden: int) -> Shapes:
-    """A one-layer Llama with 4 heads of which 2 are key-value heads."""
+    """A one-layer Llama with 4 query heads and 2 key-value heads."""
     layer = {
         "self_attn.q_proj": (hidden, hidden), "self_attn.k_proj": (hidden // 2, hidden),
         "self_attn.v_proj": (hidden // 2, hidden), "self_attn.o_proj": (hidden, hidden),

@@ -38,8 +38,8 @@ POLICIES = {
 
 @dataclass(frozen=True)
 class Settings:
-    """num_running: requests under way at any time. num_turns: requests of a session. groups: system prompts, of which the
-    first are asked for most. cache_blocks: of one verifier. lease_requests: from one
+    """num_running: requests under way at any time. num_turns: requests of a session. groups: system prompts; the first
+    ones are the most frequent. cache_blocks: of one verifier. lease_requests: from one
     heartbeat to the next. Blocks hold BLOCK_TOKENS tokens."""
 
     num_verifiers: int = 100

@@ -1,4 +1,4 @@
-"""What telling costs: the demo models decode once, then the hooks of verifier and router hear of every step again and again.
+"""The cost of telemetry: the demo models decode once, then the hooks of verifier and router get every step many times.
 
 Counts processor time, the exporting thread's too. Writes a dated report: `python -m benchmarks.scripts.telemetry_overhead`.
 """
@@ -36,10 +36,10 @@ from eyas.telemetry.setup import Telemetry
 MODELS = Path("models/demo")
 TREE = TreeConfig(num_draft_tokens=8, num_steps=4, top_k=2)
 NUM_TOKENS = 96
-# Telling is far cheaper than decoding, and its time comes in steps of a clock.
+# Telemetry is far cheaper than decoding, and the clock is coarse.
 REPEATS = 20
 
-Told = tuple[StepReport, list[Chunk]]
+ReportedStep = tuple[StepReport, list[Chunk]]
 
 
 @dataclass(frozen=True)
@@ -47,13 +47,13 @@ class Steps:
     """What an engine did for some requests at once. seconds: of processor time, a step."""
 
     requests: Sequence[Request]
-    told: Sequence[Told]
+    reported: Sequence[ReportedStep]
     seconds: float
 
 
 @dataclass(frozen=True)
 class Cost:
-    """Of telling, in microseconds of processor time a step: on the engine's thread, which the step waits for, and in all.
+    """Of telemetry, in microseconds of processor time a step: on the engine's thread, which the step waits for, and in all.
     share, share_in_all: of the step's own time."""
 
     batch: int
@@ -77,7 +77,7 @@ class Encoding(SpanExporter):
     """Does all the work of an OTLP exporter but for the sending."""
 
     def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
-        """Bytes, and nobody to take them."""
+        """Encode spans and drop the bytes."""
         encode_spans(spans).SerializeToString()
         return SpanExportResult.SUCCESS
 
@@ -93,7 +93,7 @@ def main(out: Annotated[Path, typer.Option(help="Folder of the report.")] = Path
 
 
 def decode(batch: int, num_tokens: int) -> Steps:
-    """Run so many requests at once to their ends."""
+    """Run this number of requests at once to their ends."""
     target, head = str(MODELS / "target"), str(MODELS / "eagle3")
     drafter = build_drafter("eagle3", target, head, "float32", "cpu", TREE, DraftingConfig())
     fuser = build_fuser("eagle3", head, target, "float32", "cpu")
@@ -104,15 +104,15 @@ def decode(batch: int, num_tokens: int) -> Steps:
     requests = [Request(f"request-{i}", prompt.token_ids, sampling) for i, prompt in enumerate(prompts)]
     for request in requests:
         engine.submit(request)
-    told, started = [], time.process_time()
+    reported, started = [], time.process_time()
     while engine.has_work:
         chunks = engine.step()
-        told.append((engine.report, chunks))
-    return Steps(requests, told, (time.process_time() - started) / len(told))
+        reported.append((engine.report, chunks))
+    return Steps(requests, reported, (time.process_time() - started) / len(reported))
 
 
 def measure(steps: Steps, repeats: int) -> list[Cost]:
-    """The same steps told without an exporter, with every request traced as OpenTelemetry has it, and with every round."""
+    """The same steps reported without an exporter, with every request traced as OpenTelemetry has it, and with every round."""
 
     costs = [_cost(steps, "metrics only", Telemetry(), repeats)]
     for name, config in (
@@ -130,7 +130,7 @@ def _cost(steps: Steps, name: str, telemetry: Telemetry, repeats: int, flush: Ca
     started = time.process_time()
     engine = sum(_tell(steps, verifier, router) for _ in range(repeats))
     flush()
-    num_steps = repeats * len(steps.told)
+    num_steps = repeats * len(steps.reported)
     engine, in_all = engine / num_steps, (time.process_time() - started) / num_steps
     return Cost(len(steps.requests), name, engine * 1e6, in_all * 1e6, engine / steps.seconds, in_all / steps.seconds)
 
@@ -145,7 +145,7 @@ def _tell(steps: Steps, verifier: VerifierTelemetry, router: RouterTelemetry) ->
             seen[request.id] = observed
             call = observed.set_call(GenerateCall(request, model="demo"))
             stack.enter_context(verifier.request(request, call.trace))
-        for report, chunks in steps.told:
+        for report, chunks in steps.reported:
             started = time.thread_time()
             for chunk in chunks:
                 verifier.traceparent(chunk.request_id)

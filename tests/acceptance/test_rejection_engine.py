@@ -179,7 +179,9 @@ def test_under_match_a_drawn_tree_counts_as_none(tiny_target: str, tiny_head: st
 
 
 def test_a_drafter_that_cannot_sample_is_refused_at_the_start(tiny_target: str, tiny_head: str) -> None:
-    with pytest.raises(ConfigError, match=r"RandomDrafter cannot sample trees from its own distribution; set engine\.acceptance to match"):
+    with pytest.raises(
+        ConfigError, match=r"RandomDrafter cannot sample trees from its own distribution; set engine\.acceptance to match"
+    ):
         make_engine(RandomDrafter(48), tiny_target, tiny_head)
 
 
@@ -189,17 +191,17 @@ def test_an_unknown_acceptance_is_refused_by_name() -> None:
 
 
 def test_a_sampling_drafter_does_not_get_the_target_noise(tiny_target: str, tiny_head: str) -> None:
-    heard: list[NoiseKey] = []
+    received: list[NoiseKey] = []
 
     class Curious(BigramDrafter):
         def propose(self, contexts):  # type: ignore[no-untyped-def]
-            heard.extend(context.noise for context in contexts)
+            received.extend(context.noise for context in contexts)
             return super().propose(contexts)
 
     run(make_engine(Curious(bigram_logits(tiny_target), (1,)), tiny_target, tiny_head), requests(2))
-    assert len({key.seed for key in heard}) == 2
-    assert not {key.seed for key in heard} & {request.sampling.seed for request in requests(2)}
-    assert {key.temperature for key in heard} == {PARAMS.temperature}
+    assert len({key.seed for key in received}) == 2
+    assert not {key.seed for key in received} & {request.sampling.seed for request in requests(2)}
+    assert {key.temperature for key in received} == {PARAMS.temperature}
 
 
 def test_logits_that_are_not_numbers_fail_their_own_request_only(tiny_target: str, tiny_head: str) -> None:

@@ -1,4 +1,4 @@
-"""What telling costs can be measured: every step of an engine is told, traced or not."""
+"""The cost of telemetry can be measured: every step of an engine is reported, traced or not."""
 
 from benchmarks.scripts.telemetry_overhead import decode, measure, table
 

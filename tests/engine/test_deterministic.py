@@ -107,7 +107,7 @@ def test_a_target_that_routes_rows_is_refused(tmp_path: Path) -> None:
 
 
 class _Two(SingleWorker):
-    """Two ranks; the other one only notes what it is told."""
+    """Two ranks; the other one only records its commands."""
 
     size = 2
 

@@ -150,7 +150,12 @@ def test_a_cancelled_request_frees_everything_at_the_next_step(tiny_target: str,
 def test_sampled_tokens_follow_the_target_probs(name: str, tiny_target: str, tiny_head: str) -> None:
     """Chi-square of the first two emitted tokens over many seeds on a small vocabulary, the second out of a draft tree."""
     engine = make_engine(
-        make_drafter(name, tiny_target, tiny_head), tiny_target, tiny_head, max_num_seqs=64, max_kv_tokens=8192, max_queued_requests=1500
+        make_drafter(name, tiny_target, tiny_head),
+        tiny_target,
+        tiny_head,
+        max_num_seqs=64,
+        max_kv_tokens=8192,
+        max_queued_requests=1500,
     )
     count, prompt = 1500, (7, 8, 9)
     for seed in range(count):

@@ -25,17 +25,19 @@ KINDS = (
 def expected(target: str, tokens: list[int], first: int, num_top: int) -> list[TokenLogprob]:
     """Of tokens[first:], by one pass over everything."""
     law = torch.log_softmax(reference.forward(target, tokens), -1)
-    told = []
+    reported = []
     for at in range(max(first, 1), len(tokens)):
         top = law[at - 1].topk(num_top)
-        told.append(
+        reported.append(
             TokenLogprob(tokens[at], float(law[at - 1, tokens[at]]), tuple(top.indices.tolist()), tuple(top.values.tolist()))
         )
-    return told
+    return reported
 
 
 def assert_close(got: list[TokenLogprob], wanted: list[TokenLogprob]) -> None:
-    assert [(told.token, told.top_ids) for told in got] == [(told.token, told.top_ids) for told in wanted]
+    assert [(reported.token, reported.top_ids) for reported in got] == [
+        (reported.token, reported.top_ids) for reported in wanted
+    ]
     for one, other in zip(got, wanted, strict=True):
         assert one.logprob == pytest.approx(other.logprob, abs=1e-4)
         assert one.top_logprobs == pytest.approx(other.top_logprobs, abs=1e-4)
@@ -64,12 +66,12 @@ def test_prompt_logprobs_equal_one_pass_over_everything(name: str, tiny_target: 
 
 
 def check_output(target: str, chunks: list[Chunk], tokens: list[int], num_prompt: int, sampling: SamplingParams) -> None:
-    told = [entry for chunk in chunks for entry in chunk.logprobs]
+    reported = [entry for chunk in chunks for entry in chunk.logprobs]
     if sampling.logprobs is None:
-        assert told == []
+        assert reported == []
         return
     assert all(len(chunk.logprobs) == len(chunk.token_ids) for chunk in chunks)
-    assert_close(told, expected(target, tokens, num_prompt, sampling.logprobs))
+    assert_close(reported, expected(target, tokens, num_prompt, sampling.logprobs))
 
 
 def check_prompt(target: str, chunks: list[Chunk], prompt: list[int], sampling: SamplingParams) -> None:

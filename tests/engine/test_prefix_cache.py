@@ -16,7 +16,7 @@ SHARED = prompts(1, seed=9)[0]
 
 
 class RecordingDrafter(LocalDrafter):
-    """Keeps what it is told and what it answers."""
+    """Records its input and its replies."""
 
     def __init__(self, drafter: LocalDrafter) -> None:
         self._drafter = drafter
@@ -87,13 +87,13 @@ def test_cached_and_computed_prefixes_send_equal_drafter_input(tiny_target: str,
         chunks = run(engine, {0: [request]})[request.id]
         assert (num_cached(chunks) > 0) == bool(before)
         recorded.append(recorder)
-    cold, *warm = map(told, recorded)
+    cold, *warm = map(reported, recorded)
     assert all(trees == cold[0] for trees, _ in warm)
     for _, features in warm:
         torch.testing.assert_close(features, cold[1], rtol=1e-4, atol=1e-5)
 
 
-def told(recorder: RecordingDrafter) -> tuple[list[Draft], torch.Tensor]:
+def reported(recorder: RecordingDrafter) -> tuple[list[Draft], torch.Tensor]:
     """The trees of a request, and all features in order; every position exactly once."""
     base = 0
     for context in recorder.contexts:
@@ -118,7 +118,7 @@ def test_rejected_rows_never_enter_the_cache(tiny_target: str, tiny_head: str) -
 
 
 def contents(engine: Engine, tokens: list[int]) -> list[torch.Tensor]:
-    """Keys, values and features that the cache holds for tokens, all of which it must know."""
+    """Keys, values and features that the cache holds for tokens; it must hold all of them."""
     cache, pools = engine._scheduler._cache, engine._runner.kv_cache
     prefix = cache.find(torch.tensor(tokens).numpy())
     assert len(prefix) == len(tokens)

@@ -41,12 +41,12 @@ def test_bad_words_do_not_come_out(plain_llm: LLM, eagle3_llm: LLM) -> None:
 def test_logprobs_cover_the_tokens_before_a_stop_string(eagle3_llm: LLM) -> None:
     asked = SamplingParams(max_tokens=24, temperature=0, logprobs=2, prompt_logprobs=1)
     (whole,) = eagle3_llm.generate(PROMPT, asked)
-    assert [told.token for told in whole.logprobs] == list(whole.token_ids)
-    assert [told.token for told in whole.prompt_logprobs] == list(whole.prompt_token_ids)
-    assert all(told.top_ids[0] == told.token for told in whole.logprobs), "greedy takes the likeliest"
-    assert all(told.logprob is not None and told.logprob <= 0 for told in whole.prompt_logprobs[1:])
+    assert [reported.token for reported in whole.logprobs] == list(whole.token_ids)
+    assert [reported.token for reported in whole.prompt_logprobs] == list(whole.prompt_token_ids)
+    assert all(reported.top_ids[0] == reported.token for reported in whole.logprobs), "greedy takes the likeliest"
+    assert all(reported.logprob is not None and reported.logprob <= 0 for reported in whole.prompt_logprobs[1:])
     (cut,) = eagle3_llm.generate(PROMPT, replace(asked, stop=(whole.text[8:13],)))
-    assert [told.token for told in cut.logprobs] == list(cut.token_ids)
+    assert [reported.token for reported in cut.logprobs] == list(cut.token_ids)
     assert len(cut.logprobs) < len(whole.logprobs)
 
 

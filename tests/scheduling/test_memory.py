@@ -1,4 +1,4 @@
-"""How many slots an engine gets when nobody says."""
+"""How many slots an engine gets by default."""
 
 import logging
 

@@ -19,7 +19,7 @@ EOS = 1
 
 
 class Clock:
-    """Time that passes when told to."""
+    """A clock that the test sets."""
 
     now = 0.0
 

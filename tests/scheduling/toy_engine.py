@@ -32,7 +32,7 @@ def generate(request: Request) -> list[int]:
 
 
 class Clock:
-    """Time that passes when told to."""
+    """A clock that the test sets."""
 
     now = 0.0
 

@@ -28,7 +28,7 @@ CALL = GenerateCall(Request("r", (0, 282, 659, 276), SamplingParams(900, tempera
 
 
 class Watched(GenerationServicer):
-    """Tells when a call has left the service, however it ended."""
+    """Records when a call has left the service, however it ended."""
 
     def __init__(self, loop: AsyncEngine, left: threading.Event) -> None:
         super().__init__(loop, MODEL, None)

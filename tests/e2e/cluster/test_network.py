@@ -64,8 +64,8 @@ def test_random_requests_get_correct_results_and_statistics(cluster: Cluster) ->
             part = [chunk for chunk in chunks if chunk.index == index]
             tokens = [token for chunk in part for token in chunk.token_ids]
             assert tokens == expected(prompt, alone) != expected(prompt, SEEDED)
-            assert [told.token for chunk in part for told in chunk.logprobs] == tokens
-            assert [told.token for told in part[0].prompt_logprobs] == ([] if index else list(prompt))
+            assert [reported.token for chunk in part for reported in chunk.logprobs] == tokens
+            assert [reported.token for reported in part[0].prompt_logprobs] == ([] if index else list(prompt))
 
 
 @SAMPLINGS

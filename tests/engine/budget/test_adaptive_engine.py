@@ -75,7 +75,9 @@ class RecordingBudget(FixedDraftBudget):
         return super().choose(decoding, most, num_plain)
 
 
-def priced_engine(target: TargetModel, drafter: Drafter, backend: CostedBackend, budget: DraftBudget | None = None) -> Engine:
+def priced_engine(
+    target: TargetModel, drafter: Drafter, backend: CostedBackend, budget: DraftBudget | None = None
+) -> Engine:
     config = EngineConfig(max_kv_tokens=1024, draft_budget="adaptive")
     runner = ModelRunner(target, KVCache(1024, target.kv_shapes, 0, torch.float32, target.device), None, backend)
     draft_manager = DraftManager(drafter, runner, "match")

@@ -56,9 +56,7 @@ def test_useless_drafts_are_retried_when_they_become_useful() -> None:
 @given(
     st.floats(0, 0.5), st.floats(0, 3), st.floats(0.05, 0.95), st.sampled_from([1, 4, 16]), st.integers(0, 9)
 )  # fmt: skip
-def test_speculation_costs_little_more_than_it_yields(
-    row: float, draft: float, right: float, batch: int, seed: int
-) -> None:
+def test_speculation_costs_little_more_than_it_yields(row: float, draft: float, right: float, batch: int, seed: int) -> None:
     simulation = Simulation(row=row, draft=draft, right=right, batch=batch)
     budget = simulation.budget()
     simulation.sizes(budget, 100, seed)
