@@ -22,13 +22,14 @@ from eyas.config import DraftingConfig, TreeConfig
 from eyas.draft_protocol import ResyncRequired
 from eyas.drafters.base import Draft, DraftContext, LocalDrafter, capped
 from eyas.drafters.cuda_graphs import GraphSpec, Roots, TreeGraphs, padded_prefix
-from eyas.drafters.sampled_chains import ProbsScorer, chain_trees, draw_chains
-from eyas.drafters.scoring import Scorer, make_scorer
+from eyas.drafters.scoring import ProbsScorer, Scorer, make_scorer
 from eyas.drafters.sessions import KVLedger, KVSession, StateT
 from eyas.drafters.tree_growth import (
     Candidates,
     Expansion,
     StaticTree,
+    chain_trees,
+    draw_chains,
     grow_dynamic,
     grow_static,
     select_nodes,

@@ -18,7 +18,7 @@ from torch import Tensor
 from eyas.config import DraftingConfig
 from eyas.drafters.base import DraftContext
 from eyas.sampling.noise import exponential_noise_at, signed
-from eyas.sampling.sampler import Filters, filtered_probs
+from eyas.sampling.sampler import Filters, filtered_probs, filtering, filters_of
 from eyas.tensors import Ints, upload
 
 # "plain": no session shares its noise; "noised": some do; "filtered": some of these have filters too.
@@ -69,6 +69,20 @@ class PerturbedScorer:
             log_probs = self._probs(logits.flatten(0, 1), filters).view_as(logits).log()
         perturbed = log_probs + self._gumbel_SLD[:, None, level]
         return torch.log_softmax(perturbed / noise.scale[:, None, None], dim=-1)
+
+
+class ProbsScorer:
+    """Scores children by their draft probabilities under each session's temperature and filters."""
+
+    def __init__(self, contexts: Sequence[DraftContext], device: torch.device) -> None:
+        keys = [context.noise for context in contexts]
+        self._filters = filters_of(keys, device)
+        self._probs = filtered_probs_of(filtering(keys), len(keys), device)
+
+    def scores(self, logits: Tensor, level: int) -> Tensor:
+        """Unnormalised probabilities of the children of nodes at any level; float32 [S, R, D] in and out."""
+        filters = Filters(*(setting.repeat_interleave(logits.shape[1]) for setting in self._filters))
+        return self._probs(logits.flatten(0, 1), filters).view_as(logits)
 
 
 def make_scorer(contexts: Sequence[DraftContext], config: DraftingConfig, levels: int, draft_ids: Tensor) -> Scorer:

@@ -1,4 +1,4 @@
-"""Grows draft trees for many sessions at once, dynamic or of a fixed shape, and selects their best nodes.
+"""Grows draft trees for many sessions at once, dynamic, of a fixed shape or sampled, and selects their best nodes.
 
 Dynamic trees are those of EAGLE-2 (Li et al. 2024, section 4); fixed shapes those of EAGLE (Li et al. 2024) and Medusa
 (Cai et al. 2024). Candidates are numbered level by level from 1; 0 is the root. Scores are cumulative float32
@@ -14,6 +14,7 @@ forest.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
@@ -26,9 +27,11 @@ from torch import Tensor
 
 from eyas.config import TreeChoices, TreeConfig
 from eyas.draft_protocol import TreeBudget
-from eyas.sampling.sampler import Ranked, rank
+from eyas.drafters.base import DraftContext
+from eyas.sampling.noise import exponential_noise
+from eyas.sampling.sampler import Ranked, exponential_race, rank
 from eyas.tensors import Ints, upload
-from eyas.tree import DraftTree
+from eyas.tree import DraftProbs, DraftTree, SampledProposal
 
 Reals = npt.NDArray[np.float64]
 
@@ -253,6 +256,60 @@ def _tree(
         parents=(0, *(int(parent) for parent in parents[:count])),
         log_probs=(0.0, *scores[:count]),
     )
+
+
+def draw_chains(
+    expansion: Expansion, contexts: Sequence[DraftContext], num_steps: int, proposal_top_k: int, target_ids: Tensor
+) -> Tensor:
+    """Draw one chain of L = `num_steps` levels per context, for verification by rejection sampling.
+
+    The expansion scores by probabilities. Those of a level are cut to the likeliest C tokens, C being `proposal_top_k` or the
+    draft vocabulary's size. A token is drawn by an exponential race over (seed, position, token id), with a seed that the
+    target never uses. target_ids maps draft vocabulary ids to the target's.
+
+    Returns:
+        Float64 [S, L, 2 C + 1]: at each level C token ids, their C probabilities, and the place of the drawn one.
+    """
+    seeds = [context.noise.seed for context in contexts for _ in range(num_steps)]
+    positions = [context.committed_length + level for context in contexts for level in range(num_steps)]
+    noise_SLD = exponential_noise(seeds, positions, target_ids).view(len(contexts), num_steps, -1)
+    scores, levels, places = expansion.first(), [], []
+    for level in range(num_steps):
+        kept = rank(scores[:, 0], min(proposal_top_k, scores.shape[-1]))
+        winner = exponential_race(noise_SLD[:, level].gather(1, kept.ids), kept.scores)
+        place = winner.clamp(max=kept.ids.shape[1] - 1)[:, None]
+        levels.append(kept)
+        places.append(place)
+        if level + 1 < num_steps:
+            scores = expansion.next(level + 1, torch.zeros_like(place), kept.ids.gather(1, place))
+    ids = torch.stack([target_ids[kept.ids] for kept in levels], 1).double()
+    probs = torch.stack([kept.scores for kept in levels], 1).double()
+    return torch.cat([ids, probs, torch.cat(places, 1)[:, :, None].double()], 2)
+
+
+def chain_trees(
+    drawn: Sequence[Sequence[Sequence[float]]], contexts: Sequence[DraftContext], num_draft_tokens: int
+) -> list[DraftTree]:
+    """The output of `draw_chains` on the host as trees, cut to the contexts' budgets and to `num_draft_tokens` nodes."""
+    lengths = [min(c.budget.max_depth, min(c.budget.max_nodes, num_draft_tokens) - 1) for c in contexts]
+    return [_chain(c.tokens[-1], rows[:length]) for c, rows, length in zip(contexts, drawn, lengths, strict=True)]
+
+
+def _chain(root: int, rows: Sequence[Sequence[float]]) -> DraftTree:
+    if not rows:
+        return DraftTree.root_only(root)
+    size = len(rows[0]) // 2
+    levels = [_draft_probs(row[:size], row[size:-1]) for row in rows]
+    tokens = [int(row[int(row[-1])]) for row in rows]
+    probs = [row[size + int(row[-1])] / math.fsum(level.probs) for row, level in zip(rows, levels, strict=True)]
+    log_probs = accumulate((math.log(prob) for prob in probs), initial=0.0)
+    chain = DraftTree.chain([root, *tokens])
+    return DraftTree(chain.tokens, chain.parents, tuple(log_probs), sampled=SampledProposal(dict(enumerate(levels))))
+
+
+def _draft_probs(ids: Sequence[float], probs: Sequence[float]) -> DraftProbs:
+    possible = [(int(token), prob) for token, prob in zip(ids, probs, strict=True) if prob > 0]
+    return DraftProbs(tuple(token for token, _ in possible), tuple(prob for _, prob in possible))
 
 
 @dataclass(frozen=True)
