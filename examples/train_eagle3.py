@@ -1,8 +1,9 @@
 """Train an EAGLE-3 head (Li et al. 2025) for a target: `python examples/train_eagle3.py TEXT OUT`, TEXT from target_text.py.
 
-Row i reads the feature at i and token i + 1, and learns what the target says of token i + 2; on every further unrolled step
-its feature is the state that the head itself had at i - 1. Starts from another EAGLE-3 head, whose vocabulary and taps it
-may change. Legend: B windows, L tokens, H width, J key-value heads, G query heads of each, D head width.
+Row i reads the feature at i and token i + 1, and learns the target's prediction of token i + 2. On every further unrolled
+step its feature is the state that the head itself had at i - 1. Starts from another EAGLE-3 head; its vocabulary and its
+aux hidden state layers may change. Legend: B windows, L tokens, H width, J key-value heads, G query heads of each, D head
+width.
 """
 
 from __future__ import annotations
@@ -36,11 +37,11 @@ Seen = list[tuple[Tensor, Tensor]]
 
 @dataclass(frozen=True)
 class Example:
-    """tokens int64 [B, L]; taps [B, L, T * H]; laws [B, L, V]: what the target says of the token behind each."""
+    """tokens int64 [B, L]; hidden_states [B, L, T * H]; probs [B, L, V]: the target's prediction after each token."""
 
     tokens: Tensor
-    taps: Tensor
-    laws: Tensor
+    hidden_states: Tensor
+    probs: Tensor
 
 
 @dataclass(frozen=True)
@@ -63,17 +64,17 @@ class Head(nn.Module):
         self.embedding = embedding
 
     def forward(self, example: Example, unroll: int) -> Tensor:
-        """Mean cross-entropy against the target's laws over all unrolled steps; later ones count less."""
+        """Mean cross-entropy against the target's predictions over all unrolled steps; later ones count less."""
         w = dict(zip(self.names, self.weights, strict=True))
-        tokens, laws = example.tokens[:, 1:-1], example.laws[:, 1:-1]
+        tokens, probs = example.tokens[:, 1:-1], example.probs[:, 1:-1]
         embedded = self._norm(self.embedding[tokens], w[f"{LAYER}input_layernorm.weight"])
-        features = F.linear(example.taps[:, :-2], w["fc.weight"])
+        features = F.linear(example.hidden_states[:, :-2], w["fc.weight"])
         total, seen = torch.zeros(()), Seen()
         for step in range(unroll):
             states = self._layer(w, embedded, features, seen)
             logits = F.linear(self._norm(states, w["norm.weight"]), w["lm_head.weight"])
             own = slice(step, None)  # rows before have no state of `step` steps ago
-            value = F.cross_entropy(logits[:, own].flatten(0, 1).float(), laws[:, own].flatten(0, 1))
+            value = F.cross_entropy(logits[:, own].flatten(0, 1).float(), probs[:, own].flatten(0, 1))
             total = total + STEP_WEIGHT**step * value
             features = F.pad(states[:, :-1], (0, 0, 1, 0))
         return total / sum(STEP_WEIGHT**step for step in range(unroll))
@@ -123,19 +124,19 @@ def _shift(x: Tensor, rows: int) -> Tensor:
 
 
 @torch.inference_mode()
-def tapped(target: str, tokens: Tensor, taps: tuple[int, ...]) -> Tensor:
-    """The inputs of the target's layers `taps`, side by side, bfloat16 [N, L, T * H]."""
+def aux_hidden_states(target: str, tokens: Tensor, layers: tuple[int, ...]) -> Tensor:
+    """The inputs of the target's layers `layers`, side by side, bfloat16 [N, L, T * H]."""
     from transformers import AutoModelForCausalLM
 
     decoder: Any = AutoModelForCausalLM.from_pretrained(target, dtype=torch.bfloat16).eval().get_decoder()
     kept: dict[int, Tensor] = {}
-    for tap in taps:
-        layer = decoder.layers[tap] if tap < len(decoder.layers) else decoder.norm
-        layer.register_forward_pre_hook(lambda module, args, tap=tap: kept.__setitem__(tap, args[0]))
+    for layer in layers:
+        module = decoder.layers[layer] if layer < len(decoder.layers) else decoder.norm
+        module.register_forward_pre_hook(lambda module, args, layer=layer: kept.__setitem__(layer, args[0]))
     parts = []
     for part in track(tokens.split(32), description="target's states"):
         decoder(part)
-        parts.append(torch.cat([kept[tap] for tap in taps], -1))
+        parts.append(torch.cat([kept[layer] for layer in layers], -1))
     return torch.cat(parts)
 
 
@@ -174,7 +175,7 @@ def main(
     out: Path,
     target: Annotated[str, typer.Option()] = str(DEMO / "target"),
     start: Annotated[Path, typer.Option(help="The head to start from.")] = DEMO / "eagle3",
-    taps: Annotated[str, typer.Option(help="Layers whose inputs are features; their number: the last state.")] = "2,6,12",
+    aux_hidden_state_layers: Annotated[str, typer.Option(help="Layers of the target whose inputs are read.")] = "2,6,12",
     unroll: Annotated[int, typer.Option(help="Steps that the head feeds on itself.")] = 5,
     minutes: Annotated[float, typer.Option()] = 30.0,
     rate: Annotated[float, typer.Option(help="Peak learning rate.")] = 1e-3,
@@ -184,18 +185,22 @@ def main(
     torch.manual_seed(seed)
     data, sizes = read_text(text), read_target_config(resolve(target))
     old, weights = read_head_config(start, sizes), load_file(Path(target, "model.safetensors"))
-    if taps.count(",") + 1 != len(old.aux_hidden_state_layers):
-        raise typer.BadParameter(f"{start} reads {len(old.aux_hidden_state_layers)} layers; --taps is {taps}, name as many")
-    wiring = replace(old.wiring, aux_hidden_state_layers=tuple(map(int, taps.split(","))))
+    layers = tuple(map(int, aux_hidden_state_layers.split(",")))
+    if len(layers) != len(old.aux_hidden_state_layers):
+        num_layers = len(old.aux_hidden_state_layers)
+        raise typer.BadParameter(
+            f"{start} reads {num_layers} layers, --aux-hidden-state-layers has {len(layers)}; name as many"
+        )
+    wiring = replace(old.wiring, aux_hidden_state_layers=layers)
     config = replace(old, draft_vocab_size=old.vocab_size, wiring=wiring)
     lm_head = weights["lm_head.weight"].float()
     first = widened(load_file(start / "model.safetensors"), lm_head)
     head = Head(config, first, weights["model.embed_tokens.weight"].float())
-    states = tapped(target, data.tokens, config.aux_hidden_state_layers)
+    states = aux_hidden_states(target, data.tokens, config.aux_hidden_state_layers)
 
     def examples(chosen: Tensor) -> Example:
-        laws = torch.softmax(data.states[chosen].float() @ lm_head.T, -1)
-        return Example(data.tokens[chosen], states[chosen].float(), laws)
+        probs = torch.softmax(data.states[chosen].float() @ lm_head.T, -1)
+        return Example(data.tokens[chosen], states[chosen].float(), probs)
 
     train(head, examples, len(data.tokens), Options(minutes, rate, unroll))
     trained = {name: weight.detach().bfloat16() for name, weight in zip(head.names, head.weights, strict=True)}

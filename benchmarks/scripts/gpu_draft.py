@@ -54,7 +54,7 @@ class Times:
 
 @dataclass(frozen=True)
 class Round:
-    """Times by temperature. floor: ms that reading the weights of the head once for each level takes, at the rate of a copy."""
+    """Times by temperature. floor: ms that reading the head's weights once for each level takes, at the rate of a copy."""
 
     head: str
     batch: int

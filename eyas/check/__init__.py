@@ -1,1 +1,1 @@
-"""Checks on a user's own models: claims in, a verdict with its evidence out."""
+"""Checks of a user's own models: output equality and the wiring of a draft head, each with its evidence."""

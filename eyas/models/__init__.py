@@ -1,1 +1,1 @@
-"""Tensors in, tensors out. Knows no sequences and no network."""
+"""The target model, its attention and the draft heads: tensors in, tensors out."""

@@ -82,8 +82,8 @@ class TargetModel:
         for layer in layers:
             if layer != FINAL_NORM_OUTPUT and not 0 <= layer <= num_layers:
                 raise CheckpointError(
-                    f"the draft head reads the hidden state of layer {layer}, but the target has {num_layers} layers; take a "
-                    "head that was trained for this target"
+                    f"the draft head reads the hidden state of layer {layer}, but the target has {num_layers} layers; "
+                    "take a head that was trained for this target"
                 )
         for hook in self._hooks:
             hook.remove()
@@ -241,8 +241,8 @@ def check_tensor_parallel(path_or_id: str, num_ranks: int) -> None:
     if heads % num_ranks or not can_split_heads(kv_heads, num_ranks):
         raise CheckpointError(
             f"{num_ranks} ranks cannot share {heads} attention heads over {kv_heads} key-value heads evenly; "
-            "engine.tensor_parallel_size must divide the attention heads, and divide the key-value heads or be a multiple of "
-            "them"
+            "engine.tensor_parallel_size must divide the attention heads, and divide the key-value heads or be a multiple "
+            "of them"
         )
 
 

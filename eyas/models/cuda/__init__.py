@@ -1,1 +1,1 @@
-"""The target on CUDA: a kernel for attention, captured passes. Beside it stands the plain path."""
+"""The target on CUDA: an attention kernel and captured forward passes, beside the plain path."""

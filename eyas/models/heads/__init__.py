@@ -1,1 +1,1 @@
-"""Draft heads: features and tokens in, draft logits out, in the layouts of their authors. Knows no sessions."""
+"""Draft heads in the checkpoint formats of their authors: features and tokens in, draft logits out."""

@@ -232,7 +232,7 @@ def _score(head: EagleHead, fuser: FeatureFuser, wiring: HeadWiring, windows: Se
 
 
 def _guess(head: EagleHead, fuser: FeatureFuser, wiring: HeadWiring, window: Window) -> tuple[Tensor, Tensor]:
-    """For first guesses [T - 1, 2] and second ones [T - 2, 2]: whether the likeliest token was the target's, and the overlap.
+    """First guesses [T - 1, 2] and second ones [T - 2, 2]: whether the likeliest token was the target's, and the overlap.
 
     The tokens in between are the text's. A second guess continues from the head's own state of the first.
     """

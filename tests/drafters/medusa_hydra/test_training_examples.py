@@ -73,9 +73,9 @@ def test_eagle3_training_unrolls_the_heads_own_drafts(
     script, generator = trainers["eagle3"], torch.Generator().manual_seed(4)
     tensors, embedding = load_file(Path(tiny_head, "model.safetensors")), torch.randn(48, 32, generator=generator)
     head = script.Head(read_head_config(Path(tiny_head), read_target_config(Path(tiny_target))), tensors, embedding)
-    tokens, taps = torch.randint(48, (1, 9), generator=generator), torch.randn(1, 9, 96, generator=generator)
+    tokens, states = torch.randint(48, (1, 9), generator=generator), torch.randn(1, 9, 96, generator=generator)
     laws = torch.softmax(torch.randn(1, 9, 24, generator=generator), -1)
-    naive, features = NaiveEagle(tensors, embedding, heads=4, kv_heads=2), taps[0] @ tensors["fc.weight"].T
+    naive, features = NaiveEagle(tensors, embedding, heads=4, kv_heads=2), states[0] @ tensors["fc.weight"].T
     steps: list[list[torch.Tensor]] = [[], [], []]
     for first in range(7):
         pairs = list(zip(features[: first + 1], tokens[0, 1 : first + 2].tolist(), strict=True))
@@ -85,7 +85,7 @@ def test_eagle3_training_unrolls_the_heads_own_drafts(
             pairs.append((state, int(tokens[0, row + 2])))
     weights = [script.STEP_WEIGHT**step for step in range(3)]
     expected = sum(w * torch.stack(losses).mean() for w, losses in zip(weights, steps, strict=True)) / sum(weights)
-    torch.testing.assert_close(head(script.Example(tokens, taps, laws), 3), expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(head(script.Example(tokens, states, laws), 3), expected, rtol=1e-5, atol=1e-5)
 
 
 def test_a_trained_eagle3_head_loads_and_can_be_trained_on(
@@ -93,13 +93,15 @@ def test_a_trained_eagle3_head_loads_and_can_be_trained_on(
 ) -> None:
     script, start = trainers["eagle3"], Path(tiny_head)
     for out in (tmp_path / "once", tmp_path / "again"):
-        script.main(text, out, target=target, start=start, taps="0,1,2", unroll=2, minutes=0.0, rate=1e-3, seed=0)
+        script.main(
+            text, out, target=target, start=start, aux_hidden_state_layers="0,1,2", unroll=2, minutes=0.0, rate=1e-3, seed=0
+        )
         start = out
     once, again = (load_head(f"{tmp_path / name}", target) for name in ("once", "again"))
     assert once.draft_ids.tolist() == list(range(48))
     assert all(torch.equal(a, b) for a, b in zip(once.parameters(), again.parameters(), strict=True))
-    with pytest.raises(typer.BadParameter, match="reads 3 layers; --taps is 1,2"):
-        script.main(text, tmp_path / "other", target=target, start=start, taps="1,2")
+    with pytest.raises(typer.BadParameter, match="reads 3 layers, --aux-hidden-state-layers has 2"):
+        script.main(text, tmp_path / "other", target=target, start=start, aux_hidden_state_layers="1,2")
 
 
 def loss_once_loaded(kind: str, folder: Path, target: str, data) -> float:  # type: ignore[no-untyped-def]

@@ -1,6 +1,6 @@
 """Passes padded to buckets give the same logits, and the engine the same tokens.
 
-Capturing is CUDA's; without it a captured pass runs again from the same closure, on the current contents of its static inputs.
+Capturing is CUDA's; without it a captured pass runs again from the same closure, on the current static inputs.
 """
 
 from collections.abc import Callable, Sequence

@@ -86,10 +86,13 @@ FAULTS: dict[str, tuple[Written, Kind, str]] = {
     "an unknown RoPE": (having(EAGLE3, rope_scaling={"rope_type": "wat"}), "eagle3", "RoPE is .*'wat'"),
     "a RoPE without its factor": (having(EAGLE3, rope_scaling={"rope_type": "linear"}), "eagle3", "'factor'"),
     "a record of no numbers": (
-        having(EAGLE3, eyas={"aux_hidden_state_layers": ["a"], "norm_before_residual": False, "output": "state"}), "eagle3", "run `eyas check head --write`"
+        having(EAGLE3, eyas={"aux_hidden_state_layers": ["a"], "norm_before_residual": False, "output": "state"}), "eagle3",
+        "run `eyas check head --write`",
     ),
     "a flag that is a string": (having(EAGLE3, norm_before_residual="no"), "eagle3", "norm_before_residual is 'no'"),
-    "a record that is damaged": (having(EAGLE3, eyas={"aux_hidden_state_layers": [1]}), "eagle3", "remove it, and run `eyas check head --write`"),
+    "a record that is damaged": (
+        having(EAGLE3, eyas={"aux_hidden_state_layers": [1]}), "eagle3", "remove it, and run `eyas check head --write`"
+    ),
 }  # fmt: skip
 
 
