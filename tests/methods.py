@@ -6,7 +6,7 @@ from pathlib import Path
 from eyas.config import DraftAheadConfig, DraftingConfig, LookaheadConfig, MethodsConfig, RestConfig, TreeConfig
 from eyas.drafters.base import LocalDrafter
 from eyas.drafters.registry import build_drafter, build_fuser
-from eyas.models.heads.features import FeatureFuser
+from eyas.models.heads.layers import FeatureFuser
 from tests.tiny import write_small
 from tests.tiny_medusa_hydra import KINDS, tiny_heads
 

@@ -11,7 +11,7 @@ from eyas.config import EngineConfig, TreeConfig
 from eyas.drafters.base import Drafter
 from eyas.engine.build import assemble_engine, load_model
 from eyas.engine.engine import Engine
-from eyas.models.heads.features import FeatureFuser
+from eyas.models.heads.layers import FeatureFuser
 
 DEMO = Path("models/demo")
 

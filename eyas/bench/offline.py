@@ -35,7 +35,7 @@ from eyas.drafters.base import Drafter
 from eyas.drafters.registry import NO_DRAFTS, build_drafter, build_fuser, default_method
 from eyas.engine.build import assemble_engine
 from eyas.errors import ConfigError
-from eyas.models.heads.features import FeatureFuser
+from eyas.models.heads.layers import FeatureFuser
 from eyas.models.target import TargetModel, load_target
 from eyas.request import SamplingParams
 

@@ -27,7 +27,7 @@ from eyas.engine.sequence import QueueKey, ScheduledSequence
 from eyas.engine.sequence import Sequence as Running
 from eyas.errors import CheckpointError
 from eyas.models.checkpoint import resolve
-from eyas.models.heads.features import FeatureFuser
+from eyas.models.heads.layers import FeatureFuser
 from eyas.models.target import TargetModel
 from eyas.request import GenerationStats, NoiseKey, Request, SamplingParams
 from eyas.sampling.sampler import Draw, sample

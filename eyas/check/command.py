@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, cast
 
@@ -13,10 +15,11 @@ from rich.table import Table
 
 from eyas.bench.settings import OfflineSettings
 from eyas.config import Dtype, TreeConfig
-from eyas.errors import EyasError
+from eyas.errors import CheckpointError, ConfigError, EyasError
 
 if TYPE_CHECKING:
     from eyas.check.equality import EqualityReport
+    from eyas.models.heads.eagle_config import HeadWiring
     from eyas.models.heads.eagle_validation import WiringReport
 
 check = typer.Typer(add_completion=False, no_args_is_help=True)
@@ -43,18 +46,51 @@ def head(
     write: Annotated[bool, typer.Option("--write", help="Record the best wiring in the head's config.json.")] = False,
 ) -> None:
     """Find the wiring of a draft head. Exit status 1 if it guesses no better than chance with any wiring."""
-    from eyas.check.head import check_wiring, write_wiring
-
     try:
-        report = check_wiring(model, draft_model, method, dtype, device, threads)
+        report = _check_wiring(model, draft_model, method, dtype, device, threads)
         Console().print(_wiring_table(report))
         print(report)
         report.require(draft_model)
         if write:
-            print(f"written to {write_wiring(draft_model, report.best.wiring)}")
+            print(f"written to {_write_wiring(draft_model, report.best.wiring)}")
     except EyasError as error:
         print(f"error: {error}", file=sys.stderr)
         raise typer.Exit(1) from error
+
+
+def _check_wiring(model: str, draft_model: str, method: str, dtype: str, device: str, threads: int) -> WiringReport:
+    """Try all plausible wirings of a draft head beside the target.
+
+    Raises EyasError for what does not load, and for a method without an EAGLE head.
+    """
+    import torch
+
+    from eyas.drafters.registry import validate_draft_head
+    from eyas.models.checkpoint import resolve_device, resolve_dtype
+    from eyas.models.target import load_target
+
+    if threads:
+        torch.set_num_threads(threads)
+    device = resolve_device(device)
+    dtype = resolve_dtype(dtype, device, model)
+    report = validate_draft_head(method, load_target(model, dtype, device), draft_model, model, dtype, device)
+    if report is None:
+        raise ConfigError(f"method {method!r} has no head to check; take eagle1, eagle2 or eagle3")
+    return report
+
+
+def _write_wiring(draft_model: str, wiring: HeadWiring) -> Path:
+    """Record a wiring in the head's config.json, where every loader of Eyas reads it; the path of the file.
+
+    Raises CheckpointError for a hub id: its files are shared, and a new download would drop the record.
+    """
+    from eyas.models.checkpoint import WIRING_KEY, read_config
+
+    if not Path(draft_model).is_dir():
+        raise CheckpointError(f"{draft_model!r} is not a local folder; copy the head into one, and run the check on that")
+    file = Path(draft_model, "config.json")
+    file.write_text(json.dumps({**read_config(Path(draft_model)), WIRING_KEY: asdict(wiring)}, indent=1) + "\n")
+    return file
 
 
 def _wiring_table(report: WiringReport) -> Table:

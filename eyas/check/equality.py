@@ -152,9 +152,7 @@ class DivergenceExplainer:
 class _Engines:
     """A plain and a speculative engine over one loaded target."""
 
-    def __init__(
-        self, settings: OfflineSettings, parts: BenchParts, prompts: Sequence[Prompt], deterministic: bool
-    ) -> None:
+    def __init__(self, settings: OfflineSettings, parts: BenchParts, prompts: Sequence[Prompt], deterministic: bool) -> None:
         target, tree, batch = parts.target, settings.tree, settings.batches[0]
         num_tokens = batch * (max(map(len, prompts)) + settings.max_tokens + tree.num_draft_tokens)
         config = EngineConfig(max_kv_tokens=num_tokens, max_num_seqs=batch, deterministic=deterministic)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Literal
 from eyas.config import DraftingConfig, MethodsConfig, TreeConfig
 from eyas.drafters.base import LocalDrafter
 from eyas.errors import CheckpointError, ConfigError
-from eyas.models.heads.features import FeatureFuser
+from eyas.models.heads.layers import FeatureFuser
 
 if TYPE_CHECKING:
     from eyas.models.cuda.graphs import Capture
@@ -178,7 +178,7 @@ def _build_lookahead(parts: DrafterParts) -> LocalDrafter:
 
 def _final_fuser(head: str, target: str, dtype: str, device: str) -> FeatureFuser:
     from eyas.models.checkpoint import read_target_config, resolve
-    from eyas.models.heads.features import final_state_fuser
+    from eyas.models.heads.layers import final_state_fuser
 
     return final_state_fuser(int(read_target_config(resolve(target))["hidden_size"]))
 

@@ -19,7 +19,7 @@ from eyas.engine.warm_up import measure_drafting, measure_verify
 from eyas.errors import ConfigError
 from eyas.models.cpu import to_huge_pages
 from eyas.models.cuda.backend import BackendPlan, ForwardBackend, build_backend, plan_backend, release_backend
-from eyas.models.heads.features import FeatureFuser
+from eyas.models.heads.layers import FeatureFuser
 from eyas.models.target import TargetModel, check_tensor_parallel, load_target
 from eyas.models.tensor_parallel import Shard
 from eyas.models.workers import InitKVCache, RankInfo, SingleWorker, TargetWorkers, Worker, start_workers

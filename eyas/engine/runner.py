@@ -14,7 +14,7 @@ from eyas.cache.prefix_cache import Slots
 from eyas.engine.sequence import ScheduledSequence
 from eyas.errors import ConfigError
 from eyas.models.cuda.backend import ForwardBackend
-from eyas.models.heads.features import FeatureFuser
+from eyas.models.heads.layers import FeatureFuser
 from eyas.models.inputs import Segment, pack
 from eyas.models.numerics import batch_invariant_attend, fixed_size_blocks
 from eyas.models.target import TargetModel, TargetOutput

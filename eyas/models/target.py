@@ -23,7 +23,7 @@ from eyas.errors import CheckpointError
 from eyas.models.attention import ATTENTION_NAME, KVTensors, ScratchKV, register_attention
 from eyas.models.checkpoint import check_device, read_target_config, resolve
 from eyas.models.cpu import optimize_for_cpu
-from eyas.models.heads.features import FINAL_NORM_OUTPUT
+from eyas.models.heads.layers import FINAL_NORM_OUTPUT
 from eyas.models.inputs import PackedInputs, Segment, pack
 from eyas.models.numerics import pin_rotary, use_float32_head
 from eyas.models.tensor_parallel import Shard, can_split_heads, shard_model, splits_heads

@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from eyas.errors import CheckpointError
 from eyas.models.checkpoint import WIRING_KEY, get_bool, get_float, get_int, read_config, tensor_names
-from eyas.models.heads.features import FINAL_NORM_OUTPUT
+from eyas.models.heads.layers import FINAL_NORM_OUTPUT
 
 Settings = Mapping[str, Any]
 Shapes = dict[str, tuple[int, ...]]

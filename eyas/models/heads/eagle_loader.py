@@ -38,7 +38,7 @@ from eyas.models.heads.eagle_config import (
     read_head_config,
     tensor_shapes,
 )
-from eyas.models.heads.features import LinearFuser, NormedFuser
+from eyas.models.heads.layers import LinearFuser, NormedFuser
 
 
 def load_head(

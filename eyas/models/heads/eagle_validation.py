@@ -22,8 +22,7 @@ from eyas.models.checkpoint import resolve
 from eyas.models.heads.eagle import EagleHead
 from eyas.models.heads.eagle_config import HeadWiring, Kind, Output
 from eyas.models.heads.eagle_loader import load_fuser, load_head
-from eyas.models.heads.features import FINAL_NORM_OUTPUT, FeatureFuser, final_state_fuser
-from eyas.models.heads.layers import Projected
+from eyas.models.heads.layers import FINAL_NORM_OUTPUT, FeatureFuser, Projected, final_state_fuser
 from eyas.models.inputs import Segment
 from eyas.models.target import TargetModel
 from eyas.sampling.sampler import rank

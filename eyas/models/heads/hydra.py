@@ -25,8 +25,7 @@ from eyas.models.checkpoint import (
     read_tensors,
     resolve,
 )
-from eyas.models.heads.features import take_draft_ids
-from eyas.models.heads.layers import DraftLayer, Projected, frozen, rms_norm, rotary_table, under_prefix
+from eyas.models.heads.layers import DraftLayer, Projected, frozen, rms_norm, rotary_table, take_draft_ids, under_prefix
 from eyas.models.target import read_model_config
 
 HYDRA_FILES = ("hydra_lm_head.safetensors", "hydra_lm_head.pt")

@@ -24,8 +24,7 @@ from eyas.models.checkpoint import (
     read_tensors,
     resolve,
 )
-from eyas.models.heads.features import take_draft_ids
-from eyas.models.heads.layers import frozen
+from eyas.models.heads.layers import frozen, take_draft_ids
 
 MEDUSA_FILES = ("medusa_lm_head.safetensors", "medusa_lm_head.pt")
 

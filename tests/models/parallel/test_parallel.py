@@ -29,7 +29,7 @@ from eyas.llm import LLM
 from eyas.models.cuda.backend import BackendKind, BackendPlan
 from eyas.models.cuda.graphs import CaptureLimits
 from eyas.models.heads.eagle_loader import load_fuser
-from eyas.models.heads.features import FeatureFuser
+from eyas.models.heads.layers import FeatureFuser
 from eyas.models.inputs import Segment, pack
 from eyas.models.target import TargetModel, load_target
 from eyas.models.tensor_parallel import Shard, shard_model
