@@ -27,10 +27,15 @@ from tests.services.router.scripted_verifier import DEMO, PROMPT, REST, TEXT, TO
 TOKENIZER = load_tokenizer(DEMO)
 PROMPT_TEXT = TOKENIZER.decode(PROMPT)
 REST_TEXT = TEXT.removeprefix(PROMPT_TEXT)
-ALL = {"model": "demo", "prompt": PROMPT_TEXT, "max_tokens": len(REST), "temperature": 0}
+ALL: dict[str, Any] = {"model": "demo", "prompt": PROMPT_TEXT, "max_tokens": len(REST), "temperature": 0}
 # Renders messages unchanged, so that the scripted verifier continues where they end.
 PLAIN = "{{ bos_token }}{% for message in messages %}{{ message.content }}{% endfor %}"
-CHAT = {"model": "demo", "messages": [{"role": "user", "content": PROMPT_TEXT}], "max_tokens": len(REST), "temperature": 0}
+CHAT: dict[str, Any] = {
+    "model": "demo",
+    "messages": [{"role": "user", "content": PROMPT_TEXT}],
+    "max_tokens": len(REST),
+    "temperature": 0,
+}
 
 
 @asynccontextmanager

@@ -57,7 +57,8 @@ async def ready(base: str) -> httpx.Response:
 
 def test_a_stopping_router_is_not_ready_and_finishes_its_streams(url: str) -> None:
     async def body() -> None:
-        script = Script(TOKENS, gate=asyncio.Event())
+        gate = asyncio.Event()
+        script = Script(TOKENS, gate=gate)
         settings = ("server.shutdown_delay_s=1", "server.graceful_shutdown_timeout_s=20")
         async with worker(url, script), process(url, *settings) as child:
             base = await base_url(child)
@@ -71,7 +72,7 @@ def test_a_stopping_router_is_not_ready_and_finishes_its_streams(url: str) -> No
                         await asyncio.sleep(0.01)
                 assert response.json()["reason"] == "the router is stopping"
                 assert (await get(base, "/live")).status_code == 200
-                script.gate.set()
+                gate.set()
                 assert (await answer).choices[0].text == REST_TEXT
             assert await asyncio.wait_for(child.wait(), 20) == 0
 

@@ -45,7 +45,7 @@ def test_partial_characters_and_zero_probabilities_are_encoded() -> None:
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_completion_reports_logprobs_of_prompt_and_tokens(url: str, stream: bool) -> None:
     async def body(client: AsyncOpenAI) -> list[Any]:
-        answer = await client.completions.create(**ALL, logprobs=2, echo=True, stream=stream)
+        answer: Any = await client.completions.create(**ALL, logprobs=2, echo=True, stream=stream)
         return [event.choices[0] async for event in answer] if stream else [answer.choices[0]]
 
     choices = with_router(url, body)
@@ -77,8 +77,8 @@ def test_an_echo_of_no_tokens_only_scores_the_prompt(url: str) -> None:
 @pytest.mark.parametrize("top", [None, 2])
 def test_a_chat_reports_logprobs_of_each_token(url: str, stream: bool, top: int | None) -> None:
     async def body(client: AsyncOpenAI) -> list[Any]:
-        more = {} if top is None else {"top_logprobs": top}
-        answer = await client.chat.completions.create(**CHAT, **more, logprobs=True, stream=stream)
+        more: dict[str, Any] = {} if top is None else {"top_logprobs": top}
+        answer: Any = await client.chat.completions.create(**CHAT, **more, logprobs=True, stream=stream)
         return [event.choices[0] async for event in answer] if stream else [answer.choices[0]]
 
     entries = [entry for choice in with_router(url, body) for entry in choice.logprobs.content]

@@ -97,7 +97,8 @@ def test_usage_reports_accepted_and_rejected_draft_tokens(url: str, n: int) -> N
 
 def test_speculation_statistics_are_returned_on_request(url: str) -> None:
     num_verify_steps = -(-len(REST) // CHUNK_TOKENS)
-    accepted, own = len(REST) - num_verify_steps, {"extra_body": {"return_speculation": True}}
+    accepted = len(REST) - num_verify_steps
+    own: dict[str, Any] = {"extra_body": {"return_speculation": True}}
 
     async def body(client: AsyncOpenAI) -> Any:
         whole = await client.completions.create(**ALL, **own)

@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 from datetime import UTC, datetime, timedelta
 from ipaddress import ip_address
 from pathlib import Path
+from typing import Any
 
 import grpc
 import httpx
@@ -111,6 +112,9 @@ def test_missing_api_keys_are_an_error_not_open_access(config: ApiKeysConfig, me
 
 
 class Models(GenerationServicer):
+    async def Generate(self, request: object, context: object) -> None:  # noqa: N802
+        raise NotImplementedError
+
     async def ListModels(self, request: object, context: object) -> ListModelsResponse:  # type: ignore[override]  # noqa: N802
         return ListModelsResponse()
 
@@ -148,7 +152,7 @@ def certificate(folder: Path) -> TlsConfig:
 
 
 def test_grpc_needs_the_api_keys_over_tls_but_health_does_not(tmp_path: Path) -> None:
-    async def status(stub: GenerationStub, **metadata: str) -> grpc.StatusCode:
+    async def status(stub: Any, **metadata: str) -> grpc.StatusCode:
         try:
             await stub.ListModels(ListModelsRequest(), metadata=tuple(metadata.items()))
         except grpc.aio.AioRpcError as error:

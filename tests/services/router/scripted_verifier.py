@@ -86,7 +86,7 @@ class ScriptedVerifier(GenerationServicer):
             self._script.num_cancelled += 1
             raise
 
-    async def ListModels(self, request: Any, context: Any) -> Any:  # type: ignore[override]  # noqa: N802
+    async def ListModels(self, request: Any, context: Any) -> Any:  # noqa: N802
         raise NotImplementedError
 
     async def _emit(self, call: GenerateCall, context: Any) -> None:

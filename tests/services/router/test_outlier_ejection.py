@@ -51,9 +51,9 @@ def test_only_a_successful_probe_ends_an_ejection() -> None:
     outliers.record_failure("v")
     assert outliers.due_probes == []
     clock.now += 5
-    assert (outliers.due_probes, outliers.ejected) == (["v"], {"v"})
+    assert (outliers.due_probes, outliers.ejected) == (["v"], frozenset({"v"}))
     outliers.record_probe("v", answered=False)
-    assert (outliers.due_probes, outliers.ejected) == ([], {"v"})
+    assert (outliers.due_probes, outliers.ejected) == ([], frozenset({"v"}))
     clock.now += 10
     outliers.record_probe("v", answered=True)
     assert (outliers.due_probes, outliers.ejected) == ([], frozenset())
@@ -92,7 +92,7 @@ def test_a_failing_verifier_gets_nothing_until_a_probe_passes() -> None:
             one.gate.clear()
             for _ in range(5):
                 assert tokens_of(await send(address, CALL)) == REST
-            assert (len(failing.calls), workers.snapshot().unhealthy) == (1, {one.incarnation})
+            assert (len(failing.calls), workers.snapshot().unhealthy) == (1, frozenset({one.incarnation}))
             failing.fails_after = None
             one.gate.set()
             await until(lambda: not workers.snapshot().unhealthy)

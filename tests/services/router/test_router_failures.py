@@ -133,14 +133,15 @@ def test_a_silent_verifier_is_dropped_and_its_calls_cancelled(url: str) -> None:
 
 def test_the_stall_timeout_excludes_the_verifiers_queue(url: str) -> None:
     async def body() -> None:
-        script = Script(TOKENS, gate=asyncio.Event())
+        gate = asyncio.Event()
+        script = Script(TOKENS, gate=gate)
         async with worker(url, script), router(url, stall_timeout_s=0.05) as address:
             answer = asyncio.create_task(send(address, CALL))
             await until(lambda: bool(script.calls))
             await asyncio.sleep(0.3)
             assert not answer.done()
             script.stalls_after = 1
-            script.gate.set()
+            gate.set()
             with pytest.raises(grpc.aio.AioRpcError, match=r"sent nothing for 0\.05 s"):
                 await answer
         assert len(script.calls) == 1

@@ -3,6 +3,7 @@
 import asyncio
 import json
 from dataclasses import replace
+from typing import Any
 
 import grpc
 
@@ -25,7 +26,7 @@ from tests.services.router.scripted_verifier import (
 )
 from tests.services.router.test_router_cli import eyas
 
-PARAMETERS = {
+PARAMETERS: dict[str, Any] = {
     "temperature": 0.5, "min_p": 0.1, "logit_bias": ((5, 2.0),), "repetition_penalty": 1.1, "presence_penalty": 0.5,
     "frequency_penalty": -0.5, "logprobs": 2, "ignore_eos": True, "bad_token_ids": ((7, 8),),
 }  # fmt: skip

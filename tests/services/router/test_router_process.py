@@ -8,6 +8,9 @@ import sys
 from asyncio.subprocess import PIPE, Process
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from typing import Any
+
+import grpc.aio
 
 from eyas.rpc.channel import open_channel
 from eyas.rpc.convert import generate_call_to_proto
@@ -64,7 +67,7 @@ def test_a_router_drains_running_requests_on_sigterm(url: str) -> None:
                 answers = GenerationStub(channel).Generate(generate_call_to_proto(CALL), wait_for_ready=True)
                 first = await answers.read()
                 child.send_signal(signal.SIGTERM)
-                rest = [message async for message in _left(answers)]
+                rest = [message async for message in remaining(answers)]
             assert [token for message in (first, *rest) for token in message.token_ids] == list(REST)
             assert "stopping" in await line_with(child, "stopping")
             status, _ = await exit_of(child)
@@ -73,10 +76,8 @@ def test_a_router_drains_running_requests_on_sigterm(url: str) -> None:
     asyncio.run(body())
 
 
-async def _left(answers: object) -> AsyncIterator[object]:
-    from grpc.aio import EOF
-
-    while (message := await answers.read()) is not EOF:  # type: ignore[attr-defined]
+async def remaining(stream: Any) -> AsyncIterator[Any]:
+    while (message := await stream.read()) is not grpc.aio.EOF:  # type: ignore[attr-defined]
         yield message
 
 
