@@ -42,8 +42,8 @@ TEMPLATES = [
 @pytest.mark.parametrize("extra", [{}, {"enable_thinking": False}], ids=["plain", "extra"])
 def test_a_template_renders_as_transformers_does(template: str, extra: dict[str, Any]) -> None:
     options: dict[str, Any] = {"chat_template": template, "add_generation_prompt": True, **SPECIAL, **extra}
-    texts, _ = render_jinja_template([MESSAGES], **options)
-    assert [ChatTemplate(template, SPECIAL, "here").render(MESSAGES, extra)] == list(texts)
+    rendered_texts: Any = render_jinja_template([MESSAGES], **options)
+    assert [ChatTemplate(template, SPECIAL, "here").render(MESSAGES, extra)] == list(rendered_texts[0])
 
 
 @pytest.mark.parametrize(
