@@ -112,7 +112,7 @@ def test_missing_api_keys_are_an_error_not_open_access(config: ApiKeysConfig, me
 
 
 class Models(GenerationServicer):
-    async def Generate(self, request: Any, context: Any) -> Any:  # noqa: N802
+    async def Generate(self, request: Any, context: Any) -> Any:  # type: ignore[override]  # noqa: N802
         raise NotImplementedError
 
     async def ListModels(self, request: Any, context: Any) -> Any:  # noqa: N802
