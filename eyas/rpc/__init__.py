@@ -1,1 +1,1 @@
-"""Dataclasses to bytes and back, one way to dial and one way to serve. Knows no torch and no engine."""
+"""gRPC between services: channels, servers, messages and their conversion."""

@@ -1,1 +1,1 @@
-"""Metrics, traces and logs of one process: plain numbers in, what Prometheus and OTLP take out. Knows no service."""
+"""Metrics, traces and logs of a process."""

@@ -22,13 +22,13 @@ _WORDS = {"and", "or", "unless", "bool", "offset"}
 
 
 def names(expression: str) -> set[str]:
-    """The metrics that a PromQL expression names."""
+    """Return the metrics that a PromQL expression names."""
     bare = _LABELS.sub(" ", _SELECTOR.sub(" ", _STRING.sub(" ", expression)))
     return {name for name in _NAME.findall(bare) if name not in _WORDS}
 
 
 def dashboard_queries() -> Iterator[tuple[str, str]]:
-    """Where it stands, and the query."""
+    """Yield the place and the expression of every query."""
     for board in sorted(BOARDS.glob("*.json")):
         for panel in json.loads(board.read_text())["panels"]:
             for target in panel["targets"]:
@@ -36,10 +36,10 @@ def dashboard_queries() -> Iterator[tuple[str, str]]:
 
 
 def alert_rules() -> list[dict[str, str]]:
-    """The rules as they are written."""
+    """Return the alert rules."""
     return [rule for group in yaml.safe_load(ALERTS.read_text())["groups"] for rule in group["rules"]]
 
 
 def tool(name: str) -> str | None:
-    """The path of prometheus or promtool; None where it is not installed."""
+    """Return the path of prometheus or promtool; None if it is not installed."""
     return shutil.which(name) or shutil.which(name, path=str(FETCHED))

@@ -1,4 +1,4 @@
-"""Settings: read from YAML and --set, checked once, and every mistake named with its remedy."""
+"""Configuration is read from YAML and --set, and errors name the setting and the remedy."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Every service answers health checks and reflection, and says what went wrong by status."""
+"""Every server answers health checks and reflection, and maps errors to status codes."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ NAME = "eyas.v1.Draft"
 
 
 class Failing(draft_pb2_grpc.DraftServicer):
-    """Raises what it was given, from a unary and from a streaming method."""
+    """Raises the given error, from a unary and from a streaming method."""
 
     def __init__(self, error: Exception) -> None:
         self._error = error

@@ -1,7 +1,8 @@
-"""A Dockerfile's steps, run without a container engine: each stage in a folder that stands for the container's root.
+"""Run the steps of a Dockerfile without a container engine; a folder stands for the root of each stage.
 
-Commands run on this machine with the container's folders rewritten to that one. FROM brings this interpreter, apt-get and
-USER do nothing, pip compiles nothing, and packages in `linked` are those of this environment: gigabytes need no copy.
+Commands run on this machine, with the paths of the container rewritten to the folder. FROM uses this interpreter, apt-get
+and USER do nothing, pip compiles nothing. Packages in `linked` are links to those of this environment, to avoid copies of
+gigabytes.
 """
 
 import json
@@ -23,14 +24,14 @@ SKIPPED = ("apt-get",)
 
 @dataclass(frozen=True)
 class Step:
-    """One instruction and what stands behind it."""
+    """One instruction and its arguments."""
 
     instruction: str
     text: str
 
 
 def steps(file: Path) -> list[Step]:
-    """The instructions in order; comments gone, continued lines joined."""
+    """Return the instructions in order, without comments, with continued lines joined."""
     text = re.sub(r"^#.*\n", "", file.read_text(), flags=re.MULTILINE).replace("\\\n", " ")
     lines = [line.split(None, 1) for line in text.splitlines() if line.strip()]
     return [Step(words[0].upper(), words[1] if len(words) > 1 else "") for words in lines]
@@ -41,7 +42,7 @@ def of(file: Path, instruction: str) -> list[str]:
 
 
 def sources(text: str) -> list[str]:
-    """What a COPY takes out of the repository; nothing when it copies from a stage."""
+    """Return the sources of a COPY from the repository; empty if it copies from a stage."""
     words = shlex.split(text)
     return [] if words[0].startswith("--from") else words[:-1]
 
@@ -60,11 +61,11 @@ class Machine:
             getattr(self, f"_{step.instruction.lower()}", lambda text: None)(step.text)
 
     def here(self, text: str) -> str:
-        """The text with the container's folders where they lie on this machine."""
+        """Return the text with the container's paths rewritten to this machine."""
         return re.sub(rf"(?<![\w.}}])({'|'.join(FOLDERS)})(?=[/:\s\"']|$)", lambda found: f"{self.root}{found[0]}", text)
 
     def start(self, command: list[str], log: Path) -> subprocess.Popen[bytes]:
-        """Start a command as CMD would, with no package of this process's environment in reach."""
+        """Start a command as CMD would, isolated from this process's packages."""
         known = ("PATH", "LANG", "PYTHONUNBUFFERED", "PYTHONDONTWRITEBYTECODE")
         kept = {name: value for name, value in self.environment.items() if name in known}
         with log.open("wb") as output:
@@ -73,7 +74,7 @@ class Machine:
             return subprocess.Popen([program, *command[1:]], cwd=folder, env=environment, stdout=output, stderr=output)
 
     def packages(self) -> set[str]:
-        """Names of what pip has installed, as their folders have them."""
+        """Return the names of the packages that pip has installed."""
         (folder,) = (self.root / "venv").glob("lib/python*/site-packages")
         return {path.name.split("-")[0].lower() for path in folder.glob("*.dist-info")}
 
@@ -128,7 +129,7 @@ class Machine:
             self._link(self.root / text.split()[-1].strip("/"))
 
     def _link(self, venv: Path) -> None:
-        """Let the new environment see `linked`, with what pip knows of them, and nothing else of this one."""
+        """Make the packages in `linked` importable in the new environment, with their metadata."""
         folder = self.root.with_name("linked")
         folder.mkdir(exist_ok=True)
         for path in Path(sysconfig.get_path("purelib")).iterdir():
@@ -139,7 +140,7 @@ class Machine:
 
 
 def command(file: Path, instruction: str) -> list[str]:
-    """The words of the last CMD, or of the command of HEALTHCHECK, in their JSON form."""
+    """Return the words of the last CMD, or of the command of HEALTHCHECK."""
     text = of(file, instruction)[-1]
     words = json.loads(text[text.index("[") :])
     assert isinstance(words, list)

@@ -1,6 +1,6 @@
-"""What the Dockerfiles do, done in a fresh folder and environment: the services start with what was installed there.
+"""Run the steps of the Dockerfiles in a fresh folder and environment, then start the services there.
 
-A minute or more, so `make rehearsal` runs it and `make test` does not.
+It takes minutes, so `make rehearsal` runs it and `make test` does not.
 """
 
 import signal
@@ -34,7 +34,7 @@ def service(machine: Machine, words: list[str], log: Path) -> Iterator[subproces
 
 
 def becomes_healthy(machine: Machine, words: list[str], process: subprocess.Popen[bytes], log: Path) -> bool:
-    """Whether the HEALTHCHECK passes before the service ends."""
+    """Return whether the HEALTHCHECK passes before the service ends."""
     deadline = time.monotonic() + 300
     while time.monotonic() < deadline and process.poll() is None:
         if machine.start(words, log.with_suffix(".check")).wait(30) == 0:
@@ -43,7 +43,7 @@ def becomes_healthy(machine: Machine, words: list[str], process: subprocess.Pope
 
 
 def check_starts(machine: Machine, file: Path, name: str, settings: list[str], folder: Path) -> None:
-    """The service starts in what was built, is healthy by the image's own check, and stops with status 0."""
+    """Check that the service starts, passes the image's own health check, and stops with status 0."""
     log, ports = folder / f"{name}.log", {port: str(free_port()) for port in of(file, "EXPOSE")[0].split()}
     config = folder / f"{name}.yaml"
     config.write_text((ROOT / "examples" / "configs" / "local" / f"{name}.yaml").read_text())

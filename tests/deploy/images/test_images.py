@@ -1,4 +1,4 @@
-"""What the Dockerfiles say: pinned, without rights, nothing copied that is not there, ports as the chart has them."""
+"""Dockerfiles are pinned, run as non-root, copy only existing files, and expose the ports of the chart."""
 
 import re
 import subprocess
