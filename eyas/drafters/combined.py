@@ -25,7 +25,7 @@ from eyas.tree import DraftTree
 
 @dataclass
 class _CombinedSession(Session):
-    """A session of which both sides know at least `committed_length` tokens.
+    """A session. Both parts have at least `committed_length` of its tokens.
 
     lengths, drafts: committed length and last answer of each side. tree: the last merged one. places: for each side that
     needs samples, the merged nodes that correspond to the nodes of its (pruned) tree.
@@ -138,7 +138,7 @@ class CombinedDrafter(LocalDrafter):
         return merged
 
     def _prune(self, k: int, row: _Row, merged: DraftTree) -> None:
-        """Tell a side which nodes of its tree are merged, and keep where they are."""
+        """Prune each part's tree to its merged nodes, and keep where they are."""
         draft, session, found = row.session.drafts[k], row.session, dict[int, int]()
         if (
             row.context.budget.wants_tree

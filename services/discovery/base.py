@@ -38,7 +38,7 @@ class Discovery(Protocol):
 class Endpoint:
     """Where a worker may be.
 
-    identity: tells the worker from an earlier one at the same address, such as a pod's UID; may be empty.
+    identity: separates the worker from an earlier one at the same address, such as a pod's UID; may be empty.
     zone: where it runs; may be empty.
     """
 

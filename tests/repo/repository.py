@@ -1,4 +1,4 @@
-"""The files of the repository, as git sees them; given nothing, gives back paths. Knows no rules."""
+"""The files of the repository, as git lists them."""
 
 import ast
 import subprocess

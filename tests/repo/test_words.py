@@ -1,4 +1,4 @@
-"""The repository speaks of Eyas alone: of nobody's machine, of no registry, of nothing left to do."""
+"""Texts name no private machine, no registry and nothing left to do, and use plain words."""
 
 import re
 
@@ -10,9 +10,16 @@ PLACES = re.compile(r"(?<![\w./-])/(?:work|tmp|home|root|Users|opt|mnt)\b")
 REGISTRIES = re.compile(r"pypi\.org|pythonhosted\.org|download\.pytorch\.org|--(?:extra-)?index-[u]rl|--find-[l]inks")
 LEFT_OVERS = re.compile(r"\b(?:[T]ODO|[F]IXME|[X]XX)\b|\bissue #?\d|<{7} |>{7} ")
 
+# Words that the style rules out; brackets keep this file from matching itself.
+RULED_OUT = re.compile(
+    r"\b(?:[t]old|[t]ells?|[h]ears?|[h]eard|[a]new|[w]hoever|[n]obody|[l]essons?|[o]f which|[s]o many|[i]n vain)\b",
+    re.IGNORECASE,
+)
+TEXTS_OF_MODELS = "eyas/models/heads/eagle_validation.txt"
+
 
 def lines_with(pattern: re.Pattern[str]) -> list[str]:
-    """Where the pattern occurs in text that people wrote; data, weights and pictures excluded."""
+    """The lines of text in which the pattern occurs; data, weights and pictures excluded."""
     found = []
     for path in files():
         if (DATA in path.parents and path.suffix != ".md") or path.suffix == ".png":
@@ -35,3 +42,7 @@ def test_no_text_names_a_package_registry() -> None:
 
 def test_nothing_is_left_over() -> None:
     assert not lines_with(LEFT_OVERS)
+
+
+def test_plain_words_are_used() -> None:
+    assert not [line for line in lines_with(RULED_OUT) if not line.startswith((TEXTS_OF_MODELS, "benchmarks/results/"))]

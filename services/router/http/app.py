@@ -96,7 +96,7 @@ def _add_operations_routes(app: FastAPI, readiness: ReadinessMonitor) -> None:
 
     @app.get("/ready")
     async def ready() -> JSONResponse:
-        """Tell whether requests can be served, and if not, why."""
+        """Report whether requests can be served, and if not, why."""
         return status({})
 
     @app.get("/health")
