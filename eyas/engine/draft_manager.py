@@ -58,9 +58,9 @@ class DraftManager:
         budgets = [(s, budget(s)) for s in sequences]
         requested = [(s, size) for s, size in budgets if size.wants_tree or s.prefilling]
         if requested:
-            self._contexts = [self._context(s, size, drafter) for s, size in requested]
-            self._requested = [s for s, _ in requested]
-            self._pending = drafter.request(self._contexts)
+            contexts = [self._context(s, size, drafter) for s, size in requested]
+            self._pending = drafter.request(contexts)  # if it raises, nothing is pending
+            self._contexts, self._requested = contexts, [s for s, _ in requested]
 
     def collect(self) -> list[DraftReply]:
         """Wait for the answers to `request`."""
