@@ -23,7 +23,7 @@ SHELL := bash
 .SHELLFLAGS := -eu -o pipefail -c
 MAKEFLAGS += --no-print-directory
 .DEFAULT_GOAL := help
-.PHONY: help setup demo up bench methods test test-fast soak ray lint format protos chart images rehearsal prometheus clean
+.PHONY: help setup demo up bench methods count test test-fast soak ray lint format protos chart images rehearsal prometheus clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' Makefile
@@ -58,7 +58,10 @@ methods: $(READY) ## every drafting method over the same prompts, about 6 minute
 		--method medusa=models/demo/medusa --method hydra=models/demo/hydra --method sps=models/demo/small \
 		--method prompt_lookup --method lookahead --method eagle3+prompt_lookup=models/demo/eagle3-full $(METHODS)
 
-FAST := unit contract requests scheduling engine drafters acceptance
+count: $(READY) ## files, lines, function lengths and class names of the code, and the calls from LLM.generate to attention
+	@$(BIN)/python -m benchmarks.scripts.count_code
+
+FAST := unit cli contract requests scheduling engine drafters acceptance
 test-fast: $(READY) ## units, engine, drafters and protocol without slow tests, under 90 s; for daily work
 	@$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadscope --no-loadscope-reorder -m "not slow" $(FAST:%=tests/%)
 

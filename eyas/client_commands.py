@@ -20,34 +20,41 @@ from eyas.rpc.channel import ChannelOptions
 from eyas.rpc.messages import GenerateCall
 
 Address = Annotated[str, typer.Option(envvar="EYAS_ADDRESS", help="host:port of the router.")]
-ApiKey = Annotated[str, typer.Option(envvar="EYAS_API_KEY", help="For a router that asks for one.")]
-Tls = Annotated[bool, typer.Option("--tls", envvar="EYAS_TLS", help="For a router that speaks it.")]
-Ca = Annotated[str, typer.Option(envvar="EYAS_CA", help="PEM file of who signed the router's certificate; implies --tls.")]
-TlsName = Annotated[str, typer.Option(envvar="EYAS_TLS_NAME", help="Whom it is for, where that is not the host dialled.")]
+ApiKey = Annotated[str, typer.Option(envvar="EYAS_API_KEY", help="API key, if the router requires one.")]
+Tls = Annotated[bool, typer.Option("--tls", envvar="EYAS_TLS", help="Use TLS.")]
+Ca = Annotated[str, typer.Option(envvar="EYAS_CA", help="PEM file that signed the router's certificate; implies --tls.")]
+TlsName = Annotated[
+    str,
+    typer.Option(envvar="EYAS_TLS_NAME", help="Server name expected in the TLS certificate, if it differs from the host."),
+]
 
 
 def generate(
     options: typer.Context,
     prompt: Annotated[str, typer.Argument(help="The text to continue.")],
     address: Address = "127.0.0.1:50050",
-    max_tokens: Annotated[int, typer.Option(help="Most tokens to emit.")] = 128,
-    temperature: Annotated[float, typer.Option(help="0 takes the likeliest token each time.")] = 1.0,
-    top_k: Annotated[int, typer.Option(help="Draw from the k likeliest tokens; 0 from all.")] = 0,
-    top_p: Annotated[float, typer.Option(help="Draw from the likeliest tokens that hold this probability.")] = 1.0,
+    max_tokens: Annotated[int, typer.Option(help="Most tokens to generate.")] = 128,
+    temperature: Annotated[float, typer.Option(help="0 is greedy decoding.")] = 1.0,
+    top_k: Annotated[int, typer.Option(help="Sample from the k likeliest tokens; 0 from all.")] = 0,
+    top_p: Annotated[float, typer.Option(help="Sample from the likeliest tokens with this total probability.")] = 1.0,
     seed: Annotated[int | None, typer.Option(help="The same seed gives the same text.")] = None,
     stop: Annotated[list[str] | None, typer.Option(help="Text to stop before; may be repeated.")] = None,
     n: Annotated[int, typer.Option("-n", "--n", help="Completions of the prompt.")] = 1,
-    min_p: Annotated[float, typer.Option(help="Draw from tokens with this share of the likeliest one's probability.")] = 0.0,
-    min_tokens: Annotated[int, typer.Option(help="Do not stop before this number of tokens.")] = 0,
+    min_p: Annotated[
+        float, typer.Option(help="Sample from tokens with at least this share of the likeliest token's probability.")
+    ] = 0.0,
+    min_tokens: Annotated[int, typer.Option(help="Fewest tokens to generate.")] = 0,
     ignore_eos: Annotated[bool, typer.Option(help="Do not stop at end-of-sequence tokens.")] = False,
-    repetition_penalty: Annotated[float, typer.Option(help="Above 1 avoids tokens of prompt and output.")] = 1.0,
-    presence_penalty: Annotated[float, typer.Option(help="Above 0 avoids tokens of the output.")] = 0.0,
-    frequency_penalty: Annotated[float, typer.Option(help="Above 0 avoids frequent tokens of the output.")] = 0.0,
+    repetition_penalty: Annotated[
+        float, typer.Option(help="Above 1 makes tokens of the prompt and the output less likely.")
+    ] = 1.0,
+    presence_penalty: Annotated[float, typer.Option(help="Above 0 makes tokens of the output less likely.")] = 0.0,
+    frequency_penalty: Annotated[float, typer.Option(help="Above 0 makes frequent tokens of the output less likely.")] = 0.0,
     logit_bias: Annotated[list[str] | None, typer.Option(metavar="TOKEN_ID=BIAS", help="May be repeated.")] = None,
     bad_words: Annotated[list[str] | None, typer.Option("--bad-word", help="Text to avoid; may be repeated.")] = None,
-    logprobs: Annotated[int | None, typer.Option(help="Likeliest tokens to return for each token; needs --json.")] = None,
+    logprobs: Annotated[int | None, typer.Option(help="Report this many likeliest tokens per token; needs --json.")] = None,
     prompt_logprobs: Annotated[int | None, typer.Option(help="The same for the prompt; needs --json.")] = None,
-    model: Annotated[str, typer.Option(help="Name of the model; may be left out where one is served.")] = "",
+    model: Annotated[str, typer.Option(help="Name of the model; needed if the router serves several.")] = "",
     api_key: ApiKey = "",
     tls: Tls = False,
     ca: Ca = "",
@@ -55,7 +62,7 @@ def generate(
     session: Annotated[str, typer.Option(help="Groups the requests of one conversation.")] = "",
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object per chunk, and one with statistics.")] = False,
 ) -> None:
-    """Stream the continuation of PROMPT; tokens that the drafter foresaw are shown differently."""
+    """Stream the continuation of PROMPT; accepted draft tokens have a style of their own."""
     with _reported():
         printer, sampling = _printer(options.params), _sampling(options.params)
         call = GenerateCall(Request("", (), sampling, session), prompt_text=prompt, model=model)
@@ -73,7 +80,7 @@ def models(
     ca: Ca = "",
     tls_name: TlsName = "",
 ) -> None:
-    """List the models that can be asked for now."""
+    """List the models that the router serves now."""
     with _reported():
         infos = RouterClient(address, _line(options.params), api_key).models()
     table = Table("model", "context", "vocabulary", "target", "draft head")

@@ -1,5 +1,8 @@
-"""Measures the wire between verifier and drafter: a RemoteDrafter here, the draft service with a trivial drafter in
-another process. Writes a dated report: `python -m benchmarks.scripts.round_trip`. What remains is packing, sockets and threads."""
+"""Measures the connection between verifier and drafter: packing, sockets and threads.
+
+A RemoteDrafter runs here and a draft service with a trivial drafter in another process. Writes a dated report:
+`python -m benchmarks.scripts.round_trip`.
+"""
 
 from __future__ import annotations
 

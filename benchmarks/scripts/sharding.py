@@ -1,5 +1,7 @@
-"""Simulates the router's placement: many sessions over many verifiers, by the code that places real requests. Writes a dated
-report: `python -m benchmarks.scripts.sharding`. Requests, caches and time are simulated; nothing is computed and nothing is sent."""
+"""Simulates the placement of many sessions on many verifiers, with the code that places real requests.
+
+Requests, caches and time are simulated. Writes a dated report: `python -m benchmarks.scripts.sharding`.
+"""
 
 from __future__ import annotations
 
