@@ -100,7 +100,7 @@ class Tokenizer:
 class TextPiece:
     """The text that a chunk of tokens released.
 
-    texts: for each token, the text that it made safe to show; tokens after the one that completes a stop string do not count.
+    texts: for each token, the text that it made safe to show; tokens after the end of a stop string do not count.
     stopped: whether a stop string was found.
     """
 

@@ -112,7 +112,7 @@ def decode(batch: int, num_tokens: int) -> Steps:
 
 
 def measure(steps: Steps, repeats: int) -> list[Cost]:
-    """The same steps reported without an exporter, with every request traced as OpenTelemetry has it, and with every round."""
+    """Report the same steps without an exporter, with every request traced, and with every verify step traced."""
 
     costs = [_cost(steps, "metrics only", Telemetry(), repeats)]
     for name, config in (

@@ -263,7 +263,7 @@ def draw_chains(
 ) -> Tensor:
     """Draw one chain of L = `num_steps` levels per context, for verification by rejection sampling.
 
-    The expansion scores by probabilities. Those of a level are cut to the likeliest C tokens, C being `proposal_top_k` or the
+    The expansion scores by probabilities. Those of a level are cut to the likeliest C tokens; C is `proposal_top_k` or the
     draft vocabulary's size. A token is drawn by an exponential race over (seed, position, token id), with a seed that the
     target never uses. target_ids maps draft vocabulary ids to the target's.
 

@@ -39,8 +39,8 @@ SAMPLING = SamplingParams(max_tokens=48, temperature=0.8, ignore_eos=True, seed=
 
 @dataclass
 class Watched:
-    """collector: receives data until the cluster stops. web: the usage of the HTTP response. metrics: OpenMetrics by service.
-    results: of Prometheus, by query."""
+    """collector: receives data until the cluster stops. web: the usage of the HTTP response. metrics: OpenMetrics by
+    service. results: of Prometheus, by query."""
 
     collector: Collector
     speculative: list[int] = field(default_factory=list)
