@@ -1,7 +1,4 @@
-"""What `make demo` measures: given a router and prompts, plain and speculative decoding side by side, as a client sees them.
-
-Knows no processes and no screen.
-"""
+"""What `make demo` measures: plain and speculative decoding of the same prompts, as a client of the router sees them."""
 
 from __future__ import annotations
 
@@ -31,7 +28,7 @@ WARM_UP_TOKENS = 16
 
 @dataclass(frozen=True)
 class Prompt:
-    """A prompt and where it comes from."""
+    """A prompt and its source."""
 
     source: str
     text: str
@@ -40,7 +37,11 @@ class Prompt:
 
 @dataclass(frozen=True)
 class DemoAnswer:
-    """One finished request. seconds: from sending it to its last chunk; round_trip: in ms, None without drafting."""
+    """One finished request.
+
+    seconds: from sending the request to its last chunk.
+    round_trip: mean time from verifier to drafter and back, in ms; None without drafting.
+    """
 
     token_ids: tuple[int, ...]
     stats: GenerationStats
@@ -50,7 +51,7 @@ class DemoAnswer:
 
 @dataclass(frozen=True)
 class DemoComparison:
-    """The same prompts decoded both ways with the same sampling, answer by answer."""
+    """The answers to the same prompts, decoded plainly and speculatively with the same sampling."""
 
     sampling: SamplingParams
     prompts: Sequence[Prompt]
@@ -59,7 +60,7 @@ class DemoComparison:
 
     @property
     def stats(self) -> GenerationStats:
-        """Speculation summed over all prompts."""
+        """Speculation statistics, summed over all prompts."""
         total = GenerationStats()
         for answer in self.speculative:
             total.merge(answer.stats)
@@ -71,28 +72,28 @@ class DemoComparison:
         return fmean([answer.round_trip for answer in self.speculative if answer.round_trip is not None] or [0.0])
 
     def speed(self, mode: Mode) -> float:
-        """Tokens a second over all prompts, time to the first token included."""
+        """Tokens per second over all prompts, time to the first token included."""
         answers = self.plain if mode == "plain" else self.speculative
         return sum(len(answer.token_ids) for answer in answers) / sum(answer.seconds for answer in answers)
 
     def differences(self) -> list[str]:
-        """Where the outputs differ, one line per prompt; empty when they are identical."""
+        """One line for each prompt whose outputs differ."""
         found = []
         for prompt, plain, speculative in zip(self.prompts, self.plain, self.speculative, strict=True):
             if plain.token_ids != speculative.token_ids:
                 at = _first_difference(plain.token_ids, speculative.token_ids)
-                found.append(f"{prompt.source} at temperature {self.sampling.temperature}: outputs part at token {at}")
+                found.append(f"{prompt.source} at temperature {self.sampling.temperature}: outputs differ from token {at}")
         return found
 
 
 class DemoClient:
-    """Asks a router for one generation at a time."""
+    """Sends one request at a time to a router."""
 
     def __init__(self, channel: grpc.Channel) -> None:
         self._stub = generation_pb2_grpc.GenerationStub(channel)
 
     def stream(self, call: GenerateCall) -> Iterator[TextChunk]:
-        """The chunks of a call. Raises the EyasError that the status stands for."""
+        """Yield the chunks of a call. Raises the EyasError of its status."""
         try:
             for message in self._stub.Generate(convert.generate_call_to_proto(call), timeout=CALL_SECONDS):
                 yield convert.text_chunk_from_proto(message)
@@ -100,7 +101,7 @@ class DemoClient:
             raise status_error(error) from error
 
     def ask(self, prompt: Prompt, sampling: SamplingParams, mode: Mode) -> DemoAnswer:
-        """Decode to the end. Raises EyasError when the call or the generation failed."""
+        """Decode a prompt to the end. Raises EyasError when the call or the generation fails."""
         drafter = NO_DRAFTER if mode == "plain" else ""
         call = convert.generate_call_to_proto(GenerateCall(Request("", prompt.token_ids, sampling), drafter=drafter))
         started = time.perf_counter()
@@ -119,7 +120,7 @@ class DemoClient:
         )
 
     def warm_up(self, prompt: Prompt) -> None:
-        """Return once both ways work. Raises Unavailable when requests are not paired with the drafter in time."""
+        """Return once both modes work. Raises Unavailable if no draft tree arrives in time."""
         sampling = SamplingParams(max_tokens=WARM_UP_TOKENS, temperature=0.0, ignore_eos=True)
         deadline = time.monotonic() + WARM_UP_SECONDS
         self.ask(prompt, sampling, "plain")
@@ -128,7 +129,7 @@ class DemoClient:
                 raise Unavailable(f"no draft tree arrived within {WARM_UP_SECONDS:.0f} s; see the draft service's log")
 
     def compare(self, comparison: DemoComparison, prompt: Prompt) -> None:
-        """Decode one more prompt both ways, each way first every other time."""
+        """Decode one more prompt in both modes; the mode that goes first alternates."""
         turns: list[Mode] = ["plain", "speculative"]
         for mode in turns if len(comparison.plain) % 2 == 0 else reversed(turns):
             answers = comparison.plain if mode == "plain" else comparison.speculative
@@ -136,7 +137,7 @@ class DemoClient:
 
 
 def read_prompts(file: Path) -> list[Prompt]:
-    """Prompts of a JSON Lines file with source, text and token_ids."""
+    """Read the prompts of a JSON Lines file with source, text and token_ids."""
     entries = map(json.loads, file.read_text().splitlines())
     return [Prompt(entry["source"], entry["text"], tuple(entry["token_ids"])) for entry in entries]
 

@@ -1,1 +1,1 @@
-"""A workload in, a dated report out."""
+"""Benchmarks in one process, and their dated reports."""
