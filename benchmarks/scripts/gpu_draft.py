@@ -113,7 +113,7 @@ def measure(name: str, head: EagleHead, batches: Sequence[int], settings: Settin
     with Progress(console=Console(stderr=True), refresh_per_second=1) as progress:
         for batch in progress.track(batches, description=f"measuring the {name} head"):
             greedy, noised = (
-                Times(*(round_ms(head, batch, heat, settings, way) for way in (capture, None))) for heat in TEMPERATURES
+                Times(*(round_ms(head, batch, heat, settings, each) for each in (capture, None))) for heat in TEMPERATURES
             )
             rounds.append(Round(name, batch, floor, greedy, noised))
     return rounds
@@ -160,17 +160,19 @@ class Session:
 
 
 def tables(rounds: Sequence[Round], rate: float) -> list[Table]:
-    """What people read."""
+    """The tables of the report."""
     note = (
         f"ms of a whole round. Floor: bytes of the head's weights, once for each level, over the copy rate, here "
         f"{rate / 1e12:.2f} TB/s; keys and values not counted. Captured: one graph; launched: kernel by kernel."
     )
-    ways: Mapping[str, Callable[[Round], Times]] = {
+    cases: Mapping[str, Callable[[Round], Times]] = {
         "Greedy": lambda each: each.greedy,
         "Temperature 1, shared noise": lambda each: each.noised,
     }
     columns = ("head", "batch", "floor", "captured", "over floor", "launched")
-    return [Table(title, columns, tuple(_line(each, times(each)) for each in rounds), note) for title, times in ways.items()]
+    return [
+        Table(title, columns, tuple(_line(each, times(each)) for each in rounds), note) for title, times in cases.items()
+    ]
 
 
 def _line(each: Round, times: Times) -> tuple[str, ...]:

@@ -111,26 +111,29 @@ def copy_rate(device: torch.device, num_bytes: int) -> float:
 
 
 def measure(target: TargetModel, cases: Sequence[Case], settings: Settings, rate: float) -> list[Step]:
-    """Every case in each of the three ways; rate: bytes per second of memory."""
+    """Every case in each backend; rate: bytes per second of memory."""
     batch, rows = max(c.batch for c in cases), max(c.rows for c in cases)
     room = settings.cached + rows
     kv_cache = KVCache(batch * room, target.kv_shapes, 0, target.dtype, target.device)
     for pool in (*kv_cache.keys, *kv_cache.values):
         pool.normal_()
-    ways = []
+    backends = []
     for graphs in (True, False):
         engine = EngineConfig(max_kv_tokens=batch * room, max_num_seqs=batch, max_prefill_tokens=1, cuda_graphs=graphs)
-        ways.append(
+        backends.append(
             build_backend(plan_backend(target, engine, TreeConfig(rows, 1, 1), room), target, kv_cache, kv_cache.scratch)
         )
     steps = []
     with Progress(console=Console(stderr=True), refresh_per_second=1) as progress:
         for case in progress.track(cases, description="measuring"):
             segments = make_segments(case, settings.cached, room, target.vocab_size)
-            times = [median_ms(_step(way, segments, kv_cache), target.device, settings.repeats) for way in (*ways, target)]
+            times = [
+                median_ms(_step(backend, segments, kv_cache), target.device, settings.repeats)
+                for backend in (*backends, target)
+            ]
             layers = [
-                median_ms(_layer(way, target, segments, kv_cache), target.device, settings.repeats)
-                for way in (ways[1], target)
+                median_ms(_layer(backend, target, segments, kv_cache), target.device, settings.repeats)
+                for backend in (backends[1], target)
             ]
             floor = 1e3 * (_weight_bytes(target) + _kv_bytes(target, case, settings.cached)) / rate
             steps.append(Step(case, floor, *times, *layers))
@@ -176,12 +179,12 @@ def tables(steps: Sequence[Step], rate: float) -> list[Table]:
     ]
 
 
-def _step(way: ForwardBackend, segments: list[Segment], kv_cache: KVCache) -> Callable[[], object]:
-    return lambda: way.forward(way.pack(segments), kv_cache).logits.argmax(-1).tolist()
+def _step(backend: ForwardBackend, segments: list[Segment], kv_cache: KVCache) -> Callable[[], object]:
+    return lambda: backend.forward(backend.pack(segments), kv_cache).logits.argmax(-1).tolist()
 
 
-def _layer(way: ForwardBackend, target: TargetModel, segments: list[Segment], kv_cache: KVCache) -> Any:
-    packed: PackedInputs = way.pack(segments)
+def _layer(backend: ForwardBackend, target: TargetModel, segments: list[Segment], kv_cache: KVCache) -> Any:
+    packed: PackedInputs = backend.pack(segments)
     num_kv, width = target.kv_shapes[0]
     shape = (len(packed.tokens), num_kv * target.heads_per_kv, width)
     query = torch.randn(shape, dtype=target.dtype, device=target.device)

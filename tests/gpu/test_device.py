@@ -26,7 +26,7 @@ from tests.models.cuda.random_passes import Heads, make_pass, scaling_of
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 TREE = TreeConfig(num_draft_tokens=12, num_steps=4, top_k=4)
-MARGIN = 0.03  # of the largest logit: a few roundings of bfloat16 on the way through a tiny model
+MARGIN = 0.03  # of the largest logit: a few roundings of bfloat16 inside a tiny model
 SIZES = [(True, 60, 3000), (True, 1, 5000), (False, 200, 700), (True, 16, 1)]
 PROMPTS = [tuple(range(3, 3 + n)) for n in (1, 7, 30, 11)]
 
@@ -56,15 +56,15 @@ def test_a_replayed_pass_never_waits_for_the_device(tiny_target: str) -> None:
     target = load_target(tiny_target, device="cuda")
     kv_cache = KVCache(200, target.kv_shapes, 0, target.dtype, target.device)
     plan = plan_backend(target, EngineConfig(max_kv_tokens=200), TREE, 100)
-    passes = build_backend(plan, target, kv_cache, kv_cache.scratch)
-    assert isinstance(passes, GraphBackend)
+    backend = build_backend(plan, target, kv_cache, kv_cache.scratch)
+    assert isinstance(backend, GraphBackend)
     segments = [make_pass([(True, 9, 30), (True, 5, 11)]), make_pass([(False, 90, 3)])]
     for each in segments:
-        passes.forward(passes.pack(each), kv_cache)
+        backend.forward(backend.pack(each), kv_cache)
     torch.cuda.set_sync_debug_mode("error")
     try:
         for each in segments:
-            passes.forward(passes.pack(each), kv_cache)
+            backend.forward(backend.pack(each), kv_cache)
     finally:
         torch.cuda.set_sync_debug_mode("default")
 

@@ -33,7 +33,7 @@ def head() -> EagleHead:
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_cuda_graph_trees_equal_the_plain_trees(head: EagleHead, temperature: float) -> None:
-    drafters = [EagleDrafter(head, SHAPE, CONFIG, capture=way) for way in (CudaCapture(torch.device("cuda")), None)]
+    drafters = [EagleDrafter(head, SHAPE, CONFIG, capture=capture) for capture in (CudaCapture(torch.device("cuda")), None)]
     sessions = [Session(row, temperature, SHAPE, head) for row in range(5)]
     for counts in ((3, 900, 40, 130, 1400), (1, 2, 3, 4, 5), (200, 1, 90, 1, 1)):
         contexts = [session.commit(count) for session, count in zip(sessions, counts, strict=True)]
@@ -54,7 +54,7 @@ def test_a_cuda_graph_round_syncs_with_the_device_once(head: EagleHead) -> None:
     try:
         with warnings.catch_warnings(record=True) as waits, torch.inference_mode():
             warnings.simplefilter("always")
-            assert captured.grow(contexts, slots, stacked, drafter._scale)
+            assert captured.grow(contexts, slots, stacked)
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert len(waits) == 1
@@ -71,11 +71,11 @@ def test_outputs_equal_the_plain_cpu_loop(method: str, tiny_target: str, tiny_he
     fuser = build_fuser(name, folder, tiny_target, "float32", "cuda")
     engine = build_engine(tiny_target, fuser, "float32", "cuda", EngineConfig(max_kv_tokens=1024), tree, drafter)
     requests = [Request(f"{i}", (7, 8, 9 + i), SamplingParams(20, 0.45 * i, seed=i, ignore_eos=True)) for i in range(3)]
-    said: dict[str, list[int]] = {request.id: [] for request in requests}
+    tokens: dict[str, list[int]] = {request.id: [] for request in requests}
     for request in requests:
         engine.submit(request)
     while engine.has_work:
         for chunk in engine.step():
-            said[chunk.request_id] += chunk.token_ids
+            tokens[chunk.request_id] += chunk.token_ids
     for request in requests:
-        assert said[request.id] == reference.generate(tiny_target, list(request.prompt_ids), request.sampling)
+        assert tokens[request.id] == reference.generate(tiny_target, list(request.prompt_ids), request.sampling)

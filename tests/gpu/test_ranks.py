@@ -22,22 +22,22 @@ REQUESTS = [
 ]
 
 
-@pytest.mark.parametrize("way", [BackendKind.GRAPHS, BackendKind.KERNEL])
+@pytest.mark.parametrize("kind", [BackendKind.GRAPHS, BackendKind.KERNEL])
 @pytest.mark.parametrize("size", [2, 4])
 def test_float32_over_ranks_equals_the_plain_cpu_loop(
-    tiny_target: str, way: BackendKind, size: int, monkeypatch: pytest.MonkeyPatch
+    tiny_target: str, kind: BackendKind, size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("eyas.models.workers._STOP_SECONDS", 60)
     if torch.cuda.device_count() < size:
         pytest.skip(f"needs {size} CUDA devices")
     config = EngineConfig(
-        max_kv_tokens=1024, max_prefill_tokens=16, cuda_graphs=way is BackendKind.GRAPHS, tensor_parallel_size=size
+        max_kv_tokens=1024, max_prefill_tokens=16, cuda_graphs=kind is BackendKind.GRAPHS, tensor_parallel_size=size
     )
     ranks = gather_ranks(RankInfo(0, size, "cuda"), tiny_target, "float32")
     processes = multiprocessing.active_children()
     try:
         target = load_model(tiny_target, None, "float32", "cuda", config, ranks)
-        assert plan_backend(target, config, TREE, 256).kind is way
+        assert plan_backend(target, config, TREE, 256).kind is kind
         engine = assemble_engine(target, None, config, TREE, RandomDrafter(48), ranks)
         emitted: dict[str, list[int]] = {request.id: [] for request in REQUESTS}
         for request in REQUESTS:

@@ -78,9 +78,9 @@ def make_engine(ranks: TargetWorkers, target: TargetModel, notes: Path) -> Engin
     """As assemble_engine builds it on CUDA."""
     with ranks.init_kv_cache(NUM_SLOTS, PLAN):
         kv_cache = KVCache(NUM_SLOTS, target.kv_shapes, 0, target.dtype, target.device)
-        ways = build_with_notes(notes, PLAN, target, kv_cache, kv_cache.scratch)
-    ranks.before_close(partial(release_backend, ways))
-    runner = ModelRunner(target, kv_cache, None, ways, ranks)
+        backend = build_with_notes(notes, PLAN, target, kv_cache, kv_cache.scratch)
+    ranks.before_close(partial(release_backend, backend))
+    runner = ModelRunner(target, kv_cache, None, backend, ranks)
     scheduler = Scheduler(EngineConfig(max_kv_tokens=NUM_SLOTS, max_prefill_tokens=16), TreeConfig(5, 3, 2), frozenset())
     return Engine(scheduler, DraftManager(RandomDrafter(48), runner, "match"), runner, 256)
 
