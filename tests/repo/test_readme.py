@@ -16,7 +16,7 @@ FENCE = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\((?!\w+:|#)([^)#\s]+)[^)]*\)")
 TARGET = re.compile(r"^([a-z-]+):", re.MULTILINE)
 SHELLS = {"", "sh", "bash", "console", "shell"}
-TOOLS = ("make ", "eyas ", "python ")
+TOOLS = ("make ", "eyas ")
 SINGLE_THREAD = {**os.environ, "OMP_NUM_THREADS": "1"}
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -47,13 +47,8 @@ def test_make_targets_of_the_readme_exist() -> None:
 
 @pytest.mark.parametrize("words", commands_of("eyas"), ids=shlex.join)
 def test_eyas_commands_of_the_readme_parse(words: list[str]) -> None:
-    check_parses([str(Path(sys.executable).parent / "eyas"), *words[1:]])
-
-
-@pytest.mark.parametrize("words", commands_of("python"), ids=shlex.join)
-def test_python_commands_of_the_readme_parse(words: list[str]) -> None:
     assert not [word for word in words if word.endswith(".yaml") and not (ROOT / word).is_file()]
-    check_parses([sys.executable, *words[1:]])
+    check_parses([str(Path(sys.executable).parent / "eyas"), *words[1:]])
 
 
 def check_parses(command: list[str]) -> None:
