@@ -136,12 +136,19 @@ class LLM:
         RequestFailed when the target gives no usable logits. After an error no request of the call is left in the engine.
         """
         batch = _as_list(prompts)
-        params = [sampling or SamplingParams()] * len(batch) if not isinstance(sampling, Sequence) else list(sampling)
-        if len(params) != len(batch):
-            raise InvalidRequest(f"{len(batch)} prompts but {len(params)} sampling params; give one for all, or one each")
+        all_params = [sampling or SamplingParams()] * len(batch) if not isinstance(sampling, Sequence) else list(sampling)
+        if len(all_params) != len(batch):
+            raise InvalidRequest(
+                f"{len(batch)} prompts but {len(all_params)} sampling params; give one for all, or one each"
+            )
         running: dict[str, _Generation] = {}
         try:
-            groups = self._submit(batch, params, running)
+            groups = []
+            for index, (prompt, params) in enumerate(zip(batch, all_params, strict=True)):
+                try:
+                    groups.append(self._submit(prompt, params, running))
+                except EyasError as error:
+                    raise type(error)(f"prompt {index}: {error}") from error
             self._run(running)
         except BaseException:
             for request_id in running:
@@ -154,19 +161,8 @@ class LLM:
         """Shut down the tensor-parallel worker processes. Nothing can be generated afterwards."""
         self._ranks.close()
 
-    def _submit(
-        self, prompts: Sequence[Prompt], params: Sequence[SamplingParams], running: dict[str, _Generation]
-    ) -> list[list[_Generation]]:
-        """Submit the completions of each prompt, and add them to `running`."""
-        groups: list[list[_Generation]] = []
-        for index, (prompt, sampling) in enumerate(zip(prompts, params, strict=True)):
-            try:
-                groups.append(self._submit_one(prompt, sampling, running))
-            except EyasError as error:
-                raise type(error)(f"prompt {index}: {error}") from error
-        return groups
-
-    def _submit_one(self, prompt: Prompt, sampling: SamplingParams, running: dict[str, _Generation]) -> list[_Generation]:
+    def _submit(self, prompt: Prompt, sampling: SamplingParams, running: dict[str, _Generation]) -> list[_Generation]:
+        """Submit the completions of a prompt, and add them to `running`."""
         check_sampling(sampling)
         ids = self._tokenizer.encode(prompt) if isinstance(prompt, str) else _token_ids(prompt)
         group = []

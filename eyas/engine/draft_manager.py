@@ -68,7 +68,8 @@ class DraftManager:
         self._requested, self._contexts, self._pending = [], [], list
         answers = zip(requested, contexts, pending(), strict=True)
         replies = [self._reply(sequence, context, draft) for sequence, context, draft in answers]
-        self.release([])
+        if self._ended:
+            self.release([])
         return replies
 
     def release(self, request_ids: Seq[str]) -> None:

@@ -117,7 +117,8 @@ class Engine:
     def reap(self) -> list[Chunk]:
         """Drop cancelled requests and free all that they hold; one final chunk each. `step` begins with it."""
         chunks = self._scheduler.reap()
-        self._release([chunk.request_id for chunk in chunks])
+        if chunks:
+            self._release([chunk.request_id for chunk in chunks])
         return chunks
 
     @property

@@ -93,8 +93,9 @@ class Scheduler:
 
         drafts: the drafter's replies; a sequence without a tree decodes plainly.
         """
-        self._cache.free(self._step_slots)  # of a step that failed before its commit
-        self._step_slots = self._cache.no_slots
+        if len(self._step_slots):  # of a step that failed before its commit
+            self._cache.free(self._step_slots)
+            self._step_slots = self._cache.no_slots
         self.admitted, self.preempted = [], []
         trees: dict[str, DraftTree] = {}
         for reply in drafts:
