@@ -31,7 +31,7 @@ from eyas.rpc.messages import GenerateCall, TextChunk
 from eyas.services.demo import read_prompts
 from eyas.services.router.telemetry import RouterTelemetry
 from eyas.services.verifier.telemetry import VerifierTelemetry
-from eyas.telemetry.setup import Telemetry
+from eyas.telemetry.exporters import Telemetry
 
 MODELS = Path("models/demo")
 TREE = TreeConfig(num_draft_tokens=8, num_steps=4, top_k=2)

@@ -1,4 +1,4 @@
-"""Export of a metrics registry: an HTTP endpoint for Prometheus, and OTLP.
+"""Telemetry of one service from start to end: tracer, metrics registry, Prometheus endpoint and OTLP export.
 
 prometheus_client keeps the metrics, because its names may hold colons. Before each OTLP export they are converted.
 """
@@ -11,23 +11,27 @@ import os
 import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
+import prometheus_client
 from opentelemetry.exporter.otlp.proto.grpc.metric_exporter import OTLPMetricExporter
 from opentelemetry.sdk.metrics import Exemplar
 from opentelemetry.sdk.metrics import export as otlp
 from opentelemetry.sdk.util.instrumentation import InstrumentationScope
+from opentelemetry.trace import NoOpTracer, Tracer
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 from prometheus_client.metrics_core import Metric as PrometheusMetric
 from prometheus_client.openmetrics import exposition as openmetrics
 from prometheus_client.samples import Sample
 
+from eyas.config import TelemetryConfig
 from eyas.errors import ConfigError
-from eyas.telemetry.metrics import ALL_METRICS
-from eyas.telemetry.tracing import package_version, resource
+from eyas.telemetry.metrics import ALL_METRICS, SERVICE_INFO, gauge
+from eyas.telemetry.tracing import exports, package_version, resource, tracing
 
 log = logging.getLogger(__name__)
 
@@ -189,3 +193,38 @@ def _exemplar(sample: Sample) -> Exemplar:
     assert exemplar is not None
     span_id, trace_id = int(exemplar.labels["span_id"], 16), int(exemplar.labels["trace_id"], 16)
     return Exemplar({}, exemplar.value, int(float(exemplar.timestamp or 0) * 1e9), span_id, trace_id)
+
+
+@dataclass(frozen=True)
+class Telemetry:
+    """Tracer and metrics registry of a service. The defaults export nothing."""
+
+    config: TelemetryConfig = field(default_factory=TelemetryConfig)
+    tracer: Tracer = field(default_factory=NoOpTracer)
+    registry: CollectorRegistry = field(default_factory=CollectorRegistry)
+
+
+@contextmanager
+def telemetry(
+    config: TelemetryConfig, service: str, registry: CollectorRegistry = prometheus_client.REGISTRY
+) -> Iterator[Telemetry]:
+    """Serve and export metrics and spans until the body ends.
+
+    Args:
+        service: "router", "verifier" or "draft".
+        registry: the exported registry. The service's metrics live in a registry of their own, registered in this one.
+
+    Raises:
+        ConfigError: a port in use, or bad OTEL_* values.
+    """
+    own = CollectorRegistry()
+    gauge(SERVICE_INFO, own).labels(service, package_version()).set(1)
+    with ExitStack() as stack:
+        registry.register(own)
+        stack.callback(registry.unregister, own)
+        tracer = stack.enter_context(tracing(service))
+        if exports("METRICS"):
+            stack.callback(MetricPusher(service, registry).close)
+        if config.metrics_port is not None:
+            stack.enter_context(serving_metrics(config.metrics_host, config.metrics_port, registry))
+        yield Telemetry(config, tracer, own)

@@ -31,7 +31,7 @@ from eyas.services.lifecycle import (
     serve,
     service_app,
 )
-from eyas.telemetry.setup import telemetry
+from eyas.telemetry.exporters import telemetry
 from eyas.v1 import draft_pb2, draft_pb2_grpc
 
 DRAFT_SERVICE = draft_pb2.DESCRIPTOR.services_by_name["Draft"].full_name

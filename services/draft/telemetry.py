@@ -9,8 +9,8 @@ from opentelemetry.trace import SpanKind
 from eyas.draft_protocol import ResyncRequired
 from eyas.drafters.base import Draft, DraftContext
 from eyas.telemetry import metrics
+from eyas.telemetry.exporters import Telemetry
 from eyas.telemetry.metrics import MetricSample, ScrapeCollector, counter, histogram
-from eyas.telemetry.setup import Telemetry
 from eyas.telemetry.tracing import context_of
 from eyas.tree import DraftTree
 

@@ -19,7 +19,7 @@ from eyas.services.router.http.app import build_app
 from eyas.services.router.http.chat_template import load_template
 from eyas.services.router.telemetry import RouterTelemetry
 from eyas.services.router.workers import HealthReporter, ReadinessMonitor, WorkerPool
-from eyas.telemetry.setup import telemetry
+from eyas.telemetry.exporters import telemetry
 from eyas.tokenizer import load_tokenizer
 
 

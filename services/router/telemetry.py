@@ -21,9 +21,9 @@ from eyas.rpc.messages import NO_DRAFTER, GenerateCall, Role, TextChunk
 from eyas.rpc.server import status_of
 from eyas.services.router.routing import Pair
 from eyas.telemetry import metrics
+from eyas.telemetry.exporters import Telemetry
 from eyas.telemetry.logging import LogContext, request_log
 from eyas.telemetry.metrics import MetricSample, ScrapeCollector, counter, gauge, histogram
-from eyas.telemetry.setup import Telemetry
 from eyas.telemetry.tracing import Attributes, context_of, end_span, exemplar, trace_of
 
 PROVIDER = "eyas"

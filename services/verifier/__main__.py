@@ -36,7 +36,7 @@ from eyas.services.verifier.draft_pool import DraftPool
 from eyas.services.verifier.ranks import end_in_time, follow_rank_0, rank_info
 from eyas.services.verifier.servicer import GenerationServicer
 from eyas.services.verifier.telemetry import VerifierTelemetry
-from eyas.telemetry.setup import Telemetry, telemetry
+from eyas.telemetry.exporters import Telemetry, telemetry
 from eyas.v1 import generation_pb2, generation_pb2_grpc
 
 GENERATION_SERVICE = generation_pb2.DESCRIPTOR.services_by_name["Generation"].full_name

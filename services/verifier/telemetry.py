@@ -22,9 +22,9 @@ from eyas.rpc.server import status_of
 from eyas.services.verifier.draft_client import CIRCUIT_STATES, DraftTiming
 from eyas.services.verifier.draft_pool import DraftPool
 from eyas.telemetry import metrics
+from eyas.telemetry.exporters import Telemetry
 from eyas.telemetry.logging import request_log
 from eyas.telemetry.metrics import MetricSample, ScrapeCollector, counter, histogram
-from eyas.telemetry.setup import Telemetry
 from eyas.telemetry.tracing import Attributes, Trace, child_context, context_of, end_span, exemplar, trace_of
 
 # Most events of a span, as in the SDK; earlier verify steps are dropped.

@@ -18,7 +18,7 @@ from eyas.services.lifecycle import ServiceRunner
 from eyas.services.ray.autoscaling import DraftUsage, DraftUsageReader, VerifierUsage, VerifierUsageReader
 from eyas.services.ray.replicas import HostedService
 from eyas.services.verifier.telemetry import VerifierTelemetry
-from eyas.telemetry.setup import Telemetry, telemetry
+from eyas.telemetry.exporters import Telemetry, telemetry
 
 NUMBERS = st.floats(0, 1e6)
 USES = st.builds(VerifierUsage, NUMBERS, NUMBERS, st.floats(1, 1e6), NUMBERS, st.floats(1, 1e4))

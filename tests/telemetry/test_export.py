@@ -19,10 +19,9 @@ from eyas.config import TelemetryConfig
 from eyas.errors import ConfigError
 from eyas.services.cluster import free_port
 from eyas.telemetry import metrics
-from eyas.telemetry.exporters import exposition, serving_metrics, to_otlp
+from eyas.telemetry.exporters import exposition, serving_metrics, telemetry, to_otlp
 from eyas.telemetry.logging import configure_logging, request_log
 from eyas.telemetry.metrics import counter, histogram
-from eyas.telemetry.setup import telemetry
 from eyas.telemetry.tracing import context_of, exports, resource, trace_of, trace_pairs
 from tests.telemetry.promql import ROOT
 from tests.telemetry.spans import TRACE, Spans
