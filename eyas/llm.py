@@ -135,7 +135,8 @@ class LLM:
         sampling: one for all prompts, or one each. Raises InvalidRequest naming the prompt, before anything is run, and
         RequestFailed when the target gives no usable logits. After an error no request of the call is left in the engine.
         """
-        batch = _as_list(prompts)
+        is_single = isinstance(prompts, str) or (len(prompts) and all(isinstance(p, Integral) for p in prompts))
+        batch: list[Prompt] = [prompts] if is_single else list(prompts)  # type: ignore[list-item, arg-type]
         all_params = [sampling or SamplingParams()] * len(batch) if not isinstance(sampling, Sequence) else list(sampling)
         if len(all_params) != len(batch):
             raise InvalidRequest(
@@ -169,7 +170,7 @@ class LLM:
         for split in sampling.seeded().completions(self._tokenizer.bad_token_ids(sampling.bad_words)):
             request = Request(f"{next(self._names)}", ids, split)
             self._engine.submit(request)
-            running[request.id] = _Generation(request, self._tokenizer.stream(sampling.stop, sampling.min_tokens))
+            running[request.id] = _Generation(request, TextStream(self._tokenizer, sampling.stop, sampling.min_tokens))
             group.append(running[request.id])
         return group
 
@@ -235,13 +236,6 @@ def _result(group: Sequence[_Generation]) -> GenerationResult:
     completions = tuple(generation.completion() for generation in group)
     first = group[0]
     return GenerationResult(first.request.prompt_ids, completions, first.prompt_logprobs, first.num_cached)
-
-
-def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """A single prompt becomes a list of one."""
-    if isinstance(prompts, str) or (len(prompts) and all(isinstance(p, Integral) for p in prompts)):
-        return [prompts]  # type: ignore[list-item]
-    return list(prompts)  # type: ignore[arg-type]
 
 
 def _token_ids(prompt: Sequence[int]) -> tuple[int, ...]:

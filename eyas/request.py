@@ -141,7 +141,7 @@ class VerifyStep:
 
 @dataclass(frozen=True)
 class TokenLogprob:
-    """A token under the target's own law, before penalties, temperature and filters.
+    """A token under the target's own distribution, before penalties, temperature and filters.
 
     logprob: None for the first token of a prompt. top_ids, top_logprobs: the likeliest tokens there, best first.
     """

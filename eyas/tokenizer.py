@@ -91,10 +91,6 @@ class Tokenizer:
         """Whether a token, such as end-of-sequence, has no text."""
         return token in self._special
 
-    def stream(self, stop: Sequence[str] = (), min_tokens: int = 0) -> TextStream:
-        """A fresh stream that ends at any of the `stop` strings that begins after the text of `min_tokens` tokens."""
-        return TextStream(self, stop, min_tokens)
-
 
 @dataclass(frozen=True)
 class TextPiece:
@@ -117,6 +113,7 @@ class TextStream:
     """Turns tokens into text as they come. Text that may become part of a stop string or of a character is held back."""
 
     def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = (), min_tokens: int = 0) -> None:
+        """The stream ends at any of the `stop` strings that begins after the text of `min_tokens` tokens."""
         self._decoder = _IncrementalDecoder(tokenizer)
         self._stop = tuple(stop)
         self._num_unsearched = min_tokens

@@ -32,7 +32,7 @@ class Case:
 
     def drafter(self, tree: TreeConfig, num_slots: int = 4096, proposal_top_k: int = 128) -> LocalDrafter:
         crowded, ahead = self.name.endswith("-crowded"), self.name.endswith("-ahead")
-        eagle = DraftingConfig(
+        drafting = DraftingConfig(
             max_kv_tokens=90 if crowded else num_slots,
             shared_noise=not self.name.endswith("-own-noise"),
             proposal_top_k=proposal_top_k,
@@ -40,7 +40,7 @@ class Case:
         )
         rest = RestConfig(str(self.datastore), min_ngram=1) if self.datastore else RestConfig()
         methods = MethodsConfig(rest=rest, lookahead=LookaheadConfig(window_size=2, ngram_size=3))
-        return build_drafter(self.method, self.target, self._folder, "float32", "cpu", tree, eagle, methods)
+        return build_drafter(self.method, self.target, self._folder, "float32", "cpu", tree, drafting, methods)
 
     def fuser(self) -> FeatureFuser | None:
         return build_fuser(self.method, self._folder, self.target, "float32", "cpu")

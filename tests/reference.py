@@ -46,7 +46,7 @@ def steered(
     return logits
 
 
-def law(logits: torch.Tensor, params: SamplingParams) -> list[float]:
+def target_probs(logits: torch.Tensor, params: SamplingParams) -> list[float]:
     """Temperature, then top-k, then top-p, then min-p over one row; unnormalised."""
     probs = torch.softmax(logits.float() / params.temperature, -1).tolist()
     order = sorted(range(len(probs)), key=lambda token: (-probs[token], token))
@@ -66,7 +66,7 @@ def draw(logits: torch.Tensor, params: SamplingParams, position: int) -> int:
     if params.temperature == 0:
         return int(max(range(len(logits)), key=lambda token: (float(logits[token]), -token)))
     assert params.seed is not None
-    probs = law(logits, params)
+    probs = target_probs(logits, params)
     times = [noise(params.seed, position, t) / p if p > 0 else math.inf for t, p in enumerate(probs)]
     return min(range(len(times)), key=lambda token: (times[token], token))
 

@@ -17,7 +17,7 @@ PACKAGES = ("eyas", "services")
 GENERATED = Path("eyas/v1")
 MODEL = "models/demo/target"
 DRAFT_MODEL = "models/demo/eagle3"
-COMPREHENSION = re.compile(r"(\.<locals>\.<(genexpr|\w+comp)>)+$")
+COMPREHENSION = re.compile(r"(\.<locals>|\.<(genexpr|\w+comp)>)+$")
 
 
 def sources(package: str) -> list[Path]:

@@ -22,7 +22,7 @@ from eyas.config import TreeConfig
 from eyas.draft_protocol import Commit, TreeBudget
 from eyas.drafters.base import DraftContext, Drafter
 from eyas.engine.engine import Engine
-from eyas.engine.runner import ModelRunner
+from eyas.engine.runner import ModelRunner, segment_of
 from eyas.engine.sequence import QueueKey, ScheduledSequence
 from eyas.engine.sequence import Sequence as Running
 from eyas.errors import CheckpointError
@@ -238,12 +238,11 @@ def _verify_step(runner: ModelRunner, batch: int, cached: int, num_slots: int, r
     works = []
     for index in range(batch):
         slots = np.arange(index * num_slots, index * num_slots + cached + rows)
-        sequence = Running.start(Request(f"{index}", prompt), QueueKey(0.0, index))
-        sequence.tokens.append(tree.tokens[0])
+        sequence = Running(Request(f"{index}", prompt), QueueKey(0.0, index), [*prompt, tree.tokens[0]])
         sequence.extend(slots[:cached])
         works.append(ScheduledSequence(sequence, slots[cached:], cached, tree))
     draws = [Draw(GREEDY, position) for work in works for position in work.logit_rows.positions]
-    return lambda: sample(runner.forward(works), draws).tolist()
+    return lambda: sample(runner.forward([segment_of(work) for work in works]), draws).tolist()
 
 
 def _context(session: str, base: int, count: int, budget: TreeBudget, width: int, target: TargetModel) -> DraftContext:

@@ -24,25 +24,23 @@ _SPARE_ENTRIES = 64
 
 
 class SlotAllocator:
-    """Hands out slots 0 .. num_slots-1, one per token. Last returned is first handed out again."""
+    """Hands out slots 0 .. num_slots-1, one per token. Last returned is first handed out again.
+
+    num_free: slots without an owner.
+    """
 
     def __init__(self, num_slots: int) -> None:
         self.num_slots = num_slots
         self._stack: Slots = np.arange(num_slots, dtype=np.int64)[::-1].copy()
-        self._num_free = num_slots
+        self.num_free = num_slots
         self._owned = np.zeros(num_slots, dtype=np.bool_)
-
-    @property
-    def num_free(self) -> int:
-        """Slots without an owner."""
-        return self._num_free
 
     def take(self, count: int) -> Slots:
         """Own `count` slots. The caller must have checked that they are free."""
-        assert count <= self._num_free, f"{count} slots asked for, {self._num_free} free"
-        start = self._num_free - count
-        taken = self._stack[start : self._num_free][::-1].copy()
-        self._num_free = start
+        assert count <= self.num_free, f"{count} slots asked for, {self.num_free} free"
+        start = self.num_free - count
+        taken = self._stack[start : self.num_free][::-1].copy()
+        self.num_free = start
         self._owned[taken] = True
         return taken
 
@@ -50,15 +48,15 @@ class SlotAllocator:
         """Return slots; each must be owned."""
         assert self._owned[slots].all(), f"slots {slots[~self._owned[slots]]} are freed without being owned"
         self._owned[slots] = False
-        self._stack[self._num_free : self._num_free + len(slots)] = slots[::-1]
-        self._num_free += len(slots)
+        self._stack[self.num_free : self.num_free + len(slots)] = slots[::-1]
+        self.num_free += len(slots)
 
     def check(self) -> None:
         """Assert that every slot is either free, once, or owned."""
-        free = self._stack[: self._num_free]
+        free = self._stack[: self.num_free]
         assert len(np.unique(free)) == len(free), "a slot is free twice"
         assert not self._owned[free].any(), "a slot is free and owned"
-        assert int(self._owned.sum()) + self._num_free == self.num_slots, "a slot is neither free nor owned"
+        assert int(self._owned.sum()) + self.num_free == self.num_slots, "a slot is neither free nor owned"
 
     def check_owners(self, owners: list[Slots]) -> None:
         """Assert integrity, and that `owners` hold every owned slot exactly once."""
@@ -91,10 +89,16 @@ class Node:
             yield node
             node = node.parent
 
-    def path_slots(self) -> Slots:
-        """The slots of the whole prefix that ends with this node, in order."""
-        runs = [node.slots for node in self.path()]
-        return np.concatenate([np.zeros(0, dtype=np.int64), *reversed(runs)])
+
+@dataclass(frozen=True)
+class CachedPrefix:
+    """Slots of a held prefix, in order of position. They do not change until it is released."""
+
+    node: Node
+    slots: Slots
+
+    def __len__(self) -> int:
+        return len(self.slots)
 
 
 @dataclass(frozen=True, order=True)
@@ -147,12 +151,15 @@ class RadixTree:
         self._offer(leaf)
         return leaf
 
-    def hold(self, node: Node) -> None:
-        """Protect a prefix from eviction until it is released."""
+    def hold(self, node: Node) -> CachedPrefix:
+        """Protect the prefix that ends with `node` from eviction until it is released."""
+        runs: list[Slots] = []
         for above in node.path():
             if not above.holders:
                 self.num_evictable -= len(above.slots)
             above.holders += 1
+            runs.append(above.slots)
+        return CachedPrefix(node, np.concatenate([self.root.slots, *reversed(runs)]))
 
     def release(self, node: Node, used: float) -> None:
         """End one hold. used: time until which the prefix counts as in use."""
@@ -248,17 +255,6 @@ def _num_equal(left: Tokens, right: Tokens) -> int:
     return int(different[0]) if len(different) else length
 
 
-@dataclass(frozen=True)
-class CachedPrefix:
-    """Slots of a held prefix, in order of position. They do not change until it is released."""
-
-    node: Node
-    slots: Slots
-
-    def __len__(self) -> int:
-        return len(self.slots)
-
-
 class PrefixCache:
     """The slots: free, owned by a running sequence, or cached. Cached prefixes that are not held are evicted at need."""
 
@@ -290,18 +286,14 @@ class PrefixCache:
 
     def find(self, tokens: Tokens) -> CachedPrefix:
         """Hold the longest cached prefix of `tokens`."""
-        node = self.tree.match(tokens)
-        self.tree.hold(node)
-        return CachedPrefix(node, node.path_slots())
+        return self.tree.hold(self.tree.match(tokens))
 
     def store(self, tokens: Tokens, slots: Slots, prefix: CachedPrefix) -> CachedPrefix:
         """Give the slots of `tokens`, which begin with `prefix`, to the cache; returns the prefix that covers all of them.
 
         Slots of tokens that the cache had already are freed: the new prefix has the cache's own in their place.
         """
-        node = self.tree.insert(tokens, slots)
-        self.tree.hold(node)
-        stored = CachedPrefix(node, node.path_slots())
+        stored = self.tree.hold(self.tree.insert(tokens, slots))
         own = slots[len(prefix) :]
         self._allocator.free(own[own != stored.slots[len(prefix) :]])
         self.tree.release(prefix.node, prefix.node.used)
@@ -316,7 +308,10 @@ class PrefixCache:
         self._allocator.check_owners(owners + [node.slots for node in self.tree.nodes()])
         self.tree.check(prefix.node for prefix in prefixes)
         for prefix in prefixes:
-            assert np.array_equal(prefix.slots, prefix.node.path_slots()), "a held prefix has changed"
+            runs = [node.slots for node in prefix.node.path()]
+            assert np.array_equal(prefix.slots, np.concatenate([self.no_slots, *reversed(runs)])), (
+                "a held prefix has changed"
+            )
 
 
 def cached_blocks(tree: RadixTree, limit: int) -> list[int]:

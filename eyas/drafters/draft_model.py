@@ -192,16 +192,16 @@ class LevelGroup(PaddedGroup):
 def split_passes(segments: Sequence[Segment], max_rows: int) -> Iterator[list[Segment]]:
     """Split causal segments into forward passes of at most `max_rows` rows each, in order."""
     batch: list[Segment] = []
-    room = max_rows
+    spare = max_rows
     for segment in segments:
         start = 0
         while start < len(segment.tokens):
-            end = min(start + room, len(segment.tokens))
+            end = min(start + spare, len(segment.tokens))
             batch.append(segment.part(start, end))
-            room -= end - start
+            spare -= end - start
             start = end
-            if room == 0:
+            if spare == 0:
                 yield batch
-                batch, room = [], max_rows
+                batch, spare = [], max_rows
     if batch:
         yield batch

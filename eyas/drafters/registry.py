@@ -310,7 +310,7 @@ def build_fuser(name: str, head: str, target: str, dtype: str, device: str) -> F
 
 
 def features_fingerprint(name: str, head: str) -> str:
-    """What verifier and drafter must agree on besides the target; empty for NO_DRAFTS. Raises as `build_drafter`."""
+    """Digest that verifier and drafter must agree on besides the target; empty for NO_DRAFTS. Raises as `build_drafter`."""
     if name == NO_DRAFTS:
         return ""
     features = find_method(name).features

@@ -22,7 +22,7 @@ from eyas.models.cuda.backend import BackendPlan, ForwardBackend, build_backend,
 from eyas.models.heads.layers import FeatureFuser
 from eyas.models.target import TargetModel, check_tensor_parallel, load_target
 from eyas.models.tensor_parallel import Shard
-from eyas.models.workers import InitKVCache, RankInfo, SingleWorker, TargetWorkers, Worker, start_workers
+from eyas.models.workers import InitKVCache, RankInfo, TargetWorkers, Worker, start_workers
 
 ROOT_ONLY = TreeConfig(1, 0, 1)
 
@@ -57,7 +57,7 @@ def assemble_engine(
     Raises ConfigError when the drafter does not suit the acceptance rule, when the workers are not as many as
     `engine.tensor_parallel_size` says, and for deterministic mode with more than one of them.
     """
-    workers = workers or SingleWorker()
+    workers = workers or TargetWorkers()
     if workers.size != engine.tensor_parallel_size:
         raise ConfigError(
             f"engine.tensor_parallel_size is {engine.tensor_parallel_size}, but the target is loaded for {workers.size}"
@@ -96,7 +96,7 @@ def gather_ranks(rank: RankInfo, target: str, dtype: str, max_model_len: int = 0
     Raises CheckpointError when the target cannot be sharded over that many ranks, Unavailable when they do not connect.
     """
     if rank.size == 1:
-        return SingleWorker()
+        return TargetWorkers()
     check_tensor_parallel(target, rank.size)
     return start_workers(rank, partial(run_worker, target, dtype, max_model_len))
 
@@ -124,7 +124,7 @@ def run_worker(
             kv_cache = _kv_cache(model, command.num_slots)
             runner = ModelRunner(model, kv_cache, None, build(command.plan, model, kv_cache, kv_cache.scratch))
         else:
-            runner.run(command.segments)
+            runner.forward(command.segments)
     release_backend(runner.backend)
     worker.close()
 

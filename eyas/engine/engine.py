@@ -7,9 +7,10 @@ from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
+from eyas.cache.prefix_cache import cached_blocks
 from eyas.engine.draft_budget import DraftBudget, FixedDraftBudget
 from eyas.engine.draft_manager import DraftManager
-from eyas.engine.runner import ModelRunner
+from eyas.engine.runner import ModelRunner, segment_of
 from eyas.engine.scheduler import Scheduler
 from eyas.request import Chunk, Request
 from eyas.sampling.acceptance import VerifyOutput
@@ -87,7 +88,7 @@ class Engine:
         batch = self._scheduler.schedule(drafts)
         outputs: list[VerifyOutput] = []
         if batch:
-            logits = self._runner.forward(batch)
+            logits = self._runner.forward([segment_of(scheduled) for scheduled in batch])
             outputs = verify([scheduled.logit_rows for scheduled in batch], logits, self._rules)
             committed = self._scheduler.commit(batch, outputs)
             self._release([chunk.request_id for chunk in committed if chunk.finish_reason])
@@ -105,9 +106,10 @@ class Engine:
     def submit(self, request: Request) -> None:
         """Queue one completion, as `SamplingParams.completions` gives it. Raises InvalidRequest if it can never be served,
         Overloaded if the queue is full."""
+        target = self._runner.target
         check_request(request)
-        check_fit(request, self.vocab_size, self.max_model_len)
-        check_engine_request(request, self.vocab_size, self._runner.target.eos_ids)
+        check_fit(request, target.vocab_size, self.max_model_len)
+        check_engine_request(request, target.vocab_size, target.eos_ids)
         self._scheduler.add(request)
 
     def cancel(self, request_id: str) -> None:
@@ -128,12 +130,13 @@ class Engine:
 
     @property
     def load(self) -> EngineLoad:
+        cache = self._scheduler.cache
         return EngineLoad(
             num_running=len(self._scheduler.running),
             num_waiting=len(self._scheduler.waiting),
-            free_kv_tokens=self._scheduler.num_free,
-            num_kv_tokens=self._scheduler.num_slots,
-            cached_kv_tokens=self._scheduler.num_cached,
+            free_kv_tokens=cache.num_available,
+            num_kv_tokens=self._scheduler.config.max_kv_tokens,
+            cached_kv_tokens=cache.num_cached,
             queued_kv_tokens=self._scheduler.waiting.num_slots,
             tree_nodes=self._budget.num_nodes,
         )
@@ -141,7 +144,7 @@ class Engine:
     @property
     def max_num_seqs(self) -> int:
         """Most sequences in a step."""
-        return self._scheduler.max_num_seqs
+        return self._scheduler.config.max_num_seqs
 
     @property
     def vocab_size(self) -> int:
@@ -149,7 +152,7 @@ class Engine:
 
     def cached_blocks(self, limit: int) -> list[int]:
         """Hashes of at most `limit` blocks of the prefix cache, the most useful ones; see eyas.block_hash."""
-        return self._scheduler.cached_blocks(limit)
+        return cached_blocks(self._scheduler.cache.tree, limit)
 
     def check(self) -> None:
         """Assert the integrity of slots, owners and cached prefixes. Valid between steps."""

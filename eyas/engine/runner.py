@@ -18,7 +18,7 @@ from eyas.models.heads.layers import FeatureFuser
 from eyas.models.inputs import Segment, pack
 from eyas.models.numerics import batch_invariant_attend, fixed_size_blocks
 from eyas.models.target import TargetModel, TargetOutput
-from eyas.models.workers import SingleWorker, TargetWorkers
+from eyas.models.workers import TargetWorkers
 from eyas.tensors import upload
 
 
@@ -40,14 +40,10 @@ class ModelRunner:
         self.kv_cache = kv_cache
         self.backend: ForwardBackend = backend or target
         self._fuser = fuser
-        self._workers = workers or SingleWorker()
+        self._workers = workers or TargetWorkers()
 
-    def forward(self, batch: Seq[ScheduledSequence]) -> Tensor:
-        """Logits float32 [R, V] of the rows in each sequence's `logit_rows`."""
-        return self.run([_segment(scheduled) for scheduled in batch])
-
-    def run(self, segments: Seq[Segment]) -> Tensor:
-        """The forward pass itself, on every rank: logits float32 [R, V] of the wanted rows."""
+    def forward(self, segments: Seq[Segment]) -> Tensor:
+        """Run one forward pass on every rank: logits float32 [R, V] of each segment's `logits_indices`."""
         with self._workers.forward(segments):
             packed = self.backend.pack(segments)
             out = self.backend.forward(packed, self.kv_cache)
@@ -81,7 +77,7 @@ class BatchInvariantRunner(ModelRunner):
             raise ConfigError(f"deterministic mode cannot hold for {target.config.model_type}, which routes rows to experts")
         self._rows = rows
 
-    def run(self, segments: Seq[Segment]) -> Tensor:
+    def forward(self, segments: Seq[Segment]) -> Tensor:
         scratch = self.kv_cache.scratch
         blocks = [block for segment in segments for block in fixed_size_blocks(segment, self._rows, scratch)]
         return torch.cat([self._run_block(block) for block in blocks])
@@ -96,7 +92,7 @@ class BatchInvariantRunner(ModelRunner):
         return out.logits[upload(block.logits_indices, out.logits.device)]
 
 
-def _segment(scheduled: ScheduledSequence) -> Segment:
+def segment_of(scheduled: ScheduledSequence) -> Segment:
     """The rows of one sequence: prompt tokens, or the nodes of its tree."""
     sequence, tree, first, slots = scheduled.sequence, scheduled.tree, scheduled.first, scheduled.slots
     num_rows = len(slots)

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from eyas.cache.prefix_cache import PrefixCache, Slots, cached_blocks
+from eyas.cache.prefix_cache import PrefixCache, Slots
 from eyas.config import EngineConfig, TreeConfig
 from eyas.draft_protocol import TreeBudget
 from eyas.engine.sequence import DraftReply, QueueKey, ScheduledSequence, Sequence
@@ -46,17 +46,17 @@ class Scheduler:
     ) -> None:
         """config: its max_kv_tokens must be set. clock: the present time in seconds."""
         assert config.max_kv_tokens > 0, "the slots must have been counted"
-        self._config = config
+        self.config = config
         self._tree = tree
         self._eos_ids = eos_ids
         self._clock = clock
-        self._cache = PrefixCache(config.max_kv_tokens)
+        self.cache = PrefixCache(config.max_kv_tokens)
         self._max_cacheable = sys.maxsize if config.prefix_cache else 0
         self.waiting = WaitingQueue(config, clock)
         self.running: list[Sequence] = []
         self._by_id: dict[str, Sequence] = {}
         self._cancelled: list[Sequence] = []
-        self._step_slots: Slots = self._cache.no_slots
+        self._step_slots: Slots = self.cache.no_slots
         self.admitted: list[str] = []
         self.preempted: list[str] = []
         self.num_preemptions = 0
@@ -64,14 +64,14 @@ class Scheduler:
     def add(self, request: Request) -> None:
         """Queue a request. Raises InvalidRequest if it can never fit, Overloaded if the queue is full."""
         need = len(request.prompt_ids) + request.sampling.max_tokens
-        if need > self._config.max_kv_tokens:
+        if need > self.config.max_kv_tokens:
             raise InvalidRequest(
                 f"the request needs {need} token slots (prompt {len(request.prompt_ids)} + max_tokens "
-                f"{request.sampling.max_tokens}), but the engine has {self._config.max_kv_tokens}"
+                f"{request.sampling.max_tokens}), but the engine has {self.config.max_kv_tokens}"
             )
         if request.id in self._by_id:
             raise InvalidRequest(f"request id {request.id!r} is already running; ids must be unique")
-        self._by_id[request.id] = self.waiting.add(request, self._config.max_num_seqs - len(self.running))
+        self._by_id[request.id] = self.waiting.add(request, self.config.max_num_seqs - len(self.running))
 
     def cancel(self, request_id: str) -> None:
         """Mark a request; its slots are free after `reap`. Unknown ids are ignored: it may just have finished."""
@@ -94,8 +94,8 @@ class Scheduler:
         drafts: the drafter's replies; a sequence without a tree decodes plainly.
         """
         if len(self._step_slots):  # of a step that failed before its commit
-            self._cache.free(self._step_slots)
-            self._step_slots = self._cache.no_slots
+            self.cache.free(self._step_slots)
+            self._step_slots = self.cache.no_slots
         self.admitted, self.preempted = [], []
         trees: dict[str, DraftTree] = {}
         for reply in drafts:
@@ -103,10 +103,10 @@ class Scheduler:
             if reply.tree is not None:
                 trees[reply.sequence.request.id] = reply.tree
         self._admit()
-        while self._cache.num_available < len(self.running):
+        while self.cache.num_available < len(self.running):
             self._preempt_last()
-        allocations = allocate_rows(self.running, trees, self._config.max_prefill_tokens, self._cache.num_available)
-        self._step_slots = self._cache.take(sum(each.num_rows for each in allocations))
+        allocations = allocate_rows(self.running, trees, self.config.max_prefill_tokens, self.cache.num_available)
+        self._step_slots = self.cache.take(sum(each.num_rows for each in allocations))
         ends = itertools.accumulate(each.num_rows for each in allocations)
         return tuple(
             ScheduledSequence(each.sequence, self._step_slots[end - each.num_rows : end], each.sequence.computed, each.tree)
@@ -137,58 +137,35 @@ class Scheduler:
     @property
     def max_tree_nodes(self) -> int:
         """Most nodes of a tree in the next step; the more sequences run, the fewer."""
-        share = self._config.max_verify_tokens // max(len(self.running), 1)
+        share = self.config.max_verify_tokens // max(len(self.running), 1)
         return max(min(self._tree.num_draft_tokens, share), 1)
 
     @property
     def has_work(self) -> bool:
         return bool(self._by_id)
 
-    @property
-    def max_num_seqs(self) -> int:
-        """Most sequences in a step."""
-        return self._config.max_num_seqs
-
-    @property
-    def num_slots(self) -> int:
-        return self._config.max_kv_tokens
-
-    @property
-    def num_free(self) -> int:
-        """Slots that no running request owns or shares."""
-        return self._cache.num_available
-
-    @property
-    def num_cached(self) -> int:
-        """Slots that the prefix cache owns."""
-        return self._cache.num_cached
-
-    def cached_blocks(self, limit: int) -> list[int]:
-        """Hashes of at most `limit` blocks of the prefix cache, the most useful ones; see eyas.block_hash."""
-        return cached_blocks(self._cache.tree, limit)
-
     def check(self) -> None:
         """Assert that every slot is free, cached, or owned by exactly one running sequence. Valid between steps."""
         prefixes = [s.prefix for s in self.running if s.prefix is not None]
         assert len(prefixes) == len(self.running), "a running sequence holds no prefix"
-        self._cache.check([*(s.own_slots for s in self.running), self._step_slots], prefixes)
+        self.cache.check([*(s.own_slots for s in self.running), self._step_slots], prefixes)
         assert len(self._by_id) == len(self.running) + len(self.waiting)
 
     def _admit(self) -> None:
         nodes = self._tree.num_draft_tokens
         reserved = sum(slots_needed(s, nodes) for s in self.running) if self.waiting else 0
         while self.waiting:
-            sequence = self.waiting.first
-            prefix = self._cache.find(sequence.cacheable[: self._max_cacheable])
+            sequence = self.waiting.sequences[0]
+            prefix = self.cache.find(sequence.cacheable[: self._max_cacheable])
             need = slots_needed(sequence, nodes) - len(prefix)
-            if len(self.running) < self._config.max_num_seqs and reserved + need <= self._cache.num_available:
+            if len(self.running) < self.config.max_num_seqs and reserved + need <= self.cache.num_available:
                 reserved += need
                 self.waiting.admit().begin(prefix)
                 self.admitted.append(sequence.request.id)
                 bisect.insort(self.running, sequence, key=_key)
                 continue
-            self._cache.release(prefix, prefix.node.used)
-            if not preempts_last(self.running, sequence, nodes, self._config):
+            self.cache.release(prefix, prefix.node.used)
+            if not preempts_last(self.running, sequence, nodes, self.config):
                 return
             reserved -= slots_needed(self.running[-1], nodes)
             self._preempt_last()
@@ -198,7 +175,7 @@ class Scheduler:
         self.num_preemptions += 1
         sequence = self.running.pop()
         self.preempted.append(sequence.request.id)
-        sequence.leave(self._cache, self._max_cacheable, self._clock())
+        sequence.leave(self.cache, self._max_cacheable, self._clock())
         sequence.start_over()
         self.waiting.put_back(sequence)
 
@@ -215,15 +192,15 @@ class Scheduler:
         kept = self._step_slots[rows]
         rejected = np.ones(len(self._step_slots), dtype=np.bool_)
         rejected[rows] = False
-        self._cache.free(self._step_slots[rejected])
-        self._step_slots = self._cache.no_slots
+        self.cache.free(self._step_slots[rejected])
+        self._step_slots = self.cache.no_slots
         for scheduled, first, end in zip(batch, [0, *ends], ends, strict=False):
             scheduled.sequence.extend(kept[first:end])
 
     def _emit(self, scheduled: ScheduledSequence, accepted: Accepted, logprobs: tuple[TokenLogprob, ...]) -> Chunk:
         sequence, tree = scheduled.sequence, scheduled.tree
         if tree is None:
-            sequence.share(self._cache, self._max_cacheable)
+            sequence.share(self.cache, self._max_cacheable)
         first_tokens, num_cached = sequence.num_emitted == 0, sequence.num_cached or 0
         tokens = cut_at_stop(sequence, accepted.tokens, self._eos_ids)
         reason = finish_reason(sequence, tokens, self._eos_ids)
@@ -246,7 +223,7 @@ class Scheduler:
         """End a sequence without keeping what it has computed."""
         del self._by_id[sequence.request.id]
         _remove(self.running, sequence)
-        sequence.discard(self._cache)
+        sequence.discard(self.cache)
         return Chunk(sequence.request.id, finish_reason="error", message=error)
 
     def _drop(self, sequence: Sequence) -> None:
@@ -256,8 +233,8 @@ class Scheduler:
             self.waiting.remove(sequence)
             return
         _remove(self.running, sequence)
-        ttl = self._config.session_cache_ttl_s if sequence.request.session else 0.0
-        sequence.leave(self._cache, self._max_cacheable, self._clock() + ttl)
+        ttl = self.config.session_cache_ttl_s if sequence.request.session else 0.0
+        sequence.leave(self.cache, self._max_cacheable, self._clock() + ttl)
 
 
 class WaitingQueue:
@@ -265,36 +242,31 @@ class WaitingQueue:
 
     A key is the time of arrival, moved ahead by priority. It never changes, so that among equal priorities the first comes
     first, and a request that waits long enough is ahead of every newcomer of higher priority.
-    num_slots: what the queued requests need together to their ends.
+    sequences: the next one to admit first. num_slots: what they need together to their ends.
     """
 
     def __init__(self, config: EngineConfig, clock: Callable[[], float]) -> None:
         """clock: the present time in seconds."""
         self._config = config
         self._clock = clock
-        self._queue: list[Sequence] = []
+        self.sequences: list[Sequence] = []
         self.num_slots = 0
         self._num_arrived = 0
         self._admission_times: deque[float] = deque(maxlen=_NUM_ADMISSIONS)
 
     def __len__(self) -> int:
-        return len(self._queue)
-
-    @property
-    def first(self) -> Sequence:
-        """The next sequence to admit."""
-        return self._queue[0]
+        return len(self.sequences)
 
     def add(self, request: Request, num_open: int) -> Sequence:
         """Queue a new request. num_open: sequences that may start with the next step; they do not count as queued.
 
         Raises Overloaded, with a time to try again, if the queue is full.
         """
-        if len(self._queue) >= self._config.max_queued_requests + num_open:
+        if len(self.sequences) >= self._config.max_queued_requests + num_open:
             seconds = self._retry_after()
-            raise Overloaded(f"{len(self._queue)} requests are waiting already; try again in {seconds:.1f} s", seconds)
+            raise Overloaded(f"{len(self.sequences)} requests are waiting already; try again in {seconds:.1f} s", seconds)
         due = self._clock() - request.priority * self._config.priority_aging_s
-        sequence = Sequence.start(request, QueueKey(due, self._num_arrived))
+        sequence = Sequence(request, QueueKey(due, self._num_arrived), list(request.prompt_ids))
         self._num_arrived += 1
         self.put_back(sequence)
         return sequence
@@ -302,18 +274,18 @@ class WaitingQueue:
     def put_back(self, sequence: Sequence) -> None:
         """Queue a sequence that has run already; its key puts it before all that came later."""
         self.num_slots += sequence.num_slots
-        bisect.insort(self._queue, sequence, key=_key)
+        bisect.insort(self.sequences, sequence, key=_key)
 
     def admit(self) -> Sequence:
         """Take out the first."""
         self._admission_times.append(self._clock())
-        sequence = self._queue.pop(0)
+        sequence = self.sequences.pop(0)
         self.num_slots -= sequence.num_slots
         return sequence
 
     def remove(self, sequence: Sequence) -> None:
         """Take out a sequence that no longer waits."""
-        _remove(self._queue, sequence)
+        _remove(self.sequences, sequence)
         self.num_slots -= sequence.num_slots
 
     def _retry_after(self) -> float:

@@ -56,10 +56,6 @@ class Sequence:
         self._slots = np.empty(len(self.request.prompt_ids) + self.request.sampling.max_tokens, dtype=np.int64)
         self.cacheable = self._cacheable()
 
-    @classmethod
-    def start(cls, request: Request, key: QueueKey) -> Sequence:
-        return cls(request, key, list(request.prompt_ids))
-
     def begin(self, prefix: CachedPrefix) -> None:
         """Start to run, after a cached prefix."""
         self.prefix, self.computed = prefix, len(prefix)

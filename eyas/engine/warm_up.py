@@ -35,7 +35,7 @@ def measure_verify(runner: ModelRunner, engine: EngineConfig, tree: TreeConfig) 
         segments = [segment(min(nodes, num_rows - start)) for start in range(0, num_rows, nodes)]
         draws = [Draw(GREEDY, 0)] * num_rows
         while True:
-            yield lambda: sample(runner.run(segments), draws).tolist()
+            yield lambda: sample(runner.forward(segments), draws).tolist()
 
     return _measure(rounds, min(engine.max_verify_tokens, engine.max_num_seqs * nodes), rate=0.1)
 

@@ -77,8 +77,8 @@ def slot_attention(
     keys, values, slots = kv_cache.keys[layer], kv_cache.values[layer], packed.slots
     keys.index_copy_(0, slots, key[0].transpose(0, 1))
     values.index_copy_(0, slots, value[0].transpose(0, 1))
-    group = packed.only_segment
-    if group is not None and packed.attend is None:
+    group = packed.groups[0] if packed.groups else None
+    if group is not None and group.covers_pass and group.shape[0] == 1 and packed.attend is None:
         bias = packed.bias(0, sliding_window, query.dtype, query.shape[1] // keys.shape[1])
         return _attend_one_segment(query, keys, values, group, bias, scaling, softcap), None
     attend_rows = packed.attend or attend

@@ -69,12 +69,6 @@ class PackedInputs:
         """Rows whose logits are asked for, without padding."""
         return self.metadata.num_logits if self.metadata else len(self.logits_indices)
 
-    @cached_property
-    def only_segment(self) -> PaddedGroup | None:
-        """The group of the only segment; None if there are several."""
-        group = self.groups[0] if self.groups else None
-        return group if group and group.covers_pass and group.shape[0] == 1 else None
-
     def bias(self, index: int, window: int | None, dtype: torch.dtype, heads_per_kv: int) -> Tensor | None:
         """Additive mask of a group [B, 1, heads_per_kv * Q, K]: 0 where a cell sees a key, else -inf. None if all see all.
 
@@ -117,6 +111,7 @@ class PaddedGroup:
     """Segments of similar size, padded to one shape (B, Q). Each tensor is made on first use.
 
     A cell is a place in that shape; cells behind the last row of a segment are padding.
+    covers_pass: whether the cells are all packed rows, in their order. unmasked: whether every cell sees every key.
     """
 
     def __init__(self, segments: Sequence[Segment], starts: Ints, is_only: bool, device: torch.device) -> None:
@@ -128,12 +123,9 @@ class PaddedGroup:
         self._lengths = [len(s.prefix) for s in segments]
         self._padded = len(set(self._counts)) > 1
         self.shape = (len(segments), max(self._counts))
-        self.covers_pass = is_only and not self._padded  # the cells are all packed rows, in their order
-
-    @cached_property
-    def unmasked(self) -> bool:
-        """Whether every cell sees every key."""
-        return self.shape[1] == 1 and len(set(self._lengths)) == 1
+        self.covers_pass = is_only and not self._padded
+        self.unmasked = self.shape[1] == 1 and len(set(self._lengths)) == 1
+        self._num_keys = max(map(sum, zip(self._counts, self._lengths, strict=True)))
 
     @cached_property
     def slot_range(self) -> tuple[int, int] | None:
@@ -192,10 +184,6 @@ class PaddedGroup:
     def _cell_rows(self) -> Ints:
         last: Ints = np.array(self._counts)[:, None] - 1
         return np.minimum(np.arange(self.shape[1]), last)
-
-    @property
-    def _num_keys(self) -> int:
-        return max(map(sum, zip(self._counts, self._lengths, strict=True)))
 
     def _padded_keys(self, columns: Sequence[Ints]) -> Tensor:
         keys = np.empty((len(columns), self._num_keys), dtype=np.int64)

@@ -22,7 +22,6 @@ from datetime import timedelta
 from enum import IntEnum
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -41,7 +40,7 @@ log = logging.getLogger(__name__)
 _START_SECONDS = 600.0
 # How long rank 0 waits for the others to stop.
 _STOP_SECONDS = 5.0
-# How long rank 0 waits after a failure for the news that another rank has died.
+# How long rank 0 waits after a failure to learn whether another rank has died.
 _FAILURE_SECONDS = 1.0
 # How long a rank lives on without rank 0.
 _ORPHAN_SECONDS = 5
@@ -68,54 +67,33 @@ class RankInfo:
         return f"cuda:{rank}" if self.device.startswith("cuda") else self.device
 
 
-class TargetWorkers(Protocol):
-    """The other ranks, as rank 0 sees them."""
+class TargetWorkers:
+    """The other ranks, as rank 0 sees them. This class stands for no others; DriverWorker has some."""
 
-    size: int
+    size = 1
 
     def init_kv_cache(self, num_slots: int, plan: BackendPlan) -> AbstractContextManager[None]:
         """Let the others allocate `num_slots` slots and build the planned backend; the body must do the same.
 
         Earlier slots are dropped. Raises Unavailable if a rank is gone.
         """
-        ...
+        return nullcontext()
 
     def forward(self, segments: Sequence[Segment]) -> AbstractContextManager[None]:
         """Let the others run a forward pass; the body must run the same. Raises Unavailable if a rank is gone."""
-        ...
+        return nullcontext()
 
     def register_failure_callback(self, callback: Callable[[str], None]) -> None:
         """Call `callback` once with the reason when a rank is gone, from any thread; at once if one is already gone."""
-        ...
 
     def before_close(self, callback: Callable[[], None]) -> None:
         """Call `callback` before the ranks leave their group, unless one is gone by then."""
-        ...
 
     def close(self) -> None:
         """Stop the other ranks. No command may follow. Runs by itself when Python ends; a second call does nothing."""
-        ...
 
 
-class SingleWorker:
-    """Rank 0 without others."""
-
-    size = 1
-
-    def init_kv_cache(self, num_slots: int, plan: BackendPlan) -> AbstractContextManager[None]:
-        return nullcontext()
-
-    def forward(self, segments: Sequence[Segment]) -> AbstractContextManager[None]:
-        return nullcontext()
-
-    def register_failure_callback(self, callback: Callable[[str], None]) -> None: ...
-
-    def before_close(self, callback: Callable[[], None]) -> None: ...
-
-    def close(self) -> None: ...
-
-
-class DriverWorker:
+class DriverWorker(TargetWorkers):
     """Rank 0 with others. Commands come from one thread."""
 
     def __init__(self, connections: Mapping[int, Connection], processes: Sequence[BaseProcess]) -> None:

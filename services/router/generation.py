@@ -15,7 +15,7 @@ from eyas.rpc.messages import GenerateCall, ModelInfo, TextChunk, Totals
 from eyas.services.router.dispatcher import Dispatcher, PlacementHint, TrailerCallback, no_verifier
 from eyas.services.router.telemetry import RouterTelemetry
 from eyas.services.router.workers import WorkerPool
-from eyas.tokenizer import Tokenizer
+from eyas.tokenizer import TextStream, Tokenizer
 from eyas.validation import check_fit, check_request
 
 
@@ -153,7 +153,7 @@ class OutputProcessor:
     def __init__(self, request: Request, completion: Request, index: int, tokenizer: Tokenizer) -> None:
         self._index = index
         self._num_prompt_tokens = len(completion.prompt_ids)
-        self._text = tokenizer.stream(request.sampling.stop, request.sampling.min_tokens)
+        self._text = TextStream(tokenizer, request.sampling.stop, request.sampling.min_tokens)
         self._stats = GenerationStats()
         self._num_output_tokens = 0
         self._num_cached_tokens = 0

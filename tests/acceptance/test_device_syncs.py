@@ -90,9 +90,9 @@ def test_device_paths_equal_the_walk(found: list[DraftTree], data: st.DataObject
     total = sum(map(len, found))
     tokens = data.draw(st.lists(st.integers(0, 4), min_size=total, max_size=total))
     tried = data.draw(st.lists(st.booleans(), min_size=len(found), max_size=len(found)))
-    law = DraftProbs((0, 1, 2), (0.5, 0.3, 0.2))
+    probs = DraftProbs((0, 1, 2), (0.5, 0.3, 0.2))
     starts = np.cumsum([0, *map(len, found)])[:-1].tolist()
-    drawn = [replace(tree, sampled=SampledProposal(dict.fromkeys(tree.families, law), True)) for tree in found]
+    drawn = [replace(tree, sampled=SampledProposal(dict.fromkeys(tree.families, probs), True)) for tree in found]
     held = {start: tree for start, tree, yes in zip(starts, drawn, tried, strict=True) if yes and tree.families}
     width = max((len(family) for tree in held.values() for family in tree.families.values()), default=0)
     rows = [[data.draw(st.integers(0, 1)) for _ in range(width)] + [7] for tree in held.values() for _ in tree.families]

@@ -1,4 +1,4 @@
-"""The rule `rejection` through the engine: the target's law with drafters that sample, plain decoding with all others."""
+"""The rule `rejection` through the engine: the target's distribution with drafters that sample, else plain decoding."""
 
 import functools
 from dataclasses import replace
@@ -74,13 +74,13 @@ def requests(count: int, sampling: SamplingParams = PARAMS) -> list[Request]:
 def target_rows(target: str, prefixes: list[tuple[int, ...]], params: SamplingParams) -> torch.Tensor:
     with torch.inference_mode():
         logits = reference.load_reference(target)(input_ids=torch.tensor(prefixes)).logits[:, -1]
-    rows = torch.tensor([reference.law(row, params) for row in logits], dtype=torch.float64)
+    rows = torch.tensor([reference.target_probs(row, params) for row in logits], dtype=torch.float64)
     return rows / rows.sum(1, keepdim=True)
 
 
 @functools.cache
 def marginals(target: str, params: SamplingParams) -> list[torch.Tensor]:
-    """The laws of the first, second and third token after PROMPT."""
+    """The probabilities of the first, second and third token after PROMPT."""
     tokens = range(48)
     first = target_rows(target, [PROMPT], params)[0]
     second = target_rows(target, [(*PROMPT, a) for a in tokens], params)
@@ -112,19 +112,19 @@ def test_emitted_tokens_follow_the_target_probs(name: str, params: SamplingParam
     asked = [Request(f"{seed}", PROMPT, replace(params, seed=seed, max_tokens=4)) for seed in range(count)]
     emitted = run(engine, asked, stats)
     assert count / 20 < stats.num_accepted < stats.num_drafted, "some drafts were accepted, some rejected"
-    for place, law in enumerate(marginals(tiny_target, params)):
-        assert plausible(counted(emitted, place), law * count), f"token {place}"
+    for place, probs in enumerate(marginals(tiny_target, params)):
+        assert plausible(counted(emitted, place), probs * count), f"token {place}"
 
 
 def test_a_drafter_with_wrong_proposal_probs_is_detected(tiny_target: str, tiny_head: str) -> None:
     class Greedy(BigramDrafter):
-        def _siblings(self, law: DraftProbs, width: int, seed: int, position: int) -> list[int]:
-            return list(law.ids[:width])
+        def _siblings(self, probs: DraftProbs, width: int, seed: int, position: int) -> list[int]:
+            return list(probs.ids[:width])
 
     engine, count = make_engine(Greedy(bigram_logits(tiny_target), (1, 1)), tiny_target, tiny_head), 1500
     asked = [Request(f"{seed}", PROMPT, replace(PARAMS, seed=seed, max_tokens=3)) for seed in range(count)]
-    law = marginals(tiny_target, PARAMS)[1]
-    assert not plausible(counted(run(engine, asked), 1), law * count)
+    probs = marginals(tiny_target, PARAMS)[1]
+    assert not plausible(counted(run(engine, asked), 1), probs * count)
 
 
 @pytest.mark.parametrize("name", DRAFTERS)
@@ -153,7 +153,7 @@ def test_greedy_requests_are_matched_token_for_token(name: str, tiny_target: str
         SampledProposal({0: DraftProbs((1, 1), (0.5, 0.5))}),
         SampledProposal({0: DraftProbs((1, 99), (0.5, 0.5))}),
     ],
-    ids=["deterministic", "no law", "too much", "twice", "outside"],
+    ids=["deterministic", "no probabilities", "too much", "twice", "outside"],
 )
 def test_a_tree_without_valid_probs_counts_as_no_tree(
     sampled: SampledProposal | None, tiny_target: str, tiny_head: str
@@ -186,7 +186,7 @@ def test_a_drafter_that_cannot_sample_is_refused_at_the_start(tiny_target: str, 
 
 
 def test_an_unknown_acceptance_is_refused_by_name() -> None:
-    with pytest.raises(ConfigError, match="rule is 'typical'; it must be one of match, rejection"):
+    with pytest.raises(ConfigError, match="acceptance is 'typical'; it must be one of match, rejection"):
         EngineConfig(acceptance="typical")  # type: ignore[arg-type]
 
 

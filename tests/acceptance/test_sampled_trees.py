@@ -15,10 +15,10 @@ WHOLE = DraftProbs((4, 5, 6), (0.5, 0.3, 0.2))
 NAN = float("nan")
 
 
-def family(*tokens: int, law: DraftProbs = WHOLE, replacement: bool = False) -> DraftTree:
+def family(*tokens: int, probs: DraftProbs = WHOLE, replacement: bool = False) -> DraftTree:
     """A root with children."""
     size = len(tokens) + 1
-    return DraftTree((3, *tokens), (0,) * size, (0.0,) * size, sampled=SampledProposal({0: law}, replacement))
+    return DraftTree((3, *tokens), (0,) * size, (0.0,) * size, sampled=SampledProposal({0: probs}, replacement))
 
 
 @pytest.mark.parametrize(
@@ -27,9 +27,9 @@ def family(*tokens: int, law: DraftProbs = WHOLE, replacement: bool = False) -> 
         family(5),
         family(6, 4, 5),
         family(4, 4, 4, replacement=True),
-        family(4, law=DraftProbs((4,), (1.0,))),
-        family(4, law=DraftProbs((4, 5), (0.2, 0.1))),
-        family(4, law=DraftProbs((4, 5), (0.6, 0.4 + 1e-6))),
+        family(4, probs=DraftProbs((4,), (1.0,))),
+        family(4, probs=DraftProbs((4, 5), (0.2, 0.1))),
+        family(4, probs=DraftProbs((4, 5), (0.6, 0.4 + 1e-6))),
     ],
 )
 def test_a_tree_that_states_a_possible_draw_passes(tree: DraftTree) -> None:
@@ -39,18 +39,18 @@ def test_a_tree_that_states_a_possible_draw_passes(tree: DraftTree) -> None:
 @pytest.mark.parametrize(
     ("tree", "reason"),
     [
-        (family(7), "cannot draw"),
+        (family(7), "which its 3 draft probabilities do not hold"),
         (family(4, 4), "drawn twice"),
-        (family(4, law=DraftProbs((4, 5), (0.5, 0.6))), "in all"),
-        (family(4, law=DraftProbs((4, 5), (0.5, 0.0))), "probabilities from 0.0"),
-        (family(4, law=DraftProbs((4, 5), (0.5, -0.1))), "probabilities from -0.1"),
-        (family(4, law=DraftProbs((4, 5), (0.5, NAN))), "nan in all"),
-        (family(4, law=DraftProbs((4,), (float("inf"),))), "inf in all"),
-        (family(4, law=DraftProbs((4, 4), (0.5, 0.5))), "1 distinct of 2 ids"),
-        (family(4, law=DraftProbs((4, 5), (0.5,))), "1 probabilities"),
-        (family(4, law=DraftProbs((), ())), "0 probabilities"),
-        (family(4, law=DraftProbs((4, 9), (0.5, 0.5))), "outside"),
-        (family(4, law=DraftProbs((-1, 4), (0.5, 0.5))), "outside"),
+        (family(4, probs=DraftProbs((4, 5), (0.5, 0.6))), "with sum 1.1"),
+        (family(4, probs=DraftProbs((4, 5), (0.5, 0.0))), "probabilities from 0.0"),
+        (family(4, probs=DraftProbs((4, 5), (0.5, -0.1))), "probabilities from -0.1"),
+        (family(4, probs=DraftProbs((4, 5), (0.5, NAN))), "with sum nan"),
+        (family(4, probs=DraftProbs((4,), (float("inf"),))), "with sum inf"),
+        (family(4, probs=DraftProbs((4, 4), (0.5, 0.5))), "for 2 ids, 1 of them distinct"),
+        (family(4, probs=DraftProbs((4, 5), (0.5,))), "1 draft probabilities for 2 ids"),
+        (family(4, probs=DraftProbs((), ())), "0 draft probabilities"),
+        (family(4, probs=DraftProbs((4, 9), (0.5, 0.5))), "outside"),
+        (family(4, probs=DraftProbs((-1, 4), (0.5, 0.5))), "outside"),
         (
             DraftTree((3, 4), (0, 0), (0.0, 0.0), sampled=SampledProposal({})),
             r"draft probabilities for nodes \[\], children below nodes \[0\]",

@@ -89,7 +89,7 @@ class NaiveEagle:
         if noise.temperature == 0:
             return torch.log_softmax(logits, -1).tolist()
         params = SamplingParams(temperature=noise.temperature, top_k=noise.top_k, top_p=noise.top_p)
-        probs = reference.law(logits, params)
+        probs = reference.target_probs(logits, params)
         gumbel = [-math.log(reference.noise(noise.seed, position, token)) for token in self.ids]
         perturbed = [(math.log(p) + g) / scale if p > 0 else -math.inf for p, g in zip(probs, gumbel, strict=True)]
         return torch.log_softmax(torch.tensor(perturbed), -1).tolist()

@@ -24,7 +24,7 @@ def naive_chain(
     params = SamplingParams(temperature=noise.temperature, top_k=noise.top_k, top_p=noise.top_p)
     for level in range(length):
         state = eagle.state(pairs)
-        probs = reference.law(rms(state, eagle.w["norm.weight"]) @ eagle.w["lm_head.weight"].T, params)
+        probs = reference.target_probs(rms(state, eagle.w["norm.weight"]) @ eagle.w["lm_head.weight"].T, params)
         likeliest = sorted(range(len(probs)), key=lambda i: -probs[i])[:PROPOSAL_TOP_K]
         kept = {eagle.ids[i]: probs[i] for i in likeliest if probs[i] > 0}
         token = min(kept, key=lambda t: reference.noise(noise.seed, len(tokens) + level, t) / kept[t])

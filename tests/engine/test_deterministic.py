@@ -13,13 +13,13 @@ from eyas.config import DraftingConfig, EngineConfig, TreeConfig
 from eyas.drafters.base import Drafter
 from eyas.drafters.registry import build_drafter
 from eyas.engine.build import assemble_engine
-from eyas.engine.runner import BatchInvariantRunner, ModelRunner
+from eyas.engine.runner import BatchInvariantRunner, ModelRunner, segment_of
 from eyas.engine.sequence import QueueKey, ScheduledSequence, Sequence
 from eyas.errors import ConfigError
 from eyas.models.cuda.backend import BackendPlan
 from eyas.models.heads.eagle_loader import load_fuser
 from eyas.models.target import TargetModel, load_target
-from eyas.models.workers import SingleWorker
+from eyas.models.workers import TargetWorkers
 from eyas.request import Request, SamplingParams
 from eyas.tree import DraftTree
 from tests.engine.drafters import RandomDrafter
@@ -42,9 +42,9 @@ def runner_of(target: TargetModel) -> BatchInvariantRunner:
 
 def prefill(runner: ModelRunner, tokens: list[int], slots: np.ndarray, cuts: tuple[int, ...]) -> torch.Tensor:
     """Logits after the last token, prefilled in chunks."""
-    sequence = Sequence.start(Request("a", tuple(tokens)), QueueKey(0.0, 0))
+    sequence = Sequence(Request("a", tuple(tokens)), QueueKey(0.0, 0), list(tokens))
     for start, end in zip((0, *cuts), (*cuts, len(tokens)), strict=True):
-        logits = runner.forward([ScheduledSequence(sequence, slots[start:end], start)])
+        logits = runner.forward([segment_of(ScheduledSequence(sequence, slots[start:end], start))])
         sequence.extend(slots[start:end])
     return logits[-1]
 
@@ -52,7 +52,8 @@ def prefill(runner: ModelRunner, tokens: list[int], slots: np.ndarray, cuts: tup
 def tree_logits(runner: ModelRunner, tree: DraftTree, prefix: list[int], slots: np.ndarray) -> torch.Tensor:
     sequence = Sequence(Request("b", tuple(prefix)), QueueKey(0.0, 0), [*prefix, tree.tokens[0]])
     sequence.extend(slots[: len(prefix)])
-    return runner.forward([ScheduledSequence(sequence, slots[len(prefix) : len(prefix) + len(tree)], len(prefix), tree)])
+    scheduled = ScheduledSequence(sequence, slots[len(prefix) : len(prefix) + len(tree)], len(prefix), tree)
+    return runner.forward([segment_of(scheduled)])
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
@@ -106,16 +107,16 @@ def test_a_target_that_routes_rows_is_refused(tmp_path: Path) -> None:
         runner_of(load_family(tmp_path, "mixtral", "float32"))
 
 
-class _Two(SingleWorker):
+class _Two(TargetWorkers):
     """Two ranks; the other one only records its commands."""
 
     size = 2
 
     def __init__(self) -> None:
-        self.allotted: list[int] = []
+        self.allocated: list[int] = []
 
-    def allot(self, num_slots: int, plan: BackendPlan) -> AbstractContextManager[None]:
-        self.allotted.append(num_slots)
+    def init_kv_cache(self, num_slots: int, plan: BackendPlan) -> AbstractContextManager[None]:
+        self.allocated.append(num_slots)
         return super().init_kv_cache(num_slots, plan)
 
 
@@ -123,4 +124,4 @@ def test_several_ranks_are_refused_before_allocation(tiny_target: str) -> None:
     config, ranks = EngineConfig(max_kv_tokens=64, deterministic=True, tensor_parallel_size=2), _Two()
     with pytest.raises(ConfigError, match=r"engine\.deterministic needs engine\.tensor_parallel_size 1"):
         assemble_engine(load_target(tiny_target), None, config, TreeConfig(), None, ranks)
-    assert ranks.allotted == []
+    assert ranks.allocated == []

@@ -172,9 +172,9 @@ def test_sampled_tokens_follow_the_target_probs(name: str, tiny_target: str, tin
         first = torch.softmax(model(input_ids=torch.tensor([prompt])).logits[0, -1] / 0.9, -1)
         rows = torch.tensor([[*prompt, token] for token in range(48)])
         second = first @ torch.softmax(model(input_ids=rows).logits[:, -1] / 0.9, -1)
-    for place, law in enumerate((first, second)):
+    for place, probs in enumerate((first, second)):
         counts = torch.bincount(torch.tensor([tokens[place] for tokens in emitted.values()]), minlength=48)
-        assert chi_square_is_plausible(counts, law * count)
+        assert chi_square_is_plausible(counts, probs * count)
 
 
 def chi_square_is_plausible(counts: torch.Tensor, expected: torch.Tensor) -> bool:

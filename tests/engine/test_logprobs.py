@@ -1,4 +1,4 @@
-"""Log-probabilities of the target's own law: of emitted tokens and of the prompt, however the tokens came about."""
+"""Log-probabilities of the target's own distribution: of emitted tokens and of the prompt, however the tokens came about."""
 
 from dataclasses import replace
 
@@ -24,12 +24,13 @@ KINDS = (
 @torch.inference_mode()
 def expected(target: str, tokens: list[int], first: int, num_top: int) -> list[TokenLogprob]:
     """Of tokens[first:], by one pass over everything."""
-    law = torch.log_softmax(reference.forward(target, tokens), -1)
+    log_probs = torch.log_softmax(reference.forward(target, tokens), -1)
     reported = []
     for at in range(max(first, 1), len(tokens)):
-        top = law[at - 1].topk(num_top)
+        row = log_probs[at - 1]
+        top = row.topk(num_top)
         reported.append(
-            TokenLogprob(tokens[at], float(law[at - 1, tokens[at]]), tuple(top.indices.tolist()), tuple(top.values.tolist()))
+            TokenLogprob(tokens[at], float(row[tokens[at]]), tuple(top.indices.tolist()), tuple(top.values.tolist()))
         )
     return reported
 

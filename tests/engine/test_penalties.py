@@ -130,7 +130,7 @@ def under(sequence: Sequence, name: str, sampling: SamplingParams) -> Sequence:
 
 
 def test_default_requests_keep_their_logits() -> None:
-    sequence = Sequence.start(Request("a", (1, 2), PLAIN), QueueKey(0.0, 0))
+    sequence = Sequence(Request("a", (1, 2), PLAIN), QueueKey(0.0, 0), [1, 2])
     logits = torch.zeros(1, 8)
     assert LogitRules(frozenset()).applied(logits, [ScheduledSequence(sequence, np.arange(2), 0).logit_rows]) is logits
 

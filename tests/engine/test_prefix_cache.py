@@ -119,7 +119,7 @@ def test_rejected_rows_never_enter_the_cache(tiny_target: str, tiny_head: str) -
 
 def contents(engine: Engine, tokens: list[int]) -> list[torch.Tensor]:
     """Keys, values and features that the cache holds for tokens; it must hold all of them."""
-    cache, pools = engine._scheduler._cache, engine._runner.kv_cache
+    cache, pools = engine._scheduler.cache, engine._runner.kv_cache
     prefix = cache.find(torch.tensor(tokens).numpy())
     assert len(prefix) == len(tokens)
     cache.release(prefix, 0.0)
@@ -132,4 +132,4 @@ def test_a_failed_request_leaves_nothing_in_the_prefix_cache(tiny_target: str, t
         engine._runner.target.model.get_input_embeddings().weight[47] = float("nan")
     chunks = run(engine, {0: [Request("bad", (47, 5, 6), replace(GREEDY, seed=0))]})
     assert chunks["bad"][-1].finish_reason == "error"
-    assert (engine._scheduler.num_cached, engine.load.free_kv_tokens) == (0, 1024)
+    assert (engine._scheduler.cache.num_cached, engine.load.free_kv_tokens) == (0, 1024)

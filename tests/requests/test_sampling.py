@@ -1,4 +1,4 @@
-"""The noise function, the law that tokens are drawn from, and exact ranking, against straightforward versions."""
+"""The noise function, the probabilities that tokens are drawn from, and exact ranking, against straightforward versions."""
 
 import math
 
@@ -66,9 +66,9 @@ def test_greedy_ties_go_to_the_lowest_id() -> None:
 
 def test_filtered_probs_keep_at_least_the_likeliest_token() -> None:
     filters = Filters(torch.ones(1), torch.tensor([0]), torch.tensor([1e-6]), torch.ones(1))
-    law = filtered_probs(torch.tensor([[1.0, 1.0, 0.0]]), filters, torch.tensor([0]))
-    assert law[0].count_nonzero() == 1
-    assert law[0, 0] > 0
+    probs = filtered_probs(torch.tensor([[1.0, 1.0, 0.0]]), filters, torch.tensor([0]))
+    assert probs[0].count_nonzero() == 1
+    assert probs[0, 0] > 0
 
 
 @given(st.lists(st.sampled_from([-math.inf, -1.5, -0.0, 0.0, 0.5, 2.0]), min_size=4, max_size=24))
@@ -93,6 +93,6 @@ def test_probs_are_prepared_without_a_device_sync() -> None:
     logits = torch.randn(3, 300, generator=torch.Generator().manual_seed(3))
     draws = [Draw(NoiseKey(2, 0.7), 5), Draw(NoiseKey(3, 1.3, 4, 0.8), 6), Draw(NoiseKey(4, 1.0, min_p=0.1), 6)]
     with Waits() as waits:
-        law = target_probs(logits, draws)
+        probs = target_probs(logits, draws)
     assert waits.names == []
-    assert torch.equal(law, torch.cat([target_probs(logits[i : i + 1], [draw]) for i, draw in enumerate(draws)]))
+    assert torch.equal(probs, torch.cat([target_probs(logits[i : i + 1], [draw]) for i, draw in enumerate(draws)]))

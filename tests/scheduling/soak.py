@@ -31,7 +31,7 @@ CHECK_EVERY = 20
 
 @dataclass
 class Soak:
-    """What came of it. growth: of the process's peak memory after the first tenth, in MiB."""
+    """The result of a soak. growth: of the process's peak memory after the first tenth, in MiB."""
 
     num_finished: int = 0
     num_cancelled: int = 0

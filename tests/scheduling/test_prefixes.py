@@ -121,7 +121,7 @@ def test_without_a_prefix_cache_nothing_is_kept() -> None:
     for name in ("a", "b"):
         engine.submit(name, [1, 2, 0, 1], 3)
         engine.run()
-    assert (engine.num_cached("b"), engine.scheduler.num_cached, engine.scheduler.num_free) == (0, 0, 48)
+    assert (engine.num_cached("b"), engine.scheduler.cache.num_cached, engine.scheduler.cache.num_available) == (0, 0, 48)
 
 
 @pytest.mark.parametrize(("waited", "found"), [(30, 12), (90, 0)])

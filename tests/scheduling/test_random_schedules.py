@@ -40,8 +40,8 @@ def test_any_trace_gives_right_tokens_and_loses_no_slot(
         expected, reason = generate(request), engine.chunks[request.id][-1].finish_reason
         found = engine.output(request.id)
         assert found == expected if reason == "length" else found == expected[: len(found)]
-    assert engine.scheduler.num_free == 48
-    assert cached or not engine.scheduler.num_cached
+    assert engine.scheduler.cache.num_available == 48
+    assert cached or not engine.scheduler.cache.num_cached
 
 
 def test_preempted_requests_are_recomputed_with_equal_output() -> None:
@@ -161,4 +161,4 @@ def test_cancelling_at_any_moment_frees_everything_at_once() -> None:
             engine.scheduler.cancel(f"{i}")
         engine.scheduler.reap()
         engine.scheduler.check()
-        assert (engine.scheduler.num_free, engine.scheduler.has_work) == (40, False)
+        assert (engine.scheduler.cache.num_available, engine.scheduler.has_work) == (40, False)

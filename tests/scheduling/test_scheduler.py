@@ -195,4 +195,4 @@ def test_slots_of_a_step_that_failed_come_back() -> None:
     scheduler.reap()
     scheduler.schedule([])
     scheduler.check()
-    assert scheduler.num_free == 64
+    assert scheduler.cache.num_available == 64

@@ -10,7 +10,7 @@ from tokenizers import Tokenizer as HuggingFaceTokenizer
 from tokenizers import decoders, models
 
 from eyas.errors import CheckpointError
-from eyas.tokenizer import Tokenizer, load_tokenizer
+from eyas.tokenizer import TextStream, Tokenizer, load_tokenizer
 
 DEMO = Path("models/demo/target")
 TEXT = "def naïve(x):  # 日本語 🦅\n    return x + 1\n"
@@ -45,7 +45,7 @@ def test_streamed_text_is_the_decoded_text(demo: Tokenizer) -> None:
 @given(st.lists(st.integers(0, 4095), max_size=40))
 def test_streamed_text_is_the_decoded_text_of_any_tokens(ids: list[int]) -> None:
     tokenizer = load_tokenizer(str(DEMO))
-    stream = tokenizer.stream()
+    stream = TextStream(tokenizer)
     assert stream.push(ids).text + stream.flush() == tokenizer.decode(ids)
 
 
@@ -134,8 +134,8 @@ def test_grouping_of_tokens_changes_nothing(data: st.DataObject) -> None:
     tokenizer = load_tokenizer(str(DEMO))
     ids = tokenizer.encode(TEXT * 2)
     stop = data.draw(st.lists(st.sampled_from([TEXT[i : i + n] for i in range(len(TEXT)) for n in (1, 3, 9)]), max_size=3))
-    whole = tokenizer.stream(stop).push(ids)
-    stream, texts, stopped, at = tokenizer.stream(stop), (), False, 0
+    whole = TextStream(tokenizer, stop).push(ids)
+    stream, texts, stopped, at = TextStream(tokenizer, stop), (), False, 0
     while at < len(ids) and not stopped:
         size = data.draw(st.integers(1, 5))
         piece = stream.push(ids[at : at + size])
@@ -196,7 +196,7 @@ def test_a_source_that_is_neither_folder_nor_hub_id_is_named() -> None:
 def test_a_stop_string_is_looked_for_after_the_first_tokens_only(min_tokens: int, sizes: list[int]) -> None:
     tokenizer = load_tokenizer(str(DEMO))
     ids = tokenizer.encode("return x + x - x * x / x")
-    stream, texts, stopped, at = tokenizer.stream(["x"], min_tokens), [], False, 0
+    stream, texts, stopped, at = TextStream(tokenizer, ["x"], min_tokens), [], False, 0
     for size in [*sizes, len(ids)]:
         if not stopped:
             piece = stream.push(ids[at : at + size])

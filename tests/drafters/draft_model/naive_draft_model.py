@@ -26,7 +26,9 @@ def scores(model: str, tokens: list[int], noise: NoiseKey, scale: float) -> list
         logits = reference.load_reference(model)(input_ids=torch.tensor([tokens])).logits[0, -1]
     if noise.temperature == 0:
         return torch.log_softmax(logits, -1).tolist()
-    probs = reference.law(logits, SamplingParams(temperature=noise.temperature, top_k=noise.top_k, top_p=noise.top_p))
+    probs = reference.target_probs(
+        logits, SamplingParams(temperature=noise.temperature, top_k=noise.top_k, top_p=noise.top_p)
+    )
     gumbel = [-math.log(reference.noise(noise.seed, len(tokens), token)) for token in range(len(probs))]
     perturbed = [(math.log(p) + g) / scale if p > 0 else -math.inf for p, g in zip(probs, gumbel, strict=True)]
     return torch.log_softmax(torch.tensor(perturbed), -1).tolist()

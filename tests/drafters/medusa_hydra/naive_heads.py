@@ -63,7 +63,7 @@ class NaiveHeads:
         if noise.temperature == 0:
             return torch.log_softmax(logits, -1).tolist()
         params = SamplingParams(temperature=noise.temperature, top_k=noise.top_k, top_p=noise.top_p)
-        chances = enumerate(reference.law(logits, params))
+        chances = enumerate(reference.target_probs(logits, params))
         perturbed = [
             math.log(chance) - math.log(reference.noise(noise.seed, position, token)) if chance > 0 else -math.inf
             for token, chance in chances

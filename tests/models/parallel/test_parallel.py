@@ -38,7 +38,6 @@ from eyas.models.workers import (
     Forward,
     InitKVCache,
     RankInfo,
-    SingleWorker,
     Stop,
     TargetWorkers,
     command_from_bytes,
@@ -149,7 +148,7 @@ def check_features(parts: Shared, target: str) -> None:
     segment = Segment(np.arange(5, 12), np.arange(7), np.arange(7), np.arange(0), None, np.arange(7))
     outputs = []
     for ranks, model in (
-        (SingleWorker(), load_target(target, aux_hidden_state_layers=parts.fuser.aux_hidden_state_layers)),
+        (TargetWorkers(), load_target(target, aux_hidden_state_layers=parts.fuser.aux_hidden_state_layers)),
         (parts.ranks, parts.model),
     ):
         with ranks.init_kv_cache(16, PLAN):
