@@ -54,7 +54,10 @@ class ServiceSettings:
 
     def validate(self) -> ServerConfig:
         """Read the config as the service will. Raises ConfigError if it is invalid or asks for TLS."""
-        config = load(CONFIG_TYPES[self.name], self.file, self.assignments)
+        try:
+            config = load(CONFIG_TYPES[self.name], self.file, self.assignments)
+        except ConfigError as error:
+            raise ConfigError(f"{self.name}: {error}") from error
         has_public_tls = isinstance(config, RouterConfig) and config.tls.cert_file
         if config.peers.ca_file or config.peers.cert_file or has_public_tls:
             raise ConfigError(
@@ -98,7 +101,9 @@ class Child:
         if (status := self.process.poll()) is None:
             return
         lines = self.last_log_lines(NUM_LOG_LINES)
-        if lines and lines[-1].startswith("error: "):
+        if status == -signal.SIGKILL:
+            reason = f"{self.name} was killed (SIGKILL), perhaps for lack of memory; its log is {self.log}"
+        elif lines and lines[-1].startswith("error: "):
             reason = f"{self.name} ended with status {status}: {lines[-1].removeprefix('error: ')}; its log is {self.log}"
         else:
             reason = "\n".join([f"{self.name} ended with status {status}; its log ({self.log}) ends with:", *lines])

@@ -215,7 +215,7 @@ def service_app(kind: type[ConfigT], run: Callable[[ConfigT], Coroutine[Any, Any
                 log.info("config %s", line)
             asyncio.run(run(settings))
         except EyasError as error:
-            print(f"error: {error}", file=sys.stderr)
+            print("error:", *str(error).split(), file=sys.stderr)
             raise typer.Exit(2) from error
 
     app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import signal
 import sys
 import time
@@ -44,6 +45,7 @@ def serve(
     dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
     served_model_name: Annotated[str, typer.Option(help="Name that requests give; MODEL by default.")] = "",
+    chat_template: Annotated[str, typer.Option(help="File with a Jinja chat template, for a model without one.")] = "",
     host: Annotated[str, typer.Option(help="Address that the router listens on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port of the OpenAI-compatible HTTP API.")] = HTTP_PORT,
     grpc_port: Annotated[int, typer.Option(help="Port of the gRPC API.")] = GRPC_PORT,
@@ -56,7 +58,8 @@ def serve(
     console = Console(highlight=False, soft_wrap=True)
     tree = {"num_draft_tokens": num_draft_tokens, "num_steps": num_steps, "top_k": top_k}
     with exit_on_error(console):
-        services = plan(model, draft_model, method, served_model_name, {"dtype": dtype, "device": device}, tree)
+        options = {"dtype": dtype, "device": device}
+        services = plan(model, draft_model, method, served_model_name, options, tree, chat_template)
         for option, number in (("--port", port), ("--grpc-port", grpc_port)):
             if not is_free(number):
                 raise ConfigError(f"port {number} is in use; choose another with {option}")
@@ -68,11 +71,18 @@ def serve(
 
 
 def plan(
-    model: str, draft_model: str, method: str, name: str, options: dict[str, str], tree: dict[str, int | None]
+    model: str,
+    draft_model: str,
+    method: str,
+    name: str,
+    options: dict[str, str],
+    tree: dict[str, int | None],
+    chat_template: str = "",
 ) -> list[ServiceSettings]:
     """The services that serve a model; without a method and a draft model there is no draft service.
 
     options: settings of verifier and draft service; tree: settings of their trees, None keeps the default.
+    On the CPU, verifier and draft service share the cores, unless OMP_NUM_THREADS is set.
     """
     name, method = name or model, method or ("eagle3" if draft_model else "none")
     shared: dict[str, Any] = {
@@ -84,9 +94,30 @@ def plan(
     }
     shared |= {f"tree.{key}": value for key, value in tree.items() if value is not None}
     worker = tuple(_assignment(key, value) for key, value in shared.items())
-    router = (_assignment("models", [{"name": name, "tokenizer": model}]),)
-    services = [ServiceSettings("verifier", assignments=worker), ServiceSettings("router", assignments=router)]
-    return services if method == "none" else [ServiceSettings("draft", assignments=worker), *services]
+    served = {"name": name, "tokenizer": model, "chat_template": chat_template}
+    router = ServiceSettings("router", assignments=(_assignment("models", [served]),))
+    verifier = ServiceSettings("verifier", assignments=worker)
+    if method == "none":
+        return [verifier, router]
+    draft = ServiceSettings("draft", assignments=worker)
+    if not options.get("device", "auto").startswith("cuda") and "OMP_NUM_THREADS" not in os.environ:
+        draft_threads, verifier_threads = share_cores(num_cores())
+        draft, verifier = draft.add(f"threads={draft_threads}"), verifier.add(f"threads={verifier_threads}")
+    return [draft, verifier, router]
+
+
+def share_cores(num_cores: int) -> tuple[int, int]:
+    """CPU threads of draft service and verifier: a quarter and the rest, at least one each.
+
+    With torch's default, one thread per core each, both wait for each other's threads and become slow.
+    """
+    draft = max(1, num_cores // 4)
+    return draft, max(1, num_cores - draft)
+
+
+def num_cores() -> int:
+    """CPU cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
 
 
 def _assignment(key: str, value: Any) -> str:
@@ -139,5 +170,6 @@ def watch_until_interrupted(console: Console, cluster: Cluster) -> None:
 
 
 def spinner(console: Console) -> Progress:
-    """Progress of steps whose length is unknown."""
-    return Progress(SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn(), console=console, transient=True)
+    """Progress of steps whose length is unknown; nothing on output that is no terminal."""
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+    return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)

@@ -103,6 +103,7 @@ def load_engine(
     pool = DraftPool(config.draft_client, needs, proposal, target_info, peers) if method != NO_DRAFTS else None
     target = load_model(config.model, fuser, config.dtype, config.device, config.engine, workers)
     if fuser is not None and config.validate_head == "auto" and workers.size == 1:
+        log.info("checking that the draft head %s fits the target", config.draft_model)
         resolve_wiring(method, target, fuser, config.draft_model, config.model, config.dtype, config.device)
     return assemble_engine(target, fuser, config.engine, config.tree, pool, workers), pool
 

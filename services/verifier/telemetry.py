@@ -297,10 +297,10 @@ class RequestTrace:
         self._tracer.start_span(name, child_context(self.span), start_time=begin).end(max(begin, end))
 
     def _add_events(self, decode: Span) -> None:
-        room = MAX_EVENTS - len(self._preemptions)
+        num_steps = min(MAX_EVENTS - len(self._preemptions), len(self._steps))
         for at in self._preemptions:
             decode.add_event("preempted", timestamp=at)
-        for step in list(self._steps)[len(self._steps) - min(room, len(self._steps)) :]:
+        for step in list(self._steps)[len(self._steps) - num_steps :]:
             decode.add_event("verify_step", step.attributes(), step.at)
         decode.set_attribute("eyas.verify_steps", self._num_steps)
         decode.set_attribute("eyas.preemptions", len(self._preemptions))

@@ -19,7 +19,7 @@ import pytest
 
 from eyas.errors import ConfigError
 from eyas.services.cluster import assign, free_port
-from eyas.services.serve import plan
+from eyas.services.serve import plan, share_cores
 
 ROOT = Path(__file__).parents[2]
 DEMO = ROOT / "models" / "demo"
@@ -157,7 +157,8 @@ def test_serve_fails_with_the_reason_when_a_service_dies(tmp_path: Path) -> None
         _, errors = server.process.communicate(timeout=30)
     assert server.process.returncode == 1
     (logs,) = tmp_path.glob("eyas-*")
-    assert f"error: verifier ended with status -9; its log ({logs / 'verifier.log'}) ends with:" in errors
+    reason = "verifier was killed (SIGKILL), perhaps for lack of memory"
+    assert errors == f"error: {reason}; its log is {logs / 'verifier.log'}\n"
     assert not any(map(is_open, server.ports.values()))
 
 
@@ -188,6 +189,11 @@ def test_a_method_decides_what_is_started(draft_model: str, method: str, names: 
         assert f'method="{verifier_method}"' in service.assignments
         assert "tree.num_steps=3" in service.assignments
         assert service.validate()
+
+
+@pytest.mark.parametrize(("cores", "draft", "verifier"), [(1, 1, 1), (2, 1, 1), (4, 1, 3), (16, 4, 12)])
+def test_draft_service_and_verifier_share_the_cores(cores: int, draft: int, verifier: int) -> None:
+    assert share_cores(cores) == (draft, verifier)
 
 
 def test_a_setting_of_a_service_that_is_not_started_is_refused() -> None:

@@ -156,7 +156,7 @@ class OpenAIEndpoints:
     async def _chat_call(self, body: ChatBody, info: ModelInfo) -> GenerateCall:
         template = self.templates[info.name]
         if template is None:
-            reason = f"model {info.name!r} has no chat template; ask /v1/completions, or give the router its chat_template"
+            reason = f"model {info.name!r} has no chat template; use /v1/completions, or set its chat_template"
             raise InvalidRequest(reason, "messages")
         messages = [message.model_dump(exclude_defaults=True) for message in body.messages]
         text = await asyncio.to_thread(template.render, messages, body.chat_template_kwargs)

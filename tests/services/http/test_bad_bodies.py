@@ -169,6 +169,6 @@ def test_neutral_values_are_ignored_and_chats_need_a_template(url: str, template
             if template:
                 assert answer.status_code == 200, answer.text
             else:
-                check(answer, 400, "messages", "model 'demo' has no chat template; ask /v1/completions")
+                check(answer, 400, "messages", "model 'demo' has no chat template; use /v1/completions")
 
     asyncio.run(body())
