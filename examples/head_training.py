@@ -1,4 +1,4 @@
-"""What trainers of draft heads share: fitting heads to what the target says some tokens ahead, and writing a checkpoint.
+"""Shared by the trainers of Medusa and Hydra heads: the loss, the training loop and the checkpoint.
 
 Legend: B windows, L tokens of each, H hidden width, D draft vocabulary, V vocabulary.
 """
@@ -23,19 +23,19 @@ HEAD_WEIGHT = 0.8
 
 
 def common_tokens(data: Text, count: int) -> Tensor:
-    """The ids of the `count` commonest tokens, in order, int64 [D]."""
+    """Return the ids of the `count` most frequent tokens, ascending, int64 [D]."""
     return torch.bincount(data.tokens.flatten()).topk(count).indices.sort().values
 
 
 def output_rows(target: str, ids: Tensor) -> Tensor:
-    """The target's output layer for the tokens `ids`, float32 [D, H]."""
+    """Return the rows of the target's output layer for the tokens `ids`, float32 [D, H]."""
     return load_file(Path(target, "model.safetensors"))["lm_head.weight"][ids].float()
 
 
 def fit(heads: nn.Module, data: Text, rows: Tensor, num_heads: int, epochs: int, seed: int) -> None:
-    """AdamW on `loss`, the learning rate warmed up and let down by a cosine.
+    """Train `heads` with AdamW on `loss`; the learning rate warms up over 50 steps and then falls by a cosine.
 
-    heads(states [B, n, H], tokens [B, n + h], h) gives head h's logits [B, n, D]; tokens[:, i] follows states[:, i].
+    heads(states [B, n, H], tokens [B, n + h], h) returns the logits of head h, [B, n, D]. tokens[:, i] follows states[:, i].
     """
     optimiser = torch.optim.AdamW(heads.parameters(), betas=(0.9, 0.95), weight_decay=0.01)
     steps = epochs * (len(data.tokens) // BATCH)
@@ -62,19 +62,21 @@ def fit(heads: nn.Module, data: Text, rows: Tensor, num_heads: int, epochs: int,
 
 
 def loss(heads: nn.Module, tokens: Tensor, states: Tensor, rows: Tensor, num_heads: int) -> Tensor:
-    """Mean cross-entropy of each head against the law that the target states once it has read what stands between, limited
-    to the draft vocabulary; heads further ahead count less."""
-    laws = torch.softmax(states @ rows.T, -1)
+    """Return the mean cross-entropy of all heads against the target's probabilities over the draft vocabulary.
+
+    Head h at state t is compared with the target's probabilities after token t + 1 + h. Its weight is HEAD_WEIGHT**h.
+    """
+    probs = torch.softmax(states @ rows.T, -1)
     total, length = torch.zeros(()), tokens.shape[1]
     for head in range(num_heads):
         count = length - 1 - head
         logits = heads(states[:, :count], tokens[:, 1 : 1 + count + head], head)
-        total = total + HEAD_WEIGHT**head * F.cross_entropy(logits.flatten(0, 1), laws[:, 1 + head :].flatten(0, 1))
+        total = total + HEAD_WEIGHT**head * F.cross_entropy(logits.flatten(0, 1), probs[:, 1 + head :].flatten(0, 1))
     return total / sum(HEAD_WEIGHT**head for head in range(num_heads))
 
 
 def write(out: Path, heads: nn.Module, token_map: Tensor, target: str, config: Mapping[str, object]) -> None:
-    """Weights in bfloat16, the map from draft to target vocabulary, and a config.json, into the folder `out`."""
+    """Write weights in bfloat16, the map from draft to target vocabulary and a config.json to the folder `out`."""
     out.mkdir(parents=True, exist_ok=True)
     tensors = {name: tensor.bfloat16().contiguous() for name, tensor in heads.state_dict().items()}
     save_file({**tensors, "token_map": token_map}, out / "model.safetensors")

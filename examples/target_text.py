@@ -1,5 +1,8 @@
-"""Text to train draft heads on, given a target: half of it Python's own sources, half what the target makes of their first
-lines; with the target's final states over all of it. `python examples/target_text.py FILE` writes what the trainers read."""
+"""Training text for draft heads: `python examples/target_text.py FILE` writes what the trainers read.
+
+Half of the text is Python's standard library. The other half is sampled from the target, with beginnings from the library
+as prompts. The file also holds the target's final hidden states of all tokens.
+"""
 
 from __future__ import annotations
 
@@ -31,14 +34,16 @@ class Text:
 
 
 def read_text(file: Path) -> Text:
-    """What `main` wrote."""
+    """Read a file that `main` wrote."""
     return Text(**torch.load(file, weights_only=True))
 
 
-def sources(target: str, count: int, seed: int) -> Tensor:
-    """`count` windows of Python's standard library, int64 [count, LENGTH]; modules that the demo keeps out are left out.
-    Every other window begins with the token that begins a text."""
-    tokenizer = Tokenizer.from_file(str(Path(target, "tokenizer.json")))
+def sources(model: str, count: int, seed: int) -> Tensor:
+    """Return `count` windows of Python's standard library, int64 [count, LENGTH].
+
+    Modules of heldout_modules.json are left out. Every other window starts with the BOS token.
+    """
+    tokenizer = Tokenizer.from_file(str(Path(model, "tokenizer.json")))
     library = Path(sysconfig.get_path("stdlib"))
     held_out = {library / name for name in json.loads((DEMO / "heldout_modules.json").read_text())}
     files = [file for file in sorted(library.rglob("*.py")) if "site-packages" not in file.parts and file not in held_out]
@@ -52,42 +57,42 @@ def sources(target: str, count: int, seed: int) -> Tensor:
     random.Random(seed).shuffle(windows)
     tokens = torch.tensor(windows[:count])
     tokens[::2] = tokens[::2].roll(1, 1)
-    tokens[::2, 0] = json.loads(Path(target, "config.json").read_text())["bos_token_id"]
+    tokens[::2, 0] = json.loads(Path(model, "config.json").read_text())["bos_token_id"]
     return tokens
 
 
-def own_words(model: Any, prompts: Tensor, temperature: float) -> Tensor:
-    """The target's continuations of the prompts' first tokens, sampled; [N, LENGTH]."""
+def target_samples(target: Any, prompts: Tensor, temperature: float) -> Tensor:
+    """Return the first PROMPT tokens of each row and the target's sampled continuation, int64 [N, LENGTH]."""
     parts = []
     for part in track(prompts[:, :PROMPT].split(BATCH), description="sampling"):
         options = {"do_sample": True, "temperature": temperature, "top_k": 0, "eos_token_id": None, "pad_token_id": 2}
-        parts.append(model.generate(input_ids=part, attention_mask=torch.ones_like(part), max_length=LENGTH, **options))
+        parts.append(target.generate(input_ids=part, attention_mask=torch.ones_like(part), max_length=LENGTH, **options))
     return torch.cat(parts)
 
 
-def final_states(model: Any, tokens: Tensor) -> Tensor:
-    """Bfloat16 [N, L, H]."""
-    decoder, parts = model.get_decoder(), track(tokens.split(BATCH), description="target's states")
+def final_states(target: Any, tokens: Tensor) -> Tensor:
+    """Return the target's hidden states after its final norm, bfloat16 [N, L, H]."""
+    decoder, parts = target.get_decoder(), track(tokens.split(BATCH), description="target's states")
     return torch.cat([decoder(part).last_hidden_state.bfloat16() for part in parts])
 
 
 @torch.inference_mode()
 def main(
     out: Path,
-    target: Annotated[str, typer.Option()] = str(DEMO / "target"),
+    model: Annotated[str, typer.Option(help="Folder of the target.")] = str(DEMO / "target"),
     windows: Annotated[int, typer.Option(help="Windows of 256 tokens in all.")] = 3000,
-    temperature: Annotated[float, typer.Option(help="What the target's own half is sampled at.")] = 0.8,
+    temperature: Annotated[float, typer.Option(help="Temperature of the target's samples.")] = 0.8,
     seed: Annotated[int, typer.Option()] = 0,
 ) -> None:
     """Write text and states to OUT."""
     from transformers import AutoModelForCausalLM
 
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32).eval()
-    corpus = sources(target, windows, seed)
-    tokens = torch.cat([corpus[windows // 2 :], own_words(model, corpus[: windows // 2], temperature)])
+    target = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+    corpus = sources(model, windows, seed)
+    tokens = torch.cat([corpus[windows // 2 :], target_samples(target, corpus[: windows // 2], temperature)])
     tokens = tokens[torch.randperm(len(tokens))]
-    torch.save({"tokens": tokens, "states": final_states(model, tokens)}, out)
+    torch.save({"tokens": tokens, "states": final_states(target, tokens)}, out)
 
 
 if __name__ == "__main__":

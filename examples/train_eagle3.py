@@ -1,9 +1,10 @@
 """Train an EAGLE-3 head (Li et al. 2025) for a target: `python examples/train_eagle3.py TEXT OUT`, TEXT from target_text.py.
 
 Row i reads the feature at i and token i + 1, and learns the target's prediction of token i + 2. On every further unrolled
-step its feature is the state that the head itself had at i - 1. Starts from another EAGLE-3 head; its vocabulary and its
-aux hidden state layers may change. Legend: B windows, L tokens, H width, J key-value heads, G query heads of each, D head
-width.
+step its feature is the head's own state at i - 1. Training starts from another EAGLE-3 head; its vocabulary and its
+auxiliary layers may change.
+
+Legend: B windows, L tokens, H width, T auxiliary layers, V vocabulary, J KV heads, G query heads of each, D head width.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ class Example:
 
 @dataclass(frozen=True)
 class Options:
-    """unroll: steps that the head feeds on itself; rate: the peak."""
+    """unroll: number of training-time-test steps. rate: peak learning rate."""
 
     minutes: float
     rate: float
@@ -54,7 +55,7 @@ class Options:
 
 
 class Head(nn.Module):
-    """The published EAGLE-3 arithmetic over whole windows; tensors under their published names."""
+    """EAGLE-3 over whole windows; tensors have their published names."""
 
     def __init__(self, config: EagleHeadConfig, tensors: Mapping[str, Tensor], embedding: Tensor) -> None:
         super().__init__()
@@ -64,7 +65,7 @@ class Head(nn.Module):
         self.embedding = embedding
 
     def forward(self, example: Example, unroll: int) -> Tensor:
-        """Mean cross-entropy against the target's predictions over all unrolled steps; later ones count less."""
+        """Return the mean cross-entropy against the target's probabilities; step s has the weight STEP_WEIGHT**s."""
         w = dict(zip(self.names, self.weights, strict=True))
         tokens, probs = example.tokens[:, 1:-1], example.probs[:, 1:-1]
         embedded = self._norm(self.embedding[tokens], w[f"{LAYER}input_layernorm.weight"])
@@ -73,14 +74,14 @@ class Head(nn.Module):
         for step in range(unroll):
             states = self._layer(w, embedded, features, seen)
             logits = F.linear(self._norm(states, w["norm.weight"]), w["lm_head.weight"])
-            own = slice(step, None)  # rows before have no state of `step` steps ago
-            value = F.cross_entropy(logits[:, own].flatten(0, 1).float(), probs[:, own].flatten(0, 1))
+            valid = slice(step, None)  # earlier rows have no state of `step` steps ago
+            value = F.cross_entropy(logits[:, valid].flatten(0, 1).float(), probs[:, valid].flatten(0, 1))
             total = total + STEP_WEIGHT**step * value
             features = F.pad(states[:, :-1], (0, 0, 1, 0))
         return total / sum(STEP_WEIGHT**step for step in range(unroll))
 
     def _layer(self, w: Mapping[str, Tensor], embedded: Tensor, features: Tensor, seen: Seen) -> Tensor:
-        """States [B, L, H]; this step's keys and values join `seen`."""
+        """Return states [B, L, H]; append this step's keys and values to `seen`."""
         c = self.config
         joined = torch.cat([embedded, self._norm(features, w[f"{LAYER}hidden_norm.weight"])], -1)
         projections = (F.linear(joined, w[f"{LAYER}self_attn.{name}_proj.weight"]) for name in "qkv")
@@ -93,7 +94,7 @@ class Head(nn.Module):
         return state + F.linear(F.silu(gate) * up, w[f"{LAYER}mlp.down_proj.weight"])
 
     def _attend(self, query: Tensor, seen: Seen) -> Tensor:
-        """Row i sees rows up to i - step of step 0, and of step j the row step - j before it: its own ancestors."""
+        """Row i attends to its ancestors: rows 0..i - step of step 0, and row i - (step - j) of each later step j."""
         c, step = self.config, len(seen) - 1
         q = query.unflatten(2, (c.num_kv_heads, -1)) * c.head_dim**-0.5
         length = q.shape[1]
@@ -102,10 +103,10 @@ class Head(nn.Module):
         scores = scores.masked_fill(rows[None] > rows[:, None] - step, -math.inf)
         behind = [(_shift(k, step - j), _shift(v, step - j)) for j, (k, v) in enumerate(seen) if j]
         own = [torch.einsum("bljgd,bljd->bjgl", q, k).float()[..., None] for k, _ in behind]
-        law = torch.softmax(torch.cat([scores, *own], -1).nan_to_num(neginf=-1e9), -1).to(q.dtype)
-        out = torch.einsum("bjglm,bmjd->bljgd", law[..., :length], seen[0][1])
+        weights = torch.softmax(torch.cat([scores, *own], -1).nan_to_num(neginf=-1e9), -1).to(q.dtype)
+        out = torch.einsum("bjglm,bmjd->bljgd", weights[..., :length], seen[0][1])
         for j, (_, v) in enumerate(behind):
-            out = out + torch.einsum("bjgl,bljd->bljgd", law[..., length + j], v)
+            out = out + torch.einsum("bjgl,bljd->bljgd", weights[..., length + j], v)
         return out.flatten(2, 3)
 
     def _rotate(self, x: Tensor) -> Tensor:
@@ -125,7 +126,7 @@ def _shift(x: Tensor, rows: int) -> Tensor:
 
 @torch.inference_mode()
 def aux_hidden_states(target: str, tokens: Tensor, layers: tuple[int, ...]) -> Tensor:
-    """The inputs of the target's layers `layers`, side by side, bfloat16 [N, L, T * H]."""
+    """Return the inputs of the target's layers `layers`, concatenated, bfloat16 [N, L, T * H]."""
     from transformers import AutoModelForCausalLM
 
     decoder: Any = AutoModelForCausalLM.from_pretrained(target, dtype=torch.bfloat16).eval().get_decoder()
@@ -141,7 +142,7 @@ def aux_hidden_states(target: str, tokens: Tensor, layers: tuple[int, ...]) -> T
 
 
 def widened(tensors: Mapping[str, Tensor], lm_head: Tensor) -> dict[str, Tensor]:
-    """The head over the target's whole vocabulary: rows that it lacks start as the target's own."""
+    """Return the head's tensors with an output layer over the target's whole vocabulary; missing rows are the target's."""
     if "d2t" not in tensors:
         return dict(tensors)
     rows = lm_head.clone()
@@ -151,7 +152,7 @@ def widened(tensors: Mapping[str, Tensor], lm_head: Tensor) -> dict[str, Tensor]
 
 
 def train(head: Head, examples: Any, count: int, options: Options) -> None:
-    """AdamW over `minutes`, the rate warmed up and let down to nothing."""
+    """Train for `minutes` with AdamW; the learning rate warms up over 50 steps and falls to zero by a cosine."""
     optimiser = torch.optim.AdamW(head.parameters(), betas=(0.9, 0.95), weight_decay=0.01)
     began, budget, step = time.monotonic(), options.minutes * 60, 0
     columns = (TextColumn("step {task.fields[step]}, loss {task.fields[loss]:.3f}"), BarColumn(), TimeRemainingColumn())
@@ -173,30 +174,30 @@ def train(head: Head, examples: Any, count: int, options: Options) -> None:
 def main(
     text: Path,
     out: Path,
-    target: Annotated[str, typer.Option()] = str(DEMO / "target"),
-    start: Annotated[Path, typer.Option(help="The head to start from.")] = DEMO / "eagle3",
-    aux_hidden_state_layers: Annotated[str, typer.Option(help="Layers of the target whose inputs are read.")] = "2,6,12",
-    unroll: Annotated[int, typer.Option(help="Steps that the head feeds on itself.")] = 5,
+    model: Annotated[str, typer.Option(help="Folder of the target.")] = str(DEMO / "target"),
+    draft_model: Annotated[Path, typer.Option(help="EAGLE-3 head to start from.")] = DEMO / "eagle3",
+    aux_hidden_state_layers: Annotated[str, typer.Option(help="Layers of the target whose inputs are features.")] = "2,6,12",
+    unroll: Annotated[int, typer.Option(help="Training-time-test steps: the head reads its own states.")] = 5,
     minutes: Annotated[float, typer.Option()] = 30.0,
     rate: Annotated[float, typer.Option(help="Peak learning rate.")] = 1e-3,
     seed: Annotated[int, typer.Option()] = 0,
 ) -> None:
     """Train on TEXT and write a head over the target's whole vocabulary to the folder OUT."""
     torch.manual_seed(seed)
-    data, sizes = read_text(text), read_target_config(resolve(target))
-    old, weights = read_head_config(start, sizes), load_file(Path(target, "model.safetensors"))
+    data, sizes = read_text(text), read_target_config(resolve(model))
+    old, weights = read_head_config(draft_model, sizes), load_file(Path(model, "model.safetensors"))
     layers = tuple(map(int, aux_hidden_state_layers.split(",")))
     if len(layers) != len(old.aux_hidden_state_layers):
         num_layers = len(old.aux_hidden_state_layers)
         raise typer.BadParameter(
-            f"{start} reads {num_layers} layers, --aux-hidden-state-layers has {len(layers)}; name as many"
+            f"{draft_model} reads {num_layers} layers, --aux-hidden-state-layers has {len(layers)}; name as many"
         )
     wiring = replace(old.wiring, aux_hidden_state_layers=layers)
     config = replace(old, draft_vocab_size=old.vocab_size, wiring=wiring)
     lm_head = weights["lm_head.weight"].float()
-    first = widened(load_file(start / "model.safetensors"), lm_head)
+    first = widened(load_file(draft_model / "model.safetensors"), lm_head)
     head = Head(config, first, weights["model.embed_tokens.weight"].float())
-    states = aux_hidden_states(target, data.tokens, config.aux_hidden_state_layers)
+    states = aux_hidden_states(model, data.tokens, config.aux_hidden_state_layers)
 
     def examples(chosen: Tensor) -> Example:
         probs = torch.softmax(data.states[chosen].float() @ lm_head.T, -1)

@@ -1,7 +1,7 @@
 """Train Hydra heads (Ankner et al. 2024) for a target: `python examples/train_hydra.py TEXT OUT`, TEXT from target_text.py.
 
-Head i sees the state at t and the tokens up to t + 1 + i, and learns what the target says of the next one. Written in the
-authors' layout (mlp, grounded), with a map of the draft vocabulary.
+Head i reads the state at t and the tokens up to t + 1 + i, and learns the target's prediction of the next token. The
+checkpoint has the authors' layout (mlp, grounded), with a map of the draft vocabulary.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 
 class Grounded(nn.Module):
-    """R x + SiLU(W x + b); at first it lets the state through and looks at no token."""
+    """R x + SiLU(W x + b); before training it returns the state and ignores the tokens."""
 
     def __init__(self, hidden: int, num_tokens: int) -> None:
         super().__init__()
@@ -34,7 +34,7 @@ class Grounded(nn.Module):
 
 
 class HydraHeads(nn.Module):
-    """Each head a block over the state and the tokens' embeddings, and an output layer, which starts as the target's own."""
+    """Each head is a block over the state and the tokens' embeddings, and an output layer that starts as the target's."""
 
     def __init__(self, rows: Tensor, embedding: Tensor, num_heads: int) -> None:
         super().__init__()
@@ -46,7 +46,7 @@ class HydraHeads(nn.Module):
         self.register_buffer("embedding", embedding, persistent=False)
 
     def forward(self, states: Tensor, tokens: Tensor, head: int) -> Tensor:
-        """Logits [B, n, D] behind the states [B, n, H] and the head + 1 tokens that follow each; tokens [B, n + head]."""
+        """Return logits [B, n, D] from states [B, n, H] and the head + 1 tokens that follow each; tokens [B, n + head]."""
         embedded, count = F.embedding(tokens, self.embedding), states.shape[1]
         inputs = torch.cat([states, *(embedded[:, i : i + count] for i in range(head + 1))], -1)
         return self.hydra_lm_head[head](self.hydra_mlp[head][0](inputs))
@@ -55,9 +55,9 @@ class HydraHeads(nn.Module):
 def main(
     text: Path,
     out: Path,
-    target: Annotated[str, typer.Option()] = str(DEMO / "target"),
+    model: Annotated[str, typer.Option(help="Folder of the target.")] = str(DEMO / "target"),
     num_heads: Annotated[int, typer.Option()] = 3,
-    vocabulary: Annotated[int, typer.Option(help="Commonest tokens that the heads can guess.")] = 2048,
+    vocabulary: Annotated[int, typer.Option(help="Size of the draft vocabulary: the most frequent tokens.")] = 2048,
     epochs: Annotated[int, typer.Option()] = 1,
     seed: Annotated[int, typer.Option()] = 0,
 ) -> None:
@@ -65,12 +65,12 @@ def main(
     torch.manual_seed(seed)
     data = read_text(text)
     token_map = common_tokens(data, vocabulary)
-    rows = output_rows(target, token_map)
-    embedding = load_file(Path(target, "model.safetensors"))["model.embed_tokens.weight"].float()
+    rows = output_rows(model, token_map)
+    embedding = load_file(Path(model, "model.safetensors"))["model.embed_tokens.weight"].float()
     heads = HydraHeads(rows, embedding, num_heads)
     fit(heads, data, rows, num_heads, epochs, seed)
     config = {"hydra_num_heads": num_heads, "hydra_num_layers": 1, "hydra_head_arch": "mlp", "grounded_heads": True}
-    write(out, heads, token_map, target, {"model_type": "hydra"} | config)
+    write(out, heads, token_map, model, {"model_type": "hydra"} | config)
 
 
 if __name__ == "__main__":

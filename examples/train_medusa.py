@@ -1,6 +1,7 @@
 """Train Medusa heads (Cai et al. 2024) for a target: `python examples/train_medusa.py TEXT OUT`, TEXT from target_text.py.
 
-Head i sees the state at t alone and learns what the target says of the token at t + 2 + i. Written in vLLM's layout.
+Head i reads only the state at t and learns the target's prediction of the token at t + 2 + i. The checkpoint has vLLM's
+layout.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 
 
 class Block(nn.Module):
-    """x + SiLU(W x + b); the identity until it is trained."""
+    """x + SiLU(W x + b); the identity before training."""
 
     def __init__(self, hidden: int) -> None:
         super().__init__()
@@ -30,7 +31,7 @@ class Block(nn.Module):
 
 
 class MedusaHeads(nn.Module):
-    """Each head a block and an output layer, which starts as the target's own."""
+    """Each head is a block and an output layer that starts as the target's."""
 
     def __init__(self, rows: Tensor, num_heads: int) -> None:
         super().__init__()
@@ -40,16 +41,16 @@ class MedusaHeads(nn.Module):
             output.weight.data.copy_(rows)
 
     def forward(self, states: Tensor, tokens: Tensor, head: int) -> Tensor:
-        """Logits [B, n, D] of the tokens head + 2 places behind the states [B, n, H]; the tokens are not looked at."""
+        """Return logits [B, n, D] of the tokens head + 2 positions after the states [B, n, H]; `tokens` is unused."""
         return self.lm_heads[head](self.blocks[head](states))
 
 
 def main(
     text: Path,
     out: Path,
-    target: Annotated[str, typer.Option()] = str(DEMO / "target"),
+    model: Annotated[str, typer.Option(help="Folder of the target.")] = str(DEMO / "target"),
     num_heads: Annotated[int, typer.Option()] = 4,
-    vocabulary: Annotated[int, typer.Option(help="Commonest tokens that the heads can guess.")] = 2048,
+    vocabulary: Annotated[int, typer.Option(help="Size of the draft vocabulary: the most frequent tokens.")] = 2048,
     epochs: Annotated[int, typer.Option()] = 1,
     seed: Annotated[int, typer.Option()] = 0,
 ) -> None:
@@ -57,11 +58,11 @@ def main(
     torch.manual_seed(seed)
     data = read_text(text)
     token_map = common_tokens(data, vocabulary)
-    rows = output_rows(target, token_map)
+    rows = output_rows(model, token_map)
     heads = MedusaHeads(rows, num_heads)
     fit(heads, data, rows, num_heads, epochs, seed)
     config = {"num_heads": num_heads, "num_hidden_layers": 1, "medusa_fc_bias": True, "truncated_vocab_size": vocabulary}
-    write(out, heads, token_map, target, {"architectures": ["MedusaModel"], "model_type": "medusa"} | config)
+    write(out, heads, token_map, model, {"architectures": ["MedusaModel"], "model_type": "medusa"} | config)
 
 
 if __name__ == "__main__":
