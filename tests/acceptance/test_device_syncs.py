@@ -99,12 +99,12 @@ def test_device_paths_equal_the_walk(found: list[DraftTree], data: st.DataObject
     verdicts = SiblingVerdicts(held, torch.tensor(rows, dtype=torch.int64).reshape(-1, width + 1))
     walked, emitted = on_host(found, tokens, verdicts)
     outcomes = verdicts.accepted(rows, tokens)
-    for start, tree, path, said in zip(starts, found, walked, emitted, strict=True):
+    for start, tree, path, new_tokens in zip(starts, found, walked, emitted, strict=True):
         expected = outcomes.get(start) or accept(tree, tokens[start : start + len(tree)])
         length = len(expected.path)
         assert tuple(path[:length]) == expected.path
         assert set(path[length:]) <= {expected.path[-1]}
-        assert tuple(said[:length]) == expected.tokens
+        assert tuple(new_tokens[:length]) == expected.tokens
 
 
 def test_a_wait_would_show() -> None:

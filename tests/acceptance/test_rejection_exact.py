@@ -1,4 +1,4 @@
-"""The rule `rejection` on a toy vocabulary: summed over every draw there can be, the output law is the target's."""
+"""The rule `rejection` on a toy vocabulary: summed over all possible draws, the output distribution is the target's."""
 
 import numpy as np
 import pytest
@@ -9,50 +9,58 @@ from hypothesis import strategies as st
 from eyas.sampling.acceptance import walk
 from eyas.sampling.rejection import Families, accept_probs
 from eyas.tree import DraftProbs, DraftTree, SampledProposal
-from tests.acceptance.toy_probs import CPU, Drawn, Law, emitted_law, every_tree, random_law, total_variation
+from tests.acceptance.toy_probs import (
+    CPU,
+    Distribution,
+    Drawn,
+    emitted_probs,
+    every_tree,
+    random_distribution,
+    total_variation,
+)
 from tests.strategies import trees
 
 VOCAB = 4
 SHAPES = [(1,), (1, 1), (1, 1, 1), (2,), (3,), (4,), (2, 1), (2, 2), (1, 3)]
 
 
-def fixed(*rows: float) -> Law:
+def fixed(*rows: float) -> Distribution:
     return lambda prefix: np.array(rows) / sum(rows)
 
 
-LAWS = {
-    "whole": (random_law(1, VOCAB), random_law(2, VOCAB)),
-    "filtered target": (random_law(3, VOCAB, zeros=2), random_law(4, VOCAB)),
-    "equal": (random_law(7, VOCAB), random_law(7, VOCAB)),
+CASES = {
+    "whole": (random_distribution(1, VOCAB), random_distribution(2, VOCAB)),
+    "filtered target": (random_distribution(3, VOCAB, zeros=2), random_distribution(4, VOCAB)),
+    "equal": (random_distribution(7, VOCAB), random_distribution(7, VOCAB)),
     "nearly equal": (fixed(0.1, 0.2, 0.3, 0.4), fixed(0.1, 0.2, 0.3, 0.4 + 1e-13)),
-    "certain target": (fixed(0, 1, 0, 0), random_law(8, VOCAB)),
+    "certain target": (fixed(0, 1, 0, 0), random_distribution(8, VOCAB)),
     "rare in the draft": (fixed(0.4, 0.3, 0.2, 0.1), fixed(1e-12, 1e-9, 0.5, 0.5)),
 }
 
 
 @pytest.mark.parametrize("replacement", [True, False], ids=["with replacement", "without"])
 @pytest.mark.parametrize("widths", SHAPES, ids=str)
-@pytest.mark.parametrize("laws", LAWS)
-def test_the_output_follows_the_target_probs(laws: str, widths: tuple[int, ...], replacement: bool) -> None:
-    target, draft = LAWS[laws]
+@pytest.mark.parametrize("case", CASES)
+def test_the_output_follows_the_target_probs(case: str, widths: tuple[int, ...], replacement: bool) -> None:
+    target, draft = CASES[case]
     length = min(len(widths) + 1, 3)
-    assert total_variation(emitted_law(target, every_tree(draft, widths, replacement), length), target, length) < 1e-12
+    assert total_variation(emitted_probs(target, every_tree(draft, widths, replacement), length), target, length) < 1e-12
 
 
 @pytest.mark.parametrize("replacement", [True, False], ids=["with replacement", "without"])
 @pytest.mark.parametrize("widths", [(1,), (1, 1), (1, 1, 1), (2,), (2, 2)], ids=str)
 @pytest.mark.parametrize("zeros", [1, 2])
 def test_a_top_k_proposal_is_as_good(zeros: int, widths: tuple[int, ...], replacement: bool) -> None:
-    target, draft = random_law(5, VOCAB), random_law(6, VOCAB, zeros=zeros)
+    target, draft = random_distribution(5, VOCAB), random_distribution(6, VOCAB, zeros=zeros)
     trees = every_tree(draft, widths, replacement)
-    assert total_variation(emitted_law(target, trees, 3), target, 3) < 1e-12
+    assert total_variation(emitted_probs(target, trees, 3), target, 3) < 1e-12
 
 
 @pytest.mark.parametrize("replacement", [True, False], ids=["with replacement", "without"])
 def test_disjoint_distributions_never_accept_but_emit_the_target(replacement: bool) -> None:
     target, draft = fixed(0.3, 0.7, 0, 0), fixed(0, 0, 0.5, 0.5)
     trees = every_tree(draft, (2, 1), replacement)
-    assert total_variation(emitted_law(target, trees, 2), target, 2) < 1e-12
+    assert total_variation(emitted_probs(target, trees, 2), target, 2) < 1e-12
 
 
 def test_equal_distributions_accept_every_first_draw() -> None:
@@ -68,13 +76,13 @@ def test_equal_distributions_accept_every_first_draw() -> None:
 
 @pytest.mark.parametrize("replacement", [True, False], ids=["with replacement", "without"])
 def test_siblings_that_left_their_draw_order_would_show(replacement: bool) -> None:
-    """The exact sums have the power to see a draft that lies: here, drawn siblings that were then ranked by their law."""
-    target, draft = random_law(1, VOCAB), random_law(2, VOCAB)
+    """The exact sums detect siblings that are ranked by their probabilities after the draw."""
+    target, draft = random_distribution(1, VOCAB), random_distribution(2, VOCAB)
     ranked = [
         Drawn(DraftTree((0, *sorted(d.tree.tokens[1:], key=lambda t: -draft(())[t])), *_rest(d.tree)), d.chance)
         for d in every_tree(draft, (2,), replacement)
     ]
-    assert total_variation(emitted_law(target, ranked, 1), target, 1) > 0.01
+    assert total_variation(emitted_probs(target, ranked, 1), target, 1) > 0.01
 
 
 def _rest(tree: DraftTree) -> tuple:
@@ -82,10 +90,10 @@ def _rest(tree: DraftTree) -> tuple:
 
 
 def test_a_wrong_proposal_distribution_is_detected() -> None:
-    target, draft, other = random_law(1, VOCAB), random_law(2, VOCAB), random_law(9, VOCAB)
+    target, draft, other = random_distribution(1, VOCAB), random_distribution(2, VOCAB), random_distribution(9, VOCAB)
     stated = {drawn.tree.tokens: drawn.tree for drawn in every_tree(other, (1,), False)}
     lying = [Drawn(stated[drawn.tree.tokens], drawn.chance) for drawn in every_tree(draft, (1,), False)]
-    assert total_variation(emitted_law(target, lying, 1), target, 1) > 0.01
+    assert total_variation(emitted_probs(target, lying, 1), target, 1) > 0.01
 
 
 @given(st.integers(0, 10**6), st.lists(st.sampled_from([(1, 1), (3,), (2, 1), (1, 2)]), min_size=2, max_size=5))
@@ -93,13 +101,13 @@ def test_a_tree_is_weighed_as_if_it_were_alone(seed: int, shapes: list[tuple[int
     rng = np.random.default_rng(seed)
     drawn = []
     for i, widths in enumerate(shapes):
-        possible = every_tree(random_law(seed + i, VOCAB, zeros=i % 2), widths, replacement=bool(rng.integers(2)))
+        possible = every_tree(random_distribution(seed + i, VOCAB, zeros=i % 2), widths, replacement=bool(rng.integers(2)))
         drawn.append(possible[int(rng.integers(len(possible)))].tree)
     rows = [torch.from_numpy(rng.dirichlet(np.ones(VOCAB), len(tree.families))) for tree in drawn]
     together = accept_probs(torch.cat(rows), Families.of(drawn, CPU))
     start = 0
-    for tree, law in zip(drawn, rows, strict=True):
-        alone, end = accept_probs(law, Families.of([tree], CPU)), start + len(law)
+    for tree, probs in zip(drawn, rows, strict=True):
+        alone, end = accept_probs(probs, Families.of([tree], CPU)), start + len(probs)
         width = alone.chances.shape[1]
         torch.testing.assert_close(together.chances[start:end, :width], alone.chances, atol=1e-14, rtol=1e-14)
         torch.testing.assert_close(together.residual[start:end], alone.residual, atol=1e-14, rtol=1e-14)

@@ -1,4 +1,4 @@
-"""Toy laws over a small vocabulary, every tree that can be drawn from them, and what then is emitted, exactly."""
+"""Toy distributions over a small vocabulary, every tree that can be sampled from them, and the exact output distribution."""
 
 import itertools
 from collections.abc import Callable, Iterator
@@ -13,7 +13,7 @@ from eyas.tree import DraftProbs, DraftTree, SampledProposal
 CPU = torch.device("cpu")
 
 Prefix = tuple[int, ...]
-Law = Callable[[Prefix], np.ndarray]
+Distribution = Callable[[Prefix], np.ndarray]
 
 
 @dataclass(frozen=True)
@@ -24,19 +24,19 @@ class Drawn:
     chance: float
 
 
-def random_law(seed: int, vocab: int, zeros: int = 0) -> Law:
-    """A law for every prefix; `zeros` tokens, others after each prefix, never occur."""
+def random_distribution(seed: int, vocab: int, zeros: int = 0) -> Distribution:
+    """A distribution for every prefix; after each prefix, `zeros` tokens have probability 0."""
 
-    def law(prefix: Prefix) -> np.ndarray:
+    def distribution(prefix: Prefix) -> np.ndarray:
         rng = np.random.default_rng((seed, len(prefix), *prefix))
         weights = rng.dirichlet(np.full(vocab, 0.7)) + 1e-3
         weights[rng.permutation(vocab)[:zeros]] = 0
         return weights / weights.sum()
 
-    return law
+    return distribution
 
 
-def draft_law(row: np.ndarray) -> DraftProbs:
+def draft_probs(row: np.ndarray) -> DraftProbs:
     ids = np.flatnonzero(row)
     return DraftProbs(tuple(ids.tolist()), tuple(row[ids].tolist()))
 
@@ -52,21 +52,21 @@ def draws(row: np.ndarray, count: int, replacement: bool) -> Iterator[tuple[Pref
             yield tokens, chance
 
 
-def every_tree(draft: Law, widths: tuple[int, ...], replacement: bool) -> list[Drawn]:
+def every_tree(draft: Distribution, widths: tuple[int, ...], replacement: bool) -> list[Drawn]:
     """All trees with widths[d] children below each node of depth d."""
     found: list[Drawn] = []
 
-    def grow(tokens: Prefix, parents: Prefix, laws: dict[int, DraftProbs], node: int, chance: float) -> None:
-        tree = DraftTree(tokens, parents, (0.0,) * len(tokens), sampled=SampledProposal(laws, replacement))
+    def grow(tokens: Prefix, parents: Prefix, sampled_from: dict[int, DraftProbs], node: int, chance: float) -> None:
+        tree = DraftTree(tokens, parents, (0.0,) * len(tokens), sampled=SampledProposal(sampled_from, replacement))
         if node == len(tokens):
             found.append(Drawn(tree, chance))
             return
         if tree.depths[node] == len(widths):
-            grow(tokens, parents, laws, node + 1, chance)
+            grow(tokens, parents, sampled_from, node + 1, chance)
             return
         row, width = draft(path_tokens(tree, node)), widths[tree.depths[node]]
         for siblings, share in draws(row, width, replacement):
-            below = laws | {node: draft_law(row)}
+            below = sampled_from | {node: draft_probs(row)}
             grow(tokens + siblings, parents + (node,) * width, below, node + 1, chance * share)
 
     grow((0,), (0,), {}, 0, 1.0)
@@ -77,21 +77,21 @@ def path_tokens(tree: DraftTree, node: int) -> Prefix:
     return tuple(tree.tokens[n] for n in tree.path(node)[1:])
 
 
-def emitted_law(target: Law, trees: list[Drawn], length: int) -> dict[Prefix, float]:
-    """The law of the next `length` tokens, over all trees; after a step has ended, plain decoding goes on."""
+def emitted_probs(target: Distribution, trees: list[Drawn], length: int) -> dict[Prefix, float]:
+    """The distribution of the next `length` tokens over all trees; plain decoding follows after the step."""
     rows = [target(path_tokens(drawn.tree, node)) for drawn in trees for node in drawn.tree.families]
     trial = accept_probs(torch.from_numpy(np.stack(rows)), Families.of([drawn.tree for drawn in trees], CPU))
-    law: dict[Prefix, float] = {}
+    probs: dict[Prefix, float] = {}
     first = 0
     for drawn in trees:
         for tokens, chance in _outcomes(target, drawn.tree, trial, first):
             for continued, share in _continued(target, tokens, length):
-                law[continued] = law.get(continued, 0.0) + drawn.chance * chance * share
+                probs[continued] = probs.get(continued, 0.0) + drawn.chance * chance * share
         first += len(drawn.tree.families)
-    return law
+    return probs
 
 
-def _outcomes(target: Law, tree: DraftTree, trial: SiblingProbs, first: int) -> Iterator[tuple[Prefix, float]]:
+def _outcomes(target: Distribution, tree: DraftTree, trial: SiblingProbs, first: int) -> Iterator[tuple[Prefix, float]]:
     family_of = {node: first + i for i, node in enumerate(tree.families)}
 
     def visit(node: int, chance: float) -> Iterator[tuple[Prefix, float]]:
@@ -108,7 +108,7 @@ def _outcomes(target: Law, tree: DraftTree, trial: SiblingProbs, first: int) -> 
     yield from visit(0, 1.0)
 
 
-def _continued(target: Law, tokens: Prefix, length: int) -> Iterator[tuple[Prefix, float]]:
+def _continued(target: Distribution, tokens: Prefix, length: int) -> Iterator[tuple[Prefix, float]]:
     if len(tokens) >= length:
         yield tokens[:length], 1.0
         return
@@ -117,7 +117,7 @@ def _continued(target: Law, tokens: Prefix, length: int) -> Iterator[tuple[Prefi
             yield continued, share * below
 
 
-def total_variation(law: dict[Prefix, float], target: Law, length: int) -> float:
-    """Half the sum of differences to the target's own law of the next `length` tokens."""
+def total_variation(probs: dict[Prefix, float], target: Distribution, length: int) -> float:
+    """Half the sum of differences to the target's own distribution of the next `length` tokens."""
     expected = dict(_continued(target, (), length))
-    return sum(abs(law.get(tokens, 0.0) - expected.get(tokens, 0.0)) for tokens in law.keys() | expected.keys()) / 2
+    return sum(abs(probs.get(tokens, 0.0) - expected.get(tokens, 0.0)) for tokens in probs.keys() | expected.keys()) / 2

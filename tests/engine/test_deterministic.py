@@ -88,7 +88,7 @@ def test_a_bfloat16_batch_is_equal_with_and_without_drafter(temperature: float) 
     config = EngineConfig(max_kv_tokens=1024, max_prefill_tokens=40, deterministic=True)
     eagle = build_drafter("eagle3", target_folder, head, "bfloat16", "cpu", tree, DraftingConfig())
     drafters: dict[str, Drafter | None] = {"plain": None, "eagle3": eagle, "random": RandomDrafter(4096)}
-    said: dict[str, dict[str, list[int]]] = {name: {} for name in drafters}
+    outputs: dict[str, dict[str, list[int]]] = {name: {} for name in drafters}
     for name, drafter in drafters.items():
         engine = assemble_engine(target, fuser, config, tree, drafter)
         params = SamplingParams(40, temperature, ignore_eos=True)
@@ -97,9 +97,9 @@ def test_a_bfloat16_batch_is_equal_with_and_without_drafter(temperature: float) 
             engine.submit(Request(f"{seed}", tuple(prompt), replace(params, seed=seed)))
         while engine.has_work:
             for chunk in engine.step():
-                said[name].setdefault(chunk.request_id, []).extend(chunk.token_ids)
+                outputs[name].setdefault(chunk.request_id, []).extend(chunk.token_ids)
             engine.check()
-    assert said["plain"] == said["eagle3"] == said["random"]
+    assert outputs["plain"] == outputs["eagle3"] == outputs["random"]
 
 
 def test_a_target_that_routes_rows_is_refused(tmp_path: Path) -> None:

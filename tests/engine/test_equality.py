@@ -44,8 +44,8 @@ def case_of(name: str, target: str, head: str) -> Case:
     """The case of that name; of EAGLE-3 if there is none. The datastore holds two greedy outputs."""
     store = Path(head, "outputs")
     if name == "rest" and not store.exists():
-        said = [reference.generate(target, prompt, replace(GREEDY, seed=0)) for prompt in prompts(2)]
-        write_datastore(Path(target), said, store)
+        outputs = [reference.generate(target, prompt, replace(GREEDY, seed=0)) for prompt in prompts(2)]
+        write_datastore(Path(target), outputs, store)
     return Case(name if name in CASES else "eagle3", target, head, store)
 
 

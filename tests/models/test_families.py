@@ -68,5 +68,5 @@ def test_the_engine_output_equals_generate(target: TargetModel, folder: str, dra
             tokens.setdefault(chunk.request_id, []).extend(chunk.token_ids)
     reference: Any = load_reference(folder)
     for index, prompt in enumerate(PROMPTS):
-        said = reference.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=32)[0, len(prompt) :].tolist()
-        assert tokens[f"{index}"] == said
+        expected = reference.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=32)[0, len(prompt) :].tolist()
+        assert tokens[f"{index}"] == expected

@@ -40,7 +40,7 @@ def test_quantised_target_output_equals_generate(quantised: str, tmp_path: Path)
     fuser = load_fuser(str(write_head(tmp_path)), quantised)
     target = load_target(quantised, aux_hidden_state_layers=fuser.aux_hidden_state_layers)
     assert type(target.model.model.layers[0].mlp.up_proj.weight.data) is not torch.Tensor, "the weights are quantised"
-    said = []
+    outputs = []
     for drafter in (None, RandomDrafter(48)):
         engine = assemble_engine(
             target, fuser, EngineConfig(max_kv_tokens=512), TreeConfig(num_draft_tokens=8, num_steps=4, top_k=3), drafter
@@ -49,7 +49,7 @@ def test_quantised_target_output_equals_generate(quantised: str, tmp_path: Path)
         tokens: list[int] = []
         while engine.has_work:
             tokens += [token for chunk in engine.step() for token in chunk.token_ids]
-        said.append(tokens)
+        outputs.append(tokens)
     reference: Any = AutoModelForCausalLM.from_pretrained(quantised, dtype=torch.float32)
     whole = reference.generate(torch.tensor([[5, 9, 11]]), do_sample=False, max_new_tokens=32)[0, 3:].tolist()
-    assert said == [whole, whole]
+    assert outputs == [whole, whole]

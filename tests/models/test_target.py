@@ -61,11 +61,11 @@ def test_ragged_chunks_in_scattered_slots_equal_whole_sequences(target: TargetMo
 
 @settings(max_examples=25)
 @given(st.lists(trees(vocab_size=48), min_size=1, max_size=4), st.integers(0, 1000))
-def test_every_tree_node_equals_its_path_run_as_a_sequence(forest: list[DraftTree], seed: int) -> None:
+def test_every_tree_node_equals_its_path_run_as_a_sequence(batch: list[DraftTree], seed: int) -> None:
     target, path = TREE_TARGET[0], TREE_TARGET[1]
     kv_cache, rng = make_kv_cache(target), np.random.default_rng(seed)
     slots, segments, prefixes = rng.permutation(400), [], []
-    for tree in forest:
+    for tree in batch:
         prefix = rng.integers(0, 48, int(rng.integers(1, 20))).tolist()
         held, slots = slots[: len(prefix)], slots[len(prefix) :]
         run(target, [segment(prefix, 0, held, held[:0])], kv_cache)
@@ -76,7 +76,7 @@ def test_every_tree_node_equals_its_path_run_as_a_sequence(forest: list[DraftTre
         slots = slots[len(tree) :]
         segments.append(rows)
         prefixes.append(prefix)
-    for tree, prefix, logits in zip(forest, prefixes, run(target, segments, kv_cache), strict=True):
+    for tree, prefix, logits in zip(batch, prefixes, run(target, segments, kv_cache), strict=True):
         for node in range(len(tree)):
             tokens = prefix + [tree.tokens[above] for above in tree.path(node)]
             torch.testing.assert_close(logits[node], expected(path, tokens)[-1], atol=1e-4, rtol=1e-4)

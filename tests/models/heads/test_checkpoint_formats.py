@@ -135,7 +135,7 @@ def test_ignoring_the_wiring_changes_the_states(option: str, tiny_target: str, t
 def test_the_meaning_of_norm_output_depends_on_the_format(tiny_target: str, tmp_path: Path) -> None:
     target = read_target_config(Path(tiny_target))
     each = replace(TINY, input_norms="each")
-    said = {}
+    outputs = {}
     for name, config, checkpoint_format, value in (
         ("specforge true", TINY, specforge, True), ("specforge false", TINY, specforge, False),
         ("specforge beside fc_norm", each, specforge, True), ("vllm true", TINY, vllm, True),
@@ -143,8 +143,8 @@ def test_the_meaning_of_norm_output_depends_on_the_format(tiny_target: str, tmp_
     ):  # fmt: skip
         written, tensors = checkpoint_format(config, random_tensors(config))
         head = save(tmp_path / name, (written | {"norm_output": value}, tensors))
-        said[name] = read_head_config(Path(head), target).wiring.output
-    assert said == {
+        outputs[name] = read_head_config(Path(head), target).wiring.output
+    assert outputs == {
         "specforge true": "state", "specforge false": "bare", "specforge beside fc_norm": "normed",
         "vllm true": "normed", "vllm false": "state",
     }  # fmt: skip

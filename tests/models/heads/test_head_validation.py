@@ -28,10 +28,10 @@ def target() -> TargetModel:
     return load_target(TARGET)
 
 
-def with_config(folder: Path, **said: object) -> str:
+def with_config(folder: Path, **changes: object) -> str:
     """The demo head with other settings in its config."""
     folder.mkdir(parents=True)
-    folder.joinpath("config.json").write_text(json.dumps(read_config(HEAD) | said))
+    folder.joinpath("config.json").write_text(json.dumps(read_config(HEAD) | changes))
     folder.joinpath("model.safetensors").symlink_to((HEAD / "model.safetensors").resolve())
     return str(folder)
 

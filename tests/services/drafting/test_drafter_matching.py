@@ -98,19 +98,19 @@ def target_info(target: str, drafter: str, head: str) -> TargetInfo:
 
 
 def generate(address: str, target: str, drafter: str, head: str) -> GenerationStats:
-    """Of a request to a verifier of `target` with that drafter; what it says is checked."""
+    """Statistics of a request to an engine with that remote drafter; the output is checked."""
     fuser = build_fuser(drafter, head, target, "float32", "cpu")
     needs = DrafterNeeds(features=fuser is not None, samples=True)
     with closing(RemoteDrafter(address, needs, PATIENT, target=target_info(target, drafter, head))) as remote:
         eventually(lambda: remote.connected)
         engine = build_engine(target, fuser, "float32", "cpu", EngineConfig(max_kv_tokens=256), TREE, remote)
         engine.submit(Request("r", (5, 6, 7), SAMPLING))
-        stats, said = GenerationStats(), []
+        stats, emitted = GenerationStats(), []
         while engine.has_work:
             for chunk in engine.step():
                 stats.add(chunk)
-                said += chunk.token_ids
-    assert said == reference.generate(target, [5, 6, 7], SAMPLING)
+                emitted += chunk.token_ids
+    assert emitted == reference.generate(target, [5, 6, 7], SAMPLING)
     return stats
 
 

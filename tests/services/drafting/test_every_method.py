@@ -32,7 +32,7 @@ def test_remote_drafts_of_every_method_change_no_token(name: str, tiny_target: s
     )
     collected = DrafterNeeds(features=fuser is not None, samples=True)
     requests = [Request(f"{i}", PROMPT[i:], replace(each, seed=50 + i)) for i, each in enumerate(SAMPLINGS)]
-    said: dict[str, list[int]] = {request.id: [] for request in requests}
+    emitted: dict[str, list[int]] = {request.id: [] for request in requests}
     num_drafted = 0
     with serving(drafter, info) as address, closing(RemoteDrafter(address, collected, LINK)) as remote:
         eventually(lambda: remote.connected)
@@ -43,10 +43,10 @@ def test_remote_drafts_of_every_method_change_no_token(name: str, tiny_target: s
             engine.submit(request)
         while engine.has_work:
             for chunk in engine.step():
-                said[chunk.request_id] += chunk.token_ids
+                emitted[chunk.request_id] += chunk.token_ids
                 num_drafted += chunk.verify_step.drafted if chunk.verify_step else 0
         engine.check()
         assert remote.num_lost == 0
     assert num_drafted > 0
     for request in requests:
-        assert said[request.id] == reference.generate(tiny_target, list(request.prompt_ids), request.sampling)
+        assert emitted[request.id] == reference.generate(tiny_target, list(request.prompt_ids), request.sampling)

@@ -44,7 +44,7 @@ def test_a_commit_beyond_the_drafters_abilities_is_rejected() -> None:
 
 def generate(drafter: Drafter, target: str, head: str) -> tuple[dict[str, tuple[int, ...]], int]:
     """What three requests say, and how many of their tokens had been drafted."""
-    fuser, said, num_foreseen = load_fuser(head, target), dict.fromkeys("abc", ()), 0
+    fuser, emitted, num_accepted = load_fuser(head, target), dict.fromkeys("abc", ()), 0
     engine = assemble_engine(
         load_target(target, aux_hidden_state_layers=fuser.aux_hidden_state_layers),
         fuser,
@@ -52,25 +52,25 @@ def generate(drafter: Drafter, target: str, head: str) -> tuple[dict[str, tuple[
         TREE,
         drafter,
     )
-    for i, name in enumerate(said):
+    for i, name in enumerate(emitted):
         sampling = SamplingParams(24, 0.9 if i else 0.0, top_p=0.95, seed=i, ignore_eos=True)
         engine.submit(Request(name, (5 + i, 6, 7), sampling))
     while engine.has_work:
         for chunk in engine.step():
-            said[chunk.request_id] += chunk.token_ids
-            num_foreseen += sum(chunk.is_draft_token)
-    return said, num_foreseen
+            emitted[chunk.request_id] += chunk.token_ids
+            num_accepted += sum(chunk.is_draft_token)
+    return emitted, num_accepted
 
 
 def test_a_request_gets_equal_output_remote_and_in_process(tiny_target: str, tiny_head: str) -> None:
     def eagle() -> Drafter:
         return build_drafter("eagle3", tiny_target, tiny_head, "float32", "cpu", TREE, DraftingConfig(max_kv_tokens=512))
 
-    expected, num_foreseen = generate(eagle(), tiny_target, tiny_head)
-    assert num_foreseen > 0
+    expected, num_accepted = generate(eagle(), tiny_target, tiny_head)
+    assert num_accepted > 0
     info = DrafterInfo(ModelInfo("tiny", "f", 48, 256), "eagle3", True, False, 32, can_sample=True)
     with serving(eagle(), info) as address, closing(DraftPool(PATIENT, NEEDS, "sampled")) as pool:
         for name in "abc":
             pool.assign(name, address)
         eventually(lambda: all(pool.can_draft(name) for name in "abc"))
-        assert generate(pool, tiny_target, tiny_head) == (expected, num_foreseen)
+        assert generate(pool, tiny_target, tiny_head) == (expected, num_accepted)
