@@ -169,17 +169,9 @@ def _statistics(totals: Totals, finish_reason: str | None, seconds: float) -> di
 
 
 Address = Annotated[str, typer.Option(envvar="EYAS_ADDRESS", help="host:port of the router.")]
-
-
 ApiKey = Annotated[str, typer.Option(envvar="EYAS_API_KEY", help="API key, if the router requires one.")]
-
-
 Tls = Annotated[bool, typer.Option("--tls", envvar="EYAS_TLS", help="Use TLS.")]
-
-
 Ca = Annotated[str, typer.Option(envvar="EYAS_CA", help="PEM file that signed the router's certificate; implies --tls.")]
-
-
 TlsName = Annotated[
     str,
     typer.Option(envvar="EYAS_TLS_NAME", help="Server name expected in the TLS certificate, if it differs from the host."),
@@ -301,9 +293,10 @@ def _reported() -> Iterator[None]:
 
 
 def _hint(details: str) -> str:
-    """gRPC does not say that the other side speaks TLS, or that it does not."""
-    unreached = details.startswith("failed to connect")
-    return "; is the address right, and does the router speak TLS (--tls, --ca, --tls-name)?" if unreached else ""
+    """What to check if nothing answers; gRPC does not say whether the other side speaks TLS."""
+    if not details.startswith("failed to connect"):
+        return ""
+    return "; check that a router listens there (`eyas serve`), and whether it speaks TLS (--tls, --ca, --tls-name)"
 
 
 def _fail(reason: str) -> NoReturn:

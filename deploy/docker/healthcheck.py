@@ -6,7 +6,6 @@
 import argparse
 import ssl
 import sys
-import urllib.error
 import urllib.request
 from pathlib import Path
 
@@ -48,7 +47,7 @@ def serves_http(url: str) -> bool:
     try:
         with urllib.request.urlopen(url, timeout=TIMEOUT_S, context=context) as answer:
             return bool(answer.status == 200)
-    except (OSError, urllib.error.URLError):
+    except OSError:
         return False
 
 

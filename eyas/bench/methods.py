@@ -12,7 +12,7 @@ from rich.progress import Progress
 from eyas.bench.report import Spread, Table, number
 from eyas.bench.results import GENERATE, PLAIN, Agreement, Run
 from eyas.bench.settings import MethodSpec, MethodsSettings, TaskPrompt, load_tasks
-from eyas.bench.timing import Contender, EngineContender, GenerateContender, now
+from eyas.bench.timing import Contender, EngineContender, GenerateContender, now, rotated
 from eyas.config import DraftingConfig, EngineConfig
 from eyas.drafters.base import Draft, DraftContext, DrafterNeeds, LocalDrafter
 from eyas.drafters.registry import build_drafter, build_fuser, find_method
@@ -141,8 +141,6 @@ class TimedMethod:
 
 def measure(settings: MethodsSettings, progress: Progress) -> MethodsResults:
     """Run every method on every prompt. Raises EyasError for models and prompts that cannot be used."""
-    if settings.device.startswith("cuda") and not torch.cuda.is_available():
-        raise ConfigError(f"device is {settings.device}, but torch {torch.__version__} finds no CUDA device here")
     if settings.threads:
         torch.set_num_threads(settings.threads)
     loading = progress.add_task("loading models", total=None)
@@ -195,9 +193,9 @@ def _engine(
 ) -> EngineContender:
     """Build an engine over the shared weights that collects the features its drafter needs."""
     fuser = build_fuser(spec.name, spec.draft_model, settings.model, settings.dtype, settings.device) if spec else None
-    tapped = TargetModel(target.model, fuser.aux_hidden_state_layers if fuser else ())
+    own_target = TargetModel(target.model, fuser.aux_hidden_state_layers if fuser else ())
     config = EngineConfig(max_kv_tokens=max_kv_tokens, max_num_seqs=1, prefix_cache=False)
-    return EngineContender(assemble_engine(tapped, fuser, config, settings.tree, drafter), target.device)
+    return EngineContender(assemble_engine(own_target, fuser, config, settings.tree, drafter), target.device)
 
 
 def _runs(
@@ -214,8 +212,7 @@ def _runs(
     for method in methods.values():
         method.contender.run([prompts[0].token_ids], replace(sampling, max_tokens=min(WARM_UP_TOKENS, settings.max_tokens)))
     for index, prompt in enumerate(progress.track(prompts, description=label)):
-        names = list(methods)
-        for name in names[index % len(names) :] + names[: index % len(names)]:
+        for name in rotated(list(methods), index):
             drafter = methods[name].drafter
             before = drafter.seconds if drafter else 0.0
             run = methods[name].contender.run([prompt.token_ids], sampling)

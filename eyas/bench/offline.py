@@ -25,6 +25,7 @@ from eyas.bench.timing import (
     Contender,
     EngineContender,
     GenerateContender,
+    rotated,
     summarise,
     time_draft_rounds,
     time_verify_steps,
@@ -34,7 +35,6 @@ from eyas.config import DraftingConfig, EngineConfig
 from eyas.drafters.base import Drafter
 from eyas.drafters.registry import NO_DRAFTS, build_drafter, build_fuser, default_method
 from eyas.engine.build import assemble_engine
-from eyas.errors import ConfigError
 from eyas.models.heads.layers import FeatureFuser
 from eyas.models.target import TargetModel, load_target
 from eyas.request import SamplingParams
@@ -79,10 +79,7 @@ def measure(settings: OfflineSettings, progress: Progress) -> OfflineResults:
 
 
 def load(settings: OfflineSettings) -> BenchParts:
-    """The target, and with a draft head its drafter. Raises CheckpointError; ConfigError for an unknown drafter or
-    device."""
-    if settings.device.startswith("cuda") and not torch.cuda.is_available():
-        raise ConfigError(f"device is {settings.device}, but torch {torch.__version__} finds no CUDA device here")
+    """The target, and with a method its drafter. Raises CheckpointError; ConfigError for an unknown method or device."""
     target, draft, dtype, device = settings.model, settings.draft_model, settings.dtype, settings.device
     name = default_method(settings.method, draft)
     if name == NO_DRAFTS:
@@ -125,7 +122,7 @@ def compare(
         contender.run(batches[0], replace(sampling, max_tokens=min(WARM_UP_TOKENS, settings.max_tokens)))
     label = f"temperature {temperature:g}, batch {batch}"
     for index, group in enumerate(progress.track(batches, description=label)):
-        for name in _rotated(list(contenders), index):
+        for name in rotated(list(contenders), index):
             runs[name].append(contenders[name].run(group, sampling))
     return SpeedComparison.of(temperature, batch, runs, stages(contenders, batches[0], sampling))
 
@@ -170,16 +167,11 @@ def first_token(
     warm_ms: dict[str, list[float]] = {name: [] for name in caching}
     for index in progress.track(range(settings.num_groups + 1), description="time to first token"):
         prompt = random_prompt(target.vocab_size, length, seed=index)
-        for name in _rotated(list(contenders), index):
+        for name in rotated(list(contenders), index):
             cold_ms[name].append(1e3 * contenders[name].run([prompt], sampling).seconds)
         longer = (*prompt, *random_prompt(target.vocab_size, NEW_PROMPT_TOKENS, seed=settings.num_groups + 1 + index))
-        for name in _rotated(list(caching), index):
+        for name in rotated(list(caching), index):
             caching[name].run([prompt], sampling)
             warm_ms[name].append(1e3 * caching[name].run([longer], sampling).seconds)
     cold, warmed = ({name: Spread.of(times[1:]) for name, times in ms.items()} for ms in (cold_ms, warm_ms))
     return FirstToken(length, cold, NEW_PROMPT_TOKENS, warmed)
-
-
-def _rotated(names: list[str], turn: int) -> list[str]:
-    at = turn % len(names)
-    return names[at:] + names[:at]

@@ -101,6 +101,12 @@ class GenerateContender:
         return torch.tensor(rows, device=self._device)
 
 
+def rotated(names: Sequence[str], turn: int) -> list[str]:
+    """The names in the order of a turn: each turn starts with the next name."""
+    at = turn % len(names)
+    return [*names[at:], *names[:at]]
+
+
 def now(device: torch.device) -> float:
     """Seconds on a clock that first waits for the device to finish its work."""
     if device.type == "cuda":

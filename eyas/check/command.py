@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
+from eyas.bench.command import Device, DtypeName, MaxTokens, Model, NumDraftTokens, NumSteps, Threads
 from eyas.bench.settings import OfflineSettings
 from eyas.config import Dtype, TreeConfig
 from eyas.errors import CheckpointError, ConfigError, EyasError
@@ -23,11 +24,6 @@ if TYPE_CHECKING:
     from eyas.models.heads.eagle_validation import WiringReport
 
 check = typer.Typer(add_completion=False, no_args_is_help=True)
-
-Model = Annotated[str, typer.Option(help="Folder or hub id of the target model.")]
-DtypeName = Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")]
-Device = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")]
-Threads = Annotated[int, typer.Option(help="CPU threads of torch; 0 leaves torch's choice.")]
 
 
 @check.callback()
@@ -120,11 +116,9 @@ def equality(
     dtype: DtypeName = "auto",
     temperature: Annotated[float, typer.Option(help="0 takes the likeliest token each time.")] = 0.0,
     device: Device = "auto",
-    max_tokens: Annotated[int, typer.Option(help="Tokens to generate for each prompt.")] = 96,
-    num_draft_tokens: Annotated[
-        int, typer.Option(help="Most nodes of a draft tree, the root included.")
-    ] = TreeConfig.num_draft_tokens,
-    num_steps: Annotated[int, typer.Option(help="Levels of a draft tree below the root.")] = TreeConfig.num_steps,
+    max_tokens: MaxTokens = 96,
+    num_draft_tokens: NumDraftTokens = TreeConfig.num_draft_tokens,
+    num_steps: NumSteps = TreeConfig.num_steps,
     deterministic: Annotated[bool, typer.Option("--deterministic", help="Use deterministic mode for both.")] = False,
     threads: Threads = 0,
 ) -> None:

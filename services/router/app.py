@@ -25,7 +25,7 @@ from eyas.tokenizer import load_tokenizer
 
 @dataclass(frozen=True)
 class RouterApp:
-    """A router without its sockets. It serves requests after `readiness.enter`. http: the HTTP application."""
+    """A router without its sockets. It serves requests after `readiness.register`. http: the HTTP application."""
 
     service: GenerationService
     http: FastAPI

@@ -41,13 +41,13 @@ def load_api_keys(config: ApiKeysConfig, environment: Mapping[str, str] = os.env
     """Read the configured keys. Raises ConfigError if a configured source cannot be read or holds no key."""
     keys: set[str] = set()
     if config.env:
-        keys |= _parse(environment.get(config.env, "").split(","), f"keys.env: the environment variable {config.env}")
+        keys |= _parse(environment.get(config.env, "").split(","), f"api_keys.env: the environment variable {config.env}")
     if config.file:
         try:
             lines = Path(config.file).read_text(encoding="utf-8").splitlines()
         except (OSError, ValueError) as error:
-            raise ConfigError(f"keys.file: cannot read {config.file}: {error}") from error
-        keys |= _parse(lines, f"keys.file: the file {config.file}")
+            raise ConfigError(f"api_keys.file: cannot read {config.file}: {error}") from error
+        keys |= _parse(lines, f"api_keys.file: the file {config.file}")
     return ApiKeys(frozenset(keys))
 
 
