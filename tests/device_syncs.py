@@ -1,4 +1,4 @@
-"""Notes what on a GPU would make the host wait, while everything runs on the CPU."""
+"""Records on the CPU the operations that would make the host wait for a GPU."""
 
 from collections.abc import Callable
 from typing import Any
@@ -30,7 +30,7 @@ class Waits(TorchFunctionMode):
 
 
 def unwatched(work: Callable[..., Any]) -> Callable[..., Any]:
-    """The same without recording."""
+    """The same function without recording."""
 
     def run(*args: Any) -> Any:
         with torch._C.DisableTorchFunction():
@@ -40,7 +40,7 @@ def unwatched(work: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def watched(work: Callable[..., Any], noted: list[list[str]]) -> Callable[..., Any]:
-    """The same; the waits of each call are noted apart."""
+    """The same function; the waits of each call are recorded separately."""
 
     def run(*args: Any) -> Any:
         with Waits() as waits:
@@ -52,7 +52,7 @@ def watched(work: Callable[..., Any], noted: list[list[str]]) -> Callable[..., A
 
 
 def _copies(name: str, args: Any, kwargs: Any) -> bool:
-    """Whether numbers go to a device while the host waits."""
+    """Whether the operation copies to a device while the host waits."""
     if name in ("tensor", "as_tensor"):
         return "device" in kwargs
     devices = [value for value in (*args[1:], *kwargs.values()) if isinstance(value, torch.device | str)]
@@ -60,7 +60,7 @@ def _copies(name: str, args: Any, kwargs: Any) -> bool:
 
 
 def _looks(name: str, args: Any) -> bool:
-    """Whether an index or a count has to be looked at: a mask, or numbers that are on the host yet."""
+    """Whether the host must read an index or a count: a mask, or an index on the host."""
     if name in ("__getitem__", "__setitem__"):
         parts = args[1] if isinstance(args[1], tuple) else (args[1],)
         masks = [part for part in parts if isinstance(part, Tensor) and part.dtype == torch.bool]

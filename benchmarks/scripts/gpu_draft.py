@@ -120,7 +120,7 @@ def measure(name: str, head: EagleHead, batches: Sequence[int], settings: Settin
 
 
 def run_again(run: Callable[[], Out]) -> Callable[[], Out]:
-    """Stands in for capturing where there is no CUDA."""
+    """Runs the function instead of capturing it, without CUDA."""
     return run
 
 
@@ -145,7 +145,7 @@ def round_ms(head: EagleHead, batch: int, temperature: float, settings: Settings
 
 
 class Session:
-    """What a verifier says of one session; its tokens are all the same, its features the same rows again and again."""
+    """The commits of one session; all tokens are equal, and so are the feature rows of each commit."""
 
     def __init__(self, row: int, temperature: float, tree: TreeConfig, head: EagleHead) -> None:
         self._name, self._base = f"{row}", 0

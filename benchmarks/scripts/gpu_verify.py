@@ -113,20 +113,20 @@ def copy_rate(device: torch.device, num_bytes: int) -> float:
 def measure(target: TargetModel, cases: Sequence[Case], settings: Settings, rate: float) -> list[Step]:
     """Every case in each backend; rate: bytes per second of memory."""
     batch, rows = max(c.batch for c in cases), max(c.rows for c in cases)
-    room = settings.cached + rows
-    kv_cache = KVCache(batch * room, target.kv_shapes, 0, target.dtype, target.device)
+    capacity = settings.cached + rows
+    kv_cache = KVCache(batch * capacity, target.kv_shapes, 0, target.dtype, target.device)
     for pool in (*kv_cache.keys, *kv_cache.values):
         pool.normal_()
     backends = []
     for graphs in (True, False):
-        engine = EngineConfig(max_kv_tokens=batch * room, max_num_seqs=batch, max_prefill_tokens=1, cuda_graphs=graphs)
+        engine = EngineConfig(max_kv_tokens=batch * capacity, max_num_seqs=batch, max_prefill_tokens=1, cuda_graphs=graphs)
         backends.append(
-            build_backend(plan_backend(target, engine, TreeConfig(rows, 1, 1), room), target, kv_cache, kv_cache.scratch)
+            build_backend(plan_backend(target, engine, TreeConfig(rows, 1, 1), capacity), target, kv_cache, kv_cache.scratch)
         )
     steps = []
     with Progress(console=Console(stderr=True), refresh_per_second=1) as progress:
         for case in progress.track(cases, description="measuring"):
-            segments = make_segments(case, settings.cached, room, target.vocab_size)
+            segments = make_segments(case, settings.cached, capacity, target.vocab_size)
             times = [
                 median_ms(_step(backend, segments, kv_cache), target.device, settings.repeats)
                 for backend in (*backends, target)
@@ -140,12 +140,12 @@ def measure(target: TargetModel, cases: Sequence[Case], settings: Settings, rate
     return steps
 
 
-def make_segments(case: Case, cached: int, room: int, vocab_size: int) -> list[Segment]:
-    """A random tree for each sequence over its cached tokens, in slots scattered within its room."""
+def make_segments(case: Case, cached: int, capacity: int, vocab_size: int) -> list[Segment]:
+    """A random tree for each sequence over its cached tokens, in scattered slots."""
     rng = np.random.default_rng(case.rows)
     segments = []
     for index in range(case.batch):
-        slots = index * room + rng.permutation(room)
+        slots = index * capacity + rng.permutation(capacity)
         tokens = rng.integers(0, vocab_size, case.rows)
         parents = (0, *(int(rng.integers(max(0, node - 8), node)) for node in range(1, case.rows)))
         tree = DraftTree(tuple(tokens.tolist()), parents, (0.0,) * case.rows)

@@ -37,9 +37,9 @@ START = 500
 
 @dataclass(frozen=True)
 class Settings:
-    """num_verify_steps: measured rounds of each case."""
+    """repeats: measured rounds of each case."""
 
-    num_verify_steps: int
+    repeats: int
     trees: tuple[TreeConfig, ...] = (TreeConfig(24, 6), TreeConfig(60, 12))
     sessions: tuple[int, ...] = (1, 8, 32)
 
@@ -55,7 +55,7 @@ class RoundCost:
 
 
 class SimulatedSession:
-    """Walks through the prompts in a circle, from a start of its own. The target's samples are random."""
+    """A session that repeats the prompts from its own start. The target's samples are random."""
 
     def __init__(self, number: int, budget: TreeBudget) -> None:
         lines = PROMPTS.read_text(encoding="utf-8").splitlines()
@@ -88,20 +88,20 @@ class TimedProposals:
 
 
 def main(
-    rounds: Annotated[int, typer.Option(help="Rounds to measure for each case.")] = 100,
+    repeats: Annotated[int, typer.Option(help="Measured rounds of each case.")] = 100,
     out: Annotated[Path, typer.Option(help="Folder of the report.")] = Path("benchmarks/results"),
 ) -> None:
     """Measure every case in turn."""
     torch.set_num_threads(1)
-    settings = Settings(rounds)
-    costs = [cost for tree in settings.trees for n in settings.sessions for cost in measure(tree, n, rounds)]
+    settings = Settings(repeats)
+    costs = [cost for tree in settings.trees for n in settings.sessions for cost in measure(tree, n, repeats)]
     command = shlex.join(["python", "-m", "benchmarks.scripts.lookup_rounds", *sys.argv[1:]])
     page = Report.here("lookup-rounds", command, "cpu", settings, costs, [table(costs)]).write(out)
     print(page.read_text(encoding="utf-8"))
     print(f"written to {page} and {page.with_suffix('.json')}")
 
 
-def measure(tree: TreeConfig, num_sessions: int, num_verify_steps: int) -> list[RoundCost]:
+def measure(tree: TreeConfig, num_sessions: int, repeats: int) -> list[RoundCost]:
     """Measure two drafters, and the merging of their trees, over the same rounds."""
     budget = TreeBudget(tree.num_draft_tokens, tree.num_steps)
     lookup, lookahead = (
@@ -113,7 +113,7 @@ def measure(tree: TreeConfig, num_sessions: int, num_verify_steps: int) -> list[
         [0] * num_sessions,
         [],
     )
-    for _ in range(NUM_WARM_UPS + num_verify_steps):
+    for _ in range(NUM_WARM_UPS + repeats):
         contexts = [each.step(size) for each, size in zip(simulated, sizes, strict=True)]
         found, drawn = lookup.propose(contexts), lookahead.propose(contexts)
         pairs, roots = list(zip(found, drawn, strict=True)), [context.tokens[-1] for context in contexts]

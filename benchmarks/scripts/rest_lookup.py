@@ -1,5 +1,5 @@
-"""Measures drafter `rest`: a datastore of this environment's Python sources, opened and asked with the demo prompts.
-Writes a dated report: `python -m benchmarks.scripts.rest_lookup`. No target runs; what is timed is finding guesses."""
+"""Measures the method `rest`: a datastore of this environment's Python sources, searched with the demo prompts.
+Writes a dated report: `python -m benchmarks.scripts.rest_lookup`. No target runs; only the search is timed."""
 
 from __future__ import annotations
 
@@ -41,10 +41,10 @@ NUM_WARM_UPS = 20
 
 @dataclass(frozen=True)
 class Settings:
-    """num_verify_steps: measured rounds of each case. trees: shapes to measure, one after the other."""
+    """repeats: measured rounds of each case. trees: shapes to measure, one after the other."""
 
     num_tokens: int
-    num_verify_steps: int
+    repeats: int
     trees: tuple[TreeConfig, ...]
     rest: RestConfig
 
@@ -74,17 +74,17 @@ class RoundTimes:
 
 def main(
     tokens: Annotated[int, typer.Option(help="Tokens of the datastore; 6 bytes each.")] = 8_700_000,
-    rounds: Annotated[int, typer.Option(help="Rounds to measure for each case.")] = 300,
+    repeats: Annotated[int, typer.Option(help="Measured rounds of each case.")] = 300,
     out: Annotated[Path, typer.Option(help="Folder of the report.")] = Path("benchmarks/results"),
 ) -> None:
     """Build a datastore, open it, and search it."""
     torch.set_num_threads(1)
-    settings = Settings(tokens, rounds, (TreeConfig(), TreeConfig(60, 8)), RestConfig())
+    settings = Settings(tokens, repeats, (TreeConfig(), TreeConfig(60, 8)), RestConfig())
     with tempfile.TemporaryDirectory() as folder:
         store, cases = build(tokens, Path(folder)), []
         for tree in settings.trees:
             drafter = load_rest(folder, TARGET, tree, settings.rest, DraftingConfig())
-            cases += [measure(drafter, tree, n, t, rounds) for n in (1, 8, 32) for t in (0.0, 0.6, 1.0)]
+            cases += [measure(drafter, tree, n, t, repeats) for n in (1, 8, 32) for t in (0.0, 0.6, 1.0)]
     command = shlex.join(["python", "-m", "benchmarks.scripts.rest_lookup", *sys.argv[1:]])
     page = Report.here("rest-lookup", command, "cpu", settings, [store, *cases], tables(store, cases)).write(out)
     print(page.read_text(encoding="utf-8"))
@@ -111,14 +111,12 @@ def build(num_tokens: int, folder: Path) -> StoreCost:
     return StoreCost(built, size / 1e6, seconds, float(np.median([_open_ms(folder) for _ in range(9)])))
 
 
-def measure(
-    drafter: LocalDrafter, tree: TreeConfig, num_sessions: int, temperature: float, num_verify_steps: int
-) -> RoundTimes:
+def measure(drafter: LocalDrafter, tree: TreeConfig, num_sessions: int, temperature: float, repeats: int) -> RoundTimes:
     """Time rounds of fresh sessions at places of the demo prompts."""
     prompts = [json.loads(line)["token_ids"] for line in PROMPTS.read_text(encoding="utf-8").splitlines()]
     places = ((tokens, end) for i in count() for tokens in prompts for end in [LONGEST + i % (len(tokens) - LONGEST)])
     budget, cpu, ms = TreeBudget(tree.num_draft_tokens, tree.num_steps), [], []
-    for index in range(NUM_WARM_UPS + num_verify_steps):
+    for index in range(NUM_WARM_UPS + repeats):
         contexts = [
             Commit(f"{s}", index, 0, tuple(tokens[end - LONGEST : end]), None, NoiseKey(s, temperature), budget)
             for s, (tokens, end) in zip(range(num_sessions), places, strict=False)

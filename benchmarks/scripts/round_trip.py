@@ -48,7 +48,7 @@ NEEDS = DrafterNeeds(features=True)
 
 @dataclass(frozen=True)
 class Case:
-    """What travels in a round: the fused features of NEW_TOKENS positions a session there, a tree of NODES nodes back."""
+    """Content of a round trip: fused features of NEW_TOKENS positions per session there, a tree of NODES nodes back."""
 
     num_sessions: int
     feature_size: int
@@ -58,7 +58,7 @@ class Case:
 
 @dataclass(frozen=True)
 class RoundTrip:
-    """Rounds of one case, in ms, below which 50, 90 and 99 % of them stayed."""
+    """Percentiles 50, 90 and 99 of the round trips of one case, in ms."""
 
     case: Case
     p50: float
@@ -68,9 +68,9 @@ class RoundTrip:
 
 @dataclass(frozen=True)
 class Settings:
-    """num_verify_steps: measured rounds of each case."""
+    """repeats: measured rounds of each case."""
 
-    num_verify_steps: int
+    repeats: int
     tree_nodes: int = NODES
     tree_depth: int = DEPTH
     new_tokens: int = NEW_TOKENS
@@ -81,7 +81,7 @@ LARGE = [Case(sessions, 4096, "bfloat16", 128256) for sessions in (1, 8)]
 
 
 class TrivialDrafter(LocalDrafter):
-    """Answers every commit with the same tree below another root, and keeps nothing."""
+    """Replies to every commit with the same tree below its last token; keeps no state."""
 
     needs = NEEDS
 
@@ -98,31 +98,31 @@ class TrivialDrafter(LocalDrafter):
 
 
 def main(
-    rounds: Annotated[int, typer.Option(help="Rounds to measure for each case.")] = 2000,
+    repeats: Annotated[int, typer.Option(help="Measured rounds of each case.")] = 2000,
     out: Annotated[Path, typer.Option(help="Folder of the report.")] = Path("benchmarks/results"),
 ) -> None:
     """Measure rounds between a verifier's RemoteDrafter and a draft service in another process."""
     torch.set_num_threads(1)
     try:
         with Progress(console=Console(stderr=True), refresh_per_second=1) as progress:
-            trips = [measure(case, rounds, progress) for case in (*SMALL, *LARGE)]
+            trips = [measure(case, repeats, progress) for case in (*SMALL, *LARGE)]
     except EyasError as error:
         print(f"error: {error}", file=sys.stderr)
         raise typer.Exit(1) from error
     command = shlex.join(["python", "-m", "benchmarks.scripts.round_trip", *sys.argv[1:]])
-    page = Report.here("round-trip", command, "cpu", Settings(rounds), trips, [table(trips)]).write(out)
+    page = Report.here("round-trip", command, "cpu", Settings(repeats), trips, [table(trips)]).write(out)
     print(page.read_text(encoding="utf-8"))
     print(f"written to {page} and {page.with_suffix('.json')}")
 
 
-def measure(case: Case, num_verify_steps: int, progress: Progress) -> RoundTrip:
-    """One round after the other, as an engine would ask. Raises Unavailable when the service does not answer."""
+def measure(case: Case, repeats: int, progress: Progress) -> RoundTrip:
+    """Measure one round trip after the other. Raises Unavailable when the service does not answer."""
     tokens = tuple(np.random.default_rng(1).integers(0, case.vocab_size, NEW_TOKENS).tolist())
     features = torch.randn(NEW_TOKENS, case.feature_size).to(getattr(torch, case.dtype))
     ms = []
     with drafting(case) as drafter:
         label = f"{case.num_sessions} sessions, {case.feature_size} x {case.dtype}"
-        for index in progress.track(range(NUM_WARM_UPS + num_verify_steps), description=label):
+        for index in progress.track(range(NUM_WARM_UPS + repeats), description=label):
             contexts = [_context(f"{s}", index, tokens, features) for s in range(case.num_sessions)]
             started = time.perf_counter()
             drafts = drafter.request(contexts)()
@@ -133,7 +133,7 @@ def measure(case: Case, num_verify_steps: int, progress: Progress) -> RoundTrip:
 
 
 def table(trips: Sequence[RoundTrip]) -> Table:
-    """What people read."""
+    """The table of the report."""
     rows = [
         (
             f"{t.case.num_sessions}",
@@ -151,7 +151,7 @@ def table(trips: Sequence[RoundTrip]) -> Table:
 
 @contextmanager
 def drafting(case: Case) -> Iterator[RemoteDrafter]:
-    """A link to a draft service in a process of its own; both end with the block."""
+    """A connection to a draft service in another process; both end with the block."""
     context = multiprocessing.get_context("spawn")
     here, there = context.Pipe()
     process = context.Process(target=_serve, args=(there, case), daemon=True)
@@ -192,7 +192,7 @@ def _context(session: str, index: int, tokens: tuple[int, ...], features: torch.
 
 
 def _serve(starter: Connection, case: Case) -> None:
-    """The other process: says its address, then serves until it is ended."""
+    """The other process: sends its address, then serves until it is stopped."""
     torch.set_num_threads(1)
     asyncio.run(_serving(starter, case))
 

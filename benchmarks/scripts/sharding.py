@@ -77,7 +77,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Moves:
-    """Sessions that go elsewhere when a verifier comes or goes, in percent, by what is still known of them."""
+    """Percentage of sessions that move when a verifier is added or removed, by what is remembered of them."""
 
     known: str
     one_more: float
@@ -86,7 +86,7 @@ class Moves:
 
 @dataclass
 class Session:
-    """blocks: hashes of all that was said so far."""
+    """blocks: hashes of all tokens so far."""
 
     name: str
     blocks: tuple[int, ...]
@@ -117,11 +117,11 @@ class Simulation:
         self._caches = {lease.incarnation: OrderedDict() for lease in self.verifiers}
 
     def snapshot(self) -> WorkerSnapshot:
-        """What the router knows."""
+        """The router's view of the workers."""
         return WorkerSnapshot(self.verifiers, self.drafters, self.in_flight, sent_blocks=self.sent.by_worker)
 
     def routing_request(self, session: Session) -> RoutingRequest:
-        """Of the session's next turn."""
+        """The request of the session's next turn."""
         num_tokens = (len(session.blocks) + self.settings.turn_blocks) * BLOCK_TOKENS
         return RoutingRequest(MODEL.name, num_tokens, last=session.last, session=session.name, block_hashes=session.blocks)
 
@@ -168,8 +168,8 @@ class Simulation:
             float(np.percentile(times, 99)) / 1000,
         )
 
-    def homes(self, sessions: Sequence[Session], verifiers: Sequence[Lease], remembered: str) -> list[str]:
-        """Where each session would go now, were these the verifiers. remembered: "pairs", "prefix_hashes" or "nothing"."""
+    def placements(self, sessions: Sequence[Session], verifiers: Sequence[Lease], remembered: str) -> list[str]:
+        """Where each session would be placed with these verifiers. remembered: "pairs", "prefix_hashes" or "nothing"."""
         workers = replace(self.snapshot(), verifiers=verifiers)
         if remembered != "pairs":
             workers = replace(workers, sent_blocks={})
@@ -184,7 +184,7 @@ class Simulation:
         return chosen
 
     def _turns(self) -> Sequence[Session]:
-        """Sessions in the order of their turns: new ones come in, and each open one comes back some time."""
+        """Sessions in the order of their turns: new ones start, and each open one returns later."""
         settings, rng = self.settings, self._rng
         weights = [1 / (1 + group) for group in range(settings.groups)]
         groups = rng.choices(range(settings.groups), weights, k=settings.num_sessions)
@@ -192,7 +192,7 @@ class Simulation:
         open_: list[Session] = []
         for index, group in enumerate(groups):
             system = tuple(group * 1000 + block for block in range(settings.system_blocks))
-            session = Session(f"session-{index}", (*system, *self._said(index, 0)))
+            session = Session(f"session-{index}", (*system, *self._turn_blocks(index, 0)))
             self.sessions.append(session)
             open_ += [session] * settings.num_turns
             if len(open_) > settings.num_open:
@@ -207,18 +207,18 @@ class Simulation:
             taken.append(open_.pop())
         return taken
 
-    def _said(self, index: int, turn: int) -> tuple[int, ...]:
+    def _turn_blocks(self, index: int, turn: int) -> tuple[int, ...]:
         first = 1_000_000 + (index * self.settings.num_turns + turn) * self.settings.turn_blocks
         return tuple(range(first, first + self.settings.turn_blocks))
 
     def _serve(self, pair: Pair, session: Session) -> int:
-        """Let the session's turn run there; gives back how many of its blocks were cached."""
+        """Run the session's turn there; return how many of its blocks were cached."""
         cache = self._caches[pair.verifier.incarnation]
         num_hit = next((index for index, block in enumerate(session.blocks) if block not in cache), len(session.blocks))
         self.sent.add(pair.verifier.incarnation, session.blocks)
         session.last = Placement(pair.verifier.incarnation, pair.drafter.incarnation if pair.drafter else "")
         session.turn += 1
-        session.blocks += self._said(int(session.name.rpartition("-")[2]), session.turn)
+        session.blocks += self._turn_blocks(int(session.name.rpartition("-")[2]), session.turn)
         for block in reversed(session.blocks):
             cache[block] = None
             cache.move_to_end(block)
@@ -236,7 +236,7 @@ class Simulation:
         return max(busy) * len(busy) / sum(busy)
 
     def _announce(self) -> None:
-        """New leases of the verifiers, as every heartbeat brings them."""
+        """Renew the leases of all verifiers, as a heartbeat does."""
         for index, lease in enumerate(self.verifiers):
             latest = list(self._caches[lease.incarnation])[-ANNOUNCED:]
             load = replace(lease.load, num_running=self.in_flight[lease.incarnation])
@@ -249,7 +249,7 @@ def verifier(index: int) -> Lease:
 
 
 def moves(simulation: Simulation, num_sessions: int) -> list[Moves]:
-    """What a verifier more and a verifier less do to sessions, drawn from all."""
+    """How one verifier more, and one less, moves a sample of the sessions."""
     sessions = random.Random(1).sample(simulation.sessions, min(num_sessions, len(simulation.sessions)))
     verifiers = simulation.verifiers
     newcomer = verifier(len(verifiers))
@@ -262,9 +262,9 @@ def moves(simulation: Simulation, num_sessions: int) -> list[Moves]:
         "nothing": "nothing: only the hash is left",
     }
     for remembered, label in labels.items():
-        before = simulation.homes(sessions, verifiers, remembered)
-        more = simulation.homes(sessions, [*verifiers, newcomer], remembered)
-        less = simulation.homes(sessions, verifiers[:-1], remembered)
+        before = simulation.placements(sessions, verifiers, remembered)
+        more = simulation.placements(sessions, [*verifiers, newcomer], remembered)
+        less = simulation.placements(sessions, verifiers[:-1], remembered)
         results.append(Moves(label, _moved(before, more), _moved(before, less)))
     return results
 
@@ -274,7 +274,7 @@ def _moved(before: Sequence[str], after: Sequence[str]) -> float:
 
 
 def outcome_table(outcomes: Sequence[Outcome]) -> Table:
-    """What people read of the policies."""
+    """The table of the policies."""
     rows = [
         (
             one.policy,
@@ -296,7 +296,7 @@ def outcome_table(outcomes: Sequence[Outcome]) -> Table:
 
 
 def moves_table(results: Sequence[Moves], settings: Settings) -> Table:
-    """What people read of scaling."""
+    """The table of scaling."""
     count = settings.num_verifiers
     rows = [(one.known, f"{one.one_more:.2f} %", f"{one.one_less:.2f} %") for one in results]
     note = (

@@ -74,7 +74,7 @@ class Settings:
 
 
 class Encoding(SpanExporter):
-    """Does all the work of an OTLP exporter but for the sending."""
+    """Does the work of an OTLP exporter without sending."""
 
     def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
         """Encode spans and drop the bytes."""
@@ -93,7 +93,7 @@ def main(out: Annotated[Path, typer.Option(help="Folder of the report.")] = Path
 
 
 def decode(batch: int, num_tokens: int) -> Steps:
-    """Run this number of requests at once to their ends."""
+    """Run this number of requests at once until they finish."""
     target, head = str(MODELS / "target"), str(MODELS / "eagle3")
     drafter = build_drafter("eagle3", target, head, "float32", "cpu", TREE, DraftingConfig())
     fuser = build_fuser("eagle3", head, target, "float32", "cpu")
@@ -136,7 +136,7 @@ def _cost(steps: Steps, name: str, telemetry: Telemetry, repeats: int, flush: Ca
 
 
 def _tell(steps: Steps, verifier: VerifierTelemetry, router: RouterTelemetry) -> float:
-    """All that happens for these requests but for the work itself; seconds of it on the engine's thread."""
+    """Run everything but the work itself for these requests; return its seconds on the engine's thread."""
     engine = 0.0
     with ExitStack() as stack:
         seen = {}
@@ -157,7 +157,7 @@ def _tell(steps: Steps, verifier: VerifierTelemetry, router: RouterTelemetry) ->
 
 
 def table(costs: Sequence[Cost]) -> Table:
-    """What people read."""
+    """The table of the report."""
     rows = [
         (
             f"{c.batch}",

@@ -1,4 +1,4 @@
-"""A step waits for the device once, whatever its rows ask; and paths on the device are those of the walks on the host."""
+"""A step waits for the device once, whatever its requests ask for. Paths found on the device equal those of the host."""
 
 from collections.abc import Sequence
 from dataclasses import replace

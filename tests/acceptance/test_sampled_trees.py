@@ -1,4 +1,4 @@
-"""What a tree must say of its draws, and the noise that keeps drafts and target apart."""
+"""Validation of sampled trees, and the noise that keeps draft draws independent of target draws."""
 
 import pytest
 import torch

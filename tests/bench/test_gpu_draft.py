@@ -1,4 +1,4 @@
-"""The draft benchmark runs, on a tiny head and also where there is no GPU; what it measures is another matter."""
+"""The draft benchmark runs on a tiny head, also without a GPU."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -22,7 +22,7 @@ def test_every_round_is_timed_and_reported(tmp_path: Path) -> None:
 
 
 def test_the_floor_counts_what_a_level_reads() -> None:
-    """Of Llama 3 8B's head 0.37 billion weights: attention over 2 H, MLP and 32,000 draft tokens; none of the embedding."""
+    """Llama 3 8B's head has 0.37 billion weights: attention over 2 H, MLP and 32,000 draft tokens, without the embedding."""
     hidden, kv, inner, vocab = 32, 16, 48, 40
     weights = (hidden + 2 * kv) * 2 * hidden + hidden**2 + 3 * hidden * inner + vocab * hidden + 4 * hidden
     assert level_bytes(make_head(TINY, torch.device("cpu"))) == 2 * weights

@@ -1,4 +1,4 @@
-"""The GPU benchmark runs, on a tiny target and also where there is no GPU; what it measures is another matter."""
+"""The verify benchmark runs on a tiny target, also without a GPU."""
 
 from pathlib import Path
 

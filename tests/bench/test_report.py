@@ -1,4 +1,4 @@
-"""Reports say what was measured, on what, and lose nothing."""
+"""Reports hold what was measured, with hardware, versions and settings."""
 
 import json
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""The stages of a step add up to the step, and each part's time is its own. The clock moves only when a part says so."""
+"""The stages of a step add up to the step, and each part gets its own time. Parts move a fake clock."""
 
 from collections.abc import Sequence
 

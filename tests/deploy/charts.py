@@ -57,7 +57,7 @@ def run_helm(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def template(*arguments: str) -> list[Object]:
-    """What `helm template` gives. Raises AssertionError with helm's own words."""
+    """Output of `helm template`. Raises AssertionError with helm's message."""
     result = run_helm("template", "demo", ".", "--namespace", "eyas", *arguments)
     assert result.returncode == 0, result.stderr
     return [item for item in yaml.safe_load_all(result.stdout) if item]
@@ -108,7 +108,7 @@ def containers(objects: Sequence[Object]) -> Iterator[tuple[str, Object]]:
 
 
 def matches(selector: Mapping[str, Any], labels: Mapping[str, str]) -> bool:
-    """Whether a label selector takes an object with these labels."""
+    """Whether a label selector matches these labels."""
     expressions = selector.get("matchExpressions", [])
     assert all(expression["operator"] == "In" for expression in expressions)
     wanted = selector.get("matchLabels", {})

@@ -41,7 +41,7 @@ class NaiveEagle:
         return self.w["lm_head.weight"]
 
     def enter(self, embedded: torch.Tensor, features: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """What the first layer's attention sees of all pairs, and its residual."""
+        """Input of the first layer's attention for all pairs, and its residual."""
         w = self.w
         hidden = rms(features, w["midlayer.hidden_norm.weight"])
         x = torch.cat([rms(embedded, w["midlayer.input_layernorm.weight"]), hidden], -1)
@@ -51,7 +51,7 @@ class NaiveEagle:
         return "midlayer." if layer == 0 else f"layers.{layer}."
 
     def state(self, pairs: list[tuple[torch.Tensor, int]]) -> torch.Tensor:
-        """The head's state behind the last (feature, token) pair; pair i stands at position i."""
+        """The head's state after the last (feature, token) pair; pair i has position i."""
         features = torch.stack([feature for feature, _ in pairs])
         x, residual = self.enter(self.embedding[[token for _, token in pairs]], features)
         states = features

@@ -1,4 +1,4 @@
-"""Trees out of captured graphs are those of the plain path, whatever bucket their sessions were padded to."""
+"""Trees from captured graphs equal those of the plain path in every bucket."""
 
 from collections.abc import Callable, Sequence
 from typing import TypeVar
@@ -175,7 +175,7 @@ def test_outputs_are_the_plain_ones(method: str, tiny_target: str, tiny_head: st
 
 
 def test_states_of_other_rounds_do_not_show(tiny_target: str, tiny_head: str) -> None:
-    """Rows that fill a bucket up hold what earlier rounds left; even numbers that are none change nothing."""
+    """Padding rows of a bucket hold values of earlier drafts; even NaN there changes nothing."""
     drafter = make("eagle3", tiny_target, tiny_head, SHAPE, CONFIG, capturing())
     plain = make("eagle3", tiny_target, tiny_head, SHAPE, CONFIG, None)
     tokens, features = session(5, 9)

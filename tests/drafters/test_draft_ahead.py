@@ -25,7 +25,7 @@ NOISES = [NoiseKey(0), NoiseKey(9, 0.8), NoiseKey(2**64 - 1, 1.2, top_k=9, top_p
 
 
 class FixedExpansion:
-    """Scores that are drawn once and for all; two in three children of a node tie."""
+    """Fixed random scores; two in three children of a node tie."""
 
     def __init__(self, sessions: int, width: int, vocab: int) -> None:
         self._generator = torch.Generator().manual_seed(3)
@@ -64,7 +64,7 @@ def work(drafter: DraftAheadDrafter) -> None:
 
 
 def outcome(tree: DraftTree) -> list[int]:
-    """The path to the tree's last leaf without it: then comes a token of the drafter's choice."""
+    """The tokens below the root on the path to the tree's last node."""
     path, node = [], len(tree.tokens) - 1
     while node:
         path.insert(0, tree.tokens[node])
@@ -79,7 +79,7 @@ def likeliest(tree: DraftTree) -> list[int]:
 def naive_below(
     growth: TreeGrowth, row: int, path: Sequence[int], budget: TreeBudget
 ) -> list[tuple[tuple[int, ...], float]]:
-    """Descendants of the path's end as (path from there, score), the best first, of equals the lower number."""
+    """Descendants of the path's end as (path from there, score), best first; ties by node number."""
     found = growth.candidates
     nodes: dict[int, tuple[tuple[int, ...], float]] = {0: ((), 0.0)}
     for i in range(found.tokens.shape[1]):
@@ -137,7 +137,7 @@ def test_outcomes_in_the_grown_tree_are_answered_from_it(noise: NoiseKey, tiny_t
 
 
 def test_drafted_ahead_features_are_replaced_by_true_ones(tiny_target: str, tiny_head: str) -> None:
-    """After hits in a row, with and without time between them, a miss gets the tree that it would have got anyway."""
+    """After consecutive hits, with and without time between them, a miss gets the same tree as without drafting ahead."""
     for busy in (False, True):
         drafter, plain = DraftAheadDrafter(make(tiny_target, tiny_head), AHEAD), make(tiny_target, tiny_head)
         context = session("a", 9)

@@ -68,7 +68,7 @@ def test_trees_of_a_batch_equal_the_naive_ones(noise: NoiseKey, scale: float, ti
 
 
 def test_rounds_and_chunks_keep_no_draft_state(tiny_target: str, tiny_head: str) -> None:
-    """However the commits were cut, and whatever trees were grown on the way, the tree depends on true features only."""
+    """The tree depends on true features only, not on the sizes of commits or on earlier trees."""
     drafter, plain = make(tiny_target, tiny_head), naive(tiny_target, tiny_head)
     tokens, features = session(1, 30)
     other, other_features = session(2, 12)

@@ -24,7 +24,7 @@ def drafter_of(method: str, target: str, head: str, config: DraftingConfig) -> L
 
 
 def pools_of(drafter: object) -> list[Tensor]:
-    """Keys and values, wherever the drafter has them."""
+    """All keys and values of the drafter."""
     kv: KVCache = drafter._kv  # type: ignore[attr-defined]
     return [*kv.keys, *kv.values]
 

@@ -1,4 +1,4 @@
-"""A gRPC client of the tests: one request in, what came back out."""
+"""A gRPC client for tests."""
 
 import threading
 from collections.abc import Callable, Sequence

@@ -1,4 +1,4 @@
-"""The local cluster as a user meets it: the demo's verdict, and that nothing outlives it."""
+"""The local cluster as a user starts it: the demo's result, and no process is left behind."""
 
 import os
 import re
@@ -33,7 +33,7 @@ def local(logs: Path, *arguments: str) -> Iterator["subprocess.Popen[str]"]:
 
 
 def ports_of(process: "subprocess.Popen[str]") -> list[int]:
-    """The ports of the three services, once all of them are ready and the owner has said how to stop them."""
+    """The ports of the three services, once all are ready and the line about Ctrl-C is printed."""
     assert process.stdout is not None
     output = ""
     while "Ctrl-C stops everything" not in output:

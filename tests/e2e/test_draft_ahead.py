@@ -31,7 +31,7 @@ def test_a_combined_tree_drafted_ahead_changes_no_token(cluster: Cluster, sampli
 
 
 def test_combined_trees_are_drafted_ahead(cluster: Cluster) -> None:
-    """Whether there is time between two commits depends on the machine, so the test asks until there was."""
+    """The time between two commits depends on the machine, so the test repeats until one tree was grown ahead."""
 
     def drafted_ahead() -> bool:
         out: Generated = generate(cluster.router.address, prompts()[3], GREEDY)

@@ -1,4 +1,4 @@
-"""Drafters that no one should deploy: what comes out of the engine must not depend on them."""
+"""Bad drafters: random, failing or forgetful. The engine's output must not depend on them."""
 
 from collections.abc import Mapping, Sequence
 
@@ -37,7 +37,7 @@ class RandomDrafter(LocalDrafter):
 
 
 class KnowingDrafter(LocalDrafter):
-    """Knows how requests go on: the right path in every tree, wrong siblings and duplicates around it."""
+    """Knows the outputs: every tree has the right path, wrong siblings and duplicates."""
 
     needs = DrafterNeeds()
 
@@ -67,7 +67,7 @@ class KnowingDrafter(LocalDrafter):
 
 
 class DyingDrafter(LocalDrafter):
-    """Works for some rounds, then answers nothing until it comes back having forgotten everything."""
+    """Works for some steps, then returns nothing, then works again without its state."""
 
     def __init__(self, drafter: LocalDrafter, dies: int, returns: int) -> None:
         self._drafter, self._dies, self._returns, self._round = drafter, dies, returns, 0
@@ -88,7 +88,7 @@ class DyingDrafter(LocalDrafter):
 
 
 class WorkingDrafter(LocalDrafter):
-    """Lets a drafter work ahead between two rounds, now more and now less."""
+    """Lets a drafter draft ahead between two steps, for a varying number of levels."""
 
     can_sample = True
 

@@ -41,7 +41,7 @@ def make_drafter(name: str, target: str, head: str) -> Drafter | None:
 
 
 def case_of(name: str, target: str, head: str) -> Case:
-    """The case of that name; of EAGLE-3 if there is none. The datastore holds two greedy outputs."""
+    """The method of that name, else EAGLE-3. The datastore holds two greedy outputs."""
     store = Path(head, "outputs")
     if name == "rest" and not store.exists():
         outputs = [reference.generate(target, prompt, replace(GREEDY, seed=0)) for prompt in prompts(2)]

@@ -23,7 +23,7 @@ KINDS = (
 
 @torch.inference_mode()
 def expected(target: str, tokens: list[int], first: int, num_top: int) -> list[TokenLogprob]:
-    """Of tokens[first:], by one pass over everything."""
+    """Expected log-probabilities of tokens[first:], by one pass over all tokens."""
     log_probs = torch.log_softmax(reference.forward(target, tokens), -1)
     reported = []
     for at in range(max(first, 1), len(tokens)):

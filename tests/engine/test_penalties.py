@@ -1,4 +1,4 @@
-"""Requests that steer their draws: every node follows its own path, so that drafts still change nothing."""
+"""Penalties, bias and bans: every node has the history of its own path, so drafts change no token."""
 
 import itertools
 from dataclasses import replace
@@ -45,7 +45,7 @@ STEERED = {
 
 
 def steered_requests() -> list[Request]:
-    """Each way of steering, twice, among requests that ask nothing."""
+    """Each parameter twice, among requests without any."""
     kinds = [*STEERED.values(), PLAIN, replace(PLAIN, temperature=0)] * 2
     return [
         Request(f"r{i}", tuple(prompt), replace(params, seed=50 + i, max_tokens=24 - i % 3))
@@ -125,7 +125,7 @@ def test_every_row_of_a_tree_is_steered_by_its_own_history(
 
 
 def under(sequence: Sequence, name: str, sampling: SamplingParams) -> Sequence:
-    """The same tokens, asked for otherwise."""
+    """The same tokens, requested in another form."""
     return Sequence(Request(name, sequence.request.prompt_ids, sampling), sequence.key, sequence.tokens)
 
 

@@ -1,4 +1,4 @@
-"""What the scheduler does to a request is invisible in its tokens: chunks, preemption, priorities, small trees."""
+"""Scheduling changes no token: chunks, preemption, priorities, small trees."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""What only a GPU can show: the kernel at real sizes, replays without waiting, tokens in float32 and in bfloat16."""
+"""Engine on a GPU: the kernel at real sizes, replays without waiting, tokens in float32 and in bfloat16."""
 
 import warnings
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""What only a GPU can show of captured draft trees: capture itself at real sizes, and how often a round waits."""
+"""Captured draft trees on a GPU: capture at real sizes, and how often a draft waits for the device."""
 
 import warnings
 

@@ -1,4 +1,4 @@
-"""What only several GPUs can show: captured sums, and ranks that stop in time afterwards."""
+"""Tensor parallelism on several GPUs: captured sums, and ranks that stop in time."""
 
 import multiprocessing
 

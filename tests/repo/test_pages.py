@@ -39,7 +39,7 @@ BLOCKS = {".".join(key.split(".")[:depth]) for key in KNOWN for depth in range(1
 
 
 def words(page: Path) -> Iterator[str]:
-    """What stands in backticks on a page."""
+    """The words in backticks on a page."""
     yield from CODE.findall(page.read_text(encoding="utf-8"))
 
 

@@ -1,4 +1,4 @@
-"""The wire: stubs are fresh, and every message, field, method and value is explained."""
+"""Protos: generated stubs are fresh, and every message, field, method and value has a comment."""
 
 import subprocess
 import sys
@@ -35,13 +35,13 @@ def described(proto: Path, folder: Path) -> FileDescriptorProto:
 
 
 def definitions(file: FileDescriptorProto) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Name and source path of all that wants a comment; the numbers are those of descriptor.proto."""
+    """Name and source path of everything that needs a comment; the numbers are those of descriptor.proto."""
     yield "syntax", (12,)
     for i, message in enumerate(file.message_type):
         assert not message.nested_type, f"{message.name}: messages stand side by side, not inside one another"
         yield message.name, (4, i)
         yield from ((f"{message.name}.{field.name}", (4, i, 2, j)) for j, field in enumerate(message.field))
-        oneofs = [oneof.name for oneof in message.oneof_decl if not oneof.name.startswith("_")]  # _x stands for `optional x`
+        oneofs = [oneof.name for oneof in message.oneof_decl if not oneof.name.startswith("_")]  # _x is `optional x`
         yield from ((f"{message.name}.{oneof}", (4, i, 8, j)) for j, oneof in enumerate(oneofs))
     for i, enum in enumerate(file.enum_type):
         yield enum.name, (5, i)

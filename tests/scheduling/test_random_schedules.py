@@ -1,4 +1,4 @@
-"""Whatever happens in whatever order: every slot has one owner, and every request gets what it would have got alone."""
+"""Random schedules: every slot has one owner, and every request gets the output that it gets alone."""
 
 import pytest
 from hypothesis import given, settings

@@ -29,7 +29,7 @@ def test_the_services_of_a_cluster_agree(place: str) -> None:
 
 
 async def enter(config: ServerConfig) -> None:
-    """Listen as `config` says, on any port, and become present as a worker; there is no Redis."""
+    """Listen as in `config`, on a free port, and register as a worker without Redis."""
     server, registry = RpcServer(replace(config, port=0)), Registry(RegistryConfig("redis://127.0.0.1:1/0"))
     registration = WorkerRegistration(server, registry, AnnouncedWorker("verifier", ModelInfo("m", "f", 1, 1), Load))
     try:

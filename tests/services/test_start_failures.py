@@ -1,4 +1,4 @@
-"""What stops a service at its start: exit status 2 and one line that says what is wrong, and no traceback."""
+"""A service that cannot start exits with status 2 and one line without a traceback."""
 
 import os
 import socket

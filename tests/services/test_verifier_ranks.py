@@ -65,10 +65,10 @@ def tokens_of(channel: grpc.Channel, max_tokens: int) -> list[int]:
 
 
 def statuses(channel: grpc.Channel, *group: subprocess.Popen[bytes]) -> Iterator[int]:
-    """What health says, from SERVING on, which all processes of the group have to live to see."""
+    """Health states from SERVING on; all processes of the group must be alive at that time."""
     stub, deadline = health_pb2_grpc.HealthStub(channel), time.monotonic() + SECONDS
     while not is_serving(stub):
-        assert all(process.poll() is None for process in group), "a process has ended before it served; its output says why"
+        assert all(process.poll() is None for process in group), "a process has ended before it served; see its output"
         assert time.monotonic() < deadline, "the verifier does not come up"
         time.sleep(0.05)
     return (answer.status for answer in stub.Watch(health_pb2.HealthCheckRequest(), timeout=SECONDS))

@@ -1,4 +1,4 @@
-"""Alerts fire on what they are for and on nothing else, and dashboards name metrics that exist."""
+"""Each alert fires on its own condition only, and dashboards name metrics that exist."""
 
 import json
 import subprocess
@@ -15,7 +15,7 @@ SUFFIXES = {"counter": ("_total",), "gauge": ("",), "histogram": ("_bucket", "_s
 EXPOSED = {metric.family + suffix for metric in ALL_METRICS for suffix in SUFFIXES[metric.kind]}
 OF_EVERY_PROCESS = {"process_cpu_seconds_total", "process_resident_memory_bytes"}
 
-# A cluster at work: 10 requests, 100 rounds with trees, 300 tokens and more in every minute.
+# A healthy cluster: 10 requests, 100 verify steps with trees, 300 tokens and more in every minute.
 HEALTHY = {
     'eyas_router_workers{instance="r",role="verifier"}': "1x60",
     'eyas_router_workers{instance="r",role="draft"}': "1x60",

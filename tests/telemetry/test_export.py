@@ -1,4 +1,4 @@
-"""How numbers, spans and log lines leave a process, and what the environment says of it."""
+"""How metrics, spans and log lines leave a process, and the environment variables that control it."""
 
 import io
 import json

@@ -1,4 +1,4 @@
-"""Text and tokens: streaming says what decoding says, stop strings end it, however the tokens are grouped."""
+"""Text and tokens: streaming equals decoding at once, and stop strings end it, however the tokens are grouped."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Who may talk to whom: the policies open every way that is used, and no other."""
+"""NetworkPolicies permit every connection that is used, and no other."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -43,14 +43,14 @@ def ports_of(rule: Object, default: int) -> set[int]:
 
 
 def may_talk(name: str, client: Object, server: Object, port: int) -> bool:
-    """As the cluster would decide it: no policy on a side closes nothing there."""
+    """Whether the cluster permits the connection. A side without a policy permits everything."""
     egress, ingress = policies_on(name, client, "Egress"), policies_on(name, server, "Ingress")
     out = not egress or any(allows(policy["egress"], "to", server, port) for policy in egress)
     return out and (not ingress or any(allows(policy["ingress"], "from", client, port) for policy in ingress))
 
 
 def used(name: str) -> Iterator[tuple[str, str]]:
-    """Who dials whom."""
+    """Which component connects to which."""
     parts = pods_of(name)
     discovering = [("router", "draft")] if "kubernetes discovery" in name else []
     for client, server in [("router", "verifier"), ("verifier", "draft"), *discovering]:

@@ -1,4 +1,4 @@
-"""What objects say of one another holds: selectors select, ports exist, names lead somewhere."""
+"""References between objects hold: selectors match, ports exist, named objects exist."""
 
 import pytest
 import yaml

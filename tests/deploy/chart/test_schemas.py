@@ -1,4 +1,4 @@
-"""Every object is what its API takes, in every version of Kubernetes that the chart says it supports."""
+"""Every object fits the API schema of every Kubernetes version that the chart supports."""
 
 import json
 from typing import Any
@@ -17,7 +17,7 @@ OLDEST = "1.32"
 KNOWN = {version.rpartition(".")[0] for version in all_versions()}
 VERSIONS = sorted((version for version in KNOWN if Version(version) >= Version(OLDEST)), key=Version)
 
-# Kinds that no Kubernetes brings; their shapes stand in definitions.yaml.
+# Custom resources; their schemas are in definitions.yaml.
 DEFINITIONS = yaml.safe_load((ROOT / "tests" / "deploy" / "chart" / "definitions.yaml").read_text())
 
 
@@ -34,7 +34,7 @@ def test_the_chart_supports_the_versions_that_are_checked() -> None:
 
 @pytest.mark.parametrize("version", VERSIONS)
 def test_objects_are_what_kubernetes_takes(version: str) -> None:
-    """Everything in the newest, the files of values in those before."""
+    """All renderings in the newest version; the values files in older ones."""
     names = RENDERINGS if version == VERSIONS[-1] else [file.stem for file in VALUES]
     checked = [item for item in unique(names) if item["kind"] not in DEFINITIONS]
     assert len(checked) > 30

@@ -1,4 +1,4 @@
-"""What may be set: bad values are refused with the reason, the rest reaches the services, and the pages say it."""
+"""Values: bad ones are refused with the reason, others reach the services, and the pages list them."""
 
 import re
 from typing import Any

@@ -15,7 +15,7 @@ from tests.services.discovery.api_server import ApiServer, pod, running
 
 @contextmanager
 def control_plane(node: Node) -> Iterator[ApiServer]:
-    """Follow the node's pods, those to come too. A pod with the rights to ask finds the server."""
+    """Follow the node's present and later pods. A pod with API access gets the server's address."""
     server, over = ApiServer(), threading.Event()
     cluster = {"name": "test", "cluster": {"server": server.url}}
     context = {"name": "test", "context": {"cluster": "test", "user": ""}}

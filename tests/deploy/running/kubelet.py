@@ -27,7 +27,7 @@ PERIOD = 0.2  # seconds between looks; a cluster's are longer
 
 @dataclass
 class Pod:
-    """A pod of one container and its process. leaving: it is no endpoint of its Services any more."""
+    """A pod of one container and its process. leaving: it is no longer an endpoint of its Services."""
 
     name: str
     template: Object
@@ -64,7 +64,7 @@ class Pod:
             self.process = subprocess.Popen(command, cwd=WORKDIR, env=self._environment(), stdout=log, stderr=log)
 
     def passes(self, kind: str) -> bool:
-        """The answer to a probe, asked once."""
+        """Run the probe once; whether it passes."""
         probe = self.container[f"{kind}Probe"]
         if "exec" in probe:
             command = self.local.words(self.name, probe["exec"]["command"])
@@ -93,7 +93,7 @@ class Pod:
         return self.local.port(self.name, numbers.get(port, port))
 
     def terminate(self) -> None:
-        """The hook before the signal, then the signal; does not wait for the end."""
+        """Run the preStop hook, then send the signal; do not wait for the exit."""
         self.leaving = True
         hook = self.container["lifecycle"]["preStop"]
         time.sleep(hook["sleep"]["seconds"])
@@ -124,7 +124,7 @@ class Pod:
 
 
 def _expanded(text: str, environment: dict[str, str]) -> str:
-    """$(NAME) as Kubernetes puts it in: what is not known stays as it is."""
+    """Replace $(NAME) as Kubernetes does: unknown names stay."""
     return re.sub(r"\$\((\w+)\)", lambda found: environment.get(found[1], found[0]), text)
 
 
@@ -139,7 +139,7 @@ def _serves(address: str, probe: Object) -> bool:
 
 
 def _answers(url: str, probe: Object) -> bool:
-    """As a kubelet asks: it does not look at certificates."""
+    """An HTTP probe; a kubelet does not verify certificates."""
     context = ssl.create_default_context()
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
     try:
@@ -165,7 +165,7 @@ class Node:
         return {item["metadata"]["name"]: item["spec"]["template"] for item in found}
 
     def start(self, *workloads: str) -> None:
-        """Start one more pod of each; it takes the name of its workload with a number behind."""
+        """Start one more pod of each; its name is the workload's with a number."""
         for workload in workloads:
             template, name = self.workloads[workload], f"{workload}-{len(self.started)}"
             (container,) = template["spec"]["containers"]
@@ -183,7 +183,7 @@ class Node:
                 self.pods[workload].wait(kind)
 
     def endpoint(self, service: str, port: str) -> str:
-        """Where a call to a port of the Service goes: to any pod that is ready and stays."""
+        """Address behind a port of the Service: any pod that is ready and not leaving."""
         spec = named(self.objects, "Service", service)["spec"]
         target = next(item["targetPort"] for item in spec["ports"] if item["name"] == port)
         there = [pod for pod in self.started if not pod.leaving and selects(spec, pod.template)]
@@ -215,7 +215,7 @@ def running(objects: Sequence[Object], folder: Path) -> Iterator[Node]:
 
 @contextmanager
 def started(node: Node) -> Iterator[Node]:
-    """As `running`, on a node that others know already."""
+    """As `running`, on an existing node."""
     try:
         for workload in sorted(node.workloads, key=lambda name: not name.endswith("redis")):
             node.start(workload)

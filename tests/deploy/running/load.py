@@ -27,7 +27,7 @@ class Load:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """The clients ask until the block ends; what they have begun then comes to its end."""
+        """The clients send requests until the block ends; running requests finish."""
         threads = [threading.Thread(target=self._ask_on) for _ in range(NUM_CLIENTS)]
         for thread in threads:
             thread.start()
@@ -39,7 +39,7 @@ class Load:
                 thread.join()
 
     def go_on(self) -> None:
-        """Return when as many more requests have ended as AFTER says."""
+        """Return when AFTER more requests have ended."""
         enough, deadline = len(self.outs) + AFTER * NUM_CLIENTS, time.monotonic() + 90
         while len(self.outs) < enough and not self.failures:
             assert time.monotonic() < deadline, "the load stands still"

@@ -1,4 +1,4 @@
-"""All that is not as in a cluster when rendered pods run as processes of this machine. Nothing else is changed.
+"""Everything that differs from a cluster when rendered pods run as processes of this machine.
 
 1. Every pod has the address 127.0.0.1, and Service names lead there.
 2. Each container port becomes a free port of this machine, in config files, addresses, arguments and probes.

@@ -1,4 +1,4 @@
-"""What the chart renders runs: the CPU demo's pods as processes, probed, asked, and stopped under load without a loss."""
+"""The rendered CPU demo runs as processes: pods are probed, serve requests, and stop under load without a lost request."""
 
 import json
 import shlex

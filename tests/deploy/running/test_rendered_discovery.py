@@ -1,4 +1,4 @@
-"""With discovery.kind kubernetes and no Redis the CPU demo's pods find one another by EndpointSlices, and only so."""
+"""With discovery.kind kubernetes and no Redis the CPU demo's pods find one another by EndpointSlices only."""
 
 import time
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The Redis that the chart runs, with its arguments: whatever clients make it remember, leases stay."""
+"""The chart's Redis with its arguments: leases stay when other keys fill its memory."""
 
 import asyncio
 import subprocess
@@ -18,7 +18,7 @@ LEASE = Lease("verifier", "v:1", "incarnation", ModelInfo("m", "f", 10, 10), Loa
 
 
 def rendered_arguments(folder: Path, port: int, memory: str) -> list[str]:
-    """Those of the chart, on this machine."""
+    """The chart's arguments, adapted to this machine."""
     [container] = [found for _, found in containers(rendered("cpu-demo")) if found["name"] == "redis"]
     mine = {
         "--port": str(port),

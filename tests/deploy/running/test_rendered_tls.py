@@ -23,7 +23,7 @@ def secret(name: str, **data: str) -> Object:
 
 
 def certified(authority: Authority, folder: Path, name: str) -> dict[str, str]:
-    """What a Secret of type kubernetes.io/tls holds."""
+    """The files of a Secret of type kubernetes.io/tls."""
     authority.write(folder, name)
     return {file.name: file.read_text() for file in folder.iterdir()}
 
@@ -50,7 +50,7 @@ def mount(node: Node, workload: str, folder: str) -> Path:
 
 
 def drafted(client: httpx.Client) -> bool:
-    """Whether a request is answered, and a drafter helped."""
+    """Whether a request is answered with drafted tokens."""
     answer = client.post("/v1/completions", json=ASKED, headers=KEY).raise_for_status().json()
     assert answer["usage"]["completion_tokens"] == 24
     return bool(answer["usage"]["completion_tokens_details"]["accepted_prediction_tokens"])

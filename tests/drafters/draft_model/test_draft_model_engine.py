@@ -19,7 +19,7 @@ SAMPLINGS = {"greedy": replace(HOT, temperature=0.0), "hot": HOT, "filtered": re
 
 
 def stats_of(target: str, tree: TreeConfig, sampling: SamplingParams, rule: AcceptanceRule) -> GenerationStats:
-    """Of four requests whose drafter is the target itself."""
+    """Statistics of four requests whose drafter is the target itself."""
     drafter = build_drafter("sps", target, target, "float32", "cpu", tree, DraftingConfig(2048))
     engine = build_engine(target, None, "float32", "cpu", EngineConfig(max_kv_tokens=512, acceptance=rule), tree, drafter)
     requests = [Request(f"{i}", (7, 8, 9 + i), replace(sampling, seed=5 + i)) for i in range(4)]
@@ -38,7 +38,7 @@ def stats_of(target: str, tree: TreeConfig, sampling: SamplingParams, rule: Acce
 
 @pytest.mark.parametrize("kind", SAMPLINGS)
 def test_as_its_own_draft_model_the_target_accepts_every_level(kind: str, tiny_target: str) -> None:
-    """32 tokens after the prefill's in rounds of depth + 1; above temperature 0 thanks to the shared noise."""
+    """32 tokens after the prefill's, depth + 1 in each step; above temperature 0 because of the shared noise."""
     assert stats_of(tiny_target, TreeConfig(16, 3, 1), SAMPLINGS[kind], "match").acceptance_length == 4
 
 

@@ -69,7 +69,7 @@ def test_trees_of_a_batch_equal_the_naive_ones(noise: NoiseKey, small: str) -> N
 
 
 def test_a_tree_after_any_accepted_path_equals_the_naive_tree(small: str) -> None:
-    """Whatever was accepted: nothing, inner nodes, a leaf; the bonus token in the tree or not."""
+    """Accepted: nothing, inner nodes or a leaf; the bonus token in the tree or not."""
     for node in range(6):
         drafter, tokens = make(small), tokens_of(3, 9)
         tree = tree_of(drafter, commit("a", tokens, 0))
@@ -98,7 +98,7 @@ def test_models_with_windows_softcaps_or_own_positions_can_draft(family: str, tm
 
 
 class Counting(TargetModel):
-    """Keeps the number of rows of each forward pass."""
+    """Records the number of rows of each forward pass."""
 
     def __init__(self, model: TargetModel) -> None:
         super().__init__(model.model)

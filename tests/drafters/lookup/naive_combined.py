@@ -17,16 +17,16 @@ class Node:
 
 
 def naive_merge(root: int, trees: Sequence[DraftTree], budget: TreeBudget, floor: float) -> DraftTree:
-    """The best nodes of all, of each tree some for certain."""
+    """The best nodes of all trees, with a minimum share for each tree."""
     nodes = [Node(0, root, 0.0)]
     places: dict[tuple[int, int], int] = {}
-    room = max(budget.max_nodes - 1, 0) if budget.max_depth > 0 else 0
+    capacity = max(budget.max_nodes - 1, 0) if budget.max_depth > 0 else 0
     kept: set[int] = set()
     for tree in trees:
         own = _add(nodes, places, tree, budget.max_depth)
-        kept.update(sorted(own, key=lambda node: (-own[node], node))[: int(floor * room)])
+        kept.update(sorted(own, key=lambda node: (-own[node], node))[: int(floor * capacity)])
     for node in sorted(range(1, len(nodes)), key=lambda node: (-nodes[node].score, node)):
-        if len(kept) < room:
+        if len(kept) < capacity:
             kept.add(node)
     order = [0, *sorted(kept)]
     return DraftTree(

@@ -38,7 +38,7 @@ RIGHT = tree((0, 1, -0.5), (1, 5, -0.6), (0, 6, -0.7), (1, 2, -0.8))
 
 
 def merged(trees: list[DraftTree], budget: TreeBudget, floor: float) -> DraftTree:
-    """Of one session."""
+    """A draft of one session."""
     (tree,) = merge_trees([7], [trees], [budget], floor)
     return tree
 

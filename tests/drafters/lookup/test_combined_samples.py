@@ -21,7 +21,7 @@ NEXT = {token: (7 * token + 3) % 40 for token in range(48)}
 
 
 class Scripted(LocalDrafter):
-    """Proposes given trees, below whatever the root is, and notes samples and which nodes of the last tree they are of."""
+    """Proposes given trees below any root; records samples and the nodes of the last tree that they belong to."""
 
     def __init__(self, trees: Sequence[DraftTree], needs_samples: bool) -> None:
         self.trees = list(trees)
@@ -98,7 +98,7 @@ def test_lookahead_beside_an_empty_part_equals_lookahead_alone() -> None:
 
 
 def test_lookahead_goes_on_when_its_window_is_cut() -> None:
-    """The other side takes nearly all of a small budget; the target's walk is guessed all the same."""
+    """The other side takes nearly all of a small budget; the target's path is drafted nevertheless."""
     sure = grown(0, [(node, 40 + node, -0.01) for node in range(7)])
     combined = CombinedDrafter(Scripted([sure] * 30, False), lookahead(), SHAPE, CombinedConfig(min_share=0.5))
     trees = rounds(combined, 30, TreeBudget(12, 6))

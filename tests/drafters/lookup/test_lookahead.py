@@ -28,7 +28,7 @@ def paths(tree: DraftTree) -> set[tuple[int, ...]]:
 
 
 def test_row_0_is_a_chain_and_each_column_hangs_from_its_cell() -> None:
-    """Samples that show where they were drawn: in the second round row 1 stands below the row above which it was drawn."""
+    """Samples that encode where they were drawn: in the second step, row 1 is below the row that it was drawn above."""
     lookahead, tokens = drafter(window=3, ngram=4), [30, 31, 32, 33]
     first = propose(lookahead, tokens)
     assert paths(first) == {(30,), (30, 31), (30, 31, 32)}

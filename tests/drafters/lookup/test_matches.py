@@ -1,4 +1,4 @@
-"""Matches of many sessions become the nodes, and the trees, that a walk over one match after the other makes of them."""
+"""Matches of many sessions give the same nodes and trees as a loop over one match after the other."""
 
 from typing import NamedTuple
 
@@ -16,14 +16,14 @@ BUDGETS = st.lists(st.builds(TreeBudget, st.integers(1, 12), st.integers(0, 5)),
 
 
 class Node(NamedTuple):
-    """Of all matches through it the weight, and the first of them."""
+    """Sum of the weights of all matches through a node, and the first of these matches."""
 
     weight: float
     match: int
 
 
 def matches_of(found: list[tuple[int, list[int]]]) -> Matches:
-    """Each counts half of the one before."""
+    """Each match weighs half as much as the one before."""
     found = sorted(found, key=lambda pair: pair[0])
     tokens = np.array([[*row, 9, 9, 9, 9][:4] for _, row in found])
     lengths = np.array([len(row) for _, row in found])
@@ -31,7 +31,7 @@ def matches_of(found: list[tuple[int, list[int]]]) -> Matches:
 
 
 def naive_nodes(matches: Matches) -> list[dict[Path, Node]]:
-    """Of each session the nodes by path."""
+    """The nodes of each session, by path."""
     sessions: list[dict[Path, Node]] = [{} for _ in range(4)]
     for match, (session, length) in enumerate(zip(matches.sessions, matches.lengths, strict=True)):
         for end in range(1, length + 1):
@@ -42,7 +42,7 @@ def naive_nodes(matches: Matches) -> list[dict[Path, Node]]:
 
 
 def paths_of(trie: Trie) -> list[Path]:
-    """Of each node its path."""
+    """The path of each node."""
     paths: list[Path] = []
     for node, parent in enumerate(trie.parents):
         paths.append((*(paths[parent] if parent >= 0 else ()), int(trie.tokens[node])))
@@ -67,7 +67,7 @@ def test_nodes_are_the_paths_of_the_matches(found: list[tuple[int, list[int]]]) 
 
 
 def naive_tree(nodes: list[tuple[float, Path]], budget: TreeBudget) -> DraftTree:
-    """The best of the nodes, which stand in order; equal ones as they stand."""
+    """The best nodes, in order; equal ones keep their order."""
     allowed = [i for i, (score, path) in enumerate(nodes) if len(path) <= budget.max_depth and score > float("-inf")]
     chosen = sorted(sorted(allowed, key=lambda i: -nodes[i][0])[: budget.max_nodes - 1])
     numbers = {(): 0} | {nodes[i][1]: number for number, i in enumerate(chosen, 1)}
@@ -80,7 +80,7 @@ def naive_tree(nodes: list[tuple[float, Path]], budget: TreeBudget) -> DraftTree
 def test_trees_are_the_best_nodes_within_each_budget(
     found: list[tuple[int, list[int]]], budgets: list[TreeBudget], seed: int
 ) -> None:
-    """Steps are such that many scores are equal, and some nodes impossible."""
+    """Many scores are equal, and some nodes are impossible."""
     trie = build_trie(matches_of(found))
     steps = np.random.default_rng(seed).choice([0.0, -0.5, -1.0, -np.inf], len(trie.tokens), p=[0.3, 0.3, 0.3, 0.1])
     scores: list[float] = []

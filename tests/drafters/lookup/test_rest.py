@@ -44,7 +44,7 @@ def test_search_finds_what_a_scan_finds(
 
 @pytest.fixture
 def target(tiny_target: str, tmp_path: Path) -> str:
-    """The tiny target in a folder of its own, for its tokenizer."""
+    """A copy of the tiny target, which gets a tokenizer."""
     folder = tmp_path / "target"
     folder.mkdir()
     for file in Path(tiny_target).iterdir():

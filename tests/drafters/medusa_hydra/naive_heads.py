@@ -38,13 +38,13 @@ class NaiveHeads:
 
     @torch.no_grad()
     def state(self, features: torch.Tensor) -> torch.Tensor:
-        """What the heads start from, given all features [n, H]."""
+        """Input state of the heads, from all features [n, H]."""
         if self.kind != "hydra-prefix":
             return features[-1]
         return self.prefix(inputs_embeds=features[None]).last_hidden_state[0, -1]
 
     def logits(self, state: torch.Tensor, root: int, path: tuple[int, ...]) -> torch.Tensor:
-        """Of the tokens that may follow `path` below the root."""
+        """Logits of the token after `path`."""
         head = len(path)
         if self.kind == "medusa":
             for layer in range(self.layers):
@@ -73,7 +73,7 @@ class NaiveHeads:
     def guesses(
         self, tokens: list[int], features: torch.Tensor, noise: NoiseKey, paths: list[tuple[int, ...]]
     ) -> dict[tuple[int, ...], Guess]:
-        """What the nodes that rank paths name hold, shallow ones first."""
+        """Tokens and scores of the nodes that the rank paths name, shallow ones first."""
         state, guessed = self.state(features), {(): Guess((), 0.0)}
         for ranks in sorted(paths, key=lambda path: (len(path), path)):
             above = guessed[ranks[:-1]]
@@ -86,7 +86,7 @@ class NaiveHeads:
     def static(
         self, tokens: list[int], features: torch.Tensor, noise: NoiseKey, paths: list[tuple[int, ...]]
     ) -> dict[tuple[int, ...], float]:
-        """Token paths below the root that can be, and their cumulative scores, in the order of the rank paths."""
+        """Possible token paths below the root and their cumulative scores, in the order of the rank paths."""
         guessed = self.guesses(tokens, features, noise, paths).values()
         return {guess.path: guess.score for guess in guessed if guess.score > -math.inf}
 

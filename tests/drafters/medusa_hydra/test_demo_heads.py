@@ -1,4 +1,4 @@
-"""The demo's trained heads predict the demo target; wired wrongly, they would be right far less often."""
+"""The demo's trained heads predict the demo target; wired wrongly, they are right far less often."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""What happens to running requests when workers come and go: nothing that their tokens show."""
+"""Workers start, stop and die; the tokens of running requests stay equal."""
 
 import asyncio
 import itertools

@@ -60,13 +60,13 @@ class Simulation:
         return [next(iter(sizes.values())) for sizes in chosen]
 
     def seconds_per_token(self, budget: AdaptiveDraftBudget, steps: int, seed: int = 0) -> float:
-        """What the next steps take."""
+        """Seconds per token of the next steps."""
         self.now, self.tokens = 0.0, 0
         self.sizes(budget, steps, seed)
         return self.now / self.tokens
 
     def expected_seconds_per_token(self, nodes: int) -> float:
-        """What steps with trees of one size take in the long run."""
+        """Seconds per token of steps with trees of one size, in the long run."""
         accepted = sum(self.right**depth for depth in range(nodes))
         seconds = self.fixed + self.row * (self.others + self.batch * nodes) + (self.draft if nodes > 1 else 0.0)
         return seconds / (self.others + self.batch * accepted)

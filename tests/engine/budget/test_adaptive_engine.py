@@ -1,4 +1,4 @@
-"""An engine whose budget adapts says what plain decoding says, and drafts no more than pays. Time backend by rows."""
+"""An engine with an adaptive budget equals plain decoding and drafts only what pays. A fake backend takes time by rows."""
 
 import time
 from collections.abc import Sequence
@@ -65,7 +65,7 @@ class FirstRequestDrafter(RandomDrafter):
 
 
 class RecordingBudget(FixedDraftBudget):
-    """Keeps what it was called with."""
+    """Records its calls."""
 
     def __init__(self) -> None:
         self.calls: set[tuple[tuple[str, ...], int]] = set()

@@ -1,4 +1,4 @@
-"""What the adaptive budget knows of a step: tables of measured times, and how often nodes are accepted."""
+"""The estimates of the adaptive budget: tables of measured times, and how often nodes are accepted."""
 
 import pytest
 

@@ -148,7 +148,7 @@ def running_application(
 
 
 def start(words: Sequence[str], traces: str, log: Path) -> subprocess.Popen[str]:
-    """The driver. traces: the URL that all processes of Ray and Serve send theirs to."""
+    """Start the driver. traces: the URL that all processes of Ray and Serve send their spans to."""
     environment = {**os.environ, **ENVIRONMENT, "OTEL_EXPORTER_OTLP_ENDPOINT": traces, "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-m", "tests.ray.cluster.driver", *words]
     with log.open("w") as output:
@@ -174,7 +174,7 @@ def settings(registry: str, deployments: Sequence[Mapping[str, Any]]) -> dict[st
 
 
 def stop(driver: subprocess.Popen[str]) -> None:
-    """Let it shut Serve and Ray down; force it if it does not."""
+    """Shut Serve and Ray down; kill the driver if it takes too long."""
     assert driver.stdin is not None
     driver.stdin.close()
     try:

@@ -15,7 +15,7 @@ WORKERS = ("Verifier", "Draft")
 
 @dataclass(frozen=True)
 class Asked:
-    """A request and what plain decoding says to it."""
+    """A request and its output under plain decoding."""
 
     prompt: tuple[int, ...]
     sampling: SamplingParams
@@ -35,7 +35,7 @@ def plainly(num_requests: int, max_tokens: int) -> list[Asked]:
 
 
 class Load:
-    """Clients that ask one request after the other until the body ends, and count the outcomes.
+    """Clients that send one request after the other until the body ends, and count the outcomes.
 
     pause: between two requests of a client, in seconds. failures: of any kind, a wrong token included.
     """

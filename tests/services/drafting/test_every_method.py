@@ -1,4 +1,4 @@
-"""Every drafting method over real sockets: what a verifier's engine says is what it says without a drafter."""
+"""Every drafting method over real sockets: a verifier's output equals its output without a drafter."""
 
 from contextlib import closing
 from dataclasses import replace

@@ -33,7 +33,7 @@ INFO = DrafterInfo(
 
 
 def feature(position: int, token: int) -> Tensor:
-    """A row that says where it belongs."""
+    """A feature row that encodes its position and token."""
     return torch.tensor([position, token, 0.5, -1.0])
 
 
