@@ -14,6 +14,7 @@ from typing import Protocol, TypeAlias
 
 from torch import Tensor
 
+from eyas.config import TreeConfig
 from eyas.draft_protocol import Commit, ResyncRequired, TreeBudget
 from eyas.tree import DraftTree
 
@@ -111,6 +112,11 @@ class LocalDrafter(ABC):
     def draft_ahead(self) -> bool:
         """Do one step of work in advance, while no request waits. Returns whether there is more to do."""
         return False
+
+
+def within(budget: TreeBudget, tree: TreeConfig) -> TreeBudget:
+    """A verifier's budget, cut to the size of a drafter's trees."""
+    return TreeBudget(min(budget.max_nodes, tree.num_draft_tokens), min(budget.max_depth, tree.num_steps))
 
 
 def capped(contexts: Sequence[DraftContext], max_nodes: int) -> list[TreeBudget]:

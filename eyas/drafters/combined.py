@@ -25,7 +25,7 @@ from eyas.tree import DraftTree
 
 @dataclass
 class _CombinedSession(Session):
-    """A session. Both parts have at least `committed_length` of its tokens.
+    """A session. Both sides have at least `committed_length` of its tokens.
 
     lengths, drafts: committed length and last answer of each side. tree: the last merged one. places: for each side that
     needs samples, the merged nodes that correspond to the nodes of its (pruned) tree.
@@ -138,7 +138,7 @@ class CombinedDrafter(LocalDrafter):
         return merged
 
     def _prune(self, k: int, row: _Row, merged: DraftTree) -> None:
-        """Prune each part's tree to its merged nodes, and keep where they are."""
+        """Prune one side's tree to its merged nodes, and keep their places in the merged tree."""
         draft, session, found = row.session.drafts[k], row.session, dict[int, int]()
         if (
             row.context.budget.wants_tree

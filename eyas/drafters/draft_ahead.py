@@ -14,7 +14,7 @@ import torch
 
 from eyas.config import DraftAheadConfig
 from eyas.draft_protocol import TreeBudget
-from eyas.drafters.base import Draft, DraftContext, DrafterNeeds, LocalDrafter
+from eyas.drafters.base import Draft, DraftContext, DrafterNeeds, LocalDrafter, within
 from eyas.drafters.eagle import EagleDrafter
 from eyas.drafters.tree_growth import TreeGrowth
 from eyas.errors import ConfigError
@@ -25,7 +25,7 @@ BOOKKEEPING = TreeBudget(1, 0)
 
 
 class AheadTrees:
-    """The trees of one TreeGrowth on the host, as of the last look."""
+    """The trees of one TreeGrowth on the host, as of the last copy."""
 
     def __init__(self, growth: TreeGrowth, draft_ids: Ints) -> None:
         """draft_ids maps draft vocabulary ids to the target's."""
@@ -177,7 +177,7 @@ class DraftAheadDrafter(LocalDrafter):
         if not context.budget.wants_tree or context.proposal != "deterministic":
             return None
         path = (*session.path, *context.tokens)
-        tree = session.trees.below(session.row, path, self._drafter.capped(context.budget))
+        tree = session.trees.below(session.row, path, within(context.budget, self._drafter.tree))
         if tree is not None:
             session.path, session.last = path, context
             session.backlog.append(context)

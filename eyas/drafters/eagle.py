@@ -15,7 +15,6 @@ from torch import Tensor
 
 from eyas.cache.kv_cache import KVCache
 from eyas.config import DraftAheadConfig, DraftingConfig, TreeConfig
-from eyas.draft_protocol import TreeBudget
 from eyas.drafters.base import DraftContext, DrafterNeeds
 from eyas.drafters.cuda_graphs import Roots
 from eyas.drafters.neural import NeuralDrafter, last_rows, newest_rows
@@ -69,9 +68,10 @@ class EagleDrafter(NeuralDrafter[Tensor]):
         """Target token id of each draft vocabulary id."""
         return self._draft_ids
 
-    def capped(self, budget: TreeBudget) -> TreeBudget:
-        """A verifier's budget, cut to the size of this drafter's trees."""
-        return TreeBudget(min(budget.max_nodes, self._tree.num_draft_tokens), min(budget.max_depth, self._tree.num_steps))
+    @property
+    def tree(self) -> TreeConfig:
+        """The size of the trees."""
+        return self._tree
 
     def can_grow(self, session: str) -> bool:
         """Whether the session has all that a tree grows from."""
@@ -80,7 +80,7 @@ class EagleDrafter(NeuralDrafter[Tensor]):
 
     @torch.inference_mode()
     def growth(self, contexts: Sequence[DraftContext], config: DraftAheadConfig) -> TreeGrowth:
-        """Trees of sessions that can grow, below their last commits, with one level recorded. They are never measured."""
+        """Trees of sessions that can grow, below their last commits, with one level recorded."""
         states = [self._sessions[context.session].state for context in contexts]
         shape = TreeConfig(num_steps=config.num_steps, top_k=config.top_k)
         scorer = make_scorer(contexts, self._config, shape.num_steps, self._draft_ids)

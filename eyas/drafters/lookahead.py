@@ -19,7 +19,7 @@ from itertools import cycle, islice
 
 from eyas.config import LookaheadConfig, TreeConfig
 from eyas.draft_protocol import TreeBudget
-from eyas.drafters.base import DraftContext, DrafterNeeds
+from eyas.drafters.base import DraftContext, DrafterNeeds, within
 from eyas.drafters.lookup import LookupDrafter
 from eyas.drafters.sessions import MemoryLedger
 from eyas.tree import DraftTree
@@ -212,8 +212,6 @@ class LookaheadDrafter(LookupDrafter[_Window]):
 
     def _grow(self, contexts: Sequence[DraftContext], memories: Sequence[_Window]) -> list[DraftTree]:
         return [
-            window.tree(c.committed_length, self._capped(c.budget)) for c, window in zip(contexts, memories, strict=True)
+            window.tree(c.committed_length, within(c.budget, self._tree))
+            for c, window in zip(contexts, memories, strict=True)
         ]
-
-    def _capped(self, budget: TreeBudget) -> TreeBudget:
-        return TreeBudget(min(budget.max_nodes, self._tree.num_draft_tokens), min(budget.max_depth, self._tree.num_steps))

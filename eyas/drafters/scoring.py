@@ -40,7 +40,6 @@ class PlainScorer:
     """Plain log-softmax."""
 
     def scores(self, logits: Tensor, level: int) -> Tensor:
-        """See Scorer."""
         return torch.log_softmax(logits, dim=-1)
 
 
@@ -59,7 +58,6 @@ class PerturbedScorer:
         self._gumbel_SLD = exponentials.log_().neg_().view(*positions_SL.shape, -1) * noise.shared[:, None, None]
 
     def scores(self, logits: Tensor, level: int) -> Tensor:
-        """See Scorer."""
         noise = self._noise
         if self._probs is None:
             log_probs = logits / noise.temperature[:, None, None]

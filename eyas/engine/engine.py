@@ -23,9 +23,9 @@ from eyas.validation import check_engine_request, check_fit, check_request
 class EngineLoad:
     """How busy an engine is.
 
-    free_kv_tokens: token slots that no running request holds; cached prefixes may fill them, and are evicted at need.
+    free_kv_tokens: token slots that no running request holds; cached prefixes may fill them, and are evicted when needed.
     num_kv_tokens: all token slots. cached_kv_tokens: those that the prefix cache owns.
-    queued_kv_tokens: what the queued requests need to their ends.
+    queued_kv_tokens: slots that the queued requests need until they end.
     tree_nodes: most nodes of the trees requested last, the root included; 1 if no trees were requested.
     """
 
@@ -77,7 +77,7 @@ class Engine:
         self.report = StepReport()
 
     def step(self) -> list[Chunk]:
-        """Advance every running request by one forward pass; new tokens, and final chunks of requests that ended."""
+        """Advance every running request by one forward pass. Returns new tokens, and final chunks of requests that ended."""
         self.report = StepReport()
         chunks = self.reap()
 

@@ -69,11 +69,6 @@ class EagleHeadConfig:
     out_bias: bool = False
 
     @property
-    def full_vocabulary(self) -> bool:
-        """Whether draft ids are target ids, so that no map is needed."""
-        return self.draft_vocab_size == self.vocab_size
-
-    @property
     def aux_hidden_state_layers(self) -> tuple[int, ...]:
         return self.wiring.aux_hidden_state_layers
 
@@ -357,7 +352,7 @@ def optional_tensors(c: EagleHeadConfig) -> set[str]:
     return (
         {"t2d"}
         | ({"embed_tokens.weight"} if c.hidden == c.target_hidden else set())
-        | ({"d2t"} if c.full_vocabulary else set())
+        | ({"d2t"} if c.draft_vocab_size == c.vocab_size else set())
         | ({"norm.weight"} if c.wiring.output == "bare" else set())
     )
 

@@ -46,7 +46,7 @@ LLAMA3 = {"rope_theta": 500.0, "rope_type": "llama3", "factor": 8.0, "low_freq_f
 
 
 def shipped(config: EagleHeadConfig) -> tuple[str, ...]:
-    return ("norm.weight",) if config.full_vocabulary else ("d2t", "t2d", "norm.weight")
+    return ("norm.weight",) if config.draft_vocab_size == config.vocab_size else ("d2t", "t2d", "norm.weight")
 
 
 def write(folder: Path, config: EagleHeadConfig) -> str:
