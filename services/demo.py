@@ -12,6 +12,7 @@ from typing import Literal
 
 import grpc
 
+from eyas.bench.results import first_difference
 from eyas.errors import RequestFailed, Unavailable
 from eyas.request import GenerationStats, Request, SamplingParams
 from eyas.rpc import convert
@@ -81,7 +82,7 @@ class DemoComparison:
         found = []
         for prompt, plain, speculative in zip(self.prompts, self.plain, self.speculative, strict=True):
             if plain.token_ids != speculative.token_ids:
-                at = _first_difference(plain.token_ids, speculative.token_ids)
+                at = first_difference(plain.token_ids, speculative.token_ids)
                 found.append(f"{prompt.source} at temperature {self.sampling.temperature}: outputs differ from token {at}")
         return found
 
@@ -145,8 +146,3 @@ def read_prompts(file: Path) -> list[Prompt]:
 def _round_trip(metadata: Sequence[tuple[str, str | bytes]]) -> float | None:
     values = [float(value) for key, value in metadata if key == ROUND_TRIP_KEY]
     return values[0] if values else None
-
-
-def _first_difference(left: Sequence[int], right: Sequence[int]) -> int:
-    pairs = zip(left, right, strict=False)
-    return next((at for at, (a, b) in enumerate(pairs) if a != b), min(len(left), len(right)))

@@ -50,7 +50,7 @@ class Agreement:
         """Compare runs over the same batches."""
         runs = zip(left, right, strict=True)
         pairs = [pair for one, other in runs for pair in zip(one.outputs, other.outputs, strict=True)]
-        differing = [_first_difference(a, b) for a, b in pairs if a != b]
+        differing = [first_difference(a, b) for a, b in pairs if a != b]
         return cls(len(pairs) - len(differing), len(pairs), min(differing, default=None))
 
     def __str__(self) -> str:
@@ -245,6 +245,7 @@ def _text(value: object) -> str:
     return "" if value is None else f"{value}"
 
 
-def _first_difference(left: Sequence[int], right: Sequence[int]) -> int:
+def first_difference(left: Sequence[int], right: Sequence[int]) -> int:
+    """The first position at which two different sequences differ; one may be the beginning of the other."""
     pairs = zip(left, right, strict=False)
     return next((at for at, (a, b) in enumerate(pairs) if a != b), min(len(left), len(right)))

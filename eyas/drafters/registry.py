@@ -354,12 +354,14 @@ def resolve_wiring(
 
 @contextmanager
 def _loading(name: str, head: str) -> Iterator[None]:
-    """Raises ConfigError for an unknown method, and for a head that is missing. Adds to load errors what the method needs:
-    the head may be fine, and the method's name the mistake."""
+    """Raises ConfigError for an unknown method, and for a head that is missing. Adds to the load errors of a head what the
+    method needs: the head may be fine, and the method's name the mistake."""
     needed = find_method(name).head
     if needed and not head:
-        raise ConfigError(f"drafter {name!r} needs {needed}; none was named")
+        raise ConfigError(f"drafter {name!r} needs {needed}; none was named; set draft_model")
     try:
         yield
     except CheckpointError as error:
-        raise CheckpointError(f"{error} (drafter {name} needs {needed})" if needed else str(error)) from error
+        if not needed or head not in str(error):
+            raise
+        raise CheckpointError(f"{error} (method {name} needs {needed})") from error

@@ -18,7 +18,7 @@ from eyas.models.workers import RankInfo
 from eyas.rpc.channel import Peers
 from eyas.rpc.server import RpcServer
 
-# When a rank is gone, rank 0 may hang in an all-reduce for ever: the system ends the process after this time.
+# When a rank is gone, rank 0 may hang in an all-reduce forever: the system ends the process after this time.
 END_SECONDS = 15
 
 log = logging.getLogger(__name__)
