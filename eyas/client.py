@@ -249,7 +249,7 @@ def _line(options: dict[str, Any]) -> ChannelOptions:
     if options["tls"] or options["ca"]:
         return tls_options(options["ca"], options["tls_name"])
     if options["tls_name"]:
-        raise ConfigError(f"--tls-name {options['tls_name']} is for TLS; add --tls, or --ca FILE with the CA of the certificate")
+        raise ConfigError(f"--tls-name {options['tls_name']} needs TLS; add --tls, or --ca FILE with the CA certificate")
     return ChannelOptions()
 
 

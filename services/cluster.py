@@ -104,7 +104,8 @@ class Child:
         if status == -signal.SIGKILL:
             reason = f"{self.name} was killed (SIGKILL), perhaps for lack of memory; its log is {self.log}"
         elif lines and lines[-1].startswith("error: "):
-            reason = f"{self.name} ended with status {status}: {lines[-1].removeprefix('error: ')}; its log is {self.log}"
+            error = lines[-1].removeprefix("error: ").rstrip(".")
+            reason = f"{self.name} ended with status {status}: {error}; its log is {self.log}"
         else:
             reason = "\n".join([f"{self.name} ended with status {status}; its log ({self.log}) ends with:", *lines])
         raise Unavailable(reason)
