@@ -107,7 +107,7 @@ def test_device_paths_equal_the_walk(found: list[DraftTree], data: st.DataObject
         assert tuple(new_tokens[:length]) == expected.tokens
 
 
-def test_a_wait_would_show() -> None:
+def test_a_wait_for_the_device_is_recorded() -> None:
     x, mask = torch.arange(4), torch.tensor([True, False, True, False])
     ways = [lambda: x[mask], lambda: x.tolist(), lambda: int(x[0]), lambda: x[[0, 1]], lambda: torch.nonzero(x)]
     ways += [

@@ -75,7 +75,7 @@ def test_equal_distributions_accept_every_first_draw() -> None:
 
 
 @pytest.mark.parametrize("replacement", [True, False], ids=["with replacement", "without"])
-def test_siblings_that_left_their_draw_order_would_show(replacement: bool) -> None:
+def test_reordered_siblings_change_the_output_distribution(replacement: bool) -> None:
     """The exact sums detect siblings that are ranked by their probabilities after the draw."""
     target, draft = random_distribution(1, VOCAB), random_distribution(2, VOCAB)
     ranked = [
@@ -97,7 +97,7 @@ def test_a_wrong_proposal_distribution_is_detected() -> None:
 
 
 @given(st.integers(0, 10**6), st.lists(st.sampled_from([(1, 1), (3,), (2, 1), (1, 2)]), min_size=2, max_size=5))
-def test_a_tree_is_weighed_as_if_it_were_alone(seed: int, shapes: list[tuple[int, ...]]) -> None:
+def test_accept_probs_do_not_depend_on_other_trees(seed: int, shapes: list[tuple[int, ...]]) -> None:
     rng = np.random.default_rng(seed)
     drawn = []
     for i, widths in enumerate(shapes):

@@ -80,7 +80,7 @@ def step(num_sequences: int, prefills: bool = False, **stages: float) -> TimedSt
     return TimedStep(dict.fromkeys(STAGES, 0.0) | stages, num_sequences, prefills)
 
 
-def test_a_summary_speaks_of_decode_steps_at_full_batch() -> None:
+def test_a_summary_covers_decode_steps_at_full_batch() -> None:
     steps = [
         step(9, prefills=True, forward=50.0),
         step(2, forward=3.0, commit=1.0),

@@ -126,7 +126,7 @@ def test_a_repeated_commit_is_rejected_with_the_committed_length(drafter: Drafte
     assert propose(drafter, [commit("a", 11, base=8)]) == [ResyncRequired("a", 0, 11)]
 
 
-def test_released_and_unknown_sessions_are_refused_from_nothing(drafter: Drafter) -> None:
+def test_released_and_unknown_sessions_need_a_full_resync(drafter: Drafter) -> None:
     propose(drafter, [commit("a", 8), commit("b", 8)])
     drafter.release(["a", "never seen"])
     assert propose(drafter, [commit("a", 10, base=8), commit("c", 10, base=4)]) == [
@@ -136,7 +136,7 @@ def test_released_and_unknown_sessions_are_refused_from_nothing(drafter: Drafter
     assert isinstance(propose(drafter, [commit("b", 10, base=8)])[0], DraftTree)
 
 
-def test_a_new_epoch_starts_from_nothing(drafter: Drafter) -> None:
+def test_a_new_epoch_starts_without_state(drafter: Drafter) -> None:
     propose(drafter, [commit("a", 8, seed=1)])
     assert propose(drafter, [commit("a", 10, base=8, epoch=1)]) == [ResyncRequired("a", 1, 0)]
     renewed = propose(drafter, [commit("a", 10, epoch=1)])

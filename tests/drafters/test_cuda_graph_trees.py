@@ -174,7 +174,7 @@ def test_outputs_are_the_plain_ones(method: str, tiny_target: str, tiny_head: st
     assert buckets_of(drafter)
 
 
-def test_states_of_other_rounds_do_not_show(tiny_target: str, tiny_head: str) -> None:
+def test_states_of_earlier_drafts_do_not_matter(tiny_target: str, tiny_head: str) -> None:
     """Padding rows of a bucket hold values of earlier drafts; even NaN there changes nothing."""
     drafter = make("eagle3", tiny_target, tiny_head, SHAPE, CONFIG, capturing())
     plain = make("eagle3", tiny_target, tiny_head, SHAPE, CONFIG, None)

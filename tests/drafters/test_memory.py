@@ -41,7 +41,7 @@ def test_slots_fill_the_memory_that_they_are_given(
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_a_limit_that_is_too_small_says_what_would_do(method: str, tiny_target: str, tiny_head: str) -> None:
+def test_a_limit_that_is_too_small_names_a_sufficient_one(method: str, tiny_target: str, tiny_head: str) -> None:
     with pytest.raises(ConfigError, match=r"drafting\.kv_cache_memory 0KiB cannot hold a token.* give at least") as caught:
         drafter_of(method, tiny_target, tiny_head, DraftingConfig(kv_cache_memory="0KiB"))
     needed = re.search(r"drafting\.kv_cache_memory (\d+KiB)$", str(caught.value))

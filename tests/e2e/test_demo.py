@@ -89,7 +89,7 @@ def test_the_demo_fails_with_the_reason_when_a_service_does(tmp_path: Path) -> N
         ("router.tls.key_file=k.pem", "cert_file and key_file go together"),
     ],
 )
-def test_a_setting_that_cannot_be_starts_nothing(setting: str, reason: str, tmp_path: Path) -> None:
+def test_an_invalid_setting_starts_nothing(setting: str, reason: str, tmp_path: Path) -> None:
     with local(tmp_path, "up", "--set", setting) as process:
         output, errors = process.communicate(timeout=60)
     assert (process.returncode, output) == (1, "")

@@ -136,7 +136,7 @@ def test_default_requests_keep_their_logits() -> None:
 
 
 @pytest.mark.parametrize("kind", ["reward", "output", "bad words", "min tokens", "all"])
-def test_a_request_that_moves_to_another_engine_goes_on_exactly(kind: str, tiny_target: str, tiny_head: str) -> None:
+def test_a_request_continues_exactly_on_another_engine(kind: str, tiny_target: str, tiny_head: str) -> None:
     request = Request("whole", tuple(prompts(1, seed=9)[0]), replace(STEERED[kind], seed=77))
     whole = expected_of(tiny_target, request)
     done = len(whole) // 2

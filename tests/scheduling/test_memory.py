@@ -31,7 +31,7 @@ def test_slots_take_their_fraction_of_what_is_free(monkeypatch: pytest.MonkeyPat
         slots_that_fit(2**20, 0.5, CPU)
 
 
-def test_a_cpu_gives_no_more_than_is_of_use() -> None:
+def test_a_cpu_allocates_no_more_slots_than_useful() -> None:
     assert slots_that_fit(1, 1.0, CPU) == kv.MAX_SLOTS_ON_CPU
 
 
@@ -43,7 +43,7 @@ def test_an_engine_reports_its_slot_counts(tiny_target: str, caplog: pytest.LogC
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_a_gpu_gives_its_fraction_of_what_is_free() -> None:
+def test_a_gpu_allocates_its_fraction_of_free_memory() -> None:
     device = torch.device("cuda")
     free = torch.cuda.mem_get_info(device)[0]
     assert slots_that_fit(2**20, 0.5, device) == pytest.approx(free / 2**21, rel=0.05)

@@ -117,7 +117,7 @@ def test_all_requests_finish_despite_preemptions(seed: int, running: int) -> Non
     assert [engine.output(r.id) for r in requests] == [generate(r) for r in requests]
 
 
-def test_trees_give_way_before_anybody_is_preempted() -> None:
+def test_trees_shrink_before_a_sequence_is_preempted() -> None:
     engine = ToyEngine(max_kv_tokens=34, max_num_seqs=2)
     engine.submit("a", [0, 1], 15)
     engine.submit("b", [1, 0], 15)

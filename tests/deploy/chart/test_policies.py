@@ -72,14 +72,14 @@ def test_every_way_in_use_is_open_and_no_other(name: str) -> None:
 
 
 @each_closed
-def test_strangers_reach_the_router_alone(name: str) -> None:
+def test_foreign_pods_reach_only_the_router(name: str) -> None:
     for component, pod in pods_of(name).items():
         if component in PORTS:
             assert may_talk(name, STRANGER, pod, PORTS[component]) == (component == "router"), component
 
 
 @each_closed
-def test_every_pod_has_a_policy_that_speaks_of_each_of_its_ports(name: str) -> None:
+def test_every_port_of_every_pod_is_in_a_policy(name: str) -> None:
     for component, pod in pods_of(name).items():
         (policy,) = policies_on(name, pod, "Ingress")
         opened = {port["port"] for rule in policy["ingress"] for port in rule.get("ports", ())}

@@ -189,7 +189,7 @@ def test_a_session_without_slots_resumes_when_slots_are_free(small: str) -> None
     assert len(tree_of(drafter, commit("b", tokens[:21], 0))) > 1
 
 
-def test_trees_of_idle_sessions_give_way_before_their_tokens_do(small: str) -> None:
+def test_trees_of_idle_sessions_are_evicted_before_tokens(small: str) -> None:
     drafter, tokens = make(small, max_kv_tokens=60), tokens_of(1, 20)
     tree_of(drafter, commit("idle", tokens[:10], 0))
     tree_of(drafter, commit("busy", tokens[:17], 0))  # 2 * 9 of trees, 27 of tokens

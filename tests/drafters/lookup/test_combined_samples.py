@@ -97,7 +97,7 @@ def test_lookahead_beside_an_empty_part_equals_lookahead_alone() -> None:
     assert max(len(tree) for tree in alone) > 12
 
 
-def test_lookahead_goes_on_when_its_window_is_cut() -> None:
+def test_lookahead_continues_when_its_window_is_cut() -> None:
     """The other side takes nearly all of a small budget; the target's path is drafted nevertheless."""
     sure = grown(0, [(node, 40 + node, -0.01) for node in range(7)])
     combined = CombinedDrafter(Scripted([sure] * 30, False), lookahead(), SHAPE, CombinedConfig(min_share=0.5))

@@ -124,7 +124,7 @@ def test_chains_are_sampled_from_the_head_probs(kind: str, tiny_target: str, tin
             assert stated.probs == pytest.approx([float(scores[token]) for token in stated.ids], rel=1e-4)
 
 
-def test_prefix_states_give_way_to_others_and_are_refilled(tiny_target: str, tiny_head: str) -> None:
+def test_prefix_states_are_evicted_and_refilled(tiny_target: str, tiny_head: str) -> None:
     drafter, (tokens, features) = make("hydra-prefix", tiny_target, tiny_head, max_kv_tokens=30), session(1, 40)
     for name in ("old", "new"):
         drafter.propose([commit(name, tokens, features, 0, 12, GREEDY, TreeBudget(14, 4))])

@@ -55,7 +55,7 @@ def session_on(worker: Child, cluster: Cluster) -> str:
     raise AssertionError
 
 
-def test_a_request_goes_on_exactly_on_another_verifier(demo_cluster: Cluster, tmp_path: Path) -> None:
+def test_a_request_continues_exactly_on_another_verifier(demo_cluster: Cluster, tmp_path: Path) -> None:
     """SIGKILL to the verifier in the middle of a request at a seeded temperature, with its drafter."""
     moved_at: list[int] = []
 

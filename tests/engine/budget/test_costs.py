@@ -6,7 +6,7 @@ from eyas.engine.draft_budget import AcceptanceModel, CostModel
 from eyas.tree import DraftTree
 
 
-def test_a_table_is_interpolated_and_goes_on_along_its_slope() -> None:
+def test_a_table_is_interpolated_and_extrapolated() -> None:
     table = CostModel((1, 4, 8), (2.0, 5.0, 5.0), rate=0.1)
     assert table.at([1, 2, 4, 6, 20]).tolist() == [2, 3, 5, 5, 5]
     assert CostModel((1, 4), (1.0, 4.0), rate=0.1).at(10) == pytest.approx(10)

@@ -129,7 +129,7 @@ def test_a_killed_drafter_costs_drafts_only_and_is_resynced() -> None:
             assert remote.request([context("a", TOKENS[:9])])() == [DraftTree.chain([18, 19, 20, 21])]
 
 
-def test_a_stream_that_breaks_in_mid_round_ends_the_wait() -> None:
+def test_a_stream_that_breaks_during_a_step_ends_the_wait() -> None:
     reached, gate = threading.Event(), threading.Event()
 
     def block() -> None:
