@@ -101,7 +101,7 @@ class AcceptanceModel:
 
     FORGETTING = 0.98  # weight of a step's trees after the next step with trees
     PRIOR_ACCEPTANCE = 0.9  # of rank 1; rank i has this to the power of i
-    PRIOR_TREES = 2.0  # trees that the prior counts for
+    PRIOR_TREES = 1.0  # trees that the prior counts for
 
     def __init__(self, max_nodes: int) -> None:
         self._prior: Floats = np.power(self.PRIOR_ACCEPTANCE, np.arange(max_nodes)).astype(np.float64)
