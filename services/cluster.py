@@ -35,6 +35,8 @@ CONFIG_TYPES: Mapping[str, type[DraftConfig | VerifierConfig | RouterConfig]] = 
 START_TIMEOUT_S = 60.0
 STOP_TIMEOUT_S = 5.0
 POLL_INTERVAL_S = 0.1
+MAX_DRAFT_RESTARTS = 3
+RESTART_WINDOW_S = 600.0
 NUM_LOG_LINES = 15
 NUM_LOG_BYTES = 8192
 PR_SET_PDEATHSIG = 1
@@ -95,6 +97,12 @@ class Child:
     log: Path
     process: subprocess.Popen[bytes]
     stop_timeout_s: float = STOP_TIMEOUT_S
+    folder: Path | None = None
+
+    def restart(self) -> Child:
+        """Start the command of an ended process again; its log goes on."""
+        command = [str(word) for word in self.process.args]  # type: ignore[union-attr]
+        return _start(self.name, self.address, command, self.log.parent, self.folder, self.stop_timeout_s)
 
     def check(self) -> None:
         """Raises Unavailable with the reason if the process has ended."""
@@ -128,11 +136,14 @@ class Child:
 
 @dataclass(frozen=True)
 class Cluster:
-    """Running services in the order in which they started, and their Redis. http: URL of the router's HTTP server."""
+    """Running processes: Redis, then the services in the order in which they started. http: URL of the router's server."""
 
-    redis: Child
-    services: tuple[Child, ...]
+    children: list[Child]
     http: str
+
+    @property
+    def services(self) -> Sequence[Child]:
+        return self.children[1:]
 
     @property
     def router(self) -> Child:
@@ -152,7 +163,7 @@ class Cluster:
 
     def check(self) -> None:
         """Raises Unavailable with the reason if any process has ended."""
-        for child in (self.redis, *self.services):
+        for child in self.children:
             child.check()
 
     def wait(self, child: Child, timeout_s: float = START_TIMEOUT_S, on_poll: Callable[[], object] = lambda: None) -> None:
@@ -170,10 +181,24 @@ class Cluster:
                 on_poll()
                 time.sleep(POLL_INTERVAL_S)
 
-    def watch(self) -> None:
-        """Block while all processes live. Raises Unavailable with the reason when one ends."""
+    def watch(self, on_restart: Callable[[str], object] = lambda reason: None) -> None:
+        """Block while the processes live. Raises Unavailable with the reason when one ends.
+
+        A draft service that ends is started again, at most MAX_DRAFT_RESTARTS times in RESTART_WINDOW_S seconds. Meanwhile
+        the verifier decodes plainly. on_restart: receives the reason.
+        """
+        restarts: list[float] = []
         while True:
-            self.check()
+            for index, child in enumerate(self.children):
+                try:
+                    child.check()
+                except Unavailable as error:
+                    restarts = [moment for moment in restarts if time.monotonic() - moment < RESTART_WINDOW_S]
+                    if child.name != "draft" or len(restarts) == MAX_DRAFT_RESTARTS:
+                        raise
+                    restarts.append(time.monotonic())
+                    on_restart(str(error))
+                    self.children[index] = child.restart()
             time.sleep(POLL_INTERVAL_S)
 
 
@@ -202,18 +227,17 @@ def running_cluster(
     children: list[Child] = []
     failed = False
     try:
-        redis = _start_redis(logs)
-        children.append(redis)
+        children.append(_start_redis(logs))
         for service, config in zip(services, configs, strict=True):
             address = f"127.0.0.1:{free_port()}"
-            service = service.add(f"registry.url=redis://{redis.address}/0")
+            service = service.add(f"registry.url=redis://{children[0].address}/0")
             if service.name == "router":
                 address = f"{'127.0.0.1' if host in ('0.0.0.0', '::') else host}:{port}"
                 service = service.add(f"server.host='{host}'", f"http.host='{host}'", f"http.port={http_port}")
             service = service.add(f"server.port={address.rpartition(':')[2]}")
             timeout_s = config.shutdown_delay_s + config.graceful_shutdown_timeout_s + STOP_TIMEOUT_S
             children.append(_start(service.name, address, service.command(), logs, folder, timeout_s))
-        yield Cluster(redis, tuple(children[1:]), f"http://{host}:{http_port}")
+        yield Cluster(children, f"http://{host}:{http_port}")
     except BaseException as error:
         failed = not isinstance(error, KeyboardInterrupt)
         raise
@@ -243,7 +267,7 @@ def _start(
 ) -> Child:
     """Start a child in a session of its own, so that Ctrl-C in the terminal reaches only this process."""
     log = logs / f"{name}.log"
-    with log.open("wb") as output:
+    with log.open("ab") as output:
         process = subprocess.Popen(
             command,
             cwd=folder,
@@ -253,7 +277,7 @@ def _start(
             start_new_session=True,
             preexec_fn=_end_with_parent(),
         )
-    return Child(name, address, log, process, stop_timeout_s)
+    return Child(name, address, log, process, stop_timeout_s, folder)
 
 
 def _end_with_parent() -> Callable[[], object] | None:

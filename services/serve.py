@@ -163,9 +163,9 @@ def wait_until_ready(console: Console, cluster: Cluster, timeout_s: float = math
 
 
 def watch_until_interrupted(console: Console, cluster: Cluster) -> None:
-    """Block until Ctrl-C or SIGTERM. Raises Unavailable with the reason when a process ends by itself."""
+    """Block until Ctrl-C or SIGTERM. Raises Unavailable if a process ends, other than the draft service."""
     with suppress(KeyboardInterrupt):
-        cluster.watch()
+        cluster.watch(lambda reason: console.print(f"{reason}\nstarting it again; plain decoding goes on", markup=False))
     console.print("stopping; running requests may finish, another Ctrl-C ends them")
 
 

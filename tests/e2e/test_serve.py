@@ -143,17 +143,26 @@ def test_an_sdist_holds_the_services(wheel: Path) -> None:
     }
 
 
+def child_pids(pid: int, service: str) -> list[int]:
+    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    name = f"eyas.services.{service}".encode()
+    return [int(child) for child in children if name in Path(f"/proc/{child}/cmdline").read_bytes()]
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="finds child processes in /proc")
-def test_serve_fails_with_the_reason_when_a_service_dies(tmp_path: Path) -> None:
+def test_serve_restarts_drafts_and_ends_with_the_verifier(tmp_path: Path) -> None:
     options = ("--method", "prompt_lookup", "--served-model-name", "demo")
     with serving([sys.executable, "-m", "eyas.cli"], tmp_path, ENVIRONMENT, *options) as server:
-        assert server.complete("demo")
-        pid = server.process.pid
-        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-        (verifier,) = [
-            child for child in children if b"eyas.services.verifier" in Path(f"/proc/{child}/cmdline").read_bytes()
-        ]
-        os.kill(int(verifier), signal.SIGKILL)
+        text = server.complete("demo")
+        (draft,) = child_pids(server.process.pid, "draft")
+        os.kill(draft, signal.SIGKILL)
+        assert server.complete("demo") == text
+        assert server.process.stdout is not None
+        while not server.process.stdout.readline().startswith("starting it again"):
+            assert server.process.poll() is None
+        assert server.complete("demo") == text
+        (verifier,) = child_pids(server.process.pid, "verifier")
+        os.kill(verifier, signal.SIGKILL)
         _, errors = server.process.communicate(timeout=30)
     assert server.process.returncode == 1
     (logs,) = tmp_path.glob("eyas-*")
