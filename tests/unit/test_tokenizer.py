@@ -37,7 +37,7 @@ def folder_with(tmp_path: Path, settings: dict[str, object]) -> str:
 
 
 def test_streamed_text_is_the_decoded_text(demo: Tokenizer) -> None:
-    stream = demo.stream()
+    stream = TextStream(demo)
     pieces = stream.push(demo.encode(TEXT))
     assert pieces.text + stream.flush() == TEXT
 
@@ -51,26 +51,26 @@ def test_streamed_text_is_the_decoded_text_of_any_tokens(ids: list[int]) -> None
 
 @given(st.lists(st.integers(0, 258), max_size=40))
 def test_invalid_bytes_never_break_a_stream(ids: list[int]) -> None:
-    stream = byte_fallback().stream()
+    stream = TextStream(byte_fallback())
     assert stream.push([*ids, 1]).text.endswith("a")
     assert stream.flush() == ""
 
 
 def test_a_character_is_shown_when_its_last_byte_is_there(demo: Tokenizer) -> None:
     eagle = [3 + byte for byte in "🦅".encode()]
-    stream = byte_fallback().stream()
+    stream = TextStream(byte_fallback())
     assert stream.push([1, *eagle]).texts == ("a", "", "", "", "🦅")
 
 
 def test_an_incomplete_character_at_the_end_is_flushed() -> None:
-    stream = byte_fallback().stream()
+    stream = TextStream(byte_fallback())
     assert stream.push([1, 3 + 0xF0]).text == "a"
     assert stream.flush() == "\ufffd"
 
 
 @pytest.mark.parametrize("byte", [0xFF, 0x80, 0xE2])
 def test_invalid_bytes_without_end_are_shown_as_they_come(byte: int) -> None:
-    stream = byte_fallback().stream()
+    stream = TextStream(byte_fallback())
     piece = stream.push([3 + byte] * 200)
     assert (set(piece.text), len(piece.text) > 190) == ({"\ufffd"}, True)
     assert len(piece.text) + len(stream.flush()) == 200
@@ -80,7 +80,7 @@ def test_whole_characters_before_a_partial_one_are_emitted(demo: Tokenizer) -> N
     ids = demo.encode("\u2603" * 40)
     assert len(ids) >= 120, "one token for each byte"
     broken = [token for token in ids[:120] if token != ids[2]]
-    stream = demo.stream()
+    stream = TextStream(demo)
     assert len(stream.push(broken).text) > 30
     assert stream.push(ids).text.endswith("\u2603")
 
@@ -88,45 +88,45 @@ def test_whole_characters_before_a_partial_one_are_emitted(demo: Tokenizer) -> N
 @given(st.data())
 def test_grouping_changes_nothing_in_broken_text(data: st.DataObject) -> None:
     ids = data.draw(st.lists(st.integers(3, 258), min_size=8, max_size=60))
-    whole = byte_fallback().stream().push(ids)
-    stream = byte_fallback().stream()
+    whole = TextStream(byte_fallback()).push(ids)
+    stream = TextStream(byte_fallback())
     cut = data.draw(st.integers(0, len(ids)))
     assert stream.push(ids[:cut]).texts + stream.push(ids[cut:]).texts == whole.texts
 
 
 def test_leading_spaces_between_tokens_survive() -> None:
-    stream = byte_fallback().stream()
+    stream = TextStream(byte_fallback())
     assert stream.push([2, 1, 2, 2]).text == "ba b b"
 
 
 def test_special_tokens_have_no_text(demo: Tokenizer) -> None:
     ids = demo.encode("return x")
-    assert demo.stream().push([0, *ids, 1]).text == "return x"
+    assert TextStream(demo).push([0, *ids, 1]).text == "return x"
 
 
 def test_a_stop_string_cuts_text_but_counts_its_last_token(demo: Tokenizer) -> None:
     ids = demo.encode("one two three four")
-    piece = demo.stream(["wo th"]).push(ids)
+    piece = TextStream(demo, ["wo th"]).push(ids)
     assert (piece.text, piece.stopped) == ("one t", True)
     assert "wo th" in demo.decode(ids[: len(piece.texts)])
     assert "wo th" not in demo.decode(ids[: len(piece.texts) - 1])
 
 
 def test_text_that_may_become_a_stop_string_is_held_back(demo: Tokenizer) -> None:
-    stream = demo.stream(["three!"])
+    stream = TextStream(demo, ["three!"])
     assert stream.push(demo.encode("one two three")).text == "one two "
     assert stream.push(demo.encode(" four")).text == "three four"
 
 
 def test_held_text_is_flushed_at_the_end(demo: Tokenizer) -> None:
-    stream = demo.stream(["three!"])
+    stream = TextStream(demo, ["three!"])
     stream.push(demo.encode("one two three"))
     assert stream.flush() == "three"
 
 
 def test_the_first_of_two_stop_strings_in_one_token_counts(demo: Tokenizer) -> None:
     ids = demo.encode("x return")
-    assert demo.stream(["turn", "ret"]).push(ids).text == "x "
+    assert TextStream(demo, ["turn", "ret"]).push(ids).text == "x "
 
 
 @given(st.data())
