@@ -146,6 +146,7 @@ def test_a_cancelled_request_frees_everything_at_the_next_step(tiny_target: str,
     assert drafter.num_free_slots == 4096  # type: ignore[union-attr]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["eagle3", "none"])
 def test_sampled_tokens_follow_the_target_probs(name: str, tiny_target: str, tiny_head: str) -> None:
     """Chi-square of the first two emitted tokens over many seeds on a small vocabulary, the second out of a draft tree."""
