@@ -146,6 +146,10 @@ class Cluster:
         return self.children[1:]
 
     @property
+    def redis(self) -> Child:
+        return self.children[0]
+
+    @property
     def router(self) -> Child:
         return self._find("router")
 

@@ -59,13 +59,16 @@ def up(
     with exit_on_error(console), running_demo(port, assignments or (), http_port) as cluster:
         wait_until_ready(console, cluster, START_TIMEOUT_S)
         address = cluster.router.address
-        console.print(f"\nThe router listens on [bold]{address}[/], and for HTTP on [bold]{cluster.http}[/].")
-        console.print("In another terminal:\n")
-        console.print(f'  .venv/bin/eyas generate "def main():" --address {address}')
-        console.print(f"  curl {cluster.http}/v1/completions {CURL}\n", markup=False)
-        console.print(f"Logs are in {cluster.router.log.parent}.")
-        console.print("Ctrl-C stops everything.")
-        watch_until_interrupted(console, cluster)
+        announcement = f"""
+The router listens on {address}, and for HTTP on {cluster.http}.
+In another terminal:
+
+  .venv/bin/eyas generate "def main():" --address {address}
+  curl {cluster.http}/v1/completions {CURL}
+
+Logs are in {cluster.router.log.parent}.
+Ctrl-C stops everything."""
+        watch_until_interrupted(console, cluster, announcement)
 
 
 def demo(

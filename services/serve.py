@@ -66,8 +66,8 @@ def serve(
         with running_cluster(assign(services, assignments or ()), grpc_port, port, host) as cluster:
             wait_until_ready(console, cluster)
             name = served_model_name or model
-            console.print(f"Serving {name} at {cluster.http} (gRPC: {host}:{grpc_port}); Ctrl-C stops it", markup=False)
-            watch_until_interrupted(console, cluster)
+            announcement = f"Serving {name} at {cluster.http} (gRPC: {host}:{grpc_port}); Ctrl-C stops it"
+            watch_until_interrupted(console, cluster, announcement)
 
 
 def plan(
@@ -162,9 +162,13 @@ def wait_until_ready(console: Console, cluster: Cluster, timeout_s: float = math
         console.print(f"[green]ready[/] {child.name} on {child.address} after {time.monotonic() - started:.1f} s")
 
 
-def watch_until_interrupted(console: Console, cluster: Cluster) -> None:
-    """Block until Ctrl-C or SIGTERM. Raises Unavailable if a process ends, other than the draft service."""
+def watch_until_interrupted(console: Console, cluster: Cluster, announcement: str) -> None:
+    """Print the announcement, then block until Ctrl-C or SIGTERM.
+
+    Raises Unavailable if a process ends, other than the draft service.
+    """
     with suppress(KeyboardInterrupt):
+        console.print(announcement, markup=False)
         cluster.watch(lambda reason: console.print(f"{reason}\nstarting it again; plain decoding goes on", markup=False))
     console.print("stopping; running requests may finish, another Ctrl-C ends them")
 
