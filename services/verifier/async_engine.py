@@ -11,8 +11,6 @@ import logging
 import threading
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
-from concurrent.futures import Future
-from dataclasses import replace
 from functools import partial
 from typing import Self
 
@@ -45,23 +43,22 @@ class AsyncEngine:
         self.prefix_hashes: frozenset[int] = frozenset()
         self._engine = engine
         self._on_step = on_step
-        self._load = _worker_load(engine)
         self._step_started: float | None = None
         self._announce_at: float | None = None
         self._inbox: list[Callable[[], None]] = []
         self._wake = threading.Condition()
         self._running = True
         self._live: set[str] = set()
-        self._streams: dict[str, asyncio.Queue[Chunk | EyasError]] = {}
-        self._submissions: set[Future[None]] = set()
+        self._streams: dict[str, asyncio.Queue[Chunk | Exception]] = {}
         self._error: EyasError | None = None
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     @property
     def load(self) -> Load:
         """The engine's load after its last step, and how long the present step has taken."""
-        started = self._step_started
-        return self._load if started is None else replace(self._load, step_seconds=time.monotonic() - started)
+        load, started = self.engine_load, self._step_started
+        step_seconds = time.monotonic() - started if started is not None else 0.0
+        return Load(load.num_running, load.num_waiting, load.free_kv_tokens, self._engine.max_num_seqs, step_seconds)
 
     async def __aenter__(self) -> Self:
         self._event_loop = asyncio.get_running_loop()
@@ -87,14 +84,12 @@ class AsyncEngine:
         if self._error is not None:
             raise self._error
         stream = self._streams[request.id] = asyncio.Queue()
-        accepted: Future[None] = Future()
-        self._post(partial(self._submit, request, accepted))
+        self._post(partial(self._submit, request, stream))
         try:
-            await self._wait_accepted(accepted)
             finish = None
             while finish is None:
                 chunk = await stream.get()
-                if isinstance(chunk, EyasError):
+                if isinstance(chunk, Exception):
                     raise chunk
                 finish = chunk.finish_reason
                 yield chunk
@@ -105,16 +100,6 @@ class AsyncEngine:
     def fail(self, reason: str) -> None:
         """Fail every request with Unavailable, now and from now on, and end the body. May be called from any thread."""
         self._event_loop.call_soon_threadsafe(self._fail, Unavailable(reason))
-
-    async def _wait_accepted(self, accepted: Future[None]) -> None:
-        """Wait for the engine's thread to accept or refuse a request."""
-        self._submissions.add(accepted)
-        try:
-            await asyncio.wrap_future(accepted)
-        except asyncio.CancelledError:
-            raise self._error or asyncio.CancelledError from None
-        finally:
-            self._submissions.discard(accepted)
 
     def _post(self, command: Callable[[], None]) -> None:
         with self._wake:
@@ -130,8 +115,6 @@ class AsyncEngine:
         self._error = error
         for stream in self._streams.values():
             stream.put_nowait(error)
-        for accepted in self._submissions:
-            accepted.cancel()
         if self._owner is not None:
             self._owner.cancel()
 
@@ -160,7 +143,6 @@ class AsyncEngine:
                 self._on_step(self._engine.report, chunks)  # before the chunks can end their requests
             self._event_loop.call_soon_threadsafe(self._deliver, chunks)
         self.engine_load = self._engine.load
-        self._load = _worker_load(self._engine)
         if self._announce_at is not None and time.monotonic() >= self._announce_at:
             self.prefix_hashes = frozenset(self._engine.cached_blocks(ANNOUNCED_BLOCKS))
             self._announce_at = None
@@ -184,16 +166,12 @@ class AsyncEngine:
                 self._engine.cancel(request_id)
             return [Chunk(request_id, finish_reason="error", message=STEP_FAILED) for request_id in self._live]
 
-    def _submit(self, request: Request, accepted: Future[None]) -> None:
-        if not accepted.set_running_or_notify_cancel():
-            return
+    def _submit(self, request: Request, stream: asyncio.Queue[Chunk | Exception]) -> None:
         try:
             self._engine.submit(request)
-        except Exception as error:
-            accepted.set_exception(error)
-        else:
             self._live.add(request.id)
-            accepted.set_result(None)
+        except Exception as error:
+            self._event_loop.call_soon_threadsafe(stream.put_nowait, error)
 
     def _cancel(self, request_id: str) -> None:
         if request_id in self._live:
@@ -201,8 +179,3 @@ class AsyncEngine:
 
     def _stop(self) -> None:
         self._running = False
-
-
-def _worker_load(engine: Engine) -> Load:
-    load = engine.load
-    return Load(load.num_running, load.num_waiting, load.free_kv_tokens, engine.max_num_seqs)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import count
@@ -91,6 +91,8 @@ class PendingDrafts:
 class RemoteDrafter:
     """Implements Drafter by one draft service. A drafter that does not fit what the verifier offers stays unused.
 
+    A thread keeps a stream open: it dials, reads, and dials again after every failure.
+
     needs: what contexts will carry. proposal: the most that contexts will ask for.
     target: what the drafter must fit; None takes the service's only drafter. peers: how to dial.
     num_answered, num_lost: requests for trees so far. num_drafted, num_accepted: tokens, counted by who verifies them.
@@ -108,34 +110,28 @@ class RemoteDrafter:
         self.address = address
         self.needs = needs
         self.can_sample = proposal == "sampled"
+        self.breaker = CircuitBreaker(config.breaker_max_failures, config.breaker_reset_s)
         self._config = config
-        self._breaker = CircuitBreaker(config.breaker_max_failures, config.breaker_reset_s)
+        self._target = target
         self._steps = count(1)
         self._changed = threading.Condition()
         self._pending: PendingDrafts | None = None
         self.num_answered = self.num_lost = self.num_drafted = self.num_accepted = 0
-        self._connection = DraftConnection(
-            address, needs, proposal, target, peers or Peers(), self._receive, self._wake_collector
-        )
+        self._stream: Stream | None = None
+        self._peers = peers or Peers()
+        self._identity = self._peers.identity
+        self._channel = self._peers.open_sync_channel(address)
+        self._closed = threading.Event()
+        threading.Thread(target=self._run, name=f"drafter {address}", daemon=True).start()
 
     @property
     def connected(self) -> bool:
         """Whether the stream is open."""
-        return self._connection.stream is not None
-
-    @property
-    def circuit(self) -> str:
-        """State of the circuit breaker, one of CIRCUIT_STATES."""
-        return self._breaker.state
-
-    @property
-    def backing_off(self) -> bool:
-        """Whether the circuit breaker has opened and it is too early for another attempt."""
-        return self._breaker.backing_off
+        return self._stream is not None
 
     def can_draft(self, session: str) -> bool:
         """Whether the stream is open and the circuit breaker is not backing off; the same for every session."""
-        return self.connected and not self.backing_off
+        return self.connected and not self.breaker.backing_off
 
     def request(self, contexts: Sequence[DraftContext]) -> Pending:
         """See Drafter."""
@@ -147,8 +143,8 @@ class RemoteDrafter:
         A commit that wants no tree is answered once it is sent: if it gets lost, the next one is answered with a resync.
         """
         pending = PendingDrafts(contexts, [None] * len(contexts))
-        stream, wants_trees = self._connection.stream, any(context.budget.wants_tree for context in contexts)
-        if stream is None or stream.is_congested or not self._breaker.admits(wants_trees):
+        stream, wants_trees = self._stream, any(context.budget.wants_tree for context in contexts)
+        if stream is None or stream.is_congested or not self.breaker.admits(wants_trees):
             return pending
         pending.stream, pending.sent_at = stream, time.perf_counter()
         for i, context in enumerate(contexts):
@@ -177,27 +173,92 @@ class RemoteDrafter:
         deadline = time.monotonic() + self._config.draft_timeout_s if deadline is None else deadline
         with self._changed:
             timeout = max(deadline - time.monotonic(), 0)
-            self._changed.wait_for(lambda: not pending.awaited or self._connection.stream is not pending.stream, timeout)
+            self._changed.wait_for(lambda: not pending.awaited or self._stream is not pending.stream, timeout)
             self._pending = None
         if pending.awaited:
             self.num_lost += 1
-            self._breaker.failed()
+            self.breaker.failed()
         elif pending.answered_at:
             self.num_answered += 1
-            self._breaker.succeeded()
+            self.breaker.succeeded()
             pending.timing = DraftTiming(self.address, pending.answered_at - pending.sent_at, pending.draft_seconds)
         return pending.drafts
 
     def release(self, sessions: Sequence[str]) -> None:
         """Let the drafter drop sessions. May be called from any thread."""
-        if stream := self._connection.stream:
+        if stream := self._stream:
             stream.send(DraftRequest(next(self._steps), ended_sessions=tuple(sessions)))
 
     def close(self) -> None:
-        """End the stream; every later answer is None."""
-        self._connection.close()
+        """End the stream for good; every later answer is None."""
+        self._closed.set()
+        self._channel.close()
 
     # Below: the connection's thread only.
+
+    def _run(self) -> None:
+        last_problem = ""
+        while not self._closed.is_set():
+            try:
+                self._renew_channel()
+                stub = draft_pb2_grpc.DraftStub(self._channel)
+                info = self._describe(stub)
+                last_problem = ""
+                self._read_replies(stub, info)
+            except (grpc.RpcError, ConfigError) as raised:
+                error = raised if isinstance(raised, ConfigError) else status_error(raised)
+                problem = type(error).__name__
+                if problem != last_problem and not self._closed.is_set():
+                    log.warning("no drafts from %s for now: %s", self.address, error)
+                last_problem = problem
+            except Exception:
+                if not self._closed.is_set():  # gRPC raises ValueError for a call on a closed channel
+                    log.exception("the connection to %s failed; trying again", self.address)
+            self._closed.wait(_RECONNECT_S)
+
+    def _renew_channel(self) -> None:
+        """Open another channel if the certificates of the present one have been replaced."""
+        if self._identity is self._peers.identity:
+            return
+        self._channel.close()
+        self._identity, self._channel = self._peers.identity, self._peers.open_sync_channel(self.address)
+        if self._closed.is_set():
+            self._channel.close()
+
+    def _describe(self, stub: draft_pb2_grpc.DraftStub) -> DrafterInfo:
+        """The drafter there. Raises ConfigError if it does not fit this verifier."""
+        target = self._target
+        request = draft_pb2.DescribeRequest(target=convert.target_info_to_proto(target) if target else None)
+        info = convert.drafter_info_from_proto(stub.Describe(request, timeout=_DESCRIBE_TIMEOUT_S, wait_for_ready=True))
+        if target and not target.is_drafted_by(info.model):
+            raise ConfigError(f"drafter {info.method} is for {info.model}, which is not {target}")
+        missing = DrafterNeeds(
+            info.needs_features and not self.needs.features, info.needs_samples and not self.needs.samples
+        )
+        if missing.features or missing.samples:
+            raise ConfigError(f"drafter {info.method} needs what this verifier does not collect: {missing}")
+        if self.can_sample and not info.can_sample:
+            raise ConfigError(
+                f"drafter {info.method} cannot sample trees from its own distribution, which engine.acceptance "
+                "rejection needs; use another method, or acceptance match"
+            )
+        return info
+
+    def _read_replies(self, stub: draft_pb2_grpc.DraftStub, info: DrafterInfo) -> None:
+        """Open the stream and hand over its replies until it ends."""
+        stream = Stream(info)
+        stream.send(DraftRequest(0, target=self._target))
+        call = stub.Speculate(iter(stream.outbox.get, None))
+        log.info("drafts come from %s (%s)", self.address, info.method)
+        self._stream = stream
+        try:
+            for message in call:
+                self._receive(convert.draft_response_from_proto(message))
+        finally:
+            stream.outbox.put(None)
+            with self._changed:
+                self._stream = None
+                self._changed.notify()
 
     def _receive(self, reply: DraftResponse) -> None:
         """Take the reply of a step that `collect` still waits for; drop late and duplicate ones."""
@@ -209,10 +270,6 @@ class RemoteDrafter:
             pending.draft_seconds = max(pending.draft_seconds, reply.draft_ms / 1000)
             pending.answered_at = time.perf_counter()
             pending.awaited.discard(reply.step)
-            self._changed.notify()
-
-    def _wake_collector(self) -> None:
-        with self._changed:
             self._changed.notify()
 
 
@@ -268,107 +325,6 @@ class Stream:
     @property
     def is_congested(self) -> bool:
         return self.outbox.qsize() > _MAX_UNSENT
-
-
-class DraftConnection:
-    """Keeps a stream to one address open: a thread dials, reads, and dials again after every failure.
-
-    stream: the open stream, else None. receive: called with every reply. lost: called when the stream has broken. Both are
-    called from the connection's thread. See RemoteDrafter for the other arguments.
-    """
-
-    def __init__(
-        self,
-        address: str,
-        needs: DrafterNeeds,
-        proposal: Proposal,
-        target: TargetInfo | None,
-        peers: Peers,
-        receive: Callable[[DraftResponse], None],
-        lost: Callable[[], None],
-    ) -> None:
-        self.stream: Stream | None = None
-        self._address = address
-        self._needs = needs
-        self._proposal = proposal
-        self._target = target
-        self._receive = receive
-        self._lost = lost
-        self._peers = peers
-        self._identity = peers.identity
-        self._channel = peers.open_sync_channel(address)
-        self._closed = threading.Event()
-        threading.Thread(target=self._run, name=f"drafter {address}", daemon=True).start()
-
-    def close(self) -> None:
-        """End the stream for good."""
-        self._closed.set()
-        self._channel.close()
-
-    # Below: the connection's thread only.
-
-    def _run(self) -> None:
-        last_problem = ""
-        while not self._closed.is_set():
-            try:
-                self._renew_channel()
-                stub = draft_pb2_grpc.DraftStub(self._channel)
-                info = self._describe(stub)
-                last_problem = ""
-                self._read_replies(stub, info)
-            except (grpc.RpcError, ConfigError) as raised:
-                error = raised if isinstance(raised, ConfigError) else status_error(raised)
-                problem = type(error).__name__
-                if problem != last_problem and not self._closed.is_set():
-                    log.warning("no drafts from %s for now: %s", self._address, error)
-                last_problem = problem
-            except Exception:
-                if not self._closed.is_set():  # gRPC raises ValueError for a call on a closed channel
-                    log.exception("the connection to %s failed; trying again", self._address)
-            self._closed.wait(_RECONNECT_S)
-
-    def _renew_channel(self) -> None:
-        """Open another channel if the certificates of the present one have been replaced."""
-        if self._identity is self._peers.identity:
-            return
-        self._channel.close()
-        self._identity, self._channel = self._peers.identity, self._peers.open_sync_channel(self._address)
-        if self._closed.is_set():
-            self._channel.close()
-
-    def _describe(self, stub: draft_pb2_grpc.DraftStub) -> DrafterInfo:
-        """The drafter there. Raises ConfigError if it does not fit this verifier."""
-        target = self._target
-        request = draft_pb2.DescribeRequest(target=convert.target_info_to_proto(target) if target else None)
-        info = convert.drafter_info_from_proto(stub.Describe(request, timeout=_DESCRIBE_TIMEOUT_S, wait_for_ready=True))
-        if target and not target.is_drafted_by(info.model):
-            raise ConfigError(f"drafter {info.method} is for {info.model}, which is not {target}")
-        missing = DrafterNeeds(
-            info.needs_features and not self._needs.features, info.needs_samples and not self._needs.samples
-        )
-        if missing.features or missing.samples:
-            raise ConfigError(f"drafter {info.method} needs what this verifier does not collect: {missing}")
-        if self._proposal == "sampled" and not info.can_sample:
-            raise ConfigError(
-                f"drafter {info.method} cannot sample trees from its own distribution, which engine.acceptance "
-                "rejection needs; use another method, or acceptance match"
-            )
-        return info
-
-    def _read_replies(self, stub: draft_pb2_grpc.DraftStub, info: DrafterInfo) -> None:
-        """Open the stream and hand over its replies until it ends."""
-        stream = Stream(info)
-        stream.send(DraftRequest(0, target=self._target))
-        call = stub.Speculate(iter(stream.outbox.get, None))
-        log.info("drafts come from %s (%s)", self._address, info.method)
-        self.stream = stream
-        try:
-            for message in call:
-                self._receive(convert.draft_response_from_proto(message))
-        finally:
-            self.stream = None
-            stream.outbox.put(None)
-            self._lost()
 
 
 def split_commits(contexts: Sequence[DraftContext], max_tokens: int) -> list[list[Commit[TensorBytes]]]:

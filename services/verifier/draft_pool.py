@@ -58,24 +58,15 @@ class DraftPool:
         peers: Peers | None = None,
     ) -> None:
         """needs, proposal, target, peers: see RemoteDrafter."""
-        self._config = config
-        self._needs = needs
-        self._proposal = proposal
-        self._target = target
-        self._peers = peers or Peers()
+        self.needs = needs
+        self.can_sample = proposal == "sampled"
+        self._timeout_s = config.draft_timeout_s
+        self._connect = partial(RemoteDrafter, needs=needs, config=config, proposal=proposal, target=target, peers=peers)
         self._lock = threading.Lock()
         self._drafters: dict[str, RemoteDrafter] = {}
         self._assignments: dict[str, _Assignment] = {}
         self._histories: dict[str, _History] = {}
         self._traceparent: Callable[[str], str] | None = None
-
-    @property
-    def needs(self) -> DrafterNeeds:
-        return self._needs
-
-    @property
-    def can_sample(self) -> bool:
-        return self._proposal == "sampled"
 
     def assign(self, session: str, address: str) -> None:
         """Let the drafter at host:port draft for a session; dials it if it is new.
@@ -187,7 +178,7 @@ class DraftPool:
         pending: Mapping[RemoteDrafter, PendingDrafts],
     ) -> list[Draft]:
         drafts: list[Draft] = [None] * len(contexts)
-        deadline = time.monotonic() + self._config.draft_timeout_s
+        deadline = time.monotonic() + self._timeout_s
         for drafter, sent in pending.items():
             for i, draft in zip(rows[drafter], drafter.collect(sent, deadline), strict=True):
                 drafts[i] = draft
@@ -199,16 +190,14 @@ class DraftPool:
     # Below: with the lock held.
 
     def _is_backing_off(self, address: str) -> bool:
-        return address in self._drafters and self._drafters[address].backing_off
+        return address in self._drafters and self._drafters[address].breaker.backing_off
 
     def _count_sessions(self) -> Counter[str]:
         return Counter(each.drafter.address for each in self._assignments.values() if each.drafter)
 
     def _drafter_at(self, address: str) -> RemoteDrafter:
         if address not in self._drafters:
-            self._drafters[address] = RemoteDrafter(
-                address, self._needs, self._config, self._proposal, self._target, self._peers
-            )
+            self._drafters[address] = self._connect(address)
         return self._drafters[address]
 
     def _drop_session(self, session: str) -> None:

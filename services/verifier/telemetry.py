@@ -196,7 +196,7 @@ def _draft_client_samples(pool: DraftPool) -> Iterator[MetricSample]:
         yield MetricSample(metrics.DRAFT_CLIENT_SESSIONS, num_sessions, label)
         yield MetricSample(metrics.DRAFT_CLIENT_CONNECTED, drafter.connected, label)
         for circuit in CIRCUIT_STATES:
-            yield MetricSample(metrics.DRAFT_CLIENT_CIRCUIT_BREAKER, circuit == drafter.circuit, (*label, circuit))
+            yield MetricSample(metrics.DRAFT_CLIENT_CIRCUIT_BREAKER, circuit == drafter.breaker.state, (*label, circuit))
 
 
 class RequestTrace:

@@ -155,7 +155,7 @@ def test_breaker_reset_doubles_per_failure_until_a_success() -> None:
         finally:
             gate.set()
         eventually(lambda: remote.request([context("b", TOKENS[:3])])() != [None])
-        assert not remote.backing_off
+        assert not remote.breaker.backing_off
         assert remote.can_draft("b")
 
 
