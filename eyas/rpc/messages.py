@@ -54,9 +54,10 @@ class ModelInfo:
     max_model_len: int
     features_fingerprint: str = ""
 
-    def is_drafted_by(self, drafter: ModelInfo) -> bool:
-        """Return whether a drafter fits a verifier of this model."""
-        return TargetInfo(self.fingerprint, self.features_fingerprint).is_drafted_by(drafter)
+    @property
+    def target(self) -> TargetInfo:
+        """The part that decides which drafters fit a verifier of this model."""
+        return TargetInfo(self.fingerprint, self.features_fingerprint)
 
 
 @dataclass(frozen=True)

@@ -89,19 +89,11 @@ class RpcServer:
 
     Register servicers on `aio` before `start`. Health answers NOT_SERVING until `set_serving(True)`.
 
-    Args:
-        config: address to listen on.
-        interceptors: additional interceptors; an error that they raise becomes the status of the call.
-        credentials: TLS credentials; None disables TLS.
+    config: address to listen on. credentials: TLS credentials; None disables TLS.
     """
 
-    def __init__(
-        self,
-        config: ServerConfig,
-        interceptors: Sequence[grpc.aio.ServerInterceptor] = (),  # type: ignore[type-arg]
-        credentials: grpc.ServerCredentials | None = None,
-    ) -> None:
-        self.aio = grpc.aio.server(interceptors=[_ErrorInterceptor(), *interceptors], options=_GRPC_OPTIONS)
+    def __init__(self, config: ServerConfig, credentials: grpc.ServerCredentials | None = None) -> None:
+        self.aio = grpc.aio.server(interceptors=[_ErrorInterceptor()], options=_GRPC_OPTIONS)
         self._config = config
         self._credentials = credentials
         self._health = _Health()

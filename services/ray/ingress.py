@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Callable
 from contextlib import AsyncExitStack, aclosing
-from dataclasses import replace
 from functools import partial
 from typing import Any, NoReturn, TypeAlias
 
@@ -19,15 +18,13 @@ from ray.serve.handle import DeploymentHandle
 from ray.util import get_node_ip_address
 
 from eyas.config import RouterConfig
-from eyas.errors import EyasError, RequestFailed, Unauthenticated
-from eyas.rpc.convert import generate_call_from_proto, models_to_proto, text_chunk_to_proto
+from eyas.errors import EyasError, RequestFailed
+from eyas.rpc.convert import text_chunk_to_proto
 from eyas.rpc.messages import TextChunk
 from eyas.rpc.server import retry_hint, status_of
 from eyas.services.ray.config import EnvironmentConfig, on_node
-from eyas.services.router.app import build_router
-from eyas.services.router.auth import load_api_keys
+from eyas.services.router.__main__ import build_router
 from eyas.telemetry.logging import configure_logging
-from eyas.telemetry.tracing import trace_pairs
 from eyas.v1 import generation_pb2
 from eyas.v1.generation_pb2_grpc import add_GenerationServicer_to_server
 
@@ -96,11 +93,8 @@ async def read_in_task(handler: Streaming, request: Any, context: Any) -> AsyncG
         await asyncio.wait([task])
 
 
-class _NoHealth:
-    """Serve checks the health of replicas itself; a router without a verifier counts as healthy."""
-
-    async def set_serving(self, serving: bool) -> None:
-        """See Health; nothing to do."""
+async def _ignore_health(serving: bool) -> None:
+    """Do nothing: Serve checks replicas itself, and a router without a verifier counts as healthy."""
 
 
 class Router:
@@ -116,27 +110,20 @@ class Router:
         """
         configure_logging(config.telemetry.log_format)
         here = on_node(config, environment, get_node_ip_address())
-        self._keys = load_api_keys(here.api_keys)
         self._stack = AsyncExitStack()
-        self._core = await self._stack.enter_async_context(build_router(here, self._keys, _NoHealth()))
-        await self._core.readiness.register("")
+        self._app = await self._stack.enter_async_context(build_router(here, _ignore_health))
+        await self._app.readiness.register("")
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         """The HTTP application for Serve's proxies."""
-        return self._core.http
+        return self._app.http
 
     async def Generate(  # noqa: N802
         self, request: generation_pb2.GenerateRequest, grpc_context: RayServegRPCContext
     ) -> AsyncGenerator[generation_pb2.GenerateChunk, None]:
         """Stream the continuation of a prompt; Serve cancels it when the client disconnects."""
         try:
-            self._admit(grpc_context)
-            asked = replace(generate_call_from_proto(request), trace=trace_pairs(grpc_context.invocation_metadata()))
-            with self._core.service.record_rejection(asked):
-                call = await self._core.service.prepare(asked)
-            stream = self._core.service.stream(
-                call, on_trailers=lambda pairs: grpc_context.set_trailing_metadata(list(pairs))
-            )
+            stream = await self._app.grpc.open_stream(request, grpc_context)
             async with aclosing(_delay_final_chunks(stream)) as chunks:
                 async for chunk in chunks:
                     yield text_chunk_to_proto(chunk)
@@ -151,20 +138,14 @@ class Router:
     ) -> generation_pb2.ListModelsResponse:
         """The configured models that a live verifier serves."""
         try:
-            self._admit(grpc_context)
-            return models_to_proto(self._core.service.models())
+            return await self._app.grpc.ListModels(request, grpc_context)
         except EyasError as error:
             _refuse(error, grpc_context)
 
     async def __del__(self) -> None:
         """Serve awaits it when no request is left."""
-        await self._core.readiness.deregister()
+        await self._app.readiness.deregister()
         await self._stack.aclose()
-
-    def _admit(self, context: RayServegRPCContext) -> None:
-        given = dict(context.invocation_metadata()).get("authorization", "")
-        if not self._keys.accepts(given):
-            raise Unauthenticated("no known API key; send one as the metadata 'authorization: Bearer KEY'")
 
 
 async def _delay_final_chunks(stream: AsyncGenerator[TextChunk, None]) -> AsyncGenerator[TextChunk, None]:

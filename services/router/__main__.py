@@ -2,23 +2,78 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+from fastapi import FastAPI
+
 from eyas.config import RouterConfig
+from eyas.errors import ConfigError
+from eyas.rpc.channel import Peers
 from eyas.rpc.server import RpcServer
+from eyas.services.discovery.build import build_discovery, session_registry
 from eyas.services.lifecycle import serve, service_app
-from eyas.services.router.app import build_router
-from eyas.services.router.auth import ApiKeyInterceptor, load_api_keys
+from eyas.services.router.auth import load_api_keys
+from eyas.services.router.dispatcher import Dispatcher, SessionMap
+from eyas.services.router.generation import GenerationService
 from eyas.services.router.grpc_server import RouterServicer, server_credentials
+from eyas.services.router.http.app import build_app
+from eyas.services.router.http.chat_template import load_template
 from eyas.services.router.http.server import HttpServer
+from eyas.services.router.telemetry import RouterTelemetry
+from eyas.services.router.workers import ReadinessMonitor, WorkerPool
+from eyas.telemetry.exporters import telemetry
+from eyas.tokenizer import load_tokenizer
 from eyas.v1 import generation_pb2
 from eyas.v1.generation_pb2_grpc import add_GenerationServicer_to_server
 
 
+@dataclass(frozen=True)
+class RouterApp:
+    """A router without its sockets. It serves requests after `readiness.register`. http: the HTTP application."""
+
+    grpc: RouterServicer
+    http: FastAPI
+    readiness: ReadinessMonitor
+
+
+@asynccontextmanager
+async def build_router(config: RouterConfig, set_serving: Callable[[bool], Awaitable[None]]) -> AsyncIterator[RouterApp]:
+    """Build a router, and close what it opened at the end. set_serving: see ReadinessMonitor.
+
+    Raises ConfigError if the settings name no model, or files that cannot be read.
+    """
+    if not config.models:
+        raise ConfigError("models is empty; name at least one model and its tokenizer")
+    keys = load_api_keys(config.api_keys)
+    tokenizers = {model.name: load_tokenizer(model.tokenizer) for model in config.models}
+    templates = {model.name: load_template(model) for model in config.models}
+    with telemetry(config.telemetry, "router") as exporters:
+        traces, registry = RouterTelemetry(exporters), session_registry(config.discovery, config.registry)
+        peers = Peers(config.peers)
+        discovery = build_discovery(config.discovery, registry, peers)
+        traces.watch(discovery.known)
+        workers = WorkerPool(discovery, config.routing, config.outlier_detection, config.server.zone, peers)
+        dispatcher = Dispatcher(workers, SessionMap(registry), config.stall_timeout_s, traces)
+        service = GenerationService(tokenizers, workers, dispatcher, config.request_timeout_s, traces)
+        interval_s = config.registry.heartbeat_interval_s / 4
+        readiness = ReadinessMonitor(set_serving, discovery, workers, interval_s, registry)
+        try:
+            http = build_app(service, templates, readiness, keys, traces)
+            yield RouterApp(RouterServicer(service, keys), http, readiness)
+        finally:
+            await workers.close()
+            await discovery.close()
+            if registry:
+                await registry.close()
+
+
 async def run(config: RouterConfig) -> None:
     """Serve until the process is stopped."""
-    keys = load_api_keys(config.api_keys)
-    server = RpcServer(config.server, [ApiKeyInterceptor(keys)], server_credentials(config.tls))
-    async with build_router(config, keys, server) as router:
-        add_GenerationServicer_to_server(RouterServicer(router.service), server.aio)
+    server = RpcServer(config.server, server_credentials(config.tls))
+    async with build_router(config, server.set_serving) as router:
+        add_GenerationServicer_to_server(router.grpc, server.aio)
         name = generation_pb2.DESCRIPTOR.services_by_name["Generation"].full_name
         await serve(server, [name], config.server, router.readiness, [HttpServer(router.http, config.http, config.tls)])
 

@@ -1,15 +1,12 @@
-"""API keys of both listeners: which keys exist, and the gRPC interceptor and the ASGI middleware that require one."""
+"""The API keys of both listeners, and the ASGI middleware that requires one."""
 
 from __future__ import annotations
 
 import hmac
 import os
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, NoReturn, cast
 
-import grpc
-import grpc.aio
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -18,13 +15,12 @@ from eyas.errors import ConfigError, Unauthenticated
 from eyas.services.router.http.errors import error_response
 
 _SCHEME = "bearer "
-_EYAS_SERVICES = "/eyas."
 
 
 class ApiKeys:
     """The valid API keys; without any, every call is accepted."""
 
-    def __init__(self, keys: frozenset[str]) -> None:
+    def __init__(self, keys: Iterable[str]) -> None:
         self._keys = tuple(key.encode() for key in keys)
 
     def accepts(self, authorization: str) -> bool:
@@ -35,6 +31,11 @@ class ApiKeys:
             return False
         given = authorization[len(_SCHEME) :].strip().encode("utf-8", "surrogateescape")
         return sum(hmac.compare_digest(given, key) for key in self._keys) > 0
+
+    def check(self, headers: Iterable[tuple[str, str]]) -> None:
+        """Check the HTTP headers or gRPC metadata of a call, with lower-case names. Raises Unauthenticated."""
+        if not self.accepts(dict(headers).get("authorization", "")):
+            raise Unauthenticated("no known API key; send one as the header or metadata 'authorization: Bearer KEY'")
 
 
 def load_api_keys(config: ApiKeysConfig, environment: Mapping[str, str] = os.environ) -> ApiKeys:
@@ -48,7 +49,7 @@ def load_api_keys(config: ApiKeysConfig, environment: Mapping[str, str] = os.env
         except (OSError, ValueError) as error:
             raise ConfigError(f"api_keys.file: cannot read {config.file}: {error}") from error
         keys |= _parse(lines, f"api_keys.file: the file {config.file}")
-    return ApiKeys(frozenset(keys))
+    return ApiKeys(keys)
 
 
 def _parse(values: list[str], source: str) -> set[str]:
@@ -56,28 +57,6 @@ def _parse(values: list[str], source: str) -> set[str]:
     if not keys:
         raise ConfigError(f"{source} holds no key; put one there, or leave the setting empty to accept every call")
     return keys
-
-
-class ApiKeyInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
-    """Requires the metadata `authorization: Bearer KEY` for Eyas' services; health and reflection need no key."""
-
-    def __init__(self, keys: ApiKeys) -> None:
-        self._keys = keys
-
-    async def intercept_service(
-        self,
-        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any]]],
-        handler_call_details: grpc.HandlerCallDetails,
-    ) -> grpc.RpcMethodHandler[Any, Any]:
-        metadata = cast("tuple[tuple[str, str], ...]", handler_call_details.invocation_metadata or ())
-        authorization = dict(metadata).get("authorization", "")
-        if not handler_call_details.method.startswith(_EYAS_SERVICES) or self._keys.accepts(authorization):
-            return await continuation(handler_call_details)
-        return grpc.unary_unary_rpc_method_handler(_reject)
-
-
-async def _reject(request: Any, context: Any) -> NoReturn:
-    raise Unauthenticated("no known API key; send one as the metadata 'authorization: Bearer KEY'")
 
 
 class Authenticator:
@@ -88,9 +67,10 @@ class Authenticator:
         self._keys = keys
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        needs_key = scope["type"] == "http" and scope["path"].startswith("/v1/")
-        if needs_key and not self._keys.accepts(Headers(scope=scope).get("authorization", "")):
-            error = Unauthenticated("no known API key; send one as the header 'Authorization: Bearer KEY'")
-            await error_response(error)(scope, receive, send)
-        else:
-            await self._app(scope, receive, send)
+        app = self._app
+        if scope["type"] == "http" and scope["path"].startswith("/v1/"):
+            try:
+                self._keys.check(Headers(scope=scope).items())
+            except Unauthenticated as error:
+                app = error_response(error)
+        await app(scope, receive, send)

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import replace
 from typing import Any
 
 import grpc
-import grpc.aio
 
 from eyas.config import TlsConfig
 from eyas.rpc import channel
 from eyas.rpc.convert import generate_call_from_proto, models_to_proto, text_chunk_to_proto
+from eyas.rpc.messages import TextChunk
+from eyas.services.router.auth import ApiKeys
 from eyas.services.router.generation import GenerationService
 from eyas.telemetry.tracing import trace_pairs
 from eyas.v1 import generation_pb2
@@ -19,20 +21,28 @@ from eyas.v1.generation_pb2_grpc import GenerationServicer
 
 
 class RouterServicer(GenerationServicer):
-    """Serves Generation to clients, for prompts of text or token ids."""
+    """Serves Generation to clients that have an API key, for prompts of text or token ids."""
 
-    def __init__(self, service: GenerationService) -> None:
+    def __init__(self, service: GenerationService, keys: ApiKeys) -> None:
         self._service = service
+        self._keys = keys
+
+    async def open_stream(
+        self, request: generation_pb2.GenerateRequest, context: Any, timeout_s: float | None = None
+    ) -> AsyncGenerator[TextChunk, None]:
+        """Check a call and return the stream of its chunks; the context gets the trailing metadata."""
+        metadata = context.invocation_metadata() or ()
+        self._keys.check(metadata)
+        received = replace(generate_call_from_proto(request), trace=trace_pairs(metadata))
+        with self._service.record_rejection(received):
+            call = await self._service.prepare(received)
+        return self._service.stream(call, timeout_s=timeout_s, on_trailers=context.set_trailing_metadata)
 
     async def Generate(  # type: ignore[override]  # noqa: N802 - a coroutine that writes is cancelled with its call
         self, request: generation_pb2.GenerateRequest, context: Any
     ) -> None:
         """Stream the continuation of a prompt."""
-        received = replace(generate_call_from_proto(request), trace=trace_pairs(context.invocation_metadata() or ()))
-        with self._service.record_rejection(received):
-            call = await self._service.prepare(received)
-        stream = self._service.stream(call, timeout_s=context.time_remaining(), on_trailers=context.set_trailing_metadata)
-        async with aclosing(stream) as chunks:
+        async with aclosing(await self.open_stream(request, context, context.time_remaining())) as chunks:
             async for chunk in chunks:
                 await context.write(text_chunk_to_proto(chunk))
 
@@ -40,6 +50,7 @@ class RouterServicer(GenerationServicer):
         self, request: generation_pb2.ListModelsRequest, context: Any
     ) -> generation_pb2.ListModelsResponse:
         """List the configured models that a live verifier serves."""
+        self._keys.check(context.invocation_metadata() or ())
         return models_to_proto(self._service.models())
 
 

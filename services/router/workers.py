@@ -6,10 +6,9 @@ import asyncio
 import logging
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import grpc
 import grpc.aio
@@ -263,22 +262,15 @@ class SentBlocks:
         self._sent = {name: self._sent[name] for name in incarnations if name in self._sent}
 
 
-class HealthReporter(Protocol):
-    """Answers the health checks of a router."""
-
-    async def set_serving(self, serving: bool) -> None:
-        """Set the answer from now on."""
-        ...
-
-
 @dataclass
 class ReadinessMonitor:
     """Reports SERVING while at least one verifier is reachable; checks every `interval_s` seconds.
 
-    registry: holds the sessions; None without one. reason: why the router is not ready; empty while it is.
+    set_serving: sets the answer to health checks. registry: holds the sessions; None without one.
+    reason: why the router is not ready; empty while it is.
     """
 
-    health: HealthReporter
+    set_serving: Callable[[bool], Awaitable[None]]
     discovery: Discovery
     workers: WorkerPool
     interval_s: float
@@ -297,9 +289,9 @@ class ReadinessMonitor:
         """Answer NOT_SERVING from now on; running requests go on."""
         await cancel_task(self._task)
         self.reason = "the router is stopping"
-        await self.health.set_serving(False)
+        await self.set_serving(False)
 
     async def _check(self) -> None:
         await self.workers.refresh()
         self.reason = "" if self.workers.ready else "no verifier can be reached"
-        await self.health.set_serving(self.workers.ready)
+        await self.set_serving(self.workers.ready)

@@ -153,7 +153,7 @@ class VerifierRegistration:
 
     async def _rebalance(self) -> None:
         leases = self.discovery.known("draft")
-        self.pool.rebalance([lease.address for lease in leases if self.model.is_drafted_by(lease.model)])
+        self.pool.rebalance([lease.address for lease in leases if self.model.target.is_drafted_by(lease.model)])
 
 
 app = service_app(VerifierConfig, run)

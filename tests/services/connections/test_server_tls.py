@@ -6,6 +6,7 @@ import ssl
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 from click.testing import Result
 from typer.testing import CliRunner
@@ -13,7 +14,7 @@ from typer.testing import CliRunner
 from eyas.cli import app
 from eyas.config import HttpConfig, ServerConfig, TlsConfig
 from eyas.rpc.server import RpcServer
-from eyas.services.router.auth import ApiKeyInterceptor, ApiKeys
+from eyas.services.router.auth import ApiKeys
 from eyas.services.router.grpc_server import server_credentials
 from eyas.services.router.http.server import HttpServer
 from eyas.v1.generation_pb2_grpc import add_GenerationServicer_to_server
@@ -24,12 +25,18 @@ NAME = "llm.example.com"
 HOST = "127.0.0.1"
 
 
+class GuardedVerifier(ScriptedVerifier):
+    async def Generate(self, request: Any, context: Any) -> None:  # noqa: N802
+        ApiKeys({"one"}).check(context.invocation_metadata())
+        await super().Generate(request, context)
+
+
 @asynccontextmanager
 async def grpc_server(folder: Path) -> AsyncIterator[str]:
     """A gRPC server that asks for an API key and generates fixed tokens."""
     tls = TlsConfig(str(folder / "tls.crt"), str(folder / "tls.key"))
-    server = RpcServer(ServerConfig(), [ApiKeyInterceptor(ApiKeys(frozenset({"one"})))], server_credentials(tls))
-    add_GenerationServicer_to_server(ScriptedVerifier(Script(TOKENS)), server.aio)
+    server = RpcServer(ServerConfig(), server_credentials(tls))
+    add_GenerationServicer_to_server(GuardedVerifier(Script(TOKENS)), server.aio)
     address = await server.start([])
     try:
         yield address

@@ -15,6 +15,7 @@ from eyas.rpc.messages import Lease, Load, ModelInfo, Role
 from eyas.rpc.server import RpcServer
 from eyas.services.discovery.base import Discovery
 from eyas.services.discovery.build import build_discovery
+from eyas.services.router.auth import ApiKeys
 from eyas.services.router.dispatcher import Dispatcher, SessionMap
 from eyas.services.router.generation import GenerationService
 from eyas.services.router.grpc_server import RouterServicer
@@ -100,8 +101,8 @@ async def pod_router(
     server, discovery = RpcServer(ServerConfig()), build_discovery(config, None)
     workers = WorkerPool(discovery, outlier_detection=outlier_detection)
     service = GenerationService({"demo": load_tokenizer(DEMO)}, workers, Dispatcher(workers, SessionMap(None), 20.0), 30.0)
-    add_GenerationServicer_to_server(RouterServicer(service), server.aio)
-    readiness = ReadinessMonitor(server, discovery, workers, 0.02)
+    add_GenerationServicer_to_server(RouterServicer(service, ApiKeys(())), server.aio)
+    readiness = ReadinessMonitor(server.set_serving, discovery, workers, 0.02)
     address = await server.start(["eyas.v1.Generation"])
     await readiness.register(address)
     try:

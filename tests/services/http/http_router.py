@@ -52,9 +52,9 @@ async def http_router(
     workers = WorkerPool(registry, outlier_detection=OutlierDetectionConfig(base_ejection_time_s=0.2))
     dispatcher = Dispatcher(workers, SessionMap(registry), 20.0, telemetry)
     service = GenerationService({"demo": tokenizer}, workers, dispatcher, request_timeout_s, telemetry)
-    readiness = ReadinessMonitor(server, registry, workers, 0.02)
+    readiness = ReadinessMonitor(server.set_serving, registry, workers, 0.02)
     chat = ChatTemplate(template, {"bos_token": "<|bos|>"}, "demo") if template else None
-    app = build_app(service, {"demo": chat}, readiness, keys or ApiKeys(frozenset()), telemetry or RouterTelemetry())
+    app = build_app(service, {"demo": chat}, readiness, keys or ApiKeys(()), telemetry or RouterTelemetry())
     http_server = HttpServer(app, HttpConfig(), TlsConfig())
     address = await server.start([])
     await http_server.start()

@@ -20,14 +20,18 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from openai import AsyncOpenAI, AuthenticationError
 from prometheus_client import Counter
 
-from eyas.config import ApiKeysConfig, HttpConfig, ServerConfig, TlsConfig
+from eyas.config import ApiKeysConfig, DiscoveryConfig, HttpConfig, ServerConfig, TlsConfig
 from eyas.errors import ConfigError
 from eyas.rpc.server import RpcServer
-from eyas.services.router.auth import ApiKeyInterceptor, ApiKeys, load_api_keys
-from eyas.services.router.grpc_server import server_credentials
+from eyas.services.discovery.build import build_discovery
+from eyas.services.router.auth import ApiKeys, load_api_keys
+from eyas.services.router.dispatcher import Dispatcher, SessionMap
+from eyas.services.router.generation import GenerationService
+from eyas.services.router.grpc_server import RouterServicer, server_credentials
 from eyas.services.router.http.server import HttpServer, listen
-from eyas.v1.generation_pb2 import ListModelsRequest, ListModelsResponse
-from eyas.v1.generation_pb2_grpc import GenerationServicer, GenerationStub, add_GenerationServicer_to_server
+from eyas.services.router.workers import WorkerPool
+from eyas.v1.generation_pb2 import ListModelsRequest
+from eyas.v1.generation_pb2_grpc import GenerationStub, add_GenerationServicer_to_server
 from tests.services.http.http_router import ALL, REST_TEXT, Script, get, http_router, worker
 from tests.services.router.scripted_verifier import TOKENS
 from tests.services.router.test_router_cli import eyas
@@ -111,18 +115,12 @@ def test_missing_api_keys_are_an_error_not_open_access(config: ApiKeysConfig, me
         load_api_keys(config, {"KEYS": " , "})
 
 
-class Models(GenerationServicer):
-    async def Generate(self, request: Any, context: Any) -> Any:  # type: ignore[override]  # noqa: N802
-        raise NotImplementedError
-
-    async def ListModels(self, request: Any, context: Any) -> Any:  # noqa: N802
-        return ListModelsResponse()
-
-
 @asynccontextmanager
 async def grpc_server(keys: ApiKeys, tls: TlsConfig) -> AsyncIterator[str]:
-    server = RpcServer(ServerConfig(), [ApiKeyInterceptor(keys)], server_credentials(tls))
-    add_GenerationServicer_to_server(Models(), server.aio)
+    server = RpcServer(ServerConfig(), server_credentials(tls))
+    workers = WorkerPool(build_discovery(DiscoveryConfig("static"), None))
+    service = GenerationService({}, workers, Dispatcher(workers, SessionMap(None), 1.0), 1.0)
+    add_GenerationServicer_to_server(RouterServicer(service, keys), server.aio)
     address = await server.start(["eyas.v1.Generation"])
     try:
         yield address

@@ -22,6 +22,7 @@ from eyas.rpc.messages import RETRY_KEY, ROUND_TRIP_KEY, GenerateCall, Load, Mod
 from eyas.rpc.server import RpcServer
 from eyas.services.discovery.registry import Registry
 from eyas.services.lifecycle import AnnouncedWorker, WorkerRegistration
+from eyas.services.router.auth import ApiKeys
 from eyas.services.router.dispatcher import Dispatcher, SessionMap
 from eyas.services.router.generation import GenerationService
 from eyas.services.router.grpc_server import RouterServicer
@@ -158,8 +159,8 @@ async def router(
     service = GenerationService(
         tokenizers, workers, Dispatcher(workers, SessionMap(registry), stall_timeout_s), request_timeout_s
     )
-    add_GenerationServicer_to_server(RouterServicer(service), server.aio)
-    readiness = ReadinessMonitor(server, registry, workers, 0.02)
+    add_GenerationServicer_to_server(RouterServicer(service, ApiKeys(())), server.aio)
+    readiness = ReadinessMonitor(server.set_serving, registry, workers, 0.02)
     address = await server.start(["eyas.v1.Generation"])
     await readiness.register(address)
     try:

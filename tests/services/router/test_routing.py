@@ -48,7 +48,7 @@ def test_a_drafter_for_another_target_or_head_is_left_out(model: ModelInfo) -> N
 
 def test_a_verifier_without_a_head_gets_no_drafter() -> None:
     headless = replace(MODEL, features_fingerprint="")
-    assert not headless.is_drafted_by(headless)
+    assert not headless.target.is_drafted_by(headless)
 
 
 def test_plain_decoding_gets_no_drafter() -> None:
