@@ -1,7 +1,7 @@
-"""Medusa (Cai et al. 2024): several heads on the target's final state, each guessing one token further.
+"""Medusa (Cai et al. 2024): several heads on the target's final state, each guessing one token further; and Hydra
+(Ankner et al. 2024): such heads that also see the embeddings of the path below the root.
 
-`MultiHeadDrafter` is common to Medusa and Hydra. Legend: S sessions, R new features of all sessions, W frontier rows,
-H hidden, D draft vocabulary.
+Legend: S sessions, R new features of all sessions, W frontier rows, H hidden, D draft vocabulary.
 """
 
 from __future__ import annotations
@@ -9,25 +9,29 @@ from __future__ import annotations
 import heapq
 import math
 import sys
-from abc import abstractmethod
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from eyas.cache.kv_cache import KVCache
 from eyas.cache.prefix_cache import Slots
 from eyas.config import DraftingConfig, MedusaConfig, TreeChoices, TreeConfig
 from eyas.drafters.base import DraftContext, DrafterNeeds
 from eyas.drafters.cuda_graphs import Roots
-from eyas.drafters.neural import NeuralDrafter
+from eyas.drafters.neural import NeuralDrafter, last_rows, newest_rows
 from eyas.drafters.scoring import Scorer
-from eyas.drafters.sessions import KVLedger, KVSession, no_slots, num_features
+from eyas.drafters.sessions import KVLedger, KVSession, count_slots, no_slots, num_features
 from eyas.drafters.tree_growth import Expansion, StaticTree
 from eyas.errors import ConfigError
+from eyas.models.attention import attend
 from eyas.models.cuda.graphs import Capture
+from eyas.models.heads.hydra import HydraHead, PrefixLayer
 from eyas.models.heads.medusa import MedusaHead
+from eyas.models.inputs import pack
 from eyas.tensors import moved, upload
 
 # Estimate for the default static tree: the child of rank r is right with a probability proportional to
@@ -37,58 +41,74 @@ CHILD_PROBABILITY = 0.9
 
 
 class MultiHeadDrafter(NeuralDrafter[None]):
-    """Trees of Medusa or Hydra heads. They grow from final target states and attend to no cached prefix."""
+    """Trees of Medusa or Hydra heads. They attend to no cached prefix.
+
+    They grow from the last feature of a session. Hydra heads may have a prefix layer (prefix-mlp): then they grow from that
+    layer's output behind all features of the session, whose keys and values are cached.
+    """
 
     def __init__(
         self,
-        num_heads: int,
-        hidden: int,
-        dtype: torch.dtype,
-        draft_ids: Tensor,
-        sessions: KVLedger[None],
+        head: MedusaHead | HydraHead,
         tree: TreeConfig,
         config: DraftingConfig,
         medusa: MedusaConfig,
-        capture: Capture | None,
+        capture: Capture | None = None,
     ) -> None:
         """capture: how to capture whole trees as CUDA graphs. Raises ConfigError for a tree that the heads cannot grow."""
-        tree, static_tree = _tree_shape(num_heads, tree, medusa)
-        if tree.top_k > len(draft_ids):
-            raise ConfigError(f"a tree of width {tree.top_k} needs as many draft tokens; there are {len(draft_ids)}")
-        super().__init__(config, tree, static_tree, draft_ids, sessions)
-        self._hidden, self._dtype = hidden, dtype
-        self._capture_trees(capture, hidden, dtype)
+        tree, static_tree = _tree_shape(head.num_heads, tree, medusa)
+        if tree.top_k > len(head.draft_ids):
+            raise ConfigError(f"a tree of width {tree.top_k} needs as many draft tokens; there are {len(head.draft_ids)}")
+        self._head, self._prefix = head, head.prefix if isinstance(head, HydraHead) else None
+        self._dtype, device = next(head.parameters()).dtype, head.draft_ids.device
+        sessions: KVLedger[None] = KVLedger(0, sys.maxsize)
+        if self._prefix:
+            sizes = self._prefix.sizes
+            shapes = [(sizes.num_kv_heads, sizes.head_dim)]
+            num_slots = count_slots(config, shapes, self._dtype, device)
+            sessions = KVLedger(num_slots, sizes.max_model_len)
+            self._kv = KVCache(num_slots, shapes, 0, self._dtype, device)
+        super().__init__(config, tree, static_tree, head.draft_ids, sessions)
+        self._capture_trees(capture, head.hidden, self._dtype)
 
     @property
     def needs(self) -> DrafterNeeds:
-        return DrafterNeeds(features=True, feature_size=self._hidden)
-
-    @abstractmethod
-    def _read_features(self, features: Tensor, contexts: Sequence[DraftContext]) -> Tensor:
-        """The state [S, H] behind each session's last feature.
-
-        features: of all sessions, one session after the other, at least one of each, [R, H].
-        """
-
-    def _num_slots(self, num_new: int) -> int:
-        """Slots that `num_new` features take."""
-        return 0
+        return DrafterNeeds(features=True, feature_size=self._head.hidden)
 
     def _claim(self, session: KVSession[None], context: DraftContext, busy: Collection[str]) -> bool:
         count = num_features(context)
-        return self._sessions.claim(session, self._num_slots(count), 0, busy) and count > 0
+        return self._sessions.claim(session, count if self._prefix else 0, 0, busy) and count > 0
 
     def _extend(self, contexts: Sequence[DraftContext]) -> Tensor:
+        device = self._draft_ids.device
         features = torch.cat([context.features for context in contexts if context.features is not None])
-        return self._read_features(moved(features, self._draft_ids.device, self._dtype), contexts)
+        features = moved(features, device, self._dtype)
+        last = upload(np.cumsum([num_features(context) for context in contexts]) - 1, device)
+        return self._run_prefix(self._prefix, features, last, contexts) if self._prefix else features[last]
+
+    def _run_prefix(self, layer: PrefixLayer, features: Tensor, last: Tensor, contexts: Sequence[DraftContext]) -> Tensor:
+        """Cache keys and values of the new features [R, H].
+
+        last: row of each session's last one, int64 [S]. Returns the layer's output [S, H] behind these.
+        """
+        (keys,), (values,) = self._kv.keys, self._kv.values
+        slots = [self._sessions[context.session].slots for context in contexts]
+        new, positions = newest_rows(slots, [num_features(context) for context in contexts])
+        rows = layer.project(features, upload(positions, keys.device))
+        index = upload(new, keys.device)
+        keys.index_copy_(0, index, rows.key)
+        values.index_copy_(0, index, rows.value)
+        packed = pack([last_rows(own, 1) for own in slots], keys.device)
+        attended = attend(rows.query[last], keys, values, packed, layer.sizes.head_dim**-0.5)
+        return layer.finish(attended, rows.residual[last])
 
     def _prefix_slots(self, contexts: Sequence[DraftContext]) -> list[Slots]:
         return [no_slots()] * len(contexts)
 
-
-def last_feature_rows(contexts: Sequence[DraftContext], device: torch.device) -> Tensor:
-    """Row of each session's last feature among the features of all, int64 [S]."""
-    return upload(np.cumsum([num_features(context) for context in contexts]) - 1, device)
+    def _expand(self, roots: Roots, scorer: Scorer, shape: TreeConfig) -> Expansion:
+        if isinstance(self._head, HydraHead):
+            return HydraExpansion(self._head, scorer, roots.states, roots.tokens)
+        return MedusaExpansion(self._head, scorer, roots.states, shape.num_steps)
 
 
 def _tree_shape(num_heads: int, tree: TreeConfig, medusa: MedusaConfig) -> tuple[TreeConfig, StaticTree | None]:
@@ -124,29 +144,6 @@ def likely_paths(tree: TreeConfig) -> TreeChoices:
     return tuple(paths[1:])
 
 
-class MedusaDrafter(MultiHeadDrafter):
-    """Trees of Medusa heads. Sessions cache nothing: the state is the last feature itself."""
-
-    def __init__(
-        self,
-        head: MedusaHead,
-        tree: TreeConfig,
-        config: DraftingConfig,
-        medusa: MedusaConfig,
-        capture: Capture | None = None,
-    ) -> None:
-        sessions: KVLedger[None] = KVLedger(0, sys.maxsize)
-        dtype = head.outputs.dtype
-        super().__init__(head.num_heads, head.hidden, dtype, head.draft_ids, sessions, tree, config, medusa, capture)
-        self._head = head
-
-    def _read_features(self, features: Tensor, contexts: Sequence[DraftContext]) -> Tensor:
-        return features[last_feature_rows(contexts, features.device)]
-
-    def _expand(self, roots: Roots, scorer: Scorer, shape: TreeConfig) -> Expansion:
-        return MedusaExpansion(self._head, scorer, roots.states, shape.num_steps)
-
-
 class MedusaExpansion:
     """Implements Expansion. Head i guesses the same tokens below every node of level i, so all heads run at once, and one
     row of scores serves all nodes of a level."""
@@ -163,3 +160,21 @@ class MedusaExpansion:
 
     def _score(self, level: int) -> Tensor:
         return self._scorer.scores(self._logits[:, level : level + 1], level)
+
+
+class HydraExpansion:
+    """Implements Expansion. A row is the state and the embeddings of its path, [S, W, (2 + level) H] at a level."""
+
+    def __init__(self, head: HydraHead, scorer: Scorer, states: Tensor, roots: Tensor) -> None:
+        """roots: the target's token ids, int64 [S]."""
+        self._head, self._scorer = head, scorer
+        self._rows = torch.cat([states, F.embedding(roots, head.embedding)], -1)[:, None]
+
+    def first(self) -> Tensor:
+        return self._scorer.scores(self._head.logits(self._rows, 0), 0)
+
+    def next(self, level: int, parents: Tensor, tokens: Tensor) -> Tensor:
+        above = self._rows.gather(1, parents[:, :, None].expand(-1, -1, self._rows.shape[2]))
+        embedded = F.embedding(self._head.draft_ids[tokens], self._head.embedding)
+        self._rows = torch.cat([above, embedded], -1)
+        return self._scorer.scores(self._head.logits(self._rows, level), level)

@@ -1,4 +1,4 @@
-"""The table of drafting methods, and what is built from it by name. A method's modules are imported when it is used.
+"""The table of drafting methods, and what is built from it by name.
 
 A new method is one module and one entry in METHODS.
 """
@@ -7,22 +7,34 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
+
+import torch
 
 from eyas.config import DraftingConfig, MethodsConfig, TreeConfig
 from eyas.drafters.base import LocalDrafter
+from eyas.drafters.combined import CombinedDrafter
+from eyas.drafters.draft_ahead import DraftAheadDrafter
+from eyas.drafters.draft_model import ModelDrafter
+from eyas.drafters.eagle import EagleDrafter
+from eyas.drafters.lookahead import LookaheadDrafter
+from eyas.drafters.medusa import MultiHeadDrafter
+from eyas.drafters.prompt_lookup import PromptLookupDrafter
+from eyas.drafters.rest import load_rest
+from eyas.drafters.tree_growth import StaticTree
 from eyas.errors import CheckpointError, ConfigError
-from eyas.models.heads.layers import FeatureFuser
-
-if TYPE_CHECKING:
-    from eyas.models.cuda.graphs import Capture
-    from eyas.models.heads.eagle import EagleHead
-    from eyas.models.heads.eagle_config import HeadWiring, Kind
-    from eyas.models.heads.eagle_validation import WiringReport
-    from eyas.models.target import TargetModel
+from eyas.models.checkpoint import check_vocabulary, head_fingerprint, read_target_config, resolve
+from eyas.models.cuda.graphs import Capture, CudaCapture
+from eyas.models.heads.eagle_config import HeadWiring, Kind
+from eyas.models.heads.eagle_loader import load_fuser, load_head
+from eyas.models.heads.eagle_validation import WiringReport, validate_head
+from eyas.models.heads.hydra import HydraHead, load_hydra
+from eyas.models.heads.layers import FeatureFuser, final_state_fuser
+from eyas.models.heads.medusa import MedusaHead, load_medusa
+from eyas.models.target import TargetModel, load_target
 
 log = logging.getLogger(__name__)
 
@@ -32,9 +44,8 @@ Need = Literal["features", "samples", "prompt"]
 
 # The method of plain decoding.
 NO_DRAFTS = "none"
-# Features fingerprint of methods without features, and of those that take the target's final states, whatever their head.
+# Features fingerprint of methods without features.
 NO_FEATURES = "none"
-FINAL_FEATURES = "final"
 
 
 @dataclass(frozen=True)
@@ -54,12 +65,13 @@ class DrafterParts:
     methods: MethodsConfig
     wiring: HeadWiring | None = None
 
+    @property
+    def checkpoint(self) -> tuple[str, str, str, str]:
+        """What loaders of heads take: head, target, dtype and device."""
+        return self.head, self.target, self.dtype, self.device
+
     def capture(self) -> Capture | None:
         """How to capture trees as CUDA graphs; None if that is impossible or switched off."""
-        import torch
-
-        from eyas.models.cuda.graphs import CudaCapture
-
         device = torch.device(self.device)
         return CudaCapture(device) if device.type == "cuda" and self.drafting.cuda_graphs else None
 
@@ -99,57 +111,22 @@ class Method:
 
 
 def _build_eagle1(parts: DrafterParts) -> LocalDrafter:
-    from eyas.drafters.eagle import EagleDrafter
-    from eyas.drafters.tree_growth import StaticTree
-    from eyas.models.heads.eagle_loader import load_head
-
-    head = load_head(parts.head, parts.target, parts.dtype, parts.device, "eagle")
     static_tree = StaticTree(parts.methods.eagle1.tree_choices)
-    return EagleDrafter(head, parts.tree, parts.drafting, static_tree, parts.capture())
+    return EagleDrafter(load_head(*parts.checkpoint, "eagle"), parts.tree, parts.drafting, static_tree, parts.capture())
 
 
-def _build_eagle2(parts: DrafterParts) -> LocalDrafter:
-    from eyas.models.heads.eagle_loader import load_head
-
-    return _dynamic_eagle(parts, load_head(parts.head, parts.target, parts.dtype, parts.device, "eagle"))
-
-
-def _build_eagle3(parts: DrafterParts) -> LocalDrafter:
-    from eyas.models.heads.eagle_loader import load_head
-
-    return _dynamic_eagle(parts, load_head(parts.head, parts.target, parts.dtype, parts.device, wiring=parts.wiring))
-
-
-def _dynamic_eagle(parts: DrafterParts, head: EagleHead) -> LocalDrafter:
-    from eyas.drafters.draft_ahead import DraftAheadDrafter
-    from eyas.drafters.eagle import EagleDrafter
-
+def _build_dynamic_eagle(kind: Kind, parts: DrafterParts) -> LocalDrafter:
+    head = load_head(*parts.checkpoint, kind, parts.wiring)
     num_steps = min(parts.drafting.max_head_steps or parts.tree.num_steps, parts.tree.num_steps)
     drafter = EagleDrafter(head, replace(parts.tree, num_steps=num_steps), parts.drafting, capture=parts.capture())
     return DraftAheadDrafter(drafter, parts.drafting.draft_ahead) if parts.drafting.draft_ahead.top_k else drafter
 
 
-def _build_medusa(parts: DrafterParts) -> LocalDrafter:
-    from eyas.drafters.medusa import MedusaDrafter
-    from eyas.models.heads.medusa import load_medusa
-
-    head = load_medusa(parts.head, parts.target, parts.dtype, parts.device)
-    return MedusaDrafter(head, parts.tree, parts.drafting, parts.methods.medusa, parts.capture())
-
-
-def _build_hydra(parts: DrafterParts) -> LocalDrafter:
-    from eyas.drafters.hydra import HydraDrafter
-    from eyas.models.heads.hydra import load_hydra
-
-    head = load_hydra(parts.head, parts.target, parts.dtype, parts.device)
-    return HydraDrafter(head, parts.tree, parts.drafting, parts.methods.medusa, parts.capture())
+def _build_multi_head(load: Callable[[str, str, str, str], MedusaHead | HydraHead], parts: DrafterParts) -> LocalDrafter:
+    return MultiHeadDrafter(load(*parts.checkpoint), parts.tree, parts.drafting, parts.methods.medusa, parts.capture())
 
 
 def _build_draft_model(parts: DrafterParts) -> LocalDrafter:
-    from eyas.drafters.draft_model import ModelDrafter
-    from eyas.models.checkpoint import check_vocabulary
-    from eyas.models.target import load_target
-
     check_vocabulary(parts.head, parts.target)
     model = load_target(parts.head, parts.dtype, parts.device)
     # a graph cannot be captured if the host waits to see which experts the rows take
@@ -157,118 +134,79 @@ def _build_draft_model(parts: DrafterParts) -> LocalDrafter:
     return ModelDrafter(model, parts.tree, parts.drafting, parts.methods.draft_model, capture)
 
 
-def _build_prompt_lookup(parts: DrafterParts) -> LocalDrafter:
-    from eyas.drafters.prompt_lookup import PromptLookupDrafter
-
-    return PromptLookupDrafter(parts.tree, parts.methods.prompt_lookup)
-
-
 def _build_rest(parts: DrafterParts) -> LocalDrafter:
-    from eyas.drafters.rest import load_rest
-
     source = parts.methods.rest.datastore or parts.head
     return load_rest(source, parts.target, parts.tree, parts.methods.rest, parts.drafting)
 
 
-def _build_lookahead(parts: DrafterParts) -> LocalDrafter:
-    from eyas.drafters.lookahead import LookaheadDrafter
-
-    return LookaheadDrafter(parts.tree, parts.methods.lookahead)
-
-
 def _final_fuser(head: str, target: str, dtype: str, device: str) -> FeatureFuser:
-    from eyas.models.checkpoint import read_target_config, resolve
-    from eyas.models.heads.layers import final_state_fuser
-
     return final_state_fuser(int(read_target_config(resolve(target))["hidden_size"]))
 
 
-def _eagle3_fuser(head: str, target: str, dtype: str, device: str) -> FeatureFuser:
-    from eyas.models.heads.eagle_loader import load_fuser
-
-    return load_fuser(head, target, dtype, device)
-
-
-def _eagle3_fingerprint(head: str) -> str:
-    from eyas.models.checkpoint import head_fingerprint
-
-    return head_fingerprint(head)
-
-
-_FINAL = TargetFeatures(_final_fuser, lambda head: FINAL_FEATURES)
-_EAGLE3 = TargetFeatures(_eagle3_fuser, _eagle3_fingerprint)
+# Final states are the same whatever the head.
+_FINAL = TargetFeatures(_final_fuser, fingerprint=lambda head: "final")
+_EAGLE2 = Method(
+    partial(_build_dynamic_eagle, "eagle"),
+    head="a draft head of EAGLE-1",
+    needs=("features",),
+    features=_FINAL,
+    eagle_head="eagle",
+    has_probs=True,
+)
+_MEDUSA = Method(
+    partial(_build_multi_head, load_medusa), head="Medusa heads", needs=("features",), features=_FINAL, has_probs=True
+)
 
 METHODS: Mapping[str, Method] = {
-    "eagle1": Method(
-        _build_eagle1,
-        head="a draft head of EAGLE-1",
-        needs=("features",),
-        features=_FINAL,
-        eagle_head="eagle",
-        has_probs=True,
-    ),
-    "eagle2": Method(
-        _build_eagle2,
-        head="a draft head of EAGLE-1",
-        needs=("features",),
-        features=_FINAL,
-        eagle_head="eagle",
-        has_probs=True,
-    ),
+    "eagle1": replace(_EAGLE2, build=_build_eagle1),
+    "eagle2": _EAGLE2,
     "eagle3": Method(
-        _build_eagle3,
+        partial(_build_dynamic_eagle, "eagle3"),
         head="a draft head of EAGLE-3",
         needs=("features",),
-        features=_EAGLE3,
+        features=TargetFeatures(load_fuser, head_fingerprint),
         eagle_head="eagle3",
         has_probs=True,
     ),
-    "medusa": Method(_build_medusa, head="Medusa heads", needs=("features",), features=_FINAL, has_probs=True),
-    "hydra": Method(_build_hydra, head="Hydra heads", needs=("features",), features=_FINAL, has_probs=True),
+    "medusa": _MEDUSA,
+    "hydra": replace(_MEDUSA, build=partial(_build_multi_head, load_hydra), head="Hydra heads"),
     "sps": Method(_build_draft_model, head="a causal LM with the target's vocabulary", has_probs=True),
-    "prompt_lookup": Method(_build_prompt_lookup, needs=("prompt",)),
+    "prompt_lookup": Method(lambda p: PromptLookupDrafter(p.tree, p.methods.prompt_lookup), needs=("prompt",)),
     "rest": Method(_build_rest, optional_head="a datastore, if methods.rest names none", has_probs=True),
-    "lookahead": Method(_build_lookahead, needs=("samples",)),
+    "lookahead": Method(lambda p: LookaheadDrafter(p.tree, p.methods.lookahead), needs=("samples",)),
 }
 
 
 def find_method(name: str) -> Method:
     """A method by name, or two combined, such as eagle3+prompt_lookup. Raises ConfigError for an unknown one."""
-    return _combine(name) if "+" in name else _single(name)
-
-
-def _single(name: str) -> Method:
-    method = METHODS.get(name)
-    if method is None:
+    if "+" in name:
+        return _combine(name)
+    if name not in METHODS:
         raise ConfigError(f"unknown drafter {name!r}; known: {', '.join(METHODS)}, and two of them combined, such as A+B")
-    return method
+    return METHODS[name]
 
 
 def _combine(name: str) -> Method:
     """Two methods at once; the head is for the one that needs one."""
-    sides = [_single(side) for side in name.split("+")]
+    sides = [find_method(side) for side in name.split("+")]
     if len(sides) != 2 or sides[0] is sides[1]:
         raise ConfigError(f"drafter {name!r} is no combination; name two different methods, such as eagle3+prompt_lookup")
-    with_head, with_features = [side for side in sides if side.head], [side for side in sides if side.features]
-    if len(with_head) == 2 or len(with_features) == 2:
+    with_head = [side for side in sides if side.head]
+    if len(with_head) == 2:
         raise ConfigError(
             f"both drafters of {name!r} need a head, and a configuration names one; combine either with one that needs "
             f"none: {', '.join(known for known, method in METHODS.items() if not method.head)}"
         )
-    fed = with_features[0] if with_features else None
-    return Method(
-        partial(_build_combined, sides),
-        head=with_head[0].head if with_head else "",
+    return replace(
+        with_head[0] if with_head else sides[0],
+        build=partial(_build_combined, sides),
+        optional_head="",
         needs=tuple(dict.fromkeys(need for side in sides for need in side.needs)),
-        features=fed.features if fed else None,
-        eagle_head=fed.eagle_head if fed else None,
         has_probs=any(side.has_probs for side in sides),
     )
 
 
 def _build_combined(sides: Sequence[Method], parts: DrafterParts) -> LocalDrafter:
-    from eyas.drafters.combined import CombinedDrafter
-
     first, second = (side.build(parts if side.head else replace(parts, head="")) for side in sides)
     return CombinedDrafter(first, second, parts.tree, parts.methods.combined)
 
@@ -314,8 +252,10 @@ def features_fingerprint(name: str, head: str) -> str:
     if name == NO_DRAFTS:
         return ""
     features = find_method(name).features
-    with _loading(name, head) if features else nullcontext():
-        return features.fingerprint(head) if features else NO_FEATURES
+    if features is None:
+        return NO_FEATURES
+    with _loading(name, head):
+        return features.fingerprint(head)
 
 
 def validate_draft_head(
@@ -326,8 +266,6 @@ def validate_draft_head(
     kind = None if name == NO_DRAFTS else find_method(name).eagle_head
     if kind is None:
         return None
-    from eyas.models.heads.eagle_validation import validate_head
-
     with _loading(name, head):
         return validate_head(model, head, target, dtype, device, kind)
 

@@ -10,8 +10,7 @@ from eyas.config import DraftingConfig, DraftModelConfig, MedusaConfig, MethodsC
 from eyas.drafters.base import LocalDrafter
 from eyas.drafters.draft_model import ModelDrafter
 from eyas.drafters.eagle import EagleDrafter
-from eyas.drafters.hydra import HydraDrafter
-from eyas.drafters.medusa import MedusaDrafter
+from eyas.drafters.medusa import MultiHeadDrafter
 from eyas.drafters.tree_growth import StaticTree
 from eyas.models.cuda.graphs import Capture, CudaCapture
 from eyas.models.heads.eagle_loader import load_head
@@ -81,6 +80,5 @@ def make(
         return ModelDrafter(small, tree, config, DraftModelConfig(), capture)
     shape = MedusaConfig("dynamic") if method == "hydra-dynamic" else MedusaConfig()
     folder = tiny_heads(method.removesuffix("-dynamic"), head)
-    if method == "medusa":
-        return MedusaDrafter(load_medusa(folder, target, "float32", DEVICE), tree, config, shape, capture)
-    return HydraDrafter(load_hydra(folder, target, "float32", DEVICE), tree, config, shape, capture)
+    load = load_medusa if method == "medusa" else load_hydra
+    return MultiHeadDrafter(load(folder, target, "float32", DEVICE), tree, config, shape, capture)
