@@ -17,7 +17,7 @@ from eyas.config import CombinedConfig, TreeConfig
 from eyas.draft_protocol import ResyncRequired, TreeBudget
 from eyas.drafters.base import Draft, DraftContext, DrafterNeeds, LocalDrafter, capped
 from eyas.drafters.sessions import Session, SessionLedger
-from eyas.drafters.tree_growth import Forest, Reals, first_of_groups
+from eyas.drafters.tree_growth import Reals, first_of_groups, forest_trees
 from eyas.errors import ConfigError
 from eyas.tensors import Ints
 from eyas.tree import DraftTree
@@ -218,7 +218,7 @@ def merge_trees(
     chosen = np.zeros(len(sessions), np.bool_)
     chosen[merged[first_of_groups(sessions[merged], room, -better[merged], ~reserved[merged])]] = True
     above = np.where(nodes.depths == 1, -1, nodes.firsts[nodes.parents])
-    made = Forest(sessions, above, nodes.tokens, better).trees(chosen, roots)
+    made = forest_trees(sessions, above, nodes.tokens, better, chosen, roots)
     ahead = [any(tree.grown_ahead for tree in own) for own in trees]
     return [replace(tree, grown_ahead=grown) if grown else tree for tree, grown in zip(made, ahead, strict=True)]
 

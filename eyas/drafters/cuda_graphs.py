@@ -23,15 +23,14 @@ from eyas.config import DraftingConfig, TreeConfig
 from eyas.drafters.base import DraftContext
 from eyas.drafters.scoring import (
     NUM_NOISE_WORDS,
-    PerturbedScorer,
-    PlainScorer,
     Scorer,
     ScorerKind,
-    noise_tensors,
     noise_words,
+    perturbed_scorer,
+    plain_scores,
     scorer_kind,
 )
-from eyas.drafters.tree_growth import Candidates, Expansion, Reals, select_columns, trees_from_columns
+from eyas.drafters.tree_growth import Candidates, Reals, select_columns, trees_from_columns
 from eyas.errors import ConfigError
 from eyas.models.cuda.graphs import Capture, largest_padded_size, padded_size, with_progress
 from eyas.sampling.sampler import filtered_probs_no_sync
@@ -46,20 +45,12 @@ NUM_COLUMNS = NUM_NOISE_WORDS + 4
 NUM_RESULTS = 5
 
 
-@dataclass(frozen=True)
-class PaddedPrefix:
-    """index: slots of each session's prefix with padding behind them, int64 [S, L]. lengths: without padding, int64 [S]."""
-
-    index: Tensor
-    lengths: Tensor
-
-
-def padded_prefix(slots: Sequence[Slots], device: torch.device) -> PaddedPrefix:
-    """The prefixes on a device, padded to the longest."""
+def padded_prefix(slots: Sequence[Slots], device: torch.device) -> tuple[Tensor, Tensor]:
+    """The prefixes on a device, padded to the longest, int64 [S, L]; and their lengths without padding, int64 [S]."""
     lengths = np.array([len(own) for own in slots])
-    index = np.empty((len(slots), int(lengths.max())), dtype=np.int64)
-    _fill_slots(index, slots)
-    return PaddedPrefix(upload(index, device), upload(lengths, device))
+    cells = np.empty((len(slots), int(lengths.max())), dtype=np.int64)
+    _fill_slots(cells, slots)
+    return upload(cells, device), upload(lengths, device)
 
 
 def _fill_slots(cells: Ints, slots: Sequence[Slots]) -> None:
@@ -77,12 +68,14 @@ class Roots:
     """What trees grow from.
 
     states: of the drafter, behind the last commit [S, H]. tokens: the target's ids, int64 [S]. prefix: slots of what is
-    cached, of length 0 if nothing is. scratch: slots for the rows of each tree [S, R].
+    cached, with padding behind them, int64 [S, L]. prefix_lengths: without padding, int64 [S]. scratch: slots for the rows
+    of each tree [S, R].
     """
 
     states: Tensor
     tokens: Tensor
-    prefix: PaddedPrefix
+    prefix: Tensor
+    prefix_lengths: Tensor
     scratch: Tensor
 
 
@@ -90,16 +83,13 @@ class Roots:
 class GraphSpec:
     """How a drafter grows its trees, always to their full depth.
 
-    expand, grow and rows_run must not wait for the device, copy to it, or take sizes from what a tensor holds.
-
+    grow: the candidates, and if trees have slots, tokens and parents of the rows in them, int64 [S, 2, R]. It must not wait
+    for the device, copy to it, or take sizes from what a tensor holds.
     tree: nodes and depth. state_size, dtype: of a state. num_slots: of all sessions together; slot num_slots is a spare one.
-    max_prefix: slots of the longest session's prefix; 0 if trees attend to none. num_scratch: R. rows_run: if trees have
-    slots, tokens and parents of the rows in them, int64 [S, 2, R].
+    max_prefix: slots of the longest session's prefix; 0 if trees attend to none. num_scratch: R.
     """
 
-    expand: Callable[[Roots, Scorer], Expansion]
-    grow: Callable[[Expansion], Candidates]
-    rows_run: Callable[[Expansion], Tensor | None]
+    grow: Callable[[Roots, Scorer], tuple[Candidates, Tensor | None]]
     tree: TreeConfig
     state_size: int
     dtype: torch.dtype
@@ -116,14 +106,6 @@ class Bucket:
     sessions: int
     prefix: int
     kind: ScorerKind
-
-
-@dataclass(frozen=True)
-class ReplayedTrees:
-    """The result of a replay. rows_run: `GraphSpec.rows_run` of each session [S, 2, R]."""
-
-    trees: list[DraftTree]
-    rows_run: Ints
 
 
 class TreeGraphs:
@@ -158,15 +140,11 @@ class TreeGraphs:
             self._replay(bucket)
 
     def grow(
-        self,
-        contexts: Sequence[DraftContext],
-        slots: Sequence[Slots],
-        states: Tensor,
-        scratch: Sequence[Slots] = (),
-    ) -> ReplayedTrees | None:
+        self, contexts: Sequence[DraftContext], slots: Sequence[Slots], states: Tensor, scratch: Sequence[Slots]
+    ) -> tuple[list[DraftTree], Ints] | None:
         """Grow the trees of sessions, each with its slots, its slots for a tree if it needs some, and its row of states.
 
-        Returns None if no bucket holds them.
+        Returns the trees and the rows in their slots [S, 2, R], see GraphSpec; None if no bucket holds them.
         Raises ConfigError for a drafter that cannot be captured.
         """
         sessions, length = padded_size(len(contexts), 1), self._prefix_length(max(map(len, slots)))
@@ -202,13 +180,13 @@ class TreeGraphs:
         words = np.concatenate([columns.ravel(), cells.ravel()])
         self._words[: len(words)].copy_(upload(words, self._words.device))
 
-    def _read(self, results: Reals, contexts: Sequence[DraftContext]) -> ReplayedTrees:
+    def _read(self, results: Reals, contexts: Sequence[DraftContext]) -> tuple[list[DraftTree], Ints]:
         """Unpack the output of `_run` on the host."""
         num_ints, results = 2 * self._spec.num_scratch, results[: len(contexts)]
         columns, rows_run = np.split(results, [results.shape[1] - num_ints], axis=1)
         found = columns.reshape(len(contexts), NUM_RESULTS, -1).transpose(1, 0, 2).tolist()
         trees = trees_from_columns(found, [context.tokens[-1] for context in contexts])
-        return ReplayedTrees(trees, rows_run.astype(np.int64).reshape(len(contexts), 2, -1))
+        return trees, rows_run.astype(np.int64).reshape(len(contexts), 2, -1)
 
     def _replay(self, bucket: Bucket) -> Callable[[], Tensor]:
         if bucket not in self._replays:
@@ -230,17 +208,14 @@ class TreeGraphs:
         columns = self._words[:num_fixed].view(NUM_COLUMNS, sessions)
         cells = self._words[num_fixed : num_fixed + sessions * width].view(sessions, width)
         lengths, limits, depths, tokens = columns[NUM_NOISE_WORDS:]
-        prefix = PaddedPrefix(cells[:, : bucket.prefix], lengths)
-        roots = Roots(self._states[:sessions], tokens, prefix, cells[:, bucket.prefix :])
-        expansion = spec.expand(roots, self._scorer(bucket.kind, columns[:NUM_NOISE_WORDS]))
-        found = select_columns(spec.grow(expansion), limits, depths, spec.tree.num_draft_tokens - 1, spec.draft_ids)
-        results, rows_run = [found.transpose(0, 1).flatten(1)], spec.rows_run(expansion)
-        if rows_run is not None:
-            results.append(rows_run.flatten(1).double())
-        return torch.cat(results, 1)
+        roots = Roots(self._states[:sessions], tokens, cells[:, : bucket.prefix], lengths, cells[:, bucket.prefix :])
+        candidates, rows_run = spec.grow(roots, self._scorer(bucket.kind, columns[:NUM_NOISE_WORDS]))
+        found = select_columns(candidates, limits, depths, spec.tree.num_draft_tokens - 1, spec.draft_ids)
+        results = found.transpose(0, 1).flatten(1)
+        return results if rows_run is None else torch.cat([results, rows_run.flatten(1).double()], 1)
 
     def _scorer(self, kind: ScorerKind, words: Tensor) -> Scorer:
         if kind == "plain":
-            return PlainScorer()
+            return plain_scores
         probs = filtered_probs_no_sync if kind == "filtered" else None
-        return PerturbedScorer(noise_tensors(words), self._spec.tree.num_steps, self._spec.draft_ids, probs)
+        return perturbed_scorer(words, self._spec.tree.num_steps, self._spec.draft_ids, probs)

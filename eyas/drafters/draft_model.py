@@ -135,7 +135,7 @@ class ModelExpansion:
         """roots: states are the roots' logits [S, V]; the last slot of each prefix is the root's own; scratch has at least
         shape.top_k * (shape.num_steps - 1) slots of each session."""
         self._model, self._scorer, self._kv, self._logits = model, scorer, kv, roots.states
-        logits, index, lengths = roots.states, roots.prefix.index, roots.prefix.lengths
+        logits, index, lengths = roots.states, roots.prefix, roots.prefix_lengths
         self._length = index.shape[1]
         self._keys = torch.cat([index, roots.scratch], 1)
         places = torch.arange(self._length, device=logits.device)
@@ -146,7 +146,7 @@ class ModelExpansion:
         self._parents = [index[:, :0]]
 
     def first(self) -> Tensor:
-        return self._scorer.scores(self._logits[:, None], 0)
+        return self._scorer(self._logits[:, None], 0)
 
     def next(self, level: int, parents: Tensor, tokens: Tensor) -> Tensor:
         sessions, width = tokens.shape
@@ -161,7 +161,7 @@ class ModelExpansion:
         end = self._length + width * level
         packed = self._pack(tokens, positions, self._keys[:, :end], self._keys[:, end - width : end])
         logits = self._model.forward(packed, self._kv).logits
-        return self._scorer.scores(logits.view(sessions, width, -1), level)
+        return self._scorer(logits.view(sessions, width, -1), level)
 
     def rows_run(self) -> Tensor:
         """Tokens, and rows of their parents in the level above, of all rows run so far, int64 [S, 2, L * W]."""

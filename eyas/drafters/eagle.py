@@ -138,7 +138,7 @@ class EagleExpansion:
     def __init__(self, head: EagleHead, scorer: Scorer, kv: KVCache, roots: Roots, shape: TreeConfig) -> None:
         """shape: number of levels, and the most rows of a level."""
         self._head, self._scorer = head, scorer
-        states, index, lengths = roots.states, roots.prefix.index, roots.prefix.lengths
+        states, index, lengths = roots.states, roots.prefix, roots.prefix_lengths
         self._states = states[:, None]
         sessions, self._length = index.shape
         self._end = self._length
@@ -153,7 +153,7 @@ class EagleExpansion:
         self._seen = torch.zeros(sessions, shape.top_k, 0, dtype=torch.bool, device=states.device)
 
     def first(self) -> Tensor:
-        return self._scorer.scores(self._head.logits(self._states), 0)
+        return self._scorer(self._head.logits(self._states), 0)
 
     def next(self, level: int, parents: Tensor, tokens: Tensor) -> Tensor:
         head, (sessions, width) = self._head, tokens.shape
@@ -166,7 +166,7 @@ class EagleExpansion:
         self._bias[..., :width, self._length : self._end].zero_().masked_fill_(~self._seen[:, None], float("-inf"))
         states = head.run(above.flatten(0, 1), head.draft_ids[tokens].flatten(), positions, self._attend)
         self._states = states.view(sessions, width, -1)
-        return self._scorer.scores(head.logits(self._states), level)
+        return self._scorer(head.logits(self._states), level)
 
     def _attend(self, layer: int, rows: Projected) -> Tensor:
         """Store keys and values of the level's rows, then attend from them to the prefix and to their ancestors."""

@@ -25,7 +25,7 @@ from eyas.config import DraftingConfig
 from eyas.draft_protocol import ResyncRequired, TreeBudget
 from eyas.drafters.base import Draft, DraftContext, LocalDrafter
 from eyas.drafters.sessions import MemoryLedger, MemoryT
-from eyas.drafters.tree_growth import Forest, Reals, first_of_groups
+from eyas.drafters.tree_growth import Reals, first_of_groups, forest_trees
 from eyas.request import NoiseKey
 from eyas.sampling.noise import exponential_noise_at, signed
 from eyas.sampling.sampler import MIN_TEMPERATURE, filtered_probs, filtering, filters_of
@@ -161,7 +161,7 @@ def trie_trees(trie: Trie, scores: Reals, roots: Sequence[int], budgets: Sequenc
     places = np.flatnonzero((trie.depths < depths[trie.sessions]) & np.isfinite(rounded))
     chosen = np.zeros(len(scores), np.bool_)
     chosen[places[first_of_groups(trie.sessions[places], limits, -rounded[places])]] = True
-    return Forest(trie.sessions, trie.parents, trie.tokens, rounded.astype(np.float64)).trees(chosen, roots)
+    return forest_trees(trie.sessions, trie.parents, trie.tokens, rounded.astype(np.float64), chosen, roots)
 
 
 def perturbed_log_shares(trie: Trie, contexts: Sequence[DraftContext], config: DraftingConfig) -> Reals:

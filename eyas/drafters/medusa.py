@@ -56,7 +56,7 @@ class MultiHeadDrafter(NeuralDrafter[None]):
         capture: Capture | None = None,
     ) -> None:
         """capture: how to capture whole trees as CUDA graphs. Raises ConfigError for a tree that the heads cannot grow."""
-        tree, static_tree = _tree_shape(head.num_heads, tree, medusa)
+        tree, static_tree = _tree_shape(head, tree, medusa)
         if tree.top_k > len(head.draft_ids):
             raise ConfigError(f"a tree of width {tree.top_k} needs as many draft tokens; there are {len(head.draft_ids)}")
         self._head, self._prefix = head, head.prefix if isinstance(head, HydraHead) else None
@@ -111,20 +111,23 @@ class MultiHeadDrafter(NeuralDrafter[None]):
         return MedusaExpansion(self._head, scorer, roots.states, shape.num_steps)
 
 
-def _tree_shape(num_heads: int, tree: TreeConfig, medusa: MedusaConfig) -> tuple[TreeConfig, StaticTree | None]:
+def _tree_shape(
+    head: MedusaHead | HydraHead, tree: TreeConfig, medusa: MedusaConfig
+) -> tuple[TreeConfig, StaticTree | None]:
     """The size of the trees, and their shape if it is static."""
     if tree.num_draft_tokens < 2 or tree.num_steps < 1:
         raise ConfigError(
             f"tree.num_draft_tokens {tree.num_draft_tokens} and tree.num_steps {tree.num_steps} leave no room for a guess; "
             "set 2 and 1 or more"
         )
-    tree = replace(tree, num_steps=min(tree.num_steps, num_heads))
+    tree = replace(tree, num_steps=min(tree.num_steps, head.num_heads))
     if medusa.shape == "dynamic":
         return tree, None
-    static_tree = StaticTree(medusa.tree_choices or likely_paths(tree))
-    if static_tree.shape.num_steps > num_heads:
+    static_tree = StaticTree(medusa.tree_choices or likely_paths(tree), head.draft_ids.device)
+    if static_tree.shape.num_steps > head.num_heads:
         raise ConfigError(
-            f"methods.medusa.tree_choices reach {static_tree.shape.num_steps} levels deep, but there are {num_heads} heads"
+            f"methods.medusa.tree_choices reach {static_tree.shape.num_steps} levels deep, but there are {head.num_heads} "
+            "heads"
         )
     return static_tree.shape, static_tree
 
@@ -159,7 +162,7 @@ class MedusaExpansion:
         return self._score(level)
 
     def _score(self, level: int) -> Tensor:
-        return self._scorer.scores(self._logits[:, level : level + 1], level)
+        return self._scorer(self._logits[:, level : level + 1], level)
 
 
 class HydraExpansion:
@@ -171,10 +174,10 @@ class HydraExpansion:
         self._rows = torch.cat([states, F.embedding(roots, head.embedding)], -1)[:, None]
 
     def first(self) -> Tensor:
-        return self._scorer.scores(self._head.logits(self._rows, 0), 0)
+        return self._scorer(self._head.logits(self._rows, 0), 0)
 
     def next(self, level: int, parents: Tensor, tokens: Tensor) -> Tensor:
         above = self._rows.gather(1, parents[:, :, None].expand(-1, -1, self._rows.shape[2]))
         embedded = F.embedding(self._head.draft_ids[tokens], self._head.embedding)
         self._rows = torch.cat([above, embedded], -1)
-        return self._scorer.scores(self._head.logits(self._rows, level), level)
+        return self._scorer(self._head.logits(self._rows, level), level)

@@ -20,9 +20,9 @@ from eyas.cache.kv_cache import KVCache
 from eyas.cache.prefix_cache import Slots
 from eyas.config import DraftingConfig, TreeConfig
 from eyas.draft_protocol import ResyncRequired
-from eyas.drafters.base import Draft, DraftContext, LocalDrafter, capped
+from eyas.drafters.base import Draft, DraftContext, LocalDrafter, within
 from eyas.drafters.cuda_graphs import GraphSpec, Roots, TreeGraphs, padded_prefix
-from eyas.drafters.scoring import ProbsScorer, Scorer, make_scorer
+from eyas.drafters.scoring import Scorer, make_scorer, probs_scorer
 from eyas.drafters.sessions import KVLedger, KVSession, StateT
 from eyas.drafters.tree_growth import (
     Candidates,
@@ -80,9 +80,7 @@ class NeuralDrafter(LocalDrafter, Generic[StateT]):
             return
         shape = replace(self._tree, top_k=self._max_expanded)
         spec = GraphSpec(
-            expand=lambda roots, scorer: self._expand(roots, scorer, shape),
-            grow=lambda expansion: self._grow_candidates(expansion, self._tree.num_steps),
-            rows_run=self._rows_run,
+            grow=lambda roots, scorer: self._grow_candidates(roots, scorer, shape),
             tree=self._tree,
             state_size=state_size,
             dtype=dtype,
@@ -172,30 +170,34 @@ class NeuralDrafter(LocalDrafter, Generic[StateT]):
             slots, scratch = self._prefix_slots(contexts), [self._sessions[c.session].scratch for c in contexts]
             replayed = self._graphs.grow(contexts, slots, states, scratch)
             if replayed:
-                self._keep_rows(contexts, replayed.rows_run, self._tree.top_k)
-                return replayed.trees
+                trees, rows_run = replayed
+                self._keep_rows(contexts, rows_run, self._tree.top_k)
+                return trees
         shape = self._shape(contexts, self._max_expanded)
         scorer = make_scorer(contexts, self._config, shape.num_steps, self._draft_ids)
-        expansion = self._expand(self._roots(contexts, states), scorer, shape)
-        candidates = self._grow_candidates(expansion, shape.num_steps)
-        columns = select_nodes(candidates, capped(contexts, self._tree.num_draft_tokens), self._draft_ids)
-        return trees_from_columns(self._to_host(columns, expansion, contexts, shape.top_k), [c.tokens[-1] for c in contexts])
+        candidates, rows = self._grow_candidates(self._roots(contexts, states), scorer, shape)
+        columns = select_nodes(candidates, [within(c.budget, self._tree) for c in contexts], self._draft_ids)
+        return trees_from_columns(self._to_host(columns, rows, contexts, shape.top_k), [c.tokens[-1] for c in contexts])
 
     def _draw(self, contexts: Sequence[DraftContext], states: Tensor) -> list[DraftTree]:
         """Sampled chains."""
         shape = self._shape(contexts, top_k=1)
-        expansion = self._expand(self._roots(contexts, states), ProbsScorer(contexts, self._draft_ids.device), shape)
+        expansion = self._expand(self._roots(contexts, states), probs_scorer(contexts, self._draft_ids.device), shape)
         drawn = draw_chains(expansion, contexts, shape.num_steps, self._config.proposal_top_k, self._draft_ids)
-        return chain_trees(self._to_host(drawn, expansion, contexts, 1), contexts, self._tree.num_draft_tokens)
+        found = self._to_host(drawn, self._rows_run(expansion), contexts, 1)
+        return chain_trees(found, contexts, self._tree.num_draft_tokens)
 
-    def _grow_candidates(self, expansion: Expansion, num_steps: int) -> Candidates:
+    def _grow_candidates(self, roots: Roots, scorer: Scorer, shape: TreeConfig) -> tuple[Candidates, Tensor | None]:
+        """Candidates of trees of at most `shape.num_steps` levels, and the output of `_rows_run`."""
+        expansion = self._expand(roots, scorer, shape)
         if self._static_tree:
-            return grow_static(expansion, self._static_tree, num_steps)
-        return grow_dynamic(expansion, replace(self._tree, num_steps=num_steps))
+            candidates = grow_static(expansion, self._static_tree, shape.num_steps)
+        else:
+            candidates = grow_dynamic(expansion, shape)
+        return candidates, self._rows_run(expansion)
 
-    def _to_host(self, columns: Tensor, expansion: Expansion, contexts: Sequence[DraftContext], top_k: int) -> Any:
+    def _to_host(self, columns: Tensor, rows: Tensor | None, contexts: Sequence[DraftContext], top_k: int) -> Any:
         """`columns` as nested lists. Copies the rows to keep together with them, so that the host waits once."""
-        rows = self._rows_run(expansion)
         if rows is None:
             return columns.tolist()
         found, kept = download(columns, rows)
@@ -205,8 +207,8 @@ class NeuralDrafter(LocalDrafter, Generic[StateT]):
     def _roots(self, contexts: Sequence[DraftContext], states: Tensor) -> Roots:
         tokens = upload([context.tokens[-1] for context in contexts], states.device)
         scratch = np.stack([self._sessions[context.session].scratch for context in contexts])
-        prefix = padded_prefix(self._prefix_slots(contexts), states.device)
-        return Roots(states, tokens, prefix, upload(scratch, states.device))
+        prefix, lengths = padded_prefix(self._prefix_slots(contexts), states.device)
+        return Roots(states, tokens, prefix, lengths, upload(scratch, states.device))
 
     def _prefix_slots(self, contexts: Sequence[DraftContext]) -> list[Slots]:
         """The slots that the rows of each session's tree attend to."""

@@ -111,8 +111,9 @@ class Method:
 
 
 def _build_eagle1(parts: DrafterParts) -> LocalDrafter:
-    static_tree = StaticTree(parts.methods.eagle1.tree_choices)
-    return EagleDrafter(load_head(*parts.checkpoint, "eagle"), parts.tree, parts.drafting, static_tree, parts.capture())
+    head = load_head(*parts.checkpoint, "eagle")
+    static_tree = StaticTree(parts.methods.eagle1.tree_choices, head.draft_ids.device)
+    return EagleDrafter(head, parts.tree, parts.drafting, static_tree, parts.capture())
 
 
 def _build_dynamic_eagle(kind: Kind, parts: DrafterParts) -> LocalDrafter:

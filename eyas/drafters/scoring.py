@@ -8,8 +8,7 @@ what is proposed, never what is emitted. Legend: S sessions, L levels, R rows pe
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal
 
 import numpy as np
 import torch
@@ -25,62 +24,53 @@ from eyas.tensors import Ints, upload
 ScorerKind = Literal["plain", "noised", "filtered"]
 ProbsFunction = Callable[[Tensor, Filters], Tensor]
 
+# Scores the children of nodes at a level (0 is the root): float32 [S, R, D] in and out.
+Scorer = Callable[[Tensor, int], Tensor]
+
 NUM_NOISE_WORDS = 8
 
 
-class Scorer(Protocol):
-    """Scores the children of tree nodes."""
-
-    def scores(self, logits: Tensor, level: int) -> Tensor:
-        """Scores of the children of nodes at `level` (0 is the root); float32 [S, R, D] in and out."""
-        ...
+def plain_scores(logits: Tensor, level: int) -> Tensor:
+    """Plain log-softmax; a Scorer."""
+    return torch.log_softmax(logits, dim=-1)
 
 
-class PlainScorer:
-    """Plain log-softmax."""
-
-    def scores(self, logits: Tensor, level: int) -> Tensor:
-        return torch.log_softmax(logits, dim=-1)
-
-
-class PerturbedScorer:
+def perturbed_scorer(words: Tensor, levels: int, draft_ids: Tensor, probs: ProbsFunction | None) -> Scorer:
     """Scores under the noise of the target's own draw.
 
-    probs: applies temperature and filters to logits; None if no session has filters.
     CUDA graphs capture it: its sizes depend on nothing that a tensor holds, and it copies nothing to the device.
+
+    words: the output of `noise_words` on the device. probs: applies temperature and filters to logits; None if no session
+    has filters.
     """
+    seed, committed_length, shared, top_k = words[:4]
+    temperature, scale, top_p, min_p = words[4:].contiguous().view(torch.float64).float()
+    positions_SL = committed_length[:, None] + torch.arange(levels, device=draft_ids.device)
+    seeds_SL = seed[:, None].expand_as(positions_SL)
+    exponentials = exponential_noise_at(seeds_SL.flatten(), positions_SL.flatten(), draft_ids)
+    gumbel_SLD = exponentials.log_().neg_().view(*positions_SL.shape, -1) * shared.float()[:, None, None]
 
-    def __init__(self, noise: NoiseTensors, levels: int, draft_ids: Tensor, probs: ProbsFunction | None) -> None:
-        self._noise, self._probs = noise, probs
-        positions_SL = noise.committed_length[:, None] + torch.arange(levels, device=draft_ids.device)
-        seeds_SL = noise.seed[:, None].expand_as(positions_SL)
-        exponentials = exponential_noise_at(seeds_SL.flatten(), positions_SL.flatten(), draft_ids)
-        self._gumbel_SLD = exponentials.log_().neg_().view(*positions_SL.shape, -1) * noise.shared[:, None, None]
-
-    def scores(self, logits: Tensor, level: int) -> Tensor:
-        noise = self._noise
-        if self._probs is None:
-            log_probs = logits / noise.temperature[:, None, None]
+    def scores(logits: Tensor, level: int) -> Tensor:
+        if probs is None:
+            log_probs = logits / temperature[:, None, None]
         else:
-            columns = (noise.temperature, noise.top_k, noise.top_p, noise.min_p)
-            filters = Filters(*(column.repeat_interleave(logits.shape[1]) for column in columns))
-            log_probs = self._probs(logits.flatten(0, 1), filters).view_as(logits).log()
-        perturbed = log_probs + self._gumbel_SLD[:, None, level]
-        return torch.log_softmax(perturbed / noise.scale[:, None, None], dim=-1)
+            log_probs = _per_row(probs, logits, Filters(temperature, top_k, top_p, min_p)).log()
+        return torch.log_softmax((log_probs + gumbel_SLD[:, None, level]) / scale[:, None, None], dim=-1)
+
+    return scores
 
 
-class ProbsScorer:
-    """Scores children by their draft probabilities under each session's temperature and filters."""
+def probs_scorer(contexts: Sequence[DraftContext], device: torch.device) -> Scorer:
+    """Scores by unnormalised draft probabilities under each session's temperature and filters."""
+    keys = [context.noise for context in contexts]
+    filters, probs = filters_of(keys, device), filtered_probs_of(filtering(keys), len(keys), device)
+    return lambda logits, level: _per_row(probs, logits, filters)
 
-    def __init__(self, contexts: Sequence[DraftContext], device: torch.device) -> None:
-        keys = [context.noise for context in contexts]
-        self._filters = filters_of(keys, device)
-        self._probs = filtered_probs_of(filtering(keys), len(keys), device)
 
-    def scores(self, logits: Tensor, level: int) -> Tensor:
-        """Unnormalised probabilities of the children of nodes at any level; float32 [S, R, D] in and out."""
-        filters = Filters(*(setting.repeat_interleave(logits.shape[1]) for setting in self._filters))
-        return self._probs(logits.flatten(0, 1), filters).view_as(logits)
+def _per_row(probs: ProbsFunction, logits: Tensor, filters: Filters) -> Tensor:
+    """Apply filters [S] of sessions to logits [S, R, D] of their rows."""
+    repeated = Filters(*(setting.repeat_interleave(logits.shape[1]) for setting in filters))
+    return probs(logits.flatten(0, 1), repeated).view_as(logits)
 
 
 def make_scorer(contexts: Sequence[DraftContext], config: DraftingConfig, levels: int, draft_ids: Tensor) -> Scorer:
@@ -91,36 +81,19 @@ def make_scorer(contexts: Sequence[DraftContext], config: DraftingConfig, levels
     words = noise_words(contexts, config, len(contexts))
     kind = scorer_kind(words)
     if kind == "plain":
-        return PlainScorer()
+        return plain_scores
     device = draft_ids.device
     probs = None
     if kind == "filtered":
         probs = filtered_probs_of(np.flatnonzero((words[3] > 0) | (words[6].view(np.float64) < 1)), len(contexts), device)
-    return PerturbedScorer(noise_tensors(upload(words, device)), levels, draft_ids, probs)
-
-
-@dataclass(frozen=True)
-class NoiseTensors:
-    """What the scores of each session depend on besides logits, all [S].
-
-    seed, committed_length and top_k are int64, the others float32. shared: 1 where noise is shared, else 0; rows with 0 have
-    no filters, and temperature and scale 1.
-    """
-
-    seed: Tensor
-    committed_length: Tensor
-    shared: Tensor
-    top_k: Tensor
-    temperature: Tensor
-    scale: Tensor
-    top_p: Tensor
-    min_p: Tensor
+    return perturbed_scorer(upload(words, device), levels, draft_ids, probs)
 
 
 def noise_words(contexts: Sequence[DraftContext], config: DraftingConfig, num_rows: int) -> Ints:
-    """NoiseTensors as int64 [NUM_NOISE_WORDS, num_rows], the last four as bits of float64.
+    """What the scores of each session depend on besides logits, int64 [NUM_NOISE_WORDS, num_rows].
 
-    Rows beyond the contexts share no noise.
+    The rows are seed, committed length, whether noise is shared, and top-k; then as bits of float64 temperature, scale,
+    top-p and min-p. Without shared noise, as beyond the contexts, there are no filters, and temperature and scale are 1.
     """
     ints, reals = np.zeros((4, num_rows), dtype=np.int64), np.ones((4, num_rows))
     reals[3] = 0.0
@@ -130,13 +103,6 @@ def noise_words(contexts: Sequence[DraftContext], config: DraftingConfig, num_ro
             ints[:, row] = signed(key.seed), context.committed_length, 1, key.top_k
             reals[:, row] = key.temperature, config.noise_scale, key.top_p, key.min_p
     return np.concatenate([ints, reals.view(np.int64)])
-
-
-def noise_tensors(words: Tensor) -> NoiseTensors:
-    """The inverse of `noise_words`, on any device."""
-    seed, committed_length, shared, top_k = words[:4]
-    temperature, scale, top_p, min_p = words[4:].contiguous().view(torch.float64).float()
-    return NoiseTensors(seed, committed_length, shared.float(), top_k, temperature, scale, top_p, min_p)
 
 
 def scorer_kind(words: Ints) -> ScorerKind:

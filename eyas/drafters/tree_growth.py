@@ -2,8 +2,8 @@
 
 Dynamic trees are those of EAGLE-2 (Li et al. 2024, section 4); fixed shapes those of EAGLE (Li et al. 2024) and Medusa
 (Cai et al. 2024). Candidates are numbered level by level from 1; 0 is the root. Scores are cumulative float32
-log-probabilities. Legend: S sessions, W nodes expanded at a level, D draft vocabulary, P candidates, N nodes, K nodes of a
-forest.
+log-probabilities. Legend: S sessions, W nodes expanded at a level, D draft vocabulary, P candidates, N nodes selected,
+K nodes of all sessions together.
 
     top_k 2, num_steps 2:         root                 tokens   [a  b  c  d  e  f]
                                  /    \\                parents  [0  0  1  1  2  2]
@@ -119,28 +119,15 @@ def grow_dynamic(expansion: Expansion, shape: TreeConfig) -> Candidates:
 
 @dataclass(frozen=True)
 class _Level:
-    """The nodes of a level of a static tree, in order.
+    """The nodes of a level of a static tree, in order. All tensors are int64.
 
+    max_children: most children of a node above.
     rows: row of each node's parent among the expanded nodes of the level above. ranks: its rank among the parent's children.
     parents: candidate number of the parent. expanded: candidate numbers of the nodes that have children; expanded_rows: the
     rows of those nodes' parents.
     """
 
-    rows: list[int]
-    ranks: list[int]
-    parents: list[int]
-    expanded: list[int]
-    expanded_rows: list[int]
-
-    def to(self, device: torch.device) -> _LevelTensors:
-        columns = (self.rows, self.ranks, self.parents, self.expanded, self.expanded_rows)
-        return _LevelTensors(*(upload(column, device) for column in columns))
-
-
-@dataclass(frozen=True)
-class _LevelTensors:
-    """A _Level's columns as tensors."""
-
+    max_children: int
     rows: Tensor
     ranks: Tensor
     parents: Tensor
@@ -154,33 +141,26 @@ class StaticTree:
     paths: of all nodes but the root, in any order; every prefix of a path must be among them.
     """
 
-    def __init__(self, paths: TreeChoices) -> None:
+    def __init__(self, paths: TreeChoices, device: torch.device) -> None:
         numbers = {path: number for number, path in enumerate(sorted({(), *paths}, key=lambda path: (len(path), path)))}
         inner = {path[:-1] for path in numbers if path}
         num_steps, top_k = max(map(len, numbers)), 1 + max(path[-1] for path in numbers if path)
         self.shape = TreeConfig(len(numbers), num_steps, top_k)
         self.levels: list[_Level] = []
-        self._tensors: dict[torch.device, list[_LevelTensors]] = {}
         above: dict[tuple[int, ...], int] = {(): 0}
         for depth in range(1, num_steps + 1):
             nodes = [path for path in numbers if len(path) == depth]
             expanded = [path for path in nodes if path in inner]
-            self.levels.append(
-                _Level(
-                    rows=[above[path[:-1]] for path in nodes],
-                    ranks=[path[-1] for path in nodes],
-                    parents=[numbers[path[:-1]] for path in nodes],
-                    expanded=[numbers[path] for path in expanded],
-                    expanded_rows=[above[path[:-1]] for path in expanded],
-                )
+            columns = (
+                [above[path[:-1]] for path in nodes],
+                [path[-1] for path in nodes],
+                [numbers[path[:-1]] for path in nodes],
+                [numbers[path] for path in expanded],
+                [above[path[:-1]] for path in expanded],
             )
+            max_children = 1 + max(path[-1] for path in nodes)
+            self.levels.append(_Level(max_children, *(upload(column, device) for column in columns)))
             above = {path: row for row, path in enumerate(expanded)}
-
-    def tensors(self, device: torch.device) -> list[_LevelTensors]:
-        """All levels on a device, copied there once."""
-        if device not in self._tensors:
-            self._tensors[device] = [level.to(device) for level in self.levels]
-        return self._tensors[device]
 
     @property
     def max_expanded(self) -> int:
@@ -190,22 +170,20 @@ class StaticTree:
 
 def grow_static(expansion: Expansion, tree: StaticTree, num_steps: int) -> Candidates:
     """The first `num_steps` levels of `tree`: its nodes are the candidates."""
-    scored = expansion.first()
+    scored, levels, num_rows = expansion.first(), tree.levels[:num_steps], 1
     sessions, device = len(scored), scored.device
     tokens = torch.zeros(sessions, 1, dtype=torch.int64, device=device)
-    scores, tensors = torch.zeros(sessions, 1, device=device), tree.tensors(device)[:num_steps]
-    for above, (level, at) in enumerate(zip(tree.levels, tensors, strict=False)):
-        if above:
-            frontier = tensors[above - 1]
-            rows = frontier.expanded_rows.expand(sessions, -1)
-            scored = expansion.next(above, rows, tokens[:, frontier.expanded])
-        ranked, num_rows = rank(scored, max(level.ranks) + 1), max(level.rows) + 1
-        best = Ranked(*(column.expand(-1, num_rows, -1) for column in ranked))
-        tokens = torch.cat([tokens, best.ids[:, at.rows, at.ranks]], 1)
-        scores = torch.cat([scores, best.scores[:, at.rows, at.ranks] + scores[:, at.parents]], 1)
-    parents = torch.cat([at.parents for at in tensors]).expand(sessions, -1)
-    ends = tuple(accumulate(len(level.parents) for level in tree.levels[:num_steps]))
-    return Candidates(tokens[:, 1:], parents, scores[:, 1:], ends)
+    scores = torch.zeros(sessions, 1, device=device)
+    for i, level in enumerate(levels):
+        if i:
+            above = levels[i - 1]
+            num_rows = len(above.expanded)
+            scored = expansion.next(i, above.expanded_rows.expand(sessions, -1), tokens[:, above.expanded])
+        best = Ranked(*(column.expand(-1, num_rows, -1) for column in rank(scored, level.max_children)))
+        tokens = torch.cat([tokens, best.ids[:, level.rows, level.ranks]], 1)
+        scores = torch.cat([scores, best.scores[:, level.rows, level.ranks] + scores[:, level.parents]], 1)
+    parents = torch.cat([level.parents for level in levels]).expand(sessions, -1)
+    return Candidates(tokens[:, 1:], parents, scores[:, 1:], tuple(accumulate(len(level.parents) for level in levels)))
 
 
 def select_nodes(candidates: Candidates, budgets: Sequence[TreeBudget], target_ids: Tensor) -> Tensor:
@@ -243,7 +221,7 @@ def select_columns(candidates: Candidates, limits: Tensor, depths: Tensor, max_d
 
 def trees_from_columns(columns: Sequence[Sequence[list[float]]], roots: Sequence[int]) -> list[DraftTree]:
     """The trees behind the output of `select_columns`, copied to the host."""
-    return [_tree(roots[row], *(column[row] for column in columns)) for row in range(len(roots))]
+    return [_tree(*cells) for cells in zip(roots, *columns, strict=True)]
 
 
 def _tree(
@@ -312,33 +290,31 @@ def _draft_probs(ids: Sequence[float], probs: Sequence[float]) -> DraftProbs:
     return DraftProbs(tuple(token for token, _ in possible), tuple(prob for _, prob in possible))
 
 
-@dataclass(frozen=True)
-class Forest:
-    """Draft nodes of many sessions as arrays on the host, all [K]; in each session parents come before children.
+def forest_trees(
+    sessions: Ints, parents: Ints, tokens: Ints, scores: Reals, chosen: npt.NDArray[np.bool_], roots: Sequence[int]
+) -> list[DraftTree]:
+    """For each of the S sessions, the tree of its chosen nodes below its root.
 
-    parents: places in these arrays, below 0 for the session's root. scores: cumulative.
+    Args:
+        sessions, tokens: of each node, all sessions together; in each session parents come before children; all [K].
+        parents: places in these arrays, below 0 for the session's root [K].
+        scores: cumulative [K].
+        chosen: which nodes to take, all with their parents [K].
+        roots: token of each session's root.
     """
-
-    sessions: Ints
-    parents: Ints
-    tokens: Ints
-    scores: Reals
-
-    def trees(self, chosen: npt.NDArray[np.bool_], roots: Sequence[int]) -> list[DraftTree]:
-        """For each of the S sessions, the tree of its chosen [K] nodes below its root, in their order here."""
-        places = np.flatnonzero(chosen)
-        places = places[np.argsort(self.sessions[places], kind="stable")]
-        sessions = self.sessions[places]
-        ends = np.searchsorted(sessions, np.arange(len(roots) + 1))
-        numbers = np.zeros(len(chosen) + 1, np.int64)
-        numbers[places] = np.arange(len(places)) - ends[sessions] + 1
-        above = np.maximum(self.parents[places], -1)
-        assert ((above < 0) | (numbers[above] > 0)).all(), "a node was chosen without its parent"
-        tokens, parents, scores = self.tokens[places].tolist(), numbers[above].tolist(), self.scores[places].tolist()
-        return [
-            DraftTree((root, *tokens[start:end]), (0, *parents[start:end]), (0.0, *scores[start:end]))
-            for root, start, end in zip(roots, ends[:-1].tolist(), ends[1:].tolist(), strict=True)
-        ]
+    places = np.flatnonzero(chosen)
+    places = places[np.argsort(sessions[places], kind="stable")]
+    of_places = sessions[places]
+    ends = np.searchsorted(of_places, np.arange(len(roots) + 1))
+    numbers = np.zeros(len(chosen) + 1, np.int64)
+    numbers[places] = np.arange(len(places)) - ends[of_places] + 1
+    above = np.maximum(parents[places], -1)
+    assert ((above < 0) | (numbers[above] > 0)).all(), "a node was chosen without its parent"
+    node_tokens, node_parents, node_scores = tokens[places].tolist(), numbers[above].tolist(), scores[places].tolist()
+    return [
+        DraftTree((root, *node_tokens[start:end]), (0, *node_parents[start:end]), (0.0, *node_scores[start:end]))
+        for root, start, end in zip(roots, ends[:-1].tolist(), ends[1:].tolist(), strict=True)
+    ]
 
 
 def first_of_groups(groups: Ints, limits: Ints, *keys: npt.NDArray[np.generic]) -> Ints:

@@ -73,7 +73,7 @@ def make(
     """A drafter of a method over tiny heads."""
     if method.startswith("eagle"):
         kind, folder = ("eagle3", head) if method == "eagle3" else ("eagle", f"{head}/eagle1")
-        plan = StaticTree(MethodsConfig().eagle1.tree_choices) if method == "eagle1" else None
+        plan = StaticTree(MethodsConfig().eagle1.tree_choices, torch.device(DEVICE)) if method == "eagle1" else None
         return EagleDrafter(load_head(folder, target, "float32", DEVICE, kind), tree, config, plan, capture)
     if method == "sps":
         small = load_target(write_small(target), "float32", DEVICE)
