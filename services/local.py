@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated
+from statistics import fmean
+from typing import Annotated, Literal
 
+import grpc
 import typer
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from eyas.bench.results import first_difference
 from eyas.client import ScreenPrinter
-from eyas.errors import ConfigError, EyasError, RequestFailed
-from eyas.request import Request, SamplingParams
+from eyas.errors import ConfigError, EyasError, RequestFailed, Unavailable
+from eyas.request import GenerationStats, Request, SamplingParams
 from eyas.rpc.channel import open_sync_channel
-from eyas.rpc.messages import GenerateCall
+from eyas.rpc.convert import generate_call_to_proto, text_chunk_from_proto
+from eyas.rpc.messages import NO_DRAFTER, ROUND_TRIP_KEY, GenerateCall, TextChunk
+from eyas.rpc.server import status_error
 from eyas.services.cluster import (
     CONFIG_TYPES,
     START_TIMEOUT_S,
@@ -28,7 +35,6 @@ from eyas.services.cluster import (
     is_free,
     running_cluster,
 )
-from eyas.services.demo import DemoClient, DemoComparison, Prompt, read_prompts
 from eyas.services.serve import (
     GRPC_PORT,
     HTTP_PORT,
@@ -38,6 +44,7 @@ from eyas.services.serve import (
     wait_until_ready,
     watch_until_interrupted,
 )
+from eyas.v1.generation_pb2_grpc import GenerationStub
 
 ROOT = Path(__file__).resolve().parents[1]
 CONFIGS = ROOT / "examples" / "configs" / "local"
@@ -45,7 +52,12 @@ PROMPTS = ROOT / "models" / "demo" / "prompts.jsonl"
 TEMPERATURES = (0.0, 0.8)
 SEED = 2024
 NUM_SHOWN_TOKENS = 64
+CALL_SECONDS = 60.0
+WARM_UP_SECONDS = 20.0
+WARM_UP_TOKENS = 16
 CURL = """-H 'Content-Type: application/json' -d '{"model": "demo", "prompt": "def main():", "max_tokens": 32}'"""
+
+Mode = Literal["plain", "speculative"]
 
 
 def up(
@@ -58,7 +70,7 @@ def up(
     port, http_port = (each if is_free(each) else free_port() for each in (port, http_port))
     with exit_on_error(console), running_demo(port, assignments or (), http_port) as cluster:
         wait_until_ready(console, cluster, START_TIMEOUT_S)
-        address = cluster.router.address
+        address = cluster["router"].address
         announcement = f"""
 The router listens on {address}, and for HTTP on {cluster.http}.
 In another terminal:
@@ -66,7 +78,7 @@ In another terminal:
   .venv/bin/eyas generate "def main():" --address {address}
   curl {cluster.http}/v1/completions {CURL}
 
-Logs are in {cluster.router.log.parent}.
+Logs are in {cluster["router"].log.parent}.
 Ctrl-C stops everything."""
         watch_until_interrupted(console, cluster, announcement)
 
@@ -81,14 +93,14 @@ def demo(
     with exit_on_error(console), running_demo(free_port(), assignments or ()) as cluster:
         wait_until_ready(console, cluster, START_TIMEOUT_S)
         prompts = read_prompts(PROMPTS)
-        with open_sync_channel(cluster.router.address) as channel, _name_dead_service(cluster):
-            client = DemoClient(channel)
+        with open_sync_channel(cluster["router"].address) as channel, _name_dead_service(cluster):
+            router = GenerationStub(channel)
             with spinner(console) as progress:
                 progress.add_task("waiting for the first draft tree", total=None)
-                client.warm_up(prompts[0])
-            _show(console, client, prompts)
+                _warm_up(router, prompts[0])
+            _show(console, router, prompts)
             prompts = prompts[:num_prompts]
-            comparisons = [_measure(console, client, prompts, _sampling(t, max_tokens)) for t in TEMPERATURES]
+            comparisons = [_measure(console, router, prompts, _sampling(t, max_tokens)) for t in TEMPERATURES]
         console.print(_table(comparisons))
         if differences := [line for comparison in comparisons for line in comparison.differences()]:
             raise RequestFailed("speculative output differs from plain output:\n" + "\n".join(differences))
@@ -117,30 +129,134 @@ def _name_dead_service(cluster: Cluster) -> Iterator[None]:
         raise
 
 
+@dataclass(frozen=True)
+class Prompt:
+    """A prompt and its source."""
+
+    source: str
+    text: str
+    token_ids: tuple[int, ...]
+
+
+def read_prompts(file: Path) -> list[Prompt]:
+    """Read the prompts of a JSON Lines file with source, text and token_ids."""
+    entries = map(json.loads, file.read_text().splitlines())
+    return [Prompt(entry["source"], entry["text"], tuple(entry["token_ids"])) for entry in entries]
+
+
+@dataclass(frozen=True)
+class DemoAnswer:
+    """One finished request.
+
+    seconds: from sending the request to its last chunk.
+    round_trip: mean time from verifier to drafter and back, in ms; None without drafting.
+    """
+
+    token_ids: tuple[int, ...]
+    stats: GenerationStats
+    seconds: float
+    round_trip: float | None
+
+
+def _ask(
+    router: GenerationStub,
+    prompt: Prompt,
+    sampling: SamplingParams,
+    mode: Mode,
+    on_chunk: Callable[[TextChunk], object] = lambda chunk: None,
+) -> DemoAnswer:
+    """Decode a prompt to the end. Raises EyasError when the call or the generation fails."""
+    drafter = NO_DRAFTER if mode == "plain" else ""
+    call = generate_call_to_proto(GenerateCall(Request("", prompt.token_ids, sampling), drafter=drafter))
+    token_ids: list[int] = []
+    started = time.perf_counter()
+    answers = router.Generate(call, timeout=CALL_SECONDS)
+    try:
+        for chunk in map(text_chunk_from_proto, answers):
+            on_chunk(chunk)
+            token_ids += chunk.chunk.token_ids
+    except grpc.RpcError as error:
+        raise status_error(error) from error
+    seconds = time.perf_counter() - started
+    if chunk.totals is None or chunk.chunk.finish_reason not in ("stop", "length"):
+        raise RequestFailed(f"{prompt.source}: ended with {chunk.chunk.finish_reason}: {chunk.chunk.message}")
+    round_trips = [float(value) for key, value in answers.trailing_metadata() if key == ROUND_TRIP_KEY]
+    return DemoAnswer(
+        tuple(token_ids), chunk.totals.stats or GenerationStats(), seconds, round_trips[0] if round_trips else None
+    )
+
+
+def _warm_up(router: GenerationStub, prompt: Prompt) -> None:
+    """Return once both modes work. Raises Unavailable if no draft tree arrives in time."""
+    sampling, deadline = _sampling(0.0, WARM_UP_TOKENS), time.monotonic() + WARM_UP_SECONDS
+    _ask(router, prompt, sampling, "plain")
+    while not _ask(router, prompt, sampling, "speculative").stats.num_drafted:
+        if time.monotonic() > deadline:
+            raise Unavailable(f"no draft tree arrived within {WARM_UP_SECONDS:.0f} s; see the draft service's log")
+
+
 def _sampling(temperature: float, max_tokens: int) -> SamplingParams:
     return SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=SEED, ignore_eos=True)
 
 
-def _show(console: Console, client: DemoClient, prompts: list[Prompt]) -> None:
+def _show(console: Console, router: GenerationStub, prompts: list[Prompt]) -> None:
     """Stream a few continuations, draft tokens in another style than the tokens of the target."""
     for prompt, temperature in zip(prompts, TEMPERATURES, strict=False):
         console.rule(f"{prompt.source} at temperature {temperature}", align="left", style="dim")
         console.print(Text(prompt.text, style="dim"), end="")
-        printer = ScreenPrinter(console)
-        call = GenerateCall(Request("", (), _sampling(temperature, NUM_SHOWN_TOKENS)), prompt_text=prompt.text)
-        for chunk in client.stream(call):
-            printer.add(chunk)
+        _ask(router, prompt, _sampling(temperature, NUM_SHOWN_TOKENS), "speculative", ScreenPrinter(console).add)
 
 
-def _measure(console: Console, client: DemoClient, prompts: list[Prompt], sampling: SamplingParams) -> DemoComparison:
-    comparison = DemoComparison(sampling, prompts)
+@dataclass(frozen=True)
+class DemoComparison:
+    """The answers to the same prompts, decoded plainly and speculatively at one temperature."""
+
+    temperature: float
+    prompts: Sequence[Prompt]
+    answers: dict[Mode, list[DemoAnswer]] = field(default_factory=lambda: {"plain": [], "speculative": []})
+
+    @property
+    def stats(self) -> GenerationStats:
+        """Speculation statistics, summed over all prompts."""
+        total = GenerationStats()
+        for answer in self.answers["speculative"]:
+            total.merge(answer.stats)
+        return total
+
+    @property
+    def round_trip(self) -> float:
+        """Mean time from verifier to drafter and back, in ms."""
+        times = [answer.round_trip for answer in self.answers["speculative"] if answer.round_trip is not None]
+        return fmean(times or [0.0])
+
+    def speed(self, mode: Mode) -> float:
+        """Tokens per second over all prompts, time to the first token included."""
+        answers = self.answers[mode]
+        return sum(len(answer.token_ids) for answer in answers) / sum(answer.seconds for answer in answers)
+
+    def differences(self) -> list[str]:
+        """One line for each prompt whose outputs differ."""
+        pairs = zip(self.answers["plain"], self.answers["speculative"], strict=True)
+        return [
+            f"{prompt.source} at temperature {self.temperature}: outputs differ from token "
+            f"{first_difference(plain.token_ids, speculative.token_ids)}"
+            for prompt, (plain, speculative) in zip(self.prompts, pairs, strict=True)
+            if plain.token_ids != speculative.token_ids
+        ]
+
+
+def _measure(console: Console, router: GenerationStub, prompts: list[Prompt], sampling: SamplingParams) -> DemoComparison:
+    """Decode every prompt in both modes; the mode that goes first alternates."""
+    comparison = DemoComparison(sampling.temperature, prompts)
     started = time.monotonic()
     with spinner(console) as progress:
         task = progress.add_task("", total=len(prompts))
         what = f"temperature {sampling.temperature}: {len(prompts)} prompts, plain and speculative"
-        for done in range(len(prompts)):
+        for done, prompt in enumerate(prompts):
             progress.update(task, description=f"{what}, {done} done")
-            client.compare(comparison, prompts[done])
+            modes: list[Mode] = ["speculative", "plain"] if done % 2 else ["plain", "speculative"]
+            for mode in modes:
+                comparison.answers[mode].append(_ask(router, prompt, sampling, mode))
     console.print(f"[green]done[/] {what} in {time.monotonic() - started:.1f} s")
     return comparison
 
@@ -149,7 +265,7 @@ def _table(comparisons: list[DemoComparison]) -> Table:
     table = Table(title="Plain and speculative decoding, one request at a time, as a client of the router sees it")
     table.add_column("")
     for comparison in comparisons:
-        table.add_column(f"temperature {comparison.sampling.temperature}", justify="right")
+        table.add_column(f"temperature {comparison.temperature}", justify="right")
     rows: list[tuple[str, Callable[[DemoComparison], str]]] = [
         ("plain, tokens/s", lambda c: f"{c.speed('plain'):.0f}"),
         ("speculative, tokens/s", lambda c: f"{c.speed('speculative'):.0f}"),

@@ -8,7 +8,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Annotated, Any
 
@@ -56,10 +56,10 @@ def serve(
     `eyas serve router`, `eyas serve verifier` and `eyas serve draft` run one service from a config file.
     """
     console = Console(highlight=False, soft_wrap=True)
-    tree = {"num_draft_tokens": num_draft_tokens, "num_steps": num_steps, "top_k": top_k}
+    tree = {"tree.num_draft_tokens": num_draft_tokens, "tree.num_steps": num_steps, "tree.top_k": top_k}
     with exit_on_error(console):
-        options = {"dtype": dtype, "device": device}
-        services = plan(model, draft_model, method, served_model_name, options, tree, chat_template)
+        settings = {"dtype": dtype, "device": device, **tree}
+        services = plan(model, draft_model, method, served_model_name, settings, chat_template)
         for option, number in (("--port", port), ("--grpc-port", grpc_port)):
             if not is_free(number):
                 raise ConfigError(f"port {number} is in use; choose another with {option}")
@@ -75,32 +75,24 @@ def plan(
     draft_model: str,
     method: str,
     name: str,
-    options: dict[str, str],
-    tree: dict[str, int | None],
+    settings: Mapping[str, str | int | None],
     chat_template: str = "",
 ) -> list[ServiceSettings]:
     """The services that serve a model; without a method and a draft model there is no draft service.
 
-    options: settings of verifier and draft service; tree: settings of their trees, None keeps the default.
+    settings: further settings of verifier and draft service; None keeps the default.
     On the CPU, verifier and draft service share the cores, unless OMP_NUM_THREADS is set.
     """
     name, method = name or model, method or ("eagle3" if draft_model else "none")
-    shared: dict[str, Any] = {
-        "served_model_name": name,
-        "model": model,
-        "draft_model": draft_model,
-        "method": method,
-        **options,
-    }
-    shared |= {f"tree.{key}": value for key, value in tree.items() if value is not None}
-    worker = tuple(_assignment(key, value) for key, value in shared.items())
+    shared = {"served_model_name": name, "model": model, "draft_model": draft_model, "method": method, **settings}
+    worker = tuple(_assignment(key, value) for key, value in shared.items() if value is not None)
     served = {"name": name, "tokenizer": model, "chat_template": chat_template}
     router = ServiceSettings("router", assignments=(_assignment("models", [served]),))
     verifier = ServiceSettings("verifier", assignments=worker)
     if method == "none":
         return [verifier, router]
     draft = ServiceSettings("draft", assignments=worker)
-    if not options.get("device", "auto").startswith("cuda") and "OMP_NUM_THREADS" not in os.environ:
+    if not str(settings.get("device")).startswith("cuda") and "OMP_NUM_THREADS" not in os.environ:
         draft_threads, verifier_threads = share_cores(num_cores())
         draft, verifier = draft.add(f"threads={draft_threads}"), verifier.add(f"threads={verifier_threads}")
     return [draft, verifier, router]

@@ -28,7 +28,7 @@ from eyas.engine.build import assemble_engine, load_model
 from eyas.engine.engine import StepReport
 from eyas.request import Chunk, Request, SamplingParams
 from eyas.rpc.messages import GenerateCall, TextChunk
-from eyas.services.demo import read_prompts
+from eyas.services.local import read_prompts
 from eyas.services.router.telemetry import RouterTelemetry
 from eyas.services.verifier.telemetry import VerifierTelemetry
 from eyas.telemetry.exporters import Telemetry

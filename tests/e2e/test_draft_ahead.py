@@ -25,7 +25,7 @@ def cluster() -> Iterator[Cluster]:
 @SAMPLINGS
 def test_a_combined_tree_drafted_ahead_changes_no_token(cluster: Cluster, sampling: SamplingParams) -> None:
     for prompt in prompts()[2:5]:
-        out = generate(cluster.router.address, prompt, sampling)
+        out = generate(cluster["router"].address, prompt, sampling)
         assert out.token_ids == expected(prompt, sampling)
         assert out.stats.num_drafted > 0
 
@@ -34,7 +34,7 @@ def test_combined_trees_are_drafted_ahead(cluster: Cluster) -> None:
     """The time between two commits depends on the machine, so the test repeats until one tree was grown ahead."""
 
     def drafted_ahead() -> bool:
-        out: Generated = generate(cluster.router.address, prompts()[3], GREEDY)
+        out: Generated = generate(cluster["router"].address, prompts()[3], GREEDY)
         return any(chunk.chunk.verify_step.grown_ahead for chunk in out.chunks if chunk.chunk.verify_step)
 
     eventually(drafted_ahead, seconds=60)

@@ -192,7 +192,7 @@ def test_a_taken_port_is_refused_before_anything_starts(tmp_path: Path) -> None:
     ],
 )
 def test_a_method_decides_what_is_started(draft_model: str, method: str, names: list[str], verifier_method: str) -> None:
-    services = plan("model", draft_model, method, "", {"dtype": "auto"}, {"num_steps": 3, "top_k": None})
+    services = plan("model", draft_model, method, "", {"dtype": "auto", "tree.num_steps": 3, "tree.top_k": None})
     assert [service.name for service in services] == names
     for service in services[:-1]:
         assert f'method="{verifier_method}"' in service.assignments
@@ -206,6 +206,6 @@ def test_draft_service_and_verifier_share_the_cores(cores: int, draft: int, veri
 
 
 def test_a_setting_of_a_service_that_is_not_started_is_refused() -> None:
-    services = plan("model", "", "", "", {}, {})
+    services = plan("model", "", "", "", {})
     with pytest.raises(ConfigError, match="no service 'draft' is started"):
         assign(services, ["draft.threads=1"])

@@ -2,7 +2,6 @@
 
 import asyncio
 import itertools
-import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -24,22 +23,23 @@ SEEDED = SamplingParams(max_tokens=1500, temperature=0.8, top_p=0.95, ignore_eos
 @contextmanager
 def another(service: str, cluster: Cluster, logs: Path, *settings: str) -> Iterator[Child]:
     """One more service of the cluster, on a port of its own."""
-    port, log = free_port(), logs / f"{service}.log"
+    port = free_port()
     command = [sys.executable, "-m", f"eyas.services.{service}", "--config", str(CONFIGS / f"{service}.yaml")]
-    for setting in (f"server.port={port}", f"registry.url=redis://{cluster.redis.address}/0", *settings):
+    for setting in (f"server.port={port}", f"registry.url=redis://{cluster['redis'].address}/0", *settings):
         command += ["--set", setting]
-    with log.open("wb") as output, subprocess.Popen(command, stdout=output, stderr=output) as process:
-        try:
-            yield Child(service, f"127.0.0.1:{port}", log, process)
-        finally:
-            process.kill()
+    child = Child(service, f"127.0.0.1:{port}", command, logs / f"{service}.log")
+    try:
+        yield child
+    finally:
+        child.process.kill()
+        child.process.wait()
 
 
 def session_on(worker: Child, cluster: Cluster) -> str:
     """A session that the router has bound to `worker`, found by asking."""
 
     async def is_there(session: str) -> bool:
-        registry = Registry(RegistryConfig(f"redis://{cluster.redis.address}/0"))
+        registry = Registry(RegistryConfig(f"redis://{cluster['redis'].address}/0"))
         try:
             while (placement := await registry.placement(session)) is None:
                 await asyncio.sleep(0.01)
@@ -49,7 +49,7 @@ def session_on(worker: Child, cluster: Cluster) -> str:
             await registry.close()
 
     for number in itertools.count():
-        generate(cluster.router.address, PROMPT, SamplingParams(max_tokens=1), session=f"s{number}")
+        generate(cluster["router"].address, PROMPT, SamplingParams(max_tokens=1), session=f"s{number}")
         if asyncio.run(is_there(f"s{number}")):
             return f"s{number}"
     raise AssertionError
@@ -63,7 +63,7 @@ def test_a_request_continues_exactly_on_another_verifier(demo_cluster: Cluster, 
         if len(out.token_ids) >= 20 and dying.process.poll() is None:
             dying.process.kill()
             dying.process.wait()
-        if not moved_at and f"verifier {dying.address}: " in demo_cluster.router.log.read_text():
+        if not moved_at and f"verifier {dying.address}: " in demo_cluster["router"].log.read_text():
             moved_at.append(len(out.token_ids))
         return bool(moved_at) and len(out.token_ids) >= moved_at[0] + 50
 
@@ -71,8 +71,8 @@ def test_a_request_continues_exactly_on_another_verifier(demo_cluster: Cluster, 
     with another("verifier", demo_cluster, tmp_path, "engine.max_kv_tokens=20000") as dying:
         demo_cluster.wait(dying)
         session = session_on(dying, demo_cluster)
-        out = generate(demo_cluster.router.address, PROMPT, SEEDED, enough=kill_and_go_on, session=session)
-    plain = generate(demo_cluster.router.address, PROMPT, replace(SEEDED, max_tokens=len(out.token_ids)), NO_DRAFTER)
+        out = generate(demo_cluster["router"].address, PROMPT, SEEDED, enough=kill_and_go_on, session=session)
+    plain = generate(demo_cluster["router"].address, PROMPT, replace(SEEDED, max_tokens=len(out.token_ids)), NO_DRAFTER)
     assert moved_at
     assert out.finish_reason is None
     assert out.token_ids == plain.token_ids

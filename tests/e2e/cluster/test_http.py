@@ -29,7 +29,7 @@ def client(demo_cluster: Cluster) -> Iterator[OpenAI]:
 
 @pytest.mark.parametrize("drafter", ["", NO_DRAFTER])
 def test_http_and_grpc_give_equal_output_for_a_seed(demo_cluster: Cluster, client: OpenAI, drafter: str) -> None:
-    out = generate(demo_cluster.router.address, PROMPT, SAMPLING, drafter)
+    out = generate(demo_cluster["router"].address, PROMPT, SAMPLING, drafter)
     assert (out.stats.num_drafted > 0) == (drafter == "")
     answer = client.completions.create(**OPTIONS, logprobs=2, extra_body={"drafter": drafter})
     events = list(client.completions.create(**OPTIONS, stream=True, extra_body={"drafter": drafter}))
@@ -48,7 +48,7 @@ def test_a_chat_goes_through_the_template(demo_cluster: Cluster, client: OpenAI)
     messages = [{"role": "user", "content": PROMPT}]
     answer = client.chat.completions.create(model="demo", messages=messages, max_tokens=24, temperature=0)
     plain = replace(SAMPLING, max_tokens=24, temperature=0, n=1)
-    assert answer.choices[0].message.content == generate(demo_cluster.router.address, PROMPT, plain, NO_DRAFTER).text
+    assert answer.choices[0].message.content == generate(demo_cluster["router"].address, PROMPT, plain, NO_DRAFTER).text
 
 
 def test_a_prompt_is_scored_by_an_echo_without_output(client: OpenAI) -> None:

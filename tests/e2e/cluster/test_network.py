@@ -47,7 +47,7 @@ def cluster(request: pytest.FixtureRequest) -> Cluster:
 @SAMPLINGS
 def test_one_request_equals_the_plain_loop(cluster: Cluster, sampling: SamplingParams) -> None:
     for drafter in ("", NO_DRAFTER):
-        out = generate(cluster.router.address, prompts()[3], sampling, drafter)
+        out = generate(cluster["router"].address, prompts()[3], sampling, drafter)
         assert out.token_ids == expected(prompts()[3], sampling)
         assert (out.stats.num_drafted > 0) == (drafter == "")
 
@@ -59,7 +59,7 @@ def test_random_requests_get_correct_results_and_statistics(cluster: Cluster) ->
         logit_bias={300: 3.0}, bad_token_ids=((expected(prompt, SEEDED)[1],),), logprobs=2, prompt_logprobs=0, n=2,
     )  # fmt: skip
     for drafter in ("", NO_DRAFTER):
-        chunks = [chunk.chunk for chunk in generate(cluster.router.address, prompt, asked, drafter).chunks]
+        chunks = [chunk.chunk for chunk in generate(cluster["router"].address, prompt, asked, drafter).chunks]
         for index, alone in enumerate(asked.completions()):
             part = [chunk for chunk in chunks if chunk.index == index]
             tokens = [token for chunk in part for token in chunk.token_ids]
@@ -71,12 +71,12 @@ def test_random_requests_get_correct_results_and_statistics(cluster: Cluster) ->
 @SAMPLINGS
 def test_eight_staggered_requests_equal_the_plain_loop(cluster: Cluster, sampling: SamplingParams) -> None:
     for drafter in ("", NO_DRAFTER):
-        outs = generate_staggered(cluster.router.address, prompts(), each(sampling), drafter)
+        outs = generate_staggered(cluster["router"].address, prompts(), each(sampling), drafter)
         assert [out.token_ids for out in outs] == [expected(p, s) for p, s in zip(prompts(), each(sampling), strict=True)]
 
 
 def test_only_a_good_head_shortens_the_work(cluster: Cluster, request: pytest.FixtureRequest) -> None:
-    out = generate(cluster.router.address, prompts()[0], replace(GREEDY, max_tokens=64))
+    out = generate(cluster["router"].address, prompts()[0], replace(GREEDY, max_tokens=64))
     assert (out.stats.acceptance_length > 2.0) == (request.node.callspec.params["cluster"] == "demo_cluster")
 
 
@@ -86,14 +86,14 @@ def test_killing_the_draft_service_half_way_changes_nothing(random_cluster: Clus
 
     def kill_and_go_on(out: Generated) -> bool:
         if not killed.is_set() and all(other.stats.num_drafted > 0 for other in outs):
-            random_cluster.draft.process.kill()
-            random_cluster.draft.process.wait()
+            random_cluster["draft"].process.kill()
+            random_cluster["draft"].process.wait()
             killed.set()
         last = [chunk.chunk.verify_step for chunk in out.chunks[-5:]]
         return killed.is_set() and all(r is not None and r.drafted == 0 for r in last)
 
     asked = [replace(sampling, max_tokens=1500) for sampling in (GREEDY, SEEDED)]
-    address, prompt = random_cluster.router.address, prompts()[0]
+    address, prompt = random_cluster["router"].address, prompts()[0]
     with ThreadPoolExecutor() as pool:
         list(pool.map(lambda params, out: generate(address, prompt, params, "", kill_and_go_on, out), asked, outs))
     assert killed.is_set()

@@ -79,7 +79,7 @@ def watched(folder: Path) -> Iterator[Watched]:
 
 def ask(run: Watched, cluster: Cluster) -> None:
     """A drafted request within the caller's trace, the same without a drafter and by HTTP, and one that is refused."""
-    with open_sync_channel(cluster.router.address) as channel:
+    with open_sync_channel(cluster["router"].address) as channel:
         stub = generation_pb2_grpc.GenerationStub(channel)
 
         def tokens(call: GenerateCall, *metadata: tuple[str, str]) -> Sequence[TextChunk]:
