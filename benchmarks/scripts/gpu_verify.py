@@ -120,9 +120,7 @@ def measure(target: TargetModel, cases: Sequence[Case], settings: Settings, rate
     backends = []
     for graphs in (True, False):
         engine = EngineConfig(max_kv_tokens=batch * capacity, max_num_seqs=batch, max_prefill_tokens=1, cuda_graphs=graphs)
-        backends.append(
-            build_backend(plan_backend(target, engine, TreeConfig(rows, 1, 1), capacity), target, kv_cache, kv_cache.scratch)
-        )
+        backends.append(build_backend(plan_backend(target, engine, TreeConfig(rows, 1, 1), capacity), target, kv_cache))
     steps = []
     with Progress(console=Console(stderr=True), refresh_per_second=1) as progress:
         for case in progress.track(cases, description="measuring"):

@@ -138,7 +138,7 @@ class DivergenceExplainer:
         """After the last token, [V]."""
         target, rows = self._target, np.arange(len(tokens))
         segment = Segment(np.array(tokens, dtype=np.int64), rows, rows, rows[:0], None, rows[-1:])
-        return target.forward(target.pack([segment]), target.scratch_kv(len(tokens))).logits[0]
+        return target.forward(target.pack([segment]), target.new_kv_cache(len(tokens))).logits[0]
 
     def _with_noise(self, logits: Tensor, seed: int, position: int) -> Tensor:
         """The scores whose highest is drawn: argmin e / p is argmax (logit - temperature * log e)."""

@@ -26,7 +26,7 @@ from eyas.models.workers import InitKVCache, RankInfo, TargetWorkers, Worker, st
 
 ROOT_ONLY = TreeConfig(1, 0, 1)
 
-Build = Callable[[BackendPlan, TargetModel, KVCache, int], ForwardBackend]
+Build = Callable[[BackendPlan, TargetModel, KVCache], ForwardBackend]
 
 log = logging.getLogger(__name__)
 
@@ -78,7 +78,7 @@ def assemble_engine(
         if engine.deterministic:
             runner: ModelRunner = BatchInvariantRunner(target, kv_cache, fuser, tree.num_draft_tokens)
         else:
-            backend = build_backend(plan, target, kv_cache, kv_cache.scratch)
+            backend = build_backend(plan, target, kv_cache)
             runner = ModelRunner(target, kv_cache, fuser, backend, workers)
     workers.before_close(partial(release_backend, runner.backend))
     scheduler = Scheduler(engine, drafted_tree, target.eos_ids)
@@ -107,7 +107,7 @@ def run_worker(
     max_model_len: int,
     rank: RankInfo,
     ready: Callable[[], None] = lambda: None,
-    build: Build = lambda plan, target, kv_cache, scratch: build_backend(plan, target, kv_cache, scratch, iter),
+    build: Build = lambda plan, target, kv_cache: build_backend(plan, target, kv_cache, show_progress=False),
 ) -> None:
     """Be a rank other than 0: connect, load a shard, call `ready`, and run what rank 0 runs until it stops.
 
@@ -122,14 +122,14 @@ def run_worker(
         if isinstance(command, InitKVCache):
             release_backend(runner.backend)
             kv_cache = _kv_cache(model, command.num_slots)
-            runner = ModelRunner(model, kv_cache, None, build(command.plan, model, kv_cache, kv_cache.scratch))
+            runner = ModelRunner(model, kv_cache, None, build(command.plan, model, kv_cache))
         else:
-            runner.forward(command.segments)
+            runner.forward(command)
     release_backend(runner.backend)
     worker.close()
 
 
 def _kv_cache(target: TargetModel, num_slots: int, feature_width: int = 0) -> KVCache:
-    kv_cache = KVCache(num_slots, target.kv_shapes, feature_width, target.dtype, target.device)
+    kv_cache = target.new_kv_cache(num_slots, feature_width)
     to_huge_pages([*kv_cache.keys, *kv_cache.values])
     return kv_cache

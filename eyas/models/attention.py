@@ -6,42 +6,17 @@ H query heads, J key-value heads, D head width, S slots; B, Q, K as in eyas.mode
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from eyas.cache.kv_cache import KVCache
 from eyas.errors import CheckpointError
 from eyas.models.inputs import PackedInputs, PaddedGroup
 
 ATTENTION_NAME = "eyas"
-
-
-class KVTensors(Protocol):
-    """Keys and values of all slots: one tensor [S, J, D] per layer each."""
-
-    @property
-    def keys(self) -> Sequence[Tensor]: ...
-
-    @property
-    def values(self) -> Sequence[Tensor]: ...
-
-
-@dataclass(frozen=True)
-class ScratchKV:
-    """Keys and values of a few slots, for checks and validation."""
-
-    keys: list[Tensor]
-    values: list[Tensor]
-
-    @classmethod
-    def zeros(cls, num_slots: int, shapes: Sequence[tuple[int, int]], dtype: torch.dtype, device: torch.device) -> ScratchKV:
-        """shapes: (key-value heads, head width) of each layer."""
-        keys, values = ([torch.zeros(num_slots, *s, dtype=dtype, device=device) for s in shapes] for _ in range(2))
-        return cls(keys, values)
 
 
 def register_attention() -> None:
@@ -59,7 +34,7 @@ def slot_attention(
     attention_mask: Tensor | None,
     scaling: float,
     packed: PackedInputs,
-    kv_cache: KVTensors,
+    kv_cache: KVCache,
     sliding_window: int | None = None,
     softcap: float | None = None,
     **others: Any,

@@ -19,8 +19,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from eyas.cache.kv_cache import KVCache
 from eyas.errors import CheckpointError
-from eyas.models.attention import ATTENTION_NAME, KVTensors, ScratchKV, register_attention
+from eyas.models.attention import ATTENTION_NAME, register_attention
 from eyas.models.checkpoint import check_device, read_target_config, resolve
 from eyas.models.cpu import optimize_for_cpu
 from eyas.models.heads.layers import FINAL_NORM_OUTPUT
@@ -110,7 +111,7 @@ class TargetModel:
         return pack(segments, self.device)
 
     @torch.inference_mode()
-    def forward(self, packed: PackedInputs, kv_cache: KVTensors) -> TargetOutput:
+    def forward(self, packed: PackedInputs, kv_cache: KVCache) -> TargetOutput:
         """Run all rows once; new keys and values go to the rows' slots in `kv_cache`."""
         out = self.model(
             input_ids=packed.tokens[None],
@@ -124,9 +125,9 @@ class TargetModel:
         self._collected.clear()
         return TargetOutput(out.logits[0].float()[: packed.num_logits], torch.cat(states, dim=-1) if states else None)
 
-    def scratch_kv(self, num_slots: int) -> ScratchKV:
-        """Empty keys and values for a few tokens."""
-        return ScratchKV.zeros(num_slots, self.kv_shapes, self.dtype, self.device)
+    def new_kv_cache(self, num_slots: int, feature_width: int = 0) -> KVCache:
+        """An empty KV cache of this rank's heads."""
+        return KVCache(num_slots, self.kv_shapes, feature_width, self.dtype, self.device)
 
     @cached_property
     def kv_shapes(self) -> list[tuple[int, int]]:
@@ -222,7 +223,7 @@ def _check_attention(target: TargetModel) -> None:
     An architecture that ignores arguments which it does not know would give wrong results without an error.
     """
     name = type(target.model).__name__
-    kv_cache = target.scratch_kv(4)
+    kv_cache = target.new_kv_cache(4)
     rows, none = np.arange(2), np.zeros(0, dtype=np.int64)
     segments = [Segment(rows + 1, rows, rows + start, none, None, rows[1:]) for start in (0, 2)]
     try:

@@ -19,7 +19,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from enum import IntEnum
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 
@@ -62,44 +61,14 @@ class RankInfo:
     port: int = 0
     has_store: bool = False
 
-    def device_of(self, rank: int) -> str:
-        """The device of a rank that rank 0 starts on its machine."""
-        return f"cuda:{rank}" if self.device.startswith("cuda") else self.device
-
 
 class TargetWorkers:
-    """The other ranks, as rank 0 sees them. This class stands for no others; DriverWorker has some."""
+    """The other ranks, as rank 0 sees them; none without connections. Commands come from one thread."""
 
-    size = 1
-
-    def init_kv_cache(self, num_slots: int, plan: BackendPlan) -> AbstractContextManager[None]:
-        """Let the others allocate `num_slots` slots and build the planned backend; the body must do the same.
-
-        Earlier slots are dropped. Raises Unavailable if a rank is gone.
-        """
-        return nullcontext()
-
-    def forward(self, segments: Sequence[Segment]) -> AbstractContextManager[None]:
-        """Let the others run a forward pass; the body must run the same. Raises Unavailable if a rank is gone."""
-        return nullcontext()
-
-    def register_failure_callback(self, callback: Callable[[str], None]) -> None:
-        """Call `callback` once with the reason when a rank is gone, from any thread; at once if one is already gone."""
-
-    def before_close(self, callback: Callable[[], None]) -> None:
-        """Call `callback` before the ranks leave their group, unless one is gone by then."""
-
-    def close(self) -> None:
-        """Stop the other ranks. No command may follow. Runs by itself when Python ends; a second call does nothing."""
-
-
-class DriverWorker(TargetWorkers):
-    """Rank 0 with others. Commands come from one thread."""
-
-    def __init__(self, connections: Mapping[int, Connection], processes: Sequence[BaseProcess]) -> None:
+    def __init__(self, connections: Mapping[int, Connection] | None = None, processes: Sequence[BaseProcess] = ()) -> None:
         """connections: by rank. processes: those that rank 0 has started."""
-        self.size = len(connections) + 1
-        self._connections = dict(connections)
+        self._connections = connections or {}
+        self.size = len(self._connections) + 1
         self._processes = processes
         self._lock = threading.Lock()
         self._failure_callbacks: list[Callable[[str], None]] = []
@@ -107,16 +76,23 @@ class DriverWorker(TargetWorkers):
         self._failure = ""
         self._closing = False
         self._failed = threading.Event()
-        threading.Thread(target=self._watch_connections, name="ranks", daemon=True).start()
-        atexit.register(self.close)
+        if connections:
+            threading.Thread(target=self._watch_connections, name="ranks", daemon=True).start()
+            atexit.register(self.close)
 
     def init_kv_cache(self, num_slots: int, plan: BackendPlan) -> AbstractContextManager[None]:
-        return self._in_step(InitKVCache(num_slots, plan))
+        """Let the others allocate `num_slots` slots and build the planned backend; the body must do the same.
+
+        Earlier slots are dropped. Raises Unavailable if a rank is gone.
+        """
+        return self._in_step(InitKVCache(num_slots, plan)) if self._connections else nullcontext()
 
     def forward(self, segments: Sequence[Segment]) -> AbstractContextManager[None]:
-        return self._in_step(Forward(segments))
+        """Let the others run a forward pass; the body must run the same. Raises Unavailable if a rank is gone."""
+        return self._in_step(segments) if self._connections else nullcontext()
 
     def register_failure_callback(self, callback: Callable[[str], None]) -> None:
+        """Call `callback` once with the reason when a rank is gone, from any thread; at once if one is already gone."""
         with self._lock:
             self._failure_callbacks.append(callback)
             failure = self._failure
@@ -124,15 +100,17 @@ class DriverWorker(TargetWorkers):
             callback(failure)
 
     def before_close(self, callback: Callable[[], None]) -> None:
+        """Call `callback` before the ranks leave their group, unless one is gone by then."""
         self._close_callbacks.append(callback)
 
     def close(self) -> None:
-        if self._closing:
+        """Stop the other ranks. No command may follow. Runs by itself when Python ends; a second call does nothing."""
+        if self._closing or not self._connections:
             return
         self._closing = True
         if not self._failure:
             with suppress(OSError):
-                self._send(Stop())
+                self._send(None)
             for callback in self._close_callbacks:
                 callback()
         if not self._failure or dist.get_backend() == "gloo":  # NCCL waits for all ranks: for ever, if one is gone
@@ -160,7 +138,7 @@ class DriverWorker(TargetWorkers):
             if not finished:
                 self._failure_reason()
 
-    def _send(self, command: Command) -> None:
+    def _send(self, command: Command | None) -> None:
         message = command_to_bytes(command)
         for connection in self._connections.values():
             connection.send_bytes(message)
@@ -205,9 +183,9 @@ class Worker:
         self._stopped = False
         threading.Thread(target=self._end_without_driver, name="rank 0", daemon=True).start()
 
-    def commands(self) -> Iterator[InitKVCache | Forward]:
+    def commands(self) -> Iterator[Command]:
         """What rank 0 commands, until it stops this rank. Raises Unavailable when rank 0 is gone."""
-        while not isinstance(command := self._receive(), Stop):
+        while (command := self._receive()) is not None:
             yield command
         self._stopped = True
         signal.alarm(0)
@@ -217,7 +195,7 @@ class Worker:
         self._connection.close()
         dist.destroy_process_group()
 
-    def _receive(self) -> Command:
+    def _receive(self) -> Command | None:
         try:
             return command_from_bytes(self._connection.recv_bytes())
         except (EOFError, OSError) as error:
@@ -232,14 +210,18 @@ class Worker:
             signal.alarm(_ORPHAN_SECONDS)
 
 
-def start_workers(info: RankInfo, run_worker: Callable[[RankInfo], None]) -> DriverWorker:
+def start_workers(info: RankInfo, run_worker: Callable[[RankInfo], None]) -> TargetWorkers:
     """Start the other ranks, or wait for them, and join them in a group.
 
     run_worker: what each of them runs, given its own RankInfo; picklable if rank 0 starts them.
     Raises Unavailable when a rank ends before it has joined, or does not join in time.
     """
     store = _store(info)
-    others = [replace(info, rank=rank, port=store.port, device=info.device_of(rank)) for rank in range(1, info.size)]
+    on_cuda = info.device.startswith("cuda")
+    others = [
+        replace(info, rank=rank, port=store.port, device=f"cuda:{rank}" if on_cuda else info.device)
+        for rank in range(1, info.size)
+    ]
     with ExitStack() as undo:
         server = undo.enter_context(socket.create_server((info.address, 0)))
         store.set(_PORT_KEY, str(server.getsockname()[1]))
@@ -250,7 +232,7 @@ def start_workers(info: RankInfo, run_worker: Callable[[RankInfo], None]) -> Dri
         _join_group(info, store)
         undo.pop_all()
     server.close()
-    return DriverWorker(connections, processes)
+    return TargetWorkers(connections, processes)
 
 
 def _store(info: RankInfo) -> TCPStore:
@@ -319,48 +301,31 @@ class InitKVCache:
     plan: BackendPlan
 
 
-@dataclass(frozen=True)
-class Forward:
-    """Run one forward pass over these segments."""
-
-    segments: Sequence[Segment]
+# Segments are those of a forward pass to run.
+Command = InitKVCache | Sequence[Segment]
 
 
-@dataclass(frozen=True)
-class Stop:
-    """No command follows."""
-
-
-Command = InitKVCache | Forward | Stop
-
-
-class _Kind(IntEnum):
-    INIT_KV_CACHE = 0
-    FORWARD = 1
-    STOP = 2
-
-
-def command_to_bytes(command: Command) -> bytes:
-    """A message of 32-bit integers, the kind of the command first."""
+def command_to_bytes(command: Command | None) -> bytes:
+    """A message of 32-bit integers: the segments behind a 0, or InitKVCache behind a 1. Empty for None, the stop."""
+    if command is None:
+        return b""
     if isinstance(command, InitKVCache):
         plan, limits = command.plan, command.plan.limits
-        head = [_Kind.INIT_KV_CACHE, command.num_slots, plan.kind, limits.rows, limits.segments, limits.prefix]
-        parts = [np.array(head)]
-    elif isinstance(command, Forward):
-        parts = [np.array([_Kind.FORWARD]), *(part for segment in command.segments for part in _segment_ints(segment))]
+        parts = [np.array([1, command.num_slots, plan.kind, limits.rows, limits.segments, limits.prefix])]
     else:
-        parts = [np.array([_Kind.STOP])]
+        parts = [np.zeros(1, dtype=np.int64), *(part for segment in command for part in _segment_ints(segment))]
     return np.concatenate(parts).astype("<i4").tobytes()
 
 
-def command_from_bytes(message: bytes) -> Command:
+def command_from_bytes(message: bytes) -> Command | None:
     """The command of a message."""
+    if not message:
+        return None
     ints = np.frombuffer(message, "<i4").astype(np.int64)
-    kind = ints[0]
-    if kind == _Kind.INIT_KV_CACHE:
-        num_slots, backend, *limits = map(int, ints[1:])
-        return InitKVCache(num_slots, BackendPlan(BackendKind(backend), CaptureLimits(*limits)))
-    return Forward(list(_segments(ints[1:]))) if kind == _Kind.FORWARD else Stop()
+    if ints[0] == 0:
+        return list(_segments(ints[1:]))
+    _, num_slots, backend, *limits = map(int, ints)
+    return InitKVCache(num_slots, BackendPlan(BackendKind(backend), CaptureLimits(*limits)))
 
 
 def _segment_ints(segment: Segment) -> Iterator[Ints]:

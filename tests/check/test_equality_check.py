@@ -6,11 +6,11 @@ from rich.progress import Progress
 from typer.testing import CliRunner
 
 from eyas.bench.settings import OfflineSettings
+from eyas.cache.kv_cache import KVCache
 from eyas.check.equality import DivergenceExplainer, ReplayDrafter, compare
 from eyas.cli import app
 from eyas.config import TreeConfig
 from eyas.draft_protocol import Commit, TreeBudget
-from eyas.models.attention import KVTensors
 from eyas.models.inputs import PackedInputs
 from eyas.models.target import TargetModel, TargetOutput
 from eyas.request import NoiseKey
@@ -52,7 +52,7 @@ def test_the_command_finds_a_target_equal(options: list[str], tiny_target: str, 
 def test_a_target_whose_output_depends_on_its_trees_fails(tiny_target: str, monkeypatch: pytest.MonkeyPatch) -> None:
     forward = TargetModel.forward
 
-    def wrong(self: TargetModel, packed: PackedInputs, kv_cache: KVTensors) -> TargetOutput:
+    def wrong(self: TargetModel, packed: PackedInputs, kv_cache: KVCache) -> TargetOutput:
         out = forward(self, packed, kv_cache)
         bump = 5.0 * (torch.arange(48) == 7) * (len(out.logits) > 8)
         return TargetOutput(out.logits + bump, out.aux_hidden_states)

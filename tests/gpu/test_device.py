@@ -56,7 +56,7 @@ def test_a_replayed_pass_never_waits_for_the_device(tiny_target: str) -> None:
     target = load_target(tiny_target, device="cuda")
     kv_cache = KVCache(200, target.kv_shapes, 0, target.dtype, target.device)
     plan = plan_backend(target, EngineConfig(max_kv_tokens=200), TREE, 100)
-    backend = build_backend(plan, target, kv_cache, kv_cache.scratch)
+    backend = build_backend(plan, target, kv_cache)
     assert isinstance(backend, GraphBackend)
     segments = [make_pass([(True, 9, 30), (True, 5, 11)]), make_pass([(False, 90, 3)])]
     for each in segments:

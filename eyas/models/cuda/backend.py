@@ -17,10 +17,10 @@ from typing import Protocol
 
 import torch
 
+from eyas.cache.kv_cache import KVCache
 from eyas.config import EngineConfig, TreeConfig
 from eyas.errors import ConfigError
-from eyas.models.attention import KVTensors
-from eyas.models.cuda.graphs import Capture, CaptureLimits, CudaCapture, GraphBackend, ProgressBar, capture_progress
+from eyas.models.cuda.graphs import Capture, CaptureLimits, CudaCapture, GraphBackend
 from eyas.models.cuda.metadata import Tiling, pack_with_metadata, tight_shape
 from eyas.models.inputs import PackedInputs, Segment
 from eyas.models.target import TargetModel, TargetOutput
@@ -39,7 +39,7 @@ class ForwardBackend(Protocol):
         """Segments in the form that this `forward` takes."""
         ...
 
-    def forward(self, packed: PackedInputs, kv_cache: KVTensors) -> TargetOutput:
+    def forward(self, packed: PackedInputs, kv_cache: KVCache) -> TargetOutput:
         """One pass over all rows, as TargetModel.forward."""
         ...
 
@@ -75,14 +75,12 @@ def plan_backend(target: TargetModel, engine: EngineConfig, tree: TreeConfig, ma
 def build_backend(
     plan: BackendPlan,
     target: TargetModel,
-    kv_cache: KVTensors,
-    scratch: int,
-    progress: ProgressBar = capture_progress,
+    kv_cache: KVCache,
+    show_progress: bool = True,
     capture_on: Callable[[torch.device], Capture] = CudaCapture,
 ) -> ForwardBackend:
     """Build the planned backend for a target or one rank's part of it. All ranks must build at the same time.
 
-    scratch: a slot that no sequence ever has; padding rows write to it. progress: iterates over the captured sizes.
     Raises ConfigError if this rank cannot follow the plan.
     """
     if plan.kind is BackendKind.PLAIN:
@@ -93,10 +91,11 @@ def build_backend(
     if target.device.type == "cuda":
         num_processors = torch.cuda.get_device_properties(target.device).multi_processor_count
     max_rows = 16 if target.dtype == torch.float32 else 64
-    launched = KernelBackend(target, Tiling(target.heads_per_kv, target.kv_shapes[0][0], num_processors, max_rows), scratch)
+    tiling = Tiling(target.heads_per_kv, target.kv_shapes[0][0], num_processors, max_rows)
+    launched = KernelBackend(target, tiling, kv_cache.scratch)
     if plan.kind is BackendKind.KERNEL:
         return launched
-    return GraphBackend(launched, kv_cache, plan.limits, capture_on(target.device), progress)
+    return GraphBackend(launched, kv_cache, plan.limits, capture_on(target.device), show_progress)
 
 
 def release_backend(backend: ForwardBackend) -> None:
@@ -129,7 +128,7 @@ class KernelBackend:
         """Segments without padding."""
         return pack_with_metadata(segments, tight_shape(segments, self.tiling), self.scratch, self.target.device)
 
-    def forward(self, packed: PackedInputs, kv_cache: KVTensors) -> TargetOutput:
+    def forward(self, packed: PackedInputs, kv_cache: KVCache) -> TargetOutput:
         """As TargetModel.forward, but hidden states may end with padding rows."""
         device = self.target.device
         # Triton launches on the thread's current device, wherever the tensors are.

@@ -16,8 +16,8 @@ import torch
 from rich.console import Console
 from rich.progress import track
 
+from eyas.cache.kv_cache import KVCache
 from eyas.errors import ConfigError
-from eyas.models.attention import KVTensors
 from eyas.models.cuda.metadata import bucket_shape, count_logits, max_words, pack_with_metadata, view
 from eyas.models.inputs import PackedInputs, Segment
 from eyas.models.target import TargetOutput
@@ -47,17 +47,10 @@ class Capture(Protocol):
     def __call__(self, run: Callable[[], Out]) -> Callable[[], Out]: ...
 
 
-ProgressBar = Callable[[Sequence[int]], Iterable[int]]
-
-
-def capture_progress(buckets: Sequence[int]) -> Iterable[int]:
-    """The buckets in turn, with a progress bar on a terminal."""
-    return with_progress(buckets, "capturing CUDA graphs")
-
-
-def with_progress(items: Sequence[Item], description: str) -> Iterable[Item]:
+def with_progress(items: Sequence[Item], description: str, show: bool = True) -> Iterable[Item]:
     """The items, with a progress bar on a terminal."""
-    return track(items, description, console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty())
+    disable = not (show and sys.stderr.isatty())
+    return track(items, description, console=Console(stderr=True), transient=True, disable=disable)
 
 
 class GraphBackend:
@@ -69,12 +62,12 @@ class GraphBackend:
     def __init__(
         self,
         launched: KernelBackend,
-        kv_cache: KVTensors,
+        kv_cache: KVCache,
         limits: CaptureLimits,
         capture: Capture,
-        progress: ProgressBar = capture_progress,
+        show_progress: bool = True,
     ) -> None:
-        """Captures all buckets, the largest first so that the others share its memory. progress: iterates over buckets.
+        """Captures all buckets, the largest first so that the others share its memory.
 
         Raises ConfigError for a model that cannot be captured.
         """
@@ -84,7 +77,8 @@ class GraphBackend:
         self._shapes = {rows: bucket_shape(rows, limits.segments, launched.tiling) for rows in self._buckets}
         num_words = max(map(max_words, self._shapes.values())) + limits.prefix
         self._words = torch.zeros(num_words, dtype=torch.int32, device=launched.target.device)
-        self._replays = {self._shapes[rows]: self._capture(rows, capture) for rows in progress(self._buckets[::-1])}
+        buckets = with_progress(self._buckets[::-1], "capturing CUDA graphs", show_progress)
+        self._replays = {self._shapes[rows]: self._capture(rows, capture) for rows in buckets}
 
     def pack(self, segments: Sequence[Segment]) -> PackedInputs:
         """Segments padded to a bucket if one holds them."""
@@ -93,7 +87,7 @@ class GraphBackend:
             return self._launched.pack(segments)
         return pack_with_metadata(segments, self._shapes[rows], self._launched.scratch, self._launched.target.device)
 
-    def forward(self, packed: PackedInputs, kv_cache: KVTensors) -> TargetOutput:
+    def forward(self, packed: PackedInputs, kv_cache: KVCache) -> TargetOutput:
         """As TargetModel.forward, but the next pass overwrites the output, and hidden states may end with padding rows."""
         assert packed.metadata is not None, "packed by another backend"
         assert kv_cache is self._kv_cache, "captured over another KV cache"

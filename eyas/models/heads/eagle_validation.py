@@ -193,7 +193,7 @@ def _sampled(target: TargetModel) -> list[list[int]]:
     """Sequences that the target samples at temperature 1, each from a random first token; seeded."""
     generator = torch.Generator().manual_seed(0)
     length = min(SAMPLED_LENGTH, target.max_model_len)
-    kv_cache = target.scratch_kv(NUM_SAMPLED * length)
+    kv_cache = target.new_kv_cache(NUM_SAMPLED * length)
     rows = torch.randint(target.vocab_size, (NUM_SAMPLED, 1), generator=generator).tolist()
     slots = np.arange(NUM_SAMPLED * length).reshape(NUM_SAMPLED, length)
     first = np.zeros(1, dtype=np.int64)
@@ -211,7 +211,7 @@ def _sampled(target: TargetModel) -> list[list[int]]:
 def _observe(target: TargetModel, tokens: list[int], layers: Sequence[int]) -> Window:
     ids, rows, none = np.array(tokens, dtype=np.int64), np.arange(len(tokens)), np.zeros(0, dtype=np.int64)
     segment = Segment(ids, rows, rows, none, None, rows)
-    out = target.forward(target.pack([segment]), target.scratch_kv(len(tokens)))
+    out = target.forward(target.pack([segment]), target.new_kv_cache(len(tokens)))
     assert out.aux_hidden_states is not None
     states = out.aux_hidden_states.chunk(len(layers), dim=-1)
     likeliest = rank(torch.softmax(out.logits, -1), min(NUM_LIKELIEST, target.vocab_size))

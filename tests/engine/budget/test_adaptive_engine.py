@@ -17,7 +17,6 @@ from eyas.engine.engine import Engine
 from eyas.engine.runner import ModelRunner
 from eyas.engine.scheduler import Scheduler
 from eyas.errors import ConfigError
-from eyas.models.attention import KVTensors
 from eyas.models.inputs import PackedInputs, Segment
 from eyas.models.target import TargetModel, TargetOutput, load_target
 from eyas.request import Request, SamplingParams
@@ -50,7 +49,7 @@ class CostedBackend:
     def pack(self, segments: Sequence[Segment]) -> PackedInputs:
         return self._target.pack(segments)
 
-    def forward(self, packed: PackedInputs, kv_cache: KVTensors) -> TargetOutput:
+    def forward(self, packed: PackedInputs, kv_cache: KVCache) -> TargetOutput:
         self.now += self.seconds(len(packed.tokens))
         self.num_rows += len(packed.tokens)
         return self._target.forward(packed, kv_cache)

@@ -24,7 +24,7 @@ from eyas.engine.engine import Engine
 from eyas.engine.runner import ModelRunner
 from eyas.engine.scheduler import Scheduler
 from eyas.errors import ConfigError
-from eyas.models.attention import KVTensors, attend
+from eyas.models.attention import attend
 from eyas.models.cuda.backend import BackendKind, BackendPlan, ForwardBackend, build_backend, plan_backend, release_backend
 from eyas.models.cuda.graphs import CaptureLimits, Out
 from eyas.models.cuda.metadata import Tiling, pack_with_metadata, tight_shape
@@ -68,17 +68,15 @@ class NotingCapture:
             print(line, file=file)
 
 
-def build_with_notes(
-    folder: Path, plan: BackendPlan, target: TargetModel, kv_cache: KVTensors, scratch: int
-) -> ForwardBackend:
-    return build_backend(plan, target, kv_cache, scratch, iter, lambda device: NotingCapture(folder))
+def build_with_notes(folder: Path, plan: BackendPlan, target: TargetModel, kv_cache: KVCache) -> ForwardBackend:
+    return build_backend(plan, target, kv_cache, show_progress=False, capture_on=lambda device: NotingCapture(folder))
 
 
 def make_engine(ranks: TargetWorkers, target: TargetModel, notes: Path) -> Engine:
     """As assemble_engine builds it on CUDA."""
     with ranks.init_kv_cache(NUM_SLOTS, PLAN):
         kv_cache = KVCache(NUM_SLOTS, target.kv_shapes, 0, target.dtype, target.device)
-        backend = build_with_notes(notes, PLAN, target, kv_cache, kv_cache.scratch)
+        backend = build_with_notes(notes, PLAN, target, kv_cache)
     ranks.before_close(partial(release_backend, backend))
     runner = ModelRunner(target, kv_cache, None, backend, ranks)
     scheduler = Scheduler(EngineConfig(max_kv_tokens=NUM_SLOTS, max_prefill_tokens=16), TreeConfig(5, 3, 2), frozenset())
@@ -154,4 +152,4 @@ def test_a_rank_without_the_buckets_of_rank_0_reports_it(tiny_target: str, monke
     monkeypatch.setitem(target.__dict__, "kv_shapes", [(2, 512)])
     kv_cache = KVCache(8, [(2, 8)], 0, target.dtype, target.device)
     with pytest.raises(ConfigError, match="rank 0 takes the kernel for attention, but here heads are 512 wide"):
-        build_backend(BackendPlan(BackendKind.KERNEL, PLAN.limits), target, kv_cache, kv_cache.scratch)
+        build_backend(BackendPlan(BackendKind.KERNEL, PLAN.limits), target, kv_cache)
