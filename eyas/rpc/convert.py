@@ -7,7 +7,9 @@ not checked here: drafter and verifier check what they receive.
 
 from __future__ import annotations
 
-from typing import cast, get_args
+from typing import Any, cast, get_args
+
+from google.protobuf.message import Message
 
 from eyas.draft_protocol import Commit, ResyncRequired, TensorBytes, TreeBudget
 from eyas.errors import InvalidRequest
@@ -38,15 +40,15 @@ from eyas.rpc.messages import (
 from eyas.tree import DraftProbs, DraftTree, SampledProposal
 from eyas.v1 import draft_pb2, generation_pb2, types_pb2, worker_pb2
 
+
+def _values(message: Message) -> dict[str, Any]:
+    """Return the fields of a message by name, repeated ones as tuples; unset optional ones are left out."""
+    present = [field for field in message.DESCRIPTOR.fields if not field.has_presence or message.HasField(field.name)]
+    values = {field.name: getattr(message, field.name) for field in present}
+    return values | {field.name: tuple(values[field.name]) for field in present if field.is_repeated}
+
+
 # types.proto
-
-
-def tensor_to_proto(tensor: TensorBytes) -> types_pb2.Tensor:
-    return types_pb2.Tensor(**vars(tensor))
-
-
-def tensor_from_proto(message: types_pb2.Tensor) -> TensorBytes:
-    return TensorBytes(message.dtype, tuple(message.shape), message.data)
 
 
 def sampling_params_to_proto(sampling: SamplingParams) -> types_pb2.SamplingParams:
@@ -59,29 +61,11 @@ def sampling_params_to_proto(sampling: SamplingParams) -> types_pb2.SamplingPara
 
 def sampling_params_from_proto(message: types_pb2.SamplingParams) -> SamplingParams:
     """Unset fields take the defaults of SamplingParams."""
-    optional = ("max_tokens", "temperature", "top_p", "seed", "n", "repetition_penalty", "logprobs", "prompt_logprobs")
-    return SamplingParams(
-        **{name: getattr(message, name) for name in optional if message.HasField(name)},  # type: ignore[arg-type]
-        top_k=message.top_k,
-        stop=tuple(message.stop),
-        stop_token_ids=tuple(message.stop_token_ids),
-        ignore_eos=message.ignore_eos,
-        min_p=message.min_p,
-        min_tokens=message.min_tokens,
-        logit_bias=tuple((entry.token_id, entry.bias) for entry in message.logit_bias),
-        presence_penalty=message.presence_penalty,
-        frequency_penalty=message.frequency_penalty,
-        bad_words=tuple(message.bad_words),
-        bad_token_ids=tuple(tuple(word.ids) for word in message.bad_token_ids),
-    )
-
-
-def noise_key_to_proto(noise: NoiseKey) -> types_pb2.NoiseKey:
-    return types_pb2.NoiseKey(**vars(noise))
-
-
-def noise_key_from_proto(message: types_pb2.NoiseKey) -> NoiseKey:
-    return NoiseKey(message.seed, message.temperature, message.top_k, message.top_p, message.min_p)
+    values = _values(message) | {
+        "logit_bias": tuple((entry.token_id, entry.bias) for entry in message.logit_bias),
+        "bad_token_ids": tuple(tuple(word.ids) for word in message.bad_token_ids),
+    }
+    return SamplingParams(**values)
 
 
 def model_info_to_proto(info: ModelInfo) -> types_pb2.ModelInfo:
@@ -89,9 +73,7 @@ def model_info_to_proto(info: ModelInfo) -> types_pb2.ModelInfo:
 
 
 def model_info_from_proto(message: types_pb2.ModelInfo) -> ModelInfo:
-    return ModelInfo(
-        message.name, message.fingerprint, message.vocab_size, message.max_model_len, message.features_fingerprint
-    )
+    return ModelInfo(**_values(message))
 
 
 # generation.proto
@@ -141,88 +123,63 @@ def text_chunk_to_proto(chunk: TextChunk) -> generation_pb2.GenerateChunk:
     inner, finish = chunk.chunk, None
     if inner.finish_reason is not None:
         totals = chunk.totals or Totals(0, 0)
-        finish = generation_pb2.Finish(
-            reason=inner.finish_reason,
-            message=inner.message,
-            num_prompt_tokens=totals.num_prompt_tokens,
-            num_output_tokens=totals.num_output_tokens,
-            stats=stats_to_proto(totals.stats) if totals.stats else None,
-            num_cached_tokens=totals.num_cached_tokens,
-        )
+        stats = totals.stats and generation_pb2.Stats(**vars(totals.stats), acceptance_length=totals.stats.acceptance_length)
+        counts = vars(totals) | {"stats": stats}
+        finish = generation_pb2.Finish(reason=inner.finish_reason, message=inner.message, **counts)
     return generation_pb2.GenerateChunk(
         token_ids=inner.token_ids,
         is_draft_token=inner.is_draft_token,
         text=chunk.text,
         text_lengths=chunk.text_lengths,
-        verify_step=verify_step_to_proto(inner.verify_step) if inner.verify_step else None,
+        verify_step=generation_pb2.VerifyStep(**vars(inner.verify_step)) if inner.verify_step else None,
         finish=finish,
         seed=chunk.seed,
         index=inner.index,
-        logprobs=map(token_logprob_to_proto, inner.logprobs),
-        prompt_logprobs=map(token_logprob_to_proto, inner.prompt_logprobs),
+        logprobs=[generation_pb2.TokenLogprob(**vars(logprob)) for logprob in inner.logprobs],
+        prompt_logprobs=[generation_pb2.TokenLogprob(**vars(logprob)) for logprob in inner.prompt_logprobs],
         num_cached_tokens=inner.num_cached,
     )
 
 
 def text_chunk_from_proto(message: generation_pb2.GenerateChunk, request_id: str = "") -> TextChunk:
-    """request_id: of the call that the chunk answers; chunks do not carry it."""
+    """request_id: of the call that the chunk answers; chunks do not carry it. InvalidRequest: an unknown finish reason."""
     finish = message.finish if message.HasField("finish") else None
+    if finish and finish.reason not in get_args(FinishReason):
+        reasons = ", ".join(get_args(FinishReason))
+        raise InvalidRequest(f"finish reason is {finish.reason!r}; it must be one of {reasons}")
+    step = message.verify_step
     inner = Chunk(
         request_id=request_id,
         token_ids=tuple(message.token_ids),
         is_draft_token=tuple(message.is_draft_token),
-        verify_step=verify_step_from_proto(message.verify_step) if message.HasField("verify_step") else None,
-        finish_reason=_finish_reason(finish.reason) if finish else None,
+        verify_step=VerifyStep(step.drafted, step.depth, step.accepted, step.grown_ahead)
+        if message.HasField("verify_step")
+        else None,
+        finish_reason=cast("FinishReason", finish.reason) if finish else None,
         message=finish.message if finish else "",
         index=message.index,
         logprobs=tuple(map(token_logprob_from_proto, message.logprobs)),
         prompt_logprobs=tuple(map(token_logprob_from_proto, message.prompt_logprobs)),
         num_cached=message.num_cached_tokens,
     )
-    totals = None
-    if finish:
-        stats = stats_from_proto(finish.stats) if finish.HasField("stats") else None
-        totals = Totals(finish.num_prompt_tokens, finish.num_output_tokens, stats, finish.num_cached_tokens)
     seed = message.seed if message.HasField("seed") else None
+    totals = totals_from_proto(finish) if finish else None
     return TextChunk(inner, message.text, tuple(message.text_lengths), seed, totals)
 
 
-def _finish_reason(text: str) -> FinishReason:
-    if text not in get_args(FinishReason):
-        raise InvalidRequest(f"finish reason is {text!r}; it must be one of {', '.join(get_args(FinishReason))}")
-    return cast("FinishReason", text)
-
-
-def token_logprob_to_proto(value: TokenLogprob) -> generation_pb2.TokenLogprob:
-    return generation_pb2.TokenLogprob(**vars(value))
+def totals_from_proto(finish: generation_pb2.Finish) -> Totals:
+    stats = None
+    if finish.HasField("stats"):
+        values = _values(finish.stats)
+        del values["acceptance_length"]  # for other clients; here it follows from the counts
+        lists = {name: list(values[name]) for name in ("offered_by_depth", "accepted_by_depth")}
+        stats = GenerationStats(**(values | lists))
+    return Totals(finish.num_prompt_tokens, finish.num_output_tokens, stats, finish.num_cached_tokens)
 
 
 def token_logprob_from_proto(message: generation_pb2.TokenLogprob) -> TokenLogprob:
     logprob = message.logprob if message.HasField("logprob") else None
     return TokenLogprob(message.token, logprob, tuple(message.top_ids), tuple(message.top_logprobs))
-
-
-def verify_step_to_proto(value: VerifyStep) -> generation_pb2.VerifyStep:
-    return generation_pb2.VerifyStep(**vars(value))
-
-
-def verify_step_from_proto(message: generation_pb2.VerifyStep) -> VerifyStep:
-    return VerifyStep(message.drafted, message.depth, message.accepted, message.grown_ahead)
-
-
-def stats_to_proto(stats: GenerationStats) -> generation_pb2.Stats:
-    return generation_pb2.Stats(**vars(stats), acceptance_length=stats.acceptance_length)
-
-
-def stats_from_proto(message: generation_pb2.Stats) -> GenerationStats:
-    return GenerationStats(
-        num_verify_steps=message.num_verify_steps,
-        num_drafted=message.num_drafted,
-        num_accepted=message.num_accepted,
-        num_emitted=message.num_emitted,
-        offered_by_depth=list(message.offered_by_depth),
-        accepted_by_depth=list(message.accepted_by_depth),
-    )
 
 
 def models_to_proto(models: tuple[ModelInfo, ...]) -> generation_pb2.ListModelsResponse:
@@ -255,7 +212,7 @@ def target_info_to_proto(target: TargetInfo) -> draft_pb2.TargetInfo:
 
 
 def target_info_from_proto(message: draft_pb2.TargetInfo) -> TargetInfo:
-    return TargetInfo(message.target_fingerprint, message.features_fingerprint)
+    return TargetInfo(**_values(message))
 
 
 def commit_to_proto(commit: Commit[TensorBytes]) -> draft_pb2.Commit:
@@ -264,8 +221,8 @@ def commit_to_proto(commit: Commit[TensorBytes]) -> draft_pb2.Commit:
         epoch=commit.epoch,
         start_position=commit.start_position,
         tokens=commit.tokens,
-        features=tensor_to_proto(commit.features) if commit.features is not None else None,
-        noise=noise_key_to_proto(commit.noise),
+        features=types_pb2.Tensor(**vars(commit.features)) if commit.features is not None else None,
+        noise=types_pb2.NoiseKey(**vars(commit.noise)),
         max_nodes=commit.budget.max_nodes,
         max_depth=commit.budget.max_depth,
         proposal=draft_pb2.PROPOSAL_SAMPLED if commit.proposal == "sampled" else draft_pb2.PROPOSAL_DETERMINISTIC,
@@ -280,13 +237,14 @@ def commit_from_proto(message: draft_pb2.Commit) -> Commit[TensorBytes]:
         raise InvalidRequest(
             f"proposal is {message.proposal}; it must be PROPOSAL_DETERMINISTIC (0) or PROPOSAL_SAMPLED (1)"
         )
+    features, noise = message.features, message.noise
     return Commit(
         session=message.session,
         epoch=message.epoch,
         start_position=message.start_position,
         tokens=tuple(message.tokens),
-        features=tensor_from_proto(message.features) if message.HasField("features") else None,
-        noise=noise_key_from_proto(message.noise),
+        features=TensorBytes(features.dtype, tuple(features.shape), features.data) if message.HasField("features") else None,
+        noise=NoiseKey(noise.seed, noise.temperature, noise.top_k, noise.top_p, noise.min_p),
         budget=TreeBudget(message.max_nodes, message.max_depth),
         samples=tuple(message.samples),
         proposal="sampled" if message.proposal == draft_pb2.PROPOSAL_SAMPLED else "deterministic",
@@ -298,18 +256,24 @@ def draft_response_to_proto(response: DraftResponse) -> draft_pb2.SpeculateRespo
     return draft_pb2.SpeculateResponse(
         step=response.step,
         trees=map(session_tree_to_proto, response.trees),
-        resyncs=map(resync_to_proto, response.resyncs),
+        resyncs=[draft_pb2.ResyncRequired(**vars(resync)) for resync in response.resyncs],
         draft_ms=response.draft_ms,
     )
 
 
 def draft_response_from_proto(message: draft_pb2.SpeculateResponse) -> DraftResponse:
-    trees, resyncs = map(session_tree_from_proto, message.trees), map(resync_from_proto, message.resyncs)
-    return DraftResponse(message.step, tuple(trees), tuple(resyncs), message.draft_ms)
+    resyncs = tuple(ResyncRequired(**_values(resync)) for resync in message.resyncs)
+    return DraftResponse(message.step, tuple(map(session_tree_from_proto, message.trees)), resyncs, message.draft_ms)
 
 
 def session_tree_to_proto(value: SessionTree) -> draft_pb2.Tree:
-    tree = value.tree
+    tree, sampled = value.tree, None
+    if tree.sampled is not None:
+        draft_probs = [
+            draft_pb2.DraftProbs(parent=node, token_ids=draft.ids, probs=draft.probs)
+            for node, draft in tree.sampled.draft_probs.items()
+        ]
+        sampled = draft_pb2.SampledProposal(draft_probs=draft_probs, replacement=tree.sampled.replacement)
     return draft_pb2.Tree(
         session=value.session,
         epoch=value.epoch,
@@ -318,35 +282,19 @@ def session_tree_to_proto(value: SessionTree) -> draft_pb2.Tree:
         parents=tree.parents,
         log_probs=tree.log_probs,
         grown_ahead=tree.grown_ahead,
-        sampled=sampled_proposal_to_proto(tree.sampled) if tree.sampled is not None else None,
+        sampled=sampled,
     )
 
 
 def session_tree_from_proto(message: draft_pb2.Tree) -> SessionTree:
-    sampled = sampled_proposal_from_proto(message.sampled) if message.HasField("sampled") else None
+    sampled = None
+    if message.HasField("sampled"):
+        probs = {
+            entry.parent: DraftProbs(tuple(entry.token_ids), tuple(entry.probs)) for entry in message.sampled.draft_probs
+        }
+        sampled = SampledProposal(probs, message.sampled.replacement)
     tree = DraftTree(tuple(message.tokens), tuple(message.parents), tuple(message.log_probs), message.grown_ahead, sampled)
     return SessionTree(message.session, message.epoch, message.committed_length, tree)
-
-
-def sampled_proposal_to_proto(sampled: SampledProposal) -> draft_pb2.SampledProposal:
-    draft_probs = [
-        draft_pb2.DraftProbs(parent=node, token_ids=draft.ids, probs=draft.probs)
-        for node, draft in sampled.draft_probs.items()
-    ]
-    return draft_pb2.SampledProposal(draft_probs=draft_probs, replacement=sampled.replacement)
-
-
-def sampled_proposal_from_proto(message: draft_pb2.SampledProposal) -> SampledProposal:
-    draft_probs = {entry.parent: DraftProbs(tuple(entry.token_ids), tuple(entry.probs)) for entry in message.draft_probs}
-    return SampledProposal(draft_probs, message.replacement)
-
-
-def resync_to_proto(resync: ResyncRequired) -> draft_pb2.ResyncRequired:
-    return draft_pb2.ResyncRequired(**vars(resync))
-
-
-def resync_from_proto(message: draft_pb2.ResyncRequired) -> ResyncRequired:
-    return ResyncRequired(message.session, message.epoch, message.committed_length)
 
 
 def drafter_info_to_proto(info: DrafterInfo) -> draft_pb2.DescribeResponse:
@@ -354,14 +302,7 @@ def drafter_info_to_proto(info: DrafterInfo) -> draft_pb2.DescribeResponse:
 
 
 def drafter_info_from_proto(message: draft_pb2.DescribeResponse) -> DrafterInfo:
-    return DrafterInfo(
-        model=model_info_from_proto(message.model),
-        method=message.method,
-        needs_features=message.needs_features,
-        needs_samples=message.needs_samples,
-        feature_size=message.feature_size,
-        can_sample=message.can_sample,
-    )
+    return DrafterInfo(**_values(message) | {"model": model_info_from_proto(message.model)})
 
 
 # worker.proto
@@ -388,13 +329,12 @@ def leases_from_proto(message: worker_pb2.WorkerStatus, address: str) -> tuple[L
 def _lease_from_proto(message: worker_pb2.WorkerStatus, address: str) -> Lease:
     if message.role not in get_args(Role):
         raise InvalidRequest(f"role is {message.role!r}; it must be one of {', '.join(get_args(Role))}")
-    load = message.load
     return Lease(
         role=cast("Role", message.role),
         address=address,
         incarnation=message.incarnation,
         model=model_info_from_proto(message.model),
-        load=Load(load.num_running, load.num_waiting, load.free_kv_tokens, load.max_num_seqs, load.step_seconds),
+        load=Load(**_values(message.load)),
         zone=message.zone,
         prefix_hashes=frozenset(message.prefix_hashes),
     )

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
@@ -25,8 +25,8 @@ class Metric:
         buckets: upper bounds of a histogram.
     """
 
-    name: str
     kind: Literal["counter", "gauge", "histogram"]
+    name: str
     unit: str
     text: str
     labels: tuple[str, ...] = ()
@@ -76,28 +76,19 @@ class ScrapeCollector(Collector):
     read: returns the samples; the scraping thread calls it.
     """
 
-    def __init__(self, metrics: Sequence[Metric], read: Callable[[], Iterable[MetricSample]]) -> None:
-        self._metrics = metrics
+    def __init__(self, read: Callable[[], Iterable[MetricSample]]) -> None:
         self._read = read
 
-    def describe(self) -> Iterator[Family]:
-        """Yield the families without samples."""
-        return map(_family, self._metrics)
-
-    def collect(self) -> Iterator[Family]:
-        """Yield the families with their samples."""
-        samples = sorted(self._read(), key=lambda sample: sample.metric.name)
-        for _, group in itertools.groupby(samples, key=lambda sample: sample.metric.name):
-            first, *others = group
-            family = _family(first.metric)
-            for sample in (first, *others):
-                family.add_metric(sample.labels, float(sample.value))
-            yield family
-
-
-def _family(metric: Metric) -> Family:
-    kind = CounterMetricFamily if metric.kind == "counter" else GaugeMetricFamily
-    return kind(metric.family, metric.text, labels=metric.label_names)
+    def collect(self) -> Iterable[Family]:
+        """Return the families with their samples."""
+        families: dict[Metric, Family] = {}
+        for sample in self._read():
+            metric = sample.metric
+            if metric not in families:
+                kind = CounterMetricFamily if metric.kind == "counter" else GaugeMetricFamily
+                families[metric] = kind(metric.family, metric.text, labels=metric.label_names)
+            families[metric].add_metric(sample.labels, float(sample.value))
+        return families.values()
 
 
 # Bucket bounds in seconds. Tokens here take milliseconds; the buckets of the GenAI conventions begin at 10 ms.
@@ -115,165 +106,145 @@ _GEN_AI = ("gen_ai.operation.name", "gen_ai.provider.name", "gen_ai.request.mode
 _VLLM = ("model_name",)
 _DRAFTER = ("drafter",)
 
-SERVICE_INFO = Metric("eyas.service.info", "gauge", "1", "Always 1; the labels name the service.", ("service", "version"))
+_counter, _gauge, _histogram = (partial(Metric, kind) for kind in ("counter", "gauge", "histogram"))
+
+
+def _seconds(name: str, text: str, buckets: tuple[float, ...], labels: tuple[str, ...] = ()) -> Metric:
+    return _histogram(name, "s", text, labels, buckets)
+
+
+SERVICE_INFO = _gauge("eyas.service.info", "1", "Always 1; the labels name the service.", ("service", "version"))
 
 # Router
-REQUEST_DURATION = Metric(
-    "gen_ai.server.request.duration", "histogram", "s", "Time from a request's arrival to its end.",
-    (*_GEN_AI, "error.type"), _REQUEST_SECONDS,
-)  # fmt: skip
-TIME_TO_FIRST_TOKEN = Metric(
-    "gen_ai.server.time_to_first_token", "histogram", "s", "Time from a request's arrival to its first token.",
-    _GEN_AI, _FIRST_TOKEN_SECONDS,
-)  # fmt: skip
-TIME_PER_OUTPUT_TOKEN = Metric(
-    "gen_ai.server.time_per_output_token", "histogram", "s", "Mean time per token of a request after its first chunk.",
-    _GEN_AI, _TOKEN_SECONDS,
-)  # fmt: skip
-TOKEN_USAGE = Metric(
-    "gen_ai.client.token.usage", "histogram", "{token}", "Input or output tokens of a request.",
-    (*_GEN_AI, "gen_ai.token.type"), _TOKENS,
-)  # fmt: skip
-HTTP_REQUEST_DURATION = Metric(
-    "http.server.request.duration", "histogram", "s", "Time from an HTTP request to the end of its response.",
-    ("http.request.method", "http.route", "http.response.status_code"), _HTTP_SECONDS,
-)  # fmt: skip
-ROUTER_REQUESTS = Metric(
-    "eyas.router.requests", "counter", "{request}", "Finished requests, by gRPC status.", ("model", "status")
+REQUEST_DURATION = _seconds(
+    "gen_ai.server.request.duration", "Time from a request's arrival to its end.", _REQUEST_SECONDS, (*_GEN_AI, "error.type")
 )
-ROUTER_ACTIVE_REQUESTS = Metric("eyas.router.active_requests", "gauge", "{request}", "Requests in progress.")
-ROUTER_UPSTREAM_REQUESTS = Metric(
-    "eyas.router.upstream_requests", "counter", "{request}", "Finished calls to verifiers, by gRPC status.", ("status",)
+TIME_TO_FIRST_TOKEN = _seconds(
+    "gen_ai.server.time_to_first_token", "Time from a request's arrival to its first token.", _FIRST_TOKEN_SECONDS, _GEN_AI
 )
-ROUTER_UPSTREAM_RETRIES = Metric(
-    "eyas.router.upstream_retries", "counter", "{request}", "Calls to another verifier after one failed."
+TIME_PER_OUTPUT_TOKEN = _seconds(
+    "gen_ai.server.time_per_output_token", "Mean time per token of a request after its first chunk.", _TOKEN_SECONDS, _GEN_AI
 )
-ROUTER_WITHOUT_DRAFTER = Metric(
-    "eyas.router.upstream_requests_without_drafter", "counter", "{request}",
+TOKEN_USAGE = _histogram(
+    "gen_ai.client.token.usage", "{token}", "Input or output tokens of a request.", (*_GEN_AI, "gen_ai.token.type"), _TOKENS
+)
+HTTP_REQUEST_DURATION = _seconds(
+    "http.server.request.duration",
+    "Time from an HTTP request to the end of its response.",
+    _HTTP_SECONDS,
+    ("http.request.method", "http.route", "http.response.status_code"),
+)
+ROUTER_REQUESTS = _counter("eyas.router.requests", "{request}", "Finished requests, by gRPC status.", ("model", "status"))
+ROUTER_ACTIVE_REQUESTS = _gauge("eyas.router.active_requests", "{request}", "Requests in progress.")
+ROUTER_UPSTREAM_REQUESTS = _counter(
+    "eyas.router.upstream_requests", "{request}", "Finished calls to verifiers, by gRPC status.", ("status",)
+)
+ROUTER_UPSTREAM_RETRIES = _counter(
+    "eyas.router.upstream_retries", "{request}", "Calls to another verifier after one failed."
+)
+ROUTER_WITHOUT_DRAFTER = _counter(
+    "eyas.router.upstream_requests_without_drafter",
+    "{request}",
     "Calls to verifiers that should have a drafter, but none was available.",
-)  # fmt: skip
-ROUTER_WORKERS = Metric("eyas.router.workers", "gauge", "{worker}", "Live workers, by role.", ("role",))
-ROUTER_ACCEPTANCE_LENGTH = Metric(
-    "eyas.router.acceptance_length", "histogram", "{token}", "Tokens per verify step (tau) of requests with drafts.",
-    buckets=_ACCEPTANCE_LENGTHS,
-)  # fmt: skip
+)
+ROUTER_WORKERS = _gauge("eyas.router.workers", "{worker}", "Live workers, by role.", ("role",))
+ROUTER_ACCEPTANCE_LENGTH = _histogram(
+    "eyas.router.acceptance_length",
+    "{token}",
+    "Tokens per verify step (tau) of requests with drafts.",
+    (),
+    _ACCEPTANCE_LENGTHS,
+)
 
-ROUTER = (
-    REQUEST_DURATION, TIME_TO_FIRST_TOKEN, TIME_PER_OUTPUT_TOKEN, TOKEN_USAGE, HTTP_REQUEST_DURATION,
-    ROUTER_REQUESTS, ROUTER_ACTIVE_REQUESTS, ROUTER_UPSTREAM_REQUESTS, ROUTER_UPSTREAM_RETRIES, ROUTER_WITHOUT_DRAFTER,
-    ROUTER_WORKERS, ROUTER_ACCEPTANCE_LENGTH,
-)  # fmt: skip
 
 # Verifier
-VLLM_DRAFTS = Metric("vllm:spec_decode_num_drafts", "counter", "{draft}", "Verified draft trees.", _VLLM)
-VLLM_DRAFT_TOKENS = Metric("vllm:spec_decode_num_draft_tokens", "counter", "{token}", "Verified draft tokens.", _VLLM)
-VLLM_ACCEPTED_TOKENS = Metric("vllm:spec_decode_num_accepted_tokens", "counter", "{token}", "Accepted draft tokens.", _VLLM)
-VLLM_ACCEPTED_TOKENS_PER_POS = Metric(
-    "vllm:spec_decode_num_accepted_tokens_per_pos", "counter", "{token}",
-    "Accepted draft tokens, by depth in the tree from 0.", (*_VLLM, "position"),
-)  # fmt: skip
-VLLM_RUNNING = Metric("vllm:num_requests_running", "gauge", "{request}", "Requests in the engine's batch.", _VLLM)
-VLLM_WAITING = Metric("vllm:num_requests_waiting", "gauge", "{request}", "Requests in the engine's queue.", _VLLM)
-VLLM_KV_CACHE_USAGE = Metric(
-    "vllm:kv_cache_usage_perc", "gauge", "1", "Share of the KV cache that running requests use, 0 to 1.", _VLLM
+VLLM_DRAFTS = _counter("vllm:spec_decode_num_drafts", "{draft}", "Verified draft trees.", _VLLM)
+VLLM_DRAFT_TOKENS = _counter("vllm:spec_decode_num_draft_tokens", "{token}", "Verified draft tokens.", _VLLM)
+VLLM_ACCEPTED_TOKENS = _counter("vllm:spec_decode_num_accepted_tokens", "{token}", "Accepted draft tokens.", _VLLM)
+VLLM_ACCEPTED_TOKENS_PER_POS = _counter(
+    "vllm:spec_decode_num_accepted_tokens_per_pos",
+    "{token}",
+    "Accepted draft tokens, by depth in the tree from 0.",
+    (*_VLLM, "position"),
 )
-VERIFIER_REQUESTS = Metric(
-    "eyas.verifier.requests", "counter", "{request}", "Finished requests, by gRPC status.", ("status",)
+VLLM_RUNNING = _gauge("vllm:num_requests_running", "{request}", "Requests in the engine's batch.", _VLLM)
+VLLM_WAITING = _gauge("vllm:num_requests_waiting", "{request}", "Requests in the engine's queue.", _VLLM)
+VLLM_KV_CACHE_USAGE = _gauge(
+    "vllm:kv_cache_usage_perc", "1", "Share of the KV cache that running requests use, 0 to 1.", _VLLM
 )
-VERIFIER_REJECTED_REQUESTS = Metric(
-    "eyas.verifier.rejected_requests", "counter", "{request}", "Requests rejected before their first chunk, by gRPC status.",
+VERIFIER_REQUESTS = _counter("eyas.verifier.requests", "{request}", "Finished requests, by gRPC status.", ("status",))
+VERIFIER_REJECTED_REQUESTS = _counter(
+    "eyas.verifier.rejected_requests",
+    "{request}",
+    "Requests rejected before their first chunk, by gRPC status.",
     ("status",),
-)  # fmt: skip
-VERIFIER_QUEUE_DURATION = Metric(
-    "eyas.verifier.queue.duration", "histogram", "s", "Time from a request's arrival to its first step.",
-    buckets=_QUEUE_SECONDS,
-)  # fmt: skip
-VERIFIER_PREFILL_DURATION = Metric(
-    "eyas.verifier.prefill.duration", "histogram", "s", "Time from a request's first step to its first token.",
-    buckets=_QUEUE_SECONDS,
-)  # fmt: skip
-VERIFIER_STEP_DURATION = Metric(
-    "eyas.verifier.step.duration", "histogram", "s", "Time of a step's forward pass, sampling and acceptance.",
-    buckets=_STEP_SECONDS,
-)  # fmt: skip
-VERIFIER_DRAFT_WAIT_DURATION = Metric(
-    "eyas.verifier.draft_wait.duration", "histogram", "s", "Time that a step waits for draft trees.", buckets=_STEP_SECONDS
 )
-VERIFIER_VERIFY_STEPS = Metric(
-    "eyas.verifier.verify_steps", "counter", "{step}", "Verify steps of sequences: with a draft tree, or plain.", ("kind",)
+VERIFIER_QUEUE_DURATION = _seconds(
+    "eyas.verifier.queue.duration", "Time from a request's arrival to its first step.", _QUEUE_SECONDS
 )
-VERIFIER_VERIFY_STEP_TOKENS = Metric(
-    "eyas.verifier.verify_step_tokens", "counter", "{token}", "Tokens that verify steps emit."
+VERIFIER_PREFILL_DURATION = _seconds(
+    "eyas.verifier.prefill.duration", "Time from a request's first step to its first token.", _QUEUE_SECONDS
 )
-VERIFIER_BATCHED_TOKENS = Metric(
-    "eyas.verifier.batched_tokens", "counter", "{token}", "Rows of forward passes: prompt tokens and tree nodes."
+VERIFIER_STEP_DURATION = _seconds(
+    "eyas.verifier.step.duration", "Time of a step's forward pass, sampling and acceptance.", _STEP_SECONDS
 )
-VERIFIER_PROMPT_TOKENS = Metric("eyas.verifier.prompt_tokens", "counter", "{token}", "Prompt tokens of started requests.")
-VERIFIER_CACHED_PROMPT_TOKENS = Metric(
-    "eyas.verifier.cached_prompt_tokens", "counter", "{token}", "Prompt tokens found in the prefix cache."
+VERIFIER_DRAFT_WAIT_DURATION = _seconds(
+    "eyas.verifier.draft_wait.duration", "Time that a step waits for draft trees.", _STEP_SECONDS
 )
-VERIFIER_GENERATED_TOKENS = Metric("eyas.verifier.generated_tokens", "counter", "{token}", "Emitted tokens.")
-VERIFIER_PREEMPTIONS = Metric("eyas.verifier.preemptions", "counter", "{request}", "Preempted requests.")
-VERIFIER_KV_CACHE_TOKENS = Metric(
-    "eyas.verifier.kv_cache_tokens", "gauge", "{token}",
-    "KV cache slots: used by running requests, free, or needed by queued requests.", ("state",),
-)  # fmt: skip
-VERIFIER_PREFIX_CACHE_TOKENS = Metric(
-    "eyas.verifier.prefix_cache_tokens", "gauge", "{token}", "KV cache slots that the prefix cache owns."
+VERIFIER_VERIFY_STEPS = _counter(
+    "eyas.verifier.verify_steps", "{step}", "Verify steps of sequences: with a draft tree, or plain.", ("kind",)
 )
-DRAFT_CLIENT_REQUESTS = Metric(
-    "eyas.draft_client.requests", "counter", "{request}", "Requests to a drafter: answered in time, or late.",
-    (*_DRAFTER, "outcome"),
-)  # fmt: skip
-DRAFT_CLIENT_DRAFTED_TOKENS = Metric(
-    "eyas.draft_client.drafted_tokens", "counter", "{token}", "Verified draft tokens of a drafter.", _DRAFTER
+VERIFIER_VERIFY_STEP_TOKENS = _counter("eyas.verifier.verify_step_tokens", "{token}", "Tokens that verify steps emit.")
+VERIFIER_BATCHED_TOKENS = _counter(
+    "eyas.verifier.batched_tokens", "{token}", "Rows of forward passes: prompt tokens and tree nodes."
 )
-DRAFT_CLIENT_ACCEPTED_TOKENS = Metric(
-    "eyas.draft_client.accepted_tokens", "counter", "{token}", "Accepted draft tokens of a drafter.", _DRAFTER
+VERIFIER_PROMPT_TOKENS = _counter("eyas.verifier.prompt_tokens", "{token}", "Prompt tokens of started requests.")
+VERIFIER_CACHED_PROMPT_TOKENS = _counter(
+    "eyas.verifier.cached_prompt_tokens", "{token}", "Prompt tokens found in the prefix cache."
 )
-DRAFT_CLIENT_SESSIONS = Metric(
-    "eyas.draft_client.sessions", "gauge", "{session}", "Sessions assigned to a drafter.", _DRAFTER
+VERIFIER_GENERATED_TOKENS = _counter("eyas.verifier.generated_tokens", "{token}", "Emitted tokens.")
+VERIFIER_PREEMPTIONS = _counter("eyas.verifier.preemptions", "{request}", "Preempted requests.")
+VERIFIER_KV_CACHE_TOKENS = _gauge(
+    "eyas.verifier.kv_cache_tokens",
+    "{token}",
+    "KV cache slots: used by running requests, free, or needed by queued requests.",
+    ("state",),
 )
-DRAFT_CLIENT_CONNECTED = Metric(
-    "eyas.draft_client.connected", "gauge", "1", "1 while the stream to a drafter is open.", _DRAFTER
+VERIFIER_PREFIX_CACHE_TOKENS = _gauge(
+    "eyas.verifier.prefix_cache_tokens", "{token}", "KV cache slots that the prefix cache owns."
 )
-DRAFT_CLIENT_CIRCUIT_BREAKER = Metric(
-    "eyas.draft_client.circuit_breaker", "gauge", "1", "1 for the present state of a drafter's circuit breaker.",
-    (*_DRAFTER, "state"),
-)  # fmt: skip
-DRAFT_CLIENT_ROUND_TRIP = Metric(
-    "eyas.draft_client.round_trip.duration", "histogram", "s", "Time from a request to a drafter to its reply.",
-    buckets=_STEP_SECONDS,
-)  # fmt: skip
+DRAFT_CLIENT_REQUESTS = _counter(
+    "eyas.draft_client.requests", "{request}", "Requests to a drafter: answered in time, or late.", (*_DRAFTER, "outcome")
+)
+DRAFT_CLIENT_DRAFTED_TOKENS = _counter(
+    "eyas.draft_client.drafted_tokens", "{token}", "Verified draft tokens of a drafter.", _DRAFTER
+)
+DRAFT_CLIENT_ACCEPTED_TOKENS = _counter(
+    "eyas.draft_client.accepted_tokens", "{token}", "Accepted draft tokens of a drafter.", _DRAFTER
+)
+DRAFT_CLIENT_SESSIONS = _gauge("eyas.draft_client.sessions", "{session}", "Sessions assigned to a drafter.", _DRAFTER)
+DRAFT_CLIENT_CONNECTED = _gauge("eyas.draft_client.connected", "1", "1 while the stream to a drafter is open.", _DRAFTER)
+DRAFT_CLIENT_CIRCUIT_BREAKER = _gauge(
+    "eyas.draft_client.circuit_breaker", "1", "1 for the present state of a drafter's circuit breaker.", (*_DRAFTER, "state")
+)
+DRAFT_CLIENT_ROUND_TRIP = _seconds(
+    "eyas.draft_client.round_trip.duration", "Time from a request to a drafter to its reply.", _STEP_SECONDS
+)
 
-VERIFIER = (
-    VLLM_DRAFTS, VLLM_DRAFT_TOKENS, VLLM_ACCEPTED_TOKENS, VLLM_ACCEPTED_TOKENS_PER_POS, VLLM_RUNNING, VLLM_WAITING,
-    VLLM_KV_CACHE_USAGE, VERIFIER_REQUESTS, VERIFIER_REJECTED_REQUESTS, VERIFIER_QUEUE_DURATION, VERIFIER_PREFILL_DURATION,
-    VERIFIER_STEP_DURATION, VERIFIER_DRAFT_WAIT_DURATION, VERIFIER_VERIFY_STEPS, VERIFIER_VERIFY_STEP_TOKENS,
-    VERIFIER_BATCHED_TOKENS, VERIFIER_PROMPT_TOKENS, VERIFIER_CACHED_PROMPT_TOKENS, VERIFIER_GENERATED_TOKENS,
-    VERIFIER_PREEMPTIONS, VERIFIER_KV_CACHE_TOKENS, VERIFIER_PREFIX_CACHE_TOKENS, DRAFT_CLIENT_REQUESTS,
-    DRAFT_CLIENT_DRAFTED_TOKENS, DRAFT_CLIENT_ACCEPTED_TOKENS, DRAFT_CLIENT_SESSIONS, DRAFT_CLIENT_CONNECTED,
-    DRAFT_CLIENT_CIRCUIT_BREAKER, DRAFT_CLIENT_ROUND_TRIP,
-)  # fmt: skip
 
 # Draft service
-DRAFT_SESSIONS = Metric("eyas.draft.sessions", "gauge", "{session}", "Sessions that the drafter keeps.")
-DRAFT_WAITING_REQUESTS = Metric("eyas.draft.waiting_requests", "gauge", "{request}", "Requests in the drafter's queue.")
-DRAFT_STEP_DURATION = Metric(
-    "eyas.draft.step.duration", "histogram", "s", "Time of one drafting step over its whole batch of sessions.",
-    buckets=_STEP_SECONDS,
-)  # fmt: skip
-DRAFT_REPLY_DURATION = Metric(
-    "eyas.draft.reply.duration", "histogram", "s", "Time from a verifier's request to its reply, queue included.",
-    buckets=_STEP_SECONDS,
-)  # fmt: skip
-DRAFT_COMMITS = Metric(
-    "eyas.draft.commits", "counter", "{commit}", "Commits, by outcome: tree, no_tree, resync or dropped.", ("outcome",)
+DRAFT_SESSIONS = _gauge("eyas.draft.sessions", "{session}", "Sessions that the drafter keeps.")
+DRAFT_WAITING_REQUESTS = _gauge("eyas.draft.waiting_requests", "{request}", "Requests in the drafter's queue.")
+DRAFT_STEP_DURATION = _seconds(
+    "eyas.draft.step.duration", "Time of one drafting step over its whole batch of sessions.", _STEP_SECONDS
 )
-DRAFT_DRAFTED_TOKENS = Metric("eyas.draft.drafted_tokens", "counter", "{token}", "Draft tokens, verified or not.")
+DRAFT_REPLY_DURATION = _seconds(
+    "eyas.draft.reply.duration", "Time from a verifier's request to its reply, queue included.", _STEP_SECONDS
+)
+DRAFT_COMMITS = _counter(
+    "eyas.draft.commits", "{commit}", "Commits, by outcome: tree, no_tree, resync or dropped.", ("outcome",)
+)
+DRAFT_DRAFTED_TOKENS = _counter("eyas.draft.drafted_tokens", "{token}", "Draft tokens, verified or not.")
 
-DRAFT = (
-    DRAFT_SESSIONS, DRAFT_WAITING_REQUESTS, DRAFT_STEP_DURATION, DRAFT_REPLY_DURATION, DRAFT_COMMITS, DRAFT_DRAFTED_TOKENS,
-)  # fmt: skip
 
-ALL_METRICS = (SERVICE_INFO, *ROUTER, *VERIFIER, *DRAFT)
+ALL_METRICS = tuple(value for value in list(vars().values()) if isinstance(value, Metric))

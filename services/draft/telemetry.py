@@ -14,8 +14,6 @@ from eyas.telemetry.metrics import MetricSample, ScrapeCollector, counter, histo
 from eyas.telemetry.tracing import context_of
 from eyas.tree import DraftTree
 
-_LOAD = (metrics.DRAFT_SESSIONS, metrics.DRAFT_WAITING_REQUESTS)
-
 
 class DraftTelemetry:
     """Telemetry of all drafters of a process. The workers' threads call `drafted` and `answered`."""
@@ -38,7 +36,7 @@ class DraftTelemetry:
                 MetricSample(metrics.DRAFT_WAITING_REQUESTS, num_waiting()),
             ]
 
-        self._registry.register(ScrapeCollector(_LOAD, read))
+        self._registry.register(ScrapeCollector(read))
 
     def drafted(self, contexts: Sequence[DraftContext], drafts: Sequence[Draft], started: int, ended: int) -> None:
         """Record one `propose`, from `started` to `ended` in ns since the epoch."""

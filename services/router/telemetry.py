@@ -136,7 +136,7 @@ class RouterTelemetry:
         def read() -> list[MetricSample]:
             return [MetricSample(metrics.ROUTER_WORKERS, len(known(role)), (role,)) for role in get_args(Role)]
 
-        self._telemetry.registry.register(ScrapeCollector([metrics.ROUTER_WORKERS], read))
+        self._telemetry.registry.register(ScrapeCollector(read))
 
     def http_response(self, method: str, route: str, status: int, seconds: float) -> None:
         """Measure an HTTP response. route: the path of a route, "" for an unknown path, never a path of the client's."""

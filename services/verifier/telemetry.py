@@ -30,22 +30,6 @@ from eyas.telemetry.tracing import Attributes, Trace, child_context, context_of,
 # Most events of a span, as in the SDK; earlier verify steps are dropped.
 MAX_EVENTS = 128
 
-_ENGINE_LOAD = (
-    metrics.VLLM_RUNNING,
-    metrics.VLLM_WAITING,
-    metrics.VLLM_KV_CACHE_USAGE,
-    metrics.VERIFIER_KV_CACHE_TOKENS,
-    metrics.VERIFIER_PREFIX_CACHE_TOKENS,
-)
-_DRAFT_CLIENTS = (
-    metrics.DRAFT_CLIENT_REQUESTS,
-    metrics.DRAFT_CLIENT_DRAFTED_TOKENS,
-    metrics.DRAFT_CLIENT_ACCEPTED_TOKENS,
-    metrics.DRAFT_CLIENT_SESSIONS,
-    metrics.DRAFT_CLIENT_CONNECTED,
-    metrics.DRAFT_CLIENT_CIRCUIT_BREAKER,
-)
-
 
 class VerifierTelemetry:
     """Telemetry of one engine and its drafters. model: the served name. The engine's thread calls `on_step`."""
@@ -79,11 +63,11 @@ class VerifierTelemetry:
         self._rejected.labels(grpc.StatusCode.RESOURCE_EXHAUSTED.name)  # exported as 0 before the first one
         if pool is not None:
             pool.trace_with(self.traceparent)
-            registry.register(ScrapeCollector(_DRAFT_CLIENTS, lambda: _draft_client_samples(pool)))
+            registry.register(ScrapeCollector(lambda: _draft_client_samples(pool)))
 
     def watch(self, load: Callable[[], EngineLoad]) -> None:
         """Export the engine's load, read at every scrape."""
-        self._telemetry.registry.register(ScrapeCollector(_ENGINE_LOAD, lambda: _load_samples(load(), self._model)))
+        self._telemetry.registry.register(ScrapeCollector(lambda: _load_samples(load(), self._model)))
 
     @contextmanager
     def request(self, request: Request, trace: Trace) -> Iterator[None]:
