@@ -11,6 +11,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from eyas import __version__
+from eyas.errors import EyasError
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,14 @@ class LazyGroup(TyperGroup):
             return name, _load(name), args[name.count(" ") + 1 :]
         found, _, rest = super().resolve_command(ctx, args)
         return found, _load(str(found)), rest
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run the subcommand. An EyasError becomes one line on stderr and exit status 1."""
+        try:
+            return super().invoke(ctx)
+        except EyasError as error:
+            print(f"error: {error}", file=sys.stderr)
+            raise typer.Exit(1) from error
 
 
 def _load(name: str) -> Any:

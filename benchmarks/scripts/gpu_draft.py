@@ -3,8 +3,6 @@ launched, against the time that reading the head takes. Writes a dated report: `
 
 from __future__ import annotations
 
-import shlex
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +13,7 @@ import typer
 from rich.console import Console
 from rich.progress import Progress
 
-from benchmarks.scripts.gpu_verify import copy_rate, median_ms
+from benchmarks.scripts.gpu_verify import COPIED_BYTES, NUM_WARM_UPS, copy_rate, cuda_device, median_ms
 from eyas.bench.report import Report, Table, number
 from eyas.config import DraftingConfig, TreeConfig
 from eyas.draft_protocol import Commit, TreeBudget
@@ -29,8 +27,6 @@ from eyas.tree import DraftTree
 
 BATCHES = (1, 8, 32)
 TEMPERATURES = (0.0, 1.0)
-COPIED_BYTES = 4 << 30
-WARM_UPS = 3  # of median_ms
 ACCEPTED = 4  # tokens that a round commits
 
 
@@ -69,20 +65,15 @@ def main(
     out: Annotated[Path, typer.Option(help="Folder of the report.")] = Path("benchmarks/results"),
 ) -> None:
     """Draft rounds of depth 8 and width 10, at several batch sizes, greedy and with shared noise."""
-    if not torch.cuda.is_available():
-        print("error: no CUDA device here", file=sys.stderr)
-        raise typer.Exit(1)
-    device = torch.device("cuda")
+    device = cuda_device()
     settings = Settings(TreeConfig(num_draft_tokens=60, num_steps=8, top_k=10), cached, repeats)
     rate = copy_rate(device, COPIED_BYTES)
     rounds: list[Round] = []
     for name, config in {"8B": llama_head(4096, 14336, 32), "70B": llama_head(8192, 28672, 64)}.items():
         rounds += measure(name, make_head(config, device), BATCHES, settings, rate)
         torch.cuda.empty_cache()
-    command = shlex.join(["python", "-m", "benchmarks.scripts.gpu_draft", *sys.argv[1:]])
-    page = Report.here("gpu-draft", command, "cuda", settings, rounds, tables(rounds, rate)).write(out)
-    print(page.read_text(encoding="utf-8"))
-    print(f"written to {page} and {page.with_suffix('.json')}")
+    program = "python -m benchmarks.scripts.gpu_draft"
+    Report.here("gpu-draft", program, "cuda", settings, rounds, tables(rounds, rate)).publish(out)
 
 
 def llama_head(hidden: int, intermediate: int, num_heads: int) -> EagleHeadConfig:
@@ -131,7 +122,7 @@ def level_bytes(head: EagleHead) -> int:
 
 def round_ms(head: EagleHead, batch: int, temperature: float, settings: Settings, capture: Capture | None) -> float:
     """The median in ms of rounds that commit a few tokens for each session and ask for a tree."""
-    commits = ACCEPTED * (settings.repeats + WARM_UPS)
+    commits = ACCEPTED * (settings.repeats + NUM_WARM_UPS)
     config = DraftingConfig(max_kv_tokens=batch * (settings.cached + commits))
     drafter = EagleDrafter(head, settings.tree, config, capture=capture)
     sessions = [Session(row, temperature, settings.tree, head) for row in range(batch)]

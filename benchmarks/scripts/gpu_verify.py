@@ -3,7 +3,6 @@ against the plain path. Writes a dated report: `python -m benchmarks.scripts.gpu
 
 from __future__ import annotations
 
-import shlex
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -73,17 +72,21 @@ def main(
     out: Annotated[Path, typer.Option(help="Folder of the report.")] = Path("benchmarks/results"),
 ) -> None:
     """Plain and verify steps at several batch sizes: captured, launched kernel by kernel, and with the plain attention."""
+    device = cuda_device()
+    settings = Settings(layers, cached, repeats)
+    target = make_target(llama_8b(layers), "cuda")
+    rate = copy_rate(device, COPIED_BYTES)
+    steps = measure(target, [Case(batch, rows) for batch in BATCHES for rows in ROWS], settings, rate)
+    program = "python -m benchmarks.scripts.gpu_verify"
+    Report.here("gpu-verify", program, "cuda", settings, steps, tables(steps, rate)).publish(out)
+
+
+def cuda_device() -> torch.device:
+    """The CUDA device; without one, exit with status 1."""
     if not torch.cuda.is_available():
         print("error: no CUDA device here", file=sys.stderr)
         raise typer.Exit(1)
-    settings = Settings(layers, cached, repeats)
-    target = make_target(llama_8b(layers), "cuda")
-    rate = copy_rate(torch.device("cuda"), COPIED_BYTES)
-    steps = measure(target, [Case(batch, rows) for batch in BATCHES for rows in ROWS], settings, rate)
-    command = shlex.join(["python", "-m", "benchmarks.scripts.gpu_verify", *sys.argv[1:]])
-    page = Report.here("gpu-verify", command, "cuda", settings, steps, tables(steps, rate)).write(out)
-    print(page.read_text(encoding="utf-8"))
-    print(f"written to {page} and {page.with_suffix('.json')}")
+    return torch.device("cuda")
 
 
 def llama_8b(layers: int) -> LlamaConfig:

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import json
 import random
-import shlex
-import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -95,10 +93,8 @@ def main(
     torch.set_num_threads(1)
     settings = Settings(repeats)
     costs = [cost for tree in settings.trees for n in settings.sessions for cost in measure(tree, n, repeats)]
-    command = shlex.join(["python", "-m", "benchmarks.scripts.lookup_rounds", *sys.argv[1:]])
-    page = Report.here("lookup-rounds", command, "cpu", settings, costs, [table(costs)]).write(out)
-    print(page.read_text(encoding="utf-8"))
-    print(f"written to {page} and {page.with_suffix('.json')}")
+    program = "python -m benchmarks.scripts.lookup_rounds"
+    Report.here("lookup-rounds", program, "cpu", settings, costs, [table(costs)]).publish(out)
 
 
 def measure(tree: TreeConfig, num_sessions: int, repeats: int) -> list[RoundCost]:

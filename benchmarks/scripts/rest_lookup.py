@@ -4,8 +4,6 @@ Writes a dated report: `python -m benchmarks.scripts.rest_lookup`. No target run
 from __future__ import annotations
 
 import json
-import shlex
-import sys
 import sysconfig
 import tempfile
 import time
@@ -85,10 +83,8 @@ def main(
         for tree in settings.trees:
             drafter = load_rest(folder, TARGET, tree, settings.rest, DraftingConfig())
             cases += [measure(drafter, tree, n, t, repeats) for n in (1, 8, 32) for t in (0.0, 0.6, 1.0)]
-    command = shlex.join(["python", "-m", "benchmarks.scripts.rest_lookup", *sys.argv[1:]])
-    page = Report.here("rest-lookup", command, "cpu", settings, [store, *cases], tables(store, cases)).write(out)
-    print(page.read_text(encoding="utf-8"))
-    print(f"written to {page} and {page.with_suffix('.json')}")
+    program = "python -m benchmarks.scripts.rest_lookup"
+    Report.here("rest-lookup", program, "cpu", settings, [store, *cases], tables(store, cases)).publish(out)
 
 
 def build(num_tokens: int, folder: Path) -> StoreCost:

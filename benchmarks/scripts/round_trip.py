@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import multiprocessing
-import shlex
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -109,10 +108,8 @@ def main(
     except EyasError as error:
         print(f"error: {error}", file=sys.stderr)
         raise typer.Exit(1) from error
-    command = shlex.join(["python", "-m", "benchmarks.scripts.round_trip", *sys.argv[1:]])
-    page = Report.here("round-trip", command, "cpu", Settings(repeats), trips, [table(trips)]).write(out)
-    print(page.read_text(encoding="utf-8"))
-    print(f"written to {page} and {page.with_suffix('.json')}")
+    program = "python -m benchmarks.scripts.round_trip"
+    Report.here("round-trip", program, "cpu", Settings(repeats), trips, [table(trips)]).publish(out)
 
 
 def measure(case: Case, repeats: int, progress: Progress) -> RoundTrip:

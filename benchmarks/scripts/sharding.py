@@ -6,8 +6,6 @@ Requests, caches and time are simulated. Writes a dated report: `python -m bench
 from __future__ import annotations
 
 import random
-import shlex
-import sys
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Sequence
@@ -321,9 +319,8 @@ def main(
     for policy, config in POLICIES.items():
         outcomes.append(Simulation(replace(settings, num_sessions=compared), config).run(f"{policy}, {compared} sessions"))
     tables = [outcome_table(outcomes), moves_table(results, settings)]
-    command = f"python -m benchmarks.scripts.sharding {shlex.join(sys.argv[1:])}".strip()
-    report = Report.here("sharding", command, "cpu", settings, {"policies": outcomes, "moves": results}, tables)
-    print(report.markdown(), report.write(out), sep="\n")
+    program = "python -m benchmarks.scripts.sharding"
+    Report.here("sharding", program, "cpu", settings, {"policies": outcomes, "moves": results}, tables).publish(out)
 
 
 if __name__ == "__main__":

@@ -5,8 +5,6 @@ Counts processor time, the exporting thread's too. Writes a dated report: `pytho
 
 from __future__ import annotations
 
-import shlex
-import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -86,10 +84,8 @@ def main(out: Annotated[Path, typer.Option(help="Folder of the report.")] = Path
     """Measure what metrics and traces cost a verify step of the demo models."""
     torch.set_num_threads(1)
     costs = [cost for batch in (1, 8, 16) for cost in measure(decode(batch, NUM_TOKENS), REPEATS)]
-    command = shlex.join(["python", "-m", "benchmarks.scripts.telemetry_overhead", *sys.argv[1:]])
-    page = Report.here("telemetry-overhead", command, "cpu", Settings(), costs, [table(costs)]).write(out)
-    print(page.read_text(encoding="utf-8"))
-    print(f"written to {page} and {page.with_suffix('.json')}")
+    program = "python -m benchmarks.scripts.telemetry_overhead"
+    Report.here("telemetry-overhead", program, "cpu", Settings(), costs, [table(costs)]).publish(out)
 
 
 def decode(batch: int, num_tokens: int) -> Steps:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import shlex
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, cast
 
@@ -15,7 +13,7 @@ from rich.progress import Progress
 
 from eyas.bench.settings import MethodSpec, MethodsSettings, OfflineSettings
 from eyas.config import DraftBudgetPolicy, Dtype, TreeConfig
-from eyas.errors import ConfigError, EyasError
+from eyas.errors import ConfigError
 
 # Drawing the progress bar takes time away from what is measured.
 REFRESHES_PER_SECOND = 1
@@ -65,26 +63,25 @@ def offline(
     out: Out = RESULTS,
 ) -> None:
     """Compare plain decoding, speculative decoding and transformers' generate in this process."""
-    with _exit_on_error():
-        settings = OfflineSettings(
-            model=model,
-            draft_model=draft_model,
-            method=method,
-            prompts=prompts,
-            batches=tuple(batch),
-            temperatures=tuple(temperature),
-            max_tokens=max_tokens,
-            num_groups=groups,
-            rows=tuple(rows),
-            tree=TreeConfig(num_draft_tokens, num_steps, top_k),
-            draft_budget=cast(DraftBudgetPolicy, draft_budget),
-            dtype=cast(Dtype, dtype),
-            device=device,
-            threads=threads,
-        )
-        from eyas.bench.offline import measure
+    settings = OfflineSettings(
+        model=model,
+        draft_model=draft_model,
+        method=method,
+        prompts=prompts,
+        batches=tuple(batch),
+        temperatures=tuple(temperature),
+        max_tokens=max_tokens,
+        num_groups=groups,
+        rows=tuple(rows),
+        tree=TreeConfig(num_draft_tokens, num_steps, top_k),
+        draft_budget=cast(DraftBudgetPolicy, draft_budget),
+        dtype=cast(Dtype, dtype),
+        device=device,
+        threads=threads,
+    )
+    from eyas.bench.offline import measure
 
-        _report("offline", settings, measure, out)
+    _report("offline", settings, measure, out)
 
 
 @bench.command()
@@ -104,37 +101,27 @@ def methods(
     out: Out = RESULTS,
 ) -> None:
     """Decode the same prompts with each method in turn; write a table and a bar chart."""
-    with _exit_on_error():
-        settings = MethodsSettings(
-            model=model,
-            methods=tuple(map(MethodSpec.parse, method)),
-            prompts=prompts,
-            num_prompts=num_prompts,
-            temperatures=tuple(temperature),
-            max_tokens=max_tokens,
-            tree=TreeConfig(num_draft_tokens, num_steps, top_k),
-            dtype=cast(Dtype, dtype),
-            device=device,
-            threads=threads,
-        )
-        from eyas.bench.methods import draw, measure
+    settings = MethodsSettings(
+        model=model,
+        methods=tuple(map(MethodSpec.parse, method)),
+        prompts=prompts,
+        num_prompts=num_prompts,
+        temperatures=tuple(temperature),
+        max_tokens=max_tokens,
+        tree=TreeConfig(num_draft_tokens, num_steps, top_k),
+        dtype=cast(Dtype, dtype),
+        device=device,
+        threads=threads,
+    )
+    from eyas.bench.methods import draw, measure
 
-        results, page = _report("methods", settings, measure, out)
-        try:
-            draw(results.scores, page.with_suffix(".png"))
-        except ConfigError as error:
-            print(f"no picture: {error}", file=sys.stderr)
-        else:
-            print(f"drawn as {page.with_suffix('.png')}")
-
-
-@contextmanager
-def _exit_on_error() -> Iterator[None]:
+    results, page = _report("methods", settings, measure, out)
     try:
-        yield
-    except EyasError as error:
-        print(f"error: {error}", file=sys.stderr)
-        raise typer.Exit(1) from error
+        draw(results.scores, page.with_suffix(".png"))
+    except ConfigError as error:
+        print(f"no picture: {error}", file=sys.stderr)
+    else:
+        print(f"drawn as {page.with_suffix('.png')}")
 
 
 def _report(name: str, settings: Any, measure: Callable[[Any, Progress], Any], out: Path) -> tuple[Any, Path]:
@@ -145,8 +132,4 @@ def _report(name: str, settings: Any, measure: Callable[[Any, Progress], Any], o
     settings = resolve_placement(settings, settings.model)
     with Progress(console=Console(stderr=True), refresh_per_second=REFRESHES_PER_SECOND) as progress:
         results = measure(settings, progress)
-    command = shlex.join(["eyas", *sys.argv[1:]])
-    page = Report.here(name, command, settings.device, settings, results, results.tables()).write(out)
-    print(page.read_text(encoding="utf-8"))
-    print(f"written to {page} and {page.with_suffix('.json')}")
-    return results, page
+    return results, Report.here(name, "eyas", settings.device, settings, results, results.tables()).publish(out)

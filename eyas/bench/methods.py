@@ -2,37 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
 from rich.progress import Progress
 
 from eyas.bench.report import Spread, Table, number
-from eyas.bench.results import GENERATE, PLAIN, Agreement, Run
-from eyas.bench.settings import MethodSpec, MethodsSettings, TaskPrompt, load_tasks
-from eyas.bench.timing import Contender, EngineContender, GenerateContender, now, rotated
+from eyas.bench.results import GENERATE, PLAIN, Agreement, Run, total_stats
+from eyas.bench.settings import MethodSpec, MethodsSettings, load_tasks
+from eyas.bench.timing import Contender, EngineContender, GenerateContender, TimedDrafter, run_in_turn
 from eyas.config import DraftingConfig, EngineConfig
-from eyas.drafters.base import Draft, DraftContext, DrafterNeeds, LocalDrafter
 from eyas.drafters.registry import build_drafter, build_fuser, find_method
 from eyas.engine.build import assemble_engine
 from eyas.errors import ConfigError
 from eyas.models.target import TargetModel, load_target
-from eyas.request import GenerationStats
 
-WARM_UP_TOKENS = 16
 INCHES_PER_METHOD = 0.9
-UNSHARED_NOISE = DraftingConfig(shared_noise=False)
-
-
-@dataclass(frozen=True)
-class TimedRun:
-    """One prompt decoded by one contender. draft_seconds: time in the drafter."""
-
-    task: str
-    run: Run
-    draft_seconds: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -42,6 +30,12 @@ class TaskScore:
     task: str
     speedup: Spread
     tau: float | None
+
+    @classmethod
+    def of(cls, task: str, pairs: Sequence[tuple[Run, Run]]) -> TaskScore:
+        """Score runs, each beside the run of plain decoding over the same prompt."""
+        ratios = [run.tokens_per_second / plain.tokens_per_second for run, plain in pairs]
+        return cls(task, Spread.of(ratios), _tau([run for run, _ in pairs]))
 
 
 @dataclass(frozen=True)
@@ -70,25 +64,29 @@ class MethodScore:
         cls,
         method: str,
         temperature: float,
-        runs: Sequence[TimedRun],
-        plain: Sequence[TimedRun],
-        unshared_noise: Sequence[TimedRun] = (),
+        tasks: Sequence[str],
+        runs: Sequence[Run],
+        plain: Sequence[Run],
+        unshared_noise: Sequence[Run] = (),
     ) -> MethodScore:
-        """Score runs over the same prompts, in the same order, as `plain` and `unshared_noise`."""
-        names = dict.fromkeys(run.task for run in runs)
-        steps = _stats(runs).num_verify_steps
-        seconds = sum(run.draft_seconds for run in runs)
+        """Score runs over the same prompts, in the same order, as `tasks`, `plain` and `unshared_noise`."""
+        steps = total_stats(runs).num_verify_steps
+        draft_seconds = sum(run.draft_seconds for run in runs)
+        pairs = {
+            task: [(run, other) for name, run, other in zip(tasks, runs, plain, strict=True) if name == task]
+            for task in tasks
+        }
         return cls(
             method=method,
             temperature=temperature,
-            tokens_per_second=Spread.of([timed.run.tokens_per_second for timed in runs]),
-            overall=_score("all", runs, plain),
-            tasks=tuple(_score(name, _only(name, runs), _only(name, plain)) for name in names),
-            draft_ms=1e3 * seconds / steps if seconds and steps else None,
-            identical=Agreement.between([timed.run for timed in runs], [timed.run for timed in plain]),
+            tokens_per_second=Spread.of([run.tokens_per_second for run in runs]),
+            overall=TaskScore.of("all", list(zip(runs, plain, strict=True))),
+            tasks=tuple(TaskScore.of(task, own) for task, own in pairs.items()),
+            draft_ms=1e3 * draft_seconds / steps if draft_seconds and steps else None,
+            identical=Agreement.between(runs, plain),
             unshared_noise_tau=_tau(unshared_noise) if unshared_noise else None,
-            seconds=_seconds(runs),
-            unshared_noise_seconds=_seconds(unshared_noise),
+            seconds=sum(run.seconds for run in runs),
+            unshared_noise_seconds=sum(run.seconds for run in unshared_noise),
         )
 
 
@@ -105,119 +103,53 @@ class MethodsResults:
         return [_table(t, [score for score in self.scores if score.temperature == t]) for t in temperatures]
 
 
-class TimedDrafter(LocalDrafter):
-    """A drafter that adds up the seconds spent in it."""
-
-    def __init__(self, drafter: LocalDrafter, device: torch.device) -> None:
-        self._drafter = drafter
-        self._device = device
-        self.seconds = 0.0
-
-    @property
-    def needs(self) -> DrafterNeeds:
-        return self._drafter.needs
-
-    @property
-    def can_sample(self) -> bool:
-        return self._drafter.can_sample
-
-    def propose(self, contexts: Sequence[DraftContext]) -> list[Draft]:
-        started = now(self._device)
-        drafts = self._drafter.propose(contexts)
-        self.seconds += now(self._device) - started
-        return drafts
-
-    def release(self, sessions: Sequence[str]) -> None:
-        self._drafter.release(sessions)
-
-
-@dataclass(frozen=True)
-class TimedMethod:
-    """A contender and its drafter; plain decoding and `generate` have none."""
-
-    contender: Contender
-    drafter: TimedDrafter | None = None
-
-
 def measure(settings: MethodsSettings, progress: Progress) -> MethodsResults:
     """Run every method on every prompt. Raises EyasError for models and prompts that cannot be used."""
     if settings.threads:
         torch.set_num_threads(settings.threads)
     loading = progress.add_task("loading models", total=None)
     prompts = load_tasks(settings)
-    max_kv_tokens = (
-        max(len(prompt.token_ids) for prompt in prompts) + settings.max_tokens + settings.tree.num_draft_tokens + 64
-    )
+    tasks, batches = [prompt.task for prompt in prompts], [[prompt.token_ids] for prompt in prompts]
+    longest = max(len(prompt.token_ids) for prompt in prompts)
+    max_kv_tokens = longest + settings.max_tokens + settings.tree.num_draft_tokens + 64
     target = load_target(settings.model, settings.dtype, settings.device)
-    timed: dict[str, TimedMethod] = {PLAIN: TimedMethod(_engine(settings, target, None, max_kv_tokens))}
-    for spec in settings.methods:
-        timed[spec.name] = _timed_method(settings, target, spec, DraftingConfig(), max_kv_tokens)
-    shared = [spec for spec in settings.methods if _shares_noise(settings, spec)]
-    unshared = {spec.name: _timed_method(settings, target, spec, UNSHARED_NOISE, max_kv_tokens) for spec in shared}
-    generate = TimedMethod(GenerateContender(settings.model, settings.dtype, target.device))
+    build = partial(_contender, settings, target, max_kv_tokens)
+    timed = {PLAIN: build()} | {spec.name: build(spec) for spec in settings.methods}
+    # Shared noise affects methods with draft probabilities, above temperature 0.
+    noisy = [spec for spec in settings.methods if find_method(spec.name).has_probs and max(settings.temperatures) > 0]
+    unshared = {spec.name: build(spec, DraftingConfig(shared_noise=False)) for spec in noisy}
+    generate = GenerateContender(settings.model, settings.dtype, target.device)
     progress.update(loading, total=1, completed=1)
     scores: list[MethodScore] = []
     for temperature in settings.temperatures:
-        contenders = timed | ({GENERATE: generate} if temperature == 0 else {})
-        runs = _runs(settings, contenders, prompts, temperature, progress, f"temperature {temperature:g}")
-        label = f"temperature {temperature:g}, without shared noise"
-        unshared_runs = (
-            _runs(settings, unshared, prompts, temperature, progress, label) if unshared and temperature > 0 else {}
-        )
+        sampling, label = settings.sampling(temperature), f"temperature {temperature:g}"
+        contenders: dict[str, Contender] = {**timed, **({GENERATE: generate} if temperature == 0 else {})}
+        runs = run_in_turn(contenders, batches, sampling, progress, label)
+        unshared_runs: dict[str, list[Run]] = {}
+        if unshared and temperature > 0:
+            unshared_runs = run_in_turn(unshared, batches, sampling, progress, f"{label}, without shared noise")
         for name, own in runs.items():
-            scores.append(MethodScore.of(name, temperature, own, runs[PLAIN], unshared_runs.get(name, ())))
+            scores.append(MethodScore.of(name, temperature, tasks, own, runs[PLAIN], unshared_runs.get(name, ())))
     return MethodsResults(torch.get_num_threads(), tuple(scores))
 
 
-def _shares_noise(settings: MethodsSettings, spec: MethodSpec) -> bool:
-    """Whether shared noise affects the method at any of the temperatures."""
-    return find_method(spec.name).has_probs and max(settings.temperatures) > 0
-
-
-def _timed_method(
-    settings: MethodsSettings, target: TargetModel, spec: MethodSpec, drafting: DraftingConfig, max_kv_tokens: int
-) -> TimedMethod:
-    made = build_drafter(
-        spec.name, settings.model, spec.draft_model, settings.dtype, settings.device, settings.tree, drafting
-    )
-    drafter = TimedDrafter(made, target.device)
-    return TimedMethod(_engine(settings, target, drafter, max_kv_tokens, spec), drafter)
-
-
-def _engine(
+def _contender(
     settings: MethodsSettings,
     target: TargetModel,
-    drafter: TimedDrafter | None,
     max_kv_tokens: int,
     spec: MethodSpec | None = None,
+    drafting: DraftingConfig | None = None,
 ) -> EngineContender:
-    """Build an engine over the shared weights that collects the features its drafter needs."""
-    fuser = build_fuser(spec.name, spec.draft_model, settings.model, settings.dtype, settings.device) if spec else None
+    """Build an engine over the shared weights that collects the features its drafter needs; plain without a method."""
+    model, dtype, device, tree = settings.model, settings.dtype, settings.device, settings.tree
+    fuser, drafter = None, None
+    if spec is not None:
+        fuser = build_fuser(spec.name, spec.draft_model, model, dtype, device)
+        made = build_drafter(spec.name, model, spec.draft_model, dtype, device, tree, drafting or DraftingConfig())
+        drafter = TimedDrafter(made, target.device)
     own_target = TargetModel(target.model, fuser.aux_hidden_state_layers if fuser else ())
     config = EngineConfig(max_kv_tokens=max_kv_tokens, max_num_seqs=1, prefix_cache=False)
-    return EngineContender(assemble_engine(own_target, fuser, config, settings.tree, drafter), target.device)
-
-
-def _runs(
-    settings: MethodsSettings,
-    methods: Mapping[str, TimedMethod],
-    prompts: Sequence[TaskPrompt],
-    temperature: float,
-    progress: Progress,
-    label: str,
-) -> dict[str, list[TimedRun]]:
-    """Decode every prompt with every method before the next prompt; a different method starts each time."""
-    sampling = settings.sampling(temperature)
-    runs: dict[str, list[TimedRun]] = {name: [] for name in methods}
-    for method in methods.values():
-        method.contender.run([prompts[0].token_ids], replace(sampling, max_tokens=min(WARM_UP_TOKENS, settings.max_tokens)))
-    for index, prompt in enumerate(progress.track(prompts, description=label)):
-        for name in rotated(list(methods), index):
-            drafter = methods[name].drafter
-            before = drafter.seconds if drafter else 0.0
-            run = methods[name].contender.run([prompt.token_ids], sampling)
-            runs[name].append(TimedRun(prompt.task, run, drafter.seconds - before if drafter else 0.0))
-    return runs
+    return EngineContender(assemble_engine(own_target, fuser, config, tree, drafter), target.device, drafter)
 
 
 def draw(scores: Sequence[MethodScore], path: Path) -> None:
@@ -280,29 +212,9 @@ def _row(score: MethodScore, tasks: Sequence[str]) -> tuple[str, ...]:
     return (*cells, draft, f"{score.tokens_per_second}", f"{score.identical}")
 
 
-def _score(task: str, runs: Sequence[TimedRun], plain: Sequence[TimedRun]) -> TaskScore:
-    pairs = zip(runs, plain, strict=True)
-    return TaskScore(task, Spread.of([a.run.tokens_per_second / b.run.tokens_per_second for a, b in pairs]), _tau(runs))
-
-
-def _only(task: str, runs: Sequence[TimedRun]) -> list[TimedRun]:
-    return [run for run in runs if run.task == task]
-
-
-def _stats(runs: Sequence[TimedRun]) -> GenerationStats:
-    stats = GenerationStats()
-    for timed in runs:
-        stats.merge(timed.run.stats)
-    return stats
-
-
-def _tau(runs: Sequence[TimedRun]) -> float | None:
-    stats = _stats(runs)
+def _tau(runs: Sequence[Run]) -> float | None:
+    stats = total_stats(runs)
     return stats.acceptance_length if stats.num_drafted else None
-
-
-def _seconds(runs: Sequence[TimedRun]) -> float:
-    return sum(timed.run.seconds for timed in runs)
 
 
 def _text(value: float | None) -> str:

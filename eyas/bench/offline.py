@@ -16,7 +16,6 @@ from eyas.bench.results import (
     SPECULATIVE,
     FirstToken,
     OfflineResults,
-    Run,
     SpeedComparison,
     StageTimes,
 )
@@ -26,6 +25,7 @@ from eyas.bench.timing import (
     EngineContender,
     GenerateContender,
     rotated,
+    run_in_turn,
     summarise,
     time_draft_rounds,
     time_verify_steps,
@@ -39,7 +39,6 @@ from eyas.models.heads.layers import FeatureFuser
 from eyas.models.target import TargetModel, load_target
 from eyas.request import SamplingParams
 
-WARM_UP_TOKENS = 16
 LONG_PROMPT_TOKENS = 1000
 NEW_PROMPT_TOKENS = 16
 
@@ -57,8 +56,6 @@ class BenchParts:
 
 def measure(settings: OfflineSettings, progress: Progress) -> OfflineResults:
     """Take every measurement. Raises EyasError for models and prompts that cannot be used."""
-    if settings.threads:
-        torch.set_num_threads(settings.threads)
     loading = progress.add_task("loading models", total=None)
     parts = load(settings)
     prompts = load_prompts(settings, parts.target.vocab_size)
@@ -79,7 +76,12 @@ def measure(settings: OfflineSettings, progress: Progress) -> OfflineResults:
 
 
 def load(settings: OfflineSettings) -> BenchParts:
-    """The target, and with a method its drafter. Raises CheckpointError; ConfigError for an unknown method or device."""
+    """Load the target, and with a method its drafter; set torch's threads.
+
+    Raises CheckpointError; ConfigError for an unknown method or device.
+    """
+    if settings.threads:
+        torch.set_num_threads(settings.threads)
     target, draft, dtype, device = settings.model, settings.draft_model, settings.dtype, settings.device
     name = default_method(settings.method, draft)
     if name == NO_DRAFTS:
@@ -89,20 +91,31 @@ def load(settings: OfflineSettings) -> BenchParts:
     return BenchParts(load_target(target, dtype, device, fuser.aux_hidden_state_layers if fuser else ()), fuser, drafter)
 
 
-def build_contenders(settings: OfflineSettings, parts: BenchParts, prompts: Sequence[Prompt]) -> Contenders:
-    """Build the contenders on shared weights; the plain engine collects no features."""
+def engine_contenders(settings: OfflineSettings, parts: BenchParts, config: EngineConfig) -> Contenders:
+    """Build a plain engine, which collects no features, and with a drafter a speculative one, on shared weights."""
     target = parts.target
-    longest = max(map(len, prompts)) + settings.max_tokens
-    max_kv_tokens = max(settings.batches) * (longest + settings.tree.num_draft_tokens) + LONG_PROMPT_TOKENS
-    config = EngineConfig(max_kv_tokens=max_kv_tokens, max_num_seqs=max(settings.batches), prefix_cache=False)
     plain = assemble_engine(TargetModel(target.model), None, config, settings.tree, None)
     contenders: Contenders = {PLAIN: EngineContender(plain, target.device)}
     if parts.drafter is not None:
         config = replace(config, draft_budget=settings.draft_budget)
         engine = assemble_engine(target, parts.fuser, config, settings.tree, parts.drafter)
         contenders[SPECULATIVE] = EngineContender(engine, target.device)
-    contenders[GENERATE] = GenerateContender(settings.model, settings.dtype, target.device)
     return contenders
+
+
+def build_contenders(settings: OfflineSettings, parts: BenchParts, prompts: Sequence[Prompt]) -> Contenders:
+    """Build the engines for all batches, and `generate`."""
+    longest, batch = max(map(len, prompts)) + settings.max_tokens, max(settings.batches)
+    max_kv_tokens = batch * (longest + settings.tree.num_draft_tokens) + LONG_PROMPT_TOKENS
+    config = EngineConfig(max_kv_tokens=max_kv_tokens, max_num_seqs=batch, prefix_cache=False)
+    generate = GenerateContender(settings.model, settings.dtype, parts.target.device)
+    return engine_contenders(settings, parts, config) | {GENERATE: generate}
+
+
+def build_caching_contenders(settings: OfflineSettings, parts: BenchParts) -> Contenders:
+    """Build engines with a prefix cache that holds one long prompt."""
+    max_kv_tokens = LONG_PROMPT_TOKENS + NEW_PROMPT_TOKENS + settings.tree.num_draft_tokens
+    return engine_contenders(settings, parts, EngineConfig(max_kv_tokens=max_kv_tokens, max_num_seqs=1))
 
 
 def compare(
@@ -113,17 +126,11 @@ def compare(
     batch: int,
     progress: Progress,
 ) -> SpeedComparison:
-    """Decode all batches of one size with every contender, a different one first each time; then time the stages."""
+    """Decode all batches of one size with every contender, then time the stages."""
     sampling = settings.sampling(temperature)
     contenders = {name: each for name, each in contenders.items() if name != GENERATE or temperature == 0}
     batches = groups(prompts, batch, settings.num_groups)
-    runs: dict[str, list[Run]] = {name: [] for name in contenders}
-    for contender in contenders.values():
-        contender.run(batches[0], replace(sampling, max_tokens=min(WARM_UP_TOKENS, settings.max_tokens)))
-    label = f"temperature {temperature:g}, batch {batch}"
-    for index, group in enumerate(progress.track(batches, description=label)):
-        for name in rotated(list(contenders), index):
-            runs[name].append(contenders[name].run(group, sampling))
+    runs = run_in_turn(contenders, batches, sampling, progress, f"temperature {temperature:g}, batch {batch}")
     return SpeedComparison.of(temperature, batch, runs, stages(contenders, batches[0], sampling))
 
 
@@ -138,20 +145,6 @@ def stages(
                 contender.run(prompts, sampling)
             found[name] = summarise(clock.steps, waited=("forward", "drafts") if name == SPECULATIVE else ("forward",))
     return found
-
-
-def build_caching_contenders(settings: OfflineSettings, parts: BenchParts) -> Contenders:
-    """Build engines with a prefix cache that holds one long prompt, on shared weights."""
-    target, fuser = parts.target, parts.fuser
-    config = EngineConfig(
-        max_kv_tokens=LONG_PROMPT_TOKENS + NEW_PROMPT_TOKENS + settings.tree.num_draft_tokens, max_num_seqs=1
-    )
-    plain = assemble_engine(TargetModel(target.model), None, config, settings.tree, None)
-    contenders: Contenders = {PLAIN: EngineContender(plain, target.device)}
-    if parts.drafter is not None:
-        engine = assemble_engine(target, fuser, config, settings.tree, parts.drafter)
-        contenders[SPECULATIVE] = EngineContender(engine, target.device)
-    return contenders
 
 
 def first_token(

@@ -7,7 +7,9 @@ import json
 import os
 import platform
 import re
+import shlex
 import subprocess
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import date
@@ -89,8 +91,12 @@ class Report:
     day: date
 
     @classmethod
-    def here(cls, name: str, command: str, device: str, settings: Any, results: Any, tables: Sequence[Table]) -> Report:
-        """Make a report of today, this machine and this checkout. device: as torch names it."""
+    def here(cls, name: str, program: str, device: str, settings: Any, results: Any, tables: Sequence[Table]) -> Report:
+        """Make a report of today, this machine and this checkout.
+
+        program: the command without the arguments of this process. device: as torch names it.
+        """
+        command = f"{program} {shlex.join(sys.argv[1:])}".strip()
         versions = {"python": platform.python_version(), **{name: _version(name) for name in VERSIONED}}
         return cls(name, command, _machine(device), versions, _commit(), settings, results, tables, date.today())
 
@@ -121,6 +127,13 @@ class Report:
         page = next(page for each in stems if not (page := folder / f"{each}.md").exists())
         page.write_text(self.markdown(), encoding="utf-8")
         page.with_suffix(".json").write_text(self.json(), encoding="utf-8")
+        return page
+
+    def publish(self, folder: Path) -> Path:
+        """Write both files, print the page, and return its path."""
+        page = self.write(folder)
+        print(self.markdown())
+        print(f"written to {page} and {page.with_suffix('.json')}")
         return page
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -15,15 +15,24 @@ PAIRS = {f"{a} / {b}": (a, b) for a, b in ((SPECULATIVE, PLAIN), (PLAIN, GENERAT
 
 @dataclass(frozen=True)
 class Run:
-    """One batch decoded to the end. seconds: from the first submission to the last token."""
+    """One batch decoded to the end. seconds: from the first submission to the last token. draft_seconds: in the drafter."""
 
     seconds: float
     outputs: tuple[tuple[int, ...], ...]
     stats: GenerationStats
+    draft_seconds: float = 0.0
 
     @property
     def tokens_per_second(self) -> float:
         return sum(map(len, self.outputs)) / self.seconds
+
+
+def total_stats(runs: Iterable[Run]) -> GenerationStats:
+    """The statistics of all runs together."""
+    stats = GenerationStats()
+    for run in runs:
+        stats.merge(run.stats)
+    return stats
 
 
 @dataclass(frozen=True)
@@ -80,9 +89,7 @@ class SpeedComparison:
         cls, temperature: float, batch: int, runs: Mapping[str, Sequence[Run]], stages: Mapping[str, StageTimes]
     ) -> SpeedComparison:
         """Compare the runs of each contender over the same batches in the same order."""
-        stats = GenerationStats()
-        for run in runs.get(SPECULATIVE, ()):
-            stats.merge(run.stats)
+        stats = total_stats(runs.get(SPECULATIVE, ()))
         pairs = {name: (runs[a], runs[b]) for name, (a, b) in PAIRS.items() if a in runs and b in runs}
         return cls(
             temperature=temperature,

@@ -8,11 +8,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import ceil
 from pathlib import Path
-from typing import get_args
 
 import numpy as np
 
 from eyas.config import DraftBudgetPolicy, Dtype, TreeConfig
+from eyas.config.loader import one_of, require
 from eyas.errors import ConfigError
 from eyas.request import SamplingParams
 
@@ -23,15 +23,38 @@ NUM_RANDOM_TOKENS = 64
 ANY_TASK = "all"
 
 
+@dataclass(frozen=True, kw_only=True)
+class BenchSettings:
+    """What every benchmark has. threads: CPU threads of torch; 0 keeps its default."""
+
+    max_tokens: int = 96
+    temperatures: tuple[float, ...] = (0.0,)
+    tree: TreeConfig = field(default_factory=TreeConfig)
+    dtype: Dtype = "auto"
+    device: str = "auto"
+    threads: int = 0
+
+    def __post_init__(self) -> None:
+        """Raises ConfigError for what cannot be measured."""
+        require(
+            self.max_tokens >= 2,
+            f"max_tokens is {self.max_tokens}; it must be at least 2, or no decode step is left to measure",
+        )
+        one_of(Dtype, dtype=self.dtype)
+
+    def sampling(self, temperature: float) -> SamplingParams:
+        """Generate exactly max_tokens, also past an end-of-sequence token."""
+        return SamplingParams(self.max_tokens, temperature, ignore_eos=True)
+
+
 @dataclass(frozen=True)
-class OfflineSettings:
+class OfflineSettings(BenchSettings):
     """What `eyas bench offline` measures.
 
     draft_model: folder or hub id of a draft head; empty measures plain decoding alone.
     prompts: JSON Lines file with token_ids or text; None takes seeded random tokens.
     num_groups: fewest batches of each size.
     rows: lengths of the chains that a verify step is timed with.
-    threads: CPU threads of torch; 0 keeps its default.
     """
 
     model: str
@@ -39,32 +62,15 @@ class OfflineSettings:
     method: str = ""
     prompts: Path | None = None
     batches: tuple[int, ...] = (1, 8)
-    temperatures: tuple[float, ...] = (0.0,)
-    max_tokens: int = 96
     num_groups: int = 5
     rows: tuple[int, ...] = (1, 8, 16, 32, 64)
-    tree: TreeConfig = field(default_factory=TreeConfig)
     draft_budget: DraftBudgetPolicy = "fixed"
-    dtype: Dtype = "auto"
-    device: str = "auto"
-    threads: int = 0
 
     def __post_init__(self) -> None:
-        """Raises ConfigError for sizes that cannot be measured."""
-        if self.max_tokens < 2:
-            raise ConfigError(
-                f"max_tokens is {self.max_tokens}; it must be at least 2, or no decode step is left to measure"
-            )
-        if min(self.batches, default=0) < 1 or min(self.rows, default=0) < 1 or self.num_groups < 1:
-            raise ConfigError("batch, rows and groups must be 1 or more, and given at least once")
-        if self.dtype not in get_args(Dtype):
-            raise ConfigError(f"dtype is {self.dtype}; known: {', '.join(get_args(Dtype))}")
-        if self.draft_budget not in get_args(DraftBudgetPolicy):
-            raise ConfigError(f"draft_budget is {self.draft_budget}; known: {', '.join(get_args(DraftBudgetPolicy))}")
-
-    def sampling(self, temperature: float) -> SamplingParams:
-        """Generate exactly max_tokens, also past an end-of-sequence token."""
-        return SamplingParams(self.max_tokens, temperature, ignore_eos=True)
+        super().__post_init__()
+        sizes = (min(self.batches, default=0), min(self.rows, default=0), self.num_groups)
+        require(min(sizes) >= 1, "batch, rows and groups must be 1 or more, and given at least once")
+        one_of(DraftBudgetPolicy, draft_budget=self.draft_budget)
 
 
 @dataclass(frozen=True)
@@ -90,35 +96,21 @@ class TaskPrompt:
 
 
 @dataclass(frozen=True)
-class MethodsSettings:
-    """What `eyas bench methods` measures.
+class MethodsSettings(BenchSettings):
+    """What `eyas bench methods` measures. `tree` is for methods without a tree shape of their own.
 
     prompts: JSON Lines file with token_ids, text or the turns of Spec-Bench (the first is used), and a category or task.
-    tree: for methods without a tree shape of their own.
-    threads: CPU threads of torch; 0 keeps its default.
     """
 
     model: str
     methods: tuple[MethodSpec, ...]
     prompts: Path
     num_prompts: int = 20
-    temperatures: tuple[float, ...] = (0.0, 0.6, 1.0)
-    max_tokens: int = 96
-    tree: TreeConfig = field(default_factory=TreeConfig)
-    dtype: Dtype = "auto"
-    device: str = "auto"
-    threads: int = 0
 
     def __post_init__(self) -> None:
-        """Raises ConfigError if there is nothing to measure."""
-        if not self.methods or not self.temperatures:
-            raise ConfigError("give at least one method and one temperature")
-        if self.max_tokens < 2 or self.num_prompts < 1:
-            raise ConfigError("max_tokens must be at least 2 and the number of prompts at least 1")
-
-    def sampling(self, temperature: float) -> SamplingParams:
-        """Generate exactly max_tokens, also past an end-of-sequence token."""
-        return SamplingParams(self.max_tokens, temperature, ignore_eos=True)
+        super().__post_init__()
+        require(bool(self.methods and self.temperatures), "give at least one method and one temperature")
+        require(self.num_prompts >= 1, f"num_prompts is {self.num_prompts}; it must be at least 1")
 
 
 def load_prompts(settings: OfflineSettings, vocab_size: int) -> list[Prompt]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
+from rich.progress import Progress
 from torch import Tensor
 
 from eyas.bench.report import Spread
@@ -20,7 +21,7 @@ from eyas.bench.settings import Prompt, random_prompt
 from eyas.cache.kv_cache import KVCache
 from eyas.config import TreeConfig
 from eyas.draft_protocol import Commit, TreeBudget
-from eyas.drafters.base import DraftContext, Drafter
+from eyas.drafters.base import Draft, DraftContext, Drafter, DrafterNeeds, LocalDrafter
 from eyas.engine.engine import Engine
 from eyas.engine.runner import ModelRunner, segment_of
 from eyas.engine.sequence import QueueKey, ScheduledSequence
@@ -38,6 +39,7 @@ STAGES = ("drafts", "schedule", "inputs", "forward", "sample", "commit", "reques
 CACHED_TOKENS = 160
 NEW_TOKENS = 3
 NUM_WARM_UPS = 2
+WARM_UP_TOKENS = 16
 NUM_REPEATS = 10
 GREEDY = NoiseKey(seed=0)
 
@@ -50,15 +52,42 @@ class Contender(Protocol):
         ...
 
 
-class EngineContender:
-    """An Eyas engine, with or without a drafter."""
+class TimedDrafter(LocalDrafter):
+    """A drafter that adds up the seconds spent in it."""
 
-    def __init__(self, engine: Engine, device: torch.device) -> None:
+    def __init__(self, drafter: LocalDrafter, device: torch.device) -> None:
+        self._drafter = drafter
+        self._device = device
+        self.seconds = 0.0
+
+    @property
+    def needs(self) -> DrafterNeeds:
+        return self._drafter.needs
+
+    @property
+    def can_sample(self) -> bool:
+        return self._drafter.can_sample
+
+    def propose(self, contexts: Sequence[DraftContext]) -> list[Draft]:
+        started = now(self._device)
+        drafts = self._drafter.propose(contexts)
+        self.seconds += now(self._device) - started
+        return drafts
+
+    def release(self, sessions: Sequence[str]) -> None:
+        self._drafter.release(sessions)
+
+
+class EngineContender:
+    """An Eyas engine, with or without a drafter. drafter: the engine's, if its time is measured."""
+
+    def __init__(self, engine: Engine, device: torch.device, drafter: TimedDrafter | None = None) -> None:
         self.engine = engine
         self.now = partial(now, device)
+        self._drafter = drafter
 
     def run(self, prompts: Sequence[Prompt], sampling: SamplingParams) -> Run:
-        started = self.now()
+        drafted_before, started = self._draft_seconds, self.now()
         for index, prompt in enumerate(prompts):
             self.engine.submit(Request(f"{index}", prompt, replace(sampling, seed=index)))
         outputs: list[tuple[int, ...]] = [()] * len(prompts)
@@ -67,7 +96,11 @@ class EngineContender:
             for chunk in self.engine.step():
                 outputs[int(chunk.request_id)] += chunk.token_ids
                 stats.add(chunk)
-        return Run(self.now() - started, tuple(outputs), stats)
+        return Run(self.now() - started, tuple(outputs), stats, self._draft_seconds - drafted_before)
+
+    @property
+    def _draft_seconds(self) -> float:
+        return self._drafter.seconds if self._drafter else 0.0
 
 
 class GenerateContender:
@@ -99,6 +132,23 @@ class GenerateContender:
 
     def _tensor(self, rows: list[list[int]]) -> Tensor:
         return torch.tensor(rows, device=self._device)
+
+
+def run_in_turn(
+    contenders: Mapping[str, Contender],
+    batches: Sequence[Sequence[Prompt]],
+    sampling: SamplingParams,
+    progress: Progress,
+    label: str,
+) -> dict[str, list[Run]]:
+    """Warm up, then decode each batch with every contender before the next batch; a different one starts each time."""
+    runs: dict[str, list[Run]] = {name: [] for name in contenders}
+    for contender in contenders.values():
+        contender.run(batches[0], replace(sampling, max_tokens=min(WARM_UP_TOKENS, sampling.max_tokens)))
+    for index, batch in enumerate(progress.track(batches, description=label)):
+        for name in rotated(list(contenders), index):
+            runs[name].append(contenders[name].run(batch, sampling))
+    return runs
 
 
 def rotated(names: Sequence[str], turn: int) -> list[str]:

@@ -42,16 +42,12 @@ def head(
     write: Annotated[bool, typer.Option("--write", help="Record the best wiring in the head's config.json.")] = False,
 ) -> None:
     """Find the wiring of a draft head. Exit status 1 if it guesses no better than chance with any wiring."""
-    try:
-        report = _check_wiring(model, draft_model, method, dtype, device, threads)
-        Console().print(_wiring_table(report))
-        print(report)
-        report.require(draft_model)
-        if write:
-            print(f"written to {_write_wiring(draft_model, report.best.wiring)}")
-    except EyasError as error:
-        print(f"error: {error}", file=sys.stderr)
-        raise typer.Exit(1) from error
+    report = _check_wiring(model, draft_model, method, dtype, device, threads)
+    Console().print(_wiring_table(report))
+    print(report)
+    report.require(draft_model)
+    if write:
+        print(f"written to {_write_wiring(draft_model, report.best.wiring)}")
 
 
 def _check_wiring(model: str, draft_model: str, method: str, dtype: str, device: str, threads: int) -> WiringReport:
@@ -125,8 +121,8 @@ def equality(
     """Compare plain with speculative decoding. Exit status 1 if rounding cannot explain a difference."""
     try:
         settings = OfflineSettings(
-            model, draft_model, method, prompts, (8,), (temperature,), max_tokens, dtype=cast(Dtype, dtype), device=device,
-            tree=TreeConfig(num_draft_tokens, num_steps), threads=threads,
+            model, draft_model, method, prompts, batches=(8,), temperatures=(temperature,), max_tokens=max_tokens,
+            tree=TreeConfig(num_draft_tokens, num_steps), dtype=cast(Dtype, dtype), device=device, threads=threads,
         )  # fmt: skip
         report = _compare(settings, deterministic)
     except EyasError as error:

@@ -6,7 +6,7 @@ Legend: V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -14,13 +14,11 @@ import torch
 from rich.progress import Progress
 from torch import Tensor
 
-from eyas.bench.offline import BenchParts, load
-from eyas.bench.results import Run
+from eyas.bench.offline import engine_contenders, load
+from eyas.bench.results import PLAIN, SPECULATIVE, first_difference
 from eyas.bench.settings import OfflineSettings, Prompt, load_prompts
-from eyas.bench.timing import EngineContender
 from eyas.config import EngineConfig
 from eyas.drafters.base import Draft, DraftContext, DrafterNeeds, LocalDrafter
-from eyas.engine.build import assemble_engine
 from eyas.models.inputs import Segment
 from eyas.models.target import TargetModel, load_target
 from eyas.request import GenerationStats
@@ -90,23 +88,26 @@ def compare(settings: OfflineSettings, deterministic: bool, progress: Progress) 
 
     Raises EyasError for models and prompts that cannot be used.
     """
-    if settings.threads:
-        torch.set_num_threads(settings.threads)
     loading = progress.add_task("loading models", total=None)
     parts = load(settings)
     prompts = load_prompts(settings, parts.target.vocab_size)
-    engines = _Engines(settings, parts, prompts, deterministic)
+    batch, replay = settings.batches[0], ReplayDrafter(parts.target.vocab_size)
+    num_tokens = batch * (max(map(len, prompts)) + settings.max_tokens + settings.tree.num_draft_tokens)
+    config = EngineConfig(max_kv_tokens=num_tokens, max_num_seqs=batch, deterministic=deterministic)
+    engines = engine_contenders(settings, replace(parts, drafter=parts.drafter or replay), config)
     progress.update(loading, total=1, completed=1)
-    batch, explainer = settings.batches[0], DivergenceExplainer(settings)
+    explainer, sampling = DivergenceExplainer(settings), settings.sampling(settings.temperatures[0])
     batches = [prompts[at : at + batch] for at in range(0, len(prompts), batch)]
     comparisons: list[EqualityComparison] = []
     stats = GenerationStats()
     for group in progress.track(batches, description="decoding plainly and speculatively"):
-        plain, speculative = engines.run(group)
+        plain = engines[PLAIN].run(group, sampling).outputs
+        replay.set_outputs({f"{i}": (*prompt, *plain[i]) for i, prompt in enumerate(group)})
+        speculative = engines[SPECULATIVE].run(group, sampling)
         stats.merge(speculative.stats)
         for seed, prompt in enumerate(group):
-            divergence = explainer.divergence(prompt, seed, plain.outputs[seed], speculative.outputs[seed])
-            comparisons.append(EqualityComparison(len(plain.outputs[seed]), divergence))
+            divergence = explainer.divergence(prompt, seed, plain[seed], speculative.outputs[seed])
+            comparisons.append(EqualityComparison(len(plain[seed]), divergence))
     return EqualityReport(tuple(comparisons), stats)
 
 
@@ -118,10 +119,9 @@ class DivergenceExplainer:
 
     def divergence(self, prompt: Prompt, seed: int, plain: Sequence[int], speculative: Sequence[int]) -> Divergence | None:
         """The first difference between two outputs of a prompt, drawn with `seed`; None if they are equal."""
-        pairs = enumerate(zip(plain, speculative, strict=True))
-        at = next((index for index, (one, other) in pairs if one != other), None)
-        if at is None:
+        if plain == speculative:
             return None
+        at = first_difference(plain, speculative)
         logits = self._logits((*prompt, *plain[:at]))
         scores = self._with_noise(logits, seed, len(prompt) + at)
         best, second = scores.topk(2).values.tolist()
@@ -147,27 +147,6 @@ class DivergenceExplainer:
             return logits
         noise = exponential_noise([seed], [position], torch.arange(len(logits), device=logits.device))[0]
         return logits - temperature * noise.log()
-
-
-class _Engines:
-    """A plain and a speculative engine over one loaded target."""
-
-    def __init__(self, settings: OfflineSettings, parts: BenchParts, prompts: Sequence[Prompt], deterministic: bool) -> None:
-        target, tree, batch = parts.target, settings.tree, settings.batches[0]
-        num_tokens = batch * (max(map(len, prompts)) + settings.max_tokens + tree.num_draft_tokens)
-        config = EngineConfig(max_kv_tokens=num_tokens, max_num_seqs=batch, deterministic=deterministic)
-        self._sampling = settings.sampling(settings.temperatures[0])
-        self._replay = ReplayDrafter(target.vocab_size)
-        plain = assemble_engine(TargetModel(target.model), None, config, tree, None)
-        speculative = assemble_engine(target, parts.fuser, config, tree, parts.drafter or self._replay)
-        self._plain = EngineContender(plain, target.device)
-        self._speculative = EngineContender(speculative, target.device)
-
-    def run(self, prompts: Sequence[Prompt]) -> tuple[Run, Run]:
-        """Plain and speculative decoding of one batch."""
-        plain = self._plain.run(prompts, self._sampling)
-        self._replay.set_outputs({f"{i}": (*prompts[i], *plain.outputs[i]) for i in range(len(prompts))})
-        return plain, self._speculative.run(prompts, self._sampling)
 
 
 class ReplayDrafter(LocalDrafter):

@@ -1,84 +1,43 @@
 """Configuration of the engine, the drafters and the services: frozen values, and the loader that reads them from YAML."""
 
-from eyas.config.drafting import (
-    MC_SIM_7B_63,
-    CombinedConfig,
-    DraftAheadConfig,
-    DraftingConfig,
-    DraftModelConfig,
-    Eagle1Config,
-    LookaheadConfig,
-    MedusaConfig,
-    MethodsConfig,
-    PromptLookupConfig,
-    RestConfig,
-    TreeChoices,
-    TreeConfig,
-)
-from eyas.config.engine import AcceptanceRule, DraftBudgetPolicy, Dtype, EngineConfig, HeadValidation
-from eyas.config.loader import describe, load, masked, validated
-from eyas.config.serving import (
-    ApiKeysConfig,
-    DiscoveryConfig,
-    DiscoveryKind,
-    DraftClientConfig,
-    DraftConfig,
-    DraftedModel,
-    HttpConfig,
-    KubernetesConfig,
-    LogFormat,
-    OutlierDetectionConfig,
-    PeersConfig,
-    RegistryConfig,
-    RouterConfig,
-    RoutingConfig,
-    ServedModel,
-    ServerConfig,
-    TelemetryConfig,
-    TlsConfig,
-    VerifierConfig,
-)
-
-__all__ = [
-    "MC_SIM_7B_63",
-    "AcceptanceRule",
-    "ApiKeysConfig",
-    "CombinedConfig",
-    "DiscoveryConfig",
-    "DiscoveryKind",
-    "DraftAheadConfig",
-    "DraftBudgetPolicy",
-    "DraftClientConfig",
-    "DraftConfig",
-    "DraftModelConfig",
-    "DraftedModel",
-    "DraftingConfig",
-    "Dtype",
-    "Eagle1Config",
-    "EngineConfig",
-    "HeadValidation",
-    "HttpConfig",
-    "KubernetesConfig",
-    "LogFormat",
-    "LookaheadConfig",
-    "MedusaConfig",
-    "MethodsConfig",
-    "OutlierDetectionConfig",
-    "PeersConfig",
-    "PromptLookupConfig",
-    "RegistryConfig",
-    "RestConfig",
-    "RouterConfig",
-    "RoutingConfig",
-    "ServedModel",
-    "ServerConfig",
-    "TelemetryConfig",
-    "TlsConfig",
-    "TreeChoices",
-    "TreeConfig",
-    "VerifierConfig",
-    "describe",
-    "load",
-    "masked",
-    "validated",
-]
+from eyas.config.drafting import MC_SIM_7B_63 as MC_SIM_7B_63
+from eyas.config.drafting import CombinedConfig as CombinedConfig
+from eyas.config.drafting import DraftAheadConfig as DraftAheadConfig
+from eyas.config.drafting import DraftingConfig as DraftingConfig
+from eyas.config.drafting import DraftModelConfig as DraftModelConfig
+from eyas.config.drafting import Eagle1Config as Eagle1Config
+from eyas.config.drafting import LookaheadConfig as LookaheadConfig
+from eyas.config.drafting import MedusaConfig as MedusaConfig
+from eyas.config.drafting import MethodsConfig as MethodsConfig
+from eyas.config.drafting import PromptLookupConfig as PromptLookupConfig
+from eyas.config.drafting import RestConfig as RestConfig
+from eyas.config.drafting import TreeChoices as TreeChoices
+from eyas.config.drafting import TreeConfig as TreeConfig
+from eyas.config.engine import AcceptanceRule as AcceptanceRule
+from eyas.config.engine import DraftBudgetPolicy as DraftBudgetPolicy
+from eyas.config.engine import Dtype as Dtype
+from eyas.config.engine import EngineConfig as EngineConfig
+from eyas.config.engine import HeadValidation as HeadValidation
+from eyas.config.loader import describe as describe
+from eyas.config.loader import load as load
+from eyas.config.loader import masked as masked
+from eyas.config.loader import validated as validated
+from eyas.config.serving import ApiKeysConfig as ApiKeysConfig
+from eyas.config.serving import DiscoveryConfig as DiscoveryConfig
+from eyas.config.serving import DiscoveryKind as DiscoveryKind
+from eyas.config.serving import DraftClientConfig as DraftClientConfig
+from eyas.config.serving import DraftConfig as DraftConfig
+from eyas.config.serving import DraftedModel as DraftedModel
+from eyas.config.serving import HttpConfig as HttpConfig
+from eyas.config.serving import KubernetesConfig as KubernetesConfig
+from eyas.config.serving import LogFormat as LogFormat
+from eyas.config.serving import OutlierDetectionConfig as OutlierDetectionConfig
+from eyas.config.serving import PeersConfig as PeersConfig
+from eyas.config.serving import RegistryConfig as RegistryConfig
+from eyas.config.serving import RouterConfig as RouterConfig
+from eyas.config.serving import RoutingConfig as RoutingConfig
+from eyas.config.serving import ServedModel as ServedModel
+from eyas.config.serving import ServerConfig as ServerConfig
+from eyas.config.serving import TelemetryConfig as TelemetryConfig
+from eyas.config.serving import TlsConfig as TlsConfig
+from eyas.config.serving import VerifierConfig as VerifierConfig

@@ -8,7 +8,6 @@ from typing import Literal
 from eyas.config.drafting import DraftingConfig, MethodsConfig, TreeConfig
 from eyas.config.engine import Dtype, EngineConfig, HeadValidation
 from eyas.config.loader import above_zero, at_least, one_of, require, valid_port
-from eyas.errors import ConfigError
 
 LogFormat = Literal["text", "json"]
 DiscoveryKind = Literal["redis", "static", "kubernetes"]
@@ -67,14 +66,6 @@ class PeersConfig:
         _cert_and_key(self.cert_file, self.key_file)
         require(not self.cert_file or bool(self.ca_file), "cert_file is set; set ca_file too")
         require(not self.tls_server_name or bool(self.ca_file), "tls_server_name is set; set ca_file too")
-
-    def check_worker(self) -> None:
-        """Raise ConfigError if a worker would dial with TLS but serve without."""
-        if self.ca_file and not self.cert_file:
-            raise ConfigError(
-                "peers.ca_file is set without a certificate, so this worker would serve without TLS; "
-                "set peers.cert_file and peers.key_file"
-            )
 
 
 @dataclass(frozen=True)
@@ -179,6 +170,32 @@ class TelemetryConfig:
         require(port is None or 0 <= port <= 65535, f"metrics_port is {port}; it must lie in [0, 65535], or be null")
         require(0 <= ratio <= 1, f"step_span_ratio is {ratio}; it must lie in [0, 1]")
         one_of(LogFormat, log_format=self.log_format)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServiceConfig:
+    """The parts that every service has."""
+
+    server: ServerConfig = field(default_factory=ServerConfig)
+    peers: PeersConfig = field(default_factory=PeersConfig)
+    registry: RegistryConfig = field(default_factory=RegistryConfig)
+    discovery: DiscoveryConfig = field(default_factory=DiscoveryConfig)
+    telemetry: TelemetryConfig = field(default_factory=TelemetryConfig)
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerConfig(ServiceConfig):
+    """What verifier and draft service share. threads: number of CPU threads of torch; 0 takes torch's default."""
+
+    threads: int = 0
+
+    def __post_init__(self) -> None:
+        at_least(0, threads=self.threads)
+        require(
+            not self.peers.ca_file or bool(self.peers.cert_file),
+            "peers.ca_file is set without a certificate, so this worker would serve without TLS; "
+            "set peers.cert_file and peers.key_file",
+        )
 
 
 # Router
@@ -295,7 +312,7 @@ class OutlierDetectionConfig:
 
 
 @dataclass(frozen=True)
-class RouterConfig:
+class RouterConfig(ServiceConfig):
     """The router service.
 
     Attributes:
@@ -308,16 +325,11 @@ class RouterConfig:
     models: tuple[ServedModel, ...]
     request_timeout_s: float = 600.0
     stall_timeout_s: float = 60.0
-    server: ServerConfig = field(default_factory=ServerConfig)
-    peers: PeersConfig = field(default_factory=PeersConfig)
     http: HttpConfig = field(default_factory=HttpConfig)
     api_keys: ApiKeysConfig = field(default_factory=ApiKeysConfig)
     tls: TlsConfig = field(default_factory=TlsConfig)
-    registry: RegistryConfig = field(default_factory=RegistryConfig)
-    discovery: DiscoveryConfig = field(default_factory=DiscoveryConfig)
     routing: RoutingConfig = field(default_factory=RoutingConfig)
     outlier_detection: OutlierDetectionConfig = field(default_factory=OutlierDetectionConfig)
-    telemetry: TelemetryConfig = field(default_factory=TelemetryConfig)
 
     def __post_init__(self) -> None:
         above_zero(request_timeout_s=self.request_timeout_s, stall_timeout_s=self.stall_timeout_s)
@@ -349,7 +361,7 @@ class DraftClientConfig:
 
 
 @dataclass(frozen=True)
-class VerifierConfig:
+class VerifierConfig(WorkerConfig):
     """The verifier service.
 
     Attributes:
@@ -361,7 +373,6 @@ class VerifierConfig:
         validate_head: "auto" tests at startup that the head's guesses are better than chance, and rejects it otherwise.
         dtype: "auto" takes the checkpoint's own on CUDA, and float32 on the CPU.
         device: "auto" takes CUDA if there is a GPU.
-        threads: number of CPU threads of torch; 0 takes torch's default.
         tree: shape of draft trees; drafter and verifier should agree.
     """
 
@@ -372,19 +383,9 @@ class VerifierConfig:
     validate_head: HeadValidation = "auto"
     dtype: Dtype = "auto"
     device: str = "auto"
-    threads: int = 0
     tree: TreeConfig = field(default_factory=TreeConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)
     draft_client: DraftClientConfig = field(default_factory=DraftClientConfig)
-    server: ServerConfig = field(default_factory=ServerConfig)
-    peers: PeersConfig = field(default_factory=PeersConfig)
-    registry: RegistryConfig = field(default_factory=RegistryConfig)
-    discovery: DiscoveryConfig = field(default_factory=DiscoveryConfig)
-    telemetry: TelemetryConfig = field(default_factory=TelemetryConfig)
-
-    def __post_init__(self) -> None:
-        at_least(0, threads=self.threads)
-        self.peers.check_worker()
 
 
 # Draft service
@@ -413,34 +414,13 @@ class DraftedModel:
 
 
 @dataclass(frozen=True)
-class DraftConfig:
+class DraftConfig(DraftedModel, WorkerConfig):
     """The draft service: the fields of DraftedModel for its first model, and those of the service.
 
-    Attributes:
-        threads: number of CPU threads of torch; 0 takes torch's default.
-        additional_models: further models that the service drafts for.
+    additional_models: further models that the service drafts for.
     """
 
-    served_model_name: str
-    model: str
-    draft_model: str = ""
-    method: str = "eagle3"
-    dtype: Dtype = "auto"
-    device: str = "auto"
-    threads: int = 0
-    tree: TreeConfig = field(default_factory=TreeConfig)
-    drafting: DraftingConfig = field(default_factory=DraftingConfig)
-    methods: MethodsConfig = field(default_factory=MethodsConfig)
     additional_models: tuple[DraftedModel, ...] = ()
-    server: ServerConfig = field(default_factory=ServerConfig)
-    peers: PeersConfig = field(default_factory=PeersConfig)
-    registry: RegistryConfig = field(default_factory=RegistryConfig)
-    discovery: DiscoveryConfig = field(default_factory=DiscoveryConfig)
-    telemetry: TelemetryConfig = field(default_factory=TelemetryConfig)
-
-    def __post_init__(self) -> None:
-        at_least(0, threads=self.threads)
-        self.peers.check_worker()
 
     @property
     def models(self) -> tuple[DraftedModel, ...]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
@@ -17,7 +16,7 @@ from rich.progress import Progress
 from tokenizers import Tokenizer
 
 from eyas.datastore.store import HEADER, STARTS, SUFFIXES, TOKENS, VERSION, vocabulary_digest
-from eyas.errors import ConfigError, EyasError
+from eyas.errors import ConfigError
 
 # Documents that are tokenized together, on all cores.
 BATCH = 256
@@ -41,15 +40,11 @@ def build(
     """Tokenize CORPUS and sort its suffixes."""
     from eyas.tokenizer import load_tokenizer
 
-    try:
-        tokenizer, files = load_tokenizer(model).tokenizer, corpus_files(corpus)
-        vocab_size = max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1
-        with Progress(console=Console(stderr=True)) as progress:
-            documents = _tokenized(files, tokenizer, progress)
-            num_tokens = build_datastore(documents, vocab_size, vocabulary_digest(tokenizer), out)
-    except EyasError as error:
-        print(f"error: {error}", file=sys.stderr)
-        raise typer.Exit(1) from error
+    tokenizer, files = load_tokenizer(model).tokenizer, corpus_files(corpus)
+    vocab_size = max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1
+    with Progress(console=Console(stderr=True)) as progress:
+        documents = _tokenized(files, tokenizer, progress)
+        num_tokens = build_datastore(documents, vocab_size, vocabulary_digest(tokenizer), out)
     print(f"{num_tokens} tokens written to {out}")
 
 

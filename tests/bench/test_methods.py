@@ -7,24 +7,24 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from eyas.bench.command import bench
-from eyas.bench.methods import MethodScore, MethodsResults, TimedRun
+from eyas.bench.methods import MethodScore, MethodsResults
 from eyas.bench.results import Run
 from eyas.bench.settings import MethodSpec, MethodsSettings, load_tasks
+from eyas.cli import app
 from eyas.errors import ConfigError
 from eyas.request import GenerationStats
 
 
-def timed(task: str, seconds: float, tokens: tuple[int, ...], rounds: int = 0) -> TimedRun:
-    stats = GenerationStats()
-    stats.num_verify_steps, stats.num_emitted, stats.num_drafted = rounds, len(tokens), rounds
-    return TimedRun(task, Run(seconds, (tokens,), stats), draft_seconds=0.01 * rounds)
+def timed(seconds: float, tokens: tuple[int, ...], rounds: int = 0) -> Run:
+    stats = GenerationStats(num_verify_steps=rounds, num_emitted=len(tokens), num_drafted=rounds)
+    return Run(seconds, (tokens,), stats, draft_seconds=0.01 * rounds)
 
 
 def test_speedups_are_taken_prompt_by_prompt_and_by_task() -> None:
-    plain = [timed("code", 4.0, (1, 2)), timed("chat", 2.0, (3, 4)), timed("chat", 2.0, (5, 6))]
-    fast = [timed("code", 1.0, (1, 2), 1), timed("chat", 2.0, (3, 4), 2), timed("chat", 0.5, (5, 7), 1)]
-    score = MethodScore.of("eagle3", 0.0, fast, plain)
+    tasks = ["code", "chat", "chat"]
+    plain = [timed(4.0, (1, 2)), timed(2.0, (3, 4)), timed(2.0, (5, 6))]
+    fast = [timed(1.0, (1, 2), 1), timed(2.0, (3, 4), 2), timed(0.5, (5, 7), 1)]
+    score = MethodScore.of("eagle3", 0.0, tasks, fast, plain)
     assert score.overall.speedup.values == (4.0, 1.0, 4.0)
     assert [(task.task, task.speedup.values, task.tau) for task in score.tasks] == [
         ("code", (4.0,), 2.0),
@@ -32,7 +32,7 @@ def test_speedups_are_taken_prompt_by_prompt_and_by_task() -> None:
     ]
     assert score.draft_ms == pytest.approx(10)
     assert f"{score.identical}" == "2 of 3, else from token 1"
-    (table,) = MethodsResults(1, (MethodScore.of("plain", 0.0, plain, plain), score)).tables()
+    (table,) = MethodsResults(1, (MethodScore.of("plain", 0.0, tasks, plain, plain), score)).tables()
     assert table.rows[1][:3] == ("eagle3", "4 (1-4)", "1.50")
     assert "code: speedup / tau" in table.columns
 
@@ -61,7 +61,7 @@ def test_a_run_writes_a_report_json_and_a_plot(
     options = f"--model {tiny_target} --prompts {prompts} --max-tokens 8 --out {tmp_path} --method prompt_lookup "
     options += f"--method eagle3={tiny_head}"
     result = CliRunner().invoke(
-        bench, ["methods", *options.split(), "--num-draft-tokens", "8", "--num-steps", "3", "--top-k", "2"]
+        app, ["bench", "methods", *options.split(), "--num-draft-tokens", "8", "--num-steps", "3", "--top-k", "2"]
     )
     assert result.exit_code == 0, result.output
     (page,) = tmp_path.glob("*-methods-*.md")
@@ -84,6 +84,6 @@ def test_an_unknown_method_is_refused_with_the_known_ones(tmp_path: Path, tiny_t
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text(json.dumps({"token_ids": [5]}))
     options = ["--model", tiny_target, "--prompts", str(prompts), "--method", "eagle9"]
-    result = CliRunner().invoke(bench, ["methods", *options])
+    result = CliRunner().invoke(app, ["bench", "methods", *options])
     assert result.exit_code == 1
     assert "unknown drafter 'eagle9'; known: eagle1, eagle2, eagle3" in result.output
