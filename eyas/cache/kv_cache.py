@@ -5,8 +5,10 @@ Legend: S slots, J key-value heads, D head width, H width of fused features.
 
 from __future__ import annotations
 
+import math
 import os
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -15,6 +17,8 @@ from eyas.errors import ConfigError
 # More is of little use on a CPU, whose memory is shared with other processes.
 MAX_BYTES_ON_CPU = 4 * 2**30
 MAX_SLOTS_ON_CPU = 2**16
+# Bytes; rows that begin within a line are slower to read.
+CACHE_LINE = 64
 
 
 class KVCache:
@@ -28,9 +32,19 @@ class KVCache:
     ) -> None:
         """shapes: (key-value heads, head width) of each layer."""
         self.scratch = num_slots
-        self.keys = [torch.zeros(num_slots + 1, *shape, dtype=dtype, device=device) for shape in shapes]
-        self.values = [torch.zeros(num_slots + 1, *shape, dtype=dtype, device=device) for shape in shapes]
-        self.features: Tensor = torch.zeros(num_slots + 1, feature_width, dtype=dtype, device=device)
+        self.keys = [_zeros((num_slots + 1, *shape), dtype, device) for shape in shapes]
+        self.values = [_zeros((num_slots + 1, *shape), dtype, device) for shape in shapes]
+        self.features = _zeros((num_slots + 1, feature_width), dtype, device)
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A tensor of zeros. On the CPU it takes memory when it is first used; `torch.zeros` writes to all of it at once."""
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    size = math.prod(shape) * dtype.itemsize
+    memory = np.zeros(size + CACHE_LINE, np.uint8)
+    start = -memory.ctypes.data % CACHE_LINE
+    return torch.from_numpy(memory[start : start + size]).view(dtype).view(shape)
 
 
 def bytes_per_slot(shapes: list[tuple[int, int]], feature_width: int, dtype: torch.dtype) -> int:

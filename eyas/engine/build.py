@@ -131,5 +131,5 @@ def run_worker(
 
 def _kv_cache(target: TargetModel, num_slots: int, feature_width: int = 0) -> KVCache:
     kv_cache = target.new_kv_cache(num_slots, feature_width)
-    to_huge_pages([*kv_cache.keys, *kv_cache.values])
+    to_huge_pages([*kv_cache.keys, *kv_cache.values], collapse=False)
     return kv_cache

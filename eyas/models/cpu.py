@@ -23,7 +23,7 @@ PACKED_ROWS = 8
 SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 HUGE_PAGE = 2 << 20
-# Advice to madvise(2): collapse into huge pages now (Linux 6.1 and later), or in the background.
+# Advice to madvise(2): collapse into huge pages now (Linux 6.1 and later), or when memory is first touched.
 MADV_COLLAPSE, MADV_HUGEPAGE = 25, 14
 MAPPINGS = Path("/proc/self/maps")
 
@@ -130,10 +130,11 @@ def _packed(weight: Tensor) -> Tensor:
     return torch.ops.mkldnn._reorder_linear_weight(weight, PACKED_ROWS)  # type: ignore[no-any-return]
 
 
-def to_huge_pages(tensors: Iterable[Tensor]) -> None:
+def to_huge_pages(tensors: Iterable[Tensor], collapse: bool = True) -> None:
     """Ask the kernel to move the memory of these tensors to huge pages. Addresses and contents stay.
 
-    Where the kernel refuses, nothing changes. Tensors on other devices and wrapper tensors (quantised ones) are skipped.
+    collapse: also move memory that is in use; without it, pages become huge when they are first touched. Where the kernel
+    refuses, nothing changes. Tensors on other devices and wrapper tensors (quantised ones) are skipped.
     """
     wanted = {page for tensor in tensors if _is_plain_cpu(tensor) for page in _huge_pages_of(tensor)}
     if not wanted or not MAPPINGS.exists():
@@ -142,7 +143,7 @@ def to_huge_pages(tensors: Iterable[Tensor]) -> None:
     for mapping in _anonymous_mappings():
         for first, end in _runs(sorted(wanted.intersection(mapping))):
             memory = ctypes.c_void_p(first * HUGE_PAGE), ctypes.c_size_t((end - first) * HUGE_PAGE)
-            if madvise(*memory, MADV_COLLAPSE) != 0:
+            if not collapse or madvise(*memory, MADV_COLLAPSE) != 0:
                 madvise(*memory, MADV_HUGEPAGE)
 
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+from eyas.cache.kv_cache import KVCache
 from eyas.models.cpu import HUGE_PAGE, MADV_COLLAPSE, pack_weights, to_huge_pages
 
 
@@ -59,6 +60,15 @@ def test_weights_lie_on_huge_pages(packed: bool) -> None:
         pytest.skip("no memory in one piece is left")
     assert moved >= size - 2 * HUGE_PAGE
     torch.testing.assert_close(layer(torch.ones(2, 1024)), before, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.skipif(not granted(), reason="this kernel makes no huge pages when asked, or without being asked")
+def test_slots_take_huge_pages_when_they_are_used() -> None:
+    keys = KVCache(2**16, [(4, 40)], 0, torch.float32, torch.device("cpu")).keys[0]  # 40 MiB
+    to_huge_pages([keys], collapse=False)
+    assert huge_bytes(keys.data_ptr(), keys.nbytes) < keys.nbytes // 2
+    keys += 1
+    assert huge_bytes(keys.data_ptr(), keys.nbytes) > keys.nbytes // 2 or not granted(keys.nbytes // HUGE_PAGE)
 
 
 def test_tensors_without_memory_are_skipped() -> None:
