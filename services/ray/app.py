@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from typing import Any
 
@@ -10,14 +10,14 @@ from ray import serve
 from ray.serve import Application
 from ray.serve.config import AutoscalingConfig, AutoscalingPolicy
 
-from eyas.config import DraftConfig, ServerConfig
+from eyas.config import ServerConfig
 from eyas.services.ray.autoscaling import DraftPolicy, RouterPolicy, VerifierPolicy
-from eyas.services.ray.config import PoolConfig, RayConfig, graceful_shutdown_timeout_s, num_gpus, read
+from eyas.services.ray.config import PoolConfig, graceful_shutdown_timeout_s, num_gpus, read
 from eyas.services.ray.ingress import Router
 from eyas.services.ray.replicas import Draft, Verifier
 
 # How often Serve checks whether a stopping replica has requests, in seconds; workers get none through Serve.
-_SHUTDOWN_CHECK_S = 0.1
+_WORKER_OPTIONS = {"graceful_shutdown_wait_loop_s": 0.1}
 # Seconds of reports that Serve keeps for policies; it accepts no less than its own push interval.
 _HISTORY_S = 15.0
 
@@ -25,41 +25,32 @@ _HISTORY_S = 15.0
 def build(args: Mapping[str, Any]) -> Application:
     """The application for `serve run` and `serve deploy`. args: a RayConfig as YAML. Raises ConfigError."""
     config = read(args)
-    workers = [_verifier(config)]
-    if config.draft is not None:
-        workers.append(_draft(config, config.draft))
-    return _router(config, workers)
+    router, verifier, draft, pools = config.router, config.verifier, config.draft, config.pools
+    policy = _policy(VerifierPolicy, pools.verifier)
+    gpus = num_gpus(pools.verifier, verifier.device, verifier.engine.tensor_parallel_size)
+    deploy = _deployment("Verifier", pools.verifier, policy, verifier.server, gpus, **_WORKER_OPTIONS)
+    workers = [deploy(Verifier).bind(verifier, config.environment)]
+    if draft is not None:
+        policy = _policy(DraftPolicy, pools.draft, max_late_ratio=pools.draft.max_late_ratio)
+        gpus = num_gpus(pools.draft, draft.device)
+        deploy = _deployment("Draft", pools.draft, policy, draft.server, gpus, **_WORKER_OPTIONS)
+        workers.append(deploy(Draft).bind(draft, config.environment, verifier.draft_client.draft_timeout_s))
+    max_requests = pools.router.max_requests
+    policy = _policy(RouterPolicy, pools.router, max_requests=max_requests)
+    options = {"max_ongoing_requests": 2 * max_requests}
+    deploy = _deployment("Router", pools.router, policy, router.server, pools.router.num_gpus, **options)
+    return deploy(serve.ingress()(Router)).bind(router, config.environment, *workers)
 
 
-def _verifier(config: RayConfig) -> Application:
-    pool, own = config.pools.verifier, config.verifier
-    gpus = num_gpus(pool, own.device, own.engine.tensor_parallel_size)
-    policy = AutoscalingPolicy(policy_function=VerifierPolicy, policy_kwargs=_policy_kwargs(pool))
-    options = _options(pool, policy, own.server, gpus)
-    deploy = serve.deployment(name="Verifier", graceful_shutdown_wait_loop_s=_SHUTDOWN_CHECK_S, **options)
-    return deploy(Verifier).bind(own, config.environment)
+def _policy(kind: type[Any], pool: PoolConfig, **kwargs: float) -> AutoscalingPolicy:
+    kwargs |= asdict(pool.scaling) | {"look_back_period_s": pool.look_back_period_s}
+    return AutoscalingPolicy(policy_function=kind, policy_kwargs=kwargs)
 
 
-def _draft(config: RayConfig, own: DraftConfig) -> Application:
-    pool = config.pools.draft
-    kwargs = _policy_kwargs(pool) | {"max_late_ratio": pool.max_late_ratio}
-    policy = AutoscalingPolicy(policy_function=DraftPolicy, policy_kwargs=kwargs)
-    options = _options(pool, policy, own.server, num_gpus(pool, own.device))
-    deploy = serve.deployment(name="Draft", graceful_shutdown_wait_loop_s=_SHUTDOWN_CHECK_S, **options)
-    return deploy(Draft).bind(own, config.environment, config.verifier.draft_client.draft_timeout_s)
-
-
-def _router(config: RayConfig, workers: Sequence[Application]) -> Application:
-    pool, own = config.pools.router, config.router
-    kwargs = asdict(pool.scaling) | {"max_requests": pool.max_requests}
-    policy = AutoscalingPolicy(policy_function=RouterPolicy, policy_kwargs=kwargs)
-    options = _options(pool, policy, own.server, pool.num_gpus)
-    deploy = serve.deployment(name="Router", max_ongoing_requests=2 * pool.max_requests, **options)
-    return deploy(serve.ingress()(Router)).bind(own, config.environment, *workers)
-
-
-def _options(pool: PoolConfig, policy: AutoscalingPolicy, server: ServerConfig, gpus: float) -> dict[str, Any]:
-    """Options of every deployment. Serve's own delays are 0, because they would add to those of the policy."""
+def _deployment(
+    name: str, pool: PoolConfig, policy: AutoscalingPolicy, server: ServerConfig, gpus: float, **options: Any
+) -> Callable[[type], serve.Deployment]:
+    """Return the decorator of a deployment. Serve's own delays are 0, because they would add to those of the policy."""
     scaling = AutoscalingConfig(
         min_replicas=pool.min_replicas,
         max_replicas=pool.max_replicas,
@@ -68,13 +59,10 @@ def _options(pool: PoolConfig, policy: AutoscalingPolicy, server: ServerConfig, 
         downscale_delay_s=0,
         policy=policy,
     )
-    return {
-        "autoscaling_config": scaling,
-        "ray_actor_options": {"num_cpus": pool.num_cpus, "num_gpus": gpus, "resources": dict(pool.resources)},
-        "graceful_shutdown_timeout_s": graceful_shutdown_timeout_s(server),
-    }
-
-
-def _policy_kwargs(pool: PoolConfig) -> dict[str, float]:
-    """Arguments that the policies of verifiers and drafters share."""
-    return asdict(pool.scaling) | {"look_back_period_s": pool.look_back_period_s}
+    return serve.deployment(
+        name=name,
+        autoscaling_config=scaling,
+        ray_actor_options={"num_cpus": pool.num_cpus, "num_gpus": gpus, "resources": dict(pool.resources)},
+        graceful_shutdown_timeout_s=graceful_shutdown_timeout_s(server),
+        **options,
+    )

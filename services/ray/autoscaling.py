@@ -13,13 +13,12 @@ from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, fields
 from statistics import fmean
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from prometheus_client import CollectorRegistry
 
 from eyas.config.loader import above_zero, at_least, require
 from eyas.telemetry import metrics
-from eyas.telemetry.metrics import Metric
 
 if TYPE_CHECKING:
     from ray.serve.config import AutoscalingContext
@@ -131,35 +130,13 @@ class DraftUsage:
         return max(min(self.occupancy, _MAX_DRAFTER_DEMAND), min(by_lateness, _MAX_DRAFTER_DEMAND))
 
 
-@dataclass(frozen=True)
-class VerifierUsageReader:
-    """Reads the VerifierUsage of this process from its metrics. model: the served name."""
-
-    registry: CollectorRegistry
-    model: str
-    max_num_seqs: int
-
-    def read(self) -> Stats:
-        """The fields of a VerifierUsage."""
-        used, free, queued = (self._kv_tokens(state) for state in ("used", "free", "queued"))
-        num_requests = sum(self._requests(metric) for metric in (metrics.VLLM_RUNNING, metrics.VLLM_WAITING))
-        return asdict(VerifierUsage(used, queued, used + free, num_requests, self.max_num_seqs))
-
-    def _kv_tokens(self, state: str) -> float:
-        return _sample(self.registry, metrics.VERIFIER_KV_CACHE_TOKENS.family, {"state": state})
-
-    def _requests(self, metric: Metric) -> float:
-        return _sample(self.registry, metric.family, {"model_name": self.model})
-
-
-@dataclass(frozen=True)
-class _DraftCounts:
-    """A drafter's counters since its start, at a time in seconds. busy: seconds of drafting."""
-
-    at: float
-    busy: float
-    replies: float
-    late: float
+def read_verifier_usage(registry: CollectorRegistry, model: str, max_num_seqs: int) -> Stats:
+    """Return the fields of this process's VerifierUsage, from its metrics. model: the served name."""
+    name = metrics.VERIFIER_KV_CACHE_TOKENS.family
+    used, free, queued = (_sample(registry, name, {"state": state}) for state in ("used", "free", "queued"))
+    families = (metrics.VLLM_RUNNING.family, metrics.VLLM_WAITING.family)
+    num_requests = sum(_sample(registry, family, {"model_name": model}) for family in families)
+    return asdict(VerifierUsage(used, queued, used + free, num_requests, max_num_seqs))
 
 
 class DraftUsageReader:
@@ -177,18 +154,17 @@ class DraftUsageReader:
 
     def read(self) -> Stats:
         """The fields of a DraftUsage."""
-        last, now = self._last, self._counts()
-        self._last = now
-        seconds = max(now.at - last.at, 1e-9)
-        busy, replies, late = now.busy - last.busy, now.replies - last.replies, now.late - last.late
-        return asdict(DraftUsage(busy / seconds, replies / seconds, late / seconds))
+        last, self._last = self._last, self._counts()
+        seconds, *counts = (now - before for now, before in zip(self._last, last, strict=True))
+        return asdict(DraftUsage(*(count / max(seconds, 1e-9) for count in counts)))
 
-    def _counts(self) -> _DraftCounts:
+    def _counts(self) -> tuple[float, float, float, float]:
+        """The time, and since the start of the process the seconds of drafting, the replies and the late ones."""
         family = metrics.DRAFT_REPLY_DURATION.family
         in_time = _sample(self._registry, f"{family}_bucket", {"le": str(self._bound)})
         replies = _sample(self._registry, f"{family}_count", {})
         busy = _sample(self._registry, f"{metrics.DRAFT_STEP_DURATION.family}_sum", {})
-        return _DraftCounts(self._clock(), busy, replies, max(replies - in_time, 0.0))
+        return self._clock(), busy, replies, max(replies - in_time, 0.0)
 
 
 def _sample(registry: CollectorRegistry, name: str, labels: dict[str, str]) -> float:
@@ -196,20 +172,14 @@ def _sample(registry: CollectorRegistry, name: str, labels: dict[str, str]) -> f
     return registry.get_sample_value(name, labels) or 0.0
 
 
-class TimedValue(Protocol):
-    """A number that a replica reported; timestamp in seconds of its own clock."""
-
-    timestamp: float
-    value: float
-
-
 UsageT = TypeVar("UsageT", VerifierUsage, DraftUsage)
 
 
 class _Policy(ABC):
-    """A policy of Serve. scaling: the fields of a ScalingConfig."""
+    """A policy of Serve. look_back_period_s: reports are averaged over it. scaling: the fields of a ScalingConfig."""
 
-    def __init__(self, **scaling: float) -> None:
+    def __init__(self, look_back_period_s: float, **scaling: float) -> None:
+        self._look_back_period_s = look_back_period_s
         self._config = ScalingConfig(**scaling)
 
     @abstractmethod
@@ -226,29 +196,34 @@ class _Policy(ABC):
         size, pending = decide_size(self._demand(context), size, pending, changed, now, self._config)
         return size, asdict(pending) if pending else {}
 
+    def _recent(self, context: AutoscalingContext, kind: type[UsageT]) -> list[UsageT | None]:
+        """The mean usage of each running replica; None without a report, which counts as well used rather than idle."""
+        raw, names = context.raw_metrics or {}, [field.name for field in fields(kind)]
+        reported = [[raw.get(name, {}).get(replica, ()) for name in names] for replica in context.running_replicas]
+        return [kind(*map(self._mean, series)) if all(series) else None for series in reported]
+
+    def _mean(self, reports: Sequence[Any]) -> float:
+        """The mean value of the last seconds, by the replica's clock."""
+        start = reports[-1].timestamp - self._look_back_period_s
+        return fmean(report.value for report in reports if report.timestamp >= start)
+
 
 class VerifierPolicy(_Policy):
-    """Scales by the KV cache and the requests of the verifiers. look_back_period_s: reports are averaged over it."""
-
-    def __init__(self, look_back_period_s: float, **scaling: float) -> None:
-        super().__init__(**scaling)
-        self._look_back_period_s = look_back_period_s
+    """Scales by the KV cache and the requests of the verifiers."""
 
     def _demand(self, context: AutoscalingContext) -> float:
-        usages = _recent_usages(context, VerifierUsage, self._look_back_period_s)
-        return sum(usage.demand if usage else self._config.target for usage in usages)
+        return sum(usage.demand if usage else self._config.target for usage in self._recent(context, VerifierUsage))
 
 
 class DraftPolicy(_Policy):
-    """Scales by the occupancy and lateness of the drafters. max_late_ratio: see DraftPoolConfig; rest: VerifierPolicy."""
+    """Scales by the occupancy and lateness of the drafters. max_late_ratio: see DraftPoolConfig."""
 
-    def __init__(self, look_back_period_s: float, max_late_ratio: float, **scaling: float) -> None:
-        super().__init__(**scaling)
-        self._look_back_period_s = look_back_period_s
+    def __init__(self, max_late_ratio: float, **common: float) -> None:
+        super().__init__(**common)
         self._max_late_ratio = max_late_ratio
 
     def _demand(self, context: AutoscalingContext) -> float:
-        usages = _recent_usages(context, DraftUsage, self._look_back_period_s)
+        usages = self._recent(context, DraftUsage)
         return sum(usage.demand(self._max_late_ratio) if usage else self._config.target for usage in usages)
 
 
@@ -258,22 +233,9 @@ class RouterPolicy(_Policy):
     max_requests: of one full router.
     """
 
-    def __init__(self, max_requests: int, **scaling: float) -> None:
-        super().__init__(**scaling)
+    def __init__(self, max_requests: int, **common: float) -> None:
+        super().__init__(**common)
         self._max_requests = max_requests
 
     def _demand(self, context: AutoscalingContext) -> float:
         return context.total_num_requests / self._max_requests
-
-
-def _recent_usages(context: AutoscalingContext, kind: type[UsageT], look_back_period_s: float) -> list[UsageT | None]:
-    """The mean usage of each running replica; None without a report, which counts as well used rather than idle."""
-    raw, names = context.raw_metrics or {}, [field.name for field in fields(kind)]
-    reported = [[raw.get(name, {}).get(replica, ()) for name in names] for replica in context.running_replicas]
-    means = [[_mean(values, look_back_period_s) for values in series] if all(series) else None for series in reported]
-    return [None if values is None else kind(*values) for values in means]
-
-
-def _mean(values: Sequence[TimedValue], look_back_period_s: float) -> float:
-    """The mean of the last seconds, by the replica's clock."""
-    return fmean(each.value for each in values if each.timestamp >= values[-1].timestamp - look_back_period_s)

@@ -15,16 +15,15 @@ from typing import Any, NoReturn, TypeAlias
 from fastapi import FastAPI
 from ray.serve.grpc_util import RayServegRPCContext
 from ray.serve.handle import DeploymentHandle
-from ray.util import get_node_ip_address
 
 from eyas.config import RouterConfig
 from eyas.errors import EyasError, RequestFailed
 from eyas.rpc.convert import text_chunk_to_proto
 from eyas.rpc.messages import TextChunk
 from eyas.rpc.server import retry_hint, status_of
-from eyas.services.ray.config import EnvironmentConfig, on_node
+from eyas.services.ray.config import EnvironmentConfig
+from eyas.services.ray.replicas import on_this_node
 from eyas.services.router.__main__ import build_router
-from eyas.telemetry.logging import configure_logging
 from eyas.v1 import generation_pb2
 from eyas.v1.generation_pb2_grpc import add_GenerationServicer_to_server
 
@@ -108,10 +107,8 @@ class Router:
         workers: the deployments that belong to the application; the router finds them by their leases.
         Raises ConfigError, which Serve shows.
         """
-        configure_logging(config.telemetry.log_format)
-        here = on_node(config, environment, get_node_ip_address())
         self._stack = AsyncExitStack()
-        self._app = await self._stack.enter_async_context(build_router(here, _ignore_health))
+        self._app = await self._stack.enter_async_context(build_router(on_this_node(config, environment), _ignore_health))
         await self._app.readiness.register("")
 
     def __serve_build_asgi_app__(self) -> FastAPI:

@@ -9,6 +9,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import prometheus_client
@@ -17,24 +18,36 @@ from ray.util import get_node_ip_address
 from eyas.config import DraftConfig, VerifierConfig
 from eyas.errors import RequestFailed
 from eyas.services.lifecycle import ServiceRunner
-from eyas.services.ray.autoscaling import DraftUsageReader, Stats, VerifierUsageReader
+from eyas.services.ray.autoscaling import DraftUsageReader, Stats, read_verifier_usage
 from eyas.services.ray.config import ConfigT, EnvironmentConfig, on_node
 from eyas.telemetry.logging import configure_logging
 
 log = logging.getLogger(__name__)
 
 
-class HostedService:
-    """Implements ServiceRunner: runs a service as a task of the replica's event loop.
+def on_this_node(config: ConfigT, environment: EnvironmentConfig) -> ConfigT:
+    """Configure the logs of a replica and return its settings. Raises ConfigError as `on_node` does."""
+    configure_logging(config.telemetry.log_format)
+    return on_node(config, environment, get_node_ip_address())
+
+
+class WorkerReplica:
+    """Runs a service as a task of a Serve replica's event loop, and is its ServiceRunner.
 
     address: where the service listens, once it is ready.
     """
 
-    def __init__(self) -> None:
+    _read_usage: Callable[[], Stats]
+
+    async def start(self, run: Callable[[ServiceRunner], Coroutine[Any, Any, None]]) -> None:
+        """Return once the service is ready. Raises its error if it ends before."""
         self.address = ""
-        self._stop = asyncio.Event()
-        self._is_ready = asyncio.Event()
-        self._service: asyncio.Task[None] | None = None
+        self._stop, self._is_ready = asyncio.Event(), asyncio.Event()
+        self._service = asyncio.create_task(run(self), name="service")
+        ready = asyncio.create_task(self._is_ready.wait())
+        await asyncio.wait([self._service, ready], return_when=asyncio.FIRST_COMPLETED)
+        ready.cancel()
+        self.check_health()
 
     @contextmanager
     def stop_requested(self) -> Iterator[asyncio.Event]:
@@ -45,55 +58,20 @@ class HostedService:
         self._is_ready.set()
         log.info("serving on %s", address)
 
-    async def start(self, run: Callable[[ServiceRunner], Coroutine[Any, Any, None]]) -> None:
-        """Return once the service is ready. Raises its error if it ends before."""
-        self._service = asyncio.create_task(run(self), name="service")
-        ready = asyncio.create_task(self._is_ready.wait())
-        await asyncio.wait([self._service, ready], return_when=asyncio.FIRST_COMPLETED)
-        ready.cancel()
-        self.check()
-
-    def check(self) -> None:
-        """Raises the service's error, or RequestFailed, if it has ended by itself."""
-        if self._service is not None and self._service.done() and not self._stop.is_set():
+    def check_health(self) -> None:
+        """Raises the service's error, or RequestFailed, if it has ended by itself; Serve then replaces the replica."""
+        if self._service.done() and not self._stop.is_set():
             self._service.result()
             raise RequestFailed("the service has ended; see the replica's log for the cause")
 
-    async def stop(self) -> None:
-        """Let the service drain; return at its end."""
-        self._stop.set()
-        if self._service is not None:
-            await self._service
-
-
-class WorkerReplica:
-    """A Serve replica that runs a service; its constructor starts the service."""
-
-    _hosted: HostedService
-    _usage: VerifierUsageReader | DraftUsageReader
-
-    def check_health(self) -> None:
-        """Raises if the service has ended; Serve then replaces the replica."""
-        self._hosted.check()
-
     def record_autoscaling_stats(self) -> Stats:
         """What Serve passes to the pool's policy."""
-        return self._usage.read()
+        return self._read_usage()
 
-    async def __del__(self) -> None:
-        """Serve awaits it: deregister, finish running calls, end."""
-        await self._hosted.stop()
-
-    async def _start(
-        self,
-        run: Callable[[ConfigT, ServiceRunner], Coroutine[Any, Any, None]],
-        config: ConfigT,
-        environment: EnvironmentConfig,
-    ) -> None:
-        configure_logging(config.telemetry.log_format)
-        here = on_node(config, environment, get_node_ip_address())
-        self._hosted = HostedService()
-        await self._hosted.start(lambda runner: run(here, runner))
+    async def stop(self) -> None:
+        """Deregister, finish running calls, end."""
+        self._stop.set()
+        await self._service
 
 
 class Verifier(WorkerReplica):
@@ -105,8 +83,11 @@ class Verifier(WorkerReplica):
         """Load the target and register. Raises what the service raises, which Serve shows."""
         from eyas.services.verifier.__main__ import run
 
-        await self._start(run, config, environment)
-        self._usage = VerifierUsageReader(prometheus_client.REGISTRY, config.served_model_name, config.engine.max_num_seqs)
+        await self.start(partial(run, on_this_node(config, environment)))
+        name, max_num_seqs = config.served_model_name, config.engine.max_num_seqs
+        self._read_usage = partial(read_verifier_usage, prometheus_client.REGISTRY, name, max_num_seqs)
+
+    __del__ = WorkerReplica.stop  # Serve awaits it
 
 
 class Draft(WorkerReplica):
@@ -118,5 +99,7 @@ class Draft(WorkerReplica):
         """Load the drafters and register. draft_timeout_s: of the verifiers. Raises what the service raises."""
         from eyas.services.draft.__main__ import run
 
-        await self._start(run, config, environment)
-        self._usage = DraftUsageReader(prometheus_client.REGISTRY, draft_timeout_s)
+        await self.start(partial(run, on_this_node(config, environment)))
+        self._read_usage = DraftUsageReader(prometheus_client.REGISTRY, draft_timeout_s).read
+
+    __del__ = WorkerReplica.stop  # Serve awaits it

@@ -54,7 +54,7 @@ async def build_router(config: RouterConfig, set_serving: Callable[[bool], Await
         peers = Peers(config.peers)
         discovery = build_discovery(config.discovery, registry, peers)
         traces.watch(discovery.known)
-        workers = WorkerPool(discovery, config.routing, config.outlier_detection, config.server.zone, peers)
+        workers = WorkerPool(discovery, config, peers)
         dispatcher = Dispatcher(workers, SessionMap(registry), config.stall_timeout_s, traces)
         service = GenerationService(tokenizers, workers, dispatcher, config.request_timeout_s, traces)
         interval_s = config.registry.heartbeat_interval_s / 4

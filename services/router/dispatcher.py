@@ -81,12 +81,12 @@ class Dispatcher:
     """
 
     def __init__(
-        self, workers: WorkerPool, sessions: SessionMap, stall_timeout_s: float, telemetry: RouterTelemetry | None = None
+        self, workers: WorkerPool, sessions: SessionMap, stall_timeout_s: float, telemetry: RouterTelemetry
     ) -> None:
-        self._telemetry = telemetry or RouterTelemetry()
         self._workers = workers
         self._sessions = sessions
         self._stall_timeout_s = stall_timeout_s
+        self._telemetry = telemetry
         self._placing: set[asyncio.Task[None]] = set()
 
     async def stream(
@@ -112,7 +112,7 @@ class Dispatcher:
             pair = self._workers.pick(state.routing) if len(state.routing.excluded) < MAX_ATTEMPTS else None
             if pair is None:
                 raise state.error or no_verifier(call.model)
-            hint.placement = hint.placement or _placement(pair)
+            hint.placement = hint.placement or pair.placement
             remaining = state.remaining_call(pair)
             try:
                 with self._telemetry.upstream_request(remaining, pair, len(state.routing.excluded)) as traced:
@@ -153,7 +153,7 @@ class Dispatcher:
     def _place(self, session: str, pair: Pair) -> None:
         """Store where the session runs, without waiting for the registry."""
         if session:
-            task = asyncio.create_task(self._sessions.place(session, _placement(pair)))
+            task = asyncio.create_task(self._sessions.place(session, pair.placement))
             self._placing.add(task)
             task.add_done_callback(self._placing.discard)
 
@@ -208,10 +208,6 @@ def _routing_request(call: GenerateCall, last: Placement | None) -> RoutingReque
         session=request.session,
         block_hashes=block_hashes(request.prompt_ids),
     )
-
-
-def _placement(pair: Pair) -> Placement:
-    return Placement(pair.verifier.incarnation, pair.drafter.incarnation if pair.drafter else "")
 
 
 async def _read(stream: GenerateStream, request_id: str, deadline: float, stall_timeout_s: float) -> Chunk:

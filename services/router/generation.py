@@ -28,9 +28,9 @@ class GenerationService:
         workers: WorkerPool,
         dispatcher: Dispatcher,
         request_timeout_s: float,
-        telemetry: RouterTelemetry | None = None,
+        telemetry: RouterTelemetry,
     ) -> None:
-        self._telemetry = telemetry or RouterTelemetry()
+        self._telemetry = telemetry
         self._tokenizers = tokenizers
         self._workers = workers
         self._dispatcher = dispatcher
@@ -128,9 +128,8 @@ class GenerationService:
         streams = []
         for index, sampling in enumerate(request.sampling.completions(tokenizer.bad_token_ids(request.sampling.bad_words))):
             completion = replace(request, sampling=sampling)
-            processor = OutputProcessor(request, completion, index, tokenizer)
             chunks = self._dispatcher.stream(replace(call, request=completion), hint, deadline, on_trailers)
-            streams.append(processor.process(chunks))
+            streams.append(_decode(chunks, request, completion, index, tokenizer))
         return streams
 
     def _resolve(self, model: str) -> str:
@@ -144,51 +143,34 @@ class GenerationService:
         return names[0]
 
 
-class OutputProcessor:
-    """Turns the token chunks of one completion into text, ends it at a stop string, and sums its totals.
+async def _decode(
+    chunks: AsyncGenerator[Chunk, None], request: Request, completion: Request, index: int, tokenizer: Tokenizer
+) -> AsyncGenerator[TextChunk, None]:
+    """Yield the chunks of one completion with their text. At a stop string, close `chunks`: the verifier would go on.
 
     request: the client's, with its stop strings. completion: the request of this completion, with its own seed.
     """
-
-    def __init__(self, request: Request, completion: Request, index: int, tokenizer: Tokenizer) -> None:
-        self._index = index
-        self._num_prompt_tokens = len(completion.prompt_ids)
-        self._text = TextStream(tokenizer, request.sampling.stop, request.sampling.min_tokens)
-        self._stats = GenerationStats()
-        self._num_output_tokens = 0
-        self._num_cached_tokens = 0
-        self._seed = completion.sampling.seed
-
-    async def process(self, chunks: AsyncGenerator[Chunk, None]) -> AsyncGenerator[TextChunk, None]:
-        """Yield the chunks for the client. At a stop string, closes `chunks`: the verifier would go on."""
-        async with aclosing(chunks):
-            async for chunk in chunks:
-                text_chunk = self._add(chunk)
-                yield text_chunk
-                if text_chunk.chunk.finish_reason != chunk.finish_reason:
-                    return
-
-    def _add(self, chunk: Chunk) -> TextChunk:
-        """Return the next chunk for the client; it is the last if it has a finish reason."""
-        piece = self._text.push(chunk.token_ids)
-        chunk = replace(chunk.first(len(piece.texts)), index=self._index)
-        if piece.stopped:
-            chunk = replace(chunk, finish_reason="stop")
-        self._stats.add(chunk)
-        if not self._num_output_tokens:  # only the first of several verifiers counts
-            self._num_cached_tokens = chunk.num_cached
-        self._num_output_tokens += len(chunk.token_ids)
-        finished = chunk.finish_reason is not None
-        rest = self._text.flush() if finished and not piece.stopped else ""
-        seed, self._seed = self._seed, None
-        totals = Totals(self._num_prompt_tokens, self._num_output_tokens, self._stats, self._num_cached_tokens)
-        return TextChunk(
-            chunk=chunk,
-            text=piece.text + rest,
-            text_lengths=tuple(map(len, piece.texts)),
-            seed=seed,
-            totals=totals if finished else None,
-        )
+    text = TextStream(tokenizer, request.sampling.stop, request.sampling.min_tokens)
+    stats, num_output_tokens, num_cached_tokens = GenerationStats(), 0, 0
+    seed = completion.sampling.seed
+    async with aclosing(chunks):
+        async for received in chunks:
+            piece = text.push(received.token_ids)
+            chunk = replace(received.first(len(piece.texts)), index=index)
+            if piece.stopped:
+                chunk = replace(chunk, finish_reason="stop")
+            stats.add(chunk)
+            if not num_output_tokens:  # only the first of several verifiers counts
+                num_cached_tokens = chunk.num_cached
+            num_output_tokens += len(chunk.token_ids)
+            new_text, totals = piece.text, None
+            if chunk.finish_reason is not None:
+                new_text += "" if piece.stopped else text.flush()
+                totals = Totals(len(request.prompt_ids), num_output_tokens, stats, num_cached_tokens)
+            yield TextChunk(chunk, new_text, tuple(map(len, piece.texts)), seed, totals)
+            seed = None
+            if chunk.finish_reason != received.finish_reason:
+                return
 
 
 async def merge(streams: Sequence[AsyncGenerator[TextChunk, None]]) -> AsyncGenerator[TextChunk, None]:

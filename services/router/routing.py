@@ -45,6 +45,11 @@ class Pair:
     verifier: Lease
     drafter: Lease | None = None
 
+    @property
+    def placement(self) -> Placement:
+        """The incarnations of both."""
+        return Placement(self.verifier.incarnation, self.drafter.incarnation if self.drafter else "")
+
 
 @dataclass(frozen=True)
 class WorkerSnapshot:

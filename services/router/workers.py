@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import grpc
 import grpc.aio
 
-from eyas.config import OutlierDetectionConfig, RoutingConfig
+from eyas.config import OutlierDetectionConfig, RouterConfig
 from eyas.rpc.channel import Peers, Pem
 from eyas.rpc.messages import Lease
 from eyas.services.discovery.base import Discovery, cancel_task, repeat
@@ -41,35 +41,21 @@ class _Connection:
 class WorkerPool:
     """The live workers and the channels to them.
 
-    routing: weights of `pick`. zone: the router's own; may be empty. peers: how workers are dialled.
+    config: holds the weights of `pick`, and the router's own zone. peers: how workers are dialled.
     reachable: the verifiers that were connected and healthy at the last `refresh`.
     """
 
-    def __init__(
-        self,
-        discovery: Discovery,
-        routing: RoutingConfig | None = None,
-        outlier_detection: OutlierDetectionConfig | None = None,
-        zone: str = "",
-        peers: Peers | None = None,
-    ) -> None:
+    def __init__(self, discovery: Discovery, config: RouterConfig, peers: Peers) -> None:
         self._discovery = discovery
-        self._routing = routing or RoutingConfig()
-        self._outlier_detection = outlier_detection or OutlierDetectionConfig()
-        self._outliers = OutlierDetector(self._outlier_detection)
-        self._zone = zone
-        self._peers = peers or Peers()
+        self._config = config
+        self._outliers = OutlierDetector(config.outlier_detection)
+        self._peers = peers
         self._sent_blocks = SentBlocks()
         self._in_flight: Counter[str] = Counter()
         self._cancels: dict[str, list[Callable[[], object]]] = {}
         self._connections: dict[str, _Connection] = {}
         self._probes: dict[str, asyncio.Task[None]] = {}
         self.reachable: tuple[Lease, ...] = ()
-
-    @property
-    def ready(self) -> bool:
-        """Whether a verifier was reachable at the last `refresh`."""
-        return bool(self.reachable)
 
     def snapshot(self) -> WorkerSnapshot:
         """Return what is known of the workers now."""
@@ -81,12 +67,12 @@ class WorkerPool:
             in_flight=self._in_flight,
             unhealthy=self._outliers.ejected | stuck,
             sent_blocks=self._sent_blocks.by_worker,
-            zone=self._zone,
+            zone=self._config.server.zone,
         )
 
     def pick(self, request: RoutingRequest) -> Pair | None:
         """Return the pair for a request; None if no live verifier can serve it."""
-        return pick(self.snapshot(), request, self._routing)
+        return pick(self.snapshot(), request, self._config.routing)
 
     def channel(self, worker: Lease) -> grpc.aio.Channel:
         """Return the channel to a worker; it stays open between requests."""
@@ -128,7 +114,10 @@ class WorkerPool:
         self._sent_blocks.retain(kept)
         self._cancels = {name: cancels for name, cancels in self._cancels.items() if name in kept}
         for verifier in filter(self._is_stuck, verifiers.values()):
-            self._cancel_requests(verifier)
+            if cancels := list(self._cancels.get(verifier.incarnation, ())):
+                log.warning("verifier %s has been in one step for %.0f s", verifier.address, verifier.load.step_seconds)
+            for cancel in cancels:  # the requests are retried on another verifier
+                cancel()
         connected = [v for v in verifiers.values() if self.channel(v).get_state(try_to_connect=True) is _READY]
         unhealthy = self.snapshot().unhealthy
         self.reachable = tuple(verifier for verifier in connected if verifier.incarnation not in unhealthy)
@@ -149,15 +138,7 @@ class WorkerPool:
         return {name for name in lost if self._connections[name].identity is not identity}
 
     def _is_stuck(self, verifier: Lease) -> bool:
-        return verifier.load.step_seconds > self._outlier_detection.stuck_step_timeout_s
-
-    def _cancel_requests(self, verifier: Lease) -> None:
-        """Cancel the requests of a stuck verifier, so that they are retried on another one."""
-        cancels = self._cancels.get(verifier.incarnation, ())
-        if cancels:
-            log.warning("verifier %s has been in one step for %.0f s", verifier.address, verifier.load.step_seconds)
-        for cancel in list(cancels):
-            cancel()
+        return verifier.load.step_seconds > self._config.outlier_detection.stuck_step_timeout_s
 
     async def _probe(self, worker: Lease) -> None:
         """Ask an ejected worker for its status; the answer of another incarnation at its address does not count."""
@@ -293,5 +274,5 @@ class ReadinessMonitor:
 
     async def _check(self) -> None:
         await self.workers.refresh()
-        self.reason = "" if self.workers.ready else "no verifier can be reached"
-        await self.set_serving(self.workers.ready)
+        self.reason = "" if self.workers.reachable else "no verifier can be reached"
+        await self.set_serving(not self.reason)

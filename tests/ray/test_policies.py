@@ -64,7 +64,7 @@ def test_drafters_follow_their_occupancy_and_lateness() -> None:
 def test_routers_follow_the_requests_that_serve_counts() -> None:
     from eyas.services.ray.autoscaling import RouterPolicy
 
-    policy = RouterPolicy(max_requests=100, **SCALING)
+    policy = RouterPolicy(max_requests=100, look_back_period_s=5.0, **SCALING)
     assert size_after(policy, [None], 250, 1, seconds=2) == 4
     assert size_after(policy, [None], 250, 9, seconds=6) == 4
 

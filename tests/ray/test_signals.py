@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 
 import pytest
 from hypothesis import given
@@ -15,8 +16,8 @@ from eyas.engine.engine import EngineLoad
 from eyas.errors import ConfigError, RequestFailed
 from eyas.services.draft.telemetry import DraftTelemetry
 from eyas.services.lifecycle import ServiceRunner
-from eyas.services.ray.autoscaling import DraftUsage, DraftUsageReader, VerifierUsage, VerifierUsageReader
-from eyas.services.ray.replicas import HostedService
+from eyas.services.ray.autoscaling import DraftUsage, DraftUsageReader, VerifierUsage, read_verifier_usage
+from eyas.services.ray.replicas import WorkerReplica
 from eyas.services.verifier.telemetry import VerifierTelemetry
 from eyas.telemetry.exporters import Telemetry, telemetry
 
@@ -33,11 +34,11 @@ def metrics_of(service: str) -> Iterator[tuple[Telemetry, CollectorRegistry]]:
 
 def test_a_verifier_reports_its_slots_and_requests() -> None:
     with metrics_of("verifier") as (own, registry):
-        reader = VerifierUsageReader(registry, "m", max_num_seqs=8)
-        assert VerifierUsage(**reader.read()).demand == 0
+        read = partial(read_verifier_usage, registry, "m", max_num_seqs=8)
+        assert VerifierUsage(**read()).demand == 0
         load = EngineLoad(num_running=3, num_waiting=5, free_kv_tokens=400, num_kv_tokens=1000, queued_kv_tokens=900)
         VerifierTelemetry(own, "m").watch(lambda: load)
-        assert VerifierUsage(**reader.read()) == VerifierUsage(600, 900, 1000, 8, 8)
+        assert VerifierUsage(**read()) == VerifierUsage(600, 900, 1000, 8, 8)
     assert VerifierUsage(600, 900, 1000, 8, 8).demand == 1.5
     assert VerifierUsage(100, 0, 1000, 24, 8).demand == 3
 
@@ -79,16 +80,16 @@ def test_a_hosted_service_reports_ready_stop_and_failure() -> None:
             await stop.wait()
 
     async def host() -> None:
-        hosted = HostedService()
+        hosted = WorkerReplica()
         await hosted.start(lambda runner: serve(runner, breaks=False))
         assert hosted.address == "here:1"
-        hosted.check()
+        hosted.check_health()
         await hosted.stop()
-        hosted.check()
-        broken = HostedService()
+        hosted.check_health()
+        broken = WorkerReplica()
         with pytest.raises(ConfigError, match="the port is gone"):
             await broken.start(lambda runner: serve(runner, breaks=True))
-        ended = HostedService()
+        ended = WorkerReplica()
         with pytest.raises(RequestFailed, match="ended"):
             await ended.start(lambda runner: asyncio.sleep(0))
 

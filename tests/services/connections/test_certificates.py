@@ -141,15 +141,15 @@ def test_a_lost_verifier_is_dialled_with_renewed_certificates(kind: DiscoveryKin
         async with verifier_behind(Peers(peers(tmp_path)), leases) as proxy:
             named = (proxy.address,) if kind == "static" else ()
             discovery = build_discovery(DiscoveryConfig(kind, named, probe_interval_s=0.05), leases, ours)
-            workers = WorkerPool(discovery, peers=ours)
+            workers = WorkerPool(discovery, RouterConfig(()), ours)
             await discovery.watch("verifier")
             try:
-                await refreshed(workers, lambda: workers.ready)
+                await refreshed(workers, lambda: bool(workers.reachable))
                 Authority("new").write(tmp_path)
                 proxy.cut.set()
-                await refreshed(workers, lambda: not workers.ready)
+                await refreshed(workers, lambda: not workers.reachable)
                 proxy.cut.clear()
-                await refreshed(workers, lambda: workers.ready)
+                await refreshed(workers, lambda: bool(workers.reachable))
             finally:
                 await workers.close()
                 await discovery.close()

@@ -9,7 +9,8 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from eyas.config import DiscoveryConfig, KubernetesConfig, OutlierDetectionConfig, ServerConfig
+from eyas.config import DiscoveryConfig, KubernetesConfig, OutlierDetectionConfig, RouterConfig, ServerConfig
+from eyas.rpc.channel import Peers
 from eyas.rpc.convert import lease_to_proto
 from eyas.rpc.messages import Lease, Load, ModelInfo, Role
 from eyas.rpc.server import RpcServer
@@ -19,6 +20,7 @@ from eyas.services.router.auth import ApiKeys
 from eyas.services.router.dispatcher import Dispatcher, SessionMap
 from eyas.services.router.generation import GenerationService
 from eyas.services.router.grpc_server import RouterServicer
+from eyas.services.router.telemetry import RouterTelemetry
 from eyas.services.router.workers import ReadinessMonitor, WorkerPool
 from eyas.tokenizer import load_tokenizer
 from eyas.v1 import worker_pb2
@@ -99,8 +101,12 @@ async def pod_router(
 ) -> AsyncIterator[tuple[str, WorkerPool]]:
     """A real router without a registry; gives its address and its workers."""
     server, discovery = RpcServer(ServerConfig()), build_discovery(config, None)
-    workers = WorkerPool(discovery, outlier_detection=outlier_detection)
-    service = GenerationService({"demo": load_tokenizer(DEMO)}, workers, Dispatcher(workers, SessionMap(None), 20.0), 30.0)
+    workers = WorkerPool(
+        discovery, RouterConfig((), outlier_detection=outlier_detection or OutlierDetectionConfig()), Peers()
+    )
+    telemetry = RouterTelemetry()
+    dispatcher = Dispatcher(workers, SessionMap(None), 20.0, telemetry)
+    service = GenerationService({"demo": load_tokenizer(DEMO)}, workers, dispatcher, 30.0, telemetry)
     add_GenerationServicer_to_server(RouterServicer(service, ApiKeys(())), server.aio)
     readiness = ReadinessMonitor(server.set_serving, discovery, workers, 0.02)
     address = await server.start(["eyas.v1.Generation"])

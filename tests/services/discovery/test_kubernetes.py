@@ -36,7 +36,7 @@ def test_a_router_serves_with_workers_of_endpoint_slices() -> None:
         ):
             api.put("v", worker.address, pod(worker.address, ready=True, serving=True, terminating=False, zone="west"))
             api.put("d", drafter.address, pod(drafter.address, "other"), label=DRAFTERS)
-            await until(lambda: workers.ready and bool(workers.snapshot().drafters))
+            await until(lambda: bool(workers.reachable and workers.snapshot().drafters))
             assert tokens_of(await send(address, CALL)) == REST
             assert workers.snapshot().verifiers[0].zone == "west"
             assert worker.script.calls[0].drafter == drafter.address
@@ -116,7 +116,7 @@ def test_workers_survive_an_api_server_outage(caplog: pytest.LogCaptureFixture) 
                 async with running(api):
                     for name, worker in (("one", one), ("other", other)):
                         api.put(name, worker.address, pod(worker.address, name))
-                    await until(lambda: workers.ready and len(workers.snapshot().verifiers) == 2)
+                    await until(lambda: bool(workers.reachable) and len(workers.snapshot().verifiers) == 2)
                     caplog.clear()
                 await until(lambda: caplog.text.count("keeping the last list") == 2)
                 assert len(workers.snapshot().verifiers) == 2

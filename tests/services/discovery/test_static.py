@@ -141,7 +141,7 @@ def test_a_router_serves_without_any_registry() -> None:
             pod_worker() as other,
             pod_router(settings("static", verifiers=(one.address, other.address))) as (address, workers),
         ):
-            await until(lambda: workers.ready and len(workers.snapshot().verifiers) == 2)
+            await until(lambda: bool(workers.reachable) and len(workers.snapshot().verifiers) == 2)
             call = replace(CALL, request=replace(CALL.request, session="s"))
             for _ in range(3):
                 assert tokens_of(await send(address, call)) == REST

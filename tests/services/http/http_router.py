@@ -10,7 +10,8 @@ from typing import Any
 import httpx
 from openai import AsyncOpenAI
 
-from eyas.config import HttpConfig, OutlierDetectionConfig, RegistryConfig, ServerConfig, TlsConfig
+from eyas.config import HttpConfig, OutlierDetectionConfig, RegistryConfig, RouterConfig, ServerConfig, TlsConfig
+from eyas.rpc.channel import Peers
 from eyas.rpc.server import RpcServer
 from eyas.services.discovery.registry import Registry
 from eyas.services.router.auth import ApiKeys
@@ -49,12 +50,15 @@ async def http_router(
 ) -> AsyncIterator[str]:
     """Run a router for the model "demo"; yields its base URL."""
     server, registry = RpcServer(ServerConfig()), Registry(RegistryConfig(url, 2.0, 0.05))
-    workers = WorkerPool(registry, outlier_detection=OutlierDetectionConfig(base_ejection_time_s=0.2))
+    workers = WorkerPool(
+        registry, RouterConfig((), outlier_detection=OutlierDetectionConfig(base_ejection_time_s=0.2)), Peers()
+    )
+    telemetry = telemetry or RouterTelemetry()
     dispatcher = Dispatcher(workers, SessionMap(registry), 20.0, telemetry)
     service = GenerationService({"demo": tokenizer}, workers, dispatcher, request_timeout_s, telemetry)
     readiness = ReadinessMonitor(server.set_serving, registry, workers, 0.02)
     chat = ChatTemplate(template, {"bos_token": "<|bos|>"}, "demo") if template else None
-    app = build_app(service, {"demo": chat}, readiness, keys or ApiKeys(()), telemetry or RouterTelemetry())
+    app = build_app(service, {"demo": chat}, readiness, keys or ApiKeys(()), telemetry)
     http_server = HttpServer(app, HttpConfig(), TlsConfig())
     address = await server.start([])
     await http_server.start()

@@ -20,8 +20,9 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from openai import AsyncOpenAI, AuthenticationError
 from prometheus_client import Counter
 
-from eyas.config import ApiKeysConfig, DiscoveryConfig, HttpConfig, ServerConfig, TlsConfig
+from eyas.config import ApiKeysConfig, DiscoveryConfig, HttpConfig, RouterConfig, ServerConfig, TlsConfig
 from eyas.errors import ConfigError
+from eyas.rpc.channel import Peers
 from eyas.rpc.server import RpcServer
 from eyas.services.discovery.build import build_discovery
 from eyas.services.router.auth import ApiKeys, load_api_keys
@@ -29,6 +30,7 @@ from eyas.services.router.dispatcher import Dispatcher, SessionMap
 from eyas.services.router.generation import GenerationService
 from eyas.services.router.grpc_server import RouterServicer, server_credentials
 from eyas.services.router.http.server import HttpServer, listen
+from eyas.services.router.telemetry import RouterTelemetry
 from eyas.services.router.workers import WorkerPool
 from eyas.v1.generation_pb2 import ListModelsRequest
 from eyas.v1.generation_pb2_grpc import GenerationStub, add_GenerationServicer_to_server
@@ -118,8 +120,9 @@ def test_missing_api_keys_are_an_error_not_open_access(config: ApiKeysConfig, me
 @asynccontextmanager
 async def grpc_server(keys: ApiKeys, tls: TlsConfig) -> AsyncIterator[str]:
     server = RpcServer(ServerConfig(), server_credentials(tls))
-    workers = WorkerPool(build_discovery(DiscoveryConfig("static"), None))
-    service = GenerationService({}, workers, Dispatcher(workers, SessionMap(None), 1.0), 1.0)
+    workers = WorkerPool(build_discovery(DiscoveryConfig("static"), None), RouterConfig(()), Peers())
+    telemetry = RouterTelemetry()
+    service = GenerationService({}, workers, Dispatcher(workers, SessionMap(None), 1.0, telemetry), 1.0, telemetry)
     add_GenerationServicer_to_server(RouterServicer(service, keys), server.aio)
     address = await server.start(["eyas.v1.Generation"])
     try:

@@ -14,7 +14,7 @@ from typing import Any
 import grpc
 import pytest
 
-from eyas.config import RegistryConfig, ServerConfig
+from eyas.config import RegistryConfig, RouterConfig, ServerConfig
 from eyas.request import Chunk, Request, SamplingParams, TokenLogprob, VerifyStep
 from eyas.rpc.channel import Peers, open_channel
 from eyas.rpc.convert import generate_call_from_proto, generate_call_to_proto, text_chunk_from_proto, text_chunk_to_proto
@@ -26,6 +26,7 @@ from eyas.services.router.auth import ApiKeys
 from eyas.services.router.dispatcher import Dispatcher, SessionMap
 from eyas.services.router.generation import GenerationService
 from eyas.services.router.grpc_server import RouterServicer
+from eyas.services.router.telemetry import RouterTelemetry
 from eyas.services.router.workers import ReadinessMonitor, WorkerPool
 from eyas.tokenizer import Tokenizer, load_tokenizer
 from eyas.v1.generation_pb2_grpc import GenerationServicer, GenerationStub, add_GenerationServicer_to_server
@@ -154,11 +155,11 @@ async def router(
 ) -> AsyncIterator[str]:
     """Run a real router for the model "demo"; yields its address."""
     server, registry = RpcServer(ServerConfig()), Registry(RegistryConfig(url, 2.0, 0.05))
-    workers = WorkerPool(registry, peers=peers)
+    workers = WorkerPool(registry, RouterConfig(()), peers or Peers())
     tokenizers = {"demo": tokenizer or load_tokenizer(DEMO)}
-    service = GenerationService(
-        tokenizers, workers, Dispatcher(workers, SessionMap(registry), stall_timeout_s), request_timeout_s
-    )
+    telemetry = RouterTelemetry()
+    dispatcher = Dispatcher(workers, SessionMap(registry), stall_timeout_s, telemetry)
+    service = GenerationService(tokenizers, workers, dispatcher, request_timeout_s, telemetry)
     add_GenerationServicer_to_server(RouterServicer(service, ApiKeys(())), server.aio)
     readiness = ReadinessMonitor(server.set_serving, registry, workers, 0.02)
     address = await server.start(["eyas.v1.Generation"])

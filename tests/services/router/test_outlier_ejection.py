@@ -88,7 +88,7 @@ def test_a_failing_verifier_gets_nothing_until_a_probe_passes() -> None:
             ) as (address, workers),
         ):
             one.lease = replace(one.lease, load=Load(free_kv_tokens=9000))
-            await until(lambda: workers.ready and {one.lease, other.lease} == set(workers.snapshot().verifiers))
+            await until(lambda: bool(workers.reachable) and {one.lease, other.lease} == set(workers.snapshot().verifiers))
             one.gate.clear()
             for _ in range(5):
                 assert tokens_of(await send(address, CALL)) == REST
@@ -110,7 +110,7 @@ def test_requests_of_a_stuck_verifier_move_to_another(stalls_after: int) -> None
             pod_router(settings("static", verifiers=(one.address, other.address))) as (address, workers),
         ):
             one.lease = idle = replace(one.lease, load=Load(free_kv_tokens=9000))
-            await until(lambda: workers.ready and {idle, other.lease} == set(workers.snapshot().verifiers))
+            await until(lambda: bool(workers.reachable) and {idle, other.lease} == set(workers.snapshot().verifiers))
             answer = asyncio.create_task(send(address, CALL))
             await until(lambda: len(stuck.calls) == 1)
             one.lease = replace(idle, load=replace(idle.load, step_seconds=61.0))
@@ -134,13 +134,13 @@ def test_if_every_verifier_is_ejected_requests_still_go_out() -> None:
                 workers,
             ),
         ):
-            await until(lambda: workers.ready)
+            await until(lambda: bool(workers.reachable))
             assert (await failure(address, CALL))[0] is grpc.StatusCode.UNAVAILABLE
             assert workers.snapshot().unhealthy == {one.incarnation}
-            await until(lambda: not workers.ready)  # the only verifier is ejected
+            await until(lambda: not workers.reachable)  # the only verifier is ejected
             script.fails_after = None
             assert tokens_of(await send(address, CALL)) == REST
             assert not workers.snapshot().unhealthy
-            await until(lambda: workers.ready)
+            await until(lambda: bool(workers.reachable))
 
     asyncio.run(body())
