@@ -16,7 +16,7 @@ from eyas.services.ray.config import PoolConfig, graceful_shutdown_timeout_s, nu
 from eyas.services.ray.ingress import Router
 from eyas.services.ray.replicas import Draft, Verifier
 
-# How often Serve checks whether a stopping replica has requests, in seconds; workers get none through Serve.
+# Seconds between Serve's checks for requests of a stopping replica; workers get none through Serve.
 _WORKER_OPTIONS = {"graceful_shutdown_wait_loop_s": 0.1}
 # Seconds of reports that Serve keeps for policies; it accepts no less than its own push interval.
 _HISTORY_S = 15.0

@@ -67,9 +67,17 @@ class SessionMap:
 
 
 @dataclass
-class PlacementHint:
-    """Where the first completion of a request runs; the others are placed there too, to share its cached prefix."""
+class RequestContext:
+    """What the completions of one request share.
 
+    Attributes:
+        deadline: by the clock of the running event loop, in seconds.
+        on_trailers: receives the verifier's measurements when a completion has ended normally.
+        placement: where the first completion runs; the others are placed there too, to share its cached prefix.
+    """
+
+    deadline: float
+    on_trailers: TrailerCallback | None = None
     placement: Placement | None = None
 
 
@@ -89,16 +97,10 @@ class Dispatcher:
         self._telemetry = telemetry
         self._placing: set[asyncio.Task[None]] = set()
 
-    async def stream(
-        self, call: GenerateCall, hint: PlacementHint, deadline: float, on_trailers: TrailerCallback | None = None
-    ) -> AsyncGenerator[Chunk, None]:
+    async def stream(self, call: GenerateCall, context: RequestContext) -> AsyncGenerator[Chunk, None]:
         """Yield the chunks of a call; the last one has a finish reason.
 
-        Args:
-            call: one completion, with its seed set and without stop strings.
-            hint: shared by the completions of a request.
-            deadline: by the clock of the running event loop, in seconds.
-            on_trailers: receives the verifier's measurements when the call has ended normally.
+        call: one completion, with its seed set and without stop strings.
 
         Raises:
             TimeoutError: at the deadline.
@@ -107,16 +109,16 @@ class Dispatcher:
         """
         session = call.request.session
         last = await self._sessions.placement(session) if session else None
-        state = _RetryState(call, _routing_request(call, hint.placement or last))
+        state = _RetryState(call, _routing_request(call, context.placement or last))
         while True:
             pair = self._workers.pick(state.routing) if len(state.routing.excluded) < MAX_ATTEMPTS else None
             if pair is None:
                 raise state.error or no_verifier(call.model)
-            hint.placement = hint.placement or pair.placement
+            context.placement = context.placement or pair.placement
             remaining = state.remaining_call(pair)
             try:
                 with self._telemetry.upstream_request(remaining, pair, len(state.routing.excluded)) as traced:
-                    async with aclosing(self._stream_from(pair, traced, deadline, on_trailers)) as chunks:
+                    async with aclosing(self._stream_from(pair, traced, context)) as chunks:
                         async for chunk in chunks:
                             if not state.routing.target_fingerprint:
                                 self._workers.record_success(pair, state.routing)
@@ -130,23 +132,21 @@ class Dispatcher:
                     self._workers.record_failure(pair.verifier)
                 state.exclude(pair, error)
 
-    async def _stream_from(
-        self, pair: Pair, call: GenerateCall, deadline: float, on_trailers: TrailerCallback | None
-    ) -> AsyncGenerator[Chunk, None]:
+    async def _stream_from(self, pair: Pair, call: GenerateCall, context: RequestContext) -> AsyncGenerator[Chunk, None]:
         """Yield the chunks of one verifier; closing the generator early cancels the call."""
-        remaining_s = deadline - asyncio.get_running_loop().time()
+        remaining_s = context.deadline - asyncio.get_running_loop().time()
         stub = GenerationStub(self._workers.channel(pair.verifier))
         stream = stub.Generate(generate_call_to_proto(call), timeout=max(remaining_s, 0), metadata=call.trace)
         with self._workers.in_flight(pair, stream.cancel):
             try:
                 finished, stall_timeout_s = False, math.inf
                 while not finished:
-                    chunk = await _read(stream, call.request.id, deadline, stall_timeout_s)
+                    chunk = await _read(stream, call.request.id, context.deadline, stall_timeout_s)
                     finished, stall_timeout_s = chunk.finish_reason is not None, self._stall_timeout_s
                     yield chunk
                 measurements = await _measurements(stream)
-                if on_trailers:
-                    on_trailers(measurements)
+                if context.on_trailers:
+                    context.on_trailers(measurements)
             finally:
                 stream.cancel()
 

@@ -12,7 +12,7 @@ from dataclasses import replace
 from eyas.errors import EyasError, InvalidRequest, TimedOut, UnknownModel
 from eyas.request import Chunk, GenerationStats, Request
 from eyas.rpc.messages import GenerateCall, ModelInfo, TextChunk, Totals
-from eyas.services.router.dispatcher import Dispatcher, PlacementHint, TrailerCallback, no_verifier
+from eyas.services.router.dispatcher import Dispatcher, RequestContext, TrailerCallback, no_verifier
 from eyas.services.router.telemetry import RouterTelemetry
 from eyas.services.router.workers import WorkerPool
 from eyas.tokenizer import TextStream, Tokenizer
@@ -100,35 +100,33 @@ class GenerationService:
             call: what `prepare` returned.
             operation: "chat" or "text_completion", as in the GenAI conventions.
             timeout_s: the client's own limit.
-            on_trailers: see `Dispatcher.stream`.
+            on_trailers: see `RequestContext`.
 
         Raises:
             TimedOut: at the earlier of the client's and the router's limit.
             EyasError: as `Dispatcher.stream`.
         """
         timeout_s = min(timeout_s or self._request_timeout_s, self._request_timeout_s)
-        deadline = asyncio.get_running_loop().time() + timeout_s
+        context = RequestContext(asyncio.get_running_loop().time() + timeout_s, on_trailers)
         try:
             with self._telemetry.request(call, operation) as traced:
                 call = traced.set_call(call)
                 if traced.texts is not None:
                     traced.prompt_text = self._tokenizers[call.model].decode(call.request.prompt_ids)
-                async with aclosing(merge(self._completions(call, deadline, on_trailers))) as chunks:
+                async with aclosing(merge(self._completions(call, context))) as chunks:
                     async for chunk in chunks:
                         traced.add(chunk)
                         yield chunk
         except TimeoutError as error:
             raise TimedOut(f"the request was not done within {timeout_s:.1f} s") from error
 
-    def _completions(
-        self, call: GenerateCall, deadline: float, on_trailers: TrailerCallback | None
-    ) -> list[AsyncGenerator[TextChunk, None]]:
+    def _completions(self, call: GenerateCall, context: RequestContext) -> list[AsyncGenerator[TextChunk, None]]:
         """Return a stream of chunks for each completion of a call."""
-        tokenizer, request, hint = self._tokenizers[call.model], call.request, PlacementHint()
+        tokenizer, request = self._tokenizers[call.model], call.request
         streams = []
         for index, sampling in enumerate(request.sampling.completions(tokenizer.bad_token_ids(request.sampling.bad_words))):
             completion = replace(request, sampling=sampling)
-            chunks = self._dispatcher.stream(replace(call, request=completion), hint, deadline, on_trailers)
+            chunks = self._dispatcher.stream(replace(call, request=completion), context)
             streams.append(_decode(chunks, request, completion, index, tokenizer))
         return streams
 

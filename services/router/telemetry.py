@@ -14,7 +14,7 @@ from typing import get_args
 
 import grpc
 from opentelemetry.trace import Span, SpanKind
-from starlette.routing import BaseRoute, Match, Route
+from starlette.routing import Match, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from eyas.rpc.messages import NO_DRAFTER, GenerateCall, Role, TextChunk
@@ -224,24 +224,20 @@ class RouterTelemetry:
 class HttpMetrics:
     """The outermost ASGI middleware: measures every HTTP request, also those that other middleware rejects.
 
-    Args:
-        routes: the application's routes, read at each request.
-        observe: called with method, route, status and seconds at the end of a response; route is "" for an unknown path.
+    telemetry: its `http_response` is called at the end of each response.
     """
 
-    def __init__(self, app: ASGIApp, routes: Sequence[BaseRoute], observe: Callable[[str, str, int, float], None]) -> None:
+    def __init__(self, app: ASGIApp, telemetry: RouterTelemetry) -> None:
         self._app = app
-        self._routes = routes
-        self._observe = observe
+        self._telemetry = telemetry
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        matching = (
-            route.path for route in self._routes if isinstance(route, Route) and route.matches(scope)[0] != Match.NONE
-        )
-        route, started_at, status = next(matching, ""), time.perf_counter(), 0
+        routes = (route for route in scope["app"].routes if isinstance(route, Route))
+        matching = (route.path for route in routes if route.matches(scope)[0] != Match.NONE)
+        path, started_at, status = next(matching, ""), time.perf_counter(), 0
 
         async def observed_send(message: Message) -> None:
             nonlocal status
@@ -257,4 +253,4 @@ class HttpMetrics:
         finally:
             if status:
                 method = scope["method"] if scope["method"] in _METHODS else "_OTHER"
-                self._observe(method, route, status, time.perf_counter() - started_at)
+                self._telemetry.http_response(method, path, status, time.perf_counter() - started_at)

@@ -52,7 +52,7 @@ def build_app(
     app = FastAPI(title="Eyas", docs_url=None, redoc_url=None, redirect_slashes=False)
     app.add_middleware(BodyLimit)
     app.add_middleware(Authenticator, keys=keys)
-    app.add_middleware(HttpMetrics, routes=app.routes, observe=telemetry.http_response)
+    app.add_middleware(HttpMetrics, telemetry=telemetry)
     add_error_handlers(app)
     endpoints = OpenAIEndpoints(service, templates)
     app.post("/v1/completions", response_model=None)(endpoints.complete)

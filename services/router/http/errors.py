@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from http import HTTPStatus
 from typing import Any
 
 import grpc
@@ -55,12 +54,6 @@ def error_body(error: EyasError) -> dict[str, Any]:
     return _body(_kind(error), str(error), error.param if isinstance(error, InvalidRequest) else "")
 
 
-def status_response(status: int, message: str) -> JSONResponse:
-    """Return the response to an error of HTTP itself, such as an unknown path."""
-    type_ = "server_error" if status >= HTTPStatus.INTERNAL_SERVER_ERROR else "invalid_request_error"
-    return JSONResponse(_body(ErrorKind(status, type_), message), status)
-
-
 def add_error_handlers(app: FastAPI) -> None:
     """Let the application respond to every exception in OpenAI's shape."""
 
@@ -74,7 +67,9 @@ def add_error_handlers(app: FastAPI) -> None:
 
     @app.exception_handler(HTTPException)
     async def http_error(request: Request, error: HTTPException) -> Response:
-        return status_response(error.status_code, f"{request.method} {request.url.path}: {error.detail}")
+        """Respond to an error of HTTP itself, such as an unknown path."""
+        kind = ErrorKind(error.status_code, "server_error" if error.status_code >= 500 else "invalid_request_error")
+        return JSONResponse(_body(kind, f"{request.method} {request.url.path}: {error.detail}"), kind.status)
 
     @app.exception_handler(Exception)
     async def internal_error(request: Request, error: Exception) -> Response:

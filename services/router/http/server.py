@@ -102,20 +102,16 @@ class _Server(uvicorn.Server):
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Return a listening socket. Raises ConfigError if the port is taken or the host is not this machine's.
-
-    The socket names the protocol TCP: only then does asyncio switch off Nagle's algorithm, which delays small writes.
-    """
-    listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    """Return a listening socket. Raises ConfigError if the port is taken or the host is not this machine's."""
+    is_ipv6 = ":" in host
+    family = socket.AF_INET6 if is_ipv6 else socket.AF_INET
     try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind((host.strip("[]"), port))
-        listener.listen(_BACKLOG)
-    except OSError as error:
-        listener.close()
+        listener = socket.create_server((host.strip("[]"), port), family=family, backlog=_BACKLOG, dualstack_ipv6=is_ipv6)
+    except (OSError, ValueError) as error:  # ValueError: a machine without IPv6
         message = f"cannot listen on {host}:{port}: the port is in use or the host is not ours; set http.port"
         raise ConfigError(message) from error
-    return listener
+    # asyncio switches off Nagle's algorithm, which delays small writes, only if the object names the protocol TCP.
+    return socket.socket(fileno=listener.detach())
 
 
 class BodyLimit:
