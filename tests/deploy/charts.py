@@ -67,12 +67,17 @@ def settings(assignments: Sequence[str]) -> list[str]:
     return [word for assignment in assignments for word in ("--set", assignment)]
 
 
+def arguments(name: str) -> list[str]:
+    """The arguments of helm for one of RENDERINGS."""
+    if name in SETTINGS:
+        return settings(SETTINGS[name])
+    return ["--values", str(CHART / "values" / f"{name}.yaml")]
+
+
 @functools.cache
 def rendered(name: str) -> tuple[Object, ...]:
     """The objects of one of RENDERINGS."""
-    if name in SETTINGS:
-        return tuple(template(*settings(SETTINGS[name])))
-    return tuple(template("--values", str(CHART / "values" / f"{name}.yaml")))
+    return tuple(template(*arguments(name)))
 
 
 def of_kind(objects: Sequence[Object], *kinds: str) -> list[Object]:

@@ -22,16 +22,22 @@ app.kubernetes.io/instance: {{ (index . 0).Release.Name }}
 app.kubernetes.io/component: {{ index . 1 }}
 {{- end -}}
 
-{{/* (list root component) */}}
-{{- define "eyas.labels" -}}
+{{/* (list root component): labels of a pod. Without versions, so that an upgrade of the chart alone restarts nothing. */}}
+{{- define "eyas.podLabels" -}}
 {{- $root := index . 0 -}}
 {{ include "eyas.selector" . }}
-app.kubernetes.io/version: {{ $root.Chart.AppVersion | quote }}
 app.kubernetes.io/managed-by: {{ $root.Release.Service }}
-helm.sh/chart: {{ printf "%s-%s" $root.Chart.Name $root.Chart.Version | quote }}
 {{- with $root.Values.commonLabels }}
 {{ toYaml . }}
 {{- end }}
+{{- end -}}
+
+{{/* (list root component): labels of every other object */}}
+{{- define "eyas.labels" -}}
+{{- $root := index . 0 -}}
+{{ include "eyas.podLabels" . }}
+app.kubernetes.io/version: {{ $root.Chart.AppVersion | quote }}
+helm.sh/chart: {{ printf "%s-%s" $root.Chart.Name $root.Chart.Version | quote }}
 {{- end -}}
 
 {{/* (list root component): name, namespace and labels */}}

@@ -4,7 +4,7 @@
 {{- $root := index . 0 -}}
 {{- $own := index $root.Values (index . 1) -}}
 labels:
-  {{- include "eyas.labels" . | nindent 2 }}
+  {{- include "eyas.podLabels" . | nindent 2 }}
   {{- with $own.podLabels }}
   {{- toYaml . | nindent 2 }}
   {{- end }}

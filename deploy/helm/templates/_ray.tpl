@@ -5,7 +5,7 @@
 {{- $own := index $root.Values $component -}}
 metadata:
   labels:
-    {{- include "eyas.labels" (list $root "ray") | nindent 4 }}
+    {{- include "eyas.podLabels" (list $root "ray") | nindent 4 }}
 spec:
   {{- with index . 3 }}
   serviceAccountName: {{ . }}

@@ -1,4 +1,4 @@
-"""An upgrade changes no immutable field."""
+"""An upgrade changes no immutable field, and an upgrade of the chart alone restarts nothing."""
 
 from pathlib import Path
 from typing import Any
@@ -6,7 +6,17 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.deploy.charts import CHART, VALUES, Object, of_kind, run_helm, settings, template
+from tests.deploy.charts import (
+    CHART,
+    VALUES,
+    Object,
+    arguments,
+    of_kind,
+    pod_templates,
+    run_helm,
+    settings,
+    template,
+)
 
 CHANGES = (
     "image.tag=next", "router.replicas=5", "verifier.replicas=3", "draft.replicas=4", "commonLabels.team=b",
@@ -63,14 +73,23 @@ def next_chart(tmp_path: Path) -> Path:
 def test_an_upgrade_keeps_immutable_fields(values: Path, next_chart: Path) -> None:
     before = parts(template("--values", str(values)))
     after = parts(template("--values", str(values), *settings(CHANGES)))
-    later = parts(render_from(next_chart, values))
+    later = parts(render_from(next_chart, "--values", str(values)))
     for other in (after, later):
         assert {key: other[key] for key in before if key in other} == {key: before[key] for key in before if key in other}
         assert {key[1] for key in before if key[0] != "PrometheusRule"} <= {key[1] for key in other}
 
 
-def render_from(chart: Path, values: Path) -> list[Object]:
-    result = run_helm("template", "demo", str(chart), "--namespace", "eyas", "--values", str(values))
+@pytest.mark.parametrize("name", ["defaults", "70b-tp4-multinode", "kubernetes discovery, no redis", "ray"])
+def test_a_new_chart_with_the_same_image_restarts_no_pod(name: str, next_chart: Path) -> None:
+    chosen = [*arguments(name), "--set", "image.tag=0.1.0"]
+    before, after = template(*chosen), render_from(next_chart, *chosen)
+    assert dict(pod_templates(before)) == dict(pod_templates(after))
+    clusters = [[item["spec"] for item in of_kind(objects, "RayService")] for objects in (before, after)]
+    assert clusters[0] == clusters[1], "KubeRay starts another cluster for another spec"
+
+
+def render_from(chart: Path, *arguments: str) -> list[Object]:
+    result = run_helm("template", "demo", str(chart), "--namespace", "eyas", *arguments)
     assert result.returncode == 0, result.stderr
     return [item for item in yaml.safe_load_all(result.stdout) if item]
 
