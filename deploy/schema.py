@@ -56,6 +56,7 @@ def values_schema() -> Schema:
         image=strict(registry=TEXT, tag=TEXT, pullPolicy=one_of("Always", "IfNotPresent", "Never")),
         model=model(),
         telemetry=strict(otlpEndpoint=TEXT, sampleRatio={"type": "number", "minimum": 0, "maximum": 1}),
+        prometheus=strict(address=TEXT, matchers=NAME),
         serviceMonitor=strict(enabled=SWITCH, labels=LABELS, interval=TEXT),
         prometheusRule=strict(enabled=SWITCH, labels=LABELS),
         dashboards=strict(enabled=SWITCH, labels=LABELS),

@@ -18,13 +18,23 @@ _STRING = re.compile(r'"[^"]*"')
 _SELECTOR = re.compile(r"\{[^}]*\}|\[[^\]]*\]")
 _LABELS = re.compile(r"\b(by|without|on|ignoring|group_left|group_right)\s*\([^)]*\)")
 _NAME = re.compile(r"(?<![\w:.])[a-zA-Z_:][\w:]*(?!\s*\(|[\w:])")
+_MATCHERS = re.compile(r'\{((?:"[^"]*"|[^}"])*)\}')
 _WORDS = {"and", "or", "unless", "bool", "offset"}
+
+
+def selectors(expression: str) -> list[tuple[str, str]]:
+    """Return each metric that a PromQL expression names, with the matchers that follow it."""
+    bare = expression
+    for part in (_STRING, _SELECTOR, _LABELS):
+        bare = part.sub(lambda found: " " * len(found[0]), bare)
+    found = [name for name in _NAME.finditer(bare) if name[0] not in _WORDS]
+    texts = [_MATCHERS.match(expression, name.end()) for name in found]
+    return [(name[0], text[1] if text else "") for name, text in zip(found, texts, strict=True)]
 
 
 def names(expression: str) -> set[str]:
     """Return the metrics that a PromQL expression names."""
-    bare = _LABELS.sub(" ", _SELECTOR.sub(" ", _STRING.sub(" ", expression)))
-    return {name for name in _NAME.findall(bare) if name not in _WORDS}
+    return {name for name, _ in selectors(expression)}
 
 
 def dashboard_queries() -> Iterator[tuple[str, str]]:

@@ -1,6 +1,7 @@
-"""Each alert fires on its own condition only, and dashboards name metrics that exist."""
+"""Each alert fires on its own condition and release only; dashboards select a release and name metrics that exist."""
 
 import json
+import re
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -9,14 +10,17 @@ import pytest
 import yaml
 
 from eyas.telemetry.metrics import ALL_METRICS
-from tests.telemetry.promql import ALERTS, BOARDS, MISSING, alert_rules, dashboard_queries, names, tool
+from tests.telemetry.promql import ALERTS, BOARDS, MISSING, alert_rules, dashboard_queries, names, selectors, tool
 
 SUFFIXES = {"counter": ("_total",), "gauge": ("",), "histogram": ("_bucket", "_sum", "_count")}
 EXPOSED = {metric.family + suffix for metric in ALL_METRICS for suffix in SUFFIXES[metric.kind]}
+OURS = 'namespace="eyas",release="eyas"'
+STRANGERS = ('namespace="eyas",release="{}"', 'namespace="{}",release="eyas"', 'job="{}"')
 OF_EVERY_PROCESS = {"process_cpu_seconds_total", "process_resident_memory_bytes"}
 
 # A healthy cluster: 10 requests, 100 verify steps with trees, 300 tokens and more in every minute.
 HEALTHY = {
+    'eyas_service_info{instance="r",service="router"}': "1x60",
     'eyas_router_workers{instance="r",role="verifier"}': "1x60",
     'eyas_router_workers{instance="r",role="draft"}': "1x60",
     'eyas_router_requests_total{instance="r",model="m",status="OK"}': "0+10x60",
@@ -43,6 +47,7 @@ HEALTHY = {
 
 # What goes wrong, as what differs from a healthy cluster.
 SICK = {
+    "EyasNoMetrics": {'eyas_service_info{instance="r",service="router"}': "_x60"},
     "EyasNoVerifier": {'eyas_router_workers{instance="r",role="verifier"}': "0x60"},
     "EyasErrorRate": {'eyas_router_requests_total{instance="r",model="m",status="UNAVAILABLE"}': "0+1x60"},
     "EyasVerifiersFailing": {'eyas_router_upstream_retries_total{instance="r"}': "0+2x60"},
@@ -68,6 +73,7 @@ def test_queries_are_read_for_the_metrics_that_they_name() -> None:
         'sum by (a, le) (rate(x_total{b="y{z}"}[5m])) / on (c) group_left (d) 1e3 * vllm:y_z and min_over_time(w[1m]) > 0.5'
     )
     assert names(query) == {"x_total", "vllm:y_z", "w"}
+    assert dict(selectors(query)) == {"x_total": 'b="y{z}"', "vllm:y_z": "", "w": ""}
 
 
 def test_dashboards_and_alerts_name_metrics_of_the_catalog() -> None:
@@ -96,6 +102,41 @@ def test_alerts_have_a_description() -> None:
         assert set(rule["annotations"]) == {"summary", "description"}
 
 
+def test_every_metric_of_an_alert_is_of_one_release() -> None:
+    matchers = [(rule["alert"], text) for rule in alert_rules() for _, text in selectors(rule["expr"])]
+    assert len(matchers) > 20
+    assert not [alert for alert, text in matchers if not text.startswith(OURS)]
+
+
+def test_every_metric_of_a_dashboard_is_of_the_chosen_releases() -> None:
+    chosen = 'namespace=~"$namespace",release=~"$release"'
+    unselected = [
+        where for where, query in dashboard_queries() for _, text in selectors(query) if not text.startswith(chosen)
+    ]
+    assert not unselected
+    for board in sorted(BOARDS.glob("*.json")):
+        variables = {item["name"]: item for item in json.loads(board.read_text())["templating"]["list"]}
+        assert set(variables) == {"datasource", "namespace", "release"}
+        assert not any(item.get("includeAll") for item in variables.values()), "all would include other servers"
+
+
+def test_prometheus_reads_the_queries_of_the_dashboards(tmp_path: Path) -> None:
+    promtool = tool("promtool")
+    if promtool is None:
+        pytest.skip(MISSING.format("promtool"))
+    queries = [re.sub(r"\$__\w+", "1m", query) for _, query in dashboard_queries()]
+    rules = [{"record": f"query:{number}", "expr": query} for number, query in enumerate(queries)]
+    file = tmp_path / "rules.yaml"
+    file.write_text(yaml.safe_dump({"groups": [{"name": "dashboards", "rules": rules}]}))
+    result = subprocess.run([promtool, "check", "rules", str(file)], capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stdout + result.stderr
+
+
+def of(labels: str, series: dict[str, str]) -> dict[str, str]:
+    """The series with these labels too."""
+    return {name.replace("{", f"{{{labels},"): values for name, values in series.items()}
+
+
 def unit_test(alert: str, series: dict[str, str]) -> dict[str, Any]:
     """One of promtool's: after 50 minutes these alerts fire."""
     firing = [{"labels": f'{{alertname="{alert}"}}', "value": 1}] if alert else []
@@ -118,7 +159,10 @@ def test_alerts_fire_only_on_their_condition(tmp_path: Path) -> None:
     if promtool is None:
         pytest.skip(MISSING.format("promtool"))
     subprocess.run([promtool, "check", "rules", str(ALERTS)], check=True, capture_output=True)
-    cases = [unit_test("", HEALTHY), *(unit_test(alert, HEALTHY | changes) for alert, changes in SICK.items())]
+    healthy = of(OURS, HEALTHY)
+    cases = [unit_test("", healthy), *(unit_test(alert, healthy | of(OURS, changes)) for alert, changes in SICK.items())]
+    others = [of(labels.format(alert), HEALTHY | changes) for labels in STRANGERS for alert, changes in SICK.items()]
+    cases.append(unit_test("", {name: values for series in (healthy, *others) for name, values in series.items()}))
     file = tmp_path / "tests.yaml"
     file.write_text(yaml.safe_dump({"rule_files": [str(ALERTS)], "evaluation_interval": "1m", "tests": cases}))
     result = subprocess.run([promtool, "test", "rules", str(file)], capture_output=True, text=True, check=False)

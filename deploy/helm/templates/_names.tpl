@@ -48,6 +48,11 @@ labels:
   {{- include "eyas.labels" . | nindent 2 }}
 {{- end -}}
 
+{{/* Label matchers of this release's metrics in PromQL. */}}
+{{- define "eyas.matchers" -}}
+{{- tpl .Values.prometheus.matchers . -}}
+{{- end -}}
+
 {{/* (list root component) */}}
 {{- define "eyas.serviceAccountName" -}}
 {{- $account := (index (index . 0).Values (index . 1)).serviceAccount -}}
