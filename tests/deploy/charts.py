@@ -18,10 +18,11 @@ VALUES = sorted((CHART / "values").glob("*.yaml"))
 
 SECURED = ("router.tls.existingSecret=router-tls", "router.apiKeys.existingSecret=keys")
 ENCRYPTED = ("peers.tls.existingSecret=peers", "peers.tls.serverName=on")  # a name that YAML takes for true
-SCALED = tuple(
-    f"{component}.autoscaling.{setting}"
-    for component in ("verifier", "draft")
-    for setting in ("kind=keda", "triggers[0].type=prometheus", "triggers[0].metadata.query=up")
+SCALED = (
+    "verifier.autoscaling.kind=keda",
+    "draft.autoscaling.kind=keda",
+    "draft.autoscaling.maxReplicas=8",
+    "prometheus.address=http://prometheus:9090",
 )
 MONITORED = ("serviceMonitor.enabled=true", "prometheusRule.enabled=true", "dashboards.enabled=true")
 

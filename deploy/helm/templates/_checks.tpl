@@ -24,8 +24,11 @@
 {{- if and (eq $scaling.kind "hpa") (empty $scaling.metrics) -}}
 {{- fail (printf "%s.autoscaling.kind is hpa; set %s.autoscaling.metrics" $component $component) -}}
 {{- end -}}
-{{- if and (eq $scaling.kind "keda") (empty $scaling.triggers) -}}
-{{- fail (printf "%s.autoscaling.kind is keda; set %s.autoscaling.triggers" $component $component) -}}
+{{- if and (eq $scaling.kind "keda") (empty $scaling.triggers) (eq $component "router") -}}
+{{- fail "router.autoscaling.kind is keda; set router.autoscaling.triggers" -}}
+{{- end -}}
+{{- if and (eq $scaling.kind "keda") (empty $scaling.triggers) (not $.Values.prometheus.address) -}}
+{{- fail (printf "%s.autoscaling.kind is keda; set prometheus.address for the chart's own triggers, or %s.autoscaling.triggers" $component $component) -}}
 {{- end -}}
 {{- if and (ne $scaling.kind "none") (gt (int $scaling.minReplicas) (int $scaling.maxReplicas)) -}}
 {{- fail (printf "%s.autoscaling.minReplicas is above maxReplicas" $component) -}}

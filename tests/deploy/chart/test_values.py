@@ -44,7 +44,8 @@ REFUSED = {
     "redis.external.url=redis://user:secret@host": "set redis.external.existingSecret",
     "verifier.multiNode.enabled=true": "set verifier.tensorParallelSize",
     "verifier.autoscaling.kind=hpa": "set verifier.autoscaling.metrics",
-    "draft.autoscaling.kind=keda": "set draft.autoscaling.triggers",
+    "draft.autoscaling.kind=keda": "set prometheus.address for the chart's own triggers, or draft.autoscaling.triggers",
+    "router.autoscaling.kind=keda,prometheus.address=http://p:9090": "set router.autoscaling.triggers",
     "mode=ray,verifier.multiNode.enabled=true,verifier.tensorParallelSize=2": "needs mode plain",
     "router.autoscaling.kind=hpa,router.autoscaling.minReplicas=20": "minReplicas is above maxReplicas",
 }
