@@ -7,7 +7,7 @@ import uuid
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from functools import cache, partial
+from functools import cache
 
 import torch
 
@@ -17,7 +17,7 @@ from eyas.drafters.registry import build_drafter, features_fingerprint
 from eyas.errors import RequestFailed
 from eyas.models.checkpoint import read_target_config, resolve, resolve_placement, target_fingerprint
 from eyas.rpc.channel import Peers
-from eyas.rpc.messages import DrafterInfo, Load, ModelInfo
+from eyas.rpc.messages import DrafterInfo, ModelInfo
 from eyas.rpc.server import RpcServer
 from eyas.services.discovery.build import lease_registry
 from eyas.services.draft.servicer import DraftServicer, check_distinct
@@ -102,9 +102,7 @@ async def serve_drafters(
 
     with ExitStack() as stack:
         workers = [stack.enter_context(DraftWorker(drafter, info, end, observer)) for drafter, info in drafters]
-        observer.watch(
-            lambda: sum(worker.num_sessions for worker in workers), lambda: sum(worker.num_waiting for worker in workers)
-        )
+        observer.watch(lambda: [worker.load() for worker in workers])
         servicer = DraftServicer(workers)
         draft_pb2_grpc.add_DraftServicer_to_server(servicer, server.aio)
         server.before_stop(servicer.close)
@@ -125,17 +123,13 @@ def build_registration(config: DraftConfig, server: RpcServer, workers: Sequence
         AnnouncedWorker(
             "draft",
             worker.info.model,
-            partial(_load, worker),
+            worker.load,
             config.server.zone,
             incarnation=f"{process}/{number}",
         )
         for number, worker in enumerate(workers)
     ]
     return WorkerRegistration(server, lease_registry(config.discovery, config.registry), *announced)
-
-
-def _load(worker: DraftWorker) -> Load:
-    return Load(num_running=worker.num_sessions, num_waiting=worker.num_waiting)
 
 
 app = service_app(DraftConfig, run)

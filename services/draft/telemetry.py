@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from opentelemetry.trace import SpanKind
 
 from eyas.draft_protocol import ResyncRequired
 from eyas.drafters.base import Draft, DraftContext
+from eyas.rpc.messages import Load
 from eyas.telemetry import metrics
 from eyas.telemetry.exporters import Telemetry
 from eyas.telemetry.metrics import MetricSample, ScrapeCollector, counter, histogram
@@ -27,14 +28,13 @@ class DraftTelemetry:
         self._outcomes = {name: commits.labels(name) for name in ("tree", "no_tree", "resync", "dropped")}
         self._nodes = counter(metrics.DRAFT_DRAFTED_TOKENS, self._registry)
 
-    def watch(self, num_sessions: Callable[[], int], num_waiting: Callable[[], int]) -> None:
-        """Export the drafters' load, read at every scrape."""
+    def watch(self, loads: Callable[[], Sequence[Load]]) -> None:
+        """Export the summed loads of the drafters, read at every scrape."""
 
-        def read() -> list[MetricSample]:
-            return [
-                MetricSample(metrics.DRAFT_SESSIONS, num_sessions()),
-                MetricSample(metrics.DRAFT_WAITING_REQUESTS, num_waiting()),
-            ]
+        def read() -> Iterator[MetricSample]:
+            now = loads()
+            yield MetricSample(metrics.DRAFT_SESSIONS, sum(load.num_running for load in now))
+            yield MetricSample(metrics.DRAFT_WAITING_REQUESTS, sum(load.num_waiting for load in now))
 
         self._registry.register(ScrapeCollector(read))
 

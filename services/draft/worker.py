@@ -19,7 +19,7 @@ from eyas.draft_protocol import Commit, ResyncRequired, TensorBytes
 from eyas.drafters.base import Draft, DraftContext, LocalDrafter
 from eyas.errors import InvalidRequest
 from eyas.request import SamplingParams
-from eyas.rpc.messages import DrafterInfo, DraftRequest, DraftResponse, SessionTree
+from eyas.rpc.messages import DrafterInfo, DraftRequest, DraftResponse, Load, SessionTree
 from eyas.services.draft.telemetry import DraftTelemetry
 from eyas.tensors import tensor_from_bytes
 from eyas.tree import DraftTree
@@ -65,15 +65,9 @@ class DraftWorker:
             self._wake.notify()
         self._thread.join()
 
-    @property
-    def num_sessions(self) -> int:
-        """Sessions that the drafter holds."""
-        return len(self._sessions)
-
-    @property
-    def num_waiting(self) -> int:
-        """Requests in the queue."""
-        return len(self._jobs)
+    def load(self) -> Load:
+        """The sessions that the drafter holds, and the requests in the queue."""
+        return Load(num_running=len(self._sessions), num_waiting=len(self._jobs))
 
     def open(self, deliver: Deliver) -> DraftStream:
         """A new stream; `deliver` gets one reply for each request with commits, in order, and None at the end."""

@@ -11,7 +11,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 import grpc
 from opentelemetry.trace import Span, SpanKind, Tracer
@@ -203,7 +202,7 @@ class RequestTrace:
         self._first = 0
         self._last = 0
         self._preemptions: deque[int] = deque(maxlen=MAX_EVENTS)
-        self._steps: deque[_TracedStep] = deque(maxlen=MAX_EVENTS)
+        self._steps: deque[tuple[int, Attributes]] = deque(maxlen=MAX_EVENTS)
         self._num_steps = 0
         self._decode: Span | None = None
         self._current: Span | None = None
@@ -240,10 +239,12 @@ class RequestTrace:
                 self._decode = self._tracer.start_span("decode", child_context(self.span), start_time=now)
         elif self.traced and chunk.verify_step is not None:
             self._num_steps += 1
-            step = _TracedStep(now, chunk.verify_step, report, timing)
-            self._steps.append(step)
+            attributes = _step_attributes(chunk.verify_step, report, timing)
+            self._steps.append((now, attributes))
             with self._lock:
-                self._end_step(now, step)
+                if self._current is not None:
+                    self._current.set_attributes({**attributes, "drafter": timing.drafter} if timing else attributes)
+                    self._current.end(now)
                 self._current, self._next = self._next, None  # the engine has requested the next tree already
 
     def next_step(self) -> str:
@@ -266,9 +267,8 @@ class RequestTrace:
             now = self._last or time.time_ns()
             with self._lock:
                 self._ended = True
-                self._end_step(now, None)
-                self._current, self._next = self._next, None
-                self._end_step(now, None)
+                for step in filter(None, (self._current, self._next)):
+                    step.end(now)
             self._add_span("queue", self._arrived, self._began or now)
             if self._began:
                 self._add_span("prefill", self._began, self._first or now)
@@ -284,38 +284,20 @@ class RequestTrace:
         num_steps = min(MAX_EVENTS - len(self._preemptions), len(self._steps))
         for at in self._preemptions:
             decode.add_event("preempted", timestamp=at)
-        for step in list(self._steps)[len(self._steps) - num_steps :]:
-            decode.add_event("verify_step", step.attributes(), step.at)
+        for at, attributes in list(self._steps)[len(self._steps) - num_steps :]:
+            decode.add_event("verify_step", attributes, at)
         decode.set_attribute("eyas.verify_steps", self._num_steps)
         decode.set_attribute("eyas.preemptions", len(self._preemptions))
 
-    def _end_step(self, now: int, step: _TracedStep | None) -> None:
-        span, self._current = self._current, None
-        if span is not None:
-            span.set_attributes(step.attributes() if step else {})
-            if step is not None and step.timing is not None:
-                span.set_attribute("drafter", step.timing.drafter)
-            span.end(now)
 
-
-@dataclass(frozen=True)
-class _TracedStep:
-    """One verify step of the request. at: its end in ns since the epoch."""
-
-    at: int
-    step: VerifyStep
-    report: StepReport
-    timing: DraftTiming | None
-
-    def attributes(self) -> Attributes:
-        """Attributes of the step's event or span; times in ms."""
-        attributes: dict[str, int | float] = {
-            "drafted_tokens": self.step.drafted,
-            "accepted_tokens": self.step.accepted,
-            "draft_wait_ms": self.report.wait * 1e3,
-            "verify_ms": self.report.verify * 1e3,
-        }
-        if self.timing is not None:
-            attributes["draft_ms"] = self.timing.draft * 1e3
-            attributes["round_trip_ms"] = self.timing.round_trip * 1e3
-        return attributes
+def _step_attributes(step: VerifyStep, report: StepReport, timing: DraftTiming | None) -> Attributes:
+    """Attributes of a verify step's event or span; times in ms."""
+    attributes: dict[str, str | bool | int | float] = {
+        "drafted_tokens": step.drafted,
+        "accepted_tokens": step.accepted,
+        "draft_wait_ms": report.wait * 1e3,
+        "verify_ms": report.verify * 1e3,
+    }
+    if timing is not None:
+        attributes |= {"draft_ms": timing.draft * 1e3, "round_trip_ms": timing.round_trip * 1e3}
+    return attributes

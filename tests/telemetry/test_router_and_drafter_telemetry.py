@@ -11,7 +11,7 @@ from eyas.draft_protocol import Commit, ResyncRequired, TreeBudget
 from eyas.drafters.base import Draft, DraftContext
 from eyas.errors import InvalidRequest, Overloaded, Unavailable
 from eyas.request import Chunk, NoiseKey, Request, SamplingParams
-from eyas.rpc.messages import NO_DRAFTER, GenerateCall, ModelInfo, TextChunk, Totals
+from eyas.rpc.messages import NO_DRAFTER, GenerateCall, Load, ModelInfo, TextChunk, Totals
 from eyas.services.discovery.registry import Lease
 from eyas.services.draft.telemetry import DraftTelemetry
 from eyas.services.router.routing import Pair
@@ -99,7 +99,7 @@ def test_prompts_and_outputs_are_traced_only_if_enabled(caplog: pytest.LogCaptur
 def test_a_drafter_counts_commits_by_result_and_continues_traces() -> None:
     spans = Spans()
     telemetry = DraftTelemetry(spans.telemetry)
-    telemetry.watch(lambda: 3, lambda: 1)
+    telemetry.watch(lambda: [Load(2, 1), Load(1)])
 
     def context(session: str, nodes: int, traceparent: str = "") -> DraftContext:
         features = torch.zeros(0, 4)

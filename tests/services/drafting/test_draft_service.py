@@ -157,7 +157,7 @@ def test_waiting_requests_merge_into_a_call_once_per_session() -> None:
         eventually(lambda: None in replies)
     assert calls == [["0/a", "1/a"], ["0/a"]]
     assert [reply.step for reply in replies if reply] == [1, 1, 2]
-    assert worker.num_sessions == 1
+    assert worker.load().num_running == 1
 
 
 def test_a_drafter_that_breaks_for_good_ends_its_service(caplog: pytest.LogCaptureFixture) -> None:
