@@ -122,7 +122,7 @@ class AnnouncedWorker:
         return Lease(self.role, address, self.incarnation, self.model, self.load(), self.zone, self.prefix_hashes())
 
 
-class WorkerRegistration:
+class WorkerRegistration(WorkerServicer):
     """Announces the workers of one process: health, the Worker service, and leases if there is a registry.
 
     Construct it before the server starts. registry: None if workers are found without leases.
@@ -132,7 +132,7 @@ class WorkerRegistration:
         self._server = server
         self._registry = registry
         self._workers = workers
-        add_WorkerServicer_to_server(_StatusServicer(workers), server.aio)
+        add_WorkerServicer_to_server(self, server.aio)
 
     async def register(self, address: str) -> None:
         """Answer health checks with SERVING and publish the leases. Raises ConfigError for a wildcard address."""
@@ -152,15 +152,8 @@ class WorkerRegistration:
             await self._registry.withdraw()
             await self._registry.close()
 
-
-class _StatusServicer(WorkerServicer):
-    """Reports the workers of this process to those who probe them."""
-
-    def __init__(self, workers: Sequence[AnnouncedWorker]) -> None:
-        self._workers = workers
-
     async def Status(self, request: worker_pb2.StatusRequest, context: Any) -> worker_pb2.WorkerStatus:  # noqa: N802
-        """The workers here, and their load."""
+        """Answer a probe: the workers here, and their load."""
         return lease_to_proto(*(worker.lease("") for worker in self._workers))
 
 

@@ -54,8 +54,7 @@ class EndpointSource(Protocol):
     """Lists endpoints; the workers there may be dead. Constructed with a DiscoveryConfig."""
 
     async def open(self) -> None:
-        """Prepare; called once before `follow`. Raises ConfigError for settings that cannot work."""
-        ...
+        """Prepare before `follow`, if there is something to prepare. Raises ConfigError for settings that cannot work."""
 
     async def follow(self, role: Role, on_endpoints: OnEndpoints) -> None:
         """Call `on_endpoints` with all endpoints of a role, now and after every change, until cancelled.
@@ -66,7 +65,6 @@ class EndpointSource(Protocol):
 
     async def close(self) -> None:
         """Release what `open` took; called once, after every `follow` has ended."""
-        ...
 
 
 async def repeat(interval_s: float, step: Callable[[], Awaitable[object]], delay_s: float = 0.0) -> None:

@@ -21,7 +21,7 @@ from kubernetes.aio.watch import Watch
 from eyas.config import DiscoveryConfig, KubernetesConfig
 from eyas.errors import ConfigError
 from eyas.rpc.messages import Role
-from eyas.services.discovery.base import Endpoint, OnEndpoints
+from eyas.services.discovery.base import Endpoint, EndpointSource, OnEndpoints
 
 OWN_NAMESPACE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
 LIST_TIMEOUT_S = 10.0
@@ -31,8 +31,8 @@ HTTP_GONE = 410
 log = logging.getLogger(__name__)
 
 
-class KubernetesEndpoints:
-    """Implements EndpointSource by EndpointSlices: ready endpoints, with the UID of their pod as identity."""
+class KubernetesEndpoints(EndpointSource):
+    """EndpointSlices: ready endpoints, with the UID of their pod as identity."""
 
     def __init__(self, config: DiscoveryConfig) -> None:
         self._config = config.kubernetes

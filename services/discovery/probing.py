@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Coroutine, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import grpc
 import grpc.aio
@@ -32,68 +33,52 @@ class ProbedDiscovery:
         self._source = source
         self._peers = peers
         self._config = config
-        self._followers: list[asyncio.Task[None]] = []
         self._probes: dict[Role, dict[Endpoint, WorkerProbe]] = {}
-        self._tasks: dict[WorkerProbe, asyncio.Task[None]] = {}
-        self._known: dict[Role, tuple[Lease, ...]] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
 
     async def watch(self, *roles: Role) -> None:
         """Begin to follow and probe the endpoints of these roles."""
         await self._source.open()
         for role in roles:
-            follow = self._source.follow(role, partial(self._on_endpoints, role))
-            self._followers.append(asyncio.create_task(follow, name=f"{role} endpoints"))
+            self._start(self._source.follow(role, partial(self._on_endpoints, role)))
 
     def known(self, role: Role) -> tuple[Lease, ...]:
         """The workers that answered recently and report SERVING."""
-        return self._known.get(role, ())
+        leases = [lease for probe in tuple(self._probes.get(role, {}).values()) for lease in probe.leases]
+        live = {lease.incarnation: lease for lease in sorted(leases, key=lambda lease: lease.address, reverse=True)}
+        return tuple(sorted(live.values(), key=lambda lease: lease.address))
 
     async def close(self) -> None:
         """End all probes and close the source."""
-        tasks = [*self._followers, *self._tasks.values()]
-        await asyncio.gather(*map(cancel_task, tasks))
+        await asyncio.gather(*map(cancel_task, self._tasks))
         await self._source.close()
 
     def _on_endpoints(self, role: Role, endpoints: Iterable[Endpoint]) -> None:
         """Probe new endpoints; end the probes of those that are gone or belong to another worker now."""
-        old, fresh = self._probes.get(role, {}), dict.fromkeys(endpoints)
-        for endpoint, probe in old.items():
-            if endpoint not in fresh:
-                self._end(probe)
-        changed = partial(self._refresh, role)
-        missing = [endpoint for endpoint in fresh if endpoint not in old]
-        new = {endpoint: WorkerProbe(role, endpoint, self._config, self._peers, changed) for endpoint in missing}
-        self._probes[role] = probes = {endpoint: new.get(endpoint) or old[endpoint] for endpoint in fresh}
-        for probe in probes.values():
-            if probe not in self._tasks:
-                self._tasks[probe] = asyncio.create_task(probe.run(), name="probe")
-        self._refresh(role)
+        probes, fresh = self._probes.setdefault(role, {}), set(endpoints)
+        for endpoint in probes.keys() - fresh:
+            probes.pop(endpoint).task.cancel()
+        for endpoint in fresh - probes.keys():
+            probes[endpoint] = probe = WorkerProbe(role, endpoint, self._config, self._peers)
+            probe.task = self._start(probe.run())
 
-    def _end(self, probe: WorkerProbe) -> None:
-        task = self._tasks[probe]
-        task.cancel()
-        task.add_done_callback(lambda _: self._tasks.pop(probe, None))
-
-    def _refresh(self, role: Role) -> None:
-        leases = [lease for probe in self._probes[role].values() for lease in probe.leases]
-        live = {lease.incarnation: lease for lease in sorted(leases, key=lambda lease: lease.address, reverse=True)}
-        self._known[role] = tuple(sorted(live.values(), key=lambda lease: lease.address))
+    def _start(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
 
 
 class WorkerProbe:
-    """Watches one endpoint while `run` runs: its health as a stream, its state by repeated calls.
+    """Watches one endpoint while `run` runs: its health as a stream, its state by repeated calls. peers: how to dial."""
 
-    peers: how to dial. changed: called whenever `leases` may have changed.
-    """
+    task: asyncio.Task[None]
 
-    def __init__(
-        self, role: Role, endpoint: Endpoint, config: DiscoveryConfig, peers: Peers, changed: Callable[[], None]
-    ) -> None:
+    def __init__(self, role: Role, endpoint: Endpoint, config: DiscoveryConfig, peers: Peers) -> None:
         self._role = role
         self._endpoint = endpoint
         self._config = config
         self._peers = peers
-        self._changed = changed
         self._state: tuple[Lease, ...] = ()
         self._answered_at = 0.0
         self._serving = False
@@ -122,7 +107,6 @@ class WorkerProbe:
         try:
             async for answer in health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest()):
                 self._serving = answer.status == health_pb2.HealthCheckResponse.SERVING
-                self._changed()
         except grpc.aio.AioRpcError as error:
             log.debug("%s: cannot watch its health: %s", self._endpoint.address, error.details())
 
@@ -145,7 +129,6 @@ class WorkerProbe:
         self._state = tuple(replace(lease, zone=lease.zone or self._endpoint.zone) for lease in state)
         self._answered_at = time.monotonic()
         self._problem = ""
-        self._changed()
 
     def _leave(self, reason: str) -> None:
         """Count the worker as gone; log each reason once."""
@@ -153,21 +136,14 @@ class WorkerProbe:
             log.warning("no live %s service at %s: %s", self._role, self._endpoint.address, reason)
         self._problem = reason
         self._state = ()
-        self._changed()
 
 
-class StaticEndpoints:
-    """Implements EndpointSource by the addresses in the settings."""
+class StaticEndpoints(EndpointSource):
+    """The addresses in the settings."""
 
     def __init__(self, config: DiscoveryConfig) -> None:
         self._addresses: dict[Role, tuple[str, ...]] = {"verifier": config.verifiers, "draft": config.drafters}
 
-    async def open(self) -> None:
-        """See EndpointSource; nothing to do."""
-
     async def follow(self, role: Role, on_endpoints: OnEndpoints) -> None:
         """Report the list once; it never changes."""
         on_endpoints(map(Endpoint, self._addresses[role]))
-
-    async def close(self) -> None:
-        """See EndpointSource; nothing to do."""

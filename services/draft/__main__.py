@@ -23,14 +23,7 @@ from eyas.services.discovery.build import lease_registry
 from eyas.services.draft.servicer import DraftServicer, check_distinct
 from eyas.services.draft.telemetry import DraftTelemetry
 from eyas.services.draft.worker import DraftWorker
-from eyas.services.lifecycle import (
-    WORKER_SERVICE,
-    AnnouncedWorker,
-    ServiceRunner,
-    WorkerRegistration,
-    serve,
-    service_app,
-)
+from eyas.services.lifecycle import WORKER_SERVICE, AnnouncedWorker, ServiceRunner, WorkerRegistration, serve, service_app
 from eyas.telemetry.exporters import telemetry
 from eyas.v1 import draft_pb2, draft_pb2_grpc
 
@@ -120,13 +113,7 @@ def build_registration(config: DraftConfig, server: RpcServer, workers: Sequence
     """A lease for each drafter, all with one address and over one connection."""
     process = uuid.uuid4().hex
     announced = [
-        AnnouncedWorker(
-            "draft",
-            worker.info.model,
-            worker.load,
-            config.server.zone,
-            incarnation=f"{process}/{number}",
-        )
+        AnnouncedWorker("draft", worker.info.model, worker.load, config.server.zone, incarnation=f"{process}/{number}")
         for number, worker in enumerate(workers)
     ]
     return WorkerRegistration(server, lease_registry(config.discovery, config.registry), *announced)

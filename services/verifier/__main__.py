@@ -1,9 +1,16 @@
-"""The verifier service: `python -m eyas.services.verifier --config FILE --set key=value`."""
+"""The verifier service: `python -m eyas.services.verifier --config FILE --set key=value`.
+
+The ranks of a tensor-parallel verifier read RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT from the environment,
+as torchrun sets them.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import os
+import signal
+from collections.abc import Mapping
 from contextlib import closing, nullcontext
 from dataclasses import dataclass, field
 
@@ -13,10 +20,11 @@ from eyas.config import VerifierConfig
 from eyas.draft_protocol import Proposal
 from eyas.drafters.base import DrafterNeeds
 from eyas.drafters.registry import NO_DRAFTS, build_fuser, default_method, features_fingerprint, resolve_wiring
-from eyas.engine.build import assemble_engine, gather_ranks, load_model
+from eyas.engine.build import assemble_engine, gather_ranks, load_model, run_worker
 from eyas.engine.engine import Engine
+from eyas.errors import ConfigError
 from eyas.models.checkpoint import resolve_placement, target_fingerprint
-from eyas.models.workers import TargetWorkers
+from eyas.models.workers import RankInfo, TargetWorkers
 from eyas.rpc.channel import Peers
 from eyas.rpc.messages import ModelInfo, TargetInfo
 from eyas.rpc.server import RpcServer
@@ -33,11 +41,13 @@ from eyas.services.lifecycle import (
 )
 from eyas.services.verifier.async_engine import AsyncEngine
 from eyas.services.verifier.draft_pool import DraftPool
-from eyas.services.verifier.ranks import end_in_time, follow_rank_0, rank_info
 from eyas.services.verifier.servicer import GenerationServicer
 from eyas.services.verifier.telemetry import VerifierTelemetry
 from eyas.telemetry.exporters import Telemetry, telemetry
 from eyas.v1 import generation_pb2, generation_pb2_grpc
+
+# When a rank is gone, rank 0 may hang in an all-reduce forever: the system ends the process after this time.
+END_SECONDS = 15
 
 GENERATION_SERVICE = generation_pb2.DESCRIPTOR.services_by_name["Generation"].full_name
 
@@ -86,7 +96,15 @@ async def serve_rank_0(
             observer.watch(lambda: async_engine.engine_load)
             servicer = GenerationServicer(async_engine, model, pool, observer)
             generation_pb2_grpc.add_GenerationServicer_to_server(servicer, server.aio)
-            registration = build_registration(config, server, async_engine, model, pool, peers)
+            registry = lease_registry(config.discovery, config.registry)
+            worker = AnnouncedWorker(
+                "verifier", model, lambda: async_engine.load, config.server.zone, lambda: async_engine.prefix_hashes
+            )
+            registration: Registration = WorkerRegistration(server, registry, worker)
+            if pool is not None:
+                discovery = build_discovery(config.discovery, registry, peers)
+                interval_s = config.registry.heartbeat_interval_s
+                registration = VerifierRegistration(registration, discovery, model, pool, interval_s)
             names = [GENERATION_SERVICE, WORKER_SERVICE]
             await serve(server, names, config.server, registration, runner=runner)
         for drafter, _ in pool.drafters if pool else ():
@@ -106,26 +124,6 @@ def load_engine(
         log.info("checking that the draft head %s fits the target", config.draft_model)
         resolve_wiring(method, target, fuser, config.draft_model, config.model, config.dtype, config.device)
     return assemble_engine(target, fuser, config.engine, config.tree, pool, workers), pool
-
-
-def build_registration(
-    config: VerifierConfig,
-    server: RpcServer,
-    engine: AsyncEngine,
-    model: ModelInfo,
-    pool: DraftPool | None,
-    peers: Peers,
-) -> Registration:
-    """How the verifier announces itself and, if it takes drafts, follows the live drafters."""
-    registry = lease_registry(config.discovery, config.registry)
-    worker = AnnouncedWorker(
-        "verifier", model, lambda: engine.load, config.server.zone, prefix_hashes=lambda: engine.prefix_hashes
-    )
-    registration = WorkerRegistration(server, registry, worker)
-    if pool is None:
-        return registration
-    discovery = build_discovery(config.discovery, registry, peers)
-    return VerifierRegistration(registration, discovery, model, pool, config.registry.heartbeat_interval_s)
 
 
 @dataclass
@@ -154,6 +152,55 @@ class VerifierRegistration:
     async def _rebalance(self) -> None:
         leases = self.discovery.known("draft")
         self.pool.rebalance([lease.address for lease in leases if self.model.target.is_drafted_by(lease.model)])
+
+
+def rank_info(config: VerifierConfig, environment: Mapping[str, str] = os.environ) -> RankInfo:
+    """The rank of this process. Without RANK it is rank 0 and starts the others itself.
+
+    Raises ConfigError for an environment that is incomplete or does not fit `engine.tensor_parallel_size`.
+    """
+    size = config.engine.tensor_parallel_size
+    if "RANK" not in environment or size == 1:
+        return RankInfo(0, size, config.device)
+    try:
+        rank, world, port = (int(environment[name]) for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"))
+        local_rank, address = int(environment.get("LOCAL_RANK", "0")), environment["MASTER_ADDR"]
+    except (KeyError, ValueError) as error:
+        raise ConfigError(f"RANK is set, so WORLD_SIZE, MASTER_ADDR and MASTER_PORT must be too: {error}") from error
+    if world != size or not 0 <= rank < size:
+        raise ConfigError(f"rank {rank} of WORLD_SIZE {world} does not fit engine.tensor_parallel_size {size}")
+    device = f"cuda:{local_rank}" if config.device == "cuda" else config.device
+    has_store = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    return RankInfo(rank, size, device, address, port, has_store)
+
+
+def end_in_time(reason: str) -> None:
+    """Have the system end this process soon, in whatever state it is, because another rank is gone."""
+    log.critical("no rank can go on without the others; ending within %d s: %s", END_SECONDS, reason)
+    signal.alarm(END_SECONDS)
+
+
+async def follow_rank_0(config: VerifierConfig, info: RankInfo) -> None:
+    """Compute for rank 0 until it stops. Health says SERVING once the shard is loaded.
+
+    Signals are ignored: a signal to the whole group stops rank 0, which first finishes its running calls.
+    Raises Unavailable when rank 0 is gone.
+    """
+    server = RpcServer(config.server, credentials=Peers(config.peers).server_credentials)
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, log.info, "rank %d stops when rank 0 does", info.rank)
+
+    def ready() -> None:
+        asyncio.run_coroutine_threadsafe(server.set_serving(True), loop)
+
+    address = await server.start(())
+    log.info("rank %d of %d; health is served on %s", info.rank, info.size, address)
+    try:
+        await asyncio.to_thread(run_worker, config.model, config.dtype, config.engine.max_model_len, info, ready)
+    finally:
+        await server.set_serving(False)
+        await server.stop(0)
 
 
 app = service_app(VerifierConfig, run)

@@ -23,7 +23,7 @@ from eyas.rpc import convert
 from eyas.rpc.channel import open_sync_channel
 from eyas.rpc.messages import GenerateCall
 from eyas.services.cluster import is_serving
-from eyas.services.verifier.ranks import rank_info
+from eyas.services.verifier.__main__ import rank_info
 from eyas.v1 import generation_pb2, generation_pb2_grpc
 from tests import reference
 from tests.services.redis_server import free_port
