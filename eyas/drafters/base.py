@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Protocol, TypeAlias
 
@@ -117,8 +117,3 @@ class LocalDrafter(ABC):
 def within(budget: TreeBudget, tree: TreeConfig) -> TreeBudget:
     """A verifier's budget, cut to the size of a drafter's trees."""
     return TreeBudget(min(budget.max_nodes, tree.num_draft_tokens), min(budget.max_depth, tree.num_steps))
-
-
-def capped(contexts: Sequence[DraftContext], max_nodes: int) -> list[TreeBudget]:
-    """The contexts' budgets with at most `max_nodes` nodes each."""
-    return [replace(c.budget, max_nodes=min(c.budget.max_nodes, max_nodes)) for c in contexts]

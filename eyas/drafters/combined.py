@@ -15,10 +15,9 @@ import numpy as np
 
 from eyas.config import CombinedConfig, TreeConfig
 from eyas.draft_protocol import ResyncRequired, TreeBudget
-from eyas.drafters.base import Draft, DraftContext, DrafterNeeds, LocalDrafter, capped
+from eyas.drafters.base import Draft, DraftContext, DrafterNeeds, LocalDrafter, within
 from eyas.drafters.sessions import Session, SessionLedger
 from eyas.drafters.tree_growth import Reals, first_of_groups, forest_trees
-from eyas.errors import ConfigError
 from eyas.tensors import Ints
 from eyas.tree import DraftTree
 
@@ -27,49 +26,47 @@ from eyas.tree import DraftTree
 class _CombinedSession(Session):
     """A session. Both sides have at least `committed_length` of its tokens.
 
-    lengths, drafts: committed length and last answer of each side. tree: the last merged one. places: for each side that
-    needs samples, the merged nodes that correspond to the nodes of its (pruned) tree.
+    context: its latest commit. lengths, drafts: committed length and last answer of each side. tree: the last merged one.
+    places: for each side that needs samples, the merged nodes that correspond to the nodes of its (pruned) tree.
     """
 
+    context: DraftContext = field(init=False)
     lengths: list[int] = field(default_factory=lambda: [0, 0])
     drafts: list[Draft] = field(default_factory=lambda: [None, None])
     tree: DraftTree | None = None
     places: list[list[int]] = field(default_factory=lambda: [[], []])
 
-    def samples(self, side: int, context: DraftContext) -> tuple[int, ...]:
-        """The samples at a side's nodes, if the last merged tree was verified and the side's tree is part of it."""
-        fits = (
-            self.tree is not None and len(context.samples) == len(self.tree) and self.lengths[side] == context.start_position
-        )
-        return tuple(context.samples[place] for place in self.places[side]) if fits else ()
-
-
-@dataclass(frozen=True)
-class _Row:
-    """A commit that continues its session."""
-
-    context: DraftContext
-    session: _CombinedSession
-
     @property
     def is_complete(self) -> bool:
         """Whether both sides have all of the commit."""
-        return self.session.committed_length == self.context.committed_length
+        return self.committed_length == self.context.committed_length
 
     @property
     def trees(self) -> list[DraftTree]:
-        """The trees for this commit. A side may be ahead of it, while the other one is sent a session again in pieces."""
-        answers = zip(self.session.lengths, self.session.drafts, strict=True)
+        """The trees for the commit. A side may be ahead of it, while the other one is sent the session again in pieces."""
+        answers = zip(self.lengths, self.drafts, strict=True)
         return [d for length, d in answers if length == self.context.committed_length and isinstance(d, DraftTree)]
+
+    def missing(self, side: int, needs: DrafterNeeds) -> DraftContext:
+        """The part of the commit that a side lacks; the side has at least what lies before the commit.
+
+        Samples are those at the side's nodes, if the last merged tree was verified and the side's tree is part of it.
+        """
+        context, length, features = self.context, self.lengths[side], None
+        samples: tuple[int, ...] = ()
+        if needs.features and context.features is not None:
+            features = context.features[max(length - 1, 0) - max(context.start_position - 1, 0) :]
+        if self.tree and len(context.samples) == len(self.tree) and length == context.start_position:
+            samples = tuple(context.samples[place] for place in self.places[side])
+        tokens = context.tokens[length - context.start_position :]
+        return replace(context, start_position=length, tokens=tokens, features=features, samples=samples)
 
 
 class CombinedDrafter(LocalDrafter):
     """Two drafters whose trees are merged."""
 
     def __init__(self, first: LocalDrafter, second: LocalDrafter, tree: TreeConfig, config: CombinedConfig) -> None:
-        """Raises ConfigError for drafters that cannot share a tree."""
-        if first.needs.features and second.needs.features:
-            raise ConfigError("both drafters of a combination need features; only one of them can be fed")
+        """At most one of the drafters needs features."""
         self._sides = (first, second)
         self._tree = tree
         self._config = config
@@ -86,23 +83,19 @@ class CombinedDrafter(LocalDrafter):
 
     def propose(self, contexts: Sequence[DraftContext]) -> list[Draft]:
         self.release([context.session for context in contexts if self._sessions.starts_epoch(context)])
-        drafts: list[Draft] = []
-        rows: dict[int, _Row] = {}
-        for i, context in enumerate(contexts):
-            session = self._sessions.follow(context)
-            drafts.append(session if isinstance(session, ResyncRequired) else None)
+        followed = [self._sessions.follow(context) for context in contexts]
+        sessions: list[_CombinedSession] = []
+        for context, session in zip(contexts, followed, strict=True):
             if isinstance(session, _CombinedSession):
-                rows[i] = _Row(context, session)
+                session.context = context
+                sessions.append(session)
         for side in range(len(self._sides)):
-            self._propose(side, list(rows.values()))
-        for row in rows.values():
-            row.session.committed_length = min(row.session.lengths)
+            self._propose(side, sessions)
+        for session in sessions:
+            session.committed_length = min(session.lengths)
         self._evict({context.session for context in contexts})
-        merged = iter(self._merge([row for row in rows.values() if row.is_complete]))
-        for i, row in rows.items():
-            context, length = row.context, row.session.committed_length
-            drafts[i] = next(merged) if row.is_complete else ResyncRequired(context.session, context.epoch, length)
-        return drafts
+        self._merge([session for session in sessions if session.is_complete])
+        return [_answer(session) for session in followed]
 
     def release(self, sessions: Sequence[str]) -> None:
         self._sessions.release(sessions)
@@ -113,41 +106,34 @@ class CombinedDrafter(LocalDrafter):
         more = [side.draft_ahead() for side in self._sides]
         return any(more)
 
-    def _propose(self, k: int, rows: Sequence[_Row]) -> None:
+    def _propose(self, k: int, sessions: Sequence[_CombinedSession]) -> None:
         """Send one side the parts of the commits that it does not have, and keep its answers."""
         side = self._sides[k]
-        behind = [row for row in rows if row.session.lengths[k] < row.context.committed_length]
-        parts = [
-            _rest(row.context, row.session.lengths[k], side.needs, row.session.samples(k, row.context)) for row in behind
-        ]
-        drafts = side.propose(parts) if parts else []
-        for row, draft in zip(behind, drafts, strict=True):
-            length = draft.committed_length if isinstance(draft, ResyncRequired) else row.context.committed_length
-            row.session.lengths[k], row.session.drafts[k] = length, draft
+        behind = [session for session in sessions if session.lengths[k] < session.context.committed_length]
+        drafts = side.propose([session.missing(k, side.needs) for session in behind]) if behind else []
+        for session, draft in zip(behind, drafts, strict=True):
+            length = draft.committed_length if isinstance(draft, ResyncRequired) else session.context.committed_length
+            session.lengths[k], session.drafts[k] = length, draft
 
-    def _merge(self, rows: Sequence[_Row]) -> list[DraftTree]:
-        """The merged tree of each session."""
-        contexts = [row.context for row in rows]
-        budgets = capped(contexts, self._tree.num_draft_tokens)
-        merged = merge_trees([c.tokens[-1] for c in contexts], [row.trees for row in rows], budgets, self._config.min_share)
-        for row, tree in zip(rows, merged, strict=True):
-            row.session.tree = tree
+    def _merge(self, sessions: Sequence[_CombinedSession]) -> None:
+        """Merge the trees of each session."""
+        budgets = [within(session.context.budget, self._tree) for session in sessions]
+        roots = [session.context.tokens[-1] for session in sessions]
+        merged = merge_trees(roots, [session.trees for session in sessions], budgets, self._config.min_share)
+        for session, tree in zip(sessions, merged, strict=True):
+            session.tree = tree
             for k, side in enumerate(self._sides):
                 if side.needs.samples:
-                    self._prune(k, row, tree)
-        return merged
+                    self._prune(k, session, tree)
 
-    def _prune(self, k: int, row: _Row, merged: DraftTree) -> None:
+    def _prune(self, k: int, session: _CombinedSession, merged: DraftTree) -> None:
         """Prune one side's tree to its merged nodes, and keep their places in the merged tree."""
-        draft, session, found = row.session.drafts[k], row.session, dict[int, int]()
-        if (
-            row.context.budget.wants_tree
-            and session.lengths[k] == row.context.committed_length
-            and isinstance(draft, DraftTree)
-        ):
+        draft, context, found = session.drafts[k], session.context, dict[int, int]()
+        is_current = context.budget.wants_tree and session.lengths[k] == context.committed_length
+        if is_current and isinstance(draft, DraftTree):
             found = _places(draft, merged)
             session.drafts[k] = draft.pruned(list(found))
-            self._sides[k].prune(row.context.session, list(found))
+            self._sides[k].prune(context.session, list(found))
         session.places[k] = list(found.values())
 
     def _evict(self, busy: set[str]) -> None:
@@ -156,13 +142,12 @@ class CombinedDrafter(LocalDrafter):
             self.release(self._sessions.idle(busy)[:surplus])
 
 
-def _rest(context: DraftContext, length: int, needs: DrafterNeeds, samples: tuple[int, ...]) -> DraftContext:
-    """The part of a commit that a side with committed length `length` lacks; length is at least the commit's start."""
-    features = None
-    if needs.features and context.features is not None:
-        features = context.features[max(length - 1, 0) - max(context.start_position - 1, 0) :]
-    tokens = context.tokens[length - context.start_position :]
-    return replace(context, start_position=length, tokens=tokens, features=features, samples=samples)
+def _answer(session: _CombinedSession | ResyncRequired) -> Draft:
+    if isinstance(session, ResyncRequired):
+        return session
+    if session.is_complete:
+        return session.tree
+    return ResyncRequired(session.context.session, session.epoch, session.committed_length)
 
 
 def _places(tree: DraftTree, merged: DraftTree) -> dict[int, int]:

@@ -29,19 +29,9 @@ class AheadTrees:
 
     def __init__(self, growth: TreeGrowth, draft_ids: Ints) -> None:
         """draft_ids maps draft vocabulary ids to the target's."""
-        self._growth = growth
+        self.growth = growth
         self._draft_ids = draft_ids
         self._num_copied = 0
-
-    @property
-    def num_levels(self) -> int:
-        """Levels recorded so far."""
-        return self._growth.num_levels
-
-    @torch.inference_mode()
-    def step(self) -> None:
-        """Grow by a level."""
-        self._growth.step()
 
     def below(self, row: int, path: Sequence[int], budget: TreeBudget) -> DraftTree | None:
         """The tree of session `row` below `path`, within `budget`; None if none was grown there.
@@ -60,9 +50,9 @@ class AheadTrees:
 
     def _copy_to_host(self) -> None:
         """Copy the candidates of all sessions, if levels were added since the last copy."""
-        if self._num_copied < self._growth.num_levels:
-            candidates = self._growth.candidates
-            self._num_copied = self._growth.num_levels
+        if self._num_copied < self.growth.num_levels:
+            candidates = self.growth.candidates
+            self._num_copied = self.growth.num_levels
             tokens, parents, scores = download(candidates.tokens, candidates.parents, candidates.scores)
             self._tokens, self._parents = tokens.astype(np.int64), parents.astype(np.int64)
             self._scores, self._ends = scores.astype(np.float32), candidates.ends
@@ -157,10 +147,11 @@ class DraftAheadDrafter(LocalDrafter):
             self._due.pop(key, None)
         self._drafter.release(sessions)
 
+    @torch.inference_mode()
     def draft_ahead(self) -> bool:
         growing = self._growing
-        if growing and growing.num_levels < self._config.num_steps and self._is_awaited(growing):
-            growing.step()
+        if growing and growing.growth.num_levels < self._config.num_steps and self._is_awaited(growing):
+            growing.growth.step()
         else:
             self._growing = self._begin()
         return self._growing is not None
@@ -172,9 +163,8 @@ class DraftAheadDrafter(LocalDrafter):
     def _take_ahead(self, context: DraftContext) -> DraftTree | None:
         """The tree grown ahead for the context's last token, if there is one."""
         session = self._sessions.get(context.session)
-        if session is None or not session.continues_with(context) or session.trees is None:
-            return None
-        if not context.budget.wants_tree or context.proposal != "deterministic":
+        wanted = context.budget.wants_tree and context.proposal == "deterministic"
+        if not wanted or session is None or not session.continues_with(context) or session.trees is None:
             return None
         path = (*session.path, *context.tokens)
         tree = session.trees.below(session.row, path, within(context.budget, self._drafter.tree))

@@ -85,8 +85,8 @@ class ModelDrafter(NeuralDrafter[TreeRows]):
         """Keep what the last tree ran for accepted tokens. The last token is always run again, for its logits."""
         accepted = session.state.path(context.tokens[:-1]) if session.state else no_slots()
         self._sessions.keep(session, accepted)
-        width = self._tree.top_k if context.proposal == "deterministic" else 1
-        num_scratch = width * (self._tree.num_steps - 1) if context.budget.wants_tree else 0
+        width = self.tree.top_k if context.proposal == "deterministic" else 1
+        num_scratch = width * (self.tree.num_steps - 1) if context.budget.wants_tree else 0
         return self._sessions.claim(session, session.committed_length - len(session.slots), num_scratch, busy)
 
     def _has_state(self, context: DraftContext) -> bool:

@@ -63,16 +63,6 @@ class EagleDrafter(NeuralDrafter[Tensor]):
     def needs(self) -> DrafterNeeds:
         return DrafterNeeds(features=True, feature_size=self._head.config.hidden)
 
-    @property
-    def draft_ids(self) -> Tensor:
-        """Target token id of each draft vocabulary id."""
-        return self._draft_ids
-
-    @property
-    def tree(self) -> TreeConfig:
-        """The size of the trees."""
-        return self._tree
-
     def can_grow(self, session: str) -> bool:
         """Whether the session has all that a tree grows from."""
         known = self._sessions.get(session)
@@ -83,7 +73,7 @@ class EagleDrafter(NeuralDrafter[Tensor]):
         """Trees of sessions that can grow, below their last commits, with one level recorded."""
         states = [self._sessions[context.session].state for context in contexts]
         shape = TreeConfig(num_steps=config.num_steps, top_k=config.top_k)
-        scorer = make_scorer(contexts, self._config, shape.num_steps, self._draft_ids)
+        scorer = make_scorer(contexts, self._config, shape.num_steps, self.draft_ids)
         roots = self._roots(contexts, torch.stack([state for state in states if state is not None]))
         return TreeGrowth(self._expand(roots, scorer, shape), config.top_k, config.num_candidates)
 

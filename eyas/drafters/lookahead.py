@@ -57,13 +57,6 @@ class TreeBuilder:
             self._scores.append(self._scores[parent] + score)
         return node
 
-    def add_path(self, tokens: Sequence[int], score: float, max_nodes: int) -> None:
-        """Add a path from the root, as far as the limits allow; each step scores `score`."""
-        node: int | None = 0
-        for token in tokens:
-            if node is not None:
-                node = self.add(node, token, score, max_nodes)
-
     def build(self) -> DraftTree:
         """The tree of all nodes so far."""
         return DraftTree(tuple(self._tokens), tuple(self._parents), tuple(self._scores))
@@ -147,7 +140,9 @@ class _Window:
         builder = TreeBuilder(root, budget.max_depth)
         max_guesses = max(budget.max_nodes - sum(map(len, self._rows)), (budget.max_nodes + 1) // 2)
         for rank, rest in enumerate(self.pool.after(root), 1):
-            builder.add_path(rest, rank * GUESS_SCORE, max_guesses)
+            node: int | None = 0
+            for token in rest:
+                node = None if node is None else builder.add(node, token, rank * GUESS_SCORE, max_guesses)
         cells = self._add_window(builder, budget.max_nodes)
         tree = builder.build()
         self._proposed = _ProposedTree(committed, self._last, tree, cells)

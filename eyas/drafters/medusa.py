@@ -80,7 +80,7 @@ class MultiHeadDrafter(NeuralDrafter[None]):
         return self._sessions.claim(session, count if self._prefix else 0, 0, busy) and count > 0
 
     def _extend(self, contexts: Sequence[DraftContext]) -> Tensor:
-        device = self._draft_ids.device
+        device = self.draft_ids.device
         features = torch.cat([context.features for context in contexts if context.features is not None])
         features = moved(features, device, self._dtype)
         last = upload(np.cumsum([num_features(context) for context in contexts]) - 1, device)

@@ -57,9 +57,9 @@ class NeuralDrafter(LocalDrafter, Generic[StateT]):
         draft_ids maps draft vocabulary ids to the target's.
         """
         self._config = config
-        self._tree = tree
+        self.tree = tree
         self._static_tree = static_tree
-        self._draft_ids = draft_ids
+        self.draft_ids = draft_ids
         self._sessions = sessions
         self._graphs: TreeGraphs | None = None
 
@@ -78,13 +78,13 @@ class NeuralDrafter(LocalDrafter, Generic[StateT]):
         """
         if capture is None:
             return
-        shape = replace(self._tree, top_k=self._max_expanded)
+        shape = replace(self.tree, top_k=self._max_expanded)
         spec = GraphSpec(
             grow=lambda roots, scorer: self._grow_candidates(roots, scorer, shape),
-            tree=self._tree,
+            tree=self.tree,
             state_size=state_size,
             dtype=dtype,
-            draft_ids=self._draft_ids,
+            draft_ids=self.draft_ids,
             num_slots=kv.scratch if kv else 0,
             max_prefix=max_prefix,
             num_scratch=num_scratch,
@@ -171,21 +171,21 @@ class NeuralDrafter(LocalDrafter, Generic[StateT]):
             replayed = self._graphs.grow(contexts, slots, states, scratch)
             if replayed:
                 trees, rows_run = replayed
-                self._keep_rows(contexts, rows_run, self._tree.top_k)
+                self._keep_rows(contexts, rows_run, self.tree.top_k)
                 return trees
         shape = self._shape(contexts, self._max_expanded)
-        scorer = make_scorer(contexts, self._config, shape.num_steps, self._draft_ids)
+        scorer = make_scorer(contexts, self._config, shape.num_steps, self.draft_ids)
         candidates, rows = self._grow_candidates(self._roots(contexts, states), scorer, shape)
-        columns = select_nodes(candidates, [within(c.budget, self._tree) for c in contexts], self._draft_ids)
+        columns = select_nodes(candidates, [within(c.budget, self.tree) for c in contexts], self.draft_ids)
         return trees_from_columns(self._to_host(columns, rows, contexts, shape.top_k), [c.tokens[-1] for c in contexts])
 
     def _draw(self, contexts: Sequence[DraftContext], states: Tensor) -> list[DraftTree]:
         """Sampled chains."""
         shape = self._shape(contexts, top_k=1)
-        expansion = self._expand(self._roots(contexts, states), probs_scorer(contexts, self._draft_ids.device), shape)
-        drawn = draw_chains(expansion, contexts, shape.num_steps, self._config.proposal_top_k, self._draft_ids)
+        expansion = self._expand(self._roots(contexts, states), probs_scorer(contexts, self.draft_ids.device), shape)
+        drawn = draw_chains(expansion, contexts, shape.num_steps, self._config.proposal_top_k, self.draft_ids)
         found = self._to_host(drawn, self._rows_run(expansion), contexts, 1)
-        return chain_trees(found, contexts, self._tree.num_draft_tokens)
+        return chain_trees(found, contexts, self.tree.num_draft_tokens)
 
     def _grow_candidates(self, roots: Roots, scorer: Scorer, shape: TreeConfig) -> tuple[Candidates, Tensor | None]:
         """Candidates of trees of at most `shape.num_steps` levels, and the output of `_rows_run`."""
@@ -216,13 +216,13 @@ class NeuralDrafter(LocalDrafter, Generic[StateT]):
 
     def _shape(self, contexts: Sequence[DraftContext], top_k: int) -> TreeConfig:
         """The largest shape within the contexts' budgets."""
-        num_steps = min(self._tree.num_steps, max(context.budget.max_depth for context in contexts))
-        return replace(self._tree, num_steps=num_steps, top_k=top_k)
+        num_steps = min(self.tree.num_steps, max(context.budget.max_depth for context in contexts))
+        return replace(self.tree, num_steps=num_steps, top_k=top_k)
 
     @property
     def _max_expanded(self) -> int:
         """Most nodes that are expanded at a level."""
-        return self._static_tree.max_expanded if self._static_tree else self._tree.top_k
+        return self._static_tree.max_expanded if self._static_tree else self.tree.top_k
 
 
 def newest_rows(slots: Sequence[Slots], counts: Sequence[int]) -> tuple[Ints, Ints]:

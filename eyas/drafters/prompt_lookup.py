@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
 
 from eyas.config import PromptLookupConfig, TreeConfig
-from eyas.drafters.base import DraftContext, capped
+from eyas.drafters.base import DraftContext, within
 from eyas.drafters.lookup import LookupDrafter, Matches, Trie, build_trie, trie_trees
 from eyas.drafters.sessions import MemoryLedger
 from eyas.drafters.tree_growth import Reals
@@ -21,14 +20,6 @@ from eyas.tree import DraftTree
 PRIOR_TRIALS = 4.0
 # Weight of a match relative to the next better one.
 MATCH_DECAY = 0.8
-
-
-@dataclass(frozen=True)
-class Occurrence:
-    """The context's last `length` tokens stood just before `place` too."""
-
-    place: int
-    length: int
 
 
 class NgramIndex:
@@ -66,15 +57,18 @@ class NgramIndex:
                 previous.append(latest.get(ngram, 0))
                 latest[ngram] = place
 
-    def occurrences(self, max_matches: int) -> list[Occurrence]:
-        """Earlier places of the context's end: longer matches first, then later places."""
-        found: dict[int, Occurrence] = {}
+    def occurrences(self, max_matches: int) -> dict[int, int]:
+        """Places behind earlier occurrences of the context's last tokens, and how many tokens match there.
+
+        Longer matches come first, then later places.
+        """
+        found: dict[int, int] = {}
         for n, previous in zip(reversed(self._lengths), reversed(self._previous), strict=True):
             place = previous[-1] if previous else 0
             while place and len(found) < max_matches:
-                found.setdefault(place, Occurrence(place, n))
+                found.setdefault(place, n)
                 place = previous[place - 1]
-        return list(found.values())
+        return found
 
     def log_hit_rates(self) -> Reals:
         """Log of how often a longest match of `min_ngram`, ..., `max_ngram` tokens has predicted the next token."""
@@ -104,24 +98,23 @@ class PromptLookupDrafter(LookupDrafter[NgramIndex]):
 
     def _grow(self, contexts: Sequence[DraftContext], memories: Sequence[NgramIndex]) -> list[DraftTree]:
         roots = [context.tokens[-1] for context in contexts]
-        depth = min(self._tree.num_steps, max(context.budget.max_depth for context in contexts))
+        budgets = [within(context.budget, self._tree) for context in contexts]
+        depth = max(budget.max_depth for budget in budgets)
         found = [index.occurrences(self._config.max_matches) for index in memories]
         sessions = np.repeat(np.arange(len(found)), [len(places) for places in found])
         if not len(sessions) or depth < 1:
             return [DraftTree.root_only(root) for root in roots]
         rows = [
-            index.tokens[match.place : match.place + depth]
-            for index, places in zip(memories, found, strict=True)
-            for match in places
+            index.tokens[place : place + depth] for index, places in zip(memories, found, strict=True) for place in places
         ]
         lengths = np.array([len(row) for row in rows])
         tokens = np.zeros((len(rows), depth), np.int64)
         tokens[np.arange(depth) < lengths[:, None]] = np.concatenate(rows)
         ranks = np.concatenate([np.arange(len(places)) for places in found])
         trie = build_trie(Matches(sessions, tokens, lengths, MATCH_DECAY**ranks))
-        length_indices = np.array([match.length - self._config.min_ngram for places in found for match in places])
+        length_indices = np.array([length - self._config.min_ngram for places in found for length in places.values()])
         steps = _log_steps(trie, length_indices, np.stack([index.log_hit_rates() for index in memories]))
-        return trie_trees(trie, trie.along_paths(steps), roots, capped(contexts, self._tree.num_draft_tokens))
+        return trie_trees(trie, trie.along_paths(steps), roots, budgets)
 
 
 def _log_steps(trie: Trie, length_indices: Ints, log_hit_rates: Reals) -> Reals:

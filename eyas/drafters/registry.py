@@ -65,11 +65,6 @@ class DrafterParts:
     methods: MethodsConfig
     wiring: HeadWiring | None = None
 
-    @property
-    def checkpoint(self) -> tuple[str, str, str, str]:
-        """What loaders of heads take: head, target, dtype and device."""
-        return self.head, self.target, self.dtype, self.device
-
     def capture(self) -> Capture | None:
         """How to capture trees as CUDA graphs; None if that is impossible or switched off."""
         device = torch.device(self.device)
@@ -111,20 +106,21 @@ class Method:
 
 
 def _build_eagle1(parts: DrafterParts) -> LocalDrafter:
-    head = load_head(*parts.checkpoint, "eagle")
+    head = load_head(parts.head, parts.target, parts.dtype, parts.device, "eagle")
     static_tree = StaticTree(parts.methods.eagle1.tree_choices, head.draft_ids.device)
     return EagleDrafter(head, parts.tree, parts.drafting, static_tree, parts.capture())
 
 
 def _build_dynamic_eagle(kind: Kind, parts: DrafterParts) -> LocalDrafter:
-    head = load_head(*parts.checkpoint, kind, parts.wiring)
+    head = load_head(parts.head, parts.target, parts.dtype, parts.device, kind, parts.wiring)
     num_steps = min(parts.drafting.max_head_steps or parts.tree.num_steps, parts.tree.num_steps)
     drafter = EagleDrafter(head, replace(parts.tree, num_steps=num_steps), parts.drafting, capture=parts.capture())
     return DraftAheadDrafter(drafter, parts.drafting.draft_ahead) if parts.drafting.draft_ahead.top_k else drafter
 
 
 def _build_multi_head(load: Callable[[str, str, str, str], MedusaHead | HydraHead], parts: DrafterParts) -> LocalDrafter:
-    return MultiHeadDrafter(load(*parts.checkpoint), parts.tree, parts.drafting, parts.methods.medusa, parts.capture())
+    head = load(parts.head, parts.target, parts.dtype, parts.device)
+    return MultiHeadDrafter(head, parts.tree, parts.drafting, parts.methods.medusa, parts.capture())
 
 
 def _build_draft_model(parts: DrafterParts) -> LocalDrafter:

@@ -6,7 +6,6 @@ Legend: S sessions, K lengths of the context's end, the longest first, M matches
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -14,7 +13,7 @@ import numpy as np
 
 from eyas.config import DraftingConfig, RestConfig, TreeConfig
 from eyas.datastore.store import Datastore, Ranges, open_datastore, vocabulary_digest
-from eyas.drafters.base import DraftContext, capped
+from eyas.drafters.base import DraftContext, within
 from eyas.drafters.lookup import LookupDrafter, Matches, Trie, build_trie, perturbed_log_shares, trie_trees
 from eyas.drafters.sessions import MemoryLedger
 from eyas.drafters.tree_growth import Reals
@@ -28,19 +27,6 @@ from eyas.tree import DraftTree
 MATCH_DECAY = 0.25
 # The corpus is not the text: frequent continuations hold there too, rare ones less often than their frequency says.
 FREQUENCY_POWER = 2.0
-
-
-@dataclass(frozen=True)
-class _Found:
-    """The suffixes of the datastore that match, [M].
-
-    sessions, lengths: of each match. numbers: of its suffix. num_longer: how many longer lengths have matches.
-    """
-
-    sessions: Ints
-    numbers: Ints
-    lengths: Ints
-    num_longer: Ints
 
 
 class _ContextEnd:
@@ -71,19 +57,16 @@ class RestDrafter(LookupDrafter[_ContextEnd]):
 
     def _grow(self, contexts: Sequence[DraftContext], memories: Sequence[_ContextEnd]) -> list[DraftTree]:
         roots = [context.tokens[-1] for context in contexts]
-        depth = min(self._tree.num_steps, max(context.budget.max_depth for context in contexts))
-        found = self._search([end.tokens for end in memories])
-        tokens = self._store.continuations(found.numbers, found.lengths, depth)
-        lengths = (tokens != self._store.vocab_size).sum(1)
-        if not lengths.any():
+        budgets = [within(context.budget, self._tree) for context in contexts]
+        matches = self._search([end.tokens for end in memories], max(budget.max_depth for budget in budgets))
+        if not matches.lengths.any():
             return [DraftTree.root_only(root) for root in roots]
-        weights = MATCH_DECAY ** found.num_longer.astype(np.float64)
-        trie = build_trie(Matches(found.sessions, tokens, lengths, weights))
+        trie = build_trie(matches)
         steps = _log_steps(trie, perturbed_log_shares(trie, contexts, self._drafting))
-        return trie_trees(trie, trie.along_paths(steps), roots, capped(contexts, self._tree.num_draft_tokens))
+        return trie_trees(trie, trie.along_paths(steps), roots, budgets)
 
-    def _search(self, ends: Sequence[Sequence[int]]) -> _Found:
-        """Search all lengths of all sessions' ends at once.
+    def _search(self, ends: Sequence[Sequence[int]], depth: int) -> Matches:
+        """Search all lengths of all sessions' ends at once; `depth` tokens behind each match.
 
         Takes at most `max_matches` of each session, evenly spaced among the suffixes that match.
         """
@@ -98,9 +81,9 @@ class RestDrafter(LookupDrafter[_ContextEnd]):
         queries[~possible_SK] = 0
         lengths = np.broadcast_to(wanted_K, possible_SK.shape)
         ranges = self._store.search(queries.reshape(-1, max_ngram), lengths.reshape(-1))
-        return self._take(ranges, wanted_K, possible_SK)
+        return self._take(ranges, wanted_K, possible_SK, depth)
 
-    def _take(self, ranges: Ranges, wanted_K: Ints, possible_SK: np.ndarray) -> _Found:
+    def _take(self, ranges: Ranges, wanted_K: Ints, possible_SK: np.ndarray, depth: int) -> Matches:
         counts_SK = np.where(possible_SK, (ranges.last - ranges.first).reshape(possible_SK.shape), 0)
         longer_SK = np.concatenate([np.zeros((len(counts_SK), 1), np.int64), counts_SK[:, :-1]], 1)
         counts_SK = np.where(counts_SK > longer_SK, counts_SK, 0)  # a shorter end with no more matches adds nothing
@@ -110,7 +93,9 @@ class RestDrafter(LookupDrafter[_ContextEnd]):
         order = np.arange(len(cells)) - (taken.cumsum() - taken)[cells]
         numbers = ranges.first[cells] + order * counts_SK.reshape(-1)[cells] // taken[cells]
         num_longer = ((counts_SK > 0).cumsum(1) - 1).reshape(-1)[cells]
-        return _Found(cells // len(wanted_K), numbers, wanted_K[cells % len(wanted_K)], num_longer)
+        tokens = self._store.continuations(numbers, wanted_K[cells % len(wanted_K)], depth)
+        lengths = (tokens != self._store.vocab_size).sum(1)
+        return Matches(cells // len(wanted_K), tokens, lengths, MATCH_DECAY ** num_longer.astype(np.float64))
 
 
 def _log_steps(trie: Trie, log_shares: Reals) -> Reals:

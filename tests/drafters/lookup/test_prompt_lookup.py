@@ -5,21 +5,21 @@ from hypothesis import strategies as st
 
 from eyas.config import PromptLookupConfig, TreeConfig
 from eyas.draft_protocol import ResyncRequired, TreeBudget
-from eyas.drafters.prompt_lookup import NgramIndex, Occurrence, PromptLookupDrafter
+from eyas.drafters.prompt_lookup import NgramIndex, PromptLookupDrafter
 from eyas.tree import DraftTree
 from tests.drafters.lookup.corpora import commit
 
 
-def naive_occurrences(tokens: list[int], shortest: int, longest: int, most: int) -> list[Occurrence]:
-    """Longest match first, of equal length the latest."""
+def naive_occurrences(tokens: list[int], shortest: int, longest: int, most: int) -> list[tuple[int, int]]:
+    """Places and lengths of matches: the longest first, of equal length the latest."""
     found = []
     for place in range(1, len(tokens)):
         length = 0
         while length < longest and length < place and tokens[place - length - 1] == tokens[-length - 1]:
             length += 1
         if length >= shortest:
-            found.append(Occurrence(place, length))
-    return sorted(found, key=lambda match: (-match.length, -match.place))[:most]
+            found.append((place, length))
+    return sorted(found, key=lambda match: (-match[1], -match[0]))[:most]
 
 
 @given(st.lists(st.integers(0, 3), min_size=1, max_size=60), st.integers(1, 3), st.integers(0, 3), st.integers(1, 9))
@@ -27,7 +27,7 @@ def test_occurrences_equal_a_naive_search(tokens: list[int], shortest: int, more
     index = NgramIndex(shortest, shortest + more)
     for cut in range(0, len(tokens), 7):
         index.extend(commit("a", tokens[cut : cut + 7]))
-    assert index.occurrences(most) == naive_occurrences(tokens, shortest, shortest + more, most)
+    assert list(index.occurrences(most).items()) == naive_occurrences(tokens, shortest, shortest + more, most)
 
 
 def test_confidence_is_the_hit_rate_of_the_longest_match() -> None:
