@@ -10,7 +10,7 @@ from collections import defaultdict, deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Annotated, Any, NoReturn, Protocol
+from typing import Annotated, Any, NoReturn
 
 import grpc
 import typer
@@ -61,24 +61,6 @@ class RouterClient:
         return (("authorization", f"Bearer {self.api_key}"),) if self.api_key else ()
 
 
-def tls_options(ca_file: str, server_name: str) -> ChannelOptions:
-    """Return the options of a TLS channel to a router. Raises ConfigError for a file that cannot be used.
-
-    ca_file: PEM file that signed the router's certificate; empty uses the system's trust store.
-    server_name: expected in the certificate; empty expects the host of the address.
-    """
-    pem = Certificates("--ca", ca_file=ca_file).pem
-    return ChannelOptions(credentials=channel_credentials(pem), server_name=server_name)
-
-
-class Printer(Protocol):
-    """Prints the chunks of a response as they come."""
-
-    def add(self, chunk: TextChunk) -> None:
-        """Print one chunk."""
-        ...
-
-
 class JsonPrinter:
     """Prints chunks as JSON Lines; the last line of each completion has its finish reason and statistics."""
 
@@ -126,23 +108,19 @@ class ScreenPrinter:
             self._print(self._waiting[self._current].popleft())
 
     def _print(self, chunk: TextChunk) -> None:
-        for text in _styled(chunk):
-            self._console.print(text, end="")
+        start = 0
+        for length, is_draft_token in zip(chunk.text_lengths, chunk.chunk.is_draft_token, strict=True):
+            style = ACCEPTED_STYLE if is_draft_token else TARGET_STYLE
+            self._console.print(Text(chunk.text[start : start + length], style), end="")
+            start += length
+        # Text that the last chunk releases counts as the target's own.
+        self._console.print(Text(chunk.text[start:], TARGET_STYLE), end="")
         if chunk.totals:
             self._current += 1
             legend = Text.assemble(("accepted draft tokens", ACCEPTED_STYLE), ", ", ("the target's own", TARGET_STYLE))
             self._console.print("\n")
             self._console.print(legend)
             self._console.print(_summary(chunk.totals, time.perf_counter() - self._started_at), style="dim")
-
-
-def _styled(chunk: TextChunk) -> Iterator[Text]:
-    """Yield the chunk's text token by token; text that the last chunk releases counts as the target's own."""
-    start = 0
-    for length, is_draft_token in zip(chunk.text_lengths, chunk.chunk.is_draft_token, strict=True):
-        yield Text(chunk.text[start : start + length], ACCEPTED_STYLE if is_draft_token else TARGET_STYLE)
-        start += length
-    yield Text(chunk.text[start:], TARGET_STYLE)
 
 
 def _summary(totals: Totals, seconds: float) -> str:
@@ -215,7 +193,7 @@ def generate(
     with _reported():
         printer, sampling = _printer(options.params), _sampling(options.params)
         call = GenerateCall(Request("", (), sampling, session), prompt_text=prompt, model=model)
-        for chunk in RouterClient(address, _line(options.params), api_key).stream(call):
+        for chunk in RouterClient(address, _channel_options(options.params), api_key).stream(call):
             printer.add(chunk)
             if chunk.chunk.finish_reason == "error":
                 _fail(f"INTERNAL: {chunk.chunk.message}")
@@ -231,29 +209,25 @@ def models(
 ) -> None:
     """List the models that the router serves now."""
     with _reported():
-        infos = RouterClient(address, _line(options.params), api_key).models()
+        infos = RouterClient(address, _channel_options(options.params), api_key).models()
     table = Table("model", "context", "vocabulary", "target", "draft head")
     for info in infos:
-        facts = (
-            str(info.max_model_len),
-            str(info.vocab_size),
-            info.fingerprint[:12],
-            info.features_fingerprint[:12] or "none",
-        )
-        table.add_row(info.name, *facts)
+        digests = (info.fingerprint[:12], info.features_fingerprint[:12] or "none")
+        table.add_row(info.name, f"{info.max_model_len}", f"{info.vocab_size}", *digests)
     Console().print(table)
 
 
-def _line(options: dict[str, Any]) -> ChannelOptions:
-    """How the router is spoken to. Raises ConfigError."""
+def _channel_options(options: dict[str, Any]) -> ChannelOptions:
+    """The options of a channel to the router. Without --ca, TLS uses the system's trust store. Raises ConfigError."""
     if options["tls"] or options["ca"]:
-        return tls_options(options["ca"], options["tls_name"])
+        pem = Certificates("--ca", ca_file=options["ca"]).pem
+        return ChannelOptions(credentials=channel_credentials(pem), server_name=options["tls_name"])
     if options["tls_name"]:
         raise ConfigError(f"--tls-name {options['tls_name']} needs TLS; add --tls, or --ca FILE with the CA certificate")
     return ChannelOptions()
 
 
-def _printer(options: dict[str, Any]) -> Printer:
+def _printer(options: dict[str, Any]) -> JsonPrinter | ScreenPrinter:
     if options["as_json"]:
         return JsonPrinter()
     if options["logprobs"] is not None or options["prompt_logprobs"] is not None:
@@ -278,13 +252,11 @@ def _bias(text: str) -> tuple[int, float]:
 
 @contextmanager
 def _reported() -> Iterator[None]:
-    """A failed call becomes one line on stderr and exit status 1; Ctrl-C becomes 130."""
+    """A failed call becomes one line on stderr and exit status 1, with the status of the call; Ctrl-C becomes 130."""
     try:
         yield
     except InvalidRequest as error:
         _fail(f"INVALID_ARGUMENT: {error}")
-    except ConfigError as error:
-        _fail(str(error))
     except grpc.RpcError as error:
         _fail(f"{error.code().name}: {error.details()}{_hint(error.details() or '')}")
     except KeyboardInterrupt:

@@ -13,13 +13,15 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import date
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
 from itertools import count
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-VERSIONED = ("eyas", "torch", "transformers", "numpy")
+from eyas import __version__
+
+VERSIONED = ("torch", "transformers", "numpy")
 
 
 @dataclass(frozen=True)
@@ -97,7 +99,7 @@ class Report:
         program: the command without the arguments of this process. device: as torch names it.
         """
         command = f"{program} {shlex.join(sys.argv[1:])}".strip()
-        versions = {"python": platform.python_version(), **{name: _version(name) for name in VERSIONED}}
+        versions = {"python": platform.python_version(), "eyas": __version__} | {name: version(name) for name in VERSIONED}
         return cls(name, command, _machine(device), versions, _commit(), settings, results, tables, date.today())
 
     def markdown(self) -> str:
@@ -149,13 +151,6 @@ def _machine(device: str) -> Machine:
 
         gpu = torch.cuda.get_device_name(device)
     return Machine(_processor(), os.cpu_count() or 1, gpu, f"{platform.system()} {platform.machine()}")
-
-
-def _version(name: str) -> str:
-    try:
-        return version(name)
-    except PackageNotFoundError:  # a checkout that is run without being installed
-        return "not installed"
 
 
 def _commit() -> str:

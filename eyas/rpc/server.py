@@ -230,9 +230,8 @@ def _retry_after(error: grpc.RpcError) -> float | None:
 async def _abort(error: Exception, context: Any) -> NoReturn:
     if isinstance(error, grpc.aio.AbortError):
         raise error
-    for kind, status in _STATUS_CODES:
-        if isinstance(error, kind):
-            await context.abort(status, str(error), retry_hint(error))
+    if isinstance(error, EyasError):
+        await context.abort(status_of(error), str(error), retry_hint(error))
     log.error("internal error in a call", exc_info=error)
     await context.abort(grpc.StatusCode.INTERNAL, "internal error")
     raise AssertionError("abort raises")

@@ -28,10 +28,11 @@ from prometheus_client.metrics_core import Metric as PrometheusMetric
 from prometheus_client.openmetrics import exposition as openmetrics
 from prometheus_client.samples import Sample
 
+from eyas import __version__
 from eyas.config import TelemetryConfig
 from eyas.errors import ConfigError
 from eyas.telemetry.metrics import ALL_METRICS, SERVICE_INFO, gauge
-from eyas.telemetry.tracing import exports, package_version, resource, tracing
+from eyas.telemetry.tracing import exports, resource, tracing
 
 log = logging.getLogger(__name__)
 
@@ -121,7 +122,7 @@ class MetricPusher:
     def _export(self) -> None:
         try:
             metrics = list(to_otlp(self._registry.collect(), self._started_ns, time.time_ns()))
-            scope = otlp.ScopeMetrics(InstrumentationScope("eyas", package_version()), metrics, "")
+            scope = otlp.ScopeMetrics(InstrumentationScope("eyas", __version__), metrics, "")
             self._exporter.export(otlp.MetricsData([otlp.ResourceMetrics(self._resource, [scope], "")]))
         except Exception:
             log.exception("metrics could not be exported; the next interval tries again")
@@ -218,7 +219,7 @@ def telemetry(
         ConfigError: a port in use, or bad OTEL_* values.
     """
     own = CollectorRegistry()
-    gauge(SERVICE_INFO, own).labels(service, package_version()).set(1)
+    gauge(SERVICE_INFO, own).labels(service, __version__).set(1)
     with ExitStack() as stack:
         registry.register(own)
         stack.callback(registry.unregister, own)

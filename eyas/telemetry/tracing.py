@@ -9,7 +9,6 @@ import os
 import uuid
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from importlib.metadata import PackageNotFoundError, version
 from typing import TypeAlias
 
 from opentelemetry.context import Context
@@ -17,6 +16,7 @@ from opentelemetry.sdk.resources import OTELResourceDetector, Resource
 from opentelemetry.trace import NoOpTracer, Span, Status, StatusCode, Tracer, set_span_in_context
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
+from eyas import __version__
 from eyas.errors import ConfigError
 
 # Trace context as gRPC metadata: traceparent and tracestate.
@@ -65,16 +65,8 @@ def exports(signal: str) -> bool:
 
 def resource(service: str) -> Resource:
     """Return the exporting resource; OTEL_SERVICE_NAME and OTEL_RESOURCE_ATTRIBUTES override Eyas's attributes."""
-    own = {"service.name": f"eyas-{service}", "service.version": package_version(), "service.instance.id": uuid.uuid4().hex}
+    own = {"service.name": f"eyas-{service}", "service.version": __version__, "service.instance.id": uuid.uuid4().hex}
     return Resource.create(Resource(own).merge(OTELResourceDetector().detect()).attributes)
-
-
-def package_version() -> str:
-    """Return the installed version of Eyas; "unknown" in a checkout that is not installed."""
-    try:
-        return version("eyas")
-    except PackageNotFoundError:
-        return "unknown"
 
 
 def trace_pairs(headers: Iterable[tuple[str, str | bytes]]) -> Trace:
