@@ -1,19 +1,4 @@
-"""Every error that a user of Eyas can meet, in one tree.
-
-    EyasError
-    |- InvalidRequest        a request that can never be served as it stands
-    |- UnknownModel          a model name that is not served
-    |- ConfigError           a config file or --set that does not validate
-    |- CheckpointError       weights that do not fit their config, or each other
-    |- InvalidTree           a draft tree that breaks the contract of eyas.tree
-    |- Overloaded            no capacity now; trying again later may work
-    |- Unavailable           the service that should answer is not there
-    |- TimedOut              a request that was not done in its time
-    |- Unauthenticated       a call without a key, or with one that is not known
-    `- RequestFailed         a request died of an internal error
-
-A message says what is wrong, with which value, and how to fix it.
-"""
+"""Every error that a user of Eyas can meet. A message says what is wrong, with which value, and how to fix it."""
 
 
 class EyasError(Exception):

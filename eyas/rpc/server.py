@@ -112,7 +112,10 @@ class RpcServer:
         """
         host, port = self._config.host, self._config.port
         try:
-            bound = self._bind(_join(host, port))
+            if self._credentials is None:
+                bound = self.aio.add_insecure_port(_join(host, port))
+            else:
+                bound = self.aio.add_secure_port(_join(host, port), self._credentials)
         except RuntimeError as error:
             message = f"cannot listen on {_join(host, port)}: the port is in use or the host is not ours; set server.port"
             raise ConfigError(message) from error
@@ -122,11 +125,6 @@ class RpcServer:
         await self.set_serving(False)
         await self.aio.start()
         return _join(self._config.advertise_host or host, bound)
-
-    def _bind(self, address: str) -> int:
-        if self._credentials is None:
-            return self.aio.add_insecure_port(address)
-        return self.aio.add_secure_port(address, self._credentials)
 
     async def set_serving(self, serving: bool) -> None:
         """Set the health of every service."""

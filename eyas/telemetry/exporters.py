@@ -10,6 +10,7 @@ import logging
 import os
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -143,8 +144,10 @@ def _data(
     family: PrometheusMetric, labels: Mapping[str, str], started_ns: int, now_ns: int
 ) -> otlp.Sum | otlp.Gauge | otlp.Histogram | None:
     if family.type == "histogram":
-        groups = _group_by_labels(sample for sample in family.samples if not sample.name.endswith("_created"))
-        points = [_histogram_point(_renamed(key, labels), group, started_ns, now_ns) for key, group in groups]
+        groups: defaultdict[tuple[tuple[str, str], ...], list[Sample]] = defaultdict(list)
+        for sample in family.samples:  # those of one histogram differ only in their bucket
+            groups[tuple((name, value) for name, value in sample.labels.items() if name != "le")].append(sample)
+        points = [_histogram_point(_renamed(key, labels), group, started_ns, now_ns) for key, group in groups.items()]
         return otlp.Histogram(points, _CUMULATIVE)
     if family.type not in ("counter", "gauge"):
         return None
@@ -159,15 +162,6 @@ def _data(
 
 def _renamed(pairs: Iterable[tuple[str, str]], names: Mapping[str, str]) -> dict[str, str]:
     return {names.get(key, key): value for key, value in pairs if value}
-
-
-def _group_by_labels(samples: Iterable[Sample]) -> list[tuple[tuple[tuple[str, str], ...], list[Sample]]]:
-    """Group the samples that differ only in their bucket."""
-
-    def key(sample: Sample) -> tuple[tuple[str, str], ...]:
-        return tuple(sorted((name, value) for name, value in sample.labels.items() if name != "le"))
-
-    return [(labels, list(group)) for labels, group in itertools.groupby(sorted(samples, key=key), key)]
 
 
 def _histogram_point(
