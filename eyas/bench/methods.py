@@ -13,7 +13,7 @@ from rich.progress import Progress
 from eyas.bench.report import Spread, Table, number
 from eyas.bench.results import GENERATE, PLAIN, Agreement, Run, total_stats
 from eyas.bench.settings import MethodSpec, MethodsSettings, load_tasks
-from eyas.bench.timing import Contender, EngineContender, GenerateContender, TimedDrafter, run_in_turn
+from eyas.bench.timing import Contender, EngineContender, GenerateContender, run_in_turn
 from eyas.config import DraftingConfig, EngineConfig
 from eyas.drafters.registry import build_drafter, build_fuser, find_method
 from eyas.engine.build import assemble_engine
@@ -145,8 +145,7 @@ def _contender(
     fuser, drafter = None, None
     if spec is not None:
         fuser = build_fuser(spec.name, spec.draft_model, model, dtype, device)
-        made = build_drafter(spec.name, model, spec.draft_model, dtype, device, tree, drafting or DraftingConfig())
-        drafter = TimedDrafter(made, target.device)
+        drafter = build_drafter(spec.name, model, spec.draft_model, dtype, device, tree, drafting or DraftingConfig())
     own_target = TargetModel(target.model, fuser.aux_hidden_state_layers if fuser else ())
     config = EngineConfig(max_kv_tokens=max_kv_tokens, max_num_seqs=1, prefix_cache=False)
     return EngineContender(assemble_engine(own_target, fuser, config, tree, drafter), target.device, drafter)

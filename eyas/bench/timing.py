@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from statistics import median
@@ -21,7 +21,7 @@ from eyas.bench.settings import Prompt, random_prompt
 from eyas.cache.kv_cache import KVCache
 from eyas.config import TreeConfig
 from eyas.draft_protocol import Commit, TreeBudget
-from eyas.drafters.base import Draft, DraftContext, Drafter, DrafterNeeds, LocalDrafter
+from eyas.drafters.base import DraftContext, Drafter, LocalDrafter
 from eyas.engine.engine import Engine
 from eyas.engine.runner import ModelRunner, segment_of
 from eyas.engine.sequence import QueueKey, ScheduledSequence
@@ -52,55 +52,31 @@ class Contender(Protocol):
         ...
 
 
-class TimedDrafter(LocalDrafter):
-    """A drafter that adds up the seconds spent in it."""
-
-    def __init__(self, drafter: LocalDrafter, device: torch.device) -> None:
-        self._drafter = drafter
-        self._device = device
-        self.seconds = 0.0
-
-    @property
-    def needs(self) -> DrafterNeeds:
-        return self._drafter.needs
-
-    @property
-    def can_sample(self) -> bool:
-        return self._drafter.can_sample
-
-    def propose(self, contexts: Sequence[DraftContext]) -> list[Draft]:
-        started = now(self._device)
-        drafts = self._drafter.propose(contexts)
-        self.seconds += now(self._device) - started
-        return drafts
-
-    def release(self, sessions: Sequence[str]) -> None:
-        self._drafter.release(sessions)
-
-
 class EngineContender:
     """An Eyas engine, with or without a drafter. drafter: the engine's, if its time is measured."""
 
-    def __init__(self, engine: Engine, device: torch.device, drafter: TimedDrafter | None = None) -> None:
+    def __init__(self, engine: Engine, device: torch.device, drafter: LocalDrafter | None = None) -> None:
         self.engine = engine
         self.now = partial(now, device)
         self._drafter = drafter
 
     def run(self, prompts: Sequence[Prompt], sampling: SamplingParams) -> Run:
-        drafted_before, started = self._draft_seconds, self.now()
-        for index, prompt in enumerate(prompts):
-            self.engine.submit(Request(f"{index}", prompt, replace(sampling, seed=index)))
         outputs: list[tuple[int, ...]] = [()] * len(prompts)
         stats = GenerationStats()
-        while self.engine.has_work:
-            for chunk in self.engine.step():
-                outputs[int(chunk.request_id)] += chunk.token_ids
-                stats.add(chunk)
-        return Run(self.now() - started, tuple(outputs), stats, self._draft_seconds - drafted_before)
+        marks: list[float] = []  # start and end of each call of the drafter
 
-    @property
-    def _draft_seconds(self) -> float:
-        return self._drafter.seconds if self._drafter else 0.0
+        def mark(*_: object) -> None:
+            marks.append(self.now())
+
+        started = self.now()
+        for index, prompt in enumerate(prompts):
+            self.engine.submit(Request(f"{index}", prompt, replace(sampling, seed=index)))
+        with _marked(self._drafter, "propose", mark, mark) if self._drafter else nullcontext():
+            while self.engine.has_work:
+                for chunk in self.engine.step():
+                    outputs[int(chunk.request_id)] += chunk.token_ids
+                    stats.add(chunk)
+        return Run(self.now() - started, tuple(outputs), stats, sum(marks[1::2]) - sum(marks[::2]))
 
 
 class GenerateContender:

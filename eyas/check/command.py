@@ -42,19 +42,6 @@ def head(
     write: Annotated[bool, typer.Option("--write", help="Record the best wiring in the head's config.json.")] = False,
 ) -> None:
     """Find the wiring of a draft head. Exit status 1 if it guesses no better than chance with any wiring."""
-    report = _check_wiring(model, draft_model, method, dtype, device, threads)
-    Console().print(_wiring_table(report))
-    print(report)
-    report.require(draft_model)
-    if write:
-        print(f"written to {_write_wiring(draft_model, report.best.wiring)}")
-
-
-def _check_wiring(model: str, draft_model: str, method: str, dtype: str, device: str, threads: int) -> WiringReport:
-    """Try all plausible wirings of a draft head beside the target.
-
-    Raises EyasError for what does not load, and for a method without an EAGLE head.
-    """
     import torch
 
     from eyas.drafters.registry import validate_draft_head
@@ -68,7 +55,11 @@ def _check_wiring(model: str, draft_model: str, method: str, dtype: str, device:
     report = validate_draft_head(method, load_target(model, dtype, device), draft_model, model, dtype, device)
     if report is None:
         raise ConfigError(f"method {method!r} has no head to check; take eagle1, eagle2 or eagle3")
-    return report
+    Console().print(_wiring_table(report))
+    print(report)
+    report.require(draft_model)
+    if write:
+        print(f"written to {_write_wiring(draft_model, report.best.wiring)}")
 
 
 def _write_wiring(draft_model: str, wiring: HeadWiring) -> Path:
@@ -119,12 +110,16 @@ def equality(
     threads: Threads = 0,
 ) -> None:
     """Compare plain with speculative decoding. Exit status 1 if rounding cannot explain a difference."""
+    from eyas.check.equality import compare
+    from eyas.models.checkpoint import resolve_placement
+
     try:
         settings = OfflineSettings(
             model, draft_model, method, prompts, batches=(8,), temperatures=(temperature,), max_tokens=max_tokens,
             tree=TreeConfig(num_draft_tokens, num_steps), dtype=cast(Dtype, dtype), device=device, threads=threads,
         )  # fmt: skip
-        report = _compare(settings, deterministic)
+        with Progress(console=Console(stderr=True)) as progress:
+            report = compare(resolve_placement(settings, model), deterministic, progress)
     except EyasError as error:
         print(f"error: {error}", file=sys.stderr)
         raise typer.Exit(2) from error
@@ -132,15 +127,6 @@ def equality(
     print(report)
     if not report.holds:
         raise typer.Exit(1)
-
-
-def _compare(settings: OfflineSettings, deterministic: bool) -> EqualityReport:
-    from eyas.check.equality import compare
-    from eyas.models.checkpoint import resolve_placement
-
-    settings = resolve_placement(settings, settings.model)
-    with Progress(console=Console(stderr=True)) as progress:
-        return compare(settings, deterministic, progress)
 
 
 def _equality_table(report: EqualityReport) -> Table:
