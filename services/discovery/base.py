@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
 from typing import Protocol
@@ -50,20 +51,20 @@ class Endpoint:
 OnEndpoints = Callable[[Iterable[Endpoint]], None]
 
 
-class EndpointSource(Protocol):
+class EndpointSource(ABC):
     """Lists endpoints; the workers there may be dead. Constructed with a DiscoveryConfig."""
 
-    async def open(self) -> None:
+    async def open(self) -> None:  # noqa: B027 - optional
         """Prepare before `follow`, if there is something to prepare. Raises ConfigError for settings that cannot work."""
 
+    @abstractmethod
     async def follow(self, role: Role, on_endpoints: OnEndpoints) -> None:
         """Call `on_endpoints` with all endpoints of a role, now and after every change, until cancelled.
 
         While the source cannot be read, the last list stays valid.
         """
-        ...
 
-    async def close(self) -> None:
+    async def close(self) -> None:  # noqa: B027 - optional
         """Release what `open` took; called once, after every `follow` has ended."""
 
 

@@ -1,23 +1,15 @@
 """Builds the discovery that the settings ask for.
 
-Another kind of discovery is a file with an EndpointSource, a line in ENDPOINT_SOURCES, and its name in DiscoveryKind.
+Another kind of discovery is a file with an EndpointSource, two lines in `build_discovery`, and its name in DiscoveryKind.
 """
 
 from __future__ import annotations
 
-from importlib import import_module
-
 from eyas.config import DiscoveryConfig, RegistryConfig
 from eyas.rpc.channel import Peers
-from eyas.services.discovery.base import Discovery
-from eyas.services.discovery.probing import ProbedDiscovery
+from eyas.services.discovery.base import Discovery, EndpointSource
+from eyas.services.discovery.probing import ProbedDiscovery, StaticEndpoints
 from eyas.services.discovery.registry import Registry
-
-# discovery.kind -> module:class of its EndpointSource, imported when it is used. "redis" finds workers by their leases.
-ENDPOINT_SOURCES = {
-    "static": "eyas.services.discovery.probing:StaticEndpoints",
-    "kubernetes": "eyas.services.discovery.kubernetes:KubernetesEndpoints",
-}
 
 
 def lease_registry(discovery: DiscoveryConfig, registry: RegistryConfig) -> Registry | None:
@@ -40,5 +32,9 @@ def build_discovery(config: DiscoveryConfig, registry: Registry | None, peers: P
     if config.kind == "redis":
         assert registry is not None, "leases are kept in a registry"
         return registry
-    module, _, name = ENDPOINT_SOURCES[config.kind].partition(":")
-    return ProbedDiscovery(getattr(import_module(module), name)(config), config, peers or Peers())
+    source: EndpointSource = StaticEndpoints(config)
+    if config.kind == "kubernetes":
+        from eyas.services.discovery.kubernetes import KubernetesEndpoints
+
+        source = KubernetesEndpoints(config)
+    return ProbedDiscovery(source, config, peers or Peers())

@@ -70,7 +70,10 @@ class ProbedDiscovery:
 
 
 class WorkerProbe:
-    """Watches one endpoint while `run` runs: its health as a stream, its state by repeated calls. peers: how to dial."""
+    """Watches one endpoint while `run` runs: its health as a stream, its state by repeated calls.
+
+    peers: how to dial. task: what runs `run`.
+    """
 
     task: asyncio.Task[None]
 

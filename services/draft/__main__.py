@@ -80,7 +80,7 @@ async def serve_drafters(
     telemetry: DraftTelemetry | None = None,
     runner: ServiceRunner | None = None,
 ) -> None:
-    """Serve until the runner stops the service.
+    """Serve until the runner stops the service. Each drafter has a lease, all with one address and over one connection.
 
     Raises ConfigError for drafters that fit the same verifiers, RequestFailed when a drafter breaks for good.
     """
@@ -99,7 +99,12 @@ async def serve_drafters(
         servicer = DraftServicer(workers)
         draft_pb2_grpc.add_DraftServicer_to_server(servicer, server.aio)
         server.before_stop(servicer.close)
-        registration = build_registration(config, server, workers)
+        process, zone = uuid.uuid4().hex, config.server.zone
+        announced = [
+            AnnouncedWorker("draft", worker.info.model, worker.load, zone, incarnation=f"{process}/{number}")
+            for number, worker in enumerate(workers)
+        ]
+        registration = WorkerRegistration(server, lease_registry(config.discovery, config.registry), *announced)
         try:
             await serve(server, [DRAFT_SERVICE, WORKER_SERVICE], config.server, registration, runner=runner)
         except asyncio.CancelledError:
@@ -107,16 +112,6 @@ async def serve_drafters(
                 raise
             owner.uncancel()
             raise RequestFailed("the drafter broke; the log has the traceback") from None
-
-
-def build_registration(config: DraftConfig, server: RpcServer, workers: Sequence[DraftWorker]) -> WorkerRegistration:
-    """A lease for each drafter, all with one address and over one connection."""
-    process = uuid.uuid4().hex
-    announced = [
-        AnnouncedWorker("draft", worker.info.model, worker.load, config.server.zone, incarnation=f"{process}/{number}")
-        for number, worker in enumerate(workers)
-    ]
-    return WorkerRegistration(server, lease_registry(config.discovery, config.registry), *announced)
 
 
 app = service_app(DraftConfig, run)

@@ -53,7 +53,7 @@ class DraftWorker:
         self._running = True
         self.broken = False
         self._thread = threading.Thread(target=self._run, name="drafter", daemon=True)
-        self._sessions: set[str] = set()
+        self._epochs: dict[str, int] = {}  # of every session that the drafter holds, by its qualified name
 
     def __enter__(self) -> Self:
         self._thread.start()
@@ -67,7 +67,7 @@ class DraftWorker:
 
     def load(self) -> Load:
         """The sessions that the drafter holds, and the requests in the queue."""
-        return Load(num_running=len(self._sessions), num_waiting=len(self._jobs))
+        return Load(num_running=len(self._epochs), num_waiting=len(self._jobs))
 
     def open(self, deliver: Deliver) -> DraftStream:
         """A new stream; `deliver` gets one reply for each request with commits, in order, and None at the end."""
@@ -139,15 +139,15 @@ class DraftWorker:
         return jobs
 
     def _release(self, job: _Job) -> None:
-        known = [session for session in job.ended_sessions if job.stream.epochs.pop(session, None) is not None]
-        names = [job.stream.qualified(session) for session in known]
-        self._sessions.difference_update(names)
-        if names:
-            self._drafter.release(names)
+        if job.request is None:
+            ended = [name for name in self._epochs if name.startswith(job.stream.qualified(""))]
+        else:
+            ended = [job.stream.qualified(session) for session in job.request.ended_sessions]
+        if known := [name for name in ended if self._epochs.pop(name, None) is not None]:
+            self._drafter.release(known)
 
     def _usable_rows(self, job: _Job) -> Iterator[_Row]:
         """The usable commits of a job. A malformed or outdated commit gets no answer and affects no other."""
-        epochs = job.stream.epochs
         for commit in job.request.commits if job.request else ():
             name = job.stream.qualified(commit.session)
             try:
@@ -155,21 +155,20 @@ class DraftWorker:
             except InvalidRequest as error:
                 log.warning("dropped a commit of session %s: %s", name, error)
                 continue
-            epoch = epochs.get(commit.session)
-            if epoch is not None and commit.epoch < epoch:
+            epoch = self._epochs.get(name, commit.epoch)
+            if commit.epoch < epoch:
                 continue
-            if epoch is not None and commit.epoch > epoch:
+            if commit.epoch > epoch:
                 self._drafter.release([name])
-            self._sessions.add(name)
-            epochs[commit.session] = commit.epoch
+            self._epochs[name] = commit.epoch
             yield _Row(job, commit.session, context)
 
     def _draft_ahead(self) -> bool:
         try:
             return self._drafter.draft_ahead()
         except Exception:
-            log.exception("the drafter failed while drafting ahead; %d sessions start again", len(self._sessions))
-            self._drafter.release(list(self._sessions))
+            log.exception("the drafter failed while drafting ahead; %d sessions start again", len(self._epochs))
+            self._drafter.release(list(self._epochs))
             return False
 
     def _propose(self, contexts: Sequence[DraftContext]) -> Sequence[Draft]:
@@ -183,11 +182,10 @@ class DraftWorker:
 
 @dataclass(frozen=True)
 class DraftStream:
-    """One verifier's stream. The worker's thread calls `deliver`, and owns `epochs`: the epoch of each session."""
+    """One verifier's stream. The worker's thread calls `deliver`."""
 
     number: int
     deliver: Deliver
-    epochs: dict[str, int] = field(default_factory=dict)
 
     def qualified(self, session: str) -> str:
         """The drafter's name for a session of this stream."""
@@ -203,14 +201,12 @@ class _Job:
     queued: float = field(default_factory=time.perf_counter)
 
     @property
-    def ended_sessions(self) -> tuple[str, ...]:
-        return self.request.ended_sessions if self.request else tuple(self.stream.epochs)
-
-    @property
     def touched(self) -> set[str]:
         """Qualified names of the sessions that may not be in another job of the same `propose`."""
-        commits = self.request.commits if self.request else ()
-        return {self.stream.qualified(name) for name in (*self.ended_sessions, *(commit.session for commit in commits))}
+        if self.request is None:
+            return set()
+        names = (*self.request.ended_sessions, *(commit.session for commit in self.request.commits))
+        return set(map(self.stream.qualified, names))
 
 
 @dataclass(frozen=True)

@@ -144,7 +144,7 @@ class RemoteDrafter:
         """
         pending = PendingDrafts(contexts, [None] * len(contexts))
         stream, wants_trees = self._stream, any(context.budget.wants_tree for context in contexts)
-        if stream is None or stream.is_congested or not self.breaker.admits(wants_trees):
+        if stream is None or stream.outbox.qsize() > _MAX_UNSENT or not self.breaker.admits(wants_trees):
             return pending
         pending.stream, pending.sent_at = stream, time.perf_counter()
         for i, context in enumerate(contexts):
@@ -321,10 +321,6 @@ class Stream:
     def send(self, request: DraftRequest) -> None:
         """Queue a request. May be called from any thread."""
         self.outbox.put(convert.draft_request_to_proto(request))
-
-    @property
-    def is_congested(self) -> bool:
-        return self.outbox.qsize() > _MAX_UNSENT
 
 
 def split_commits(contexts: Sequence[DraftContext], max_tokens: int) -> list[list[Commit[TensorBytes]]]:
