@@ -27,7 +27,7 @@ from eyas.services.router.__main__ import build_router
 from eyas.v1 import generation_pb2
 from eyas.v1.generation_pb2_grpc import add_GenerationServicer_to_server
 
-Streaming: TypeAlias = Callable[[Any, Any], AsyncGenerator[bytes, None]]
+
 
 
 def add_generation(servicer: Any, server: Any) -> None:

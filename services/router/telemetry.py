@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from http import HTTPMethod
 from typing import get_args
 
 import grpc
@@ -27,9 +28,6 @@ from eyas.telemetry.metrics import MetricSample, ScrapeCollector, counter, gauge
 from eyas.telemetry.tracing import Attributes, context_of, end_span, exemplar, trace_of
 
 PROVIDER = "eyas"
-
-# Methods that may become a label; OpenTelemetry calls every other one _OTHER.
-_METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE", "CONNECT"})
 
 log = logging.getLogger(__name__)
 
@@ -252,5 +250,5 @@ class HttpMetrics:
             raise
         finally:
             if status:
-                method = scope["method"] if scope["method"] in _METHODS else "_OTHER"
+                method = scope["method"] if scope["method"] in HTTPMethod.__members__ else "_OTHER"  # OpenTelemetry's name
                 self._telemetry.http_response(method, path, status, time.perf_counter() - started_at)

@@ -28,7 +28,7 @@ from eyas.services.router.generation import GenerationService, merge
 from eyas.services.router.http.chat_template import ChatTemplate
 from eyas.services.router.http.errors import add_error_handlers, error_body
 from eyas.services.router.http.requests import ChatBody, CompletionBody
-from eyas.services.router.http.responses import CHAT, COMPLETION, ResponseWriter
+from eyas.services.router.http.responses import ResponseWriter
 from eyas.services.router.http.server import BodyLimit, EventStream, cancel_on_disconnect
 from eyas.services.router.telemetry import HttpMetrics, RouterTelemetry
 from eyas.services.router.workers import ReadinessMonitor
@@ -141,7 +141,7 @@ class OpenAIEndpoints:
                 chunks = _without_output(chunks)
             tokenizer = self.service.tokenizer(info.name)
             echoes = [p if isinstance(p, str) else tokenizer.decode(p) for p in body.prompt] if body.echo else []
-            writer = ResponseWriter(COMPLETION, body, received.request.id, info.name, tokenizer, echoes)
+            writer = ResponseWriter(body, received.request.id, info.name, tokenizer, echoes)
         return await _respond(body, request, writer, chunks)
 
     async def chat(self, body: ChatBody, request: Request) -> Response:
@@ -150,7 +150,7 @@ class OpenAIEndpoints:
         with self.service.record_rejection(received, "chat"):
             info = self.service.model(body.model)
             chunks = await self._chunks(body, received, [await self._chat_call(body, info)], "chat")
-            writer = ResponseWriter(CHAT, body, received.request.id, info.name, self.service.tokenizer(info.name))
+            writer = ResponseWriter(body, received.request.id, info.name, self.service.tokenizer(info.name))
         return await _respond(body, request, writer, chunks)
 
     async def _chat_call(self, body: ChatBody, info: ModelInfo) -> GenerateCall:

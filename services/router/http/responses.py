@@ -1,6 +1,5 @@
 """OpenAI's responses, made from the router's chunks: one JSON object, or one event of a stream for each chunk.
 
-`ResponseWriter` does what both endpoints share; a `ResponseFormat` holds what they write differently.
 To add a field to a choice, extend `ResponseWriter._choice`; to the usage, `ResponseWriter._usage`.
 """
 
@@ -10,10 +9,10 @@ import functools
 import re
 import time
 from collections import defaultdict
-from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any
 
 from eyas.errors import RequestFailed
@@ -45,21 +44,6 @@ class TextDelta:
         return not (self.text or self.logprobs or self.finish_reason or self.prompt_logprobs)
 
 
-@dataclass(frozen=True)
-class ResponseFormat:
-    """What the two endpoints write differently.
-
-    object_name, chunk_name: the `object` of a whole response and of an event. content, chunk_content: the text of a choice
-    in each of them. logprobs: the log-probabilities of a choice.
-    """
-
-    object_name: str
-    chunk_name: str
-    content: Callable[[TextDelta], dict[str, Any]]
-    chunk_content: Callable[[TextDelta], dict[str, Any]]
-    logprobs: Callable[[Tokenizer, Sequence[TokenLogprob], int], dict[str, Any]]
-
-
 @dataclass
 class ResponseWriter:
     """The choices of one request as they grow, and their usage. A prompt counts once, whatever its number of completions.
@@ -67,7 +51,6 @@ class ResponseWriter:
     echoes: the prompts' texts, which begin the choices; empty without echo.
     """
 
-    format: ResponseFormat
     body: CompletionBody | ChatBody
     id: str
     model: str
@@ -89,8 +72,8 @@ class ResponseWriter:
                 delta = self._delta(chunk)
                 deltas[delta.index].append(delta)
         joined = [_join(deltas[index]) for index in sorted(deltas)]
-        choices = [self._choice(delta, self.format.content(delta)) for delta in joined]
-        return self._object(self.format.object_name, choices) | self._usage()
+        choices = [self._choice(delta, self._content(delta)) for delta in joined]
+        return self._object("chat.completion", choices) | self._usage()
 
     async def events(self, chunks: AsyncGenerator[TextChunk, None]) -> AsyncGenerator[dict[str, Any], None]:
         """Yield an event for every chunk with visible content. Raises RequestFailed if a completion failed."""
@@ -98,12 +81,11 @@ class ResponseWriter:
             async for chunk in chunks:
                 delta = self._delta(chunk)
                 if not delta.is_empty:
-                    choice = self._choice(delta, self.format.chunk_content(delta))
-                    yield self._object(self.format.chunk_name, [choice])
+                    yield self._object("chat.completion.chunk", [self._choice(delta, self._event_content(delta))])
 
     def usage_event(self) -> dict[str, Any]:
         """Return the event with the usage; it follows all others."""
-        return self._object(self.format.chunk_name, []) | self._usage()
+        return self._object("chat.completion.chunk", []) | self._usage()
 
     def _delta(self, chunk: TextChunk) -> TextDelta:
         inner, index = chunk.chunk, chunk.chunk.index
@@ -131,15 +113,37 @@ class ResponseWriter:
             self._num_prompt_tokens += chunk.totals.num_prompt_tokens
             self._num_cached_tokens += chunk.totals.num_cached_tokens
 
-    def _object(self, name: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
+    @property
+    def _is_chat(self) -> bool:
+        return isinstance(self.body, ChatBody)
+
+    def _object(self, chat_name: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        name = chat_name if self._is_chat else "text_completion"
         return {"id": self.id, "object": name, "created": self.created, "model": self.model, "choices": choices}
 
     def _choice(self, delta: TextDelta, content: dict[str, Any]) -> dict[str, Any]:
-        logprobs = self.format.logprobs(self.tokenizer, delta.logprobs, delta.offset) if self.body.wants_logprobs else None
+        logprobs: dict[str, Any] | None = None
+        if self.body.wants_logprobs and self._is_chat:
+            logprobs = chat_logprobs(self.tokenizer, delta.logprobs)
+        elif self.body.wants_logprobs:
+            logprobs = completion_logprobs(self.tokenizer, delta.logprobs, delta.offset)
         choice = {"index": delta.index, **content, "logprobs": logprobs, "finish_reason": delta.finish_reason}
         if delta.prompt_logprobs:
             choice["prompt_logprobs"] = prompt_token_logprobs(self.tokenizer, delta.prompt_logprobs)
         return choice
+
+    def _content(self, delta: TextDelta) -> dict[str, Any]:
+        """Return the text of a choice in a whole response."""
+        if self._is_chat:
+            return {"message": {"role": "assistant", "content": delta.text, "refusal": None}}
+        return {"text": delta.text}
+
+    def _event_content(self, delta: TextDelta) -> dict[str, Any]:
+        """Return the text of a choice in an event."""
+        if not self._is_chat:
+            return {"text": delta.text}
+        role = {"role": "assistant"} if delta.is_first else {}
+        return {"delta": role | ({"content": delta.text} if delta.text or delta.is_first else {})}
 
     def _usage(self) -> dict[str, Any]:
         """Return the numbers of all choices together."""
@@ -183,9 +187,7 @@ def _speculation(stats: GenerationStats) -> dict[str, Any]:
 
 def completion_logprobs(tokenizer: Tokenizer, logprobs: Sequence[TokenLogprob], offset: int) -> dict[str, Any]:
     """Return log-probabilities as /v1/completions has them. offset: characters of the choice before these tokens."""
-    offsets = [offset]
-    for entry in logprobs:
-        offsets.append(offsets[-1] + num_characters(tokenizer, entry.token))
+    offsets = [*accumulate((num_characters(tokenizer, entry.token) for entry in logprobs), initial=offset)]
     return {
         "tokens": [token_name(tokenizer, entry.token) for entry in logprobs],
         "token_logprobs": [_finite(entry.logprob) for entry in logprobs],
@@ -194,8 +196,8 @@ def completion_logprobs(tokenizer: Tokenizer, logprobs: Sequence[TokenLogprob], 
     }
 
 
-def chat_logprobs(tokenizer: Tokenizer, logprobs: Sequence[TokenLogprob], offset: int = 0) -> dict[str, Any]:
-    """Return log-probabilities as /v1/chat/completions has them; they have no offsets."""
+def chat_logprobs(tokenizer: Tokenizer, logprobs: Sequence[TokenLogprob]) -> dict[str, Any]:
+    """Return log-probabilities as /v1/chat/completions has them."""
     content = [
         _chat_entry(tokenizer, entry.token, entry.logprob)
         | {"top_logprobs": [_chat_entry(tokenizer, token, logprob) for token, logprob in _top(entry)]}
@@ -215,26 +217,6 @@ def prompt_token_logprobs(tokenizer: Tokenizer, logprobs: Sequence[TokenLogprob]
         else None
         for entry in logprobs
     ]
-
-
-def _chat_content(delta: TextDelta) -> dict[str, Any]:
-    return {"message": {"role": "assistant", "content": delta.text, "refusal": None}}
-
-
-def _chat_chunk_content(delta: TextDelta) -> dict[str, Any]:
-    role = {"role": "assistant"} if delta.is_first else {}
-    text = {"content": delta.text} if delta.text or delta.is_first else {}
-    return {"delta": role | text}
-
-
-def _completion_content(delta: TextDelta) -> dict[str, Any]:
-    return {"text": delta.text}
-
-
-COMPLETION = ResponseFormat(
-    "text_completion", "text_completion", _completion_content, _completion_content, completion_logprobs
-)
-CHAT = ResponseFormat("chat.completion", "chat.completion.chunk", _chat_content, _chat_chunk_content, chat_logprobs)
 
 
 def _top(entry: TokenLogprob) -> Iterator[tuple[int, float]]:

@@ -35,13 +35,11 @@ log = logging.getLogger(__name__)
 class HttpServer:
     """Serves an ASGI application with uvicorn, in the running event loop; signals are left to the service.
 
-    address: host:port once the server has started. reload_interval_s: how often the TLS files are checked for changes;
-    new connections get the new certificate.
+    address: host:port once the server has started. The TLS files are checked for changes every RELOAD_INTERVAL_S; new
+    connections get the new certificate.
     """
 
-    def __init__(
-        self, app: ASGIApp, config: HttpConfig, tls: TlsConfig, reload_interval_s: float = RELOAD_INTERVAL_S
-    ) -> None:
+    def __init__(self, app: ASGIApp, config: HttpConfig, tls: TlsConfig) -> None:
         self._server = _Server(
             uvicorn.Config(
                 app,
@@ -57,7 +55,6 @@ class HttpServer:
         )
         self._config = config
         self._tls = tls
-        self._reload_interval_s = reload_interval_s
         self._loaded: Pem | None = None
         self._reloading: asyncio.Task[None] | None = None
         self._serving: asyncio.Task[None] | None = None
@@ -73,7 +70,7 @@ class HttpServer:
         self.address = f"{host}:{listener.getsockname()[1]}"
         self._serving = asyncio.create_task(self._server.serve([listener]), name="http")
         if self._tls.cert_file:
-            reload = repeat(self._reload_interval_s, partial(self._reload, certificates), self._reload_interval_s)
+            reload = repeat(RELOAD_INTERVAL_S, partial(self._reload, certificates), RELOAD_INTERVAL_S)
             self._reloading = asyncio.create_task(reload, name="certificates")
         log.info("HTTP on %s://%s", "https" if self._server.config.ssl else "http", self.address)
 

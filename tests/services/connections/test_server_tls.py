@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
 from click.testing import Result
 from typer.testing import CliRunner
 
@@ -16,6 +17,7 @@ from eyas.config import HttpConfig, ServerConfig, TlsConfig
 from eyas.rpc.server import RpcServer
 from eyas.services.router.auth import ApiKeys
 from eyas.services.router.grpc_server import server_credentials
+from eyas.services.router.http import server as http_server
 from eyas.services.router.http.server import HttpServer
 from eyas.v1.generation_pb2_grpc import add_GenerationServicer_to_server
 from tests.services.connections.authority import Authority
@@ -108,13 +110,14 @@ async def shown(address: str, ca: bytes) -> bool:
     return True
 
 
-def test_the_http_server_serves_a_renewed_certificate(tmp_path: Path) -> None:
+def test_the_http_server_serves_a_renewed_certificate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_server, "RELOAD_INTERVAL_S", 0.02)
     old, new = Authority("old"), Authority("new")
     old.write(tmp_path, NAME)
 
     async def body() -> None:
         tls = TlsConfig(str(tmp_path / "tls.crt"), str(tmp_path / "tls.key"))
-        http = HttpServer(echo, HttpConfig(), tls, reload_interval_s=0.02)
+        http = HttpServer(echo, HttpConfig(), tls)
         await http.start()
         try:
             assert await shown(http.address, old.pem)
