@@ -158,13 +158,13 @@ class DraftUsageReader:
         seconds, *counts = (now - before for now, before in zip(self._last, last, strict=True))
         return asdict(DraftUsage(*(count / max(seconds, 1e-9) for count in counts)))
 
-    def _counts(self) -> tuple[float, float, float, float]:
+    def _counts(self) -> list[float]:
         """The time, and since the start of the process the seconds of drafting, the replies and the late ones."""
         family = metrics.DRAFT_REPLY_DURATION.family
         in_time = _sample(self._registry, f"{family}_bucket", {"le": str(self._bound)})
         replies = _sample(self._registry, f"{family}_count", {})
         busy = _sample(self._registry, f"{metrics.DRAFT_STEP_DURATION.family}_sum", {})
-        return self._clock(), busy, replies, max(replies - in_time, 0.0)
+        return [self._clock(), busy, replies, max(replies - in_time, 0.0)]
 
 
 def _sample(registry: CollectorRegistry, name: str, labels: dict[str, str]) -> float:

@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Callable
 from contextlib import AsyncExitStack, aclosing
 from functools import partial
-from typing import Any, NoReturn, TypeAlias
+from typing import Any, NoReturn
 
 from fastapi import FastAPI
 from ray.serve.grpc_util import RayServegRPCContext
@@ -26,8 +26,6 @@ from eyas.services.ray.replicas import on_this_node
 from eyas.services.router.__main__ import build_router
 from eyas.v1 import generation_pb2
 from eyas.v1.generation_pb2_grpc import add_GenerationServicer_to_server
-
-
 
 
 def add_generation(servicer: Any, server: Any) -> None:
@@ -66,7 +64,9 @@ class _Call:
         return getattr(self._context, name)
 
 
-async def read_in_task(handler: Streaming, request: Any, context: Any) -> AsyncGenerator[bytes, None]:
+async def read_in_task(
+    handler: Callable[[Any, Any], AsyncGenerator[bytes, None]], request: Any, context: Any
+) -> AsyncGenerator[bytes, None]:
     """The messages of a handler, except empty ones, which a replica sends to carry metadata.
 
     A task of its own reads them. So the handler is cancelled with the call, wherever this generator is then.
