@@ -154,7 +154,7 @@ class LLM:
         except BaseException:
             for request_id in running:
                 self._engine.cancel(request_id)
-            self._engine.reap()
+            self._engine.step()  # frees all that they hold
             raise
         return [_result(group) for group in groups]
 
@@ -165,10 +165,13 @@ class LLM:
     def _submit(self, prompt: Prompt, sampling: SamplingParams, running: dict[str, _Generation]) -> list[_Generation]:
         """Submit the completions of a prompt, and add them to `running`."""
         check_sampling(sampling)
-        ids = self._tokenizer.encode(prompt) if isinstance(prompt, str) else _token_ids(prompt)
+        ids = self._tokenizer.encode(prompt) if isinstance(prompt, str) else tuple(prompt)
+        for token in ids:
+            if not isinstance(token, Integral):
+                raise InvalidRequest(f"{token!r} is not a token id; a prompt is text or a list of whole numbers")
         group = []
-        for split in sampling.seeded().completions(self._tokenizer.bad_token_ids(sampling.bad_words)):
-            request = Request(f"{next(self._names)}", ids, split)
+        for split in sampling.completions(self._tokenizer.bad_token_ids(sampling.bad_words)):
+            request = Request(f"{next(self._names)}", tuple(map(int, ids)), split)
             self._engine.submit(request)
             running[request.id] = _Generation(request, TextStream(self._tokenizer, sampling.stop, sampling.min_tokens))
             group.append(running[request.id])
@@ -236,10 +239,3 @@ def _result(group: Sequence[_Generation]) -> GenerationResult:
     completions = tuple(generation.completion() for generation in group)
     first = group[0]
     return GenerationResult(first.request.prompt_ids, completions, first.prompt_logprobs, first.num_cached)
-
-
-def _token_ids(prompt: Sequence[int]) -> tuple[int, ...]:
-    wrong = [token for token in prompt if not isinstance(token, Integral)]
-    if wrong:
-        raise InvalidRequest(f"{wrong[0]!r} is not a token id; a prompt is text or a list of whole numbers")
-    return tuple(int(token) for token in prompt)

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import zip_longest
 from typing import Literal
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]
 
 MAX_SEED = 2**64 - 1
 MAX_INT = 2**31 - 1
+COMPLETION_SEED_STEP = 0x9E3779B97F4A7C15
 
 
 @dataclass(frozen=True)
@@ -27,7 +29,7 @@ class SamplingParams:
     stop: strings that end the text; the text is cut before them, tokens are kept up to the one that completes them.
     stop_token_ids: tokens that end the output, besides the model's own end-of-sequence tokens; kept in token_ids.
     ignore_eos: do not end at the model's end-of-sequence tokens.
-    n: completions of the prompt; completion i draws with `completion_seed(seed, i)`.
+    n: completions of the prompt; completion i draws with seed + i * COMPLETION_SEED_STEP, modulo 2**64.
     min_p: keep tokens at least min_p times as likely as the likeliest, in [0, 1].
     min_tokens: number of tokens before which no token that ends the output is drawn and stop strings do not count.
     logit_bias: (token id, bias in [-100, 100]) pairs, or a mapping; added to the token's logit.
@@ -69,29 +71,19 @@ class SamplingParams:
         object.__setattr__(self, "bad_token_ids", tuple(tuple(ids) for ids in self.bad_token_ids))
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
 
-    def seeded(self) -> SamplingParams:
-        """The same parameters with a seed drawn where none was given."""
-        return self if self.seed is not None else replace(self, seed=secrets.randbits(64))
-
     def end_ids(self, eos_ids: frozenset[int]) -> frozenset[int]:
         """Tokens that end the output; eos_ids: the model's own."""
         return frozenset(self.stop_token_ids) | (frozenset() if self.ignore_eos else eos_ids)
 
-    def completions(self, bad_token_ids: Sequence[Sequence[int]] = ()) -> tuple[SamplingParams, ...]:
-        """The parameters of each of the n completions, as an engine takes them; the seed must be set.
+    def completions(self, bad_token_ids: Iterable[tuple[int, ...]] = ()) -> tuple[SamplingParams, ...]:
+        """The parameters of each of the n completions, as an engine takes them, with seeds.
 
         bad_token_ids: `bad_words` as token ids. The caller looks for stop strings. Only the first has prompt_logprobs.
         """
-        assert self.seed is not None, "seeded() comes first"
-        bad = (*self.bad_token_ids, *map(tuple, bad_token_ids))
-        one = replace(self, n=1, stop=(), bad_words=(), bad_token_ids=bad)
-        rest = replace(one, prompt_logprobs=None)
-        return tuple(replace(rest if i else one, seed=completion_seed(self.seed, i)) for i in range(self.n))
-
-
-def completion_seed(seed: int, index: int) -> int:
-    """The seed of completion `index` of a request; the first keeps the request's own."""
-    return (seed + index * 0x9E3779B97F4A7C15) % 2**64
+        seed = secrets.randbits(64) if self.seed is None else self.seed
+        one = replace(self, n=1, stop=(), bad_words=(), bad_token_ids=(*self.bad_token_ids, *bad_token_ids), seed=seed)
+        seeds = ((seed + i * COMPLETION_SEED_STEP) % 2**64 for i in range(1, self.n))
+        return (one, *(replace(one, prompt_logprobs=None, seed=other) for other in seeds))
 
 
 @dataclass(frozen=True)
@@ -211,8 +203,9 @@ class GenerationStats:
         self.num_drafted += other.num_drafted
         self.num_accepted += other.num_accepted
         self.num_emitted += other.num_emitted
-        self.offered_by_depth = _summed(self.offered_by_depth, other.offered_by_depth)
-        self.accepted_by_depth = _summed(self.accepted_by_depth, other.accepted_by_depth)
+        offered = zip_longest(self.offered_by_depth, other.offered_by_depth, fillvalue=0)
+        accepted = zip_longest(self.accepted_by_depth, other.accepted_by_depth, fillvalue=0)
+        self.offered_by_depth, self.accepted_by_depth = list(map(sum, offered)), list(map(sum, accepted))
 
     @property
     def acceptance_length(self) -> float:
@@ -230,8 +223,3 @@ def _count_up_to(counts: list[int], depth: int) -> None:
     counts.extend([0] * (depth - len(counts)))
     for level in range(depth):
         counts[level] += 1
-
-
-def _summed(left: Sequence[int], right: Sequence[int]) -> list[int]:
-    size = max(len(left), len(right))
-    return [sum(counts[i] for counts in (left, right) if i < len(counts)) for i in range(size)]

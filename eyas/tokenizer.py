@@ -114,10 +114,12 @@ class TextStream:
 
     def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = (), min_tokens: int = 0) -> None:
         """The stream ends at any of the `stop` strings that begins after the text of `min_tokens` tokens."""
-        self._decoder = _IncrementalDecoder(tokenizer)
+        self._tokenizer = tokenizer
         self._stop = tuple(stop)
         self._num_unsearched = min_tokens
         self._held = ""
+        self._context: list[int] = []
+        self._pending: list[int] = []
 
     def push(self, token_ids: Sequence[int]) -> TextPiece:
         """Take the next tokens. After `stopped`, the stream must not be used again."""
@@ -125,9 +127,9 @@ class TextStream:
         for token in token_ids:
             if self._num_unsearched > 0:
                 self._num_unsearched -= 1
-                texts.append(self._decoder.push(token))
+                texts.append(self._decode(token))
                 continue
-            found = self._release(self._decoder.push(token))
+            found = self._release(self._decode(token))
             if found is not None:
                 return TextPiece((*texts, found), stopped=True)
             texts.append(self._safe())
@@ -135,7 +137,7 @@ class TextStream:
 
     def flush(self) -> str:
         """The text still held back when the tokens have ended; cut before a stop string that it completes."""
-        found = self._release(self._decoder.flush())
+        found = self._release(self._text() if self._pending else "")
         rest, self._held = self._held, ""
         return rest if found is None else found
 
@@ -152,21 +154,12 @@ class TextStream:
         text, self._held = self._held[:cut], self._held[cut:]
         return text
 
+    def _decode(self, token: int) -> str:
+        """The text that `token` completes, decoded with as much context as it needs; empty while a character is incomplete.
 
-class _IncrementalDecoder:
-    """Text of each next token, with as much context as its decoder needs.
-
-    `tokenizers.decoders.DecodeStream` does the same, but fails for good once invalid UTF-8 changes text that is already out,
-    and cannot return its rest.
-    """
-
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
-        self._context: list[int] = []
-        self._pending: list[int] = []
-
-    def push(self, token: int) -> str:
-        """The text that `token` completes; empty while a character is incomplete."""
+        `tokenizers.decoders.DecodeStream` does the same, but fails for good once invalid UTF-8 changes text that is already
+        out, and cannot return its rest.
+        """
         if self._tokenizer.is_special(token):
             return ""
         self._pending.append(token)
@@ -175,10 +168,6 @@ class _IncrementalDecoder:
             return self._settle(text) if len(self._pending) >= _MAX_PENDING else ""
         self._context, self._pending = self._pending, []
         return text
-
-    def flush(self) -> str:
-        """The text of an incomplete end."""
-        return self._text() if self._pending else ""
 
     def _settle(self, text: str) -> str:
         """Release the text before the last tokens, cut between characters: invalid bytes would be held back for ever."""

@@ -95,8 +95,8 @@ class DraftTree:
     @cached_property
     def depths(self) -> tuple[int, ...]:
         """Distance of each node from the root."""
-        depths = [0] * len(self)
-        for node in range(1, len(self)):
+        depths = [0] * len(self.tokens)
+        for node in range(1, len(depths)):
             depths[node] = depths[self.parents[node]] + 1
         return tuple(depths)
 

@@ -16,25 +16,22 @@ MAX_BAD_WORD_TOKENS = 64
 
 _WHOLE = {"max_tokens": (1, MAX_INT), "top_k": (0, MAX_INT), "n": (1, MAX_COMPLETIONS), "min_tokens": (0, MAX_INT)}
 _WHOLE_OR_NONE = {"seed": (0, MAX_SEED), "logprobs": (0, MAX_LOGPROBS), "prompt_logprobs": (0, MAX_LOGPROBS)}
+# Lowest and highest value, and the range in words.
 _REAL = {
-    "min_p": (0.0, 1.0),
-    "repetition_penalty": (0.01, 100.0),
-    "presence_penalty": (-2.0, 2.0),
-    "frequency_penalty": (-2.0, 2.0),
+    "min_p": (0.0, 1.0, "lie in [0.0, 1.0]"),
+    "repetition_penalty": (0.01, 100.0, "lie in [0.01, 100.0]"),
+    "presence_penalty": (-2.0, 2.0, "lie in [-2.0, 2.0]"),
+    "frequency_penalty": (-2.0, 2.0, "lie in [-2.0, 2.0]"),
+    "temperature": (0.0, math.inf, "be a finite number, 0 or more"),
+    "top_p": (math.ulp(0.0), 1.0, "lie in (0, 1]"),
+    "logit_bias": (-100.0, 100.0, "lie in [-100, 100]"),
 }
-
-
-def check_request(request: Request) -> None:
-    """Raises InvalidRequest for what no model can serve; `check_fit` checks the prompt."""
-    if not 0 <= request.priority <= MAX_INT:
-        raise InvalidRequest(f"priority is {request.priority}; it must be 0 (normal) or more, below 2**31", "priority")
-    check_sampling(request.sampling)
 
 
 def check_sampling(sampling: SamplingParams) -> None:
     """Raises InvalidRequest naming the first parameter that is out of range, or two that contradict each other.
 
-    The error's `param` is its name.
+    The error's `param` is its name. `check_request` checks what depends on the model.
     """
     for name, (low, high) in (_WHOLE | _WHOLE_OR_NONE).items():
         value = getattr(sampling, name)
@@ -42,31 +39,16 @@ def check_sampling(sampling: SamplingParams) -> None:
             continue
         if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
             raise InvalidRequest(f"{name} is {value!r}; it must be a whole number from {low} to {high}", name)
-    for name, (least, most) in _REAL.items():
-        if not _is_real(getattr(sampling, name), least, most):
-            raise InvalidRequest(f"{name} is {getattr(sampling, name)!r}; it must lie in [{least}, {most}]", name)
-    if not _is_real(sampling.temperature, 0, math.inf):
-        raise InvalidRequest(
-            f"temperature is {sampling.temperature!r}; it must be a finite number, 0 or more", "temperature"
-        )
-    if not _is_real(sampling.top_p, 0, 1) or sampling.top_p == 0:
-        raise InvalidRequest(f"top_p is {sampling.top_p!r}; it must lie in (0, 1]", "top_p")
-    _check_lists(sampling)
-    if sampling.min_tokens > sampling.max_tokens:
-        raise InvalidRequest(
-            f"min_tokens {sampling.min_tokens} is above max_tokens {sampling.max_tokens}; lower it", "min_tokens"
-        )
-    if sampling.n > 1 and sampling.temperature == 0:
-        raise InvalidRequest(f"n is {sampling.n} at temperature 0, where all completions are the same; ask for one", "n")
-
-
-def _check_lists(sampling: SamplingParams) -> None:
+    for name, (least, most, words) in _REAL.items():
+        values = [(name, getattr(sampling, name))]
+        if name == "logit_bias":
+            values = [(f"logit_bias of token {token}", bias) for token, bias in sampling.logit_bias]
+        for what, real in values:
+            if not (isinstance(real, Real) and math.isfinite(real) and least <= float(real) <= most):
+                raise InvalidRequest(f"{what} is {real!r}; it must {words}", name)
     for name in ("stop", "bad_words"):
-        if any(not text for text in getattr(sampling, name)):
+        if not all(getattr(sampling, name)):
             raise InvalidRequest(f"{name} holds an empty string; leave it out", name)
-    for token, bias in sampling.logit_bias:
-        if not _is_real(bias, -100, 100):
-            raise InvalidRequest(f"logit_bias of token {token} is {bias!r}; it must lie in [-100, 100]", "logit_bias")
     if len(dict(sampling.logit_bias)) < len(sampling.logit_bias):
         raise InvalidRequest("logit_bias names a token twice; add its biases up", "logit_bias")
     if 2 * len(sampling.bad_words) + len(sampling.bad_token_ids) > MAX_BAD_WORDS:
@@ -78,26 +60,33 @@ def _check_lists(sampling: SamplingParams) -> None:
             raise InvalidRequest(
                 f"a bad word of {len(ids)} tokens; it must have 1 to {MAX_BAD_WORD_TOKENS}", "bad_token_ids"
             )
+    if sampling.min_tokens > sampling.max_tokens:
+        raise InvalidRequest(
+            f"min_tokens {sampling.min_tokens} is above max_tokens {sampling.max_tokens}; lower it", "min_tokens"
+        )
+    if sampling.n > 1 and sampling.temperature == 0:
+        raise InvalidRequest(f"n is {sampling.n} at temperature 0, where all completions are the same; ask for one", "n")
 
 
-def _is_real(value: object, least: float, most: float) -> bool:
-    return isinstance(value, Real) and math.isfinite(value) and least <= float(value) <= most
+def check_request(request: Request, vocab_size: int, max_model_len: int) -> None:
+    """Raises InvalidRequest unless a model with this vocabulary and length can serve the request.
 
-
-def check_fit(request: Request, vocab_size: int, context_length: int) -> None:
-    """Raises InvalidRequest unless a model with this vocabulary and context can serve the request."""
+    Its sampling parameters must have been checked.
+    """
     num_prompt, sampling = len(request.prompt_ids), request.sampling
+    if not 0 <= request.priority <= MAX_INT:
+        raise InvalidRequest(f"priority is {request.priority}; it must be 0 (normal) or more, below 2**31", "priority")
     if num_prompt == 0:
         raise InvalidRequest("the prompt is empty; give at least one token", "prompt")
     if not 0 <= request.num_emitted < num_prompt:
         raise InvalidRequest(
             f"{request.num_emitted} of {num_prompt} prompt tokens are said to be output; leave a prompt before"
         )
-    if num_prompt + sampling.max_tokens > context_length:
+    if num_prompt + sampling.max_tokens > max_model_len:
         raise InvalidRequest(
             f"prompt of {num_prompt} tokens and max_tokens {sampling.max_tokens} exceed the "
-            f"context length {context_length}; shorten one of them",
-            "prompt" if num_prompt >= context_length else "max_tokens",
+            f"context length {max_model_len}; shorten one of them",
+            "prompt" if num_prompt >= max_model_len else "max_tokens",
         )
     named: tuple[tuple[str, Sequence[int]], ...] = (
         ("prompt", request.prompt_ids),
@@ -119,7 +108,7 @@ def check_engine_request(request: Request, vocab_size: int, eos_ids: frozenset[i
     """Raises InvalidRequest for what an engine cannot do, which sees no text and one completion at a time."""
     sampling = request.sampling
     if sampling.seed is None:
-        raise InvalidRequest("the request has no seed; SamplingParams.seeded() draws one")
+        raise InvalidRequest("the request has no seed; SamplingParams.completions() draws one")
     if sampling.n != 1 or sampling.stop or sampling.bad_words:
         raise InvalidRequest(
             "n, stop and bad_words are not for an engine, which sees token ids and one completion; "

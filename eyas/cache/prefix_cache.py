@@ -9,7 +9,7 @@ import heapq
 import itertools
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -30,7 +30,6 @@ class SlotAllocator:
     """
 
     def __init__(self, num_slots: int) -> None:
-        self.num_slots = num_slots
         self._stack: Slots = np.arange(num_slots, dtype=np.int64)[::-1].copy()
         self.num_free = num_slots
         self._owned = np.zeros(num_slots, dtype=np.bool_)
@@ -51,16 +50,12 @@ class SlotAllocator:
         self._stack[self.num_free : self.num_free + len(slots)] = slots[::-1]
         self.num_free += len(slots)
 
-    def check(self) -> None:
-        """Assert that every slot is either free, once, or owned."""
+    def check_owners(self, owners: list[Slots]) -> None:
+        """Assert that every slot is free, once, or owned, and that `owners` hold every owned slot exactly once."""
         free = self._stack[: self.num_free]
         assert len(np.unique(free)) == len(free), "a slot is free twice"
         assert not self._owned[free].any(), "a slot is free and owned"
-        assert int(self._owned.sum()) + self.num_free == self.num_slots, "a slot is neither free nor owned"
-
-    def check_owners(self, owners: list[Slots]) -> None:
-        """Assert integrity, and that `owners` hold every owned slot exactly once."""
-        self.check()
+        assert int(self._owned.sum()) + self.num_free == len(self._owned), "a slot is neither free nor owned"
         held = np.concatenate([np.zeros(0, dtype=np.int64), *owners])
         assert len(np.unique(held)) == len(held), "a slot has two owners"
         assert self._owned[held].all(), "a slot is held without being owned"
@@ -97,9 +92,6 @@ class CachedPrefix:
     node: Node
     slots: Slots
 
-    def __len__(self) -> int:
-        return len(self.slots)
-
 
 @dataclass(frozen=True, order=True)
 class _Entry:
@@ -115,99 +107,121 @@ class _Entry:
         return node.parent is not None and not node.children and not node.holders and node.used == self.used
 
 
-class RadixTree:
-    """Prefixes at the granularity of one token. Evicts from the end of the least recently used leaf."""
+class PrefixCache:
+    """The slots: free, owned by a running sequence, or cached in a radix tree at the granularity of one token.
 
-    def __init__(self) -> None:
-        self.root = Node(np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64), None)
-        self.num_slots = 0
-        self.num_evictable = 0
+    Cached prefixes that are not held are evicted at need, from the end of the least recently used leaf.
+
+    num_available: slots that `take` can give: free ones, and cached ones that are not held. num_cached: slots of the tree.
+    """
+
+    def __init__(self, num_slots: int) -> None:
+        self._allocator = SlotAllocator(num_slots)
+        self.no_slots: Slots = np.zeros(0, dtype=np.int64)
+        self.num_available = num_slots
+        self.num_cached = 0
+        self._root = Node(self.no_slots, self.no_slots, None)
         self._num_nodes = 0
         self._numbers = itertools.count()
         self._entries: list[_Entry] = []
 
-    def match(self, tokens: Tokens) -> Node:
-        """The node that ends the longest known prefix of `tokens`; the root if there is none."""
-        node, done = self.root, 0
+    def take(self, count: int) -> Slots:
+        """Own `count` slots. The caller must have checked `num_available`."""
+        if count > self._allocator.num_free:
+            self._evict(count - self._allocator.num_free)
+        self.num_available -= count
+        return self._allocator.take(count)
+
+    def free(self, slots: Slots) -> None:
+        """Return owned slots; their content is lost."""
+        self._allocator.free(slots)
+        self.num_available += len(slots)
+
+    def find(self, tokens: Tokens) -> CachedPrefix:
+        """Hold the longest cached prefix of `tokens`: it is not evicted until it is released."""
+        node, done, runs = self._root, 0, [self.no_slots]
         while done < len(tokens) and (child := node.children.get(int(tokens[done]))) is not None:
-            length = _num_equal(child.tokens, tokens[done:])
+            different = np.flatnonzero(child.tokens[: len(tokens) - done] != tokens[done : done + len(child.tokens)])
+            length = int(different[0]) if len(different) else min(len(child.tokens), len(tokens) - done)
+            node = child if length == len(child.tokens) else self._split(child, length)
+            if not node.holders:
+                self.num_available -= length
+            node.holders += 1
+            runs.append(node.slots)
             done += length
-            if length < len(child.tokens):
-                return self._split(child, length)
-            node = child
-        return node
+        return CachedPrefix(node, np.concatenate(runs))
 
-    def insert(self, tokens: Tokens, slots: Slots) -> Node:
-        """The node that ends `tokens`. The tree takes over the slots of those that it did not have yet."""
-        node = self.match(tokens)
-        known = sum(len(above.tokens) for above in node.path())
-        if known == len(tokens):
-            return node
-        leaf = Node(tokens[known:].copy(), slots[known:].copy(), node)
-        node.children[int(leaf.tokens[0])] = leaf
-        self._num_nodes += 1
-        self.num_slots += len(leaf.slots)
-        self.num_evictable += len(leaf.slots)
-        self._offer(leaf)
-        return leaf
+    def store(self, tokens: Tokens, slots: Slots, prefix: CachedPrefix) -> CachedPrefix:
+        """Give the slots of `tokens`, which begin with `prefix`, to the cache; returns the prefix that covers all of them.
 
-    def hold(self, node: Node) -> CachedPrefix:
-        """Protect the prefix that ends with `node` from eviction until it is released."""
-        runs: list[Slots] = []
-        for above in node.path():
-            if not above.holders:
-                self.num_evictable -= len(above.slots)
-            above.holders += 1
-            runs.append(above.slots)
-        return CachedPrefix(node, np.concatenate([self.root.slots, *reversed(runs)]))
+        Slots of tokens that the cache had already are freed: the new prefix has the cache's own in their place.
+        """
+        stored = self.find(tokens)
+        known, length = len(stored.slots), len(prefix.slots)
+        if known < len(tokens):
+            leaf = Node(tokens[known:].copy(), slots[known:].copy(), stored.node, holders=1)
+            stored.node.children[int(leaf.tokens[0])] = leaf
+            self._num_nodes += 1
+            self.num_cached += len(leaf.slots)
+            stored = CachedPrefix(leaf, np.concatenate([stored.slots, leaf.slots]))
+        own = slots[length:]
+        self.free(own[own != stored.slots[length:]])
+        self.release(prefix, prefix.node.used)
+        return stored
 
-    def release(self, node: Node, used: float) -> None:
-        """End one hold. used: time until which the prefix counts as in use."""
-        for above in node.path():
+    def release(self, prefix: CachedPrefix, used: float) -> None:
+        """End the hold of a prefix. used: time until which it counts as in use; the smallest is evicted first."""
+        for above in prefix.node.path():
             assert above.holders, "a prefix is released that is not held"
             above.holders -= 1
             above.used = max(above.used, used)
             if not above.holders:
-                self.num_evictable += len(above.slots)
-        self._offer(node)
+                self.num_available += len(above.slots)
+        self._offer(prefix.node)
 
-    def evict(self, count: int) -> Slots:
-        """Forget `count` tokens and return their slots. The caller must have checked `num_evictable`."""
-        assert count <= self.num_evictable, f"{count} slots to be evicted, {self.num_evictable} evictable"
-        evicted: list[Slots] = []
-        while count > 0:
-            leaf = self._stalest()
-            kept = max(len(leaf.slots) - count, 0)
-            evicted.append(leaf.slots[kept:])
-            self._shorten(leaf, kept)
-            count -= len(evicted[-1])
-        return np.concatenate([np.zeros(0, dtype=np.int64), *evicted])
+    def cached_blocks(self, limit: int) -> list[int]:
+        """Hashes of at most `limit` cached blocks: held ones first, then by last use. No block comes without those before
+        it.
 
-    def nodes(self) -> Iterator[Node]:
-        """Every node but the root."""
-        below = list(self.root.children.values())
-        while below:
-            node = below.pop()
-            below += node.children.values()
-            yield node
-
-    def check(self, held: Iterable[Node]) -> None:
-        """Assert that counts and links are consistent, and that exactly the `held` nodes are held, each as often as it is
-        given.
+        Work is proportional to `limit`, whatever the tree's size. See eyas.block_hash.
         """
-        holders = Counter(above for node in held for above in node.path())
-        nodes = list(self.nodes())
+        found: list[int] = []
+        numbers = itertools.count()
+        heap = [(0.0, next(numbers), self._root, BlockHasher())]
+        while heap and len(found) < limit:
+            _, _, node, above = heapq.heappop(heap)
+            hasher = above.copy()
+            found += hasher.update(node.tokens[: (limit - len(found)) * BLOCK_TOKENS].tolist())
+            for child in node.children.values():
+                heapq.heappush(heap, (-math.inf if child.holders else -child.used, next(numbers), child, hasher))
+        return found
+
+    def check(self, owners: list[Slots], prefixes: Sequence[CachedPrefix]) -> None:
+        """Assert that every slot is free, cached, or with exactly one of `owners`, and that exactly `prefixes` are held."""
+        holders = Counter(above for prefix in prefixes for above in prefix.node.path())
+        nodes, below = list[Node](), [self._root]
+        while below:
+            children = below.pop().children.values()
+            nodes += children
+            below += children
+        self._allocator.check_owners(owners + [node.slots for node in nodes])
         for node in nodes:
             assert node.parent is not None
             assert node.parent.children[int(node.tokens[0])] is node, "a node is not where its parent looks for it"
             assert len(node.tokens) == len(node.slots) > 0, "a node has as many tokens as slots"
             assert node.holders == holders[node], f"a node counts {node.holders} holders, {holders[node]} hold it"
-        offered = {entry.node for entry in self._entries if entry.valid}
         assert holders.keys() <= set(nodes), "a node is held that has been evicted"
         assert self._num_nodes == len(nodes)
-        assert self.num_slots == sum(len(node.slots) for node in nodes)
-        assert self.num_evictable == sum(len(node.slots) for node in nodes if not node.holders)
+        assert self.num_cached == sum(len(node.slots) for node in nodes)
+        num_evictable = sum(len(node.slots) for node in nodes if not node.holders)
+        assert self.num_available == self._allocator.num_free + num_evictable
+        offered = {entry.node for entry in self._entries if entry.valid}
         assert offered == {node for node in nodes if not node.children and not node.holders}, "a leaf cannot be evicted"
+        for prefix in prefixes:
+            runs = [node.slots for node in prefix.node.path()]
+            assert np.array_equal(prefix.slots, np.concatenate([self.no_slots, *reversed(runs)])), (
+                "a held prefix has changed"
+            )
 
     def _split(self, node: Node, length: int) -> Node:
         """Cut a node in two and return the upper one, which is new. Holders of the lower one hold the upper one too."""
@@ -219,18 +233,27 @@ class RadixTree:
         self._num_nodes += 1
         return upper
 
-    def _shorten(self, leaf: Node, kept: int) -> None:
-        """Forget the end of an unheld leaf, or all of it."""
-        self.num_slots -= len(leaf.slots) - kept
-        self.num_evictable -= len(leaf.slots) - kept
-        if kept:
-            leaf.tokens, leaf.slots = leaf.tokens[:kept].copy(), leaf.slots[:kept].copy()
-            self._offer(leaf)
-        elif leaf.parent is not None:
-            parent, leaf.parent = leaf.parent, None
-            del parent.children[int(leaf.tokens[0])]
-            self._num_nodes -= 1
-            self._offer(parent)
+    def _evict(self, count: int) -> None:
+        """Forget `count` cached tokens and free their slots."""
+        num_evictable = self.num_available - self._allocator.num_free
+        assert count <= num_evictable, f"{count} slots to be evicted, {num_evictable} evictable"
+        while count > 0:
+            while not (entry := heapq.heappop(self._entries)).valid:
+                pass
+            leaf, parent = entry.node, entry.node.parent
+            assert parent is not None
+            kept = max(len(leaf.slots) - count, 0)
+            count -= len(leaf.slots) - kept
+            self.num_cached -= len(leaf.slots) - kept
+            self._allocator.free(leaf.slots[kept:])
+            if kept:
+                leaf.tokens, leaf.slots = leaf.tokens[:kept].copy(), leaf.slots[:kept].copy()
+                self._offer(leaf)
+            else:
+                leaf.parent = None
+                del parent.children[int(leaf.tokens[0])]
+                self._num_nodes -= 1
+                self._offer(parent)
 
     def _offer(self, node: Node) -> None:
         """Make a node a candidate for eviction, if it is an unheld leaf."""
@@ -241,97 +264,3 @@ class RadixTree:
         if len(self._entries) > 2 * self._num_nodes + _SPARE_ENTRIES:
             latest = {entry.node: entry for entry in self._entries if entry.valid}
             self._entries = sorted(latest.values())
-
-    def _stalest(self) -> Node:
-        while not (entry := heapq.heappop(self._entries)).valid:
-            pass
-        return entry.node
-
-
-def _num_equal(left: Tokens, right: Tokens) -> int:
-    """Length of the common prefix."""
-    length = min(len(left), len(right))
-    different = np.flatnonzero(left[:length] != right[:length])
-    return int(different[0]) if len(different) else length
-
-
-class PrefixCache:
-    """The slots: free, owned by a running sequence, or cached. Cached prefixes that are not held are evicted at need."""
-
-    def __init__(self, num_slots: int) -> None:
-        self._allocator = SlotAllocator(num_slots)
-        self.tree = RadixTree()
-        self.no_slots: Slots = self.tree.root.slots
-
-    @property
-    def num_available(self) -> int:
-        """Slots that `take` can give: free ones, and cached ones that are not held."""
-        return self._allocator.num_free + self.tree.num_evictable
-
-    @property
-    def num_cached(self) -> int:
-        """Slots of the cache, held or not."""
-        return self.tree.num_slots
-
-    def take(self, count: int) -> Slots:
-        """Own `count` slots. The caller must have checked `num_available`."""
-        shortage = count - self._allocator.num_free
-        if shortage > 0:
-            self._allocator.free(self.tree.evict(shortage))
-        return self._allocator.take(count)
-
-    def free(self, slots: Slots) -> None:
-        """Return owned slots; their content is lost."""
-        self._allocator.free(slots)
-
-    def find(self, tokens: Tokens) -> CachedPrefix:
-        """Hold the longest cached prefix of `tokens`."""
-        return self.tree.hold(self.tree.match(tokens))
-
-    def store(self, tokens: Tokens, slots: Slots, prefix: CachedPrefix) -> CachedPrefix:
-        """Give the slots of `tokens`, which begin with `prefix`, to the cache; returns the prefix that covers all of them.
-
-        Slots of tokens that the cache had already are freed: the new prefix has the cache's own in their place.
-        """
-        stored = self.tree.hold(self.tree.insert(tokens, slots))
-        own = slots[len(prefix) :]
-        self._allocator.free(own[own != stored.slots[len(prefix) :]])
-        self.tree.release(prefix.node, prefix.node.used)
-        return stored
-
-    def release(self, prefix: CachedPrefix, used: float) -> None:
-        """End the hold of a prefix. used: time until which it counts as in use; the smallest is evicted first."""
-        self.tree.release(prefix.node, used)
-
-    def check(self, owners: list[Slots], prefixes: Sequence[CachedPrefix]) -> None:
-        """Assert that every slot is free, cached, or with exactly one of `owners`, and that only `prefixes` are held."""
-        self._allocator.check_owners(owners + [node.slots for node in self.tree.nodes()])
-        self.tree.check(prefix.node for prefix in prefixes)
-        for prefix in prefixes:
-            runs = [node.slots for node in prefix.node.path()]
-            assert np.array_equal(prefix.slots, np.concatenate([self.no_slots, *reversed(runs)])), (
-                "a held prefix has changed"
-            )
-
-
-def cached_blocks(tree: RadixTree, limit: int) -> list[int]:
-    """Hashes of at most `limit` blocks of the tree: held ones first, then by last use. No block comes without those before
-    it.
-
-    Work is proportional to `limit`, whatever the tree's size. See eyas.block_hash.
-    """
-    found: list[int] = []
-    numbers = itertools.count()
-    heap: list[tuple[float, int, Node, BlockHasher]] = []
-
-    def offer(node: Node, hasher: BlockHasher) -> None:
-        for child in node.children.values():
-            heapq.heappush(heap, (-math.inf if child.holders else -child.used, next(numbers), child, hasher))
-
-    offer(tree.root, BlockHasher())
-    while heap and len(found) < limit:
-        _, _, node, above = heapq.heappop(heap)
-        hasher = above.copy()
-        found += hasher.update(node.tokens[: (limit - len(found)) * BLOCK_TOKENS].tolist())
-        offer(node, hasher)
-    return found

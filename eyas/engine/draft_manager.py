@@ -83,13 +83,14 @@ class DraftManager:
 
     def _context(self, sequence: Sequence, budget: TreeBudget, drafter: Drafter) -> DraftContext:
         start, key = sequence.drafted, sequence.request.noise_key
+        slots = sequence.slots[max(start - 1, 0) : sequence.computed]
         proposal: Proposal = "sampled" if self._rule == "rejection" and key.temperature > 0 else "deterministic"
         return Commit(
             session=sequence.request.id,
             epoch=sequence.epoch,
             start_position=start,
             tokens=tuple(sequence.tokens[start : sequence.num_draftable]),
-            features=self._runner.features(sequence.slots[max(start - 1, 0) :]) if drafter.needs.features else None,
+            features=self._runner.features(slots) if drafter.needs.features else None,
             noise=key if proposal == "deterministic" else replace(key, seed=draft_seed(key.seed)),
             budget=budget,
             samples=sequence.samples if drafter.needs.samples and proposal == "deterministic" else (),

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
-from eyas.cache.prefix_cache import cached_blocks
 from eyas.engine.draft_budget import DraftBudget, FixedDraftBudget
 from eyas.engine.draft_manager import DraftManager
 from eyas.engine.runner import ModelRunner, segment_of
@@ -16,7 +15,7 @@ from eyas.request import Chunk, Request
 from eyas.sampling.acceptance import VerifyOutput
 from eyas.sampling.penalties import LogitRules
 from eyas.sampling.verify import verify
-from eyas.validation import check_engine_request, check_fit, check_request
+from eyas.validation import check_engine_request, check_request, check_sampling
 
 
 @dataclass(frozen=True)
@@ -79,7 +78,9 @@ class Engine:
     def step(self) -> list[Chunk]:
         """Advance every running request by one forward pass. Returns new tokens, and final chunks of requests that ended."""
         self.report = StepReport()
-        chunks = self.reap()
+        chunks = self._scheduler.reap()
+        if chunks:
+            self._release(chunks)
 
         started = self._clock()
         drafts = self._draft_manager.collect()
@@ -91,7 +92,7 @@ class Engine:
             logits = self._runner.forward([segment_of(scheduled) for scheduled in batch])
             outputs = verify([scheduled.logit_rows for scheduled in batch], logits, self._rules)
             committed = self._scheduler.commit(batch, outputs)
-            self._release([chunk.request_id for chunk in committed if chunk.finish_reason])
+            self._release(committed)
             chunks += committed
 
         wait, verified = collected - started, self._clock() - collected if batch else 0.0
@@ -107,8 +108,8 @@ class Engine:
         """Queue one completion, as `SamplingParams.completions` gives it. Raises InvalidRequest if it can never be served,
         Overloaded if the queue is full."""
         target = self._runner.target
-        check_request(request)
-        check_fit(request, target.vocab_size, self.max_model_len)
+        check_sampling(request.sampling)
+        check_request(request, target.vocab_size, self.max_model_len)
         check_engine_request(request, target.vocab_size, target.eos_ids)
         self._scheduler.add(request)
 
@@ -116,17 +117,10 @@ class Engine:
         """End a request; the next step yields its final chunk and frees everything. Unknown ids are ignored."""
         self._scheduler.cancel(request_id)
 
-    def reap(self) -> list[Chunk]:
-        """Drop cancelled requests and free all that they hold; one final chunk each. `step` begins with it."""
-        chunks = self._scheduler.reap()
-        if chunks:
-            self._release([chunk.request_id for chunk in chunks])
-        return chunks
-
     @property
     def has_work(self) -> bool:
         """Whether `step` has anything to do."""
-        return self._scheduler.has_work
+        return bool(self._scheduler.sequences)
 
     @property
     def load(self) -> EngineLoad:
@@ -137,7 +131,7 @@ class Engine:
             free_kv_tokens=cache.num_available,
             num_kv_tokens=self._scheduler.config.max_kv_tokens,
             cached_kv_tokens=cache.num_cached,
-            queued_kv_tokens=self._scheduler.waiting.num_slots,
+            queued_kv_tokens=sum(len(sequence.slots) for sequence in self._scheduler.waiting),
             tree_nodes=self._budget.num_nodes,
         )
 
@@ -152,7 +146,7 @@ class Engine:
 
     def cached_blocks(self, limit: int) -> list[int]:
         """Hashes of at most `limit` blocks of the prefix cache, the most useful ones; see eyas.block_hash."""
-        return cached_blocks(self._scheduler.cache.tree, limit)
+        return self._scheduler.cache.cached_blocks(limit)
 
     def check(self) -> None:
         """Assert the integrity of slots, owners and cached prefixes. Valid between steps."""
@@ -167,6 +161,8 @@ class Engine:
         sizes = self._budget.choose(decoding, self._scheduler.max_tree_nodes, num_plain)
         self._draft_manager.request(ready, lambda s: self._scheduler.tree_budget(s, sizes.get(s.request.id, 1)))
 
-    def _release(self, request_ids: Seq[str]) -> None:
+    def _release(self, chunks: Seq[Chunk]) -> None:
+        """Free what the requests that end with these chunks hold outside the scheduler."""
+        request_ids = [chunk.request_id for chunk in chunks if chunk.finish_reason]
         self._rules.release(request_ids)
         self._draft_manager.release(request_ids)

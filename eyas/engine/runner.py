@@ -95,12 +95,13 @@ class BatchInvariantRunner(ModelRunner):
 def segment_of(scheduled: ScheduledSequence) -> Segment:
     """The rows of one sequence: prompt tokens, or the nodes of its tree."""
     sequence, tree, first, slots = scheduled.sequence, scheduled.tree, scheduled.first, scheduled.slots
-    num_rows = len(slots)
+    num_rows, logit_rows = len(slots), scheduled.logit_rows
+    num_logits = len(logit_rows.prompt_tokens) + len(logit_rows.positions)
     return Segment(
-        tokens=np.array(tree.tokens if tree else sequence.tokens[first : first + num_rows], dtype=np.int64),
-        positions=first + (np.array(tree.depths, dtype=np.int64) if tree else np.arange(num_rows)),
+        tokens=np.array(tree.tokens if tree is not None else sequence.tokens[first : first + num_rows], dtype=np.int64),
+        positions=first + (np.array(tree.depths, dtype=np.int64) if tree is not None else np.arange(num_rows)),
         slots=slots,
-        prefix=sequence.slots,
-        visible=tree.ancestor_mask() if tree else None,
-        logits_indices=np.arange(num_rows - len(scheduled.logit_rows), num_rows),
+        prefix=sequence.slots[: sequence.computed],
+        visible=tree.ancestor_mask() if tree is not None else None,
+        logits_indices=np.arange(num_rows - num_logits, num_rows),
     )

@@ -10,7 +10,6 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as Seq
 from operator import attrgetter
-from typing import NamedTuple
 
 import numpy as np
 
@@ -36,9 +35,15 @@ _key = attrgetter("key")
 class Scheduler:
     """Admits requests in the order of their keys, when there are slots for what they need soon.
 
+    A key is the time of arrival, moved ahead by priority. It never changes, so that among equal priorities the first comes
+    first, and a request that waits long enough is ahead of every newcomer of higher priority.
+
     A running sequence is preempted for a waiting one with a smaller key, if that is sure to make room for it. When slots run
     out, cached prefixes are evicted first, then trees are left out, and then the last sequence is preempted: it waits and is
     recomputed.
+
+    waiting, running: in the order of their keys. sequences: all of them, by request id. admitted, preempted: ids of requests
+    that left the queue, or went back to it, in the latest step.
     """
 
     def __init__(
@@ -52,9 +57,11 @@ class Scheduler:
         self._clock = clock
         self.cache = PrefixCache(config.max_kv_tokens)
         self._max_cacheable = sys.maxsize if config.prefix_cache else 0
-        self.waiting = WaitingQueue(config, clock)
+        self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
-        self._by_id: dict[str, Sequence] = {}
+        self.sequences: dict[str, Sequence] = {}
+        self._numbers = itertools.count()
+        self._admission_times: deque[float] = deque(maxlen=_NUM_ADMISSIONS)
         self._cancelled: list[Sequence] = []
         self._step_slots: Slots = self.cache.no_slots
         self.admitted: list[str] = []
@@ -62,27 +69,37 @@ class Scheduler:
         self.num_preemptions = 0
 
     def add(self, request: Request) -> None:
-        """Queue a request. Raises InvalidRequest if it can never fit, Overloaded if the queue is full."""
+        """Queue a request. Those that may start with the next step do not count towards max_queued_requests.
+
+        Raises InvalidRequest if it can never fit, Overloaded, with a time to try again, if the queue is full.
+        """
         need = len(request.prompt_ids) + request.sampling.max_tokens
         if need > self.config.max_kv_tokens:
             raise InvalidRequest(
                 f"the request needs {need} token slots (prompt {len(request.prompt_ids)} + max_tokens "
                 f"{request.sampling.max_tokens}), but the engine has {self.config.max_kv_tokens}"
             )
-        if request.id in self._by_id:
+        if request.id in self.sequences:
             raise InvalidRequest(f"request id {request.id!r} is already running; ids must be unique")
-        self._by_id[request.id] = self.waiting.add(request, self.config.max_num_seqs - len(self.running))
+        num_open = self.config.max_num_seqs - len(self.running)
+        if len(self.waiting) >= self.config.max_queued_requests + num_open:
+            seconds = self._retry_after()
+            raise Overloaded(f"{len(self.waiting)} requests are waiting already; try again in {seconds:.1f} s", seconds)
+        due = self._clock() - request.priority * self.config.priority_aging_s
+        sequence = Sequence(request, QueueKey(due, next(self._numbers)), list(request.prompt_ids))
+        self.sequences[request.id] = sequence
+        self._queue(sequence)
 
     def cancel(self, request_id: str) -> None:
         """Mark a request; its slots are free after `reap`. Unknown ids are ignored: it may just have finished."""
-        sequence = self._by_id.get(request_id)
+        sequence = self.sequences.get(request_id)
         if sequence is not None and not sequence.cancelled:
             sequence.cancelled = True
             self._cancelled.append(sequence)
 
     def reap(self) -> list[Chunk]:
         """Drop cancelled requests; one final chunk each."""
-        cancelled, self._cancelled = [s for s in self._cancelled if s.request.id in self._by_id], []
+        cancelled, self._cancelled = [s for s in self._cancelled if s.request.id in self.sequences], []
         for sequence in cancelled:
             self._drop(sequence)
         return [Chunk(s.request.id, finish_reason="cancelled") for s in cancelled]
@@ -106,11 +123,11 @@ class Scheduler:
         while self.cache.num_available < len(self.running):
             self._preempt_last()
         allocations = allocate_rows(self.running, trees, self.config.max_prefill_tokens, self.cache.num_available)
-        self._step_slots = self.cache.take(sum(each.num_rows for each in allocations))
-        ends = itertools.accumulate(each.num_rows for each in allocations)
+        self._step_slots = self.cache.take(sum(num_rows for _, num_rows, _ in allocations))
+        ends = itertools.accumulate(num_rows for _, num_rows, _ in allocations)
         return tuple(
-            ScheduledSequence(each.sequence, self._step_slots[end - each.num_rows : end], each.sequence.computed, each.tree)
-            for each, end in zip(allocations, ends, strict=True)
+            ScheduledSequence(sequence, self._step_slots[end - num_rows : end], sequence.computed, tree)
+            for (sequence, num_rows, tree), end in zip(allocations, ends, strict=True)
         )
 
     def commit(self, batch: Seq[ScheduledSequence], outputs: Seq[VerifyOutput]) -> list[Chunk]:
@@ -123,7 +140,8 @@ class Scheduler:
             if output.prompt_logprobs:
                 sequence.prompt_logprobs[scheduled.first :] = output.prompt_logprobs
             if output.error:
-                chunks.append(self._fail(sequence, output.error))
+                self._drop(sequence, keeps=False)
+                chunks.append(Chunk(sequence.request.id, finish_reason="error", message=output.error))
             elif output.accepted is not None:
                 chunks.append(self._emit(scheduled, output.accepted, output.logprobs))
         return chunks
@@ -140,27 +158,25 @@ class Scheduler:
         share = self.config.max_verify_tokens // max(len(self.running), 1)
         return max(min(self._tree.num_draft_tokens, share), 1)
 
-    @property
-    def has_work(self) -> bool:
-        return bool(self._by_id)
-
     def check(self) -> None:
         """Assert that every slot is free, cached, or owned by exactly one running sequence. Valid between steps."""
         prefixes = [s.prefix for s in self.running if s.prefix is not None]
         assert len(prefixes) == len(self.running), "a running sequence holds no prefix"
         self.cache.check([*(s.own_slots for s in self.running), self._step_slots], prefixes)
-        assert len(self._by_id) == len(self.running) + len(self.waiting)
+        assert len(self.sequences) == len(self.running) + len(self.waiting)
 
     def _admit(self) -> None:
         nodes = self._tree.num_draft_tokens
         reserved = sum(slots_needed(s, nodes) for s in self.running) if self.waiting else 0
         while self.waiting:
-            sequence = self.waiting.sequences[0]
-            prefix = self.cache.find(sequence.cacheable[: self._max_cacheable])
-            need = slots_needed(sequence, nodes) - len(prefix)
+            sequence = self.waiting[0]
+            prefix = self.cache.find(sequence.cacheable)
+            need = slots_needed(sequence, nodes) - len(prefix.slots)
             if len(self.running) < self.config.max_num_seqs and reserved + need <= self.cache.num_available:
                 reserved += need
-                self.waiting.admit().begin(prefix)
+                self._admission_times.append(self._clock())
+                del self.waiting[0]
+                sequence.begin(prefix)
                 self.admitted.append(sequence.request.id)
                 bisect.insort(self.running, sequence, key=_key)
                 continue
@@ -175,9 +191,24 @@ class Scheduler:
         self.num_preemptions += 1
         sequence = self.running.pop()
         self.preempted.append(sequence.request.id)
-        sequence.leave(self.cache, self._max_cacheable, self._clock())
-        sequence.start_over()
-        self.waiting.put_back(sequence)
+        sequence.share(self.cache, self._max_cacheable)
+        sequence.leave(self.cache, self._clock())
+        sequence.drafted, sequence.epoch, sequence.samples = 0, sequence.epoch + 1, ()
+        self._queue(sequence)
+
+    def _queue(self, sequence: Sequence) -> None:
+        """Queue a sequence, at the place of its key. None of a prompt is cacheable while all of its logits are needed."""
+        needs_all = sequence.request.sampling.prompt_logprobs is not None and sequence.num_emitted == 0
+        tokens = [] if needs_all else sequence.tokens[:-1][: self._max_cacheable]
+        sequence.cacheable = np.array(tokens, dtype=np.int64)
+        bisect.insort(self.waiting, sequence, key=_key)
+
+    def _retry_after(self) -> float:
+        """Mean seconds between the latest admissions, within bounds."""
+        if not self._admission_times:
+            return 1.0
+        pace = (self._clock() - self._admission_times[0]) / len(self._admission_times)
+        return min(max(pace, MIN_RETRY_S), MAX_RETRY_S)
 
     def _keep_slots(self, batch: Seq[ScheduledSequence], outputs: Seq[VerifyOutput]) -> None:
         """Give each sequence the slots of its accepted rows, and free all others of the step at once."""
@@ -201,10 +232,14 @@ class Scheduler:
         sequence, tree = scheduled.sequence, scheduled.tree
         if tree is None:
             sequence.share(self.cache, self._max_cacheable)
-        first_tokens, num_cached = sequence.num_emitted == 0, sequence.num_cached or 0
-        tokens = cut_at_stop(sequence, accepted.tokens, self._eos_ids)
-        reason = finish_reason(sequence, tokens, self._eos_ids)
+        num_cached, prompt_logprobs = 0, list[TokenLogprob]()
+        if sequence.num_emitted == 0:
+            num_cached = sequence.num_cached or 0
+            if sequence.request.sampling.prompt_logprobs is not None:  # the first token has none
+                prompt_logprobs = [TokenLogprob(sequence.tokens[0], None), *sequence.prompt_logprobs]
+        tokens, reason = cut_at_end(sequence, accepted.tokens, self._eos_ids)
         sequence.tokens.extend(tokens)
+        sequence.prefilling = False
         num_drafted = min(len(tokens), len(accepted.tokens) - 1)
         if reason is not None:
             self._drop(sequence)
@@ -215,85 +250,22 @@ class Scheduler:
             verify_step=VerifyStep(tree.num_drafted, tree.depth, num_drafted, tree.grown_ahead) if tree else None,
             finish_reason=reason,
             logprobs=logprobs[: len(tokens)],
-            prompt_logprobs=_reported_prompt(sequence) if first_tokens else (),
-            num_cached=num_cached if first_tokens else 0,
+            prompt_logprobs=tuple(prompt_logprobs),
+            num_cached=num_cached,
         )
 
-    def _fail(self, sequence: Sequence, error: str) -> Chunk:
-        """End a sequence without keeping what it has computed."""
-        del self._by_id[sequence.request.id]
-        _remove(self.running, sequence)
-        sequence.discard(self.cache)
-        return Chunk(sequence.request.id, finish_reason="error", message=error)
-
-    def _drop(self, sequence: Sequence) -> None:
-        """Forget a request. What it has computed stays in the cache, for longer if it belongs to a session."""
-        del self._by_id[sequence.request.id]
+    def _drop(self, sequence: Sequence, keeps: bool = True) -> None:
+        """Forget a request. What it has computed stays in the cache if `keeps`, for longer if it belongs to a session."""
+        del self.sequences[sequence.request.id]
+        queue = self.waiting if sequence.prefix is None else self.running
+        found = queue.pop(bisect.bisect_left(queue, sequence.key, key=_key))
+        assert found is sequence, "a sequence is not where its key says"
         if sequence.prefix is None:
-            self.waiting.remove(sequence)
             return
-        _remove(self.running, sequence)
+        if keeps:
+            sequence.share(self.cache, self._max_cacheable)
         ttl = self.config.session_cache_ttl_s if sequence.request.session else 0.0
-        sequence.leave(self.cache, self._max_cacheable, self._clock() + ttl)
-
-
-class WaitingQueue:
-    """The bounded queue of requests, in the order of their keys.
-
-    A key is the time of arrival, moved ahead by priority. It never changes, so that among equal priorities the first comes
-    first, and a request that waits long enough is ahead of every newcomer of higher priority.
-    sequences: the next one to admit first. num_slots: what they need together to their ends.
-    """
-
-    def __init__(self, config: EngineConfig, clock: Callable[[], float]) -> None:
-        """clock: the present time in seconds."""
-        self._config = config
-        self._clock = clock
-        self.sequences: list[Sequence] = []
-        self.num_slots = 0
-        self._num_arrived = 0
-        self._admission_times: deque[float] = deque(maxlen=_NUM_ADMISSIONS)
-
-    def __len__(self) -> int:
-        return len(self.sequences)
-
-    def add(self, request: Request, num_open: int) -> Sequence:
-        """Queue a new request. num_open: sequences that may start with the next step; they do not count as queued.
-
-        Raises Overloaded, with a time to try again, if the queue is full.
-        """
-        if len(self.sequences) >= self._config.max_queued_requests + num_open:
-            seconds = self._retry_after()
-            raise Overloaded(f"{len(self.sequences)} requests are waiting already; try again in {seconds:.1f} s", seconds)
-        due = self._clock() - request.priority * self._config.priority_aging_s
-        sequence = Sequence(request, QueueKey(due, self._num_arrived), list(request.prompt_ids))
-        self._num_arrived += 1
-        self.put_back(sequence)
-        return sequence
-
-    def put_back(self, sequence: Sequence) -> None:
-        """Queue a sequence that has run already; its key puts it before all that came later."""
-        self.num_slots += sequence.num_slots
-        bisect.insort(self.sequences, sequence, key=_key)
-
-    def admit(self) -> Sequence:
-        """Take out the first."""
-        self._admission_times.append(self._clock())
-        sequence = self.sequences.pop(0)
-        self.num_slots -= sequence.num_slots
-        return sequence
-
-    def remove(self, sequence: Sequence) -> None:
-        """Take out a sequence that no longer waits."""
-        _remove(self.sequences, sequence)
-        self.num_slots -= sequence.num_slots
-
-    def _retry_after(self) -> float:
-        """Mean seconds between the latest admissions, within bounds."""
-        if not self._admission_times:
-            return 1.0
-        pace = (self._clock() - self._admission_times[0]) / len(self._admission_times)
-        return min(max(pace, MIN_RETRY_S), MAX_RETRY_S)
+        sequence.leave(self.cache, self._clock() + ttl if keeps else sequence.prefix.node.used)
 
 
 def slots_needed(sequence: Sequence, nodes: int) -> int:
@@ -317,18 +289,11 @@ def preempts_last(running: Seq[Sequence], sequence: Sequence, nodes: int, config
     return held + slots_needed(sequence, nodes) <= config.max_kv_tokens
 
 
-class RowAllocation(NamedTuple):
-    """A sequence's part of a step. tree: None for prompt rows."""
-
-    sequence: Sequence
-    num_rows: int
-    tree: DraftTree | None
-
-
 def allocate_rows(
     running: Seq[Sequence], trees: Mapping[str, DraftTree], prompt_rows: int, num_slots: int
-) -> list[RowAllocation]:
-    """Share the rows of a step among the running sequences, in the order of their keys.
+) -> list[tuple[Sequence, int, DraftTree | None]]:
+    """Share the rows of a step among the running sequences, in the order of their keys: the number of rows and the tree of
+    each that gets some. The tree is None for prompt rows.
 
     Every decoding sequence gets a row, however long the prompts are. The rest goes to trees, by request id, and to prompts,
     up to `prompt_rows`. num_slots: free slots, at least one per sequence.
@@ -342,44 +307,23 @@ def allocate_rows(
             prompt_rows -= num_rows
         else:
             tree = trees.get(sequence.request.id)
-            if tree is None or len(tree) > spare + 1:
+            if tree is None or len(tree.tokens) > spare + 1:
                 tree = DraftTree.root_only(sequence.tokens[-1])
-            num_rows = len(tree)
+            num_rows = len(tree.tokens)
         if num_rows:
             spare -= num_rows - 1
-            allocations.append(RowAllocation(sequence, num_rows, tree))
+            allocations.append((sequence, num_rows, tree))
     return allocations
 
 
-def cut_at_stop(sequence: Sequence, tokens: tuple[int, ...], eos_ids: frozenset[int]) -> tuple[int, ...]:
-    """The tokens up to the first stop token, that one included, or up to the sequence's length limit."""
-    for index, token in enumerate(tokens[: sequence.num_remaining]):
-        if _is_stop(sequence, token, eos_ids):
-            return tokens[: index + 1]
-    return tokens[: sequence.num_remaining]
-
-
-def finish_reason(sequence: Sequence, tokens: tuple[int, ...], eos_ids: frozenset[int]) -> FinishReason | None:
-    """Why the sequence ends with `tokens` from `cut_at_stop`; None if it goes on."""
-    if _is_stop(sequence, tokens[-1], eos_ids):
-        return "stop"
-    return "length" if len(tokens) == sequence.num_remaining else None
-
-
-def _is_stop(sequence: Sequence, token: int, eos_ids: frozenset[int]) -> bool:
-    sampling = sequence.request.sampling
-    return token in sampling.stop_token_ids or (token in eos_ids and not sampling.ignore_eos)
-
-
-def _reported_prompt(sequence: Sequence) -> tuple[TokenLogprob, ...]:
-    """Log-probabilities of the whole prompt, where asked for; the first token has none."""
-    if sequence.request.sampling.prompt_logprobs is None:
-        return ()
-    return (TokenLogprob(sequence.tokens[0], None), *sequence.prompt_logprobs)
-
-
-def _remove(sequences: list[Sequence], sequence: Sequence) -> None:
-    """Take a sequence out of a list that is sorted by key."""
-    index = bisect.bisect_left(sequences, sequence.key, key=_key)
-    assert sequences[index] is sequence, "a sequence is not where its key says"
-    del sequences[index]
+def cut_at_end(
+    sequence: Sequence, tokens: tuple[int, ...], eos_ids: frozenset[int]
+) -> tuple[tuple[int, ...], FinishReason | None]:
+    """The tokens up to the first stop token, that one included, or up to the sequence's length limit; and why the sequence
+    ends with them, None if it goes on."""
+    end_ids = sequence.request.sampling.end_ids(eos_ids)
+    tokens = tokens[: sequence.num_remaining]
+    for index, token in enumerate(tokens):
+        if token in end_ids:
+            return tokens[: index + 1], "stop"
+    return tokens, "length" if len(tokens) == sequence.num_remaining else None

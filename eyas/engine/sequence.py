@@ -29,8 +29,10 @@ class Sequence:
     """A request and its state. Only the scheduler changes it.
 
     key: place in the order of service; it never changes.
-    tokens: the prompt and all emitted tokens. The first `computed` of them have KV and features, in `slots`, in order.
+    tokens: the prompt and all emitted tokens. The first `computed` of them have KV and features.
+    slots: of the computed tokens, in order; behind them is room for the slots of all tokens that may follow.
     prefix: the first of its slots, which the prefix cache owns; None while the sequence waits.
+    prefilling: whether more than the last token lacks KV.
     cacheable: tokens that a cached prefix may cover: all but the last, whose logits are needed.
     num_cached: prompt tokens that the first admission found in the cache; None before it.
     drafted: committed length that the drafter is believed to have, in drafting epoch `epoch`.
@@ -43,29 +45,30 @@ class Sequence:
     tokens: list[int]
     computed: int = 0
     prefix: CachedPrefix | None = None
+    prefilling: bool = True
     num_cached: int | None = None
     drafted: int = 0
     epoch: int = 0
     samples: tuple[int, ...] = ()
     cancelled: bool = False
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
+    slots: Slots = field(init=False)
     cacheable: Tokens = field(init=False)
-    _slots: Slots = field(init=False)
 
     def __post_init__(self) -> None:
-        self._slots = np.empty(len(self.request.prompt_ids) + self.request.sampling.max_tokens, dtype=np.int64)
-        self.cacheable = self._cacheable()
+        self.slots = np.empty(len(self.request.prompt_ids) + self.request.sampling.max_tokens, dtype=np.int64)
 
     def begin(self, prefix: CachedPrefix) -> None:
         """Start to run, after a cached prefix."""
-        self.prefix, self.computed = prefix, len(prefix)
-        self._slots[: self.computed] = prefix.slots
+        self.prefix, self.computed = prefix, len(prefix.slots)
+        self.slots[: self.computed] = prefix.slots
+        self.prefilling = self.computed < len(self.tokens) - 1 or len(self.tokens) == len(self.request.prompt_ids)
         if self.num_cached is None:
             self.num_cached = self.computed
 
     def extend(self, slots: Slots) -> None:
         """Own the slots of the next computed tokens."""
-        self._slots[self.computed : self.computed + len(slots)] = slots
+        self.slots[self.computed : self.computed + len(slots)] = slots
         self.computed += len(slots)
 
     def share(self, cache: PrefixCache, limit: int) -> None:
@@ -74,67 +77,33 @@ class Sequence:
         count = min(self.computed, len(self.tokens), limit)
         tokens = np.array(self.tokens[:count], dtype=np.int64)
         self.prefix = cache.store(tokens, self.slots[:count], self.prefix)
-        self._slots[:count] = self.prefix.slots
+        self.slots[:count] = self.prefix.slots
 
-    def leave(self, cache: PrefixCache, limit: int, used: float) -> None:
-        """Give up all slots; the cache keeps `limit` of them at most. used: time until which they count as in use."""
-        self.share(cache, limit)
-        self._give_up(cache, used)
-
-    def discard(self, cache: PrefixCache) -> None:
-        """Give up all slots without adding to the cache."""
+    def leave(self, cache: PrefixCache, used: float) -> None:
+        """Give up all slots. used: time until which the prefix cache counts those that it owns as in use."""
         assert self.prefix is not None
-        self._give_up(cache, self.prefix.node.used)
-
-    def start_over(self) -> None:
-        """Go back to the queue: slots are recomputed, and the drafter gets everything again in a new epoch."""
-        self.drafted, self.epoch, self.samples = 0, self.epoch + 1, ()
-        self.cacheable = self._cacheable()
-
-    @property
-    def slots(self) -> Slots:
-        """One slot for each computed token."""
-        return self._slots[: self.computed]
+        cache.free(self.own_slots)
+        cache.release(self.prefix, used)
+        self.prefix, self.computed = None, 0
 
     @property
     def own_slots(self) -> Slots:
         """The slots that the prefix cache does not own."""
-        return self._slots[len(self.prefix) if self.prefix else 0 : self.computed]
+        return self.slots[len(self.prefix.slots) if self.prefix else 0 : self.computed]
 
     @property
     def num_emitted(self) -> int:
         return len(self.tokens) - len(self.request.prompt_ids)
 
     @property
-    def num_slots(self) -> int:
-        """Slots that it needs if it emits as many tokens as it may."""
-        return len(self._slots)
-
-    @property
     def num_remaining(self) -> int:
         """Tokens that may still be emitted."""
-        return self.request.sampling.max_tokens - self.num_emitted
-
-    @property
-    def prefilling(self) -> bool:
-        """Whether more than the last token lacks KV."""
-        return self.computed < len(self.tokens) - 1 or self.num_emitted == 0
+        return len(self.slots) - len(self.tokens)
 
     @property
     def num_draftable(self) -> int:
         """Committed length that the drafter can get: one token more than there are features."""
         return min(self.computed + 1, len(self.tokens))
-
-    def _cacheable(self) -> Tokens:
-        """None at all while the logits of all prompt tokens are needed."""
-        reports_prompt = self.request.sampling.prompt_logprobs is not None and self.num_emitted == 0
-        return np.array([] if reports_prompt else self.tokens[:-1], dtype=np.int64)
-
-    def _give_up(self, cache: PrefixCache, used: float) -> None:
-        assert self.prefix is not None
-        cache.free(self.own_slots)
-        cache.release(self.prefix, used)
-        self.prefix, self.computed = None, 0
 
 
 @dataclass(frozen=True)
@@ -147,22 +116,18 @@ class ScheduledSequence:
     first: int
     tree: DraftTree | None = None
 
-    @property
-    def emits(self) -> bool:
-        """Whether the step draws a token for it: always, except inside a prompt."""
-        return self.tree is not None or self.first + len(self.slots) == len(self.sequence.tokens)
-
     @cached_property
     def logit_rows(self) -> LogitRows:
-        """The last of its rows, whose logits are needed."""
-        sequence, tree = self.sequence, self.tree
-        if tree is None and self.emits:
+        """The last of its rows, whose logits are needed. A token is drawn there, except inside a prompt."""
+        sequence, tree, end = self.sequence, self.tree, self.first + len(self.slots)
+        if tree is None and end == len(sequence.tokens):
             tree = DraftTree.root_only(sequence.tokens[-1])
-        asked = sequence.request.sampling.prompt_logprobs is not None
-        if self.tree is not None or sequence.num_emitted > 0 or not asked:
-            return LogitRows(sequence.request, sequence.tokens, tree)
-        end = self.first + len(self.slots) + (not self.emits)
-        return LogitRows(sequence.request, sequence.tokens, tree, sequence.tokens[self.first + 1 : end])
+        positions = tuple(len(sequence.tokens) + depth for depth in tree.depths) if tree is not None else ()
+        asks = sequence.request.sampling.prompt_logprobs is not None
+        prompt_tokens: list[int] = []
+        if asks and self.tree is None and sequence.num_emitted == 0:
+            prompt_tokens = sequence.tokens[self.first + 1 : end + (tree is None)]
+        return LogitRows(sequence.request, sequence.tokens, tree, positions, prompt_tokens)
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 
 from eyas.request import Request, TokenLogprob
 from eyas.tree import DraftTree
@@ -37,21 +36,15 @@ class LogitRows:
 
     tokens: committed tokens, prompt and output so far.
     tree: nodes at which a token is drawn; a lone root at the end of a prompt, None inside a prompt.
+    positions: absolute position of the token that is drawn at each node.
     prompt_tokens: prompt tokens whose log-probabilities are asked for, each predicted by one row.
     """
 
     request: Request
     tokens: Sequence[int]
     tree: DraftTree | None
+    positions: tuple[int, ...]
     prompt_tokens: Sequence[int] = ()
-
-    @cached_property
-    def positions(self) -> tuple[int, ...]:
-        """Absolute position of the token that is drawn at each node."""
-        return tuple(len(self.tokens) + depth for depth in self.tree.depths) if self.tree else ()
-
-    def __len__(self) -> int:
-        return len(self.prompt_tokens) + len(self.positions)
 
 
 @dataclass(frozen=True)

@@ -79,9 +79,8 @@ def drawn_rows(batch: Seq[LogitRows], logits: Tensor) -> Tensor:
     """The rows of a step's logits [R, V] at which a token is drawn [N, V]: all but those of prompt tokens."""
     if not any(rows.prompt_tokens for rows in batch):
         return logits
-    wanted = [
-        row for rows, start in _with_starts(batch) for row in range(start + len(rows.prompt_tokens), start + len(rows))
-    ]
+    firsts = [(rows, start + len(rows.prompt_tokens)) for rows, start in _with_starts(batch)]
+    wanted = [row for rows, first in firsts for row in range(first, first + len(rows.positions))]
     return logits[upload(wanted, logits.device)]
 
 
@@ -162,7 +161,7 @@ def _with_starts(batch: Seq[LogitRows]) -> Iterator[tuple[LogitRows, int]]:
     start = 0
     for rows in batch:
         yield rows, start
-        start += len(rows)
+        start += len(rows.prompt_tokens) + len(rows.positions)
 
 
 def _prompt_rows(rows: LogitRows, start: int) -> Ints:

@@ -16,7 +16,7 @@ from eyas.services.router.dispatcher import Dispatcher, RequestContext, TrailerC
 from eyas.services.router.telemetry import RouterTelemetry
 from eyas.services.router.workers import WorkerPool
 from eyas.tokenizer import TextStream, Tokenizer
-from eyas.validation import check_fit, check_request
+from eyas.validation import check_request, check_sampling
 
 
 class GenerationService:
@@ -66,20 +66,15 @@ class GenerationService:
                 raise
 
     async def prepare(self, call: GenerateCall) -> GenerateCall:
-        """Return the call with its model, id, token ids and seed. Raises InvalidRequest, UnknownModel, Unavailable."""
+        """Return the call with its model, id and token ids. Raises InvalidRequest, UnknownModel, Unavailable."""
         name = self._resolve(call.model)
-        check_request(call.request)
+        check_sampling(call.request.sampling)
         info = self.model(name)
         prompt_ids = call.request.prompt_ids
         if call.prompt_text:
             prompt_ids = await _encode(self._tokenizers[name].encode, self._tokenizers[name], call.prompt_text, info)
-        request = replace(
-            call.request,
-            id=call.request.id or uuid.uuid4().hex,
-            prompt_ids=prompt_ids,
-            sampling=call.request.sampling.seeded(),
-        )
-        check_fit(request, info.vocab_size, info.max_model_len)
+        request = replace(call.request, id=call.request.id or uuid.uuid4().hex, prompt_ids=prompt_ids)
+        check_request(request, info.vocab_size, info.max_model_len)
         return replace(call, request=request, prompt_text=None, model=name)
 
     async def encode_rendered(self, info: ModelInfo, text: str) -> tuple[int, ...]:

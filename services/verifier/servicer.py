@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import secrets
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import aclosing, contextmanager
 from dataclasses import replace
@@ -65,7 +66,10 @@ class GenerationServicer(generation_pb2_grpc.GenerationServicer):
 
     def _numbered(self, request: Request) -> Request:
         """The request as the engine gets it: with an id that is unique here, whatever the client chose, and a seed."""
-        return replace(request, id=f"{request.id}#{next(self._numbers)}", sampling=request.sampling.seeded())
+        sampling = request.sampling
+        if sampling.seed is None:
+            sampling = replace(sampling, seed=secrets.randbits(64))
+        return replace(request, id=f"{request.id}#{next(self._numbers)}", sampling=sampling)
 
     @contextmanager
     def _assigned(self, request: Request, drafter: str) -> Iterator[None]:

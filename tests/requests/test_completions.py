@@ -6,7 +6,6 @@ import pytest
 
 from eyas import LLM, SamplingParams
 from eyas.errors import InvalidRequest
-from eyas.request import completion_seed
 
 PROMPT = "import os\n\ndef main("
 SAMPLED = SamplingParams(max_tokens=16, temperature=0.9, seed=5)
@@ -15,7 +14,7 @@ SAMPLED = SamplingParams(max_tokens=16, temperature=0.9, seed=5)
 def test_n_completions_are_n_requests_with_derived_seeds(plain_llm: LLM, eagle3_llm: LLM) -> None:
     (together,) = eagle3_llm.generate(PROMPT, replace(SAMPLED, n=3))
     assert together.token_ids == together.completions[0].token_ids
-    assert [c.seed for c in together.completions] == [completion_seed(5, i) for i in range(3)]
+    assert [c.seed for c in together.completions] == [split.seed for split in replace(SAMPLED, n=3).completions()]
     assert len({c.token_ids for c in together.completions}) == 3
     for one in together.completions:
         (alone,) = plain_llm.generate(PROMPT, replace(SAMPLED, seed=one.seed))

@@ -24,7 +24,7 @@ def stored(cache: PrefixCache, tokens: list[int], used: float = 0.0) -> None:
 def known(cache: PrefixCache, tokens: list[int]) -> int:
     prefix = cache.find(ints(*tokens))
     cache.release(prefix, prefix.node.used)
-    return len(prefix)
+    return len(prefix.slots)
 
 
 @given(st.lists(st.tuples(st.lists(st.integers(0, 2), max_size=9), st.integers(0, 3), st.booleans()), max_size=30))
@@ -33,10 +33,10 @@ def test_the_longest_known_prefix_is_found_whatever_was_stored(trace: list[tuple
     for tokens, kept, holds in trace:
         best = max((sum(1 for _ in common(tokens, other)) for other in contents), default=0)
         prefix = cache.find(ints(*tokens))
-        assert len(prefix) == best
+        assert len(prefix.slots) == best
         own = cache.take(len(tokens) - best)
         prefix = cache.store(ints(*tokens), np.concatenate([prefix.slots, own]), prefix)
-        assert len(prefix) == len(tokens)
+        assert len(prefix.slots) == len(tokens)
         contents.append(tokens)
         if holds:
             held.append(prefix)

@@ -161,4 +161,4 @@ def test_cancelling_at_any_moment_frees_everything_at_once() -> None:
             engine.scheduler.cancel(f"{i}")
         engine.scheduler.reap()
         engine.scheduler.check()
-        assert (engine.scheduler.cache.num_available, engine.scheduler.has_work) == (40, False)
+        assert (engine.scheduler.cache.num_available, engine.scheduler.sequences) == (40, {})

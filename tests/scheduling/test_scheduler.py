@@ -39,7 +39,7 @@ def request(name: str, prompt: int = 5, max_tokens: int = 8, **sampling: object)
 def output(scheduled: ScheduledSequence, tokens: tuple[int, ...]) -> VerifyOutput:
     """As if the whole chain had been accepted."""
     tokens = tokens[: len(scheduled.tree)] if scheduled.tree else tokens
-    return VerifyOutput(Accepted(tuple(range(len(tokens))), tokens) if scheduled.emits else None)
+    return VerifyOutput(Accepted(tuple(range(len(tokens))), tokens) if scheduled.logit_rows.tree else None)
 
 
 def step(scheduler: Scheduler, tokens: tuple[int, ...] = (20,)) -> list[Chunk]:
@@ -155,7 +155,7 @@ def test_a_stop_inside_an_accepted_path_trims_the_rest() -> None:
     step(scheduler)
     (chunk,) = step(scheduler, (30, 31, 32))
     assert (chunk.token_ids, chunk.is_draft_token, chunk.finish_reason) == ((30, 31), (True, True), "stop")
-    assert not scheduler.has_work
+    assert not scheduler.sequences
 
 
 def test_ignore_eos_ignores_only_the_models_own_end() -> None:

@@ -70,7 +70,7 @@ class ToyEngine:
         self.scheduler.check()
 
     def run(self) -> None:
-        while self.scheduler.has_work:
+        while self.scheduler.sequences:
             self.step()
 
     def output(self, name: str) -> list[int]:
@@ -92,7 +92,7 @@ class ToyEngine:
 
     def _forward(self, scheduled: ScheduledSequence) -> Accepted | None:
         tokens, tree = scheduled.sequence.tokens, scheduled.tree
-        read = [self._slots[slot] for slot in scheduled.sequence.slots.tolist()]
+        read = [self._slots[slot] for slot in scheduled.sequence.slots[: scheduled.first].tolist()]
         assert read == [tuple(tokens[: i + 1]) for i in range(scheduled.first)], (
             "a slot holds another token than its owner thinks"
         )
@@ -101,7 +101,7 @@ class ToyEngine:
         else:
             paths = [(*tokens[: scheduled.first], *(tree.tokens[n] for n in tree.path(i))) for i in range(len(tree))]
         self._slots.update(zip(scheduled.slots.tolist(), paths, strict=True))
-        if not scheduled.emits:
+        if scheduled.logit_rows.tree is None:
             return None
         samples = [next_token(path) for path in paths]
         return accept(tree or DraftTree.root_only(tokens[-1]), samples if tree else samples[-1:])

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from eyas.block_hash import BLOCK_TOKENS, MAX_BLOCKS, BlockHasher, block_hashes
-from eyas.cache.prefix_cache import RadixTree, cached_blocks
+from eyas.cache.prefix_cache import PrefixCache
 from eyas.config import EngineConfig, RegistryConfig, ServerConfig, TreeConfig
 from eyas.engine.build import assemble_engine
 from eyas.models.target import load_target
@@ -48,29 +48,27 @@ def test_only_the_beginning_of_a_long_prompt_is_hashed() -> None:
 
 @given(st.lists(tokens, max_size=6))
 def test_a_tree_announces_the_blocks_of_all_that_it_holds(sequences: list[list[int]]) -> None:
-    tree, next_slot = RadixTree(), 0
+    cache = PrefixCache(sum(map(len, sequences)))
     for sequence in sequences:
-        slots = np.arange(next_slot, next_slot + len(sequence))
-        next_slot += len(sequence)
-        tree.insert(np.array(sequence, dtype=np.int64), slots)
-    found = cached_blocks(tree, 1000)
+        empty = cache.find(cache.no_slots)
+        cache.release(cache.store(np.array(sequence, dtype=np.int64), cache.take(len(sequence)), empty), 0.0)
+    found = cache.cached_blocks(1000)
     assert sorted(found) == sorted({block for sequence in sequences for block in block_hashes(sequence)})
-    few = cached_blocks(tree, 3)
+    few = cache.cached_blocks(3)
     assert few == found[: len(few)]
     assert len(few) == min(3, len(found))
 
 
 def test_held_and_recently_used_prefixes_are_announced_first() -> None:
-    tree = RadixTree()
-    nodes = []
+    cache = PrefixCache(4 * 2 * BLOCK_TOKENS)
+    prefixes = []
     for number in range(4):
         sequence = np.full(2 * BLOCK_TOKENS, number)
-        nodes.append(tree.insert(sequence, np.arange(number * 1000, number * 1000 + len(sequence))))
-        tree.hold(nodes[-1])
+        prefixes.append(cache.store(sequence, cache.take(len(sequence)), cache.find(cache.no_slots)))
     for number, used in ((0, 10.0), (1, 30.0), (2, 20.0)):
-        tree.release(nodes[number], used)
+        cache.release(prefixes[number], used)
     expected = [block for number in (3, 1, 2) for block in block_hashes([number] * 2 * BLOCK_TOKENS)]
-    assert cached_blocks(tree, 6) == expected
+    assert cache.cached_blocks(6) == expected
 
 
 def test_served_prompts_are_announced_and_wrong_targets_rejected(

@@ -7,7 +7,7 @@ from typing import Any
 
 import grpc
 
-from eyas.request import completion_seed
+from eyas.request import SamplingParams
 from eyas.tokenizer import load_tokenizer
 from tests.services.router.scripted_verifier import (
     CALL,
@@ -37,10 +37,11 @@ def test_completions_run_side_by_side_at_one_verifier(url: str) -> None:
         scripts = [Script(TOKENS), Script(TOKENS)]
         async with worker(url, scripts[0]), worker(url, scripts[1]), router(url) as address:
             chunks = await send(address, call_with(n=3, seed=11, temperature=1.0, prompt_logprobs=0))
+        splits = SamplingParams(n=3, seed=11).completions()
         for index in range(3):
             part = [chunk for chunk in chunks if chunk.chunk.index == index]
             assert tokens_of(part) == REST
-            assert [chunk.seed for chunk in part] == [completion_seed(11, index)] + [None] * (len(part) - 1)
+            assert [chunk.seed for chunk in part] == [splits[index].seed] + [None] * (len(part) - 1)
             assert [chunk.totals is not None for chunk in part] == [False] * (len(part) - 1) + [True]
         calls = next(script.calls for script in scripts if script.calls)
         assert len(calls) == 3, "all completions run where the prompt is cached"
