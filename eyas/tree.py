@@ -106,14 +106,6 @@ class DraftTree:
         return max(self.depths)
 
     @cached_property
-    def children(self) -> tuple[dict[int, int], ...]:
-        """For each node, its children by token id. Among siblings with the same token the first counts."""
-        children: tuple[dict[int, int], ...] = tuple({} for _ in self.tokens)
-        for node in range(1, len(self)):
-            children[self.parents[node]].setdefault(self.tokens[node], node)
-        return children
-
-    @cached_property
     def families(self) -> dict[int, list[int]]:
         """The children of each node that has any, in order."""
         families: dict[int, list[int]] = {}
@@ -122,8 +114,8 @@ class DraftTree:
         return families
 
     def child(self, node: int, token: int) -> int | None:
-        """The child of `node` that guesses `token`, or None."""
-        return self.children[node].get(token)
+        """The first child of `node` that guesses `token`, or None."""
+        return next((child for child in self.families.get(node, ()) if self.tokens[child] == token), None)
 
     def path(self, node: int) -> tuple[int, ...]:
         """Nodes from the root to `node`, both included."""

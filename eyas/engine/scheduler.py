@@ -62,7 +62,7 @@ class Scheduler:
         self.sequences: dict[str, Sequence] = {}
         self._numbers = itertools.count()
         self._admission_times: deque[float] = deque(maxlen=_NUM_ADMISSIONS)
-        self._cancelled: list[Sequence] = []
+        self._cancelled: dict[str, None] = {}
         self._step_slots: Slots = self.cache.no_slots
         self.admitted: list[str] = []
         self.preempted: list[str] = []
@@ -92,17 +92,15 @@ class Scheduler:
 
     def cancel(self, request_id: str) -> None:
         """Mark a request; its slots are free after `reap`. Unknown ids are ignored: it may just have finished."""
-        sequence = self.sequences.get(request_id)
-        if sequence is not None and not sequence.cancelled:
-            sequence.cancelled = True
-            self._cancelled.append(sequence)
+        if request_id in self.sequences:
+            self._cancelled[request_id] = None
 
     def reap(self) -> list[Chunk]:
         """Drop cancelled requests; one final chunk each."""
-        cancelled, self._cancelled = [s for s in self._cancelled if s.request.id in self.sequences], []
-        for sequence in cancelled:
-            self._drop(sequence)
-        return [Chunk(s.request.id, finish_reason="cancelled") for s in cancelled]
+        cancelled, self._cancelled = self._cancelled, {}
+        for request_id in cancelled:
+            self._drop(self.sequences[request_id])
+        return [Chunk(request_id, finish_reason="cancelled") for request_id in cancelled]
 
     def schedule(self, drafts: Iterable[DraftReply]) -> tuple[ScheduledSequence, ...]:
         """Admit what fits, then give every running sequence its rows: the nodes of its tree, or a share of the prefill
@@ -273,7 +271,7 @@ def slots_needed(sequence: Sequence, nodes: int) -> int:
 
     Never more than it needs to its end, so that a sequence alone always fits.
     """
-    return len(sequence.tokens) - sequence.computed + min(sequence.num_remaining, max(nodes, GROWTH))
+    return min(len(sequence.tokens) + max(nodes, GROWTH), len(sequence.slots)) - sequence.computed
 
 
 def preempts_last(running: Seq[Sequence], sequence: Sequence, nodes: int, config: EngineConfig) -> bool:

@@ -50,7 +50,6 @@ class Sequence:
     drafted: int = 0
     epoch: int = 0
     samples: tuple[int, ...] = ()
-    cancelled: bool = False
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
     slots: Slots = field(init=False)
     cacheable: Tokens = field(init=False)

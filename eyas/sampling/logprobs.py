@@ -9,8 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -20,20 +18,12 @@ from torch import Tensor
 from eyas.request import TokenLogprob
 from eyas.sampling.acceptance import Accepted, LogitRows
 from eyas.sampling.rejection import SiblingVerdicts
-from eyas.sampling.sampler import Ranked, rank
+from eyas.sampling.sampler import rank
 from eyas.tensors import Ints, upload
 from eyas.tree import DraftTree
 
 # Rows that are ranked at once: a long prompt must not need its own size of temporary tensors.
 BLOCK = 64
-
-
-@dataclass(frozen=True)
-class ReportedLogprobs:
-    """Log-probabilities for one request. prompt: of `LogitRows.prompt_tokens`. output: of the accepted tokens."""
-
-    prompt: tuple[TokenLogprob, ...] = ()
-    output: tuple[TokenLogprob, ...] = ()
 
 
 def compute_logprobs(batch: Seq[LogitRows], logits: Tensor, samples: Tensor, verdicts: SiblingVerdicts) -> Tensor:
@@ -54,16 +44,20 @@ def compute_logprobs(batch: Seq[LogitRows], logits: Tensor, samples: Tensor, ver
         wanted.append(_path_rows(batch, samples, verdicts))
     if not wanted:
         return torch.zeros(0, 1, dtype=torch.float64, device=device)
-    row, token = torch.cat(wanted, 1)
     k = max(max(_num_prompt_top(rows) if rows.prompt_tokens else 0, _num_top(rows)) for rows in batch)
-    chosen, top = log_probs(logits[row], token.clamp(max=logits.shape[1] - 1), k)
-    return torch.cat([chosen[:, None].double(), top.scores.double(), top.ids.double()], 1)
+    computed = []
+    for row, token in torch.split(torch.cat(wanted, 1), BLOCK, 1):
+        scores = torch.log_softmax(logits[row], dim=-1)
+        chosen, top = scores.gather(-1, token.clamp(max=logits.shape[1] - 1)[:, None]), rank(scores, k)
+        computed.append(torch.cat([chosen.double(), top.scores.double(), top.ids.double()], 1))
+    return torch.cat(computed)
 
 
 def read_logprobs(
     batch: Seq[LogitRows], accepted: Seq[Accepted | None], computed: npt.NDArray[np.float64]
-) -> list[ReportedLogprobs]:
-    """Turn what `compute_logprobs` gave, once it is on the host, into the values of each request."""
+) -> list[tuple[tuple[TokenLogprob, ...], tuple[TokenLogprob, ...]]]:
+    """Turn what `compute_logprobs` gave, once it is on the host, into the values of each request: of
+    `LogitRows.prompt_tokens`, and of the accepted tokens."""
     lines = iter(computed.tolist())
     prompts = [tuple(_entry(token, next(lines), _num_prompt_top(rows)) for token in rows.prompt_tokens) for rows in batch]
     levels = 1 + max((rows.tree.depth for rows in batch if rows.tree and _reports_output(rows)), default=0)
@@ -72,7 +66,7 @@ def read_logprobs(
         path = [next(lines) for _ in range(levels)] if _reports_output(rows) else []
         tokens = outcome.tokens if outcome is not None else ()
         outputs.append(tuple(_entry(token, line, _num_top(rows)) for token, line in zip(tokens, path, strict=False)))
-    return [ReportedLogprobs(prompt, output) for prompt, output in zip(prompts, outputs, strict=True)]
+    return list(zip(prompts, outputs, strict=True))
 
 
 def drawn_rows(batch: Seq[LogitRows], logits: Tensor) -> Tensor:
@@ -84,36 +78,11 @@ def drawn_rows(batch: Seq[LogitRows], logits: Tensor) -> Tensor:
     return logits[upload(wanted, logits.device)]
 
 
-class LogProbs(NamedTuple):
-    """chosen: log-probability of each row's token [N]. top: the k likeliest, ties to the lowest id [N, k]."""
-
-    chosen: Tensor
-    top: Ranked
-
-
-def log_probs(logits: Tensor, tokens: Tensor, k: int) -> LogProbs:
-    """logits float32 [N, V]; tokens int64 [N]; N at least 1; 0 <= k <= V."""
-    blocks = [_block(logits[at : at + BLOCK], tokens[at : at + BLOCK], k) for at in range(0, len(logits), BLOCK)]
-    top = Ranked(torch.cat([b.top.scores for b in blocks]), torch.cat([b.top.ids for b in blocks]))
-    return LogProbs(torch.cat([b.chosen for b in blocks]), top)
-
-
-def _block(logits: Tensor, tokens: Tensor, k: int) -> LogProbs:
-    scores = torch.log_softmax(logits, dim=-1)
-    return LogProbs(scores.gather(-1, tokens[:, None])[:, 0], rank(scores, k))
-
-
-@dataclass(frozen=True)
-class AcceptedPaths:
-    """rows: the drawn row of each accepted node of a tree, the last one repeated; tokens: what is emitted after it. Both
-    int64 [T, L]."""
-
-    rows: Tensor
-    tokens: Tensor
-
-
-def accepted_paths(trees: Mapping[int, DraftTree], samples: Tensor, verdicts: SiblingVerdicts) -> AcceptedPaths:
+def accepted_paths(trees: Mapping[int, DraftTree], samples: Tensor, verdicts: SiblingVerdicts) -> tuple[Tensor, Tensor]:
     """`eyas.sampling.acceptance.walk` on the device, for at least one tree, by the drawn row of its root.
+
+    Returns the drawn row of each accepted node of a tree, the last one repeated, and what is emitted after it; both int64
+    [T, L].
 
     Every node gets a pointer to the first of its children that passed, or to itself; L - 1 steps along the pointers walk all
     trees at once. Does not wait for the device.
@@ -139,7 +108,7 @@ def accepted_paths(trees: Mapping[int, DraftTree], samples: Tensor, verdicts: Si
     for _ in range(max(tree.depth for tree in trees.values())):
         path.append(following[path[-1]])
     walked = torch.stack(path, 1)
-    return AcceptedPaths(walked, emitted[walked])
+    return walked, emitted[walked]
 
 
 def _nodes(tree: DraftTree, start: int, first_verdict: Mapping[int, int]) -> Ints:
@@ -179,8 +148,8 @@ def _path_rows(batch: Seq[LogitRows], samples: Tensor, verdicts: SiblingVerdicts
             trees[drawn] = rows.tree
             num_prompt_rows.append(start + len(rows.prompt_tokens) - drawn)
         drawn += len(rows.positions)
-    walked = accepted_paths(trees, samples, verdicts)
-    return torch.stack([walked.rows + upload(num_prompt_rows, samples.device)[:, None], walked.tokens]).flatten(1)
+    walked, emitted = accepted_paths(trees, samples, verdicts)
+    return torch.stack([walked + upload(num_prompt_rows, samples.device)[:, None], emitted]).flatten(1)
 
 
 def _reports_output(rows: LogitRows) -> bool:

@@ -40,10 +40,11 @@ class LogitRules:
             return logits
         logits = logits.clone()
         for part in parts:
-            cells = Cells.every(part.indices, part.rules.bias_ids)
-            logits[_at(cells, logits)] += part.rules.biases.repeat(len(part.indices))
+            rows, ids = upload(_cells(part.indices, part.rules.bias_ids), logits.device)
+            logits[rows, ids] += part.rules.biases.repeat(len(part.indices))
             _penalise(logits, part)
-        logits[_at(Cells.joined([_banned(part) for part in parts]), logits)] = -torch.inf
+        rows, ids = upload(np.concatenate([cells for part in parts for cells in _banned(part)], axis=1), logits.device)
+        logits[rows, ids] = -torch.inf
         return logits
 
     def release(self, request_ids: Seq[str]) -> None:
@@ -114,80 +115,40 @@ def _penalise(logits: Tensor, part: _Part) -> None:
     if counts is None:
         return
     counts.update(part.tokens)
-    occurred = counts.along(part.tree)
-    ids, output, prompted = (upload(array, logits.device) for array in (occurred.ids, occurred.output, occurred.prompted))
+    ids, output, prompted = (upload(array, logits.device) for array in counts.along(part.tree))
     rows = logits[part.start : part.start + len(part.tree)]
-    penalties = Penalties(sampling.repetition_penalty, sampling.frequency_penalty, sampling.presence_penalty)
-    rows[:, ids] = penalised(rows[:, ids], output, prompted, penalties)
+    rows[:, ids] = penalised(rows[:, ids], output, prompted, sampling)
 
 
-def _banned(part: _Part) -> Cells:
-    """Tokens that would complete a bad word, and those that would end the output before min_tokens."""
+def _banned(part: _Part) -> Iterator[Ints]:
+    """Tokens that would end the output before min_tokens, and those that would complete a bad word: their rows and ids,
+    [2, m]."""
     num_output = part.positions - len(part.request.prompt_ids)
-    early = Cells.every(part.indices[num_output < part.request.sampling.min_tokens], part.rules.end_ids)
-    if part.rules.bad_words is None:
-        return early
-    return Cells.joined([early, part.rules.bad_words.completed(part.tokens, part.tree).below(part.start)])
+    yield _cells(part.indices[num_output < part.request.sampling.min_tokens], part.rules.end_ids)
+    if part.rules.bad_words is not None:
+        nodes, ids = part.rules.bad_words.completed(part.tokens, part.tree)
+        yield np.stack([part.start + nodes, ids])
 
 
-def _at(cells: Cells, logits: Tensor) -> tuple[Tensor, Tensor]:
-    return upload(cells.rows, logits.device), upload(cells.tokens, logits.device)
+def _cells(rows: Ints, ids: Ints) -> Ints:
+    """Each of the ids in each of the rows, [2, m]."""
+    return np.stack([np.repeat(rows, len(ids)), np.tile(ids, len(rows))])
 
 
-@dataclass(frozen=True)
-class Penalties:
-    """Strengths of the three penalties; 1, 0 and 0 change nothing."""
-
-    repetition: float
-    frequency: float
-    presence: float
-
-
-def penalised(logits: Tensor, output: Tensor, prompted: Tensor, penalties: Penalties) -> Tensor:
+def penalised(logits: Tensor, output: Tensor, prompted: Tensor, sampling: SamplingParams) -> Tensor:
     """Logits [N, D] after repetition (Keskar et al. 2019, section 4.1), then frequency and presence penalty.
 
     output: how often the token is in the row's output so far, float32 [N, D]; prompted: whether it is in the prompt, [D].
     Repetition looks at both, the other two at the output alone.
     """
     emitted = output > 0
-    weakened = (logits / penalties.repetition).where(logits > 0, logits * penalties.repetition)
-    return weakened.where(emitted | prompted, logits) - penalties.frequency * output - penalties.presence * emitted
+    weakened = (logits / sampling.repetition_penalty).where(logits > 0, logits * sampling.repetition_penalty)
+    repeated = weakened.where(emitted | prompted, logits)
+    return repeated - sampling.frequency_penalty * output - sampling.presence_penalty * emitted
 
 
 # Stands in a history before its first token.
 NOTHING = -1
-
-
-@dataclass(frozen=True)
-class Cells:
-    """Places in the logits of a step, [m] each."""
-
-    rows: Ints
-    tokens: Ints
-
-    @classmethod
-    def every(cls, rows: Ints, tokens: Ints) -> Self:
-        """Each of the tokens in each of the rows."""
-        return cls(np.repeat(rows, len(tokens)), np.tile(tokens, len(rows)))
-
-    @classmethod
-    def joined(cls, parts: Seq[Cells]) -> Self:
-        """All of them."""
-        return cls(np.concatenate([p.rows for p in parts]), np.concatenate([p.tokens for p in parts]))
-
-    def below(self, start: int) -> Cells:
-        """The same with rows counted from `start`."""
-        return Cells(self.rows + start, self.tokens)
-
-
-@dataclass(frozen=True)
-class Occurrences:
-    """Tokens in the histories of one request's drawn rows. ids: the tokens [D]. prompted: whether the prompt holds them [D].
-    output: how often each occurs after the prompt, by row, float32 [n, D]."""
-
-    ids: Ints
-    prompted: Bools
-    output: npt.NDArray[np.float32]
 
 
 class TokenCounts:
@@ -212,19 +173,18 @@ class TokenCounts:
         self._ids = np.union1d(self._ids, new)
         self._num_counted = len(tokens)
 
-    def along(self, tree: DraftTree) -> Occurrences:
-        """Count the committed tokens and, for every node, those on its path."""
-        drafted = _drafted(tree)
-        ids = np.union1d(self._ids, drafted.tokens)
+    def along(self, tree: DraftTree) -> tuple[Ints, npt.NDArray[np.float32], Bools]:
+        """Count the committed tokens and, for every node, those on its path.
+
+        Returns the tokens that occur [D], how often each occurs after the prompt, by node, float32 [n, D], and whether the
+        prompt holds them [D].
+        """
+        rows, nodes = np.nonzero(tree.ancestor_mask()[:, 1:])  # the root is a committed token
+        drafted = np.array(tree.tokens[1:], dtype=np.int64)[nodes]
+        ids = np.union1d(self._ids, drafted)
         output = np.tile(self._output[ids], (len(tree), 1))
-        np.add.at(output, (drafted.rows, np.searchsorted(ids, drafted.tokens)), 1)
-        return Occurrences(ids, self._prompted[ids], output)
-
-
-def _drafted(tree: DraftTree) -> Cells:
-    """For every node, the tokens on its path without the root, which is a committed token; its own token included."""
-    rows, nodes = np.nonzero(tree.ancestor_mask()[:, 1:])
-    return Cells(rows, np.array(tree.tokens[1:], dtype=np.int64)[nodes])
+        np.add.at(output, (rows, np.searchsorted(ids, drafted)), 1)
+        return ids, output, self._prompted[ids]
 
 
 def _tails(committed: Seq[int], tree: DraftTree, length: int) -> Ints:
@@ -259,9 +219,9 @@ class BadWords:
             row[: len(word) - 1] = word[-2::-1]
         return cls(heads, heads == NOTHING, np.array([word[-1] for word in words], dtype=np.int64))
 
-    def completed(self, committed: Seq[int], tree: DraftTree) -> Cells:
-        """For every node, the tokens that would complete a bad word."""
+    def completed(self, committed: Seq[int], tree: DraftTree) -> tuple[Ints, Ints]:
+        """The tokens that would complete a bad word at a node: nodes and tokens, [m] each."""
         histories = _tails(committed, tree, self.heads.shape[1])
         met = ((histories[:, None] == self.heads) | self.free).all(-1)
-        rows, words = np.nonzero(met)
-        return Cells(rows, self.lasts[words])
+        nodes, words = np.nonzero(met)
+        return nodes, self.lasts[words]

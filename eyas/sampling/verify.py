@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from eyas.sampling.acceptance import Accepted, LogitRows, VerifyOutput, accept
-from eyas.sampling.logprobs import ReportedLogprobs, compute_logprobs, drawn_rows, read_logprobs
+from eyas.sampling.logprobs import compute_logprobs, drawn_rows, read_logprobs
 from eyas.sampling.penalties import LogitRules
 from eyas.sampling.rejection import rejection_sample
 from eyas.sampling.sampler import Draw, sample
@@ -39,13 +39,10 @@ def verify(batch: Sequence[LogitRows], logits: Tensor, rules: LogitRules) -> lis
         accepted.append((rejected.get(row) or accept(rows.tree, sampled[-1])) if rows.tree else None)
         row += len(rows.positions)
     reported = read_logprobs(batch, accepted, on_host[2])
-    return [_output(*of_request, logits.shape[1]) for of_request in zip(accepted, sampled, reported, strict=True)]
-
-
-def _output(
-    accepted: Accepted | None, samples: tuple[int, ...], reported: ReportedLogprobs, vocab_size: int
-) -> VerifyOutput:
-    """A sample outside the vocabulary stands for logits that are NaN."""
-    if accepted is not None and accepted.tokens[-1] >= vocab_size:
-        return VerifyOutput(accepted, error=UNUSABLE_LOGITS)
-    return VerifyOutput(accepted, samples, reported.output, reported.prompt)
+    outputs = []
+    for of_request, own, (prompt, output) in zip(accepted, sampled, reported, strict=True):
+        if of_request is not None and of_request.tokens[-1] >= logits.shape[1]:  # stands for logits that are NaN
+            outputs.append(VerifyOutput(of_request, error=UNUSABLE_LOGITS))
+        else:
+            outputs.append(VerifyOutput(of_request, own, output, prompt))
+    return outputs

@@ -77,8 +77,7 @@ def on_host(
     found: Sequence[DraftTree], tokens: list[int], verdicts: SiblingVerdicts
 ) -> tuple[list[list[int]], list[list[int]]]:
     starts = np.cumsum([0, *map(len, found)])[:-1].tolist()
-    walked = accepted_paths(dict(zip(starts, found, strict=True)), torch.tensor(tokens), verdicts)
-    rows, emitted = download(walked.rows, walked.tokens)
+    rows, emitted = download(*accepted_paths(dict(zip(starts, found, strict=True)), torch.tensor(tokens), verdicts))
     own = rows.astype(int) - np.array(starts)[:, None]
     return own.tolist(), emitted.astype(int).tolist()
 
