@@ -121,7 +121,7 @@ def contents(engine: Engine, tokens: list[int]) -> list[torch.Tensor]:
     """Keys, values and features that the cache holds for tokens; it must hold all of them."""
     cache, pools = engine._scheduler.cache, engine._runner.kv_cache
     prefix = cache.find(torch.tensor(tokens).numpy())
-    assert len(prefix) == len(tokens)
+    assert len(prefix.slots) == len(tokens)
     cache.release(prefix, 0.0)
     return [pool[prefix.slots] for pool in (*pools.keys, *pools.values, pools.features)]
 
