@@ -25,8 +25,8 @@ from target_text import DEMO, read_text
 from torch import Tensor, nn
 
 from eyas.models.checkpoint import read_target_config, resolve
+from eyas.models.heads.eagle import write_head
 from eyas.models.heads.eagle_config import EagleHeadConfig, read_head_config
-from eyas.models.heads.eagle_loader import write_head
 
 BATCH = 8
 STEP_WEIGHT = 0.85

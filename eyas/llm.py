@@ -16,7 +16,7 @@ from eyas.config import DraftingConfig, EngineConfig, HeadValidation, MethodsCon
 from eyas.drafters.registry import NO_DRAFTS, build_drafter, build_fuser, default_method, resolve_wiring
 from eyas.engine.build import assemble_engine, gather_ranks, load_model
 from eyas.errors import EyasError, InvalidRequest, RequestFailed
-from eyas.models.checkpoint import resolve_device, resolve_dtype
+from eyas.models.checkpoint import resolve_placement
 from eyas.models.workers import RankInfo
 from eyas.request import Chunk, FinishReason, GenerationStats, Request, SamplingParams, TokenLogprob
 from eyas.tokenizer import TextStream, load_tokenizer
@@ -107,8 +107,7 @@ class LLM:
     ) -> None:
         tree, engine, drafting = tree or TreeConfig(), engine or EngineConfig(), drafting or DraftingConfig()
         head, name = draft_model or "", default_method(method or "", draft_model or "")
-        device = resolve_device(device)
-        dtype = resolve_dtype(dtype, device, model)
+        device, dtype = resolve_placement(device, dtype, model)
         fuser = build_fuser(name, head, model, dtype, device)
         with ExitStack() as undo:
             ranks = gather_ranks(RankInfo(0, engine.tensor_parallel_size, device), model, dtype, engine.max_model_len)

@@ -20,7 +20,7 @@ from eyas.draft_protocol import Commit, TreeBudget
 from eyas.drafters.base import DraftContext
 from eyas.drafters.eagle import EagleDrafter
 from eyas.models.cuda.graphs import Capture, CudaCapture, Out
-from eyas.models.heads.eagle import Eagle3Head, EagleHead
+from eyas.models.heads.eagle import EagleHead
 from eyas.models.heads.eagle_config import EagleHeadConfig, HeadWiring, tensor_shapes
 from eyas.request import NoiseKey
 from eyas.tree import DraftTree
@@ -93,7 +93,7 @@ def make_head(config: EagleHeadConfig, device: torch.device) -> EagleHead:
             made[name] = 0.02 * torch.randn(shape, dtype=torch.bfloat16, device=device)
     made["d2t"] = torch.zeros(config.draft_vocab_size, dtype=torch.int64, device="cpu")
     embedding, lm_head = made.pop("embed_tokens.weight"), made["lm_head.weight"]
-    return Eagle3Head(config, made, embedding, lm_head, config.max_positions).to(device)
+    return EagleHead(config, made, embedding, lm_head, config.max_positions).to(device)
 
 
 def measure(name: str, head: EagleHead, batches: Sequence[int], settings: Settings, rate: float) -> list[Round]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, cast
 
@@ -129,7 +130,8 @@ def _report(name: str, settings: Any, measure: Callable[[Any, Progress], Any], o
     from eyas.bench.report import Report
     from eyas.models.checkpoint import resolve_placement
 
-    settings = resolve_placement(settings, settings.model)
+    device, dtype = resolve_placement(settings.device, settings.dtype, settings.model)
+    settings = replace(settings, device=device, dtype=dtype)
     with Progress(console=Console(stderr=True), refresh_per_second=REFRESHES_PER_SECOND) as progress:
         results = measure(settings, progress)
     return results, Report.here(name, "eyas", settings.device, settings, results, results.tables()).publish(out)

@@ -6,7 +6,7 @@ import json
 import sys
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, cast
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
@@ -15,7 +15,7 @@ from rich.table import Table
 
 from eyas.bench.command import Device, DtypeName, MaxTokens, Model, NumDraftTokens, NumSteps, Threads
 from eyas.bench.settings import OfflineSettings
-from eyas.config import Dtype, TreeConfig
+from eyas.config import TreeConfig
 from eyas.errors import CheckpointError, ConfigError, EyasError
 
 if TYPE_CHECKING:
@@ -45,13 +45,12 @@ def head(
     import torch
 
     from eyas.drafters.registry import validate_draft_head
-    from eyas.models.checkpoint import resolve_device, resolve_dtype
+    from eyas.models.checkpoint import resolve_placement
     from eyas.models.target import load_target
 
     if threads:
         torch.set_num_threads(threads)
-    device = resolve_device(device)
-    dtype = resolve_dtype(dtype, device, model)
+    device, dtype = resolve_placement(device, dtype, model)
     report = validate_draft_head(method, load_target(model, dtype, device), draft_model, model, dtype, device)
     if report is None:
         raise ConfigError(f"method {method!r} has no head to check; take eagle1, eagle2 or eagle3")
@@ -114,12 +113,13 @@ def equality(
     from eyas.models.checkpoint import resolve_placement
 
     try:
+        device, dtype = resolve_placement(device, dtype, model)
         settings = OfflineSettings(
             model, draft_model, method, prompts, batches=(8,), temperatures=(temperature,), max_tokens=max_tokens,
-            tree=TreeConfig(num_draft_tokens, num_steps), dtype=cast(Dtype, dtype), device=device, threads=threads,
+            tree=TreeConfig(num_draft_tokens, num_steps), dtype=dtype, device=device, threads=threads,
         )  # fmt: skip
         with Progress(console=Console(stderr=True)) as progress:
-            report = compare(resolve_placement(settings, model), deterministic, progress)
+            report = compare(settings, deterministic, progress)
     except EyasError as error:
         print(f"error: {error}", file=sys.stderr)
         raise typer.Exit(2) from error

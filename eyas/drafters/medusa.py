@@ -66,7 +66,7 @@ class MultiHeadDrafter(NeuralDrafter[None]):
             sizes = self._prefix.sizes
             shapes = [(sizes.num_kv_heads, sizes.head_dim)]
             num_slots = count_slots(config, shapes, self._dtype, device)
-            sessions = KVLedger(num_slots, sizes.max_model_len)
+            sessions = KVLedger(num_slots, len(self._prefix.rotary))
             self._kv = KVCache(num_slots, shapes, 0, self._dtype, device)
         super().__init__(config, tree, static_tree, head.draft_ids, sessions)
         self._capture_trees(capture, head.hidden, self._dtype)

@@ -28,11 +28,11 @@ from eyas.drafters.tree_growth import StaticTree
 from eyas.errors import CheckpointError, ConfigError
 from eyas.models.checkpoint import check_vocabulary, head_fingerprint, read_target_config, resolve
 from eyas.models.cuda.graphs import Capture, CudaCapture
+from eyas.models.heads.eagle import load_fuser, load_head
 from eyas.models.heads.eagle_config import HeadWiring, Kind
-from eyas.models.heads.eagle_loader import load_fuser, load_head
 from eyas.models.heads.eagle_validation import WiringReport, validate_head
 from eyas.models.heads.hydra import HydraHead, load_hydra
-from eyas.models.heads.layers import FeatureFuser, final_state_fuser
+from eyas.models.heads.layers import FeatureFuser
 from eyas.models.heads.medusa import MedusaHead, load_medusa
 from eyas.models.target import TargetModel, load_target
 
@@ -137,7 +137,7 @@ def _build_rest(parts: DrafterParts) -> LocalDrafter:
 
 
 def _final_fuser(head: str, target: str, dtype: str, device: str) -> FeatureFuser:
-    return final_state_fuser(int(read_target_config(resolve(target))["hidden_size"]))
+    return FeatureFuser(int(read_target_config(resolve(target))["hidden_size"]))
 
 
 # Final states are the same whatever the head.

@@ -9,10 +9,10 @@ import difflib
 import hashlib
 import json
 import pickle
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Protocol, TypeVar, cast, get_args
+from typing import Any, TypeVar, cast, get_args
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -26,7 +26,7 @@ WIRING_KEY = "eyas"
 # Most tensors that an error message names.
 MAX_NAMED = 12
 DTYPES = tuple(name for name in get_args(Dtype) if name != "auto")
-WEIGHT_FILES = ("model.safetensors.index.json", "model.safetensors", "pytorch_model.bin.index.json", "pytorch_model.bin")
+WEIGHT_FILES = ("model.safetensors.index.json", "pytorch_model.bin.index.json", "model.safetensors", "pytorch_model.bin")
 EMBEDDING_NAMES = (
     "model.embed_tokens.weight",
     "embed_tokens.weight",
@@ -34,7 +34,10 @@ EMBEDDING_NAMES = (
     "model.language_model.embed_tokens.weight",
     "language_model.model.embed_tokens.weight",
 )
-LM_HEAD_NAMES = ("lm_head.weight", "language_model.lm_head.weight")
+# The embedding may be tied to the lm_head.
+LM_HEAD_NAMES = ("lm_head.weight", "language_model.lm_head.weight", *EMBEDDING_NAMES)
+Setting = TypeVar("Setting", int, float, bool)
+_TYPE_NAMES = {int: "a whole number", float: "a number", bool: "true or false"}
 FUSER_PREFIXES = ("fc.", "fc_norm.", "input_norm.", "model.fc.", "model.fc_norm.", "model.input_norm.")
 
 
@@ -76,77 +79,48 @@ def read_tensors(folder: Path, own_names: tuple[str, ...] = ()) -> dict[str, Ten
     own_names: files to look for first. Raises CheckpointError.
     """
     own = [folder / name for name in own_names if (folder / name).exists()]
-    files = own[:1] or _weight_files(folder)
+    files = own[:1] or sorted(set(weight_map(folder).values()))
     return {name: tensor for file in files for name, tensor in _read_file(file)}
-
-
-def tensor_names(folder: Path) -> set[str]:
-    """Names of all tensors of a checkpoint. Raises CheckpointError."""
-    if weight_map := _weight_map(folder):
-        return set(weight_map)
-    file = _weight_file(folder)
-    if file.suffix != ".safetensors":
-        return {name for name, _ in _read_file(file)}
-    try:
-        with safe_open(file, framework="pt") as handle:
-            return set(handle.keys())
-    except (SafetensorError, OSError) as error:
-        raise CheckpointError(f"cannot read weights {file}: {error}") from error
 
 
 def read_tensor(folder: Path, names: tuple[str, ...]) -> Tensor:
     """The first of `names` that the checkpoint holds; of safetensors nothing else is read. Raises CheckpointError."""
-    weight_map = _weight_map(folder)
-    files = [weight_map[name] for name in names if name in weight_map][:1] or [_weight_file(folder)]
-    tensors = dict(_read_file(files[0], names))
+    files = weight_map(folder)
     for name in names:
-        if name in tensors:
-            return tensors[name]
+        if name in files:
+            return dict(_read_file(files[name], name))[name]
     raise CheckpointError(f"{folder} holds none of the tensors {', '.join(names)}")
 
 
-def read_embedding(folder: Path) -> Tensor:
-    """The input embedding of a target [V, C]. Raises CheckpointError."""
-    return read_tensor(folder, EMBEDDING_NAMES)
+def weight_map(folder: Path) -> dict[str, Path]:
+    """The file of each tensor of a checkpoint, sharded or not. Raises CheckpointError."""
+    for file in (folder / name for name in WEIGHT_FILES):
+        if file.suffix == ".json" and file.exists():
+            return {name: folder / shard for name, shard in json.loads(file.read_text())["weight_map"].items()}
+        if file.exists():
+            with _open_weights(file, "meta") as (names, _):
+                return dict.fromkeys(names, file)
+    raise CheckpointError(f"{folder} holds no weights; expected one of {', '.join(WEIGHT_FILES)}")
 
 
-def read_lm_head(folder: Path) -> Tensor:
-    """The lm_head of a target [V, C], or its embedding if the two are tied. Raises CheckpointError."""
-    return read_tensor(folder, (*LM_HEAD_NAMES, *EMBEDDING_NAMES))
-
-
-def _read_file(file: Path, prefixes: tuple[str, ...] = ("",)) -> Iterator[tuple[str, Tensor]]:
+def _read_file(file: Path, prefixes: str | tuple[str, ...] = "") -> Iterator[tuple[str, Tensor]]:
     """Tensors whose names begin with one of the prefixes, sorted by name; of safetensors no others are read."""
+    with _open_weights(file) as (names, get):
+        yield from ((name, get(name)) for name in names if name.startswith(prefixes))
+
+
+@contextmanager
+def _open_weights(file: Path, device: str = "cpu") -> Iterator[tuple[list[str], Callable[[str], Tensor]]]:
+    """Sorted names of a file's tensors, and what reads one of them. Raises CheckpointError, also inside the block."""
     try:
         if file.suffix == ".safetensors":
             with safe_open(file, framework="pt") as handle:
-                for name in sorted(name for name in handle.keys() if name.startswith(prefixes)):  # noqa: SIM118
-                    yield name, handle.get_tensor(name)
+                yield sorted(handle.keys()), handle.get_tensor
         else:
-            tensors: dict[str, Tensor] = torch.load(file, map_location="cpu", weights_only=True)
-            yield from sorted((name, tensor) for name, tensor in tensors.items() if name.startswith(prefixes))
+            tensors: dict[str, Tensor] = torch.load(file, map_location=device, weights_only=True)
+            yield sorted(tensors), tensors.__getitem__
     except (SafetensorError, pickle.UnpicklingError, RuntimeError, OSError, ValueError, EOFError) as error:
         raise CheckpointError(f"cannot read weights {file}: {error}") from error
-
-
-def _weight_files(folder: Path) -> list[Path]:
-    return sorted(set(_weight_map(folder).values())) or [_weight_file(folder)]
-
-
-def _weight_map(folder: Path) -> dict[str, Path]:
-    """File of each tensor of a sharded checkpoint; empty for a checkpoint of one file."""
-    for name in WEIGHT_FILES:
-        if name.endswith(".index.json") and (folder / name).exists():
-            index = json.loads((folder / name).read_text())
-            return {tensor: folder / file for tensor, file in index["weight_map"].items()}
-    return {}
-
-
-def _weight_file(folder: Path) -> Path:
-    for name in WEIGHT_FILES:
-        if not name.endswith(".json") and (folder / name).exists():
-            return folder / name
-    raise CheckpointError(f"{folder} holds no weights; expected one of {', '.join(WEIGHT_FILES)}")
 
 
 def check_tensors(
@@ -188,7 +162,7 @@ def _digest(folder: Path, prefixes: tuple[str, ...]) -> str:
     """Hash config.json and, of each tensor, name, shape, dtype and about 16,000 elements spread over it."""
     config = {key: value for key, value in read_config(folder).items() if key != WIRING_KEY}
     digest = hashlib.sha256(json.dumps(config, sort_keys=True).encode())
-    for file in _weight_files(folder):
+    for file in sorted(set(weight_map(folder).values())):
         for name, tensor in _read_file(file, prefixes):
             digest.update(f"{name} {list(tensor.shape)} {tensor.dtype}".encode())
             sample = tensor.flatten()[:: max(1, tensor.numel() // 16384)].contiguous()
@@ -233,63 +207,30 @@ def _token_ids(folder: Path) -> dict[str, int]:
         raise CheckpointError(f"cannot read {file}: {error}") from error
 
 
-def get_int(config: Mapping[str, Any], key: str, source: object, default: int | None = None) -> int:
-    """A setting of a config.json. Raises CheckpointError for anything but a whole number, unless there is a default."""
+def get_setting(
+    kind: type[Setting], config: Mapping[str, Any], key: str, source: object, default: Setting | None = None
+) -> Setting:
+    """An int, float or bool of a config.json. Raises CheckpointError for another type, and if it is left out, unless there
+    is a default."""
     value = config.get(key) or default
-    if not isinstance(value, int):
-        raise CheckpointError(f"{source}: {key} is {value!r}; it must be a whole number")
-    return value
+    if not isinstance(value, int | float if kind is float else kind):
+        raise CheckpointError(f"{source}: {key} is {value!r}; it must be {_TYPE_NAMES[kind]}")
+    return kind(value)
 
 
-def get_float(config: Mapping[str, Any], key: str, source: object, default: float) -> float:
-    """A setting of a config.json. Raises CheckpointError for anything but a number."""
-    value = config.get(key) or default
-    if not isinstance(value, int | float):
-        raise CheckpointError(f"{source}: {key} is {value!r}; it must be a number")
-    return float(value)
+def resolve_placement(device: str, dtype: str, target: str) -> tuple[str, Dtype]:
+    """The device and dtype that `auto` stands for; others stay as they are. target: folder or hub id of the target model.
 
-
-def get_bool(config: Mapping[str, Any], key: str, source: object) -> bool:
-    """A setting of a config.json, false if it is left out. Raises CheckpointError for anything but true or false."""
-    value = config.get(key)
-    value = False if value is None else value
-    if not isinstance(value, bool):
-        raise CheckpointError(f"{source}: {key} is {value!r}; it must be true or false")
-    return value
-
-
-class _Placed(Protocol):
-    @property
-    def device(self) -> str: ...
-    @property
-    def dtype(self) -> str: ...
-
-
-PlacedT = TypeVar("PlacedT", bound=_Placed)
-
-
-def resolve_placement(settings: PlacedT, target: str) -> PlacedT:
-    """Replace `auto` in the `device` and `dtype` of a frozen dataclass. target: folder or hub id of the target model."""
-    device = resolve_device(settings.device)
-    dtype = resolve_dtype(settings.dtype, device, target)
-    return cast(PlacedT, replace(cast(Any, settings), device=device, dtype=dtype))
-
-
-def resolve_device(device: str) -> str:
-    """The device that `auto` stands for: CUDA where torch finds a GPU, else the CPU. Other devices stay as they are."""
-    return device if device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
-
-
-def resolve_dtype(dtype: str, device: str, target: str) -> str:
-    """The dtype that `auto` stands for: the target checkpoint's on a GPU, float32 on the CPU and where the config names
-    none that Eyas serves. Other dtypes stay as they are. Raises CheckpointError for a config that cannot be read."""
-    if dtype != "auto":
-        return dtype
-    if not device.startswith("cuda"):
-        return "float32"
-    config = read_target_config(resolve(target))
-    stored = str(config.get("dtype") or config.get("torch_dtype")).removeprefix("torch.")
-    return stored if stored in DTYPES else "float32"
+    Device: CUDA where torch finds a GPU, else the CPU. Dtype: the target checkpoint's on a GPU; float32 on the CPU, and
+    where the config names none that Eyas serves. Raises CheckpointError for a config that cannot be read.
+    """
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    if dtype == "auto" and device.startswith("cuda"):
+        config = read_target_config(resolve(target))
+        stored = str(config.get("dtype") or config.get("torch_dtype")).removeprefix("torch.")
+        dtype = stored if stored in DTYPES else "float32"
+    return device, cast(Dtype, "float32" if dtype == "auto" else dtype)
 
 
 def check_device(dtype: str, device: str) -> None:

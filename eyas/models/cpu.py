@@ -136,7 +136,8 @@ def to_huge_pages(tensors: Iterable[Tensor], collapse: bool = True) -> None:
     collapse: also move memory that is in use; without it, pages become huge when they are first touched. Where the kernel
     refuses, nothing changes. Tensors on other devices and wrapper tensors (quantised ones) are skipped.
     """
-    wanted = {page for tensor in tensors if _is_plain_cpu(tensor) for page in _huge_pages_of(tensor)}
+    plain = [tensor for tensor in tensors if type(tensor) in (Tensor, nn.Parameter) and tensor.device.type == "cpu"]
+    wanted = {page for tensor in plain for page in _huge_pages_of(tensor)}
     if not wanted or not MAPPINGS.exists():
         return
     madvise = ctypes.CDLL(None).madvise
@@ -145,10 +146,6 @@ def to_huge_pages(tensors: Iterable[Tensor], collapse: bool = True) -> None:
             memory = ctypes.c_void_p(first * HUGE_PAGE), ctypes.c_size_t((end - first) * HUGE_PAGE)
             if not collapse or madvise(*memory, MADV_COLLAPSE) != 0:
                 madvise(*memory, MADV_HUGEPAGE)
-
-
-def _is_plain_cpu(tensor: Tensor) -> bool:
-    return type(tensor) in (Tensor, nn.Parameter) and tensor.device.type == "cpu"
 
 
 def _huge_pages_of(tensor: Tensor) -> range:

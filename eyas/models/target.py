@@ -95,16 +95,13 @@ class TargetModel:
         """Keep the hidden state of a layer in every forward pass."""
         decoder: Any = self.model.get_decoder()
 
-        def keep_input(module: nn.Module, args: tuple[Tensor, ...]) -> None:
-            self._collected[layer] = args[0][0]
-
-        def keep_output(module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
-            self._collected[layer] = output[0]
+        def keep(states: Tensor) -> None:
+            self._collected[layer] = states[0]
 
         if layer == FINAL_NORM_OUTPUT:
-            return decoder.norm.register_forward_hook(keep_output)  # type: ignore[no-any-return]
+            return decoder.norm.register_forward_hook(lambda module, args, output: keep(output))  # type: ignore[no-any-return]
         module = decoder.layers[layer] if layer < len(decoder.layers) else decoder.norm
-        return module.register_forward_pre_hook(keep_input)  # type: ignore[no-any-return]
+        return module.register_forward_pre_hook(lambda module, args: keep(args[0]))  # type: ignore[no-any-return]
 
     def pack(self, segments: Sequence[Segment]) -> PackedInputs:
         """Segments in the form that `forward` takes, for the plain attention."""

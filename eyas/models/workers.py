@@ -185,8 +185,11 @@ class Worker:
 
     def commands(self) -> Iterator[Command]:
         """What rank 0 commands, until it stops this rank. Raises Unavailable when rank 0 is gone."""
-        while (command := self._receive()) is not None:
-            yield command
+        try:
+            while (command := command_from_bytes(self._connection.recv_bytes())) is not None:
+                yield command
+        except (EOFError, OSError) as error:
+            raise Unavailable("rank 0 is gone") from error
         self._stopped = True
         signal.alarm(0)
 
@@ -194,12 +197,6 @@ class Worker:
         """Leave the group, after the last command."""
         self._connection.close()
         dist.destroy_process_group()
-
-    def _receive(self) -> Command | None:
-        try:
-            return command_from_bytes(self._connection.recv_bytes())
-        except (EOFError, OSError) as error:
-            raise Unavailable("rank 0 is gone") from error
 
     def _end_without_driver(self) -> None:
         """End this process soon after rank 0 is gone: a sum that waits for a dead rank may never return."""

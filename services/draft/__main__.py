@@ -38,13 +38,14 @@ async def run(config: DraftConfig, runner: ServiceRunner | None = None) -> None:
         torch.set_num_threads(config.threads)
     drafters: list[DescribedDrafter] = []
     read_once = cache(read_target)
-    for model in (resolve_placement(drafted, drafted.model) for drafted in config.models):
+    for model in config.models:
+        device, dtype = resolve_placement(model.device, model.dtype, model.model)
         drafter = build_drafter(
             model.method,
             model.model,
             model.draft_model,
-            model.dtype,
-            model.device,
+            dtype,
+            device,
             model.tree,
             model.drafting,
             model.methods,

@@ -12,7 +12,7 @@ import os
 import signal
 from collections.abc import Mapping
 from contextlib import closing, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -58,7 +58,8 @@ async def run(config: VerifierConfig, runner: ServiceRunner | None = None) -> No
     """Load the target and serve it until the runner stops it. A rank other than 0 computes for rank 0."""
     if config.threads:
         torch.set_num_threads(config.threads)
-    config = resolve_placement(config, config.model)
+    device, dtype = resolve_placement(config.device, config.dtype, config.model)
+    config = replace(config, device=device, dtype=dtype)
     info = rank_info(config)
     if info.rank > 0:
         await follow_rank_0(config, info)

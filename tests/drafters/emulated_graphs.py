@@ -13,7 +13,7 @@ from eyas.drafters.eagle import EagleDrafter
 from eyas.drafters.medusa import MultiHeadDrafter
 from eyas.drafters.tree_growth import StaticTree
 from eyas.models.cuda.graphs import Capture, CudaCapture
-from eyas.models.heads.eagle_loader import load_head
+from eyas.models.heads.eagle import load_head
 from eyas.models.heads.hydra import load_hydra
 from eyas.models.heads.medusa import load_medusa
 from eyas.models.target import load_target

@@ -14,7 +14,7 @@ from eyas.drafters.eagle import EagleDrafter
 from eyas.drafters.registry import build_drafter
 from eyas.drafters.tree_growth import Candidates, grow_dynamic, select_nodes, trees_from_columns
 from eyas.errors import ConfigError
-from eyas.models.heads.eagle_loader import load_head
+from eyas.models.heads.eagle import load_head
 from eyas.request import NoiseKey
 from eyas.tree import DraftTree
 from tests.drafters.naive_eagle import NaiveEagle, best_tree

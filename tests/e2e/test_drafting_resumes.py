@@ -9,7 +9,7 @@ from eyas.config import DraftClientConfig, DraftingConfig, EngineConfig, TreeCon
 from eyas.drafters.base import DrafterNeeds, LocalDrafter
 from eyas.drafters.registry import build_drafter
 from eyas.engine.engine import Engine
-from eyas.models.heads.eagle_loader import load_fuser
+from eyas.models.heads.eagle import load_fuser
 from eyas.request import Request, SamplingParams
 from eyas.rpc.messages import DrafterInfo, ModelInfo
 from eyas.services.cluster import free_port

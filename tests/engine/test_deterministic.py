@@ -17,7 +17,7 @@ from eyas.engine.runner import BatchInvariantRunner, ModelRunner, segment_of
 from eyas.engine.sequence import QueueKey, ScheduledSequence, Sequence
 from eyas.errors import ConfigError
 from eyas.models.cuda.backend import BackendPlan
-from eyas.models.heads.eagle_loader import load_fuser
+from eyas.models.heads.eagle import load_fuser
 from eyas.models.target import TargetModel, load_target
 from eyas.models.workers import TargetWorkers
 from eyas.request import Request, SamplingParams

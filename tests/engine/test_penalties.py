@@ -16,7 +16,7 @@ from eyas.engine.build import assemble_engine
 from eyas.engine.engine import Engine
 from eyas.engine.sequence import QueueKey, ScheduledSequence, Sequence
 from eyas.errors import InvalidRequest
-from eyas.models.heads.eagle_loader import load_fuser
+from eyas.models.heads.eagle import load_fuser
 from eyas.models.target import load_target
 from eyas.request import Chunk, GenerationStats, Request, SamplingParams
 from eyas.sampling.penalties import LogitRules

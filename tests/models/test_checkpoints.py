@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 
 from eyas.errors import CheckpointError
 from eyas.models.checkpoint import head_fingerprint, target_fingerprint
-from eyas.models.heads.eagle_loader import load_fuser, load_head
+from eyas.models.heads.eagle import load_fuser, load_head
 from tests.tiny import write_head, write_target
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from eyas.errors import CheckpointError
-from eyas.models.heads.eagle_loader import load_fuser, load_head
+from eyas.models.heads.eagle import load_fuser, load_head
 from eyas.models.target import load_target, measure_kv_shapes
 from tests.models.families import FAMILIES, LONG, config_of, write_model
 from tests.models.test_target import expected, make_kv_cache, run, segment

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from eyas.config import EngineConfig, TreeConfig
 from eyas.engine.build import assemble_engine
-from eyas.models.heads.eagle_loader import load_fuser
+from eyas.models.heads.eagle import load_fuser
 from eyas.models.target import load_target
 from eyas.request import Request, SamplingParams
 from tests.engine.drafters import RandomDrafter

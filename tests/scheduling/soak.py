@@ -18,7 +18,7 @@ from rich.progress import Progress
 from eyas.config import DraftingConfig, EngineConfig, TreeConfig
 from eyas.drafters.registry import build_drafter
 from eyas.engine.build import assemble_engine
-from eyas.models.heads.eagle_loader import load_fuser
+from eyas.models.heads.eagle import load_fuser
 from eyas.models.target import load_target
 from eyas.request import Request, SamplingParams
 from tests.tiny import write_head, write_target

@@ -7,9 +7,8 @@ import numpy as np
 import pytest
 
 from eyas import LLM, EyasError, SamplingParams
-from eyas.config import VerifierConfig
 from eyas.errors import CheckpointError, ConfigError, InvalidRequest
-from eyas.models.checkpoint import resolve_device, resolve_dtype, resolve_placement
+from eyas.models.checkpoint import resolve_placement
 from tests.tiny import DEMO, write_head
 
 TARGET, HEAD = str(DEMO / "target"), str(DEMO / "eagle3")
@@ -116,9 +115,8 @@ def test_unloadable_weights_are_named(tmp_path_factory: pytest.TempPathFactory) 
 
 
 def test_auto_takes_the_gpu_and_the_dtype_of_the_checkpoint(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    assert resolve_placement(VerifierConfig("demo", TARGET), TARGET).dtype == "float32"
-    assert resolve_device("cuda:1") == "cuda:1"
-    assert resolve_dtype("float16", "cuda", "./nowhere") == "float16"
+    assert resolve_placement("auto", "auto", TARGET)[1] == "float32"
+    assert resolve_placement("cuda:1", "float16", "./nowhere") == ("cuda:1", "float16")
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     for config, dtype in (
         ({"dtype": "bfloat16"}, "bfloat16"),
@@ -126,6 +124,5 @@ def test_auto_takes_the_gpu_and_the_dtype_of_the_checkpoint(monkeypatch: pytest.
         ({}, "float32"),
     ):
         (tmp_path / "config.json").write_text(json.dumps(config))
-        resolved = resolve_placement(VerifierConfig("demo", str(tmp_path)), str(tmp_path))
-        assert (resolved.device, resolved.dtype) == ("cuda", dtype)
-    assert resolve_dtype("auto", "cpu", str(tmp_path)) == "float32"
+        assert resolve_placement("auto", "auto", str(tmp_path)) == ("cuda", dtype)
+    assert resolve_placement("cpu", "auto", str(tmp_path)) == ("cpu", "float32")

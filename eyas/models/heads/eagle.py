@@ -1,26 +1,63 @@
-"""EAGLE heads of all generations: features and tokens in, states and draft logits out.
+"""EAGLE heads of all generations: loaded strictly, and written in the layout of their first publication.
 
 Li et al. 2024 (EAGLE, EAGLE-2) and 2025 (EAGLE-3). Legend: R rows, H draft hidden, d head width, D draft vocabulary.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+import json
 from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from eyas.errors import CheckpointError
-from eyas.models.heads.eagle_config import EagleHeadConfig, layer_prefix
-from eyas.models.heads.layers import DraftLayer, Projected, frozen, linear, rms_norm, rotary_table, under_prefix
+from eyas.models.checkpoint import (
+    EMBEDDING_NAMES,
+    LM_HEAD_NAMES,
+    WIRING_KEY,
+    check_device,
+    check_tensors,
+    get_setting,
+    read_target_config,
+    read_tensor,
+    read_tensors,
+    resolve,
+    weight_map,
+)
+from eyas.models.cpu import optimize_for_cpu
+from eyas.models.heads.eagle_config import (
+    EagleHeadConfig,
+    HeadWiring,
+    Kind,
+    canonical_name,
+    fuser_shapes,
+    layer_prefix,
+    optional_tensors,
+    read_head_config,
+    tensor_shapes,
+)
+from eyas.models.heads.layers import (
+    DraftLayer,
+    LinearFuser,
+    Projected,
+    frozen,
+    linear,
+    rms_norm,
+    rotary_table,
+    under_prefix,
+)
 
 # Attention of one layer: its number and projected rows to the attention output [R, heads, d].
 Attention = Callable[[int, Projected], Tensor]
 
 
-class EagleHead(nn.Module, ABC):
+class EagleHead(nn.Module):
     """Decoder layers over pairs (feature i, token i+1). Each step's state takes the place of the next feature.
 
     RoPE has the head's own base and covers the target's context. draft_ids maps draft ids to the target's.
@@ -34,6 +71,7 @@ class EagleHead(nn.Module, ABC):
         self.config = config
         self.embedding = frozen(embedding)
         self.lm_head = linear(lm_head)
+        self.fc = linear(tensors["fc.weight"], tensors.get("fc.bias")) if config.kind == "eagle" else None
         self.norm = frozen(tensors["norm.weight"]) if "norm.weight" in tensors else None
         self.layers = nn.ModuleList(
             DraftLayer(config, under_prefix(tensors, layer_prefix(config, layer))) for layer in range(config.num_layers)
@@ -80,14 +118,24 @@ class EagleHead(nn.Module, ABC):
         normed = self._final_norm(states) if self.config.wiring.output == "state" else states
         return self.lm_head(normed).float()  # type: ignore[no-any-return]
 
-    @abstractmethod
     def _first_inputs(self, embedded: Tensor, features: Tensor) -> tuple[Tensor, Tensor]:
-        """What the first layer's attention sees of embeddings and features [R, H], and its residual [R, H]."""
+        """What the first layer's attention sees of embeddings and features [R, H], and its residual [R, H].
+
+        EAGLE-1 and -2: fc joins the two, and there is no norm before attention. EAGLE-3: the two are normed and stand side
+        by side, embedding first; fc runs beside the target.
+        """
+        if self.fc is not None:
+            joined = self.fc(torch.cat([embedded, features], -1))
+            return joined, joined
+        first = self._layer(0)
+        assert first.input_norm is not None
+        assert first.hidden_norm is not None
+        normed = self._rms(features, first.hidden_norm)
+        inputs = torch.cat([self._rms(embedded, first.input_norm), normed], -1)
+        return inputs, normed if self.config.wiring.norm_before_residual else features
 
     def _layer(self, layer: int) -> DraftLayer:
-        found = self.layers[layer]
-        assert isinstance(found, DraftLayer)
-        return found
+        return cast(DraftLayer, self.layers[layer])
 
     def _final_norm(self, states: Tensor) -> Tensor:
         assert self.norm is not None
@@ -95,33 +143,6 @@ class EagleHead(nn.Module, ABC):
 
     def _rms(self, x: Tensor, weight: Tensor) -> Tensor:
         return rms_norm(x, weight, self.config.rms_norm_eps)
-
-
-class Eagle1Head(EagleHead):
-    """EAGLE-1 and -2: fc joins embedding and feature, the first layer has no norm before attention, the target's lm_head
-    reads the states."""
-
-    def __init__(
-        self, config: EagleHeadConfig, tensors: Mapping[str, Tensor], embedding: Tensor, lm_head: Tensor, max_model_len: int
-    ) -> None:
-        super().__init__(config, tensors, embedding, lm_head, max_model_len)
-        self.fc = linear(tensors["fc.weight"], tensors["fc.bias"] if config.fc_bias else None)
-
-    def _first_inputs(self, embedded: Tensor, features: Tensor) -> tuple[Tensor, Tensor]:
-        joined = self.fc(torch.cat([embedded, features], -1))
-        return joined, joined
-
-
-class Eagle3Head(EagleHead):
-    """EAGLE-3: embedding and feature are normed and stand side by side, embedding first; fc runs beside the target."""
-
-    def _first_inputs(self, embedded: Tensor, features: Tensor) -> tuple[Tensor, Tensor]:
-        first = self._layer(0)
-        assert first.input_norm is not None
-        assert first.hidden_norm is not None
-        normed = self._rms(features, first.hidden_norm)
-        inputs = torch.cat([self._rms(embedded, first.input_norm), normed], -1)
-        return inputs, normed if self.config.wiring.norm_before_residual else features
 
 
 def _rotary(config: EagleHeadConfig, length: int) -> Tensor:
@@ -139,3 +160,113 @@ def _rotary(config: EagleHeadConfig, length: int) -> Tensor:
         return rotary_table(llama, length)
     except KeyError as error:
         raise CheckpointError(f"the head's RoPE is {dict(config.rotary)}, which transformers cannot use: {error}") from error
+
+
+def load_head(
+    path_or_id: str,
+    target: str,
+    dtype: str = "float32",
+    device: str = "cpu",
+    kind: Kind = "eagle3",
+    wiring: HeadWiring | None = None,
+) -> EagleHead:
+    """Load a head, with the target's embedding and lm_head where it has none of its own.
+
+    wiring: replaces what its config says. Raises CheckpointError for tensors that are missing, left over or of another shape
+    than the two configs imply.
+    """
+    check_device(dtype, device)
+    folder, target_folder = resolve(path_or_id), resolve(target)
+    target_config = read_target_config(target_folder)
+    config = read_head_config(folder, target_config, kind, wiring)
+    expected = tensor_shapes(config)
+    tensors = {}
+    for name, tensor in read_tensors(folder).items():
+        known = canonical_name(name, kind)
+        tensors[known if known in expected else name] = tensor  # the error message names an unknown tensor as it is
+    check_tensors(tensors, expected, optional_tensors(config), folder)
+    if "d2t" in tensors:
+        _check_draft_vocabulary(config, tensors, folder)
+    embedding, lm_head = tensors.pop("embed_tokens.weight", None), tensors.pop("lm_head.weight", None)
+    embedding = read_tensor(target_folder, EMBEDDING_NAMES) if embedding is None else embedding
+    lm_head = read_tensor(target_folder, LM_HEAD_NAMES) if lm_head is None else lm_head
+    to = getattr(torch, dtype)
+    cast = {name: tensor.to(to) if tensor.is_floating_point() else tensor for name, tensor in tensors.items()}
+    max_model_len = get_setting(int, target_config, "max_position_embeddings", target_folder)
+    head = EagleHead(config, cast, embedding.to(to), lm_head.to(to), max_model_len).to(torch.device(device))
+    optimize_for_cpu(head)
+    return head
+
+
+def load_fuser(
+    path_or_id: str, target: str, dtype: str = "float32", device: str = "cpu", wiring: HeadWiring | None = None
+) -> LinearFuser:
+    """Load only the part of an EAGLE-3 head that runs beside the target: fc and the norms before it.
+
+    Raises CheckpointError.
+    """
+    folder = resolve(path_or_id)
+    config = read_head_config(folder, read_target_config(resolve(target)), "eagle3", wiring)
+    expected = fuser_shapes(config)
+    files = {canonical_name(name, "eagle3"): name for name in weight_map(folder)}
+    tensors = {name: read_tensor(folder, (files[name],)) for name in expected if name in files}
+    check_tensors(tensors, expected, (), folder)
+    cast = {name: tensor.to(getattr(torch, dtype)) for name, tensor in tensors.items()}
+    weight, bias, layers = cast["fc.weight"], cast.get("fc.bias"), config.aux_hidden_state_layers
+    norms = [tensor for name, tensor in cast.items() if not name.startswith("fc.")]
+    fuser = LinearFuser(weight, layers, bias, torch.stack(norms) if norms else None, config.rms_norm_eps)
+    return fuser.to(torch.device(device))
+
+
+def _check_draft_vocabulary(config: EagleHeadConfig, tensors: Mapping[str, Tensor], source: Path) -> None:
+    ids = torch.arange(config.draft_vocab_size) + tensors["d2t"]
+    if int(ids.min()) < 0 or int(ids.max()) >= config.vocab_size or len(set(ids.tolist())) != len(ids):
+        raise CheckpointError(
+            f"{source}: d2t does not map {len(ids)} draft ids to distinct target ids below {config.vocab_size}"
+        )
+    marked = tensors.get("t2d")
+    if marked is not None and (int(marked.sum()) != len(ids) or not bool(marked[ids].all())):
+        raise CheckpointError(f"{source}: t2d does not mark the tokens that d2t maps to")
+
+
+def write_head(folder: Path, config: EagleHeadConfig, tensors: Mapping[str, Tensor]) -> None:
+    """Write config.json and model.safetensors. Raises CheckpointError for tensors that `config` does not imply."""
+    check_tensors(tensors, tensor_shapes(config), optional_tensors(config), folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(config_json(config), indent=1) + "\n")
+
+
+def config_json(c: EagleHeadConfig) -> dict[str, Any]:
+    """The head's config.json. A wiring that no published key can express goes under Eyas's own key."""
+    rotary = dict(c.rotary)
+    settings = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": c.hidden,
+        "intermediate_size": c.intermediate,
+        "num_hidden_layers": c.num_layers,
+        "num_attention_heads": c.num_heads,
+        "num_key_value_heads": c.num_kv_heads,
+        "head_dim": c.head_dim,
+        "hidden_act": "silu",
+        "rms_norm_eps": c.rms_norm_eps,
+        "max_position_embeddings": c.max_positions,
+        "rope_theta": rotary.pop("rope_theta"),
+        "rope_scaling": rotary if rotary["rope_type"] != "default" else None,
+        "vocab_size": c.vocab_size,
+        "tie_word_embeddings": False,
+        "attention_bias": c.qkv_bias,
+    }
+    if c.kind == "eagle":
+        return settings | {"bias": c.fc_bias}
+    settings |= {
+        "draft_vocab_size": c.draft_vocab_size,
+        "target_hidden_size": c.target_hidden,
+        "eagle_aux_hidden_state_layer_ids": list(c.aux_hidden_state_layers),
+        "norm_before_residual": c.wiring.norm_before_residual,
+        "norm_before_fc": c.input_norms == "joint",
+        "fc_norm": c.input_norms == "each",
+        "norm_output": c.wiring.output == "normed",
+    }
+    return settings | ({WIRING_KEY: asdict(c.wiring)} if c.wiring.output == "bare" else {})

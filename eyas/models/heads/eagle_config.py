@@ -1,28 +1,28 @@
 """What an EAGLE head is, read from a checkpoint of any project: sizes, wiring, and the tensors that these imply.
 
-To support another project's format, add a CheckpointFormat to CHECKPOINT_FORMATS and its tensor names to TENSOR_SPELLINGS.
+To support another project's format, read its settings in `_flatten` and add its tensor names to TENSOR_SPELLINGS.
 Facts about the formats and their sources stand in docs/heads.md. Reads names of tensors, never their values.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from eyas.errors import CheckpointError
-from eyas.models.checkpoint import WIRING_KEY, get_bool, get_float, get_int, read_config, tensor_names
-from eyas.models.heads.layers import FINAL_NORM_OUTPUT
+from eyas.models.checkpoint import WIRING_KEY, get_setting, read_config, weight_map
+from eyas.models.heads.layers import FINAL_NORM_OUTPUT, LayerSizes, Shapes, check_target, layer_shapes, read_layer_sizes
 
 Settings = Mapping[str, Any]
-Shapes = dict[str, tuple[int, ...]]
 Kind = Literal["eagle", "eagle3"]
 InputNorms = Literal["none", "joint", "each"]
 Output = Literal["state", "normed", "bare"]
 
 SUPPORTED_ACTIVATIONS = (None, "silu", "swish")
+SPECFORGE_ARCHITECTURES = {"LlamaForCausalLMEagle3", "LlamaForCausalLMEagle"}
 LAYER_ID_KEYS = ("eagle_aux_hidden_state_layer_ids", "aux_hidden_state_layer_ids")
 
 
@@ -42,8 +42,8 @@ class HeadWiring:
 
 
 @dataclass(frozen=True)
-class EagleHeadConfig:
-    """Sizes of an EAGLE head. kind: "eagle" for EAGLE-1 and -2.
+class EagleHeadConfig(LayerSizes):
+    """Sizes of an EAGLE head and its layers. kind: "eagle" for EAGLE-1 and -2.
 
     input_norms: what is normed before fc: nothing, the hidden states side by side ("joint"), or each of them.
     *_bias: which projections have one. rotary: RoPE parameters as transformers takes them.
@@ -51,15 +51,9 @@ class EagleHeadConfig:
 
     kind: Kind
     target_hidden: int
-    hidden: int
-    intermediate: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
     num_layers: int
     vocab_size: int
     draft_vocab_size: int
-    rms_norm_eps: float
     rotary: Mapping[str, Any]
     max_positions: int
     wiring: HeadWiring
@@ -73,54 +67,21 @@ class EagleHeadConfig:
         return self.wiring.aux_hidden_state_layers
 
 
-@dataclass(frozen=True)
-class CheckpointFormat:
-    """A project's way to write config.json.
+def _flatten(config: Settings) -> dict[str, Any]:
+    """The settings of any format on one level, under the names of the first publication.
 
-    matches: whether a config.json is of this format. flatten: its settings on one level, under the names of the first
-    publication, with the layer ids as `aux_hidden_state_layers`, counted by inputs. norm_output: what that setting means
-    for a head without a norm per hidden state; with such norms it has EAGLE-3.1's meaning in every format.
+    Sizes may stand in transformer_layer_config (vLLM speculators); settings beside it take precedence. Layer ids may stand
+    in eagle_config, where they count outputs if they begin with 1, the lowest id of an output. Everywhere else, and in
+    `aux_hidden_state_layers` of the result, they count inputs.
     """
-
-    name: str
-    matches: Callable[[Settings], bool]
-    flatten: Callable[[Settings], dict[str, Any]]
-    norm_output: Callable[[bool], Output]
-
-
-def _next_step_reads_norm(norm_output: bool) -> Output:
-    """EAGLE-3.1's meaning of norm_output: whether the next step reads the normed state."""
-    return "normed" if norm_output else "state"
-
-
-def _lm_head_reads_norm(norm_output: bool) -> Output:
-    """SpecForge's meaning of norm_output: whether lm_head reads the normed state."""
-    return "state" if norm_output else "bare"
-
-
-def _is_architecture(*names: str) -> Callable[[Settings], bool]:
-    return lambda config: bool(set(config.get("architectures") or ()) & set(names))
-
-
-def _flat(config: Settings) -> dict[str, Any]:
-    """Layer ids on the first level count inputs of layers."""
-    return {**config, "aux_hidden_state_layers": next((config[key] for key in LAYER_ID_KEYS if config.get(key)), None)}
-
-
-def _with_eagle_config(config: Settings) -> dict[str, Any]:
-    """Layer ids in eagle_config count outputs if they begin with 1, the lowest id of an output; else inputs."""
+    stated = {key: value for key, value in config.items() if value is not None}
+    flat = {**_nested(config, "transformer_layer_config"), **stated}
     nested = _nested(config, "eagle_config")
     layers = next((nested[key] for key in LAYER_ID_KEYS if nested.get(key)), None)
     if isinstance(layers, list) and layers[0] == 1 and all(isinstance(layer, int) for layer in layers):
         layers = [layer + 1 for layer in layers]
-    flat = _flat(config)
-    return {**flat, "aux_hidden_state_layers": layers or flat["aux_hidden_state_layers"]}
-
-
-def _with_transformer_config(config: Settings) -> dict[str, Any]:
-    """Sizes stand in a nested config; settings beside it take precedence."""
-    stated = {key: value for key, value in config.items() if value is not None}
-    return _flat({**_nested(config, "transformer_layer_config"), **stated})
+    layers = layers or next((flat[key] for key in LAYER_ID_KEYS if flat.get(key)), None)
+    return {**flat, "aux_hidden_state_layers": layers}
 
 
 def _nested(config: Settings, key: str) -> Settings:
@@ -130,28 +91,17 @@ def _nested(config: Settings, key: str) -> Settings:
     return found
 
 
-# The first format that matches is taken.
-CHECKPOINT_FORMATS = (
-    CheckpointFormat(
-        "vLLM speculators",
-        lambda config: "speculators_model_type" in config,
-        _with_transformer_config,
-        _next_step_reads_norm,
-    ),
-    CheckpointFormat(
-        "SpecForge / SGLang",
-        _is_architecture("LlamaForCausalLMEagle3", "LlamaForCausalLMEagle"),
-        _with_eagle_config,
-        _lm_head_reads_norm,
-    ),
-    CheckpointFormat(
-        "vLLM",
-        _is_architecture("Eagle3LlamaForCausalLM", "EagleLlamaForCausalLM"),
-        _with_eagle_config,
-        _next_step_reads_norm,
-    ),
-    CheckpointFormat("SafeAILab", lambda config: True, _with_eagle_config, _next_step_reads_norm),
-)
+def _output(head: Settings, names: set[str], source: Path) -> Output:
+    """What norm_output means. SpecForge: whether lm_head reads the normed state. Other formats, and a head with a norm per
+    hidden state: whether the next step does (EAGLE-3.1)."""
+    if head.get("norm_output") is None:
+        return "state"
+    is_normed = get_setting(bool, head, "norm_output", source, False)
+    is_specforge = SPECFORGE_ARCHITECTURES & set(head.get("architectures") or ()) and "speculators_model_type" not in head
+    if is_specforge and "fc_norm.0.weight" not in names:
+        return "state" if is_normed else "bare"
+    return "normed" if is_normed else "state"
+
 
 # Tensor names of other formats, as patterns, and the spelling of the first publication.
 TENSOR_SPELLINGS = (
@@ -164,49 +114,22 @@ TENSOR_SPELLINGS = (
 )
 
 
-@dataclass(frozen=True)
-class UnsupportedHead:
-    """Heads that look like EAGLE's and are not. description: what they are, for the error message.
-
-    settings: keys of config.json that only they set. words: parts of their architecture or model type, in lower case.
-    tensors: ends of names that only they have.
-    """
-
-    description: str
-    settings: tuple[str, ...] = ()
-    words: tuple[str, ...] = ()
-    tensors: tuple[str, ...] = ()
-
-    def matches(self, config: Settings, names: Iterable[str]) -> bool:
-        """Whether a head is of this kind. names: of its tensors."""
-        called = (*(config.get("architectures") or ()), config.get("model_type"), config.get("speculators_model_type"))
-        return (
-            any(config.get(key) for key in self.settings)
-            or any(word in str(name).lower() for name in called for word in self.words)
-            or any(name.endswith(self.tensors) for name in names if self.tensors)
-        )
-
-
-UNSUPPORTED_HEADS = (
-    UnsupportedHead(
-        "a block diffusion head (DFlash or one of its kin), which drafts a block of tokens at once",
-        settings=("dflash_config",),
-        words=("dflash", "dspark", "domino"),
+# Heads that look like EAGLE's and are not, in words, and marks that only they have: a setting that is not empty, a part of
+# their architecture or model type, or the end of a tensor's name.
+UNSUPPORTED_HEADS = {
+    "a block diffusion head (DFlash or one of its kin), which drafts a block of tokens at once": (
+        "dflash_config", "dflash", "dspark", "domino",
     ),
-    UnsupportedHead(
-        "a P-EAGLE head, which drafts all levels in one pass",
-        settings=("parallel_drafting", "ptd_token_id"),
-        words=("peagle",),
-        tensors=("mask_hidden",),
+    "a P-EAGLE head, which drafts all levels in one pass": (
+        "parallel_drafting", "ptd_token_id", "peagle", "mask_hidden",
     ),
-    UnsupportedHead(
-        "a HASS head with norms of its own over embeddings and features; those without load as eagle2",
-        settings=("add_para_norm", "layernorms"),
-        tensors=("embedding_layernorm.weight", "hidden_states_layernorm.weight", "enorm.weight", "hnorm.weight"),
+    "a HASS head with norms of its own over embeddings and features; those without load as eagle2": (
+        "add_para_norm", "layernorms",
+        "embedding_layernorm.weight", "hidden_states_layernorm.weight", "enorm.weight", "hnorm.weight",
     ),
-    UnsupportedHead("a head with a norm of its own before lm_head", tensors=("pre_lm_head_layernorm.weight",)),
-    UnsupportedHead("a head with norms of queries and keys", tensors=("self_attn.q_norm.weight", "self_attn.k_norm.weight")),
-)
+    "a head with a norm of its own before lm_head": ("pre_lm_head_layernorm.weight",),
+    "a head with norms of queries and keys": ("self_attn.q_norm.weight", "self_attn.k_norm.weight"),
+}  # fmt: skip
 
 
 def canonical_name(name: str, kind: Kind) -> str:
@@ -216,43 +139,47 @@ def canonical_name(name: str, kind: Kind) -> str:
     return re.sub(r"^layers\.0\.", "midlayer.", name) if kind == "eagle3" else name
 
 
-def read_head_config(folder: Path, target: Settings, kind: Kind = "eagle3") -> EagleHeadConfig:
-    """The head in `folder`, checked against the target's config.json. Raises CheckpointError."""
+def read_head_config(
+    folder: Path, target: Settings, kind: Kind = "eagle3", wiring: HeadWiring | None = None
+) -> EagleHeadConfig:
+    """The head in `folder`, checked against the target's config.json. wiring: replaces what its config says.
+
+    Raises CheckpointError.
+    """
     raw, source = read_config(folder), folder / "config.json"
-    names = {canonical_name(name, kind) for name in tensor_names(folder)}
-    for unsupported in UNSUPPORTED_HEADS:
-        if unsupported.matches(raw, names):
-            raise CheckpointError(
-                f"{folder} holds {unsupported.description}; Eyas knows the heads of EAGLE-1, EAGLE-2 and EAGLE-3. Take one "
-                "of these"
-            )
-    checkpoint_format = next(each for each in CHECKPOINT_FORMATS if each.matches(raw))
-    head = checkpoint_format.flatten(raw)
-    hidden, heads = get_int(head, "hidden_size", source), get_int(head, "num_attention_heads", source)
-    vocab_size = get_int(head, "vocab_size", source)
+    names = {canonical_name(name, kind) for name in weight_map(folder)}
+    _check_kind(raw, names, folder)
+    head = _flatten(raw)
+    sizes, vocab_size = read_layer_sizes(head, source), get_setting(int, head, "vocab_size", source)
     config = EagleHeadConfig(
+        **vars(sizes),
         kind=kind,
-        target_hidden=get_int(head, "target_hidden_size", source, hidden),
-        hidden=hidden,
-        intermediate=get_int(head, "intermediate_size", source),
-        num_heads=heads,
-        num_kv_heads=get_int(head, "num_key_value_heads", source, heads),
-        head_dim=get_int(head, "head_dim", source, hidden // heads),
-        num_layers=get_int(head, "num_hidden_layers", source, 1),
+        target_hidden=get_setting(int, head, "target_hidden_size", source, sizes.hidden),
+        num_layers=get_setting(int, head, "num_hidden_layers", source, 1),
         vocab_size=vocab_size,
-        draft_vocab_size=get_int(head, "draft_vocab_size", source, vocab_size),
-        rms_norm_eps=get_float(head, "rms_norm_eps", source, 1e-6),
+        draft_vocab_size=get_setting(int, head, "draft_vocab_size", source, vocab_size),
         rotary=_rotary(head, source),
-        max_positions=get_int(head, "max_position_embeddings", source, 2048),
-        wiring=_recorded_wiring(raw, source) or _stated_wiring(head, checkpoint_format, kind, names, target, source),
+        max_positions=get_setting(int, head, "max_position_embeddings", source, 2048),
+        wiring=wiring or _recorded_wiring(raw, source) or _stated_wiring(head, kind, names, target, source),
         input_norms=_input_norms(head, names, source),
-        fc_bias="fc.bias" in names or (kind == "eagle" and get_bool(head, "bias", source)),
+        fc_bias="fc.bias" in names or (kind == "eagle" and get_setting(bool, head, "bias", source, False)),
         qkv_bias=any(name.endswith("q_proj.bias") for name in names)
-        or any(get_bool(head, key, source) for key in ("attention_bias", "qkv_bias")),
+        or any(get_setting(bool, head, key, source, False) for key in ("attention_bias", "qkv_bias")),
         out_bias=any(name.endswith("o_proj.bias") for name in names),
     )
     _check(config, head, target, folder)
     return config
+
+
+def _check_kind(raw: Settings, names: set[str], folder: Path) -> None:
+    """Raises CheckpointError for a head of a kind that Eyas does not support."""
+    called = (*(raw.get("architectures") or ()), raw.get("model_type"), raw.get("speculators_model_type"))
+    words = " ".join(map(str, called)).lower()
+    for kind, marks in UNSUPPORTED_HEADS.items():
+        if any(raw.get(mark) or mark in words for mark in marks) or any(name.endswith(marks) for name in names):
+            raise CheckpointError(
+                f"{folder} holds {kind}; Eyas knows the heads of EAGLE-1, EAGLE-2 and EAGLE-3. Take one of these"
+            )
 
 
 def _recorded_wiring(raw: Settings, source: Path) -> HeadWiring | None:
@@ -272,13 +199,11 @@ def _recorded_wiring(raw: Settings, source: Path) -> HeadWiring | None:
     )
 
 
-def _stated_wiring(
-    head: Settings, checkpoint_format: CheckpointFormat, kind: Kind, names: set[str], target: Settings, source: Path
-) -> HeadWiring:
+def _stated_wiring(head: Settings, kind: Kind, names: set[str], target: Settings, source: Path) -> HeadWiring:
     """What the config says, with the usual values for what it leaves out."""
     if kind == "eagle":
         return HeadWiring((FINAL_NORM_OUTPUT,), output="bare")
-    num_layers = get_int(target, "num_hidden_layers", "the target's config")
+    num_layers = get_setting(int, target, "num_hidden_layers", "the target's config")
     layers = head.get("aux_hidden_state_layers") or (2, num_layers // 2, num_layers - 3)
     if not isinstance(layers, list | tuple) or not all(type(layer) is int and 0 <= layer <= num_layers for layer in layers):
         given = "is" if head.get("aux_hidden_state_layers") else "is left out, which means"
@@ -286,16 +211,13 @@ def _stated_wiring(
             f"{source}: eagle_aux_hidden_state_layer_ids {given} {layers!r}; it must be a list of layer numbers from 0 to "
             f"{num_layers}, which is the state behind the target's last layer"
         )
-    output: Output = "state"
-    if head.get("norm_output") is not None:
-        meaning = _next_step_reads_norm if "fc_norm.0.weight" in names else checkpoint_format.norm_output
-        output = meaning(get_bool(head, "norm_output", source))
-    return HeadWiring(tuple(layers), get_bool(head, "norm_before_residual", source), output)
+    norm_before_residual = get_setting(bool, head, "norm_before_residual", source, False)
+    return HeadWiring(tuple(layers), norm_before_residual, _output(head, names, source))
 
 
 def _input_norms(head: Settings, names: set[str], source: Path) -> InputNorms:
-    joint = "input_norm.weight" in names or get_bool(head, "norm_before_fc", source)
-    each = "fc_norm.0.weight" in names or get_bool(head, "fc_norm", source)
+    joint = "input_norm.weight" in names or get_setting(bool, head, "norm_before_fc", source, False)
+    each = "fc_norm.0.weight" in names or get_setting(bool, head, "fc_norm", source, False)
     if joint and each:
         raise CheckpointError(f"{source} asks for norm_before_fc and for fc_norm; a head can have one of them only")
     return "joint" if joint else "each" if each else "none"
@@ -306,19 +228,14 @@ def _rotary(head: Settings, source: Path) -> dict[str, Any]:
     found = head.get("rope_parameters") or head.get("rope_scaling") or {}
     if not isinstance(found, Mapping):
         raise CheckpointError(f"{source}: rope_scaling is {found!r}; it must be a mapping")
-    parameters = {"rope_theta": get_float(head, "rope_theta", source, 10000.0), **found}
+    parameters = {"rope_theta": get_setting(float, head, "rope_theta", source, 10000.0), **found}
     parameters["rope_type"] = parameters.pop("type", None) or parameters.get("rope_type") or "default"
     return parameters
 
 
 def _check(config: EagleHeadConfig, head: Settings, target: Settings, folder: Path) -> None:
     """Raises CheckpointError unless the head was made for this target and has an activation that Eyas supports."""
-    for what, own, needed in (
-        ("hidden size", config.target_hidden, int(target["hidden_size"])),
-        ("vocabulary size", config.vocab_size, int(target["vocab_size"])),
-    ):
-        if own != needed:
-            raise CheckpointError(f"{folder} was made for a target of {what} {own}, but this target has {needed}")
+    check_target(folder, (config.target_hidden, target["hidden_size"]), (config.vocab_size, target["vocab_size"]))
     if config.kind == "eagle" and config.hidden != config.target_hidden:
         raise CheckpointError(
             f"{folder} is {config.hidden} wide, its target {config.target_hidden}; an EAGLE-1 head is as wide as its target"
@@ -373,25 +290,14 @@ def fuser_shapes(c: EagleHeadConfig) -> Shapes:
 
 def _layer_shapes(c: EagleHeadConfig, layer: int) -> Shapes:
     """EAGLE-3's first layer reads embedding and feature side by side. EAGLE-1's has no norm before attention."""
-    q, kv = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
     first = layer == 0
-    width = 2 * c.hidden if first and c.kind == "eagle3" else c.hidden
-    shapes: Shapes = {
-        "post_attention_layernorm.weight": (c.hidden,),
-        "self_attn.q_proj.weight": (q, width),
-        "self_attn.k_proj.weight": (kv, width),
-        "self_attn.v_proj.weight": (kv, width),
-        "self_attn.o_proj.weight": (c.hidden, q),
-        "mlp.gate_proj.weight": (c.intermediate, c.hidden),
-        "mlp.up_proj.weight": (c.intermediate, c.hidden),
-        "mlp.down_proj.weight": (c.hidden, c.intermediate),
-    }
+    shapes = layer_shapes(c, 2 * c.hidden if first and c.kind == "eagle3" else c.hidden)
     if first and c.kind == "eagle3":
         shapes["hidden_norm.weight"] = (c.hidden,)
     if not first or c.kind == "eagle3":
         shapes["input_layernorm.weight"] = (c.hidden,)
     if c.qkv_bias:
-        shapes |= {f"self_attn.{p}_proj.bias": (size,) for p, size in (("q", q), ("k", kv), ("v", kv))}
+        shapes |= {f"self_attn.{p}_proj.bias": shapes[f"self_attn.{p}_proj.weight"][:1] for p in "qkv"}
     if c.out_bias:
         shapes["self_attn.o_proj.bias"] = (c.hidden,)
     return shapes

@@ -17,12 +17,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from eyas.errors import CheckpointError
-from eyas.models.attention import masked_attention
 from eyas.models.checkpoint import resolve
-from eyas.models.heads.eagle import EagleHead
+from eyas.models.heads.eagle import EagleHead, load_fuser, load_head
 from eyas.models.heads.eagle_config import HeadWiring, Kind, Output
-from eyas.models.heads.eagle_loader import load_fuser, load_head
-from eyas.models.heads.layers import FINAL_NORM_OUTPUT, FeatureFuser, Projected, final_state_fuser
+from eyas.models.heads.layers import FINAL_NORM_OUTPUT, FeatureFuser, Projected
 from eyas.models.inputs import Segment
 from eyas.models.target import TargetModel
 from eyas.sampling.sampler import rank
@@ -129,7 +127,7 @@ def validate_head(
         fuser: FeatureFuser = load_fuser(head, target_folder, dtype, device)
         wirings = _plausible_wirings(stated, int(target.config.num_hidden_layers))
     else:
-        fuser, wirings = final_state_fuser(loaded.config.hidden), [stated]
+        fuser, wirings = FeatureFuser(loaded.config.hidden), [stated]
     fuser = fuser.to(target.dtype)
     layers = sorted({layer for wiring in wirings for layer in wiring.aux_hidden_state_layers})
     windows = observe(target, target_folder, layers)
@@ -238,7 +236,7 @@ def _guess(head: EagleHead, fuser: FeatureFuser, wiring: HeadWiring, window: Win
     states = torch.cat([window.hidden_states[layer] for layer in wiring.aux_hidden_state_layers], -1)
     features = fuser(states).to(head.embedding.dtype)[:-1]
     tokens, positions = window.tokens[1:], torch.arange(len(features), device=features.device)
-    attention = _WindowAttention(head, positions[:, None] >= positions)
+    attention = _WindowAttention(positions[:, None] >= positions)
     states = head.run(features, tokens, positions, attention.first)
     first = _judge(head, states, window, 1)
     states = head.run(states[:-1], tokens[1:], positions[1:], attention.second)
@@ -258,28 +256,24 @@ def _judge(head: EagleHead, states: Tensor, window: Window, offset: int) -> Tens
 class _WindowAttention:
     """Attention over a window's pairs of feature and token, and over the pairs that follow each of them."""
 
-    def __init__(self, head: EagleHead, causal: Tensor) -> None:
-        self._config = head.config
+    def __init__(self, causal: Tensor) -> None:
         self._causal = causal
         self._rows: dict[int, Projected] = {}
 
     def first(self, layer: int, rows: Projected) -> Tensor:
         """Row i sees the window's pairs up to i."""
         self._rows[layer] = rows
-        return self._attend(rows.query, rows.key, rows.value, self._causal)
+        return _attend(rows.query, rows.key, rows.value, self._causal)
 
     def second(self, layer: int, rows: Projected) -> Tensor:
         """Row i sees the window's pairs up to i, and itself."""
         window, count = self._rows[layer], len(rows.query)
         own = torch.eye(count, dtype=torch.bool, device=rows.query.device)
         keys, values = torch.cat([window.key, rows.key]), torch.cat([window.value, rows.value])
-        return self._attend(rows.query, keys, values, torch.cat([self._causal[:count], own], 1))
+        return _attend(rows.query, keys, values, torch.cat([self._causal[:count], own], 1))
 
-    def _attend(self, query: Tensor, key: Tensor, value: Tensor, visible: Tensor) -> Tensor:
-        c, groups = self._config, self._config.num_heads // self._config.num_kv_heads
-        q = query.view(-1, c.num_kv_heads, groups, c.head_dim).permute(1, 2, 0, 3).reshape(1, c.num_kv_heads, -1, c.head_dim)
-        bias = torch.zeros(visible.shape, dtype=query.dtype, device=query.device).masked_fill_(~visible, float("-inf"))
-        out = masked_attention(
-            q, key.transpose(0, 1)[None], value.transpose(0, 1)[None], bias.repeat(groups, 1), c.head_dim**-0.5
-        )
-        return out[0].view(c.num_heads, -1, c.head_dim).transpose(0, 1)
+
+def _attend(query: Tensor, key: Tensor, value: Tensor, visible: Tensor) -> Tensor:
+    """Attention of query [R, heads, d] over key and value [K, kv heads, d]; visible [R, K]."""
+    q, k, v = (rows.transpose(0, 1)[None] for rows in (query, key, value))
+    return F.scaled_dot_product_attention(q, k, v, visible, enable_gqa=True)[0].transpose(0, 1)

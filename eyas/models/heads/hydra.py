@@ -16,16 +16,29 @@ from torch import Tensor, nn
 
 from eyas.errors import CheckpointError
 from eyas.models.checkpoint import (
+    EMBEDDING_NAMES,
     check_device,
     check_tensors,
-    get_int,
+    get_setting,
     read_config,
-    read_embedding,
     read_target_config,
+    read_tensor,
     read_tensors,
     resolve,
 )
-from eyas.models.heads.layers import DraftLayer, Projected, frozen, rms_norm, rotary_table, take_draft_ids, under_prefix
+from eyas.models.heads.layers import (
+    DraftLayer,
+    LayerSizes,
+    Projected,
+    Shapes,
+    frozen,
+    layer_shapes,
+    read_layer_sizes,
+    rms_norm,
+    rotary_table,
+    take_draft_ids,
+    under_prefix,
+)
 from eyas.models.target import read_model_config
 
 HYDRA_FILES = ("hydra_lm_head.safetensors", "hydra_lm_head.pt")
@@ -34,8 +47,6 @@ ARCHITECTURES = ("mlp", "prefix-mlp")
 PREFIX = "prefix_embeding_layer."
 # They came along in training and are not used.
 PREFIX_OPTIONAL = frozenset({f"{PREFIX}embed_tokens.weight", f"{PREFIX}layers.0.self_attn.rotary_emb.inv_freq"})
-
-Shapes = dict[str, tuple[int, ...]]
 
 
 class HydraHead(nn.Module):
@@ -81,43 +92,16 @@ class HydraMLP(nn.Module):
         return F.linear(x, self.output, self.bias)
 
 
-@dataclass(frozen=True)
-class PrefixSizes:
-    """Sizes of the prefix layer, which are the target's."""
-
-    hidden: int
-    intermediate: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    rms_norm_eps: float
-    max_model_len: int
-
-    @classmethod
-    def of(cls, target: Path) -> PrefixSizes:
-        """Raises CheckpointError for a target whose config lacks one of them."""
-        config, source = read_target_config(target), target / "config.json"
-        hidden, heads = (get_int(config, key, source) for key in ("hidden_size", "num_attention_heads"))
-        return cls(
-            hidden=hidden,
-            intermediate=get_int(config, "intermediate_size", source),
-            num_heads=heads,
-            num_kv_heads=get_int(config, "num_key_value_heads", source, heads),
-            head_dim=get_int(config, "head_dim", source, hidden // heads),
-            rms_norm_eps=float(config.get("rms_norm_eps", 1e-6)),
-            max_model_len=get_int(config, "max_position_embeddings", source),
-        )
-
-
 class PrefixLayer(nn.Module):
     """A decoder layer over the target's final states, with its norm before and the model's norm behind it."""
 
-    def __init__(self, sizes: PrefixSizes, tensors: Mapping[str, Tensor], target: Path) -> None:
+    def __init__(self, sizes: LayerSizes, tensors: Mapping[str, Tensor], target: Path) -> None:
         super().__init__()
         self.sizes = sizes
         self.layer = DraftLayer(sizes, under_prefix(tensors, "layers.0."))
         self.norm = frozen(tensors["norm.weight"])
-        rotary = rotary_table(read_model_config(target).get_text_config(), sizes.max_model_len)
+        config = read_model_config(target).get_text_config()
+        rotary = rotary_table(config, config.max_position_embeddings)
         self.register_buffer("rotary", rotary.to(self.norm.dtype))
         self.rotary: Tensor
 
@@ -138,19 +122,19 @@ def load_hydra(path_or_id: str, target: str, dtype: str = "float32", device: str
     check_device(dtype, device)
     folder, target_folder = resolve(path_or_id), resolve(target)
     sizes = read_target_config(target_folder)
-    hidden, vocab = (get_int(sizes, key, "the target's config") for key in ("hidden_size", "vocab_size"))
+    hidden, vocab = (get_setting(int, sizes, key, "the target's config") for key in ("hidden_size", "vocab_size"))
     config, tensors = read_hydra_config(folder), read_tensors(folder, HYDRA_FILES)
     ids = take_draft_ids(tensors, hidden, vocab, folder)
     expected, optional = _shapes(config, hidden, vocab, len(ids)), {"input_embed_fn.weight"}
     optional |= {name for name in expected if name.startswith("hydra_lm_head.") and name.endswith(".bias")}
-    prefix_sizes = PrefixSizes.of(target_folder) if config.has_prefix else None
+    prefix_sizes = read_layer_sizes(sizes, target_folder / "config.json") if config.has_prefix else None
     if prefix_sizes:
         expected |= _prefix_shapes(prefix_sizes, vocab)
         optional |= PREFIX_OPTIONAL
     _repeat_blocks(tensors, config)
     check_tensors(tensors, expected, optional, folder)
     embedding = tensors.pop("input_embed_fn.weight", None)
-    embedding = read_embedding(target_folder) if embedding is None else embedding
+    embedding = read_tensor(target_folder, EMBEDDING_NAMES) if embedding is None else embedding
     cast = {name: tensor.to(getattr(torch, dtype)) for name, tensor in tensors.items()}
     prefix = PrefixLayer(prefix_sizes, under_prefix(cast, PREFIX), target_folder) if prefix_sizes else None
     heads = [_head(cast, config, index) for index in range(config.num_heads)]
@@ -184,7 +168,7 @@ def read_hydra_config(folder: Path) -> HydraConfig:
     for key, value in needed.items():
         if config.get(key, value) != value:
             raise CheckpointError(f"{source}: {key} is {config[key]!r}; Eyas runs Hydra heads with {value!r} only")
-    heads, layers = (get_int(config, key, source) for key in ("hydra_num_heads", "hydra_num_layers"))
+    heads, layers = (get_setting(int, config, key, source) for key in ("hydra_num_heads", "hydra_num_layers"))
     return HydraConfig(heads, layers, architecture == "prefix-mlp")
 
 
@@ -201,22 +185,13 @@ def _shapes(c: HydraConfig, hidden: int, vocab: int, draft_vocab: int) -> Shapes
     return shapes
 
 
-def _prefix_shapes(s: PrefixSizes, vocab: int) -> Shapes:
-    q, kv = s.num_heads * s.head_dim, s.num_kv_heads * s.head_dim
-    shapes: Shapes = {
-        "layers.0.self_attn.q_proj.weight": (q, s.hidden),
-        "layers.0.self_attn.k_proj.weight": (kv, s.hidden),
-        "layers.0.self_attn.v_proj.weight": (kv, s.hidden),
-        "layers.0.self_attn.o_proj.weight": (s.hidden, q),
-        "layers.0.mlp.gate_proj.weight": (s.intermediate, s.hidden),
-        "layers.0.mlp.up_proj.weight": (s.intermediate, s.hidden),
-        "layers.0.mlp.down_proj.weight": (s.hidden, s.intermediate),
-        "layers.0.input_layernorm.weight": (s.hidden,),
-        "layers.0.post_attention_layernorm.weight": (s.hidden,),
-        "layers.0.self_attn.rotary_emb.inv_freq": (s.head_dim // 2,),
-        "norm.weight": (s.hidden,),
-        "embed_tokens.weight": (vocab, s.hidden),
+def _prefix_shapes(sizes: LayerSizes, vocab: int) -> Shapes:
+    layer = layer_shapes(sizes, sizes.hidden) | {
+        "input_layernorm.weight": (sizes.hidden,),
+        "self_attn.rotary_emb.inv_freq": (sizes.head_dim // 2,),
     }
+    shapes = {f"layers.0.{name}": shape for name, shape in layer.items()}
+    shapes |= {"norm.weight": (sizes.hidden,), "embed_tokens.weight": (vocab, sizes.hidden)}
     return {PREFIX + name: shape for name, shape in shapes.items()}
 
 

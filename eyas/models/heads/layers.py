@@ -9,29 +9,69 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from eyas.errors import CheckpointError
+from eyas.models.checkpoint import get_setting
 
 # As an aux hidden state layer: the state behind the target's final norm.
 FINAL_NORM_OUTPUT = -1
 
 
-class LayerSizes(Protocol):
-    """Sizes of a decoder layer that its weights do not show."""
+Shapes = dict[str, tuple[int, ...]]
 
-    @property
-    def num_heads(self) -> int: ...
-    @property
-    def num_kv_heads(self) -> int: ...
-    @property
-    def head_dim(self) -> int: ...
-    @property
-    def rms_norm_eps(self) -> float: ...
+
+@dataclass(frozen=True)
+class LayerSizes:
+    """Sizes of a decoder layer."""
+
+    hidden: int
+    intermediate: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rms_norm_eps: float
+
+
+def read_layer_sizes(settings: Mapping[str, Any], source: object) -> LayerSizes:
+    """The sizes that a config.json states. Raises CheckpointError if it lacks one of them."""
+    hidden, intermediate, heads = (
+        get_setting(int, settings, key, source) for key in ("hidden_size", "intermediate_size", "num_attention_heads")
+    )
+    return LayerSizes(
+        hidden,
+        intermediate,
+        heads,
+        num_kv_heads=get_setting(int, settings, "num_key_value_heads", source, heads),
+        head_dim=get_setting(int, settings, "head_dim", source, hidden // heads),
+        rms_norm_eps=get_setting(float, settings, "rms_norm_eps", source, 1e-6),
+    )
+
+
+def layer_shapes(sizes: LayerSizes, width: int) -> Shapes:
+    """Names and shapes of a layer's weights without the norms of its inputs. width: X."""
+    q, kv = sizes.num_heads * sizes.head_dim, sizes.num_kv_heads * sizes.head_dim
+    return {
+        "self_attn.q_proj.weight": (q, width),
+        "self_attn.k_proj.weight": (kv, width),
+        "self_attn.v_proj.weight": (kv, width),
+        "self_attn.o_proj.weight": (sizes.hidden, q),
+        "mlp.gate_proj.weight": (sizes.intermediate, sizes.hidden),
+        "mlp.up_proj.weight": (sizes.intermediate, sizes.hidden),
+        "mlp.down_proj.weight": (sizes.hidden, sizes.intermediate),
+        "post_attention_layernorm.weight": (sizes.hidden,),
+    }
+
+
+def check_target(source: Path, hidden: tuple[int, int], vocab_size: tuple[int, int]) -> None:
+    """Raises CheckpointError unless the sizes for which a head was made are those of its target: (head's, target's)."""
+    for what, (own, needed) in (("hidden size", hidden), ("vocabulary size", vocab_size)):
+        if own != needed:
+            raise CheckpointError(f"{source} was made for a target of {what} {own}, but this target has {needed}")
 
 
 @dataclass(frozen=True)
@@ -115,51 +155,45 @@ def under_prefix(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor
 
 
 class FeatureFuser(nn.Module):
-    """Hidden states of the target [R, T * C] to features [R, H]; this class passes them on unchanged.
+    """Hidden states of the target [R, T * C] to features [R, H].
 
-    aux_hidden_state_layers: what `load_target` is to collect.
+    This class passes them on unchanged. By default they are the target's final states, as its lm_head sees them: EAGLE-1 and
+    -2, Medusa, Hydra. width: H. aux_hidden_state_layers: what `load_target` is to collect.
     """
 
-    def __init__(self, aux_hidden_state_layers: tuple[int, ...], width: int) -> None:
+    def __init__(self, width: int, aux_hidden_state_layers: tuple[int, ...] = (FINAL_NORM_OUTPUT,)) -> None:
         super().__init__()
-        self.aux_hidden_state_layers = aux_hidden_state_layers
         self.width = width
+        self.aux_hidden_state_layers = aux_hidden_state_layers
 
     def forward(self, states: Tensor) -> Tensor:
         return states
 
 
 class LinearFuser(FeatureFuser):
-    """An EAGLE-3 head's fc, weight [H, T * C], bias [H] if it has one."""
+    """An EAGLE-3 head's fc, weight [H, T * C], bias [H] if it has one.
 
-    def __init__(self, weight: Tensor, aux_hidden_state_layers: tuple[int, ...], bias: Tensor | None = None) -> None:
-        super().__init__(aux_hidden_state_layers, weight.shape[0])
-        self.weight = frozen(weight)
-        self.bias = None if bias is None else frozen(bias)
-
-    def forward(self, states: Tensor) -> Tensor:
-        return F.linear(states, self.weight, self.bias)
-
-
-class NormedFuser(LinearFuser):
-    """fc behind root-mean-square norms, weights [n, T * C / n]: one over all states side by side, or one for each."""
+    norms: weights [n, T * C / n] of root-mean-square norms before fc, one over all states side by side, or one for each.
+    """
 
     def __init__(
-        self, weight: Tensor, aux_hidden_state_layers: tuple[int, ...], bias: Tensor | None, norms: Tensor, eps: float
+        self,
+        weight: Tensor,
+        aux_hidden_state_layers: tuple[int, ...],
+        bias: Tensor | None = None,
+        norms: Tensor | None = None,
+        eps: float = 0.0,
     ) -> None:
-        super().__init__(weight, aux_hidden_state_layers, bias)
-        self.norms = frozen(norms)
+        super().__init__(weight.shape[0], aux_hidden_state_layers)
+        self.weight = frozen(weight)
+        self.bias = None if bias is None else frozen(bias)
+        self.norms = None if norms is None else frozen(norms)
         self._eps = eps
 
     def forward(self, states: Tensor) -> Tensor:
-        parts = states.view(-1, *self.norms.shape).float()
-        scale = torch.rsqrt(parts.square().mean(-1, keepdim=True) + self._eps)
-        return super().forward(((parts * scale).to(states.dtype) * self.norms).flatten(1))
-
-
-def final_state_fuser(width: int) -> FeatureFuser:
-    """The target's last hidden states, `width` wide, as its lm_head sees them: EAGLE-1 and -2, Medusa, Hydra."""
-    return FeatureFuser((FINAL_NORM_OUTPUT,), width)
+        if self.norms is not None:
+            states = rms_norm(states.view(-1, *self.norms.shape), self.norms, self._eps).flatten(1)
+        return F.linear(states, self.weight, self.bias)
 
 
 def take_draft_ids(tensors: dict[str, Tensor], hidden: int, vocab_size: int, source: Path) -> Tensor:
@@ -170,9 +204,7 @@ def take_draft_ids(tensors: dict[str, Tensor], hidden: int, vocab_size: int, sou
     """
     for output in (tensor for name, tensor in tensors.items() if "lm_head" in name and tensor.dim() == 2):
         rows = vocab_size if "token_map" in tensors else len(output)
-        for what, own, needed in (("hidden size", output.shape[1], hidden), ("vocabulary size", rows, vocab_size)):
-            if own != needed:
-                raise CheckpointError(f"{source} was made for a target of {what} {own}, but this target has {needed}")
+        check_target(source, (output.shape[1], hidden), (rows, vocab_size))
     token_map = tensors.pop("token_map", None)
     if token_map is None:
         return torch.arange(vocab_size)

@@ -17,8 +17,7 @@ from eyas.errors import CheckpointError
 from eyas.models.checkpoint import (
     check_device,
     check_tensors,
-    get_float,
-    get_int,
+    get_setting,
     read_config,
     read_target_config,
     read_tensors,
@@ -57,7 +56,7 @@ def load_medusa(path_or_id: str, target: str, dtype: str = "float32", device: st
     check_device(dtype, device)
     folder = resolve(path_or_id)
     sizes = read_target_config(resolve(target))
-    hidden, vocab = (get_int(sizes, key, "the target's config") for key in ("hidden_size", "vocab_size"))
+    hidden, vocab = (get_setting(int, sizes, key, "the target's config") for key in ("hidden_size", "vocab_size"))
     config, tensors = read_config(folder), _canonical_names(read_tensors(folder, MEDUSA_FILES))
     shared = bool(config.get("original_lm_head")) or "lm_head.weight" in tensors
     if shared:
@@ -75,7 +74,7 @@ def load_medusa(path_or_id: str, target: str, dtype: str = "float32", device: st
     names = [[f"blocks.{head}.layers.{layer}" for head in range(heads)] for layer in range(layers)]
     weights = [torch.stack([cast[f"{block}.weight"] for block in blocks]) for blocks in names]
     biases = [torch.stack([cast.get(f"{block}.bias", no_bias)[None] for block in blocks]) for blocks in names]
-    scale = get_float(config, "logit_scale", folder / "config.json", 1.0)
+    scale = get_setting(float, config, "logit_scale", folder / "config.json", 1.0)
     outputs = torch.stack([cast[f"lm_heads.{head}.weight"] for head in range(num_outputs)]) * scale
     return MedusaHead(weights, biases, outputs, ids).to(torch.device(device))
 

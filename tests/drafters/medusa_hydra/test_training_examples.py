@@ -10,8 +10,8 @@ import typer
 from safetensors.torch import load_file
 
 from eyas.models.checkpoint import read_target_config
+from eyas.models.heads.eagle import load_head
 from eyas.models.heads.eagle_config import read_head_config
-from eyas.models.heads.eagle_loader import load_head
 from eyas.models.heads.hydra import load_hydra
 from eyas.models.heads.medusa import load_medusa
 from tests.drafters.naive_eagle import NaiveEagle

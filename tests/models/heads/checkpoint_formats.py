@@ -10,8 +10,8 @@ import torch
 from safetensors.torch import save_file
 
 from eyas.models.checkpoint import WIRING_KEY
+from eyas.models.heads.eagle import config_json
 from eyas.models.heads.eagle_config import EagleHeadConfig, HeadWiring, optional_tensors, tensor_shapes
-from eyas.models.heads.eagle_loader import config_json
 
 TINY = EagleHeadConfig(
     kind="eagle3", target_hidden=32, hidden=32, intermediate=64, num_heads=4, num_kv_heads=2, head_dim=8, num_layers=1,

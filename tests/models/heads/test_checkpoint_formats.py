@@ -11,8 +11,8 @@ from eyas.config import DraftingConfig, TreeConfig
 from eyas.draft_protocol import Commit, TreeBudget
 from eyas.drafters.eagle import EagleDrafter
 from eyas.models.checkpoint import head_fingerprint, read_target_config
+from eyas.models.heads.eagle import load_fuser, load_head, write_head
 from eyas.models.heads.eagle_config import EagleHeadConfig, HeadWiring, read_head_config
-from eyas.models.heads.eagle_loader import load_fuser, load_head, write_head
 from eyas.request import NoiseKey
 from eyas.tree import DraftTree
 from tests.drafters.naive_eagle import NaiveEagle, best_tree, linear, rms

@@ -12,8 +12,8 @@ from eyas.config import DraftingConfig, TreeConfig
 from eyas.draft_protocol import Commit, TreeBudget
 from eyas.drafters.registry import build_drafter
 from eyas.errors import CheckpointError
+from eyas.models.heads.eagle import load_fuser, load_head
 from eyas.models.heads.eagle_config import Kind
-from eyas.models.heads.eagle_loader import load_fuser, load_head
 from eyas.request import NoiseKey
 from eyas.tree import DraftTree
 from tests.models.heads.checkpoint_formats import (

@@ -28,7 +28,7 @@ from eyas.errors import CheckpointError, ConfigError, Unavailable
 from eyas.llm import LLM
 from eyas.models.cuda.backend import BackendKind, BackendPlan
 from eyas.models.cuda.graphs import CaptureLimits
-from eyas.models.heads.eagle_loader import load_fuser
+from eyas.models.heads.eagle import load_fuser
 from eyas.models.heads.layers import FeatureFuser
 from eyas.models.inputs import Segment, pack
 from eyas.models.target import TargetModel, load_target

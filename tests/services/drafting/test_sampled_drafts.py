@@ -12,7 +12,7 @@ from eyas.drafters.base import Drafter, DrafterNeeds
 from eyas.drafters.registry import build_drafter
 from eyas.engine.build import assemble_engine
 from eyas.errors import InvalidRequest
-from eyas.models.heads.eagle_loader import load_fuser
+from eyas.models.heads.eagle import load_fuser
 from eyas.models.target import load_target
 from eyas.request import Request, SamplingParams
 from eyas.rpc.messages import DrafterInfo, ModelInfo
