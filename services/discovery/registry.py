@@ -76,7 +76,6 @@ class Registry:
     async def withdraw(self) -> None:
         """Stop the heartbeat and remove the leases at once."""
         await cancel_task(self._heartbeat)
-        self._heartbeat = None
         leases, self._published = self._published, ()
         if leases:
             await self._attempt(lambda: self._erase(leases))

@@ -35,12 +35,6 @@ class _History:
     drafter: RemoteDrafter | None = None
     timing: DraftTiming | None = None
 
-    def add(self, drafter: RemoteDrafter, timing: DraftTiming | None) -> None:
-        self.drafter, self.timing = drafter, timing
-        if timing is not None:
-            self.num_answered += 1
-            self.seconds += timing.round_trip
-
 
 class DraftPool:
     """Implements Drafter over many RemoteDrafters. A session without a drafter gets None and decodes plainly.
@@ -184,7 +178,9 @@ class DraftPool:
                 drafts[i] = draft
                 history = self._histories.get(contexts[i].session)
                 if history and contexts[i].budget.wants_tree:
-                    history.add(drafter, sent.timing)
+                    history.drafter, history.timing = drafter, sent.timing
+                    history.num_answered += sent.timing is not None
+                    history.seconds += sent.timing.round_trip if sent.timing else 0.0
         return drafts
 
     # Below: with the lock held.

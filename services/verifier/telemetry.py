@@ -107,18 +107,15 @@ class VerifierTelemetry:
         for chunk in chunks:
             num_generated += len(chunk.token_ids)
             stats.add(chunk)
-            self._record_chunk(now, report, chunk)
-        if report.num_rows:
-            self._record_step(report, stats, num_generated)
-
-    def _record_chunk(self, now: int, report: StepReport, chunk: Chunk) -> None:
-        timing = None
-        if self._pool is not None and chunk.verify_step is not None and chunk.verify_step.drafted:
-            timing = self._pool.count_verified(chunk.request_id, chunk.verify_step)
+            timing = None
+            if self._pool is not None and chunk.verify_step is not None and chunk.verify_step.drafted:
+                timing = self._pool.count_verified(chunk.request_id, chunk.verify_step)
             if timing is not None:
                 self._round_trip.observe(timing.round_trip)
-        if trace := self._traces.get(chunk.request_id):
-            trace.record(now, report, chunk, timing)
+            if trace := self._traces.get(chunk.request_id):
+                trace.record(now, report, chunk, timing)
+        if report.num_rows:
+            self._record_step(report, stats, num_generated)
 
     def _record_step(self, report: StepReport, stats: GenerationStats, num_generated: int) -> None:
         self._step.observe(report.verify)
