@@ -32,16 +32,12 @@ def on_this_node(config: ConfigT, environment: EnvironmentConfig) -> ConfigT:
 
 
 class WorkerReplica:
-    """Runs a service as a task of a Serve replica's event loop, and is its ServiceRunner.
-
-    address: where the service listens, once it is ready.
-    """
+    """Runs a service as a task of a Serve replica's event loop, and is its ServiceRunner."""
 
     _read_usage: Callable[[], Stats]
 
     async def start(self, run: Callable[[ServiceRunner], Coroutine[Any, Any, None]]) -> None:
         """Return once the service is ready. Raises its error if it ends before."""
-        self.address = ""
         self._stop, self._is_ready = asyncio.Event(), asyncio.Event()
         self._service = asyncio.create_task(run(self), name="service")
         ready = asyncio.create_task(self._is_ready.wait())
@@ -54,7 +50,6 @@ class WorkerReplica:
         yield self._stop
 
     def ready(self, address: str) -> None:
-        self.address = address
         self._is_ready.set()
         log.info("serving on %s", address)
 

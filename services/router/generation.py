@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from contextlib import aclosing, contextmanager
 from contextvars import copy_context
 from dataclasses import replace
@@ -72,15 +72,21 @@ class GenerationService:
         info = self.model(name)
         prompt_ids = call.request.prompt_ids
         if call.prompt_text:
-            prompt_ids = await _encode(self._tokenizers[name].encode, self._tokenizers[name], call.prompt_text, info)
+            prompt_ids = await self.encode(info, call.prompt_text)
         request = replace(call.request, id=call.request.id or uuid.uuid4().hex, prompt_ids=prompt_ids)
         check_request(request, info.vocab_size, info.max_model_len)
         return replace(call, request=request, prompt_text=None, model=name)
 
-    async def encode_rendered(self, info: ModelInfo, text: str) -> tuple[int, ...]:
-        """Return the token ids of a text that contains its special tokens. Raises InvalidRequest if it cannot fit."""
+    async def encode(self, info: ModelInfo, text: str, is_rendered: bool = False) -> tuple[int, ...]:
+        """Return the token ids of a text, encoded in a thread. is_rendered: the text contains its special tokens.
+
+        Raises InvalidRequest, without encoding it, for a text that cannot fit.
+        """
         tokenizer = self._tokenizers[info.name]
-        return await _encode(tokenizer.encode_rendered, tokenizer, text, info)
+        if (least := tokenizer.least_tokens(text)) > info.max_model_len:
+            message = f"prompt of at least {least} tokens exceeds the context of {info.max_model_len} tokens"
+            raise InvalidRequest(message, "prompt")
+        return await asyncio.to_thread(tokenizer.encode_rendered if is_rendered else tokenizer.encode, text)
 
     async def stream(
         self,
@@ -195,13 +201,3 @@ async def merge(streams: Sequence[AsyncGenerator[TextChunk, None]]) -> AsyncGene
 
 async def _next(stream: AsyncGenerator[TextChunk, None]) -> TextChunk | None:
     return await anext(stream, None)
-
-
-async def _encode(
-    encode: Callable[[str], tuple[int, ...]], tokenizer: Tokenizer, text: str, info: ModelInfo
-) -> tuple[int, ...]:
-    """Encode a text in a thread; a text that cannot fit is rejected without encoding it."""
-    if (least := tokenizer.least_tokens(text)) > info.max_model_len:
-        message = f"prompt of at least {least} tokens exceeds the context of {info.max_model_len} tokens"
-        raise InvalidRequest(message, "prompt")
-    return await asyncio.to_thread(encode, text)

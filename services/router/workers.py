@@ -6,7 +6,7 @@ import asyncio
 import logging
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Awaitable, Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -218,20 +218,18 @@ class OutlierDetector:
 
 
 class SentBlocks:
-    """Hashes of the token blocks sent to each worker most recently; its lease may not announce them yet."""
+    """Hashes of the token blocks sent to each worker most recently; its lease may not announce them yet.
+
+    by_worker: the hashes, by incarnation, oldest first.
+    """
 
     def __init__(self, limit: int = MAX_SENT_BLOCKS) -> None:
         self._limit = limit
-        self._sent: dict[str, OrderedDict[int, None]] = {}
-
-    @property
-    def by_worker(self) -> Mapping[str, Container[int]]:
-        """The hashes, by incarnation."""
-        return self._sent
+        self.by_worker: dict[str, OrderedDict[int, None]] = {}
 
     def add(self, incarnation: str, block_hashes: Sequence[int]) -> None:
         """Remember a prompt's blocks; its last blocks are evicted before its first."""
-        sent = self._sent.setdefault(incarnation, OrderedDict())
+        sent = self.by_worker.setdefault(incarnation, OrderedDict())
         for block in reversed(block_hashes):
             sent[block] = None
             sent.move_to_end(block)
@@ -240,7 +238,7 @@ class SentBlocks:
 
     def retain(self, incarnations: Iterable[str]) -> None:
         """Drop the blocks of all other workers."""
-        self._sent = {name: self._sent[name] for name in incarnations if name in self._sent}
+        self.by_worker = {name: self.by_worker[name] for name in incarnations if name in self.by_worker}
 
 
 @dataclass

@@ -82,7 +82,6 @@ def test_a_hosted_service_reports_ready_stop_and_failure() -> None:
     async def host() -> None:
         hosted = WorkerReplica()
         await hosted.start(lambda runner: serve(runner, breaks=False))
-        assert hosted.address == "here:1"
         hosted.check_health()
         await hosted.stop()
         hosted.check_health()

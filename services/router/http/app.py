@@ -161,7 +161,7 @@ class OpenAIEndpoints:
         messages = [message.model_dump(exclude_defaults=True) for message in body.messages]
         text = await asyncio.to_thread(template.render, messages, body.chat_template_kwargs)
         with _field_names(body):
-            token_ids = await self.service.encode_rendered(info, text)
+            token_ids = await self.service.encode(info, text, is_rendered=True)
         max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
         if max_tokens is None:
             max_tokens = max(info.max_model_len - len(token_ids), 1)

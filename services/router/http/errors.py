@@ -17,7 +17,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response
 from starlette.exceptions import HTTPException
 
-from eyas.errors import EyasError, InvalidRequest, Overloaded, Unauthenticated, Unavailable
+from eyas.errors import EyasError, InvalidRequest, Overloaded, RequestFailed, Unauthenticated, Unavailable
 from eyas.rpc.server import status_of
 from eyas.services.router.http.requests import invalid_body
 
@@ -74,7 +74,7 @@ def add_error_handlers(app: FastAPI) -> None:
     @app.exception_handler(Exception)
     async def internal_error(request: Request, error: Exception) -> Response:
         """The server logs the traceback."""
-        return JSONResponse(_body(_INTERNAL, "internal error"), _INTERNAL.status)
+        return error_response(RequestFailed("internal error"))
 
 
 def _kind(error: EyasError) -> ErrorKind:
