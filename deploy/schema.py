@@ -172,6 +172,7 @@ def ray() -> Schema:
     """Return the schema of `ray`."""
     return strict(
         image=strict(repository=NAME),
+        operatorNamespace=NAME,
         version=NAME,
         application=NAME,
         importPath=NAME,

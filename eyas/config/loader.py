@@ -6,6 +6,7 @@ pydantic and yaml are imported only by the functions that read.
 from __future__ import annotations
 
 import difflib
+import os
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import fields, is_dataclass
@@ -15,10 +16,14 @@ from typing import Any, TypeVar, cast, get_args, get_type_hints
 from eyas.errors import ConfigError
 
 ConfigT = TypeVar("ConfigT")
+VARIABLE = re.compile(r"\$\{env:(\w+)\}")
 
 
 def load(kind: type[ConfigT], file: Path | None, assignments: Iterable[str] = ()) -> ConfigT:
     """Read a configuration class from a YAML file, then apply `key.sub=value` assignments (values are YAML).
+
+    `${env:NAME}` in a string becomes the value of that environment variable, so that neither file nor command line holds a
+    password.
 
     Raises ConfigError that names the file, the key and, for an unknown key, the most similar valid one.
     """
@@ -33,7 +38,7 @@ def load(kind: type[ConfigT], file: Path | None, assignments: Iterable[str] = ()
     data = data or {}
     for assignment in assignments:
         _assign(data, assignment)
-    return validated(kind, data, str(file or "settings"))
+    return validated(kind, _with_environment(data, ""), str(file or "settings"))
 
 
 def validated(kind: type[ConfigT], data: Mapping[str, Any], source: str) -> ConfigT:
@@ -94,6 +99,17 @@ def _assign(data: dict[str, Any], assignment: str) -> None:
         data[key] = yaml.safe_load(value)
     except yaml.YAMLError as error:
         raise ConfigError(f"--set {assignment!r}: the value of {path} is not YAML") from error
+
+
+def _with_environment(node: Any, path: str) -> Any:
+    """Return plain data with the environment variables that its strings name. path: of the node, for errors."""
+    if isinstance(node, dict):
+        return {key: _with_environment(value, f"{path}.{key}" if path else str(key)) for key, value in node.items()}
+    if isinstance(node, list):
+        return [_with_environment(value, f"{path}.{index}") for index, value in enumerate(node)]
+    for name in VARIABLE.findall(node) if isinstance(node, str) else ():
+        require(name in os.environ, f"{path} names the environment variable {name}, which is not set")
+    return VARIABLE.sub(lambda found: os.environ[found[1]], node) if isinstance(node, str) else node
 
 
 def _check_keys(kind: Any, data: Mapping[str, Any], prefix: str) -> None:

@@ -116,6 +116,19 @@ def test_a_wrong_assignment_is_explained(tmp_path: Path, assignment: str, messag
         load(VerifierConfig, written(tmp_path, VERIFIER), [assignment])
 
 
+def test_strings_take_environment_variables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("REDIS_PASSWORD", 'a "b": $c')
+    file = tmp_path / "router.yaml"
+    file.write_text(
+        'models: [{name: "${env:REDIS_PASSWORD}", tokenizer: b}]\nregistry: {url: "redis://:${env:REDIS_PASSWORD}@h"}'
+    )
+    config = load(RouterConfig, file)
+    assert config.registry.url == 'redis://:a "b": $c@h'
+    assert config.models[0].name == 'a "b": $c'
+    with pytest.raises(ConfigError, match=r"registry\.url names the environment variable NOT_THERE"):
+        load(RouterConfig, file, ["registry.url=${env:NOT_THERE}"])
+
+
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"absent\.yaml"):
         load(VerifierConfig, tmp_path / "absent.yaml")

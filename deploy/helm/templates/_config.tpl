@@ -20,6 +20,10 @@ telemetry:
   metrics_host: 0.0.0.0
   metrics_port: {{ include "eyas.metricsPort" $root }}
   log_format: json
+{{- if eq $root.Values.mode "plain" }}
+registry:
+  url: ${env:REGISTRY_URL}
+{{- end }}
 {{- with $root.Values.peers.tls }}
 {{- if .existingSecret }}
 peers:

@@ -131,7 +131,7 @@ capabilities:
 {{- end }}
 {{- end -}}
 
-{{/* root: URL of Redis, from a Secret if there is one, so that no password is in a ConfigMap */}}
+{{/* root: URL of Redis, from a Secret if there is one, so that no ConfigMap and no command line holds a password */}}
 {{- define "eyas.registryEnv" -}}
 - name: REGISTRY_URL
 {{- if eq .Values.redis.kind "bundled" }}
@@ -231,12 +231,10 @@ capabilities:
 - name: {{ $component }}
   image: {{ include "eyas.image" (list $root $own.image) }}
   imagePullPolicy: {{ $root.Values.image.pullPolicy }}
-  command: [python, -m, services.{{ $component }}]
+  command: [python, -m, eyas.services.{{ $component }}]
   args:
     - --config
     - /etc/eyas/{{ $component }}.yaml
-    - --set
-    - registry.url="$(REGISTRY_URL)"
     - --set
     - server.zone="$(ZONE)"
     {{- if ne $component "router" }}

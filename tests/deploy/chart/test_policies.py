@@ -9,7 +9,9 @@ from tests.deploy.charts import RENDERINGS, Object, matches, of_kind, pod_templa
 
 CLOSED = [name for name in RENDERINGS if name != "open"]
 PORTS = {"router": 50050, "verifier": 50051, "draft": 50052, "redis": 6379}
-STRANGER: Object = {"metadata": {"labels": {"app": "stranger"}}}
+STRANGER: Object = {"metadata": {"labels": {"app": "stranger"}, "namespace": "elsewhere"}}
+OPERATOR_LABELS = {"app.kubernetes.io/name": "kuberay-operator", "app.kubernetes.io/component": "kuberay-operator"}
+RAY_PORTS = {"gcs": 6379, "dashboard": 8265, "client": 10001, "agent": 52365}
 
 each_closed = pytest.mark.parametrize("name", CLOSED)
 
@@ -28,9 +30,13 @@ def policies_on(name: str, pod: Object, direction: str) -> list[Object]:
 
 
 def peers_allow(peers: list[Object] | None, pod: Object) -> bool:
-    if not peers:
-        return True
-    return any("namespaceSelector" in p or matches(p["podSelector"], pod["metadata"]["labels"]) for p in peers)
+    namespace = {"kubernetes.io/metadata.name": pod["metadata"].get("namespace", "eyas")}
+    own: Object = {"matchLabels": {"kubernetes.io/metadata.name": "eyas"}}
+    return not peers or any(
+        matches(peer.get("namespaceSelector", own), namespace)
+        and matches(peer.get("podSelector", {}), pod["metadata"]["labels"])
+        for peer in peers
+    )
 
 
 def allows(rules: list[Object], side: str, pod: Object, port: int) -> bool:
@@ -110,3 +116,20 @@ def test_ranks_of_a_group_reach_each_other_at_any_port() -> None:
         assert may_talk("70b-tp4-multinode", parts["verifier-rank"], parts["verifier"], port)
         assert may_talk("70b-tp4-multinode", parts["verifier"], parts["verifier-rank"], port)
         assert not may_talk("70b-tp4-multinode", parts["router"], parts["verifier-rank"], port)
+
+
+def test_only_the_operator_reaches_the_job_api_of_ray() -> None:
+    """Also not a pod with the operator's labels elsewhere, and no pod of Eyas's own namespace."""
+    ray = pods_of("ray")["ray"]
+    operator: Object = {"metadata": {"labels": OPERATOR_LABELS, "namespace": "default"}}
+    pretender: Object = {"metadata": {"labels": OPERATOR_LABELS, "namespace": "elsewhere"}}
+    neighbour: Object = {"metadata": {"labels": {"app": "stranger"}}}
+    assert [may_talk("ray", operator, ray, port) for port in (8265, 8000)] == [True, True]
+    for other in (STRANGER, pretender, neighbour):
+        assert not [name for name, port in RAY_PORTS.items() if may_talk("ray", other, ray, port)]
+        assert may_talk("ray", other, ray, 8000), "clients reach the proxies"
+
+
+def test_calls_of_the_control_plane_of_ray_need_a_token() -> None:
+    (service,) = of_kind(rendered("ray"), "RayService")
+    assert service["spec"]["rayClusterConfig"]["authOptions"] == {"mode": "token"}

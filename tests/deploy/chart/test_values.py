@@ -70,13 +70,15 @@ def test_services_take_the_files_that_the_chart_writes(name: str, tmp_path: Any)
     assert found >= 2
 
 
-def test_a_service_takes_every_setting_that_its_config_may_hold(tmp_path: Any) -> None:
+def test_a_service_takes_every_setting_that_its_config_may_hold(tmp_path: Any, monkeypatch: Any) -> None:
     """What the chart does not fill in, with another value than the default, reaches the file."""
     config = {"request_timeout_s": 77.5, "registry": {"ttl_s": 9}, "server": {"graceful_shutdown_timeout_s": 12}}
     values = write_values(tmp_path, {"router": {"config": config}})
     (text,) = named(template("--values", values), "ConfigMap", "demo-eyas-router")["data"].values()
     (tmp_path / "router.yaml").write_text(text)
+    monkeypatch.setenv("REGISTRY_URL", "redis://:secret@host")
     loaded = load(RouterConfig, tmp_path / "router.yaml")
+    assert loaded.registry.url == "redis://:secret@host"
     assert (loaded.request_timeout_s, loaded.registry.ttl_s, loaded.server.graceful_shutdown_timeout_s) == (77.5, 9, 12)
     assert loaded.server.shutdown_delay_s == 5, "what is not set keeps the chart's own value"
 

@@ -64,6 +64,14 @@ def test_images_install_the_services_as_part_of_the_package(file: Path) -> None:
         assert text.index(copy) < min(found.start() for found in re.finditer(r"pip install .*(?:--no-deps \.|\"\.\$)", text))
 
 
+def test_pods_run_modules_that_the_images_have() -> None:
+    """The images have the installed package only, not the folder `services` of the repository."""
+    found = [container["command"] for _, container in containers(rendered("defaults")) if container["name"] != "redis"]
+    assert [command[:2] for command in found] == [["python", "-m"]] * 3
+    (package,) = {of(file, "CMD")[0].split('"')[5].rpartition(".")[0] for file in FILES}
+    assert {command[2].rpartition(".")[0] for command in found} == {package}
+
+
 def test_every_service_has_an_image() -> None:
     assert {config.__name__ for config in (RouterConfig, VerifierConfig, DraftConfig)} == {
         f"{container['name'].title()}Config"

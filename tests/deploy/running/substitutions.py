@@ -4,7 +4,7 @@
 2. Each container port becomes a free port of this machine, in config files, addresses, arguments and probes.
 3. Mounts are folders below one of the test's, with what ConfigMap or Secret hold.
 4. The programs of the images are this interpreter, and Redis out of a wheel; their folder is the repository, where the
-   images' check of health lies deeper.
+   images' check of health lies deeper. A script has its program, port and folder replaced, each at the start of its line.
 5. Secrets are those that the chart makes. Limits and security contexts are the cluster's business and do nothing here.
 6. A pod with the token of its service account has a kubeconfig instead, which lies in the test's folder.
 """
@@ -62,10 +62,17 @@ class Local:
     def words(self, pod: str, words: list[str]) -> list[str]:
         """A command line; a number alone is a port if the container has it."""
         program, *rest = words
+        if program == "/bin/sh":
+            return [program, *(self._script(pod, word) for word in rest)]
         numbers = {str(port): str(here) for (owner, port), here in self.ports.items() if owner == pod}
         words = [numbers.get(word) or self.text(pod, word) for word in rest]
         own = [re.sub(rf"(?<=//{ADDRESS}:)\d+", lambda found: numbers[found[0]], word) for word in words]
         return [PROGRAMS.get(program, program), *(CHECK if word == "healthcheck.py" else word for word in own)]
+
+    def _script(self, pod: str, text: str) -> str:
+        text = re.sub(r"(?m)^exec ([\w-]+)", lambda found: f"exec {PROGRAMS[found[1]]}", text)
+        text = re.sub(r"(?m)^port (\d+)$", lambda found: f"port {self.port(pod, int(found[1]))}", text)
+        return re.sub(r"(?m)^dir (/.+)$", lambda found: f"dir {self.text(pod, found[1])}", text)
 
     def config(self, pod: str, text: str) -> str:
         """A service's file with the ports of this machine."""

@@ -5,6 +5,7 @@ import shlex
 import threading
 import urllib.request
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -67,6 +68,14 @@ def test_each_service_rolls_under_load_without_a_failed_request(node: Node) -> N
     assert not load.failures
     assert all(out.token_ids == plain for out in load.outs)
     assert load.outs[-1].stats.num_drafted, "the second drafter drafts"
+
+
+def test_no_command_line_holds_the_password(node: Node) -> None:
+    password = named(node.objects, "Secret", REDIS)["stringData"]["password"]
+    lines = {name: Path(f"/proc/{pod.process.pid}/cmdline").read_text() for name, pod in node.pods.items()}
+    assert len(lines) == 4
+    assert all(lines.values())
+    assert not [name for name, line in lines.items() if password in line]
 
 
 def test_all_stop_in_order_under_load_and_nothing_is_lost(node: Node) -> None:

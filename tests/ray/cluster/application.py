@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import secrets
 import shutil
 import subprocess
 import sys
@@ -25,10 +26,11 @@ from tests.services.redis_server import free_port, running_redis
 from tests.telemetry.cluster.collector import Collector, collecting
 
 CONFIG = ROOT / "examples" / "configs" / "ray" / "demo.yaml"
-# Ray's own way of saying: no reports, no passwords on localhost, and news of the replicas at once.
+# Ray's own way of saying: no reports, a token for its control plane as in the chart, and news of the replicas at once.
 ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",
-    "RAY_AUTH_MODE": "disabled",
+    "RAY_AUTH_MODE": "token",
+    "RAY_AUTH_TOKEN": secrets.token_hex(32),
     "RAY_SERVE_REPLICA_AUTOSCALING_METRIC_PUSH_INTERVAL_S": "0.5",
     "OMP_NUM_THREADS": "1",
     "RAY_raylet_start_wait_time_s": "150",
