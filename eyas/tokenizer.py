@@ -43,11 +43,12 @@ def load_tokenizer(source: str) -> Tokenizer:
 class Tokenizer:
     """Encodes and decodes. bos is put in front of every prompt that does not begin with it; None adds nothing.
 
+    tokenizer: that of the `tokenizers` library.
     is_byte_level: whether the vocabulary writes each byte of a text as a character of its own.
     """
 
     def __init__(self, tokenizer: HuggingFaceTokenizer, bos: int | None = None) -> None:
-        self._tokenizer = tokenizer
+        self.tokenizer = tokenizer
         self._bos = bos
         added = tokenizer.get_added_tokens_decoder()
         self._special = frozenset(token_id for token_id, token in added.items() if token.special)
@@ -60,32 +61,23 @@ class Tokenizer:
 
     def encode(self, text: str) -> tuple[int, ...]:
         """Token ids of a prompt, special tokens added."""
-        ids = tuple(self._tokenizer.encode(text).ids)
+        ids = tuple(self.tokenizer.encode(text).ids)
         if self._bos is None or not text or ids[:1] == (self._bos,):
             return ids
         return (self._bos, *ids)
 
     def encode_rendered(self, text: str) -> tuple[int, ...]:
         """Token ids of a prompt that holds its special tokens already, as chat templates write them."""
-        return tuple(self._tokenizer.encode(text, add_special_tokens=False).ids)
+        return tuple(self.tokenizer.encode(text, add_special_tokens=False).ids)
 
     def bad_token_ids(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
         """Each word as token ids, as given and after a space."""
         texts = [text for word in words for text in (word, f" {word.lstrip()}")]
-        return tuple(dict.fromkeys(tuple(self._tokenizer.encode(text, add_special_tokens=False).ids) for text in texts))
+        return tuple(dict.fromkeys(tuple(self.tokenizer.encode(text, add_special_tokens=False).ids) for text in texts))
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of token ids, special tokens left out."""
-        return self._tokenizer.decode(list(ids), skip_special_tokens=True)
-
-    def name(self, token: int) -> str:
-        """The vocabulary's name of a token; empty for an unknown id."""
-        return self._tokenizer.id_to_token(token) or ""
-
-    @property
-    def tokenizer(self) -> HuggingFaceTokenizer:
-        """The tokenizer of the `tokenizers` library."""
-        return self._tokenizer
+        return self.tokenizer.decode(list(ids), skip_special_tokens=True)
 
     def is_special(self, token: int) -> bool:
         """Whether a token, such as end-of-sequence, has no text."""

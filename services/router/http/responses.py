@@ -261,7 +261,7 @@ def num_characters(tokenizer: Tokenizer, token: int) -> int:
 
 def token_bytes(tokenizer: Tokenizer, token: int) -> bytes:
     """Return a token's bytes, which may be part of a character; of a special token, the bytes of its name."""
-    name = tokenizer.name(token)
+    name = tokenizer.tokenizer.id_to_token(token) or ""
     if tokenizer.is_special(token):
         return name.encode()
     if byte := _BYTE_TOKEN.fullmatch(name):
