@@ -50,9 +50,8 @@ def download(*tensors: Tensor) -> list[npt.NDArray[np.float64]]:
 def tensor_to_bytes(tensor: Tensor) -> TensorBytes:
     """Copy a float tensor of any device and layout."""
     flat = tensor.detach().to("cpu").contiguous().reshape(-1)
-    return TensorBytes(
-        str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), flat.view(torch.uint8).numpy().tobytes()
-    )
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    return TensorBytes(dtype, tuple(tensor.shape), flat.view(torch.uint8).numpy().tobytes())
 
 
 def tensor_from_bytes(value: TensorBytes) -> Tensor:

@@ -15,7 +15,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from eyas.models.inputs import PackedInputs, Segment
-from eyas.tensors import Ints
 
 CHUNK_ELEMENTS = 1 << 20
 HALF_DTYPES = (torch.bfloat16, torch.float16)
@@ -125,16 +124,13 @@ def fixed_size_blocks(segment: Segment, rows: int, scratch: int) -> Iterator[Seg
 
 def _filled(segment: Segment, rows: int, scratch: int) -> Segment:
     count = len(segment.tokens)
+    more = (0, rows - count)
     visible = np.eye(rows, dtype=np.bool_)
     visible[:count, :count] = np.tri(count, dtype=np.bool_) if segment.visible is None else segment.visible
     return replace(
         segment,
-        tokens=_fill(segment.tokens, rows, int(segment.tokens[0])),
-        positions=_fill(segment.positions, rows, int(segment.positions[0])),
-        slots=_fill(segment.slots, rows, scratch),
+        tokens=np.pad(segment.tokens, more, constant_values=segment.tokens[0]),
+        positions=np.pad(segment.positions, more, constant_values=segment.positions[0]),
+        slots=np.pad(segment.slots, more, constant_values=scratch),
         visible=visible,
     )
-
-
-def _fill(values: Ints, rows: int, value: int) -> Ints:
-    return np.concatenate([values, np.full(rows - len(values), value, dtype=np.int64)])
