@@ -119,11 +119,6 @@ class TreeGraphs:
         self._states = torch.zeros(self._max_sessions, spec.state_size, dtype=spec.dtype, device=device)
         self._replays: dict[Bucket, Callable[[], Tensor]] = {}
 
-    @property
-    def buckets(self) -> Sequence[Bucket]:
-        """The buckets captured so far."""
-        return tuple(self._replays)
-
     def warm_up(self) -> None:
         """Capture the bucket of one session with a short prefix, and that of the most sessions, which share all slots; for
         each kind of noise. The largest comes first, so that the other shares its memory. Shows a progress bar.

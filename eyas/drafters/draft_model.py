@@ -20,7 +20,7 @@ from eyas.drafters.base import DraftContext
 from eyas.drafters.cuda_graphs import Roots
 from eyas.drafters.neural import NeuralDrafter
 from eyas.drafters.scoring import Scorer
-from eyas.drafters.sessions import KVLedger, KVSession, count_slots, no_slots
+from eyas.drafters.sessions import KVLedger, KVSession, make_kv_cache, no_slots
 from eyas.drafters.tree_growth import Expansion
 from eyas.errors import ConfigError
 from eyas.models.cuda.graphs import Capture
@@ -71,23 +71,20 @@ class ModelDrafter(NeuralDrafter[TreeRows]):
             )
         rows = tree.top_k * (tree.num_steps - 1)
         contents = f"a token and the {rows} rows of one tree of width {tree.top_k} and depth {tree.num_steps}"
-        num_slots = count_slots(config, model.kv_shapes, model.dtype, model.device, rows + 1, contents)
-        sessions: KVLedger[TreeRows] = KVLedger(num_slots, model.max_model_len, rows)
+        self._kv = make_kv_cache(config, model.kv_shapes, model.dtype, model.device, rows + 1, contents)
+        sessions: KVLedger[TreeRows] = KVLedger(self._kv.scratch, model.max_model_len, rows)
         super().__init__(config, tree, None, torch.arange(model.vocab_size, device=model.device), sessions)
         self._model = model
         self._chunk_tokens = draft_model.max_prefill_tokens
-        self._kv = KVCache(num_slots, model.kv_shapes, 0, model.dtype, model.device)
-        self._capture_trees(
-            capture, model.vocab_size, torch.float32, self._kv, min(model.max_model_len, num_slots), num_scratch=rows
-        )
+        self._capture_trees(capture, model.vocab_size, torch.float32, self._kv, model.max_model_len, num_scratch=rows)
 
     def _claim(self, session: KVSession[TreeRows], context: DraftContext, busy: Collection[str]) -> bool:
         """Keep what the last tree ran for accepted tokens. The last token is always run again, for its logits."""
         accepted = session.state.path(context.tokens[:-1]) if session.state else no_slots()
-        self._sessions.keep(session, accepted)
+        self.sessions.keep(session, accepted)
         width = self.tree.top_k if context.proposal == "deterministic" else 1
         num_scratch = width * (self.tree.num_steps - 1) if context.budget.wants_tree else 0
-        return self._sessions.claim(session, session.committed_length - len(session.slots), num_scratch, busy)
+        return self.sessions.claim(session, session.committed_length - len(session.slots), num_scratch, busy)
 
     def _has_state(self, context: DraftContext) -> bool:
         return context.budget.wants_tree
@@ -103,7 +100,7 @@ class ModelDrafter(NeuralDrafter[TreeRows]):
         return torch.cat(logits)
 
     def _new_rows(self, context: DraftContext) -> Segment:
-        session = self._sessions[context.session]
+        session = self.sessions[context.session]
         count, start = session.num_new, session.committed_length - session.num_new
         return Segment(
             tokens=np.array(context.tokens[len(context.tokens) - count :], dtype=np.int64),
@@ -123,7 +120,7 @@ class ModelDrafter(NeuralDrafter[TreeRows]):
 
     def _keep_rows(self, contexts: Sequence[DraftContext], rows: Ints, top_k: int) -> None:
         for context, (tokens, parents) in zip(contexts, rows, strict=True):
-            session = self._sessions[context.session]
+            session = self.sessions[context.session]
             slots = session.scratch[: tokens.size].reshape(-1, top_k)
             session.state = TreeRows(tokens.reshape(-1, top_k), parents.reshape(-1, top_k), slots)
 

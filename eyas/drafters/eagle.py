@@ -17,16 +17,16 @@ from eyas.cache.kv_cache import KVCache
 from eyas.config import DraftAheadConfig, DraftingConfig, TreeConfig
 from eyas.drafters.base import DraftContext, DrafterNeeds
 from eyas.drafters.cuda_graphs import Roots
-from eyas.drafters.neural import NeuralDrafter, last_rows, newest_rows
+from eyas.drafters.neural import NeuralDrafter, cache_and_attend, last_rows, newest_rows
 from eyas.drafters.scoring import Scorer, make_scorer
-from eyas.drafters.sessions import KVLedger, KVSession, count_slots, num_features
+from eyas.drafters.sessions import KVLedger, KVSession, make_kv_cache, num_features
 from eyas.drafters.tree_growth import Expansion, StaticTree, TreeGrowth
 from eyas.errors import ConfigError
-from eyas.models.attention import attend, masked_attention
+from eyas.models.attention import masked_attention
 from eyas.models.cuda.graphs import Capture
 from eyas.models.heads.eagle import EagleHead
 from eyas.models.heads.layers import Projected
-from eyas.models.inputs import PackedInputs, pack
+from eyas.models.inputs import pack
 from eyas.tensors import moved, upload
 
 
@@ -53,11 +53,9 @@ class EagleDrafter(NeuralDrafter[Tensor]):
                 f"1 and top_k of at most its draft vocabulary, {c.draft_vocab_size}"
             )
         shapes, dtype, device = [(c.num_kv_heads, c.head_dim)] * c.num_layers, head.embedding.dtype, head.embedding.device
-        num_slots = count_slots(config, shapes, dtype, device)
-        super().__init__(config, tree, static_tree, head.draft_ids, KVLedger(num_slots, head.max_model_len))
-        self._head = head
-        self._kv = KVCache(num_slots, shapes, 0, dtype, device)
-        self._capture_trees(capture, c.hidden, dtype, self._kv, max_prefix=min(head.max_model_len, num_slots))
+        self._head, self._kv = head, make_kv_cache(config, shapes, dtype, device)
+        super().__init__(config, tree, static_tree, head.draft_ids, KVLedger(self._kv.scratch, head.max_model_len))
+        self._capture_trees(capture, c.hidden, dtype, self._kv, max_prefix=head.max_model_len)
 
     @property
     def needs(self) -> DrafterNeeds:
@@ -65,13 +63,13 @@ class EagleDrafter(NeuralDrafter[Tensor]):
 
     def can_grow(self, session: str) -> bool:
         """Whether the session has all that a tree grows from."""
-        known = self._sessions.get(session)
+        known = self.sessions.get(session)
         return known is not None and known.state is not None and len(known.slots) > 0
 
     @torch.inference_mode()
     def growth(self, contexts: Sequence[DraftContext], config: DraftAheadConfig) -> TreeGrowth:
         """Trees of sessions that can grow, below their last commits, with one level recorded."""
-        states = [self._sessions[context.session].state for context in contexts]
+        states = [self.sessions[context.session].state for context in contexts]
         shape = TreeConfig(num_steps=config.num_steps, top_k=config.top_k)
         scorer = make_scorer(contexts, self._config, shape.num_steps, self.draft_ids)
         roots = self._roots(contexts, torch.stack([state for state in states if state is not None]))
@@ -79,7 +77,7 @@ class EagleDrafter(NeuralDrafter[Tensor]):
 
     def _claim(self, session: KVSession[Tensor], context: DraftContext, busy: Collection[str]) -> bool:
         count = num_features(context)
-        return self._sessions.claim(session, count, 0, busy) and count > 0
+        return self.sessions.claim(session, count, 0, busy) and count > 0
 
     def _expand(self, roots: Roots, scorer: Scorer, shape: TreeConfig) -> Expansion:
         return EagleExpansion(self._head, scorer, self._kv, roots, shape)
@@ -101,20 +99,14 @@ class EagleDrafter(NeuralDrafter[Tensor]):
         if deepest:
             packed = pack([last_rows(s, n) for s, n in zip(slots, counts, strict=True)], device)
             for layer in range(deepest):
-                states = head.finish(self._attend(layer, rows, index, rows.query, packed), rows.residual, layer)
-                rows = head.project_next(layer + 1, states, positions)
+                attended = cache_and_attend(self._kv, layer, rows, index, rows.query, packed)
+                rows = head.project_next(layer + 1, head.finish(attended, rows.residual, layer), positions)
         packed = pack([last_rows(s, 1) for s in slots], device)
-        states = head.finish(self._attend(deepest, rows, index, rows.query[last], packed), rows.residual[last])
+        attended = cache_and_attend(self._kv, deepest, rows, index, rows.query[last], packed)
+        states = head.finish(attended, rows.residual[last])
         for context, state in zip(contexts, states, strict=True):
-            self._sessions[context.session].state = state
+            self.sessions[context.session].state = state
         return states
-
-    def _attend(self, layer: int, rows: Projected, slots: Tensor, query: Tensor, packed: PackedInputs) -> Tensor:
-        """Cache keys and values of `rows`, then attend from `query` to all cached pairs."""
-        keys, values = self._kv.keys[layer], self._kv.values[layer]
-        keys.index_copy_(0, slots, rows.key)
-        values.index_copy_(0, slots, rows.value)
-        return attend(query, keys, values, packed, self._head.config.head_dim**-0.5)
 
 
 class EagleExpansion:

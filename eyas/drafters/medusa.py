@@ -17,17 +17,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from eyas.cache.kv_cache import KVCache
 from eyas.cache.prefix_cache import Slots
 from eyas.config import DraftingConfig, MedusaConfig, TreeChoices, TreeConfig
 from eyas.drafters.base import DraftContext, DrafterNeeds
 from eyas.drafters.cuda_graphs import Roots
-from eyas.drafters.neural import NeuralDrafter, last_rows, newest_rows
+from eyas.drafters.neural import NeuralDrafter, cache_and_attend, last_rows, newest_rows
 from eyas.drafters.scoring import Scorer
-from eyas.drafters.sessions import KVLedger, KVSession, count_slots, no_slots, num_features
+from eyas.drafters.sessions import KVLedger, KVSession, make_kv_cache, no_slots, num_features
 from eyas.drafters.tree_growth import Expansion, StaticTree
 from eyas.errors import ConfigError
-from eyas.models.attention import attend
 from eyas.models.cuda.graphs import Capture
 from eyas.models.heads.hydra import HydraHead, PrefixLayer
 from eyas.models.heads.medusa import MedusaHead
@@ -64,10 +62,8 @@ class MultiHeadDrafter(NeuralDrafter[None]):
         sessions: KVLedger[None] = KVLedger(0, sys.maxsize)
         if self._prefix:
             sizes = self._prefix.sizes
-            shapes = [(sizes.num_kv_heads, sizes.head_dim)]
-            num_slots = count_slots(config, shapes, self._dtype, device)
-            sessions = KVLedger(num_slots, len(self._prefix.rotary))
-            self._kv = KVCache(num_slots, shapes, 0, self._dtype, device)
+            self._kv = make_kv_cache(config, [(sizes.num_kv_heads, sizes.head_dim)], self._dtype, device)
+            sessions = KVLedger(self._kv.scratch, len(self._prefix.rotary))
         super().__init__(config, tree, static_tree, head.draft_ids, sessions)
         self._capture_trees(capture, head.hidden, self._dtype)
 
@@ -77,7 +73,7 @@ class MultiHeadDrafter(NeuralDrafter[None]):
 
     def _claim(self, session: KVSession[None], context: DraftContext, busy: Collection[str]) -> bool:
         count = num_features(context)
-        return self._sessions.claim(session, count if self._prefix else 0, 0, busy) and count > 0
+        return self.sessions.claim(session, count if self._prefix else 0, 0, busy) and count > 0
 
     def _extend(self, contexts: Sequence[DraftContext]) -> Tensor:
         device = self.draft_ids.device
@@ -91,15 +87,11 @@ class MultiHeadDrafter(NeuralDrafter[None]):
 
         last: row of each session's last one, int64 [S]. Returns the layer's output [S, H] behind these.
         """
-        (keys,), (values,) = self._kv.keys, self._kv.values
-        slots = [self._sessions[context.session].slots for context in contexts]
+        slots = [self.sessions[context.session].slots for context in contexts]
         new, positions = newest_rows(slots, [num_features(context) for context in contexts])
-        rows = layer.project(features, upload(positions, keys.device))
-        index = upload(new, keys.device)
-        keys.index_copy_(0, index, rows.key)
-        values.index_copy_(0, index, rows.value)
-        packed = pack([last_rows(own, 1) for own in slots], keys.device)
-        attended = attend(rows.query[last], keys, values, packed, layer.sizes.head_dim**-0.5)
+        rows = layer.project(features, upload(positions, last.device))
+        packed = pack([last_rows(own, 1) for own in slots], last.device)
+        attended = cache_and_attend(self._kv, 0, rows, upload(new, last.device), rows.query[last], packed)
         return layer.finish(attended, rows.residual[last])
 
     def _prefix_slots(self, contexts: Sequence[DraftContext]) -> list[Slots]:

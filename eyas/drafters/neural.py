@@ -35,8 +35,10 @@ from eyas.drafters.tree_growth import (
     select_nodes,
     trees_from_columns,
 )
+from eyas.models.attention import attend
 from eyas.models.cuda.graphs import Capture
-from eyas.models.inputs import Segment
+from eyas.models.heads.layers import Projected
+from eyas.models.inputs import PackedInputs, Segment
 from eyas.tensors import Ints, download, upload
 from eyas.tree import DraftTree
 
@@ -60,7 +62,7 @@ class NeuralDrafter(LocalDrafter, Generic[StateT]):
         self.tree = tree
         self._static_tree = static_tree
         self.draft_ids = draft_ids
-        self._sessions = sessions
+        self.sessions = sessions
         self._graphs: TreeGraphs | None = None
 
     def _capture_trees(
@@ -86,7 +88,7 @@ class NeuralDrafter(LocalDrafter, Generic[StateT]):
             dtype=dtype,
             draft_ids=self.draft_ids,
             num_slots=kv.scratch if kv else 0,
-            max_prefix=max_prefix,
+            max_prefix=min(max_prefix, kv.scratch) if kv else 0,
             num_scratch=num_scratch,
         )
         self._graphs = TreeGraphs(spec, self._config, capture)
@@ -121,15 +123,7 @@ class NeuralDrafter(LocalDrafter, Generic[StateT]):
         return drafts
 
     def release(self, sessions: Sequence[str]) -> None:
-        self._sessions.release(sessions)
-
-    def check(self) -> None:
-        """Assert that every slot is free or belongs to exactly one session."""
-        self._sessions.check()
-
-    @property
-    def num_free_slots(self) -> int:
-        return self._sessions.num_free
+        self.sessions.release(sessions)
 
     @abstractmethod
     def _claim(self, session: KVSession[StateT], context: DraftContext, busy: Collection[str]) -> bool:
@@ -159,7 +153,7 @@ class NeuralDrafter(LocalDrafter, Generic[StateT]):
 
     def _admit(self, context: DraftContext, busy: Collection[str]) -> Draft:
         """None if the context is to be run, else the answer to it."""
-        session = self._sessions.follow(context)
+        session = self.sessions.follow(context)
         if isinstance(session, ResyncRequired):
             return session
         return None if self._claim(session, context, busy) else DraftTree.root_only(context.tokens[-1])
@@ -167,7 +161,7 @@ class NeuralDrafter(LocalDrafter, Generic[StateT]):
     def _grow(self, contexts: Sequence[DraftContext], states: Tensor) -> list[DraftTree]:
         """Deterministic trees."""
         if self._graphs:
-            slots, scratch = self._prefix_slots(contexts), [self._sessions[c.session].scratch for c in contexts]
+            slots, scratch = self._prefix_slots(contexts), [self.sessions[c.session].scratch for c in contexts]
             replayed = self._graphs.grow(contexts, slots, states, scratch)
             if replayed:
                 trees, rows_run = replayed
@@ -206,13 +200,13 @@ class NeuralDrafter(LocalDrafter, Generic[StateT]):
 
     def _roots(self, contexts: Sequence[DraftContext], states: Tensor) -> Roots:
         tokens = upload([context.tokens[-1] for context in contexts], states.device)
-        scratch = np.stack([self._sessions[context.session].scratch for context in contexts])
+        scratch = np.stack([self.sessions[context.session].scratch for context in contexts])
         prefix, lengths = padded_prefix(self._prefix_slots(contexts), states.device)
         return Roots(states, tokens, prefix, lengths, upload(scratch, states.device))
 
     def _prefix_slots(self, contexts: Sequence[DraftContext]) -> list[Slots]:
         """The slots that the rows of each session's tree attend to."""
-        return [self._sessions[context.session].slots for context in contexts]
+        return [self.sessions[context.session].slots for context in contexts]
 
     def _shape(self, contexts: Sequence[DraftContext], top_k: int) -> TreeConfig:
         """The largest shape within the contexts' budgets."""
@@ -236,3 +230,11 @@ def last_rows(slots: Slots, count: int) -> Segment:
     """The last `count` cached rows of a session, as causal rows over all of them."""
     places = np.arange(len(slots) - count, len(slots))
     return Segment(places, places, slots[-count:], slots[:-count], None, np.zeros(1, dtype=np.int64))
+
+
+def cache_and_attend(kv: KVCache, layer: int, rows: Projected, slots: Tensor, query: Tensor, packed: PackedInputs) -> Tensor:
+    """Write keys and values of a layer's `rows` to `slots`, then attend from `query` to what `packed` names."""
+    keys, values = kv.keys[layer], kv.values[layer]
+    keys.index_copy_(0, slots, rows.key)
+    values.index_copy_(0, slots, rows.value)
+    return attend(query, keys, values, packed, query.shape[-1] ** -0.5)

@@ -16,7 +16,7 @@ from typing import Generic, Protocol, TypeVar
 import numpy as np
 import torch
 
-from eyas.cache.kv_cache import bytes_per_slot
+from eyas.cache.kv_cache import KVCache, bytes_per_slot
 from eyas.cache.prefix_cache import SlotAllocator, Slots
 from eyas.config import DraftingConfig
 from eyas.draft_protocol import ResyncRequired
@@ -261,15 +261,15 @@ class MemoryLedger(SessionLedger[MemorySession[MemoryT]]):
             self.release([idle.pop(0)])
 
 
-def count_slots(
+def make_kv_cache(
     config: DraftingConfig,
     shapes: list[tuple[int, int]],
     dtype: torch.dtype,
     device: torch.device,
     min_slots: int = 1,
     contents: str = "a token",
-) -> int:
-    """Number of slots of a draft KV cache; logs it with its size.
+) -> KVCache:
+    """A draft KV cache; logs its size.
 
     shapes: (key-value heads, head width) of each layer. min_slots: slots that a session needs to draft at all, to hold
     `contents`. Raises ConfigError for a smaller limit.
@@ -289,7 +289,7 @@ def count_slots(
             f"least drafting.max_kv_tokens {min_slots} or drafting.kv_cache_memory {needed}KiB"
         )
     log.info("draft KV: %d tokens, %.1f MiB on %s", num_slots, (num_slots + 1) * slot_bytes / MIB, device)
-    return num_slots
+    return KVCache(num_slots, shapes, 0, dtype, device)
 
 
 def num_features(context: DraftContext) -> int:

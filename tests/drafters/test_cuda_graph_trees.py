@@ -32,7 +32,7 @@ BUDGETS = (TreeBudget(20, 5), TreeBudget(6, 2), TreeBudget(2, 9), TreeBudget(20,
 def buckets_of(drafter: LocalDrafter) -> Sequence[Bucket]:
     found = drafter._graphs  # type: ignore[attr-defined]
     assert isinstance(found, TreeGraphs)
-    return found.buckets
+    return tuple(found._replays)
 
 
 def assert_same(drafter: LocalDrafter, plain: LocalDrafter, contexts: Sequence[Commit]) -> list[DraftTree]:
@@ -117,7 +117,7 @@ def test_after_warmup_first_rounds_capture_no_graph(method: str, tiny_target: st
     assert [(b.sessions, b.prefix, b.kind) for b in warm] == [
         (*s, k) for s in sizes for k in ("plain", "noised", "filtered")
     ]
-    assert drafter.num_free_slots == plain.num_free_slots  # type: ignore[attr-defined]
+    assert drafter.sessions.num_free == plain.sessions.num_free  # type: ignore[attr-defined]
     for noise in (GREEDY, NOISED, FILTERED):
         assert_same(drafter, plain, [commit(f"{noise}", *session(7, 7), 0, 7, noise, BUDGETS[0])])
         many = [commit(f"{noise}{n}", *session(n, n), 0, n, noise, BUDGETS[0]) for n in (200, 7, 9, 8, 5)]

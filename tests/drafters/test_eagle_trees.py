@@ -64,7 +64,7 @@ def test_trees_of_a_batch_equal_the_naive_ones(noise: NoiseKey, scale: float, ti
     for (tokens, features), tree in zip(sessions.values(), drafter.propose(contexts), strict=True):
         assert isinstance(tree, DraftTree)
         assert_same(tree, best_tree(plain.candidates(tokens, features, noise, SHAPE, scale), 13), tokens[-1])
-    drafter.check()
+    drafter.sessions.check()
 
 
 def test_rounds_and_chunks_keep_no_draft_state(tiny_target: str, tiny_head: str) -> None:
@@ -156,7 +156,7 @@ def test_a_session_that_cannot_fit_is_followed_without_trees(tiny_target: str, t
     for base, end in ((8, 20), (20, 21)):
         answer = drafter.propose([commit("a", tokens, features, base, end, GREEDY, TreeBudget(14, 4))])
         assert answer == [DraftTree.root_only(tokens[end - 1])]
-    assert drafter.num_free_slots == 10
+    assert drafter.sessions.num_free == 10
 
 
 def test_a_dormant_session_resumes_when_slots_are_free(tiny_target: str, tiny_head: str) -> None:
@@ -166,7 +166,7 @@ def test_a_dormant_session_resumes_when_slots_are_free(tiny_target: str, tiny_he
     assert [isinstance(draft, DraftTree) and len(draft) > 1 for draft in drafter.propose(crowd)] == [True, True, False]
     drafter.release(["a", "c"])
     assert drafter.propose([commit("b", tokens, features, 20, 21, GREEDY, TreeBudget(14, 4))]) == [ResyncRequired("b", 0, 0)]
-    drafter.check()
+    drafter.sessions.check()
 
 
 def test_a_session_beyond_the_head_context_gets_no_new_request(tiny_target: str, tiny_head: str) -> None:
@@ -178,7 +178,7 @@ def test_a_session_beyond_the_head_context_gets_no_new_request(tiny_target: str,
         base = 250 if end == 258 else end - 1
         answer = drafter.propose([commit("a", tokens, features, base, end, GREEDY, TreeBudget(14, 4))])
         assert answer == [DraftTree.root_only(tokens[end - 1])]
-    assert drafter.num_free_slots == 1024
+    assert drafter.sessions.num_free == 1024
 
 
 def test_a_session_that_can_never_fit_drives_out_no_other(tiny_target: str, tiny_head: str) -> None:
@@ -204,7 +204,7 @@ def test_the_least_recently_used_session_is_evicted_and_reported(tiny_target: st
         ResyncRequired("new", 0, 0)
     ]
     assert isinstance(drafter.propose([commit("old", tokens, features, 11, 12, GREEDY, TreeBudget(14, 4))])[0], DraftTree)
-    drafter.check()
+    drafter.sessions.check()
 
 
 def test_an_unknown_drafter_lists_the_known_ones(tiny_target: str, tiny_head: str) -> None:

@@ -36,8 +36,8 @@ def test_slots_fill_the_memory_that_they_are_given(
     caplog.set_level(logging.INFO, "eyas.drafters")
     drafter = drafter_of(method, tiny_target, tiny_head, DraftingConfig(kv_cache_memory="0.5MiB"))
     taken = sum(pool.nbytes for pool in pools_of(drafter))
-    assert 2**19 - taken / (drafter.num_free_slots + 1) < taken <= 2**19  # type: ignore[attr-defined]
-    assert f"draft KV: {drafter.num_free_slots} tokens, 0.5 MiB on cpu" in caplog.text  # type: ignore[attr-defined]
+    assert 2**19 - taken / (drafter.sessions.num_free + 1) < taken <= 2**19  # type: ignore[attr-defined]
+    assert f"draft KV: {drafter.sessions.num_free} tokens, 0.5 MiB on cpu" in caplog.text  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -61,4 +61,4 @@ def test_a_limit_is_a_number_of_slots_or_a_size_and_not_both(tiny_target: str, t
     with pytest.raises(ConfigError, match=r"max_kv_tokens is 5 and .*memory 1MiB; leave one of them out"):
         DraftingConfig(max_kv_tokens=5, kv_cache_memory="1MiB")
     drafter = drafter_of("eagle3", tiny_target, tiny_head, DraftingConfig())
-    assert drafter.num_free_slots == DEFAULT_SLOTS  # type: ignore[attr-defined]
+    assert drafter.sessions.num_free == DEFAULT_SLOTS  # type: ignore[attr-defined]

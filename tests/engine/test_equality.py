@@ -143,7 +143,7 @@ def test_a_cancelled_request_frees_everything_at_the_next_step(tiny_target: str,
     engine.step()
     engine.check()
     assert engine.load.free_kv_tokens == 1024
-    assert drafter.num_free_slots == 4096  # type: ignore[union-attr]
+    assert drafter.sessions.num_free == 4096  # type: ignore[union-attr]
 
 
 @pytest.mark.slow

@@ -65,4 +65,4 @@ def test_a_cancelled_request_is_released_by_its_drafter(tiny_target: str, tiny_h
         engine.cancel("a")
         engine.step()
         assert not engine.has_work
-        assert drafter.num_free_slots == 4096  # type: ignore[union-attr]
+        assert drafter.sessions.num_free == 4096  # type: ignore[union-attr]

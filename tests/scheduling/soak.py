@@ -78,7 +78,7 @@ def soak(num_requests: int, target: str, head: str, seed: int = 0) -> Soak:
     engine.check()
     found.num_preemptions = engine._scheduler.num_preemptions
     found.num_owned = NUM_SLOTS - engine.load.free_kv_tokens
-    found.num_draft_slots = DRAFT_SLOTS - drafter.num_free_slots  # type: ignore[attr-defined]
+    found.num_draft_slots = DRAFT_SLOTS - drafter.sessions.num_free  # type: ignore[attr-defined]
     found.growth = peak_memory() - settled
     return found
 

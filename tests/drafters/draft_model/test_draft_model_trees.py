@@ -47,7 +47,7 @@ def commit(name: str, tokens: Sequence[int], base: int, noise: NoiseKey = GREEDY
 def tree_of(drafter: ModelDrafter, context: Commit) -> DraftTree:
     (draft,) = drafter.propose([context])
     assert isinstance(draft, DraftTree)
-    drafter.check()
+    drafter.sessions.check()
     return draft
 
 
@@ -65,7 +65,7 @@ def test_trees_of_a_batch_equal_the_naive_ones(noise: NoiseKey, small: str) -> N
     for tokens, tree in zip(sessions.values(), drafts, strict=True):
         assert isinstance(tree, DraftTree)
         assert_same(tree, best_tree(naive_draft_model.candidates(small, tokens, noise, SHAPE), 13), tokens[-1])
-    drafter.check()
+    drafter.sessions.check()
 
 
 def test_a_tree_after_any_accepted_path_equals_the_naive_tree(small: str) -> None:
@@ -123,12 +123,12 @@ def test_accepted_tokens_are_not_run_again(small: str) -> None:
 def test_slots_of_a_tree_return_but_for_the_accepted_ones(small: str) -> None:
     drafter, tokens = make(small, max_kv_tokens=100), tokens_of(3, 9)
     tree = tree_of(drafter, commit("a", tokens, 0))
-    assert drafter.num_free_slots == 100 - 9 - 9
+    assert drafter.sessions.num_free == 100 - 9 - 9
     more = [*tokens, tree.tokens[1], 47]
     assert tree_of(drafter, commit("a", more, 9, budget=TreeBudget(1, 0))) == DraftTree.root_only(47)
-    assert drafter.num_free_slots == 100 - 11
+    assert drafter.sessions.num_free == 100 - 11
     drafter.release(["a"])
-    assert drafter.num_free_slots == 100
+    assert drafter.sessions.num_free == 100
 
 
 def test_numbers_of_a_session_that_are_none_reach_no_other(small: str) -> None:
@@ -136,7 +136,7 @@ def test_numbers_of_a_session_that_are_none_reach_no_other(small: str) -> None:
     drafter = make(small)
     drafter.propose([commit("spoilt", tokens_of(1, 9), 0)])
     for pool in (*drafter._kv.keys, *drafter._kv.values):
-        pool[drafter._sessions["spoilt"].slots] = float("nan")
+        pool[drafter.sessions["spoilt"].slots] = float("nan")
     contexts = [commit("short", tokens_of(2, 3), 0), commit("long", tokens_of(3, 30), 0)]
     drafts = drafter.propose([*contexts, commit("spoilt", [*tokens_of(1, 9), 5], 9)])
     assert drafts[:2] == make(small).propose(contexts)
@@ -176,14 +176,14 @@ def test_a_session_beyond_max_model_len_gets_no_trees(small: str) -> None:
     drafter, tokens = make(small), tokens_of(1, 258)
     assert len(tree_of(drafter, commit("a", tokens[:256], 0))) > 1
     assert tree_of(drafter, commit("a", tokens[:257], 256)) == DraftTree.root_only(tokens[256])
-    assert drafter.num_free_slots == 2048
+    assert drafter.sessions.num_free == 2048
 
 
 def test_a_session_without_slots_resumes_when_slots_are_free(small: str) -> None:
     drafter, tokens = make(small, max_kv_tokens=66), tokens_of(1, 30)
     crowd = [commit(name, tokens[:20], 0) for name in ("a", "c", "b")]
     assert [isinstance(draft, DraftTree) and len(draft) > 1 for draft in drafter.propose(crowd)] == [True, True, False]
-    drafter.check()
+    drafter.sessions.check()
     drafter.release(["a", "c"])
     assert drafter.propose([commit("b", tokens[:21], 20)]) == [ResyncRequired("b", 0, 0)]
     assert len(tree_of(drafter, commit("b", tokens[:21], 0))) > 1
@@ -206,4 +206,4 @@ def test_the_least_recently_used_session_is_evicted_and_reported(small: str) -> 
     tree_of(drafter, commit("third", tokens, 0))
     tree_of(drafter, commit("fourth", tokens[:9], 0))
     assert drafter.propose([commit("new", tokens[:11], 10)]) == [ResyncRequired("new", 0, 0)]
-    drafter.check()
+    drafter.sessions.check()

@@ -54,7 +54,7 @@ def test_static_trees_of_a_batch_equal_the_naive_ones(
     contexts = [commit(f"{i}", t, f, 0, len(t), noise, TreeBudget(20, 5)) for i, (t, f) in enumerate(sessions)]
     for (tokens, features), tree in zip(sessions, drafter.propose(contexts), strict=True):
         assert_same(tree, plain.static(tokens, features, noise, list(paths or likely_paths(SHAPE))))
-    drafter.check()
+    drafter.sessions.check()
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -128,21 +128,21 @@ def test_prefix_states_are_evicted_and_refilled(tiny_target: str, tiny_head: str
     drafter, (tokens, features) = make("hydra-prefix", tiny_target, tiny_head, max_kv_tokens=30), session(1, 40)
     for name in ("old", "new"):
         drafter.propose([commit(name, tokens, features, 0, 12, GREEDY, TreeBudget(14, 4))])
-    assert drafter.num_free_slots == 8
+    assert drafter.sessions.num_free == 8
     drafter.propose([commit("third", tokens, features, 0, 12, GREEDY, TreeBudget(14, 4))])
     assert drafter.propose([commit("old", tokens, features, 12, 13, GREEDY, TreeBudget(14, 4))]) == [
         ResyncRequired("old", 0, 0)
     ]
     huge = drafter.propose([commit("huge", tokens, features, 0, 40, GREEDY, TreeBudget(14, 4))])
     assert huge == [DraftTree.root_only(tokens[39])]
-    drafter.check()
+    drafter.sessions.check()
     drafter.release(["new", "third"])
     more = commit("huge", tokens, features, 40, 40, GREEDY, TreeBudget(14, 4))
     assert drafter.propose([replace(more, tokens=(5,), features=features[:1])]) == [DraftTree.root_only(5)], (
         "too large for all"
     )
     drafter.release(["old", "huge"])
-    assert drafter.num_free_slots == 30
+    assert drafter.sessions.num_free == 30
 
 
 def test_generated_paths_form_a_tree_of_the_requested_size() -> None:

@@ -72,7 +72,7 @@ def trees(head: str, target: str, config: EagleHeadConfig) -> list[DraftTree]:
 
     drafter.propose([commit("b", 0, 7)])
     drafts = drafter.propose([commit("a", 0, 21), commit("b", 7, 12)])
-    drafter.check()
+    drafter.sessions.check()
     return [draft for draft in drafts if isinstance(draft, DraftTree)]
 
 
