@@ -98,7 +98,7 @@ def test_graph_and_plain_draft_model_trees_keep_equal_state(noise: NoiseKey, tin
             path = tree.path(len(tree) - 1 - round_number)
             bases[name] = len(texts[name])
             texts[name] = [*texts[name], *(tree.tokens[node] for node in path[1:]), 7]
-        ours, theirs = (each._sessions for each in (drafter, plain))  # type: ignore[attr-defined]
+        ours, theirs = (each.sessions for each in (drafter, plain))  # type: ignore[attr-defined]
         assert [list(ours[name].slots) for name in texts] == [list(theirs[name].slots) for name in texts]
         runs |= {ours[name].num_new for name in texts}
     assert 1 in runs, "of a path through inner nodes the bonus token alone is run"
