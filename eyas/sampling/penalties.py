@@ -115,7 +115,8 @@ def _penalise(logits: Tensor, part: _Part) -> None:
     if counts is None:
         return
     counts.update(part.tokens)
-    ids, output, prompted = (upload(array, logits.device) for array in counts.along(part.tree))
+    tokens, occurrences = counts.along(part.tree)
+    ids, output, prompted = (upload(array, logits.device) for array in (tokens, occurrences, counts.prompted[tokens]))
     rows = logits[part.start : part.start + len(part.tree)]
     rows[:, ids] = penalised(rows[:, ids], output, prompted, sampling)
 
@@ -154,37 +155,36 @@ NOTHING = -1
 class TokenCounts:
     """How often each token occurs in a sequence. Committed tokens are counted once, as they come.
 
-    num_prompt: length of the prompt.
+    num_prompt: length of the prompt. prompted: whether the prompt holds each token [V].
     """
 
     def __init__(self, num_prompt: int, vocab_size: int) -> None:
         self._num_prompt = num_prompt
         self._num_counted = 0
         self._ids: Ints = np.zeros(0, dtype=np.int64)
-        self._prompted = np.zeros(vocab_size, dtype=np.bool_)
+        self.prompted = np.zeros(vocab_size, dtype=np.bool_)
         self._output = np.zeros(vocab_size, dtype=np.float32)
 
     def update(self, tokens: Seq[int]) -> None:
         """Count the committed tokens that were not counted yet."""
         new = np.array(tokens[self._num_counted :], dtype=np.int64)
         num_prompt = max(self._num_prompt - self._num_counted, 0)
-        self._prompted[new[:num_prompt]] = True
+        self.prompted[new[:num_prompt]] = True
         np.add.at(self._output, new[num_prompt:], 1)
         self._ids = np.union1d(self._ids, new)
         self._num_counted = len(tokens)
 
-    def along(self, tree: DraftTree) -> tuple[Ints, npt.NDArray[np.float32], Bools]:
+    def along(self, tree: DraftTree) -> tuple[Ints, npt.NDArray[np.float32]]:
         """Count the committed tokens and, for every node, those on its path.
 
-        Returns the tokens that occur [D], how often each occurs after the prompt, by node, float32 [n, D], and whether the
-        prompt holds them [D].
+        Returns the tokens that occur [D], and how often each occurs after the prompt, by node, float32 [n, D].
         """
         rows, nodes = np.nonzero(tree.ancestor_mask()[:, 1:])  # the root is a committed token
         drafted = np.array(tree.tokens[1:], dtype=np.int64)[nodes]
         ids = np.union1d(self._ids, drafted)
         output = np.tile(self._output[ids], (len(tree), 1))
         np.add.at(output, (rows, np.searchsorted(ids, drafted)), 1)
-        return ids, output, self._prompted[ids]
+        return ids, output
 
 
 def _tails(committed: Seq[int], tree: DraftTree, length: int) -> Ints:
