@@ -38,9 +38,9 @@ class Completion:
     logprobs: tuple[TokenLogprob, ...] = ()
 
 
-@dataclass(frozen=True)
-class GenerationResult:
-    """The n completions of one prompt. The other attributes are those of the first.
+@dataclass(frozen=True, kw_only=True)
+class GenerationResult(Completion):
+    """The first completion of a prompt, and all n of them.
 
     prompt_logprobs: one per token of the prompt where asked for. num_cached_tokens: prompt tokens of the first
     completion that came from the prefix cache.
@@ -50,30 +50,6 @@ class GenerationResult:
     completions: tuple[Completion, ...]
     prompt_logprobs: tuple[TokenLogprob, ...] = ()
     num_cached_tokens: int = 0
-
-    @property
-    def token_ids(self) -> tuple[int, ...]:
-        return self.completions[0].token_ids
-
-    @property
-    def text(self) -> str:
-        return self.completions[0].text
-
-    @property
-    def finish_reason(self) -> FinishReason:
-        return self.completions[0].finish_reason
-
-    @property
-    def seed(self) -> int:
-        return self.completions[0].seed
-
-    @property
-    def stats(self) -> GenerationStats:
-        return self.completions[0].stats
-
-    @property
-    def logprobs(self) -> tuple[TokenLogprob, ...]:
-        return self.completions[0].logprobs
 
 
 class LLM:
@@ -235,6 +211,11 @@ class _Generation:
 
 
 def _result(group: Sequence[_Generation]) -> GenerationResult:
-    completions = tuple(generation.completion() for generation in group)
-    first = group[0]
-    return GenerationResult(first.request.prompt_ids, completions, first.prompt_logprobs, first.num_cached)
+    completions, first = tuple(generation.completion() for generation in group), group[0]
+    return GenerationResult(
+        **vars(completions[0]),
+        prompt_token_ids=first.request.prompt_ids,
+        completions=completions,
+        prompt_logprobs=first.prompt_logprobs,
+        num_cached_tokens=first.num_cached,
+    )

@@ -188,14 +188,9 @@ class GenerationStats:
 
     def add(self, chunk: Chunk) -> None:
         """Count one chunk; the prefill's own token belongs to no verify step."""
-        if chunk.verify_step is None:
-            return
-        self.num_verify_steps += 1
-        self.num_drafted += chunk.verify_step.drafted
-        self.num_accepted += sum(chunk.is_draft_token)
-        self.num_emitted += len(chunk.token_ids)
-        _count_up_to(self.offered_by_depth, chunk.verify_step.depth)
-        _count_up_to(self.accepted_by_depth, sum(chunk.is_draft_token))
+        if (step := chunk.verify_step) is not None:
+            accepted = sum(chunk.is_draft_token)
+            self.merge(GenerationStats(1, step.drafted, accepted, len(chunk.token_ids), [1] * step.depth, [1] * accepted))
 
     def merge(self, other: GenerationStats) -> None:
         """Add another request's counts."""
@@ -217,9 +212,3 @@ class GenerationStats:
         """For each depth d from 1: the share of verify steps with trees that deep that accepted d tokens or more."""
         accepted = self.accepted_by_depth + [0] * len(self.offered_by_depth)
         return [a / o for o, a in zip(self.offered_by_depth, accepted, strict=False)]
-
-
-def _count_up_to(counts: list[int], depth: int) -> None:
-    counts.extend([0] * (depth - len(counts)))
-    for level in range(depth):
-        counts[level] += 1
