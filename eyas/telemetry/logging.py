@@ -1,12 +1,20 @@
-"""Log lines as text or JSON. Within `request_log` JSON lines carry the ids of the request and its trace."""
+"""Log lines as text or JSON. Within `request_log` JSON lines carry the ids of the request and its trace.
+
+What a peer sends may be part of a message. So characters that are not printable are escaped, and events that a peer can
+repeat are counted.
+"""
 
 from __future__ import annotations
 
+import copy
 import logging
+import threading
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
+from typing import Any
 
 from opentelemetry.trace import Span
 from pythonjsonlogger.json import JsonFormatter
@@ -32,15 +40,63 @@ _CONTEXT: ContextVar[LogContext | None] = ContextVar("log context", default=None
 
 def configure_logging(log_format: LogFormat = "text") -> None:
     """Log to stderr from INFO up, one line per event. JSON lines add trace_id, span_id and request_id if known."""
-    formatter = (
-        logging.Formatter(_TEXT_FORMAT)
-        if log_format == "text"
-        else JsonFormatter(_JSON_FIELDS, rename_fields=_JSON_NAMES, timestamp=True)
-    )
     handler = logging.StreamHandler()
-    handler.setFormatter(formatter)
+    handler.setFormatter(_formatter(log_format))
     handler.addFilter(_add_context)
+    handler.addFilter(RateLimit(handler))
     logging.basicConfig(level=logging.INFO, handlers=[handler], force=True)
+
+
+def escaped(text: str) -> str:
+    r"""The text with control, bidirectional and other characters that are not printable as escapes, such as \n or \u202e."""
+    if text.isprintable():
+        return text
+    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
+
+
+class RateLimit:
+    """A filter for events that a peer can cause: `log.warning(message, extra={"rate_limited": True})`.
+
+    The first event of a kind is logged at once. Further ones give one line per interval, with their number. A kind is a
+    logger and a message before its arguments are filled in.
+    """
+
+    def __init__(self, handler: logging.Handler, interval_s: float = 60.0) -> None:
+        """handler: logs the lines with numbers. interval_s: seconds between two lines of a kind."""
+        self._handler = handler
+        self._interval_s = interval_s
+        self._lock = threading.Lock()
+        self._counts: Counter[tuple[str, str]] = Counter()
+        self._last: dict[tuple[str, str], logging.LogRecord] = {}
+
+    def __call__(self, record: logging.LogRecord) -> bool:
+        """Whether to log the record now."""
+        if not vars(record).pop("rate_limited", False):
+            return True
+        kind = (record.name, str(record.msg))
+        with self._lock:
+            if kind in self._counts:
+                self._counts[kind] += 1
+                self._last[kind] = record
+                return False
+            self._start_interval(kind)
+        return True
+
+    def _start_interval(self, kind: tuple[str, str]) -> None:
+        self._counts[kind] = 0
+        timer = threading.Timer(self._interval_s, self._end_interval, [kind])
+        timer.daemon = True
+        timer.start()
+
+    def _end_interval(self, kind: tuple[str, str]) -> None:
+        with self._lock:
+            count, last = self._counts.pop(kind), self._last.pop(kind, None)
+            if count:
+                self._start_interval(kind)
+        if last is not None:
+            last = copy.copy(last)
+            last.msg, last.args = f"{last.getMessage()} ({count} more in {self._interval_s:g} s; this was the last)", ()
+            self._handler.handle(last)
 
 
 @contextmanager
@@ -55,6 +111,34 @@ def request_log(request_id: str, span: Span) -> Iterator[LogContext]:
     finally:
         with suppress(ValueError):  # another task may close a generator than the one that started it
             _CONTEXT.reset(token)
+
+
+def _formatter(log_format: LogFormat) -> logging.Formatter:
+    if log_format == "text":
+        return _TextFormatter(_TEXT_FORMAT)
+    return JsonFormatter(_JSON_FIELDS, rename_fields=_JSON_NAMES, timestamp=True)
+
+
+class _TextFormatter(logging.Formatter):
+    """One escaped line per event. The lines of a traceback follow it, indented, so that none looks like an event."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        record = copy.copy(record)
+        record.exc_text = None  # another formatter may have left its text here
+        return super().format(record)
+
+    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802
+        return escaped(super().formatMessage(record))
+
+    def formatException(self, ei: Any) -> str:  # noqa: N802
+        return _indented(super().formatException(ei))
+
+    def formatStack(self, stack_info: str) -> str:  # noqa: N802
+        return _indented(super().formatStack(stack_info))
+
+
+def _indented(text: str) -> str:
+    return "\n".join(f"  {escaped(line)}" for line in text.split("\n"))
 
 
 def _add_context(record: logging.LogRecord) -> bool:

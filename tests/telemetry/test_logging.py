@@ -1,0 +1,78 @@
+"""Log lines: nothing that a peer sends can forge one, and nothing that it repeats floods them."""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from eyas.telemetry.logging import RateLimit, configure_logging
+
+FORGED = "id\n2026-01-01 00:00:00,000 INFO eyas: all is well\r\x1b[2K\u202e\u2028\x00\ud800"
+log = logging.getLogger("eyas.somewhere")
+
+
+@pytest.fixture(params=["text", "json"])
+def out(request: pytest.FixtureRequest) -> Iterator[Callable[[], str]]:
+    """What a process that logs in this format has written."""
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+    configure_logging(request.param)
+    stream = io.StringIO()
+    handler = root.handlers[0]
+    assert isinstance(handler, logging.StreamHandler)
+    handler.setStream(stream)
+    try:
+        yield stream.getvalue
+    finally:
+        root.handlers[:], _ = handlers, root.setLevel(level)
+
+
+def test_no_part_of_a_message_forges_a_line(out: Callable[[], str]) -> None:
+    log.warning("request %s: failed", FORGED, extra={"field": FORGED})
+    logging.getLogger(FORGED).warning(FORGED)
+    lines = out().removesuffix("\n").split("\n")
+    assert len(lines) == 2
+    assert all(line.isprintable() for line in lines)
+
+
+def test_a_traceback_forges_no_line(out: Callable[[], str]) -> None:
+    try:
+        raise ValueError(FORGED)
+    except ValueError:
+        log.exception("failed")
+    first, *others = out().removesuffix("\n").split("\n")
+    assert "failed" in first
+    assert all(line.startswith("  ") and line.isprintable() for line in others)
+
+
+def test_printable_text_is_logged_as_it_is(out: Callable[[], str]) -> None:
+    log.warning("größe 漢字 %s", "😀 \\n")
+    line = out()
+    assert "größe 漢字 😀 \\n" in (json.loads(line)["message"] if line.startswith("{") else line)
+
+
+def test_repeated_events_give_a_line_and_then_a_count() -> None:
+    stream = io.StringIO()
+    handler = logging.StreamHandler(stream)
+    handler.addFilter(RateLimit(handler, interval_s=0.3))
+    own = logging.Logger("own")
+    own.addHandler(handler)
+    for number in range(192):
+        own.warning("tree %d is invalid", number, extra={"rate_limited": True})
+    own.warning("tree %d is unusual", 0, extra={"rate_limited": True})
+    own.warning("tree %d is invalid", 7)
+    deadline = time.monotonic() + 30
+    while "more" not in stream.getvalue():
+        assert time.monotonic() < deadline, "the count never came"
+        time.sleep(0.01)
+    assert stream.getvalue().splitlines() == [
+        "tree 0 is invalid",
+        "tree 0 is unusual",
+        "tree 7 is invalid",
+        "tree 191 is invalid (191 more in 0.3 s; this was the last)",
+    ]
