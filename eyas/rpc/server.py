@@ -6,6 +6,7 @@ import asyncio
 import inspect
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any, NoReturn, cast
 
 import grpc
@@ -188,30 +189,55 @@ class _ErrorInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
             return None  # type: ignore[return-value]  # unknown method; gRPC answers UNIMPLEMENTED
         kind = f"{_arity(handler.request_streaming)}_{_arity(handler.response_streaming)}"  # such as unary_stream
         method = getattr(handler, kind)
-        guarded = _guard_stream(method) if inspect.isasyncgenfunction(method) else _guard(method)
+        decode = _Decoder(handler_call_details.method, handler.request_deserializer)
+        read = decode.each if handler.request_streaming else decode
+        guarded = _guard_stream(method, read) if inspect.isasyncgenfunction(method) else _guard(method, read)
         wrap = getattr(grpc, f"{kind}_rpc_method_handler")
-        wrapped: grpc.RpcMethodHandler[Any, Any] = wrap(guarded, handler.request_deserializer, handler.response_serializer)
+        # gRPC would answer bytes that it cannot decode with UNKNOWN and the name of an exception
+        wrapped: grpc.RpcMethodHandler[Any, Any] = wrap(guarded, None, handler.response_serializer)
         return wrapped
+
+
+@dataclass(frozen=True)
+class _Decoder:
+    """Decodes the requests of a method. Raises InvalidRequest for bytes that are not its message."""
+
+    method: str
+    deserialize: Callable[[bytes], Any]
+
+    def __call__(self, data: bytes) -> Any:
+        try:
+            return self.deserialize(data)
+        except Exception as error:
+            log.warning("%s got a request that cannot be decoded: %s", self.method, error, extra={"rate_limited": True})
+            raise InvalidRequest(
+                f"the {len(data)} bytes of the request are not the message of {self.method}; encode it as in protos/eyas/v1"
+            ) from None
+
+    async def each(self, stream: AsyncIterator[bytes]) -> AsyncIterator[Any]:
+        """Decode the requests of a stream."""
+        async for data in stream:
+            yield self(data)
 
 
 def _arity(streaming: bool) -> str:
     return "stream" if streaming else "unary"
 
 
-def _guard(method: Method) -> Method:
+def _guard(method: Method, read: Callable[[Any], Any]) -> Method:
     async def call(request: Any, context: Any) -> Any:
         try:
-            return await method(request, context)
+            return await method(read(request), context)
         except Exception as error:
             await _abort(error, context)
 
     return call
 
 
-def _guard_stream(method: StreamMethod) -> StreamMethod:
+def _guard_stream(method: StreamMethod, read: Callable[[Any], Any]) -> StreamMethod:
     async def call(request: Any, context: Any) -> AsyncIterator[Any]:
         try:
-            async for response in method(request, context):
+            async for response in method(read(request), context):
                 yield response
         except Exception as error:
             await _abort(error, context)
@@ -230,6 +256,6 @@ async def _abort(error: Exception, context: Any) -> NoReturn:
         raise error
     if isinstance(error, EyasError):
         await context.abort(status_of(error), str(error), retry_hint(error))
-    log.error("internal error in a call", exc_info=error)
+    log.error("internal error in a call", exc_info=error, extra={"rate_limited": True})
     await context.abort(grpc.StatusCode.INTERNAL, "internal error")
     raise AssertionError("abort raises")

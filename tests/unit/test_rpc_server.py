@@ -41,6 +41,7 @@ class Failing(draft_pb2_grpc.DraftServicer):
         raise self._error
 
     async def Speculate(self, request_iterator: Any, context: Any) -> AsyncIterator[draft_pb2.SpeculateResponse]:  # noqa: N802
+        await anext(request_iterator)
         yield draft_pb2.SpeculateResponse(step=1)
         raise self._error
 
@@ -115,6 +116,27 @@ def test_an_unexpected_error_is_logged_but_hidden_from_clients(caplog: pytest.Lo
 
     with_server(check, KeyError("secret"))
     assert "KeyError: 'secret'" in caplog.text
+
+
+@pytest.mark.parametrize("method", ["Describe", "Speculate"])
+def test_bytes_that_do_not_decode_are_an_invalid_request(method: str, caplog: pytest.LogCaptureFixture) -> None:
+    async def check(server: RpcServer, address: str, channel: grpc.aio.Channel) -> None:
+        path = f"/{NAME}/{method}"
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            if method == "Describe":
+                await channel.unary_unary(path)(b"\xff\xff\xff")
+            else:
+                stream = channel.stream_stream(path)(iter([b"\xff\xff\xff"]))
+                await anext(aiter(stream))
+        assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        expected = f"the 3 bytes of the request are not the message of {path}; encode it as in protos/eyas/v1"
+        assert caught.value.details() == expected
+
+    with_server(check)
+    [record] = caplog.records
+    assert "cannot be decoded" in record.getMessage()
+    assert vars(record)["rate_limited"]
+    assert not record.exc_info
 
 
 def test_a_peer_that_is_away_is_unavailable() -> None:
