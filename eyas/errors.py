@@ -1,4 +1,12 @@
-"""Every error that a user of Eyas can meet. A message says what is wrong, with which value, and how to fix it."""
+"""Every error that a user of Eyas can meet. A message says what is wrong, with which value, and how to fix it.
+
+EyasError
+|- InvalidRequest: UnknownModel
+|- ConfigError, CheckpointError, InvalidTree
+|- Overloaded, Unavailable, TimedOut
+|- Unauthenticated
+`- RequestFailed
+"""
 
 
 class EyasError(Exception):
