@@ -24,6 +24,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from eyas.config import DraftConfig, RouterConfig, ServerConfig, VerifierConfig, load
 from eyas.errors import ConfigError, Unavailable
 from eyas.rpc.channel import open_sync_channel
+from eyas.rpc.server import GENERATION_SERVICE
 
 # In the order in which they start.
 CONFIG_TYPES: Mapping[str, type[DraftConfig | VerifierConfig | RouterConfig]] = {
@@ -172,14 +173,15 @@ class Cluster:
             child.check()
 
     def wait(self, child: Child, timeout_s: float = START_TIMEOUT_S, on_poll: Callable[[], object] = lambda: None) -> None:
-        """Return once `child` is SERVING; call `on_poll` while it is not.
+        """Return once `child` is SERVING, a router once it reaches a verifier; call `on_poll` while it is not.
 
         Raises Unavailable if a process ends or the time is up.
         """
         deadline = time.monotonic() + timeout_s
         with open_sync_channel(child.address) as channel:
             health = health_pb2_grpc.HealthStub(channel)
-            while not is_serving(health):
+            service = GENERATION_SERVICE if child.name == "router" else ""
+            while not is_serving(health, service):
                 self.check()
                 if time.monotonic() > deadline:
                     raise Unavailable(f"{child.name} is not ready after {timeout_s:.0f} s; its log is {child.log}")
@@ -288,10 +290,10 @@ def _stop(children: Sequence[Child]) -> None:
             child.process.wait()
 
 
-def is_serving(health: health_pb2_grpc.HealthStub) -> bool:
-    """Whether a service answers SERVING within a second."""
+def is_serving(health: health_pb2_grpc.HealthStub, service: str = "") -> bool:
+    """Whether a service, by its full name, answers SERVING within a second; the server as a whole without a name."""
     try:
-        answer = health.Check(health_pb2.HealthCheckRequest(), timeout=1.0)
+        answer = health.Check(health_pb2.HealthCheckRequest(service=service), timeout=1.0)
     except grpc.RpcError:
         return False
     return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)

@@ -29,6 +29,9 @@ from eyas.errors import (
 )
 from eyas.rpc.channel import MAX_MESSAGE_BYTES
 from eyas.rpc.messages import RETRY_KEY
+from eyas.v1 import generation_pb2
+
+GENERATION_SERVICE = generation_pb2.DESCRIPTOR.services_by_name["Generation"].full_name
 
 log = logging.getLogger(__name__)
 
@@ -127,11 +130,12 @@ class RpcServer:
         await self.aio.start()
         return _join(self._config.advertise_host or host, bound)
 
-    async def set_serving(self, serving: bool) -> None:
-        """Set the health of every service."""
+    async def set_serving(self, serving: bool, *unavailable: str) -> None:
+        """Set the health of every service. unavailable: full names of services that are NOT_SERVING nevertheless."""
         status = health_pb2.HealthCheckResponse
         for name in self._names:
-            await self._health.set(name, status.SERVING if serving else status.NOT_SERVING)
+            is_serving = serving and name not in unavailable
+            await self._health.set(name, status.SERVING if is_serving else status.NOT_SERVING)
 
     async def stop(self, grace: float) -> None:
         """Reject new calls, give running ones `grace` seconds, then cancel them."""

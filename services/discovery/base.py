@@ -30,6 +30,10 @@ class Discovery(Protocol):
         """The live workers of a watched role, ordered by address; each incarnation once."""
         ...
 
+    def has_synced(self, role: Role) -> bool:
+        """Whether the live workers of a watched role have been read by now; there may be none."""
+        ...
+
     async def close(self) -> None:
         """Stop looking."""
         ...

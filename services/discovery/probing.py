@@ -48,6 +48,10 @@ class ProbedDiscovery:
         live = {lease.incarnation: lease for lease in sorted(leases, key=lambda lease: lease.address, reverse=True)}
         return tuple(sorted(live.values(), key=lambda lease: lease.address))
 
+    def has_synced(self, role: Role) -> bool:
+        """Whether the source has listed the role's endpoints, and each of them has answered or failed."""
+        return role in self._probes and all(probe.has_result for probe in self._probes[role].values())
+
     async def close(self) -> None:
         """End all probes and close the source."""
         await asyncio.gather(*map(cancel_task, self._tasks))
@@ -84,8 +88,13 @@ class WorkerProbe:
         self._peers = peers
         self._state: tuple[Lease, ...] = ()
         self._answered_at = 0.0
-        self._serving = False
+        self._serving: bool | None = None
         self._problem = ""
+
+    @property
+    def has_result(self) -> bool:
+        """Whether the process there has told its state and its health, or could not be asked."""
+        return bool(self._problem or (self._answered_at and self._serving is not None))
 
     @property
     def leases(self) -> tuple[Lease, ...]:
@@ -112,6 +121,7 @@ class WorkerProbe:
                 self._serving = answer.status == health_pb2.HealthCheckResponse.SERVING
         except grpc.aio.AioRpcError as error:
             log.debug("%s: cannot watch its health: %s", self._endpoint.address, error.details())
+            self._serving = self._serving or False
 
     async def _ask(self, channel: grpc.aio.Channel) -> None:
         """Ask for the worker's state. Leave it at once if it is not there, and after `stale_after_s` if it is slow."""

@@ -106,6 +106,10 @@ class Registry:
         """The last known leases of a watched role."""
         return self._known.get(role, ())
 
+    def has_synced(self, role: Role) -> bool:
+        """Whether the leases of a watched role have been read."""
+        return role in self._known
+
     async def place(self, session: str, placement: Placement) -> None:
         """Remember where a session runs for an hour; does nothing while Redis is away."""
         value = _PLACEMENTS.dump_json(placement)

@@ -92,8 +92,8 @@ async def read_in_task(
         await asyncio.wait([task])
 
 
-async def _ignore_health(serving: bool) -> None:
-    """Do nothing: Serve checks replicas itself, and a router without a verifier counts as healthy."""
+async def _ignore_health(serving: bool, *unavailable: str) -> None:
+    """Do nothing: Serve checks replicas itself."""
 
 
 class Router:

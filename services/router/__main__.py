@@ -11,7 +11,7 @@ from fastapi import FastAPI
 from eyas.config import RouterConfig
 from eyas.errors import ConfigError
 from eyas.rpc.channel import Peers
-from eyas.rpc.server import RpcServer
+from eyas.rpc.server import GENERATION_SERVICE, RpcServer
 from eyas.services.discovery.build import build_discovery, session_registry
 from eyas.services.lifecycle import serve, service_app
 from eyas.services.router.auth import load_api_keys
@@ -25,7 +25,6 @@ from eyas.services.router.telemetry import RouterTelemetry
 from eyas.services.router.workers import ReadinessMonitor, WorkerPool
 from eyas.telemetry.exporters import telemetry
 from eyas.tokenizer import load_tokenizer
-from eyas.v1 import generation_pb2
 from eyas.v1.generation_pb2_grpc import add_GenerationServicer_to_server
 
 
@@ -39,7 +38,7 @@ class RouterApp:
 
 
 @asynccontextmanager
-async def build_router(config: RouterConfig, set_serving: Callable[[bool], Awaitable[None]]) -> AsyncIterator[RouterApp]:
+async def build_router(config: RouterConfig, set_serving: Callable[..., Awaitable[None]]) -> AsyncIterator[RouterApp]:
     """Build a router, and close what it opened at the end. set_serving: see ReadinessMonitor.
 
     Raises ConfigError if the settings name no model, or files that cannot be read.
@@ -74,8 +73,9 @@ async def run(config: RouterConfig) -> None:
     server = RpcServer(config.server, server_credentials(config.tls))
     async with build_router(config, server.set_serving) as router:
         add_GenerationServicer_to_server(router.grpc, server.aio)
-        name = generation_pb2.DESCRIPTOR.services_by_name["Generation"].full_name
-        await serve(server, [name], config.server, router.readiness, [HttpServer(router.http, config.http, config.tls)])
+        await serve(
+            server, [GENERATION_SERVICE], config.server, router.readiness, [HttpServer(router.http, config.http, config.tls)]
+        )
 
 
 app = service_app(RouterConfig, run)

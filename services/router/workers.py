@@ -16,6 +16,7 @@ import grpc.aio
 from eyas.config import OutlierDetectionConfig, RouterConfig
 from eyas.rpc.channel import Peers, Pem
 from eyas.rpc.messages import Lease
+from eyas.rpc.server import GENERATION_SERVICE
 from eyas.services.discovery.base import Discovery, cancel_task, repeat
 from eyas.services.discovery.registry import Registry
 from eyas.services.router.routing import Pair, RoutingRequest, WorkerSnapshot, pick
@@ -243,19 +244,28 @@ class SentBlocks:
 
 @dataclass
 class ReadinessMonitor:
-    """Reports SERVING while at least one verifier is reachable; checks every `interval_s` seconds.
+    """Reports whether the router takes requests, and whether it can serve them; checks every `interval_s` seconds.
 
-    set_serving: sets the answer to health checks. registry: holds the sessions; None without one.
-    reason: why the router is not ready; empty while it is.
+    A router becomes ready once it reaches a verifier, or knows that there is none, and stays so until it stops. Clients
+    then get 503 with Retry-After from a router without verifiers, instead of a closed port. Only its Generation service is
+    NOT_SERVING meanwhile.
+
+    set_serving: see RpcServer. registry: holds the sessions; None without one.
+    reason: why the router takes no requests; empty while it does.
     """
 
-    set_serving: Callable[[bool], Awaitable[None]]
+    set_serving: Callable[..., Awaitable[None]]
     discovery: Discovery
     workers: WorkerPool
     interval_s: float
     registry: Registry | None = None
     reason: str = field(default="the router is starting", init=False)
     _task: asyncio.Task[None] | None = field(default=None, init=False)
+
+    @property
+    def outage(self) -> str:
+        """Why no request can be served now; empty if one can."""
+        return self.reason or ("" if self.workers.reachable else "no verifier can be reached")
 
     async def register(self, address: str) -> None:
         """Start to discover workers and to check the verifiers."""
@@ -272,5 +282,10 @@ class ReadinessMonitor:
 
     async def _check(self) -> None:
         await self.workers.refresh()
-        self.reason = "" if self.workers.reachable else "no verifier can be reached"
-        await self.set_serving(not self.reason)
+        if self.reason and not self.discovery.has_synced("verifier"):
+            self.reason = "the discovery of verifiers has not answered yet"
+        elif self.reason:
+            is_ready = self.workers.reachable or not self.discovery.known("verifier")
+            self.reason = "" if is_ready else "no verifier can be reached"
+        unavailable = (GENERATION_SERVICE,) if self.outage else ()
+        await self.set_serving(not self.reason, *unavailable)

@@ -27,7 +27,7 @@ from eyas.models.checkpoint import resolve_placement, target_fingerprint
 from eyas.models.workers import RankInfo, TargetWorkers
 from eyas.rpc.channel import Peers
 from eyas.rpc.messages import ModelInfo, TargetInfo
-from eyas.rpc.server import RpcServer
+from eyas.rpc.server import GENERATION_SERVICE, RpcServer
 from eyas.services.discovery.base import Discovery, cancel_task, repeat
 from eyas.services.discovery.build import build_discovery, lease_registry
 from eyas.services.lifecycle import (
@@ -44,12 +44,10 @@ from eyas.services.verifier.draft_pool import DraftPool
 from eyas.services.verifier.servicer import GenerationServicer
 from eyas.services.verifier.telemetry import VerifierTelemetry
 from eyas.telemetry.exporters import Telemetry, telemetry
-from eyas.v1 import generation_pb2, generation_pb2_grpc
+from eyas.v1 import generation_pb2_grpc
 
 # When a rank is gone, rank 0 may hang in an all-reduce forever: the system ends the process after this time.
 END_SECONDS = 15
-
-GENERATION_SERVICE = generation_pb2.DESCRIPTOR.services_by_name["Generation"].full_name
 
 log = logging.getLogger(__name__)
 

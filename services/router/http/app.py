@@ -84,10 +84,10 @@ def _add_model_routes(app: FastAPI, service: GenerationService) -> None:
 
 
 def _add_operations_routes(app: FastAPI, readiness: ReadinessMonitor) -> None:
-    def status(details: dict[str, Any]) -> JSONResponse:
-        if readiness.reason:
-            return JSONResponse({"status": "not ready", "reason": readiness.reason} | details, 503)
-        return JSONResponse({"status": "ready"} | details)
+    def status(reason: str, good: str, bad: str, **details: Any) -> JSONResponse:
+        if reason:
+            return JSONResponse({"status": bad, "reason": reason} | details, 503)
+        return JSONResponse({"status": good} | details)
 
     @app.get("/live")
     async def live() -> dict[str, str]:
@@ -96,12 +96,12 @@ def _add_operations_routes(app: FastAPI, readiness: ReadinessMonitor) -> None:
 
     @app.get("/ready")
     async def ready() -> JSONResponse:
-        """Report whether requests can be served, and if not, why."""
-        return status({})
+        """Report whether the router takes requests, and if not, why. Without a verifier it does, and answers with 503."""
+        return status(readiness.reason, "ready", "not ready")
 
     @app.get("/health")
     async def health() -> JSONResponse:
-        """Answer as /ready, with the number of workers of each model."""
+        """Report whether requests can be served, and if not, why; with the number of workers of each model."""
         workers, reachable = readiness.workers.snapshot(), readiness.workers.reachable
         models = {
             name: {
@@ -111,7 +111,7 @@ def _add_operations_routes(app: FastAPI, readiness: ReadinessMonitor) -> None:
             }
             for name in sorted({lease.model.name for lease in (*workers.verifiers, *workers.drafters)})
         }
-        return status({"models": models})
+        return status(readiness.outage, "healthy", "unhealthy", models=models)
 
     @app.get("/metrics")
     async def metrics(request: Request) -> Response:

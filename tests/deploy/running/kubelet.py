@@ -77,6 +77,11 @@ class Pod:
         url = f"{probe['httpGet']['scheme'].lower()}://{ADDRESS}:{self.port(probe['httpGet']['port'])}{probe['httpGet']['path']}"
         return _answers(url, probe)
 
+    def is_healthy(self) -> bool:
+        """Whether a router says that requests can be served."""
+        scheme = self.container["readinessProbe"]["httpGet"]["scheme"].lower()
+        return _answers(f"{scheme}://{ADDRESS}:{self.port('http')}/health", {"timeoutSeconds": 5})
+
     def wait(self, kind: str) -> None:
         """Return once the probe passes. Raises AssertionError with the log when the kubelet would have given up."""
         probe = self.container[f"{kind}Probe"]
@@ -182,6 +187,13 @@ class Node:
             for workload in workloads:
                 self.pods[workload].wait(kind)
 
+    def wait_healthy(self) -> None:
+        """Return once the routers reach a verifier; they are ready without one."""
+        deadline = time.monotonic() + 60
+        while not all(pod.is_healthy() for pod in self.started if pod.container["name"] == "router"):
+            assert time.monotonic() < deadline, "no router reaches a verifier"
+            time.sleep(PERIOD)
+
     def endpoint(self, service: str, port: str) -> str:
         """Address behind a port of the Service: any pod that is ready and not leaving."""
         spec = named(self.objects, "Service", service)["spec"]
@@ -220,6 +232,7 @@ def started(node: Node) -> Iterator[Node]:
         for workload in sorted(node.workloads, key=lambda name: not name.endswith("redis")):
             node.start(workload)
         node.wait(*node.workloads)
+        node.wait_healthy()
         yield node
     finally:
         for pod in node.started:

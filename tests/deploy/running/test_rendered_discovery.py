@@ -30,6 +30,7 @@ def test_pods_without_redis_discover_only_ready_pods(tmp_path: Path) -> None:
         assert drafted.token_ids == plain.token_ids
         node.pods[VERIFIER].leaving = True
         deadline = time.monotonic() + 60
-        while node.pods[ROUTER].passes("readiness"):
+        while node.pods[ROUTER].is_healthy():
             assert time.monotonic() < deadline, "the router goes on with a verifier that is no endpoint any more"
             time.sleep(0.05)
+        assert node.pods[ROUTER].passes("readiness"), "it stays an endpoint, to answer with 503 and Retry-After"

@@ -110,7 +110,7 @@ class RayApplication:
     def ready(self) -> bool:
         """Whether the router says that requests can be served."""
         try:
-            return httpx.get(f"{self.http}/ready", timeout=5).status_code == 200
+            return httpx.get(f"{self.http}/health", timeout=5).status_code == 200
         except httpx.TransportError:
             return False
 

@@ -11,7 +11,7 @@ from eyas.config import DiscoveryConfig, KubernetesConfig
 from eyas.errors import ConfigError
 from eyas.services.discovery.kubernetes import KubernetesEndpoints, open_api
 from tests.services.discovery.api_server import ApiServer, pod, running
-from tests.services.discovery.pods import discovering, kubernetes, names, pod_router, pod_worker
+from tests.services.discovery.pods import discovering, kubernetes, names, pod_router, pod_worker, settings
 from tests.services.redis_server import free_port
 from tests.services.router.scripted_verifier import CALL, REST, send, tokens_of, until
 
@@ -129,6 +129,20 @@ def test_workers_survive_an_api_server_outage(caplog: pytest.LogCaptureFixture) 
 
     asyncio.run(body())
     assert "the Kubernetes API server answers again" in caplog.text
+
+
+def test_discovery_is_not_synced_without_the_api_server(caplog: pytest.LogCaptureFixture) -> None:
+    async def body() -> None:
+        config = settings("kubernetes", kubernetes=KubernetesConfig(f"http://127.0.0.1:{free_port()}", "test"))
+        async with discovering(config) as discovery:
+            await until(lambda: "cannot read the verifier endpoints" in caplog.text)
+            assert not discovery.has_synced("verifier")
+        server = ApiServer()
+        async with running(server), discovering(kubernetes(server)) as discovery:
+            await until(lambda: discovery.has_synced("verifier"))
+            assert not names(discovery)
+
+    asyncio.run(body())
 
 
 def test_an_expired_watch_restarts(caplog: pytest.LogCaptureFixture) -> None:

@@ -35,6 +35,19 @@ def test_a_worker_is_found_as_it_describes_itself() -> None:
     asyncio.run(body())
 
 
+def test_a_list_is_synced_once_every_worker_has_answered_or_failed() -> None:
+    async def body() -> None:
+        async with pod_worker() as worker:
+            config = settings("static", verifiers=(worker.address, f"127.0.0.1:{free_port()}"))
+            async with discovering(config) as discovery:
+                assert not discovery.has_synced("verifier")
+                await until(lambda: discovery.has_synced("verifier"))
+                assert names(discovery) == {worker.incarnation}, "nobody is missing by then"
+                assert not discovery.has_synced("draft"), "it is not watched"
+
+    asyncio.run(body())
+
+
 def test_a_real_worker_serves_its_state() -> None:
     async def body() -> Lease:
         server = RpcServer(ServerConfig(host="0.0.0.0"))

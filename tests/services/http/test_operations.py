@@ -20,11 +20,21 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from openai import AsyncOpenAI, AuthenticationError
 from prometheus_client import Counter
 
-from eyas.config import ApiKeysConfig, DiscoveryConfig, HttpConfig, RouterConfig, ServerConfig, TlsConfig
+from eyas.config import (
+    ApiKeysConfig,
+    DiscoveryConfig,
+    HttpConfig,
+    RegistryConfig,
+    RouterConfig,
+    ServerConfig,
+    TlsConfig,
+)
 from eyas.errors import ConfigError
 from eyas.rpc.channel import Peers
+from eyas.rpc.messages import Lease, Load
 from eyas.rpc.server import RpcServer
 from eyas.services.discovery.build import build_discovery
+from eyas.services.discovery.registry import Registry
 from eyas.services.router.auth import ApiKeys, load_api_keys
 from eyas.services.router.dispatcher import Dispatcher, SessionMap
 from eyas.services.router.generation import GenerationService
@@ -34,33 +44,64 @@ from eyas.services.router.telemetry import RouterTelemetry
 from eyas.services.router.workers import WorkerPool
 from eyas.v1.generation_pb2 import ListModelsRequest
 from eyas.v1.generation_pb2_grpc import GenerationStub, add_GenerationServicer_to_server
-from tests.services.http.http_router import ALL, REST_TEXT, Script, get, http_router, worker
-from tests.services.router.scripted_verifier import TOKENS
+from tests.services.http.http_router import ALL, REST_TEXT, Script, get, http_router, post, worker
+from tests.services.redis_server import free_port
+from tests.services.router.scripted_verifier import MODEL, TOKENS
 from tests.services.router.test_router_cli import eyas
 
 
-def test_readiness_follows_the_verifiers_and_states_a_reason(url: str) -> None:
+def test_a_router_without_verifiers_is_ready_but_not_healthy(url: str) -> None:
     async def poll(base: str, path: str, awaited: Callable[[httpx.Response], bool]) -> dict[str, object]:
         async with asyncio.timeout(20):
             while not awaited(answer := await get(base, path)):
                 await asyncio.sleep(0.01)
         return dict(answer.json())
 
-    async def becomes(base: str, status: int) -> dict[str, object]:
-        return await poll(base, "/ready", lambda answer: answer.status_code == status)
+    async def becomes(base: str, path: str, status: int) -> dict[str, object]:
+        return await poll(base, path, lambda answer: answer.status_code == status)
+
+    async def serves_only_later(base: str) -> None:
+        """The router takes requests and rejects them with a time to retry."""
+        unhealthy = {"status": "unhealthy", "reason": "no verifier can be reached", "models": {}}
+        await poll(base, "/health", lambda answer: answer.status_code == 503 and answer.json() == unhealthy)
+        assert [(await get(base, path)).status_code for path in ("/live", "/ready")] == [200, 200]
+        answer = await post(base, "/v1/completions", ALL)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "unavailable")
+        assert int(answer.headers["retry-after"]) >= 1
 
     async def body() -> None:
         async with http_router(url) as base:
-            assert (await get(base, "/live")).status_code == 200
-            assert await becomes(base, 503) == {"status": "not ready", "reason": "no verifier can be reached"}
-            assert (await get(base, "/health")).status_code == 503
+            assert await becomes(base, "/ready", 200) == {"status": "ready"}
+            await serves_only_later(base)
             async with worker(url, Script(TOKENS)), worker(url, Script(()), "draft"):
-                assert await becomes(base, 200) == {"status": "ready"}
                 workers = {"verifiers": 1, "reachable_verifiers": 1, "drafters": 1}
-                healthy = {"status": "ready", "models": {"demo": workers}}
+                healthy = {"status": "healthy", "models": {"demo": workers}}
                 await poll(base, "/health", lambda answer: bool(answer.json() == healthy))
-            await becomes(base, 503)
-            assert (await get(base, "/live")).status_code == 200
+            await serves_only_later(base)
+
+    asyncio.run(body())
+
+
+def test_a_starting_router_waits_for_its_discovery(url: str) -> None:
+    """It is not ready while Redis is away, nor while it reaches none of the verifiers that it knows."""
+
+    async def reason(base: str, awaited: str) -> None:
+        async with asyncio.timeout(20):
+            while (answer := await get(base, "/ready")).json().get("reason", "") != awaited:
+                await asyncio.sleep(0.01)
+        assert answer.status_code == (503 if awaited else 200)
+
+    async def body() -> None:
+        async with http_router(f"redis://127.0.0.1:{free_port()}/0") as base:
+            await reason(base, "the discovery of verifiers has not answered yet")
+        gone = Lease("verifier", f"127.0.0.1:{free_port()}", "gone", MODEL, Load(0, 0, 9))
+        registry = Registry(RegistryConfig(url, 2.0, 0.05))
+        await registry.publish(lambda: gone)
+        async with http_router(url) as base:
+            await reason(base, "no verifier can be reached")
+            await registry.withdraw()
+            await reason(base, "")
+        await registry.close()
 
     asyncio.run(body())
 

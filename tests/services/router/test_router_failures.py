@@ -10,6 +10,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from eyas.rpc.channel import open_channel
 from eyas.rpc.convert import generate_call_to_proto
+from eyas.rpc.server import GENERATION_SERVICE
 from eyas.v1.generation_pb2_grpc import GenerationStub
 from tests.services.redis_server import free_port, running_redis
 from tests.services.router.scripted_verifier import (
@@ -32,9 +33,9 @@ from tests.services.router.scripted_verifier import (
 SERVING = health_pb2.HealthCheckResponse.SERVING
 
 
-async def is_serving(address: str) -> bool:
+async def is_serving(address: str, service: str = "") -> bool:
     async with open_channel(address) as channel:
-        answer = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest())
+        answer = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(service=service))
         return bool(answer.status == SERVING)
 
 
@@ -48,18 +49,20 @@ def test_without_a_verifier_a_request_is_unavailable(url: str) -> None:
     asyncio.run(body())
 
 
-def test_the_router_is_ready_while_it_reaches_a_verifier(url: str) -> None:
-    async def becomes(address: str, serving: bool) -> None:
+def test_only_generation_is_not_serving_without_a_verifier(url: str) -> None:
+    async def becomes(address: str, serving: bool, service: str) -> None:
         async with asyncio.timeout(20):
-            while await is_serving(address) != serving:
+            while await is_serving(address, service) != serving:
                 await asyncio.sleep(0.01)
 
     async def body() -> None:
         async with router(url) as address:
-            assert not await is_serving(address)
+            await becomes(address, True, "")
+            assert not await is_serving(address, GENERATION_SERVICE)
             async with worker(url, Script(TOKENS)):
-                await becomes(address, True)
-            await becomes(address, False)
+                await becomes(address, True, GENERATION_SERVICE)
+            await becomes(address, False, GENERATION_SERVICE)
+            assert await is_serving(address)
 
     asyncio.run(body())
 
