@@ -16,12 +16,14 @@ from eyas.models.heads.layers import FeatureFuser
 DEMO = Path("models/demo")
 
 
-def write_target(folder: Path, vocab_size: int = 48, hidden: int = 32, layers: int = 4, seed: int = 0) -> Path:
+def write_target(
+    folder: Path, vocab_size: int = 48, hidden: int = 32, layers: int = 4, seed: int = 0, max_model_len: int = 256
+) -> Path:
     """A random Llama with grouped-query heads; sharp enough that a softmax is not flat."""
     torch.manual_seed(seed)
     config = LlamaConfig(
         vocab_size=vocab_size, hidden_size=hidden, intermediate_size=2 * hidden, num_hidden_layers=layers,
-        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=256, initializer_range=0.25,
+        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=max_model_len, initializer_range=0.25,
         bos_token_id=0, eos_token_id=1, pad_token_id=2,
     )  # fmt: skip
     LlamaForCausalLM(config).save_pretrained(folder)

@@ -8,6 +8,7 @@ are computed, V vocabulary, C hidden width, T layers whose hidden states are col
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -198,7 +199,10 @@ def read_model_config(folder: Path) -> Any:
 def _load_weights(folder: Path, path_or_id: str, dtype: str) -> Any:
     """transformers' model with all of its weights."""
     from transformers import AutoModelForCausalLM
+    from transformers.utils.logging import disable_progress_bar
 
+    if not sys.stderr.isatty():
+        disable_progress_bar()  # in a log it is noise, and on a full disk it raises
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             folder, dtype=getattr(torch, dtype), attn_implementation=ATTENTION_NAME, output_loading_info=True

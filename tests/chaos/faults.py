@@ -1,0 +1,267 @@
+"""What the storm does to the members of a fleet, drawn from a seed, and which wait of a client it caused.
+
+At any time at least one verifier works without a fault, so that every failed request counts against the router. Faults on
+verifiers come one after the other; those on drafters, Redis and connections come beside them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from signal import SIGCONT, SIGSTOP
+
+from redis.asyncio import Redis
+from redis.exceptions import RedisError
+
+from tests.chaos.fleet import HOST, Fleet, Member, clean
+
+# How long a verifier must have worked before it counts as one that is left, or may be hit again.
+SETTLED_S = 1.0
+# A wait that begins so soon after a fault is blamed on it: the router may still be at work on it.
+AFTERMATH_S = 0.5
+MIN_GAP_S = 0.05
+# The share of kill -9 among the faults of verifiers and of drafters; the others last for seconds.
+VERIFIER_KILL_RATIO, DRAFTER_KILL_RATIO = 0.93, 0.98
+
+Action = Callable[["Injector", Member], Awaitable[None]]
+
+
+@dataclass
+class Fault:
+    """One fault. kind: what was done to which kind of member. ended: None while it lasts. longest_gap_s: of any client."""
+
+    kind: str
+    began: float
+    ended: float | None = None
+    longest_gap_s: float = 0.0
+
+    def overlaps(self, began: float, ended: float) -> bool:
+        return self.began <= ended and (self.ended is None or began <= self.ended + AFTERMATH_S)
+
+
+@dataclass
+class FaultLog:
+    """All faults so far. num: by kind. gaps: the longest wait that each fault caused, by kind."""
+
+    num: Counter[str] = field(default_factory=Counter)
+    gaps: dict[str, list[float]] = field(default_factory=dict)
+    longest_unexplained_gap_s: float = 0.0
+    _recent: list[Fault] = field(default_factory=list)
+
+    def begin(self, kind: str) -> Fault:
+        """Note that a fault begins."""
+        self.num[kind] += 1
+        self._recent.append(Fault(kind, time.monotonic()))
+        return self._recent[-1]
+
+    def end(self, fault: Fault) -> None:
+        """Note that a fault is over."""
+        fault.ended = time.monotonic()
+
+    def blame(self, began: float, ended: float) -> None:
+        """Find the cause of a client's wait: a fault on a verifier before any other, the earliest first."""
+        if ended - began < MIN_GAP_S:
+            return
+        causes = [fault for fault in self._recent if fault.overlaps(began, ended)]
+        if not causes:
+            self.longest_unexplained_gap_s = max(self.longest_unexplained_gap_s, ended - began)
+            return
+        cause = min(causes, key=lambda fault: (not fault.kind.startswith("verifier"), fault.began))
+        cause.longest_gap_s = max(cause.longest_gap_s, ended - began)
+
+    def settle(self, horizon_s: float = 60.0) -> None:
+        """Sum up the faults that can no longer be the cause of a wait."""
+        old = time.monotonic() - horizon_s
+        for fault in [fault for fault in self._recent if fault.ended is not None and fault.ended < old]:
+            self.gaps.setdefault(fault.kind, []).append(fault.longest_gap_s)
+            self._recent.remove(fault)
+
+
+@dataclass
+class Quota:
+    """How many kills are wanted; None for as many as come."""
+
+    wanted: int | None
+    done: int = 0
+
+    @property
+    def reached(self) -> bool:
+        return self.wanted is not None and self.done >= self.wanted
+
+
+class Injector:
+    """Breaks a fleet until it is stopped. seed: draws the faults and their order."""
+
+    def __init__(self, fleet: Fleet, seed: int, verifier_kills: int | None, drafter_kills: int | None) -> None:
+        self.fleet = fleet
+        self.rng = random.Random(seed)
+        self.log = FaultLog()
+        self.verifier_kills, self.drafter_kills = Quota(verifier_kills), Quota(drafter_kills)
+        self._restarts: set[asyncio.Task[None]] = set()
+
+    @property
+    def done(self) -> bool:
+        """Whether all wanted kills have happened; never without wanted kills."""
+        wanted = [quota for quota in (self.verifier_kills, self.drafter_kills) if quota.wanted is not None]
+        return bool(wanted) and all(quota.reached for quota in wanted)
+
+    async def run(self, num_drafter_loops: int) -> None:
+        """Inject faults until cancelled; then every fault is over and every member works again."""
+        loops = [self._hit_verifiers(), self._hit_redis(), *(self._hit_drafters() for _ in range(num_drafter_loops))]
+        try:
+            async with asyncio.TaskGroup() as group:
+                for loop in loops:
+                    group.create_task(loop)
+        finally:
+            await self._repair()
+
+    async def _repair(self) -> None:
+        """End every fault and start what is down."""
+        await asyncio.gather(*self._restarts, return_exceptions=True)
+        for member in self.fleet.members:
+            if member.proxy.partitioned:
+                member.proxy.reset()
+            member.proxy.heal()
+            member.signal(SIGCONT)
+            if member.process is None:
+                await self.fleet.start(member)
+        await self.fleet.wait_ready()
+
+    async def _hit_verifiers(self) -> None:
+        """One fault after the other, each on a verifier that has settled, while another one has settled too."""
+        while True:
+            victims = clean(self.fleet.verifiers, SETTLED_S)
+            if len(victims) < 2:
+                await asyncio.sleep(0.02)
+                continue
+            kill = not self.verifier_kills.reached and self.rng.random() < VERIFIER_KILL_RATIO
+            action = kill_member if kill else self.rng.choice(LASTING)
+            await self.hit(self.rng.choice(victims), action)
+            self.verifier_kills.done += kill
+            await asyncio.sleep(self.rng.uniform(0, 0.3))
+
+    async def _hit_drafters(self) -> None:
+        while True:
+            victims = clean(self.fleet.drafters, self.rng.uniform(0.1, 1.0))
+            if not victims:
+                await asyncio.sleep(0.02)
+                continue
+            kill = not self.drafter_kills.reached and self.rng.random() < DRAFTER_KILL_RATIO
+            action = kill_member if kill else self.rng.choice(LASTING)
+            await self.hit(self.rng.choice(victims), action)
+            self.drafter_kills.done += kill
+            await asyncio.sleep(self.rng.uniform(0, 0.2))
+
+    async def _hit_redis(self) -> None:
+        while True:
+            await asyncio.sleep(self.rng.uniform(2, 8))
+            if self.fleet.redis.ready_at is not None:
+                await self.hit(self.fleet.redis, self.rng.choice((kill_for_a_while, empty, *LASTING)))
+
+    async def hit(self, member: Member, action: Action) -> None:
+        """Do one thing to a member and note it."""
+        fault = self.log.begin(f"{member.kind} {NAMES[action]}")
+        member.num_faults += 1
+        try:
+            await action(self, member)
+        finally:
+            member.num_faults -= 1
+            self.log.end(fault)
+
+    def restart(self, member: Member, delay_s: float = 0.0) -> None:
+        """Start a killed member again in the background."""
+
+        async def start() -> None:
+            await asyncio.sleep(delay_s)
+            await self.fleet.start(member)
+
+        task = asyncio.create_task(start())
+        self._restarts.add(task)
+        task.add_done_callback(self._restarts.discard)
+
+
+async def kill_member(injector: Injector, member: Member) -> None:
+    """Kill -9, and start it again at once."""
+    await member.kill()
+    injector.restart(member)
+
+
+async def kill_for_a_while(injector: Injector, member: Member) -> None:
+    """Kill -9, and start it again seconds later."""
+    await member.kill()
+    await asyncio.sleep(injector.rng.uniform(0.5, 4))
+    await injector.fleet.start(member)
+
+
+async def vanish(injector: Injector, member: Member) -> None:
+    """Power cut: the process ends, and no packet says so. It starts again at once."""
+    member.proxy.silence()
+    await member.kill()
+    await injector.fleet.start(member)
+
+
+async def pause(injector: Injector, member: Member) -> None:
+    """SIGSTOP for a while; sometimes for longer than keepalive pings wait."""
+    member.signal(SIGSTOP)
+    await asyncio.sleep(injector.rng.choice((0.3, 1.5, 9.0)))
+    member.signal(SIGCONT)
+
+
+async def reset(injector: Injector, member: Member) -> None:
+    """Abort its connections."""
+    member.proxy.reset()
+
+
+async def half_open(injector: Injector, member: Member) -> None:
+    """Its connections pass nothing any more; new ones work."""
+    member.proxy.silence()
+    await asyncio.sleep(8)
+
+
+async def partition(injector: Injector, member: Member) -> None:
+    """Nobody reaches it for a while; then its connections are reset."""
+    member.proxy.partitioned = True
+    await asyncio.sleep(injector.rng.choice((0.5, 9.0)))
+    member.proxy.partitioned = False
+    member.proxy.reset()
+
+
+async def delay(injector: Injector, member: Member) -> None:
+    """Every packet is late."""
+    member.proxy.delay_s = injector.rng.choice((0.02, 0.1, 0.3))
+    await asyncio.sleep(injector.rng.uniform(0.5, 2))
+    member.proxy.delay_s = 0.0
+
+
+async def lose(injector: Injector, member: Member) -> None:
+    """Packets are lost and sent again, several times."""
+    for _ in range(injector.rng.randrange(1, 4)):
+        member.proxy.hold()
+        await asyncio.sleep(injector.rng.choice((0.2, 0.4, 0.8)))
+        member.proxy.release()
+        await asyncio.sleep(0.1)
+
+
+async def corrupt(injector: Injector, member: Member) -> None:
+    """A byte of each connection is wrong."""
+    member.proxy.damage()
+    await asyncio.sleep(0.2)
+
+
+async def empty(injector: Injector, member: Member) -> None:
+    """Redis loses everything."""
+    with suppress(RedisError, OSError):
+        async with Redis(host=HOST, port=member.port, socket_timeout=1.0) as client:
+            await client.flushall()
+
+
+LASTING: Sequence[Action] = (vanish, pause, reset, half_open, partition, delay, lose, corrupt)
+NAMES = {
+    kill_member: "kill -9", kill_for_a_while: "down", vanish: "power cut", pause: "SIGSTOP", reset: "connection reset",
+    half_open: "half-open", partition: "partition", delay: "delay", lose: "loss", corrupt: "corruption", empty: "emptied",
+}  # fmt: skip

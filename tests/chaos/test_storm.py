@@ -1,0 +1,95 @@
+"""A short storm in which nothing may be lost; `make chaos` runs a long one. And the harness itself."""
+
+import asyncio
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.chaos.answers import Mismatch, compare
+from tests.chaos.fleet import FleetSettings
+from tests.chaos.proxy import Proxy
+from tests.chaos.storm import StormSettings, storm
+
+SHORT = StormSettings(
+    seed=7, verifier_kills=3, drafter_kills=15, num_clients=4, num_answers=8, most_tokens=60,
+    fleet=FleetSettings(num_verifiers=2, drafters=("eagle3", "prompt_lookup", "sps", "hostile")),
+)  # fmt: skip
+
+# Distinct items, so that a difference has one explanation.
+SEQUENCES = st.lists(st.integers(), min_size=2, max_size=40, unique=True)
+
+
+@pytest.mark.slow
+def test_no_token_is_lost_in_a_short_storm() -> None:
+    found = storm(SHORT)
+    assert (found.num_wrong, found.num_lost, found.num_doubled) == (0, 0, 0), found.notes
+    assert found.num_failed == 0, found.notes
+    assert found.num_crashes == found.unreturned_slots == 0
+    assert found.num_verifier_kills >= 3
+    assert found.num_drafter_kills >= 15
+    assert found.num_tokens > 0
+
+
+@given(SEQUENCES, st.data())
+def test_what_a_client_lost_is_counted(tokens: list[int], data: st.DataObject) -> None:
+    start = data.draw(st.integers(0, len(tokens) - 1))
+    length = data.draw(st.integers(1, len(tokens) - start))
+    assert compare(tokens, tokens) == Mismatch()
+    assert compare(tokens, tokens[:start] + tokens[start + length :]) == Mismatch(num_lost=length)
+    assert compare(tokens, tokens[: start + length] + tokens[start:]) == Mismatch(num_doubled=length)
+
+
+@given(SEQUENCES, st.data())
+def test_a_wrong_token_spoils_all_after_it(tokens: list[int], data: st.DataObject) -> None:
+    at = data.draw(st.integers(0, len(tokens) - 1))
+    received = [*tokens[:at], max(tokens) + 1, *tokens[at + 1 :]]
+    assert compare(tokens, received) == Mismatch(num_wrong=len(tokens) - at)
+
+
+def test_a_proxy_breaks_connections_as_it_is_told() -> None:
+    asyncio.run(break_connections())
+
+
+async def break_connections() -> None:
+    """An echo service behind a proxy, through every fault."""
+
+    async def echo(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while data := await reader.read(100):
+            writer.write(data)
+        writer.close()
+
+    service = await asyncio.start_server(echo, "127.0.0.1", 0)
+    proxy = Proxy(("127.0.0.2", 0), service.sockets[0].getsockname()[:2], random.Random(0))
+    await proxy.start()
+
+    async def dial() -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        reader, writer = await asyncio.open_connection("127.0.0.2", proxy.port)
+        assert await ask(reader, writer) == b"ping"
+        return reader, writer
+
+    async def ask(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bytes:
+        writer.write(b"ping")
+        return await asyncio.wait_for(reader.read(4), 10)
+
+    reader, writer = await dial()
+    proxy.damage()
+    assert await ask(reader, writer) != b"ping"
+    assert await ask(reader, writer) == b"ping"
+    proxy.hold()
+    answer = asyncio.create_task(ask(reader, writer))
+    await asyncio.sleep(0.05)
+    assert not answer.done()
+    proxy.release()
+    assert await answer == b"ping"
+    proxy.silence()
+    writer.write(b"lost")
+    reader_2, writer_2 = await dial()  # a new connection works
+    proxy.reset()
+    with pytest.raises(ConnectionResetError):
+        await reader_2.read()
+    writer_2.close()
+    writer.close()
+    service.close()
+    await proxy.close()
