@@ -177,7 +177,7 @@ def gaps_table(result: StormResult) -> Table:
 def memory_table(result: StormResult) -> Table:
     """Memory of what was never killed."""
     rows = [(use.service, f"{use.first:.0f}", f"{use.last:.0f}", f"{use.slope:+.1f}") for use in result.memory]
-    note = "Resident memory in MiB of services that were never killed; slope in MiB per hour, without the first quarter."
+    note = "Anonymous memory in MiB of services that were never killed; slope in MiB per hour, without the first quarter."
     return Table("Memory", ("service", "first", "last", "slope"), tuple(rows), note)
 
 

@@ -25,6 +25,8 @@ SETTLED_S = 1.0
 # A wait that begins so soon after a fault is blamed on it: the router may still be at work on it.
 AFTERMATH_S = 0.5
 MIN_GAP_S = 0.05
+# Longer than keepalive pings wait, with which hanging peers are noticed.
+LONGEST_S = 9.0
 # The share of kill -9 among the faults of verifiers and of drafters; the others last for seconds.
 VERIFIER_KILL_RATIO, DRAFTER_KILL_RATIO = 0.93, 0.98
 
@@ -95,10 +97,13 @@ class Quota:
 
 
 class Injector:
-    """Breaks a fleet until it is stopped. seed: draws the faults and their order."""
+    """Breaks a fleet until it is stopped. seed: draws the faults and their order. longest_s: of any fault."""
 
-    def __init__(self, fleet: Fleet, seed: int, verifier_kills: int | None, drafter_kills: int | None) -> None:
+    def __init__(
+        self, fleet: Fleet, seed: int, verifier_kills: int | None, drafter_kills: int | None, longest_s: float = LONGEST_S
+    ) -> None:
         self.fleet = fleet
+        self.longest_s = longest_s
         self.rng = random.Random(seed)
         self.log = FaultLog()
         self.verifier_kills, self.drafter_kills = Quota(verifier_kills), Quota(drafter_kills)
@@ -134,32 +139,35 @@ class Injector:
 
     async def _hit_verifiers(self) -> None:
         """One fault after the other, each on a verifier that has settled, while another one has settled too."""
+        witness = self.fleet.verifiers[0]
         while True:
-            victims = clean(self.fleet.verifiers, SETTLED_S)
-            if len(victims) < 2:
-                await asyncio.sleep(0.02)
-                continue
-            kill = not self.verifier_kills.reached and self.rng.random() < VERIFIER_KILL_RATIO
-            action = kill_member if kill else self.rng.choice(LASTING)
-            await self.hit(self.rng.choice(victims), action)
-            self.verifier_kills.done += kill
+            settled = clean(self.fleet.verifiers, SETTLED_S)
+            if len(settled) > 1:
+                await self._hit_one_of(settled, witness, self.verifier_kills, VERIFIER_KILL_RATIO)
             await asyncio.sleep(self.rng.uniform(0, 0.3))
 
     async def _hit_drafters(self) -> None:
+        witness = self.fleet.drafters[0]
         while True:
-            victims = clean(self.fleet.drafters, self.rng.uniform(0.1, 1.0))
-            if not victims:
-                await asyncio.sleep(0.02)
-                continue
-            kill = not self.drafter_kills.reached and self.rng.random() < DRAFTER_KILL_RATIO
-            action = kill_member if kill else self.rng.choice(LASTING)
-            await self.hit(self.rng.choice(victims), action)
-            self.drafter_kills.done += kill
+            if victims := clean(self.fleet.drafters, self.rng.uniform(0.1, 1.0)):
+                await self._hit_one_of(victims, witness, self.drafter_kills, DRAFTER_KILL_RATIO)
             await asyncio.sleep(self.rng.uniform(0, 0.2))
+
+    async def _hit_one_of(self, victims: Sequence[Member], witness: Member, quota: Quota, kill_ratio: float) -> None:
+        """Kill a member, or do something else to one. The witness lives on: its memory shows what the others' ends cost."""
+        mortal = [member for member in victims if member is not witness]
+        if mortal and not quota.reached and self.rng.random() < kill_ratio:
+            await self.hit(self.rng.choice(mortal), kill_member)
+            quota.done += 1
+        elif quota.reached or self.rng.random() >= kill_ratio:
+            victim = self.rng.choice(victims)
+            await self.hit(
+                victim, self.rng.choice([action for action in LASTING if victim in mortal or action is not vanish])
+            )
 
     async def _hit_redis(self) -> None:
         while True:
-            await asyncio.sleep(self.rng.uniform(2, 8))
+            await asyncio.sleep(self.rng.uniform(5, 25))
             if self.fleet.redis.ready_at is not None:
                 await self.hit(self.fleet.redis, self.rng.choice((kill_for_a_while, empty, *LASTING)))
 
@@ -172,6 +180,10 @@ class Injector:
         finally:
             member.num_faults -= 1
             self.log.end(fault)
+
+    async def last(self, *seconds: float) -> None:
+        """Wait for one of these times."""
+        await asyncio.sleep(min(self.rng.choice(seconds), self.longest_s))
 
     def restart(self, member: Member, delay_s: float = 0.0) -> None:
         """Start a killed member again in the background."""
@@ -194,7 +206,7 @@ async def kill_member(injector: Injector, member: Member) -> None:
 async def kill_for_a_while(injector: Injector, member: Member) -> None:
     """Kill -9, and start it again seconds later."""
     await member.kill()
-    await asyncio.sleep(injector.rng.uniform(0.5, 4))
+    await injector.last(0.5, 2.0, 4.0)
     await injector.fleet.start(member)
 
 
@@ -208,7 +220,7 @@ async def vanish(injector: Injector, member: Member) -> None:
 async def pause(injector: Injector, member: Member) -> None:
     """SIGSTOP for a while; sometimes for longer than keepalive pings wait."""
     member.signal(SIGSTOP)
-    await asyncio.sleep(injector.rng.choice((0.3, 1.5, 9.0)))
+    await injector.last(0.3, 1.5, LONGEST_S)
     member.signal(SIGCONT)
 
 
@@ -220,13 +232,13 @@ async def reset(injector: Injector, member: Member) -> None:
 async def half_open(injector: Injector, member: Member) -> None:
     """Its connections pass nothing any more; new ones work."""
     member.proxy.silence()
-    await asyncio.sleep(8)
+    await injector.last(LONGEST_S)
 
 
 async def partition(injector: Injector, member: Member) -> None:
     """Nobody reaches it for a while; then its connections are reset."""
     member.proxy.partitioned = True
-    await asyncio.sleep(injector.rng.choice((0.5, 9.0)))
+    await injector.last(0.5, LONGEST_S)
     member.proxy.partitioned = False
     member.proxy.reset()
 
@@ -234,7 +246,7 @@ async def partition(injector: Injector, member: Member) -> None:
 async def delay(injector: Injector, member: Member) -> None:
     """Every packet is late."""
     member.proxy.delay_s = injector.rng.choice((0.02, 0.1, 0.3))
-    await asyncio.sleep(injector.rng.uniform(0.5, 2))
+    await injector.last(0.5, 2.0)
     member.proxy.delay_s = 0.0
 
 

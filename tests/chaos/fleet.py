@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import time
@@ -46,7 +47,7 @@ class FleetSettings:
     """What to start. drafters: names in DRAFTERS. extra: further settings by kind of service."""
 
     num_verifiers: int = 3
-    drafters: tuple[str, ...] = ("eagle3", "sps", "prompt_lookup", "prompt_lookup", "eagle3", "hostile")
+    drafters: tuple[str, ...] = ("eagle3", "sps", *("prompt_lookup",) * 4, "eagle3", "hostile")
     heartbeat_interval_s: float = 0.25
     ttl_s: float = 2.0
     draft_timeout_s: float = 0.1
@@ -123,10 +124,11 @@ class Member:
 
     @property
     def memory(self) -> float:
-        """Resident memory of the process in MiB; 0 while there is none."""
+        """Resident memory of the process in MiB, without files such as libraries; 0 while there is none."""
         pid = self.process.pid if self.process is not None else None
         with suppress(OSError):
-            return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
+            found = re.search(r"^RssAnon:\s*(\d+) kB", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
+            return int(found[1]) / 1024 if found else 0.0
         return 0.0
 
     async def _listens(self) -> bool:
@@ -210,7 +212,7 @@ class Fleet:
 
     def _add(self, kind: str, name: str, program: str, words: Iterable[str], log: Path) -> Member:
         port = free_port()
-        proxy = Proxy((PROXY_HOST, port), (HOST, port), random.Random(self.rng.random()))
+        proxy = Proxy((PROXY_HOST, port), (HOST, port), random.Random(self.rng.random()), has_checksums=kind != "redis")
         self.members.append(Member(kind, name, program, tuple(words), port, proxy, log))
         return self.members[-1]
 

@@ -22,7 +22,7 @@ from tests.chaos.traffic import Clients, RequestDied
 
 # Requests that gRPC refuses at once, as a client with a retry policy expects.
 REFUSALS = {"RESOURCE_EXHAUSTED", "UNAVAILABLE"}
-FACTORS = (0.7, 0.9, 1.1, 1.4)
+FACTORS = (1.0, 1.4, 1.8, 2.4)
 OVERLOAD = 10.0
 
 FLEET = FleetSettings(
@@ -41,7 +41,7 @@ class OverloadSettings:
 
     seconds: float = 10.0
     deadline_s: float = 5.0
-    delay_s: float = 0.02
+    delay_s: float = 0.04
     seed: int = 0
 
 
@@ -104,7 +104,7 @@ async def _capacity(clients: Clients, answers: Sequence[Answer], settings: Overl
     async def keep_asking() -> None:
         nonlocal done
         while time.monotonic() < end:
-            await _read(clients, Received(rng.choice(answers)), 60.0)
+            await _read(clients, Received(rng.choice(answers)), 60.0, {})
             done += time.monotonic() < end
 
     await asyncio.gather(*(keep_asking() for _ in range(num_slots)))
@@ -113,14 +113,15 @@ async def _capacity(clients: Clients, answers: Sequence[Answer], settings: Overl
 
 @dataclass
 class _Tally:
-    good: list[int] = field(default_factory=list)
+    num_good: int = 0
+    num_good_tokens: int = 0
     refusal_s: list[float] = field(default_factory=list)
     failures: Counter[str] = field(default_factory=Counter)
     num_wrong: int = 0
 
 
 async def _offer(clients: Clients, answers: Sequence[Answer], rate: float, settings: OverloadSettings) -> LoadLevel:
-    """Send requests at random times, `rate` a second. What ends after the last was sent does not count as goodput."""
+    """Send requests at random times, `rate` a second. Tokens count from deadline_s on, until the last request is sent."""
     rng, tally, tasks = random.Random(settings.seed), _Tally(), list[asyncio.Task[None]]()
     started = time.monotonic()
     warm, end = started + settings.deadline_s, started + settings.deadline_s + settings.seconds
@@ -133,35 +134,38 @@ async def _offer(clients: Clients, answers: Sequence[Answer], rate: float, setti
     return LoadLevel(
         requests_per_s=rate,
         num_requests=len(tasks),
-        num_good=len(tally.good),
+        num_good=tally.num_good,
         num_refused=len(tally.refusal_s),
         num_late=late,
         num_wrong=tally.num_wrong,
         other_failures=dict(tally.failures),
-        goodput=sum(tally.good) / settings.seconds,
+        goodput=tally.num_good_tokens / settings.seconds,
         p99_refusal_s=float(np.percentile(tally.refusal_s, 99)) if tally.refusal_s else 0.0,
     )
 
 
 async def _ask(clients: Clients, answer: Answer, tally: _Tally, warm: float, end: float, deadline_s: float) -> None:
-    """Send one request; its tokens count if it ends between `warm` and `end`."""
-    received, began = Received(answer), time.monotonic()
+    """Send one request; if it ends well, its tokens between `warm` and `end` count."""
+    received, began, before = Received(answer), time.monotonic(), dict[float, int]()
     try:
-        await _read(clients, received, deadline_s)
+        await _read(clients, received, deadline_s, before)
     except RequestDied as died:
         if died.code in REFUSALS:
             tally.refusal_s.append(time.monotonic() - began)
         else:
             tally.failures[died.code] += 1
     tally.num_wrong += bool(received.mismatch())
-    if received.finished and warm <= time.monotonic() < end:
-        tally.good.append(received.num_items)
+    if received.finished and not received.mismatch():
+        at = [max((num for moment, num in before.items() if moment < limit), default=0) for limit in (warm, end)]
+        tally.num_good += at[1] > at[0]
+        tally.num_good_tokens += at[1] - at[0]
 
 
-async def _read(clients: Clients, received: Received, timeout_s: float) -> None:
+async def _read(clients: Clients, received: Received, timeout_s: float, num_items: dict[float, int]) -> None:
+    """Read an answer to its end. num_items: gets the number of tokens at each moment when some came."""
     async with aclosing(clients.stream(received, "", "", timeout_s)) as parts:  # type: ignore[type-var]
         async for _ in parts:
-            pass
+            num_items[time.monotonic()] = received.num_items
 
 
 def short(answers: Sequence[Answer], most_tokens: int) -> list[Answer]:

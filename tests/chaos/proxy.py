@@ -1,7 +1,7 @@
 """A TCP proxy that stands before a service and breaks its connections in every way that a network can.
 
-Damage must be noticed by the peers. The storm damages connections with TLS, whose records are authenticated, and those of
-Redis, which holds no tokens.
+Damage must be noticed by the peers, or it is no fault of a connection but another message. TLS authenticates every record,
+so any byte may be wrong. The protocol of Redis has no checksum, so only the first byte of a message is made impossible.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 
 CHUNK_BYTES = 65536
+# No message of Redis begins with this byte, and no text in UTF-8 holds it.
+IMPOSSIBLE = b"\xff"
 
 
 @dataclass(eq=False)
@@ -39,12 +41,14 @@ class _Link:
 class Proxy:
     """A proxy from `listen` to `service`, both (host, port). Without a fault it passes everything on.
 
-    delay_s: every chunk of bytes waits for this time. partitioned: bytes vanish in both directions, on new connections too.
+    has_checksums: whether the peers notice any wrong byte. delay_s: every chunk of bytes waits for this time. partitioned:
+    bytes vanish in both directions, on new connections too.
     """
 
     listen: tuple[str, int]
     service: tuple[str, int]
     rng: random.Random
+    has_checksums: bool = True
     delay_s: float = 0.0
     partitioned: bool = False
     _passing: asyncio.Event = field(default_factory=asyncio.Event)
@@ -134,7 +138,7 @@ class Proxy:
                     continue
                 if link.num_damaged:
                     link.num_damaged -= 1
-                    data = _with_wrong_byte(data, self.rng)
+                    data = _with_wrong_byte(data, self.rng) if self.has_checksums else IMPOSSIBLE + data[1:]
                 sink.write(data)
                 await sink.drain()
         if sink is link.service or not (link.silent or self.partitioned):

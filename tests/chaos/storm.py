@@ -18,7 +18,7 @@ import numpy as np
 from eyas.v1 import worker_pb2
 from eyas.v1.worker_pb2_grpc import WorkerStub
 from tests.chaos.answers import Answer, plain_answers
-from tests.chaos.faults import FaultLog, Injector
+from tests.chaos.faults import LONGEST_S, FaultLog, Injector
 from tests.chaos.fleet import (
     HOST,
     MAX_KV_TOKENS,
@@ -44,7 +44,7 @@ class StormSettings:
     """A storm. It ends after `minutes`, or once all wanted kills have happened if some are wanted.
 
     num_clients: requests that run at once. num_answers: distinct requests, of up to most_tokens tokens each.
-    num_drafter_loops: how many drafters are killed side by side.
+    num_drafter_loops: how many drafters are killed side by side. longest_fault_s: seconds of any fault at most.
     """
 
     minutes: float = 2.0
@@ -54,7 +54,8 @@ class StormSettings:
     num_clients: int = 10
     num_answers: int = 64
     most_tokens: int = 200
-    num_drafter_loops: int = 4
+    num_drafter_loops: int = 6
+    longest_fault_s: float = LONGEST_S
     fleet: FleetSettings = field(default_factory=FleetSettings)
 
 
@@ -71,7 +72,7 @@ class GapOfFault:
 
 @dataclass(frozen=True)
 class MemoryUse:
-    """Resident memory of a service that was never killed, in MiB. slope: in MiB per hour, after the first quarter."""
+    """Anonymous memory of a service that was never killed, in MiB. slope: in MiB per hour, after the first quarter."""
 
     service: str
     first: float
@@ -131,7 +132,9 @@ class _Storm:
         self._fleet = fleet
         self._on_progress = on_progress
         self._answers = answers
-        self._injector = Injector(fleet, settings.seed, settings.verifier_kills, settings.drafter_kills)
+        self._injector = Injector(
+            fleet, settings.seed, settings.verifier_kills, settings.drafter_kills, settings.longest_fault_s
+        )
         self._memory: dict[Member, list[tuple[float, float]]] = {}
         self._stop = asyncio.Event()
         self._lags = array("f")

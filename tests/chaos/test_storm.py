@@ -14,6 +14,7 @@ from tests.chaos.storm import StormSettings, storm
 
 SHORT = StormSettings(
     seed=7, verifier_kills=3, drafter_kills=15, num_clients=4, num_answers=8, most_tokens=60,
+    longest_fault_s=1.0,
     fleet=FleetSettings(num_verifiers=2, drafters=("eagle3", "prompt_lookup", "sps", "hostile")),
 )  # fmt: skip
 

@@ -1,5 +1,7 @@
 """The target behind our attention equals transformers' own forward; the tree mask equals separate sequences."""
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -113,3 +115,10 @@ def test_an_aux_layer_beyond_the_last_layer_is_rejected(tiny_target: str) -> Non
 def test_a_folder_that_is_not_there_is_named() -> None:
     with pytest.raises(CheckpointError, match=r"no checkpoint folder at '\./nowhere'"):
         load_target("./nowhere")
+
+
+def test_a_target_loads_while_the_log_disk_is_full(tiny_target: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("transformers.utils.logging._tqdm_active", True)
+    with Path("/dev/full").open("w", buffering=1) as full:
+        monkeypatch.setattr("sys.stderr", full)
+        assert load_target(tiny_target).vocab_size == 48
