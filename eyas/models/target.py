@@ -202,7 +202,7 @@ def _load_weights(folder: Path, path_or_id: str, dtype: str) -> Any:
     from transformers.utils.logging import disable_progress_bar
 
     if not sys.stderr.isatty():
-        disable_progress_bar()  # in a log it is noise, and on a full disk it raises
+        disable_progress_bar()  # type: ignore[no-untyped-call]  # in a log it is noise, and on a full disk it raises
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             folder, dtype=getattr(torch, dtype), attn_implementation=ATTENTION_NAME, output_loading_info=True

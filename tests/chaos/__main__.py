@@ -71,7 +71,7 @@ class Screen:
         self._next_line_s = 0.0
 
     def update(self, seconds: float, counts: Counts, injector: Injector) -> None:
-        """Show the state after so many seconds."""
+        """Show the state at this time."""
         shares = [
             quota.done / quota.wanted for quota in (injector.verifier_kills, injector.drafter_kills) if quota.wanted
         ] or [seconds / 60 / self._settings.minutes]
@@ -90,8 +90,8 @@ class Screen:
 def main(
     minutes: Annotated[float, typer.Option(help="Length of the storm, unless kills are asked for.")] = 3.0,
     seed: Annotated[int, typer.Option(help="Draws the models' requests, the faults and their order.")] = 0,
-    verifier_kills: Annotated[int | None, typer.Option(help="Go on until so many verifiers were killed.")] = None,
-    drafter_kills: Annotated[int | None, typer.Option(help="Go on until so many drafters were killed.")] = None,
+    verifier_kills: Annotated[int | None, typer.Option(help="Go on until this number of verifiers was killed.")] = None,
+    drafter_kills: Annotated[int | None, typer.Option(help="Go on until this number of drafters was killed.")] = None,
     clients: Annotated[int, typer.Option(help="Requests that run at once.")] = 10,
     overload_s: Annotated[float, typer.Option(help="Seconds of each level of load after the storm; 0 skips them.")] = 10.0,
     out: Annotated[Path, typer.Option(help="Folder of the report.")] = Path("benchmarks/results"),

@@ -236,7 +236,7 @@ async def half_open(injector: Injector, member: Member) -> None:
 
 
 async def partition(injector: Injector, member: Member) -> None:
-    """Nobody reaches it for a while; then its connections are reset."""
+    """It cannot be reached for a while; then its connections are reset."""
     member.proxy.partitioned = True
     await injector.last(0.5, LONGEST_S)
     member.proxy.partitioned = False

@@ -115,7 +115,7 @@ class Member:
             process.close()
 
     def has_crashed(self) -> bool:
-        """Whether the process has ended though nobody killed it."""
+        """Whether the process has ended by itself."""
         return self.process is not None and not self.process.is_alive()
 
     def is_usable(self, settled_s: float) -> bool:

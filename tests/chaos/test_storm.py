@@ -49,7 +49,7 @@ def test_a_wrong_token_spoils_all_after_it(tokens: list[int], data: st.DataObjec
     assert compare(tokens, received) == Mismatch(num_wrong=len(tokens) - at)
 
 
-def test_a_proxy_breaks_connections_as_it_is_told() -> None:
+def test_a_proxy_breaks_connections() -> None:
     asyncio.run(break_connections())
 
 
