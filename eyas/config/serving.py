@@ -24,6 +24,7 @@ class ServerConfig:
         shutdown_delay_s: seconds between the withdrawal from discovery and the end of new calls.
         graceful_shutdown_timeout_s: seconds that running calls may take after that.
         zone: availability zone; routers prefer workers in their own. May be empty.
+        reflection: answer gRPC server reflection, which lists all methods and messages, as grpcurl needs it.
     """
 
     host: str = "127.0.0.1"
@@ -32,6 +33,7 @@ class ServerConfig:
     shutdown_delay_s: float = 0.0
     graceful_shutdown_timeout_s: float = 30.0
     zone: str = ""
+    reflection: bool = False
 
     def __post_init__(self) -> None:
         valid_port(self.port)
@@ -40,7 +42,7 @@ class ServerConfig:
 
 @dataclass(frozen=True)
 class PeersConfig:
-    """Connections between router, verifiers and draft services. Changed PEM files are read again without a restart.
+    """Connections between router, verifiers and draft services. Changed files are read again without a restart.
 
     Attributes:
         keepalive_interval_s: seconds between HTTP/2 keepalive pings.
@@ -51,6 +53,11 @@ class PeersConfig:
         ca_file: PEM file with the CA certificates that sign the certificates of other services.
         tls_server_name: DNS name expected in the certificates of workers; empty expects the host of the address.
         require_client_cert: workers require client certificates signed by the CA (mTLS).
+        allowed_names: names of which a client certificate must have one, as DNS name, URI or common name. Empty accepts
+            every certificate that the CA signed.
+        token_file: file with the token that all services share. Workers then refuse calls without it, and leases are
+            signed with it. One token per line: the first is sent, all are accepted.
+        token_env: name of an environment variable with the token, instead of token_file; commas separate several.
     """
 
     keepalive_interval_s: float = 2.0
@@ -60,12 +67,22 @@ class PeersConfig:
     ca_file: str = ""
     tls_server_name: str = ""
     require_client_cert: bool = True
+    allowed_names: tuple[str, ...] = ()
+    token_file: str = ""
+    token_env: str = ""
 
     def __post_init__(self) -> None:
         above_zero(keepalive_interval_s=self.keepalive_interval_s, keepalive_timeout_s=self.keepalive_timeout_s)
         _cert_and_key(self.cert_file, self.key_file)
         require(not self.cert_file or bool(self.ca_file), "cert_file is set; set ca_file too")
         require(not self.tls_server_name or bool(self.ca_file), "tls_server_name is set; set ca_file too")
+        require(not (self.token_file and self.token_env), "token_file and token_env are both set; set one of them")
+        has_names = bool(self.cert_file and self.require_client_cert)
+        require(
+            not self.allowed_names or has_names,
+            "allowed_names is set, but no client certificate is required; set cert_file, key_file, ca_file and "
+            "require_client_cert",
+        )
 
 
 @dataclass(frozen=True)

@@ -1,10 +1,17 @@
-"""gRPC channels and credentials: how services dial and serve each other, with PEM files that are reloaded on change."""
+"""gRPC channels and credentials: how services dial and serve each other, and prove who they are.
+
+Certificates and tokens in files are reloaded on change.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import hmac
 import logging
+import os
 import ssl
 import threading
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
@@ -13,11 +20,14 @@ import grpc
 import grpc.aio
 
 from eyas.config import PeersConfig
-from eyas.errors import ConfigError
+from eyas.errors import ConfigError, Unauthenticated
 
 log = logging.getLogger(__name__)
 
 MAX_MESSAGE_BYTES = 64 * 2**20
+MIN_TOKEN_LENGTH = 16
+
+Metadata = tuple[tuple[str, str], ...]
 
 _GRPC_OPTIONS = (
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
@@ -35,7 +45,7 @@ _GRPC_OPTIONS = (
 class Peers:
     """Channels to other services, and the credentials of a worker's server. One object per service; thread-safe.
 
-    Raises ConfigError for certificates that cannot be used.
+    token: shared by all services; None without one. Raises ConfigError for certificates or a token that cannot be used.
     """
 
     _SETTINGS = "peers.cert_file, peers.key_file and peers.ca_file"
@@ -43,6 +53,7 @@ class Peers:
     def __init__(self, config: PeersConfig | None = None) -> None:
         self._config = config = config or PeersConfig()
         self._certificates = Certificates(self._SETTINGS, config.cert_file, config.key_file, config.ca_file)
+        self.token = SharedToken(config) if config.token_file or config.token_env else None
 
     @property
     def identity(self) -> Pem:
@@ -69,6 +80,34 @@ class Peers:
         if config.require_client_cert:
             return server_credentials(self._certificates)
         return server_credentials(Certificates(self._SETTINGS, config.cert_file, config.key_file))
+
+    @property
+    def metadata(self) -> Metadata:
+        """Metadata of every call to a worker: the shared token, if there is one."""
+        return (("authorization", f"Bearer {self.token.first}"),) if self.token else ()
+
+    @property
+    def identifies_clients(self) -> bool:
+        """Whether a worker's server knows who calls it: by the token or by a client certificate."""
+        return bool(self.token or (self._config.cert_file and self._config.require_client_cert))
+
+    def check_metadata(self, metadata: Iterable[tuple[str, str]]) -> None:
+        """Check the metadata of a call to a worker. Raises Unauthenticated without the shared token."""
+        if self.token is None or self.token.accepts(dict(metadata).get("authorization", "")):
+            return
+        raise Unauthenticated(
+            "this worker accepts calls of its router and verifiers only, which send the shared token; "
+            "set peers.token_file or peers.token_env of the caller to the worker's"
+        )
+
+    def check_certificate(self, auth_context: Mapping[str, Iterable[bytes]]) -> None:
+        """Check the client's certificate. auth_context: of the call. Raises Unauthenticated for a name not allowed."""
+        if not self._config.allowed_names:
+            return
+        keys = ("x509_subject_alternative_name", "x509_common_name")
+        names = sorted({name.decode(errors="replace") for key in keys for name in auth_context.get(key, ())})
+        if not set(names) & set(self._config.allowed_names):
+            raise Unauthenticated(f"the client certificate is for {', '.join(names)}; peers.allowed_names has none of these")
 
     def _channel_options(self) -> ChannelOptions:
         config, pem = self._config, self.identity
@@ -144,14 +183,14 @@ class Certificates:
         self._paths = tuple(Path(path) if path else None for path in (cert_file, key_file, ca_file))
         self._settings = settings
         self._lock = threading.Lock()
-        self._version = self._file_version()
+        self._version = _file_version(self._paths)
         self._pem = self._read()
 
     @property
     def pem(self) -> Pem:
         """Content of the files. If changed files cannot be used, the content before the change."""
         with self._lock:
-            version = self._file_version()
+            version = _file_version(self._paths)
             if version != self._version:
                 self._version = version
                 try:
@@ -160,17 +199,6 @@ class Certificates:
                 except ConfigError as error:
                     log.warning("%s; keeping the previous certificates", error)
             return self._pem
-
-    def _file_version(self) -> tuple[int, ...]:
-        """Return times and sizes of the files. Taken before reading, so that a change during reading is noticed later."""
-        version: list[int] = []
-        for path in filter(None, self._paths):
-            try:
-                stat = path.stat()
-                version += (stat.st_mtime_ns, stat.st_size, stat.st_ino)
-            except OSError:
-                version.append(0)
-        return tuple(version)
 
     def _read(self) -> Pem:
         cert_file, key_file, ca_file = self._paths
@@ -188,6 +216,95 @@ class Certificates:
     def _no_password(self) -> NoReturn:
         """Reject an encrypted key; without this callback OpenSSL waits for a password on the terminal."""
         raise ConfigError(f"{self._settings} cannot be used: {self._paths[1]} is encrypted; give the key without a password")
+
+
+class SharedToken:
+    """The token that router, verifiers and draft services share; it also signs leases. Thread-safe.
+
+    A source may hold several tokens: the first is sent and signs, all are accepted. To replace a token without refusing a
+    call, append the new one everywhere, then put it first, then remove the old one.
+
+    Raises ConfigError for a source that cannot be read, or holds no usable token.
+    """
+
+    def __init__(self, config: PeersConfig, environment: Mapping[str, str] = os.environ) -> None:
+        self._file = Path(config.token_file) if config.token_file else None
+        self._env = config.token_env
+        self._environment = environment
+        self._lock = threading.Lock()
+        self._version = _file_version((self._file,))
+        self._tokens = self._read()
+
+    @property
+    def first(self) -> str:
+        """The token that this service sends."""
+        return self._current()[0]
+
+    def accepts(self, authorization: str) -> bool:
+        """Return whether the value of an authorization header, "Bearer TOKEN", holds a valid token. Takes constant time."""
+        scheme, _, given = authorization.partition(" ")
+        given_bytes = given.strip().encode("utf-8", "surrogateescape")
+        same = [hmac.compare_digest(given_bytes, token.encode()) for token in self._current()]
+        return scheme.lower() == "bearer" and any(same)
+
+    def sign(self, message: bytes) -> str:
+        """Return the signature of a lease, in hexadecimal digits."""
+        return _signature(self.first, message)
+
+    def has_signed(self, message: bytes, signature: str) -> bool:
+        """Return whether `sign` of a service with a valid token made the signature. Takes constant time."""
+        given = signature.encode("utf-8", "surrogateescape")
+        same = [hmac.compare_digest(given, _signature(token, message).encode()) for token in self._current()]
+        return any(same)
+
+    def _current(self) -> tuple[str, ...]:
+        """The tokens of the file now. If it cannot be used after a change, those before the change."""
+        with self._lock:
+            version = _file_version((self._file,))
+            if version != self._version:
+                self._version = version
+                try:
+                    self._tokens = self._read()
+                    log.info("peers.token_file: using the changed tokens")
+                except ConfigError as error:
+                    log.warning("%s; keeping the previous tokens", error)
+            return self._tokens
+
+    def _read(self) -> tuple[str, ...]:
+        if self._file:
+            source = f"peers.token_file: the file {self._file}"
+            try:
+                values = self._file.read_text(encoding="utf-8").splitlines()
+            except (OSError, ValueError) as error:
+                raise ConfigError(f"peers.token_file: cannot read {self._file}: {error}") from error
+        else:
+            source = f"peers.token_env: the environment variable {self._env}"
+            values = self._environment.get(self._env, "").split(",")
+        tokens = tuple(token for value in values if (token := value.strip()))
+        if not tokens:
+            raise ConfigError(f"{source} holds no token; put one there, such as the output of: openssl rand -hex 32")
+        if any(len(token) < MIN_TOKEN_LENGTH or not (token.isascii() and token.isprintable()) for token in tokens):
+            raise ConfigError(
+                f"{source} holds a token that is shorter than {MIN_TOKEN_LENGTH} characters or not ASCII; "
+                "use the output of: openssl rand -hex 32"
+            )
+        return tokens
+
+
+def _signature(token: str, message: bytes) -> str:
+    return hmac.new(token.encode(), b"eyas lease\n" + message, hashlib.sha256).hexdigest()
+
+
+def _file_version(paths: Iterable[Path | None]) -> tuple[int, ...]:
+    """Return times and sizes of the files. Taken before reading, so that a change during reading is noticed later."""
+    version: list[int] = []
+    for path in filter(None, paths):
+        try:
+            stat = path.stat()
+            version += (stat.st_mtime_ns, stat.st_size, stat.st_ino)
+        except OSError:
+            version.append(0)
+    return tuple(version)
 
 
 def server_credentials(certificates: Certificates) -> grpc.ServerCredentials:

@@ -1,11 +1,11 @@
-"""gRPC server with health and reflection, and the mapping between errors and status codes."""
+"""gRPC server with health, authentication and reflection, and the mapping between errors and status codes."""
 
 from __future__ import annotations
 
 import asyncio
 import inspect
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn, cast
 
@@ -88,16 +88,35 @@ def retry_hint(error: EyasError) -> tuple[tuple[str, str], ...]:
     return ((RETRY_KEY, f"{error.retry_after * 1000:.0f}"),)
 
 
-class RpcServer:
-    """A gRPC server with health (Check, Watch, List) and reflection. Construct it inside the running event loop.
+# Checks of a call; each raises Unauthenticated. The first gets the metadata, before any message is read. The second gets
+# the call's authentication context, which has the names in the client's certificate.
+MetadataCheck = Callable[[Iterable[tuple[str, str]]], None]
+CertificateCheck = Callable[[Mapping[str, Iterable[bytes]]], None]
 
-    Register servicers on `aio` before `start`. Health answers NOT_SERVING until `set_serving(True)`.
+
+def _accept(evidence: object) -> None:
+    """Accept every call."""
+
+
+class RpcServer:
+    """A gRPC server with health (Check, Watch, List), and reflection if `config` asks for it.
+
+    Construct it inside the running event loop. Register servicers on `aio` before `start`. Health answers NOT_SERVING until
+    `set_serving(True)`.
 
     config: address to listen on. credentials: TLS credentials; None disables TLS.
+    check_metadata, check_certificate: checks of every call except health checks; by default all are accepted.
     """
 
-    def __init__(self, config: ServerConfig, credentials: grpc.ServerCredentials | None = None) -> None:
-        self.aio = grpc.aio.server(interceptors=[_ErrorInterceptor()], options=_GRPC_OPTIONS)
+    def __init__(
+        self,
+        config: ServerConfig,
+        credentials: grpc.ServerCredentials | None = None,
+        check_metadata: MetadataCheck = _accept,
+        check_certificate: CertificateCheck = _accept,
+    ) -> None:
+        interceptors = [_AuthenticationInterceptor(check_metadata), _ErrorInterceptor(check_certificate)]
+        self.aio = grpc.aio.server(interceptors=interceptors, options=_GRPC_OPTIONS)
         self._config = config
         self._credentials = credentials
         self._health = _Health()
@@ -125,7 +144,8 @@ class RpcServer:
             raise ConfigError(message) from error
         self._names = ("", health.SERVICE_NAME, *service_names)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self.aio)
-        reflection.enable_server_reflection([*self._names[1:], reflection.SERVICE_NAME], self.aio)
+        if self._config.reflection:
+            reflection.enable_server_reflection([*self._names[1:], reflection.SERVICE_NAME], self.aio)
         await self.set_serving(False)
         await self.aio.start()
         return _join(self._config.advertise_host or host, bound)
@@ -180,8 +200,42 @@ Method = Callable[[Any, Any], Awaitable[Any]]
 StreamMethod = Callable[[Any, Any], AsyncIterator[Any]]
 
 
+_HEALTH_PREFIX = f"/{health.SERVICE_NAME}/"
+
+
+class _AuthenticationInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
+    """Refuses calls by their metadata, before their messages are read. Health checks stay open for probes."""
+
+    def __init__(self, check: MetadataCheck) -> None:
+        self._check = check
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any]]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> grpc.RpcMethodHandler[Any, Any]:
+        if not handler_call_details.method.startswith(_HEALTH_PREFIX):
+            try:
+                self._check(cast("Iterable[tuple[str, str]]", handler_call_details.invocation_metadata or ()))
+            except Unauthenticated as error:
+                return _refusal(error)
+        return await continuation(handler_call_details)
+
+
+def _refusal(error: Unauthenticated) -> grpc.RpcMethodHandler[Any, Any]:
+    """Return a handler that ends a call with an error. It takes a stream, so gRPC reads no message for it."""
+
+    async def refuse(requests: object, context: Any) -> NoReturn:
+        await _abort(error, context)
+
+    return grpc.stream_unary_rpc_method_handler(refuse)
+
+
 class _ErrorInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
-    """Converts errors of servicers to status codes."""
+    """Converts errors of servicers to status codes. check: of the client's certificate, before the servicer."""
+
+    def __init__(self, check: CertificateCheck) -> None:
+        self._check = check
 
     async def intercept_service(
         self,
@@ -195,7 +249,9 @@ class _ErrorInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
         method = getattr(handler, kind)
         decode = _Decoder(handler_call_details.method, handler.request_deserializer)
         read = decode.each if handler.request_streaming else decode
-        guarded = _guard_stream(method, read) if inspect.isasyncgenfunction(method) else _guard(method, read)
+        check = _accept if handler_call_details.method.startswith(_HEALTH_PREFIX) else self._check
+        is_generator = inspect.isasyncgenfunction(method)
+        guarded = _guard_stream(method, read, check) if is_generator else _guard(method, read, check)
         wrap = getattr(grpc, f"{kind}_rpc_method_handler")
         # gRPC would answer bytes that it cannot decode with UNKNOWN and the name of an exception
         wrapped: grpc.RpcMethodHandler[Any, Any] = wrap(guarded, None, handler.response_serializer)
@@ -228,9 +284,10 @@ def _arity(streaming: bool) -> str:
     return "stream" if streaming else "unary"
 
 
-def _guard(method: Method, read: Callable[[Any], Any]) -> Method:
+def _guard(method: Method, read: Callable[[Any], Any], check: CertificateCheck) -> Method:
     async def call(request: Any, context: Any) -> Any:
         try:
+            check(context.auth_context())
             return await method(read(request), context)
         except Exception as error:
             await _abort(error, context)
@@ -238,9 +295,10 @@ def _guard(method: Method, read: Callable[[Any], Any]) -> Method:
     return call
 
 
-def _guard_stream(method: StreamMethod, read: Callable[[Any], Any]) -> StreamMethod:
+def _guard_stream(method: StreamMethod, read: Callable[[Any], Any], check: CertificateCheck) -> StreamMethod:
     async def call(request: Any, context: Any) -> AsyncIterator[Any]:
         try:
+            check(context.auth_context())
             async for response in method(read(request), context):
                 yield response
         except Exception as error:

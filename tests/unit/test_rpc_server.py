@@ -52,7 +52,7 @@ def with_server(
     """Run `check` against a started server with its address and a channel to it."""
 
     async def main() -> None:
-        server = RpcServer(ServerConfig())
+        server = RpcServer(ServerConfig(reflection=True))
         draft_pb2_grpc.add_DraftServicer_to_server(Failing(error or EyasError()), server.aio)
         address = await server.start([NAME])
         try:
