@@ -9,6 +9,7 @@ from numbers import Real
 from eyas.errors import InvalidRequest
 from eyas.request import MAX_INT, MAX_SEED, Request, SamplingParams
 
+MAX_REQUEST_ID_LENGTH = 128
 MAX_COMPLETIONS = 128
 MAX_LOGPROBS = 20
 MAX_BAD_WORDS = 1024
@@ -26,6 +27,17 @@ _REAL = {
     "top_p": (math.ulp(0.0), 1.0, "lie in (0, 1]"),
     "logit_bias": (-100.0, 100.0, "lie in [-100, 100]"),
 }
+
+
+def check_request_id(request_id: str) -> None:
+    """Raises InvalidRequest for an id that is too long or not printable: ids name requests in logs."""
+    if len(request_id) > MAX_REQUEST_ID_LENGTH:
+        reason = f"request_id has {len(request_id)} characters; give at most {MAX_REQUEST_ID_LENGTH}, or none"
+        raise InvalidRequest(reason, "request_id")
+    if not request_id.isprintable():
+        raise InvalidRequest(
+            f"request_id {request_id!r} has characters that are not printable; leave them out", "request_id"
+        )
 
 
 def check_sampling(sampling: SamplingParams) -> None:

@@ -74,6 +74,10 @@ class Drafter(Protocol):
         """Drop sessions; unknown ones are ignored."""
         ...
 
+    def reject(self, sessions: Sequence[str]) -> None:
+        """Note that the last answers for these sessions break the contract of `request`."""
+        ...
+
 
 class LocalDrafter(ABC):
     """A Drafter in this process: it computes its answers when they are collected. Not safe for use from several threads."""
@@ -99,6 +103,10 @@ class LocalDrafter(ABC):
 
     def request(self, contexts: Sequence[DraftContext]) -> Pending:
         return partial(self.propose, contexts)
+
+    def reject(self, sessions: Sequence[str]) -> None:
+        """See Drafter; the log has the reason."""
+        return
 
     def warm_up(self) -> None:
         """Do once what the first steps would otherwise wait for; most drafters have nothing to do."""

@@ -39,6 +39,7 @@ class DraftManager:
         self._contexts: list[DraftContext] = []
         self._pending: Pending = list
         self._ended: list[str] = []
+        self._rejected: list[str] = []  # sessions with invalid answers
 
     def ready(self, sequences: Iterable[Sequence]) -> list[Sequence]:
         """The sequences that `request` may be called for: they have new tokens, and their drafter can draft now."""
@@ -66,8 +67,11 @@ class DraftManager:
         """Wait for the answers to `request`."""
         requested, contexts, pending = self._requested, self._contexts, self._pending
         self._requested, self._contexts, self._pending = [], [], list
-        answers = zip(requested, contexts, pending(), strict=True)
+        answers = list(zip(requested, contexts, pending(), strict=True))
         replies = [self._reply(sequence, context, draft) for sequence, context, draft in answers]
+        if self._drafter is not None and self._rejected:
+            self._drafter.reject(self._rejected)
+            self._rejected = []
         if self._ended:
             self.release([])
         return replies
@@ -103,6 +107,7 @@ class DraftManager:
         if isinstance(draft, ResyncRequired):
             if 0 <= draft.committed_length <= sequence.num_draftable:
                 return DraftReply(sequence, None, draft.committed_length, sequence.epoch)
+            self._rejected.append(context.session)
             return DraftReply(sequence, None, 0, sequence.epoch + 1)
         tree = draft if self._is_valid(draft, context) and context.budget.wants_tree else None
         return DraftReply(sequence, tree, context.committed_length, sequence.epoch)
@@ -115,7 +120,8 @@ class DraftManager:
                 kind = "deterministic" if tree.sampled is None else "sampled"
                 raise InvalidTree(f"a {kind} proposal where a {context.proposal} one was requested")
         except InvalidTree as error:
-            log.warning("dropped a draft tree for %s: %s", context.session, error)
+            log.warning("dropped a draft tree for %s: %s", context.session, error, extra={"rate_limited": True})
+            self._rejected.append(context.session)
             return False
         return True
 

@@ -39,6 +39,7 @@ from eyas.rpc.messages import (
 )
 from eyas.tree import DraftProbs, DraftTree, SampledProposal
 from eyas.v1 import draft_pb2, generation_pb2, types_pb2, worker_pb2
+from eyas.validation import check_request_id
 
 
 def _values(message: Message) -> dict[str, Any]:
@@ -102,7 +103,8 @@ def generate_call_to_proto(call: GenerateCall) -> generation_pb2.GenerateRequest
 
 
 def generate_call_from_proto(message: generation_pb2.GenerateRequest) -> GenerateCall:
-    """A message without a prompt gives an empty tuple of prompt ids."""
+    """A message without a prompt gives an empty tuple of prompt ids. InvalidRequest: a request id that is not for logs."""
+    check_request_id(message.request_id)
     return GenerateCall(
         request=Request(
             message.request_id,

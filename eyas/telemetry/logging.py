@@ -55,7 +55,7 @@ def escaped(text: str) -> str:
 
 
 class RateLimit:
-    """A filter for events that a peer can cause: `log.warning(message, extra={"rate_limited": True})`.
+    """A filter for events that a peer can repeat: `log.warning(message, extra={"rate_limited": True})`, and gRPC's own.
 
     The first event of a kind is logged at once. Further ones give one line per interval, with their number. A kind is a
     logger and a message before its arguments are filled in.
@@ -71,7 +71,7 @@ class RateLimit:
 
     def __call__(self, record: logging.LogRecord) -> bool:
         """Whether to log the record now."""
-        if not vars(record).pop("rate_limited", False):
+        if not vars(record).pop("rate_limited", record.name.startswith("grpc")):  # gRPC logs what it cannot decode
             return True
         kind = (record.name, str(record.msg))
         with self._lock:

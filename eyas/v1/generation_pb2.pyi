@@ -36,7 +36,7 @@ class GenerateRequest(_message.Message):
     NUM_EMITTED_FIELD_NUMBER: _builtins.int
     TARGET_FINGERPRINT_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
-    """Id of the request in logs; an empty one is replaced by a generated one."""
+    """Id of the request in logs: at most 128 printable characters. An empty one is replaced by a generated one."""
     session_id: _builtins.str
     """Groups the requests of one conversation, so that they reach the same worker; may be empty."""
     model: _builtins.str

@@ -153,7 +153,7 @@ class DraftWorker:
             try:
                 context = admit(commit, name, self.info)
             except InvalidRequest as error:
-                log.warning("dropped a commit of session %s: %s", name, error)
+                log.warning("dropped a commit of session %s: %s", name, error, extra={"rate_limited": True})
                 continue
             epoch = self._epochs.get(name, commit.epoch)
             if commit.epoch < epoch:

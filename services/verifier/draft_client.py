@@ -189,6 +189,10 @@ class RemoteDrafter:
         if stream := self._stream:
             stream.send(DraftRequest(next(self._steps), ended_sessions=tuple(sessions)))
 
+    def reject(self, sessions: Sequence[str]) -> None:
+        """Count the last answered request as failed: some of its answers are invalid."""
+        self.breaker.rejected()
+
     def close(self) -> None:
         """End the stream for good; every later answer is None."""
         self._closed.set()
@@ -209,11 +213,11 @@ class RemoteDrafter:
                 error = raised if isinstance(raised, ConfigError) else status_error(raised)
                 problem = type(error).__name__
                 if problem != last_problem and not self._closed.is_set():
-                    log.warning("no drafts from %s for now: %s", self.address, error)
+                    log.warning("no drafts from %s for now: %s", self.address, error, extra={"rate_limited": True})
                 last_problem = problem
             except Exception:
                 if not self._closed.is_set():  # gRPC raises ValueError for a call on a closed channel
-                    log.exception("the connection to %s failed; trying again", self.address)
+                    log.exception("the connection to %s failed; trying again", self.address, extra={"rate_limited": True})
             self._closed.wait(_RECONNECT_S)
 
     def _renew_channel(self) -> None:
@@ -249,7 +253,7 @@ class RemoteDrafter:
         stream = Stream(info)
         stream.send(DraftRequest(0, target=self._target))
         call = stub.Speculate(iter(stream.outbox.get, None))
-        log.info("drafts come from %s (%s)", self.address, info.method)
+        log.info("drafts come from %s (%s)", self.address, info.method, extra={"rate_limited": True})
         self._stream = stream
         try:
             for message in call:
@@ -274,9 +278,9 @@ class RemoteDrafter:
 
 
 class CircuitBreaker:
-    """Stops requests to a drafter whose trees do not arrive.
+    """Stops requests to a drafter whose trees do not arrive, or are invalid.
 
-    It opens after `max_failures` lost requests in a row. After `reset_s` seconds one request may try again: an answer
+    It opens after `max_failures` failed requests in a row. After `reset_s` seconds one request may try again: an answer
     closes the circuit, a failure opens it for twice as long as before, up to MAX_BACKOFF_S.
     """
 
@@ -287,6 +291,7 @@ class CircuitBreaker:
         self._num_failures = 0
         self._backoff_s = reset_s
         self._open_until = 0.0
+        self._before_success = (self.state, self._num_failures, self._backoff_s)
 
     @property
     def backing_off(self) -> bool:
@@ -301,6 +306,7 @@ class CircuitBreaker:
 
     def succeeded(self) -> None:
         """Close the circuit."""
+        self._before_success = (self.state, self._num_failures, self._backoff_s)
         self.state, self._num_failures, self._backoff_s = "closed", 0, self._reset_s
 
     def failed(self) -> None:
@@ -309,6 +315,11 @@ class CircuitBreaker:
         if self.state == "half-open" or self._num_failures >= self._max_failures:
             self.state, self._open_until = "open", time.monotonic() + self._backoff_s
             self._backoff_s = min(2 * self._backoff_s, max(MAX_BACKOFF_S, self._reset_s))
+
+    def rejected(self) -> None:
+        """Count the last success as a failure: the answer is invalid."""
+        self.state, self._num_failures, self._backoff_s = self._before_success
+        self.failed()
 
 
 @dataclass(frozen=True, eq=False)

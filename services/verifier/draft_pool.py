@@ -118,6 +118,17 @@ class DraftPool:
             for session in sessions:
                 self._drop_session(session)
 
+    def reject(self, sessions: Sequence[str]) -> None:
+        """Count one failed request for each drafter of these sessions."""
+        with self._lock:
+            rejected: dict[RemoteDrafter, list[str]] = {}
+            for session in sessions:
+                assignment = self._assignments.get(session)
+                if assignment and assignment.drafter:
+                    rejected.setdefault(assignment.drafter, []).append(session)
+        for drafter, mine in rejected.items():
+            drafter.reject(mine)
+
     def close(self) -> None:
         """End all streams."""
         with self._lock:

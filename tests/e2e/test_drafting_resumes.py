@@ -1,12 +1,13 @@
 """Draft services start, die and return over real sockets while one request runs; the test steps the engine."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import closing
 
 import pytest
 
 from eyas.config import DraftClientConfig, DraftingConfig, EngineConfig, TreeConfig
-from eyas.drafters.base import DrafterNeeds, LocalDrafter
+from eyas.draft_protocol import ResyncRequired
+from eyas.drafters.base import Draft, DraftContext, DrafterNeeds, LocalDrafter
 from eyas.drafters.registry import build_drafter
 from eyas.engine.engine import Engine
 from eyas.models.heads.eagle import load_fuser
@@ -14,6 +15,7 @@ from eyas.request import Request, SamplingParams
 from eyas.rpc.messages import DrafterInfo, ModelInfo
 from eyas.services.cluster import free_port
 from eyas.services.verifier.draft_pool import DraftPool
+from eyas.tree import DraftTree
 from tests.services.drafting.toy_drafting import eventually, serving
 from tests.tiny import DEMO, build_engine
 
@@ -92,3 +94,35 @@ def test_a_late_drafter_drafts_for_a_running_request(pool: DraftPool) -> None:
         running.wait_for_drafter()
         assert running.drafted(num_steps=6) > 0
     running.check()
+
+
+class Invalid(LocalDrafter):
+    """Answers with trees of tokens outside the vocabulary, or with lengths that no session has."""
+
+    def __init__(self, answers: str) -> None:
+        self._answers = answers
+
+    def propose(self, contexts: Sequence[DraftContext]) -> list[Draft]:
+        if self._answers == "trees":
+            return [DraftTree.chain([context.tokens[-1], INFO.model.vocab_size]) for context in contexts]
+        return [ResyncRequired(context.session, context.epoch, 10**6) for context in contexts]
+
+    def release(self, sessions: Sequence[str]) -> None:
+        return
+
+
+@pytest.mark.parametrize("answers", ["trees", "resyncs"])
+def test_invalid_answers_open_the_breaker(answers: str, caplog: pytest.LogCaptureFixture) -> None:
+    config = DraftClientConfig(draft_timeout_s=30, breaker_max_failures=3, breaker_reset_s=60)
+    with serving(Invalid(answers), INFO) as address, closing(DraftPool(config, DrafterNeeds(features=True))) as pool:
+        pool.assign("r", address)
+        running = Running(pool)
+        running.wait_for_drafter()
+        running.drafted(num_steps=16)
+        [(drafter, _)] = pool.drafters
+        assert (drafter.breaker.state, drafter.num_answered) == ("open", 3)
+        assert running.drafted(num_steps=4) == 0
+        running.check()
+    dropped = [record for record in caplog.records if "dropped a draft tree" in record.getMessage()]
+    assert len(dropped) == (3 if answers == "trees" else 0)
+    assert all(vars(record)["rate_limited"] for record in dropped)

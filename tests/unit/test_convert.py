@@ -44,7 +44,8 @@ samplings = st.builds(
 )  # fmt: skip
 float32_lists = st.lists(float32s, max_size=3).map(tuple)
 logprobs = st.lists(st.builds(TokenLogprob, counts, st.none() | float32s, ids, float32_lists), max_size=3).map(tuple)
-requests = st.builds(Request, names, ids, samplings, names, counts)
+request_ids = names.filter(str.isprintable)
+requests = st.builds(Request, request_ids, ids, samplings, names, counts)
 infos = st.builds(ModelInfo, names, names, counts, counts, names)
 tensors = st.builds(TensorBytes, names, ids, st.binary(max_size=16))
 noises = st.builds(NoiseKey, seeds, floats, counts, floats, floats)
@@ -75,7 +76,7 @@ def test_a_call_with_token_ids_comes_back(request: Request, model: str, drafter:
     assert convert.generate_call_from_proto(convert.generate_call_to_proto(call)) == call
 
 
-@given(names, names)
+@given(request_ids, names)
 def test_a_call_with_text_comes_back(name: str, text: str) -> None:
     call = GenerateCall(Request(name, ()), text)
     assert convert.generate_call_from_proto(convert.generate_call_to_proto(call)) == call
@@ -138,6 +139,12 @@ def test_a_zero_temperature_is_not_mistaken_for_an_unset_one() -> None:
 def test_values_beyond_the_wire_types_are_invalid_requests(call: GenerateCall) -> None:
     with pytest.raises(InvalidRequest, match="'r' holds a value that cannot be sent"):
         convert.generate_call_to_proto(call)
+
+
+@pytest.mark.parametrize("request_id", ["x" * 129, "a\n2026-01-01 INFO eyas: forged", "a\u202eb", "\x1b[2K"])
+def test_a_request_id_that_is_not_for_logs_is_refused(request_id: str) -> None:
+    with pytest.raises(InvalidRequest, match=r"^request_id .*(at most 128|leave them out)"):
+        convert.generate_call_from_proto(generation_pb2.GenerateRequest(request_id=request_id))
 
 
 def test_an_unknown_finish_reason_is_refused() -> None:

@@ -122,12 +122,11 @@ def test_an_unexpected_error_is_logged_but_hidden_from_clients(caplog: pytest.Lo
 def test_bytes_that_do_not_decode_are_an_invalid_request(method: str, caplog: pytest.LogCaptureFixture) -> None:
     async def check(server: RpcServer, address: str, channel: grpc.aio.Channel) -> None:
         path = f"/{NAME}/{method}"
+        unary = method == "Describe"
+        call = channel.unary_unary(path) if unary else channel.stream_stream(path)
+        answer = call(b"\xff\xff\xff") if unary else call(iter([b"\xff\xff\xff"])).read()
         with pytest.raises(grpc.aio.AioRpcError) as caught:
-            if method == "Describe":
-                await channel.unary_unary(path)(b"\xff\xff\xff")
-            else:
-                stream = channel.stream_stream(path)(iter([b"\xff\xff\xff"]))
-                await anext(aiter(stream))
+            await answer
         assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
         expected = f"the 3 bytes of the request are not the message of {path}; encode it as in protos/eyas/v1"
         assert caught.value.details() == expected

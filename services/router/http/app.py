@@ -33,10 +33,13 @@ from eyas.services.router.http.server import BodyLimit, EventStream, cancel_on_d
 from eyas.services.router.telemetry import HttpMetrics, RouterTelemetry
 from eyas.services.router.workers import ReadinessMonitor
 from eyas.telemetry.exporters import exposition
+from eyas.telemetry.logging import escaped
 from eyas.telemetry.tracing import trace_pairs
+from eyas.validation import MAX_REQUEST_ID_LENGTH
 
 MAX_CHOICES = 1024
-MAX_REQUEST_ID_LENGTH = 128
+# Characters that the router adds to the id of a client: the kind of request, and the number of the prompt.
+ID_AFFIX_LENGTH = 16
 
 log = logging.getLogger(__name__)
 
@@ -188,7 +191,8 @@ class OpenAIEndpoints:
 
 def _received_call(prefix: str, request: Request) -> GenerateCall:
     """Return what the headers hold: the request id, the client's or a new one, and the trace."""
-    id_ = f"{prefix}-{request.headers.get('x-request-id', '')[:MAX_REQUEST_ID_LENGTH] or uuid.uuid4().hex}"
+    given = escaped(request.headers.get("x-request-id", ""))[: MAX_REQUEST_ID_LENGTH - ID_AFFIX_LENGTH]
+    id_ = f"{prefix}-{given or uuid.uuid4().hex}"
     return GenerateCall(GenerationRequest(id_, (), SamplingParams()), trace=trace_pairs(request.headers.items()))
 
 
@@ -263,7 +267,7 @@ async def _events(
     except EyasError as error:
         if not has_started:
             raise
-        log.warning("request %s: %s", writer.id, error)
+        log.warning("request %s: %s", writer.id, error, extra={"rate_limited": True})
         yield _compact_json(error_body(error))
     yield "[DONE]"
 
