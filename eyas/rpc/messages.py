@@ -19,6 +19,8 @@ NO_DRAFTER = "none"
 ROUND_TRIP_KEY = "eyas-draft-round-trip-ms"
 # Trailing metadata of a rejected call: when to retry, in ms. gRPC's own retry policies use this key.
 RETRY_KEY = "grpc-retry-pushback-ms"
+# Trailing metadata of a call that one of our services failed. Without it gRPC made the error, whose text names addresses.
+ERROR_KEY = "eyas-error"
 
 
 # Workers

@@ -28,7 +28,7 @@ from eyas.errors import (
     UnknownModel,
 )
 from eyas.rpc.channel import MAX_MESSAGE_BYTES
-from eyas.rpc.messages import RETRY_KEY
+from eyas.rpc.messages import ERROR_KEY, RETRY_KEY
 from eyas.v1 import generation_pb2
 
 GENERATION_SERVICE = generation_pb2.DESCRIPTOR.services_by_name["Generation"].full_name
@@ -69,6 +69,12 @@ def status_error(error: grpc.RpcError) -> EyasError:
                 return Overloaded(details, _retry_after(error))
             return RequestFailed(details) if kind is EyasError else kind(details)
     return RequestFailed(f"{code.name}: {details}")
+
+
+def is_connection_error(error: grpc.RpcError) -> bool:
+    """Whether gRPC failed a call, not the service: it was away, or the connection broke. The text names addresses."""
+    codes = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN)
+    return error.code() in codes and ERROR_KEY not in _trailers(error)
 
 
 def status_of(error: BaseException) -> grpc.StatusCode:
@@ -309,15 +315,19 @@ def _guard_stream(method: StreamMethod, read: Callable[[Any], Any], check: Certi
 
 def _retry_after(error: grpc.RpcError) -> float | None:
     """Return the seconds of `retry_hint`, if the error has it."""
-    trailers = dict(cast("Iterable[tuple[str, str]]", error.trailing_metadata() or ()))
+    trailers = _trailers(error)
     return int(trailers[RETRY_KEY]) / 1000 if RETRY_KEY in trailers else None
+
+
+def _trailers(error: grpc.RpcError) -> dict[str, str]:
+    return dict(cast("Iterable[tuple[str, str]]", error.trailing_metadata() or ()))
 
 
 async def _abort(error: Exception, context: Any) -> NoReturn:
     if isinstance(error, grpc.aio.AbortError):
         raise error
     if isinstance(error, EyasError):
-        await context.abort(status_of(error), str(error), retry_hint(error))
+        await context.abort(status_of(error), str(error), (*retry_hint(error), (ERROR_KEY, type(error).__name__)))
     log.error("internal error in a call", exc_info=error, extra={"rate_limited": True})
-    await context.abort(grpc.StatusCode.INTERNAL, "internal error")
+    await context.abort(grpc.StatusCode.INTERNAL, "internal error", ((ERROR_KEY, "RequestFailed"),))
     raise AssertionError("abort raises")

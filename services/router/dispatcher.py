@@ -22,7 +22,7 @@ from eyas.errors import EyasError, Overloaded, Unavailable
 from eyas.request import Chunk
 from eyas.rpc.convert import generate_call_to_proto, text_chunk_from_proto
 from eyas.rpc.messages import NO_DRAFTER, ROUND_TRIP_KEY, GenerateCall
-from eyas.rpc.server import status_error
+from eyas.rpc.server import is_connection_error, status_error
 from eyas.services.discovery.registry import Placement, Registry
 from eyas.services.router.routing import Pair, RoutingRequest
 from eyas.services.router.telemetry import RouterTelemetry
@@ -127,7 +127,8 @@ class Dispatcher:
                             yield chunk
                 return
             except (Unavailable, Overloaded) as error:
-                log.warning("request %s: verifier %s: %s", call.request.id, pair.verifier.address, error)
+                reason = (call.request.id, pair.verifier.address, _log_reason(error))
+                log.warning("request %s: verifier %s: %s", *reason, extra={"rate_limited": True})
                 if isinstance(error, Unavailable):
                     self._workers.record_failure(pair.verifier)
                 state.exclude(pair, error)
@@ -238,7 +239,14 @@ def _eyas_error(error: grpc.aio.AioRpcError) -> EyasError:
         return Unavailable("the verifier cancelled the call")
     if error.code() is grpc.StatusCode.UNAVAILABLE and "ping timeout" in (error.details() or ""):
         return Unavailable("the verifier does not answer keepalive pings; it hangs, or the network is broken")
+    if is_connection_error(error):  # the log has gRPC's text, which is not for clients
+        return Unavailable("the connection to the verifier failed")
     return status_error(error)
+
+
+def _log_reason(error: EyasError) -> str:
+    cause = error.__cause__
+    return f"{error}: {cause.details()}" if isinstance(cause, grpc.aio.AioRpcError) else str(error)
 
 
 async def _measurements(stream: GenerateStream) -> list[tuple[str, str]]:

@@ -221,6 +221,16 @@ def test_request_parameters_reach_the_verifier(url: str) -> None:
     assert call.request.id == answer.id == "chatcmpl-mine"
 
 
+def test_an_id_of_the_client_is_cut_and_escaped(url: str) -> None:
+    script = Script(TOKENS)
+
+    async def body(client: AsyncOpenAI) -> Any:
+        return await client.chat.completions.create(**CHAT, extra_headers={"X-Request-Id": "a\t" + "b" * 300})
+
+    answer = with_router(url, body, script)
+    assert script.calls[0].request.id == answer.id == "chatcmpl-a\\t" + "b" * 109
+
+
 def test_a_chat_may_go_on_to_the_end_of_the_context(url: str) -> None:
     script = Script(TOKENS)
     request = {name: value for name, value in CHAT.items() if name != "max_tokens"}

@@ -18,7 +18,7 @@ from eyas.config import RegistryConfig, RouterConfig, ServerConfig
 from eyas.request import Chunk, Request, SamplingParams, TokenLogprob, VerifyStep
 from eyas.rpc.channel import Peers, open_channel
 from eyas.rpc.convert import generate_call_from_proto, generate_call_to_proto, text_chunk_from_proto, text_chunk_to_proto
-from eyas.rpc.messages import RETRY_KEY, ROUND_TRIP_KEY, GenerateCall, Load, ModelInfo, Role, TextChunk
+from eyas.rpc.messages import ERROR_KEY, RETRY_KEY, ROUND_TRIP_KEY, GenerateCall, Load, ModelInfo, Role, TextChunk
 from eyas.rpc.server import RpcServer
 from eyas.services.discovery.registry import Registry
 from eyas.services.lifecycle import AnnouncedWorker, WorkerRegistration
@@ -97,7 +97,7 @@ class ScriptedVerifier(GenerationServicer):
         for number, at in enumerate(range(first, last, CHUNK_TOKENS)):
             if number == self._script.fails_after:
                 hint = () if self._script.pushback is None else ((RETRY_KEY, str(self._script.pushback)),)
-                await context.abort(self._script.status, "scripted failure", hint)
+                await context.abort(self._script.status, "scripted failure", (*hint, (ERROR_KEY, "scripted")))
             if number == self._script.stalls_after:
                 await asyncio.sleep(600)
             chunk = replace(self._chunk(at, min(at + CHUNK_TOKENS, last), last), num_cached=0 if number else first - 1)

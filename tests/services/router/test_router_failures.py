@@ -8,9 +8,13 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from eyas.config import RegistryConfig, ServerConfig
 from eyas.rpc.channel import open_channel
 from eyas.rpc.convert import generate_call_to_proto
-from eyas.rpc.server import GENERATION_SERVICE
+from eyas.rpc.messages import Load
+from eyas.rpc.server import GENERATION_SERVICE, RpcServer
+from eyas.services.discovery.registry import Registry
+from eyas.services.lifecycle import AnnouncedWorker, WorkerRegistration
 from eyas.v1.generation_pb2_grpc import GenerationStub
 from tests.services.redis_server import free_port, running_redis
 from tests.services.router.scripted_verifier import (
@@ -45,6 +49,23 @@ def test_without_a_verifier_a_request_is_unavailable(url: str) -> None:
             code, details = await failure(address, CALL)
             assert code is grpc.StatusCode.UNAVAILABLE
             assert "no verifier of model 'demo' is alive" in details
+
+    asyncio.run(body())
+
+
+def test_no_error_names_an_internal_address(url: str, caplog: pytest.LogCaptureFixture) -> None:
+    async def body() -> None:
+        dead = f"127.0.0.1:{free_port()}"
+        announced = AnnouncedWorker("verifier", MODEL, lambda: Load(0, 0, 10_000))
+        lease = WorkerRegistration(RpcServer(ServerConfig()), Registry(RegistryConfig(url, 2.0, 0.05)), announced)
+        await lease.register(dead)
+        try:
+            async with router(url) as address:
+                code, details = await failure(address, CALL)
+        finally:
+            await lease.deregister()
+        assert (code, details) == (grpc.StatusCode.UNAVAILABLE, "the connection to the verifier failed")
+        assert f"{dead}: the connection to the verifier failed: failed to connect to all addresses" in caplog.text
 
     asyncio.run(body())
 
