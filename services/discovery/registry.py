@@ -27,6 +27,8 @@ from eyas.services.discovery.base import cancel_task, repeat
 ResultT = TypeVar("ResultT")
 
 PLACEMENT_TTL_S = 3600
+# What the client raises for a reply that is no text, or not of the type that the command returns.
+_DAMAGED_REPLY = (ValueError, TypeError)
 
 log = logging.getLogger(__name__)
 
@@ -81,7 +83,10 @@ class Registry:
             await self._attempt(lambda: self._erase(leases))
 
     async def leases(self, role: Role) -> list[Lease]:
-        """The live leases of a role, ordered by address. Raises RedisError while Redis is away."""
+        """The live leases of a role, ordered by address. A lease that does not parse is replaced by the last known one.
+
+        Raises RedisError while Redis is away.
+        """
         incarnations = sorted(map(str, await self._redis.smembers(_index_key(role))))
         if not incarnations:
             return []
@@ -89,7 +94,10 @@ class Registry:
         gone = [name for name, value in zip(incarnations, values, strict=True) if value is None]
         if gone:
             await self._redis.srem(_index_key(role), *gone)
-        return sorted(_parsed([str(value) for value in values if value is not None]), key=lambda lease: lease.address)
+        known = {lease.incarnation: lease for lease in self.known(role)}
+        pairs = zip(incarnations, values, strict=True)
+        found = [_parse(str(value)) or known.get(name) for name, value in pairs if value is not None]
+        return sorted((lease for lease in found if lease), key=lambda lease: lease.address)
 
     async def watch(self, *roles: Role) -> None:
         """Read the leases of `roles` now and keep them fresh in the background; `known` gives them.
@@ -176,10 +184,10 @@ class Registry:
             await pipe.execute()
 
     async def _attempt(self, call: Callable[[], Awaitable[ResultT]]) -> ResultT | None:
-        """The result of `call`, or None while Redis is away; logs each outage once."""
+        """The result of `call`, or None while Redis is away or its replies are damaged; logs each outage once."""
         try:
             result = await call()
-        except RedisError as error:
+        except (RedisError, *_DAMAGED_REPLY) as error:
             if self._reachable:
                 log.warning("registry %s is away, keeping the last known workers: %s", masked(self._config.url), error)
             self._reachable = False
@@ -210,14 +218,12 @@ _LEASES = TypeAdapter(Lease)
 _PLACEMENTS = TypeAdapter(Placement)
 
 
-def _parsed(values: list[str]) -> list[Lease]:
-    leases = []
-    for value in values:
-        try:
-            leases.append(_LEASES.validate_json(value))
-        except ValidationError as error:
-            log.warning("ignored a lease that does not parse: %s", error)
-    return leases
+def _parse(value: str) -> Lease | None:
+    try:
+        return _LEASES.validate_json(value)
+    except ValidationError as error:
+        log.warning("ignored a lease that does not parse: %s", error)
+        return None
 
 
 def _lease_key(role: Role, incarnation: str) -> str:

@@ -106,6 +106,34 @@ def test_a_lease_that_does_not_parse_hides_no_other(url: str, caplog: pytest.Log
     assert "does not parse" in caplog.text
 
 
+def test_a_worker_is_known_while_its_lease_is_damaged(url: str) -> None:
+    async def body() -> None:
+        redis = Redis.from_url(url)
+        async with registry(url) as worker, registry(url) as reader:
+            await worker.publish(lambda: LEASE)
+            await reader.watch("verifier")
+            for damaged in (b'{"role": "verifier"', b"\xff"):
+                await redis.set("eyas:lease:verifier:one", damaged)
+                await reader._refresh()
+                assert reader.known("verifier") == (LEASE,)
+        await redis.aclose()
+
+    asyncio.run(body())
+
+
+def test_a_damaged_reply_fails_no_request(url: str) -> None:
+    async def body() -> None:
+        redis = Redis.from_url(url)
+        async with registry(url) as one:
+            for damaged in (b"\xff", b"{"):
+                await redis.set("eyas:placement:session", damaged)
+                assert await one.placement("session") is None
+                await one.place("session", Placement("v"))
+        await redis.aclose()
+
+    asyncio.run(body())
+
+
 def test_a_placement_is_found_again(url: str) -> None:
     async def body() -> None:
         async with registry(url) as one, registry(url) as other:
