@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+import uuid
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
@@ -27,6 +28,8 @@ from eyas.services.discovery.base import cancel_task, repeat
 ResultT = TypeVar("ResultT")
 
 PLACEMENT_TTL_S = 3600
+# Its value names the contents of Redis: it changes when Redis was emptied, however short the outage.
+_CONTENTS_KEY = "eyas:contents"
 # What the client raises for a reply that is no text, or not of the type that the command returns.
 _DAMAGED_REPLY = (ValueError, TypeError)
 
@@ -57,6 +60,7 @@ class Registry:
         self._known: dict[Role, tuple[Lease, ...]] = {}
         self._reachable = True
         self._settled_at = 0.0
+        self._contents: str | None = None
 
     async def publish(self, *leases: Callable[[], Lease]) -> None:
         """Write the leases of one process now and at every heartbeat until `withdraw`.
@@ -142,13 +146,17 @@ class Registry:
     async def _refresh(self) -> None:
         if not self._roles:
             await self._attempt(self._redis.ping)
-        for role in self._roles:
-            fresh = await self._attempt(partial(self.leases, role))
-            if fresh is not None:
-                self._known[role] = (*fresh, *self._unsettled(role, fresh))
+        fresh = {role: await self._attempt(partial(self.leases, role)) for role in self._roles}
+        contents = await self._attempt(partial(self._redis.get, _CONTENTS_KEY))
+        if self._contents and contents != self._contents:
+            self._settled_at = time.monotonic() + self._config.ttl_s
+        self._contents = contents
+        for role, leases in fresh.items():
+            if leases is not None:
+                self._known[role] = (*leases, *self._unsettled(role, leases))
 
     def _unsettled(self, role: Role, fresh: list[Lease]) -> list[Lease]:
-        """Known leases that a Redis which has just come back, perhaps empty, lacks; kept for one TTL.
+        """Known leases that a Redis which has just come back or was emptied lacks; kept for one TTL.
 
         By then every live worker has written its lease again.
         """
@@ -168,6 +176,7 @@ class Registry:
                 key = _lease_key(lease.role, lease.incarnation)
                 pipe.set(key, _LEASES.dump_json(lease), px=int(self._config.ttl_s * 1000))
                 pipe.sadd(_index_key(lease.role), lease.incarnation)
+            pipe.set(_CONTENTS_KEY, uuid.uuid4().hex, nx=True)
             await pipe.execute()
 
     async def _replace(self, lease: Lease) -> None:

@@ -121,6 +121,27 @@ def test_a_worker_is_known_while_its_lease_is_damaged(url: str) -> None:
     asyncio.run(body())
 
 
+def test_workers_are_known_while_an_emptied_redis_fills_again(url: str) -> None:
+    async def body() -> None:
+        redis = Redis.from_url(url)
+        async with registry(url, ttl=60.0) as worker, registry(url, ttl=1.0, heartbeat=0.9) as reader:
+            await worker.publish(lambda: LEASE)
+            await reader.watch("verifier")
+            await worker.close()
+            for _ in range(2):
+                await redis.flushall()
+                await reader._refresh()
+                assert reader.known("verifier") == (LEASE,)
+
+            async def is_forgotten() -> bool:
+                return reader.known("verifier") == ()
+
+            await until(is_forgotten)
+        await redis.aclose()
+
+    asyncio.run(body())
+
+
 def test_a_damaged_reply_fails_no_request(url: str) -> None:
     async def body() -> None:
         redis = Redis.from_url(url)
