@@ -60,7 +60,7 @@ class Registry:
         self._known: dict[Role, tuple[Lease, ...]] = {}
         self._reachable = True
         self._settled_at = 0.0
-        self._contents: str | None = None
+        self._contents: str | bytes | None = None
 
     async def publish(self, *leases: Callable[[], Lease]) -> None:
         """Write the leases of one process now and at every heartbeat until `withdraw`.
