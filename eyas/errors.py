@@ -25,6 +25,10 @@ class UnknownModel(InvalidRequest):
     """A request for a model that is not served."""
 
 
+class UnknownDrafter(InvalidRequest):
+    """A request for a drafter that the verifier's discovery does not know. Without one it can be served."""
+
+
 class ConfigError(EyasError, ValueError):
     """A configuration that does not validate. It is a ValueError too, so that pydantic adds the location."""
 

@@ -16,6 +16,7 @@ from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from ipaddress import ip_address
 from pathlib import Path
 from typing import Annotated, Any, Protocol, TypeVar
 
@@ -23,6 +24,7 @@ import typer
 
 from eyas.config import DraftConfig, RouterConfig, ServerConfig, VerifierConfig, describe, load
 from eyas.errors import ConfigError, EyasError
+from eyas.rpc.channel import Peers
 from eyas.rpc.convert import lease_to_proto
 from eyas.rpc.messages import Lease, Load, ModelInfo, Role
 from eyas.rpc.server import RpcServer
@@ -104,6 +106,25 @@ async def serve(
             await asyncio.sleep(delay)
             stops = (server.stop, *(listener.stop for listener in listeners))
             await asyncio.gather(*(stop(config.graceful_shutdown_timeout_s) for stop in stops))
+
+
+def worker_server(config: ServerConfig, peers: Peers) -> RpcServer:
+    """A server that accepts the calls of `peers` only. Warns if it accepts those of everybody who can reach it."""
+    if not peers.identifies_clients and not is_loopback(config.host):
+        log.warning(
+            "OPEN TO EVERYBODY who can reach %s: calls need neither a token nor a client certificate. Set peers.token_file "
+            "or peers.token_env on all services, or peers.cert_file, key_file and ca_file",
+            config.host,
+        )
+    return RpcServer(config, peers.server_credentials, peers.check_metadata, peers.check_certificate)
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches a server that listens on `host`. False for a name other than localhost."""
+    try:
+        return ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 @dataclass(frozen=True)

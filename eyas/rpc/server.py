@@ -25,6 +25,7 @@ from eyas.errors import (
     TimedOut,
     Unauthenticated,
     Unavailable,
+    UnknownDrafter,
     UnknownModel,
 )
 from eyas.rpc.channel import MAX_MESSAGE_BYTES
@@ -63,6 +64,8 @@ def status_error(error: grpc.RpcError) -> EyasError:
     code, details = error.code(), error.details() or error.code().name
     if code is grpc.StatusCode.DEADLINE_EXCEEDED:
         return Unavailable(f"no answer in time: {details}")
+    if _trailers(error).get(ERROR_KEY) == UnknownDrafter.__name__:
+        return UnknownDrafter(details)
     for kind, status in _STATUS_CODES:
         if status is code:
             if kind is Overloaded:

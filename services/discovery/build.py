@@ -12,14 +12,14 @@ from eyas.services.discovery.probing import ProbedDiscovery, StaticEndpoints
 from eyas.services.discovery.registry import Registry
 
 
-def lease_registry(discovery: DiscoveryConfig, registry: RegistryConfig) -> Registry | None:
+def lease_registry(discovery: DiscoveryConfig, registry: RegistryConfig, peers: Peers) -> Registry | None:
     """Where a worker publishes its lease; None if it is found without one. Raises ConfigError for a bad URL."""
-    return Registry(registry) if discovery.kind == "redis" else None
+    return Registry(registry, peers.token) if discovery.kind == "redis" else None
 
 
-def session_registry(discovery: DiscoveryConfig, registry: RegistryConfig) -> Registry | None:
+def session_registry(discovery: DiscoveryConfig, registry: RegistryConfig, peers: Peers) -> Registry | None:
     """Where routers share placements; None if each keeps its own. Raises ConfigError for a bad URL."""
-    return Registry(registry) if registry.url or discovery.kind == "redis" else None
+    return Registry(registry, peers.token) if registry.url or discovery.kind == "redis" else None
 
 
 def build_discovery(config: DiscoveryConfig, registry: Registry | None, peers: Peers | None = None) -> Discovery:

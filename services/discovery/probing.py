@@ -126,7 +126,9 @@ class WorkerProbe:
     async def _ask(self, channel: grpc.aio.Channel) -> None:
         """Ask for the worker's state. Leave it at once if it is not there, and after `stale_after_s` if it is slow."""
         try:
-            answer = await WorkerStub(channel).Status(worker_pb2.StatusRequest(), timeout=self._config.probe_timeout_s)
+            answer = await WorkerStub(channel).Status(
+                worker_pb2.StatusRequest(), timeout=self._config.probe_timeout_s, metadata=self._peers.metadata
+            )
             self._update(leases_from_proto(answer, self._endpoint.address))
         except InvalidRequest as error:
             self._leave(str(error))

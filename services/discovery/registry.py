@@ -1,5 +1,7 @@
 """Leases and placements in Redis: workers publish leases, routers read them and remember where sessions ran.
 
+With a shared token every lease is signed, so that nobody who writes to Redis without the token can publish a worker.
+
 No running generation needs it: while Redis is away, heartbeats go on trying and readers keep the last known list.
 """
 
@@ -7,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 import uuid
 from collections.abc import Awaitable, Callable, Iterable
@@ -22,6 +25,7 @@ from redis.exceptions import RedisError
 
 from eyas.config import RegistryConfig, masked
 from eyas.errors import ConfigError
+from eyas.rpc.channel import SharedToken
 from eyas.rpc.messages import Lease, Role
 from eyas.services.discovery.base import cancel_task, repeat
 
@@ -44,20 +48,39 @@ class Placement:
     drafter: str = ""
 
 
+@dataclass(frozen=True)
+class _Claim:
+    """What a worker signs. expires_at: Unix time by the clock of Redis, so that clocks of workers may differ."""
+
+    lease: Lease
+    expires_at: int
+
+
+@dataclass(frozen=True)
+class _SignedClaim:
+    """A claim as JSON, with the signature of that text; empty without a token."""
+
+    claim: str
+    signature: str = ""
+
+
 class Registry:
     """One process's view of the registry; use it from one event loop and close it there.
 
+    token: signs published leases; leases that are not signed with it are ignored. None accepts all.
     Raises ConfigError for a URL that Redis does not take; it connects later.
     """
 
-    def __init__(self, config: RegistryConfig) -> None:
+    def __init__(self, config: RegistryConfig, token: SharedToken | None = None) -> None:
         self._config = config
+        self._token = token
         self._redis = _client(config)
         self._heartbeat: asyncio.Task[None] | None = None
         self._watcher: asyncio.Task[None] | None = None
         self._published: tuple[Lease, ...] = ()
         self._roles: tuple[Role, ...] = ()
         self._known: dict[Role, tuple[Lease, ...]] = {}
+        self._claims: dict[tuple[Role, str], _Claim] = {}  # the last that were read, for values that are damaged now
         self._reachable = True
         self._settled_at = 0.0
         self._contents: str | bytes | None = None
@@ -94,14 +117,18 @@ class Registry:
         incarnations = sorted(map(str, await self._redis.smembers(_index_key(role))))
         if not incarnations:
             return []
-        values = await self._redis.mget([_lease_key(role, name) for name in incarnations])
+        async with self._redis.pipeline() as pipe:
+            pipe.time()
+            pipe.mget([_lease_key(role, name) for name in incarnations])
+            (seconds, _), values = await pipe.execute()
         gone = [name for name, value in zip(incarnations, values, strict=True) if value is None]
         if gone:
             await self._redis.srem(_index_key(role), *gone)
-        known = {lease.incarnation: lease for lease in self.known(role)}
-        pairs = zip(incarnations, values, strict=True)
-        found = [_parse(str(value)) or known.get(name) for name, value in pairs if value is not None]
-        return sorted((lease for lease in found if lease), key=lambda lease: lease.address)
+        pairs = [(name, str(value)) for name, value in zip(incarnations, values, strict=True) if value is not None]
+        claims = {name: self._read(role, name, value) or self._claims.get((role, name)) for name, value in pairs}
+        live = {(role, name): claim for name, claim in claims.items() if claim and claim.expires_at >= seconds}
+        self._claims = {key: claim for key, claim in self._claims.items() if key[0] != role} | live
+        return sorted((claim.lease for claim in live.values()), key=lambda lease: lease.address)
 
     async def watch(self, *roles: Role) -> None:
         """Read the leases of `roles` now and keep them fresh in the background; `known` gives them.
@@ -171,13 +198,36 @@ class Registry:
 
     async def _write(self, leases: Iterable[Lease]) -> None:
         self._published = tuple(leases)
+        seconds, _ = await self._redis.time()
         async with self._redis.pipeline() as pipe:
             for lease in self._published:
                 key = _lease_key(lease.role, lease.incarnation)
-                pipe.set(key, _LEASES.dump_json(lease), px=int(self._config.ttl_s * 1000))
+                pipe.set(key, self._signed(lease, seconds), px=int(self._config.ttl_s * 1000))
                 pipe.sadd(_index_key(lease.role), lease.incarnation)
             pipe.set(_CONTENTS_KEY, uuid.uuid4().hex, nx=True)
             await pipe.execute()
+
+    def _signed(self, lease: Lease, seconds: int) -> bytes:
+        """The value of a lease. seconds: time of Redis."""
+        claim = _CLAIMS.dump_json(_Claim(lease, seconds + math.ceil(self._config.ttl_s) + 1))
+        signature = self._token.sign(claim) if self._token else ""
+        return _SIGNED_CLAIMS.dump_json(_SignedClaim(claim.decode(), signature))
+
+    def _read(self, role: Role, incarnation: str, value: str) -> _Claim | None:
+        """The claim in a value. None, with a warning, for one that no worker has written there."""
+        reason, claim = "", None
+        try:
+            signed = _SIGNED_CLAIMS.validate_json(value)
+            claim = _CLAIMS.validate_json(signed.claim)
+        except ValidationError as error:
+            reason = f"it does not parse: {error}"
+        if claim and self._token and not self._token.has_signed(signed.claim.encode(), signed.signature):
+            reason = "it is not signed with the shared token; its worker needs the same peers.token_file or token_env"
+        elif claim and (claim.lease.role, claim.lease.incarnation) != (role, incarnation):
+            reason = f"it is the lease of {claim.lease.role} {claim.lease.incarnation}"
+        if reason:
+            log.warning("ignored the lease of %s %s: %s", role, incarnation, reason, extra={"rate_limited": True})
+        return None if reason else claim
 
     async def _replace(self, lease: Lease) -> None:
         known = [other for role in get_args(Role) for other in await self.leases(role)]
@@ -223,16 +273,9 @@ def _client(config: RegistryConfig) -> Redis:
     return client
 
 
-_LEASES = TypeAdapter(Lease)
+_CLAIMS = TypeAdapter(_Claim)
+_SIGNED_CLAIMS = TypeAdapter(_SignedClaim)
 _PLACEMENTS = TypeAdapter(Placement)
-
-
-def _parse(value: str) -> Lease | None:
-    try:
-        return _LEASES.validate_json(value)
-    except ValidationError as error:
-        log.warning("ignored a lease that does not parse: %s", error)
-        return None
 
 
 def _lease_key(role: Role, incarnation: str) -> str:

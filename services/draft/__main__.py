@@ -18,12 +18,19 @@ from eyas.errors import RequestFailed
 from eyas.models.checkpoint import read_target_config, resolve, resolve_placement, target_fingerprint
 from eyas.rpc.channel import Peers
 from eyas.rpc.messages import DrafterInfo, ModelInfo
-from eyas.rpc.server import RpcServer
 from eyas.services.discovery.build import lease_registry
 from eyas.services.draft.servicer import DraftServicer, check_distinct
 from eyas.services.draft.telemetry import DraftTelemetry
 from eyas.services.draft.worker import DraftWorker
-from eyas.services.lifecycle import WORKER_SERVICE, AnnouncedWorker, ServiceRunner, WorkerRegistration, serve, service_app
+from eyas.services.lifecycle import (
+    WORKER_SERVICE,
+    AnnouncedWorker,
+    ServiceRunner,
+    WorkerRegistration,
+    serve,
+    service_app,
+    worker_server,
+)
 from eyas.telemetry.exporters import telemetry
 from eyas.v1 import draft_pb2, draft_pb2_grpc
 
@@ -88,7 +95,8 @@ async def serve_drafters(
     check_distinct([info for _, info in drafters])
     loop, owner = asyncio.get_running_loop(), asyncio.current_task()
     assert owner is not None
-    server = RpcServer(config.server, credentials=Peers(config.peers).server_credentials)
+    peers = Peers(config.peers)
+    server = worker_server(config.server, peers)
     observer = telemetry or DraftTelemetry()
 
     def end() -> None:
@@ -105,7 +113,7 @@ async def serve_drafters(
             AnnouncedWorker("draft", worker.info.model, worker.load, zone, incarnation=f"{process}/{number}")
             for number, worker in enumerate(workers)
         ]
-        registration = WorkerRegistration(server, lease_registry(config.discovery, config.registry), *announced)
+        registration = WorkerRegistration(server, lease_registry(config.discovery, config.registry, peers), *announced)
         try:
             await serve(server, [DRAFT_SERVICE, WORKER_SERVICE], config.server, registration, runner=runner)
         except asyncio.CancelledError:

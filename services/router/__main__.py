@@ -49,8 +49,8 @@ async def build_router(config: RouterConfig, set_serving: Callable[..., Awaitabl
     tokenizers = {model.name: load_tokenizer(model.tokenizer) for model in config.models}
     templates = {model.name: load_template(model) for model in config.models}
     with telemetry(config.telemetry, "router") as exporters:
-        traces, registry = RouterTelemetry(exporters), session_registry(config.discovery, config.registry)
-        peers = Peers(config.peers)
+        traces, peers = RouterTelemetry(exporters), Peers(config.peers)
+        registry = session_registry(config.discovery, config.registry, peers)
         discovery = build_discovery(config.discovery, registry, peers)
         traces.watch(discovery.known)
         workers = WorkerPool(discovery, config, peers)

@@ -18,7 +18,7 @@ import grpc
 import grpc.aio
 
 from eyas.block_hash import block_hashes
-from eyas.errors import EyasError, Overloaded, Unavailable
+from eyas.errors import EyasError, Overloaded, Unavailable, UnknownDrafter
 from eyas.request import Chunk
 from eyas.rpc.convert import generate_call_to_proto, text_chunk_from_proto
 from eyas.rpc.messages import NO_DRAFTER, ROUND_TRIP_KEY, GenerateCall
@@ -126,6 +126,9 @@ class Dispatcher:
                             state.add(pair, chunk)
                             yield chunk
                 return
+            except UnknownDrafter as error:
+                log.info("request %s: verifier %s: %s", call.request.id, pair.verifier.address, error)
+                state.drafter_is_unknown = True
             except (Unavailable, Overloaded) as error:
                 reason = (call.request.id, pair.verifier.address, _log_reason(error))
                 log.warning("request %s: verifier %s: %s", *reason, extra={"rate_limited": True})
@@ -137,7 +140,8 @@ class Dispatcher:
         """Yield the chunks of one verifier; closing the generator early cancels the call."""
         remaining_s = context.deadline - asyncio.get_running_loop().time()
         stub = GenerationStub(self._workers.channel(pair.verifier))
-        stream = stub.Generate(generate_call_to_proto(call), timeout=max(remaining_s, 0), metadata=call.trace)
+        metadata = (*call.trace, *self._workers.metadata)
+        stream = stub.Generate(generate_call_to_proto(call), timeout=max(remaining_s, 0), metadata=metadata)
         with self._workers.in_flight(pair, stream.cancel):
             try:
                 finished, stall_timeout_s = False, math.inf
@@ -161,12 +165,16 @@ class Dispatcher:
 
 @dataclass
 class _RetryState:
-    """A request across its upstream attempts: the tokens received so far, and the verifiers that failed it."""
+    """A request across its upstream attempts: the tokens received so far, and the verifiers that failed it.
+
+    drafter_is_unknown: a verifier does not know the chosen drafter yet or any more. It chooses one itself then.
+    """
 
     call: GenerateCall
     routing: RoutingRequest
     token_ids: list[int] = field(default_factory=list)
     error: EyasError | None = None
+    drafter_is_unknown: bool = False
 
     def remaining_call(self, pair: Pair) -> GenerateCall:
         """Return the call that continues after the tokens received so far."""
@@ -180,7 +188,8 @@ class _RetryState:
         prompt_ids = (*request.prompt_ids, *self.token_ids)
         num_emitted = request.num_emitted + num_received
         request = replace(request, prompt_ids=prompt_ids, sampling=sampling, num_emitted=num_emitted)
-        drafter = pair.drafter.address if pair.drafter else "" if self.routing.wants_drafter else NO_DRAFTER
+        chosen = pair.drafter.address if pair.drafter and not self.drafter_is_unknown else ""
+        drafter = chosen if self.routing.wants_drafter else NO_DRAFTER
         return replace(self.call, request=request, drafter=drafter, target_fingerprint=pair.verifier.model.fingerprint)
 
     def add(self, pair: Pair, chunk: Chunk) -> None:
@@ -241,6 +250,9 @@ def _eyas_error(error: grpc.aio.AioRpcError) -> EyasError:
         return Unavailable("the verifier does not answer keepalive pings; it hangs, or the network is broken")
     if is_connection_error(error):  # the log has gRPC's text, which is not for clients
         return Unavailable("the connection to the verifier failed")
+    if error.code() is grpc.StatusCode.UNAUTHENTICATED:
+        log.warning("a verifier refuses this router: %s", error.details(), extra={"rate_limited": True})
+        return Unavailable("the verifier refuses this router")
     return status_error(error)
 
 

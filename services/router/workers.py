@@ -14,7 +14,7 @@ import grpc
 import grpc.aio
 
 from eyas.config import OutlierDetectionConfig, RouterConfig
-from eyas.rpc.channel import Peers, Pem
+from eyas.rpc.channel import Metadata, Peers, Pem
 from eyas.rpc.messages import Lease
 from eyas.rpc.server import GENERATION_SERVICE
 from eyas.services.discovery.base import Discovery, cancel_task, repeat
@@ -82,6 +82,11 @@ class WorkerPool:
             self._connections[worker.incarnation] = _Connection(self._peers.open_channel(worker.address), identity)
         return self._connections[worker.incarnation].channel
 
+    @property
+    def metadata(self) -> Metadata:
+        """Metadata of every call to a worker."""
+        return self._peers.metadata
+
     def record_success(self, pair: Pair, request: RoutingRequest) -> None:
         """Note that a verifier sent its first chunk: it is healthy, and it has the prompt cached."""
         self._outliers.record_success(pair.verifier.incarnation)
@@ -145,7 +150,8 @@ class WorkerPool:
         """Ask an ejected worker for its status; the answer of another incarnation at its address does not count."""
         answered = False
         try:
-            status = await WorkerStub(self.channel(worker)).Status(worker_pb2.StatusRequest(), timeout=PROBE_TIMEOUT_S)
+            stub = WorkerStub(self.channel(worker))
+            status = await stub.Status(worker_pb2.StatusRequest(), timeout=PROBE_TIMEOUT_S, metadata=self.metadata)
             answered = status.incarnation == worker.incarnation
         except grpc.aio.AioRpcError as error:
             log.info("verifier %s stays ejected: %s", worker.address, error.details())

@@ -13,6 +13,7 @@ import signal
 from collections.abc import Mapping
 from contextlib import closing, nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import torch
 
@@ -27,7 +28,7 @@ from eyas.models.checkpoint import resolve_placement, target_fingerprint
 from eyas.models.workers import RankInfo, TargetWorkers
 from eyas.rpc.channel import Peers
 from eyas.rpc.messages import ModelInfo, TargetInfo
-from eyas.rpc.server import GENERATION_SERVICE, RpcServer
+from eyas.rpc.server import GENERATION_SERVICE
 from eyas.services.discovery.base import Discovery, cancel_task, repeat
 from eyas.services.discovery.build import build_discovery, lease_registry
 from eyas.services.lifecycle import (
@@ -38,6 +39,7 @@ from eyas.services.lifecycle import (
     WorkerRegistration,
     serve,
     service_app,
+    worker_server,
 )
 from eyas.services.verifier.async_engine import AsyncEngine
 from eyas.services.verifier.draft_pool import DraftPool
@@ -87,21 +89,21 @@ async def serve_rank_0(
         target_info.features_fingerprint,
     )
     log.info("model %s: vocabulary %d, context %d", model.name, model.vocab_size, model.max_model_len)
-    server = RpcServer(config.server, credentials=peers.server_credentials)
+    server = worker_server(config.server, peers)
     with closing(pool) if pool else nullcontext():
         observer = VerifierTelemetry(telemetry, model.name, pool)
         async with AsyncEngine(engine, observer.on_step) as async_engine:
             workers.register_failure_callback(async_engine.fail)
             observer.watch(lambda: async_engine.engine_load)
-            servicer = GenerationServicer(async_engine, model, pool, observer)
+            registry = lease_registry(config.discovery, config.registry, peers)
+            discovery = build_discovery(config.discovery, registry, peers)
+            servicer = GenerationServicer(async_engine, model, pool, observer, partial(discovery.known, "draft"))
             generation_pb2_grpc.add_GenerationServicer_to_server(servicer, server.aio)
-            registry = lease_registry(config.discovery, config.registry)
             worker = AnnouncedWorker(
                 "verifier", model, lambda: async_engine.load, config.server.zone, lambda: async_engine.prefix_hashes
             )
             registration: Registration = WorkerRegistration(server, registry, worker)
             if pool is not None:
-                discovery = build_discovery(config.discovery, registry, peers)
                 interval_s = config.registry.heartbeat_interval_s
                 registration = VerifierRegistration(registration, discovery, model, pool, interval_s)
             names = [GENERATION_SERVICE, WORKER_SERVICE]
@@ -140,7 +142,7 @@ class VerifierRegistration:
         """Announce the worker, and begin to follow the drafters."""
         await self.worker.register(address)
         await self.discovery.watch("draft")
-        self._task = asyncio.create_task(repeat(self.interval_s, self._rebalance, self.interval_s), name="drafters")
+        self._task = asyncio.create_task(repeat(self.interval_s, self._rebalance), name="drafters")
 
     async def deregister(self) -> None:
         """Stop both; running requests keep their drafters."""
@@ -185,7 +187,7 @@ async def follow_rank_0(config: VerifierConfig, info: RankInfo) -> None:
     Signals are ignored: a signal to the whole group stops rank 0, which first finishes its running calls.
     Raises Unavailable when rank 0 is gone.
     """
-    server = RpcServer(config.server, credentials=Peers(config.peers).server_credentials)
+    server = worker_server(config.server, Peers(config.peers))
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, log.info, "rank %d stops when rank 0 does", info.rank)

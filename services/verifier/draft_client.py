@@ -233,7 +233,9 @@ class RemoteDrafter:
         """The drafter there. Raises ConfigError if it does not fit this verifier."""
         target = self._target
         request = draft_pb2.DescribeRequest(target=convert.target_info_to_proto(target) if target else None)
-        info = convert.drafter_info_from_proto(stub.Describe(request, timeout=_DESCRIBE_TIMEOUT_S, wait_for_ready=True))
+        info = convert.drafter_info_from_proto(
+            stub.Describe(request, _DESCRIBE_TIMEOUT_S, self._peers.metadata, wait_for_ready=True)
+        )
         if target and not target.is_drafted_by(info.model):
             raise ConfigError(f"drafter {info.method} is for {info.model}, which is not {target}")
         missing = DrafterNeeds(
@@ -252,7 +254,7 @@ class RemoteDrafter:
         """Open the stream and hand over its replies until it ends."""
         stream = Stream(info)
         stream.send(DraftRequest(0, target=self._target))
-        call = stub.Speculate(iter(stream.outbox.get, None))
+        call = stub.Speculate(iter(stream.outbox.get, None), metadata=self._peers.metadata)
         log.info("drafts come from %s (%s)", self.address, info.method, extra={"rate_limited": True})
         self._stream = stream
         try:

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import itertools
 import secrets
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator
 from contextlib import aclosing, contextmanager
 from dataclasses import replace
 from typing import Any
 
-from eyas.errors import InvalidRequest, Unavailable, UnknownModel
+from eyas.errors import InvalidRequest, Unavailable, UnknownDrafter, UnknownModel
 from eyas.request import Chunk, Request
 from eyas.rpc import convert
-from eyas.rpc.messages import NO_DRAFTER, ROUND_TRIP_KEY, GenerateCall, ModelInfo, TextChunk, Totals
+from eyas.rpc.messages import NO_DRAFTER, ROUND_TRIP_KEY, GenerateCall, Lease, ModelInfo, TextChunk, Totals
 from eyas.services.verifier.async_engine import AsyncEngine
 from eyas.services.verifier.draft_pool import DraftPool
 from eyas.services.verifier.telemetry import VerifierTelemetry
@@ -21,11 +21,21 @@ from eyas.v1 import generation_pb2, generation_pb2_grpc
 
 
 class GenerationServicer(generation_pb2_grpc.GenerationServicer):
-    """Serves one model. pool: assigns requests to the drafter that the router picked; None if no drafts are taken."""
+    """Serves one model.
+
+    pool: assigns requests to the drafter that the router picked; None if no drafts are taken.
+    drafters: the drafters that discovery knows now; no other is dialled.
+    """
 
     def __init__(
-        self, engine: AsyncEngine, model: ModelInfo, pool: DraftPool | None, telemetry: VerifierTelemetry | None = None
+        self,
+        engine: AsyncEngine,
+        model: ModelInfo,
+        pool: DraftPool | None,
+        telemetry: VerifierTelemetry | None = None,
+        drafters: Callable[[], Iterable[Lease]] = tuple,
     ) -> None:
+        self._drafters = drafters
         self._telemetry = telemetry or VerifierTelemetry()
         self._engine = engine
         self._model = model
@@ -37,7 +47,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServicer):
     ) -> None:
         """Stream the chunks; a call that ends early cancels its request.
 
-        Raises InvalidRequest, UnknownModel, Unavailable or Overloaded before the first chunk.
+        Raises InvalidRequest, UnknownDrafter, UnknownModel, Unavailable or Overloaded before the first chunk.
         """
         call = convert.generate_call_from_proto(request)
         own = self._numbered(call.request)
@@ -76,6 +86,10 @@ class GenerationServicer(generation_pb2_grpc.GenerationServicer):
         if self._pool is None or drafter == NO_DRAFTER:
             yield
             return
+        if drafter and all(lease.address != drafter for lease in self._drafters()):
+            raise UnknownDrafter(
+                f"drafter {drafter} is not known to the discovery of this verifier; name one that is, or leave it empty"
+            )
         self._pool.assign(request.id, drafter)
         try:
             yield

@@ -10,8 +10,9 @@ import pytest
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
-from eyas.config import RegistryConfig
+from eyas.config import PeersConfig, RegistryConfig
 from eyas.errors import ConfigError
+from eyas.rpc.channel import SharedToken
 from eyas.rpc.messages import Lease, Load, ModelInfo
 from eyas.services.discovery.registry import Placement, Registry
 from tests.services.redis_server import free_port, running_redis
@@ -21,8 +22,10 @@ LEASE = Lease("verifier", "127.0.0.1:1", "one", MODEL, Load(1, 2, 3))
 
 
 @asynccontextmanager
-async def registry(url: str, ttl: float = 2.0, heartbeat: float = 0.05) -> AsyncIterator[Registry]:
-    one = Registry(RegistryConfig(url, ttl, heartbeat))
+async def registry(
+    url: str, ttl: float = 2.0, heartbeat: float = 0.05, token: SharedToken | None = None
+) -> AsyncIterator[Registry]:
+    one = Registry(RegistryConfig(url, ttl, heartbeat), token)
     try:
         yield one
     finally:
@@ -153,6 +156,61 @@ def test_a_damaged_reply_fails_no_request(url: str) -> None:
         await redis.aclose()
 
     asyncio.run(body())
+
+
+TOKEN = SharedToken(PeersConfig(token_env="TOKEN"), {"TOKEN": "0123456789abcdef"})
+OTHER_TOKEN = SharedToken(PeersConfig(token_env="TOKEN"), {"TOKEN": "fedcba9876543210"})
+
+
+def test_only_leases_signed_with_the_token_are_read(url: str, caplog: pytest.LogCaptureFixture) -> None:
+    async def body() -> None:
+        forged = [replace(LEASE, incarnation="without", address="h:1"), replace(LEASE, incarnation="other", address="h:2")]
+        async with (
+            registry(url, token=TOKEN) as worker,
+            registry(url, token=TOKEN) as reader,
+            registry(url) as without,
+            registry(url, token=OTHER_TOKEN) as other,
+        ):
+            await worker.publish(lambda: LEASE)
+            await without.publish(lambda: forged[0])
+            await other.publish(lambda: forged[1])
+            assert await reader.leases("verifier") == [LEASE]
+            assert len(await without.leases("verifier")) == 3
+
+    asyncio.run(body())
+    assert "ignored the lease of verifier without: it is not signed with the shared token" in caplog.text
+    assert "ignored the lease of verifier other: it is not signed with the shared token" in caplog.text
+
+
+def test_a_signed_lease_is_no_lease_elsewhere_or_later(url: str, caplog: pytest.LogCaptureFixture) -> None:
+    async def body() -> None:
+        redis = Redis.from_url(url)
+        async with registry(url, ttl=0.2, token=TOKEN) as worker, registry(url, token=TOKEN) as reader:
+            await worker.publish(lambda: LEASE)
+            signed = await redis.get("eyas:lease:verifier:one")
+            changed = signed.replace(b"127.0.0.1:1", b"127.0.0.1:2")
+            assert changed != signed
+            for role, incarnation, value in (
+                ("draft", "one", signed),
+                ("verifier", "two", signed),
+                ("verifier", "three", changed),
+            ):
+                await redis.sadd(f"eyas:leases:{role}", incarnation)
+                await redis.set(f"eyas:lease:{role}:{incarnation}", value)
+            assert (await reader.leases("verifier"), await reader.leases("draft")) == ([LEASE], [])
+            await worker.withdraw()
+            await redis.sadd("eyas:leases:verifier", "one")
+            await redis.set("eyas:lease:verifier:one", signed)
+
+            async def is_refused() -> bool:
+                return await reader.leases("verifier") == []
+
+            await until(is_refused)
+        await redis.aclose()
+
+    asyncio.run(body())
+    for reason in ("it is the lease of verifier one", "it is not signed"):
+        assert reason in caplog.text
 
 
 def test_a_placement_is_found_again(url: str) -> None:

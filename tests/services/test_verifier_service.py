@@ -41,11 +41,12 @@ def terminate() -> None:
     os.kill(os.getpid(), signal.SIGTERM)
 
 
-def serving(body: Body, stop: Callable[[], None] = terminate) -> None:
-    """Run `body`, then `stop`, against a verifier that must then end by itself."""
+def serving(body: Body, stop: Callable[[], None] = terminate, method: str = "") -> None:
+    """Run `body`, then `stop`, against a verifier that must then end by itself. method: drafting method."""
     config = VerifierConfig(
         served_model_name="demo",
         model="models/demo/target",
+        method=method,
         threads=1,
         engine=EngineConfig(max_kv_tokens=1200, max_num_seqs=1, max_queued_requests=1),
         server=ServerConfig(port=free_port(), graceful_shutdown_timeout_s=20),
@@ -129,6 +130,21 @@ def test_bad_requests_get_a_status_with_a_reason() -> None:
         assert len(await generate(stub, CALL)) == 12
 
     serving(body)
+
+
+def test_a_drafter_unknown_to_discovery_is_refused_undialled() -> None:
+    async def body(stub: generation_pb2_grpc.GenerationAsyncStub) -> None:
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            address = f"127.0.0.1:{listener.getsockname()[1]}"
+            code, details = await status_of(stub, replace(CALL, drafter=address))
+            assert code is grpc.StatusCode.INVALID_ARGUMENT
+            assert f"drafter {address} is not known to the discovery of this verifier" in details
+            assert len(await generate(stub, CALL)) == 12
+            listener.setblocking(False)
+            with pytest.raises(BlockingIOError):
+                listener.accept()
+
+    serving(body, method="prompt_lookup")
 
 
 def test_a_cancelled_request_frees_its_slots() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, closing
 from pathlib import Path
 
 import grpc
@@ -13,12 +13,17 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
-from eyas.config import PeersConfig, ServerConfig
+from eyas.config import DraftClientConfig, PeersConfig, ServerConfig
+from eyas.drafters.base import DrafterNeeds
 from eyas.errors import ConfigError
 from eyas.rpc.channel import Peers, SharedToken
 from eyas.rpc.server import RpcServer
+from eyas.services.lifecycle import worker_server
+from eyas.services.verifier.draft_client import RemoteDrafter
 from eyas.v1 import worker_pb2, worker_pb2_grpc
 from tests.services.connections.authority import Authority, peers
+from tests.services.drafting.toy_drafting import ToyDrafter, eventually, serving
+from tests.services.router.scripted_verifier import CALL, TOKENS, Script, failure, router, send, worker
 
 TOKEN, OTHER = "0123456789abcdef", "fedcba9876543210"
 
@@ -130,6 +135,48 @@ def test_a_refused_call_is_not_read() -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TOKEN", TOKEN)
         run(body)
+
+
+def test_a_request_passes_router_and_verifier_with_the_token(url: str, tmp_path: Path) -> None:
+    own = Peers(token_file(tmp_path, TOKEN))
+
+    async def body() -> None:
+        script = Script(TOKENS)
+        async with worker(url, script, peers=own) as verifier, router(url, peers=own) as address:
+            await send(address, CALL)
+            assert (await failure(verifier, CALL))[0] is grpc.StatusCode.UNAUTHENTICATED
+        async with worker(url, script, peers=own), router(url) as stranger:
+            assert (await failure(stranger, CALL))[0] is grpc.StatusCode.UNAVAILABLE, "the client's key is not at fault"
+        async with worker(url, script), router(url, peers=own) as address:
+            assert (await failure(address, CALL))[0] is grpc.StatusCode.UNAVAILABLE, "its lease is not signed"
+        assert len(script.calls) == 1
+
+    run(body)
+
+
+def test_a_draft_service_serves_verifiers_with_the_token(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    own = Peers(token_file(tmp_path, TOKEN))
+    needs = DrafterNeeds(features=True)
+    with (
+        serving(ToyDrafter(), peers=own) as address,
+        closing(RemoteDrafter(address, needs, DraftClientConfig(), peers=own)) as known,
+        closing(RemoteDrafter(address, needs, DraftClientConfig())) as stranger,
+    ):
+        eventually(lambda: known.connected and "set peers.token_file or peers.token_env" in caplog.text)
+        assert not stranger.connected
+
+
+@pytest.mark.parametrize(("host", "is_told"), [("0.0.0.0", True), ("node-1", True), ("127.0.0.1", False), ("::1", False)])
+def test_a_worker_open_to_everybody_says_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, host: str, is_told: bool
+) -> None:
+    async def body() -> None:
+        worker_server(ServerConfig(host), Peers(token_file(tmp_path, TOKEN)))
+        assert "OPEN" not in caplog.text
+        worker_server(ServerConfig(host), Peers())
+
+    run(body)
+    assert (f"OPEN TO EVERYBODY who can reach {host}" in caplog.text) == is_told
 
 
 def test_a_replaced_token_is_read_without_a_restart(tmp_path: Path) -> None:

@@ -17,9 +17,9 @@ from eyas.drafters.base import Draft, DraftContext, DrafterNeeds, LocalDrafter
 from eyas.request import NoiseKey
 from eyas.rpc.channel import Peers
 from eyas.rpc.messages import DrafterInfo, ModelInfo
-from eyas.rpc.server import RpcServer
 from eyas.services.draft.servicer import DraftServicer
 from eyas.services.draft.worker import DraftWorker
+from eyas.services.lifecycle import worker_server
 from eyas.tree import DraftTree
 from eyas.v1 import draft_pb2_grpc
 
@@ -99,7 +99,7 @@ def serving_all(
     ready = threading.Event()
 
     async def main() -> None:
-        server = RpcServer(ServerConfig(port=port), credentials=(peers or Peers()).server_credentials)
+        server = worker_server(ServerConfig(port=port), peers or Peers())
         stop = asyncio.Event()
         with ExitStack() as stack:
             workers = [stack.enter_context(DraftWorker(drafter, info)) for drafter, info in drafters]

@@ -15,13 +15,14 @@ import grpc
 import pytest
 
 from eyas.config import RegistryConfig, RouterConfig, ServerConfig
+from eyas.errors import UnknownDrafter
 from eyas.request import Chunk, Request, SamplingParams, TokenLogprob, VerifyStep
 from eyas.rpc.channel import Peers, open_channel
 from eyas.rpc.convert import generate_call_from_proto, generate_call_to_proto, text_chunk_from_proto, text_chunk_to_proto
 from eyas.rpc.messages import ERROR_KEY, RETRY_KEY, ROUND_TRIP_KEY, GenerateCall, Load, ModelInfo, Role, TextChunk
 from eyas.rpc.server import RpcServer
 from eyas.services.discovery.registry import Registry
-from eyas.services.lifecycle import AnnouncedWorker, WorkerRegistration
+from eyas.services.lifecycle import AnnouncedWorker, WorkerRegistration, worker_server
 from eyas.services.router.auth import ApiKeys
 from eyas.services.router.dispatcher import Dispatcher, SessionMap
 from eyas.services.router.generation import GenerationService
@@ -57,6 +58,7 @@ def call_with(**changes: object) -> GenerateCall:
 class Script:
     """What a verifier does. fails_after: chunks before it aborts; stalls_after: chunks before it sends no more.
 
+    knows_drafters: whether it accepts the drafter that a call names.
     gate: awaited before the first chunk, like a place in the queue. pushback: the retry delay it sends, in ms.
     Every token has log-probability -0.5, and the token after it in the vocabulary has -2.
     """
@@ -69,6 +71,7 @@ class Script:
     pushback: int | None = None
     calls: list[GenerateCall] = field(default_factory=list)
     num_cancelled: int = 0
+    knows_drafters: bool = True
 
 
 class ScriptedVerifier(GenerationServicer):
@@ -80,6 +83,8 @@ class ScriptedVerifier(GenerationServicer):
     async def Generate(self, message: Any, context: Any) -> None:  # type: ignore[override]  # noqa: N802
         call = generate_call_from_proto(message)
         self._script.calls.append(call)
+        if call.drafter and not self._script.knows_drafters:
+            raise UnknownDrafter(f"drafter {call.drafter} is not known")
         try:
             if self._script.gate:
                 await self._script.gate.wait()
@@ -128,14 +133,19 @@ def logprob(token: int) -> TokenLogprob:
 
 @asynccontextmanager
 async def worker(
-    url: str, script: Script, role: Role = "verifier", model: ModelInfo = MODEL, free_kv_tokens: int = 10_000
+    url: str,
+    script: Script,
+    role: Role = "verifier",
+    model: ModelInfo = MODEL,
+    free_kv_tokens: int = 10_000,
+    peers: Peers | None = None,
 ) -> AsyncIterator[str]:
     """Run a scripted worker with a lease; yields its address. The router only names drafters, and never calls them."""
-    server = RpcServer(ServerConfig())
+    peers = peers or Peers()
+    server = worker_server(ServerConfig(), peers)
     add_GenerationServicer_to_server(ScriptedVerifier(script), server.aio)
-    registration = WorkerRegistration(
-        server, Registry(RegistryConfig(url, 2.0, 0.05)), AnnouncedWorker(role, model, lambda: Load(0, 0, free_kv_tokens))
-    )
+    registry = Registry(RegistryConfig(url, 2.0, 0.05), peers.token)
+    registration = WorkerRegistration(server, registry, AnnouncedWorker(role, model, lambda: Load(0, 0, free_kv_tokens)))
     address = await server.start([])
     await registration.register(address)
     try:
@@ -154,8 +164,9 @@ async def router(
     peers: Peers | None = None,
 ) -> AsyncIterator[str]:
     """Run a real router for the model "demo"; yields its address."""
-    server, registry = RpcServer(ServerConfig()), Registry(RegistryConfig(url, 2.0, 0.05))
-    workers = WorkerPool(registry, RouterConfig(()), peers or Peers())
+    peers = peers or Peers()
+    server, registry = RpcServer(ServerConfig()), Registry(RegistryConfig(url, 2.0, 0.05), peers.token)
+    workers = WorkerPool(registry, RouterConfig(()), peers)
     tokenizers = {"demo": tokenizer or load_tokenizer(DEMO)}
     telemetry = RouterTelemetry()
     dispatcher = Dispatcher(workers, SessionMap(registry), stall_timeout_s, telemetry)

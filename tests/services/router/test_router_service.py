@@ -192,6 +192,17 @@ def test_the_verifier_gets_the_full_request_a_drafter_and_a_seed(url: str) -> No
     asyncio.run(body())
 
 
+def test_a_drafter_that_its_verifier_does_not_know_is_left_out(url: str) -> None:
+    async def body() -> None:
+        script = Script(TOKENS, knows_drafters=False)
+        async with worker(url, script), worker(url, Script(()), "draft") as drafter, router(url) as address:
+            assert tokens_of(await send(address, CALL)) == REST
+            await send(address, replace(CALL, drafter="10.0.0.1:1"))
+        assert [call.drafter for call in script.calls] == [drafter, ""] * 2, "clients name no drafters"
+
+    asyncio.run(body())
+
+
 def test_the_verifiers_measurements_reach_the_client(url: str) -> None:
     async def body() -> None:
         async with worker(url, Script(TOKENS)), router(url) as address, open_channel(address) as channel:
