@@ -1,6 +1,7 @@
 """Hashes of the blocks of a token sequence, by which the router finds the verifier that has a prompt's prefix cached.
 
 A block's hash covers every token up to its end, so that two sequences share as many hashes as they share whole blocks.
+Sequences with different salts share none.
 """
 
 from __future__ import annotations
@@ -16,10 +17,10 @@ _BLOCK_BYTES = 4 * BLOCK_TOKENS
 
 
 class BlockHasher:
-    """Hashes the blocks of one sequence, incrementally."""
+    """Hashes the blocks of one sequence, incrementally. salt: see `eyas.request.Request`."""
 
-    def __init__(self) -> None:
-        self._hash = blake2b(digest_size=4)
+    def __init__(self, salt: str = "") -> None:
+        self._hash = blake2b(digest_size=4, key=blake2b(salt.encode()).digest() if salt else b"")
         self._rest = b""
 
     def copy(self) -> BlockHasher:
@@ -40,6 +41,6 @@ class BlockHasher:
         return hashes
 
 
-def block_hashes(token_ids: Sequence[int]) -> tuple[int, ...]:
+def block_hashes(token_ids: Sequence[int], salt: str = "") -> tuple[int, ...]:
     """Hashes of a sequence's whole blocks, MAX_BLOCKS at most. Token ids must fit in 32 bits."""
-    return tuple(BlockHasher().update(token_ids[: MAX_BLOCKS * BLOCK_TOKENS]))
+    return tuple(BlockHasher(salt).update(token_ids[: MAX_BLOCKS * BLOCK_TOKENS]))

@@ -104,6 +104,8 @@ class Request:
     session: groups the requests of one conversation, whose slots are kept warm between its turns.
     priority: 0 is normal, higher is more urgent; within a priority the first comes first.
     num_emitted: how many tokens at the end of prompt_ids are output of this request from before it moved here.
+    tenant: opaque id of whom the request belongs to; tenants share an engine fairly. The router sets it from the API key.
+    cache_salt: only requests with an equal salt share cached prefixes.
     """
 
     id: str
@@ -112,6 +114,8 @@ class Request:
     session: str = ""
     priority: int = 0
     num_emitted: int = 0
+    tenant: str = ""
+    cache_salt: str = ""
 
     @cached_property
     def noise_key(self) -> NoiseKey:

@@ -1,6 +1,6 @@
 """Which slots are free, and which hold a cached prefix that sequences may share. Integers only.
 
-Every slot is free, owned by a running sequence, or owned by the prefix cache: a radix tree over token ids.
+Every slot is free, owned by a running sequence, or owned by the prefix cache: a radix tree over token ids for each salt.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class Node:
     """A run of tokens after its parent's, with one slot each.
 
     children: by their first token. holders: sequences that hold this node or one below it; a held node is never evicted.
-    used: time of its last use; a time in the future keeps it longer.
+    used: time of its last use; a time in the future keeps it longer. salt: of a root.
     """
 
     tokens: Tokens
@@ -76,6 +76,7 @@ class Node:
     children: dict[int, Node] = field(default_factory=dict)
     holders: int = 0
     used: float = float("-inf")
+    salt: str = ""
 
     def path(self) -> Iterator[Node]:
         """This node and those above it, without the root."""
@@ -110,9 +111,10 @@ class _Entry:
 class PrefixCache:
     """The slots: free, owned by a running sequence, or cached in a radix tree at the granularity of one token.
 
-    Cached prefixes that are not held are evicted at need, from the end of the least recently used leaf.
+    Each salt has a tree of its own: a request finds nothing that was stored under another salt.
+    Cached prefixes that are not held are evicted at need, from the end of the least recently used leaf of all trees.
 
-    num_available: slots that `take` can give: free ones, and cached ones that are not held. num_cached: slots of the tree.
+    num_available: slots that `take` can give: free ones, and cached ones that are not held. num_cached: slots of all trees.
     """
 
     def __init__(self, num_slots: int) -> None:
@@ -120,7 +122,7 @@ class PrefixCache:
         self.no_slots: Slots = np.zeros(0, dtype=np.int64)
         self.num_available = num_slots
         self.num_cached = 0
-        self._root = Node(self.no_slots, self.no_slots, None)
+        self._roots: dict[str, Node] = {}  # by salt; none is empty
         self._num_nodes = 0
         self._numbers = itertools.count()
         self._entries: list[_Entry] = []
@@ -137,9 +139,10 @@ class PrefixCache:
         self._allocator.free(slots)
         self.num_available += len(slots)
 
-    def find(self, tokens: Tokens) -> CachedPrefix:
-        """Hold the longest cached prefix of `tokens`: it is not evicted until it is released."""
-        node, done, runs = self._root, 0, [self.no_slots]
+    def find(self, tokens: Tokens, salt: str = "") -> CachedPrefix:
+        """Hold the longest prefix of `tokens` cached under the salt: it is not evicted until it is released."""
+        node = self._roots.get(salt) or Node(self.no_slots, self.no_slots, None, salt=salt)
+        done, runs = 0, [self.no_slots]
         while done < len(tokens) and (child := node.children.get(int(tokens[done]))) is not None:
             different = np.flatnonzero(child.tokens[: len(tokens) - done] != tokens[done : done + len(child.tokens)])
             length = int(different[0]) if len(different) else min(len(child.tokens), len(tokens) - done)
@@ -151,16 +154,19 @@ class PrefixCache:
             done += length
         return CachedPrefix(node, np.concatenate(runs))
 
-    def store(self, tokens: Tokens, slots: Slots, prefix: CachedPrefix) -> CachedPrefix:
+    def store(self, tokens: Tokens, slots: Slots, prefix: CachedPrefix, salt: str = "") -> CachedPrefix:
         """Give the slots of `tokens`, which begin with `prefix`, to the cache; returns the prefix that covers all of them.
 
         Slots of tokens that the cache had already are freed: the new prefix has the cache's own in their place.
+        salt: the one that `prefix` was found under.
         """
-        stored = self.find(tokens)
+        stored = self.find(tokens, salt)
         known, length = len(stored.slots), len(prefix.slots)
         if known < len(tokens):
             leaf = Node(tokens[known:].copy(), slots[known:].copy(), stored.node, holders=1)
             stored.node.children[int(leaf.tokens[0])] = leaf
+            if stored.node.parent is None:
+                self._roots[salt] = stored.node
             self._num_nodes += 1
             self.num_cached += len(leaf.slots)
             stored = CachedPrefix(leaf, np.concatenate([stored.slots, leaf.slots]))
@@ -183,11 +189,11 @@ class PrefixCache:
         """Hashes of at most `limit` cached blocks: held ones first, then by last use. No block comes without those before
         it.
 
-        Work is proportional to `limit`, whatever the tree's size. See eyas.block_hash.
+        Work is proportional to `limit` and the number of salts, whatever the trees' sizes. See eyas.block_hash.
         """
         found: list[int] = []
         numbers = itertools.count()
-        heap = [(0.0, next(numbers), self._root, BlockHasher())]
+        heap = [(-math.inf, next(numbers), root, BlockHasher(salt)) for salt, root in self._roots.items()]
         while heap and len(found) < limit:
             _, _, node, above = heapq.heappop(heap)
             hasher = above.copy()
@@ -199,7 +205,8 @@ class PrefixCache:
     def check(self, owners: list[Slots], prefixes: Sequence[CachedPrefix]) -> None:
         """Assert that every slot is free, cached, or with exactly one of `owners`, and that exactly `prefixes` are held."""
         holders = Counter(above for prefix in prefixes for above in prefix.node.path())
-        nodes, below = list[Node](), [self._root]
+        assert all(root.children for root in self._roots.values()), "a salt has an empty tree"
+        nodes, below = list[Node](), [*self._roots.values()]
         while below:
             children = below.pop().children.values()
             nodes += children
@@ -254,6 +261,8 @@ class PrefixCache:
                 del parent.children[int(leaf.tokens[0])]
                 self._num_nodes -= 1
                 self._offer(parent)
+                if parent.parent is None and not parent.children:
+                    del self._roots[parent.salt]
 
     def _offer(self, node: Node) -> None:
         """Make a node a candidate for eviction, if it is an unheld leaf."""

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import bisect
 import itertools
+import math
 import sys
 import time
-from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from collections.abc import Sequence as Seq
 from operator import attrgetter
 
@@ -26,24 +27,105 @@ from eyas.tree import DraftTree
 GROWTH = 16
 # Bounds of the time after which a refused client is asked to try again, in seconds.
 MIN_RETRY_S, MAX_RETRY_S = 0.1, 60.0
+# One admission in this many ignores priorities, so that a flood of urgent requests starves no others.
+RESERVED_SHARE = 4
+# Service that a tenant is charged for a prompt token that is computed, and for an output token.
+PROMPT_COST, OUTPUT_COST = 1, 2
 # Admissions that the queue's speed is measured over.
 _NUM_ADMISSIONS = 32
 
 _key = attrgetter("key")
 
 
+class WaitingQueue:
+    """Waiting sequences, and the service that each tenant has had.
+
+    Among equal priorities the least served tenant goes first, and within a tenant the smallest key. So a tenant with a
+    thousand requests delays another by about one of them. A tenant that comes back starts level with the least served
+    active one: service cannot be saved up. Of one tenant alone, requests go in the order of their keys.
+    Source: Sheng et al. 2024, Fairness in Serving Large Language Models, algorithm 2 (virtual token counter).
+
+    served: by tenant, tokens weighted by PROMPT_COST and OUTPUT_COST. active: by tenant, number of its requests that wait
+    or run.
+    """
+
+    def __init__(self) -> None:
+        self.served: Counter[str] = Counter()
+        self._queues: dict[str, list[Sequence]] = {}
+        self.active: Counter[str] = Counter()
+        self._num_taken = 0
+
+    def __len__(self) -> int:
+        return sum(map(len, self._queues.values()))
+
+    def __iter__(self) -> Iterator[Sequence]:
+        return itertools.chain.from_iterable(self._queues.values())
+
+    def is_over_share(self, tenant: str, limit: int) -> bool:
+        """Whether a tenant has its share of `limit` places or more."""
+        return len(self._queues.get(tenant, ())) >= limit // len(self._queues.keys() | {tenant})
+
+    def join(self, tenant: str) -> None:
+        """Count a new request of a tenant, waiting or running."""
+        if not self.active[tenant]:
+            del self.active[tenant]
+            least = min((self.served[other] for other in self.active), default=0)
+            self.served[tenant] = max(self.served[tenant], least)
+        self.active[tenant] += 1
+
+    def leave(self, tenant: str) -> None:
+        """End the count of a request. Service is forgotten when no requests are left."""
+        self.active[tenant] -= 1
+        if not self.active[tenant]:
+            del self.active[tenant]
+        if not self.active:
+            self.served.clear()
+
+    def add(self, sequence: Sequence) -> None:
+        """Queue a sequence at the place of its key."""
+        bisect.insort(self._queues.setdefault(sequence.request.tenant, []), sequence, key=_key)
+
+    def remove(self, sequence: Sequence) -> None:
+        """Remove a sequence that is queued."""
+        queue = self._queues[sequence.request.tenant]
+        found = queue.pop(bisect.bisect_left(queue, sequence.key, key=_key))
+        assert found is sequence, "a sequence is not where its key says"
+        if not queue:
+            del self._queues[sequence.request.tenant]
+
+    def first(self) -> Sequence:
+        """The most urgent one; among equals, that of the least served tenant."""
+        heads = [queue[0] for queue in self._queues.values()]
+        return min(heads, key=lambda head: (-head.request.priority, self.served[head.request.tenant], head.key))
+
+    def next(self) -> Sequence:
+        """As `first`, but at every RESERVED_SHARE-th admission the least served tenant's oldest."""
+        if self._num_taken % RESERVED_SHARE < RESERVED_SHARE - 1:
+            return self.first()
+        queue = min(self._queues.values(), key=lambda queue: (self.served[queue[0].request.tenant], queue[0].key))
+        return min(queue, key=lambda sequence: sequence.key.number)
+
+    def take(self, sequence: Sequence) -> None:
+        """Admit a sequence. One that goes before more urgent ones is not preempted for them either."""
+        is_reserved = sequence is not self.first()
+        self.remove(sequence)
+        self._num_taken += 1
+        if is_reserved:
+            sequence.key = QueueKey(-math.inf, sequence.key.number)
+
+
 class Scheduler:
-    """Admits requests in the order of their keys, when there are slots for what they need soon.
+    """Admits requests in the order of `WaitingQueue`, when there are slots for what they need soon.
 
-    A key is the time of arrival, moved ahead by priority. It never changes, so that among equal priorities the first comes
-    first, and a request that waits long enough is ahead of every newcomer of higher priority.
+    A key is the time of arrival, moved ahead by priority. Among a tenant's requests of equal priority the first comes first,
+    and a request that waits long enough is ahead of every newcomer of higher priority.
 
-    A running sequence is preempted for a waiting one with a smaller key, if that is sure to make room for it. When slots run
-    out, cached prefixes are evicted first, then trees are left out, and then the last sequence is preempted: it waits and is
-    recomputed.
+    A running sequence is preempted for a more urgent one, and for one of a tenant that has less service and fewer running
+    sequences, if that is sure to make room. When slots run out, cached prefixes are evicted first, then trees are left out,
+    and then a sequence is preempted, see `last_in_turn`: it waits and is recomputed.
 
-    waiting, running: in the order of their keys. sequences: all of them, by request id. admitted, preempted: ids of requests
-    that left the queue, or went back to it, in the latest step.
+    running: in the order of their keys. sequences: all of them, by request id. admitted, preempted: ids of requests that
+    left the queue, or went back to it, in the latest step.
     """
 
     def __init__(
@@ -57,13 +139,15 @@ class Scheduler:
         self._clock = clock
         self.cache = PrefixCache(config.max_kv_tokens)
         self._max_cacheable = sys.maxsize if config.prefix_cache else 0
-        self.waiting: list[Sequence] = []
+        self.waiting = WaitingQueue()
         self.running: list[Sequence] = []
         self.sequences: dict[str, Sequence] = {}
         self._numbers = itertools.count()
         self._admission_times: deque[float] = deque(maxlen=_NUM_ADMISSIONS)
         self._cancelled: dict[str, None] = {}
         self._step_slots: Slots = self.cache.no_slots
+        self._num_steps = 0
+        self._turns: dict[str, int] = {}
         self.admitted: list[str] = []
         self.preempted: list[str] = []
         self.num_preemptions = 0
@@ -71,7 +155,8 @@ class Scheduler:
     def add(self, request: Request) -> None:
         """Queue a request. Those that may start with the next step do not count towards max_queued_requests.
 
-        Raises InvalidRequest if it can never fit, Overloaded, with a time to try again, if the queue is full.
+        Raises InvalidRequest if it can never fit, Overloaded, with a time to try again, if the queue is full and the tenant
+        has its share of it.
         """
         need = len(request.prompt_ids) + request.sampling.max_tokens
         if need > self.config.max_kv_tokens:
@@ -81,13 +166,14 @@ class Scheduler:
             )
         if request.id in self.sequences:
             raise InvalidRequest(f"request id {request.id!r} is already running; ids must be unique")
-        num_open = self.config.max_num_seqs - len(self.running)
-        if len(self.waiting) >= self.config.max_queued_requests + num_open:
+        limit = self.config.max_queued_requests + self.config.max_num_seqs - len(self.running)
+        if len(self.waiting) >= limit and self.waiting.is_over_share(request.tenant, limit):
             seconds = self._retry_after()
             raise Overloaded(f"{len(self.waiting)} requests are waiting already; try again in {seconds:.1f} s", seconds)
         due = self._clock() - request.priority * self.config.priority_aging_s
         sequence = Sequence(request, QueueKey(due, next(self._numbers)), list(request.prompt_ids))
         self.sequences[request.id] = sequence
+        self.waiting.join(request.tenant)
         self._queue(sequence)
 
     def cancel(self, request_id: str) -> None:
@@ -119,8 +205,14 @@ class Scheduler:
                 trees[reply.sequence.request.id] = reply.tree
         self._admit()
         while self.cache.num_available < len(self.running):
-            self._preempt_last()
-        allocations = allocate_rows(self.running, trees, self.config.max_prefill_tokens, self.cache.num_available)
+            self._preempt(last_in_turn(self.running, self.running))
+        allocations = allocate_rows(
+            in_turns(self.running, self._turns), trees, self.config.max_prefill_tokens, self.cache.num_available
+        )
+        self._num_steps += 1
+        self._turns = {t: n for t, n in self._turns.items() if t in self.waiting.active} | {
+            sequence.request.tenant: self._num_steps for sequence, _, tree in allocations if tree is None
+        }
         self._step_slots = self.cache.take(sum(num_rows for _, num_rows, _ in allocations))
         ends = itertools.accumulate(num_rows for _, num_rows, _ in allocations)
         return tuple(
@@ -164,30 +256,44 @@ class Scheduler:
         assert len(self.sequences) == len(self.running) + len(self.waiting)
 
     def _admit(self) -> None:
-        nodes = self._tree.num_draft_tokens
+        nodes, made_room = self._tree.num_draft_tokens, False
         reserved = sum(slots_needed(s, nodes) for s in self.running) if self.waiting else 0
         while self.waiting:
-            sequence = self.waiting[0]
-            prefix = self.cache.find(sequence.cacheable)
-            need = slots_needed(sequence, nodes) - len(prefix.slots)
-            if len(self.running) < self.config.max_num_seqs and reserved + need <= self.cache.num_available:
-                reserved += need
-                self._admission_times.append(self._clock())
-                del self.waiting[0]
-                sequence.begin(prefix)
-                self.admitted.append(sequence.request.id)
-                bisect.insort(self.running, sequence, key=_key)
+            first = self.waiting.first()
+            sequence = first if made_room else self.waiting.next()
+            if self._admits(sequence, reserved):
+                reserved += slots_needed(sequence, nodes)
+                made_room = False
                 continue
-            self.cache.release(prefix, prefix.node.used)
-            if not preempts_last(self.running, sequence, nodes, self.config):
+            victims = preemptable(self.running, first, self.waiting.served)
+            if not makes_room(self.running, victims, first, nodes, self.config):
                 return
-            reserved -= slots_needed(self.running[-1], nodes)
-            self._preempt_last()
+            victim = last_in_turn(victims, self.running)
+            reserved -= slots_needed(victim, nodes)
+            self._preempt(victim)
+            made_room = True
 
-    def _preempt_last(self) -> None:
-        """Queue the last running sequence again. What it has computed stays in the cache until it is evicted."""
+    def _admits(self, sequence: Sequence, reserved: int) -> bool:
+        """Let a waiting sequence run, if there are slots for it besides those reserved for the running ones."""
+        prefix = self.cache.find(sequence.cacheable, sequence.request.cache_salt)
+        need = reserved + slots_needed(sequence, self._tree.num_draft_tokens) - len(prefix.slots)
+        if len(self.running) >= self.config.max_num_seqs or need > self.cache.num_available:
+            self.cache.release(prefix, prefix.node.used)
+            return False
+        self._admission_times.append(self._clock())
+        self.waiting.take(sequence)
+        if sequence.num_cached is None:
+            num_computed = len(sequence.tokens) - len(prefix.slots)
+            self.waiting.served[sequence.request.tenant] += PROMPT_COST * num_computed
+        sequence.begin(prefix)
+        self.admitted.append(sequence.request.id)
+        bisect.insort(self.running, sequence, key=_key)
+        return True
+
+    def _preempt(self, sequence: Sequence) -> None:
+        """Queue a running sequence again. What it has computed stays in the cache until it is evicted."""
         self.num_preemptions += 1
-        sequence = self.running.pop()
+        self.running.remove(sequence)
         self.preempted.append(sequence.request.id)
         sequence.share(self.cache, self._max_cacheable)
         sequence.leave(self.cache, self._clock())
@@ -199,7 +305,7 @@ class Scheduler:
         needs_all = sequence.request.sampling.prompt_logprobs is not None and sequence.num_emitted == 0
         tokens = [] if needs_all else sequence.tokens[:-1][: self._max_cacheable]
         sequence.cacheable = np.array(tokens, dtype=np.int64)
-        bisect.insort(self.waiting, sequence, key=_key)
+        self.waiting.add(sequence)
 
     def _retry_after(self) -> float:
         """Mean seconds between the latest admissions, within bounds."""
@@ -237,6 +343,7 @@ class Scheduler:
                 prompt_logprobs = [TokenLogprob(sequence.tokens[0], None), *sequence.prompt_logprobs]
         tokens, reason = cut_at_end(sequence, accepted.tokens, self._eos_ids)
         sequence.tokens.extend(tokens)
+        self.waiting.served[sequence.request.tenant] += OUTPUT_COST * len(tokens)
         sequence.prefilling = False
         num_drafted = min(len(tokens), len(accepted.tokens) - 1)
         if reason is not None:
@@ -255,11 +362,11 @@ class Scheduler:
     def _drop(self, sequence: Sequence, keeps: bool = True) -> None:
         """Forget a request. What it has computed stays in the cache if `keeps`, for longer if it belongs to a session."""
         del self.sequences[sequence.request.id]
-        queue = self.waiting if sequence.prefix is None else self.running
-        found = queue.pop(bisect.bisect_left(queue, sequence.key, key=_key))
-        assert found is sequence, "a sequence is not where its key says"
+        self.waiting.leave(sequence.request.tenant)
         if sequence.prefix is None:
+            self.waiting.remove(sequence)
             return
+        self.running.remove(sequence)
         if keeps:
             sequence.share(self.cache, self._max_cacheable)
         ttl = self.config.session_cache_ttl_s if sequence.request.session else 0.0
@@ -274,24 +381,66 @@ def slots_needed(sequence: Sequence, nodes: int) -> int:
     return min(len(sequence.tokens) + max(nodes, GROWTH), len(sequence.slots)) - sequence.computed
 
 
-def preempts_last(running: Seq[Sequence], sequence: Sequence, nodes: int, config: EngineConfig) -> bool:
-    """Whether the last running sequence is preempted for a waiting one.
+def preemptable(running: Seq[Sequence], sequence: Sequence, served: Mapping[str, int]) -> list[Sequence]:
+    """The running sequences that may be preempted for a waiting one, in the order of their keys.
 
-    It is if its key is larger, and the waiting one is sure to be admitted once all running ones with larger keys have left.
-    Keys do not change, so that no sequence is preempted twice for the same one.
+    These are less urgent ones that arrived later. If nothing runs of the waiting one's tenant, these are also all but the
+    first sequence of every tenant with more service.
     """
-    ahead = running[: bisect.bisect_left(running, sequence.key, key=_key)]
-    if len(ahead) >= min(len(running), config.max_num_seqs):
+    tenant, priority = sequence.request.tenant, sequence.request.priority
+    num_running = Counter(s.request.tenant for s in running)
+    spare = {name: num - 1 for name, num in num_running.items() if served[tenant] < served[name]}
+    found = []
+    for other in reversed(running):
+        name = other.request.tenant
+        if not num_running[tenant] and spare.get(name, 0) > 0 and other.request.priority <= priority:
+            spare[name] -= 1
+            found.append(other)
+        elif other.request.priority < priority and other.key > sequence.key:
+            found.append(other)
+    return found[::-1]
+
+
+def makes_room(running: Seq[Sequence], victims: Seq[Sequence], sequence: Sequence, nodes: int, config: EngineConfig) -> bool:
+    """Whether a waiting sequence is sure to be admitted once all `victims` have left."""
+    if len(running) - len(victims) >= min(len(running), config.max_num_seqs):
         return False
-    held = sum(s.computed + slots_needed(s, nodes) for s in ahead)
+    kept = set(running).difference(victims)
+    held = sum(s.computed + slots_needed(s, nodes) for s in kept)
     return held + slots_needed(sequence, nodes) <= config.max_kv_tokens
+
+
+def last_in_turn(candidates: Seq[Sequence], running: Seq[Sequence]) -> Sequence:
+    """The sequence to preempt first: of each tenant its last; among them the least urgent, of the tenant that runs most.
+
+    candidates: in the order of their keys.
+    """
+    num_running = Counter(s.request.tenant for s in running)
+    last = {s.request.tenant: s for s in candidates}
+    return max(last.values(), key=lambda s: (-s.request.priority, num_running[s.request.tenant], s.key))
+
+
+def in_turns(running: Seq[Sequence], turns: Mapping[str, int]) -> Seq[Sequence]:
+    """Running sequences in the order in which they get rows: among equal priorities, tenants take turns with their prompts.
+
+    Of one tenant alone, in the order of their keys. turns: number of the last step with prompt rows of each tenant.
+    """
+    if len({s.request.tenant for s in running}) < 2:
+        return running
+    num_prompts: Counter[str] = Counter()
+    order = {}
+    for sequence in running:
+        tenant = sequence.request.tenant
+        order[sequence] = (-sequence.request.priority, num_prompts[tenant], turns.get(tenant, 0), sequence.key)
+        num_prompts[tenant] += sequence.prefilling
+    return sorted(running, key=order.__getitem__)
 
 
 def allocate_rows(
     running: Seq[Sequence], trees: Mapping[str, DraftTree], prompt_rows: int, num_slots: int
 ) -> list[tuple[Sequence, int, DraftTree | None]]:
-    """Share the rows of a step among the running sequences, in the order of their keys: the number of rows and the tree of
-    each that gets some. The tree is None for prompt rows.
+    """Share the rows of a step among the running sequences, in their order: the number of rows and the tree of each that
+    gets some. The tree is None for prompt rows.
 
     Every decoding sequence gets a row, however long the prompts are. The rest goes to trees, by request id, and to prompts,
     up to `prompt_rows`. num_slots: free slots, at least one per sequence.

@@ -28,7 +28,7 @@ class QueueKey:
 class Sequence:
     """A request and its state. Only the scheduler changes it.
 
-    key: place in the order of service; it never changes.
+    key: place among the tenant's requests; it changes only when the request is admitted before more urgent ones.
     tokens: the prompt and all emitted tokens. The first `computed` of them have KV and features.
     slots: of the computed tokens, in order; behind them is room for the slots of all tokens that may follow.
     prefix: the first of its slots, which the prefix cache owns; None while the sequence waits.
@@ -75,7 +75,7 @@ class Sequence:
         assert self.prefix is not None
         count = min(self.computed, len(self.tokens), limit)
         tokens = np.array(self.tokens[:count], dtype=np.int64)
-        self.prefix = cache.store(tokens, self.slots[:count], self.prefix)
+        self.prefix = cache.store(tokens, self.slots[:count], self.prefix, self.request.cache_salt)
         self.slots[:count] = self.prefix.slots
 
     def leave(self, cache: PrefixCache, used: float) -> None:

@@ -92,6 +92,8 @@ def generate_call_to_proto(call: GenerateCall) -> generation_pb2.GenerateRequest
             num_emitted=request.num_emitted,
             priority=request.priority,
             target_fingerprint=call.target_fingerprint,
+            tenant=request.tenant,
+            cache_salt=request.cache_salt,
         )
         if call.prompt_text is None:
             message.tokens.CopyFrom(types_pb2.TokenIds(ids=request.prompt_ids))
@@ -113,6 +115,8 @@ def generate_call_from_proto(message: generation_pb2.GenerateRequest) -> Generat
             message.session_id,
             message.priority,
             message.num_emitted,
+            message.tenant,
+            message.cache_salt,
         ),
         prompt_text=message.text if message.WhichOneof("prompt") == "text" else None,
         model=message.model,

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from eyas.v1 import types_pb2 as eyas_dot_v1_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18\x65yas/v1/generation.proto\x12\x07\x65yas.v1\x1a\x13\x65yas/v1/types.proto\"\x86\x02\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x12\n\nsession_id\x18\x02 \x01(\t\x12\r\n\x05model\x18\x03 \x01(\t\x12\x0e\n\x04text\x18\x04 \x01(\tH\x00\x12#\n\x06tokens\x18\x05 \x01(\x0b\x32\x11.eyas.v1.TokenIdsH\x00\x12)\n\x08sampling\x18\x06 \x01(\x0b\x32\x17.eyas.v1.SamplingParams\x12\x0f\n\x07\x64rafter\x18\x07 \x01(\t\x12\x10\n\x08priority\x18\x08 \x01(\x05\x12\x13\n\x0bnum_emitted\x18\x0c \x01(\x05\x12\x1a\n\x12target_fingerprint\x18\r \x01(\tB\x08\n\x06prompt\"\xc8\x02\n\rGenerateChunk\x12\x11\n\ttoken_ids\x18\x01 \x03(\x05\x12\x16\n\x0eis_draft_token\x18\x02 \x03(\x08\x12\x0c\n\x04text\x18\x03 \x01(\t\x12(\n\x0bverify_step\x18\x04 \x01(\x0b\x32\x13.eyas.v1.VerifyStep\x12\x1f\n\x06\x66inish\x18\x05 \x01(\x0b\x32\x0f.eyas.v1.Finish\x12\x11\n\x04seed\x18\x06 \x01(\x04H\x00\x88\x01\x01\x12\x14\n\x0ctext_lengths\x18\x07 \x03(\x05\x12\x19\n\x11num_cached_tokens\x18\x08 \x01(\x05\x12\r\n\x05index\x18\x0b \x01(\x05\x12\'\n\x08logprobs\x18\x0c \x03(\x0b\x32\x15.eyas.v1.TokenLogprob\x12.\n\x0fprompt_logprobs\x18\r \x03(\x0b\x32\x15.eyas.v1.TokenLogprobB\x07\n\x05_seed\"f\n\x0cTokenLogprob\x12\r\n\x05token\x18\x01 \x01(\x05\x12\x14\n\x07logprob\x18\x02 \x01(\x02H\x00\x88\x01\x01\x12\x0f\n\x07top_ids\x18\x03 \x03(\x05\x12\x14\n\x0ctop_logprobs\x18\x04 \x03(\x02\x42\n\n\x08_logprob\"S\n\nVerifyStep\x12\x0f\n\x07\x64rafted\x18\x01 \x01(\x05\x12\r\n\x05\x64\x65pth\x18\x02 \x01(\x05\x12\x10\n\x08\x61\x63\x63\x65pted\x18\x03 \x01(\x05\x12\x13\n\x0bgrown_ahead\x18\x04 \x01(\x08\"\x99\x01\n\x06\x46inish\x12\x0e\n\x06reason\x18\x01 \x01(\t\x12\x0f\n\x07message\x18\x02 \x01(\t\x12\x19\n\x11num_prompt_tokens\x18\x03 \x01(\x05\x12\x19\n\x11num_output_tokens\x18\x04 \x01(\x05\x12\x1d\n\x05stats\x18\x05 \x01(\x0b\x32\x0e.eyas.v1.Stats\x12\x19\n\x11num_cached_tokens\x18\x06 \x01(\x05\"\xb1\x01\n\x05Stats\x12\x18\n\x10num_verify_steps\x18\x01 \x01(\x05\x12\x13\n\x0bnum_drafted\x18\x02 \x01(\x05\x12\x14\n\x0cnum_accepted\x18\x03 \x01(\x05\x12\x13\n\x0bnum_emitted\x18\x04 \x01(\x05\x12\x18\n\x10offered_by_depth\x18\x05 \x03(\x05\x12\x19\n\x11\x61\x63\x63\x65pted_by_depth\x18\x06 \x03(\x05\x12\x19\n\x11\x61\x63\x63\x65ptance_length\x18\x07 \x01(\x01\"\x13\n\x11ListModelsRequest\"8\n\x12ListModelsResponse\x12\"\n\x06models\x18\x01 \x03(\x0b\x32\x12.eyas.v1.ModelInfo2\x93\x01\n\nGeneration\x12>\n\x08Generate\x12\x18.eyas.v1.GenerateRequest\x1a\x16.eyas.v1.GenerateChunk0\x01\x12\x45\n\nListModels\x12\x1a.eyas.v1.ListModelsRequest\x1a\x1b.eyas.v1.ListModelsResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18\x65yas/v1/generation.proto\x12\x07\x65yas.v1\x1a\x13\x65yas/v1/types.proto\"\xaa\x02\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x12\n\nsession_id\x18\x02 \x01(\t\x12\r\n\x05model\x18\x03 \x01(\t\x12\x0e\n\x04text\x18\x04 \x01(\tH\x00\x12#\n\x06tokens\x18\x05 \x01(\x0b\x32\x11.eyas.v1.TokenIdsH\x00\x12)\n\x08sampling\x18\x06 \x01(\x0b\x32\x17.eyas.v1.SamplingParams\x12\x0f\n\x07\x64rafter\x18\x07 \x01(\t\x12\x10\n\x08priority\x18\x08 \x01(\x05\x12\x13\n\x0bnum_emitted\x18\x0c \x01(\x05\x12\x1a\n\x12target_fingerprint\x18\r \x01(\t\x12\x0e\n\x06tenant\x18\x0e \x01(\t\x12\x12\n\ncache_salt\x18\x0f \x01(\tB\x08\n\x06prompt\"\xc8\x02\n\rGenerateChunk\x12\x11\n\ttoken_ids\x18\x01 \x03(\x05\x12\x16\n\x0eis_draft_token\x18\x02 \x03(\x08\x12\x0c\n\x04text\x18\x03 \x01(\t\x12(\n\x0bverify_step\x18\x04 \x01(\x0b\x32\x13.eyas.v1.VerifyStep\x12\x1f\n\x06\x66inish\x18\x05 \x01(\x0b\x32\x0f.eyas.v1.Finish\x12\x11\n\x04seed\x18\x06 \x01(\x04H\x00\x88\x01\x01\x12\x14\n\x0ctext_lengths\x18\x07 \x03(\x05\x12\x19\n\x11num_cached_tokens\x18\x08 \x01(\x05\x12\r\n\x05index\x18\x0b \x01(\x05\x12\'\n\x08logprobs\x18\x0c \x03(\x0b\x32\x15.eyas.v1.TokenLogprob\x12.\n\x0fprompt_logprobs\x18\r \x03(\x0b\x32\x15.eyas.v1.TokenLogprobB\x07\n\x05_seed\"f\n\x0cTokenLogprob\x12\r\n\x05token\x18\x01 \x01(\x05\x12\x14\n\x07logprob\x18\x02 \x01(\x02H\x00\x88\x01\x01\x12\x0f\n\x07top_ids\x18\x03 \x03(\x05\x12\x14\n\x0ctop_logprobs\x18\x04 \x03(\x02\x42\n\n\x08_logprob\"S\n\nVerifyStep\x12\x0f\n\x07\x64rafted\x18\x01 \x01(\x05\x12\r\n\x05\x64\x65pth\x18\x02 \x01(\x05\x12\x10\n\x08\x61\x63\x63\x65pted\x18\x03 \x01(\x05\x12\x13\n\x0bgrown_ahead\x18\x04 \x01(\x08\"\x99\x01\n\x06\x46inish\x12\x0e\n\x06reason\x18\x01 \x01(\t\x12\x0f\n\x07message\x18\x02 \x01(\t\x12\x19\n\x11num_prompt_tokens\x18\x03 \x01(\x05\x12\x19\n\x11num_output_tokens\x18\x04 \x01(\x05\x12\x1d\n\x05stats\x18\x05 \x01(\x0b\x32\x0e.eyas.v1.Stats\x12\x19\n\x11num_cached_tokens\x18\x06 \x01(\x05\"\xb1\x01\n\x05Stats\x12\x18\n\x10num_verify_steps\x18\x01 \x01(\x05\x12\x13\n\x0bnum_drafted\x18\x02 \x01(\x05\x12\x14\n\x0cnum_accepted\x18\x03 \x01(\x05\x12\x13\n\x0bnum_emitted\x18\x04 \x01(\x05\x12\x18\n\x10offered_by_depth\x18\x05 \x03(\x05\x12\x19\n\x11\x61\x63\x63\x65pted_by_depth\x18\x06 \x03(\x05\x12\x19\n\x11\x61\x63\x63\x65ptance_length\x18\x07 \x01(\x01\"\x13\n\x11ListModelsRequest\"8\n\x12ListModelsResponse\x12\"\n\x06models\x18\x01 \x03(\x0b\x32\x12.eyas.v1.ModelInfo2\x93\x01\n\nGeneration\x12>\n\x08Generate\x12\x18.eyas.v1.GenerateRequest\x1a\x16.eyas.v1.GenerateChunk0\x01\x12\x45\n\nListModels\x12\x1a.eyas.v1.ListModelsRequest\x1a\x1b.eyas.v1.ListModelsResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,21 +33,21 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'eyas.v1.generation_pb2', _g
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_GENERATEREQUEST']._serialized_start=59
-  _globals['_GENERATEREQUEST']._serialized_end=321
-  _globals['_GENERATECHUNK']._serialized_start=324
-  _globals['_GENERATECHUNK']._serialized_end=652
-  _globals['_TOKENLOGPROB']._serialized_start=654
-  _globals['_TOKENLOGPROB']._serialized_end=756
-  _globals['_VERIFYSTEP']._serialized_start=758
-  _globals['_VERIFYSTEP']._serialized_end=841
-  _globals['_FINISH']._serialized_start=844
-  _globals['_FINISH']._serialized_end=997
-  _globals['_STATS']._serialized_start=1000
-  _globals['_STATS']._serialized_end=1177
-  _globals['_LISTMODELSREQUEST']._serialized_start=1179
-  _globals['_LISTMODELSREQUEST']._serialized_end=1198
-  _globals['_LISTMODELSRESPONSE']._serialized_start=1200
-  _globals['_LISTMODELSRESPONSE']._serialized_end=1256
-  _globals['_GENERATION']._serialized_start=1259
-  _globals['_GENERATION']._serialized_end=1406
+  _globals['_GENERATEREQUEST']._serialized_end=357
+  _globals['_GENERATECHUNK']._serialized_start=360
+  _globals['_GENERATECHUNK']._serialized_end=688
+  _globals['_TOKENLOGPROB']._serialized_start=690
+  _globals['_TOKENLOGPROB']._serialized_end=792
+  _globals['_VERIFYSTEP']._serialized_start=794
+  _globals['_VERIFYSTEP']._serialized_end=877
+  _globals['_FINISH']._serialized_start=880
+  _globals['_FINISH']._serialized_end=1033
+  _globals['_STATS']._serialized_start=1036
+  _globals['_STATS']._serialized_end=1213
+  _globals['_LISTMODELSREQUEST']._serialized_start=1215
+  _globals['_LISTMODELSREQUEST']._serialized_end=1234
+  _globals['_LISTMODELSRESPONSE']._serialized_start=1236
+  _globals['_LISTMODELSRESPONSE']._serialized_end=1292
+  _globals['_GENERATION']._serialized_start=1295
+  _globals['_GENERATION']._serialized_end=1442
 # @@protoc_insertion_point(module_scope)

@@ -35,6 +35,8 @@ class GenerateRequest(_message.Message):
     PRIORITY_FIELD_NUMBER: _builtins.int
     NUM_EMITTED_FIELD_NUMBER: _builtins.int
     TARGET_FINGERPRINT_FIELD_NUMBER: _builtins.int
+    TENANT_FIELD_NUMBER: _builtins.int
+    CACHE_SALT_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Id of the request in logs: at most 128 printable characters. An empty one is replaced by a generated one."""
     session_id: _builtins.str
@@ -49,13 +51,21 @@ class GenerateRequest(_message.Message):
     drafter that appears.
     """
     priority: _builtins.int
-    """Priority; 0 is normal, higher is more urgent. Equal priorities are served in order of arrival."""
+    """Priority; 0 is normal, higher is more urgent. Equal priorities are served in order of arrival, and in turn by tenant. A
+    router with API keys answers PERMISSION_DENIED above the key's max_priority.
+    """
     num_emitted: _builtins.int
     """How many tokens at the end of the prompt are output of this request from before it moved to this verifier."""
     target_fingerprint: _builtins.str
     """Fingerprint of the target that must serve this request; another target answers UNAVAILABLE. Empty accepts any. The router
     sets it.
     """
+    tenant: _builtins.str
+    """From the router: opaque id of the API key's tenant. A verifier shares its capacity fairly between tenants. The router
+    ignores a client's value.
+    """
+    cache_salt: _builtins.str
+    """Only requests with an equal salt share cached prefixes. A router with API keys mixes the tenant into it."""
     @_builtins.property
     def tokens(self) -> _types_pb2.TokenIds:
         """As token ids."""
@@ -77,10 +87,12 @@ class GenerateRequest(_message.Message):
         priority: _builtins.int = ...,
         num_emitted: _builtins.int = ...,
         target_fingerprint: _builtins.str = ...,
+        tenant: _builtins.str = ...,
+        cache_salt: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["prompt", b"prompt", "sampling", b"sampling", "text", b"text", "tokens", b"tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["drafter", b"drafter", "model", b"model", "num_emitted", b"num_emitted", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "sampling", b"sampling", "session_id", b"session_id", "target_fingerprint", b"target_fingerprint", "text", b"text", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "drafter", b"drafter", "model", b"model", "num_emitted", b"num_emitted", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "sampling", b"sampling", "session_id", b"session_id", "target_fingerprint", b"target_fingerprint", "tenant", b"tenant", "text", b"text", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_prompt: _TypeAlias = _typing.Literal["text", "tokens"]  # noqa: Y015
     _WhichOneofArgType_prompt: _TypeAlias = _typing.Literal["prompt", b"prompt"]  # noqa: Y015

@@ -54,7 +54,8 @@ class GenerationServicer:
     def Generate(self, request, context):
         """Streams the continuation of a prompt. Cancelling the call stops the generation within one verify step.
         Errors: INVALID_ARGUMENT for an invalid request, NOT_FOUND for an unknown model, UNAVAILABLE without a live worker, and
-        RESOURCE_EXHAUSTED for a full queue (trailing metadata grpc-retry-pushback-ms says when to retry).
+        RESOURCE_EXHAUSTED for a full queue or an exhausted quota (trailing metadata grpc-retry-pushback-ms says when to retry).
+        A router with API keys adds UNAUTHENTICATED, and PERMISSION_DENIED for what the key may not do.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -36,7 +36,8 @@ class GenerationStub:
     Generate: _grpc.UnaryStreamMultiCallable[_generation_pb2.GenerateRequest, _generation_pb2.GenerateChunk]
     """Streams the continuation of a prompt. Cancelling the call stops the generation within one verify step.
     Errors: INVALID_ARGUMENT for an invalid request, NOT_FOUND for an unknown model, UNAVAILABLE without a live worker, and
-    RESOURCE_EXHAUSTED for a full queue (trailing metadata grpc-retry-pushback-ms says when to retry).
+    RESOURCE_EXHAUSTED for a full queue or an exhausted quota (trailing metadata grpc-retry-pushback-ms says when to retry).
+    A router with API keys adds UNAUTHENTICATED, and PERMISSION_DENIED for what the key may not do.
     """
     ListModels: _grpc.UnaryUnaryMultiCallable[_generation_pb2.ListModelsRequest, _generation_pb2.ListModelsResponse]
     """Lists the served models."""
@@ -49,7 +50,8 @@ class GenerationAsyncStub(GenerationStub):
     Generate: _aio.UnaryStreamMultiCallable[_generation_pb2.GenerateRequest, _generation_pb2.GenerateChunk]  # type: ignore[assignment]
     """Streams the continuation of a prompt. Cancelling the call stops the generation within one verify step.
     Errors: INVALID_ARGUMENT for an invalid request, NOT_FOUND for an unknown model, UNAVAILABLE without a live worker, and
-    RESOURCE_EXHAUSTED for a full queue (trailing metadata grpc-retry-pushback-ms says when to retry).
+    RESOURCE_EXHAUSTED for a full queue or an exhausted quota (trailing metadata grpc-retry-pushback-ms says when to retry).
+    A router with API keys adds UNAUTHENTICATED, and PERMISSION_DENIED for what the key may not do.
     """
     ListModels: _aio.UnaryUnaryMultiCallable[_generation_pb2.ListModelsRequest, _generation_pb2.ListModelsResponse]  # type: ignore[assignment]
     """Lists the served models."""
@@ -65,7 +67,8 @@ class GenerationServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_abc.Iterator[_generation_pb2.GenerateChunk], _abc.AsyncIterator[_generation_pb2.GenerateChunk]]:
         """Streams the continuation of a prompt. Cancelling the call stops the generation within one verify step.
         Errors: INVALID_ARGUMENT for an invalid request, NOT_FOUND for an unknown model, UNAVAILABLE without a live worker, and
-        RESOURCE_EXHAUSTED for a full queue (trailing metadata grpc-retry-pushback-ms says when to retry).
+        RESOURCE_EXHAUSTED for a full queue or an exhausted quota (trailing metadata grpc-retry-pushback-ms says when to retry).
+        A router with API keys adds UNAUTHENTICATED, and PERMISSION_DENIED for what the key may not do.
         """
 
     @_abc_1.abstractmethod

@@ -8,7 +8,7 @@ from eyas.config import TreeConfig
 from tests.scheduling.toy_engine import ToyEngine, generate
 
 actions = st.one_of(
-    st.tuples(st.just("submit"), st.integers(0, 3), st.integers(1, 24), st.integers(1, 20), st.integers(0, 2)),
+    st.tuples(st.just("submit"), st.integers(0, 3), st.integers(1, 24), st.integers(1, 20), st.integers(0, 8)),
     st.tuples(st.just("cancel"), st.integers(0, 12)),
     st.tuples(st.just("step"), st.integers(1, 4)),
     st.tuples(st.just("wait"), st.integers(1, 40)),
@@ -24,10 +24,11 @@ def test_any_trace_gives_right_tokens_and_loses_no_slot(
     requests = []
     for action, *numbers in trace:
         if action == "submit":
-            family, length, max_tokens, priority = map(int, numbers)
+            family, length, max_tokens, kind = map(int, numbers)
+            tenant, priority = "abc"[kind // 3], kind % 3
             prompt = [(family + i // 5) % 7 for i in range(length)]
             name, session = f"{len(requests)}", f"{family}" if family else ""
-            requests.append(engine.submit(name, prompt, max_tokens, session, priority))
+            requests.append(engine.submit(name, prompt, max_tokens, session, priority, tenant))
         elif action == "cancel":
             engine.scheduler.cancel(f"{numbers[0]}")
         elif action == "step":

@@ -52,9 +52,11 @@ class ToyEngine:
         self._slots: dict[int, tuple[int, ...]] = {}
         self._random = random.Random(seed)
 
-    def submit(self, name: str, prompt: Seq[int], max_tokens: int, session: str = "", priority: int = 0) -> Request:
+    def submit(
+        self, name: str, prompt: Seq[int], max_tokens: int, session: str = "", priority: int = 0, tenant: str = ""
+    ) -> Request:
         sampling = SamplingParams(max_tokens, temperature=0, seed=0)
-        request = Request(name, tuple(prompt), sampling, session, priority)
+        request = Request(name, tuple(prompt), sampling, session, priority, tenant=tenant, cache_salt=tenant)
         self.scheduler.add(request)
         return request
 
