@@ -34,6 +34,7 @@ from eyas.config.serving import LogFormat as LogFormat
 from eyas.config.serving import OutlierDetectionConfig as OutlierDetectionConfig
 from eyas.config.serving import PeersConfig as PeersConfig
 from eyas.config.serving import RegistryConfig as RegistryConfig
+from eyas.config.serving import RetryConfig as RetryConfig
 from eyas.config.serving import RouterConfig as RouterConfig
 from eyas.config.serving import RoutingConfig as RoutingConfig
 from eyas.config.serving import ServedModel as ServedModel

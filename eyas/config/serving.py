@@ -235,13 +235,21 @@ class ServedModel:
 
 @dataclass(frozen=True)
 class HttpConfig:
-    """The router's HTTP server. port 0 takes a free port."""
+    """The router's HTTP server.
+
+    Attributes:
+        host: address to listen on.
+        port: port to listen on; 0 takes a free port.
+        keepalive_interval_s: seconds of silence in a stream of events after which the client gets a comment.
+    """
 
     host: str = "127.0.0.1"
     port: int = 0
+    keepalive_interval_s: float = 5.0
 
     def __post_init__(self) -> None:
         valid_port(self.port)
+        above_zero(keepalive_interval_s=self.keepalive_interval_s)
 
 
 @dataclass(frozen=True)
@@ -329,6 +337,35 @@ class OutlierDetectionConfig:
 
 
 @dataclass(frozen=True)
+class RetryConfig:
+    """How a request goes on when its verifier fails. A token received restarts the count and the budget.
+
+    Attributes:
+        max_attempts: number of failed attempts in a row that end a request.
+        budget_s: maximum seconds that a request waits in a row, for a verifier to appear or for the next attempt.
+        cooldown_s: seconds for which a request avoids a verifier that failed it, as long as another one is left.
+        initial_backoff_s: seconds before the first repeated attempt on one verifier; doubles with each failed attempt. A
+            random share of up to one half is subtracted. A verifier that has not failed the request is tried at once.
+        max_backoff_s: maximum seconds between two attempts.
+    """
+
+    max_attempts: int = 5
+    budget_s: float = 30.0
+    cooldown_s: float = 10.0
+    initial_backoff_s: float = 0.1
+    max_backoff_s: float = 2.0
+
+    def __post_init__(self) -> None:
+        at_least(1, max_attempts=self.max_attempts)
+        at_least(0, budget_s=self.budget_s, cooldown_s=self.cooldown_s)
+        above_zero(initial_backoff_s=self.initial_backoff_s)
+        require(
+            self.max_backoff_s >= self.initial_backoff_s,
+            f"max_backoff_s is {self.max_backoff_s}; it must be at least initial_backoff_s {self.initial_backoff_s}",
+        )
+
+
+@dataclass(frozen=True)
 class RouterConfig(ServiceConfig):
     """The router service.
 
@@ -347,6 +384,7 @@ class RouterConfig(ServiceConfig):
     tls: TlsConfig = field(default_factory=TlsConfig)
     routing: RoutingConfig = field(default_factory=RoutingConfig)
     outlier_detection: OutlierDetectionConfig = field(default_factory=OutlierDetectionConfig)
+    retry: RetryConfig = field(default_factory=RetryConfig)
 
     def __post_init__(self) -> None:
         above_zero(request_timeout_s=self.request_timeout_s, stall_timeout_s=self.stall_timeout_s)

@@ -136,6 +136,9 @@ HTTP_REQUEST_DURATION = _seconds(
 )
 ROUTER_REQUESTS = _counter("eyas.router.requests", "{request}", "Finished requests, by gRPC status.", ("model", "status"))
 ROUTER_ACTIVE_REQUESTS = _gauge("eyas.router.active_requests", "{request}", "Requests in progress.")
+ROUTER_WAITING_REQUESTS = _gauge(
+    "eyas.router.waiting_requests", "{request}", "Requests that wait for a verifier, because none can take them now."
+)
 ROUTER_UPSTREAM_REQUESTS = _counter(
     "eyas.router.upstream_requests", "{request}", "Finished calls to verifiers, by gRPC status.", ("status",)
 )

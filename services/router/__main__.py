@@ -54,12 +54,12 @@ async def build_router(config: RouterConfig, set_serving: Callable[..., Awaitabl
         discovery = build_discovery(config.discovery, registry, peers)
         traces.watch(discovery.known)
         workers = WorkerPool(discovery, config, peers)
-        dispatcher = Dispatcher(workers, SessionMap(registry), config.stall_timeout_s, traces)
+        dispatcher = Dispatcher(workers, SessionMap(registry), config.stall_timeout_s, traces, config.retry)
         service = GenerationService(tokenizers, workers, dispatcher, config.request_timeout_s, traces)
         interval_s = config.registry.heartbeat_interval_s / 4
         readiness = ReadinessMonitor(set_serving, discovery, workers, interval_s, registry)
         try:
-            http = build_app(service, templates, readiness, keys, traces)
+            http = build_app(service, templates, readiness, keys, traces, config.http)
             yield RouterApp(RouterServicer(service, keys), http, readiness)
         finally:
             await workers.close()

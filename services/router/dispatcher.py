@@ -1,7 +1,8 @@
-"""Run a request on a pair of workers, and retry it on another pair when its verifier fails.
+"""Run a request on a pair of workers, and retry it when its verifier fails: on another one, or on the same one later.
 
-A retry continues exactly: the noise of a draw depends only on the request's seed and the absolute position, so another
-verifier of the same target goes on from the tokens that the request already has.
+While no verifier can take it, a request waits. A retry continues exactly: the noise of a draw depends only on the
+request's seed and the absolute position, so another verifier of the same target goes on from the tokens that the request
+already has.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+import random
 from collections import OrderedDict
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
@@ -18,7 +20,8 @@ import grpc
 import grpc.aio
 
 from eyas.block_hash import block_hashes
-from eyas.errors import EyasError, Overloaded, Unavailable, UnknownDrafter
+from eyas.config import RetryConfig
+from eyas.errors import EyasError, Overloaded, RequestFailed, Unavailable, UnknownDrafter
 from eyas.request import Chunk
 from eyas.rpc.convert import generate_call_to_proto, text_chunk_from_proto
 from eyas.rpc.messages import NO_DRAFTER, ROUND_TRIP_KEY, GenerateCall
@@ -30,7 +33,6 @@ from eyas.services.router.workers import WorkerPool
 from eyas.v1 import generation_pb2
 from eyas.v1.generation_pb2_grpc import GenerationStub
 
-MAX_ATTEMPTS = 3
 MAX_SESSIONS = 65536
 TRAILER_TIMEOUT_S = 1.0
 
@@ -89,8 +91,14 @@ class Dispatcher:
     """
 
     def __init__(
-        self, workers: WorkerPool, sessions: SessionMap, stall_timeout_s: float, telemetry: RouterTelemetry
+        self,
+        workers: WorkerPool,
+        sessions: SessionMap,
+        stall_timeout_s: float,
+        telemetry: RouterTelemetry,
+        retry: RetryConfig | None = None,
     ) -> None:
+        self.retry = retry or RetryConfig()
         self._workers = workers
         self._sessions = sessions
         self._stall_timeout_s = stall_timeout_s
@@ -104,37 +112,72 @@ class Dispatcher:
 
         Raises:
             TimeoutError: at the deadline.
-            Unavailable: no verifier can serve the call.
+            Unavailable: no verifier could serve the call within `retry.max_attempts` and `retry.budget_s`.
             EyasError: the verifier's own error, when it rejects the call.
         """
         session = call.request.session
         last = await self._sessions.placement(session) if session else None
-        state = _RetryState(call, _routing_request(call, context.placement or last))
+        state = _RetryState(call, _routing_request(call, context.placement or last), self.retry)
         while True:
-            pair = self._workers.pick(state.routing) if len(state.routing.excluded) < MAX_ATTEMPTS else None
-            if pair is None:
-                raise state.error or no_verifier(call.model)
+            pair = await self._next_pair(state, context.deadline)
             context.placement = context.placement or pair.placement
-            remaining = state.remaining_call(pair)
             try:
-                with self._telemetry.upstream_request(remaining, pair, len(state.routing.excluded)) as traced:
+                with self._telemetry.upstream_request(state.remaining_call(pair), pair, state.num_retries) as traced:
                     async with aclosing(self._stream_from(pair, traced, context)) as chunks:
+                        has_begun = False
                         async for chunk in chunks:
-                            if not state.routing.target_fingerprint:
+                            if chunk.finish_reason == "error" and not state.has_broken:
+                                raise RequestFailed(chunk.message)
+                            if not has_begun and chunk.finish_reason != "error":
                                 self._workers.record_success(pair, state.routing)
                                 self._place(session, pair)
+                            has_begun = True
                             state.add(pair, chunk)
                             yield chunk
                 return
             except UnknownDrafter as error:
+                if state.drafter_is_unknown:
+                    raise
                 log.info("request %s: verifier %s: %s", call.request.id, pair.verifier.address, error)
                 state.drafter_is_unknown = True
-            except (Unavailable, Overloaded) as error:
+            except (Unavailable, Overloaded, RequestFailed) as error:
                 reason = (call.request.id, pair.verifier.address, _log_reason(error))
                 log.warning("request %s: verifier %s: %s", *reason, extra={"rate_limited": True})
                 if isinstance(error, Unavailable):
                     self._workers.record_failure(pair.verifier)
-                state.exclude(pair, error)
+                state.fail(pair, error)
+
+    async def _next_pair(self, state: _RetryState, deadline: float) -> Pair:
+        """Return the pair of the next attempt: at once if a verifier is left that has not just failed the request.
+
+        Else wait for one. After a backoff, a verifier that has failed the request may try again if it can be called now.
+        Raises the request's last error, or `no_verifier`, when the budget is spent, and TimeoutError at the deadline.
+        """
+        clock = asyncio.get_running_loop().time
+
+        def pick_other() -> Pair | None:
+            return self._workers.pick(state.routing_request(clock()))
+
+        def pick_any() -> Pair | None:
+            return pick_other() or self._workers.pick_again(state.routing)
+
+        if pair := pick_other():
+            return pair
+        if state.was_rejected:
+            raise state.error or no_verifier(state.call.model)
+        started_at = clock()
+        budget_s, remaining_s = self.retry.budget_s - state.waited_s, deadline - started_at
+        timeout_s, backoff_s = min(budget_s, remaining_s), state.backoff_s()
+        with self._telemetry.waiting():
+            pair = await self._workers.wait_for(pick_other, min(backoff_s, timeout_s))
+            if pair is None and backoff_s < timeout_s:
+                pair = await self._workers.wait_for(pick_any, started_at + timeout_s - clock())
+        state.waited_s += clock() - started_at
+        if pair is None:
+            if remaining_s <= budget_s:
+                raise TimeoutError
+            raise state.error or no_verifier(state.call.model)
+        return pair
 
     async def _stream_from(self, pair: Pair, call: GenerateCall, context: RequestContext) -> AsyncGenerator[Chunk, None]:
         """Yield the chunks of one verifier; closing the generator early cancels the call."""
@@ -167,14 +210,42 @@ class Dispatcher:
 class _RetryState:
     """A request across its upstream attempts: the tokens received so far, and the verifiers that failed it.
 
-    drafter_is_unknown: a verifier does not know the chosen drafter yet or any more. It chooses one itself then.
+    num_failures, waited_s: attempts and seconds of waiting in a row, without a token. num_retries: all failed attempts.
+    has_broken: an engine failed since the last token. avoided: verifiers that failed, and until when they are avoided, by
+    the clock of the event loop. drafter_is_unknown: a verifier does not know the chosen drafter yet or any more. It chooses one itself then.
     """
 
     call: GenerateCall
     routing: RoutingRequest
+    config: RetryConfig
     token_ids: list[int] = field(default_factory=list)
     error: EyasError | None = None
+    avoided: dict[str, float] = field(default_factory=dict)
+    num_failures: int = 0
+    num_retries: int = 0
+    waited_s: float = 0.0
+    has_broken: bool = False
     drafter_is_unknown: bool = False
+
+    @property
+    def was_rejected(self) -> bool:
+        """Whether the request has not begun, and a verifier was full: the client should try again later."""
+        return isinstance(self.error, Overloaded) and not self.token_ids
+
+    def routing_request(self, now: float) -> RoutingRequest:
+        """Return what the request needs of a verifier now."""
+        if not self.avoided:
+            return self.routing
+        excluded = frozenset(name for name, until in self.avoided.items() if now < until)
+        return replace(self.routing, excluded=excluded)
+
+    def backoff_s(self) -> float:
+        """Return the seconds before the next attempt on a verifier that has failed the request, drawn at random."""
+        longest = min(
+            self.config.initial_backoff_s * 2.0 ** min(max(self.num_failures - 1, 0), 32), self.config.max_backoff_s
+        )
+        pushback_s = self.error.retry_after if isinstance(self.error, Overloaded) else None
+        return max(random.uniform(0.5, 1.0) * longest, pushback_s or 0.0) if self.error else 0.0
 
     def remaining_call(self, pair: Pair) -> GenerateCall:
         """Return the call that continues after the tokens received so far."""
@@ -193,14 +264,26 @@ class _RetryState:
         return replace(self.call, request=request, drafter=drafter, target_fingerprint=pair.verifier.model.fingerprint)
 
     def add(self, pair: Pair, chunk: Chunk) -> None:
-        """Keep a chunk's tokens; from now on only verifiers of the same target may continue."""
+        """Keep a chunk's tokens; from now on only verifiers of the same target may continue. A token is progress."""
         self.token_ids += chunk.token_ids
         self.routing = replace(self.routing, target_fingerprint=pair.verifier.model.fingerprint)
+        if chunk.token_ids:
+            self.avoided.pop(pair.verifier.incarnation, None)
+            self.num_failures, self.waited_s, self.has_broken = 0, 0.0, False
 
-    def exclude(self, pair: Pair, error: EyasError) -> None:
-        """Exclude a verifier that failed from further attempts."""
+    def fail(self, pair: Pair, error: EyasError) -> None:
+        """Avoid a verifier that failed for some time. Raises the error if it ends the request.
+
+        A full verifier does not count as a failed attempt for a request that has begun: its client waits.
+        """
+        is_broken = isinstance(error, RequestFailed)
         self.error = error
-        self.routing = replace(self.routing, excluded=self.routing.excluded | {pair.verifier.incarnation})
+        self.num_retries += 1
+        self.num_failures += not (isinstance(error, Overloaded) and self.token_ids)
+        if self.num_failures >= self.config.max_attempts or (is_broken and self.has_broken):
+            raise error
+        self.has_broken |= is_broken
+        self.avoided[pair.verifier.incarnation] = asyncio.get_running_loop().time() + self.config.cooldown_s
 
 
 def no_verifier(model: str) -> Unavailable:

@@ -41,16 +41,20 @@ class GenerationService:
         infos = {lease.model.name: lease.model for lease in self._workers.snapshot().verifiers}
         return tuple(infos[name] for name in self._tokenizers if name in infos)
 
-    def model(self, name: str) -> ModelInfo:
-        """Return the requested model, as the verifier with the longest context serves it.
+    async def model(self, name: str) -> ModelInfo:
+        """Return the requested model, as the verifier with the longest context serves it; wait for one if there is none.
 
         name: may be empty if one model is configured. Raises UnknownModel, InvalidRequest, Unavailable.
         """
         name = self._resolve(name)
-        infos = [lease.model for lease in self._workers.snapshot().verifiers if lease.model.name == name]
-        if not infos:
+        if info := self._served(name):
+            return info
+        timeout_s = min(self._dispatcher.retry.budget_s, self._request_timeout_s)
+        with self._telemetry.waiting():
+            info = await self._workers.wait_for(lambda: self._served(name), timeout_s)
+        if info is None:
             raise no_verifier(name)
-        return max(infos, key=lambda info: info.max_model_len)
+        return info
 
     def tokenizer(self, model: str) -> Tokenizer:
         """Return the tokenizer of a configured model."""
@@ -69,7 +73,7 @@ class GenerationService:
         """Return the call with its model, id and token ids. Raises InvalidRequest, UnknownModel, Unavailable."""
         name = self._resolve(call.model)
         check_sampling(call.request.sampling)
-        info = self.model(name)
+        info = await self.model(name)
         prompt_ids = call.request.prompt_ids
         if call.prompt_text:
             prompt_ids = await self.encode(info, call.prompt_text)
@@ -130,6 +134,10 @@ class GenerationService:
             chunks = self._dispatcher.stream(replace(call, request=completion), context)
             streams.append(_decode(chunks, request, completion, index, tokenizer))
         return streams
+
+    def _served(self, name: str) -> ModelInfo | None:
+        infos = (lease.model for lease in self._workers.snapshot().verifiers if lease.model.name == name)
+        return max(infos, key=lambda info: info.max_model_len, default=None)
 
     def _resolve(self, model: str) -> str:
         names = tuple(self._tokenizers)

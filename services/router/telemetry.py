@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from http import HTTPMethod
 from typing import get_args
@@ -123,6 +123,7 @@ class RouterTelemetry:
         self._requests = counter(metrics.ROUTER_REQUESTS, registry)
         self._http = histogram(metrics.HTTP_REQUEST_DURATION, registry)
         self._running = gauge(metrics.ROUTER_ACTIVE_REQUESTS, registry)
+        self._waiting = gauge(metrics.ROUTER_WAITING_REQUESTS, registry)
         self._upstream_requests = counter(metrics.ROUTER_UPSTREAM_REQUESTS, registry)
         self._retries = counter(metrics.ROUTER_UPSTREAM_RETRIES, registry)
         self._undrafted = counter(metrics.ROUTER_WITHOUT_DRAFTER, registry)
@@ -135,6 +136,10 @@ class RouterTelemetry:
             return [MetricSample(metrics.ROUTER_WORKERS, len(known(role)), (role,)) for role in get_args(Role)]
 
         self._telemetry.registry.register(ScrapeCollector(read))
+
+    def waiting(self) -> AbstractContextManager[None]:
+        """Count a completion as waiting for a verifier while the body runs."""
+        return self._waiting.track_inprogress()
 
     def http_response(self, method: str, route: str, status: int, seconds: float) -> None:
         """Measure an HTTP response. route: the path of a route, "" for an unknown path, never a path of the client's."""

@@ -7,8 +7,9 @@ import logging
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, replace
+from typing import TypeVar
 
 import grpc
 import grpc.aio
@@ -25,8 +26,11 @@ from eyas.v1.worker_pb2_grpc import WorkerStub
 
 MAX_SENT_BLOCKS = 8192
 PROBE_TIMEOUT_S = 2.0
+POLL_INTERVAL_S = 1.0
 
 _READY = grpc.ChannelConnectivity.READY
+
+ResultT = TypeVar("ResultT")
 
 log = logging.getLogger(__name__)
 
@@ -56,6 +60,8 @@ class WorkerPool:
         self._cancels: dict[str, list[Callable[[], object]]] = {}
         self._connections: dict[str, _Connection] = {}
         self._probes: dict[str, asyncio.Task[None]] = {}
+        self._usable: dict[str, bool] = {}
+        self._changed = asyncio.Event()
         self.reachable: tuple[Lease, ...] = ()
 
     def snapshot(self) -> WorkerSnapshot:
@@ -74,6 +80,25 @@ class WorkerPool:
     def pick(self, request: RoutingRequest) -> Pair | None:
         """Return the pair for a request; None if no live verifier can serve it."""
         return pick(self.snapshot(), request, self._config.routing)
+
+    def pick_again(self, request: RoutingRequest) -> Pair | None:
+        """Return the pair for a request that excludes all its verifiers: one of them that can be called now, if any."""
+        verifiers = self._discovery.known("verifier")
+        unusable = frozenset(verifier.incarnation for verifier in verifiers if not self._is_usable(verifier))
+        return self.pick(replace(request, excluded=unusable))
+
+    async def wait_for(self, find: Callable[[], ResultT | None], timeout_s: float) -> ResultT | None:
+        """Return the first result of `find` that is not None; None after `timeout_s`.
+
+        find: called now, when verifiers join, leave or become usable, and every POLL_INTERVAL_S.
+        """
+        clock = asyncio.get_running_loop().time
+        deadline = clock() + timeout_s
+        while (found := find()) is None and (remaining_s := deadline - clock()) > 0:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(min(remaining_s, POLL_INTERVAL_S)):
+                    await self._changed.wait()
+        return found
 
     def channel(self, worker: Lease) -> grpc.aio.Channel:
         """Return the channel to a worker; it stays open between requests."""
@@ -124,7 +149,12 @@ class WorkerPool:
                 log.warning("verifier %s has been in one step for %.0f s", verifier.address, verifier.load.step_seconds)
             for cancel in cancels:  # the requests are retried on another verifier
                 cancel()
-        connected = [v for v in verifiers.values() if self.channel(v).get_state(try_to_connect=True) is _READY]
+        usable = {name: self._is_usable(verifier) for name, verifier in verifiers.items()}
+        if usable != self._usable:
+            self._usable = usable
+            self._changed.set()
+            self._changed = asyncio.Event()
+        connected = [v for v in verifiers.values() if self._is_connected(v)]
         unhealthy = self.snapshot().unhealthy
         self.reachable = tuple(verifier for verifier in connected if verifier.incarnation not in unhealthy)
         for name in self._outliers.due_probes:
@@ -142,6 +172,13 @@ class WorkerPool:
         identity = self._peers.identity
         lost = {name for name, kept in self._connections.items() if kept.channel.get_state() is not _READY}
         return {name for name in lost if self._connections[name].identity is not identity}
+
+    def _is_connected(self, verifier: Lease) -> bool:
+        """Return whether there is a connection; try to connect if there is none."""
+        return self.channel(verifier).get_state(try_to_connect=True) is _READY
+
+    def _is_usable(self, verifier: Lease) -> bool:
+        return self._is_connected(verifier) and not self._is_stuck(verifier)
 
     def _is_stuck(self, verifier: Lease) -> bool:
         return verifier.load.step_seconds > self._config.outlier_detection.stuck_step_timeout_s

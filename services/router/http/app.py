@@ -19,6 +19,7 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 from prometheus_client import REGISTRY
 
+from eyas.config import HttpConfig
 from eyas.errors import EyasError, InvalidRequest, UnknownModel
 from eyas.request import Request as GenerationRequest
 from eyas.request import SamplingParams
@@ -50,6 +51,7 @@ def build_app(
     readiness: ReadinessMonitor,
     keys: ApiKeys,
     telemetry: RouterTelemetry,
+    config: HttpConfig | None = None,
 ) -> FastAPI:
     """Build the application. templates: of every model, None if it has none. telemetry: counts every response."""
     app = FastAPI(title="Eyas", docs_url=None, redoc_url=None, redirect_slashes=False)
@@ -57,7 +59,7 @@ def build_app(
     app.add_middleware(Authenticator, keys=keys)
     app.add_middleware(HttpMetrics, telemetry=telemetry)
     add_error_handlers(app)
-    endpoints = OpenAIEndpoints(service, templates)
+    endpoints = OpenAIEndpoints(service, templates, (config or HttpConfig()).keepalive_interval_s)
     app.post("/v1/completions", response_model=None)(endpoints.complete)
     app.post("/v1/chat/completions", response_model=None)(endpoints.chat)
     _add_model_routes(app, service)
@@ -127,34 +129,58 @@ def _add_operations_routes(app: FastAPI, readiness: ReadinessMonitor) -> None:
 class OpenAIEndpoints:
     """OpenAI's two generation endpoints. templates: of every model, None if it has none.
 
-    Both raise the errors of GenerationService, and ClientDisconnected.
+    keepalive_interval_s: silence of a stream after which its client gets a comment. All endpoints raise the errors of
+    GenerationService, and ClientDisconnected.
     """
 
     service: GenerationService
     templates: Mapping[str, ChatTemplate | None]
+    keepalive_interval_s: float
 
     async def complete(self, body: CompletionBody, request: Request) -> Response:
         """Respond to /v1/completions."""
         received = _received_call("cmpl", request)
         with self.service.record_rejection(received):
             _check(body)
-            info = self.service.model(body.model)
+            info = await self._model(body, request)
             chunks = await self._chunks(body, received, _completion_calls(body))
             if body.scores_prompt_only:
                 chunks = _without_output(chunks)
             tokenizer = self.service.tokenizer(info.name)
             echoes = [p if isinstance(p, str) else tokenizer.decode(p) for p in body.prompt] if body.echo else []
             writer = ResponseWriter(body, received.request.id, info.name, tokenizer, echoes)
-        return await _respond(body, request, writer, chunks)
+        return await self._respond(body, request, writer, chunks)
 
     async def chat(self, body: ChatBody, request: Request) -> Response:
         """Respond to /v1/chat/completions."""
         received = _received_call("chatcmpl", request)
         with self.service.record_rejection(received, "chat"):
-            info = self.service.model(body.model)
+            info = await self._model(body, request)
             chunks = await self._chunks(body, received, [await self._chat_call(body, info)], "chat")
             writer = ResponseWriter(body, received.request.id, info.name, self.service.tokenizer(info.name))
-        return await _respond(body, request, writer, chunks)
+        return await self._respond(body, request, writer, chunks)
+
+    async def _model(self, body: CompletionBody | ChatBody, request: Request) -> ModelInfo:
+        """Return the requested model; the client may have to wait for a verifier of it."""
+        return await cancel_on_disconnect(request.receive, self.service.model(body.model))
+
+    async def _respond(
+        self,
+        body: CompletionBody | ChatBody,
+        request: Request,
+        writer: ResponseWriter,
+        chunks: AsyncGenerator[TextChunk, None],
+    ) -> Response:
+        """Return one JSON response, or a stream of events.
+
+        The first event is awaited: an error before it has its own status.
+        """
+        headers = {"X-Request-Id": writer.id}
+        if not body.stream:
+            return JSONResponse(await cancel_on_disconnect(request.receive, writer.response(chunks)), headers=headers)
+        events = _events(writer, chunks, body.ends_with_usage)
+        first = await cancel_on_disconnect(request.receive, anext(events))
+        return EventStream(first, events, headers, self.keepalive_interval_s)
 
     async def _chat_call(self, body: ChatBody, info: ModelInfo) -> GenerateCall:
         template = self.templates[info.name]
@@ -238,18 +264,6 @@ async def _without_output(chunks: AsyncGenerator[TextChunk, None]) -> AsyncGener
                 inner = replace(inner, finish_reason="length")
             totals = replace(chunk.totals, num_output_tokens=0, stats=None) if chunk.totals else None
             yield replace(chunk, chunk=inner, text="", text_lengths=(), totals=totals)
-
-
-async def _respond(
-    body: CompletionBody | ChatBody, request: Request, writer: ResponseWriter, chunks: AsyncGenerator[TextChunk, None]
-) -> Response:
-    """Return one JSON response, or a stream of events. The first event is awaited: an error before it has its own status."""
-    headers = {"X-Request-Id": writer.id}
-    if not body.stream:
-        return JSONResponse(await cancel_on_disconnect(request.receive, writer.response(chunks)), headers=headers)
-    events = _events(writer, chunks, body.ends_with_usage)
-    first = await cancel_on_disconnect(request.receive, anext(events))
-    return EventStream(first, events, headers)
 
 
 async def _events(

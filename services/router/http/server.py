@@ -24,6 +24,7 @@ from eyas.services.discovery.base import cancel_task, repeat
 
 MAX_BODY_BYTES = 16 * 2**20
 RELOAD_INTERVAL_S = 5.0
+WAITING_COMMENT = ": waiting for a verifier"
 
 _BACKLOG = 2048
 
@@ -165,15 +166,22 @@ async def _disconnected(receive: Receive) -> None:
 
 
 class EventStream(Response):
-    """Server-sent events. events: the data of those after the first; each is requested when the one before is sent."""
+    """Server-sent events. events: the data of those after the first; each is requested when the one before is sent.
+
+    While none comes, a comment is sent every `keepalive_interval_s`, so that no proxy closes a silent connection.
+    """
 
     media_type = "text/event-stream"
 
-    def __init__(self, first: str, events: AsyncGenerator[str, None], headers: dict[str, str]) -> None:
+    def __init__(
+        self, first: str, events: AsyncGenerator[str, None], headers: dict[str, str], keepalive_interval_s: float
+    ) -> None:
         super().__init__(headers={**headers, "Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
         self._first = first
         self._events = events
+        self._keepalive_interval_s = keepalive_interval_s
+        self._sent_at = 0.0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -184,11 +192,25 @@ class EventStream(Response):
 
     async def _send(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        await send(_body(self._first))
-        async for event in self._events:
-            await send(_body(event))
+        await self._send_text(send, f"data: {self._first}")
+        keepalive = asyncio.create_task(self._send_comments(send))
+        try:
+            async for event in self._events:
+                await self._send_text(send, f"data: {event}")
+        finally:
+            await cancel_task(keepalive)
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
+    async def _send_comments(self, send: Send) -> None:
+        """Send a comment whenever the stream has been silent for the interval, until cancelled."""
+        clock = asyncio.get_running_loop().time
+        while True:
+            silence_s = clock() - self._sent_at
+            if silence_s >= self._keepalive_interval_s:
+                await self._send_text(send, WAITING_COMMENT)
+                silence_s = 0.0
+            await asyncio.sleep(self._keepalive_interval_s - silence_s)
 
-def _body(event: str) -> Message:
-    return {"type": "http.response.body", "body": f"data: {event}\n\n".encode(), "more_body": True}
+    async def _send_text(self, send: Send, text: str) -> None:
+        self._sent_at = asyncio.get_running_loop().time()
+        await send({"type": "http.response.body", "body": f"{text}\n\n".encode(), "more_body": True})

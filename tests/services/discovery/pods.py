@@ -27,7 +27,7 @@ from eyas.v1 import worker_pb2
 from eyas.v1.generation_pb2_grpc import add_GenerationServicer_to_server
 from eyas.v1.worker_pb2_grpc import WorkerServicer, add_WorkerServicer_to_server
 from tests.services.discovery.api_server import NAMESPACE, ApiServer
-from tests.services.router.scripted_verifier import DEMO, MODEL, TOKENS, Script, ScriptedVerifier
+from tests.services.router.scripted_verifier import DEMO, MODEL, RETRY, TOKENS, Script, ScriptedVerifier
 
 
 @dataclass
@@ -105,7 +105,7 @@ async def pod_router(
         discovery, RouterConfig((), outlier_detection=outlier_detection or OutlierDetectionConfig()), Peers()
     )
     telemetry = RouterTelemetry()
-    dispatcher = Dispatcher(workers, SessionMap(None), 20.0, telemetry)
+    dispatcher = Dispatcher(workers, SessionMap(None), 20.0, telemetry, RETRY)
     service = GenerationService({"demo": load_tokenizer(DEMO)}, workers, dispatcher, 30.0, telemetry)
     add_GenerationServicer_to_server(RouterServicer(service, ApiKeys(())), server.aio)
     readiness = ReadinessMonitor(server.set_serving, discovery, workers, 0.02)

@@ -10,7 +10,15 @@ from typing import Any
 import httpx
 from openai import AsyncOpenAI
 
-from eyas.config import HttpConfig, OutlierDetectionConfig, RegistryConfig, RouterConfig, ServerConfig, TlsConfig
+from eyas.config import (
+    HttpConfig,
+    OutlierDetectionConfig,
+    RegistryConfig,
+    RetryConfig,
+    RouterConfig,
+    ServerConfig,
+    TlsConfig,
+)
 from eyas.rpc.channel import Peers
 from eyas.rpc.server import RpcServer
 from eyas.services.discovery.registry import Registry
@@ -23,7 +31,7 @@ from eyas.services.router.http.server import HttpServer
 from eyas.services.router.telemetry import RouterTelemetry
 from eyas.services.router.workers import ReadinessMonitor, WorkerPool
 from eyas.tokenizer import Tokenizer, load_tokenizer
-from tests.services.router.scripted_verifier import DEMO, PROMPT, REST, TEXT, TOKENS, Script, until, worker
+from tests.services.router.scripted_verifier import DEMO, PROMPT, REST, RETRY, TEXT, TOKENS, Script, until, worker
 
 TOKENIZER = load_tokenizer(DEMO)
 PROMPT_TEXT = TOKENIZER.decode(PROMPT)
@@ -47,6 +55,8 @@ async def http_router(
     request_timeout_s: float = 30.0,
     tokenizer: Tokenizer = TOKENIZER,
     telemetry: RouterTelemetry | None = None,
+    retry: RetryConfig = RETRY,
+    keepalive_interval_s: float = 5.0,
 ) -> AsyncIterator[str]:
     """Run a router for the model "demo"; yields its base URL."""
     server, registry = RpcServer(ServerConfig()), Registry(RegistryConfig(url, 2.0, 0.05))
@@ -54,12 +64,13 @@ async def http_router(
         registry, RouterConfig((), outlier_detection=OutlierDetectionConfig(base_ejection_time_s=0.2)), Peers()
     )
     telemetry = telemetry or RouterTelemetry()
-    dispatcher = Dispatcher(workers, SessionMap(registry), 20.0, telemetry)
+    dispatcher = Dispatcher(workers, SessionMap(registry), 20.0, telemetry, retry)
     service = GenerationService({"demo": tokenizer}, workers, dispatcher, request_timeout_s, telemetry)
     readiness = ReadinessMonitor(server.set_serving, registry, workers, 0.02)
     chat = ChatTemplate(template, {"bos_token": "<|bos|>"}, "demo") if template else None
-    app = build_app(service, {"demo": chat}, readiness, keys or ApiKeys(()), telemetry)
-    http_server = HttpServer(app, HttpConfig(), TlsConfig())
+    config = HttpConfig(keepalive_interval_s=keepalive_interval_s)
+    app = build_app(service, {"demo": chat}, readiness, keys or ApiKeys(()), telemetry, config)
+    http_server = HttpServer(app, config, TlsConfig())
     address = await server.start([])
     await http_server.start()
     await readiness.register(address)

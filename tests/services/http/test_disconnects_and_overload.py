@@ -9,6 +9,7 @@ import httpx
 import pytest
 from openai import APIError, APITimeoutError, AsyncOpenAI, InternalServerError, RateLimitError
 
+from eyas.config import RetryConfig
 from tests.services.http.http_router import ALL, CHAT, REST_TEXT, Script, client, http_router, until, with_router, worker
 from tests.services.router.scripted_verifier import TOKENS
 
@@ -81,7 +82,7 @@ def test_a_lost_verifier_is_a_503_with_retry_after(url: str) -> None:
         script.fails_after = None
         return str((await trying).choices[0].text)
 
-    assert with_router(url, body, script) == REST_TEXT
+    assert with_router(url, body, script, retry=RetryConfig(max_attempts=1)) == REST_TEXT
 
 
 def test_without_a_verifier_a_request_is_503_and_a_late_one_504(url: str) -> None:
@@ -89,7 +90,7 @@ def test_without_a_verifier_a_request_is_503_and_a_late_one_504(url: str) -> Non
         async with http_router(url) as base, client(base) as api:
             with pytest.raises(InternalServerError, match="no verifier of model 'demo' is alive") as raised:
                 await api.completions.create(**ALL)
-            assert raised.value.status_code == 503
+            assert (raised.value.status_code, raised.value.response.headers["retry-after"]) == (503, "1")
         script = Script(TOKENS, stalls_after=1)
         async with worker(url, script), http_router(url, request_timeout_s=0.3) as base, client(base) as api:
             with pytest.raises(InternalServerError, match=r"not done within 0\.3 s") as raised:
@@ -124,3 +125,61 @@ def test_openais_client_raises_what_a_stream_ends_with(url: str) -> None:
             _ = [event async for event in await api.completions.create(**ALL, stream=True)]
 
     with_router(url, body, Script(TOKENS, fails_after=1))
+
+
+PATIENT = RetryConfig(budget_s=20.0, initial_backoff_s=0.01, max_backoff_s=0.05)
+
+
+@PATHS
+def test_a_stream_that_waits_for_a_verifier_gets_comments(url: str, path: str) -> None:
+    script = Script(TOKENS, fails_after=1)
+    lines: list[str] = []
+
+    async def read(base: str) -> None:
+        async with httpx.AsyncClient(base_url=base, timeout=30) as http:
+            async with http.stream("POST", path, json=body_of(path) | {"stream": True}) as answer:
+                lines.extend([line async for line in answer.aiter_lines() if line and record(line)])
+
+    def record(line: str) -> bool:
+        seen.append(line)
+        return True
+
+    seen: list[str] = []
+
+    async def body() -> None:
+        async with http_router(url, retry=PATIENT, keepalive_interval_s=0.05) as base:
+            async with worker(url, script):
+                reading = asyncio.create_task(read(base))
+                await until(lambda: script.has_failed)
+            await until(lambda: seen.count(": waiting for a verifier") >= 2)
+            async with worker(url, Script(TOKENS)):
+                await reading
+
+    asyncio.run(body())
+    events = [json.loads(line.removeprefix("data: ")) for line in lines if line[0] != ":" and line != "data: [DONE]"]
+    choices = [event["choices"][0] for event in events]
+    assert (
+        "".join(choice["text"] if "text" in choice else choice["delta"].get("content", "") for choice in choices)
+        == REST_TEXT
+    )
+    assert choices[-1]["finish_reason"] == "length"
+
+
+@PATHS
+def test_a_client_that_disconnects_ends_the_wait_for_a_verifier(url: str, path: str) -> None:
+    registry = CollectorRegistry()
+    telemetry = RouterTelemetry(Telemetry(registry=registry))
+
+    def num_waiting() -> float | None:
+        return registry.get_sample_value("eyas_router_waiting_requests")
+
+    async def body() -> None:
+        async with http_router(url, telemetry=telemetry, retry=PATIENT) as base:
+            async with httpx.AsyncClient(base_url=base, timeout=30) as http:
+                reading = asyncio.create_task(_read(http, path, body_of(path)))
+                await until(lambda: num_waiting() == 1)
+                reading.cancel()
+                await asyncio.gather(reading, return_exceptions=True)
+            await until(lambda: num_waiting() == 0)
+
+    asyncio.run(body())

@@ -14,7 +14,7 @@ from typing import Any
 import grpc
 import pytest
 
-from eyas.config import RegistryConfig, RouterConfig, ServerConfig
+from eyas.config import RegistryConfig, RetryConfig, RouterConfig, ServerConfig
 from eyas.errors import UnknownDrafter
 from eyas.request import Chunk, Request, SamplingParams, TokenLogprob, VerifyStep
 from eyas.rpc.channel import Peers, open_channel
@@ -35,6 +35,8 @@ from eyas.v1.generation_pb2_grpc import GenerationServicer, GenerationStub, add_
 DEMO = "models/demo/target"
 MODEL = ModelInfo("demo", "target", 4096, 2048, "head")
 CHUNK_TOKENS = 3
+# Little patience: a request whose verifiers all fail ends soon.
+RETRY = RetryConfig(max_attempts=4, budget_s=0.5, initial_backoff_s=0.01, max_backoff_s=0.05)
 
 TEXT = "def add(left, right):\n    return left + right\n\n\nclass Eagle:\n    def fly(self):\n        pass\n"
 TOKENS = load_tokenizer(DEMO).encode(TEXT)
@@ -56,8 +58,10 @@ def call_with(**changes: object) -> GenerateCall:
 
 @dataclass
 class Script:
-    """What a verifier does. fails_after: chunks before it aborts; stalls_after: chunks before it sends no more.
+    """What a verifier does. stalls_after: chunks before it sends no more.
 
+    fails_after: chunks before it aborts; from then on it aborts every call at once, until fails_after is None again.
+    breaks_after: chunks before a step of its engine fails, which ends the call with an error chunk.
     knows_drafters: whether it accepts the drafter that a call names.
     gate: awaited before the first chunk, like a place in the queue. pushback: the retry delay it sends, in ms.
     Every token has log-probability -0.5, and the token after it in the vocabulary has -2.
@@ -66,12 +70,19 @@ class Script:
     tokens: Sequence[int]
     fails_after: int | None = None
     stalls_after: int | None = None
+    breaks_after: int | None = None
     gate: asyncio.Event | None = None
     status: grpc.StatusCode = grpc.StatusCode.UNAVAILABLE
     pushback: int | None = None
     calls: list[GenerateCall] = field(default_factory=list)
     num_cancelled: int = 0
     knows_drafters: bool = True
+    has_failed: bool = False
+
+    def fails_at(self, number: int) -> bool:
+        """Whether it aborts in place of this chunk of a call."""
+        self.has_failed = self.fails_after is not None and (self.has_failed or number == self.fails_after)
+        return self.has_failed
 
 
 class ScriptedVerifier(GenerationServicer):
@@ -100,11 +111,15 @@ class ScriptedVerifier(GenerationServicer):
         first = len(call.request.prompt_ids)
         last = min(first + call.request.sampling.max_tokens, len(self._script.tokens))
         for number, at in enumerate(range(first, last, CHUNK_TOKENS)):
-            if number == self._script.fails_after:
+            if self._script.fails_at(number):
                 hint = () if self._script.pushback is None else ((RETRY_KEY, str(self._script.pushback)),)
                 await context.abort(self._script.status, "scripted failure", (*hint, (ERROR_KEY, "scripted")))
             if number == self._script.stalls_after:
                 await asyncio.sleep(600)
+            if number == self._script.breaks_after:
+                broken = Chunk("", finish_reason="error", message="scripted step failure")
+                await context.write(text_chunk_to_proto(TextChunk(broken)))
+                return
             chunk = replace(self._chunk(at, min(at + CHUNK_TOKENS, last), last), num_cached=0 if number else first - 1)
             await context.write(text_chunk_to_proto(TextChunk(with_logprobs(call, chunk))))
             await asyncio.sleep(0.002)
@@ -162,6 +177,7 @@ async def router(
     request_timeout_s: float = 30.0,
     tokenizer: Tokenizer | None = None,
     peers: Peers | None = None,
+    retry: RetryConfig = RETRY,
 ) -> AsyncIterator[str]:
     """Run a real router for the model "demo"; yields its address."""
     peers = peers or Peers()
@@ -169,7 +185,7 @@ async def router(
     workers = WorkerPool(registry, RouterConfig(()), peers)
     tokenizers = {"demo": tokenizer or load_tokenizer(DEMO)}
     telemetry = RouterTelemetry()
-    dispatcher = Dispatcher(workers, SessionMap(registry), stall_timeout_s, telemetry)
+    dispatcher = Dispatcher(workers, SessionMap(registry), stall_timeout_s, telemetry, retry)
     service = GenerationService(tokenizers, workers, dispatcher, request_timeout_s, telemetry)
     add_GenerationServicer_to_server(RouterServicer(service, ApiKeys(())), server.aio)
     readiness = ReadinessMonitor(server.set_serving, registry, workers, 0.02)
