@@ -30,7 +30,7 @@ OWNED = (
     *("discovery.kind", "discovery.verifiers", "discovery.drafters", "discovery.kubernetes"),
 )
 OWNED_BY_SERVICE: Mapping[str, tuple[str, ...]] = {
-    "router": ("models", "http", "api_keys", "tls"),
+    "router": ("models", "http.host", "http.port", "api_keys", "tls"),
     "verifier": (
         "served_model_name",
         "model",

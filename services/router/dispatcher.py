@@ -212,7 +212,8 @@ class _RetryState:
 
     num_failures, waited_s: attempts and seconds of waiting in a row, without a token. num_retries: all failed attempts.
     has_broken: an engine failed since the last token. avoided: verifiers that failed, and until when they are avoided, by
-    the clock of the event loop. drafter_is_unknown: a verifier does not know the chosen drafter yet or any more. It chooses one itself then.
+    the clock of the event loop. drafter_is_unknown: a verifier does not know the chosen drafter yet or any more. It chooses
+    one itself then.
     """
 
     call: GenerateCall

@@ -8,8 +8,11 @@ import grpc
 import httpx
 import pytest
 from openai import APIError, APITimeoutError, AsyncOpenAI, InternalServerError, RateLimitError
+from prometheus_client import CollectorRegistry
 
 from eyas.config import RetryConfig
+from eyas.services.router.telemetry import RouterTelemetry
+from eyas.telemetry.exporters import Telemetry
 from tests.services.http.http_router import ALL, CHAT, REST_TEXT, Script, client, http_router, until, with_router, worker
 from tests.services.router.scripted_verifier import TOKENS
 
@@ -132,32 +135,29 @@ PATIENT = RetryConfig(budget_s=20.0, initial_backoff_s=0.01, max_backoff_s=0.05)
 
 @PATHS
 def test_a_stream_that_waits_for_a_verifier_gets_comments(url: str, path: str) -> None:
-    script = Script(TOKENS, fails_after=1)
-    lines: list[str] = []
+    script, lines = Script(TOKENS, fails_after=1), list[str]()
 
     async def read(base: str) -> None:
-        async with httpx.AsyncClient(base_url=base, timeout=30) as http:
-            async with http.stream("POST", path, json=body_of(path) | {"stream": True}) as answer:
-                lines.extend([line async for line in answer.aiter_lines() if line and record(line)])
-
-    def record(line: str) -> bool:
-        seen.append(line)
-        return True
-
-    seen: list[str] = []
+        async with (
+            httpx.AsyncClient(base_url=base, timeout=30) as http,
+            http.stream("POST", path, json=body_of(path) | {"stream": True}) as answer,
+        ):
+            async for line in answer.aiter_lines():
+                lines.append(line)
 
     async def body() -> None:
         async with http_router(url, retry=PATIENT, keepalive_interval_s=0.05) as base:
             async with worker(url, script):
                 reading = asyncio.create_task(read(base))
                 await until(lambda: script.has_failed)
-            await until(lambda: seen.count(": waiting for a verifier") >= 2)
+            await until(lambda: lines.count(": waiting for a verifier") >= 2)
             async with worker(url, Script(TOKENS)):
                 await reading
 
     asyncio.run(body())
-    events = [json.loads(line.removeprefix("data: ")) for line in lines if line[0] != ":" and line != "data: [DONE]"]
-    choices = [event["choices"][0] for event in events]
+    events = [line.removeprefix("data: ") for line in lines if line.startswith("data: ")]
+    assert events.pop() == "[DONE]"
+    choices = [json.loads(event)["choices"][0] for event in events]
     assert (
         "".join(choice["text"] if "text" in choice else choice["delta"].get("content", "") for choice in choices)
         == REST_TEXT

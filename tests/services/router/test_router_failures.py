@@ -19,6 +19,7 @@ from tests.services.redis_server import free_port, running_redis
 from tests.services.router.scripted_verifier import (
     CALL,
     CHUNK_TOKENS,
+    MODEL,
     PROMPT,
     REST,
     TOKENS,
