@@ -153,6 +153,7 @@ class WorkerRegistration(WorkerServicer):
         self._server = server
         self._registry = registry
         self._workers = workers
+        self._is_registered = False
         add_WorkerServicer_to_server(self, server.aio)
 
     async def register(self, address: str) -> None:
@@ -162,16 +163,23 @@ class WorkerRegistration(WorkerServicer):
             raise ConfigError(
                 f"server.host {host} listens everywhere; set server.advertise_host to the host others can dial"
             )
+        self._is_registered = True
         await self._server.set_serving(True)
         if self._registry:
             await self._registry.publish(*(partial(worker.lease, address) for worker in self._workers))
 
     async def deregister(self) -> None:
         """Answer NOT_SERVING first, then withdraw the leases."""
+        self._is_registered = False
         await self._server.set_serving(False)
         if self._registry:
             await self._registry.withdraw()
             await self._registry.close()
+
+    async def set_serving(self, serving: bool) -> None:
+        """Set the health of a registered service; the leases stay. Does nothing once it stops."""
+        if self._is_registered:
+            await self._server.set_serving(serving)
 
     async def Status(self, request: worker_pb2.StatusRequest, context: Any) -> worker_pb2.WorkerStatus:  # noqa: N802
         """Answer a probe: the workers here, and their load."""

@@ -1,6 +1,7 @@
 """Exit with 0 if one of the addresses is healthy: grpc://host:port by its health service, http(s)://... by status 200.
 
 --tls FOLDER: use TLS for gRPC, with tls.crt, tls.key and ca.crt in FOLDER. --name: server name expected in the certificate.
+--service: name in the health service; empty for the whole server, "live" for liveness.
 """
 
 import argparse
@@ -15,10 +16,10 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 TIMEOUT_S = 3.0
 
 
-def healthy(address: str, tls: Path | None, name: str) -> bool:
+def healthy(address: str, tls: Path | None, name: str, service: str) -> bool:
     """Return whether the service at `address` is healthy."""
     scheme, _, rest = address.partition("://")
-    return serves_grpc(rest, tls, name) if scheme == "grpc" else serves_http(address)
+    return serves_grpc(rest, tls, name, service) if scheme == "grpc" else serves_http(address)
 
 
 def open_channel(address: str, tls: Path | None, name: str) -> grpc.Channel:
@@ -30,11 +31,12 @@ def open_channel(address: str, tls: Path | None, name: str) -> grpc.Channel:
     return grpc.secure_channel(address, grpc.ssl_channel_credentials(ca, key, chain), options)
 
 
-def serves_grpc(address: str, tls: Path | None, name: str) -> bool:
-    """Return whether the gRPC health service answers SERVING."""
+def serves_grpc(address: str, tls: Path | None, name: str, service: str) -> bool:
+    """Return whether the gRPC health service answers SERVING for a service."""
     with open_channel(address, tls, name) as channel:
         try:
-            answer = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=TIMEOUT_S)
+            request = health_pb2.HealthCheckRequest(service=service)
+            answer = health_pb2_grpc.HealthStub(channel).Check(request, timeout=TIMEOUT_S)
         except grpc.RpcError:
             return False
     return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
@@ -57,8 +59,9 @@ def main() -> int:
     parser.add_argument("addresses", nargs="+")
     parser.add_argument("--tls", type=Path)
     parser.add_argument("--name", default="")
+    parser.add_argument("--service", default="")
     options = parser.parse_args()
-    return int(not any(healthy(address, options.tls, options.name) for address in options.addresses))
+    return int(not any(healthy(address, options.tls, options.name, options.service) for address in options.addresses))
 
 
 if __name__ == "__main__":

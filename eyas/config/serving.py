@@ -429,6 +429,8 @@ class VerifierConfig(WorkerConfig):
         dtype: "auto" takes the checkpoint's own on CUDA, and float32 on the CPU.
         device: "auto" takes CUDA if there is a GPU.
         tree: shape of draft trees; drafter and verifier should agree.
+        stuck_step_timeout_s: seconds after which a step that has not ended makes the service NOT_SERVING.
+        stuck_step_exit_timeout_s: seconds after which it ends the process, so that its supervisor starts another one.
     """
 
     served_model_name: str
@@ -441,6 +443,17 @@ class VerifierConfig(WorkerConfig):
     tree: TreeConfig = field(default_factory=TreeConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)
     draft_client: DraftClientConfig = field(default_factory=DraftClientConfig)
+    stuck_step_timeout_s: float = 60.0
+    stuck_step_exit_timeout_s: float = 300.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        above_zero(stuck_step_timeout_s=self.stuck_step_timeout_s)
+        require(
+            self.stuck_step_exit_timeout_s >= self.stuck_step_timeout_s,
+            f"stuck_step_exit_timeout_s is {self.stuck_step_exit_timeout_s}; it must be at least stuck_step_timeout_s "
+            f"{self.stuck_step_timeout_s}",
+        )
 
 
 # Draft service

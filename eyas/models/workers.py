@@ -92,7 +92,7 @@ class TargetWorkers:
         return self._in_step(segments) if self._connections else nullcontext()
 
     def register_failure_callback(self, callback: Callable[[str], None]) -> None:
-        """Call `callback` once with the reason when a rank is gone, from any thread; at once if one is already gone."""
+        """Call `callback` once with the reason when the ranks fail, from any thread; at once if they have already failed."""
         with self._lock:
             self._failure_callbacks.append(callback)
             failure = self._failure
@@ -146,7 +146,7 @@ class TargetWorkers:
     def _failure_reason(self, error: str = "") -> str:
         """Why the ranks failed: if one has died, that is the reason, and it is known within a moment."""
         if not self._failed.wait(_FAILURE_SECONDS):
-            self._fail(f"rank 0 failed in the middle of a step, which leaves the ranks out of step{error}")
+            self.fail(f"rank 0 failed in the middle of a step, which leaves the ranks out of step{error}")
         return self._failure
 
     def _watch_connections(self) -> None:
@@ -154,9 +154,10 @@ class TargetWorkers:
         ended = wait(list(self._connections.values()))
         if not self._closing:
             ranks = ", ".join(f"{rank}" for rank, connection in self._connections.items() if connection in ended)
-            self._fail(f"rank {ranks} of {self.size} is gone; its own output says why")
+            self.fail(f"rank {ranks} of {self.size} is gone; its own output says why")
 
-    def _fail(self, reason: str) -> None:
+    def fail(self, reason: str) -> None:
+        """Let no further step run, and call the failure callbacks; later calls do nothing. From any thread."""
         with self._lock:
             if self._failure:
                 return

@@ -33,6 +33,8 @@ from eyas.rpc.messages import ERROR_KEY, RETRY_KEY
 from eyas.v1 import generation_pb2
 
 GENERATION_SERVICE = generation_pb2.DESCRIPTOR.services_by_name["Generation"].full_name
+# The name that liveness probes ask for: SERVING while the event loop runs.
+LIVE = "live"
 
 log = logging.getLogger(__name__)
 
@@ -111,7 +113,7 @@ class RpcServer:
     """A gRPC server with health (Check, Watch, List), and reflection if `config` asks for it.
 
     Construct it inside the running event loop. Register servicers on `aio` before `start`. Health answers NOT_SERVING until
-    `set_serving(True)`.
+    `set_serving(True)`, except for LIVE.
 
     config: address to listen on. credentials: TLS credentials; None disables TLS.
     check_metadata, check_certificate: checks of every call except health checks; by default all are accepted.
@@ -156,6 +158,7 @@ class RpcServer:
         if self._config.reflection:
             reflection.enable_server_reflection([*self._names[1:], reflection.SERVICE_NAME], self.aio)
         await self.set_serving(False)
+        await self._health.set(LIVE, health_pb2.HealthCheckResponse.SERVING)
         await self.aio.start()
         return _join(self._config.advertise_host or host, bound)
 

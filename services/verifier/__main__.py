@@ -10,7 +10,7 @@ import asyncio
 import logging
 import os
 import signal
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import closing, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -48,7 +48,7 @@ from eyas.services.verifier.telemetry import VerifierTelemetry
 from eyas.telemetry.exporters import Telemetry, telemetry
 from eyas.v1 import generation_pb2_grpc
 
-# When a rank is gone, rank 0 may hang in an all-reduce forever: the system ends the process after this time.
+# When a rank is gone, rank 0 may hang in an all-reduce forever, as in a stuck step: the system ends the process after this.
 END_SECONDS = 15
 
 log = logging.getLogger(__name__)
@@ -102,12 +102,17 @@ async def serve_rank_0(
             worker = AnnouncedWorker(
                 "verifier", model, lambda: async_engine.load, config.server.zone, lambda: async_engine.prefix_hashes
             )
-            registration: Registration = WorkerRegistration(server, registry, worker)
+            own = WorkerRegistration(server, registry, worker)
+            registration: Registration = own
             if pool is not None:
                 interval_s = config.registry.heartbeat_interval_s
                 registration = VerifierRegistration(registration, discovery, model, pool, interval_s)
             names = [GENERATION_SERVICE, WORKER_SERVICE]
-            await serve(server, names, config.server, registration, runner=runner)
+            watchdog = asyncio.create_task(watch_steps(async_engine, own, config, workers.fail), name="watchdog")
+            try:
+                await serve(server, names, config.server, registration, runner=runner)
+            finally:
+                await cancel_task(watchdog)
         for drafter, _ in pool.drafters if pool else ():
             log.info("drafter %s: %d requests answered, %d lost", drafter.address, drafter.num_answered, drafter.num_lost)
 
@@ -125,6 +130,29 @@ def load_engine(
         log.info("checking that the draft head %s fits the target", config.draft_model)
         resolve_wiring(method, target, fuser, config.draft_model, config.model, config.dtype, config.device)
     return assemble_engine(target, fuser, config.engine, config.tree, pool, workers), pool
+
+
+async def watch_steps(
+    engine: AsyncEngine, registration: WorkerRegistration, config: VerifierConfig, fail: Callable[[str], object]
+) -> None:
+    """Report NOT_SERVING while a step takes longer than `stuck_step_timeout_s`, and SERVING again once it has ended.
+
+    fail: called with the reason if it takes longer than `stuck_step_exit_timeout_s`; then nothing more is watched.
+    """
+    limit_s, is_stuck, seconds = config.stuck_step_timeout_s, False, 0.0
+    while seconds <= config.stuck_step_exit_timeout_s:
+        await asyncio.sleep(min(limit_s / 4, 1.0))
+        seconds = engine.load.step_seconds
+        if is_stuck != (seconds > limit_s):
+            is_stuck = not is_stuck
+            if is_stuck:
+                log.error(
+                    "a step has not ended for %.1f s; the service is NOT_SERVING. It is here:\n%s", seconds, engine.stack
+                )
+            else:
+                log.info("the step has ended; the service is SERVING again")
+            await registration.set_serving(not is_stuck)
+    fail(f"a step has not ended for {seconds:.1f} s; the log says where it is")
 
 
 @dataclass
@@ -176,8 +204,8 @@ def rank_info(config: VerifierConfig, environment: Mapping[str, str] = os.enviro
 
 
 def end_in_time(reason: str) -> None:
-    """Have the system end this process soon, in whatever state it is, because another rank is gone."""
-    log.critical("no rank can go on without the others; ending within %d s: %s", END_SECONDS, reason)
+    """Have the system end this process soon, in whatever state it is, because another rank is gone or a step hangs."""
+    log.critical("this verifier cannot go on; ending within %d s: %s", END_SECONDS, reason)
     signal.alarm(END_SECONDS)
 
 

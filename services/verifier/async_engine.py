@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import sys
 import threading
 import time
+import traceback
 from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Self
 
@@ -60,6 +63,12 @@ class AsyncEngine:
         step_seconds = time.monotonic() - started if started is not None else 0.0
         return Load(load.num_running, load.num_waiting, load.free_kv_tokens, self._engine.max_num_seqs, step_seconds)
 
+    @property
+    def stack(self) -> str:
+        """Where the engine's thread is now, as a traceback."""
+        frame = sys._current_frames().get(self._thread.ident or 0)
+        return "".join(traceback.format_stack(frame))
+
     async def __aenter__(self) -> Self:
         self._event_loop = asyncio.get_running_loop()
         self._owner = asyncio.current_task()
@@ -99,7 +108,12 @@ class AsyncEngine:
 
     def fail(self, reason: str) -> None:
         """Fail every request with Unavailable, now and from now on, and end the body. May be called from any thread."""
-        self._event_loop.call_soon_threadsafe(self._fail, Unavailable(reason))
+        self._call_soon(self._fail, Unavailable(reason))
+
+    def _call_soon(self, call: Callable[..., object], *args: object) -> None:
+        """Call it in the event loop, from any thread. A step that ends after `fail` may find the loop closed."""
+        with suppress(RuntimeError):
+            self._event_loop.call_soon_threadsafe(call, *args)
 
     def _post(self, command: Callable[[], None]) -> None:
         with self._wake:
@@ -115,6 +129,7 @@ class AsyncEngine:
         self._error = error
         for stream in self._streams.values():
             stream.put_nowait(error)
+        self._post(self._stop)  # for a step that ends after all
         if self._owner is not None:
             self._owner.cancel()
 
@@ -127,7 +142,7 @@ class AsyncEngine:
         except Exception:
             log.exception("the engine is broken")
             error = RequestFailed("the engine broke; the log has the traceback")
-            self._event_loop.call_soon_threadsafe(self._fail, error)
+            self._call_soon(self._fail, error)
 
     def _run_once(self) -> None:
         """Apply the waiting commands and run one step."""
@@ -141,7 +156,7 @@ class AsyncEngine:
             self._live.difference_update(chunk.request_id for chunk in chunks if chunk.finish_reason)
             if self._on_step is not None:
                 self._on_step(self._engine.report, chunks)  # before the chunks can end their requests
-            self._event_loop.call_soon_threadsafe(self._deliver, chunks)
+            self._call_soon(self._deliver, chunks)
         self.engine_load = self._engine.load
         if self._announce_at is not None and time.monotonic() >= self._announce_at:
             self.prefix_hashes = frozenset(self._engine.cached_blocks(ANNOUNCED_BLOCKS))
@@ -171,7 +186,7 @@ class AsyncEngine:
             self._engine.submit(request)
             self._live.add(request.id)
         except Exception as error:
-            self._event_loop.call_soon_threadsafe(stream.put_nowait, error)
+            self._call_soon(stream.put_nowait, error)
 
     def _cancel(self, request_id: str) -> None:
         if request_id in self._live:

@@ -3,18 +3,26 @@
 import asyncio
 import logging
 import threading
-from collections.abc import Awaitable, Callable, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import aclosing, asynccontextmanager
+from typing import Any
 
 import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from eyas.config import EngineConfig, TreeConfig
+from eyas.config import EngineConfig, ServerConfig, TreeConfig, VerifierConfig
 from eyas.drafters.base import Draft, DraftContext, DrafterNeeds, LocalDrafter, Pending
 from eyas.engine.build import assemble_engine
 from eyas.engine.engine import Engine
-from eyas.errors import InvalidRequest, RequestFailed
+from eyas.errors import InvalidRequest, RequestFailed, Unavailable
 from eyas.models.target import TargetModel, load_target
 from eyas.request import Chunk, Request, SamplingParams
+from eyas.rpc.channel import open_channel
+from eyas.rpc.messages import ModelInfo
+from eyas.rpc.server import LIVE, RpcServer
+from eyas.services.discovery.base import cancel_task
+from eyas.services.lifecycle import AnnouncedWorker, WorkerRegistration
+from eyas.services.verifier.__main__ import watch_steps
 from eyas.services.verifier.async_engine import AsyncEngine
 
 PROMPT = (0, 282, 659, 276)
@@ -170,3 +178,86 @@ def test_an_engine_that_cannot_recover_ends_its_owner(target: TargetModel, caplo
     with pytest.raises(RequestFailed, match="engine broke"):
         asyncio.run(body())
     assert "the engine is broken" in caplog.text
+
+
+def stuck_engine(target: TargetModel) -> tuple[Engine, threading.Event]:
+    """An engine whose steps wait for the event."""
+    engine, may_go_on = engine_of(target), threading.Event()
+    step = engine.step
+
+    def waiting() -> list[Chunk]:
+        assert may_go_on.wait(60)
+        return step()
+
+    engine.step = waiting  # type: ignore[method-assign]
+    return engine, may_go_on
+
+
+def join_engines() -> None:
+    """Wait for the threads that `fail` left in a step."""
+    for thread in [thread for thread in threading.enumerate() if thread.name == "engine"]:
+        thread.join(60)
+        assert not thread.is_alive()
+
+
+@asynccontextmanager
+async def watched(
+    loop: AsyncEngine, **limits: float
+) -> AsyncIterator[tuple[Callable[[str], Awaitable[bool]], WorkerRegistration]]:
+    """A server whose health follows the engine's steps; gives whether a service is SERVING, and the registration."""
+    server, model = RpcServer(ServerConfig()), ModelInfo("demo", "f", 10, 10)
+    registration = WorkerRegistration(server, None, AnnouncedWorker("verifier", model, lambda: loop.load))
+    address = await server.start([])
+    await registration.register(address)
+    config = VerifierConfig("demo", "models/demo/target", **limits)  # type: ignore[arg-type]
+    watchdog = asyncio.create_task(watch_steps(loop, registration, config, loop.fail))
+    async with open_channel(address) as channel:
+
+        async def is_serving(service: str) -> bool:
+            answer: Any = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(service=service))
+            return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
+
+        try:
+            yield is_serving, registration
+        finally:
+            await cancel_task(watchdog)
+            await server.stop(0)
+
+
+def test_a_stuck_step_is_not_serving_until_it_ends(target: TargetModel, caplog: pytest.LogCaptureFixture) -> None:
+    engine, may_go_on = stuck_engine(target)
+
+    async def body(loop: AsyncEngine) -> None:
+        async with watched(loop, stuck_step_timeout_s=0.05) as (is_serving, registration):
+            assert await is_serving("")
+            request = asyncio.create_task(collect(loop, request_of("r")))
+            while await is_serving(""):
+                await asyncio.sleep(0.01)
+            assert await is_serving(LIVE), "a supervisor does not end it yet"
+            assert "assert may_go_on.wait(60)" in caplog.text, "the log says where the step is"
+            may_go_on.set()
+            while not await is_serving(""):
+                await asyncio.sleep(0.01)
+            assert len(tokens_of(await request)) == 12
+            await registration.deregister()
+            await registration.set_serving(True)
+            assert not await is_serving(""), "a stopping service stays NOT_SERVING"
+
+    run(body, engine)
+
+
+def test_a_step_that_never_ends_ends_its_owner(target: TargetModel) -> None:
+    engine, may_go_on = stuck_engine(target)
+
+    async def body() -> None:
+        async with AsyncEngine(engine) as loop, watched(loop, stuck_step_timeout_s=0.05, stuck_step_exit_timeout_s=0.1):
+            with pytest.raises(Unavailable, match="a step has not ended"):
+                await collect(loop, request_of("r"))
+            await asyncio.sleep(60)
+
+    try:
+        with pytest.raises(Unavailable, match="a step has not ended"):
+            asyncio.run(body())
+    finally:
+        may_go_on.set()
+        join_engines()

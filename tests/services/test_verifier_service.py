@@ -16,14 +16,15 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from eyas.config import EngineConfig, RegistryConfig, ServerConfig, VerifierConfig
-from eyas.errors import EyasError, Overloaded
+from eyas.errors import EyasError, Overloaded, Unavailable
 from eyas.request import Request, SamplingParams
 from eyas.rpc import convert
 from eyas.rpc.channel import open_channel
 from eyas.rpc.messages import GenerateCall, TextChunk
 from eyas.rpc.server import status_error
-from eyas.services.verifier.__main__ import run
+from eyas.services.verifier.__main__ import END_SECONDS, run
 from eyas.v1 import generation_pb2, generation_pb2_grpc
+from tests.services.test_async_engine import join_engines
 
 SAMPLING = SamplingParams(12, temperature=0.8, seed=7, ignore_eos=True)
 CALL = GenerateCall(Request("r", (0, 282, 659, 276), SAMPLING))
@@ -41,16 +42,16 @@ def terminate() -> None:
     os.kill(os.getpid(), signal.SIGTERM)
 
 
-def serving(body: Body, stop: Callable[[], None] = terminate, method: str = "") -> None:
-    """Run `body`, then `stop`, against a verifier that must then end by itself. method: drafting method."""
+def serving(body: Body, stop: Callable[[], None] = terminate, **settings: Any) -> None:
+    """Run `body`, then `stop`, against a verifier with these settings, which must then end by itself."""
     config = VerifierConfig(
         served_model_name="demo",
         model="models/demo/target",
-        method=method,
         threads=1,
         engine=EngineConfig(max_kv_tokens=1200, max_num_seqs=1, max_queued_requests=1),
         server=ServerConfig(port=free_port(), graceful_shutdown_timeout_s=20),
         registry=RegistryConfig(url=f"redis://127.0.0.1:{free_port()}/0"),
+        **settings,
     )
 
     async def both() -> None:
@@ -66,6 +67,23 @@ def serving(body: Body, stop: Callable[[], None] = terminate, method: str = "") 
             await asyncio.wait_for(service, 30)
 
     asyncio.run(both())
+
+
+def test_a_stuck_step_ends_the_service(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every long step counts as stuck here. The system ends the process if it does not end by itself."""
+    alarms: list[int] = []
+    monkeypatch.setattr("signal.alarm", alarms.append)
+    prompt = tuple(range(5, 1005))
+
+    async def body(stub: generation_pb2_grpc.GenerationAsyncStub) -> None:
+        code, details = await status_of(stub, replace(CALL, request=replace(CALL.request, prompt_ids=prompt)))
+        assert code is grpc.StatusCode.UNAVAILABLE
+        assert "a step has not ended" in details
+
+    with pytest.raises(Unavailable, match="a step has not ended"):
+        serving(body, lambda: None, stuck_step_timeout_s=0.001, stuck_step_exit_timeout_s=0.002)
+    join_engines()
+    assert alarms == [END_SECONDS]
 
 
 async def generate(stub: generation_pb2_grpc.GenerationAsyncStub, call: GenerateCall) -> list[TextChunk]:

@@ -54,6 +54,11 @@ def test_models_of_a_router_are_read(tmp_path: Path) -> None:
         (VerifierConfig, VERIFIER + "dtype: float8\n", "dtype"),
         (
             VerifierConfig,
+            VERIFIER + "stuck_step_exit_timeout_s: 5\n",
+            r"stuck_step_exit_timeout_s is 5\.0; it must be at least",
+        ),
+        (
+            VerifierConfig,
             VERIFIER + "tree: {num_draft_tokens: 0}\n",
             r"config\.yaml: tree\.num_draft_tokens is 0; it must be at least 1",
         ),

@@ -25,7 +25,7 @@ from eyas.errors import (
     UnknownModel,
 )
 from eyas.rpc.channel import open_channel
-from eyas.rpc.server import RpcServer, status_error
+from eyas.rpc.server import LIVE, RpcServer, status_error
 from eyas.v1 import draft_pb2, draft_pb2_grpc
 
 NAME = "eyas.v1.Draft"
@@ -154,7 +154,7 @@ def test_health_follows_the_server_and_watches_do_not_delay_stop() -> None:
         listed = await stub.List(health_pb2.HealthListRequest())
         assert {name: value.status for name, value in listed.statuses.items()} == dict.fromkeys(
             ("", "grpc.health.v1.Health", NAME), status.NOT_SERVING
-        )
+        ) | {LIVE: status.SERVING}
         watch = stub.Watch(health_pb2.HealthCheckRequest(service=NAME))
         assert (await watch.read()).status == status.NOT_SERVING
         await server.set_serving(True)

@@ -273,20 +273,27 @@ capabilities:
 {{- end }}
 {{- end -}}
 
-{{/* Health probe of a worker. A kubelet's gRPC probe has no TLS, so with TLS the image's own check runs. */}}
+{{/*
+(list root component service): health probe of a worker's gRPC service, by its name in the health protocol.
+A kubelet's gRPC probe has no TLS, so with TLS the image's own check runs.
+*/}}
 {{- define "eyas.look" -}}
 {{- $root := index . 0 -}}
 {{- $port := include "eyas.port" . -}}
+{{- $service := index . 2 -}}
 {{- with $root.Values.peers.tls -}}
 {{- if .existingSecret -}}
-exec: {command: [python, healthcheck.py, --tls, /etc/eyas-peers, --name, {{ .serverName | quote }}, "grpc://127.0.0.1:{{ $port }}"]}
+exec: {command: [python, healthcheck.py, --tls, /etc/eyas-peers, --name, {{ .serverName | quote }}, --service, {{ $service | quote }}, "grpc://127.0.0.1:{{ $port }}"]}
 {{- else -}}
-grpc: {port: {{ $port }}}
+grpc: {port: {{ $port }}, service: {{ $service | quote }}}
 {{- end -}}
 {{- end -}}
 {{- end -}}
 
-{{/* Startup: until the weights are loaded. Readiness: accepts requests. Liveness: the process answers. */}}
+{{/*
+Startup: until the weights are loaded. Readiness: accepts requests; a verifier in a stuck step does not. Liveness: the process
+answers; one that does not will not drain either, so it is killed soon.
+*/}}
 {{- define "eyas.probes" -}}
 {{- $root := index . 0 -}}
 {{- $own := index $root.Values (index . 1) -}}
@@ -304,7 +311,7 @@ readinessProbe:
 livenessProbe:
   httpGet: {path: /live, port: http, scheme: {{ $scheme }}}
 {{- else -}}
-{{- $look := include "eyas.look" . -}}
+{{- $look := include "eyas.look" (append . "") -}}
 startupProbe:
   {{- $look | nindent 2 }}
   periodSeconds: 10
@@ -316,10 +323,11 @@ readinessProbe:
   timeoutSeconds: 3
   failureThreshold: 2
 livenessProbe:
-  {{- $look | nindent 2 }}
+  {{- include "eyas.look" (append . "live") | nindent 2 }}
 {{- end }}
   periodSeconds: 10
   timeoutSeconds: 5
+  terminationGracePeriodSeconds: 30
   failureThreshold: {{ $own.probes.livenessFailureThreshold }}
 {{- end -}}
 

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import yaml
 
+from eyas.rpc.server import LIVE
 from tests.deploy.charts import RENDERINGS, containers, of_kind, pod_templates, rendered
 
 each_rendering = pytest.mark.parametrize("name", RENDERINGS)
@@ -20,6 +21,28 @@ def test_every_container_is_probed_for_start_readiness_and_life(name: str) -> No
         assert readiness != liveness, f"{place}: readiness is apart from liveness"
         assert readiness["periodSeconds"] < liveness["periodSeconds"], place
         assert startup["failureThreshold"] * startup["periodSeconds"] >= 60, place
+
+
+@each_rendering
+def test_a_worker_that_is_not_serving_is_alive(name: str) -> None:
+    """Readiness asks for the whole server, liveness for the event loop; a process without it gets little time to end."""
+    for place, container in containers(rendered(name)):
+        if place.startswith("RayService") or container["name"] == "redis":
+            continue
+        probes = {kind: container[f"{kind}Probe"] for kind in ("startup", "readiness", "liveness")}
+        if container["name"] == "router":
+            asked = {kind: probe["httpGet"]["path"] for kind, probe in probes.items()}
+            assert asked == {"startup": "/live", "readiness": "/ready", "liveness": "/live"}, place
+        else:
+            asked = {kind: service_of(probe) for kind, probe in probes.items()}
+            assert asked == {"startup": "", "readiness": "", "liveness": LIVE}, place
+        assert probes["liveness"]["terminationGracePeriodSeconds"] < 60, place
+
+
+def service_of(probe: dict[str, Any]) -> str:
+    """The name that a probe asks for in the health protocol."""
+    command = probe.get("exec", {}).get("command", ())
+    return str(command[command.index("--service") + 1] if command else probe["grpc"]["service"])
 
 
 @each_rendering
