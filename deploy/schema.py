@@ -18,6 +18,7 @@ ANY: Schema = {"type": "object"}
 LIST: Schema = {"type": "array", "items": {"type": "object"}}
 TEXT: Schema = {"type": "string"}
 NAME: Schema = {"type": "string", "minLength": 1}
+NAMES: Schema = {"type": "array", "items": NAME}
 SWITCH: Schema = {"type": "boolean"}
 LABELS: Schema = {"type": "object", "additionalProperties": {"type": "string"}}
 PORT: Schema = {"type": "integer", "minimum": 1, "maximum": 65535}
@@ -26,6 +27,7 @@ PORT: Schema = {"type": "integer", "minimum": 1, "maximum": 65535}
 OWNED = (
     *("server.host", "server.port", "server.advertise_host", "server.zone", "registry.url"),
     *("telemetry.metrics_host", "telemetry.metrics_port"),
+    *("peers.token_file", "peers.token_env"),
     *("peers.cert_file", "peers.key_file", "peers.ca_file", "peers.tls_server_name", "peers.require_client_cert"),
     *("discovery.kind", "discovery.verifiers", "discovery.drafters", "discovery.kubernetes"),
 )
@@ -64,7 +66,10 @@ def values_schema() -> Schema:
             enabled=SWITCH, clients=LIST, scrapers=LIST, egress=SWITCH, egressPorts={"type": "array", "items": PORT}
         ),
         discovery=strict(kind=one_of("redis", "kubernetes")),
-        peers=strict(tls=strict(existingSecret=TEXT, serverName=NAME, requireClientCert=SWITCH)),
+        peers=strict(
+            token=strict(enabled=SWITCH, existingSecret=TEXT, key=NAME),
+            tls=strict(existingSecret=TEXT, serverName=NAME, requireClientCert=SWITCH, allowedNames=NAMES),
+        ),
         security=strict(runAsUser=at_least(1), fsGroup=at_least(1)),
         router=router(),
         verifier=verifier(),

@@ -5,7 +5,9 @@ from __future__ import annotations
 import ctypes
 import difflib
 import functools
+import os
 import re
+import secrets
 import shutil
 import signal
 import socket
@@ -21,7 +23,7 @@ from pathlib import Path
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from eyas.config import DraftConfig, RouterConfig, ServerConfig, VerifierConfig, load
+from eyas.config import DraftConfig, RouterConfig, ServiceConfig, VerifierConfig, load
 from eyas.errors import ConfigError, Unavailable
 from eyas.rpc.channel import open_sync_channel
 from eyas.rpc.server import GENERATION_SERVICE
@@ -41,6 +43,7 @@ RESTART_WINDOW_S = 600.0
 NUM_LOG_LINES = 15
 NUM_LOG_BYTES = 8192
 PR_SET_PDEATHSIG = 1
+TOKEN_VARIABLE = "EYAS_PEER_TOKEN"
 
 
 @dataclass(frozen=True)
@@ -55,7 +58,7 @@ class ServiceSettings:
         """The same with more key=value settings; later ones win."""
         return replace(self, assignments=(*self.assignments, *assignments))
 
-    def validate(self) -> ServerConfig:
+    def validate(self) -> ServiceConfig:
         """Read the config as the service will. Raises ConfigError if it is invalid or asks for TLS."""
         try:
             config = load(CONFIG_TYPES[self.name], self.file, self.assignments)
@@ -66,7 +69,7 @@ class ServiceSettings:
             raise ConfigError(
                 f"{self.name}: services started together do not speak TLS; start each by itself: eyas serve {self.name}"
             )
-        return config.server
+        return config
 
     def command(self) -> list[str]:
         """The command line of the service. -P: a file in the working directory cannot hide a module."""
@@ -94,6 +97,7 @@ class Child:
     """A process of the cluster. It starts when it is constructed.
 
     folder: working directory; this process's own by default. stop_timeout_s: seconds from SIGTERM to SIGKILL.
+    environment: variables besides those of this process.
     """
 
     name: str
@@ -102,6 +106,7 @@ class Child:
     log: Path
     folder: Path | None = None
     stop_timeout_s: float = STOP_TIMEOUT_S
+    environment: Mapping[str, str] = field(default_factory=dict, repr=False)
     process: subprocess.Popen[bytes] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -116,6 +121,7 @@ class Child:
             self.process = subprocess.Popen(
                 self.command,
                 cwd=self.folder,
+                env=os.environ | dict(self.environment),
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
@@ -225,11 +231,16 @@ def running_cluster(
         host: address that the router listens on.
         folder: working directory of the services; this process's own by default.
 
+    The services share a token of their own, unless the settings name one. It is passed by environment.
     The logs are removed at the end, unless an error ends the context.
     Raises ConfigError, before anything starts, for settings that a service would refuse.
     """
     configs = [service.validate() for service in services]
     http_port = http_port or free_port()
+    environment: dict[str, str] = {}
+    if not any(config.peers.token_file or config.peers.token_env for config in configs):
+        environment = {TOKEN_VARIABLE: secrets.token_hex(32)}
+        services = [service.add(f"peers.token_env={TOKEN_VARIABLE}") for service in services]
     logs = Path(tempfile.mkdtemp(prefix="eyas-"))
     children: list[Child] = []
     failed = False
@@ -242,9 +253,9 @@ def running_cluster(
                 address = f"{'127.0.0.1' if host in ('0.0.0.0', '::') else host}:{port}"
                 service = service.add(f"server.host='{host}'", f"http.host='{host}'", f"http.port={http_port}")
             service = service.add(f"server.port={address.rpartition(':')[2]}")
-            timeout_s = config.shutdown_delay_s + config.graceful_shutdown_timeout_s + STOP_TIMEOUT_S
+            timeout_s = STOP_TIMEOUT_S + config.server.shutdown_delay_s + config.server.graceful_shutdown_timeout_s
             log = logs / f"{service.name}.log"
-            children.append(Child(service.name, address, service.command(), log, folder, timeout_s))
+            children.append(Child(service.name, address, service.command(), log, folder, timeout_s, environment))
         yield Cluster(children, f"http://{host}:{http_port}")
     except BaseException as error:
         failed = not isinstance(error, KeyboardInterrupt)

@@ -39,6 +39,7 @@ from eyas.config.serving import RouterConfig as RouterConfig
 from eyas.config.serving import RoutingConfig as RoutingConfig
 from eyas.config.serving import ServedModel as ServedModel
 from eyas.config.serving import ServerConfig as ServerConfig
+from eyas.config.serving import ServiceConfig as ServiceConfig
 from eyas.config.serving import TelemetryConfig as TelemetryConfig
 from eyas.config.serving import TlsConfig as TlsConfig
 from eyas.config.serving import VerifierConfig as VerifierConfig

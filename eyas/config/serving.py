@@ -53,7 +53,7 @@ class PeersConfig:
         ca_file: PEM file with the CA certificates that sign the certificates of other services.
         tls_server_name: DNS name expected in the certificates of workers; empty expects the host of the address.
         require_client_cert: workers require client certificates signed by the CA (mTLS).
-        allowed_names: names of which a client certificate must have one, as DNS name, URI or common name. Empty accepts
+        allowed_names: a client certificate must have one of these names, as DNS name, URI or common name. Empty accepts
             every certificate that the CA signed.
         token_file: file with the token that all services share. Workers then refuse calls without it, and leases are
             signed with it. One token per line: the first is sent, all are accepted.

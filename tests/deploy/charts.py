@@ -33,13 +33,19 @@ SETTINGS: Mapping[str, Sequence[str]] = {
     "external redis by secret": (
         "redis.kind=external", "redis.external.existingSecret=redis", "router.autoscaling.kind=hpa",
     ),
-    "external redis by url": ("redis.kind=external", "redis.external.url=redis://cache:6379/1", "draft.enabled=false"),
+    "external redis by url": (
+        "redis.kind=external", "redis.external.url=redis://cache:6379/1", "draft.enabled=false",
+        "peers.token.existingSecret=token", "peers.token.key=shared",
+    ),
     "host path": (
         "model.source.kind=hostPath", "model.source.hostPath.path=/data",
         "verifier.tensorParallelSize=4", "commonLabels.team=a",
         "telemetry.otlpEndpoint=http://otel:4317", "networkPolicy.scrapers[0].podSelector.matchLabels.app=prometheus",
     ),
-    "open": ("networkPolicy.enabled=false", "redis.auth.existingSecret=redis", "router.serviceAccount.create=false"),
+    "open": (
+        "networkPolicy.enabled=false", "redis.auth.existingSecret=redis", "router.serviceAccount.create=false",
+        "peers.token.enabled=false",
+    ),
     "ray": (
         "mode=ray", "ray.gcsFaultTolerance.redisAddress=redis:6379", "ray.gcsFaultTolerance.passwordSecret=ray",
         "router.service.annotations.team=a",
@@ -128,3 +134,13 @@ def write_values(folder: Path, values: Mapping[str, Any]) -> str:
     file = folder / "values.yaml"
     file.write_text(yaml.safe_dump(dict(values)))
     return str(file)
+
+
+def configs(name: str) -> dict[str, Any]:
+    """The settings of the services by file name; under Ray those in the arguments of the application."""
+    objects = rendered(name)
+    for item in of_kind(objects, "RayService"):
+        (application,) = yaml.safe_load(item["spec"]["serveConfigV2"])["applications"]
+        return {f"{service}.yaml": application["args"][service] for service in ("router", "verifier", "draft")}
+    maps = [item["data"] for item in of_kind(objects, "ConfigMap")]
+    return {file: yaml.safe_load(text) for data in maps for file, text in data.items() if file.endswith(".yaml")}

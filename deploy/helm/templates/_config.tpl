@@ -24,15 +24,20 @@ telemetry:
 registry:
   url: ${env:REGISTRY_URL}
 {{- end }}
-{{- with $root.Values.peers.tls }}
-{{- if .existingSecret }}
+{{- $peers := $root.Values.peers }}
+{{- if or $peers.tls.existingSecret $peers.token.enabled }}
 peers:
+  {{- if $peers.token.enabled }}
+  token_file: /etc/eyas-token/{{ $peers.token.key }}
+  {{- end }}
+  {{- if $peers.tls.existingSecret }}
   cert_file: /etc/eyas-peers/tls.crt
   key_file: /etc/eyas-peers/tls.key
   ca_file: /etc/eyas-peers/ca.crt
-  tls_server_name: {{ .serverName | quote }}
-  require_client_cert: {{ .requireClientCert }}
-{{- end }}
+  tls_server_name: {{ $peers.tls.serverName | quote }}
+  require_client_cert: {{ $peers.tls.requireClientCert }}
+  allowed_names: {{ $peers.tls.allowedNames | toJson }}
+  {{- end }}
 {{- end }}
 discovery:
   kind: {{ $root.Values.discovery.kind }}

@@ -79,6 +79,13 @@ labels:
 {{- get (dict "router" 50050 "verifier" 50051 "draft" 50052) (index . 1) -}}
 {{- end -}}
 
+{{/* root: Secret with the token that the services share; empty without one */}}
+{{- define "eyas.tokenSecret" -}}
+{{- with .Values.peers.token -}}
+{{- if .enabled -}}{{- .existingSecret | default (include "eyas.name" (list $ "token")) -}}{{- end -}}
+{{- end -}}
+{{- end -}}
+
 {{- define "eyas.httpPort" -}}8000{{- end -}}
 {{- define "eyas.metricsPort" -}}9464{{- end -}}
 {{- define "eyas.redisPort" -}}6379{{- end -}}

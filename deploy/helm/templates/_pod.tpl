@@ -170,6 +170,9 @@ capabilities:
 {{- if $root.Values.peers.tls.existingSecret }}
 - {name: peers, mountPath: /etc/eyas-peers, readOnly: true}
 {{- end }}
+{{- if $root.Values.peers.token.enabled }}
+- {name: token, mountPath: /etc/eyas-token, readOnly: true}
+{{- end }}
 {{- if and $own.apiKeys $own.apiKeys.existingSecret }}
 - {name: api-keys, mountPath: /etc/eyas-keys, readOnly: true}
 {{- end }}
@@ -212,6 +215,10 @@ capabilities:
 {{- end }}
 {{- with $root.Values.peers.tls.existingSecret }}
 - name: peers
+  secret: {secretName: {{ . }}, defaultMode: 0440}
+{{- end }}
+{{- with include "eyas.tokenSecret" $root }}
+- name: token
   secret: {secretName: {{ . }}, defaultMode: 0440}
 {{- end }}
 {{- if and $own.apiKeys $own.apiKeys.existingSecret }}

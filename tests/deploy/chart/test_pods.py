@@ -4,10 +4,9 @@ import re
 from typing import Any
 
 import pytest
-import yaml
 
 from eyas.rpc.server import LIVE
-from tests.deploy.charts import RENDERINGS, containers, of_kind, pod_templates, rendered
+from tests.deploy.charts import RENDERINGS, configs, containers, pod_templates, rendered
 
 each_rendering = pytest.mark.parametrize("name", RENDERINGS)
 
@@ -108,7 +107,7 @@ def test_files_that_settings_name_are_mounted(name: str) -> None:
         for path in paths(settings.get(f"{container['name']}.yaml", {})):
             found += 1
             assert any(path.startswith(f"{mount}/") for mount in mounts), f"{place}: {path}"
-    assert bool(found) == (name in {"host path", "70b-tp4-multinode", "kubernetes discovery, no redis"})
+    assert bool(found) == (name not in {"open", "ray"})
 
 
 def paths(node: Any) -> list[str]:
@@ -134,7 +133,7 @@ def test_arguments_refer_to_existing_environment_variables(name: str) -> None:
 def test_everything_that_pods_refer_to_exists(name: str) -> None:
     objects = rendered(name)
     own = {(item["kind"], item["metadata"]["name"]) for item in objects}
-    brought = {"redis", "ray", "router-tls", "peers", "keys", "hub-token", "checkpoints", "eyas-hub-cache"}
+    brought = {"redis", "token", "ray", "router-tls", "peers", "keys", "hub-token", "checkpoints", "eyas-hub-cache"}
     for place, pod in pod_templates(objects):
         wanted = {("ServiceAccount", pod["spec"].get("serviceAccountName", "default"))}
         for volume in pod["spec"]["volumes"]:
@@ -162,11 +161,6 @@ def test_the_kill_comes_later_than_the_longest_drain(name: str) -> None:
             > before + server["shutdown_delay_s"] + server["graceful_shutdown_timeout_s"]
         ), place
     assert drained >= 2 or name == "ray"
-
-
-def configs(name: str) -> dict[str, Any]:
-    maps = [item["data"] for item in of_kind(rendered(name), "ConfigMap")]
-    return {file: yaml.safe_load(text) for data in maps for file, text in data.items() if file.endswith(".yaml")}
 
 
 @each_rendering

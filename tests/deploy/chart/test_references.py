@@ -3,7 +3,7 @@
 import pytest
 import yaml
 
-from tests.deploy.charts import RENDERINGS, Object, matches, named, of_kind, pod_templates, rendered
+from tests.deploy.charts import RENDERINGS, Object, configs, matches, named, of_kind, pod_templates, rendered
 
 each_rendering = pytest.mark.parametrize("name", RENDERINGS)
 
@@ -103,5 +103,18 @@ def test_no_password_stands_outside_of_a_secret(name: str) -> None:
     for item in rendered(name):
         if item["kind"] != "Secret":
             assert "redis://:" not in str(item), f"{item['kind']} {item['metadata']['name']}"
-    secrets = of_kind(rendered(name), "Secret")
-    assert all(len(secret["stringData"]["password"]) >= 32 for secret in secrets)
+    for secret in of_kind(rendered(name), "Secret"):
+        made = secret["stringData"].get("password") or secret["stringData"]["token"]
+        assert len(made) >= 32
+        assert not [item for item in rendered(name) if item["kind"] != "Secret" and made in str(item)]
+
+
+@each_rendering
+def test_the_services_share_a_token_unless_it_is_switched_off(name: str) -> None:
+    secrets = [item for item in of_kind(rendered(name), "Secret") if item["metadata"]["name"] == "demo-eyas-token"]
+    assert len(secrets) == (name not in ("open", "external redis by url")), "one of its own, if none is brought"
+    expected = {"open": None, "external redis by url": "/etc/eyas-token/shared"}.get(name, "/etc/eyas-token/token")
+    settings = configs(name)
+    assert set(settings) >= {"router.yaml", "verifier.yaml"}
+    for service in settings.values():
+        assert service.get("peers", {}).get("token_file") == expected

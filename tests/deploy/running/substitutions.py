@@ -53,7 +53,7 @@ class Local:
         for service, target in self.services.items():
             text = re.sub(rf"\b{service}:(\d+)", lambda found, pod=target: self._address(pod, found[1]), text)
         return re.sub(
-            r"^/(etc/eyas(?:-tls|-keys|-peers)?|tmp)(?=/|$)", lambda found: str(self.folder / pod / found[1]), text
+            r"^/(etc/eyas(?:-tls|-keys|-peers|-token)?|tmp)(?=/|$)", lambda found: str(self.folder / pod / found[1]), text
         )
 
     def _address(self, pod: str, port: str) -> str:

@@ -8,12 +8,20 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
+import grpc
+import pytest
+
 from eyas.config import RegistryConfig
+from eyas.errors import Unauthenticated
 from eyas.request import SamplingParams
+from eyas.rpc.channel import open_sync_channel
 from eyas.rpc.messages import NO_DRAFTER
-from eyas.services.cluster import Child, Cluster, free_port
+from eyas.rpc.server import status_error
+from eyas.services.cluster import TOKEN_VARIABLE, Child, Cluster, free_port
 from eyas.services.discovery.registry import Registry
 from eyas.services.local import CONFIGS
+from eyas.v1 import worker_pb2
+from eyas.v1.worker_pb2_grpc import WorkerStub
 from tests.e2e.client import Generated, generate
 
 PROMPT = (0, 282, 659, 276)
@@ -25,9 +33,15 @@ def another(service: str, cluster: Cluster, logs: Path, *settings: str) -> Itera
     """One more service of the cluster, on a port of its own."""
     port = free_port()
     command = [sys.executable, "-m", f"eyas.services.{service}", "--config", str(CONFIGS / f"{service}.yaml")]
-    for setting in (f"server.port={port}", f"registry.url=redis://{cluster['redis'].address}/0", *settings):
+    joining = (
+        f"server.port={port}",
+        f"registry.url=redis://{cluster['redis'].address}/0",
+        f"peers.token_env={TOKEN_VARIABLE}",
+    )
+    for setting in (*joining, *settings):
         command += ["--set", setting]
-    child = Child(service, f"127.0.0.1:{port}", command, logs / f"{service}.log")
+    environment = cluster["verifier"].environment
+    child = Child(service, f"127.0.0.1:{port}", command, logs / f"{service}.log", environment=environment)
     try:
         yield child
     finally:
@@ -76,3 +90,13 @@ def test_a_request_continues_exactly_on_another_verifier(demo_cluster: Cluster, 
     assert moved_at
     assert out.finish_reason is None
     assert out.token_ids == plain.token_ids
+
+
+def test_workers_of_a_local_cluster_refuse_strangers(demo_cluster: Cluster) -> None:
+    for name in ("verifier", "draft"):
+        with open_sync_channel(demo_cluster[name].address) as channel, pytest.raises(grpc.RpcError) as caught:
+            WorkerStub(channel).Status(worker_pb2.StatusRequest(), timeout=30)
+        assert isinstance(status_error(caught.value), Unauthenticated)
+        token = demo_cluster[name].environment[TOKEN_VARIABLE]
+        assert not any(token in word for word in demo_cluster[name].command)
+        assert token not in demo_cluster[name].log.read_text()

@@ -166,9 +166,9 @@ def test_a_draft_service_serves_verifiers_with_the_token(tmp_path: Path, caplog:
         assert not stranger.connected
 
 
-@pytest.mark.parametrize(("host", "is_told"), [("0.0.0.0", True), ("node-1", True), ("127.0.0.1", False), ("::1", False)])
+@pytest.mark.parametrize(("host", "warns"), [("0.0.0.0", True), ("node-1", True), ("127.0.0.1", False), ("::1", False)])
 def test_a_worker_open_to_everybody_says_so(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, host: str, is_told: bool
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, host: str, warns: bool
 ) -> None:
     async def body() -> None:
         worker_server(ServerConfig(host), Peers(token_file(tmp_path, TOKEN)))
@@ -176,7 +176,7 @@ def test_a_worker_open_to_everybody_says_so(
         worker_server(ServerConfig(host), Peers())
 
     run(body)
-    assert (f"OPEN TO EVERYBODY who can reach {host}" in caplog.text) == is_told
+    assert (f"OPEN TO EVERYBODY who can reach {host}" in caplog.text) == warns
 
 
 def test_a_replaced_token_is_read_without_a_restart(tmp_path: Path) -> None:
