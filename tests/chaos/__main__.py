@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import shlex
 import sys
 import tempfile
 from dataclasses import dataclass, replace
@@ -105,11 +104,10 @@ def main(
         stormed = storm(settings, screen.update)
     load = OverloadSettings(overload_s, seed=seed)
     result = ChaosResult(stormed, run_overload(load) if overload_s else None)
-    command = shlex.join(["python", "-m", "tests.chaos", *sys.argv[1:]])
     tables = [promises_table(result), storm_table(stormed), gaps_table(stormed), memory_table(stormed)]
     if result.overload is not None:
         tables.append(overload_table(result.overload, load))
-    page = Report.here("chaos", command, "cpu", {"storm": settings, "overload": load}, result, tables).write(out)
+    page = Report.here("chaos", "python -m tests.chaos", "cpu", {"storm": settings, "overload": load}, result, tables).write(out)
     draw(stormed, page.with_suffix(".png"))
     print(page.read_text(encoding="utf-8"))
     print(*stormed.notes[:20], sep="\n")
@@ -177,7 +175,7 @@ def gaps_table(result: StormResult) -> Table:
 def memory_table(result: StormResult) -> Table:
     """Memory of what was never killed."""
     rows = [(use.service, f"{use.first:.0f}", f"{use.last:.0f}", f"{use.slope:+.1f}") for use in result.memory]
-    note = "Anonymous memory in MiB of services that were never killed; slope in MiB per hour, without the first quarter."
+    note = "Anonymous memory in MiB of services that were never killed; slope in MiB per hour over the second half."
     return Table("Memory", ("service", "first", "last", "slope"), tuple(rows), note)
 
 

@@ -32,7 +32,7 @@ from tests.chaos.fleet import (
 )
 from tests.chaos.traffic import Clients, Counts
 
-WARM_UP_S = 2.0
+WARM_UP_S = 0.5
 IDLE_TIMEOUT_S = 30.0
 SAMPLE_INTERVAL_S = 2.0
 LAG_INTERVAL_S = 0.05
@@ -72,7 +72,7 @@ class GapOfFault:
 
 @dataclass(frozen=True)
 class MemoryUse:
-    """Anonymous memory of a service that was never killed, in MiB. slope: in MiB per hour, after the first quarter."""
+    """Anonymous memory of a service that was never killed, in MiB. slope: in MiB per hour, over the second half."""
 
     service: str
     first: float
@@ -250,7 +250,7 @@ def _memory_use(samples: dict[Member, list[tuple[float, float]]]) -> list[Memory
     for member, points in samples.items():
         if member.num_starts > 1 or len(points) < MIN_MEMORY_SAMPLES:
             continue
-        times, sizes = np.array(points[len(points) // 4 :]).T
+        times, sizes = np.array(points[len(points) // 2 :]).T
         slope = np.polyfit(times, sizes, 1)[0] * 3600
         uses.append(MemoryUse(member.name, points[0][1], points[-1][1], float(slope)))
     return uses
