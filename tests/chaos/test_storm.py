@@ -13,7 +13,7 @@ from tests.chaos.proxy import Proxy
 from tests.chaos.storm import StormSettings, storm
 
 SHORT = StormSettings(
-    seed=7, verifier_kills=3, drafter_kills=15, num_clients=4, num_answers=8, most_tokens=60,
+    seed=7, verifier_kills=2, drafter_kills=12, num_clients=4, num_answers=6, most_tokens=50,
     longest_fault_s=1.0,
     fleet=FleetSettings(num_verifiers=2, drafters=("eagle3", "prompt_lookup", "sps", "hostile")),
 )  # fmt: skip
@@ -28,8 +28,8 @@ def test_no_token_is_lost_in_a_short_storm() -> None:
     assert (found.num_wrong, found.num_lost, found.num_doubled) == (0, 0, 0), found.notes
     assert found.num_failed == 0, found.notes
     assert found.num_crashes == found.unreturned_slots == 0
-    assert found.num_verifier_kills >= 3
-    assert found.num_drafter_kills >= 15
+    assert found.num_verifier_kills >= 2
+    assert found.num_drafter_kills >= 12
     assert found.num_tokens > 0
 
 

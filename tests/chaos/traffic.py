@@ -23,7 +23,7 @@ from eyas.rpc.messages import NO_DRAFTER, GenerateCall
 from eyas.v1.generation_pb2_grpc import GenerationStub
 from tests.chaos.answers import Answer, Mismatch, Received
 
-REQUEST_TIMEOUT_S = 60.0
+REQUEST_TIMEOUT_S = 300.0
 DRAFTER_RATIO, HTTP_RATIO, CANCEL_RATIO = 0.8, 0.2, 0.05
 NUM_SESSIONS = 40
 MAX_KEPT_FAILURES = 200
@@ -42,15 +42,24 @@ class RequestDied(Exception):
 
 @dataclass
 class Counts:
-    """What the clients have seen. failures: by status. notes: the first failures and mismatches, for people."""
+    """What the clients have seen: tokens over gRPC, characters over HTTP. failures: by status.
+
+    notes: the first failures and mismatches, for people.
+    """
 
     num_requests: int = 0
     num_cancelled: int = 0
     num_tokens: int = 0
+    num_characters: int = 0
     mismatch: Mismatch = field(default_factory=Mismatch)
     failures: Counter[str] = field(default_factory=Counter)
     notes: list[str] = field(default_factory=list)
     gaps: array[float] = field(default_factory=lambda: array("f"))
+
+    def add(self, num_items: int, is_text: bool) -> None:
+        """Count what a client has received."""
+        self.num_characters += num_items * is_text
+        self.num_tokens += num_items * (not is_text)
 
     def note(self, text: str) -> None:
         """Keep a line, up to a limit."""
@@ -95,7 +104,6 @@ class Clients:
             counts.failures[died.code] += 1
             counts.note(f"{time.strftime('%X')} failed after {received.num_items}: {died}")
         counts.num_cancelled += enough is not None and not received.finished
-        counts.num_tokens += received.num_items
         if mismatch := received.mismatch():
             counts.mismatch.add(mismatch)
             counts.note(
@@ -104,10 +112,12 @@ class Clients:
 
     async def _receive(self, received: Received, parts: AsyncIterator[None], enough: int | None, on_gap: OnGap) -> None:
         """Read an answer to its end, or until enough has come."""
-        before = time.monotonic()
+        before, num_items = time.monotonic(), 0
         async with aclosing(parts):  # type: ignore[type-var]
             async for _ in parts:
                 now = time.monotonic()
+                self.counts.add(received.num_items - num_items, received.is_text)
+                num_items = received.num_items
                 self.counts.gaps.append(now - before)
                 on_gap(before, now)
                 before = now
