@@ -2,7 +2,9 @@
 
 import asyncio
 import itertools
+import signal
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -49,45 +51,62 @@ def another(service: str, cluster: Cluster, logs: Path, *settings: str) -> Itera
         child.process.wait()
 
 
-def session_on(worker: Child, cluster: Cluster) -> str:
-    """A session that the router has bound to `worker`, found by asking."""
+def verifier_of(session: str, cluster: Cluster) -> str:
+    """The address of the live verifier that serves a session, or served it last; empty if there is none."""
 
-    async def is_there(session: str) -> bool:
+    async def read() -> str:
         registry = Registry(RegistryConfig(f"redis://{cluster['redis'].address}/0"))
         try:
-            while (placement := await registry.placement(session)) is None:
-                await asyncio.sleep(0.01)
-            leases = await registry.leases("verifier")
-            return placement.verifier in [lease.incarnation for lease in leases if lease.address == worker.address]
+            placement, leases = await registry.placement(session), await registry.leases("verifier")
+            return next((lease.address for lease in leases if placement and lease.incarnation == placement.verifier), "")
         finally:
             await registry.close()
 
+    return asyncio.run(read())
+
+
+def session_on(worker: Child, cluster: Cluster) -> str:
+    """A session that the router has bound to `worker`, found by asking."""
     for number in itertools.count():
         generate(cluster["router"].address, PROMPT, SamplingParams(max_tokens=1), session=f"s{number}")
-        if asyncio.run(is_there(f"s{number}")):
+        while not (address := verifier_of(f"s{number}", cluster)):
+            time.sleep(0.01)
+        if address == worker.address:
             return f"s{number}"
     raise AssertionError
 
 
-def test_a_request_continues_exactly_on_another_verifier(demo_cluster: Cluster, tmp_path: Path) -> None:
-    """SIGKILL to the verifier in the middle of a request at a seeded temperature, with its drafter."""
+def test_a_request_continues_exactly_elsewhere_and_back(demo_cluster: Cluster, tmp_path: Path) -> None:
+    """A request at a seeded temperature, with its drafter, moves twice.
+
+    SIGSTOP to its verifier moves it to another one. SIGCONT, and SIGKILL to the other one, bring it back.
+    """
+    first = demo_cluster["verifier"]
     moved_at: list[int] = []
 
-    def kill_and_go_on(out: Generated) -> bool:
-        if len(out.token_ids) >= 20 and dying.process.poll() is None:
-            dying.process.kill()
-            dying.process.wait()
-        if not moved_at and f"verifier {dying.address}: " in demo_cluster["router"].log.read_text():
-            moved_at.append(len(out.token_ids))
-        return bool(moved_at) and len(out.token_ids) >= moved_at[0] + 50
+    def stop_kill_and_go_on(out: Generated) -> bool:
+        num_tokens = len(out.token_ids)
+        if not moved_at and num_tokens >= 20:
+            first.process.send_signal(signal.SIGSTOP)
+        if len(moved_at) == 1 and num_tokens >= moved_at[0] + 20 and second.process.poll() is None:
+            first.process.send_signal(signal.SIGCONT)
+            second.process.kill()
+            second.process.wait()
+        has_failed = num_tokens >= 20 if not moved_at else second.process.poll() is not None
+        target = first if moved_at else second
+        if len(moved_at) < 2 and has_failed and verifier_of(session, demo_cluster) == target.address:
+            moved_at.append(num_tokens)
+        return len(moved_at) == 2 and num_tokens >= moved_at[1] + 20
 
-    # With more slots than the other, it is the one that the router chooses while both are idle.
-    with another("verifier", demo_cluster, tmp_path, "engine.max_kv_tokens=20000") as dying:
-        demo_cluster.wait(dying)
-        session = session_on(dying, demo_cluster)
-        out = generate(demo_cluster["router"].address, PROMPT, SEEDED, enough=kill_and_go_on, session=session)
+    with another("verifier", demo_cluster, tmp_path) as second:
+        demo_cluster.wait(second)
+        session = session_on(first, demo_cluster)
+        try:
+            out = generate(demo_cluster["router"].address, PROMPT, SEEDED, enough=stop_kill_and_go_on, session=session)
+        finally:
+            first.process.send_signal(signal.SIGCONT)
     plain = generate(demo_cluster["router"].address, PROMPT, replace(SEEDED, max_tokens=len(out.token_ids)), NO_DRAFTER)
-    assert moved_at
+    assert len(moved_at) == 2
     assert out.finish_reason is None
     assert out.token_ids == plain.token_ids
 
