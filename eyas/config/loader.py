@@ -136,7 +136,7 @@ def require(condition: bool, message: str) -> None:
         raise ConfigError(message)
 
 
-def at_least(minimum: int, **settings: float) -> None:
+def at_least(minimum: float, **settings: float) -> None:
     """Check that all settings are `minimum` or more."""
     for name, value in settings.items():
         require(value >= minimum, f"{name} is {value}; it must be at least {minimum}")

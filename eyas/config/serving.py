@@ -449,11 +449,7 @@ class VerifierConfig(WorkerConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         above_zero(stuck_step_timeout_s=self.stuck_step_timeout_s)
-        require(
-            self.stuck_step_exit_timeout_s >= self.stuck_step_timeout_s,
-            f"stuck_step_exit_timeout_s is {self.stuck_step_exit_timeout_s}; it must be at least stuck_step_timeout_s "
-            f"{self.stuck_step_timeout_s}",
-        )
+        at_least(self.stuck_step_timeout_s, stuck_step_exit_timeout_s=self.stuck_step_exit_timeout_s)
 
 
 # Draft service

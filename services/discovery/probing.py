@@ -93,7 +93,7 @@ class WorkerProbe:
 
     @property
     def has_result(self) -> bool:
-        """Whether the process there has told its state and its health, or could not be asked."""
+        """Whether the process there has answered with its state and its health, or could not be asked."""
         return bool(self._problem or (self._answered_at and self._serving is not None))
 
     @property

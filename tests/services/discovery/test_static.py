@@ -35,14 +35,14 @@ def test_a_worker_is_found_as_it_describes_itself() -> None:
     asyncio.run(body())
 
 
-def test_a_list_is_synced_once_every_worker_has_answered_or_failed() -> None:
+def test_a_list_is_synced_once_all_have_answered_or_failed() -> None:
     async def body() -> None:
         async with pod_worker() as worker:
             config = settings("static", verifiers=(worker.address, f"127.0.0.1:{free_port()}"))
             async with discovering(config) as discovery:
                 assert not discovery.has_synced("verifier")
                 await until(lambda: discovery.has_synced("verifier"))
-                assert names(discovery) == {worker.incarnation}, "nobody is missing by then"
+                assert names(discovery) == {worker.incarnation}, "none is missing by then"
                 assert not discovery.has_synced("draft"), "it is not watched"
 
     asyncio.run(body())
