@@ -143,7 +143,7 @@ def service(name: str, config: type) -> Mapping[str, Schema]:
 def router() -> Schema:
     """Return the schema of `router`."""
     ports = strict(type=one_of("ClusterIP", "NodePort", "LoadBalancer"), annotations=LABELS, grpcPort=PORT, httpPort=PORT)
-    keys = strict(existingSecret=TEXT, key=NAME)
+    keys = strict(existingSecret=TEXT, key=NAME, maxPriority=at_least(0), sharePrefixCache=SWITCH)
     return strict(**service("router", RouterConfig), service=ports, tls=strict(existingSecret=TEXT), apiKeys=keys)
 
 

@@ -29,6 +29,7 @@ SUBCOMMANDS = {
     "serve verifier": Subcommand("eyas.services.verifier.__main__", "app", "Run one verifier from a config file."),
     "serve draft": Subcommand("eyas.services.draft.__main__", "app", "Run one draft service from a config file."),
     "generate": Subcommand("eyas.client", "generate", "Stream the continuation of a prompt from a router."),
+    "keys new": Subcommand("eyas.services.router.auth", "new_key", "Make an API key, and its entry for the file of keys."),
     "models": Subcommand("eyas.client", "models", "List the models that a router serves."),
     "drafters": Subcommand("eyas.check.command", "drafters", "List the drafting methods."),
     "check": Subcommand("eyas.check.command", "check", "Check a model and its draft head before serving them."),

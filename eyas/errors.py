@@ -3,10 +3,13 @@
 EyasError
 |- InvalidRequest: UnknownModel
 |- ConfigError, CheckpointError, InvalidTree
-|- Overloaded, Unavailable, TimedOut
-|- Unauthenticated
+|- Overloaded: RateLimited
+|- Unavailable, TimedOut
+|- Unauthenticated, PermissionDenied
 `- RequestFailed
 """
+
+from collections.abc import Mapping
 
 
 class EyasError(Exception):
@@ -49,6 +52,14 @@ class Overloaded(EyasError):
         self.retry_after = retry_after
 
 
+class RateLimited(Overloaded):
+    """The quota of an API key is used up. headers: OpenAI's, about what is left of it."""
+
+    def __init__(self, message: str, retry_after: float | None = None, headers: Mapping[str, str] | None = None) -> None:
+        super().__init__(message, retry_after)
+        self.headers = headers or {}
+
+
 class Unavailable(EyasError):
     """The service that should answer is not there."""
 
@@ -59,6 +70,10 @@ class TimedOut(EyasError):
 
 class Unauthenticated(EyasError):
     """A call without a key, or with one that is not known."""
+
+
+class PermissionDenied(EyasError):
+    """A call with a known key that may not do this."""
 
 
 class RequestFailed(EyasError):

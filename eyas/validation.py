@@ -10,6 +10,7 @@ from eyas.errors import InvalidRequest
 from eyas.request import MAX_INT, MAX_SEED, Request, SamplingParams
 
 MAX_REQUEST_ID_LENGTH = 128
+MAX_CACHE_SALT_LENGTH = 256
 MAX_COMPLETIONS = 128
 MAX_LOGPROBS = 20
 MAX_BAD_WORDS = 1024
@@ -38,6 +39,13 @@ def check_request_id(request_id: str) -> None:
         raise InvalidRequest(
             f"request_id {request_id!r} has characters that are not printable; leave them out", "request_id"
         )
+
+
+def check_cache_salt(salt: str) -> None:
+    """Raises InvalidRequest for a salt that is too long."""
+    if len(salt) > MAX_CACHE_SALT_LENGTH:
+        reason = f"cache_salt has {len(salt)} characters; give at most {MAX_CACHE_SALT_LENGTH}, or none"
+        raise InvalidRequest(reason, "cache_salt")
 
 
 def check_sampling(sampling: SamplingParams) -> None:
@@ -86,6 +94,7 @@ def check_request(request: Request, vocab_size: int, max_model_len: int) -> None
     Its sampling parameters must have been checked.
     """
     num_prompt, sampling = len(request.prompt_ids), request.sampling
+    check_cache_salt(request.cache_salt)
     if not 0 <= request.priority <= MAX_INT:
         raise InvalidRequest(f"priority is {request.priority}; it must be 0 (normal) or more, below 2**31", "priority")
     if num_prompt == 0:

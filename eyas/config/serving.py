@@ -258,11 +258,19 @@ class ApiKeysConfig:
 
     Attributes:
         env: name of an environment variable with keys, separated by commas.
-        file: file with one key per line.
+        file: YAML or JSON file of hashed keys with names and limits, or a file with one key per line. Read again when it
+            changes.
+        max_priority: highest priority of requests, for keys that have no max_priority of their own.
+        share_prefix_cache: let all tenants use one prefix cache. A client can then find out which prompts others send.
     """
 
     env: str = ""
     file: str = ""
+    max_priority: int = 0
+    share_prefix_cache: bool = False
+
+    def __post_init__(self) -> None:
+        at_least(0, max_priority=self.max_priority)
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,8 @@ from eyas.errors import (
     EyasError,
     InvalidRequest,
     Overloaded,
+    PermissionDenied,
+    RateLimited,
     RequestFailed,
     TimedOut,
     Unauthenticated,
@@ -55,6 +57,7 @@ _STATUS_CODES: tuple[tuple[type[EyasError], grpc.StatusCode], ...] = (
     (Unavailable, grpc.StatusCode.UNAVAILABLE),
     (TimedOut, grpc.StatusCode.DEADLINE_EXCEEDED),
     (Unauthenticated, grpc.StatusCode.UNAUTHENTICATED),
+    (PermissionDenied, grpc.StatusCode.PERMISSION_DENIED),
     (ConfigError, grpc.StatusCode.FAILED_PRECONDITION),
     (CheckpointError, grpc.StatusCode.FAILED_PRECONDITION),
     (EyasError, grpc.StatusCode.INTERNAL),
@@ -93,10 +96,11 @@ def status_of(error: BaseException) -> grpc.StatusCode:
 
 
 def retry_hint(error: EyasError) -> tuple[tuple[str, str], ...]:
-    """Return trailing metadata that says when to retry; empty if the error does not say."""
+    """Return trailing metadata that says when to retry, and what is left of a quota; empty if the error does not say."""
     if not isinstance(error, Overloaded) or error.retry_after is None:
         return ()
-    return ((RETRY_KEY, f"{error.retry_after * 1000:.0f}"),)
+    quota = error.headers.items() if isinstance(error, RateLimited) else ()
+    return (RETRY_KEY, f"{error.retry_after * 1000:.0f}"), *quota
 
 
 # Checks of a call; each raises Unauthenticated. The first gets the metadata, before any message is read. The second gets

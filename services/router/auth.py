@@ -1,76 +1,438 @@
-"""The API keys of both listeners, and the ASGI middleware that requires one."""
+"""API keys of both listeners: who calls, what the key may do, and how much of it.
+
+A file of keys holds hashes only. A key is random, so that one SHA-256 of it cannot be turned back; passwords are no keys.
+"""
 
 from __future__ import annotations
 
 import hmac
+import logging
+import math
 import os
-from collections.abc import Iterable, Mapping
+import re
+import secrets
+import time
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping
+from contextlib import aclosing, contextmanager
+from dataclasses import dataclass, field, replace
+from hashlib import blake2b, sha256
 from pathlib import Path
+from typing import Annotated, Literal
 
-from starlette.datastructures import Headers
-from starlette.types import ASGIApp, Receive, Scope, Send
+import typer
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from eyas.config import ApiKeysConfig
-from eyas.errors import ConfigError, Unauthenticated
+from eyas.config.loader import at_least, require, validated
+from eyas.errors import ConfigError, EyasError, InvalidRequest, PermissionDenied, RateLimited, Unauthenticated
+from eyas.rpc.messages import GenerateCall, TextChunk
 from eyas.services.router.http.errors import error_response
+from eyas.validation import check_cache_salt
+
+KeyScope = Literal["generate", "models"]
+
+# Seconds between two looks at the file of keys.
+RELOAD_INTERVAL_S = 1.0
 
 _SCHEME = "bearer "
+_HASH = "sha256:"
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class KeyLimits:
+    """Quota of a key; 0 sets no limit. Each router counts for itself.
+
+    Attributes:
+        requests_per_minute: generation requests; a rejected one counts too.
+        tokens_per_minute: prompt and output tokens. A request reserves its max_tokens, and gives back what it does not use.
+        max_running: completions that run or wait at once.
+    """
+
+    requests_per_minute: int = 0
+    tokens_per_minute: int = 0
+    max_running: int = 0
+
+    def __post_init__(self) -> None:
+        at_least(0, **vars(self))
+
+
+@dataclass(frozen=True)
+class ApiKey:
+    """A key and what it may do.
+
+    Attributes:
+        name: for operators; unique.
+        hash: "sha256:" and the digest of the key in hexadecimal digits. `eyas keys new` prints it.
+        tenant: keys of one tenant share cached prefixes and one fair share of the engines; empty: the key's name.
+        scopes: "generate" and "models" (list models).
+        max_priority: highest `priority` of its requests; null takes api_keys.max_priority.
+        limits: its quota.
+    """
+
+    name: str
+    hash: str
+    tenant: str = ""
+    scopes: tuple[KeyScope, ...] = ("generate", "models")
+    max_priority: int | None = None
+    limits: KeyLimits = field(default_factory=KeyLimits)
+
+    def __post_init__(self) -> None:
+        require(bool(self.name), "name is empty; give the key a name")
+        require(bool(re.fullmatch(_HASH + "[0-9a-f]{64}", self.hash)), "hash is not sha256: and 64 hexadecimal digits")
+        at_least(0, max_priority=self.max_priority or 0)
+
+    @property
+    def tenant_id(self) -> str:
+        """The tenant as verifiers see it, which need no names."""
+        return blake2b((self.tenant or self.name).encode(), digest_size=8).hexdigest()
+
+
+@dataclass(frozen=True)
+class KeyFile:
+    """The content of a file of keys in YAML or JSON."""
+
+    keys: tuple[ApiKey, ...] = ()
+
+    def __post_init__(self) -> None:
+        for values in ([key.name for key in self.keys], [key.hash for key in self.keys]):
+            twice = next((value for value in values if values.count(value) > 1), None)
+            require(twice is None, f"keys: {twice} is there twice; leave one out")
+
+
+def hash_of(key: str | bytes) -> str:
+    """Return the hash of a key as a file of keys has it."""
+    return _HASH + sha256(key if isinstance(key, bytes) else key.encode("utf-8", "surrogateescape")).hexdigest()
+
+
+def plain_keys(values: Iterable[str], source: str) -> tuple[ApiKey, ...]:
+    """Return keys of a list of plain keys: each its own tenant, without limits. Raises ConfigError if there is none."""
+    hashes = dict.fromkeys(hash_of(key) for value in values if (key := value.strip()))
+    require(bool(hashes), f"{source} holds no key; put one there, or leave the setting empty to accept every call")
+    return tuple(ApiKey(f"plain-{each[len(_HASH) :][:12]}", each) for each in hashes)
+
+
+def parse_keys(text: str, source: str) -> tuple[ApiKey, ...]:
+    """Return the keys of a file: YAML or JSON with the entry `keys`, or one plain key on each line. Raises ConfigError."""
+    import yaml
+
+    lines = [line for line in text.splitlines() if line.strip()]
+    first = next((line for line in lines if not line.lstrip().startswith(("#", "---"))), "")
+    if not re.match(r"""["']?keys["']?\s*:|\{""", first.strip()):
+        return plain_keys(lines, source)
+    try:
+        data = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        problem = getattr(error, "problem", "") or "syntax error"  # the whole message may quote the file
+        raise ConfigError(f"{source} is neither YAML nor JSON: {problem}") from None
+    return validated(KeyFile, data, source).keys
+
+
+class TokenBucket:
+    """Allows an amount per minute, which comes back evenly. One that took more than there was waits until it is back.
+
+    available: what can be taken now; below 0 after a request that took more than expected.
+    """
+
+    def __init__(self, per_minute: int, clock: Callable[[], float]) -> None:
+        self.per_minute = per_minute
+        self._clock = clock
+        self._level, self._updated = float(per_minute), clock()
+
+    @property
+    def available(self) -> float:
+        now = self._clock()
+        self._level = min(self._level + (now - self._updated) * self.per_minute / 60, float(self.per_minute))
+        self._updated = now
+        return self._level
+
+    def take(self, amount: float) -> None:
+        """Take an amount; a negative one gives it back."""
+        self._level = self.available - amount
+
+    def seconds_until(self, amount: float) -> float:
+        """Seconds until an amount is there, or all of it if it is more than a minute's."""
+        missing = min(amount, self.per_minute) - self.available
+        return max(missing, 0.0) * 60 / self.per_minute if self.per_minute else 0.0
+
+    def headers(self, kind: str) -> dict[str, str]:
+        """Return OpenAI's headers about what is left; none without a limit."""
+        if not self.per_minute:
+            return {}
+        name, left = "x-ratelimit-{}-" + kind, max(math.floor(self.available), 0)
+        reset = _duration(self.seconds_until(self.per_minute))
+        return {name.format("limit"): str(self.per_minute), name.format("remaining"): str(left), name.format("reset"): reset}
+
+
+def _duration(seconds: float) -> str:
+    """Return a duration as OpenAI writes it: 120ms, 7s or 1m30s."""
+    if seconds < 1:
+        return f"{math.ceil(seconds * 1000)}ms"
+    minutes, rest = divmod(math.ceil(seconds), 60)
+    return f"{minutes}m{rest}s" if minutes else f"{rest}s"
+
+
+class Quota:
+    """What a key has used. It stays when the file of keys is read again."""
+
+    def __init__(self, limits: KeyLimits, clock: Callable[[], float]) -> None:
+        self.limits, self._clock = limits, clock
+        self.requests = TokenBucket(limits.requests_per_minute, clock)
+        self.tokens = TokenBucket(limits.tokens_per_minute, clock)
+        self.num_running = 0
+
+    def update(self, limits: KeyLimits) -> None:
+        """Take other limits. A changed limit begins with a full minute."""
+        if limits.requests_per_minute != self.limits.requests_per_minute:
+            self.requests = TokenBucket(limits.requests_per_minute, self._clock)
+        if limits.tokens_per_minute != self.limits.tokens_per_minute:
+            self.tokens = TokenBucket(limits.tokens_per_minute, self._clock)
+        self.limits = limits
+
+    def count_request(self) -> None:
+        """Count a request. Raises RateLimited."""
+        self._require(self.requests, 1, "requests")
+        self.requests.take(1)
+
+    @contextmanager
+    def reserve(self, num_completions: int, num_prompt: int, num_output: int) -> Iterator[Callable[[int], None]]:
+        """Reserve what a request needs while the body runs; yields a function that counts its output tokens.
+
+        num_prompt, num_output: tokens of its prompts, and of its completions at most.
+        Raises RateLimited, or InvalidRequest if the request alone is above max_running.
+        """
+        most = self.limits.max_running
+        if most and num_completions > most:
+            raise InvalidRequest(f"{num_completions} completions are asked for, but this key may run {most} at once", "n")
+        if most and self.num_running + num_completions > most:
+            message = f"{self.num_running} completions of this key are running, of {most} at once; try again when some end"
+            raise RateLimited(message, 1.0, self.headers)
+        self._require(self.tokens, num_prompt + num_output, "tokens")
+        used, bucket = 0, self.tokens
+        bucket.take(num_prompt + num_output)
+        self.num_running += num_completions
+
+        def count(num_tokens: int) -> None:
+            nonlocal used
+            used += num_tokens
+
+        try:
+            yield count
+        finally:
+            self.num_running -= num_completions
+            bucket.take(used - num_output if used else -num_prompt - num_output)
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """OpenAI's headers about what is left."""
+        return self.requests.headers("requests") | self.tokens.headers("tokens")
+
+    def _require(self, bucket: TokenBucket, amount: int, kind: str) -> None:
+        if seconds := bucket.seconds_until(amount):
+            message = f"the quota of this key, {bucket.per_minute} {kind} a minute, is used up; try again in {seconds:.1f} s"
+            raise RateLimited(message, seconds, self.headers)
+
+
+@dataclass(frozen=True)
+class Access:
+    """An authenticated call. key, quota: None if no keys are configured; then everything is allowed."""
+
+    key: ApiKey | None = None
+    quota: Quota | None = None
+    config: ApiKeysConfig = field(default_factory=ApiKeysConfig)
+
+    def begin(self, scope: KeyScope) -> None:
+        """Check that the key has a scope, and count a generation request. Raises PermissionDenied, RateLimited."""
+        if self.key is None or self.quota is None:
+            return
+        if scope not in self.key.scopes:
+            raise PermissionDenied(f"this API key lacks the scope {scope!r}; ask the operator for it")
+        if scope == "generate":
+            self.quota.count_request()
+
+    def authorize(self, call: GenerateCall) -> GenerateCall:
+        """Return the call with the key's tenant, and with a cache salt that no other tenant can have.
+
+        Raises PermissionDenied for a priority that the key may not use, InvalidRequest for a salt that is too long.
+        """
+        request = replace(call.request, tenant="")
+        check_cache_salt(request.cache_salt)
+        if self.key is None:
+            return replace(call, request=request)
+        most = self.config.max_priority if self.key.max_priority is None else self.key.max_priority
+        if request.priority > most:
+            allowed = f"0 to {most}" if most else "0 only"
+            raise PermissionDenied(f"priority is {request.priority}; this API key may use {allowed}")
+        tenant, salt = self.key.tenant_id, request.cache_salt
+        if not self.config.share_prefix_cache:
+            salt = blake2b(f"{tenant}/{salt}".encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
+        return replace(call, request=replace(request, tenant=tenant, cache_salt=salt))
+
+    async def meter(
+        self, chunks: AsyncGenerator[TextChunk, None], calls: Iterable[GenerateCall]
+    ) -> AsyncGenerator[TextChunk, None]:
+        """Yield the chunks of prepared calls within the key's quota. Raises, before the first, what `Quota.reserve` does."""
+        if self.quota is None:
+            async with aclosing(chunks):
+                async for chunk in chunks:
+                    yield chunk
+            return
+        requests = [call.request for call in calls]
+        num_prompt = sum(len(request.prompt_ids) for request in requests)
+        num_output = sum(request.sampling.n * request.sampling.max_tokens for request in requests)
+        with self.quota.reserve(sum(request.sampling.n for request in requests), num_prompt, num_output) as count:
+            async with aclosing(chunks):
+                async for chunk in chunks:
+                    count(len(chunk.chunk.token_ids))
+                    yield chunk
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """OpenAI's headers about what is left of the quota; none without limits."""
+        return self.quota.headers if self.quota else {}
 
 
 class ApiKeys:
-    """The valid API keys; without any, every call is accepted."""
+    """The valid API keys; if none are configured, every call is accepted.
 
-    def __init__(self, keys: Iterable[str]) -> None:
-        self._keys = tuple(key.encode() for key in keys)
+    A configured file is read again within RELOAD_INTERVAL_S of a change. One that cannot be read then changes nothing.
+    """
 
-    def accepts(self, authorization: str) -> bool:
-        """Return whether the value of an authorization header, "Bearer KEY", holds a valid key. Takes constant time."""
-        if not self._keys:
-            return True
-        if not authorization.lower().startswith(_SCHEME):
-            return False
-        given = authorization[len(_SCHEME) :].strip().encode("utf-8", "surrogateescape")
-        return sum(hmac.compare_digest(given, key) for key in self._keys) > 0
+    def __init__(
+        self,
+        keys: Iterable[str | ApiKey] = (),
+        config: ApiKeysConfig = ApiKeysConfig(),  # noqa: B008 - frozen
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """keys: besides those of `config.file`. Raises ConfigError if the file cannot be read or holds no key."""
+        self._config = config
+        self._clock = clock
+        self._own = tuple(key if isinstance(key, ApiKey) else plain_keys([key], "the list")[0] for key in keys)
+        self._of_file: tuple[ApiKey, ...] = ()
+        self._quotas: dict[str, Quota] = {}
+        self._version: tuple[int, ...] = ()
+        self._look_at = -math.inf
+        if config.file:
+            self._version = self._file_version()
+            self._of_file = self._read()
+            require(bool(self._of_file), f"api_keys.file: the file {config.file} holds no key; put one there")
 
     def check(self, headers: Iterable[tuple[str, str]]) -> None:
         """Check the HTTP headers or gRPC metadata of a call, with lower-case names. Raises Unauthenticated."""
-        if not self.accepts(dict(headers).get("authorization", "")):
+        self.access(headers)
+
+    def access(self, headers: Iterable[tuple[str, str]]) -> Access:
+        """Return what the key in HTTP headers or gRPC metadata gives access to. Raises Unauthenticated."""
+        if not self._own and not self._config.file:
+            return Access()
+        self._reload()
+        authorization = dict(headers).get("authorization", "")
+        key = self._find(authorization[len(_SCHEME) :].strip()) if authorization.lower().startswith(_SCHEME) else None
+        if key is None:
             raise Unauthenticated("no known API key; send one as the header or metadata 'authorization: Bearer KEY'")
+        quota = self._quotas.setdefault(key.name, Quota(key.limits, self._clock))
+        if quota.limits != key.limits:
+            quota.update(key.limits)
+        return Access(key, quota, self._config)
+
+    def _find(self, given: str) -> ApiKey | None:
+        """Return the key with a value. Takes the same time whichever it is."""
+        found, digest = None, hash_of(given)
+        for key in (*self._own, *self._of_file):
+            if hmac.compare_digest(digest, key.hash):
+                found = key
+        return found
+
+    def _reload(self) -> None:
+        if not self._config.file or self._clock() < self._look_at:
+            return
+        self._look_at = self._clock() + RELOAD_INTERVAL_S
+        try:
+            version = self._file_version()
+            if version == self._version:
+                return
+            self._version = version
+            self._of_file = self._read()
+            log.info("read %d API keys from %s", len(self._of_file), self._config.file)
+        except ConfigError as error:
+            log.error("the API keys stay as they were: %s", error, extra={"rate_limited": True})
+
+    def _file_version(self) -> tuple[int, ...]:
+        """What changes when the file is written, or replaced behind a link as Kubernetes does with a Secret."""
+        try:
+            status = os.stat(self._config.file)
+        except OSError as error:
+            raise ConfigError(f"api_keys.file: cannot read {self._config.file}: {error}") from error
+        return status.st_dev, status.st_ino, status.st_mtime_ns, status.st_size
+
+    def _read(self) -> tuple[ApiKey, ...]:
+        file = self._config.file
+        try:
+            text = Path(file).read_text(encoding="utf-8")
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"api_keys.file: cannot read {file}: {error}") from error
+        return parse_keys(text, f"api_keys.file: the file {file}")
 
 
 def load_api_keys(config: ApiKeysConfig, environment: Mapping[str, str] = os.environ) -> ApiKeys:
     """Read the configured keys. Raises ConfigError if a configured source cannot be read or holds no key."""
-    keys: set[str] = set()
+    keys: tuple[ApiKey, ...] = ()
     if config.env:
-        keys |= _parse(environment.get(config.env, "").split(","), f"api_keys.env: the environment variable {config.env}")
-    if config.file:
-        try:
-            lines = Path(config.file).read_text(encoding="utf-8").splitlines()
-        except (OSError, ValueError) as error:
-            raise ConfigError(f"api_keys.file: cannot read {config.file}: {error}") from error
-        keys |= _parse(lines, f"api_keys.file: the file {config.file}")
-    return ApiKeys(keys)
-
-
-def _parse(values: list[str], source: str) -> set[str]:
-    keys = {key for value in values if (key := value.strip())}
-    if not keys:
-        raise ConfigError(f"{source} holds no key; put one there, or leave the setting empty to accept every call")
-    return keys
+        values = environment.get(config.env, "").split(",")
+        keys = plain_keys(values, f"api_keys.env: the environment variable {config.env}")
+    return ApiKeys(keys, config)
 
 
 class Authenticator:
-    """ASGI middleware that requires the header `Authorization: Bearer KEY` below /v1; other paths need no key."""
+    """ASGI middleware that requires the header `Authorization: Bearer KEY` below /v1; other paths need no key.
+
+    It checks scope and rate before the body is read, leaves the Access in the request's state, and adds the quota's headers.
+    """
 
     def __init__(self, app: ASGIApp, keys: ApiKeys) -> None:
         self._app = app
         self._keys = keys
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        app = self._app
-        if scope["type"] == "http" and scope["path"].startswith("/v1/"):
-            try:
-                self._keys.check(Headers(scope=scope).items())
-            except Unauthenticated as error:
-                app = error_response(error)
-        await app(scope, receive, send)
+        if scope["type"] != "http" or not scope["path"].startswith("/v1/"):
+            await self._app(scope, receive, send)
+            return
+        app, access = self._app, Access()
+        try:
+            access = self._keys.access(Headers(scope=scope).items())
+            access.begin("models" if scope["path"].startswith("/v1/models") else "generate")
+            scope.setdefault("state", {})["access"] = access
+        except EyasError as error:
+            app = error_response(error)
+
+        async def send_with_quota(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                MutableHeaders(scope=message).update(access.headers)
+            await send(message)
+
+        await app(scope, receive, send_with_quota)
+
+
+def new_key(
+    name: Annotated[str, typer.Argument(help="Name of the key, such as a team's.")],
+    tenant: Annotated[str, typer.Option(help="Keys of one tenant share cached prefixes; its own by default.")] = "",
+    max_priority: Annotated[int | None, typer.Option(help="Highest priority of its requests.")] = None,
+    requests_per_minute: Annotated[int, typer.Option(help="0 sets no limit.")] = 0,
+    tokens_per_minute: Annotated[int, typer.Option(help="0 sets no limit.")] = 0,
+    max_running: Annotated[int, typer.Option(help="Completions at once; 0 sets no limit.")] = 0,
+) -> None:
+    """Make an API key. Prints its entry for the file of keys; the key itself goes to stderr, and is kept nowhere."""
+    import yaml
+
+    value = f"eyas-{secrets.token_urlsafe(32)}"
+    limits = KeyLimits(requests_per_minute, tokens_per_minute, max_running)
+    key = ApiKey(name, hash_of(value), tenant, max_priority=max_priority, limits=limits)
+    defaults = vars(ApiKey(name, key.hash))
+    entry = {item: given for item, given in vars(key).items() if item in ("name", "hash") or given != defaults[item]}
+    if key.limits != KeyLimits():
+        entry["limits"] = {item: given for item, given in vars(limits).items() if given}
+    text = yaml.safe_dump([entry], sort_keys=False)
+    typer.echo("".join(f"  {line}\n" for line in text.splitlines()), nl=False)
+    typer.echo(f"The key of {name}, shown once: {value}", err=True)

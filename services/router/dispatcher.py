@@ -22,7 +22,7 @@ import grpc.aio
 from eyas.block_hash import block_hashes
 from eyas.config import RetryConfig
 from eyas.errors import EyasError, Overloaded, RequestFailed, Unavailable, UnknownDrafter
-from eyas.request import Chunk
+from eyas.request import Chunk, Request
 from eyas.rpc.convert import generate_call_to_proto, text_chunk_from_proto
 from eyas.rpc.messages import NO_DRAFTER, ROUND_TRIP_KEY, GenerateCall
 from eyas.rpc.server import is_connection_error, status_error
@@ -115,7 +115,7 @@ class Dispatcher:
             Unavailable: no verifier could serve the call within `retry.max_attempts` and `retry.budget_s`.
             EyasError: the verifier's own error, when it rejects the call.
         """
-        session = call.request.session
+        session = _session_key(call.request)
         last = await self._sessions.placement(session) if session else None
         state = _RetryState(call, _routing_request(call, context.placement or last), self.retry)
         while True:
@@ -292,6 +292,11 @@ def no_verifier(model: str) -> Unavailable:
     return Unavailable(f"no verifier of model {model!r} is alive; start one or try again later")
 
 
+def _session_key(request: Request) -> str:
+    """Return the request's session by a name that no other tenant's session has; empty without a session."""
+    return f"{request.tenant}/{request.session}" if request.tenant and request.session else request.session
+
+
 def _routing_request(call: GenerateCall, last: Placement | None) -> RoutingRequest:
     request = call.request
     return RoutingRequest(
@@ -299,8 +304,8 @@ def _routing_request(call: GenerateCall, last: Placement | None) -> RoutingReque
         num_tokens=len(request.prompt_ids) + request.sampling.max_tokens,
         wants_drafter=call.drafter != NO_DRAFTER,
         last=last,
-        session=request.session,
-        block_hashes=block_hashes(request.prompt_ids),
+        session=_session_key(request),
+        block_hashes=block_hashes(request.prompt_ids, request.cache_salt),
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from typing import Any
@@ -32,11 +32,16 @@ class RouterServicer(GenerationServicer):
     ) -> AsyncGenerator[TextChunk, None]:
         """Check a call and return the stream of its chunks; the context gets the trailing metadata."""
         metadata = context.invocation_metadata() or ()
-        self._keys.check(metadata)
+        access = self._keys.access(metadata)
         received = replace(generate_call_from_proto(request), trace=trace_pairs(metadata))
+
+        def set_trailers(measurements: Sequence[tuple[str, str]]) -> None:
+            context.set_trailing_metadata((*measurements, *access.headers.items()))
+
         with self._service.record_rejection(received):
-            call = await self._service.prepare(received)
-        return self._service.stream(call, timeout_s=timeout_s, on_trailers=context.set_trailing_metadata)
+            access.begin("generate")
+            call = await self._service.prepare(access.authorize(received))
+        return access.meter(self._service.stream(call, timeout_s=timeout_s, on_trailers=set_trailers), [call])
 
     async def Generate(  # type: ignore[override]  # noqa: N802 - a coroutine that writes is cancelled with its call
         self, request: generation_pb2.GenerateRequest, context: Any
@@ -50,7 +55,7 @@ class RouterServicer(GenerationServicer):
         self, request: generation_pb2.ListModelsRequest, context: Any
     ) -> generation_pb2.ListModelsResponse:
         """List the configured models that a live verifier serves."""
-        self._keys.check(context.invocation_metadata() or ())
+        self._keys.access(context.invocation_metadata() or ()).begin("models")
         return models_to_proto(self._service.models())
 
 

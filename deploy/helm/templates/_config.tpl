@@ -55,9 +55,13 @@ discovery:
 http:
   host: 0.0.0.0
   port: {{ include "eyas.httpPort" . }}
-{{- with .Values.router.apiKeys.existingSecret }}
+{{- with .Values.router.apiKeys }}
+{{- if .existingSecret }}
 api_keys:
-  file: /etc/eyas-keys/{{ $.Values.router.apiKeys.key }}
+  file: /etc/eyas-keys/{{ .key }}
+  max_priority: {{ .maxPriority }}
+  share_prefix_cache: {{ .sharePrefixCache }}
+{{- end }}
 {{- end }}
 {{- if .Values.router.tls.existingSecret }}
 tls:

@@ -24,7 +24,7 @@ from eyas.errors import EyasError, InvalidRequest, UnknownModel
 from eyas.request import Request as GenerationRequest
 from eyas.request import SamplingParams
 from eyas.rpc.messages import GenerateCall, ModelInfo, TextChunk
-from eyas.services.router.auth import ApiKeys, Authenticator
+from eyas.services.router.auth import Access, ApiKeys, Authenticator
 from eyas.services.router.generation import GenerationService, merge
 from eyas.services.router.http.chat_template import ChatTemplate
 from eyas.services.router.http.errors import add_error_handlers, error_body
@@ -143,7 +143,7 @@ class OpenAIEndpoints:
         with self.service.record_rejection(received):
             _check(body)
             info = await self._model(body, request)
-            chunks = await self._chunks(body, received, _completion_calls(body))
+            chunks = await self._chunks(body, received, request.state.access, _completion_calls(body))
             if body.scores_prompt_only:
                 chunks = _without_output(chunks)
             tokenizer = self.service.tokenizer(info.name)
@@ -156,7 +156,8 @@ class OpenAIEndpoints:
         received = _received_call("chatcmpl", request)
         with self.service.record_rejection(received, "chat"):
             info = await self._model(body, request)
-            chunks = await self._chunks(body, received, [await self._chat_call(body, info)], "chat")
+            call = await self._chat_call(body, info)
+            chunks = await self._chunks(body, received, request.state.access, [call], "chat")
             writer = ResponseWriter(body, received.request.id, info.name, self.service.tokenizer(info.name))
         return await self._respond(body, request, writer, chunks)
 
@@ -201,6 +202,7 @@ class OpenAIEndpoints:
         self,
         body: CompletionBody | ChatBody,
         received: GenerateCall,
+        access: Access,
         calls: Sequence[GenerateCall],
         operation: str = "text_completion",
     ) -> AsyncGenerator[TextChunk, None]:
@@ -210,9 +212,10 @@ class OpenAIEndpoints:
             for number, call in enumerate(calls):
                 id_ = received.request.id if len(calls) == 1 else f"{received.request.id}-{number}"
                 call = replace(call, request=replace(call.request, id=id_), trace=received.trace)
-                prepared.append(await self.service.prepare(call))
+                prepared.append(await self.service.prepare(access.authorize(call)))
         streams = [self.service.stream(call, operation) for call in prepared]
-        return merge([_shift_index(stream, number * body.n) for number, stream in enumerate(streams)])
+        chunks = merge([_shift_index(stream, number * body.n) for number, stream in enumerate(streams)])
+        return access.meter(chunks, prepared)
 
 
 def _received_call(prefix: str, request: Request) -> GenerateCall:

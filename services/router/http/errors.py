@@ -17,7 +17,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response
 from starlette.exceptions import HTTPException
 
-from eyas.errors import EyasError, InvalidRequest, Overloaded, RequestFailed, Unauthenticated, Unavailable
+from eyas.errors import EyasError, InvalidRequest, Overloaded, RateLimited, RequestFailed, Unauthenticated, Unavailable
 from eyas.rpc.server import status_of
 from eyas.services.router.http.requests import invalid_body
 
@@ -37,11 +37,13 @@ _KINDS: Mapping[grpc.StatusCode, ErrorKind] = {
     grpc.StatusCode.NOT_FOUND: ErrorKind(404, "invalid_request_error", "model_not_found"),
     grpc.StatusCode.INVALID_ARGUMENT: ErrorKind(400, "invalid_request_error"),
     grpc.StatusCode.UNAUTHENTICATED: ErrorKind(401, "invalid_request_error", "invalid_api_key"),
+    grpc.StatusCode.PERMISSION_DENIED: ErrorKind(403, "invalid_request_error", "permission_denied"),
     grpc.StatusCode.RESOURCE_EXHAUSTED: ErrorKind(429, "rate_limit_error", "overloaded"),
     grpc.StatusCode.UNAVAILABLE: ErrorKind(503, "server_error", "unavailable"),
     grpc.StatusCode.DEADLINE_EXCEEDED: ErrorKind(504, "server_error", "timeout"),
 }
 _INTERNAL = ErrorKind(500, "server_error", "internal_error")
+_QUOTA = ErrorKind(429, "rate_limit_error", "rate_limit_exceeded")
 
 
 def error_response(error: EyasError) -> JSONResponse:
@@ -78,7 +80,7 @@ def add_error_handlers(app: FastAPI) -> None:
 
 
 def _kind(error: EyasError) -> ErrorKind:
-    return _KINDS.get(status_of(error), _INTERNAL)
+    return _QUOTA if isinstance(error, RateLimited) else _KINDS.get(status_of(error), _INTERNAL)
 
 
 def _body(kind: ErrorKind, message: str, param: str = "") -> dict[str, Any]:

@@ -130,6 +130,7 @@ class Body(_StrictModel):
     safety_identifier: str = ""
     metadata: dict[str, str] = Field(default_factory=dict)
     session_id: Text = ""
+    cache_salt: Text = ""
     priority: int = 0
     drafter: Literal["", "none"] = ""
     top_k: int = 0
@@ -163,7 +164,7 @@ class Body(_StrictModel):
         logit_bias = tuple((_token_id(name), bias) for name, bias in self.logit_bias.items())
         sampling = SamplingParams(**(named | {"max_tokens": max_tokens, "logit_bias": logit_bias} | logprobs))
         text, token_ids = (prompt, ()) if isinstance(prompt, str) else (None, tuple(prompt))
-        request = Request("", token_ids, sampling, self.session_id, self.priority)
+        request = Request("", token_ids, sampling, self.session_id, self.priority, cache_salt=self.cache_salt)
         return GenerateCall(request, text, self.model, self.drafter)
 
 

@@ -178,6 +178,7 @@ async def router(
     tokenizer: Tokenizer | None = None,
     peers: Peers | None = None,
     retry: RetryConfig = RETRY,
+    keys: ApiKeys | None = None,
 ) -> AsyncIterator[str]:
     """Run a real router for the model "demo"; yields its address."""
     peers = peers or Peers()
@@ -187,7 +188,7 @@ async def router(
     telemetry = RouterTelemetry()
     dispatcher = Dispatcher(workers, SessionMap(registry), stall_timeout_s, telemetry, retry)
     service = GenerationService(tokenizers, workers, dispatcher, request_timeout_s, telemetry)
-    add_GenerationServicer_to_server(RouterServicer(service, ApiKeys(())), server.aio)
+    add_GenerationServicer_to_server(RouterServicer(service, keys or ApiKeys()), server.aio)
     readiness = ReadinessMonitor(server.set_serving, registry, workers, 0.02)
     address = await server.start(["eyas.v1.Generation"])
     await readiness.register(address)
