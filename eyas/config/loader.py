@@ -166,3 +166,8 @@ def num_bytes(name: str, size: str) -> int:
     if found is None:
         raise ConfigError(f"{name} is {size!r}; it must be a size such as 512MiB or 2GiB")
     return int(float(found[1]) * 2 ** (10 * (1 + "KMGT".index(found[2]))))
+
+
+def cert_and_key(cert_file: str, key_file: str) -> None:
+    """Check that certificate and key are both set, or neither."""
+    require(bool(cert_file) == bool(key_file), "cert_file and key_file go together; set both or none")

@@ -64,7 +64,7 @@ def test_tenants_seldom_preempt_each_other() -> None:
     engine.step()
     flood(engine, "b", num=20)
     engine.run()
-    assert engine.scheduler.num_preemptions <= 8, "of 40 requests: only for a tenant of which nothing runs"
+    assert engine.scheduler.num_preemptions <= 8, "of 40 requests: only for a tenant without a running one"
 
 
 def test_a_tenant_alone_is_served_in_order_of_arrival() -> None:

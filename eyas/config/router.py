@@ -1,0 +1,188 @@
+"""Configuration of the router."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from eyas.config.loader import above_zero, at_least, cert_and_key, require, valid_port
+from eyas.config.serving import ServiceConfig
+
+
+@dataclass(frozen=True)
+class ServedModel:
+    """A model that the router serves.
+
+    Attributes:
+        name: name in requests.
+        tokenizer: folder or hub id that has its tokenizer.json.
+        chat_template: file with a Jinja chat template; empty takes the tokenizer's own, if it has one.
+    """
+
+    name: str
+    tokenizer: str
+    chat_template: str = ""
+
+
+@dataclass(frozen=True)
+class HttpConfig:
+    """The router's HTTP server.
+
+    Attributes:
+        host: address to listen on.
+        port: port to listen on; 0 takes a free port.
+        keepalive_interval_s: seconds of silence in a stream of events after which the client gets a comment.
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 0
+    keepalive_interval_s: float = 5.0
+
+    def __post_init__(self) -> None:
+        valid_port(self.port)
+        above_zero(keepalive_interval_s=self.keepalive_interval_s)
+
+
+@dataclass(frozen=True)
+class ApiKeysConfig:
+    """Accepted API keys. Without any, requests need no key.
+
+    Attributes:
+        env: name of an environment variable with keys, separated by commas.
+        file: YAML or JSON file of hashed keys with names and limits, or a file with one key per line. Read again when it
+            changes.
+        max_priority: highest priority of requests, for keys that have no max_priority of their own.
+        share_prefix_cache: let all tenants use one prefix cache. A client can then find out which prompts others send.
+    """
+
+    env: str = ""
+    file: str = ""
+    max_priority: int = 0
+    share_prefix_cache: bool = False
+
+    def __post_init__(self) -> None:
+        at_least(0, max_priority=self.max_priority)
+
+
+@dataclass(frozen=True)
+class TlsConfig:
+    """TLS of the router's gRPC and HTTP servers: PEM files of certificate chain and private key. Empty disables TLS."""
+
+    cert_file: str = ""
+    key_file: str = ""
+
+    def __post_init__(self) -> None:
+        cert_and_key(self.cert_file, self.key_file)
+
+
+@dataclass(frozen=True)
+class RoutingConfig:
+    """Choice of verifier and drafter for a request: the highest score wins. Weights multiply shares in [0, 1].
+
+    Attributes:
+        session_weight: the verifier served the session's last request.
+        prefix_weight: share of the prompt in the verifier's prefix cache.
+        load_weight: load of the verifier; subtracted.
+        kv_weight: share of the needed KV cache tokens that are not free; subtracted.
+        queue_weight: queue of the verifier; subtracted.
+        hash_weight: rendezvous hash of the session, which survives a restart of the router.
+        drafter_weight: a fitting drafter is idle.
+        zone_weight: the verifier is in the router's zone; the drafter is in the verifier's zone.
+        load_factor: maximum load of a worker as a multiple of the mean, at least 1; other workers come first beyond it.
+        min_bound: number of requests up to which load_factor does not apply.
+    """
+
+    session_weight: float = 4.0
+    prefix_weight: float = 2.0
+    load_weight: float = 1.0
+    kv_weight: float = 4.0
+    queue_weight: float = 1.0
+    hash_weight: float = 0.5
+    drafter_weight: float = 1.0
+    zone_weight: float = 0.5
+    load_factor: float = 1.25
+    min_bound: int = 8
+
+    def __post_init__(self) -> None:
+        at_least(0, **{name: value for name, value in vars(self).items() if name.endswith("_weight")})
+        at_least(1, load_factor=self.load_factor)
+        above_zero(min_bound=self.min_bound)
+
+
+@dataclass(frozen=True)
+class OutlierDetectionConfig:
+    """When the router avoids a failing worker. Names follow Envoy.
+
+    Attributes:
+        consecutive_failures: number of failed requests in a row that eject a worker.
+        base_ejection_time_s: seconds of the first ejection; each further one takes twice as long.
+        max_ejection_time_s: maximum seconds of an ejection.
+        stuck_step_timeout_s: seconds after which a verifier's step counts as stuck. Its requests move to others.
+    """
+
+    consecutive_failures: int = 1
+    base_ejection_time_s: float = 5.0
+    max_ejection_time_s: float = 60.0
+    stuck_step_timeout_s: float = 60.0
+
+    def __post_init__(self) -> None:
+        above_zero(consecutive_failures=self.consecutive_failures, base_ejection_time_s=self.base_ejection_time_s)
+        above_zero(stuck_step_timeout_s=self.stuck_step_timeout_s)
+        require(
+            self.max_ejection_time_s >= self.base_ejection_time_s,
+            f"max_ejection_time_s is {self.max_ejection_time_s}; it must be at least base_ejection_time_s "
+            f"{self.base_ejection_time_s}",
+        )
+
+
+@dataclass(frozen=True)
+class RetryConfig:
+    """How a request goes on when its verifier fails. A token received restarts the count and the budget.
+
+    Attributes:
+        max_attempts: number of failed attempts in a row that end a request.
+        budget_s: maximum seconds that a request waits in a row, for a verifier to appear or for the next attempt.
+        cooldown_s: seconds for which a request avoids a verifier that failed it, as long as another one is left.
+        initial_backoff_s: seconds before the first repeated attempt on one verifier; doubles with each failed attempt. A
+            random share of up to one half is subtracted. A verifier that has not failed the request is tried at once.
+        max_backoff_s: maximum seconds between two attempts.
+    """
+
+    max_attempts: int = 5
+    budget_s: float = 30.0
+    cooldown_s: float = 10.0
+    initial_backoff_s: float = 0.1
+    max_backoff_s: float = 2.0
+
+    def __post_init__(self) -> None:
+        at_least(1, max_attempts=self.max_attempts)
+        at_least(0, budget_s=self.budget_s, cooldown_s=self.cooldown_s)
+        above_zero(initial_backoff_s=self.initial_backoff_s)
+        require(
+            self.max_backoff_s >= self.initial_backoff_s,
+            f"max_backoff_s is {self.max_backoff_s}; it must be at least initial_backoff_s {self.initial_backoff_s}",
+        )
+
+
+@dataclass(frozen=True)
+class RouterConfig(ServiceConfig):
+    """The router service.
+
+    Attributes:
+        models: the served models.
+        request_timeout_s: maximum seconds of a request without a deadline of its own.
+        stall_timeout_s: maximum seconds between two chunks of a verifier; then the request moves to another verifier.
+        server: gRPC server; http: HTTP server; api_keys and tls apply to both.
+    """
+
+    models: tuple[ServedModel, ...]
+    request_timeout_s: float = 600.0
+    stall_timeout_s: float = 60.0
+    http: HttpConfig = field(default_factory=HttpConfig)
+    api_keys: ApiKeysConfig = field(default_factory=ApiKeysConfig)
+    tls: TlsConfig = field(default_factory=TlsConfig)
+    routing: RoutingConfig = field(default_factory=RoutingConfig)
+    outlier_detection: OutlierDetectionConfig = field(default_factory=OutlierDetectionConfig)
+    retry: RetryConfig = field(default_factory=RetryConfig)
+
+    def __post_init__(self) -> None:
+        above_zero(request_timeout_s=self.request_timeout_s, stall_timeout_s=self.stall_timeout_s)
