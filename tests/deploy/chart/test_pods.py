@@ -130,6 +130,19 @@ def test_arguments_refer_to_existing_environment_variables(name: str) -> None:
 
 
 @each_rendering
+def test_no_command_line_takes_a_variable_of_a_secret(name: str) -> None:
+    """Kubernetes expands $(NAME) before the start, so every process of the node could read it."""
+    found = 0
+    for place, container in containers(rendered(name)):
+        secret = [item["name"] for item in container["env"] if "secretKeyRef" in item.get("valueFrom", {})]
+        hooks = [container.get(key, {}) for key in ("startupProbe", "readinessProbe", "livenessProbe", "lifecycle")]
+        words = str([container.get("command"), container.get("args"), hooks])
+        assert not [variable for variable in secret if f"$({variable})" in words], place
+        found += len(secret)
+    assert found or name in {"kubernetes discovery, no redis", "external redis by url"}
+
+
+@each_rendering
 def test_everything_that_pods_refer_to_exists(name: str) -> None:
     objects = rendered(name)
     own = {(item["kind"], item["metadata"]["name"]) for item in objects}
