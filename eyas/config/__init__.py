@@ -24,6 +24,7 @@ from eyas.config.loader import masked as masked
 from eyas.config.loader import validated as validated
 from eyas.config.router import ApiKeysConfig as ApiKeysConfig
 from eyas.config.router import HttpConfig as HttpConfig
+from eyas.config.router import LimitsConfig as LimitsConfig
 from eyas.config.router import OutlierDetectionConfig as OutlierDetectionConfig
 from eyas.config.router import RetryConfig as RetryConfig
 from eyas.config.router import RouterConfig as RouterConfig

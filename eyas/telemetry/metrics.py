@@ -142,9 +142,7 @@ ROUTER_WAITING_REQUESTS = _gauge(
 ROUTER_UPSTREAM_REQUESTS = _counter(
     "eyas.router.upstream_requests", "{request}", "Finished calls to verifiers, by gRPC status.", ("status",)
 )
-ROUTER_UPSTREAM_RETRIES = _counter(
-    "eyas.router.upstream_retries", "{request}", "Calls to verifiers after one failed."
-)
+ROUTER_UPSTREAM_RETRIES = _counter("eyas.router.upstream_retries", "{request}", "Calls to verifiers after one failed.")
 ROUTER_WITHOUT_DRAFTER = _counter(
     "eyas.router.upstream_requests_without_drafter",
     "{request}",
