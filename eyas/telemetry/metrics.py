@@ -243,7 +243,7 @@ DRAFT_REPLY_DURATION = _seconds(
     "eyas.draft.reply.duration", "Time from a verifier's request to its reply, queue included.", _STEP_SECONDS
 )
 DRAFT_COMMITS = _counter(
-    "eyas.draft.commits", "{commit}", "Commits, by outcome: tree, no_tree, resync or dropped.", ("outcome",)
+    "eyas.draft.commits", "{commit}", "Commits, by outcome: tree, no_tree, resync, dropped, refused or stale.", ("outcome",)
 )
 DRAFT_DRAFTED_TOKENS = _counter("eyas.draft.drafted_tokens", "{token}", "Draft tokens, verified or not.")
 
