@@ -50,6 +50,9 @@ _GRPC_OPTIONS = (
     ("grpc.http2.max_ping_strikes", 0),
 )
 
+# When to try again if the service that should answer is not there, in seconds.
+UNAVAILABLE_RETRY_AFTER_S = 1.0
+
 # The first matching entry decides.
 _STATUS_CODES: tuple[tuple[type[EyasError], grpc.StatusCode], ...] = (
     (UnknownModel, grpc.StatusCode.NOT_FOUND),
@@ -98,6 +101,8 @@ def status_of(error: BaseException) -> grpc.StatusCode:
 
 def retry_hint(error: EyasError) -> tuple[tuple[str, str], ...]:
     """Return trailing metadata that says when to retry, and what is left of a quota; empty if the error does not say."""
+    if isinstance(error, Unavailable):
+        return ((RETRY_KEY, f"{UNAVAILABLE_RETRY_AFTER_S * 1000:.0f}"),)
     if not isinstance(error, Overloaded) or error.retry_after is None:
         return ()
     quota = error.headers.items() if isinstance(error, RateLimited) else ()

@@ -18,10 +18,8 @@ from fastapi.responses import JSONResponse, Response
 from starlette.exceptions import HTTPException
 
 from eyas.errors import EyasError, InvalidRequest, Overloaded, RateLimited, RequestFailed, Unauthenticated, Unavailable
-from eyas.rpc.server import status_of
+from eyas.rpc.server import UNAVAILABLE_RETRY_AFTER_S, status_of
 from eyas.services.router.http.requests import invalid_body
-
-DEFAULT_RETRY_AFTER_S = 1.0
 
 
 @dataclass(frozen=True)
@@ -92,6 +90,6 @@ def _headers(error: EyasError) -> dict[str, str]:
     if isinstance(error, Unauthenticated):
         return {"WWW-Authenticate": "Bearer"}
     if isinstance(error, Overloaded | Unavailable):
-        seconds = (error.retry_after if isinstance(error, Overloaded) else None) or DEFAULT_RETRY_AFTER_S
+        seconds = (error.retry_after if isinstance(error, Overloaded) else None) or UNAVAILABLE_RETRY_AFTER_S
         return {"Retry-After": str(max(1, math.ceil(seconds))), "Retry-After-Ms": str(math.ceil(seconds * 1000))}
     return {}

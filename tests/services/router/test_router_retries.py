@@ -9,6 +9,7 @@ import grpc
 import pytest
 
 from eyas.config import RetryConfig
+from eyas.rpc.messages import RETRY_KEY
 from tests.services.router.scripted_verifier import (
     CALL,
     CHUNK_TOKENS,
@@ -97,9 +98,11 @@ def test_a_wait_without_a_verifier_ends_with_the_budget(url: str) -> None:
     async def body() -> None:
         async with router(url, retry=replace(RETRY, budget_s=0.3)) as address:
             started_at = time.monotonic()
-            code, details = await failure(address, CALL)
+            with pytest.raises(grpc.aio.AioRpcError, match="no verifier of model 'demo' is alive") as raised:
+                await send(address, CALL)
             assert time.monotonic() - started_at >= 0.3
-            assert (code, "no verifier of model 'demo' is alive" in details) == (grpc.StatusCode.UNAVAILABLE, True)
+            assert raised.value.code() is grpc.StatusCode.UNAVAILABLE
+            assert (RETRY_KEY, "1000") in list(raised.value.trailing_metadata())
 
     asyncio.run(body())
 
