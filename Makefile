@@ -23,7 +23,7 @@ SHELL := bash
 .SHELLFLAGS := -eu -o pipefail -c
 MAKEFLAGS += --no-print-directory
 .DEFAULT_GOAL := help
-.PHONY: help setup demo up bench methods count test test-fast soak chaos ray lint format protos chart images rehearsal prometheus clean
+.PHONY: help setup demo up bench methods count test test-fast soak chaos fuzz ray lint format protos chart images rehearsal prometheus clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' Makefile
@@ -73,6 +73,9 @@ soak: $(READY) ## 10,000 short requests with cancellations, about 3 minutes: no 
 
 chaos: $(READY) ## kill, freeze, cut and overload services on loopback, about 4 minutes; no token may be lost; CHAOS="--minutes 60" for more
 	@$(BIN)/python -m tests.chaos $(CHAOS)
+
+fuzz: $(READY) ## 20,000 malformed messages over all methods and routes, about a minute; FUZZ="--messages 1000000" for more
+	@$(BIN)/python -m tests.fuzz $(FUZZ)
 
 ray: $(READY) ## pools on a local Ray that grow, shrink and are replaced under load, about 5 minutes; no request may fail
 	@$(BIN)/python -m tests.ray.cluster.soak

@@ -11,6 +11,7 @@ from typing import Any, NoReturn, cast
 
 import grpc
 import grpc.aio
+from grpc._cython import cygrpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
@@ -30,7 +31,6 @@ from eyas.errors import (
     UnknownDrafter,
     UnknownModel,
 )
-from eyas.rpc.admission import Admission, AdmissionInterceptor
 from eyas.rpc.channel import MAX_MESSAGE_BYTES
 from eyas.rpc.messages import ERROR_KEY, RETRY_KEY
 from eyas.v1 import generation_pb2
@@ -127,7 +127,6 @@ class RpcServer:
 
     config: address to listen on. credentials: TLS credentials; None disables TLS.
     check_metadata, check_certificate: checks of every call except health checks; by default all are accepted.
-    admission: bounds messages, connections and time; None accepts messages of up to MAX_MESSAGE_BYTES.
     """
 
     def __init__(
@@ -136,15 +135,9 @@ class RpcServer:
         credentials: grpc.ServerCredentials | None = None,
         check_metadata: MetadataCheck = _accept,
         check_certificate: CertificateCheck = _accept,
-        admission: Admission | None = None,
     ) -> None:
-        interceptors: list[grpc.aio.ServerInterceptor[Any, Any]] = [
-            _AuthenticationInterceptor(check_metadata),
-            *([AdmissionInterceptor(admission, _abort)] if admission else []),
-            _ErrorInterceptor(check_certificate),
-        ]
-        options = dict(_GRPC_OPTIONS) | (admission.grpc_options if admission else {})
-        self.aio = grpc.aio.server(interceptors=interceptors, options=tuple(options.items()))
+        interceptors = [_AuthenticationInterceptor(check_metadata), _ErrorInterceptor(check_certificate)]
+        self.aio = _Listener(interceptors, _GRPC_OPTIONS)
         self._config = config
         self._credentials = credentials
         self._health = _Health()
@@ -195,6 +188,36 @@ class RpcServer:
 
 def _join(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host and not host.startswith("[") else f"{host}:{port}"
+
+
+class _Listener(grpc.aio._server.Server):  # type: ignore[name-defined,misc]
+    """grpc.aio's server with `_Calls`."""
+
+    def __init__(self, interceptors: Sequence[Any], options: Sequence[tuple[str, int]]) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._server = _Calls(self._loop, None, (), interceptors, options, None)
+
+
+class _Calls(cygrpc.AioServer):  # type: ignore[misc]
+    """The calls that reach a server of grpc.aio. Those of unknown methods are refused without a look at the method's name.
+
+    grpc.aio decodes that name outside of any call: one that is not UTF-8 would end the whole server (grpcio 1.85).
+    """
+
+    def _make_request_call_future(self, method: bytes | None) -> asyncio.Future[Any]:
+        """The next call of a registered method; None: of any other."""
+        if method is not None:
+            return cast("asyncio.Future[Any]", super()._make_request_call_future(method))
+        return asyncio.create_task(self._refuse_others())
+
+    async def _refuse_others(self) -> NoReturn:
+        loop, refusals = asyncio.get_running_loop(), set[asyncio.Task[None]]()
+        while True:
+            call = await self._request_call()  # raises once the server stops
+            refusal = cygrpc._handle_rpc("", cygrpc._MethodResolver([], {}), (), call, loop, False)
+            task = loop.create_task(cygrpc._schedule_rpc_coro(refusal, call, loop, ""))
+            refusals.add(task)
+            task.add_done_callback(refusals.discard)
 
 
 class _Health(health.aio.HealthServicer):  # type: ignore[name-defined,misc]

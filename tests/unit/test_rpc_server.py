@@ -27,6 +27,7 @@ from eyas.errors import (
 from eyas.rpc.channel import open_channel
 from eyas.rpc.server import LIVE, RpcServer, status_error
 from eyas.v1 import draft_pb2, draft_pb2_grpc
+from tests.fuzz.sockets import call_frames, exchange_frames
 
 NAME = "eyas.v1.Draft"
 
@@ -136,6 +137,17 @@ def test_bytes_that_do_not_decode_are_an_invalid_request(method: str, caplog: py
     assert "cannot be decoded" in record.getMessage()
     assert vars(record)["rate_limited"]
     assert not record.exc_info
+
+
+@pytest.mark.parametrize("path", [b"/x/\xff", b"/eyas.v1.Draft/Describ\xe8", b"\x80", b"", b"x"])
+def test_a_path_that_is_no_text_does_not_end_the_server(path: bytes) -> None:
+    async def check(server: RpcServer, address: str, channel: grpc.aio.Channel) -> None:
+        answer = await exchange_frames(address, call_frames(address, path, b""))
+        assert answer.status == "UNIMPLEMENTED"
+        stub = health_pb2_grpc.HealthStub(channel)
+        assert (await stub.Check(health_pb2.HealthCheckRequest())).status == health_pb2.HealthCheckResponse.NOT_SERVING
+
+    with_server(check)
 
 
 def test_a_peer_that_is_away_is_unavailable() -> None:

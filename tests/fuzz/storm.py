@@ -1,0 +1,267 @@
+"""Many malformed messages against running services: which answers they get, and what they cost."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import random
+import time
+import urllib.request
+from collections import Counter, defaultdict
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import grpc.aio
+
+from eyas.v1 import generation_pb2, worker_pb2
+from tests.fuzz.bodies import Route, malformed_request, routes_of
+from tests.fuzz.calls import (
+    AUTHORIZED,
+    CANCEL_RATIO,
+    OPTIONS,
+    Answer,
+    Method,
+    generate_request,
+    implemented_methods,
+    malformed_call,
+)
+from tests.fuzz.servers import Services
+from tests.fuzz.sockets import NO_ANSWER, HttpConnection, call_frames, damaged, exchange_frames
+
+MEMORY_SAMPLES, NUM_PROMPTS = 100, 8
+SETTLED_TIMEOUT_S = 60.0
+MAX_FINDINGS = 200
+FRAMES = "HTTP/2 frames"
+Target = Method | Route | str
+# Shares of the calls by the ends of their paths; every other method and route has one. A call of Speculate is many messages.
+WEIGHTS = {"Generation/Generate": 20.0, "Draft/Speculate": 3.0, "Draft/Describe": 4.0, "/completions": 16.0}
+EXAMPLES: dict[str, Any] = {
+    "/v1/completions": {
+        "model": "tiny", "prompt": "def f(x):", "max_tokens": 4, "temperature": 0.8, "top_p": 0.9, "n": 1, "stop": ["\n\n"],
+        "seed": 7, "logit_bias": {"5": 1.5}, "logprobs": 2, "min_p": 0.01, "top_k": 20, "stream": False, "session_id": "s",
+        "metadata": {"a": "b"}, "stop_token_ids": [9], "bad_words": ["import"], "bad_token_ids": [[3, 4]], "echo": False,
+    },
+    "/v1/chat/completions": {
+        "model": "tiny", "messages": [{"role": "system", "content": "a"}, {"role": "user", "content": "def f"}],
+        "max_tokens": 4, "temperature": 0.8, "seed": 7, "logprobs": True, "top_logprobs": 2, "stream": True,
+        "stream_options": {"include_usage": True}, "chat_template_kwargs": {"a": 1}, "presence_penalty": 0.1,
+    },
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class FuzzSettings:
+    """How many messages, how many at once, the seed of all draws, and a part of the names of what is sent to."""
+
+    messages: int = 20_000
+    at_once: int = 48
+    seed: int = 0
+    only: str = ""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """An answer that no service may give, or another broken promise. what: the method or route."""
+
+    what: str
+    status: str
+    details: str
+
+
+@dataclass
+class FuzzResult:
+    """What happened.
+
+    counts: messages by method or route and status. findings: the first broken promises. num_probes, num_wrong: valid
+    requests between the malformed ones, and those whose tokens differ from plain decoding. memory: samples of each
+    process as (messages, MiB). unreturned: sequences and sessions left behind by role. tracebacks: exceptions in the logs.
+    """
+
+    seconds: float = 0.0
+    counts: dict[str, Counter[str]] = field(default_factory=lambda: defaultdict(Counter))
+    findings: list[Finding] = field(default_factory=list)
+    num_findings: int = 0
+    num_probes: int = 0
+    num_wrong: int = 0
+    num_drafted: int = 0
+    memory: dict[str, list[tuple[int, float]]] = field(default_factory=lambda: defaultdict(list))
+    unreturned: dict[str, int] = field(default_factory=dict)
+    tracebacks: list[str] = field(default_factory=list)
+    log_bytes: int = 0
+
+    @property
+    def num_messages(self) -> int:
+        """All malformed messages that were handled or refused."""
+        return sum(counter.total() for counter in self.counts.values())
+
+    def add(self, what: str, answer: Answer, is_fine: bool) -> None:
+        """Count an answer."""
+        self.counts[what][answer.status] += 1
+        if not is_fine:
+            self.num_findings += 1
+            if len(self.findings) < MAX_FINDINGS:
+                self.findings.append(Finding(what, answer.status, answer.details[:300]))
+
+    def growth(self, role: str) -> float:
+        """MiB that a process gained from the second fifth of the run to the last, by medians."""
+        samples = [mib for _, mib in self.memory[role]]
+        fifth = max(1, len(samples) // 5)
+        early, late = sorted(samples[fifth : 2 * fifth]), sorted(samples[-fifth:])
+        return late[len(late) // 2] - early[len(early) // 2] if early else 0.0
+
+    def slope(self, role: str) -> float:
+        """Growth in MiB for 100,000 messages, by least squares over all samples but the first fifth."""
+        samples = self.memory[role][len(self.memory[role]) // 5 :]
+        mean_x = sum(x for x, _ in samples) / max(1, len(samples))
+        mean_y = sum(y for _, y in samples) / max(1, len(samples))
+        square = sum((x - mean_x) ** 2 for x, _ in samples)
+        return 1e5 * sum((x - mean_x) * (y - mean_y) for x, y in samples) / square if square else 0.0
+
+
+class Client:
+    """Sends malformed messages of every kind, or of those whose name contains `only`. Construct it by `connected`."""
+
+    def __init__(
+        self, services: Services, channels: Mapping[str, grpc.aio.Channel], methods: list[Method], only: str = ""
+    ) -> None:
+        self.services = services
+        self.channels = channels
+        self.methods = methods
+        self.routes = routes_of(_open_api(services.http), EXAMPLES)
+        targets = [target for target in (*methods, *self.routes, FRAMES) if only in _label(target)]
+        self._targets = targets
+        self._weights = list(itertools.accumulate(_weight(target) for target in targets))
+
+    async def send(self, connection: HttpConnection, rng: random.Random, result: FuzzResult) -> None:
+        """Send one malformed message, or a stream of several, and count the answers."""
+        target = rng.choices(self._targets, cum_weights=self._weights)[0]
+        try:
+            await self._send(target, connection, rng, result)
+        except TimeoutError:
+            await connection.close()
+            result.add(_label(target), Answer("no answer in time"), False)
+
+    async def _send(self, target: Target, connection: HttpConnection, rng: random.Random, result: FuzzResult) -> None:
+        if isinstance(target, Route):
+            answer = await connection.send(malformed_request(target, rng), rng.random() < CANCEL_RATIO)
+            result.add(_label(target), answer, is_http_fine(answer))
+        elif isinstance(target, str):
+            method = rng.choice(self.methods)
+            address = self.services.all[method.role].address
+            frames = call_frames(address, method.path.encode(), rng.choice(method.examples))
+            answer = await exchange_frames(address, damaged(frames, rng))
+            result.add(f"{method.role} {FRAMES}", answer, True)
+        else:
+            for answer in await malformed_call(self.channels[target.role], target, rng):
+                result.add(target.label, answer, answer.is_fine)
+
+    async def generate(self, role: str, prompt: list[int], drafter: str) -> tuple[list[int], int]:
+        """The tokens of a valid request, and how many of its tokens were drafted."""
+        request = generate_request(tokens=prompt, rich=False, drafter=drafter)
+        request.sampling.max_tokens = 16
+        path, parse = "/eyas.v1.Generation/Generate", generation_pb2.GenerateChunk.FromString
+        call: Any = self.channels[role].unary_stream(path, response_deserializer=parse)(
+            request.SerializeToString(), metadata=AUTHORIZED
+        )
+        chunks = [chunk async for chunk in call]
+        tokens = [token for chunk in chunks for token in chunk.token_ids]
+        return tokens, sum(chunk.verify_step.drafted for chunk in chunks)
+
+
+@asynccontextmanager
+async def connected(services: Services, only: str = "") -> AsyncIterator[Client]:
+    """A client of running services."""
+    channels = {role: grpc.aio.insecure_channel(child.address, options=OPTIONS) for role, child in services.all.items()}
+    try:
+        yield Client(services, channels, await implemented_methods(services, channels), only)
+    finally:
+        for channel in channels.values():
+            await channel.close()
+
+
+def is_http_fine(answer: Answer) -> bool:
+    """Whether a service that keeps its promises may answer so."""
+    return not answer.status.startswith("5") and answer.status != NO_ANSWER
+
+
+async def storm(
+    services: Services, settings: FuzzSettings, update: Callable[[FuzzResult], object] = lambda result: None
+) -> FuzzResult:
+    """Send malformed messages until there are enough; between them, compare valid requests with plain decoding."""
+    result, started = FuzzResult(), time.monotonic()
+    async with connected(services, settings.only) as client:
+        prompts = [[5 + number, 6, 7 + number] for number in range(NUM_PROMPTS)]
+        plain = [(await client.generate("verifier", prompt, "none"))[0] for prompt in prompts]
+
+        async def fire(number: int) -> None:
+            rng, connection = random.Random(settings.seed << 32 | number), HttpConnection(services.http)
+            try:
+                while result.num_messages < settings.messages:
+                    await client.send(connection, rng, result)
+            finally:
+                await connection.close()
+
+        async def watch() -> None:
+            for number in range(1, MEMORY_SAMPLES + 1):
+                while result.num_messages < number * settings.messages / MEMORY_SAMPLES:
+                    await asyncio.sleep(0.02)
+                services.check()
+                for role, mib in services.memory().items():
+                    result.memory[role].append((result.num_messages, mib))
+                update(result)
+
+        async def compare() -> None:
+            for number in itertools.count():
+                tokens, num_drafted = await client.generate("router", prompts[number % NUM_PROMPTS], "")
+                result.num_probes += 1
+                result.num_wrong += tokens != plain[number % NUM_PROMPTS]
+                result.num_drafted += num_drafted
+
+        async with asyncio.TaskGroup() as around:
+            beside = [around.create_task(watch()), around.create_task(compare())]
+            async with asyncio.TaskGroup() as group:
+                for number in range(settings.at_once):
+                    group.create_task(fire(number))
+            for task in beside:
+                task.cancel()
+        result.seconds = time.monotonic() - started
+        result.unreturned = await _unreturned(client)
+    services.check()
+    result.tracebacks, result.log_bytes = services.tracebacks(), services.log_bytes()
+    return result
+
+
+async def _unreturned(client: Client) -> dict[str, int]:
+    """Sequences, queued requests and sessions that workers still have after all calls have ended; waits for their end."""
+    deadline, left = time.monotonic() + SETTLED_TIMEOUT_S, {"": 1}
+    while any(left.values()) and time.monotonic() < deadline:
+        await asyncio.sleep(0.2)
+        left = {}
+        for role in ("verifier", "draft"):
+            call: Any = client.channels[role].unary_unary(
+                "/eyas.v1.Worker/Status", response_deserializer=worker_pb2.WorkerStatus.FromString
+            )
+            load = (await call(b"", metadata=AUTHORIZED)).load
+            left[role] = load.num_running + load.num_waiting
+    return left
+
+
+def _label(target: Target) -> str:
+    """Its name in a report."""
+    if isinstance(target, Route):
+        return f"router HTTP {target.method} {target.path}"
+    return target.label if isinstance(target, Method) else target
+
+
+def _weight(target: Target) -> float:
+    path = target if isinstance(target, str) else target.path
+    return next((weight for end, weight in WEIGHTS.items() if path.endswith(end)), 1.0)
+
+
+def _open_api(http: str) -> dict[str, Any]:
+    with urllib.request.urlopen(f"http://{http}/openapi.json", timeout=30) as response:
+        document: dict[str, Any] = json.load(response)
+    return document
