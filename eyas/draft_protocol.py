@@ -15,6 +15,7 @@ from eyas.request import NoiseKey
 
 FeaturesT = TypeVar("FeaturesT")
 Proposal = Literal["deterministic", "sampled"]
+RefusalReason = Literal["overloaded", "too_many_sessions", "context_too_long"]
 
 
 @dataclass(frozen=True)
@@ -76,3 +77,12 @@ class ResyncRequired:
     session: str
     epoch: int
     committed_length: int
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """The drafter takes no commit of this session: it has too much to do, too many sessions, or a shorter context."""
+
+    session: str
+    epoch: int
+    reason: RefusalReason

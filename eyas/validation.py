@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence, Sized
 from numbers import Real
+from typing import Any
 
 from eyas.errors import InvalidRequest
 from eyas.request import MAX_INT, MAX_SEED, Request, SamplingParams
@@ -15,6 +16,15 @@ MAX_COMPLETIONS = 128
 MAX_LOGPROBS = 20
 MAX_BAD_WORDS = 1024
 MAX_BAD_WORD_TOKENS = 64
+MAX_STRING_LENGTH = 1024
+MAX_SESSION_LENGTH = 256
+MAX_ENTRIES: Mapping[str, int] = {
+    "stop": 128,
+    "stop_token_ids": 1024,
+    "logit_bias": 1024,
+    "bad_words": MAX_BAD_WORDS,
+    "bad_token_ids": MAX_BAD_WORDS,
+}
 
 _WHOLE = {"max_tokens": (1, MAX_INT), "top_k": (0, MAX_INT), "n": (1, MAX_COMPLETIONS), "min_tokens": (0, MAX_INT)}
 _WHOLE_OR_NONE = {"seed": (0, MAX_SEED), "logprobs": (0, MAX_LOGPROBS), "prompt_logprobs": (0, MAX_LOGPROBS)}
@@ -48,11 +58,39 @@ def check_cache_salt(salt: str) -> None:
         raise InvalidRequest(reason, "cache_salt")
 
 
+def check_sizes(values: Mapping[str, Any]) -> None:
+    """Raises InvalidRequest for a sampling parameter that is too large to be converted or checked entry by entry.
+
+    values: parameters of any type, such as those of a message or of parsed JSON; what is no collection passes.
+    """
+    for name, most in MAX_ENTRIES.items():
+        entries = values.get(name, ())
+        if isinstance(entries, str):
+            entries = (entries,)
+        if not isinstance(entries, Sized):
+            continue
+        if len(entries) > most:
+            raise InvalidRequest(f"{name} has {len(entries)} entries; give {most} at most", name)
+        if name in ("stop", "bad_words") and isinstance(entries, Iterable):
+            longest = max((len(entry) for entry in entries if isinstance(entry, str)), default=0)
+            if longest > MAX_STRING_LENGTH:
+                raise InvalidRequest(f"{name} has a text of {longest} characters; give {MAX_STRING_LENGTH} at most", name)
+
+
+def check_prompt_length(num_tokens: int, max_model_len: int) -> None:
+    """Raises InvalidRequest for a prompt that leaves no room for a token."""
+    if num_tokens >= max_model_len:
+        raise InvalidRequest(
+            f"prompt of {num_tokens} tokens exceeds the context length {max_model_len}; shorten it", "prompt"
+        )
+
+
 def check_sampling(sampling: SamplingParams) -> None:
     """Raises InvalidRequest naming the first parameter that is out of range, or two that contradict each other.
 
     The error's `param` is its name. `check_request` checks what depends on the model.
     """
+    check_sizes(vars(sampling))
     for name, (low, high) in (_WHOLE | _WHOLE_OR_NONE).items():
         value = getattr(sampling, name)
         if value is None and name in _WHOLE_OR_NONE:
@@ -95,6 +133,9 @@ def check_request(request: Request, vocab_size: int, max_model_len: int) -> None
     """
     num_prompt, sampling = len(request.prompt_ids), request.sampling
     check_cache_salt(request.cache_salt)
+    if len(request.session) > MAX_SESSION_LENGTH:
+        reason = f"session_id has {len(request.session)} characters; it may have {MAX_SESSION_LENGTH}"
+        raise InvalidRequest(reason, "session_id")
     if not 0 <= request.priority <= MAX_INT:
         raise InvalidRequest(f"priority is {request.priority}; it must be 0 (normal) or more, below 2**31", "priority")
     if num_prompt == 0:
@@ -116,8 +157,8 @@ def check_request(request: Request, vocab_size: int, max_model_len: int) -> None
         ("bad_token_ids", [token for ids in sampling.bad_token_ids for token in ids]),
     )
     for what, ids in named:
-        outside = next((token for token in ids if not 0 <= token < vocab_size), None)
-        if outside is not None:
+        if ids and not 0 <= min(ids) <= max(ids) < vocab_size:
+            outside = next(token for token in ids if not 0 <= token < vocab_size)
             raise InvalidRequest(f"{what} holds token id {outside}, outside the vocabulary [0, {vocab_size})", what)
     if max(sampling.logprobs or 0, sampling.prompt_logprobs or 0) > vocab_size:
         raise InvalidRequest(

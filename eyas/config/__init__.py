@@ -24,6 +24,7 @@ from eyas.config.loader import masked as masked
 from eyas.config.loader import validated as validated
 from eyas.config.router import ApiKeysConfig as ApiKeysConfig
 from eyas.config.router import HttpConfig as HttpConfig
+from eyas.config.router import LimitsConfig as LimitsConfig
 from eyas.config.router import OutlierDetectionConfig as OutlierDetectionConfig
 from eyas.config.router import RetryConfig as RetryConfig
 from eyas.config.router import RouterConfig as RouterConfig
@@ -35,6 +36,7 @@ from eyas.config.serving import DiscoveryKind as DiscoveryKind
 from eyas.config.serving import DraftClientConfig as DraftClientConfig
 from eyas.config.serving import DraftConfig as DraftConfig
 from eyas.config.serving import DraftedModel as DraftedModel
+from eyas.config.serving import DraftQueueConfig as DraftQueueConfig
 from eyas.config.serving import KubernetesConfig as KubernetesConfig
 from eyas.config.serving import LogFormat as LogFormat
 from eyas.config.serving import PeersConfig as PeersConfig

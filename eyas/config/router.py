@@ -75,6 +75,42 @@ class TlsConfig:
 
 
 @dataclass(frozen=True)
+class LimitsConfig:
+    """What clients of the router may hold: memory, connections and time. Both servers keep them.
+
+    Attributes:
+        max_request_bytes: maximum size of an HTTP body or gRPC message.
+        max_request_values: maximum number of values in an HTTP body. Each token id of a prompt is one.
+        max_pending_bytes: bytes that the bodies of all unfinished requests may hold together.
+        max_header_bytes: maximum size of a request's headers or metadata.
+        max_connections: maximum number of connections to each server.
+        max_connections_per_peer: maximum number of HTTP connections from one address.
+        max_concurrent_streams: maximum number of calls on one gRPC connection.
+        header_timeout_s: seconds until the headers of a request must be complete.
+        body_timeout_s: seconds until its body must be complete.
+        idle_timeout_s: seconds after which a connection without a request is closed.
+    """
+
+    max_request_bytes: int = 16 * 2**20
+    max_request_values: int = 2**18
+    max_pending_bytes: int = 2**28
+    max_header_bytes: int = 32 * 2**10
+    max_connections: int = 4096
+    max_connections_per_peer: int = 2048
+    max_concurrent_streams: int = 1024
+    header_timeout_s: float = 10.0
+    body_timeout_s: float = 60.0
+    idle_timeout_s: float = 60.0
+
+    def __post_init__(self) -> None:
+        above_zero(**vars(self))
+        require(
+            self.max_pending_bytes >= self.max_request_bytes,
+            f"max_pending_bytes is {self.max_pending_bytes}; it must be at least max_request_bytes {self.max_request_bytes}",
+        )
+
+
+@dataclass(frozen=True)
 class RoutingConfig:
     """Choice of verifier and drafter for a request: the highest score wins. Weights multiply shares in [0, 1].
 
@@ -171,7 +207,7 @@ class RouterConfig(ServiceConfig):
         models: the served models.
         request_timeout_s: maximum seconds of a request without a deadline of its own.
         stall_timeout_s: maximum seconds between two chunks of a verifier; then the request moves to another verifier.
-        server: gRPC server; http: HTTP server; api_keys and tls apply to both.
+        server: gRPC server; http: HTTP server; api_keys, tls and limits apply to both.
     """
 
     models: tuple[ServedModel, ...]
@@ -180,6 +216,7 @@ class RouterConfig(ServiceConfig):
     http: HttpConfig = field(default_factory=HttpConfig)
     api_keys: ApiKeysConfig = field(default_factory=ApiKeysConfig)
     tls: TlsConfig = field(default_factory=TlsConfig)
+    limits: LimitsConfig = field(default_factory=LimitsConfig)
     routing: RoutingConfig = field(default_factory=RoutingConfig)
     outlier_detection: OutlierDetectionConfig = field(default_factory=OutlierDetectionConfig)
     retry: RetryConfig = field(default_factory=RetryConfig)

@@ -303,13 +303,36 @@ class DraftedModel:
 
 
 @dataclass(frozen=True)
+class DraftQueueConfig:
+    """Limits of a drafter's queue. What exceeds those of a verifier's stream is refused and decodes without drafts.
+
+    Attributes:
+        max_sessions: maximum number of sessions of a stream, and of commits in a request.
+        max_pending_tokens: maximum number of new tokens that wait in the queue of a stream.
+        max_batch_size: maximum number of sessions in a batch. Batches take from all streams in turn.
+        max_batch_tokens: number of new tokens after which a batch is full.
+    """
+
+    max_sessions: int = 1024
+    max_pending_tokens: int = 262144
+    max_batch_size: int = 256
+    max_batch_tokens: int = 8192
+
+    def __post_init__(self) -> None:
+        at_least(1, **vars(self))
+
+
+@dataclass(frozen=True)
 class DraftConfig(DraftedModel, WorkerConfig):
     """The draft service: the fields of DraftedModel for its first model, and those of the service.
 
-    additional_models: further models that the service drafts for.
+    Attributes:
+        additional_models: further models that the service drafts for.
+        queue: limits of each drafter's queue.
     """
 
     additional_models: tuple[DraftedModel, ...] = ()
+    queue: DraftQueueConfig = field(default_factory=DraftQueueConfig)
 
     @property
     def models(self) -> tuple[DraftedModel, ...]:

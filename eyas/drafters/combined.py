@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from itertools import chain
+from itertools import chain, islice
 
 import numpy as np
 
@@ -139,7 +139,7 @@ class CombinedDrafter(LocalDrafter):
     def _evict(self, busy: set[str]) -> None:
         surplus = len(self._sessions) - self._config.max_sessions
         if surplus > 0:
-            self.release(self._sessions.idle(busy)[:surplus])
+            self.release(list(islice(self._sessions.idle(busy), surplus)))
 
 
 def _answer(session: _CombinedSession | ResyncRequired) -> Draft:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, Protocol, TypeVar
 
@@ -83,9 +83,9 @@ class SessionLedger(Generic[SessionT]):
         session.committed_length = context.committed_length
         return session
 
-    def idle(self, busy: Collection[str]) -> list[str]:
+    def idle(self, busy: Collection[str]) -> Iterator[str]:
         """Keys of the sessions that are not busy, the least recently used first."""
-        return [key for key in self._sessions if key not in busy]
+        return (key for key in self._sessions if key not in busy)
 
     def release(self, keys: Sequence[str]) -> None:
         """Drop sessions; unknown ones are ignored."""
@@ -128,6 +128,7 @@ class KVLedger(SessionLedger[KVSession[StateT]]):
         """context_length: tokens of the longest session that gets slots. max_scratch: slots of the largest tree."""
         super().__init__(KVSession)
         self._allocator = SlotAllocator(num_slots)
+        self._num_slots, self._num_scratch = num_slots, 0  # all slots, and those of trees
         self._context_length = context_length
         self._max_scratch = max_scratch
 
@@ -143,12 +144,14 @@ class KVLedger(SessionLedger[KVSession[StateT]]):
             return False
         session.slots = np.concatenate([session.slots, self._allocator.take(count)])
         session.scratch, session.num_new = self._allocator.take(num_scratch), count
+        self._num_scratch += num_scratch
         return True
 
     def keep(self, session: KVSession[StateT], accepted: Slots) -> None:
         """Move `accepted` from a session's scratch to its slots, and free the rest of its scratch."""
         session.slots = np.concatenate([session.slots, accepted])
         self._allocator.free(np.setdiff1d(session.scratch, accepted, assume_unique=True))
+        self._num_scratch -= len(session.scratch)
         session.scratch, session.state = no_slots(), None
 
     def check(self) -> None:
@@ -173,21 +176,23 @@ class KVLedger(SessionLedger[KVSession[StateT]]):
     def _drop_tree(self, session: KVSession[StateT]) -> None:
         if len(session.scratch):
             self._allocator.free(session.scratch)
+            self._num_scratch -= len(session.scratch)
             session.scratch, session.state = no_slots(), None
 
     def _make_room(self, count: int, busy: Collection[str]) -> bool:
         """Free slots of idle sessions until `count` are free. Frees nothing if all of them together are too few."""
-        idle = self.idle(busy)
-        held = sum(len(self[key].slots) + len(self[key].scratch) for key in idle)
-        if self._allocator.num_free + held < count:
+        if self._allocator.num_free >= count:
+            return True
+        kept = [session for key in busy if (session := self.get(key))]
+        if self._num_slots - sum(len(session.slots) + len(session.scratch) for session in kept) < count:
             return False
-        for key in idle:
-            if self._allocator.num_free < count:
-                self._drop_tree(self[key])
-        for key in idle:
-            if self._allocator.num_free < count:
-                self.release([key])
-        return self._allocator.num_free >= count
+        for key in self.idle(busy) if self._num_scratch > sum(len(session.scratch) for session in kept) else ():
+            self._drop_tree(self[key])
+            if self._allocator.num_free >= count:
+                return True
+        while self._allocator.num_free < count:
+            self.release([next(self.idle(busy))])
+        return True
 
 
 class Memory(Protocol):
@@ -252,13 +257,13 @@ class MemoryLedger(SessionLedger[MemorySession[MemoryT]]):
         """Evict idle sessions until all fit. If that is not enough, make the session dormant instead."""
         if self._used <= self._max_size:
             return
-        idle = self.idle(busy)
-        if self._used - sum(self[key].size for key in idle if not self[key].dormant) > self._max_size:
+        kept = [other for key in busy if (other := self.get(key))]
+        if sum(other.size for other in kept if not other.dormant) > self._max_size:
             self._free(session)
             session.dormant = True
             return
         while self._used > self._max_size:
-            self.release([idle.pop(0)])
+            self.release([next(self.idle(busy))])
 
 
 def make_kv_cache(

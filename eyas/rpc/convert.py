@@ -7,13 +7,15 @@ not checked here: drafter and verifier check what they receive.
 
 from __future__ import annotations
 
+import math
 from typing import Any, cast, get_args
 
 from google.protobuf.message import Message
 
-from eyas.draft_protocol import Commit, ResyncRequired, TensorBytes, TreeBudget
+from eyas.draft_protocol import Commit, Refusal, RefusalReason, ResyncRequired, TensorBytes, TreeBudget
 from eyas.errors import InvalidRequest
 from eyas.request import (
+    MAX_INT,
     Chunk,
     FinishReason,
     GenerationStats,
@@ -205,12 +207,14 @@ def draft_request_to_proto(request: DraftRequest) -> draft_pb2.SpeculateRequest:
         commits=map(commit_to_proto, request.commits),
         ended_sessions=request.ended_sessions,
         target=target_info_to_proto(request.target) if request.target else None,
+        timeout_ms=min(math.ceil(request.timeout_s * 1000), MAX_INT),
     )
 
 
 def draft_request_from_proto(message: draft_pb2.SpeculateRequest) -> DraftRequest:
     target = target_info_from_proto(message.target) if message.HasField("target") else None
-    return DraftRequest(message.step, tuple(map(commit_from_proto, message.commits)), tuple(message.ended_sessions), target)
+    commits = tuple(map(commit_from_proto, message.commits))
+    return DraftRequest(message.step, commits, tuple(message.ended_sessions), target, message.timeout_ms / 1000)
 
 
 def target_info_to_proto(target: TargetInfo) -> draft_pb2.TargetInfo:
@@ -264,12 +268,27 @@ def draft_response_to_proto(response: DraftResponse) -> draft_pb2.SpeculateRespo
         trees=map(session_tree_to_proto, response.trees),
         resyncs=[draft_pb2.ResyncRequired(**vars(resync)) for resync in response.resyncs],
         draft_ms=response.draft_ms,
+        refusals=map(refusal_to_proto, response.refusals),
     )
 
 
 def draft_response_from_proto(message: draft_pb2.SpeculateResponse) -> DraftResponse:
     resyncs = tuple(ResyncRequired(**_values(resync)) for resync in message.resyncs)
-    return DraftResponse(message.step, tuple(map(session_tree_from_proto, message.trees)), resyncs, message.draft_ms)
+    refusals = tuple(map(refusal_from_proto, message.refusals))
+    return DraftResponse(
+        message.step, tuple(map(session_tree_from_proto, message.trees)), resyncs, message.draft_ms, refusals
+    )
+
+
+def refusal_to_proto(refusal: Refusal) -> draft_pb2.Refusal:
+    reason = draft_pb2.RefusalReason.Value(f"REFUSAL_REASON_{refusal.reason.upper()}")
+    return draft_pb2.Refusal(session=refusal.session, epoch=refusal.epoch, reason=reason)
+
+
+def refusal_from_proto(message: draft_pb2.Refusal) -> Refusal:
+    """A reason that is not known here counts as "overloaded"."""
+    known = {draft_pb2.RefusalReason.Value(f"REFUSAL_REASON_{reason.upper()}"): reason for reason in get_args(RefusalReason)}
+    return Refusal(message.session, message.epoch, known.get(message.reason, "overloaded"))
 
 
 def session_tree_to_proto(value: SessionTree) -> draft_pb2.Tree:

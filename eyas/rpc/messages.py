@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from eyas.draft_protocol import Commit, ResyncRequired, TensorBytes
+from eyas.draft_protocol import Commit, Refusal, ResyncRequired, TensorBytes
 from eyas.request import Chunk, GenerationStats, Request
 from eyas.tree import DraftTree
 
@@ -175,12 +175,14 @@ class DraftRequest:
         commits: tokens accepted since the last step, with requests for the next trees.
         ended_sessions: sessions whose state the drafter can free.
         target: on the first request of a stream, selects one of the service's drafters; None selects the only one.
+        timeout_s: seconds after the arrival in which trees are of use; 0 without a limit.
     """
 
     step: int
     commits: tuple[Commit[TensorBytes], ...] = ()
     ended_sessions: tuple[str, ...] = ()
     target: TargetInfo | None = None
+    timeout_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -201,6 +203,7 @@ class DraftResponse:
     trees: tuple[SessionTree, ...] = ()
     resyncs: tuple[ResyncRequired, ...] = ()
     draft_ms: float = 0.0
+    refusals: tuple[Refusal, ...] = ()
 
 
 @dataclass(frozen=True)

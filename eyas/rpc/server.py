@@ -31,6 +31,7 @@ from eyas.errors import (
     UnknownDrafter,
     UnknownModel,
 )
+from eyas.rpc.admission import Admission, AdmissionInterceptor
 from eyas.rpc.channel import MAX_MESSAGE_BYTES
 from eyas.rpc.messages import ERROR_KEY, RETRY_KEY
 from eyas.v1 import generation_pb2
@@ -127,6 +128,7 @@ class RpcServer:
 
     config: address to listen on. credentials: TLS credentials; None disables TLS.
     check_metadata, check_certificate: checks of every call except health checks; by default all are accepted.
+    admission: bounds messages, connections and time; None accepts messages of up to MAX_MESSAGE_BYTES.
     """
 
     def __init__(
@@ -135,9 +137,15 @@ class RpcServer:
         credentials: grpc.ServerCredentials | None = None,
         check_metadata: MetadataCheck = _accept,
         check_certificate: CertificateCheck = _accept,
+        admission: Admission | None = None,
     ) -> None:
-        interceptors = [_AuthenticationInterceptor(check_metadata), _ErrorInterceptor(check_certificate)]
-        self.aio = _Listener(interceptors, _GRPC_OPTIONS)
+        interceptors: list[grpc.aio.ServerInterceptor[Any, Any]] = [
+            _AuthenticationInterceptor(check_metadata),
+            *([AdmissionInterceptor(admission, _abort)] if admission else []),
+            _ErrorInterceptor(check_certificate),
+        ]
+        options = dict(_GRPC_OPTIONS) | (admission.grpc_options if admission else {})
+        self.aio = _Listener(interceptors, tuple(options.items()))
         self._config = config
         self._credentials = credentials
         self._health = _Health()

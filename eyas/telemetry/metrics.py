@@ -142,9 +142,7 @@ ROUTER_WAITING_REQUESTS = _gauge(
 ROUTER_UPSTREAM_REQUESTS = _counter(
     "eyas.router.upstream_requests", "{request}", "Finished calls to verifiers, by gRPC status.", ("status",)
 )
-ROUTER_UPSTREAM_RETRIES = _counter(
-    "eyas.router.upstream_retries", "{request}", "Calls to verifiers after one failed."
-)
+ROUTER_UPSTREAM_RETRIES = _counter("eyas.router.upstream_retries", "{request}", "Calls to verifiers after one failed.")
 ROUTER_WITHOUT_DRAFTER = _counter(
     "eyas.router.upstream_requests_without_drafter",
     "{request}",
@@ -245,7 +243,7 @@ DRAFT_REPLY_DURATION = _seconds(
     "eyas.draft.reply.duration", "Time from a verifier's request to its reply, queue included.", _STEP_SECONDS
 )
 DRAFT_COMMITS = _counter(
-    "eyas.draft.commits", "{commit}", "Commits, by outcome: tree, no_tree, resync or dropped.", ("outcome",)
+    "eyas.draft.commits", "{commit}", "Commits, by outcome: tree, no_tree, resync, dropped, refused or stale.", ("outcome",)
 )
 DRAFT_DRAFTED_TOKENS = _counter("eyas.draft.drafted_tokens", "{token}", "Draft tokens, verified or not.")
 

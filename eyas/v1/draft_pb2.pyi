@@ -40,6 +40,34 @@ PROPOSAL_SAMPLED: Proposal.ValueType  # 1
 """Nodes drawn from the draft probabilities, for rejection sampling; the tree carries these probabilities."""
 Global___Proposal: _TypeAlias = Proposal  # noqa: Y015
 
+class _RefusalReason:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _RefusalReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_RefusalReason.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    REFUSAL_REASON_UNSPECIFIED: _RefusalReason.ValueType  # 0
+    """Reserved; a reason that is not known counts as REFUSAL_REASON_OVERLOADED."""
+    REFUSAL_REASON_OVERLOADED: _RefusalReason.ValueType  # 1
+    """The stream has too many queued tokens."""
+    REFUSAL_REASON_TOO_MANY_SESSIONS: _RefusalReason.ValueType  # 2
+    """The stream has too many sessions."""
+    REFUSAL_REASON_CONTEXT_TOO_LONG: _RefusalReason.ValueType  # 3
+    """The session is longer than the model's context; it gets no more drafts."""
+
+class RefusalReason(_RefusalReason, metaclass=_RefusalReasonEnumTypeWrapper):
+    """Why a drafter refuses a commit."""
+
+REFUSAL_REASON_UNSPECIFIED: RefusalReason.ValueType  # 0
+"""Reserved; a reason that is not known counts as REFUSAL_REASON_OVERLOADED."""
+REFUSAL_REASON_OVERLOADED: RefusalReason.ValueType  # 1
+"""The stream has too many queued tokens."""
+REFUSAL_REASON_TOO_MANY_SESSIONS: RefusalReason.ValueType  # 2
+"""The stream has too many sessions."""
+REFUSAL_REASON_CONTEXT_TOO_LONG: RefusalReason.ValueType  # 3
+"""The session is longer than the model's context; it gets no more drafts."""
+Global___RefusalReason: _TypeAlias = RefusalReason  # noqa: Y015
+
 @_typing.final
 class SpeculateRequest(_message.Message):
     """Tokens accepted since the last step, and requests for the next trees."""
@@ -50,8 +78,13 @@ class SpeculateRequest(_message.Message):
     COMMITS_FIELD_NUMBER: _builtins.int
     ENDED_SESSIONS_FIELD_NUMBER: _builtins.int
     TARGET_FIELD_NUMBER: _builtins.int
+    TIMEOUT_MS_FIELD_NUMBER: _builtins.int
     step: _builtins.int
     """Sequence number; increases by one with each request of the stream."""
+    timeout_ms: _builtins.int
+    """How long the verifier needs the trees, in ms from the arrival of the request. The drafter drops commits that want a tree
+    and are still queued then: the verifier sends their tokens again. 0 without a limit.
+    """
     @_builtins.property
     def commits(self) -> _containers.RepeatedCompositeFieldContainer[Global___Commit]:
         """At most one commit per session."""
@@ -71,10 +104,11 @@ class SpeculateRequest(_message.Message):
         commits: _abc.Iterable[Global___Commit] | None = ...,
         ended_sessions: _abc.Iterable[_builtins.str] | None = ...,
         target: Global___TargetInfo | None = ...,
+        timeout_ms: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["target", b"target"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["commits", b"commits", "ended_sessions", b"ended_sessions", "step", b"step", "target", b"target"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["commits", b"commits", "ended_sessions", b"ended_sessions", "step", b"step", "target", b"target", "timeout_ms", b"timeout_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -190,6 +224,7 @@ class SpeculateResponse(_message.Message):
     TREES_FIELD_NUMBER: _builtins.int
     RESYNCS_FIELD_NUMBER: _builtins.int
     DRAFT_MS_FIELD_NUMBER: _builtins.int
+    REFUSALS_FIELD_NUMBER: _builtins.int
     step: _builtins.int
     """Step of the request."""
     draft_ms: _builtins.float
@@ -202,6 +237,10 @@ class SpeculateResponse(_message.Message):
     def resyncs(self) -> _containers.RepeatedCompositeFieldContainer[Global___ResyncRequired]:
         """Commits that do not continue the drafter's state."""
 
+    @_builtins.property
+    def refusals(self) -> _containers.RepeatedCompositeFieldContainer[Global___Refusal]:
+        """Commits that the drafter did not take; their sessions decode without drafts."""
+
     def __init__(
         self,
         *,
@@ -209,10 +248,11 @@ class SpeculateResponse(_message.Message):
         trees: _abc.Iterable[Global___Tree] | None = ...,
         resyncs: _abc.Iterable[Global___ResyncRequired] | None = ...,
         draft_ms: _builtins.float = ...,
+        refusals: _abc.Iterable[Global___Refusal] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["draft_ms", b"draft_ms", "resyncs", b"resyncs", "step", b"step", "trees", b"trees"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["draft_ms", b"draft_ms", "refusals", b"refusals", "resyncs", b"resyncs", "step", b"step", "trees", b"trees"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -367,6 +407,36 @@ class ResyncRequired(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ResyncRequired: _TypeAlias = ResyncRequired  # noqa: Y015
+
+@_typing.final
+class Refusal(_message.Message):
+    """A commit that the drafter did not take."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SESSION_FIELD_NUMBER: _builtins.int
+    EPOCH_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    session: _builtins.str
+    """Session key."""
+    epoch: _builtins.int
+    """Epoch of the commit."""
+    reason: Global___RefusalReason.ValueType
+    """Why it was refused."""
+    def __init__(
+        self,
+        *,
+        session: _builtins.str = ...,
+        epoch: _builtins.int = ...,
+        reason: Global___RefusalReason.ValueType = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "reason", b"reason", "session", b"session"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Refusal: _TypeAlias = Refusal  # noqa: Y015
 
 @_typing.final
 class DescribeRequest(_message.Message):

@@ -103,7 +103,8 @@ async def serve_drafters(
         loop.call_soon_threadsafe(owner.cancel)
 
     with ExitStack() as stack:
-        workers = [stack.enter_context(DraftWorker(drafter, info, end, observer)) for drafter, info in drafters]
+        started = [DraftWorker(drafter, info, end, observer, config.queue) for drafter, info in drafters]
+        workers = [stack.enter_context(worker) for worker in started]
         observer.watch(lambda: [worker.load() for worker in workers])
         servicer = DraftServicer(workers)
         draft_pb2_grpc.add_DraftServicer_to_server(servicer, server.aio)

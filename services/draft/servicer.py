@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
-from typing import Any
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import Any, TypeVar
 
-from eyas.errors import ConfigError, Unavailable, UnknownModel
+from eyas.config import DraftQueueConfig
+from eyas.errors import ConfigError, Overloaded, Unavailable, UnknownModel
 from eyas.rpc import convert
 from eyas.rpc.messages import NO_FEATURES, DrafterInfo, DraftResponse, ModelInfo, TargetInfo
 from eyas.services.draft.worker import DraftStream, DraftWorker
 from eyas.v1 import draft_pb2, draft_pb2_grpc
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+# Messages with more commits or trees are large.
+_MANY = 64
+# A stream with more replies that its verifier does not read is ended.
+_MAX_UNREAD = 1024
 
 
 class DraftServicer(draft_pb2_grpc.DraftServicer):
@@ -25,8 +34,7 @@ class DraftServicer(draft_pb2_grpc.DraftServicer):
 
     async def Describe(self, request: draft_pb2.DescribeRequest, context: Any) -> draft_pb2.DescribeResponse:  # noqa: N802
         """The drafter for this verifier. Raises UnknownModel if there is none."""
-        target = convert.target_info_from_proto(request.target) if request.HasField("target") else None
-        return convert.drafter_info_to_proto(choose_worker(self._workers, target).info)
+        return convert.drafter_info_to_proto(choose_worker(self._workers, _target(request)).info)
 
     async def Speculate(  # noqa: N802
         self, request_iterator: AsyncIterator[draft_pb2.SpeculateRequest], context: Any
@@ -34,7 +42,8 @@ class DraftServicer(draft_pb2_grpc.DraftServicer):
         """Read and answer until either side ends the stream; then release its sessions.
 
         The first request names the target that the stream is for. Raises UnknownModel if no drafter fits it, InvalidRequest
-        for a request that names a session twice, Unavailable after `close`.
+        for a request that names a session twice, Overloaded for one with too many commits and for a verifier that does not
+        read its replies, Unavailable after `close`.
         """
         if self._stopping:
             raise Unavailable("this drafter is stopping")
@@ -46,16 +55,16 @@ class DraftServicer(draft_pb2_grpc.DraftServicer):
 
         async def read() -> None:
             async for message in request_iterator:
-                request = convert.draft_request_from_proto(message)
                 if not opened:
-                    worker = choose_worker(self._workers, request.target)
+                    worker = choose_worker(self._workers, _target(message))
                     opened.append((worker, worker.open(deliver)))
                 worker, stream = opened[0]
-                worker.submit(stream, request)
+                _check_load(len(message.commits), replies.qsize(), worker.limits)
+                worker.submit(stream, await _converted(convert.draft_request_from_proto, message, len(message.commits)))
 
         def end(reader: asyncio.Task[None]) -> None:
             for worker, stream in opened:
-                worker.close(stream)  # delivers None once the queued requests are done
+                worker.close(stream, abandon=reader.cancelled())  # delivers None once the queued requests are done
             if not opened:
                 replies.put_nowait(None)
 
@@ -64,18 +73,37 @@ class DraftServicer(draft_pb2_grpc.DraftServicer):
         self._readers.add(reader)
         try:
             while (reply := await replies.get()) is not None:
-                yield convert.draft_response_to_proto(reply)
+                yield await _converted(convert.draft_response_to_proto, reply, len(reply.trees))
             if not reader.cancelled():
                 reader.result()
         finally:
             reader.cancel()
             self._readers.discard(reader)
+            for worker, stream in opened:
+                worker.close(stream, abandon=True)
 
     async def close(self) -> None:
         """End all streams and accept no more; their verifiers decode plainly."""
         self._stopping = True
         for reader in self._readers:
             reader.cancel()
+
+
+async def _converted(convert_message: Callable[[T], R], message: T, size: int) -> R:
+    """Convert a message here, or a large one in a thread, so that other streams go on."""
+    return convert_message(message) if size <= _MANY else await asyncio.to_thread(convert_message, message)
+
+
+def _target(message: draft_pb2.DescribeRequest | draft_pb2.SpeculateRequest) -> TargetInfo | None:
+    return convert.target_info_from_proto(message.target) if message.HasField("target") else None
+
+
+def _check_load(num_commits: int, num_unread: int, limits: DraftQueueConfig) -> None:
+    """Raises Overloaded for a request with too many commits, or for too many replies that are not read."""
+    if num_commits > limits.max_sessions:
+        raise Overloaded(f"a request of {num_commits} commits; send at most {limits.max_sessions} (queue.max_sessions)")
+    if num_unread > _MAX_UNREAD:
+        raise Overloaded(f"{num_unread} replies are not read; read them, or send fewer requests")
 
 
 def choose_worker(workers: Sequence[DraftWorker], target: TargetInfo | None) -> DraftWorker:

@@ -25,7 +25,9 @@ class DraftTelemetry:
         self._step = histogram(metrics.DRAFT_STEP_DURATION, self._registry)
         self._reply = histogram(metrics.DRAFT_REPLY_DURATION, self._registry)
         commits = counter(metrics.DRAFT_COMMITS, self._registry)
-        self._outcomes = {name: commits.labels(name) for name in ("tree", "no_tree", "resync", "dropped")}
+        self._outcomes = {
+            name: commits.labels(name) for name in ("tree", "no_tree", "resync", "dropped", "refused", "stale")
+        }
         self._nodes = counter(metrics.DRAFT_DRAFTED_TOKENS, self._registry)
 
     def watch(self, loads: Callable[[], Sequence[Load]]) -> None:
@@ -50,6 +52,10 @@ class DraftTelemetry:
                 self._trace(context, draft, outcome, len(contexts), (started, ended))
         if num_nodes:
             self._nodes.inc(num_nodes)
+
+    def skipped(self, outcome: str, number: int) -> None:
+        """Count commits that no batch takes: "refused" on arrival, or "stale" in the queue."""
+        self._outcomes[outcome].inc(number)
 
     def answered(self, waits: Sequence[float]) -> None:
         """Record the seconds from the arrival of each request to its reply."""

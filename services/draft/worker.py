@@ -1,21 +1,25 @@
-"""The thread that runs a drafter: commits of many streams go in, one `propose` for all of them, answers go out.
+"""The thread that runs a drafter: commits of many streams go in, batches of them are drafted, answers go out.
 
-The drafter knows a session by stream and name, so that the sessions of two verifiers never mix.
+Each stream has a bounded queue. A batch takes commits from all queues, always from the stream with the fewest tokens in it,
+so that no verifier waits for another's queue. The drafter knows a session by stream and name.
 """
 
 from __future__ import annotations
 
+import heapq
 import itertools
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Self
 
 from torch import Tensor
 
-from eyas.draft_protocol import Commit, ResyncRequired, TensorBytes
+from eyas.config import DraftQueueConfig
+from eyas.draft_protocol import Commit, Refusal, RefusalReason, ResyncRequired, TensorBytes
 from eyas.drafters.base import Draft, DraftContext, LocalDrafter
 from eyas.errors import InvalidRequest
 from eyas.request import SamplingParams
@@ -34,6 +38,7 @@ class DraftWorker:
     """Runs a drafter: `with DraftWorker(drafter, info) as worker`. Public methods may be called from any thread.
 
     on_break: called from the worker's thread if the drafter breaks for good; after that, streams are only closed.
+    queue: limits of each stream and of a batch.
     """
 
     def __init__(
@@ -42,18 +47,20 @@ class DraftWorker:
         info: DrafterInfo,
         on_break: Callable[[], object] = bool,
         telemetry: DraftTelemetry | None = None,
+        queue: DraftQueueConfig | None = None,
     ) -> None:
         self._telemetry = telemetry or DraftTelemetry()
         self._drafter = drafter
         self.info = info
+        self.limits = queue or DraftQueueConfig()
         self._on_break = on_break
         self._numbers = itertools.count()
-        self._jobs: list[_Job] = []
+        self._streams: dict[int, DraftStream] = {}
+        self._waiting: list[DraftStream] = []  # streams with something to do, the least recently served first
         self._wake = threading.Condition()
         self._running = True
         self.broken = False
         self._thread = threading.Thread(target=self._run, name="drafter", daemon=True)
-        self._epochs: dict[str, int] = {}  # of every session that the drafter holds, by its qualified name
 
     def __enter__(self) -> Self:
         self._thread.start()
@@ -66,147 +73,236 @@ class DraftWorker:
         self._thread.join()
 
     def load(self) -> Load:
-        """The sessions that the drafter holds, and the requests in the queue."""
-        return Load(num_running=len(self._epochs), num_waiting=len(self._jobs))
+        """The sessions that the drafter holds, and the requests in the queues."""
+        streams = list(self._streams.values())
+        num_sessions = sum(len(stream.epochs) for stream in streams)
+        return Load(num_running=num_sessions, num_waiting=sum(len(stream.jobs) for stream in streams))
 
     def open(self, deliver: Deliver) -> DraftStream:
-        """A new stream; `deliver` gets one reply for each request with commits, in order, and None at the end."""
-        return DraftStream(next(self._numbers), deliver)
+        """A new stream; `deliver` gets one reply for each request with commits, and None at the end.
+
+        Replies are in order, except that requests without an accepted commit are answered at once.
+        """
+        stream = DraftStream(next(self._numbers), deliver)
+        self._streams[stream.number] = stream
+        return stream
 
     def submit(self, stream: DraftStream, request: DraftRequest) -> None:
-        """Queue a request; its releases come before its commits. Raises InvalidRequest if it names a session twice."""
+        """Queue a request; its releases come before its commits. Raises InvalidRequest if it names a session twice.
+
+        Commits beyond the stream's limits or the model's context are refused in the reply.
+        """
         if len({commit.session for commit in request.commits}) < len(request.commits):
             raise InvalidRequest(f"step {request.step} names a session twice; send one commit per session and step")
-        self._queue(_Job(stream, request))
-
-    def close(self, stream: DraftStream) -> None:
-        """Release the sessions of a stream, after everything that it has queued."""
-        self._queue(_Job(stream, None))
-
-    def _queue(self, job: _Job) -> None:
         with self._wake:
-            if self.broken:
-                _dismiss([job])
+            if self.broken or stream.closing:
                 return
-            self._jobs.append(job)
-            self._wake.notify()
+            job = stream.admit(request, self.limits, self.info.model.max_model_len)
+            if job.ended or job.commits:
+                self._wait(stream)
+                stream.jobs.append(job)
+        if job.refusals:
+            self._report(stream, job.refusals)
+            if not job.replies:
+                job.deliver()
+
+    def close(self, stream: DraftStream, abandon: bool = False) -> None:
+        """Release the sessions of a stream, after everything that it has queued. abandon: drop its queue."""
+        with self._wake:
+            if abandon:
+                stream.jobs.clear()
+            stream.closing = True
+            if self.broken:
+                stream.deliver(None)
+            elif stream.number in self._streams:
+                self._wait(stream)
+
+    def _wait(self, stream: DraftStream) -> None:
+        if not stream.waiting:
+            stream.waiting = True
+            self._waiting.append(stream)
+        self._wake.notify()
+
+    def _report(self, stream: DraftStream, refusals: Sequence[Refusal]) -> None:
+        reasons = Counter(refusal.reason for refusal in refusals)
+        self._telemetry.skipped("refused", len(refusals))
+        for reason, number in reasons.items():
+            message = f"refused %d commits of stream %d: {_REASONS[reason]}"
+            values = vars(self.limits) | {"max_model_len": self.info.model.max_model_len}
+            log.warning(message, number, stream.number, values[_LIMITS[reason]], extra={"rate_limited": True})
 
     # Below: the worker's thread only.
 
     def _run(self) -> None:
-        jobs: list[_Job] = []
+        batch = _Batch()
         try:
-            while jobs := self._next_jobs():
-                self._serve(jobs)
+            while self._next(batch := _Batch()):
+                self._serve(batch)
         except Exception:
             log.exception("the drafter is broken")
             with self._wake:
                 self.broken = True
-                _dismiss([*jobs, *self._jobs])
+                for stream in {*batch.closed, *self._waiting}:
+                    if stream.closing:
+                        stream.deliver(None)
             self._on_break()
 
-    def _serve(self, jobs: Sequence[_Job]) -> None:
-        for job in jobs:
-            self._release(job)
-        rows = [row for job in jobs for row in self._usable_rows(job)]
+    def _next(self, batch: _Batch) -> bool:
+        """Fill a batch from the queues. Returns whether there is one; False once the worker stops."""
+        while not self._waiting and self._running and self._draft_ahead():
+            pass
+        with self._wake:
+            self._wake.wait_for(lambda: self._waiting or not self._running)
+            if self._running:
+                self._waiting = batch.fill(self._waiting, self.limits)
+            return self._running
+
+    def _serve(self, batch: _Batch) -> None:
+        for stream in batch.closed:
+            batch.released += map(stream.qualified, stream.epochs)
+            stream.epochs.clear()
+            self._streams.pop(stream.number, None)
+        if batch.released:
+            self._drafter.release(batch.released)
+        rows = [row for job, commit in batch.taken if (row := self._row(job, commit))]
         contexts, drafts, started = [row.context for row in rows], list[Draft](), time.time_ns()
         if contexts:
             drafts = list(self._propose(contexts))
         ended = time.time_ns()
-        for job in jobs:
-            answers = [pair for pair in zip(rows, drafts, strict=True) if pair[0].job is job]
-            _answer(job, answers, (ended - started) / 1e6)
+        for row, draft in zip(rows, drafts, strict=True):
+            row.job.add(row, draft)
+        done = batch.finish((ended - started) / 1e6)
+        for job in done:
+            job.deliver()
+        for stream in batch.closed:
+            stream.deliver(None)
         if contexts:
             self._telemetry.drafted(contexts, drafts, started, ended)
-            self._telemetry.answered([time.perf_counter() - job.queued for job in jobs if job.request])
+        if batch.num_stale:
+            self._telemetry.skipped("stale", batch.num_stale)
+        self._telemetry.answered([time.perf_counter() - job.queued for job in done])
 
-    def _next_jobs(self) -> list[_Job]:
-        """The queued jobs up to the first that touches a session again; empty once the worker stops."""
-        while not self._jobs and self._running and self._draft_ahead():
-            pass
-        with self._wake:
-            self._wake.wait_for(lambda: self._jobs or not self._running)
-            if not self._running:
-                return []
-            jobs: list[_Job] = []
-            touched: set[str] = set()
-            for job in self._jobs:
-                if touched & job.touched or (job.request is None and jobs):
-                    break
-                touched |= job.touched
-                jobs.append(job)
-            del self._jobs[: len(jobs)]
-        return jobs
-
-    def _release(self, job: _Job) -> None:
-        if job.request is None:
-            ended = [name for name in self._epochs if name.startswith(job.stream.qualified(""))]
-        else:
-            ended = [job.stream.qualified(session) for session in job.request.ended_sessions]
-        if known := [name for name in ended if self._epochs.pop(name, None) is not None]:
-            self._drafter.release(known)
-
-    def _usable_rows(self, job: _Job) -> Iterator[_Row]:
-        """The usable commits of a job. A malformed or outdated commit gets no answer and affects no other."""
-        for commit in job.request.commits if job.request else ():
-            name = job.stream.qualified(commit.session)
-            try:
-                context = admit(commit, name, self.info)
-            except InvalidRequest as error:
-                log.warning("dropped a commit of session %s: %s", name, error, extra={"rate_limited": True})
-                continue
-            epoch = self._epochs.get(name, commit.epoch)
-            if commit.epoch < epoch:
-                continue
-            if commit.epoch > epoch:
-                self._drafter.release([name])
-            self._epochs[name] = commit.epoch
-            yield _Row(job, commit.session, context)
+    def _row(self, job: _Job, commit: Commit[TensorBytes]) -> _Row | None:
+        """The row of a commit. None for a malformed or outdated commit: it gets no answer and affects no other."""
+        stream, name = job.stream, job.stream.qualified(commit.session)
+        try:
+            context = admit(commit, name, self.info)
+        except InvalidRequest as error:
+            log.warning("dropped a commit of session %s: %s", name, error, extra={"rate_limited": True})
+            return None
+        epoch = stream.epochs.get(commit.session, commit.epoch)
+        if commit.epoch < epoch:
+            return None
+        if commit.epoch > epoch:
+            self._drafter.release([name])
+        stream.epochs[commit.session] = commit.epoch
+        return _Row(job, commit.session, context)
 
     def _draft_ahead(self) -> bool:
         try:
             return self._drafter.draft_ahead()
         except Exception:
-            log.exception("the drafter failed while drafting ahead; %d sessions start again", len(self._epochs))
-            self._drafter.release(list(self._epochs))
+            names = [stream.qualified(name) for stream in list(self._streams.values()) for name in stream.epochs]
+            log.exception("the drafter failed while drafting ahead; %d sessions start again", len(names))
+            self._drafter.release(names)
             return False
 
     def _propose(self, contexts: Sequence[DraftContext]) -> Sequence[Draft]:
         try:
             return self._drafter.propose(contexts)
         except Exception:
-            log.exception("the drafter failed; %d sessions get no trees and start again", len(contexts))
+            message = "the drafter failed; %d sessions get no trees and start again"
+            log.exception(message, len(contexts), extra={"rate_limited": True})
             self._drafter.release([context.session for context in contexts])
             return [None] * len(contexts)
 
 
-@dataclass(frozen=True)
+_REASONS: dict[RefusalReason, str] = {
+    "context_too_long": "longer than the model's context of %d tokens",
+    "overloaded": "more than queue.max_pending_tokens %d wait already; the drafter is too slow for its verifiers",
+    "too_many_sessions": "the stream has queue.max_sessions %d already; raise it, or add drafters",
+}
+_LIMITS: dict[RefusalReason, str] = {
+    "context_too_long": "max_model_len",
+    "overloaded": "max_pending_tokens",
+    "too_many_sessions": "max_sessions",
+}
+
+
+@dataclass(eq=False)
 class DraftStream:
-    """One verifier's stream. The worker's thread calls `deliver`."""
+    """One verifier's stream and its queue. The worker's thread calls `deliver`.
+
+    sessions: admitted ones that have not ended. epochs: by session, of those that the drafter holds.
+    num_pending: tokens of the queued commits. waiting: whether the worker has it in its list.
+    """
 
     number: int
     deliver: Deliver
+    jobs: deque[_Job] = field(default_factory=deque)
+    sessions: set[str] = field(default_factory=set)
+    epochs: dict[str, int] = field(default_factory=dict)
+    num_pending: int = 0
+    closing: bool = False
+    waiting: bool = False
 
     def qualified(self, session: str) -> str:
         """The drafter's name for a session of this stream."""
         return f"{self.number}/{session}"
 
+    def admit(self, request: DraftRequest, limits: DraftQueueConfig, max_model_len: int) -> _Job:
+        """The request as a job of the commits within the limits, and refusals of the others."""
+        ended = tuple(name for name in dict.fromkeys(request.ended_sessions) if name in self.sessions)
+        self.sessions.difference_update(ended)
+        job = _Job(self, request.step, ended, request.timeout_s)
+        for commit in request.commits:
+            reason: RefusalReason | None = None
+            if commit.committed_length > max_model_len:
+                reason = "context_too_long"
+            elif self.num_pending + len(commit.tokens) > limits.max_pending_tokens:
+                reason = "overloaded"
+            elif commit.session not in self.sessions and len(self.sessions) >= limits.max_sessions:
+                reason = "too_many_sessions"
+            if reason:
+                job.refusals.append(Refusal(commit.session, commit.epoch, reason))
+                continue
+            self.sessions.add(commit.session)
+            self.num_pending += len(commit.tokens)
+            job.commits.append(commit)
+        job.replies = bool(job.commits)
+        return job
 
-@dataclass(frozen=True)
+
+@dataclass(eq=False)
 class _Job:
-    """A queued request of a stream; request None ends the stream. queued: time.perf_counter() on arrival."""
+    """A queued request. ended: sessions to release before its commits. queued: time.perf_counter() on arrival.
+
+    timeout_s: how long its trees are of use; 0 without a limit. replies: whether its last commit makes the reply.
+    """
 
     stream: DraftStream
-    request: DraftRequest | None
+    step: int
+    ended: tuple[str, ...]
+    timeout_s: float
     queued: float = field(default_factory=time.perf_counter)
+    commits: deque[Commit[TensorBytes]] = field(default_factory=deque)
+    trees: list[SessionTree] = field(default_factory=list)
+    resyncs: list[ResyncRequired] = field(default_factory=list)
+    refusals: list[Refusal] = field(default_factory=list)
+    draft_ms: float = 0.0
+    replies: bool = False
 
-    @property
-    def touched(self) -> set[str]:
-        """Qualified names of the sessions that may not be in another job of the same `propose`."""
-        if self.request is None:
-            return set()
-        names = (*self.request.ended_sessions, *(commit.session for commit in self.request.commits))
-        return set(map(self.stream.qualified, names))
+    def add(self, row: _Row, draft: Draft) -> None:
+        """Keep the answer to one of the commits."""
+        if isinstance(draft, DraftTree) and row.context.budget.wants_tree:
+            self.trees.append(SessionTree(row.session, row.context.epoch, row.context.committed_length, draft))
+        elif isinstance(draft, ResyncRequired):
+            self.resyncs.append(ResyncRequired(row.session, row.context.epoch, draft.committed_length))
+
+    def deliver(self) -> None:
+        """Send the answers."""
+        reply = DraftResponse(self.step, tuple(self.trees), tuple(self.resyncs), self.draft_ms, tuple(self.refusals))
+        self.stream.deliver(reply)
 
 
 @dataclass(frozen=True)
@@ -216,6 +312,71 @@ class _Row:
     job: _Job
     session: str
     context: DraftContext
+
+
+@dataclass
+class _Batch:
+    """What the drafter does next: release sessions, then draft for the taken commits, each session at most once.
+
+    closed: streams that end. jobs: those with a taken or stale commit. num_stale: commits whose trees come too late.
+    """
+
+    taken: list[tuple[_Job, Commit[TensorBytes]]] = field(default_factory=list)
+    released: list[str] = field(default_factory=list)
+    closed: list[DraftStream] = field(default_factory=list)
+    jobs: dict[_Job, None] = field(default_factory=dict)
+    touched: dict[DraftStream, set[str]] = field(default_factory=dict)
+    num_stale: int = 0
+
+    def fill(self, waiting: Sequence[DraftStream], limits: DraftQueueConfig) -> list[DraftStream]:
+        """Take commits until the batch is full. Returns the streams that still wait, in the order of the next turn."""
+        self.touched = {stream: set() for stream in waiting}
+        turns, num_tokens, now = [(0, place) for place in range(len(waiting))], 0, time.perf_counter()
+        while turns and len(self.taken) < limits.max_batch_size and num_tokens < limits.max_batch_tokens:
+            own, place = heapq.heappop(turns)
+            if size := self._take(waiting[place], now):
+                num_tokens += size
+                heapq.heappush(turns, (own + size, place))
+        for stream in waiting:
+            if stream.closing and not stream.jobs and not self.touched[stream]:
+                self.closed.append(stream)
+        for stream in waiting:
+            stream.waiting = bool(stream.jobs) or (stream.closing and bool(self.touched[stream]))
+        return sorted(filter(lambda stream: stream.waiting, waiting), key=lambda stream: bool(self.touched[stream]))
+
+    def finish(self, draft_ms: float) -> list[_Job]:
+        """Add the time of the batch to its jobs; return those that are to be answered."""
+        for job in self.jobs:
+            job.draft_ms += draft_ms
+        return [job for job in self.jobs if job.replies and not job.commits]
+
+    def _take(self, stream: DraftStream, now: float) -> int:
+        """Take the stream's next commit; returns its tokens. 0: there is none, or its session has to wait for this batch."""
+        touched = self.touched[stream]
+        while stream.jobs:
+            job = stream.jobs[0]
+            if not touched.isdisjoint(job.ended):
+                return 0
+            self.released += [stream.qualified(name) for name in job.ended if stream.epochs.pop(name, None) is not None]
+            job.ended = ()
+            if not job.commits:
+                stream.jobs.popleft()
+                continue
+            commit = job.commits[0]
+            if commit.session in touched:
+                return 0
+            job.commits.popleft()
+            if not job.commits:
+                stream.jobs.popleft()
+            self.jobs[job] = None
+            stream.num_pending -= len(commit.tokens)
+            if job.timeout_s and commit.budget.wants_tree and now - job.queued > job.timeout_s:
+                self.num_stale += 1  # the verifier sends these tokens again with its next commit
+                continue
+            touched.add(commit.session)
+            self.taken.append((job, commit))
+            return max(len(commit.tokens), 1)
+        return 0
 
 
 def admit(commit: Commit[TensorBytes], session: str, info: DrafterInfo) -> DraftContext:
@@ -246,28 +407,3 @@ def _features(commit: Commit[TensorBytes], info: DrafterInfo) -> Tensor:
             f"features are {given}; length {commit.start_position} to {commit.committed_length} needs {list(shape)}"
         )
     return tensor_from_bytes(commit.features)
-
-
-def _dismiss(jobs: Sequence[_Job]) -> None:
-    """Close the streams that asked for it; answer nothing else."""
-    for job in jobs:
-        if job.request is None:
-            job.stream.deliver(None)
-
-
-def _answer(job: _Job, answers: Sequence[tuple[_Row, Draft]], draft_ms: float) -> None:
-    """Deliver the trees and resyncs of a job; a request without commits gets no reply."""
-    if job.request is None:
-        job.stream.deliver(None)
-    elif job.request.commits:
-        trees = tuple(
-            SessionTree(row.session, row.context.epoch, row.context.committed_length, draft)
-            for row, draft in answers
-            if isinstance(draft, DraftTree) and row.context.budget.wants_tree
-        )
-        resyncs = tuple(
-            ResyncRequired(row.session, row.context.epoch, draft.committed_length)
-            for row, draft in answers
-            if isinstance(draft, ResyncRequired)
-        )
-        job.stream.deliver(DraftResponse(job.request.step, trees, resyncs, draft_ms))

@@ -18,12 +18,14 @@ from ray.serve.handle import DeploymentHandle
 
 from eyas.config import RouterConfig
 from eyas.errors import EyasError, RequestFailed
+from eyas.rpc.admission import Admission
 from eyas.rpc.convert import text_chunk_to_proto
 from eyas.rpc.messages import TextChunk
 from eyas.rpc.server import retry_hint, status_of
 from eyas.services.ray.config import EnvironmentConfig
 from eyas.services.ray.replicas import on_this_node
 from eyas.services.router.__main__ import build_router
+from eyas.services.router.auth import load_api_keys
 from eyas.v1 import generation_pb2
 from eyas.v1.generation_pb2_grpc import add_GenerationServicer_to_server
 
@@ -108,7 +110,9 @@ class Router:
         Raises ConfigError, which Serve shows.
         """
         self._stack = AsyncExitStack()
-        self._app = await self._stack.enter_async_context(build_router(on_this_node(config, environment), _ignore_health))
+        config = on_this_node(config, environment)
+        router = build_router(config, _ignore_health, load_api_keys(config.api_keys), Admission(config.limits))
+        self._app = await self._stack.enter_async_context(router)
         await self._app.readiness.register("")
 
     def __serve_build_asgi_app__(self) -> FastAPI:

@@ -10,11 +10,12 @@ from fastapi import FastAPI
 
 from eyas.config import RouterConfig
 from eyas.errors import ConfigError
+from eyas.rpc.admission import Admission
 from eyas.rpc.channel import Peers
 from eyas.rpc.server import GENERATION_SERVICE, RpcServer
 from eyas.services.discovery.build import build_discovery, session_registry
 from eyas.services.lifecycle import serve, service_app
-from eyas.services.router.auth import load_api_keys
+from eyas.services.router.auth import ApiKeys, load_api_keys
 from eyas.services.router.dispatcher import Dispatcher, SessionMap
 from eyas.services.router.generation import GenerationService
 from eyas.services.router.grpc_server import RouterServicer, server_credentials
@@ -38,14 +39,17 @@ class RouterApp:
 
 
 @asynccontextmanager
-async def build_router(config: RouterConfig, set_serving: Callable[..., Awaitable[None]]) -> AsyncIterator[RouterApp]:
-    """Build a router, and close what it opened at the end. set_serving: see ReadinessMonitor.
+async def build_router(
+    config: RouterConfig, set_serving: Callable[..., Awaitable[None]], keys: ApiKeys, admission: Admission
+) -> AsyncIterator[RouterApp]:
+    """Build a router, and close what it opened at the end.
+
+    set_serving: see ReadinessMonitor. admission: the bounds that both servers share.
 
     Raises ConfigError if the settings name no model, or files that cannot be read.
     """
     if not config.models:
         raise ConfigError("models is empty; name at least one model and its tokenizer")
-    keys = load_api_keys(config.api_keys)
     tokenizers = {model.name: load_tokenizer(model.tokenizer) for model in config.models}
     templates = {model.name: load_template(model) for model in config.models}
     with telemetry(config.telemetry, "router") as exporters:
@@ -59,7 +63,7 @@ async def build_router(config: RouterConfig, set_serving: Callable[..., Awaitabl
         interval_s = config.registry.heartbeat_interval_s / 4
         readiness = ReadinessMonitor(set_serving, discovery, workers, interval_s, registry)
         try:
-            http = build_app(service, templates, readiness, keys, traces, config.http)
+            http = build_app(service, templates, readiness, keys, traces, config.http, admission)
             yield RouterApp(RouterServicer(service, keys), http, readiness)
         finally:
             await workers.close()
@@ -70,12 +74,12 @@ async def build_router(config: RouterConfig, set_serving: Callable[..., Awaitabl
 
 async def run(config: RouterConfig) -> None:
     """Serve until the process is stopped."""
-    server = RpcServer(config.server, server_credentials(config.tls))
-    async with build_router(config, server.set_serving) as router:
+    keys, admission = load_api_keys(config.api_keys), Admission(config.limits)
+    server = RpcServer(config.server, server_credentials(config.tls), keys.check, admission=admission)
+    async with build_router(config, server.set_serving, keys, admission) as router:
         add_GenerationServicer_to_server(router.grpc, server.aio)
-        await serve(
-            server, [GENERATION_SERVICE], config.server, router.readiness, [HttpServer(router.http, config.http, config.tls)]
-        )
+        http = HttpServer(router.http, config.http, config.tls, config.limits)
+        await serve(server, [GENERATION_SERVICE], config.server, router.readiness, [http])
 
 
 app = service_app(RouterConfig, run)

@@ -10,14 +10,16 @@ from typing import Any
 import grpc
 
 from eyas.config import TlsConfig
+from eyas.request import Request
 from eyas.rpc import channel
 from eyas.rpc.convert import generate_call_from_proto, models_to_proto, text_chunk_to_proto
-from eyas.rpc.messages import TextChunk
+from eyas.rpc.messages import GenerateCall, TextChunk
 from eyas.services.router.auth import ApiKeys
 from eyas.services.router.generation import GenerationService
 from eyas.telemetry.tracing import trace_pairs
 from eyas.v1 import generation_pb2
 from eyas.v1.generation_pb2_grpc import GenerationServicer
+from eyas.validation import MAX_ENTRIES, check_prompt_length, check_request_id, check_sizes
 
 
 class RouterServicer(GenerationServicer):
@@ -33,15 +35,25 @@ class RouterServicer(GenerationServicer):
         """Check a call and return the stream of its chunks; the context gets the trailing metadata."""
         metadata = context.invocation_metadata() or ()
         access = self._keys.access(metadata)
-        received = replace(generate_call_from_proto(request), trace=trace_pairs(metadata))
+        check_request_id(request.request_id)
+        received = GenerateCall(Request(request.request_id, ()), trace=trace_pairs(metadata))
 
         def set_trailers(measurements: Sequence[tuple[str, str]]) -> None:
             context.set_trailing_metadata((*measurements, *access.headers.items()))
 
         with self._service.record_rejection(received):
             access.begin("generate")
-            call = await self._service.prepare(access.authorize(received))
+            await self._check_sizes(request)
+            converted = replace(generate_call_from_proto(request), trace=received.trace)
+            call = await self._service.prepare(access.authorize(converted))
         return access.meter(self._service.stream(call, timeout_s=timeout_s, on_trailers=set_trailers), [call])
+
+    async def _check_sizes(self, request: generation_pb2.GenerateRequest) -> None:
+        """Raises InvalidRequest for a message that is too large to be converted, and the errors of finding its model."""
+        check_sizes({name: getattr(request.sampling, name) for name in MAX_ENTRIES})
+        if request.tokens.ids:
+            info = await self._service.model(request.model)
+            check_prompt_length(len(request.tokens.ids), info.max_model_len)
 
     async def Generate(  # type: ignore[override]  # noqa: N802 - a coroutine that writes is cancelled with its call
         self, request: generation_pb2.GenerateRequest, context: Any

@@ -7,6 +7,7 @@ drafter answers the next commit with a ResyncRequired, and the engine sends agai
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -19,7 +20,7 @@ import grpc
 import torch
 
 from eyas.config import DraftClientConfig
-from eyas.draft_protocol import Commit, Proposal, ResyncRequired, TensorBytes, TreeBudget
+from eyas.draft_protocol import Commit, Proposal, RefusalReason, ResyncRequired, TensorBytes, TreeBudget
 from eyas.drafters.base import Draft, DraftContext, DrafterNeeds, Pending
 from eyas.errors import ConfigError
 from eyas.rpc import convert
@@ -38,6 +39,8 @@ _DESCRIBE_TIMEOUT_S = 2.0
 _RECONNECT_S = 0.1
 # A drafter with more unsent messages than this counts as down.
 _MAX_UNSENT = 256
+# How long a refused session decodes without drafts. A session never gets shorter.
+_REFUSED_S: dict[RefusalReason, float] = {"too_many_sessions": 10.0, "context_too_long": math.inf}
 _NO_TREE = TreeBudget(max_nodes=1, max_depth=0)
 
 log = logging.getLogger(__name__)
@@ -59,6 +62,7 @@ class PendingDrafts:
     drafts: one answer per context, in order. stream: where the commits went; None if nothing was sent.
     awaited: step numbers of the messages that ask for trees and have no reply yet.
     answered_at: when the last reply arrived; draft_seconds: how long the drafter worked.
+    is_refused: whether the drafter had too much to do for some of the commits.
     timing: set by `collect` once every tree has arrived.
     """
 
@@ -69,7 +73,14 @@ class PendingDrafts:
     sent_at: float = 0.0
     answered_at: float = 0.0
     draft_seconds: float = 0.0
+    is_refused: bool = False
     timing: DraftTiming | None = None
+
+    @property
+    def has_answers(self) -> bool:
+        """Whether any context that wants a tree has an answer."""
+        answers = zip(self.contexts, self.drafts, strict=True)
+        return any(draft is not None for context, draft in answers if context.budget.wants_tree)
 
     def fill_in(self, reply: DraftResponse) -> None:
         """Put the answers of a reply where their contexts stand; answers to other commits are dropped.
@@ -116,6 +127,7 @@ class RemoteDrafter:
         self._steps = count(1)
         self._changed = threading.Condition()
         self._pending: PendingDrafts | None = None
+        self._refused: dict[str, float] = {}  # by session: when it may ask again, by time.monotonic()
         self.num_answered = self.num_lost = self.num_drafted = self.num_accepted = 0
         self._stream: Stream | None = None
         self._peers = peers or Peers()
@@ -130,8 +142,8 @@ class RemoteDrafter:
         return self._stream is not None
 
     def can_draft(self, session: str) -> bool:
-        """Whether the stream is open and the circuit breaker is not backing off; the same for every session."""
-        return self.connected and not self.breaker.backing_off
+        """Whether the stream is open, the circuit breaker is not backing off, and the session is not refused."""
+        return self.connected and not self.breaker.backing_off and self._refused.get(session, 0.0) <= time.monotonic()
 
     def request(self, contexts: Sequence[DraftContext]) -> Pending:
         """See Drafter."""
@@ -155,7 +167,8 @@ class RemoteDrafter:
         if not stream.info.needs_samples:
             contexts = [replace(context, samples=()) for context in contexts]
         messages = split_commits(contexts, self._config.max_message_tokens)
-        requests = [DraftRequest(next(self._steps), tuple(commits)) for commits in messages]
+        timeout_s = self._config.draft_timeout_s
+        requests = [DraftRequest(next(self._steps), tuple(commits), timeout_s=timeout_s) for commits in messages]
         pending.awaited = {r.step for r in requests if any(commit.budget.wants_tree for commit in r.commits)}
         with self._changed:
             self._pending = pending
@@ -175,7 +188,7 @@ class RemoteDrafter:
             timeout = max(deadline - time.monotonic(), 0)
             self._changed.wait_for(lambda: not pending.awaited or self._stream is not pending.stream, timeout)
             self._pending = None
-        if pending.awaited:
+        if pending.awaited or (pending.is_refused and not pending.has_answers):
             self.num_lost += 1
             self.breaker.failed()
         elif pending.answered_at:
@@ -186,6 +199,8 @@ class RemoteDrafter:
 
     def release(self, sessions: Sequence[str]) -> None:
         """Let the drafter drop sessions. May be called from any thread."""
+        for session in sessions:
+            self._refused.pop(session, None)
         if stream := self._stream:
             stream.send(DraftRequest(next(self._steps), ended_sessions=tuple(sessions)))
 
@@ -257,6 +272,7 @@ class RemoteDrafter:
         call = stub.Speculate(iter(stream.outbox.get, None), metadata=self._peers.metadata)
         log.info("drafts come from %s (%s)", self.address, info.method, extra={"rate_limited": True})
         self._stream = stream
+        self._refused.clear()
         try:
             for message in call:
                 self._receive(convert.draft_response_from_proto(message))
@@ -267,16 +283,32 @@ class RemoteDrafter:
                 self._changed.notify()
 
     def _receive(self, reply: DraftResponse) -> None:
-        """Take the reply of a step that `collect` still waits for; drop late and duplicate ones."""
+        """Take the reply of a step that `collect` still waits for; drop late and duplicate ones, except for refusals."""
         with self._changed:
             pending = self._pending
-            if pending is None or reply.step not in pending.awaited:
+            if pending is None:
+                return
+            self._note_refusals(pending, reply)
+            if reply.step not in pending.awaited:
                 return
             pending.fill_in(reply)
             pending.draft_seconds = max(pending.draft_seconds, reply.draft_ms / 1000)
             pending.answered_at = time.perf_counter()
             pending.awaited.discard(reply.step)
             self._changed.notify()
+
+    def _note_refusals(self, pending: PendingDrafts, reply: DraftResponse) -> None:
+        if not reply.refusals:
+            return
+        known = {context.session for context in pending.contexts}
+        for refusal in reply.refusals:
+            if refusal.reason == "overloaded":
+                pending.is_refused = True
+            elif refusal.session in known:
+                self._refused[refusal.session] = time.monotonic() + _REFUSED_S[refusal.reason]
+        reason = reply.refusals[0].reason
+        message = "drafter %s refused %d sessions, which decode plainly: %s"
+        log.warning(message, self.address, len(reply.refusals), reason, extra={"rate_limited": True})
 
 
 class CircuitBreaker:

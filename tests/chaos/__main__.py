@@ -112,7 +112,8 @@ def main(
     )
     draw(stormed, page.with_suffix(".png"))
     print(page.read_text(encoding="utf-8"))
-    print(*stormed.notes[:20], sep="\n")
+    if not stormed.is_clean:
+        print(*stormed.notes[:20], f"the logs are in {stormed.logs}", sep="\n")
     print(f"written to {page}, {page.with_suffix('.json')} and {page.with_suffix('.png')}")
     if broken := result.broken_promises():
         print("did not hold:", "; ".join(broken), file=sys.stderr)

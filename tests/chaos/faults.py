@@ -104,7 +104,7 @@ class Injector:
     ) -> None:
         self.fleet = fleet
         self.longest_s = longest_s
-        self.rng = random.Random(seed)
+        self.rngs = {kind: random.Random(f"{seed} {kind}") for kind in ("verifier", "draft", "redis")}
         self.log = FaultLog()
         self.verifier_kills, self.drafter_kills = Quota(verifier_kills), Quota(drafter_kills)
         self._restarts: set[asyncio.Task[None]] = set()
@@ -139,37 +139,35 @@ class Injector:
 
     async def _hit_verifiers(self) -> None:
         """One fault after the other, each on a verifier that has settled, while another one has settled too."""
-        witness = self.fleet.verifiers[0]
+        witness, rng = self.fleet.verifiers[0], self.rngs["verifier"]
         while True:
             settled = clean(self.fleet.verifiers, SETTLED_S)
             if len(settled) > 1:
                 await self._hit_one_of(settled, witness, self.verifier_kills, VERIFIER_KILL_RATIO)
-            await asyncio.sleep(self.rng.uniform(0, 0.3))
+            await asyncio.sleep(rng.uniform(0, 0.3))
 
     async def _hit_drafters(self) -> None:
-        witness = self.fleet.drafters[0]
+        witness, rng = self.fleet.drafters[0], self.rngs["draft"]
         while True:
-            if victims := clean(self.fleet.drafters, self.rng.uniform(0.1, 1.0)):
+            if victims := clean(self.fleet.drafters, rng.uniform(0.1, 1.0)):
                 await self._hit_one_of(victims, witness, self.drafter_kills, DRAFTER_KILL_RATIO)
-            await asyncio.sleep(self.rng.uniform(0, 0.2))
+            await asyncio.sleep(rng.uniform(0, 0.2))
 
     async def _hit_one_of(self, victims: Sequence[Member], witness: Member, quota: Quota, kill_ratio: float) -> None:
         """Kill a member, or do something else to one. The witness lives on: its memory shows what the others' ends cost."""
-        mortal = [member for member in victims if member is not witness]
-        if mortal and not quota.reached and self.rng.random() < kill_ratio:
-            await self.hit(self.rng.choice(mortal), kill_member)
+        rng, mortal = self.rngs[witness.kind], [member for member in victims if member is not witness]
+        if rng.random() >= kill_ratio:
+            victim = rng.choice(victims)
+            await self.hit(victim, rng.choice([action for action in LASTING if victim in mortal or action is not vanish]))
+        elif mortal and not quota.reached:
+            await self.hit(rng.choice(mortal), kill_member)
             quota.done += 1
-        elif quota.reached or self.rng.random() >= kill_ratio:
-            victim = self.rng.choice(victims)
-            await self.hit(
-                victim, self.rng.choice([action for action in LASTING if victim in mortal or action is not vanish])
-            )
 
     async def _hit_redis(self) -> None:
         while True:
-            await asyncio.sleep(self.rng.uniform(5, 25))
+            await asyncio.sleep(self.rngs["redis"].uniform(5, 25))
             if self.fleet.redis.ready_at is not None:
-                await self.hit(self.fleet.redis, self.rng.choice((kill_for_a_while, empty, *LASTING)))
+                await self.hit(self.fleet.redis, self.rngs["redis"].choice((kill_for_a_while, empty, *LASTING)))
 
     async def hit(self, member: Member, action: Action) -> None:
         """Do one thing to a member and note it."""
@@ -181,9 +179,9 @@ class Injector:
             member.num_faults -= 1
             self.log.end(fault)
 
-    async def last(self, *seconds: float) -> None:
+    async def last(self, member: Member, *seconds: float) -> None:
         """Wait for one of these times."""
-        await asyncio.sleep(min(self.rng.choice(seconds), self.longest_s))
+        await asyncio.sleep(min(self.rngs[member.kind].choice(seconds), self.longest_s))
 
     def restart(self, member: Member, delay_s: float = 0.0) -> None:
         """Start a killed member again in the background."""
@@ -206,7 +204,7 @@ async def kill_member(injector: Injector, member: Member) -> None:
 async def kill_for_a_while(injector: Injector, member: Member) -> None:
     """Kill -9, and start it again seconds later."""
     await member.kill()
-    await injector.last(0.5, 2.0, 4.0)
+    await injector.last(member, 0.5, 2.0, 4.0)
     await injector.fleet.start(member)
 
 
@@ -220,7 +218,7 @@ async def vanish(injector: Injector, member: Member) -> None:
 async def pause(injector: Injector, member: Member) -> None:
     """SIGSTOP for a while; sometimes for longer than keepalive pings wait."""
     member.signal(SIGSTOP)
-    await injector.last(0.3, 1.5, LONGEST_S)
+    await injector.last(member, 0.3, 1.5, LONGEST_S)
     member.signal(SIGCONT)
 
 
@@ -232,29 +230,29 @@ async def reset(injector: Injector, member: Member) -> None:
 async def half_open(injector: Injector, member: Member) -> None:
     """Its connections pass nothing any more; new ones work."""
     member.proxy.silence()
-    await injector.last(LONGEST_S)
+    await injector.last(member, LONGEST_S)
 
 
 async def partition(injector: Injector, member: Member) -> None:
     """It cannot be reached for a while; then its connections are reset."""
     member.proxy.partitioned = True
-    await injector.last(0.5, LONGEST_S)
+    await injector.last(member, 0.5, LONGEST_S)
     member.proxy.partitioned = False
     member.proxy.reset()
 
 
 async def delay(injector: Injector, member: Member) -> None:
     """Every packet is late."""
-    member.proxy.delay_s = injector.rng.choice((0.02, 0.1, 0.3))
-    await injector.last(0.5, 2.0)
+    member.proxy.delay_s = injector.rngs[member.kind].choice((0.02, 0.1, 0.3))
+    await injector.last(member, 0.5, 2.0)
     member.proxy.delay_s = 0.0
 
 
 async def lose(injector: Injector, member: Member) -> None:
     """Packets are lost and sent again, several times."""
-    for _ in range(injector.rng.randrange(1, 4)):
+    for _ in range(injector.rngs[member.kind].randrange(1, 4)):
         member.proxy.hold()
-        await asyncio.sleep(injector.rng.choice((0.2, 0.4, 0.8)))
+        await injector.last(member, 0.2, 0.4, 0.8)
         member.proxy.release()
         await asyncio.sleep(0.1)
 

@@ -16,6 +16,7 @@ import signal
 import sys
 import time
 from collections.abc import AsyncIterator, Sequence
+from multiprocessing import forkserver
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
@@ -50,6 +51,7 @@ def start(name: str, words: Sequence[str], log: Path, clock_skew_s: float = 0.0)
 def _run(name: str, words: list[str], log: Path, clock_skew_s: float) -> None:
     """The body of the child."""
     multiprocessing.set_start_method("fork", force=True)  # its locks need no names, which a kill would leave behind
+    os.close(forkserver._forkserver._forkserver_alive_fd)  # type: ignore[attr-defined]  # else it would outlive our parent
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(output, 1)

@@ -6,6 +6,7 @@ It reports what the clients saw and what the services kept. `python -m tests.cha
 from __future__ import annotations
 
 import asyncio
+import shutil
 import tempfile
 import time
 from array import array
@@ -84,6 +85,7 @@ class MemoryUse:
 class StormResult:
     """What a storm did and found. num_wrong, num_lost, num_doubled: tokens or characters. failures: of requests, by status.
 
+    notes: the first failures and mismatches. logs: folder of the services' logs, which stay unless the result is clean.
     unreturned_slots: KV cache slots and sessions that workers still hold when all clients have gone. p99_lag_s: how late the
     clients and proxies themselves were, in which no service had a part.
     """
@@ -107,22 +109,32 @@ class StormResult:
     gaps: tuple[GapOfFault, ...]
     memory: tuple[MemoryUse, ...]
     notes: tuple[str, ...]
+    logs: str
 
     @property
     def num_failed(self) -> int:
         return sum(self.failures.values())
+
+    @property
+    def is_clean(self) -> bool:
+        """Whether no token, request, service or slot was lost."""
+        mismatch = self.num_wrong or self.num_lost or self.num_doubled
+        return not (mismatch or self.num_failed or self.num_crashes or self.unreturned_slots)
 
 
 OnProgress = Callable[[float, Counts, Injector], object]
 
 
 def storm(settings: StormSettings, on_progress: OnProgress = lambda *now: None) -> StormResult:
-    """Run a storm in a temporary folder; its logs stay if something was lost."""
+    """Run a storm in a temporary folder. The folder stays, with the logs, if a promise to the clients was broken."""
     folder = Path(tempfile.mkdtemp(prefix="eyas-chaos-"))
     models = write_models(folder)
     answers = plain_answers(models[0], VOCAB_SIZE, settings.num_answers, settings.most_tokens, settings.seed)
     fleet = build_fleet(settings.fleet, folder, models, settings.seed)
-    return asyncio.run(_Storm(settings, fleet, answers, on_progress).run())
+    result = asyncio.run(_Storm(settings, fleet, answers, on_progress).run())
+    if result.is_clean:
+        shutil.rmtree(folder)
+    return result
 
 
 class _Storm:
@@ -236,6 +248,7 @@ class _Storm:
             gaps=tuple(_gaps(log)),
             memory=tuple(_memory_use(self._memory)),
             notes=tuple(counts.notes),
+            logs=str(self._fleet.folder),
         )
 
 

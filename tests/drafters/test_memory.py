@@ -8,10 +8,12 @@ from torch import Tensor
 
 from eyas.cache.kv_cache import KVCache
 from eyas.config import DraftConfig, DraftingConfig, TreeConfig, load
-from eyas.drafters.base import LocalDrafter
+from eyas.draft_protocol import Commit, TreeBudget
+from eyas.drafters.base import DraftContext, LocalDrafter
 from eyas.drafters.registry import build_drafter
-from eyas.drafters.sessions import DEFAULT_SLOTS
+from eyas.drafters.sessions import DEFAULT_SLOTS, KVLedger, KVSession
 from eyas.errors import ConfigError
+from eyas.request import NoiseKey
 from tests.tiny_medusa_hydra import tiny_heads
 
 TREE = TreeConfig(8, 3, 2)
@@ -62,3 +64,28 @@ def test_a_limit_is_a_number_of_slots_or_a_size_and_not_both(tiny_target: str, t
         DraftingConfig(max_kv_tokens=5, kv_cache_memory="1MiB")
     drafter = drafter_of("eagle3", tiny_target, tiny_head, DraftingConfig())
     assert drafter.sessions.num_free == DEFAULT_SLOTS  # type: ignore[attr-defined]
+
+
+class Busy(list[str]):
+    """Keys that may not be evicted; counts how often one is looked up."""
+
+    num_lookups = 0
+
+    def __contains__(self, key: object) -> bool:
+        self.num_lookups += 1
+        return super().__contains__(key)
+
+
+@pytest.mark.parametrize("num_sessions", [10, 1000])
+def test_a_claim_costs_the_same_beside_many_sessions(num_sessions: int) -> None:
+    ledger: KVLedger[None] = KVLedger(4 * num_sessions, context_length=100)
+    noise, budget, busy = NoiseKey(7), TreeBudget(4, 3), Busy()
+    for number in range(2 * num_sessions):  # the second half evicts the first
+        commit: DraftContext = Commit(f"{number}", 0, 0, (1, 2, 3, 4), None, noise, budget)
+        busy[:] = [commit.session]
+        session = ledger.follow(commit)
+        assert isinstance(session, KVSession)
+        assert ledger.claim(session, 4, 0, busy)
+    assert len(ledger) == num_sessions
+    assert busy.num_lookups <= 2 * num_sessions
+    ledger.check()

@@ -10,25 +10,31 @@ import json
 import logging
 import time
 import uuid
-from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, get_type_hints
 
 from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response
+from fastapi.routing import APIRoute
 from prometheus_client import REGISTRY
+from pydantic import BaseModel, ValidationError
+from starlette.exceptions import HTTPException
+from starlette.types import Receive, Scope
 
 from eyas.config import HttpConfig
 from eyas.errors import EyasError, InvalidRequest, UnknownModel
 from eyas.request import Request as GenerationRequest
 from eyas.request import SamplingParams
+from eyas.rpc.admission import LARGE_REQUEST_BYTES, Admission
 from eyas.rpc.messages import GenerateCall, ModelInfo, TextChunk
 from eyas.services.router.auth import Access, ApiKeys, Authenticator
 from eyas.services.router.generation import GenerationService, merge
 from eyas.services.router.http.chat_template import ChatTemplate
 from eyas.services.router.http.errors import add_error_handlers, error_body
-from eyas.services.router.http.requests import ChatBody, CompletionBody
+from eyas.services.router.http.requests import ChatBody, CompletionBody, parse_body
 from eyas.services.router.http.responses import ResponseWriter
 from eyas.services.router.http.server import BodyLimit, EventStream, cancel_on_disconnect
 from eyas.services.router.telemetry import HttpMetrics, RouterTelemetry
@@ -36,9 +42,11 @@ from eyas.services.router.workers import ReadinessMonitor
 from eyas.telemetry.exporters import exposition
 from eyas.telemetry.logging import escaped
 from eyas.telemetry.tracing import trace_pairs
-from eyas.validation import MAX_REQUEST_ID_LENGTH
+from eyas.tokenizer import Tokenizer
+from eyas.validation import MAX_REQUEST_ID_LENGTH, check_prompt_length
 
 MAX_CHOICES = 1024
+MAX_PARSING_THREADS = 2
 # Characters that the router adds to the id of a client: the kind of request, and the number of the prompt.
 ID_AFFIX_LENGTH = 16
 
@@ -52,10 +60,19 @@ def build_app(
     keys: ApiKeys,
     telemetry: RouterTelemetry,
     config: HttpConfig | None = None,
+    admission: Admission | None = None,
 ) -> FastAPI:
-    """Build the application. templates: of every model, None if it has none. telemetry: counts every response."""
+    """Build the application.
+
+    templates: of every model, None if it has none. telemetry: counts every response. admission: the bounds of
+    bodies, shared with the gRPC server.
+    """
+    admission = admission or Admission()
     app = FastAPI(title="Eyas", docs_url=None, redoc_url=None, redirect_slashes=False)
-    app.add_middleware(BodyLimit)
+    app.router.route_class = JsonRoute
+    app.state.max_request_values = admission.limits.max_request_values
+    app.state.parsing = asyncio.Semaphore(MAX_PARSING_THREADS)
+    app.add_middleware(BodyLimit, admission=admission)
     app.add_middleware(Authenticator, keys=keys)
     app.add_middleware(HttpMetrics, telemetry=telemetry)
     add_error_handlers(app)
@@ -125,6 +142,55 @@ def _add_operations_routes(app: FastAPI, readiness: ReadinessMonitor) -> None:
         return Response(body, headers={"Content-Type": content_type})
 
 
+class JsonRoute(APIRoute):
+    """A route whose JSON body is parsed and validated before FastAPI gets it, in a thread if it is long.
+
+    app.state: max_request_values bounds the body; parsing, a semaphore, how many long ones are parsed at the same time.
+    """
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        """Return the handler of a request."""
+        handler, model = super().get_route_handler(), get_type_hints(self.endpoint).get("body")
+        if model is None:
+            return handler
+
+        async def handle(request: Request) -> Response:
+            parsed = _JsonRequest(request.scope, request.receive, model)
+            await parsed.body()  # FastAPI would turn its errors into status 400
+            try:
+                return await handler(parsed)
+            except HTTPException:
+                if parsed.error is None:
+                    raise
+                raise parsed.error from None
+
+        return handle
+
+
+class _JsonRequest(Request):
+    """A request with a body of one model. error: what `json` has raised."""
+
+    def __init__(self, scope: Scope, receive: Receive, model: type[BaseModel]) -> None:
+        super().__init__(scope, receive)
+        self._model = model
+        self.error: Exception | None = None
+
+    async def json(self) -> BaseModel:
+        """Return the body as its model, which FastAPI takes as it is."""
+        body, state = await self.body(), self.app.state
+        try:
+            if len(body) <= LARGE_REQUEST_BYTES:
+                return parse_body(body, self._model, state.max_request_values)
+            async with state.parsing:
+                return await asyncio.to_thread(parse_body, body, self._model, state.max_request_values)
+        except ValidationError as error:
+            self.error = RequestValidationError([{**one, "loc": ("body", *one["loc"])} for one in error.errors()])
+            raise self.error from None
+        except InvalidRequest as error:
+            self.error = error
+            raise
+
+
 @dataclass(frozen=True)
 class OpenAIEndpoints:
     """OpenAI's two generation endpoints. templates: of every model, None if it has none.
@@ -143,11 +209,14 @@ class OpenAIEndpoints:
         with self.service.record_rejection(received):
             _check(body)
             info = await self._model(body, request)
+            for prompt in body.prompt:
+                if not isinstance(prompt, str):
+                    check_prompt_length(len(prompt), info.max_model_len)
             chunks = await self._chunks(body, received, request.state.access, _completion_calls(body))
             if body.scores_prompt_only:
                 chunks = _without_output(chunks)
             tokenizer = self.service.tokenizer(info.name)
-            echoes = [p if isinstance(p, str) else tokenizer.decode(p) for p in body.prompt] if body.echo else []
+            echoes = await asyncio.to_thread(_echoes, body, tokenizer) if body.echo else []
             writer = ResponseWriter(body, received.request.id, info.name, tokenizer, echoes)
         return await self._respond(body, request, writer, chunks)
 
@@ -188,15 +257,14 @@ class OpenAIEndpoints:
         if template is None:
             reason = f"model {info.name!r} has no chat template; use /v1/completions, or set its chat_template"
             raise InvalidRequest(reason, "messages")
-        messages = [message.model_dump(exclude_defaults=True) for message in body.messages]
-        text = await asyncio.to_thread(template.render, messages, body.chat_template_kwargs)
+        text = await asyncio.to_thread(_render, template, body)
         with _field_names(body):
             token_ids = await self.service.encode(info, text, is_rendered=True)
         max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
         if max_tokens is None:
             max_tokens = max(info.max_model_len - len(token_ids), 1)
         logprobs = (body.top_logprobs or 0) if body.logprobs else None
-        return body.call(token_ids, max_tokens, logprobs=logprobs, prompt_logprobs=body.prompt_logprobs)
+        return body.call(token_ids, body.sampling(max_tokens, logprobs=logprobs, prompt_logprobs=body.prompt_logprobs))
 
     async def _chunks(
         self,
@@ -213,9 +281,15 @@ class OpenAIEndpoints:
                 id_ = received.request.id if len(calls) == 1 else f"{received.request.id}-{number}"
                 call = replace(call, request=replace(call.request, id=id_), trace=received.trace)
                 prepared.append(await self.service.prepare(access.authorize(call)))
+                await asyncio.sleep(0)  # between the prompts of a long list, other requests have their turn
         streams = [self.service.stream(call, operation) for call in prepared]
         chunks = merge([_shift_index(stream, number * body.n) for number, stream in enumerate(streams)])
         return access.meter(chunks, prepared)
+
+
+def _render(template: ChatTemplate, body: ChatBody) -> str:
+    messages = [message.model_dump(exclude_defaults=True) for message in body.messages]
+    return template.render(messages, body.chat_template_kwargs)
 
 
 def _received_call(prefix: str, request: Request) -> GenerateCall:
@@ -240,7 +314,12 @@ def _completion_calls(body: CompletionBody) -> list[GenerateCall]:
     """Return a call for each prompt. A verifier emits at least one token, so scoring a prompt asks for one."""
     max_tokens = 1 if body.scores_prompt_only else body.max_tokens
     prompt_logprobs = body.logprobs if body.echo and body.logprobs is not None else body.prompt_logprobs
-    return [body.call(prompt, max_tokens, logprobs=body.logprobs, prompt_logprobs=prompt_logprobs) for prompt in body.prompt]
+    sampling = body.sampling(max_tokens, logprobs=body.logprobs, prompt_logprobs=prompt_logprobs)
+    return [body.call(prompt, sampling) for prompt in body.prompt]
+
+
+def _echoes(body: CompletionBody, tokenizer: Tokenizer) -> list[str]:
+    return [prompt if isinstance(prompt, str) else tokenizer.decode(prompt) for prompt in body.prompt]
 
 
 @contextmanager

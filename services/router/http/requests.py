@@ -7,17 +7,22 @@ An unknown field is rejected, never ignored. Null and values that ask for nothin
 from __future__ import annotations
 
 import difflib
+import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from eyas.errors import InvalidRequest
 from eyas.request import Request, SamplingParams
 from eyas.rpc.messages import GenerateCall
+from eyas.validation import check_sizes
 
 DEFAULT_COMPLETION_TOKENS = 16
+
+ModelT = TypeVar("ModelT", bound=BaseModel)
 
 # OpenAI's fields that are not supported, with the values that ask for nothing.
 _UNSUPPORTED: Mapping[str, tuple[object, ...]] = {
@@ -91,6 +96,53 @@ Text = Annotated[str, AfterValidator(_check_encodable)]
 Texts = Annotated[list[Text], BeforeValidator(_to_list)]
 
 
+# JSON
+
+MAX_OBJECTS = 2**14
+MAX_MESSAGES = 2**12
+MAX_NUMBER_LENGTH = 128
+
+_SLICE_BYTES = 2**16
+_LONG_NUMBER = re.compile(rb"[0-9]{%d}" % MAX_NUMBER_LENGTH)
+
+
+def parse_body(data: bytes, model: type[ModelT], max_values: int) -> ModelT:
+    """Parse and validate a body. Meant for a thread if it is long: no single step keeps other threads waiting for long.
+
+    Raises InvalidRequest, and pydantic's ValidationError.
+    """
+    _check_num_values(data, max_values)
+    try:
+        return model.model_validate(json.loads(data))
+    except (ValueError, RecursionError) as error:
+        if isinstance(error, ValidationError):
+            raise
+        raise InvalidRequest(f"the body is not JSON: {error}") from None
+
+
+def _check_num_values(data: bytes, max_values: int) -> None:
+    """Raises InvalidRequest for a body of too many values. Python parses the whole of a body without a pause."""
+    num_values, num_objects, is_string, backslash = 1, 0, False, b""
+    for start in range(0, len(data), _SLICE_BYTES):
+        piece = (backslash + data[start : start + _SLICE_BYTES]).replace(rb"\\", b"")
+        backslash = b"\\" if piece.endswith(b"\\") else b""
+        parts = piece.removesuffix(b"\\").replace(rb"\"", b"").split(b'"')
+        outside = b"".join(parts[1 if is_string else 0 :: 2])
+        is_string ^= len(parts) % 2 == 0
+        num_values += outside.count(b",")
+        num_objects += outside.count(b"[") + outside.count(b"{") + outside.count(b":")
+        if num_values > max_values:
+            reason = f"the body holds more than {max_values} values; send text instead of token ids, or several requests"
+            raise InvalidRequest(reason)
+        if num_objects > MAX_OBJECTS:
+            raise InvalidRequest(f"the body holds more than {MAX_OBJECTS} lists, objects and fields; send several requests")
+        if _LONG_NUMBER.search(outside):
+            raise InvalidRequest(f"the body holds a number of {MAX_NUMBER_LENGTH} digits or more; round it")
+
+
+# Models
+
+
 class _StrictModel(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
@@ -99,6 +151,9 @@ class _StrictModel(BaseModel):
     def _drop_neutral_values(cls, data: Any) -> Any:
         if not isinstance(data, dict):
             return data
+        check_sizes(data)
+        if isinstance(messages := data.get("messages"), list) and len(messages) > MAX_MESSAGES:
+            raise InvalidRequest(f"messages has {len(messages)} entries; give {MAX_MESSAGES} at most", "messages")
         return {name: value for name, value in data.items() if value is not None and value not in _UNSUPPORTED.get(name, ())}
 
 
@@ -155,14 +210,17 @@ class Body(_StrictModel):
         """Whether a stream ends with an event for the usage."""
         return self.return_speculation or (self.stream_options is not None and self.stream_options.include_usage)
 
-    def call(self, prompt: str | Sequence[int], max_tokens: int, **logprobs: int | None) -> GenerateCall:
-        """Return the call for one prompt. logprobs: `logprobs` and `prompt_logprobs` of its SamplingParams.
+    def sampling(self, max_tokens: int, **logprobs: int | None) -> SamplingParams:
+        """Return the sampling parameters of every prompt. logprobs: `logprobs` and `prompt_logprobs`.
 
         Raises InvalidRequest.
         """
         named = {field.name: getattr(self, field.name) for field in fields(SamplingParams) if hasattr(self, field.name)}
         logit_bias = tuple((_token_id(name), bias) for name, bias in self.logit_bias.items())
-        sampling = SamplingParams(**(named | {"max_tokens": max_tokens, "logit_bias": logit_bias} | logprobs))
+        return SamplingParams(**(named | {"max_tokens": max_tokens, "logit_bias": logit_bias} | logprobs))
+
+    def call(self, prompt: str | Sequence[int], sampling: SamplingParams) -> GenerateCall:
+        """Return the call for one prompt."""
         text, token_ids = (prompt, ()) if isinstance(prompt, str) else (None, tuple(prompt))
         request = Request("", token_ids, sampling, self.session_id, self.priority, cache_salt=self.cache_salt)
         return GenerateCall(request, text, self.model, self.drafter)

@@ -7,24 +7,28 @@ import contextlib
 import logging
 import math
 import socket
+from collections import Counter
 from collections.abc import AsyncGenerator, Awaitable, Iterator
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
+import h11
 import uvicorn
 from fastapi import HTTPException
 from starlette.datastructures import Headers
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from eyas.config import HttpConfig, TlsConfig
+from eyas.config import HttpConfig, LimitsConfig, TlsConfig
 from eyas.errors import ConfigError
+from eyas.rpc.admission import Admission
 from eyas.rpc.channel import Certificates, Pem
 from eyas.services.discovery.base import cancel_task, repeat
 
-MAX_BODY_BYTES = 16 * 2**20
 RELOAD_INTERVAL_S = 5.0
 WAITING_COMMENT = ": waiting for a verifier"
+READ_BYTES = 16 * 2**10
 
 _BACKLOG = 2048
 
@@ -37,19 +41,24 @@ class HttpServer:
     """Serves an ASGI application with uvicorn, in the running event loop; signals are left to the service.
 
     address: host:port once the server has started. The TLS files are checked for changes every RELOAD_INTERVAL_S; new
-    connections get the new certificate.
+    connections get the new certificate. limits: bounds of connections, headers and waiting times.
     """
 
-    def __init__(self, app: ASGIApp, config: HttpConfig, tls: TlsConfig) -> None:
+    def __init__(self, app: ASGIApp, config: HttpConfig, tls: TlsConfig, limits: LimitsConfig | None = None) -> None:
+        limits = limits or LimitsConfig()
+        protocol: Any = partial(HttpConnection, limits=limits, peers=Counter())
         self._server = _Server(
             uvicorn.Config(
                 app,
+                http=protocol,
                 lifespan="off",
                 ws="none",
                 log_config=None,
                 log_level="warning",
                 access_log=False,
                 server_header=False,
+                h11_max_incomplete_event_size=limits.max_header_bytes,
+                timeout_keep_alive=math.ceil(limits.idle_timeout_s),
                 ssl_certfile=tls.cert_file or None,
                 ssl_keyfile=tls.key_file or None,
             )
@@ -92,6 +101,97 @@ class HttpServer:
             self._loaded = pem
 
 
+class HttpConnection(H11Protocol, asyncio.BufferedProtocol):
+    """A connection of uvicorn's h11 server that bounds what a client may hold. h11 bounds the headers.
+
+    Reads at most READ_BYTES at once, since h11 takes 1 ms for 1,000 chunks of a body. Closes the connection if headers or
+    body do not arrive in time, and at once if there are too many connections. peers: open connections by address.
+    """
+
+    def __init__(self, *arguments: Any, limits: LimitsConfig, peers: Counter[str], **named: Any) -> None:
+        super().__init__(*arguments, **named)
+        self._limits = limits
+        self._peers = peers
+        self._waits_for = ""
+        self._timer: asyncio.TimerHandle | None = None
+        self._buffer = bytearray()
+        self._peer: str | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Count the connection, or close it if there are too many."""
+        super().connection_made(transport)
+        peer = self.client[0] if self.client else ""
+        limits = self._limits
+        if len(self.connections) > limits.max_connections or self._peers[peer] >= limits.max_connections_per_peer:
+            self._refuse(b"503 Service Unavailable", b"too many connections; try again later")
+            return
+        self._peer = peer
+        self._peers[peer] += 1
+        self._wait("headers")
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Release what the connection counts for."""
+        self._wait("")
+        if self._peer is not None:
+            self._peers[self._peer] -= 1
+            self._peers += Counter()  # drops addresses without a connection
+        super().connection_lost(exc)
+
+    def get_buffer(self, sizehint: int) -> bytearray:
+        """Return the memory of the next read."""
+        self._buffer = bytearray(READ_BYTES)
+        return self._buffer
+
+    def buffer_updated(self, nbytes: int) -> None:
+        """Parse what has been read."""
+        data, self._buffer = bytes(memoryview(self._buffer)[:nbytes]), bytearray()
+        self.data_received(data)
+
+    def data_received(self, data: bytes) -> None:
+        """Parse a part of a request."""
+        if self.transport.is_closing():
+            return
+        super().data_received(data)
+        self._update_timer()
+
+    def on_response_complete(self) -> None:
+        """Wait for the rest of the body, or for the next request."""
+        super().on_response_complete()
+        self._update_timer()
+
+    def _update_timer(self) -> None:
+        if self.conn.their_state is h11.SEND_BODY:
+            self._wait("the rest of a rejected body" if self.cycle.response_complete else "body")
+        elif self.conn.their_state is h11.IDLE and self.timeout_keep_alive_task is None:
+            self._wait("headers")
+        else:
+            self._wait("")  # for the response; or for the next request, with uvicorn's own timer
+
+    def _wait(self, what: str) -> None:
+        """Start the timer of what the client has to send next; nothing stops it."""
+        if what == self._waits_for:
+            return
+        if self._timer:
+            self._timer.cancel()
+        self._waits_for, self._timer = what, None
+        if what and not self.transport.is_closing():
+            seconds = self._limits.body_timeout_s if what == "body" else self._limits.header_timeout_s
+            self._timer = self.loop.call_later(seconds, self._time_out)
+
+    def _time_out(self) -> None:
+        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+            self._refuse(b"408 Request Timeout", f"the {self._waits_for} did not arrive in time".encode())
+        else:
+            self.transport.abort()
+
+    def _refuse(self, status: bytes, reason: bytes) -> None:
+        """Send a response outside of h11, and close."""
+        length = str(len(reason)).encode()
+        headers = b"Content-Type: text/plain\r\nRetry-After: 1\r\nConnection: close\r\nContent-Length: " + length
+        self.transport.write(b"HTTP/1.1 " + status + b"\r\n" + headers + b"\r\n\r\n" + reason)
+        self.transport.close()
+
+
 class _Server(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -113,27 +213,40 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 class BodyLimit:
-    """ASGI middleware that rejects bodies above MAX_BODY_BYTES with status 413, by their header or while they arrive."""
+    """ASGI middleware that bounds each body, and what all unfinished requests hold together.
 
-    def __init__(self, app: ASGIApp) -> None:
+    A body above `limits.max_request_bytes` is rejected with status 413, by its header or while it arrives. A body counts
+    as held from its arrival to the end of the response.
+    """
+
+    def __init__(self, app: ASGIApp, admission: Admission) -> None:
         self._app = app
+        self._max_bytes = admission.limits.max_request_bytes
+        self._memory = admission.memory
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        too_long = HTTPException(413, f"the body is longer than {self._max_bytes} bytes; send less at once")
+        announced = Headers(scope=scope).get("content-length", "")
         num_received = 0
-        too_long = HTTPException(413, f"the body is longer than {MAX_BODY_BYTES} bytes; send less at once")
 
-        async def limited_receive() -> Message:
-            nonlocal num_received
-            length = Headers(scope=scope).get("content-length", "")
-            if length.isdigit() and int(length) > MAX_BODY_BYTES:
-                raise too_long
-            message = await receive()
-            num_received += len(message.get("body", b""))
-            if num_received > MAX_BODY_BYTES:
-                raise too_long
-            return message
+        with self._memory.reservation() as take:
 
-        await self._app(scope, limited_receive if scope["type"] == "http" else receive, send)
+            async def limited_receive() -> Message:
+                nonlocal num_received
+                if announced.isdigit() and int(announced) > self._max_bytes:
+                    raise too_long
+                message = await receive()
+                num_bytes = len(message.get("body", b""))
+                num_received += num_bytes
+                if num_received > self._max_bytes:
+                    raise too_long
+                take(num_bytes)
+                return message
+
+            await self._app(scope, limited_receive, send)
 
 
 class ClientDisconnected(HTTPException):

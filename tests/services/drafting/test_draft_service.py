@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Sequence
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from types import FrameType
 
 import grpc
 import pytest
 
-from eyas.config import DraftConfig, RegistryConfig, ServerConfig
+from eyas.config import DraftConfig, DraftQueueConfig, RegistryConfig, ServerConfig
 from eyas.draft_protocol import Commit, ResyncRequired, TensorBytes
 from eyas.drafters.base import DraftContext
 from eyas.errors import RequestFailed
 from eyas.rpc import convert
 from eyas.rpc.channel import open_channel, open_sync_channel
-from eyas.rpc.messages import DraftRequest, DraftResponse
+from eyas.rpc.messages import DraftRequest, DraftResponse, Load
+from eyas.services.draft import worker as worker_module
 from eyas.services.draft.__main__ import serve_drafters
 from eyas.services.draft.worker import DraftWorker
 from eyas.tensors import tensor_to_bytes
@@ -139,14 +143,8 @@ def test_a_drafter_that_fails_costs_trees_and_nothing_else() -> None:
 
 
 def test_waiting_requests_merge_into_a_call_once_per_session() -> None:
-    calls: list[list[str]] = []
-
-    class Recorder(ToyDrafter):
-        def propose(self, contexts: Sequence[DraftContext]) -> list[DraftTree | ResyncRequired | None]:
-            calls.append([context.session for context in contexts])
-            return super().propose(contexts)
-
-    worker = DraftWorker(Recorder(), INFO)
+    drafter = Recorder()
+    worker = DraftWorker(drafter, INFO)
     replies: list[DraftResponse | None] = []
     one, other = worker.open(replies.append), worker.open(replies.append)
     worker.submit(one, DraftRequest(1, (GOOD,)))
@@ -155,7 +153,7 @@ def test_waiting_requests_merge_into_a_call_once_per_session() -> None:
     worker.close(one)
     with worker:
         eventually(lambda: None in replies)
-    assert calls == [["0/a", "1/a"], ["0/a"]]
+    assert drafter.batches == [["0/a", "1/a"], ["0/a"]]
     assert [reply.step for reply in replies if reply] == [1, 1, 2]
     assert worker.load().num_running == 1
 
@@ -183,3 +181,162 @@ def test_a_drafter_that_breaks_for_good_ends_its_service(caplog: pytest.LogCaptu
 
     asyncio.run(body())
     assert "ZeroDivisionError" in caplog.text
+
+
+LIMITS = DraftQueueConfig(max_sessions=3, max_pending_tokens=100, max_batch_size=4, max_batch_tokens=50)
+
+
+class Recorder(ToyDrafter):
+    """Notes the sessions of each batch, without their streams' numbers if there is one stream."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.batches: list[list[str]] = []
+
+    def propose(self, contexts: Sequence[DraftContext]) -> list[DraftTree | ResyncRequired | None]:
+        self.batches.append([context.session for context in contexts])
+        return super().propose(contexts)
+
+
+def commits(*names: str, length: int = 5) -> tuple[Commit[TensorBytes], ...]:
+    return tuple(packed(context(name, TOKENS[:length])) for name in names)
+
+
+def refused(reply: DraftResponse | None) -> dict[str, str]:
+    return {refusal.session: refusal.reason for refusal in reply.refusals} if reply else {}
+
+
+def test_batches_take_from_all_streams_in_turn() -> None:
+    drafter, replies = Recorder(), list[tuple[str, DraftResponse | None]]()
+    worker = DraftWorker(drafter, INFO, queue=replace(LIMITS, max_sessions=100, max_pending_tokens=1000))
+    hog = worker.open(lambda reply: replies.append(("hog", reply)))
+    other = worker.open(lambda reply: replies.append(("other", reply)))
+    worker.submit(hog, DraftRequest(1, commits(*(f"h{i}" for i in range(20)))))
+    worker.submit(other, DraftRequest(1, commits("a", "b", "c")))
+    with worker:
+        eventually(lambda: len(replies) == 2)
+    assert drafter.batches[:2] == [["0/h0", "1/a", "0/h1", "1/b"], ["0/h2", "1/c", "0/h3", "0/h4"]]
+    assert max(map(len, drafter.batches)) == 4
+    assert [name for name, _ in replies] == ["other", "hog"]
+    assert [len(reply.trees) for _, reply in replies if reply] == [3, 20]
+
+
+def test_a_batch_is_shared_by_tokens_not_by_commits() -> None:
+    drafter, replies = Recorder(), list[DraftResponse | None]()
+    worker = DraftWorker(drafter, INFO, queue=LIMITS)
+    hog, other = worker.open(replies.append), worker.open(replies.append)
+    worker.submit(hog, DraftRequest(1, commits("h", "i", "j", length=30)))
+    worker.submit(other, DraftRequest(1, commits("a", "b", "c", length=2)))
+    with worker:
+        eventually(lambda: len(replies) == 2)
+    assert drafter.batches == [["0/h", "1/a", "1/b", "1/c"], ["0/i", "0/j"]]
+
+
+def test_more_streams_than_a_batch_takes_are_all_served() -> None:
+    drafter, replies = Recorder(), list[DraftResponse | None]()
+    worker = DraftWorker(drafter, INFO, queue=LIMITS)
+    for number in range(6):
+        worker.submit(worker.open(replies.append), DraftRequest(1, commits("a", "b")))
+        assert worker.load().num_waiting == number + 1
+    with worker:
+        eventually(lambda: len(replies) == 6)
+    assert drafter.batches[:2] == [["0/a", "1/a", "2/a", "3/a"], ["4/a", "5/a", "0/b", "1/b"]]
+
+
+def test_sessions_beyond_the_limit_are_refused_until_others_end() -> None:
+    replies: list[DraftResponse | None] = []
+    with DraftWorker(ToyDrafter(), INFO, queue=LIMITS) as worker:
+        stream = worker.open(replies.append)
+        worker.submit(stream, DraftRequest(1, commits("a", "b", "c", "d")))
+        eventually(lambda: len(replies) == 1)
+        assert refused(replies[0]) == {"d": "too_many_sessions"}
+        assert replies[0] is not None
+        assert sorted(roots(replies[0])) == ["a", "b", "c"]
+        worker.submit(stream, DraftRequest(2, commits("d"), ended_sessions=("a", "unknown")))
+        eventually(lambda: len(replies) == 2)
+        assert replies[1] is not None
+        assert (roots(replies[1]), refused(replies[1])) == ({"d": 14}, {})
+
+
+def test_tokens_beyond_the_queue_are_refused_at_once() -> None:
+    replies: list[DraftResponse | None] = []
+    worker = DraftWorker(ToyDrafter(), INFO, queue=LIMITS)
+    stream = worker.open(replies.append)
+    worker.submit(stream, DraftRequest(1, commits("a", "b", "c", length=30)))
+    worker.submit(stream, DraftRequest(2, commits("a", length=30)))
+    assert [refused(reply) for reply in replies] == [{"a": "overloaded"}]
+    with worker:
+        eventually(lambda: len(replies) == 2)
+        worker.submit(stream, DraftRequest(3, commits("a", length=30)))
+        eventually(lambda: len(replies) == 3)
+    assert [reply.step for reply in replies if reply] == [2, 1, 3]
+
+
+def test_a_context_longer_than_the_models_is_refused(caplog: pytest.LogCaptureFixture) -> None:
+    info = replace(INFO, model=replace(INFO.model, max_model_len=8))
+    replies: list[DraftResponse | None] = []
+    with DraftWorker(ToyDrafter(), info) as worker:
+        worker.submit(worker.open(replies.append), DraftRequest(1, commits("a", "b", length=9) + commits("c", length=8)))
+        eventually(lambda: len(replies) == 1)
+    assert refused(replies[0]) == {"a": "context_too_long", "b": "context_too_long"}
+    assert "refused 2 commits of stream 0: longer than the model's context of 8 tokens" in caplog.text
+
+
+def test_trees_that_come_too_late_are_not_drafted() -> None:
+    drafter, replies = Recorder(), list[DraftResponse | None]()
+    worker = DraftWorker(drafter, INFO)
+    stream = worker.open(replies.append)
+    note = packed(context("b", TOKENS[:5], budget=BOOKKEEPING))
+    worker.submit(stream, DraftRequest(1, (*commits("a"), note), timeout_s=0.001))
+    worker.submit(stream, DraftRequest(2, commits("a", length=7), timeout_s=60))
+    time.sleep(0.002)
+    with worker:
+        eventually(lambda: len(replies) == 2)
+    assert drafter.batches == [["0/b", "0/a"]]
+    assert [roots(reply) for reply in replies if reply] == [{}, {"a": 16}]
+
+
+def test_a_stream_that_breaks_leaves_no_work(drafter: ToyDrafter) -> None:
+    replies: list[DraftResponse | None] = []
+    worker = DraftWorker(drafter, INFO)
+    stream = worker.open(replies.append)
+    worker.submit(stream, DraftRequest(1, commits("a")))
+    worker.close(stream, abandon=True)
+    with worker:
+        eventually(lambda: replies == [None])
+    assert not drafter.sessions
+    assert worker.load() == Load()
+
+
+def test_a_request_with_too_many_commits_ends_its_stream() -> None:
+    with serving(ToyDrafter(), queue=LIMITS) as address, open_sync_channel(address) as channel:
+        stub = draft_pb2_grpc.DraftStub(channel)
+        with pytest.raises(grpc.RpcError, match=r"a request of 4 commits; send at most 3 \(queue.max_sessions\)") as caught:
+            converse(stub, commits("a", "b", "c", "d"))
+        assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert roots(converse(stub, commits("a"))[0]) == {"a": 14}
+
+
+def test_the_cost_of_a_request_does_not_grow_with_their_number() -> None:
+    def lines(number: int) -> int:
+        """Lines of the worker that run for `number` requests."""
+        count, replies = 0, list[DraftResponse | None]()
+
+        def trace(frame: FrameType, event: str, _: object) -> Callable[..., object]:
+            nonlocal count
+            count += frame.f_code.co_filename == worker_module.__file__
+            return trace
+
+        worker = DraftWorker(ToyDrafter(), INFO, queue=DraftQueueConfig(max_batch_size=32))
+        stream = worker.open(replies.append)
+        for step in range(number):
+            worker.submit(stream, DraftRequest(step, commits(f"{step}", length=1)))
+        threading.settrace(trace)
+        try:
+            with worker:
+                eventually(lambda: len(replies) == number, 60)
+        finally:
+            threading.settrace(None)  # type: ignore[arg-type]
+        return count
+
+    assert lines(512) < 12 * lines(64)

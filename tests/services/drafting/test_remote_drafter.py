@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import replace
 
 import pytest
 
-from eyas.config import DraftClientConfig
+from eyas.config import DraftClientConfig, DraftQueueConfig
 from eyas.draft_protocol import ResyncRequired
-from eyas.drafters.base import DrafterNeeds
+from eyas.drafters.base import Draft, DraftContext, DrafterNeeds
 from eyas.rpc.messages import DrafterInfo
 from eyas.services.verifier.draft_client import RemoteDrafter
 from eyas.tree import DraftTree
@@ -182,3 +182,46 @@ def test_features_are_not_sent_to_a_drafter_without_features(address: str) -> No
     info: DrafterInfo = replace(INFO, needs_features=False, feature_size=0)
     with serving(Featureless(), info) as plain, connect(plain) as remote:
         assert remote.request([context("a", TOKENS[:5])])() == [DraftTree.root_only(14)]
+
+
+def test_a_refused_session_decodes_plainly_and_others_go_on() -> None:
+    info = replace(INFO, model=replace(INFO.model, max_model_len=8))
+    with serving(ToyDrafter(), info, queue=DraftQueueConfig(max_sessions=2)) as address, connect(address) as remote:
+        for name, length in (("a", 5), ("b", 9), ("c", 5), ("d", 5)):
+            has_tree = remote.request([context(name, TOKENS[:length])])() != [None]
+            assert has_tree == remote.can_draft(name) == (name in "ac")
+        remote.release(["a", "d"])
+        assert remote.can_draft("d")
+        assert remote.request([context("d", TOKENS[:5])])() == [DraftTree.chain([14, 15, 16, 17])]
+        assert remote.breaker.state == "closed"
+        assert not remote.can_draft("b")
+
+
+def test_a_drafter_with_too_much_to_do_opens_the_breaker() -> None:
+    config = replace(PATIENT, breaker_max_failures=2, breaker_reset_s=60)
+    with serving(ToyDrafter(), queue=DraftQueueConfig(max_pending_tokens=4)) as address, connect(address, config) as remote:
+        assert remote.request([context("a", TOKENS[:4])])() == [DraftTree.chain([13, 14, 15, 16])]
+        for _ in range(2):
+            assert remote.request([context("b", TOKENS[:5])])() == [None]
+        assert (remote.breaker.state, remote.num_lost, remote.can_draft("b")) == ("open", 2, False)
+
+
+def test_a_request_says_how_long_its_trees_are_of_use() -> None:
+    gate, lengths = threading.Event(), list[int]()
+
+    class Recorder(ToyDrafter):
+        def propose(self, contexts: Sequence[DraftContext]) -> list[Draft]:
+            lengths.extend(context.committed_length for context in contexts)
+            return super().propose(contexts)
+
+    config = replace(PATIENT, draft_timeout_s=0.05, breaker_max_failures=99)
+    with serving(Recorder(before=gate.wait)) as address, connect(address, config) as remote:
+        try:
+            eventually(lambda: remote.request([context("a", TOKENS[:5])])() == [None] and lengths)
+            for length in (6, 7):
+                assert remote.request([context("a", TOKENS[:length])])() == [None]
+        finally:
+            gate.set()
+        eventually(lambda: remote.request([context("b", TOKENS[:3])])() != [None])
+    assert 5 in lengths
+    assert 6 not in lengths

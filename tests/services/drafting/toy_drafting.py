@@ -11,7 +11,7 @@ from contextlib import ExitStack, contextmanager
 import torch
 from torch import Tensor
 
-from eyas.config import ServerConfig
+from eyas.config import DraftQueueConfig, ServerConfig
 from eyas.draft_protocol import Commit, ResyncRequired, TreeBudget
 from eyas.drafters.base import Draft, DraftContext, DrafterNeeds, LocalDrafter
 from eyas.request import NoiseKey
@@ -84,15 +84,24 @@ class ToyDrafter(LocalDrafter):
 
 
 @contextmanager
-def serving(drafter: LocalDrafter, info: DrafterInfo = INFO, port: int = 0, peers: Peers | None = None) -> Iterator[str]:
+def serving(
+    drafter: LocalDrafter,
+    info: DrafterInfo = INFO,
+    port: int = 0,
+    peers: Peers | None = None,
+    queue: DraftQueueConfig | None = None,
+) -> Iterator[str]:
     """A real draft service in a thread; gives its address. Leaving kills it: no drain, no farewell."""
-    with serving_all([(drafter, info)], port, peers) as address:
+    with serving_all([(drafter, info)], port, peers, queue) as address:
         yield address
 
 
 @contextmanager
 def serving_all(
-    drafters: Sequence[tuple[LocalDrafter, DrafterInfo]], port: int = 0, peers: Peers | None = None
+    drafters: Sequence[tuple[LocalDrafter, DrafterInfo]],
+    port: int = 0,
+    peers: Peers | None = None,
+    queue: DraftQueueConfig | None = None,
 ) -> Iterator[str]:
     """The same with several drafters."""
     started: list[tuple[str, asyncio.AbstractEventLoop, asyncio.Event]] = []
@@ -102,7 +111,7 @@ def serving_all(
         server = worker_server(ServerConfig(port=port), peers or Peers())
         stop = asyncio.Event()
         with ExitStack() as stack:
-            workers = [stack.enter_context(DraftWorker(drafter, info)) for drafter, info in drafters]
+            workers = [stack.enter_context(DraftWorker(drafter, info, queue=queue)) for drafter, info in drafters]
             draft_pb2_grpc.add_DraftServicer_to_server(DraftServicer(workers), server.aio)
             started.append((await server.start(["eyas.v1.Draft"]), asyncio.get_running_loop(), stop))
             ready.set()

@@ -12,6 +12,7 @@ from openai import AsyncOpenAI
 
 from eyas.config import (
     HttpConfig,
+    LimitsConfig,
     OutlierDetectionConfig,
     RegistryConfig,
     RetryConfig,
@@ -19,6 +20,7 @@ from eyas.config import (
     ServerConfig,
     TlsConfig,
 )
+from eyas.rpc.admission import Admission
 from eyas.rpc.channel import Peers
 from eyas.rpc.server import RpcServer
 from eyas.services.discovery.registry import Registry
@@ -57,20 +59,21 @@ async def http_router(
     telemetry: RouterTelemetry | None = None,
     retry: RetryConfig = RETRY,
     keepalive_interval_s: float = 5.0,
+    limits: LimitsConfig | None = None,
 ) -> AsyncIterator[str]:
     """Run a router for the model "demo"; yields its base URL."""
     server, registry = RpcServer(ServerConfig()), Registry(RegistryConfig(url, 2.0, 0.05))
     workers = WorkerPool(
         registry, RouterConfig((), outlier_detection=OutlierDetectionConfig(base_ejection_time_s=0.2)), Peers()
     )
-    telemetry = telemetry or RouterTelemetry()
+    telemetry, limits = telemetry or RouterTelemetry(), limits or LimitsConfig()
     dispatcher = Dispatcher(workers, SessionMap(registry), 20.0, telemetry, retry)
     service = GenerationService({"demo": tokenizer}, workers, dispatcher, request_timeout_s, telemetry)
     readiness = ReadinessMonitor(server.set_serving, registry, workers, 0.02)
     chat = ChatTemplate(template, {"bos_token": "<|bos|>"}, "demo") if template else None
     config = HttpConfig(keepalive_interval_s=keepalive_interval_s)
-    app = build_app(service, {"demo": chat}, readiness, keys or ApiKeys(()), telemetry, config)
-    http_server = HttpServer(app, config, TlsConfig())
+    app = build_app(service, {"demo": chat}, readiness, keys or ApiKeys(()), telemetry, config, Admission(limits))
+    http_server = HttpServer(app, config, TlsConfig(), limits)
     address = await server.start([])
     await http_server.start()
     await readiness.register(address)

@@ -1,0 +1,256 @@
+"""What one client may hold of the HTTP server: bytes, connections and time; and how long one body may keep it busy."""
+
+import asyncio
+import json
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from types import FrameType
+from typing import Any
+
+import httpx
+import pytest
+
+from eyas.config import HttpConfig, LimitsConfig, TlsConfig
+from eyas.errors import InvalidRequest
+from eyas.services.router.auth import ApiKeys
+from eyas.services.router.http.requests import CompletionBody, parse_body
+from eyas.services.router.http.server import HttpServer
+from tests.services.http.http_router import ALL, Script, get, http_router, post, until, worker
+from tests.services.router.scripted_verifier import TOKENS
+
+HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n"
+LIMITS = LimitsConfig(header_timeout_s=0.1, body_timeout_s=0.1, idle_timeout_s=1, max_header_bytes=4096)
+LONG: list[tuple[dict[str, Any], str]] = [
+    ({"stop": ["s"] * 300_000}, "more than 262144 values"),
+    ({"stop": ["s"] * 100_000}, "stop has 100000 entries; give 128 at most"),
+    ({"stop": "s" * 300_000}, "stop has a text of 300000 characters; give 1024 at most"),
+    ({"logit_bias": {str(i): 1 for i in range(600_000)}}, "more than 16384 lists, objects and fields"),
+    ({"logit_bias": {str(i): 1 for i in range(2000)}}, "logit_bias has 2000 entries; give 1024 at most"),
+    ({"stop_token_ids": [5] * 100_000}, "stop_token_ids has 100000 entries"),
+    ({"bad_words": ["s"] * 100_000}, "bad_words has 100000 entries"),
+    ({"bad_token_ids": [[5]] * 10_000}, "bad_token_ids has 10000 entries"),
+    ({"prompt": [1000] * 2_500_000}, "more than 262144 values"),
+    ({"prompt": [1000] * 200_000}, "prompt of 200000 tokens exceeds the context length 2048"),
+    ({"prompt": [[5]] * 10_000, "n": 1}, "more than 1024 completions"),
+    ({"prompt": [[]] * 100_000}, "more than 16384 lists, objects and fields"),
+    ({"metadata": {str(i): "" for i in range(20_000)}}, "more than 16384 lists, objects and fields"),
+    ({"session_id": "s" * 257}, "session_id has 257 characters"),
+]
+
+
+@asynccontextmanager
+async def connection(base: str, sent: bytes) -> AsyncIterator[asyncio.StreamReader]:
+    """Open a connection, and send some bytes."""
+    reader, writer = await asyncio.open_connection(*base.removeprefix("http://").split(":"))
+    try:
+        writer.write(sent)
+        yield reader
+    finally:
+        writer.close()
+
+
+async def response(base: str, sent: bytes) -> bytes:
+    """Return what the server sends until it closes the connection, which drops the response if bytes are unread."""
+    async with connection(base, sent) as reader, asyncio.timeout(20):
+        try:
+            return await reader.read()
+        except ConnectionResetError:
+            return b""
+
+
+@asynccontextmanager
+async def server(limits: LimitsConfig) -> AsyncIterator[str]:
+    """Run a server that responds to every body."""
+    http = HttpServer(respond, HttpConfig(), TlsConfig(), limits)
+    await http.start()
+    try:
+        yield f"http://{http.address}"
+    finally:
+        await http.stop(0)
+
+
+async def respond(scope: Any, receive: Any, send: Any) -> None:
+    while (await receive()).get("more_body"):
+        pass
+    await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"0")]})
+    await send({"type": "http.response.body", "body": b""})
+
+
+@pytest.mark.parametrize(
+    ("sent", "received"),
+    [
+        (b"", b"408 Request Timeout"),
+        (b"GET /live HTT", b"408 Request Timeout"),
+        (HEAD + b"Content-Length: 5\r\n\r\nab", b"408 Request Timeout"),
+    ],
+    ids=["nothing", "headers", "body"],
+)
+def test_half_a_request_ends_its_connection(url: str, sent: bytes, received: bytes) -> None:
+    async def body() -> bytes:
+        async with http_router(url, limits=LIMITS) as base:
+            return await response(base, sent)
+
+    assert received in asyncio.run(body()).partition(b"\r\n")[0]
+
+
+@pytest.mark.parametrize("header", [b"X: " + b"a" * 40_000, b"X: a\r\n" * 8000], ids=["long", "many"])
+def test_headers_beyond_the_limit_end_their_connection(header: bytes) -> None:
+    async def body() -> bytes:
+        async with server(replace(LimitsConfig(), max_header_bytes=4096)) as base:
+            return await response(base, HEAD + header)
+
+    assert asyncio.run(body()).partition(b"\r\n")[0] in (b"", b"HTTP/1.1 400 ", b"HTTP/1.1 400 Bad Request")
+
+
+def test_a_kept_connection_ends_when_idle_or_half_used() -> None:
+    async def body() -> None:
+        async with server(LIMITS) as base:
+            whole = b"GET / HTTP/1.1\r\nHost: a\r\n\r\n"
+            assert (await response(base, whole)).count(b"200 OK") == 1
+            second = await response(base, whole + whole + b"GET /")
+            assert second.count(b"200 OK") == 2
+
+    asyncio.run(body())
+
+
+def test_without_a_key_no_body_is_awaited(url: str) -> None:
+    async def body() -> bytes:
+        async with http_router(url, keys=ApiKeys(("one",)), limits=LIMITS) as base:
+            return await response(base, HEAD + b"Content-Length: 16000000\r\n\r\n")
+
+    assert asyncio.run(body()).startswith(b"HTTP/1.1 401 ")
+
+
+def test_connections_are_limited_in_all_and_by_peer() -> None:
+    async def check(limits: LimitsConfig) -> None:
+        async with server(limits) as base:
+            async with connection(base, b"GET"), connection(base, b"GET"):
+                refused = await response(base, b"")
+                assert refused.startswith(b"HTTP/1.1 503 "), refused
+                assert refused.endswith(b"too many connections; try again later")
+            async with asyncio.timeout(20):
+                while b"503" in await response(base, b"GET / HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n"):
+                    await asyncio.sleep(0.01)
+
+    asyncio.run(check(LimitsConfig(max_connections_per_peer=2)))
+    asyncio.run(check(LimitsConfig(max_connections=2)))
+
+
+def test_unfinished_bodies_share_a_memory_budget(url: str) -> None:
+    limits = LimitsConfig(max_request_bytes=2**20, max_pending_bytes=2**20)
+
+    async def body() -> None:
+        script = Script(TOKENS, gate=asyncio.Event())
+        async with worker(url, script), http_router(url, limits=limits) as base:
+            long = ALL | {"user": "u" * 900_000}
+            first = asyncio.create_task(post(base, "/v1/completions", long))
+            await until(lambda: bool(script.calls))
+            second = await post(base, "/v1/completions", long)
+            assert (second.status_code, second.headers["retry-after"]) == (429, "1")
+            assert "limits.max_pending_bytes" in second.json()["error"]["message"]
+            assert script.gate
+            script.gate.set()
+            assert (await first).status_code == 200
+            async with asyncio.timeout(20):  # the first request is counted a moment longer than its response takes
+                while (await post(base, "/v1/completions", long)).status_code != 200:
+                    await asyncio.sleep(0.01)
+
+    asyncio.run(body())
+
+
+class LongestStep:
+    """Counts the calls that the event loop's thread makes without a pause: a time that does not depend on the machine."""
+
+    def __init__(self) -> None:
+        self.longest = 0
+        self._count = 0
+
+    async def __aenter__(self) -> "LongestStep":
+        self._task = asyncio.create_task(self._tick())
+        sys.setprofile(self._profile)
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        sys.setprofile(None)
+        self._task.cancel()
+
+    def _profile(self, frame: FrameType, event: str, argument: object) -> None:
+        self._count += event in ("call", "c_call")
+
+    async def _tick(self) -> None:
+        while True:
+            self.longest, self._count = max(self.longest, self._count), 0
+            await asyncio.sleep(0)
+
+
+def test_no_body_keeps_the_event_loop_busy(url: str) -> None:
+    async def body() -> None:
+        script = Script(TOKENS)
+        async with worker(url, script), http_router(url) as base, httpx.AsyncClient(base_url=base, timeout=60) as client:
+            for changes, message in LONG:
+                data = json.dumps(ALL | changes).encode()
+                async with LongestStep() as step:
+                    answer = await client.post("/v1/completions", content=data, headers={"Content-Type": "application/json"})
+                assert answer.status_code == 400, answer.text
+                assert message in answer.json()["error"]["message"], answer.text
+                assert step.longest < 30_000, (message, step.longest)
+            prompts = ALL | {"prompt": [[5] * 200] * 1000, "max_tokens": 1, "logit_bias": {str(i): 1 for i in range(1000)}}
+            async with LongestStep() as step:
+                await client.post("/v1/completions", json=prompts | {"max_tokens": 4096})
+            assert step.longest < 30_000, step.longest
+            assert script.calls == []
+            assert (await get(base, "/live")).status_code == 200
+
+    asyncio.run(body())
+
+
+def test_a_body_in_tiny_chunks_is_read_in_small_steps() -> None:
+    async def body() -> None:
+        async with server(LimitsConfig()) as base:
+            chunks = (
+                HEAD + b"Connection: close\r\nTransfer-Encoding: chunked\r\n\r\n" + b"1\r\nx\r\n" * 100_000 + b"0\r\n\r\n"
+            )
+            async with LongestStep() as step:
+                assert b"200 OK" in await response(base, chunks)
+            assert 1000 < step.longest < 150_000, step.longest
+
+    asyncio.run(body())
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (b'{"prompt": "' + b"," * 10_000 + b'"}', ""),
+        (b'{"prompt": "' + b'\\",' * 100_000 + b'"}', ""),
+        (b'{"prompt": "' + b"\\\\" * 100_000 + b'", "stop": []}', ""),
+        (b'{"prompt": "' + b"a" * 65_523 + b'\\",' + b"," * 9000 + b'"}', ""),
+        (b'{"prompt": "\\\\", "metadata": [' + b"1," * 5000 + b"1]}", "more than 5000 values"),
+        (b'{"prompt": ' + b"1" * 1000 + b"}", "a number of 128 digits or more"),
+        (b"[" * 17_000, "more than 16384 lists"),
+        (b"[" * 10_000, "not JSON"),
+        (b'{"prompt": "\xff"}', "not JSON"),
+    ],
+    ids=["commas", "quotes", "backslashes", "slice", "values", "digits", "lists", "nested", "utf8"],
+)
+def test_values_are_counted_outside_of_strings(data: bytes, message: str) -> None:
+    if not message:
+        assert parse_body(data, CompletionBody, 5000).prompt
+        return
+    with pytest.raises(InvalidRequest, match=message):
+        parse_body(data, CompletionBody, 5000)
+
+
+def test_a_longer_prompt_needs_a_higher_limit(url: str) -> None:
+    async def body() -> list[str]:
+        messages = []
+        for limits in (replace(LimitsConfig(), max_request_values=100), LimitsConfig()):
+            async with worker(url, Script(TOKENS)), http_router(url, limits=limits) as base:
+                answer = await post(base, "/v1/completions", ALL | {"prompt": [5] * 5000})
+                messages.append(answer.json()["error"]["message"])
+        return messages
+
+    few, many = asyncio.run(body())
+    assert few == "the body holds more than 100 values; send text instead of token ids, or several requests"
+    assert many == "prompt of 5000 tokens exceeds the context length 2048; shorten it"
