@@ -254,7 +254,7 @@ class VerifierConfig(WorkerConfig):
         dtype: "auto" takes the checkpoint's own on CUDA, and float32 on the CPU.
         device: "auto" takes CUDA if there is a GPU.
         tree: shape of draft trees; drafter and verifier should agree.
-        stuck_step_timeout_s: seconds after which a step that has not ended makes the service NOT_SERVING.
+        stuck_step_timeout_s: seconds after which a step that has not ended fails all requests and makes health NOT_SERVING.
         stuck_step_exit_timeout_s: seconds after which it ends the process, so that its supervisor starts another one.
     """
 

@@ -135,7 +135,9 @@ def load_engine(
 async def watch_steps(
     engine: AsyncEngine, registration: WorkerRegistration, config: VerifierConfig, fail: Callable[[str], object]
 ) -> None:
-    """Report NOT_SERVING while a step takes longer than `stuck_step_timeout_s`, and SERVING again once it has ended.
+    """Report NOT_SERVING and fail all requests while a step takes longer than `stuck_step_timeout_s`.
+
+    The requests move to other verifiers. Once the step has ended, the service is SERVING again.
 
     fail: called with the reason if it takes longer than `stuck_step_exit_timeout_s`; then nothing more is watched.
     """
@@ -146,10 +148,12 @@ async def watch_steps(
         if is_stuck != (seconds > limit_s):
             is_stuck = not is_stuck
             if is_stuck:
+                engine.suspend(f"a step has not ended for {seconds:.1f} s")
                 log.error(
                     "a step has not ended for %.1f s; the service is NOT_SERVING. It is here:\n%s", seconds, engine.stack
                 )
             else:
+                engine.resume()
                 log.info("the step has ended; the service is SERVING again")
             await registration.set_serving(not is_stuck)
     fail(f"a step has not ended for {seconds:.1f} s; the log says where it is")

@@ -54,6 +54,7 @@ class AsyncEngine:
         self._live: set[str] = set()
         self._streams: dict[str, asyncio.Queue[Chunk | Exception]] = {}
         self._error: EyasError | None = None
+        self._suspended: EyasError | None = None
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     @property
@@ -90,8 +91,8 @@ class AsyncEngine:
         Leaving the generator early cancels the request before the next step. Raises what `Engine.submit` raises, and
         Unavailable or RequestFailed when the engine fails.
         """
-        if self._error is not None:
-            raise self._error
+        if error := self._error or self._suspended:
+            raise error
         stream = self._streams[request.id] = asyncio.Queue()
         self._post(partial(self._submit, request, stream))
         try:
@@ -109,6 +110,16 @@ class AsyncEngine:
     def fail(self, reason: str) -> None:
         """Fail every request with Unavailable, now and from now on, and end the body. May be called from any thread."""
         self._call_soon(self._fail, Unavailable(reason))
+
+    def suspend(self, reason: str) -> None:
+        """Fail every request with Unavailable, now and until `resume`, so that routers move them. In the event loop only."""
+        self._suspended = Unavailable(reason)
+        for stream in self._streams.values():
+            stream.put_nowait(self._suspended)
+
+    def resume(self) -> None:
+        """Accept requests again."""
+        self._suspended = None
 
     def _call_soon(self, call: Callable[..., object], *args: object) -> None:
         """Call it in the event loop, from any thread. A step that ends after `fail` may find the loop closed."""

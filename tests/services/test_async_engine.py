@@ -235,13 +235,16 @@ def test_a_stuck_step_is_not_serving_until_it_ends(target: TargetModel, caplog: 
                 await asyncio.sleep(0.01)
             assert await is_serving(LIVE), "a supervisor does not end it yet"
             assert "assert may_go_on.wait(60)" in caplog.text, "the log says where the step is"
+            for stuck in (request, collect(loop, request_of("new"))):
+                with pytest.raises(Unavailable, match="a step has not ended"):
+                    await stuck
             may_go_on.set()
             while not await is_serving(""):
                 await asyncio.sleep(0.01)
-            assert len(tokens_of(await request)) == 12
             await registration.deregister()
             await registration.set_serving(True)
             assert not await is_serving(""), "a stopping service stays NOT_SERVING"
+        assert len(tokens_of(await collect(loop, request_of("later")))) == 12
 
     run(body, engine)
 
