@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import sys
 import tempfile
@@ -98,6 +99,7 @@ def main(
     """Break everything around a router on loopback, and check every answer. Exits with 1 if a promise did not hold."""
     os.environ["OMP_NUM_THREADS"] = "1"  # read by the fork server
     torch.set_num_threads(1)
+    logging.getLogger("eyas").setLevel(logging.ERROR)  # Redis is away again and again
     settings = StormSettings(minutes, seed, verifier_kills, drafter_kills, clients)
     screen = Screen(settings)
     with screen.progress:
