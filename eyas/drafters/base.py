@@ -2,6 +2,7 @@
 
 A drafter's state is a cache. It may drop a session at any time and then answers with ResyncRequired. Drafts change the
 speed of generation, never its output; for sampled trees the stated draft probabilities must be the true ones.
+What a drafter learns from a session's text serves that session only: another one may belong to another tenant.
 """
 
 from __future__ import annotations

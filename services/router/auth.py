@@ -13,7 +13,7 @@ import re
 import secrets
 import time
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping
-from contextlib import aclosing, contextmanager
+from contextlib import AbstractContextManager, ExitStack, aclosing, contextmanager
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b, sha256
 from pathlib import Path
@@ -271,9 +271,15 @@ class Access:
         return replace(call, request=replace(request, tenant=tenant, cache_salt=salt))
 
     async def meter(
-        self, chunks: AsyncGenerator[TextChunk, None], calls: Iterable[GenerateCall]
+        self,
+        chunks: AsyncGenerator[TextChunk, None],
+        calls: Iterable[GenerateCall],
+        record_rejection: AbstractContextManager[None],
     ) -> AsyncGenerator[TextChunk, None]:
-        """Yield the chunks of prepared calls within the key's quota. Raises, before the first, what `Quota.reserve` does."""
+        """Yield the chunks of prepared calls within the key's quota.
+
+        Raises, before the first, what `Quota.reserve` does; `record_rejection` is entered around that.
+        """
         if self.quota is None:
             async with aclosing(chunks):
                 async for chunk in chunks:
@@ -282,7 +288,10 @@ class Access:
         requests = [call.request for call in calls]
         num_prompt = sum(len(request.prompt_ids) for request in requests)
         num_output = sum(request.sampling.n * request.sampling.max_tokens for request in requests)
-        with self.quota.reserve(sum(request.sampling.n for request in requests), num_prompt, num_output) as count:
+        with ExitStack() as stack:
+            with record_rejection:
+                num_completions = sum(request.sampling.n for request in requests)
+                count = stack.enter_context(self.quota.reserve(num_completions, num_prompt, num_output))
             async with aclosing(chunks):
                 async for chunk in chunks:
                     count(len(chunk.chunk.token_ids))

@@ -46,7 +46,11 @@ class RouterServicer(GenerationServicer):
             await self._check_sizes(request)
             converted = replace(generate_call_from_proto(request), trace=received.trace)
             call = await self._service.prepare(access.authorize(converted))
-        return access.meter(self._service.stream(call, timeout_s=timeout_s, on_trailers=set_trailers), [call])
+        return access.meter(
+            self._service.stream(call, timeout_s=timeout_s, on_trailers=set_trailers),
+            [call],
+            self._service.record_rejection(received),
+        )
 
     async def _check_sizes(self, request: generation_pb2.GenerateRequest) -> None:
         """Raises InvalidRequest for a message that is too large to be converted, and the errors of finding its model."""

@@ -284,7 +284,7 @@ class OpenAIEndpoints:
                 await asyncio.sleep(0)  # between the prompts of a long list, other requests have their turn
         streams = [self.service.stream(call, operation) for call in prepared]
         chunks = merge([_shift_index(stream, number * body.n) for number, stream in enumerate(streams)])
-        return access.meter(chunks, prepared)
+        return access.meter(chunks, prepared, self.service.record_rejection(received, operation))
 
 
 def _render(template: ChatTemplate, body: ChatBody) -> str:

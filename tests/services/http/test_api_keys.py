@@ -20,9 +20,11 @@ from eyas.rpc.channel import open_channel
 from eyas.rpc.convert import generate_call_to_proto, text_chunk_from_proto
 from eyas.rpc.messages import RETRY_KEY, GenerateCall
 from eyas.services.router.auth import ApiKey, ApiKeys, KeyLimits, Quota, TokenBucket, hash_of, new_key, parse_keys
+from eyas.services.router.telemetry import RouterTelemetry
 from eyas.v1.generation_pb2_grpc import GenerationStub
 from tests.services.http.http_router import ALL, TOKENS, Script, get, http_router, worker
 from tests.services.router.scripted_verifier import PROMPT, REST, request_with, router, tokens_of, until
+from tests.telemetry.spans import Spans
 
 
 class Clock:
@@ -245,8 +247,11 @@ async def complete(base: str, key: str, **changes: Any) -> httpx.Response:
 
 
 def test_a_used_up_quota_is_429_with_openais_headers(url: str) -> None:
+    spans = Spans()
+
     async def body() -> None:
-        async with worker(url, Script(TOKENS)), http_router(url, keys=ApiKeys(LIMITED)) as base:
+        router = http_router(url, keys=ApiKeys(LIMITED), telemetry=RouterTelemetry(spans.telemetry))
+        async with worker(url, Script(TOKENS)), router as base:
             first, second, third = [await complete(base, "small", stream=stream) for stream in (False, True, True)]
             assert [answer.status_code for answer in (first, second, third)] == [200, 200, 429]
             assert first.headers["x-ratelimit-limit-requests"] == "2"
@@ -263,6 +268,7 @@ def test_a_used_up_quota_is_429_with_openais_headers(url: str) -> None:
             assert not [name for name in free.headers if name.startswith("x-ratelimit")]
 
     asyncio.run(body())
+    assert spans.value("eyas_router_requests_total", model="", status="RESOURCE_EXHAUSTED") == 1
 
 
 def test_what_a_key_may_not_do_is_403(url: str) -> None:
