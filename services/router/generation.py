@@ -18,6 +18,8 @@ from eyas.services.router.workers import WorkerPool
 from eyas.tokenizer import TextStream, Tokenizer
 from eyas.validation import check_request, check_sampling
 
+STARTS_PER_ROUND = 4
+
 
 class GenerationService:
     """Serves the models that have a tokenizer here. request_timeout_s: the longest duration of a request."""
@@ -183,29 +185,44 @@ async def _decode(
 async def merge(streams: Sequence[AsyncGenerator[TextChunk, None]]) -> AsyncGenerator[TextChunk, None]:
     """Yield the chunks of all streams as they come. Closing it early, or an error of one stream, ends all.
 
-    Each stream keeps one context, so that its log lines carry its own request's id to the end.
+    Each stream keeps one context, so that its log lines carry its own request's id to the end. A few streams start in each
+    round of the event loop, so that a body of many prompts does not keep it from other requests.
     """
-    contexts = [copy_context() for _ in streams]
-    waiting = {
-        asyncio.create_task(_next(stream), context=context): (stream, context)
-        for stream, context in zip(streams, contexts, strict=True)
-    }
+    chunks: asyncio.Queue[TextChunk | Exception | None] = asyncio.Queue(1)
+    tasks: list[asyncio.Task[None]] = []
+
+    async def start() -> None:
+        for number, stream in enumerate(streams, 1):
+            tasks.append(asyncio.create_task(_pump(stream, chunks), context=copy_context()))
+            if number % STARTS_PER_ROUND == 0:
+                await asyncio.sleep(0)
+
+    starting, num_running = asyncio.create_task(start()), len(streams)
     try:
-        while waiting:
-            done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-            for task in done:
-                stream, context = waiting.pop(task)
-                chunk = task.result()
-                if chunk is not None:
-                    yield chunk
-                    waiting[asyncio.create_task(_next(stream), context=context)] = stream, context
+        while num_running:
+            chunk = await chunks.get()
+            if isinstance(chunk, Exception):
+                raise chunk
+            if chunk is None:
+                num_running -= 1
+            else:
+                yield chunk
     finally:
-        for task in waiting:
+        starting.cancel()
+        await asyncio.gather(starting, return_exceptions=True)
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*waiting, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
         for stream in streams:
             await stream.aclose()
 
 
-async def _next(stream: AsyncGenerator[TextChunk, None]) -> TextChunk | None:
-    return await anext(stream, None)
+async def _pump(stream: AsyncGenerator[TextChunk, None], chunks: asyncio.Queue[TextChunk | Exception | None]) -> None:
+    """Put the chunks of a stream into the queue, then its error, or None at its end."""
+    try:
+        async for chunk in stream:
+            await chunks.put(chunk)
+    except Exception as error:
+        await chunks.put(error)
+    else:
+        await chunks.put(None)

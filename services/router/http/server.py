@@ -28,7 +28,8 @@ from eyas.services.discovery.base import cancel_task, repeat
 
 RELOAD_INTERVAL_S = 5.0
 WAITING_COMMENT = ": waiting for a verifier"
-READ_BYTES = 16 * 2**10
+READ_BYTES = 4 * 2**10
+BODY_READ_BYTES = 64 * 2**10
 
 _BACKLOG = 2048
 
@@ -104,8 +105,9 @@ class HttpServer:
 class HttpConnection(H11Protocol, asyncio.BufferedProtocol):
     """A connection of uvicorn's h11 server that bounds what a client may hold. h11 bounds the headers.
 
-    Reads at most READ_BYTES at once, since h11 takes 1 ms for 1,000 chunks of a body. Closes the connection if headers or
-    body do not arrive in time, and at once if there are too many connections. peers: open connections by address.
+    Reads little at once where h11 needs Python code for each few bytes: headers, and bodies in chunks. Closes the connection
+    if headers or body do not arrive in time, and at once if there are too many connections. peers: open connections by
+    address.
     """
 
     def __init__(self, *arguments: Any, limits: LimitsConfig, peers: Counter[str], **named: Any) -> None:
@@ -139,8 +141,13 @@ class HttpConnection(H11Protocol, asyncio.BufferedProtocol):
 
     def get_buffer(self, sizehint: int) -> bytearray:
         """Return the memory of the next read."""
-        self._buffer = bytearray(READ_BYTES)
+        is_plain_body = self.conn.their_state is h11.SEND_BODY and not self._is_chunked
+        self._buffer = bytearray(BODY_READ_BYTES if is_plain_body else READ_BYTES)
         return self._buffer
+
+    @property
+    def _is_chunked(self) -> bool:
+        return any(name == b"transfer-encoding" for name, _ in self.headers)
 
     def buffer_updated(self, nbytes: int) -> None:
         """Parse what has been read."""

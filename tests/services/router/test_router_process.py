@@ -8,6 +8,7 @@ import sys
 from asyncio.subprocess import PIPE, Process
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import grpc.aio
@@ -79,6 +80,20 @@ def test_a_router_drains_running_requests_on_sigterm(url: str) -> None:
 async def remaining(stream: Any) -> AsyncIterator[Any]:
     while (message := await stream.read()) is not grpc.aio.EOF:  # type: ignore[attr-defined]
         yield message
+
+
+def test_keys_are_checked_before_a_message_is_read(url: str, tmp_path: Path) -> None:
+    async def body() -> grpc.StatusCode:
+        keys = tmp_path / "keys"
+        keys.write_text("secret")
+        async with process(MODELS, *registry(url), f"api_keys.file={keys}") as child:
+            found = re.search(r"serving on (\S+)", await line_with(child, "serving on"))
+            assert found
+            async with open_channel(found[1]) as channel:
+                silent = channel.stream_stream("/eyas.v1.Generation/Generate")(timeout=20)
+                return await silent.code()
+
+    assert asyncio.run(body()) is grpc.StatusCode.UNAUTHENTICATED
 
 
 def test_a_router_without_redis_is_not_ready_with_a_reason() -> None:
