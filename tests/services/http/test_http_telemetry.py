@@ -9,8 +9,8 @@ from collections.abc import Iterator
 
 import pytest
 
+from eyas.config import LimitsConfig
 from eyas.services.router.auth import ApiKeys
-from eyas.services.router.http.server import MAX_BODY_BYTES
 from eyas.services.router.telemetry import RouterTelemetry
 from eyas.telemetry.logging import configure_logging
 from tests.services.http.http_router import ALL, CHAT, TOKENS, Script, get, http_router, post, worker
@@ -86,7 +86,7 @@ def test_every_response_is_counted_by_route_and_status(url: str) -> None:
         ("/v1/completions", ALL, key, 200),
         ("/v1/completions", ALL | {"stream": True}, key, 200),
         ("/v1/completions", {"prompt": 5}, key, 400),
-        ("/v1/completions", ALL | {"prompt": "a" * MAX_BODY_BYTES}, key, 413),
+        ("/v1/completions", ALL | {"prompt": "a" * LimitsConfig().max_request_bytes}, key, 413),
         ("/v1/chat/completions", ALL, key, 400),
         ("/v1/models/made/up", ALL, key, 405),
         ("/v1/made/up", ALL, key, 404),
