@@ -240,7 +240,9 @@ def _store(info: RankInfo) -> TCPStore:
 
 
 def _start_process(info: RankInfo, run_worker: Callable[[RankInfo], None]) -> BaseProcess:
-    context = multiprocessing.get_context("spawn")
+    # Without CUDA, which survives no fork, ranks share the time of their imports.
+    context = multiprocessing.get_context("spawn" if info.device.startswith("cuda") else "forkserver")
+    context.set_forkserver_preload(["torch", "transformers.modeling_utils"])
     args = (info, run_worker, torch.get_num_threads())
     process = context.Process(target=_run_process, args=args, name=f"rank {info.rank}", daemon=True)
     process.start()

@@ -61,7 +61,7 @@ def _run(name: str, words: list[str], log: Path, clock_skew_s: float) -> None:
     if clock_skew_s:
         _skew_clock(clock_skew_s)
     sys.argv = [name, *words]
-    _APPS[name](words, standalone_mode=False)
+    _APPS[name](words)
 
 
 def _skew_clock(seconds: float) -> None:

@@ -1,46 +1,45 @@
 """A service that cannot start exits with status 2 and one line without a traceback."""
 
-import os
 import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file, save_file
 
+from tests.chaos.services import start
 from tests.tiny import DEMO, write_head
 
 CONFIGS = Path("examples/configs/local")
 
 
-def last_words(service: str, *settings: str) -> str:
-    """The only line that a service which cannot start leaves on stderr, its log aside."""
-    command = [sys.executable, "-m", f"eyas.services.{service}", "--config", str(CONFIGS / f"{service}.yaml")]
-    for setting in settings:
-        command += ["--set", setting]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=100, env=environment)
-    assert ended.returncode == 2, ended.stderr
-    assert "Traceback" not in ended.stderr
-    line = ended.stderr.splitlines()[-1]
-    assert line.startswith("error: "), ended.stderr
+def last_words(log: Path, service: str, *settings: str) -> str:
+    """The line with which a service that cannot start ends its log."""
+    words = [f"--config={CONFIGS / service}.yaml", *(f"--set={setting}" for setting in settings)]
+    process = start(service, words, log)
+    process.join(100)
+    output = log.read_text()
+    assert process.exitcode == 2, output
+    assert "Traceback" not in output
+    line = output.splitlines()[-1]
+    assert line.startswith("error: "), output
     return line
 
 
 @pytest.mark.parametrize("service", ["router", "draft", "verifier"])
-def test_a_port_in_use(service: str) -> None:
+def test_a_port_in_use(service: str, tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         quick = {"verifier": ["validate_head=never", "engine.max_kv_tokens=64"], "draft": ["drafting.max_kv_tokens=64"]}
-        line = last_words(service, f"server.port={port}", "registry.url=redis://127.0.0.1:1/0", *quick.get(service, []))
+        line = last_words(
+            tmp_path / "log", service, f"server.port={port}", "registry.url=redis://127.0.0.1:1/0", *quick.get(service, [])
+        )
     assert f"cannot listen on 127.0.0.1:{port}: the port is in use" in line
 
 
 @pytest.mark.parametrize("service", ["draft", "verifier"])
 def test_a_head_made_for_another_target(service: str, tmp_path: Path) -> None:
     head = write_head(tmp_path / "head", vocab_size=4096, draft_vocab=64, hidden=32)
-    assert "hidden" in last_words(service, f"draft_model={head}")
+    assert "hidden" in last_words(tmp_path / "log", service, f"draft_model={head}")
 
 
 @pytest.mark.parametrize(("service", "tensor"), [("draft", "midlayer.mlp.up_proj.weight"), ("verifier", "fc.weight")])
@@ -50,7 +49,7 @@ def test_a_head_with_a_missing_tensor(service: str, tensor: str, tmp_path: Path)
         {name: value for name, value in load_file(head / "model.safetensors").items() if name != tensor},
         head / "model.safetensors",
     )
-    assert tensor in last_words(service, f"draft_model={head}")
+    assert tensor in last_words(tmp_path / "log", service, f"draft_model={head}")
 
 
 def test_a_target_with_a_missing_tensor(tmp_path: Path) -> None:
@@ -62,4 +61,4 @@ def test_a_target_with_a_missing_tensor(tmp_path: Path) -> None:
     tensors = load_file(DEMO / "target" / "model.safetensors")
     del tensors[tensor]
     save_file(tensors, target / "model.safetensors", {"format": "pt"})
-    assert tensor in last_words("verifier", f"model={target}", 'draft_model=""')
+    assert tensor in last_words(tmp_path / "log", "verifier", f"model={target}", 'draft_model=""')

@@ -76,8 +76,12 @@ def statuses(channel: grpc.Channel, *group: subprocess.Popen[bytes]) -> Iterator
 
 def followers_of(process: subprocess.Popen[bytes]) -> list[int]:
     """The processes that rank 0 has started to compute."""
-    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-    return [int(pid) for pid in children if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+
+    def children(pid: int) -> list[int]:
+        return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+    servers = [pid for pid in children(process.pid) if b"forkserver" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    return [pid for server in servers for pid in children(server)]
 
 
 def test_a_killed_rank_ends_streams_and_the_process() -> None:
