@@ -241,10 +241,11 @@ def _store(info: RankInfo) -> TCPStore:
 
 def _start_process(info: RankInfo, run_worker: Callable[[RankInfo], None]) -> BaseProcess:
     # Without CUDA, which survives no fork, ranks share the time of their imports.
-    context = multiprocessing.get_context("spawn" if info.device.startswith("cuda") else "forkserver")
-    context.set_forkserver_preload(["torch", "transformers.modeling_utils"])
+    multiprocessing.set_forkserver_preload(["torch", "transformers.modeling_utils"])
+    spawn, forkserver = multiprocessing.get_context("spawn"), multiprocessing.get_context("forkserver")
+    make: Callable[..., BaseProcess] = spawn.Process if info.device.startswith("cuda") else forkserver.Process
     args = (info, run_worker, torch.get_num_threads())
-    process = context.Process(target=_run_process, args=args, name=f"rank {info.rank}", daemon=True)
+    process = make(target=_run_process, args=args, name=f"rank {info.rank}", daemon=True)
     process.start()
     return process
 

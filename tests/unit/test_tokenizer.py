@@ -42,6 +42,7 @@ def test_streamed_text_is_the_decoded_text(demo: Tokenizer) -> None:
     assert pieces.text + stream.flush() == TEXT
 
 
+@pytest.mark.slow
 @given(st.lists(st.integers(0, 4095), max_size=40))
 def test_streamed_text_is_the_decoded_text_of_any_tokens(ids: list[int]) -> None:
     tokenizer = load_tokenizer(str(DEMO))
@@ -129,6 +130,7 @@ def test_the_first_of_two_stop_strings_in_one_token_counts(demo: Tokenizer) -> N
     assert TextStream(demo, ["turn", "ret"]).push(ids).text == "x "
 
 
+@pytest.mark.slow
 @given(st.data())
 def test_grouping_of_tokens_changes_nothing(data: st.DataObject) -> None:
     tokenizer = load_tokenizer(str(DEMO))
