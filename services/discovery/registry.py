@@ -1,6 +1,6 @@
 """Leases and placements in Redis: workers publish leases, routers read them and remember where sessions ran.
 
-With a shared token every lease is signed, so that nobody who writes to Redis without the token can publish a worker.
+With a shared token every lease is signed, so that a writer of Redis without the token cannot publish a worker.
 
 No running generation needs it: while Redis is away, heartbeats go on trying and readers keep the last known list.
 """
