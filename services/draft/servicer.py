@@ -19,7 +19,7 @@ R = TypeVar("R")
 # Messages with more commits or trees are large.
 _MANY = 64
 # A stream with more replies that its verifier does not read is ended.
-_MAX_UNREAD = 1024
+MAX_UNREAD = 1024
 
 
 class DraftServicer(draft_pb2_grpc.DraftServicer):
@@ -102,7 +102,7 @@ def _check_load(num_commits: int, num_unread: int, limits: DraftQueueConfig) -> 
     """Raises Overloaded for a request with too many commits, or for too many replies that are not read."""
     if num_commits > limits.max_sessions:
         raise Overloaded(f"a request of {num_commits} commits; send at most {limits.max_sessions} (queue.max_sessions)")
-    if num_unread > _MAX_UNREAD:
+    if num_unread > MAX_UNREAD:
         raise Overloaded(f"{num_unread} replies are not read; read them, or send fewer requests")
 
 

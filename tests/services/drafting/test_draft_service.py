@@ -19,6 +19,7 @@ from eyas.errors import RequestFailed
 from eyas.rpc import convert
 from eyas.rpc.channel import open_channel, open_sync_channel
 from eyas.rpc.messages import DraftRequest, DraftResponse, Load
+from eyas.services.draft import servicer as servicer_module
 from eyas.services.draft import worker as worker_module
 from eyas.services.draft.__main__ import serve_drafters
 from eyas.services.draft.worker import DraftWorker
@@ -340,3 +341,12 @@ def test_the_cost_of_a_request_does_not_grow_with_their_number() -> None:
         return count
 
     assert lines(512) < 12 * lines(64)
+
+
+def test_a_verifier_with_too_many_unread_replies_loses_its_stream(
+    stub: draft_pb2_grpc.DraftStub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(servicer_module, "MAX_UNREAD", -1)
+    with pytest.raises(grpc.RpcError, match="0 replies are not read") as caught:
+        converse(stub, [GOOD])
+    assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
