@@ -24,6 +24,7 @@ from eyas.config import LogFormat
 _TEXT_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 _JSON_FIELDS = ["timestamp", "levelname", "name", "message"]
 _JSON_NAMES = {"levelname": "level", "name": "logger"}
+_LIBRARIES = ("grpc", "uvicorn")  # they log what they cannot decode
 
 
 @dataclass
@@ -55,7 +56,7 @@ def escaped(text: str) -> str:
 
 
 class RateLimit:
-    """A filter for events that a peer can repeat: `log.warning(message, extra={"rate_limited": True})`, and gRPC's own.
+    """A filter for events that a peer can repeat: `log.warning(message, extra={"rate_limited": True})`, and libraries' own.
 
     The first event of a kind is logged at once. Further ones give one line per interval, with their number. A kind is a
     logger and a message before its arguments are filled in.
@@ -71,7 +72,7 @@ class RateLimit:
 
     def __call__(self, record: logging.LogRecord) -> bool:
         """Whether to log the record now."""
-        if not vars(record).pop("rate_limited", record.name.startswith("grpc")):  # gRPC logs what it cannot decode
+        if not vars(record).pop("rate_limited", record.name.startswith(_LIBRARIES)):
             return True
         kind = (record.name, str(record.msg))
         with self._lock:

@@ -16,10 +16,13 @@ from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 
 from eyas.errors import EyasError, InvalidRequest, Overloaded, RateLimited, RequestFailed, Unauthenticated, Unavailable
 from eyas.rpc.server import UNAVAILABLE_RETRY_AFTER_S, status_of
 from eyas.services.router.http.requests import invalid_body
+
+CLIENT_CLOSED_REQUEST = 499  # nginx's status for its log
 
 
 @dataclass(frozen=True)
@@ -70,6 +73,11 @@ def add_error_handlers(app: FastAPI) -> None:
         """Respond to an error of HTTP itself, such as an unknown path."""
         kind = ErrorKind(error.status_code, "server_error" if error.status_code >= 500 else "invalid_request_error")
         return JSONResponse(_body(kind, f"{request.method} {request.url.path}: {error.detail}"), kind.status)
+
+    @app.exception_handler(ClientDisconnect)
+    async def disconnected(request: Request, error: ClientDisconnect) -> Response:
+        """End a request whose client left before its body was complete. The response is not sent."""
+        return Response(status_code=CLIENT_CLOSED_REQUEST)
 
     @app.exception_handler(Exception)
     async def internal_error(request: Request, error: Exception) -> Response:

@@ -18,13 +18,14 @@ from fastapi import HTTPException
 from starlette.datastructures import Headers
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
-from uvicorn.protocols.http.h11_impl import H11Protocol
+from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 
 from eyas.config import HttpConfig, LimitsConfig, TlsConfig
 from eyas.errors import ConfigError
 from eyas.rpc.admission import Admission
 from eyas.rpc.channel import Certificates, Pem
 from eyas.services.discovery.base import cancel_task, repeat
+from eyas.services.router.http.errors import CLIENT_CLOSED_REQUEST
 
 RELOAD_INTERVAL_S = 5.0
 WAITING_COMMENT = ": waiting for a verifier"
@@ -166,6 +167,17 @@ class HttpConnection(H11Protocol, asyncio.BufferedProtocol):
         super().on_response_complete()
         self._update_timer()
 
+    def send_400_response(self, msg: str) -> None:
+        """Reject bytes that are no HTTP, unless a response has begun. Their request has no client any more."""
+        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+            super().send_400_response(msg)
+        else:
+            self.transport.close()
+        cycle: RequestResponseCycle | None = self.cycle  # None before the first request
+        if cycle is not None:
+            cycle.disconnected = True
+            cycle.message_event.set()
+
     def _update_timer(self) -> None:
         if self.conn.their_state is h11.SEND_BODY:
             self._wait("the rest of a rejected body" if self.cycle.response_complete else "body")
@@ -260,7 +272,7 @@ class ClientDisconnected(HTTPException):
     """The client has closed the connection before its response was complete."""
 
     def __init__(self) -> None:
-        super().__init__(499, "the client has disconnected")  # nginx's status for its log; the client does not receive it
+        super().__init__(CLIENT_CLOSED_REQUEST, "the client has disconnected")  # which does not receive it
 
 
 async def cancel_on_disconnect(receive: Receive, work: Awaitable[ResultT]) -> ResultT:
