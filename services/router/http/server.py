@@ -117,7 +117,7 @@ class HttpConnection(H11Protocol, asyncio.BufferedProtocol):
         self._peers = peers
         self._waits_for = ""
         self._timer: asyncio.TimerHandle | None = None
-        self._buffer = bytearray()
+        self._buffer = memoryview(b"")
         self._peer: str | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -140,10 +140,10 @@ class HttpConnection(H11Protocol, asyncio.BufferedProtocol):
             self._peers += Counter()  # drops addresses without a connection
         super().connection_lost(exc)
 
-    def get_buffer(self, sizehint: int) -> bytearray:
-        """Return the memory of the next read."""
+    def get_buffer(self, sizehint: int) -> memoryview:
+        """Return the memory of the next read. A view, because asyncio's TLS writes into slices of it."""
         is_plain_body = self.conn.their_state is h11.SEND_BODY and not self._is_chunked
-        self._buffer = bytearray(BODY_READ_BYTES if is_plain_body else READ_BYTES)
+        self._buffer = memoryview(bytearray(BODY_READ_BYTES if is_plain_body else READ_BYTES))
         return self._buffer
 
     @property
@@ -152,7 +152,7 @@ class HttpConnection(H11Protocol, asyncio.BufferedProtocol):
 
     def buffer_updated(self, nbytes: int) -> None:
         """Parse what has been read."""
-        data, self._buffer = bytes(memoryview(self._buffer)[:nbytes]), bytearray()
+        data, self._buffer = bytes(self._buffer[:nbytes]), memoryview(b"")
         self.data_received(data)
 
     def data_received(self, data: bytes) -> None:

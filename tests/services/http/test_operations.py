@@ -231,24 +231,36 @@ def test_the_command_sends_its_api_key() -> None:
     assert asyncio.run(body()) == (0, 1)
 
 
-async def echo(scope: object, receive: object, send: object) -> None:
-    await send({"type": "http.response.start", "status": 200, "headers": []})  # type: ignore[operator]
-    await send({"type": "http.response.body", "body": b"here"})  # type: ignore[operator]
+async def echo(scope: Any, receive: Any, send: Any) -> None:
+    body, more = b"", True
+    while more:
+        message = await receive()
+        body, more = body + message.get("body", b""), message.get("more_body", False)
+    await send({"type": "http.response.start", "status": 200, "headers": []})
+    await send({"type": "http.response.body", "body": body or b"here"})
 
 
 def test_the_http_server_supports_tls(tmp_path: Path) -> None:
-    async def body() -> str:
+    sent = bytes(range(1, 251)) * 1000
+
+    async def chunks() -> AsyncIterator[bytes]:
+        for start in range(0, len(sent), 10_000):
+            yield sent[start : start + 10_000]
+
+    async def body() -> None:
         tls = certificate(tmp_path)
         server = HttpServer(echo, HttpConfig(), tls)
         await server.start()
         try:
             trust = ssl.create_default_context(cafile=tls.cert_file)
-            async with httpx.AsyncClient(verify=trust, timeout=30) as client:
-                return (await client.get(f"https://{server.address}")).text
+            async with httpx.AsyncClient(verify=trust, timeout=30, base_url=f"https://{server.address}") as client:
+                assert (await client.get("/")).text == "here"
+                assert (await client.post("/", content=sent)).content == sent
+                assert (await client.post("/", content=chunks())).content == sent
         finally:
             await server.stop(5)
 
-    assert asyncio.run(body()) == "here"
+    asyncio.run(body())
 
 
 def test_nagles_algorithm_is_off() -> None:
