@@ -31,14 +31,23 @@ class HttpConfig:
         host: address to listen on.
         port: port to listen on; 0 takes a free port.
         keepalive_interval_s: seconds of silence in a stream of events after which the client gets a comment.
+        operations_host: address of the operations port.
+        operations_port: port of /metrics, /health and /openapi.json, and of probes, without TLS; 0 takes a free one. null
+            serves them on `port`. On Ray it only removes them there.
     """
 
     host: str = "127.0.0.1"
     port: int = 0
     keepalive_interval_s: float = 5.0
+    operations_host: str = "127.0.0.1"
+    operations_port: int | None = None
 
     def __post_init__(self) -> None:
         valid_port(self.port)
+        require(
+            0 <= (self.operations_port or 0) <= 65535,
+            f"operations_port is {self.operations_port}; it must lie in [0, 65535], or be null",
+        )
         above_zero(keepalive_interval_s=self.keepalive_interval_s)
 
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from fastapi import FastAPI
 
-from eyas.config import RouterConfig
+from eyas.config import RouterConfig, TlsConfig
 from eyas.errors import ConfigError
 from eyas.rpc.admission import Admission
 from eyas.rpc.channel import Peers
@@ -19,7 +19,7 @@ from eyas.services.router.auth import ApiKeys, load_api_keys
 from eyas.services.router.dispatcher import Dispatcher, SessionMap
 from eyas.services.router.generation import GenerationService
 from eyas.services.router.grpc_server import RouterServicer, server_credentials
-from eyas.services.router.http.app import build_app
+from eyas.services.router.http.app import build_app, build_operations_app
 from eyas.services.router.http.chat_template import load_template
 from eyas.services.router.http.server import HttpServer
 from eyas.services.router.telemetry import RouterTelemetry
@@ -31,10 +31,14 @@ from eyas.v1.generation_pb2_grpc import add_GenerationServicer_to_server
 
 @dataclass(frozen=True)
 class RouterApp:
-    """A router without its sockets. It serves requests after `readiness.register`. http: the HTTP application."""
+    """A router without its sockets. It serves requests after `readiness.register`.
+
+    http, operations: the HTTP applications of clients and of the operations port.
+    """
 
     grpc: RouterServicer
     http: FastAPI
+    operations: FastAPI
     readiness: ReadinessMonitor
 
 
@@ -64,7 +68,8 @@ async def build_router(
         readiness = ReadinessMonitor(set_serving, discovery, workers, interval_s, registry)
         try:
             http = build_app(service, templates, readiness, keys, traces, config.http, admission)
-            yield RouterApp(RouterServicer(service, keys), http, readiness)
+            operations = build_operations_app(readiness, http)
+            yield RouterApp(RouterServicer(service, keys), http, operations, readiness)
         finally:
             await workers.close()
             await discovery.close()
@@ -78,8 +83,11 @@ async def run(config: RouterConfig) -> None:
     server = RpcServer(config.server, server_credentials(config.tls), keys.check, admission=admission)
     async with build_router(config, server.set_serving, keys, admission) as router:
         add_GenerationServicer_to_server(router.grpc, server.aio)
-        http = HttpServer(router.http, config.http, config.tls, config.limits)
-        await serve(server, [GENERATION_SERVICE], config.server, router.readiness, [http])
+        listeners = [HttpServer(router.http, config.http, config.tls, config.limits)]
+        if config.http.operations_port is not None:
+            own = replace(config.http, host=config.http.operations_host, port=config.http.operations_port)
+            listeners.append(HttpServer(router.operations, own, TlsConfig(), config.limits))
+        await serve(server, [GENERATION_SERVICE], config.server, router.readiness, listeners)
 
 
 app = service_app(RouterConfig, run)

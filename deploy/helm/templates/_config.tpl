@@ -55,6 +55,9 @@ discovery:
 http:
   host: 0.0.0.0
   port: {{ include "eyas.httpPort" . }}
+  # Clients do not reach /metrics, /health and /openapi.json, which name models and count requests.
+  operations_host: 0.0.0.0
+  operations_port: {{ include "eyas.operationsPort" . }}
 {{- with .Values.router.apiKeys }}
 {{- if .existingSecret }}
 api_keys:

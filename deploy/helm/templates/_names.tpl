@@ -87,5 +87,6 @@ labels:
 {{- end -}}
 
 {{- define "eyas.httpPort" -}}8000{{- end -}}
+{{- define "eyas.operationsPort" -}}8080{{- end -}}
 {{- define "eyas.metricsPort" -}}9464{{- end -}}
 {{- define "eyas.redisPort" -}}6379{{- end -}}

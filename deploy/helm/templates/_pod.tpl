@@ -255,6 +255,7 @@ capabilities:
     - {name: grpc, containerPort: {{ include "eyas.port" (list $root $component) }}}
     {{- if eq $component "router" }}
     - {name: http, containerPort: {{ include "eyas.httpPort" $root }}}
+    - {name: operations, containerPort: {{ include "eyas.operationsPort" $root }}}
     {{- end }}
     - {name: metrics, containerPort: {{ include "eyas.metricsPort" $root }}}
   {{- include "eyas.probes" (list $root $component) | nindent 2 }}
@@ -305,18 +306,17 @@ answers; one that does not will not drain either, so it is killed soon.
 {{- $root := index . 0 -}}
 {{- $own := index $root.Values (index . 1) -}}
 {{- if eq (index . 1) "router" -}}
-{{- $scheme := empty $own.tls.existingSecret | ternary "HTTP" "HTTPS" -}}
 startupProbe:
-  httpGet: {path: /live, port: http, scheme: {{ $scheme }}}
+  httpGet: {path: /live, port: operations, scheme: HTTP}
   periodSeconds: 5
   failureThreshold: {{ $own.probes.startupFailureThreshold }}
 readinessProbe:
-  httpGet: {path: /ready, port: http, scheme: {{ $scheme }}}
+  httpGet: {path: /ready, port: operations, scheme: HTTP}
   periodSeconds: 5
   timeoutSeconds: 3
   failureThreshold: 2
 livenessProbe:
-  httpGet: {path: /live, port: http, scheme: {{ $scheme }}}
+  httpGet: {path: /live, port: operations, scheme: HTTP}
 {{- else -}}
 {{- $look := include "eyas.look" (append . "") -}}
 startupProbe:

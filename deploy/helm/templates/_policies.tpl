@@ -10,10 +10,12 @@
 {{- end }}
 {{- end -}}
 
+{{/* (list root port ...): who may read metrics, at the port of metrics and further ones */}}
 {{- define "eyas.scrapers" -}}
-- ports: [{port: {{ include "eyas.metricsPort" . }}}]
+{{- $root := index . 0 -}}
+- ports: [{port: {{ include "eyas.metricsPort" $root }}}{{ range rest . }}, {port: {{ . }}}{{ end }}]
   from:
-    {{- .Values.networkPolicy.scrapers | default (list (dict "namespaceSelector" dict)) | toYaml | nindent 4 }}
+    {{- $root.Values.networkPolicy.scrapers | default (list (dict "namespaceSelector" dict)) | toYaml | nindent 4 }}
 {{- end -}}
 
 {{/* Egress of every Eyas pod: DNS, Redis, and external addresses at a few ports. */}}

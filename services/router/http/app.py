@@ -68,7 +68,9 @@ def build_app(
     bodies, shared with the gRPC server.
     """
     admission = admission or Admission()
-    app = FastAPI(title="Eyas", docs_url=None, redoc_url=None, redirect_slashes=False)
+    config = config or HttpConfig()
+    schema_url = "/openapi.json" if config.operations_port is None else None
+    app = FastAPI(title="Eyas", openapi_url=schema_url, docs_url=None, redoc_url=None, redirect_slashes=False)
     app.router.route_class = JsonRoute
     app.state.max_request_values = admission.limits.max_request_values
     app.state.parsing = asyncio.Semaphore(MAX_PARSING_THREADS)
@@ -76,11 +78,22 @@ def build_app(
     app.add_middleware(Authenticator, keys=keys)
     app.add_middleware(HttpMetrics, telemetry=telemetry)
     add_error_handlers(app)
-    endpoints = OpenAIEndpoints(service, templates, (config or HttpConfig()).keepalive_interval_s)
+    endpoints = OpenAIEndpoints(service, templates, config.keepalive_interval_s)
     app.post("/v1/completions", response_model=None)(endpoints.complete)
     app.post("/v1/chat/completions", response_model=None)(endpoints.chat)
     _add_model_routes(app, service)
+    _add_probe_routes(app, readiness)
+    if config.operations_port is None:
+        _add_operations_routes(app, readiness)
+    return app
+
+
+def build_operations_app(readiness: ReadinessMonitor, api: FastAPI) -> FastAPI:
+    """Build the application of the operations port: probes, health, metrics, and the schema of `api`."""
+    app = FastAPI(title="Eyas operations", docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
+    _add_probe_routes(app, readiness)
     _add_operations_routes(app, readiness)
+    app.get("/openapi.json", include_in_schema=False)(api.openapi)
     return app
 
 
@@ -105,12 +118,13 @@ def _add_model_routes(app: FastAPI, service: GenerationService) -> None:
         return model_object(info)
 
 
-def _add_operations_routes(app: FastAPI, readiness: ReadinessMonitor) -> None:
-    def status(reason: str, good: str, bad: str, **details: Any) -> JSONResponse:
-        if reason:
-            return JSONResponse({"status": bad, "reason": reason} | details, 503)
-        return JSONResponse({"status": good} | details)
+def _status(reason: str, good: str, bad: str, **details: Any) -> JSONResponse:
+    if reason:
+        return JSONResponse({"status": bad, "reason": reason} | details, 503)
+    return JSONResponse({"status": good} | details)
 
+
+def _add_probe_routes(app: FastAPI, readiness: ReadinessMonitor) -> None:
     @app.get("/live")
     async def live() -> dict[str, str]:
         """Answer while the process runs."""
@@ -119,8 +133,10 @@ def _add_operations_routes(app: FastAPI, readiness: ReadinessMonitor) -> None:
     @app.get("/ready")
     async def ready() -> JSONResponse:
         """Report whether the router takes requests, and if not, why. Without a verifier it does, and answers with 503."""
-        return status(readiness.reason, "ready", "not ready")
+        return _status(readiness.reason, "ready", "not ready")
 
+
+def _add_operations_routes(app: FastAPI, readiness: ReadinessMonitor) -> None:
     @app.get("/health")
     async def health() -> JSONResponse:
         """Report whether requests can be served, and if not, why; with the number of workers of each model."""
@@ -133,7 +149,7 @@ def _add_operations_routes(app: FastAPI, readiness: ReadinessMonitor) -> None:
             }
             for name in sorted({lease.model.name for lease in (*workers.verifiers, *workers.drafters)})
         }
-        return status(readiness.outage, "healthy", "unhealthy", models=models)
+        return _status(readiness.outage, "healthy", "unhealthy", models=models)
 
     @app.get("/metrics")
     async def metrics(request: Request) -> Response:

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from tests.deploy.charts import RENDERINGS, Object, matches, of_kind, pod_templates, rendered
+from tests.deploy.charts import RENDERINGS, Object, configs, matches, of_kind, pod_templates, rendered
 
 CLOSED = [name for name in RENDERINGS if name != "open"]
 PORTS = {"router": 50050, "verifier": 50051, "draft": 50052, "redis": 6379}
@@ -108,6 +108,16 @@ def test_metrics_are_served_only_to_allowed_clients() -> None:
         if component != "redis":
             assert may_talk("host path", scraper, pod, 9464)
             assert not may_talk("host path", STRANGER, pod, 9464), component
+
+
+@each_closed
+def test_clients_do_not_reach_the_operations_port(name: str) -> None:
+    config = configs(name)["router.yaml"]["http"]
+    assert config["operations_port"] not in (None, config["port"])
+    for service in of_kind(rendered(name), "Service"):
+        assert "operations" not in [port["targetPort"] for port in service["spec"]["ports"]]
+    if name == "host path":
+        assert not may_talk(name, STRANGER, pods_of(name)["router"], config["operations_port"])
 
 
 def test_ranks_of_a_group_reach_each_other_at_any_port() -> None:

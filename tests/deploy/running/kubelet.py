@@ -79,8 +79,7 @@ class Pod:
 
     def is_healthy(self) -> bool:
         """Whether a router says that requests can be served."""
-        scheme = self.container["readinessProbe"]["httpGet"]["scheme"].lower()
-        return _answers(f"{scheme}://{ADDRESS}:{self.port('http')}/health", {"timeoutSeconds": 5})
+        return _answers(f"http://{ADDRESS}:{self.port('operations')}/health", {"timeoutSeconds": 5})
 
     def wait(self, kind: str) -> None:
         """Return once the probe passes. Raises AssertionError with the log when the kubelet would have given up."""

@@ -25,7 +25,7 @@ ADDRESS = "127.0.0.1"
 WORKDIR = ROOT
 FIELDS: Mapping[str, str] = {"status.podIP": ADDRESS, "metadata.labels['topology.kubernetes.io/zone']": ""}
 KUBECONFIG = "kubeconfig"
-PORT_KEYS = {"port", "metrics_port"}
+PORT_KEYS = {"port", "metrics_port", "operations_port"}
 
 CHECK = "deploy/docker/healthcheck.py"
 

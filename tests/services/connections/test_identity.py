@@ -121,6 +121,7 @@ def test_a_refused_call_is_not_read() -> None:
         server = RpcServer(ServerConfig(), check_metadata=own.check_metadata)
         method = grpc.unary_unary_rpc_method_handler(answer, deserialize)
         server.aio.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("test.Test", {"Send": method}),))
+        server.aio.add_registered_method_handlers("test.Test", {"Send": method})
         address = await server.start([])
         try:
             async with own.open_channel(address) as channel:
