@@ -12,6 +12,7 @@ from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from statistics import linear_regression, median
 from typing import Any
 
 import grpc.aio
@@ -105,20 +106,16 @@ class FuzzResult:
             if len(self.findings) < MAX_FINDINGS:
                 self.findings.append(Finding(what, answer.status, answer.details[:300]))
 
-    def growth(self, role: str) -> float:
-        """MiB that a process gained from the second fifth of the run to the last, by medians."""
-        samples = [mib for _, mib in self.memory[role]]
-        fifth = max(1, len(samples) // 5)
-        early, late = sorted(samples[fifth : 2 * fifth]), sorted(samples[-fifth:])
-        return late[len(late) // 2] - early[len(early) // 2] if early else 0.0
+    def growth(self, role: str, warm_up: int) -> float:
+        """MiB gained from so many messages on, between the medians of the first and last fifth; 0 if there are few."""
+        samples = [mib for messages, mib in self.memory[role] if messages > warm_up]
+        fifth = len(samples) // 5
+        return median(samples[-fifth:]) - median(samples[:fifth]) if fifth else 0.0
 
     def slope(self, role: str) -> float:
-        """Growth in MiB for 100,000 messages, by least squares over all samples but the first fifth."""
-        samples = self.memory[role][len(self.memory[role]) // 5 :]
-        mean_x = sum(x for x, _ in samples) / max(1, len(samples))
-        mean_y = sum(y for _, y in samples) / max(1, len(samples))
-        square = sum((x - mean_x) ** 2 for x, _ in samples)
-        return 1e5 * sum((x - mean_x) * (y - mean_y) for x, y in samples) / square if square else 0.0
+        """Growth in MiB for 100,000 messages, by least squares over the second half of the samples."""
+        messages, mibs = zip(*self.memory[role][len(self.memory[role]) // 2 :], strict=True)
+        return 1e5 * linear_regression(messages, mibs).slope if len(set(messages)) > 1 else 0.0
 
 
 class Client:
