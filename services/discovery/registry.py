@@ -161,7 +161,9 @@ class Registry:
         try:
             return _PLACEMENTS.validate_json(value) if value else None
         except ValidationError as error:
-            log.warning("ignored the placement of session %s, which does not parse: %s", session, error)
+            log.warning(
+                "ignored the placement of session %s, which does not parse: %s", session, error, extra={"rate_limited": True}
+            )
             return None
 
     async def close(self) -> None:

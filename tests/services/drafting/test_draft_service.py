@@ -343,7 +343,7 @@ def test_the_cost_of_a_request_does_not_grow_with_their_number() -> None:
     assert lines(512) < 12 * lines(64)
 
 
-def test_a_verifier_with_too_many_unread_replies_loses_its_stream(
+def test_a_verifier_that_reads_no_replies_loses_its_stream(
     stub: draft_pb2_grpc.DraftStub, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(servicer_module, "MAX_UNREAD", -1)
