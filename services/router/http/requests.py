@@ -99,6 +99,7 @@ Texts = Annotated[list[Text], BeforeValidator(_to_list)]
 # JSON
 
 MAX_OBJECTS = 2**14
+MAX_ESCAPES = 3 * 2**20  # a body of 16 MiB has room for 2.8 million of six bytes
 MAX_MESSAGES = 2**12
 MAX_NUMBER_LENGTH = 128
 
@@ -122,9 +123,11 @@ def parse_body(data: bytes, model: type[ModelT], max_values: int) -> ModelT:
 
 def _check_num_values(data: bytes, max_values: int) -> None:
     """Raises InvalidRequest for a body of too many values. Python parses the whole of a body without a pause."""
-    num_values, num_objects, is_string, backslash = 1, 0, False, b""
+    num_values, num_objects, num_escapes, is_string, backslash = 1, 0, 0, False, b""
     for start in range(0, len(data), _SLICE_BYTES):
-        piece = (backslash + data[start : start + _SLICE_BYTES]).replace(rb"\\", b"")
+        piece = backslash + data[start : start + _SLICE_BYTES]
+        num_escapes += piece.count(b"\\")
+        piece = piece.replace(rb"\\", b"")
         backslash = b"\\" if piece.endswith(b"\\") else b""
         parts = piece.removesuffix(b"\\").replace(rb"\"", b"").split(b'"')
         outside = b"".join(parts[1 if is_string else 0 :: 2])
@@ -136,6 +139,8 @@ def _check_num_values(data: bytes, max_values: int) -> None:
             raise InvalidRequest(reason)
         if num_objects > MAX_OBJECTS:
             raise InvalidRequest(f"the body holds more than {MAX_OBJECTS} lists, objects and fields; send several requests")
+        if num_escapes > MAX_ESCAPES:
+            raise InvalidRequest(f"the body holds more than {MAX_ESCAPES} escapes in its texts; send UTF-8 as it is")
         if _LONG_NUMBER.search(outside):
             raise InvalidRequest(f"the body holds a number of {MAX_NUMBER_LENGTH} digits or more; round it")
 

@@ -239,11 +239,12 @@ def test_a_body_in_tiny_chunks_is_read_in_small_steps() -> None:
         (b'{"prompt": "' + b"a" * 65_523 + b'\\",' + b"," * 9000 + b'"}', ""),
         (b'{"prompt": "\\\\", "metadata": [' + b"1," * 5000 + b"1]}", "more than 5000 values"),
         (b'{"prompt": ' + b"1" * 1000 + b"}", "a number of 128 digits or more"),
+        (b'{"prompt": "' + b"\\n" * 3_200_000 + b'"}', "more than 3145728 escapes"),
         (b"[" * 17_000, "more than 16384 lists"),
         (b"[" * 10_000, "not JSON"),
         (b'{"prompt": "\xff"}', "not JSON"),
     ],
-    ids=["commas", "quotes", "backslashes", "slice", "values", "digits", "lists", "nested", "utf8"],
+    ids=["commas", "quotes", "backslashes", "slice", "values", "digits", "escapes", "lists", "nested", "utf8"],
 )
 def test_values_are_counted_outside_of_strings(data: bytes, message: str) -> None:
     if not message:
