@@ -57,9 +57,13 @@ class MemoryBudget:
 
 
 class Admission:
-    """The bounds of a server's calls before their messages are decoded. memory: what their bodies hold together."""
+    """The bounds of a server's calls before their messages are decoded. memory: what their bodies hold together.
 
-    def __init__(self, limits: LimitsConfig | None = None) -> None:
+    has_keys: every call except health checks has a known key, which tells callers apart; otherwise their addresses do.
+    """
+
+    def __init__(self, limits: LimitsConfig | None = None, has_keys: bool = False) -> None:
+        self._has_keys = has_keys
         self.limits = limits = limits or LimitsConfig()
         self.memory = MemoryBudget(limits.max_pending_bytes)
         num_reads = max(_READS_PER_CALLER, limits.max_pending_bytes // limits.max_request_bytes)
@@ -81,6 +85,12 @@ class Admission:
             "grpc.keepalive_timeout_ms": round(limits.header_timeout_s * 1000),
         }
 
+    def caller(self, is_open: bool, context: Any) -> str:
+        """Return who shares slots: the calls of one key, or of one address. is_open: a health check, which needs no key."""
+        if self._has_keys and not is_open:
+            return "".join(dict(context.invocation_metadata() or ()).get("authorization", "").split()[-1:])
+        return str(context.peer()).rpartition(":")[0]
+
     @asynccontextmanager
     async def read(self, method: str, context: Any) -> AsyncIterator[bytes]:
         """Read the only message of a call, and count it as held while the context is open.
@@ -88,9 +98,9 @@ class Admission:
         Raises InvalidRequest without a message, TimedOut for one that does not arrive in time, Overloaded.
         """
         is_open = method.startswith(_OPEN_METHODS)
-        caller = "" if is_open else dict(context.invocation_metadata() or ()).get("authorization", "")
+        caller = self.caller(is_open, context)
         try:
-            async with asyncio.timeout(self.limits.body_timeout_s), self._reads[is_open].slot(caller or _host(context)):
+            async with asyncio.timeout(self.limits.body_timeout_s), self._reads[is_open].slot(caller):
                 data = await context.read()
         except TimeoutError:
             raise TimedOut(f"the request message did not arrive within {self.limits.body_timeout_s:g} s") from None
@@ -220,8 +230,3 @@ def _request_type(method: str) -> Descriptor | None:
         return descriptor_pool.Default().FindMethodByName(method.strip("/").replace("/", ".")).input_type
     except KeyError:
         return None
-
-
-def _host(context: Any) -> str:
-    """Return the address of the caller without its port."""
-    return str(context.peer()).rpartition(":")[0]

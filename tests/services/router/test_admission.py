@@ -46,7 +46,7 @@ async def guarded(
     limits: LimitsConfig = LIMITS, script: Script = EMPTY
 ) -> AsyncIterator[tuple[grpc.aio.Channel, MemoryBudget]]:
     """Serve a scripted verifier to the keys one and two."""
-    admission = Admission(limits)
+    admission = Admission(limits, has_keys=True)
     keys = ApiKeys(("one", "two"))
     server = RpcServer(ServerConfig(reflection=True), check_metadata=keys.check, admission=admission)
     add_GenerationServicer_to_server(ScriptedVerifier(script), server.aio)
@@ -122,6 +122,26 @@ def test_silent_calls_of_one_key_leave_room_for_another() -> None:
             each.cancel()
 
     with_server(body, limits=replace(LIMITS, max_pending_bytes=2**23))
+
+
+class Peer:
+    """What gRPC says about a caller."""
+
+    def __init__(self, authorization: str) -> None:
+        self._metadata = (("authorization", authorization),)
+
+    def invocation_metadata(self) -> tuple[tuple[str, str], ...]:
+        return self._metadata
+
+    def peer(self) -> str:
+        return "ipv4:10.0.0.1:5000"
+
+
+def test_made_up_keys_do_not_make_other_callers() -> None:
+    spellings = [Peer("Bearer one"), Peer("bearer   one "), Peer("BEARER one")]
+    assert {Admission(LIMITS, has_keys=True).caller(False, peer) for peer in spellings} == {"one"}
+    assert {Admission(LIMITS, has_keys=True).caller(True, peer) for peer in (*spellings, Peer(""))} == {"ipv4:10.0.0.1"}
+    assert {Admission(LIMITS).caller(False, peer) for peer in (Peer("Bearer a"), Peer("Bearer b"))} == {"ipv4:10.0.0.1"}
 
 
 def test_messages_and_metadata_have_a_maximum_size() -> None:
