@@ -21,8 +21,8 @@ import grpc.aio
 
 from eyas.block_hash import block_hashes
 from eyas.config import RetryConfig
-from eyas.errors import EyasError, Overloaded, RequestFailed, Unavailable, UnknownDrafter
-from eyas.request import Chunk, Request
+from eyas.errors import EyasError, InvalidRequest, Overloaded, RequestFailed, Unavailable, UnknownDrafter
+from eyas.request import Chunk, Request, VerifyStep
 from eyas.rpc.convert import generate_call_to_proto, text_chunk_from_proto
 from eyas.rpc.messages import NO_DRAFTER, ROUND_TRIP_KEY, GenerateCall
 from eyas.rpc.server import is_connection_error, status_error
@@ -187,10 +187,12 @@ class Dispatcher:
         stream = stub.Generate(generate_call_to_proto(call), timeout=max(remaining_s, 0), metadata=metadata)
         with self._workers.in_flight(pair, stream.cancel):
             try:
-                finished, stall_timeout_s = False, math.inf
+                finished, stall_timeout_s, num_left = False, math.inf, call.request.sampling.max_tokens
                 while not finished:
                     chunk = await _read(stream, call.request.id, context.deadline, stall_timeout_s)
                     finished, stall_timeout_s = chunk.finish_reason is not None, self._stall_timeout_s
+                    num_left -= len(chunk.token_ids)
+                    _check_chunk(chunk, pair.verifier.model.vocab_size, call.request, num_left)
                     yield chunk
                 measurements = await _measurements(stream)
                 if context.on_trailers:
@@ -327,8 +329,34 @@ async def _read(stream: GenerateStream, request_id: str, deadline: float, stall_
             raise
         raise Unavailable("the verifier cancelled the call") from None
     if isinstance(message, generation_pb2.GenerateChunk):
-        return text_chunk_from_proto(message, request_id).chunk
+        try:
+            return text_chunk_from_proto(message, request_id).chunk
+        except InvalidRequest as error:
+            raise Unavailable(f"the verifier sent an invalid chunk: {error}") from error
     raise Unavailable("the verifier ended the stream without a finish reason")
+
+
+def _check_chunk(chunk: Chunk, vocab_size: int, request: Request, num_left: int) -> None:
+    """Raises Unavailable for a chunk that no sound verifier sends. num_left: tokens that the request may get after it."""
+    step, count = chunk.verify_step or VerifyStep(0, 0, 0), len(chunk.token_ids)
+    logprobs = (*chunk.logprobs, *chunk.prompt_logprobs)
+    ids = (*chunk.token_ids, *(token for entry in logprobs for token in (entry.token, *entry.top_ids)))
+    faults = {
+        "more tokens than it was asked for": num_left < 0,
+        f"a token id outside [0, {vocab_size})": bool(ids) and not 0 <= min(ids) <= max(ids) < vocab_size,
+        "marks of drafts for other tokens": len(chunk.is_draft_token) != count,
+        "other log-probabilities than it was asked for": (
+            len(chunk.logprobs) != (0 if request.sampling.logprobs is None else count)
+            or len(chunk.prompt_logprobs) not in (0, len(request.prompt_ids))
+            or any(len(entry.top_ids) != len(entry.top_logprobs) for entry in logprobs)
+        ),
+        "impossible counts": not 0 <= chunk.num_cached <= len(request.prompt_ids)
+        or not 0 <= step.accepted <= step.drafted
+        or not 0 <= step.depth <= step.drafted,
+    }
+    for fault, is_present in faults.items():
+        if is_present:
+            raise Unavailable(f"the verifier sent an invalid chunk: {fault}")
 
 
 def _eyas_error(error: grpc.aio.AioRpcError) -> EyasError:
