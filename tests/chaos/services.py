@@ -34,6 +34,7 @@ from eyas.v1 import draft_pb2
 from tests.engine.drafters import RandomDrafter
 
 DISK_FULL = Path("/dev/full")
+os.environ.setdefault("LRU_CACHE_CAPACITY", "8")  # else torch keeps 1,024 oneDNN products, and memory seems to leak
 _FORKS = multiprocessing.get_context("forkserver")
 _FORKS.set_forkserver_preload([__name__])
 

@@ -1,5 +1,6 @@
 """Run requests on a cluster of processes and record its traces, metrics, logs and Prometheus query results."""
 
+import functools
 import json
 import os
 import subprocess
@@ -123,6 +124,10 @@ def scrape(port: int, accept: str = OPENMETRICS) -> str:
     return text
 
 
+# As the alerts expect them.
+LABELS = {"namespace": "eyas", "release": "eyas"}
+
+
 @contextmanager
 def scraping(folder: Path, ports: Iterator[int]) -> Iterator[str | None]:
     """The URL of a Prometheus that scrapes these ports; None where there is no Prometheus."""
@@ -133,7 +138,7 @@ def scraping(folder: Path, ports: Iterator[int]) -> Iterator[str | None]:
     targets = [f"127.0.0.1:{port}" for port in ports]
     config = {
         "global": {"scrape_interval": "500ms", "scrape_timeout": "500ms"},
-        "scrape_configs": [{"job_name": "eyas", "static_configs": [{"targets": targets}]}],
+        "scrape_configs": [{"job_name": "eyas", "static_configs": [{"targets": targets, "labels": LABELS}]}],
     }
     (folder / "prometheus.yaml").write_text(yaml.safe_dump(config))
     address = f"127.0.0.1:{free_port()}"
@@ -157,7 +162,12 @@ def queried(url: str) -> dict[str, list[Any]]:
     while len(query(url, f"min_over_time(timestamp(eyas_service_info)[2s:500ms]) > {before}")) < len(SERVICES):
         time.sleep(0.2)
     asked = [expression for _, expression in dashboard_queries()] + [rule["expr"] for rule in alert_rules()]
-    return {expression: query(url, expression.replace("$__rate_interval", "1m")) for expression in asked}
+    variables = {"$__rate_interval": "1m"} | {f"${label}": value for label, value in LABELS.items()}
+
+    def filled(expression: str) -> str:
+        return functools.reduce(lambda text, name: text.replace(name, variables[name]), variables, expression)
+
+    return {expression: query(url, filled(expression)) for expression in asked}
 
 
 def query(url: str, expression: str) -> list[Any]:
