@@ -378,10 +378,14 @@ def _trailers(error: grpc.RpcError) -> dict[str, str]:
 
 
 async def _abort(error: Exception, context: Any) -> NoReturn:
-    if isinstance(error, grpc.aio.AbortError):
-        raise error
-    if isinstance(error, EyasError):
-        await context.abort(status_of(error), str(error), (*retry_hint(error), (ERROR_KEY, type(error).__name__)))
-    log.error("internal error in a call", exc_info=error, extra={"rate_limited": True})
-    await context.abort(grpc.StatusCode.INTERNAL, "internal error", ((ERROR_KEY, "RequestFailed"),))
+    """End a call with the status of an error. A client that has gone gets none, and is no error."""
+    try:
+        if isinstance(error, grpc.aio.AbortError | cygrpc.ExecuteBatchError):
+            raise error
+        if isinstance(error, EyasError):
+            await context.abort(status_of(error), str(error), (*retry_hint(error), (ERROR_KEY, type(error).__name__)))
+        log.error("internal error in a call", exc_info=error, extra={"rate_limited": True})
+        await context.abort(grpc.StatusCode.INTERNAL, "internal error", ((ERROR_KEY, "RequestFailed"),))
+    except cygrpc.ExecuteBatchError:
+        raise asyncio.CancelledError from None
     raise AssertionError("abort raises")

@@ -33,7 +33,7 @@ from tests.fuzz.servers import Services
 from tests.fuzz.sockets import NO_ANSWER, HttpConnection, call_frames, damaged, exchange_frames
 
 MEMORY_SAMPLES, NUM_PROMPTS = 100, 8
-SETTLED_TIMEOUT_S = 60.0
+SETTLED_TIMEOUT_S, PROBE_INTERVAL_S = 60.0, 0.5
 MAX_FINDINGS = 200
 FRAMES = "HTTP/2 frames"
 Target = Method | Route | str
@@ -216,6 +216,7 @@ async def storm(
                 result.num_probes += 1
                 result.num_wrong += tokens != plain[number % NUM_PROMPTS]
                 result.num_drafted += num_drafted
+                await asyncio.sleep(PROBE_INTERVAL_S)
 
         async with asyncio.TaskGroup() as around:
             beside = [around.create_task(watch()), around.create_task(compare())]

@@ -9,6 +9,7 @@ from typing import Any
 import grpc
 import grpc.aio
 import pytest
+from grpc._cython import cygrpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
@@ -148,6 +149,15 @@ def test_a_path_that_is_no_text_does_not_end_the_server(path: bytes) -> None:
         assert (await stub.Check(health_pb2.HealthCheckRequest())).status == health_pb2.HealthCheckResponse.NOT_SERVING
 
     with_server(check)
+
+
+def test_a_client_that_leaves_during_its_status_logs_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    async def check(server: RpcServer, address: str, channel: grpc.aio.Channel) -> None:
+        with pytest.raises((grpc.aio.AioRpcError, asyncio.CancelledError)):
+            await draft_pb2_grpc.DraftStub(channel).Describe(draft_pb2.DescribeRequest(), timeout=5)
+
+    with_server(check, cygrpc.ExecuteBatchError())
+    assert caplog.records == []
 
 
 def test_a_peer_that_is_away_is_unavailable() -> None:
