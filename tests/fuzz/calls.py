@@ -204,7 +204,7 @@ def generate_request(
     text: str = "", tokens: Sequence[int] = (), n: int = 1, rich: bool = True, drafter: str = ""
 ) -> generation_pb2.GenerateRequest:
     """A valid request. rich: with every parameter set."""
-    sampling = types_pb2.SamplingParams(max_tokens=4, temperature=0.8, seed=7)
+    sampling = types_pb2.SamplingParams(max_tokens=2, temperature=0.8, seed=7)
     if rich:
         sampling.MergeFrom(
             types_pb2.SamplingParams(

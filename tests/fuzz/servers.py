@@ -19,7 +19,7 @@ from eyas.rpc.channel import open_sync_channel
 from eyas.services.cluster import Child, ServiceSettings, free_port, is_serving
 from tests.tiny import DEMO, write_head, write_target
 
-VOCAB_SIZE, DRAFT_VOCAB_SIZE, MAX_MODEL_LEN = 4096, 256, 64
+VOCAB_SIZE, DRAFT_VOCAB_SIZE, MAX_MODEL_LEN = 4096, 256, 32
 SECRET = "key-and-token-of-the-fuzzed-services"  # of clients at the router, and of services at each other
 START_TIMEOUT_S, POLL_INTERVAL_S = 240.0, 0.05
 TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"

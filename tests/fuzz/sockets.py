@@ -16,7 +16,7 @@ from tests.fuzz.servers import SECRET
 # Seconds that a request which may be incomplete waits for an answer, and after that the server's side of the connection for
 # its end. Complete requests must be answered within TIMEOUT_S.
 PATIENCE_S, TIMEOUT_S = 0.5, 120.0
-NO_ANSWER = "no answer to a complete request"
+LARGE_BYTES, NO_ANSWER = 2**16, "no answer to a complete request"
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 DATA, HEADERS, RST_STREAM, SETTINGS, PUSH_PROMISE, PING, GOAWAY, WINDOW_UPDATE, CONTINUATION = 0, 1, 3, 4, 5, 6, 7, 8, 9
 END_STREAM, END_HEADERS = 1, 4
@@ -51,6 +51,8 @@ class HttpConnection:
                 await self.close()
                 if cancels:
                     return Answer("cancelled by the client")
+                if len(request.data) > LARGE_BYTES:
+                    return Answer("closed while the body was sent")  # a refusal that unread bytes have overtaken
                 if is_new:
                     break
         return Answer(NO_ANSWER)

@@ -38,16 +38,16 @@ MAX_FINDINGS = 200
 FRAMES = "HTTP/2 frames"
 Target = Method | Route | str
 # Shares of the calls by the ends of their paths; every other method and route has one. A call of Speculate is many messages.
-WEIGHTS = {"Generation/Generate": 20.0, "Draft/Speculate": 3.0, "Draft/Describe": 4.0, "/completions": 16.0}
+WEIGHTS = {"Generation/Generate": 12.0, "Draft/Speculate": 4.0, "Draft/Describe": 6.0, "/completions": 12.0}
 EXAMPLES: dict[str, Any] = {
     "/v1/completions": {
-        "model": "tiny", "prompt": "def f(x):", "max_tokens": 4, "temperature": 0.8, "top_p": 0.9, "n": 1, "stop": ["\n\n"],
+        "model": "tiny", "prompt": "def f(x):", "max_tokens": 2, "temperature": 0.8, "top_p": 0.9, "n": 1, "stop": ["\n\n"],
         "seed": 7, "logit_bias": {"5": 1.5}, "logprobs": 2, "min_p": 0.01, "top_k": 20, "stream": False, "session_id": "s",
         "metadata": {"a": "b"}, "stop_token_ids": [9], "bad_words": ["import"], "bad_token_ids": [[3, 4]], "echo": False,
     },
     "/v1/chat/completions": {
         "model": "tiny", "messages": [{"role": "system", "content": "a"}, {"role": "user", "content": "def f"}],
-        "max_tokens": 4, "temperature": 0.8, "seed": 7, "logprobs": True, "top_logprobs": 2, "stream": True,
+        "max_tokens": 2, "temperature": 0.8, "seed": 7, "logprobs": True, "top_logprobs": 2, "stream": True,
         "stream_options": {"include_usage": True}, "chat_template_kwargs": {"a": 1}, "presence_penalty": 0.1,
     },
 }  # fmt: skip
