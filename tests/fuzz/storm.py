@@ -107,7 +107,7 @@ class FuzzResult:
                 self.findings.append(Finding(what, answer.status, answer.details[:300]))
 
     def growth(self, role: str, warm_up: int) -> float:
-        """MiB gained from so many messages on, between the medians of the first and last fifth; 0 if there are few."""
+        """MiB gained from `warm_up` messages on, between the medians of the first and last fifth; 0 if there are few."""
         samples = [mib for messages, mib in self.memory[role] if messages > warm_up]
         fifth = len(samples) // 5
         return median(samples[-fifth:]) - median(samples[:fifth]) if fifth else 0.0
