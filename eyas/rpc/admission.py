@@ -59,7 +59,7 @@ class MemoryBudget:
 class Admission:
     """The bounds of a server's calls before their messages are decoded. memory: what their bodies hold together.
 
-    has_keys: every call except health checks has a known key, which tells callers apart; otherwise their addresses do.
+    has_keys: every call except health checks has a known key, which separates callers; otherwise their addresses do.
     """
 
     def __init__(self, limits: LimitsConfig | None = None, has_keys: bool = False) -> None:
