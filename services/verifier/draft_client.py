@@ -325,7 +325,7 @@ class CircuitBreaker:
         self._num_failures = 0
         self._backoff_s = reset_s
         self._open_until = 0.0
-        self._before_success = (self.state, self._num_failures, self._backoff_s)
+        self._before_success: tuple[str, int, float] | None = None  # None if the last request failed
 
     @property
     def backing_off(self) -> bool:
@@ -345,15 +345,17 @@ class CircuitBreaker:
 
     def failed(self) -> None:
         """Count a lost request; open the circuit if it was one too many."""
+        self._before_success = None
         self._num_failures += 1
         if self.state == "half-open" or self._num_failures >= self._max_failures:
             self.state, self._open_until = "open", time.monotonic() + self._backoff_s
             self._backoff_s = min(2 * self._backoff_s, max(MAX_BACKOFF_S, self._reset_s))
 
     def rejected(self) -> None:
-        """Count the last success as a failure: the answer is invalid."""
-        self.state, self._num_failures, self._backoff_s = self._before_success
-        self.failed()
+        """Count the last success as a failure: the answer is invalid. A request that failed counts once."""
+        if self._before_success is not None:
+            self.state, self._num_failures, self._backoff_s = self._before_success
+            self.failed()
 
 
 @dataclass(frozen=True, eq=False)

@@ -14,7 +14,7 @@ from eyas.config import DraftClientConfig, DraftQueueConfig
 from eyas.draft_protocol import ResyncRequired
 from eyas.drafters.base import Draft, DraftContext, DrafterNeeds
 from eyas.rpc.messages import DrafterInfo
-from eyas.services.verifier.draft_client import RemoteDrafter
+from eyas.services.verifier.draft_client import CircuitBreaker, RemoteDrafter
 from eyas.tree import DraftTree
 from tests.services.drafting.toy_drafting import BOOKKEEPING, INFO, ToyDrafter, context, eventually, serving
 
@@ -157,6 +157,15 @@ def test_breaker_reset_doubles_per_failure_until_a_success() -> None:
         eventually(lambda: remote.request([context("b", TOKENS[:3])])() != [None])
         assert not remote.breaker.backing_off
         assert remote.can_draft("b")
+
+
+def test_an_invalid_answer_undoes_no_earlier_failure() -> None:
+    breaker = CircuitBreaker(max_failures=3, reset_s=60)
+    breaker.succeeded()
+    for _ in range(3):  # one message of a request got no answer in time, another one an invalid tree
+        breaker.failed()
+        breaker.rejected()
+    assert breaker.state == "open"
 
 
 def test_an_unreachable_address_means_no_drafts_and_no_wait() -> None:
