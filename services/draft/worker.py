@@ -83,7 +83,7 @@ class DraftWorker:
 
         Replies are in order, except that requests without an accepted commit are answered at once.
         """
-        stream = DraftStream(next(self._numbers), deliver)
+        stream = DraftStream(next(self._numbers), deliver, self.info.feature_size)
         self._streams[stream.number] = stream
         return stream
 
@@ -233,12 +233,14 @@ _LIMITS: dict[RefusalReason, str] = {
 class DraftStream:
     """One verifier's stream and its queue. The worker's thread calls `deliver`.
 
-    sessions: admitted ones that have not ended. epochs: by session, of those that the drafter holds.
-    num_pending: tokens of the queued commits. waiting: whether the worker has it in its list.
+    feature_size: of the drafter; 0 if it takes no features. sessions: admitted ones that have not ended.
+    epochs: by session, of those that the drafter holds. num_pending: sizes of the queued commits, in tokens.
+    waiting: whether the worker has it in its list.
     """
 
     number: int
     deliver: Deliver
+    feature_size: int
     jobs: deque[_Job] = field(default_factory=deque)
     sessions: set[str] = field(default_factory=set)
     epochs: dict[str, int] = field(default_factory=dict)
@@ -250,6 +252,11 @@ class DraftStream:
         """The drafter's name for a session of this stream."""
         return f"{self.number}/{session}"
 
+    def size(self, commit: Commit[TensorBytes]) -> int:
+        """Tokens that a commit counts for in the queue: at least one, and as many as its samples and features would need."""
+        num_bytes = len(commit.features.data) if commit.features else 0
+        return max(len(commit.tokens), len(commit.samples), num_bytes // (4 * max(self.feature_size, 1)), 1)
+
     def admit(self, request: DraftRequest, limits: DraftQueueConfig, max_model_len: int) -> _Job:
         """The request as a job of the commits within the limits, and refusals of the others."""
         ended = tuple(name for name in dict.fromkeys(request.ended_sessions) if name in self.sessions)
@@ -259,7 +266,7 @@ class DraftStream:
             reason: RefusalReason | None = None
             if commit.committed_length > max_model_len:
                 reason = "context_too_long"
-            elif self.num_pending + len(commit.tokens) > limits.max_pending_tokens:
+            elif self.num_pending + self.size(commit) > limits.max_pending_tokens:
                 reason = "overloaded"
             elif commit.session not in self.sessions and len(self.sessions) >= limits.max_sessions:
                 reason = "too_many_sessions"
@@ -267,7 +274,7 @@ class DraftStream:
                 job.refusals.append(Refusal(commit.session, commit.epoch, reason))
                 continue
             self.sessions.add(commit.session)
-            self.num_pending += len(commit.tokens)
+            self.num_pending += self.size(commit)
             job.commits.append(commit)
         job.replies = bool(job.commits)
         return job
@@ -369,7 +376,7 @@ class _Batch:
             if not job.commits:
                 stream.jobs.popleft()
             self.jobs[job] = None
-            stream.num_pending -= len(commit.tokens)
+            stream.num_pending -= stream.size(commit)
             if job.timeout_s and commit.budget.wants_tree and now - job.queued > job.timeout_s:
                 self.num_stale += 1  # the verifier sends these tokens again with its next commit
                 continue

@@ -273,6 +273,20 @@ def test_tokens_beyond_the_queue_are_refused_at_once() -> None:
     assert [reply.step for reply in replies if reply] == [2, 1, 3]
 
 
+@pytest.mark.parametrize("field", ["tokens", "samples", "features"])
+def test_malformed_commits_fill_the_queue_too(field: str) -> None:
+    large = TensorBytes("float32", (1, 1), bytes(4 * INFO.feature_size * 100))
+    changes = {"tokens": {"tokens": ()}, "samples": {"samples": (0,) * 100}, "features": {"features": large}}
+    replies: list[DraftResponse | None] = []
+    worker = DraftWorker(ToyDrafter(), INFO, queue=LIMITS)
+    stream = worker.open(replies.append)
+    for step in range(LIMITS.max_pending_tokens + 1):
+        worker.submit(stream, DraftRequest(step, (replace(commits("a")[0], **changes[field]),)))
+    assert refused(replies[-1]) == {"a": "overloaded"}
+    with worker:
+        eventually(lambda: stream.num_pending == 0)
+
+
 def test_a_context_longer_than_the_models_is_refused(caplog: pytest.LogCaptureFixture) -> None:
     info = replace(INFO, model=replace(INFO.model, max_model_len=8))
     replies: list[DraftResponse | None] = []
