@@ -1,5 +1,6 @@
 """An upgrade changes no immutable field, and an upgrade of the chart alone restarts nothing."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from tests.deploy.charts import (
     VALUES,
     Object,
     arguments,
+    named,
     of_kind,
     pod_templates,
     run_helm,
@@ -86,6 +88,15 @@ def test_a_new_chart_with_the_same_image_restarts_no_pod(name: str, next_chart: 
     assert dict(pod_templates(before)) == dict(pod_templates(after))
     clusters = [[item["spec"] for item in of_kind(objects, "RayService")] for objects in (before, after)]
     assert clusters[0] == clusters[1], "KubeRay starts another cluster for another spec"
+
+
+def test_an_upgrade_keeps_both_tokens_of_a_rotation(next_chart: Path) -> None:
+    template_file, both = next_chart / "templates" / "token.yaml", "a" * 32 + "\n" + "b" * 32
+    found = '(lookup "v1" "Secret" .Release.Namespace (include "eyas.name" $place)).data'
+    text = template_file.read_text()
+    assert found in text
+    template_file.write_text(text.replace(found, f'(dict "token" (b64enc {json.dumps(both)}))'))
+    assert named(render_from(next_chart), "Secret", "demo-eyas-token")["stringData"] == {"token": both}
 
 
 def render_from(chart: Path, *arguments: str) -> list[Object]:
