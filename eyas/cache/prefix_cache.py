@@ -122,7 +122,7 @@ class PrefixCache:
         self.no_slots: Slots = np.zeros(0, dtype=np.int64)
         self.num_available = num_slots
         self.num_cached = 0
-        self._roots: dict[str, Node] = {}  # by salt; none is empty
+        self._roots: dict[str, Node] = {}  # by salt, the one last stored under at the end; none is empty
         self._num_nodes = 0
         self._numbers = itertools.count()
         self._entries: list[_Entry] = []
@@ -170,6 +170,8 @@ class PrefixCache:
             self._num_nodes += 1
             self.num_cached += len(leaf.slots)
             stored = CachedPrefix(leaf, np.concatenate([stored.slots, leaf.slots]))
+        if (root := self._roots.pop(salt, None)) is not None:
+            self._roots[salt] = root
         own = slots[length:]
         self.free(own[own != stored.slots[length:]])
         self.release(prefix, prefix.node.used)
@@ -189,11 +191,13 @@ class PrefixCache:
         """Hashes of at most `limit` cached blocks: held ones first, then by last use. No block comes without those before
         it.
 
-        Work is proportional to `limit` and the number of salts, whatever the trees' sizes. See eyas.block_hash.
+        Looks at the `limit` salts last stored under, so that work is proportional to `limit`, whatever the trees' sizes.
+        See eyas.block_hash.
         """
         found: list[int] = []
         numbers = itertools.count()
-        heap = [(-math.inf, next(numbers), root, BlockHasher(salt)) for salt, root in self._roots.items()]
+        latest = itertools.islice(reversed(self._roots.items()), limit)
+        heap = [(-math.inf, next(numbers), root, BlockHasher(salt)) for salt, root in latest]
         while heap and len(found) < limit:
             _, _, node, above = heapq.heappop(heap)
             hasher = above.copy()

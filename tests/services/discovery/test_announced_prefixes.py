@@ -71,6 +71,23 @@ def test_held_and_recently_used_prefixes_are_announced_first() -> None:
     assert cache.cached_blocks(6) == expected
 
 
+def test_many_salts_do_not_slow_the_announcement(monkeypatch: pytest.MonkeyPatch) -> None:
+    cache, salts, sequence = PrefixCache(50 * BLOCK_TOKENS), list[str](), np.arange(BLOCK_TOKENS)
+    for number in (7, *range(50), 7):  # 7 is the oldest salt, and the last used one
+        empty = cache.find(cache.no_slots, f"{number}")
+        slots = cache.take(len(sequence))
+        cache.release(cache.store(sequence, slots, empty, f"{number}"), 0.0)
+
+    def hasher(salt: str) -> BlockHasher:
+        salts.append(salt)
+        return BlockHasher(salt)
+
+    monkeypatch.setattr("eyas.cache.prefix_cache.BlockHasher", hasher)
+    found = cache.cached_blocks(4)
+    assert salts == ["7", "49", "48", "47"]
+    assert found == [block for salt in salts for block in block_hashes(sequence.tolist(), salt)]
+
+
 def test_served_prompts_are_announced_and_wrong_targets_rejected(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
