@@ -7,7 +7,7 @@ import logging
 import os
 import sys
 import tempfile
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -55,8 +55,11 @@ class ChaosResult:
             for gap in storm.gaps
             if gap.fault == VERIFIER_DEATH and gap.longest_s > MAX_GAP_S
         ]
-        if self.overload is not None and self.overload.ratio < MIN_GOODPUT_RATIO:
-            found.append(f"goodput at ten times the load is {self.overload.ratio:.0%} of the peak")
+        if self.overload is not None:
+            if self.overload.ratio < MIN_GOODPUT_RATIO:
+                found.append(f"goodput at ten times the load is {self.overload.ratio:.0%} of the peak")
+            if num_wrong := sum(level.num_wrong for level in (*self.overload.levels, self.overload.overloaded)):
+                found.append(f"{num_wrong} wrong answers under overload")
         return found
 
 
@@ -127,7 +130,7 @@ def run_overload(settings: OverloadSettings) -> OverloadResult:
     with tempfile.TemporaryDirectory(prefix="eyas-overload-") as folder:
         models = write_models(Path(folder))
         answers = overload.short(plain_answers(models[0], VOCAB_SIZE, 32, 80, settings.seed), 40)
-        fleet = build_fleet(replace(overload.FLEET), Path(folder), models, settings.seed)
+        fleet = build_fleet(overload.FLEET, Path(folder), models, settings.seed)
         return asyncio.run(overload.overload(fleet, answers, settings))
 
 

@@ -2,15 +2,18 @@
 
 import asyncio
 import random
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.chaos.__main__ import ChaosResult
 from tests.chaos.answers import Mismatch, compare
 from tests.chaos.fleet import FleetSettings
+from tests.chaos.overload import LoadLevel, OverloadResult
 from tests.chaos.proxy import Proxy
-from tests.chaos.storm import StormSettings, storm
+from tests.chaos.storm import StormResult, StormSettings, storm
 
 SHORT = StormSettings(
     seed=7, verifier_kills=2, drafter_kills=12, num_clients=4, num_answers=6, most_tokens=50,
@@ -47,6 +50,18 @@ def test_a_wrong_token_spoils_all_after_it(tokens: list[int], data: st.DataObjec
     at = data.draw(st.integers(0, len(tokens) - 1))
     received = [*tokens[:at], max(tokens) + 1, *tokens[at + 1 :]]
     assert compare(tokens, received) == Mismatch(num_wrong=len(tokens) - at)
+
+
+def test_a_wrong_answer_under_overload_breaks_a_promise() -> None:
+    calm = StormResult(
+        seconds=1.0, num_requests=1, num_cancelled=0, num_tokens=1, num_characters=0, num_wrong=0, num_lost=0, num_doubled=0,
+        failures={}, num_verifier_kills=1, num_drafter_kills=1, num_crashes=0, unreturned_slots=0, p99_gap_s=0.0,
+        p99_lag_s=0.0, longest_unexplained_gap_s=0.0, gaps=(), memory=(), notes=(), logs="",
+    )  # fmt: skip
+    good = LoadLevel(1.0, 1, 1, 0, 0, 0, {}, 1.0, 0.0)
+    assert ChaosResult(calm, OverloadResult((good,), good)).broken_promises() == []
+    found = ChaosResult(calm, OverloadResult((good,), replace(good, num_wrong=2))).broken_promises()
+    assert found == ["2 wrong answers under overload"]
 
 
 def test_a_proxy_breaks_connections() -> None:
