@@ -256,22 +256,23 @@ class Scheduler:
         assert len(self.sequences) == len(self.running) + len(self.waiting)
 
     def _admit(self) -> None:
-        nodes, made_room = self._tree.num_draft_tokens, False
+        nodes, only_first = self._tree.num_draft_tokens, False
         reserved = sum(slots_needed(s, nodes) for s in self.running) if self.waiting else 0
         while self.waiting:
             first = self.waiting.first()
-            sequence = first if made_room else self.waiting.next()
+            sequence = first if only_first else self.waiting.next()
             if self._admits(sequence, reserved):
                 reserved += slots_needed(sequence, nodes)
-                made_room = False
+                only_first = False
                 continue
             victims = preemptable(self.running, first, self.waiting.served)
             if not makes_room(self.running, victims, first, nodes, self.config):
                 return
-            victim = last_in_turn(victims, self.running)
-            reserved -= slots_needed(victim, nodes)
-            self._preempt(victim)
-            made_room = True
+            if sequence is first:
+                victim = last_in_turn(victims, self.running)
+                reserved -= slots_needed(victim, nodes)
+                self._preempt(victim)
+            only_first = True
 
     def _admits(self, sequence: Sequence, reserved: int) -> bool:
         """Let a waiting sequence run, if there are slots for it besides those reserved for the running ones."""

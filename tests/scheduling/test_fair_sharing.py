@@ -94,6 +94,18 @@ def test_a_flood_of_urgent_requests_starves_no_other(tenant: str) -> None:
     assert engine.scheduler.num_preemptions == 0, "one that got a reserved place keeps it"
 
 
+def test_no_sequence_is_preempted_for_one_that_fits() -> None:
+    engine = ToyEngine(max_kv_tokens=60, max_num_seqs=6)
+    for number in range(RESERVED_SHARE - 1):
+        engine.submit(f"small{number}", [1] * 4, 4)
+    engine.step()
+    engine.submit("large", [2] * 30, 20)  # the next place is reserved for it, but it does not fit
+    engine.submit("urgent", [3] * 4, 4, priority=5)
+    engine.step()
+    assert (engine.scheduler.admitted, engine.scheduler.num_preemptions) == (["urgent"], 0)
+    engine.run()
+
+
 def test_a_tenant_that_comes_back_saves_up_no_service() -> None:
     engine = ToyEngine(**ROOMY)
     flood(engine, "a", num=200)
