@@ -147,7 +147,6 @@ class Fleet:
 
     settings: FleetSettings
     folder: Path
-    target: str
     tls: PeersConfig
     rng: random.Random
     ports: Iterator[int]
@@ -224,18 +223,8 @@ class Fleet:
     def add_redis(self) -> None:
         """Add Redis; it keeps nothing on disk."""
         redis = self._add("redis", "redis", str(redis_executable), (), self.folder / "redis.log")
-        redis.words = (
-            "--bind",
-            HOST,
-            "--port",
-            f"{redis.port}",
-            "--save",
-            "",
-            "--appendonly",
-            "no",
-            "--dir",
-            f"{self.folder}",
-        )
+        options = {"bind": HOST, "port": f"{redis.port}", "save": "", "appendonly": "no", "dir": f"{self.folder}"}
+        redis.words = tuple(word for name, value in options.items() for word in (f"--{name}", value))
 
     def add_service(self, kind: str, name: str, program: str, *settings: str) -> None:
         """Add a service with the fleet's settings and its own."""
@@ -278,12 +267,9 @@ def build_fleet(settings: FleetSettings, folder: Path, models: tuple[str, str], 
     Authority().write(folder / "tls")
     token = folder / "token"
     token.write_text(secrets.token_hex(32))
-    tls = peers(
-        folder / "tls",
-        token_file=str(token),
-    )
+    tls = peers(folder / "tls", token_file=str(token))
     ports = _free_ports()
-    fleet = Fleet(settings, folder, target, tls, random.Random(seed), ports, next(ports))
+    fleet = Fleet(settings, folder, tls, random.Random(seed), ports, next(ports))
     fleet.add_redis()
     worker = ("served_model_name=tiny", f"model={target}", "threads=1", f"server.advertise_host={PROXY_HOST}", *TREE)
     engine = (f"engine.max_kv_tokens={MAX_KV_TOKENS}", f"engine.max_num_seqs={MAX_NUM_SEQS}", "validate_head=never")
