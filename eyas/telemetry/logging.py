@@ -96,6 +96,7 @@ class RateLimit:
                 self._start_interval(kind)
         if last is not None:
             last = copy.copy(last)
+            vars(last)["rate_limited"] = False
             last.msg, last.args = f"{last.getMessage()} ({count} more in {self._interval_s:g} s; this was the last)", ()
             self._handler.handle(last)
 

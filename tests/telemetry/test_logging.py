@@ -76,3 +76,18 @@ def test_repeated_events_give_a_line_and_then_a_count() -> None:
         "tree 7 is invalid",
         "tree 191 is invalid (191 more in 0.3 s; this was the last)",
     ]
+
+
+def test_the_count_of_a_librarys_events_is_no_event_of_its_own() -> None:
+    handler = logging.StreamHandler(io.StringIO())
+    limit = RateLimit(handler, interval_s=0.1)
+    handler.addFilter(limit)
+    library = logging.Logger("uvicorn.error")
+    library.addHandler(handler)
+    library.warning("invalid request")
+    library.warning("invalid request")
+    deadline = time.monotonic() + 30
+    while "1 more" not in handler.stream.getvalue():
+        assert time.monotonic() < deadline, "the count never came"
+        time.sleep(0.01)
+    assert set(limit._counts) <= {("uvicorn.error", "invalid request")}
