@@ -343,6 +343,8 @@ def _check_chunk(chunk: Chunk, vocab_size: int, request: Request, num_left: int)
     ids = (*chunk.token_ids, *(token for entry in logprobs for token in (entry.token, *entry.top_ids)))
     faults = {
         "more tokens than it was asked for": num_left < 0,
+        "no end after the last token": num_left <= 0 and chunk.finish_reason is None,
+        "an end that this router did not ask for": chunk.finish_reason == "cancelled",
         f"a token id outside [0, {vocab_size})": bool(ids) and not 0 <= min(ids) <= max(ids) < vocab_size,
         "marks of drafts for other tokens": len(chunk.is_draft_token) != count,
         "other log-probabilities than it was asked for": (

@@ -30,7 +30,7 @@ from eyas.rpc.server import GENERATION_SERVICE, RpcServer
 from eyas.services.lifecycle import AnnouncedWorker, WorkerRegistration
 from eyas.services.router.__main__ import build_router
 from eyas.services.router.auth import ApiKeys
-from eyas.v1.generation_pb2 import Finish, GenerateChunk, TokenLogprob, VerifyStep
+from eyas.v1.generation_pb2 import Finish, GenerateChunk, GenerateRequest, TokenLogprob, VerifyStep
 from eyas.v1.generation_pb2_grpc import GenerationStub, add_GenerationServicer_to_server
 from tests.fuzz.messages import malformed
 from tests.services.router.scripted_verifier import DEMO, MODEL, call_with
@@ -87,15 +87,32 @@ async def router(chunks: Sequence[bytes]) -> AsyncIterator[GenerationAsyncStub]:
         await verifier.stop(0)
 
 
-async def status(stub: GenerationAsyncStub) -> tuple[grpc.StatusCode, str]:
+async def status(stub: GenerationAsyncStub, request: GenerateRequest = REQUEST) -> tuple[grpc.StatusCode, str]:
     """How a valid request ends, and why."""
-    call = stub.Generate(REQUEST, timeout=30)
+    call = stub.Generate(request, timeout=30)
     try:
         async for _ in call:
             pass
     except grpc.aio.AioRpcError as error:
         return error.code(), error.details() or ""
     return grpc.StatusCode.OK, ""
+
+
+@pytest.mark.parametrize(
+    ("chunk", "fault"),
+    [
+        (GenerateChunk(token_ids=range(16), is_draft_token=[False] * 16), "no end after the last token"),
+        (GenerateChunk(finish=Finish(reason="cancelled")), "an end that this router did not ask for"),
+    ],
+)
+def test_a_chunk_that_ends_nothing_is_a_failure_of_the_verifier(chunk: GenerateChunk, fault: str) -> None:
+    async def body() -> None:
+        async with router([chunk.SerializeToString()]) as stub:
+            code, details = await status(stub, generate_call_to_proto(call_with(max_tokens=16)))
+            assert code is grpc.StatusCode.UNAVAILABLE, details
+            assert details.endswith(f"an invalid chunk: {fault}")
+
+    asyncio.run(body())
 
 
 def test_malformed_chunks_are_a_failure_of_the_verifier(caplog: pytest.LogCaptureFixture) -> None:
