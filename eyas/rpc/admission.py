@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NoReturn, cast
 
@@ -25,10 +25,14 @@ from eyas.errors import EyasError, InvalidRequest, Overloaded, TimedOut
 LARGE_REQUEST_BYTES = 16 * 2**10
 MAX_MESSAGE_FIELDS = 32 * 2**10
 
-_OPEN_METHODS = "/grpc.health."  # they need no key
+# Health checks need no key, so they may hold little.
+OPEN_METHODS = "/grpc.health.v1.Health/"
+MAX_OPEN_REQUEST_BYTES = 1024
+MAX_OPEN_CALLS_PER_ADDRESS = 256
+
 _READS_PER_CALLER = 4
 _TOKEN_ID_BYTES = 5
-_VARINT, _FIXED64, _LENGTH, _FIXED32 = 0, 1, 2, 5
+_VARINT, _FIXED64, _LENGTH, _START_GROUP, _END_GROUP, _FIXED32 = range(6)
 
 
 class MemoryBudget:
@@ -68,6 +72,7 @@ class Admission:
         self.memory = MemoryBudget(limits.max_pending_bytes)
         num_reads = max(_READS_PER_CALLER, limits.max_pending_bytes // limits.max_request_bytes)
         self._reads = {is_open: _ReadSlots(num_reads) for is_open in (True, False)}
+        self._open_calls: Counter[str] = Counter()
 
     @property
     def grpc_options(self) -> dict[str, int]:
@@ -97,8 +102,18 @@ class Admission:
 
         Raises InvalidRequest without a message, TimedOut for one that does not arrive in time, Overloaded.
         """
-        is_open = method.startswith(_OPEN_METHODS)
+        is_open = method.startswith(OPEN_METHODS)
         caller = self.caller(is_open, context)
+        with self._open_call(caller) if is_open else nullcontext():
+            data = await self._read(method, is_open, caller, context)
+            with self.memory.reservation() as take:
+                take(len(data))
+                if len(data) > LARGE_REQUEST_BYTES:
+                    kind, max_values = _request_type(method), self.limits.max_request_values
+                    await asyncio.to_thread(check_num_fields, data, kind, max_values)
+                yield data
+
+    async def _read(self, method: str, is_open: bool, caller: str, context: Any) -> bytes:
         try:
             async with asyncio.timeout(self.limits.body_timeout_s), self._reads[is_open].slot(caller):
                 data = await context.read()
@@ -106,12 +121,21 @@ class Admission:
             raise TimedOut(f"the request message did not arrive within {self.limits.body_timeout_s:g} s") from None
         if not isinstance(data, bytes):
             raise InvalidRequest(f"{method} was called without a request message; send one")
-        with self.memory.reservation() as take:
-            take(len(data))
-            if len(data) > LARGE_REQUEST_BYTES:
-                kind, max_values = _request_type(method), self.limits.max_request_values
-                await asyncio.to_thread(check_num_fields, data, kind, max_values)
-            yield data
+        if is_open and len(data) > MAX_OPEN_REQUEST_BYTES:
+            raise InvalidRequest(f"a health check of {len(data)} bytes; send {MAX_OPEN_REQUEST_BYTES} at most")
+        return data
+
+    @contextmanager
+    def _open_call(self, caller: str) -> Iterator[None]:
+        """Count a call that needs no key, such as a stream of Watch. Raises Overloaded for too many of one address."""
+        if self._open_calls[caller] >= MAX_OPEN_CALLS_PER_ADDRESS:
+            raise Overloaded(f"this address has {MAX_OPEN_CALLS_PER_ADDRESS} health checks open; end some", 1.0)
+        self._open_calls[caller] += 1
+        try:
+            yield
+        finally:
+            self._open_calls[caller] -= 1
+            self._open_calls += Counter()  # drops addresses without a call
 
 
 class _ReadSlots:
@@ -182,7 +206,7 @@ def check_num_fields(data: bytes, message: Descriptor | None, max_values: int, m
     """Raises InvalidRequest for a message of more fields than `max_fields`, those of its own messages included.
 
     Decoding many small messages takes up to 50 times their bytes. A packed list of numbers is one field, which may hold
-    `max_values` of 5 bytes. Bytes that are no message pass; decoding them fails.
+    `max_values` of 5 bytes. Bytes that are no message pass; decoding them fails. What stands beside them is counted.
     """
     pending, num_fields = [(0, len(data), message)], 0
     while pending:
@@ -206,10 +230,10 @@ def check_num_fields(data: bytes, message: Descriptor | None, max_values: int, m
                     _, at = _read_varint(data, at)
                 elif wire_type in (_FIXED64, _FIXED32):
                     at += 8 if wire_type == _FIXED64 else 4
-                else:
-                    return
+                elif wire_type not in (_START_GROUP, _END_GROUP):  # a group's fields follow its start
+                    break
         except IndexError:
-            return
+            continue
 
 
 def _read_varint(data: bytes, at: int) -> tuple[int, int]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import logging
+import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn, cast
@@ -31,7 +32,7 @@ from eyas.errors import (
     UnknownDrafter,
     UnknownModel,
 )
-from eyas.rpc.admission import Admission, AdmissionInterceptor
+from eyas.rpc.admission import OPEN_METHODS, Admission, AdmissionInterceptor
 from eyas.rpc.channel import MAX_MESSAGE_BYTES
 from eyas.rpc.messages import ERROR_KEY, RETRY_KEY
 from eyas.v1 import generation_pb2
@@ -260,9 +261,6 @@ Method = Callable[[Any, Any], Awaitable[Any]]
 StreamMethod = Callable[[Any, Any], AsyncIterator[Any]]
 
 
-_HEALTH_PREFIX = f"/{health.SERVICE_NAME}/"
-
-
 class _AuthenticationInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
     """Refuses calls by their metadata, before their messages are read. Health checks stay open for probes."""
 
@@ -274,7 +272,7 @@ class _AuthenticationInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[ty
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any]]],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> grpc.RpcMethodHandler[Any, Any]:
-        if not handler_call_details.method.startswith(_HEALTH_PREFIX):
+        if not handler_call_details.method.startswith(OPEN_METHODS):
             try:
                 self._check(cast("Iterable[tuple[str, str]]", handler_call_details.invocation_metadata or ()))
             except Unauthenticated as error:
@@ -309,7 +307,7 @@ class _ErrorInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
         method = getattr(handler, kind)
         decode = _Decoder(handler_call_details.method, handler.request_deserializer)
         read = decode.each if handler.request_streaming else decode
-        check = _accept if handler_call_details.method.startswith(_HEALTH_PREFIX) else self._check
+        check = _accept if handler_call_details.method.startswith(OPEN_METHODS) else self._check
         is_generator = inspect.isasyncgenfunction(method)
         guarded = _guard_stream(method, read, check) if is_generator else _guard(method, read, check)
         wrap = getattr(grpc, f"{kind}_rpc_method_handler")
@@ -368,9 +366,9 @@ def _guard_stream(method: StreamMethod, read: Callable[[Any], Any], check: Certi
 
 
 def _retry_after(error: grpc.RpcError) -> float | None:
-    """Return the seconds of `retry_hint`, if the error has it."""
-    trailers = _trailers(error)
-    return int(trailers[RETRY_KEY]) / 1000 if RETRY_KEY in trailers else None
+    """Return the seconds of `retry_hint`, if the error has it; None for a text that the hint never has."""
+    hint = str(_trailers(error).get(RETRY_KEY, ""))
+    return int(hint) / 1000 if re.fullmatch("[0-9]{1,9}", hint) else None
 
 
 def _trailers(error: grpc.RpcError) -> dict[str, str]:

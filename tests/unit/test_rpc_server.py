@@ -26,6 +26,7 @@ from eyas.errors import (
     UnknownModel,
 )
 from eyas.rpc.channel import open_channel
+from eyas.rpc.messages import RETRY_KEY
 from eyas.rpc.server import LIVE, RpcServer, status_error
 from eyas.v1 import draft_pb2, draft_pb2_grpc
 from tests.fuzz.sockets import call_frames, exchange_frames
@@ -107,6 +108,14 @@ def test_an_overloaded_service_returns_retry_after(seconds: float | None) -> Non
         assert error.retry_after == seconds
 
     with_server(check, Overloaded("full", seconds))
+
+
+@pytest.mark.parametrize("hint", ["soon", "-5", "1e9", "9" * 5000])
+def test_a_retry_hint_that_is_no_number_is_ignored(hint: str) -> None:
+    trailers = grpc.aio.Metadata((RETRY_KEY, hint))
+    error = status_error(grpc.aio.AioRpcError(grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.aio.Metadata(), trailers, "full"))
+    assert isinstance(error, Overloaded)
+    assert error.retry_after is None
 
 
 def test_an_unexpected_error_is_logged_but_hidden_from_clients(caplog: pytest.LogCaptureFixture) -> None:

@@ -12,7 +12,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from eyas.config import LimitsConfig, ServerConfig
 from eyas.errors import ConfigError, InvalidRequest
-from eyas.rpc.admission import Admission, MemoryBudget, check_num_fields
+from eyas.rpc.admission import MAX_OPEN_CALLS_PER_ADDRESS, Admission, MemoryBudget, check_num_fields
 from eyas.rpc.convert import generate_call_to_proto
 from eyas.rpc.server import RpcServer
 from eyas.services.router.auth import ApiKeys
@@ -144,6 +144,30 @@ def test_made_up_keys_do_not_make_other_callers() -> None:
     assert {Admission(LIMITS).caller(False, peer) for peer in (Peer("Bearer a"), Peer("Bearer b"))} == {"ipv4:10.0.0.1"}
 
 
+def test_health_checks_hold_little_memory() -> None:
+    async def body(channel: grpc.aio.Channel, memory: MemoryBudget) -> None:
+        stub = health_pb2_grpc.HealthStub(channel)
+        code, details = await status(stub.Watch(health_pb2.HealthCheckRequest(service="s" * 2000)))
+        assert (code, details[:24]) == (grpc.StatusCode.INVALID_ARGUMENT, "a health check of 2003 b")
+        watches = [stub.Watch(health_pb2.HealthCheckRequest()) for _ in range(MAX_OPEN_CALLS_PER_ADDRESS)]
+        for watch in watches:
+            await watch.read()
+        code, details = await status(stub.Watch(health_pb2.HealthCheckRequest()))
+        assert code is grpc.StatusCode.RESOURCE_EXHAUSTED, details
+        assert [chunk async for chunk in call(channel, generate_call_to_proto(CALL))]
+        for watch in watches:
+            watch.cancel()
+
+        async def is_open() -> bool:
+            return (await stub.Check(health_pb2.HealthCheckRequest()).code()) is grpc.StatusCode.OK
+
+        async with asyncio.timeout(20):
+            while not await is_open():
+                await asyncio.sleep(0.01)
+
+    with_server(body)
+
+
 def test_messages_and_metadata_have_a_maximum_size() -> None:
     async def body(channel: grpc.aio.Channel, memory: MemoryBudget) -> None:
         code, _ = await status(call(channel, GenerateRequest(text="a" * 2**20)))
@@ -193,6 +217,14 @@ def test_fields_are_counted_in_nested_messages() -> None:
     check_num_fields(data, kind, 1000, num_fields)
     with pytest.raises(InvalidRequest, match=f"more than {num_fields - 1} fields"):
         check_num_fields(data, kind, 1000, num_fields - 1)
+    group = b"\xa3\x1f\xa4\x1f"  # field 500 begins and ends
+    for beside in (
+        group + data,
+        data + b"\x12\x01\xff",
+        data + GenerateRequest(sampling=SamplingParams()).SerializeToString(),
+    ):
+        with pytest.raises(InvalidRequest, match="more than 50 fields"):
+            check_num_fields(beside, kind, 1000, 50)
     for end in range(0, len(data), 7):
         check_num_fields(data[:end] + b"\xff" * 20, kind, 1000, num_fields)
 
