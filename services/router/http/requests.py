@@ -13,7 +13,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    FailFast,
+    Field,
+    ValidationError,
+    model_validator,
+)
 
 from eyas.errors import InvalidRequest
 from eyas.request import Request, SamplingParams
@@ -100,9 +109,10 @@ Texts = Annotated[list[Text], BeforeValidator(_to_list)]
 
 MAX_OBJECTS = 2**14
 MAX_ESCAPES = 3 * 2**20  # a body of 16 MiB has room for 2.8 million of six bytes
-MAX_MESSAGES = 2**12
+MAX_FIELDS = 256
 MAX_NUMBER_LENGTH = 128
 
+_MAX_ENTRIES = {"messages": 2**12, "metadata": 256}
 _SLICE_BYTES = 2**16
 _LONG_NUMBER = re.compile(rb"[0-9]{%d}" % MAX_NUMBER_LENGTH)
 
@@ -114,7 +124,7 @@ def parse_body(data: bytes, model: type[ModelT], max_values: int) -> ModelT:
     """
     _check_num_values(data, max_values)
     try:
-        return model.model_validate(json.loads(data))
+        return model.model_validate(json.loads(str(data, "utf-8-sig")))  # the values of other encodings are not counted
     except (ValueError, RecursionError) as error:
         if isinstance(error, ValidationError):
             raise
@@ -157,8 +167,11 @@ class _StrictModel(BaseModel):
         if not isinstance(data, dict):
             return data
         check_sizes(data)
-        if isinstance(messages := data.get("messages"), list) and len(messages) > MAX_MESSAGES:
-            raise InvalidRequest(f"messages has {len(messages)} entries; give {MAX_MESSAGES} at most", "messages")
+        if len(data) > MAX_FIELDS:
+            raise InvalidRequest(f"an object has {len(data)} fields; give {MAX_FIELDS} at most")
+        for name, most in _MAX_ENTRIES.items():
+            if isinstance(entries := data.get(name), list | dict) and len(entries) > most:
+                raise InvalidRequest(f"{name} has {len(entries)} entries; give {most} at most", name)
         return {name: value for name, value in data.items() if value is not None and value not in _UNSUPPORTED.get(name, ())}
 
 
@@ -197,10 +210,10 @@ class Body(_StrictModel):
     min_p: float = 0.0
     min_tokens: int = 0
     repetition_penalty: float = 1.0
-    stop_token_ids: list[int] = Field(default_factory=list)
+    stop_token_ids: Annotated[list[int], FailFast()] = Field(default_factory=list)
     ignore_eos: bool = False
     bad_words: Texts = Field(default_factory=list)
-    bad_token_ids: list[list[int]] = Field(default_factory=list)
+    bad_token_ids: Annotated[list[Annotated[list[int], FailFast()]], FailFast()] = Field(default_factory=list)
     prompt_logprobs: int | None = None
     return_speculation: bool = False
 
@@ -265,7 +278,7 @@ class Message(_StrictModel):
 class ChatBody(Body):
     """The body of /v1/chat/completions. chat_template_kwargs: more variables for the model's chat template."""
 
-    messages: list[Message] = Field(min_length=1)
+    messages: Annotated[list[Message], FailFast()] = Field(min_length=1)
     max_tokens: int | None = None
     max_completion_tokens: int | None = None
     logprobs: bool = False

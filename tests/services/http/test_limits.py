@@ -11,11 +11,12 @@ from typing import Any
 
 import httpx
 import pytest
+from pydantic import ValidationError
 
 from eyas.config import HttpConfig, LimitsConfig, TlsConfig
 from eyas.errors import InvalidRequest
 from eyas.services.router.auth import ApiKeys
-from eyas.services.router.http.requests import CompletionBody, parse_body
+from eyas.services.router.http.requests import Body, ChatBody, CompletionBody, parse_body
 from eyas.services.router.http.server import HttpServer
 from tests.services.http.http_router import ALL, Script, get, http_router, post, until, worker
 from tests.services.router.scripted_verifier import PROMPT, TOKENS
@@ -243,8 +244,25 @@ def test_a_body_in_tiny_chunks_is_read_in_small_steps() -> None:
         (b"[" * 17_000, "more than 16384 lists"),
         (b"[" * 10_000, "not JSON"),
         (b'{"prompt": "\xff"}', "not JSON"),
+        (b'\xef\xbb\xbf{"prompt": "a"}', ""),
+        ('{"prompt": "a"}'.encode("utf-16"), "not JSON"),
+        ('{"prompt": "a"}'.encode("utf-16-le"), "not JSON"),
     ],
-    ids=["commas", "quotes", "backslashes", "slice", "values", "digits", "escapes", "lists", "nested", "utf8"],
+    ids=[
+        "commas",
+        "quotes",
+        "backslashes",
+        "slice",
+        "values",
+        "digits",
+        "escapes",
+        "lists",
+        "nested",
+        "utf8",
+        "mark",
+        "utf16",
+        "utf16le",
+    ],
 )
 def test_values_are_counted_outside_of_strings(data: bytes, message: str) -> None:
     if not message:
@@ -252,6 +270,22 @@ def test_values_are_counted_outside_of_strings(data: bytes, message: str) -> Non
         return
     with pytest.raises(InvalidRequest, match=message):
         parse_body(data, CompletionBody, 5000)
+
+
+@pytest.mark.parametrize(
+    ("model", "changes", "most"),
+    [
+        (CompletionBody, {"bad_token_ids": [["a"] * 1000] * 1000}, 1),
+        (CompletionBody, {"stop_token_ids": ["a"] * 1000}, 1),
+        (CompletionBody, {"metadata": {str(number): 1 for number in range(1000)}}, 0),
+        (CompletionBody, {f"field{number}": 1 for number in range(1000)}, 0),
+        (ChatBody, {"messages": [{}] * 1000}, 3),
+    ],
+)
+def test_a_body_of_many_mistakes_is_not_checked_to_its_end(model: type[Body], changes: Any, most: int) -> None:
+    with pytest.raises((ValidationError, InvalidRequest)) as raised:
+        parse_body(json.dumps({"prompt": "a"} | changes).encode(), model, 2**22)
+    assert isinstance(raised.value, InvalidRequest) if not most else raised.value.error_count() <= most
 
 
 def test_a_longer_prompt_needs_a_higher_limit(url: str) -> None:
