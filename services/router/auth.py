@@ -20,12 +20,13 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
+from starlette._utils import get_route_path
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from eyas.config import ApiKeysConfig
 from eyas.config.loader import at_least, require, validated
-from eyas.errors import ConfigError, EyasError, InvalidRequest, PermissionDenied, RateLimited, Unauthenticated
+from eyas.errors import ConfigError, EyasError, InvalidRequest, PermissionDenied, RateLimited, TimedOut, Unauthenticated
 from eyas.rpc.messages import GenerateCall, TextChunk
 from eyas.services.router.http.errors import error_response
 from eyas.validation import check_cache_salt
@@ -108,18 +109,29 @@ def hash_of(key: str | bytes) -> str:
 
 
 def plain_keys(values: Iterable[str], source: str) -> tuple[ApiKey, ...]:
-    """Return keys of a list of plain keys: each its own tenant, without limits. Raises ConfigError if there is none."""
-    hashes = dict.fromkeys(hash_of(key) for value in values if (key := value.strip()))
+    """Return keys of a list of plain keys: each its own tenant, without limits.
+
+    Raises ConfigError if there is none, or for what is no key, such as a line of a YAML file without `keys:`.
+    """
+    plain = list(dict.fromkeys(key for value in values if (key := value.strip())))
+    for number, key in enumerate(plain, 1):
+        is_key = not re.search(r"\s", key) and not key.startswith(_HASH)
+        reason = "holds white space or is a hash; hashed keys belong below the line 'keys:', plain ones have one word"
+        require(is_key, f"{source}: entry {number} is no plain key: it {reason}")
+    hashes = [hash_of(key) for key in plain]
     require(bool(hashes), f"{source} holds no key; put one there, or leave the setting empty to accept every call")
     return tuple(ApiKey(f"plain-{each[len(_HASH) :][:12]}", each) for each in hashes)
 
 
 def parse_keys(text: str, source: str) -> tuple[ApiKey, ...]:
-    """Return the keys of a file: YAML or JSON with the entry `keys`, or one plain key on each line. Raises ConfigError."""
+    """Return the keys of a file: YAML or JSON with the entry `keys`, or one plain key on each line.
+
+    Lines that begin with "#" or "---" are no keys. Raises ConfigError.
+    """
     import yaml
 
-    lines = [line for line in text.splitlines() if line.strip()]
-    first = next((line for line in lines if not line.lstrip().startswith(("#", "---"))), "")
+    lines = [line for line in text.splitlines() if line.strip() and not line.lstrip().startswith(("#", "---"))]
+    first = lines[0] if lines else ""
     if not re.match(r"""["']?keys["']?\s*:|\{""", first.strip()):
         return plain_keys(lines, source)
     try:
@@ -200,7 +212,8 @@ class Quota:
     def reserve(self, num_completions: int, num_prompt: int, num_output: int) -> Iterator[Callable[[int], None]]:
         """Reserve what a request needs while the body runs; yields a function that counts its output tokens.
 
-        num_prompt, num_output: tokens of its prompts, and of its completions at most.
+        num_prompt, num_output: tokens of its prompts, and of its completions at most. A request without output that ends
+        with a server's error gets all of them back. One that its client ends keeps paying for its prompts.
         Raises RateLimited, or InvalidRequest if the request alone is above max_running.
         """
         most = self.limits.max_running
@@ -210,7 +223,7 @@ class Quota:
             message = f"{self.num_running} completions of this key are running, of {most} at once; try again when some end"
             raise RateLimited(message, 1.0, self.headers)
         self._require(self.tokens, num_prompt + num_output, "tokens")
-        used, bucket = 0, self.tokens
+        used, is_free, bucket = 0, False, self.tokens
         bucket.take(num_prompt + num_output)
         self.num_running += num_completions
 
@@ -220,9 +233,12 @@ class Quota:
 
         try:
             yield count
+        except Exception as error:
+            is_free = not used and not isinstance(error, TimedOut)  # a client may set a deadline before the first token
+            raise
         finally:
             self.num_running -= num_completions
-            bucket.take(used - num_output if used else -num_prompt - num_output)
+            bucket.take(-num_prompt - num_output if is_free else used - num_output)
 
     @property
     def headers(self) -> dict[str, str]:
@@ -405,13 +421,14 @@ class Authenticator:
         self._keys = keys
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or not scope["path"].startswith("/v1/"):
+        path = get_route_path(scope) if scope["type"] == "http" else ""
+        if not path.startswith("/v1/"):
             await self._app(scope, receive, send)
             return
         app, access = self._app, Access()
         try:
             access = self._keys.access(Headers(scope=scope).items())
-            access.begin("models" if scope["path"].startswith("/v1/models") else "generate")
+            access.begin("models" if path.startswith("/v1/models") else "generate")
             scope.setdefault("state", {})["access"] = access
         except EyasError as error:
             app = error_response(error)

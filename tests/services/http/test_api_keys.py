@@ -15,11 +15,22 @@ import pytest
 import yaml
 
 from eyas.config import ApiKeysConfig
-from eyas.errors import ConfigError, InvalidRequest, PermissionDenied, RateLimited, Unauthenticated
+from eyas.errors import ConfigError, InvalidRequest, PermissionDenied, RateLimited, TimedOut, Unauthenticated
 from eyas.rpc.channel import open_channel
 from eyas.rpc.convert import generate_call_to_proto, text_chunk_from_proto
 from eyas.rpc.messages import RETRY_KEY, GenerateCall
-from eyas.services.router.auth import ApiKey, ApiKeys, KeyLimits, Quota, TokenBucket, hash_of, new_key, parse_keys
+from eyas.services.router.auth import (
+    ApiKey,
+    ApiKeys,
+    Authenticator,
+    KeyLimits,
+    Quota,
+    TokenBucket,
+    hash_of,
+    load_api_keys,
+    new_key,
+    parse_keys,
+)
 from eyas.services.router.telemetry import RouterTelemetry
 from eyas.v1.generation_pb2_grpc import GenerationStub
 from tests.services.http.http_router import ALL, TOKENS, Script, get, http_router, worker
@@ -117,6 +128,44 @@ def test_a_mounted_secret_is_read_again_when_it_is_swapped(tmp_path: Path) -> No
     assert [accepts(keys, key) for key in ("old", "new")] == [False, True]
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "  - name: web\n    hash: {hash}\n",
+        "version: 1\nkeys:\n- {{name: web, hash: '{hash}'}}\n",
+        "{hash}\n",
+        "one\ntwo words\n",
+    ],
+    ids=["without keys:", "another first line", "hash", "words"],
+)
+def test_lines_of_yaml_are_no_plain_keys(text: str) -> None:
+    with pytest.raises(ConfigError, match=r"file: entry \d is no plain key") as raised:
+        parse_keys(text.format(hash=hash_of("secret")), "file")
+    assert "web" not in str(raised.value)
+    with pytest.raises(ConfigError, match="entry 1 is no plain key"):
+        load_api_keys(ApiKeysConfig(env="KEYS"), {"KEYS": "two words,one"})
+
+
+def test_comments_are_no_plain_keys() -> None:
+    keys = ApiKeys(parse_keys("---\n# team-a\nfirst\n#second\n", "file"))
+    assert [accepts(keys, key) for key in ("first", "---", "# team-a", "#second")] == [True, False, False, False]
+
+
+@pytest.mark.parametrize("root", ["", "/eyas", "/v"])
+def test_keys_are_required_below_any_root_path(root: str) -> None:
+    sent: list[Any] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        raise AssertionError("called without a key")
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    scope = {"type": "http", "path": f"{root}/v1/models", "root_path": root, "headers": []}
+    asyncio.run(Authenticator(app, ApiKeys(["one"]))(scope, send, send))  # type: ignore[arg-type]
+    assert sent[0]["status"] == 401
+
+
 def test_an_open_router_does_not_open_when_keys_are_withdrawn(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="holds no key"):
         ApiKeys(config=key_file(tmp_path / "keys"))
@@ -198,6 +247,14 @@ def test_tokens_that_a_request_does_not_use_come_back() -> None:
     with pytest.raises(RuntimeError), quota.reserve(1, 10, 60):
         raise RuntimeError("no token came")
     assert quota.tokens.available == 85
+
+
+@pytest.mark.parametrize("end", [asyncio.CancelledError, GeneratorExit, TimedOut])
+def test_a_client_that_leaves_early_pays_for_its_prompt(end: type[BaseException]) -> None:
+    quota = Quota(KeyLimits(tokens_per_minute=100), Clock())
+    with pytest.raises(end), quota.reserve(1, 30, 60):
+        raise end
+    assert quota.tokens.available == 70
 
 
 def test_completions_at_once_are_bounded_by_the_key() -> None:
