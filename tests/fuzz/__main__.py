@@ -18,7 +18,7 @@ from tests.fuzz.servers import running_services
 from tests.fuzz.storm import FuzzResult, FuzzSettings, storm
 
 # Memory is judged from here on: before, torch's caches fill, which keep something for every shape of a pass.
-WARM_UP_MESSAGES, MAX_GROWTH_MIB = 100_000, 32.0
+WARM_UP_MESSAGES, MAX_GROWTH_MIB = 20_000, 32.0
 LINE_INTERVAL = 10
 
 

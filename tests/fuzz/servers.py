@@ -99,6 +99,7 @@ def running_services(folder: Path) -> Iterator[Services]:
             drafters,
         ),
     }
+    os.environ.setdefault("LRU_CACHE_CAPACITY", "8")  # else torch keeps 1,024 oneDNN products, and memory seems to leak
     children: dict[str, Child] = {}
     try:
         for role, own in settings.items():
