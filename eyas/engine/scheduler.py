@@ -41,8 +41,8 @@ class WaitingQueue:
     """Waiting sequences, and the service that each tenant has had.
 
     Among equal priorities the least served tenant goes first, and within a tenant the smallest key. So a tenant with a
-    thousand requests delays another by about one of them. A tenant that comes back starts level with the least served
-    active one: service cannot be saved up. Of one tenant alone, requests go in the order of their keys.
+    thousand requests delays another by about one of them. A tenant without a waiting request starts level with the least
+    served one that has some: service cannot be saved up. Of one tenant alone, requests go in the order of their keys.
     Source: Sheng et al. 2024, Fairness in Serving Large Language Models, algorithm 2 (virtual token counter).
 
     served: by tenant, tokens weighted by PROMPT_COST and OUTPUT_COST. active: by tenant, number of its requests that wait
@@ -66,10 +66,10 @@ class WaitingQueue:
         return len(self._queues.get(tenant, ())) >= limit // len(self._queues.keys() | {tenant})
 
     def join(self, tenant: str) -> None:
-        """Count a new request of a tenant, waiting or running."""
-        if not self.active[tenant]:
-            del self.active[tenant]
-            least = min((self.served[other] for other in self.active), default=0)
+        """Count a new request of a tenant, which then waits."""
+        if tenant not in self._queues:
+            others = self._queues or self.active.keys() - {tenant}
+            least = min((self.served[other] for other in others), default=0)
             self.served[tenant] = max(self.served[tenant], least)
         self.active[tenant] += 1
 

@@ -120,6 +120,21 @@ def test_a_tenant_that_comes_back_saves_up_no_service() -> None:
     assert found["a"] > 0.6 * found["b"], "b did not ask meanwhile, and gets no more than a now"
 
 
+def test_a_tenant_that_asks_for_little_saves_up_no_service() -> None:
+    engine = ToyEngine(**ROOMY)
+    flood(engine, "a", num=200)
+    engine.submit("b", [1] * 4, 150, tenant="b")
+    for _ in range(60):
+        engine.step()
+    assert "b" in engine.scheduler.sequences, "it has run all the time, in one place of four"
+    before = emitted(engine)
+    flood(engine, "b", num=200)
+    for _ in range(40):
+        engine.step()
+    found = emitted(engine) - before
+    assert found["a"] > 0.6 * found["b"], found
+
+
 def test_a_tenant_that_fills_the_queue_leaves_others_theirs() -> None:
     engine = ToyEngine(max_queued_requests=10, max_num_seqs=2)
     flood(engine, "a", num=12)
