@@ -42,7 +42,7 @@ class DraftServicer(draft_pb2_grpc.DraftServicer):
         """Read and answer until either side ends the stream; then release its sessions.
 
         The first request names the target that the stream is for. Raises UnknownModel if no drafter fits it, InvalidRequest
-        for a request that names a session twice, Overloaded for one with too many commits and for a verifier that does not
+        for a request with bad names of sessions, Overloaded for one with too many commits and for a verifier that does not
         read its replies, Unavailable after `close`.
         """
         if self._stopping:

@@ -27,9 +27,12 @@ from eyas.rpc.messages import DrafterInfo, DraftRequest, DraftResponse, Load, Se
 from eyas.services.draft.telemetry import DraftTelemetry
 from eyas.tensors import tensor_from_bytes
 from eyas.tree import DraftTree
-from eyas.validation import check_sampling
+from eyas.validation import MAX_REQUEST_ID_LENGTH, check_sampling
 
 log = logging.getLogger(__name__)
+
+# Verifiers name sessions by the ids of requests, and a number.
+MAX_SESSION_LENGTH = 2 * MAX_REQUEST_ID_LENGTH
 
 Deliver = Callable[[DraftResponse | None], None]
 
@@ -88,12 +91,16 @@ class DraftWorker:
         return stream
 
     def submit(self, stream: DraftStream, request: DraftRequest) -> None:
-        """Queue a request; its releases come before its commits. Raises InvalidRequest if it names a session twice.
+        """Queue a request; its releases come before its commits.
 
-        Commits beyond the stream's limits or the model's context are refused in the reply.
+        Commits beyond the stream's limits or the model's context are refused in the reply. Raises InvalidRequest if the
+        request names a session twice, or by more than MAX_SESSION_LENGTH characters.
         """
-        if len({commit.session for commit in request.commits}) < len(request.commits):
+        names = {commit.session for commit in request.commits}
+        if len(names) < len(request.commits):
             raise InvalidRequest(f"step {request.step} names a session twice; send one commit per session and step")
+        if (length := max(map(len, names), default=0)) > MAX_SESSION_LENGTH:
+            raise InvalidRequest(f"the name of a session has {length} characters; send at most {MAX_SESSION_LENGTH}")
         with self._wake:
             if self.broken or stream.closing:
                 return

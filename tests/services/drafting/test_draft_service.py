@@ -119,9 +119,12 @@ def test_a_malformed_commit_harms_no_other_session(stub: draft_pb2_grpc.DraftStu
     assert [roots(reply) for reply in replies] == [{"b": 12}, {"a": 14}]
 
 
-def test_a_session_named_twice_ends_its_own_stream_only(stub: draft_pb2_grpc.DraftStub) -> None:
+@pytest.mark.parametrize("bad", [[GOOD, GOOD], [replace(GOOD, session="a" * 1000)]], ids=["twice", "long"])
+def test_a_bad_name_of_a_session_ends_its_own_stream_only(
+    stub: draft_pb2_grpc.DraftStub, bad: Sequence[Commit[TensorBytes]]
+) -> None:
     with pytest.raises(grpc.RpcError) as caught:
-        converse(stub, [GOOD, GOOD])
+        converse(stub, bad)
     assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
     assert roots(converse(stub, [GOOD])[0]) == {"a": 14}
 
