@@ -79,10 +79,8 @@ async def build_router(
 
 async def run(config: RouterConfig) -> None:
     """Serve until the process is stopped."""
-    keys, admission = (
-        load_api_keys(config.api_keys),
-        Admission(config.limits, bool(config.api_keys.env or config.api_keys.file)),
-    )
+    keys = load_api_keys(config.api_keys)
+    admission = Admission(config.limits, has_keys=bool(config.api_keys.env or config.api_keys.file))
     server = RpcServer(config.server, server_credentials(config.tls), keys.check, admission=admission)
     async with build_router(config, server.set_serving, keys, admission) as router:
         add_GenerationServicer_to_server(router.grpc, server.aio)
