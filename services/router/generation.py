@@ -146,7 +146,7 @@ class GenerationService:
         if model in self._tokenizers:
             return model
         if model:
-            raise UnknownModel(f"model {model!r} is not served here; known: {', '.join(names)}", "model")
+            raise UnknownModel(f"model {model[:80]!r} is not served here; known: {', '.join(names)}", "model")
         if len(names) > 1:
             raise InvalidRequest(f"several models are served here; name one of {', '.join(names)}", "model")
         return names[0]

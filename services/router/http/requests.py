@@ -110,6 +110,7 @@ Texts = Annotated[list[Text], BeforeValidator(_to_list)]
 MAX_OBJECTS = 2**14
 MAX_ESCAPES = 3 * 2**20  # a body of 16 MiB has room for 2.8 million of six bytes
 MAX_FIELDS = 256
+MAX_NAME_LENGTH = 256  # of a field, in errors
 MAX_NUMBER_LENGTH = 128
 
 _MAX_ENTRIES = {"messages": 2**12, "metadata": 256}
@@ -325,14 +326,14 @@ def invalid_body(errors: Sequence[Any]) -> InvalidRequest:
 
 def _path(location: Sequence[int | str]) -> str:
     path = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in location).lstrip(".")
-    return path.encode(errors="replace").decode()
+    return path[:MAX_NAME_LENGTH].encode(errors="replace").decode()
 
 
 def _unknown_field(param: str, name: str) -> str:
     if name in _UNSUPPORTED or name in _UNSUPPORTED_IN_MESSAGES:
         return f"{param} is not supported; leave it out"
     known = [*CompletionBody.model_fields, *ChatBody.model_fields]
-    similar = difflib.get_close_matches(name, known, n=1)
+    similar = difflib.get_close_matches(name[:MAX_NAME_LENGTH], known, n=1)
     return f"{param} is not a known field; {f'did you mean {similar[0]}?' if similar else 'leave it out'}"
 
 

@@ -38,6 +38,8 @@ LONG: list[tuple[dict[str, Any], str]] = [
     ({"prompt": [[]] * 100_000}, "more than 16384 lists, objects and fields"),
     ({"metadata": {str(i): "" for i in range(20_000)}}, "more than 16384 lists, objects and fields"),
     ({"session_id": "s" * 257}, "session_id has 257 characters"),
+    ({"f" * 1_000_000: 1}, "is not a known field; leave it out"),
+    ({"metadata": {"f" * 1_000_000: 1}}, "Input should be a valid string"),
 ]
 
 
@@ -196,7 +198,10 @@ def test_no_body_keeps_the_event_loop_busy(url: str) -> None:
                     answer = await client.post("/v1/completions", content=data, headers={"Content-Type": "application/json"})
                 assert answer.status_code == 400, answer.text
                 assert message in answer.json()["error"]["message"], answer.text
+                assert len(answer.content) < 2000
                 assert step.longest < 30_000, (message, step.longest)
+            answer = await client.post("/v1/completions", json=ALL | {"model": "m" * 1_000_000})
+            assert (answer.status_code, len(answer.content) < 500) == (404, True)
             assert script.calls == []
             assert (await get(base, "/live")).status_code == 200
 
