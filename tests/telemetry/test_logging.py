@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from eyas.telemetry.logging import RateLimit, configure_logging
+from eyas.telemetry.logging import RateLimit, configure_logging, escaped
 
-FORGED = "id\n2026-01-01 00:00:00,000 INFO eyas: all is well\r\x1b[2K\u202e\u2028\x00\ud800"
+FORGED = "id\n2026-01-01 00:00:00,000 INFO eyas: all is well\r\x1b[2K\u202e\u2028\x00"
 log = logging.getLogger("eyas.somewhere")
 
 
@@ -38,6 +38,11 @@ def test_no_part_of_a_message_forges_a_line(out: Callable[[], str]) -> None:
     lines = out().removesuffix("\n").split("\n")
     assert len(lines) == 2
     assert all(line.isprintable() for line in lines)
+
+
+def test_a_lone_surrogate_is_escaped() -> None:
+    """Not through a logger: it would stop pytest's report."""
+    assert escaped("id \ud800") == "id \\ud800"
 
 
 def test_a_traceback_forges_no_line(out: Callable[[], str]) -> None:
