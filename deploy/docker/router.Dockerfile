@@ -24,7 +24,7 @@ COPY --from=build /venv /venv
 COPY deploy/docker/healthcheck.py ./
 COPY models/demo/target/config.json models/demo/target/generation_config.json models/demo/target/tokenizer.json models/demo/target/tokenizer_config.json models/demo/target/
 USER 10001:10001
-EXPOSE 50050 8000 9464
+EXPOSE 50050 8000 8080 9464
 STOPSIGNAL SIGTERM
 HEALTHCHECK --interval=10s --timeout=5s --start-period=60s CMD ["python", "healthcheck.py", "http://127.0.0.1:8000/live", "https://127.0.0.1:8000/live"]
 CMD ["python", "-m", "eyas.services.router", "--help"]
