@@ -39,7 +39,7 @@ class RouterServicer(GenerationServicer):
         received = GenerateCall(Request(request.request_id, ()), trace=trace_pairs(metadata))
 
         def set_trailers(measurements: Sequence[tuple[str, str]]) -> None:
-            context.set_trailing_metadata((*measurements, *access.headers.items()))
+            context.set_trailing_metadata([*measurements, *access.headers.items()])
 
         with self._service.record_rejection(received):
             access.begin("generate")
