@@ -225,7 +225,9 @@ def listen(host: str, port: int) -> socket.socket:
     try:
         listener = socket.create_server((host.strip("[]"), port), family=family, backlog=_BACKLOG, dualstack_ipv6=is_ipv6)
     except (OSError, ValueError) as error:  # ValueError: a machine without IPv6
-        message = f"cannot listen on {host}:{port}: the port is in use or the host is not ours; set http.port or operations_port"
+        message = (
+            f"cannot listen on {host}:{port}: the port is in use or the host is not ours; set http.port or operations_port"
+        )
         raise ConfigError(message) from error
     # asyncio switches off Nagle's algorithm, which delays small writes, only if the object names the protocol TCP.
     return socket.socket(fileno=listener.detach())
