@@ -108,7 +108,7 @@ def counted(emitted: dict[str, list[int]], place: int) -> torch.Tensor:
 @pytest.mark.parametrize("name", DRAFTERS)
 def test_emitted_tokens_follow_the_target_probs(name: str, params: SamplingParams, tiny_target: str, tiny_head: str) -> None:
     """The first token comes from the prefill; the others out of drawn trees, some accepted and some not."""
-    engine, stats, count = engine_of(name, tiny_target, tiny_head), GenerationStats(), 1500
+    engine, stats, count = engine_of(name, tiny_target, tiny_head), GenerationStats(), 1000
     asked = [Request(f"{seed}", PROMPT, replace(params, seed=seed, max_tokens=4)) for seed in range(count)]
     emitted = run(engine, asked, stats)
     assert count / 20 < stats.num_accepted < stats.num_drafted, "some drafts were accepted, some rejected"
@@ -116,6 +116,7 @@ def test_emitted_tokens_follow_the_target_probs(name: str, params: SamplingParam
         assert plausible(counted(emitted, place), probs * count), f"token {place}"
 
 
+@pytest.mark.slow
 def test_a_drafter_with_wrong_proposal_probs_is_detected(tiny_target: str, tiny_head: str) -> None:
     class Greedy(BigramDrafter):
         def _siblings(self, probs: DraftProbs, width: int, seed: int, position: int) -> list[int]:
@@ -127,6 +128,7 @@ def test_a_drafter_with_wrong_proposal_probs_is_detected(tiny_target: str, tiny_
     assert not plausible(counted(run(engine, asked), 1), probs * count)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", DRAFTERS)
 def test_a_request_gets_equal_output_alone_and_in_a_batch(name: str, tiny_target: str, tiny_head: str) -> None:
     among = run(engine_of(name, tiny_target, tiny_head), requests(6))

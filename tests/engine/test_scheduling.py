@@ -9,6 +9,7 @@ from tests import reference
 from tests.engine.test_equality import PARAMS, make_drafter, make_engine, prompts, run, tokens_of
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", PARAMS)
 @pytest.mark.parametrize("name", ["eagle3", "random", "dying", "none"])
 def test_preempted_requests_equal_the_plain_loop(name: str, kind: str, tiny_target: str, tiny_head: str) -> None:

@@ -160,6 +160,7 @@ def test_a_path_that_is_no_text_does_not_end_the_server(path: bytes) -> None:
     with_server(check)
 
 
+@pytest.mark.slow
 def test_a_client_that_leaves_during_its_status_logs_nothing(caplog: pytest.LogCaptureFixture) -> None:
     async def check(server: RpcServer, address: str, channel: grpc.aio.Channel) -> None:
         with pytest.raises((grpc.aio.AioRpcError, asyncio.CancelledError)):
