@@ -69,7 +69,7 @@ test: lint ## lint, then every test
 	@$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadscope --no-loadscope-reorder
 
 soak: $(READY) ## 10,000 short requests with cancellations, about 3 minutes: no slot lost, no memory taken
-	@LRU_CACHE_CAPACITY=8 $(BIN)/python -m tests.scheduling.soak
+	@LRU_CACHE_CAPACITY=8 ONEDNN_PRIMITIVE_CACHE_CAPACITY=8 $(BIN)/python -m tests.scheduling.soak
 
 chaos: $(READY) ## kill, freeze, cut and overload services on loopback, about 5 minutes; no token may be lost; CHAOS="--minutes 60" for more
 	@$(BIN)/python -m tests.chaos $(CHAOS)

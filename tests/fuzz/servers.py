@@ -17,6 +17,7 @@ from grpc_health.v1 import health_pb2_grpc
 
 from eyas.rpc.channel import open_sync_channel
 from eyas.services.cluster import Child, ServiceSettings, free_port, is_serving
+from tests.memory import FEW_PRODUCTS
 from tests.tiny import DEMO, write_head, write_target
 
 VOCAB_SIZE, DRAFT_VOCAB_SIZE, MAX_MODEL_LEN = 4096, 256, 32
@@ -99,7 +100,7 @@ def running_services(folder: Path) -> Iterator[Services]:
             drafters,
         ),
     }
-    os.environ.setdefault("LRU_CACHE_CAPACITY", "8")  # else torch keeps 1,024 oneDNN products, and memory seems to leak
+    os.environ |= FEW_PRODUCTS
     children: dict[str, Child] = {}
     try:
         for role, own in settings.items():
