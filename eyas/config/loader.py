@@ -148,6 +148,12 @@ def above_zero(**settings: float) -> None:
         require(value > 0, f"{name} is {value}; it must be above 0")
 
 
+def not_below(config: object, most: str, least: str) -> None:
+    """Check that the setting `most` is not below the setting `least` of the same part."""
+    low, high = getattr(config, least), getattr(config, most)
+    require(high >= low, f"{most} is {high}; it must be at least {least} {low}")
+
+
 def one_of(choices: object, **settings: str) -> None:
     """Check that all settings are among the values of a Literal type."""
     allowed = get_args(choices)
@@ -158,6 +164,12 @@ def one_of(choices: object, **settings: str) -> None:
 def valid_port(port: int) -> None:
     """Check that a port number is in range."""
     require(0 <= port <= 65535, f"port is {port}; it must lie in [0, 65535]")
+
+
+def valid_optional_port(**settings: int | None) -> None:
+    """Check that port numbers are in range, or null."""
+    for name, port in settings.items():
+        require(port is None or 0 <= port <= 65535, f"{name} is {port}; it must lie in [0, 65535], or be null")
 
 
 def num_bytes(name: str, size: str) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from eyas.config.loader import above_zero, at_least, cert_and_key, require, valid_port
+from eyas.config.loader import above_zero, at_least, cert_and_key, not_below, valid_optional_port, valid_port
 from eyas.config.serving import ServiceConfig
 
 
@@ -44,10 +44,7 @@ class HttpConfig:
 
     def __post_init__(self) -> None:
         valid_port(self.port)
-        require(
-            0 <= (self.operations_port or 0) <= 65535,
-            f"operations_port is {self.operations_port}; it must lie in [0, 65535], or be null",
-        )
+        valid_optional_port(operations_port=self.operations_port)
         above_zero(keepalive_interval_s=self.keepalive_interval_s)
 
 
@@ -113,10 +110,7 @@ class LimitsConfig:
 
     def __post_init__(self) -> None:
         above_zero(**vars(self))
-        require(
-            self.max_pending_bytes >= self.max_request_bytes,
-            f"max_pending_bytes is {self.max_pending_bytes}; it must be at least max_request_bytes {self.max_request_bytes}",
-        )
+        not_below(self, "max_pending_bytes", "max_request_bytes")
 
 
 @dataclass(frozen=True)
@@ -172,11 +166,7 @@ class OutlierDetectionConfig:
     def __post_init__(self) -> None:
         above_zero(consecutive_failures=self.consecutive_failures, base_ejection_time_s=self.base_ejection_time_s)
         above_zero(stuck_step_timeout_s=self.stuck_step_timeout_s)
-        require(
-            self.max_ejection_time_s >= self.base_ejection_time_s,
-            f"max_ejection_time_s is {self.max_ejection_time_s}; it must be at least base_ejection_time_s "
-            f"{self.base_ejection_time_s}",
-        )
+        not_below(self, "max_ejection_time_s", "base_ejection_time_s")
 
 
 @dataclass(frozen=True)
@@ -202,10 +192,7 @@ class RetryConfig:
         at_least(1, max_attempts=self.max_attempts)
         at_least(0, budget_s=self.budget_s, cooldown_s=self.cooldown_s)
         above_zero(initial_backoff_s=self.initial_backoff_s)
-        require(
-            self.max_backoff_s >= self.initial_backoff_s,
-            f"max_backoff_s is {self.max_backoff_s}; it must be at least initial_backoff_s {self.initial_backoff_s}",
-        )
+        not_below(self, "max_backoff_s", "initial_backoff_s")
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from typing import Literal
 
 from eyas.config.drafting import DraftingConfig, MethodsConfig, TreeConfig
 from eyas.config.engine import Dtype, EngineConfig, HeadValidation
-from eyas.config.loader import above_zero, at_least, cert_and_key, one_of, require, valid_port
+from eyas.config.loader import above_zero, at_least, cert_and_key, one_of, require, valid_optional_port, valid_port
 
 LogFormat = Literal["text", "json"]
 DiscoveryKind = Literal["redis", "static", "kubernetes"]
@@ -183,9 +183,8 @@ class TelemetryConfig:
     log_prompts: bool = False
 
     def __post_init__(self) -> None:
-        port, ratio = self.metrics_port, self.step_span_ratio
-        require(port is None or 0 <= port <= 65535, f"metrics_port is {port}; it must lie in [0, 65535], or be null")
-        require(0 <= ratio <= 1, f"step_span_ratio is {ratio}; it must lie in [0, 1]")
+        valid_optional_port(metrics_port=self.metrics_port)
+        require(0 <= self.step_span_ratio <= 1, f"step_span_ratio is {self.step_span_ratio}; it must lie in [0, 1]")
         one_of(LogFormat, log_format=self.log_format)
 
 

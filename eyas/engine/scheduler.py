@@ -98,19 +98,18 @@ class WaitingQueue:
         heads = [queue[0] for queue in self._queues.values()]
         return min(heads, key=lambda head: (-head.request.priority, self.served[head.request.tenant], head.key))
 
-    def next(self) -> Sequence:
-        """As `first`, but at every RESERVED_SHARE-th admission the least served tenant's oldest."""
+    def next(self, first: Sequence) -> Sequence:
+        """The most urgent one, `first`, but at every RESERVED_SHARE-th admission the oldest of the least served tenant."""
         if self._num_taken % RESERVED_SHARE < RESERVED_SHARE - 1:
-            return self.first()
+            return first
         queue = min(self._queues.values(), key=lambda queue: (self.served[queue[0].request.tenant], queue[0].key))
         return min(queue, key=lambda sequence: sequence.key.number)
 
-    def take(self, sequence: Sequence) -> None:
-        """Admit a sequence. One that goes before more urgent ones is not preempted for them either."""
-        is_reserved = sequence is not self.first()
+    def take(self, sequence: Sequence, first: Sequence) -> None:
+        """Admit a sequence. One that goes before the more urgent `first` is not preempted for it either."""
         self.remove(sequence)
         self._num_taken += 1
-        if is_reserved:
+        if sequence is not first:
             sequence.key = QueueKey(-math.inf, sequence.key.number)
 
 
@@ -260,8 +259,8 @@ class Scheduler:
         reserved = sum(slots_needed(s, nodes) for s in self.running) if self.waiting else 0
         while self.waiting:
             first = self.waiting.first()
-            sequence = first if only_first else self.waiting.next()
-            if self._admits(sequence, reserved):
+            sequence = first if only_first else self.waiting.next(first)
+            if self._admits(sequence, first, reserved):
                 reserved += slots_needed(sequence, nodes)
                 only_first = False
                 continue
@@ -274,7 +273,7 @@ class Scheduler:
                 self._preempt(victim)
             only_first = True
 
-    def _admits(self, sequence: Sequence, reserved: int) -> bool:
+    def _admits(self, sequence: Sequence, first: Sequence, reserved: int) -> bool:
         """Let a waiting sequence run, if there are slots for it besides those reserved for the running ones."""
         prefix = self.cache.find(sequence.cacheable, sequence.request.cache_salt)
         need = reserved + slots_needed(sequence, self._tree.num_draft_tokens) - len(prefix.slots)
@@ -282,7 +281,7 @@ class Scheduler:
             self.cache.release(prefix, prefix.node.used)
             return False
         self._admission_times.append(self._clock())
-        self.waiting.take(sequence)
+        self.waiting.take(sequence, first)
         if sequence.num_cached is None:
             num_computed = len(sequence.tokens) - len(prefix.slots)
             self.waiting.served[sequence.request.tenant] += PROMPT_COST * num_computed

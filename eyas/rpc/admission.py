@@ -12,7 +12,7 @@ from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any, NoReturn, cast
+from typing import Any, NoReturn, TypeAlias, cast
 
 import grpc
 import grpc.aio
@@ -33,6 +33,10 @@ MAX_OPEN_CALLS_PER_ADDRESS = 256
 _READS_PER_CALLER = 4
 _TOKEN_ID_BYTES = 5
 _VARINT, _FIXED64, _LENGTH, _START_GROUP, _END_GROUP, _FIXED32 = range(6)
+
+Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
+# What an interceptor calls for the handler of a call.
+Continuation = Callable[[grpc.HandlerCallDetails], Awaitable[Handler]]
 
 
 class MemoryBudget:
@@ -175,14 +179,10 @@ class AdmissionInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg
         self._admission = admission
         self._on_error = on_error
 
-    async def intercept_service(
-        self,
-        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any]]],
-        handler_call_details: grpc.HandlerCallDetails,
-    ) -> grpc.RpcMethodHandler[Any, Any]:
+    async def intercept_service(self, continuation: Continuation, handler_call_details: grpc.HandlerCallDetails) -> Handler:
         handler: Any = await continuation(handler_call_details)
         if handler is None or handler.request_streaming:
-            return cast("grpc.RpcMethodHandler[Any, Any]", handler)
+            return cast("Handler", handler)
         method = handler.unary_stream if handler.response_streaming else handler.unary_unary
         assert not inspect.isasyncgenfunction(method), "a method with one request writes its responses to the context"
         wrap = grpc.stream_stream_rpc_method_handler if handler.response_streaming else grpc.stream_unary_rpc_method_handler

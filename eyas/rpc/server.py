@@ -32,7 +32,7 @@ from eyas.errors import (
     UnknownDrafter,
     UnknownModel,
 )
-from eyas.rpc.admission import OPEN_METHODS, Admission, AdmissionInterceptor
+from eyas.rpc.admission import OPEN_METHODS, Admission, AdmissionInterceptor, Continuation, Handler
 from eyas.rpc.channel import MAX_MESSAGE_BYTES
 from eyas.rpc.messages import ERROR_KEY, RETRY_KEY
 from eyas.v1 import generation_pb2
@@ -267,11 +267,7 @@ class _AuthenticationInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[ty
     def __init__(self, check: MetadataCheck) -> None:
         self._check = check
 
-    async def intercept_service(
-        self,
-        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any]]],
-        handler_call_details: grpc.HandlerCallDetails,
-    ) -> grpc.RpcMethodHandler[Any, Any]:
+    async def intercept_service(self, continuation: Continuation, handler_call_details: grpc.HandlerCallDetails) -> Handler:
         if not handler_call_details.method.startswith(OPEN_METHODS):
             try:
                 self._check(cast("Iterable[tuple[str, str]]", handler_call_details.invocation_metadata or ()))
@@ -280,7 +276,7 @@ class _AuthenticationInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[ty
         return await continuation(handler_call_details)
 
 
-def _refusal(error: Unauthenticated) -> grpc.RpcMethodHandler[Any, Any]:
+def _refusal(error: Unauthenticated) -> Handler:
     """Return a handler that ends a call with an error. It takes a stream, so gRPC reads no message for it."""
 
     async def refuse(requests: object, context: Any) -> NoReturn:
@@ -295,11 +291,7 @@ class _ErrorInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
     def __init__(self, check: CertificateCheck) -> None:
         self._check = check
 
-    async def intercept_service(
-        self,
-        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any]]],
-        handler_call_details: grpc.HandlerCallDetails,
-    ) -> grpc.RpcMethodHandler[Any, Any]:
+    async def intercept_service(self, continuation: Continuation, handler_call_details: grpc.HandlerCallDetails) -> Handler:
         handler: Any = await continuation(handler_call_details)
         if handler is None:
             return None  # type: ignore[return-value]  # unknown method; gRPC answers UNIMPLEMENTED
@@ -312,7 +304,7 @@ class _ErrorInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
         guarded = _guard_stream(method, read, check) if is_generator else _guard(method, read, check)
         wrap = getattr(grpc, f"{kind}_rpc_method_handler")
         # gRPC would answer bytes that it cannot decode with UNKNOWN and the name of an exception
-        wrapped: grpc.RpcMethodHandler[Any, Any] = wrap(guarded, None, handler.response_serializer)
+        wrapped: Handler = wrap(guarded, None, handler.response_serializer)
         return wrapped
 
 

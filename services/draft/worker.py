@@ -271,9 +271,10 @@ class DraftStream:
         job = _Job(self, request.step, ended, request.timeout_s)
         for commit in request.commits:
             reason: RefusalReason | None = None
+            size = self.size(commit)
             if commit.committed_length > max_model_len:
                 reason = "context_too_long"
-            elif self.num_pending + self.size(commit) > limits.max_pending_tokens:
+            elif self.num_pending + size > limits.max_pending_tokens:
                 reason = "overloaded"
             elif commit.session not in self.sessions and len(self.sessions) >= limits.max_sessions:
                 reason = "too_many_sessions"
@@ -281,7 +282,7 @@ class DraftStream:
                 job.refusals.append(Refusal(commit.session, commit.epoch, reason))
                 continue
             self.sessions.add(commit.session)
-            self.num_pending += self.size(commit)
+            self.num_pending += size
             job.commits.append(commit)
         job.replies = bool(job.commits)
         return job

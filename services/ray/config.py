@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from eyas.config import DraftConfig, RouterConfig, ServerConfig, VerifierConfig, validated
-from eyas.config.loader import at_least, require
+from eyas.config.loader import at_least, not_below, require
 from eyas.errors import ConfigError
 from eyas.services.ray.autoscaling import ScalingConfig
 
@@ -38,10 +38,7 @@ class PoolConfig:
 
     def __post_init__(self) -> None:
         at_least(1, min_replicas=self.min_replicas)
-        require(
-            self.min_replicas <= self.max_replicas,
-            f"max_replicas is {self.max_replicas}; it must be at least min_replicas {self.min_replicas}",
-        )
+        not_below(self, "max_replicas", "min_replicas")
         at_least(0, look_back_period_s=self.look_back_period_s, num_cpus=self.num_cpus, num_gpus=self.num_gpus)
 
 
