@@ -8,13 +8,15 @@ from __future__ import annotations
 import hashlib
 import hmac
 import logging
+import math
 import os
 import ssl
 import threading
-from collections.abc import Iterable, Mapping
+import time
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, Generic, NoReturn, TypeVar
 
 import grpc
 import grpc.aio
@@ -28,6 +30,7 @@ MAX_MESSAGE_BYTES = 64 * 2**20
 MIN_TOKEN_LENGTH = 16
 
 Metadata = tuple[tuple[str, str], ...]
+ContentT = TypeVar("ContentT")
 
 _GRPC_OPTIONS = (
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
@@ -173,6 +176,60 @@ class Pem:
     ca: bytes = b""
 
 
+class Reloaded(Generic[ContentT]):
+    """What files hold, read again when one of them changes. Thread-safe.
+
+    read: returns the content; raises ConfigError for files that cannot be used. After a change, the content then stays as it
+    was. settings: names of the settings, for the log. interval_s: seconds between two looks at the files, by `clock`.
+    """
+
+    def __init__(
+        self,
+        paths: Iterable[Path | None],
+        read: Callable[[], ContentT],
+        settings: str,
+        interval_s: float = 0.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._paths = tuple(path for path in paths if path)
+        self._read = read
+        self._settings = settings
+        self._interval_s = interval_s
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._look_at = -math.inf
+        self._version = _file_version(self._paths)
+        self._content = read()
+
+    def get(self) -> ContentT:
+        """Return the content of the files now."""
+        with self._lock:
+            if self._clock() < self._look_at:
+                return self._content
+            self._look_at = self._clock() + self._interval_s
+            version = _file_version(self._paths)
+            if version != self._version:
+                self._version = version
+                try:
+                    self._content = self._read()
+                    log.info("%s: using the changed files", self._settings)
+                except ConfigError as error:
+                    log.error("%s; what was there before stays in use", error, extra={"rate_limited": True})
+            return self._content
+
+
+def _file_version(paths: Iterable[Path]) -> tuple[int, ...]:
+    """Return times and sizes of the files. Taken before reading, so that a change during reading is noticed later."""
+    version: list[int] = []
+    for path in paths:
+        try:
+            stat = path.stat()
+            version += (stat.st_mtime_ns, stat.st_size, stat.st_ino)
+        except OSError:
+            version.append(0)
+    return tuple(version)
+
+
 class Certificates:
     """PEM files of one side of a TLS connection, reloaded on change. Every file is optional. Thread-safe.
 
@@ -182,23 +239,12 @@ class Certificates:
     def __init__(self, settings: str, cert_file: str = "", key_file: str = "", ca_file: str = "") -> None:
         self._paths = tuple(Path(path) if path else None for path in (cert_file, key_file, ca_file))
         self._settings = settings
-        self._lock = threading.Lock()
-        self._version = _file_version(self._paths)
-        self._pem = self._read()
+        self._content = Reloaded(self._paths, self._read, settings)
 
     @property
     def pem(self) -> Pem:
         """Content of the files. If changed files cannot be used, the content before the change."""
-        with self._lock:
-            version = _file_version(self._paths)
-            if version != self._version:
-                self._version = version
-                try:
-                    self._pem = self._read()
-                    log.info("%s: using the renewed certificates", self._settings)
-                except ConfigError as error:
-                    log.warning("%s; keeping the previous certificates", error)
-            return self._pem
+        return self._content.get()
 
     def _read(self) -> Pem:
         cert_file, key_file, ca_file = self._paths
@@ -231,20 +277,18 @@ class SharedToken:
         self._file = Path(config.token_file) if config.token_file else None
         self._env = config.token_env
         self._environment = environment
-        self._lock = threading.Lock()
-        self._version = _file_version((self._file,))
-        self._tokens = self._read()
+        self._tokens = Reloaded((self._file,), self._read, "peers.token_file")
 
     @property
     def first(self) -> str:
         """The token that this service sends."""
-        return self._current()[0]
+        return self._tokens.get()[0]
 
     def accepts(self, authorization: str) -> bool:
         """Return whether the value of an authorization header, "Bearer TOKEN", holds a valid token. Takes constant time."""
         scheme, _, given = authorization.partition(" ")
         given_bytes = given.strip().encode("utf-8", "surrogateescape")
-        same = [hmac.compare_digest(given_bytes, token.encode()) for token in self._current()]
+        same = [hmac.compare_digest(given_bytes, token.encode()) for token in self._tokens.get()]
         return scheme.lower() == "bearer" and any(same)
 
     def sign(self, message: bytes) -> str:
@@ -254,21 +298,8 @@ class SharedToken:
     def has_signed(self, message: bytes, signature: str) -> bool:
         """Return whether `sign` of a service with a valid token made the signature. Takes constant time."""
         given = signature.encode("utf-8", "surrogateescape")
-        same = [hmac.compare_digest(given, _signature(token, message).encode()) for token in self._current()]
+        same = [hmac.compare_digest(given, _signature(token, message).encode()) for token in self._tokens.get()]
         return any(same)
-
-    def _current(self) -> tuple[str, ...]:
-        """The tokens of the file now. If it cannot be used after a change, those before the change."""
-        with self._lock:
-            version = _file_version((self._file,))
-            if version != self._version:
-                self._version = version
-                try:
-                    self._tokens = self._read()
-                    log.info("peers.token_file: using the changed tokens")
-                except ConfigError as error:
-                    log.warning("%s; keeping the previous tokens", error)
-            return self._tokens
 
     def _read(self) -> tuple[str, ...]:
         if self._file:
@@ -293,18 +324,6 @@ class SharedToken:
 
 def _signature(token: str, message: bytes) -> str:
     return hmac.new(token.encode(), b"eyas lease\n" + message, hashlib.sha256).hexdigest()
-
-
-def _file_version(paths: Iterable[Path | None]) -> tuple[int, ...]:
-    """Return times and sizes of the files. Taken before reading, so that a change during reading is noticed later."""
-    version: list[int] = []
-    for path in filter(None, paths):
-        try:
-            stat = path.stat()
-            version += (stat.st_mtime_ns, stat.st_size, stat.st_ino)
-        except OSError:
-            version.append(0)
-    return tuple(version)
 
 
 def server_credentials(certificates: Certificates) -> grpc.ServerCredentials:

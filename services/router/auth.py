@@ -27,6 +27,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from eyas.config import ApiKeysConfig
 from eyas.config.loader import at_least, require, validated
 from eyas.errors import ConfigError, EyasError, InvalidRequest, PermissionDenied, RateLimited, TimedOut, Unauthenticated
+from eyas.rpc.channel import Reloaded
 from eyas.rpc.messages import GenerateCall, TextChunk
 from eyas.services.router.http.errors import error_response
 from eyas.validation import check_cache_salt
@@ -335,14 +336,11 @@ class ApiKeys:
         self._config = config
         self._clock = clock
         self._own = tuple(key if isinstance(key, ApiKey) else plain_keys([key], "the list")[0] for key in keys)
-        self._of_file: tuple[ApiKey, ...] = ()
         self._quotas: dict[str, Quota] = {}
-        self._version: tuple[int, ...] = ()
-        self._look_at = -math.inf
+        self._of_file: Reloaded[tuple[ApiKey, ...]] | None = None
         if config.file:
-            self._version = self._file_version()
-            self._of_file = self._read()
-            require(bool(self._of_file), f"api_keys.file: the file {config.file} holds no key; put one there")
+            self._of_file = Reloaded((Path(config.file),), self._read, "api_keys.file", RELOAD_INTERVAL_S, clock)
+            require(bool(self._of_file.get()), f"api_keys.file: the file {config.file} holds no key; put one there")
 
     def check(self, headers: Iterable[tuple[str, str]]) -> None:
         """Check the HTTP headers or gRPC metadata of a call, with lower-case names. Raises Unauthenticated."""
@@ -350,9 +348,8 @@ class ApiKeys:
 
     def access(self, headers: Iterable[tuple[str, str]]) -> Access:
         """Return what the key in HTTP headers or gRPC metadata gives access to. Raises Unauthenticated."""
-        if not self._own and not self._config.file:
+        if not self._own and not self._of_file:
             return Access()
-        self._reload()
         authorization = dict(headers).get("authorization", "")
         key = self._find(authorization[len(_SCHEME) :].strip()) if authorization.lower().startswith(_SCHEME) else None
         if key is None:
@@ -365,32 +362,10 @@ class ApiKeys:
     def _find(self, given: str) -> ApiKey | None:
         """Return the key with a value. Takes the same time whichever it is."""
         found, digest = None, hash_of(given)
-        for key in (*self._own, *self._of_file):
+        for key in (*self._own, *(self._of_file.get() if self._of_file else ())):
             if hmac.compare_digest(digest, key.hash):
                 found = key
         return found
-
-    def _reload(self) -> None:
-        if not self._config.file or self._clock() < self._look_at:
-            return
-        self._look_at = self._clock() + RELOAD_INTERVAL_S
-        try:
-            version = self._file_version()
-            if version == self._version:
-                return
-            self._version = version
-            self._of_file = self._read()
-            log.info("read %d API keys from %s", len(self._of_file), self._config.file)
-        except ConfigError as error:
-            log.error("the API keys stay as they were: %s", error, extra={"rate_limited": True})
-
-    def _file_version(self) -> tuple[int, ...]:
-        """What changes when the file is written, or replaced behind a link as Kubernetes does with a Secret."""
-        try:
-            status = os.stat(self._config.file)
-        except OSError as error:
-            raise ConfigError(f"api_keys.file: cannot read {self._config.file}: {error}") from error
-        return status.st_dev, status.st_ino, status.st_mtime_ns, status.st_size
 
     def _read(self) -> tuple[ApiKey, ...]:
         file = self._config.file
