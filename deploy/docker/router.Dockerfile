@@ -22,7 +22,7 @@ ENV PATH=/venv/bin:$PATH PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1
 WORKDIR /app
 COPY --from=build /venv /venv
 COPY deploy/docker/healthcheck.py ./
-COPY models/demo/target/config.json models/demo/target/generation_config.json models/demo/target/tokenizer.json models/demo/target/tokenizer_config.json models/demo/target/
+COPY models/demo/target/config.json models/demo/target/generation_config.json models/demo/target/tokenizer.json models/demo/target/tokenizer_config.json models/demo/target/chat_template.jinja models/demo/target/
 USER 10001:10001
 EXPOSE 50050 8000 8080 9464
 STOPSIGNAL SIGTERM

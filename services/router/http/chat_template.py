@@ -41,7 +41,7 @@ class ChatTemplate:
                 f"the chat template of {model} does not compile: {error}; set another chat_template"
             ) from error
 
-    def render(self, messages: Sequence[Mapping[str, str]], extra: Mapping[str, Any]) -> str:
+    def render(self, messages: Sequence[Mapping[str, Any]], extra: Mapping[str, Any]) -> str:
         """Return the prompt for the assistant's next message.
 
         extra: more variables, such as enable_thinking. Raises InvalidRequest if the template rejects the messages.

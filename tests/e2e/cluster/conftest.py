@@ -9,17 +9,11 @@ from eyas.services.cluster import Cluster, free_port
 from eyas.services.local import running_demo
 from tests.tiny import write_head
 
-TEMPLATE = "{{ bos_token }}{% for message in messages %}{{ message.content }}{% endfor %}"
-
 
 @pytest.fixture(scope="session")
-def demo_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    """The demo's cluster with a chat template."""
-    template = tmp_path_factory.mktemp("chat") / "plain.jinja"
-    template.write_text(TEMPLATE)
-    yield from started(
-        f"router.models=[{{name: demo, tokenizer: models/demo/target, chat_template: {template}}}]",
-    )
+def demo_cluster() -> Iterator[Cluster]:
+    """The demo's cluster."""
+    yield from started()
 
 
 @pytest.fixture(scope="session")

@@ -70,15 +70,14 @@ def test_the_openai_example_of_the_readme_works(demo_cluster: Cluster) -> None:
     assert done.stdout.strip()
 
 
-def test_the_curl_command_of_the_readme_works(demo_cluster: Cluster) -> None:
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    (command,) = re.findall(r"^curl .*?(?<!\\)\n", readme, re.MULTILINE | re.DOTALL)
-    assert DEMO_ADDRESS in command
-    done = subprocess.run(
-        ["bash", "-c", f"{command.strip()} --fail --silent".replace(DEMO_ADDRESS, demo_cluster.http)],
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.endswith("data: [DONE]\n\n")
+@pytest.mark.parametrize(("page", "num_commands"), [("README.md", 1), ("docs/quickstart.md", 2)])
+def test_the_curl_commands_of_the_pages_work(demo_cluster: Cluster, page: str, num_commands: int) -> None:
+    text = (ROOT / page).read_text(encoding="utf-8")
+    commands = re.findall(r"^curl .*?(?<!\\)\n", text, re.MULTILINE | re.DOTALL)
+    assert len(commands) == num_commands
+    for command in commands:
+        assert DEMO_ADDRESS in command
+        local = f"{command.strip()} --fail --silent".replace(DEMO_ADDRESS, demo_cluster.http)
+        done = subprocess.run(["bash", "-c", local], capture_output=True, text=True, timeout=60)
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.endswith("data: [DONE]\n\n") if '"stream": true' in command else '"choices":[{' in done.stdout

@@ -95,5 +95,22 @@ def test_templates_load_from_tokenizer_config_file_or_setting(tmp_path: Path) ->
         load_template(ServedModel("m", str(tmp_path), str(tmp_path / "missing")))
 
 
-def test_the_demo_model_has_no_template() -> None:
-    assert load_template(ServedModel("demo", DEMO)) is None
+def test_the_demo_template_joins_a_chat_to_one_source_file() -> None:
+    template = load_template(ServedModel("demo", DEMO))
+    assert template is not None
+    assert template.render([{"role": "user", "content": "def main():"}], {}) == "<|bos|>def main():"
+    call = {"id": "c", "type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
+    chat: list[dict[str, Any]] = [
+        {"role": "system", "content": "Be brief.\nBe kind."},
+        {"role": "user", "content": "x = "},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "c", "content": "1"},
+        {"role": "user", "content": "a"},
+        {"role": "user", "content": "b"},
+        {"role": "assistant", "content": "(c)"},
+    ]
+    tool = {"type": "function", "function": {"name": "add"}}
+    assert template.render(chat, {"tools": [tool]}) == (
+        '<|bos|># tool: {"name": "add"}\n# to call one: <tool_call>{"name": NAME, "arguments": OBJECT}</tool_call>\n'
+        '# Be brief.\n# Be kind.\nx = \n<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>\n# result: 1\na\nb(c)\n'
+    )
