@@ -8,7 +8,7 @@ if TYPE_CHECKING:
     from eyas.config import DraftingConfig, EngineConfig, TreeConfig
     from eyas.errors import EyasError
     from eyas.llm import LLM, Completion, GenerationResult
-    from eyas.request import SamplingParams
+    from eyas.request import SamplingParams, StructuredOutputs
 
 __version__ = "0.1.0"
 
@@ -20,6 +20,7 @@ __all__ = [
     "EyasError",
     "GenerationResult",
     "SamplingParams",
+    "StructuredOutputs",
     "TreeConfig",
 ]
 
@@ -28,6 +29,7 @@ _HOMES = {
     "Completion": "eyas.llm",
     "GenerationResult": "eyas.llm",
     "SamplingParams": "eyas.request",
+    "StructuredOutputs": "eyas.request",
     "EyasError": "eyas.errors",
     "DraftingConfig": "eyas.config",
     "EngineConfig": "eyas.config",

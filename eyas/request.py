@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import secrets
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
@@ -14,6 +15,42 @@ FinishReason = Literal["stop", "length", "cancelled", "error"]
 MAX_SEED = 2**64 - 1
 MAX_INT = 2**31 - 1
 COMPLETION_SEED_STEP = 0x9E3779B97F4A7C15
+
+
+@dataclass(frozen=True)
+class StructuredOutputs:
+    """What the text of the output must match: exactly one constraint. docs/structured-outputs.md has the exact rules.
+
+    json: a JSON schema as text, or as a mapping, which becomes text.
+    json_object: any JSON object.
+    regex: a regular expression that the whole output matches.
+    choice: the output is one of these texts.
+    grammar: a context-free grammar in EBNF, as of llama.cpp (GBNF), with the rule `root`.
+    structural_tag: parts of the output that follow a schema, as xgrammar's structural tag in JSON; also a mapping.
+    any_whitespace: whether JSON may have whitespace between its parts; else it is written compactly.
+    """
+
+    json: str = ""
+    json_object: bool = False
+    regex: str = ""
+    choice: tuple[str, ...] = ()
+    grammar: str = ""
+    structural_tag: str = ""
+    any_whitespace: bool = True
+
+    def __post_init__(self) -> None:
+        for name in ("json", "structural_tag"):
+            if isinstance(value := getattr(self, name), Mapping):
+                object.__setattr__(self, name, json.dumps(value))
+        object.__setattr__(self, "choice", (self.choice,) if isinstance(self.choice, str) else tuple(self.choice))
+
+    @property
+    def constraints(self) -> tuple[str, ...]:
+        """Names of the constraints that are given; check_sampling accepts exactly one."""
+        return tuple(name for name in CONSTRAINTS if getattr(self, name))
+
+
+CONSTRAINTS = ("json", "json_object", "regex", "choice", "grammar", "structural_tag")
 
 
 @dataclass(frozen=True)
@@ -40,6 +77,7 @@ class SamplingParams:
     bad_token_ids: the same as token ids: sequences that must not be completed, even if the prompt began one.
     logprobs: report each emitted token's log-probability and this number of likeliest tokens, 0 to 20; None reports none.
     prompt_logprobs: the same for every token of the prompt.
+    structured_outputs: what the text of the output must match; None leaves it free.
     """
 
     max_tokens: int = 128
@@ -61,6 +99,7 @@ class SamplingParams:
     bad_token_ids: tuple[tuple[int, ...], ...] = ()
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    structured_outputs: StructuredOutputs | None = None
 
     def __post_init__(self) -> None:
         for name in ("stop", "bad_words"):

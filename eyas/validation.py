@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterable, Mapping, Sequence, Sized
 from numbers import Real
 from typing import Any
 
 from eyas.errors import InvalidRequest
-from eyas.request import MAX_INT, MAX_SEED, Request, SamplingParams
+from eyas.request import CONSTRAINTS, MAX_INT, MAX_SEED, Request, SamplingParams, StructuredOutputs
 
 MAX_REQUEST_ID_LENGTH = 128
 MAX_CACHE_SALT_LENGTH = 256
@@ -18,6 +19,11 @@ MAX_BAD_WORDS = 1024
 MAX_BAD_WORD_TOKENS = 64
 MAX_STRING_LENGTH = 1024
 MAX_SESSION_LENGTH = 256
+MAX_SCHEMA_LENGTH = 2**17
+MAX_SCHEMA_DEPTH = 64
+MAX_REGEX_LENGTH = 2**12
+MAX_CHOICES = 1024
+MAX_CHOICE_LENGTH = 2**12
 MAX_ENTRIES: Mapping[str, int] = {
     "stop": 128,
     "stop_token_ids": 1024,
@@ -26,6 +32,12 @@ MAX_ENTRIES: Mapping[str, int] = {
     "bad_token_ids": MAX_BAD_WORDS,
 }
 
+_MAX_CONSTRAINT_LENGTH = {
+    "json": MAX_SCHEMA_LENGTH,
+    "regex": MAX_REGEX_LENGTH,
+    "grammar": MAX_SCHEMA_LENGTH,
+    "structural_tag": MAX_SCHEMA_LENGTH,
+}
 _WHOLE = {"max_tokens": (1, MAX_INT), "top_k": (0, MAX_INT), "n": (1, MAX_COMPLETIONS), "min_tokens": (0, MAX_INT)}
 _WHOLE_OR_NONE = {"seed": (0, MAX_SEED), "logprobs": (0, MAX_LOGPROBS), "prompt_logprobs": (0, MAX_LOGPROBS)}
 # Lowest and highest value, and the range in words.
@@ -124,6 +136,57 @@ def check_sampling(sampling: SamplingParams) -> None:
         )
     if sampling.n > 1 and sampling.temperature == 0:
         raise InvalidRequest(f"n is {sampling.n} at temperature 0, where all completions are the same; ask for one", "n")
+    if sampling.structured_outputs is not None:
+        check_structured_outputs(sampling.structured_outputs)
+
+
+def check_structured_outputs(structured: StructuredOutputs) -> None:
+    """Raises InvalidRequest unless exactly one constraint is given, of a size and, for JSON, a syntax that can be compiled.
+
+    Whether a schema, an expression or a grammar compiles is known only to who compiles it.
+    """
+    given = structured.constraints
+    if len(given) != 1:
+        found = f"{len(given)} constraints ({', '.join(given)})" if given else "no constraint"
+        raise InvalidRequest(
+            f"structured_outputs has {found}; give exactly one of {', '.join(CONSTRAINTS)}", "structured_outputs"
+        )
+    for name, most in _MAX_CONSTRAINT_LENGTH.items():
+        text = getattr(structured, name)
+        if not isinstance(text, str):
+            raise InvalidRequest(f"{name} is {text!r}; it must be text", "structured_outputs")
+        if len(text) > most:
+            reason = f"{name} has {len(text)} characters; give {most} at most"
+            raise InvalidRequest(reason, "structured_outputs")
+    if len(structured.choice) > MAX_CHOICES:
+        reason = f"choice has more than {MAX_CHOICES} texts; give fewer"
+        raise InvalidRequest(reason, "structured_outputs")
+    if not all(isinstance(text, str) and 0 < len(text) <= MAX_CHOICE_LENGTH for text in structured.choice):
+        reason = f"choice holds what is no text of 1 to {MAX_CHOICE_LENGTH} characters; leave it out"
+        raise InvalidRequest(reason, "structured_outputs")
+    if sum(map(len, structured.choice)) > MAX_SCHEMA_LENGTH:
+        reason = f"choice has more than {MAX_SCHEMA_LENGTH} characters in all; give fewer or shorter texts"
+        raise InvalidRequest(reason, "structured_outputs")
+    for name in ("json", "structural_tag"):
+        if text := getattr(structured, name):
+            _check_json(name, text)
+
+
+def _check_json(name: str, text: str) -> None:
+    """Raises InvalidRequest for text that is no JSON object, or one that is nested too deeply."""
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise InvalidRequest(f"{name} is not JSON: {error}", "structured_outputs") from None
+    if not isinstance(value, dict):
+        raise InvalidRequest(f"{name} is {text[:80]!r}; it must be a JSON object", "structured_outputs")
+    level: list[Any] = [value]
+    for _ in range(MAX_SCHEMA_DEPTH):
+        children = [child for one in level for child in (one.values() if isinstance(one, dict) else one)]
+        level = [child for child in children if isinstance(child, dict | list)]
+    if level:
+        reason = f"{name} is nested more than {MAX_SCHEMA_DEPTH} levels deep; use $ref"
+        raise InvalidRequest(reason, "structured_outputs")
 
 
 def check_request(request: Request, vocab_size: int, max_model_len: int) -> None:

@@ -11,6 +11,7 @@ from eyas.engine.draft_budget import DraftBudget, FixedDraftBudget
 from eyas.engine.draft_manager import DraftManager
 from eyas.engine.runner import ModelRunner, segment_of
 from eyas.engine.scheduler import Scheduler
+from eyas.errors import InvalidRequest
 from eyas.request import Chunk, Request
 from eyas.sampling.acceptance import VerifyOutput
 from eyas.sampling.penalties import LogitRules
@@ -111,6 +112,8 @@ class Engine:
         check_sampling(request.sampling)
         check_request(request, target.vocab_size, self.max_model_len)
         check_engine_request(request, target.vocab_size, target.eos_ids)
+        if request.sampling.structured_outputs is not None:
+            raise InvalidRequest("structured_outputs is not supported here yet; leave it out", "structured_outputs")
         self._scheduler.add(request)
 
     def cancel(self, request_id: str) -> None:

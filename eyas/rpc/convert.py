@@ -22,6 +22,7 @@ from eyas.request import (
     NoiseKey,
     Request,
     SamplingParams,
+    StructuredOutputs,
     TokenLogprob,
     VerifyStep,
 )
@@ -41,7 +42,7 @@ from eyas.rpc.messages import (
 )
 from eyas.tree import DraftProbs, DraftTree, SampledProposal
 from eyas.v1 import draft_pb2, generation_pb2, types_pb2, worker_pb2
-from eyas.validation import check_request_id
+from eyas.validation import MAX_CHOICES, check_request_id
 
 
 def _values(message: Message) -> dict[str, Any]:
@@ -58,6 +59,7 @@ def sampling_params_to_proto(sampling: SamplingParams) -> types_pb2.SamplingPara
     values = vars(sampling) | {
         "logit_bias": [types_pb2.LogitBias(token_id=token, bias=bias) for token, bias in sampling.logit_bias],
         "bad_token_ids": [types_pb2.TokenIds(ids=ids) for ids in sampling.bad_token_ids],
+        "structured_outputs": sampling.structured_outputs and structured_outputs_to_proto(sampling.structured_outputs),
     }
     return types_pb2.SamplingParams(**values)
 
@@ -68,7 +70,27 @@ def sampling_params_from_proto(message: types_pb2.SamplingParams) -> SamplingPar
         "logit_bias": tuple((entry.token_id, entry.bias) for entry in message.logit_bias),
         "bad_token_ids": tuple(tuple(word.ids) for word in message.bad_token_ids),
     }
+    if message.HasField("structured_outputs"):
+        values["structured_outputs"] = structured_outputs_from_proto(message.structured_outputs)
     return SamplingParams(**values)
+
+
+def structured_outputs_to_proto(structured: StructuredOutputs) -> types_pb2.StructuredOutputs:
+    """Raises InvalidRequest for several constraints, of which a message holds one."""
+    values = {name: getattr(structured, name) for name in structured.constraints}
+    if len(values) > 1:
+        raise InvalidRequest(f"structured_outputs has {' and '.join(values)}; give one of them", "structured_outputs")
+    if "choice" in values:
+        values["choice"] = types_pb2.Texts(texts=structured.choice)
+    return types_pb2.StructuredOutputs(**values, any_whitespace=structured.any_whitespace)
+
+
+def structured_outputs_from_proto(message: types_pb2.StructuredOutputs) -> StructuredOutputs:
+    """A message without a constraint gives a value without one, which `check_sampling` refuses."""
+    values = _values(message)
+    if "choice" in values:  # the count is checked with all else, a longer list is not converted
+        values["choice"] = tuple(message.choice.texts[: MAX_CHOICES + 1])
+    return StructuredOutputs(**values)
 
 
 def model_info_to_proto(info: ModelInfo) -> types_pb2.ModelInfo:

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from eyas.errors import InvalidRequest
-from eyas.request import Request, SamplingParams
+from eyas.request import Request, SamplingParams, StructuredOutputs
 from eyas.validation import check_engine_request, check_request, check_sampling
 
 FINE = SamplingParams(
@@ -99,6 +99,37 @@ def test_unsupported_parameters_are_refused(change: dict, reason: str) -> None:
     sampling = replace(SamplingParams(seed=1), **change)
     with pytest.raises(InvalidRequest, match=reason):
         check_engine_request(Request("r", (1,), sampling), 8, frozenset({0}))
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({}, "structured_outputs has no constraint; give exactly one of json, json_object"),
+        ({"json": "{}", "regex": "a"}, r"structured_outputs has 2 constraints \(json, regex\)"),
+        ({"json": "{"}, "json is not JSON"),
+        ({"json": "[" * 9000}, "json is not JSON"),
+        ({"json": "[]"}, "json is '\\[\\]'; it must be a JSON object"),
+        ({"json": '{"a":' * 64 + "{}" + "}" * 64}, "json is nested more than 64 levels deep"),
+        ({"structural_tag": "7"}, "structural_tag is '7'; it must be a JSON object"),
+        ({"json": "{" + " " * 2**17 + "}"}, "json has 131074 characters; give 131072 at most"),
+        ({"regex": "a" * 4097}, "regex has 4097 characters; give 4096 at most"),
+        ({"grammar": 3}, "grammar is 3; it must be text"),
+        ({"choice": ("a",) * 1025}, "choice has more than 1024 texts; give fewer"),
+        ({"choice": ("a", "")}, "choice holds what is no text of 1 to 4096 characters"),
+        ({"choice": ("a" * 4096,) * 33}, "choice has more than 131072 characters in all"),
+    ],
+)
+def test_a_constraint_that_cannot_be_is_refused(fields: dict, reason: str) -> None:
+    with pytest.raises(InvalidRequest, match=reason) as caught:
+        check_sampling(replace(FINE, structured_outputs=StructuredOutputs(**fields)))
+    assert caught.value.param == "structured_outputs"
+
+
+def test_schemas_may_be_mappings_and_a_choice_one_text() -> None:
+    assert StructuredOutputs(json={"type": "object"}).json == '{"type": "object"}'
+    assert StructuredOutputs(choice="yes").choice == ("yes",)
+    for fields in ({"json": {}}, {"json_object": True}, {"regex": "a+"}, {"choice": ["a"]}, {"grammar": 'root ::= "a"'}):
+        check_sampling(replace(FINE, structured_outputs=StructuredOutputs(**fields)))
 
 
 def test_completions_draw_with_seeds_of_their_own() -> None:

@@ -9,7 +9,17 @@ from hypothesis import strategies as st
 
 from eyas.draft_protocol import Commit, ResyncRequired, TensorBytes, TreeBudget
 from eyas.errors import InvalidRequest
-from eyas.request import MAX_SEED, Chunk, GenerationStats, NoiseKey, Request, SamplingParams, TokenLogprob, VerifyStep
+from eyas.request import (
+    MAX_SEED,
+    Chunk,
+    GenerationStats,
+    NoiseKey,
+    Request,
+    SamplingParams,
+    StructuredOutputs,
+    TokenLogprob,
+    VerifyStep,
+)
 from eyas.rpc import convert
 from eyas.rpc.messages import (
     DrafterInfo,
@@ -37,10 +47,16 @@ rounds = st.builds(VerifyStep, counts, counts, counts, st.booleans())
 depths = st.lists(counts, max_size=3)
 stats = st.builds(GenerationStats, counts, counts, counts, counts, depths, depths)
 biases = st.lists(st.tuples(counts, floats), max_size=3).map(tuple)
+texts = st.text(min_size=1, max_size=8)
+constraints = st.one_of(
+    st.just({}), st.just({"json_object": True}), st.builds(dict, choice=st.lists(texts, min_size=1, max_size=3).map(tuple)),
+    *(st.builds(dict, **{name: texts}) for name in ("json", "regex", "grammar", "structural_tag")),
+)  # fmt: skip
+structured = st.builds(lambda given, spaces: StructuredOutputs(**given, any_whitespace=spaces), constraints, st.booleans())
 samplings = st.builds(
     SamplingParams, counts, floats, counts, floats, st.none() | seeds, st.lists(names).map(tuple), ids, st.booleans(),
     counts, floats, counts, biases, floats, floats, floats, st.lists(names).map(tuple),
-    st.lists(ids, max_size=3).map(tuple), st.none() | counts, st.none() | counts,
+    st.lists(ids, max_size=3).map(tuple), st.none() | counts, st.none() | counts, st.none() | structured,
 )  # fmt: skip
 float32_lists = st.lists(float32s, max_size=3).map(tuple)
 logprobs = st.lists(st.builds(TokenLogprob, counts, st.none() | float32s, ids, float32_lists), max_size=3).map(tuple)

@@ -25,7 +25,7 @@ from pydantic import (
 )
 
 from eyas.errors import InvalidRequest
-from eyas.request import Request, SamplingParams
+from eyas.request import Request, SamplingParams, StructuredOutputs
 from eyas.rpc.messages import GenerateCall
 from eyas.validation import check_sizes
 
@@ -47,7 +47,6 @@ _UNSUPPORTED: Mapping[str, tuple[object, ...]] = {
     "prompt_cache_key": (),
     "prompt_cache_retention": (),
     "reasoning_effort": (),
-    "response_format": ({"type": "text"},),
     "service_tier": ("auto", "default"),
     "store": (False,),
     "suffix": ("",),
@@ -101,7 +100,13 @@ def _is_token_ids(value: object) -> bool:
     return isinstance(value, list) and all(map(_is_token_id, value))
 
 
+def _to_json(value: object) -> object:
+    """Turn a JSON object into text, which is what an engine compiles."""
+    return json.dumps(value) if isinstance(value, dict) else value
+
+
 Text = Annotated[str, AfterValidator(_check_encodable)]
+JsonText = Annotated[Text, BeforeValidator(_to_json)]
 Texts = Annotated[list[Text], BeforeValidator(_to_list)]
 
 
@@ -183,6 +188,59 @@ class StreamOptions(_StrictModel):
     include_obfuscation: Literal[False] = False
 
 
+class JsonSchemaFormat(_StrictModel):
+    """OpenAI's schema of a response. name, description and strict have no effect: the schema always holds."""
+
+    name: Text = ""
+    description: Text = ""
+    schema_: JsonText = Field(alias="schema")
+    strict: bool = True
+
+
+class ResponseFormat(_StrictModel):
+    """What the output must match, in OpenAI's form; and xgrammar's structural tag, as in vLLM and SGLang."""
+
+    type: Literal["text", "json_object", "json_schema", "structural_tag"]
+    json_schema: JsonSchemaFormat | None = None
+    format: dict[str, Any] | None = None
+
+    @model_validator(mode="after")
+    def _check_parts(self) -> ResponseFormat:
+        for name, of_type in (("json_schema", "json_schema"), ("format", "structural_tag")):
+            if (getattr(self, name) is not None) != (self.type == of_type):
+                missing = "needs" if self.type == of_type else "has no"
+                reason = f"response_format of the type {self.type!r} {missing} {name}; see docs/structured-outputs.md"
+                raise InvalidRequest(reason, "response_format")
+        return self
+
+    @property
+    def constraint(self) -> dict[str, Any]:
+        """Fields of StructuredOutputs; none for free text."""
+        if self.json_schema is not None:
+            return {"json": self.json_schema.schema_}
+        if self.format is not None:
+            return {"structural_tag": {"type": self.type, "format": self.format}}
+        return {"json_object": True} if self.type == "json_object" else {}
+
+
+class StructuredOutputsBody(_StrictModel):
+    """What the output must match, in vLLM's form; see StructuredOutputs."""
+
+    json_: JsonText = Field("", alias="json")
+    json_object: bool = False
+    regex: Text = ""
+    choice: Annotated[list[Text], FailFast()] = Field(default_factory=list)
+    grammar: Text = ""
+    structural_tag: JsonText = ""
+    disable_any_whitespace: bool = False
+
+    @property
+    def constraint(self) -> dict[str, Any]:
+        """Fields of StructuredOutputs."""
+        values = self.model_dump(by_alias=True, exclude_unset=True)
+        return values | {"any_whitespace": not values.pop("disable_any_whitespace", False)}
+
+
 class Body(_StrictModel):
     """The fields of both endpoints: OpenAI's, and from `session_id` on Eyas' own.
 
@@ -217,6 +275,12 @@ class Body(_StrictModel):
     bad_token_ids: Annotated[list[Annotated[list[int], FailFast()]], FailFast()] = Field(default_factory=list)
     prompt_logprobs: int | None = None
     return_speculation: bool = False
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputsBody | None = None
+    guided_json: JsonText | None = None
+    guided_regex: Text | None = None
+    guided_choice: list[Text] | None = None
+    guided_grammar: Text | None = None
 
     @model_validator(mode="after")
     def _check_stream_options(self) -> Body:
@@ -236,7 +300,32 @@ class Body(_StrictModel):
         """
         named = {field.name: getattr(self, field.name) for field in fields(SamplingParams) if hasattr(self, field.name)}
         logit_bias = tuple((_token_id(name), bias) for name, bias in self.logit_bias.items())
-        return SamplingParams(**(named | {"max_tokens": max_tokens, "logit_bias": logit_bias} | logprobs))
+        structured = StructuredOutputs(**self._constraint[1]) if self._constraint else None
+        values = {"max_tokens": max_tokens, "logit_bias": logit_bias, "structured_outputs": structured}
+        return SamplingParams(**(named | values | logprobs))
+
+    @property
+    def _constraint(self) -> tuple[str, dict[str, Any]] | None:
+        """The field that says what the output must match, and it as fields of StructuredOutputs; None for free text.
+
+        Raises InvalidRequest for two such fields.
+        """
+        given: dict[str, dict[str, Any]] = {}
+        for name in ("response_format", "structured_outputs"):
+            if value := getattr(self, name):
+                given[name] = value.constraint
+        for constraint in ("json", "regex", "choice", "grammar"):  # vLLM's older names
+            if (value := getattr(self, f"guided_{constraint}")) is not None:
+                given[f"guided_{constraint}"] = {constraint: value}
+        given = {name: fields for name, fields in given.items() if fields}
+        if len(given) > 1:
+            names = " and ".join(given)
+            raise InvalidRequest(f"{names} both say what the output must match; give one of them", list(given)[1])
+        return next(iter(given.items()), None)
+
+    def _name_of_constraint(self, param: str) -> str:
+        """Return this body's name of `structured_outputs`."""
+        return self._constraint[0] if param == "structured_outputs" and self._constraint else param
 
     def call(self, prompt: str | Sequence[int], sampling: SamplingParams) -> GenerateCall:
         """Return the call for one prompt."""
@@ -265,7 +354,7 @@ class CompletionBody(Body):
 
     def name_of(self, param: str) -> str:
         """Return this body's name of a parameter of a call."""
-        return "logprobs" if param == "prompt_logprobs" and self.echo else param
+        return "logprobs" if param == "prompt_logprobs" and self.echo else self._name_of_constraint(param)
 
 
 class Message(_StrictModel):
@@ -304,7 +393,7 @@ class ChatBody(Body):
         names = {"logprobs": "top_logprobs", "prompt": "messages"}
         if self.max_completion_tokens is not None:
             names["max_tokens"] = "max_completion_tokens"
-        return names.get(param, param)
+        return names.get(param) or self._name_of_constraint(param)
 
 
 def invalid_body(errors: Sequence[Any]) -> InvalidRequest:
