@@ -19,10 +19,11 @@ from rich.table import Table
 from rich.text import Text
 
 from eyas.errors import ConfigError, InvalidRequest
+from eyas.outputs import TextChunk, Totals
 from eyas.request import Request, SamplingParams
 from eyas.rpc.channel import Certificates, ChannelOptions, channel_credentials, open_sync_channel
 from eyas.rpc.convert import generate_call_to_proto, models_from_proto, text_chunk_from_proto
-from eyas.rpc.messages import GenerateCall, ModelInfo, TextChunk, Totals
+from eyas.rpc.messages import GenerateCall, ModelInfo
 from eyas.v1.generation_pb2 import ListModelsRequest
 from eyas.v1.generation_pb2_grpc import GenerationStub
 

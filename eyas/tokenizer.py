@@ -102,10 +102,14 @@ class TextPiece:
 
 
 class TextStream:
-    """Turns tokens into text as they come. Text that may become part of a stop string or of a character is held back."""
+    """Turns tokens into text as they come. Text that may become part of a stop string or of a character is held back.
+
+    stop_string: the stop string that ended the stream; None before.
+    """
 
     def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = (), min_tokens: int = 0) -> None:
         """The stream ends at any of the `stop` strings that begins after the text of `min_tokens` tokens."""
+        self.stop_string: str | None = None
         self._tokenizer = tokenizer
         self._stop = tuple(stop)
         self._num_unsearched = min_tokens
@@ -136,8 +140,11 @@ class TextStream:
     def _release(self, text: str) -> str | None:
         """Append `text`; return what is held before the first stop string, or None if there is none."""
         self._held += text
-        starts = [at for at in map(self._held.find, self._stop) if at >= 0]
-        return self._held[: min(starts)] if starts else None
+        starts = [(at, stop) for stop in self._stop if (at := self._held.find(stop)) >= 0]
+        if not starts:
+            return None
+        at, self.stop_string = min(starts)
+        return self._held[:at]
 
     def _safe(self) -> str:
         """Take the held text up to the longest tail that begins a stop string."""

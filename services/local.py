@@ -20,10 +20,11 @@ from rich.text import Text
 from eyas.bench.results import first_difference
 from eyas.client import ScreenPrinter
 from eyas.errors import ConfigError, EyasError, RequestFailed, Unavailable
+from eyas.outputs import TextChunk
 from eyas.request import GenerationStats, Request, SamplingParams
 from eyas.rpc.channel import open_sync_channel
 from eyas.rpc.convert import generate_call_to_proto, text_chunk_from_proto
-from eyas.rpc.messages import NO_DRAFTER, ROUND_TRIP_KEY, GenerateCall, TextChunk
+from eyas.rpc.messages import NO_DRAFTER, ROUND_TRIP_KEY, GenerateCall
 from eyas.rpc.server import status_error
 from eyas.services.cluster import (
     CONFIG_TYPES,

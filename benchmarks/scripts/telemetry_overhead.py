@@ -24,8 +24,9 @@ from eyas.config import DraftingConfig, EngineConfig, TelemetryConfig, TreeConfi
 from eyas.drafters.registry import build_drafter, build_fuser
 from eyas.engine.build import assemble_engine, load_model
 from eyas.engine.engine import StepReport
+from eyas.outputs import TextChunk
 from eyas.request import Chunk, Request, SamplingParams
-from eyas.rpc.messages import GenerateCall, TextChunk
+from eyas.rpc.messages import GenerateCall
 from eyas.services.local import read_prompts
 from eyas.services.router.telemetry import RouterTelemetry
 from eyas.services.verifier.telemetry import VerifierTelemetry

@@ -27,6 +27,7 @@ class EngineLoad:
     num_kv_tokens: all token slots. cached_kv_tokens: those that the prefix cache owns.
     queued_kv_tokens: slots that the queued requests need until they end.
     tree_nodes: most nodes of the trees requested last, the root included; 1 if no trees were requested.
+    max_num_seqs: most sequences in a step. step_seconds: seconds since the present step began; 0 between steps.
     """
 
     num_running: int
@@ -36,6 +37,8 @@ class EngineLoad:
     cached_kv_tokens: int = 0
     queued_kv_tokens: int = 0
     tree_nodes: int = 1
+    max_num_seqs: int = 0
+    step_seconds: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -136,12 +139,8 @@ class Engine:
             cached_kv_tokens=cache.num_cached,
             queued_kv_tokens=sum(len(sequence.slots) for sequence in self._scheduler.waiting),
             tree_nodes=self._budget.num_nodes,
+            max_num_seqs=self._scheduler.config.max_num_seqs,
         )
-
-    @property
-    def max_num_seqs(self) -> int:
-        """Most sequences in a step."""
-        return self._scheduler.config.max_num_seqs
 
     @property
     def vocab_size(self) -> int:

@@ -14,6 +14,7 @@ from google.protobuf.message import Message
 
 from eyas.draft_protocol import Commit, Refusal, RefusalReason, ResyncRequired, TensorBytes, TreeBudget
 from eyas.errors import InvalidRequest
+from eyas.outputs import TextChunk, Totals
 from eyas.request import (
     MAX_INT,
     Chunk,
@@ -37,8 +38,6 @@ from eyas.rpc.messages import (
     Role,
     SessionTree,
     TargetInfo,
-    TextChunk,
-    Totals,
 )
 from eyas.tree import DraftProbs, DraftTree, SampledProposal
 from eyas.v1 import draft_pb2, generation_pb2, types_pb2, worker_pb2

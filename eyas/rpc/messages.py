@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from eyas.draft_protocol import Commit, Refusal, ResyncRequired, TensorBytes
-from eyas.request import Chunk, GenerationStats, Request
+from eyas.request import Request
 from eyas.tree import DraftTree
 
 Role = Literal["verifier", "draft"]
@@ -128,39 +128,6 @@ class GenerateCall:
     drafter: str = ""
     trace: tuple[tuple[str, str], ...] = ()
     target_fingerprint: str = ""
-
-
-@dataclass(frozen=True)
-class Totals:
-    """Token counts of a finished generation.
-
-    Attributes:
-        stats: speculation statistics; None if the router has not summed them.
-        num_cached_tokens: prompt tokens found in the prefix cache.
-    """
-
-    num_prompt_tokens: int
-    num_output_tokens: int
-    stats: GenerationStats | None = None
-    num_cached_tokens: int = 0
-
-
-@dataclass(frozen=True)
-class TextChunk:
-    """A chunk as a client receives it.
-
-    Attributes:
-        text: new text; empty from a verifier, and while a character is incomplete.
-        text_lengths: for each new token, the number of characters of `text` that it completes.
-        seed: the seed in use, on the first chunk only.
-        totals: set if and only if chunk.finish_reason is set.
-    """
-
-    chunk: Chunk
-    text: str = ""
-    text_lengths: tuple[int, ...] = ()
-    seed: int | None = None
-    totals: Totals | None = None
 
 
 # Drafting

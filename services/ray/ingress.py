@@ -18,9 +18,9 @@ from ray.serve.handle import DeploymentHandle
 
 from eyas.config import RouterConfig
 from eyas.errors import EyasError, RequestFailed
+from eyas.outputs import TextChunk
 from eyas.rpc.admission import Admission
 from eyas.rpc.convert import text_chunk_to_proto
-from eyas.rpc.messages import TextChunk
 from eyas.rpc.server import retry_hint, status_of
 from eyas.services.ray.config import EnvironmentConfig
 from eyas.services.ray.replicas import on_this_node

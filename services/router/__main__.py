@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 from fastapi import FastAPI
 
+from eyas.chat_template import load_template
 from eyas.config import RouterConfig, TlsConfig
 from eyas.errors import ConfigError
 from eyas.rpc.admission import Admission
@@ -20,7 +21,6 @@ from eyas.services.router.dispatcher import Dispatcher, SessionMap
 from eyas.services.router.generation import GenerationService
 from eyas.services.router.grpc_server import RouterServicer, server_credentials
 from eyas.services.router.http.app import build_app, build_operations_app
-from eyas.services.router.http.chat_template import load_template
 from eyas.services.router.http.server import HttpServer
 from eyas.services.router.telemetry import RouterTelemetry
 from eyas.services.router.workers import ReadinessMonitor, WorkerPool

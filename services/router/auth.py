@@ -27,8 +27,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from eyas.config import ApiKeysConfig
 from eyas.config.loader import at_least, require, validated
 from eyas.errors import ConfigError, EyasError, InvalidRequest, PermissionDenied, RateLimited, TimedOut, Unauthenticated
+from eyas.outputs import TextChunk
 from eyas.rpc.channel import Reloaded
-from eyas.rpc.messages import GenerateCall, TextChunk
+from eyas.rpc.messages import GenerateCall
 from eyas.services.router.http.errors import error_response
 from eyas.validation import check_cache_salt
 

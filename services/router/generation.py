@@ -10,12 +10,13 @@ from contextvars import copy_context
 from dataclasses import replace
 
 from eyas.errors import EyasError, InvalidRequest, TimedOut, UnknownModel
-from eyas.request import Chunk, GenerationStats, Request
-from eyas.rpc.messages import GenerateCall, ModelInfo, TextChunk, Totals
+from eyas.outputs import TextChunk, TextDecoder
+from eyas.request import Chunk, Request
+from eyas.rpc.messages import GenerateCall, ModelInfo
 from eyas.services.router.dispatcher import Dispatcher, RequestContext, TrailerCallback, no_verifier
 from eyas.services.router.telemetry import RouterTelemetry
 from eyas.services.router.workers import WorkerPool
-from eyas.tokenizer import TextStream, Tokenizer
+from eyas.tokenizer import Tokenizer
 from eyas.validation import check_request, check_sampling
 
 STARTS_PER_ROUND = 4
@@ -159,26 +160,11 @@ async def _decode(
 
     request: the client's, with its stop strings. completion: the request of this completion, with its own seed.
     """
-    text = TextStream(tokenizer, request.sampling.stop, request.sampling.min_tokens)
-    stats, num_output_tokens, num_cached_tokens = GenerationStats(), 0, 0
-    seed = completion.sampling.seed
+    decoder = TextDecoder(tokenizer, request.sampling, len(request.prompt_ids), completion.sampling.seed, index)
     async with aclosing(chunks):
         async for received in chunks:
-            piece = text.push(received.token_ids)
-            chunk = replace(received.first(len(piece.texts)), index=index)
-            if piece.stopped:
-                chunk = replace(chunk, finish_reason="stop")
-            stats.add(chunk)
-            if not num_output_tokens:  # only the first of several verifiers counts
-                num_cached_tokens = chunk.num_cached
-            num_output_tokens += len(chunk.token_ids)
-            new_text, totals = piece.text, None
-            if chunk.finish_reason is not None:
-                new_text += "" if piece.stopped else text.flush()
-                totals = Totals(len(request.prompt_ids), num_output_tokens, stats, num_cached_tokens)
-            yield TextChunk(chunk, new_text, tuple(map(len, piece.texts)), seed, totals)
-            seed = None
-            if chunk.finish_reason != received.finish_reason:
+            yield decoder.add(received)
+            if decoder.stopped:
                 return
 
 

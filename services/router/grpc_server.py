@@ -10,10 +10,11 @@ from typing import Any
 import grpc
 
 from eyas.config import TlsConfig
+from eyas.outputs import TextChunk
 from eyas.request import Request
 from eyas.rpc import channel
 from eyas.rpc.convert import generate_call_from_proto, models_to_proto, text_chunk_to_proto
-from eyas.rpc.messages import GenerateCall, TextChunk
+from eyas.rpc.messages import GenerateCall
 from eyas.services.router.auth import ApiKeys
 from eyas.services.router.generation import GenerationService
 from eyas.telemetry.tracing import trace_pairs

@@ -18,7 +18,8 @@ from opentelemetry.trace import Span, SpanKind
 from starlette.routing import Match, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from eyas.rpc.messages import NO_DRAFTER, GenerateCall, Role, TextChunk
+from eyas.outputs import TextChunk
+from eyas.rpc.messages import NO_DRAFTER, GenerateCall, Role
 from eyas.rpc.server import status_of
 from eyas.services.router.routing import Pair
 from eyas.telemetry import metrics

@@ -21,6 +21,7 @@ from eyas.config import VerifierConfig
 from eyas.draft_protocol import Proposal
 from eyas.drafters.base import DrafterNeeds
 from eyas.drafters.registry import NO_DRAFTS, build_fuser, default_method, features_fingerprint, resolve_wiring
+from eyas.engine.async_engine import AsyncEngine
 from eyas.engine.build import assemble_engine, gather_ranks, load_model, run_worker
 from eyas.engine.engine import Engine
 from eyas.errors import ConfigError
@@ -41,9 +42,8 @@ from eyas.services.lifecycle import (
     service_app,
     worker_server,
 )
-from eyas.services.verifier.async_engine import AsyncEngine
 from eyas.services.verifier.draft_pool import DraftPool
-from eyas.services.verifier.servicer import GenerationServicer
+from eyas.services.verifier.servicer import GenerationServicer, announced_load
 from eyas.services.verifier.telemetry import VerifierTelemetry
 from eyas.telemetry.exporters import Telemetry, telemetry
 from eyas.v1 import generation_pb2_grpc
@@ -94,13 +94,17 @@ async def serve_rank_0(
         observer = VerifierTelemetry(telemetry, model.name, pool)
         async with AsyncEngine(engine, observer.on_step) as async_engine:
             workers.register_failure_callback(async_engine.fail)
-            observer.watch(lambda: async_engine.engine_load)
+            observer.watch(lambda: async_engine.load)
             registry = lease_registry(config.discovery, config.registry, peers)
             discovery = build_discovery(config.discovery, registry, peers)
             servicer = GenerationServicer(async_engine, model, pool, observer, partial(discovery.known, "draft"))
             generation_pb2_grpc.add_GenerationServicer_to_server(servicer, server.aio)
             worker = AnnouncedWorker(
-                "verifier", model, lambda: async_engine.load, config.server.zone, lambda: async_engine.prefix_hashes
+                "verifier",
+                model,
+                lambda: announced_load(async_engine.load),
+                config.server.zone,
+                lambda: async_engine.prefix_hashes,
             )
             own = WorkerRegistration(server, registry, worker)
             registration: Registration = own

@@ -9,11 +9,13 @@ from contextlib import aclosing, contextmanager
 from dataclasses import replace
 from typing import Any
 
+from eyas.engine.async_engine import AsyncEngine
+from eyas.engine.engine import EngineLoad
 from eyas.errors import InvalidRequest, Unavailable, UnknownDrafter, UnknownModel
+from eyas.outputs import TextChunk, Totals
 from eyas.request import Chunk, Request
 from eyas.rpc import convert
-from eyas.rpc.messages import NO_DRAFTER, ROUND_TRIP_KEY, GenerateCall, Lease, ModelInfo, TextChunk, Totals
-from eyas.services.verifier.async_engine import AsyncEngine
+from eyas.rpc.messages import NO_DRAFTER, ROUND_TRIP_KEY, GenerateCall, Lease, Load, ModelInfo
 from eyas.services.verifier.draft_pool import DraftPool
 from eyas.services.verifier.telemetry import VerifierTelemetry
 from eyas.telemetry.tracing import trace_pairs
@@ -112,3 +114,8 @@ async def _with_totals(request: Request, chunks: AsyncGenerator[Chunk, None]) ->
         totals = Totals(len(request.prompt_ids), num_output_tokens, None, num_cached) if chunk.finish_reason else None
         yield TextChunk(chunk, seed=seed, totals=totals)
         seed = None
+
+
+def announced_load(load: EngineLoad) -> Load:
+    """What a verifier's lease says about its engine."""
+    return Load(load.num_running, load.num_waiting, load.free_kv_tokens, load.max_num_seqs, load.step_seconds)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.repo.repository import GENERATED, files, name, python_files, syntax
+from tests.repo.repository import GENERATED, name, python_files, syntax
 
 MAX_FILE_LINES = 500
 MIN_FILE_LINES = 40
@@ -65,8 +65,7 @@ def test_functions_have_at_most_60_lines() -> None:
 
 @pytest.mark.parametrize("folder", MAX_FILES)
 def test_packages_have_few_files(folder: str) -> None:
-    found = [path for path in files() if path.suffix == ".py" and name(path).startswith(f"{folder}/")]
-    assert len(found) <= MAX_FILES[folder]
+    assert len(python_files(folder)) <= MAX_FILES[folder]
 
 
 def test_file_names_are_specific() -> None:

@@ -12,6 +12,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from eyas.config import EngineConfig, ServerConfig, TreeConfig, VerifierConfig
 from eyas.drafters.base import Draft, DraftContext, DrafterNeeds, LocalDrafter, Pending
+from eyas.engine.async_engine import AsyncEngine
 from eyas.engine.build import assemble_engine
 from eyas.engine.engine import Engine
 from eyas.errors import InvalidRequest, RequestFailed, Unavailable
@@ -23,7 +24,7 @@ from eyas.rpc.server import LIVE, RpcServer
 from eyas.services.discovery.base import cancel_task
 from eyas.services.lifecycle import AnnouncedWorker, WorkerRegistration
 from eyas.services.verifier.__main__ import watch_steps
-from eyas.services.verifier.async_engine import AsyncEngine
+from eyas.services.verifier.servicer import announced_load
 
 PROMPT = (0, 282, 659, 276)
 
@@ -206,7 +207,7 @@ async def watched(
 ) -> AsyncIterator[tuple[Callable[[str], Awaitable[bool]], WorkerRegistration]]:
     """A server whose health follows the engine's steps; gives whether a service is SERVING, and the registration."""
     server, model = RpcServer(ServerConfig()), ModelInfo("demo", "f", 10, 10)
-    registration = WorkerRegistration(server, None, AnnouncedWorker("verifier", model, lambda: loop.load))
+    registration = WorkerRegistration(server, None, AnnouncedWorker("verifier", model, lambda: announced_load(loop.load)))
     address = await server.start([])
     await registration.register(address)
     config = VerifierConfig("demo", "models/demo/target", **limits)  # type: ignore[arg-type]

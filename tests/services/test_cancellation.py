@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from eyas.config import EngineConfig, RegistryConfig, ServerConfig, TreeConfig
+from eyas.engine.async_engine import AsyncEngine
 from eyas.engine.build import assemble_engine
 from eyas.engine.engine import Engine
 from eyas.models.target import load_target
@@ -19,8 +20,7 @@ from eyas.rpc.messages import GenerateCall
 from eyas.rpc.server import RpcServer
 from eyas.services.discovery.registry import Registry
 from eyas.services.lifecycle import AnnouncedWorker, WorkerRegistration
-from eyas.services.verifier.async_engine import AsyncEngine
-from eyas.services.verifier.servicer import GenerationServicer
+from eyas.services.verifier.servicer import GenerationServicer, announced_load
 from eyas.v1 import generation_pb2_grpc
 from tests.services.router.scripted_verifier import DEMO, MODEL, router, until
 
@@ -48,7 +48,9 @@ async def verifier(url: str, engine: Engine, left: threading.Event) -> AsyncIter
     async with AsyncEngine(engine) as loop:
         generation_pb2_grpc.add_GenerationServicer_to_server(Watched(loop, left), server.aio)
         registry = Registry(RegistryConfig(url, 2.0, 0.05))
-        registration = WorkerRegistration(server, registry, AnnouncedWorker("verifier", MODEL, lambda: loop.load))
+        registration = WorkerRegistration(
+            server, registry, AnnouncedWorker("verifier", MODEL, lambda: announced_load(loop.load))
+        )
         await registration.register(await server.start([]))
         try:
             yield loop

@@ -17,10 +17,11 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from eyas.config import EngineConfig, RegistryConfig, ServerConfig, VerifierConfig
 from eyas.errors import EyasError, Overloaded, Unavailable
+from eyas.outputs import TextChunk
 from eyas.request import Request, SamplingParams
 from eyas.rpc import convert
 from eyas.rpc.channel import open_channel
-from eyas.rpc.messages import GenerateCall, TextChunk
+from eyas.rpc.messages import GenerateCall
 from eyas.rpc.server import status_error
 from eyas.services.verifier.__main__ import END_SECONDS, run
 from eyas.v1 import generation_pb2, generation_pb2_grpc

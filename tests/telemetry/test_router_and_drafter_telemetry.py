@@ -10,8 +10,9 @@ from eyas.config import TelemetryConfig
 from eyas.draft_protocol import Commit, ResyncRequired, TreeBudget
 from eyas.drafters.base import Draft, DraftContext
 from eyas.errors import InvalidRequest, Overloaded, Unavailable
+from eyas.outputs import TextChunk, Totals
 from eyas.request import Chunk, NoiseKey, Request, SamplingParams
-from eyas.rpc.messages import NO_DRAFTER, GenerateCall, Load, ModelInfo, TextChunk, Totals
+from eyas.rpc.messages import NO_DRAFTER, GenerateCall, Load, ModelInfo
 from eyas.services.discovery.registry import Lease
 from eyas.services.draft.telemetry import DraftTelemetry
 from eyas.services.router.routing import Pair

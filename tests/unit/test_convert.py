@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from eyas.draft_protocol import Commit, ResyncRequired, TensorBytes, TreeBudget
 from eyas.errors import InvalidRequest
+from eyas.outputs import TextChunk, Totals
 from eyas.request import (
     MAX_SEED,
     Chunk,
@@ -21,17 +22,7 @@ from eyas.request import (
     VerifyStep,
 )
 from eyas.rpc import convert
-from eyas.rpc.messages import (
-    DrafterInfo,
-    DraftRequest,
-    DraftResponse,
-    GenerateCall,
-    ModelInfo,
-    SessionTree,
-    TargetInfo,
-    TextChunk,
-    Totals,
-)
+from eyas.rpc.messages import DrafterInfo, DraftRequest, DraftResponse, GenerateCall, ModelInfo, SessionTree, TargetInfo
 from eyas.tensors import tensor_from_bytes, tensor_to_bytes
 from eyas.tree import DraftProbs, DraftTree, SampledProposal
 from eyas.v1 import draft_pb2, generation_pb2, types_pb2

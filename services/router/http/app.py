@@ -24,15 +24,16 @@ from pydantic import BaseModel, ValidationError
 from starlette.exceptions import HTTPException
 from starlette.types import Receive, Scope
 
+from eyas.chat_template import ChatTemplate
 from eyas.config import HttpConfig
 from eyas.errors import EyasError, InvalidRequest, UnknownModel
+from eyas.outputs import TextChunk
 from eyas.request import Request as GenerationRequest
 from eyas.request import SamplingParams
 from eyas.rpc.admission import LARGE_REQUEST_BYTES, Admission
-from eyas.rpc.messages import GenerateCall, ModelInfo, TextChunk
+from eyas.rpc.messages import GenerateCall, ModelInfo
 from eyas.services.router.auth import Access, ApiKeys, Authenticator
 from eyas.services.router.generation import GenerationService, merge
-from eyas.services.router.http.chat_template import ChatTemplate
 from eyas.services.router.http.errors import add_error_handlers, error_body
 from eyas.services.router.http.requests import ChatBody, CompletionBody, parse_body
 from eyas.services.router.http.responses import ResponseWriter

@@ -16,8 +16,8 @@ from itertools import accumulate, pairwise
 from typing import Any
 
 from eyas.errors import RequestFailed
+from eyas.outputs import TextChunk
 from eyas.request import GenerationStats, TokenLogprob
-from eyas.rpc.messages import TextChunk
 from eyas.services.router.http.requests import ChatBody, CompletionBody
 from eyas.tokenizer import Tokenizer
 

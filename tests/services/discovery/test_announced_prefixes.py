@@ -12,13 +12,13 @@ from hypothesis import strategies as st
 from eyas.block_hash import BLOCK_TOKENS, MAX_BLOCKS, BlockHasher, block_hashes
 from eyas.cache.prefix_cache import PrefixCache
 from eyas.config import EngineConfig, RegistryConfig, ServerConfig, TreeConfig
+from eyas.engine.async_engine import AsyncEngine
 from eyas.engine.build import assemble_engine
 from eyas.models.target import load_target
 from eyas.request import Request, SamplingParams
 from eyas.rpc.messages import GenerateCall, Lease
 from eyas.rpc.server import RpcServer
 from eyas.services.discovery.registry import Registry
-from eyas.services.verifier.async_engine import AsyncEngine
 from eyas.services.verifier.servicer import GenerationServicer
 from eyas.v1 import generation_pb2_grpc
 from tests.services.router.scripted_verifier import DEMO, MODEL, failure, until
@@ -91,7 +91,7 @@ def test_many_salts_do_not_slow_the_announcement(monkeypatch: pytest.MonkeyPatch
 def test_served_prompts_are_announced_and_wrong_targets_rejected(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("eyas.services.verifier.async_engine.ANNOUNCE_SECONDS", 0.01)
+    monkeypatch.setattr("eyas.engine.async_engine.ANNOUNCE_SECONDS", 0.01)
     engine = assemble_engine(
         load_target(DEMO, "float32", "cpu", ()), None, EngineConfig(max_kv_tokens=1024), TreeConfig(), None
     )

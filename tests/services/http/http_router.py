@@ -10,6 +10,7 @@ from typing import Any
 import httpx
 from openai import AsyncOpenAI
 
+from eyas.chat_template import ChatTemplate
 from eyas.config import (
     HttpConfig,
     LimitsConfig,
@@ -28,7 +29,6 @@ from eyas.services.router.auth import ApiKeys
 from eyas.services.router.dispatcher import Dispatcher, SessionMap
 from eyas.services.router.generation import GenerationService
 from eyas.services.router.http.app import build_app
-from eyas.services.router.http.chat_template import ChatTemplate
 from eyas.services.router.http.server import HttpServer
 from eyas.services.router.telemetry import RouterTelemetry
 from eyas.services.router.workers import ReadinessMonitor, WorkerPool

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
+from eyas.chat_template import ChatTemplate, load_template
 from eyas.config import ServedModel
 from eyas.errors import ConfigError, InvalidRequest
-from eyas.services.router.http.chat_template import ChatTemplate, load_template
 from tests.services.router.scripted_verifier import DEMO
 
 SPECIAL = {"bos_token": "<s>", "eos_token": "</s>"}

@@ -16,10 +16,11 @@ import pytest
 
 from eyas.config import RegistryConfig, RetryConfig, RouterConfig, ServerConfig
 from eyas.errors import UnknownDrafter
+from eyas.outputs import TextChunk
 from eyas.request import Chunk, Request, SamplingParams, TokenLogprob, VerifyStep
 from eyas.rpc.channel import Peers, open_channel
 from eyas.rpc.convert import generate_call_from_proto, generate_call_to_proto, text_chunk_from_proto, text_chunk_to_proto
-from eyas.rpc.messages import ERROR_KEY, RETRY_KEY, ROUND_TRIP_KEY, GenerateCall, Load, ModelInfo, Role, TextChunk
+from eyas.rpc.messages import ERROR_KEY, RETRY_KEY, ROUND_TRIP_KEY, GenerateCall, Load, ModelInfo, Role
 from eyas.rpc.server import RpcServer
 from eyas.services.discovery.registry import Registry
 from eyas.services.lifecycle import AnnouncedWorker, WorkerRegistration, worker_server

@@ -18,10 +18,11 @@ import grpc
 import pytest
 import yaml
 
+from eyas.outputs import TextChunk
 from eyas.request import Request, SamplingParams
 from eyas.rpc import convert
 from eyas.rpc.channel import open_sync_channel
-from eyas.rpc.messages import NO_DRAFTER, GenerateCall, TextChunk
+from eyas.rpc.messages import NO_DRAFTER, GenerateCall
 from eyas.services.cluster import Cluster, free_port
 from eyas.services.local import running_demo
 from eyas.v1 import generation_pb2_grpc

@@ -14,13 +14,13 @@ import time
 import traceback
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from typing import Self
 
-from eyas.engine.engine import Engine, StepReport
+from eyas.engine.engine import Engine, EngineLoad, StepReport
 from eyas.errors import EyasError, RequestFailed, Unavailable
 from eyas.request import Chunk, Request
-from eyas.rpc.messages import Load
 
 # How many cached blocks a verifier announces to routers, and how long after a step at the latest.
 ANNOUNCED_BLOCKS = 1024
@@ -42,7 +42,7 @@ class AsyncEngine:
 
     def __init__(self, engine: Engine, on_step: OnStep | None = None) -> None:
         """on_step: called after every step, on the engine's thread."""
-        self.engine_load = engine.load
+        self._load = engine.load
         self.prefix_hashes: frozenset[int] = frozenset()
         self._engine = engine
         self._on_step = on_step
@@ -53,16 +53,16 @@ class AsyncEngine:
         self._running = True
         self._live: set[str] = set()
         self._streams: dict[str, asyncio.Queue[Chunk | Exception]] = {}
+        self._owner: asyncio.Task[object] | None = None
         self._error: EyasError | None = None
         self._suspended: EyasError | None = None
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     @property
-    def load(self) -> Load:
+    def load(self) -> EngineLoad:
         """The engine's load after its last step, and how long the present step has taken."""
-        load, started = self.engine_load, self._step_started
-        step_seconds = time.monotonic() - started if started is not None else 0.0
-        return Load(load.num_running, load.num_waiting, load.free_kv_tokens, self._engine.max_num_seqs, step_seconds)
+        load, started = self._load, self._step_started
+        return load if started is None else replace(load, step_seconds=time.monotonic() - started)
 
     @property
     def stack(self) -> str:
@@ -71,41 +71,61 @@ class AsyncEngine:
         return "".join(traceback.format_stack(frame))
 
     async def __aenter__(self) -> Self:
-        self._event_loop = asyncio.get_running_loop()
         self._owner = asyncio.current_task()
-        self._thread.start()
+        self.start()
         return self
 
     async def __aexit__(self, *raised: object) -> None:
         if self._error is None:
-            self._post(self._stop)
-            await asyncio.to_thread(self._thread.join)
+            await asyncio.to_thread(self.stop)
         if self._error is not None:  # the thread is not joined: it may hang in a step
             if self._owner is not None:
                 self._owner.uncancel()
             raise self._error
 
-    async def generate(self, request: Request) -> AsyncGenerator[Chunk, None]:
-        """The chunks of a request up to the one with a finish reason; its id must be unique among running requests.
+    def start(self) -> None:
+        """Start the engine's thread for the running event loop; the streams of another loop must have ended.
 
-        Leaving the generator early cancels the request before the next step. Raises what `Engine.submit` raises, and
+        Without `async with`, an engine that cannot go on fails its streams and cancels nothing.
+        """
+        self._event_loop = asyncio.get_running_loop()
+        if not self._thread.is_alive():
+            self._thread.start()
+
+    def stop(self) -> None:
+        """End the engine's thread after the present step."""
+        self._post(self._stop)
+        if self._thread.is_alive():
+            self._thread.join()
+
+    async def generate(self, *requests: Request) -> AsyncGenerator[Chunk, None]:
+        """The chunks of one or more requests, each up to its finish reason; ids must be unique among running requests.
+
+        Leaving the generator early cancels the requests before the next step. Raises what `Engine.submit` raises, and
         Unavailable or RequestFailed when the engine fails.
         """
         if error := self._error or self._suspended:
             raise error
-        stream = self._streams[request.id] = asyncio.Queue()
-        self._post(partial(self._submit, request, stream))
+        stream: asyncio.Queue[Chunk | Exception] = asyncio.Queue()
+        for request in requests:
+            self._streams[request.id] = stream
+            self._post(partial(self._submit, request, stream))
         try:
-            finish = None
-            while finish is None:
+            num_running = len(requests)
+            while num_running:
                 chunk = await stream.get()
                 if isinstance(chunk, Exception):
                     raise chunk
-                finish = chunk.finish_reason
+                num_running -= chunk.finish_reason is not None
                 yield chunk
         finally:
-            del self._streams[request.id]
-            self._post(partial(self._cancel, request.id))
+            for request in requests:
+                del self._streams[request.id]
+                self.cancel(request.id)
+
+    def cancel(self, request_id: str) -> None:
+        """End a request before the next step, which yields its final chunk. Unknown ids are ignored."""
+        self._post(partial(self._cancel, request_id))
 
     def fail(self, reason: str) -> None:
         """Fail every request with Unavailable, now and from now on, and end the body. May be called from any thread."""
@@ -168,7 +188,7 @@ class AsyncEngine:
             if self._on_step is not None:
                 self._on_step(self._engine.report, chunks)  # before the chunks can end their requests
             self._call_soon(self._deliver, chunks)
-        self.engine_load = self._engine.load
+        self._load = self._engine.load
         if self._announce_at is not None and time.monotonic() >= self._announce_at:
             self.prefix_hashes = frozenset(self._engine.cached_blocks(ANNOUNCED_BLOCKS))
             self._announce_at = None
