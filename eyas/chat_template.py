@@ -41,10 +41,11 @@ class ChatTemplate:
                 f"the chat template of {model} does not compile: {error}; set another chat_template"
             ) from error
 
-    def render(self, messages: Sequence[Mapping[str, Any]], extra: Mapping[str, Any]) -> str:
+    def render(self, messages: Sequence[Mapping[str, Any]], extra: Mapping[str, Any], continues_last: bool = False) -> str:
         """Return the prompt for the assistant's next message.
 
-        extra: more variables, such as enable_thinking. Raises InvalidRequest if the template rejects the messages.
+        extra: more variables, such as enable_thinking. continues_last: end with the content of the last message, which the
+        assistant is to continue. Raises InvalidRequest if the template rejects the messages.
         """
         variables = {**self._special_tokens, "tools": None, "documents": None, "add_generation_prompt": True, **extra}
         try:
@@ -52,7 +53,7 @@ class ChatTemplate:
             text.encode()
         except Exception as error:  # a template can raise whatever Python can
             raise InvalidRequest(f"the model's chat template refuses these messages: {error}", "messages") from error
-        return text
+        return _cut_after(text, str(messages[-1].get("content", ""))) if continues_last else text
 
 
 def load_template(model: ServedModel) -> ChatTemplate | None:
@@ -62,6 +63,15 @@ def load_template(model: ServedModel) -> ChatTemplate | None:
     special_tokens = {name: text for name, text in texts.items() if text}
     source = _read(model.chat_template) if model.chat_template else _find(model.tokenizer, settings)
     return ChatTemplate(source, special_tokens, model.name) if source else None
+
+
+def _cut_after(text: str, content: str) -> str:
+    """Return a rendered chat up to its last message's content. Templates may strip white space around it."""
+    for form in (content, content.rstrip(), content.lstrip(), content.strip()):
+        if form and (at := text.rfind(form)) >= 0:
+            return text[: at + len(form)]
+    reason = "the chat template does not show the last message, so that it cannot be continued; end with a user's message"
+    raise InvalidRequest(reason, "messages")
 
 
 def _read(path: str) -> str:

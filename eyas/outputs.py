@@ -48,11 +48,22 @@ class TextDecoder:
     """Turns the chunks of one completion into chunks with text. A stop string ends them; later tokens do not count."""
 
     def __init__(
-        self, tokenizer: Tokenizer, sampling: SamplingParams, num_prompt_tokens: int, seed: int | None, index: int = 0
+        self,
+        tokenizer: Tokenizer,
+        sampling: SamplingParams,
+        num_prompt_tokens: int,
+        seed: int | None,
+        index: int = 0,
+        *,
+        skip_special_tokens: bool = True,
+        include_stop: bool = False,
     ) -> None:
-        """sampling: the client's, with its stop strings. seed: of this completion. index: which of the n completions."""
+        """sampling: the client's, with its stop strings. seed: of this completion. index: which of the n completions.
+
+        skip_special_tokens, include_stop: see TextStream.
+        """
         self.stopped = False
-        self._text = TextStream(tokenizer, sampling.stop, sampling.min_tokens)
+        self._text = TextStream(tokenizer, sampling.stop, sampling.min_tokens, skip_special_tokens, include_stop)
         self._stop_token_ids = frozenset(sampling.stop_token_ids)
         self._totals = Totals(num_prompt_tokens, 0, GenerationStats())
         self._seed = seed
@@ -60,7 +71,7 @@ class TextDecoder:
 
     def add(self, received: Chunk) -> TextChunk:
         """Decode the next chunk. After `stopped`, there is no next one."""
-        piece = self._text.push(received.token_ids)
+        piece = self._text.push(received.token_ids, ends=received.finish_reason == "stop")
         chunk = replace(received.first(len(piece.texts)), index=self._index)
         text, stop_reason = piece.text, self._end_token(chunk)
         if piece.stopped:

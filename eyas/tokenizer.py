@@ -75,9 +75,9 @@ class Tokenizer:
         texts = [text for word in words for text in (word, f" {word.lstrip()}")]
         return tuple(dict.fromkeys(tuple(self.tokenizer.encode(text, add_special_tokens=False).ids) for text in texts))
 
-    def decode(self, ids: Sequence[int]) -> str:
-        """Text of token ids, special tokens left out."""
-        return self.tokenizer.decode(list(ids), skip_special_tokens=True)
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """Text of token ids, special tokens left out unless they are asked for."""
+        return self.tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens)
 
     def is_special(self, token: int) -> bool:
         """Whether a token, such as end-of-sequence, has no text."""
@@ -107,44 +107,61 @@ class TextStream:
     stop_string: the stop string that ended the stream; None before.
     """
 
-    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = (), min_tokens: int = 0) -> None:
-        """The stream ends at any of the `stop` strings that begins after the text of `min_tokens` tokens."""
-        self.stop_string: str | None = None
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        stop: Sequence[str] = (),
+        min_tokens: int = 0,
+        skip_special_tokens: bool = True,
+        include_stop: bool = False,
+    ) -> None:
+        """The stream ends at any of the `stop` strings that begins after the text of `min_tokens` tokens.
+
+        include_stop: keep the stop string that ends the text; and, if special tokens are not skipped, the one that ends
+            the output.
+        """
         self._tokenizer = tokenizer
         self._stop = tuple(stop)
+        self.stop_string: str | None = None
+        self._skips_special = skip_special_tokens
+        self._includes_stop = include_stop
         self._num_unsearched = min_tokens
         self._held = ""
         self._context: list[int] = []
         self._pending: list[int] = []
 
-    def push(self, token_ids: Sequence[int]) -> TextPiece:
-        """Take the next tokens. After `stopped`, the stream must not be used again."""
+    def push(self, token_ids: Sequence[int], ends: bool = False) -> TextPiece:
+        """Take the next tokens. After `stopped`, the stream must not be used again.
+
+        ends: whether the last of the tokens ended the output.
+        """
         texts: list[str] = []
-        for token in token_ids:
+        for number, token in enumerate(token_ids, 1):
+            text = self._decode(token, ends and number == len(token_ids))
             if self._num_unsearched > 0:
                 self._num_unsearched -= 1
-                texts.append(self._decode(token))
+                texts.append(text)
                 continue
-            found = self._release(self._decode(token))
+            found = self._release(text)
             if found is not None:
                 return TextPiece((*texts, found), stopped=True)
             texts.append(self._safe())
         return TextPiece(tuple(texts), stopped=False)
 
     def flush(self) -> str:
-        """The text still held back when the tokens have ended; cut before a stop string that it completes."""
+        """The text still held back when the tokens have ended; cut at a stop string that it completes."""
         found = self._release(self._text() if self._pending else "")
         rest, self._held = self._held, ""
         return rest if found is None else found
 
     def _release(self, text: str) -> str | None:
-        """Append `text`; return what is held before the first stop string, or None if there is none."""
+        """Append `text`; return what is held up to the first stop string, or None if there is none."""
         self._held += text
-        starts = [(at, stop) for stop in self._stop if (at := self._held.find(stop)) >= 0]
-        if not starts:
+        found = [(at, stop) for stop in self._stop if (at := self._held.find(stop)) >= 0]
+        if not found:
             return None
-        at, self.stop_string = min(starts)
-        return self._held[:at]
+        at, self.stop_string = min(found)
+        return self._held[: at + len(self.stop_string) * self._includes_stop]
 
     def _safe(self) -> str:
         """Take the held text up to the longest tail that begins a stop string."""
@@ -153,13 +170,14 @@ class TextStream:
         text, self._held = self._held[:cut], self._held[cut:]
         return text
 
-    def _decode(self, token: int) -> str:
+    def _decode(self, token: int, ends: bool) -> str:
         """The text that `token` completes, decoded with as much context as it needs; empty while a character is incomplete.
 
         `tokenizers.decoders.DecodeStream` does the same, but fails for good once invalid UTF-8 changes text that is already
         out, and cannot return its rest.
         """
-        if self._tokenizer.is_special(token):
+        is_hidden = self._skips_special or (ends and not self._includes_stop)
+        if is_hidden and self._tokenizer.is_special(token):
             return ""
         self._pending.append(token)
         text = self._text()
@@ -171,7 +189,7 @@ class TextStream:
     def _settle(self, text: str) -> str:
         """Release the text before the last tokens, cut between characters: invalid bytes would be held back for ever."""
         for cut in range(len(self._pending) - _MAX_TAIL, len(self._pending)):
-            tail = self._tokenizer.decode(self._pending[cut:])
+            tail = self._plain(self._pending[cut:])
             before = text.removesuffix(tail)
             if before + tail == text and before == self._text(cut):
                 self._context, self._pending = self._pending[:cut], self._pending[cut:]
@@ -181,9 +199,12 @@ class TextStream:
     def _text(self, num_tokens: int | None = None) -> str:
         """Of the first pending tokens, or of all."""
         pending = self._pending[:num_tokens]
-        before = self._tokenizer.decode(self._context)
-        both = self._tokenizer.decode(self._context + pending)
-        return both[len(before) :] if both.startswith(before) else self._tokenizer.decode(pending)
+        before = self._plain(self._context)
+        both = self._plain(self._context + pending)
+        return both[len(before) :] if both.startswith(before) else self._plain(pending)
+
+    def _plain(self, ids: Sequence[int]) -> str:
+        return self._tokenizer.decode(ids, self._skips_special)
 
 
 def _overlap(text: str, stop: str) -> int:

@@ -120,6 +120,8 @@ class GenerateCall:
         drafter: NO_DRAFTER for plain decoding. From the router: host:port of the chosen drafter, empty without one.
         trace: W3C trace context of the caller; metadata of the call, not part of the message.
         target_fingerprint: from the router: the target that must serve the request; empty accepts any.
+        skip_special_tokens: for the router: leave special tokens out of the text; not part of the message.
+        include_stop: for the router: keep what ends the text, see TextStream; not part of the message.
     """
 
     request: Request
@@ -128,6 +130,8 @@ class GenerateCall:
     drafter: str = ""
     trace: tuple[tuple[str, str], ...] = ()
     target_fingerprint: str = ""
+    skip_special_tokens: bool = True
+    include_stop: bool = False
 
 
 # Drafting

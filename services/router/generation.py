@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from eyas.errors import EyasError, InvalidRequest, TimedOut, UnknownModel
 from eyas.outputs import TextChunk, TextDecoder
-from eyas.request import Chunk, Request
+from eyas.request import Chunk
 from eyas.rpc.messages import GenerateCall, ModelInfo
 from eyas.services.router.dispatcher import Dispatcher, RequestContext, TrailerCallback, no_verifier
 from eyas.services.router.telemetry import RouterTelemetry
@@ -134,8 +134,17 @@ class GenerationService:
         streams = []
         for index, sampling in enumerate(request.sampling.completions(tokenizer.bad_token_ids(request.sampling.bad_words))):
             completion = replace(request, sampling=sampling)
+            decoder = TextDecoder(
+                tokenizer,
+                request.sampling,
+                len(request.prompt_ids),
+                sampling.seed,
+                index,
+                skip_special_tokens=call.skip_special_tokens,
+                include_stop=call.include_stop,
+            )
             chunks = self._dispatcher.stream(replace(call, request=completion), context)
-            streams.append(_decode(chunks, request, completion, index, tokenizer))
+            streams.append(_decode(chunks, decoder))
         return streams
 
     def _served(self, name: str) -> ModelInfo | None:
@@ -153,14 +162,8 @@ class GenerationService:
         return names[0]
 
 
-async def _decode(
-    chunks: AsyncGenerator[Chunk, None], request: Request, completion: Request, index: int, tokenizer: Tokenizer
-) -> AsyncGenerator[TextChunk, None]:
-    """Yield the chunks of one completion with their text. At a stop string, close `chunks`: the verifier would go on.
-
-    request: the client's, with its stop strings. completion: the request of this completion, with its own seed.
-    """
-    decoder = TextDecoder(tokenizer, request.sampling, len(request.prompt_ids), completion.sampling.seed, index)
+async def _decode(chunks: AsyncGenerator[Chunk, None], decoder: TextDecoder) -> AsyncGenerator[TextChunk, None]:
+    """Yield the chunks of one completion with their text. At a stop string, close `chunks`: the verifier would go on."""
     async with aclosing(chunks):
         async for received in chunks:
             yield decoder.add(received)

@@ -6,7 +6,6 @@ To add a route, register it in `build_app` or in one of the `_add_*_routes` func
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import time
 import uuid
@@ -34,8 +33,9 @@ from eyas.rpc.admission import LARGE_REQUEST_BYTES, Admission
 from eyas.rpc.messages import GenerateCall, ModelInfo
 from eyas.services.router.auth import Access, ApiKeys, Authenticator
 from eyas.services.router.generation import GenerationService, merge
-from eyas.services.router.http.errors import add_error_handlers, error_body
-from eyas.services.router.http.requests import ChatBody, CompletionBody, parse_body
+from eyas.services.router.http.bodies import parse_body
+from eyas.services.router.http.errors import add_error_handlers
+from eyas.services.router.http.requests import ChatBody, CompletionBody
 from eyas.services.router.http.responses import ResponseWriter
 from eyas.services.router.http.server import BodyLimit, EventStream, cancel_on_disconnect
 from eyas.services.router.telemetry import HttpMetrics, RouterTelemetry
@@ -222,83 +222,96 @@ class OpenAIEndpoints:
 
     async def complete(self, body: CompletionBody, request: Request) -> Response:
         """Respond to /v1/completions."""
-        received = _received_call("cmpl", request)
+        received = _received_call("cmpl-", request, body.request_id)
         with self.service.record_rejection(received):
             _check(body)
             info = await self._model(body, request)
             for prompt in body.prompt:
                 if not isinstance(prompt, str):
                     check_prompt_length(len(prompt), info.max_model_len)
-            chunks = await self._chunks(body, received, request.state.access, _completion_calls(body))
+            calls = await self._prepare(body, received, request.state.access, _completion_calls(body))
+            chunks = self._chunks(body, received, request.state.access, calls)
             if body.scores_prompt_only:
                 chunks = _without_output(chunks)
             tokenizer = self.service.tokenizer(info.name)
             echoes = await asyncio.to_thread(_echoes, body, tokenizer) if body.echo else []
-            writer = ResponseWriter(body, received.request.id, info.name, tokenizer, echoes)
-        return await self._respond(body, request, writer, chunks)
+            prompts = [call.request.prompt_ids for call in calls]
+            writer = ResponseWriter(body, received.request.id, info.name, tokenizer, prompts, echoes)
+        return await self._respond(body.stream, request, writer, chunks)
 
     async def chat(self, body: ChatBody, request: Request) -> Response:
         """Respond to /v1/chat/completions."""
-        received = _received_call("chatcmpl", request)
+        received = _received_call("chatcmpl-", request, body.request_id)
         with self.service.record_rejection(received, "chat"):
             info = await self._model(body, request)
-            call = await self._chat_call(body, info)
-            chunks = await self._chunks(body, received, request.state.access, [call], "chat")
-            writer = ResponseWriter(body, received.request.id, info.name, self.service.tokenizer(info.name))
-        return await self._respond(body, request, writer, chunks)
+            calls = await self._prepare(body, received, request.state.access, [await self._chat_call(body, info)])
+            chunks = self._chunks(body, received, request.state.access, calls, "chat")
+            prompts = [call.request.prompt_ids for call in calls]
+            writer = ResponseWriter(body, received.request.id, info.name, self.service.tokenizer(info.name), prompts)
+        return await self._respond(body.stream, request, writer, chunks)
 
     async def _model(self, body: CompletionBody | ChatBody, request: Request) -> ModelInfo:
         """Return the requested model; the client may have to wait for a verifier of it."""
         return await cancel_on_disconnect(request.receive, self.service.model(body.model))
 
     async def _respond(
-        self,
-        body: CompletionBody | ChatBody,
-        request: Request,
-        writer: ResponseWriter,
-        chunks: AsyncGenerator[TextChunk, None],
+        self, stream: bool, request: Request, writer: ResponseWriter, chunks: AsyncGenerator[TextChunk, None]
     ) -> Response:
         """Return one JSON response, or a stream of events.
 
         The first event is awaited: an error before it has its own status.
         """
         headers = {"X-Request-Id": writer.id}
-        if not body.stream:
+        if not stream:
             return JSONResponse(await cancel_on_disconnect(request.receive, writer.response(chunks)), headers=headers)
-        events = _events(writer, chunks, body.ends_with_usage)
+        events = _events(writer, chunks)
         first = await cancel_on_disconnect(request.receive, anext(events))
         return EventStream(first, events, headers, self.keepalive_interval_s)
 
-    async def _chat_call(self, body: ChatBody, info: ModelInfo) -> GenerateCall:
+    async def _encode_chat(self, body: ChatBody, info: ModelInfo) -> tuple[int, ...]:
+        """Return the token ids of a chat's prompt."""
         template = self.templates[info.name]
         if template is None:
             reason = f"model {info.name!r} has no chat template; use /v1/completions, or set its chat_template"
             raise InvalidRequest(reason, "messages")
         text = await asyncio.to_thread(_render, template, body)
         with _field_names(body):
-            token_ids = await self.service.encode(info, text, is_rendered=True)
+            return await self.service.encode(info, text, is_rendered=not body.add_special_tokens)
+
+    async def _chat_call(self, body: ChatBody, info: ModelInfo) -> GenerateCall:
+        token_ids = await self._encode_chat(body, info)
         max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
         if max_tokens is None:
             max_tokens = max(info.max_model_len - len(token_ids), 1)
         logprobs = (body.top_logprobs or 0) if body.logprobs else None
         return body.call(token_ids, body.sampling(max_tokens, logprobs=logprobs, prompt_logprobs=body.prompt_logprobs))
 
-    async def _chunks(
-        self,
-        body: CompletionBody | ChatBody,
-        received: GenerateCall,
-        access: Access,
-        calls: Sequence[GenerateCall],
-        operation: str = "text_completion",
-    ) -> AsyncGenerator[TextChunk, None]:
-        """Check all calls, then return their merged chunks; a chunk's index is that of its choice."""
+    async def _prepare(
+        self, body: CompletionBody | ChatBody, received: GenerateCall, access: Access, calls: Sequence[GenerateCall]
+    ) -> list[GenerateCall]:
+        """Check all calls of a request; return them with their token ids."""
         prepared = []
         with _field_names(body):
             for number, call in enumerate(calls):
                 id_ = received.request.id if len(calls) == 1 else f"{received.request.id}-{number}"
                 call = replace(call, request=replace(call.request, id=id_), trace=received.trace)
+                if call.prompt_text and not body.add_special_tokens:
+                    info = await self.service.model(call.model)
+                    token_ids = await self.service.encode(info, call.prompt_text, is_rendered=True)
+                    call = replace(call, prompt_text=None, request=replace(call.request, prompt_ids=token_ids))
                 prepared.append(await self.service.prepare(access.authorize(call)))
                 await asyncio.sleep(0)  # between the prompts of a long list, other requests have their turn
+        return prepared
+
+    def _chunks(
+        self,
+        body: CompletionBody | ChatBody,
+        received: GenerateCall,
+        access: Access,
+        prepared: Sequence[GenerateCall],
+        operation: str = "text_completion",
+    ) -> AsyncGenerator[TextChunk, None]:
+        """Return the merged chunks of prepared calls; a chunk's index is that of its choice."""
         streams = [self.service.stream(call, operation) for call in prepared]
         chunks = merge([_shift_index(stream, number * body.n) for number, stream in enumerate(streams)])
         return access.meter(chunks, prepared, self.service.record_rejection(received, operation))
@@ -306,13 +319,13 @@ class OpenAIEndpoints:
 
 def _render(template: ChatTemplate, body: ChatBody) -> str:
     messages = [message.model_dump(exclude_defaults=True) for message in body.messages]
-    return template.render(messages, body.chat_template_kwargs)
+    return template.render(messages, body.template_variables, body.continue_final_message)
 
 
-def _received_call(prefix: str, request: Request) -> GenerateCall:
-    """Return what the headers hold: the request id, the client's or a new one, and the trace."""
-    given = escaped(request.headers.get("x-request-id", ""))[: MAX_REQUEST_ID_LENGTH - ID_AFFIX_LENGTH]
-    id_ = f"{prefix}-{given or uuid.uuid4().hex}"
+def _received_call(prefix: str, request: Request, own_id: str = "") -> GenerateCall:
+    """Return the request id, the client's or a new one, and the trace of the headers. own_id: the body's request_id."""
+    given = escaped(request.headers.get("x-request-id", "") or own_id)[: MAX_REQUEST_ID_LENGTH - ID_AFFIX_LENGTH]
+    id_ = f"{prefix}{given or uuid.uuid4().hex}"
     return GenerateCall(GenerationRequest(id_, (), SamplingParams()), trace=trace_pairs(request.headers.items()))
 
 
@@ -329,7 +342,7 @@ def _check(body: CompletionBody) -> None:
 
 def _completion_calls(body: CompletionBody) -> list[GenerateCall]:
     """Return a call for each prompt. A verifier emits at least one token, so scoring a prompt asks for one."""
-    max_tokens = 1 if body.scores_prompt_only else body.max_tokens
+    max_tokens = 1 if body.scores_prompt_only else body.num_tokens
     prompt_logprobs = body.logprobs if body.echo and body.logprobs is not None else body.prompt_logprobs
     sampling = body.sampling(max_tokens, logprobs=body.logprobs, prompt_logprobs=prompt_logprobs)
     return [body.call(prompt, sampling) for prompt in body.prompt]
@@ -365,25 +378,18 @@ async def _without_output(chunks: AsyncGenerator[TextChunk, None]) -> AsyncGener
             yield replace(chunk, chunk=inner, text="", text_lengths=(), totals=totals)
 
 
-async def _events(
-    writer: ResponseWriter, chunks: AsyncGenerator[TextChunk, None], ends_with_usage: bool
-) -> AsyncGenerator[str, None]:
-    """Yield the data of each event of a stream. An error before the first event is raised, a later one is an event."""
-    has_started = False
+async def _events(writer: ResponseWriter, chunks: AsyncGenerator[TextChunk, None]) -> AsyncGenerator[str, None]:
+    """Yield the lines of each event of a stream. An error before the first event is raised, a later one is an event."""
+    has_started, failure = False, None
     try:
         async with aclosing(writer.events(chunks)) as events:
             async for event in events:
                 has_started = True
-                yield _compact_json(event)
-        if ends_with_usage:
-            yield _compact_json(writer.usage_event())
+                yield writer.frame(event)
     except EyasError as error:
         if not has_started:
             raise
         log.warning("request %s: %s", writer.id, error, extra={"rate_limited": True})
-        yield _compact_json(error_body(error))
-    yield "[DONE]"
-
-
-def _compact_json(value: dict[str, Any]) -> str:
-    return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+        failure = error
+    for line in writer.last_frames(failure):
+        yield line

@@ -1,61 +1,25 @@
 """The request bodies of OpenAI's two endpoints. Types are checked here, ranges by `eyas.validation`.
 
 To add a sampling parameter, declare it in `Body` under its name in `SamplingParams`; `Body.call` passes it on.
-An unknown field is rejected, never ignored. Null and values that ask for nothing count as absent.
+`bodies.py` decides about all other fields.
 """
 
 from __future__ import annotations
 
 import difflib
 import json
-import re
-from collections.abc import Mapping, Sequence
-from dataclasses import fields
-from typing import Annotated, Any, Literal, TypeVar
+from collections.abc import Sequence
+from dataclasses import fields, replace
+from typing import Annotated, Any, Literal
 
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    FailFast,
-    Field,
-    ValidationError,
-    model_validator,
-)
+from pydantic import AfterValidator, BeforeValidator, FailFast, Field, model_validator
 
 from eyas.errors import InvalidRequest
 from eyas.request import Request, SamplingParams, StructuredOutputs
 from eyas.rpc.messages import GenerateCall
-from eyas.validation import check_sizes
+from eyas.services.router.http.bodies import MAX_NAME_LENGTH, NEUTRAL, StrictModel, UnusedFields
 
 DEFAULT_COMPLETION_TOKENS = 16
-
-ModelT = TypeVar("ModelT", bound=BaseModel)
-
-# OpenAI's fields that are not supported, with the values that ask for nothing.
-_UNSUPPORTED: Mapping[str, tuple[object, ...]] = {
-    "audio": (),
-    "best_of": (1,),
-    "function_call": ("none",),
-    "functions": ([],),
-    "logit_processors": (),
-    "modalities": (["text"],),
-    "moderation": (),
-    "parallel_tool_calls": (),
-    "prediction": (),
-    "prompt_cache_key": (),
-    "prompt_cache_retention": (),
-    "reasoning_effort": (),
-    "service_tier": ("auto", "default"),
-    "store": (False,),
-    "suffix": ("",),
-    "tool_choice": ("none",),
-    "tools": ([],),
-    "verbosity": (),
-    "web_search_options": (),
-}
-_UNSUPPORTED_IN_MESSAGES = ("tool_calls", "refusal", "tool_call_id")
 
 
 def _check_encodable(text: str) -> str:
@@ -110,85 +74,18 @@ JsonText = Annotated[Text, BeforeValidator(_to_json)]
 Texts = Annotated[list[Text], BeforeValidator(_to_list)]
 
 
-# JSON
+class StreamOptions(StrictModel):
+    """Options of a stream. continuous_usage_stats: with include_usage, every event has the usage so far, as in vLLM.
 
-MAX_OBJECTS = 2**14
-MAX_ESCAPES = 3 * 2**20  # a body of 16 MiB has room for 2.8 million of six bytes
-MAX_FIELDS = 256
-MAX_NAME_LENGTH = 256  # of a field, in errors
-MAX_NUMBER_LENGTH = 128
-
-_MAX_ENTRIES = {"messages": 2**12, "metadata": 256}
-_SLICE_BYTES = 2**16
-_LONG_NUMBER = re.compile(rb"[0-9]{%d}" % MAX_NUMBER_LENGTH)
-
-
-def parse_body(data: bytes, model: type[ModelT], max_values: int) -> ModelT:
-    """Parse and validate a body. Meant for a thread if it is long: no single step keeps other threads waiting for long.
-
-    Raises InvalidRequest, and pydantic's ValidationError.
+    include_obfuscation is accepted and has no effect.
     """
-    _check_num_values(data, max_values)
-    try:
-        return model.model_validate(json.loads(str(data, "utf-8-sig")))  # the values of other encodings are not counted
-    except (ValueError, RecursionError) as error:
-        if isinstance(error, ValidationError):
-            raise
-        raise InvalidRequest(f"the body is not JSON: {error}") from None
-
-
-def _check_num_values(data: bytes, max_values: int) -> None:
-    """Raises InvalidRequest for a body of too many values. Python parses the whole of a body without a pause."""
-    num_values, num_objects, num_escapes, is_string, backslash = 1, 0, 0, False, b""
-    for start in range(0, len(data), _SLICE_BYTES):
-        piece = backslash + data[start : start + _SLICE_BYTES]
-        num_escapes += piece.count(b"\\")
-        piece = piece.replace(rb"\\", b"")
-        backslash = b"\\" if piece.endswith(b"\\") else b""
-        parts = piece.removesuffix(b"\\").replace(rb"\"", b"").split(b'"')
-        outside = b"".join(parts[1 if is_string else 0 :: 2])
-        is_string ^= len(parts) % 2 == 0
-        num_values += outside.count(b",")
-        num_objects += outside.count(b"[") + outside.count(b"{") + outside.count(b":")
-        if num_values > max_values:
-            reason = f"the body holds more than {max_values} values; send text instead of token ids, or several requests"
-            raise InvalidRequest(reason)
-        if num_objects > MAX_OBJECTS:
-            raise InvalidRequest(f"the body holds more than {MAX_OBJECTS} lists, objects and fields; send several requests")
-        if num_escapes > MAX_ESCAPES:
-            raise InvalidRequest(f"the body holds more than {MAX_ESCAPES} escapes in its texts; send UTF-8 as it is")
-        if _LONG_NUMBER.search(outside):
-            raise InvalidRequest(f"the body holds a number of {MAX_NUMBER_LENGTH} digits or more; round it")
-
-
-# Models
-
-
-class _StrictModel(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _drop_neutral_values(cls, data: Any) -> Any:
-        if not isinstance(data, dict):
-            return data
-        check_sizes(data)
-        if len(data) > MAX_FIELDS:
-            raise InvalidRequest(f"an object has {len(data)} fields; give {MAX_FIELDS} at most")
-        for name, most in _MAX_ENTRIES.items():
-            if isinstance(entries := data.get(name), list | dict) and len(entries) > most:
-                raise InvalidRequest(f"{name} has {len(entries)} entries; give {most} at most", name)
-        return {name: value for name, value in data.items() if value is not None and value not in _UNSUPPORTED.get(name, ())}
-
-
-class StreamOptions(_StrictModel):
-    """Options of a stream."""
 
     include_usage: bool = False
-    include_obfuscation: Literal[False] = False
+    continuous_usage_stats: bool = False
+    include_obfuscation: bool = False
 
 
-class JsonSchemaFormat(_StrictModel):
+class JsonSchemaFormat(StrictModel):
     """OpenAI's schema of a response. name, description and strict have no effect: the schema always holds."""
 
     name: Text = ""
@@ -197,7 +94,7 @@ class JsonSchemaFormat(_StrictModel):
     strict: bool = True
 
 
-class ResponseFormat(_StrictModel):
+class ResponseFormat(StrictModel):
     """What the output must match, in OpenAI's form; and xgrammar's structural tag, as in vLLM and SGLang."""
 
     type: Literal["text", "json_object", "json_schema", "structural_tag"]
@@ -223,7 +120,7 @@ class ResponseFormat(_StrictModel):
         return {"json_object": True} if self.type == "json_object" else {}
 
 
-class StructuredOutputsBody(_StrictModel):
+class StructuredOutputsBody(StrictModel):
     """What the output must match, in vLLM's form; see StructuredOutputs."""
 
     json_: JsonText = Field("", alias="json")
@@ -241,26 +138,18 @@ class StructuredOutputsBody(_StrictModel):
         return values | {"any_whitespace": not values.pop("disable_any_whitespace", False)}
 
 
-class Body(_StrictModel):
-    """The fields of both endpoints: OpenAI's, and from `session_id` on Eyas' own.
-
-    user, safety_identifier and metadata are accepted and have no effect.
-    """
+class SamplingBody(UnusedFields):
+    """The fields of every endpoint that generates: OpenAI's, and from `session_id` on vLLM's and Eyas' own."""
 
     model: Text = ""
     stream: bool = False
-    stream_options: StreamOptions | None = None
     temperature: float = 1.0
     top_p: float = 1.0
-    n: int = 1
     stop: Texts = Field(default_factory=list)
     seed: int | None = None
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     logit_bias: dict[str, float] = Field(default_factory=dict)
-    user: str = ""
-    safety_identifier: str = ""
-    metadata: dict[str, str] = Field(default_factory=dict)
     session_id: Text = ""
     cache_salt: Text = ""
     priority: int = 0
@@ -273,25 +162,63 @@ class Body(_StrictModel):
     ignore_eos: bool = False
     bad_words: Texts = Field(default_factory=list)
     bad_token_ids: Annotated[list[Annotated[list[int], FailFast()]], FailFast()] = Field(default_factory=list)
-    prompt_logprobs: int | None = None
-    return_speculation: bool = False
-    response_format: ResponseFormat | None = None
+    request_id: Text = ""
+    skip_special_tokens: bool = True
+    include_stop_str_in_output: bool = False
     structured_outputs: StructuredOutputsBody | None = None
     guided_json: JsonText | None = None
     guided_regex: Text | None = None
     guided_choice: list[Text] | None = None
     guided_grammar: Text | None = None
 
+
+class Body(SamplingBody):
+    """The fields of OpenAI's completions and chat completions."""
+
+    max_tokens: int | None = None
+    max_completion_tokens: int | None = None
+    n: int = 1
+    stream_options: StreamOptions | None = None
+    prompt_logprobs: int | None = None
+    return_speculation: bool = False
+    response_format: ResponseFormat | None = None
+    return_token_ids: bool = False
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_best_of_n(cls, data: Any) -> Any:
+        """Drop a best_of that generates no more completions than it returns."""
+        if isinstance(data, dict) and "best_of" in data and data["best_of"] == data.get("n", 1):
+            return {name: value for name, value in data.items() if name != "best_of"}
+        return data
+
     @model_validator(mode="after")
-    def _check_stream_options(self) -> Body:
+    def _check_options(self) -> Body:
         if self.stream_options and not self.stream:
             raise InvalidRequest("stream_options is for streams; set stream or leave it out", "stream_options")
+        if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
+            raise InvalidRequest("max_tokens and max_completion_tokens differ; give one of them", "max_completion_tokens")
         return self
+
+    @property
+    def has_usage_in_events(self) -> bool:
+        """Whether every event of a stream has the usage so far."""
+        return (
+            self.stream_options is not None
+            and self.stream_options.include_usage
+            and self.stream_options.continuous_usage_stats
+        )
 
     @property
     def ends_with_usage(self) -> bool:
         """Whether a stream ends with an event for the usage."""
         return self.return_speculation or (self.stream_options is not None and self.stream_options.include_usage)
+
+    def name_of(self, param: str) -> str:
+        """Return this body's name of a parameter of a call."""
+        if param == "structured_outputs" and self._constraint:
+            return self._constraint[0]
+        return "max_completion_tokens" if param == "max_tokens" and self.max_completion_tokens is not None else param
 
     def sampling(self, max_tokens: int, **logprobs: int | None) -> SamplingParams:
         """Return the sampling parameters of every prompt. logprobs: `logprobs` and `prompt_logprobs`.
@@ -323,29 +250,32 @@ class Body(_StrictModel):
             raise InvalidRequest(f"{names} both say what the output must match; give one of them", list(given)[1])
         return next(iter(given.items()), None)
 
-    def _name_of_constraint(self, param: str) -> str:
-        """Return this body's name of `structured_outputs`."""
-        return self._constraint[0] if param == "structured_outputs" and self._constraint else param
-
     def call(self, prompt: str | Sequence[int], sampling: SamplingParams) -> GenerateCall:
         """Return the call for one prompt."""
         text, token_ids = (prompt, ()) if isinstance(prompt, str) else (None, tuple(prompt))
         request = Request("", token_ids, sampling, self.session_id, self.priority, cache_salt=self.cache_salt)
-        return GenerateCall(request, text, self.model, self.drafter)
+        call = GenerateCall(request, text, self.model, self.drafter)
+        return replace(call, skip_special_tokens=self.skip_special_tokens, include_stop=self.include_stop_str_in_output)
 
 
 class CompletionBody(Body):
-    """The body of /v1/completions."""
+    """The body of /v1/completions. max_completion_tokens: the same as max_tokens."""
 
     prompt: Annotated[list[str | list[int]], BeforeValidator(_to_prompts)]
-    max_tokens: int = DEFAULT_COMPLETION_TOKENS
     logprobs: int | None = None
     echo: bool = False
+    add_special_tokens: bool = True
+
+    @property
+    def num_tokens(self) -> int:
+        """Most tokens of a completion."""
+        given = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+        return DEFAULT_COMPLETION_TOKENS if given is None else given
 
     @property
     def scores_prompt_only(self) -> bool:
         """Whether only the prompt's log-probabilities are wanted, without any output."""
-        return self.echo and self.max_tokens == 0
+        return self.echo and self.num_tokens == 0
 
     @property
     def wants_logprobs(self) -> bool:
@@ -354,10 +284,10 @@ class CompletionBody(Body):
 
     def name_of(self, param: str) -> str:
         """Return this body's name of a parameter of a call."""
-        return "logprobs" if param == "prompt_logprobs" and self.echo else self._name_of_constraint(param)
+        return "logprobs" if param == "prompt_logprobs" and self.echo else super().name_of(param)
 
 
-class Message(_StrictModel):
+class Message(StrictModel):
     """A message of a chat. name: its author's, for templates that show it."""
 
     role: Literal["system", "developer", "user", "assistant"]
@@ -366,22 +296,48 @@ class Message(_StrictModel):
 
 
 class ChatBody(Body):
-    """The body of /v1/chat/completions. chat_template_kwargs: more variables for the model's chat template."""
+    """The body of /v1/chat/completions.
+
+    chat_template_kwargs, documents, reasoning_effort: variables for the model's chat template.
+    add_generation_prompt: begin a new message. continue_final_message: continue the last one instead, both as in vLLM.
+    """
 
     messages: Annotated[list[Message], FailFast()] = Field(min_length=1)
-    max_tokens: int | None = None
-    max_completion_tokens: int | None = None
     logprobs: bool = False
     top_logprobs: int | None = None
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    documents: list[dict[str, Any]] | None = None
+    reasoning_effort: Text = ""
+    add_special_tokens: bool = False
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_zero_top_logprobs(cls, data: Any) -> Any:
+        """Drop a top_logprobs of 0, which some clients send without logprobs."""
+        if isinstance(data, dict) and data.get("top_logprobs") == 0 and not data.get("logprobs"):
+            return {name: value for name, value in data.items() if name != "top_logprobs"}
+        return data
 
     @model_validator(mode="after")
     def _check_consistent(self) -> ChatBody:
         if self.top_logprobs is not None and not self.logprobs:
             raise InvalidRequest("top_logprobs needs logprobs; set it to true", "top_logprobs")
-        if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
-            raise InvalidRequest("max_tokens and max_completion_tokens differ; give one of them", "max_completion_tokens")
+        if self.continue_final_message and self.add_generation_prompt and "add_generation_prompt" in self.model_fields_set:
+            reason = "continue_final_message and add_generation_prompt contradict each other; set one of them to false"
+            raise InvalidRequest(reason, "continue_final_message")
         return self
+
+    @property
+    def template_variables(self) -> dict[str, Any]:
+        """The variables of the chat template besides the messages."""
+        variables: dict[str, Any] = {"add_generation_prompt": self.add_generation_prompt and not self.continue_final_message}
+        if self.documents is not None:
+            variables["documents"] = self.documents
+        if self.reasoning_effort:
+            variables |= {"reasoning_effort": self.reasoning_effort, "enable_thinking": self.reasoning_effort != "none"}
+        return variables | self.chat_template_kwargs
 
     @property
     def wants_logprobs(self) -> bool:
@@ -390,10 +346,7 @@ class ChatBody(Body):
 
     def name_of(self, param: str) -> str:
         """Return this body's name of a parameter of a call."""
-        names = {"logprobs": "top_logprobs", "prompt": "messages"}
-        if self.max_completion_tokens is not None:
-            names["max_tokens"] = "max_completion_tokens"
-        return names.get(param) or self._name_of_constraint(param)
+        return {"logprobs": "top_logprobs", "prompt": "messages"}.get(param) or super().name_of(param)
 
 
 def invalid_body(errors: Sequence[Any]) -> InvalidRequest:
@@ -419,7 +372,7 @@ def _path(location: Sequence[int | str]) -> str:
 
 
 def _unknown_field(param: str, name: str) -> str:
-    if name in _UNSUPPORTED or name in _UNSUPPORTED_IN_MESSAGES:
+    if name in NEUTRAL:
         return f"{param} is not supported; leave it out"
     known = [*CompletionBody.model_fields, *ChatBody.model_fields]
     similar = difflib.get_close_matches(name[:MAX_NAME_LENGTH], known, n=1)

@@ -6,6 +6,7 @@ To add a field to a choice, extend `ResponseWriter._choice`; to the usage, `Resp
 from __future__ import annotations
 
 import functools
+import json
 import re
 import time
 from collections import defaultdict
@@ -15,9 +16,10 @@ from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise
 from typing import Any
 
-from eyas.errors import RequestFailed
+from eyas.errors import EyasError, RequestFailed
 from eyas.outputs import TextChunk
 from eyas.request import GenerationStats, TokenLogprob
+from eyas.services.router.http.errors import error_body
 from eyas.services.router.http.requests import ChatBody, CompletionBody
 from eyas.tokenizer import Tokenizer
 
@@ -28,6 +30,7 @@ class TextDelta:
 
     logprobs: of its tokens; the first delta of an echo begins with the prompt's. offset: characters of the tokens before
     it. is_first: no delta of the choice was visible before. prompt_logprobs: where a field of their own holds them.
+    token_ids: if they were asked for. stop_reason: as in TextChunk.
     """
 
     index: int
@@ -37,29 +40,31 @@ class TextDelta:
     finish_reason: str | None = None
     is_first: bool = False
     prompt_logprobs: tuple[TokenLogprob, ...] = ()
+    token_ids: tuple[int, ...] = ()
+    stop_reason: str | int | None = None
 
     @property
     def is_empty(self) -> bool:
         """Whether a client would see nothing of it."""
-        return not (self.text or self.logprobs or self.finish_reason or self.prompt_logprobs)
+        return not (self.text or self.logprobs or self.finish_reason or self.prompt_logprobs or self.token_ids)
 
 
 @dataclass
 class ResponseWriter:
     """The choices of one request as they grow, and their usage. A prompt counts once, whatever its number of completions.
 
-    echoes: the prompts' texts, which begin the choices; empty without echo.
+    prompts: their token ids. echoes: their texts, which begin the choices; empty without echo.
     """
 
     body: CompletionBody | ChatBody
     id: str
     model: str
     tokenizer: Tokenizer
+    prompts: Sequence[Sequence[int]]
     echoes: Sequence[str] = ()
     created: int = field(default_factory=lambda: int(time.time()))
     _offsets: defaultdict[int, int] = field(default_factory=lambda: defaultdict(int))
     _visible: set[int] = field(default_factory=set)
-    _num_prompt_tokens: int = 0
     _num_output_tokens: int = 0
     _num_cached_tokens: int = 0
     _stats: GenerationStats = field(default_factory=GenerationStats)
@@ -73,19 +78,33 @@ class ResponseWriter:
                 deltas[delta.index].append(delta)
         joined = [_join(deltas[index]) for index in sorted(deltas)]
         choices = [self._choice(delta, self._content(delta)) for delta in joined]
-        return self._object("chat.completion", choices) | self._usage()
+        return self._object("chat.completion", choices) | self._prompt_ids(joined) | self._usage()
 
     async def events(self, chunks: AsyncGenerator[TextChunk, None]) -> AsyncGenerator[dict[str, Any], None]:
-        """Yield an event for every chunk with visible content. Raises RequestFailed if a completion failed."""
+        """Yield an event for every chunk with visible content, then one with the usage if it is asked for.
+
+        Raises RequestFailed if a completion failed.
+        """
         async with aclosing(chunks):
             async for chunk in chunks:
                 delta = self._delta(chunk)
-                if not delta.is_empty:
-                    yield self._object("chat.completion.chunk", [self._choice(delta, self._event_content(delta))])
+                if delta.is_empty:
+                    continue
+                event = self._object("chat.completion.chunk", [self._choice(delta, self._event_content(delta))])
+                usage = {"usage": self._token_counts()} if self.body.has_usage_in_events else {}
+                yield event | self._prompt_ids([delta]) | usage
+        if self.body.ends_with_usage:
+            yield self._object("chat.completion.chunk", []) | self._usage()
 
-    def usage_event(self) -> dict[str, Any]:
-        """Return the event with the usage; it follows all others."""
-        return self._object("chat.completion.chunk", []) | self._usage()
+    def frame(self, event: dict[str, Any]) -> str:
+        """Return an event as a stream has it."""
+        return f"data: {compact_json(event)}"
+
+    def last_frames(self, error: EyasError | None = None) -> Iterator[str]:
+        """Yield what ends a stream. error: what failed after the first event."""
+        if error is not None:
+            yield self.frame(error_body(error))
+        yield "data: [DONE]"
 
     def _delta(self, chunk: TextChunk) -> TextDelta:
         inner, index = chunk.chunk, chunk.chunk.index
@@ -97,21 +116,26 @@ class ResponseWriter:
         prompt_logprobs = inner.prompt_logprobs if self.body.prompt_logprobs is not None else ()
         logprobs = inner.logprobs if prompt_logprobs else inner.prompt_logprobs + inner.logprobs
         offset = self._offsets[index]
-        self._offsets[index] += sum(num_characters(self.tokenizer, entry.token) for entry in logprobs)
+        self._offsets[index] += sum(num_characters(self.tokenizer, entry.token, self._skips_special) for entry in logprobs)
         delta = TextDelta(index, echo + chunk.text, logprobs, offset, inner.finish_reason, is_first, prompt_logprobs)
+        token_ids = inner.token_ids if self.body.return_token_ids else ()
+        delta = replace(delta, token_ids=token_ids, stop_reason=chunk.stop_reason)
         if not delta.is_empty:
             self._visible.add(index)
         return delta
 
     def _count(self, chunk: TextChunk) -> None:
+        self._num_output_tokens += len(chunk.chunk.token_ids)
         if chunk.totals is None:
             return
-        self._num_output_tokens += chunk.totals.num_output_tokens
         if chunk.totals.stats is not None:
             self._stats.merge(chunk.totals.stats)
         if chunk.chunk.index % self.body.n == 0:
-            self._num_prompt_tokens += chunk.totals.num_prompt_tokens
             self._num_cached_tokens += chunk.totals.num_cached_tokens
+
+    @property
+    def _skips_special(self) -> bool:
+        return self.body.skip_special_tokens
 
     @property
     def _is_chat(self) -> bool:
@@ -126,11 +150,23 @@ class ResponseWriter:
         if self.body.wants_logprobs and self._is_chat:
             logprobs = chat_logprobs(self.tokenizer, delta.logprobs)
         elif self.body.wants_logprobs:
-            logprobs = completion_logprobs(self.tokenizer, delta.logprobs, delta.offset)
+            logprobs = completion_logprobs(self.tokenizer, delta.logprobs, delta.offset, self._skips_special)
         choice = {"index": delta.index, **content, "logprobs": logprobs, "finish_reason": delta.finish_reason}
+        if delta.finish_reason is not None:
+            choice["stop_reason"] = delta.stop_reason
         if delta.prompt_logprobs:
             choice["prompt_logprobs"] = prompt_token_logprobs(self.tokenizer, delta.prompt_logprobs)
+        if self.body.return_token_ids:
+            choice["token_ids"] = list(delta.token_ids)
+            if delta.is_first and not self._is_chat:
+                choice["prompt_token_ids"] = list(self.prompts[delta.index // self.body.n])
         return choice
+
+    def _prompt_ids(self, deltas: Sequence[TextDelta]) -> dict[str, Any]:
+        """Return the prompt's token ids where a response of a chat, or its first event, has them."""
+        if self._is_chat and self.body.return_token_ids and any(delta.is_first for delta in deltas):
+            return {"prompt_token_ids": list(self.prompts[0])}
+        return {}
 
     def _content(self, delta: TextDelta) -> dict[str, Any]:
         """Return the text of a choice in a whole response."""
@@ -145,13 +181,19 @@ class ResponseWriter:
         role = {"role": "assistant"} if delta.is_first else {}
         return {"delta": role | ({"content": delta.text} if delta.text or delta.is_first else {})}
 
+    def _token_counts(self) -> dict[str, Any]:
+        """Return how many tokens all choices have so far."""
+        num_prompt_tokens = sum(map(len, self.prompts))
+        return {
+            "prompt_tokens": num_prompt_tokens,
+            "completion_tokens": self._num_output_tokens,
+            "total_tokens": num_prompt_tokens + self._num_output_tokens,
+        }
+
     def _usage(self) -> dict[str, Any]:
         """Return the numbers of all choices together."""
         stats = self._stats
-        usage = {
-            "prompt_tokens": self._num_prompt_tokens,
-            "completion_tokens": self._num_output_tokens,
-            "total_tokens": self._num_prompt_tokens + self._num_output_tokens,
+        usage = self._token_counts() | {
             "prompt_tokens_details": {"cached_tokens": self._num_cached_tokens},
             "completion_tokens_details": {
                 "accepted_prediction_tokens": stats.num_accepted,
@@ -162,6 +204,11 @@ class ResponseWriter:
         return {"usage": usage} | metrics
 
 
+def compact_json(value: dict[str, Any]) -> str:
+    """Return JSON in one line, as an event holds it."""
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+
+
 def _join(deltas: Sequence[TextDelta]) -> TextDelta:
     return replace(
         deltas[0],
@@ -169,6 +216,9 @@ def _join(deltas: Sequence[TextDelta]) -> TextDelta:
         logprobs=tuple(entry for delta in deltas for entry in delta.logprobs),
         finish_reason=deltas[-1].finish_reason,
         prompt_logprobs=tuple(entry for delta in deltas for entry in delta.prompt_logprobs),
+        token_ids=tuple(token for delta in deltas for token in delta.token_ids),
+        stop_reason=deltas[-1].stop_reason,
+        is_first=True,
     )
 
 
@@ -185,9 +235,12 @@ def _speculation(stats: GenerationStats) -> dict[str, Any]:
     }
 
 
-def completion_logprobs(tokenizer: Tokenizer, logprobs: Sequence[TokenLogprob], offset: int) -> dict[str, Any]:
+def completion_logprobs(
+    tokenizer: Tokenizer, logprobs: Sequence[TokenLogprob], offset: int, skip_special_tokens: bool = True
+) -> dict[str, Any]:
     """Return log-probabilities as /v1/completions has them. offset: characters of the choice before these tokens."""
-    offsets = [*accumulate((num_characters(tokenizer, entry.token) for entry in logprobs), initial=offset)]
+    lengths = (num_characters(tokenizer, entry.token, skip_special_tokens) for entry in logprobs)
+    offsets = [*accumulate(lengths, initial=offset)]
     return {
         "tokens": [token_name(tokenizer, entry.token) for entry in logprobs],
         "token_logprobs": [_finite(entry.logprob) for entry in logprobs],
@@ -254,9 +307,13 @@ def token_name(tokenizer: Tokenizer, token: int) -> str:
         return "bytes:" + "".join(f"\\x{byte:02x}" for byte in encoded)
 
 
-def num_characters(tokenizer: Tokenizer, token: int) -> int:
+def num_characters(tokenizer: Tokenizer, token: int, skip_special_tokens: bool = True) -> int:
     """Return how many characters of the text begin in a token."""
-    return 0 if tokenizer.is_special(token) else sum(byte & 0xC0 != 0x80 for byte in token_bytes(tokenizer, token))
+    return (
+        0
+        if skip_special_tokens and tokenizer.is_special(token)
+        else sum(byte & 0xC0 != 0x80 for byte in token_bytes(tokenizer, token))
+    )
 
 
 def token_bytes(tokenizer: Tokenizer, token: int) -> bytes:

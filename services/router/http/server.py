@@ -300,7 +300,7 @@ async def _disconnected(receive: Receive) -> None:
 
 
 class EventStream(Response):
-    """Server-sent events. events: the data of those after the first; each is requested when the one before is sent.
+    """Server-sent events. events: the lines of those after the first; each is requested when the one before is sent.
 
     While none comes, a comment is sent every `keepalive_interval_s`, so that no proxy closes a silent connection.
     """
@@ -326,11 +326,11 @@ class EventStream(Response):
 
     async def _send(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        await self._send_text(send, f"data: {self._first}")
+        await self._send_text(send, self._first)
         keepalive = asyncio.create_task(self._send_comments(send))
         try:
             async for event in self._events:
-                await self._send_text(send, f"data: {event}")
+                await self._send_text(send, event)
         finally:
             await cancel_task(keepalive)
         await send({"type": "http.response.body", "body": b"", "more_body": False})

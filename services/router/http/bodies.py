@@ -1,0 +1,163 @@
+"""What all request bodies share: JSON within bounds, strict models, and the fields that have no effect here.
+
+A field is decided in one of three ways. A model that uses it declares it. One that changes no result at any value stands
+in `UnusedFields`. One that is not supported stands in `NEUTRAL`, with the values that ask for nothing. Others are unknown.
+Unsupported and unknown fields are rejected, never ignored. docs/http.md has the table, which `make chart` writes.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from eyas.errors import InvalidRequest
+from eyas.validation import check_sizes
+
+ModelT = TypeVar("ModelT", bound=BaseModel)
+
+# Fields of OpenAI, vLLM and Anthropic with the values that ask for nothing. They count as absent; so does null.
+NEUTRAL: Mapping[str, tuple[object, ...]] = {
+    "allowed_token_ids": (),
+    "audio": (),
+    "background": (False,),
+    "best_of": (1,),
+    "chat_template": ("",),
+    "container": (),
+    "context_management": ([],),
+    "conversation": (),
+    "early_stopping": (False,),
+    "echo": (False,),
+    "ec_transfer_params": ({},),
+    "function_call": ("none",),
+    "functions": ([],),
+    "include_reasoning": (True,),
+    "kv_transfer_params": ({},),
+    "length_penalty": (1,),
+    "logit_processors": ([],),
+    "logits_processors": ([],),
+    "logprob_token_ids": (),
+    "mcp_servers": ([],),
+    "media_io_kwargs": ({},),
+    "mm_processor_kwargs": ({},),
+    "modalities": (["text"],),
+    "moderation": (),
+    "n": (1,),
+    "output_config": ({},),
+    "prompt_embeds": (),
+    "repetition_detection": (),
+    "return_prompt_text": (False,),
+    "return_token_offsets": (False,),
+    "return_tokens_as_token_ids": (False,),
+    "routed_experts_prompt_start": (0,),
+    "seed": (-1,),
+    "suffix": ("",),
+    "thinking": ({"type": "disabled"},),
+    "thinking_token_budget": (-1,),
+    "tool_choice": ("none",),
+    "tools": ([],),
+    "top_k": (-1,),
+    "truncate_prompt_tokens": (),
+    "truncation": ("disabled",),
+    "truncation_side": ("left", "right"),
+    "use_beam_search": (False,),
+    "vllm_xargs": ({},),
+    "watermarking": (False,),
+    "web_search_options": (),
+    # of messages
+    "annotations": ([],),
+    "refusal": (),
+    "tool_call_id": (),
+    "tool_calls": ([],),
+}
+
+
+MAX_OBJECTS = 2**14
+MAX_ESCAPES = 3 * 2**20  # a body of 16 MiB has room for 2.8 million of six bytes
+MAX_FIELDS = 256
+MAX_NAME_LENGTH = 256  # of a field, in errors
+MAX_NUMBER_LENGTH = 128
+
+_MAX_ENTRIES = {"messages": 2**12, "metadata": 256}
+_SLICE_BYTES = 2**16
+_LONG_NUMBER = re.compile(rb"[0-9]{%d}" % MAX_NUMBER_LENGTH)
+
+
+def parse_body(data: bytes, model: type[ModelT], max_values: int) -> ModelT:
+    """Parse and validate a body. Meant for a thread if it is long: no single step keeps other threads waiting for long.
+
+    Raises InvalidRequest, and pydantic's ValidationError.
+    """
+    _check_num_values(data, max_values)
+    try:
+        return model.model_validate(json.loads(str(data, "utf-8-sig")))  # the values of other encodings are not counted
+    except (ValueError, RecursionError) as error:
+        if isinstance(error, ValidationError):
+            raise
+        raise InvalidRequest(f"the body is not JSON: {error}") from None
+
+
+def _check_num_values(data: bytes, max_values: int) -> None:
+    """Raises InvalidRequest for a body of too many values. Python parses the whole of a body without a pause."""
+    num_values, num_objects, num_escapes, is_string, backslash = 1, 0, 0, False, b""
+    for start in range(0, len(data), _SLICE_BYTES):
+        piece = backslash + data[start : start + _SLICE_BYTES]
+        num_escapes += piece.count(b"\\")
+        piece = piece.replace(rb"\\", b"")
+        backslash = b"\\" if piece.endswith(b"\\") else b""
+        parts = piece.removesuffix(b"\\").replace(rb"\"", b"").split(b'"')
+        outside = b"".join(parts[1 if is_string else 0 :: 2])
+        is_string ^= len(parts) % 2 == 0
+        num_values += outside.count(b",")
+        num_objects += outside.count(b"[") + outside.count(b"{") + outside.count(b":")
+        if num_values > max_values:
+            reason = f"the body holds more than {max_values} values; send text instead of token ids, or several requests"
+            raise InvalidRequest(reason)
+        if num_objects > MAX_OBJECTS:
+            raise InvalidRequest(f"the body holds more than {MAX_OBJECTS} lists, objects and fields; send several requests")
+        if num_escapes > MAX_ESCAPES:
+            raise InvalidRequest(f"the body holds more than {MAX_ESCAPES} escapes in its texts; send UTF-8 as it is")
+        if _LONG_NUMBER.search(outside):
+            raise InvalidRequest(f"the body holds a number of {MAX_NUMBER_LENGTH} digits or more; round it")
+
+
+class StrictModel(BaseModel):
+    """A body or a part of one. Types are exact, null and neutral values count as absent, unknown fields are errors."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_neutral_values(cls, data: Any) -> Any:
+        if not isinstance(data, dict):
+            return data
+        check_sizes(data)
+        if len(data) > MAX_FIELDS:
+            raise InvalidRequest(f"an object has {len(data)} fields; give {MAX_FIELDS} at most")
+        for name, most in _MAX_ENTRIES.items():
+            if isinstance(entries := data.get(name), list | dict) and len(entries) > most:
+                raise InvalidRequest(f"{name} has {len(entries)} entries; give {most} at most", name)
+        return {name: value for name, value in data.items() if value is not None and value not in NEUTRAL.get(name, ())}
+
+
+class UnusedFields(StrictModel):
+    """The fields of OpenAI and vLLM that change no result. They are accepted, and have no effect."""
+
+    max_tool_calls: int = 0
+    metadata: dict[str, str] = Field(default_factory=dict)
+    parallel_tool_calls: bool = True
+    prediction: dict[str, Any] = Field(default_factory=dict)
+    prompt_cache_key: str = ""
+    prompt_cache_options: dict[str, Any] = Field(default_factory=dict)
+    prompt_cache_retention: str = ""
+    return_mm_kwargs: bool = True
+    safety_identifier: str = ""
+    service_tier: str = ""
+    spaces_between_special_tokens: bool = True
+    store: bool = False
+    stream_interval: int = 1
+    user: str = ""
+    verbosity: str = ""
