@@ -6,6 +6,7 @@ import ctypes
 import difflib
 import functools
 import os
+import random
 import re
 import secrets
 import shutil
@@ -44,6 +45,8 @@ NUM_LOG_LINES = 15
 NUM_LOG_BYTES = 8192
 PR_SET_PDEATHSIG = 1
 TOKEN_VARIABLE = "EYAS_PEER_TOKEN"
+# Below the ports that Linux gives to outgoing connections.
+SERVICE_PORTS = (10_000, 32_000)
 
 
 @dataclass(frozen=True)
@@ -311,18 +314,19 @@ def is_serving(health: health_pb2_grpc.HealthStub, service: str = "") -> bool:
 
 
 def free_port() -> int:
-    """A localhost port that is free now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A port that is free now on every address, outside the range that outgoing connections take theirs from."""
+    while True:
+        port = random.SystemRandom().randrange(*SERVICE_PORTS)
+        if is_free(port, ""):
+            return port
 
 
-def is_free(port: int) -> bool:
-    """Whether a service could listen on this localhost port now."""
+def is_free(port: int, host: str = "127.0.0.1") -> bool:
+    """Whether a service could listen on this port now. host: the empty text stands for every address."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            probe.bind(("127.0.0.1", port))
+            probe.bind((host, port))
         except OSError:
             return False
     return True

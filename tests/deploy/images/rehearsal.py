@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
+from eyas.services.cluster import free_port
 from tests.deploy.images.dockerfile import Machine, command, of
 from tests.repo.repository import ROOT
-from tests.services.redis_server import free_port
 
 pytestmark = pytest.mark.timeout(900)
 

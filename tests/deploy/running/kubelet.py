@@ -18,9 +18,9 @@ from pathlib import Path
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from eyas.services.cluster import free_port
 from tests.deploy.charts import Object, matches, named, of_kind
 from tests.deploy.running.substitutions import ADDRESS, FIELDS, KUBECONFIG, WORKDIR, Local
-from tests.services.redis_server import free_port
 
 PERIOD = 0.2  # seconds between looks; a cluster's are longer
 

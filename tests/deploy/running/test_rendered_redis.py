@@ -18,10 +18,11 @@ from redis.retry import Retry
 
 from eyas.config import RegistryConfig
 from eyas.rpc.messages import Lease, Load, ModelInfo
+from eyas.services.cluster import free_port
 from eyas.services.discovery.registry import Registry
 from tests.deploy.charts import containers, rendered
 from tests.deploy.running.substitutions import Local
-from tests.services.redis_server import answers, free_port
+from tests.services.redis_server import answers
 
 LEASE = Lease("verifier", "v:1", "incarnation", ModelInfo("m", "f", 10, 10), Load(1))
 

@@ -20,9 +20,10 @@ import httpx
 import yaml
 
 from eyas.config import RegistryConfig
+from eyas.services.cluster import free_port
 from eyas.services.discovery.registry import Lease, Registry
 from eyas.services.local import ROOT
-from tests.services.redis_server import free_port, running_redis
+from tests.services.redis_server import running_redis
 from tests.telemetry.cluster.collector import Collector, collecting
 
 CONFIG = ROOT / "examples" / "configs" / "ray" / "demo.yaml"

@@ -29,6 +29,7 @@ from eyas.errors import ConfigError
 from eyas.rpc.channel import ChannelOptions, Peers
 from eyas.rpc.messages import Load
 from eyas.rpc.server import RpcServer
+from eyas.services.cluster import free_port
 from eyas.services.discovery.build import build_discovery
 from eyas.services.discovery.registry import Registry
 from eyas.services.lifecycle import AnnouncedWorker, WorkerRegistration
@@ -39,7 +40,6 @@ from tests.services.connections.authority import Authority, peers
 from tests.services.connections.cuttable_proxy import CuttableProxy, registered_behind_proxy
 from tests.services.drafting.toy_drafting import INFO, ToyDrafter, context, eventually
 from tests.services.drafting.toy_drafting import serving as serving_drafts
-from tests.services.redis_server import free_port
 
 
 @asynccontextmanager

@@ -9,10 +9,10 @@ import pytest
 
 from eyas.config import DiscoveryConfig, KubernetesConfig
 from eyas.errors import ConfigError
+from eyas.services.cluster import free_port
 from eyas.services.discovery.kubernetes import KubernetesEndpoints, open_api
 from tests.services.discovery.api_server import ApiServer, pod, running
 from tests.services.discovery.pods import discovering, kubernetes, names, pod_router, pod_worker, settings
-from tests.services.redis_server import free_port
 from tests.services.router.scripted_verifier import CALL, REST, send, tokens_of, until
 
 DRAFTERS = "app.kubernetes.io/component=draft"

@@ -19,6 +19,7 @@ from eyas.errors import RequestFailed
 from eyas.rpc import convert
 from eyas.rpc.channel import open_channel, open_sync_channel
 from eyas.rpc.messages import DraftRequest, DraftResponse, Load
+from eyas.services.cluster import free_port
 from eyas.services.draft import servicer as servicer_module
 from eyas.services.draft import worker as worker_module
 from eyas.services.draft.__main__ import serve_drafters
@@ -27,7 +28,6 @@ from eyas.tensors import tensor_to_bytes
 from eyas.tree import DraftTree
 from eyas.v1 import draft_pb2, draft_pb2_grpc
 from tests.services.drafting.toy_drafting import BOOKKEEPING, INFO, ToyDrafter, context, eventually, serving
-from tests.services.redis_server import free_port
 
 TOKENS = tuple(range(10, 40))
 

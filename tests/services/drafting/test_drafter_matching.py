@@ -33,6 +33,7 @@ from eyas.request import GenerationStats, Request, SamplingParams
 from eyas.rpc.channel import open_sync_channel
 from eyas.rpc.messages import DrafterInfo, Lease, Load, ModelInfo, TargetInfo
 from eyas.rpc.server import status_error
+from eyas.services.cluster import free_port
 from eyas.services.discovery.registry import Registry
 from eyas.services.draft import servicer
 from eyas.services.draft.__main__ import describe, read_target, serve_drafters
@@ -43,7 +44,6 @@ from eyas.v1 import draft_pb2, draft_pb2_grpc
 from tests import reference
 from tests.services.discovery.pods import discovering, settings
 from tests.services.drafting.toy_drafting import INFO, ToyDrafter, eventually, serving, serving_all
-from tests.services.redis_server import free_port
 from tests.services.router.scripted_verifier import until
 from tests.tiny import build_engine, write_head, write_target
 

@@ -11,8 +11,8 @@ from contextlib import asynccontextmanager
 
 import httpx
 
+from eyas.services.cluster import free_port
 from tests.services.http.http_router import ALL, REST_TEXT, Script, client, get, until, worker
-from tests.services.redis_server import free_port
 from tests.services.router.scripted_verifier import TOKENS
 
 BLOCKED = (

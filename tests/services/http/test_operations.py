@@ -33,6 +33,7 @@ from eyas.errors import ConfigError, Unauthenticated
 from eyas.rpc.channel import Peers
 from eyas.rpc.messages import Lease, Load
 from eyas.rpc.server import RpcServer
+from eyas.services.cluster import free_port
 from eyas.services.discovery.build import build_discovery
 from eyas.services.discovery.registry import Registry
 from eyas.services.router.auth import ApiKeys, load_api_keys
@@ -45,7 +46,6 @@ from eyas.services.router.workers import WorkerPool
 from eyas.v1.generation_pb2 import ListModelsRequest
 from eyas.v1.generation_pb2_grpc import GenerationStub, add_GenerationServicer_to_server
 from tests.services.http.http_router import ALL, REST_TEXT, Script, get, http_router, post, worker
-from tests.services.redis_server import free_port
 from tests.services.router.scripted_verifier import MODEL, TOKENS
 from tests.services.router.test_router_cli import eyas
 

@@ -8,8 +8,8 @@ import sys
 from asyncio.subprocess import PIPE, Process
 from dataclasses import dataclass
 
+from eyas.services.cluster import free_port
 from eyas.tokenizer import load_tokenizer
-from tests.services.redis_server import free_port
 from tests.services.router.scripted_verifier import (
     DEMO,
     PROMPT_TEXT,

@@ -12,10 +12,11 @@ from eyas.rpc.channel import open_channel
 from eyas.rpc.convert import generate_call_to_proto
 from eyas.rpc.messages import Load
 from eyas.rpc.server import GENERATION_SERVICE, RpcServer
+from eyas.services.cluster import free_port
 from eyas.services.discovery.registry import Registry
 from eyas.services.lifecycle import AnnouncedWorker, WorkerRegistration
 from eyas.v1.generation_pb2_grpc import GenerationStub
-from tests.services.redis_server import free_port, running_redis
+from tests.services.redis_server import running_redis
 from tests.services.router.scripted_verifier import (
     CALL,
     CHUNK_TOKENS,
