@@ -45,7 +45,7 @@ def serving(body: Body, stop: Callable[[], None] = terminate, **settings: Any) -
         model="models/demo/target",
         threads=1,
         engine=EngineConfig(max_kv_tokens=1200, max_num_seqs=1, max_queued_requests=1),
-        server=ServerConfig(port=free_port(), graceful_shutdown_timeout_s=20),
+        server=ServerConfig(port=free_port(), graceful_shutdown_timeout_s=100),
         registry=RegistryConfig(url=f"redis://127.0.0.1:{free_port()}/0"),
         **settings,
     )
@@ -58,7 +58,7 @@ def serving(body: Body, stop: Callable[[], None] = terminate, **settings: Any) -
             while answer.status != health_pb2.HealthCheckResponse.SERVING:
                 await asyncio.sleep(0.01)
                 answer = await health.Check(health_pb2.HealthCheckRequest())
-            await asyncio.wait_for(body(generation_pb2_grpc.GenerationStub(channel)), 60)
+            await asyncio.wait_for(body(generation_pb2_grpc.GenerationStub(channel)), 120)
             stop()
             await asyncio.wait_for(service, 30)
 
