@@ -112,5 +112,6 @@ def test_the_demo_template_joins_a_chat_to_one_source_file() -> None:
     tool = {"type": "function", "function": {"name": "add"}}
     assert template.render(chat, {"tools": [tool]}) == (
         '<|bos|># tool: {"name": "add"}\n# to call one: <tool_call>{"name": NAME, "arguments": OBJECT}</tool_call>\n'
-        '# Be brief.\n# Be kind.\nx = \n<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>\n# result: 1\na\nb(c)\n'
+        '# Be brief.\n# Be kind.\nx = \n<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>\n'
+        "# result: 1\na\nb(c)\n"
     )
