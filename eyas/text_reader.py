@@ -1,0 +1,147 @@
+"""Reads text that comes in pieces, without depending on where the pieces end.
+
+A reader is a generator that yields where it needs more text to decide. So its code has the order of the text.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Generator
+from typing import TypeAlias
+
+Steps: TypeAlias = Generator[None, None, None]
+
+MAX_HEADER = 1024  # characters that may stand before a part that is passed on as it comes
+WHITE_SPACE = " \t\r\n"
+_SPACE = re.compile(f"[{WHITE_SPACE}]*")
+
+
+class TextReader:
+    """Text and the generator that reads it. rest: what came and is not read yet."""
+
+    def __init__(self) -> None:
+        self.rest = ""
+        self._is_complete = False
+        self._steps: Steps | None = None
+
+    def run(self, steps: Steps) -> None:
+        """Begin to read with a generator."""
+        self._steps = steps
+        next(steps, None)
+
+    def push(self, text: str) -> None:
+        """Take the next piece."""
+        assert self._steps is not None
+        self.rest += text
+        next(self._steps, None)
+
+    def finish(self) -> None:
+        """Let the generator read the rest: no further piece comes."""
+        assert self._steps is not None
+        self._is_complete = True
+        next(self._steps, None)
+
+    def take(self, length: int) -> str:
+        text, self.rest = self.rest[:length], self.rest[length:]
+        return text
+
+    def more(self) -> Generator[None, None, bool]:
+        """Wait for more text; return False if there will be none."""
+        if self._is_complete:
+            return False
+        yield
+        return True
+
+    def pass_on(self, emit: Callable[[str], None], marker: str = "") -> Steps:
+        """Emit everything, up to the marker if one is given, which stays."""
+        if marker:
+            found = yield from self.until((marker,), emit)
+            self.rest = found + self.rest
+            return
+        while True:
+            if self.rest:
+                emit(self.take(len(self.rest)))
+            if not (yield from self.more()):
+                return
+
+    def until(self, markers: tuple[str, ...], emit: Callable[[str], None]) -> Generator[None, None, str]:
+        """Emit the text before the first marker as it comes; remove and return the marker, or return "" at the end."""
+        while True:
+            found = min(((at, marker) for marker in markers if (at := self.rest.find(marker)) >= 0), default=None)
+            if found is not None:
+                emit(self.take(found[0]))
+                return self.take(len(found[1]))
+            keep = 0 if self._is_complete else max(overlap(self.rest, marker) for marker in markers)
+            if len(self.rest) > keep:
+                emit(self.take(len(self.rest) - keep))
+            if not (yield from self.more()):
+                return ""
+
+    def begins_with(self, text: str) -> Generator[None, None, bool]:
+        while len(self.rest) < len(text) and text.startswith(self.rest):
+            if not (yield from self.more()):
+                return False
+        return self.rest.startswith(text)
+
+    def skip(self, text: str) -> Generator[None, None, bool]:
+        """Remove the text if it comes next; return whether it did."""
+        found = yield from self.begins_with(text)
+        if found:
+            self.take(len(text))
+        return found
+
+    def take_while(self, characters: re.Pattern[str]) -> Generator[None, None, str]:
+        """Remove and return the characters that match, MAX_HEADER at most."""
+        taken = ""
+        while True:
+            found = characters.match(self.rest)
+            taken += self.take(min(found.end() if found else 0, MAX_HEADER - len(taken)))
+            if self.rest or not (yield from self.more()):
+                return taken
+
+    def skip_space(self) -> Generator[None, None, str]:
+        return self.take_while(_SPACE)
+
+
+class JsonValue:
+    """Finds the end of one JSON object, list or string without parsing it."""
+
+    def __init__(self) -> None:
+        self.is_done = False
+        self.is_broken = False
+        self._closers: list[str] = []
+        self._in_string = False
+        self._is_escaped = False
+
+    def scan(self, text: str, start: int = 0) -> int:
+        """Return how many characters from `start` belong to the value. is_broken: the one after them cannot."""
+        for at in range(start, len(text)):
+            if self._is_escaped:
+                self._is_escaped = False
+            elif self._in_string:
+                self._is_escaped = text[at] == "\\"
+                self._in_string = text[at] != '"'
+            elif not self._add(text[at]):
+                self.is_broken = True
+                return at - start
+            if not self._closers and not self._in_string:
+                self.is_done = True
+                return at + 1 - start
+        return len(text) - start
+
+    def _add(self, character: str) -> bool:
+        """Take a character outside of strings; return whether it may stand there."""
+        if character == '"':
+            self._in_string = True
+        elif character in "{[":
+            self._closers.append("}" if character == "{" else "]")
+        elif character in "}]":
+            return bool(self._closers) and self._closers.pop() == character
+        else:
+            return bool(self._closers) and (character in " \t\r\n,:+-." or (character.isascii() and character.isalnum()))
+        return True
+
+
+def overlap(text: str, marker: str) -> int:
+    """Length of the longest end of `text` that is a proper beginning of `marker`."""
+    return next((n for n in range(min(len(text), len(marker) - 1), 0, -1) if text.endswith(marker[:n])), 0)

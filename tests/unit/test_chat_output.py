@@ -1,0 +1,228 @@
+"""Tool calls and reasoning are read from every format, wherever the pieces of a text end, and no text is lost."""
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from eyas.chat_output import ChatFormat, ChatMessage, ToolCall, detect_format
+
+TOOLS = ("add", "get_weather")
+HERMES, LLAMA = ChatFormat("hermes"), ChatFormat("llama3_json")
+MISTRAL, OPENAI = ChatFormat("mistral"), ChatFormat("openai")
+QWEN3, R1 = ChatFormat("hermes", "qwen3"), ChatFormat("", "deepseek_r1")
+MAGISTRAL = ChatFormat("mistral", "mistral")
+FORMATS = [HERMES, LLAMA, MISTRAL, OPENAI, QWEN3, R1, MAGISTRAL]
+
+
+def read(
+    form: ChatFormat, pieces: Sequence[str], prompt: str = "", tools: Sequence[str] = TOOLS, max_calls: int | None = None
+) -> ChatMessage:
+    """Return the message of a text that comes in pieces, without the ids of its calls."""
+    parser, message = form.parser(prompt, tools, max_calls), ChatMessage()
+    for piece in pieces:
+        message += parser.push(piece)
+    message += parser.finish()
+    assert all(call.id for call in message.tool_calls)
+    return replace(message, tool_calls=tuple(replace(call, id="") for call in message.tool_calls))
+
+
+def calls(*named: tuple[str, str]) -> tuple[ToolCall, ...]:
+    return tuple(ToolCall(index, name=name, arguments=arguments) for index, (name, arguments) in enumerate(named))
+
+
+ADD = ("add", '{"a": 1}')
+WEATHER = ("get_weather", '{"city": "Z\u00fcrich", "days": [1, {"n": null}]}')
+CASES: list[tuple[ChatFormat, str, ChatMessage]] = [
+    (HERMES, "Hello\n", ChatMessage("Hello\n")),
+    (
+        HERMES,
+        f'Let me see.\n<tool_call>\n{{"name": "add", "arguments": {ADD[1]}}}\n</tool_call>\n'
+        f'<tool_call>\n{{"name": "get_weather", "arguments": {WEATHER[1]}}}\n</tool_call>',
+        ChatMessage("Let me see.", "", calls(ADD, WEATHER)),
+    ),
+    (HERMES, '<tool_call>{"arguments": {"a": 1}, "name": "add"}</tool_call>Done', ChatMessage("Done", "", calls(ADD))),
+    (HERMES, '<tool_call>{"name": "add"}</tool_call>', ChatMessage("", "", calls(("add", "{}")))),
+    (HERMES, '<tool_call>{"name": "add", "arguments": "{\\"a\\": 1}"}</tool_call>', ChatMessage("", "", calls(ADD))),
+    (HERMES, '<tool_call>{"name": "add", "arguments": {"a": 1}</tool_call>ok', ChatMessage("ok", "", calls(ADD))),
+    (
+        HERMES,
+        '<tool_call>{"name": "add", "arguments": {"a": "</tool_call>"}, "id": "x"}</tool_call>',
+        ChatMessage("", "", calls(("add", '{"a": "</tool_call>"}'))),
+    ),
+    (HERMES, "<tool_call>add(1)</tool_call>", ChatMessage("<tool_call>add(1)</tool_call>")),
+    (HERMES, '<tool_call>{"name": "add", "argu', ChatMessage('<tool_call>{"name": "add", "argu')),
+    (HERMES, '<tool_call>{"name": "add", "arguments": {"a": 1', ChatMessage("", "", calls(("add", '{"a": 1')))),
+    (
+        HERMES,
+        '<tool_call>{"name": "add", "arguments": {"a": (1)}}</tool_call> b',
+        ChatMessage("b", "", calls(("add", '{"a": (1)}}'))),
+    ),
+    (LLAMA, '{"name": "add", "parameters": {"a": 1}}', ChatMessage("", "", calls(ADD))),
+    (
+        LLAMA,
+        f'<|python_tag|>{{"name": "add", "parameters": {ADD[1]}}}; {{"name": "get_weather", "parameters": {WEATHER[1]}}}',
+        ChatMessage("", "", calls(ADD, WEATHER)),
+    ),
+    (LLAMA, '{"name": "Ada", "parameters": {"a": 1}}', ChatMessage('{"name": "Ada", "parameters": {"a": 1}}')),
+    (LLAMA, '{"sum": 3}', ChatMessage('{"sum": 3}')),
+    (LLAMA, '<|python_tag|>add.call(a="1")', ChatMessage('<|python_tag|>add.call(a="1")')),
+    (LLAMA, 'It is {"name": "add", "parameters": {}}', ChatMessage('It is {"name": "add", "parameters": {}}')),
+    (
+        MISTRAL,
+        f'[TOOL_CALLS] [{{"name": "add", "arguments": {ADD[1]}}}, {{"name": "get_weather", "arguments": {WEATHER[1]}}}]',
+        ChatMessage("", "", calls(ADD, WEATHER)),
+    ),
+    (
+        MISTRAL,
+        f"Well.[TOOL_CALLS]add{ADD[1]}[TOOL_CALLS]get_weather[CALL_ID]a1b2[ARGS]{WEATHER[1]}",
+        ChatMessage("Well.", "", calls(ADD, WEATHER)),
+    ),
+    (MISTRAL, "[TOOL_CALLS] none of them", ChatMessage("[TOOL_CALLS] none of them")),
+    (MISTRAL, "[TOOL_CALLS][]", ChatMessage("[TOOL_CALLS][]")),
+    (
+        OPENAI,
+        "<|channel|>analysis<|message|>Add them.<|end|><|start|>assistant<|channel|>commentary to=functions.add "
+        '<|constrain|>json<|message|>{"a": 1}<|call|>',
+        ChatMessage("", "Add them.", calls(ADD)),
+    ),
+    (
+        OPENAI,
+        f" to=functions.get_weather<|channel|>commentary json<|message|>{WEATHER[1]}<|call|>",
+        ChatMessage("", "", calls(WEATHER)),
+    ),
+    (
+        OPENAI,
+        "<|channel|>commentary<|message|>First.<|end|><|start|>assistant<|channel|>final<|message|>Done<|return|>",
+        ChatMessage("First.Done"),
+    ),
+    (
+        OPENAI,
+        "<|channel|>commentary to=functions.add<|message|><|call|><|start|>assistant<|channel|>fin",
+        ChatMessage("", "", calls(("add", "{}"))),
+    ),
+    (OPENAI, "Hello", ChatMessage("Hello")),
+    (OPENAI, "Hello there<|message|>you<|end|>", ChatMessage("Hello there<|message|>you")),
+    (
+        QWEN3,
+        f'<think>\nHm\n</think>\n\n<tool_call>\n{{"name": "add", "arguments": {ADD[1]}}}\n</tool_call>',
+        ChatMessage("", "\nHm\n", calls(ADD)),
+    ),
+    (QWEN3, "\n\nHello", ChatMessage("\n\nHello")),
+    (QWEN3, "<think>Hm", ChatMessage("", "Hm")),
+    (R1, "Hm</think>Hello", ChatMessage("Hello", "Hm")),
+    (R1, "<think>Hm</think>Hello", ChatMessage("Hello", "Hm")),
+    (MAGISTRAL, f"[THINK]Hm[/THINK]Yes[TOOL_CALLS]add[ARGS]{ADD[1]}", ChatMessage("Yes", "Hm", calls(ADD))),
+]
+
+
+@pytest.mark.parametrize(("form", "text", "expected"), CASES, ids=lambda value: value if isinstance(value, str) else "")
+def test_each_format_is_read_whole_and_in_pieces(form: ChatFormat, text: str, expected: ChatMessage) -> None:
+    assert read(form, [text]) == expected
+    assert read(form, list(text)) == expected
+
+
+FRAGMENTS = [
+    "<tool_call>", "</tool_call>", "<|python_tag|>", "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "[", "]", "<think>", "</think>",
+    "[THINK]", "[/THINK]", "<|start|>", "<|channel|>", "<|message|>", "<|constrain|>", "<|end|>", "<|call|>", "<|return|>",
+    "assistant", "analysis", "commentary", "final", " to=functions.add", "json", "add", "get_weather", "{", "}", ",", ":",
+    '"', "\\", ";", " ", "\n", "<", '{"name": "add", "arguments": ', '{"name": "get_weather", "parameters": {', '{"a": 1}',
+    '{"name": "add", "arguments": {"a": 1}}', '{"arguments": {}, "name": "add"}', '{"city": "x"', ', "id": "y"}', '"]}', "1",
+]  # fmt: skip
+WORD = "w{}q"
+
+
+@st.composite
+def texts(draw: st.DrawFn) -> str:
+    """Texts of fragments of all formats, valid and broken ones, with words of which each occurs once."""
+    parts = draw(st.lists(st.sampled_from([*FRAGMENTS, "WORD", "WORD"]), max_size=24))
+    return "".join(WORD.format(number) if part == "WORD" else part for number, part in enumerate(parts))
+
+
+@st.composite
+def split_texts(draw: st.DrawFn) -> list[str]:
+    text = draw(st.one_of(texts(), st.sampled_from([case[1] for case in CASES]), st.text(max_size=40)))
+    cuts = sorted(draw(st.lists(st.integers(0, len(text)), max_size=8)))
+    return [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
+
+
+@pytest.mark.parametrize("form", FORMATS, ids=str)
+@given(pieces=split_texts(), prompt=st.sampled_from(["", "<think>", "<think></think>", "[THINK]\n"]))
+@settings(max_examples=250, deadline=None)
+def test_a_message_does_not_depend_on_its_pieces(form: ChatFormat, pieces: list[str], prompt: str) -> None:
+    assert read(form, pieces, prompt) == read(form, ["".join(pieces)], prompt) == read(form, list("".join(pieces)), prompt)
+
+
+@pytest.mark.parametrize("form", FORMATS, ids=str)
+@given(text=texts())
+@settings(max_examples=250, deadline=None)
+def test_no_word_of_a_text_is_lost(form: ChatFormat, text: str) -> None:
+    message = read(form, [text])
+    found = message.content + message.reasoning + "".join(call.name + call.arguments for call in message.tool_calls)
+    assert sorted(re.findall(r"w\d+q", found)) == sorted(re.findall(r"w\d+q", text))
+
+
+@pytest.mark.parametrize("form", FORMATS, ids=str)
+@given(text=st.text(alphabet='ab \n{}[]"<>', max_size=60))
+@settings(max_examples=100, deadline=None)
+def test_text_without_markers_is_content(form: ChatFormat, text: str) -> None:
+    message = read(form, [text], "<think></think>")
+    assert message == ChatMessage(text)
+
+
+def test_arguments_are_passed_on_as_they_come() -> None:
+    parser = HERMES.parser(tools=TOOLS)
+    first = parser.push('<tool_call>{"name": "add", "arguments": {"a"')
+    assert [(call.index, call.name, call.arguments) for call in first.tool_calls] == [(0, "add", '{"a"')]
+    assert parser.push(": 1").tool_calls == (ToolCall(0, arguments=": 1"),)
+    assert parser.push("2}}</tool_call>").tool_calls == (ToolCall(0, arguments="2}"),)
+
+
+def test_calls_stay_text_without_tools() -> None:
+    text = '<tool_call>{"name": "add", "arguments": {}}</tool_call>'
+    assert read(HERMES, [text], tools=()) == ChatMessage(text)
+
+
+def test_calls_above_the_limit_are_dropped() -> None:
+    text = f"[TOOL_CALLS]add{ADD[1]}[TOOL_CALLS]get_weather{WEATHER[1]}[TOOL_CALLS]add"
+    assert read(MISTRAL, list(text), max_calls=1).tool_calls == calls(ADD)
+
+
+def test_ids_suit_the_templates() -> None:
+    parser = MISTRAL.parser(tools=TOOLS)
+    (call,) = parser.push("[TOOL_CALLS]add{}").tool_calls
+    assert re.fullmatch("[a-z0-9]{9}", call.id)
+
+
+def test_the_prompt_decides_where_reasoning_begins() -> None:
+    assert read(QWEN3, ["Hm</think>Yes"], "user<think>\n") == ChatMessage("Yes", "Hm")
+    assert read(QWEN3, ["Yes"], "<think>\n\n</think>\n\n") == ChatMessage("Yes")
+    assert read(R1, ["Yes"], "<think>\n\n</think>\n\n") == ChatMessage("Yes")
+    assert read(R1, ["Hm"], "assistant") == ChatMessage("", "Hm")
+
+
+@pytest.mark.parametrize(
+    ("template", "expected"),
+    [
+        ("{{ messages }}", ChatFormat()),
+        ("<|im_start|><tool_call></tool_call>", HERMES),
+        ("{% if enable_thinking %}<think></think>{% endif %}<tool_call>", QWEN3),
+        ("{{ '<|python_tag|>' }}", LLAMA),
+        ('{"name": function name, "parameters": dictionary of argument name and its value}', LLAMA),
+        ("[TOOL_CALLS]", MISTRAL),
+        ("<|start|>assistant<|channel|>analysis<|message|>", OPENAI),
+    ],
+)
+def test_the_template_shows_the_format(template: str, expected: ChatFormat) -> None:
+    assert detect_format(template) == expected
+
+
+def test_arguments_of_valid_calls_are_json() -> None:
+    for form, text, _ in CASES:
+        message = read(form, [text])
+        if message.tool_calls and "(1)" not in text and not text.endswith(': {"a": 1'):
+            assert all(isinstance(json.loads(call.arguments), dict) for call in message.tool_calls)
