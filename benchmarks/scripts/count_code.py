@@ -13,6 +13,11 @@ from pathlib import Path
 from statistics import median, quantiles
 from types import FrameType
 
+import torch
+
+import eyas
+from eyas import LLM, SamplingParams
+
 PACKAGES = ("eyas", "services")
 GENERATED = Path("eyas/v1")
 MODEL = "models/demo/target"
@@ -37,16 +42,12 @@ def public_classes(tree: ast.Module) -> list[str]:
     return [node.name for node in tree.body if isinstance(node, ast.ClassDef) and not node.name.startswith("_")]
 
 
-def calls_to_attention() -> list[str]:
+def calls_to_attention(llm: LLM) -> list[str]:
     """Distinct functions of Eyas that run from `LLM.generate` to the first call of torch's attention, in order.
 
     Comprehensions and generator expressions count for the function that they stand in.
     """
-    import torch
-
-    from eyas import LLM, SamplingParams
-
-    llm, params = LLM(MODEL, DRAFT_MODEL, device="cpu"), SamplingParams(max_tokens=2, temperature=0.0)
+    folder, params = str(Path(eyas.__file__).parent), SamplingParams(max_tokens=2, temperature=0.0)
     calls: dict[str, None] = {}
     attention = torch.nn.functional.scaled_dot_product_attention
     reached = False
@@ -54,7 +55,7 @@ def calls_to_attention() -> list[str]:
     def profile(frame: FrameType, event: str, argument: object) -> None:
         nonlocal reached
         reached = reached or (event == "c_call" and argument is attention)
-        if event == "call" and not reached and "/eyas/" in frame.f_code.co_filename:
+        if event == "call" and not reached and frame.f_code.co_filename.startswith(folder):
             module = frame.f_globals.get("__name__", "")
             name = COMPREHENSION.sub("", frame.f_code.co_qualname)
             calls.setdefault(f"{module}.{name}")
@@ -81,7 +82,7 @@ def main() -> None:
     names = Counter(name for tree in trees.values() for name in public_classes(tree))
     twice = sorted(name for name, count in names.items() if count > 1)
     print(f"public class names that exist twice: {len(twice)} {' '.join(twice)}".rstrip())
-    calls = calls_to_attention()
+    calls = calls_to_attention(LLM(MODEL, DRAFT_MODEL, device="cpu"))
     print(f"functions from LLM.generate to the first attention: {len(calls)}")
     if "--calls" in sys.argv[1:]:
         print("\n".join(f"  {call}" for call in calls))

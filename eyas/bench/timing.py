@@ -270,7 +270,8 @@ def _verify_step(runner: ModelRunner, batch: int, cached: int, num_slots: int, r
     works = []
     for index in range(batch):
         slots = np.arange(index * num_slots, index * num_slots + cached + rows)
-        sequence = Running(Request(f"{index}", prompt), QueueKey(0.0, index), [*prompt, tree.tokens[0]])
+        own = np.empty(cached, np.int64)
+        sequence = Running(Request(f"{index}", prompt), QueueKey(0.0, index), [*prompt, tree.tokens[0]], own)
         sequence.extend(slots[:cached])
         works.append(ScheduledSequence(sequence, slots[cached:], cached, tree))
     draws = [Draw(GREEDY, position) for work in works for position in work.logit_rows.positions]

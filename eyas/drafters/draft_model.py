@@ -175,7 +175,6 @@ class LevelGroup(PaddedGroup):
 
     def __init__(self, rows: Tensor, keys: Tensor, mask: Tensor, query_positions: Tensor, key_positions: Tensor) -> None:
         self.shape = (rows.shape[0], rows.shape[1])
-        self.slot_range = None
         self.covers_pass = True
         self.unmasked = False
         self.filled_cells = None

@@ -14,7 +14,7 @@ from operator import attrgetter
 
 import numpy as np
 
-from eyas.cache.prefix_cache import PrefixCache, Slots
+from eyas.cache.prefix_cache import CachedPrefix, PrefixCache, Slots
 from eyas.config import EngineConfig, TreeConfig
 from eyas.draft_protocol import TreeBudget
 from eyas.engine.sequence import DraftReply, QueueKey, ScheduledSequence, Sequence
@@ -53,7 +53,6 @@ class WaitingQueue:
         self.served: Counter[str] = Counter()
         self._queues: dict[str, list[Sequence]] = {}
         self.active: Counter[str] = Counter()
-        self._num_taken = 0
 
     def __len__(self) -> int:
         return sum(map(len, self._queues.values()))
@@ -65,13 +64,21 @@ class WaitingQueue:
         """Whether a tenant has its share of `limit` places or more."""
         return len(self._queues.get(tenant, ())) >= limit // len(self._queues.keys() | {tenant})
 
-    def join(self, tenant: str) -> None:
-        """Count a new request of a tenant, which then waits."""
-        if tenant not in self._queues:
-            others = self._queues or self.active.keys() - {tenant}
-            least = min((self.served[other] for other in others), default=0)
-            self.served[tenant] = max(self.served[tenant], least)
-        self.active[tenant] += 1
+    def add(self, sequence: Sequence) -> None:
+        """Queue a sequence at the place of its key. One that was never admitted is a new request of its tenant.
+
+        None of a prompt is cacheable while all of its logits are needed.
+        """
+        tenant = sequence.request.tenant
+        if sequence.num_cached is None:
+            if tenant not in self._queues:
+                others = self._queues or self.active.keys() - {tenant}
+                least = min((self.served[other] for other in others), default=0)
+                self.served[tenant] = max(self.served[tenant], least)
+            self.active[tenant] += 1
+        needs_all = sequence.request.sampling.prompt_logprobs is not None and sequence.num_emitted == 0
+        sequence.cacheable = np.array([] if needs_all else sequence.tokens[:-1], dtype=np.int64)
+        bisect.insort(self._queues.setdefault(tenant, []), sequence, key=_key)
 
     def leave(self, tenant: str) -> None:
         """End the count of a request. Service is forgotten when no requests are left."""
@@ -81,10 +88,6 @@ class WaitingQueue:
         if not self.active:
             self.served.clear()
 
-    def add(self, sequence: Sequence) -> None:
-        """Queue a sequence at the place of its key."""
-        bisect.insort(self._queues.setdefault(sequence.request.tenant, []), sequence, key=_key)
-
     def remove(self, sequence: Sequence) -> None:
         """Remove a sequence that is queued."""
         queue = self._queues[sequence.request.tenant]
@@ -93,24 +96,17 @@ class WaitingQueue:
         if not queue:
             del self._queues[sequence.request.tenant]
 
-    def first(self) -> Sequence:
-        """The most urgent one; among equals, that of the least served tenant."""
+    def next(self, num_admitted: int) -> tuple[Sequence, Sequence]:
+        """The most urgent sequence, among equals that of the least served tenant; and the one to admit next.
+
+        They are the same, but for every RESERVED_SHARE-th admission the oldest of the least served tenant is next.
+        """
         heads = [queue[0] for queue in self._queues.values()]
-        return min(heads, key=lambda head: (-head.request.priority, self.served[head.request.tenant], head.key))
-
-    def next(self, first: Sequence) -> Sequence:
-        """The most urgent one, `first`, but at every RESERVED_SHARE-th admission the oldest of the least served tenant."""
-        if self._num_taken % RESERVED_SHARE < RESERVED_SHARE - 1:
-            return first
-        queue = min(self._queues.values(), key=lambda queue: (self.served[queue[0].request.tenant], queue[0].key))
-        return min(queue, key=lambda sequence: sequence.key.number)
-
-    def take(self, sequence: Sequence, first: Sequence) -> None:
-        """Admit a sequence. One that goes before the more urgent `first` is not preempted for it either."""
-        self.remove(sequence)
-        self._num_taken += 1
-        if sequence is not first:
-            sequence.key = QueueKey(-math.inf, sequence.key.number)
+        *_, first = min((-head.request.priority, self.served[head.request.tenant], head.key, head) for head in heads)
+        if num_admitted % RESERVED_SHARE < RESERVED_SHARE - 1:
+            return first, first
+        *_, least = min((self.served[head.request.tenant], head.key, head.request.tenant) for head in heads)
+        return first, min(self._queues[least], key=lambda sequence: sequence.key.number)
 
 
 class Scheduler:
@@ -142,6 +138,7 @@ class Scheduler:
         self.running: list[Sequence] = []
         self.sequences: dict[str, Sequence] = {}
         self._numbers = itertools.count()
+        self._num_admitted = 0
         self._admission_times: deque[float] = deque(maxlen=_NUM_ADMISSIONS)
         self._cancelled: dict[str, None] = {}
         self._step_slots: Slots = self.cache.no_slots
@@ -165,15 +162,15 @@ class Scheduler:
             )
         if request.id in self.sequences:
             raise InvalidRequest(f"request id {request.id!r} is already running; ids must be unique")
-        limit = self.config.max_queued_requests + self.config.max_num_seqs - len(self.running)
-        if len(self.waiting) >= limit and self.waiting.is_over_share(request.tenant, limit):
+        limit = self.config.max_queued_requests + self.config.max_num_seqs
+        if len(self.sequences) >= limit and self.waiting.is_over_share(request.tenant, limit - len(self.running)):
             seconds = self._retry_after()
             raise Overloaded(f"{len(self.waiting)} requests are waiting already; try again in {seconds:.1f} s", seconds)
         due = self._clock() - request.priority * self.config.priority_aging_s
-        sequence = Sequence(request, QueueKey(due, next(self._numbers)), list(request.prompt_ids))
+        slots = np.empty(need, dtype=np.int64)
+        sequence = Sequence(request, QueueKey(due, next(self._numbers)), list(request.prompt_ids), slots)
         self.sequences[request.id] = sequence
-        self.waiting.join(request.tenant)
-        self._queue(sequence)
+        self.waiting.add(sequence)
 
     def cancel(self, request_id: str) -> None:
         """Mark a request; its slots are free after `reap`. Unknown ids are ignored: it may just have finished."""
@@ -205,9 +202,10 @@ class Scheduler:
         self._admit()
         while self.cache.num_available < len(self.running):
             self._preempt(last_in_turn(self.running, self.running))
-        allocations = allocate_rows(
-            in_turns(self.running, self._turns), trees, self.config.max_prefill_tokens, self.cache.num_available
-        )
+        running: Seq[Sequence] = self.running
+        if len({s.request.tenant for s in running}) > 1:
+            running = in_turns(running, self._turns)
+        allocations = allocate_rows(running, trees, self.config.max_prefill_tokens, self.cache.num_available)
         self._num_steps += 1
         self._turns = {t: n for t, n in self._turns.items() if t in self.waiting.active} | {
             sequence.request.tenant: self._num_steps for sequence, _, tree in allocations if tree is None
@@ -255,15 +253,22 @@ class Scheduler:
         assert len(self.sequences) == len(self.running) + len(self.waiting)
 
     def _admit(self) -> None:
+        """Let sequences run in the order of the queue while there are slots; preempt others for the most urgent one."""
+        if len(self.running) == len(self.sequences):
+            return
         nodes, only_first = self._tree.num_draft_tokens, False
-        reserved = sum(slots_needed(s, nodes) for s in self.running) if self.waiting else 0
-        while self.waiting:
-            first = self.waiting.first()
-            sequence = first if only_first else self.waiting.next(first)
-            if self._admits(sequence, first, reserved):
+        reserved = sum(slots_needed(s, nodes) for s in self.running)
+        while len(self.running) < len(self.sequences):
+            first, sequence = self.waiting.next(self._num_admitted)
+            sequence = first if only_first else sequence
+            prefix = self.cache.find(sequence.cacheable, sequence.request.cache_salt)
+            need = reserved + slots_needed(sequence, nodes) - len(prefix.slots)
+            if len(self.running) < self.config.max_num_seqs and need <= self.cache.num_available:
+                self._start(sequence, prefix, sequence is first)
                 reserved += slots_needed(sequence, nodes)
                 only_first = False
                 continue
+            self.cache.release(prefix, prefix.node.used)
             victims = preemptable(self.running, first, self.waiting.served)
             if not makes_room(self.running, victims, first, nodes, self.config):
                 return
@@ -273,22 +278,23 @@ class Scheduler:
                 self._preempt(victim)
             only_first = True
 
-    def _admits(self, sequence: Sequence, first: Sequence, reserved: int) -> bool:
-        """Let a waiting sequence run, if there are slots for it besides those reserved for the running ones."""
-        prefix = self.cache.find(sequence.cacheable, sequence.request.cache_salt)
-        need = reserved + slots_needed(sequence, self._tree.num_draft_tokens) - len(prefix.slots)
-        if len(self.running) >= self.config.max_num_seqs or need > self.cache.num_available:
-            self.cache.release(prefix, prefix.node.used)
-            return False
-        self._admission_times.append(self._clock())
-        self.waiting.take(sequence, first)
+    def _start(self, sequence: Sequence, prefix: CachedPrefix, is_first: bool) -> None:
+        """Let a waiting sequence run after a cached prefix. One that goes before a more urgent one is not preempted for it
+        either."""
+        self.waiting.remove(sequence)
+        if not is_first:
+            sequence.key = QueueKey(-math.inf, sequence.key.number)
+        sequence.prefix, sequence.computed = prefix, len(prefix.slots)
+        sequence.slots[: sequence.computed] = prefix.slots
+        num_uncached = len(sequence.tokens) - sequence.computed
+        sequence.prefilling = num_uncached > 1 or len(sequence.tokens) == len(sequence.request.prompt_ids)
         if sequence.num_cached is None:
-            num_computed = len(sequence.tokens) - len(prefix.slots)
-            self.waiting.served[sequence.request.tenant] += PROMPT_COST * num_computed
-        sequence.begin(prefix)
-        self.admitted.append(sequence.request.id)
+            sequence.num_cached = sequence.computed
+            self.waiting.served[sequence.request.tenant] += PROMPT_COST * num_uncached
         bisect.insort(self.running, sequence, key=_key)
-        return True
+        self.admitted.append(sequence.request.id)
+        self._num_admitted += 1
+        self._admission_times.append(self._clock())
 
     def _preempt(self, sequence: Sequence) -> None:
         """Queue a running sequence again. What it has computed stays in the cache until it is evicted."""
@@ -298,13 +304,6 @@ class Scheduler:
         sequence.share(self.cache, self._max_cacheable)
         sequence.leave(self.cache, self._clock())
         sequence.drafted, sequence.epoch, sequence.samples = 0, sequence.epoch + 1, ()
-        self._queue(sequence)
-
-    def _queue(self, sequence: Sequence) -> None:
-        """Queue a sequence, at the place of its key. None of a prompt is cacheable while all of its logits are needed."""
-        needs_all = sequence.request.sampling.prompt_logprobs is not None and sequence.num_emitted == 0
-        tokens = [] if needs_all else sequence.tokens[:-1][: self._max_cacheable]
-        sequence.cacheable = np.array(tokens, dtype=np.int64)
         self.waiting.add(sequence)
 
     def _retry_after(self) -> float:
@@ -421,12 +420,8 @@ def last_in_turn(candidates: Seq[Sequence], running: Seq[Sequence]) -> Sequence:
 
 
 def in_turns(running: Seq[Sequence], turns: Mapping[str, int]) -> Seq[Sequence]:
-    """Running sequences in the order in which they get rows: among equal priorities, tenants take turns with their prompts.
-
-    Of one tenant alone, in the order of their keys. turns: number of the last step with prompt rows of each tenant.
-    """
-    if len({s.request.tenant for s in running}) < 2:
-        return running
+    """The sequences of several tenants in the order in which they get rows: among equal priorities, tenants take turns with
+    their prompts. turns: number of the last step with prompt rows of each tenant."""
     num_prompts: Counter[str] = Counter()
     order = {}
     for sequence in running:

@@ -43,6 +43,7 @@ class Sequence:
     request: Request
     key: QueueKey
     tokens: list[int]
+    slots: Slots
     computed: int = 0
     prefix: CachedPrefix | None = None
     prefilling: bool = True
@@ -51,19 +52,7 @@ class Sequence:
     epoch: int = 0
     samples: tuple[int, ...] = ()
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
-    slots: Slots = field(init=False)
     cacheable: Tokens = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.slots = np.empty(len(self.request.prompt_ids) + self.request.sampling.max_tokens, dtype=np.int64)
-
-    def begin(self, prefix: CachedPrefix) -> None:
-        """Start to run, after a cached prefix."""
-        self.prefix, self.computed = prefix, len(prefix.slots)
-        self.slots[: self.computed] = prefix.slots
-        self.prefilling = self.computed < len(self.tokens) - 1 or len(self.tokens) == len(self.request.prompt_ids)
-        if self.num_cached is None:
-            self.num_cached = self.computed
 
     def extend(self, slots: Slots) -> None:
         """Own the slots of the next computed tokens."""
@@ -119,9 +108,11 @@ class ScheduledSequence:
     def logit_rows(self) -> LogitRows:
         """The last of its rows, whose logits are needed. A token is drawn there, except inside a prompt."""
         sequence, tree, end = self.sequence, self.tree, self.first + len(self.slots)
-        if tree is None and end == len(sequence.tokens):
-            tree = DraftTree.root_only(sequence.tokens[-1])
-        positions = tuple(len(sequence.tokens) + depth for depth in tree.depths) if tree is not None else ()
+        positions: tuple[int, ...] = ()
+        if tree is not None:
+            positions = tuple(len(sequence.tokens) + depth for depth in tree.depths)
+        elif end == len(sequence.tokens):
+            tree, positions = DraftTree.root_only(sequence.tokens[-1]), (end,)
         asks = sequence.request.sampling.prompt_logprobs is not None
         prompt_tokens: list[int] = []
         if asks and self.tree is None and sequence.num_emitted == 0:

@@ -54,8 +54,11 @@ def slot_attention(
     values.index_copy_(0, slots, value[0].transpose(0, 1))
     group = packed.groups[0] if packed.groups else None
     if group is not None and group.covers_pass and group.shape[0] == 1 and packed.attend is None:
+        # a pass of one segment needs no copy of its rows, and none of keys in consecutive slots
         bias = packed.bias(0, sliding_window, query.dtype, query.shape[1] // keys.shape[1])
-        return _attend_one_segment(query, keys, values, group, bias, scaling, softcap), None
+        q = query.reshape(1, keys.shape[1], -1, query.shape[3])
+        k, v = _gather(keys, group)[None].transpose(1, 2), _gather(values, group)[None].transpose(1, 2)
+        return masked_attention(q, k, v, bias, scaling, softcap).view(query.shape).transpose(1, 2), None
     attend_rows = packed.attend or attend
     out = attend_rows(query[0].transpose(0, 1), keys, values, packed, scaling, sliding_window, softcap)
     return out[None], None
@@ -109,21 +112,6 @@ def _attend_group(
     o = masked_attention(q, k, v, bias, scaling, softcap)
     o = o.view(batch, num_kv, num_heads // num_kv, cells, width).permute(0, 3, 1, 2, 4)
     return o.reshape(batch * cells, num_heads, width)
-
-
-def _attend_one_segment(
-    query: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    group: PaddedGroup,
-    bias: Tensor | None,
-    scaling: float,
-    softcap: float | None,
-) -> Tensor:
-    """The same for a pass of one segment, [1, H, R, D] to [1, R, H, D], without a copy that can be avoided."""
-    q = query.reshape(1, keys.shape[1], -1, query.shape[3])
-    k, v = _gather(keys, group)[None].transpose(1, 2), _gather(values, group)[None].transpose(1, 2)
-    return masked_attention(q, k, v, bias, scaling, softcap).view(query.shape).transpose(1, 2)
 
 
 def _gather(slots: Tensor, group: PaddedGroup) -> Tensor:

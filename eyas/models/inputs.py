@@ -112,7 +112,10 @@ class PaddedGroup:
 
     A cell is a place in that shape; cells behind the last row of a segment are padding.
     covers_pass: whether the cells are all packed rows, in their order. unmasked: whether every cell sees every key.
+    slot_range: first slot and last slot + 1 if one sequence's keys lie in consecutive slots, so that none is gathered.
     """
+
+    slot_range: tuple[int, int] | None = None
 
     def __init__(self, segments: Sequence[Segment], starts: Ints, is_only: bool, device: torch.device) -> None:
         """starts: packed row at which each segment begins. is_only: whether the pass has no other group."""
@@ -126,15 +129,11 @@ class PaddedGroup:
         self.covers_pass = is_only and not self._padded
         self.unmasked = self.shape[1] == 1 and len(set(self._lengths)) == 1
         self._num_keys = max(map(sum, zip(self._counts, self._lengths, strict=True)))
-
-    @cached_property
-    def slot_range(self) -> tuple[int, int] | None:
-        """First slot and last slot + 1 if one sequence's keys lie in consecutive slots and need no gathering, else None."""
-        if len(self._segments) > 1:
-            return None
-        slots = np.concatenate([self._segments[0].prefix, self._segments[0].slots])
-        first, last = int(slots[0]), int(slots[-1])
-        return (first, last + 1) if last - first == len(slots) - 1 and bool((np.diff(slots) == 1).all()) else None
+        if len(segments) == 1:
+            slots = np.concatenate([segments[0].prefix, segments[0].slots])
+            first, last = int(slots[0]), int(slots[-1])
+            if last - first == len(slots) - 1 and bool((np.diff(slots) == 1).all()):
+                self.slot_range = (first, last + 1)
 
     @cached_property
     def rows(self) -> Tensor:

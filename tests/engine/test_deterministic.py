@@ -42,7 +42,7 @@ def runner_of(target: TargetModel) -> BatchInvariantRunner:
 
 def prefill(runner: ModelRunner, tokens: list[int], slots: np.ndarray, cuts: tuple[int, ...]) -> torch.Tensor:
     """Logits after the last token, prefilled in chunks."""
-    sequence = Sequence(Request("a", tuple(tokens)), QueueKey(0.0, 0), list(tokens))
+    sequence = Sequence(Request("a", tuple(tokens)), QueueKey(0.0, 0), list(tokens), np.empty(len(tokens), np.int64))
     for start, end in zip((0, *cuts), (*cuts, len(tokens)), strict=True):
         logits = runner.forward([segment_of(ScheduledSequence(sequence, slots[start:end], start))])
         sequence.extend(slots[start:end])
@@ -50,7 +50,8 @@ def prefill(runner: ModelRunner, tokens: list[int], slots: np.ndarray, cuts: tup
 
 
 def tree_logits(runner: ModelRunner, tree: DraftTree, prefix: list[int], slots: np.ndarray) -> torch.Tensor:
-    sequence = Sequence(Request("b", tuple(prefix)), QueueKey(0.0, 0), [*prefix, tree.tokens[0]])
+    own = np.empty(len(prefix), np.int64)
+    sequence = Sequence(Request("b", tuple(prefix)), QueueKey(0.0, 0), [*prefix, tree.tokens[0]], own)
     sequence.extend(slots[: len(prefix)])
     scheduled = ScheduledSequence(sequence, slots[len(prefix) : len(prefix) + len(tree)], len(prefix), tree)
     return runner.forward([segment_of(scheduled)])

@@ -27,6 +27,7 @@ from tests.engine.test_equality import TREE, make_drafter, make_engine, prompts,
 from tests.strategies import trees
 
 PLAIN = SamplingParams(max_tokens=24, temperature=0.9, ignore_eos=True)
+NO_SLOTS = np.zeros(0, np.int64)
 WORDS = (*itertools.product(range(3, 48, 2), range(4, 48, 3)), (5, 6, 7), (8,), (9, 10, 11, 12))
 STEERED = {
     "bias": replace(PLAIN, temperature=0, logit_bias=((5, 3.0), (11, -100.0), (17, 1.5))),
@@ -110,7 +111,7 @@ def test_every_row_of_a_tree_is_steered_by_its_own_history(
 ) -> None:
     prompt = before[:num_prompt]
     tree = DraftTree((before[-1], *tree.tokens[1:]), tree.parents, tree.log_probs) if tree else None
-    sequence = Sequence(Request("a", tuple(prompt), kind), QueueKey(0.0, 0), list(before))
+    sequence = Sequence(Request("a", tuple(prompt), kind), QueueKey(0.0, 0), list(before), NO_SLOTS)
     work = ScheduledSequence(sequence, np.arange(len(tree) if tree else 1), len(before) - 1, tree)
     other = ScheduledSequence(under(sequence, "b", SamplingParams(temperature=0)), work.slots, work.first, tree)
     logits = 3 * torch.randn(3 * len(work.logit_rows.positions), 6, generator=torch.Generator().manual_seed(len(before)))
@@ -126,11 +127,11 @@ def test_every_row_of_a_tree_is_steered_by_its_own_history(
 
 def under(sequence: Sequence, name: str, sampling: SamplingParams) -> Sequence:
     """The same tokens, requested in another form."""
-    return Sequence(Request(name, sequence.request.prompt_ids, sampling), sequence.key, sequence.tokens)
+    return Sequence(Request(name, sequence.request.prompt_ids, sampling), sequence.key, sequence.tokens, NO_SLOTS)
 
 
 def test_default_requests_keep_their_logits() -> None:
-    sequence = Sequence(Request("a", (1, 2), PLAIN), QueueKey(0.0, 0), [1, 2])
+    sequence = Sequence(Request("a", (1, 2), PLAIN), QueueKey(0.0, 0), [1, 2], NO_SLOTS)
     logits = torch.zeros(1, 8)
     assert LogitRules(frozenset()).applied(logits, [ScheduledSequence(sequence, np.arange(2), 0).logit_rows]) is logits
 
@@ -180,7 +181,8 @@ def test_an_engine_refuses_what_it_cannot_do(asked: dict, tiny_target: str, tiny
 def test_penalties_and_bad_words_are_those_of_transformers() -> None:
     history, prompt = [3, 5, 5, 7, 2], (3, 5)
     asked = SamplingParams(repetition_penalty=1.3, bad_token_ids=((7, 2, 4), (9,), (2, 2), (5, 2, 6)))
-    work = ScheduledSequence(Sequence(Request("a", prompt, asked), QueueKey(0.0, 0), history), np.arange(1), 4, None)
+    sequence = Sequence(Request("a", prompt, asked), QueueKey(0.0, 0), history, NO_SLOTS)
+    work = ScheduledSequence(sequence, np.arange(1), 4, None)
     logits = 3 * torch.randn(1, 16, generator=torch.Generator().manual_seed(0))
     ids = torch.tensor([history])
     expected = RepetitionPenaltyLogitsProcessor(1.3)(ids, logits.clone())

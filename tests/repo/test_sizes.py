@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.scripts.count_code import calls_to_attention
+from eyas import LLM
 from tests.repo.repository import GENERATED, name, python_files, syntax
 
 MAX_FILE_LINES = 500
@@ -14,6 +16,7 @@ MIN_FILE_LINES = 40
 MAX_FUNCTION_LINES = 60
 MAX_RETURNED = 2
 MAX_TEST_NAME = 60
+MAX_CALLS = 45
 MAX_FILES = {"eyas": 110, "services": 50}
 SHORT_FILES = {"__init__", "__main__"}
 BANNED_NAMES = {"utils", "util", "common", "helpers", "helper", "misc", "handler", "handlers"}
@@ -92,6 +95,12 @@ def test_no_public_class_name_exists_twice() -> None:
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                 where[node.name].append(name(path))
     assert not {title: paths for title, paths in where.items() if len(paths) > 1}
+
+
+def test_few_functions_lie_between_generate_and_attention(eagle3_llm: LLM) -> None:
+    calls = calls_to_attention(eagle3_llm)
+    assert calls[0] == "eyas.llm.LLM.generate"
+    assert len(calls) <= MAX_CALLS, calls
 
 
 def test_test_names_have_at_most_60_characters() -> None:

@@ -77,7 +77,7 @@ class Simulation:
             tree = DraftTree.chain(range(size if self.available else 1))
             length = next((n for n in range(tree.num_drafted) if rng.random() >= self.right), tree.num_drafted)
             path = tuple(range(length + 1))
-            sequence = Sequence(Request(name, (1,)), QueueKey(0.0, 0), [1])
+            sequence = Sequence(Request(name, (1,)), QueueKey(0.0, 0), [1], np.zeros(0, np.int64))
             batch.append(ScheduledSequence(sequence, np.arange(len(tree)), 1, tree))
             outputs.append(VerifyOutput(Accepted(path, path)))
             self.tokens += len(path)
