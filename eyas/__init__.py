@@ -7,18 +7,23 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from eyas.config import DraftingConfig, EngineConfig, TreeConfig
     from eyas.errors import EyasError
-    from eyas.llm import LLM, Completion, GenerationResult
+    from eyas.llm import LLM, AsyncEngineArgs, AsyncLLM, AsyncLLMEngine
+    from eyas.outputs import CompletionOutput, Logprob, RequestOutput
     from eyas.request import SamplingParams, StructuredOutputs
 
 __version__ = "0.1.0"
 
 __all__ = [
     "LLM",
-    "Completion",
+    "AsyncEngineArgs",
+    "AsyncLLM",
+    "AsyncLLMEngine",
+    "CompletionOutput",
     "DraftingConfig",
     "EngineConfig",
     "EyasError",
-    "GenerationResult",
+    "Logprob",
+    "RequestOutput",
     "SamplingParams",
     "StructuredOutputs",
     "TreeConfig",
@@ -26,8 +31,12 @@ __all__ = [
 
 _HOMES = {
     "LLM": "eyas.llm",
-    "Completion": "eyas.llm",
-    "GenerationResult": "eyas.llm",
+    "AsyncEngineArgs": "eyas.llm",
+    "AsyncLLM": "eyas.llm",
+    "AsyncLLMEngine": "eyas.llm",
+    "CompletionOutput": "eyas.outputs",
+    "Logprob": "eyas.outputs",
+    "RequestOutput": "eyas.outputs",
     "SamplingParams": "eyas.request",
     "StructuredOutputs": "eyas.request",
     "EyasError": "eyas.errors",

@@ -58,11 +58,15 @@ class ChatTemplate:
 
 def load_template(model: ServedModel) -> ChatTemplate | None:
     """Return the chat template of a model; None if it has none. Raises ConfigError or CheckpointError for a bad one."""
-    settings = tokenizer_settings(model.tokenizer)
+    source = _read(model.chat_template) if model.chat_template else _find(model.tokenizer)
+    return ChatTemplate(source, special_tokens(model.tokenizer), model.name) if source else None
+
+
+def special_tokens(tokenizer: str) -> dict[str, str]:
+    """Return the special tokens of a tokenizer by the names that templates use. Raises CheckpointError."""
+    settings = tokenizer_settings(tokenizer)
     texts = {name: _token_text(token) for name, token in settings.items() if name.endswith("_token")}
-    special_tokens = {name: text for name, text in texts.items() if text}
-    source = _read(model.chat_template) if model.chat_template else _find(model.tokenizer, settings)
-    return ChatTemplate(source, special_tokens, model.name) if source else None
+    return {name: text for name, text in texts.items() if text}
 
 
 def _cut_after(text: str, content: str) -> str:
@@ -81,7 +85,7 @@ def _read(path: str) -> str:
         raise ConfigError(f"cannot read the chat_template {path}: {error}") from error
 
 
-def _find(tokenizer: str, settings: Mapping[str, Any]) -> str:
+def _find(tokenizer: str) -> str:
     """Return the tokenizer's template: from chat_template.jinja, else from its settings; of several the default."""
     try:
         file = fetch_file(tokenizer, _FILE)
@@ -90,7 +94,7 @@ def _find(tokenizer: str, settings: Mapping[str, Any]) -> str:
         file = None
     if file is not None:
         return _read(str(file))
-    template = settings.get("chat_template") or ""
+    template = tokenizer_settings(tokenizer).get("chat_template") or ""
     if isinstance(template, list):
         return str({entry["name"]: entry["template"] for entry in template}.get("default", ""))
     return str(template)

@@ -1,71 +1,72 @@
-"""`LLM`: the engine in one process, with the same tokens as through the services."""
+"""`LLM` and `AsyncLLM`: the engine in one process, under vLLM's names, with the same tokens as through the services."""
 
 from __future__ import annotations
 
+import asyncio
 import itertools
+import random
 import sys
-from collections.abc import Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, aclosing, contextmanager
+from dataclasses import replace
 from numbers import Integral
+from typing import Any, Literal, NamedTuple, Self, TypeVar, cast
 
 from rich.console import Console
 from rich.progress import Progress
 
-from eyas.config import DraftingConfig, EngineConfig, HeadValidation, MethodsConfig, TreeConfig
+from eyas.chat_template import ChatTemplate, load_template, special_tokens
+from eyas.config import DraftingConfig, EngineConfig, HeadValidation, MethodsConfig, ServedModel, TreeConfig
+from eyas.config.vllm import Speculation, engine_config, speculation
 from eyas.drafters.registry import NO_DRAFTS, build_drafter, build_fuser, default_method, resolve_wiring
+from eyas.engine.async_engine import AsyncEngine
 from eyas.engine.build import assemble_engine, gather_ranks, load_model
-from eyas.errors import EyasError, InvalidRequest, RequestFailed
-from eyas.models.checkpoint import resolve_placement
+from eyas.engine.engine import Engine
+from eyas.errors import ConfigError, EyasError, InvalidRequest, RequestFailed
+from eyas.models.checkpoint import resolve, resolve_placement
 from eyas.models.workers import RankInfo
-from eyas.request import Chunk, FinishReason, GenerationStats, Request, SamplingParams, TokenLogprob
-from eyas.tokenizer import TextStream, load_tokenizer
-from eyas.validation import check_sampling
+from eyas.outputs import OutputBuilder, RequestOutput, TextDecoder
+from eyas.request import Chunk, Request, SamplingParams
+from eyas.tokenizer import Tokenizer, load_tokenizer
 
-Prompt = str | Sequence[int]
-
-
-@dataclass(frozen=True)
-class Completion:
-    """One continuation of a prompt. token_ids end with the stop token, or the token that completed a stop string; text is
-    cut before a stop string. seed is the one that was used. logprobs: one per token where asked for."""
-
-    token_ids: tuple[int, ...]
-    text: str
-    finish_reason: FinishReason
-    seed: int
-    stats: GenerationStats
-    logprobs: tuple[TokenLogprob, ...] = ()
+# Text, token ids, or vLLM's dictionary of `prompt` and `prompt_token_ids`.
+Prompt = str | Sequence[int] | Mapping[str, Any]
+Message = Mapping[str, Any]
+OutputKind = Literal["cumulative", "delta", "final_only"]
+ResultT = TypeVar("ResultT")
 
 
-@dataclass(frozen=True, kw_only=True)
-class GenerationResult(Completion):
-    """The first completion of a prompt, and all n of them.
+class _Completion(NamedTuple):
+    """A completion in progress, and the output that it belongs to."""
 
-    prompt_logprobs: one per token of the prompt where asked for. num_cached_tokens: prompt tokens of the first
-    completion that came from the prefix cache.
-    """
+    request: Request
+    decoder: TextDecoder
+    output: OutputBuilder
 
-    prompt_token_ids: tuple[int, ...]
-    completions: tuple[Completion, ...]
-    prompt_logprobs: tuple[TokenLogprob, ...] = ()
-    num_cached_tokens: int = 0
+    def add(self, chunk: Chunk) -> None:
+        """Add a chunk; what comes after a stop string does not count."""
+        if not self.decoder.stopped:
+            self.output.add(self.decoder.add(chunk))
 
 
 class LLM:
-    """A target model with or without a drafter.
+    """A target model with or without a drafter. Not safe for use from several threads.
 
     Args:
         model: folder or hub id of the target, any causal LM that transformers loads.
         draft_model: folder or hub id of the draft head, or of another checkpoint that the method loads.
         method: how to draft; "eagle3" if only `draft_model` is given. Without either, decoding is plain.
-        device: "auto" takes CUDA where torch finds a GPU, else the CPU.
         dtype: "auto" takes the checkpoint's on a GPU and float32 on the CPU.
+        device: "auto" takes CUDA where torch finds a GPU, else the CPU.
         validate_head: "auto" tries the plausible wirings of an EAGLE head and takes the best; "never" trusts its config.
+        speculative_config: vLLM's way to name draft model, method and length of the drafts.
+        chat_template: file with a Jinja template for `chat`; empty takes the tokenizer's.
+        seed: makes the seeds of requests without one; None draws them.
+        arguments: vLLM's arguments, such as max_num_seqs, and the settings of EngineConfig, which change `engine`.
 
     Raises:
         CheckpointError: weights do not load or fit, or a head guesses no better than chance.
-        ConfigError: the method is unknown, its head is missing, or torch has no such device.
+        ConfigError: the method is unknown, its head is missing, torch has no such device, or an argument is unknown.
     """
 
     def __init__(
@@ -73,149 +74,366 @@ class LLM:
         model: str,
         draft_model: str | None = None,
         method: str | None = None,
-        dtype: str = "auto",
+        dtype: Any = "auto",
         device: str = "auto",
         tree: TreeConfig | None = None,
         engine: EngineConfig | None = None,
         drafting: DraftingConfig | None = None,
         methods: MethodsConfig | None = None,
         validate_head: HeadValidation = "auto",
+        *,
+        tokenizer: str | None = None,
+        speculative_config: Mapping[str, Any] | None = None,
+        chat_template: str = "",
+        seed: int | None = None,
+        **arguments: Any,
     ) -> None:
-        tree, engine, drafting = tree or TreeConfig(), engine or EngineConfig(), drafting or DraftingConfig()
-        head, name = draft_model or "", default_method(method or "", draft_model or "")
-        device, dtype = resolve_placement(device, dtype, model)
+        engine = replace(engine_config(arguments, engine or EngineConfig()), max_queued_requests=sys.maxsize)
+        drafts = _speculation(speculative_config, draft_model, method, tree, methods or MethodsConfig())
+        resolve(model)  # a missing target is not the head's fault
+        device, dtype = resolve_placement(device, _dtype_name(dtype), model)
+        drafting = drafting or DraftingConfig(cuda_graphs=engine.cuda_graphs)
+        name, head, shape = drafts.method, drafts.draft_model, drafts.tree or TreeConfig()
         fuser = build_fuser(name, head, model, dtype, device)
         with ExitStack() as undo:
             ranks = gather_ranks(RankInfo(0, engine.tensor_parallel_size, device), model, dtype, engine.max_model_len)
             undo.callback(ranks.close)
             target = load_model(model, fuser, dtype, device, engine, ranks)
-            wiring = None
+            wiring, drafter = None, None
             if fuser is not None and validate_head == "auto" and ranks.size == 1:
                 wiring = resolve_wiring(name, target, fuser, head, model, dtype, device)
-            drafter = None
             if name != NO_DRAFTS:
-                drafter = build_drafter(name, model, head, dtype, device, tree, drafting, methods, wiring)
-            engine = replace(engine, max_queued_requests=sys.maxsize)
-            self._engine = assemble_engine(target, fuser, engine, tree, drafter, ranks)
+                drafter = build_drafter(name, model, head, dtype, device, shape, drafting, drafts.methods, wiring)
+            self.llm_engine: Engine = assemble_engine(target, fuser, engine, shape, drafter, ranks)
+            self._tokenizer = load_tokenizer(tokenizer or model)
             undo.pop_all()
         self._ranks = ranks
-        self._tokenizer = load_tokenizer(model)
-        self._names = itertools.count()
+        self._served = ServedModel(model, tokenizer or model, chat_template)
+        self._seeds = random.Random(seed) if seed is not None else None
+        self._names, self._numbers = itertools.count(), itertools.count()
+        self._running: dict[str, _Completion] = {}
 
-    def generate(
-        self, prompts: Prompt | Sequence[Prompt], sampling: SamplingParams | Sequence[SamplingParams] | None = None
-    ) -> list[GenerationResult]:
-        """Continue each prompt, given as text or as token ids; one result each, in order.
+    def __enter__(self) -> Self:
+        return self
 
-        sampling: one for all prompts, or one each. Raises InvalidRequest naming the prompt, before anything is run, and
-        RequestFailed when the target gives no usable logits. After an error no request of the call is left in the engine.
-        """
-        is_single = isinstance(prompts, str) or (len(prompts) and all(isinstance(p, Integral) for p in prompts))
-        batch: list[Prompt] = [prompts] if is_single else list(prompts)  # type: ignore[list-item, arg-type]
-        all_params = [sampling or SamplingParams()] * len(batch) if not isinstance(sampling, Sequence) else list(sampling)
-        if len(all_params) != len(batch):
-            raise InvalidRequest(
-                f"{len(batch)} prompts but {len(all_params)} sampling params; give one for all, or one each"
-            )
-        running: dict[str, _Generation] = {}
-        try:
-            groups = []
-            for index, (prompt, params) in enumerate(zip(batch, all_params, strict=True)):
-                try:
-                    groups.append(self._submit(prompt, params, running))
-                except EyasError as error:
-                    raise type(error)(f"prompt {index}: {error}") from error
-            self._run(running)
-        except BaseException:
-            for request_id in running:
-                self._engine.cancel(request_id)
-            self._engine.step()  # frees all that they hold
-            raise
-        return [_result(group) for group in groups]
+    def __exit__(self, *raised: object) -> None:
+        self.close()
 
     def close(self) -> None:
         """Shut down the tensor-parallel worker processes. Nothing can be generated afterwards."""
         self._ranks.close()
 
-    def _submit(self, prompt: Prompt, sampling: SamplingParams, running: dict[str, _Generation]) -> list[_Generation]:
-        """Submit the completions of a prompt, and add them to `running`."""
-        check_sampling(sampling)
-        ids = self._tokenizer.encode(prompt) if isinstance(prompt, str) else tuple(prompt)
-        for token in ids:
-            if not isinstance(token, Integral):
-                raise InvalidRequest(f"{token!r} is not a token id; a prompt is text or a list of whole numbers")
-        group = []
-        for split in sampling.completions(self._tokenizer.bad_token_ids(sampling.bad_words)):
-            request = Request(f"{next(self._names)}", tuple(map(int, ids)), split)
-            self._engine.submit(request)
-            running[request.id] = _Generation(request, TextStream(self._tokenizer, sampling.stop, sampling.min_tokens))
-            group.append(running[request.id])
-        return group
+    def get_tokenizer(self) -> Tokenizer:
+        """The target's tokenizer."""
+        return self._tokenizer
 
-    def _run(self, running: dict[str, _Generation]) -> None:
-        with Progress(console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()) as progress:
-            task = progress.add_task("generating", total=len(running))
-            while self._engine.has_work:
-                for chunk in self._engine.step():
-                    running[chunk.request_id].take(chunk)
-                    if running[chunk.request_id].stopped:
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool | Callable[..., Any] = True,
+    ) -> list[RequestOutput]:
+        """Continue each prompt, given as text or as token ids; one output each, in order.
+
+        sampling_params: one for all prompts, or one each. use_tqdm: whether a terminal shows progress, or a class like
+        tqdm. Raises InvalidRequest naming the prompt, before anything is run, and RequestFailed when the target gives no
+        usable logits. After an error no request of the call is left in the engine.
+        """
+        outputs = self._submit(prompts, sampling_params)
+        with _progress(use_tqdm, len(outputs)) as advance:
+            for is_finished in self._run(outputs, OutputBuilder.skip):
+                advance(is_finished)
+        return [output.output() for output in outputs]
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool | Callable[..., Any] = True,
+        *,
+        chat_template: str | None = None,
+        add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[RequestOutput]:
+        """Generate the assistant's next message of a conversation, or of each of several.
+
+        chat_template: text of a Jinja template instead of the model's. Raises ConfigError for a model without a template,
+        InvalidRequest for messages that the template refuses, and what `generate` raises.
+        """
+        variables = {"add_generation_prompt": add_generation_prompt, "tools": tools} | dict(chat_template_kwargs or {})
+        prompts = self.chat_prompts(messages, chat_template, **variables)
+        return self.generate(prompts, sampling_params, use_tqdm)
+
+    def stream(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> Iterator[RequestOutput]:
+        """Yield what each step adds: outputs with new text and tokens only. Leaving the iterator early cancels the rest.
+
+        Several prompts take turns; `request_id` counts them. Raises as `generate`, when the first output is asked for.
+        """
+        yield from self._run(self._submit(prompts, sampling_params), OutputBuilder.delta)
+
+    def chat_prompts(
+        self, messages: Sequence[Message] | Sequence[Sequence[Message]], chat_template: str | None = None, **variables: Any
+    ) -> list[Prompt]:
+        """Render conversations with the chat template, as prompts for `generate` and `stream`.
+
+        variables: for the template, such as enable_thinking. Raises as `chat`.
+        """
+        is_one = bool(messages) and isinstance(messages[0], Mapping)
+        conversations = cast("Sequence[Sequence[Message]]", [messages] if is_one else messages)
+        if chat_template is None:
+            template = load_template(self._served)
+        else:
+            template = ChatTemplate(chat_template, special_tokens(self._served.tokenizer), self._served.name)
+        if template is None:
+            raise ConfigError(f"{self._served.name} has no chat template; give LLM a file with one as chat_template")
+        texts = [template.render(conversation, variables) for conversation in conversations]
+        return [{"prompt": text, "prompt_token_ids": self._tokenizer.encode_rendered(text)} for text in texts]
+
+    def begin(self, prompt: Prompt, sampling_params: SamplingParams, request_id: str | None = None) -> list[_Completion]:
+        """The completions of a prompt, as requests for the engine. Raises InvalidRequest."""
+        text, ids = self._encoded(prompt)
+        if sampling_params.seed is None and self._seeds is not None:
+            sampling_params = replace(sampling_params, seed=self._seeds.getrandbits(64))
+        request_id = f"{next(self._names)}" if request_id is None else request_id
+        output = OutputBuilder(request_id, text, ids, sampling_params.n, self._tokenizer)
+        completions = []
+        split = sampling_params.completions(self._tokenizer.bad_token_ids(sampling_params.bad_words))
+        for index, own in enumerate(split):  # the engine may still hold a cancelled request of the same id
+            decoder = TextDecoder(self._tokenizer, sampling_params, len(ids), own.seed, index)
+            completions.append(_Completion(Request(f"{request_id}#{next(self._numbers)}", ids, own), decoder, output))
+        return completions
+
+    def _submit(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+    ) -> list[OutputBuilder]:
+        """Submit the completions of all prompts, or of none."""
+        batch = _batch(prompts)
+        params = sampling_params or SamplingParams()
+        all_params = list(params) if isinstance(params, Sequence) else [params] * len(batch)
+        if len(all_params) != len(batch):
+            raise InvalidRequest(
+                f"{len(batch)} prompts but {len(all_params)} sampling params; give one for all, or one each"
+            )
+        outputs: list[OutputBuilder] = []
+        try:
+            for index, (prompt, own) in enumerate(zip(batch, all_params, strict=True)):
+                try:
+                    completions = self.begin(prompt, own)
+                    outputs.append(completions[0].output)
+                    for completion in completions:
+                        self.llm_engine.submit(completion.request)
+                        self._running[completion.request.id] = completion
+                except EyasError as error:
+                    raise type(error)(f"prompt {index}: {error}") from error
+        except BaseException:
+            self._cancel(outputs)
+            raise
+        return outputs
+
+    def _run(self, outputs: Sequence[OutputBuilder], read: Callable[[OutputBuilder], ResultT]) -> Iterator[ResultT]:
+        """Step until all outputs are finished, and yield what `read` makes of those that changed.
+
+        Cancels what is left when the caller stops. Raises RequestFailed.
+        """
+        try:
+            while any(output.num_running or output.changed for output in outputs):
+                if not any(output.changed for output in outputs):
+                    self._step()
+                for output in outputs:
+                    if output.error:
+                        raise RequestFailed(f"request {output.request_id}: {output.error}")
+                    if output.changed:
+                        yield read(output)
+        finally:
+            self._cancel(outputs)
+
+    def _step(self) -> None:
+        """Run a step, and give its chunks to the outputs of all calls that are under way."""
+        for chunk in self.llm_engine.step():
+            if (completion := self._running.get(chunk.request_id)) is None:
+                continue
+            completion.add(chunk)
+            if completion.decoder.stopped:
+                self.llm_engine.cancel(chunk.request_id)
+            if completion.decoder.stopped or chunk.finish_reason:
+                del self._running[chunk.request_id]
+
+    def _cancel(self, outputs: Sequence[OutputBuilder]) -> None:
+        """Cancel what is left of outputs, and free all that they and stop strings leave in the engine."""
+        own = set(map(id, outputs))
+        for request_id in [name for name, completion in self._running.items() if id(completion.output) in own]:
+            self.llm_engine.cancel(request_id)
+            del self._running[request_id]
+        if self.llm_engine.has_work:
+            self._step()
+
+    def _encoded(self, prompt: Prompt) -> tuple[str | None, tuple[int, ...]]:
+        """The text of a prompt, None for token ids, and its token ids. Raises InvalidRequest."""
+        text: Any = prompt
+        if isinstance(prompt, Mapping):
+            text = prompt.get("prompt")
+            if (ids := prompt.get("prompt_token_ids")) is not None:
+                return text, _token_ids(ids)
+        return (text, self._tokenizer.encode(text)) if isinstance(text, str) else (None, _token_ids(text))
+
+
+class AsyncEngineArgs:
+    """The arguments of an AsyncLLM, for code that was written for vLLM's `from_engine_args`."""
+
+    def __init__(self, model: str, **arguments: Any) -> None:
+        self.model = model
+        self.arguments = arguments
+
+
+class AsyncLLM:
+    """`LLM` for asyncio: requests join and leave the running batch one by one. The engine runs in a thread of its own.
+
+    Takes the arguments of LLM and raises as it does. Use it from one event loop at a time.
+    """
+
+    def __init__(self, model: str, **arguments: Any) -> None:
+        self._llm = LLM(model, **arguments)
+        self._engine = AsyncEngine(self._llm.llm_engine)
+        self._running: dict[str, list[str]] = {}
+
+    @classmethod
+    def from_engine_args(cls, engine_args: AsyncEngineArgs) -> Self:
+        """Make an engine as vLLM does."""
+        return cls(engine_args.model, **engine_args.arguments)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *raised: object) -> None:
+        await asyncio.to_thread(self.shutdown)
+
+    def shutdown(self) -> None:
+        """End the engine's thread after the present step, and the tensor-parallel worker processes."""
+        self._engine.stop()
+        self._llm.close()
+
+    def get_tokenizer(self) -> Tokenizer:
+        """The target's tokenizer."""
+        return self._llm.get_tokenizer()
+
+    async def generate(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        request_id: str | None = None,
+        *,
+        output_kind: OutputKind = "cumulative",
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Yield the output of a prompt as it grows; leaving the generator early cancels the request.
+
+        request_id: for `abort`; unique among running requests. output_kind: "cumulative" yields all so far, as vLLM does by
+        default, "delta" what is new, "final_only" the whole output at the end.
+
+        Raises InvalidRequest, and RequestFailed when the target gives no usable logits or the engine fails.
+        """
+        begun = self._llm.begin(prompt, sampling_params or SamplingParams(), request_id)
+        completions = {one.request.id: one for one in begun}
+        output = begun[0].output
+        if output.request_id in self._running:
+            raise InvalidRequest(f"request_id {output.request_id!r} is running already; give another", "request_id")
+        if not self._running:
+            self._engine.start()
+        self._running[output.request_id] = list(completions)
+        try:
+            async with aclosing(self._engine.generate(*(one.request for one in begun))) as chunks:
+                async for chunk in chunks:
+                    completion = completions[chunk.request_id]
+                    completion.add(chunk)
+                    if completion.decoder.stopped:
                         self._engine.cancel(chunk.request_id)
-                    elif chunk.finish_reason == "error":
-                        raise RequestFailed(f"request {chunk.request_id}: {chunk.message}")
-                progress.update(task, completed=sum(r.finish_reason is not None for r in running.values()))
+                    if output.error:
+                        raise RequestFailed(f"request {output.request_id}: {output.error}")
+                    if output_kind == "delta" and output.changed:
+                        yield output.delta()
+                    elif output_kind == "cumulative" or not output.num_running:
+                        yield output.output()
+                    if not output.num_running:
+                        return
+        finally:
+            del self._running[output.request_id]
+
+    def chat(
+        self,
+        messages: Sequence[Message],
+        sampling_params: SamplingParams | None = None,
+        request_id: str | None = None,
+        *,
+        output_kind: OutputKind = "cumulative",
+        chat_template: str | None = None,
+        **variables: Any,
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Generate the assistant's next message; as `generate`. variables: for the chat template. Raises as `LLM.chat`."""
+        (prompt,) = self._llm.chat_prompts(messages, chat_template, **variables)
+        return self.generate(prompt, sampling_params, request_id, output_kind=output_kind)
+
+    async def abort(self, request_id: str) -> None:
+        """End a request. Its generator yields a last output with the finish reason "cancelled". Unknown ids are ignored."""
+        for name in self._running.get(request_id, ()):
+            self._engine.cancel(name)
 
 
-@dataclass
-class _Generation:
-    """A completion in progress."""
-
-    request: Request
-    stream: TextStream
-    token_ids: list[int] = field(default_factory=list)
-    texts: list[str] = field(default_factory=list)
-    stats: GenerationStats = field(default_factory=GenerationStats)
-    logprobs: list[TokenLogprob] = field(default_factory=list)
-    prompt_logprobs: tuple[TokenLogprob, ...] = ()
-    finish_reason: FinishReason | None = None
-    stopped: bool = False
-    num_cached: int = 0
-
-    def take(self, chunk: Chunk) -> None:
-        """Add a chunk; tokens after a stop string are left out."""
-        if self.stopped:
-            return
-        piece = self.stream.push(chunk.token_ids)
-        counted = chunk.first(len(piece.texts))
-        self.num_cached += chunk.num_cached
-        self.token_ids += counted.token_ids
-        self.texts.append(piece.text)
-        self.logprobs += counted.logprobs
-        self.prompt_logprobs += counted.prompt_logprobs
-        self.stats.add(counted)
-        self.stopped = piece.stopped
-        self.finish_reason = "stop" if piece.stopped else chunk.finish_reason
-        if self.finish_reason and not piece.stopped:
-            self.texts.append(self.stream.flush())
-
-    def completion(self) -> Completion:
-        assert self.finish_reason is not None
-        assert self.request.sampling.seed is not None
-        return Completion(
-            token_ids=tuple(self.token_ids),
-            text="".join(self.texts),
-            finish_reason=self.finish_reason,
-            seed=self.request.sampling.seed,
-            stats=self.stats,
-            logprobs=tuple(self.logprobs),
-        )
+AsyncLLMEngine = AsyncLLM
 
 
-def _result(group: Sequence[_Generation]) -> GenerationResult:
-    completions, first = tuple(generation.completion() for generation in group), group[0]
-    return GenerationResult(
-        **vars(completions[0]),
-        prompt_token_ids=first.request.prompt_ids,
-        completions=completions,
-        prompt_logprobs=first.prompt_logprobs,
-        num_cached_tokens=first.num_cached,
-    )
+def _batch(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """One prompt or several, as a list."""
+    is_one = isinstance(prompts, str | Mapping) or (len(prompts) and all(isinstance(one, Integral) for one in prompts))
+    return [cast("Prompt", prompts)] if is_one else list(cast("Sequence[Prompt]", prompts))
+
+
+def _token_ids(ids: Any) -> tuple[int, ...]:
+    """Token ids of any list. Raises InvalidRequest for what is none."""
+    for token in ids:
+        if not isinstance(token, Integral):
+            raise InvalidRequest(f"{token!r} is not a token id; a prompt is text or a list of whole numbers")
+    return tuple(map(int, ids))
+
+
+def _speculation(
+    config: Mapping[str, Any] | None,
+    draft_model: str | None,
+    method: str | None,
+    tree: TreeConfig | None,
+    methods: MethodsConfig,
+) -> Speculation:
+    """How to draft, from vLLM's arguments or Eyas' own. Raises ConfigError for both."""
+    drafts = Speculation(draft_model or "", method or "", tree, methods)
+    if config is not None:
+        if draft_model or method:
+            raise ConfigError("speculative_config and draft_model or method say both how to draft; give one of them")
+        drafts = speculation(config, methods)
+    return replace(drafts, method=default_method(drafts.method, drafts.draft_model), tree=tree or drafts.tree)
+
+
+def _dtype_name(dtype: Any) -> str:
+    """The name of a dtype, given as a torch.dtype or under one of vLLM's names."""
+    name = str(dtype).removeprefix("torch.")
+    return {"half": "float16", "float": "float32"}.get(name, name)
+
+
+@contextmanager
+def _progress(use_tqdm: bool | Callable[..., Any], total: int) -> Iterator[Callable[[bool], object]]:
+    """A progress bar of prompts; yields what to call with whether one more is done."""
+    if callable(use_tqdm):
+        bar = use_tqdm(total=total, desc="Processed prompts")
+        try:
+            yield bar.update
+        finally:
+            bar.close()
+        return
+    is_shown = use_tqdm and sys.stderr.isatty()
+    with Progress(console=Console(stderr=True), transient=True, disable=not is_shown) as progress:
+        task = progress.add_task("generating", total=total)
+        yield lambda is_done: progress.advance(task, is_done)

@@ -250,11 +250,16 @@ class OutputBuilder:
 
     def delta(self) -> RequestOutput:
         """What is new since the last delta: tokens, text and log-probabilities of the completions that changed."""
-        output = self._output(sorted(self.changed))
-        for index in self.changed:
-            completion = self._completions[index]
-            self._completions[index] = replace(completion, token_ids=[], texts=[], logprobs=[])
+        changed = sorted(self.changed)
+        output = self._output(changed)
+        for index in changed:
+            self._completions[index] = replace(self._completions[index], token_ids=[], texts=[], logprobs=[])
         return output
+
+    def skip(self) -> bool:
+        """Take all as read; return whether all completions have ended."""
+        self.changed.clear()
+        return self.num_running == 0
 
     def _output(self, indices: Sequence[int]) -> RequestOutput:
         self.changed = self.changed - set(indices)

@@ -5,15 +5,17 @@ from __future__ import annotations
 import json
 import secrets
 from collections.abc import Iterable, Mapping
+from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import zip_longest
-from typing import Literal
+from typing import Any, Literal
+
+from eyas.errors import InvalidRequest
+from eyas.validation import CONSTRAINTS, check_sampling
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]
 
-MAX_SEED = 2**64 - 1
-MAX_INT = 2**31 - 1
 COMPLETION_SEED_STEP = 0x9E3779B97F4A7C15
 
 
@@ -50,16 +52,15 @@ class StructuredOutputs:
         return tuple(name for name in CONSTRAINTS if getattr(self, name))
 
 
-CONSTRAINTS = ("json", "json_object", "regex", "choice", "grammar", "structural_tag")
-
-
 @dataclass(frozen=True)
 class SamplingParams:
-    """How to draw tokens: eyas.validation has the ranges, docs/sampling.md the exact rules and their order.
+    """How to draw tokens: docs/sampling.md has the exact rules and their order. Names as in vLLM.
+
+    Raises InvalidRequest when it is made with a value out of range; lists may be None, and `stop` and `bad_words` one text.
 
     max_tokens: most tokens to emit, at least 1.
     temperature: 0 is greedy; above 0 scales the logits by 1/temperature.
-    top_k: keep the k likeliest tokens; 0 keeps all.
+    top_k: keep the k likeliest tokens; 0 or -1 keeps all.
     top_p: keep the smallest set of likeliest tokens whose probability reaches top_p, in (0, 1].
     seed: 0 to 2**64-1; None draws one. The same seed gives the same tokens, with or without a drafter
         (under the acceptance rule `rejection`, above temperature 0, with the same drafts only).
@@ -102,13 +103,15 @@ class SamplingParams:
     structured_outputs: StructuredOutputs | None = None
 
     def __post_init__(self) -> None:
-        for name in ("stop", "bad_words"):
-            value = getattr(self, name)
-            object.__setattr__(self, name, (value,) if isinstance(value, str) else tuple(value))
-        bias = self.logit_bias.items() if isinstance(self.logit_bias, Mapping) else self.logit_bias
-        object.__setattr__(self, "logit_bias", tuple(sorted(tuple(pair) for pair in bias)))
-        object.__setattr__(self, "bad_token_ids", tuple(tuple(ids) for ids in self.bad_token_ids))
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        for name in ("stop", "bad_words", "stop_token_ids", "bad_token_ids", "logit_bias"):
+            value: Any = getattr(self, name)
+            try:
+                object.__setattr__(self, name, _normalised(name, value))
+            except TypeError:
+                raise InvalidRequest(f"{name} is {value!r}; it must be a list, or a mapping for logit_bias", name) from None
+        if self.top_k == -1:
+            object.__setattr__(self, "top_k", 0)
+        check_sampling(self)
 
     def end_ids(self, eos_ids: frozenset[int]) -> frozenset[int]:
         """Tokens that end the output; eos_ids: the model's own."""
@@ -120,9 +123,28 @@ class SamplingParams:
         bad_token_ids: `bad_words` as token ids. The caller looks for stop strings. Only the first has prompt_logprobs.
         """
         seed = secrets.randbits(64) if self.seed is None else self.seed
-        one = replace(self, n=1, stop=(), bad_words=(), bad_token_ids=(*self.bad_token_ids, *bad_token_ids), seed=seed)
+        words, one = tuple(bad_token_ids), self
+        if words:
+            one = replace(self, bad_words=(), bad_token_ids=(*self.bad_token_ids, *words))
+        one = one._copy(n=1, stop=(), bad_words=(), seed=seed)
         seeds = ((seed + i * COMPLETION_SEED_STEP) % 2**64 for i in range(1, self.n))
-        return (one, *(replace(one, prompt_logprobs=None, seed=other) for other in seeds))
+        return (one, *(one._copy(prompt_logprobs=None, seed=other) for other in seeds))
+
+    def _copy(self, **values: Any) -> SamplingParams:
+        """A copy with other values that need no check."""
+        other = copy(self)
+        vars(other).update(values)
+        return other
+
+
+def _normalised(name: str, value: Any) -> tuple[Any, ...]:
+    """A list of a parameter as a tuple; one text counts as a list of one, None as an empty one. Raises TypeError."""
+    if isinstance(value, str):
+        return (value,) if name in ("stop", "bad_words") else tuple(value)
+    entries = value.items() if isinstance(value, Mapping) else value or ()
+    if name == "logit_bias":
+        return tuple(sorted(tuple(pair) for pair in entries))
+    return tuple(map(tuple, entries)) if name == "bad_token_ids" else tuple(entries)
 
 
 @dataclass(frozen=True)

@@ -1,16 +1,21 @@
-"""Checks requests: ranges of their parameters, and whether they fit a model."""
+"""Checks requests: ranges of their parameters, which SamplingParams checks when made, and whether they fit a model."""
 
 from __future__ import annotations
 
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence, Sized
-from numbers import Real
-from typing import Any
+from numbers import Integral, Real
+from typing import TYPE_CHECKING, Any
 
 from eyas.errors import InvalidRequest
-from eyas.request import CONSTRAINTS, MAX_INT, MAX_SEED, Request, SamplingParams, StructuredOutputs
 
+if TYPE_CHECKING:
+    from eyas.request import Request, SamplingParams, StructuredOutputs
+
+MAX_SEED = 2**64 - 1
+MAX_INT = 2**31 - 1
+CONSTRAINTS = ("json", "json_object", "regex", "choice", "grammar", "structural_tag")
 MAX_REQUEST_ID_LENGTH = 128
 MAX_CACHE_SALT_LENGTH = 256
 MAX_COMPLETIONS = 128
@@ -103,6 +108,7 @@ def check_sampling(sampling: SamplingParams) -> None:
     The error's `param` is its name. `check_request` checks what depends on the model.
     """
     check_sizes(vars(sampling))
+    _check_entries(sampling)
     for name, (low, high) in (_WHOLE | _WHOLE_OR_NONE).items():
         value = getattr(sampling, name)
         if value is None and name in _WHOLE_OR_NONE:
@@ -138,6 +144,21 @@ def check_sampling(sampling: SamplingParams) -> None:
         raise InvalidRequest(f"n is {sampling.n} at temperature 0, where all completions are the same; ask for one", "n")
     if sampling.structured_outputs is not None:
         check_structured_outputs(sampling.structured_outputs)
+
+
+def _check_entries(sampling: SamplingParams) -> None:
+    """Raises InvalidRequest for a list with an entry of the wrong type."""
+    texts = {name: getattr(sampling, name) for name in ("stop", "bad_words")}
+    ids = {
+        "stop_token_ids": sampling.stop_token_ids,
+        "bad_token_ids": [token for word in sampling.bad_token_ids for token in word],
+        "logit_bias": [pair[0] for pair in sampling.logit_bias],
+    }
+    for entries, kind, words in ((texts, str, "texts"), (ids, Integral, "token ids")):
+        for name, values in entries.items():
+            wrong = [value for value in values if not isinstance(value, kind)]
+            if wrong:
+                raise InvalidRequest(f"{name} holds {wrong[0]!r}; it must hold {words}", name)
 
 
 def check_structured_outputs(structured: StructuredOutputs) -> None:
@@ -190,10 +211,7 @@ def _check_json(name: str, text: str) -> None:
 
 
 def check_request(request: Request, vocab_size: int, max_model_len: int) -> None:
-    """Raises InvalidRequest unless a model with this vocabulary and length can serve the request.
-
-    Its sampling parameters must have been checked.
-    """
+    """Raises InvalidRequest unless a model with this vocabulary and length can serve the request."""
     num_prompt, sampling = len(request.prompt_ids), request.sampling
     check_cache_salt(request.cache_salt)
     if len(request.session) > MAX_SESSION_LENGTH:

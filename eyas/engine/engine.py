@@ -16,7 +16,7 @@ from eyas.request import Chunk, Request
 from eyas.sampling.acceptance import VerifyOutput
 from eyas.sampling.penalties import LogitRules
 from eyas.sampling.verify import verify
-from eyas.validation import check_engine_request, check_request, check_sampling
+from eyas.validation import check_engine_request, check_request
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,6 @@ class Engine:
         """Queue one completion, as `SamplingParams.completions` gives it. Raises InvalidRequest if it can never be served,
         Overloaded if the queue is full."""
         target = self._runner.target
-        check_sampling(request.sampling)
         check_request(request, target.vocab_size, self.max_model_len)
         check_engine_request(request, target.vocab_size, target.eos_ids)
         if request.sampling.structured_outputs is not None:

@@ -16,7 +16,6 @@ from eyas.draft_protocol import Commit, Refusal, RefusalReason, ResyncRequired, 
 from eyas.errors import InvalidRequest
 from eyas.outputs import TextChunk, Totals
 from eyas.request import (
-    MAX_INT,
     Chunk,
     FinishReason,
     GenerationStats,
@@ -41,7 +40,7 @@ from eyas.rpc.messages import (
 )
 from eyas.tree import DraftProbs, DraftTree, SampledProposal
 from eyas.v1 import draft_pb2, generation_pb2, types_pb2, worker_pb2
-from eyas.validation import MAX_CHOICES, check_request_id
+from eyas.validation import MAX_CHOICES, MAX_INT, check_request_id
 
 
 def _values(message: Message) -> dict[str, Any]:

@@ -27,7 +27,7 @@ from eyas.rpc.messages import DrafterInfo, DraftRequest, DraftResponse, Load, Se
 from eyas.services.draft.telemetry import DraftTelemetry
 from eyas.tensors import tensor_from_bytes
 from eyas.tree import DraftTree
-from eyas.validation import MAX_REQUEST_ID_LENGTH, check_sampling
+from eyas.validation import MAX_REQUEST_ID_LENGTH
 
 log = logging.getLogger(__name__)
 
@@ -409,7 +409,7 @@ def admit(commit: Commit[TensorBytes], session: str, info: DrafterInfo) -> Draft
     for token in (*commit.tokens, *commit.samples):
         if not 0 <= token < info.model.vocab_size:
             raise InvalidRequest(f"token {token} lies outside [0, {info.model.vocab_size})")
-    check_sampling(SamplingParams(**vars(commit.noise)))
+    SamplingParams(**vars(commit.noise))  # checks the ranges
     features = _features(commit, info) if info.needs_features else None
     return Commit(**{**vars(commit), "session": session, "features": features})
 

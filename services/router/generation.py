@@ -17,7 +17,7 @@ from eyas.services.router.dispatcher import Dispatcher, RequestContext, TrailerC
 from eyas.services.router.telemetry import RouterTelemetry
 from eyas.services.router.workers import WorkerPool
 from eyas.tokenizer import Tokenizer
-from eyas.validation import check_request, check_sampling
+from eyas.validation import check_request
 
 STARTS_PER_ROUND = 4
 
@@ -75,7 +75,6 @@ class GenerationService:
     async def prepare(self, call: GenerateCall) -> GenerateCall:
         """Return the call with its model, id and token ids. Raises InvalidRequest, UnknownModel, Unavailable."""
         name = self._resolve(call.model)
-        check_sampling(call.request.sampling)
         info = await self.model(name)
         prompt_ids = call.request.prompt_ids
         if call.prompt_text:

@@ -6,9 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from eyas.errors import InvalidTree
-from eyas.request import MAX_SEED
 from eyas.sampling.noise import draft_seed, uniform_noise
 from eyas.tree import DraftProbs, DraftTree, SampledProposal
+from eyas.validation import MAX_SEED
 from tests import reference
 
 WHOLE = DraftProbs((4, 5, 6), (0.5, 0.3, 0.2))

@@ -105,7 +105,7 @@ def plain_answers(target: str, vocab_size: int, num_answers: int, most_tokens: i
             asked = [_draw(rng, vocab_size, most_tokens) for _ in range(num_answers)]
             samplings = [sampling for _, sampling in asked]
             for (prompt, sampling), result in zip(asked, llm.generate([p for p, _ in asked], samplings), strict=True):
-                parts = [(c.token_ids, c.text, str(c.finish_reason)) for c in result.completions]
+                parts = [(tuple(c.token_ids), c.text, str(c.finish_reason)) for c in result.outputs]
                 answer = Answer(prompt, sampling, *map(tuple, zip(*parts, strict=True)))
                 if _least_gap(target, answer) > MARGIN:
                     found.append(answer)

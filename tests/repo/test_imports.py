@@ -34,7 +34,8 @@ for module in sys.argv[2:]:
 from eyas import LLM, SamplingParams
 target, head = "models/demo/target", "models/demo/eagle3"
 params = SamplingParams(max_tokens=12, temperature=0.8, seed=1, ignore_eos=True)
-plain, drafted = (llm.generate([[7, 8, 9]], params)[0] for llm in (LLM(target), LLM(target, head, validate_head="never")))
+llms = (LLM(target), LLM(target, head, validate_head="never"))
+plain, drafted = (llm.generate([[7, 8, 9]], params)[0].outputs[0] for llm in llms)
 assert plain.token_ids == drafted.token_ids and drafted.stats.num_drafted
 """
 

@@ -1,4 +1,4 @@
-"""The commands and the code of the README work."""
+"""The commands of the README work, and the code of the README and of the page on Python."""
 
 import os
 import re
@@ -20,6 +20,7 @@ TOOLS = ("make ", "eyas ")
 SINGLE_THREAD = {**os.environ, "OMP_NUM_THREADS": "1"}
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
+PYTHON_PAGE = (ROOT / "docs" / "python.md").read_text(encoding="utf-8")
 MAKEFILE = (ROOT / "Makefile").read_text(encoding="utf-8")
 
 
@@ -57,8 +58,8 @@ def check_parses(command: list[str]) -> None:
     assert result.returncode == 0, result.stdout + result.stderr
 
 
-@pytest.mark.parametrize("code", [block for language, block in FENCE.findall(README) if language == "python"])
-def test_python_of_the_readme_runs(code: str) -> None:
+@pytest.mark.parametrize("code", [block for language, block in FENCE.findall(README + PYTHON_PAGE) if language == "python"])
+def test_python_of_the_pages_runs(code: str) -> None:
     result = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, env=SINGLE_THREAD, capture_output=True, text=True, check=False
     )

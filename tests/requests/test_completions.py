@@ -13,25 +13,27 @@ SAMPLED = SamplingParams(max_tokens=16, temperature=0.9, seed=5)
 
 def test_n_completions_are_n_requests_with_derived_seeds(plain_llm: LLM, eagle3_llm: LLM) -> None:
     (together,) = eagle3_llm.generate(PROMPT, replace(SAMPLED, n=3))
-    assert together.token_ids == together.completions[0].token_ids
-    assert [c.seed for c in together.completions] == [split.seed for split in replace(SAMPLED, n=3).completions()]
-    assert len({c.token_ids for c in together.completions}) == 3
-    for one in together.completions:
-        (alone,) = plain_llm.generate(PROMPT, replace(SAMPLED, seed=one.seed))
+    assert [c.index for c in together.outputs] == [0, 1, 2]
+    assert [c.seed for c in together.outputs] == [split.seed for split in replace(SAMPLED, n=3).completions()]
+    assert len({tuple(c.token_ids) for c in together.outputs}) == 3
+    for one in together.outputs:
+        (alone,) = plain_llm.generate(PROMPT, replace(SAMPLED, seed=one.seed))[0].outputs
         assert (one.token_ids, one.text, one.finish_reason) == (alone.token_ids, alone.text, alone.finish_reason)
 
 
 def test_a_prompt_with_several_completions_keeps_its_place(plain_llm: LLM) -> None:
     results = plain_llm.generate([PROMPT, "class Queue:\n"], [replace(SAMPLED, n=2), replace(SAMPLED, seed=1)])
-    assert [len(result.completions) for result in results] == [2, 1]
-    assert results[1].token_ids == plain_llm.generate("class Queue:\n", replace(SAMPLED, seed=1))[0].token_ids
+    assert [len(result.outputs) for result in results] == [2, 1]
+    alone = plain_llm.generate("class Queue:\n", replace(SAMPLED, seed=1))[0]
+    assert results[1].outputs[0].token_ids == alone.outputs[0].token_ids
 
 
 def test_bad_words_do_not_come_out(plain_llm: LLM, eagle3_llm: LLM) -> None:
     greedy = SamplingParams(max_tokens=24, temperature=0)
-    (free,) = plain_llm.generate(PROMPT, greedy)
+    (free,) = plain_llm.generate(PROMPT, greedy)[0].outputs
     word = next(word for word in free.text.split() if len(word) > 2)
-    steered = [llm.generate(PROMPT, replace(greedy, bad_words=(word,)))[0] for llm in (plain_llm, eagle3_llm)]
+    llms = (plain_llm, eagle3_llm)
+    steered = [llm.generate(PROMPT, replace(greedy, bad_words=(word,)))[0].outputs[0] for llm in llms]
     assert steered[0].token_ids == steered[1].token_ids != free.token_ids
     assert word in free.text
     assert word not in steered[0].text
@@ -39,28 +41,37 @@ def test_bad_words_do_not_come_out(plain_llm: LLM, eagle3_llm: LLM) -> None:
 
 def test_logprobs_cover_the_tokens_before_a_stop_string(eagle3_llm: LLM) -> None:
     asked = SamplingParams(max_tokens=24, temperature=0, logprobs=2, prompt_logprobs=1)
-    (whole,) = eagle3_llm.generate(PROMPT, asked)
-    assert [reported.token for reported in whole.logprobs] == list(whole.token_ids)
-    assert [reported.token for reported in whole.prompt_logprobs] == list(whole.prompt_token_ids)
-    assert all(reported.top_ids[0] == reported.token for reported in whole.logprobs), "greedy takes the likeliest"
-    assert all(reported.logprob is not None and reported.logprob <= 0 for reported in whole.prompt_logprobs[1:])
-    (cut,) = eagle3_llm.generate(PROMPT, replace(asked, stop=(whole.text[8:13],)))
-    assert [reported.token for reported in cut.logprobs] == list(cut.token_ids)
+    (result,) = eagle3_llm.generate(PROMPT, asked)
+    (whole,), prompt_logprobs = result.outputs, result.prompt_logprobs
+    assert whole.logprobs is not None
+    assert [next(iter(reported)) for reported in whole.logprobs] == whole.token_ids
+    assert all(len(reported) == 2 for reported in whole.logprobs)
+    ranks = [reported[token].rank for reported, token in zip(whole.logprobs, whole.token_ids, strict=True)]
+    assert ranks == [1] * len(whole.token_ids), "greedy takes the likeliest"
+    sampled = [reported[token] for reported, token in zip(whole.logprobs, whole.token_ids, strict=True)]
+    assert whole.cumulative_logprob == pytest.approx(sum(one.logprob for one in sampled))
+    assert "".join(str(one.decoded_token) for one in sampled) == whole.text
+    assert prompt_logprobs is not None
+    assert prompt_logprobs[0] is None
+    assert [next(iter(reported)) for reported in prompt_logprobs[1:] if reported] == result.prompt_token_ids[1:]
+    (cut,) = eagle3_llm.generate(PROMPT, replace(asked, stop=(whole.text[8:13],)))[0].outputs
+    assert cut.logprobs is not None
+    assert [next(iter(reported)) for reported in cut.logprobs] == cut.token_ids
     assert len(cut.logprobs) < len(whole.logprobs)
 
 
 def test_a_stop_string_is_not_looked_for_before_min_tokens(plain_llm: LLM, eagle3_llm: LLM) -> None:
     greedy = SamplingParams(max_tokens=24, temperature=0)
-    (whole,) = plain_llm.generate(PROMPT, greedy)
+    (whole,) = plain_llm.generate(PROMPT, greedy)[0].outputs
     stop = (whole.text[0],)
     for llm in (plain_llm, eagle3_llm):
-        assert llm.generate(PROMPT, replace(greedy, stop=stop))[0].text == ""
-        (later,) = llm.generate(PROMPT, replace(greedy, stop=stop, min_tokens=5))
+        assert llm.generate(PROMPT, replace(greedy, stop=stop))[0].outputs[0].text == ""
+        (later,) = llm.generate(PROMPT, replace(greedy, stop=stop, min_tokens=5))[0].outputs
         assert later.token_ids == whole.token_ids[: len(later.token_ids)]
         assert len(later.token_ids) > 5 or whole.text.count(stop[0]) == 1
 
 
 def test_a_refused_completion_leaves_nothing_behind(plain_llm: LLM) -> None:
-    with pytest.raises(InvalidRequest, match="prompt 1: n is 2 at temperature 0"):
-        plain_llm.generate([PROMPT, PROMPT], [replace(SAMPLED, n=3), replace(SAMPLED, n=2, temperature=0)])
-    assert not plain_llm._engine.has_work
+    with pytest.raises(InvalidRequest, match="prompt 1: stop_token_ids holds token id 9999"):
+        plain_llm.generate([PROMPT, PROMPT], [replace(SAMPLED, n=3), replace(SAMPLED, stop_token_ids=(9999,))])
+    assert not plain_llm.llm_engine.has_work

@@ -7,9 +7,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from eyas.request import MAX_SEED, NoiseKey, SamplingParams
+from eyas.request import NoiseKey, SamplingParams
 from eyas.sampling.noise import exponential_noise
 from eyas.sampling.sampler import Draw, Filters, filtered_probs, rank, sample, target_probs
+from eyas.validation import MAX_SEED
 from tests import reference
 from tests.device_syncs import Waits
 

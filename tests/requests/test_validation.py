@@ -6,7 +6,7 @@ import pytest
 
 from eyas.errors import InvalidRequest
 from eyas.request import Request, SamplingParams, StructuredOutputs
-from eyas.validation import check_engine_request, check_request, check_sampling
+from eyas.validation import check_engine_request, check_request
 
 FINE = SamplingParams(
     max_tokens=8, temperature=0.7, top_k=5, top_p=0.9, seed=3, stop_token_ids=(4,), min_p=0.1, min_tokens=8,
@@ -17,7 +17,7 @@ FINE = SamplingParams(
 
 def test_a_request_that_uses_everything_passes() -> None:
     request = Request("r", (1, 2, 3), FINE, num_emitted=2)
-    check_sampling(replace(FINE, n=128, stop=("x",), bad_words=("y",)))
+    replace(FINE, n=128, stop=("x",), bad_words=("y",))
     check_request(request, 50, 11)
     check_engine_request(request, 50, frozenset({1}))
 
@@ -26,6 +26,8 @@ def test_parameters_are_kept_in_one_form() -> None:
     assert FINE.logit_bias == ((5, 100.0), (7, -100))
     assert FINE.bad_token_ids == ((1, 2), (3,))
     assert SamplingParams(stop="x", bad_words="y") == SamplingParams(stop=("x",), bad_words=("y",))
+    assert SamplingParams(stop=["x"], stop_token_ids=[4], top_k=-1).top_k == 0
+    assert SamplingParams(stop=None, stop_token_ids=None, logit_bias=None, bad_words=None) == SamplingParams()  # type: ignore[arg-type]
     assert isinstance(hash(FINE), int)
 
 
@@ -54,11 +56,19 @@ def test_parameters_are_kept_in_one_form() -> None:
         ({"prompt_logprobs": True}, "prompt_logprobs is True"),
         ({"temperature": float("inf")}, "temperature is inf"),
         ({"top_p": 1.1}, r"top_p is 1.1; it must lie in \(0, 1\]"),
+        ({"top_k": -2}, "top_k is -2"),
+        ({"stop": 5}, "stop is 5; it must be a list"),
+        ({"stop": ("x", 5)}, "stop holds 5; it must hold texts"),
+        ({"stop_token_ids": ("x",)}, "stop_token_ids holds 'x'; it must hold token ids"),
+        ({"stop_token_ids": 5}, "stop_token_ids is 5"),
+        ({"logit_bias": {"5": 1.0}}, "logit_bias holds '5'; it must hold token ids"),
+        ({"logit_bias": 3}, "logit_bias is 3; it must be a list, or a mapping"),
+        ({"bad_token_ids": ((1.5,),)}, "bad_token_ids holds 1.5"),
     ],
 )
 def test_a_parameter_out_of_range_is_named(change: dict, reason: str) -> None:
     with pytest.raises(InvalidRequest, match=reason):
-        check_sampling(replace(FINE, **change))
+        replace(FINE, **change)
 
 
 @pytest.mark.parametrize(
@@ -121,7 +131,7 @@ def test_unsupported_parameters_are_refused(change: dict, reason: str) -> None:
 )
 def test_a_constraint_that_cannot_be_is_refused(fields: dict, reason: str) -> None:
     with pytest.raises(InvalidRequest, match=reason) as caught:
-        check_sampling(replace(FINE, structured_outputs=StructuredOutputs(**fields)))
+        replace(FINE, structured_outputs=StructuredOutputs(**fields))
     assert caught.value.param == "structured_outputs"
 
 
@@ -129,7 +139,7 @@ def test_schemas_may_be_mappings_and_a_choice_one_text() -> None:
     assert StructuredOutputs(json={"type": "object"}).json == '{"type": "object"}'
     assert StructuredOutputs(choice="yes").choice == ("yes",)
     for fields in ({"json": {}}, {"json_object": True}, {"regex": "a+"}, {"choice": ["a"]}, {"grammar": 'root ::= "a"'}):
-        check_sampling(replace(FINE, structured_outputs=StructuredOutputs(**fields)))
+        replace(FINE, structured_outputs=StructuredOutputs(**fields))
 
 
 def test_completions_draw_with_seeds_of_their_own() -> None:

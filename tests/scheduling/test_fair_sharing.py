@@ -6,7 +6,7 @@ import pytest
 
 from eyas.engine.scheduler import RESERVED_SHARE
 from eyas.errors import Overloaded
-from eyas.request import MAX_INT
+from eyas.validation import MAX_INT
 from tests.scheduling.toy_engine import ToyEngine, generate
 
 ROOMY = {"max_kv_tokens": 400, "max_num_seqs": 4}

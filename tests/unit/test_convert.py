@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
 from hypothesis import given
@@ -11,7 +13,6 @@ from eyas.draft_protocol import Commit, ResyncRequired, TensorBytes, TreeBudget
 from eyas.errors import InvalidRequest
 from eyas.outputs import TextChunk, Totals
 from eyas.request import (
-    MAX_SEED,
     Chunk,
     GenerationStats,
     NoiseKey,
@@ -26,6 +27,7 @@ from eyas.rpc.messages import DrafterInfo, DraftRequest, DraftResponse, Generate
 from eyas.tensors import tensor_from_bytes, tensor_to_bytes
 from eyas.tree import DraftProbs, DraftTree, SampledProposal
 from eyas.v1 import draft_pb2, generation_pb2, types_pb2
+from eyas.validation import MAX_SEED
 
 counts = st.integers(0, 2**31 - 1)
 ids = st.lists(counts, max_size=5).map(tuple)
@@ -37,17 +39,20 @@ float32s = st.floats(width=32, allow_nan=False)
 rounds = st.builds(VerifyStep, counts, counts, counts, st.booleans())
 depths = st.lists(counts, max_size=3)
 stats = st.builds(GenerationStats, counts, counts, counts, counts, depths, depths)
-biases = st.lists(st.tuples(counts, floats), max_size=3).map(tuple)
 texts = st.text(min_size=1, max_size=8)
+schemas = st.builds(lambda name: json.dumps({"title": name}), names)
 constraints = st.one_of(
     st.just({}), st.just({"json_object": True}), st.builds(dict, choice=st.lists(texts, min_size=1, max_size=3).map(tuple)),
-    *(st.builds(dict, **{name: texts}) for name in ("json", "regex", "grammar", "structural_tag")),
+    *(st.builds(dict, **{name: schemas}) for name in ("json", "structural_tag")),
+    *(st.builds(dict, **{name: texts}) for name in ("regex", "grammar")),
 )  # fmt: skip
 structured = st.builds(lambda given, spaces: StructuredOutputs(**given, any_whitespace=spaces), constraints, st.booleans())
 samplings = st.builds(
-    SamplingParams, counts, floats, counts, floats, st.none() | seeds, st.lists(names).map(tuple), ids, st.booleans(),
-    counts, floats, counts, biases, floats, floats, floats, st.lists(names).map(tuple),
-    st.lists(ids, max_size=3).map(tuple), st.none() | counts, st.none() | counts, st.none() | structured,
+    SamplingParams, st.integers(16, 2**31 - 1), st.floats(0.01, 1e9), counts, st.floats(0.01, 1.0), st.none() | seeds,
+    st.lists(texts, max_size=3), ids, st.booleans(), st.integers(1, 128), st.floats(0.0, 1.0), st.integers(0, 16),
+    st.dictionaries(counts, st.floats(-100.0, 100.0), max_size=3), st.floats(0.01, 100.0), st.floats(-2.0, 2.0),
+    st.floats(-2.0, 2.0), st.lists(texts, max_size=3), st.lists(ids.filter(bool), max_size=3),
+    st.none() | st.integers(0, 20), st.none() | st.integers(0, 20), st.none() | structured.filter(lambda s: s.constraints),
 )  # fmt: skip
 float32_lists = st.lists(float32s, max_size=3).map(tuple)
 logprobs = st.lists(st.builds(TokenLogprob, counts, st.none() | float32s, ids, float32_lists), max_size=3).map(tuple)
@@ -139,8 +144,8 @@ def test_a_zero_temperature_is_not_mistaken_for_an_unset_one() -> None:
     "call",
     [
         GenerateCall(Request("r", (2**31,))),
-        GenerateCall(Request("r", (1,), SamplingParams(seed=-1))),
-        GenerateCall(Request("r", (1,), SamplingParams(max_tokens=2**40))),
+        GenerateCall(Request("r", (1,), SamplingParams()._copy(seed=-1))),
+        GenerateCall(Request("r", (1,), SamplingParams()._copy(max_tokens=2**40))),
     ],
 )
 def test_values_beyond_the_wire_types_are_invalid_requests(call: GenerateCall) -> None:

@@ -229,7 +229,9 @@ class OpenAIEndpoints:
             for prompt in body.prompt:
                 if not isinstance(prompt, str):
                     check_prompt_length(len(prompt), info.max_model_len)
-            calls = await self._prepare(body, received, request.state.access, _completion_calls(body))
+            with _field_names(body):
+                requested = _completion_calls(body)
+            calls = await self._prepare(body, received, request.state.access, requested)
             chunks = self._chunks(body, received, request.state.access, calls)
             if body.scores_prompt_only:
                 chunks = _without_output(chunks)
@@ -284,7 +286,9 @@ class OpenAIEndpoints:
         if max_tokens is None:
             max_tokens = max(info.max_model_len - len(token_ids), 1)
         logprobs = (body.top_logprobs or 0) if body.logprobs else None
-        return body.call(token_ids, body.sampling(max_tokens, logprobs=logprobs, prompt_logprobs=body.prompt_logprobs))
+        with _field_names(body):
+            sampling = body.sampling(max_tokens, logprobs=logprobs, prompt_logprobs=body.prompt_logprobs)
+        return body.call(token_ids, sampling)
 
     async def _prepare(
         self, body: CompletionBody | ChatBody, received: GenerateCall, access: Access, calls: Sequence[GenerateCall]

@@ -190,7 +190,7 @@ def test_on_repetitive_text_combined_is_as_good_as_each_part() -> None:
     for name in ("eagle3", "prompt_lookup", "eagle3+prompt_lookup", "none"):
         head = str(DEMO / "eagle3") if "eagle3" in name else None
         llm = LLM(str(DEMO / "target"), head, name, engine=EngineConfig(max_kv_tokens=1024), validate_head="never")
-        results = llm.generate([line["token_ids"] for line in lines], sampling)
+        results = [request.outputs[0] for request in llm.generate([line["token_ids"] for line in lines], sampling)]
         taus[name] = sum(r.stats.num_emitted for r in results) / sum(r.stats.num_verify_steps for r in results)
         outputs[name] = [result.token_ids for result in results]
     assert outputs["eagle3+prompt_lookup"] == outputs["eagle3"] == outputs["prompt_lookup"] == outputs["none"]

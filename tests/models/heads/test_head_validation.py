@@ -103,9 +103,9 @@ def test_the_llm_class_uses_the_wiring_that_works(tmp_path: Path, caplog: pytest
     greedy = SamplingParams(max_tokens=32, temperature=0.0, ignore_eos=True)
     with caplog.at_level(logging.WARNING, "eyas"):
         found, believed, right = (
-            LLM(TARGET, head).generate(PROMPT, greedy)[0],
-            LLM(TARGET, head, validate_head="never").generate(PROMPT, greedy)[0],
-            LLM(TARGET, str(HEAD)).generate(PROMPT, greedy)[0],
+            LLM(TARGET, head).generate(PROMPT, greedy)[0].outputs[0],
+            LLM(TARGET, head, validate_head="never").generate(PROMPT, greedy)[0].outputs[0],
+            LLM(TARGET, str(HEAD)).generate(PROMPT, greedy)[0].outputs[0],
         )
     assert "not as its config says" in caplog.text
     assert found.token_ids == believed.token_ids == right.token_ids

@@ -196,7 +196,7 @@ def test_an_llm_over_two_processes_equals_one_process() -> None:
         llm = LLM("models/demo/target", "models/demo/eagle3", engine=config)
         results.append(llm.generate(["def main():", "import "], SamplingParams(24, 0.8, seed=5)))
         llm.close()
-    assert [r.token_ids for r in results[0]] == [r.token_ids for r in results[1]]
+    assert [r.outputs[0].token_ids for r in results[0]] == [r.outputs[0].token_ids for r in results[1]]
 
 
 @pytest.mark.parametrize(("heads", "kv_heads", "size"), [(4, 2, 3), (12, 6, 4), (12, 4, 6)])

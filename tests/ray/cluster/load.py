@@ -31,7 +31,7 @@ def plainly(num_requests: int, max_tokens: int) -> list[Asked]:
         for i in range(num_requests)
     ]
     results = LLM(str(DEMO / "target")).generate(prompts, samplings)
-    return [Asked(p, s, tuple(r.token_ids)) for p, s, r in zip(prompts, samplings, results, strict=True)]
+    return [Asked(p, s, tuple(r.outputs[0].token_ids)) for p, s, r in zip(prompts, samplings, results, strict=True)]
 
 
 class Load:

@@ -72,7 +72,7 @@ def test_http_and_grpc_output_equals_plain_decoding(application: RayApplication,
 
 def test_a_rejected_request_has_the_status_of_its_error(application: RayApplication) -> None:
     with pytest.raises(InvalidRequest, match="temperature is -1"):
-        generate(application.grpc, "a", SamplingParams(temperature=-1.0))
+        generate(application.grpc, "a", SamplingParams()._copy(temperature=-1.0))
     assert httpx.post(f"{application.http}/v1/completions", json={"prompt": "a", "n": 0}).status_code == 400
 
 

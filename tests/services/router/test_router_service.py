@@ -42,6 +42,11 @@ def text_of(chunks: list[TextChunk]) -> str:
     return "".join(chunk.text for chunk in chunks)
 
 
+def unchecked(**sampling: object) -> GenerateCall:
+    """CALL with sampling parameters that only another client would send."""
+    return request_with(sampling=CALL.request.sampling._copy(**sampling))
+
+
 def test_text_goes_in_and_text_with_totals_comes_out(url: str) -> None:
     async def body() -> None:
         async with worker(url, Script(TOKENS)), router(url) as address:
@@ -84,12 +89,12 @@ def test_a_stop_string_ends_the_text_and_the_verifier(url: str) -> None:
         (request_with(prompt_ids=(4096,)), "INVALID_ARGUMENT", "token id 4096, outside"),
         (request_with(prompt_ids=(-1,)), "INVALID_ARGUMENT", "token id -1, outside"),
         (call_with(max_tokens=2048), "INVALID_ARGUMENT", "exceed the context length 2048"),
-        (call_with(max_tokens=0), "INVALID_ARGUMENT", "max_tokens is 0"),
-        (call_with(temperature=math.nan), "INVALID_ARGUMENT", "temperature is nan"),
-        (call_with(temperature=-1.0), "INVALID_ARGUMENT", "temperature is -1"),
-        (call_with(top_p=0.0), "INVALID_ARGUMENT", "top_p is 0"),
-        (call_with(top_k=-1), "INVALID_ARGUMENT", "top_k is -1"),
-        (call_with(stop=("",)), "INVALID_ARGUMENT", "empty string"),
+        (unchecked(max_tokens=0), "INVALID_ARGUMENT", "max_tokens is 0"),
+        (unchecked(temperature=math.nan), "INVALID_ARGUMENT", "temperature is nan"),
+        (unchecked(temperature=-1.0), "INVALID_ARGUMENT", "temperature is -1"),
+        (unchecked(top_p=0.0), "INVALID_ARGUMENT", "top_p is 0"),
+        (unchecked(top_k=-2), "INVALID_ARGUMENT", "top_k is -2"),
+        (unchecked(stop=("",)), "INVALID_ARGUMENT", "empty string"),
         (call_with(stop_token_ids=(5000,)), "INVALID_ARGUMENT", "stop_token_ids holds token id 5000, outside"),
         (replace(CALL, model="other"), "NOT_FOUND", "'other' is not served here; known: demo"),
     ],

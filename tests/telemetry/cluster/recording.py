@@ -94,7 +94,7 @@ def ask(run: Watched, cluster: Cluster) -> None:
         run.plain = _ids(tokens(_call(NO_DRAFTER, "plain")))
         run.web = browse(cluster.http)
         try:
-            tokens(GenerateCall(Request("refused", (), SamplingParams(top_p=3.0)), prompt_text=SECRET))
+            tokens(GenerateCall(Request("refused", (), SamplingParams()._copy(top_p=3.0)), prompt_text=SECRET))
         except grpc.RpcError as error:
             run.refusal = error.code()
 
