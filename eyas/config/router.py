@@ -32,8 +32,10 @@ class HttpConfig:
         port: port to listen on; 0 takes a free port.
         keepalive_interval_s: seconds of silence in a stream of events after which the client gets a comment.
         operations_host: address of the operations port.
-        operations_port: port of /metrics, /health and /openapi.json, and of probes, without TLS; 0 takes a free one. null
+        operations_port: port of /metrics, /health, /openapi.json and /docs, and of probes, without TLS; 0 takes a free one. null
             serves them on `port`. On Ray it only removes them there.
+        cors_allow_origins: origins whose pages may use the API in browsers, such as https://example.org; "*" allows all.
+            Empty sends no CORS headers.
     """
 
     host: str = "127.0.0.1"
@@ -41,6 +43,7 @@ class HttpConfig:
     keepalive_interval_s: float = 5.0
     operations_host: str = "127.0.0.1"
     operations_port: int | None = None
+    cors_allow_origins: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         valid_port(self.port)

@@ -35,6 +35,9 @@ from eyas.validation import check_cache_salt
 
 KeyScope = Literal["generate", "models"]
 
+# Paths outside /v1 that need a key too.
+KEYED_PATHS = ("/tokenize", "/detokenize", "/version")
+
 # Seconds between two looks at the file of keys.
 RELOAD_INTERVAL_S = 1.0
 
@@ -351,8 +354,10 @@ class ApiKeys:
         """Return what the key in HTTP headers or gRPC metadata gives access to. Raises Unauthenticated."""
         if not self._own and not self._of_file:
             return Access()
-        authorization = dict(headers).get("authorization", "")
-        key = self._find(authorization[len(_SCHEME) :].strip()) if authorization.lower().startswith(_SCHEME) else None
+        given = dict(headers)
+        authorization = given.get("authorization", "")
+        value = authorization[len(_SCHEME) :] if authorization.lower().startswith(_SCHEME) else given.get("x-api-key", "")
+        key = self._find(value.strip()) if value else None
         if key is None:
             raise Unauthenticated("no known API key; send one as the header or metadata 'authorization: Bearer KEY'")
         quota = self._quotas.setdefault(key.name, Quota(key.limits, self._clock))
@@ -387,7 +392,9 @@ def load_api_keys(config: ApiKeysConfig, environment: Mapping[str, str] = os.env
 
 
 class Authenticator:
-    """ASGI middleware that requires the header `Authorization: Bearer KEY` below /v1; other paths need no key.
+    """ASGI middleware that requires an API key below /v1, and for /tokenize, /detokenize and /version.
+
+    The key is in the header `Authorization: Bearer KEY`, or `x-api-key: KEY` as Anthropic's clients send it.
 
     It checks scope and rate before the body is read, leaves the Access in the request's state, and adds the quota's headers.
     """
@@ -398,16 +405,16 @@ class Authenticator:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         path = get_route_path(scope) if scope["type"] == "http" else ""
-        if not path.startswith("/v1/"):
+        if not path.startswith(("/v1/", *KEYED_PATHS)):
             await self._app(scope, receive, send)
             return
         app, access = self._app, Access()
         try:
             access = self._keys.access(Headers(scope=scope).items())
-            access.begin("models" if path.startswith("/v1/models") else "generate")
+            access.begin("models" if path.startswith(("/v1/models", "/version")) else "generate")
             scope.setdefault("state", {})["access"] = access
         except EyasError as error:
-            app = error_response(error)
+            app = error_response(error, scope)
 
         async def send_with_quota(message: Message) -> None:
             if message["type"] == "http.response.start":

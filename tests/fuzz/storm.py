@@ -38,7 +38,10 @@ MAX_FINDINGS = 200
 FRAMES = "HTTP/2 frames"
 Target = Method | Route | str
 # Shares of the calls by the ends of their paths; every other method and route has one. A call of Speculate is many messages.
-WEIGHTS = {"Generation/Generate": 12.0, "Draft/Speculate": 4.0, "Draft/Describe": 6.0, "/completions": 12.0}
+WEIGHTS = {
+    "Generation/Generate": 12.0, "Draft/Speculate": 4.0, "Draft/Describe": 6.0, "/completions": 12.0, "/responses": 4.0,
+    "/messages": 4.0,
+}  # fmt: skip
 EXAMPLES: dict[str, Any] = {
     "/v1/completions": {
         "model": "tiny", "prompt": "def f(x):", "max_tokens": 2, "temperature": 0.8, "top_p": 0.9, "n": 1, "stop": ["\n\n"],
@@ -50,6 +53,19 @@ EXAMPLES: dict[str, Any] = {
         "max_tokens": 2, "temperature": 0.8, "seed": 7, "logprobs": True, "top_logprobs": 2, "stream": True,
         "stream_options": {"include_usage": True}, "chat_template_kwargs": {"a": 1}, "presence_penalty": 0.1,
     },
+    "/v1/responses": {
+        "model": "tiny", "instructions": "a", "max_output_tokens": 2, "temperature": 0.8, "seed": 7, "stream": True,
+        "include": ["message.output_text.logprobs"], "text": {"format": {"type": "text"}}, "reasoning": {"effort": "low"},
+        "input": [{"role": "user", "content": [{"type": "input_text", "text": "f"}]}, {"role": "assistant", "content": "a"}],
+    },
+    "/v1/messages": {
+        "model": "tiny", "max_tokens": 2, "system": [{"type": "text", "text": "a"}], "temperature": 0.8, "seed": 7,
+        "messages": [{"role": "user", "content": [{"type": "text", "text": "def f"}]}], "stream": True,
+        "stop_sequences": ["x"], "metadata": {"user_id": "u"},
+    },
+    "/v1/messages/count_tokens": {"model": "tiny", "messages": [{"role": "user", "content": "def f"}], "system": "a"},
+    "/tokenize": {"model": "tiny", "messages": [{"role": "user", "content": "def f"}], "return_token_strs": True},
+    "/detokenize": {"model": "tiny", "tokens": [1, 2, 3]},
 }  # fmt: skip
 
 

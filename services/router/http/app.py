@@ -1,4 +1,4 @@
-"""The HTTP routes of a router: OpenAI's API below /v1, and health and metrics for operators.
+"""The HTTP routes of a router: OpenAI's and Anthropic's APIs below /v1, and health and metrics for operators.
 
 To add a route, register it in `build_app` or in one of the `_add_*_routes` functions.
 """
@@ -9,35 +9,37 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, get_type_hints
+from functools import partial
+from pathlib import Path
+from typing import Any
 
 from fastapi import FastAPI, Request
-from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse, Response
-from fastapi.routing import APIRoute
+from fastapi.responses import HTMLResponse, JSONResponse, Response
 from prometheus_client import REGISTRY
-from pydantic import BaseModel, ValidationError
-from starlette.exceptions import HTTPException
-from starlette.types import Receive, Scope
+from starlette.middleware.cors import CORSMiddleware
 
+from eyas import __version__
 from eyas.chat_template import ChatTemplate
 from eyas.config import HttpConfig
 from eyas.errors import EyasError, InvalidRequest, UnknownModel
 from eyas.outputs import TextChunk
 from eyas.request import Request as GenerationRequest
 from eyas.request import SamplingParams
-from eyas.rpc.admission import LARGE_REQUEST_BYTES, Admission
+from eyas.rpc.admission import Admission
 from eyas.rpc.messages import GenerateCall, ModelInfo
 from eyas.services.router.auth import Access, ApiKeys, Authenticator
 from eyas.services.router.generation import GenerationService, merge
-from eyas.services.router.http.bodies import parse_body
+from eyas.services.router.http.anthropic_messages import MessagesBody, MessagesWriter, PromptBody
+from eyas.services.router.http.bodies import JsonRoute
 from eyas.services.router.http.errors import add_error_handlers
+from eyas.services.router.http.openai_responses import ResponsesBody, ResponsesWriter
 from eyas.services.router.http.requests import ChatBody, CompletionBody
-from eyas.services.router.http.responses import ResponseWriter
+from eyas.services.router.http.responses import ResponseWriter, StreamWriter
 from eyas.services.router.http.server import BodyLimit, EventStream, cancel_on_disconnect
+from eyas.services.router.http.tokenization import DetokenizeBody, TokenizeBody
 from eyas.services.router.telemetry import HttpMetrics, RouterTelemetry
 from eyas.services.router.workers import ReadinessMonitor
 from eyas.telemetry.exporters import exposition
@@ -48,6 +50,8 @@ from eyas.validation import MAX_REQUEST_ID_LENGTH, check_prompt_length
 
 MAX_CHOICES = 1024
 MAX_PARSING_THREADS = 2
+DOCS_PAGE = Path(__file__).with_name("docs.html")
+RATE_LIMIT_HEADERS = [f"{what}-{kind}" for what in ("limit", "remaining", "reset") for kind in ("requests", "tokens")]
 # Characters that the router adds to the id of a client: the kind of request, and the number of the prompt.
 ID_AFFIX_LENGTH = 16
 
@@ -71,17 +75,33 @@ def build_app(
     admission = admission or Admission()
     config = config or HttpConfig()
     schema_url = "/openapi.json" if config.operations_port is None else None
-    app = FastAPI(title="Eyas", openapi_url=schema_url, docs_url=None, redoc_url=None, redirect_slashes=False)
+    app = FastAPI(
+        title="Eyas", version=__version__, openapi_url=schema_url, docs_url=None, redoc_url=None, redirect_slashes=False
+    )
     app.router.route_class = JsonRoute
     app.state.max_request_values = admission.limits.max_request_values
     app.state.parsing = asyncio.Semaphore(MAX_PARSING_THREADS)
     app.add_middleware(BodyLimit, admission=admission)
     app.add_middleware(Authenticator, keys=keys)
+    if config.cors_allow_origins:
+        exposed = ["X-Request-Id", "Retry-After", *(f"x-ratelimit-{what}" for what in RATE_LIMIT_HEADERS)]
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=config.cors_allow_origins,
+            allow_methods=["GET", "POST"],
+            allow_headers=["*"],
+            expose_headers=exposed,
+        )
     app.add_middleware(HttpMetrics, telemetry=telemetry)
     add_error_handlers(app)
-    endpoints = OpenAIEndpoints(service, templates, config.keepalive_interval_s)
+    endpoints = GenerationEndpoints(service, templates, config.keepalive_interval_s)
     app.post("/v1/completions", response_model=None)(endpoints.complete)
     app.post("/v1/chat/completions", response_model=None)(endpoints.chat)
+    app.post("/v1/responses", response_model=None)(endpoints.responses)
+    app.post("/v1/messages", response_model=None)(endpoints.messages)
+    app.post("/v1/messages/count_tokens")(endpoints.count_tokens)
+    app.post("/tokenize")(endpoints.tokenize)
+    app.post("/detokenize")(endpoints.detokenize)
     _add_model_routes(app, service)
     _add_probe_routes(app, readiness)
     if config.operations_port is None:
@@ -109,6 +129,11 @@ def _add_model_routes(app: FastAPI, service: GenerationService) -> None:
     async def models() -> dict[str, Any]:
         """List the models that are served now."""
         return {"object": "list", "data": [model_object(info) for info in service.models()]}
+
+    @app.get("/version")
+    async def version() -> dict[str, str]:
+        """Return the version of Eyas."""
+        return {"version": __version__}
 
     @app.get("/v1/models/{name:path}")
     async def model(name: str) -> dict[str, Any]:
@@ -138,6 +163,8 @@ def _add_probe_routes(app: FastAPI, readiness: ReadinessMonitor) -> None:
 
 
 def _add_operations_routes(app: FastAPI, readiness: ReadinessMonitor) -> None:
+    page = DOCS_PAGE.read_text(encoding="utf-8")
+
     @app.get("/health")
     async def health() -> JSONResponse:
         """Report whether requests can be served, and if not, why; with the number of workers of each model."""
@@ -152,6 +179,11 @@ def _add_operations_routes(app: FastAPI, readiness: ReadinessMonitor) -> None:
         }
         return _status(readiness.outage, "healthy", "unhealthy", models=models)
 
+    @app.get("/docs", include_in_schema=False)
+    async def docs() -> HTMLResponse:
+        """Show the routes and fields of /openapi.json. The page loads nothing else."""
+        return HTMLResponse(page)
+
     @app.get("/metrics")
     async def metrics(request: Request) -> Response:
         """Expose the metrics to Prometheus."""
@@ -159,58 +191,9 @@ def _add_operations_routes(app: FastAPI, readiness: ReadinessMonitor) -> None:
         return Response(body, headers={"Content-Type": content_type})
 
 
-class JsonRoute(APIRoute):
-    """A route whose JSON body is parsed and validated before FastAPI gets it, in a thread if it is long.
-
-    app.state: max_request_values bounds the body; parsing, a semaphore, how many long ones are parsed at the same time.
-    """
-
-    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        """Return the handler of a request."""
-        handler, model = super().get_route_handler(), get_type_hints(self.endpoint).get("body")
-        if model is None:
-            return handler
-
-        async def handle(request: Request) -> Response:
-            parsed = _JsonRequest(request.scope, request.receive, model)
-            await parsed.body()  # FastAPI would turn its errors into status 400
-            try:
-                return await handler(parsed)
-            except HTTPException:
-                if parsed.error is None:
-                    raise
-                raise parsed.error from None
-
-        return handle
-
-
-class _JsonRequest(Request):
-    """A request with a body of one model. error: what `json` has raised."""
-
-    def __init__(self, scope: Scope, receive: Receive, model: type[BaseModel]) -> None:
-        super().__init__(scope, receive)
-        self._model = model
-        self.error: Exception | None = None
-
-    async def json(self) -> BaseModel:
-        """Return the body as its model, which FastAPI takes as it is."""
-        body, state = await self.body(), self.app.state
-        try:
-            if len(body) <= LARGE_REQUEST_BYTES:
-                return parse_body(body, self._model, state.max_request_values)
-            async with state.parsing:
-                return await asyncio.to_thread(parse_body, body, self._model, state.max_request_values)
-        except ValidationError as error:
-            self.error = RequestValidationError([{**one, "loc": ("body", *one["loc"])} for one in error.errors()])
-            raise self.error from None
-        except InvalidRequest as error:
-            self.error = error
-            raise
-
-
 @dataclass(frozen=True)
-class OpenAIEndpoints:
-    """OpenAI's two generation endpoints. templates: of every model, None if it has none.
+class GenerationEndpoints:
+    """The endpoints that generate or encode. templates: of every model, None if it has none.
 
     keepalive_interval_s: silence of a stream after which its client gets a comment. All endpoints raise the errors of
     GenerationService, and ClientDisconnected.
@@ -225,7 +208,7 @@ class OpenAIEndpoints:
         received = _received_call("cmpl-", request, body.request_id)
         with self.service.record_rejection(received):
             _check(body)
-            info = await self._model(body, request)
+            info = await self._model(body.model, request)
             for prompt in body.prompt:
                 if not isinstance(prompt, str):
                     check_prompt_length(len(prompt), info.max_model_len)
@@ -243,21 +226,62 @@ class OpenAIEndpoints:
 
     async def chat(self, body: ChatBody, request: Request) -> Response:
         """Respond to /v1/chat/completions."""
-        received = _received_call("chatcmpl-", request, body.request_id)
+        return await self._chat("chatcmpl-", body, request, body.stream, lambda writer: writer)
+
+    async def responses(self, body: ResponsesBody, request: Request) -> Response:
+        """Respond to /v1/responses."""
+        with _field_names(body):
+            chat = await asyncio.to_thread(body.chat)
+            return await self._chat("resp_", chat, request, body.stream, partial(ResponsesWriter, body))
+
+    async def messages(self, body: MessagesBody, request: Request) -> Response:
+        """Respond to /v1/messages."""
+        chat = await asyncio.to_thread(body.chat)
+        return await self._chat("msg_", chat, request, body.stream, MessagesWriter)
+
+    async def count_tokens(self, body: PromptBody, request: Request) -> dict[str, int]:
+        """Respond to /v1/messages/count_tokens."""
+        chat = await asyncio.to_thread(body.chat)
+        return {"input_tokens": len(await self._encode_chat(chat, await self._model(body.model, request)))}
+
+    async def tokenize(self, body: TokenizeBody, request: Request) -> dict[str, Any]:
+        """Respond to /tokenize."""
+        info = await self._model(body.model, request)
+        if body.prompt is None:
+            token_ids = await self._encode_chat(await asyncio.to_thread(body.chat), info)
+        else:
+            token_ids = await self.service.encode(info, body.prompt, is_rendered=body.add_special_tokens is False)
+        return await asyncio.to_thread(body.response, token_ids, info, self.service.tokenizer(info.name))
+
+    async def detokenize(self, body: DetokenizeBody, request: Request) -> dict[str, str]:
+        """Respond to /detokenize."""
+        info = await self._model(body.model, request)
+        return await asyncio.to_thread(body.response, info, self.service.tokenizer(info.name))
+
+    async def _chat(
+        self,
+        prefix: str,
+        body: ChatBody,
+        request: Request,
+        stream: bool,
+        write: Callable[[ResponseWriter], StreamWriter],
+    ) -> Response:
+        """Respond to a chat. prefix: of the id. write: turns the writer of the chat into that of an API."""
+        received = _received_call(prefix, request, body.request_id)
         with self.service.record_rejection(received, "chat"):
-            info = await self._model(body, request)
+            info = await self._model(body.model, request)
             calls = await self._prepare(body, received, request.state.access, [await self._chat_call(body, info)])
             chunks = self._chunks(body, received, request.state.access, calls, "chat")
             prompts = [call.request.prompt_ids for call in calls]
             writer = ResponseWriter(body, received.request.id, info.name, self.service.tokenizer(info.name), prompts)
-        return await self._respond(body.stream, request, writer, chunks)
+        return await self._respond(stream, request, write(writer), chunks)
 
-    async def _model(self, body: CompletionBody | ChatBody, request: Request) -> ModelInfo:
+    async def _model(self, name: str, request: Request) -> ModelInfo:
         """Return the requested model; the client may have to wait for a verifier of it."""
-        return await cancel_on_disconnect(request.receive, self.service.model(body.model))
+        return await cancel_on_disconnect(request.receive, self.service.model(name))
 
     async def _respond(
-        self, stream: bool, request: Request, writer: ResponseWriter, chunks: AsyncGenerator[TextChunk, None]
+        self, stream: bool, request: Request, writer: StreamWriter, chunks: AsyncGenerator[TextChunk, None]
     ) -> Response:
         """Return one JSON response, or a stream of events.
 
@@ -357,7 +381,7 @@ def _echoes(body: CompletionBody, tokenizer: Tokenizer) -> list[str]:
 
 
 @contextmanager
-def _field_names(body: CompletionBody | ChatBody) -> Iterator[None]:
+def _field_names(body: CompletionBody | ChatBody | ResponsesBody) -> Iterator[None]:
     """Let errors name the fields of the body instead of the call's parameters."""
     try:
         yield
@@ -382,7 +406,7 @@ async def _without_output(chunks: AsyncGenerator[TextChunk, None]) -> AsyncGener
             yield replace(chunk, chunk=inner, text="", text_lengths=(), totals=totals)
 
 
-async def _events(writer: ResponseWriter, chunks: AsyncGenerator[TextChunk, None]) -> AsyncGenerator[str, None]:
+async def _events(writer: StreamWriter, chunks: AsyncGenerator[TextChunk, None]) -> AsyncGenerator[str, None]:
     """Yield the lines of each event of a stream. An error before the first event is raised, a later one is an event."""
     has_started, failure = False, None
     try:

@@ -1,4 +1,4 @@
-"""What all request bodies share: JSON within bounds, strict models, and the fields that have no effect here.
+"""What all request bodies share: JSON within bounds, strict models, and the fields that have no effect.
 
 A field is decided in one of three ways. A model that uses it declares it. One that changes no result at any value stands
 in `UnusedFields`. One that is not supported stands in `NEUTRAL`, with the values that ask for nothing. Others are unknown.
@@ -7,20 +7,29 @@ Unsupported and unknown fields are rejected, never ignored. docs/http.md has the
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
-from collections.abc import Mapping
-from typing import Any, TypeVar
+from collections.abc import Callable, Coroutine, Mapping
+from typing import Any, TypeVar, get_type_hints
 
+from fastapi import Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import Response
+from fastapi.routing import APIRoute
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from starlette.exceptions import HTTPException
+from starlette.types import Receive, Scope
 
 from eyas.errors import InvalidRequest
+from eyas.rpc.admission import LARGE_REQUEST_BYTES
 from eyas.validation import check_sizes
 
 ModelT = TypeVar("ModelT", bound=BaseModel)
 
 # Fields of OpenAI, vLLM and Anthropic with the values that ask for nothing. They count as absent; so does null.
 NEUTRAL: Mapping[str, tuple[object, ...]] = {
+    "access_programs": (),
     "allowed_token_ids": (),
     "audio": (),
     "background": (False,),
@@ -34,6 +43,7 @@ NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "ec_transfer_params": ({},),
     "function_call": ("none",),
     "functions": ([],),
+    "image": ({"context_compression": "auto"}, {"context_compression": "disabled"}),
     "include_reasoning": (True,),
     "kv_transfer_params": ({},),
     "length_penalty": (1,),
@@ -46,7 +56,6 @@ NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "modalities": (["text"],),
     "moderation": (),
     "n": (1,),
-    "output_config": ({},),
     "prompt_embeds": (),
     "repetition_detection": (),
     "return_prompt_text": (False,),
@@ -67,6 +76,8 @@ NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "vllm_xargs": ({},),
     "watermarking": (False,),
     "web_search_options": (),
+    "user_profile_id": (),
+    "workspace_id": (),
     # of messages
     "annotations": ([],),
     "refusal": (),
@@ -81,7 +92,7 @@ MAX_FIELDS = 256
 MAX_NAME_LENGTH = 256  # of a field, in errors
 MAX_NUMBER_LENGTH = 128
 
-_MAX_ENTRIES = {"messages": 2**12, "metadata": 256}
+_MAX_ENTRIES = {"messages": 2**12, "input": 2**12, "metadata": 256}
 _SLICE_BYTES = 2**16
 _LONG_NUMBER = re.compile(rb"[0-9]{%d}" % MAX_NUMBER_LENGTH)
 
@@ -141,6 +152,55 @@ class StrictModel(BaseModel):
             if isinstance(entries := data.get(name), list | dict) and len(entries) > most:
                 raise InvalidRequest(f"{name} has {len(entries)} entries; give {most} at most", name)
         return {name: value for name, value in data.items() if value is not None and value not in NEUTRAL.get(name, ())}
+
+
+class JsonRoute(APIRoute):
+    """A route whose JSON body is parsed and validated before FastAPI gets it, in a thread if it is long.
+
+    app.state: max_request_values bounds the body; parsing, a semaphore, how many long ones are parsed at the same time.
+    """
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        """Return the handler of a request."""
+        handler, model = super().get_route_handler(), get_type_hints(self.endpoint).get("body")
+        if model is None:
+            return handler
+
+        async def handle(request: Request) -> Response:
+            parsed = _JsonRequest(request.scope, request.receive, model)
+            await parsed.body()  # FastAPI would turn its errors into status 400
+            try:
+                return await handler(parsed)
+            except HTTPException:
+                if parsed.error is None:
+                    raise
+                raise parsed.error from None
+
+        return handle
+
+
+class _JsonRequest(Request):
+    """A request with a body of one model. error: what `json` has raised."""
+
+    def __init__(self, scope: Scope, receive: Receive, model: type[BaseModel]) -> None:
+        super().__init__(scope, receive)
+        self._model = model
+        self.error: Exception | None = None
+
+    async def json(self) -> BaseModel:
+        """Return the body as its model, which FastAPI takes as it is."""
+        body, state = await self.body(), self.app.state
+        try:
+            if len(body) <= LARGE_REQUEST_BYTES:
+                return parse_body(body, self._model, state.max_request_values)
+            async with state.parsing:
+                return await asyncio.to_thread(parse_body, body, self._model, state.max_request_values)
+        except ValidationError as error:
+            self.error = RequestValidationError([{**one, "loc": ("body", *one["loc"])} for one in error.errors()])
+            raise self.error from None
+        except InvalidRequest as error:
+            self.error = error
+            raise
 
 
 class UnusedFields(StrictModel):

@@ -1,4 +1,4 @@
-"""Errors as OpenAI's clients expect them: status, headers and body.
+"""Errors as OpenAI's clients expect them, and Anthropic's below /v1/messages: status, headers and body.
 
 The kind of an error follows from its gRPC status. To add one, define its exception in `eyas.errors` and its status in
 `eyas.rpc.server`.
@@ -15,8 +15,10 @@ import grpc
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response
+from starlette._utils import get_route_path
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
+from starlette.types import Scope
 
 from eyas.errors import EyasError, InvalidRequest, Overloaded, RateLimited, RequestFailed, Unauthenticated, Unavailable
 from eyas.rpc.server import UNAVAILABLE_RETRY_AFTER_S, status_of
@@ -44,12 +46,24 @@ _KINDS: Mapping[grpc.StatusCode, ErrorKind] = {
     grpc.StatusCode.DEADLINE_EXCEEDED: ErrorKind(504, "server_error", "timeout"),
 }
 _INTERNAL = ErrorKind(500, "server_error", "internal_error")
+# Anthropic's `type` of an error by its HTTP status.
+_ANTHROPIC_TYPES: Mapping[int, str] = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    408: "timeout_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
 _QUOTA = ErrorKind(429, "rate_limit_error", "rate_limit_exceeded")
 
 
-def error_response(error: EyasError) -> JSONResponse:
-    """Return the HTTP response to an error."""
-    return JSONResponse(error_body(error), _kind(error).status, _headers(error))
+def error_response(error: EyasError, scope: Scope) -> JSONResponse:
+    """Return the HTTP response to an error. scope: of the request."""
+    body = anthropic_error_body(error) if _is_anthropic(scope) else error_body(error)
+    return JSONResponse(body, _kind(error).status, _headers(error))
 
 
 def error_body(error: EyasError) -> dict[str, Any]:
@@ -57,22 +71,29 @@ def error_body(error: EyasError) -> dict[str, Any]:
     return _body(_kind(error), str(error), error.param if isinstance(error, InvalidRequest) else "")
 
 
+def anthropic_error_body(error: EyasError) -> dict[str, Any]:
+    """Return an error as JSON in Anthropic's shape."""
+    return _anthropic_body(_kind(error).status, str(error))
+
+
 def add_error_handlers(app: FastAPI) -> None:
-    """Let the application respond to every exception in OpenAI's shape."""
+    """Let the application respond to every exception in the shape that its client expects."""
 
     @app.exception_handler(EyasError)
     async def eyas_error(request: Request, error: EyasError) -> Response:
-        return error_response(error)
+        return error_response(error, request.scope)
 
     @app.exception_handler(RequestValidationError)
     async def validation_error(request: Request, error: RequestValidationError) -> Response:
-        return error_response(invalid_body(error.errors()))
+        return error_response(invalid_body(error.errors()), request.scope)
 
     @app.exception_handler(HTTPException)
     async def http_error(request: Request, error: HTTPException) -> Response:
         """Respond to an error of HTTP itself, such as an unknown path."""
         kind = ErrorKind(error.status_code, "server_error" if error.status_code >= 500 else "invalid_request_error")
-        return JSONResponse(_body(kind, f"{request.method} {request.url.path}: {error.detail}"), kind.status)
+        message = f"{request.method} {request.url.path}: {error.detail}"
+        is_anthropic = _is_anthropic(request.scope)
+        return JSONResponse(_anthropic_body(kind.status, message) if is_anthropic else _body(kind, message), kind.status)
 
     @app.exception_handler(ClientDisconnect)
     async def disconnected(request: Request, error: ClientDisconnect) -> Response:
@@ -82,7 +103,11 @@ def add_error_handlers(app: FastAPI) -> None:
     @app.exception_handler(Exception)
     async def internal_error(request: Request, error: Exception) -> Response:
         """The server logs the traceback."""
-        return error_response(RequestFailed("internal error"))
+        return error_response(RequestFailed("internal error"), request.scope)
+
+
+def _is_anthropic(scope: Scope) -> bool:
+    return get_route_path(scope).startswith("/v1/messages")
 
 
 def _kind(error: EyasError) -> ErrorKind:
@@ -92,6 +117,11 @@ def _kind(error: EyasError) -> ErrorKind:
 def _body(kind: ErrorKind, message: str, param: str = "") -> dict[str, Any]:
     """param: the field of the request body that caused the error; empty if no single one did."""
     return {"error": {"message": message, "type": kind.type, "param": param or None, "code": kind.code}}
+
+
+def _anthropic_body(status: int, message: str) -> dict[str, Any]:
+    kind = _ANTHROPIC_TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
+    return {"type": "error", "error": {"type": kind, "message": message}}
 
 
 def _headers(error: EyasError) -> dict[str, str]:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import fields, replace
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BeforeValidator, FailFast, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, FailFast, Field, ValidationError, model_validator
 
 from eyas.errors import InvalidRequest
 from eyas.request import Request, SamplingParams, StructuredOutputs
@@ -347,6 +347,14 @@ class ChatBody(Body):
     def name_of(self, param: str) -> str:
         """Return this body's name of a parameter of a call."""
         return {"logprobs": "top_logprobs", "prompt": "messages"}.get(param) or super().name_of(param)
+
+
+def chat_body(**fields: Any) -> ChatBody:
+    """Return the body of a chat that another API's body asks for. Raises InvalidRequest."""
+    try:
+        return ChatBody.model_validate(fields)
+    except ValidationError as error:
+        raise invalid_body(error.errors()) from None
 
 
 def invalid_body(errors: Sequence[Any]) -> InvalidRequest:

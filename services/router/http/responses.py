@@ -9,12 +9,12 @@ import functools
 import json
 import re
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise
-from typing import Any
+from typing import Any, Protocol
 
 from eyas.errors import EyasError, RequestFailed
 from eyas.outputs import TextChunk
@@ -49,6 +49,21 @@ class TextDelta:
         return not (self.text or self.logprobs or self.finish_reason or self.prompt_logprobs or self.token_ids)
 
 
+class StreamWriter(Protocol):
+    """Writes the response to one request, whole or as events, in the form of one API. id: of the request."""
+
+    @property
+    def id(self) -> str: ...
+
+    async def response(self, chunks: AsyncGenerator[TextChunk, None]) -> dict[str, Any]: ...
+
+    def events(self, chunks: AsyncGenerator[TextChunk, None]) -> AsyncGenerator[dict[str, Any], None]: ...
+
+    def frame(self, event: dict[str, Any]) -> str: ...
+
+    def last_frames(self, error: EyasError | None = None) -> Iterator[str]: ...
+
+
 @dataclass
 class ResponseWriter:
     """The choices of one request as they grow, and their usage. A prompt counts once, whatever its number of completions.
@@ -65,7 +80,7 @@ class ResponseWriter:
     created: int = field(default_factory=lambda: int(time.time()))
     _offsets: defaultdict[int, int] = field(default_factory=lambda: defaultdict(int))
     _visible: set[int] = field(default_factory=set)
-    _num_output_tokens: int = 0
+    _num_output_tokens: Counter[int] = field(default_factory=Counter)
     _num_cached_tokens: int = 0
     _stats: GenerationStats = field(default_factory=GenerationStats)
 
@@ -125,13 +140,12 @@ class ResponseWriter:
         return delta
 
     def _count(self, chunk: TextChunk) -> None:
-        self._num_output_tokens += len(chunk.chunk.token_ids)
-        if chunk.totals is None:
-            return
-        if chunk.totals.stats is not None:
+        index = chunk.chunk.index
+        if index % self.body.n == 0 and not self._num_output_tokens[index]:  # only the first of several verifiers counts
+            self._num_cached_tokens += chunk.chunk.num_cached
+        self._num_output_tokens[index] += len(chunk.chunk.token_ids)
+        if chunk.totals is not None and chunk.totals.stats is not None:
             self._stats.merge(chunk.totals.stats)
-        if chunk.chunk.index % self.body.n == 0:
-            self._num_cached_tokens += chunk.totals.num_cached_tokens
 
     @property
     def _skips_special(self) -> bool:
@@ -183,18 +197,18 @@ class ResponseWriter:
 
     def _token_counts(self) -> dict[str, Any]:
         """Return how many tokens all choices have so far."""
-        num_prompt_tokens = sum(map(len, self.prompts))
+        num_prompt_tokens, num_output_tokens = sum(map(len, self.prompts)), self._num_output_tokens.total()
         return {
             "prompt_tokens": num_prompt_tokens,
-            "completion_tokens": self._num_output_tokens,
-            "total_tokens": num_prompt_tokens + self._num_output_tokens,
+            "completion_tokens": num_output_tokens,
+            "total_tokens": num_prompt_tokens + num_output_tokens,
+            "prompt_tokens_details": {"cached_tokens": self._num_cached_tokens},
         }
 
     def _usage(self) -> dict[str, Any]:
         """Return the numbers of all choices together."""
         stats = self._stats
         usage = self._token_counts() | {
-            "prompt_tokens_details": {"cached_tokens": self._num_cached_tokens},
             "completion_tokens_details": {
                 "accepted_prediction_tokens": stats.num_accepted,
                 "rejected_prediction_tokens": stats.num_drafted - stats.num_accepted,
@@ -207,6 +221,11 @@ class ResponseWriter:
 def compact_json(value: dict[str, Any]) -> str:
     """Return JSON in one line, as an event holds it."""
     return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+
+
+def named_frame(event: dict[str, Any]) -> str:
+    """Return an event with its type as a stream names it."""
+    return f"event: {event['type']}\ndata: {compact_json(event)}"
 
 
 def _join(deltas: Sequence[TextDelta]) -> TextDelta:

@@ -60,6 +60,7 @@ async def http_router(
     retry: RetryConfig = RETRY,
     keepalive_interval_s: float = 5.0,
     limits: LimitsConfig | None = None,
+    cors_allow_origins: tuple[str, ...] = (),
 ) -> AsyncIterator[str]:
     """Run a router for the model "demo"; yields its base URL."""
     server, registry = RpcServer(ServerConfig()), Registry(RegistryConfig(url, 2.0, 0.05))
@@ -71,7 +72,7 @@ async def http_router(
     service = GenerationService({"demo": tokenizer}, workers, dispatcher, request_timeout_s, telemetry)
     readiness = ReadinessMonitor(server.set_serving, registry, workers, 0.02)
     chat = ChatTemplate(template, {"bos_token": "<|bos|>"}, "demo") if template else None
-    config = HttpConfig(keepalive_interval_s=keepalive_interval_s)
+    config = HttpConfig(keepalive_interval_s=keepalive_interval_s, cors_allow_origins=cors_allow_origins)
     app = build_app(service, {"demo": chat}, readiness, keys or ApiKeys(()), telemetry, config, Admission(limits))
     http_server = HttpServer(app, config, TlsConfig(), limits)
     address = await server.start([])

@@ -114,15 +114,15 @@ def test_a_taken_port_is_one_clear_line(url: str) -> None:
 
 
 def test_operations_have_a_port_of_their_own_if_it_is_set(url: str) -> None:
-    private, both = ("/health", "/metrics", "/openapi.json"), ("/live", "/ready")
+    private, both = ("/health", "/metrics", "/openapi.json", "/docs"), ("/live", "/ready")
 
     async def body() -> None:
         async with process(url, "http.operations_port=0") as child:
             api, operations = await base_url(child), await base_url(child)
             await ready(api)
-            assert [(await get(api, path)).status_code for path in (*private, *both)] == [404] * 3 + [200] * 2
+            assert [(await get(api, path)).status_code for path in (*private, *both)] == [404] * 4 + [200] * 2
             answers = {path: await get(operations, path) for path in (*private, *both, "/v1/models")}
-            assert [answers[path].status_code for path in ("/metrics", "/openapi.json", *both)] == [200] * 4
+            assert [answers[path].status_code for path in ("/metrics", "/openapi.json", "/docs", *both)] == [200] * 5
             assert answers["/health"].json()["reason"] == "no verifier can be reached"
             assert "/v1/completions" in answers["/openapi.json"].json()["paths"]
             assert answers["/v1/models"].status_code == 404

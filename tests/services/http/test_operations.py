@@ -1,6 +1,7 @@
 """For operators: health checks, metrics, and the API keys and TLS of both listeners."""
 
 import asyncio
+import re
 import socket
 import ssl
 from collections.abc import AsyncIterator, Callable
@@ -116,6 +117,42 @@ def test_metrics_equal_the_counts_of_the_process(url: str) -> None:
     answer = asyncio.run(body())
     assert answer.headers["content-type"].startswith("text/plain")
     assert "eyas_test_of_metrics_total 1.0" in answer.text.splitlines()
+
+
+def test_the_page_of_the_api_loads_nothing_from_elsewhere(url: str) -> None:
+    async def body() -> tuple[httpx.Response, dict[str, Any]]:
+        async with http_router(url) as base:
+            return await get(base, "/docs"), (await get(base, "/openapi.json")).json()
+
+    page, schema = asyncio.run(body())
+    assert page.headers["content-type"] == "text/html; charset=utf-8"
+    assert "openapi.json" in page.text
+    assert "://" not in page.text
+    assert not re.search(r"<(?:link|img|iframe)|\bsrc=|@import", page.text)
+    routes = {"/v1/responses", "/v1/messages", "/v1/messages/count_tokens", "/tokenize", "/detokenize", "/version"}
+    assert routes <= set(schema["paths"])
+
+
+def test_browsers_of_allowed_origins_may_use_the_api(url: str) -> None:
+    asks = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization,content-type"}
+
+    async def body() -> None:
+        page = "https://here.example"
+        async with (
+            http_router(url, keys=ApiKeys(["one"]), cors_allow_origins=(page,)) as base,
+            http_router(url) as other,
+            httpx.AsyncClient() as client,
+        ):
+            for origin, allowed in ((page, page), ("https://there.example", None)):
+                preflight = await client.options(f"{base}/v1/completions", headers={"Origin": origin, **asks})
+                answer = await client.get(f"{base}/v1/models", headers={"Origin": origin})
+                assert (preflight.is_success, answer.status_code) == (bool(allowed), 401)
+                found = {part.headers.get("access-control-allow-origin") for part in (preflight, answer)}
+                assert found == {allowed}
+            answer = await client.get(f"{other}/v1/models", headers={"Origin": page})
+            assert "access-control-allow-origin" not in answer.headers
+
+    asyncio.run(body())
 
 
 def test_v1_requires_a_known_api_key(url: str) -> None:

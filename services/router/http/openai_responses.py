@@ -1,0 +1,386 @@
+"""OpenAI's Responses API as a translation of chats: its bodies become a ChatBody, chats become its responses and events.
+
+Responses are not stored. The shapes are those of https://platform.openai.com/docs/api-reference/responses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Iterator, Mapping
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, FailFast, Field, model_validator
+
+from eyas.errors import EyasError, InvalidRequest
+from eyas.outputs import TextChunk
+from eyas.services.router.http.bodies import StrictModel
+from eyas.services.router.http.errors import error_body
+from eyas.services.router.http.requests import ChatBody, SamplingBody, Text, chat_body
+from eyas.services.router.http.responses import ResponseWriter, named_frame
+
+_LOGPROBS = "message.output_text.logprobs"
+_PARTS = {
+    "message": ("role", "content"),
+    "function_call": ("call_id", "name", "arguments"),
+    "function_call_output": ("call_id", "output"),
+}
+
+
+# Bodies
+
+
+class TextPart(StrictModel):
+    """A part of a message. annotations and logprobs come with the output of earlier responses, and have no effect."""
+
+    type: Literal["input_text", "output_text", "text"]
+    text: Text
+    annotations: list[Any] | None = None
+    logprobs: list[Any] | None = None
+
+
+def _to_parts(value: object) -> object:
+    return [{"type": "input_text", "text": value}] if isinstance(value, str) else value
+
+
+def _to_items(value: object) -> object:
+    return [{"role": "user", "content": value}] if isinstance(value, str) else value
+
+
+Parts = Annotated[list[TextPart], FailFast(), BeforeValidator(_to_parts, json_schema_input_type=str | list[TextPart])]
+
+
+class InputItem(StrictModel):
+    """An item of the conversation. Items of reasoning are accepted, and not shown to the model again."""
+
+    type: Literal["message", "function_call", "function_call_output", "reasoning"] = "message"
+    role: Literal["system", "developer", "user", "assistant"] | None = None
+    content: Parts = Field(default_factory=list)
+    call_id: Text = ""
+    name: Text = ""
+    arguments: Text = ""
+    output: Parts = Field(default_factory=list)
+    id: str = ""
+    status: str = ""
+    phase: str = ""
+    namespace: str = ""
+    summary: list[Any] | None = None
+    encrypted_content: str = ""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_reasoning(cls, data: Any) -> Any:
+        return {"type": "reasoning"} if isinstance(data, dict) and data.get("type") == "reasoning" else data
+
+    @model_validator(mode="after")
+    def _check_parts(self) -> InputItem:
+        for name in _PARTS.get(self.type, ()):
+            if name not in self.model_fields_set:
+                raise InvalidRequest(f"an item of the type {self.type!r} needs {name}; give it", "input")
+        return self
+
+
+Items = Annotated[list[InputItem], FailFast(), BeforeValidator(_to_items, json_schema_input_type=str | list[InputItem])]
+
+
+class FunctionTool(StrictModel):
+    """A function that the client runs. Tools that a server runs, such as web_search, are refused by their type."""
+
+    type: Literal["function"]
+    name: Text
+    description: Text = ""
+    parameters: dict[str, Any] = Field(default_factory=dict)
+    strict: bool = False
+    defer_loading: Literal[False] = False
+
+
+class TextConfig(StrictModel):
+    """What the text must match: text, json_object or json_schema. verbosity has no effect."""
+
+    format: dict[str, Any] | None = None
+    verbosity: str = ""
+
+
+class Reasoning(StrictModel):
+    """effort: a variable of the chat template, reasoning_effort. The others have no effect."""
+
+    effort: Text = ""
+    summary: str = ""
+    generate_summary: str = ""
+    context: str = ""
+    mode: str = ""
+
+
+class ResponseStreamOptions(StrictModel):
+    """Options of a stream, without effect."""
+
+    include_obfuscation: bool = False
+
+
+class ResponsesBody(SamplingBody):
+    """The body of /v1/responses. include: only log-probabilities have an effect."""
+
+    input: Items
+    instructions: Text = ""
+    max_output_tokens: int | None = None
+    top_logprobs: int | None = None
+    include: list[str] = Field(default_factory=list)
+    text: TextConfig | None = None
+    reasoning: Reasoning | None = None
+    tools: Annotated[list[FunctionTool], FailFast()] = Field(default_factory=list)
+    tool_choice: Literal["none", "auto", "required"] | dict[str, Any] | None = None
+    stream_options: ResponseStreamOptions | None = None
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_stored(cls, data: Any) -> Any:
+        for name in ("previous_response_id", "conversation", "prompt"):
+            if isinstance(data, dict) and data.get(name) is not None:
+                raise InvalidRequest(f"{name} refers to what is stored, and nothing is stored here; send it as input", name)
+        return data
+
+    def chat(self) -> ChatBody:
+        """Return the chat that this body asks for. Raises InvalidRequest."""
+        shared = {name: getattr(self, name) for name in SamplingBody.model_fields if name in self.model_fields_set}
+        messages: list[dict[str, Any]] = [{"role": "system", "content": self.instructions}] if self.instructions else []
+        messages += _messages(self.input)
+        more: dict[str, Any] = {"max_tokens": self.max_output_tokens, "chat_template_kwargs": self.chat_template_kwargs}
+        if self.tools:
+            more |= {"tools": [_chat_tool(tool) for tool in self.tools], "tool_choice": _chat_tool_choice(self.tool_choice)}
+        if self.reasoning is not None and self.reasoning.effort:
+            more["reasoning_effort"] = self.reasoning.effort
+        if self.text is not None and self.text.format is not None:
+            more["response_format"] = _response_format(self.text.format)
+        if _LOGPROBS in self.include:
+            more |= {"logprobs": True, "top_logprobs": self.top_logprobs}
+        return chat_body(
+            **(shared | more | {"messages": messages, "stream": True, "stream_options": {"include_usage": True}})
+        )
+
+    def name_of(self, param: str) -> str:
+        """Return this body's name of a field of its chat."""
+        names = {"messages": "input", "max_tokens": "max_output_tokens", "response_format": "text"}
+        return names.get(param.partition("[")[0].partition(".")[0], param)
+
+
+def _messages(items: list[InputItem]) -> list[dict[str, Any]]:
+    """Return the messages of a chat. Calls follow the assistant's text in one message."""
+    messages: list[dict[str, Any]] = []
+    for item in items:
+        if item.type == "message":
+            messages.append({"role": item.role, "content": _joined(item.content)})
+        elif item.type == "function_call_output":
+            messages.append({"role": "tool", "tool_call_id": item.call_id, "content": _joined(item.output)})
+        elif item.type == "function_call":
+            if not messages or messages[-1]["role"] != "assistant":
+                messages.append({"role": "assistant", "content": ""})
+            function = {"name": item.name, "arguments": item.arguments}
+            call = {"id": item.call_id, "type": "function", "function": function}
+            messages[-1].setdefault("tool_calls", []).append(call)
+    if not messages:
+        raise InvalidRequest("input holds no message; give one", "input")
+    return messages
+
+
+def _joined(parts: list[TextPart]) -> str:
+    return "\n".join(part.text for part in parts)
+
+
+def _chat_tool(tool: FunctionTool) -> dict[str, Any]:
+    function = tool.model_dump(include={"name", "description", "parameters", "strict"}, exclude_defaults=True)
+    return {"type": "function", "function": function}
+
+
+def _chat_tool_choice(choice: str | dict[str, Any] | None) -> object:
+    if isinstance(choice, dict):
+        return {"type": "function", "function": {"name": choice.get("name", "")}}
+    return choice or "auto"
+
+
+def _response_format(config: dict[str, Any]) -> dict[str, Any]:
+    """Return the format as chats have it, where the schema is an object of its own."""
+    if config.get("type") != "json_schema":
+        return config
+    return {"type": "json_schema", "json_schema": {name: value for name, value in config.items() if name != "type"}}
+
+
+# Responses
+
+
+@dataclass
+class ResponsesWriter:
+    """Writes a chat as OpenAI's response. chat: writes the chat."""
+
+    body: ResponsesBody
+    chat: ResponseWriter
+    _sequence_number: int = 0
+    _items: list[_Item] = field(default_factory=list)
+
+    @property
+    def id(self) -> str:
+        """The id of the response."""
+        return self.chat.id
+
+    async def response(self, chunks: AsyncGenerator[TextChunk, None]) -> dict[str, Any]:
+        """Return the whole response. Raises RequestFailed if the completion failed."""
+        answer = await self.chat.response(chunks)
+        (choice,) = answer["choices"]
+        for _ in self._add(choice["message"], choice["logprobs"]):
+            pass
+        return self._ended(choice["finish_reason"], answer["usage"])
+
+    async def events(self, chunks: AsyncGenerator[TextChunk, None]) -> AsyncGenerator[dict[str, Any], None]:
+        """Yield the events of the response. Raises RequestFailed if the completion failed."""
+        finish_reason, usage, has_started = "stop", None, False
+        async with aclosing(self.chat.events(chunks)) as events:
+            async for event in events:
+                if not has_started:
+                    has_started = True
+                    yield self._event("response.created", response=self._response("in_progress"))
+                    yield self._event("response.in_progress", response=self._response("in_progress"))
+                usage = event.get("usage")
+                for choice in event["choices"]:
+                    for item_event in self._add(choice["delta"], choice["logprobs"]):
+                        yield item_event
+                    finish_reason = choice["finish_reason"] or finish_reason
+        response = self._ended(finish_reason, usage)
+        if self._items:
+            for item_event in self._done(self._items[-1]):
+                yield item_event
+        yield self._event(f"response.{response['status']}", response=response)
+
+    def frame(self, event: dict[str, Any]) -> str:
+        """Return an event as a stream has it."""
+        return named_frame(event)
+
+    def last_frames(self, error: EyasError | None = None) -> Iterator[str]:
+        """Yield what ends a stream. error: what failed after the first event."""
+        if error is not None:
+            reason = error_body(error)["error"]
+            failure = {"code": "server_error", "message": reason["message"]}
+            yield self.frame(self._event("response.failed", response=self._response("failed") | {"error": failure}))
+
+    def _add(self, delta: Mapping[str, Any], logprobs: Mapping[str, Any] | None) -> Iterator[dict[str, Any]]:
+        """Take what a chunk adds, or a whole message; yield its events."""
+        if text := delta.get("content"):
+            if not self._items or self._items[-1].call is not None:
+                yield from self._begin(_Item(f"msg_{self.id}_{len(self._items)}"))
+            item, entries = self._items[-1], (logprobs or {}).get("content") or []
+            item.text += text
+            item.logprobs += entries
+            place = {"item_id": item.id, "output_index": len(self._items) - 1, "content_index": 0}
+            yield self._event("response.output_text.delta", **place, delta=text, logprobs=entries)
+        for number, call in enumerate(delta.get("tool_calls") or ()):
+            index = call.get("index", number)
+            if not self._items or self._items[-1].call != index:
+                item = _Item(f"fc_{self.id}_{len(self._items)}", index, call["id"], call["function"]["name"])
+                yield from self._begin(item)
+            if arguments := call["function"].get("arguments"):
+                item = self._items[-1]
+                item.text += arguments
+                place = {"item_id": item.id, "output_index": len(self._items) - 1}
+                yield self._event("response.function_call_arguments.delta", **place, delta=arguments)
+
+    def _begin(self, item: _Item) -> Iterator[dict[str, Any]]:
+        """Yield the end of the item before, and the beginning of this one."""
+        if self._items:
+            yield from self._done(self._items[-1])
+        self._items.append(item)
+        index = len(self._items) - 1
+        yield self._event("response.output_item.added", output_index=index, item=item.json(is_done=False))
+        if item.call is None:
+            place = {"item_id": item.id, "output_index": index, "content_index": 0}
+            yield self._event("response.content_part.added", **place, part=_Item("").part)
+
+    def _done(self, item: _Item) -> Iterator[dict[str, Any]]:
+        index = len(self._items) - 1
+        place: dict[str, Any] = {"item_id": item.id, "output_index": index}
+        if item.call is None:
+            place["content_index"] = 0
+            yield self._event("response.output_text.done", **place, text=item.text, logprobs=item.logprobs)
+            yield self._event("response.content_part.done", **place, part=item.part)
+        else:
+            yield self._event("response.function_call_arguments.done", **place, name=item.name, arguments=item.text)
+        yield self._event("response.output_item.done", output_index=index, item=item.json())
+
+    def _event(self, kind: str, **fields: Any) -> dict[str, Any]:
+        self._sequence_number += 1
+        return {"type": kind, "sequence_number": self._sequence_number - 1, **fields}
+
+    def _ended(self, finish_reason: str, usage: Mapping[str, Any] | None) -> dict[str, Any]:
+        """Return the response as it ended. Its last item is incomplete if the limit of tokens ended it."""
+        if finish_reason != "length":
+            return self._response("completed", usage)
+        if self._items:
+            self._items[-1].status = "incomplete"
+        return self._response("incomplete", usage) | {"incomplete_details": {"reason": "max_output_tokens"}}
+
+    def _response(self, status: str, usage: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        body, chat = self.body, self.chat
+        format_ = body.text.format if body.text and body.text.format else {"type": "text"}
+        return {
+            "id": self.id,
+            "object": "response",
+            "created_at": chat.created,
+            "status": status,
+            "background": False,
+            "error": None,
+            "incomplete_details": None,
+            "instructions": body.instructions or None,
+            "max_output_tokens": body.max_output_tokens,
+            "metadata": body.metadata,
+            "model": chat.model,
+            "output": [item.json() for item in self._items],
+            "parallel_tool_calls": body.parallel_tool_calls,
+            "previous_response_id": None,
+            "reasoning": {"effort": body.reasoning.effort or None if body.reasoning else None, "summary": None},
+            "service_tier": "default",
+            "store": False,
+            "temperature": body.temperature,
+            "text": {"format": format_},
+            "tool_choice": body.tool_choice or "auto",
+            "tools": [tool.model_dump() for tool in body.tools],
+            "top_logprobs": body.top_logprobs or 0,
+            "top_p": body.top_p,
+            "truncation": "disabled",
+            "usage": _usage(usage) if usage else None,
+            "user": body.user or None,
+        }
+
+
+@dataclass
+class _Item:
+    """An item of the output. call: index of a call of a function, whose arguments are `text`; None for a message."""
+
+    id: str
+    call: int | None = None
+    call_id: str = ""
+    name: str = ""
+    text: str = ""
+    logprobs: list[dict[str, Any]] = field(default_factory=list)
+    status: str = "completed"
+
+    @property
+    def part(self) -> dict[str, Any]:
+        """The text of a message."""
+        return {"type": "output_text", "text": self.text, "annotations": [], "logprobs": self.logprobs}
+
+    def json(self, is_done: bool = True) -> dict[str, Any]:
+        """Return the item; before it is done, without its text."""
+        named = {"id": self.id, "status": self.status if is_done else "in_progress"}
+        if self.call is None:
+            return named | {"type": "message", "role": "assistant", "content": [self.part] if is_done else []}
+        function = {"call_id": self.call_id, "name": self.name, "arguments": self.text if is_done else ""}
+        return named | {"type": "function_call", **function}
+
+
+def _usage(usage: Mapping[str, Any]) -> dict[str, Any]:
+    cached = {"cached_tokens": usage["prompt_tokens_details"]["cached_tokens"], "cache_write_tokens": 0}
+    return {
+        "input_tokens": usage["prompt_tokens"],
+        "input_tokens_details": cached,
+        "output_tokens": usage["completion_tokens"],
+        "output_tokens_details": {"reasoning_tokens": 0},
+        "total_tokens": usage["total_tokens"],
+    }

@@ -1,0 +1,269 @@
+"""OpenAI's Responses API and Anthropic's Messages API, through the clients of both companies."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import anthropic
+import httpx
+import pytest
+from anthropic import AsyncAnthropic
+from openai import AsyncOpenAI, BadRequestError
+
+from eyas.services.router.auth import ApiKeys
+from tests.services.http.http_router import (
+    CHAT,
+    PROMPT_TEXT,
+    REST_TEXT,
+    TOKENIZER,
+    Script,
+    http_router,
+    post,
+    with_router,
+    worker,
+)
+from tests.services.router.scripted_verifier import PROMPT, REST, TEXT, TOKENS
+
+NUM_CACHED = len(PROMPT) - 1
+ASKED: dict[str, Any] = {"model": "demo", "input": PROMPT_TEXT, "max_output_tokens": len(REST), "temperature": 0}
+MESSAGE: dict[str, Any] = {name: CHAT[name] for name in ("model", "messages", "max_tokens")}
+CHATML = "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}{{ '<assistant>' if add_generation_prompt }}"
+
+
+def with_anthropic(
+    url: str, body: Callable[[AsyncAnthropic], Awaitable[Any]], script: Script | None = None, **router: Any
+) -> Any:
+    """Return what `body` returns; its client does not retry."""
+
+    async def run() -> Any:
+        async with (
+            worker(url, script or Script(TOKENS)),
+            http_router(url, **router) as base,
+            AsyncAnthropic(base_url=base, api_key="one", max_retries=0) as client,
+        ):
+            return await body(client)
+
+    return asyncio.run(run())
+
+
+def test_a_response_is_whole(url: str) -> None:
+    answer = with_router(url, lambda client: client.responses.create(**ASKED, metadata={"a": "b"}))
+    assert (answer.output_text, answer.status, answer.store) == (REST_TEXT, "incomplete", False)
+    assert answer.incomplete_details.reason == "max_output_tokens"
+    assert answer.id.startswith("resp_")
+    assert answer.metadata == {"a": "b"}
+    usage = answer.usage
+    assert (usage.input_tokens, usage.output_tokens, usage.total_tokens) == (len(PROMPT), len(REST), len(TOKENS))
+    assert usage.input_tokens_details.cached_tokens == NUM_CACHED
+
+
+def test_a_response_streams_its_events_in_order(url: str) -> None:
+    async def body(client: AsyncOpenAI) -> list[Any]:
+        return [event async for event in await client.responses.create(**ASKED, stream=True)]
+
+    events = with_router(url, body)
+    kinds = [event.type.removeprefix("response.") for event in events]
+    assert kinds[:4] == ["created", "in_progress", "output_item.added", "content_part.added"]
+    assert set(kinds[4:-4]) == {"output_text.delta"}
+    assert kinds[-4:] == ["output_text.done", "content_part.done", "output_item.done", "incomplete"]
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    assert "".join(event.delta for event in events[4:-4]) == REST_TEXT == events[-1].response.output_text
+    assert events[-1].response.usage.output_tokens == len(REST)
+
+
+def test_the_input_of_a_response_may_be_a_conversation(url: str) -> None:
+    script = Script(TOKENS)
+
+    async def body(client: AsyncOpenAI) -> None:
+        first = await client.responses.create(**ASKED | {"max_output_tokens": 1})
+        again: Any = [
+            {"role": "user", "content": [{"type": "input_text", "text": "a"}]},
+            *first.model_dump(exclude_none=True)["output"],
+            {"type": "reasoning", "id": "r", "summary": []},
+            {"type": "message", "role": "developer", "content": "c"},
+        ]
+        await client.responses.create(**ASKED | {"input": again, "instructions": "i", "max_output_tokens": 1})
+
+    with_router(url, body, script, template=CHATML)
+    first = TOKENIZER.decode(TOKENS[len(script.calls[0].request.prompt_ids) :][:1])
+    expected = f"<system>i\n<user>a\n<assistant>{first}\n<developer>c\n<assistant>"
+    assert TOKENIZER.decode(script.calls[1].request.prompt_ids) == expected
+
+
+def test_a_response_has_log_probabilities_on_request(url: str) -> None:
+    async def body(client: AsyncOpenAI) -> Any:
+        return await client.responses.create(**ASKED, include=["message.output_text.logprobs"], top_logprobs=1)
+
+    (item,) = with_router(url, body).output
+    entries = item.content[0].logprobs
+    assert "".join(entry.token for entry in entries) == REST_TEXT
+    assert {entry.logprob for entry in entries} == {-0.5}
+
+
+@pytest.mark.parametrize(
+    ("changes", "param", "part"),
+    [
+        ({"previous_response_id": "resp_1"}, "previous_response_id", "nothing is stored"),
+        ({"conversation": "c"}, "conversation", "nothing is stored"),
+        ({"background": True}, "background", "not supported"),
+        ({"truncation": "auto"}, "truncation", "not supported"),
+        ({"n": 2}, "n", "not supported"),
+        ({"input": []}, "input", "no message"),
+        ({"input": [{"role": "user"}]}, "input", "needs content"),
+        ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type", "'message'"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0].type", "'input_text'"),
+        ({"tools": [{"type": "web_search"}]}, "tools[0].type", "'function'"),
+        ({"max_output_tokens": 4096}, "max_output_tokens", "exceed the context"),
+        ({"input": "return " * 90000}, "input", "exceeds the context"),
+    ],
+)  # fmt: skip
+def test_a_bad_response_body_names_the_field(url: str, changes: dict[str, Any], param: str, part: str) -> None:
+    async def body(client: AsyncOpenAI) -> None:
+        with pytest.raises(BadRequestError) as raised:
+            await client.responses.create(extra_body=changes, **ASKED)
+        assert raised.value.param == param
+        assert part in str(raised.value)
+
+    with_router(url, body)
+
+
+def test_a_failure_in_a_stream_of_a_response_is_an_event(url: str) -> None:
+    async def body(client: AsyncOpenAI) -> list[Any]:
+        return [event async for event in await client.responses.create(**ASKED, stream=True)]
+
+    *_, last = with_router(url, body, Script(TOKENS, fails_after=1))
+    assert last.type == "response.failed"
+    assert last.response.error.code == "server_error"
+
+
+def test_a_message_is_whole(url: str) -> None:
+    answer = with_anthropic(url, lambda client: client.messages.create(**MESSAGE))
+    assert [(block.type, block.text) for block in answer.content] == [("text", REST_TEXT)]
+    assert (answer.role, answer.stop_reason, answer.stop_sequence) == ("assistant", "max_tokens", None)
+    usage = answer.usage
+    assert (usage.input_tokens, usage.cache_read_input_tokens, usage.output_tokens) == (1, NUM_CACHED, len(REST))
+
+
+def test_a_message_streams_its_events_in_order(url: str) -> None:
+    async def body(client: AsyncAnthropic) -> Any:
+        events = [event async for event in await client.messages.create(**MESSAGE, stream=True)]
+        async with client.messages.stream(**MESSAGE) as stream:
+            return events, "".join([text async for text in stream.text_stream]), await stream.get_final_message()
+
+    events, text, message = with_anthropic(url, body)
+    kinds = [event.type for event in events]
+    assert kinds[:2] == ["message_start", "content_block_start"]
+    assert set(kinds[2:-3]) == {"content_block_delta"}
+    assert kinds[-3:] == ["content_block_stop", "message_delta", "message_stop"]
+    assert text == REST_TEXT == message.content[0].text
+    assert (events[0].message.usage.output_tokens, events[-2].usage.output_tokens) == (0, len(REST))
+    assert message.stop_reason == "max_tokens"
+
+
+def test_a_message_stops_at_a_stop_sequence(url: str) -> None:
+    answer = with_anthropic(url, lambda client: client.messages.create(**MESSAGE, stop_sequences=["Eagle"]))
+    assert (answer.stop_reason, answer.stop_sequence) == ("stop_sequence", "Eagle")
+    assert answer.content[0].text == TEXT[len(PROMPT_TEXT) : TEXT.index("Eagle")]
+
+
+def test_messages_become_a_chat(url: str) -> None:
+    script = Script(TOKENS)
+    blocks: Any = [{"type": "text", "text": "b", "cache_control": {"type": "ephemeral"}}, {"type": "text", "text": "c"}]
+    turns: Any = [
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": "x"},
+        {"role": "user", "content": blocks},
+    ]
+
+    async def body(client: AsyncAnthropic) -> int:
+        asked = MESSAGE | {"max_tokens": 1, "system": "s"}
+        await client.messages.create(**asked | {"messages": turns}, metadata={"user_id": "u"})
+        await client.messages.create(**asked | {"messages": turns[:2]})
+        counted = await client.messages.count_tokens(model="demo", system="s", messages=turns)
+        return counted.input_tokens
+
+    num_tokens = with_anthropic(url, body, script, template=CHATML)
+    texts = [TOKENIZER.decode(call.request.prompt_ids) for call in script.calls]
+    assert texts == ["<system>s\n<user>a\n<assistant>x\n<user>b\nc\n<assistant>", "<system>s\n<user>a\n<assistant>x"]
+    assert num_tokens == len(script.calls[0].request.prompt_ids)
+
+
+def test_errors_of_messages_have_anthropics_form(url: str) -> None:
+    async def body(client: AsyncAnthropic) -> None:
+        with pytest.raises(anthropic.AuthenticationError, match="no known API key"):
+            await client.with_options(api_key="two").messages.create(**MESSAGE)
+        with pytest.raises(anthropic.NotFoundError, match="not served here"):
+            await client.messages.create(**MESSAGE | {"model": "other"})
+        with pytest.raises(anthropic.BadRequestError, match="thinking is not supported") as raised:
+            await client.messages.create(**MESSAGE, thinking={"type": "enabled", "budget_tokens": 1024})
+        assert raised.value.body == {
+            "type": "error",
+            "error": {"type": "invalid_request_error", "message": "thinking is not supported; leave it out"},
+        }
+        image: Any = {"role": "user", "content": [{"type": "image", "source": {"type": "url", "url": "u"}}]}
+        with pytest.raises(anthropic.BadRequestError, match=r"messages\[0\].content\[0\].type is 'image'"):
+            await client.messages.create(**MESSAGE | {"messages": [image]})
+        async with httpx.AsyncClient(base_url=str(client.base_url)) as plain:
+            answer = await plain.get("/v1/messages", headers={"x-api-key": "one"})
+            assert (answer.status_code, answer.json()["error"]["type"]) == (405, "invalid_request_error")
+
+    with_anthropic(url, body, keys=ApiKeys(["one"]))
+
+
+def test_a_failure_in_a_stream_of_a_message_is_an_event(url: str) -> None:
+    async def body(client: AsyncAnthropic) -> None:
+        with pytest.raises(anthropic.APIStatusError, match="overloaded_error"):
+            async for _ in await client.messages.create(**MESSAGE, stream=True):
+                pass
+
+    with_anthropic(url, body, Script(TOKENS, fails_after=1))
+
+
+def test_tokens_of_texts_and_chats_are_returned(url: str) -> None:
+    async def body() -> None:
+        async with worker(url, Script(TOKENS)), http_router(url, template=CHATML) as base:
+
+            async def tokens(**asked: Any) -> Any:
+                return (await post(base, "/tokenize", asked)).json()
+
+            whole = await tokens(prompt=TEXT, model="demo", return_token_strs=True)
+            names = [TOKENIZER.tokenizer.id_to_token(token) for token in TOKENS]
+            count = len(TOKENS)
+            assert whole == {"count": count, "max_model_len": 2048, "tokens": list(TOKENS), "token_strs": names}
+            assert (await tokens(prompt=TEXT, add_special_tokens=False))["tokens"] == list(TOKENS[1:])
+            chat = (await tokens(messages=[{"role": "user", "content": "a"}]))["tokens"]
+            assert TOKENIZER.decode(chat) == "<user>a\n<assistant>"
+            last = await tokens(messages=[{"role": "user", "content": "a"}], add_generation_prompt=False)
+            assert TOKENIZER.decode(last["tokens"]) == "<user>a\n"
+            back = await post(base, "/detokenize", {"tokens": list(TOKENS)})
+            assert back.json() == {"prompt": f"<|bos|>{TEXT}"}
+            for path, bad, part in (
+                ("/tokenize", {}, "either prompt or messages"),
+                ("/tokenize", {"prompt": "return " * 90000}, "exceeds the context"),
+                ("/detokenize", {"tokens": [4096]}, "outside the vocabulary"),
+                ("/detokenize", {"tokens": ["a"]}, "valid integer"),
+            ):
+                answer = await post(base, path, bad)
+                assert answer.status_code == 400
+                assert part in answer.json()["error"]["message"]
+
+    asyncio.run(body())
+
+
+def test_new_routes_need_a_key_and_count_as_requests(url: str) -> None:
+    bodies: dict[str, Any] = {
+        "/v1/responses": ASKED, "/v1/messages": MESSAGE, "/v1/messages/count_tokens": {"messages": MESSAGE["messages"]},
+        "/tokenize": {"prompt": "a"}, "/detokenize": {"tokens": [1]},
+    }  # fmt: skip
+
+    async def body() -> None:
+        async with worker(url, Script(TOKENS)), http_router(url, keys=ApiKeys(["one"])) as base:
+            for path, asked in bodies.items():
+                assert (await post(base, path, asked)).status_code == 401, path
+                for headers in ({"Authorization": "Bearer one"}, {"x-api-key": "one"}):
+                    assert (await post(base, path, asked, headers=headers)).status_code == 200, path
+            async with httpx.AsyncClient(base_url=base) as client:
+                assert (await client.get("/version")).status_code == 401
+                assert set((await client.get("/version", headers={"x-api-key": "one"})).json()) == {"version"}
+
+    asyncio.run(body())
