@@ -90,12 +90,14 @@ class LimitsConfig:
     Attributes:
         max_request_bytes: maximum size of an HTTP body or gRPC message.
         max_request_values: maximum number of values in an HTTP body. Each token id of a prompt is one.
-        max_pending_bytes: bytes that the bodies of all unfinished requests may hold together.
+        max_pending_bytes: bytes that the bodies of all unfinished requests may hold together. An API key, or an address
+            without keys, may hold as much as it leaves free.
         max_header_bytes: maximum size of a request's headers or metadata.
-        max_connections: maximum number of connections to each server.
-        max_connections_per_peer: maximum number of HTTP connections from one address.
+        max_connections: maximum number of connections to each server, TLS handshakes included.
+        max_connections_per_peer: maximum number of HTTP connections from one IPv4 address or IPv6 network of 64 bits.
         max_concurrent_streams: maximum number of calls on one gRPC connection.
-        header_timeout_s: seconds until the headers of a request must be complete.
+        header_timeout_s: seconds until a TLS handshake, and the headers of a request, must be complete; of a gRPC message,
+            while other calls wait to be read.
         body_timeout_s: seconds until its body must be complete.
         idle_timeout_s: seconds after which a connection without a request is closed.
     """

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from collections import Counter, defaultdict
+from collections import Counter, OrderedDict
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager, nullcontext
-from dataclasses import dataclass
+from ipaddress import IPv6Address, IPv6Network, ip_address
 from typing import Any, NoReturn, TypeAlias, cast
+from urllib.parse import unquote
 
 import grpc
 import grpc.aio
@@ -30,38 +31,96 @@ OPEN_METHODS = "/grpc.health.v1.Health/"
 MAX_OPEN_REQUEST_BYTES = 1024
 MAX_OPEN_CALLS_PER_ADDRESS = 256
 
-_READS_PER_CALLER = 4
+_MIN_READS = 4
 _TOKEN_ID_BYTES = 5
 _VARINT, _FIXED64, _LENGTH, _START_GROUP, _END_GROUP, _FIXED32 = range(6)
 
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 # What an interceptor calls for the handler of a call.
 Continuation = Callable[[grpc.HandlerCallDetails], Awaitable[Handler]]
+# The names that what a call holds is counted for; each has a share of its own.
+Callers: TypeAlias = tuple[str, ...]
+
+
+def address_of(peer: str) -> str:
+    """Return the IP address of a peer as gRPC names it, such as "ipv4:10.0.0.1:5000", or of an address itself.
+
+    Of an IPv6 address the network of 64 bits, in which one machine may choose its address.
+    """
+    kind, _, rest = unquote(peer).partition(":")
+    host = rest.rpartition(":")[0].strip("[]") if kind in ("ipv4", "ipv6") else peer
+    try:
+        address = ip_address(host.partition("%")[0])
+    except ValueError:
+        return host
+    if not isinstance(address, IPv6Address):
+        return host
+    return str(address.ipv4_mapped or IPv6Network((address, 64), strict=False))
+
+
+class FairLimit:
+    """An amount that callers share: each may hold as much as it leaves free. For one event loop.
+
+    Alone, a caller gets half. Those that want all of it get a half, a quarter and so on while the ones before hold theirs,
+    and equal parts once they have given some back.
+    Source: Choudhury and Hahne 1998, Dynamic Queue Length Thresholds for Shared-Memory Packet Switches, with alpha = 1.
+
+    total: the whole amount. least: what a caller may hold in any case, while it is there.
+    """
+
+    def __init__(self, total: int, least: int) -> None:
+        self.num_held = 0
+        self._total = total
+        self._least = least
+        self._held: Counter[str] = Counter()
+
+    @property
+    def num_free(self) -> int:
+        """The part that is not held."""
+        return self._total - self.num_held
+
+    def fits(self, callers: Callers, amount: int) -> bool:
+        """Return whether all of these names may hold an amount more."""
+        most = max(self._least, self.num_free - amount)
+        return amount <= self.num_free and all(self._held[name] + amount <= most for name in callers)
+
+    def take(self, callers: Callers, amount: int) -> None:
+        """Count an amount for all of these names; a negative one gives it back."""
+        self.num_held += amount
+        for name in callers:
+            self._held[name] += amount
+            if not self._held[name]:
+                del self._held[name]
 
 
 class MemoryBudget:
     """The bytes that the bodies of all unfinished requests may hold together. For one event loop."""
 
-    def __init__(self, max_bytes: int) -> None:
-        self._max_bytes = max_bytes
-        self.num_held = 0
+    def __init__(self, limits: LimitsConfig) -> None:
+        self._limit = FairLimit(limits.max_pending_bytes, limits.max_request_bytes)
+
+    @property
+    def num_held(self) -> int:
+        """The bytes that they hold now."""
+        return self._limit.num_held
 
     @contextmanager
-    def reservation(self) -> Iterator[Callable[[int], None]]:
+    def reservation(self, caller: str) -> Iterator[Callable[[int], None]]:
         """Yield a function that takes further bytes, or raises Overloaded. All are given back at the end."""
-        taken = 0
+        taken, callers = 0, (caller,)
 
         def take(num_bytes: int) -> None:
             nonlocal taken
-            if self.num_held + num_bytes > self._max_bytes:
-                raise Overloaded("the unfinished requests hold as much memory as limits.max_pending_bytes allows", 1.0)
-            self.num_held += num_bytes
+            if not self._limit.fits(callers, num_bytes):
+                who = "this key or address holds its share" if num_bytes <= self._limit.num_free else "requests hold all"
+                raise Overloaded(f"{who} of limits.max_pending_bytes in unfinished requests; try again when some end", 1.0)
+            self._limit.take(callers, num_bytes)
             taken += num_bytes
 
         try:
             yield take
         finally:
-            self.num_held -= taken
+            self._limit.take(callers, -taken)
 
 
 class Admission:
@@ -73,9 +132,9 @@ class Admission:
     def __init__(self, limits: LimitsConfig | None = None, has_keys: bool = False) -> None:
         self._has_keys = has_keys
         self.limits = limits = limits or LimitsConfig()
-        self.memory = MemoryBudget(limits.max_pending_bytes)
-        num_reads = max(_READS_PER_CALLER, limits.max_pending_bytes // limits.max_request_bytes)
-        self._reads = {is_open: _ReadSlots(num_reads) for is_open in (True, False)}
+        self.memory = MemoryBudget(limits)
+        num_reads = max(_MIN_READS, limits.max_pending_bytes // limits.max_request_bytes)
+        self._reads = {is_open: _ReadSlots(num_reads, limits.header_timeout_s) for is_open in (True, False)}
         self._open_calls: Counter[str] = Counter()
 
     @property
@@ -94,11 +153,13 @@ class Admission:
             "grpc.keepalive_timeout_ms": round(limits.header_timeout_s * 1000),
         }
 
-    def caller(self, is_open: bool, context: Any) -> str:
-        """Return who shares slots: the calls of one key, or of one address. is_open: a health check, which needs no key."""
-        if self._has_keys and not is_open:
-            return "".join(dict(context.invocation_metadata() or ()).get("authorization", "").split()[-1:])
-        return str(context.peer()).rpartition(":")[0]
+    def callers(self, authorization: str, peer: str, is_open: bool = False) -> Callers:
+        """Return the names that a call counts for: its key, if there are keys, and its address.
+
+        authorization: of the headers. peer: IP address, or what gRPC says. is_open: a call that needs no key.
+        """
+        has_key = self._has_keys and not is_open
+        return (*authorization.split()[-1:], address_of(peer)) if has_key else (address_of(peer),)
 
     @asynccontextmanager
     async def read(self, method: str, context: Any) -> AsyncIterator[bytes]:
@@ -107,22 +168,25 @@ class Admission:
         Raises InvalidRequest without a message, TimedOut for one that does not arrive in time, Overloaded.
         """
         is_open = method.startswith(OPEN_METHODS)
-        caller = self.caller(is_open, context)
-        with self._open_call(caller) if is_open else nullcontext():
-            data = await self._read(method, is_open, caller, context)
-            with self.memory.reservation() as take:
+        authorization = dict(context.invocation_metadata() or ()).get("authorization", "")
+        callers = self.callers(authorization, str(context.peer()), is_open)
+        with self._open_call(callers[0]) if is_open else nullcontext():
+            data = await self._read(method, is_open, callers, context)
+            with self.memory.reservation(callers[0]) as take:
                 take(len(data))
                 if len(data) > LARGE_REQUEST_BYTES:
                     kind, max_values = _request_type(method), self.limits.max_request_values
                     await asyncio.to_thread(check_num_fields, data, kind, max_values)
                 yield data
 
-    async def _read(self, method: str, is_open: bool, caller: str, context: Any) -> bytes:
+    async def _read(self, method: str, is_open: bool, callers: Callers, context: Any) -> bytes:
+        clock = asyncio.get_running_loop().time
+        started_at = clock()
         try:
-            async with asyncio.timeout(self.limits.body_timeout_s), self._reads[is_open].slot(caller):
+            async with asyncio.timeout(self.limits.body_timeout_s) as timeout, self._reads[is_open].slot(callers, timeout):
                 data = await context.read()
         except TimeoutError:
-            raise TimedOut(f"the request message did not arrive within {self.limits.body_timeout_s:g} s") from None
+            raise TimedOut(f"the request message did not arrive within {clock() - started_at:.1f} s") from None
         if not isinstance(data, bytes):
             raise InvalidRequest(f"{method} was called without a request message; send one")
         if is_open and len(data) > MAX_OPEN_REQUEST_BYTES:
@@ -143,30 +207,70 @@ class Admission:
 
 
 class _ReadSlots:
-    """Bounds how many messages are read at the same time: gRPC buffers each of them. One caller gets a few at most."""
+    """Bounds how many messages are read at the same time: gRPC buffers each of them. Callers share the slots fairly.
 
-    def __init__(self, num_reads: int) -> None:
-        self._all = asyncio.Semaphore(num_reads)
-        self._lanes: defaultdict[str, _Lane] = defaultdict(lambda: _Lane(asyncio.Semaphore(_READS_PER_CALLER)))
+    contended_timeout_s: how long a read may take in which a caller waits for a slot. gRPC does not say whether a part of a
+    message has come.
+    """
+
+    def __init__(self, num_reads: int, contended_timeout_s: float) -> None:
+        self._limit = FairLimit(num_reads, 1)
+        self._contended_timeout_s = contended_timeout_s
+        self._waiting: OrderedDict[Callers, dict[asyncio.Future[None], None]] = OrderedDict()
+        self._reads: dict[asyncio.Timeout, tuple[Callers, float]] = {}
 
     @asynccontextmanager
-    async def slot(self, caller: str) -> AsyncIterator[None]:
-        """Wait for a slot, and hold it while the context is open."""
-        lane = self._lanes[caller]
-        lane.num_calls += 1
+    async def slot(self, callers: Callers, timeout: asyncio.Timeout) -> AsyncIterator[None]:
+        """Wait for a slot, and hold it while the context is open. timeout: around it; comes earlier if others wait."""
+        if callers in self._waiting or not self._limit.fits(callers, 1):
+            await self._wait(callers)
+        else:
+            self._limit.take(callers, 1)
+        self._reads[timeout] = callers, asyncio.get_running_loop().time() + self._contended_timeout_s
+        for others in self._waiting:
+            self._shorten(others)
         try:
-            async with lane.semaphore, self._all:
-                yield
+            yield
         finally:
-            lane.num_calls -= 1
-            if not lane.num_calls:
-                del self._lanes[caller]
+            del self._reads[timeout]
+            self._give(callers)
 
+    async def _wait(self, callers: Callers) -> None:
+        granted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.setdefault(callers, {})[granted] = None
+        self._shorten(callers)
+        try:
+            await granted
+        except asyncio.CancelledError:
+            if granted.cancelled():
+                self._remove(callers, granted)
+            else:
+                self._give(callers)
+            raise
 
-@dataclass
-class _Lane:
-    semaphore: asyncio.Semaphore
-    num_calls: int = 0
+    def _shorten(self, waiting: Callers) -> None:
+        """Shorten the reads that keep these callers from a slot: their own, or all if there is no slot."""
+        for timeout, (callers, until) in self._reads.items():
+            when, is_in_the_way = timeout.when(), set(callers) & set(waiting) or not self._limit.num_free
+            if is_in_the_way and not timeout.expired() and when is not None and when > until:
+                timeout.reschedule(until)
+
+    def _give(self, callers: Callers) -> None:
+        """Give a slot back, and grant those that are free to callers in turn."""
+        self._limit.take(callers, -1)
+        for others, lane in list(self._waiting.items()):
+            granted = next((one for one in lane if not one.done()), None)
+            if granted and self._limit.fits(others, 1):
+                self._limit.take(others, 1)
+                granted.set_result(None)
+                self._waiting.move_to_end(others)
+                self._remove(others, granted)
+
+    def _remove(self, callers: Callers, granted: asyncio.Future[None]) -> None:
+        lane = self._waiting[callers]
+        del lane[granted]
+        if not lane:
+            del self._waiting[callers]
 
 
 class AdmissionInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]

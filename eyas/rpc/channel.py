@@ -28,6 +28,8 @@ log = logging.getLogger(__name__)
 
 MAX_MESSAGE_BYTES = 64 * 2**20
 MIN_TOKEN_LENGTH = 16
+# Seconds after which files that could not be used are read again, although they look the same.
+REREAD_INTERVAL_S = 1.0
 
 Metadata = tuple[tuple[str, str], ...]
 ContentT = TypeVar("ContentT")
@@ -180,7 +182,8 @@ class Reloaded(Generic[ContentT]):
     """What files hold, read again when one of them changes. Thread-safe.
 
     read: returns the content; raises ConfigError for files that cannot be used. After a change, the content then stays as it
-    was. settings: names of the settings, for the log. interval_s: seconds between two looks at the files, by `clock`.
+    was, and the files are read again every REREAD_INTERVAL_S: repaired permissions do not change their times.
+    settings: names of the settings, for the log. interval_s: seconds between two looks at the files, by `clock`.
     """
 
     def __init__(
@@ -198,6 +201,7 @@ class Reloaded(Generic[ContentT]):
         self._clock = clock
         self._lock = threading.Lock()
         self._look_at = -math.inf
+        self._reread_at = math.inf
         self._version = _file_version(self._paths)
         self._content = read()
 
@@ -208,12 +212,13 @@ class Reloaded(Generic[ContentT]):
                 return self._content
             self._look_at = self._clock() + self._interval_s
             version = _file_version(self._paths)
-            if version != self._version:
-                self._version = version
+            if version != self._version or self._clock() >= self._reread_at:
+                self._version, self._reread_at = version, math.inf
                 try:
                     self._content = self._read()
                     log.info("%s: using the changed files", self._settings)
                 except ConfigError as error:
+                    self._reread_at = self._clock() + REREAD_INTERVAL_S
                     log.error("%s; what was there before stays in use", error, extra={"rate_limited": True})
             return self._content
 

@@ -16,6 +16,7 @@ from grpc._cython import cygrpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
+from eyas import errors
 from eyas.config import ServerConfig
 from eyas.errors import (
     CheckpointError,
@@ -29,7 +30,6 @@ from eyas.errors import (
     TimedOut,
     Unauthenticated,
     Unavailable,
-    UnknownDrafter,
     UnknownModel,
 )
 from eyas.rpc.admission import OPEN_METHODS, Admission, AdmissionInterceptor, Continuation, Handler
@@ -54,6 +54,8 @@ _GRPC_OPTIONS = (
 
 # When to try again if the service that should answer is not there, in seconds.
 UNAVAILABLE_RETRY_AFTER_S = 1.0
+# Trailing metadata about a quota, and the headers of HTTP responses, begin so.
+_QUOTA_PREFIX = "x-ratelimit-"
 
 # The first matching entry decides.
 _STATUS_CODES: tuple[tuple[type[EyasError], grpc.StatusCode], ...] = (
@@ -71,18 +73,31 @@ _STATUS_CODES: tuple[tuple[type[EyasError], grpc.StatusCode], ...] = (
 
 
 def status_error(error: grpc.RpcError) -> EyasError:
-    """Return the EyasError behind a failed call. An exceeded deadline or a lost connection is Unavailable."""
-    code, details = error.code(), error.details() or error.code().name
-    if code is grpc.StatusCode.DEADLINE_EXCEEDED:
+    """Return the EyasError behind a failed call. A deadline that gRPC ended, or a lost connection, is Unavailable.
+
+    The kind is the one that the service raised, if it says so and the status fits, else the one of the status.
+    """
+    code, details, trailers = error.code(), error.details() or error.code().name, _trailers(error)
+    kind = _raised_kind(trailers.get(ERROR_KEY, ""), code)
+    if kind is None and code is grpc.StatusCode.DEADLINE_EXCEEDED:
         return Unavailable(f"no answer in time: {details}")
-    if _trailers(error).get(ERROR_KEY) == UnknownDrafter.__name__:
-        return UnknownDrafter(details)
-    for kind, status in _STATUS_CODES:
-        if status is code:
-            if kind is Overloaded:
-                return Overloaded(details, _retry_after(error))
-            return RequestFailed(details) if kind is EyasError else kind(details)
-    return RequestFailed(f"{code.name}: {details}")
+    kind = kind or next((kind for kind, status in _STATUS_CODES if status is code), EyasError)
+    if issubclass(kind, RateLimited):
+        quota = {name: value for name, value in trailers.items() if name.startswith(_QUOTA_PREFIX)}
+        return kind(details, _retry_after(error), quota)
+    if issubclass(kind, Overloaded):
+        return kind(details, _retry_after(error))
+    if kind is EyasError:
+        return RequestFailed(details if code is grpc.StatusCode.INTERNAL else f"{code.name}: {details}")
+    return kind(details)
+
+
+def _raised_kind(name: str, code: grpc.StatusCode) -> type[EyasError] | None:
+    """Return the kind of error that a service says it raised; None for one that does not go with the status."""
+    kind = getattr(errors, name, None)
+    if not (isinstance(kind, type) and issubclass(kind, EyasError)) or kind is EyasError:
+        return None
+    return kind if _status_of_kind(kind) is code else None
 
 
 def is_connection_error(error: grpc.RpcError) -> bool:
@@ -97,7 +112,11 @@ def status_of(error: BaseException) -> grpc.StatusCode:
         return grpc.StatusCode.CANCELLED
     if isinstance(error, TimeoutError):
         return grpc.StatusCode.DEADLINE_EXCEEDED
-    known = (status for kind, status in _STATUS_CODES if isinstance(error, kind))
+    return _status_of_kind(type(error))
+
+
+def _status_of_kind(kind: type[BaseException]) -> grpc.StatusCode:
+    known = (status for base, status in _STATUS_CODES if issubclass(kind, base))
     return next(known, grpc.StatusCode.INTERNAL)
 
 

@@ -189,6 +189,9 @@ VERIFIER_PREFILL_DURATION = _seconds(
 VERIFIER_STEP_DURATION = _seconds(
     "eyas.verifier.step.duration", "Time of a step's forward pass, sampling and acceptance.", _STEP_SECONDS
 )
+VERIFIER_STEP_AGE = _gauge(
+    "eyas.verifier.step_age", "s", "Time since the present step began; 0 between steps. It grows while a step is stuck."
+)
 VERIFIER_DRAFT_WAIT_DURATION = _seconds(
     "eyas.verifier.draft_wait.duration", "Time that a step waits for draft trees.", _STEP_SECONDS
 )

@@ -148,7 +148,8 @@ class WorkerProbe:
     def _leave(self, reason: str) -> None:
         """Count the worker as gone; log each reason once."""
         if reason != self._problem:
-            log.warning("no live %s service at %s: %s", self._role, self._endpoint.address, reason)
+            message = "no live %s service at %s: %s"
+            log.warning(message, self._role, self._endpoint.address, reason, extra={"rate_limited": True})
         self._problem = reason
         self._state = ()
 

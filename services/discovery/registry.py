@@ -13,7 +13,7 @@ import math
 import time
 import uuid
 from collections.abc import Awaitable, Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TypeVar, get_args
 
@@ -57,6 +57,14 @@ class _Claim:
 
 
 @dataclass(frozen=True)
+class _Member:
+    """A known worker. missing_since: by time.monotonic(), since when a readable Redis has lacked its lease."""
+
+    claim: _Claim
+    missing_since: float | None = None
+
+
+@dataclass(frozen=True)
 class _SignedClaim:
     """A claim as JSON, with the signature of that text; empty without a token."""
 
@@ -80,9 +88,11 @@ class Registry:
         self._published: tuple[Lease, ...] = ()
         self._roles: tuple[Role, ...] = ()
         self._known: dict[Role, tuple[Lease, ...]] = {}
-        self._claims: dict[tuple[Role, str], _Claim] = {}  # the last that were read, for values that are damaged now
+        self._members: dict[Role, tuple[_Member, ...]] = {}
+        # The last values and their claims: unchanged ones are not checked again, damaged ones do not count.
+        self._claims: dict[tuple[Role, str], tuple[str, _Claim]] = {}
         self._reachable = True
-        self._settled_at = 0.0
+        self._settled_at = self._refilled_at = 0.0
         self._contents: str | bytes | None = None
 
     async def publish(self, *leases: Callable[[], Lease]) -> None:
@@ -114,21 +124,24 @@ class Registry:
 
         Raises RedisError while Redis is away.
         """
+        claims, _ = await self._read_claims(role)
+        return [claim.lease for claim in claims]
+
+    async def _read_claims(self, role: Role) -> tuple[list[_Claim], int]:
+        """The claims of `leases`, and the time of Redis."""
         incarnations = sorted(map(str, await self._redis.smembers(_index_key(role))))
-        if not incarnations:
-            return []
         async with self._redis.pipeline() as pipe:
             pipe.time()
-            pipe.mget([_lease_key(role, name) for name in incarnations])
-            (seconds, _), values = await pipe.execute()
+            pipe.mget([_lease_key(role, name) for name in (*incarnations, "")])  # at least one key
+            (seconds, _), (*values, _) = await pipe.execute()
         gone = [name for name, value in zip(incarnations, values, strict=True) if value is None]
         if gone:
             await self._redis.srem(_index_key(role), *gone)
         pairs = [(name, str(value)) for name, value in zip(incarnations, values, strict=True) if value is not None]
-        claims = {name: self._read(role, name, value) or self._claims.get((role, name)) for name, value in pairs}
-        live = {(role, name): claim for name, claim in claims.items() if claim and claim.expires_at >= seconds}
-        self._claims = {key: claim for key, claim in self._claims.items() if key[0] != role} | live
-        return sorted((claim.lease for claim in live.values()), key=lambda lease: lease.address)
+        read = {(role, name): self._read(role, name, value) for name, value in pairs}
+        live = {key: last for key, last in read.items() if last and last[1].expires_at >= seconds}
+        self._claims = {key: last for key, last in self._claims.items() if key[0] != role} | live
+        return sorted((claim for _, claim in live.values()), key=lambda claim: claim.lease.address), seconds
 
     async def watch(self, *roles: Role) -> None:
         """Read the leases of `roles` now and keep them fresh in the background; `known` gives them.
@@ -175,28 +188,33 @@ class Registry:
     async def _refresh(self) -> None:
         if not self._roles:
             await self._attempt(self._redis.ping)
-        fresh = {role: await self._attempt(partial(self.leases, role)) for role in self._roles}
+        fresh = {role: await self._attempt(partial(self._read_claims, role)) for role in self._roles}
         contents = await self._attempt(partial(self._redis.get, _CONTENTS_KEY))
         if self._contents and contents != self._contents:
-            self._settled_at = time.monotonic() + self._config.ttl_s
+            self._refilled_at = time.monotonic() + self._config.ttl_s
         self._contents = contents
-        for role, leases in fresh.items():
-            if leases is not None:
-                self._known[role] = (*leases, *self._unsettled(role, leases))
+        for role, answer in fresh.items():
+            if answer is not None:
+                claims, seconds = answer
+                members = (*(_Member(claim) for claim in claims), *self._unsettled(role, claims, seconds))
+                self._members[role], self._known[role] = members, tuple(member.claim.lease for member in members)
 
-    def _unsettled(self, role: Role, fresh: list[Lease]) -> list[Lease]:
-        """Known leases that a Redis which has just come back or was emptied lacks; kept for one TTL.
+    def _unsettled(self, role: Role, fresh: list[_Claim], seconds: int) -> list[_Member]:
+        """Known workers that a Redis which has just come back or was emptied lacks; kept for one TTL each.
 
-        By then every live worker has written its lease again.
+        By then every live worker has written its lease again. Only an outage lets one outlive the expiry that it signed, by
+        the clock of Redis: a client of Redis can say again and again that it was emptied.
         """
-        if time.monotonic() >= self._settled_at:
-            return []
-        listed, processes = {lease.incarnation for lease in fresh}, {lease.address: lease.process for lease in fresh}
-        return [
-            known
-            for known in self.known(role)
-            if known.incarnation not in listed and processes.get(known.address, known.process) == known.process
-        ]
+        now = time.monotonic()
+        listed, processes = {c.lease.incarnation for c in fresh}, {c.lease.address: c.lease.process for c in fresh}
+        kept = []
+        for member in self._members.get(role, ()):
+            lease, since = member.claim.lease, member.missing_since or now
+            is_valid = now < self._settled_at or (now < self._refilled_at and member.claim.expires_at >= seconds)
+            is_missing = lease.incarnation not in listed and processes.get(lease.address, lease.process) == lease.process
+            if is_missing and is_valid and now < since + self._config.ttl_s:
+                kept.append(replace(member, missing_since=since))
+        return kept
 
     async def _write(self, leases: Iterable[Lease]) -> None:
         self._published = tuple(leases)
@@ -215,8 +233,11 @@ class Registry:
         signature = self._token.sign(claim) if self._token else ""
         return _SIGNED_CLAIMS.dump_json(_SignedClaim(claim.decode(), signature))
 
-    def _read(self, role: Role, incarnation: str, value: str) -> _Claim | None:
-        """The claim in a value. None, with a warning, for one that no worker has written there."""
+    def _read(self, role: Role, incarnation: str, value: str) -> tuple[str, _Claim] | None:
+        """A value and its claim; the last ones, with a warning, if no worker has written this value there."""
+        last = self._claims.get((role, incarnation))
+        if last and last[0] == value:
+            return last
         reason, claim = "", None
         try:
             signed = _SIGNED_CLAIMS.validate_json(value)
@@ -229,7 +250,7 @@ class Registry:
             reason = f"it is the lease of {claim.lease.role} {claim.lease.incarnation}"
         if reason:
             log.warning("ignored the lease of %s %s: %s", role, incarnation, reason, extra={"rate_limited": True})
-        return None if reason else claim
+        return (value, claim) if claim and not reason else last
 
     async def _replace(self, lease: Lease) -> None:
         known = [other for role in get_args(Role) for other in await self.leases(role)]
@@ -253,6 +274,7 @@ class Registry:
                 log.warning("registry %s is away, keeping the last known workers: %s", masked(self._config.url), error)
             self._reachable = False
             self._settled_at = time.monotonic() + self._config.ttl_s
+            self._members = {role: tuple(_Member(one.claim) for one in members) for role, members in self._members.items()}
             return None
         if not self._reachable:
             log.info("registry %s is back", masked(self._config.url))

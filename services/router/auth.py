@@ -332,14 +332,14 @@ class ApiKeys:
 
     def __init__(
         self,
-        keys: Iterable[str | ApiKey] = (),
+        keys: Iterable[ApiKey] = (),
         config: ApiKeysConfig = ApiKeysConfig(),  # noqa: B008 - frozen
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """keys: besides those of `config.file`. Raises ConfigError if the file cannot be read or holds no key."""
         self._config = config
         self._clock = clock
-        self._own = tuple(key if isinstance(key, ApiKey) else plain_keys([key], "the list")[0] for key in keys)
+        self._own = tuple(keys)
         self._quotas: dict[str, Quota] = {}
         self._of_file: Reloaded[tuple[ApiKey, ...]] | None = None
         if config.file:

@@ -35,6 +35,8 @@ from eyas.v1.generation_pb2_grpc import GenerationStub
 
 MAX_SESSIONS = 65536
 TRAILER_TIMEOUT_S = 1.0
+# The clocks of gRPC and of the event loop may end a call a little before its deadline.
+DEADLINE_TOLERANCE_S = 0.05
 
 TrailerCallback = Callable[[Sequence[tuple[str, str]]], None]
 GenerateStream = grpc.aio.UnaryStreamCall[generation_pb2.GenerateRequest, generation_pb2.GenerateChunk]
@@ -321,7 +323,9 @@ async def _read(stream: GenerateStream, request_id: str, deadline: float, stall_
         raise Unavailable(f"the verifier sent nothing for {stall_timeout_s} s") from error
     except grpc.aio.AioRpcError as error:
         if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
-            raise TimeoutError from error
+            if deadline - asyncio.get_running_loop().time() <= DEADLINE_TOLERANCE_S:
+                raise TimeoutError from error
+            raise Unavailable("the verifier ended the call before its deadline") from error
         raise _eyas_error(error) from error
     except asyncio.CancelledError:
         task = asyncio.current_task()

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Iterable, Iterator, Mapping
 from contextlib import aclosing, contextmanager
 from contextvars import copy_context
 from dataclasses import replace
 
 from eyas.errors import EyasError, InvalidRequest, TimedOut, UnknownModel
 from eyas.outputs import TextChunk, TextDecoder
-from eyas.request import Chunk
+from eyas.request import Chunk, SamplingParams
 from eyas.rpc.messages import GenerateCall, ModelInfo
 from eyas.services.router.dispatcher import Dispatcher, RequestContext, TrailerCallback, no_verifier
 from eyas.services.router.telemetry import RouterTelemetry
@@ -19,7 +19,10 @@ from eyas.services.router.workers import WorkerPool
 from eyas.tokenizer import Tokenizer
 from eyas.validation import check_request
 
-STARTS_PER_ROUND = 4
+# Completions of one body that run at once. Each costs the event loop some time at every step of its verifier.
+MAX_CONCURRENT_COMPLETIONS = 128
+# Streams that start or end in one round of the event loop.
+STREAMS_PER_ROUND = 4
 
 
 class GenerationService:
@@ -38,6 +41,7 @@ class GenerationService:
         self._workers = workers
         self._dispatcher = dispatcher
         self._request_timeout_s = request_timeout_s
+        self._encoded = SamplingParams(), SamplingParams()  # the last with bad words, and what they became
 
     def models(self) -> tuple[ModelInfo, ...]:
         """Return the configured models that a live verifier serves."""
@@ -81,7 +85,19 @@ class GenerationService:
             prompt_ids = await self.encode(info, call.prompt_text)
         request = replace(call.request, id=call.request.id or uuid.uuid4().hex, prompt_ids=prompt_ids)
         check_request(request, info.vocab_size, info.max_model_len)
+        request = replace(request, sampling=await self._with_bad_token_ids(request.sampling, name))
         return replace(call, request=request, prompt_text=None, model=name)
+
+    async def _with_bad_token_ids(self, sampling: SamplingParams, model: str) -> SamplingParams:
+        """Return the parameters with their bad words as token ids, encoded in a thread, once for all prompts of a body."""
+        if not sampling.bad_words:
+            return sampling
+        last, encoded = self._encoded
+        if last is not sampling:
+            bad_token_ids = await asyncio.to_thread(self._tokenizers[model].bad_token_ids, sampling.bad_words)
+            encoded = replace(sampling, bad_words=(), bad_token_ids=(*sampling.bad_token_ids, *bad_token_ids))
+            self._encoded = sampling, encoded
+        return encoded
 
     async def encode(self, info: ModelInfo, text: str, is_rendered: bool = False) -> tuple[int, ...]:
         """Return the token ids of a text, encoded in a thread. is_rendered: the text contains its special tokens.
@@ -100,6 +116,7 @@ class GenerationService:
         operation: str = "text_completion",
         timeout_s: float | None = None,
         on_trailers: TrailerCallback | None = None,
+        slots: asyncio.Semaphore | None = None,
     ) -> AsyncGenerator[TextChunk, None]:
         """Yield the chunks of all completions of a prepared call, as they come; closing it early cancels them.
 
@@ -108,6 +125,7 @@ class GenerationService:
             operation: "chat" or "text_completion", as in the GenAI conventions.
             timeout_s: the client's own limit.
             on_trailers: see `RequestContext`.
+            slots: one for each completion that runs, shared by the calls of one body; None for a body of one call.
 
         Raises:
             TimedOut: at the earlier of the client's and the router's limit.
@@ -120,18 +138,17 @@ class GenerationService:
                 call = traced.set_call(call)
                 if traced.texts is not None:
                     traced.prompt_text = self._tokenizers[call.model].decode(call.request.prompt_ids)
-                async with aclosing(merge(self._completions(call, context))) as chunks:
+                async with aclosing(merge(self._completions(call, context), slots or completion_slots())) as chunks:
                     async for chunk in chunks:
                         traced.add(chunk)
                         yield chunk
         except TimeoutError as error:
             raise TimedOut(f"the request was not done within {timeout_s:.1f} s") from error
 
-    def _completions(self, call: GenerateCall, context: RequestContext) -> list[AsyncGenerator[TextChunk, None]]:
-        """Return a stream of chunks for each completion of a call."""
+    def _completions(self, call: GenerateCall, context: RequestContext) -> Iterator[AsyncGenerator[TextChunk, None]]:
+        """Yield a stream of chunks for each completion of a call."""
         tokenizer, request = self._tokenizers[call.model], call.request
-        streams = []
-        for index, sampling in enumerate(request.sampling.completions(tokenizer.bad_token_ids(request.sampling.bad_words))):
+        for index, sampling in enumerate(request.sampling.completions()):
             completion = replace(request, sampling=sampling)
             decoder = TextDecoder(
                 tokenizer,
@@ -143,8 +160,7 @@ class GenerationService:
                 include_stop=call.include_stop,
             )
             chunks = self._dispatcher.stream(replace(call, request=completion), context)
-            streams.append(_decode(chunks, decoder))
-        return streams
+            yield _decode(chunks, decoder)
 
     def _served(self, name: str) -> ModelInfo | None:
         infos = (lease.model for lease in self._workers.snapshot().verifiers if lease.model.name == name)
@@ -170,47 +186,64 @@ async def _decode(chunks: AsyncGenerator[Chunk, None], decoder: TextDecoder) -> 
                 return
 
 
-async def merge(streams: Sequence[AsyncGenerator[TextChunk, None]]) -> AsyncGenerator[TextChunk, None]:
+def completion_slots() -> asyncio.Semaphore:
+    """Return the slots of the completions of one body."""
+    return asyncio.Semaphore(MAX_CONCURRENT_COMPLETIONS)
+
+
+async def merge(
+    streams: Iterable[AsyncGenerator[TextChunk, None]], slots: asyncio.Semaphore
+) -> AsyncGenerator[TextChunk, None]:
     """Yield the chunks of all streams as they come. Closing it early, or an error of one stream, ends all.
 
-    Each stream keeps one context, so that its log lines carry its own request's id to the end. A few streams start in each
-    round of the event loop, so that a body of many prompts does not keep it from other requests.
+    Each stream keeps one context, so that its log lines carry its own request's id to the end. A stream is taken from
+    `streams` and started once there is a slot, and a few in each round of the event loop. So a body of many prompts neither
+    keeps it from other requests nor fills the memory that each garbage collection visits.
     """
     chunks: asyncio.Queue[TextChunk | Exception | None] = asyncio.Queue(1)
-    tasks: list[asyncio.Task[None]] = []
+    tasks: set[asyncio.Task[None]] = set()
+    num_open = 1  # `start` itself ends with None too
 
     async def start() -> None:
+        nonlocal num_open
         for number, stream in enumerate(streams, 1):
-            tasks.append(asyncio.create_task(_pump(stream, chunks), context=copy_context()))
-            if number % STARTS_PER_ROUND == 0:
+            await slots.acquire()
+            num_open += 1
+            task = asyncio.create_task(_pump(stream, chunks), context=copy_context())
+            tasks.add(task)
+            task.add_done_callback(tasks.discard)
+            task.add_done_callback(lambda _: slots.release())
+            if number % STREAMS_PER_ROUND == 0:
                 await asyncio.sleep(0)
+        await chunks.put(None)
 
-    starting, num_running = asyncio.create_task(start()), len(streams)
+    starting = asyncio.create_task(start())
     try:
-        while num_running:
+        while num_open:
             chunk = await chunks.get()
             if isinstance(chunk, Exception):
                 raise chunk
             if chunk is None:
-                num_running -= 1
+                num_open -= 1
             else:
                 yield chunk
     finally:
         starting.cancel()
         await asyncio.gather(starting, return_exceptions=True)
-        for task in tasks:
+        for number, task in enumerate(list(tasks), 1):
             task.cancel()
+            if number % STREAMS_PER_ROUND == 0:
+                await asyncio.sleep(0)
         await asyncio.gather(*tasks, return_exceptions=True)
-        for stream in streams:
-            await stream.aclose()
 
 
 async def _pump(stream: AsyncGenerator[TextChunk, None], chunks: asyncio.Queue[TextChunk | Exception | None]) -> None:
-    """Put the chunks of a stream into the queue, then its error, or None at its end."""
-    try:
-        async for chunk in stream:
-            await chunks.put(chunk)
-    except Exception as error:
-        await chunks.put(error)
-    else:
-        await chunks.put(None)
+    """Put the chunks of a stream into the queue, then its error, or None at its end. Closes the stream."""
+    async with aclosing(stream):
+        try:
+            async for chunk in stream:
+                await chunks.put(chunk)
+        except Exception as error:
+            await chunks.put(error)
+        else:
+            await chunks.put(None)

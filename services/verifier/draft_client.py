@@ -63,6 +63,7 @@ class PendingDrafts:
     awaited: step numbers of the messages that ask for trees and have no reply yet.
     answered_at: when the last reply arrived; draft_seconds: how long the drafter worked.
     is_refused: whether the drafter had too much to do for some of the commits.
+    released: sessions that have ended since.
     timing: set by `collect` once every tree has arrived.
     """
 
@@ -74,6 +75,7 @@ class PendingDrafts:
     answered_at: float = 0.0
     draft_seconds: float = 0.0
     is_refused: bool = False
+    released: set[str] = field(default_factory=set)
     timing: DraftTiming | None = None
 
     @property
@@ -199,8 +201,11 @@ class RemoteDrafter:
 
     def release(self, sessions: Sequence[str]) -> None:
         """Let the drafter drop sessions. May be called from any thread."""
-        for session in sessions:
-            self._refused.pop(session, None)
+        with self._changed:
+            for session in sessions:
+                self._refused.pop(session, None)
+            if self._pending is not None:
+                self._pending.released.update(sessions)
         if stream := self._stream:
             stream.send(DraftRequest(next(self._steps), ended_sessions=tuple(sessions)))
 
@@ -300,7 +305,7 @@ class RemoteDrafter:
     def _note_refusals(self, pending: PendingDrafts, reply: DraftResponse) -> None:
         if not reply.refusals:
             return
-        known = {context.session for context in pending.contexts}
+        known = {context.session for context in pending.contexts} - pending.released
         for refusal in reply.refusals:
             if refusal.reason == "overloaded":
                 pending.is_refused = True

@@ -163,6 +163,7 @@ def _load_samples(load: EngineLoad, model: str) -> list[MetricSample]:
         MetricSample(metrics.VERIFIER_KV_CACHE_TOKENS, load.free_kv_tokens, ("free",)),
         MetricSample(metrics.VERIFIER_KV_CACHE_TOKENS, load.queued_kv_tokens, ("queued",)),
         MetricSample(metrics.VERIFIER_PREFIX_CACHE_TOKENS, load.cached_kv_tokens),
+        MetricSample(metrics.VERIFIER_STEP_AGE, load.step_seconds),
     ]
 
 

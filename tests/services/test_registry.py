@@ -2,9 +2,11 @@
 
 import asyncio
 import logging
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from redis.asyncio import Redis
@@ -142,6 +144,50 @@ def test_workers_are_known_while_an_emptied_redis_fills_again(url: str) -> None:
 
             await until(is_forgotten)
         await redis.aclose()
+
+    asyncio.run(body())
+
+
+def test_no_worker_outlives_its_lease_by_a_redis_that_changes(url: str) -> None:
+    async def body() -> None:
+        redis = Redis.from_url(url)
+        async with registry(url, ttl=1.0) as worker, registry(url, ttl=60.0, heartbeat=50.0) as reader:
+            await worker.publish(lambda: LEASE)
+            await reader.watch("verifier")
+            await worker.close()
+            await redis.delete("eyas:lease:verifier:one")
+
+            async def is_forgotten() -> bool:
+                await redis.set("eyas:contents", f"{time.monotonic()}")
+                await reader._refresh()
+                return reader.known("verifier") == ()
+
+            assert not await is_forgotten()
+            await until(is_forgotten)
+        await redis.aclose()
+
+    asyncio.run(body())
+
+
+def test_an_unchanged_lease_is_checked_once(url: str, tmp_path: Path) -> None:
+    class Counting(SharedToken):
+        num_checks = 0
+
+        def has_signed(self, message: bytes, signature: str) -> bool:
+            self.num_checks += 1
+            return super().has_signed(message, signature)
+
+    async def body() -> None:
+        (tmp_path / "token").write_text("t" * 32)
+        token = Counting(PeersConfig(token_file=str(tmp_path / "token")))
+        async with registry(url, 60.0, 50.0, token) as worker, registry(url, 60.0, 50.0, token) as reader:
+            await worker.publish(lambda: LEASE)
+            for _ in range(3):
+                assert await reader.leases("verifier") == [LEASE]
+            assert token.num_checks == 1
+            await worker._write([replace(LEASE, load=Load(9))])
+            assert (await reader.leases("verifier"))[0].load == Load(9)
+            assert token.num_checks == 2
 
     asyncio.run(body())
 

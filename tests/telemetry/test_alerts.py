@@ -33,6 +33,7 @@ HEALTHY = {
     'gen_ai_server_time_per_output_token_seconds_bucket{instance="r",le="+Inf"}': "0+10x60",
     'eyas_verifier_generated_tokens_total{instance="v"}': "0+300x60",
     'eyas_verifier_preemptions_total{instance="v"}': "0x60",
+    'eyas_verifier_step_age_seconds{instance="v"}': "0.02x60",
     'eyas_verifier_rejected_requests_total{instance="v",status="RESOURCE_EXHAUSTED"}': "0x60",
     'vllm:spec_decode_num_drafts_total{instance="v",model_name="m"}': "0+100x60",
     'vllm:spec_decode_num_accepted_tokens_total{instance="v",model_name="m"}': "0+200x60",
@@ -52,6 +53,7 @@ SICK = {
     "EyasErrorRate": {'eyas_router_requests_total{instance="r",model="m",status="UNAVAILABLE"}': "0+1x60"},
     "EyasVerifiersFailing": {'eyas_router_upstream_retries_total{instance="r"}': "0+2x60"},
     "EyasSlowTokens": {'gen_ai_server_time_per_output_token_seconds_bucket{instance="r",le="0.05"}': "0x60"},
+    "EyasStepStuck": {'eyas_verifier_step_age_seconds{instance="v"}': "0.02x20 0+6x40"},
     "EyasDrafterUseless": {'eyas_draft_client_accepted_tokens_total{instance="v",drafter="d"}': "700x60"},
     "EyasDraftersIdle": {
         'vllm:spec_decode_num_drafts_total{instance="v",model_name="m"}': "100x60",

@@ -120,7 +120,8 @@ def test_a_failed_step_fails_the_span_of_its_requests() -> None:
 def test_the_load_is_read_at_each_scrape() -> None:
     spans, load = Spans(), [EngineLoad(0, 0, 10, 10, 0)]
     VerifierTelemetry(spans.telemetry, "m").watch(lambda: load[0])
-    load[0] = EngineLoad(3, 2, 4, 10, 5)
+    load[0] = EngineLoad(3, 2, 4, 10, 5, step_seconds=1.5)
     assert spans.value("eyas_verifier_kv_cache_tokens", state="used") == 6
     assert spans.value("vllm:num_requests_waiting", model_name="m") == 2
+    assert spans.value("eyas_verifier_step_age_seconds") == 1.5
     assert spans.value("vllm:kv_cache_usage_perc", model_name="m") == 0.6

@@ -21,12 +21,16 @@ from eyas.errors import (
     InvalidRequest,
     InvalidTree,
     Overloaded,
+    PermissionDenied,
+    RateLimited,
     RequestFailed,
+    TimedOut,
     Unavailable,
+    UnknownDrafter,
     UnknownModel,
 )
 from eyas.rpc.channel import open_channel
-from eyas.rpc.messages import RETRY_KEY
+from eyas.rpc.messages import ERROR_KEY, RETRY_KEY
 from eyas.rpc.server import LIVE, RpcServer, status_error
 from eyas.v1 import draft_pb2, draft_pb2_grpc
 from tests.fuzz.sockets import call_frames, exchange_frames
@@ -75,9 +79,12 @@ def with_server(
         (Overloaded("x"), Overloaded),
         (Unavailable("x"), Unavailable),
         (ConfigError("x"), ConfigError),
-        (CheckpointError("x"), ConfigError),
+        (CheckpointError("x"), CheckpointError),
         (RequestFailed("x"), RequestFailed),
-        (InvalidTree("x"), RequestFailed),
+        (InvalidTree("x"), InvalidTree),
+        (UnknownDrafter("x"), UnknownDrafter),
+        (TimedOut("x"), TimedOut),
+        (PermissionDenied("x"), PermissionDenied),
     ],
 )
 def test_an_error_crosses_the_wire_with_its_kind_and_message(raised: EyasError, received: type[EyasError]) -> None:
@@ -108,6 +115,24 @@ def test_an_overloaded_service_returns_retry_after(seconds: float | None) -> Non
         assert error.retry_after == seconds
 
     with_server(check, Overloaded("full", seconds))
+
+
+def test_the_headers_of_a_quota_cross_the_wire() -> None:
+    async def check(server: RpcServer, address: str, channel: grpc.aio.Channel) -> None:
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await draft_pb2_grpc.DraftStub(channel).Describe(draft_pb2.DescribeRequest())
+        error = status_error(caught.value)
+        assert isinstance(error, RateLimited)
+        assert (error.retry_after, error.headers) == (2.0, {"x-ratelimit-limit-requests": "5"})
+
+    with_server(check, RateLimited("quota", 2.0, {"x-ratelimit-limit-requests": "5"}))
+
+
+@pytest.mark.parametrize("name", ["", "EyasError", "Mapping", "PermissionDenied", "no name"])
+def test_a_kind_that_does_not_go_with_the_status_is_ignored(name: str) -> None:
+    trailers = grpc.aio.Metadata((ERROR_KEY, name))
+    error = status_error(grpc.aio.AioRpcError(grpc.StatusCode.INVALID_ARGUMENT, grpc.aio.Metadata(), trailers, "x"))
+    assert type(error) is InvalidRequest
 
 
 @pytest.mark.parametrize("hint", ["soon", "-5", "1e9", "9" * 5000])

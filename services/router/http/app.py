@@ -31,7 +31,7 @@ from eyas.request import SamplingParams
 from eyas.rpc.admission import Admission
 from eyas.rpc.messages import GenerateCall, ModelInfo
 from eyas.services.router.auth import Access, ApiKeys, Authenticator
-from eyas.services.router.generation import GenerationService, merge
+from eyas.services.router.generation import GenerationService, completion_slots, merge
 from eyas.services.router.http.anthropic_messages import MessagesBody, MessagesWriter, PromptBody
 from eyas.services.router.http.bodies import JsonRoute
 from eyas.services.router.http.errors import add_error_handlers
@@ -340,8 +340,9 @@ class GenerationEndpoints:
         operation: str = "text_completion",
     ) -> AsyncGenerator[TextChunk, None]:
         """Return the merged chunks of prepared calls; a chunk's index is that of its choice."""
-        streams = [self.service.stream(call, operation) for call in prepared]
-        chunks = merge([_shift_index(stream, number * body.n) for number, stream in enumerate(streams)])
+        slots = completion_slots()
+        streams = (self.service.stream(call, operation, slots=slots) for call in prepared)
+        chunks = merge((_shift_index(stream, i * body.n) for i, stream in enumerate(streams)), completion_slots())
         return access.meter(chunks, prepared, self.service.record_rejection(received, operation))
 
 

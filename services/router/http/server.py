@@ -8,7 +8,7 @@ import logging
 import math
 import socket
 from collections import Counter
-from collections.abc import AsyncGenerator, Awaitable, Iterator
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
 from functools import partial
 from typing import Any, TypeVar
 
@@ -22,7 +22,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 
 from eyas.config import HttpConfig, LimitsConfig, TlsConfig
 from eyas.errors import ConfigError
-from eyas.rpc.admission import Admission
+from eyas.rpc.admission import Admission, address_of
 from eyas.rpc.channel import Certificates, Pem
 from eyas.services.discovery.base import cancel_task, repeat
 from eyas.services.router.http.errors import CLIENT_CLOSED_REQUEST
@@ -48,7 +48,8 @@ class HttpServer:
 
     def __init__(self, app: ASGIApp, config: HttpConfig, tls: TlsConfig, limits: LimitsConfig | None = None) -> None:
         limits = limits or LimitsConfig()
-        protocol: Any = partial(HttpConnection, limits=limits, peers=Counter())
+        protocol: Any = partial(HttpConnection, limits=limits)
+        self._limits = limits
         self._server = _Server(
             uvicorn.Config(
                 app,
@@ -65,6 +66,7 @@ class HttpServer:
                 ssl_keyfile=tls.key_file or None,
             )
         )
+        self._server.handshake_timeout_s = limits.header_timeout_s
         self._config = config
         self._tls = tls
         self._loaded: Pem | None = None
@@ -78,6 +80,7 @@ class HttpServer:
         self._loaded = certificates.pem
         self._server.config.load()
         listener = listen(self._config.host, self._config.port)
+        listener.limit_connections(self._limits, has_tls=bool(self._tls.cert_file))
         host = f"[{self._config.host}]" if ":" in self._config.host else self._config.host
         self.address = f"{host}:{listener.getsockname()[1]}"
         self._serving = asyncio.create_task(self._server.serve([listener]), name="http")
@@ -107,37 +110,24 @@ class HttpConnection(H11Protocol, asyncio.BufferedProtocol):
     """A connection of uvicorn's h11 server that bounds what a client may hold. h11 bounds the headers.
 
     Reads little at once where h11 needs Python code for each few bytes: headers, and bodies in chunks. Closes the connection
-    if headers or body do not arrive in time, and at once if there are too many connections. peers: open connections by
-    address.
+    if headers or body do not arrive in time.
     """
 
-    def __init__(self, *arguments: Any, limits: LimitsConfig, peers: Counter[str], **named: Any) -> None:
+    def __init__(self, *arguments: Any, limits: LimitsConfig, **named: Any) -> None:
         super().__init__(*arguments, **named)
         self._limits = limits
-        self._peers = peers
         self._waits_for = ""
         self._timer: asyncio.TimerHandle | None = None
         self._buffer = memoryview(b"")
-        self._peer: str | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Count the connection, or close it if there are too many."""
+        """Wait for the first request."""
         super().connection_made(transport)
-        peer = self.client[0] if self.client else ""
-        limits = self._limits
-        if len(self.connections) > limits.max_connections or self._peers[peer] >= limits.max_connections_per_peer:
-            self._refuse(b"503 Service Unavailable", b"too many connections; try again later")
-            return
-        self._peer = peer
-        self._peers[peer] += 1
         self._wait("headers")
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Release what the connection counts for."""
+        """Stop the timer."""
         self._wait("")
-        if self._peer is not None:
-            self._peers[self._peer] -= 1
-            self._peers += Counter()  # drops addresses without a connection
         super().connection_lost(exc)
 
     def get_buffer(self, sizehint: int) -> memoryview:
@@ -205,20 +195,87 @@ class HttpConnection(H11Protocol, asyncio.BufferedProtocol):
 
     def _refuse(self, status: bytes, reason: bytes) -> None:
         """Send a response outside of h11, and close."""
-        length = str(len(reason)).encode()
-        headers = b"Content-Type: text/plain\r\nRetry-After: 1\r\nConnection: close\r\nContent-Length: " + length
-        self.transport.write(b"HTTP/1.1 " + status + b"\r\n" + headers + b"\r\n\r\n" + reason)
+        self.transport.write(_plain_response(status, reason))
         self.transport.close()
 
 
+def _plain_response(status: bytes, reason: bytes) -> bytes:
+    length = str(len(reason)).encode()
+    headers = b"Content-Type: text/plain\r\nRetry-After: 1\r\nConnection: close\r\nContent-Length: " + length
+    return b"HTTP/1.1 " + status + b"\r\n" + headers + b"\r\n\r\n" + reason
+
+
 class _Server(uvicorn.Server):
+    handshake_timeout_s = 60.0
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Listen as uvicorn does, with an own timeout for TLS handshakes."""
+        loop, config = asyncio.get_running_loop(), self.config
+        protocol: Any = config.http_protocol_class
+        connect = partial(protocol, config=config, server_state=self.server_state, app_state={})
+        timeout_s = self.handshake_timeout_s if config.ssl else None
+        self.servers = [
+            await loop.create_server(connect, sock=listener, ssl=config.ssl, ssl_handshake_timeout=timeout_s)
+            for listener in sockets or ()
+        ]
+        self.started = True
+
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         """Leave signals to the service."""
         yield
 
 
-def listen(host: str, port: int) -> socket.socket:
+class LimitedListener(socket.socket):
+    """A listening socket that bounds the connections, in all and of each address, from their acceptance to their end.
+
+    So TLS handshakes that are half done count too. Further connections are closed at once.
+    """
+
+    _limits: LimitsConfig | None = None
+
+    def limit_connections(self, limits: LimitsConfig, has_tls: bool) -> None:
+        """Set the bounds. has_tls: a refused client gets no response that it could read."""
+        self._limits, self._has_tls = limits, has_tls
+        self._peers: Counter[str] = Counter()
+
+    def accept(self) -> tuple[socket.socket, Any]:
+        """Return the next connection. Raises ConnectionAbortedError, which asyncio ignores, if there are too many."""
+        connection, address = super().accept()
+        if self._limits is None:
+            return connection, address
+        peer = address_of(address[0])
+        if self._peers.total() >= self._limits.max_connections or self._peers[peer] >= self._limits.max_connections_per_peer:
+            with connection, contextlib.suppress(OSError):
+                connection.setblocking(False)
+                if not self._has_tls:
+                    connection.send(_plain_response(b"503 Service Unavailable", b"too many connections; try again later"))
+            raise ConnectionAbortedError("too many connections")
+        self._peers[peer] += 1
+        return _Connection(connection.detach(), partial(self._forget, peer)), address
+
+    def _forget(self, peer: str) -> None:
+        self._peers[peer] -= 1
+        if not self._peers[peer]:
+            del self._peers[peer]
+
+
+class _Connection(socket.socket):
+    """An accepted connection. on_close: called once."""
+
+    def __init__(self, fileno: int, on_close: Callable[[], None]) -> None:
+        super().__init__(fileno=fileno)
+        self._on_close: Callable[[], None] | None = on_close
+
+    def close(self) -> None:
+        """Close it, and count it no longer."""
+        super().close()
+        on_close, self._on_close = self._on_close, None
+        if on_close:
+            on_close()
+
+
+def listen(host: str, port: int) -> LimitedListener:
     """Return a listening socket. Raises ConfigError if the port is taken or the host is not this machine's."""
     is_ipv6 = ":" in host
     family = socket.AF_INET6 if is_ipv6 else socket.AF_INET
@@ -230,7 +287,7 @@ def listen(host: str, port: int) -> socket.socket:
         )
         raise ConfigError(message) from error
     # asyncio switches off Nagle's algorithm, which delays small writes, only if the object names the protocol TCP.
-    return socket.socket(fileno=listener.detach())
+    return LimitedListener(fileno=listener.detach())
 
 
 class BodyLimit:
@@ -242,18 +299,19 @@ class BodyLimit:
 
     def __init__(self, app: ASGIApp, admission: Admission) -> None:
         self._app = app
+        self._admission = admission
         self._max_bytes = admission.limits.max_request_bytes
-        self._memory = admission.memory
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
         too_long = HTTPException(413, f"the body is longer than {self._max_bytes} bytes; send less at once")
-        announced = Headers(scope=scope).get("content-length", "")
-        num_received = 0
+        headers, num_received = Headers(scope=scope), 0
+        announced = headers.get("content-length", "")
+        caller, *_ = self._admission.callers(headers.get("authorization", ""), (scope.get("client") or ("",))[0])
 
-        with self._memory.reservation() as take:
+        with self._admission.memory.reservation(caller) as take:
 
             async def limited_receive() -> Message:
                 nonlocal num_received

@@ -13,9 +13,10 @@ from click.testing import Result
 from typer.testing import CliRunner
 
 from eyas.cli import app
-from eyas.config import HttpConfig, ServerConfig, TlsConfig
+from eyas.config import HttpConfig, LimitsConfig, ServerConfig, TlsConfig
+from eyas.rpc.admission import Admission
 from eyas.rpc.server import RpcServer
-from eyas.services.router.auth import ApiKeys
+from eyas.services.router.auth import ApiKeys, plain_keys
 from eyas.services.router.grpc_server import server_credentials
 from eyas.services.router.http import server as http_server
 from eyas.services.router.http.server import HttpServer
@@ -27,9 +28,61 @@ NAME = "llm.example.com"
 HOST = "127.0.0.1"
 
 
+@pytest.mark.parametrize("kind", ["http", "grpc"])
+def test_half_done_handshakes_count_and_end_soon(tmp_path: Path, kind: str) -> None:
+    """The first two clients send nothing. Further ones are refused until both handshakes have timed out."""
+    Authority().write(tmp_path, NAME)
+    tls = TlsConfig(str(tmp_path / "tls.crt"), str(tmp_path / "tls.key"))
+
+    async def body() -> None:
+        async with bounded_server(kind, tls, LimitsConfig(max_connections=2, header_timeout_s=1.0)) as address:
+            host, port = address.rsplit(":", 1)
+            silent = [await asyncio.open_connection(host, int(port)) for _ in range(2)]
+            trusting = ssl.create_default_context(cafile=str(tmp_path / "ca.crt"))
+            trusting.set_alpn_protocols(["h2", "http/1.1"])
+            num_refused = 0
+            async with asyncio.timeout(20):
+                while True:
+                    try:
+                        _, writer = await asyncio.open_connection(host, int(port), ssl=trusting)
+                        break
+                    except (ssl.SSLError, OSError):
+                        num_refused += 1
+                        await asyncio.sleep(0.02)
+                assert num_refused > 0
+                assert [await reader.read() for reader, _ in silent] == [b"", b""]
+            for each in (writer, *(writer for _, writer in silent)):
+                each.close()
+
+    asyncio.run(body())
+
+
+@asynccontextmanager
+async def bounded_server(kind: str, tls: TlsConfig, limits: LimitsConfig) -> AsyncIterator[str]:
+    """One of the router's servers, without a service."""
+    if kind == "grpc":
+        server = RpcServer(ServerConfig(), server_credentials(tls), admission=Admission(limits))
+        address = await server.start([])
+        try:
+            yield address
+        finally:
+            await server.stop(0)
+        return
+
+    async def no_app(scope: Any, receive: Any, send: Any) -> None:
+        raise AssertionError("no request is sent")
+
+    http = HttpServer(no_app, HttpConfig(), tls, limits)
+    await http.start()
+    try:
+        yield http.address
+    finally:
+        await http.stop(0)
+
+
 class GuardedVerifier(ScriptedVerifier):
     async def Generate(self, request: Any, context: Any) -> None:  # noqa: N802
-        ApiKeys({"one"}).check(context.invocation_metadata())
+        ApiKeys(plain_keys(["one"], "test")).check(context.invocation_metadata())
         await super().Generate(request, context)
 
 

@@ -107,7 +107,7 @@ async def pod_router(
     telemetry = RouterTelemetry()
     dispatcher = Dispatcher(workers, SessionMap(None), 20.0, telemetry, RETRY)
     service = GenerationService({"demo": load_tokenizer(DEMO)}, workers, dispatcher, 30.0, telemetry)
-    add_GenerationServicer_to_server(RouterServicer(service, ApiKeys(())), server.aio)
+    add_GenerationServicer_to_server(RouterServicer(service, ApiKeys()), server.aio)
     readiness = ReadinessMonitor(server.set_serving, discovery, workers, 0.02)
     address = await server.start(["eyas.v1.Generation"])
     await readiness.register(address)

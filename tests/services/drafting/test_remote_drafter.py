@@ -11,9 +11,9 @@ from dataclasses import replace
 import pytest
 
 from eyas.config import DraftClientConfig, DraftQueueConfig
-from eyas.draft_protocol import ResyncRequired
+from eyas.draft_protocol import Refusal, ResyncRequired
 from eyas.drafters.base import Draft, DraftContext, DrafterNeeds
-from eyas.rpc.messages import DrafterInfo
+from eyas.rpc.messages import DrafterInfo, DraftResponse
 from eyas.services.verifier.draft_client import CircuitBreaker, RemoteDrafter
 from eyas.tree import DraftTree
 from tests.services.drafting.toy_drafting import BOOKKEEPING, INFO, ToyDrafter, context, eventually, serving
@@ -204,6 +204,15 @@ def test_a_refused_session_decodes_plainly_and_others_go_on() -> None:
         assert remote.request([context("d", TOKENS[:5])])() == [DraftTree.chain([14, 15, 16, 17])]
         assert remote.breaker.state == "closed"
         assert not remote.can_draft("b")
+
+
+def test_a_refusal_that_comes_after_its_session_is_forgotten(address: str) -> None:
+    with connect(address) as remote:
+        pending = remote.send([context("a", TOKENS[:5])])
+        remote.release(["a"])
+        remote._receive(DraftResponse(0, refusals=(Refusal("a", 0, "too_many_sessions"),)))
+        assert remote.can_draft("a")
+        remote.collect(pending)
 
 
 def test_a_drafter_with_too_much_to_do_opens_the_breaker() -> None:

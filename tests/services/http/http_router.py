@@ -73,7 +73,7 @@ async def http_router(
     readiness = ReadinessMonitor(server.set_serving, registry, workers, 0.02)
     chat = ChatTemplate(template, {"bos_token": "<|bos|>"}, "demo") if template else None
     config = HttpConfig(keepalive_interval_s=keepalive_interval_s, cors_allow_origins=cors_allow_origins)
-    app = build_app(service, {"demo": chat}, readiness, keys or ApiKeys(()), telemetry, config, Admission(limits))
+    app = build_app(service, {"demo": chat}, readiness, keys or ApiKeys(), telemetry, config, Admission(limits))
     http_server = HttpServer(app, config, TlsConfig(), limits)
     address = await server.start([])
     await http_server.start()

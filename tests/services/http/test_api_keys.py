@@ -16,10 +16,11 @@ import yaml
 
 from eyas.config import ApiKeysConfig
 from eyas.errors import ConfigError, InvalidRequest, PermissionDenied, RateLimited, TimedOut, Unauthenticated
-from eyas.rpc.channel import open_channel
+from eyas.rpc.channel import Reloaded, open_channel
 from eyas.rpc.convert import generate_call_to_proto, text_chunk_from_proto
 from eyas.rpc.messages import RETRY_KEY, GenerateCall
 from eyas.services.router.auth import (
+    RELOAD_INTERVAL_S,
     ApiKey,
     ApiKeys,
     Authenticator,
@@ -30,6 +31,7 @@ from eyas.services.router.auth import (
     load_api_keys,
     new_key,
     parse_keys,
+    plain_keys,
 )
 from eyas.services.router.telemetry import RouterTelemetry
 from eyas.v1.generation_pb2_grpc import GenerationStub
@@ -111,6 +113,23 @@ def test_the_file_of_keys_is_read_again_when_it_changes(tmp_path: Path) -> None:
     assert not any(accepts(keys, key) for key in ("one", "two")), "all keys are withdrawn"
 
 
+def test_a_file_is_read_again_after_its_permissions_are_repaired(tmp_path: Path) -> None:
+    clock, file, is_denied = Clock(), tmp_path / "keys", False
+    file.write_text("old")
+
+    def read() -> str:
+        if is_denied:
+            raise ConfigError("permission denied")
+        return file.read_text()
+
+    content = Reloaded((file,), read, "keys", RELOAD_INTERVAL_S, clock)
+    file.write_text("newer")
+    is_denied, clock.now = True, clock.now + 2
+    assert content.get() == "old"
+    is_denied, clock.now = False, clock.now + 2
+    assert content.get() == "newer", "nothing about the file has changed since"
+
+
 def test_a_mounted_secret_is_read_again_when_it_is_swapped(tmp_path: Path) -> None:
     """As the kubelet writes it: the file links to ..data/keys, and ..data to a folder that is replaced."""
     clock = Clock()
@@ -162,7 +181,7 @@ def test_keys_are_required_below_any_root_path(root: str) -> None:
         sent.append(message)
 
     scope = {"type": "http", "path": f"{root}/v1/models", "root_path": root, "headers": []}
-    asyncio.run(Authenticator(app, ApiKeys(["one"]))(scope, send, send))  # type: ignore[arg-type]
+    asyncio.run(Authenticator(app, ApiKeys(plain_keys(["one"], "test")))(scope, send, send))  # type: ignore[arg-type]
     assert sent[0]["status"] == 401
 
 
@@ -193,7 +212,7 @@ def test_priority_is_a_permission_of_the_key() -> None:
             access.authorize(request_with(priority=allowed + 1))
     ApiKeys().access(()).authorize(request_with(priority=9))
     with pytest.raises(PermissionDenied, match="may use 0 only"):
-        ApiKeys(["plain"]).access(bearer("plain").items()).authorize(request_with(priority=1))
+        ApiKeys(plain_keys(["plain"], "test")).access(bearer("plain").items()).authorize(request_with(priority=1))
 
 
 def test_each_tenant_gets_a_salt_and_keys_of_a_tenant_share_it() -> None:

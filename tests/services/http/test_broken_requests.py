@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from eyas.services.router.auth import ApiKeys
+from eyas.services.router.auth import ApiKeys, plain_keys
 from tests.services.http.http_router import Script, get, http_router, worker
 from tests.services.router.scripted_verifier import TOKENS
 
@@ -23,7 +23,10 @@ BROKEN = [
 @pytest.mark.parametrize("keys", [(), ("other",)], ids=["open", "with keys"])
 def test_a_broken_request_logs_no_exception(url: str, keys: tuple[str, ...], caplog: pytest.LogCaptureFixture) -> None:
     async def body() -> None:
-        async with worker(url, Script(TOKENS)), http_router(url, keys=ApiKeys(keys)) as base:
+        async with (
+            worker(url, Script(TOKENS)),
+            http_router(url, keys=ApiKeys(plain_keys(keys, "test") if keys else ())) as base,
+        ):
             for first, then in BROKEN:
                 for pause_s in (0.0, 0.02):
                     _, writer = await asyncio.open_connection(*base.removeprefix("http://").split(":"))

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 
 from eyas.config import LimitsConfig
-from eyas.services.router.auth import ApiKeys
+from eyas.services.router.auth import ApiKeys, plain_keys
 from eyas.services.router.telemetry import RouterTelemetry
 from eyas.telemetry.logging import configure_logging
 from tests.services.http.http_router import ALL, CHAT, TOKENS, Script, get, http_router, post, worker
@@ -94,7 +94,7 @@ def test_every_response_is_counted_by_route_and_status(url: str) -> None:
     ]
 
     async def run() -> None:
-        telemetry, keys = RouterTelemetry(spans.telemetry), ApiKeys(frozenset({"one"}))
+        telemetry, keys = RouterTelemetry(spans.telemetry), ApiKeys(plain_keys(["one"], "test"))
         async with worker(url, Script(TOKENS)), http_router(url, telemetry=telemetry, keys=keys) as base:
             for path, body, headers, status in requests:
                 assert (await post(base, path, body, headers=headers)).status_code == status

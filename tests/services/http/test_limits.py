@@ -15,8 +15,10 @@ from pydantic import ValidationError
 
 from eyas.config import HttpConfig, LimitsConfig, TlsConfig
 from eyas.errors import InvalidRequest
-from eyas.services.router.auth import ApiKeys
-from eyas.services.router.http.requests import Body, ChatBody, CompletionBody, parse_body
+from eyas.services.router.auth import ApiKeys, plain_keys
+from eyas.services.router.generation import MAX_CONCURRENT_COMPLETIONS
+from eyas.services.router.http.bodies import parse_body
+from eyas.services.router.http.requests import Body, ChatBody, CompletionBody
 from eyas.services.router.http.server import HttpServer
 from tests.services.http.http_router import ALL, Script, get, http_router, post, until, worker
 from tests.services.router.scripted_verifier import PROMPT, TOKENS
@@ -120,7 +122,7 @@ def test_a_kept_connection_ends_when_idle_or_half_used() -> None:
 
 def test_without_a_key_no_body_is_awaited(url: str) -> None:
     async def body() -> bytes:
-        async with http_router(url, keys=ApiKeys(("one",)), limits=LIMITS) as base:
+        async with http_router(url, keys=ApiKeys(plain_keys(["one"], "test")), limits=LIMITS) as base:
             return await response(base, HEAD + b"Content-Length: 16000000\r\n\r\n")
 
     assert asyncio.run(body()).startswith(b"HTTP/1.1 401 ")
@@ -219,6 +221,39 @@ def test_many_prompts_start_in_small_steps(url: str) -> None:
             assert [choice["index"] for choice in answer.json()["choices"]] == list(range(100))
             assert len(script.calls) == 100
             assert step.longest < 30_000, step.longest
+
+    asyncio.run(body())
+
+
+@pytest.mark.parametrize(("num_prompts", "n"), [(300, 1), (8, 40)])
+def test_a_body_runs_a_bounded_number_of_completions(url: str, num_prompts: int, n: int) -> None:
+    async def body() -> None:
+        script, num_completions = Script(TOKENS, gate=asyncio.Event()), num_prompts * n
+        changes = {"prompt": [list(PROMPT)] * num_prompts, "n": n, "temperature": 1.0, "max_tokens": 3}
+        async with worker(url, script), http_router(url) as base:
+            answer = asyncio.create_task(post(base, "/v1/completions", ALL | changes))
+            await until(lambda: len(script.calls) == MAX_CONCURRENT_COMPLETIONS)
+            for _ in range(5):
+                assert (await get(base, "/live")).status_code == 200
+            assert len(script.calls) == MAX_CONCURRENT_COMPLETIONS
+            assert script.gate
+            script.gate.set()
+            choices = (await answer).json()["choices"]
+            assert [choice["index"] for choice in choices] == list(range(num_completions))
+            assert len(script.calls) == num_completions
+
+    asyncio.run(body())
+
+
+def test_a_client_that_leaves_ends_all_completions_of_its_body(url: str) -> None:
+    async def body() -> None:
+        script = Script(TOKENS, gate=asyncio.Event())
+        async with worker(url, script), http_router(url) as base:
+            answer = asyncio.create_task(post(base, "/v1/completions", ALL | {"prompt": [list(PROMPT)] * 200}))
+            await until(lambda: len(script.calls) == MAX_CONCURRENT_COMPLETIONS)
+            answer.cancel()
+            await until(lambda: script.num_cancelled == MAX_CONCURRENT_COMPLETIONS)
+            assert len(script.calls) == MAX_CONCURRENT_COMPLETIONS
 
     asyncio.run(body())
 

@@ -37,7 +37,7 @@ from eyas.rpc.server import RpcServer
 from eyas.services.cluster import free_port
 from eyas.services.discovery.build import build_discovery
 from eyas.services.discovery.registry import Registry
-from eyas.services.router.auth import ApiKeys, load_api_keys
+from eyas.services.router.auth import ApiKeys, load_api_keys, plain_keys
 from eyas.services.router.dispatcher import Dispatcher, SessionMap
 from eyas.services.router.generation import GenerationService
 from eyas.services.router.grpc_server import RouterServicer, server_credentials
@@ -161,7 +161,7 @@ def test_v1_requires_a_known_api_key(url: str) -> None:
             return str((await client.completions.create(**ALL)).choices[0].text)
 
     async def body() -> None:
-        async with worker(url, Script(TOKENS)), http_router(url, keys=ApiKeys(frozenset({"one", "other"}))) as base:
+        async with worker(url, Script(TOKENS)), http_router(url, keys=ApiKeys(plain_keys(("one", "other"), "test"))) as base:
             assert [await complete(base, key) for key in ("one", "other")] == [REST_TEXT, REST_TEXT]
             for wrong in ("on", "one1", "One"):
                 with pytest.raises(AuthenticationError, match="no known API key"):
@@ -245,7 +245,7 @@ def test_grpc_needs_the_api_keys_over_tls_but_health_does_not(tmp_path: Path) ->
         tls = certificate(tmp_path)
         trust = grpc.ssl_channel_credentials(Path(tls.cert_file).read_bytes())
         async with (
-            grpc_server(ApiKeys(frozenset({"one"})), tls) as address,
+            grpc_server(ApiKeys(plain_keys(["one"], "test")), tls) as address,
             grpc.aio.secure_channel(address, trust) as channel,
         ):
             stub = GenerationStub(channel)
@@ -259,7 +259,7 @@ def test_grpc_needs_the_api_keys_over_tls_but_health_does_not(tmp_path: Path) ->
 
 def test_the_command_sends_its_api_key() -> None:
     async def body() -> tuple[int, int]:
-        async with grpc_server(ApiKeys(frozenset({"one"})), TlsConfig()) as address:
+        async with grpc_server(ApiKeys(plain_keys(["one"], "test")), TlsConfig()) as address:
             known = await eyas("models", EYAS_ADDRESS=address, EYAS_API_KEY="one")
             unknown = await eyas("models", "--address", address, "--api-key", "two")
         assert unknown.err.startswith("error: UNAUTHENTICATED: no known API key")

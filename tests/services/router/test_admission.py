@@ -12,10 +12,18 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from eyas.config import LimitsConfig, ServerConfig
 from eyas.errors import ConfigError, InvalidRequest
-from eyas.rpc.admission import MAX_OPEN_CALLS_PER_ADDRESS, Admission, MemoryBudget, check_num_fields
+from eyas.rpc.admission import (
+    MAX_OPEN_CALLS_PER_ADDRESS,
+    Admission,
+    FairLimit,
+    MemoryBudget,
+    _ReadSlots,
+    address_of,
+    check_num_fields,
+)
 from eyas.rpc.convert import generate_call_to_proto
 from eyas.rpc.server import RpcServer
-from eyas.services.router.auth import ApiKeys
+from eyas.services.router.auth import ApiKeys, plain_keys
 from eyas.v1.generation_pb2 import GenerateRequest
 from eyas.v1.generation_pb2_grpc import GenerationStub, add_GenerationServicer_to_server
 from eyas.v1.types_pb2 import LogitBias, SamplingParams, TokenIds
@@ -47,7 +55,7 @@ async def guarded(
 ) -> AsyncIterator[tuple[grpc.aio.Channel, MemoryBudget]]:
     """Serve a scripted verifier to the keys one and two."""
     admission = Admission(limits, has_keys=True)
-    keys = ApiKeys(("one", "two"))
+    keys = ApiKeys(plain_keys(("one", "two"), "test"))
     server = RpcServer(ServerConfig(reflection=True), check_metadata=keys.check, admission=admission)
     add_GenerationServicer_to_server(ScriptedVerifier(script), server.aio)
     address = await server.start([])
@@ -124,24 +132,106 @@ def test_silent_calls_of_one_key_leave_room_for_another() -> None:
     with_server(body, limits=replace(LIMITS, max_pending_bytes=2**23))
 
 
-class Peer:
-    """What gRPC says about a caller."""
-
-    def __init__(self, authorization: str) -> None:
-        self._metadata = (("authorization", authorization),)
-
-    def invocation_metadata(self) -> tuple[tuple[str, str], ...]:
-        return self._metadata
-
-    def peer(self) -> str:
-        return "ipv4:10.0.0.1:5000"
-
-
 def test_made_up_keys_do_not_make_other_callers() -> None:
-    spellings = [Peer("Bearer one"), Peer("bearer   one "), Peer("BEARER one")]
-    assert {Admission(LIMITS, has_keys=True).caller(False, peer) for peer in spellings} == {"one"}
-    assert {Admission(LIMITS, has_keys=True).caller(True, peer) for peer in (*spellings, Peer(""))} == {"ipv4:10.0.0.1"}
-    assert {Admission(LIMITS).caller(False, peer) for peer in (Peer("Bearer a"), Peer("Bearer b"))} == {"ipv4:10.0.0.1"}
+    keyed, peer = Admission(LIMITS, has_keys=True), "ipv4:10.0.0.1:5000"
+    for spelling in ("Bearer one", "bearer   one ", "BEARER one"):
+        assert keyed.callers(spelling, peer) == ("one", "10.0.0.1")
+    assert keyed.callers("Bearer one", peer, is_open=True) == ("10.0.0.1",)
+    assert Admission(LIMITS).callers("Bearer one", peer) == ("10.0.0.1",)
+
+
+@pytest.mark.parametrize(
+    ("peer", "address"),
+    [
+        ("ipv4:10.0.0.1:5000", "10.0.0.1"),
+        ("10.0.0.1", "10.0.0.1"),
+        ("ipv6:%5B2001:db8:1:2:3::4%5D:5000", "2001:db8:1:2::/64"),
+        ("ipv6:[2001:db8:1:2:5::6]:5000", "2001:db8:1:2::/64"),
+        ("2001:db8:1:2:7::8", "2001:db8:1:2::/64"),
+        ("::ffff:10.0.0.1", "10.0.0.1"),
+        ("fe80::1%eth0", "fe80::/64"),
+        ("unix:/run/eyas", "unix:/run/eyas"),
+        ("", ""),
+    ],
+)
+def test_a_peer_is_known_by_its_address_or_network(peer: str, address: str) -> None:
+    assert address_of(peer) == address
+
+
+def test_callers_that_want_all_leave_a_share_for_the_next() -> None:
+    limit, taken = FairLimit(total=128, least=4), []
+    for caller in "abcdef":
+        before = limit.num_held
+        while limit.fits((caller,), 1):
+            limit.take((caller,), 1)
+        taken.append(limit.num_held - before)
+    assert taken == [64, 32, 16, 8, 4, 4]
+    limit.take(("a",), -30)
+    assert not limit.fits(("a",), 1)
+    assert limit.fits(("g",), 15)
+    assert FairLimit(10, 10).fits(("a",), 10)
+    assert not FairLimit(10, 10).fits(("a",), 11)
+
+
+def test_one_key_cannot_hold_the_whole_memory_budget() -> None:
+    script = Script(TOKENS, gate=asyncio.Event())
+
+    async def body(channel: grpc.aio.Channel, memory: MemoryBudget) -> None:
+        message = generate_call_to_proto(CALL)
+        message.session_id = "s" * 900_000
+        calls = [call(channel, message, "one") for _ in range(4)]
+        await until(lambda: len(script.calls) == 4)
+        code, details = await status(call(channel, message, "one"))
+        assert (code, "this key or address holds its share" in details) == (grpc.StatusCode.RESOURCE_EXHAUSTED, True)
+        other = call(channel, message, "two")
+        await until(lambda: len(script.calls) == 5)
+        assert script.gate
+        script.gate.set()
+        for each in (*calls, other):
+            assert [chunk async for chunk in each]
+        await until(lambda: not memory.num_held)
+
+    with_server(body, script=script, limits=replace(LIMITS, max_pending_bytes=2**23))
+
+
+def test_half_sent_messages_make_room_for_calls_that_wait() -> None:
+    """Keys of one address hold their shares. One more call of it waits for a short time only."""
+
+    async def body(channel: grpc.aio.Channel, memory: MemoryBudget) -> None:
+        calls = [silent(channel, key(name)) for name in ("one", "two") for _ in range(8)]
+        assert [chunk async for chunk in call(channel, generate_call_to_proto(CALL), "two")]
+        assert "did not arrive within" in (await status(calls[0]))[1]
+        for each in calls:
+            each.cancel()
+
+    with_server(body, limits=replace(LIMITS, max_pending_bytes=2**23, body_timeout_s=60.0, header_timeout_s=0.2))
+
+
+def test_reads_are_shared_by_key_and_by_address() -> None:
+    async def body() -> None:
+        slots, held = _ReadSlots(8, 60.0), asyncio.Event()
+        tasks: list[asyncio.Task[None]] = []
+
+        async def read(*callers: str) -> None:
+            async with asyncio.timeout(20) as timeout, slots.slot(callers, timeout):
+                await held.wait()
+
+        async def starts(*callers: str) -> bool:
+            tasks.append(asyncio.create_task(read(*callers)))
+            num_reads = len(slots._reads)
+            for _ in range(5):
+                await asyncio.sleep(0)
+            return len(slots._reads) > num_reads
+
+        assert [await starts(f"key {number}", "address") for number in range(8)] == [True] * 4 + [False] * 4
+        assert await starts("another key", "another address")
+        assert not await starts("another key 2", "address")
+        tasks[4].cancel()
+        held.set()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        assert (slots._reads, dict(slots._waiting), slots._limit.num_held) == ({}, {}, 0)
+
+    asyncio.run(body())
 
 
 def test_health_checks_hold_little_memory() -> None:
@@ -193,7 +283,7 @@ def test_unfinished_requests_share_a_memory_budget() -> None:
     async def body(channel: grpc.aio.Channel, memory: MemoryBudget) -> None:
         message = generate_call_to_proto(CALL)
         message.session_id = "s" * 900_000
-        calls = [call(channel, message) for _ in range(2)]
+        calls = [call(channel, message, name) for name in ("one", "two")]
         await until(lambda: len(script.calls) == 2)
         code, details = await status(call(channel, message))
         assert code is grpc.StatusCode.RESOURCE_EXHAUSTED

@@ -57,6 +57,17 @@ def test_a_request_returns_to_a_verifier_that_failed_it(url: str, fails_after: i
     asyncio.run(body())
 
 
+@pytest.mark.parametrize("fails_after", [0, 2])
+def test_a_deadline_that_has_not_passed_is_a_failed_attempt(url: str, fails_after: int) -> None:
+    async def body() -> None:
+        early = Script(TOKENS, fails_after=fails_after, status=grpc.StatusCode.DEADLINE_EXCEEDED)
+        async with worker(url, early, free_kv_tokens=99_999), worker(url, Script(TOKENS)), router(url) as address:
+            assert tokens_of(await send(address, CALL)) == REST
+        assert len(early.calls) == 1
+
+    asyncio.run(body())
+
+
 @pytest.mark.parametrize("num_chunks", [0, 2])
 def test_a_request_waits_for_a_verifier_to_come_back(url: str, num_chunks: int) -> None:
     async def body() -> None:
