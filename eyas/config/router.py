@@ -32,8 +32,8 @@ class HttpConfig:
         port: port to listen on; 0 takes a free port.
         keepalive_interval_s: seconds of silence in a stream of events after which the client gets a comment.
         operations_host: address of the operations port.
-        operations_port: port of /metrics, /health, /openapi.json and /docs, and of probes, without TLS; 0 takes a free one. null
-            serves them on `port`. On Ray it only removes them there.
+        operations_port: port of /metrics, /health, /openapi.json and /docs, and of probes, without TLS; 0 takes a free one.
+            null serves them on `port`. On Ray it only removes them there.
         cors_allow_origins: origins whose pages may use the API in browsers, such as https://example.org; "*" allows all.
             Empty sends no CORS headers.
     """

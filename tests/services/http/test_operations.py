@@ -139,7 +139,7 @@ def test_browsers_of_allowed_origins_may_use_the_api(url: str) -> None:
     async def body() -> None:
         page = "https://here.example"
         async with (
-            http_router(url, keys=ApiKeys(["one"]), cors_allow_origins=(page,)) as base,
+            http_router(url, keys=ApiKeys(plain_keys(["one"], "test")), cors_allow_origins=(page,)) as base,
             http_router(url) as other,
             httpx.AsyncClient() as client,
         ):

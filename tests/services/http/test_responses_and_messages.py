@@ -10,7 +10,7 @@ import pytest
 from anthropic import AsyncAnthropic
 from openai import AsyncOpenAI, BadRequestError
 
-from eyas.services.router.auth import ApiKeys
+from eyas.services.router.auth import ApiKeys, plain_keys
 from tests.services.http.http_router import (
     CHAT,
     PROMPT_TEXT,
@@ -207,7 +207,7 @@ def test_errors_of_messages_have_anthropics_form(url: str) -> None:
             answer = await plain.get("/v1/messages", headers={"x-api-key": "one"})
             assert (answer.status_code, answer.json()["error"]["type"]) == (405, "invalid_request_error")
 
-    with_anthropic(url, body, keys=ApiKeys(["one"]))
+    with_anthropic(url, body, keys=ApiKeys(plain_keys(["one"], "test")))
 
 
 def test_a_failure_in_a_stream_of_a_message_is_an_event(url: str) -> None:
@@ -257,7 +257,7 @@ def test_new_routes_need_a_key_and_count_as_requests(url: str) -> None:
     }  # fmt: skip
 
     async def body() -> None:
-        async with worker(url, Script(TOKENS)), http_router(url, keys=ApiKeys(["one"])) as base:
+        async with worker(url, Script(TOKENS)), http_router(url, keys=ApiKeys(plain_keys(["one"], "test"))) as base:
             for path, asked in bodies.items():
                 assert (await post(base, path, asked)).status_code == 401, path
                 for headers in ({"Authorization": "Bearer one"}, {"x-api-key": "one"}):
