@@ -132,14 +132,18 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool | Callable[..., Any] = True,
+        *,
+        draft: bool = True,
     ) -> list[RequestOutput]:
         """Continue each prompt, given as text or as token ids; one output each, in order.
 
         sampling_params: one for all prompts, or one each. use_tqdm: whether a terminal shows progress, or a class like
-        tqdm. Raises InvalidRequest naming the prompt, before anything is run, and RequestFailed when the target gives no
-        usable logits. After an error no request of the call is left in the engine.
+        tqdm. draft: False decodes plainly, with the same tokens.
+
+        Raises InvalidRequest naming the prompt, before anything is run, and RequestFailed when the target gives no usable
+        logits. After an error no request of the call is left in the engine.
         """
-        outputs = self._submit(prompts, sampling_params)
+        outputs = self._submit(prompts, sampling_params, draft)
         with _progress(use_tqdm, len(outputs)) as advance:
             for is_finished in self._run(outputs, OutputBuilder.skip):
                 advance(is_finished)
@@ -169,12 +173,14 @@ class LLM:
         self,
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        draft: bool = True,
     ) -> Iterator[RequestOutput]:
         """Yield what each step adds: outputs with new text and tokens only. Leaving the iterator early cancels the rest.
 
         Several prompts take turns; `request_id` counts them. Raises as `generate`, when the first output is asked for.
         """
-        yield from self._run(self._submit(prompts, sampling_params), OutputBuilder.delta)
+        yield from self._run(self._submit(prompts, sampling_params, draft), OutputBuilder.delta)
 
     def chat_prompts(
         self, messages: Sequence[Message] | Sequence[Sequence[Message]], chat_template: str | None = None, **variables: Any
@@ -194,7 +200,9 @@ class LLM:
         texts = [template.render(conversation, variables) for conversation in conversations]
         return [{"prompt": text, "prompt_token_ids": self._tokenizer.encode_rendered(text)} for text in texts]
 
-    def begin(self, prompt: Prompt, sampling_params: SamplingParams, request_id: str | None = None) -> list[_Completion]:
+    def begin(
+        self, prompt: Prompt, sampling_params: SamplingParams, request_id: str | None = None, draft: bool = True
+    ) -> list[_Completion]:
         """The completions of a prompt, as requests for the engine. Raises InvalidRequest."""
         text, ids = self._encoded(prompt)
         if sampling_params.seed is None and self._seeds is not None:
@@ -205,13 +213,15 @@ class LLM:
         split = sampling_params.completions(self._tokenizer.bad_token_ids(sampling_params.bad_words))
         for index, own in enumerate(split):  # the engine may still hold a cancelled request of the same id
             decoder = TextDecoder(self._tokenizer, sampling_params, len(ids), own.seed, index)
-            completions.append(_Completion(Request(f"{request_id}#{next(self._numbers)}", ids, own), decoder, output))
+            request = Request(f"{request_id}#{next(self._numbers)}", ids, own, draft=draft)
+            completions.append(_Completion(request, decoder, output))
         return completions
 
     def _submit(
         self,
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+        draft: bool,
     ) -> list[OutputBuilder]:
         """Submit the completions of all prompts, or of none."""
         batch = _batch(prompts)
@@ -225,7 +235,7 @@ class LLM:
         try:
             for index, (prompt, own) in enumerate(zip(batch, all_params, strict=True)):
                 try:
-                    completions = self.begin(prompt, own)
+                    completions = self.begin(prompt, own, draft=draft)
                     outputs.append(completions[0].output)
                     for completion in completions:
                         self.llm_engine.submit(completion.request)

@@ -167,6 +167,7 @@ class Request:
     num_emitted: how many tokens at the end of prompt_ids are output of this request from before it moved here.
     tenant: opaque id of whom the request belongs to; tenants share an engine fairly. The router sets it from the API key.
     cache_salt: only requests with an equal salt share cached prefixes.
+    draft: whether a drafter in this process may propose tokens; else decoding is plain.
     """
 
     id: str
@@ -177,6 +178,7 @@ class Request:
     num_emitted: int = 0
     tenant: str = ""
     cache_salt: str = ""
+    draft: bool = True
 
     @cached_property
     def noise_key(self) -> NoiseKey:

@@ -25,7 +25,7 @@ from eyas.request import GenerationStats, Request, SamplingParams
 from eyas.rpc.channel import open_sync_channel
 from eyas.rpc.convert import generate_call_to_proto, text_chunk_from_proto
 from eyas.rpc.messages import NO_DRAFTER, ROUND_TRIP_KEY, GenerateCall
-from eyas.rpc.server import status_error
+from eyas.rpc.status import status_error
 from eyas.services.cluster import (
     CONFIG_TYPES,
     START_TIMEOUT_S,

@@ -46,7 +46,7 @@ class DraftManager:
         drafter = self._drafter
         if drafter is None:
             return []
-        return [s for s in sequences if _has_new_tokens(s) and drafter.can_draft(s.request.id)]
+        return [s for s in sequences if s.request.draft and _has_new_tokens(s) and drafter.can_draft(s.request.id)]
 
     def request(self, sequences: Iterable[Sequence], budget: Callable[[Sequence], TreeBudget]) -> None:
         """Commit the new tokens of `ready` sequences and request the next tree of each, within its budget.

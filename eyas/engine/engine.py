@@ -12,6 +12,7 @@ from eyas.engine.draft_manager import DraftManager
 from eyas.engine.runner import ModelRunner, segment_of
 from eyas.engine.scheduler import Scheduler
 from eyas.errors import InvalidRequest
+from eyas.models.target import TargetModel
 from eyas.request import Chunk, Request
 from eyas.sampling.acceptance import VerifyOutput
 from eyas.sampling.penalties import LogitRules
@@ -140,6 +141,11 @@ class Engine:
             tree_nodes=self._budget.num_nodes,
             max_num_seqs=self._scheduler.config.max_num_seqs,
         )
+
+    @property
+    def target(self) -> TargetModel:
+        """The model that it runs; of several ranks, the shard of rank 0."""
+        return self._runner.target
 
     @property
     def vocab_size(self) -> int:

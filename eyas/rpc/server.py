@@ -1,11 +1,10 @@
-"""gRPC server with health, authentication and reflection, and the mapping between errors and status codes."""
+"""gRPC server with health, authentication and reflection."""
 
 from __future__ import annotations
 
 import asyncio
 import inspect
 import logging
-import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn, cast
@@ -16,25 +15,17 @@ from grpc._cython import cygrpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from eyas import errors
 from eyas.config import ServerConfig
 from eyas.errors import (
-    CheckpointError,
     ConfigError,
     EyasError,
     InvalidRequest,
-    Overloaded,
-    PermissionDenied,
-    RateLimited,
-    RequestFailed,
-    TimedOut,
     Unauthenticated,
-    Unavailable,
-    UnknownModel,
 )
 from eyas.rpc.admission import OPEN_METHODS, Admission, AdmissionInterceptor, Continuation, Handler
 from eyas.rpc.channel import MAX_MESSAGE_BYTES
-from eyas.rpc.messages import ERROR_KEY, RETRY_KEY
+from eyas.rpc.messages import ERROR_KEY
+from eyas.rpc.status import retry_hint, status_of
 from eyas.v1 import generation_pb2
 
 GENERATION_SERVICE = generation_pb2.DESCRIPTOR.services_by_name["Generation"].full_name
@@ -51,84 +42,6 @@ _GRPC_OPTIONS = (
     ("grpc.http2.min_recv_ping_interval_without_data_ms", 10_000),
     ("grpc.http2.max_ping_strikes", 0),
 )
-
-# When to try again if the service that should answer is not there, in seconds.
-UNAVAILABLE_RETRY_AFTER_S = 1.0
-# Trailing metadata about a quota, and the headers of HTTP responses, begin so.
-_QUOTA_PREFIX = "x-ratelimit-"
-
-# The first matching entry decides.
-_STATUS_CODES: tuple[tuple[type[EyasError], grpc.StatusCode], ...] = (
-    (UnknownModel, grpc.StatusCode.NOT_FOUND),
-    (InvalidRequest, grpc.StatusCode.INVALID_ARGUMENT),
-    (Overloaded, grpc.StatusCode.RESOURCE_EXHAUSTED),
-    (Unavailable, grpc.StatusCode.UNAVAILABLE),
-    (TimedOut, grpc.StatusCode.DEADLINE_EXCEEDED),
-    (Unauthenticated, grpc.StatusCode.UNAUTHENTICATED),
-    (PermissionDenied, grpc.StatusCode.PERMISSION_DENIED),
-    (ConfigError, grpc.StatusCode.FAILED_PRECONDITION),
-    (CheckpointError, grpc.StatusCode.FAILED_PRECONDITION),
-    (EyasError, grpc.StatusCode.INTERNAL),
-)
-
-
-def status_error(error: grpc.RpcError) -> EyasError:
-    """Return the EyasError behind a failed call. A deadline that gRPC ended, or a lost connection, is Unavailable.
-
-    The kind is the one that the service raised, if it says so and the status fits, else the one of the status.
-    """
-    code, details, trailers = error.code(), error.details() or error.code().name, _trailers(error)
-    kind = _raised_kind(trailers.get(ERROR_KEY, ""), code)
-    if kind is None and code is grpc.StatusCode.DEADLINE_EXCEEDED:
-        return Unavailable(f"no answer in time: {details}")
-    kind = kind or next((kind for kind, status in _STATUS_CODES if status is code), EyasError)
-    if issubclass(kind, RateLimited):
-        quota = {name: value for name, value in trailers.items() if name.startswith(_QUOTA_PREFIX)}
-        return kind(details, _retry_after(error), quota)
-    if issubclass(kind, Overloaded):
-        return kind(details, _retry_after(error))
-    if kind is EyasError:
-        return RequestFailed(details if code is grpc.StatusCode.INTERNAL else f"{code.name}: {details}")
-    return kind(details)
-
-
-def _raised_kind(name: str, code: grpc.StatusCode) -> type[EyasError] | None:
-    """Return the kind of error that a service says it raised; None for one that does not go with the status."""
-    kind = getattr(errors, name, None)
-    if not (isinstance(kind, type) and issubclass(kind, EyasError)) or kind is EyasError:
-        return None
-    return kind if _status_of_kind(kind) is code else None
-
-
-def is_connection_error(error: grpc.RpcError) -> bool:
-    """Whether gRPC failed a call, not the service: it was away, or the connection broke. The text names addresses."""
-    codes = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN)
-    return error.code() in codes and ERROR_KEY not in _trailers(error)
-
-
-def status_of(error: BaseException) -> grpc.StatusCode:
-    """Return the status code of an error; INTERNAL for an unexpected one."""
-    if isinstance(error, asyncio.CancelledError | GeneratorExit):
-        return grpc.StatusCode.CANCELLED
-    if isinstance(error, TimeoutError):
-        return grpc.StatusCode.DEADLINE_EXCEEDED
-    return _status_of_kind(type(error))
-
-
-def _status_of_kind(kind: type[BaseException]) -> grpc.StatusCode:
-    known = (status for base, status in _STATUS_CODES if issubclass(kind, base))
-    return next(known, grpc.StatusCode.INTERNAL)
-
-
-def retry_hint(error: EyasError) -> tuple[tuple[str, str], ...]:
-    """Return trailing metadata that says when to retry, and what is left of a quota; empty if the error does not say."""
-    if isinstance(error, Unavailable):
-        return ((RETRY_KEY, f"{UNAVAILABLE_RETRY_AFTER_S * 1000:.0f}"),)
-    if not isinstance(error, Overloaded) or error.retry_after is None:
-        return ()
-    quota = error.headers.items() if isinstance(error, RateLimited) else ()
-    return (RETRY_KEY, f"{error.retry_after * 1000:.0f}"), *quota
-
 
 # Checks of a call; each raises Unauthenticated. The first gets the metadata, before any message is read. The second gets
 # the call's authentication context, which has the names in the client's certificate.
@@ -374,16 +287,6 @@ def _guard_stream(method: StreamMethod, read: Callable[[Any], Any], check: Certi
             await _abort(error, context)
 
     return call
-
-
-def _retry_after(error: grpc.RpcError) -> float | None:
-    """Return the seconds of `retry_hint`, if the error has it; None for a text that the hint never has."""
-    hint = str(_trailers(error).get(RETRY_KEY, ""))
-    return int(hint) / 1000 if re.fullmatch("[0-9]{1,9}", hint) else None
-
-
-def _trailers(error: grpc.RpcError) -> dict[str, str]:
-    return dict(cast("Iterable[tuple[str, str]]", error.trailing_metadata() or ()))
 
 
 async def _abort(error: Exception, context: Any) -> NoReturn:

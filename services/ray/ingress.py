@@ -21,7 +21,7 @@ from eyas.errors import EyasError, RequestFailed
 from eyas.outputs import TextChunk
 from eyas.rpc.admission import Admission
 from eyas.rpc.convert import text_chunk_to_proto
-from eyas.rpc.server import retry_hint, status_of
+from eyas.rpc.status import retry_hint, status_of
 from eyas.services.ray.config import EnvironmentConfig
 from eyas.services.ray.replicas import on_this_node
 from eyas.services.router.__main__ import build_router

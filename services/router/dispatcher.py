@@ -25,7 +25,7 @@ from eyas.errors import EyasError, InvalidRequest, Overloaded, RequestFailed, Un
 from eyas.request import Chunk, Request, VerifyStep
 from eyas.rpc.convert import generate_call_to_proto, text_chunk_from_proto
 from eyas.rpc.messages import NO_DRAFTER, ROUND_TRIP_KEY, GenerateCall
-from eyas.rpc.server import is_connection_error, status_error
+from eyas.rpc.status import is_connection_error, status_error
 from eyas.services.discovery.registry import Placement, Registry
 from eyas.services.router.routing import Pair, RoutingRequest
 from eyas.services.router.telemetry import RouterTelemetry

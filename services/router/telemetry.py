@@ -20,7 +20,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from eyas.outputs import TextChunk
 from eyas.rpc.messages import NO_DRAFTER, GenerateCall, Role
-from eyas.rpc.server import status_of
+from eyas.rpc.status import status_of
 from eyas.services.router.routing import Pair
 from eyas.telemetry import metrics
 from eyas.telemetry.exporters import Telemetry

@@ -26,7 +26,7 @@ from eyas.errors import ConfigError
 from eyas.rpc import convert
 from eyas.rpc.channel import Peers
 from eyas.rpc.messages import DrafterInfo, DraftRequest, DraftResponse, SessionTree, TargetInfo
-from eyas.rpc.server import status_error
+from eyas.rpc.status import status_error
 from eyas.tensors import tensor_to_bytes
 from eyas.tree import DraftTree
 from eyas.v1 import draft_pb2, draft_pb2_grpc

@@ -17,7 +17,7 @@ from opentelemetry.trace import Span, SpanKind, Tracer
 
 from eyas.engine.engine import EngineLoad, StepReport
 from eyas.request import Chunk, GenerationStats, Request, VerifyStep
-from eyas.rpc.server import status_of
+from eyas.rpc.status import status_of
 from eyas.services.verifier.draft_client import CIRCUIT_STATES, DraftTiming
 from eyas.services.verifier.draft_pool import DraftPool
 from eyas.telemetry import metrics

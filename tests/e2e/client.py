@@ -11,7 +11,7 @@ from eyas.request import GenerationStats, Request, SamplingParams
 from eyas.rpc import convert
 from eyas.rpc.channel import open_sync_channel
 from eyas.rpc.messages import GenerateCall
-from eyas.rpc.server import status_error
+from eyas.rpc.status import status_error
 from eyas.v1 import generation_pb2_grpc
 
 

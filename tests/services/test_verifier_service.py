@@ -22,7 +22,7 @@ from eyas.request import Request, SamplingParams
 from eyas.rpc import convert
 from eyas.rpc.channel import open_channel
 from eyas.rpc.messages import GenerateCall
-from eyas.rpc.server import status_error
+from eyas.rpc.status import status_error
 from eyas.services.cluster import free_port
 from eyas.services.verifier.__main__ import END_SECONDS, run
 from eyas.v1 import generation_pb2, generation_pb2_grpc

@@ -31,7 +31,8 @@ from eyas.errors import (
 )
 from eyas.rpc.channel import open_channel
 from eyas.rpc.messages import ERROR_KEY, RETRY_KEY
-from eyas.rpc.server import LIVE, RpcServer, status_error
+from eyas.rpc.server import LIVE, RpcServer
+from eyas.rpc.status import status_error
 from eyas.v1 import draft_pb2, draft_pb2_grpc
 from tests.fuzz.sockets import call_frames, exchange_frames
 

@@ -21,7 +21,7 @@ from starlette.requests import ClientDisconnect
 from starlette.types import Scope
 
 from eyas.errors import EyasError, InvalidRequest, Overloaded, RateLimited, RequestFailed, Unauthenticated, Unavailable
-from eyas.rpc.server import UNAVAILABLE_RETRY_AFTER_S, status_of
+from eyas.rpc.status import UNAVAILABLE_RETRY_AFTER_S, status_of
 from eyas.services.router.http.requests import invalid_body
 
 CLIENT_CLOSED_REQUEST = 499  # nginx's status for its log

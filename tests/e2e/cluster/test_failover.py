@@ -18,7 +18,7 @@ from eyas.errors import Unauthenticated
 from eyas.request import SamplingParams
 from eyas.rpc.channel import open_sync_channel
 from eyas.rpc.messages import NO_DRAFTER
-from eyas.rpc.server import status_error
+from eyas.rpc.status import status_error
 from eyas.services.cluster import TOKEN_VARIABLE, Child, Cluster, free_port
 from eyas.services.discovery.registry import Registry
 from eyas.services.local import CONFIGS

@@ -32,7 +32,7 @@ from eyas.models.checkpoint import target_fingerprint
 from eyas.request import GenerationStats, Request, SamplingParams
 from eyas.rpc.channel import open_sync_channel
 from eyas.rpc.messages import DrafterInfo, Lease, Load, ModelInfo, TargetInfo
-from eyas.rpc.server import status_error
+from eyas.rpc.status import status_error
 from eyas.services.cluster import free_port
 from eyas.services.discovery.registry import Registry
 from eyas.services.draft import servicer
