@@ -22,7 +22,7 @@ from tests.chaos.answers import plain_answers
 from tests.chaos.faults import Injector
 from tests.chaos.fleet import VOCAB_SIZE, build_fleet, write_models
 from tests.chaos.overload import LoadLevel, OverloadResult, OverloadSettings
-from tests.chaos.storm import StormResult, StormSettings, storm
+from tests.chaos.storm import MAX_GROWTH, MAX_SLOPE, StormResult, StormSettings, storm
 from tests.chaos.traffic import Counts
 
 # What the project promises.
@@ -54,6 +54,11 @@ class ChaosResult:
             f"a gap of {gap.longest_s:.1f} s after {gap.fault}, above {MAX_GAP_S} s"
             for gap in storm.gaps
             if gap.fault == VERIFIER_DEATH and gap.longest_s > MAX_GAP_S
+        ]
+        found += [
+            f"{use.service} takes {use.slope:.0f} MiB more per hour, above {MAX_SLOPE:g}"
+            for use in storm.memory
+            if use.grows
         ]
         if self.overload is not None:
             if self.overload.ratio < MIN_GOODPUT_RATIO:
@@ -144,6 +149,11 @@ def promises_table(result: ChaosResult) -> Table:
         ("longest gap after a verifier's death", f"re-prefill + {MAX_GAP_S:g} s", f"{gap_s:.2f} s"),
         ("slots and sessions not given back", "0", f"{storm.unreturned_slots}"),
         ("services that ended by themselves", "0", f"{storm.num_crashes}"),
+        (
+            "growth of memory in the second half",
+            f"{MAX_GROWTH:g} MiB, or {MAX_SLOPE:g} MiB per hour",
+            ", ".join(use.service for use in storm.memory if use.grows) or f"all {len(storm.memory)} services below",
+        ),
     ]
     if result.overload is not None:
         rows.append(
@@ -183,9 +193,23 @@ def gaps_table(result: StormResult) -> Table:
 
 def memory_table(result: StormResult) -> Table:
     """Memory of what was never killed."""
-    rows = [(use.service, f"{use.first:.0f}", f"{use.last:.0f}", f"{use.slope:+.1f}") for use in result.memory]
-    note = "Anonymous memory in MiB of services that were never killed; slope in MiB per hour over the second half."
-    return Table("Memory", ("service", "first", "last", "slope"), tuple(rows), note)
+    rows = [
+        (
+            use.service,
+            f"{use.first:.0f}",
+            f"{use.last:.0f}",
+            f"{use.growth:+.1f}",
+            f"{use.slope:+.1f} ± {use.uncertainty:.1f}",
+            "grows" if use.grows else "held",
+        )
+        for use in result.memory
+    ]
+    note = (
+        "Anonymous memory in MiB of services that were never killed. Growth and slope, in MiB per hour, are over the second "
+        f"half. A service grows if both are above their bounds, {MAX_GROWTH:g} MiB and {MAX_SLOPE:g} MiB per hour, the "
+        "slope by more than twice its standard error."
+    )
+    return Table("Memory", ("service", "first", "last", "growth", "slope", "verdict"), tuple(rows), note)
 
 
 def overload_table(result: OverloadResult, settings: OverloadSettings) -> Table:

@@ -21,7 +21,7 @@ from tests.chaos.fleet import HOST, Fleet, Member, clean
 
 # How long a verifier must have worked before it counts as one that is left, or may be hit again.
 SETTLED_S = 1.0
-# A wait that begins so soon after a fault is blamed on it: the router may still be at work on it.
+# A wait that begins so soon after a fault is blamed on it, if no other fault is there: the router may still be at work.
 AFTERMATH_S = 0.5
 MIN_GAP_S = 0.05
 # Longer than keepalive pings wait, with which hanging peers are noticed.
@@ -41,8 +41,8 @@ class Fault:
     ended: float | None = None
     longest_gap_s: float = 0.0
 
-    def overlaps(self, began: float, ended: float) -> bool:
-        return self.began <= ended and (self.ended is None or began <= self.ended + AFTERMATH_S)
+    def overlaps(self, began: float, ended: float, aftermath_s: float = 0.0) -> bool:
+        return self.began <= ended and (self.ended is None or began <= self.ended + aftermath_s)
 
 
 @dataclass
@@ -63,14 +63,21 @@ class FaultLog:
         fault.ended = time.monotonic()
 
     def blame(self, began: float, ended: float) -> None:
-        """Find the cause of a client's wait: a fault on a verifier before any other, the earliest first."""
+        """Find the cause of a client's wait: a fault on a verifier before any other, the earliest first.
+
+        Of faults on verifiers, one during the wait comes before one that was over when the wait began.
+        """
         if ended - began < MIN_GAP_S:
             return
-        causes = [fault for fault in self._recent if fault.overlaps(began, ended)]
+        causes = [fault for fault in self._recent if fault.overlaps(began, ended, AFTERMATH_S)]
         if not causes:
             self.longest_unexplained_gap_s = max(self.longest_unexplained_gap_s, ended - began)
             return
-        cause = min(causes, key=lambda fault: (not fault.kind.startswith("verifier"), fault.began))
+
+        def rank(fault: Fault) -> tuple[bool, bool, float]:
+            return not fault.kind.startswith("verifier"), not fault.overlaps(began, ended), fault.began
+
+        cause = min(causes, key=rank)
         cause.longest_gap_s = max(cause.longest_gap_s, ended - began)
 
     def settle(self, horizon_s: float = 60.0) -> None:

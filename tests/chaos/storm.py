@@ -38,6 +38,8 @@ IDLE_TIMEOUT_S = 30.0
 SAMPLE_INTERVAL_S = 2.0
 LAG_INTERVAL_S = 0.05
 MIN_MEMORY_SAMPLES = 10
+# Memory that a service may take in the second half of a storm, in MiB, and per hour in a long one.
+MAX_GROWTH, MAX_SLOPE = 16.0, 8.0
 
 
 @dataclass(frozen=True)
@@ -73,12 +75,22 @@ class GapOfFault:
 
 @dataclass(frozen=True)
 class MemoryUse:
-    """Anonymous memory of a service that was never killed, in MiB. slope: in MiB per hour, over the second half."""
+    """Anonymous memory of a service that was never killed, in MiB. slope: in MiB per hour, over the second half.
+
+    growth: what the slope adds in that half. uncertainty: twice its standard error, in MiB per hour.
+    """
 
     service: str
     first: float
     last: float
     slope: float
+    growth: float
+    uncertainty: float
+
+    @property
+    def grows(self) -> bool:
+        """Whether it grows faster than MAX_SLOPE for certain, by more than caches that still fill."""
+        return self.growth > MAX_GROWTH and self.slope - self.uncertainty > MAX_SLOPE
 
 
 @dataclass(frozen=True)
@@ -266,7 +278,15 @@ def _memory_use(samples: dict[Member, list[tuple[float, float]]]) -> list[Memory
     for member, points in samples.items():
         if member.num_starts > 1 or len(points) < MIN_MEMORY_SAMPLES:
             continue
-        times, sizes = np.array(points[len(points) // 2 :]).T
-        slope = np.polyfit(times, sizes, 1)[0] * 3600
-        uses.append(MemoryUse(member.name, points[0][1], points[-1][1], float(slope)))
+        uses.append(memory_use(member.name, points))
     return uses
+
+
+def memory_use(service: str, points: Sequence[tuple[float, float]]) -> MemoryUse:
+    """Sum up samples of (seconds, MiB), at least MIN_MEMORY_SAMPLES."""
+    times, sizes = np.array(points[len(points) // 2 :]).T
+    slope, start = np.polyfit(times, sizes, 1)
+    residuals, spread = sizes - (slope * times + start), times - times.mean()
+    error = np.sqrt((residuals**2).sum() / (len(times) - 2) / (spread**2).sum())
+    growth = slope * (times[-1] - times[0])
+    return MemoryUse(service, points[0][1], points[-1][1], float(slope * 3600), float(growth), float(2 * error * 3600))

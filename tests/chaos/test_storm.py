@@ -10,10 +10,11 @@ from hypothesis import strategies as st
 
 from tests.chaos.__main__ import ChaosResult
 from tests.chaos.answers import Mismatch, compare
+from tests.chaos.faults import Fault, FaultLog
 from tests.chaos.fleet import FleetSettings
 from tests.chaos.overload import LoadLevel, OverloadResult
 from tests.chaos.proxy import Proxy
-from tests.chaos.storm import StormResult, StormSettings, storm
+from tests.chaos.storm import StormResult, StormSettings, memory_use, storm
 
 SHORT = StormSettings(
     seed=7, verifier_kills=2, drafter_kills=12, num_clients=4, num_answers=6, most_tokens=50,
@@ -52,16 +53,41 @@ def test_a_wrong_token_spoils_all_after_it(tokens: list[int], data: st.DataObjec
     assert compare(tokens, received) == Mismatch(num_wrong=len(tokens) - at)
 
 
+CALM = StormResult(
+    seconds=1.0, num_requests=1, num_cancelled=0, num_tokens=1, num_characters=0, num_wrong=0, num_lost=0, num_doubled=0,
+    failures={}, num_verifier_kills=1, num_drafter_kills=1, num_crashes=0, unreturned_slots=0, p99_gap_s=0.0,
+    p99_lag_s=0.0, longest_unexplained_gap_s=0.0, gaps=(), memory=(), notes=(), logs="",
+)  # fmt: skip
+
+
 def test_a_wrong_answer_under_overload_breaks_a_promise() -> None:
-    calm = StormResult(
-        seconds=1.0, num_requests=1, num_cancelled=0, num_tokens=1, num_characters=0, num_wrong=0, num_lost=0, num_doubled=0,
-        failures={}, num_verifier_kills=1, num_drafter_kills=1, num_crashes=0, unreturned_slots=0, p99_gap_s=0.0,
-        p99_lag_s=0.0, longest_unexplained_gap_s=0.0, gaps=(), memory=(), notes=(), logs="",
-    )  # fmt: skip
     good = LoadLevel(1.0, 1, 1, 0, 0, 0, {}, 1.0, 0.0)
-    assert ChaosResult(calm, OverloadResult((good,), good)).broken_promises() == []
-    found = ChaosResult(calm, OverloadResult((good,), replace(good, num_wrong=2))).broken_promises()
+    assert ChaosResult(CALM, OverloadResult((good,), good)).broken_promises() == []
+    found = ChaosResult(CALM, OverloadResult((good,), replace(good, num_wrong=2))).broken_promises()
     assert found == ["2 wrong answers under overload"]
+
+
+def test_a_wait_is_blamed_on_the_fault_during_it() -> None:
+    earlier, during = Fault("verifier delay", 1.0, ended=2.0), Fault("verifier kill -9", 2.5, ended=2.5)
+    log = FaultLog(_recent=[Fault("redis down", 0.0), earlier, during])
+    log.blame(2.2, 3.0)
+    assert [fault.longest_gap_s for fault in log._recent] == [0.0, 0.0, pytest.approx(0.8)]
+    log.blame(2.1, 2.4)
+    assert earlier.longest_gap_s == pytest.approx(0.3), "nothing else explains this one"
+    log.blame(1.5, 3.5)
+    assert earlier.longest_gap_s == pytest.approx(2.0), "it began before the other fault"
+
+
+@pytest.mark.parametrize(
+    ("mib_per_hour", "minutes", "grows"), [(0, 120, False), (4, 120, False), (40, 120, True), (40, 5, False), (600, 5, True)]
+)
+def test_memory_that_grows_breaks_a_promise(mib_per_hour: float, minutes: float, grows: bool) -> None:
+    rng = random.Random(0)
+    points = [(s, 100 + mib_per_hour * s / 3600 + rng.uniform(-2, 2)) for s in range(0, int(60 * minutes), 2)]
+    use = memory_use("router", points)
+    assert use.grows == grows, use
+    found = ChaosResult(replace(CALM, memory=(use,)), None).broken_promises()
+    assert found == [f"router takes {use.slope:.0f} MiB more per hour, above 8"] * grows
 
 
 def test_a_proxy_breaks_connections() -> None:
