@@ -51,6 +51,7 @@ class Commit(Generic[FeaturesT]):
     samples: the target's sample at every node of the session's last tree, in node order; empty if there was none.
     proposal: "deterministic" requests the likeliest nodes, "sampled" sampled nodes with the draft probabilities.
     traceparent: W3C trace context of the round, empty if it is not traced.
+    wants_sources: whether the tree should have `DraftTree.sources`.
     """
 
     session: str
@@ -63,6 +64,7 @@ class Commit(Generic[FeaturesT]):
     samples: tuple[int, ...] = ()
     proposal: Proposal = "deterministic"
     traceparent: str = ""
+    wants_sources: bool = False
 
     @property
     def committed_length(self) -> int:

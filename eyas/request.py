@@ -168,6 +168,8 @@ class Request:
     tenant: opaque id of whom the request belongs to; tenants share an engine fairly. The router sets it from the API key.
     cache_salt: only requests with an equal salt share cached prefixes.
     draft: whether a drafter in this process may propose tokens; else decoding is plain.
+    num_draft_tokens: most nodes of its draft trees, the root included; 0 sets no limit of its own, 1 asks for no drafts.
+    return_verify_steps: whether its chunks have `VerifyStep.details`.
     """
 
     id: str
@@ -179,6 +181,8 @@ class Request:
     tenant: str = ""
     cache_salt: str = ""
     draft: bool = True
+    num_draft_tokens: int = 0
+    return_verify_steps: bool = False
 
     @cached_property
     def noise_key(self) -> NoiseKey:
@@ -189,13 +193,43 @@ class Request:
 
 
 @dataclass(frozen=True)
+class VerifyStepDetails:
+    """The draft tree and the times of a verify step. Times are in ms, and 0 where they are not known.
+
+    tokens, parents, log_probs: of each node, see eyas.tree.DraftTree; node 0 is the root.
+    path: accepted nodes from the root down, without the root.
+    sources: for a combined method, see DraftTree; empty for others.
+    method: of the drafter, such as "eagle3"; empty without a drafter.
+    draft_ms: time that the drafter worked. round_trip_ms: from the request for the tree to its arrival, draft_ms included.
+    wait_ms: time that the verifier waited for trees. verify_ms: from there to the accepted tokens, of all sequences.
+    num_rows: rows of the forward pass, of all sequences.
+    """
+
+    tokens: tuple[int, ...]
+    parents: tuple[int, ...]
+    log_probs: tuple[float, ...]
+    path: tuple[int, ...] = ()
+    sources: tuple[int, ...] = ()
+    method: str = ""
+    draft_ms: float = 0.0
+    round_trip_ms: float = 0.0
+    wait_ms: float = 0.0
+    verify_ms: float = 0.0
+    num_rows: int = 0
+
+
+@dataclass(frozen=True)
 class VerifyStep:
-    """One verify step of one sequence, in numbers. `accepted` are drafted tokens, the bonus token not counted."""
+    """One verify step of one sequence, in numbers. `accepted` are drafted tokens, the bonus token not counted.
+
+    details: None unless the request has `return_verify_steps`.
+    """
 
     drafted: int
     depth: int
     accepted: int
     grown_ahead: bool = False
+    details: VerifyStepDetails | None = None
 
 
 @dataclass(frozen=True)

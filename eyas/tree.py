@@ -66,6 +66,8 @@ class DraftTree:
     log_probs: cumulative score of each node under the drafter; 0.0 at the root. Used only to rank nodes.
     grown_ahead: whether the tree was grown before its root was known.
     sampled: how the nodes were drawn; None for a deterministic proposal.
+    sources: of a combined drafter, which of its parts proposed each node: 1 for the first, 2 for the second, 3 for both; 0
+        for the root. Empty for other drafters, and unless the commit wants them.
     """
 
     tokens: tuple[int, ...]
@@ -73,6 +75,7 @@ class DraftTree:
     log_probs: tuple[float, ...]
     grown_ahead: bool = False
     sampled: SampledProposal | None = None
+    sources: tuple[int, ...] = ()
 
     @classmethod
     def root_only(cls, token: int) -> DraftTree:
@@ -163,6 +166,8 @@ class DraftTree:
                 raise InvalidTree(f"node {node} has token {self.tokens[node]}, outside [0, {vocab_size})")
         if self.depth > max_depth:
             raise InvalidTree(f"depth {self.depth} where {max_depth} is allowed")
+        if self.sources and len(self.sources) != len(self):
+            raise InvalidTree(f"sources of {len(self.sources)} nodes in a tree of {len(self)}")
         if self.sampled is not None:
             self._validate_sampled(self.sampled, vocab_size)
 

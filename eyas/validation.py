@@ -219,6 +219,9 @@ def check_request(request: Request, vocab_size: int, max_model_len: int) -> None
         raise InvalidRequest(reason, "session_id")
     if not 0 <= request.priority <= MAX_INT:
         raise InvalidRequest(f"priority is {request.priority}; it must be 0 (normal) or more, below 2**31", "priority")
+    if not 0 <= request.num_draft_tokens <= MAX_INT:
+        reason = f"num_draft_tokens is {request.num_draft_tokens}; it must be 0 (the server's limit) or more, below 2**31"
+        raise InvalidRequest(reason, "num_draft_tokens")
     if num_prompt == 0:
         raise InvalidRequest("the prompt is empty; give at least one token", "prompt")
     if not 0 <= request.num_emitted < num_prompt:

@@ -27,7 +27,7 @@ from eyas.config import DraftConfig, RouterConfig, ServerConfig, VerifierConfig,
 from eyas.errors import ConfigError, EyasError
 from eyas.rpc.channel import Peers
 from eyas.rpc.convert import lease_to_proto
-from eyas.rpc.messages import Lease, Load, ModelInfo, Role
+from eyas.rpc.messages import DraftClientStatus, Lease, Load, ModelInfo, Role
 from eyas.rpc.server import RpcServer
 from eyas.services.discovery.registry import Registry
 from eyas.telemetry.logging import configure_logging
@@ -130,18 +130,23 @@ def is_loopback(host: str) -> bool:
 
 @dataclass(frozen=True)
 class AnnouncedWorker:
-    """A verifier, or one drafter of a draft service. load, prefix_hashes: their values now. zone, incarnation: see Lease."""
+    """A verifier, or one drafter of a draft service. load, prefix_hashes, draft_clients: their values now.
+
+    zone, incarnation: see Lease.
+    """
 
     role: Role
     model: ModelInfo
     load: Callable[[], Load]
     zone: str = ""
     prefix_hashes: Callable[[], frozenset[int]] = frozenset
+    draft_clients: Callable[[], tuple[DraftClientStatus, ...]] = tuple
     incarnation: str = field(default_factory=lambda: uuid.uuid4().hex)
 
     def lease(self, address: str) -> Lease:
         """The present state, as found at `address`."""
-        return Lease(self.role, address, self.incarnation, self.model, self.load(), self.zone, self.prefix_hashes())
+        state = self.load(), self.zone, self.prefix_hashes(), self.draft_clients()
+        return Lease(self.role, address, self.incarnation, self.model, *state)
 
 
 class WorkerRegistration(WorkerServicer):

@@ -36,6 +36,7 @@ class HttpConfig:
             null serves them on `port`. On Ray it only removes them there.
         cors_allow_origins: origins whose pages may use the API in browsers, such as https://example.org; "*" allows all.
             Empty sends no CORS headers.
+        playground: serve the playground, a page for browsers, at /.
     """
 
     host: str = "127.0.0.1"
@@ -44,6 +45,7 @@ class HttpConfig:
     operations_host: str = "127.0.0.1"
     operations_port: int | None = None
     cors_allow_origins: tuple[str, ...] = ()
+    playground: bool = True
 
     def __post_init__(self) -> None:
         valid_port(self.port)

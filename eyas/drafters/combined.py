@@ -44,8 +44,21 @@ class _CombinedSession(Session):
     @property
     def trees(self) -> list[DraftTree]:
         """The trees for the commit. A side may be ahead of it, while the other one is sent the session again in pieces."""
-        answers = zip(self.lengths, self.drafts, strict=True)
-        return [d for length, d in answers if length == self.context.committed_length and isinstance(d, DraftTree)]
+        return [tree for tree in map(self._tree_of, range(len(self.drafts))) if tree is not None]
+
+    def with_sources(self, merged: DraftTree) -> DraftTree:
+        """The merged tree with `DraftTree.sources`."""
+        sources = [0] * len(merged)
+        for side in range(len(self.drafts)):
+            if (tree := self._tree_of(side)) is not None:
+                for place in _places(tree, merged).values():
+                    sources[place] |= 1 << side
+        return replace(merged, sources=(0, *sources[1:]))
+
+    def _tree_of(self, side: int) -> DraftTree | None:
+        """A side's tree for the commit, if it has one."""
+        draft = self.drafts[side] if self.lengths[side] == self.context.committed_length else None
+        return draft if isinstance(draft, DraftTree) else None
 
     def missing(self, side: int, needs: DrafterNeeds) -> DraftContext:
         """The part of the commit that a side lacks; the side has at least what lies before the commit.
@@ -121,7 +134,7 @@ class CombinedDrafter(LocalDrafter):
         roots = [session.context.tokens[-1] for session in sessions]
         merged = merge_trees(roots, [session.trees for session in sessions], budgets, self._config.min_share)
         for session, tree in zip(sessions, merged, strict=True):
-            session.tree = tree
+            session.tree = session.with_sources(tree) if session.context.wants_sources else tree
             for k, side in enumerate(self._sides):
                 if side.needs.samples:
                     self._prune(k, session, tree)

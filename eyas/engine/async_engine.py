@@ -30,7 +30,7 @@ STEP_FAILED = "a step of the engine failed; see the verifier's log for the cause
 
 log = logging.getLogger(__name__)
 
-OnStep = Callable[[StepReport, Sequence[Chunk]], None]
+OnStep = Callable[[StepReport, Sequence[Chunk]], Sequence[Chunk]]
 
 
 class AsyncEngine:
@@ -41,7 +41,7 @@ class AsyncEngine:
     """
 
     def __init__(self, engine: Engine, on_step: OnStep | None = None) -> None:
-        """on_step: called after every step, on the engine's thread."""
+        """on_step: called after every step, on the engine's thread, with its chunks; returns the chunks to deliver."""
         self._load = engine.load
         self.prefix_hashes: frozenset[int] = frozenset()
         self._engine = engine
@@ -186,7 +186,7 @@ class AsyncEngine:
             self._announce_at = self._announce_at or time.monotonic() + ANNOUNCE_SECONDS
             self._live.difference_update(chunk.request_id for chunk in chunks if chunk.finish_reason)
             if self._on_step is not None:
-                self._on_step(self._engine.report, chunks)  # before the chunks can end their requests
+                chunks = self._on_step(self._engine.report, chunks)  # before the chunks can end their requests
             self._call_soon(self._deliver, chunks)
         self._load = self._engine.load
         if self._announce_at is not None and time.monotonic() >= self._announce_at:
@@ -200,7 +200,7 @@ class AsyncEngine:
             commands, self._inbox = self._inbox, []
         return commands
 
-    def _step(self) -> list[Chunk]:
+    def _step(self) -> Sequence[Chunk]:
         """Run one step. If it raises, every live request ends with an error chunk and leaves the engine."""
         try:
             return self._engine.step()

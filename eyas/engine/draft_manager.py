@@ -99,6 +99,7 @@ class DraftManager:
             budget=budget,
             samples=sequence.samples if drafter.needs.samples and proposal == "deterministic" else (),
             proposal=proposal,
+            wants_sources=sequence.request.return_verify_steps,
         )
 
     def _reply(self, sequence: Sequence, context: DraftContext, draft: Draft) -> DraftReply:

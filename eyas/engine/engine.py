@@ -29,6 +29,7 @@ class EngineLoad:
     queued_kv_tokens: slots that the queued requests need until they end.
     tree_nodes: most nodes of the trees requested last, the root included; 1 if no trees were requested.
     max_num_seqs: most sequences in a step. step_seconds: seconds since the present step began; 0 between steps.
+    num_prompt_tokens: prompt tokens of all requests admitted so far. num_cached_tokens: those that were in the prefix cache.
     """
 
     num_running: int
@@ -40,6 +41,8 @@ class EngineLoad:
     tree_nodes: int = 1
     max_num_seqs: int = 0
     step_seconds: float = 0.0
+    num_prompt_tokens: int = 0
+    num_cached_tokens: int = 0
 
 
 @dataclass(frozen=True)
@@ -140,6 +143,8 @@ class Engine:
             queued_kv_tokens=sum(len(sequence.slots) for sequence in self._scheduler.waiting),
             tree_nodes=self._budget.num_nodes,
             max_num_seqs=self._scheduler.config.max_num_seqs,
+            num_prompt_tokens=self._scheduler.num_prompt_tokens,
+            num_cached_tokens=self._scheduler.num_cached_tokens,
         )
 
     @property

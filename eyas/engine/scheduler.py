@@ -19,7 +19,7 @@ from eyas.config import EngineConfig, TreeConfig
 from eyas.draft_protocol import TreeBudget
 from eyas.engine.sequence import DraftReply, QueueKey, ScheduledSequence, Sequence
 from eyas.errors import InvalidRequest, Overloaded
-from eyas.request import Chunk, FinishReason, Request, TokenLogprob, VerifyStep
+from eyas.request import Chunk, FinishReason, Request, TokenLogprob, VerifyStep, VerifyStepDetails
 from eyas.sampling.acceptance import Accepted, VerifyOutput
 from eyas.tree import DraftTree
 
@@ -120,7 +120,8 @@ class Scheduler:
     and then a sequence is preempted, see `last_in_turn`: it waits and is recomputed.
 
     running: in the order of their keys. sequences: all of them, by request id. admitted, preempted: ids of requests that
-    left the queue, or went back to it, in the latest step.
+    left the queue, or went back to it, in the latest step. num_prompt_tokens: of all requests admitted so far.
+    num_cached_tokens: those of them that were in the prefix cache.
     """
 
     def __init__(
@@ -146,7 +147,7 @@ class Scheduler:
         self._turns: dict[str, int] = {}
         self.admitted: list[str] = []
         self.preempted: list[str] = []
-        self.num_preemptions = 0
+        self.num_preemptions = self.num_prompt_tokens = self.num_cached_tokens = 0
 
     def add(self, request: Request) -> None:
         """Queue a request. Those that may start with the next step do not count towards max_queued_requests.
@@ -236,7 +237,7 @@ class Scheduler:
     def tree_budget(self, sequence: Sequence, nodes: int = sys.maxsize) -> TreeBudget:
         """The largest tree that a sequence can use in the next step, of `nodes` at most; one node inside a prompt."""
         depth = 0 if sequence.prefilling else min(self._tree.num_steps, sequence.num_remaining - 1)
-        most = min(nodes, self.max_tree_nodes)
+        most = min(nodes, self.max_tree_nodes, sequence.request.num_draft_tokens or nodes)
         return TreeBudget(most, depth) if depth > 0 and most > 1 else TreeBudget(1, 0)
 
     @property
@@ -291,6 +292,8 @@ class Scheduler:
         if sequence.num_cached is None:
             sequence.num_cached = sequence.computed
             self.waiting.served[sequence.request.tenant] += PROMPT_COST * num_uncached
+            self.num_prompt_tokens += len(sequence.tokens)
+            self.num_cached_tokens += sequence.computed
         bisect.insort(self.running, sequence, key=_key)
         self.admitted.append(sequence.request.id)
         self._num_admitted += 1
@@ -351,7 +354,7 @@ class Scheduler:
             sequence.request.id,
             tokens,
             is_draft_token=(True,) * num_drafted + (False,) * (len(tokens) - num_drafted),
-            verify_step=VerifyStep(tree.num_drafted, tree.depth, num_drafted, tree.grown_ahead) if tree else None,
+            verify_step=_verify_step(sequence.request, tree, accepted, num_drafted) if tree else None,
             finish_reason=reason,
             logprobs=logprobs[: len(tokens)],
             prompt_logprobs=tuple(prompt_logprobs),
@@ -370,6 +373,15 @@ class Scheduler:
             sequence.share(self.cache, self._max_cacheable)
         ttl = self.config.session_cache_ttl_s if sequence.request.session else 0.0
         sequence.leave(self.cache, self._clock() + ttl if keeps else sequence.prefix.node.used)
+
+
+def _verify_step(request: Request, tree: DraftTree, accepted: Accepted, num_accepted: int) -> VerifyStep:
+    """num_accepted: drafted tokens that are emitted."""
+    details = None
+    if request.return_verify_steps:
+        path = accepted.path[1 : 1 + num_accepted]
+        details = VerifyStepDetails(tree.tokens, tree.parents, tree.log_probs, path, tree.sources)
+    return VerifyStep(tree.num_drafted, tree.depth, num_accepted, tree.grown_ahead, details)
 
 
 def slots_needed(sequence: Sequence, nodes: int) -> int:

@@ -25,8 +25,10 @@ from eyas.request import (
     StructuredOutputs,
     TokenLogprob,
     VerifyStep,
+    VerifyStepDetails,
 )
 from eyas.rpc.messages import (
+    DraftClientStatus,
     DrafterInfo,
     DraftRequest,
     DraftResponse,
@@ -116,6 +118,8 @@ def generate_call_to_proto(call: GenerateCall) -> generation_pb2.GenerateRequest
             target_fingerprint=call.target_fingerprint,
             tenant=request.tenant,
             cache_salt=request.cache_salt,
+            num_draft_tokens=request.num_draft_tokens,
+            return_verify_steps=request.return_verify_steps,
         )
         if call.prompt_text is None:
             message.tokens.CopyFrom(types_pb2.TokenIds(ids=request.prompt_ids))
@@ -131,14 +135,16 @@ def generate_call_from_proto(message: generation_pb2.GenerateRequest) -> Generat
     check_request_id(message.request_id)
     return GenerateCall(
         request=Request(
-            message.request_id,
-            tuple(message.tokens.ids),
-            sampling_params_from_proto(message.sampling),
-            message.session_id,
-            message.priority,
-            message.num_emitted,
-            message.tenant,
-            message.cache_salt,
+            id=message.request_id,
+            prompt_ids=tuple(message.tokens.ids),
+            sampling=sampling_params_from_proto(message.sampling),
+            session=message.session_id,
+            priority=message.priority,
+            num_emitted=message.num_emitted,
+            tenant=message.tenant,
+            cache_salt=message.cache_salt,
+            num_draft_tokens=message.num_draft_tokens,
+            return_verify_steps=message.return_verify_steps,
         ),
         prompt_text=message.text if message.WhichOneof("prompt") == "text" else None,
         model=message.model,
@@ -159,7 +165,7 @@ def text_chunk_to_proto(chunk: TextChunk) -> generation_pb2.GenerateChunk:
         is_draft_token=inner.is_draft_token,
         text=chunk.text,
         text_lengths=chunk.text_lengths,
-        verify_step=generation_pb2.VerifyStep(**vars(inner.verify_step)) if inner.verify_step else None,
+        verify_step=verify_step_to_proto(inner.verify_step) if inner.verify_step else None,
         finish=finish,
         seed=chunk.seed,
         index=inner.index,
@@ -175,14 +181,11 @@ def text_chunk_from_proto(message: generation_pb2.GenerateChunk, request_id: str
     if finish and finish.reason not in get_args(FinishReason):
         reasons = ", ".join(get_args(FinishReason))
         raise InvalidRequest(f"finish reason is {finish.reason!r}; it must be one of {reasons}")
-    step = message.verify_step
     inner = Chunk(
         request_id=request_id,
         token_ids=tuple(message.token_ids),
         is_draft_token=tuple(message.is_draft_token),
-        verify_step=VerifyStep(step.drafted, step.depth, step.accepted, step.grown_ahead)
-        if message.HasField("verify_step")
-        else None,
+        verify_step=verify_step_from_proto(message.verify_step) if message.HasField("verify_step") else None,
         finish_reason=cast("FinishReason", finish.reason) if finish else None,
         message=finish.message if finish else "",
         index=message.index,
@@ -193,6 +196,19 @@ def text_chunk_from_proto(message: generation_pb2.GenerateChunk, request_id: str
     seed = message.seed if message.HasField("seed") else None
     totals = totals_from_proto(finish) if finish else None
     return TextChunk(inner, message.text, tuple(message.text_lengths), seed, totals)
+
+
+def verify_step_to_proto(step: VerifyStep) -> generation_pb2.VerifyStep:
+    details = generation_pb2.VerifyStepDetails(**vars(step.details)) if step.details else None
+    return generation_pb2.VerifyStep(**vars(step) | {"details": details})
+
+
+def verify_step_from_proto(message: generation_pb2.VerifyStep) -> VerifyStep:
+    return VerifyStep(**_values(message) | {"details": _details_from_proto(message)})
+
+
+def _details_from_proto(message: generation_pb2.VerifyStep) -> VerifyStepDetails | None:
+    return VerifyStepDetails(**_values(message.details)) if message.HasField("details") else None
 
 
 def totals_from_proto(finish: generation_pb2.Finish) -> Totals:
@@ -258,6 +274,7 @@ def commit_to_proto(commit: Commit[TensorBytes]) -> draft_pb2.Commit:
         proposal=draft_pb2.PROPOSAL_SAMPLED if commit.proposal == "sampled" else draft_pb2.PROPOSAL_DETERMINISTIC,
         samples=commit.samples,
         traceparent=commit.traceparent,
+        wants_sources=commit.wants_sources,
     )
 
 
@@ -279,6 +296,7 @@ def commit_from_proto(message: draft_pb2.Commit) -> Commit[TensorBytes]:
         samples=tuple(message.samples),
         proposal="sampled" if message.proposal == draft_pb2.PROPOSAL_SAMPLED else "deterministic",
         traceparent=message.traceparent,
+        wants_sources=message.wants_sources,
     )
 
 
@@ -328,6 +346,7 @@ def session_tree_to_proto(value: SessionTree) -> draft_pb2.Tree:
         log_probs=tree.log_probs,
         grown_ahead=tree.grown_ahead,
         sampled=sampled,
+        sources=tree.sources,
     )
 
 
@@ -338,7 +357,14 @@ def session_tree_from_proto(message: draft_pb2.Tree) -> SessionTree:
             entry.parent: DraftProbs(tuple(entry.token_ids), tuple(entry.probs)) for entry in message.sampled.draft_probs
         }
         sampled = SampledProposal(probs, message.sampled.replacement)
-    tree = DraftTree(tuple(message.tokens), tuple(message.parents), tuple(message.log_probs), message.grown_ahead, sampled)
+    tree = DraftTree(
+        tokens=tuple(message.tokens),
+        parents=tuple(message.parents),
+        log_probs=tuple(message.log_probs),
+        grown_ahead=message.grown_ahead,
+        sampled=sampled,
+        sources=tuple(message.sources),
+    )
     return SessionTree(message.session, message.epoch, message.committed_length, tree)
 
 
@@ -363,6 +389,7 @@ def lease_to_proto(lease: Lease, *others: Lease) -> worker_pb2.WorkerStatus:
         zone=lease.zone,
         prefix_hashes=lease.prefix_hashes,
         additional_workers=map(lease_to_proto, others),
+        draft_clients=[worker_pb2.DraftClientStatus(**vars(client)) for client in lease.draft_clients],
     )
 
 
@@ -382,4 +409,5 @@ def _lease_from_proto(message: worker_pb2.WorkerStatus, address: str) -> Lease:
         load=Load(**_values(message.load)),
         zone=message.zone,
         prefix_hashes=frozenset(message.prefix_hashes),
+        draft_clients=tuple(DraftClientStatus(**_values(client)) for client in message.draft_clients),
     )

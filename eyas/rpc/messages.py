@@ -72,6 +72,9 @@ class Load:
         free_kv_tokens: KV cache slots that no running sequence uses.
         max_num_seqs: maximum number of sequences in a step; 0 means no limit.
         step_seconds: seconds since the present step started; 0 between steps.
+        num_kv_tokens: all KV cache slots.
+        num_prompt_tokens: prompt tokens of all requests since the start. num_cached_tokens: those that were in the prefix
+            cache.
     """
 
     num_running: int = 0
@@ -79,6 +82,34 @@ class Load:
     free_kv_tokens: int = 0
     max_num_seqs: int = 0
     step_seconds: float = 0.0
+    num_kv_tokens: int = 0
+    num_prompt_tokens: int = 0
+    num_cached_tokens: int = 0
+
+
+@dataclass(frozen=True)
+class DraftClientStatus:
+    """A verifier's connection to one draft service. Counts are since the verifier dialled it.
+
+    Attributes:
+        address: host:port of the draft service.
+        method: of the drafter; empty until the first connection.
+        connected: whether the stream is open.
+        circuit: state of the circuit breaker: "closed", "half-open" or "open".
+        num_sessions: sessions that the drafter serves.
+        num_answered, num_lost: requests for trees, with and without an answer in time.
+        num_drafted, num_accepted: verified draft tokens.
+    """
+
+    address: str
+    method: str = ""
+    connected: bool = False
+    circuit: str = ""
+    num_sessions: int = 0
+    num_answered: int = 0
+    num_lost: int = 0
+    num_drafted: int = 0
+    num_accepted: int = 0
 
 
 @dataclass(frozen=True)
@@ -90,6 +121,7 @@ class Lease:
         incarnation: id of one start of the process. Several workers of a process append a slash and their own names.
         zone: availability zone; may be empty.
         prefix_hashes: hashes of the token blocks in the prefix cache, see eyas.block_hash.
+        draft_clients: of a verifier, its connections to draft services.
     """
 
     role: Role
@@ -99,6 +131,7 @@ class Lease:
     load: Load = Load()
     zone: str = ""
     prefix_hashes: frozenset[int] = frozenset()
+    draft_clients: tuple[DraftClientStatus, ...] = ()
 
     @property
     def process(self) -> str:

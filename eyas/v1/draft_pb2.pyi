@@ -159,6 +159,7 @@ class Commit(_message.Message):
     PROPOSAL_FIELD_NUMBER: _builtins.int
     SAMPLES_FIELD_NUMBER: _builtins.int
     TRACEPARENT_FIELD_NUMBER: _builtins.int
+    WANTS_SOURCES_FIELD_NUMBER: _builtins.int
     session: _builtins.str
     """Session key, unique within the stream."""
     epoch: _builtins.int
@@ -173,6 +174,8 @@ class Commit(_message.Message):
     """How to choose the nodes of the tree."""
     traceparent: _builtins.str
     """W3C trace context of the verify step if it is traced."""
+    wants_sources: _builtins.bool
+    """Return Tree.sources."""
     @_builtins.property
     def tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Newly committed token ids; the last is the root of the next tree."""
@@ -205,10 +208,11 @@ class Commit(_message.Message):
         proposal: Global___Proposal.ValueType = ...,
         samples: _abc.Iterable[_builtins.int] | None = ...,
         traceparent: _builtins.str = ...,
+        wants_sources: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["features", b"features", "noise", b"noise"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "features", b"features", "max_depth", b"max_depth", "max_nodes", b"max_nodes", "noise", b"noise", "proposal", b"proposal", "samples", b"samples", "session", b"session", "start_position", b"start_position", "tokens", b"tokens", "traceparent", b"traceparent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "features", b"features", "max_depth", b"max_depth", "max_nodes", b"max_nodes", "noise", b"noise", "proposal", b"proposal", "samples", b"samples", "session", b"session", "start_position", b"start_position", "tokens", b"tokens", "traceparent", b"traceparent", "wants_sources", b"wants_sources"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -272,6 +276,7 @@ class Tree(_message.Message):
     LOG_PROBS_FIELD_NUMBER: _builtins.int
     GROWN_AHEAD_FIELD_NUMBER: _builtins.int
     SAMPLED_FIELD_NUMBER: _builtins.int
+    SOURCES_FIELD_NUMBER: _builtins.int
     session: _builtins.str
     """Session key."""
     epoch: _builtins.int
@@ -296,6 +301,12 @@ class Tree(_message.Message):
     def sampled(self) -> Global___SampledProposal:
         """How the nodes were drawn; unset for a deterministic proposal."""
 
+    @_builtins.property
+    def sources(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """For a combined method, which parts proposed each node: 1 for the first, 2 for the second, 3 for both; 0 for the root. Empty
+        for other methods, and unless requested.
+        """
+
     def __init__(
         self,
         *,
@@ -307,10 +318,11 @@ class Tree(_message.Message):
         log_probs: _abc.Iterable[_builtins.float] | None = ...,
         grown_ahead: _builtins.bool = ...,
         sampled: Global___SampledProposal | None = ...,
+        sources: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sampled", b"sampled"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["committed_length", b"committed_length", "epoch", b"epoch", "grown_ahead", b"grown_ahead", "log_probs", b"log_probs", "parents", b"parents", "sampled", b"sampled", "session", b"session", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["committed_length", b"committed_length", "epoch", b"epoch", "grown_ahead", b"grown_ahead", "log_probs", b"log_probs", "parents", b"parents", "sampled", b"sampled", "session", b"session", "sources", b"sources", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

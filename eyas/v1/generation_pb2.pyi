@@ -37,6 +37,8 @@ class GenerateRequest(_message.Message):
     TARGET_FINGERPRINT_FIELD_NUMBER: _builtins.int
     TENANT_FIELD_NUMBER: _builtins.int
     CACHE_SALT_FIELD_NUMBER: _builtins.int
+    NUM_DRAFT_TOKENS_FIELD_NUMBER: _builtins.int
+    RETURN_VERIFY_STEPS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Id of the request in logs: at most 128 printable characters. An empty one is replaced by a generated one."""
     session_id: _builtins.str
@@ -66,6 +68,10 @@ class GenerateRequest(_message.Message):
     """
     cache_salt: _builtins.str
     """Only requests with an equal salt share cached prefixes. A router with API keys mixes the tenant into it."""
+    num_draft_tokens: _builtins.int
+    """Maximum number of nodes of a draft tree, with the root. 0 takes the server's limit, 1 asks for no drafts."""
+    return_verify_steps: _builtins.bool
+    """Return VerifyStep.details."""
     @_builtins.property
     def tokens(self) -> _types_pb2.TokenIds:
         """As token ids."""
@@ -89,10 +95,12 @@ class GenerateRequest(_message.Message):
         target_fingerprint: _builtins.str = ...,
         tenant: _builtins.str = ...,
         cache_salt: _builtins.str = ...,
+        num_draft_tokens: _builtins.int = ...,
+        return_verify_steps: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["prompt", b"prompt", "sampling", b"sampling", "text", b"text", "tokens", b"tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "drafter", b"drafter", "model", b"model", "num_emitted", b"num_emitted", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "sampling", b"sampling", "session_id", b"session_id", "target_fingerprint", b"target_fingerprint", "tenant", b"tenant", "text", b"text", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "drafter", b"drafter", "model", b"model", "num_draft_tokens", b"num_draft_tokens", "num_emitted", b"num_emitted", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "return_verify_steps", b"return_verify_steps", "sampling", b"sampling", "session_id", b"session_id", "target_fingerprint", b"target_fingerprint", "tenant", b"tenant", "text", b"text", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_prompt: _TypeAlias = _typing.Literal["text", "tokens"]  # noqa: Y015
     _WhichOneofArgType_prompt: _TypeAlias = _typing.Literal["prompt", b"prompt"]  # noqa: Y015
@@ -230,6 +238,7 @@ class VerifyStep(_message.Message):
     DEPTH_FIELD_NUMBER: _builtins.int
     ACCEPTED_FIELD_NUMBER: _builtins.int
     GROWN_AHEAD_FIELD_NUMBER: _builtins.int
+    DETAILS_FIELD_NUMBER: _builtins.int
     drafted: _builtins.int
     """Nodes of the draft tree, without the root."""
     depth: _builtins.int
@@ -238,6 +247,10 @@ class VerifyStep(_message.Message):
     """Accepted draft tokens."""
     grown_ahead: _builtins.bool
     """Whether the tree was grown before its root was known."""
+    @_builtins.property
+    def details(self) -> Global___VerifyStepDetails:
+        """The tree and the times, if requested."""
+
     def __init__(
         self,
         *,
@@ -245,14 +258,87 @@ class VerifyStep(_message.Message):
         depth: _builtins.int = ...,
         accepted: _builtins.int = ...,
         grown_ahead: _builtins.bool = ...,
+        details: Global___VerifyStepDetails | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["details", b"details"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "depth", b"depth", "drafted", b"drafted", "grown_ahead", b"grown_ahead"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "depth", b"depth", "details", b"details", "drafted", b"drafted", "grown_ahead", b"grown_ahead"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___VerifyStep: _TypeAlias = VerifyStep  # noqa: Y015
+
+@_typing.final
+class VerifyStepDetails(_message.Message):
+    """The draft tree and the times of a verify step."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOKENS_FIELD_NUMBER: _builtins.int
+    PARENTS_FIELD_NUMBER: _builtins.int
+    LOG_PROBS_FIELD_NUMBER: _builtins.int
+    PATH_FIELD_NUMBER: _builtins.int
+    SOURCES_FIELD_NUMBER: _builtins.int
+    METHOD_FIELD_NUMBER: _builtins.int
+    DRAFT_MS_FIELD_NUMBER: _builtins.int
+    ROUND_TRIP_MS_FIELD_NUMBER: _builtins.int
+    WAIT_MS_FIELD_NUMBER: _builtins.int
+    VERIFY_MS_FIELD_NUMBER: _builtins.int
+    NUM_ROWS_FIELD_NUMBER: _builtins.int
+    method: _builtins.str
+    """Method of the drafter, such as "eagle3"; empty without a drafter."""
+    draft_ms: _builtins.float
+    """Time that the drafter worked, in ms."""
+    round_trip_ms: _builtins.float
+    """Time from the request for the tree to its arrival, in ms, with draft_ms."""
+    wait_ms: _builtins.float
+    """Time that the verifier waited for trees, in ms."""
+    verify_ms: _builtins.float
+    """Time from there to the accepted tokens, in ms, for all sequences of the step."""
+    num_rows: _builtins.int
+    """Rows of the forward pass, of all sequences of the step."""
+    @_builtins.property
+    def tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Token id of each node; node 0 is the root, and parents come before their children."""
+
+    @_builtins.property
+    def parents(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Parent of each node; the root is its own parent."""
+
+    @_builtins.property
+    def log_probs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """Cumulative log-probability of each node under the drafter."""
+
+    @_builtins.property
+    def path(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Accepted nodes from the root down, without the root."""
+
+    @_builtins.property
+    def sources(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """For a combined method, the parts that proposed each node, see Tree.sources; empty for other methods."""
+
+    def __init__(
+        self,
+        *,
+        tokens: _abc.Iterable[_builtins.int] | None = ...,
+        parents: _abc.Iterable[_builtins.int] | None = ...,
+        log_probs: _abc.Iterable[_builtins.float] | None = ...,
+        path: _abc.Iterable[_builtins.int] | None = ...,
+        sources: _abc.Iterable[_builtins.int] | None = ...,
+        method: _builtins.str = ...,
+        draft_ms: _builtins.float = ...,
+        round_trip_ms: _builtins.float = ...,
+        wait_ms: _builtins.float = ...,
+        verify_ms: _builtins.float = ...,
+        num_rows: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["draft_ms", b"draft_ms", "log_probs", b"log_probs", "method", b"method", "num_rows", b"num_rows", "parents", b"parents", "path", b"path", "round_trip_ms", b"round_trip_ms", "sources", b"sources", "tokens", b"tokens", "verify_ms", b"verify_ms", "wait_ms", b"wait_ms"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___VerifyStepDetails: _TypeAlias = VerifyStepDetails  # noqa: Y015
 
 @_typing.final
 class Finish(_message.Message):

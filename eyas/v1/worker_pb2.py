@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from eyas.v1 import types_pb2 as eyas_dot_v1_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14\x65yas/v1/worker.proto\x12\x07\x65yas.v1\x1a\x13\x65yas/v1/types.proto\"\x0f\n\rStatusRequest\"\xc9\x01\n\x0cWorkerStatus\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12!\n\x05model\x18\x03 \x01(\x0b\x32\x12.eyas.v1.ModelInfo\x12\x1b\n\x04load\x18\x04 \x01(\x0b\x32\r.eyas.v1.Load\x12\x0c\n\x04zone\x18\x05 \x01(\t\x12\x15\n\rprefix_hashes\x18\x06 \x03(\x07\x12\x31\n\x12\x61\x64\x64itional_workers\x18\x07 \x03(\x0b\x32\x15.eyas.v1.WorkerStatus\"t\n\x04Load\x12\x13\n\x0bnum_running\x18\x01 \x01(\x05\x12\x13\n\x0bnum_waiting\x18\x02 \x01(\x05\x12\x16\n\x0e\x66ree_kv_tokens\x18\x03 \x01(\x03\x12\x14\n\x0cmax_num_seqs\x18\x04 \x01(\x05\x12\x14\n\x0cstep_seconds\x18\x05 \x01(\x01\x32\x41\n\x06Worker\x12\x37\n\x06Status\x12\x16.eyas.v1.StatusRequest\x1a\x15.eyas.v1.WorkerStatusb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14\x65yas/v1/worker.proto\x12\x07\x65yas.v1\x1a\x13\x65yas/v1/types.proto\"\x0f\n\rStatusRequest\"\xfc\x01\n\x0cWorkerStatus\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12!\n\x05model\x18\x03 \x01(\x0b\x32\x12.eyas.v1.ModelInfo\x12\x1b\n\x04load\x18\x04 \x01(\x0b\x32\r.eyas.v1.Load\x12\x0c\n\x04zone\x18\x05 \x01(\t\x12\x15\n\rprefix_hashes\x18\x06 \x03(\x07\x12\x31\n\x12\x61\x64\x64itional_workers\x18\x07 \x03(\x0b\x32\x15.eyas.v1.WorkerStatus\x12\x31\n\rdraft_clients\x18\x08 \x03(\x0b\x32\x1a.eyas.v1.DraftClientStatus\"\xc1\x01\n\x11\x44raftClientStatus\x12\x0f\n\x07\x61\x64\x64ress\x18\x01 \x01(\t\x12\x0e\n\x06method\x18\x02 \x01(\t\x12\x11\n\tconnected\x18\x03 \x01(\x08\x12\x0f\n\x07\x63ircuit\x18\x04 \x01(\t\x12\x14\n\x0cnum_sessions\x18\x05 \x01(\x05\x12\x14\n\x0cnum_answered\x18\x06 \x01(\x03\x12\x10\n\x08num_lost\x18\x07 \x01(\x03\x12\x13\n\x0bnum_drafted\x18\x08 \x01(\x03\x12\x14\n\x0cnum_accepted\x18\t \x01(\x03\"\xc1\x01\n\x04Load\x12\x13\n\x0bnum_running\x18\x01 \x01(\x05\x12\x13\n\x0bnum_waiting\x18\x02 \x01(\x05\x12\x16\n\x0e\x66ree_kv_tokens\x18\x03 \x01(\x03\x12\x14\n\x0cmax_num_seqs\x18\x04 \x01(\x05\x12\x14\n\x0cstep_seconds\x18\x05 \x01(\x01\x12\x15\n\rnum_kv_tokens\x18\x06 \x01(\x03\x12\x19\n\x11num_prompt_tokens\x18\x07 \x01(\x03\x12\x19\n\x11num_cached_tokens\x18\x08 \x01(\x03\x32\x41\n\x06Worker\x12\x37\n\x06Status\x12\x16.eyas.v1.StatusRequest\x1a\x15.eyas.v1.WorkerStatusb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -35,9 +35,11 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_STATUSREQUEST']._serialized_start=54
   _globals['_STATUSREQUEST']._serialized_end=69
   _globals['_WORKERSTATUS']._serialized_start=72
-  _globals['_WORKERSTATUS']._serialized_end=273
-  _globals['_LOAD']._serialized_start=275
-  _globals['_LOAD']._serialized_end=391
-  _globals['_WORKER']._serialized_start=393
-  _globals['_WORKER']._serialized_end=458
+  _globals['_WORKERSTATUS']._serialized_end=324
+  _globals['_DRAFTCLIENTSTATUS']._serialized_start=327
+  _globals['_DRAFTCLIENTSTATUS']._serialized_end=520
+  _globals['_LOAD']._serialized_start=523
+  _globals['_LOAD']._serialized_end=716
+  _globals['_WORKER']._serialized_start=718
+  _globals['_WORKER']._serialized_end=783
 # @@protoc_insertion_point(module_scope)

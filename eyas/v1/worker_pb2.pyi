@@ -49,6 +49,7 @@ class WorkerStatus(_message.Message):
     ZONE_FIELD_NUMBER: _builtins.int
     PREFIX_HASHES_FIELD_NUMBER: _builtins.int
     ADDITIONAL_WORKERS_FIELD_NUMBER: _builtins.int
+    DRAFT_CLIENTS_FIELD_NUMBER: _builtins.int
     role: _builtins.str
     """"verifier" or "draft"."""
     incarnation: _builtins.str
@@ -73,6 +74,10 @@ class WorkerStatus(_message.Message):
     def additional_workers(self) -> _containers.RepeatedCompositeFieldContainer[Global___WorkerStatus]:
         """The other workers of the same process, such as a draft service's additional models. Theirs are empty."""
 
+    @_builtins.property
+    def draft_clients(self) -> _containers.RepeatedCompositeFieldContainer[Global___DraftClientStatus]:
+        """Of a verifier: the draft services that it has dialled."""
+
     def __init__(
         self,
         *,
@@ -83,14 +88,69 @@ class WorkerStatus(_message.Message):
         zone: _builtins.str = ...,
         prefix_hashes: _abc.Iterable[_builtins.int] | None = ...,
         additional_workers: _abc.Iterable[Global___WorkerStatus] | None = ...,
+        draft_clients: _abc.Iterable[Global___DraftClientStatus] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["load", b"load", "model", b"model"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["additional_workers", b"additional_workers", "incarnation", b"incarnation", "load", b"load", "model", b"model", "prefix_hashes", b"prefix_hashes", "role", b"role", "zone", b"zone"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["additional_workers", b"additional_workers", "draft_clients", b"draft_clients", "incarnation", b"incarnation", "load", b"load", "model", b"model", "prefix_hashes", b"prefix_hashes", "role", b"role", "zone", b"zone"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___WorkerStatus: _TypeAlias = WorkerStatus  # noqa: Y015
+
+@_typing.final
+class DraftClientStatus(_message.Message):
+    """A verifier's connection to one draft service. Counts are since the verifier dialled it."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ADDRESS_FIELD_NUMBER: _builtins.int
+    METHOD_FIELD_NUMBER: _builtins.int
+    CONNECTED_FIELD_NUMBER: _builtins.int
+    CIRCUIT_FIELD_NUMBER: _builtins.int
+    NUM_SESSIONS_FIELD_NUMBER: _builtins.int
+    NUM_ANSWERED_FIELD_NUMBER: _builtins.int
+    NUM_LOST_FIELD_NUMBER: _builtins.int
+    NUM_DRAFTED_FIELD_NUMBER: _builtins.int
+    NUM_ACCEPTED_FIELD_NUMBER: _builtins.int
+    address: _builtins.str
+    """host:port of the draft service."""
+    method: _builtins.str
+    """Method of the drafter; empty until the first connection."""
+    connected: _builtins.bool
+    """Whether the stream is open."""
+    circuit: _builtins.str
+    """State of the circuit breaker: "closed", "half-open" or "open"."""
+    num_sessions: _builtins.int
+    """Number of sessions that the drafter serves."""
+    num_answered: _builtins.int
+    """Answered requests for trees."""
+    num_lost: _builtins.int
+    """Requests for trees without an answer in time."""
+    num_drafted: _builtins.int
+    """Verified draft tokens."""
+    num_accepted: _builtins.int
+    """Accepted draft tokens."""
+    def __init__(
+        self,
+        *,
+        address: _builtins.str = ...,
+        method: _builtins.str = ...,
+        connected: _builtins.bool = ...,
+        circuit: _builtins.str = ...,
+        num_sessions: _builtins.int = ...,
+        num_answered: _builtins.int = ...,
+        num_lost: _builtins.int = ...,
+        num_drafted: _builtins.int = ...,
+        num_accepted: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "circuit", b"circuit", "connected", b"connected", "method", b"method", "num_accepted", b"num_accepted", "num_answered", b"num_answered", "num_drafted", b"num_drafted", "num_lost", b"num_lost", "num_sessions", b"num_sessions"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DraftClientStatus: _TypeAlias = DraftClientStatus  # noqa: Y015
 
 @_typing.final
 class Load(_message.Message):
@@ -103,6 +163,9 @@ class Load(_message.Message):
     FREE_KV_TOKENS_FIELD_NUMBER: _builtins.int
     MAX_NUM_SEQS_FIELD_NUMBER: _builtins.int
     STEP_SECONDS_FIELD_NUMBER: _builtins.int
+    NUM_KV_TOKENS_FIELD_NUMBER: _builtins.int
+    NUM_PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
+    NUM_CACHED_TOKENS_FIELD_NUMBER: _builtins.int
     num_running: _builtins.int
     """Sequences in the batch; sessions of a draft service."""
     num_waiting: _builtins.int
@@ -113,6 +176,12 @@ class Load(_message.Message):
     """Maximum number of sequences in a step; 0 means no limit."""
     step_seconds: _builtins.float
     """Seconds since the present step started; 0 between steps."""
+    num_kv_tokens: _builtins.int
+    """All KV cache slots."""
+    num_prompt_tokens: _builtins.int
+    """Prompt tokens of all requests since the start."""
+    num_cached_tokens: _builtins.int
+    """How many of them were in the prefix cache."""
     def __init__(
         self,
         *,
@@ -121,10 +190,13 @@ class Load(_message.Message):
         free_kv_tokens: _builtins.int = ...,
         max_num_seqs: _builtins.int = ...,
         step_seconds: _builtins.float = ...,
+        num_kv_tokens: _builtins.int = ...,
+        num_prompt_tokens: _builtins.int = ...,
+        num_cached_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["free_kv_tokens", b"free_kv_tokens", "max_num_seqs", b"max_num_seqs", "num_running", b"num_running", "num_waiting", b"num_waiting", "step_seconds", b"step_seconds"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["free_kv_tokens", b"free_kv_tokens", "max_num_seqs", b"max_num_seqs", "num_cached_tokens", b"num_cached_tokens", "num_kv_tokens", b"num_kv_tokens", "num_prompt_tokens", b"num_prompt_tokens", "num_running", b"num_running", "num_waiting", b"num_waiting", "step_seconds", b"step_seconds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

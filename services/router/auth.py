@@ -33,7 +33,7 @@ from eyas.rpc.messages import GenerateCall
 from eyas.services.router.http.errors import error_response
 from eyas.validation import check_cache_salt
 
-KeyScope = Literal["generate", "models"]
+KeyScope = Literal["generate", "models", "cluster"]
 
 # Paths outside /v1 that need a key too.
 KEYED_PATHS = ("/tokenize", "/detokenize", "/version")
@@ -73,7 +73,7 @@ class ApiKey:
         name: for operators; unique.
         hash: "sha256:" and the digest of the key in hexadecimal digits. `eyas keys new` prints it.
         tenant: keys of one tenant share cached prefixes and one fair share of the engines; empty: the key's name.
-        scopes: "generate" and "models" (list models).
+        scopes: "generate", "models" (list models) and "cluster" (see the workers, their load and addresses).
         max_priority: highest `priority` of its requests; null takes api_keys.max_priority.
         limits: its quota.
     """
@@ -411,7 +411,7 @@ class Authenticator:
         app, access = self._app, Access()
         try:
             access = self._keys.access(Headers(scope=scope).items())
-            access.begin("models" if path.startswith(("/v1/models", "/version")) else "generate")
+            access.begin(_scope_of(path))
             scope.setdefault("state", {})["access"] = access
         except EyasError as error:
             app = error_response(error, scope)
@@ -422,6 +422,13 @@ class Authenticator:
             await send(message)
 
         await app(scope, receive, send_with_quota)
+
+
+def _scope_of(path: str) -> KeyScope:
+    """The scope that a path below /v1 needs."""
+    if path == "/v1/cluster":
+        return "cluster"
+    return "models" if path.startswith(("/v1/models", "/version")) else "generate"
 
 
 def new_key(

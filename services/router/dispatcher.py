@@ -22,7 +22,7 @@ import grpc.aio
 from eyas.block_hash import block_hashes
 from eyas.config import RetryConfig
 from eyas.errors import EyasError, InvalidRequest, Overloaded, RequestFailed, Unavailable, UnknownDrafter
-from eyas.request import Chunk, Request, VerifyStep
+from eyas.request import Chunk, Request, VerifyStep, VerifyStepDetails
 from eyas.rpc.convert import generate_call_to_proto, text_chunk_from_proto
 from eyas.rpc.messages import NO_DRAFTER, ROUND_TRIP_KEY, GenerateCall
 from eyas.rpc.status import is_connection_error, status_error
@@ -356,6 +356,9 @@ def _check_chunk(chunk: Chunk, vocab_size: int, request: Request, num_left: int)
             or len(chunk.prompt_logprobs) not in (0, len(request.prompt_ids))
             or any(len(entry.top_ids) != len(entry.top_logprobs) for entry in logprobs)
         ),
+        "other details of its verify step than it was asked for": (
+            step.details is not None and not _is_tree(step.details, chunk, request, vocab_size)
+        ),
         "impossible counts": not 0 <= chunk.num_cached <= len(request.prompt_ids)
         or not 0 <= step.accepted <= step.drafted
         or not 0 <= step.depth <= step.drafted,
@@ -363,6 +366,22 @@ def _check_chunk(chunk: Chunk, vocab_size: int, request: Request, num_left: int)
     for fault, is_present in faults.items():
         if is_present:
             raise Unavailable(f"the verifier sent an invalid chunk: {fault}")
+
+
+def _is_tree(details: VerifyStepDetails, chunk: Chunk, request: Request, vocab_size: int) -> bool:
+    """Whether details were asked for, and these are a tree with a path from the root to the chunk's drafted tokens."""
+    tokens, parents, path, size = details.tokens, details.parents, details.path, len(details.tokens)
+    return (
+        request.return_verify_steps
+        and size == len(parents) == len(details.log_probs) >= 1
+        and len(details.sources) in (0, size)
+        and 0 <= min(tokens) <= max(tokens) < vocab_size
+        and all(0 <= parent < max(node, 1) for node, parent in enumerate(parents))
+        and all(0 < node < size for node in path)
+        and [parents[node] for node in path] == [0, *path][: len(path)]
+        and tuple(tokens[node] for node in path) == chunk.token_ids[: len(path)]
+        and len(path) == sum(chunk.is_draft_token)
+    )
 
 
 def _eyas_error(error: grpc.aio.AioRpcError) -> EyasError:

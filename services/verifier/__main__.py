@@ -105,6 +105,7 @@ async def serve_rank_0(
                 lambda: announced_load(async_engine.load),
                 config.server.zone,
                 lambda: async_engine.prefix_hashes,
+                lambda: pool.status if pool else (),
             )
             own = WorkerRegistration(server, registry, worker)
             registration: Registration = own

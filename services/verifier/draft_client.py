@@ -25,7 +25,7 @@ from eyas.drafters.base import Draft, DraftContext, DrafterNeeds, Pending
 from eyas.errors import ConfigError
 from eyas.rpc import convert
 from eyas.rpc.channel import Peers
-from eyas.rpc.messages import DrafterInfo, DraftRequest, DraftResponse, SessionTree, TargetInfo
+from eyas.rpc.messages import DraftClientStatus, DrafterInfo, DraftRequest, DraftResponse, SessionTree, TargetInfo
 from eyas.rpc.status import status_error
 from eyas.tensors import tensor_to_bytes
 from eyas.tree import DraftTree
@@ -48,11 +48,15 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class DraftTiming:
-    """How long one answered request for trees took, in seconds. round_trip includes draft, the drafter's own time."""
+    """How long one answered request for trees took, in seconds. round_trip includes draft, the drafter's own time.
+
+    drafter: its address. method: its drafting method.
+    """
 
     drafter: str
     round_trip: float
     draft: float
+    method: str = ""
 
 
 @dataclass
@@ -132,6 +136,7 @@ class RemoteDrafter:
         self._refused: dict[str, float] = {}  # by session: when it may ask again, by time.monotonic()
         self.num_answered = self.num_lost = self.num_drafted = self.num_accepted = 0
         self._stream: Stream | None = None
+        self._method = ""
         self._peers = peers or Peers()
         self._identity = self._peers.identity
         self._channel = self._peers.open_sync_channel(address)
@@ -142,6 +147,11 @@ class RemoteDrafter:
     def connected(self) -> bool:
         """Whether the stream is open."""
         return self._stream is not None
+
+    def status(self, num_sessions: int) -> DraftClientStatus:
+        """What the verifier announces of this connection. num_sessions: those that are assigned to it."""
+        counts = num_sessions, self.num_answered, self.num_lost, self.num_drafted, self.num_accepted
+        return DraftClientStatus(self.address, self._method, self.connected, self.breaker.state, *counts)
 
     def can_draft(self, session: str) -> bool:
         """Whether the stream is open, the circuit breaker is not backing off, and the session is not refused."""
@@ -196,7 +206,8 @@ class RemoteDrafter:
         elif pending.answered_at:
             self.num_answered += 1
             self.breaker.succeeded()
-            pending.timing = DraftTiming(self.address, pending.answered_at - pending.sent_at, pending.draft_seconds)
+            round_trip, method = pending.answered_at - pending.sent_at, pending.stream.info.method
+            pending.timing = DraftTiming(self.address, round_trip, pending.draft_seconds, method)
         return pending.drafts
 
     def release(self, sessions: Sequence[str]) -> None:
@@ -276,7 +287,7 @@ class RemoteDrafter:
         stream.send(DraftRequest(0, target=self._target))
         call = stub.Speculate(iter(stream.outbox.get, None), metadata=self._peers.metadata)
         log.info("drafts come from %s (%s)", self.address, info.method, extra={"rate_limited": True})
-        self._stream = stream
+        self._stream, self._method = stream, info.method
         self._refused.clear()
         try:
             for message in call:
@@ -426,4 +437,5 @@ def _cut(context: DraftContext, max_tokens: int) -> Iterator[Commit[TensorBytes]
             samples=context.samples if is_last else (),
             proposal=context.proposal,
             traceparent=context.traceparent if is_last else "",
+            wants_sources=context.wants_sources and is_last,
         )

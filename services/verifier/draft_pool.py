@@ -14,7 +14,7 @@ from eyas.draft_protocol import Proposal
 from eyas.drafters.base import Draft, DraftContext, DrafterNeeds, Pending
 from eyas.request import VerifyStep
 from eyas.rpc.channel import Peers
-from eyas.rpc.messages import TargetInfo
+from eyas.rpc.messages import DraftClientStatus, TargetInfo
 from eyas.services.verifier.draft_client import DraftTiming, PendingDrafts, RemoteDrafter
 
 
@@ -141,6 +141,11 @@ class DraftPool:
         with self._lock:
             num_sessions = self._count_sessions()
             return [(drafter, num_sessions[address]) for address, drafter in self._drafters.items()]
+
+    @property
+    def status(self) -> tuple[DraftClientStatus, ...]:
+        """The connections to all draft services."""
+        return tuple(drafter.status(num_sessions) for drafter, num_sessions in self.drafters)
 
     def trace_with(self, traceparent: Callable[[str], str]) -> None:
         """Send a trace context with every request for a tree. traceparent: gives that of a session; empty for none."""

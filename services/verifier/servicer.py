@@ -118,4 +118,13 @@ async def _with_totals(request: Request, chunks: AsyncGenerator[Chunk, None]) ->
 
 def announced_load(load: EngineLoad) -> Load:
     """What a verifier's lease says about its engine."""
-    return Load(load.num_running, load.num_waiting, load.free_kv_tokens, load.max_num_seqs, load.step_seconds)
+    return Load(
+        num_running=load.num_running,
+        num_waiting=load.num_waiting,
+        free_kv_tokens=load.free_kv_tokens,
+        max_num_seqs=load.max_num_seqs,
+        step_seconds=load.step_seconds,
+        num_kv_tokens=load.num_kv_tokens,
+        num_prompt_tokens=load.num_prompt_tokens,
+        num_cached_tokens=load.num_cached_tokens,
+    )

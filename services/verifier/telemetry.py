@@ -11,6 +11,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 
 import grpc
 from opentelemetry.trace import Span, SpanKind, Tracer
@@ -94,10 +95,10 @@ class VerifierTelemetry:
         trace = self._traces.get(session)
         return trace.next_step() if trace is not None and trace.traced else ""
 
-    def on_step(self, report: StepReport, chunks: Sequence[Chunk]) -> None:
-        """Record a step and its chunks."""
+    def on_step(self, report: StepReport, chunks: Sequence[Chunk]) -> list[Chunk]:
+        """Record a step and its chunks. Returns the chunks, with method and times in the details that requests ask for."""
         now = time.time_ns()
-        stats, num_generated = GenerationStats(), 0
+        stats, num_generated, reported = GenerationStats(), 0, list[Chunk]()
         for request_id in report.began:
             if trace := self._traces.get(request_id):
                 trace.began(now - int((report.wait + report.verify) * 1e9))
@@ -114,8 +115,10 @@ class VerifierTelemetry:
                 self._round_trip.observe(timing.round_trip)
             if trace := self._traces.get(chunk.request_id):
                 trace.record(now, report, chunk, timing)
+            reported.append(_with_times(chunk, report, timing))
         if report.num_rows:
             self._record_step(report, stats, num_generated)
+        return reported
 
     def _record_step(self, report: StepReport, stats: GenerationStats, num_generated: int) -> None:
         self._step.observe(report.verify)
@@ -286,6 +289,17 @@ class RequestTrace:
             decode.add_event("verify_step", attributes, at)
         decode.set_attribute("eyas.verify_steps", self._num_steps)
         decode.set_attribute("eyas.preemptions", len(self._preemptions))
+
+
+def _with_times(chunk: Chunk, report: StepReport, timing: DraftTiming | None) -> Chunk:
+    step = chunk.verify_step
+    if step is None or step.details is None:
+        return chunk
+    details = replace(step.details, wait_ms=report.wait * 1e3, verify_ms=report.verify * 1e3, num_rows=report.num_rows)
+    if timing is not None:
+        draft_ms, round_trip_ms = timing.draft * 1e3, timing.round_trip * 1e3
+        details = replace(details, method=timing.method, draft_ms=draft_ms, round_trip_ms=round_trip_ms)
+    return replace(chunk, verify_step=replace(step, details=details))
 
 
 def _step_attributes(step: VerifyStep, report: StepReport, timing: DraftTiming | None) -> Attributes:

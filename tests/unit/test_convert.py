@@ -21,6 +21,7 @@ from eyas.request import (
     StructuredOutputs,
     TokenLogprob,
     VerifyStep,
+    VerifyStepDetails,
 )
 from eyas.rpc import convert
 from eyas.rpc.messages import DrafterInfo, DraftRequest, DraftResponse, GenerateCall, ModelInfo, SessionTree, TargetInfo
@@ -36,7 +37,11 @@ seeds = st.integers(0, MAX_SEED)
 floats = st.floats(allow_nan=False)
 float32s = st.floats(width=32, allow_nan=False)
 
-rounds = st.builds(VerifyStep, counts, counts, counts, st.booleans())
+float32_lists = st.lists(float32s, max_size=3).map(tuple)
+details = st.builds(
+    VerifyStepDetails, ids, ids, float32_lists, ids, ids, names, float32s, float32s, float32s, float32s, counts
+)
+rounds = st.builds(VerifyStep, counts, counts, counts, st.booleans(), st.none() | details)
 depths = st.lists(counts, max_size=3)
 stats = st.builds(GenerationStats, counts, counts, counts, counts, depths, depths)
 texts = st.text(min_size=1, max_size=8)
@@ -54,19 +59,22 @@ samplings = st.builds(
     st.floats(-2.0, 2.0), st.lists(texts, max_size=3), st.lists(ids.filter(bool), max_size=3),
     st.none() | st.integers(0, 20), st.none() | st.integers(0, 20), st.none() | structured.filter(lambda s: s.constraints),
 )  # fmt: skip
-float32_lists = st.lists(float32s, max_size=3).map(tuple)
 logprobs = st.lists(st.builds(TokenLogprob, counts, st.none() | float32s, ids, float32_lists), max_size=3).map(tuple)
 request_ids = names.filter(str.isprintable)
-requests = st.builds(Request, request_ids, ids, samplings, names, counts)
+requests = st.builds(
+    Request, request_ids, ids, samplings, names, counts, num_draft_tokens=counts, return_verify_steps=st.booleans()
+)
 infos = st.builds(ModelInfo, names, names, counts, counts, names)
 tensors = st.builds(TensorBytes, names, ids, st.binary(max_size=16))
 noises = st.builds(NoiseKey, seeds, floats, counts, floats, floats)
 budgets = st.builds(TreeBudget, counts, counts)
 proposals = st.sampled_from(["deterministic", "sampled"])
-commits = st.builds(Commit, names, counts, counts, ids, st.none() | tensors, noises, budgets, ids, proposals, names)
+commits = st.builds(
+    Commit, names, counts, counts, ids, st.none() | tensors, noises, budgets, ids, proposals, names, st.booleans()
+)
 scores = st.lists(float32s, max_size=5).map(tuple)
 sampled = st.builds(SampledProposal, st.dictionaries(counts, st.builds(DraftProbs, ids, scores), max_size=3), st.booleans())
-trees = st.builds(DraftTree, ids, ids, scores, st.booleans(), st.none() | sampled)
+trees = st.builds(DraftTree, ids, ids, scores, st.booleans(), st.none() | sampled, ids)
 session_trees = st.builds(SessionTree, names, counts, counts, trees)
 resyncs = st.builds(ResyncRequired, names, counts, counts)
 

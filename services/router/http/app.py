@@ -34,8 +34,10 @@ from eyas.services.router.auth import Access, ApiKeys, Authenticator
 from eyas.services.router.generation import GenerationService, completion_slots, merge
 from eyas.services.router.http.anthropic_messages import MessagesBody, MessagesWriter, PromptBody
 from eyas.services.router.http.bodies import JsonRoute
+from eyas.services.router.http.cluster_state import cluster_state
 from eyas.services.router.http.errors import add_error_handlers
 from eyas.services.router.http.openai_responses import ResponsesBody, ResponsesWriter
+from eyas.services.router.http.playground import add_playground
 from eyas.services.router.http.requests import ChatBody, CompletionBody
 from eyas.services.router.http.responses import ResponseWriter, StreamWriter
 from eyas.services.router.http.server import BodyLimit, EventStream, cancel_on_disconnect
@@ -103,7 +105,10 @@ def build_app(
     app.post("/tokenize")(endpoints.tokenize)
     app.post("/detokenize")(endpoints.detokenize)
     _add_model_routes(app, service)
+    _add_cluster_route(app, readiness)
     _add_probe_routes(app, readiness)
+    if config.playground:
+        add_playground(app)
     if config.operations_port is None:
         _add_operations_routes(app, readiness)
     return app
@@ -142,6 +147,14 @@ def _add_model_routes(app: FastAPI, service: GenerationService) -> None:
         if info is None:
             raise UnknownModel(f"model {name!r} is not served here now", "model")
         return model_object(info)
+
+
+def _add_cluster_route(app: FastAPI, readiness: ReadinessMonitor) -> None:
+    @app.get("/v1/cluster")
+    async def cluster(request: Request) -> dict[str, Any]:
+        """Report the live workers and their load. Only a key with the scope "cluster" gets their addresses."""
+        access: Access = request.state.access
+        return cluster_state(readiness, has_addresses=access.key is not None)
 
 
 def _status(reason: str, good: str, bad: str, **details: Any) -> JSONResponse:

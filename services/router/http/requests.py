@@ -181,6 +181,8 @@ class Body(SamplingBody):
     stream_options: StreamOptions | None = None
     prompt_logprobs: int | None = None
     return_speculation: bool = False
+    num_draft_tokens: int = 0
+    return_verify_steps: bool = False
     response_format: ResponseFormat | None = None
     return_token_ids: bool = False
 
@@ -253,7 +255,16 @@ class Body(SamplingBody):
     def call(self, prompt: str | Sequence[int], sampling: SamplingParams) -> GenerateCall:
         """Return the call for one prompt."""
         text, token_ids = (prompt, ()) if isinstance(prompt, str) else (None, tuple(prompt))
-        request = Request("", token_ids, sampling, self.session_id, self.priority, cache_salt=self.cache_salt)
+        request = Request(
+            id="",
+            prompt_ids=token_ids,
+            sampling=sampling,
+            session=self.session_id,
+            priority=self.priority,
+            cache_salt=self.cache_salt,
+            num_draft_tokens=self.num_draft_tokens,
+            return_verify_steps=self.return_verify_steps,
+        )
         call = GenerateCall(request, text, self.model, self.drafter)
         return replace(call, skip_special_tokens=self.skip_special_tokens, include_stop=self.include_stop_str_in_output)
 

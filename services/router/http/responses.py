@@ -13,6 +13,7 @@ from collections import Counter, defaultdict
 from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import accumulate, pairwise
 from typing import Any, Protocol
 
@@ -21,6 +22,7 @@ from eyas.outputs import TextChunk
 from eyas.request import GenerationStats, TokenLogprob
 from eyas.services.router.http.errors import error_body
 from eyas.services.router.http.requests import ChatBody, CompletionBody
+from eyas.services.router.http.verify_steps import verify_step_object
 from eyas.tokenizer import Tokenizer
 
 
@@ -31,6 +33,7 @@ class TextDelta:
     logprobs: of its tokens; the first delta of an echo begins with the prompt's. offset: characters of the tokens before
     it. is_first: no delta of the choice was visible before. prompt_logprobs: where a field of their own holds them.
     token_ids: if they were asked for. stop_reason: as in TextChunk.
+    verify_steps: as JSON, if the request asks for them.
     """
 
     index: int
@@ -42,11 +45,13 @@ class TextDelta:
     prompt_logprobs: tuple[TokenLogprob, ...] = ()
     token_ids: tuple[int, ...] = ()
     stop_reason: str | int | None = None
+    verify_steps: tuple[dict[str, Any], ...] = ()
 
     @property
     def is_empty(self) -> bool:
         """Whether a client would see nothing of it."""
-        return not (self.text or self.logprobs or self.finish_reason or self.prompt_logprobs or self.token_ids)
+        seen = self.text or self.logprobs or self.finish_reason or self.prompt_logprobs
+        return not (seen or self.token_ids or self.verify_steps)
 
 
 class StreamWriter(Protocol):
@@ -80,6 +85,7 @@ class ResponseWriter:
     created: int = field(default_factory=lambda: int(time.time()))
     _offsets: defaultdict[int, int] = field(default_factory=lambda: defaultdict(int))
     _visible: set[int] = field(default_factory=set)
+    _num_steps: Counter[int] = field(default_factory=Counter)
     _num_output_tokens: Counter[int] = field(default_factory=Counter)
     _num_cached_tokens: int = 0
     _stats: GenerationStats = field(default_factory=GenerationStats)
@@ -132,12 +138,28 @@ class ResponseWriter:
         logprobs = inner.logprobs if prompt_logprobs else inner.prompt_logprobs + inner.logprobs
         offset = self._offsets[index]
         self._offsets[index] += sum(num_characters(self.tokenizer, entry.token, self._skips_special) for entry in logprobs)
-        delta = TextDelta(index, echo + chunk.text, logprobs, offset, inner.finish_reason, is_first, prompt_logprobs)
-        token_ids = inner.token_ids if self.body.return_token_ids else ()
-        delta = replace(delta, token_ids=token_ids, stop_reason=chunk.stop_reason)
+        delta = TextDelta(
+            index=index,
+            text=echo + chunk.text,
+            logprobs=logprobs,
+            offset=offset,
+            finish_reason=inner.finish_reason,
+            is_first=is_first,
+            prompt_logprobs=prompt_logprobs,
+            token_ids=inner.token_ids if self.body.return_token_ids else (),
+            stop_reason=chunk.stop_reason,
+            verify_steps=self._verify_steps(chunk),
+        )
         if not delta.is_empty:
             self._visible.add(index)
         return delta
+
+    def _verify_steps(self, chunk: TextChunk) -> tuple[dict[str, Any], ...]:
+        index = chunk.chunk.index
+        if not self.body.return_verify_steps or not chunk.chunk.token_ids:
+            return ()
+        self._num_steps[index] += 1
+        return (verify_step_object(chunk, self._num_steps[index] - 1, partial(token_name, self.tokenizer)),)
 
     def _count(self, chunk: TextChunk) -> None:
         index = chunk.chunk.index
@@ -168,6 +190,8 @@ class ResponseWriter:
         choice = {"index": delta.index, **content, "logprobs": logprobs, "finish_reason": delta.finish_reason}
         if delta.finish_reason is not None:
             choice["stop_reason"] = delta.stop_reason
+        if self.body.return_verify_steps:
+            choice["verify_steps"] = list(delta.verify_steps)
         if delta.prompt_logprobs:
             choice["prompt_logprobs"] = prompt_token_logprobs(self.tokenizer, delta.prompt_logprobs)
         if self.body.return_token_ids:
@@ -238,6 +262,7 @@ def _join(deltas: Sequence[TextDelta]) -> TextDelta:
         token_ids=tuple(token for delta in deltas for token in delta.token_ids),
         stop_reason=deltas[-1].stop_reason,
         is_first=True,
+        verify_steps=tuple(step for delta in deltas for step in delta.verify_steps),
     )
 
 

@@ -1,0 +1,82 @@
+"""The state of a router's workers as JSON: load, prefix cache and connections to draft services, as their leases say."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from eyas.rpc.messages import DraftClientStatus, Lease
+from eyas.services.router.workers import ReadinessMonitor
+
+
+def cluster_state(readiness: ReadinessMonitor, has_addresses: bool) -> dict[str, Any]:
+    """Return the router's state and its workers, verifiers first. Values are as old as a heartbeat.
+
+    has_addresses: whether to tell where the workers listen. Without, they have ids only.
+    """
+    pool = readiness.workers
+    snapshot, reachable = pool.snapshot(), {lease.incarnation for lease in pool.reachable}
+    drafters = {lease.address: _id(lease) for lease in snapshot.drafters}
+
+    def health(lease: Lease) -> str:
+        if lease.incarnation in snapshot.unhealthy:
+            return "unhealthy"
+        return "healthy" if lease.role == "draft" or lease.incarnation in reachable else "unreachable"
+
+    workers = [
+        _worker(lease, health(lease), snapshot.in_flight.get(lease.incarnation, 0), drafters, has_addresses)
+        for lease in (*snapshot.verifiers, *snapshot.drafters)
+    ]
+    router = {"status": "unhealthy" if readiness.outage else "healthy", "reason": readiness.outage or None}
+    return {"object": "cluster", "router": router, "workers": workers}
+
+
+def _id(lease: Lease) -> str:
+    """A short name of a worker that names no address. Workers of one process have a part in common."""
+    process, _, rest = lease.incarnation.partition("/")
+    return f"{process[:8]}/{rest}" if rest else process[:8]
+
+
+def _worker(
+    lease: Lease, health: str, num_requests: int, drafters: Mapping[str, str], has_addresses: bool
+) -> dict[str, Any]:
+    """drafters: ids of draft services by address."""
+    load = lease.load
+    worker = {
+        "id": _id(lease),
+        "role": lease.role,
+        "model": lease.model.name,
+        "zone": lease.zone or None,
+        "health": health,
+        "requests": num_requests,
+        "running": load.num_running,
+        "waiting": load.num_waiting,
+    } | ({"address": lease.address} if has_addresses else {})
+    if lease.role == "draft":
+        return worker
+    hit_rate = load.num_cached_tokens / load.num_prompt_tokens if load.num_prompt_tokens else None
+    return worker | {
+        "max_running": load.max_num_seqs,
+        "step_seconds": load.step_seconds,
+        "kv_cache": {"tokens": load.num_kv_tokens, "free_tokens": load.free_kv_tokens},
+        "prefix_cache": {
+            "prompt_tokens": load.num_prompt_tokens,
+            "cached_tokens": load.num_cached_tokens,
+            "hit_rate": hit_rate,
+        },
+        "drafters": [_draft_client(client, drafters, has_addresses) for client in lease.draft_clients],
+    }
+
+
+def _draft_client(client: DraftClientStatus, drafters: Mapping[str, str], has_address: bool) -> dict[str, Any]:
+    return {
+        "id": drafters.get(client.address),
+        "method": client.method or None,
+        "connected": client.connected,
+        "circuit_breaker": client.circuit,
+        "sessions": client.num_sessions,
+        "answered": client.num_answered,
+        "lost": client.num_lost,
+        "drafted_tokens": client.num_drafted,
+        "accepted_tokens": client.num_accepted,
+    } | ({"address": client.address} if has_address else {})

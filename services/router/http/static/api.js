@@ -1,0 +1,49 @@
+// The server's API: the key of this tab, JSON requests, and streams of completions.
+
+const KEY = "eyas-api-key";
+
+export const apiKey = {
+  get: () => sessionStorage.getItem(KEY) ?? "",
+  set: (value) => (value ? sessionStorage.setItem(KEY, value) : sessionStorage.removeItem(KEY)),
+};
+
+/** An answer of the server that is no success. status: of HTTP; 0 for an error within a stream. */
+export class ApiError extends Error {
+  constructor(message, status) {
+    super(message);
+    this.status = status;
+  }
+}
+
+async function request(path, options = {}) {
+  const key = apiKey.get();
+  const headers = { ...options.headers, ...(key && { Authorization: `Bearer ${key}` }) };
+  // The address is relative to the page, which may lie below a path prefix.
+  const response = await fetch(new URL(`v1/${path}`, document.baseURI), { ...options, headers });
+  if (response.ok) return response;
+  const body = await response.json().catch(() => null);
+  throw new ApiError(body?.error?.message ?? `the server answered with status ${response.status}`, response.status);
+}
+
+export const getJson = async (path) => (await request(path)).json();
+
+/** Yields the events of a streamed completion. Comments, which keep the connection open, are left out. */
+export async function* complete(endpoint, body, signal) {
+  const headers = { "Content-Type": "application/json" };
+  const response = await request(endpoint, { method: "POST", headers, body: JSON.stringify(body), signal });
+  const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
+  let rest = "";
+  for (;;) {
+    const { value, done } = await reader.read();
+    if (done) throw new ApiError("the stream ended early", 0);
+    const parts = (rest + value).split("\n\n");
+    rest = parts.pop();
+    for (const part of parts.filter((one) => one.startsWith("data: "))) {
+      const data = part.slice("data: ".length);
+      if (data === "[DONE]") return;
+      const event = JSON.parse(data);
+      if (event.error) throw new ApiError(event.error.message, 0);
+      yield event;
+    }
+  }
+}
