@@ -32,7 +32,7 @@ OWNED = (
     *("discovery.kind", "discovery.verifiers", "discovery.drafters", "discovery.kubernetes"),
 )
 OWNED_BY_SERVICE: Mapping[str, tuple[str, ...]] = {
-    "router": ("models", "http.host", "http.port", "http.operations_host", "http.operations_port", "api_keys", "tls"),
+    "router": ("models", "http.host", "http.port", "http.operations_host", "http.operations_port", "http.playground", "api_keys", "tls"),
     "verifier": (
         "served_model_name",
         "model",
@@ -144,7 +144,8 @@ def router() -> Schema:
     """Return the schema of `router`."""
     ports = strict(type=one_of("ClusterIP", "NodePort", "LoadBalancer"), annotations=LABELS, grpcPort=PORT, httpPort=PORT)
     keys = strict(existingSecret=TEXT, key=NAME, maxPriority=at_least(0), sharePrefixCache=SWITCH)
-    return strict(**service("router", RouterConfig), service=ports, tls=strict(existingSecret=TEXT), apiKeys=keys)
+    own = strict(existingSecret=TEXT)
+    return strict(**service("router", RouterConfig), service=ports, tls=own, apiKeys=keys, playground=SWITCH)
 
 
 def on_gpu() -> Mapping[str, Schema]:

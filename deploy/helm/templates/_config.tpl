@@ -58,6 +58,7 @@ http:
   # Clients do not reach /metrics, /health and /openapi.json, which name models and count requests.
   operations_host: 0.0.0.0
   operations_port: {{ include "eyas.operationsPort" . }}
+  playground: {{ .Values.router.playground }}
 {{- with .Values.router.apiKeys }}
 {{- if .existingSecret }}
 api_keys:

@@ -20,10 +20,10 @@ function gauge(label, text, share) {
   const bar = make("meter");
   Object.assign(bar, { min: 0, max: 1, value: Math.min(share, 1) });
   bar.setAttribute("aria-label", `${label}: ${text}`);
-  return make("div", "gauge", make("dt", "", label), make("dd", "", text, bar));
+  return make("div", "wide", make("dt", "", label), make("dd", "", text, bar));
 }
 
-const fact = (label, text) => make("div", "", make("dt", "", label), make("dd", "", text));
+const fact = (label, text, className = "") => make("div", className, make("dt", "", label), make("dd", "", text));
 
 const HEALTH = { healthy: "● healthy", unhealthy: "▲ unhealthy", unreachable: "▲ unreachable" };
 const CIRCUIT = { closed: "● closed", "half-open": "◐ half-open", open: "▲ open" };
@@ -55,7 +55,7 @@ function drafters(clients) {
     const share = client.drafted_tokens ? percent(client.accepted_tokens / client.drafted_tokens) : "–";
     const name = make("h4", "", "Drafts from ", make("code", "", client.id ?? client.address ?? "a drafter that has gone"));
     const facts = make("dl", "facts",
-      fact("Method", client.method ?? "not connected yet"),
+      fact("Method", client.method ?? "not connected yet", "wide"),
       fact("Circuit breaker", make("span", `badge ${client.circuit_breaker}`, CIRCUIT[client.circuit_breaker] ?? "–")),
       fact("Stream", client.connected ? "● open" : "▲ closed"),
       fact("Sessions", count(client.sessions)),

@@ -287,6 +287,7 @@ async function run(form) {
   const endpoint = form.endpoint.value;
   clear(body);
   say("Running");
+  if ($("results").getBoundingClientRect().top > innerHeight / 2) $("results").scrollIntoView();
   try {
     await stream(state.run, endpoint, body, showTokens);
     if (state.follows) select(longest(), true);
