@@ -32,7 +32,16 @@ OWNED = (
     *("discovery.kind", "discovery.verifiers", "discovery.drafters", "discovery.kubernetes"),
 )
 OWNED_BY_SERVICE: Mapping[str, tuple[str, ...]] = {
-    "router": ("models", "http.host", "http.port", "http.operations_host", "http.operations_port", "http.playground", "api_keys", "tls"),
+    "router": (
+        "models",
+        "http.host",
+        "http.port",
+        "http.operations_host",
+        "http.operations_port",
+        "http.playground",
+        "api_keys",
+        "tls",
+    ),
     "verifier": (
         "served_model_name",
         "model",

@@ -12,7 +12,7 @@ from eyas.services.router.workers import ReadinessMonitor
 def cluster_state(readiness: ReadinessMonitor, has_addresses: bool) -> dict[str, Any]:
     """Return the router's state and its workers, verifiers first. Values are as old as a heartbeat.
 
-    has_addresses: whether to tell where the workers listen. Without, they have ids only.
+    has_addresses: whether the workers have their addresses; otherwise they have ids only.
     """
     pool = readiness.workers
     snapshot, reachable = pool.snapshot(), {lease.incarnation for lease in pool.reachable}

@@ -61,6 +61,7 @@ async def http_router(
     keepalive_interval_s: float = 5.0,
     limits: LimitsConfig | None = None,
     cors_allow_origins: tuple[str, ...] = (),
+    playground: bool = True,
 ) -> AsyncIterator[str]:
     """Run a router for the model "demo"; yields its base URL."""
     server, registry = RpcServer(ServerConfig()), Registry(RegistryConfig(url, 2.0, 0.05))
@@ -72,7 +73,9 @@ async def http_router(
     service = GenerationService({"demo": tokenizer}, workers, dispatcher, request_timeout_s, telemetry)
     readiness = ReadinessMonitor(server.set_serving, registry, workers, 0.02)
     chat = ChatTemplate(template, {"bos_token": "<|bos|>"}, "demo") if template else None
-    config = HttpConfig(keepalive_interval_s=keepalive_interval_s, cors_allow_origins=cors_allow_origins)
+    config = HttpConfig(
+        keepalive_interval_s=keepalive_interval_s, cors_allow_origins=cors_allow_origins, playground=playground
+    )
     app = build_app(service, {"demo": chat}, readiness, keys or ApiKeys(), telemetry, config, Admission(limits))
     http_server = HttpServer(app, config, TlsConfig(), limits)
     address = await server.start([])
