@@ -28,9 +28,10 @@ SUBCOMMANDS = {
     "serve router": Subcommand("eyas.services.router.__main__", "app", "Run one router from a config file."),
     "serve verifier": Subcommand("eyas.services.verifier.__main__", "app", "Run one verifier from a config file."),
     "serve draft": Subcommand("eyas.services.draft.__main__", "app", "Run one draft service from a config file."),
-    "generate": Subcommand("eyas.client", "generate", "Stream the continuation of a prompt from a router."),
+    "generate": Subcommand("eyas.terminal", "generate", "Stream the continuation of a prompt."),
+    "chat": Subcommand("eyas.terminal", "chat", "Talk to a served or a local model."),
     "keys new": Subcommand("eyas.services.router.auth", "new_key", "Make an API key, and its entry for the file of keys."),
-    "models": Subcommand("eyas.client", "models", "List the models that a router serves."),
+    "models": Subcommand("eyas.terminal", "models", "List the models that a router serves."),
     "drafters": Subcommand("eyas.check.command", "drafters", "List the drafting methods."),
     "check": Subcommand("eyas.check.command", "check", "Check a model and its draft head before serving them."),
     "bench": Subcommand("eyas.bench.command", "bench", "Measure speed and acceptance length; write a dated report."),
@@ -84,7 +85,7 @@ def _print_version(wanted: bool) -> None:
         raise typer.Exit
 
 
-app = typer.Typer(cls=LazyGroup, add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
+app = typer.Typer(cls=LazyGroup, no_args_is_help=True, pretty_exceptions_enable=False)
 
 
 @app.callback()

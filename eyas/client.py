@@ -1,277 +1,416 @@
-"""`eyas generate` and `eyas models`: a gRPC client of a router, and printers of text for a terminal or of JSON Lines."""
+"""`Client` and `AsyncClient` of a router, over gRPC, with vLLM's outputs. They need no torch.
+
+A request whose router or connection fails is sent again with the same seed, to the next address if there are several. The
+answer is the same, so that what came before is not yielded again.
+"""
 
 from __future__ import annotations
 
-import dataclasses
-import json
-import sys
+import asyncio
+import itertools
+import math
+import random
+import secrets
 import time
-from collections import defaultdict, deque
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import Annotated, Any, NoReturn
+from collections.abc import AsyncGenerator, Generator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import aclosing, closing
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Self, cast
 
 import grpc
-import typer
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
+import grpc.aio
 
-from eyas.errors import ConfigError, InvalidRequest
-from eyas.outputs import TextChunk, Totals
-from eyas.request import Request, SamplingParams
-from eyas.rpc.channel import Certificates, ChannelOptions, channel_credentials, open_sync_channel
+from eyas.errors import ConfigError, EyasError, Overloaded, RequestFailed, TimedOut, Unavailable
+from eyas.outputs import OutputBuilder, RequestOutput, TextChunk
+from eyas.request import Prompt, Request, SamplingParams, paired
+from eyas.rpc.channel import Certificates, ChannelOptions, Metadata, channel_credentials, open_channel, open_sync_channel
 from eyas.rpc.convert import generate_call_to_proto, models_from_proto, text_chunk_from_proto
-from eyas.rpc.messages import GenerateCall, ModelInfo
+from eyas.rpc.messages import NO_DRAFTER, GenerateCall, ModelInfo
+from eyas.rpc.status import status_error
 from eyas.v1.generation_pb2 import ListModelsRequest
 from eyas.v1.generation_pb2_grpc import GenerationStub
 
-LIST_TIMEOUT_S = 10.0
+if TYPE_CHECKING:
+    from eyas.v1.generation_pb2_grpc import GenerationAsyncStub
 
-ACCEPTED_STYLE = "bold green"
-TARGET_STYLE = "yellow"
+LIST_TIMEOUT_S = 10.0
+MAX_PARALLEL_CALLS = 64
 
 
 @dataclass(frozen=True)
-class RouterClient:
-    """A client of the router at `address`, host:port. api_key: empty for a router that requires none."""
+class RetryPolicy:
+    """When a failed call is sent again.
 
-    address: str
-    options: ChannelOptions
-    api_key: str = field(default="", repr=False)
-
-    def models(self) -> tuple[ModelInfo, ...]:
-        """Return the models that the router serves now. Raises grpc.RpcError."""
-        with open_sync_channel(self.address, self.options) as channel:
-            stub = GenerationStub(channel)
-            response = stub.ListModels(ListModelsRequest(), timeout=LIST_TIMEOUT_S, metadata=self._metadata)
-            return tuple(models_from_proto(response))
-
-    def stream(self, call: GenerateCall) -> Iterator[TextChunk]:
-        """Yield the chunks of a call; closing the iterator early cancels it. Raises grpc.RpcError."""
-        with open_sync_channel(self.address, self.options) as channel:
-            responses = GenerationStub(channel).Generate(generate_call_to_proto(call), metadata=self._metadata)
-            try:
-                yield from map(text_chunk_from_proto, responses)
-            finally:
-                responses.cancel()  # type: ignore[no-untyped-call]
-
-    @property
-    def _metadata(self) -> tuple[tuple[str, str], ...]:
-        return (("authorization", f"Bearer {self.api_key}"),) if self.api_key else ()
-
-
-class JsonPrinter:
-    """Prints chunks as JSON Lines; the last line of each completion has its finish reason and statistics."""
-
-    def __init__(self) -> None:
-        self._started_at = time.perf_counter()
-
-    def add(self, chunk: TextChunk) -> None:
-        """Print one chunk, and the statistics after the last."""
-        inner = chunk.chunk
-        line: dict[str, Any] = {
-            "index": inner.index,
-            "token_ids": inner.token_ids,
-            "is_draft_token": inner.is_draft_token,
-            "text": chunk.text,
-        }
-        for name in ("logprobs", "prompt_logprobs"):
-            if logprobs := getattr(inner, name):
-                line[name] = list(map(dataclasses.asdict, logprobs))
-        if inner.verify_step:
-            line["verify_step"] = dataclasses.asdict(inner.verify_step)
-        if chunk.seed is not None:
-            line["seed"] = chunk.seed
-        print(json.dumps(line), flush=True)
-        if chunk.totals:
-            seconds = time.perf_counter() - self._started_at
-            print(json.dumps({"index": inner.index} | _statistics(chunk.totals, inner.finish_reason, seconds)), flush=True)
-
-
-class ScreenPrinter:
-    """Prints text as it comes, accepted draft tokens in a style of their own, and a legend and statistics after it.
-
-    Completions are printed one after the other; the chunks of a later one wait.
+    Attributes:
+        max_attempts: attempts in a row without a new token, with the first one.
+        initial_backoff_s: longest wait before the second attempt; it doubles from one to the next.
+        max_backoff_s: limit of that wait. A server that says when to come back is waited for in any case.
+        budget_s: limit of all waits of a request.
     """
 
-    def __init__(self, console: Console) -> None:
-        self._console = console
-        self._started_at = time.perf_counter()
-        self._waiting: defaultdict[int, deque[TextChunk]] = defaultdict(deque)
-        self._current = 0
-
-    def add(self, chunk: TextChunk) -> None:
-        """Print a chunk once the completions before its own are done."""
-        self._waiting[chunk.chunk.index].append(chunk)
-        while self._waiting[self._current]:
-            self._print(self._waiting[self._current].popleft())
-
-    def _print(self, chunk: TextChunk) -> None:
-        start = 0
-        for length, is_draft_token in zip(chunk.text_lengths, chunk.chunk.is_draft_token, strict=True):
-            style = ACCEPTED_STYLE if is_draft_token else TARGET_STYLE
-            self._console.print(Text(chunk.text[start : start + length], style), end="")
-            start += length
-        # Text that the last chunk releases counts as the target's own.
-        self._console.print(Text(chunk.text[start:], TARGET_STYLE), end="")
-        if chunk.totals:
-            self._current += 1
-            legend = Text.assemble(("accepted draft tokens", ACCEPTED_STYLE), ", ", ("the target's own", TARGET_STYLE))
-            self._console.print("\n")
-            self._console.print(legend)
-            self._console.print(_summary(chunk.totals, time.perf_counter() - self._started_at), style="dim")
+    max_attempts: int = 5
+    initial_backoff_s: float = 0.1
+    max_backoff_s: float = 5.0
+    budget_s: float = 30.0
 
 
-def _summary(totals: Totals, seconds: float) -> str:
-    stats = totals.stats
-    steps = f", {stats.num_verify_steps} verify steps, tau {stats.acceptance_length:.2f}" if stats else ""
-    return f"{totals.num_output_tokens} tokens{steps}, {totals.num_output_tokens / seconds:.1f} tokens/s"
+@dataclass(frozen=True)
+class Connection:
+    """Where the routers are and how to call them.
+
+    Attributes:
+        address: host:port of the router, or several with commas between them.
+        api_key: for routers with API keys.
+        tls: TLS with the system's certificate authorities; ca_file implies it.
+        ca_file: PEM file of the authority that signed the router's certificate.
+        cert_file: PEM file of a client certificate; key_file: its key.
+        tls_server_name: name expected in the certificate, if it differs from the host.
+        retry: when a failed call is sent again.
+
+    Raises ConfigError for files that cannot be used.
+    """
+
+    address: str = "127.0.0.1:50050"
+    api_key: str = field(default="", repr=False)
+    tls: bool = False
+    ca_file: str = ""
+    cert_file: str = ""
+    key_file: str = ""
+    tls_server_name: str = ""
+    retry: RetryPolicy = RetryPolicy()
+
+    @property
+    def addresses(self) -> list[str]:
+        """Each address by itself."""
+        return [one.strip() for one in self.address.split(",")]
+
+    @property
+    def metadata(self) -> Metadata:
+        """Metadata of every call."""
+        return (("authorization", f"Bearer {self.api_key}"),) if self.api_key else ()
+
+    def channel_options(self) -> ChannelOptions:
+        """Keepalive and TLS. Raises ConfigError."""
+        if self.tls or self.ca_file or self.cert_file:
+            pem = Certificates("the client's certificates", self.cert_file, self.key_file, self.ca_file).pem
+            return ChannelOptions(credentials=channel_credentials(pem), server_name=self.tls_server_name)
+        if self.tls_server_name:
+            raise ConfigError(f"the server name {self.tls_server_name} needs TLS; ask for it, or give a CA certificate")
+        return ChannelOptions()
 
 
-def _statistics(totals: Totals, finish_reason: str | None, seconds: float) -> dict[str, Any]:
-    statistics: dict[str, Any] = {
-        "finish_reason": finish_reason,
-        "num_prompt_tokens": totals.num_prompt_tokens,
-        "num_cached_tokens": totals.num_cached_tokens,
-        "num_output_tokens": totals.num_output_tokens,
-        "seconds": round(seconds, 6),
-        "tokens_per_second": round(totals.num_output_tokens / seconds, 3),
-    }
-    if totals.stats:
-        statistics["stats"] = dataclasses.asdict(totals.stats) | {
-            "acceptance_length": totals.stats.acceptance_length,
-            "acceptance_by_depth": totals.stats.acceptance_by_depth,
-        }
-    return statistics
+class _Resumption:
+    """What has come of a call, so that another attempt continues it."""
+
+    def __init__(self, call: GenerateCall, policy: RetryPolicy, timeout_s: float | None) -> None:
+        sampling = call.request.sampling
+        if sampling.seed is None:
+            sampling = replace(sampling, seed=secrets.randbits(64))
+        self.call = replace(call, request=replace(call.request, sampling=sampling))
+        self._policy = policy
+        self._deadline = math.inf if timeout_s is None else time.monotonic() + timeout_s
+        self._received: list[list[int]] = [[] for _ in range(sampling.n)]
+        self._running = set(range(sampling.n))
+        self._position = [0] * sampling.n  # tokens of this attempt
+        self._num_failures = 0
+        self._waited_s = 0.0
+
+    def restart(self) -> float | None:
+        """Begin an attempt; return the seconds that are left, None without a limit. Raises TimedOut."""
+        self._position = [0] * len(self._received)
+        remaining_s = self._deadline - time.monotonic()
+        if remaining_s <= 0:
+            raise TimedOut("the request was not done in its time")
+        return None if math.isinf(remaining_s) else remaining_s
+
+    def accept(self, chunk: TextChunk) -> TextChunk | None:
+        """Return what is new in a chunk, None if nothing is. Raises RequestFailed if it differs from what came before."""
+        index, token_ids = chunk.chunk.index, chunk.chunk.token_ids
+        received, position = self._received[index], self._position[index]
+        known = received[position : position + len(token_ids)]
+        if list(token_ids[: len(known)]) != known:
+            raise RequestFailed("the answer changed between two attempts; the model's numerics depend on the batch")
+        self._position[index] += len(token_ids)
+        received += token_ids[len(known) :]
+        if len(known) < len(token_ids):
+            self._num_failures = 0
+        is_last = chunk.chunk.finish_reason is not None and index in self._running
+        if is_last:
+            self._running.discard(index)
+        elif received and len(known) == len(token_ids):
+            return None
+        return _without_first(chunk, len(known)) if position or known else chunk
+
+    def backoff_s(self, error: EyasError) -> float:
+        """Return the seconds to wait before the next attempt. Raises the error if there is none."""
+        policy = self._policy
+        self._num_failures += 1
+        longest_s = min(policy.initial_backoff_s * 2.0 ** (self._num_failures - 1), policy.max_backoff_s)
+        delay_s = random.uniform(0.5, 1.0) * longest_s
+        if isinstance(error, Overloaded):
+            delay_s = max(delay_s, error.retry_after or 0.0)
+        is_final = not isinstance(error, Unavailable | Overloaded) or self._num_failures >= policy.max_attempts
+        if is_final or self._waited_s + delay_s > policy.budget_s:
+            raise error
+        self._waited_s += delay_s
+        return delay_s
+
+    def check_complete(self) -> None:
+        """Raises Unavailable if the stream has ended before all completions."""
+        if self._running:
+            raise Unavailable("the router ended the stream before the answer; it may have stopped")
 
 
-Address = Annotated[str, typer.Option(envvar="EYAS_ADDRESS", help="host:port of the router.")]
-ApiKey = Annotated[str, typer.Option(envvar="EYAS_API_KEY", help="API key, if the router requires one.")]
-Tls = Annotated[bool, typer.Option("--tls", envvar="EYAS_TLS", help="Use TLS.")]
-Ca = Annotated[str, typer.Option(envvar="EYAS_CA", help="PEM file that signed the router's certificate; implies --tls.")]
-TlsName = Annotated[
-    str,
-    typer.Option(envvar="EYAS_TLS_NAME", help="Server name expected in the TLS certificate, if it differs from the host."),
-]
+class Client:
+    """A client for threads. Arguments as of `Connection`. Calls of one client share its connections."""
+
+    def __init__(self, address: str = "127.0.0.1:50050", **options: Any) -> None:
+        self._connection = Connection(address, **options)
+        self._options = self._connection.channel_options()
+        self._channels = {one: open_sync_channel(one, self._options) for one in self._connection.addresses}
+        self._turns = itertools.cycle(self._channels)
+        self._current = next(self._turns)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the connections; running calls end."""
+        for channel in self._channels.values():
+            channel.close()
+
+    def models(self) -> tuple[ModelInfo, ...]:
+        """Return the models that the router serves now. Raises EyasError."""
+        try:
+            stub = GenerationStub(self._channels[self._current])
+            metadata = self._connection.metadata
+            return tuple(models_from_proto(stub.ListModels(ListModelsRequest(), timeout=LIST_TIMEOUT_S, metadata=metadata)))
+        except grpc.RpcError as error:
+            raise _error(error) from error
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        **options: Any,
+    ) -> list[RequestOutput]:
+        """Continue each prompt, given as text or as token ids; one output each, in order. options: as of `stream`."""
+        calls = paired(prompts, sampling_params)
+        with ThreadPoolExecutor(min(len(calls), MAX_PARALLEL_CALLS) or 1) as pool:
+            return list(pool.map(lambda call: self._whole(*call, **options), calls))
+
+    def stream(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        *,
+        request_id: str = "",
+        model: str = "",
+        session_id: str = "",
+        priority: int = 0,
+        cache_salt: str = "",
+        draft: bool = True,
+        timeout_s: float | None = None,
+    ) -> Generator[RequestOutput, None, None]:
+        """Yield what is new: outputs with new text and tokens only. Closing the generator cancels the request.
+
+        Args:
+            prompt: text or token ids.
+            sampling_params: how to draw tokens.
+            request_id: for logs; the router makes one if it is empty.
+            model: name of the model; needed if the router serves several.
+            session_id: groups the requests of a conversation.
+            priority: 0 is normal, higher is more urgent.
+            cache_salt: only requests with an equal salt share cached prefixes.
+            draft: False asks for plain decoding, with the same tokens.
+            timeout_s: longest duration, retries included.
+
+        Raises:
+            InvalidRequest: the router refuses the request.
+            Unavailable, Overloaded: no attempt of the retry policy succeeded.
+            TimedOut, Unauthenticated, PermissionDenied, RequestFailed: as their names say.
+        """
+        call = _call(prompt, sampling_params, request_id, model, session_id, priority, cache_salt, draft)
+        builder = _builder(call)
+        with closing(self.chunks(call, timeout_s)) as chunks:
+            for chunk in chunks:
+                yield _added(builder, chunk).delta()
+
+    def chunks(self, call: GenerateCall, timeout_s: float | None = None) -> Generator[TextChunk, None, None]:
+        """Yield the chunks of a call, as `stream` does its outputs."""
+        resumption = _Resumption(call, self._connection.retry, timeout_s)
+        message, metadata = generate_call_to_proto(resumption.call), self._connection.metadata
+        while True:
+            stub = GenerationStub(self._channels[self._current])
+            responses = stub.Generate(message, timeout=resumption.restart(), metadata=metadata)
+            try:
+                for response in responses:
+                    if (chunk := resumption.accept(text_chunk_from_proto(response))) is not None:
+                        yield chunk
+                resumption.check_complete()
+                return
+            except (grpc.RpcError, Unavailable) as error:
+                delay_s = resumption.backoff_s(_error(error))
+            finally:
+                responses.cancel()  # type: ignore[no-untyped-call]
+            self._current = next(self._turns)
+            time.sleep(delay_s)
+
+    def _whole(self, prompt: Prompt, sampling_params: SamplingParams, **options: Any) -> RequestOutput:
+        timeout_s = options.pop("timeout_s", None)
+        call = _call(prompt, sampling_params, **options)
+        builder = _builder(call)
+        for chunk in self.chunks(call, timeout_s):
+            _added(builder, chunk)
+        return builder.output()
 
 
-def generate(
-    options: typer.Context,
-    prompt: Annotated[str, typer.Argument(help="The text to continue.")],
-    address: Address = "127.0.0.1:50050",
-    max_tokens: Annotated[int, typer.Option(help="Most tokens to generate.")] = 128,
-    temperature: Annotated[float, typer.Option(help="0 is greedy decoding.")] = 1.0,
-    top_k: Annotated[int, typer.Option(help="Sample from the k likeliest tokens; 0 from all.")] = 0,
-    top_p: Annotated[float, typer.Option(help="Sample from the likeliest tokens with this total probability.")] = 1.0,
-    seed: Annotated[int | None, typer.Option(help="The same seed gives the same text.")] = None,
-    stop: Annotated[list[str] | None, typer.Option(help="Text to stop before; may be repeated.")] = None,
-    n: Annotated[int, typer.Option("-n", "--n", help="Completions of the prompt.")] = 1,
-    min_p: Annotated[
-        float, typer.Option(help="Sample from tokens with at least this share of the likeliest token's probability.")
-    ] = 0.0,
-    min_tokens: Annotated[int, typer.Option(help="Fewest tokens to generate.")] = 0,
-    ignore_eos: Annotated[bool, typer.Option(help="Do not stop at end-of-sequence tokens.")] = False,
-    repetition_penalty: Annotated[
-        float, typer.Option(help="Above 1 makes tokens of the prompt and the output less likely.")
-    ] = 1.0,
-    presence_penalty: Annotated[float, typer.Option(help="Above 0 makes tokens of the output less likely.")] = 0.0,
-    frequency_penalty: Annotated[float, typer.Option(help="Above 0 makes frequent tokens of the output less likely.")] = 0.0,
-    logit_bias: Annotated[list[str] | None, typer.Option(metavar="TOKEN_ID=BIAS", help="May be repeated.")] = None,
-    bad_words: Annotated[list[str] | None, typer.Option("--bad-word", help="Text to avoid; may be repeated.")] = None,
-    logprobs: Annotated[int | None, typer.Option(help="Report this many likeliest tokens per token; needs --json.")] = None,
-    prompt_logprobs: Annotated[int | None, typer.Option(help="The same for the prompt; needs --json.")] = None,
-    model: Annotated[str, typer.Option(help="Name of the model; needed if the router serves several.")] = "",
-    api_key: ApiKey = "",
-    tls: Tls = False,
-    ca: Ca = "",
-    tls_name: TlsName = "",
-    session: Annotated[str, typer.Option(help="Groups the requests of one conversation.")] = "",
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object per chunk, and one with statistics.")] = False,
-) -> None:
-    """Stream the continuation of PROMPT; accepted draft tokens have a style of their own."""
-    with _reported():
-        printer, sampling = _printer(options.params), _sampling(options.params)
-        call = GenerateCall(Request("", (), sampling, session), prompt_text=prompt, model=model)
-        for chunk in RouterClient(address, _channel_options(options.params), api_key).stream(call):
-            printer.add(chunk)
-            if chunk.chunk.finish_reason == "error":
-                _fail(f"INTERNAL: {chunk.chunk.message}")
+class AsyncClient:
+    """A client for asyncio. Arguments as of `Connection`. Use it from one event loop."""
+
+    def __init__(self, address: str = "127.0.0.1:50050", **options: Any) -> None:
+        self._connection = Connection(address, **options)
+        self._options = self._connection.channel_options()
+        self._channels: dict[str, grpc.aio.Channel] = {}
+        self._turns = itertools.cycle(self._connection.addresses)
+        self._current = next(self._turns)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *raised: object) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Close the connections; running calls end."""
+        for channel in self._channels.values():
+            await channel.close(None)
+
+    async def models(self) -> tuple[ModelInfo, ...]:
+        """Return the models that the router serves now. Raises EyasError."""
+        try:
+            metadata = self._connection.metadata
+            response = await self._stub().ListModels(ListModelsRequest(), timeout=LIST_TIMEOUT_S, metadata=metadata)
+            return tuple(models_from_proto(response))
+        except grpc.RpcError as error:
+            raise _error(error) from error
+
+    async def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        **options: Any,
+    ) -> list[RequestOutput]:
+        """Continue each prompt; one output each, in order. options: as of `Client.stream`. An error cancels the rest."""
+        tasks = [asyncio.create_task(self._whole(*call, **options)) for call in paired(prompts, sampling_params)]
+        try:
+            return list(await asyncio.gather(*tasks))
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def stream(
+        self, prompt: Prompt, sampling_params: SamplingParams | None = None, **options: Any
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Yield what is new, as `Client.stream`. Closing the generator, or cancelling its task, cancels the request."""
+        timeout_s = options.pop("timeout_s", None)
+        call = _call(prompt, sampling_params, **options)
+        builder = _builder(call)
+        async with aclosing(self.chunks(call, timeout_s)) as chunks:
+            async for chunk in chunks:
+                yield _added(builder, chunk).delta()
+
+    async def chunks(self, call: GenerateCall, timeout_s: float | None = None) -> AsyncGenerator[TextChunk, None]:
+        """Yield the chunks of a call, as `stream` does its outputs."""
+        resumption = _Resumption(call, self._connection.retry, timeout_s)
+        message, metadata = generate_call_to_proto(resumption.call), self._connection.metadata
+        while True:
+            responses = self._stub().Generate(message, timeout=resumption.restart(), metadata=metadata)
+            try:
+                async for response in responses:
+                    if (chunk := resumption.accept(text_chunk_from_proto(response))) is not None:
+                        yield chunk
+                resumption.check_complete()
+                return
+            except (grpc.RpcError, Unavailable) as error:
+                delay_s = resumption.backoff_s(_error(error))
+            finally:
+                responses.cancel()
+            self._current = next(self._turns)
+            await asyncio.sleep(delay_s)
+
+    def _stub(self) -> GenerationAsyncStub:
+        if self._current not in self._channels:
+            self._channels[self._current] = open_channel(self._current, self._options)
+        return GenerationStub(self._channels[self._current])
+
+    async def _whole(self, prompt: Prompt, sampling_params: SamplingParams, **options: Any) -> RequestOutput:
+        timeout_s = options.pop("timeout_s", None)
+        call = _call(prompt, sampling_params, **options)
+        builder = _builder(call)
+        async for chunk in self.chunks(call, timeout_s):
+            _added(builder, chunk)
+        return builder.output()
 
 
-def models(
-    options: typer.Context,
-    address: Address = "127.0.0.1:50050",
-    api_key: ApiKey = "",
-    tls: Tls = False,
-    ca: Ca = "",
-    tls_name: TlsName = "",
-) -> None:
-    """List the models that the router serves now."""
-    with _reported():
-        infos = RouterClient(address, _channel_options(options.params), api_key).models()
-    table = Table("model", "context", "vocabulary", "target", "draft head")
-    for info in infos:
-        digests = (info.fingerprint[:12], info.features_fingerprint[:12] or "none")
-        table.add_row(info.name, f"{info.max_model_len}", f"{info.vocab_size}", *digests)
-    Console().print(table)
+def _call(
+    prompt: Prompt,
+    sampling_params: SamplingParams | None,
+    request_id: str = "",
+    model: str = "",
+    session_id: str = "",
+    priority: int = 0,
+    cache_salt: str = "",
+    draft: bool = True,
+) -> GenerateCall:
+    if isinstance(prompt, Mapping):
+        prompt = prompt["prompt_token_ids"] if prompt.get("prompt_token_ids") is not None else prompt["prompt"]
+    text, ids = (prompt, ()) if isinstance(prompt, str) else (None, tuple(map(int, prompt)))
+    sampling = sampling_params or SamplingParams()
+    request = Request(request_id, ids, sampling, session_id, priority, cache_salt=cache_salt)
+    return GenerateCall(request, text, model, "" if draft else NO_DRAFTER)
 
 
-def _channel_options(options: dict[str, Any]) -> ChannelOptions:
-    """The options of a channel to the router. Without --ca, TLS uses the system's trust store. Raises ConfigError."""
-    if options["tls"] or options["ca"]:
-        pem = Certificates("--ca", ca_file=options["ca"]).pem
-        return ChannelOptions(credentials=channel_credentials(pem), server_name=options["tls_name"])
-    if options["tls_name"]:
-        raise ConfigError(f"--tls-name {options['tls_name']} needs TLS; add --tls, or --ca FILE with the CA certificate")
-    return ChannelOptions()
+def _builder(call: GenerateCall) -> OutputBuilder:
+    request = call.request
+    return OutputBuilder(request.id, call.prompt_text, request.prompt_ids, request.sampling.n)
 
 
-def _printer(options: dict[str, Any]) -> JsonPrinter | ScreenPrinter:
-    if options["as_json"]:
-        return JsonPrinter()
-    if options["logprobs"] is not None or options["prompt_logprobs"] is not None:
-        raise InvalidRequest("log-probabilities are shown as JSON only; add --json")
-    return ScreenPrinter(Console(highlight=False, soft_wrap=True))
+def _added(builder: OutputBuilder, chunk: TextChunk) -> OutputBuilder:
+    """Add a chunk. Raises RequestFailed for one that says that the request failed."""
+    builder.add(chunk)
+    if builder.error:
+        raise RequestFailed(builder.error)
+    return builder
 
 
-def _sampling(options: dict[str, Any]) -> SamplingParams:
-    """Of the options, those that are parameters by name; lists that were not given are None."""
-    named = {field.name: options[field.name] for field in dataclasses.fields(SamplingParams) if field.name in options}
-    lists = {name: named[name] or () for name in ("stop", "bad_words")}
-    return SamplingParams(**(named | lists | {"logit_bias": tuple(map(_bias, named["logit_bias"] or ()))}))
+def _without_first(chunk: TextChunk, num_tokens: int) -> TextChunk:
+    """A chunk without its first tokens, their text, and what an earlier attempt gave already."""
+    inner, lengths = chunk.chunk, chunk.text_lengths
+    new = replace(
+        inner,
+        token_ids=inner.token_ids[num_tokens:],
+        is_draft_token=inner.is_draft_token[num_tokens:],
+        logprobs=inner.logprobs[num_tokens:],
+        prompt_logprobs=(),
+        num_cached=0,
+    )
+    text = chunk.text[sum(lengths[:num_tokens]) :]
+    return replace(chunk, chunk=new, text=text, text_lengths=lengths[num_tokens:], seed=None)
 
 
-def _bias(text: str) -> tuple[int, float]:
-    token, _, bias = text.partition("=")
-    try:
-        return int(token), float(bias)
-    except ValueError:
-        raise InvalidRequest(f"logit bias {text!r} is not of the form TOKEN_ID=BIAS, such as 42=-5") from None
-
-
-@contextmanager
-def _reported() -> Iterator[None]:
-    """A failed call becomes one line on stderr and exit status 1, with the status of the call; Ctrl-C becomes 130."""
-    try:
-        yield
-    except InvalidRequest as error:
-        _fail(f"INVALID_ARGUMENT: {error}")
-    except grpc.RpcError as error:
-        _fail(f"{error.code().name}: {error.details()}{_hint(error.details() or '')}")
-    except KeyboardInterrupt:
-        print(file=sys.stderr)
-        raise typer.Exit(130) from None
-
-
-def _hint(details: str) -> str:
-    """What to check if nothing answers; gRPC does not say whether the other side speaks TLS."""
-    if not details.startswith("failed to connect"):
-        return ""
-    return "; check that a router listens there (`eyas serve`), and whether it speaks TLS (--tls, --ca, --tls-name)"
-
-
-def _fail(reason: str) -> NoReturn:
-    print(f"error: {reason}", file=sys.stderr)
-    raise typer.Exit(1)
+def _error(error: BaseException) -> EyasError:
+    """The EyasError behind a failed attempt."""
+    if isinstance(error, EyasError):
+        return error
+    failed = cast("grpc.RpcError", error)
+    if failed.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
+        return TimedOut(failed.details() or "the request was not done in its time")
+    if failed.code() is grpc.StatusCode.CANCELLED:
+        return Unavailable("the router cancelled the call; it may be stopping")
+    return status_error(failed)

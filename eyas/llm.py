@@ -25,12 +25,10 @@ from eyas.engine.engine import Engine
 from eyas.errors import ConfigError, EyasError, InvalidRequest, RequestFailed
 from eyas.models.checkpoint import resolve, resolve_placement
 from eyas.models.workers import RankInfo
-from eyas.outputs import OutputBuilder, RequestOutput, TextDecoder
-from eyas.request import Chunk, Request, SamplingParams
+from eyas.outputs import OutputBuilder, RequestOutput, TextChunk, TextDecoder
+from eyas.request import Chunk, Prompt, Request, SamplingParams, paired
 from eyas.tokenizer import Tokenizer, load_tokenizer
 
-# Text, token ids, or vLLM's dictionary of `prompt` and `prompt_token_ids`.
-Prompt = str | Sequence[int] | Mapping[str, Any]
 Message = Mapping[str, Any]
 OutputKind = Literal["cumulative", "delta", "final_only"]
 ResultT = TypeVar("ResultT")
@@ -182,6 +180,11 @@ class LLM:
         """
         yield from self._run(self._submit(prompts, sampling_params, draft), OutputBuilder.delta)
 
+    def chunks(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[TextChunk]:
+        """Yield the chunks of a prompt's completions, as a router streams them. Raises as `stream`."""
+        for chunks in self._run(self._submit([prompt], sampling_params, draft=True), OutputBuilder.take):
+            yield from chunks
+
     def chat_prompts(
         self, messages: Sequence[Message] | Sequence[Sequence[Message]], chat_template: str | None = None, **variables: Any
     ) -> list[Prompt]:
@@ -224,16 +227,9 @@ class LLM:
         draft: bool,
     ) -> list[OutputBuilder]:
         """Submit the completions of all prompts, or of none."""
-        batch = _batch(prompts)
-        params = sampling_params or SamplingParams()
-        all_params = list(params) if isinstance(params, Sequence) else [params] * len(batch)
-        if len(all_params) != len(batch):
-            raise InvalidRequest(
-                f"{len(batch)} prompts but {len(all_params)} sampling params; give one for all, or one each"
-            )
         outputs: list[OutputBuilder] = []
         try:
-            for index, (prompt, own) in enumerate(zip(batch, all_params, strict=True)):
+            for index, (prompt, own) in enumerate(paired(prompts, sampling_params)):
                 try:
                     completions = self.begin(prompt, own, draft=draft)
                     outputs.append(completions[0].output)
@@ -253,13 +249,13 @@ class LLM:
         Cancels what is left when the caller stops. Raises RequestFailed.
         """
         try:
-            while any(output.num_running or output.changed for output in outputs):
-                if not any(output.changed for output in outputs):
+            while any(output.num_running or output.unread for output in outputs):
+                if not any(output.unread for output in outputs):
                     self._step()
                 for output in outputs:
                     if output.error:
                         raise RequestFailed(f"request {output.request_id}: {output.error}")
-                    if output.changed:
+                    if output.unread:
                         yield read(output)
         finally:
             self._cancel(outputs)
@@ -365,7 +361,7 @@ class AsyncLLM:
                         self._engine.cancel(chunk.request_id)
                     if output.error:
                         raise RequestFailed(f"request {output.request_id}: {output.error}")
-                    if output_kind == "delta" and output.changed:
+                    if output_kind == "delta" and output.unread:
                         yield output.delta()
                     elif output_kind == "cumulative" or not output.num_running:
                         yield output.output()
@@ -395,12 +391,6 @@ class AsyncLLM:
 
 
 AsyncLLMEngine = AsyncLLM
-
-
-def _batch(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """One prompt or several, as a list."""
-    is_one = isinstance(prompts, str | Mapping) or (len(prompts) and all(isinstance(one, Integral) for one in prompts))
-    return [cast("Prompt", prompts)] if is_one else list(cast("Sequence[Prompt]", prompts))
 
 
 def _token_ids(ids: Any) -> tuple[int, ...]:

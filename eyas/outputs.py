@@ -199,7 +199,7 @@ class OutputBuilder:
     Attributes:
         error: why the request failed; empty if it did not.
         num_running: completions that have not ended.
-        changed: indices of the completions with chunks since the last output.
+        unread: chunks since the last output.
     """
 
     def __init__(
@@ -214,7 +214,7 @@ class OutputBuilder:
         self.request_id = request_id
         self.error = ""
         self.num_running = num_completions
-        self.changed: set[int] = set()
+        self.unread: list[TextChunk] = []
         self._prompt = prompt
         self._prompt_token_ids = list(prompt_token_ids)
         self._completions = [_Completion() for _ in range(num_completions)]
@@ -225,7 +225,7 @@ class OutputBuilder:
     def add(self, received: TextChunk) -> None:
         """Add a chunk of the completion chunk.index."""
         chunk, completion = received.chunk, self._completions[received.chunk.index]
-        self.changed.add(chunk.index)
+        self.unread.append(received)
         completion.token_ids += chunk.token_ids
         completion.texts.append(received.text)
         completion.stats.add(chunk)
@@ -246,11 +246,12 @@ class OutputBuilder:
 
     def output(self) -> RequestOutput:
         """The whole output so far."""
+        self.unread = []
         return self._output(range(len(self._completions)))
 
     def delta(self) -> RequestOutput:
         """What is new since the last delta: tokens, text and log-probabilities of the completions that changed."""
-        changed = sorted(self.changed)
+        changed = sorted({received.chunk.index for received in self.take()})
         output = self._output(changed)
         for index in changed:
             self._completions[index] = replace(self._completions[index], token_ids=[], texts=[], logprobs=[])
@@ -258,11 +259,15 @@ class OutputBuilder:
 
     def skip(self) -> bool:
         """Take all as read; return whether all completions have ended."""
-        self.changed.clear()
+        self.unread = []
         return self.num_running == 0
 
+    def take(self) -> list[TextChunk]:
+        """Return the chunks since the last output."""
+        taken, self.unread = self.unread, []
+        return taken
+
     def _output(self, indices: Sequence[int]) -> RequestOutput:
-        self.changed = self.changed - set(indices)
         return RequestOutput(
             self.request_id,
             self._prompt,

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import zip_longest
-from typing import Any, Literal
+from numbers import Integral
+from typing import Any, Literal, cast
 
 from eyas.errors import InvalidRequest
 from eyas.validation import CONSTRAINTS, check_sampling
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]
+
+# Text, token ids, or vLLM's dictionary of `prompt` and `prompt_token_ids`.
+Prompt = str | Sequence[int] | Mapping[str, Any]
 
 COMPLETION_SEED_STEP = 0x9E3779B97F4A7C15
 
@@ -135,6 +139,19 @@ class SamplingParams:
         other = copy(self)
         vars(other).update(values)
         return other
+
+
+def paired(
+    prompts: Prompt | Sequence[Prompt], sampling_params: SamplingParams | Sequence[SamplingParams] | None
+) -> list[tuple[Prompt, SamplingParams]]:
+    """Return each prompt, of one or several, with its parameters. Raises InvalidRequest for another number of them."""
+    is_one = isinstance(prompts, str | Mapping) or (len(prompts) and all(isinstance(one, Integral) for one in prompts))
+    batch = [cast("Prompt", prompts)] if is_one else list(cast("Sequence[Prompt]", prompts))
+    params = sampling_params or SamplingParams()
+    each = list(params) if isinstance(params, Sequence) else [params] * len(batch)
+    if len(each) != len(batch):
+        raise InvalidRequest(f"{len(batch)} prompts but {len(each)} sampling params; give one for all, or one each")
+    return list(zip(batch, each, strict=True))
 
 
 def _normalised(name: str, value: Any) -> tuple[Any, ...]:

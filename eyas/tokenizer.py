@@ -233,6 +233,13 @@ def tokenizer_settings(source: str) -> dict[str, Any]:
     return settings
 
 
+def check_source(source: str) -> None:
+    """Raises CheckpointError for what is neither a folder nor can be a hub id; asks no hub and loads nothing."""
+    is_path = Path(source).exists() or source.startswith((".", "/", "~")) or source.count("/") > 1
+    if is_path and not Path(source).is_dir():
+        raise CheckpointError(f"no checkpoint folder at {source!r}; give a folder that holds config.json, or a hub id")
+
+
 def fetch_file(source: str, name: str) -> Path | None:
     """A file of a local folder or of a hub repository; None if there is none. Raises CheckpointError if the hub fails."""
     if Path(source).is_dir():

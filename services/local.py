@@ -18,7 +18,6 @@ from rich.table import Table
 from rich.text import Text
 
 from eyas.bench.results import first_difference
-from eyas.client import ScreenPrinter
 from eyas.errors import ConfigError, EyasError, RequestFailed, Unavailable
 from eyas.outputs import TextChunk
 from eyas.request import GenerationStats, Request, SamplingParams
@@ -45,6 +44,7 @@ from eyas.services.serve import (
     wait_until_ready,
     watch_until_interrupted,
 )
+from eyas.terminal import ScreenPrinter
 from eyas.v1.generation_pb2_grpc import GenerationStub
 
 ROOT = Path(__file__).resolve().parents[1]

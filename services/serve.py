@@ -19,6 +19,7 @@ from rich.progress import Progress, SpinnerColumn, TaskID, TextColumn, TimeElaps
 
 from eyas.errors import ConfigError, EyasError
 from eyas.services.cluster import Child, Cluster, ServiceSettings, assign, is_free, running_cluster
+from eyas.tokenizer import check_source
 
 HTTP_PORT = 8000
 GRPC_PORT = 50050
@@ -58,6 +59,8 @@ def serve(
     console = Console(highlight=False, soft_wrap=True)
     tree = {"tree.num_draft_tokens": num_draft_tokens, "tree.num_steps": num_steps, "tree.top_k": top_k}
     with exit_on_error(console):
+        for source in filter(None, (model, draft_model)):
+            check_source(source)
         settings = {"dtype": dtype, "device": device, **tree}
         services = plan(model, draft_model, method, served_model_name, settings, chat_template)
         for option, number in (("--port", port), ("--grpc-port", grpc_port)):

@@ -8,7 +8,7 @@ from __future__ import annotations
 import difflib
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any, TypeVar, cast, get_args, get_type_hints
@@ -25,7 +25,7 @@ def load(kind: type[ConfigT], file: Path | None, assignments: Iterable[str] = ()
     `${env:NAME}` in a string becomes the value of that environment variable, so that neither file nor command line holds a
     password.
 
-    Raises ConfigError that names the file, the key and, for an unknown key, the most similar valid one.
+    Raises ConfigError that names the file or the assignment, the key and, for an unknown key, the most similar valid one.
     """
     import yaml
 
@@ -36,21 +36,31 @@ def load(kind: type[ConfigT], file: Path | None, assignments: Iterable[str] = ()
     if not isinstance(data or {}, dict):
         raise ConfigError(f"{file}: expected a mapping of settings, got {type(data).__name__}")
     data = data or {}
+    assigned = []
     for assignment in assignments:
         _assign(data, assignment)
-    return validated(kind, _with_environment(data, ""), str(file or "settings"))
+        assigned.append(assignment.partition("=")[0])
+
+    def source(key: str) -> str:  # without the value, which may be a password
+        own = [name for name in assigned if f"{key}.".startswith(f"{name}.")]
+        return f"--set {own[-1]}" if own else str(file or "settings")
+
+    return validated(kind, _with_environment(data, ""), source)
 
 
-def validated(kind: type[ConfigT], data: Mapping[str, Any], source: str) -> ConfigT:
-    """Build a configuration class from plain data. source: name of the data in errors. Raises ConfigError as `load` does."""
+def validated(kind: type[ConfigT], data: Mapping[str, Any], origin: str | Callable[[str], str]) -> ConfigT:
+    """Build a configuration class from plain data. origin: name of the data in errors, or the name for a key.
+
+    Raises ConfigError as `load` does.
+    """
     from pydantic import TypeAdapter, ValidationError
 
-    _check_keys(kind, data, "")
+    source = origin if callable(origin) else lambda key: str(origin)
+    _check_keys(kind, data, "", source)
     try:
         return TypeAdapter(kind).validate_python(data)
     except ValidationError as error:
-        problems = "; ".join(_problem(e["loc"], e["msg"]) for e in error.errors())
-        raise ConfigError(f"{source}: {problems}") from error
+        raise ConfigError("; ".join(_problem(e["loc"], e["msg"], source) for e in error.errors())) from error
 
 
 def describe(config: object, prefix: str = "") -> list[str]:
@@ -74,14 +84,16 @@ def masked(text: str) -> str:
     return f"{scheme}://***@{rest.rpartition('@')[2]}" if "@" in rest else f"{scheme}://{rest}"
 
 
-def _problem(location: tuple[int | str, ...], message: str) -> str:
-    """Join the location of a pydantic error and its message.
+def _problem(location: tuple[int | str, ...], message: str, source: Callable[[str], str]) -> str:
+    """Join the source and the location of a pydantic error, and its message.
 
     A message of `__post_init__` begins with the name of its setting: "tree" and "top_k is 0" give "tree.top_k is 0".
     """
     path, own = ".".join(map(str, location)), message.removeprefix("Value error, ")
-    separator = ": " if own == message else "."
-    return f"{path}{separator}{own}" if path else own
+    if own == message:
+        return f"{source(path)}: {path}: {own}" if path else f"{source(path)}: {own}"
+    text = f"{path}.{own}" if path else own
+    return f"{source(text.split()[0])}: {text}"
 
 
 def _assign(data: dict[str, Any], assignment: str) -> None:
@@ -112,19 +124,20 @@ def _with_environment(node: Any, path: str) -> Any:
     return VARIABLE.sub(lambda found: os.environ[found[1]], node) if isinstance(node, str) else node
 
 
-def _check_keys(kind: Any, data: Mapping[str, Any], prefix: str) -> None:
+def _check_keys(kind: Any, data: Mapping[str, Any], prefix: str, source: Callable[[str], str]) -> None:
     """Raise ConfigError for a key that `kind` does not have."""
     hints = get_type_hints(kind)
     for key, value in data.items():
         if key not in hints:
             near = difflib.get_close_matches(str(key), list(hints), n=1, cutoff=0.0)
-            raise ConfigError(f"unknown setting {prefix}{key}; did you mean {prefix}{near[0]}? Known: {', '.join(hints)}")
+            known = f"did you mean {prefix}{near[0]}? Known: {', '.join(hints)}"
+            raise ConfigError(f"{source(f'{prefix}{key}')}: unknown setting {prefix}{key}; {known}")
         if is_dataclass(hints[key]) and isinstance(value, Mapping):
-            _check_keys(hints[key], value, f"{prefix}{key}.")
+            _check_keys(hints[key], value, f"{prefix}{key}.", source)
         for index, item in enumerate(value if isinstance(value, list) else ()):
             kinds = [kind for kind in get_args(hints[key]) if is_dataclass(kind)]
             if kinds and isinstance(item, Mapping):
-                _check_keys(kinds[0], item, f"{prefix}{key}.{index}.")
+                _check_keys(kinds[0], item, f"{prefix}{key}.{index}.", source)
 
 
 # Checks for __post_init__. Each raises ConfigError that begins with the name of the setting.

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from eyas.config import Dtype
 from eyas.errors import CheckpointError, ConfigError
+from eyas.tokenizer import check_source
 
 # Key of config.json under which `eyas check head --write` records a head's wiring. Fingerprints leave it out.
 WIRING_KEY = "eyas"
@@ -45,8 +46,7 @@ def resolve(path_or_id: str) -> Path:
     """The local folder of a checkpoint; a hub id is fetched into the hub's cache. Raises CheckpointError."""
     if Path(path_or_id).is_dir():
         return Path(path_or_id)
-    if Path(path_or_id).exists() or path_or_id.startswith((".", "/", "~")) or path_or_id.count("/") > 1:
-        raise CheckpointError(f"no checkpoint folder at {path_or_id!r}; give a folder that holds config.json, or a hub id")
+    check_source(path_or_id)
     from huggingface_hub import snapshot_download
 
     try:

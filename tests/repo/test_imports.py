@@ -62,7 +62,7 @@ def test_imports_point_down_and_services_stand_apart() -> None:
 
 
 def test_policy_modules_import_without_torch() -> None:
-    modules = {package: modules_of(package) for package in (*WITHOUT_TORCH, "eyas.cli", "eyas.client")}
+    modules = {package: modules_of(package) for package in (*WITHOUT_TORCH, "eyas.cli", "eyas.client", "eyas.terminal")}
     assert all(modules.values()), f"packages without a module: {[package for package in modules if not modules[package]]}"
     result = run(sys.executable, "-c", IMPORT_WITHOUT_TORCH, *(module for group in modules.values() for module in group))
     assert result.returncode == 0, result.stderr

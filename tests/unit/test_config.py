@@ -161,3 +161,22 @@ def test_the_description_names_every_setting_and_no_password(url: str, shown: st
 def test_a_value_out_of_range_is_refused_without_a_file_too() -> None:
     with pytest.raises(ConfigError, match="port is -1"):
         ServerConfig(port=-1)
+
+
+@pytest.mark.parametrize(
+    ("text", "assignment", "message"),
+    [
+        (VERIFIER, "engine.max_num_seqs=0", r"^--set engine\.max_num_seqs: engine\.max_num_seqs is 0"),
+        (VERIFIER, "engine.max_num_seqs=many", r"^--set engine\.max_num_seqs: engine\.max_num_seqs: Input should be"),
+        (
+            VERIFIER,
+            "engine.max_num_seq=4",
+            r"^--set .*: unknown setting engine\.max_num_seq; did you mean engine\.max_num_seqs",
+        ),
+        (VERIFIER + "engine: {max_num_seqs: 0}\n", "threads=1", r"config\.yaml: engine\.max_num_seqs is 0"),
+        (VERIFIER + "engin: {max_num_seqs: 1}\n", "threads=1", r"config\.yaml: unknown setting engin; did you mean engine"),
+    ],
+)
+def test_the_wrong_setting_names_its_own_source(tmp_path: Path, text: str, assignment: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load(VerifierConfig, written(tmp_path, text), [assignment])

@@ -11,7 +11,7 @@ import pytest
 from cryptography.hazmat.primitives import serialization
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from eyas.client import RouterClient
+from eyas.client import Connection
 from eyas.config import (
     DiscoveryConfig,
     DiscoveryKind,
@@ -26,7 +26,7 @@ from eyas.config import (
 )
 from eyas.drafters.base import DrafterNeeds
 from eyas.errors import ConfigError
-from eyas.rpc.channel import ChannelOptions, Peers
+from eyas.rpc.channel import Peers
 from eyas.rpc.messages import Load
 from eyas.rpc.server import RpcServer
 from eyas.services.cluster import free_port
@@ -215,7 +215,7 @@ def test_api_keys_are_masked_in_the_printed_config(tmp_path: Path) -> None:
     Authority().write(tmp_path)
     assert "PRIVATE KEY" in str(Peers(peers(tmp_path)).identity.key)
     assert "PRIVATE KEY" not in repr(Peers(peers(tmp_path)).identity)
-    assert "secret" not in repr(RouterClient("router:50050", ChannelOptions(), "secret"))
+    assert "secret" not in repr(Connection("router:50050", "secret"))
 
 
 @pytest.mark.parametrize("kind", [VerifierConfig, DraftConfig])

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from eyas.services.cluster import free_port
 from eyas.tokenizer import load_tokenizer
+from tests.services.http.http_router import REST_TEXT, http_router
 from tests.services.router.scripted_verifier import (
     DEMO,
     PROMPT_TEXT,
@@ -107,6 +108,34 @@ def test_a_router_that_is_not_there_is_one_line_on_stderr() -> None:
     outcome = asyncio.run(eyas("generate", "x", "--address", f"127.0.0.1:{free_port()}"))
     assert (outcome.status, outcome.err.count("\n")) == (1, 1)
     assert outcome.err.startswith("error: UNAVAILABLE: ")
+
+
+def test_a_prompt_comes_from_standard_input(url: str) -> None:
+    async def body() -> None:
+        async with worker(url, Script(TOKENS)), router(url) as address:
+            out = await fed(PROMPT_TEXT, "generate", "--address", address, "--max-tokens", "7", "--json")
+        chunks = [json.loads(line) for line in out.splitlines()]
+        assert [token for chunk in chunks for token in chunk.get("token_ids", ())] == list(REST[:7])
+
+    asyncio.run(body())
+
+
+def test_chat_streams_the_answers_of_a_url(url: str) -> None:
+    async def body() -> None:
+        async with worker(url, Script(TOKENS)), http_router(url) as base:
+            out = await fed(f"{PROMPT_TEXT}\n/exit\n", "chat", base, "--temperature", "0", "--max-tokens", str(len(REST)))
+        assert out == f"{REST_TEXT}\n"
+
+    asyncio.run(body())
+
+
+async def fed(text: str, *arguments: str) -> str:
+    """The output of the command with this standard input."""
+    command = (sys.executable, "-c", BLOCKED_TORCH, *arguments)
+    process = await asyncio.create_subprocess_exec(*command, stdin=PIPE, stdout=PIPE, stderr=PIPE)
+    out, err = await asyncio.wait_for(process.communicate(text.encode()), 60)
+    assert (process.returncode, err) == (0, b"")
+    return out.decode()
 
 
 def test_ctrl_c_cancels_the_request(url: str) -> None:

@@ -111,7 +111,7 @@ def test_a_wrong_setting_is_one_clear_line() -> None:
     async def body() -> None:
         async with process(MODELS, "stal_timeout=1") as child:
             status, line = await exit_of(child)
-        assert (status, line.split(";")[0]) == (2, "error: unknown setting stal_timeout")
+        assert (status, line.split(";")[0]) == (2, "error: --set stal_timeout: unknown setting stal_timeout")
 
     asyncio.run(body())
 

@@ -1,0 +1,93 @@
+"""`eyas generate` and `eyas chat` with a local model, and what they report before they load anything."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from click.testing import Result
+from typer.testing import CliRunner
+
+from eyas import LLM, SamplingParams
+from eyas.cli import app
+
+TARGET = "models/demo/target"
+DRAFTED = (TARGET, "--draft-model", "models/demo/eagle3")
+GREEDY = ("--temperature", "0", "--max-tokens", "12")
+BLOCKED_TORCH = "import sys; sys.modules['torch'] = None; from eyas.cli import main; main()"
+
+Run = Callable[..., Result]
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch) -> Run:
+    monkeypatch.setenv("NO_COLOR", "1")
+    monkeypatch.delenv("EYAS_ADDRESS", raising=False)
+
+    def run(*words: str, text: str = "") -> Result:
+        return CliRunner().invoke(app, words, input=text)
+
+    return run
+
+
+def tokens_of(result: Result) -> list[int]:
+    assert result.exit_code == 0, result.output
+    chunks = [json.loads(line) for line in result.stdout.splitlines()]
+    return [token for chunk in chunks for token in chunk.get("token_ids", ())]
+
+
+def test_a_local_model_continues_standard_input(run: Run, plain_llm: LLM) -> None:
+    drafted = run("generate", *DRAFTED, *GREEDY, "--json", text="def main():\n")
+    plain = run("generate", *DRAFTED, "def main():", *GREEDY, "--json", "--method", "none")
+    expected = plain_llm.generate("def main():", SamplingParams(max_tokens=12, temperature=0))[0].outputs[0]
+    assert tokens_of(drafted) == tokens_of(plain) == expected.token_ids
+    steps = [json.loads(result.stdout.splitlines()[-1])["stats"]["num_drafted"] for result in (drafted, plain)]
+    assert steps[0] > 0 == steps[1]
+
+
+def test_chat_keeps_the_history_until_reset(run: Run, plain_llm: LLM) -> None:
+    said = ["class Queue:", "def pop(self):"]
+    result = run("chat", *DRAFTED, *GREEDY, text=f"{said[0]}\n{said[1]}\n/reset\n{said[0]}\n/exit\nnever\n")
+    assert result.exit_code == 0, result.output
+    messages: list[dict[str, Any]] = []
+    expected = ""
+    for text in (*said, None, said[0]):
+        if text is None:
+            messages = []
+            continue
+        messages.append({"role": "user", "content": text})
+        answer = plain_llm.chat(messages, SamplingParams(max_tokens=12, temperature=0))[0].outputs[0].text
+        messages.append({"role": "assistant", "content": answer})
+        expected += f"{answer}\n"
+    assert result.stdout == expected
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        (["generate", "./nowhere", "x"], "error: no checkpoint folder at './nowhere'"),
+        (["generate", TARGET, "x", "--draft-model", "./nowhere"], "error: no checkpoint folder at './nowhere'"),
+        (["chat", "./nowhere"], "error: no checkpoint folder at './nowhere'"),
+        (["serve", "./nowhere"], "error: no checkpoint folder at './nowhere'"),
+        (["serve", TARGET, "--draft-model", "./nowhere"], "error: no checkpoint folder at './nowhere'"),
+        (["generate", TARGET, "x", "y"], "error: 'y' is one word too many"),
+        (["generate", "x", "--address", "127.0.0.1:1", "--method", "eagle3"], "error: a router's verifiers choose"),
+        (["chat", "http://127.0.0.1:9"], "error: UNAVAILABLE: cannot reach http://127.0.0.1:9/v1/chat/completions"),
+    ],
+)
+def test_mistakes_are_reported_without_torch(words: list[str], reason: str) -> None:
+    command = [sys.executable, "-c", BLOCKED_TORCH, *words]
+    done = subprocess.run(command, input="x\n", capture_output=True, text=True, env={**os.environ}, check=False, timeout=100)
+    assert (done.returncode, done.stderr.count("\n")) == (1, 1), done.stderr
+    assert done.stderr.startswith(reason)
+
+
+def test_completion_scripts_are_available(run: Run) -> None:
+    shown = subprocess.run(
+        [sys.executable, "-m", "eyas.cli", "--show-completion", "bash"],
+        capture_output=True, text=True, check=False, timeout=100, env={**os.environ, "_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION": "1"},
+    )  # fmt: skip
+    assert "complete" in shown.stdout, shown.stderr
