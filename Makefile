@@ -23,7 +23,7 @@ SHELL := bash
 .SHELLFLAGS := -eu -o pipefail -c
 MAKEFLAGS += --no-print-directory
 .DEFAULT_GOAL := help
-.PHONY: help setup demo up bench methods count test test-fast soak chaos fuzz ray lint format protos chart images rehearsal prometheus clean
+.PHONY: help setup demo up bench methods count test test-fast soak chaos fuzz clients ray lint format protos chart images rehearsal prometheus clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' Makefile
@@ -76,6 +76,9 @@ chaos: $(READY) ## kill, freeze, cut and overload services on loopback, about 5 
 
 fuzz: $(READY) ## 20,000 malformed messages over all methods and routes, about a minute; FUZZ="--messages 1000000" for more
 	@$(BIN)/python -m tests.fuzz $(FUZZ)
+
+clients: $(READY) ## install other projects' clients into .venv-clients and run a small job of each; writes docs/clients.md
+	@$(BIN)/python -m tests.clients $(CLIENTS)
 
 ray: $(READY) ## pools on a local Ray that grow, shrink and are replaced under load, about 5 minutes; no request may fail
 	@$(BIN)/python -m tests.ray.cluster.soak

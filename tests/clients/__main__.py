@@ -1,0 +1,254 @@
+"""`python -m tests.clients`: run small jobs of other projects' clients against `eyas serve`; writes docs/clients.md.
+
+Each client has an environment of its own, which is kept. A client that cannot be installed is reported with the reason.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Annotated
+from urllib.error import URLError
+
+import typer
+
+from eyas import __version__
+from eyas.services.cluster import free_port
+
+ROOT = Path(__file__).resolve().parents[2]
+JOBS = Path(__file__).with_name("jobs")
+TARGET, DRAFT_MODEL = "models/demo/target", "models/demo/eagle3-full"
+MODEL, MARK = "demo", "CHECK "
+START_TIMEOUT_S, STOP_TIMEOUT_S, INSTALL_TIMEOUT_S = 300.0, 30.0, 1200.0
+# What a client may not replace. Where pip finds only torch with CUDA, a client that needs torch is better left out.
+CONSTRAINTS = ("torch==2.13.0",)
+
+
+@dataclass(frozen=True)
+class ClientJob:
+    """A client. packages: of its environment. what: what it is. job: its script below `jobs`."""
+
+    name: str
+    what: str
+    packages: tuple[str, ...]
+    job: str
+
+    @property
+    def distribution(self) -> str:
+        """The package whose version counts."""
+        return self.packages[0].partition("[")[0]
+
+
+CLIENTS = (
+    ClientJob("openai", "OpenAI's client", ("openai",), "openai_job.py"),
+    ClientJob("anthropic", "Anthropic's client", ("anthropic",), "anthropic_job.py"),
+    ClientJob("instructor", "objects from chats", ("instructor",), "instructor_job.py"),
+    ClientJob("langchain-openai", "LangChain's integration of OpenAI", ("langchain-openai",), "langchain_job.py"),
+    ClientJob("litellm", "one interface to many providers", ("litellm",), "litellm_job.py"),
+    ClientJob("lm-eval", "EleutherAI's evaluation harness", ("lm-eval[api]",), "lm_eval_job.py"),
+    ClientJob("guidellm", "a benchmark of servers", ("guidellm",), "guidellm_job.py"),
+    ClientJob("aiperf", "NVIDIA's benchmark of servers", ("aiperf",), "aiperf_job.py"),
+)
+
+
+@dataclass
+class ClientResult:
+    """What a client did. problem: why it did not run; empty if it did. checks: the problem of each feature, "" for none."""
+
+    client: ClientJob
+    version: str = ""
+    problem: str = ""
+    seconds: float = 0.0
+    checks: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def works(self) -> bool:
+        """Whether every check passed."""
+        return not self.problem and bool(self.checks) and not any(self.checks.values())
+
+
+def main(
+    only: Annotated[list[str] | None, typer.Argument(help="Names of clients; all by default.")] = None,
+    environments: Annotated[Path, typer.Option(help="Folder of the clients' environments.")] = Path(".venv-clients"),
+    out: Annotated[Path, typer.Option(help="Page to write; not written if only some clients run.")] = Path(
+        "docs/clients.md"
+    ),
+    timeout_s: Annotated[float, typer.Option(help="Most seconds of one client's job.")] = 600.0,
+    url: Annotated[str, typer.Option(help="URL of a running server, instead of an own one.")] = "",
+) -> None:
+    """Run every client. Exits with 1 if a check failed."""
+    known = {client.name: client for client in CLIENTS}
+    if unknown := set(only or ()) - set(known):
+        raise typer.BadParameter(f"no client {', '.join(sorted(unknown))}; known: {', '.join(known)}")
+    chosen = [known[name] for name in only or known]
+    results = []
+    with tempfile.TemporaryDirectory(prefix="eyas-clients-") as folder, server(url, Path(folder)) as base:
+        for number, client in enumerate(chosen, 1):
+            note(f"[{number}/{len(chosen)}] {client.name}")
+            results.append(run_client(client, environments.resolve(), base, timeout_s))
+    for result in results:
+        note(summary(result))
+    if not only:
+        out.write_text(page(results), encoding="utf-8")
+        note(f"wrote {out}")
+    if not all(result.works for result in results):
+        raise typer.Exit(1)
+
+
+def note(line: str) -> None:
+    """Show progress."""
+    print(line, file=sys.stderr, flush=True)
+
+
+@contextmanager
+def server(url: str, folder: Path) -> Iterator[str]:
+    """Start `eyas serve` with the demo model, and stop it at the end; yields its URL. url: of one that runs already."""
+    if url:
+        yield url.rstrip("/")
+        return
+    http, grpc = free_port(), free_port()
+    command = [str(Path(sys.executable).with_name("eyas")), "serve", TARGET, "--draft-model", DRAFT_MODEL]
+    command += ["--served-model-name", MODEL, "--port", str(http), "--grpc-port", str(grpc)]
+    log = folder / "serve.log"
+    note(f"starting {' '.join(command[1:])}")
+    with log.open("w") as file:
+        process = subprocess.Popen(command, cwd=ROOT, stdout=file, stderr=subprocess.STDOUT)
+        try:
+            wait_until_healthy(f"http://127.0.0.1:{http}", process, log)
+            yield f"http://127.0.0.1:{http}"
+        finally:
+            process.send_signal(signal.SIGINT)
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(STOP_TIMEOUT_S)
+            process.kill()
+
+
+def wait_until_healthy(base: str, process: subprocess.Popen[bytes], log: Path) -> None:
+    """Return once the server answers. Raises RuntimeError with the end of its log if it ends, TimeoutError."""
+    deadline = time.monotonic() + START_TIMEOUT_S
+    while time.monotonic() < deadline:
+        if process.poll() is not None:
+            raise RuntimeError(f"the server has ended: {log.read_text()[-2000:]}")
+        with suppress(URLError, OSError), urllib.request.urlopen(f"{base}/health", timeout=5):
+            return
+        time.sleep(0.5)
+    raise TimeoutError(f"the server did not start within {START_TIMEOUT_S} s")
+
+
+def run_client(client: ClientJob, environments: Path, base: str, timeout_s: float) -> ClientResult:
+    """Install a client if it is not there yet, and run its job."""
+    result, started = ClientResult(client), time.monotonic()
+    python = environments / client.name / "bin" / "python"
+    result.problem = install(client, python)
+    if not result.problem:
+        result.version = version_of(client, python)
+        run_job(client, python, base, timeout_s, result)
+    result.seconds = time.monotonic() - started
+    return result
+
+
+def install(client: ClientJob, python: Path) -> str:
+    """Make the environment of a client. Returns why that failed; empty if it did not."""
+    ready = python.parents[1] / ".ready"
+    if ready.is_file():
+        return ""
+    note(f"  installing {' '.join(client.packages)}")
+    shutil.rmtree(python.parents[1], ignore_errors=True)
+    subprocess.run([sys.executable, "-m", "venv", str(python.parents[1])], check=True)
+    constraints = python.parents[1] / "constraints.txt"
+    constraints.write_text("".join(f"{line}\n" for line in CONSTRAINTS))
+    command = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *client.packages]
+    try:
+        done = subprocess.run(
+            [*command, "-c", str(constraints)], capture_output=True, text=True, timeout=INSTALL_TIMEOUT_S, check=False
+        )
+    except subprocess.TimeoutExpired:
+        return f"not installed: pip took more than {INSTALL_TIMEOUT_S:.0f} s"
+    if done.returncode:
+        errors = [line for line in done.stderr.splitlines() if line.startswith("ERROR")]
+        return f"not installed: {errors[-1] if errors else done.stderr.strip()[-300:]}"
+    ready.touch()
+    return ""
+
+
+def version_of(client: ClientJob, python: Path) -> str:
+    """Return the installed version."""
+    code = f"from importlib.metadata import version; print(version({client.distribution!r}))"
+    return subprocess.run([str(python), "-c", code], capture_output=True, text=True, check=True).stdout.strip()
+
+
+def run_job(client: ClientJob, python: Path, base: str, timeout_s: float, result: ClientResult) -> None:
+    """Run a client's script and take the results that it prints."""
+    environment = job_environment(base)
+    try:
+        command = [str(python), str(JOBS / client.job)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, env=environment, check=False)
+        output, errors = done.stdout, done.stderr
+        if done.returncode:
+            result.problem = f"the job ended with status {done.returncode}: {errors.strip().splitlines()[-1:]}"
+    except subprocess.TimeoutExpired as error:
+        output = error.stdout.decode() if isinstance(error.stdout, bytes) else error.stdout or ""
+        result.problem = f"the job took more than {timeout_s:.0f} s"
+    for line in output.splitlines():
+        if line.startswith(MARK):
+            found = json.loads(line.removeprefix(MARK))
+            result.checks[found["feature"]] = found["problem"]
+            note(f"  {'works' if not found['problem'] else 'FAILS'}: {found['feature']} {found['problem']}")
+    if result.problem:
+        note(f"  FAILS: {result.problem}")
+
+
+def job_environment(base: str) -> Mapping[str, str]:
+    """Return the variables of a job: no access to the hub, no telemetry, no proxy for loopback."""
+    kept = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
+    own = {"EYAS_URL": base, "EYAS_MODEL": MODEL, "EYAS_TOKENIZER": str(ROOT / TARGET), "NO_PROXY": "127.0.0.1,localhost"}
+    quiet = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "DO_NOT_TRACK": "1", "LITELLM_LOCAL_MODEL_COST_MAP": "True"}
+    return kept | own | quiet
+
+
+def summary(result: ClientResult) -> str:
+    """Return a line about a client."""
+    failed = sum(map(bool, result.checks.values()))
+    state = result.problem or (
+        f"{failed} of {len(result.checks)} checks failed" if failed else f"{len(result.checks)} checks"
+    )
+    return f"{result.client.name} {result.version}: {state} ({result.seconds:.0f} s)"
+
+
+def page(results: Sequence[ClientResult]) -> str:
+    """Return the text of docs/clients.md."""
+    date, python = datetime.now(UTC).strftime("%Y-%m-%d"), ".".join(map(str, sys.version_info[:3]))
+    lines = [
+        "# Clients",
+        "",
+        "`make clients` installs each client into an environment of its own, runs a small job of it against `eyas serve`",
+        f"with the demo model, and writes this page. Eyas {__version__}, {date}, Python {python}, CPU.",
+        "",
+        "| client | version | what works | what does not |",
+        "|---|---|---|---|",
+    ]
+    for result in results:
+        works = ", ".join(f"{feature}" for feature, problem in result.checks.items() if not problem)
+        fails = [f"{feature} ({problem})" for feature, problem in result.checks.items() if problem]
+        fails += [result.problem] * bool(result.problem)
+        row = (f"{result.client.name}: {result.client.what}", result.version, works, "; ".join(fails) or "nothing known")
+        lines.append("| " + " | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in row) + " |")
+    return "\n".join([*lines, ""])
+
+
+if __name__ == "__main__":
+    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+    app.command()(main)
+    app()
