@@ -218,7 +218,11 @@ class MessagesWriter:
         answer = await self.chat.response(chunks)
         (choice,) = answer["choices"]
         message = choice["message"]
-        content: list[dict[str, Any]] = [{"type": "text", "text": message["content"]}] if message["content"] else []
+        content: list[dict[str, Any]] = []
+        if reasoning := message.get("reasoning_content"):
+            content.append({"type": "thinking", "thinking": reasoning, "signature": ""})
+        if message["content"]:
+            content.append({"type": "text", "text": message["content"]})
         for call in message.get("tool_calls") or ():
             content.append(_tool_use(call) | {"input": _arguments(call)})
         return self._message(content, answer["usage"]) | _ending(choice)
@@ -258,14 +262,18 @@ class MessagesWriter:
 
 
 class _Blocks:
-    """The content blocks of a stream: text, and one for each call of a tool. One is open at a time."""
+    """The content blocks of a stream: thinking, text, and one for each call of a tool. One is open at a time."""
 
     def __init__(self) -> None:
         self._index = -1
-        self._open: str | int = ""  # "text", or the index of a call
+        self._open: str | int = ""  # "thinking", "text", or the index of a call
 
     def add(self, delta: dict[str, Any]) -> Iterator[dict[str, Any]]:
         """Yield the events of what a chunk adds to the message."""
+        if thinking := delta.get("reasoning_content"):
+            if self._open != "thinking":
+                yield from self._start("thinking", {"type": "thinking", "thinking": "", "signature": ""})
+            yield self._delta({"type": "thinking_delta", "thinking": thinking})
         if text := delta.get("content"):
             if self._open != "text":
                 yield from self._start("text", {"type": "text", "text": ""})

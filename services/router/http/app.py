@@ -76,10 +76,7 @@ def build_app(
     """
     admission = admission or Admission()
     config = config or HttpConfig()
-    schema_url = "/openapi.json" if config.operations_port is None else None
-    app = FastAPI(
-        title="Eyas", version=__version__, openapi_url=schema_url, docs_url=None, redoc_url=None, redirect_slashes=False
-    )
+    app = FastAPI(title="Eyas", version=__version__, openapi_url=None, docs_url=None, redoc_url=None, redirect_slashes=False)
     app.router.route_class = JsonRoute
     app.state.max_request_values = admission.limits.max_request_values
     app.state.parsing = asyncio.Semaphore(MAX_PARSING_THREADS)
@@ -110,7 +107,7 @@ def build_app(
     if config.playground:
         add_playground(app)
     if config.operations_port is None:
-        _add_operations_routes(app, readiness)
+        _add_operations_routes(app, readiness, app)
     return app
 
 
@@ -118,8 +115,7 @@ def build_operations_app(readiness: ReadinessMonitor, api: FastAPI) -> FastAPI:
     """Build the application of the operations port: probes, health, metrics, and the schema of `api`."""
     app = FastAPI(title="Eyas operations", docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
     _add_probe_routes(app, readiness)
-    _add_operations_routes(app, readiness)
-    app.get("/openapi.json", include_in_schema=False)(api.openapi)
+    _add_operations_routes(app, readiness, api)
     return app
 
 
@@ -175,8 +171,9 @@ def _add_probe_routes(app: FastAPI, readiness: ReadinessMonitor) -> None:
         return _status(readiness.reason, "ready", "not ready")
 
 
-def _add_operations_routes(app: FastAPI, readiness: ReadinessMonitor) -> None:
+def _add_operations_routes(app: FastAPI, readiness: ReadinessMonitor, api: FastAPI) -> None:
     page = DOCS_PAGE.read_text(encoding="utf-8")
+    app.get("/openapi.json", include_in_schema=False)(api.openapi)  # in a thread, because the first time takes a while
 
     @app.get("/health")
     async def health() -> JSONResponse:

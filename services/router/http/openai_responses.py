@@ -263,46 +263,54 @@ class ResponsesWriter:
 
     def _add(self, delta: Mapping[str, Any], logprobs: Mapping[str, Any] | None) -> Iterator[dict[str, Any]]:
         """Take what a chunk adds, or a whole message; yield its events."""
+        if reasoning := delta.get("reasoning_content"):
+            if not self._items or self._items[-1].kind != "reasoning":
+                yield from self._begin(_Item("reasoning", f"rs_{self.id}_{len(self._items)}"))
+            self._items[-1].text += reasoning
+            yield self._event("response.reasoning_text.delta", **self._place, delta=reasoning)
         if text := delta.get("content"):
-            if not self._items or self._items[-1].call is not None:
-                yield from self._begin(_Item(f"msg_{self.id}_{len(self._items)}"))
+            if not self._items or self._items[-1].kind != "message":
+                yield from self._begin(_Item("message", f"msg_{self.id}_{len(self._items)}"))
             item, entries = self._items[-1], (logprobs or {}).get("content") or []
             item.text += text
             item.logprobs += entries
-            place = {"item_id": item.id, "output_index": len(self._items) - 1, "content_index": 0}
-            yield self._event("response.output_text.delta", **place, delta=text, logprobs=entries)
+            yield self._event("response.output_text.delta", **self._place, delta=text, logprobs=entries)
         for number, call in enumerate(delta.get("tool_calls") or ()):
             index = call.get("index", number)
             if not self._items or self._items[-1].call != index:
-                item = _Item(f"fc_{self.id}_{len(self._items)}", index, call["id"], call["function"]["name"])
-                yield from self._begin(item)
+                id_, name = f"fc_{self.id}_{len(self._items)}", call["function"]["name"]
+                yield from self._begin(_Item("function_call", id_, index, call["id"], name))
             if arguments := call["function"].get("arguments"):
-                item = self._items[-1]
-                item.text += arguments
-                place = {"item_id": item.id, "output_index": len(self._items) - 1}
-                yield self._event("response.function_call_arguments.delta", **place, delta=arguments)
+                self._items[-1].text += arguments
+                yield self._event("response.function_call_arguments.delta", **self._place, delta=arguments)
 
     def _begin(self, item: _Item) -> Iterator[dict[str, Any]]:
         """Yield the end of the item before, and the beginning of this one."""
         if self._items:
             yield from self._done(self._items[-1])
         self._items.append(item)
-        index = len(self._items) - 1
-        yield self._event("response.output_item.added", output_index=index, item=item.json(is_done=False))
-        if item.call is None:
-            place = {"item_id": item.id, "output_index": index, "content_index": 0}
-            yield self._event("response.content_part.added", **place, part=_Item("").part)
+        added = item.json(is_done=False)
+        yield self._event("response.output_item.added", output_index=len(self._items) - 1, item=added)
+        if item.kind == "message":
+            yield self._event("response.content_part.added", **self._place, part=_Item("message", "").part)
 
     def _done(self, item: _Item) -> Iterator[dict[str, Any]]:
-        index = len(self._items) - 1
-        place: dict[str, Any] = {"item_id": item.id, "output_index": index}
-        if item.call is None:
-            place["content_index"] = 0
+        place = self._place
+        if item.kind == "message":
             yield self._event("response.output_text.done", **place, text=item.text, logprobs=item.logprobs)
             yield self._event("response.content_part.done", **place, part=item.part)
+        elif item.kind == "reasoning":
+            yield self._event("response.reasoning_text.done", **place, text=item.text)
         else:
             yield self._event("response.function_call_arguments.done", **place, name=item.name, arguments=item.text)
-        yield self._event("response.output_item.done", output_index=index, item=item.json())
+        yield self._event("response.output_item.done", output_index=place["output_index"], item=item.json())
+
+    @property
+    def _place(self) -> dict[str, Any]:
+        """Where the last item is."""
+        item = self._items[-1]
+        place = {"item_id": item.id, "output_index": len(self._items) - 1}
+        return place if item.kind == "function_call" else place | {"content_index": 0}
 
     def _event(self, kind: str, **fields: Any) -> dict[str, Any]:
         self._sequence_number += 1
@@ -351,8 +359,9 @@ class ResponsesWriter:
 
 @dataclass
 class _Item:
-    """An item of the output. call: index of a call of a function, whose arguments are `text`; None for a message."""
+    """An item of the output. call: index of a call of a function, whose arguments are `text`."""
 
+    kind: Literal["message", "reasoning", "function_call"]
     id: str
     call: int | None = None
     call_id: str = ""
@@ -369,8 +378,11 @@ class _Item:
     def json(self, is_done: bool = True) -> dict[str, Any]:
         """Return the item; before it is done, without its text."""
         named = {"id": self.id, "status": self.status if is_done else "in_progress"}
-        if self.call is None:
+        if self.kind == "message":
             return named | {"type": "message", "role": "assistant", "content": [self.part] if is_done else []}
+        if self.kind == "reasoning":
+            content = [{"type": "reasoning_text", "text": self.text}] if is_done else []
+            return named | {"type": "reasoning", "summary": [], "content": content}
         function = {"call_id": self.call_id, "name": self.name, "arguments": self.text if is_done else ""}
         return named | {"type": "function_call", **function}
 
