@@ -43,6 +43,8 @@ _MAX_CONSTRAINT_LENGTH = {
     "grammar": MAX_SCHEMA_LENGTH,
     "structural_tag": MAX_SCHEMA_LENGTH,
 }
+# Draws are uniform long before; the reciprocals of larger numbers vanish in float32.
+MAX_TEMPERATURE = 1e6
 _WHOLE = {"max_tokens": (1, MAX_INT), "top_k": (0, MAX_INT), "n": (1, MAX_COMPLETIONS), "min_tokens": (0, MAX_INT)}
 _WHOLE_OR_NONE = {"seed": (0, MAX_SEED), "logprobs": (0, MAX_LOGPROBS), "prompt_logprobs": (0, MAX_LOGPROBS)}
 # Lowest and highest value, and the range in words.
@@ -51,7 +53,7 @@ _REAL = {
     "repetition_penalty": (0.01, 100.0, "lie in [0.01, 100.0]"),
     "presence_penalty": (-2.0, 2.0, "lie in [-2.0, 2.0]"),
     "frequency_penalty": (-2.0, 2.0, "lie in [-2.0, 2.0]"),
-    "temperature": (0.0, math.inf, "be a finite number, 0 or more"),
+    "temperature": (0.0, MAX_TEMPERATURE, "lie in [0, 1000000]"),
     "top_p": (math.ulp(0.0), 1.0, "lie in (0, 1]"),
     "logit_bias": (-100.0, 100.0, "lie in [-100, 100]"),
 }

@@ -44,6 +44,7 @@ def configure_logging(log_format: LogFormat = "text") -> None:
     handler = logging.StreamHandler()
     handler.setFormatter(_formatter(log_format))
     handler.addFilter(_add_context)
+    handler.addFilter(_without_metadata)
     handler.addFilter(RateLimit(handler))
     logging.basicConfig(level=logging.INFO, handlers=[handler], force=True)
 
@@ -113,6 +114,13 @@ def request_log(request_id: str, span: Span) -> Iterator[LogContext]:
     finally:
         with suppress(ValueError):  # another task may close a generator than the one that started it
             _CONTEXT.reset(token)
+
+
+def _without_metadata(record: logging.LogRecord) -> bool:
+    """gRPC logs metadata that it cannot decode, a key included, with a traceback: keep neither."""
+    if record.name.startswith("grpc") and record.exc_info and isinstance(record.exc_info[1], UnicodeDecodeError):
+        record.msg, record.args, record.exc_info = "a peer sent metadata that is not UTF-8", (), None
+    return True
 
 
 def _formatter(log_format: LogFormat) -> logging.Formatter:

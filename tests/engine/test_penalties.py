@@ -36,6 +36,7 @@ STEERED = {
     "reward": replace(PLAIN, frequency_penalty=-1.0, presence_penalty=-2.0, repetition_penalty=0.7),
     "bad words": replace(PLAIN, temperature=0, bad_token_ids=WORDS),
     "min tokens": replace(PLAIN, ignore_eos=False, min_tokens=9, stop_token_ids=tuple(range(3, 40))),
+    "hot": replace(PLAIN, ignore_eos=False, min_tokens=20, temperature=1e6),
     "min p": replace(PLAIN, temperature=1.3, min_p=0.2),
     "all": replace(
         PLAIN, temperature=1.2, top_k=20, top_p=0.95, min_p=0.02, repetition_penalty=1.3, presence_penalty=0.3,

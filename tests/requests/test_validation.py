@@ -55,6 +55,7 @@ def test_parameters_are_kept_in_one_form() -> None:
         ({"logprobs": 21}, "logprobs is 21; it must be a whole number from 0 to 20"),
         ({"prompt_logprobs": True}, "prompt_logprobs is True"),
         ({"temperature": float("inf")}, "temperature is inf"),
+        ({"temperature": 3.5e38}, r"temperature is 3.5e\+38; it must lie in \[0, 1000000\]"),
         ({"top_p": 1.1}, r"top_p is 1.1; it must lie in \(0, 1\]"),
         ({"top_k": -2}, "top_k is -2"),
         ({"stop": 5}, "stop is 5; it must be a list"),

@@ -55,6 +55,17 @@ def test_a_traceback_forges_no_line(out: Callable[[], str]) -> None:
     assert all(line.startswith("  ") and line.isprintable() for line in others)
 
 
+def test_metadata_that_grpc_cannot_decode_is_not_logged(out: Callable[[], str]) -> None:
+    key = b"Bearer a-secret-\xf3-key"
+    try:
+        key.decode()
+    except UnicodeDecodeError:
+        logging.getLogger("grpc._cython.cygrpc").exception("Invalid encoding on %s", key)
+    (line,) = out().removesuffix("\n").split("\n")
+    assert "metadata that is not UTF-8" in line
+    assert "secret" not in line
+
+
 def test_printable_text_is_logged_as_it_is(out: Callable[[], str]) -> None:
     log.warning("größe 漢字 %s", "😀 \\n")
     line = out()

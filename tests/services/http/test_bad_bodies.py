@@ -33,7 +33,7 @@ COMPLETIONS: list[tuple[dict[str, Any], str | None, str]] = [
     ({"max_tokens": 4096}, "max_tokens", "exceed the context length 2048"),
     ({"max_tokens": 1.5}, "max_tokens", "1.5"),
     ({"temperature": "0.5"}, "temperature", "valid number"),
-    ({"temperature": -1}, "temperature", "finite number, 0 or more"),
+    ({"temperature": -1}, "temperature", "lie in [0, 1000000]"),
     ({"top_p": 0}, "top_p", "(0, 1]"),
     ({"top_k": -2}, "top_k", "whole number from 0"),
     ({"n": 0}, "n", "from 1 to 128"),
