@@ -17,6 +17,7 @@ import jinja2
 from jinja2.ext import Extension, loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from eyas.chat_output import ChatFormat, detect_format
 from eyas.config import ServedModel
 from eyas.errors import CheckpointError, ConfigError, InvalidRequest
 from eyas.tokenizer import fetch_file, tokenizer_settings
@@ -29,13 +30,23 @@ log = logging.getLogger(__name__)
 class ChatTemplate:
     """A compiled chat template. special_tokens: by the names that templates use, such as bos_token.
 
-    model: for errors. Raises ConfigError if the template does not compile.
+    model: for errors. tool_source: the template of chats with tools, if it is another one. form: becomes `format`, how the
+    model writes reasoning and calls; None takes what the template shows. Raises ConfigError if a template does not compile.
     """
 
-    def __init__(self, source: str, special_tokens: Mapping[str, str], model: str) -> None:
+    def __init__(
+        self,
+        source: str,
+        special_tokens: Mapping[str, str],
+        model: str,
+        tool_source: str = "",
+        form: ChatFormat | None = None,
+    ) -> None:
+        self.format = detect_format(source + tool_source) if form is None else form
         self._special_tokens = dict(special_tokens)
         try:
             self._template = _environment().from_string(source)
+            self._tool_template = _environment().from_string(tool_source) if tool_source else self._template
         except jinja2.TemplateError as error:
             raise ConfigError(
                 f"the chat template of {model} does not compile: {error}; set another chat_template"
@@ -49,7 +60,8 @@ class ChatTemplate:
         """
         variables = {**self._special_tokens, "tools": None, "documents": None, "add_generation_prompt": True, **extra}
         try:
-            text = self._template.render(variables | {"messages": list(messages)})
+            template = self._tool_template if variables["tools"] else self._template
+            text = template.render(variables | {"messages": list(messages)})
             text.encode()
         except Exception as error:  # a template can raise whatever Python can
             raise InvalidRequest(f"the model's chat template refuses these messages: {error}", "messages") from error
@@ -58,8 +70,12 @@ class ChatTemplate:
 
 def load_template(model: ServedModel) -> ChatTemplate | None:
     """Return the chat template of a model; None if it has none. Raises ConfigError or CheckpointError for a bad one."""
-    source = _read(model.chat_template) if model.chat_template else _find(model.tokenizer)
-    return ChatTemplate(source, special_tokens(model.tokenizer), model.name) if source else None
+    sources = {"default": _read(model.chat_template)} if model.chat_template else _find(model.tokenizer)
+    source, tool_source = sources.get("default", ""), sources.get("tool_use", "")
+    if not source:
+        return None
+    form = _format(model, source + tool_source)
+    return ChatTemplate(source, special_tokens(model.tokenizer), model.name, tool_source, form)
 
 
 def special_tokens(tokenizer: str) -> dict[str, str]:
@@ -67,6 +83,16 @@ def special_tokens(tokenizer: str) -> dict[str, str]:
     settings = tokenizer_settings(tokenizer)
     texts = {name: _token_text(token) for name, token in settings.items() if name.endswith("_token")}
     return {name: text for name, text in texts.items() if text}
+
+
+def _format(model: ServedModel, template: str) -> ChatFormat:
+    """Return the format that the model's settings name, or else that its template shows."""
+    shown = detect_format(template)
+    tools, reasoning = model.tool_call_parser, model.reasoning_parser
+    return ChatFormat(
+        shown.tool_call_parser if tools == "auto" else "" if tools == "none" else tools,
+        shown.reasoning_parser if reasoning == "auto" else "" if reasoning == "none" else reasoning,
+    )
 
 
 def _cut_after(text: str, content: str) -> str:
@@ -85,19 +111,19 @@ def _read(path: str) -> str:
         raise ConfigError(f"cannot read the chat_template {path}: {error}") from error
 
 
-def _find(tokenizer: str) -> str:
-    """Return the tokenizer's template: from chat_template.jinja, else from its settings; of several the default."""
+def _find(tokenizer: str) -> dict[str, str]:
+    """Return the tokenizer's templates by name: from chat_template.jinja, else from its settings."""
     try:
         file = fetch_file(tokenizer, _FILE)
     except CheckpointError as error:
         log.warning("cannot look for a chat template: %s", error)
         file = None
     if file is not None:
-        return _read(str(file))
+        return {"default": _read(str(file))}
     template = tokenizer_settings(tokenizer).get("chat_template") or ""
     if isinstance(template, list):
-        return str({entry["name"]: entry["template"] for entry in template}.get("default", ""))
-    return str(template)
+        return {str(entry["name"]): str(entry["template"]) for entry in template}
+    return {"default": str(template)}
 
 
 def _token_text(token: object) -> str:

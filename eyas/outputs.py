@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 
 from eyas.request import Chunk, FinishReason, GenerationStats, SamplingParams, TokenLogprob
@@ -57,13 +57,15 @@ class TextDecoder:
         *,
         skip_special_tokens: bool = True,
         include_stop: bool = False,
+        kept_tokens: Collection[int] = (),
     ) -> None:
         """sampling: the client's, with its stop strings. seed: of this completion. index: which of the n completions.
 
-        skip_special_tokens, include_stop: see TextStream.
+        skip_special_tokens, include_stop, kept_tokens: see TextStream.
         """
         self.stopped = False
-        self._text = TextStream(tokenizer, sampling.stop, sampling.min_tokens, skip_special_tokens, include_stop)
+        stop, min_tokens = sampling.stop, sampling.min_tokens
+        self._text = TextStream(tokenizer, stop, min_tokens, skip_special_tokens, include_stop, kept_tokens)
         self._stop_token_ids = frozenset(sampling.stop_token_ids)
         self._totals = Totals(num_prompt_tokens, 0, GenerationStats())
         self._seed = seed

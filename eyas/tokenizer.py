@@ -6,7 +6,7 @@ The text of a stream does not depend on how its tokens are grouped into chunks.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -79,6 +79,10 @@ class Tokenizer:
         """Text of token ids, special tokens left out unless they are asked for."""
         return self.tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens)
 
+    def special_ids(self, names: Iterable[str]) -> frozenset[int]:
+        """Ids of those of the names that are special tokens of the vocabulary."""
+        return frozenset(id_ for name in names if (id_ := self.tokenizer.token_to_id(name)) is not None) & self._special
+
     def is_special(self, token: int) -> bool:
         """Whether a token, such as end-of-sequence, has no text."""
         return token in self._special
@@ -114,9 +118,11 @@ class TextStream:
         min_tokens: int = 0,
         skip_special_tokens: bool = True,
         include_stop: bool = False,
+        kept_tokens: Collection[int] = (),
     ) -> None:
         """The stream ends at any of the `stop` strings that begins after the text of `min_tokens` tokens.
 
+        kept_tokens: special tokens that stay in the text, unless they end the output.
         include_stop: keep the stop string that ends the text; and, if special tokens are not skipped, the one that ends
             the output.
         """
@@ -125,6 +131,7 @@ class TextStream:
         self.stop_string: str | None = None
         self._skips_special = skip_special_tokens
         self._includes_stop = include_stop
+        self._kept = frozenset(kept_tokens)
         self._num_unsearched = min_tokens
         self._held = ""
         self._context: list[int] = []
@@ -176,14 +183,20 @@ class TextStream:
         `tokenizers.decoders.DecodeStream` does the same, but fails for good once invalid UTF-8 changes text that is already
         out, and cannot return its rest.
         """
-        is_hidden = self._skips_special or (ends and not self._includes_stop)
-        if is_hidden and self._tokenizer.is_special(token):
-            return ""
+        is_end = ends and not self._includes_stop
+        if (is_end or self._skips_special) and self._tokenizer.is_special(token):
+            return "" if is_end or token not in self._kept else self._before_kept() + self._plain([token], False)
         self._pending.append(token)
         text = self._text()
         if not text or text.endswith(_INCOMPLETE):
             return self._settle(text) if len(self._pending) >= _MAX_PENDING else ""
         self._context, self._pending = self._pending, []
+        return text
+
+    def _before_kept(self) -> str:
+        """Release the text of an incomplete character: a special token ends it."""
+        text = self._text() if self._pending else ""
+        self._context, self._pending = self._pending or self._context, []
         return text
 
     def _settle(self, text: str) -> str:
@@ -203,8 +216,8 @@ class TextStream:
         both = self._plain(self._context + pending)
         return both[len(before) :] if both.startswith(before) else self._plain(pending)
 
-    def _plain(self, ids: Sequence[int]) -> str:
-        return self._tokenizer.decode(ids, self._skips_special)
+    def _plain(self, ids: Sequence[int], skips_special: bool | None = None) -> str:
+        return self._tokenizer.decode(ids, self._skips_special if skips_special is None else skips_special)
 
 
 def _overlap(text: str, stop: str) -> int:

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Literal
 
-from eyas.config.loader import above_zero, at_least, cert_and_key, not_below, valid_optional_port, valid_port
+from eyas.config.loader import above_zero, at_least, cert_and_key, not_below, one_of, valid_optional_port, valid_port
 from eyas.config.serving import ServiceConfig
+
+ToolCallParser = Literal["auto", "none", "llama3_json", "hermes", "mistral", "openai"]
+ReasoningParser = Literal["auto", "none", "deepseek_r1", "qwen3", "mistral", "openai_gptoss"]
 
 
 @dataclass(frozen=True)
@@ -16,11 +20,19 @@ class ServedModel:
         name: name in requests.
         tokenizer: folder or hub id that has its tokenizer.json.
         chat_template: file with a Jinja chat template; empty takes the tokenizer's own, if it has one.
+        tool_call_parser: how the model writes calls of tools; auto finds it in the chat template, none reads no calls.
+        reasoning_parser: how it writes reasoning; auto and none likewise.
     """
 
     name: str
     tokenizer: str
     chat_template: str = ""
+    tool_call_parser: ToolCallParser = "auto"
+    reasoning_parser: ReasoningParser = "auto"
+
+    def __post_init__(self) -> None:
+        one_of(ToolCallParser, tool_call_parser=self.tool_call_parser)
+        one_of(ReasoningParser, reasoning_parser=self.reasoning_parser)
 
 
 @dataclass(frozen=True)

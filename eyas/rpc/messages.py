@@ -155,6 +155,7 @@ class GenerateCall:
         target_fingerprint: from the router: the target that must serve the request; empty accepts any.
         skip_special_tokens: for the router: leave special tokens out of the text; not part of the message.
         include_stop: for the router: keep what ends the text, see TextStream; not part of the message.
+        kept_tokens: for the router: special tokens that stay in the text; not part of the message.
     """
 
     request: Request
@@ -165,6 +166,7 @@ class GenerateCall:
     target_fingerprint: str = ""
     skip_special_tokens: bool = True
     include_stop: bool = False
+    kept_tokens: frozenset[int] = frozenset()
 
 
 # Drafting

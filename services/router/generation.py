@@ -158,6 +158,7 @@ class GenerationService:
                 index,
                 skip_special_tokens=call.skip_special_tokens,
                 include_stop=call.include_stop,
+                kept_tokens=call.kept_tokens,
             )
             chunks = self._dispatcher.stream(replace(call, request=completion), context)
             yield _decode(chunks, decoder)

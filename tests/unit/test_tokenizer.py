@@ -212,3 +212,12 @@ def test_a_stop_string_is_looked_for_after_the_first_tokens_only(min_tokens: int
 def test_a_bad_word_is_encoded_as_it_stands_and_after_a_space(demo: Tokenizer) -> None:
     words = demo.bad_token_ids(["return", " return", "self.x"])
     assert [demo.decode(ids) for ids in words] == ["return", " return", "self.x", " self.x"]
+
+
+def test_kept_special_tokens_stay_in_the_text_unless_they_end_it() -> None:
+    tokenizer = load_tokenizer("models/demo/target")
+    kept = tokenizer.special_ids(["<|pad|>", "<|eos|>", "none", "def"])
+    assert kept == {1, 2}
+    ids = [*tokenizer.encode_rendered("def é"), 2, *tokenizer.encode_rendered(" x"), 0, 1]
+    stream = TextStream(tokenizer, kept_tokens=kept)
+    assert "".join(stream.push([token], ends=token == 1).text for token in ids) + stream.flush() == "def é<|pad|> x"

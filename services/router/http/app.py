@@ -22,6 +22,7 @@ from prometheus_client import REGISTRY
 from starlette.middleware.cors import CORSMiddleware
 
 from eyas import __version__
+from eyas.chat_output import ChatFormat
 from eyas.chat_template import ChatTemplate
 from eyas.config import HttpConfig
 from eyas.errors import EyasError, InvalidRequest, UnknownModel
@@ -42,6 +43,7 @@ from eyas.services.router.http.requests import ChatBody, CompletionBody
 from eyas.services.router.http.responses import ResponseWriter, StreamWriter
 from eyas.services.router.http.server import BodyLimit, EventStream, cancel_on_disconnect
 from eyas.services.router.http.tokenization import DetokenizeBody, TokenizeBody
+from eyas.services.router.http.tools import ChatOutput
 from eyas.services.router.telemetry import HttpMetrics, RouterTelemetry
 from eyas.services.router.workers import ReadinessMonitor
 from eyas.telemetry.exporters import exposition
@@ -284,6 +286,7 @@ class GenerationEndpoints:
             chunks = self._chunks(body, received, request.state.access, calls, "chat")
             prompts = [call.request.prompt_ids for call in calls]
             writer = ResponseWriter(body, received.request.id, info.name, self.service.tokenizer(info.name), prompts)
+            writer.new_parser = self._chat_output(body, info, prompts[0]).new_parser
         return await self._respond(stream, request, write(writer), chunks)
 
     async def _model(self, name: str, request: Request) -> ModelInfo:
@@ -322,7 +325,15 @@ class GenerationEndpoints:
         logprobs = (body.top_logprobs or 0) if body.logprobs else None
         with _field_names(body):
             sampling = body.sampling(max_tokens, logprobs=logprobs, prompt_logprobs=body.prompt_logprobs)
-        return body.call(token_ids, sampling)
+            output = self._chat_output(body, info, token_ids)
+            sampling = replace(sampling, structured_outputs=output.constraint(sampling.structured_outputs))
+        return replace(body.call(token_ids, sampling), kept_tokens=output.kept_tokens)
+
+    def _chat_output(self, body: ChatBody, info: ModelInfo, prompt: Sequence[int]) -> ChatOutput:
+        """Return how the output of a chat is constrained and read."""
+        template = self.templates[info.name]
+        form = template.format if template else ChatFormat()
+        return ChatOutput(body, info.name, form, self.service.tokenizer(info.name), prompt)
 
     async def _prepare(
         self, body: CompletionBody | ChatBody, received: GenerateCall, access: Access, calls: Sequence[GenerateCall]
@@ -357,7 +368,7 @@ class GenerationEndpoints:
 
 
 def _render(template: ChatTemplate, body: ChatBody) -> str:
-    messages = [message.model_dump(exclude_defaults=True) for message in body.messages]
+    messages = [message.template_value for message in body.messages]
     return template.render(messages, body.template_variables, body.continue_final_message)
 
 

@@ -66,7 +66,6 @@ NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "suffix": ("",),
     "thinking": ({"type": "disabled"},),
     "thinking_token_budget": (-1,),
-    "tool_choice": ("none",),
     "tools": ([],),
     "top_k": (-1,),
     "truncate_prompt_tokens": (),
@@ -81,7 +80,6 @@ NEUTRAL: Mapping[str, tuple[object, ...]] = {
     # of messages
     "annotations": ([],),
     "refusal": (),
-    "tool_call_id": (),
     "tool_calls": ([],),
 }
 

@@ -18,6 +18,7 @@ from eyas.errors import InvalidRequest
 from eyas.request import Request, SamplingParams, StructuredOutputs
 from eyas.rpc.messages import GenerateCall
 from eyas.services.router.http.bodies import MAX_NAME_LENGTH, NEUTRAL, StrictModel, UnusedFields
+from eyas.services.router.http.tools import EarlierCall, ToolFields
 
 DEFAULT_COMPLETION_TOKENS = 16
 
@@ -299,18 +300,48 @@ class CompletionBody(Body):
 
 
 class Message(StrictModel):
-    """A message of a chat. name: its author's, for templates that show it."""
+    """A message of a chat. name: its author's, for templates that show it.
 
-    role: Literal["system", "developer", "user", "assistant"]
-    content: Annotated[Text, BeforeValidator(_to_text)]
+    tool_calls, reasoning_content: of earlier turns of the assistant. reasoning: the same, vLLM's newer name.
+    tool_call_id: the call that a tool's message answers.
+    """
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: Annotated[Text, BeforeValidator(_to_text)] = ""
     name: Text = ""
+    tool_calls: Annotated[list[EarlierCall], FailFast()] = Field(default_factory=list)
+    tool_call_id: Text = ""
+    reasoning_content: Text = ""
+    reasoning: Text = ""
+
+    @model_validator(mode="after")
+    def _check_content(self) -> Message:
+        if self.role != "assistant" and "content" not in self.model_fields_set:
+            raise InvalidRequest(f"a message of the role {self.role!r} has no content; give it", "messages")
+        if self.tool_calls and self.role != "assistant":
+            raise InvalidRequest(f"a message of the role {self.role!r} has tool_calls; only the assistant calls", "messages")
+        return self
+
+    @property
+    def template_value(self) -> dict[str, Any]:
+        """The message as templates expect it."""
+        own = {"role", "name", "tool_call_id"}
+        value = self.model_dump(include=own, exclude_defaults=True) | {"content": self.content}
+        if self.tool_calls:
+            value["tool_calls"] = [call.template_value for call in self.tool_calls]
+        if reasoning := self.reasoning_content or self.reasoning:
+            value |= {"reasoning_content": reasoning, "reasoning": reasoning}
+            if not self.content:  # gpt-oss, whose template refuses both
+                value["thinking"] = reasoning
+        return value
 
 
-class ChatBody(Body):
+class ChatBody(Body, ToolFields):
     """The body of /v1/chat/completions.
 
     chat_template_kwargs, documents, reasoning_effort: variables for the model's chat template.
     add_generation_prompt: begin a new message. continue_final_message: continue the last one instead, both as in vLLM.
+    include_reasoning: return the reasoning of models that write it.
     """
 
     messages: Annotated[list[Message], FailFast()] = Field(min_length=1)
@@ -319,6 +350,7 @@ class ChatBody(Body):
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
     documents: list[dict[str, Any]] | None = None
     reasoning_effort: Text = ""
+    include_reasoning: bool = True
     add_special_tokens: bool = False
     add_generation_prompt: bool = True
     continue_final_message: bool = False
@@ -347,7 +379,10 @@ class ChatBody(Body):
         if self.documents is not None:
             variables["documents"] = self.documents
         if self.reasoning_effort:
-            variables |= {"reasoning_effort": self.reasoning_effort, "enable_thinking": self.reasoning_effort != "none"}
+            thinks = self.reasoning_effort != "none"
+            variables |= {"reasoning_effort": self.reasoning_effort, "enable_thinking": thinks, "thinking": thinks}
+        if tools := self.template_tools:
+            variables["tools"] = tools
         return variables | self.chat_template_kwargs
 
     @property
@@ -357,7 +392,10 @@ class ChatBody(Body):
 
     def name_of(self, param: str) -> str:
         """Return this body's name of a parameter of a call."""
-        return {"logprobs": "top_logprobs", "prompt": "messages"}.get(param) or super().name_of(param)
+        names = {"logprobs": "top_logprobs", "prompt": "messages"}
+        if param == "structured_outputs" and not self._constraint and self.tools:
+            return "tools"
+        return names.get(param) or super().name_of(param)
 
 
 def chat_body(**fields: Any) -> ChatBody:

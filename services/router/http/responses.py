@@ -10,13 +10,15 @@ import json
 import re
 import time
 from collections import Counter, defaultdict
-from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import partial, reduce
 from itertools import accumulate, pairwise
+from operator import add
 from typing import Any, Protocol
 
+from eyas.chat_output import ChatMessage, ChatParser, ToolCall
 from eyas.errors import EyasError, RequestFailed
 from eyas.outputs import TextChunk
 from eyas.request import GenerationStats, TokenLogprob
@@ -33,7 +35,7 @@ class TextDelta:
     logprobs: of its tokens; the first delta of an echo begins with the prompt's. offset: characters of the tokens before
     it. is_first: no delta of the choice was visible before. prompt_logprobs: where a field of their own holds them.
     token_ids: if they were asked for. stop_reason: as in TextChunk.
-    verify_steps: as JSON, if the request asks for them.
+    verify_steps: as JSON, if the request asks for them. message: what the text means, if it is parsed.
     """
 
     index: int
@@ -46,11 +48,13 @@ class TextDelta:
     token_ids: tuple[int, ...] = ()
     stop_reason: str | int | None = None
     verify_steps: tuple[dict[str, Any], ...] = ()
+    message: ChatMessage | None = None
 
     @property
     def is_empty(self) -> bool:
         """Whether a client would see nothing of it."""
-        seen = self.text or self.logprobs or self.finish_reason or self.prompt_logprobs
+        text = self.text if self.message is None else self.message != ChatMessage()
+        seen = text or self.logprobs or self.finish_reason or self.prompt_logprobs
         return not (seen or self.token_ids or self.verify_steps)
 
 
@@ -74,6 +78,7 @@ class ResponseWriter:
     """The choices of one request as they grow, and their usage. A prompt counts once, whatever its number of completions.
 
     prompts: their token ids. echoes: their texts, which begin the choices; empty without echo.
+    new_parser: makes a parser of a choice's reasoning and tool calls; None if the text is all content.
     """
 
     body: CompletionBody | ChatBody
@@ -82,7 +87,10 @@ class ResponseWriter:
     tokenizer: Tokenizer
     prompts: Sequence[Sequence[int]]
     echoes: Sequence[str] = ()
+    new_parser: Callable[[], ChatParser] | None = None
     created: int = field(default_factory=lambda: int(time.time()))
+    _parsers: dict[int, ChatParser] = field(default_factory=dict)
+    _num_reasoning_tokens: int = 0
     _offsets: defaultdict[int, int] = field(default_factory=lambda: defaultdict(int))
     _visible: set[int] = field(default_factory=set)
     _num_steps: Counter[int] = field(default_factory=Counter)
@@ -150,6 +158,7 @@ class ResponseWriter:
             stop_reason=chunk.stop_reason,
             verify_steps=self._verify_steps(chunk),
         )
+        delta = self._parsed(delta, chunk)
         if not delta.is_empty:
             self._visible.add(index)
         return delta
@@ -160,6 +169,28 @@ class ResponseWriter:
             return ()
         self._num_steps[index] += 1
         return (verify_step_object(chunk, self._num_steps[index] - 1, partial(token_name, self.tokenizer)),)
+
+    def _parsed(self, delta: TextDelta, chunk: TextChunk) -> TextDelta:
+        """Add to a delta what its text means, token by token, so that tokens of reasoning can be counted."""
+        if self.new_parser is None:
+            return delta
+        if delta.index not in self._parsers:
+            self._parsers[delta.index] = self.new_parser()
+        parser = self._parsers[delta.index]
+        message, at = ChatMessage(), 0
+        for length in chunk.text_lengths:
+            self._num_reasoning_tokens += parser.is_reasoning
+            message += parser.push(chunk.text[at : at + length])
+            at += length
+        message += parser.push(chunk.text[at:])
+        finish_reason = delta.finish_reason
+        if finish_reason is not None:
+            message += parser.finish()
+            if finish_reason == "stop" and parser.num_calls:
+                finish_reason = "tool_calls"
+        if isinstance(self.body, ChatBody) and not self.body.include_reasoning:
+            message = replace(message, reasoning="")
+        return replace(delta, message=message, finish_reason=finish_reason)
 
     def _count(self, chunk: TextChunk) -> None:
         index = chunk.chunk.index
@@ -208,6 +239,8 @@ class ResponseWriter:
 
     def _content(self, delta: TextDelta) -> dict[str, Any]:
         """Return the text of a choice in a whole response."""
+        if delta.message is not None:
+            return {"message": {"role": "assistant", "refusal": None} | _whole_message(delta.message)}
         if self._is_chat:
             return {"message": {"role": "assistant", "content": delta.text, "refusal": None}}
         return {"text": delta.text}
@@ -217,6 +250,8 @@ class ResponseWriter:
         if not self._is_chat:
             return {"text": delta.text}
         role = {"role": "assistant"} if delta.is_first else {}
+        if delta.message is not None:
+            return {"delta": role | _message_delta(delta.message, delta.is_first)}
         return {"delta": role | ({"content": delta.text} if delta.text or delta.is_first else {})}
 
     def _token_counts(self) -> dict[str, Any]:
@@ -236,6 +271,7 @@ class ResponseWriter:
             "completion_tokens_details": {
                 "accepted_prediction_tokens": stats.num_accepted,
                 "rejected_prediction_tokens": stats.num_drafted - stats.num_accepted,
+                **({"reasoning_tokens": self._num_reasoning_tokens} if self.new_parser else {}),
             },
         }
         metrics = {"metrics": {"speculative_decoding": _speculation(stats)}} if self.body.return_speculation else {}
@@ -253,6 +289,7 @@ def named_frame(event: dict[str, Any]) -> str:
 
 
 def _join(deltas: Sequence[TextDelta]) -> TextDelta:
+    messages = [delta.message for delta in deltas if delta.message is not None]
     return replace(
         deltas[0],
         text="".join(delta.text for delta in deltas),
@@ -261,9 +298,38 @@ def _join(deltas: Sequence[TextDelta]) -> TextDelta:
         prompt_logprobs=tuple(entry for delta in deltas for entry in delta.prompt_logprobs),
         token_ids=tuple(token for delta in deltas for token in delta.token_ids),
         stop_reason=deltas[-1].stop_reason,
+        message=reduce(add, messages) if messages else None,
         is_first=True,
         verify_steps=tuple(step for delta in deltas for step in delta.verify_steps),
     )
+
+
+def _whole_message(message: ChatMessage) -> dict[str, Any]:
+    """Return the fields of a whole message. reasoning is vLLM's newer name."""
+    is_content = message.content or not (message.tool_calls or message.reasoning)
+    reasoning = message.reasoning or None
+    fields = {"content": message.content if is_content else None, "reasoning_content": reasoning, "reasoning": reasoning}
+    calls = [_call_fields(call) for call in message.tool_calls]
+    return fields | ({"tool_calls": calls} if calls else {})
+
+
+def _message_delta(message: ChatMessage, is_first: bool) -> dict[str, Any]:
+    """Return what an event adds to a message."""
+    fields: dict[str, Any] = {}
+    if message.reasoning:
+        fields |= {"reasoning_content": message.reasoning, "reasoning": message.reasoning}
+    if message.content or (is_first and not message.reasoning and not message.tool_calls):
+        fields["content"] = message.content
+    if message.tool_calls:
+        fields["tool_calls"] = [{"index": call.index} | _call_fields(call) for call in message.tool_calls]
+    return fields
+
+
+def _call_fields(call: ToolCall) -> dict[str, Any]:
+    """Return a call, or what an event adds to one: id, type and name are in its first event only."""
+    if not call.id:
+        return {"function": {"arguments": call.arguments}}
+    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
 
 
 def _speculation(stats: GenerationStats) -> dict[str, Any]:
