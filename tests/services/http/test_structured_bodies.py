@@ -9,7 +9,8 @@ import pytest
 from openai import AsyncOpenAI
 
 from eyas.request import StructuredOutputs
-from eyas.services.router.http.requests import CompletionBody, parse_body
+from eyas.services.router.http.bodies import parse_body
+from eyas.services.router.http.requests import CompletionBody
 from tests.services.http.http_router import ALL, CHAT, TOKENS, Script, with_router
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
