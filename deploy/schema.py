@@ -6,11 +6,12 @@ Unknown keys are rejected everywhere, except inside Kubernetes's own types.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, get_args
 
 from pydantic import TypeAdapter
 
 from eyas.config import DraftConfig, RouterConfig, VerifierConfig
+from eyas.config.router import ReasoningParser, ToolCallParser
 
 Schema = dict[str, Any]
 
@@ -103,6 +104,8 @@ def model() -> Schema:
         servedModelName=NAME,
         model=NAME,
         chatTemplate=TEXT,
+        toolCallParser=one_of(*get_args(ToolCallParser)),
+        reasoningParser=one_of(*get_args(ReasoningParser)),
         dtype=one_of("float32", "bfloat16", "float16"),
         device=one_of("cuda", "cpu"),
         source=source,

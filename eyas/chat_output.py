@@ -417,11 +417,11 @@ _CALL_KEYS = {"name", "arguments", "parameters", "id", "type"}
 _MORE_KEYS = re.compile(r'(?:,\s*"(?:id|type)"\s*:\s*"[^"\\]*"\s*)+\}')
 _HARMONY_ENDS = ("<|end|>", "<|call|>", "<|return|>", "<|start|>", "<|channel|>")
 _HARMONY_HEADER = re.compile(
-    r"\s*(<\|start\|>)?\s*(assistant)?\s*(to=(?P<first>[^\s<]+))?\s*(<\|channel\|>\s*(?P<channel>analysis|commentary|final))?"
-    r"\s*(to=(?P<second>[^\s<]+))?\s*(<\|constrain\|>)?\s*(json|code|text)?\s*"
+    r"\s*(?:<\|start\|>\s*)?(?:assistant\s*)?(?:to=(?P<first>[^\s<]+)\s*)?(?:<\|channel\|>\s*(?P<channel>analysis|commentary|final)\s*)?"
+    r"(?:to=(?P<second>[^\s<]+)\s*)?(?:<\|constrain\|>\s*)?(?:(?:json|code|text)\s*)?"
 )
 # A header at the end of a text that max_tokens cut.
-_CUT_HEADER = re.compile(r"\s*(<\|start\|>\s*(assistant)?)?\s*(<\|channel\|>\s*[a-z]{0,10})?\s*")
+_CUT_HEADER = re.compile(r"\s*(?:<\|start\|>\s*(?:assistant\s*)?)?(?:<\|channel\|>\s*[a-z]{0,10}\s*)?")
 
 
 def _whole_call(text: str, names: Collection[str]) -> ToolCall | None:

@@ -47,6 +47,12 @@ def serve(
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
     served_model_name: Annotated[str, typer.Option(help="Name that requests give; MODEL by default.")] = "",
     chat_template: Annotated[str, typer.Option(help="File with a Jinja chat template, for a model without one.")] = "",
+    tool_call_parser: Annotated[
+        str, typer.Option(help="How MODEL writes tool calls: auto, none, llama3_json, hermes, mistral or openai.")
+    ] = "auto",
+    reasoning_parser: Annotated[
+        str, typer.Option(help="How MODEL writes reasoning: auto, none, deepseek_r1, qwen3, mistral or openai_gptoss.")
+    ] = "auto",
     host: Annotated[str, typer.Option(help="Address that the router listens on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port of the OpenAI-compatible HTTP API.")] = HTTP_PORT,
     grpc_port: Annotated[int, typer.Option(help="Port of the gRPC API.")] = GRPC_PORT,
@@ -62,7 +68,8 @@ def serve(
         for source in filter(None, (model, draft_model)):
             check_source(source)
         settings = {"dtype": dtype, "device": device, **tree}
-        services = plan(model, draft_model, method, served_model_name, settings, chat_template)
+        chats = {"chat_template": chat_template, "tool_call_parser": tool_call_parser, "reasoning_parser": reasoning_parser}
+        services = plan(model, draft_model, method, served_model_name, settings, chats)
         for option, number in (("--port", port), ("--grpc-port", grpc_port)):
             if not is_free(number):
                 raise ConfigError(f"port {number} is in use; choose another with {option}")
@@ -79,17 +86,17 @@ def plan(
     method: str,
     name: str,
     settings: Mapping[str, str | int | None],
-    chat_template: str = "",
+    chats: Mapping[str, str] | None = None,
 ) -> list[ServiceSettings]:
     """The services that serve a model; without a method and a draft model there is no draft service.
 
-    settings: further settings of verifier and draft service; None keeps the default.
+    settings: further settings of verifier and draft service; None keeps the default. chats: of the router's model.
     On the CPU, verifier and draft service share the cores, unless OMP_NUM_THREADS is set.
     """
     name, method = name or model, method or ("eagle3" if draft_model else "none")
     shared = {"served_model_name": name, "model": model, "draft_model": draft_model, "method": method, **settings}
     worker = tuple(_assignment(key, value) for key, value in shared.items() if value is not None)
-    served = {"name": name, "tokenizer": model, "chat_template": chat_template}
+    served = {"name": name, "tokenizer": model, **(chats or {})}
     router = ServiceSettings("router", assignments=(_assignment("models", [served]),))
     verifier = ServiceSettings("verifier", assignments=worker)
     if method == "none":

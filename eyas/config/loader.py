@@ -96,7 +96,7 @@ def _problem(location: tuple[int | str, ...], message: str, source: Callable[[st
     return f"{source(text.split()[0])}: {text}"
 
 
-def _assign(data: dict[str, Any], assignment: str) -> None:
+def _assign(data: Any, assignment: str) -> None:
     import yaml
 
     path, found, value = assignment.partition("=")
@@ -104,9 +104,14 @@ def _assign(data: dict[str, Any], assignment: str) -> None:
         raise ConfigError(f"--set {assignment!r}: expected key=value, for instance server.port=7000")
     *parents, key = path.split(".")
     for parent in parents:
-        data = data.setdefault(parent, {})
-        if not isinstance(data, dict):
+        if isinstance(data, list) and parent.isdigit() and int(parent) < len(data):
+            data = data[int(parent)]
+        else:
+            data = data.setdefault(parent, {}) if isinstance(data, dict) else data
+        if not isinstance(data, dict | list):
             raise ConfigError(f"--set {assignment!r}: {parent} is a value, not a group of settings")
+    if not isinstance(data, dict):
+        raise ConfigError(f"--set {assignment!r}: {parents[-1]} is a list; name an entry by its number from 0")
     try:
         data[key] = yaml.safe_load(value)
     except yaml.YAMLError as error:

@@ -79,6 +79,8 @@ tls:
 {{- $endpoints := include "eyas.config.endpoints" . | fromYaml -}}
 {{- $model := dict "name" .Values.model.servedModelName "tokenizer" (include "eyas.modelPath" (list . .Values.model.model)) -}}
 {{- with .Values.model.chatTemplate -}}{{- $_ := set $model "chat_template" . -}}{{- end -}}
+{{- $_ := set $model "tool_call_parser" .Values.model.toolCallParser -}}
+{{- $_ := set $model "reasoning_parser" .Values.model.reasoningParser -}}
 {{- mergeOverwrite $own $endpoints (dict "models" (list $model)) (deepCopy .Values.router.config) | toYaml -}}
 {{- end -}}
 
