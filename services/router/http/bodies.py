@@ -206,7 +206,6 @@ class UnusedFields(StrictModel):
 
     max_tool_calls: int = 0
     metadata: dict[str, str] = Field(default_factory=dict)
-    parallel_tool_calls: bool = True
     prediction: dict[str, Any] = Field(default_factory=dict)
     prompt_cache_key: str = ""
     prompt_cache_options: dict[str, Any] = Field(default_factory=dict)

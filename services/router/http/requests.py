@@ -163,6 +163,7 @@ class SamplingBody(UnusedFields):
     ignore_eos: bool = False
     bad_words: Texts = Field(default_factory=list)
     bad_token_ids: Annotated[list[Annotated[list[int], FailFast()]], FailFast()] = Field(default_factory=list)
+    parallel_tool_calls: bool = True
     request_id: Text = ""
     skip_special_tokens: bool = True
     include_stop_str_in_output: bool = False

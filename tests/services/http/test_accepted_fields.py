@@ -40,7 +40,7 @@ OF_VLLM_CHAT = [
 ]  # fmt: skip
 # Values that change no result, besides those of NEUTRAL.
 UNUSED: dict[str, Any] = {
-    "max_tool_calls": 3, "metadata": {"a": "b"}, "parallel_tool_calls": False, "prompt_cache_key": "k", "store": True,
+    "max_tool_calls": 3, "metadata": {"a": "b"}, "prompt_cache_key": "k", "store": True,
     "prediction": {"type": "content", "content": "x"}, "prompt_cache_options": {"mode": "implicit"}, "user": "u",
     "prompt_cache_retention": "24h", "return_mm_kwargs": False, "safety_identifier": "s", "service_tier": "flex",
     "spaces_between_special_tokens": False, "stream_interval": 8, "verbosity": "low",
