@@ -23,7 +23,7 @@ SHELL := bash
 .SHELLFLAGS := -eu -o pipefail -c
 MAKEFLAGS += --no-print-directory
 .DEFAULT_GOAL := help
-.PHONY: help setup demo up bench methods count test test-fast soak chaos fuzz clients ray lint format protos chart images rehearsal prometheus clean
+.PHONY: help setup demo up bench methods count test test-fast soak chaos fuzz clients ray lint format protos chart docs images rehearsal prometheus clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' Makefile
@@ -36,7 +36,7 @@ $(READY): pyproject.toml constraints.txt
 		exit 1; }
 	@echo "Setting up $(VENV) with $$("$(PYTHON)" --version); the first time takes a few minutes"
 	@"$(PYTHON)" -m venv $(VENV)
-	@$(BIN)/python -m pip install --disable-pip-version-check -e '.[serve,ray,bench,dev]' -c constraints.txt 2>&1 \
+	@$(BIN)/python -m pip install --disable-pip-version-check -e '.[serve,ray,bench,docs,dev]' -c constraints.txt 2>&1 \
 		| tee $(VENV)/setup.log | { $(PROGRESS); } || { tail -n 20 $(VENV)/setup.log >&2; exit 1; }
 	@touch $(READY)
 	@echo "$(VENV) is ready"
@@ -101,6 +101,9 @@ chart: $(READY) ## regenerate the Helm chart's schema, table of values and dashb
 	@$(BIN)/python -m deploy.generate
 	@helm=$$($(BIN)/python -m deploy.binaries); for values in deploy/helm/values/*.yaml; do \
 		"$$helm" lint --strict --quiet deploy/helm --values "$$values"; done
+
+docs: $(READY) ## build the site of the documentation into build/site; fails at a broken link
+	@$(BIN)/python -m docs.site
 
 images: ## build the images with docker, podman or buildah; TAG names them, PIP_EXTRA_INDEX_URL adds a source of packages
 	@bash deploy/docker/build.sh

@@ -1,0 +1,50 @@
+"""The site of the documentation: every page is in its menu, every link leads somewhere, and it builds strictly."""
+
+import posixpath
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+from docs.site.__main__ import CONFIG, LINK, pages, pictures
+from tests.repo.repository import ROOT
+
+PAGES = pages()
+LISTED = {path for path in PAGES if path.startswith(("docs/decisions/", "benchmarks/results/")) and "README" not in path}
+MENU = re.compile(r"^ +- .*?([\w./-]+\.md)$", re.MULTILINE)
+LOADED = re.compile(r"<(?:script|link|img|iframe)\b[^>]*\b(?:src|href)=[\"']?(?:https?:)?//[^>]*>")
+
+
+def broken_links() -> Iterator[str]:
+    shown = PAGES.keys() | {picture.relative_to(ROOT).as_posix() for picture in pictures()}
+    for page, text in PAGES.items():
+        for _, link in LINK.findall(text):
+            if posixpath.normpath(posixpath.join(posixpath.dirname(page), link)) not in shown:
+                yield f"{page}: {link}"
+
+
+def test_the_menu_has_every_page_once() -> None:
+    menu = MENU.findall(CONFIG.read_text(encoding="utf-8"))
+    assert sorted(menu) == sorted(PAGES.keys() - LISTED)
+
+
+def test_every_link_of_the_site_leads_to_a_page() -> None:
+    assert not list(broken_links())
+
+
+def test_the_reference_names_routes_messages_and_options() -> None:
+    assert "`POST /v1/chat/completions` | [ChatBody](#chatbody)" in PAGES["docs/http-schema.md"]
+    assert "| `Speculate` | stream of [SpeculateRequest](#speculaterequest)" in PAGES["protos/eyas/v1/README.md"]
+    assert "| `--draft-model` |" in PAGES["docs/command-line.md"].partition("## eyas serve\n")[2].partition("## ")[0]
+
+
+@pytest.mark.slow
+def test_the_site_builds_strictly_and_loads_nothing_else() -> None:
+    pytest.importorskip("material", reason="needs the package mkdocs-material; run: pip install -e '.[docs]'")
+    result = subprocess.run([sys.executable, "-m", "docs.site"], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stdout + result.stderr
+    pages = sorted((ROOT / "build" / "site").rglob("*.html"))
+    assert len(pages) > len(PAGES)
+    assert not [f"{page}: {found}" for page in pages for found in LOADED.findall(page.read_text(encoding="utf-8"))]
