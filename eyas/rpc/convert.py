@@ -76,7 +76,7 @@ def sampling_params_from_proto(message: types_pb2.SamplingParams) -> SamplingPar
 
 
 def structured_outputs_to_proto(structured: StructuredOutputs) -> types_pb2.StructuredOutputs:
-    """Raises InvalidRequest for several constraints, of which a message holds one."""
+    """Raises InvalidRequest for several constraints; a message holds one."""
     values = {name: getattr(structured, name) for name in structured.constraints}
     if len(values) > 1:
         raise InvalidRequest(f"structured_outputs has {' and '.join(values)}; give one of them", "structured_outputs")

@@ -138,7 +138,7 @@ WORD = "w{}q"
 
 @st.composite
 def texts(draw: st.DrawFn) -> str:
-    """Texts of fragments of all formats, valid and broken ones, with words of which each occurs once."""
+    """Texts of fragments of all formats, valid and broken ones; each word occurs once."""
     parts = draw(st.lists(st.sampled_from([*FRAGMENTS, "WORD", "WORD"]), max_size=24))
     return "".join(WORD.format(number) if part == "WORD" else part for number, part in enumerate(parts))
 
