@@ -86,8 +86,7 @@ def test_mistakes_are_reported_without_torch(words: list[str], reason: str) -> N
 
 
 def test_completion_scripts_are_available(run: Run) -> None:
-    shown = subprocess.run(
-        [sys.executable, "-m", "eyas.cli", "--show-completion", "bash"],
-        capture_output=True, text=True, check=False, timeout=100, env={**os.environ, "_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION": "1"},
-    )  # fmt: skip
+    command = [sys.executable, "-m", "eyas.cli", "--show-completion", "bash"]
+    env = {**os.environ, "_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION": "1"}
+    shown = subprocess.run(command, capture_output=True, text=True, check=False, timeout=100, env=env)
     assert "complete" in shown.stdout, shown.stderr
