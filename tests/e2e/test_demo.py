@@ -13,6 +13,13 @@ from pathlib import Path
 
 import pytest
 
+# A drafter without a model, for tests of processes only.
+LIGHT = tuple(
+    word
+    for service in ("draft", "verifier")
+    for setting in ("method=prompt_lookup", "draft_model=''")
+    for word in ("--set", f"{service}.{setting}")
+)
 READY = re.compile(r"ready \w+ on 127\.0\.0\.1:(\d+)")
 
 
@@ -98,7 +105,7 @@ def test_an_invalid_setting_starts_nothing(setting: str, reason: str, tmp_path: 
 
 
 def test_a_second_ctrl_c_leaves_nothing_behind_either(tmp_path: Path) -> None:
-    with local(tmp_path, "up") as process:
+    with local(tmp_path, "up", *LIGHT) as process:
         ports = ports_of(process)
         process.send_signal(signal.SIGINT)
         time.sleep(0.2)
@@ -111,7 +118,7 @@ def test_a_second_ctrl_c_leaves_nothing_behind_either(tmp_path: Path) -> None:
 def test_the_cluster_ends_with_its_owner(tmp_path: Path, number: signal.Signals, status: int) -> None:
     if number is signal.SIGKILL and sys.platform != "linux":
         pytest.skip("children learn of a killed parent on Linux only")
-    with local(tmp_path, "up") as process:
+    with local(tmp_path, "up", *LIGHT) as process:
         ports = ports_of(process)
         assert all(map(is_open, ports))
         process.send_signal(number)

@@ -32,11 +32,14 @@ def service(name: str, log: Path, *settings: str) -> Iterator[None]:
 def test_a_router_a_verifier_and_a_drafter_meet_without_redis(tmp_path: Path) -> None:
     ports = {name: free_port() for name in ("draft", "verifier", "router")}
     draft, verifier, router = (f"127.0.0.1:{ports[name]}" for name in ("draft", "verifier", "router"))
+    settings = {"verifier": ("validate_head=never",)}
     workers = (f"discovery.drafters=['{draft}']", f"discovery.verifiers=['{verifier}']")
     sampling = SamplingParams(max_tokens=64, temperature=0.0, ignore_eos=True)
     with ExitStack() as stack:
         for name in ports:
-            stack.enter_context(service(name, tmp_path / name, f"server.port={ports[name]}", *workers))
+            stack.enter_context(
+                service(name, tmp_path / name, f"server.port={ports[name]}", *workers, *settings.get(name, ()))
+            )
         deadline = time.monotonic() + 100
         while not (drafted := attempt(router, sampling)) or not drafted.stats.num_accepted:
             assert time.monotonic() < deadline, [(tmp_path / name).read_text() for name in ports]

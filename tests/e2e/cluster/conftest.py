@@ -22,14 +22,13 @@ def random_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster
     head = write_head(tmp_path_factory.mktemp("head"), vocab_size=4096, draft_vocab=512, hidden=256)
     config = Path(head, "config.json")
     config.write_text(config.read_text().replace("[1, 2, 3]", "[2, 6, 9]"))
-    yield from started(
-        "draft.method=eagle3", f"draft.draft_model={head}", f"verifier.draft_model={head}", "verifier.validate_head=never"
-    )
+    yield from started("draft.method=eagle3", f"draft.draft_model={head}", f"verifier.draft_model={head}")
 
 
 def started(*settings: str) -> Iterator[Cluster]:
-    """A running cluster whose services are ready. Drafts may take long: the machine is shared."""
-    with running_demo(free_port(), [*settings, "verifier.draft_client.draft_timeout_s=30"]) as running:
+    """A running cluster whose services are ready. Drafts may take long: the machine is shared. Heads are not checked."""
+    settings = (*settings, "verifier.draft_client.draft_timeout_s=30", "verifier.validate_head=never")
+    with running_demo(free_port(), settings) as running:
         for child in running.services:
             running.wait(child)
         yield running
