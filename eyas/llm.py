@@ -283,11 +283,17 @@ class LLM:
     def _encoded(self, prompt: Prompt) -> tuple[str | None, tuple[int, ...]]:
         """The text of a prompt, None for token ids, and its token ids. Raises InvalidRequest."""
         text: Any = prompt
+        ids: Any = None
         if isinstance(prompt, Mapping):
-            text = prompt.get("prompt")
-            if (ids := prompt.get("prompt_token_ids")) is not None:
-                return text, _token_ids(ids)
-        return (text, self._tokenizer.encode(text)) if isinstance(text, str) else (None, _token_ids(text))
+            text, ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
+        if ids is None and not isinstance(text, str):
+            text, ids = None, text
+        if ids is None:
+            return text, self._tokenizer.encode(text)
+        for token in ids:
+            if not isinstance(token, Integral):
+                raise InvalidRequest(f"{token!r} is not a token id; a prompt is text or a list of whole numbers")
+        return text, tuple(map(int, ids))
 
 
 class AsyncEngineArgs:
@@ -391,14 +397,6 @@ class AsyncLLM:
 
 
 AsyncLLMEngine = AsyncLLM
-
-
-def _token_ids(ids: Any) -> tuple[int, ...]:
-    """Token ids of any list. Raises InvalidRequest for what is none."""
-    for token in ids:
-        if not isinstance(token, Integral):
-            raise InvalidRequest(f"{token!r} is not a token id; a prompt is text or a list of whole numbers")
-    return tuple(map(int, ids))
 
 
 def _speculation(
