@@ -164,10 +164,14 @@ class Child:
 
 @dataclass(frozen=True)
 class Cluster:
-    """Running processes: Redis, then the services in the order in which they started. http: URL of the router's server."""
+    """Running processes: Redis, then the services in the order in which they started.
+
+    http: URL of the router's server. playground: URL of its page for browsers; empty if that is switched off.
+    """
 
     children: list[Child]
     http: str
+    playground: str = ""
 
     @property
     def services(self) -> Sequence[Child]:
@@ -259,7 +263,9 @@ def running_cluster(
             timeout_s = STOP_TIMEOUT_S + config.server.shutdown_delay_s + config.server.graceful_shutdown_timeout_s
             log = logs / f"{service.name}.log"
             children.append(Child(service.name, address, service.command(), log, folder, timeout_s, environment))
-        yield Cluster(children, f"http://{host}:{http_port}")
+        http = f"http://{host}:{http_port}"
+        has_page = any(isinstance(config, RouterConfig) and config.http.playground for config in configs)
+        yield Cluster(children, http, f"{http}/" if has_page else "")
     except BaseException as error:
         failed = not isinstance(error, KeyboardInterrupt)
         raise

@@ -72,8 +72,9 @@ def up(
     with exit_on_error(console), running_demo(port, assignments or (), http_port) as cluster:
         wait_until_ready(console, cluster, START_TIMEOUT_S)
         address = cluster["router"].address
+        page = f"\nSee drafting at work in a browser: {cluster.playground}" if cluster.playground else ""
         announcement = f"""
-The router listens on {address}, and for HTTP on {cluster.http}.
+The router listens on {address}, and for HTTP on {cluster.http}.{page}
 In another terminal:
 
   .venv/bin/eyas generate "def main():" --address {address}

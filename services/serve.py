@@ -76,7 +76,8 @@ def serve(
         with running_cluster(assign(services, assignments or ()), grpc_port, port, host) as cluster:
             wait_until_ready(console, cluster)
             name = served_model_name or model
-            announcement = f"Serving {name} at {cluster.http} (gRPC: {host}:{grpc_port}); Ctrl-C stops it"
+            page = f"playground: {cluster.playground}, " if cluster.playground else ""
+            announcement = f"Serving {name} at {cluster.http} ({page}gRPC: {host}:{grpc_port}); Ctrl-C stops it"
             watch_until_interrupted(console, cluster, announcement)
 
 

@@ -119,6 +119,9 @@ def test_a_wheel_serves_from_an_empty_folder(eyas: Path, tmp_path: Path) -> None
     options = ("--draft-model", HEAD, "--set", "verifier.draft_client.draft_timeout_s=30")
     with serving([str(eyas)], tmp_path, env, *options) as server:
         assert set(server.ports) == {"draft", "verifier", "router"}
+        with urllib.request.urlopen(f"{server.http}/", timeout=30) as page:
+            assert "<title>Eyas playground</title>" in page.read().decode()
+        assert f"playground: {server.http}/" in server.output
         text = server.complete(TARGET)
         options = ("--temperature", "0", "--max-tokens", "8", "--json")
         command = [str(eyas), "generate", PROMPT, "--address", server.grpc, *options]
@@ -137,10 +140,12 @@ def test_an_sdist_holds_the_services(wheel: Path) -> None:
     archive = build("sdist", wheel.parent / "sources")
     shutil.unpack_archive(archive, wheel.parent / "unpacked", filter="data")
     (unpacked,) = (wheel.parent / "unpacked").iterdir()
-    names = {path.relative_to(ROOT / "services").as_posix() for path in (ROOT / "services").rglob("*.py")}
-    assert names == {
-        path.relative_to(unpacked / "eyas/services").as_posix() for path in unpacked.rglob("eyas/services/**/*.py")
-    }
+
+    def names(folder: Path) -> set[str]:
+        found = (path for pattern in ("*.py", "*.html", "static/*") for path in folder.rglob(pattern))
+        return {path.relative_to(folder).as_posix() for path in found}
+
+    assert names(unpacked / "eyas/services") == names(ROOT / "services")
 
 
 def child_pids(pid: int, service: str) -> list[int]:
