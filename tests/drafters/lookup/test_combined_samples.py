@@ -1,6 +1,7 @@
 """A combined drafter passes samples to a side that needs them, for the side's own verified nodes."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 
 from hypothesis import given
@@ -67,6 +68,19 @@ def test_samples_belong_to_the_remaining_nodes(mine: DraftTree, other: DraftTree
         assert list(sampled.nodes[0]) == sorted(kept)
         assert sampled.samples[1] == tuple(expected[path(mine, node)] for node in sorted(kept))
     assert plain.samples == [(), ()]
+
+
+@given(TREES, TREES, st.integers(2, 12))
+def test_sources_say_which_side_proposed_a_node(mine: DraftTree, other: DraftTree, nodes: int) -> None:
+    for wants_sources in (True, False):
+        sides = Scripted([mine], False), Scripted([other], False)
+        context = replace(commit("a", [1, 2, 0], budget=TreeBudget(nodes, 3)), wants_sources=wants_sources)
+        (draft,) = CombinedDrafter(*sides, SHAPE, CombinedConfig()).propose([context])
+        assert isinstance(draft, DraftTree)
+        first, second = ({path(tree, node) for node in range(1, len(tree))} for tree in (mine, other))
+        lines = [path(draft, node) for node in range(1, len(draft))]
+        expected = (0, *((line in first) + 2 * (line in second) for line in lines)) if wants_sources else ()
+        assert draft.sources == expected
 
 
 def rounds(drafter: LocalDrafter, num_verify_steps: int, budget: TreeBudget = BUDGET) -> list[DraftTree]:

@@ -197,10 +197,11 @@ const rounded = (value, digits = 0) => (value === null || !Number.isFinite(value
 function showFigures() {
   const { run, plain } = state;
   $("tau").textContent = rounded(run.tau ?? (run.steps.length ? (run.tokens.length - 1) / run.steps.length : null), 2);
-  $("tau-note").textContent = run.steps.length ? `${run.tokens.length} tokens, ${run.steps.length} steps` : "tokens per step";
+  const size = run.steps.length ? `\n${run.tokens.length} tokens, ${run.steps.length} steps` : "";
+  $("tau-note").textContent = `tokens per step${size}`;
   for (const [name, one] of [["speculative", run], ["plain", plain]]) {
     $(`speed-${name}`).textContent = rounded(one.speed);
-    const first = one.firstTokenMs === null ? "" : ` · first in ${rounded(one.firstTokenMs)} ms`;
+    const first = one.firstTokenMs === null ? "" : `\nfirst after ${rounded(one.firstTokenMs)} ms`;
     $(`speed-${name}-note`).textContent = `tokens/s${first}`;
   }
   const isDone = plain.tau !== null && run.speed && plain.speed;
@@ -320,9 +321,10 @@ function say(text) {
 }
 
 function showProblem(error) {
-  $("problem").textContent = error.message;
+  const needsKey = error.status === 401;
+  $("problem").textContent = needsKey ? "This server needs an API key that it knows. Type one in at the top." : error.message;
   $("problem").hidden = false;
-  if (error.status === 401) askForKey();
+  if (needsKey) askForKey();
 }
 
 // Page
