@@ -373,8 +373,12 @@ def _render(template: ChatTemplate, body: ChatBody) -> str:
 
 
 def _received_call(prefix: str, request: Request, own_id: str = "") -> GenerateCall:
-    """Return the request id, the client's or a new one, and the trace of the headers. own_id: the body's request_id."""
-    given = escaped(request.headers.get("x-request-id", "") or own_id)[: MAX_REQUEST_ID_LENGTH - ID_AFFIX_LENGTH]
+    """Return the request id, the client's or a new one, and the trace of the headers. own_id: the body's request_id.
+
+    The id is a header of the response too: only ASCII, and no space around it.
+    """
+    given = escaped(request.headers.get("x-request-id", "") or own_id).encode("ascii", "backslashreplace").decode()
+    given = given[: MAX_REQUEST_ID_LENGTH - ID_AFFIX_LENGTH].strip()
     id_ = f"{prefix}{given or uuid.uuid4().hex}"
     return GenerateCall(GenerationRequest(id_, (), SamplingParams()), trace=trace_pairs(request.headers.items()))
 

@@ -231,6 +231,16 @@ def test_an_id_of_the_client_is_cut_and_escaped(url: str) -> None:
     assert script.calls[0].request.id == answer.id == "chatcmpl-a\\t" + "b" * 109
 
 
+@pytest.mark.parametrize(("own", "expected"), [(" ", None), ("a ", "chatcmpl-a"), ("漢", "chatcmpl-\\u6f22")])
+def test_an_id_of_the_body_fits_a_header(own: str, expected: str | None, url: str) -> None:
+    async def body(client: AsyncOpenAI) -> Any:
+        return await client.chat.completions.create(**CHAT, extra_body={"request_id": own})
+
+    answer = with_router(url, body, Script(TOKENS))
+    assert answer._request_id == answer.id
+    assert answer.id == expected or expected is None
+
+
 def test_a_chat_may_go_on_to_the_end_of_the_context(url: str) -> None:
     script = Script(TOKENS)
     request = {name: value for name, value in CHAT.items() if name != "max_tokens"}
