@@ -19,7 +19,7 @@ from tests.fuzz.storm import FuzzResult, FuzzSettings, storm
 
 # Memory is judged from here on: before, torch's caches fill, which keep something for every shape of a pass.
 WARM_UP_MESSAGES, MAX_GROWTH_MIB = 20_000, 32.0
-LINE_INTERVAL = 10
+LINE_INTERVAL = 2
 
 
 def broken_promises(result: FuzzResult) -> list[str]:
@@ -42,7 +42,10 @@ def main(
     ] = "",
     out: Annotated[Path, typer.Option(help="Folder of the report.")] = Path("benchmarks/results"),
 ) -> None:
-    """Send malformed messages to a router, a verifier and a draft service. Exits with 1 if a promise did not hold."""
+    """Send malformed messages to a router, a verifier and a draft service. Exits with 1 if a promise did not hold.
+
+    Ctrl-C ends it early, with a report of what was sent.
+    """
     settings = FuzzSettings(messages, at_once, seed, only)
     columns = (TextColumn("messages"), BarColumn(), TextColumn("{task.completed}; {task.fields[note]}"), TimeElapsedColumn())
     folder = Path(tempfile.mkdtemp(prefix="eyas-fuzz-"))
@@ -104,7 +107,8 @@ def answers_tables(result: FuzzResult) -> list[Table]:
 
 def memory_table(result: FuzzResult) -> Table:
     """Memory of the services."""
-    places = [round(len(next(iter(result.memory.values()))) * part / 8) for part in range(8)]
+    num_samples = min(len(samples) for samples in result.memory.values())
+    places = [num_samples * part // 8 for part in range(8)]
     rows = [
         (role, *(f"{samples[place][1]:.0f}" for place in places), f"{samples[-1][1]:.0f}", f"{result.slope(role):+.1f}")
         for role, samples in result.memory.items()

@@ -6,6 +6,7 @@ import asyncio
 import itertools
 import json
 import random
+import signal
 import time
 import urllib.request
 from collections import Counter, defaultdict
@@ -122,6 +123,11 @@ class FuzzResult:
             if len(self.findings) < MAX_FINDINGS:
                 self.findings.append(Finding(what, answer.status, answer.details[:300]))
 
+    def add_memory(self, mibs: Mapping[str, float]) -> None:
+        """Add a sample of each process."""
+        for role, mib in mibs.items():
+            self.memory[role].append((self.num_messages, mib))
+
     def growth(self, role: str, warm_up: int) -> float:
         """MiB gained from `warm_up` messages on, between the medians of the first and last fifth; 0 if there are few."""
         samples = [mib for messages, mib in self.memory[role] if messages > warm_up]
@@ -203,8 +209,10 @@ def is_http_fine(answer: Answer) -> bool:
 async def storm(
     services: Services, settings: FuzzSettings, update: Callable[[FuzzResult], object] = lambda result: None
 ) -> FuzzResult:
-    """Send malformed messages until there are enough; between them, compare valid requests with plain decoding."""
-    result, started = FuzzResult(), time.monotonic()
+    """Send malformed messages until there are enough, or an interrupt; between them, compare valid requests with plain
+    decoding."""
+    result, started, interrupted = FuzzResult(), time.monotonic(), asyncio.Event()
+    asyncio.get_running_loop().add_signal_handler(signal.SIGINT, interrupted.set)
     async with connected(services, settings.only) as client:
         prompts = [[5 + number, 6, 7 + number] for number in range(NUM_PROMPTS)]
         plain = [(await client.generate("verifier", prompt, "none"))[0] for prompt in prompts]
@@ -212,7 +220,7 @@ async def storm(
         async def fire(number: int) -> None:
             rng, connection = random.Random(settings.seed << 32 | number), HttpConnection(services.http)
             try:
-                while result.num_messages < settings.messages:
+                while result.num_messages < settings.messages and not interrupted.is_set():
                     await client.send(connection, rng, result)
             finally:
                 await connection.close()
@@ -222,8 +230,7 @@ async def storm(
                 while result.num_messages < number * settings.messages / MEMORY_SAMPLES:
                     await asyncio.sleep(0.02)
                 services.check()
-                for role, mib in services.memory().items():
-                    result.memory[role].append((result.num_messages, mib))
+                result.add_memory(services.memory())
                 update(result)
 
         async def compare() -> None:
@@ -241,8 +248,10 @@ async def storm(
                     group.create_task(fire(number))
             for task in beside:
                 task.cancel()
+        result.add_memory(services.memory())
         result.seconds = time.monotonic() - started
         result.unreturned = await _unreturned(client)
+        asyncio.get_running_loop().remove_signal_handler(signal.SIGINT)
     services.check()
     result.tracebacks, result.log_bytes = services.tracebacks(), services.log_bytes()
     return result
