@@ -12,7 +12,7 @@ import multiprocessing
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Annotated, Any
@@ -29,7 +29,7 @@ from eyas.bench.report import Report, Table, number
 from eyas.config import DiscoveryConfig, HttpConfig, RegistryConfig, RouterConfig, ServedModel, ServerConfig
 from eyas.errors import Unavailable
 from eyas.outputs import TextChunk, Totals
-from eyas.request import Chunk, VerifyStep
+from eyas.request import Chunk, TokenLogprob, VerifyStep
 from eyas.rpc.channel import Peers, open_channel
 from eyas.rpc.convert import text_chunk_to_proto
 from eyas.rpc.messages import Load, ModelInfo
@@ -40,7 +40,7 @@ from eyas.services.router.__main__ import run
 from eyas.v1 import generation_pb2, types_pb2
 from eyas.v1.generation_pb2_grpc import GenerationServicer, GenerationStub, add_GenerationServicer_to_server
 
-MODEL = ModelInfo("demo", "target", 4096, 2048)
+MODEL = ModelInfo("demo", "target", 4096, 131_072)
 TOKENIZER = "models/demo/target"
 NUM_TOKENS, CHUNK_TOKENS = 16, 4
 PROBE_INTERVAL_S = 0.002
@@ -61,6 +61,10 @@ HTTP_BODIES: dict[str, dict[str, Any]] = {
     "1,000 prompts, 1,024 bad words": {"prompt": [PROMPT] * 1000, "bad_words": [f"word {i}" for i in range(512)]},
     "1,000 prompts of 250 ids": {"prompt": [[*range(5, 255)]] * 1000},
     "8 prompts, n = 128": {"prompt": [PROMPT] * 8, "n": 128, "temperature": 1.0},
+    "1,000 prompts, 20 log-probabilities": {"prompt": [PROMPT] * 1000, "logprobs": 20},
+    "a prompt of 100,000 ids with log-probabilities": {"prompt": [1000] * 100_000, "prompt_logprobs": 20},
+    "the same, as a stream": {"prompt": [1000] * 100_000, "prompt_logprobs": 20, "stream": True},
+    "100,000 ids with echo": {"prompt": [1000] * 100_000, "echo": True, "logprobs": 5},
     "300,000 stop strings": {"prompt": PROMPT, "stop": ["s"] * 300_000},
     "600,000 biases": {"prompt": PROMPT, "logit_bias": {str(token): 1 for token in range(600_000)}},
     "15 MB of ids": {"prompt": [1000] * 2_500_000},
@@ -306,9 +310,25 @@ class InstantVerifier(GenerationServicer):
             is_last = end + CHUNK_TOKENS > num_output
             tokens, marks = (9,) * CHUNK_TOKENS, (True,) * (CHUNK_TOKENS - 1) + (False,)
             chunk = Chunk("", tokens, marks, VerifyStep(8, 3, CHUNK_TOKENS - 1), "length" if is_last else None)
+            chunk = with_logprobs(message, chunk, is_first=end == CHUNK_TOKENS)
             totals = Totals(num_prompt, num_output) if is_last else None
             await context.write(text_chunk_to_proto(TextChunk(chunk, totals=totals)))
             await asyncio.sleep(0.01)
+
+
+def with_logprobs(message: generation_pb2.GenerateRequest, chunk: Chunk, is_first: bool) -> Chunk:
+    """Return the chunk with the log-probabilities that the message asks for, all alike."""
+    sampling = message.sampling
+
+    def logprob(num_top: int) -> TokenLogprob:
+        return TokenLogprob(9, -0.5, tuple(range(num_top)), (-1.0,) * num_top)
+
+    if sampling.HasField("logprobs"):
+        chunk = replace(chunk, logprobs=(logprob(sampling.logprobs),) * len(chunk.token_ids))
+    if is_first and sampling.HasField("prompt_logprobs"):
+        others = (logprob(sampling.prompt_logprobs),) * (len(message.tokens.ids) - 1)
+        chunk = replace(chunk, prompt_logprobs=(TokenLogprob(message.tokens.ids[0], None), *others))
+    return chunk
 
 
 async def _verifier(connection: Connection) -> None:

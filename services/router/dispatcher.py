@@ -15,6 +15,7 @@ from collections import OrderedDict
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import grpc
 import grpc.aio
@@ -37,6 +38,8 @@ MAX_SESSIONS = 65536
 TRAILER_TIMEOUT_S = 1.0
 # The clocks of gRPC and of the event loop may end a call a little before its deadline.
 DEADLINE_TOLERANCE_S = 0.05
+# Log-probabilities of a prompt from which a thread parses their chunk.
+LARGE_NUM_LOGPROBS = 256
 
 TrailerCallback = Callable[[Sequence[tuple[str, str]]], None]
 GenerateStream = grpc.aio.UnaryStreamCall[generation_pb2.GenerateRequest, generation_pb2.GenerateChunk]
@@ -191,10 +194,12 @@ class Dispatcher:
             try:
                 finished, stall_timeout_s, num_left = False, math.inf, call.request.sampling.max_tokens
                 while not finished:
-                    chunk = await _read(stream, call.request.id, context.deadline, stall_timeout_s)
+                    message = await _read(stream, context.deadline, stall_timeout_s)
+                    parse = partial(_parse_chunk, message, pair.verifier.model.vocab_size, call.request, num_left)
+                    is_large = len(message.prompt_logprobs) > LARGE_NUM_LOGPROBS
+                    chunk = await asyncio.to_thread(parse) if is_large else parse()
                     finished, stall_timeout_s = chunk.finish_reason is not None, self._stall_timeout_s
                     num_left -= len(chunk.token_ids)
-                    _check_chunk(chunk, pair.verifier.model.vocab_size, call.request, num_left)
                     yield chunk
                 measurements = await _measurements(stream)
                 if context.on_trailers:
@@ -254,13 +259,14 @@ class _RetryState:
 
     def remaining_call(self, pair: Pair) -> GenerateCall:
         """Return the call that continues after the tokens received so far."""
-        request, num_received = self.call.request, len(self.token_ids)
-        sampling = replace(
-            request.sampling,
-            max_tokens=request.sampling.max_tokens - num_received,
-            min_tokens=max(request.sampling.min_tokens - num_received, 0),
-            prompt_logprobs=None if num_received else request.sampling.prompt_logprobs,
-        )
+        request, sampling, num_received = self.call.request, self.call.request.sampling, len(self.token_ids)
+        if num_received:  # a copy checks all parameters again
+            sampling = replace(
+                sampling,
+                max_tokens=sampling.max_tokens - num_received,
+                min_tokens=max(sampling.min_tokens - num_received, 0),
+                prompt_logprobs=None,
+            )
         prompt_ids = (*request.prompt_ids, *self.token_ids)
         num_emitted = request.num_emitted + num_received
         request = replace(request, prompt_ids=prompt_ids, sampling=sampling, num_emitted=num_emitted)
@@ -313,7 +319,7 @@ def _routing_request(call: GenerateCall, last: Placement | None) -> RoutingReque
     )
 
 
-async def _read(stream: GenerateStream, request_id: str, deadline: float, stall_timeout_s: float) -> Chunk:
+async def _read(stream: GenerateStream, deadline: float, stall_timeout_s: float) -> generation_pb2.GenerateChunk:
     remaining_s = deadline - asyncio.get_running_loop().time()
     try:
         message = await asyncio.wait_for(stream.read(), min(remaining_s, stall_timeout_s))
@@ -333,11 +339,18 @@ async def _read(stream: GenerateStream, request_id: str, deadline: float, stall_
             raise
         raise Unavailable("the verifier cancelled the call") from None
     if isinstance(message, generation_pb2.GenerateChunk):
-        try:
-            return text_chunk_from_proto(message, request_id).chunk
-        except InvalidRequest as error:
-            raise Unavailable(f"the verifier sent an invalid chunk: {error}") from error
+        return message
     raise Unavailable("the verifier ended the stream without a finish reason")
+
+
+def _parse_chunk(message: generation_pb2.GenerateChunk, vocab_size: int, request: Request, num_left: int) -> Chunk:
+    """Return a chunk. Raises Unavailable for one that no sound verifier sends. num_left: tokens that may come."""
+    try:
+        chunk = text_chunk_from_proto(message, request.id).chunk
+    except InvalidRequest as error:
+        raise Unavailable(f"the verifier sent an invalid chunk: {error}") from error
+    _check_chunk(chunk, vocab_size, request, num_left - len(chunk.token_ids))
+    return chunk
 
 
 def _check_chunk(chunk: Chunk, vocab_size: int, request: Request, num_left: int) -> None:

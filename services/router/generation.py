@@ -21,8 +21,6 @@ from eyas.validation import check_request
 
 # Completions of one body that run at once. Each costs the event loop some time at every step of its verifier.
 MAX_CONCURRENT_COMPLETIONS = 128
-# Streams that start or end in one round of the event loop.
-STREAMS_PER_ROUND = 4
 
 
 class GenerationService:
@@ -198,7 +196,7 @@ async def merge(
     """Yield the chunks of all streams as they come. Closing it early, or an error of one stream, ends all.
 
     Each stream keeps one context, so that its log lines carry its own request's id to the end. A stream is taken from
-    `streams` and started once there is a slot, and a few in each round of the event loop. So a body of many prompts neither
+    `streams` and started once there is a slot, and one in each round of the event loop. So a body of many prompts neither
     keeps it from other requests nor fills the memory that each garbage collection visits.
     """
     chunks: asyncio.Queue[TextChunk | Exception | None] = asyncio.Queue(1)
@@ -207,15 +205,14 @@ async def merge(
 
     async def start() -> None:
         nonlocal num_open
-        for number, stream in enumerate(streams, 1):
+        for stream in streams:
             await slots.acquire()
             num_open += 1
             task = asyncio.create_task(_pump(stream, chunks), context=copy_context())
             tasks.add(task)
             task.add_done_callback(tasks.discard)
             task.add_done_callback(lambda _: slots.release())
-            if number % STREAMS_PER_ROUND == 0:
-                await asyncio.sleep(0)
+            await asyncio.sleep(0)
         await chunks.put(None)
 
     starting = asyncio.create_task(start())
@@ -231,10 +228,9 @@ async def merge(
     finally:
         starting.cancel()
         await asyncio.gather(starting, return_exceptions=True)
-        for number, task in enumerate(list(tasks), 1):
+        for task in list(tasks):
             task.cancel()
-            if number % STREAMS_PER_ROUND == 0:
-                await asyncio.sleep(0)
+            await asyncio.sleep(0)
         await asyncio.gather(*tasks, return_exceptions=True)
 
 

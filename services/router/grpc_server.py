@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import replace
@@ -16,6 +17,7 @@ from eyas.rpc import channel
 from eyas.rpc.convert import generate_call_from_proto, models_to_proto, text_chunk_to_proto
 from eyas.rpc.messages import GenerateCall
 from eyas.services.router.auth import ApiKeys
+from eyas.services.router.dispatcher import LARGE_NUM_LOGPROBS
 from eyas.services.router.generation import GenerationService
 from eyas.telemetry.tracing import trace_pairs
 from eyas.v1 import generation_pb2
@@ -66,7 +68,9 @@ class RouterServicer(GenerationServicer):
         """Stream the continuation of a prompt."""
         async with aclosing(await self.open_stream(request, context, context.time_remaining())) as chunks:
             async for chunk in chunks:
-                await context.write(text_chunk_to_proto(chunk))
+                is_large = len(chunk.chunk.prompt_logprobs) > LARGE_NUM_LOGPROBS
+                message = await asyncio.to_thread(text_chunk_to_proto, chunk) if is_large else text_chunk_to_proto(chunk)
+                await context.write(message)
 
     async def ListModels(  # noqa: N802
         self, request: generation_pb2.ListModelsRequest, context: Any

@@ -40,7 +40,7 @@ from eyas.services.router.http.errors import add_error_handlers
 from eyas.services.router.http.openai_responses import ResponsesBody, ResponsesWriter
 from eyas.services.router.http.playground import add_playground
 from eyas.services.router.http.requests import ChatBody, CompletionBody
-from eyas.services.router.http.responses import ResponseWriter, StreamWriter
+from eyas.services.router.http.responses import ResponseWriter, StreamWriter, compact_json, num_values, run
 from eyas.services.router.http.server import BodyLimit, EventStream, cancel_on_disconnect
 from eyas.services.router.http.tokenization import DetokenizeBody, TokenizeBody
 from eyas.services.router.http.tools import ChatOutput
@@ -302,7 +302,9 @@ class GenerationEndpoints:
         """
         headers = {"X-Request-Id": writer.id}
         if not stream:
-            return JSONResponse(await cancel_on_disconnect(request.receive, writer.response(chunks)), headers=headers)
+            answer = await cancel_on_disconnect(request.receive, writer.response(chunks))
+            text = await run(num_values(answer), compact_json, answer)
+            return Response(text, headers=headers, media_type="application/json")
         events = _events(writer, chunks)
         first = await cancel_on_disconnect(request.receive, anext(events))
         return EventStream(first, events, headers, self.keepalive_interval_s)
@@ -439,7 +441,7 @@ async def _events(writer: StreamWriter, chunks: AsyncGenerator[TextChunk, None])
         async with aclosing(writer.events(chunks)) as events:
             async for event in events:
                 has_started = True
-                yield writer.frame(event)
+                yield await run(num_values(event), writer.frame, event)
     except EyasError as error:
         if not has_started:
             raise

@@ -5,6 +5,7 @@ To add a field to a choice, extend `ResponseWriter._choice`; to the usage, `Resp
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import json
 import re
@@ -16,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial, reduce
 from itertools import accumulate, pairwise
 from operator import add
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from eyas.chat_output import ChatMessage, ChatParser, ToolCall
 from eyas.errors import EyasError, RequestFailed
@@ -26,6 +27,12 @@ from eyas.services.router.http.errors import error_body
 from eyas.services.router.http.requests import ChatBody, CompletionBody
 from eyas.services.router.http.verify_steps import verify_step_object
 from eyas.tokenizer import Tokenizer
+
+# Values of a response from which a thread prepares it, and which the JSON encoder gets at once.
+LARGE_NUM_VALUES = 4096
+_VALUES_PER_LOGPROB = 16
+
+ResultT = TypeVar("ResultT")
 
 
 @dataclass(frozen=True)
@@ -103,9 +110,13 @@ class ResponseWriter:
         deltas: defaultdict[int, list[TextDelta]] = defaultdict(list)
         async with aclosing(chunks):
             async for chunk in chunks:
-                delta = self._delta(chunk)
+                delta = await self._add(chunk)
                 deltas[delta.index].append(delta)
-        joined = [_join(deltas[index]) for index in sorted(deltas)]
+        # in a thread: of many completions with log-probabilities it takes seconds
+        return await asyncio.to_thread(self._response, [deltas[index] for index in sorted(deltas)])
+
+    def _response(self, deltas: Sequence[Sequence[TextDelta]]) -> dict[str, Any]:
+        joined = list(map(_join, deltas))
         choices = [self._choice(delta, self._content(delta)) for delta in joined]
         return self._object("chat.completion", choices) | self._prompt_ids(joined) | self._usage()
 
@@ -116,10 +127,13 @@ class ResponseWriter:
         """
         async with aclosing(chunks):
             async for chunk in chunks:
-                delta = self._delta(chunk)
+                delta = await self._add(chunk)
                 if delta.is_empty:
                     continue
-                event = self._object("chat.completion.chunk", [self._choice(delta, self._event_content(delta))])
+                choice = await run(
+                    _VALUES_PER_LOGPROB * len(chunk.chunk.prompt_logprobs), self._choice, delta, self._event_content(delta)
+                )
+                event = self._object("chat.completion.chunk", [choice])
                 usage = {"usage": self._token_counts()} if self.body.has_usage_in_events else {}
                 yield event | self._prompt_ids([delta]) | usage
         if self.body.ends_with_usage:
@@ -134,6 +148,9 @@ class ResponseWriter:
         if error is not None:
             yield self.frame(error_body(error))
         yield "data: [DONE]"
+
+    async def _add(self, chunk: TextChunk) -> TextDelta:
+        return await run(_VALUES_PER_LOGPROB * len(chunk.chunk.prompt_logprobs), self._delta, chunk)
 
     def _delta(self, chunk: TextChunk) -> TextDelta:
         inner, index = chunk.chunk, chunk.chunk.index
@@ -278,8 +295,44 @@ class ResponseWriter:
         return {"usage": usage} | metrics
 
 
+async def run(num_values: int, function: Callable[..., ResultT], *arguments: Any) -> ResultT:
+    """Return what a function returns; run it in a thread if it has many values to handle."""
+    return await asyncio.to_thread(function, *arguments) if num_values > LARGE_NUM_VALUES else function(*arguments)
+
+
+def num_values(value: object) -> int:
+    """Estimate how many values JSON has; those of a list by its first entries."""
+    if isinstance(value, dict):
+        return 1 + sum(map(num_values, value.values()))
+    if isinstance(value, list):
+        return 1 + len(value) * max(map(num_values, value[:4]), default=0)
+    return 1
+
+
 def compact_json(value: dict[str, Any]) -> str:
     """Return JSON in one line, as an event holds it."""
+    return "".join(_pieces(value))
+
+
+def _pieces(value: object) -> Iterator[str]:
+    """Yield the parts of a JSON text. The encoder keeps the interpreter lock to its end, so it gets a part at a time."""
+    size = num_values(value)
+    if size > LARGE_NUM_VALUES and isinstance(value, dict):
+        for number, (name, item) in enumerate(value.items()):
+            yield f"{',' if number else '{'}{_dumps(name)}:"
+            yield from _pieces(item)
+        yield "}"
+    elif size > LARGE_NUM_VALUES and isinstance(value, list):
+        step = max(LARGE_NUM_VALUES * len(value) // size, 1)
+        for start in range(0, len(value), step):
+            yield "," if start else "["
+            yield from _pieces(value[start]) if step == 1 else [_dumps(value[start : start + step])[1:-1]]
+        yield "]"
+    else:
+        yield _dumps(value)
+
+
+def _dumps(value: object) -> str:
     return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
 
 

@@ -19,9 +19,10 @@ from eyas.services.router.auth import ApiKeys, plain_keys
 from eyas.services.router.generation import MAX_CONCURRENT_COMPLETIONS
 from eyas.services.router.http.bodies import parse_body
 from eyas.services.router.http.requests import Body, ChatBody, CompletionBody
+from eyas.services.router.http.responses import LARGE_NUM_VALUES, _pieces, compact_json
 from eyas.services.router.http.server import HttpServer
 from tests.services.http.http_router import ALL, Script, get, http_router, post, until, worker
-from tests.services.router.scripted_verifier import PROMPT, TOKENS
+from tests.services.router.scripted_verifier import MODEL, PROMPT, TOKENS
 
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n"
 LIMITS = LimitsConfig(header_timeout_s=0.1, body_timeout_s=0.1, idle_timeout_s=1, max_header_bytes=4096)
@@ -243,6 +244,30 @@ def test_a_body_runs_a_bounded_number_of_completions(url: str, num_prompts: int,
             assert len(script.calls) == num_completions
 
     asyncio.run(body())
+
+
+@pytest.mark.parametrize("changes", [{}, {"stream": True}, {"echo": True, "logprobs": 1}])
+def test_log_probabilities_of_a_prompt_come_in_small_steps(url: str, changes: dict[str, Any]) -> None:
+    async def body() -> None:
+        script, model = Script((5,) * 6010), replace(MODEL, max_model_len=10_000)
+        fields = {"prompt": [5] * 6000, "max_tokens": 10} | (
+            changes if "echo" in changes else {"prompt_logprobs": 1} | changes
+        )
+        async with worker(url, script, model=model), http_router(url) as base, LongestStep() as step:
+            answer = await post(base, "/v1/completions", ALL | fields)
+        assert answer.status_code == 200, answer.text
+        assert answer.text.count("-0.5") >= 5999
+        assert step.longest < 60_000, step.longest  # the scripted verifier takes most of them
+
+    asyncio.run(body())
+
+
+@pytest.mark.parametrize("length", [0, 1, 3, 200, 5000])
+def test_json_is_encoded_in_small_parts(length: int) -> None:
+    entries: list[Any] = [{"id": number, "text": 'ä"\n', "top": [1.0] * 20} for number in range(length)]
+    value = {"a": entries, "b": [{"c": {"d": entries}}] * 3, "long": [[0] * 10_000], "e": [[], {}], "f": {}, "g": None}
+    assert compact_json(value) == json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+    assert max(map(len, _pieces(value))) <= 10 * LARGE_NUM_VALUES
 
 
 def test_a_client_that_leaves_ends_all_completions_of_its_body(url: str) -> None:
