@@ -1,5 +1,6 @@
 """What the pages name exists: drafting methods, configuration keys, files."""
 
+import ast
 import re
 from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
@@ -10,7 +11,7 @@ import pytest
 
 from eyas.config import DraftConfig, RouterConfig, VerifierConfig
 from eyas.drafters.registry import METHODS
-from tests.repo.repository import ROOT, files, name
+from tests.repo.repository import ROOT, files, name, python_files, syntax
 
 DOCS = ROOT / "docs"
 PAGES = [path for path in files() if path.suffix == ".md" and (DOCS in path.parents or path.parent == ROOT)]
@@ -19,6 +20,7 @@ OTHERS = {"docs/operations.md", "docs/telemetry.md"}  # the chart's values, tele
 CODE = re.compile(r"`([^`\n]+)`")
 KEY = re.compile(r"[a-z]\w*(?:\.[a-z]\w*)+")
 FILE = re.compile(r"(?:eyas|services|tests|docs|deploy|benchmarks|examples|protos|models)/[\w./-]*\w")
+TEST = re.compile(r"(tests/[\w/]+\.py)::(\w+)")
 SERVICES = {"router": RouterConfig, "verifier": VerifierConfig, "draft": DraftConfig}
 
 
@@ -80,3 +82,57 @@ def test_files_on_the_pages_exist() -> None:
     assert not [
         f"{name(page)}: {word}" for page, word in named if not (ROOT / word).exists() and not (ROOT / f"{word}.py").exists()
     ]
+
+
+def test_tests_on_the_pages_exist() -> None:
+    named = [found for page in PAGES for found in TEST.findall(page.read_text(encoding="utf-8"))]
+    assert len(named) > 20
+    assert not [
+        f"{file}::{test}"
+        for file, test in named
+        if not (ROOT / file).is_file() or f"def {test}(" not in (ROOT / file).read_text(encoding="utf-8")
+    ]
+
+
+def texts(tree: ast.AST) -> Iterator[str]:
+    """The strings of a module; values of f-strings are left out."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.JoinedStr):
+            yield "".join(part.value if isinstance(part, ast.Constant) else "\0" for part in node.values)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield node.value
+
+
+@pytest.mark.parametrize("page", ["troubleshooting.md", "combinations.md"])
+def test_errors_that_a_page_quotes_are_in_the_code(page: str) -> None:
+    code = [text for path in python_files("eyas", "services") for text in texts(syntax(path))]
+    rows = re.findall(r"^\| (.*?\".*?) \|", (DOCS / page).read_text(encoding="utf-8"), re.MULTILINE)
+    quoted = [error for row in rows for error in re.findall(r'"([^"]+)"', row)]
+    assert len(quoted) > 4
+    patterns = {error: re.compile(".*?".join(map(re.escape, error.split("..."))), re.DOTALL) for error in quoted}
+    assert not [error for error, pattern in patterns.items() if not any(map(pattern.search, code))]
+
+
+def methods_table(page: Path) -> dict[str, dict[str, str]]:
+    """The rows of a page's table of methods, by method, then by column."""
+    rows = [
+        [cell.strip(" `") for cell in line.strip("|").split("|")]
+        for line in page.read_text(encoding="utf-8").splitlines()
+        if re.match(r"\| (?:method|`[\w+]+`) \|", line)
+    ]
+    (head,) = (row for row in rows if row[0] == "method" and "shared noise" in row)
+    return {row[0]: dict(zip(head, row, strict=True)) for row in rows if len(row) == len(head) and row is not head}
+
+
+def test_tables_of_methods_agree_with_each_other_and_the_code() -> None:
+    readme, page = methods_table(ROOT / "README.md"), methods_table(DOCS / "combinations.md")
+    assert readme.keys() == page.keys() == METHODS.keys() | {"A+B"}
+    same = {
+        "shared noise": "shared noise", "acceptance: rejection": "rejection", "CUDA graphs": "CUDA graphs",
+        "drafts ahead": "drafting ahead",
+    }  # fmt: skip
+    for method, row in readme.items():
+        assert [page[method][there] for there in same.values()] == [row[here] for here in same], method
+        if method in METHODS:
+            assert row["features of the target"] == ("yes" if "features" in METHODS[method].needs else "no")
+            assert row["shared noise"] == ("yes" if METHODS[method].has_probs else "no")
