@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from signal import SIGCONT, SIGSTOP
@@ -270,7 +270,7 @@ async def empty(injector: Injector, member: Member) -> None:
 
 
 LASTING: Sequence[Action] = (vanish, pause, reset, half_open, partition, delay, lose, corrupt)
-NAMES = {
+NAMES: Mapping[Action, str] = {
     kill_member: "kill -9", kill_for_a_while: "down", vanish: "power cut", pause: "SIGSTOP", reset: "connection reset",
     half_open: "half-open", partition: "partition", delay: "delay", lose: "loss", corrupt: "corruption", empty: "emptied",
 }  # fmt: skip

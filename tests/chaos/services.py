@@ -78,7 +78,7 @@ async def run_hostile(config: DraftConfig) -> None:
     target = draft.read_target(config.model)
     drafter = RandomDrafter(target.vocab_size, os.getpid())
     info = draft.describe(config.models[0], drafter, target)
-    DraftServicer.Speculate = _hostile_speculate  # type: ignore[method-assign]
+    DraftServicer.Speculate = _hostile_speculate  # type: ignore[method-assign,assignment]
     await draft.serve_drafters(config, [(drafter, info)])
 
 

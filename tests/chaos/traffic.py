@@ -81,7 +81,7 @@ class Clients:
     async def close(self) -> None:
         """Close all connections."""
         await self._http.aclose()
-        await self._channel.close()
+        await self._channel.close(None)
 
     async def keep_asking(self, stop: asyncio.Event, on_gap: OnGap) -> None:
         """Send one request after the other until `stop`."""

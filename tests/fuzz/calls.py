@@ -118,7 +118,7 @@ async def call(
 ) -> Answer:
     """Send one message and return the status. cancels: give up as soon as it is sent. metadata: with it."""
     # on the wire a stream of one message is the same as a single one
-    started: Any = channel.unary_stream(method.path)(message, timeout=TIMEOUT_S, metadata=metadata)
+    started: Any = channel.unary_stream(method.path)(message, timeout=TIMEOUT_S, metadata=metadata)  # type: ignore[call-arg]
     try:
         if cancels:
             await asyncio.sleep(0)
@@ -138,7 +138,7 @@ async def call(
 async def drafting_stream(channel: grpc.aio.Channel, method: Method, messages: Sequence[bytes]) -> list[Answer]:
     """Send messages in one stream until it ends. After each, a request that must be answered shows that it was handled."""
     answers: list[Answer] = []
-    stream: Any = channel.stream_stream(method.path)(timeout=TIMEOUT_S, metadata=AUTHORIZED)
+    stream: Any = channel.stream_stream(method.path)(timeout=TIMEOUT_S, metadata=AUTHORIZED)  # type: ignore[call-arg]
     try:
         for number, message in enumerate(messages):
             ping = draft_pb2.SpeculateRequest(step=PING_STEP + number, commits=[draft_pb2.Commit(session="ping")])
@@ -165,12 +165,12 @@ async def _examples(
     services: Services, channels: Mapping[str, grpc.aio.Channel]
 ) -> dict[tuple[str, str], tuple[bytes, ...]]:
     """Valid messages by role and path; what is left out is empty."""
-    status: Any = channels["verifier"].unary_unary(
+    status: Any = channels["verifier"].unary_unary(  # type: ignore[call-arg]
         "/eyas.v1.Worker/Status", response_deserializer=worker_pb2.WorkerStatus.FromString
     )
     model = (await status(b"", timeout=TIMEOUT_S, metadata=AUTHORIZED)).model
     target = draft_pb2.TargetInfo(target_fingerprint=model.fingerprint, features_fingerprint=model.features_fingerprint)
-    describe: Any = channels["draft"].unary_unary(
+    describe: Any = channels["draft"].unary_unary(  # type: ignore[call-arg]
         "/eyas.v1.Draft/Describe", response_deserializer=draft_pb2.DescribeResponse.FromString
     )
     width = (await describe(b"", timeout=TIMEOUT_S, metadata=AUTHORIZED)).feature_size

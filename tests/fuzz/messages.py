@@ -173,7 +173,7 @@ def _int(rng: random.Random) -> int:
 
 
 def _fixed(rng: random.Random, size: int) -> bytes:
-    return (_int(rng) & 2 ** (8 * size) - 1).to_bytes(size, "little")
+    return (_int(rng) & (1 << 8 * size) - 1).to_bytes(size, "little")
 
 
 def _real(pattern: str, rng: random.Random) -> bytes:

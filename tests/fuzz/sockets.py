@@ -154,9 +154,9 @@ def damaged(frames: Sequence[bytes], rng: random.Random) -> list[bytes]:
     elif what == 4:  # two messages
         data = frame(DATA, END_STREAM, 1, payload + payload)
     elif what == 5:  # a flipped bit anywhere behind the preface
-        whole = bytearray(headers + data)
-        whole[rng.randrange(len(whole))] ^= 1 << rng.randrange(8)
-        return [*before, bytes(whole)]
+        flipped = bytearray(headers + data)
+        flipped[rng.randrange(len(flipped))] ^= 1 << rng.randrange(8)
+        return [*before, bytes(flipped)]
     elif what == 6:  # the same stream again, or one of the server's
         data += frame(HEADERS, END_HEADERS | END_STREAM, rng.choice((0, 1, 2, 2**31 - 1)), headers[9:])
     elif what == 7:  # control frames of wrong sizes and values

@@ -150,7 +150,8 @@ class Client:
         self.channels = channels
         self.methods = methods
         self.routes = routes_of(_open_api(services.http), EXAMPLES)
-        targets = [target for target in (*methods, *self.routes, FRAMES) if only in _label(target)]
+        every: list[Target] = [*methods, *self.routes, FRAMES]
+        targets = [target for target in every if only in _label(target)]
         self._targets = targets
         self._weights = list(itertools.accumulate(_weight(target) for target in targets))
 
@@ -182,7 +183,7 @@ class Client:
         request = generate_request(tokens=prompt, rich=False, drafter=drafter)
         request.sampling.max_tokens = 16
         path, parse = "/eyas.v1.Generation/Generate", generation_pb2.GenerateChunk.FromString
-        call: Any = self.channels[role].unary_stream(path, response_deserializer=parse)(
+        call: Any = self.channels[role].unary_stream(path, response_deserializer=parse)(  # type: ignore[call-arg]
             request.SerializeToString(), metadata=AUTHORIZED
         )
         chunks = [chunk async for chunk in call]
@@ -198,7 +199,7 @@ async def connected(services: Services, only: str = "") -> AsyncIterator[Client]
         yield Client(services, channels, await implemented_methods(services, channels), only)
     finally:
         for channel in channels.values():
-            await channel.close()
+            await channel.close(None)
 
 
 def is_http_fine(answer: Answer) -> bool:
@@ -264,7 +265,7 @@ async def _unreturned(client: Client) -> dict[str, int]:
         await asyncio.sleep(0.2)
         left = {}
         for role in ("verifier", "draft"):
-            call: Any = client.channels[role].unary_unary(
+            call: Any = client.channels[role].unary_unary(  # type: ignore[call-arg]
                 "/eyas.v1.Worker/Status", response_deserializer=worker_pb2.WorkerStatus.FromString
             )
             load = (await call(b"", metadata=AUTHORIZED)).load

@@ -114,8 +114,9 @@ def touched(before: bytes, after: bytes, descriptor: Descriptor) -> Iterator[str
         old, new = ([chunk for chunk in chunks_of(data) if chunk.number == field.number] for data in (before, after))
         if old != new:
             yield field.full_name
-            for inner in new if field.message_type else ():
-                yield from touched(old[0].data if old else b"", inner.data, field.message_type)
+            if (kind := field.message_type) is not None:
+                for inner in new:
+                    yield from touched(old[0].data if old else b"", inner.data, kind)
 
 
 @pytest.mark.parametrize("message", [generate_request(text="a"), *speculate_requests(TARGET, 4)[:1]])

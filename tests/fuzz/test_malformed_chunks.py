@@ -60,7 +60,7 @@ async def router(chunks: Sequence[bytes]) -> AsyncIterator[GenerationAsyncStub]:
             await context.write(chunk)
 
     verifier, server = RpcServer(ServerConfig()), RpcServer(ServerConfig())
-    handler = grpc.unary_stream_rpc_method_handler(generate, bytes)  # type: ignore[arg-type]
+    handler = grpc.unary_stream_rpc_method_handler(generate, bytes)
     verifier.aio.add_registered_method_handlers("eyas.v1.Generation", {"Generate": handler})
     worker = AnnouncedWorker("verifier", MODEL, lambda: Load(0, 0, 10_000))
     registration = WorkerRegistration(verifier, None, worker)
