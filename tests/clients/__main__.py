@@ -32,8 +32,9 @@ JOBS = Path(__file__).with_name("jobs")
 TARGET, DRAFT_MODEL = "models/demo/target", "models/demo/eagle3-full"
 MODEL, MARK = "demo", "CHECK "
 START_TIMEOUT_S, STOP_TIMEOUT_S, INSTALL_TIMEOUT_S = 300.0, 30.0, 1200.0
-# What a client may not replace. Where pip finds only torch with CUDA, a client that needs torch is better left out.
-CONSTRAINTS = ("torch==2.13.0",)
+PIP = (sys.executable, "-m", "pip", "--disable-pip-version-check")
+# A client that needs torch gets the build for CPUs, or none.
+CONSTRAINTS = ("torch==2.13.0+cpu",)
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,7 @@ CLIENTS = (
     ClientJob("anthropic", "Anthropic's client", ("anthropic",), "anthropic_job.py"),
     ClientJob("instructor", "objects from chats", ("instructor",), "instructor_job.py"),
     ClientJob("langchain-openai", "LangChain's integration of OpenAI", ("langchain-openai",), "langchain_job.py"),
-    ClientJob("litellm", "one interface to many providers", ("litellm",), "litellm_job.py"),
+    ClientJob("litellm", "one interface to many providers", ("litellm", "mcp"), "litellm_job.py"),
     ClientJob("lm-eval", "EleutherAI's evaluation harness", ("lm-eval[api]",), "lm_eval_job.py"),
     ClientJob("guidellm", "a benchmark of servers", ("guidellm",), "guidellm_job.py"),
     ClientJob("aiperf", "NVIDIA's benchmark of servers", ("aiperf",), "aiperf_job.py"),
@@ -166,18 +167,23 @@ def install(client: ClientJob, python: Path) -> str:
         return ""
     note(f"  installing {' '.join(client.packages)}")
     shutil.rmtree(python.parents[1], ignore_errors=True)
-    subprocess.run([sys.executable, "-m", "venv", str(python.parents[1])], check=True)
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(python.parents[1])], check=True)
     constraints = python.parents[1] / "constraints.txt"
     constraints.write_text("".join(f"{line}\n" for line in CONSTRAINTS))
-    command = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *client.packages]
+    uv = shutil.which("uv")  # much faster, where it is there
+    command = [uv, "pip", "install", "--python", str(python)] if uv else [*PIP, "--python", str(python), "install"]
     try:
         done = subprocess.run(
-            [*command, "-c", str(constraints)], capture_output=True, text=True, timeout=INSTALL_TIMEOUT_S, check=False
+            [*command, "--quiet", "-c", str(constraints), *client.packages],
+            capture_output=True,
+            text=True,
+            timeout=INSTALL_TIMEOUT_S,
+            check=False,
         )
     except subprocess.TimeoutExpired:
-        return f"not installed: pip took more than {INSTALL_TIMEOUT_S:.0f} s"
+        return f"not installed within {INSTALL_TIMEOUT_S:.0f} s"
     if done.returncode:
-        errors = [line for line in done.stderr.splitlines() if line.startswith("ERROR")]
+        errors = [line for line in done.stderr.splitlines() if "error" in line.lower()]
         return f"not installed: {errors[-1] if errors else done.stderr.strip()[-300:]}"
     ready.touch()
     return ""

@@ -14,18 +14,18 @@ NUM_REQUESTS = 20
 
 def benchmark(kind: str) -> None:
     """Run NUM_REQUESTS requests. All must succeed."""
-    out = folder / f"{kind}.json"
-    command = ["guidellm", "benchmark", "run", "--target", URL, "--model", MODEL, "--processor", TOKENIZER]
-    command += ["--profile", "concurrent", "--rate", "2", "--max-requests", str(NUM_REQUESTS), "--random-seed", "1"]
-    command += ["--data", "prompt_tokens=48,output_tokens=16", "--request-type", kind, "--output-path", str(out)]
-    run_command([*command, "--disable-console-interactive"], folder / f"{kind}.log")
+    out = folder / f"{kind.rpartition('/')[2]}.json"
+    command = ["guidellm", "run", "--backend", f"kind=openai_http,target={URL},model={MODEL},request_format={kind}"]
+    command += ["--profile", "kind=concurrent,streams=2", "--constraint", f"kind=max_requests,count={NUM_REQUESTS}"]
+    command += ["--tokenizer", f"kind=huggingface_auto,model={TOKENIZER}", "--seed", "kind=static,value=1"]
+    command += ["--data", "kind=synthetic_text,prompt_tokens=48,output_tokens=16", "--output", f"kind=json,path={out}"]
+    run_command([*command, "--disable-console-interactive"], out.with_suffix(".log"))
     requests = json.loads(out.read_text())["benchmarks"][0]["requests"]
     failed = [request.get("info", {}).get("error") or request for request in requests["errored"]]
     require(not failed, f"{len(failed)} of {NUM_REQUESTS} requests failed: {str(failed[:1])[:200]}")
     require(len(requests["successful"]) == NUM_REQUESTS, f"only {len(requests['successful'])} requests succeeded")
 
 
-with check(f"text completions, {NUM_REQUESTS} requests"):
-    benchmark("text_completions")
-with check(f"chat completions, {NUM_REQUESTS} requests"):
-    benchmark("chat_completions")
+for path in ("/v1/completions", "/v1/chat/completions", "/v1/responses"):
+    with check(f"{path}, {NUM_REQUESTS} requests"):
+        benchmark(path)
