@@ -267,3 +267,98 @@ def test_new_routes_need_a_key_and_count_as_requests(url: str) -> None:
                 assert set((await client.get("/version", headers={"x-api-key": "one"})).json()) == {"version"}
 
     asyncio.run(body())
+
+
+HERMES = "{{ bos_token }}{% for message in messages %}{{ message.content }}{% endfor %}{# <tool_call> </think> #}"
+SHOWN = "{{ [messages, tools] | tojson }}{{ bos_token }}{# <tool_call> #}"
+PARAMETERS: dict[str, Any] = {"type": "object", "properties": {"a": {"type": "integer"}}}
+CALL_TEXT = '<think>Hm</think>Well.\n<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
+
+
+def calling() -> Script:
+    """Return a verifier that answers PROMPT_TEXT with CALL_TEXT. A stop string ends it, because its own end is "length"."""
+    return Script((*PROMPT, *TOKENIZER.encode_rendered(f"{CALL_TEXT}END and more")))
+
+
+FUNCTION: dict[str, Any] = {"type": "function", "name": "add", "parameters": PARAMETERS, "strict": False}
+ANTHROPIC_TOOL: dict[str, Any] = {"name": "add", "input_schema": PARAMETERS}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_response_has_reasoning_text_and_calls(url: str, stream: bool) -> None:
+    asked = ASKED | {"tools": [FUNCTION], "max_output_tokens": 999, "extra_body": {"stop": "END"}}
+
+    async def body(client: AsyncOpenAI) -> Any:
+        answer = await client.responses.create(**asked, stream=stream)
+        return [event async for event in answer] if stream else answer
+
+    answer = with_router(url, body, calling(), template=HERMES)
+    if stream:
+        deltas = {event.type: "" for event in answer if event.type.endswith(".delta")}
+        for event in answer:
+            if event.type in deltas:
+                deltas[event.type] += event.delta
+        assert list(deltas.values()) == ["Hm", "Well.", '{"a": 1}']
+        assert [event.sequence_number for event in answer] == list(range(len(answer)))
+        answer = answer[-1].response
+    reasoning, message, call = answer.output
+    assert [part.text for part in reasoning.content] == ["Hm"]
+    assert message.content[0].text == "Well."
+    assert (call.name, call.arguments, call.status) == ("add", '{"a": 1}', "completed")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_message_has_thinking_text_and_calls(url: str, stream: bool) -> None:
+    asked = MESSAGE | {"tools": [ANTHROPIC_TOOL], "max_tokens": 999, "stop_sequences": ["END"]}
+
+    async def body(client: AsyncAnthropic) -> Any:
+        if not stream:
+            return await client.messages.create(**asked)
+        async with client.messages.stream(**asked) as events:
+            return await events.get_final_message()
+
+    answer = with_anthropic(url, body, calling(), template=HERMES)
+    assert answer.stop_reason == "tool_use"
+    thinking, text, call = answer.content
+    assert (thinking.thinking, text.text, call.name, call.input) == ("Hm", "Well.", "add", {"a": 1})
+
+
+def test_tools_and_their_results_become_those_of_a_chat(url: str) -> None:
+    """Both APIs reach the template with the same messages and tools."""
+    script = Script(TOKENS * 40)
+    called: Any = [
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": "b", "tool_calls": [{"id": "c", "type": "function", "function": None}]},
+        {"role": "tool", "tool_call_id": "c", "content": "2"},
+    ]
+    called[1]["tool_calls"][0]["function"] = {"name": "add", "arguments": '{"a": 1}'}
+    blocks: Any = [
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": [{"type": "text", "text": "b"}, {"type": "tool_use", "id": "c", "name": "add"}]},
+        {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "c", "content": "2"}]},
+    ]
+    blocks[1]["content"][1]["input"] = {"a": 1}
+    items: Any = [
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": "b"},
+        {"type": "function_call", "call_id": "c", "name": "add", "arguments": '{"a": 1}'},
+        {"type": "function_call_output", "call_id": "c", "output": "2"},
+    ]
+    tool = {"type": "function", "function": {"name": "add", "parameters": PARAMETERS}}
+
+    async def body() -> None:
+        async with worker(url, script), http_router(url, template=SHOWN) as base:
+            shared = {"model": "demo", "max_tokens": 1}
+            bodies = {
+                "/v1/chat/completions": shared | {"messages": called, "tools": [tool]},
+                "/v1/messages": shared | {"messages": blocks, "tools": [ANTHROPIC_TOOL]},
+                "/v1/responses": {"model": "demo", "max_output_tokens": 1, "input": items, "tools": [FUNCTION]},
+            }
+            for path, asked in bodies.items():
+                answer = await post(base, path, asked)
+                assert answer.status_code == 200, answer.text
+
+    asyncio.run(body())
+    prompts = [TOKENIZER.decode(call.request.prompt_ids) for call in script.calls]
+    assert len(set(prompts)) == 1
+    assert '"tool_call_id": "c"' in prompts[0]
