@@ -66,9 +66,16 @@ CLIENTS = (
 
 @dataclass
 class ClientResult:
-    """What a client did. problem: why it did not run; empty if it did. checks: the problem of each feature, "" for none."""
+    """What a client did.
+
+    Attributes:
+        date: of the run.
+        problem: why it did not run; empty if it did.
+        checks: the problem of each feature, empty for none.
+    """
 
     client: ClientJob
+    date: str = ""
     version: str = ""
     problem: str = ""
     seconds: float = 0.0
@@ -79,13 +86,25 @@ class ClientResult:
         """Whether every check passed."""
         return not self.problem and bool(self.checks) and not any(self.checks.values())
 
+    def save(self, environments: Path) -> None:
+        """Keep the result beside the client's environment."""
+        values = {name: value for name, value in vars(self).items() if name != "client"}
+        environments.mkdir(exist_ok=True)
+        (environments / f"{self.client.name}.json").write_text(json.dumps(values))
+
+
+def latest(client: ClientJob, environments: Path) -> ClientResult:
+    """Return the kept result of a client."""
+    file = environments / f"{client.name}.json"
+    return (
+        ClientResult(client, **json.loads(file.read_text())) if file.is_file() else ClientResult(client, problem="not run")
+    )
+
 
 def main(
     only: Annotated[list[str] | None, typer.Argument(help="Names of clients; all by default.")] = None,
     environments: Annotated[Path, typer.Option(help="Folder of the clients' environments.")] = Path(".venv-clients"),
-    out: Annotated[Path, typer.Option(help="Page to write; not written if only some clients run.")] = Path(
-        "docs/clients.md"
-    ),
+    out: Annotated[Path, typer.Option(help="Page to write, from the latest results.")] = Path("docs/clients.md"),
     timeout_s: Annotated[float, typer.Option(help="Most seconds of one client's job.")] = 600.0,
     url: Annotated[str, typer.Option(help="URL of a running server, instead of an own one.")] = "",
 ) -> None:
@@ -99,11 +118,11 @@ def main(
         for number, client in enumerate(chosen, 1):
             note(f"[{number}/{len(chosen)}] {client.name}")
             results.append(run_client(client, environments.resolve(), base, timeout_s))
+            results[-1].save(environments)
     for result in results:
         note(summary(result))
-    if not only:
-        out.write_text(page(results), encoding="utf-8")
-        note(f"wrote {out}")
+    out.write_text(page([latest(client, environments) for client in CLIENTS]), encoding="utf-8")
+    note(f"wrote {out}")
     if not all(result.works for result in results):
         raise typer.Exit(1)
 
@@ -150,7 +169,7 @@ def wait_until_healthy(base: str, process: subprocess.Popen[bytes], log: Path) -
 
 def run_client(client: ClientJob, environments: Path, base: str, timeout_s: float) -> ClientResult:
     """Install a client if it is not there yet, and run its job."""
-    result, started = ClientResult(client), time.monotonic()
+    result, started = ClientResult(client, datetime.now(UTC).strftime("%Y-%m-%d")), time.monotonic()
     python = environments / client.name / "bin" / "python"
     result.problem = install(client, python)
     if not result.problem:
@@ -235,21 +254,22 @@ def summary(result: ClientResult) -> str:
 
 def page(results: Sequence[ClientResult]) -> str:
     """Return the text of docs/clients.md."""
-    date, python = datetime.now(UTC).strftime("%Y-%m-%d"), ".".join(map(str, sys.version_info[:3]))
     lines = [
         "# Clients",
         "",
-        "`make clients` installs each client into an environment of its own, runs a small job of it against `eyas serve`",
-        f"with the demo model, and writes this page. Eyas {__version__}, {date}, Python {python}, CPU.",
+        "`make clients` installs each client into an environment of its own, runs a small job of it against",
+        "`eyas serve` with the demo model, and writes this page. `make clients CLIENTS=guidellm` runs one. The",
+        f"jobs are in [tests/clients/jobs](../tests/clients/jobs). Eyas {__version__}, on a CPU.",
         "",
-        "| client | version | what works | what does not |",
-        "|---|---|---|---|",
+        "| client | version | run | what works | what does not |",
+        "|---|---|---|---|---|",
     ]
     for result in results:
-        works = ", ".join(f"{feature}" for feature, problem in result.checks.items() if not problem)
+        works = ", ".join(feature for feature, problem in result.checks.items() if not problem)
         fails = [f"{feature} ({problem})" for feature, problem in result.checks.items() if problem]
         fails += [result.problem] * bool(result.problem)
-        row = (f"{result.client.name}: {result.client.what}", result.version, works, "; ".join(fails) or "nothing known")
+        named = f"{result.client.name}: {result.client.what}"
+        row = (named, result.version, result.date, works, "; ".join(fails))
         lines.append("| " + " | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in row) + " |")
     return "\n".join([*lines, ""])
 

@@ -5,7 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.clients.__main__ import CLIENTS, JOBS, MARK, ClientResult, job_environment, page
+from tests.clients.__main__ import CLIENTS, JOBS, MARK, ClientResult, job_environment, latest, page
 
 
 def test_every_client_has_a_job_with_checks() -> None:
@@ -28,13 +28,12 @@ def test_a_failed_check_does_not_end_a_job(tmp_path: Path) -> None:
     assert found == [{"feature": "one", "problem": "RuntimeError: wrong"}, {"feature": "two", "problem": ""}]
 
 
-def test_the_page_has_what_works_and_what_does_not() -> None:
+def test_the_page_has_what_works_and_what_does_not(tmp_path: Path) -> None:
     first, second = CLIENTS[:2]
-    results = [
-        ClientResult(first, "1.0", checks={"a": "", "b": "broken | so"}),
-        ClientResult(second, problem="not installed"),
-    ]
-    *_, row, other = page(results).splitlines()
-    assert row == f"| {first.name}: {first.what} | 1.0 | a | b (broken \\| so) |"
-    assert other == f"| {second.name}: {second.what} |  |  | not installed |"
-    assert not any(result.works for result in results)
+    found = ClientResult(first, "2026-11-22", "1.0", checks={"a": "", "b": "broken | so"})
+    found.save(tmp_path)
+    assert latest(first, tmp_path) == found
+    *_, row, other = page([found, latest(second, tmp_path)]).splitlines()
+    assert row == f"| {first.name}: {first.what} | 1.0 | 2026-11-22 | a | b (broken \\| so) |"
+    assert other == f"| {second.name}: {second.what} |  |  |  | not run |"
+    assert not found.works
