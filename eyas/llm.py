@@ -27,7 +27,7 @@ from eyas.models.checkpoint import resolve, resolve_placement
 from eyas.models.workers import RankInfo
 from eyas.outputs import OutputBuilder, RequestOutput, TextChunk, TextDecoder
 from eyas.request import Chunk, Prompt, Request, SamplingParams, paired
-from eyas.tokenizer import Tokenizer, load_tokenizer
+from eyas.tokenizer import TextStream, Tokenizer, load_tokenizer
 
 Message = Mapping[str, Any]
 OutputKind = Literal["cumulative", "delta", "final_only"]
@@ -213,9 +213,11 @@ class LLM:
         request_id = f"{next(self._names)}" if request_id is None else request_id
         output = OutputBuilder(request_id, text, ids, sampling_params.n, self._tokenizer)
         completions = []
-        split = sampling_params.completions(self._tokenizer.bad_token_ids(sampling_params.bad_words))
+        words = sampling_params.bad_words
+        split = sampling_params.completions(self._tokenizer.bad_token_ids(words) if words else ())
         for index, own in enumerate(split):  # the engine may still hold a cancelled request of the same id
-            decoder = TextDecoder(self._tokenizer, sampling_params, len(ids), own.seed, index)
+            stream = TextStream(self._tokenizer, sampling_params.stop, sampling_params.min_tokens)
+            decoder = TextDecoder(stream, sampling_params.stop_token_ids, len(ids), own.seed, index)
             request = Request(f"{request_id}#{next(self._numbers)}", ids, own, draft=draft)
             completions.append(_Completion(request, decoder, output))
         return completions

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from eyas.request import Chunk, FinishReason, GenerationStats, SamplingParams, TokenLogprob
+from eyas.request import Chunk, FinishReason, GenerationStats, TokenLogprob
 from eyas.tokenizer import TextStream, Tokenizer
 
 
@@ -44,45 +44,39 @@ class TextChunk:
     stop_reason: int | str | None = None
 
 
+@dataclass
 class TextDecoder:
-    """Turns the chunks of one completion into chunks with text. A stop string ends them; later tokens do not count."""
+    """Turns the chunks of one completion into chunks with text. A stop string ends them; later tokens do not count.
 
-    def __init__(
-        self,
-        tokenizer: Tokenizer,
-        sampling: SamplingParams,
-        num_prompt_tokens: int,
-        seed: int | None,
-        index: int = 0,
-        *,
-        skip_special_tokens: bool = True,
-        include_stop: bool = False,
-        kept_tokens: Collection[int] = (),
-    ) -> None:
-        """sampling: the client's, with its stop strings. seed: of this completion. index: which of the n completions.
+    Attributes:
+        text: decodes the tokens, and has the stop strings.
+        stop_token_ids: tokens that may end the completion, for `stop_reason`.
+        num_prompt_tokens: for the totals.
+        seed: of the completion; None once a chunk has it.
+        index: which of the n completions.
+        stopped: whether a stop string was found.
+    """
 
-        skip_special_tokens, include_stop, kept_tokens: see TextStream.
-        """
-        self.stopped = False
-        stop, min_tokens = sampling.stop, sampling.min_tokens
-        self._text = TextStream(tokenizer, stop, min_tokens, skip_special_tokens, include_stop, kept_tokens)
-        self._stop_token_ids = frozenset(sampling.stop_token_ids)
-        self._totals = Totals(num_prompt_tokens, 0, GenerationStats())
-        self._seed = seed
-        self._index = index
+    text: TextStream
+    stop_token_ids: tuple[int, ...]
+    num_prompt_tokens: int
+    seed: int | None
+    index: int = 0
+    stopped: bool = False
+    _totals: Totals = field(default_factory=lambda: Totals(0, 0, GenerationStats()))
 
     def add(self, received: Chunk) -> TextChunk:
         """Decode the next chunk. After `stopped`, there is no next one."""
-        piece = self._text.push(received.token_ids, ends=received.finish_reason == "stop")
-        chunk = replace(received.first(len(piece.texts)), index=self._index)
+        piece = self.text.push(received.token_ids, ends=received.finish_reason == "stop")
+        chunk = replace(received.first(len(piece.texts)), index=self.index)
         text, stop_reason = piece.text, self._end_token(chunk)
         if piece.stopped:
-            self.stopped, stop_reason = True, self._text.stop_string
+            self.stopped, stop_reason = True, self.text.stop_string
             chunk = replace(chunk, finish_reason="stop")
         elif chunk.finish_reason is not None:
-            text += self._text.flush()
+            text += self.text.flush()
         self._count(chunk)
-        seed, self._seed = self._seed, None
+        seed, self.seed = self.seed, None
         totals = self._totals if chunk.finish_reason is not None else None
         return TextChunk(chunk, text, tuple(map(len, piece.texts)), seed, totals, stop_reason)
 
@@ -93,12 +87,12 @@ class TextDecoder:
         # of several verifiers that a request moved to, only the first counts
         num_cached = totals.num_cached_tokens if totals.num_output_tokens else chunk.num_cached
         num_output = totals.num_output_tokens + len(chunk.token_ids)
-        self._totals = replace(totals, num_output_tokens=num_output, num_cached_tokens=num_cached)
+        self._totals = Totals(self.num_prompt_tokens, num_output, totals.stats, num_cached)
 
     def _end_token(self, chunk: Chunk) -> int | str | None:
         """The token of `stop_token_ids` that ended the completion, if one did."""
         last = chunk.token_ids[-1] if chunk.finish_reason == "stop" and chunk.token_ids else None
-        return last if last in self._stop_token_ids else None
+        return last if last in self.stop_token_ids else None
 
 
 @dataclass(frozen=True)
@@ -195,38 +189,32 @@ class _Completion:
         )
 
 
+@dataclass
 class OutputBuilder:
     """Collects the chunks of a request's completions.
 
     Attributes:
-        error: why the request failed; empty if it did not.
+        prompt: text of the prompt, None for token ids.
         num_running: completions that have not ended.
+        tokenizer: for the text of tokens in log-probabilities; None leaves it out.
+        error: why the request failed; empty if it did not.
         unread: chunks since the last output.
     """
 
-    def __init__(
-        self,
-        request_id: str,
-        prompt: str | None,
-        prompt_token_ids: Sequence[int],
-        num_completions: int = 1,
-        tokenizer: Tokenizer | None = None,
-    ) -> None:
-        """tokenizer: for the text of tokens in log-probabilities; None leaves it out."""
-        self.request_id = request_id
-        self.error = ""
-        self.num_running = num_completions
-        self.unread: list[TextChunk] = []
-        self._prompt = prompt
-        self._prompt_token_ids = list(prompt_token_ids)
-        self._completions = [_Completion() for _ in range(num_completions)]
-        self._prompt_logprobs: list[dict[int, Logprob] | None] | None = None
-        self._num_cached = 0
-        self._tokenizer = tokenizer
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: Sequence[int]
+    num_running: int = 1
+    tokenizer: Tokenizer | None = None
+    error: str = ""
+    unread: list[TextChunk] = field(default_factory=list)
+    _completions: dict[int, _Completion] = field(default_factory=dict)
+    _prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    _num_cached: int = 0
 
     def add(self, received: TextChunk) -> None:
         """Add a chunk of the completion chunk.index."""
-        chunk, completion = received.chunk, self._completions[received.chunk.index]
+        chunk, completion = received.chunk, self._completions.setdefault(received.chunk.index, _Completion())
         self.unread.append(received)
         completion.token_ids += chunk.token_ids
         completion.texts.append(received.text)
@@ -249,7 +237,7 @@ class OutputBuilder:
     def output(self) -> RequestOutput:
         """The whole output so far."""
         self.unread = []
-        return self._output(range(len(self._completions)))
+        return self._output(sorted(self._completions))
 
     def delta(self) -> RequestOutput:
         """What is new since the last delta: tokens, text and log-probabilities of the completions that changed."""
@@ -272,8 +260,8 @@ class OutputBuilder:
     def _output(self, indices: Sequence[int]) -> RequestOutput:
         return RequestOutput(
             self.request_id,
-            self._prompt,
-            self._prompt_token_ids,
+            self.prompt,
+            list(self.prompt_token_ids),
             [self._completions[index].output(index) for index in indices],
             self.num_running == 0,
             self._prompt_logprobs,
@@ -291,4 +279,4 @@ class OutputBuilder:
         return found
 
     def _text_of(self, token: int) -> str | None:
-        return self._tokenizer.decode((token,)) if self._tokenizer else None
+        return self.tokenizer.decode((token,)) if self.tokenizer else None

@@ -127,18 +127,16 @@ class SamplingParams:
         bad_token_ids: `bad_words` as token ids. The caller looks for stop strings. Only the first has prompt_logprobs.
         """
         seed = secrets.randbits(64) if self.seed is None else self.seed
-        words, one = tuple(bad_token_ids), self
+        words, first = tuple(bad_token_ids), self
         if words:
-            one = replace(self, bad_words=(), bad_token_ids=(*self.bad_token_ids, *words))
-        one = one._copy(n=1, stop=(), bad_words=(), seed=seed)
-        seeds = ((seed + i * COMPLETION_SEED_STEP) % 2**64 for i in range(1, self.n))
-        return (one, *(one._copy(prompt_logprobs=None, seed=other) for other in seeds))
-
-    def _copy(self, **values: Any) -> SamplingParams:
-        """A copy with other values that need no check."""
-        other = copy(self)
-        vars(other).update(values)
-        return other
+            first = replace(self, bad_words=(), bad_token_ids=(*self.bad_token_ids, *words))
+        completions = []
+        for i in range(self.n):
+            one = copy(first)  # these values need no check
+            vars(one).update(n=1, stop=(), bad_words=(), seed=(seed + i * COMPLETION_SEED_STEP) % 2**64)
+            vars(one).update({"prompt_logprobs": None} if i else {})
+            completions.append(one)
+        return tuple(completions)
 
 
 def paired(

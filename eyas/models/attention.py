@@ -6,6 +6,7 @@ H query heads, J key-value heads, D head width, S slots; B, Q, K as in eyas.mode
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import torch
@@ -20,9 +21,19 @@ ATTENTION_NAME = "eyas"
 
 
 def register_attention() -> None:
-    """Make `attn_implementation="eyas"` known to transformers. Registering twice is harmless."""
-    from transformers import AttentionInterface
+    """Make `attn_implementation="eyas"` known to transformers. Registering twice is harmless.
 
+    This is the first import of transformers' models. It imports torchao, which warns about kernels that do not load here.
+    """
+    noisy = [logging.getLogger(name) for name in ("torchao", "torch.utils._pytree")]
+    were_disabled = [logger.disabled for logger in noisy]
+    try:
+        for logger in noisy:
+            logger.disabled = True
+        from transformers import AttentionInterface
+    finally:
+        for logger, was_disabled in zip(noisy, were_disabled, strict=True):
+            logger.disabled = was_disabled
     AttentionInterface.register(ATTENTION_NAME, slot_attention)
 
 

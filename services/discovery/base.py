@@ -34,6 +34,11 @@ class Discovery(Protocol):
         """Whether the live workers of a watched role have been read by now; there may be none."""
         ...
 
+    @property
+    def outage(self) -> str:
+        """Why the source of workers does not answer; empty while it does. Names no address: clients may read it."""
+        ...
+
     async def close(self) -> None:
         """Stop looking."""
         ...

@@ -52,6 +52,11 @@ class ProbedDiscovery:
         """Whether the source has listed the role's endpoints, and each of them has answered or failed."""
         return role in self._probes and all(probe.has_result for probe in self._probes[role].values())
 
+    @property
+    def outage(self) -> str:
+        """Empty: endpoints that cannot be listed stay as they were, and each is probed."""
+        return ""
+
     async def close(self) -> None:
         """End all probes and close the source."""
         await asyncio.gather(*map(cancel_task, self._tasks))

@@ -162,6 +162,11 @@ class Registry:
         """Whether the leases of a watched role have been read."""
         return role in self._known
 
+    @property
+    def outage(self) -> str:
+        """That Redis is away, if it is."""
+        return "" if self._reachable else "Redis is away"
+
     async def place(self, session: str, placement: Placement) -> None:
         """Remember where a session runs for an hour; does nothing while Redis is away."""
         value = _PLACEMENTS.dump_json(placement)

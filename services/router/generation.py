@@ -16,7 +16,7 @@ from eyas.rpc.messages import GenerateCall, ModelInfo
 from eyas.services.router.dispatcher import Dispatcher, RequestContext, TrailerCallback, no_verifier
 from eyas.services.router.telemetry import RouterTelemetry
 from eyas.services.router.workers import WorkerPool
-from eyas.tokenizer import Tokenizer
+from eyas.tokenizer import TextStream, Tokenizer
 from eyas.validation import check_request
 
 # Completions of one body that run at once. Each costs the event loop some time at every step of its verifier.
@@ -148,16 +148,16 @@ class GenerationService:
         tokenizer, request = self._tokenizers[call.model], call.request
         for index, sampling in enumerate(request.sampling.completions()):
             completion = replace(request, sampling=sampling)
-            decoder = TextDecoder(
+            text = TextStream(
                 tokenizer,
-                request.sampling,
-                len(request.prompt_ids),
-                sampling.seed,
-                index,
+                request.sampling.stop,
+                request.sampling.min_tokens,
                 skip_special_tokens=call.skip_special_tokens,
                 include_stop=call.include_stop,
                 kept_tokens=call.kept_tokens,
             )
+            stop_token_ids, num_prompt = request.sampling.stop_token_ids, len(request.prompt_ids)
+            decoder = TextDecoder(text, stop_token_ids, num_prompt, sampling.seed, index)
             chunks = self._dispatcher.stream(replace(call, request=completion), context)
             yield _decode(chunks, decoder)
 

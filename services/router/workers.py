@@ -310,6 +310,12 @@ class ReadinessMonitor:
         """Why no request can be served now; empty if one can."""
         return self.reason or ("" if self.workers.reachable else "no verifier can be reached")
 
+    @property
+    def warning(self) -> str:
+        """What is wrong although requests are served; empty if nothing is."""
+        found = self.discovery.outage or (self.registry.outage if self.registry else "")
+        return f"{found}; the last known workers serve" if found else ""
+
     async def register(self, address: str) -> None:
         """Start to discover workers and to check the verifiers."""
         await self.discovery.watch("verifier", "draft")
@@ -326,7 +332,8 @@ class ReadinessMonitor:
     async def _check(self) -> None:
         await self.workers.refresh()
         if self.reason and not self.discovery.has_synced("verifier"):
-            self.reason = "the discovery of verifiers has not answered yet"
+            outage = self.discovery.outage
+            self.reason = "the discovery of verifiers has not answered yet" + (f": {outage}" if outage else "")
         elif self.reason:
             is_ready = self.workers.reachable or not self.discovery.known("verifier")
             self.reason = "" if is_ready else "no verifier can be reached"

@@ -85,8 +85,8 @@ def test_mistakes_are_reported_without_torch(words: list[str], reason: str) -> N
     assert done.stderr.startswith(reason)
 
 
-def test_completion_scripts_are_available(run: Run) -> None:
-    command = [sys.executable, "-m", "eyas.cli", "--show-completion", "bash"]
-    env = {**os.environ, "_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION": "1"}
-    shown = subprocess.run(command, capture_output=True, text=True, check=False, timeout=100, env=env)
-    assert "complete" in shown.stdout, shown.stderr
+def test_words_are_completed() -> None:
+    for words, found in (("eyas ch", {"chat", "check"}), ("eyas generate --draft", {"--draft-model"})):
+        asked = {"_EYAS_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": str(words.count(" "))}
+        done = CliRunner().invoke(app, prog_name="eyas", env=asked)
+        assert set(done.output.split()) == found

@@ -29,6 +29,7 @@ from eyas.tensors import tensor_from_bytes, tensor_to_bytes
 from eyas.tree import DraftProbs, DraftTree, SampledProposal
 from eyas.v1 import draft_pb2, generation_pb2, types_pb2
 from eyas.validation import MAX_SEED
+from tests.strategies import unchecked
 
 counts = st.integers(0, 2**31 - 1)
 ids = st.lists(counts, max_size=5).map(tuple)
@@ -152,8 +153,8 @@ def test_a_zero_temperature_is_not_mistaken_for_an_unset_one() -> None:
     "call",
     [
         GenerateCall(Request("r", (2**31,))),
-        GenerateCall(Request("r", (1,), SamplingParams()._copy(seed=-1))),
-        GenerateCall(Request("r", (1,), SamplingParams()._copy(max_tokens=2**40))),
+        GenerateCall(Request("r", (1,), unchecked(SamplingParams(), seed=-1))),
+        GenerateCall(Request("r", (1,), unchecked(SamplingParams(), max_tokens=2**40))),
     ],
 )
 def test_values_beyond_the_wire_types_are_invalid_requests(call: GenerateCall) -> None:

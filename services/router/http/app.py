@@ -169,8 +169,12 @@ def _add_probe_routes(app: FastAPI, readiness: ReadinessMonitor) -> None:
 
     @app.get("/ready")
     async def ready() -> JSONResponse:
-        """Report whether the router takes requests, and if not, why. Without a verifier it does, and answers with 503."""
-        return _status(readiness.reason, "ready", "not ready")
+        """Report whether the router takes requests, and if not, why. Without a verifier it does, and answers with 503.
+
+        A ready router says as a warning that Redis is away.
+        """
+        warning = {"warning": readiness.warning} if readiness.warning and not readiness.reason else {}
+        return _status(readiness.reason, "ready", "not ready", **warning)
 
 
 def _add_operations_routes(app: FastAPI, readiness: ReadinessMonitor, api: FastAPI) -> None:

@@ -19,6 +19,7 @@ from tests.e2e.client import generate
 from tests.ray.cluster.application import RayApplication, running_application
 from tests.ray.cluster.load import Asked, plainly, scale_out_and_in
 from tests.ray.cluster.traces import PARTS, SERVICES, torn
+from tests.strategies import unchecked
 from tests.telemetry.cluster.collector import Received
 
 pytest.importorskip("ray.serve", reason="needs Ray: pip install 'eyas[ray]'")
@@ -72,7 +73,7 @@ def test_http_and_grpc_output_equals_plain_decoding(application: RayApplication,
 
 def test_a_rejected_request_has_the_status_of_its_error(application: RayApplication) -> None:
     with pytest.raises(InvalidRequest, match="temperature is -1"):
-        generate(application.grpc, "a", SamplingParams()._copy(temperature=-1.0))
+        generate(application.grpc, "a", unchecked(SamplingParams(), temperature=-1.0))
     assert httpx.post(f"{application.http}/v1/completions", json={"prompt": "a", "n": 0}).status_code == 400
 
 

@@ -5,7 +5,7 @@ import re
 import socket
 import ssl
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager
 from datetime import UTC, datetime, timedelta
 from ipaddress import ip_address
 from pathlib import Path
@@ -47,6 +47,7 @@ from eyas.services.router.workers import WorkerPool
 from eyas.v1.generation_pb2 import ListModelsRequest
 from eyas.v1.generation_pb2_grpc import GenerationStub, add_GenerationServicer_to_server
 from tests.services.http.http_router import ALL, REST_TEXT, Script, get, http_router, post, worker
+from tests.services.redis_server import running_redis
 from tests.services.router.scripted_verifier import MODEL, TOKENS
 from tests.services.router.test_router_cli import eyas
 
@@ -83,6 +84,23 @@ def test_a_router_without_verifiers_is_ready_but_not_healthy(url: str) -> None:
     asyncio.run(body())
 
 
+def test_a_ready_router_warns_that_redis_is_away() -> None:
+    async def ready(base: str, awaited: dict[str, str]) -> None:
+        async with asyncio.timeout(20):
+            while (await get(base, "/ready")).json() != awaited:
+                await asyncio.sleep(0.01)
+
+    async def body() -> None:
+        with ExitStack() as stack:
+            redis = stack.enter_context(running_redis(free_port()))
+            async with http_router(redis) as base:
+                await ready(base, {"status": "ready"})
+                stack.close()
+                await ready(base, {"status": "ready", "warning": "Redis is away; the last known workers serve"})
+
+    asyncio.run(body())
+
+
 def test_a_starting_router_waits_for_its_discovery(url: str) -> None:
     """It is not ready while Redis is away, nor while it reaches none of the verifiers that it knows."""
 
@@ -94,7 +112,7 @@ def test_a_starting_router_waits_for_its_discovery(url: str) -> None:
 
     async def body() -> None:
         async with http_router(f"redis://127.0.0.1:{free_port()}/0") as base:
-            await reason(base, "the discovery of verifiers has not answered yet")
+            await reason(base, "the discovery of verifiers has not answered yet: Redis is away")
         gone = Lease("verifier", f"127.0.0.1:{free_port()}", "gone", MODEL, Load(0, 0, 9))
         registry = Registry(RegistryConfig(url, 2.0, 0.05))
         await registry.publish(lambda: gone)

@@ -138,6 +138,16 @@ async def fed(text: str, *arguments: str) -> str:
     return out.decode()
 
 
+def test_a_failed_handshake_is_one_line_on_stderr(url: str) -> None:
+    async def body() -> None:
+        async with router(url) as address:
+            outcome = await eyas("generate", "x", "--address", address, "--tls")
+        assert (outcome.status, outcome.err.count("\n")) == (1, 1)
+        assert "whether it speaks TLS" in outcome.err
+
+    asyncio.run(body())
+
+
 def test_ctrl_c_cancels_the_request(url: str) -> None:
     async def body() -> None:
         script = Script(TOKENS, stalls_after=1)

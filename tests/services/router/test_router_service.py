@@ -17,6 +17,7 @@ from eyas.rpc.messages import NO_DRAFTER, ROUND_TRIP_KEY, GenerateCall
 from eyas.tokenizer import Tokenizer, load_tokenizer
 from eyas.v1.generation_pb2 import ListModelsRequest
 from eyas.v1.generation_pb2_grpc import GenerationStub
+from tests import strategies
 from tests.services.router.scripted_verifier import (
     CALL,
     DEMO,
@@ -44,7 +45,7 @@ def text_of(chunks: list[TextChunk]) -> str:
 
 def unchecked(**sampling: object) -> GenerateCall:
     """CALL with sampling parameters that only another client would send."""
-    return request_with(sampling=CALL.request.sampling._copy(**sampling))
+    return request_with(sampling=strategies.unchecked(CALL.request.sampling, **sampling))
 
 
 def test_text_goes_in_and_text_with_totals_comes_out(url: str) -> None:

@@ -26,6 +26,7 @@ from eyas.rpc.messages import NO_DRAFTER, GenerateCall
 from eyas.services.cluster import Cluster, free_port
 from eyas.services.local import running_demo
 from eyas.v1 import generation_pb2_grpc
+from tests.strategies import unchecked
 from tests.telemetry.cluster.collector import Collector, collecting
 from tests.telemetry.promql import alert_rules, dashboard_queries, tool
 
@@ -98,7 +99,7 @@ def ask(run: Watched, cluster: Cluster) -> None:
         run.plain = _ids(tokens(_call(NO_DRAFTER, "plain")))
         run.web = browse(cluster.http)
         try:
-            tokens(GenerateCall(Request("refused", (), SamplingParams()._copy(top_p=3.0)), prompt_text=SECRET))
+            tokens(GenerateCall(Request("refused", (), unchecked(SamplingParams(), top_p=3.0)), prompt_text=SECRET))
         except grpc.RpcError as error:
             run.refusal = error.code()
 
