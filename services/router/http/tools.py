@@ -237,7 +237,7 @@ def output_constraint(
         if content is None:
             return given
         if tools and form.tool_call_parser:
-            content = {"type": "or", "elements": [content, writer.calls()]}
+            content = writer.content_or_calls(content)
         elif not form.reasoning_parser:
             return given
         return replace(
@@ -288,6 +288,16 @@ class _TagWriter:
                 return _sequence(_star(self._message()), _or([self._channel_call(tool) for tool in self.tools]))
         return self._separated([self._hermes(tool) for tool in self.tools], "\n")
 
+    def content_or_calls(self, content: Format) -> Format:
+        """Return the format of either. Each begins with characters of its own, as llguidance does not go back."""
+        match self.form.tool_call_parser:
+            case "llama3_json":
+                return _or([content, _sequence(self._marker("<|python_tag|>"), self.calls())])
+            case "openai":
+                final = _sequence(*self._header("final"), content)
+                return _sequence(_star(self._message()), _or([final, *map(self._channel_call, self.tools)]))
+        return _or([content, self.calls()])
+
     def text_or_calls(self) -> Format:
         """Return the format of free text in which every call is valid."""
         match self.form.tool_call_parser:
@@ -296,20 +306,30 @@ class _TagWriter:
                 text = {"type": "regex", "pattern": r"[^{\s](.|\n)*"}
                 return _or([self.calls(), tagged, {"type": "optional", "content": text}])
             case "mistral":
-                return _sequence(_ANY, {"type": "optional", "content": self._mistral()})
+                if self.is_special("[TOOL_CALLS]"):
+                    return _sequence(_ANY, {"type": "optional", "content": self._mistral()})
+                return self._triggered("[TOOL_CALLS]", "[", "]")
             case "openai":
-                final = _sequence(*self._header(), _ANY)
+                final = _sequence(*self._header("final"), _ANY)
                 calls = [self._channel_call(tool) for tool in self.tools]
                 return _sequence(_star(self._message()), _or([final, *calls]))
         if self.is_special("<tool_call>"):
             return _sequence(_ANY, {"type": "optional", "content": self.calls()})
-        begins = [f"<tool_call>\n{_begin(tool, 'arguments')}" for tool in self.tools]
+        return self._triggered("<tool_call>", "\n", "\n</tool_call>")
+
+    def _triggered(self, marker: str, before: str, after: str) -> Format:
+        """Return the format of text in which an object with a call follows each marker."""
         tags = [
-            {"type": "tag", "begin": begin, "content": _schema(tool, is_free=True), "end": "}\n</tool_call>"}
-            for begin, tool in zip(begins, self.tools, strict=True)
+            {
+                "type": "tag",
+                "begin": marker + before + _begin(tool, "arguments"),
+                "content": _schema(tool, is_free=True),
+                "end": "}" + after,
+            }
+            for tool in self.tools
         ]
         stop = not self.is_parallel
-        return {"type": "triggered_tags", "triggers": ["<tool_call>"], "tags": tags, "stop_after_first": stop}
+        return {"type": "triggered_tags", "triggers": [marker], "tags": tags, "stop_after_first": stop}
 
     def after_reasoning(self, format_: Format, in_reasoning: bool, is_content: bool = False) -> Format:
         """Return a format that reasoning may precede; it must, if it has begun. is_content: not a call.
@@ -317,8 +337,7 @@ class _TagWriter:
         The messages of gpt-oss need channels.
         """
         if self.form.reasoning_parser == "openai_gptoss" and is_content and format_.get("type") != "sequence":
-            final = [self._marker("<|channel|>"), _text("final"), self._marker("<|message|>"), format_]
-            return _sequence(_star(self._message()), *final)
+            return _sequence(_star(self._message()), *self._header("final"), format_)
         if self.form.reasoning_parser not in THINK_TAGS:
             return format_
         start, end = THINK_TAGS[self.form.reasoning_parser]
@@ -358,14 +377,14 @@ class _TagWriter:
         one = _or([_sequence(marker, _text(tool.function.name), arguments, _schema(tool)) for tool in self.tools])
         return {"type": "plus", "content": one} if self.is_parallel else one
 
-    def _header(self) -> list[Format]:
-        channel = {"type": "regex", "pattern": "analysis|commentary|final"}
+    def _header(self, channels: str) -> list[Format]:
+        channel = {"type": "regex", "pattern": channels}
         return [self._marker("<|channel|>"), channel, self._marker("<|message|>")]
 
     def _message(self) -> Format:
         """Return the format of a message of gpt-oss that another one follows."""
         start = [self._marker("<|start|>"), _text("assistant")]
-        return _sequence(*self._header(), *self._text_until("<|end|>"), *start)
+        return _sequence(*self._header("analysis|commentary"), *self._text_until("<|end|>"), *start)
 
     def _channel_call(self, tool: Tool) -> Format:
         recipient = _text(f"commentary to=functions.{tool.function.name} ")
