@@ -23,7 +23,7 @@ from tests.tiny import DEMO, write_head, write_target
 VOCAB_SIZE, DRAFT_VOCAB_SIZE, MAX_MODEL_LEN = 4096, 256, 32
 SECRET = "key-and-token-of-the-fuzzed-services"  # of clients at the router, and of services at each other
 START_TIMEOUT_S, POLL_INTERVAL_S = 240.0, 0.05
-TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"
+TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}{# <tool_call> </think> #}"
 ENGINE = ("engine.max_kv_tokens=4096", "engine.max_num_seqs=32", f"engine.max_model_len={MAX_MODEL_LEN}")
 TREE = ("tree.num_draft_tokens=8", "tree.num_steps=3", "tree.top_k=3")
 QUICK = (

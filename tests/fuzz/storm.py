@@ -53,6 +53,8 @@ EXAMPLES: dict[str, Any] = {
         "model": "tiny", "messages": [{"role": "system", "content": "a"}, {"role": "user", "content": "def f"}],
         "max_tokens": 2, "temperature": 0.8, "seed": 7, "logprobs": True, "top_logprobs": 2, "stream": True,
         "stream_options": {"include_usage": True}, "chat_template_kwargs": {"a": 1}, "presence_penalty": 0.1,
+        "tools": [{"type": "function", "function": {"name": "f", "strict": True, "parameters": {"type": "object"}}}],
+        "tool_choice": "auto", "parallel_tool_calls": False, "reasoning_effort": "low", "include_reasoning": True,
     },
     "/v1/responses": {
         "model": "tiny", "instructions": "a", "max_output_tokens": 2, "temperature": 0.8, "seed": 7, "stream": True,

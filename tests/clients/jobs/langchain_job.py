@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from functools import reduce
+from operator import add
 from typing import Any, Literal
 
 from checks import MODEL, PROMPT, URL, check, require
+from langchain_core.messages import HumanMessage
 from langchain_core.tools import tool
 from langchain_openai import ChatOpenAI, OpenAI
 from pydantic import BaseModel
@@ -40,6 +43,17 @@ for method in ("json_schema", "function_calling"):
 with check("tools"):
     called = chat.bind_tools([get_weather], tool_choice="any").invoke("Oslo?")
     require(called.tool_calls[0]["name"] == "get_weather", "no call")
+with check("an agent's loop"):
+    turns: list[Any] = [HumanMessage("Oslo?")]
+    for choice in ("any", "get_weather", "none"):
+        turns.append(chat.bind_tools([get_weather], tool_choice=choice, parallel_tool_calls=False).invoke(turns))
+        turns += [get_weather.invoke(call) for call in turns[-1].tool_calls]
+    require([turn.type for turn in turns] == ["human", "ai", "tool", "ai", "tool", "ai"], "not two calls and an answer")
+    require(turns[-1].content and not turns[-1].tool_calls, "no answer")
+with check("tool calls, streamed"):
+    pieces = [*chat.bind_tools([get_weather], tool_choice="any", parallel_tool_calls=False).stream("Oslo?")]
+    whole = reduce(add, pieces)
+    require(whole.tool_calls[0]["args"]["city"] in ("Paris", "Oslo"), "no call")
 with check("Responses API"):
     responses = ChatOpenAI(**{name: value for name, value in shared.items() if name != "seed"}, use_responses_api=True)
     require(responses.invoke("Add two numbers.", max_output_tokens=16).usage_metadata["output_tokens"] > 0, "no usage")
