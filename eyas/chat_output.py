@@ -12,17 +12,18 @@ import re
 import secrets
 from collections.abc import Callable, Collection, Generator, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal, TypeAlias
 
 from eyas.text_reader import MAX_HEADER, WHITE_SPACE, JsonValue, Steps, TextReader
 
-ToolParserName = Literal["llama3_json", "hermes", "mistral", "openai"]
+ToolParserName = Literal["llama3_json", "hermes", "qwen3_coder", "mistral", "openai"]
 ReasoningParserName = Literal["deepseek_r1", "qwen3", "mistral", "openai_gptoss"]
 
 # Special tokens of the formats. The decoder has to leave them in the text.
 _SPECIAL_TOKENS: Mapping[str, tuple[str, ...]] = {
     "llama3_json": ("<|python_tag|>",),
     "hermes": ("<tool_call>", "</tool_call>"),
+    "qwen3_coder": ("<tool_call>", "</tool_call>"),
     "mistral": ("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"),
     "openai": ("<|start|>", "<|channel|>", "<|constrain|>", "<|message|>", "<|end|>", "<|call|>", "<|return|>"),
 }
@@ -31,6 +32,9 @@ THINK_TAGS: Mapping[str, tuple[str, str]] = {
     "qwen3": ("<think>", "</think>"),
     "mistral": ("[THINK]", "[/THINK]"),
 }
+
+
+Tools: TypeAlias = Mapping[str, Mapping[str, Any]]  # JSON schemas of the arguments, by the tools' names
 
 
 @dataclass(frozen=True)
@@ -91,15 +95,15 @@ class ChatFormat:
         text = prompt[-MAX_HEADER:].rstrip()
         return text.endswith(start) or (self.reasoning_parser == "deepseek_r1" and not text.endswith(end))
 
-    def parser(self, prompt: str = "", tools: Collection[str] = (), max_calls: int | None = None) -> ChatParser:
+    def parser(self, prompt: str = "", tools: Tools | None = None, max_calls: int | None = None) -> ChatParser:
         """Return a parser of one completion.
 
         Args:
             prompt: the rendered prompt.
-            tools: names of the tools that may be called. Without any, calls stay text.
+            tools: the tools that may be called. Without any, calls stay text.
             max_calls: number of calls after which further ones are dropped.
         """
-        return ChatParser(self, self.begins_with_reasoning(prompt), frozenset(tools), max_calls)
+        return ChatParser(self, self.begins_with_reasoning(prompt), tools or {}, max_calls)
 
 
 def detect_format(template: str) -> ChatFormat:
@@ -119,7 +123,7 @@ def detect_format(template: str) -> ChatFormat:
 class ChatParser:
     """Reads one completion; `ChatFormat.parser` makes it. num_calls: tool calls so far."""
 
-    def __init__(self, form: ChatFormat, in_reasoning: bool, tools: Collection[str], max_calls: int | None) -> None:
+    def __init__(self, form: ChatFormat, in_reasoning: bool, tools: Tools, max_calls: int | None) -> None:
         self._output = _Output(max_calls, 9 if form.tool_call_parser == "mistral" else 0)
         content = _Reader(self._output, tools)
         is_read = form.tool_call_parser == "openai" or bool(tools and form.tool_call_parser)
@@ -214,9 +218,9 @@ class _Output:
 
 
 class _Reader(TextReader):
-    """Reads what one format means into the message. tools: names of the tools that may be called."""
+    """Reads what one format means into the message. tools: those that may be called."""
 
-    def __init__(self, output: _Output, tools: Collection[str]) -> None:
+    def __init__(self, output: _Output, tools: Tools) -> None:
         super().__init__()
         self.is_reasoning = False
         self._out = output
@@ -242,10 +246,14 @@ class _Reader(TextReader):
         yield from self.pass_on(content.push)
 
     def hermes(self) -> Steps:
-        """<tool_call>{"name": NAME, "arguments": OBJECT}</tool_call>, also of Qwen."""
+        """<tool_call>{"name": NAME, "arguments": OBJECT}</tool_call>, also of Qwen; or with <function=NAME> inside."""
         while (yield from self.until(("<tool_call>",), self._out.content)):
-            space = yield from self.skip_space()
-            if (yield from self._call(f"<tool_call>{space}", "</tool_call>")):
+            prefix = "<tool_call>" + (yield from self.skip_space())
+            if (yield from self.skip("<function=")):
+                is_call = yield from self._function(f"{prefix}<function=")
+            else:
+                is_call = yield from self._call(prefix, "</tool_call>")
+            if is_call:
                 yield from self.skip_space()
                 yield from self.skip("</tool_call>")
 
@@ -342,6 +350,31 @@ class _Reader(TextReader):
         self._out.call(name)
         yield from self._arguments("[TOOL_CALLS]")
 
+    def _function(self, prefix: str) -> Generator[None, None, bool]:
+        """Read NAME><parameter=KEY>VALUE</parameter>...</function>; return whether it was there."""
+        name = yield from self.take_while(_NAME)
+        if not name or not (yield from self.skip(">")):
+            self._out.content(prefix + name)
+            return False
+        self._out.call(name)
+        before = "{"
+        yield from self.skip_space()
+        while (yield from self.skip("<parameter=")):
+            key = yield from self.take_while(_NAME)
+            yield from self.skip(">")
+            value: list[str] = []
+            yield from self.until(("</parameter>",), value.append)
+            properties = self._tools.get(name, {}).get("properties")
+            schema = properties.get(key) if isinstance(properties, Mapping) else None
+            text = _json_value("".join(value).removeprefix("\n").removesuffix("\n"), schema)
+            self._out.arguments(f"{before}{json.dumps(key)}: {text}")
+            before = ", "
+            yield from self.skip_space()
+        if before == ", ":
+            self._out.arguments("}")
+        yield from self.skip("</function>")
+        return True
+
     def _call(self, prefix: str, broken_until: str, names: Collection[str] = ()) -> Generator[None, None, bool]:
         """Read {"name": NAME, "arguments": OBJECT}; return whether it was there.
 
@@ -406,6 +439,7 @@ class _Reader(TextReader):
 
 _READERS: Mapping[str, Callable[[_Reader], Steps]] = {
     "hermes": _Reader.hermes,
+    "qwen3_coder": _Reader.hermes,
     "llama3_json": _Reader.llama3_json,
     "mistral": _Reader.mistral,
     "openai": _Reader.harmony,
@@ -440,3 +474,23 @@ def _whole_call(text: str, names: Collection[str]) -> ToolCall | None:
     if arguments is not None and not isinstance(arguments, dict):
         return None
     return ToolCall(0, name=name, arguments=json.dumps(arguments or {}, ensure_ascii=False))
+
+
+def _json_value(text: str, schema: object) -> str:
+    """Return the value of a parameter as JSON. It is text unless its schema says otherwise."""
+    kinds = _kinds(schema)
+    if not kinds or ("string" in kinds and not (text == "null" and "null" in kinds)):
+        return json.dumps(text, ensure_ascii=False)
+    try:
+        return json.dumps(json.loads(text), ensure_ascii=False)
+    except (ValueError, RecursionError):
+        return json.dumps(text, ensure_ascii=False)
+
+
+def _kinds(schema: object) -> list[object]:
+    """Return the types that a schema names, unchecked as it is."""
+    if not isinstance(schema, Mapping):
+        return []
+    own, others = schema.get("type"), schema.get("anyOf")
+    kinds = own if isinstance(own, list) else [own] if own else []
+    return kinds + [kind for other in others for kind in _kinds(other)] if isinstance(others, list) else kinds

@@ -48,7 +48,7 @@ def serve(
     served_model_name: Annotated[str, typer.Option(help="Name that requests give; MODEL by default.")] = "",
     chat_template: Annotated[str, typer.Option(help="File with a Jinja chat template, for a model without one.")] = "",
     tool_call_parser: Annotated[
-        str, typer.Option(help="How MODEL writes tool calls: auto, none, llama3_json, hermes, mistral or openai.")
+        str, typer.Option(help="How MODEL writes tool calls: auto, none, llama3_json, hermes, qwen3_coder, mistral, openai.")
     ] = "auto",
     reasoning_parser: Annotated[
         str, typer.Option(help="How MODEL writes reasoning: auto, none, deepseek_r1, qwen3, mistral or openai_gptoss.")

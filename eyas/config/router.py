@@ -8,7 +8,7 @@ from typing import Literal
 from eyas.config.loader import above_zero, at_least, cert_and_key, not_below, one_of, valid_optional_port, valid_port
 from eyas.config.serving import ServiceConfig
 
-ToolCallParser = Literal["auto", "none", "llama3_json", "hermes", "mistral", "openai"]
+ToolCallParser = Literal["auto", "none", "llama3_json", "hermes", "qwen3_coder", "mistral", "openai"]
 ReasoningParser = Literal["auto", "none", "deepseek_r1", "qwen3", "mistral", "openai_gptoss"]
 
 

@@ -9,9 +9,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from eyas.chat_output import ChatFormat, ChatMessage, ToolCall, detect_format
+from eyas.chat_output import ChatFormat, ChatMessage, ToolCall, Tools, detect_format
 
-TOOLS = ("add", "get_weather")
+PROPERTIES = {
+    "city": {"type": "string"},
+    "days": {"type": "array"},
+    "note": {"anyOf": [{"type": "string"}, {"type": "null"}]},
+}
+TOOLS: dict[str, dict[str, object]] = {"add": {}, "get_weather": {"properties": PROPERTIES}}
 HERMES, LLAMA = ChatFormat("hermes"), ChatFormat("llama3_json")
 MISTRAL, OPENAI = ChatFormat("mistral"), ChatFormat("openai")
 QWEN3, R1 = ChatFormat("hermes", "qwen3"), ChatFormat("", "deepseek_r1")
@@ -20,7 +25,7 @@ FORMATS = [HERMES, LLAMA, MISTRAL, OPENAI, QWEN3, R1, MAGISTRAL]
 
 
 def read(
-    form: ChatFormat, pieces: Sequence[str], prompt: str = "", tools: Sequence[str] = TOOLS, max_calls: int | None = None
+    form: ChatFormat, pieces: Sequence[str], prompt: str = "", tools: Tools = TOOLS, max_calls: int | None = None
 ) -> ChatMessage:
     """Return the message of a text that comes in pieces, without the ids of its calls."""
     parser, message = form.parser(prompt, tools, max_calls), ChatMessage()
@@ -54,6 +59,18 @@ CASES: list[tuple[ChatFormat, str, ChatMessage]] = [
         '<tool_call>{"name": "add", "arguments": {"a": "</tool_call>"}, "id": "x"}</tool_call>',
         ChatMessage("", "", calls(("add", '{"a": "</tool_call>"}'))),
     ),
+    (
+        ChatFormat("qwen3_coder"),
+        "Well.\n<tool_call>\n<function=get_weather>\n<parameter=city>\n1\n</parameter>\n<parameter=days>\n[1]\n</parameter>\n"
+        "<parameter=note>\nnull\n</parameter>\n<parameter=x>a\nb</parameter>\n</function>\n</tool_call>\n"
+        "<tool_call><function=add></function></tool_call>",
+        ChatMessage(
+            "Well.", "", calls(("get_weather", '{"city": "1", "days": [1], "note": null, "x": "a\\nb"}'), ("add", "{}"))
+        ),
+    ),
+    (HERMES, "<tool_call><function=f g", ChatMessage("<tool_call><function=f g")),
+    (HERMES, "<tool_call><function=add><parameter=a>w1", ChatMessage("", "", calls(("add", '{"a": "w1"}')))),
+    (HERMES, "<tool_call><function=add>w1</function>", ChatMessage("w1</function>", "", calls(("add", "{}")))),
     (HERMES, "<tool_call>add(1)</tool_call>", ChatMessage("<tool_call>add(1)</tool_call>")),
     (HERMES, '<tool_call>{"name": "add", "argu', ChatMessage('<tool_call>{"name": "add", "argu')),
     (HERMES, '<tool_call>{"name": "add", "arguments": {"a": 1', ChatMessage("", "", calls(("add", '{"a": 1')))),
@@ -129,6 +146,7 @@ def test_each_format_is_read_whole_and_in_pieces(form: ChatFormat, text: str, ex
 FRAGMENTS = [
     "<tool_call>", "</tool_call>", "<|python_tag|>", "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "[", "]", "<think>", "</think>",
     "[THINK]", "[/THINK]", "<|start|>", "<|channel|>", "<|message|>", "<|constrain|>", "<|end|>", "<|call|>", "<|return|>",
+    "<function=", "<parameter=", ">", "</parameter>", "</function>",
     "assistant", "analysis", "commentary", "final", " to=functions.add", "json", "add", "get_weather", "{", "}", ",", ":",
     '"', "\\", ";", " ", "\n", "<", '{"name": "add", "arguments": ', '{"name": "get_weather", "parameters": {', '{"a": 1}',
     '{"name": "add", "arguments": {"a": 1}}', '{"arguments": {}, "name": "add"}', '{"city": "x"', ', "id": "y"}', '"]}', "1",
@@ -184,7 +202,7 @@ def test_arguments_are_passed_on_as_they_come() -> None:
 
 def test_calls_stay_text_without_tools() -> None:
     text = '<tool_call>{"name": "add", "arguments": {}}</tool_call>'
-    assert read(HERMES, [text], tools=()) == ChatMessage(text)
+    assert read(HERMES, [text], tools={}) == ChatMessage(text)
 
 
 def test_calls_above_the_limit_are_dropped() -> None:

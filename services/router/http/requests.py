@@ -374,6 +374,16 @@ class ChatBody(Body, ToolFields):
         return self
 
     @property
+    def template_messages(self) -> list[dict[str, Any]]:
+        """The messages as templates expect them. Results of tools get the name of the tool, which some templates show."""
+        names = {call.id: call.function.name for message in self.messages for call in message.tool_calls}
+        messages = [message.template_value for message in self.messages]
+        for message in messages:
+            if message["role"] == "tool" and message.get("tool_call_id") in names:
+                message.setdefault("name", names[message["tool_call_id"]])
+        return messages
+
+    @property
     def template_variables(self) -> dict[str, Any]:
         """The variables of the chat template besides the messages."""
         variables: dict[str, Any] = {"add_generation_prompt": self.add_generation_prompt and not self.continue_final_message}

@@ -55,6 +55,12 @@ class FunctionDefinition(StrictModel):
     parameters: Annotated[dict[str, Any], AfterValidator(_check_schema)] = Field(default_factory=dict)
     strict: bool = False
 
+    @property
+    def template_value(self) -> dict[str, Any]:
+        """The function as templates expect it. Some of them read its properties without asking whether there are any."""
+        parameters = self.parameters or {"type": "object", "properties": {}}
+        return {"name": self.name, "description": self.description, "parameters": parameters}
+
 
 class Tool(StrictModel):
     """A tool that the client runs."""
@@ -153,10 +159,9 @@ class ToolFields(StrictModel):
 
     @property
     def template_tools(self) -> list[dict[str, Any]] | None:
-        """The tools as templates expect them; None without any, and if none may be called."""
+        """The tools as templates expect them, with all keys; None without any, and if none may be called."""
         shown = self.tools if self.tool_choice.mode != "none" else []
-        dumped = [tool.function.model_dump(exclude_unset=True, exclude={"strict"}) for tool in shown]
-        return [{"type": "function", "function": function} for function in dumped] or None
+        return [{"type": "function", "function": tool.function.template_value} for tool in shown] or None
 
     @property
     def max_calls(self) -> int | None:
@@ -199,8 +204,8 @@ class ChatOutput:
         """Makes parsers of the completions; None if their text is all content."""
         if self._form == ChatFormat():
             return None
-        names = [tool.function.name for tool in self._fields.called_tools]
-        return lambda: self._form.parser(self._prompt_end, names, self._fields.max_calls)
+        tools = {tool.function.name: tool.function.parameters for tool in self._fields.called_tools}
+        return lambda: self._form.parser(self._prompt_end, tools, self._fields.max_calls)
 
     def constraint(self, given: StructuredOutputs | None) -> StructuredOutputs | None:
         """Return what the output must match. given: what other fields of the request ask for."""

@@ -98,7 +98,7 @@ def test_a_forced_call_is_one_that_the_parser_reads(name: Any, folder: str | Pat
         text = write(*calls)
         assert several.admits(text)
         assert one.admits(text) == (calls == (ADD,))
-        parser = form.parser(tools=["add", "now"])
+        parser = form.parser(tools={"add": {}, "now": {}})
         message = parser.push(text) + parser.finish()
         assert [(call.name, call.arguments) for call in message.tool_calls] == [*calls]
     for text in ("Hello", write(("add", '{"a":"1"}')), write(("add", '{"a":1,"b":2}')), write(("sub", "{}")), ""):

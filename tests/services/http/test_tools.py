@@ -151,9 +151,10 @@ def test_earlier_turns_reach_the_template_as_it_expects_them() -> None:
     assert user == {"role": "user", "content": "Add."}
     assert [one["function"]["arguments"] for one in calls["tool_calls"]] == [{"a": 1}, '{"a": ']
     assert (calls["content"], calls["reasoning_content"]) == ("", "Hm")
-    assert result == {"role": "tool", "tool_call_id": "c1", "content": "1"}
+    assert result == {"role": "tool", "tool_call_id": "c1", "name": "add", "content": "1"}
     assert (done["reasoning_content"], done["reasoning"], "tool_calls" in done) == ("Ah", "Ah", False)
-    assert tools == [ADD, {"type": "function", "function": {"name": "now"}}]
+    now = {"name": "now", "description": "", "parameters": {"type": "object", "properties": {}}}
+    assert tools == [ADD, {"type": "function", "function": now}]
 
 
 def test_tools_that_may_not_be_called_are_not_shown() -> None:
