@@ -69,7 +69,7 @@ class HttpConnection:
         head = (await reader.readuntil(b"\r\n\r\n")).lower()
         if b"\r\ntransfer-encoding: chunked" in head:
             body = b""
-            while size := int((await reader.readline()).strip(), 16):
+            while size := int((await reader.readuntil(b"\r\n")).strip(), 16):
                 body = (await reader.readexactly(size + 2))[:1000]
             await reader.readline()
         else:

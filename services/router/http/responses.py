@@ -333,7 +333,8 @@ def _pieces(value: object) -> Iterator[str]:
 
 
 def _dumps(value: object) -> str:
-    return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+    text = json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+    return text.encode("utf-8", "backslashreplace").decode()  # half of a surrogate pair, of an echoed field, as \\ud800
 
 
 def named_frame(event: dict[str, Any]) -> str:

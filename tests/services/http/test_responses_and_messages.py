@@ -1,6 +1,7 @@
 """OpenAI's Responses API and Anthropic's Messages API, through the clients of both companies."""
 
 import asyncio
+import json
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -69,6 +70,22 @@ def test_a_response_streams_its_events_in_order(url: str) -> None:
     assert [event.sequence_number for event in events] == list(range(len(events)))
     assert "".join(event.delta for event in events[4:-4]) == REST_TEXT == events[-1].response.output_text
     assert events[-1].response.usage.output_tokens == len(REST)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_half_of_a_surrogate_pair_is_echoed_as_an_escape(stream: bool, url: str) -> None:
+    async def run() -> httpx.Response:
+        async with (
+            worker(url, Script(TOKENS)),
+            http_router(url) as base,
+            httpx.AsyncClient(base_url=base.removesuffix("/v1")) as client,
+        ):
+            body = json.dumps(ASKED | {"metadata": {"a": "\ud800"}, "stream": stream})
+            return await client.post("/v1/responses", content=body, headers={"Content-Type": "application/json"})
+
+    answer = asyncio.run(run())
+    assert answer.status_code == 200
+    assert '{"a":"\\ud800"}' in answer.text
 
 
 def test_the_input_of_a_response_may_be_a_conversation(url: str) -> None:
@@ -262,7 +279,7 @@ def test_new_routes_need_a_key_and_count_as_requests(url: str) -> None:
                 assert (await post(base, path, asked)).status_code == 401, path
                 for headers in ({"Authorization": "Bearer one"}, {"x-api-key": "one"}):
                     assert (await post(base, path, asked, headers=headers)).status_code == 200, path
-            async with httpx.AsyncClient(base_url=base) as client:
+            async with httpx.AsyncClient(base_url=base.removesuffix("/v1")) as client:
                 assert (await client.get("/version")).status_code == 401
                 assert set((await client.get("/version", headers={"x-api-key": "one"})).json()) == {"version"}
 
