@@ -52,6 +52,8 @@ class Commit(Generic[FeaturesT]):
     proposal: "deterministic" requests the likeliest nodes, "sampled" sampled nodes with the draft probabilities.
     traceparent: W3C trace context of the round, empty if it is not traced.
     wants_sources: whether the tree should have `DraftTree.sources`.
+    allowed: the tokens that the target may draw after the root, where a grammar limits them: one bit per token id of its
+        vocabulary, the lowest id in the lowest bit of the first byte. Empty if all may be drawn.
     """
 
     session: str
@@ -65,6 +67,7 @@ class Commit(Generic[FeaturesT]):
     proposal: Proposal = "deterministic"
     traceparent: str = ""
     wants_sources: bool = False
+    allowed: bytes = b""
 
     @property
     def committed_length(self) -> int:

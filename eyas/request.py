@@ -118,8 +118,9 @@ class SamplingParams:
         check_sampling(self)
 
     def end_ids(self, eos_ids: frozenset[int]) -> frozenset[int]:
-        """Tokens that end the output; eos_ids: the model's own."""
-        return frozenset(self.stop_token_ids) | (frozenset() if self.ignore_eos else eos_ids)
+        """Tokens that end the output; eos_ids: the model's own, which are ignored only where something else may follow."""
+        is_ignored = self.ignore_eos and self.structured_outputs is None
+        return frozenset(self.stop_token_ids) | (frozenset() if is_ignored else eos_ids)
 
     def completions(self, bad_token_ids: Iterable[tuple[int, ...]] = ()) -> tuple[SamplingParams, ...]:
         """The parameters of each of the n completions, as an engine takes them, with seeds.

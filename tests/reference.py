@@ -2,6 +2,7 @@
 
 import functools
 import math
+from collections.abc import Callable
 
 import torch
 from transformers import AutoModelForCausalLM
@@ -82,17 +83,33 @@ def forward(path: str, tokens: list[int]) -> torch.Tensor:
     return load_reference(path)(input_ids=torch.tensor([tokens]), use_cache=False).logits[0]
 
 
-def generate(path: str, prompt: list[int], params: SamplingParams, eos: frozenset[int] = frozenset({1})) -> list[int]:
-    """A loop over transformers' forward that recomputes everything for every token. Many tests ask for the same results."""
-    return list(_generate(path, tuple(prompt), params, eos))
+Allowed = Callable[[list[int]], list[int]]
+
+
+def generate(
+    path: str,
+    prompt: list[int],
+    params: SamplingParams,
+    eos: frozenset[int] = frozenset({1}),
+    allowed: Allowed | None = None,
+) -> list[int]:
+    """A loop over transformers' forward that recomputes everything for every token. Many tests ask for the same results.
+
+    allowed: the tokens that may follow an output.
+    """
+    return list(_generate(path, tuple(prompt), params, eos, allowed))
 
 
 @functools.cache
 @torch.inference_mode()
-def _generate(path: str, prompt: tuple[int, ...], params: SamplingParams, eos: frozenset[int]) -> list[int]:
+def _generate(
+    path: str, prompt: tuple[int, ...], params: SamplingParams, eos: frozenset[int], allowed: Allowed | None
+) -> list[int]:
     tokens = list(prompt)
     while len(tokens) - len(prompt) < params.max_tokens:
-        logits = forward(path, tokens)[-1]
+        logits = forward(path, tokens)[-1].clone()
+        if allowed is not None:
+            logits[sorted({*range(len(logits))} - {*allowed(tokens[len(prompt) :])})] = -math.inf
         tokens.append(draw(steered(logits, tokens, len(prompt), params, eos), params, len(tokens)))
         if tokens[-1] in params.stop_token_ids or (tokens[-1] in eos and not params.ignore_eos):
             break

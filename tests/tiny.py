@@ -30,6 +30,19 @@ def write_target(
     return folder
 
 
+def write_spelling_tokenizer(folder: Path) -> None:
+    """A tokenizer for `write_target` of default sizes: characters of JSON, and some tokens of several characters."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+    pieces = [*'{}[]":,-. ', *"0123456789", *"abcdefklnqrstuvxyz", '":', '",', '{"', "true", "ab", "12", "ddd"]
+    names = ["<bos>", "<eos>", "<pad>", *(piece.replace(" ", "\u0120") for piece in pieces)]
+    tokenizer = Tokenizer(models.BPE({name: number for number, name in enumerate(names)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(name, special=True) for name in names[:3]])
+    tokenizer.save(str(folder / "tokenizer.json"))
+
+
 def write_small(target: str) -> str:
     """A small random model beside a `write_target` of default sizes, with its vocabulary; written once."""
     folder = Path(f"{target}-small")

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Protocol, TypeAlias
 
+import numpy as np
+import numpy.typing as npt
 from torch import Tensor
 
 from eyas.config import TreeConfig
@@ -121,6 +123,15 @@ class LocalDrafter(ABC):
     def draft_ahead(self) -> bool:
         """Do one step of work in advance, while no request waits. Returns whether there is more to do."""
         return False
+
+
+def allowed_bits(contexts: Sequence[DraftContext]) -> npt.NDArray[np.uint8]:
+    """`Commit.allowed` of each context, all ones where it is empty, uint8 [S, B]."""
+    bits = np.full((len(contexts), max(len(context.allowed) for context in contexts)), 0xFF, dtype=np.uint8)
+    for row, context in enumerate(contexts):
+        if context.allowed:
+            bits[row] = np.frombuffer(context.allowed, dtype=np.uint8)
+    return bits
 
 
 def within(budget: TreeBudget, tree: TreeConfig) -> TreeBudget:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Generic
 
@@ -23,7 +23,7 @@ import torch
 
 from eyas.config import DraftingConfig
 from eyas.draft_protocol import ResyncRequired, TreeBudget
-from eyas.drafters.base import Draft, DraftContext, LocalDrafter
+from eyas.drafters.base import Draft, DraftContext, LocalDrafter, allowed_bits
 from eyas.drafters.sessions import MemoryLedger, MemoryT
 from eyas.drafters.tree_growth import Reals, first_of_groups, forest_trees
 from eyas.request import NoiseKey
@@ -75,6 +75,15 @@ class Matches:
     tokens: Ints
     lengths: Ints
     weights: Reals
+
+
+def only_allowed(matches: Matches, contexts: Sequence[DraftContext]) -> Matches:
+    """The matches, without tokens where the first one is not allowed by a grammar."""
+    if not any(context.allowed for context in contexts):
+        return matches
+    first = matches.tokens[:, 0]
+    kept = allowed_bits(contexts)[matches.sessions, first >> 3] >> (first & 7).astype(np.uint8) & 1
+    return replace(matches, lengths=matches.lengths * kept)
 
 
 @dataclass(frozen=True)

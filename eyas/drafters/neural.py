@@ -22,7 +22,7 @@ from eyas.config import DraftingConfig, TreeConfig
 from eyas.draft_protocol import ResyncRequired
 from eyas.drafters.base import Draft, DraftContext, LocalDrafter, within
 from eyas.drafters.cuda_graphs import GraphSpec, Roots, TreeGraphs, padded_prefix
-from eyas.drafters.scoring import Scorer, make_scorer, probs_scorer
+from eyas.drafters.scoring import Scorer, make_scorer, masked_scorer, probs_scorer
 from eyas.drafters.sessions import KVLedger, KVSession, StateT
 from eyas.drafters.tree_growth import (
     Candidates,
@@ -160,7 +160,7 @@ class NeuralDrafter(LocalDrafter, Generic[StateT]):
 
     def _grow(self, contexts: Sequence[DraftContext], states: Tensor) -> list[DraftTree]:
         """Deterministic trees."""
-        if self._graphs:
+        if self._graphs and not any(context.allowed for context in contexts):
             slots, scratch = self._prefix_slots(contexts), [self.sessions[c.session].scratch for c in contexts]
             replayed = self._graphs.grow(contexts, slots, states, scratch)
             if replayed:
@@ -169,6 +169,7 @@ class NeuralDrafter(LocalDrafter, Generic[StateT]):
                 return trees
         shape = self._shape(contexts, self._max_expanded)
         scorer = make_scorer(contexts, self._config, shape.num_steps, self.draft_ids)
+        scorer = masked_scorer(scorer, contexts, self.draft_ids)
         candidates, rows = self._grow_candidates(self._roots(contexts, states), scorer, shape)
         columns = select_nodes(candidates, [within(c.budget, self.tree) for c in contexts], self.draft_ids)
         return trees_from_columns(self._to_host(columns, rows, contexts, shape.top_k), [c.tokens[-1] for c in contexts])
@@ -176,7 +177,8 @@ class NeuralDrafter(LocalDrafter, Generic[StateT]):
     def _draw(self, contexts: Sequence[DraftContext], states: Tensor) -> list[DraftTree]:
         """Sampled chains."""
         shape = self._shape(contexts, top_k=1)
-        expansion = self._expand(self._roots(contexts, states), probs_scorer(contexts, self.draft_ids.device), shape)
+        scorer = masked_scorer(probs_scorer(contexts, self.draft_ids.device), contexts, self.draft_ids)
+        expansion = self._expand(self._roots(contexts, states), scorer, shape)
         drawn = draw_chains(expansion, contexts, shape.num_steps, self._config.proposal_top_k, self.draft_ids)
         found = self._to_host(drawn, self._rows_run(expansion), contexts, 1)
         return chain_trees(found, contexts, self.tree.num_draft_tokens)

@@ -10,7 +10,7 @@ import numpy as np
 
 from eyas.config import PromptLookupConfig, TreeConfig
 from eyas.drafters.base import DraftContext, within
-from eyas.drafters.lookup import LookupDrafter, Matches, Trie, build_trie, trie_trees
+from eyas.drafters.lookup import LookupDrafter, Matches, Trie, build_trie, only_allowed, trie_trees
 from eyas.drafters.sessions import MemoryLedger
 from eyas.drafters.tree_growth import Reals
 from eyas.tensors import Ints
@@ -111,7 +111,10 @@ class PromptLookupDrafter(LookupDrafter[NgramIndex]):
         tokens = np.zeros((len(rows), depth), np.int64)
         tokens[np.arange(depth) < lengths[:, None]] = np.concatenate(rows)
         ranks = np.concatenate([np.arange(len(places)) for places in found])
-        trie = build_trie(Matches(sessions, tokens, lengths, MATCH_DECAY**ranks))
+        matches = only_allowed(Matches(sessions, tokens, lengths, MATCH_DECAY**ranks), contexts)
+        if not matches.lengths.any():
+            return [DraftTree.root_only(root) for root in roots]
+        trie = build_trie(matches)
         length_indices = np.array([length - self._config.min_ngram for places in found for length in places.values()])
         steps = _log_steps(trie, length_indices, np.stack([index.log_hit_rates() for index in memories]))
         return trie_trees(trie, trie.along_paths(steps), roots, budgets)

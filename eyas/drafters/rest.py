@@ -14,7 +14,7 @@ import numpy as np
 from eyas.config import DraftingConfig, RestConfig, TreeConfig
 from eyas.datastore.store import Datastore, Ranges, open_datastore, vocabulary_digest
 from eyas.drafters.base import DraftContext, within
-from eyas.drafters.lookup import LookupDrafter, Matches, Trie, build_trie, perturbed_log_shares, trie_trees
+from eyas.drafters.lookup import LookupDrafter, Matches, Trie, build_trie, only_allowed, perturbed_log_shares, trie_trees
 from eyas.drafters.sessions import MemoryLedger
 from eyas.drafters.tree_growth import Reals
 from eyas.errors import CheckpointError, ConfigError
@@ -58,7 +58,8 @@ class RestDrafter(LookupDrafter[_ContextEnd]):
     def _grow(self, contexts: Sequence[DraftContext], memories: Sequence[_ContextEnd]) -> list[DraftTree]:
         roots = [context.tokens[-1] for context in contexts]
         budgets = [within(context.budget, self._tree) for context in contexts]
-        matches = self._search([end.tokens for end in memories], max(budget.max_depth for budget in budgets))
+        depth = max(budget.max_depth for budget in budgets)
+        matches = only_allowed(self._search([end.tokens for end in memories], depth), contexts)
         if not matches.lengths.any():
             return [DraftTree.root_only(root) for root in roots]
         trie = build_trie(matches)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from eyas.config import DraftingConfig
-from eyas.drafters.base import DraftContext
+from eyas.drafters.base import DraftContext, allowed_bits
 from eyas.sampling.noise import exponential_noise_at, signed
 from eyas.sampling.sampler import Filters, filtered_probs, filtering, filters_of
 from eyas.tensors import Ints, upload
@@ -58,6 +58,28 @@ def perturbed_scorer(words: Tensor, levels: int, draft_ids: Tensor, probs: Probs
         return torch.log_softmax((log_probs + gumbel_SLD[:, None, level]) / scale[:, None, None], dim=-1)
 
     return scores
+
+
+def masked_scorer(scorer: Scorer, contexts: Sequence[DraftContext], draft_ids: Tensor) -> Scorer:
+    """A scorer that gives the root's children minus infinity, or probability 0, where a grammar does not allow them.
+
+    A session whose draft vocabulary holds no allowed token is left as it is.
+    """
+    if not any(context.allowed for context in contexts):
+        return scorer
+    allowed_SD = allowed_tokens(contexts, draft_ids)
+
+    def scores(logits: Tensor, level: int) -> Tensor:
+        return scorer(logits if level else logits.masked_fill(~allowed_SD[:, None], -torch.inf), level)
+
+    return scores
+
+
+def allowed_tokens(contexts: Sequence[DraftContext], draft_ids: Tensor) -> Tensor:
+    """Which ids of the draft vocabulary may follow each root, bool [S, D]; all of them if none may."""
+    octets = upload(allowed_bits(contexts), draft_ids.device)[:, draft_ids >> 3]
+    allowed = (octets >> (draft_ids & 7).to(torch.uint8) & 1).bool()
+    return allowed | ~allowed.any(-1, keepdim=True)
 
 
 def probs_scorer(contexts: Sequence[DraftContext], device: torch.device) -> Scorer:

@@ -20,7 +20,9 @@ from typing import Self
 
 from eyas.engine.engine import Engine, EngineLoad, StepReport
 from eyas.errors import EyasError, RequestFailed, Unavailable
+from eyas.grammar import Grammar
 from eyas.request import Chunk, Request
+from eyas.validation import check_sampling
 
 # How many cached blocks a verifier announces to routers, and how long after a step at the latest.
 ANNOUNCED_BLOCKS = 1024
@@ -101,15 +103,17 @@ class AsyncEngine:
     async def generate(self, *requests: Request) -> AsyncGenerator[Chunk, None]:
         """The chunks of one or more requests, each up to its finish reason; ids must be unique among running requests.
 
-        Leaving the generator early cancels the requests before the next step. Raises what `Engine.submit` raises, and
-        Unavailable or RequestFailed when the engine fails.
+        A request with structured_outputs is submitted once its grammar is compiled. Leaving the generator early cancels the
+        requests before the next step. Raises what `Engine.submit` raises, and Unavailable or RequestFailed when the engine
+        fails.
         """
+        grammars = [await self._compiled(request) for request in requests]
         if error := self._error or self._suspended:
             raise error
         stream: asyncio.Queue[Chunk | Exception] = asyncio.Queue()
-        for request in requests:
+        for request, grammar in zip(requests, grammars, strict=True):
             self._streams[request.id] = stream
-            self._post(partial(self._submit, request, stream))
+            self._post(partial(self._submit, request, grammar, stream))
         try:
             num_running = len(requests)
             while num_running:
@@ -122,6 +126,16 @@ class AsyncEngine:
             for request in requests:
                 del self._streams[request.id]
                 self.cancel(request.id)
+
+    async def _compiled(self, request: Request) -> Grammar | None:
+        """The grammar of a request, compiled in a thread of its own: neither the event loop nor a step waits for it."""
+        structured = request.sampling.structured_outputs
+        if structured is None:
+            return None
+        check_sampling(request.sampling)
+        future = asyncio.wrap_future(self._engine.compiler.submit(structured))
+        future.add_done_callback(lambda done: done.cancelled() or done.exception())
+        return await asyncio.shield(future)  # other requests may wait for the same one
 
     def cancel(self, request_id: str) -> None:
         """End a request before the next step, which yields its final chunk. Unknown ids are ignored."""
@@ -212,9 +226,9 @@ class AsyncEngine:
                 self._engine.cancel(request_id)
             return [Chunk(request_id, finish_reason="error", message=STEP_FAILED) for request_id in self._live]
 
-    def _submit(self, request: Request, stream: asyncio.Queue[Chunk | Exception]) -> None:
+    def _submit(self, request: Request, grammar: Grammar | None, stream: asyncio.Queue[Chunk | Exception]) -> None:
         try:
-            self._engine.submit(request)
+            self._engine.submit(request, grammar)
             self._live.add(request.id)
         except Exception as error:
             self._call_soon(stream.put_nowait, error)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import replace
 
@@ -48,20 +48,23 @@ class DraftManager:
             return []
         return [s for s in sequences if s.request.draft and _has_new_tokens(s) and drafter.can_draft(s.request.id)]
 
-    def request(self, sequences: Iterable[Sequence], budget: Callable[[Sequence], TreeBudget]) -> None:
+    def request(
+        self, sequences: Iterable[Sequence], budgets: Mapping[str, TreeBudget], allowed: Mapping[str, bytes]
+    ) -> None:
         """Commit the new tokens of `ready` sequences and request the next tree of each, within its budget.
 
         A decoding sequence without a tree budget is not sent to the drafter until it has one.
+
+        budgets: by request id. allowed: by request id, the tokens that may follow, see Commit; absent if all may.
         """
         drafter = self._drafter
         if drafter is None:
             return
-        budgets = [(s, budget(s)) for s in sequences]
-        requested = [(s, size) for s, size in budgets if size.wants_tree or s.prefilling]
+        requested = [s for s in sequences if budgets[s.request.id].wants_tree or s.prefilling]
         if requested:
-            contexts = [self._context(s, size, drafter) for s, size in requested]
+            contexts = [self._context(s, budgets[s.request.id], allowed.get(s.request.id, b""), drafter) for s in requested]
             self._pending = drafter.request(contexts)  # if it raises, nothing is pending
-            self._contexts, self._requested = contexts, [s for s, _ in requested]
+            self._contexts, self._requested = contexts, requested
 
     def collect(self) -> list[DraftReply]:
         """Wait for the answers to `request`."""
@@ -85,7 +88,7 @@ class DraftManager:
             ended, self._ended = self._ended, []
             self._drafter.release(ended)
 
-    def _context(self, sequence: Sequence, budget: TreeBudget, drafter: Drafter) -> DraftContext:
+    def _context(self, sequence: Sequence, budget: TreeBudget, allowed: bytes, drafter: Drafter) -> DraftContext:
         start, key = sequence.drafted, sequence.request.noise_key
         slots = sequence.slots[max(start - 1, 0) : sequence.computed]
         proposal: Proposal = "sampled" if self._rule == "rejection" and key.temperature > 0 else "deterministic"
@@ -100,6 +103,7 @@ class DraftManager:
             samples=sequence.samples if drafter.needs.samples and proposal == "deterministic" else (),
             proposal=proposal,
             wants_sources=sequence.request.return_verify_steps,
+            allowed=allowed,
         )
 
     def _reply(self, sequence: Sequence, context: DraftContext, draft: Draft) -> DraftReply:

@@ -5,13 +5,15 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from eyas.engine.draft_budget import DraftBudget, FixedDraftBudget
 from eyas.engine.draft_manager import DraftManager
+from eyas.engine.grammar_manager import GrammarManager
 from eyas.engine.runner import ModelRunner, segment_of
 from eyas.engine.scheduler import Scheduler
-from eyas.errors import InvalidRequest
+from eyas.engine.sequence import DraftReply, ScheduledSequence
+from eyas.grammar import Grammar, GrammarCompiler
 from eyas.models.target import TargetModel
 from eyas.request import Chunk, Request
 from eyas.sampling.acceptance import VerifyOutput
@@ -79,7 +81,11 @@ class Engine:
         self._scheduler = scheduler
         self._draft_manager = draft_manager
         self._runner = runner
-        self._rules = LogitRules(runner.target.eos_ids)
+        target = runner.target
+        self._rules = LogitRules(target.eos_ids)
+        self._grammars = GrammarManager(target.eos_ids, target.vocab_size)
+        self._tree_sizes: dict[str, int] = {}
+        self.compiler = GrammarCompiler(target.name_or_path, target.vocab_size, target.eos_ids)
         self.max_model_len = max_model_len
         self.report = StepReport()
 
@@ -91,14 +97,17 @@ class Engine:
             self._release(chunks)
 
         started = self._clock()
-        drafts = self._draft_manager.collect()
+        drafts = self._grammars.prune(self._draft_manager.collect(), self._tree_sizes)
         collected = self._clock()
 
         batch = self._scheduler.schedule(drafts)
         outputs: list[VerifyOutput] = []
         if batch:
+            rows = [scheduled.logit_rows for scheduled in batch]
+            wait_for_masks = self._grammars.start(rows)
             logits = self._runner.forward([segment_of(scheduled) for scheduled in batch])
-            outputs = verify([scheduled.logit_rows for scheduled in batch], logits, self._rules)
+            outputs = verify(rows, logits, self._rules, wait_for_masks)
+            outputs = _without_samples(outputs, batch, drafts)
             committed = self._scheduler.commit(batch, outputs)
             self._release(committed)
             chunks += committed
@@ -112,15 +121,21 @@ class Engine:
         self._request_drafts()
         return chunks
 
-    def submit(self, request: Request) -> None:
-        """Queue one completion, as `SamplingParams.completions` gives it. Raises InvalidRequest if it can never be served,
-        Overloaded if the queue is full."""
+    def submit(self, request: Request, grammar: Grammar | None = None) -> None:
+        """Queue one completion, as `SamplingParams.completions` gives it.
+
+        grammar: of its structured_outputs, as `compiler` gives it; None compiles it here, which may take a while.
+        Raises InvalidRequest if it can never be served, Overloaded if the queue is full.
+        """
         target = self._runner.target
         check_request(request, target.vocab_size, self.max_model_len)
         check_engine_request(request, target.vocab_size, target.eos_ids)
-        if request.sampling.structured_outputs is not None:
-            raise InvalidRequest("structured_outputs is not supported here yet; leave it out", "structured_outputs")
+        structured, followed = request.sampling.structured_outputs, None
+        if structured is not None:
+            followed = self._grammars.followed(request, grammar or self.compiler.compile(structured))
         self._scheduler.add(request)
+        if followed is not None:
+            self._grammars.add(request.id, followed)
 
     def cancel(self, request_id: str) -> None:
         """End a request; the next step yields its final chunk and frees everything. Unknown ids are ignored."""
@@ -171,10 +186,23 @@ class Engine:
         decoding = [sequence.request.id for sequence in ready if not sequence.prefilling]
         num_plain = sum(not sequence.prefilling for sequence in running) - len(decoding)
         sizes = self._budget.choose(decoding, self._scheduler.max_tree_nodes, num_plain)
-        self._draft_manager.request(ready, lambda s: self._scheduler.tree_budget(s, sizes.get(s.request.id, 1)))
+        budgets = {s.request.id: self._scheduler.tree_budget(s, sizes.get(s.request.id, 1)) for s in ready}
+        self._tree_sizes = {request_id: budget.max_nodes for request_id, budget in budgets.items()}
+        wanting = {s.request.id: s.tokens for s in ready if budgets[s.request.id].wants_tree}
+        self._draft_manager.request(ready, budgets, self._grammars.root_masks(wanting))
 
     def _release(self, chunks: Seq[Chunk]) -> None:
         """Free what the requests that end with these chunks hold outside the scheduler."""
         request_ids = [chunk.request_id for chunk in chunks if chunk.finish_reason]
         self._rules.release(request_ids)
+        self._grammars.release(request_ids)
         self._draft_manager.release(request_ids)
+
+
+def _without_samples(
+    outputs: Seq[VerifyOutput], batch: Seq[ScheduledSequence], drafts: Seq[DraftReply]
+) -> list[VerifyOutput]:
+    """The outputs without samples where a tree is another one than the drafter's."""
+    edited = {reply.sequence.request.id for reply in drafts if reply.is_edited}
+    ids = [scheduled.sequence.request.id for scheduled in batch]
+    return [replace(output, samples=()) if id_ in edited else output for id_, output in zip(ids, outputs, strict=True)]

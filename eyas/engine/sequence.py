@@ -124,10 +124,12 @@ class ScheduledSequence:
 class DraftReply:
     """What became of a sequence's draft request. tree: None without a usable answer.
 
-    drafted, epoch: the committed length that the drafter has now, and the epoch in which it goes on.
+    drafted, epoch: the committed length that the drafter has now, and the epoch in which it goes on. is_edited: whether the
+    tree is another one than the drafter's, which cannot use the target's samples then.
     """
 
     sequence: Sequence
     tree: DraftTree | None
     drafted: int
     epoch: int
+    is_edited: bool = False

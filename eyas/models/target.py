@@ -64,6 +64,7 @@ class TargetModel:
     ) -> None:
         """num_ranks: processes that hold a part of the model each. kv_shapes: of the whole model; None measures them."""
         self.model: Any = model.eval()
+        self.name_or_path: str = model.name_or_path
         self.config: Any = model.config.get_text_config()
         self.device: torch.device = next(model.parameters()).device
         # Of hidden states, keys and values; quantised weights have another.
@@ -170,6 +171,7 @@ def load_target(
     folder = resolve(path_or_id)
     shapes = measure_kv_shapes(read_model_config(folder))
     model = _load_weights(folder, path_or_id, dtype)
+    model.name_or_path = path_or_id
     if shard is not None:
         shard_model(model, shard, [heads for heads, _ in shapes])
     target = TargetModel(model.to(torch.device(device)), aux_hidden_state_layers, shard.size if shard else 1, shapes)

@@ -275,6 +275,7 @@ def commit_to_proto(commit: Commit[TensorBytes]) -> draft_pb2.Commit:
         samples=commit.samples,
         traceparent=commit.traceparent,
         wants_sources=commit.wants_sources,
+        allowed_tokens=commit.allowed,
     )
 
 
@@ -297,6 +298,7 @@ def commit_from_proto(message: draft_pb2.Commit) -> Commit[TensorBytes]:
         proposal="sampled" if message.proposal == draft_pb2.PROPOSAL_SAMPLED else "deterministic",
         traceparent=message.traceparent,
         wants_sources=message.wants_sources,
+        allowed=message.allowed_tokens,
     )
 
 

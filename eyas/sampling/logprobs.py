@@ -1,12 +1,15 @@
 """Log-probabilities of tokens, as requests ask for them with `logprobs` and `prompt_logprobs`.
 
 They come from the raw logits, before biases, penalties, temperature and filters, as clients of OpenAI's API and of vLLM
-expect. Legend: N drawn rows of a step, R all rows of its logits, V vocabulary, k reported tokens, T trees, L levels of the
-deepest tree with the root's, A reported positions.
+expect. Tokens that a grammar does not allow have no probability and are not reported.
+
+Legend: N drawn rows of a step, R all rows of its logits, V vocabulary, k reported tokens, T trees, L levels of the deepest
+tree with the root's, A reported positions.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Seq
 
@@ -167,5 +170,5 @@ def _num_prompt_top(rows: LogitRows) -> int:
 def _entry(token: int, line: Seq[float], num_top: int) -> TokenLogprob:
     """A line of `compute_logprobs`, cut to as many likeliest tokens as the request asked for."""
     k = len(line) // 2
-    ids = tuple(map(int, line[1 + k : 1 + k + num_top]))
-    return TokenLogprob(token, line[0], ids, tuple(line[1 : 1 + num_top]))
+    top = [logprob for logprob in line[1 : 1 + num_top] if logprob > -math.inf]
+    return TokenLogprob(token, line[0], tuple(map(int, line[1 + k : 1 + k + len(top)])), tuple(top))

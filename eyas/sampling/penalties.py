@@ -1,4 +1,4 @@
-"""What requests ask of their logits before the draw: biases, penalties and bans, in that order.
+"""What requests ask of their logits before the draw, after the masks of grammars: biases, penalties, bans, in that order.
 
 Every node of a tree follows its own history: the committed tokens, then its path in the tree. A lone root stands for a
 request without a tree. All arithmetic is float32 and elementwise, so that no row's result depends on its neighbours.
@@ -20,6 +20,7 @@ from torch import Tensor
 
 from eyas.request import Request, SamplingParams
 from eyas.sampling.acceptance import LogitRows
+from eyas.sampling.token_masks import TokenMasks
 from eyas.tensors import Bools, Ints, upload
 from eyas.tree import DraftTree
 
@@ -33,9 +34,12 @@ class LogitRules:
         self._eos_ids = eos_ids
         self._rules: dict[str, _RequestRules] = {}
 
-    def applied(self, logits: Tensor, batch: Seq[LogitRows]) -> Tensor:
-        """The logits to draw from, float32 [N, V]; the given ones, of the drawn rows, stay as they are."""
-        parts = list(self._parts(batch, logits))
+    def applied(self, logits: Tensor, batch: Seq[LogitRows], masks: TokenMasks) -> Tensor:
+        """The logits to draw from, float32 [N, V]; the given ones, of the drawn rows, stay as they are.
+
+        masks: have been applied already. Where they leave only the end of the output, min_tokens does not ban it.
+        """
+        parts = list(self._parts(batch, logits, masks))
         if not parts:
             return logits
         logits = logits.clone()
@@ -52,14 +56,15 @@ class LogitRules:
         for request_id in request_ids:
             self._rules.pop(request_id, None)
 
-    def _parts(self, batch: Seq[LogitRows], logits: Tensor) -> Iterator[_Part]:
+    def _parts(self, batch: Seq[LogitRows], logits: Tensor, masks: TokenMasks) -> Iterator[_Part]:
         start = 0
         for rows in batch:
             request = rows.request
             if rows.tree is not None and _has_rules(request.sampling):
                 if request.id not in self._rules:
                     self._rules[request.id] = self._prepared(request, logits)
-                yield _Part(request, rows.tokens, rows.tree, np.array(rows.positions), self._rules[request.id], start)
+                must_end, positions = masks.must_end(request.id), np.array(rows.positions)
+                yield _Part(request, rows.tokens, rows.tree, positions, self._rules[request.id], start, must_end)
             start += len(rows.positions)
 
     def _prepared(self, request: Request, logits: Tensor) -> _RequestRules:
@@ -86,7 +91,10 @@ class _RequestRules:
 
 @dataclass(frozen=True)
 class _Part:
-    """The drawn rows of a request with rules, from row `start` of the step. positions: of the tokens drawn there, [n]."""
+    """The drawn rows of a request with rules, from row `start` of the step.
+
+    positions: of the tokens drawn there, [n]. must_end: rows where only the end of the output is left [n]; None for none.
+    """
 
     request: Request
     tokens: Seq[int]
@@ -94,6 +102,7 @@ class _Part:
     positions: Ints
     rules: _RequestRules
     start: int
+    must_end: Bools | None
 
     @property
     def indices(self) -> Ints:
@@ -124,8 +133,10 @@ def _penalise(logits: Tensor, part: _Part) -> None:
 def _banned(part: _Part) -> Iterator[Ints]:
     """Tokens that would end the output before min_tokens, and those that would complete a bad word: their rows and ids,
     [2, m]."""
-    num_output = part.positions - len(part.request.prompt_ids)
-    yield _cells(part.indices[num_output < part.request.sampling.min_tokens], part.rules.end_ids)
+    is_short = part.positions - len(part.request.prompt_ids) < part.request.sampling.min_tokens
+    if part.must_end is not None:
+        is_short &= ~part.must_end
+    yield _cells(part.indices[is_short], part.rules.end_ids)
     if part.rules.bad_words is not None:
         nodes, ids = part.rules.bad_words.completed(part.tokens, part.tree)
         yield np.stack([part.start + nodes, ids])

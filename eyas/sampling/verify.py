@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
@@ -11,19 +11,24 @@ from eyas.sampling.logprobs import compute_logprobs, drawn_rows, read_logprobs
 from eyas.sampling.penalties import LogitRules
 from eyas.sampling.rejection import rejection_sample
 from eyas.sampling.sampler import Draw, sample
+from eyas.sampling.token_masks import TokenMasks
 from eyas.tensors import download
 
 UNUSABLE_LOGITS = "the target gave logits that are not numbers; its weights or dtype do not work here"
 
 
-def verify(batch: Sequence[LogitRows], logits: Tensor, rules: LogitRules) -> list[VerifyOutput]:
+def verify(
+    batch: Sequence[LogitRows], logits: Tensor, rules: LogitRules, wait_for_masks: Callable[[], TokenMasks] = TokenMasks
+) -> list[VerifyOutput]:
     """Draw a token at every node and accept drafted ones, by the rule `rejection` in sampled trees and by `match` in others.
 
     batch: the requests of the step, in the order of their rows. logits: float32 [R, V] of all of them.
+    wait_for_masks: returns the masks of grammars, which the host computes while the device computes the logits.
     Everything is computed on the device and comes back in one copy, so that the host waits for the device once.
     """
-    raw = drawn_rows(batch, logits)
-    ruled = rules.applied(raw, batch)
+    masks = wait_for_masks()
+    logits = masks.applied(logits, batch)
+    ruled = rules.applied(drawn_rows(batch, logits), batch, masks)
     draws = [Draw(rows.request.noise_key, position) for rows in batch for position in rows.positions]
     tokens = sample(ruled, draws)
     verdicts = rejection_sample(batch, ruled, draws)
@@ -40,8 +45,10 @@ def verify(batch: Sequence[LogitRows], logits: Tensor, rules: LogitRules) -> lis
         row += len(rows.positions)
     reported = read_logprobs(batch, accepted, on_host[2])
     outputs = []
-    for of_request, own, (prompt, output) in zip(accepted, sampled, reported, strict=True):
-        if of_request is not None and of_request.tokens[-1] >= logits.shape[1]:  # stands for logits that are NaN
+    for rows, of_request, own, (prompt, output) in zip(batch, accepted, sampled, reported, strict=True):
+        if error := masks.error(rows.request.id, of_request):
+            outputs.append(VerifyOutput(of_request, error=error))
+        elif of_request is not None and of_request.tokens[-1] >= logits.shape[1]:  # stands for logits that are NaN
             outputs.append(VerifyOutput(of_request, error=UNUSABLE_LOGITS))
         else:
             outputs.append(VerifyOutput(of_request, own, output, prompt))

@@ -160,6 +160,7 @@ class Commit(_message.Message):
     SAMPLES_FIELD_NUMBER: _builtins.int
     TRACEPARENT_FIELD_NUMBER: _builtins.int
     WANTS_SOURCES_FIELD_NUMBER: _builtins.int
+    ALLOWED_TOKENS_FIELD_NUMBER: _builtins.int
     session: _builtins.str
     """Session key, unique within the stream."""
     epoch: _builtins.int
@@ -176,6 +177,10 @@ class Commit(_message.Message):
     """W3C trace context of the verify step if it is traced."""
     wants_sources: _builtins.bool
     """Return Tree.sources."""
+    allowed_tokens: _builtins.bytes
+    """The tokens that may follow the root, where a grammar limits them: one bit per token id of the target's vocabulary, the
+    lowest id in the lowest bit of the first byte. Empty if all may follow. Not longer than the vocabulary needs.
+    """
     @_builtins.property
     def tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Newly committed token ids; the last is the root of the next tree."""
@@ -209,10 +214,11 @@ class Commit(_message.Message):
         samples: _abc.Iterable[_builtins.int] | None = ...,
         traceparent: _builtins.str = ...,
         wants_sources: _builtins.bool = ...,
+        allowed_tokens: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["features", b"features", "noise", b"noise"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "features", b"features", "max_depth", b"max_depth", "max_nodes", b"max_nodes", "noise", b"noise", "proposal", b"proposal", "samples", b"samples", "session", b"session", "start_position", b"start_position", "tokens", b"tokens", "traceparent", b"traceparent", "wants_sources", b"wants_sources"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["allowed_tokens", b"allowed_tokens", "epoch", b"epoch", "features", b"features", "max_depth", b"max_depth", "max_nodes", b"max_nodes", "noise", b"noise", "proposal", b"proposal", "samples", b"samples", "session", b"session", "start_position", b"start_position", "tokens", b"tokens", "traceparent", b"traceparent", "wants_sources", b"wants_sources"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -409,6 +409,8 @@ def admit(commit: Commit[TensorBytes], session: str, info: DrafterInfo) -> Draft
     for token in (*commit.tokens, *commit.samples):
         if not 0 <= token < info.model.vocab_size:
             raise InvalidRequest(f"token {token} lies outside [0, {info.model.vocab_size})")
+    if len(commit.allowed) not in (0, size := -(-info.model.vocab_size // 8)):
+        raise InvalidRequest(f"allowed_tokens has {len(commit.allowed)} bytes; send none, or {size} for the vocabulary")
     SamplingParams(**vars(commit.noise))  # checks the ranges
     features = _features(commit, info) if info.needs_features else None
     return Commit(**{**vars(commit), "session": session, "features": features})

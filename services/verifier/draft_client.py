@@ -438,4 +438,5 @@ def _cut(context: DraftContext, max_tokens: int) -> Iterator[Commit[TensorBytes]
             proposal=context.proposal,
             traceparent=context.traceparent if is_last else "",
             wants_sources=context.wants_sources and is_last,
+            allowed=context.allowed if is_last else b"",
         )

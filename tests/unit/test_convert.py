@@ -71,7 +71,19 @@ noises = st.builds(NoiseKey, seeds, floats, counts, floats, floats)
 budgets = st.builds(TreeBudget, counts, counts)
 proposals = st.sampled_from(["deterministic", "sampled"])
 commits = st.builds(
-    Commit, names, counts, counts, ids, st.none() | tensors, noises, budgets, ids, proposals, names, st.booleans()
+    Commit,
+    names,
+    counts,
+    counts,
+    ids,
+    st.none() | tensors,
+    noises,
+    budgets,
+    ids,
+    proposals,
+    names,
+    st.booleans(),
+    st.binary(max_size=8),
 )
 scores = st.lists(float32s, max_size=5).map(tuple)
 sampled = st.builds(SampledProposal, st.dictionaries(counts, st.builds(DraftProbs, ids, scores), max_size=3), st.booleans())

@@ -1,0 +1,270 @@
+"""Follows the grammars of running requests: masks for every node of a draft tree, trees without what a grammar rejects.
+
+The state of a grammar is that of the committed tokens. Preemption does not touch it, and a request that comes from another
+engine is followed again from its emitted tokens. Masks are computed in threads while the target computes the logits.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Sequence as Seq
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+
+from eyas.engine.sequence import DraftReply
+from eyas.errors import InvalidRequest
+from eyas.grammar import Grammar, Matcher, TokenBits, bits_of
+from eyas.request import Request
+from eyas.sampling.acceptance import LogitRows
+from eyas.sampling.token_masks import NodeMask, TokenMasks
+from eyas.tree import DraftTree, SampledProposal
+
+# Time that the masks of one tree may take on one core. A slow grammar gets smaller trees, at worst plain decoding.
+TREE_SECONDS = 0.05
+# Weight of the latest mask in the mean time of a request's masks.
+_RATE = 0.2
+_CANNOT_FOLLOW = "structured_outputs does not match the tokens that the request brought along as its output"
+
+
+class GrammarManager:
+    """The grammars of running requests, by request id. Not safe for use from several threads."""
+
+    def __init__(self, eos_ids: frozenset[int], vocab_size: int) -> None:
+        self._eos_ids = eos_ids
+        self._vocab_size = vocab_size
+        self._outputs: dict[str, FollowedOutput] = {}
+        self._threads = ThreadPoolExecutor(min(4, os.cpu_count() or 1), thread_name_prefix="grammar")
+
+    def followed(self, request: Request, grammar: Grammar) -> FollowedOutput:
+        """A request's output from its first token on. Raises InvalidRequest if output that it brings does not match."""
+        ends = frozenset(request.sampling.stop_token_ids)
+        soft = ends if request.sampling.ignore_eos else ends | self._eos_ids
+        start = len(request.prompt_ids) - request.num_emitted
+        output = FollowedOutput(
+            grammar.matcher(),
+            num_tokens=start,
+            ends=ends | self._eos_ids,
+            end_bits=bits_of(sorted(soft), self._vocab_size),
+            last_bits=bits_of(sorted(ends | self._eos_ids), self._vocab_size),
+        )
+        output.follow(request.prompt_ids)
+        return output
+
+    def add(self, request_id: str, output: FollowedOutput) -> None:
+        """Keep the output of a request until it is released."""
+        self._outputs[request_id] = output
+
+    def release(self, request_ids: Seq[str]) -> None:
+        """Forget requests that have ended; unknown ids are ignored."""
+        for request_id in request_ids:
+            self._outputs.pop(request_id, None)
+
+    def prune(self, replies: Iterable[DraftReply], max_nodes: Mapping[str, int]) -> list[DraftReply]:
+        """Replies with the trees that the grammars leave, with the text that they force put in.
+
+        max_nodes: by request id, nodes of its largest tree in this step, the root included.
+        """
+        pruned = []
+        for reply in replies:
+            request_id, tokens = reply.sequence.request.id, reply.sequence.tokens
+            output, most = self._outputs.get(request_id), max_nodes.get(request_id, 1)
+            if output is None or most <= 1 or reply.sequence.prefilling:
+                pruned.append(reply)
+                continue
+            tree = reply.tree or DraftTree.root_only(tokens[-1])
+            try:
+                tree = output.pruned(tokens, tree, most, reply.sequence.num_remaining - 1)
+            except InvalidRequest:
+                tree = DraftTree.root_only(tokens[-1])  # its masks raise again, where the request ends with the error
+            pruned.append(replace(reply, tree=tree, is_edited=tree is not reply.tree))
+        return pruned
+
+    def root_masks(self, tokens_of: Mapping[str, Seq[int]]) -> dict[str, bytes]:
+        """By request id, bits of the tokens that may follow the committed ones; only of requests with a grammar.
+
+        The next step uses them again.
+        """
+        followed = {id_: (self._outputs[id_], tokens) for id_, tokens in tokens_of.items() if id_ in self._outputs}
+        futures = {id_: self._threads.submit(output.root_mask, tokens) for id_, (output, tokens) in followed.items()}
+        masks: dict[str, bytes] = {}
+        for request_id, future in futures.items():
+            with suppress(InvalidRequest):  # the masks of the next step raise again, where the request ends with the error
+                masks[request_id] = future.result().bits.tobytes()
+        return masks
+
+    def start(self, batch: Iterable[LogitRows]) -> Callable[[], TokenMasks]:
+        """Start to compute the masks of a step. Returns a function that waits for them."""
+        futures = {}
+        for rows in batch:
+            output = self._outputs.get(rows.request.id)
+            if output is not None and rows.tree is not None:
+                futures[rows.request.id] = self._threads.submit(output.masks, rows.tokens, rows.tree)
+        return lambda: _collect(futures)
+
+
+def _collect(futures: Mapping[str, Future[list[NodeMask | None]]]) -> TokenMasks:
+    nodes, errors = dict[str, list[NodeMask | None]](), dict[str, str]()
+    for request_id, future in futures.items():
+        try:
+            nodes[request_id] = future.result()
+        except InvalidRequest as error:
+            errors[request_id] = str(error)
+    return TokenMasks(nodes, errors)
+
+
+@dataclass(eq=False)
+class FollowedOutput:
+    """The output of one request.
+
+    matcher: behind the first `num_tokens` tokens of the sequence. ends: tokens that end the output, which the grammar never
+    sees. end_bits: those that may follow where the output may end, last_bits where it must. root: the mask behind the last
+    token, once it is computed. seconds: mean time of a mask.
+    """
+
+    matcher: Matcher
+    num_tokens: int
+    ends: frozenset[int]
+    end_bits: TokenBits
+    last_bits: TokenBits
+    root: NodeMask | None = None
+    seconds: float = 0.0
+
+    def follow(self, tokens: Seq[int]) -> None:
+        """Advance to the end of the committed tokens. Raises InvalidRequest if they do not match."""
+        new = tokens[self.num_tokens :]
+        if new:
+            if self.matcher.consume(new) < len(new):
+                raise InvalidRequest(_CANNOT_FOLLOW, "structured_outputs")
+            self.num_tokens, self.root = len(tokens), None
+
+    def root_mask(self, tokens: Seq[int]) -> NodeMask:
+        """What may follow the committed tokens."""
+        self.follow(tokens)
+        self.root = self.root or self._mask()
+        return self.root
+
+    def masks(self, tokens: Seq[int], tree: DraftTree) -> list[NodeMask | None]:
+        """The mask of every node along its own path. None below an end, and at nodes that the grammar rejects."""
+        masks: list[NodeMask | None] = [None] * len(tree)
+        masks[0] = self.root_mask(tokens)
+        self._visit(tree, 0, masks)
+        return masks
+
+    def pruned(self, tokens: Seq[int], tree: DraftTree, max_nodes: int, max_depth: int) -> DraftTree:
+        """The tree without what the grammar rejects, with the text that it forces; the given tree if nothing changes."""
+        self.follow(tokens)
+        if self.seconds:
+            max_nodes = min(max_nodes, max(int(TREE_SECONDS / self.seconds), 1))
+        if tree.sampled is not None:
+            return self._pruned_sample(tree, tree.sampled)
+        edited = _EditedTree(tree, max_nodes, max_depth)
+        self._edit(edited, 0, 0, 0)
+        return edited.best()
+
+    def _mask(self) -> NodeMask:
+        """What may be drawn where the matcher is. Raises InvalidRequest if nothing may."""
+        started = time.thread_time()
+        bits, is_accepting = self.matcher.mask(), self.matcher.is_accepting
+        seconds = time.thread_time() - started
+        self.seconds += _RATE * (seconds - self.seconds)
+        if bits.any():
+            return NodeMask(bits | self.end_bits if is_accepting else bits)
+        if not is_accepting:
+            raise InvalidRequest(
+                "structured_outputs asks for text that no token of the model continues; change it", "structured_outputs"
+            )
+        return NodeMask(self.last_bits, must_end=True)
+
+    def _visit(self, tree: DraftTree, node: int, masks: list[NodeMask | None]) -> None:
+        for child in tree.families.get(node, ()):
+            token = tree.tokens[child]
+            if token not in self.ends and self.matcher.consume([token]):
+                masks[child] = self._mask()
+                self._visit(tree, child, masks)
+                self.matcher.rollback(1)
+
+    def _edit(self, edited: _EditedTree, place: int, node: int | None, depth: int) -> None:
+        """Add the children of a node of the drafted tree that match, and the token that the grammar forces there.
+
+        place: of the node in the edited tree. node: in the drafted tree, None if it is not there.
+        """
+        children = edited.children(node)
+        if depth < edited.max_depth and edited.has_room and (forced := self.matcher.forced()):
+            children[forced[0]] = children.get(forced[0])
+        for token, child in children.items():
+            if token in self.ends:
+                if self.matcher.is_accepting:
+                    edited.add(token, place, child)
+            elif self.matcher.consume([token]):
+                self._edit(edited, edited.add(token, place, child), child, depth + 1)
+                self.matcher.rollback(1)
+
+    def _pruned_sample(self, tree: DraftTree, sampled: SampledProposal) -> DraftTree:
+        """A sampled tree without what stands below rejected nodes. These stay: leaving them out changes the distribution."""
+        kept, open_ = [0], {0}
+        self._keep(tree, 0, kept, open_)
+        if len(kept) == len(tree):
+            return tree
+        kept.sort()
+        numbers = {node: number for number, node in enumerate(kept)}
+        probs = {numbers[node]: value for node, value in sampled.draft_probs.items() if node in open_}
+        return replace(tree.pruned(kept), sampled=replace(sampled, draft_probs=probs))
+
+    def _keep(self, tree: DraftTree, node: int, kept: list[int], open_: set[int]) -> None:
+        """Collect the children of nodes that match, and these nodes."""
+        for child in tree.families.get(node, ()):
+            kept.append(child)
+            token = tree.tokens[child]
+            if token not in self.ends and self.matcher.consume([token]):
+                open_.add(child)
+                self._keep(tree, child, kept, open_)
+                self.matcher.rollback(1)
+
+
+@dataclass
+class _EditedTree:
+    """A draft tree that is written again, in an order in which parents come first. Scores never grow along a path."""
+
+    tree: DraftTree
+    max_nodes: int
+    max_depth: int
+    tokens: list[int] = field(init=False)
+    parents: list[int] = field(init=False)
+    scores: list[float] = field(init=False)
+    num_forced: int = 0
+
+    def __post_init__(self) -> None:
+        self.tokens, self.parents, self.scores = [self.tree.tokens[0]], [0], [0.0]
+
+    @property
+    def has_room(self) -> bool:
+        """Whether forced tokens may be added."""
+        return self.num_forced < self.max_nodes - 1
+
+    def children(self, node: int | None) -> dict[int, int | None]:
+        """The children of a drafted node by their tokens; of equal ones the first."""
+        found: dict[int, int | None] = {}
+        for child in self.tree.families.get(node, ()) if node is not None else ():
+            found.setdefault(self.tree.tokens[child], child)
+        return found
+
+    def add(self, token: int, place: int, child: int | None) -> int:
+        """Add a child of the node at `place`; a forced one, which is not in the drafted tree, is as good as its parent."""
+        score = self.scores[place] if child is None else min(self.scores[place], self.tree.log_probs[child])
+        self.num_forced += child is None
+        self.tokens.append(token)
+        self.parents.append(place)
+        self.scores.append(score)
+        return len(self.tokens) - 1
+
+    def best(self) -> DraftTree:
+        """The tree of the best nodes; the drafted one if it is the same."""
+        order = sorted(range(1, len(self.tokens)), key=lambda place: -self.scores[place])
+        kept = [0, *sorted(order[: self.max_nodes - 1])]
+        whole = DraftTree(tuple(self.tokens), tuple(self.parents), tuple(self.scores), self.tree.grown_ahead)
+        if self.num_forced == 0 and len(kept) == len(self.tree):
+            return self.tree
+        return whole.pruned(kept)

@@ -1,0 +1,267 @@
+"""Output that must match a grammar: with any drafter, the tokens are those of plain constrained decoding."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+
+from eyas.config import EngineConfig, TreeConfig
+from eyas.drafters.base import Drafter
+from eyas.engine.build import assemble_engine
+from eyas.engine.engine import Engine
+from eyas.errors import InvalidRequest
+from eyas.models.target import load_target
+from eyas.request import Chunk, Request, SamplingParams, StructuredOutputs
+from eyas.tokenizer import load_tokenizer
+from tests import reference
+from tests.drafters.lookup.corpora import write_datastore
+from tests.engine.drafters import RandomDrafter
+from tests.methods import CASES, Case
+from tests.tiny import write_spelling_tokenizer, write_target
+
+TREE = TreeConfig(num_draft_tokens=12, num_steps=4, top_k=4)
+RECORD = {
+    "type": "object",
+    "properties": {"a": {"type": "integer"}, "bc": {"type": "array", "items": {"enum": ["d", "ab", None]}, "maxItems": 3}},
+    "required": ["a", "bc"],
+    "additionalProperties": False,
+}
+TREE_SCHEMA = {
+    "$ref": "#/$defs/n",
+    "$defs": {
+        "n": {
+            "type": "object",
+            "properties": {"v": {"type": "boolean"}, "c": {"type": "array", "items": {"$ref": "#/$defs/n"}, "maxItems": 1}},
+            "required": ["v", "c"],
+            "additionalProperties": False,
+        }
+    },
+}
+CONSTRAINTS: Mapping[str, StructuredOutputs | None] = {
+    "free": None,
+    "record": StructuredOutputs(json=RECORD, any_whitespace=False),
+    "tree": StructuredOutputs(json=TREE_SCHEMA),
+    "object": StructuredOutputs(json_object=True),
+    "regex": StructuredOutputs(regex="[a-f]{2,5}-[0-9]{3}(,|:)true"),
+    "choice": StructuredOutputs(choice=("abc", "abd", "abd-12", "k")),
+    "ebnf": StructuredOutputs(grammar='root ::= "{" pair ("," pair)* "}"\npair ::= [a-c]{1,3} ":" [0-9]+'),
+    "tag": StructuredOutputs(
+        structural_tag={
+            "type": "structural_tag",
+            "format": {"type": "tag", "begin": "[", "content": {"type": "json_schema", "json_schema": RECORD}, "end": "]"},
+        }
+    ),
+}
+TEMPERATURES = {"greedy": 0.0, "sampled": 1.0}
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A tiny target with a tokenizer that can write JSON."""
+    folder = write_target(tmp_path_factory.mktemp("spelling"))
+    write_spelling_tokenizer(folder)
+    return str(folder)
+
+
+def make_engine(target: str, drafter: Drafter | None = None, case: Case | None = None, **limits: Any) -> Engine:
+    fuser = case.fuser() if case else None
+    config = EngineConfig(**{"max_kv_tokens": 2048, "max_prefill_tokens": 64, **limits})
+    layers = fuser.aux_hidden_state_layers if fuser else ()
+    return assemble_engine(load_target(target, aux_hidden_state_layers=layers), fuser, config, TREE, drafter)
+
+
+def case_engine(name: str, target: str, head: str, **limits: Any) -> Engine:
+    if name == "random":
+        return make_engine(target, RandomDrafter(48), **limits)
+    store, drafted = Path(f"{target}-outputs"), f"{target}-drafted"
+    if name == "rest" and not store.exists():
+        write_target(Path(drafted))  # the datastore brings a tokenizer of its own
+        write_datastore(Path(drafted), [list(one) for one in plain_outputs(target, 0.0).values()], store)
+    case = Case(name, drafted if name == "rest" else target, head, store)
+    return make_engine(target, case.drafter(TREE), case, **limits)
+
+
+def requests_at(temperature: float, **changes: Any) -> list[Request]:
+    sampling = replace(SamplingParams(max_tokens=40, temperature=temperature), **changes)
+    return [
+        Request(name, (5 + i, 9, 17, 30 + i), replace(sampling, seed=70 + i, structured_outputs=constraint))
+        for i, (name, constraint) in enumerate(CONSTRAINTS.items())
+    ]
+
+
+def run(engine: Engine, requests: list[Request]) -> dict[str, list[Chunk]]:
+    chunks: dict[str, list[Chunk]] = {request.id: [] for request in requests}
+    for request in requests:
+        engine.submit(request)
+    while engine.has_work:
+        for chunk in engine.step():
+            chunks[chunk.request_id].append(chunk)
+        engine.check()
+    return chunks
+
+
+def tokens_of(chunks: Mapping[str, list[Chunk]]) -> dict[str, tuple[int, ...]]:
+    assert not [chunk.message for own in chunks.values() for chunk in own if chunk.message]
+    return {name: tuple(token for chunk in own for token in chunk.token_ids) for name, own in chunks.items()}
+
+
+@lru_cache
+def plain_outputs(target: str, temperature: float) -> dict[str, tuple[int, ...]]:
+    return tokens_of(run(make_engine(target), requests_at(temperature)))
+
+
+def text_of(target: str, tokens: tuple[int, ...]) -> str:
+    return load_tokenizer(target).decode(tokens)
+
+
+@pytest.mark.parametrize("kind", TEMPERATURES)
+@pytest.mark.parametrize("name", [*CASES, "random"])
+def test_every_method_equals_plain_constrained_decoding(name: str, kind: str, target: str, tiny_head: str) -> None:
+    temperature = TEMPERATURES[kind]
+    engine = case_engine(name, target, tiny_head, max_num_seqs=5)
+    chunks = run(engine, requests_at(temperature))
+    assert tokens_of(chunks) == plain_outputs(target, temperature)
+    drafted = [chunk for own in chunks.values() for chunk in own if chunk.verify_step and chunk.verify_step.drafted]
+    assert drafted, "trees were verified"
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0, 1.6])
+def test_whole_outputs_match_their_constraints(temperature: float, target: str) -> None:
+    found = {name: text_of(target, tokens) for name, tokens in plain_outputs(target, temperature).items()}
+    ended = {name for name, tokens in plain_outputs(target, temperature).items() if tokens[-1] == 1} - {"free"}
+    assert {"regex", "choice"} <= ended
+    for name in ended & {"record", "tree", "object"}:
+        schema = {"record": RECORD, "tree": TREE_SCHEMA, "object": {"type": "object"}}[name]
+        jsonschema.validate(json.loads(found[name]), schema)
+    assert re.fullmatch("[a-f]{2,5}-[0-9]{3}(,|:)true", found["regex"])
+    assert found["choice"] in ("abc", "abd", "abd-12", "k")
+    if "tag" in ended:
+        jsonschema.validate(json.loads(found["tag"])[0], RECORD)
+
+
+def test_plain_constrained_decoding_masks_nothing_else(target: str) -> None:
+    """Beside a loop that allows a token if its text continues one of the choices."""
+    choices, tokenizer = ("abc", "abd", "abd-12", "k"), load_tokenizer(target)
+    pieces = [tokenizer.decode([token]) for token in range(48)]
+
+    def allowed(output: list[int]) -> list[int]:
+        text = tokenizer.decode(output)
+        fits = [token for token in range(3, 48) if any(choice.startswith(text + pieces[token]) for choice in choices)]
+        return [*fits, 1] if text in choices else fits
+
+    for temperature in (0.0, 1.0, 2.0):
+        (request,) = [request for request in requests_at(temperature) if request.id == "choice"]
+        expected = reference.generate(target, list(request.prompt_ids), request.sampling, allowed=allowed)
+        assert list(plain_outputs(target, temperature)["choice"]) == expected
+
+
+@pytest.mark.parametrize("name", ["eagle3", "none"])
+def test_preempted_requests_go_on_with_the_same_tokens(name: str, target: str, tiny_head: str) -> None:
+    limits = {"max_kv_tokens": 90}
+    engine = case_engine(name, target, tiny_head, **limits) if name != "none" else make_engine(target, **limits)
+    assert tokens_of(run(engine, requests_at(1.0))) == plain_outputs(target, 1.0)
+    assert engine._scheduler.num_preemptions > 0
+
+
+@pytest.mark.parametrize("num_emitted", [1, 3, 7])
+def test_a_request_moves_to_another_engine_at_any_token(num_emitted: int, target: str, tiny_head: str) -> None:
+    outputs = {name: tokens for name, tokens in plain_outputs(target, 1.0).items() if len(tokens) > num_emitted}
+    assert {"regex", "tree"} <= outputs.keys()
+    moved = [
+        replace(
+            request,
+            prompt_ids=(*request.prompt_ids, *outputs[request.id][:num_emitted]),
+            sampling=replace(request.sampling, max_tokens=40 - num_emitted),
+            num_emitted=num_emitted,
+        )
+        for request in requests_at(1.0)
+        if request.id in outputs
+    ]
+    found = tokens_of(run(case_engine("eagle3", target, tiny_head), moved))
+    assert found == {name: tokens[num_emitted:] for name, tokens in outputs.items()}
+
+
+def test_output_that_another_grammar_wrote_is_refused(target: str) -> None:
+    engine = make_engine(target)
+    sampling = SamplingParams(seed=1, structured_outputs=StructuredOutputs(regex="[0-9]+"))
+    with pytest.raises(InvalidRequest, match="does not match the tokens"):
+        engine.submit(Request("r", (5, 9, 20), sampling, num_emitted=2))
+    assert not engine.has_work
+
+
+STEERED = {
+    "penalties": {"repetition_penalty": 1.3, "presence_penalty": 0.5, "frequency_penalty": 0.3, "logit_bias": {20: 5.0}},
+    "bad words": {"bad_token_ids": ((25,), (3, 5))},
+    "ignored end": {"ignore_eos": True},
+    "minimum": {"min_tokens": 9},
+    "stops": {"stop_token_ids": (7, 20)},
+    "filters": {"top_k": 6, "top_p": 0.9, "min_p": 0.05},
+}
+
+
+@pytest.mark.parametrize("kind", STEERED)
+def test_other_parameters_hold_within_a_grammar(kind: str, target: str, tiny_head: str) -> None:
+    requests = requests_at(1.0, **STEERED[kind])
+    plain = run(make_engine(target), requests)
+    speculative = run(case_engine("eagle3", target, tiny_head), requests)
+    ends = {name: (own[-1].finish_reason, own[-1].message) for name, own in plain.items()}
+    assert ends == {name: (own[-1].finish_reason, own[-1].message) for name, own in speculative.items()}
+    failed = {name for name, (reason, _) in ends.items() if reason == "error"}
+    assert failed <= ({"record"} if kind == "bad words" else set()), ends
+    names = CONSTRAINTS.keys() - failed
+    outputs = tokens_of({name: plain[name] for name in names})
+    assert outputs == tokens_of({name: speculative[name] for name in names})
+    if kind in ("ignored end", "minimum"):
+        assert text_of(target, outputs["choice"]) in CONSTRAINTS["choice"].choice, "the grammar's end wins"
+        assert outputs["choice"][-1] == 1
+
+
+def test_nothing_left_to_draw_ends_the_request_with_a_reason(target: str) -> None:
+    tokenizer = load_tokenizer(target).tokenizer
+    banned = tuple((tokenizer.token_to_id(text),) for text in ("a", "ab", "k"))
+    for temperature in (0.0, 1.0):
+        chunks = run(make_engine(target), requests_at(temperature, bad_token_ids=banned))
+        (last,) = chunks["choice"]
+        assert (last.finish_reason, last.token_ids) == ("error", ())
+        assert "leaves no token to draw" in last.message
+        assert chunks["ebnf"][-1].finish_reason != "error", "others go on"
+
+
+def test_log_probabilities_are_those_of_the_masked_logits(target: str, tiny_head: str) -> None:
+    requests = requests_at(1.0, logprobs=5, prompt_logprobs=1)
+    plain, speculative = run(make_engine(target), requests), run(case_engine("eagle3", target, tiny_head), requests)
+    for name in CONSTRAINTS:
+        one, other = ([entry for chunk in chunks[name] for entry in chunk.logprobs] for chunks in (plain, speculative))
+        assert [(entry.token, entry.top_ids) for entry in one] == [(entry.token, entry.top_ids) for entry in other]
+        assert [entry.logprob for entry in one] == pytest.approx([entry.logprob for entry in other], abs=1e-4)
+    first = next(chunk.logprobs[0] for chunk in plain["choice"] if chunk.logprobs)
+    texts = {load_tokenizer(target).decode([token]) for token in first.top_ids}
+    assert texts == {"a", "ab", "k"}, "tokens without probability are not reported"
+    assert sum(2.718281828459045**logprob for logprob in first.top_logprobs) == pytest.approx(1, abs=1e-4)
+
+
+def test_forced_text_is_drafted(target: str) -> None:
+    """A drafter without any tree at all; what the grammar forces is drafted all the same, and accepted."""
+    forced = StructuredOutputs(regex="([a-c]dddddddd){3}")
+    request = Request("r", (5, 6), SamplingParams(max_tokens=60, temperature=1.0, seed=3, structured_outputs=forced))
+    plain = run(make_engine(target), [request])
+    chunks = run(make_engine(target, RandomDrafter(48)), [request])
+    assert tokens_of(chunks) == tokens_of(plain)
+    assert len(chunks["r"]) < len(plain["r"]) / 3
+
+
+@pytest.mark.parametrize("name", ["eagle3", "sps", "medusa"])
+def test_sampled_trees_stay_within_the_grammar(name: str, target: str, tiny_head: str) -> None:
+    engine = case_engine(name, target, tiny_head, acceptance="rejection")
+    outputs = tokens_of(run(engine, requests_at(1.0)))
+    assert text_of(target, outputs["choice"]) in ("abc", "abd", "abd-12", "k")
+    assert re.fullmatch("[a-f]{2,5}-[0-9]{3}(,|:)true", text_of(target, outputs["regex"]))
+    assert outputs == tokens_of(run(case_engine(name, target, tiny_head, acceptance="rejection"), requests_at(1.0)))
