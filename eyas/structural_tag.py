@@ -63,7 +63,7 @@ class _LarkWriter:
             case "json_schema":
                 return self._json(format_)
             case "any_text":
-                return self._rule(_text_without(_TEXT, format_.get("excludes", [])))
+                return self._rule(self._text_without(_TEXT, format_.get("excludes", [])))
             case "regex":
                 return self._rule(_pattern(_string(format_["pattern"], "pattern")))
             case "token":
@@ -99,6 +99,15 @@ class _LarkWriter:
     def _rule(self, body: str, attributes: str = "") -> str:
         name = f"r{len(self.rules)}"
         self.rules.append(f"{name}{attributes}: {body}")
+        return name
+
+    def _text_without(self, body: str, excludes: Any) -> str:
+        """`body` without any of the texts `excludes` in it."""
+        if not excludes:
+            return body
+        banned = "|".join(re.escape(_string(one, "excludes")) for one in _list(excludes, "excludes"))
+        name = f"T{len(self.rules)}"  # only terminals, whose names are upper-case, can be intersected
+        self.rules.append(f"{name}: ({body}) & ~" + _pattern(rf"(.|\n)*({banned})(.|\n)*"))
         return name
 
     def _json(self, format_: Mapping[str, Any]) -> str:
@@ -149,7 +158,7 @@ class _LarkWriter:
 
     def _text_until(self, text: Mapping[str, Any], end: str) -> str:
         """Free text up to the first `end`, that one included."""
-        return self._rule(_text_without(f"{_TEXT} {end}", text.get("excludes", [])), "[lazy]")
+        return self._rule(self._text_without(f"{_TEXT} {end}", text.get("excludes", [])), "[lazy]")
 
     def _tag(self, tag: Mapping[str, Any], trigger: str = "") -> str:
         """trigger: beginning of `begin` that stands before the expression already."""
@@ -173,10 +182,10 @@ class _LarkWriter:
             found = [one for one in triggers if _string(one, "trigger") and begin.startswith(one)]
             if len(found) != 1:
                 raise _invalid(f"{len(found)} triggers begin the tag {begin[:80]!r}; exactly one must")
-            until = self._rule(_text_without(f"{_TEXT} {_literal(found[0])}", excludes), "[lazy]")
+            until = self._rule(self._text_without(f"{_TEXT} {_literal(found[0])}", excludes), "[lazy]")
             alternatives.append(f"{until} {self._tag(tag, found[0])}")
         triggered = self._rule(" | ".join(alternatives))
-        tail = self._rule(_text_without(_TEXT, excludes))
+        tail = self._rule(self._text_without(_TEXT, excludes))
         if format_.get("at_least_one", False):
             first = f"({' | '.join(map(self._tag, tags))})"
             return first if format_.get("stop_after_first", False) else f"{first} {triggered}* {tail}"
@@ -217,11 +226,3 @@ def _literal(value: Any) -> str:
 def _pattern(pattern: str) -> str:
     """A regular expression as Lark writes it."""
     return "/" + re.sub(r"(?<!\\)/", r"\\/", pattern) + "/"
-
-
-def _text_without(body: str, excludes: Any) -> str:
-    """`body` without any of the texts `excludes` in it."""
-    if not excludes:
-        return body
-    banned = "|".join(re.escape(_string(one, "excludes")) for one in _list(excludes, "excludes"))
-    return f"({body}) & ~" + _pattern(rf"(.|\n)*({banned})(.|\n)*")

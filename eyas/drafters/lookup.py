@@ -81,7 +81,7 @@ def only_allowed(matches: Matches, contexts: Sequence[DraftContext]) -> Matches:
     """The matches, without tokens where the first one is not allowed by a grammar."""
     if not any(context.allowed for context in contexts):
         return matches
-    first = matches.tokens[:, 0]
+    first = np.where(matches.lengths > 0, matches.tokens[:, 0], 0)
     kept = allowed_bits(contexts)[matches.sessions, first >> 3] >> (first & 7).astype(np.uint8) & 1
     return replace(matches, lengths=matches.lengths * kept)
 

@@ -6,9 +6,10 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
+import grpc
 import pytest
 
-from eyas.request import SamplingParams
+from eyas.request import SamplingParams, StructuredOutputs
 from eyas.rpc.messages import NO_DRAFTER
 from eyas.services.cluster import Cluster
 from tests import reference
@@ -50,6 +51,32 @@ def test_one_request_equals_the_plain_loop(cluster: Cluster, sampling: SamplingP
         out = generate(cluster["router"].address, prompts()[3], sampling, drafter)
         assert out.token_ids == expected(prompts()[3], sampling)
         assert (out.stats.num_drafted > 0) == (drafter == "")
+
+
+STRUCTURED = {
+    "json": StructuredOutputs(json={"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}),
+    "regex": StructuredOutputs(regex="[a-z]{3,8}-[0-9]{2} ok"),
+    "choice": StructuredOutputs(choice=("return self", "raise ValueError")),
+}
+
+
+@pytest.mark.parametrize("kind", STRUCTURED)
+def test_structured_outputs_equal_plain_constrained_ones(cluster: Cluster, kind: str) -> None:
+    for sampling in (GREEDY, SEEDED):
+        asked = replace(sampling, max_tokens=60, ignore_eos=False, structured_outputs=STRUCTURED[kind])
+        out, plain = (generate(cluster["router"].address, prompts()[3], asked, drafter) for drafter in ("", NO_DRAFTER))
+        assert out.token_ids == plain.token_ids
+        assert out.stats.num_drafted > 0
+        if plain.finish_reason == "stop" and kind == "json":
+            assert isinstance(json.loads(plain.text)["a"], int)
+
+
+def test_a_schema_that_does_not_compile_is_refused(cluster: Cluster) -> None:
+    asked = replace(GREEDY, structured_outputs=StructuredOutputs(json={"not": {"type": "string"}}))
+    with pytest.raises(grpc.RpcError) as caught:
+        generate(cluster["router"].address, prompts()[3], asked)
+    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert "cannot be compiled" in (caught.value.details() or "")
 
 
 def test_random_requests_get_correct_results_and_statistics(cluster: Cluster) -> None:

@@ -1,0 +1,180 @@
+"""What structured outputs cost, and what they do to acceptance: the demo models with and without grammars.
+
+Counts processor time, of all threads. Writes a dated report: `python -m benchmarks.scripts.structured_outputs`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+
+from eyas.bench.report import Report, Table, number
+from eyas.config import DraftingConfig, EngineConfig, TreeConfig
+from eyas.drafters.registry import build_drafter, build_fuser
+from eyas.engine.build import assemble_engine, load_model
+from eyas.engine.engine import Engine
+from eyas.grammar import GrammarCompiler
+from eyas.request import GenerationStats, Request, SamplingParams, StructuredOutputs
+from eyas.sampling.token_masks import TokenMasks
+from eyas.services.local import read_prompts
+
+MODELS = Path("models/demo")
+TREE = TreeConfig(num_draft_tokens=16, num_steps=5, top_k=4)
+METHODS = {"eagle3": "eagle3-full", "sps": "small", "prompt_lookup": ""}
+_FIELDS = {
+    "name": {"type": "string", "maxLength": 16},
+    "line": {"type": "integer"},
+    "kind": {"enum": ["function", "class", "module"]},
+    "arguments": {"type": "array", "items": {"type": "string", "maxLength": 12}, "maxItems": 4},
+}
+CONSTRAINTS: Mapping[str, StructuredOutputs] = {
+    "record": StructuredOutputs(
+        json={"type": "object", "properties": _FIELDS, "required": list(_FIELDS), "additionalProperties": False},
+        any_whitespace=False,
+    ),
+    "object": StructuredOutputs(json_object=True),
+    "code": StructuredOutputs(regex=r"def [a-z_]{1,12}\([a-z]{1,5}\):\n    return [a-z_.]{1,20}\n"),
+}
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One run. milliseconds: processor time of all threads, a verify step. waited: the part that the engine's thread waits
+    for masks once the logits are there. tau: mean tokens of a step. tokens: all of them."""
+
+    method: str
+    constraint: str
+    temperature: float
+    drafter: str
+    milliseconds: float
+    waited: float
+    tau: float
+    tokens: tuple[tuple[int, ...], ...]
+
+
+class _Stopwatch:
+    """Counts the time that an engine waits for masks."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.seconds = 0.0
+        manager = engine._grammars
+        start = manager.start
+
+        def timed(*args: Any) -> Callable[[], TokenMasks]:
+            wait = start(*args)
+
+            def waiting() -> TokenMasks:
+                started = time.perf_counter()
+                masks = wait()
+                self.seconds += time.perf_counter() - started
+                return masks
+
+            return waiting
+
+        manager.start = timed  # type: ignore[method-assign]
+
+
+def build(method: str) -> Engine:
+    """An engine with the method's demo model; "plain" has none."""
+    target, head = str(MODELS / "target"), str(MODELS / METHODS[method]) if METHODS.get(method) else ""
+    fuser = build_fuser(method, head, target, "float32", "cpu") if method != "plain" else None
+    config = EngineConfig(max_kv_tokens=16384)
+    drafter = build_drafter(method, target, head, "float32", "cpu", TREE, DraftingConfig()) if method != "plain" else None
+    return assemble_engine(load_model(target, fuser, "float32", "cpu", config), fuser, config, TREE, drafter)
+
+
+def run(engine: Engine, stopwatch: _Stopwatch, method: str, name: str, requests: Sequence[Request], drafter: str) -> Outcome:
+    """Generate one request after the other. drafter: "masked" sends it the root's mask, "unmasked" does not."""
+    stats, tokens = GenerationStats(), list[tuple[int, ...]]()
+    root_masks, stopwatch.seconds = engine._grammars.root_masks, 0.0
+    if drafter == "unmasked":
+        engine._grammars.root_masks = lambda tokens_of: {}  # type: ignore[method-assign]
+    started = time.process_time()
+    for request in requests:
+        engine.submit(request)
+        output: list[int] = []
+        while engine.has_work:
+            for chunk in engine.step():
+                stats.add(chunk)
+                output += chunk.token_ids
+        tokens.append(tuple(output))
+    seconds = time.process_time() - started
+    engine._grammars.root_masks = root_masks  # type: ignore[method-assign]
+    steps = max(stats.num_verify_steps, 1)
+    temperature = requests[0].sampling.temperature
+    waited = 1e3 * stopwatch.seconds / steps
+    return Outcome(method, name, temperature, drafter, 1e3 * seconds / steps, waited, stats.acceptance_length, tuple(tokens))
+
+
+def requests_of(constraint: StructuredOutputs | None, temperature: float, num_prompts: int) -> list[Request]:
+    """A request for each of the first demo prompts, each with a seed of its own."""
+    sampling = SamplingParams(max_tokens=64, temperature=temperature, structured_outputs=constraint)
+    prompts = read_prompts(MODELS / "prompts.jsonl")[:num_prompts]
+    return [Request(f"{i}", prompt.token_ids[:48], replace(sampling, seed=i)) for i, prompt in enumerate(prompts)]
+
+
+def measure(num_prompts: int) -> list[Outcome]:
+    """Every method and constraint at two temperatures; each speculative output is compared with the plain one."""
+    outcomes: list[Outcome] = []
+    for method in ("plain", *METHODS):
+        engine = build(method)
+        stopwatch = _Stopwatch(engine)
+        for temperature in (0.0, 0.8):
+            for name, constraint in ({"free": None} | dict(CONSTRAINTS)).items():
+                requests = requests_of(constraint, temperature, num_prompts)
+                kinds = ("masked", "unmasked") if constraint and method != "plain" else ("masked",)
+                for drafter in kinds:
+                    outcome = run(engine, stopwatch, method, name, requests, drafter)
+                    plain = next((o for o in outcomes if (o.constraint, o.temperature) == (name, temperature)), outcome)
+                    assert outcome.tokens == plain.tokens, f"{method} differs from plain decoding: {name}, {temperature}"
+                    outcomes.append(outcome)
+                    typer.echo(f"{method} {name} {temperature} {drafter}: tau {outcome.tau:.2f}")
+    return outcomes
+
+
+def compile_seconds() -> dict[str, float]:
+    """Processor time to compile each constraint, in milliseconds; the tokenizer is loaded before."""
+    compiler = GrammarCompiler(str(MODELS / "target"), 4096, frozenset({1}))
+    compiler.compile(StructuredOutputs(regex="a"))
+    found = {}
+    for name, constraint in CONSTRAINTS.items():
+        started = time.process_time()
+        compiler.compile(constraint)
+        found[name] = 1e3 * (time.process_time() - started)
+    return found
+
+
+def table_of(outcomes: Sequence[Outcome]) -> Table:
+    """The outcomes as rows."""
+    columns = ("method", "constraint", "temperature", "drafter", "tau", "processor ms a step", "ms waiting for masks a step")
+    rows = tuple(
+        (o.method, o.constraint, number(o.temperature), o.drafter if o.constraint != "free" and o.method != "plain" else "",
+         number(o.tau), number(o.milliseconds), number(o.waited))
+        for o in outcomes
+    )  # fmt: skip
+    return Table("Steps", columns, rows)
+
+
+def main(
+    num_prompts: Annotated[int, typer.Option(help="How many of the demo prompts.")] = 8,
+    out: Annotated[Path, typer.Option(help="Folder of the report.")] = Path("benchmarks/results"),
+) -> None:
+    """Measure, and write a dated report."""
+    torch.set_num_threads(1)
+    outcomes, compiled = measure(num_prompts), compile_seconds()
+    rows = tuple((name, number(milliseconds)) for name, milliseconds in compiled.items())
+    tables = [table_of(outcomes), Table("Compiling", ("constraint", "processor ms"), rows)]
+    settings = {"num_prompts": num_prompts, "max_tokens": 64, "tree": TREE, "constraints": dict(CONSTRAINTS)}
+    results = {"steps": [{**vars(o), "tokens": None} for o in outcomes], "compiling": compiled}
+    report = Report.here("structured-outputs", "benchmarks.scripts.structured_outputs", "cpu", settings, results, tables)
+    report.publish(out)
+
+
+if __name__ == "__main__":
+    typer.run(main)

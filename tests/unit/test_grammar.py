@@ -1,0 +1,194 @@
+"""Grammars are compiled once, in bounded time, and followed token by token."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from eyas.errors import InvalidRequest
+from eyas.grammar import MAX_CACHED, GrammarCompiler, Matcher
+from eyas.request import StructuredOutputs
+from eyas.tokenizer import Tokenizer, load_tokenizer
+from tests.tiny import DEMO
+
+TARGET = str(DEMO / "target")
+CALL = {"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"], "additionalProperties": False}
+TAGS: list[dict[str, Any]] = [
+    {"type": "tag", "begin": f"<call={name}>", "content": {"type": "json_schema", "json_schema": CALL}, "end": "</call>"}
+    for name in ("f", "g")
+]
+
+
+@pytest.fixture(scope="module")
+def compiler() -> GrammarCompiler:
+    return GrammarCompiler(TARGET, 4096, frozenset({1}))
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return load_tokenizer(TARGET)
+
+
+def accepts(matcher: Matcher, tokenizer: Tokenizer, text: str) -> bool:
+    ids = tokenizer.tokenizer.encode(text, add_special_tokens=False).ids
+    return matcher.consume(ids) == len(ids) and matcher.is_accepting
+
+
+def tag(format_: dict[str, Any]) -> StructuredOutputs:
+    return StructuredOutputs(structural_tag={"type": "structural_tag", "format": format_})
+
+
+TEXT, SLASH = {"type": "any_text"}, {"type": "const_string", "value": "/"}
+TRIGGERED = {"type": "triggered_tags", "triggers": ["<call="], "tags": TAGS}
+ACCEPTED: list[tuple[StructuredOutputs, list[str], list[str]]] = [
+    (StructuredOutputs(json=CALL), ['{"x": 1}', '{\n "x":-7 }'], ['{"x": "1"}', "{}", '{"x": 1, "y": 2}']),
+    (StructuredOutputs(json=CALL, any_whitespace=False), ['{"x":1}'], ['{"x": 1}']),
+    (StructuredOutputs(json_object=True), ['{"a": [1, {"b": null}]}', "{}"], ["[1]", "1"]),
+    (StructuredOutputs(regex="^[a-c]+(/|x)$"), ["abc/", "cx"], ["abc", "d/"]),
+    (StructuredOutputs(choice=("yes", 'n"o\n')), ["yes", 'n"o\n'], ["no", "yesyes"]),
+    (StructuredOutputs(grammar='root ::= "a" b{2,3}\nb ::= [0-9] | "x"'), ["a1x", "axxx"], ["a1", "b11"]),
+    (tag(TAGS[0]), ['<call=f>{"x": 1}</call>'], ["", '<call=g>{"x": 1}</call>', "<call=f>{}</call>"]),
+    (tag({"type": "or", "elements": TAGS}), ['<call=g>{"x": 1}</call>'], ["<call=h>"]),
+    (tag(TRIGGERED), ["", "a <cal", 'a<call=f>{"x": 1}</call>b<call=g>{"x": 2}</call>'], ["<call=h>x", "<call=f>x</call>"]),
+    (tag(TRIGGERED | {"at_least_one": True}), ['<call=f>{"x": 1}</call> and'], ["", 'a<call=f>{"x": 1}</call>']),
+    (tag(TRIGGERED | {"stop_after_first": True}), ['a<call=f>{"x": 1}</call>', "a"], ['<call=f>{"x": 1}</call>b']),
+    (
+        tag({"type": "tags_with_separator", "tags": TAGS, "separator": ", "}),
+        ["", '<call=f>{"x": 1}</call>, <call=g>{"x": 1}</call>'],
+        ['<call=f>{"x": 1}</call><call=g>{"x": 1}</call>'],
+    ),
+    (
+        tag({"type": "sequence", "elements": [TEXT, SLASH, {"type": "regex", "pattern": "a/?"}]}),
+        ["so /a", "/a/"],
+        ["so a"],
+    ),
+    (tag({"type": "tag", "begin": "<t>", "content": TEXT, "end": ["</t>", "."]}), ["<t>a b</t>", "<t>."], ["<t>a", "<t>.x"]),
+    (tag({"type": "any_text", "excludes": ["no", "/"]}), ["yes, n o"], ["say no", "a/b"]),
+    (tag({"type": "repeat", "min": 1, "max": 2, "content": TAGS[0]}), ['<call=f>{"x": 1}</call>' * 2], [""]),
+    (tag({"type": "star", "content": {"type": "const_string", "value": "ab"}}), ["", "abab"], ["aba"]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("structured", "good", "bad"), ACCEPTED)
+def test_a_constraint_accepts_what_it_should(
+    structured: StructuredOutputs, good: list[str], bad: list[str], compiler: GrammarCompiler, tokenizer: Tokenizer
+) -> None:
+    grammar = compiler.compile(structured)
+    for text in good:
+        assert accepts(grammar.matcher(), tokenizer, text), text
+    for text in bad:
+        assert not accepts(grammar.matcher(), tokenizer, text), text
+
+
+REFUSED: list[tuple[StructuredOutputs, str]] = [
+    (StructuredOutputs(json={"type": "nonsense"}), "cannot be compiled"),
+    (StructuredOutputs(json={"not": {"type": "string"}}), "not"),
+    (StructuredOutputs(json={"$ref": "http://127.0.0.1/schema"}), "not present in a registry"),
+    (StructuredOutputs(regex="(a"), "cannot be compiled"),
+    (StructuredOutputs(grammar="root ::= other"), "grammar cannot be read: Rule 'other' not found"),
+    (StructuredOutputs(grammar="root = ["), "cannot be"),
+    (StructuredOutputs(structural_tag={}), "must be an object of the form"),
+    (tag({"type": "xml"}), "its type must be one of const_string"),
+    (tag({"type": "const_string"}), "has no value"),
+    (tag({"type": "any_text", "max_tokens": 5}), "'max_tokens' of a format of the type 'any_text' is not supported"),
+    (tag({"type": "json_schema", "json_schema": {}, "style": "qwen_xml"}), "style 'qwen_xml'"),
+    (tag({"type": "sequence", "elements": [TEXT, TEXT]}), "followed by a const_string"),
+    (tag(TRIGGERED | {"triggers": ["x"]}), "0 triggers begin the tag"),
+    (tag({"type": "token", "token": "<|none|>"}), "not in the model's vocabulary"),
+    (tag({"type": "repeat", "min": 3, "max": 2, "content": TEXT}), "min 3 and max 2"),
+]
+
+
+@pytest.mark.parametrize(("structured", "reason"), REFUSED)
+def test_a_constraint_that_does_not_compile_is_refused(
+    structured: StructuredOutputs, reason: str, compiler: GrammarCompiler
+) -> None:
+    with pytest.raises(InvalidRequest, match=reason) as caught:
+        compiler.compile(structured)
+    assert caught.value.param == "structured_outputs"
+
+
+def chain(number: int, rule: str) -> str:
+    """Rules that each name the next one twice."""
+    rules = [f"r{i} ::= {rule.format(i + 1)}" for i in range(number)]
+    return "\n".join(["root ::= r0", *rules, f'r{number} ::= "a"'])
+
+
+HOSTILE = {
+    "nested repeats": StructuredOutputs(regex="((((a{0,50}){0,50}){0,50}){0,50}){0,50}"),
+    "long repeats": StructuredOutputs(regex="(a|b){0,1000000}"),
+    "ambiguous": StructuredOutputs(regex="(" + "(a|aa)+" * 100 + ")"),
+    "exponential": StructuredOutputs(regex="(.*a.{200})"),
+    "unicode": StructuredOutputs(regex=r"(\w|\d|[^\x00-\x7f]){1,2000}"),
+    "endless reference": StructuredOutputs(json={"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}}}),
+    "long text": StructuredOutputs(json={"type": "string", "minLength": 1000000, "maxLength": 1000000000}),
+    "alternatives": StructuredOutputs(json={
+        "allOf": [{"anyOf": [{"properties": {f"{name}{i}": {"type": "string"}}} for name in "pq"]} for i in range(24)]
+    }),
+    "wide": StructuredOutputs(json={"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(4000)}}),
+    "enumeration": StructuredOutputs(json={"enum": [f"value-{i * 7919 % 10007}" for i in range(5500)]}),
+    "ambiguous rules": StructuredOutputs(grammar='root ::= s\ns ::= s s s | s s | "a" | "b" | ""'),
+    "doubling": StructuredOutputs(grammar=chain(40, "r{0} r{0}")),
+    "empty rules": StructuredOutputs(grammar=chain(30, 'r{0} r{0} | ""')),
+    "deep": StructuredOutputs(grammar="root ::= " + "(" * 20000 + '"a"' + ")" * 20000),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", HOSTILE)
+def test_a_hostile_constraint_takes_bounded_time(kind: str, compiler: GrammarCompiler) -> None:
+    """It is refused, or its masks are: seconds of work become milliseconds. CPU time, because the machine is shared."""
+    started, slowest = time.process_time(), 0.0
+    try:
+        matcher = compiler.compile(HOSTILE[kind]).matcher()
+        for _ in range(120):
+            before = time.thread_time()
+            allowed = matcher.mask()
+            slowest = max(slowest, time.thread_time() - before)
+            ids = [8 * int(byte) + bit for byte in allowed.nonzero()[0][:1] for bit in range(8) if allowed[byte] >> bit & 1]
+            if not ids or not matcher.consume(ids[:1]):
+                break
+    except InvalidRequest:
+        pass
+    assert time.process_time() - started < 8
+    assert slowest < 0.3
+
+
+def test_equal_constraints_are_compiled_once(compiler: GrammarCompiler) -> None:
+    first = compiler.submit(StructuredOutputs(regex="once+"))
+    assert compiler.submit(StructuredOutputs(regex="once+")) is first
+    assert compiler.submit(StructuredOutputs(regex="twice+")) is not first
+
+
+def test_the_oldest_grammars_are_forgotten() -> None:
+    compiler = GrammarCompiler(TARGET, 4096, frozenset({1}))
+    first = compiler.submit(StructuredOutputs(regex="first"))
+    for number in range(MAX_CACHED + 1):
+        compiler.compile(StructuredOutputs(regex=f"a{number}"))
+    assert compiler.submit(StructuredOutputs(regex="first")) is not first
+
+
+def test_a_model_without_a_tokenizer_says_so(tmp_path: Path) -> None:
+    compiler = GrammarCompiler(str(tmp_path), 48, frozenset({1}))
+    for _ in range(2):
+        with pytest.raises(InvalidRequest, match=r"not supported with this model's tokenizer: no tokenizer\.json"):
+            compiler.compile(StructuredOutputs(regex="a"))
+
+
+def test_a_matcher_goes_back_and_forth(compiler: GrammarCompiler, tokenizer: Tokenizer) -> None:
+    grammar = compiler.compile(StructuredOutputs(json=CALL))
+    ids = tokenizer.tokenizer.encode('{"x": 12}', add_special_tokens=False).ids
+    matcher, masks = grammar.matcher(), []
+    for token in ids:
+        masks.append(matcher.mask())
+        assert masks[-1][token >> 3] >> (token & 7) & 1
+        matcher.consume([token])
+    assert matcher.is_accepting
+    assert not matcher.mask().any(), "only the end may follow, which is no part of the grammar"
+    for token, mask in zip(reversed(ids), reversed(masks), strict=True):
+        matcher.rollback(1)
+        assert (matcher.mask() == mask).all(), token
+    assert json.loads(tokenizer.decode(ids)) == {"x": 12}
