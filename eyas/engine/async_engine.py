@@ -22,7 +22,6 @@ from eyas.engine.engine import Engine, EngineLoad, StepReport
 from eyas.errors import EyasError, RequestFailed, Unavailable
 from eyas.grammar import Grammar
 from eyas.request import Chunk, Request
-from eyas.validation import check_sampling
 
 # How many cached blocks a verifier announces to routers, and how long after a step at the latest.
 ANNOUNCED_BLOCKS = 1024
@@ -132,7 +131,6 @@ class AsyncEngine:
         structured = request.sampling.structured_outputs
         if structured is None:
             return None
-        check_sampling(request.sampling)
         future = asyncio.wrap_future(self._engine.compiler.submit(structured))
         future.add_done_callback(lambda done: done.cancelled() or done.exception())
         return await asyncio.shield(future)  # other requests may wait for the same one

@@ -34,7 +34,7 @@ class LogitRules:
         self._eos_ids = eos_ids
         self._rules: dict[str, _RequestRules] = {}
 
-    def applied(self, logits: Tensor, batch: Seq[LogitRows], masks: TokenMasks) -> Tensor:
+    def applied(self, logits: Tensor, batch: Seq[LogitRows], masks: TokenMasks | None = None) -> Tensor:
         """The logits to draw from, float32 [N, V]; the given ones, of the drawn rows, stay as they are.
 
         masks: have been applied already. Where they leave only the end of the output, min_tokens does not ban it.
@@ -56,14 +56,14 @@ class LogitRules:
         for request_id in request_ids:
             self._rules.pop(request_id, None)
 
-    def _parts(self, batch: Seq[LogitRows], logits: Tensor, masks: TokenMasks) -> Iterator[_Part]:
+    def _parts(self, batch: Seq[LogitRows], logits: Tensor, masks: TokenMasks | None) -> Iterator[_Part]:
         start = 0
         for rows in batch:
             request = rows.request
             if rows.tree is not None and _has_rules(request.sampling):
                 if request.id not in self._rules:
                     self._rules[request.id] = self._prepared(request, logits)
-                must_end, positions = masks.must_end(request.id), np.array(rows.positions)
+                must_end, positions = masks and masks.must_end(request.id), np.array(rows.positions)
                 yield _Part(request, rows.tokens, rows.tree, positions, self._rules[request.id], start, must_end)
             start += len(rows.positions)
 

