@@ -63,7 +63,7 @@ class LogitRules:
             if rows.tree is not None and _has_rules(request.sampling):
                 if request.id not in self._rules:
                     self._rules[request.id] = self._prepared(request, logits)
-                must_end, positions = masks and masks.must_end(request.id), np.array(rows.positions)
+                must_end, positions = masks.must_end(request.id) if masks else None, np.array(rows.positions)
                 yield _Part(request, rows.tokens, rows.tree, positions, self._rules[request.id], start, must_end)
             start += len(rows.positions)
 
