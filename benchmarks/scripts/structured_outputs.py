@@ -43,9 +43,9 @@ CONSTRAINTS: Mapping[str, StructuredOutputs] = {
 }
 
 NOTE = (
-    "tau counts tokens and is exact; every output equals that of plain constrained decoding. Processor time varies by a third "
-    "between equal runs, because other programs used the machine; the time spent waiting for masks is wall time, mostly of a "
-    'busy machine. "masked" sends the drafter the mask of the root\'s children, "unmasked" does not.'
+    "tau counts tokens and is exact; every output equals that of plain constrained decoding. Processor time varies by a "
+    "third between equal runs, because other programs used the machine; the time spent waiting for masks is wall time, "
+    'mostly of a busy machine. "masked" sends the drafter the mask of the root\'s children, "unmasked" does not.'
 )
 
 
