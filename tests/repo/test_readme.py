@@ -1,11 +1,13 @@
-"""The commands of the README work, and the code of the README and of the page on Python."""
+"""The commands of the README work, and the Python of the pages prints what they show."""
 
+import json
 import os
 import re
 import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -20,7 +22,21 @@ TOOLS = ("make ", "eyas ")
 SINGLE_THREAD = {**os.environ, "OMP_NUM_THREADS": "1"}
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-PYTHON_PAGE = (ROOT / "docs" / "python.md").read_text(encoding="utf-8")
+PYTHON_PAGES = ("README.md", "docs/quickstart.md", "docs/from-vllm.md", "docs/from-sglang.md", "docs/python.md")
+# Runs the snippets that standard input lists, and prints the output and the error of each.
+RUNNER = """
+import contextlib, io, json, sys, traceback
+results = []
+for code in json.load(sys.stdin):
+    printed, error = io.StringIO(), ""
+    with contextlib.redirect_stdout(printed):
+        try:
+            exec(compile(code, "snippet", "exec"), {"__name__": "__main__"})
+        except Exception:
+            error = traceback.format_exc()
+    results.append([printed.getvalue(), error])
+print(json.dumps(results))
+"""
 MAKEFILE = (ROOT / "Makefile").read_text(encoding="utf-8")
 
 
@@ -58,12 +74,35 @@ def check_parses(command: list[str]) -> None:
     assert result.returncode == 0, result.stdout + result.stderr
 
 
-@pytest.mark.parametrize("code", [block for language, block in FENCE.findall(README + PYTHON_PAGE) if language == "python"])
-def test_python_of_the_pages_runs(code: str) -> None:
-    result = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, env=SINGLE_THREAD, capture_output=True, text=True, check=False
-    )
-    assert result.returncode == 0, result.stderr
+def snippets() -> list[tuple[str, str, str]]:
+    """Page, code and expected output of every Python block. The output is the text block right after it, if there is one."""
+    found = []
+    for page in PYTHON_PAGES:
+        blocks = FENCE.findall((ROOT / page).read_text(encoding="utf-8"))
+        for (language, code), (following, output) in zip(blocks, [*blocks[1:], ("", "")], strict=True):
+            if language == "python":
+                found.append((page, code, output if following == "text" else ""))
+    return found
+
+
+@cache
+def outputs() -> list[list[str]]:
+    """Output and error of every snippet, all run by one process."""
+    done = subprocess.run(
+        [sys.executable, "-c", RUNNER], cwd=ROOT, env=SINGLE_THREAD, capture_output=True, text=True, check=False,
+        input=json.dumps([code for _, code, _ in snippets()]),
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("number", range(len(snippets())))
+def test_python_of_the_pages_runs_and_prints_what_they_show(number: int) -> None:
+    page, code, expected = snippets()[number]
+    output, error = outputs()[number]
+    assert not error, f"{page}:\n{code}\n{error}"
+    assert output.startswith(expected), f"{page}:\n{code}\nprints:\n{output}"
 
 
 def test_links_between_the_pages_lead_somewhere() -> None:
