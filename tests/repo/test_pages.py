@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import get_type_hints
 
 import pytest
+import torch
 
+from eyas.cache.kv_cache import bytes_per_slot
 from eyas.config import DraftConfig, RouterConfig, VerifierConfig
 from eyas.drafters.registry import METHODS
 from tests.repo.repository import ROOT, files, name, python_files, syntax
@@ -136,3 +138,27 @@ def test_tables_of_methods_agree_with_each_other_and_the_code() -> None:
         if method in METHODS:
             assert row["features of the target"] == ("yes" if "features" in METHODS[method].needs else "no")
             assert row["shared noise"] == ("yes" if METHODS[method].has_probs else "no")
+
+
+def test_speedups_on_the_page_of_loads_are_the_reports() -> None:
+    """Rows of a method: speedup and tau at three temperatures, and the time of a draft at the first."""
+    page = (DOCS / "choosing.md").read_text(encoding="utf-8")
+    ((report,),) = [re.findall(r"\(\.\./(benchmarks/results/[\w-]*methods-cpu\.md)\)", page)]
+    measured = re.findall(r"^\| ([\w+]+) \| ([\d.]+) \(.*?\| ([\d.]+) \|", (ROOT / report).read_text(), re.MULTILINE)
+    rows = re.findall(
+        r"^\| `([\w+]+)` \| ([\d.]+),(?: tau)? ([\d.]+) \| (.*?), (.*?) \| (.*?), (.*?) \|", page, re.MULTILINE
+    )
+    assert {row[0] for row in rows} == METHODS.keys() | {"eagle3+prompt_lookup"}
+    for method, *figures in rows:
+        assert figures == [figure for name, *both in measured if name == method for figure in both], method
+
+
+def test_slots_on_the_page_of_llama_are_computed() -> None:
+    page = (DOCS / "llama-3.1-8b.md").read_text(encoding="utf-8")
+    slot = bytes_per_slot([(8, 128)] * 32, 4096, torch.bfloat16)
+    assert f"a slot of the verifier | 128 KiB + 8 KiB | {slot // 2**10} KiB |" in page
+    rows = re.findall(r"= ([\d.]+) GiB \| ([\d.]+) GiB \| ([\d,]+) \|", page)
+    assert len(rows) == 3
+    for free, cache, tokens in rows:
+        assert float(cache) == pytest.approx(0.85 * float(free), abs=0.06)
+        assert int(tokens.replace(",", "")) == pytest.approx(0.85 * float(free) * 2**30 / slot, rel=0.02)
