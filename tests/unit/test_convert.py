@@ -54,7 +54,7 @@ constraints = st.one_of(
 )  # fmt: skip
 structured = st.builds(lambda given, spaces: StructuredOutputs(**given, any_whitespace=spaces), constraints, st.booleans())
 samplings = st.builds(
-    SamplingParams, st.integers(16, 2**31 - 1), st.floats(0.01, 1e9), counts, st.floats(0.01, 1.0), st.none() | seeds,
+    SamplingParams, st.integers(16, 2**31 - 1), st.floats(0.01, 1e6), counts, st.floats(0.01, 1.0), st.none() | seeds,
     st.lists(texts, max_size=3), ids, st.booleans(), st.integers(1, 128), st.floats(0.0, 1.0), st.integers(0, 16),
     st.dictionaries(counts, st.floats(-100.0, 100.0), max_size=3), st.floats(0.01, 100.0), st.floats(-2.0, 2.0),
     st.floats(-2.0, 2.0), st.lists(texts, max_size=3), st.lists(ids.filter(bool), max_size=3),
