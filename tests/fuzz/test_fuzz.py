@@ -20,7 +20,7 @@ from tests.fuzz.servers import Services, running_services
 from tests.fuzz.sockets import HttpConnection
 from tests.fuzz.storm import Client, FuzzResult, FuzzSettings, connected, is_http_fine, storm
 
-NUM_MESSAGES, MAX_CHANGES, MAX_SIZE = 500, 10_000, 2000
+NUM_MESSAGES, MAX_CHANGES, MAX_SIZE = 500, 40_000, 2000
 METHODS = (
     "router Generation/Generate", "router Generation/ListModels", "verifier Generation/Generate", "verifier Worker/Status",
     "verifier Health/Check", "draft Draft/Describe", "draft Draft/Speculate",
