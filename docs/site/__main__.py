@@ -90,7 +90,7 @@ def main() -> int:
     """Stage the pages and build the site; return the exit status of mkdocs."""
     shutil.rmtree(STAGE, ignore_errors=True)
     stage(STAGE)
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--config-file", str(CONFIG)]
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--config-file", str(CONFIG)]
     quiet = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
     status = subprocess.run(command, cwd=ROOT, env=quiet, check=False).returncode
     if status == 0:
