@@ -39,6 +39,15 @@ def test_models_of_a_router_are_read(tmp_path: Path) -> None:
     assert [(model.name, model.tokenizer) for model in config.models] == [("m", "t")]
 
 
+def test_an_assignment_changes_an_entry_of_a_list(tmp_path: Path) -> None:
+    file = written(tmp_path, ROUTER)
+    (model,) = load(RouterConfig, file, ["models.0.tool_call_parser=hermes"]).models
+    assert (model.name, model.tool_call_parser) == ("m", "hermes")
+    for path in ("models.1.name", "models.name", "models.0.x.y"):
+        with pytest.raises(ConfigError, match="models|unknown setting"):
+            load(RouterConfig, file, [f"{path}=n"])
+
+
 @pytest.mark.parametrize(
     ("kind", "text", "message"),
     [

@@ -100,10 +100,11 @@ class EarlierCall(StrictModel):
 
 @dataclass(frozen=True)
 class ToolChoice:
-    """Whether the model calls tools. names: those that it may call; empty: all."""
+    """Whether the model calls tools. names: those that it may call; empty: all. is_single: exactly one call."""
 
     mode: Literal["none", "auto", "required"]
     names: tuple[str, ...] = ()
+    is_single: bool = False
 
 
 def _to_choice(value: object) -> object:
@@ -112,7 +113,7 @@ def _to_choice(value: object) -> object:
         case "none" | "auto" | "required":
             return ToolChoice(value)
         case {"type": "function", "function": {"name": str(name)}}:
-            return ToolChoice("required", (name,))
+            return ToolChoice("required", (name,), is_single=True)
         case {"type": "allowed_tools", "allowed_tools": {"mode": "auto" | "required" as mode, "tools": list(tools)}}:
             names = tuple(map(_allowed_name, tools))
             if names and all(names):
@@ -165,8 +166,8 @@ class ToolFields(StrictModel):
 
     @property
     def max_calls(self) -> int | None:
-        """Most calls in one message."""
-        return None if self.parallel_tool_calls else 1
+        """Most calls in one message; None if there is no limit."""
+        return None if self.parallel_tool_calls and not self.tool_choice.is_single else 1
 
 
 class ChatOutput:
@@ -234,7 +235,7 @@ def output_constraint(
         is_special: whether a text is a special token of the model; None if it is no token.
     """
     tools, mode = fields.called_tools, fields.tool_choice.mode
-    writer = _TagWriter(form, is_special, tools, fields.parallel_tool_calls)
+    writer = _TagWriter(form, is_special, tools, fields.max_calls is None)
     content = _content_format(given)
     if tools and mode == "required":
         return _structured(writer.after_reasoning(writer.calls(), in_reasoning))

@@ -43,7 +43,7 @@ def check_call(call: Any) -> dict[str, Any]:
 @pytest.mark.parametrize("temperature", [0, 0.8])
 def test_a_forced_call_is_valid_and_that_of_plain_decoding(client: OpenAI, temperature: float) -> None:
     request: dict[str, Any] = {
-        "model": "demo", "messages": [QUESTION], "tools": [WEATHER], "tool_choice": NAMED, "parallel_tool_calls": False,
+        "model": "demo", "messages": [QUESTION], "tools": [WEATHER], "tool_choice": NAMED,
         "temperature": temperature, "seed": 7, "max_tokens": 128, "extra_body": {"return_token_ids": True},
     }  # fmt: skip
     drafted = client.chat.completions.create(**request).choices[0]

@@ -92,7 +92,7 @@ def test_a_forced_call_is_one_that_the_parser_reads(name: Any, folder: str | Pat
     form = ChatFormat(name)
     several = Constraint(folder, form, tools=TOOLS, tool_choice="required")
     named: Any = {"type": "function", "function": {"name": "add"}}
-    one = Constraint(folder, form, tools=TOOLS, tool_choice=named, parallel_tool_calls=False)
+    one = Constraint(folder, form, tools=TOOLS, tool_choice=named)
     texts = [(ADD,), (NOW,)] if name == "openai" else [(ADD,), (NOW,), (ADD, NOW)]
     for calls in texts:
         text = write(*calls)

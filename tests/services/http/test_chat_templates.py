@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
+from eyas.chat_output import ChatFormat
 from eyas.chat_template import ChatTemplate, load_template
 from eyas.config import ServedModel
 from eyas.errors import ConfigError, InvalidRequest
@@ -115,3 +116,26 @@ def test_the_demo_template_joins_a_chat_to_one_source_file() -> None:
         '# Be brief.\n# Be kind.\nx = \n<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>\n'
         "# result: 1\na\nb(c)\n"
     )
+
+
+def test_chats_with_tools_have_a_template_of_their_own(tmp_path: Path) -> None:
+    named = [{"name": "tool_use", "template": "with {{ tools | length }}"}, {"name": "default", "template": "without"}]
+    template = load_template(model(tmp_path, chat_template=named))
+    assert template is not None
+    assert template.render(MESSAGES, {"tools": [{}]}) == "with 1"
+    assert template.render(MESSAGES, {}) == "without"
+
+
+def test_settings_go_before_the_format_of_the_template(tmp_path: Path) -> None:
+    folder = str(model(tmp_path, chat_template="<tool_call></think>").tokenizer)
+
+    def form(**settings: Any) -> ChatFormat:
+        template = load_template(ServedModel("m", folder, **settings))
+        assert template is not None
+        return template.format
+
+    assert form() == ChatFormat("hermes", "qwen3")
+    assert form(tool_call_parser="mistral", reasoning_parser="none") == ChatFormat("mistral", "")
+    assert form(tool_call_parser="none", reasoning_parser="deepseek_r1") == ChatFormat("", "deepseek_r1")
+    with pytest.raises(ConfigError, match="tool_call_parser is 'xml'; it must be one of auto"):
+        form(tool_call_parser="xml")

@@ -176,7 +176,7 @@ CLOSED = {**ADD["function"]["parameters"], "additionalProperties": False}
 
 @pytest.mark.parametrize("template", [PLAIN_HERMES, PLAIN], ids=["hermes", "unknown format"])
 def test_a_named_tool_must_be_called(template: str) -> None:
-    found = constraint(template, tools=[ADD, NOW], tool_choice=NAMED, parallel_tool_calls=False)
+    found = constraint(template, tools=[ADD, NOW], tool_choice=NAMED)
     begin, _, call, _, end = found["elements"]
     assert (begin["value"], end["value"]) == ("<tool_call>", "</tool_call>")
     head, schema, tail = call["elements"]
