@@ -44,7 +44,7 @@ def test_an_assignment_changes_an_entry_of_a_list(tmp_path: Path) -> None:
     (model,) = load(RouterConfig, file, ["models.0.tool_call_parser=hermes"]).models
     assert (model.name, model.tool_call_parser) == ("m", "hermes")
     for path in ("models.1.name", "models.name", "models.0.x.y"):
-        with pytest.raises(ConfigError, match="models|unknown setting"):
+        with pytest.raises(ConfigError, match=r"models|unknown setting"):
             load(RouterConfig, file, [f"{path}=n"])
 
 

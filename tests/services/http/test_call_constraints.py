@@ -8,13 +8,11 @@ import pytest
 from tokenizers import Tokenizer as HuggingFaceTokenizer
 
 from eyas.chat_output import ChatFormat
+from eyas.grammar import GrammarCompiler
 from eyas.request import StructuredOutputs
 from eyas.services.router.http.tools import ChatOutput, ToolFields
 from eyas.tokenizer import Tokenizer, load_tokenizer
 from tests.services.router.scripted_verifier import DEMO
-
-pytest.importorskip("llguidance")
-grammar = pytest.importorskip("eyas.grammar")
 
 MARKERS = {
     "hermes": ["<tool_call>", "</tool_call>", "<think>", "</think>"],
@@ -73,7 +71,7 @@ class Constraint:
         structured = output.constraint(given)
         assert structured is not None
         size = self.tokenizer.tokenizer.get_vocab_size()
-        self.grammar = grammar.GrammarCompiler(str(folder), size, frozenset([1])).compile(structured)
+        self.grammar = GrammarCompiler(str(folder), size, frozenset([1])).compile(structured)
 
     def admits(self, text: str) -> bool:
         """Whether a text is a whole output."""
