@@ -90,7 +90,7 @@ def _type_name(schema: Mapping[str, Any]) -> str:
 def command_line_page() -> str:
     """Return the page of all commands and their options."""
     lines = ["# Command line", "", "Generated from the commands; `--help` shows the same.", ""]
-    for path, command in sorted(_commands()):
+    for path, command in sorted(commands()):
         lines += [f"## {path}", "", *_plain(command.help), ""]
         parameters = [parameter for parameter in command.params if parameter.name != "help"]
         if parameters:
@@ -98,7 +98,7 @@ def command_line_page() -> str:
     return "\n".join(lines)
 
 
-def _commands() -> Iterator[tuple[str, click.Command]]:
+def commands() -> Iterator[tuple[str, click.Command]]:
     """Yield every command by its words. The group of `eyas` loads a command when it is asked for it."""
     root = cast(LazyGroup, typer.main.get_command(cli))
     for name in SUBCOMMANDS:

@@ -79,6 +79,17 @@ def test_keys_on_the_pages_exist() -> None:
     assert not [entry for entry in wrong if not entry.endswith((".yaml", ".json", ".md", ".py", ".jinja"))]
 
 
+def test_settings_of_services_on_the_pages_exist() -> None:
+    named = [
+        (page, service, key)
+        for page in PAGES
+        for service, key in re.findall(r"--set (router|verifier|draft)\.([\w.]+)=", page.read_text(encoding="utf-8"))
+        if name(page) not in HISTORY | OTHERS
+    ]
+    assert len(named) > 20
+    assert not [f"{name(page)}: {service}.{key}" for page, service, key in named if key not in KEYS[service]]
+
+
 def test_files_on_the_pages_exist() -> None:
     named = [(page, word) for page in PAGES for word in words(page) if name(page) not in HISTORY and FILE.fullmatch(word)]
     assert not [
