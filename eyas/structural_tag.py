@@ -1,6 +1,6 @@
 """Turns xgrammar's structural tags, which vLLM and SGLang take too, into a grammar in Lark's syntax.
 
-A structural tag describes text of which parts follow a schema, such as calls of tools between words of the model. Source of
+A structural tag describes text whose parts may follow a schema, such as calls of tools between words of the model. Source of
 the format: xgrammar's documentation, "Structural Tag". Lark's syntax is llguidance's.
 """
 
