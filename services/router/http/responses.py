@@ -19,12 +19,13 @@ from itertools import accumulate, pairwise
 from operator import add
 from typing import Any, Protocol, TypeVar
 
-from eyas.chat_output import ChatMessage, ChatParser, ToolCall
+from eyas.chat_output import ChatMessage, ChatParser
 from eyas.errors import EyasError, RequestFailed
 from eyas.outputs import TextChunk
 from eyas.request import GenerationStats, TokenLogprob
 from eyas.services.router.http.errors import error_body
 from eyas.services.router.http.requests import ChatBody, CompletionBody
+from eyas.services.router.http.tools import message_delta, whole_message
 from eyas.services.router.http.verify_steps import verify_step_object
 from eyas.tokenizer import Tokenizer
 
@@ -257,7 +258,7 @@ class ResponseWriter:
     def _content(self, delta: TextDelta) -> dict[str, Any]:
         """Return the text of a choice in a whole response."""
         if delta.message is not None:
-            return {"message": {"role": "assistant", "refusal": None} | _whole_message(delta.message)}
+            return {"message": {"role": "assistant", "refusal": None} | whole_message(delta.message)}
         if self._is_chat:
             return {"message": {"role": "assistant", "content": delta.text, "refusal": None}}
         return {"text": delta.text}
@@ -268,7 +269,7 @@ class ResponseWriter:
             return {"text": delta.text}
         role = {"role": "assistant"} if delta.is_first else {}
         if delta.message is not None:
-            return {"delta": role | _message_delta(delta.message, delta.is_first)}
+            return {"delta": role | message_delta(delta.message, delta.is_first)}
         return {"delta": role | ({"content": delta.text} if delta.text or delta.is_first else {})}
 
     def _token_counts(self) -> dict[str, Any]:
@@ -356,34 +357,6 @@ def _join(deltas: Sequence[TextDelta]) -> TextDelta:
         is_first=True,
         verify_steps=tuple(step for delta in deltas for step in delta.verify_steps),
     )
-
-
-def _whole_message(message: ChatMessage) -> dict[str, Any]:
-    """Return the fields of a whole message. reasoning is vLLM's newer name."""
-    is_content = message.content or not (message.tool_calls or message.reasoning)
-    reasoning = message.reasoning or None
-    fields = {"content": message.content if is_content else None, "reasoning_content": reasoning, "reasoning": reasoning}
-    calls = [_call_fields(call) for call in message.tool_calls]
-    return fields | ({"tool_calls": calls} if calls else {})
-
-
-def _message_delta(message: ChatMessage, is_first: bool) -> dict[str, Any]:
-    """Return what an event adds to a message."""
-    fields: dict[str, Any] = {}
-    if message.reasoning:
-        fields |= {"reasoning_content": message.reasoning, "reasoning": message.reasoning}
-    if message.content or (is_first and not message.reasoning and not message.tool_calls):
-        fields["content"] = message.content
-    if message.tool_calls:
-        fields["tool_calls"] = [{"index": call.index} | _call_fields(call) for call in message.tool_calls]
-    return fields
-
-
-def _call_fields(call: ToolCall) -> dict[str, Any]:
-    """Return a call, or what an event adds to one: id, type and name are in its first event only."""
-    if not call.id:
-        return {"function": {"arguments": call.arguments}}
-    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
 
 
 def _speculation(stats: GenerationStats) -> dict[str, Any]:

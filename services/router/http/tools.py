@@ -1,4 +1,4 @@
-"""Tools in requests: their definitions, the choice among them, earlier calls, and what the output must match to be a call.
+"""Tools in chats: their definitions, the choice among them, earlier calls, what the output must match, and calls in answers.
 
 `eyas.chat_output` reads calls from the output. To constrain the calls of another format, write a method like `_hermes`.
 """
@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
-from eyas.chat_output import THINK_TAGS, ChatFormat, ChatParser
+from eyas.chat_output import THINK_TAGS, ChatFormat, ChatMessage, ChatParser, ToolCall
 from eyas.errors import InvalidRequest
 from eyas.request import StructuredOutputs
 from eyas.services.router.http.bodies import StrictModel
@@ -168,6 +168,34 @@ class ToolFields(StrictModel):
     def max_calls(self) -> int | None:
         """Most calls in one message; None if there is no limit."""
         return None if self.parallel_tool_calls and not self.tool_choice.is_single else 1
+
+
+def whole_message(message: ChatMessage) -> dict[str, Any]:
+    """Return the fields of a whole message. reasoning is vLLM's newer name."""
+    is_content = message.content or not (message.tool_calls or message.reasoning)
+    reasoning = message.reasoning or None
+    fields = {"content": message.content if is_content else None, "reasoning_content": reasoning, "reasoning": reasoning}
+    calls = [_call_fields(call) for call in message.tool_calls]
+    return fields | ({"tool_calls": calls} if calls else {})
+
+
+def message_delta(message: ChatMessage, is_first: bool) -> dict[str, Any]:
+    """Return what an event adds to a message."""
+    fields: dict[str, Any] = {}
+    if message.reasoning:
+        fields |= {"reasoning_content": message.reasoning, "reasoning": message.reasoning}
+    if message.content or (is_first and not message.reasoning and not message.tool_calls):
+        fields["content"] = message.content
+    if message.tool_calls:
+        fields["tool_calls"] = [{"index": call.index} | _call_fields(call) for call in message.tool_calls]
+    return fields
+
+
+def _call_fields(call: ToolCall) -> dict[str, Any]:
+    """Return a call, or what an event adds to one: id, type and name are in its first event only."""
+    if not call.id:
+        return {"function": {"arguments": call.arguments}}
+    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
 
 
 class ChatOutput:
