@@ -123,7 +123,7 @@ class FuzzResult:
         if not is_fine:
             self.num_findings += 1
             if len(self.findings) < MAX_FINDINGS:
-                self.findings.append(Finding(what, answer.status, answer.details[:300]))
+                self.findings.append(Finding(what, answer.status, answer.details[:2000]))
 
     def add_memory(self, mibs: Mapping[str, float]) -> None:
         """Add a sample of each process."""
@@ -162,13 +162,17 @@ class Client:
         target = rng.choices(self._targets, cum_weights=self._weights)[0]
         try:
             await self._send(target, connection, rng, result)
-        except TimeoutError:
+        except TimeoutError as error:
             await connection.close()
-            result.add(_label(target), Answer("no answer in time"), False)
+            result.add(_label(target), Answer("no answer in time", str(error)), False)
 
     async def _send(self, target: Target, connection: HttpConnection, rng: random.Random, result: FuzzResult) -> None:
         if isinstance(target, Route):
-            answer = await connection.send(malformed_request(target, rng), rng.random() < CANCEL_RATIO)
+            request = malformed_request(target, rng)
+            try:
+                answer = await connection.send(request, rng.random() < CANCEL_RATIO)
+            except TimeoutError as error:
+                raise TimeoutError(request.data.decode(errors="replace")) from error
             result.add(_label(target), answer, is_http_fine(answer))
         elif isinstance(target, str):
             method = rng.choice(self.methods)
