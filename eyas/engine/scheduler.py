@@ -99,12 +99,15 @@ class WaitingQueue:
     def next(self, num_admitted: int) -> tuple[Sequence, Sequence]:
         """The most urgent sequence, among equals that of the least served tenant; and the one to admit next.
 
-        They are the same, but for every RESERVED_SHARE-th admission the oldest of the least served tenant is next.
+        They are the same, but every RESERVED_SHARE-th admission takes the oldest of the least served tenant, and every
+        RESERVED_SHARE-th of these the oldest of all. So nobody starves, whatever the priorities and however many tenants.
         """
         heads = [queue[0] for queue in self._queues.values()]
         *_, first = min((-head.request.priority, self.served[head.request.tenant], head.key, head) for head in heads)
         if num_admitted % RESERVED_SHARE < RESERVED_SHARE - 1:
             return first, first
+        if num_admitted // RESERVED_SHARE % RESERVED_SHARE == RESERVED_SHARE - 1:
+            return first, min(self, key=lambda sequence: sequence.key.number)
         *_, least = min((self.served[head.request.tenant], head.key, head.request.tenant) for head in heads)
         return first, min(self._queues[least], key=lambda sequence: sequence.key.number)
 

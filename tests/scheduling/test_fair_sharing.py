@@ -94,6 +94,21 @@ def test_a_flood_of_urgent_requests_starves_no_other(tenant: str) -> None:
     assert engine.scheduler.num_preemptions == 0, "one that got a reserved place keeps it"
 
 
+def test_a_flood_of_ever_new_tenants_starves_no_other() -> None:
+    engine = ToyEngine(max_kv_tokens=400, max_num_seqs=1)
+    engine.submit("served", [2] * 4, 12, tenant="old")
+    engine.submit("new", [1] * 4, 3, tenant="new")
+    steps_until_done(engine, "served")
+    admitted: list[str] = []
+    for number in range(200):
+        engine.submit(f"new{number}", [1] * 4, 3, tenant=f"new{number}")
+        if number == 2:
+            engine.submit("old", [2] * 4, 3, tenant="old")
+        engine.step()
+        admitted += engine.scheduler.admitted
+    assert "old" in admitted[: 2 * RESERVED_SHARE**2]
+
+
 def test_no_sequence_is_preempted_for_one_that_fits() -> None:
     engine = ToyEngine(max_kv_tokens=60, max_num_seqs=6)
     for number in range(RESERVED_SHARE - 1):
