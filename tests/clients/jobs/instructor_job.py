@@ -23,6 +23,7 @@ for mode in ("TOOLS", "TOOLS_STRICT", "JSON_SCHEMA", "RESPONSES_TOOLS"):
     with check(f"mode {mode}"):
         patched = instructor.from_openai(client, mode=getattr(instructor.Mode, mode))
         given = {name: value for name, value in asked.items() if name != "seed" or mode != "RESPONSES_TOOLS"}
+        given |= {"parallel_tool_calls": False} if "TOOLS" in mode else {}
         require(isinstance(patched.chat.completions.create(**given, response_model=Answer), Answer), "no object")
 # These modes leave the schema to the prompt. Only a model that follows instructions fills it, so the request counts here.
 for mode in ("JSON", "MD_JSON"):

@@ -41,7 +41,7 @@ for method in ("json_schema", "function_calling"):
     with check(f"structured output, {method}"):
         require(isinstance(chat.with_structured_output(Answer, method=method).invoke("Oslo?"), Answer), "no object")
 with check("tools"):
-    called = chat.bind_tools([get_weather], tool_choice="any").invoke("Oslo?")
+    called = chat.bind_tools([get_weather], tool_choice="any", parallel_tool_calls=False).invoke("Oslo?")
     require(called.tool_calls[0]["name"] == "get_weather", "no call")
 with check("an agent's loop"):
     turns: list[Any] = [HumanMessage("Oslo?")]

@@ -25,7 +25,8 @@ for provider, base in (("openai", f"{URL}/v1"), ("hosted_vllm", f"{URL}/v1"), ("
         parts = [*litellm.completion(**asked(provider, base, stream=True))]
         require(parts and parts[-1].choices[0].finish_reason, "no end")
     with check(f"{provider}: tools"):
-        called = litellm.completion(**asked(provider, base, tools=[tool], tool_choice="required") | {"max_tokens": 64})
+        forced = {"tools": [tool], "tool_choice": "required", "parallel_tool_calls": False}
+        called = litellm.completion(**asked(provider, base, **forced) | {"max_tokens": 64})
         require(called.choices[0].message.tool_calls[0].function.name == "get_weather", "no call")
 with check("openai: JSON schema"):
     schema = {"type": "json_schema", "json_schema": {"name": "weather", "schema": WEATHER, "strict": True}}

@@ -51,7 +51,7 @@ with check("chat, JSON schema (parse)"):
     parsed = client.chat.completions.parse(**chat | {"max_tokens": 64}, response_format=Answer)
     require(isinstance(parsed.choices[0].message.parsed, Answer), "no object")
 with check("chat, tools"):
-    forced: dict[str, Any] = {"tools": [tool], "tool_choice": "required", "max_tokens": 64}
+    forced: dict[str, Any] = {"tools": [tool], "tool_choice": "required", "max_tokens": 64, "parallel_tool_calls": False}
     called = client.chat.completions.create(**chat | forced).choices[0]
     require(called.message.tool_calls[0].function.name == "get_weather", "no call")
     require(called.finish_reason == "tool_calls", f"finish reason {called.finish_reason}")
@@ -69,10 +69,10 @@ with check("responses, streamed"):
 with check("responses, tools"):
     function: Any = {"type": "function", "name": "get_weather", "parameters": WEATHER, "strict": True}
     asked: dict[str, Any] = {"model": MODEL, "input": "Oslo?", "tools": [function], "tool_choice": "required"}
-    response = client.responses.create(**asked, max_output_tokens=64)
+    response = client.responses.create(**asked, max_output_tokens=64, parallel_tool_calls=False)
     require([item.type for item in response.output] == ["function_call"], "no call")
 with check("responses, JSON schema (parse)"):
-    response = client.responses.parse(model=MODEL, input="Oslo?", text_format=Answer, max_output_tokens=64)
+    response = client.responses.parse(model=MODEL, input="Oslo?", text_format=Answer, max_output_tokens=128, temperature=0)
     require(isinstance(response.output_parsed, Answer), "no object")
 with check("vLLM's fields (extra_body)"):
     own: dict[str, Any] = {
