@@ -70,6 +70,21 @@ HTTP_BODIES: dict[str, dict[str, Any]] = {
     "15 MB of ids": {"prompt": [1000] * 2_500_000},
     "15 MB of text": {"prompt": "def add(left, right): " * 700_000},
 }
+TURN = {"role": "user", "content": "def add(left, right): "}
+BLOCKS = [{"type": "text", "text": "a"}] * 3000
+# Of the other routes, by the case's name, which begins with its path.
+OTHER_BODIES: dict[str, dict[str, Any]] = {
+    "/v1/responses, 4,000 items": {"input": [TURN] * 4000, "max_output_tokens": NUM_TOKENS},
+    "/v1/responses, 15 MB of text": {"input": "def add(left, right): " * 700_000},
+    "/v1/messages, 4,000 messages": {"messages": [TURN] * 4000, "max_tokens": NUM_TOKENS},
+    "/v1/messages, 3,000 blocks, as a stream": {
+        "messages": [{"role": "user", "content": BLOCKS}], "max_tokens": NUM_TOKENS, "stream": True,
+    },
+    "/v1/messages/count_tokens, 4,000 messages": {"messages": [TURN] * 4000},
+    "/tokenize, 400 kB of text": {"prompt": "def add(left, right): " * 18_000, "return_token_strs": True},
+    "/tokenize, 15 MB of text": {"prompt": "def add(left, right): " * 700_000},
+    "/detokenize, 250,000 ids": {"tokens": [1000] * 250_000},
+}  # fmt: skip
 LEAVING = "1,000 prompts, the client leaves"
 Sampling = types_pb2.SamplingParams
 
@@ -152,8 +167,8 @@ Send = Callable[[], Awaitable[str]]
 
 
 def _cases(http: httpx.AsyncClient, channel: grpc.aio.Channel) -> Iterator[tuple[str, Send]]:
-    async def post(data: bytes) -> str:
-        answer = await http.post("/v1/completions", content=data, headers={"Content-Type": "application/json"})
+    async def post(data: bytes, path: str = "/v1/completions") -> str:
+        answer = await http.post(path, content=data, headers={"Content-Type": "application/json"})
         return f"{answer.status_code}"
 
     async def leave(data: bytes) -> str:
@@ -172,6 +187,9 @@ def _cases(http: httpx.AsyncClient, channel: grpc.aio.Channel) -> Iterator[tuple
     for name, changes in HTTP_BODIES.items():
         data = json.dumps(COMMON | changes).encode()
         yield name, lambda data=data: post(data)  # type: ignore[misc]
+    for name, body in OTHER_BODIES.items():
+        data, path = json.dumps({"model": "demo"} | body).encode(), name.partition(",")[0]
+        yield name, lambda data=data, path=path: post(data, path)  # type: ignore[misc]
     data = json.dumps(COMMON | HTTP_BODIES["1,000 prompts of ids"]).encode()
     yield LEAVING, lambda: leave(data)
     for name, message in grpc_messages().items():

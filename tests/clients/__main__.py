@@ -58,7 +58,7 @@ CLIENTS = (
     ClientJob("instructor", "objects from chats", ("instructor",), "instructor_job.py"),
     ClientJob("langchain-openai", "LangChain's integration of OpenAI", ("langchain-openai",), "langchain_job.py"),
     ClientJob("litellm", "one interface to many providers", ("litellm", "mcp"), "litellm_job.py"),
-    ClientJob("lm-eval", "EleutherAI's evaluation harness", ("lm-eval[api]",), "lm_eval_job.py"),
+    ClientJob("lm-eval", "EleutherAI's evaluation harness", ("lm-eval[api]", "transformers"), "lm_eval_job.py"),
     ClientJob("guidellm", "a benchmark of servers", ("guidellm",), "guidellm_job.py"),
     ClientJob("aiperf", "NVIDIA's benchmark of servers", ("aiperf",), "aiperf_job.py"),
 )

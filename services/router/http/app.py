@@ -101,8 +101,8 @@ def build_app(
     app.post("/v1/responses", response_model=None)(endpoints.responses)
     app.post("/v1/messages", response_model=None)(endpoints.messages)
     app.post("/v1/messages/count_tokens")(endpoints.count_tokens)
-    app.post("/tokenize")(endpoints.tokenize)
-    app.post("/detokenize")(endpoints.detokenize)
+    app.post("/tokenize", response_model=None)(endpoints.tokenize)
+    app.post("/detokenize", response_model=None)(endpoints.detokenize)
     _add_model_routes(app, service)
     _add_cluster_route(app, readiness)
     _add_probe_routes(app, readiness)
@@ -260,7 +260,7 @@ class GenerationEndpoints:
         chat = await asyncio.to_thread(body.chat)
         return {"input_tokens": len(await self._encode_chat(chat, await self._model(body.model, request)))}
 
-    async def tokenize(self, body: TokenizeBody, request: Request) -> dict[str, Any]:
+    async def tokenize(self, body: TokenizeBody, request: Request) -> Response:
         """Respond to /tokenize."""
         info = await self._model(body.model, request)
         if body.prompt is None:
@@ -269,7 +269,7 @@ class GenerationEndpoints:
             token_ids = await self.service.encode(info, body.prompt, is_rendered=body.add_special_tokens is False)
         return await asyncio.to_thread(body.response, token_ids, info, self.service.tokenizer(info.name))
 
-    async def detokenize(self, body: DetokenizeBody, request: Request) -> dict[str, str]:
+    async def detokenize(self, body: DetokenizeBody, request: Request) -> Response:
         """Respond to /detokenize."""
         info = await self._model(body.model, request)
         return await asyncio.to_thread(body.response, info, self.service.tokenizer(info.name))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Annotated, Any
 
+from fastapi.responses import JSONResponse
 from pydantic import FailFast, Field, model_validator
 
 from eyas.errors import InvalidRequest
@@ -43,15 +44,11 @@ class TokenizeBody(StrictModel):
         names = self.model_fields_set & set(ChatBody.model_fields)
         return chat_body(**{name: getattr(self, name) for name in names})
 
-    def response(self, token_ids: Sequence[int], info: ModelInfo, tokenizer: Tokenizer) -> dict[str, Any]:
-        """Return the response."""
+    def response(self, token_ids: Sequence[int], info: ModelInfo, tokenizer: Tokenizer) -> JSONResponse:
+        """Return the response. Meant for a thread: it may be long."""
         names = [tokenizer.tokenizer.id_to_token(token) for token in token_ids] if self.return_token_strs else None
-        return {
-            "count": len(token_ids),
-            "max_model_len": info.max_model_len,
-            "tokens": list(token_ids),
-            "token_strs": names,
-        }
+        counted = {"count": len(token_ids), "max_model_len": info.max_model_len}
+        return JSONResponse(counted | {"tokens": list(token_ids), "token_strs": names})
 
 
 class DetokenizeBody(StrictModel):
@@ -60,9 +57,9 @@ class DetokenizeBody(StrictModel):
     model: Text = ""
     tokens: Annotated[list[int], FailFast()]
 
-    def response(self, info: ModelInfo, tokenizer: Tokenizer) -> dict[str, str]:
-        """Return the response: the text with its special tokens. Raises InvalidRequest."""
+    def response(self, info: ModelInfo, tokenizer: Tokenizer) -> JSONResponse:
+        """Return the response: the text with its special tokens. Meant for a thread. Raises InvalidRequest."""
         outside = next((token for token in self.tokens if not 0 <= token < info.vocab_size), None)
         if outside is not None:
             raise InvalidRequest(f"tokens holds id {outside}, outside the vocabulary [0, {info.vocab_size})", "tokens")
-        return {"prompt": tokenizer.decode(self.tokens, skip_special_tokens=False)}
+        return JSONResponse({"prompt": tokenizer.decode(self.tokens, skip_special_tokens=False)})

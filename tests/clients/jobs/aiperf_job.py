@@ -19,7 +19,7 @@ def profile(kind: str) -> None:
     command += ["--tokenizer", TOKENIZER, "--request-count", str(NUM_REQUESTS), "--concurrency", "2", "--random-seed", "1"]
     command += ["--synthetic-input-tokens-mean", "48", "--synthetic-input-tokens-stddev", "0"]
     command += ["--output-tokens-mean", "16", "--output-tokens-stddev", "0", "--artifact-dir", str(out), "--ui", "none"]
-    run_command(command, folder / f"{kind}.log")
+    run_command(command, folder / f"{kind}.log", offline=False)
     result = json.loads(next(out.rglob("profile_export_aiperf.json")).read_text())
     count = result["request_count"]["avg"]
     failed = (result.get("error_request_count") or {}).get("avg", 0)

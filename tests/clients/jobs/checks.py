@@ -42,9 +42,13 @@ def require(condition: object, problem: str) -> None:
         raise RuntimeError(problem)
 
 
-def run_command(command: Sequence[str], log: Path, timeout_s: float = 300.0) -> str:
-    """Run a command of this environment and return its output. Raises RuntimeError with the last line if it fails."""
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "COLUMNS": "200"}
+def run_command(command: Sequence[str], log: Path, timeout_s: float = 300.0, offline: bool = True) -> str:
+    """Run a command of this environment and return its output. Raises RuntimeError with the last line if it fails.
+
+    offline: forbid the hub. Some clients then refuse folders as well.
+    """
+    forbidden = "1" if offline else "0"
+    environment = {**os.environ, "HF_HUB_OFFLINE": forbidden, "TRANSFORMERS_OFFLINE": forbidden, "COLUMNS": "200"}
     program = str(Path(sys.executable).parent / command[0])
     result = subprocess.run(
         [program, *command[1:]], capture_output=True, text=True, timeout=timeout_s, env=environment, check=False
