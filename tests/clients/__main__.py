@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -270,7 +271,8 @@ def page(results: Sequence[ClientResult]) -> str:
         fails += [result.problem] * bool(result.problem)
         named = f"{result.client.name}: {result.client.what}"
         row = (named, result.version, result.date, works, "; ".join(fails))
-        lines.append("| " + " | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in row) + " |")
+        cells = (re.sub(r"(?<![\w.:/-])/\S+/", "", cell).replace("|", "\\|").replace("\n", " ") for cell in row)
+        lines.append("| " + " | ".join(cells) + " |")  # without the folders of this machine
     return "\n".join([*lines, ""])
 
 

@@ -47,8 +47,8 @@ def run_command(command: Sequence[str], log: Path, timeout_s: float = 300.0, off
 
     offline: forbid the hub. Some clients then refuse folders as well.
     """
-    forbidden = "1" if offline else "0"
-    environment = {**os.environ, "HF_HUB_OFFLINE": forbidden, "TRANSFORMERS_OFFLINE": forbidden, "COLUMNS": "200"}
+    environment = {name: value for name, value in os.environ.items() if not name.endswith("_OFFLINE")} | {"COLUMNS": "200"}
+    environment |= {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"} if offline else {}
     program = str(Path(sys.executable).parent / command[0])
     result = subprocess.run(
         [program, *command[1:]], capture_output=True, text=True, timeout=timeout_s, env=environment, check=False
