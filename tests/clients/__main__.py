@@ -32,6 +32,7 @@ ROOT = Path(__file__).resolve().parents[2]
 JOBS = Path(__file__).with_name("jobs")
 TARGET, DRAFT_MODEL = "models/demo/target", "models/demo/eagle3-full"
 MODEL, MARK = "demo", "CHECK "
+FOLDERS = re.compile(r"(?<![\w.:/-])/\S+/")  # of this machine, in errors
 START_TIMEOUT_S, STOP_TIMEOUT_S, INSTALL_TIMEOUT_S = 300.0, 30.0, 1200.0
 PIP = (sys.executable, "-m", "pip", "--disable-pip-version-check")
 # A client that needs torch gets the build for CPUs, or none.
@@ -270,9 +271,9 @@ def page(results: Sequence[ClientResult]) -> str:
         fails = [f"{feature} ({problem})" for feature, problem in result.checks.items() if problem]
         fails += [result.problem] * bool(result.problem)
         named = f"{result.client.name}: {result.client.what}"
-        row = (named, result.version, result.date, works, "; ".join(fails))
-        cells = (re.sub(r"(?<![\w.:/-])/\S+/", "", cell).replace("|", "\\|").replace("\n", " ") for cell in row)
-        lines.append("| " + " | ".join(cells) + " |")  # without the folders of this machine
+        reasons = FOLDERS.sub("", "; ".join(fails))
+        row = (named, result.version, result.date, works, reasons)
+        lines.append("| " + " | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in row) + " |")
     return "\n".join([*lines, ""])
 
 
