@@ -22,7 +22,14 @@ TOOLS = ("make ", "eyas ")
 SINGLE_THREAD = {**os.environ, "OMP_NUM_THREADS": "1"}
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-PYTHON_PAGES = ("README.md", "docs/quickstart.md", "docs/from-vllm.md", "docs/from-sglang.md", "docs/python.md")
+PYTHON_PAGES = (
+    "README.md",
+    "docs/quickstart.md",
+    "docs/from-vllm.md",
+    "docs/from-sglang.md",
+    "docs/python.md",
+    "docs/structured-outputs.md",
+)
 # Runs the snippets that standard input lists, and prints the output and the error of each.
 RUNNER = """
 import contextlib, io, json, sys, traceback
