@@ -22,8 +22,7 @@ from tokenizers import Tokenizer
 
 from eyas.bench.report import Report, Table, number
 from eyas.config import DraftingConfig, RestConfig, TreeConfig
-from eyas.datastore.build import build_datastore, documents_of
-from eyas.datastore.store import open_datastore, vocabulary_digest
+from eyas.datastore import build_datastore, documents_of, open_datastore, vocabulary_digest
 from eyas.draft_protocol import Commit, TreeBudget
 from eyas.drafters.base import LocalDrafter
 from eyas.drafters.rest import load_rest

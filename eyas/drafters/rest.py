@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from eyas.config import DraftingConfig, RestConfig, TreeConfig
-from eyas.datastore.store import Datastore, Ranges, open_datastore, vocabulary_digest
+from eyas.datastore import Datastore, Ranges, open_datastore, vocabulary_digest
 from eyas.drafters.base import DraftContext, within
 from eyas.drafters.lookup import LookupDrafter, Matches, Trie, build_trie, only_allowed, perturbed_log_shares, trie_trees
 from eyas.drafters.sessions import MemoryLedger

@@ -5,8 +5,7 @@ from pathlib import Path
 
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from eyas.datastore.build import build_datastore
-from eyas.datastore.store import vocabulary_digest
+from eyas.datastore import build_datastore, vocabulary_digest
 from eyas.draft_protocol import Commit, TreeBudget
 from eyas.drafters.base import DraftContext
 from eyas.request import NoiseKey

@@ -12,8 +12,7 @@ from typer.testing import CliRunner
 
 from eyas.cli import app
 from eyas.config import DraftingConfig, MethodsConfig, RestConfig, TreeConfig
-from eyas.datastore.build import build_datastore
-from eyas.datastore.store import open_datastore
+from eyas.datastore import build_datastore, open_datastore
 from eyas.draft_protocol import TreeBudget
 from eyas.drafters.base import LocalDrafter
 from eyas.drafters.registry import build_drafter
