@@ -39,10 +39,9 @@ from eyas.services.router.http.cluster_state import cluster_state
 from eyas.services.router.http.errors import add_error_handlers
 from eyas.services.router.http.openai_responses import ResponsesBody, ResponsesWriter
 from eyas.services.router.http.playground import add_playground
-from eyas.services.router.http.requests import ChatBody, CompletionBody
+from eyas.services.router.http.requests import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from eyas.services.router.http.responses import ResponseWriter, StreamWriter, compact_json, num_values, run
 from eyas.services.router.http.server import BodyLimit, EventStream, cancel_on_disconnect
-from eyas.services.router.http.tokenization import DetokenizeBody, TokenizeBody
 from eyas.services.router.http.tools import ChatOutput
 from eyas.services.router.telemetry import HttpMetrics, RouterTelemetry
 from eyas.services.router.workers import ReadinessMonitor

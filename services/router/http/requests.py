@@ -12,13 +12,15 @@ from collections.abc import Sequence
 from dataclasses import fields, replace
 from typing import Annotated, Any, Literal
 
+from fastapi.responses import JSONResponse
 from pydantic import AfterValidator, BeforeValidator, FailFast, Field, ValidationError, model_validator
 
 from eyas.errors import InvalidRequest
 from eyas.request import Request, SamplingParams, StructuredOutputs
-from eyas.rpc.messages import GenerateCall
+from eyas.rpc.messages import GenerateCall, ModelInfo
 from eyas.services.router.http.bodies import MAX_NAME_LENGTH, NEUTRAL, StrictModel, UnusedFields
 from eyas.services.router.http.tools import EarlierCall, ToolFields
+from eyas.tokenizer import Tokenizer
 
 DEFAULT_COMPLETION_TOKENS = 16
 
@@ -415,6 +417,50 @@ def chat_body(**fields: Any) -> ChatBody:
         return ChatBody.model_validate(fields)
     except ValidationError as error:
         raise invalid_body(error.errors()) from None
+
+
+class TokenizeBody(StrictModel):
+    """The body of /tokenize. add_special_tokens: by default true for a prompt, false for a chat, whose template has them."""
+
+    model: Text = ""
+    prompt: Text | None = None
+    messages: Annotated[list[Message], FailFast()] = Field(default_factory=list)
+    add_special_tokens: bool | None = None
+    return_token_strs: bool = False
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool = False
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    documents: list[dict[str, Any]] | None = None
+    tools: list[dict[str, Any]] | None = None
+
+    @model_validator(mode="after")
+    def _check_source(self) -> TokenizeBody:
+        if (self.prompt is None) == (not self.messages):
+            raise InvalidRequest("give either prompt or messages", "prompt")
+        return self
+
+    def chat(self) -> ChatBody:
+        """Return the chat of the messages. Raises InvalidRequest."""
+        return chat_body(**{name: getattr(self, name) for name in self.model_fields_set & set(ChatBody.model_fields)})
+
+    def response(self, token_ids: Sequence[int], info: ModelInfo, tokenizer: Tokenizer) -> JSONResponse:
+        """Return the response. Meant for a thread: it may be long."""
+        names = [tokenizer.tokenizer.id_to_token(token) for token in token_ids] if self.return_token_strs else None
+        sizes = {"count": len(token_ids), "max_model_len": info.max_model_len}
+        return JSONResponse(sizes | {"tokens": list(token_ids), "token_strs": names})
+
+
+class DetokenizeBody(StrictModel):
+    """The body of /detokenize."""
+
+    model: Text = ""
+    tokens: Annotated[list[int], FailFast()]
+
+    def response(self, info: ModelInfo, tokenizer: Tokenizer) -> JSONResponse:
+        """Return the response: the text with its special tokens. Meant for a thread. Raises InvalidRequest."""
+        if (outside := next((token for token in self.tokens if not 0 <= token < info.vocab_size), None)) is not None:
+            raise InvalidRequest(f"tokens holds id {outside}, outside the vocabulary [0, {info.vocab_size})", "tokens")
+        return JSONResponse({"prompt": tokenizer.decode(self.tokens, skip_special_tokens=False)})
 
 
 def invalid_body(errors: Sequence[Any]) -> InvalidRequest:

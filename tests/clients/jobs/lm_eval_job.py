@@ -27,7 +27,7 @@ source = f"dataset_path: json\ndataset_kwargs:\n  data_files:\n    test: {data}\
 def evaluate(kind: str, path: str, task: str, *more: str) -> None:
     """Run one task."""
     shared = f"base_url={URL}{path},model={MODEL},num_concurrent=2,max_retries=1,tokenizer={TOKENIZER}"
-    out = folder / kind
+    out = folder / f"{kind}-{task}"
     command = ["lm_eval", "--model", kind, "--model_args", shared, "--tasks", task, "--include_path", str(folder)]
     run_command([*command, "--output_path", str(out), *more], folder / f"{kind}.log")
     results = json.loads(next(out.rglob("results*.json")).read_text())["results"][task]
