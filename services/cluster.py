@@ -12,7 +12,6 @@ import secrets
 import shutil
 import signal
 import socket
-import subprocess
 import sys
 import tempfile
 import time
@@ -20,6 +19,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from subprocess import DEVNULL, STDOUT, Popen, TimeoutExpired
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -110,7 +110,7 @@ class Child:
     folder: Path | None = None
     stop_timeout_s: float = STOP_TIMEOUT_S
     environment: Mapping[str, str] = field(default_factory=dict, repr=False)
-    process: subprocess.Popen[bytes] = field(init=False)
+    process: Popen[bytes] = field(init=False)
 
     def __post_init__(self) -> None:
         self.start()
@@ -121,13 +121,13 @@ class Child:
         An earlier log goes on.
         """
         with self.log.open("ab") as output:
-            self.process = subprocess.Popen(
+            self.process = Popen(
                 self.command,
                 cwd=self.folder,
                 env=os.environ | dict(self.environment),
-                stdin=subprocess.DEVNULL,
+                stdin=DEVNULL,
                 stdout=output,
-                stderr=subprocess.STDOUT,
+                stderr=STDOUT,
                 start_new_session=True,
                 preexec_fn=_end_with_parent(),
             )
@@ -157,7 +157,7 @@ class Child:
         """Wait for the end; kill the process at the deadline (by time.monotonic)."""
         try:
             self.process.wait(max(0.0, deadline - time.monotonic()))
-        except subprocess.TimeoutExpired:
+        except TimeoutExpired:
             self.process.kill()
             self.process.wait()
 

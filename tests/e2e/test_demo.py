@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.forks import Popen
+
 # A drafter without a model, for tests of processes only.
 LIGHT = tuple(
     word
@@ -24,10 +26,11 @@ READY = re.compile(r"ready \w+ on 127\.0\.0\.1:(\d+)")
 
 
 @contextmanager
-def local(logs: Path, *arguments: str) -> Iterator["subprocess.Popen[str]"]:
+def local(logs: Path, *arguments: str, start: type["subprocess.Popen[str]"] = Popen) -> Iterator["subprocess.Popen[str]"]:
+    """A process of `python -m eyas.services.local`. start: subprocess.Popen for one as people start it."""
     command = [sys.executable, "-m", "eyas.services.local", *arguments]
     environment = os.environ | {"TMPDIR": str(logs)}
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
+    process = start(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
     try:
         yield process
     finally:
@@ -63,7 +66,7 @@ def until_closed(ports: list[int]) -> None:
 
 
 def test_the_demo_outputs_are_equal_and_no_process_is_left(tmp_path: Path) -> None:
-    with local(tmp_path, "demo", "--num-prompts", "2", "--max-tokens", "24") as process:
+    with local(tmp_path, "demo", "--num-prompts", "2", "--max-tokens", "24", start=subprocess.Popen) as process:
         output, errors = process.communicate(timeout=100)
     assert process.returncode == 0, errors
     assert "yes, 2 of 2" in output
@@ -118,7 +121,8 @@ def test_a_second_ctrl_c_leaves_nothing_behind_either(tmp_path: Path) -> None:
 def test_the_cluster_ends_with_its_owner(tmp_path: Path, number: signal.Signals, status: int) -> None:
     if number is signal.SIGKILL and sys.platform != "linux":
         pytest.skip("children learn of a killed parent on Linux only")
-    with local(tmp_path, "up", *LIGHT) as process:
+    start = subprocess.Popen if number is signal.SIGKILL else Popen
+    with local(tmp_path, "up", *LIGHT, start=start) as process:
         ports = ports_of(process)
         assert all(map(is_open, ports))
         process.send_signal(number)

@@ -1,6 +1,5 @@
 """Router, verifier and draft service with static discovery: drafting works without Redis."""
 
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -13,6 +12,7 @@ from eyas.rpc.messages import NO_DRAFTER
 from eyas.services.cluster import free_port
 from eyas.services.local import CONFIGS
 from tests.e2e.client import Generated, generate
+from tests.forks import Popen
 
 PROMPT = (0, 282, 659, 276)
 
@@ -22,7 +22,7 @@ def service(name: str, log: Path, *settings: str) -> Iterator[None]:
     command = [sys.executable, "-m", f"eyas.services.{name}", "--config", str(CONFIGS / f"{name}.yaml")]
     for setting in ("registry.url=''", "discovery.kind=static", *settings):
         command += ["--set", setting]
-    with log.open("wb") as output, subprocess.Popen(command, stdout=output, stderr=output) as process:
+    with log.open("wb") as output, Popen(command, stdout=output, stderr=output) as process:
         try:
             yield
         finally:

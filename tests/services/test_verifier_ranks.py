@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -26,6 +25,7 @@ from eyas.services.cluster import free_port, is_serving
 from eyas.services.verifier.__main__ import rank_info
 from eyas.v1 import generation_pb2, generation_pb2_grpc
 from tests import reference
+from tests.forks import Popen
 
 TARGET = "models/demo/target"
 STATUS = health_pb2.HealthCheckResponse
@@ -33,14 +33,14 @@ SECONDS = 90.0
 
 
 @contextmanager
-def verifier(port: int, **environment: str) -> Iterator[subprocess.Popen[bytes]]:
-    """One process of a verifier of two ranks, started as a person would."""
+def verifier(port: int, **environment: str) -> Iterator[Popen[bytes]]:
+    """One process of a verifier of two ranks."""
     settings = {
         "served_model_name": "demo", "model": TARGET, "threads": 1, "engine.tensor_parallel_size": 2,
         "engine.max_kv_tokens": 2400, "server.port": port, "registry.url": f"redis://127.0.0.1:{free_port()}/0",
     }  # fmt: skip
     command = [sys.executable, "-m", "eyas.services.verifier", *(f"--set={key}={value}" for key, value in settings.items())]
-    process = subprocess.Popen(command, env={**os.environ, **environment})
+    process = Popen(command, env={**os.environ, **environment})
     try:
         yield process
     finally:
@@ -63,7 +63,7 @@ def tokens_of(channel: grpc.Channel, max_tokens: int) -> list[int]:
     ]
 
 
-def statuses(channel: grpc.Channel, *group: subprocess.Popen[bytes]) -> Iterator[int]:
+def statuses(channel: grpc.Channel, *group: Popen[bytes]) -> Iterator[int]:
     """Health states from SERVING on; all processes of the group must be alive at that time."""
     stub, deadline = health_pb2_grpc.HealthStub(channel), time.monotonic() + SECONDS
     while not is_serving(stub):
@@ -73,7 +73,7 @@ def statuses(channel: grpc.Channel, *group: subprocess.Popen[bytes]) -> Iterator
     return (answer.status for answer in stub.Watch(health_pb2.HealthCheckRequest(), timeout=SECONDS))
 
 
-def followers_of(process: subprocess.Popen[bytes]) -> list[int]:
+def followers_of(process: Popen[bytes]) -> list[int]:
     """The processes that rank 0 has started to compute."""
 
     def children(pid: int) -> list[int]:

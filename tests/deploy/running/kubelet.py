@@ -21,6 +21,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from eyas.services.cluster import free_port
 from tests.deploy.charts import Object, matches, named, of_kind
 from tests.deploy.running.substitutions import ADDRESS, FIELDS, KUBECONFIG, WORKDIR, Local
+from tests.forks import Popen
 
 PERIOD = 0.2  # seconds between looks; a cluster's are longer
 
@@ -34,7 +35,7 @@ class Pod:
     local: Local
     objects: Sequence[Object]
     leaving: bool = False
-    process: subprocess.Popen[bytes] = field(init=False)
+    process: Popen[bytes] = field(init=False)
 
     @property
     def container(self) -> Object:
@@ -61,7 +62,7 @@ class Pod:
         words = [*self.container["command"], *self.container.get("args", ())]
         command = self.local.words(self.name, [self._expanded(word) for word in words])
         with self.log.open("wb") as log:
-            self.process = subprocess.Popen(command, cwd=WORKDIR, env=self._environment(), stdout=log, stderr=log)
+            self.process = Popen(command, cwd=WORKDIR, env=self._environment(), stdout=log, stderr=log)
 
     def passes(self, kind: str) -> bool:
         """Run the probe once; whether it passes."""

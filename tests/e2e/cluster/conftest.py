@@ -7,6 +7,7 @@ import pytest
 
 from eyas.services.cluster import Cluster, free_port
 from eyas.services.local import running_demo
+from tests.forks import forked_services
 from tests.tiny import write_head
 
 
@@ -28,7 +29,7 @@ def random_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster
 def started(*settings: str) -> Iterator[Cluster]:
     """A running cluster whose services are ready. Drafts may take long: the machine is shared. Heads are not checked."""
     settings = (*settings, "verifier.draft_client.draft_timeout_s=30", "verifier.validate_head=never")
-    with running_demo(free_port(), settings) as running:
+    with forked_services(), running_demo(free_port(), settings) as running:
         for child in running.services:
             running.wait(child)
         yield running

@@ -26,6 +26,7 @@ from eyas.rpc.messages import NO_DRAFTER, GenerateCall
 from eyas.services.cluster import Cluster, free_port
 from eyas.services.local import running_demo
 from eyas.v1 import generation_pb2_grpc
+from tests.forks import forked_services
 from tests.strategies import unchecked
 from tests.telemetry.cluster.collector import Collector, collecting
 from tests.telemetry.promql import alert_rules, dashboard_queries, tool
@@ -72,7 +73,11 @@ def watched(folder: Path) -> Iterator[Watched]:
         patch.setenv("OTEL_RESOURCE_ATTRIBUTES", "deployment.environment.name=test")
         patch.setenv("OTEL_METRIC_EXPORT_INTERVAL", "500")
         run = Watched(collector)
-        with running_demo(free_port(), settings) as cluster, scraping(folder, ports.values()) as prometheus:
+        with (
+            forked_services(),
+            running_demo(free_port(), settings) as cluster,
+            scraping(folder, ports.values()) as prometheus,
+        ):
             for child in cluster.services:
                 cluster.wait(child)
             ask(run, cluster)
