@@ -38,7 +38,6 @@ MODULES = SERVICES + STARTERS
 PRELOAD = (
     *(f"{name}.__main__" for name in SERVICES),
     *STARTERS,
-    "eyas.services.discovery.kubernetes",
     "transformers.generation",
     "transformers.models.llama.modeling_llama",
 )
