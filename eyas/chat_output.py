@@ -165,7 +165,7 @@ class _Output:
         self._max_calls = max_calls
         self._id_length = id_length
         self._new = ChatMessage()
-        self._space = ""
+        self._space: list[str] = []
         self._is_after_call = False
         self._has_arguments = True
 
@@ -174,14 +174,13 @@ class _Output:
         return new
 
     def content(self, text: str) -> None:
-        text = self._space + text
         if self._is_after_call:
             text = text.lstrip(WHITE_SPACE)
         shown = text.rstrip(WHITE_SPACE)
-        self._space = text[len(shown) :]
         if shown:
-            self._is_after_call = False
-            self._new += ChatMessage(shown)
+            self._new += ChatMessage("".join([*self._space, shown]))
+            self._space, self._is_after_call = [], False
+        self._space.append(text[len(shown) :])
 
     def reasoning(self, text: str) -> None:
         self._new += ChatMessage(reasoning=text)
@@ -189,7 +188,7 @@ class _Output:
     def call(self, name: str) -> None:
         self.end_call()
         self.num_calls += 1
-        self._space, self._is_after_call, self._has_arguments = "", True, False
+        self._space, self._is_after_call, self._has_arguments = [], True, False
         if not self._is_dropped:
             self._new += ChatMessage(tool_calls=(ToolCall(self.num_calls - 1, self._new_id(), name),))
 
@@ -205,8 +204,8 @@ class _Output:
 
     def end(self) -> None:
         self.end_call()
-        if not self._is_after_call and self._space:
-            self._new += ChatMessage(self._space)
+        if not self._is_after_call:
+            self._new += ChatMessage("".join(self._space))
 
     @property
     def _is_dropped(self) -> bool:

@@ -2,6 +2,7 @@
 
 import json
 import re
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -244,3 +245,11 @@ def test_arguments_of_valid_calls_are_json() -> None:
         message = read(form, [text])
         if message.tool_calls and "(1)" not in text and not text.endswith(': {"a": 1'):
             assert all(isinstance(json.loads(call.arguments), dict) for call in message.tool_calls)
+
+
+def test_long_white_space_takes_linear_time() -> None:
+    spaces = [" \n\n "] * 12500
+    started = time.thread_time()
+    message = read(HERMES, ["a", *spaces, "b", *spaces])
+    assert message.content == f"a{''.join(spaces)}b{''.join(spaces)}"
+    assert time.thread_time() - started < 2
