@@ -160,7 +160,9 @@ class GrammarCompiler:
         if matcher.is_error():
             reason = f"structured_outputs cannot be compiled: {_first_line(matcher.get_error())}"
             raise InvalidRequest(reason, "structured_outputs")
-        return Grammar(matcher, self._not_eos)
+        grammar = Grammar(matcher, self._not_eos)
+        grammar.matcher().mask()  # may take seconds to fail, which no step of the engine must wait for
+        return grammar
 
     def _load(self) -> tuple[Tokenizer, LLTokenizer]:
         with self._loading:

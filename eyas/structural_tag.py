@@ -160,22 +160,21 @@ class _LarkWriter:
         """Free text up to the first `end`, that one included."""
         return self._rule(self._text_without(f"{_TEXT} {end}", text.get("excludes", [])), "[lazy]")
 
-    def _tag(self, tag: Mapping[str, Any], trigger: str = "") -> str:
-        """trigger: beginning of `begin` that stands before the expression already."""
-        begin = tag["begin"]
-        begin = _literal(_string(begin, "begin")[len(trigger) :]) if trigger else self._edge(begin)
-        if self._checked(tag["content"]) == "any_text":
-            if isinstance(tag["end"], dict):
-                return f"{begin} {self.expression(tag['content'])} {self._edge(tag['end'])}"
+    def _tag(self, tag: Mapping[str, Any]) -> str:
+        return f"{self._edge(tag['begin'])} {self._after_begin(tag)}"
+
+    def _after_begin(self, tag: Mapping[str, Any]) -> str:
+        """The content and the end of a tag."""
+        if self._checked(tag["content"]) == "any_text" and not isinstance(tag["end"], dict):
             if not _ends(tag["end"]):
-                return f"{begin} {self.expression(tag['content'])}"
-            return f"{begin} {self._text_until(tag['content'], self._edge(tag['end']))}"
-        return f"{begin} {self.expression(tag['content'])} {self._edge(tag['end'])}"
+                return self.expression(tag["content"])
+            return self._text_until(tag["content"], self._edge(tag["end"]))
+        return f"{self.expression(tag['content'])} {self._edge(tag['end'])}"
 
     def _triggered(self, format_: Mapping[str, Any]) -> str:
         triggers, excludes = _list(format_["triggers"], "triggers"), format_.get("excludes", [])
-        tags, alternatives = _list(format_["tags"], "tags"), []
-        for tag in tags:
+        firsts, alternatives = [], []
+        for tag in _list(format_["tags"], "tags"):
             if self._checked(tag) != "tag":
                 raise _invalid("tags must hold formats of the type 'tag'")
             begin = _string(tag["begin"], "begin")
@@ -183,11 +182,13 @@ class _LarkWriter:
             if len(found) != 1:
                 raise _invalid(f"{len(found)} triggers begin the tag {begin[:80]!r}; exactly one must")
             until = self._rule(self._text_without(f"{_TEXT} {_literal(found[0])}", excludes), "[lazy]")
-            alternatives.append(f"{until} {self._tag(tag, found[0])}")
+            rest = self._rule(self._after_begin(tag))  # written once: nested tags would double with every level
+            firsts.append(f"{_literal(begin)} {rest}")
+            alternatives.append(f"{until} {_literal(begin[len(found[0]) :])} {rest}")
         triggered = self._rule(" | ".join(alternatives))
         tail = self._rule(self._text_without(_TEXT, excludes))
         if format_.get("at_least_one", False):
-            first = f"({' | '.join(map(self._tag, tags))})"
+            first = f"({' | '.join(firsts)})"
             return first if format_.get("stop_after_first", False) else f"{first} {triggered}* {tail}"
         return f"({triggered} | {tail})" if format_.get("stop_after_first", False) else f"{triggered}* {tail}"
 
