@@ -6,10 +6,11 @@ The shapes are those of https://docs.anthropic.com/en/api/messages and of its st
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NoReturn
 
 from pydantic import BeforeValidator, FailFast, Field, model_validator
 
@@ -307,10 +308,20 @@ def _arguments(call: dict[str, Any]) -> dict[str, Any]:
     """Return the arguments of a call as an object; what is no object, under the name "arguments"."""
     text = call["function"]["arguments"]
     try:
-        value = json.loads(text or "{}")
-    except ValueError:
+        value = json.loads(text or "{}", parse_constant=_refuse_constant, parse_float=_finite_float)
+    except (ValueError, RecursionError):
         value = text
     return value if isinstance(value, dict) else {"arguments": value}
+
+
+def _finite_float(text: str) -> float:
+    value = float(text)
+    return value if math.isfinite(value) else _refuse_constant(text)
+
+
+def _refuse_constant(text: str) -> NoReturn:
+    """Refuse NaN and infinity, which Python reads but JSON cannot hold."""
+    raise ValueError(text)
 
 
 def _ending(choice: dict[str, Any]) -> dict[str, Any]:

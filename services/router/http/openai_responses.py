@@ -393,6 +393,6 @@ def _usage(usage: Mapping[str, Any]) -> dict[str, Any]:
         "input_tokens": usage["prompt_tokens"],
         "input_tokens_details": cached,
         "output_tokens": usage["completion_tokens"],
-        "output_tokens_details": {"reasoning_tokens": 0},
+        "output_tokens_details": {"reasoning_tokens": usage["completion_tokens_details"].get("reasoning_tokens", 0)},
         "total_tokens": usage["total_tokens"],
     }

@@ -292,9 +292,9 @@ PARAMETERS: dict[str, Any] = {"type": "object", "properties": {"a": {"type": "in
 CALL_TEXT = '<think>Hm</think>Well.\n<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
 
 
-def calling() -> Script:
-    """Return a verifier that answers PROMPT_TEXT with CALL_TEXT. A stop string ends it, because its own end is "length"."""
-    return Script((*PROMPT, *TOKENIZER.encode_rendered(f"{CALL_TEXT}END and more")))
+def calling(text: str = CALL_TEXT) -> Script:
+    """Return a verifier that answers PROMPT_TEXT with a text. A stop string ends it, because its own end is "length"."""
+    return Script((*PROMPT, *TOKENIZER.encode_rendered(f"{text}END and more")))
 
 
 FUNCTION: dict[str, Any] = {"type": "function", "name": "add", "parameters": PARAMETERS, "strict": False}
@@ -320,6 +320,7 @@ def test_a_response_has_reasoning_text_and_calls(url: str, stream: bool) -> None
         answer = answer[-1].response
     reasoning, message, call = answer.output
     assert [part.text for part in reasoning.content] == ["Hm"]
+    assert 0 < answer.usage.output_tokens_details.reasoning_tokens < answer.usage.output_tokens
     assert message.content[0].text == "Well."
     assert (call.name, call.arguments, call.status) == ("add", '{"a": 1}', "completed")
 
@@ -338,6 +339,14 @@ def test_a_message_has_thinking_text_and_calls(url: str, stream: bool) -> None:
     assert answer.stop_reason == "tool_use"
     thinking, text, call = answer.content
     assert (thinking.thinking, text.text, call.name, call.input) == ("Hm", "Well.", "add", {"a": 1})
+
+
+@pytest.mark.parametrize("arguments", ['{"a": NaN}', '{"a": 1e999}', '{"a": ' + "[" * 1100])
+def test_arguments_that_are_no_json_stay_text(url: str, arguments: str) -> None:
+    script = calling(f'<tool_call>{{"name": "add", "arguments": {arguments}')
+    asked = MESSAGE | {"tools": [ANTHROPIC_TOOL], "max_tokens": 2000, "stop_sequences": ["END"]}
+    answer = with_anthropic(url, lambda client: client.messages.create(**asked), script, template=HERMES)
+    assert answer.content[-1].input == {"arguments": arguments.strip()}
 
 
 def test_tools_and_their_results_become_those_of_a_chat(url: str) -> None:
