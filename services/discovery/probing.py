@@ -1,4 +1,7 @@
-"""Live workers by probing: every endpoint of a source is watched, asked for its state, and left when it fails."""
+"""Live workers by probing: every endpoint of a source is watched, asked for its state, and left when it fails.
+
+Another kind of discovery is a file with an EndpointSource, two lines in `build_discovery`, and its name in DiscoveryKind.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,8 @@ from eyas.errors import InvalidRequest
 from eyas.rpc.channel import Peers
 from eyas.rpc.convert import leases_from_proto
 from eyas.rpc.messages import Lease, Role
-from eyas.services.discovery.base import Endpoint, EndpointSource, OnEndpoints, cancel_task, repeat
+from eyas.services.discovery.base import Discovery, Endpoint, EndpointSource, OnEndpoints, cancel_task, repeat
+from eyas.services.discovery.registry import Registry
 from eyas.v1 import worker_pb2
 from eyas.v1.worker_pb2_grpc import WorkerStub
 
@@ -168,3 +172,21 @@ class StaticEndpoints(EndpointSource):
     async def follow(self, role: Role, on_endpoints: OnEndpoints) -> None:
         """Report the list once; it never changes."""
         on_endpoints(map(Endpoint, self._addresses[role]))
+
+
+def build_discovery(config: DiscoveryConfig, registry: Registry | None, peers: Peers | None = None) -> Discovery:
+    """The live workers.
+
+    Args:
+        registry: Where leases are; needed for the kind "redis".
+        peers: How other kinds dial the endpoints that they probe.
+    """
+    if config.kind == "redis":
+        assert registry is not None, "leases are kept in a registry"
+        return registry
+    source: EndpointSource = StaticEndpoints(config)
+    if config.kind == "kubernetes":
+        from eyas.services.discovery.kubernetes import KubernetesEndpoints
+
+        source = KubernetesEndpoints(config)
+    return ProbedDiscovery(source, config, peers or Peers())

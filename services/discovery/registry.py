@@ -23,9 +23,9 @@ from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 from redis.exceptions import RedisError
 
-from eyas.config import RegistryConfig, masked
+from eyas.config import DiscoveryConfig, RegistryConfig, masked
 from eyas.errors import ConfigError
-from eyas.rpc.channel import SharedToken
+from eyas.rpc.channel import Peers, SharedToken
 from eyas.rpc.messages import Lease, Role
 from eyas.services.discovery.base import cancel_task, repeat
 
@@ -317,3 +317,13 @@ def _index_key(role: Role) -> str:
 
 def _placement_key(session: str) -> str:
     return f"eyas:placement:{session}"
+
+
+def lease_registry(discovery: DiscoveryConfig, registry: RegistryConfig, peers: Peers) -> Registry | None:
+    """Where a worker publishes its lease; None if it is found without one. Raises ConfigError for a bad URL."""
+    return Registry(registry, peers.token) if discovery.kind == "redis" else None
+
+
+def session_registry(discovery: DiscoveryConfig, registry: RegistryConfig, peers: Peers) -> Registry | None:
+    """Where routers share placements; None if each keeps its own. Raises ConfigError for a bad URL."""
+    return Registry(registry, peers.token) if registry.url or discovery.kind == "redis" else None

@@ -18,7 +18,7 @@ from eyas.errors import RequestFailed
 from eyas.models.checkpoint import read_target_config, resolve, resolve_placement, target_fingerprint
 from eyas.rpc.channel import Peers
 from eyas.rpc.messages import DrafterInfo, ModelInfo
-from eyas.services.discovery.build import lease_registry
+from eyas.services.discovery.registry import lease_registry
 from eyas.services.draft.servicer import DraftServicer, check_distinct
 from eyas.services.draft.telemetry import DraftTelemetry
 from eyas.services.draft.worker import DraftWorker

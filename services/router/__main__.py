@@ -14,7 +14,8 @@ from eyas.errors import ConfigError
 from eyas.rpc.admission import Admission
 from eyas.rpc.channel import Peers
 from eyas.rpc.server import GENERATION_SERVICE, RpcServer
-from eyas.services.discovery.build import build_discovery, session_registry
+from eyas.services.discovery.probing import build_discovery
+from eyas.services.discovery.registry import session_registry
 from eyas.services.lifecycle import serve, service_app
 from eyas.services.router.auth import ApiKeys, load_api_keys
 from eyas.services.router.dispatcher import Dispatcher, SessionMap

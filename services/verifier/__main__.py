@@ -31,7 +31,8 @@ from eyas.rpc.channel import Peers
 from eyas.rpc.messages import ModelInfo, TargetInfo
 from eyas.rpc.server import GENERATION_SERVICE
 from eyas.services.discovery.base import Discovery, cancel_task, repeat
-from eyas.services.discovery.build import build_discovery, lease_registry
+from eyas.services.discovery.probing import build_discovery
+from eyas.services.discovery.registry import lease_registry
 from eyas.services.lifecycle import (
     WORKER_SERVICE,
     AnnouncedWorker,

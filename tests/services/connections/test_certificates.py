@@ -30,7 +30,7 @@ from eyas.rpc.channel import Peers
 from eyas.rpc.messages import Load
 from eyas.rpc.server import RpcServer
 from eyas.services.cluster import free_port
-from eyas.services.discovery.build import build_discovery
+from eyas.services.discovery.probing import build_discovery
 from eyas.services.discovery.registry import Registry
 from eyas.services.lifecycle import AnnouncedWorker, WorkerRegistration
 from eyas.services.router.workers import WorkerPool

@@ -15,7 +15,7 @@ from eyas.rpc.convert import lease_to_proto
 from eyas.rpc.messages import Lease, Load, ModelInfo, Role
 from eyas.rpc.server import RpcServer
 from eyas.services.discovery.base import Discovery
-from eyas.services.discovery.build import build_discovery
+from eyas.services.discovery.probing import build_discovery
 from eyas.services.router.auth import ApiKeys
 from eyas.services.router.dispatcher import Dispatcher, SessionMap
 from eyas.services.router.generation import GenerationService

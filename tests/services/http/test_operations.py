@@ -35,7 +35,7 @@ from eyas.rpc.channel import Peers
 from eyas.rpc.messages import Lease, Load
 from eyas.rpc.server import RpcServer
 from eyas.services.cluster import free_port
-from eyas.services.discovery.build import build_discovery
+from eyas.services.discovery.probing import build_discovery
 from eyas.services.discovery.registry import Registry
 from eyas.services.router.auth import ApiKeys, load_api_keys, plain_keys
 from eyas.services.router.dispatcher import Dispatcher, SessionMap
