@@ -133,22 +133,22 @@ def serve(connection: socket.socket) -> dict[str, Any]:
         message, streams, _, _ = socket.recv_fds(connection, MAX_BYTES, NUM_STREAMS)
         if not message:
             os._exit(0)
-        (named, name), (told, tell) = os.pipe(), os.pipe()
+        (pid_out, pid_in), (gate_out, gate_in) = os.pipe(), os.pipe()
         if not (between := os.fork()):
             if pid := os.fork():
-                os.write(name, str(pid).encode())
+                os.write(pid_in, str(pid).encode())
                 os._exit(0)
-            os.close(tell)
-            os.read(told, 1)  # until the parent is the client
+            os.close(gate_in)
+            os.read(gate_out, 1)  # until the parent is the client
             for number, stream in enumerate(streams):
                 os.dup2(stream, number)
-            os.closerange(NUM_STREAMS, max(connection.fileno(), tell, told, named, name, *streams) + 1)
+            os.closerange(NUM_STREAMS, max(connection.fileno(), gate_in, gate_out, pid_out, pid_in, *streams) + 1)
             connection.detach()
             request: dict[str, Any] = json.loads(message)
             return request
         os.waitpid(between, 0)
-        connection.send(os.read(named, 20))
-        for number in (named, name, told, tell, *streams):
+        connection.send(os.read(pid_out, 20))
+        for number in (pid_out, pid_in, gate_out, gate_in, *streams):
             os.close(number)
 
 
