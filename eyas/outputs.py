@@ -63,7 +63,9 @@ class TextDecoder:
     seed: int | None
     index: int = 0
     stopped: bool = False
-    _totals: Totals = field(default_factory=lambda: Totals(0, 0, GenerationStats()))
+    _stats: GenerationStats = field(default_factory=GenerationStats)
+    _num_output_tokens: int = 0
+    _num_cached_tokens: int = 0
 
     def add(self, received: Chunk) -> TextChunk:
         """Decode the next chunk. After `stopped`, there is no next one."""
@@ -77,17 +79,16 @@ class TextDecoder:
             text += self.text.flush()
         self._count(chunk)
         seed, self.seed = self.seed, None
-        totals = self._totals if chunk.finish_reason is not None else None
+        totals = None
+        if chunk.finish_reason is not None:
+            totals = Totals(self.num_prompt_tokens, self._num_output_tokens, self._stats, self._num_cached_tokens)
         return TextChunk(chunk, text, tuple(map(len, piece.texts)), seed, totals, stop_reason)
 
     def _count(self, chunk: Chunk) -> None:
-        totals = self._totals
-        assert totals.stats is not None
-        totals.stats.add(chunk)
-        # of several verifiers that a request moved to, only the first counts
-        num_cached = totals.num_cached_tokens if totals.num_output_tokens else chunk.num_cached
-        num_output = totals.num_output_tokens + len(chunk.token_ids)
-        self._totals = Totals(self.num_prompt_tokens, num_output, totals.stats, num_cached)
+        self._stats.add(chunk)
+        if not self._num_output_tokens:  # of several verifiers that a request moved to, only the first counts
+            self._num_cached_tokens = chunk.num_cached
+        self._num_output_tokens += len(chunk.token_ids)
 
     def _end_token(self, chunk: Chunk) -> int | str | None:
         """The token of `stop_token_ids` that ended the completion, if one did."""
