@@ -100,7 +100,7 @@ class WaitingQueue:
         """The most urgent sequence, among equals that of the least served tenant; and the one to admit next.
 
         They are the same, but every RESERVED_SHARE-th admission takes the oldest of the least served tenant, and every
-        RESERVED_SHARE-th of these the oldest of all. So nobody starves, whatever the priorities and however many tenants.
+        RESERVED_SHARE-th of these the oldest of all. So no request starves, whatever priorities and tenants do.
         """
         heads = [queue[0] for queue in self._queues.values()]
         *_, first = min((-head.request.priority, self.served[head.request.tenant], head.key, head) for head in heads)
