@@ -27,6 +27,7 @@ from eyas.services.cluster import free_port
 from eyas.services.verifier.__main__ import END_SECONDS, run
 from eyas.v1 import generation_pb2, generation_pb2_grpc
 from tests.services.test_async_engine import join_engines
+from tests.strategies import unchecked
 
 SAMPLING = SamplingParams(12, temperature=0.8, seed=7, ignore_eos=True)
 CALL = GenerateCall(Request("r", (0, 282, 659, 276), SAMPLING))
@@ -93,7 +94,7 @@ async def status_of(stub: generation_pb2_grpc.GenerationAsyncStub, call: Generat
 
 
 def changed(**sampling: Any) -> GenerateCall:
-    return replace(CALL, request=replace(CALL.request, sampling=replace(SAMPLING, **sampling)))
+    return replace(CALL, request=replace(CALL.request, sampling=unchecked(SAMPLING, **sampling)))
 
 
 def test_chunks_carry_the_seed_first_and_the_totals_last() -> None:
