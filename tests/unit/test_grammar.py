@@ -119,7 +119,7 @@ def chain(number: int, rule: str) -> str:
 
 
 def nested_tags(depth: int) -> StructuredOutputs:
-    """Tags, of which at least one is needed, inside of one another."""
+    """Tags inside of one another; each level needs at least one."""
     format_: dict[str, Any] = {"type": "any_text"}
     for _ in range(depth):
         inner = {"type": "tag", "begin": "<a>", "content": format_, "end": "</a>"}
