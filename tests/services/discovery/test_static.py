@@ -51,7 +51,7 @@ def test_a_list_is_synced_once_all_have_answered_or_failed() -> None:
 def test_a_real_worker_serves_its_state() -> None:
     async def body() -> Lease:
         server = RpcServer(ServerConfig(host="0.0.0.0"))
-        worker = AnnouncedWorker("draft", MODEL, lambda: Load(1), "here", lambda: frozenset({3}), "one")
+        worker = AnnouncedWorker("draft", MODEL, lambda: Load(1), "here", lambda: frozenset({3}), incarnation="one")
         registration = WorkerRegistration(server, None, worker)
         address = await server.start([])
         await registration.register(address)  # without leases a wildcard address is no error
