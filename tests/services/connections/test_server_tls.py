@@ -139,7 +139,7 @@ def test_the_command_trusts_only_the_given_authority(tmp_path: Path) -> None:
             plainly = await eyas(address, "models", "--tls-name", NAME)
         assert [result.exit_code for result in refused] == [1] * 4
         assert all(result.stderr.startswith("error: UNAVAILABLE: ") for result in refused)
-        assert missing.stderr.startswith("error: --ca cannot be used: ")
+        assert missing.stderr.startswith(f"error: the client's certificates cannot be used: {tmp_path}")
         assert plainly.stderr.startswith(f"error: --tls-name {NAME} needs TLS; add --tls, or --ca")
 
     asyncio.run(body())
