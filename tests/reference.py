@@ -75,12 +75,14 @@ def draw(logits: torch.Tensor, params: SamplingParams, position: int) -> int:
 @functools.cache
 def load_reference(path: str) -> torch.nn.Module:
     """transformers' own model with its own attention."""
-    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager").eval()
+    model: torch.nn.Module = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
+    return model.eval()
 
 
 def forward(path: str, tokens: list[int]) -> torch.Tensor:
     """Logits after each token, [n, V]."""
-    return load_reference(path)(input_ids=torch.tensor([tokens]), use_cache=False).logits[0]
+    logits: torch.Tensor = load_reference(path)(input_ids=torch.tensor([tokens]), use_cache=False).logits
+    return logits[0]
 
 
 Allowed = Callable[[list[int]], list[int]]
