@@ -226,12 +226,10 @@ async def merge(
             else:
                 yield chunk
     finally:
-        starting.cancel()
-        await asyncio.gather(starting, return_exceptions=True)
-        for task in list(tasks):
+        # all at once: a second cancellation, which may come at any await, would leave the rest running
+        for task in (starting, *tasks):
             task.cancel()
-            await asyncio.sleep(0)
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.gather(starting, *tasks, return_exceptions=True)
 
 
 async def _pump(stream: AsyncGenerator[TextChunk, None], chunks: asyncio.Queue[TextChunk | Exception | None]) -> None:

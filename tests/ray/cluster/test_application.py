@@ -93,7 +93,7 @@ def test_a_grpc_rejection_carries_retry_after(application: RayApplication) -> No
         errors = [error for error in clients.map(ask, range(14)) if error]
     assert errors
     assert all(0.1 <= (error.retry_after or 0) <= 60 for error in errors)
-    application.wait(lambda: not busy(application), 10, "requests go on")
+    application.wait(lambda: not busy(application), 40, "requests go on")
 
 
 @pytest.mark.parametrize("call", [by_grpc, by_http])
@@ -121,7 +121,7 @@ def test_grpc_clients_that_disconnect_cancel_their_requests(application: RayAppl
 
     with ThreadPoolExecutor(4) as clients:
         assert max(clients.map(leave, range(12))) < ENDLESS.max_tokens
-    application.wait(lambda: not busy(application), 10, "requests go on")
+    application.wait(lambda: not busy(application), 40, "requests go on")
     assert application.ready()
 
 
@@ -131,7 +131,7 @@ def test_an_http_client_that_disconnects_cancels_its_request(application: RayApp
         events = answer.iter_lines()
         while not busy(application):
             next(events)
-    application.wait(lambda: not busy(application), 10, "the request goes on")
+    application.wait(lambda: not busy(application), 40, "the request goes on")
 
 
 def busy(application: RayApplication) -> int:
