@@ -90,7 +90,9 @@ def scale_out_and_in(application: RayApplication, asked: Sequence[Asked]) -> Out
             before = rush.num_answered
             application.wait(lambda: rush.num_answered > before + 12, 60, "the grown pools do not serve")
         application.wait(
-            lambda: application.running(*WORKERS) == [1, 1] and application.settled(*WORKERS), 150, "the pools did not shrink"
+            lambda: application.running(*WORKERS) == [1, 1] and application.settled(*WORKERS),
+            150,
+            "the pools did not shrink",
         )
         with Load(application.grpc, asked, num_clients=1) as last:
             application.wait(lambda: last.num_answered, 60, "the shrunk pools do not serve")
