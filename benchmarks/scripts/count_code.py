@@ -45,7 +45,8 @@ def public_classes(tree: ast.Module) -> list[str]:
 def calls_to_attention(llm: LLM) -> list[str]:
     """Distinct functions of Eyas that run from `LLM.generate` to the first call of torch's attention, in order.
 
-    Comprehensions and generator expressions count for the function that they stand in.
+    Comprehensions and generator expressions count for the function that they stand in. llm: one that has not generated
+    yet, because a cached prefix adds calls.
     """
     folder, params = str(Path(eyas.__file__).parent), SamplingParams(max_tokens=2, temperature=0.0)
     calls: dict[str, None] = {}
