@@ -12,7 +12,7 @@ import math
 import random
 import secrets
 import time
-from collections.abc import AsyncGenerator, Generator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, closing
 from dataclasses import dataclass, field, replace
@@ -23,7 +23,7 @@ import grpc.aio
 
 from eyas.errors import ConfigError, EyasError, Overloaded, RequestFailed, TimedOut, Unavailable
 from eyas.outputs import OutputBuilder, RequestOutput, TextChunk
-from eyas.request import Prompt, Request, SamplingParams, paired
+from eyas.request import Prompt, Request, SamplingParams, paired, split_prompt
 from eyas.rpc.channel import Certificates, ChannelOptions, Metadata, channel_credentials, open_channel, open_sync_channel
 from eyas.rpc.convert import generate_call_to_proto, models_from_proto, text_chunk_from_proto
 from eyas.rpc.messages import NO_DRAFTER, GenerateCall, ModelInfo
@@ -368,12 +368,10 @@ def _call(
     cache_salt: str = "",
     draft: bool = True,
 ) -> GenerateCall:
-    if isinstance(prompt, Mapping):
-        prompt = prompt["prompt_token_ids"] if prompt.get("prompt_token_ids") is not None else prompt["prompt"]
-    text, ids = (prompt, ()) if isinstance(prompt, str) else (None, tuple(map(int, prompt)))
+    text, ids = split_prompt(prompt)
     sampling = sampling_params or SamplingParams()
-    request = Request(request_id, ids, sampling, session_id, priority, cache_salt=cache_salt)
-    return GenerateCall(request, text, model, "" if draft else NO_DRAFTER)
+    request = Request(request_id, ids or (), sampling, session_id, priority, cache_salt=cache_salt)
+    return GenerateCall(request, text if ids is None else None, model, "" if draft else NO_DRAFTER)
 
 
 def _builder(call: GenerateCall) -> OutputBuilder:

@@ -9,7 +9,6 @@ import sys
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, aclosing, contextmanager
 from dataclasses import replace
-from numbers import Integral
 from typing import Any, Literal, NamedTuple, Self, TypeVar, cast
 
 from rich.console import Console
@@ -26,7 +25,7 @@ from eyas.errors import ConfigError, EyasError, InvalidRequest, RequestFailed
 from eyas.models.checkpoint import resolve, resolve_placement
 from eyas.models.workers import RankInfo
 from eyas.outputs import OutputBuilder, RequestOutput, TextChunk, TextDecoder
-from eyas.request import Chunk, Prompt, Request, SamplingParams, paired
+from eyas.request import Chunk, Prompt, Request, SamplingParams, paired, split_prompt
 from eyas.tokenizer import TextStream, Tokenizer, load_tokenizer
 
 Message = Mapping[str, Any]
@@ -207,7 +206,10 @@ class LLM:
         self, prompt: Prompt, sampling_params: SamplingParams, request_id: str | None = None, draft: bool = True
     ) -> list[_Completion]:
         """The completions of a prompt, as requests for the engine. Raises InvalidRequest."""
-        text, ids = self._encoded(prompt)
+        text, ids = split_prompt(prompt)
+        if ids is None:
+            assert text is not None
+            ids = self._tokenizer.encode(text)
         if sampling_params.seed is None and self._seeds is not None:
             sampling_params = replace(sampling_params, seed=self._seeds.getrandbits(64))
         request_id = f"{next(self._names)}" if request_id is None else request_id
@@ -281,21 +283,6 @@ class LLM:
             del self._running[request_id]
         if self.llm_engine.has_work:
             self._step()
-
-    def _encoded(self, prompt: Prompt) -> tuple[str | None, tuple[int, ...]]:
-        """The text of a prompt, None for token ids, and its token ids. Raises InvalidRequest."""
-        text: Any = prompt
-        ids: Any = None
-        if isinstance(prompt, Mapping):
-            text, ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
-        if ids is None and not isinstance(text, str):
-            text, ids = None, text
-        if ids is None:
-            return text, self._tokenizer.encode(text)
-        for token in ids:
-            if not isinstance(token, Integral):
-                raise InvalidRequest(f"{token!r} is not a token id; a prompt is text or a list of whole numbers")
-        return text, tuple(map(int, ids))
 
 
 class AsyncEngineArgs:

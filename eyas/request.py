@@ -153,6 +153,24 @@ def paired(
     return list(zip(batch, each, strict=True))
 
 
+def split_prompt(prompt: Prompt) -> tuple[str | None, tuple[int, ...] | None]:
+    """Return the text of a prompt and its token ids, None for what it lacks. Raises InvalidRequest."""
+    text: Any = prompt
+    ids: Any = None
+    if isinstance(prompt, Mapping):
+        text, ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
+    if ids is None and not isinstance(text, str):
+        text, ids = None, text
+    if ids is None and text is None:
+        raise InvalidRequest(f"{prompt!r} is no prompt; give text, token ids, or one of them as prompt or prompt_token_ids")
+    if ids is None:
+        return text, None
+    for token in ids:
+        if not isinstance(token, Integral):
+            raise InvalidRequest(f"{token!r} is not a token id; a prompt is text or a list of whole numbers")
+    return text, tuple(map(int, ids))
+
+
 def _normalised(name: str, value: Any) -> tuple[Any, ...]:
     """A list of a parameter as a tuple; one text counts as a list of one, None as an empty one. Raises TypeError."""
     if isinstance(value, str):

@@ -204,5 +204,7 @@ def _without_samples(
 ) -> list[VerifyOutput]:
     """The outputs without samples where a tree is another one than the drafter's."""
     edited = {reply.sequence.request.id for reply in drafts if reply.is_edited}
+    if not edited:
+        return list(outputs)
     ids = [scheduled.sequence.request.id for scheduled in batch]
     return [replace(output, samples=()) if id_ in edited else output for id_, output in zip(ids, outputs, strict=True)]

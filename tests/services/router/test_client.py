@@ -163,3 +163,9 @@ def test_leaving_a_stream_cancels_the_request(url: str) -> None:
 def test_nothing_there_is_unavailable() -> None:
     with Client(f"127.0.0.1:{free_port()}", retry=RetryPolicy(max_attempts=1)) as client, pytest.raises(Unavailable):
         next(client.stream(PROMPT, GREEDY))
+
+
+@pytest.mark.parametrize("prompt", [[5.5], ["x"], {"prompt_token_ids": [5, None]}, {"text": "x"}])
+def test_a_prompt_that_is_none_is_refused_before_it_is_sent(prompt: object) -> None:
+    with Client(f"127.0.0.1:{free_port()}") as client, pytest.raises(InvalidRequest, match=r"token id|is no prompt"):
+        next(client.stream(prompt))  # type: ignore[arg-type]
