@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
@@ -42,6 +43,17 @@ class TextChunk:
     seed: int | None = None
     totals: Totals | None = None
     stop_reason: int | str | None = None
+
+    @property
+    def token_texts(self) -> list[str]:
+        """The part of `text` that each new token completes. Behind them comes `released_text`."""
+        ends = list(itertools.accumulate(self.text_lengths))
+        return [self.text[start:end] for start, end in zip([0, *ends], ends, strict=False)]
+
+    @property
+    def released_text(self) -> str:
+        """The end of `text`, which earlier tokens had completed and which was held back until the last chunk."""
+        return self.text[sum(self.text_lengths) :]
 
 
 @dataclass

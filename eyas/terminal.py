@@ -87,13 +87,10 @@ class ScreenPrinter:
             self._print(self._waiting[self._current].popleft())
 
     def _print(self, chunk: TextChunk) -> None:
-        start = 0
-        for length, is_draft_token in zip(chunk.text_lengths, chunk.chunk.is_draft_token, strict=True):
-            style = ACCEPTED_STYLE if is_draft_token else TARGET_STYLE
-            self._console.print(Text(chunk.text[start : start + length], style), end="")
-            start += length
+        for text, is_draft_token in zip(chunk.token_texts, chunk.chunk.is_draft_token, strict=True):
+            self._console.print(Text(text, ACCEPTED_STYLE if is_draft_token else TARGET_STYLE), end="")
         # Text that the last chunk releases counts as the target's own.
-        self._console.print(Text(chunk.text[start:], TARGET_STYLE), end="")
+        self._console.print(Text(chunk.released_text, TARGET_STYLE), end="")
         if chunk.totals:
             self._current += 1
             legend = Text.assemble(("accepted draft tokens", ACCEPTED_STYLE), ", ", ("the target's own", TARGET_STYLE))

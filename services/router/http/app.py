@@ -41,7 +41,7 @@ from eyas.services.router.http.openai_responses import ResponsesBody, ResponsesW
 from eyas.services.router.http.playground import add_playground
 from eyas.services.router.http.requests import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from eyas.services.router.http.responses import ResponseWriter, StreamWriter, compact_json, num_values, run
-from eyas.services.router.http.server import BodyLimit, EventStream, cancel_on_disconnect
+from eyas.services.router.http.server import BodyLimit, EventStream, cancel_on_disconnect, to_bytes
 from eyas.services.router.http.tools import ChatOutput
 from eyas.services.router.telemetry import HttpMetrics, RouterTelemetry
 from eyas.services.router.workers import ReadinessMonitor
@@ -307,7 +307,7 @@ class GenerationEndpoints:
         if not stream:
             answer = await cancel_on_disconnect(request.receive, writer.response(chunks))
             text = await run(num_values(answer), compact_json, answer)
-            return Response(text, headers=headers, media_type="application/json")
+            return Response(to_bytes(text), headers=headers, media_type="application/json")
         events = _events(writer, chunks)
         first = await cancel_on_disconnect(request.receive, anext(events))
         return EventStream(first, events, headers, self.keepalive_interval_s)

@@ -195,12 +195,11 @@ class ResponseWriter:
         if delta.index not in self._parsers:
             self._parsers[delta.index] = self.new_parser()
         parser = self._parsers[delta.index]
-        message, at = ChatMessage(), 0
-        for length in chunk.text_lengths:
+        message = ChatMessage()
+        for text in chunk.token_texts:
             self._num_reasoning_tokens += parser.is_reasoning
-            message += parser.push(chunk.text[at : at + length])
-            at += length
-        message += parser.push(chunk.text[at:])
+            message += parser.push(text)
+        message += parser.push(chunk.released_text)
         finish_reason = delta.finish_reason
         if finish_reason is not None:
             message += parser.finish()
@@ -334,8 +333,7 @@ def _pieces(value: object) -> Iterator[str]:
 
 
 def _dumps(value: object) -> str:
-    text = json.dumps(value, ensure_ascii=False, separators=(",", ":"))
-    return text.encode("utf-8", "backslashreplace").decode()  # half of a surrogate pair, of an echoed field, as \\ud800
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
 
 
 def named_frame(event: dict[str, Any]) -> str:

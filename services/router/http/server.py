@@ -405,4 +405,9 @@ class EventStream(Response):
 
     async def _send_text(self, send: Send, text: str) -> None:
         self._sent_at = asyncio.get_running_loop().time()
-        await send({"type": "http.response.body", "body": f"{text}\n\n".encode(), "more_body": True})
+        await send({"type": "http.response.body", "body": to_bytes(f"{text}\n\n"), "more_body": True})
+
+
+def to_bytes(text: str) -> bytes:
+    r"""Return text that holds JSON as UTF-8; half of a surrogate pair, of an echoed field, becomes JSON's escape \ud800."""
+    return text.encode("utf-8", "backslashreplace")

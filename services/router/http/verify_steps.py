@@ -30,12 +30,9 @@ def verify_step_object(chunk: TextChunk, number: int, token_name: Callable[[int]
 
 def _texts(chunk: TextChunk) -> list[str]:
     """Return each token's part of the chunk's text; the last one's has what was held back before the end."""
-    texts, start = [], 0
-    for length in chunk.text_lengths:
-        texts.append(chunk.text[start : start + length])
-        start += length
+    texts = chunk.token_texts
     if texts:
-        texts[-1] += chunk.text[start:]
+        texts[-1] += chunk.released_text
     return texts
 
 
