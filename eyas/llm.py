@@ -220,7 +220,7 @@ class LLM:
         for index, own in enumerate(split):  # the engine may still hold a cancelled request of the same id
             stream = TextStream(self._tokenizer, sampling_params.stop, sampling_params.min_tokens)
             decoder = TextDecoder(stream, sampling_params.stop_token_ids, len(ids), own.seed, index)
-            request = Request(f"{request_id}#{next(self._numbers)}", ids, own, draft=draft)
+            request = Request(f"{request_id}#{next(self._numbers)}", ids, own, num_draft_tokens=0 if draft else 1)
             completions.append(_Completion(request, decoder, output))
         return completions
 

@@ -201,7 +201,6 @@ class Request:
     num_emitted: how many tokens at the end of prompt_ids are output of this request from before it moved here.
     tenant: opaque id of whom the request belongs to; tenants share an engine fairly. The router sets it from the API key.
     cache_salt: only requests with an equal salt share cached prefixes.
-    draft: whether a drafter in this process may propose tokens; else decoding is plain.
     num_draft_tokens: most nodes of its draft trees, the root included; 0 sets no limit of its own, 1 asks for no drafts.
     return_verify_steps: whether its chunks have `VerifyStep.details`.
     """
@@ -214,7 +213,6 @@ class Request:
     num_emitted: int = 0
     tenant: str = ""
     cache_salt: str = ""
-    draft: bool = True
     num_draft_tokens: int = 0
     return_verify_steps: bool = False
 

@@ -46,7 +46,11 @@ class DraftManager:
         drafter = self._drafter
         if drafter is None:
             return []
-        return [s for s in sequences if s.request.draft and _has_new_tokens(s) and drafter.can_draft(s.request.id)]
+        return [
+            s
+            for s in sequences
+            if s.request.num_draft_tokens != 1 and _has_new_tokens(s) and drafter.can_draft(s.request.id)
+        ]
 
     def request(
         self, sequences: Iterable[Sequence], budgets: Mapping[str, TreeBudget], allowed: Mapping[str, bytes]
