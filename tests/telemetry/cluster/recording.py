@@ -168,9 +168,14 @@ def scraping(folder: Path, ports: Iterator[int]) -> Iterator[str | None]:
 
 
 def queried(url: str) -> dict[str, list[Any]]:
-    """The results of every query of dashboards and alerts, once all targets have been scraped a few times more."""
-    before = time.time()
-    while len(query(url, f"min_over_time(timestamp(eyas_service_info)[2s:500ms]) > {before}")) < len(SERVICES):
+    """The results of every query of dashboards and alerts, once all targets have been scraped three times more: a rate
+    needs two samples of a series, and what a scrape reads may be older than its time."""
+    since = time.time()
+
+    def scraped(series: Mapping[str, Any]) -> bool:
+        return sum(moment > since for moment, _ in series["values"]) >= 3
+
+    while sum(map(scraped, query(url, "eyas_service_info[5m]"))) < len(SERVICES):
         time.sleep(0.2)
     asked = [expression for _, expression in dashboard_queries()] + [rule["expr"] for rule in alert_rules()]
     variables = {"$__rate_interval": "1m"} | {f"${label}": value for label, value in LABELS.items()}
