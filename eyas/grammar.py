@@ -159,7 +159,11 @@ class GrammarCompiler:
         tokenizer, vocabulary = self._load()
         from llguidance import LLMatcher
 
-        text = _grammar_text(structured, tokenizer)
+        try:
+            text = _grammar_text(structured, tokenizer)
+        except ValueError as error:  # of a schema with half a surrogate pair, for example
+            reason = f"structured_outputs cannot be read: {_first_line(str(error))}"
+            raise InvalidRequest(reason, "structured_outputs") from error
         matcher = LLMatcher(vocabulary, text, log_level=0, limits=_limits())
         if matcher.is_error():
             reason = f"structured_outputs cannot be compiled: {_first_line(matcher.get_error())}"

@@ -322,7 +322,8 @@ def _routing_request(call: GenerateCall, last: Placement | None) -> RoutingReque
 async def _read(stream: GenerateStream, deadline: float, stall_timeout_s: float) -> generation_pb2.GenerateChunk:
     remaining_s = deadline - asyncio.get_running_loop().time()
     try:
-        message = await asyncio.wait_for(stream.read(), min(remaining_s, stall_timeout_s))
+        async with asyncio.timeout(min(remaining_s, stall_timeout_s)):  # wait_for may swallow a cancellation (3.11)
+            message = await stream.read()
     except TimeoutError as error:
         if remaining_s <= stall_timeout_s:
             raise
@@ -419,7 +420,8 @@ def _log_reason(error: EyasError) -> str:
 async def _measurements(stream: GenerateStream) -> list[tuple[str, str]]:
     """Return the verifier's measurements from the trailing metadata; none if they do not arrive in time."""
     try:
-        trailers = await asyncio.wait_for(stream.trailing_metadata(), TRAILER_TIMEOUT_S)
+        async with asyncio.timeout(TRAILER_TIMEOUT_S):
+            trailers = await stream.trailing_metadata()
     except TimeoutError:
         return []
     return [(key, str(value)) for key, value in trailers if key == ROUND_TRIP_KEY]

@@ -15,6 +15,8 @@ from eyas.rpc.server import GENERATION_SERVICE, RpcServer
 from eyas.services.cluster import free_port
 from eyas.services.discovery.registry import Registry
 from eyas.services.lifecycle import AnnouncedWorker, WorkerRegistration
+from eyas.services.router.dispatcher import _read
+from eyas.v1 import generation_pb2
 from eyas.v1.generation_pb2_grpc import GenerationStub
 from tests.services.redis_server import running_redis
 from tests.services.router.scripted_verifier import (
@@ -42,6 +44,38 @@ async def is_serving(address: str, service: str = "") -> bool:
     async with open_channel(address) as channel:
         answer = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(service=service))
         return bool(answer.status == SERVING)
+
+
+@pytest.mark.parametrize("turns", range(6))
+def test_a_cancellation_is_not_lost_to_a_message(turns: int) -> None:
+    """A cancelled stream whose next message arrives in the same turn of the event loop must end, not go on unread."""
+
+    class Upstream:
+        def __init__(self) -> None:
+            self.message = asyncio.get_running_loop().create_future()
+
+        async def read(self) -> generation_pb2.GenerateChunk:
+            chunk: generation_pb2.GenerateChunk = await self.message
+            return chunk
+
+    async def body() -> None:
+        upstream = Upstream()
+
+        async def consume() -> None:
+            await _read(upstream, asyncio.get_running_loop().time() + 60, 30)  # type: ignore[arg-type]
+            await asyncio.Event().wait()
+
+        task = asyncio.create_task(consume())
+        await asyncio.sleep(0)
+        upstream.message.set_result(generation_pb2.GenerateChunk())
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        task.cancel()
+        for _ in range(10):
+            await asyncio.sleep(0)
+        assert task.cancelled()
+
+    asyncio.run(body())
 
 
 def test_no_error_names_an_internal_address(url: str, caplog: pytest.LogCaptureFixture) -> None:
