@@ -80,7 +80,7 @@ def promises_table(result: FuzzResult) -> Table:
         ("UNKNOWN, INTERNAL, 5xx or no answer", "0", f"{result.num_findings}"),
         ("unexpected exceptions in the logs", "0", f"{len(result.tracebacks)}"),
         ("valid requests with wrong tokens", "0", f"{result.num_wrong} of {result.num_probes}"),
-        ("sequences and sessions left behind", "0", f"{sum(result.unreturned.values())}"),
+        ("requests, sequences and sessions left behind", "0", f"{sum(result.unreturned.values())}"),
         (
             f"growth of memory after {WARM_UP_MESSAGES:,} messages",
             f"<= {MAX_GROWTH_MIB:g} MiB",

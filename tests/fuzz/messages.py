@@ -129,7 +129,9 @@ def _changed(data: bytes, descriptor: Descriptor, rng: random.Random, depth: int
     else:
         field = rng.choice(descriptor.fields)
         chunks = _with_field(chunks, field, rng, depth)
-    return b"".join(chunk.encoded() for chunk in chunks)
+    encoded = {id(chunk): chunk for chunk in chunks}  # one chunk may be there 100,000 times
+    parts = {key: chunk.encoded() for key, chunk in encoded.items()}
+    return b"".join([parts[id(chunk)] for chunk in chunks])
 
 
 def _with_field(chunks: list[Chunk], field: FieldDescriptor, rng: random.Random, depth: int) -> list[Chunk]:

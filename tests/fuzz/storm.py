@@ -12,11 +12,12 @@ import urllib.request
 from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from statistics import linear_regression, median
 from typing import Any
 
 import grpc.aio
+from prometheus_client.parser import text_string_to_metric_families
 
 from eyas.v1 import generation_pb2, worker_pb2
 from tests.fuzz.bodies import Route, malformed_request, routes_of
@@ -97,7 +98,8 @@ class FuzzResult:
 
     counts: messages by method or route and status. findings: the first broken promises. num_probes, num_wrong: valid
     requests between the malformed ones, and those whose tokens differ from plain decoding. memory: samples of each
-    process as (messages, MiB). unreturned: sequences and sessions left behind by role. tracebacks: exceptions in the logs.
+    process as (messages, MiB). unreturned: requests, sequences and sessions left behind by role. tracebacks: exceptions in
+    the logs.
     """
 
     seconds: float = 0.0
@@ -173,7 +175,9 @@ class Client:
                 answer = await connection.send(request, rng.random() < CANCEL_RATIO)
             except TimeoutError as error:
                 raise TimeoutError(request.data.decode(errors="replace")) from error
-            result.add(_label(target), answer, is_http_fine(answer))
+            if not (is_fine := is_http_fine(answer)):
+                answer = replace(answer, details=f"{answer.details} to {request.data!r}")
+            result.add(_label(target), answer, is_fine)
         elif isinstance(target, str):
             method = rng.choice(self.methods)
             address = self.services.all[method.role].address
@@ -265,7 +269,8 @@ async def storm(
 
 
 async def _unreturned(client: Client) -> dict[str, int]:
-    """Sequences, queued requests and sessions that workers still have after all calls have ended; waits for their end."""
+    """Requests of the router, and sequences, queued requests and sessions of the workers, that are still there after all
+    calls have ended; waits for their end."""
     deadline, left = time.monotonic() + SETTLED_TIMEOUT_S, {"": 1}
     while any(left.values()) and time.monotonic() < deadline:
         await asyncio.sleep(0.2)
@@ -276,7 +281,15 @@ async def _unreturned(client: Client) -> dict[str, int]:
             )
             load = (await call(b"", metadata=AUTHORIZED)).load
             left[role] = load.num_running + load.num_waiting
+        left["router"] = await asyncio.to_thread(_active_requests, client.services.http)
     return left
+
+
+def _active_requests(http: str) -> int:
+    with urllib.request.urlopen(f"http://{http}/metrics", timeout=30) as response:
+        families = text_string_to_metric_families(response.read().decode())
+    samples = (sample for family in families for sample in family.samples)
+    return sum(int(sample.value) for sample in samples if sample.name == "eyas_router_active_requests")
 
 
 def _label(target: Target) -> str:
