@@ -9,7 +9,7 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import torch
 import torch.nn.functional as F
@@ -78,7 +78,7 @@ class EagleHead(nn.Module):
         )
         ids = torch.arange(config.draft_vocab_size)
         self.register_buffer("draft_ids", ids + tensors["d2t"] if "d2t" in tensors else ids)
-        self.register_buffer("rotary", _rotary(config, max_model_len).to(embedding.dtype))
+        self.register_buffer("rotary", head_rotary(config, max_model_len).to(embedding.dtype))
         self.draft_ids: Tensor
         self.rotary: Tensor
 
@@ -145,7 +145,20 @@ class EagleHead(nn.Module):
         return rms_norm(x, weight, self.config.rms_norm_eps)
 
 
-def _rotary(config: EagleHeadConfig, length: int) -> Tensor:
+class RotarySizes(Protocol):
+    """What a rotary table is made from. rotary: RoPE parameters as transformers takes them."""
+
+    @property
+    def num_heads(self) -> int: ...
+    @property
+    def head_dim(self) -> int: ...
+    @property
+    def max_positions(self) -> int: ...
+    @property
+    def rotary(self) -> Mapping[str, Any]: ...
+
+
+def head_rotary(config: RotarySizes, length: int) -> Tensor:
     """The head's rotary table, [length, 2, d]. Raises CheckpointError for a scaling that transformers does not know."""
     from transformers import LlamaConfig
 
@@ -186,7 +199,7 @@ def load_head(
         tensors[known if known in expected else name] = tensor  # the error message names an unknown tensor as it is
     check_tensors(tensors, expected, optional_tensors(config), folder)
     if "d2t" in tensors:
-        _check_draft_vocabulary(config, tensors, folder)
+        check_draft_vocabulary(config.vocab_size, tensors, folder)
     embedding, lm_head = tensors.pop("embed_tokens.weight", None), tensors.pop("lm_head.weight", None)
     embedding = read_tensor(target_folder, EMBEDDING_NAMES) if embedding is None else embedding
     lm_head = read_tensor(target_folder, LM_HEAD_NAMES) if lm_head is None else lm_head
@@ -218,12 +231,11 @@ def load_fuser(
     return fuser.to(torch.device(device))
 
 
-def _check_draft_vocabulary(config: EagleHeadConfig, tensors: Mapping[str, Tensor], source: Path) -> None:
-    ids = torch.arange(config.draft_vocab_size) + tensors["d2t"]
-    if int(ids.min()) < 0 or int(ids.max()) >= config.vocab_size or len(set(ids.tolist())) != len(ids):
-        raise CheckpointError(
-            f"{source}: d2t does not map {len(ids)} draft ids to distinct target ids below {config.vocab_size}"
-        )
+def check_draft_vocabulary(vocab_size: int, tensors: Mapping[str, Tensor], source: Path) -> None:
+    """Raises CheckpointError unless d2t holds offsets to distinct target ids, and t2d marks these if it is there."""
+    ids = torch.arange(len(tensors["d2t"])) + tensors["d2t"]
+    if int(ids.min()) < 0 or int(ids.max()) >= vocab_size or len(set(ids.tolist())) != len(ids):
+        raise CheckpointError(f"{source}: d2t does not map {len(ids)} draft ids to distinct target ids below {vocab_size}")
     marked = tensors.get("t2d")
     if marked is not None and (int(marked.sum()) != len(ids) or not bool(marked[ids].all())):
         raise CheckpointError(f"{source}: t2d does not mark the tokens that d2t maps to")

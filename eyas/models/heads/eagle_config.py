@@ -34,11 +34,14 @@ class HeadWiring:
     before the final norm. norm_before_residual: whether the residual is taken after hidden_norm instead of before it.
     output: "state": logits from norm(state), and the next step reads the state. "normed": logits from norm(state), and the
     next step reads norm(state) (EAGLE-3.1). "bare": logits from the state without a norm, and the next step reads it.
+    sample_from_anchor: of block heads (DFlash, DSpark): whether the row at a position predicts the token after it instead of
+    the token at it.
     """
 
     aux_hidden_state_layers: tuple[int, ...]
     norm_before_residual: bool = False
     output: Output = "state"
+    sample_from_anchor: bool = False
 
 
 @dataclass(frozen=True)
@@ -75,8 +78,8 @@ def _flatten(config: Settings) -> dict[str, Any]:
     `aux_hidden_state_layers` of the result, they count inputs.
     """
     stated = {key: value for key, value in config.items() if value is not None}
-    flat = {**_nested(config, "transformer_layer_config"), **stated}
-    nested = _nested(config, "eagle_config")
+    flat = {**nested_settings(config, "transformer_layer_config"), **stated}
+    nested = nested_settings(config, "eagle_config")
     layers = next((nested[key] for key in LAYER_ID_KEYS if nested.get(key)), None)
     if isinstance(layers, list) and layers[0] == 1 and all(isinstance(layer, int) for layer in layers):
         layers = [layer + 1 for layer in layers]
@@ -84,7 +87,8 @@ def _flatten(config: Settings) -> dict[str, Any]:
     return {**flat, "aux_hidden_state_layers": layers}
 
 
-def _nested(config: Settings, key: str) -> Settings:
+def nested_settings(config: Settings, key: str) -> Settings:
+    """The mapping under `key`, empty if there is none. Raises CheckpointError for anything else."""
     found = config.get(key) or {}
     if not isinstance(found, Mapping):
         raise CheckpointError(f"{key} in the head's config.json is {found!r}; it must be a mapping")
@@ -158,9 +162,9 @@ def read_head_config(
         num_layers=get_setting(int, head, "num_hidden_layers", source, 1),
         vocab_size=vocab_size,
         draft_vocab_size=get_setting(int, head, "draft_vocab_size", source, vocab_size),
-        rotary=_rotary(head, source),
+        rotary=read_rotary(head, source),
         max_positions=get_setting(int, head, "max_position_embeddings", source, 2048),
-        wiring=wiring or _recorded_wiring(raw, source) or _stated_wiring(head, kind, names, target, source),
+        wiring=wiring or recorded_wiring(raw, source) or _stated_wiring(head, kind, names, target, source),
         input_norms=_input_norms(head, names, source),
         fc_bias="fc.bias" in names or (kind == "eagle" and get_setting(bool, head, "bias", source, False)),
         qkv_bias=any(name.endswith("q_proj.bias") for name in names)
@@ -182,7 +186,7 @@ def _check_kind(raw: Settings, names: set[str], folder: Path) -> None:
             )
 
 
-def _recorded_wiring(raw: Settings, source: Path) -> HeadWiring | None:
+def recorded_wiring(raw: Settings, source: Path) -> HeadWiring | None:
     """The wiring that `eyas check head --write` recorded in a config.json, if it did."""
     record = raw.get(WIRING_KEY)
     if record is None:
@@ -192,8 +196,8 @@ def _recorded_wiring(raw: Settings, source: Path) -> HeadWiring | None:
             "aux_hidden_state_layers": [*layers],
             "norm_before_residual": bool(normed),
             "output": "state" | "normed" | "bare" as output,
-        } if all(type(layer) is int for layer in layers):
-            return HeadWiring(tuple(layers), normed, output)
+        } if all(type(layer) is int for layer in layers) and isinstance(record.get("sample_from_anchor", False), bool):
+            return HeadWiring(tuple(layers), normed, output, record.get("sample_from_anchor", False))
     raise CheckpointError(
         f"{source}: {WIRING_KEY} is {record!r}, which is no record of Eyas; remove it, and run `eyas check head --write`"
     )
@@ -223,7 +227,7 @@ def _input_norms(head: Settings, names: set[str], source: Path) -> InputNorms:
     return "joint" if joint else "each" if each else "none"
 
 
-def _rotary(head: Settings, source: Path) -> dict[str, Any]:
+def read_rotary(head: Settings, source: Path) -> dict[str, Any]:
     """The head's own base and scaling; those of the target do not apply."""
     found = head.get("rope_parameters") or head.get("rope_scaling") or {}
     if not isinstance(found, Mapping):

@@ -171,9 +171,10 @@ class FeatureFuser(nn.Module):
 
 
 class LinearFuser(FeatureFuser):
-    """An EAGLE-3 head's fc, weight [H, T * C], bias [H] if it has one.
+    """A head's fc, weight [H, T * C], bias [H] if it has one.
 
     norms: weights [n, T * C / n] of root-mean-square norms before fc, one over all states side by side, or one for each.
+    output_norm: weight [H] of a norm behind fc, as block heads have it.
     """
 
     def __init__(
@@ -183,17 +184,20 @@ class LinearFuser(FeatureFuser):
         bias: Tensor | None = None,
         norms: Tensor | None = None,
         eps: float = 0.0,
+        output_norm: Tensor | None = None,
     ) -> None:
         super().__init__(weight.shape[0], aux_hidden_state_layers)
         self.weight = frozen(weight)
         self.bias = None if bias is None else frozen(bias)
         self.norms = None if norms is None else frozen(norms)
+        self.output_norm = None if output_norm is None else frozen(output_norm)
         self._eps = eps
 
     def forward(self, states: Tensor) -> Tensor:
         if self.norms is not None:
             states = rms_norm(states.view(-1, *self.norms.shape), self.norms, self._eps).flatten(1)
-        return F.linear(states, self.weight, self.bias)
+        fused = F.linear(states, self.weight, self.bias)
+        return fused if self.output_norm is None else rms_norm(fused, self.output_norm, self._eps)
 
 
 def take_draft_ids(tensors: dict[str, Tensor], hidden: int, vocab_size: int, source: Path) -> Tensor:

@@ -1,0 +1,357 @@
+"""One-pass block heads: DFlash (2602.06036), DFlash2, DSpark (2607.05147). All depths are drafted in one backbone pass.
+
+A block is the anchor (the last emitted token, without a feature yet) and rows of one mask token behind it. Context features
+enter each layer through its own k_proj and v_proj; they are never queries and never pass an MLP. Block rows see each other
+in both directions. The backbone's layers are Qwen3's. Parameters have the published names, so `state_dict` is a checkpoint.
+Legend: N sequences, T context positions, A anchors of a sequence, B rows of a block, G tokens that a block proposes, R rows,
+H draft hidden, d head width, V target vocabulary, D draft vocabulary, r rank, m aux layers of the target, C target hidden.
+
+    sample from anchor (DSpark)    row     x0   m    m        bonus anchor (DFlash)    row     x0   m    m    m
+                                   at       n  n+1  n+2                                at       n  n+1  n+2  n+3
+                                   predicts n+1 n+2 n+3                                predicts -  n+1  n+2  n+3
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import cast
+
+import torch
+import torch.nn.functional as F
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from eyas.models.checkpoint import (
+    EMBEDDING_NAMES,
+    LM_HEAD_NAMES,
+    check_device,
+    check_tensors,
+    get_setting,
+    read_target_config,
+    read_tensor,
+    read_tensors,
+    resolve,
+    weight_map,
+)
+from eyas.models.cpu import optimize_for_cpu
+from eyas.models.heads.block_config import (
+    BlockHeadConfig,
+    Dialect,
+    block_config_json,
+    block_fuser_shapes,
+    block_optional_tensors,
+    block_tensor_shapes,
+    canonical_name,
+    read_block_config,
+)
+from eyas.models.heads.block_layers import BlockLayer, CandidateSelector, ConfidenceHead, MarkovHead, empty_linear
+from eyas.models.heads.eagle import check_draft_vocabulary, head_rotary
+from eyas.models.heads.eagle_config import HeadWiring
+from eyas.models.heads.layers import LinearFuser, Projected, rms_norm
+
+# Attention of one layer: its number and projected rows to the attention output [R, heads, d].
+BlockAttention = Callable[[int, Projected], Tensor]
+FROZEN = ("embed_tokens.weight", "lm_head.weight")
+
+
+class BlockHead(nn.Module):
+    """The backbone and what stands on it: a Markov head and a confidence head (DSpark), or a candidate selector (DFlash2).
+
+    embed_tokens and lm_head are frozen. draft_ids maps draft ids to the target's. In a new head the Markov head adds
+    nothing, the confidence is even, and convolutions pass rows on.
+    """
+
+    def __init__(self, config: BlockHeadConfig, max_model_len: int, std: float = 0.02) -> None:
+        """max_model_len: positions of the rotary table. std: of random weights, drawn from torch's global generator."""
+        super().__init__()
+        c = self.config = config
+        self.fc = empty_linear(len(c.aux_hidden_state_layers) * c.target_hidden, c.hidden)
+        self.hidden_norm, self.norm = nn.RMSNorm(c.hidden), nn.RMSNorm(c.hidden)
+        self.layers = nn.ModuleList(BlockLayer(c) for _ in range(c.num_layers))
+        self.markov_head = MarkovHead(c) if c.markov_rank else None
+        self.confidence_head = ConfidenceHead(c) if c.confidence else None
+        self.candidate_selector = CandidateSelector(c) if c.selector_rank else None
+        self.embed_tokens = nn.Embedding(c.vocab_size, c.hidden)
+        self.lm_head = empty_linear(c.hidden, c.draft_vocab_size)
+        self.register_buffer("draft_ids", torch.arange(c.draft_vocab_size), persistent=False)
+        self.register_buffer("rotary", head_rotary(c, max_model_len), persistent=False)
+        self.draft_ids: Tensor
+        self.rotary: Tensor
+        for name, parameter in self.named_parameters():
+            _initialise(name, parameter.data, std)
+            parameter.requires_grad_(name not in FROZEN)
+
+    @property
+    def max_model_len(self) -> int:
+        """Positions that the rotary table covers."""
+        return int(self.rotary.shape[0])
+
+    @property
+    def is_independent(self) -> bool:
+        """Whether the tokens of a block are drafted without regard to each other."""
+        return self.markov_head is None and self.candidate_selector is None
+
+    def fuse(self, states: Tensor) -> Tensor:
+        """Hidden states of the target [..., m * C], side by side, to context features [..., H]."""
+        return self._rms(self.fc(states), self.hidden_norm)
+
+    def block_tokens(self, anchors: Tensor) -> Tensor:
+        """Token ids of the rows of blocks, int64 [..., B], of anchor tokens [...]."""
+        masks = anchors.new_full((*anchors.shape, self.config.block_size - 1), self.config.mask_token_id)
+        return torch.cat([anchors[..., None], masks], -1)
+
+    def project_context(self, layer: int, features: Tensor, positions: Tensor) -> Projected:
+        """Keys and values of context features [R, H] at positions [R] in a layer; the query is empty."""
+        return self._layer(layer).self_attn.project_context(features, self._rotary(positions))
+
+    def run(self, tokens: Tensor, positions: Tensor, attention: BlockAttention) -> Tensor:
+        """Block rows, tokens and positions [R], through all layers to normed states [R, H]. R is a multiple of B."""
+        states, rotary = F.embedding(tokens, self.embed_tokens.weight), self._rotary(positions)
+        for number in range(len(self.layers)):
+            states = self._layer(number)(states, rotary, lambda rows, number=number: attention(number, rows))
+        return self._rms(states, self.norm)
+
+    def drafted_rows(self, states: Tensor) -> Tensor:
+        """Of states [..., B, H] of whole blocks those that propose tokens, [..., G, H]."""
+        first = self.config.first_row
+        return states[..., first : first + self.config.num_drafted, :]
+
+    def backbone_logits(self, states: Tensor) -> Tensor:
+        """Logits float32 [..., D] of normed states [..., H], without regard to other tokens of the block."""
+        logits = self.lm_head(states).float() * self.config.multiplier
+        cap = self.config.softcap
+        return cap * torch.tanh(logits / cap) if cap else logits
+
+    def initial_state(self, *shape: int) -> Tensor:
+        """What the recurrent Markov head starts from, [..., r]; of width 0 for heads without a state."""
+        weight = self.embed_tokens.weight
+        width = self.markov_head.state_size if self.markov_head else 0
+        return torch.zeros(*shape, width, dtype=weight.dtype, device=weight.device)
+
+    def step(self, logits: Tensor, states: Tensor, previous: Tensor, memory: Tensor) -> tuple[Tensor, Tensor]:
+        """Logits float32 [..., D] of a depth, given the token before it; and the memory [..., r] for the next depth.
+
+        Args:
+            logits: the output of `backbone_logits` at this depth, [..., D].
+            states: normed states of this depth [..., H].
+            previous: the target's id of the token before, int64 [...].
+            memory: see `initial_state`.
+        """
+        if self.markov_head is not None:
+            latent, memory = self.markov_head.latent(states, previous, memory)
+            return logits + self.markov_head.bias(latent).float(), memory
+        if self.candidate_selector is not None:
+            return self.candidate_selector(logits, states, previous), memory
+        return logits, memory
+
+    def block_logits(self, states: Tensor, previous: Tensor) -> Tensor:
+        """Logits float32 [..., G, D] of drafted rows [..., G, H], given the target's ids of the tokens before, [..., G]."""
+        logits = self.backbone_logits(states)
+        if self.is_independent:
+            return logits
+        if self.markov_head is None or not self.markov_head.state_size:
+            return self.step(logits, states, previous, self.initial_state(*previous.shape))[0]
+        memory, depths = self.initial_state(*previous.shape[:-1]), []
+        for depth in range(previous.shape[-1]):
+            found, memory = self.step(logits[..., depth, :], states[..., depth, :], previous[..., depth], memory)
+            depths.append(found)
+        return torch.stack(depths, -2)
+
+    def confidence_logits(self, states: Tensor, previous: Tensor) -> Tensor:
+        """Logits float32 [...] of the chance that the proposed token is accepted if all before it are.
+
+        states [..., H], previous [...] as in `step`. The head must have a confidence head.
+        """
+        assert self.confidence_head is not None, "the head has no confidence head"
+        if self.config.confidence_with_markov:
+            assert self.markov_head is not None
+            states = torch.cat([states, F.embedding(previous, self.markov_head.markov_w1.weight).to(states.dtype)], -1)
+        return self.confidence_head.proj(states).squeeze(-1).float()  # type: ignore[no-any-return]
+
+    def forward(
+        self,
+        states: Tensor,
+        tokens: Tensor,
+        anchors: Tensor,
+        documents: Tensor | None = None,
+        positions: Tensor | None = None,
+    ) -> Tensor:
+        """Normed states of the drafted rows of many blocks at once, [N, A, G, H], for training.
+
+        Args:
+            states: hidden states of the target [N, T, m * C].
+            tokens: int64 [N, T].
+            anchors: positions of the anchors within the sequence, int64 [N, A].
+            documents: number of the document that each position belongs to, int64 [N, T]; blocks see their own only.
+            positions: for RoPE, int64 [N, T]; by default those within the sequence.
+        """
+        c, (count, length) = self.config, tokens.shape
+        places = torch.arange(length, device=tokens.device).expand(count, -1) if positions is None else positions
+        ahead = torch.arange(c.block_size, device=tokens.device)
+        own = (places.gather(1, anchors)[:, :, None] + ahead).clamp(max=self.max_model_len - 1)
+        features, flat = self.fuse(states).flatten(0, 1), places.flatten()
+        masks = {
+            window: block_mask(anchors, length, c.block_size, window, c.causal_windows, documents)
+            for window in set(c.windows)
+        }
+
+        def attention(layer: int, rows: Projected) -> Tensor:
+            context = self.project_context(layer, features, flat)
+            query, key, value = (x.view(count, -1, *x.shape[1:]) for x in (rows.query, rows.key, rows.value))
+            keys, values = (
+                torch.cat([x.view(count, -1, *x.shape[1:]), y], 1) for x, y in ((context.key, key), (context.value, value))
+            )
+            q, k, v = (x.transpose(1, 2) for x in (query, keys, values))
+            attended = F.scaled_dot_product_attention(q, k, v, masks[c.windows[layer]][:, None], enable_gqa=True)
+            return attended.transpose(1, 2).flatten(0, 1)
+
+        rows = self.run(self.block_tokens(tokens.gather(1, anchors)).flatten(), own.flatten(), attention)
+        return self.drafted_rows(rows.view(count, anchors.shape[1], c.block_size, -1))
+
+    def _layer(self, layer: int) -> BlockLayer:
+        return cast(BlockLayer, self.layers[layer])
+
+    def _rotary(self, positions: Tensor) -> Tensor:
+        return self.rotary[positions].to(self.embed_tokens.weight.dtype)
+
+    def _rms(self, x: Tensor, norm: nn.RMSNorm) -> Tensor:
+        return rms_norm(x, norm.weight, self.config.rms_norm_eps)
+
+
+def block_mask(
+    anchors: Tensor,
+    length: int,
+    block_size: int,
+    window: int | None = None,
+    is_causal: bool = False,
+    documents: Tensor | None = None,
+) -> Tensor:
+    """What the rows of blocks see of the context and of all block rows, bool [N, A * B, T + A * B].
+
+    A row sees the context before its anchor and its own block; with a window only what is less than `window` tokens before
+    it and, if `is_causal`, no later row. anchors: positions int64 [N, A]. documents: see `BlockHead.forward`.
+    """
+    count, num_anchors = anchors.shape
+    rows = torch.arange(num_anchors * block_size, device=anchors.device)
+    block, place = rows // block_size, rows % block_size
+    context = torch.arange(length, device=anchors.device)
+    starts = anchors[:, block]
+    seen = context < starts[:, :, None]
+    if documents is not None:
+        seen = seen & (documents[:, None, :] == documents.gather(1, starts)[:, :, None])
+    own = block[:, None] == block
+    if window is not None:
+        seen = seen & ((starts + place)[:, :, None] - context < window)
+        behind = place[:, None] - place
+        own = own & (behind < window) & (behind >= 0 if is_causal else True)
+    return torch.cat([seen, own.expand(count, -1, -1)], -1)
+
+
+def _initialise(name: str, values: Tensor, std: float) -> None:
+    """Initial values of a parameter; those of BlockHead's docstring."""
+    module = name.rsplit(".", 2)[-2] if "." in name else name
+    if name.endswith("base_kernel"):
+        values.zero_()[:, 0] = 1.0
+    elif module.endswith("norm"):
+        values.fill_(1.0)
+    elif (
+        name.endswith(".bias") or module == "kernel_projection" or "markov_w2" in name or name.startswith("confidence_head.")
+    ):
+        values.zero_()
+    else:
+        values.normal_(0.0, std)
+
+
+def load_block_head(
+    path_or_id: str, target: str, dtype: str = "float32", device: str = "cpu", wiring: HeadWiring | None = None
+) -> BlockHead:
+    """Load a block head, with the target's embedding and lm_head where it has none of its own.
+
+    wiring: replaces what its config says. The result can be trained; `serve` makes it fast instead.
+    Raises CheckpointError for tensors that are missing, left over or of another shape than the two configs imply.
+    """
+    check_device(dtype, device)
+    folder, target_folder = resolve(path_or_id), resolve(target)
+    target_config = read_target_config(target_folder)
+    config = read_block_config(folder, target_config, wiring)
+    tensors = _read_block_tensors(folder, config)
+    head = new_block_head(config, target, dtype)
+    ids = torch.arange(config.draft_vocab_size)
+    if "d2t" in tensors:
+        check_draft_vocabulary(config.vocab_size, tensors, folder)
+        ids = ids + tensors.pop("d2t")
+    tensors.pop("t2d", None)
+    head.draft_ids = ids
+    missing = head.load_state_dict(
+        {name: tensor.to(getattr(torch, dtype)) for name, tensor in tensors.items()}, strict=False
+    )
+    assert not missing.unexpected_keys
+    return head.to(torch.device(device))
+
+
+def new_block_head(config: BlockHeadConfig, target: str, dtype: str = "float32") -> BlockHead:
+    """A random head on the CPU, with the target's embedding, and its lm_head if the vocabulary is whole."""
+    folder = resolve(target)
+    target_config = read_target_config(folder)
+    head = BlockHead(config, get_setting(int, target_config, "max_position_embeddings", folder))
+    if config.hidden == config.target_hidden:
+        head.embed_tokens.weight.data.copy_(read_tensor(folder, EMBEDDING_NAMES))
+        if config.draft_vocab_size == config.vocab_size:
+            head.lm_head.weight.data.copy_(read_tensor(folder, LM_HEAD_NAMES))
+    return head.to(getattr(torch, dtype))
+
+
+def serve(head: BlockHead) -> BlockHead:
+    """Freeze a head and lay out its weights for fast passes. It cannot be trained or saved any more."""
+    optimize_for_cpu(head.requires_grad_(False).eval())
+    return head
+
+
+def load_block_fuser(
+    path_or_id: str, target: str, dtype: str = "float32", device: str = "cpu", wiring: HeadWiring | None = None
+) -> LinearFuser:
+    """Load only the part of a block head that runs beside the target: fc and the norm behind it. Raises CheckpointError."""
+    folder = resolve(path_or_id)
+    config = read_block_config(folder, read_target_config(resolve(target)), wiring)
+    expected = block_fuser_shapes(config)
+    files = {canonical_name(name): name for name in weight_map(folder)}
+    tensors = {name: read_tensor(folder, (files[name],)) for name in expected if name in files}
+    check_tensors(tensors, expected, (), folder)
+    weight, norm = (tensors[name].to(getattr(torch, dtype)) for name in ("fc.weight", "hidden_norm.weight"))
+    fuser = LinearFuser(weight, config.aux_hidden_state_layers, eps=config.rms_norm_eps, output_norm=norm)
+    return fuser.to(torch.device(device))
+
+
+def write_block_head(
+    folder: Path, config: BlockHeadConfig, tensors: Mapping[str, Tensor], dialect: Dialect = "author"
+) -> None:
+    """Write config.json and model.safetensors. tensors: under the authors' names, such as `block_tensors(head)`.
+
+    Raises CheckpointError for tensors that `config` does not imply.
+    """
+    check_tensors(tensors, block_tensor_shapes(config), block_optional_tensors(config), folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(block_config_json(config, dialect), indent=1) + "\n")
+
+
+def block_tensors(head: BlockHead) -> dict[str, Tensor]:
+    """The tensors of a head's checkpoint, on the CPU. Left out is what the target has: embedding, lm_head."""
+    c, tensors = head.config, {name: tensor.detach().cpu() for name, tensor in head.state_dict().items()}
+    if c.draft_vocab_size != c.vocab_size:
+        ids = head.draft_ids.cpu()
+        tensors["d2t"] = ids - torch.arange(len(ids))
+        tensors["t2d"] = torch.zeros(c.vocab_size, dtype=torch.bool).index_fill_(0, ids, True)
+    optional = block_optional_tensors(c)
+    return {name: tensor for name, tensor in tensors.items() if name not in FROZEN or name not in optional}
+
+
+def _read_block_tensors(folder: Path, config: BlockHeadConfig) -> dict[str, Tensor]:
+    expected, tensors = block_tensor_shapes(config), {}
+    for name, tensor in read_tensors(folder).items():
+        known = canonical_name(name)
+        tensors[known if known in expected else name] = tensor  # the error message names an unknown tensor as it is
+    check_tensors(tensors, expected, block_optional_tensors(config), folder)
+    return tensors

@@ -1,0 +1,195 @@
+"""Block heads: training rows equal cached rows, and checkpoints of every dialect are read strictly and written back."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from eyas.errors import CheckpointError
+from eyas.models.heads.block import (
+    BlockHead,
+    block_mask,
+    block_tensors,
+    load_block_fuser,
+    load_block_head,
+    new_block_head,
+    write_block_head,
+)
+from eyas.models.heads.block_config import BlockHeadConfig, Dialect
+from eyas.models.heads.eagle_config import HeadWiring
+from eyas.models.heads.layers import Projected
+from tests.tiny import write_target
+from tests.tiny_block import DFLASH, DSPARK, KINDS, random_block_head
+
+LENGTH = 20
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(write_target(tmp_path_factory.mktemp("block") / "target"))
+
+
+def cached_states(head: BlockHead, states: torch.Tensor, token: int, at: int) -> torch.Tensor:
+    """One block at position `at` [G, H], with context that was projected once and in pieces."""
+    c, pieces = head.config, (range(3), range(3, at)) if at > 3 else (range(at),)
+    context = [
+        [head.project_context(layer, head.fuse(states[list(piece)]), torch.tensor(list(piece))) for piece in pieces]
+        for layer in range(c.num_layers)
+    ]
+    places = torch.arange(at, at + c.block_size)
+
+    def attention(layer: int, rows: Projected) -> torch.Tensor:
+        keys, values = (torch.cat([*(getattr(p, x) for p in context[layer]), getattr(rows, x)]) for x in ("key", "value"))
+        window = c.windows[layer]
+        key_places = torch.cat([torch.arange(at), places])
+        behind = places[:, None] - key_places
+        seen = torch.ones(c.block_size, at + c.block_size, dtype=torch.bool)
+        if window is not None:
+            seen = (behind < window) & ((behind >= 0) | (torch.tensor(not c.causal_windows)))
+        q, k, v = (x.transpose(0, 1)[None] for x in (rows.query, keys, values))
+        return F.scaled_dot_product_attention(q, k, v, seen, enable_gqa=True)[0].transpose(0, 1)
+
+    rows = head.run(head.block_tokens(torch.tensor(token)), places, attention)
+    return head.drafted_rows(rows)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_training_logits_equal_cached_logits(kind: str, target: str) -> None:
+    head, generator = random_block_head(kind, target), torch.Generator().manual_seed(1)
+    states = torch.randn(2, LENGTH, 64, generator=generator)
+    tokens = torch.randint(48, (2, LENGTH + 8), generator=generator)
+    anchors = torch.tensor([[4, 9, 15], [1, 10, 18]])
+    found = head(states, tokens[:, :LENGTH], anchors)
+    for n in range(2):
+        for a, at in enumerate(anchors[n].tolist()):
+            cached = cached_states(head, states[n], int(tokens[n, at]), at)
+            previous = tokens[n, at : at + head.config.num_drafted]
+            expected = head.block_logits(cached, previous)
+            torch.testing.assert_close(head.block_logits(found[n, a], previous), expected, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("kind", ["dspark", "dspark-gated", "dspark-rnn"])
+def test_zeroed_markov_head_equals_dflash(kind: str, target: str) -> None:
+    head = random_block_head(kind, target)
+    assert head.markov_head is not None
+    torch.nn.init.zeros_(head.markov_head.markov_w2.weight)
+    states, previous = torch.randn(3, head.config.num_drafted, 32), torch.randint(48, (3, head.config.num_drafted))
+    torch.testing.assert_close(head.block_logits(states, previous), head.backbone_logits(states))
+
+
+def test_new_head_adds_nothing_to_its_backbone(target: str) -> None:
+    head = new_block_head(DSPARK, target)
+    states, previous = torch.randn(3, 4, 32), torch.randint(48, (3, 4))
+    torch.testing.assert_close(head.block_logits(states, previous), head.backbone_logits(states))
+    assert not head.confidence_logits(states, previous).any()
+    assert {n for n, p in head.named_parameters() if not p.requires_grad} == {"embed_tokens.weight", "lm_head.weight"}
+
+
+def test_rows_see_neither_anchor_feature_nor_other_blocks() -> None:
+    mask = block_mask(torch.tensor([[1, 3]]), 5, 2, documents=torch.tensor([[0, 0, 1, 1, 1]]))[0]
+    assert mask.int().tolist() == [
+        [1, 0, 0, 0, 0, 1, 1, 0, 0],
+        [1, 0, 0, 0, 0, 1, 1, 0, 0],
+        [0, 0, 1, 0, 0, 0, 0, 1, 1],
+        [0, 0, 1, 0, 0, 0, 0, 1, 1],
+    ]
+
+
+def test_window_counts_from_each_row() -> None:
+    mask = block_mask(torch.tensor([[4]]), 5, 3, window=3, is_causal=True)[0]
+    assert mask.int().tolist() == [[0, 0, 1, 1, 0, 1, 0, 0], [0, 0, 0, 1, 0, 1, 1, 0], [0, 0, 0, 0, 0, 1, 1, 1]]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dialect", ["author", "specforge", "speculators"])
+def test_round_trip_changes_nothing(kind: str, dialect: Dialect, target: str, tmp_path: Path) -> None:
+    head = random_block_head(kind, target)
+    write_block_head(tmp_path, head.config, block_tensors(head), dialect)
+    loaded = load_block_head(str(tmp_path), target)
+    assert loaded.config == head.config
+    assert torch.equal(loaded.draft_ids, head.draft_ids)
+    for name, tensor in head.state_dict().items():
+        assert torch.equal(loaded.state_dict()[name], tensor), name
+    fuser = load_block_fuser(str(tmp_path), target)
+    states = torch.randn(5, 64)
+    torch.testing.assert_close(fuser(states), head.fuse(states))
+    assert fuser.aux_hidden_state_layers == (2, 3)
+
+
+def written(tmp_path: Path, target: str, kind: str = "dspark", dialect: Dialect = "author", **settings: object) -> str:
+    """A head whose config.json has other settings; null removes one."""
+    head = random_block_head(kind, target)
+    write_block_head(tmp_path, head.config, block_tensors(head), dialect)
+    file = tmp_path / "config.json"
+    config = json.loads(file.read_text()) | settings
+    file.write_text(json.dumps({key: value for key, value in config.items() if value is not None}))
+    return str(tmp_path)
+
+
+def test_layer_ids_count_outputs_except_in_speculators(target: str, tmp_path: Path) -> None:
+    author = json.loads((Path(written(tmp_path / "a", target)) / "config.json").read_text())
+    other = json.loads((Path(written(tmp_path / "b", target, dialect="speculators")) / "config.json").read_text())
+    assert author["target_layer_ids"] == [1, 2]
+    assert other["aux_hidden_state_layer_ids"] == [2, 3]
+
+
+@pytest.mark.parametrize("dialect", ["author", "specforge", "speculators"])
+@pytest.mark.parametrize(("base", "expected"), [(DSPARK, True), (DFLASH, False)])
+def test_unstated_anchor_convention_follows_kind(
+    base: BlockHeadConfig, expected: bool, dialect: Dialect, target: str, tmp_path: Path
+) -> None:
+    folder = Path(written(tmp_path, target, base.kind, dialect))
+    config = json.loads((folder / "config.json").read_text())
+    for settings in (config, config.get("dflash_config", {})):
+        settings.pop("sample_from_anchor", None)
+    (folder / "config.json").write_text(json.dumps(config))
+    assert load_block_head(str(folder), target).config.wiring.sample_from_anchor is expected
+
+
+def test_recorded_wiring_takes_precedence(target: str, tmp_path: Path) -> None:
+    record = {
+        "aux_hidden_state_layers": [1, 2],
+        "norm_before_residual": False,
+        "output": "state",
+        "sample_from_anchor": False,
+    }
+    head = load_block_head(written(tmp_path, target, eyas=record), target)
+    assert head.config.wiring == HeadWiring((1, 2))
+    assert head.config.num_drafted == 3
+
+
+FAULTS: dict[str, tuple[dict[str, object], str]] = {
+    "more layers than tensors": ({"num_hidden_layers": 3, "layer_types": None}, "missing layers.2.input_layernorm.weight"),
+    "another rank": ({"markov_rank": 6}, r"markov_head.markov_w1.weight has shape \[48, 8\], expected \[48, 6\]"),
+    "another kind of Markov head": ({"markov_head_type": "gated"}, "missing markov_head.gate_proj.bias"),
+    "an unknown Markov head": ({"markov_head_type": "lstm"}, "markov_head_type is 'lstm'; it must be one of vanilla"),
+    "more features than fc": ({"target_layer_ids": [0, 1, 2]}, r"fc.weight has shape \[32, 64\], expected \[32, 96\]"),
+    "no layer ids": ({"target_layer_ids": None}, "target_layer_ids is None; it must be a list of layer numbers"),
+    "layers beyond the target": ({"target_layer_ids": [1, 4]}, r"target_layer_ids is \[1, 4\]"),
+    "another target": ({"num_target_layers": 6}, "num_target_layers is 6, but this target has 4 layers"),
+    "another vocabulary": ({"vocab_size": 50}, "made for a target of vocabulary size 50, but this target has 48"),
+    "a mask beyond the vocabulary": ({"mask_token_id": 48}, "mask_token_id 48 is not below the vocabulary size 48"),
+    "no mask": ({"mask_token_id": None}, "mask_token_id is None"),
+    "no block size": ({"block_size": None}, "block_size is None; it must be a whole number"),
+    "a flag in words": ({"sample_from_anchor": "yes"}, "sample_from_anchor is 'yes'; it must be true or false"),
+    "an unknown kind of layer": ({"layer_types": ["mamba", "mamba"]}, "layer_types is"),
+    "another activation": ({"hidden_act": "gelu"}, "hidden_act is 'gelu'; Eyas supports silu only"),
+    "Domino": ({"architectures": ["DominoDraftModel"]}, "holds a Domino head"),
+    "no block head": ({"architectures": ["LlamaForCausalLM"]}, "does not hold a block head"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_faults_are_refused_by_name(fault: str, target: str, tmp_path: Path) -> None:
+    settings, message = FAULTS[fault]
+    with pytest.raises(CheckpointError, match=message):
+        load_block_head(written(tmp_path, target, **settings), target)
+
+
+def test_writer_refuses_tensors_of_another_config(target: str, tmp_path: Path) -> None:
+    head = random_block_head("dspark", target)
+    with pytest.raises(CheckpointError, match="unexpected markov_head"):
+        write_block_head(tmp_path, replace(head.config, markov_rank=0, confidence_with_markov=False), block_tensors(head))
