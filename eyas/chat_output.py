@@ -113,11 +113,17 @@ def detect_format(template: str) -> ChatFormat:
     tools: ToolParserName | Literal[""] = ""
     if "[TOOL_CALLS]" in template:
         tools = "mistral"
-    elif "<tool_call>" in template:
+    elif "<function=" in template:
+        tools = "qwen3_coder" if "<tool_call>" in template else ""
+    elif "<tool_call>" in template and not any(other in template for other in _OTHER_CALLS):
         tools = "hermes"
     elif "<|python_tag|>" in template or '"parameters": dictionary of argument name' in template:
         tools = "llama3_json"
     return ChatFormat(tools, "qwen3" if "</think>" in template else "mistral" if "[/THINK]" in template else "")
+
+
+# In templates of models whose calls look like Hermes' at first: GLM, MiniMax, Apriel.
+_OTHER_CALLS = ("<arg_key>", "<invoke", "<tool_calls>")
 
 
 class ChatParser:

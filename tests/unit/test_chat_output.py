@@ -233,6 +233,11 @@ def test_the_prompt_decides_where_reasoning_begins() -> None:
         ("{{ '<|python_tag|>' }}", LLAMA),
         ('{"name": function name, "parameters": dictionary of argument name and its value}', LLAMA),
         ("[TOOL_CALLS]", MISTRAL),
+        ("<tool_call>\n<function=NAME>\n<parameter=KEY>", ChatFormat("qwen3_coder")),
+        ("<tool_call>{{ name }}<arg_key>{{ key }}</arg_key>", ChatFormat()),
+        ("<tool_call><invoke name=", ChatFormat()),
+        ("<tool_calls>[{{ calls }}]</tool_calls>{# not <tool_call> #}", ChatFormat()),
+        ("<|python_tag|><function={{ name }}>{{ arguments }}</function>", ChatFormat()),
         ("<|start|>assistant<|channel|>analysis<|message|>", OPENAI),
     ],
 )

@@ -373,7 +373,8 @@ class GenerationEndpoints:
 
 
 def _render(template: ChatTemplate, body: ChatBody) -> str:
-    return template.render(body.template_messages, body.template_variables, body.continue_final_message)
+    messages = [message.template_value for message in body.messages]
+    return template.render(messages, body.template_variables, body.continue_final_message)
 
 
 def _received_call(prefix: str, request: Request, own_id: str = "") -> GenerateCall:

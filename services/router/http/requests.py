@@ -327,16 +327,12 @@ class Message(StrictModel):
 
     @property
     def template_value(self) -> dict[str, Any]:
-        """The message as templates expect it."""
-        own = {"role", "name", "tool_call_id"}
-        value = self.model_dump(include=own, exclude_defaults=True) | {"content": self.content}
-        if self.tool_calls:
-            value["tool_calls"] = [call.template_value for call in self.tool_calls]
-        if reasoning := self.reasoning_content or self.reasoning:
-            value |= {"reasoning_content": reasoning, "reasoning": reasoning}
-            if not self.content:  # gpt-oss, whose template refuses both
-                value["thinking"] = reasoning
-        return value
+        """The message as `ChatTemplate.render` takes it."""
+        value = self.model_dump(
+            include={"role", "name", "tool_call_id", "reasoning_content", "reasoning"}, exclude_defaults=True
+        )
+        calls = [call.model_dump(exclude={"index"}) for call in self.tool_calls]
+        return value | {"content": self.content} | ({"tool_calls": calls} if calls else {})
 
 
 class ChatBody(Body, ToolFields):
@@ -374,16 +370,6 @@ class ChatBody(Body, ToolFields):
             reason = "continue_final_message and add_generation_prompt contradict each other; set one of them to false"
             raise InvalidRequest(reason, "continue_final_message")
         return self
-
-    @property
-    def template_messages(self) -> list[dict[str, Any]]:
-        """The messages as templates expect them. Results of tools get the name of the tool, which some templates show."""
-        names = {call.id: call.function.name for message in self.messages for call in message.tool_calls}
-        messages = [message.template_value for message in self.messages]
-        for message in messages:
-            if message["role"] == "tool" and message.get("tool_call_id") in names:
-                message.setdefault("name", names[message["tool_call_id"]])
-        return messages
 
     @property
     def template_variables(self) -> dict[str, Any]:

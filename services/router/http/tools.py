@@ -84,19 +84,6 @@ class EarlierCall(StrictModel):
     function: CalledFunction
     index: int = 0
 
-    @property
-    def template_value(self) -> dict[str, Any]:
-        """The call as templates expect it: with the arguments as an object, unless the model wrote no object."""
-        arguments: Any = self.function.arguments
-        if isinstance(arguments, str):
-            try:
-                parsed = json.loads(arguments or "{}")
-            except (ValueError, RecursionError):
-                parsed = None
-            arguments = parsed if isinstance(parsed, dict) else arguments
-        function = {"name": self.function.name, "arguments": arguments}
-        return {"id": self.id, "type": "function", "function": function}
-
 
 @dataclass(frozen=True)
 class ToolChoice:

@@ -124,6 +124,12 @@ def test_chats_with_tools_have_a_template_of_their_own(tmp_path: Path) -> None:
     assert template is not None
     assert template.render(MESSAGES, {"tools": [{}]}) == "with 1"
     assert template.render(MESSAGES, {}) == "without"
+    (tmp_path / "chat_template.jinja").write_text("file")
+    (tmp_path / "additional_chat_templates").mkdir()
+    (tmp_path / "additional_chat_templates" / "tool_use.jinja").write_text("file with {{ tools | length }}")
+    template = load_template(ServedModel("m", str(tmp_path)))
+    assert template is not None
+    assert [template.render(MESSAGES, {"tools": tools}) for tools in ([{}], None)] == ["file with 1", "file"]
 
 
 def test_settings_go_before_the_format_of_the_template(tmp_path: Path) -> None:
@@ -139,3 +145,107 @@ def test_settings_go_before_the_format_of_the_template(tmp_path: Path) -> None:
     assert form(tool_call_parser="none", reasoning_parser="deepseek_r1") == ChatFormat("", "deepseek_r1")
     with pytest.raises(ConfigError, match="tool_call_parser is 'xml'; it must be one of auto"):
         form(tool_call_parser="xml")
+
+
+def call(id_: str, name: str, arguments: str = "{}") -> dict[str, Any]:
+    return {"id": id_, "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def result(id_: str, content: str) -> dict[str, Any]:
+    return {"role": "tool", "tool_call_id": id_, "content": content}
+
+
+USER: dict[str, Any] = {"role": "user", "content": "Hi"}
+SYSTEM: dict[str, Any] = {"role": "system", "content": "Be brief."}
+LINES = "{% for m in messages %}{{ m.role }}:{{ m.content }} {% endfor %}"
+# Of the structure of the templates of Llama 3 (refuses a second call) and gpt-oss (leaves it out).
+ONE_CALL = (
+    "{% if m.tool_calls %}{{ m.tool_calls[0].function.name }} "
+    "{% else %}{{ m.role }}:{{ m.name }}:{{ m.content }} {% endif %}"
+)
+REFUSES = "{% if m.tool_calls | length > 1 %}{{ raise_exception('single tool-calls') }}{% endif %}"
+# One system message at the beginning: Mistral refuses others, gpt-oss leaves them out.
+ONE_SYSTEM = "{% if messages[0].role == 'system' %}S:{{ messages[0].content }} {% set messages = messages[1:] %}{% endif %}"
+USERS = "{% for m in messages %}{% if m.role == 'user' %}U:{{ m.content }} {% endif %}{% endfor %}"
+
+
+def text_of(source: str, *messages: dict[str, Any], **extra: Any) -> str:
+    return ChatTemplate(source, SPECIAL, "here").render(messages, extra)
+
+
+@pytest.mark.parametrize("refuses", ["", REFUSES])
+def test_calls_have_a_message_each_where_templates_take_one(refuses: str) -> None:
+    source = "{% for m in messages %}" + refuses + ONE_CALL + "{% endfor %}"
+    both = {"role": "assistant", "content": None, "tool_calls": [call("a", "add"), call("b", "sub")]}
+    chat = (USER, both, result("b", "2"), result("a", "1"), USER)
+    assert text_of(source, *chat) == "user::Hi add tool:add:1 sub tool:sub:2 user::Hi "
+    assert text_of(source, USER, both, result("", "1"), result("", "2")) == "user::Hi add tool::1 sub tool::2 "
+    every = "{% for m in messages %}{% for c in m.tool_calls %}{{ c.function.name }} {% endfor %}{% endfor %}"
+    assert text_of(every, *chat) == "add sub "
+
+
+def test_developers_speak_as_the_system_where_templates_skip_them() -> None:
+    developer = {"role": "developer", "content": "Be brief."}
+    skips = (
+        "{% for m in messages %}{% if m.role in ['system', 'user'] %}{{ m.role }}:{{ m.content }} {% endif %}{% endfor %}"
+    )
+    assert text_of(skips, developer, USER) == "system:Be brief. user:Hi "
+    assert text_of(LINES, developer, USER) == "developer:Be brief. user:Hi "
+
+
+def test_instructions_are_joined_where_templates_show_one() -> None:
+    more = {"role": "system", "content": "Be kind."}
+    assert text_of(ONE_SYSTEM + USERS, SYSTEM, more, USER) == "S:Be brief.\n\nBe kind. U:Hi "
+    assert text_of(LINES, SYSTEM, more, USER) == "system:Be brief. system:Be kind. user:Hi "
+
+
+def test_instructions_that_a_template_leaves_out_are_refused() -> None:
+    with pytest.raises(InvalidRequest, match="system messages at the beginning only"):
+        text_of(ONE_SYSTEM + USERS, USER, SYSTEM, USER)
+    assert text_of(LINES, USER, SYSTEM) == "user:Hi system:Be brief. "
+
+
+def test_instructions_stay_while_tools_are_called() -> None:
+    nemo = (
+        "{% if messages[0].role == 'system' %}{% set s = messages[0].content %}{% set messages = messages[1:] %}{% endif %}"
+        "{% for m in messages %}{% if m.role == 'user' %}[{{ s + '\n\n' if loop.last and s }}{{ m.content }}]{% endif %}"
+        "{% endfor %}"
+    )
+    chat = (SYSTEM, USER, {"role": "assistant", "content": None, "tool_calls": [call("a", "add")]}, result("a", "1"))
+    assert text_of(nemo, SYSTEM, USER) == text_of(nemo, *chat) == "[Be brief.\n\nHi]"
+
+
+def test_mistral_gets_ids_of_nine_letters_and_digits() -> None:
+    source = (
+        "{% for m in messages %}{% for c in m.tool_calls %}[TOOL_CALLS]{{ c.function.name }}-{{ c.id }} {% endfor %}"
+        "{% if m.tool_call_id %}result-{{ m.tool_call_id }} {% endif %}{% endfor %}"
+    )
+    chat = ({"role": "assistant", "tool_calls": [call("call_1", "add"), call("abcdefgh1", "sub")]}, result("call_1", "1"))
+    ids = [shown.partition("-")[2] for shown in text_of(source, USER, *chat).split()]
+    assert ids[1] == "abcdefgh1"
+    assert ids[0] == ids[2]
+    assert len(ids[0]) == 9
+    assert ids[0].isalnum()
+
+
+def test_reasoning_reaches_templates_in_their_own_form() -> None:
+    turn = {"role": "assistant", "content": "Well.", "reasoning_content": "Hm"}
+    parts = (
+        "{% for m in messages %}{% if m.content is string %}{{ m.content }}{% else %}{% for b in m.content %}"
+        "{% if b['type'] == 'thinking' %}[THINK]{{ b['thinking'] }}[/THINK]{% else %}{{ b['text'] }}{% endif %}{% endfor %}"
+        "{% endif %}{% endfor %}"
+    )
+    assert text_of(parts, USER, turn) == "Hi[THINK]Hm[/THINK]Well."
+    fields = "{% for m in messages %}{{ m.reasoning_content }}{{ m.reasoning }}{{ m.thinking }}{{ m.content }}{% endfor %}"
+    assert text_of(fields, USER, turn) == "HiHmHmHmWell."
+    either = "{{ raise_exception('Cannot pass both') if messages[1].content and messages[1].thinking }}"
+    harmony = f"{{# <|channel|><|message|> #}}{either}{{{{ messages[1].thinking }}}}"
+    assert text_of(harmony, USER, turn | {"tool_calls": [call("a", "add")]}) == "Hm\n\nWell."
+
+
+def test_templates_get_arguments_as_objects_and_names_of_results() -> None:
+    source = "{{ messages[1].tool_calls[0].function.arguments | tojson }}{{ messages[2].name }}{{ messages[1].content }}"
+    chat = (USER, {"role": "assistant", "content": None, "tool_calls": [call("a", "add", '{"b": 1}')]}, result("a", "1"))
+    assert text_of(source, *chat) == '{"b": 1}add'
+    with pytest.raises(InvalidRequest, match="messages must have OpenAI's form"):
+        text_of(source, USER, {"role": "assistant", "tool_calls": [{"name": "add"}]})
