@@ -33,7 +33,6 @@ THINK_TAGS: Mapping[str, tuple[str, str]] = {
     "mistral": ("[THINK]", "[/THINK]"),
 }
 
-
 Tools: TypeAlias = Mapping[str, Mapping[str, Any]]  # JSON schemas of the arguments, by the tools' names
 
 

@@ -158,8 +158,10 @@ def text_chunk_to_proto(chunk: TextChunk) -> generation_pb2.GenerateChunk:
     if inner.finish_reason is not None:
         totals = chunk.totals or Totals(0, 0)
         stats = totals.stats and generation_pb2.Stats(**vars(totals.stats), acceptance_length=totals.stats.acceptance_length)
-        counts = vars(totals) | {"stats": stats}
-        finish = generation_pb2.Finish(reason=inner.finish_reason, message=inner.message, **counts)
+        values = vars(totals) | {"stats": stats}
+        if chunk.stop_reason is not None:
+            values["stop_string" if isinstance(chunk.stop_reason, str) else "stop_token_id"] = chunk.stop_reason
+        finish = generation_pb2.Finish(reason=inner.finish_reason, message=inner.message, **values)
     return generation_pb2.GenerateChunk(
         token_ids=inner.token_ids,
         is_draft_token=inner.is_draft_token,
@@ -195,7 +197,9 @@ def text_chunk_from_proto(message: generation_pb2.GenerateChunk, request_id: str
     )
     seed = message.seed if message.HasField("seed") else None
     totals = totals_from_proto(finish) if finish else None
-    return TextChunk(inner, message.text, tuple(message.text_lengths), seed, totals)
+    stop = finish.WhichOneof("stop_reason") if finish else None
+    stop_reason = getattr(finish, stop) if stop else None
+    return TextChunk(inner, message.text, tuple(message.text_lengths), seed, totals, stop_reason)
 
 
 def verify_step_to_proto(step: VerifyStep) -> generation_pb2.VerifyStep:

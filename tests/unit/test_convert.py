@@ -100,7 +100,8 @@ def text_chunks(draw: st.DrawFn) -> TextChunk:
     is_draft_token = draw(st.lists(st.booleans(), max_size=5).map(tuple))
     rest = (draw(counts), draw(logprobs), draw(logprobs), draw(counts))
     chunk = Chunk("id", draw(ids), is_draft_token, draw(st.none() | rounds), reason, message, *rest)  # type: ignore[arg-type]
-    return TextChunk(chunk, draw(names), draw(ids), draw(st.none() | seeds), totals)
+    stop = draw(st.none() | names | counts) if reason else None
+    return TextChunk(chunk, draw(names), draw(ids), draw(st.none() | seeds), totals, stop)
 
 
 @given(requests, names, names)

@@ -61,6 +61,16 @@ def test_both_clients_return_the_outputs_of_vllm(url: str) -> None:
     asyncio.run(body())
 
 
+def test_outputs_name_the_stop_string(url: str) -> None:
+    async def body() -> None:
+        stops = [replace(GREEDY, stop=(ANSWER[3:6],)), GREEDY]
+        async with worker(url, Script(TOKENS)), router(url) as address, AsyncClient(address) as client:
+            outputs = [output.outputs[0] for output in await client.generate([PROMPT_TEXT] * len(stops), stops)]
+        assert [(one.finish_reason, one.stop_reason) for one in outputs] == [("stop", ANSWER[3:6]), ("length", None)]
+
+    asyncio.run(body())
+
+
 def test_an_answer_continues_on_another_router(url: str) -> None:
     async def body() -> None:
         async with worker(url, Script(TOKENS)), router(url) as second, AsyncExitStack() as stack:
