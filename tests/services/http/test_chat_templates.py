@@ -184,7 +184,7 @@ def test_calls_have_a_message_each_where_templates_take_one(refuses: str) -> Non
     assert text_of(every, *chat) == "add sub "
 
 
-def test_developers_speak_as_the_system_where_templates_skip_them() -> None:
+def test_developers_become_the_system_where_templates_skip_them() -> None:
     developer = {"role": "developer", "content": "Be brief."}
     skips = (
         "{% for m in messages %}{% if m.role in ['system', 'user'] %}{{ m.role }}:{{ m.content }} {% endif %}{% endfor %}"
