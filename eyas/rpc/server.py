@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import inspect
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
+import traceback
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any, NoReturn, cast
 
@@ -257,9 +259,10 @@ class _Decoder:
             ) from None
 
     async def each(self, stream: AsyncIterator[bytes]) -> AsyncIterator[Any]:
-        """Decode the requests of a stream."""
-        async for data in stream:
-            yield self(data)
+        """Decode the requests of a stream. Close it at the end: gRPC's generator holds its last message in a cycle."""
+        async with aclosing(cast("AsyncGenerator[bytes]", aiter(stream))) as requests:
+            async for data in requests:
+                yield self(data)
 
 
 def _arity(streaming: bool) -> str:
@@ -295,6 +298,7 @@ async def _abort(error: Exception, context: Any) -> NoReturn:
         if isinstance(error, grpc.aio.AbortError | cygrpc.ExecuteBatchError):
             raise error
         if isinstance(error, EyasError):
+            traceback.clear_frames(error.__traceback__)  # else a call's messages stay until a full garbage collection
             await context.abort(status_of(error), str(error), (*retry_hint(error), (ERROR_KEY, type(error).__name__)))
         log.error("internal error in a call", exc_info=error, extra={"rate_limited": True})
         await context.abort(grpc.StatusCode.INTERNAL, "internal error", ((ERROR_KEY, "RequestFailed"),))

@@ -34,6 +34,7 @@ TEXTS = (
 COUNTS = (0, 1, 2, 3, 5, 8, 17, 64, 200)
 HUGE_COUNTS = (1_000, 20_000, 100_000)
 HUGE_RATIO = 0.001
+MAX_REPEATED_BYTES = 2**24
 
 _FIXED = {
     FieldDescriptor.TYPE_FIXED32: "<I", FieldDescriptor.TYPE_SFIXED32: "<i", FieldDescriptor.TYPE_FLOAT: "<f",
@@ -120,7 +121,7 @@ def _changed(data: bytes, descriptor: Descriptor, rng: random.Random, depth: int
         chunks.pop(rng.randrange(len(chunks)))
     elif chunks and what < 0.2:
         chunk = rng.choice(chunks)
-        chunks += [chunk] * _count(rng)
+        chunks += [chunk] * _count(rng, len(chunk.data))
     elif chunks and what < 0.25:
         place = rng.randrange(len(chunks))
         chunks[place] = replace(chunks[place], wire_type=rng.choice((VARINT, FIXED64, LENGTH, 3, 4, FIXED32, 6, 7)))
@@ -140,8 +141,8 @@ def _with_field(chunks: list[Chunk], field: FieldDescriptor, rng: random.Random,
     place = rng.choice(places) if places else None
     old = chunks[place].data if place is not None else b""
     if field.message_type is not None:
-        count = _count(rng) if field.is_repeated and rng.random() < 0.2 else 1
         inner = _changed(old, field.message_type, rng, depth - 1) if depth else b""
+        count = _count(rng, len(inner)) if field.is_repeated and rng.random() < 0.2 else 1
         new = [Chunk(field.number, LENGTH, inner)] * count
     elif field.is_repeated and field.type not in (FieldDescriptor.TYPE_STRING, FieldDescriptor.TYPE_BYTES):
         new = [_numbers(field, old, rng)]
@@ -184,13 +185,16 @@ def _real(pattern: str, rng: random.Random) -> bytes:
 
 
 def _text(rng: random.Random) -> bytes:
-    if rng.random() < HUGE_RATIO:
-        return rng.choice(TEXTS) * rng.choice(HUGE_COUNTS)
-    return rng.choice(TEXTS)
+    text = rng.choice(TEXTS)
+    return (
+        text * min(rng.choice(HUGE_COUNTS), MAX_REPEATED_BYTES // max(len(text), 1)) if rng.random() < HUGE_RATIO else text
+    )
 
 
-def _count(rng: random.Random) -> int:
-    return rng.choice(HUGE_COUNTS if rng.random() < HUGE_RATIO else COUNTS)
+def _count(rng: random.Random, size: int = 0) -> int:
+    """How often something of `size` bytes is repeated."""
+    count = rng.choice(HUGE_COUNTS if rng.random() < HUGE_RATIO else COUNTS)
+    return min(count, MAX_REPEATED_BYTES // max(size, 1))
 
 
 def _unknown(rng: random.Random) -> Chunk:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import tracemalloc
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
@@ -54,14 +56,30 @@ class Failing(draft_pb2_grpc.DraftServicer):
         raise self._error
 
 
+class Reading(draft_pb2_grpc.DraftServicer):
+    """Reads a stream in a task of its own, and ends with its error."""
+
+    async def Speculate(self, request_iterator: Any, context: Any) -> AsyncIterator[draft_pb2.SpeculateResponse]:  # noqa: N802
+        async def read() -> None:
+            async for _ in request_iterator:
+                pass
+
+        reader = asyncio.create_task(read())
+        await asyncio.wait({reader})
+        reader.result()
+        yield draft_pb2.SpeculateResponse()
+
+
 def with_server(
-    check: Callable[[RpcServer, str, grpc.aio.Channel], Awaitable[None]], error: Exception | None = None
+    check: Callable[[RpcServer, str, grpc.aio.Channel], Awaitable[None]],
+    error: Exception | None = None,
+    servicer: draft_pb2_grpc.DraftServicer | None = None,
 ) -> None:
     """Run `check` against a started server with its address and a channel to it."""
 
     async def main() -> None:
         server = RpcServer(ServerConfig(reflection=True))
-        draft_pb2_grpc.add_DraftServicer_to_server(Failing(error or EyasError()), server.aio)
+        draft_pb2_grpc.add_DraftServicer_to_server(servicer or Failing(error or EyasError()), server.aio)
         address = await server.start([NAME])
         try:
             async with open_channel(address) as channel:
@@ -173,6 +191,29 @@ def test_bytes_that_do_not_decode_are_an_invalid_request(method: str, caplog: py
     assert "cannot be decoded" in record.getMessage()
     assert vars(record)["rate_limited"]
     assert not record.exc_info
+
+
+def test_a_refused_message_is_freed_without_a_collection() -> None:
+    size, count = 2**20, 12
+
+    async def check(server: RpcServer, address: str, channel: grpc.aio.Channel) -> None:
+        async def send() -> None:
+            call: Any = channel.stream_stream("/eyas.v1.Draft/Speculate")()
+            await call.write(b"\xff" * size)
+            assert await call.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+        await send()
+        gc.disable()
+        tracemalloc.start()
+        try:
+            for _ in range(count):
+                await send()
+            assert tracemalloc.get_traced_memory()[0] < count * size / 3
+        finally:
+            tracemalloc.stop()
+            gc.enable()
+
+    with_server(check, servicer=Reading())
 
 
 @pytest.mark.parametrize("path", [b"/x/\xff", b"/eyas.v1.Draft/Describ\xe8", b"\x80", b"", b"x"])
