@@ -28,7 +28,9 @@ def broken_promises(result: FuzzResult) -> list[str]:
     if result.num_wrong:
         found.append(f"{result.num_wrong} of {result.num_probes} valid requests had other tokens than plain decoding")
     found += [f"an unexpected exception in a log: {line}" for line in sorted(set(result.tracebacks))]
-    found += [f"{role} still holds {count} sequences or sessions" for role, count in result.unreturned.items() if count]
+    found += [
+        f"{role} still holds {count} requests, sequences or sessions" for role, count in result.unreturned.items() if count
+    ]
     grown = {role: result.growth(role, WARM_UP_MESSAGES) for role in result.memory}
     return found + [f"{role} grew by {mib:.1f} MiB" for role, mib in grown.items() if mib > MAX_GROWTH_MIB]
 
@@ -56,10 +58,11 @@ def main(
         task = progress.add_task("messages", total=messages, note="")
 
         def update(result: FuzzResult) -> None:
-            note = f"{result.num_findings} findings, {result.num_wrong} of {result.num_probes} answers wrong"
+            memory = ", ".join(f"{role} {samples[-1][1]:.0f} MiB" for role, samples in result.memory.items())
+            note = f"{result.num_findings} findings, {result.num_wrong} of {result.num_probes} answers wrong; {memory}"
             progress.update(task, completed=result.num_messages, note=note)
             if progress.disable and len(result.memory["router"]) % LINE_INTERVAL == 0:
-                print(f"{result.num_messages} messages; {note}", file=sys.stderr, flush=True)
+                print(f"{result.num_messages} messages; {note}", *result.findings, sep="\n", file=sys.stderr, flush=True)
 
         result = asyncio.run(storm(services, settings, update))
     tables = [promises_table(result), *answers_tables(result), memory_table(result)]
