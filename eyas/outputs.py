@@ -89,6 +89,8 @@ class TextDecoder:
             chunk = replace(chunk, finish_reason="stop")
         elif chunk.finish_reason is not None:
             text += self.text.flush()
+            if self.text.stop_string is not None and chunk.finish_reason in ("stop", "length"):
+                chunk, stop_reason = replace(chunk, finish_reason="stop"), self.text.stop_string
         self._count(chunk)
         seed, self.seed = self.seed, None
         totals = None

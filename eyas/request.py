@@ -9,7 +9,7 @@ from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import zip_longest
-from numbers import Integral
+from numbers import Integral, Real
 from typing import Any, Literal, cast
 
 from eyas.errors import InvalidRequest
@@ -116,6 +116,8 @@ class SamplingParams:
         if self.top_k == -1:
             object.__setattr__(self, "top_k", 0)
         check_sampling(self)
+        for name, value in tuple(vars(self).items()):
+            object.__setattr__(self, name, _plain(value))
 
     def end_ids(self, eos_ids: frozenset[int]) -> frozenset[int]:
         """Tokens that end the output; eos_ids: the model's own, which are ignored only where something else may follow."""
@@ -175,10 +177,19 @@ def _normalised(name: str, value: Any) -> tuple[Any, ...]:
     """A list of a parameter as a tuple; one text counts as a list of one, None as an empty one. Raises TypeError."""
     if isinstance(value, str):
         return (value,) if name in ("stop", "bad_words") else tuple(value)
-    entries = value.items() if isinstance(value, Mapping) else value or ()
+    entries = value.items() if isinstance(value, Mapping) else () if value is None else value
     if name == "logit_bias":
         return tuple(sorted(tuple(pair) for pair in entries))
     return tuple(map(tuple, entries)) if name == "bad_token_ids" else tuple(entries)
+
+
+def _plain(value: Any) -> Any:
+    """Numbers of other types, such as numpy's, as Python's own, which messages take."""
+    if isinstance(value, tuple):
+        return tuple(map(_plain, value))
+    if type(value) in (bool, int, float) or not isinstance(value, Real):
+        return value
+    return int(value) if isinstance(value, Integral) else float(value)
 
 
 @dataclass(frozen=True)

@@ -115,14 +115,14 @@ def check_sampling(sampling: SamplingParams) -> None:
         value = getattr(sampling, name)
         if value is None and name in _WHOLE_OR_NONE:
             continue
-        if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
+        if not _is_whole(value) or not low <= value <= high:
             raise InvalidRequest(f"{name} is {value!r}; it must be a whole number from {low} to {high}", name)
     for name, (least, most, words) in _REAL.items():
         values = [(name, getattr(sampling, name))]
         if name == "logit_bias":
             values = [(f"logit_bias of token {token}", bias) for token, bias in sampling.logit_bias]
         for what, real in values:
-            if not (isinstance(real, Real) and math.isfinite(real) and least <= float(real) <= most):
+            if not (_is_real(real) and math.isfinite(real) and least <= float(real) <= most):
                 raise InvalidRequest(f"{what} is {real!r}; it must {words}", name)
     for name in ("stop", "bad_words"):
         if not all(getattr(sampling, name)):
@@ -156,11 +156,21 @@ def _check_entries(sampling: SamplingParams) -> None:
         "bad_token_ids": [token for word in sampling.bad_token_ids for token in word],
         "logit_bias": [pair[0] for pair in sampling.logit_bias],
     }
-    for entries, kind, words in ((texts, str, "texts"), (ids, Integral, "token ids")):
-        for name, values in entries.items():
-            wrong = [value for value in values if not isinstance(value, kind)]
-            if wrong:
-                raise InvalidRequest(f"{name} holds {wrong[0]!r}; it must hold {words}", name)
+    for name, values in (texts | ids).items():
+        wrong = [value for value in values if not (isinstance(value, str) if name in texts else _is_whole(value))]
+        if wrong:
+            raise InvalidRequest(
+                f"{name} holds {wrong[0]!r}; it must hold {'texts' if name in texts else 'token ids'}", name
+            )
+
+
+def _is_whole(value: object) -> bool:
+    """Whether it is a whole number; True and False are none."""
+    return isinstance(value, Integral) and not isinstance(value, bool)
+
+
+def _is_real(value: object) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool)
 
 
 def check_structured_outputs(structured: StructuredOutputs) -> None:

@@ -22,8 +22,8 @@ def noise(seed: int, position: int, token: int) -> float:
     """The exponential noise of one (seed, position, token), in unbounded integers and doubles."""
     golden = 0x9E3779B97F4A7C15
     key = mix((mix((seed + golden) & MASK) + position * golden) & MASK)
-    bits = mix((key + (token + 1) * golden) & MASK) >> 32
-    return -math.log1p(-(bits + 0.5) / 2**32)
+    bits = mix((key + (token + 1) * golden) & MASK) >> 12
+    return -math.log1p(-(bits + 0.5) / 2**52)
 
 
 def steered(

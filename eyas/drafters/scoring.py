@@ -17,7 +17,7 @@ from torch import Tensor
 from eyas.config import DraftingConfig
 from eyas.drafters.base import DraftContext, allowed_bits
 from eyas.sampling.noise import exponential_noise_at, signed
-from eyas.sampling.sampler import Filters, filtered_probs, filtering, filters_of
+from eyas.sampling.sampler import MIN_TEMPERATURE, Filters, filtered_probs, filtering, filters_of
 from eyas.tensors import Ints, upload
 
 # "plain": no session shares its noise; "noised": some do; "filtered": some of these have filters too.
@@ -32,7 +32,17 @@ NUM_NOISE_WORDS = 8
 
 def plain_scores(logits: Tensor, level: int) -> Tensor:
     """Plain log-softmax; a Scorer."""
-    return torch.log_softmax(logits, dim=-1)
+    return _log_softmax(without_nan(logits))
+
+
+def without_nan(logits: Tensor) -> Tensor:
+    """The logits with minus infinity for what is no number: it is never drafted, and disturbs no other token."""
+    return logits.nan_to_num(nan=-torch.inf, posinf=-torch.inf, neginf=-torch.inf)
+
+
+def _log_softmax(logits: Tensor) -> Tensor:
+    """Log-softmax without NaN: minus infinity in rows that have nothing else."""
+    return torch.log_softmax(logits, dim=-1).nan_to_num_(nan=-torch.inf, neginf=-torch.inf)
 
 
 def perturbed_scorer(words: Tensor, levels: int, draft_ids: Tensor, probs: ProbsFunction | None) -> Scorer:
@@ -51,11 +61,12 @@ def perturbed_scorer(words: Tensor, levels: int, draft_ids: Tensor, probs: Probs
     gumbel_SLD = exponentials.log_().neg_().view(*positions_SL.shape, -1) * shared.float()[:, None, None]
 
     def scores(logits: Tensor, level: int) -> Tensor:
+        logits = without_nan(logits)
         if probs is None:
             log_probs = logits / temperature[:, None, None]
         else:
             log_probs = _per_row(probs, logits, Filters(temperature, top_k, top_p, min_p)).log()
-        return torch.log_softmax((log_probs + gumbel_SLD[:, None, level]) / scale[:, None, None], dim=-1)
+        return _log_softmax((log_probs + gumbel_SLD[:, None, level]) / scale[:, None, None])
 
     return scores
 
@@ -86,7 +97,7 @@ def probs_scorer(contexts: Sequence[DraftContext], device: torch.device) -> Scor
     """Scores by unnormalised draft probabilities under each session's temperature and filters."""
     keys = [context.noise for context in contexts]
     filters, probs = filters_of(keys, device), filtered_probs_of(filtering(keys), len(keys), device)
-    return lambda logits, level: _per_row(probs, logits, filters)
+    return lambda logits, level: _per_row(probs, without_nan(logits), filters).nan_to_num_(nan=0.0)
 
 
 def _per_row(probs: ProbsFunction, logits: Tensor, filters: Filters) -> Tensor:
@@ -123,7 +134,7 @@ def noise_words(contexts: Sequence[DraftContext], config: DraftingConfig, num_ro
         key = context.noise
         if config.shared_noise and key.temperature > 0:
             ints[:, row] = signed(key.seed), context.committed_length, 1, key.top_k
-            reals[:, row] = key.temperature, config.noise_scale, key.top_p, key.min_p
+            reals[:, row] = max(key.temperature, MIN_TEMPERATURE), config.noise_scale, key.top_p, key.min_p
     return np.concatenate([ints, reals.view(np.int64)])
 
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from itertools import accumulate, pairwise, takewhile
 from typing import Protocol
 
 import numpy as np
@@ -274,9 +274,11 @@ def chain_trees(
 
 
 def _chain(root: int, rows: Sequence[Sequence[float]]) -> DraftTree:
+    """The chain down to the first level without probabilities, where the logits were no numbers."""
+    size = len(rows[0]) // 2 if rows else 0
+    rows = list(takewhile(lambda row: row[size + int(row[-1])] > 0, rows))
     if not rows:
         return DraftTree.root_only(root)
-    size = len(rows[0]) // 2
     levels = [_draft_probs(row[:size], row[size:-1]) for row in rows]
     tokens = [int(row[int(row[-1])]) for row in rows]
     probs = [row[size + int(row[-1])] / math.fsum(level.probs) for row, level in zip(rows, levels, strict=True)]

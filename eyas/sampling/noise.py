@@ -1,8 +1,9 @@
 """The one noise function of target and drafters: exponential noise as a function of (seed, position, token id).
 
-A 64-bit counter hash (the finaliser of SplitMix64, Steele et al., OOPSLA 2014) gives 32 bits per (seed, position, token),
-read as v in (0, 1). Then e = -log1p(-v) is exponential, and argmin e / p is a draw from p (an exponential race). The hash is
-integer arithmetic and the rest float64 rounded once, so that every device and both sides of the wire agree.
+A 64-bit counter hash (the finaliser of SplitMix64, Steele et al., OOPSLA 2014) gives 64 bits per (seed, position, token).
+The upper 52 are read as v in (0, 1). Then e = -log1p(-v) is exponential, and argmin e / p is a draw from p (an exponential
+race). The hash is integer arithmetic and the rest float64 rounded once, so that every device and both sides of the wire
+agree.
 """
 
 from __future__ import annotations
@@ -29,8 +30,7 @@ def exponential_noise(seeds: Sequence[int], positions: Sequence[int], token_ids:
 
 def exponential_noise_at(seeds: Tensor, positions: Tensor, token_ids: Tensor) -> Tensor:
     """`exponential_noise` with seeds, as signed 64-bit integers, and positions on the device, int64 [N]."""
-    uniform = _logical_shift(_bits(seeds, positions, token_ids), 32).double().add_(0.5).mul_(2.0**-32)
-    return uniform.neg_().log1p_().neg_().float()
+    return _uniform(_bits(seeds, positions, token_ids)).neg_().log1p_().neg_().float()
 
 
 def uniform_noise(seeds: Sequence[int], positions: Sequence[int], indices: Tensor) -> Tensor:
@@ -38,8 +38,7 @@ def uniform_noise(seeds: Sequence[int], positions: Sequence[int], indices: Tenso
 
     indices: int64 [C]. Independent of `exponential_noise`: it hashes counters below 0, where no token id lies.
     """
-    bits = _bits(_signed(seeds, indices), upload(positions, indices.device), -2 - indices)
-    return _logical_shift(bits, 12).double().add_(0.5).mul_(2.0**-52)
+    return _uniform(_bits(_signed(seeds, indices), upload(positions, indices.device), -2 - indices))
 
 
 def draft_seed(seed: int) -> int:
@@ -55,6 +54,11 @@ def signed(seed: int) -> int:
 
 def _signed(seeds: Sequence[int], beside: Tensor) -> Tensor:
     return upload([signed(seed) for seed in seeds], beside.device)
+
+
+def _uniform(bits: Tensor) -> Tensor:
+    """The upper 52 bits as float64 between 2**-53 and 1 - 2**-53: with more of them the largest would round to 1."""
+    return _logical_shift(bits, 12).double().add_(0.5).mul_(2.0**-52)
 
 
 def _bits(seeds: Tensor, positions: Tensor, counters: Tensor) -> Tensor:

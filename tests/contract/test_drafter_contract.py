@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from eyas.config import DraftClientConfig, TreeConfig
-from eyas.draft_protocol import Commit, ResyncRequired, TreeBudget
+from eyas.draft_protocol import Commit, Proposal, ResyncRequired, TreeBudget
 from eyas.drafters.base import Draft, DraftContext, Drafter, LocalDrafter
 from eyas.request import NoiseKey
 from eyas.rpc.messages import DrafterInfo, ModelInfo
@@ -171,3 +171,25 @@ def test_a_sampled_proposal_follows_its_stated_probs(drafter: Drafter, noise: No
         assert (draft.sampled is not None) == (context.proposal == "sampled")
         alone = propose(drafter, [replace(context, session=f"{context.session} alone")])
         assert _shape(alone[0]) == _shape(draft)
+
+
+@pytest.mark.parametrize("proposal", ["deterministic", "sampled"])
+def test_features_that_are_no_numbers_cost_one_tree(drafter: Drafter, proposal: Proposal) -> None:
+    if not drafter.needs.features or (proposal == "sampled" and not drafter.can_sample):
+        pytest.skip("the drafter has no features, or cannot sample")
+    good, bad = (replace(commit(name, 20, noise=NOISES[2]), proposal=proposal) for name in ("good", "bad"))
+    assert bad.features is not None
+    drafts = propose(drafter, [replace(bad, features=torch.full_like(bad.features, torch.nan)), good])
+    assert isinstance(drafts[0], DraftTree)
+    drafts[0].validate(bad.tokens[-1], VOCAB, TREE.max_nodes, TREE.max_depth)
+    assert _shape(drafts[1]) == _shape(propose(drafter, [replace(good, session="alone")])[0])
+    after = propose(drafter, [commit("bad", 24, base=20), commit("good", 24, base=20)])
+    assert all(isinstance(draft, DraftTree) for draft in after), "both sessions are known still"
+
+
+def test_the_lowest_temperatures_draft_as_others(drafter: Drafter) -> None:
+    noises = [NoiseKey(3, temperature, top_k) for temperature in (5e-324, 1e-30, 1e-7) for top_k in (0, 8)]
+    for draft in propose(drafter, [commit(f"{i}", 20, noise=noise) for i, noise in enumerate(noises)]):
+        assert isinstance(draft, DraftTree)
+        draft.validate(draft.tokens[0], VOCAB, TREE.max_nodes, TREE.max_depth)
+        assert draft.num_drafted > 0

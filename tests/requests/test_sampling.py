@@ -31,6 +31,13 @@ def test_noise_is_exponential_and_never_zero() -> None:
     assert chi_square < 43.8  # 99.9 % quantile of 19 degrees of freedom
 
 
+def test_the_least_noise_is_as_exact_as_any_other() -> None:
+    """It draws the rarest tokens. 32 bits would round it to multiples of 2**-32."""
+    noise = exponential_noise([7] * 10**6, range(10**6), torch.tensor([5])).flatten()
+    for position in noise.topk(20, largest=False).indices.tolist():
+        assert noise[position].item() == pytest.approx(reference.noise(7, position, 5), rel=1e-6)
+
+
 def test_neighbouring_seeds_and_positions_share_no_noise() -> None:
     noise = exponential_noise([1, 1, 2, 2], [5, 6, 5, 6], torch.arange(2048)).double()
     correlation = torch.corrcoef(noise) - torch.eye(4)

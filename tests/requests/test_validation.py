@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from eyas.errors import InvalidRequest
@@ -31,6 +32,19 @@ def test_parameters_are_kept_in_one_form() -> None:
     assert isinstance(hash(FINE), int)
 
 
+def test_numbers_of_numpy_become_plain_ones() -> None:
+    wide = np.iinfo(np.uint64).max
+    params = SamplingParams(
+        np.int64(8), np.float32(0.5), np.int32(3), np.float64(0.5), np.uint64(wide), stop_token_ids=np.arange(2),
+        logit_bias={np.int64(7): np.float32(1.5)}, bad_token_ids=np.ones((1, 2), np.int16),
+    )  # fmt: skip
+    plain = SamplingParams(8, 0.5, 3, 0.5, 2**64 - 1, stop_token_ids=(0, 1), logit_bias={7: 1.5}, bad_token_ids=((1, 1),))
+    assert repr(params) == repr(plain)
+    assert [one.seed for one in replace(params, n=2).completions()] == [
+        one.seed for one in replace(plain, n=2).completions()
+    ]
+
+
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
@@ -56,12 +70,17 @@ def test_parameters_are_kept_in_one_form() -> None:
         ({"prompt_logprobs": True}, "prompt_logprobs is True"),
         ({"temperature": float("inf")}, "temperature is inf"),
         ({"temperature": 3.5e38}, r"temperature is 3.5e\+38; it must lie in \[0, 1000000\]"),
+        ({"temperature": True}, "temperature is True"),
+        ({"seed": True}, "seed is True"),
         ({"top_p": 1.1}, r"top_p is 1.1; it must lie in \(0, 1\]"),
         ({"top_k": -2}, "top_k is -2"),
         ({"stop": 5}, "stop is 5; it must be a list"),
         ({"stop": ("x", 5)}, "stop holds 5; it must hold texts"),
         ({"stop_token_ids": ("x",)}, "stop_token_ids holds 'x'; it must hold token ids"),
         ({"stop_token_ids": 5}, "stop_token_ids is 5"),
+        ({"stop_token_ids": (5.5,)}, "stop_token_ids holds 5.5"),
+        ({"stop_token_ids": (True,)}, "stop_token_ids holds True"),
+        ({"logit_bias": {7: False}}, "logit_bias of token 7 is False"),
         ({"logit_bias": {"5": 1.0}}, "logit_bias holds '5'; it must hold token ids"),
         ({"logit_bias": 3}, "logit_bias is 3; it must be a list, or a mapping"),
         ({"bad_token_ids": ((1.5,),)}, "bad_token_ids holds 1.5"),

@@ -10,6 +10,8 @@ from tokenizers import Tokenizer as HuggingFaceTokenizer
 from tokenizers import decoders, models
 
 from eyas.errors import CheckpointError
+from eyas.outputs import TextDecoder
+from eyas.request import Chunk
 from eyas.tokenizer import TextStream, Tokenizer, load_tokenizer
 
 DEMO = Path("models/demo/target")
@@ -67,6 +69,13 @@ def test_an_incomplete_character_at_the_end_is_flushed() -> None:
     stream = TextStream(byte_fallback())
     assert stream.push([1, 3 + 0xF0]).text == "a"
     assert stream.flush() == "\ufffd"
+
+
+def test_a_stop_string_in_the_flushed_text_ends_it() -> None:
+    for finish, expected in (("length", ("stop", "\ufffd")), ("cancelled", ("cancelled", None))):
+        decoder = TextDecoder(TextStream(byte_fallback(), ["\ufffd"]), (), 1, 0)
+        chunk = decoder.add(Chunk("r", (1, 3 + 0xF0), (False, False), finish_reason=finish))  # type: ignore[arg-type]
+        assert (chunk.text, chunk.chunk.finish_reason, chunk.stop_reason) == ("a", *expected)
 
 
 @pytest.mark.parametrize("byte", [0xFF, 0x80, 0xE2])

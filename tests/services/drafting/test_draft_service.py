@@ -111,6 +111,7 @@ NARROW = TensorBytes("float32", (4, 2), bytes(32))
         replace(GOOD, features=TensorBytes("float32", (4, 4), b"short")),
         replace(GOOD, features=TensorBytes("object", (4, 4), bytes(64))),
         replace(GOOD, noise=replace(GOOD.noise, temperature=float("nan"))),
+        replace(GOOD, noise=replace(GOOD.noise, temperature=3.5e38)),
     ],
 )
 def test_a_malformed_commit_harms_no_other_session(stub: draft_pb2_grpc.DraftStub, bad: Commit[TensorBytes]) -> None:
