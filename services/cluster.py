@@ -320,11 +320,20 @@ def is_serving(health: health_pb2_grpc.HealthStub, service: str = "") -> bool:
 
 
 def free_port() -> int:
-    """A port that is free now on every address, outside the range that outgoing connections take theirs from."""
+    """A port that is free now on every address, outside the range that outgoing connections take theirs from.
+
+    No other call returns it while this process lives, here or in another process: UDP's port of this number stays bound.
+    """
     while True:
         port = random.SystemRandom().randrange(*SERVICE_PORTS)
-        if is_free(port, ""):
-            return port
+        with socket.socket(type=socket.SOCK_DGRAM) as claim:
+            try:
+                claim.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+            if is_free(port, ""):
+                claim.detach()
+                return port
 
 
 def is_free(port: int, host: str = "127.0.0.1") -> bool:

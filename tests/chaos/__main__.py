@@ -24,6 +24,7 @@ from tests.chaos.fleet import VOCAB_SIZE, build_fleet, write_models
 from tests.chaos.overload import LoadLevel, OverloadResult, OverloadSettings
 from tests.chaos.storm import MAX_GROWTH, MAX_SLOPE, StormResult, StormSettings, storm
 from tests.chaos.traffic import Counts
+from tests.memory import FEW_PRODUCTS
 
 # What the project promises.
 MAX_GAP_S, MIN_GOODPUT_RATIO = 2.0, 0.9
@@ -105,7 +106,7 @@ def main(
     out: Annotated[Path, typer.Option(help="Folder of the report.")] = Path("benchmarks/results"),
 ) -> None:
     """Break everything around a router on loopback, and check every answer. Exits with 1 if a promise did not hold."""
-    os.environ["OMP_NUM_THREADS"] = "1"  # read by the fork server
+    os.environ |= FEW_PRODUCTS | {"OMP_NUM_THREADS": "1"}  # read by the fork server
     torch.set_num_threads(1)
     logging.getLogger("eyas").setLevel(logging.ERROR)  # Redis is away again and again
     settings = StormSettings(minutes, seed, verifier_kills, drafter_kills, clients)

@@ -32,10 +32,8 @@ from eyas.services.router import __main__ as router
 from eyas.services.verifier import __main__ as verifier
 from eyas.v1 import draft_pb2
 from tests.engine.drafters import RandomDrafter
-from tests.memory import FEW_PRODUCTS
 
 DISK_FULL = Path("/dev/full")
-os.environ |= FEW_PRODUCTS
 _FORKS = multiprocessing.get_context("forkserver")
 _FORKS.set_forkserver_preload([__name__])
 

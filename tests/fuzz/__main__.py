@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import shutil
 import sys
 import tempfile
@@ -16,6 +17,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from eyas.bench.report import Report, Table, number
 from tests.fuzz.servers import running_services
 from tests.fuzz.storm import FuzzResult, FuzzSettings, storm
+from tests.memory import FEW_PRODUCTS
 
 # Memory is judged from here on: before, torch's caches fill, which keep something for every shape of a pass.
 WARM_UP_MESSAGES, MAX_GROWTH_MIB = 20_000, 32.0
@@ -48,6 +50,7 @@ def main(
 
     Ctrl-C ends it early, with a report of what was sent.
     """
+    os.environ |= FEW_PRODUCTS  # read by the services
     settings = FuzzSettings(messages, at_once, seed, only)
     columns = (TextColumn("messages"), BarColumn(), TextColumn("{task.completed}; {task.fields[note]}"), TimeElapsedColumn())
     folder = Path(tempfile.mkdtemp(prefix="eyas-fuzz-"))

@@ -17,7 +17,6 @@ from grpc_health.v1 import health_pb2_grpc
 
 from eyas.rpc.channel import open_sync_channel
 from eyas.services.cluster import Child, ServiceSettings, free_port, is_serving
-from tests.memory import FEW_PRODUCTS
 from tests.tiny import DEMO, write_head, write_target
 
 VOCAB_SIZE, DRAFT_VOCAB_SIZE, MAX_MODEL_LEN = 4096, 256, 32
@@ -100,7 +99,6 @@ def running_services(folder: Path) -> Iterator[Services]:
             drafters,
         ),
     }
-    os.environ |= FEW_PRODUCTS
     children: dict[str, Child] = {}
     try:
         for role, own in settings.items():

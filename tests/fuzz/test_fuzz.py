@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from eyas.v1 import draft_pb2, generation_pb2
+from tests.forks import forked_services
 from tests.fuzz.bodies import Request, changed, malformed_requests
 from tests.fuzz.calls import call, drafting_stream, generate_request, speculate_requests
 from tests.fuzz.messages import change, chunks_of, malformed
@@ -31,7 +32,7 @@ TARGET = draft_pb2.TargetInfo(target_fingerprint="a", features_fingerprint="b")
 @pytest.fixture(scope="module")
 def services(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Services]:
     folder: Path = tmp_path_factory.mktemp("fuzz")
-    with running_services(folder) as services:
+    with forked_services(), running_services(folder) as services:
         yield services
 
 

@@ -1,5 +1,6 @@
 """What a request sees of its verify steps: they rebuild the output, and asking for them changes no token."""
 
+import time
 from typing import Any
 
 import httpx
@@ -57,14 +58,17 @@ def test_verify_steps_rebuild_the_output(demo_cluster: Cluster, temperature: flo
 
 
 def test_times_are_measured_and_add_up(demo_cluster: Cluster) -> None:
+    began = time.perf_counter()
     steps = complete(demo_cluster, return_verify_steps=True)["verify_steps"][1:]
+    request_ms = (time.perf_counter() - began) * 1e3
+    assert 0 < sum(step["wait_ms"] + step["verify_ms"] for step in steps) < request_ms
     for step in steps:
         assert 0 < step["verify_ms"] < 60_000
         assert step["rows"] >= len(step["nodes"])
         if len(step["nodes"]) > 1:
             assert step["method"] == "eagle3+prompt_lookup"
             assert step["draft_ms"] > 0
-            assert step["wait_ms"] <= step["draft_ms"] + step["wire_ms"] + 1
+            assert min(step["wire_ms"], step["wait_ms"]) >= 0
 
 
 def test_the_output_is_equal_with_and_without_verify_steps(demo_cluster: Cluster) -> None:
