@@ -253,7 +253,7 @@ def _with_thinking_part(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def _with_analysis(message: dict[str, Any]) -> dict[str, Any]:
-    """Join text and reasoning before a call, of which the template of gpt-oss takes one."""
+    """Join text and reasoning before a call: the template of gpt-oss takes one of them."""
     if not message.get("tool_calls"):
         return message
     parts = [part for part in (message.get("reasoning"), message["content"]) if part]

@@ -147,7 +147,9 @@ class ResponsesBody(SamplingBody):
         messages += _messages(self.input)
         more: dict[str, Any] = {"max_tokens": self.max_output_tokens, "chat_template_kwargs": self.chat_template_kwargs}
         if self.tools:
-            more |= {"tools": [_chat_tool(tool) for tool in self.tools], "tool_choice": _chat_tool_choice(self.tool_choice)}
+            more["tools"] = [_chat_tool(tool) for tool in self.tools]
+        if self.tool_choice is not None:
+            more["tool_choice"] = self.tool_choice
         if self.reasoning is not None and self.reasoning.effort:
             more["reasoning_effort"] = self.reasoning.effort
         if self.text is not None and self.text.format is not None:
@@ -192,12 +194,6 @@ def _chat_tool(tool: FunctionTool) -> dict[str, Any]:
     return {"type": "function", "function": function}
 
 
-def _chat_tool_choice(choice: str | dict[str, Any] | None) -> object:
-    if isinstance(choice, dict):
-        return {"type": "function", "function": {"name": choice.get("name", "")}}
-    return choice or "auto"
-
-
 def _response_format(config: dict[str, Any]) -> dict[str, Any]:
     """Return the format as chats have it, where the schema is an object of its own."""
     if config.get("type") != "json_schema":
@@ -216,6 +212,8 @@ class ResponsesWriter:
     chat: ResponseWriter
     _sequence_number: int = 0
     _items: list[_Item] = field(default_factory=list)
+    _held: list[dict[str, Any]] = field(default_factory=list)
+    _num_reasoning_tokens: int = 0
 
     @property
     def id(self) -> str:
@@ -224,11 +222,10 @@ class ResponsesWriter:
 
     async def response(self, chunks: AsyncGenerator[TextChunk, None]) -> dict[str, Any]:
         """Return the whole response. Raises RequestFailed if the completion failed."""
-        answer = await self.chat.response(chunks)
-        (choice,) = answer["choices"]
-        for _ in self._add(choice["message"], choice["logprobs"]):
-            pass
-        return self._ended(choice["finish_reason"], answer["usage"])
+        async with aclosing(self.events(chunks)) as events:
+            *_, ended = [event async for event in events]
+        response: dict[str, Any] = ended["response"]
+        return response
 
     async def events(self, chunks: AsyncGenerator[TextChunk, None]) -> AsyncGenerator[dict[str, Any], None]:
         """Yield the events of the response. Raises RequestFailed if the completion failed."""
@@ -244,6 +241,8 @@ class ResponsesWriter:
                     for item_event in self._add(choice["delta"], choice["logprobs"]):
                         yield item_event
                     finish_reason = choice["finish_reason"] or finish_reason
+        for item_event in self._add_held():
+            yield item_event
         response = self._ended(finish_reason, usage)
         if self._items:
             for item_event in self._done(self._items[-1]):
@@ -262,27 +261,43 @@ class ResponsesWriter:
             yield self.frame(self._event("response.failed", response=self._response("failed") | {"error": failure}))
 
     def _add(self, delta: Mapping[str, Any], logprobs: Mapping[str, Any] | None) -> Iterator[dict[str, Any]]:
-        """Take what a chunk adds, or a whole message; yield its events."""
+        """Take what a chunk adds; yield its events.
+
+        Log-probabilities of tokens without visible text wait for the text after them. Those of reasoning have no place.
+        """
+        num_reasoning = self.chat.num_reasoning_tokens - self._num_reasoning_tokens
+        if num_reasoning:
+            self._held, self._num_reasoning_tokens = [], self.chat.num_reasoning_tokens
+        self._held += ((logprobs or {}).get("content") or [])[num_reasoning:]
         if reasoning := delta.get("reasoning_content"):
             if not self._items or self._items[-1].kind != "reasoning":
                 yield from self._begin(_Item("reasoning", f"rs_{self.id}_{len(self._items)}"))
             self._items[-1].text += reasoning
             yield self._event("response.reasoning_text.delta", **self._place, delta=reasoning)
         if text := delta.get("content"):
-            if not self._items or self._items[-1].kind != "message":
-                yield from self._begin(_Item("message", f"msg_{self.id}_{len(self._items)}"))
-            item, entries = self._items[-1], (logprobs or {}).get("content") or []
-            item.text += text
-            item.logprobs += entries
-            yield self._event("response.output_text.delta", **self._place, delta=text, logprobs=entries)
-        for number, call in enumerate(delta.get("tool_calls") or ()):
-            index = call.get("index", number)
-            if not self._items or self._items[-1].call != index:
+            yield from self._add_text(text)
+        for call in delta.get("tool_calls") or ():
+            if not self._items or self._items[-1].call != call["index"]:
                 id_, name = f"fc_{self.id}_{len(self._items)}", call["function"]["name"]
-                yield from self._begin(_Item("function_call", id_, index, call["id"], name))
+                yield from self._begin(_Item("function_call", id_, call["index"], call["id"], name))
             if arguments := call["function"].get("arguments"):
                 self._items[-1].text += arguments
                 yield self._event("response.function_call_arguments.delta", **self._place, delta=arguments)
+            self._held = []
+
+    def _add_text(self, text: str) -> Iterator[dict[str, Any]]:
+        """Add text to the message, with the log-probabilities that wait."""
+        if not self._items or self._items[-1].kind != "message":
+            yield from self._begin(_Item("message", f"msg_{self.id}_{len(self._items)}"))
+        entries, self._held = self._held, []
+        self._items[-1].text += text
+        self._items[-1].logprobs += entries
+        yield self._event("response.output_text.delta", **self._place, delta=text, logprobs=entries)
+
+    def _add_held(self) -> Iterator[dict[str, Any]]:
+        """Add the log-probabilities of tokens at the end that show no text."""
+        if self._held and (not self._items or self._items[-1].kind == "message"):
+            yield from self._add_text("")
 
     def _begin(self, item: _Item) -> Iterator[dict[str, Any]]:
         """Yield the end of the item before, and the beginning of this one."""

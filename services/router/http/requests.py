@@ -157,6 +157,7 @@ class SamplingBody(UnusedFields):
     cache_salt: Text = ""
     priority: int = 0
     drafter: Literal["", "none"] = ""
+    num_draft_tokens: int = 0
     top_k: int = 0
     min_p: float = 0.0
     min_tokens: int = 0
@@ -185,7 +186,6 @@ class Body(SamplingBody):
     stream_options: StreamOptions | None = None
     prompt_logprobs: int | None = None
     return_speculation: bool = False
-    num_draft_tokens: int = 0
     return_verify_steps: bool = False
     response_format: ResponseFormat | None = None
     return_token_ids: bool = False
@@ -472,6 +472,9 @@ def _path(location: Sequence[int | str]) -> str:
 
 
 def _unknown_field(param: str, name: str) -> str:
+    bodies: dict[str, type[StrictModel]] = {"/v1/completions": CompletionBody, "/v1/chat/completions": ChatBody}
+    if others := [path for path, body in bodies.items() if param in body.model_fields]:
+        return f"{param} is a field of {' and '.join(others)}, and not of this endpoint; leave it out or call another one"
     if name in NEUTRAL:
         return f"{param} is not supported; leave it out"
     known = [*CompletionBody.model_fields, *ChatBody.model_fields]

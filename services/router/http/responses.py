@@ -87,6 +87,7 @@ class ResponseWriter:
 
     prompts: their token ids. echoes: their texts, which begin the choices; empty without echo.
     new_parser: makes a parser of a choice's reasoning and tool calls; None if the text is all content.
+    num_reasoning_tokens: of all choices so far.
     """
 
     body: CompletionBody | ChatBody
@@ -97,8 +98,8 @@ class ResponseWriter:
     echoes: Sequence[str] = ()
     new_parser: Callable[[], ChatParser] | None = None
     created: int = field(default_factory=lambda: int(time.time()))
+    num_reasoning_tokens: int = 0
     _parsers: dict[int, ChatParser] = field(default_factory=dict)
-    _num_reasoning_tokens: int = 0
     _offsets: defaultdict[int, int] = field(default_factory=lambda: defaultdict(int))
     _visible: set[int] = field(default_factory=set)
     _num_steps: Counter[int] = field(default_factory=Counter)
@@ -197,7 +198,7 @@ class ResponseWriter:
         parser = self._parsers[delta.index]
         message = ChatMessage()
         for text in chunk.token_texts:
-            self._num_reasoning_tokens += parser.is_reasoning
+            self.num_reasoning_tokens += parser.is_reasoning
             message += parser.push(text)
         message += parser.push(chunk.released_text)
         finish_reason = delta.finish_reason
@@ -288,7 +289,7 @@ class ResponseWriter:
             "completion_tokens_details": {
                 "accepted_prediction_tokens": stats.num_accepted,
                 "rejected_prediction_tokens": stats.num_drafted - stats.num_accepted,
-                **({"reasoning_tokens": self._num_reasoning_tokens} if self.new_parser else {}),
+                **({"reasoning_tokens": self.num_reasoning_tokens} if self.new_parser else {}),
             },
         }
         metrics = {"metrics": {"speculative_decoding": _speculation(stats)}} if self.body.return_speculation else {}

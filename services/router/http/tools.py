@@ -23,7 +23,8 @@ MAX_TOOLS = 512
 PROMPT_END_TOKENS = 32
 
 _NAME = re.compile(r"[a-zA-Z0-9_.-]{1,128}")
-_CHOICE = """'none', 'auto', 'required', or {"type": "function", "function": {"name": ...}}"""
+_CHOICE = """'none', 'auto', 'required', {"type": "function", "function": {"name": ...}}"""
+_ALLOWED = """{"type": "allowed_tools", "mode": "auto" or "required", "tools": [{"type": "function", "name": ...}]}"""
 
 Format = dict[str, Any]  # of a structural tag
 
@@ -95,17 +96,24 @@ class ToolChoice:
 
 
 def _to_choice(value: object) -> object:
-    """Read OpenAI's forms of a choice: a mode, one function, or several allowed ones."""
+    """Read OpenAI's forms of a choice, of chats and of responses: a mode, one function, or several allowed ones."""
     match value:
         case "none" | "auto" | "required":
             return ToolChoice(value)
-        case {"type": "function", "function": {"name": str(name)}}:
+        case {"type": "function", "function": {"name": str(name)}} | {"type": "function", "name": str(name)}:
             return ToolChoice("required", (name,), is_single=True)
-        case {"type": "allowed_tools", "allowed_tools": {"mode": "auto" | "required" as mode, "tools": list(tools)}}:
+        case {"type": "allowed_tools", "allowed_tools": dict(allowed)} | {"type": "allowed_tools", **allowed}:
+            return _allowed_choice(allowed)
+    raise ValueError(f"must be {_CHOICE}, or {_ALLOWED}")
+
+
+def _allowed_choice(allowed: Mapping[str, object]) -> ToolChoice:
+    match allowed:
+        case {"mode": "auto" | "required" as mode, "tools": list(tools)}:
             names = tuple(map(_allowed_name, tools))
             if names and all(names):
                 return ToolChoice(mode, names)
-    raise ValueError(f"must be {_CHOICE}, or OpenAI's allowed_tools")
+    raise ValueError(f"must be {_ALLOWED}, with at least one tool")
 
 
 def _allowed_name(tool: object) -> str:
@@ -264,7 +272,7 @@ def output_constraint(
         return replace(
             _structured(writer.after_reasoning(content, in_reasoning, is_content=True)), any_whitespace=given.any_whitespace
         )
-    if any(tool.function.strict for tool in tools):
+    if fields.tool_choice.names or any(tool.function.strict for tool in tools):
         return _structured(writer.after_reasoning(writer.text_or_calls(), in_reasoning, is_content=True))
     return None
 

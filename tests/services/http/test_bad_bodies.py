@@ -75,7 +75,7 @@ COMPLETIONS: list[tuple[dict[str, Any], str | None, str]] = [
     ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "structured_outputs", "2 constraints (regex, choice)"),
     ({"structured_outputs": {"whitespace_pattern": " "}}, "structured_outputs.whitespace_pattern", "not a known field"),
     ({"drafter": "eagle"}, "drafter", "'none'"),
-    ({"messages": []}, "messages", "not a known field"),
+    ({"messages": []}, "messages", "a field of /v1/chat/completions"),
 ]
 CHATS: list[tuple[dict[str, Any], str | None, str]] = [
     ({"messages": []}, "messages", "at least 1"),
@@ -102,7 +102,7 @@ CHATS: list[tuple[dict[str, Any], str | None, str]] = [
     ({"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message", "contradict"),
     ({"response_format": {"type": "json_schema"}}, "response_format", "needs json_schema"),
     ({"modalities": ["audio"]}, "modalities", "not supported"),
-    ({"echo": True}, "echo", "not supported"),
+    ({"echo": True}, "echo", "a field of /v1/completions"),
 ]  # fmt: skip
 NEUTRAL = {
     "tools": [], "tool_choice": "none", "response_format": {"type": "text"}, "store": False, "user": "u", "seed": None,

@@ -117,6 +117,28 @@ def test_a_response_has_log_probabilities_on_request(url: str) -> None:
     assert {entry.logprob for entry in entries} == {-0.5}
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_log_probabilities_wait_for_the_text_of_their_tokens(url: str, stream: bool) -> None:
+    """A character of several tokens is visible with the last of them. Tokens of the reasoning have no place."""
+    text = "\U0001f985\u00e9 a"
+    script = Script((*PROMPT, *TOKENIZER.encode_rendered(f"<think>Hm</think>{text}")))
+    asked = ASKED | {"include": ["message.output_text.logprobs"], "max_output_tokens": len(script.tokens) - len(PROMPT)}
+
+    async def body(client: AsyncOpenAI) -> Any:
+        if not stream:
+            return await client.responses.create(**asked)
+        events: list[Any] = [event async for event in await client.responses.create(**asked, stream=True)]
+        deltas = [event for event in events if event.type == "response.output_text.delta"]
+        assert sum(len(event.logprobs) for event in deltas) == len(events[-1].response.output[-1].content[0].logprobs)
+        return events[-1].response
+
+    answer = with_router(url, body, script, template=HERMES)
+    entries = answer.output[-1].content[0].logprobs
+    assert answer.output_text == text
+    assert len(entries) == len(TOKENIZER.encode_rendered(text))
+    assert bytes(byte for entry in entries for byte in entry.bytes).decode() == text
+
+
 @pytest.mark.parametrize(
     ("changes", "param", "part"),
     [
@@ -124,7 +146,8 @@ def test_a_response_has_log_probabilities_on_request(url: str) -> None:
         ({"conversation": "c"}, "conversation", "nothing is stored"),
         ({"background": True}, "background", "not supported"),
         ({"truncation": "auto"}, "truncation", "not supported"),
-        ({"n": 2}, "n", "not supported"),
+        ({"n": 2}, "n", "a field of /v1/completions and /v1/chat/completions"),
+        ({"return_verify_steps": True}, "return_verify_steps", "and not of this endpoint"),
         ({"input": []}, "input", "no message"),
         ({"input": [{"role": "user"}]}, "input", "needs content"),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type", "'message'"),

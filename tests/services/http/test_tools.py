@@ -169,6 +169,8 @@ def constraint(template: str = HERMES, **fields: Any) -> Any:
     return structural_tag(tokens)["format"]
 
 
+ALLOWED = {"mode": "auto", "tools": [{"type": "function", "function": {"name": "add"}}]}
+FLAT_ALLOWED = {"mode": "auto", "tools": [{"type": "function", "name": "add"}]}
 PLAIN_HERMES = PLAIN + "{# <tool_call> #}"
 NAMED = {"type": "function", "function": {"name": "add"}}
 CLOSED = {**ADD["function"]["parameters"], "additionalProperties": False}
@@ -252,3 +254,40 @@ def test_tools_need_a_known_format_unless_a_call_is_forced(url: str) -> None:
             assert (response.status_code, response.json()["error"]["param"]) == (400, "tools")
 
     asyncio.run(body())
+
+
+@pytest.mark.parametrize("allowed", [{"allowed_tools": ALLOWED}, {"allowed_tools": FLAT_ALLOWED}, FLAT_ALLOWED, ALLOWED])
+def test_only_allowed_tools_are_called_and_all_are_shown(allowed: dict[str, Any]) -> None:
+    tools, choice = [ADD, NOW | {"function": {"name": "now"}}], {"type": "allowed_tools", **allowed}
+    auto = json.dumps(constraint(PLAIN_HERMES, tools=tools, tool_choice=choice))
+    assert "add" in auto
+    assert "now" not in auto
+    required = json.loads(json.dumps(choice).replace("auto", "required"))
+    forced = json.dumps(constraint(PLAIN_HERMES, tools=tools, tool_choice=required))
+    assert "add" in forced
+    assert "now" not in forced
+    assert len(shown(tools=tools, tool_choice=choice)[1]) == 2
+
+
+@pytest.mark.parametrize(
+    ("choice", "reason"),
+    [
+        ({"type": "allowed_tools", "mode": "auto", "tools": []}, "at least one tool"),
+        ({"type": "allowed_tools", "mode": "none", "tools": [{"type": "function", "name": "add"}]}, "at least one tool"),
+        ({"type": "allowed_tools", **FLAT_ALLOWED, "tools": [{"type": "mcp", "server_label": "s"}]}, "at least one tool"),
+        ({"type": "allowed_tools", **FLAT_ALLOWED, "tools": [{"type": "function", "name": "sub"}]}, "names 'sub'"),
+        ({"type": "file_search"}, "allowed_tools"),
+    ],
+)
+def test_a_wrong_choice_says_what_it_must_be(url: str, choice: dict[str, Any], reason: str) -> None:
+    chat = asked(tools=[ADD], tool_choice=choice)
+    response = {"model": "demo", "input": "x", "tools": [{"type": "function", "name": "add"}], "tool_choice": choice}
+
+    async def run() -> None:
+        async with worker(url, Script(TOKENS)), http_router(url, template=HERMES) as base:
+            for path, body in (("/v1/chat/completions", chat), ("/v1/responses", response)):
+                error = (await post(base, path, body)).json()["error"]
+                assert error["param"] == "tool_choice"
+                assert reason in error["message"]
+
+    asyncio.run(run())
