@@ -107,7 +107,7 @@ def _to_choice(value: object) -> object:
     raise ValueError(f"must be {_CHOICE}, or {_ALLOWED}")
 
 
-def _allowed_choice(allowed: Mapping[str, object]) -> ToolChoice:
+def _allowed_choice(allowed: Mapping[Any, Any]) -> ToolChoice:
     match allowed:
         case {"mode": "auto" | "required" as mode, "tools": list(tools)}:
             names = tuple(map(_allowed_name, tools))
