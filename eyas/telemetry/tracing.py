@@ -6,6 +6,7 @@ Nothing global is set.
 from __future__ import annotations
 
 import os
+import re
 import uuid
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -21,6 +22,9 @@ from eyas.errors import ConfigError
 
 # Trace context as gRPC metadata: traceparent and tracestate.
 Trace: TypeAlias = tuple[tuple[str, str], ...]
+# W3C: at least 512 characters of a tracestate are passed on.
+TRACE_HEADERS, MAX_TRACE_LENGTH = ("traceparent", "tracestate"), 512
+_PRINTABLE = re.compile(r"[ -~]*").fullmatch
 Attributes: TypeAlias = Mapping[str, str | bool | int | float]
 
 
@@ -70,8 +74,9 @@ def resource(service: str) -> Resource:
 
 
 def trace_pairs(headers: Iterable[tuple[str, str | bytes]]) -> Trace:
-    """Return the trace context among HTTP headers or gRPC metadata."""
-    return tuple((key.lower(), str(value)) for key, value in headers if key.lower() in ("traceparent", "tracestate"))
+    """Return the trace context among HTTP headers or gRPC metadata, without values that gRPC refuses to send on."""
+    found = ((key.lower(), str(value)) for key, value in headers if key.lower() in TRACE_HEADERS)
+    return tuple((key, value) for key, value in found if len(value) <= MAX_TRACE_LENGTH and _PRINTABLE(value))
 
 
 def trace_of(span: Span) -> Trace:

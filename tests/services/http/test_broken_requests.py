@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from eyas.services.router.auth import ApiKeys, plain_keys
-from tests.services.http.http_router import Script, get, http_router, worker
+from tests.services.http.http_router import ALL, Script, get, http_router, post, worker
 from tests.services.router.scripted_verifier import TOKENS
 
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n"
@@ -39,3 +39,17 @@ def test_a_broken_request_logs_no_exception(url: str, keys: tuple[str, ...], cap
 
     asyncio.run(body())
     assert [record.getMessage() for record in caplog.records if record.exc_info] == []
+
+
+@pytest.mark.parametrize("header", ["traceparent", "tracestate"])
+@pytest.mark.parametrize("value", [b"gr\xc3\xb6\xc3\x9fe", b"a\tb", b"a=" + b"b" * 8000])
+def test_a_trace_header_cannot_take_a_verifier_away(url: str, header: str, value: bytes) -> None:
+    """gRPC refuses such metadata, as if the connection had failed."""
+
+    async def body() -> None:
+        async with worker(url, Script(TOKENS)), http_router(url) as base:
+            answer = await post(base, "/v1/completions", ALL, headers={header: value})
+            assert answer.status_code == 200
+            assert (await get(base, "/health")).status_code == 200
+
+    asyncio.run(body())
