@@ -131,7 +131,7 @@ class AsyncEngine:
         structured = request.sampling.structured_outputs
         if structured is None:
             return None
-        future = asyncio.wrap_future(self._engine.compiler.submit(structured))
+        future = asyncio.wrap_future(self._engine.compiler.submit(structured, request.tenant))
         future.add_done_callback(lambda done: done.cancelled() or done.exception())
         return await asyncio.shield(future)  # other requests may wait for the same one
 

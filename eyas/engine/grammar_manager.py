@@ -10,23 +10,28 @@ import os
 import time
 from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as Seq
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from typing import TypeVar
 
+from eyas.bounded_calls import BoundedCalls, Call
 from eyas.engine.sequence import DraftReply
 from eyas.errors import InvalidRequest
 from eyas.grammar import Grammar, Matcher, TokenBits, bits_of
 from eyas.request import Request
 from eyas.sampling.acceptance import LogitRows
-from eyas.sampling.token_masks import NodeMask, TokenMasks
+from eyas.sampling.token_masks import NodeMask, TokenMasks, TreeMasks
 from eyas.tree import DraftTree, SampledProposal
 
-# Time that the masks of one tree may take on one core. A slow grammar gets smaller trees, at worst plain decoding.
+ResultT = TypeVar("ResultT")
+
+# Processor time that a tree may take, to prune it and for its masks. A slow grammar gets smaller trees, at worst none.
 TREE_SECONDS = 0.05
+# Processor time that one request may take of a step, beyond which it ends; and to follow the output that it brings along.
+STEP_SECONDS, FOLLOW_SECONDS = 0.4, 2.0
 # Weight of the latest mask in the mean time of a request's masks.
 _RATE = 0.2
 _CANNOT_FOLLOW = "structured_outputs does not match the tokens that the request brought along as its output"
+_TOO_SLOW = f"structured_outputs takes too much work to follow (more than {STEP_SECONDS} s for a token); simplify it"
 
 
 class GrammarManager:
@@ -36,7 +41,7 @@ class GrammarManager:
         self._eos_ids = eos_ids
         self._vocab_size = vocab_size
         self._outputs: dict[str, FollowedOutput] = {}
-        self._threads = ThreadPoolExecutor(min(4, os.cpu_count() or 1), thread_name_prefix="grammar")
+        self._calls = BoundedCalls(min(4, os.cpu_count() or 1), "grammar")
 
     def followed(self, request: Request, grammar: Grammar) -> FollowedOutput:
         """A request's output from its first token on. Raises InvalidRequest if output that it brings does not match."""
@@ -44,13 +49,13 @@ class GrammarManager:
         soft = ends if request.sampling.ignore_eos else ends | self._eos_ids
         start = len(request.prompt_ids) - request.num_emitted
         output = FollowedOutput(
-            grammar.matcher(),
-            num_tokens=start,
+            grammar,
+            num_before=start,
             ends=ends | self._eos_ids,
             end_bits=bits_of(sorted(soft), self._vocab_size),
             last_bits=bits_of(sorted(ends | self._eos_ids), self._vocab_size),
         )
-        output.follow(request.prompt_ids)
+        output.restart(request.prompt_ids)
         return output
 
     def add(self, request_id: str, output: FollowedOutput) -> None:
@@ -75,10 +80,7 @@ class GrammarManager:
                 pruned.append(reply)
                 continue
             tree = reply.tree or DraftTree.root_only(tokens[-1])
-            try:
-                tree = output.pruned(tokens, tree, most, reply.sequence.num_remaining - 1)
-            except InvalidRequest:
-                tree = DraftTree.root_only(tokens[-1])  # its masks raise again, where the request ends with the error
+            tree = output.pruned(tokens, tree, most, reply.sequence.num_remaining - 1)
             pruned.append(replace(reply, tree=tree, is_edited=tree is not reply.tree))
         return pruned
 
@@ -88,57 +90,80 @@ class GrammarManager:
         The next step uses them again.
         """
         followed = {id_: (self._outputs[id_], tokens) for id_, tokens in tokens_of.items() if id_ in self._outputs}
-        futures = {id_: self._threads.submit(output.root_mask, tokens) for id_, (output, tokens) in followed.items()}
-        masks: dict[str, bytes] = {}
-        for request_id, future in futures.items():
-            with suppress(InvalidRequest):  # the masks of the next step raise again, where the request ends with the error
-                masks[request_id] = future.result().bits.tobytes()
-        return masks
+        calls = {id_: self._calls.submit(output.root_mask, tokens) for id_, (output, tokens) in followed.items()}
+        return {request_id: root.bits.tobytes() for request_id, root in self._collect(calls, {}).items()}
 
     def start(self, batch: Iterable[LogitRows]) -> Callable[[], TokenMasks]:
         """Start to compute the masks of a step. Returns a function that waits for them."""
-        futures = {}
+        calls = {}
         for rows in batch:
             output = self._outputs.get(rows.request.id)
             if output is not None and rows.tree is not None:
-                futures[rows.request.id] = self._threads.submit(output.masks, rows.tokens, rows.tree)
-        return lambda: _collect(futures)
+                calls[rows.request.id] = self._calls.submit(output.masks, rows.tokens, rows.tree)
 
+        def wait() -> TokenMasks:
+            errors: dict[str, str] = {}
+            return TokenMasks(self._collect(calls, errors), errors)
 
-def _collect(futures: Mapping[str, Future[list[NodeMask | None]]]) -> TokenMasks:
-    nodes, errors = dict[str, list[NodeMask | None]](), dict[str, str]()
-    for request_id, future in futures.items():
-        try:
-            nodes[request_id] = future.result()
-        except InvalidRequest as error:
-            errors[request_id] = str(error)
-    return TokenMasks(nodes, errors)
+        return wait
+
+    def _collect(self, calls: Mapping[str, Call[ResultT]], errors: dict[str, str]) -> dict[str, ResultT]:
+        """The results by request id; what has none is in `errors`. A late call ends its request in the next masks too."""
+        results = dict[str, ResultT]()
+        for request_id, call in calls.items():
+            try:
+                results[request_id] = self._calls.result(call, STEP_SECONDS)
+            except TimeoutError:
+                errors[request_id] = self._outputs[request_id].failed = _TOO_SLOW
+            except InvalidRequest as error:
+                errors[request_id] = str(error)
+        return results
 
 
 @dataclass(eq=False)
 class FollowedOutput:
     """The output of one request.
 
-    matcher: behind the first `num_tokens` tokens of the sequence. ends: tokens that end the output, which the grammar never
-    sees. end_bits: those that may follow where the output may end, last_bits where it must. root: the mask behind the last
-    token, once it is computed. seconds: mean time of a mask.
+    grammar: of the request. num_before: tokens before the first of the output. ends: tokens that end the output, which the
+    grammar never sees. end_bits: those that may follow where the output may end, last_bits where it must. matcher: behind
+    the first `num_tokens` tokens of the sequence. root: the mask behind the last token, once it is computed. seconds: mean
+    time of a mask. failed: why nothing more can be computed, else empty. late_at: when the thread's work on a tree is late.
     """
 
-    matcher: Matcher
-    num_tokens: int
+    grammar: Grammar
+    num_before: int
     ends: frozenset[int]
     end_bits: TokenBits
     last_bits: TokenBits
+    matcher: Matcher = field(init=False)
+    num_tokens: int = field(init=False)
     root: NodeMask | None = None
     seconds: float = 0.0
+    failed: str = ""
+    late_at: float = 0.0
+    has_trees: bool = True
+
+    def restart(self, tokens: Seq[int]) -> None:
+        """Follow all committed tokens from the first of the output. Raises InvalidRequest if they do not match."""
+        self.matcher, self.num_tokens, self.root = self.grammar.matcher(), self.num_before, None
+        late_at = time.thread_time() + FOLLOW_SECONDS
+        while self.num_tokens < len(tokens):
+            self._consume(tokens[self.num_tokens : self.num_tokens + 8])
+            if time.thread_time() > late_at:
+                raise InvalidRequest(_TOO_SLOW, "structured_outputs")
 
     def follow(self, tokens: Seq[int]) -> None:
         """Advance to the end of the committed tokens. Raises InvalidRequest if they do not match."""
-        new = tokens[self.num_tokens :]
-        if new:
-            if self.matcher.consume(new) < len(new):
-                raise InvalidRequest(_CANNOT_FOLLOW, "structured_outputs")
-            self.num_tokens, self.root = len(tokens), None
+        if self.failed:
+            raise InvalidRequest(self.failed, "structured_outputs")
+        if self.num_tokens < len(tokens):
+            self._consume(tokens[self.num_tokens :])
+
+    def _consume(self, tokens: Seq[int]) -> None:
+        if self.matcher.consume(tokens) < len(tokens):
+            raise InvalidRequest(_CANNOT_FOLLOW, "structured_outputs")
+        self.num_tokens += len(tokens)
+        self.root = None
 
     def root_mask(self, tokens: Seq[int]) -> NodeMask:
         """What may follow the committed tokens."""
@@ -146,23 +171,51 @@ class FollowedOutput:
         self.root = self.root or self._mask()
         return self.root
 
-    def masks(self, tokens: Seq[int], tree: DraftTree) -> list[NodeMask | None]:
-        """The mask of every node along its own path. None below an end, and at nodes that the grammar rejects."""
+    def masks(self, tokens: Seq[int], tree: DraftTree) -> TreeMasks:
+        """The mask of every node along its own path. None below an end, and at nodes that the grammar rejects.
+
+        Raises InvalidRequest if the root has none: plain decoding ends there too.
+        """
         masks: list[NodeMask | None] = [None] * len(tree)
         masks[0] = self.root_mask(tokens)
-        self._visit(tree, 0, masks)
-        return masks
+        self.late_at, unvisited = time.thread_time() + TREE_SECONDS, set[int]()
+        try:
+            self._visit(tree, 0, masks, unvisited)
+        except InvalidRequest:
+            unvisited.update(node for node, mask in enumerate(masks) if mask is None)
+            self._give_up_trees(tokens)
+        return TreeMasks(masks, frozenset(unvisited))
 
     def pruned(self, tokens: Seq[int], tree: DraftTree, max_nodes: int, max_depth: int) -> DraftTree:
         """The tree without what the grammar rejects, with the text that it forces; the given tree if nothing changes."""
-        self.follow(tokens)
+        root_only = DraftTree.root_only(tree.tokens[0])
         if self.seconds:
             max_nodes = min(max_nodes, max(int(TREE_SECONDS / self.seconds), 1))
-        if tree.sampled is not None:
-            return self._pruned_sample(tree, tree.sampled)
-        edited = _EditedTree(tree, max_nodes, max_depth)
-        self._edit(edited, 0, 0, 0)
+        if self.failed or not self.has_trees or max_nodes <= 1:
+            return root_only
+        self.late_at = time.thread_time() + TREE_SECONDS
+        try:
+            self.follow(tokens)
+            if tree.sampled is not None:
+                return self._pruned_sample(tree, tree.sampled, max_nodes)
+            edited = _EditedTree(tree, max_nodes, max_depth)
+            self._edit(edited, 0, 0, 0)
+        except InvalidRequest:
+            self._give_up_trees(tokens)
+            return root_only
         return edited.best()
+
+    def _give_up_trees(self, tokens: Seq[int]) -> None:
+        """Go back to the committed tokens, and decode plainly from now on: drafted tokens took too much work to follow."""
+        self.has_trees = False
+        try:
+            self.restart(tokens)
+        except InvalidRequest as error:
+            self.failed = str(error)
+
+    @property
+    def _is_late(self) -> bool:
+        return time.thread_time() > self.late_at
 
     def _mask(self) -> NodeMask:
         """What may be drawn where the matcher is. Raises InvalidRequest if nothing may."""
@@ -178,12 +231,15 @@ class FollowedOutput:
             )
         return NodeMask(self.last_bits, must_end=True)
 
-    def _visit(self, tree: DraftTree, node: int, masks: list[NodeMask | None]) -> None:
+    def _visit(self, tree: DraftTree, node: int, masks: list[NodeMask | None], unvisited: set[int]) -> None:
+        """Compute the masks of a node's descendants. Children that there is no time for are `unvisited`."""
         for child in tree.families.get(node, ()):
             token = tree.tokens[child]
-            if token not in self.ends and self.matcher.consume([token]):
+            if self._is_late:
+                unvisited.add(child)
+            elif token not in self.ends and self.matcher.consume([token]):
                 masks[child] = self._mask()
-                self._visit(tree, child, masks)
+                self._visit(tree, child, masks, unvisited)
                 self.matcher.rollback(1)
 
     def _edit(self, edited: _EditedTree, place: int, node: int | None, depth: int) -> None:
@@ -191,6 +247,8 @@ class FollowedOutput:
 
         place: of the node in the edited tree. node: in the drafted tree, None if it is not there.
         """
+        if self._is_late:
+            return
         children = edited.children(node)
         if depth < edited.max_depth and edited.has_room and (forced := self.matcher.forced()):
             children[forced[0]] = children.get(forced[0])
@@ -202,10 +260,13 @@ class FollowedOutput:
                 self._edit(edited, edited.add(token, place, child), child, depth + 1)
                 self.matcher.rollback(1)
 
-    def _pruned_sample(self, tree: DraftTree, sampled: SampledProposal) -> DraftTree:
-        """A sampled tree without what stands below rejected nodes. These stay: leaving them out changes the distribution."""
-        kept, open_ = [0], {0}
-        self._keep(tree, 0, kept, open_)
+    def _pruned_sample(self, tree: DraftTree, sampled: SampledProposal, max_nodes: int) -> DraftTree:
+        """A sampled tree without what stands below rejected nodes, and cut to its size.
+
+        A node keeps all its children or none: to leave out some of them would change the distribution.
+        """
+        kept, open_ = [0], set[int]()
+        self._keep(tree, 0, max_nodes, kept, open_)
         if len(kept) == len(tree):
             return tree
         kept.sort()
@@ -213,14 +274,17 @@ class FollowedOutput:
         probs = {numbers[node]: value for node, value in sampled.draft_probs.items() if node in open_}
         return replace(tree.pruned(kept), sampled=replace(sampled, draft_probs=probs))
 
-    def _keep(self, tree: DraftTree, node: int, kept: list[int], open_: set[int]) -> None:
-        """Collect the children of nodes that match, and these nodes."""
-        for child in tree.families.get(node, ()):
-            kept.append(child)
+    def _keep(self, tree: DraftTree, node: int, max_nodes: int, kept: list[int], open_: set[int]) -> None:
+        """Collect the children of nodes that match, and these nodes, as long as there is room and time."""
+        children = tree.families.get(node, ())
+        if len(kept) + len(children) > max_nodes or self._is_late:
+            return
+        open_.add(node)
+        kept += children
+        for child in children:
             token = tree.tokens[child]
             if token not in self.ends and self.matcher.consume([token]):
-                open_.add(child)
-                self._keep(tree, child, kept, open_)
+                self._keep(tree, child, max_nodes, kept, open_)
                 self.matcher.rollback(1)
 
 

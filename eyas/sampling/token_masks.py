@@ -37,14 +37,27 @@ class NodeMask:
 
 
 @dataclass(frozen=True)
-class TokenMasks:
-    """The masks of a step.
+class TreeMasks:
+    """The masks of one tree.
 
-    nodes: by request id, the mask of each node of its tree, None where nothing is masked. errors: by request id, why a
-    request has no masks.
+    nodes: of each node, None where nothing is masked. unvisited: nodes that there was no time for; they are not accepted,
+    nor what stands below them.
     """
 
-    nodes: Mapping[str, Sequence[NodeMask | None]] = field(default_factory=dict)
+    nodes: Sequence[NodeMask | None]
+    unvisited: frozenset[int] = frozenset()
+
+    def cut(self, accepted: Accepted) -> Accepted:
+        """The accepted path up to the first unvisited node, whose token is the last one."""
+        end = next((place for place, node in enumerate(accepted.path) if node in self.unvisited), len(accepted.path))
+        return Accepted(accepted.path[:end], accepted.tokens[:end])
+
+
+@dataclass(frozen=True)
+class TokenMasks:
+    """The masks of a step. trees: by request id. errors: by request id, why a request has no masks."""
+
+    trees: Mapping[str, TreeMasks] = field(default_factory=dict)
     errors: Mapping[str, str] = field(default_factory=dict)
 
     def applied(self, logits: Tensor, batch: Sequence[LogitRows]) -> Tensor:
@@ -52,7 +65,8 @@ class TokenMasks:
         rows, masks, start = list[int](), list[TokenBits](), 0
         for request_rows in batch:
             start += len(request_rows.prompt_tokens)
-            for node, mask in enumerate(self.nodes.get(request_rows.request.id, ()) if request_rows.tree else ()):
+            tree = self.trees.get(request_rows.request.id) if request_rows.tree else None
+            for node, mask in enumerate(tree.nodes if tree else ()):
                 if mask is not None:
                     rows.append(start + node)
                     masks.append(mask.bits)
@@ -65,18 +79,23 @@ class TokenMasks:
 
     def must_end(self, request_id: str) -> Bools | None:
         """For each node of a request's tree, whether only the end may follow; None if nothing is masked."""
-        masks = self.nodes.get(request_id)
-        return None if masks is None else np.array([mask is not None and mask.must_end for mask in masks])
+        tree = self.trees.get(request_id)
+        return None if tree is None else np.array([mask is not None and mask.must_end for mask in tree.nodes])
+
+    def cut(self, request_id: str, accepted: Accepted) -> Accepted:
+        """What is accepted of a request, without what has no masks for want of time."""
+        tree = self.trees.get(request_id)
+        return tree.cut(accepted) if tree and tree.unvisited else accepted
 
     def error(self, request_id: str, accepted: Accepted | None) -> str:
         """Why a request cannot go on: it has no masks, or draws what they do not allow, as nothing else is left. Else empty.
 
         Below a token that ends the output nothing is masked, and what is drawn does not count.
         """
-        masks = self.nodes.get(request_id)
-        if masks is not None and accepted is not None:
+        tree = self.trees.get(request_id)
+        if tree is not None and accepted is not None:
             for node, token in zip(accepted.path, accepted.tokens, strict=True):
-                mask = masks[node]
+                mask = tree.nodes[node]
                 if mask is None:
                     break
                 if not mask.allows(token):

@@ -41,7 +41,10 @@ def verify(
     row = 0
     for rows in batch:
         sampled.append(tuple(samples[row : row + len(rows.positions)]))
-        accepted.append((rejected.get(row) or accept(rows.tree, sampled[-1])) if rows.tree else None)
+        if rows.tree:
+            accepted.append(masks.cut(rows.request.id, rejected.get(row) or accept(rows.tree, sampled[-1])))
+        else:
+            accepted.append(None)
         row += len(rows.positions)
     reported = read_logprobs(batch, accepted, on_host[2])
     outputs = []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import re
 from collections.abc import Mapping
 from dataclasses import replace
@@ -13,14 +14,18 @@ from typing import Any
 import jsonschema
 import pytest
 
+from eyas import grammar
 from eyas.config import EngineConfig, TreeConfig
 from eyas.drafters.base import Drafter
+from eyas.engine import grammar_manager
 from eyas.engine.build import assemble_engine
 from eyas.engine.engine import Engine
+from eyas.engine.grammar_manager import FollowedOutput
 from eyas.errors import InvalidRequest
 from eyas.models.target import load_target
 from eyas.request import Chunk, Request, SamplingParams, StructuredOutputs
 from eyas.tokenizer import load_tokenizer
+from eyas.tree import DraftProbs, DraftTree, SampledProposal
 from tests import reference
 from tests.drafters.lookup.corpora import write_datastore
 from tests.engine.drafters import RandomDrafter
@@ -265,3 +270,69 @@ def test_sampled_trees_stay_within_the_grammar(name: str, target: str, tiny_head
     assert text_of(target, outputs["choice"]) in ("abc", "abd", "abd-1", "k")
     assert re.fullmatch("[a-f]{2,5}-[0-9]{3}(,|:)true", text_of(target, outputs["regex"]))
     assert outputs == tokens_of(run(case_engine(name, target, tiny_head, acceptance="rejection"), requests_at(1.0)))
+
+
+def ambiguous(number: int) -> StructuredOutputs:
+    """Each mask behind "k" takes work that grows with the cube of `number`: 0.05 s for 240."""
+    rules = [f't{i} ::= [a-d] | [a-d] "b"' for i in range(number)]
+    start = " | ".join(f"t{i} s" for i in range(number))
+    return StructuredOutputs(grammar="\n".join(['root ::= "k" s', f's ::= {start} | "a"', *rules]))
+
+
+def hostile_request(number: int) -> Request:
+    sampling = SamplingParams(max_tokens=40, temperature=1.0, seed=5, structured_outputs=ambiguous(number))
+    return Request("hostile", (5, 9, 17), sampling)
+
+
+@pytest.mark.parametrize("name", ["none", "random"])
+def test_a_late_mask_ends_its_own_request_only(name: str, target: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grammar_manager, "STEP_SECONDS", 0.02)
+    engine = make_engine(target, RandomDrafter(48) if name == "random" else None)
+    chunks = run(engine, [hostile_request(240), *requests_at(1.0)])
+    last = chunks.pop("hostile")[-1]
+    assert last.finish_reason == "error"
+    assert "takes too much work to follow (more than" in last.message
+    assert tokens_of(chunks) == plain_outputs(target, 1.0)
+
+
+def test_drafts_do_not_change_where_a_grammar_costs_too_much(target: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A row of the parser grows too large, in a drafted token before it does in an output."""
+    monkeypatch.setattr(grammar, "ROW_ITEMS", 150)
+    drafters = (None, RandomDrafter(48))
+    chunks = [run(make_engine(target, drafter), [hostile_request(40)])["hostile"] for drafter in drafters]
+    plain, speculative = ([token for chunk in own for token in chunk.token_ids] for own in chunks)
+    assert plain == speculative
+    assert chunks[0][-1].message == chunks[1][-1].message
+    assert "too much work" in chunks[0][-1].message
+
+
+@pytest.mark.parametrize("kind", TEMPERATURES)
+def test_outputs_are_the_same_if_time_runs_out_anywhere(
+    kind: str, target: str, tiny_head: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rng, seen = random.Random(3), list[bool]()
+
+    def is_late(output: FollowedOutput) -> bool:
+        seen.append(rng.random() < 0.2)
+        return seen[-1]
+
+    monkeypatch.setattr(FollowedOutput, "_is_late", property(is_late))
+    chunks = run(case_engine("eagle3", target, tiny_head), requests_at(TEMPERATURES[kind]))
+    assert tokens_of(chunks) == plain_outputs(target, TEMPERATURES[kind])
+    assert any(seen)
+    assert [chunk for own in chunks.values() for chunk in own if len(chunk.token_ids) > 1], "drafts were accepted"
+
+
+@pytest.mark.parametrize("max_nodes", [1, 2, 4, 12])
+def test_a_sampled_tree_is_cut_between_families(max_nodes: int, target: str) -> None:
+    engine = make_engine(target)
+    request = next(request for request in requests_at(1.0) if request.id == "regex")
+    output = engine._grammars.followed(request, engine.compiler.compile(ambiguous(1)))
+    token = {text: load_tokenizer(target).tokenizer.token_to_id(text) for text in "kabz"}
+    tokens = (request.prompt_ids[-1], *(token[text] for text in "kzazb"))
+    probs = DraftProbs(tuple(sorted(token.values())), (0.25,) * 4)
+    tree = DraftTree(tokens, (0, 0, 0, 1, 1, 3), (0.0, -1.0, -1.0, -2.0, -2.0, -3.0))
+    tree = replace(tree, sampled=SampledProposal({0: probs, 1: probs, 3: probs}))
+    pruned = output.pruned(request.prompt_ids, tree, max_nodes, 8)
+    assert len(pruned) == {1: 1, 2: 1, 4: 3, 12: 6}[max_nodes]
+    assert pruned.sampled is None or pruned.sampled.draft_probs.keys() == pruned.families.keys()

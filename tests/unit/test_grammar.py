@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
-from eyas.errors import InvalidRequest
-from eyas.grammar import MAX_CACHED, GrammarCompiler, Matcher
+from eyas import grammar
+from eyas.errors import InvalidRequest, Overloaded
+from eyas.grammar import MAX_CACHED, MAX_COMPILING, GrammarCompiler, Matcher
 from eyas.request import StructuredOutputs
 from eyas.tokenizer import Tokenizer, load_tokenizer
 from tests.tiny import DEMO
@@ -175,6 +176,48 @@ def test_equal_constraints_are_compiled_once(compiler: GrammarCompiler) -> None:
     first = compiler.submit(StructuredOutputs(regex="once+"))
     assert compiler.submit(StructuredOutputs(regex="once+")) is first
     assert compiler.submit(StructuredOutputs(regex="twice+")) is not first
+
+
+def wide(number: int) -> StructuredOutputs:
+    """The first mask takes work that grows with the cube of `number`: seconds for 500."""
+    rules = [f't{i} ::= "a" | "a" "b"' for i in range(number)]
+    start = " | ".join(f"t{i} root" for i in range(number))
+    return StructuredOutputs(grammar="\n".join([f'root ::= {start} | ""', *rules]))
+
+
+def test_a_tenant_with_many_grammars_delays_no_other() -> None:
+    compiler, done = GrammarCompiler(TARGET, 4096, frozenset({1})), list[str]()
+    compiler.compile(StructuredOutputs(regex="first"))
+    futures = []
+
+    def fill() -> None:
+        for number in range(2 * MAX_COMPILING):
+            futures.append(compiler.submit(StructuredOutputs(regex=f"greedy{number}"), "greedy"))
+
+    with compiler._loading:  # nothing is compiled before all have been submitted
+        with pytest.raises(Overloaded, match="grammars wait to be compiled already"):
+            fill()
+        for number in range(3):
+            futures.append(compiler.submit(StructuredOutputs(regex=f"modest{number}"), "modest"))
+            futures[-1].add_done_callback(lambda _: done.append("modest"))
+        futures[-4].add_done_callback(lambda _: done.append("greedy"))
+    for future in futures:
+        future.result()
+    assert len(futures) >= MAX_COMPILING + 3
+    assert done == ["modest"] * 3 + ["greedy"]
+
+
+def test_a_late_grammar_is_refused_and_takes_no_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiler = GrammarCompiler(TARGET, 4096, frozenset({1}))
+    compiler.compile(StructuredOutputs(regex="first"))
+    monkeypatch.setattr(grammar, "COMPILE_SECONDS", 0.1)
+    slow = [compiler.submit(wide(400 + number)) for number in range(3)]
+    other = compiler.submit(StructuredOutputs(regex="other"), "other")
+    for future in slow:
+        with pytest.raises(InvalidRequest, match=r"takes more than 0\.1 s to compile"):
+            future.result()
+    assert other.result().matcher().mask().any()
+    assert compiler.submit(wide(400)) is slow[0], "it is not compiled again"
 
 
 def test_the_oldest_grammars_are_forgotten() -> None:
