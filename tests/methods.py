@@ -8,13 +8,17 @@ from eyas.drafters.base import LocalDrafter
 from eyas.drafters.registry import build_drafter, build_fuser
 from eyas.models.heads.layers import FeatureFuser
 from tests.tiny import write_small
+from tests.tiny_block import tiny_block_head, tiny_peagle_head
 from tests.tiny_medusa_hydra import KINDS, tiny_heads
 
 # Names of cases: one or two methods, and after a hyphen what is particular about the case.
 CASES = (
+    "dspark", "dspark-rnn", "dspark-reduced", "dspark-crowded", "dflash", "dflash-window", "dflash2", "peagle",
+    "dspark+prompt_lookup",
     "eagle1", "eagle2", "eagle3", "eagle3-own-noise", "eagle3-crowded", "eagle3-ahead", *KINDS, "sps", "sps-crowded",
     "prompt_lookup", "rest", "lookahead", "eagle3+prompt_lookup", "eagle3+lookahead",
 )  # fmt: skip
+BLOCK_METHODS = ("dspark", "dflash", "dflash2")
 
 
 @dataclass(frozen=True)
@@ -50,6 +54,11 @@ class Case:
         """What the method loads."""
         if self.method in ("eagle1", "eagle2"):
             return f"{self.head}/eagle1"
+        if self.method == "peagle":
+            return tiny_peagle_head(self.head)
+        if self.method.partition("+")[0] in BLOCK_METHODS:
+            kind = self.name.partition("+")[0].removesuffix("-crowded")
+            return tiny_block_head(kind, self.target)
         if self.name in KINDS:
             return tiny_heads(self.name, self.head)
         return write_small(self.target) if self.method == "sps" else self.head

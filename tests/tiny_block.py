@@ -1,13 +1,18 @@
-"""Tiny random block heads for the tiny target, in the authors' layouts on disk."""
+"""Tiny random block heads and a P-EAGLE head for the tiny target, in the authors' layouts on disk."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
 import torch
+from safetensors.torch import save_file
 
+from eyas.models.checkpoint import read_config
 from eyas.models.heads.block import BlockHead, block_tensors, new_block_head, write_block_head
 from eyas.models.heads.block_config import BlockHeadConfig
 from eyas.models.heads.eagle_config import HeadWiring
+from eyas.models.heads.layers import layer_shapes
+from tests.tiny import head_tensors
 
 DSPARK = BlockHeadConfig(
     kind="dspark", target_hidden=32, hidden=32, intermediate=48, num_heads=4, num_kv_heads=2, head_dim=8, rms_norm_eps=1e-5,
@@ -58,4 +63,26 @@ def tiny_block_head(kind: str, target: str) -> str:
     if not folder.exists():
         head = random_block_head(kind, target)
         write_block_head(folder, head.config, block_tensors(head))
+    return str(folder)
+
+
+def tiny_peagle_head(beside: str) -> str:
+    """Folder of a P-EAGLE head of two layers, beside an EAGLE-3 head of the tiny target; written once."""
+    folder = Path(f"{beside}-peagle")
+    if not folder.exists():
+        generator = torch.Generator().manual_seed(3)
+        tensors = head_tensors(48, 24, 32) | {"mask_hidden": torch.randn(1, 1, 96, generator=generator)}
+        sizes = replace(DSPARK, intermediate=64)
+        layer = {"input_layernorm.weight": (32,)} | layer_shapes(sizes, 32)
+        for name, shape in layer.items():
+            values = 0.2 * torch.randn(shape, generator=generator)
+            tensors[f"layers.1.{name}"] = 1 + values if "norm" in name else values
+        folder.mkdir()
+        save_file(tensors, folder / "model.safetensors")
+        config = read_config(Path(beside)) | {
+            "architectures": ["PEagleDraftModel"],
+            "num_hidden_layers": 2,
+            "ptd_token_id": 2,
+        }
+        (folder / "config.json").write_text(json.dumps(config))
     return str(folder)

@@ -21,7 +21,7 @@ from eyas.errors import CheckpointError, ConfigError, EyasError
 if TYPE_CHECKING:
     from eyas.check.equality import EqualityReport
     from eyas.models.heads.eagle_config import HeadWiring
-    from eyas.models.heads.eagle_validation import WiringReport
+    from eyas.models.heads.validation import WiringReport
 
 check = typer.Typer(add_completion=False, no_args_is_help=True)
 
@@ -34,8 +34,8 @@ def _check() -> None:
 @check.command()
 def head(
     model: Model,
-    draft_model: Annotated[str, typer.Option(help="Folder or hub id of an EAGLE head.")],
-    method: Annotated[str, typer.Option(help="eagle1, eagle2 or eagle3.")] = "eagle3",
+    draft_model: Annotated[str, typer.Option(help="Folder or hub id of an EAGLE or block head.")],
+    method: Annotated[str, typer.Option(help="eagle1, eagle2, eagle3, peagle, dspark, dflash or dflash2.")] = "eagle3",
     dtype: DtypeName = "auto",
     device: Device = "auto",
     threads: Threads = 0,
@@ -53,7 +53,7 @@ def head(
     device, dtype = resolve_placement(device, dtype, model)
     report = validate_draft_head(method, load_target(model, dtype, device), draft_model, model, dtype, device)
     if report is None:
-        raise ConfigError(f"method {method!r} has no head to check; take eagle1, eagle2 or eagle3")
+        raise ConfigError(f"method {method!r} has no head to check; take an EAGLE or block method")
     Console().print(_wiring_table(report))
     print(report)
     report.require(draft_model)
@@ -76,13 +76,17 @@ def _write_wiring(draft_model: str, wiring: HeadWiring) -> Path:
 
 
 def _wiring_table(report: WiringReport) -> Table:
-    table = Table("hidden states", "residual", "output", "first guess", "second guess", "accepted", "")
+    own = ("anchor's row",) if report.is_block else ("residual", "output")
+    table = Table("hidden states", *own, "first guess", "second guess", "accepted", "")
     for score in report.scores:
         wiring, notes = score.wiring, {"config": score is report.scores[0], "best": score is report.best}
         table.add_row(
             ", ".join(map(str, wiring.aux_hidden_state_layers)),
-            "normed" if wiring.norm_before_residual else "plain",
-            wiring.output,
+            *(
+                ["predicts" if wiring.sample_from_anchor else "predicts nothing"]
+                if report.is_block
+                else ["normed" if wiring.norm_before_residual else "plain", wiring.output]
+            ),
             *(f"{share:.1%}" for share in (score.first, score.second, score.accepted)),
             ", ".join(note for note, holds in notes.items() if holds),
         )

@@ -20,7 +20,7 @@ from eyas.drafters.cuda_graphs import Roots
 from eyas.drafters.neural import NeuralDrafter, cache_and_attend, last_rows, newest_rows
 from eyas.drafters.scoring import Scorer, make_scorer
 from eyas.drafters.sessions import KVLedger, KVSession, make_kv_cache, num_features
-from eyas.drafters.tree_growth import Expansion, StaticTree, TreeGrowth
+from eyas.drafters.tree_growth import Expansion, IndependentExpansion, StaticTree, TreeGrowth, ddtree_shape
 from eyas.errors import ConfigError
 from eyas.models.attention import masked_attention
 from eyas.models.cuda.graphs import Capture
@@ -31,7 +31,10 @@ from eyas.tensors import moved, upload
 
 
 class EagleDrafter(NeuralDrafter[Tensor]):
-    """EAGLE-1 with a static tree, EAGLE-2 and EAGLE-3 with dynamic ones. A session's state [H] is that of its last pair."""
+    """EAGLE-1 with a static tree, EAGLE-2 and EAGLE-3 with dynamic ones, P-EAGLE with all levels in one pass.
+
+    A session's state [H] is that of its last pair.
+    """
 
     def __init__(
         self,
@@ -47,6 +50,7 @@ class EagleDrafter(NeuralDrafter[Tensor]):
         """
         c = head.config
         tree = static_tree.shape if static_tree else tree
+        tree = ddtree_shape(tree, c.draft_vocab_size) if c.kind == "peagle" else tree
         if tree.num_steps < 1 or tree.top_k > c.draft_vocab_size:
             raise ConfigError(
                 f"tree.num_steps {tree.num_steps} and tree.top_k {tree.top_k}: an EAGLE drafter needs num_steps of at least "
@@ -80,6 +84,9 @@ class EagleDrafter(NeuralDrafter[Tensor]):
         return self.sessions.claim(session, count, 0, busy) and count > 0
 
     def _expand(self, roots: Roots, scorer: Scorer, shape: TreeConfig) -> Expansion:
+        if self._head.config.kind == "peagle":
+            rows = EagleExpansion(self._head, scorer, self._kv, roots, TreeConfig(num_steps=2, top_k=shape.num_steps))
+            return IndependentExpansion(rows.parallel_logits(shape.num_steps), scorer)
         return EagleExpansion(self._head, scorer, self._kv, roots, shape)
 
     def _extend(self, contexts: Sequence[DraftContext]) -> Tensor:
@@ -138,17 +145,40 @@ class EagleExpansion:
         return self._scorer(self._head.logits(self._states), 0)
 
     def next(self, level: int, parents: Tensor, tokens: Tensor) -> Tensor:
-        head, (sessions, width) = self._head, tokens.shape
         above = _rows(self._states, parents)
-        # sessions near the end of their context are expanded with the others; their budget cuts what lies beyond
-        positions = (self._positions + level).clamp(max=head.max_model_len - 1).expand_as(tokens).flatten()
-        self._end += width
-        own = torch.eye(width, dtype=torch.bool, device=tokens.device).expand(sessions, -1, -1)
+        own = torch.eye(tokens.shape[1], dtype=torch.bool, device=tokens.device).expand(len(tokens), -1, -1)
         self._seen = torch.cat([_rows(self._seen, parents), own], dim=2)
+        self._states = self._run(above, self._head.draft_ids[tokens], (self._positions + level).expand_as(tokens))
+        return self._scorer(self._head.logits(self._states), level)
+
+    def parallel_logits(self, num_steps: int) -> Tensor:
+        """Logits [S, num_steps, D] of P-EAGLE: of the last pair, and of mask rows behind it, which see those before.
+
+        There must be room for num_steps rows.
+        """
+        head, count = self._head, num_steps - 1
+        assert head.mask_feature is not None
+        assert head.config.mask_token_id is not None
+        if not count:
+            return head.logits(self._states)
+        tokens = torch.full((len(self._states), count), head.config.mask_token_id, device=self._states.device)
+        ahead = torch.arange(1, num_steps, device=self._states.device)
+        self._seen = torch.ones(count, count, dtype=torch.bool, device=ahead.device).tril().expand(len(tokens), -1, -1)
+        features = head.mask_feature.expand(len(tokens), count, -1)
+        return head.logits(torch.cat([self._states, self._run(features, tokens, self._positions + ahead)], 1))
+
+    def _run(self, features: Tensor, tokens: Tensor, positions: Tensor) -> Tensor:
+        """States [S, W, H] of new rows: features [S, W, H], the target's token ids and positions [S, W].
+
+        They see the prefix and what `_seen` names, which ends with themselves.
+        """
+        head, (sessions, width) = self._head, tokens.shape
+        # sessions near the end of their context are expanded with the others; their budget cuts what lies beyond
+        positions = positions.clamp(max=head.max_model_len - 1).flatten()
+        self._end += width
         self._bias[..., :width, self._length : self._end].zero_().masked_fill_(~self._seen[:, None], float("-inf"))
-        states = head.run(above.flatten(0, 1), head.draft_ids[tokens].flatten(), positions, self._attend)
-        self._states = states.view(sessions, width, -1)
-        return self._scorer(head.logits(self._states), level)
+        states = head.run(features.flatten(0, 1), tokens.flatten(), positions, self._attend)
+        return states.view(sessions, width, -1)
 
     def _attend(self, layer: int, rows: Projected) -> Tensor:
         """Store keys and values of the level's rows, then attend from them to the prefix and to their ancestors."""

@@ -24,7 +24,7 @@ from eyas.drafters.cuda_graphs import Roots
 from eyas.drafters.neural import NeuralDrafter, cache_and_attend, last_rows, newest_rows
 from eyas.drafters.scoring import Scorer
 from eyas.drafters.sessions import KVLedger, KVSession, make_kv_cache, no_slots, num_features
-from eyas.drafters.tree_growth import Expansion, StaticTree
+from eyas.drafters.tree_growth import Expansion, IndependentExpansion, StaticTree
 from eyas.errors import ConfigError
 from eyas.models.cuda.graphs import Capture
 from eyas.models.heads.hydra import HydraHead, PrefixLayer
@@ -100,7 +100,7 @@ class MultiHeadDrafter(NeuralDrafter[None]):
     def _expand(self, roots: Roots, scorer: Scorer, shape: TreeConfig) -> Expansion:
         if isinstance(self._head, HydraHead):
             return HydraExpansion(self._head, scorer, roots.states, roots.tokens)
-        return MedusaExpansion(self._head, scorer, roots.states, shape.num_steps)
+        return IndependentExpansion(self._head.logits(roots.states, shape.num_steps), scorer)
 
 
 def _tree_shape(
@@ -137,24 +137,6 @@ def likely_paths(tree: TreeConfig) -> TreeChoices:
             for rank, further in enumerate(costs):
                 heapq.heappush(waiting, (cost + further, length + 1, (*path, rank)))
     return tuple(paths[1:])
-
-
-class MedusaExpansion:
-    """Implements Expansion. Head i guesses the same tokens below every node of level i, so all heads run at once, and one
-    row of scores serves all nodes of a level."""
-
-    def __init__(self, head: MedusaHead, scorer: Scorer, states: Tensor, num_steps: int) -> None:
-        self._logits = head.logits(states, num_steps)
-        self._scorer = scorer
-
-    def first(self) -> Tensor:
-        return self._score(0)
-
-    def next(self, level: int, parents: Tensor, tokens: Tensor) -> Tensor:
-        return self._score(level)
-
-    def _score(self, level: int) -> Tensor:
-        return self._scorer(self._logits[:, level : level + 1], level)
 
 
 class HydraExpansion:

@@ -16,6 +16,7 @@ import torch
 
 from eyas.config import DraftingConfig, MethodsConfig, TreeConfig
 from eyas.drafters.base import LocalDrafter
+from eyas.drafters.block import BlockDrafter
 from eyas.drafters.combined import CombinedDrafter
 from eyas.drafters.draft_ahead import DraftAheadDrafter
 from eyas.drafters.draft_model import ModelDrafter
@@ -28,12 +29,14 @@ from eyas.drafters.tree_growth import StaticTree
 from eyas.errors import CheckpointError, ConfigError
 from eyas.models.checkpoint import check_vocabulary, head_fingerprint, read_target_config, resolve
 from eyas.models.cuda.graphs import Capture, CudaCapture
+from eyas.models.heads.block import load_block_fuser, load_block_head, serve
+from eyas.models.heads.block_config import BlockKind
 from eyas.models.heads.eagle import load_fuser, load_head
 from eyas.models.heads.eagle_config import HeadWiring, Kind
-from eyas.models.heads.eagle_validation import WiringReport, validate_head
 from eyas.models.heads.hydra import HydraHead, load_hydra
 from eyas.models.heads.layers import FeatureFuser
 from eyas.models.heads.medusa import MedusaHead, load_medusa
+from eyas.models.heads.validation import WiringReport, validate_block_head, validate_head
 from eyas.models.target import TargetModel, load_target
 
 log = logging.getLogger(__name__)
@@ -44,6 +47,7 @@ Need = Literal["features", "samples", "prompt"]
 
 # The method of plain decoding.
 NO_DRAFTS = "none"
+BLOCK_HEADS: tuple[tuple[BlockKind, str], ...] = (("dspark", "DSpark"), ("dflash", "DFlash"), ("dflash2", "DFlash2"))
 # Features fingerprint of methods without features.
 NO_FEATURES = "none"
 
@@ -53,7 +57,7 @@ class DrafterParts:
     """What a drafter is built from.
 
     head: folder, hub id or file that the method loads; empty if it loads nothing.
-    wiring: how an EAGLE-3 head is wired; None if its config says so.
+    wiring: how an EAGLE-3 or block head is wired; None if its config says so.
     """
 
     target: str
@@ -92,7 +96,8 @@ class Method:
     optional_head: what may be named, if nothing must.
     needs: what it takes besides committed tokens, in words for `eyas drafters`.
     features: the target features that it is fed, if any.
-    eagle_head: kind of its EAGLE head, which can be validated beside the target.
+    validate: compares the head's guesses with the target's, if that is possible; from (target, head, folder of the target,
+    dtype, device).
     has_probs: whether it ranks by probabilities, to which the noise of the target's draws can be added.
     """
 
@@ -101,7 +106,7 @@ class Method:
     optional_head: str = ""
     needs: tuple[Need, ...] = ()
     features: TargetFeatures | None = None
-    eagle_head: Kind | None = None
+    validate: Callable[[TargetModel, str, str, str, str], WiringReport] | None = None
     has_probs: bool = False
 
 
@@ -115,7 +120,16 @@ def _build_dynamic_eagle(kind: Kind, parts: DrafterParts) -> LocalDrafter:
     head = load_head(parts.head, parts.target, parts.dtype, parts.device, kind, parts.wiring)
     num_steps = min(parts.drafting.max_head_steps or parts.tree.num_steps, parts.tree.num_steps)
     drafter = EagleDrafter(head, replace(parts.tree, num_steps=num_steps), parts.drafting, capture=parts.capture())
-    return DraftAheadDrafter(drafter, parts.drafting.draft_ahead) if parts.drafting.draft_ahead.top_k else drafter
+    grows_ahead = parts.drafting.draft_ahead.top_k and kind != "peagle"
+    return DraftAheadDrafter(drafter, parts.drafting.draft_ahead) if grows_ahead else drafter
+
+
+def _build_block(kind: BlockKind, parts: DrafterParts) -> LocalDrafter:
+    head = load_block_head(parts.head, parts.target, parts.dtype, parts.device, parts.wiring)
+    if head.config.kind != kind:
+        raise CheckpointError(f"{parts.head} holds a head for the method {head.config.kind}, not {kind}; set the method")
+    num_steps = min(parts.drafting.max_head_steps or parts.tree.num_steps, parts.tree.num_steps)
+    return BlockDrafter(serve(head), replace(parts.tree, num_steps=num_steps), parts.drafting, parts.capture())
 
 
 def _build_multi_head(load: Callable[[str, str, str, str], MedusaHead | HydraHead], parts: DrafterParts) -> LocalDrafter:
@@ -147,11 +161,19 @@ _EAGLE2 = Method(
     head="a draft head of EAGLE-1",
     needs=("features",),
     features=_FINAL,
-    eagle_head="eagle",
+    validate=partial(validate_head, kind="eagle"),
     has_probs=True,
 )
 _MEDUSA = Method(
     partial(_build_multi_head, load_medusa), head="Medusa heads", needs=("features",), features=_FINAL, has_probs=True
+)
+
+_BLOCK = Method(
+    partial(_build_block, "dspark"),
+    needs=("features",),
+    features=TargetFeatures(load_block_fuser, head_fingerprint),
+    validate=validate_block_head,
+    has_probs=True,
 )
 
 METHODS: Mapping[str, Method] = {
@@ -162,9 +184,21 @@ METHODS: Mapping[str, Method] = {
         head="a draft head of EAGLE-3",
         needs=("features",),
         features=TargetFeatures(load_fuser, head_fingerprint),
-        eagle_head="eagle3",
+        validate=validate_head,
         has_probs=True,
     ),
+    "peagle": Method(
+        partial(_build_dynamic_eagle, "peagle"),
+        head="a draft head of P-EAGLE",
+        needs=("features",),
+        features=TargetFeatures(partial(load_fuser, kind="peagle"), head_fingerprint),
+        validate=partial(validate_head, kind="peagle"),
+        has_probs=True,
+    ),
+    **{
+        kind: replace(_BLOCK, build=partial(_build_block, kind), head=f"a draft head of {name}")
+        for kind, name in BLOCK_HEADS
+    },
     "medusa": _MEDUSA,
     "hydra": replace(_MEDUSA, build=partial(_build_multi_head, load_hydra), head="Hydra heads"),
     "sps": Method(_build_draft_model, head="a causal LM with the target's vocabulary", has_probs=True),
@@ -259,12 +293,12 @@ def validate_draft_head(
     name: str, model: TargetModel, head: str, target: str, dtype: str, device: str
 ) -> WiringReport | None:
     """How well a method's head works beside the loaded target `model`, in each plausible wiring; None for a method without
-    an EAGLE head. Raises as `build_drafter`."""
-    kind = None if name == NO_DRAFTS else find_method(name).eagle_head
-    if kind is None:
+    such a head. Raises as `build_drafter`."""
+    validate = None if name == NO_DRAFTS else find_method(name).validate
+    if validate is None:
         return None
     with _loading(name, head):
-        return validate_head(model, head, target, dtype, device, kind)
+        return validate(model, head, target, dtype, device)
 
 
 def resolve_wiring(
@@ -272,7 +306,7 @@ def resolve_wiring(
 ) -> HeadWiring | None:
     """Find the wiring in which the head works, log it, and set it on target and fuser; drafters must take it too.
 
-    Returns None for a method without an EAGLE head. Raises CheckpointError for a head that works in no wiring.
+    Returns None for a method without a head that has wirings. Raises CheckpointError for a head that works in no wiring.
     """
     report = validate_draft_head(name, model, head, target, dtype, device)
     if report is None:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise, takewhile
 from typing import Protocol
 
@@ -28,6 +28,7 @@ from torch import Tensor
 from eyas.config import TreeChoices, TreeConfig
 from eyas.draft_protocol import TreeBudget
 from eyas.drafters.base import DraftContext
+from eyas.drafters.scoring import Scorer
 from eyas.sampling.noise import exponential_noise
 from eyas.sampling.sampler import Ranked, exponential_race, rank
 from eyas.tensors import Ints, upload
@@ -54,6 +55,34 @@ class Expansion(Protocol):
             Float32 [S, W, D]; or [S, 1, D] if the scores are the same below all of the frontier.
         """
         ...
+
+
+class IndependentExpansion:
+    """Implements Expansion where a level's scores do not depend on the path: Medusa, DFlash, P-EAGLE.
+
+    All levels were computed at once, and one row of scores serves all nodes of a level.
+    """
+
+    def __init__(self, logits: Tensor, scorer: Scorer) -> None:
+        """logits: float32 [S, L, D], one row for the children of each level."""
+        self._logits, self._scorer = logits, scorer
+
+    def first(self) -> Tensor:
+        return self._score(0)
+
+    def next(self, level: int, parents: Tensor, tokens: Tensor) -> Tensor:
+        return self._score(level)
+
+    def _score(self, level: int) -> Tensor:
+        return self._scorer(self._logits[:, level : level + 1], level)
+
+
+def ddtree_shape(tree: TreeConfig, draft_vocab_size: int) -> TreeConfig:
+    """The shape in which growing by levels finds the best tree of independent levels (DDTree, 2604.12989).
+
+    As wide as the tree has nodes: a level costs no pass, and no node outside these can be among the best.
+    """
+    return replace(tree, top_k=max(1, min(tree.num_draft_tokens - 1, draft_vocab_size)))
 
 
 @dataclass(frozen=True)

@@ -39,7 +39,9 @@ EMBEDDING_NAMES = (
 LM_HEAD_NAMES = ("lm_head.weight", "language_model.lm_head.weight", *EMBEDDING_NAMES)
 Setting = TypeVar("Setting", int, float, bool)
 _TYPE_NAMES = {int: "a whole number", float: "a number", bool: "true or false"}
-FUSER_PREFIXES = ("fc.", "fc_norm.", "input_norm.", "model.fc.", "model.fc_norm.", "model.input_norm.")
+FUSER_PREFIXES = tuple(
+    f"{model}{part}." for model in ("", "model.") for part in ("fc", "fc_norm", "input_norm", "hidden_norm")
+)
 
 
 def resolve(path_or_id: str) -> Path:
@@ -154,7 +156,7 @@ def target_fingerprint(path_or_id: str) -> str:
 
 
 def head_fingerprint(path_or_id: str) -> str:
-    """Digest of what decides a head's fused features: its config, its fc and the norms before fc."""
+    """Digest of what decides a head's fused features: its config, its fc and the norms around it."""
     return _digest(resolve(path_or_id), FUSER_PREFIXES)
 
 

@@ -8,20 +8,26 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from eyas.config import DraftingConfig, DraftModelConfig, MedusaConfig, MethodsConfig, TreeConfig
 from eyas.drafters.base import LocalDrafter
+from eyas.drafters.block import BlockDrafter
 from eyas.drafters.draft_model import ModelDrafter
 from eyas.drafters.eagle import EagleDrafter
 from eyas.drafters.medusa import MultiHeadDrafter
 from eyas.drafters.tree_growth import StaticTree
 from eyas.models.cuda.graphs import Capture, CudaCapture
+from eyas.models.heads.block import load_block_head, serve
 from eyas.models.heads.eagle import load_head
 from eyas.models.heads.hydra import load_hydra
 from eyas.models.heads.medusa import load_medusa
 from eyas.models.target import load_target
 from tests.tiny import write_small
+from tests.tiny_block import tiny_block_head, tiny_peagle_head
 from tests.tiny_medusa_hydra import tiny_heads
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-METHODS = ("eagle1", "eagle2", "eagle3", "medusa", "hydra-prefix", "hydra-dynamic", "sps")
+METHODS = (
+    "eagle1", "eagle2", "eagle3", "peagle", "medusa", "hydra-prefix", "hydra-dynamic", "sps", "dspark", "dspark-rnn",
+    "dflash-window", "dflash2",
+)  # fmt: skip
 
 Out = TypeVar("Out")
 
@@ -71,6 +77,13 @@ def make(
     method: str, target: str, head: str, tree: TreeConfig, config: DraftingConfig, capture: Capture | None
 ) -> LocalDrafter:
     """A drafter of a method over tiny heads."""
+    if method.startswith(("dspark", "dflash")):
+        loaded = serve(load_block_head(tiny_block_head(method, target), target, "float32", DEVICE))
+        return BlockDrafter(loaded, tree, config, capture)
+    if method == "peagle":
+        return EagleDrafter(
+            load_head(tiny_peagle_head(head), target, "float32", DEVICE, "peagle"), tree, config, None, capture
+        )
     if method.startswith("eagle"):
         kind, folder = ("eagle3", head) if method == "eagle3" else ("eagle", f"{head}/eagle1")
         plan = StaticTree(MethodsConfig().eagle1.tree_choices, torch.device(DEVICE)) if method == "eagle1" else None

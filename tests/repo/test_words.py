@@ -15,7 +15,7 @@ RULED_OUT = re.compile(
     r"\b(?:[t]old|[t]ells?|[h]ears?|[h]eard|[a]new|[w]hoever|[n]obody|[l]essons?|[o]f which|[s]o many|[i]n vain)\b",
     re.IGNORECASE,
 )
-TEXTS_OF_MODELS = "eyas/models/heads/eagle_validation.txt"
+TEXTS_OF_MODELS = "eyas/models/heads/validation.txt"
 
 
 def lines_with(pattern: re.Pattern[str]) -> list[str]:

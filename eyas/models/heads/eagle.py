@@ -60,6 +60,7 @@ Attention = Callable[[int, Projected], Tensor]
 class EagleHead(nn.Module):
     """Decoder layers over pairs (feature i, token i+1). Each step's state takes the place of the next feature.
 
+    P-EAGLE instead has parallel rows behind the last pair: `mask_feature` [H] and the embedding of a mask token.
     RoPE has the head's own base and covers the target's context. draft_ids maps draft ids to the target's.
     """
 
@@ -79,8 +80,11 @@ class EagleHead(nn.Module):
         ids = torch.arange(config.draft_vocab_size)
         self.register_buffer("draft_ids", ids + tensors["d2t"] if "d2t" in tensors else ids)
         self.register_buffer("rotary", head_rotary(config, max_model_len).to(embedding.dtype))
+        mask = tensors.get("mask_hidden")
+        self.register_buffer("mask_feature", None if mask is None else _fuser(config, tensors)(mask.view(1, -1))[0])
         self.draft_ids: Tensor
         self.rotary: Tensor
+        self.mask_feature: Tensor | None
 
     @property
     def max_model_len(self) -> int:
@@ -212,23 +216,38 @@ def load_head(
 
 
 def load_fuser(
-    path_or_id: str, target: str, dtype: str = "float32", device: str = "cpu", wiring: HeadWiring | None = None
+    path_or_id: str,
+    target: str,
+    dtype: str = "float32",
+    device: str = "cpu",
+    wiring: HeadWiring | None = None,
+    kind: Kind = "eagle3",
 ) -> LinearFuser:
-    """Load only the part of an EAGLE-3 head that runs beside the target: fc and the norms before it.
+    """Load only the part of an EAGLE-3 or P-EAGLE head that runs beside the target: fc and the norms before it.
 
     Raises CheckpointError.
     """
     folder = resolve(path_or_id)
-    config = read_head_config(folder, read_target_config(resolve(target)), "eagle3", wiring)
+    config = read_head_config(folder, read_target_config(resolve(target)), kind, wiring)
     expected = fuser_shapes(config)
-    files = {canonical_name(name, "eagle3"): name for name in weight_map(folder)}
+    files = {canonical_name(name, kind): name for name in weight_map(folder)}
     tensors = {name: read_tensor(folder, (files[name],)) for name in expected if name in files}
     check_tensors(tensors, expected, (), folder)
-    cast = {name: tensor.to(getattr(torch, dtype)) for name, tensor in tensors.items()}
-    weight, bias, layers = cast["fc.weight"], cast.get("fc.bias"), config.aux_hidden_state_layers
-    norms = [tensor for name, tensor in cast.items() if not name.startswith("fc.")]
-    fuser = LinearFuser(weight, layers, bias, torch.stack(norms) if norms else None, config.rms_norm_eps)
-    return fuser.to(torch.device(device))
+    return _fuser(config, {name: tensor.to(getattr(torch, dtype)) for name, tensor in tensors.items()}).to(
+        torch.device(device)
+    )
+
+
+def _fuser(config: EagleHeadConfig, tensors: Mapping[str, Tensor]) -> LinearFuser:
+    """The part of an EAGLE-3 head that runs beside the target."""
+    norms = [tensors[name] for name in fuser_shapes(config) if not name.startswith("fc.")]
+    return LinearFuser(
+        tensors["fc.weight"],
+        config.aux_hidden_state_layers,
+        tensors.get("fc.bias"),
+        torch.stack(norms) if norms else None,
+        config.rms_norm_eps,
+    )
 
 
 def check_draft_vocabulary(vocab_size: int, tensors: Mapping[str, Tensor], source: Path) -> None:
@@ -281,4 +300,6 @@ def config_json(c: EagleHeadConfig) -> dict[str, Any]:
         "fc_norm": c.input_norms == "each",
         "norm_output": c.wiring.output == "normed",
     }
+    if c.kind == "peagle":
+        settings |= {"architectures": ["PEagleDraftModel"], "parallel_drafting": True, "mask_token_id": c.mask_token_id}
     return settings | ({WIRING_KEY: asdict(c.wiring)} if c.wiring.output == "bare" else {})

@@ -17,7 +17,7 @@ from eyas.models.checkpoint import WIRING_KEY, get_setting, read_config, weight_
 from eyas.models.heads.layers import FINAL_NORM_OUTPUT, LayerSizes, Shapes, check_target, layer_shapes, read_layer_sizes
 
 Settings = Mapping[str, Any]
-Kind = Literal["eagle", "eagle3"]
+Kind = Literal["eagle", "eagle3", "peagle"]
 InputNorms = Literal["none", "joint", "each"]
 Output = Literal["state", "normed", "bare"]
 
@@ -46,8 +46,10 @@ class HeadWiring:
 
 @dataclass(frozen=True)
 class EagleHeadConfig(LayerSizes):
-    """Sizes of an EAGLE head and its layers. kind: "eagle" for EAGLE-1 and -2.
+    """Sizes of an EAGLE head and its layers.
 
+    kind: "eagle" for EAGLE-1 and -2, "peagle" for P-EAGLE, which is EAGLE-3 with parallel rows.
+    mask_token_id: whose embedding these rows have.
     input_norms: what is normed before fc: nothing, the hidden states side by side ("joint"), or each of them.
     *_bias: which projections have one. rotary: RoPE parameters as transformers takes them.
     """
@@ -64,6 +66,7 @@ class EagleHeadConfig(LayerSizes):
     fc_bias: bool = False
     qkv_bias: bool = False
     out_bias: bool = False
+    mask_token_id: int | None = None
 
     @property
     def aux_hidden_state_layers(self) -> tuple[int, ...]:
@@ -118,15 +121,15 @@ TENSOR_SPELLINGS = (
 )
 
 
+PEAGLE = "a P-EAGLE head (for the method peagle), which drafts all levels in one pass"
+MASK_TOKEN_KEYS = ("mask_token_id", "pard_token", "ptd_token_id")
 # Heads that look like EAGLE's and are not, in words, and marks that only they have: a setting that is not empty, a part of
 # their architecture or model type, or the end of a tensor's name.
 UNSUPPORTED_HEADS = {
-    "a block diffusion head (DFlash or one of its kin), which drafts a block of tokens at once": (
+    "a block diffusion head (for the methods dflash, dflash2 or dspark), which drafts a block of tokens at once": (
         "dflash_config", "dflash", "dspark", "domino",
     ),
-    "a P-EAGLE head, which drafts all levels in one pass": (
-        "parallel_drafting", "ptd_token_id", "peagle", "mask_hidden",
-    ),
+    PEAGLE: ("parallel_drafting", "ptd_token_id", "peagle", "mask_hidden"),
     "a HASS head with norms of its own over embeddings and features; those without load as eagle2": (
         "add_para_norm", "layernorms",
         "embedding_layernorm.weight", "hidden_states_layernorm.weight", "enorm.weight", "hnorm.weight",
@@ -140,7 +143,7 @@ def canonical_name(name: str, kind: Kind) -> str:
     """A tensor's name as the first publication of its kind spells it."""
     for pattern, spelling in TENSOR_SPELLINGS:
         name = re.sub(pattern, spelling, name)
-    return re.sub(r"^layers\.0\.", "midlayer.", name) if kind == "eagle3" else name
+    return re.sub(r"^layers\.0\.", "midlayer.", name) if kind != "eagle" else name
 
 
 def read_head_config(
@@ -152,7 +155,7 @@ def read_head_config(
     """
     raw, source = read_config(folder), folder / "config.json"
     names = {canonical_name(name, kind) for name in weight_map(folder)}
-    _check_kind(raw, names, folder)
+    _check_kind(raw, names, kind, folder)
     head = _flatten(raw)
     sizes, vocab_size = read_layer_sizes(head, source), get_setting(int, head, "vocab_size", source)
     config = EagleHeadConfig(
@@ -170,19 +173,31 @@ def read_head_config(
         qkv_bias=any(name.endswith("q_proj.bias") for name in names)
         or any(get_setting(bool, head, key, source, False) for key in ("attention_bias", "qkv_bias")),
         out_bias=any(name.endswith("o_proj.bias") for name in names),
+        mask_token_id=_mask_token_id(head, vocab_size, source) if kind == "peagle" else None,
     )
     _check(config, head, target, folder)
     return config
 
 
-def _check_kind(raw: Settings, names: set[str], folder: Path) -> None:
-    """Raises CheckpointError for a head of a kind that Eyas does not support."""
+def _mask_token_id(head: Settings, vocab_size: int, source: Path) -> int:
+    key = next((key for key in MASK_TOKEN_KEYS if head.get(key) is not None), MASK_TOKEN_KEYS[0])
+    value = head.get(key)
+    if type(value) is not int or not 0 <= value < vocab_size:
+        raise CheckpointError(f"{source}: {key} is {value!r}; it must be a token id below {vocab_size}")
+    return value
+
+
+def _check_kind(raw: Settings, names: set[str], asked: Kind, folder: Path) -> None:
+    """Raises CheckpointError for a head of another kind than the one asked for."""
     called = (*(raw.get("architectures") or ()), raw.get("model_type"), raw.get("speculators_model_type"))
     words = " ".join(map(str, called)).lower()
+    if asked == "peagle" and "mask_hidden" not in names:
+        raise CheckpointError(f"{folder} is no P-EAGLE head: it lacks the tensor mask_hidden. Take the method eagle3 for it")
     for kind, marks in UNSUPPORTED_HEADS.items():
-        if any(raw.get(mark) or mark in words for mark in marks) or any(name.endswith(marks) for name in names):
+        is_marked = any(raw.get(mark) or mark in words for mark in marks) or any(name.endswith(marks) for name in names)
+        if is_marked and not (asked == "peagle" and kind == PEAGLE):
             raise CheckpointError(
-                f"{folder} holds {kind}; Eyas knows the heads of EAGLE-1, EAGLE-2 and EAGLE-3. Take one of these"
+                f"{folder} holds {kind}; this method takes the heads of EAGLE-1, EAGLE-2 and EAGLE-3. Take one of these"
             )
 
 
@@ -250,7 +265,7 @@ def _check(config: EagleHeadConfig, head: Settings, target: Settings, folder: Pa
 
 def layer_prefix(config: EagleHeadConfig, layer: int) -> str:
     """The prefix of the names of a layer's tensors."""
-    return "midlayer." if config.kind == "eagle3" and layer == 0 else f"layers.{layer}."
+    return "midlayer." if config.kind != "eagle" and layer == 0 else f"layers.{layer}."
 
 
 def tensor_shapes(c: EagleHeadConfig) -> Shapes:
@@ -260,6 +275,8 @@ def tensor_shapes(c: EagleHeadConfig) -> Shapes:
         shapes |= {layer_prefix(c, layer) + name: shape for name, shape in _layer_shapes(c, layer).items()}
     if c.kind == "eagle":
         return shapes
+    if c.kind == "peagle":
+        shapes["mask_hidden"] = (1, 1, len(c.aux_hidden_state_layers) * c.target_hidden)
     return shapes | {
         "norm.weight": (c.hidden,),
         "lm_head.weight": (c.draft_vocab_size, c.hidden),
@@ -281,7 +298,7 @@ def optional_tensors(c: EagleHeadConfig) -> set[str]:
 def fuser_shapes(c: EagleHeadConfig) -> Shapes:
     """fc and the norms before it. In EAGLE-3 they run beside the target."""
     num_states = len(c.aux_hidden_state_layers)
-    width = num_states * c.target_hidden if c.kind == "eagle3" else 2 * c.hidden
+    width = num_states * c.target_hidden if c.kind != "eagle" else 2 * c.hidden
     shapes: Shapes = {"fc.weight": (c.hidden, width)}
     if c.fc_bias:
         shapes["fc.bias"] = (c.hidden,)
@@ -295,10 +312,10 @@ def fuser_shapes(c: EagleHeadConfig) -> Shapes:
 def _layer_shapes(c: EagleHeadConfig, layer: int) -> Shapes:
     """EAGLE-3's first layer reads embedding and feature side by side. EAGLE-1's has no norm before attention."""
     first = layer == 0
-    shapes = layer_shapes(c, 2 * c.hidden if first and c.kind == "eagle3" else c.hidden)
-    if first and c.kind == "eagle3":
+    shapes = layer_shapes(c, 2 * c.hidden if first and c.kind != "eagle" else c.hidden)
+    if first and c.kind != "eagle":
         shapes["hidden_norm.weight"] = (c.hidden,)
-    if not first or c.kind == "eagle3":
+    if not first or c.kind != "eagle":
         shapes["input_layernorm.weight"] = (c.hidden,)
     if c.qkv_bias:
         shapes |= {f"self_attn.{p}_proj.bias": shapes[f"self_attn.{p}_proj.weight"][:1] for p in "qkv"}

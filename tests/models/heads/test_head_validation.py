@@ -13,7 +13,7 @@ from eyas.cli import app
 from eyas.errors import CheckpointError
 from eyas.models.checkpoint import head_fingerprint, read_config, read_target_config
 from eyas.models.heads.eagle_config import HeadWiring, read_head_config
-from eyas.models.heads.eagle_validation import WiringReport, WiringScore, observe, validate_head
+from eyas.models.heads.validation import WiringReport, WiringScore, observe, validate_head
 from eyas.models.target import TargetModel, load_target
 from tests.reference import load_reference
 from tests.tiny import DEMO, write_target

@@ -1,4 +1,4 @@
-"""Finds the wiring with which an EAGLE head works, by comparing its guesses with what the target predicts.
+"""Finds the wiring with which an EAGLE or block head works, by comparing its guesses with what the target predicts.
 
 A head with the wrong wiring loads and runs, but hardly ever guesses right. Legend: T tokens of a window, C target hidden,
 K likeliest tokens of a distribution, R rows, H draft hidden.
@@ -18,6 +18,7 @@ from torch import Tensor
 
 from eyas.errors import CheckpointError
 from eyas.models.checkpoint import resolve
+from eyas.models.heads.block import BlockHead, load_block_head
 from eyas.models.heads.eagle import EagleHead, load_fuser, load_head
 from eyas.models.heads.eagle_config import HeadWiring, Kind, Output
 from eyas.models.heads.layers import FINAL_NORM_OUTPUT, FeatureFuser, Projected
@@ -32,6 +33,8 @@ MAX_WINDOWS = 6
 NUM_SAMPLED, SAMPLED_LENGTH = 12, 96
 # Tokens of each of the target's distributions that are kept.
 NUM_LIKELIEST = 64
+# Tokens between the anchors of blocks.
+BLOCK_STEP = 4
 # Standard errors that a difference must exceed to count.
 SIGNIFICANT = 3.0
 
@@ -62,11 +65,15 @@ class WiringScore:
 
 @dataclass(frozen=True)
 class WiringReport:
-    """All scores, that of the config's own wiring first. chance: how often the target's commonest token would be right."""
+    """All scores, that of the config's own wiring first.
+
+    chance: how often the target's commonest token would be right. num_tokens: first guesses. is_block: of a block head.
+    """
 
     scores: tuple[WiringScore, ...]
     chance: float
     num_tokens: int
+    is_block: bool = False
 
     @property
     def best(self) -> WiringScore:
@@ -87,29 +94,33 @@ class WiringReport:
 
     def __str__(self) -> str:
         best, stated = self.best, self.scores[0]
-        source = "as its config says" if self.config_is_right else f"not as its config says ({_described(stated.wiring)})"
+        source = (
+            "as its config says" if self.config_is_right else f"not as its config says ({self._described(stated.wiring)})"
+        )
         return (
-            f"draft head read {source}: {_described(best.wiring)}; right on {100 * best.first:.1f} % of {self.num_tokens} "
-            f"first guesses and {100 * best.second:.1f} % of second ones (chance {100 * self.chance:.1f} %)"
+            f"draft head read {source}: {self._described(best.wiring)}; right on {100 * best.first:.1f} % of "
+            f"{self.num_tokens} first guesses and {100 * best.second:.1f} % of second ones "
+            f"(chance {100 * self.chance:.1f} %)"
         )
 
     def require(self, head: str) -> None:
         """Raises CheckpointError with the numbers if no wiring is clearly better than chance."""
         if self.failed:
-            tried = "; ".join(f"{100 * score.first:.1f} % with {_described(score.wiring)}" for score in self.scores)
+            tried = "; ".join(f"{100 * score.first:.1f} % with {self._described(score.wiring)}" for score in self.scores)
             raise CheckpointError(
                 f"{head} hardly ever guesses what this target predicts, with any wiring: {tried}; chance is "
                 f"{100 * self.chance:.1f} %. It was trained for another target, or is of a kind that Eyas does not know. To "
                 "load it all the same, set validate_head to never"
             )
 
-
-def _described(wiring: HeadWiring) -> str:
-    residual = "normed" if wiring.norm_before_residual else "plain"
-    if wiring.aux_hidden_state_layers == (FINAL_NORM_OUTPUT,):
-        return "the target's final state"
-    layers = ", ".join(map(str, wiring.aux_hidden_state_layers))
-    return f"inputs of layers {layers}, {residual} residual, output {wiring.output}"
+    def _described(self, wiring: HeadWiring) -> str:
+        if wiring.aux_hidden_state_layers == (FINAL_NORM_OUTPUT,):
+            return "the target's final state"
+        layers = f"inputs of layers {', '.join(map(str, wiring.aux_hidden_state_layers))}"
+        if self.is_block:
+            return f"{layers}, the anchor's row predicts {'the next token' if wiring.sample_from_anchor else 'nothing'}"
+        residual = "normed" if wiring.norm_before_residual else "plain"
+        return f"{layers}, {residual} residual, output {wiring.output}"
 
 
 @torch.inference_mode()
@@ -123,8 +134,8 @@ def validate_head(
     """
     loaded = load_head(head, target_folder, dtype, device, kind)
     stated = loaded.config.wiring
-    if kind == "eagle3":
-        fuser: FeatureFuser = load_fuser(head, target_folder, dtype, device)
+    if kind != "eagle":
+        fuser: FeatureFuser = load_fuser(head, target_folder, dtype, device, kind=kind)
         wirings = _plausible_wirings(stated, int(target.config.num_hidden_layers))
     else:
         fuser, wirings = FeatureFuser(loaded.config.hidden), [stated]
@@ -133,22 +144,66 @@ def validate_head(
     windows = observe(target, target_folder, layers)
     scores = [_score(loaded, fuser, wiring, windows) for wiring in wirings]
     best = max(scores, key=lambda score: score.accepted).wiring
-    if kind == "eagle3" and loaded.norm is not None:
-        outputs: tuple[Output, ...] = ("state", "normed", "bare")
+    if kind != "eagle" and loaded.norm is not None:
+        outputs: tuple[Output, ...] = ("state", "normed", "bare") if kind == "eagle3" else ("state", "bare")
         others = [replace(best, output=output) for output in outputs if output != best.output]
         scores += [_score(loaded, fuser, wiring, windows) for wiring in others]
     tops = torch.cat([window.tops[1:] for window in windows])
     return WiringReport(tuple(scores), float(tops.bincount().max()) / len(tops), len(tops))
 
 
+@torch.inference_mode()
+def validate_block_head(target: TargetModel, head: str, target_folder: str, dtype: str, device: str) -> WiringReport:
+    """Try the plausible wirings of a block head: layers as stated and one to either side, both meanings of the anchor's row.
+
+    Blocks start at every fourth token. Guesses are those of the first two levels, with the text's tokens before them.
+    Raises CheckpointError for what does not load.
+    """
+    loaded = load_block_head(head, target_folder, dtype, device)
+    stated = loaded.config.wiring
+    wirings = [
+        replace(stated, aux_hidden_state_layers=layers, sample_from_anchor=from_anchor)
+        for from_anchor in (stated.sample_from_anchor, not stated.sample_from_anchor)
+        if from_anchor or loaded.config.block_size > 1
+        for layers in _shifted(stated.aux_hidden_state_layers, int(target.config.num_hidden_layers))
+    ]
+    windows = observe(target, target_folder, sorted({layer for w in wirings for layer in w.aux_hidden_state_layers}))
+    windows = [window for window in windows if len(window.tokens) > loaded.config.block_size + 1]
+    scores = []
+    for wiring in wirings:
+        loaded.config = replace(loaded.config, wiring=wiring)
+        scores.append(_wiring_score(wiring, [_guess_blocks(loaded, window) for window in windows]))
+    tops = torch.cat([window.tops for window in windows])
+    return WiringReport(tuple(scores), float(tops.bincount().max()) / len(tops), len(scores[0].overlaps) // 2, is_block=True)
+
+
+def _guess_blocks(head: BlockHead, window: Window) -> tuple[Tensor, Tensor]:
+    """First and second guesses of the window's blocks, [A, 2] each, see `_guess`; the first twice if a block has one."""
+    c, tokens = head.config, window.tokens[None]
+    anchors = torch.arange(1, len(window.tokens) - c.block_size, BLOCK_STEP, device=tokens.device)
+    states = torch.cat([window.hidden_states[layer] for layer in c.aux_hidden_state_layers], -1)
+    drafted = head(states.to(head.embed_tokens.weight.dtype)[None], tokens, anchors[None])[0, :, :2]
+    before = anchors[:, None] + torch.arange(drafted.shape[1], device=anchors.device)
+    probs = torch.softmax(head.block_logits(drafted, window.tokens[before]), -1)
+    judged = [
+        _judge(probs[:, depth], head.draft_ids, c.vocab_size, window, before[:, depth]) for depth in range(probs.shape[1])
+    ]
+    return judged[0], judged[-1]
+
+
 def _plausible_wirings(stated: HeadWiring, num_layers: int) -> list[HeadWiring]:
     """The stated layers, one layer earlier and one later, each with the residual before and after its norm."""
-    shifted = [tuple(min(max(layer + by, 0), num_layers) for layer in stated.aux_hidden_state_layers) for by in (0, -1, 1)]
     return [
         replace(stated, aux_hidden_state_layers=layers, norm_before_residual=normed)
         for normed in (stated.norm_before_residual, not stated.norm_before_residual)
-        for layers in dict.fromkeys(shifted)
+        for layers in _shifted(stated.aux_hidden_state_layers, num_layers)
     ]
+
+
+def _shifted(layers: tuple[int, ...], num_layers: int) -> list[tuple[int, ...]]:
+    """The layers as stated, one earlier and one later, each once."""
+    shifted = [tuple(min(max(layer + by, 0), num_layers) for layer in layers) for by in (0, -1, 1)]
+    return list(dict.fromkeys(shifted))
 
 
 @dataclass(frozen=True)
@@ -181,7 +236,7 @@ def observe(target: TargetModel, folder: str, layers: Sequence[int]) -> list[Win
 
 
 def _text(folder: str, target: TargetModel) -> list[list[int]]:
-    text = files("eyas.models.heads").joinpath("eagle_validation.txt").read_text(encoding="utf-8")
+    text = files("eyas.models.heads").joinpath("validation.txt").read_text(encoding="utf-8")
     ids = list(load_tokenizer(folder).encode(text))
     size = min(WINDOW, target.max_model_len)
     return [ids[at : at + size] for at in range(0, min(len(ids), MAX_WINDOWS * size), size) if len(ids) - at > size // 2]
@@ -224,6 +279,10 @@ def _score(head: EagleHead, fuser: FeatureFuser, wiring: HeadWiring, windows: Se
         guesses = [_guess(head, fuser, wiring, window) for window in windows]
     finally:
         head.config = stated
+    return _wiring_score(wiring, guesses)
+
+
+def _wiring_score(wiring: HeadWiring, guesses: Sequence[tuple[Tensor, Tensor]]) -> WiringScore:
     first, second = (torch.cat([window[step] for window in guesses]) for step in (0, 1))
     return WiringScore(wiring, float(first[:, 0].mean()), float(second[:, 0].mean()), torch.cat([first, second])[:, 1])
 
@@ -231,26 +290,38 @@ def _score(head: EagleHead, fuser: FeatureFuser, wiring: HeadWiring, windows: Se
 def _guess(head: EagleHead, fuser: FeatureFuser, wiring: HeadWiring, window: Window) -> tuple[Tensor, Tensor]:
     """First guesses [T - 1, 2] and second ones [T - 2, 2]: whether the likeliest token was the target's, and the overlap.
 
-    The tokens in between are the text's. A second guess continues from the head's own state of the first.
+    The tokens in between are the text's. A second guess continues from the head's own state of the first; that of P-EAGLE is
+    made by a mask row.
     """
     states = torch.cat([window.hidden_states[layer] for layer in wiring.aux_hidden_state_layers], -1)
     features = fuser(states).to(head.embedding.dtype)[:-1]
     tokens, positions = window.tokens[1:], torch.arange(len(features), device=features.device)
     attention = _WindowAttention(positions[:, None] >= positions)
     states = head.run(features, tokens, positions, attention.first)
-    first = _judge(head, states, window, 1)
-    states = head.run(states[:-1], tokens[1:], positions[1:], attention.second)
-    return first, _judge(head, states, window, 2)
+    first = _judge_states(head, states, window, 1)
+    inputs, followers = states[:-1], tokens[1:]
+    if head.mask_feature is not None and head.config.mask_token_id is not None:  # P-EAGLE has parallel rows instead
+        inputs, followers = head.mask_feature.expand_as(inputs), torch.full_like(followers, head.config.mask_token_id)
+    states = head.run(inputs, followers, positions[1:], attention.second)
+    return first, _judge_states(head, states, window, 2)
 
 
-def _judge(head: EagleHead, states: Tensor, window: Window, offset: int) -> Tensor:
-    """Compare guesses with the target's predictions from `offset` on, [R, 2]: likeliest token is the target's, overlap."""
-    probs = torch.softmax(head.logits(states), -1)
-    right = head.draft_ids[probs.argmax(-1)] == window.tops[offset:]
-    columns = torch.full((head.config.vocab_size,), probs.shape[1], device=probs.device)
-    columns[head.draft_ids] = torch.arange(probs.shape[1], device=probs.device)
-    drafted = F.pad(probs, (0, 1)).gather(1, columns[window.likeliest[offset:]])
-    return torch.stack([right.float(), torch.minimum(drafted, window.probs[offset:]).sum(-1)], 1)
+def _judge_states(head: EagleHead, states: Tensor, window: Window, offset: int) -> Tensor:
+    """Compare guesses with the target's predictions from `offset` on, see `_judge`."""
+    at = torch.arange(offset, offset + len(states), device=states.device)
+    return _judge(torch.softmax(head.logits(states), -1), head.draft_ids, head.config.vocab_size, window, at)
+
+
+def _judge(probs: Tensor, draft_ids: Tensor, vocab_size: int, window: Window, at: Tensor) -> Tensor:
+    """Compare guesses [R, D] with the target's predictions behind the tokens `at` [R]; float [R, 2].
+
+    Whether the likeliest token is the target's, and the overlap of the distributions.
+    """
+    right = draft_ids[probs.argmax(-1)] == window.tops[at]
+    columns = torch.full((vocab_size,), probs.shape[1], device=probs.device)
+    columns[draft_ids] = torch.arange(probs.shape[1], device=probs.device)
+    drafted = F.pad(probs, (0, 1)).gather(1, columns[window.likeliest[at]])
+    return torch.stack([right.float(), torch.minimum(drafted, window.probs[at]).sum(-1)], 1)
 
 
 class _WindowAttention:
