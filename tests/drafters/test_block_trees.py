@@ -1,0 +1,144 @@
+"""Trees and chains of one-pass heads equal those of the obvious implementation; block rows leave nothing behind."""
+
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from eyas.config import DraftingConfig, TreeConfig
+from eyas.draft_protocol import TreeBudget
+from eyas.drafters.base import LocalDrafter
+from eyas.drafters.block import BlockDrafter
+from eyas.drafters.registry import build_drafter
+from eyas.drafters.tree_growth import IndependentExpansion, ddtree_shape, grow_dynamic, select_nodes, trees_from_columns
+from eyas.errors import CheckpointError, ConfigError
+from eyas.models.heads.block import load_block_head, serve
+from eyas.request import NoiseKey, SamplingParams
+from eyas.tree import DraftTree
+from tests import reference
+from tests.drafters.naive_block import NaiveBlock, NaivePEagle
+from tests.drafters.naive_eagle import NaiveEagle, best_tree
+from tests.drafters.test_eagle_trees import GREEDY, NOISES, assert_same, commit, session
+from tests.tiny_block import KINDS, tiny_block_head, tiny_peagle_head
+
+SHAPE = TreeConfig(num_draft_tokens=14, num_steps=4, top_k=3)
+ALL = (*KINDS, "peagle")
+MARGINALS = ("dflash", "dflash-window", "peagle")
+
+
+def make(kind: str, target: str, head: str, **drafting: object) -> LocalDrafter:
+    folder = tiny_peagle_head(head) if kind == "peagle" else tiny_block_head(kind, target)
+    config = DraftingConfig(**drafting)  # type: ignore[arg-type]
+    return build_drafter(kind.partition("-")[0], target, folder, "float32", "cpu", SHAPE, config)
+
+
+def naive(kind: str, target: str, head: str) -> NaiveEagle:
+    own = load_file(Path(target, "model.safetensors"))
+    embedding, lm_head = own["model.embed_tokens.weight"], own.get("lm_head.weight", own["model.embed_tokens.weight"])
+    if kind == "peagle":
+        return NaivePEagle(load_file(Path(tiny_peagle_head(head), "model.safetensors")), embedding, 4, 2, layers=2)
+    folder = tiny_block_head(kind, target)
+    return NaiveBlock(KINDS[kind], load_file(Path(folder, "model.safetensors")), embedding, lm_head)
+
+
+def naive_shape(kind: str) -> TreeConfig:
+    """As wide as there are nodes where levels are independent."""
+    return replace(SHAPE, top_k=13) if kind in MARGINALS else SHAPE
+
+
+@pytest.mark.parametrize("noise", NOISES, ids=["greedy", "noise", "filters"])
+@pytest.mark.parametrize("kind", ALL)
+def test_trees_of_a_batch_equal_the_naive_ones(kind: str, noise: NoiseKey, tiny_target: str, tiny_head: str) -> None:
+    drafter, plain = make(kind, tiny_target, tiny_head), naive(kind, tiny_target, tiny_head)
+    sessions = [session(i, 4 + 5 * i) for i in range(3)]
+    contexts = [commit(f"{i}", t, f, 0, len(t), noise, TreeBudget(14, 4)) for i, (t, f) in enumerate(sessions)]
+    for (tokens, features), tree in zip(sessions, drafter.propose(contexts), strict=True):
+        assert isinstance(tree, DraftTree)
+        assert_same(tree, best_tree(plain.candidates(tokens, features, noise, naive_shape(kind)), 13), tokens[-1])
+
+
+@pytest.mark.parametrize("kind", ["dspark", "dflash", "peagle"])
+def test_rounds_and_chunks_keep_no_block_rows(kind: str, tiny_target: str, tiny_head: str) -> None:
+    drafter, plain = make(kind, tiny_target, tiny_head, max_kv_tokens=64), naive(kind, tiny_target, tiny_head)
+    tokens, features = session(1, 30)
+    base = 0
+    for end, nodes in ((9, 1), (14, 1), (15, 14), (19, 14), (30, 8)):
+        (tree,) = drafter.propose([commit("a", tokens, features, base, end, GREEDY, TreeBudget(nodes, 4))])
+        assert isinstance(tree, DraftTree)
+        found = plain.candidates(tokens[:end], features[: end - 1], GREEDY, naive_shape(kind))
+        assert_same(tree, best_tree(found, nodes - 1), tokens[end - 1])
+        sessions = drafter.sessions  # type: ignore[attr-defined]
+        assert sessions.num_free == 64 - (end - 1), "a slot for each feature, none for the block"
+        sessions.check()
+        base = end
+
+
+@pytest.mark.parametrize(
+    "noise", [NoiseKey(9, 0.8), NoiseKey(2**64 - 1, 1.2, top_k=5, top_p=0.9)], ids=["whole", "filtered"]
+)
+@pytest.mark.parametrize("kind", ALL)
+def test_chains_state_the_law_they_are_drawn_from(kind: str, noise: NoiseKey, tiny_target: str, tiny_head: str) -> None:
+    drafter, plain = make(kind, tiny_target, tiny_head, proposal_top_k=48), naive(kind, tiny_target, tiny_head)
+    tokens, features = session(5, 12)
+    (tree,) = drafter.propose([replace(commit("a", tokens, features, 0, 12, noise, TreeBudget(14, 4)), proposal="sampled")])
+    assert isinstance(tree, DraftTree)
+    assert tree.sampled is not None
+    assert tree.num_drafted == 4
+    plain.num_context = len(features)  # type: ignore[attr-defined]
+    pairs = list(zip(features, tokens[1:], strict=True))
+    params = SamplingParams(temperature=noise.temperature, top_k=noise.top_k, top_p=noise.top_p)
+    for node, token in enumerate(tree.tokens[1:]):
+        probs = reference.target_probs(plain.logits(plain.state(pairs)), params)
+        stated = dict(zip(tree.sampled.draft_probs[node].ids, tree.sampled.draft_probs[node].probs, strict=True))
+        expected = {plain.ids[i]: prob for i, prob in enumerate(probs) if prob > 0}
+        assert stated == pytest.approx(expected, rel=1e-3, abs=1e-6)
+        pairs.append((features[0], token))
+
+
+def test_independent_levels_give_the_best_tree_of_all() -> None:
+    logits = torch.randn(2, 3, 5, generator=torch.Generator().manual_seed(0))
+    shape = TreeConfig(num_draft_tokens=9, num_steps=3, top_k=2)
+    expansion = IndependentExpansion(logits, lambda x, level: torch.log_softmax(x, -1))
+    candidates = grow_dynamic(expansion, ddtree_shape(shape, 5))
+    trees = trees_from_columns(select_nodes(candidates, [TreeBudget(9, 3)] * 2, torch.arange(5)).tolist(), [7, 7])
+    for probs, tree in zip(torch.log_softmax(logits, -1).tolist(), trees, strict=True):
+        paths = [(a,) for a in range(5)] + [(a, b) for a in range(5) for b in range(5)]
+        paths += [(*path, c) for path in paths[5:] for c in range(5)]
+        best = sorted((math.fsum(probs[i][t] for i, t in enumerate(path)) for path in paths), reverse=True)[:8]
+        assert sorted(tree.log_probs[1:], reverse=True) == pytest.approx(best, abs=1e-5)
+
+
+def test_a_block_is_no_deeper_than_its_head(tiny_target: str) -> None:
+    head = serve(load_block_head(tiny_block_head("dspark", tiny_target), tiny_target))
+    drafter = BlockDrafter(head, replace(SHAPE, num_steps=9), DraftingConfig())
+    assert drafter.tree.num_steps == head.config.num_drafted == 4
+
+
+def test_sessions_near_the_end_of_the_context_get_trees(tiny_target: str, tiny_head: str) -> None:
+    drafter = make("dspark", tiny_target, tiny_head)
+    tokens, features = session(1, 256)
+    (tree,) = drafter.propose([commit("a", tokens, features, 0, 255, GREEDY, TreeBudget(14, 1))])
+    assert isinstance(tree, DraftTree)
+    assert tree.num_drafted
+
+
+def test_a_head_of_another_method_names_the_right_one(tiny_target: str, tiny_head: str) -> None:
+    folder = tiny_block_head("dspark", tiny_target)
+    for method, message in (
+        ("dflash", "holds a head for the method dspark, not dflash"),
+        ("eagle3", "for the methods dflash, dflash2 or dspark"),
+        ("peagle", "is no P-EAGLE head"),
+    ):
+        with pytest.raises(CheckpointError, match=message):
+            build_drafter(method, tiny_target, folder, "float32", "cpu", SHAPE, DraftingConfig())
+    with pytest.raises(CheckpointError, match="for the method peagle"):
+        build_drafter("eagle3", tiny_target, tiny_peagle_head(tiny_head), "float32", "cpu", SHAPE, DraftingConfig())
+
+
+def test_a_tree_without_levels_is_refused(tiny_target: str) -> None:
+    head = serve(load_block_head(tiny_block_head("dspark", tiny_target), tiny_target))
+    with pytest.raises(ConfigError, match="a block drafter needs num_steps of at least 1"):
+        BlockDrafter(head, replace(SHAPE, num_steps=0), DraftingConfig())
