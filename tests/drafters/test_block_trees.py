@@ -129,12 +129,12 @@ def test_a_head_of_another_method_names_the_right_one(tiny_target: str, tiny_hea
     folder = tiny_block_head("dspark", tiny_target)
     for method, message in (
         ("dflash", "holds a head for the method dspark, not dflash"),
-        ("eagle3", "for the methods dflash, dflash2 or dspark"),
+        ("eagle3", "is for the methods dflash, dflash2 or dspark"),
         ("peagle", "is no P-EAGLE head"),
     ):
         with pytest.raises(CheckpointError, match=message):
             build_drafter(method, tiny_target, folder, "float32", "cpu", SHAPE, DraftingConfig())
-    with pytest.raises(CheckpointError, match="for the method peagle"):
+    with pytest.raises(CheckpointError, match="is for the method peagle"):
         build_drafter("eagle3", tiny_target, tiny_peagle_head(tiny_head), "float32", "cpu", SHAPE, DraftingConfig())
 
 

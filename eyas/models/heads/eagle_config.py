@@ -121,12 +121,12 @@ TENSOR_SPELLINGS = (
 )
 
 
-PEAGLE = "a P-EAGLE head (for the method peagle), which drafts all levels in one pass"
+PEAGLE = "a P-EAGLE head, which drafts all levels in one pass and is for the method peagle"
 MASK_TOKEN_KEYS = ("mask_token_id", "pard_token", "ptd_token_id")
 # Heads that look like EAGLE's and are not, in words, and marks that only they have: a setting that is not empty, a part of
 # their architecture or model type, or the end of a tensor's name.
 UNSUPPORTED_HEADS = {
-    "a block diffusion head (for the methods dflash, dflash2 or dspark), which drafts a block of tokens at once": (
+    "a block diffusion head, which drafts a block of tokens at once and is for the methods dflash, dflash2 or dspark": (
         "dflash_config", "dflash", "dspark", "domino",
     ),
     PEAGLE: ("parallel_drafting", "ptd_token_id", "peagle", "mask_hidden"),
@@ -197,7 +197,7 @@ def _check_kind(raw: Settings, names: set[str], asked: Kind, folder: Path) -> No
         is_marked = any(raw.get(mark) or mark in words for mark in marks) or any(name.endswith(marks) for name in names)
         if is_marked and not (asked == "peagle" and kind == PEAGLE):
             raise CheckpointError(
-                f"{folder} holds {kind}; this method takes the heads of EAGLE-1, EAGLE-2 and EAGLE-3. Take one of these"
+                f"{folder} holds {kind}; Eyas knows the heads of EAGLE-1, EAGLE-2 and EAGLE-3. Take one of these"
             )
 
 
