@@ -60,7 +60,7 @@ FAULTS: dict[str, tuple[Written, Kind, str]] = {
     "all levels in one pass": (having(EAGLE3, parallel_drafting=True), "eagle3", "a P-EAGLE head, .* in one pass"),
     "a state for masked positions": (having(EAGLE3, {"mask_hidden": torch.ones(1, 1, 96)}), "eagle3", "a P-EAGLE head"),
     "block diffusion": (
-        having(EAGLE3, architectures=["DFlashDraftModel"], dflash_config={"mask_token_id": 5}), "eagle3", "methods dflash, dflash2"
+        having(EAGLE3, architectures=["DFlashDraftModel"], dflash_config={"mask_token_id": 5}), "eagle3", "dflash, dflash2"
     ),
     "block diffusion by its name": (having(EAGLE3, architectures=["Qwen3DSparkModel"]), "eagle3", "a block diffusion head"),
     "norms of queries and keys": (
