@@ -7,7 +7,8 @@ BIN     := $(VENV)/bin
 READY   := $(VENV)/.ready
 PROTOS  := $(wildcard protos/eyas/v1/*.proto)
 STUBS   := .
-WORKERS ?= 2
+WORKERS ?= 3
+SHARED  := -n $(WORKERS) --dist loadscope --no-loadscope-reorder
 
 NEW_ENOUGH = 'import sys; sys.exit(sys.version_info < (3, 11))'
 
@@ -23,7 +24,7 @@ SHELL := bash
 .SHELLFLAGS := -eu -o pipefail -c
 MAKEFLAGS += --no-print-directory
 .DEFAULT_GOAL := help
-.PHONY: help setup demo up bench methods count test test-fast soak chaos fuzz clients ray lint format protos chart docs images rehearsal prometheus clean
+.PHONY: help setup demo up bench methods count test every-test test-fast soak chaos fuzz clients ray lint format protos chart docs images rehearsal prometheus clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' Makefile
@@ -63,10 +64,13 @@ count: $(READY) ## files, lines, function lengths and class names of the code, a
 
 FAST := unit cli contract requests scheduling engine drafters acceptance
 test-fast: $(READY) ## units, engine, drafters and protocol without slow tests, under 90 s; for daily work
-	@$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadscope --no-loadscope-reorder -m "not slow" $(FAST:%=tests/%)
+	@$(BIN)/python -m pytest -q $(SHARED) -m "not slow" $(FAST:%=tests/%)
 
-test: lint ## lint, then every test
-	@$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadscope --no-loadscope-reorder
+test: $(READY) ## lint and every test, side by side
+	@$(MAKE) --jobs=2 --keep-going lint every-test
+
+every-test:
+	@env -u MAKEFLAGS -u MAKELEVEL -u MFLAGS $(BIN)/python -m pytest -q $(SHARED)
 
 soak: $(READY) ## 10,000 short requests with cancellations, about 3 minutes: no slot lost, no memory taken
 	@LRU_CACHE_CAPACITY=8 ONEDNN_PRIMITIVE_CACHE_CAPACITY=8 $(BIN)/python -m tests.scheduling.soak

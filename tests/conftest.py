@@ -65,6 +65,11 @@ def _demo_llm(head: str | None) -> "LLM":
     return LLM("models/demo/target", head, engine=EngineConfig(max_kv_tokens=8192), validate_head="never")
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Run the tests first that wait the longest, so that others compute meanwhile and none is left alone at the end."""
+    items.sort(key=lambda item: not item.nodeid.startswith("tests/ray/cluster/"))
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """Run all files of a folder named `cluster` in one process, because they share a cluster; any other file by itself."""

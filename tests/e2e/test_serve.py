@@ -116,7 +116,8 @@ def test_a_wheel_serves_from_an_empty_folder(eyas: Path, tmp_path: Path) -> None
     where = [str(eyas.parent / "python"), "-c", "import eyas.services.serve as s; print(s.__file__)"]
     module = subprocess.run(where, cwd=tmp_path, env=env, check=True, capture_output=True, text=True, timeout=60).stdout
     assert Path(module).is_relative_to(eyas.parents[1])
-    options = ("--draft-model", HEAD, "--set", "verifier.draft_client.draft_timeout_s=30")
+    settings = ("verifier.draft_client.draft_timeout_s=30", "verifier.validate_head=never")
+    options = ("--draft-model", HEAD, *(word for setting in settings for word in ("--set", setting)))
     with serving([str(eyas)], tmp_path, env, *options) as server:
         assert set(server.ports) == {"draft", "verifier", "router"}
         with urllib.request.urlopen(f"{server.http}/", timeout=30) as page:

@@ -232,7 +232,7 @@ def test_only_leases_signed_with_the_token_are_read(url: str, caplog: pytest.Log
 def test_a_signed_lease_is_no_lease_elsewhere_or_later(url: str, caplog: pytest.LogCaptureFixture) -> None:
     async def body() -> None:
         redis = Redis.from_url(url)
-        async with registry(url, ttl=0.2, token=TOKEN) as worker, registry(url, token=TOKEN) as reader:
+        async with registry(url, ttl=1.0, token=TOKEN) as worker, registry(url, token=TOKEN) as reader:
             await worker.publish(lambda: LEASE)
             signed = await redis.get("eyas:lease:verifier:one")
             changed = signed.replace(b"127.0.0.1:1", b"127.0.0.1:2")

@@ -85,8 +85,8 @@ class Pod:
     def wait(self, kind: str) -> None:
         """Return once the probe passes. Raises AssertionError with the log when the kubelet would have given up."""
         probe = self.container[f"{kind}Probe"]
-        allowed = probe.get("failureThreshold", 3) * probe["periodSeconds"] if kind == "startup" else 60
-        deadline = time.monotonic() + min(allowed, 100)
+        allowed = probe.get("failureThreshold", 3) * probe["periodSeconds"] if kind == "startup" else 200
+        deadline = time.monotonic() + min(allowed, 200)
         while not self.passes(kind):
             assert self.process.poll() is None, self.log.read_text()
             assert time.monotonic() < deadline, f"{self.name}: {kind}\n{self.log.read_text()}"

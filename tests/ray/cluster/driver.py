@@ -12,7 +12,7 @@ import ray
 from ray import serve
 from ray.serve import scripts
 
-POLL_SECONDS = 0.1
+POLL_SECONDS = 0.25
 STORE_BYTES = 80 * 2**20
 NUM_CPUS = 4  # room for replicas, not cores
 

@@ -1,9 +1,11 @@
 """Clients that send many or few requests, and pools that scale out under load and in without it."""
 
+from __future__ import annotations
+
 import json
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from eyas import LLM, SamplingParams
 from tests.e2e.client import generate
@@ -11,6 +13,8 @@ from tests.ray.cluster.application import RayApplication
 from tests.tiny import DEMO
 
 WORKERS = ("Verifier", "Draft")
+# Of the client that asks seldom. The pools of a slow machine shrink between two of its requests.
+SHORT_TOKENS, PAUSE_S = 4, 6.0
 
 
 @dataclass(frozen=True)
@@ -20,6 +24,10 @@ class Asked:
     prompt: tuple[int, ...]
     sampling: SamplingParams
     expected: tuple[int, ...]
+
+    def first(self, num_tokens: int) -> Asked:
+        """The same for fewer tokens."""
+        return Asked(self.prompt, replace(self.sampling, max_tokens=num_tokens), self.expected[:num_tokens])
 
 
 def plainly(num_requests: int, max_tokens: int) -> list[Asked]:
@@ -48,7 +56,7 @@ class Load:
         self.num_drafted = 0
         self.failures: list[str] = []
 
-    def __enter__(self) -> "Load":
+    def __enter__(self) -> Load:
         for thread in self._threads:
             thread.start()
         return self
@@ -84,7 +92,7 @@ class Outcome:
 
 def scale_out_and_in(application: RayApplication, asked: Sequence[Asked]) -> Outcome:
     """Load until both pools have grown and serve, then one client that asks seldom, until both have shrunk and serve."""
-    with Load(application.grpc, asked, num_clients=1, pause=2.0) as quiet:
+    with Load(application.grpc, [one.first(SHORT_TOKENS) for one in asked], num_clients=1, pause=PAUSE_S) as quiet:
         with Load(application.grpc, asked, num_clients=6) as rush:
             application.wait(lambda: application.running(*WORKERS) == [2, 2], 150, "the pools did not grow")
             before = rush.num_answered

@@ -129,7 +129,7 @@ def test_silent_calls_of_one_key_leave_room_for_another() -> None:
         for each in (*calls, *probes):
             each.cancel()
 
-    with_server(body, limits=replace(LIMITS, max_pending_bytes=2**23))
+    with_server(body, limits=replace(LIMITS, max_pending_bytes=2**23, header_timeout_s=1.0))
 
 
 def test_made_up_keys_do_not_make_other_callers() -> None:
@@ -205,7 +205,7 @@ def test_half_sent_messages_make_room_for_calls_that_wait() -> None:
         for each in calls:
             each.cancel()
 
-    with_server(body, limits=replace(LIMITS, max_pending_bytes=2**23, body_timeout_s=60.0, header_timeout_s=0.2))
+    with_server(body, limits=replace(LIMITS, max_pending_bytes=2**23, body_timeout_s=60.0, header_timeout_s=1.0))
 
 
 def test_reads_are_shared_by_key_and_by_address() -> None:
