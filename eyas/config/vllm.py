@@ -52,9 +52,11 @@ _METHODS = {
     "eagle": "eagle2",
     "eagle3": "eagle3",
     "medusa": "medusa",
+    "dflash": "dflash",
+    "dspark": "dspark",
     "draft_model": "sps",
 }
-_UNKNOWN_METHODS = frozenset({"mtp", "mlp_speculator", "suffix", "deepseek_mtp", "dflash"})
+_UNKNOWN_METHODS = frozenset({"mtp", "mlp_speculator", "suffix", "deepseek_mtp"})
 _SPECULATIVE_HINTS: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "draft_tensor_parallel_size": ((None, 1), "a drafter has one process; leave it out"),
     "disable_by_batch_size": ((None,), 'set draft_budget="adaptive", which drafts as far as it pays'),
@@ -127,9 +129,11 @@ def speculation(config: Mapping[str, Any], methods: MethodsConfig) -> Speculatio
 
 
 def _guessed(model: str) -> str:
-    """The method that the name of a draft model suggests, as vLLM does: an EAGLE or Medusa head, else a draft model."""
+    """The method that the name of a draft model suggests, as vLLM does: an EAGLE, block or Medusa head, else a draft model."""
     name = model.lower()
-    return next((method for method in ("ngram", "eagle3", "eagle", "medusa") if method in name), "draft_model")
+    return next(
+        (method for method in ("ngram", "eagle3", "eagle", "medusa", "dspark", "dflash") if method in name), "draft_model"
+    )
 
 
 def _refuse(name: str, value: Any, hints: Mapping[str, tuple[tuple[Any, ...], str]], kind: str, known: Any) -> None:

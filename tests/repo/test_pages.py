@@ -151,6 +151,10 @@ def test_tables_of_methods_agree_with_each_other_and_the_code() -> None:
             assert row["shared noise"] == ("yes" if METHODS[method].has_probs else "no")
 
 
+# Methods that the report does not measure: the demo model had no such head.
+WITHOUT_REPORT = {"peagle", "dspark", "dflash", "dflash2"}
+
+
 def test_speedups_on_the_page_of_loads_are_the_reports() -> None:
     """Rows of a method: speedup and tau at three temperatures, and the time of a draft at the first."""
     page = (DOCS / "choosing.md").read_text(encoding="utf-8")
@@ -159,7 +163,7 @@ def test_speedups_on_the_page_of_loads_are_the_reports() -> None:
     rows = re.findall(
         r"^\| `([\w+]+)` \| ([\d.]+),(?: tau)? ([\d.]+) \| (.*?), (.*?) \| (.*?), (.*?) \|", page, re.MULTILINE
     )
-    assert {row[0] for row in rows} == METHODS.keys() | {"eagle3+prompt_lookup"}
+    assert {row[0] for row in rows} == (METHODS.keys() - WITHOUT_REPORT) | {"eagle3+prompt_lookup"}
     for method, *figures in rows:
         assert figures == [figure for name, *both in measured if name == method for figure in both], method
 
