@@ -129,7 +129,7 @@ def speculation(config: Mapping[str, Any], methods: MethodsConfig) -> Speculatio
 
 
 def _guessed(model: str) -> str:
-    """The method that the name of a draft model suggests, as vLLM does: an EAGLE, block or Medusa head, else a draft model."""
+    """The method that the name of a draft model suggests, as vLLM does: a head by its kind, else a draft model."""
     name = model.lower()
     return next(
         (method for method in ("ngram", "eagle3", "eagle", "medusa", "dspark", "dflash") if method in name), "draft_model"
