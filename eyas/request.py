@@ -309,6 +309,14 @@ class Chunk:
     prompt_logprobs: tuple[TokenLogprob, ...] = ()
     num_cached: int = 0
 
+    @property
+    def num_bytes(self) -> int:
+        """The memory that the chunk takes, estimated."""
+        entries = (*self.logprobs, *self.prompt_logprobs)
+        details = self.verify_step.details if self.verify_step else None
+        num_nodes = len(details.tokens) if details else 0
+        return 1024 + 48 * len(self.token_ids) + 160 * num_nodes + sum(192 + 72 * len(entry.top_ids) for entry in entries)
+
     def first(self, num_tokens: int) -> Chunk:
         """The chunk with its first `num_tokens` tokens only."""
         return replace(

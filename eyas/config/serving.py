@@ -253,6 +253,8 @@ class VerifierConfig(WorkerConfig):
         dtype: "auto" takes the checkpoint's own on CUDA, and float32 on the CPU.
         device: "auto" takes CUDA if there is a GPU.
         tree: shape of draft trees; drafter and verifier should agree.
+        max_pending_bytes: bytes of output that routers have not read yet, of all requests together. A request may hold as
+            many as are free. The router sends one that held more again, from the token that its client has reached.
         stuck_step_timeout_s: seconds after which a step that has not ended fails all requests and makes health NOT_SERVING.
         stuck_step_exit_timeout_s: seconds after which it ends the process, so that its supervisor starts another one.
     """
@@ -267,11 +269,13 @@ class VerifierConfig(WorkerConfig):
     tree: TreeConfig = field(default_factory=TreeConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)
     draft_client: DraftClientConfig = field(default_factory=DraftClientConfig)
+    max_pending_bytes: int = 2**28
     stuck_step_timeout_s: float = 60.0
     stuck_step_exit_timeout_s: float = 300.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        above_zero(max_pending_bytes=self.max_pending_bytes)
         above_zero(stuck_step_timeout_s=self.stuck_step_timeout_s)
         at_least(self.stuck_step_timeout_s, stuck_step_exit_timeout_s=self.stuck_step_exit_timeout_s)
 

@@ -8,18 +8,19 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import sys
 import threading
 import time
 import traceback
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Self
 
 from eyas.engine.engine import Engine, EngineLoad, StepReport
-from eyas.errors import EyasError, RequestFailed, Unavailable
+from eyas.errors import EyasError, Overloaded, RequestFailed, Unavailable
 from eyas.grammar import Grammar
 from eyas.request import Chunk, Request
 
@@ -34,6 +35,15 @@ log = logging.getLogger(__name__)
 OnStep = Callable[[StepReport, Sequence[Chunk]], Sequence[Chunk]]
 
 
+@dataclass
+class _Unread:
+    """The chunks of a stream that its reader has not taken. is_cut: no further ones are kept."""
+
+    queue: asyncio.Queue[Chunk | Exception] = field(default_factory=asyncio.Queue)
+    num_bytes: int = 0
+    is_cut: bool = False
+
+
 class AsyncEngine:
     """Runs an engine for the event loop that enters it: `async with AsyncEngine(engine) as async_engine`.
 
@@ -41,8 +51,11 @@ class AsyncEngine:
     broke, Unavailable after `fail`.
     """
 
-    def __init__(self, engine: Engine, on_step: OnStep | None = None) -> None:
-        """on_step: called after every step, on the engine's thread, with its chunks; returns the chunks to deliver."""
+    def __init__(self, engine: Engine, on_step: OnStep | None = None, max_unread_bytes: float = math.inf) -> None:
+        """on_step: called after every step, on the engine's thread, with its chunks; returns the chunks to deliver.
+
+        max_unread_bytes: of the chunks that are not read yet, of all streams together.
+        """
         self._load = engine.load
         self.prefix_hashes: frozenset[int] = frozenset()
         self._engine = engine
@@ -53,7 +66,9 @@ class AsyncEngine:
         self._wake = threading.Condition()
         self._running = True
         self._live: set[str] = set()
-        self._streams: dict[str, asyncio.Queue[Chunk | Exception]] = {}
+        self._streams: dict[str, _Unread] = {}
+        self._max_unread_bytes = max_unread_bytes
+        self._num_unread_bytes = 0
         self._owner: asyncio.Task[object] | None = None
         self._error: EyasError | None = None
         self._suspended: EyasError | None = None
@@ -104,24 +119,26 @@ class AsyncEngine:
 
         A request with structured_outputs is submitted once its grammar is compiled. Leaving the generator early cancels the
         requests before the next step. Raises what `Engine.submit` raises, and Unavailable or RequestFailed when the engine
-        fails.
+        fails. Overloaded ends a stream that is read too slowly: it may hold as many bytes as all streams leave free.
         """
         grammars = [await self._compiled(request) for request in requests]
         if error := self._error or self._suspended:
             raise error
-        stream: asyncio.Queue[Chunk | Exception] = asyncio.Queue()
+        stream = _Unread()
         for request, grammar in zip(requests, grammars, strict=True):
             self._streams[request.id] = stream
             self._post(partial(self._submit, request, grammar, stream))
         try:
             num_running = len(requests)
             while num_running:
-                chunk = await stream.get()
+                chunk = await stream.queue.get()
                 if isinstance(chunk, Exception):
                     raise chunk
+                self._count_unread(stream, -chunk.num_bytes)
                 num_running -= chunk.finish_reason is not None
                 yield chunk
         finally:
+            self._count_unread(stream, -stream.num_bytes)
             for request in requests:
                 del self._streams[request.id]
                 self.cancel(request.id)
@@ -147,7 +164,7 @@ class AsyncEngine:
         """Fail every request with Unavailable, now and until `resume`, so that routers move them. In the event loop only."""
         self._suspended = Unavailable(reason)
         for stream in self._streams.values():
-            stream.put_nowait(self._suspended)
+            stream.queue.put_nowait(self._suspended)
 
     def resume(self) -> None:
         """Accept requests again."""
@@ -165,13 +182,26 @@ class AsyncEngine:
 
     def _deliver(self, chunks: Sequence[Chunk]) -> None:
         for chunk in chunks:
-            if stream := self._streams.get(chunk.request_id):
-                stream.put_nowait(chunk)
+            stream = self._streams.get(chunk.request_id)
+            if stream is None or stream.is_cut:
+                continue
+            num_bytes = chunk.num_bytes
+            if stream.num_bytes and stream.num_bytes + num_bytes > self._max_unread_bytes - self._num_unread_bytes:
+                stream.is_cut = True
+                stream.queue.put_nowait(Overloaded("the output is read too slowly; the rest has to be generated again", 0.1))
+                self.cancel(chunk.request_id)
+            else:
+                self._count_unread(stream, num_bytes)
+                stream.queue.put_nowait(chunk)
+
+    def _count_unread(self, stream: _Unread, num_bytes: int) -> None:
+        stream.num_bytes += num_bytes
+        self._num_unread_bytes += num_bytes
 
     def _fail(self, error: EyasError) -> None:
         self._error = error
         for stream in self._streams.values():
-            stream.put_nowait(error)
+            stream.queue.put_nowait(error)
         self._post(self._stop)  # for a step that ends after all
         if self._owner is not None:
             self._owner.cancel()
@@ -224,12 +254,12 @@ class AsyncEngine:
                 self._engine.cancel(request_id)
             return [Chunk(request_id, finish_reason="error", message=STEP_FAILED) for request_id in self._live]
 
-    def _submit(self, request: Request, grammar: Grammar | None, stream: asyncio.Queue[Chunk | Exception]) -> None:
+    def _submit(self, request: Request, grammar: Grammar | None, stream: _Unread) -> None:
         try:
             self._engine.submit(request, grammar)
             self._live.add(request.id)
         except Exception as error:
-            self._call_soon(stream.put_nowait, error)
+            self._call_soon(stream.queue.put_nowait, error)
 
     def _cancel(self, request_id: str) -> None:
         if request_id in self._live:

@@ -94,7 +94,7 @@ class FairLimit:
 
 
 class MemoryBudget:
-    """The bytes that the bodies of all unfinished requests may hold together. For one event loop."""
+    """The bytes that all unfinished requests may hold together: bodies, and output until it is sent. For one event loop."""
 
     def __init__(self, limits: LimitsConfig) -> None:
         self._limit = FairLimit(limits.max_pending_bytes, limits.max_request_bytes)
@@ -113,7 +113,8 @@ class MemoryBudget:
             nonlocal taken
             if not self._limit.fits(callers, num_bytes):
                 who = "this key or address holds its share" if num_bytes <= self._limit.num_free else "requests hold all"
-                raise Overloaded(f"{who} of limits.max_pending_bytes in unfinished requests; try again when some end", 1.0)
+                hint = "try again when some end, and stream long answers"
+                raise Overloaded(f"{who} of limits.max_pending_bytes in unfinished requests; {hint}", 1.0)
             self._limit.take(callers, num_bytes)
             taken += num_bytes
 

@@ -93,7 +93,7 @@ async def serve_rank_0(
     server = worker_server(config.server, peers)
     with closing(pool) if pool else nullcontext():
         observer = VerifierTelemetry(telemetry, model.name, pool)
-        async with AsyncEngine(engine, observer.on_step) as async_engine:
+        async with AsyncEngine(engine, observer.on_step, config.max_pending_bytes) as async_engine:
             workers.register_failure_callback(async_engine.fail)
             observer.watch(lambda: async_engine.load)
             registry = lease_registry(config.discovery, config.registry, peers)

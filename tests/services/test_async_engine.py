@@ -5,6 +5,7 @@ import logging
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import aclosing, asynccontextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from eyas.drafters.base import Draft, DraftContext, DrafterNeeds, LocalDrafter, 
 from eyas.engine.async_engine import AsyncEngine
 from eyas.engine.build import assemble_engine
 from eyas.engine.engine import Engine
-from eyas.errors import InvalidRequest, RequestFailed, Unavailable
+from eyas.errors import InvalidRequest, Overloaded, RequestFailed, Unavailable
 from eyas.models.target import TargetModel, load_target
 from eyas.request import Chunk, Request, SamplingParams
 from eyas.rpc.channel import open_channel
@@ -85,11 +86,11 @@ async def until(condition: Callable[[], bool]) -> None:
         await asyncio.sleep(0.005)
 
 
-def run(body: Callable[[AsyncEngine], Awaitable[None]], engine: Engine) -> None:
+def run(body: Callable[[AsyncEngine], Awaitable[None]], engine: Engine, **options: Any) -> None:
     """Run `body` beside an engine, which must be whole and empty at the end."""
 
     async def entered() -> None:
-        async with AsyncEngine(engine) as loop:
+        async with AsyncEngine(engine, **options) as loop:
             free = loop.load.free_kv_tokens
             await asyncio.wait_for(body(loop), 60)
             await until(lambda: loop.load.free_kv_tokens == free)
@@ -97,6 +98,34 @@ def run(body: Callable[[AsyncEngine], Awaitable[None]], engine: Engine) -> None:
     asyncio.run(entered())
     engine.check()
     assert not engine.has_work
+
+
+def test_output_that_is_not_read_is_bounded(target: TargetModel) -> None:
+    """A slow reader gets what was kept, then Overloaded; a request that continues from there gives the rest."""
+    request = replace(request_of("slow", 200), sampling=SamplingParams(200, temperature=0.8, seed=7, logprobs=5))
+
+    async def body(loop: AsyncEngine) -> None:
+        whole = tokens_of(await collect(loop, replace(request, id="whole")))
+        kept: list[Chunk] = []
+
+        async def read_late() -> None:
+            async for chunk in loop.generate(request):
+                kept.append(chunk)
+                if len(kept) == 1:
+                    await until(lambda: not loop.load.num_running)
+
+        with pytest.raises(Overloaded, match="read too slowly"):
+            await read_late()
+        assert sum(chunk.num_bytes for chunk in kept[1:]) <= 2**15
+        assert tokens_of(await collect(loop, request_of("quick", 40)))
+        tokens = tokens_of(kept)
+        assert tokens == whole[: len(tokens)]
+        assert 1 < len(tokens) < len(whole)
+        rest = replace(request, id="rest", prompt_ids=(*PROMPT, *tokens), num_emitted=len(tokens))
+        rest = replace(rest, sampling=replace(request.sampling, max_tokens=200 - len(tokens)))
+        assert tokens + tokens_of(await collect(loop, rest)) == whole
+
+    run(body, engine_of(target), max_unread_bytes=2**16)
 
 
 def test_batched_requests_get_the_output_they_get_alone(target: TargetModel) -> None:

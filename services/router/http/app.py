@@ -237,6 +237,7 @@ class GenerationEndpoints:
             echoes = await asyncio.to_thread(_echoes, body, tokenizer) if body.echo else []
             prompts = [call.request.prompt_ids for call in calls]
             writer = ResponseWriter(body, received.request.id, info.name, tokenizer, prompts, echoes)
+            writer.hold = request.state.hold
         return await self._respond(body.stream, request, writer, chunks)
 
     async def chat(self, body: ChatBody, request: Request) -> Response:
@@ -290,6 +291,7 @@ class GenerationEndpoints:
             prompts = [call.request.prompt_ids for call in calls]
             writer = ResponseWriter(body, received.request.id, info.name, self.service.tokenizer(info.name), prompts)
             writer.new_parser = self._chat_output(body, info, prompts[0]).new_parser
+            writer.hold = request.state.hold
         return await self._respond(stream, request, write(writer), chunks)
 
     async def _model(self, name: str, request: Request) -> ModelInfo:

@@ -17,9 +17,11 @@ from eyas.outputs import TextChunk
 from eyas.services.router.http.bodies import StrictModel
 from eyas.services.router.http.errors import error_body
 from eyas.services.router.http.requests import ChatBody, SamplingBody, Text, chat_body
-from eyas.services.router.http.responses import ResponseWriter, named_frame
+from eyas.services.router.http.responses import ResponseWriter, named_frame, num_values
 
 _LOGPROBS = "message.output_text.logprobs"
+# Estimates of the memory of what is kept until the last event: of a chunk's text, and of a value of JSON.
+_BYTES_PER_CHUNK, _BYTES_PER_VALUE = 128, 96
 _PARTS = {
     "message": ("role", "content"),
     "function_call": ("call_id", "name", "arguments"),
@@ -222,9 +224,10 @@ class ResponsesWriter:
 
     async def response(self, chunks: AsyncGenerator[TextChunk, None]) -> dict[str, Any]:
         """Return the whole response. Raises RequestFailed if the completion failed."""
+        response: dict[str, Any] = {}
         async with aclosing(self.events(chunks)) as events:
-            *_, ended = [event async for event in events]
-        response: dict[str, Any] = ended["response"]
+            async for event in events:
+                response = event.get("response", response)
         return response
 
     async def events(self, chunks: AsyncGenerator[TextChunk, None]) -> AsyncGenerator[dict[str, Any], None]:
@@ -268,7 +271,9 @@ class ResponsesWriter:
         num_reasoning = self.chat.num_reasoning_tokens - self._num_reasoning_tokens
         if num_reasoning:
             self._held, self._num_reasoning_tokens = [], self.chat.num_reasoning_tokens
-        self._held += ((logprobs or {}).get("content") or [])[num_reasoning:]
+        entries = ((logprobs or {}).get("content") or [])[num_reasoning:]
+        self._held += entries
+        self.chat.hold(_BYTES_PER_CHUNK + _BYTES_PER_VALUE * num_values(entries))
         if reasoning := delta.get("reasoning_content"):
             if not self._items or self._items[-1].kind != "reasoning":
                 yield from self._begin(_Item("reasoning", f"rs_{self.id}_{len(self._items)}"))

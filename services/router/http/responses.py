@@ -32,6 +32,9 @@ from eyas.tokenizer import Tokenizer
 # Values of a response from which a thread prepares it, and which the JSON encoder gets at once.
 LARGE_NUM_VALUES = 4096
 _VALUES_PER_LOGPROB = 16
+# Estimates of memory until a response is sent: of a token, a value of JSON, and a likely token with its log-probability.
+_BYTES_PER_TOKEN, _BYTES_PER_VALUE, _BYTES_PER_LOGPROB = 64, 96, 768
+_MAX_DELTAS = 64  # of a choice that are kept one by one
 
 ResultT = TypeVar("ResultT")
 
@@ -57,6 +60,18 @@ class TextDelta:
     stop_reason: str | int | None = None
     verify_steps: tuple[dict[str, Any], ...] = ()
     message: ChatMessage | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        """The memory that it takes in a response, estimated."""
+        num_logprobs = sum(1 + len(entry.top_ids) for entry in (*self.logprobs, *self.prompt_logprobs))
+        num_step_values = sum(map(num_values, self.verify_steps))
+        sized = (
+            _BYTES_PER_LOGPROB * num_logprobs,
+            _BYTES_PER_VALUE * num_step_values,
+            _BYTES_PER_TOKEN * len(self.token_ids),
+        )
+        return sum(sized) + 4 * len(self.text)
 
     @property
     def is_empty(self) -> bool:
@@ -87,6 +102,7 @@ class ResponseWriter:
 
     prompts: their token ids. echoes: their texts, which begin the choices; empty without echo.
     new_parser: makes a parser of a choice's reasoning and tool calls; None if the text is all content.
+    hold: counts bytes that are kept until the response is sent. Raises Overloaded if they are too many.
     num_reasoning_tokens: of all choices so far.
     """
 
@@ -97,6 +113,7 @@ class ResponseWriter:
     prompts: Sequence[Sequence[int]]
     echoes: Sequence[str] = ()
     new_parser: Callable[[], ChatParser] | None = None
+    hold: Callable[[int], None] = lambda _: None
     created: int = field(default_factory=lambda: int(time.time()))
     num_reasoning_tokens: int = 0
     _parsers: dict[int, ChatParser] = field(default_factory=dict)
@@ -108,12 +125,16 @@ class ResponseWriter:
     _stats: GenerationStats = field(default_factory=GenerationStats)
 
     async def response(self, chunks: AsyncGenerator[TextChunk, None]) -> dict[str, Any]:
-        """Return the whole response. Raises RequestFailed if a completion failed."""
+        """Return the whole response. Raises RequestFailed if a completion failed, Overloaded if it is too large."""
         deltas: defaultdict[int, list[TextDelta]] = defaultdict(list)
         async with aclosing(chunks):
             async for chunk in chunks:
                 delta = await self._add(chunk)
-                deltas[delta.index].append(delta)
+                self.hold(delta.num_bytes)
+                kept = deltas[delta.index]
+                kept.append(delta)
+                if len(kept) == _MAX_DELTAS:
+                    deltas[delta.index] = [_join(kept)]
         # in a thread: of many completions with log-probabilities it takes seconds
         return await asyncio.to_thread(self._response, [deltas[index] for index in sorted(deltas)])
 
@@ -130,6 +151,8 @@ class ResponseWriter:
         async with aclosing(chunks):
             async for chunk in chunks:
                 delta = await self._add(chunk)
+                if chunk.chunk.prompt_logprobs:
+                    self.hold(delta.num_bytes)
                 if delta.is_empty:
                     continue
                 choice = await run(
@@ -445,11 +468,9 @@ def token_name(tokenizer: Tokenizer, token: int) -> str:
 
 def num_characters(tokenizer: Tokenizer, token: int, skip_special_tokens: bool = True) -> int:
     """Return how many characters of the text begin in a token."""
-    return (
-        0
-        if skip_special_tokens and tokenizer.is_special(token)
-        else sum(byte & 0xC0 != 0x80 for byte in token_bytes(tokenizer, token))
-    )
+    if skip_special_tokens and tokenizer.is_special(token):
+        return 0
+    return sum(byte & 0xC0 != 0x80 for byte in token_bytes(tokenizer, token))
 
 
 def token_bytes(tokenizer: Tokenizer, token: int) -> bytes:

@@ -294,7 +294,7 @@ class BodyLimit:
     """ASGI middleware that bounds each body, and what all unfinished requests hold together.
 
     A body above `limits.max_request_bytes` is rejected with status 413, by its header or while it arrives. A body counts
-    as held from its arrival to the end of the response.
+    as held from its arrival to the end of the response. `hold` in the request's state counts further bytes until then.
     """
 
     def __init__(self, app: ASGIApp, admission: Admission) -> None:
@@ -312,6 +312,7 @@ class BodyLimit:
         caller, *_ = self._admission.callers(headers.get("authorization", ""), (scope.get("client") or ("",))[0])
 
         with self._admission.memory.reservation(caller) as take:
+            scope.setdefault("state", {})["hold"] = take
 
             async def limited_receive() -> Message:
                 nonlocal num_received

@@ -21,7 +21,7 @@ from eyas.services.router.http.bodies import parse_body
 from eyas.services.router.http.requests import Body, ChatBody, CompletionBody
 from eyas.services.router.http.responses import LARGE_NUM_VALUES, _pieces, compact_json
 from eyas.services.router.http.server import HttpServer
-from tests.services.http.http_router import ALL, Script, get, http_router, post, until, worker
+from tests.services.http.http_router import ALL, CHAT, PROMPT_TEXT, Script, get, http_router, post, until, worker
 from tests.services.router.scripted_verifier import MODEL, PROMPT, TOKENS
 
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n"
@@ -162,6 +162,32 @@ def test_unfinished_bodies_share_a_memory_budget(url: str) -> None:
             async with asyncio.timeout(20):  # the first request is counted a moment longer than its response takes
                 while (await post(base, "/v1/completions", long)).status_code != 200:
                     await asyncio.sleep(0.01)
+
+    asyncio.run(body())
+
+
+@pytest.mark.parametrize(
+    ("path", "asked"),
+    [
+        ("/v1/completions", ALL | {"n": 64, "logprobs": 1, "temperature": 1}),
+        ("/v1/chat/completions", CHAT | {"n": 64, "logprobs": True, "top_logprobs": 1, "temperature": 1}),
+        ("/v1/completions", ALL | {"prompt": [PROMPT_TEXT] * 64, "max_tokens": 1, "prompt_logprobs": 1, "stream": True}),
+    ],
+    ids=["completions", "chat", "prompts, streamed"],
+)
+def test_output_that_is_kept_shares_the_memory_budget(url: str, path: str, asked: dict[str, Any]) -> None:
+    """Streams keep none of their output, but log-probabilities of prompts come at once."""
+    limits = LimitsConfig(max_request_bytes=2**18, max_pending_bytes=2**18)
+
+    async def body() -> None:
+        async with worker(url, Script(TOKENS)), http_router(url, limits=limits) as base:
+            refused = await post(base, path, asked)
+            assert "stream long answers" in refused.text
+            assert refused.status_code == (200 if "stream" in asked else 429), "a stream has begun"
+            for more in ({"n": 1}, {"stream": True}):
+                answered = await post(base, path, asked | {name: PROMPT_TEXT for name in asked if name == "prompt"} | more)
+                assert answered.status_code == 200
+                assert "limits.max_pending_bytes" not in answered.text
 
     asyncio.run(body())
 
