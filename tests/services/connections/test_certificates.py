@@ -137,7 +137,7 @@ def test_a_lost_verifier_is_dialled_with_renewed_certificates(kind: DiscoveryKin
 
     async def body() -> None:
         leases = Registry(RegistryConfig(url, 60.0, 0.05)) if kind == "redis" else None
-        ours = Peers(peers(tmp_path, keepalive_interval_s=0.1, keepalive_timeout_s=0.2))
+        ours = Peers(peers(tmp_path, keepalive_interval_s=0.1, keepalive_timeout_s=1.0))
         async with verifier_behind(Peers(peers(tmp_path)), leases) as proxy:
             named = (proxy.address,) if kind == "static" else ()
             discovery = build_discovery(DiscoveryConfig(kind, named, probe_interval_s=0.05), leases, ours)

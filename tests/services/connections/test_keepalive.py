@@ -39,7 +39,7 @@ from tests.services.router.scripted_verifier import (
     worker,
 )
 
-IMPATIENT = PeersConfig(keepalive_interval_s=0.1, keepalive_timeout_s=0.2)
+IMPATIENT = PeersConfig(keepalive_interval_s=0.1, keepalive_timeout_s=1.0)
 SERVER = """
 import asyncio
 from eyas.config import ServerConfig

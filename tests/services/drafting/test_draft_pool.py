@@ -104,7 +104,7 @@ def test_a_session_without_a_drafter_gets_the_first_that_appears() -> None:
 
 def test_a_hanging_drafter_costs_few_steps_and_its_sessions_move() -> None:
     gate = threading.Event()
-    config = DraftClientConfig(draft_timeout_s=0.5, breaker_max_failures=2, breaker_reset_s=60)
+    config = DraftClientConfig(draft_timeout_s=1.0, breaker_max_failures=2, breaker_reset_s=60)
     hanging = ToyDrafter(before=gate.wait)
     with closing(DraftPool(config, NEEDS)) as pool, serving(ToyDrafter()) as good, serving(hanging) as hung:
         try:

@@ -40,7 +40,7 @@ async def process(url: str, *settings: str) -> AsyncIterator[Process]:
 
 async def base_url(child: Process) -> str:
     assert child.stderr is not None
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(120):
         while (line := (await child.stderr.readline()).decode()) and "HTTP on" not in line:
             pass
     found = re.search(r"HTTP on (\S+)", line)
@@ -49,7 +49,7 @@ async def base_url(child: Process) -> str:
 
 
 async def ready(base: str) -> httpx.Response:
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while (answer := await get(base, "/ready")).status_code != 200:
             await asyncio.sleep(0.02)
     return answer
@@ -59,7 +59,7 @@ def test_a_stopping_router_is_not_ready_and_finishes_its_streams(url: str) -> No
     async def body() -> None:
         gate = asyncio.Event()
         script = Script(TOKENS, gate=gate)
-        settings = ("server.shutdown_delay_s=1", "server.graceful_shutdown_timeout_s=20")
+        settings = ("server.shutdown_delay_s=3", "server.graceful_shutdown_timeout_s=20")
         async with worker(url, script), process(url, *settings) as child:
             base = await base_url(child)
             await ready(base)
@@ -67,14 +67,14 @@ def test_a_stopping_router_is_not_ready_and_finishes_its_streams(url: str) -> No
                 answer = asyncio.create_task(api.completions.create(**ALL))
                 await until(lambda: len(script.calls) == 1)
                 child.send_signal(signal.SIGTERM)
-                async with asyncio.timeout(20):
+                async with asyncio.timeout(60):
                     while (response := await get(base, "/ready")).status_code == 200:
                         await asyncio.sleep(0.01)
                 assert response.json()["reason"] == "the router is stopping"
                 assert (await get(base, "/live")).status_code == 200
                 gate.set()
                 assert (await answer).choices[0].text == REST_TEXT
-            assert await asyncio.wait_for(child.wait(), 20) == 0
+            assert await asyncio.wait_for(child.wait(), 60) == 0
 
     asyncio.run(body())
 
@@ -92,7 +92,7 @@ def test_a_drain_has_an_end(url: str) -> None:
             ):
                 await anext(answer.aiter_lines())
                 child.send_signal(signal.SIGTERM)
-                assert await asyncio.wait_for(child.wait(), 20) == 0
+                assert await asyncio.wait_for(child.wait(), 60) == 0
             await until(lambda: script.num_cancelled == 1)
 
     asyncio.run(body())

@@ -25,7 +25,7 @@ from tests.services.http.http_router import ALL, CHAT, PROMPT_TEXT, Script, get,
 from tests.services.router.scripted_verifier import MODEL, PROMPT, TOKENS
 
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n"
-LIMITS = LimitsConfig(header_timeout_s=0.1, body_timeout_s=0.1, idle_timeout_s=1, max_header_bytes=4096)
+LIMITS = LimitsConfig(header_timeout_s=0.5, body_timeout_s=0.5, idle_timeout_s=1, max_header_bytes=4096)
 LONG: list[tuple[dict[str, Any], str]] = [
     ({"stop": ["s"] * 300_000}, "more than 262144 values"),
     ({"stop": ["s"] * 100_000}, "stop has 100000 entries; give 128 at most"),

@@ -37,7 +37,7 @@ DEMO = "models/demo/target"
 MODEL = ModelInfo("demo", "target", 4096, 2048, "head")
 CHUNK_TOKENS = 3
 # Little patience: a request whose verifiers all fail ends soon.
-RETRY = RetryConfig(max_attempts=4, budget_s=0.5, initial_backoff_s=0.01, max_backoff_s=0.05)
+RETRY = RetryConfig(max_attempts=4, budget_s=1.0, initial_backoff_s=0.01, max_backoff_s=0.05)
 
 TEXT = "def add(left, right):\n    return left + right\n\n\nclass Eagle:\n    def fly(self):\n        pass\n"
 TOKENS = load_tokenizer(DEMO).encode(TEXT)
