@@ -143,7 +143,7 @@ class _Resumption:
         return _without_first(chunk, len(known)) if position or known else chunk
 
     def backoff_s(self, error: EyasError) -> float:
-        """Return the seconds to wait before the next attempt. Raises the error if there is none."""
+        """Return the seconds to wait before the next attempt. Raises the error if there is none, or TimedOut."""
         policy = self._policy
         self._num_failures += 1
         longest_s = min(policy.initial_backoff_s * 2.0 ** (self._num_failures - 1), policy.max_backoff_s)
@@ -153,6 +153,8 @@ class _Resumption:
         is_final = not isinstance(error, Unavailable | Overloaded) or self._num_failures >= policy.max_attempts
         if is_final or self._waited_s + delay_s > policy.budget_s:
             raise error
+        if time.monotonic() + delay_s > self._deadline:
+            raise TimedOut(f"the request was not done in its time; its last attempt failed: {error}") from error
         self._waited_s += delay_s
         return delay_s
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import runpy
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from types import ModuleType
 from typing import Any, Self
 
@@ -312,4 +313,5 @@ if __name__ == "__main__":
         sys.exit("usage: python -m eyas.compat SCRIPT ARGUMENTS...")
     compat.install()
     sys.argv = sys.argv[1:]
+    sys.path.insert(0, str(Path(sys.argv[0]).resolve().parent))  # as `python SCRIPT` does
     runpy.run_path(sys.argv[0], run_name="__main__")

@@ -229,9 +229,16 @@ def chat(
                 continue
             messages.append({"role": "user", "content": line})
             pieces = []
-            for piece in answer(messages):
-                print(piece, end="", flush=True)
-                pieces.append(piece)
+            try:
+                for piece in answer(messages):
+                    print(piece, end="", flush=True)
+                    pieces.append(piece)
+            except EyasError as error:
+                if not sys.stdin.isatty():
+                    raise
+                print(f"\nerror: {error}", file=sys.stderr)
+                messages.pop()  # the conversation goes on without this message
+                continue
             print(flush=True)
             messages.append({"role": "assistant", "content": "".join(pieces)})
 

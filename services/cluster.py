@@ -257,13 +257,13 @@ def running_cluster(
             address = f"127.0.0.1:{free_port()}"
             service = service.add(f"registry.url=redis://{children[0].address}/0")
             if service.name == "router":
-                address = f"{'127.0.0.1' if host in ('0.0.0.0', '::') else host}:{port}"
+                address = f"{_reachable(host)}:{port}"
                 service = service.add(f"server.host='{host}'", f"http.host='{host}'", f"http.port={http_port}")
             service = service.add(f"server.port={address.rpartition(':')[2]}")
             timeout_s = STOP_TIMEOUT_S + config.server.shutdown_delay_s + config.server.graceful_shutdown_timeout_s
             log = logs / f"{service.name}.log"
             children.append(Child(service.name, address, service.command(), log, folder, timeout_s, environment))
-        http = f"http://{host}:{http_port}"
+        http = f"http://{_reachable(host)}:{http_port}"
         has_page = any(isinstance(config, RouterConfig) and config.http.playground for config in configs)
         yield Cluster(children, http, f"{http}/" if has_page else "")
     except BaseException as error:
@@ -273,6 +273,13 @@ def running_cluster(
         _stop(children)
         if not failed:
             shutil.rmtree(logs)
+
+
+def _reachable(host: str) -> str:
+    """A host, as part of an address, under which this machine reaches a server that listens on `host`."""
+    if host in ("0.0.0.0", "::"):
+        return "127.0.0.1"
+    return f"[{host}]" if ":" in host else host
 
 
 def _start_redis(logs: Path) -> Child:

@@ -123,7 +123,8 @@ def test_what_eyas_does_not_have_is_refused(options: dict[str, Any], reason: str
 
 def test_a_script_of_the_eagle_repository_runs_unchanged(tmp_path: Path) -> None:
     script = tmp_path / "gen_answer.py"
-    script.write_text(SCRIPT)
+    script.write_text(f"import neighbour\n{SCRIPT}")
+    (tmp_path / "neighbour.py").touch()
     command = [sys.executable, "-m", "eyas.compat", str(script), "--base-model-path", BASE, "--ea-model-path", HEAD]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False, timeout=100)

@@ -5,6 +5,7 @@ from contextlib import AsyncExitStack
 from dataclasses import replace
 
 import pytest
+from grpc import StatusCode
 
 from eyas import RequestOutput, SamplingParams
 from eyas.client import AsyncClient, Client, RetryPolicy
@@ -108,6 +109,7 @@ def test_a_retried_answer_that_differs_is_an_error(url: str) -> None:
     [
         (Script(TOKENS, fails_after=0), {}, Unavailable),
         (Script(TOKENS, stalls_after=1), {"timeout_s": 0.3}, TimedOut),
+        (Script(TOKENS, fails_after=0, status=StatusCode.RESOURCE_EXHAUSTED, pushback=4000), {"timeout_s": 2.0}, TimedOut),
         (Script(TOKENS, breaks_after=1), {}, RequestFailed),
     ],
 )
@@ -125,8 +127,6 @@ def test_a_failure_that_stays_is_raised(url: str, script: Script, options: dict,
 
 def test_a_pushback_beyond_the_budget_is_not_waited_for(url: str) -> None:
     async def body() -> None:
-        from grpc import StatusCode
-
         script = Script(TOKENS, fails_after=0, status=StatusCode.RESOURCE_EXHAUSTED, pushback=60_000)
         async with worker(url, script) as address, AsyncClient(address, retry=QUICK) as client:
             with pytest.raises(Overloaded):
