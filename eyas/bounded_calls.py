@@ -22,7 +22,7 @@ _POLL_SECONDS = 0.02
 
 
 class Call(Future[ResultT], Generic[ResultT]):
-    """A call that waits for a thread, runs or is done. is_late: whether somebody waited in vain."""
+    """A call that waits for a thread, runs or is done. is_late: whether it took too long."""
 
     def __init__(self, function: Callable[[], ResultT]) -> None:
         super().__init__()
