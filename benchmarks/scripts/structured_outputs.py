@@ -27,6 +27,7 @@ from eyas.services.local import read_prompts
 MODELS = Path("models/demo")
 TREE = TreeConfig(num_draft_tokens=16, num_steps=5, top_k=4)
 METHODS = {"eagle3": "eagle3-full", "sps": "small", "prompt_lookup": ""}
+KINDS = {"eagle3": ("none", "root", "paths"), "sps": ("none", "root", "paths"), "prompt_lookup": ("none", "root")}
 _FIELDS = {
     "name": {"type": "string", "maxLength": 16},
     "line": {"type": "integer"},
@@ -45,7 +46,8 @@ CONSTRAINTS: Mapping[str, StructuredOutputs] = {
 NOTE = (
     "tau counts tokens and is exact; every output equals that of plain constrained decoding. Processor time varies by a "
     "third between equal runs, because other programs used the machine; the time spent waiting for masks is wall time, "
-    'mostly of a busy machine. "masked" sends the drafter the mask of the root\'s children, "unmasked" does not.'
+    "mostly of a busy machine. masks: what the drafter gets: none, the root's, which a remote drafter gets, or those of the "
+    "paths of the tree while it grows, which a drafter in the engine's process gets."
 )
 
 
@@ -96,11 +98,12 @@ def build(method: str) -> Engine:
 
 
 def run(engine: Engine, stopwatch: _Stopwatch, method: str, name: str, requests: Sequence[Request], drafter: str) -> Outcome:
-    """Generate one request after the other. drafter: "masked" sends it the root's mask, "unmasked" does not."""
+    """Generate one request after the other. drafter: which masks it gets, see NOTE."""
     stats, tokens = GenerationStats(), list[tuple[int, ...]]()
     root_masks, stopwatch.seconds = engine._grammars.root_masks, 0.0
-    if drafter == "unmasked":
+    if drafter == "none":
         engine._grammars.root_masks = lambda tokens_of: {}  # type: ignore[method-assign]
+    engine._draft_manager.use_path_masks(engine._grammars.path_masks if drafter == "paths" else lambda paths: {})
     started = time.process_time()
     for request in requests:
         engine.submit(request)
@@ -134,7 +137,7 @@ def measure(num_prompts: int) -> list[Outcome]:
         for temperature in (0.0, 0.8):
             for name, constraint in ({"free": None} | dict(CONSTRAINTS)).items():
                 requests = requests_of(constraint, temperature, num_prompts)
-                kinds = ("masked", "unmasked") if constraint and method != "plain" else ("masked",)
+                kinds = KINDS[method] if constraint and method != "plain" else ("root",)
                 for drafter in kinds:
                     outcome = run(engine, stopwatch, method, name, requests, drafter)
                     plain = next((o for o in outcomes if (o.constraint, o.temperature) == (name, temperature)), outcome)
@@ -158,7 +161,7 @@ def compile_seconds() -> dict[str, float]:
 
 def table_of(outcomes: Sequence[Outcome]) -> Table:
     """The outcomes as rows."""
-    columns = ("method", "constraint", "temperature", "drafter", "tau", "processor ms a step", "ms waiting for masks a step")
+    columns = ("method", "constraint", "temperature", "masks", "tau", "processor ms a step", "ms waiting for masks a step")
     rows = tuple(
         (o.method, o.constraint, number(o.temperature), o.drafter if o.constraint != "free" and o.method != "plain" else "",
          number(o.tau), number(o.milliseconds), number(o.waited))

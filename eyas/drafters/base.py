@@ -8,7 +8,7 @@ What a drafter learns from a session's text serves that session only: another on
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol, TypeAlias
@@ -19,11 +19,15 @@ from torch import Tensor
 
 from eyas.config import TreeConfig
 from eyas.draft_protocol import Commit, ResyncRequired, TreeBudget
+from eyas.grammar import TokenBits
 from eyas.tree import DraftTree
 
 DraftContext: TypeAlias = Commit[Tensor]
 Draft: TypeAlias = DraftTree | ResyncRequired | None
 Pending: TypeAlias = Callable[[], list[Draft]]
+Path: TypeAlias = tuple[int, ...]
+# Bits of the tokens that may follow each path below the roots of sessions; None where they are not known.
+PathMasks: TypeAlias = Callable[[Mapping[str, Sequence[Path]]], Mapping[str, Sequence[TokenBits | None]]]
 
 
 @dataclass(frozen=True)
@@ -109,6 +113,10 @@ class LocalDrafter(ABC):
 
     def reject(self, sessions: Sequence[str]) -> None:
         """See Drafter; the log has the reason."""
+        return
+
+    def use_path_masks(self, path_masks: PathMasks) -> None:
+        """Take the masks of grammars at the nodes of a tree from `path_masks` while it grows; lookups do without."""
         return
 
     def warm_up(self) -> None:

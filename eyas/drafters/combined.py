@@ -15,7 +15,7 @@ import numpy as np
 
 from eyas.config import CombinedConfig, TreeConfig
 from eyas.draft_protocol import ResyncRequired, TreeBudget
-from eyas.drafters.base import Draft, DraftContext, DrafterNeeds, LocalDrafter, within
+from eyas.drafters.base import Draft, DraftContext, DrafterNeeds, LocalDrafter, PathMasks, within
 from eyas.drafters.sessions import Session, SessionLedger
 from eyas.drafters.tree_growth import Reals, first_of_groups, forest_trees
 from eyas.tensors import Ints
@@ -89,6 +89,10 @@ class CombinedDrafter(LocalDrafter):
     def needs(self) -> DrafterNeeds:
         first, second = (side.needs for side in self._sides)
         return replace(first if first.features else second, samples=first.samples or second.samples)
+
+    def use_path_masks(self, path_masks: PathMasks) -> None:
+        for side in self._sides:
+            side.use_path_masks(path_masks)
 
     def warm_up(self) -> None:
         for side in self._sides:

@@ -20,9 +20,9 @@ from eyas.cache.kv_cache import KVCache
 from eyas.cache.prefix_cache import Slots
 from eyas.config import DraftingConfig, TreeConfig
 from eyas.draft_protocol import ResyncRequired
-from eyas.drafters.base import Draft, DraftContext, LocalDrafter, within
+from eyas.drafters.base import Draft, DraftContext, LocalDrafter, PathMasks, within
 from eyas.drafters.cuda_graphs import GraphSpec, Roots, TreeGraphs, padded_prefix
-from eyas.drafters.scoring import Scorer, make_scorer, masked_scorer, probs_scorer
+from eyas.drafters.scoring import MaskedExpansion, Scorer, make_scorer, masked_scorer, probs_scorer
 from eyas.drafters.sessions import KVLedger, KVSession, StateT
 from eyas.drafters.tree_growth import (
     Candidates,
@@ -64,6 +64,7 @@ class NeuralDrafter(LocalDrafter, Generic[StateT]):
         self.draft_ids = draft_ids
         self.sessions = sessions
         self._graphs: TreeGraphs | None = None
+        self._path_masks: PathMasks | None = None
 
     def _capture_trees(
         self,
@@ -96,6 +97,9 @@ class NeuralDrafter(LocalDrafter, Generic[StateT]):
     @property
     def can_sample(self) -> bool:
         return True
+
+    def use_path_masks(self, path_masks: PathMasks) -> None:
+        self._path_masks = path_masks
 
     @torch.inference_mode()
     def warm_up(self) -> None:
@@ -170,7 +174,7 @@ class NeuralDrafter(LocalDrafter, Generic[StateT]):
         shape = self._shape(contexts, self._max_expanded)
         scorer = make_scorer(contexts, self._config, shape.num_steps, self.draft_ids)
         scorer = masked_scorer(scorer, contexts, self.draft_ids)
-        candidates, rows = self._grow_candidates(self._roots(contexts, states), scorer, shape)
+        candidates, rows = self._grow_candidates(self._roots(contexts, states), scorer, shape, contexts)
         columns = select_nodes(candidates, [within(c.budget, self.tree) for c in contexts], self.draft_ids)
         return trees_from_columns(self._to_host(columns, rows, contexts, shape.top_k), [c.tokens[-1] for c in contexts])
 
@@ -179,18 +183,31 @@ class NeuralDrafter(LocalDrafter, Generic[StateT]):
         shape = self._shape(contexts, top_k=1)
         scorer = masked_scorer(probs_scorer(contexts, self.draft_ids.device), contexts, self.draft_ids)
         expansion = self._expand(self._roots(contexts, states), scorer, shape)
-        drawn = draw_chains(expansion, contexts, shape.num_steps, self._config.proposal_top_k, self.draft_ids)
+        masked = self._masked(expansion, contexts, are_logs=False)
+        drawn = draw_chains(masked, contexts, shape.num_steps, self._config.proposal_top_k, self.draft_ids)
         found = self._to_host(drawn, self._rows_run(expansion), contexts, 1)
         return chain_trees(found, contexts, self.tree.num_draft_tokens)
 
-    def _grow_candidates(self, roots: Roots, scorer: Scorer, shape: TreeConfig) -> tuple[Candidates, Tensor | None]:
-        """Candidates of trees of at most `shape.num_steps` levels, and the output of `_rows_run`."""
+    def _grow_candidates(
+        self, roots: Roots, scorer: Scorer, shape: TreeConfig, contexts: Sequence[DraftContext] = ()
+    ) -> tuple[Candidates, Tensor | None]:
+        """Candidates of trees of at most `shape.num_steps` levels, and the output of `_rows_run`.
+
+        contexts: of the sessions, whose grammars prune the trees while they grow; none if a graph captures the trees.
+        """
         expansion = self._expand(roots, scorer, shape)
+        masked = self._masked(expansion, contexts, are_logs=True)
         if self._static_tree:
-            candidates = grow_static(expansion, self._static_tree, shape.num_steps)
+            candidates = grow_static(masked, self._static_tree, shape.num_steps)
         else:
-            candidates = grow_dynamic(expansion, shape)
+            candidates = grow_dynamic(masked, shape)
         return candidates, self._rows_run(expansion)
+
+    def _masked(self, expansion: Expansion, contexts: Sequence[DraftContext], are_logs: bool) -> Expansion:
+        """The expansion within the grammars of the sessions, if the engine is in this process."""
+        if self._path_masks is None or not any(context.allowed for context in contexts):
+            return expansion
+        return MaskedExpansion(expansion, contexts, self._path_masks, self.draft_ids, are_logs)
 
     def _to_host(self, columns: Tensor, rows: Tensor | None, contexts: Sequence[DraftContext], top_k: int) -> Any:
         """`columns` as nested lists. Copies the rows to keep together with them, so that the host waits once."""

@@ -8,17 +8,21 @@ what is proposed, never what is emitted. Legend: S sessions, L levels, R rows pe
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from eyas.config import DraftingConfig
-from eyas.drafters.base import DraftContext, allowed_bits
+from eyas.drafters.base import DraftContext, Path, PathMasks, allowed_bits
 from eyas.sampling.noise import exponential_noise_at, signed
 from eyas.sampling.sampler import MIN_TEMPERATURE, Filters, filtered_probs, filtering, filters_of
 from eyas.tensors import Ints, upload
+
+if TYPE_CHECKING:
+    from eyas.drafters.tree_growth import Expansion
 
 # "plain": no session shares its noise; "noised": some do; "filtered": some of these have filters too.
 ScorerKind = Literal["plain", "noised", "filtered"]
@@ -86,9 +90,71 @@ def masked_scorer(scorer: Scorer, contexts: Sequence[DraftContext], draft_ids: T
     return scores
 
 
+class MaskedExpansion:
+    """An Expansion whose scores leave out what grammars do not allow below each node. The root's are masked already.
+
+    Each level waits for the device once, for the tokens of its nodes. A node without allowed tokens in the draft vocabulary
+    is left as it is, and so is one whose mask is not known.
+    """
+
+    def __init__(
+        self,
+        expansion: Expansion,
+        contexts: Sequence[DraftContext],
+        path_masks: PathMasks,
+        draft_ids: Tensor,
+        are_logs: bool,
+    ) -> None:
+        """are_logs: whether scores are log-probabilities, of which those of a node sum up to 1, or unnormalised ones."""
+        self._expansion, self._contexts, self._path_masks = expansion, contexts, path_masks
+        self._draft_ids, self._are_logs = draft_ids, are_logs
+        self._paths: list[list[Path]] = [[()] for _ in contexts]
+
+    def first(self) -> Tensor:
+        """See Expansion."""
+        return self._expansion.first()
+
+    def next(self, level: int, parents: Tensor, tokens: Tensor) -> Tensor:
+        """See Expansion. Float32 [S, W, D]."""
+        scores = self._expansion.next(level, parents, tokens)
+        rows, ids = parents.tolist(), self._draft_ids[tokens].tolist()
+        self._paths = [
+            [(*above[row], token) for row, token in zip(own_rows, own_ids, strict=True)]
+            for above, own_rows, own_ids in zip(self._paths, rows, ids, strict=True)
+        ]
+        asked = {c.session: own for c, own in zip(self._contexts, self._paths, strict=True) if c.allowed}
+        found, width = self._path_masks(asked), tokens.shape[1]
+        masks = {
+            session * width + place: bits
+            for session, context in enumerate(self._contexts)
+            for place, bits in enumerate(found.get(context.session, ()))
+            if bits is not None
+        }
+        if not masks:
+            return scores
+        scores = scores.expand(-1, width, -1)
+        index = upload(list(masks), scores.device)
+        return self._masked(scores.flatten(0, 1), index, np.stack(list(masks.values()))).view_as(scores)
+
+    def _masked(self, scores: Tensor, index: Tensor, bits: npt.NDArray[np.uint8]) -> Tensor:
+        """scores [S * W, D] with masks of the rows `index`."""
+        allowed = unpacked_bits(bits, self._draft_ids)
+        if self._are_logs:
+            chosen = torch.log_softmax(scores[index].masked_fill(~allowed, -torch.inf), -1).nan_to_num_(nan=-torch.inf)
+        else:
+            chosen = scores[index] * allowed
+            chosen = torch.where(chosen.any(-1, keepdim=True), chosen, scores[index])
+        return scores.index_copy(0, index, chosen)
+
+
 def allowed_tokens(contexts: Sequence[DraftContext], draft_ids: Tensor) -> Tensor:
     """Which ids of the draft vocabulary may follow each root, bool [S, D]; all of them if none may."""
-    octets = upload(allowed_bits(contexts), draft_ids.device)[:, draft_ids >> 3]
+    return unpacked_bits(allowed_bits(contexts), draft_ids)
+
+
+def unpacked_bits(bits: npt.NDArray[np.uint8], draft_ids: Tensor) -> Tensor:
+    """Which ids of the draft vocabulary the masks [M, B] allow, bool [M, D]; all of them if none."""
+    octets = upload(bits, draft_ids.device)[:, draft_ids >> 3]
     allowed = (octets >> (draft_ids & 7).to(torch.uint8) & 1).bool()
     return allowed | ~allowed.any(-1, keepdim=True)
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from eyas.config import AcceptanceRule
 from eyas.draft_protocol import Commit, Proposal, ResyncRequired, TreeBudget
-from eyas.drafters.base import Draft, DraftContext, Drafter, Pending
+from eyas.drafters.base import Draft, DraftContext, Drafter, LocalDrafter, PathMasks, Pending
 from eyas.engine.runner import ModelRunner
 from eyas.engine.sequence import DraftReply, Sequence
 from eyas.errors import ConfigError, InvalidTree
@@ -40,6 +40,11 @@ class DraftManager:
         self._pending: Pending = list
         self._ended: list[str] = []
         self._rejected: list[str] = []  # sessions with invalid answers
+
+    def use_path_masks(self, path_masks: PathMasks) -> None:
+        """Let a drafter in this process prune its trees by grammars while they grow."""
+        if isinstance(self._drafter, LocalDrafter):
+            self._drafter.use_path_masks(path_masks)
 
     def ready(self, sequences: Iterable[Sequence]) -> list[Sequence]:
         """The sequences that `request` may be called for: they have new tokens, and their drafter can draft now."""

@@ -84,6 +84,7 @@ class Engine:
         target = runner.target
         self._rules = LogitRules(target.eos_ids)
         self._grammars = GrammarManager(target.eos_ids, target.vocab_size)
+        draft_manager.use_path_masks(self._grammars.path_masks)
         self._tree_sizes: dict[str, int] = {}
         self.compiler = GrammarCompiler(target.name_or_path, target.vocab_size, target.eos_ids)
         self.max_model_len = max_model_len

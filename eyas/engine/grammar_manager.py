@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 from eyas.bounded_calls import BoundedCalls, Call
+from eyas.drafters.base import Path
 from eyas.engine.sequence import DraftReply
 from eyas.errors import InvalidRequest
 from eyas.grammar import Grammar, Matcher, TokenBits, bits_of
@@ -28,6 +29,8 @@ ResultT = TypeVar("ResultT")
 TREE_SECONDS = 0.05
 # Processor time that one request may take of a step, beyond which it ends; and to follow the output that it brings along.
 STEP_SECONDS, FOLLOW_SECONDS = 0.4, 2.0
+# Time of a level of a growing tree that may go to masks, of all sessions together.
+LEVEL_SECONDS = 0.003
 # Weight of the latest mask in the mean time of a request's masks.
 _RATE = 0.2
 _CANNOT_FOLLOW = "structured_outputs does not match the tokens that the request brought along as its output"
@@ -41,7 +44,8 @@ class GrammarManager:
         self._eos_ids = eos_ids
         self._vocab_size = vocab_size
         self._outputs: dict[str, FollowedOutput] = {}
-        self._calls = BoundedCalls(min(4, os.cpu_count() or 1), "grammar")
+        self._num_threads = min(4, os.cpu_count() or 1)
+        self._calls = BoundedCalls(self._num_threads, "grammar")
 
     def followed(self, request: Request, grammar: Grammar) -> FollowedOutput:
         """A request's output from its first token on. Raises InvalidRequest if output that it brings does not match."""
@@ -93,6 +97,19 @@ class GrammarManager:
         calls = {id_: self._calls.submit(output.root_mask, tokens) for id_, (output, tokens) in followed.items()}
         return {request_id: root.bits.tobytes() for request_id, root in self._collect(calls, {}).items()}
 
+    def path_masks(self, paths: Mapping[str, Seq[Path]]) -> dict[str, list[TokenBits | None]]:
+        """Implements PathMasks, for a drafter that waits: sessions beyond what there is time for get none.
+
+        Valid between `root_masks` and the next step.
+        """
+        spare, calls = LEVEL_SECONDS * self._num_threads, {}
+        for request_id, own in paths.items():
+            output = self._outputs.get(request_id)
+            if output is not None and spare > 0:
+                spare -= output.seconds * len(own)
+                calls[request_id] = self._calls.submit(output.path_masks, own)
+        return self._collect(calls, {})
+
     def start(self, batch: Iterable[LogitRows]) -> Callable[[], TokenMasks]:
         """Start to compute the masks of a step. Returns a function that waits for them."""
         calls = {}
@@ -126,8 +143,9 @@ class FollowedOutput:
 
     grammar: of the request. num_before: tokens before the first of the output. ends: tokens that end the output, which the
     grammar never sees. end_bits: those that may follow where the output may end, last_bits where it must. matcher: behind
-    the first `num_tokens` tokens of the sequence. root: the mask behind the last token, once it is computed. seconds: mean
-    time of a mask. failed: why nothing more can be computed, else empty. late_at: when the thread's work on a tree is late.
+    the first `num_tokens` tokens of the sequence, which are `committed`. root: the mask behind the last token, once it is
+    computed. known: masks behind paths below it. seconds: mean time of a mask. failed: why nothing more can be computed,
+    else empty. late_at: when the thread's work on a tree is late. has_trees: whether drafted tokens are followed.
     """
 
     grammar: Grammar
@@ -137,7 +155,9 @@ class FollowedOutput:
     last_bits: TokenBits
     matcher: Matcher = field(init=False)
     num_tokens: int = field(init=False)
+    committed: Seq[int] = ()
     root: NodeMask | None = None
+    known: dict[Path, NodeMask] = field(default_factory=dict)
     seconds: float = 0.0
     failed: str = ""
     late_at: float = 0.0
@@ -164,11 +184,12 @@ class FollowedOutput:
             raise InvalidRequest(_CANNOT_FOLLOW, "structured_outputs")
         self.num_tokens += len(tokens)
         self.root = None
+        self.known.clear()
 
     def root_mask(self, tokens: Seq[int]) -> NodeMask:
         """What may follow the committed tokens."""
         self.follow(tokens)
-        self.root = self.root or self._mask()
+        self.committed, self.root = tokens, self.root or self._mask()
         return self.root
 
     def masks(self, tokens: Seq[int], tree: DraftTree) -> TreeMasks:
@@ -180,11 +201,28 @@ class FollowedOutput:
         masks[0] = self.root_mask(tokens)
         self.late_at, unvisited = time.thread_time() + TREE_SECONDS, set[int]()
         try:
-            self._visit(tree, 0, masks, unvisited)
+            self._visit(tree, 0, (), masks, unvisited)
         except InvalidRequest:
             unvisited.update(node for node, mask in enumerate(masks) if mask is None)
             self._give_up_trees(tokens)
         return TreeMasks(masks, frozenset(unvisited))
+
+    def path_masks(self, paths: Seq[Path]) -> list[TokenBits | None]:
+        """The masks behind paths below the committed tokens; None for those that are rejected, and that come too late."""
+        self.late_at = time.thread_time() + TREE_SECONDS
+        return [self._path_mask(path) if self.has_trees and not self._is_late else None for path in paths]
+
+    def _path_mask(self, path: Path) -> TokenBits | None:
+        if self.failed or not self.ends.isdisjoint(path):
+            return None
+        try:
+            num_tokens = self.matcher.consume(path)
+            if num_tokens == len(path):
+                self.known[path] = self._mask()
+            self.matcher.rollback(num_tokens)
+        except InvalidRequest:
+            self._give_up_trees(self.committed)
+        return self.known[path].bits if path in self.known else None
 
     def pruned(self, tokens: Seq[int], tree: DraftTree, max_nodes: int, max_depth: int) -> DraftTree:
         """The tree without what the grammar rejects, with the text that it forces; the given tree if nothing changes."""
@@ -231,15 +269,16 @@ class FollowedOutput:
             )
         return NodeMask(self.last_bits, must_end=True)
 
-    def _visit(self, tree: DraftTree, node: int, masks: list[NodeMask | None], unvisited: set[int]) -> None:
+    def _visit(self, tree: DraftTree, node: int, path: Path, masks: list[NodeMask | None], unvisited: set[int]) -> None:
         """Compute the masks of a node's descendants. Children that there is no time for are `unvisited`."""
         for child in tree.families.get(node, ()):
             token = tree.tokens[child]
             if self._is_late:
                 unvisited.add(child)
             elif token not in self.ends and self.matcher.consume([token]):
-                masks[child] = self._mask()
-                self._visit(tree, child, masks, unvisited)
+                below = (*path, token)
+                masks[child] = self.known.get(below) or self._mask()
+                self._visit(tree, child, below, masks, unvisited)
                 self.matcher.rollback(1)
 
     def _edit(self, edited: _EditedTree, place: int, node: int | None, depth: int) -> None:

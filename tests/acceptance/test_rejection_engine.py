@@ -12,12 +12,14 @@ from eyas.engine.build import assemble_engine
 from eyas.engine.engine import Engine
 from eyas.errors import ConfigError
 from eyas.models.target import load_target
-from eyas.request import GenerationStats, NoiseKey, Request, SamplingParams
+from eyas.request import GenerationStats, NoiseKey, Request, SamplingParams, StructuredOutputs
+from eyas.tokenizer import load_tokenizer
 from eyas.tree import DraftProbs, SampledProposal
 from tests import reference
 from tests.acceptance.sampling_drafters import BigramDrafter, Disguised, bigram_logits
 from tests.engine.drafters import RandomDrafter
 from tests.methods import Case
+from tests.tiny import write_spelling_tokenizer, write_target
 
 TREE = TreeConfig(num_draft_tokens=12, num_steps=3, top_k=4)
 PROMPT = (7, 8, 9)
@@ -114,6 +116,58 @@ def test_emitted_tokens_follow_the_target_probs(name: str, params: SamplingParam
     assert count / 20 < stats.num_accepted < stats.num_drafted, "some drafts were accepted, some rejected"
     for place, probs in enumerate(marginals(tiny_target, params)):
         assert plausible(counted(emitted, place), probs * count), f"token {place}"
+
+
+@pytest.fixture(scope="module")
+def spelling_target(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The tiny target with a tokenizer of letters, digits and a few longer texts."""
+    folder = write_target(tmp_path_factory.mktemp("spelling"))
+    write_spelling_tokenizer(folder)
+    return str(folder)
+
+
+def constrained_marginals(target: str, params: SamplingParams) -> list[torch.Tensor]:
+    """Those of three letters or digits and the end, by enumeration; index 48 stands for no token, behind the end."""
+    tokenizer = load_tokenizer(target)
+    pieces = [tokenizer.decode([token]) for token in range(48)]
+
+    def law(prefixes: list[tuple[int, ...]]) -> torch.Tensor:
+        """The probabilities behind each prefix of the output, [P, 49]."""
+        rows = torch.zeros(len(prefixes), 49, dtype=torch.float64)
+        texts = ["".join(pieces[token] for token in prefix) for prefix in prefixes]
+        ended = {i for i, prefix in enumerate(prefixes) if 1 in prefix}
+        open_ = [i for i, text in enumerate(texts) if i not in ended and len(text) < 3]
+        probs = target_rows(target, [(*PROMPT, *prefixes[i]) for i in open_], params)
+        for i, row in zip(open_, probs, strict=True):
+            fits = [bool(piece) and (texts[i] + piece).isalnum() and len(texts[i] + piece) <= 3 for piece in pieces]
+            rows[i, :48] = row * torch.tensor([fit and token > 2 for token, fit in enumerate(fits)])
+            rows[i] /= rows[i].sum().clamp(min=1e-300)  # nothing fits behind a prefix that is not allowed itself
+        for i in {*range(len(prefixes))} - {*open_}:
+            rows[i, 48 if i in ended else 1] = 1.0
+        return rows
+
+    tokens = range(48)
+    first = law([()])[0]
+    second = law([(a,) for a in tokens])
+    third = law([(a, b) for a in tokens for b in tokens]).view(48, 48, 49)
+    pairs = first[:48, None] * second
+    thirds = torch.einsum("ab,abc->c", pairs[:, :48], third)
+    thirds[48] += pairs[:, 48].sum()
+    return [first, pairs.sum(0), thirds]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["chain", "siblings", "eagle3", "medusa"])
+def test_constrained_tokens_follow_the_masked_target_probs(name: str, spelling_target: str, tiny_head: str) -> None:
+    """`chain` and `siblings` draft tokens that the grammar rejects, the others none below the root."""
+    engine, stats, count = engine_of(name, spelling_target, tiny_head), GenerationStats(), 1000
+    params = replace(PARAMS, max_tokens=5, structured_outputs=StructuredOutputs(regex="[a-z0-9]{3}"))
+    asked = [Request(f"{seed}", PROMPT, replace(params, seed=seed)) for seed in range(count)]
+    emitted = run(engine, asked, stats)
+    assert count / 50 < stats.num_accepted < stats.num_drafted, "some drafts were accepted, some rejected"
+    for place, probs in enumerate(constrained_marginals(spelling_target, PARAMS)):
+        found = [tokens[place] if place < len(tokens) else 48 for tokens in emitted.values()]
+        assert plausible(torch.bincount(torch.tensor(found), minlength=49), probs * count), f"token {place}"
 
 
 @pytest.mark.slow

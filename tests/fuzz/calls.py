@@ -200,6 +200,12 @@ async def _examples(
     return {key: tuple(message.SerializeToString() for message in messages) for key, messages in found.items()}
 
 
+TAG = types_pb2.StructuredOutputs(
+    structural_tag='{"type": "structural_tag", "format": {"type": "tag", "begin": "a", "content": {"type": "any_text"}, '
+    '"end": "b"}}'
+)
+
+
 def generate_request(
     text: str = "", tokens: Sequence[int] = (), n: int = 1, rich: bool = True, drafter: str = ""
 ) -> generation_pb2.GenerateRequest:
@@ -211,6 +217,7 @@ def generate_request(
                 top_k=20, top_p=0.9, stop_token_ids=[9], ignore_eos=True, n=n, min_p=0.01, min_tokens=1, logprobs=2,
                 logit_bias=[types_pb2.LogitBias(token_id=5, bias=1.5)], repetition_penalty=1.1, presence_penalty=0.1,
                 frequency_penalty=0.1, bad_token_ids=[types_pb2.TokenIds(ids=[3, 4])], prompt_logprobs=1,
+                structured_outputs=types_pb2.StructuredOutputs(regex="[a-z]{1,9}") if text else TAG,
             )
         )  # fmt: skip
         if text:

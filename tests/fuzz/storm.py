@@ -44,22 +44,28 @@ WEIGHTS = {
     "Generation/Generate": 12.0, "Draft/Speculate": 4.0, "Draft/Describe": 6.0, "/completions": 12.0, "/responses": 4.0,
     "/messages": 4.0,
 }  # fmt: skip
+SCHEMA = {
+    "type": "object", "properties": {"a": {"enum": ["b", 1]}, "c": {"type": "array", "items": {"type": "integer"}}},
+    "required": ["a"], "additionalProperties": False,
+}  # fmt: skip
 EXAMPLES: dict[str, Any] = {
     "/v1/completions": {
         "model": "tiny", "prompt": "def f(x):", "max_tokens": 2, "temperature": 0.8, "top_p": 0.9, "n": 1, "stop": ["\n\n"],
         "seed": 7, "logit_bias": {"5": 1.5}, "logprobs": 2, "min_p": 0.01, "top_k": 20, "stream": False, "session_id": "s",
         "metadata": {"a": "b"}, "stop_token_ids": [9], "bad_words": ["import"], "bad_token_ids": [[3, 4]], "echo": False,
+        "structured_outputs": {"json": SCHEMA, "disable_any_whitespace": True},
     },
     "/v1/chat/completions": {
         "model": "tiny", "messages": [{"role": "system", "content": "a"}, {"role": "user", "content": "def f"}],
         "max_tokens": 2, "temperature": 0.8, "seed": 7, "logprobs": True, "top_logprobs": 2, "stream": True,
         "stream_options": {"include_usage": True}, "chat_template_kwargs": {"a": 1}, "presence_penalty": 0.1,
-        "tools": [{"type": "function", "function": {"name": "f", "strict": True, "parameters": {"type": "object"}}}],
+        "tools": [{"type": "function", "function": {"name": "f", "strict": True, "parameters": SCHEMA}}],
         "tool_choice": "auto", "parallel_tool_calls": False, "reasoning_effort": "low", "include_reasoning": True,
     },
     "/v1/responses": {
         "model": "tiny", "instructions": "a", "max_output_tokens": 2, "temperature": 0.8, "seed": 7, "stream": True,
-        "include": ["message.output_text.logprobs"], "text": {"format": {"type": "text"}}, "reasoning": {"effort": "low"},
+        "include": ["message.output_text.logprobs"], "reasoning": {"effort": "low"},
+        "text": {"format": {"type": "json_schema", "name": "a", "schema": SCHEMA, "strict": True}},
         "input": [{"role": "user", "content": [{"type": "input_text", "text": "f"}]}, {"role": "assistant", "content": "a"}],
     },
     "/v1/messages": {
