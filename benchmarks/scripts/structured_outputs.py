@@ -5,10 +5,14 @@ Counts processor time, of all threads. Writes a dated report: `python -m benchma
 
 from __future__ import annotations
 
+import json
+import random
+import string
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Annotated, Any
 
 import torch
@@ -19,15 +23,20 @@ from eyas.config import DraftingConfig, EngineConfig, TreeConfig
 from eyas.drafters.registry import build_drafter, build_fuser
 from eyas.engine.build import assemble_engine, load_model
 from eyas.engine.engine import Engine
-from eyas.grammar import GrammarCompiler
+from eyas.engine.grammar_manager import GrammarManager
+from eyas.grammar import Grammar, GrammarCompiler
 from eyas.request import GenerationStats, Request, SamplingParams, StructuredOutputs
+from eyas.sampling.acceptance import LogitRows
 from eyas.sampling.token_masks import TokenMasks
 from eyas.services.local import read_prompts
+from eyas.tokenizer import load_tokenizer
+from eyas.tree import DraftTree
 
 MODELS = Path("models/demo")
 TREE = TreeConfig(num_draft_tokens=16, num_steps=5, top_k=4)
 METHODS = {"eagle3": "eagle3-full", "sps": "small", "prompt_lookup": ""}
 KINDS = {"eagle3": ("none", "root", "paths"), "sps": ("none", "root", "paths"), "prompt_lookup": ("none", "root")}
+LARGE_VOCAB = 128 * 1024
 _FIELDS = {
     "name": {"type": "string", "maxLength": 16},
     "line": {"type": "integer"},
@@ -64,6 +73,17 @@ class Outcome:
     waited: float
     tau: float
     tokens: tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True)
+class MaskCost:
+    """Masks of a step, in milliseconds: processor time and wall time to compute them, processor time to apply them."""
+
+    constraint: str
+    batch: int
+    milliseconds: float
+    wall: float
+    applied: float
 
 
 class _Stopwatch:
@@ -159,6 +179,71 @@ def compile_seconds() -> dict[str, float]:
     return found
 
 
+def write_large_tokenizer(folder: Path) -> None:
+    """A byte-level tokenizer with LARGE_VOCAB tokens: the demo's, and random words behind them."""
+    tokenizer = json.loads((MODELS / "target" / "tokenizer.json").read_text(encoding="utf-8"))
+    vocab, rng = tokenizer["model"]["vocab"], random.Random(0)
+    while len(vocab) < LARGE_VOCAB:
+        word = "".join(rng.choices(string.ascii_letters, k=rng.randint(3, 12)))
+        vocab.setdefault(rng.choice(("", "\u0120")) + word, len(vocab))
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer), encoding="utf-8")
+
+
+def large_vocabulary() -> list[MaskCost]:
+    """Masks of the trees of one step and of 32 requests, and their use, with a synthetic vocabulary of 128 Ki tokens."""
+    costs = []
+    with TemporaryDirectory() as name:
+        write_large_tokenizer(Path(name))
+        compiler = GrammarCompiler(name, LARGE_VOCAB, frozenset({1}))
+        for title, constraint in CONSTRAINTS.items():
+            grammar, ids = compiler.compile(constraint), _output_of(name, title)
+            for batch in (1, 32):
+                costs.append(_mask_cost(title, grammar, ids, batch))
+    return costs
+
+
+def _output_of(model: str, title: str) -> list[int]:
+    """Tokens of a text that matches a constraint."""
+    text = {
+        "record": '{"name":"abc","line":12,"kind":"function","arguments":["a","bc"]}',
+        "object": '{"name": "abc", "line": 12, "kind": {"a": [1, 2]}}',
+        "code": "def read_file(path):\n    return path.read_text\n",
+    }[title]
+    ids: list[int] = load_tokenizer(model).tokenizer.encode(text, add_special_tokens=False).ids
+    return ids
+
+
+def _mask_cost(title: str, grammar: Grammar, ids: Sequence[int], batch: int) -> MaskCost:
+    """The cost of a step whose trees are chains of 5 tokens with 2 wrong siblings at each node, 16 nodes."""
+    manager = GrammarManager(frozenset({1}), LARGE_VOCAB)
+    sampling = SamplingParams(seed=0, structured_outputs=CONSTRAINTS[title])
+    requests = [Request(f"{i}", (5,), sampling) for i in range(batch)]
+    for request in requests:
+        manager.add(request.id, manager.followed(request, grammar))
+    seconds, applied, wall, count = 0.0, 0.0, 0.0, 0
+    logits = torch.zeros(16 * batch, LARGE_VOCAB)
+    for start in range(0, len(ids) - 5, 5):
+        tokens = (5, *ids[:start])
+        tree = _tree(tokens[-1], ids[start : start + 5])
+        rows = [LogitRows(request, tokens, tree, tuple(range(len(tree)))) for request in requests]
+        before, began = time.process_time(), time.perf_counter()
+        masks = manager.start(rows)()
+        seconds, wall = seconds + time.process_time() - before, wall + time.perf_counter() - began
+        before = time.process_time()
+        masks.applied(logits, rows)
+        applied, count = applied + time.process_time() - before, count + 1
+    return MaskCost(title, batch, 1e3 * seconds / count, 1e3 * wall / count, 1e3 * applied / count)
+
+
+def _tree(root: int, ids: Sequence[int]) -> DraftTree:
+    tokens, parents, parent = [root], [0], 0
+    for token in ids:
+        tokens += [token, 7, 8]
+        parents += [parent] * 3
+        parent = len(tokens) - 3
+    return DraftTree(tuple(tokens), tuple(parents), (0.0,) * len(tokens))
+
+
 def table_of(outcomes: Sequence[Outcome]) -> Table:
     """The outcomes as rows."""
     columns = ("method", "constraint", "temperature", "masks", "tau", "processor ms a step", "ms waiting for masks a step")
@@ -178,9 +263,20 @@ def main(
     torch.set_num_threads(1)
     outcomes, compiled = measure(num_prompts), compile_seconds()
     rows = tuple((name, number(milliseconds)) for name, milliseconds in compiled.items())
-    tables = [table_of(outcomes), Table("Compiling", ("constraint", "processor ms"), rows)]
+    large = large_vocabulary()
+    columns = ("constraint", "requests", "processor ms for masks a step", "wall ms", "processor ms to apply them")
+    cells = tuple((c.constraint, f"{c.batch}", number(c.milliseconds), number(c.wall), number(c.applied)) for c in large)
+    tables = [
+        table_of(outcomes),
+        Table("Compiling", ("constraint", "processor ms"), rows),
+        Table("Vocabulary of 128 Ki, trees of 16 nodes of which 6 match", columns, cells),
+    ]
     settings = {"num_prompts": num_prompts, "max_tokens": 64, "tree": TREE, "constraints": dict(CONSTRAINTS)}
-    results = {"steps": [{**vars(o), "tokens": None} for o in outcomes], "compiling": compiled}
+    results = {
+        "steps": [{**vars(o), "tokens": None} for o in outcomes],
+        "compiling": compiled,
+        "large": [vars(c) for c in large],
+    }
     report = Report.here("structured-outputs", "benchmarks.scripts.structured_outputs", "cpu", settings, results, tables)
     report.publish(out)
 
