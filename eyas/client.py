@@ -382,10 +382,10 @@ def _builder(call: GenerateCall) -> OutputBuilder:
 
 
 def _added(builder: OutputBuilder, chunk: TextChunk) -> OutputBuilder:
-    """Add a chunk. Raises RequestFailed for one that says that the request failed."""
+    """Add a chunk. Raises the error of one that says that the request failed."""
     builder.add(chunk)
     if builder.error:
-        raise RequestFailed(builder.error)
+        raise builder.error
     return builder
 
 

@@ -21,7 +21,7 @@ from eyas.drafters.registry import NO_DRAFTS, build_drafter, build_fuser, defaul
 from eyas.engine.async_engine import AsyncEngine
 from eyas.engine.build import assemble_engine, gather_ranks, load_model
 from eyas.engine.engine import Engine
-from eyas.errors import ConfigError, EyasError, InvalidRequest, RequestFailed
+from eyas.errors import ConfigError, EyasError, InvalidRequest
 from eyas.models.checkpoint import resolve, resolve_placement
 from eyas.models.workers import RankInfo
 from eyas.outputs import OutputBuilder, RequestOutput, TextChunk, TextDecoder
@@ -258,7 +258,7 @@ class LLM:
                     self._step()
                 for output in outputs:
                     if output.error:
-                        raise RequestFailed(f"request {output.request_id}: {output.error}")
+                        raise type(output.error)(f"request {output.request_id}: {output.error}")
                     if output.unread:
                         yield read(output)
         finally:
@@ -355,7 +355,7 @@ class AsyncLLM:
                     if completion.decoder.stopped:
                         self._engine.cancel(chunk.request_id)
                     if output.error:
-                        raise RequestFailed(f"request {output.request_id}: {output.error}")
+                        raise type(output.error)(f"request {output.request_id}: {output.error}")
                     if output_kind == "delta" and output.unread:
                         yield output.delta()
                     elif output_kind == "cumulative" or not output.num_running:

@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
+from eyas.errors import EyasError, InvalidRequest, RequestFailed
 from eyas.request import Chunk, FinishReason, GenerationStats, TokenLogprob
 from eyas.tokenizer import TextStream, Tokenizer
 
@@ -212,7 +213,7 @@ class OutputBuilder:
         prompt: text of the prompt, None for token ids.
         num_running: completions that have not ended.
         tokenizer: for the text of tokens in log-probabilities; None leaves it out.
-        error: why the request failed; empty if it did not.
+        error: why the request failed; None if it did not.
         unread: chunks since the last output.
     """
 
@@ -221,7 +222,7 @@ class OutputBuilder:
     prompt_token_ids: Sequence[int]
     num_running: int = 1
     tokenizer: Tokenizer | None = None
-    error: str = ""
+    error: EyasError | None = None
     unread: list[TextChunk] = field(default_factory=list)
     _completions: dict[int, _Completion] = field(default_factory=dict)
     _prompt_logprobs: list[dict[int, Logprob] | None] | None = None
@@ -247,7 +248,8 @@ class OutputBuilder:
         if chunk.finish_reason is not None:
             self.num_running -= 1
             completion.finish_reason, completion.stop_reason = chunk.finish_reason, received.stop_reason
-            self.error = chunk.message if chunk.finish_reason == "error" else self.error
+            if chunk.finish_reason == "error":
+                self.error = (InvalidRequest if chunk.is_invalid else RequestFailed)(chunk.message)
 
     def output(self) -> RequestOutput:
         """The whole output so far."""

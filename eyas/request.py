@@ -292,7 +292,8 @@ class TokenLogprob:
 class Chunk:
     """What one step adds to a request. is_draft_token[i]: whether the drafter guessed token_ids[i].
 
-    verify_step is None for a step that ends a prefill. message explains the finish reason "error".
+    verify_step is None for a step that ends a prefill. message explains the finish reason "error";
+    is_invalid: whether the request itself is the reason, so that no other engine could serve it.
     index: which of the n completions. logprobs: one per token where asked for. prompt_logprobs: one per token of the prompt
     where asked for, on the first chunk only. num_cached: prompt tokens that came from the prefix cache; on a request's first
     tokens only.
@@ -304,6 +305,7 @@ class Chunk:
     verify_step: VerifyStep | None = None
     finish_reason: FinishReason | None = None
     message: str = ""
+    is_invalid: bool = False
     index: int = 0
     logprobs: tuple[TokenLogprob, ...] = ()
     prompt_logprobs: tuple[TokenLogprob, ...] = ()

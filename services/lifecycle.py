@@ -8,13 +8,14 @@ the process at once.
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import gc
 import logging
 import signal
 import sys
 import uuid
 from collections.abc import Callable, Coroutine, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from ipaddress import ip_address
@@ -37,6 +38,8 @@ from eyas.v1.worker_pb2_grpc import WorkerServicer, add_WorkerServicer_to_server
 WORKER_SERVICE = worker_pb2.DESCRIPTOR.services_by_name["Worker"].full_name
 
 _WILDCARD_HOSTS = ("0.0.0.0", "[::]")
+# Parameter of mallopt, from malloc.h.
+_M_ARENA_MAX = -8
 _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 log = logging.getLogger(__name__)
@@ -227,6 +230,12 @@ class ProcessRunner:
 ConfigT = TypeVar("ConfigT", RouterConfig, VerifierConfig, DraftConfig)
 
 
+def share_heaps() -> None:
+    """Let all threads share two heaps, so that what one frees serves the others. glibc alone has more: eight a core."""
+    with suppress(AttributeError, OSError):
+        ctypes.CDLL(None).mallopt(_M_ARENA_MAX, 2)
+
+
 def service_app(kind: type[ConfigT], run: Callable[[ConfigT], Coroutine[Any, Any, None]]) -> typer.Typer:
     """Command line of a service: `--config FILE --set key=value ...`.
 
@@ -238,6 +247,7 @@ def service_app(kind: type[ConfigT], run: Callable[[ConfigT], Coroutine[Any, Any
         assignments: Annotated[list[str] | None, typer.Option("--set", help="key.sub=value; may be repeated.")] = None,
     ) -> None:
         """Run this service until SIGTERM or SIGINT."""
+        share_heaps()
         configure_logging()
         try:
             settings = load(kind, config, assignments or ())

@@ -20,7 +20,7 @@ from functools import partial
 from typing import Self
 
 from eyas.engine.engine import Engine, EngineLoad, StepReport
-from eyas.errors import EyasError, Overloaded, RequestFailed, Unavailable
+from eyas.errors import EyasError, InvalidRequest, Overloaded, RequestFailed, Unavailable
 from eyas.grammar import Grammar
 from eyas.request import Chunk, Request
 
@@ -118,8 +118,9 @@ class AsyncEngine:
         """The chunks of one or more requests, each up to its finish reason; ids must be unique among running requests.
 
         A request with structured_outputs is submitted once its grammar is compiled. Leaving the generator early cancels the
-        requests before the next step. Raises what `Engine.submit` raises, and Unavailable or RequestFailed when the engine
-        fails. Overloaded ends a stream that is read too slowly: it may hold as many bytes as all streams leave free.
+        requests before the next step. Raises what `Engine.submit` raises, InvalidRequest for constraints that leave no
+        token, and Unavailable or RequestFailed when the engine fails. Overloaded ends a stream that is read too slowly: it
+        may hold as many bytes as all streams leave free.
         """
         grammars = [await self._compiled(request) for request in requests]
         if error := self._error or self._suspended:
@@ -136,6 +137,8 @@ class AsyncEngine:
                     raise chunk
                 self._count_unread(stream, -chunk.num_bytes)
                 num_running -= chunk.finish_reason is not None
+                if chunk.is_invalid:
+                    raise InvalidRequest(chunk.message)
                 yield chunk
         finally:
             self._count_unread(stream, -stream.num_bytes)

@@ -232,7 +232,8 @@ class Scheduler:
                 sequence.prompt_logprobs[scheduled.first :] = output.prompt_logprobs
             if output.error:
                 self._drop(sequence, keeps=False)
-                chunks.append(Chunk(sequence.request.id, finish_reason="error", message=output.error))
+                ended = Chunk(sequence.request.id, finish_reason="error", message=output.error, is_invalid=output.is_invalid)
+                chunks.append(ended)
             elif output.accepted is not None:
                 chunks.append(self._emit(scheduled, output.accepted, output.logprobs))
         return chunks

@@ -61,6 +61,7 @@ class VerifyOutput:
 
     accepted: None inside a prompt. samples: the target's sample at every node of the tree. logprobs: of each accepted
     token, prompt_logprobs: of the rows' prompt tokens, where asked for. error: why the request cannot go on, else empty.
+    is_invalid: whether no other engine could go on with it either.
     """
 
     accepted: Accepted | None
@@ -68,6 +69,7 @@ class VerifyOutput:
     logprobs: tuple[TokenLogprob, ...] = ()
     prompt_logprobs: tuple[TokenLogprob, ...] = ()
     error: str = ""
+    is_invalid: bool = False
 
 
 def accept(tree: DraftTree, sampled: Sequence[int]) -> Accepted:

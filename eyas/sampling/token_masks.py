@@ -18,10 +18,7 @@ from eyas.grammar import TokenBits
 from eyas.sampling.acceptance import Accepted, LogitRows
 from eyas.tensors import Bools, upload
 
-NOTHING_LEFT = (
-    "structured_outputs, together with bad words, biases or min_tokens, leaves no token to draw; ask for less. "
-    "Or the target gave logits that are not numbers"
-)
+NOTHING_LEFT = "structured_outputs, together with bad words, biases or min_tokens, leaves no token to draw; ask for less"
 
 
 @dataclass(frozen=True)

@@ -47,12 +47,16 @@ def verify(
             accepted.append(None)
         row += len(rows.positions)
     reported = read_logprobs(batch, accepted, on_host[2])
-    outputs = []
+    outputs, start = [], 0
     for rows, of_request, own, (prompt, output) in zip(batch, accepted, sampled, reported, strict=True):
-        if error := masks.error(rows.request.id, of_request):
-            outputs.append(VerifyOutput(of_request, error=error))
-        elif of_request is not None and of_request.tokens[-1] >= logits.shape[1]:  # stands for logits that are NaN
+        end = start + len(rows.prompt_tokens) + len(rows.positions)
+        error = masks.error(rows.request.id, of_request)
+        is_unusable = of_request is not None and of_request.tokens[-1] >= logits.shape[1]  # stands for logits that are NaN
+        if is_unusable and (not error or bool(logits[start:end].isnan().any())):
             outputs.append(VerifyOutput(of_request, error=UNUSABLE_LOGITS))
+        elif error:
+            outputs.append(VerifyOutput(of_request, error=error, is_invalid=True))
         else:
             outputs.append(VerifyOutput(of_request, own, output, prompt))
+        start = end
     return outputs

@@ -235,7 +235,7 @@ def test_nothing_left_to_draw_ends_the_request_with_a_reason(target: str) -> Non
     for temperature in (0.0, 1.0):
         chunks = run(make_engine(target), requests_at(temperature, bad_token_ids=banned))
         (last,) = chunks["choice"]
-        assert (last.finish_reason, last.token_ids) == ("error", ())
+        assert (last.finish_reason, last.token_ids, last.is_invalid) == ("error", (), True)
         assert "leaves no token to draw" in last.message
         assert chunks["ebnf"][-1].finish_reason != "error", "others go on"
 

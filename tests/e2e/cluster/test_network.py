@@ -77,6 +77,13 @@ def test_a_schema_that_does_not_compile_is_refused(cluster: Cluster) -> None:
         generate(cluster["router"].address, prompts()[3], asked)
 
 
+def test_constraints_that_leave_no_token_are_refused(cluster: Cluster) -> None:
+    """Another verifier could not go on either, so none is tried."""
+    asked = replace(GREEDY, structured_outputs=StructuredOutputs(choice=("~",)), bad_words=("~",))
+    with pytest.raises(InvalidRequest, match="leaves no token to draw"):
+        generate(cluster["router"].address, prompts()[3], asked)
+
+
 def test_random_requests_get_correct_results_and_statistics(cluster: Cluster) -> None:
     prompt = prompts()[3]
     asked = replace(
