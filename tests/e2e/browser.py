@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import itertools
 import json
+import os
 import shutil
 import subprocess
 import time
@@ -107,7 +108,8 @@ def browser_page(folder: Path) -> Iterator[Page]:
     """Start Chromium with its profile in `folder`, and yield its first page."""
     log = folder / "chromium.log"
     command = [chromium(), *FLAGS, f"--user-data-dir={folder}", "--remote-debugging-port=0", "about:blank"]
-    with log.open("wb") as output, subprocess.Popen(command, stdout=output, stderr=output) as process:
+    environment = os.environ | {"TMPDIR": str(folder)}
+    with log.open("wb") as output, subprocess.Popen(command, stdout=output, stderr=output, env=environment) as process:
         try:
             with closing(websocket.create_connection(_target(process, folder), suppress_origin=True)) as socket:
                 socket.settimeout(TIMEOUT_S)

@@ -66,11 +66,11 @@ def process() -> Iterator[tuple[subprocess.Popen[str], str]]:
 
 
 async def reached(stub: health_pb2_grpc.HealthStub) -> None:
-    """Wait until the service answers, 20 s at most."""
-    async with asyncio.timeout(20):
+    """Wait until the service answers, a minute at most."""
+    async with asyncio.timeout(60):
         while True:
             with suppress(grpc.aio.AioRpcError):
-                assert await stub.Check(health_pb2.HealthCheckRequest(), wait_for_ready=True, timeout=20)
+                assert await stub.Check(health_pb2.HealthCheckRequest(), wait_for_ready=True, timeout=60)
                 return
             await asyncio.sleep(0.02)
 

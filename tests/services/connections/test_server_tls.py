@@ -41,7 +41,7 @@ def test_half_done_handshakes_count_and_end_soon(tmp_path: Path, kind: str) -> N
             trusting = ssl.create_default_context(cafile=str(tmp_path / "ca.crt"))
             trusting.set_alpn_protocols(["h2", "http/1.1"])
             num_refused = 0
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(60):
                 while True:
                     try:
                         _, writer = await asyncio.open_connection(host, int(port), ssl=trusting)
@@ -176,7 +176,7 @@ def test_the_http_server_serves_a_renewed_certificate(tmp_path: Path, monkeypatc
             assert await shown(http.address, old.pem)
             assert not await shown(http.address, new.pem)
             new.write(tmp_path, NAME)
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(60):
                 while not await shown(http.address, new.pem):
                     await asyncio.sleep(0.02)
             assert not await shown(http.address, old.pem)

@@ -129,7 +129,7 @@ def serving_all(
         thread.join()
 
 
-def eventually(condition: Callable[[], object], seconds: float = 10.0) -> None:
+def eventually(condition: Callable[[], object], seconds: float = 60.0) -> None:
     """Wait until `condition` holds; fail if it never does."""
     end = time.monotonic() + seconds
     while not condition():

@@ -384,7 +384,7 @@ def test_a_retry_keeps_tenant_and_salt(url: str) -> None:
             running = asyncio.create_task(complete(base, "free", cache_salt="x"))
             await until(lambda: bool(failing.calls))
             async with worker(url, other):
-                async with asyncio.timeout(20):
+                async with asyncio.timeout(60):
                     while (await get(base, "/health")).json()["models"]["demo"]["reachable_verifiers"] < 2:
                         await asyncio.sleep(0.01)
                 gate.set()

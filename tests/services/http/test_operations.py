@@ -54,7 +54,7 @@ from tests.services.router.test_router_cli import eyas
 
 def test_a_router_without_verifiers_is_ready_but_not_healthy(url: str) -> None:
     async def poll(base: str, path: str, awaited: Callable[[httpx.Response], bool]) -> dict[str, object]:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while not awaited(answer := await get(base, path)):
                 await asyncio.sleep(0.01)
         return dict(answer.json())
@@ -86,7 +86,7 @@ def test_a_router_without_verifiers_is_ready_but_not_healthy(url: str) -> None:
 
 def test_a_ready_router_warns_that_redis_is_away() -> None:
     async def ready(base: str, awaited: dict[str, str]) -> None:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while (await get(base, "/ready")).json() != awaited:
                 await asyncio.sleep(0.01)
 
@@ -105,7 +105,7 @@ def test_a_starting_router_waits_for_its_discovery(url: str) -> None:
     """It is not ready while Redis is away, nor while it reaches none of the verifiers that it knows."""
 
     async def reason(base: str, awaited: str) -> None:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while (answer := await get(base, "/ready")).json().get("reason", "") != awaited:
                 await asyncio.sleep(0.01)
         assert answer.status_code == (503 if awaited else 200)

@@ -60,7 +60,7 @@ def cluster(url: str, key: str = "", **router: Any) -> httpx.Response:
     async def run() -> httpx.Response:
         async with worker(url, Script(TOKENS)), http_router(url, **router) as base:
             headers = {"Authorization": f"Bearer {key}"} if key else {}
-            async with asyncio.timeout(20), httpx.AsyncClient(base_url=base) as client:
+            async with asyncio.timeout(60), httpx.AsyncClient(base_url=base) as client:
                 while True:
                     answer = await client.get("/v1/cluster", headers=headers)
                     if answer.status_code != 200 or answer.json()["router"]["status"] == "healthy":

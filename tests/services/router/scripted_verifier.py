@@ -220,7 +220,7 @@ async def failure(address: str, call: GenerateCall, timeout: float = 30.0) -> tu
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    """Wait for a condition, 20 s at most."""
-    async with asyncio.timeout(20):
+    """Wait for a condition, a minute at most."""
+    async with asyncio.timeout(60):
         while not condition():
             await asyncio.sleep(0.005)

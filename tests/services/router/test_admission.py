@@ -252,7 +252,7 @@ def test_health_checks_hold_little_memory() -> None:
         async def is_open() -> bool:
             return (await stub.Check(health_pb2.HealthCheckRequest()).code()) is grpc.StatusCode.OK
 
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while not await is_open():
                 await asyncio.sleep(0.01)
 

@@ -97,7 +97,7 @@ def test_no_error_names_an_internal_address(url: str, caplog: pytest.LogCaptureF
 
 def test_only_generation_is_not_serving_without_a_verifier(url: str) -> None:
     async def becomes(address: str, serving: bool, service: str) -> None:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while await is_serving(address, service) != serving:
                 await asyncio.sleep(0.01)
 

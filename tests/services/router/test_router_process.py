@@ -42,14 +42,14 @@ async def process(*settings: str) -> AsyncIterator[Process]:
 async def line_with(child: Process, text: str) -> str:
     """Return the next line on stderr that contains `text`."""
     assert child.stderr is not None
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(120):
         while text not in (line := (await child.stderr.readline()).decode()):
             assert line, f"ended without printing {text!r}"
     return line
 
 
 async def exit_of(child: Process) -> tuple[int | None, str]:
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(120):
         _, err = await child.communicate()
     return child.returncode, err.decode().splitlines()[-1]
 
