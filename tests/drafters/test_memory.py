@@ -14,14 +14,18 @@ from eyas.drafters.registry import build_drafter
 from eyas.drafters.sessions import DEFAULT_SLOTS, KVLedger, KVSession
 from eyas.errors import ConfigError
 from eyas.request import NoiseKey
+from tests.tiny_block import tiny_block_head
 from tests.tiny_medusa_hydra import tiny_heads
 
 TREE = TreeConfig(8, 3, 2)
-METHODS = ("eagle2", "eagle3", "hydra", "sps")
+METHODS = ("eagle2", "eagle3", "dspark", "hydra", "sps")
 
 
 def drafter_of(method: str, target: str, head: str, config: DraftingConfig) -> LocalDrafter:
-    heads = {"eagle2": f"{head}/eagle1", "eagle3": head, "hydra": tiny_heads("hydra-prefix", head), "sps": target}
+    heads = {
+        "eagle2": f"{head}/eagle1", "eagle3": head, "hydra": tiny_heads("hydra-prefix", head), "sps": target,
+        "dspark": tiny_block_head("dspark", target),
+    }  # fmt: skip
     return build_drafter(method, target, heads[method], "float32", "cpu", TREE, config)
 
 
