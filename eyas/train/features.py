@@ -1,0 +1,196 @@
+"""Hidden states of the target for training: computed beside the trainer, or read from shards that were stored before.
+
+Legend: N windows, L tokens, C target hidden, m layers that the head reads, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from eyas.errors import CheckpointError, ConfigError
+from eyas.models.checkpoint import EMBEDDING_NAMES, LM_HEAD_NAMES, read_target_config, read_tensor, resolve
+from eyas.models.heads.layers import FINAL_NORM_OUTPUT
+from eyas.train.data import Batch, Windows
+
+INDEX_FILE = "features.json"
+
+
+@dataclass(frozen=True)
+class TargetStates:
+    """aux [N, L, m * C]: states that the head reads. final [N, L, C]: states that the target's lm_head reads."""
+
+    aux: Tensor
+    final: Tensor
+
+
+class StateSource(Protocol):
+    """Where states come from."""
+
+    def states(self, batch: Batch) -> TargetStates:
+        """The states of a batch, on its device."""
+        ...
+
+
+@dataclass(frozen=True)
+class TargetWeights:
+    """What heads share with the target: embedding and lm_head float32 [V, C], and its config."""
+
+    folder: Path
+    config: dict[str, Any]
+    embedding: Tensor
+    lm_head: Tensor
+
+    @property
+    def hidden(self) -> int:
+        return int(self.config["hidden_size"])
+
+    @property
+    def vocab_size(self) -> int:
+        return int(self.config["vocab_size"])
+
+    @property
+    def num_layers(self) -> int:
+        return int(self.config["num_hidden_layers"])
+
+
+def load_target_weights(model: str) -> TargetWeights:
+    """Raises CheckpointError."""
+    folder = resolve(model)
+    embedding, lm_head = (read_tensor(folder, names).float() for names in (EMBEDDING_NAMES, LM_HEAD_NAMES))
+    return TargetWeights(folder, read_target_config(folder), embedding, lm_head)
+
+
+class OnlineTarget:
+    """The target in this process, frozen. Documents of a window do not see each other."""
+
+    def __init__(self, model: str, layers: Sequence[int], device: torch.device, dtype: torch.dtype) -> None:
+        """layers: as aux hidden state layers, whose inputs are collected. Raises CheckpointError."""
+        from transformers import AutoModelForCausalLM
+
+        try:
+            loaded: Any = AutoModelForCausalLM.from_pretrained(resolve(model), dtype=dtype, attn_implementation="sdpa")
+        except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:
+            raise CheckpointError(f"transformers cannot load a causal LM from {model!r}: {error}") from error
+        self.model: nn.Module = loaded.to(device).eval().requires_grad_(False)
+        self._decoder: Any = loaded.get_decoder()
+        self._layers, self._kept = tuple(layers), {}
+        num_layers = len(self._decoder.layers)
+        for layer in set(layers) - {FINAL_NORM_OUTPUT}:
+            if not 0 <= layer <= num_layers:
+                raise CheckpointError(f"head.target_layer_ids holds {layer - 1}, but {model} has {num_layers} layers")
+            module = self._decoder.layers[layer] if layer < num_layers else self._decoder.norm
+            module.register_forward_pre_hook(lambda module, args, layer=layer: self._kept.__setitem__(layer, args[0]))
+        self._kept: dict[int, Tensor]
+
+    def shard(self) -> None:
+        """Spread the weights over all processes with FSDP2. Call it once the process group is up."""
+        from torch.distributed.fsdp import fully_shard
+
+        for layer in self._decoder.layers:
+            fully_shard(layer)
+        fully_shard(self._decoder)
+
+    @torch.no_grad()
+    def states(self, batch: Batch) -> TargetStates:
+        mask = _document_mask(batch.documents)[:, None] if batch.is_packed else None
+        found = self._decoder(batch.tokens, attention_mask=mask, position_ids=batch.positions, use_cache=False)
+        final = found.last_hidden_state
+        kept = {**self._kept, FINAL_NORM_OUTPUT: final}
+        self._kept.clear()
+        aux = torch.cat([kept[layer] for layer in self._layers], -1) if self._layers else final
+        return TargetStates(aux, final)
+
+
+def _document_mask(documents: Tensor) -> Tensor:
+    """Which positions each one sees: earlier ones of its document, and itself; bool [N, L, L]."""
+    length = documents.shape[1]
+    causal = torch.ones(length, length, dtype=torch.bool, device=documents.device).tril()
+    return causal & (documents[:, :, None] == documents[:, None])
+
+
+@dataclass(frozen=True)
+class StoredFeatures:
+    """States that `store_features` wrote; batches are found by the numbers of their windows."""
+
+    folder: Path
+    shard_windows: int
+
+    @classmethod
+    def open(cls, folder: Path, windows: Windows, layers: Sequence[int]) -> StoredFeatures:
+        """Raises ConfigError for features of other windows or layers."""
+        try:
+            index = json.loads((folder / INDEX_FILE).read_text())
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"{str(folder)!r} holds no features ({error}); run `eyas train features` first") from error
+        expected = _features_index(windows, layers, index["shard_windows"])
+        wrong = [f"{key} {index[key]!r}, not {value!r}" for key, value in expected.items() if index.get(key) != value]
+        if wrong:
+            raise ConfigError(f"{folder} was made for {'; '.join(wrong)}; make the features for this run again")
+        return cls(folder, index["shard_windows"])
+
+    def states(self, batch: Batch) -> TargetStates:
+        from safetensors import safe_open
+
+        rows = []
+        for number in batch.index:
+            with safe_open(self.folder / _shard(number // self.shard_windows), framework="pt") as shard:
+                place = number % self.shard_windows
+                rows.append([shard.get_slice(name)[place : place + 1] for name in ("aux", "final")])
+        aux, final = (torch.cat(parts).to(batch.tokens.device) for parts in zip(*rows, strict=True))
+        return TargetStates(aux, final)
+
+
+def features_bytes(windows: Windows, num_layers: int, hidden: int) -> int:
+    """Disk that stored features take, in bytes of bfloat16."""
+    return len(windows) * windows.max_length * (num_layers + 1) * hidden * 2
+
+
+def store_features(source: StateSource, windows: Windows, layers: Sequence[int], hidden: int, out: Path, progress: Any) -> None:
+    """Write shards of states in bfloat16, and then their index. Shards that are there already are kept.
+
+    Raises ConfigError before anything is written if the disk is too small, and if it fills up all the same.
+    """
+    from safetensors.torch import save_file
+
+    out.mkdir(parents=True, exist_ok=True)
+    shard_windows = max(1, 2**28 // (windows.max_length * (len(layers) + 1) * hidden * 2))
+    shards = range(0, len(windows), shard_windows)
+    missing = [start for start in shards if not (out / _shard(start // shard_windows)).exists()]
+    needed = features_bytes(windows, len(layers), hidden) * len(missing) // max(1, len(shards))
+    if needed > (free := shutil.disk_usage(out).free):
+        raise ConfigError(f"the features take {needed / 2**30:.1f} GiB, but {out} has {free / 2**30:.1f} GiB free")
+    for start in progress(missing):
+        numbers = range(start, min(start + shard_windows, len(windows)))
+        parts = [source.states(windows.batch([number])) for number in numbers]
+        tensors = {name: torch.cat([getattr(part, name).bfloat16().cpu() for part in parts]) for name in ("aux", "final")}
+        file = out / _shard(start // shard_windows)
+        try:
+            save_file(tensors, file.with_suffix(".part"))
+            file.with_suffix(".part").replace(file)
+        except OSError as error:
+            file.with_suffix(".part").unlink(missing_ok=True)
+            raise ConfigError(f"cannot write {file}: {error}; free space and run the command again, it continues") from error
+    (out / INDEX_FILE).write_text(json.dumps(_features_index(windows, layers, shard_windows), indent=1) + "\n")
+
+
+def _features_index(windows: Windows, layers: Sequence[int], shard_windows: int) -> dict[str, Any]:
+    return {
+        "model": windows.info.model,
+        "num_windows": len(windows),
+        "max_length": windows.max_length,
+        "num_tokens": windows.info.num_tokens,
+        "aux_hidden_state_layers": list(layers),
+        "shard_windows": shard_windows,
+    }
+
+
+def _shard(number: int) -> str:
+    return f"features-{number:05d}.safetensors"
