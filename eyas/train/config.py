@@ -227,8 +227,9 @@ class TrainConfig:
     def fingerprint(self) -> str:
         """Digest of all that decides the course of training; a checkpoint can be resumed only under the same one."""
         settings = {key: value for key, value in asdict(self).items() if key not in RESUMABLE_CHANGES}
+        settings["optimizer"].pop("max_steps")
         return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:16]
 
 
-# Settings that may change between a checkpoint and its resumption.
+# Settings that may change between a checkpoint and its resumption, as may optimizer.max_steps.
 RESUMABLE_CHANGES = {"out", "eval", "save_every", "log_every", "threads", "device"}

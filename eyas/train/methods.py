@@ -1,0 +1,86 @@
+"""What can be trained: builds the head of each method, and puts a whole run together."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from eyas.errors import ConfigError
+from eyas.models.checkpoint import check_device, resolve_placement
+from eyas.train.block import mask_token_id, new_block_trainer
+from eyas.train.config import BLOCK_METHODS, SERVED_BY, TrainConfig
+from eyas.train.data import Windows, check_mask_token, check_prepared, draft_vocabulary
+from eyas.train.evaluate import Evaluator, heldout_prompts
+from eyas.train.features import OnlineTarget, StateSource, StoredFeatures, TargetWeights, load_target_weights
+from eyas.train.trainer import Trainer
+
+Build = Callable[[TrainConfig, TargetWeights, Tensor], nn.Module]
+
+TRAINEES: Mapping[str, Build] = {
+    "dspark": new_block_trainer,
+    "dflash": new_block_trainer,
+}
+TRACKERS = ("trackio", "tensorboard")
+
+
+def build_trainee(config: TrainConfig, target: TargetWeights, windows: Windows) -> nn.Module:
+    """The head with its loss, checked against the data. Raises ConfigError or CheckpointError."""
+    check_prepared(windows, config.model, target.vocab_size)
+    if config.method in (*BLOCK_METHODS, "peagle"):
+        check_mask_token(windows, mask_token_id(config, target.config))
+    torch.manual_seed(config.seed)
+    draft_ids = draft_vocabulary(Path(config.data.path), config.head.draft_vocab_size, target.vocab_size)
+    return TRAINEES[config.method](config, target, draft_ids)
+
+
+def build_source(config: TrainConfig, windows: Windows, layers: tuple[int, ...], accelerator: Any) -> StateSource:
+    """Stored features, or the target in this process."""
+    if config.data.features:
+        return StoredFeatures.open(Path(config.data.features), windows, layers)
+    dtype = torch.bfloat16 if config.optimizer.precision == "bf16" else torch.float32
+    source = OnlineTarget(config.model, layers, accelerator.device, dtype)
+    if config.shard_target:
+        source.shard()
+    return source
+
+
+def build_trainer(config: TrainConfig) -> Trainer:
+    """All parts of a run. Raises ConfigError or CheckpointError, before anything is trained."""
+    accelerator = _accelerator(config)
+    target = load_target_weights(config.model)
+    windows = Windows(Path(config.data.path), config.data.max_length)
+    trainee = build_trainee(config, target, windows)
+    layers: tuple[int, ...] = trainee.aux_hidden_state_layers  # type: ignore[assignment]
+    source = build_source(config, windows, layers, accelerator)
+    prompts = heldout_prompts(Path(config.data.path), config.eval)
+    method = SERVED_BY.get(config.method, config.method)
+    evaluator = Evaluator(config.model, method, prompts, config.eval, str(accelerator.device))
+    return Trainer(config, trainee, source, windows, accelerator, evaluator)
+
+
+def _accelerator(config: TrainConfig) -> Any:
+    try:
+        from accelerate import Accelerator, DistributedDataParallelKwargs
+    except ImportError as error:
+        raise ConfigError("training needs accelerate and datasets; install them with: pip install 'eyas[train]'") from error
+    if config.threads:
+        torch.set_num_threads(config.threads)
+    device, _ = resolve_placement(config.device, "auto", config.model)
+    check_device("float32", device)
+    trackers = [name for name in TRACKERS if importlib.util.find_spec(name)]
+    accelerator = Accelerator(
+        mixed_precision="bf16" if config.optimizer.precision == "bf16" else "no",
+        gradient_accumulation_steps=config.optimizer.gradient_accumulation_steps,
+        cpu=device == "cpu",
+        log_with=trackers or None,
+        project_dir=config.out,
+        step_scheduler_with_optimizer=False,
+        kwargs_handlers=[DistributedDataParallelKwargs(broadcast_buffers=False)],
+    )
+    accelerator.init_trackers(Path(config.out).name)
+    return accelerator

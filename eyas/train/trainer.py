@@ -1,0 +1,295 @@
+"""The training loop of `eyas train run`: passes, checkpoints for exact resumption, the log, and evaluation now and then.
+
+All randomness of a step is seeded by (seed, step, rank), and the data of a step are a function of the same numbers. So the
+weights, the optimiser and the number of the step are the whole state of a run.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from torch import Tensor, nn
+
+from eyas.errors import ConfigError
+from eyas.train.config import OptimizerConfig, TrainConfig
+from eyas.train.data import Batch, Windows
+from eyas.train.evaluate import Evaluation, Evaluator
+from eyas.train.features import StateSource, TargetStates
+
+LOG_FILE, SUMMARY_FILE, CHECKPOINTS = "log.jsonl", "summary.json", "checkpoints"
+KEPT_CHECKPOINTS = 2
+
+
+class Trainee(Protocol):
+    """A head with its loss, an nn.Module. Parameters that need gradients are trained."""
+
+    @property
+    def aux_hidden_state_layers(self) -> tuple[int, ...]:
+        """Layers of the target whose inputs it reads."""
+        ...
+
+    def __call__(self, batch: Batch, states: TargetStates, seed: int) -> Mapping[str, Tensor]:
+        """The loss, under "loss", and figures for the log."""
+        ...
+
+    def write(self, folder: Path) -> None:
+        """Write the head as a checkpoint that drafters load."""
+        ...
+
+
+@dataclass
+class Progressed:
+    """How far a run is. best_tau: of the evaluation that `best` was kept by."""
+
+    step: int = 0
+    num_tokens: int = 0
+    seconds: float = 0.0
+    best_tau: float = 0.0
+    best_step: int = 0
+
+
+class Trainer:
+    """Trains until config.optimizer.max_steps; continues from the newest checkpoint of config.out if there is one."""
+
+    def __init__(
+        self, config: TrainConfig, trainee: nn.Module, source: StateSource, windows: Windows, accelerator: Any,
+        evaluator: Evaluator | None = None,
+    ) -> None:  # fmt: skip
+        self.config, self.source, self.windows = config, source, windows
+        self.accelerator, self._evaluator = accelerator, evaluator
+        self.trainee = trainee
+        self.progress = Progressed()
+        self._out = Path(config.out)
+        optimizers = build_optimizers(trainee, config.optimizer)
+        schedule = _schedule(config.optimizer)
+        self._schedulers = [torch.optim.lr_scheduler.LambdaLR(optimizer, schedule) for optimizer in optimizers]
+        self._model, *self._optimizers = accelerator.prepare(trainee, *optimizers)
+
+    @property
+    def trained(self) -> dict[str, nn.Parameter]:
+        """The parameters that are trained, by name."""
+        return {name: parameter for name, parameter in self.trainee.named_parameters() if parameter.requires_grad}
+
+    def run(self) -> Progressed:
+        """Train to the end. Raises ConfigError if a loss is not finite, for a full disk, and for a changed configuration."""
+        self.resume()
+        with self._bar() as show:
+            while self.progress.step < self.config.optimizer.max_steps:
+                metrics = self._timed_step()
+                step = self.progress.step
+                if step % self.config.log_every == 0 or step == 1:
+                    record = self._log(metrics)
+                    show(loss=record["loss"], rate=record["tokens_per_second"])
+                if self.config.eval.every and step % self.config.eval.every == 0:
+                    self.evaluate()
+                if step % self.config.save_every == 0:
+                    self.save()
+                show(completed=step, tau=self.progress.best_tau)
+        if not self.config.eval.every or self.progress.step % self.config.eval.every:
+            self.evaluate()
+        self.save()
+        return self.progress
+
+    def _timed_step(self) -> dict[str, Tensor]:
+        began = time.monotonic()
+        metrics = self.step()
+        self.progress.seconds += time.monotonic() - began
+        return metrics
+
+    def step(self) -> dict[str, Tensor]:
+        """One optimiser step; the figures of its passes, averaged over passes and processes."""
+        accumulated = self.config.optimizer.gradient_accumulation_steps
+        sums: dict[str, Tensor] = {}
+        for part in range(accumulated):
+            number = self.progress.step * accumulated + part
+            with self.accelerator.accumulate(self._model):
+                metrics = self._pass(number, is_last=part == accumulated - 1)
+            sums = {name: sums.get(name, 0) + value.detach() / accumulated for name, value in metrics.items()}
+        self.progress.step += 1
+        return {name: self.accelerator.reduce(value, "mean") for name, value in sums.items()}
+
+    def _pass(self, number: int, is_last: bool) -> Mapping[str, Tensor]:
+        """Forward and backward of a batch; the optimiser steps if it is the last of its step."""
+        c, rank = self.config, self.accelerator.process_index
+        seed = (c.seed * 1_000_003 + number) * self.accelerator.num_processes + rank
+        torch.manual_seed(seed)
+        batch = self.windows.step_batch(c.seed, number, c.optimizer.batch_size, rank, self.accelerator.num_processes)
+        batch = batch.to(self.accelerator.device)
+        states = self.source.states(batch)
+        with self.accelerator.autocast():
+            metrics: Mapping[str, Tensor] = self._model(batch, states, seed)
+        if not math.isfinite(float(metrics["loss"].detach())):
+            raise ConfigError(
+                f"the loss of step {self.progress.step + 1} is {float(metrics['loss'].detach())}; "
+                "lower optimizer.learning_rate, or take optimizer.precision fp32; the last checkpoint is kept"
+            )
+        self.accelerator.backward(metrics["loss"])
+        if is_last:
+            self.accelerator.clip_grad_norm_(list(self.trained.values()), c.optimizer.max_grad_norm)
+        for optimizer in self._optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        if is_last:
+            for scheduler in self._schedulers:
+                scheduler.step()
+        self.progress.num_tokens += batch.tokens.numel() * self.accelerator.num_processes
+        return metrics
+
+    def evaluate(self) -> Evaluation | None:
+        """Write the head to `last`, measure its trees, and copy it to `best` if they are the best so far."""
+        found = None
+        if self.accelerator.is_main_process:
+            with _keeping_saved(self._out):
+                self.trainee.write(self._out / "last")  # type: ignore[operator]
+                if self._evaluator is not None:
+                    found = self._evaluator.measure(self._out / "last")
+                    self._keep(found)
+        self.accelerator.wait_for_everyone()
+        return found
+
+    def _keep(self, found: Evaluation) -> None:
+        self._write_log({"step": self.progress.step, **found.figures})
+        if found.mean_tau > self.progress.best_tau:
+            self.progress.best_tau, self.progress.best_step = found.mean_tau, self.progress.step
+            self.trainee.write(self._out / "best")  # type: ignore[operator]
+
+    def _log(self, metrics: Mapping[str, Tensor]) -> dict[str, Any]:
+        figures = {name: float(value) for name, value in metrics.items()}
+        rate = self._schedulers[0].get_last_lr()[0]
+        speed = self.progress.num_tokens / max(1e-9, self.progress.seconds)
+        record = {"step": self.progress.step, "num_tokens": self.progress.num_tokens, "learning_rate": rate, **figures}
+        self._write_log(record | {"tokens_per_second": round(speed, 1), "seconds": round(self.progress.seconds, 1)})
+        self.accelerator.log(figures | {"learning_rate": rate}, step=self.progress.step)
+        return record | {"tokens_per_second": speed}
+
+    def _write_log(self, record: Mapping[str, Any]) -> None:
+        if self.accelerator.is_main_process:
+            self._out.mkdir(parents=True, exist_ok=True)
+            with _keeping_saved(self._out), (self._out / LOG_FILE).open("a") as log:
+                log.write(json.dumps(record) + "\n")
+
+    def save(self) -> None:
+        """Write a checkpoint; older ones stay until it is whole."""
+        if self.accelerator.is_main_process:
+            folder = self._out / CHECKPOINTS
+            folder.mkdir(parents=True, exist_ok=True)
+            state = {
+                "fingerprint": self.config.fingerprint,
+                "progress": asdict(self.progress),
+                "parameters": {name: parameter.detach().cpu() for name, parameter in self.trained.items()},
+                "optimizers": [optimizer.state_dict() for optimizer in self._optimizers],
+                "schedulers": [scheduler.state_dict() for scheduler in self._schedulers],
+            }
+            with _keeping_saved(self._out):
+                write_whole(folder / f"step-{self.progress.step:08d}.pt", lambda file: torch.save(state, file))
+            for old in sorted(folder.glob("step-*.pt"))[:-KEPT_CHECKPOINTS]:
+                old.unlink()
+        self.accelerator.wait_for_everyone()
+
+    def resume(self) -> None:
+        """Continue from the newest checkpoint; what the log says beyond it is cut off."""
+        newest = max((self._out / CHECKPOINTS).glob("step-*.pt"), default=None)
+        if newest is None:
+            return
+        state = torch.load(newest, map_location="cpu", weights_only=True)
+        if state["fingerprint"] != self.config.fingerprint:
+            raise ConfigError(
+                f"{newest} is of a run with other settings; give the same settings to continue, or name another `out`"
+            )
+        with torch.no_grad():
+            for name, parameter in self.trained.items():
+                parameter.copy_(state["parameters"][name])
+        for parts, key in ((self._optimizers, "optimizers"), (self._schedulers, "schedulers")):
+            for part, saved in zip(parts, state[key], strict=True):
+                part.load_state_dict(saved)
+        self.progress = Progressed(**state["progress"])
+        log = self._out / LOG_FILE
+        if log.exists() and self.accelerator.is_main_process:
+            lines = [line for line in log.read_text().splitlines() if _step_of(line) <= self.progress.step]
+            write_whole(log, lambda file: file.write_text("".join(f"{line}\n" for line in lines)))
+
+    @contextmanager
+    def _bar(self) -> Iterator[Callable[..., None]]:
+        """Show progress; yields what to call with new figures."""
+        columns = (
+            TextColumn("step {task.completed}/{task.total}, loss {task.fields[loss]:.3f}"),
+            TextColumn("{task.fields[rate]:.0f} tokens/s, tau {task.fields[tau]:.2f}"),
+            BarColumn(),
+            TimeRemainingColumn(),
+        )
+        done, total = self.progress, self.config.optimizer.max_steps
+        with Progress(*columns, console=Console(stderr=True), disable=not self.accelerator.is_main_process) as progress:
+            task = progress.add_task("", total=total, completed=done.step, loss=math.nan, rate=0.0, tau=done.best_tau)
+            yield partial(progress.update, task)
+
+
+def build_optimizers(trainee: nn.Module, c: OptimizerConfig) -> list[torch.optim.Optimizer]:
+    """AdamW for all parameters, or Muon (Jordan et al. 2024) for the matrices of decoder layers and AdamW for the rest."""
+    named = [(name, parameter) for name, parameter in trainee.named_parameters() if parameter.requires_grad]
+    chosen = [parameter for name, parameter in named if c.name == "muon" and ".layers." in name and parameter.ndim == 2]
+    own = set(map(id, chosen))
+    rest = [parameter for _, parameter in named if id(parameter) not in own]
+    adamw = torch.optim.AdamW(rest, c.learning_rate, c.betas, weight_decay=c.weight_decay)
+    if not chosen:
+        return [adamw]
+    return [adamw, torch.optim.Muon(chosen, lr=c.muon_learning_rate, weight_decay=c.weight_decay)]
+
+
+def _schedule(c: OptimizerConfig) -> Callable[[int], float]:
+    """The share of the peak rate at each step."""
+    warmup, decay = max(1, round(c.warmup_ratio * c.max_steps)), max(1, round(c.decay_ratio * c.max_steps))
+
+    def share(step: int) -> float:
+        if step < warmup:
+            return (step + 1) / warmup
+        if c.lr_scheduler == "cosine":
+            return 0.5 * (1 + math.cos(math.pi * min(1.0, (step - warmup) / max(1, c.max_steps - warmup))))
+        return min(1.0, max(0.0, (c.max_steps - step) / decay)) if c.lr_scheduler == "wsd" else 1.0
+
+    return share
+
+
+def write_whole(file: Path, write: Callable[[Path], object]) -> None:
+    """Write a file under another name first, so that it is whole or not there."""
+    part = file.with_suffix(file.suffix + ".part")
+    try:
+        write(part)
+        with part.open("rb") as written:
+            os.fsync(written.fileno())
+        part.replace(file)
+    except (OSError, RuntimeError):
+        part.unlink(missing_ok=True)
+        raise
+
+
+@contextmanager
+def _keeping_saved(out: Path) -> Iterator[None]:
+    """Turn the error of a full disk into a ConfigError. torch raises RuntimeError for it."""
+    try:
+        yield
+    except (OSError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and "write" not in str(error):
+            raise
+        raise ConfigError(
+            f"cannot write to {out}: {error}; nothing that was saved is lost: free space and run the same command again"
+        ) from error
+
+
+def _step_of(line: str) -> int:
+    """The step of a line of the log; a line that a crash cut off counts as the last."""
+    try:
+        return int(json.loads(line)["step"])
+    except (ValueError, KeyError, TypeError):
+        return 1 << 62
