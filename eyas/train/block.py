@@ -71,9 +71,7 @@ class BlockTrainer(nn.Module):
             return torch.cat([found, sure], -1).view(*previous.shape, -1)
 
         depths = c.num_drafted
-        return in_chunks(
-            chunk, (rows, previous, final.view(-1, depths, final.shape[-1])), self.config.chunk_rows // depths
-        )
+        return in_chunks(chunk, (rows, previous, final.view(-1, depths, final.shape[-1])), self.config.chunk_rows // depths)
 
     def _metrics(self, found: Tensor, valid: Tensor) -> Metrics:
         """valid [K, G]. tau_chain: tokens per verify step of greedy chains, bonus included, if all blocks are whole."""

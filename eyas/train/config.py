@@ -9,9 +9,7 @@ from typing import Literal
 
 from eyas.config.loader import above_zero, at_least, one_of, require
 
-TrainMethod = Literal[
-    "dspark", "dflash", "eagle1", "eagle3", "eagle3.1", "peagle", "medusa", "hydra", "draft_model"
-]
+TrainMethod = Literal["dspark", "dflash", "eagle1", "eagle3", "eagle3.1", "peagle", "medusa", "hydra", "draft_model"]
 BLOCK_METHODS = ("dspark", "dflash")
 EAGLE_METHODS = ("eagle1", "eagle3", "eagle3.1", "peagle")
 # The drafting method that serves what a training method makes.

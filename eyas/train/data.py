@@ -1,8 +1,8 @@
 """Training text: `prepare` makes token ids and loss masks of files; `Windows` packs them for training, in a seeded order.
 
-Files are JSON Lines with `messages` (role, content), `conversations` (from, value: ShareGPT), `text` or `token_ids`, or plain
-text. In conversations only the assistant's words count in the loss. A prepared folder holds the splits `train` and `heldout`
-of the `datasets` library, `token_freq.safetensors` and `prepared.json`.
+Files are JSON Lines with `messages` (role, content), `conversations` (from, value: ShareGPT), `text` or `token_ids`, or
+plain text. In conversations only the assistant's words count in the loss. A prepared folder holds the splits `train` and
+`heldout` of the `datasets` library, `token_freq.safetensors` and `prepared.json`.
 """
 
 from __future__ import annotations
@@ -50,7 +50,9 @@ class Prepared:
     seed: int
 
 
-def prepare(model: str, files: Sequence[Path], out: Path, heldout: float, max_length: int, min_loss_tokens: int, seed: int) -> Prepared:
+def prepare(
+    model: str, files: Sequence[Path], out: Path, heldout: float, max_length: int, min_loss_tokens: int, seed: int
+) -> Prepared:
     """Write a prepared folder. heldout: share of documents kept out of training.
 
     Longer documents are cut into parts of max_length. Those with fewer supervised tokens than min_loss_tokens are left out.
@@ -138,7 +140,7 @@ class DocumentReader:
         return Document(ids, [index > 0 for index in range(len(ids))])
 
     def _conversation(self, messages: Sequence[Mapping[str, Any]]) -> Document:
-        """The rendered chat. An assistant's words are what its turn adds to the chat before it, generation prompt included."""
+        """The rendered chat. An assistant's words are what its turn adds to the chat and generation prompt before it."""
         if self._template is None:
             self._template = load_template(ServedModel(self._model, self._model))
         if self._template is None:

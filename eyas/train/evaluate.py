@@ -56,7 +56,7 @@ class Evaluator:
         return load_target(self._model, self._dtype, self._device)
 
     def measure(self, head: Path) -> Evaluation:
-        """Decode all prompts at all temperatures with trees of the head. Raises CheckpointError for a head that is broken."""
+        """Decode all prompts at all temperatures with trees of the head. Raises CheckpointError for a broken head."""
         c = self._config
         tree = TreeConfig(c.num_draft_tokens, c.num_steps or 5, c.top_k)
         tau, depths = {}, {}

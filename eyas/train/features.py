@@ -100,7 +100,7 @@ class OnlineTarget:
 
     @torch.no_grad()
     def states(self, batch: Batch) -> TargetStates:
-        mask = _document_mask(batch.documents)[:, None] if batch.is_packed else None
+        mask = document_mask(batch.documents)[:, None] if batch.is_packed else None
         found = self._decoder(batch.tokens, attention_mask=mask, position_ids=batch.positions, use_cache=False)
         final = found.last_hidden_state
         kept = {**self._kept, FINAL_NORM_OUTPUT: final}
@@ -109,7 +109,7 @@ class OnlineTarget:
         return TargetStates(aux, final)
 
 
-def _document_mask(documents: Tensor) -> Tensor:
+def document_mask(documents: Tensor) -> Tensor:
     """Which positions each one sees: earlier ones of its document, and itself; bool [N, L, L]."""
     length = documents.shape[1]
     causal = torch.ones(length, length, dtype=torch.bool, device=documents.device).tril()
@@ -153,7 +153,9 @@ def features_bytes(windows: Windows, num_layers: int, hidden: int) -> int:
     return len(windows) * windows.max_length * (num_layers + 1) * hidden * 2
 
 
-def store_features(source: StateSource, windows: Windows, layers: Sequence[int], hidden: int, out: Path, progress: Any) -> None:
+def store_features(
+    source: StateSource, windows: Windows, layers: Sequence[int], hidden: int, out: Path, progress: Any
+) -> None:
     """Write shards of states in bfloat16, and then their index. Shards that are there already are kept.
 
     Raises ConfigError before anything is written if the disk is too small, and if it fills up all the same.

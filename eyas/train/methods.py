@@ -15,8 +15,10 @@ from eyas.models.checkpoint import check_device, resolve_placement
 from eyas.train.block import mask_token_id, new_block_trainer
 from eyas.train.config import BLOCK_METHODS, SERVED_BY, TrainConfig
 from eyas.train.data import Windows, check_mask_token, check_prepared, draft_vocabulary
+from eyas.train.eagle import new_eagle_trainer
 from eyas.train.evaluate import Evaluator, heldout_prompts
 from eyas.train.features import OnlineTarget, StateSource, StoredFeatures, TargetWeights, load_target_weights
+from eyas.train.multi_head import new_draft_model_trainer, new_hydra_trainer, new_medusa_trainer
 from eyas.train.trainer import Trainer
 
 Build = Callable[[TrainConfig, TargetWeights, Tensor], nn.Module]
@@ -24,6 +26,12 @@ Build = Callable[[TrainConfig, TargetWeights, Tensor], nn.Module]
 TRAINEES: Mapping[str, Build] = {
     "dspark": new_block_trainer,
     "dflash": new_block_trainer,
+    "eagle1": new_eagle_trainer,
+    "eagle3": new_eagle_trainer,
+    "eagle3.1": new_eagle_trainer,
+    "medusa": new_medusa_trainer,
+    "hydra": new_hydra_trainer,
+    "draft_model": new_draft_model_trainer,
 }
 TRACKERS = ("trackio", "tensorboard")
 

@@ -1,0 +1,217 @@
+"""`eyas train`: prepare data, train a draft head, evaluate and export it. Torch is imported when a command starts."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import Progress, track
+
+from eyas.config.loader import load
+from eyas.errors import ConfigError
+from eyas.train.config import SERVED_BY, EvalConfig, TrainConfig
+
+if TYPE_CHECKING:
+    from eyas.train.trainer import Trainer
+
+train = typer.Typer(add_completion=False, no_args_is_help=True)
+
+Model = Annotated[str, typer.Option(help="Folder or hub id of the target.")]
+Out = Annotated[Path, typer.Option(help="What to write.")]
+Files = Annotated[list[Path], typer.Argument(help="JSON Lines with messages, conversations, text or token_ids; or text.")]
+ConfigFile = Annotated[Path | None, typer.Option("--config", help="YAML file of settings.")]
+Assignments = Annotated[
+    list[str], typer.Option("--set", help="key=value, such as optimizer.max_steps=500; may be repeated.")
+]
+Threads = Annotated[int, typer.Option(help="CPU threads of torch; 0 keeps torch's default.")]
+
+
+@train.callback()
+def _train() -> None:
+    """Train draft heads for a target: prepare, regenerate, features, run, eval, export."""
+
+
+@train.command()
+def prepare(
+    files: Files,
+    model: Model,
+    out: Out,
+    heldout: Annotated[float, typer.Option(help="Share of documents that is kept out of training.")] = 0.02,
+    max_length: Annotated[int, typer.Option(help="Tokens of a part; longer documents are cut.")] = 2048,
+    min_loss_tokens: Annotated[int, typer.Option(help="Documents with fewer supervised tokens are left out.")] = 2,
+    seed: Annotated[int, typer.Option()] = 0,
+) -> None:
+    """Make token ids and loss masks of text or conversations; count tokens; hold documents out."""
+    from eyas.train.data import prepare as run
+
+    info = run(model, files, out, heldout, max_length, min_loss_tokens, seed)
+    print(
+        f"{out}: {info.num_documents} documents, {info.num_heldout} held out; {info.num_tokens} tokens, "
+        f"{info.num_supervised} supervised; {info.num_skipped} documents left out"
+    )
+
+
+@train.command()
+def regenerate(
+    files: Files,
+    model: Model,
+    out: Out,
+    temperature: Annotated[list[float], typer.Option(help="Entries take them in turn; may be repeated.")] = [0.0, 1.0],  # noqa: B006
+    max_tokens: Annotated[int, typer.Option(help="Tokens of an answer.")] = 512,
+    prompt_tokens: Annotated[int, typer.Option(help="Tokens of plain text that are continued.")] = 64,
+    prompts_per_document: Annotated[int, typer.Option(help="Places of a plain text that are continued.")] = 1,
+    batch: Annotated[int, typer.Option(help="Answers at a time.")] = 64,
+    draft_model: Annotated[str, typer.Option(help="Draft model that makes it faster, if there is one already.")] = "",
+    method: Annotated[str, typer.Option(help="Its method.")] = "",
+    dtype: Annotated[str, typer.Option()] = "auto",
+    device: Annotated[str, typer.Option()] = "auto",
+    seed: Annotated[int, typer.Option()] = 0,
+    threads: Threads = 0,
+) -> None:
+    """Let the target answer; the same command continues a run that was stopped."""
+    import torch
+
+    from eyas.llm import LLM
+    from eyas.train.regenerate import RegenerateSettings
+    from eyas.train.regenerate import regenerate as run
+
+    if threads:
+        torch.set_num_threads(threads)
+    settings = RegenerateSettings(max_tokens, tuple(temperature), prompt_tokens, prompts_per_document, batch, seed)
+    progress = Progress(console=Console(stderr=True))
+    with LLM(model, draft_model or None, method or None, dtype, device, max_num_seqs=batch) as llm, progress:
+        task = progress.add_task("answering", total=None)
+        found = run(llm, files, out, settings, lambda done: progress.update(task, completed=done))
+    print(
+        f"{out}: {found.num_entries} entries: {found.num_answered} answered, {found.num_failed} failed, "
+        f"{found.num_skipped} without a question"
+    )
+
+
+@train.command()
+def features(out: Out, config: ConfigFile = None, assignments: Assignments = []) -> None:  # noqa: B006
+    """Store the target's states of all windows of a run, for `data.features`. Prints the disk that they take first."""
+    from accelerate import Accelerator
+
+    from eyas.train.data import Windows
+    from eyas.train.features import features_bytes, load_target_weights, store_features
+    from eyas.train.methods import build_source, build_trainee
+
+    settings = load(TrainConfig, config, assignments)
+    target = load_target_weights(settings.model)
+    windows = Windows(Path(settings.data.path), settings.data.max_length)
+    layers: tuple[int, ...] = build_trainee(settings, target, windows).aux_hidden_state_layers  # type: ignore[assignment]
+    needed = features_bytes(windows, len(layers), target.hidden)
+    print(f"{len(windows)} windows of {windows.max_length} tokens take {needed / 2**30:.2f} GiB")
+    source = build_source(settings, windows, layers, Accelerator(cpu=settings.device == "cpu"))
+    store_features(source, windows, layers, target.hidden, out, lambda shards: track(shards, "storing"))
+
+
+@train.command()
+def run(
+    config: ConfigFile = None,
+    assignments: Assignments = [],  # noqa: B006
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Write an untrained head, and estimate the run.")] = False,
+) -> None:
+    """Train a head. The same command continues a run that was stopped. Under torchrun all processes train one head."""
+    from eyas.train.methods import build_trainer
+
+    trainer = build_trainer(load(TrainConfig, config, assignments))
+    if dry_run:
+        print(_estimate(trainer))
+        return
+    trainer.run()
+    _conclude(trainer)
+
+
+def _conclude(trainer: Trainer) -> None:
+    """Card, plot and a line about the run."""
+    from eyas.train.export import plot, write_card
+
+    trainer.accelerator.end_training()
+    if not trainer.accelerator.is_main_process:
+        return
+    num_parameters = sum(parameter.numel() for parameter in trainer.trained.values())
+    card = write_card(trainer.config, trainer.windows.info, trainer.progress, num_parameters)
+    print(f"{card.parent}: step {trainer.progress.best_step}, tau {trainer.progress.best_tau:.2f}")
+    try:
+        print(f"drawn as {plot(Path(trainer.config.out))}")
+    except ConfigError as error:
+        print(f"no plot: {error}", file=sys.stderr)
+
+
+def _estimate(trainer: Trainer) -> str:
+    """Time, memory and disk of a run, from two steps; the untrained head is in `dry-run`."""
+    import resource
+    import time
+
+    out = Path(trainer.config.out)
+    trainer.trainee.write(out / "dry-run")  # type: ignore[operator]
+    trainer.step()
+    began = time.monotonic()
+    trainer.step()
+    seconds = time.monotonic() - began
+    trained = list(trainer.trained.values())
+    count = sum(parameter.numel() for parameter in trained)
+    head = sum(file.stat().st_size for file in (out / "dry-run").iterdir())
+    memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    if trainer.accelerator.device.type == "cuda":
+        import torch
+
+        memory = torch.cuda.max_memory_allocated()
+    steps = trainer.config.optimizer.max_steps
+    return (
+        f"{out / 'dry-run'}: an untrained head of {count / 1e6:.2f} M trained parameters\n"
+        f"time: {seconds:.2f} s a step, {seconds * steps / 3600:.2f} h for {steps} steps, without evaluations\n"
+        f"memory: {memory / 2**30:.2f} GiB on {trainer.accelerator.device}\n"
+        f"disk: {2 * head / 2**20:.0f} MiB of heads, {2 * 12 * count / 2**20:.0f} MiB of checkpoints"
+    )
+
+
+@train.command(name="eval")
+def evaluate(
+    head: Annotated[Path, typer.Argument(help="Folder of the head.")],
+    model: Model,
+    data: Annotated[Path, typer.Option(help="Prepared data, whose held-out documents are the prompts.")],
+    method: Annotated[str, typer.Option(help="What was trained, such as dspark.")] = "dspark",
+    temperature: Annotated[list[float], typer.Option(help="May be repeated.")] = [0.0, 1.0],  # noqa: B006
+    num_prompts: Annotated[int, typer.Option()] = EvalConfig.num_prompts,
+    max_tokens: Annotated[int, typer.Option(help="Tokens to generate for each prompt.")] = EvalConfig.max_tokens,
+    num_draft_tokens: Annotated[int, typer.Option(help="Most nodes of a tree, the root included.")] = 24,
+    num_steps: Annotated[int, typer.Option(help="Levels of a tree; 0 takes what the method usually has.")] = 0,
+    device: Annotated[str, typer.Option()] = "auto",
+    threads: Threads = 0,
+) -> None:
+    """Measure a head by draft trees of the serving engine on held-out prompts."""
+    import torch
+
+    from eyas.train.evaluate import Evaluator, heldout_prompts
+
+    if threads:
+        torch.set_num_threads(threads)
+    config = EvalConfig(
+        num_prompts=num_prompts, max_tokens=max_tokens, temperatures=tuple(temperature),
+        num_draft_tokens=num_draft_tokens, num_steps=num_steps,
+    )  # fmt: skip
+    served = SERVED_BY.get(method, method)
+    found = Evaluator(model, served, heldout_prompts(data, config), config, device).measure(head)
+    for temperature_, tau in found.tau.items():
+        depths = " ".join(f"{share:.2f}" for share in found.acceptance_by_depth[temperature_])
+        print(f"temperature {temperature_:g}: tau {tau:.3f}, accepted to each depth: {depths}")
+
+
+@train.command()
+def export(
+    head: Annotated[str, typer.Argument(help="Folder of a head of Eyas.")],
+    model: Model,
+    out: Out,
+    to: Annotated[str, typer.Option("--to", help="eyas, safeailab, specforge or speculators.")] = "eyas",
+) -> None:
+    """Write a head in another project's layout."""
+    from eyas.train.export import export_head
+
+    export_head(head, model, out, to)
+    print(f"written to {out}")

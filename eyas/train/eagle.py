@@ -1,0 +1,275 @@
+"""Training of EAGLE heads: EAGLE-1 (Li et al. 2024), EAGLE-3 with training-time test (2025), EAGLE-3.1 (2605.09992).
+
+Row i reads the feature at i and token i + 1, and learns the target's prediction of token i + 2. In step s of the
+training-time test its feature is the head's own state of row i - 1 in step s - 1. The trained module is the one that
+drafters serve. Legend: N windows, L tokens, R = N * (L - 1) rows, H width, J KV heads, G query heads of each, d head width,
+D draft vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from eyas.models.checkpoint import get_setting, read_tensors
+from eyas.models.heads.eagle import EagleHead, write_head
+from eyas.models.heads.eagle_config import (
+    EagleHeadConfig,
+    HeadWiring,
+    canonical_name,
+    layer_prefix,
+    optional_tensors,
+    read_head_config,
+    tensor_shapes,
+)
+from eyas.models.heads.layers import FINAL_NORM_OUTPUT, DraftLayer, LinearFuser, Projected
+from eyas.train.block import Metrics
+from eyas.train.config import LossConfig, TrainConfig
+from eyas.train.data import Batch
+from eyas.train.features import TargetStates, TargetWeights
+from eyas.train.losses import AGREES, CHANCE, LOSS, in_chunks, row_losses, weighted_mean
+
+# Keys and values of every step, [N, L - 1, J, d] each.
+Seen = list[tuple[Tensor, Tensor]]
+
+
+class EagleTrainer(nn.Module):
+    """An EAGLE head with its fuser, and the loss."""
+
+    def __init__(self, head: EagleHead, fuser: LinearFuser | None, lm_head: Tensor, config: LossConfig) -> None:
+        """lm_head: the target's, float32 [V, C]. fuser: None for EAGLE-1, which is fed final states."""
+        super().__init__()
+        self.head, self.fuser, self.config = head.requires_grad_(True), fuser, config
+        head.embedding.requires_grad_(False)
+        if fuser is None:
+            head.lm_head.requires_grad_(False)
+        else:
+            fuser.requires_grad_(True)
+        self.register_buffer("teacher", lm_head[head.draft_ids].contiguous(), persistent=False)
+        self.teacher: Tensor
+
+    @property
+    def aux_hidden_state_layers(self) -> tuple[int, ...]:
+        return self.head.config.aux_hidden_state_layers if self.fuser else (FINAL_NORM_OUTPUT,)
+
+    def forward(self, batch: Batch, states: TargetStates, seed: int) -> Metrics:
+        """Loss and figures of a batch. seed: of the noise on EAGLE-1's features."""
+        tokens, positions, documents = batch.tokens[:, 1:], batch.positions[:, :-1], batch.documents
+        aux = states.aux[:, :-1].float()
+        features = aux if self.fuser is None else self.fuser(aux.flatten(0, 1)).view(*tokens.shape, -1)
+        if self.fuser is None and self.config.noise:
+            generator = torch.Generator().manual_seed(seed)
+            noise = torch.rand(features.shape, generator=generator).to(features.device) - 0.5
+            features = features + 2 * self.config.noise * noise
+        valid = F.pad(batch.loss_mask, (0, 1))[:, 2:] & (F.pad(documents, (0, 1), value=-1)[:, 2:] == documents[:, :-1])
+        attended = _AttentionOverSteps(documents[:, :-1], len(self.head.layers))
+        metrics, total, weight = Metrics(), torch.zeros((), device=tokens.device), 0.0
+        agreed, tau = torch.ones_like(valid, dtype=torch.float32), 1.0
+        for step in range(self.config.ttt_steps if self.fuser else 1):
+            rows = self._run(features, tokens, positions, attended)
+            own = valid & (positions >= step)
+            found = self._losses(rows, states.final[:, 1:])
+            total = total + self.config.step_decay**step * weighted_mean(found[..., LOSS], own.float())
+            weight += self.config.step_decay**step
+            agreed = (F.pad(agreed[:, :-1], (1, 0)) if step else agreed) * found[..., AGREES].detach()
+            share = (agreed * own).sum() / own.sum().clamp(min=1)
+            tau = tau + share
+            metrics |= {f"agreement_{step + 1}": weighted_mean(found[..., AGREES].detach(), own.float())}
+            metrics |= {"chance_1": weighted_mean(found[..., CHANCE].detach(), own.float())} if step == 0 else {}
+            if self.fuser is None and self.config.feature_weight:
+                distance = F.smooth_l1_loss(rows, states.final[:, 1:].float(), reduction="none").mean(-1)
+                distance = weighted_mean(distance, valid.float())
+                metrics["feature_loss"] = distance.detach()
+                total = total + self.config.feature_weight * distance
+            features = F.pad(rows[:, :-1], (0, 0, 1, 0))
+        return {
+            "loss": total / weight,
+            "draft_loss": (total / weight).detach(),
+            **metrics,
+            "tau_chain": torch.as_tensor(tau),
+        }
+
+    def _run(self, features: Tensor, tokens: Tensor, positions: Tensor, attended: _AttentionOverSteps) -> Tensor:
+        """States [N, L - 1, H] of a step."""
+        attended.begin()
+        flat = self.head.run(features.flatten(0, 1), tokens.flatten(), positions.flatten(), attended)
+        return flat.view(*tokens.shape, -1)
+
+    def _losses(self, rows: Tensor, final: Tensor) -> Tensor:
+        """What `row_losses` finds, [N, L - 1, 4], of states and the target's final states [N, L - 1, H]."""
+
+        def chunk(rows: Tensor, final: Tensor) -> Tensor:
+            teacher = F.linear(final, self.teacher.to(final.dtype))
+            return row_losses(self.head.logits(rows), teacher, self.config.loss_type)
+
+        flat = (rows.flatten(0, 1), final.flatten(0, 1))
+        return in_chunks(chunk, flat, self.config.chunk_rows).view(*rows.shape[:2], -1)
+
+    def write(self, folder: Path) -> None:
+        """Write the head in SafeAILab's layout."""
+        write_head(folder, self.head.config, eagle_tensors(self.head, self.fuser))
+
+
+class _AttentionOverSteps:
+    """Attention of the rows of all steps so far, for each layer.
+
+    A row of step s attends to its ancestors: rows 0..i - s of step 0, and row i - (s - j) of each later step j.
+    """
+
+    def __init__(self, documents: Tensor, num_layers: int) -> None:
+        """documents [N, L - 1]: rows see those of their own document."""
+        self._documents = documents
+        self._seen: list[Seen] = [[] for _ in range(num_layers)]
+        self._step = -1
+
+    def begin(self) -> None:
+        """Start the next step."""
+        self._step += 1
+
+    def __call__(self, layer: int, rows: Projected) -> Tensor:
+        """Attention output [R, heads, d]."""
+        shape, seen, step = self._documents.shape, self._seen[layer], self._step
+        query, key, value = (x.view(*shape, *x.shape[1:]) for x in (rows.query, rows.key, rows.value))
+        seen.append((key, value))
+        length, (num_kv, width) = shape[1], key.shape[2:]
+        q = query.unflatten(2, (num_kv, -1)) * width**-0.5
+        scores = torch.einsum("bljgd,bmjd->bjglm", q, seen[0][0]).float()
+        at = torch.arange(length, device=q.device)
+        hidden = (at[None] > at[:, None] - step) | (self._documents[:, :, None] != self._documents[:, None])
+        scores = scores.masked_fill(hidden[:, None, None], -1e9)
+        behind = [(_shift(k, step - j), _shift(v, step - j)) for j, (k, v) in enumerate(seen) if j]
+        own = [torch.einsum("bljgd,bljd->bjgl", q, k).float()[..., None] for k, _ in behind]
+        weights = torch.softmax(torch.cat([scores, *own], -1), -1).to(value.dtype)
+        out = torch.einsum("bjglm,bmjd->bljgd", weights[..., :length], seen[0][1])
+        for j, (_, v) in enumerate(behind):
+            out = out + torch.einsum("bjgl,bljd->bljgd", weights[..., length + j], v)
+        return out.flatten(2, 3).flatten(0, 1)
+
+
+def _shift(x: Tensor, rows: int) -> Tensor:
+    return F.pad(x[:, : x.shape[1] - rows], (0, 0, 0, 0, rows, 0)) if rows else x
+
+
+def new_eagle_trainer(config: TrainConfig, target: TargetWeights, draft_ids: Tensor) -> EagleTrainer:
+    """A head with random weights, or with those of config.draft_model; its vocabulary may grow. Raises CheckpointError."""
+    c = _head_config(config, target, len(draft_ids))
+    tensors = _random_tensors(c, target, draft_ids)
+    if config.draft_model:
+        folder = Path(config.draft_model)
+        old = read_head_config(folder, target.config, c.kind)
+        found = {canonical_name(name, c.kind): tensor.float() for name, tensor in read_tensors(folder).items()}
+        c = EagleHeadConfig(**{**vars(old), "draft_vocab_size": len(draft_ids), "wiring": _rewired(old, config)})
+        tensors = _random_tensors(c, target, draft_ids) | _widened(found, target, draft_ids)
+    length = get_setting(int, target.config, "max_position_embeddings", target.folder)
+    embedding = tensors.pop("embed_tokens.weight", target.embedding)
+    lm_head = tensors.pop("lm_head.weight", target.lm_head)
+    head = EagleHead(c, tensors, embedding, lm_head, length)
+    fuser = None
+    if c.kind == "eagle3":
+        norms = [tensor for name, tensor in tensors.items() if name.startswith(("fc_norm.", "input_norm."))]
+        stacked = torch.stack(norms) if norms else None
+        fuser = LinearFuser(tensors["fc.weight"], c.aux_hidden_state_layers, None, stacked, c.rms_norm_eps)
+    return EagleTrainer(head, fuser, target.lm_head, config.loss)
+
+
+def _rewired(old: EagleHeadConfig, config: TrainConfig) -> HeadWiring:
+    """The wiring of a head to start from; the settings may name other layers, as many as it reads."""
+    ids = tuple(layer + 1 for layer in config.head.target_layer_ids)
+    layers = ids if len(ids) == len(old.aux_hidden_state_layers) else old.aux_hidden_state_layers
+    return HeadWiring(layers, old.wiring.norm_before_residual, old.wiring.output)
+
+
+def _widened(found: Mapping[str, Tensor], target: TargetWeights, draft_ids: Tensor) -> dict[str, Tensor]:
+    """The tensors of another head; rows of lm_head that it lacks are the target's."""
+    kept = {name: tensor for name, tensor in found.items() if name not in ("d2t", "t2d")}
+    if "lm_head.weight" in found:
+        rows = target.lm_head.clone()
+        own = torch.arange(len(found["lm_head.weight"])) + (found["d2t"].long() if "d2t" in found else 0)
+        rows[own] = found["lm_head.weight"]
+        kept["lm_head.weight"] = rows[draft_ids]
+    return kept
+
+
+def _head_config(config: TrainConfig, target: TargetWeights, draft_vocab_size: int) -> EagleHeadConfig:
+    h, t, is_first = config.head, target.config, config.method == "eagle1"
+    heads = h.num_attention_heads or int(t["num_attention_heads"])
+    layers = target.num_layers
+    inputs = tuple(layer + 1 for layer in h.target_layer_ids) or (min(2, layers - 1), layers // 2, layers)
+    rotary: Any = t.get("rope_parameters") or {"rope_theta": t.get("rope_theta", 10000.0), "rope_type": "default"}
+    normed = config.method == "eagle3.1"
+    return EagleHeadConfig(
+        hidden=target.hidden,
+        intermediate=h.intermediate_size or int(t["intermediate_size"]),
+        num_heads=heads,
+        num_kv_heads=h.num_key_value_heads or int(t.get("num_key_value_heads") or heads),
+        head_dim=h.head_dim or int(t.get("head_dim") or target.hidden // heads),
+        rms_norm_eps=float(t.get("rms_norm_eps", 1e-6)),
+        kind="eagle" if is_first else "eagle3",
+        target_hidden=target.hidden,
+        num_layers=h.num_hidden_layers or 1,
+        vocab_size=target.vocab_size,
+        draft_vocab_size=target.vocab_size if is_first else draft_vocab_size,
+        rotary=rotary,
+        max_positions=int(t["max_position_embeddings"]),
+        wiring=HeadWiring((FINAL_NORM_OUTPUT,) if is_first else inputs, output="normed" if normed else "state"),
+        input_norms="each" if normed else "none",
+        fc_bias=is_first,
+    )
+
+
+def _random_tensors(c: EagleHeadConfig, target: TargetWeights, draft_ids: Tensor) -> dict[str, Tensor]:
+    """Weights of a new head under their published names; its lm_head starts as the target's."""
+    optional = optional_tensors(c) - {"norm.weight"}
+    tensors = {}
+    for name, shape in tensor_shapes(c).items():
+        if name in optional or name in ("d2t", "t2d", "lm_head.weight"):
+            continue
+        is_norm = len(shape) == 1 and "bias" not in name
+        tensors[name] = torch.ones(shape) if is_norm else torch.zeros(shape)
+        if len(shape) == 2:
+            tensors[name] = torch.randn(shape) / math.sqrt(shape[1])
+    if c.kind == "eagle3":
+        tensors["lm_head.weight"] = target.lm_head[draft_ids].clone()
+        if len(draft_ids) < c.vocab_size:
+            tensors["d2t"] = draft_ids - torch.arange(len(draft_ids))
+    return tensors
+
+
+def eagle_tensors(head: EagleHead, fuser: LinearFuser | None) -> dict[str, Tensor]:
+    """The tensors of a head under their published names, on the CPU: projections apart again that the module has fused."""
+    c, tensors = head.config, {}
+    for number, layer in enumerate(head.layers):
+        assert isinstance(layer, DraftLayer)
+        tensors |= {layer_prefix(c, number) + name: tensor for name, tensor in _layer_tensors(c, layer).items()}
+    if head.norm is not None:
+        tensors["norm.weight"] = head.norm
+    if head.fc is not None:
+        tensors["fc.weight"], tensors["fc.bias"] = head.fc.weight, head.fc.bias
+    if fuser is not None:
+        tensors |= {"fc.weight": fuser.weight, "lm_head.weight": head.lm_head.weight}
+        names = ["input_norm.weight"] if c.input_norms == "joint" else [f"fc_norm.{i}.weight" for i in range(9)]
+        tensors |= dict(zip(names, fuser.norms, strict=False)) if fuser.norms is not None else {}
+        if c.draft_vocab_size < c.vocab_size:
+            ids = head.draft_ids
+            tensors["d2t"] = ids - torch.arange(len(ids), device=ids.device)
+            tensors["t2d"] = torch.zeros(c.vocab_size, dtype=torch.bool).index_fill_(0, ids.cpu(), True)
+    return {name: tensor.detach().cpu().clone() for name, tensor in tensors.items()}
+
+
+def _layer_tensors(c: EagleHeadConfig, layer: DraftLayer) -> dict[str, Tensor]:
+    q, kv = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
+    tensors = dict(zip((f"self_attn.{p}_proj.weight" for p in "qkv"), layer.qkv.weight.split([q, kv, kv]), strict=True))
+    if layer.qkv.bias is not None:
+        tensors |= zip((f"self_attn.{p}_proj.bias" for p in "qkv"), layer.qkv.bias.split([q, kv, kv]), strict=True)
+    gate, up = layer.gate_up.weight.chunk(2)
+    tensors |= {"self_attn.o_proj.weight": layer.out.weight, "mlp.down_proj.weight": layer.down.weight}
+    tensors |= {"mlp.gate_proj.weight": gate, "mlp.up_proj.weight": up}
+    tensors["post_attention_layernorm.weight"] = layer.post_norm
+    norms = {"input_layernorm.weight": layer.input_norm, "hidden_norm.weight": layer.hidden_norm}
+    return tensors | {name: norm for name, norm in norms.items() if norm is not None}

@@ -1,0 +1,172 @@
+"""What a run leaves behind: heads in other projects' layouts, a model card, and a plot of the training."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Literal, cast, get_args
+
+import torch
+from torch import Tensor
+
+from eyas.errors import CheckpointError, ConfigError
+from eyas.models.checkpoint import (
+    EMBEDDING_NAMES,
+    LM_HEAD_NAMES,
+    read_config,
+    read_target_config,
+    read_tensor,
+    read_tensors,
+    resolve,
+)
+from eyas.models.heads.block import block_tensors, load_block_head, write_block_head
+from eyas.models.heads.block_config import Dialect, find_kind
+from eyas.models.heads.eagle import config_json, write_head
+from eyas.models.heads.eagle_config import EagleHeadConfig, canonical_name, read_head_config
+from eyas.train.config import SERVED_BY, TrainConfig
+from eyas.train.data import Prepared
+from eyas.train.trainer import LOG_FILE, Progressed
+
+Layout = Literal["eyas", "safeailab", "specforge", "speculators"]
+
+
+def export_head(head: str, model: str, out: Path, layout: str) -> None:
+    """Write a head of Eyas in another layout. SafeAILab's is Eyas' own for EAGLE heads, the authors' for block heads.
+
+    Raises ConfigError for an unknown layout, CheckpointError for a head that the layout cannot express.
+    """
+    if layout not in get_args(Layout):
+        raise ConfigError(f"layout is {layout!r}; it must be one of {', '.join(get_args(Layout))}")
+    folder, raw = resolve(head), read_config(resolve(head))
+    if find_kind(raw) is not None:
+        _export_block(head, model, out, layout)
+        return
+    names = set(read_tensors(folder))
+    if "fc.weight" not in names:
+        raise CheckpointError(f"{head} holds no EAGLE or block head; Medusa, Hydra and draft models have one layout only")
+    is_first = not any(name.endswith("norm.weight") and "layernorm" not in name for name in names)
+    config = read_head_config(folder, read_target_config(resolve(model)), "eagle" if is_first else "eagle3")
+    tensors = {canonical_name(name, config.kind): tensor for name, tensor in read_tensors(folder).items()}
+    if layout in ("eyas", "safeailab") or config.kind == "eagle":
+        write_head(out, config, tensors)
+        return
+    _write(out, *(_specforge(config, tensors) if layout == "specforge" else _speculators(config, tensors, model)))
+
+
+def _export_block(head: str, model: str, out: Path, layout: str) -> None:
+    loaded = load_block_head(head, model)
+    tensors = block_tensors(loaded)
+    if layout == "speculators":
+        folder = resolve(model)
+        tensors.setdefault("embed_tokens.weight", read_tensor(folder, EMBEDDING_NAMES).float())
+        tensors.setdefault("lm_head.weight", read_tensor(folder, LM_HEAD_NAMES).float()[loaded.draft_ids])
+    dialect = layout if layout in get_args(Dialect) else "author"
+    write_block_head(out, loaded.config, tensors, cast(Dialect, dialect))
+
+
+def _specforge(c: EagleHeadConfig, tensors: Mapping[str, Tensor]) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Layer ids count outputs if the first of them is output 1, and inputs otherwise, as SGLang reads them."""
+    layers = list(c.aux_hidden_state_layers)
+    ids = [layer - 1 for layer in layers] if layers[0] == 2 else layers
+    config = config_json(c) | {"architectures": ["LlamaForCausalLMEagle3"], "norm_output": c.wiring.output != "bare"}
+    del config["eagle_aux_hidden_state_layer_ids"]
+    config["eagle_config"] = {"eagle_aux_hidden_state_layer_ids": ids, "use_aux_hidden_state": True}
+    return config, _with_vocabulary(c, tensors)
+
+
+def _speculators(c: EagleHeadConfig, tensors: Mapping[str, Tensor], model: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    settings = config_json(c)
+    own = ("draft_vocab_size", "target_hidden_size", "norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
+    kept = {key: settings.pop(key) for key in (*own, "eagle_aux_hidden_state_layer_ids")}
+    settings.pop("architectures")
+    named = {name.replace("midlayer.", "layers.0."): tensor for name, tensor in _with_vocabulary(c, tensors).items()}
+    named.setdefault("embed_tokens.weight", read_tensor(resolve(model), EMBEDDING_NAMES).to(named["fc.weight"].dtype))
+    config = {
+        "architectures": ["Eagle3Speculator"],
+        "speculators_model_type": "eagle3",
+        "speculators_config": {
+            "algorithm": "eagle3",
+            "default_proposal_method": "greedy",
+            "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": 5}],
+            "verifier": {"name_or_path": model, "architectures": read_config(resolve(model)).get("architectures")},
+        },
+        "transformer_layer_config": settings,
+        **kept,
+    }
+    return config, named
+
+
+def _with_vocabulary(c: EagleHeadConfig, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Both projects want d2t and t2d, also for a whole vocabulary."""
+    maps = {"d2t": torch.zeros(c.draft_vocab_size, dtype=torch.int64), "t2d": torch.ones(c.vocab_size, dtype=torch.bool)}
+    return {**(maps if c.draft_vocab_size == c.vocab_size else {}), **tensors}
+
+
+def _write(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+    from safetensors.torch import save_file
+
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n")
+
+
+def read_log(run: Path) -> list[dict[str, Any]]:
+    """The lines of a run's log. Raises ConfigError."""
+    try:
+        return [json.loads(line) for line in (run / LOG_FILE).read_text().splitlines()]
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"cannot read {run / LOG_FILE}: {error}") from error
+
+
+def plot(run: Path) -> Path:
+    """Draw loss and tau of a run. Raises ConfigError without matplotlib."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ConfigError("the plot needs matplotlib; install it with: pip install 'eyas[bench]'") from error
+    records = read_log(run)
+    losses = [(record["step"], record["loss"]) for record in records if "loss" in record]
+    figure = Figure(figsize=(8, 6), layout="constrained")
+    above, below = figure.subplots(2, sharex=True)
+    above.plot([step for step, _ in losses], [loss for _, loss in losses], linewidth=0.8)
+    above.set_ylabel("loss")
+    for name in sorted({key for record in records for key in record if key.startswith("tau_t")}):
+        points = [(record["step"], record[name]) for record in records if name in record]
+        below.plot(*zip(*points, strict=True), marker="o", label=f"trees, temperature {name.removeprefix('tau_t')}")
+    chains = [(record["step"], record["tau_chain"]) for record in records if "tau_chain" in record]
+    if chains:
+        below.plot(*zip(*chains, strict=True), linewidth=0.8, label="greedy chains on training text")
+    below.set_ylabel("tokens per verify step (tau)")
+    below.set_xlabel("step")
+    if below.lines:
+        below.legend()
+    figure.savefig(run / "training.png", dpi=150)
+    return run / "training.png"
+
+
+def write_card(config: TrainConfig, prepared: Prepared, progress: Progressed, num_parameters: int) -> Path:
+    """README.md of the run's best head, or its last if none was evaluated: data, settings and tau."""
+    run = Path(config.out)
+    folder = run / "best" if (run / "best").is_dir() else run / "last"
+    evaluations = [record for record in read_log(run) if any(key.startswith("tau_t") for key in record)]
+    best = next((record for record in evaluations if record["step"] == progress.best_step), {})
+    taus = "\n".join(
+        f"| {key.removeprefix('tau_t')} | {value:.2f} |" for key, value in best.items() if key.startswith("tau_t")
+    )
+    tree, settings = config.eval, json.dumps(asdict(config), indent=1)
+    shape = f"{tree.num_draft_tokens} nodes, {tree.num_prompts} held-out prompts of {tree.max_tokens} tokens"
+    measured = f"| temperature | tau ({shape}) |\n|---|---|\n{taus}\n" if taus else "It was not evaluated.\n"
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "README.md").write_text(
+        f"# {config.method} head for {config.model}\n\n"
+        f"{num_parameters / 1e6:.2f} M trained parameters; made by `eyas train run`, served as the method "
+        f"`{SERVED_BY.get(config.method, config.method)}`.\n\n"
+        f"**Data**: {prepared.num_tokens:,} tokens, {prepared.num_supervised:,} supervised, of {prepared.num_documents:,} "
+        f"documents; {prepared.num_heldout:,} held out. Sources: {', '.join(prepared.sources)}.\n\n"
+        f"**Training**: {progress.step} steps, {progress.num_tokens:,} tokens, {progress.seconds / 60:.1f} minutes.\n\n"
+        f"**Measured** at step {progress.best_step}, tokens per verify step:\n\n{measured}\n"
+        f"**Settings**:\n\n```json\n{settings}\n```\n"
+    )
+    return folder / "README.md"

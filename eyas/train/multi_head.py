@@ -1,0 +1,215 @@
+"""Training of Medusa heads (Cai et al. 2024), Hydra heads (Ankner et al. 2024) and small draft models from final states.
+
+Head h at state t learns the target's prediction of token t + 2 + h; Hydra's also reads tokens t + 1 .. t + 1 + h. Output
+layers start as the target's, residual blocks as the identity. A draft model learns the target's prediction at each token.
+Legend: N windows, L tokens, S states, M heads, H hidden width, D draft vocabulary.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from eyas.models.checkpoint import check_vocabulary
+from eyas.models.heads.hydra import HydraHead, HydraMLP, load_hydra
+from eyas.models.heads.layers import FINAL_NORM_OUTPUT
+from eyas.models.heads.medusa import MedusaHead, load_medusa
+from eyas.train.block import Metrics
+from eyas.train.config import LossConfig, TrainConfig
+from eyas.train.data import Batch
+from eyas.train.features import TargetStates, TargetWeights, document_mask
+from eyas.train.losses import AGREES, CHANCE, LOSS, in_chunks, row_losses, weighted_mean
+
+
+class MultiHeadTrainer(nn.Module):
+    """Medusa or Hydra heads, and their loss: head h has the weight step_decay**h."""
+
+    def __init__(self, head: MedusaHead | HydraHead, lm_head: Tensor, config: LossConfig) -> None:
+        """lm_head: the target's, float32 [V, H]."""
+        super().__init__()
+        self.head, self.config, self._vocab_size = head.requires_grad_(True), config, len(lm_head)
+        if isinstance(head, HydraHead):
+            head.embedding.requires_grad_(False)
+        self.register_buffer("teacher", lm_head[head.draft_ids].contiguous(), persistent=False)
+        self.teacher: Tensor
+
+    @property
+    def aux_hidden_state_layers(self) -> tuple[int, ...]:
+        return (FINAL_NORM_OUTPUT,)
+
+    def forward(self, batch: Batch, states: TargetStates, seed: int) -> Metrics:
+        """Loss and figures of a batch; nothing is random."""
+        length, count = batch.tokens.shape[1], self.head.num_heads
+        metrics, total, tau, accepted = Metrics(), torch.zeros((), device=batch.tokens.device), 1.0, torch.ones(())
+        for number in range(min(count, length - 2)):
+            rows = length - 2 - number
+            ahead = slice(2 + number, 2 + number + rows)
+            valid = batch.loss_mask[:, ahead] & (batch.documents[:, ahead] == batch.documents[:, :rows])
+            embedded = [batch.tokens[:, 1 + i : 1 + i + rows] for i in range(number + 1)]
+            teacher = states.final[:, 1 + number : 1 + number + rows]
+            found = self._losses(number, states.final[:, :rows], torch.stack(embedded, -1), teacher)
+            weights = valid.float()
+            total = total + self.config.step_decay**number * weighted_mean(found[..., LOSS], weights)
+            metrics[f"agreement_{number + 1}"] = weighted_mean(found[..., AGREES].detach(), weights)
+            agreed = found[..., AGREES].detach() * weights
+            accepted = agreed if number == 0 else accepted[:, :rows] * agreed
+            tau = tau + accepted.sum() / weights.sum().clamp(min=1)
+            if number == 0:
+                metrics["chance_1"] = weighted_mean(found[..., CHANCE].detach(), weights)
+        loss = total / sum(self.config.step_decay**number for number in range(count))
+        return {"loss": loss, "draft_loss": loss.detach(), **metrics, "tau_chain": torch.as_tensor(tau)}
+
+    def _losses(self, number: int, states: Tensor, tokens: Tensor, final: Tensor) -> Tensor:
+        """What `row_losses` finds of a head, [N, S, 4]; states, final [N, S, H], tokens [N, S, number + 1]."""
+
+        def chunk(states: Tensor, tokens: Tensor, final: Tensor) -> Tensor:
+            teacher = F.linear(final, self.teacher.to(final.dtype))
+            return row_losses(self._logits(number, states.float(), tokens), teacher, self.config.loss_type)
+
+        flat = (states.flatten(0, 1), tokens.flatten(0, 1), final.flatten(0, 1))
+        return in_chunks(chunk, flat, self.config.chunk_rows).view(*states.shape[:2], -1)
+
+    def _logits(self, number: int, states: Tensor, tokens: Tensor) -> Tensor:
+        if isinstance(self.head, HydraHead):
+            embedded = F.embedding(tokens, self.head.embedding).flatten(1)
+            return self.head.logits(torch.cat([states, embedded], -1), number)
+        x = states
+        for weight, bias in zip(self.head.weights, self.head.biases, strict=True):
+            x = x + F.silu(F.linear(x, weight[number], bias[number, 0]))
+        return F.linear(x, self.head.outputs[number if len(self.head.outputs) > 1 else 0])
+
+    def write(self, folder: Path) -> None:
+        """Write Medusa heads in vLLM's layout, Hydra's in their authors', with a map of the draft vocabulary."""
+        if isinstance(self.head, HydraHead):
+            config, tensors = _hydra_checkpoint(self.head)
+        else:
+            config, tensors = _medusa_checkpoint(self.head)
+        sizes = {"hidden_size": self.head.hidden, "vocab_size": self._vocab_size}
+        tensors["token_map"] = self.head.draft_ids
+        _write(folder, config | sizes, tensors)
+
+
+def _medusa_checkpoint(head: MedusaHead) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    config = {
+        "architectures": ["MedusaModel"], "model_type": "medusa", "num_heads": head.num_heads,
+        "num_hidden_layers": len(head.weights), "medusa_fc_bias": True, "truncated_vocab_size": len(head.draft_ids),
+    }  # fmt: skip
+    tensors = {f"lm_heads.{number}.weight": rows for number, rows in enumerate(head.outputs)}
+    for layer, (weight, bias) in enumerate(zip(head.weights, head.biases, strict=True)):
+        for number in range(head.num_heads):
+            name = f"blocks.{number}.layers.{layer}"
+            tensors |= {f"{name}.weight": weight[number], f"{name}.bias": bias[number, 0]}
+    return config, tensors
+
+
+def _hydra_checkpoint(head: HydraHead) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    tensors: dict[str, Tensor] = {}
+    num_layers = 1
+    for number, mlp in enumerate(head.heads):
+        assert isinstance(mlp, HydraMLP)
+        num_layers = len(mlp.weights)
+        for layer, (weight, bias) in enumerate(zip(mlp.weights, mlp.biases, strict=True)):
+            parts = ("res_connection", "linear") if layer == 0 else ("linear",)
+            for part, w, b in zip(parts, weight.chunk(len(parts)), bias.chunk(len(parts)), strict=True):
+                name = f"hydra_mlp.{number}.{layer}.{part}"
+                tensors |= {f"{name}.weight": w, f"{name}.bias": b}
+        tensors[f"hydra_lm_head.{number}.weight"] = mlp.output
+        if mlp.bias is not None:
+            tensors[f"hydra_lm_head.{number}.bias"] = mlp.bias
+    config = {
+        "model_type": "hydra", "hydra_num_heads": head.num_heads, "hydra_num_layers": num_layers,
+        "hydra_head_arch": "mlp", "grounded_heads": True,
+    }  # fmt: skip
+    return config, tensors
+
+
+def _write(folder: Path, config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+    from safetensors.torch import save_file
+
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file({name: t.detach().cpu().contiguous().clone() for name, t in tensors.items()}, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n")
+
+
+def new_medusa_trainer(config: TrainConfig, target: TargetWeights, draft_ids: Tensor) -> MultiHeadTrainer:
+    """Heads that copy the target's output layer, or those of config.draft_model. Raises CheckpointError."""
+    if config.draft_model:
+        return MultiHeadTrainer(load_medusa(config.draft_model, str(target.folder)), target.lm_head, config.loss)
+    c, hidden = config.head, target.hidden
+    weights = [torch.zeros(c.num_heads, hidden, hidden) for _ in range(c.num_head_layers)]
+    biases = [torch.zeros(c.num_heads, 1, hidden) for _ in range(c.num_head_layers)]
+    outputs = target.lm_head[draft_ids].expand(c.num_heads, -1, -1).clone()
+    return MultiHeadTrainer(MedusaHead(weights, biases, outputs, draft_ids), target.lm_head, config.loss)
+
+
+def new_hydra_trainer(config: TrainConfig, target: TargetWeights, draft_ids: Tensor) -> MultiHeadTrainer:
+    """Heads of the kind mlp, grounded, or those of config.draft_model. Raises CheckpointError."""
+    if config.draft_model:
+        return MultiHeadTrainer(load_hydra(config.draft_model, str(target.folder)), target.lm_head, config.loss)
+    c, hidden, heads = config.head, target.hidden, []
+    for number in range(c.num_heads):
+        width = (number + 2) * hidden
+        first = torch.cat([torch.eye(hidden, width), torch.zeros(hidden, width)])
+        blocks = [(first, torch.zeros(2 * hidden))]
+        blocks += [(torch.zeros(hidden, hidden), torch.zeros(hidden)) for _ in range(1, c.num_head_layers)]
+        heads.append(HydraMLP(blocks, target.lm_head[draft_ids].clone(), torch.zeros(len(draft_ids))))
+    return MultiHeadTrainer(HydraHead(heads, target.embedding, draft_ids), target.lm_head, config.loss)
+
+
+class DraftModelTrainer(nn.Module):
+    """A small causal LM of the target's architecture family (Llama), distilled from the target."""
+
+    def __init__(self, model: Any, lm_head: Tensor, config: LossConfig) -> None:
+        super().__init__()
+        self.model, self.config = model, config
+        self.register_buffer("teacher", lm_head.contiguous(), persistent=False)
+        self.teacher: Tensor
+
+    @property
+    def aux_hidden_state_layers(self) -> tuple[int, ...]:
+        return (FINAL_NORM_OUTPUT,)
+
+    def forward(self, batch: Batch, states: TargetStates, seed: int) -> Metrics:
+        """Loss and figures of a batch; nothing is random."""
+        mask = document_mask(batch.documents)[:, None] if batch.is_packed else None
+        decoder, head = self.model.get_decoder(), self.model.get_output_embeddings()
+        found = decoder(batch.tokens, attention_mask=mask, position_ids=batch.positions, use_cache=False).last_hidden_state
+
+        def chunk(rows: Tensor, final: Tensor) -> Tensor:
+            return row_losses(head(rows), F.linear(final, self.teacher.to(final.dtype)), self.config.loss_type)
+
+        flat = (found[:, :-1].flatten(0, 1), states.final[:, :-1].flatten(0, 1))
+        losses = in_chunks(chunk, flat, self.config.chunk_rows)
+        weights = batch.loss_mask[:, 1:].flatten().float()
+        loss = weighted_mean(losses[:, LOSS], weights)
+        agreement = weighted_mean(losses[:, AGREES].detach(), weights)
+        return {"loss": loss, "draft_loss": loss.detach(), "agreement_1": agreement}
+
+    def write(self, folder: Path) -> None:
+        """Write the model as transformers does."""
+        self.model.save_pretrained(folder)
+
+
+def new_draft_model_trainer(config: TrainConfig, target: TargetWeights, draft_ids: Tensor) -> DraftModelTrainer:
+    """A random small Llama with the target's vocabulary, embeddings tied, or config.draft_model. Raises CheckpointError."""
+    from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+    if config.draft_model:
+        check_vocabulary(config.draft_model, str(target.folder))
+        model: Any = AutoModelForCausalLM.from_pretrained(config.draft_model, dtype=torch.float32)
+        return DraftModelTrainer(model, target.lm_head, config.loss)
+    h, t = config.head, target.config
+    hidden, heads = h.hidden_size or target.hidden // 2, h.num_attention_heads or int(t["num_attention_heads"])
+    made = LlamaConfig(
+        vocab_size=target.vocab_size, hidden_size=hidden, intermediate_size=h.intermediate_size or 2 * hidden,
+        num_hidden_layers=h.num_hidden_layers or 2, num_attention_heads=heads,
+        num_key_value_heads=h.num_key_value_heads or int(t.get("num_key_value_heads") or heads),
+        max_position_embeddings=int(t["max_position_embeddings"]), tie_word_embeddings=True,
+        bos_token_id=t.get("bos_token_id"), eos_token_id=t.get("eos_token_id"), pad_token_id=t.get("pad_token_id"),
+    )  # fmt: skip
+    return DraftModelTrainer(LlamaForCausalLM(made), target.lm_head, config.loss)

@@ -1,0 +1,172 @@
+"""`eyas train regenerate`: answers by the target itself, through the engine. Heads trained on them accept more.
+
+Each line of the output has the number of its input, so that a run that was stopped continues where it was.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from eyas.errors import ConfigError, EyasError
+from eyas.llm import LLM
+from eyas.request import Prompt, SamplingParams
+from eyas.train.data import messages_of, read_entries
+
+
+@dataclass(frozen=True)
+class RegenerateSettings:
+    """temperatures: entries take them in turn. prompt_tokens: of plain text, at `prompts_per_document` places of a document.
+
+    batch: entries at a time; the output grows by as many lines.
+    """
+
+    max_tokens: int = 512
+    temperatures: tuple[float, ...] = (0.0, 1.0)
+    prompt_tokens: int = 64
+    prompts_per_document: int = 1
+    batch: int = 64
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class Regenerated:
+    """What became of the entries of the input, those of earlier runs included."""
+
+    num_entries: int
+    num_answered: int
+    num_failed: int
+    num_skipped: int
+
+
+def regenerate(
+    llm: LLM,
+    files: Sequence[Path],
+    out: Path,
+    settings: RegenerateSettings,
+    show: Callable[[int], object] = lambda done: None,
+) -> Regenerated:
+    """Append an answered entry to `out` for each entry that it lacks; failures are kept with their reason.
+
+    show: called with the number of entries done. Raises ConfigError for input that cannot be read.
+    """
+    done = _done(out)
+    counts = {"answered": 0, "failed": 0, "skipped": 0}
+    for outcome in done.values():
+        counts[outcome] += 1
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with out.open("a", encoding="utf-8") as lines:
+        for batch in _batches(_entries(llm, files, settings), done, settings.batch):
+            for line in _answer_all(llm, batch, settings):
+                counts[_outcome(line)] += 1
+                lines.write(json.dumps(line, ensure_ascii=False) + "\n")
+            lines.flush()
+            show(sum(counts.values()))
+    return Regenerated(sum(counts.values()), counts["answered"], counts["failed"], counts["skipped"])
+
+
+def _done(out: Path) -> dict[int, str]:
+    """The numbers of the entries that `out` holds. A last line that a crash cut off is removed."""
+    if not out.exists():
+        return {}
+    text = out.read_text(encoding="utf-8")
+    whole = text[: text.rfind("\n") + 1]
+    if whole != text:
+        out.write_text(whole, encoding="utf-8")
+    return {(line := json.loads(raw))["index"]: _outcome(line) for raw in whole.splitlines()}
+
+
+def _outcome(line: Mapping[str, Any]) -> str:
+    return "failed" if "error" in line else "skipped" if "skipped" in line else "answered"
+
+
+def _entries(llm: LLM, files: Sequence[Path], settings: RegenerateSettings) -> Iterator[dict[str, Any]]:
+    """Conversations with their messages, and beginnings of plain text as token ids."""
+    for file in files:
+        for number, entry in read_entries(file):
+            if messages := messages_of(entry):
+                yield {"messages": messages}
+                continue
+            if "text" not in entry and "token_ids" not in entry:
+                raise ConfigError(f"{file}, line {number}: no messages, conversations, text or token_ids")
+            ids = entry.get("token_ids") or llm.get_tokenizer().encode(str(entry["text"]))
+            yield from _beginnings(list(ids), settings)
+
+
+def _beginnings(ids: list[int], settings: RegenerateSettings) -> Iterator[dict[str, Any]]:
+    """Prompts at evenly spread places; each begins with the document's first token, which may be a BOS token."""
+    span = max(1, len(ids) - settings.prompt_tokens)
+    count = min(settings.prompts_per_document, span)
+    for place in range(count):
+        start = place * span // count
+        yield {"token_ids": ids[:1] + ids[start + 1 : start + settings.prompt_tokens]}
+
+
+def _batches(
+    entries: Iterator[dict[str, Any]], done: Mapping[int, str], size: int
+) -> Iterator[list[tuple[int, dict[str, Any]]]]:
+    """The numbered entries that are not done."""
+    batch = []
+    for index, entry in enumerate(entries):
+        if index in done:
+            continue
+        batch.append((index, entry))
+        if len(batch) == size:
+            yield batch
+            batch = []
+    if batch:
+        yield batch
+
+
+def _answer_all(llm: LLM, batch: Sequence[tuple[int, dict[str, Any]]], settings: RegenerateSettings) -> list[dict[str, Any]]:
+    """The lines of a batch. If it fails as a whole, its entries run one by one, so that one bad entry costs only itself."""
+    try:
+        return _answer(llm, batch, settings)
+    except EyasError as error:
+        if len(batch) == 1:
+            return [{"index": batch[0][0], "error": str(error)}]
+        return [line for entry in batch for line in _answer_all(llm, [entry], settings)]
+
+
+def _answer(llm: LLM, batch: Sequence[tuple[int, dict[str, Any]]], settings: RegenerateSettings) -> list[dict[str, Any]]:
+    texts = [(index, entry["token_ids"]) for index, entry in batch if "token_ids" in entry]
+    lines = []
+    prompts: list[Prompt] = [{"prompt_token_ids": ids} for _, ids in texts]
+    outputs = llm.generate(prompts, [_sampling(settings, index) for index, _ in texts], use_tqdm=False) if texts else []
+    for (index, ids), output in zip(texts, outputs, strict=True):
+        answer = list(output.outputs[0].token_ids)
+        lines.append({"index": index, "token_ids": [*ids, *answer], "num_prompt_tokens": len(ids)})
+    chats = [(index, entry["messages"]) for index, entry in batch if "messages" in entry]
+    return sorted(lines + _answer_chats(llm, chats, settings), key=lambda line: int(str(line["index"])))
+
+
+def _answer_chats(
+    llm: LLM, chats: Sequence[tuple[int, list[dict[str, Any]]]], settings: RegenerateSettings
+) -> list[dict[str, Any]]:
+    """Replace each turn of an assistant by an answer to the turns before it, the replaced ones included."""
+    grown: dict[int, list[dict[str, Any]]] = {index: [] for index, _ in chats}
+    asked = {index: [message for message in messages if message["role"] != "assistant"] for index, messages in chats}
+    while open_chats := [index for index, own in asked.items() if any(message["role"] == "user" for message in own)]:
+        for index in open_chats:
+            while asked[index]:
+                grown[index].append(asked[index].pop(0))
+                if grown[index][-1]["role"] == "user":
+                    break
+        histories = [grown[index] for index in open_chats]
+        answers = llm.chat(histories, [_sampling(settings, index) for index in open_chats], use_tqdm=False)
+        for index, output in zip(open_chats, answers, strict=True):
+            grown[index].append({"role": "assistant", "content": output.outputs[0].text})
+    return [
+        {"index": index, "messages": own}
+        if any(message["role"] == "assistant" for message in own)
+        else {"index": index, "skipped": "no turn of a user"}
+        for index, own in grown.items()
+    ]
+
+
+def _sampling(settings: RegenerateSettings, index: int) -> SamplingParams:
+    temperature = settings.temperatures[index % len(settings.temperatures)]
+    return SamplingParams(settings.max_tokens, temperature, seed=settings.seed * 1_000_003 + index)
