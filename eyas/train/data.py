@@ -8,6 +8,7 @@ plain text. In conversations only the assistant's words count in the loss. A pre
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -58,11 +59,13 @@ def prepare(
     Longer documents are cut into parts of max_length. Those with fewer supervised tokens than min_loss_tokens are left out.
     Raises ConfigError for files without usable text, for chats of a model without a template, and for a full disk.
     """
-    from datasets import Dataset
+    from datasets import Dataset, disable_progress_bars
     from safetensors.torch import save_file
 
     from eyas.models.checkpoint import read_target_config, resolve
 
+    if not sys.stderr.isatty():
+        disable_progress_bars()
     vocab_size = int(read_target_config(resolve(model))["vocab_size"])
     reader = DocumentReader(model, vocab_size)
     generator = np.random.default_rng(seed)

@@ -22,6 +22,7 @@ from eyas.models.heads.eagle import EagleHead, write_head
 from eyas.models.heads.eagle_config import (
     EagleHeadConfig,
     HeadWiring,
+    Output,
     canonical_name,
     layer_prefix,
     optional_tensors,
@@ -203,6 +204,7 @@ def _head_config(config: TrainConfig, target: TargetWeights, draft_vocab_size: i
     inputs = tuple(layer + 1 for layer in h.target_layer_ids) or (min(2, layers - 1), layers // 2, layers)
     rotary: Any = t.get("rope_parameters") or {"rope_theta": t.get("rope_theta", 10000.0), "rope_type": "default"}
     normed = config.method == "eagle3.1"
+    output: Output = "bare" if is_first else "normed" if normed else "state"
     return EagleHeadConfig(
         hidden=target.hidden,
         intermediate=h.intermediate_size or int(t["intermediate_size"]),
@@ -217,7 +219,7 @@ def _head_config(config: TrainConfig, target: TargetWeights, draft_vocab_size: i
         draft_vocab_size=target.vocab_size if is_first else draft_vocab_size,
         rotary=rotary,
         max_positions=int(t["max_position_embeddings"]),
-        wiring=HeadWiring((FINAL_NORM_OUTPUT,) if is_first else inputs, output="normed" if normed else "state"),
+        wiring=HeadWiring((FINAL_NORM_OUTPUT,) if is_first else inputs, output=output),
         input_norms="each" if normed else "none",
         fc_bias=is_first,
     )

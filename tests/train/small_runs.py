@@ -1,0 +1,54 @@
+"""Small training runs over a tiny target, for tests."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from eyas.config.loader import validated
+from eyas.train.config import TrainConfig
+from eyas.train.data import Prepared, prepare
+from tests.tiny import write_spelling_tokenizer, write_target
+
+MASK = 2
+HEAD = {
+    "num_hidden_layers": 1, "target_layer_ids": [0, 2], "block_size": 4, "markov_rank": 8, "mask_token_id": MASK, "num_heads": 2,
+}  # fmt: skip
+
+
+def tiny_target(folder: Path) -> str:
+    target = write_target(folder / "target")
+    write_spelling_tokenizer(target)
+    return str(target)
+
+
+def write_ids(file: Path, count: int, length: int = 24, seed: int = 0) -> Path:
+    """Documents of random tokens without the reserved ones."""
+    generator = torch.Generator().manual_seed(seed)
+    rows = torch.randint(3, 48, (count, length), generator=generator).tolist()
+    file.write_text("".join(json.dumps({"token_ids": row}) + "\n" for row in rows))
+    return file
+
+
+def prepared(folder: Path, target: str, count: int = 20) -> Prepared:
+    file = write_ids(folder / "ids.jsonl", count)
+    return prepare(target, [file], folder / "data", heldout=0.2, max_length=64, min_loss_tokens=2, seed=0)
+
+
+def settings(folder: Path, target: str, method: str = "dspark", **changes: Any) -> TrainConfig:
+    data: dict[str, Any] = {
+        "model": target, "out": str(folder / "run"), "method": method, "device": "cpu", "log_every": 1, "save_every": 2,
+        "data": {"path": str(folder / "data"), "max_length": 32},
+        "head": dict(HEAD),
+        "loss": {"num_anchors": 8, "ttt_steps": 2, "chunk_rows": 16},
+        "optimizer": {"batch_size": 2, "max_steps": 4, "precision": "fp32", "learning_rate": 1e-3},
+        "eval": {"num_prompts": 2, "prompt_tokens": 6, "max_tokens": 6, "num_draft_tokens": 6},
+    }  # fmt: skip
+    for key, value in changes.items():
+        part, _, name = key.partition("__")
+        if name:
+            data[part][name] = value
+        else:
+            data[part] = value
+    return validated(TrainConfig, data, "test")
