@@ -37,7 +37,7 @@ $(READY): pyproject.toml constraints.txt
 		exit 1; }
 	@echo "Setting up $(VENV) with $$("$(PYTHON)" --version); the first time takes a few minutes"
 	@"$(PYTHON)" -m venv $(VENV)
-	@$(BIN)/python -m pip install --disable-pip-version-check -e '.[serve,ray,bench,docs,dev]' -c constraints.txt 2>&1 \
+	@$(BIN)/python -m pip install --disable-pip-version-check -e '.[serve,ray,bench,train,docs,dev]' -c constraints.txt 2>&1 \
 		| tee $(VENV)/setup.log | { $(PROGRESS); } || { tail -n 20 $(VENV)/setup.log >&2; exit 1; }
 	@touch $(READY)
 	@echo "$(VENV) is ready"

@@ -21,7 +21,11 @@ train = typer.Typer(add_completion=False, no_args_is_help=True)
 
 Model = Annotated[str, typer.Option(help="Folder or hub id of the target.")]
 Out = Annotated[Path, typer.Option(help="What to write.")]
-Files = Annotated[list[Path], typer.Argument(help="JSON Lines with messages, conversations, text or token_ids; or text.")]
+Files = Annotated[
+    list[Path],
+    typer.Argument(help="JSON Lines with messages, conversations, text or token_ids; plain text; folders of such files."),
+]
+Exclude = Annotated[Path | None, typer.Option(help="JSON list of names or ends of paths to leave out of folders.")]
 ConfigFile = Annotated[Path | None, typer.Option("--config", help="YAML file of settings.")]
 Assignments = Annotated[
     list[str], typer.Option("--set", help="key=value, such as optimizer.max_steps=500; may be repeated.")
@@ -42,12 +46,14 @@ def prepare(
     heldout: Annotated[float, typer.Option(help="Share of documents that is kept out of training.")] = 0.02,
     max_length: Annotated[int, typer.Option(help="Tokens of a part; longer documents are cut.")] = 2048,
     min_loss_tokens: Annotated[int, typer.Option(help="Documents with fewer supervised tokens are left out.")] = 2,
+    exclude: Exclude = None,
     seed: Annotated[int, typer.Option()] = 0,
 ) -> None:
     """Make token ids and loss masks of text or conversations; count tokens; hold documents out."""
+    from eyas.train.data import expand_files
     from eyas.train.data import prepare as run
 
-    info = run(model, files, out, heldout, max_length, min_loss_tokens, seed)
+    info = run(model, expand_files(files, exclude), out, heldout, max_length, min_loss_tokens, seed)
     print(
         f"{out}: {info.num_documents} documents, {info.num_heldout} held out; {info.num_tokens} tokens, "
         f"{info.num_supervised} supervised; {info.num_skipped} documents left out"
@@ -68,6 +74,8 @@ def regenerate(
     method: Annotated[str, typer.Option(help="Its method.")] = "",
     dtype: Annotated[str, typer.Option()] = "auto",
     device: Annotated[str, typer.Option()] = "auto",
+    exclude: Exclude = None,
+    max_entries: Annotated[int, typer.Option(help="Entries to answer, spread over the input; 0 answers all.")] = 0,
     seed: Annotated[int, typer.Option()] = 0,
     threads: Threads = 0,
 ) -> None:
@@ -75,16 +83,19 @@ def regenerate(
     import torch
 
     from eyas.llm import LLM
+    from eyas.train.data import expand_files
     from eyas.train.regenerate import RegenerateSettings
     from eyas.train.regenerate import regenerate as run
 
     if threads:
         torch.set_num_threads(threads)
-    settings = RegenerateSettings(max_tokens, tuple(temperature), prompt_tokens, prompts_per_document, batch, seed)
+    settings = RegenerateSettings(
+        max_tokens, tuple(temperature), prompt_tokens, prompts_per_document, batch, seed, max_entries
+    )
     progress = Progress(console=Console(stderr=True))
     with LLM(model, draft_model or None, method or None, dtype, device, max_num_seqs=batch) as llm, progress:
         task = progress.add_task("answering", total=None)
-        found = run(llm, files, out, settings, lambda done: progress.update(task, completed=done))
+        found = run(llm, expand_files(files, exclude), out, settings, lambda done: progress.update(task, completed=done))
     print(
         f"{out}: {found.num_entries} entries: {found.num_answered} answered, {found.num_failed} failed, "
         f"{found.num_skipped} without a question"

@@ -25,6 +25,7 @@ from eyas.tokenizer import Tokenizer, load_tokenizer
 
 INFO_FILE, FREQUENCY_FILE = "prepared.json", "token_freq.safetensors"
 TRAIN, HELDOUT = "train", "heldout"
+FOLDER_SUFFIXES = {".jsonl", ".txt", ".md", ".py", ".rst"}
 SHAREGPT_ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
 
 
@@ -164,6 +165,24 @@ class DocumentReader:
         return Document(list(encoded.ids), mask)
 
 
+def expand_files(paths: Sequence[Path], exclude: Path | None = None) -> list[Path]:
+    """Files as they are, and the sources and texts of folders, in the order of their names.
+
+    exclude: JSON list of names or ends of paths that are left out. Raises ConfigError for a path that does not exist.
+    """
+    try:
+        ends = tuple(f"/{name}" for name in json.loads(exclude.read_text())) if exclude else ()
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"cannot read {exclude}: {error}; give a JSON list of paths") from error
+    files: list[Path] = []
+    for path in paths:
+        if not path.exists():
+            raise ConfigError(f"{path} does not exist; name files or folders of training text")
+        found = sorted(file for file in path.rglob("*") if file.suffix in FOLDER_SUFFIXES) if path.is_dir() else [path]
+        files += [file for file in found if not str(file.absolute()).endswith(ends)] if ends else found
+    return files
+
+
 def messages_of(entry: Mapping[str, Any]) -> list[dict[str, Any]]:
     """The messages of a conversation, as chat templates take them; empty if the entry is none."""
     if "messages" in entry:
@@ -207,8 +226,8 @@ class Batch:
 
     def to(self, device: torch.device) -> Batch:
         """The batch on a device."""
-        tensors = (self.tokens, self.loss_mask, self.documents, self.positions)
-        return Batch(*(tensor.to(device) for tensor in tensors), self.index)
+        tokens, loss_mask = self.tokens.to(device), self.loss_mask.to(device)
+        return Batch(tokens, loss_mask, self.documents.to(device), self.positions.to(device), self.index)
 
     @property
     def is_packed(self) -> bool:
@@ -252,7 +271,8 @@ class Windows:
                 documents[row, place], positions[row, place] = number, np.arange(len(ids))
                 mask[row, at] = False  # nothing before it predicts it
                 at += len(ids)
-        return Batch(*map(torch.from_numpy, (tokens, mask, documents, positions)), tuple(indices))
+        arrays = [torch.from_numpy(array) for array in (tokens, mask, documents, positions)]
+        return Batch(arrays[0], arrays[1], arrays[2], arrays[3], tuple(indices))
 
     def order(self, seed: int, epoch: int) -> Tensor:
         """The order of the windows in an epoch."""

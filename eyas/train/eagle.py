@@ -71,7 +71,7 @@ class EagleTrainer(nn.Module):
         valid = F.pad(batch.loss_mask, (0, 1))[:, 2:] & (F.pad(documents, (0, 1), value=-1)[:, 2:] == documents[:, :-1])
         attended = _AttentionOverSteps(documents[:, :-1], len(self.head.layers))
         metrics, total, weight = Metrics(), torch.zeros((), device=tokens.device), 0.0
-        agreed, tau = torch.ones_like(valid, dtype=torch.float32), 1.0
+        agreed, tau = torch.ones_like(valid, dtype=torch.float32), torch.ones((), device=tokens.device)
         for step in range(self.config.ttt_steps if self.fuser else 1):
             rows = self._run(features, tokens, positions, attended)
             own = valid & (positions >= step)
@@ -93,7 +93,7 @@ class EagleTrainer(nn.Module):
             "loss": total / weight,
             "draft_loss": (total / weight).detach(),
             **metrics,
-            "tau_chain": torch.as_tensor(tau),
+            "tau_chain": tau,
         }
 
     def _run(self, features: Tensor, tokens: Tensor, positions: Tensor, attended: _AttentionOverSteps) -> Tensor:
@@ -139,7 +139,7 @@ class _AttentionOverSteps:
         query, key, value = (x.view(*shape, *x.shape[1:]) for x in (rows.query, rows.key, rows.value))
         seen.append((key, value))
         length, (num_kv, width) = shape[1], key.shape[2:]
-        q = query.unflatten(2, (num_kv, -1)) * width**-0.5
+        q = query.view(*shape, num_kv, -1, width) * width**-0.5
         scores = torch.einsum("bljgd,bmjd->bjglm", q, seen[0][0]).float()
         at = torch.arange(length, device=q.device)
         hidden = (at[None] > at[:, None] - step) | (self._documents[:, :, None] != self._documents[:, None])
@@ -245,7 +245,8 @@ def _random_tensors(c: EagleHeadConfig, target: TargetWeights, draft_ids: Tensor
 
 def eagle_tensors(head: EagleHead, fuser: LinearFuser | None) -> dict[str, Tensor]:
     """The tensors of a head under their published names, on the CPU: projections apart again that the module has fused."""
-    c, tensors = head.config, {}
+    c = head.config
+    tensors: dict[str, Tensor] = {}
     for number, layer in enumerate(head.layers):
         assert isinstance(layer, DraftLayer)
         tensors |= {layer_prefix(c, number) + name: tensor for name, tensor in _layer_tensors(c, layer).items()}
@@ -265,10 +266,12 @@ def eagle_tensors(head: EagleHead, fuser: LinearFuser | None) -> dict[str, Tenso
 
 
 def _layer_tensors(c: EagleHeadConfig, layer: DraftLayer) -> dict[str, Tensor]:
-    q, kv = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
-    tensors = dict(zip((f"self_attn.{p}_proj.weight" for p in "qkv"), layer.qkv.weight.split([q, kv, kv]), strict=True))
-    if layer.qkv.bias is not None:
-        tensors |= zip((f"self_attn.{p}_proj.bias" for p in "qkv"), layer.qkv.bias.split([q, kv, kv]), strict=True)
+    sizes = [c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim, c.num_kv_heads * c.head_dim]
+    tensors: dict[str, Tensor] = {}
+    for part, fused in (("weight", layer.qkv.weight), ("bias", layer.qkv.bias)):
+        if fused is not None:
+            names = (f"self_attn.{p}_proj.{part}" for p in "qkv")
+            tensors |= zip(names, torch.split(fused, sizes), strict=True)
     gate, up = layer.gate_up.weight.chunk(2)
     tensors |= {"self_attn.o_proj.weight": layer.out.weight, "mlp.down_proj.weight": layer.down.weight}
     tensors |= {"mlp.gate_proj.weight": gate, "mlp.up_proj.weight": up}

@@ -81,14 +81,14 @@ class OnlineTarget:
             raise CheckpointError(f"transformers cannot load a causal LM from {model!r}: {error}") from error
         self.model: nn.Module = loaded.to(device).eval().requires_grad_(False)
         self._decoder: Any = loaded.get_decoder()
-        self._layers, self._kept = tuple(layers), {}
+        self._layers = tuple(layers)
+        self._kept: dict[int, Tensor] = {}
         num_layers = len(self._decoder.layers)
         for layer in set(layers) - {FINAL_NORM_OUTPUT}:
             if not 0 <= layer <= num_layers:
                 raise CheckpointError(f"head.target_layer_ids holds {layer - 1}, but {model} has {num_layers} layers")
             module = self._decoder.layers[layer] if layer < num_layers else self._decoder.norm
             module.register_forward_pre_hook(lambda module, args, layer=layer: self._kept.__setitem__(layer, args[0]))
-        self._kept: dict[int, Tensor]
 
     def shard(self) -> None:
         """Spread the weights over all processes with FSDP2. Call it once the process group is up."""

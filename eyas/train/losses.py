@@ -60,7 +60,7 @@ def in_chunks(function: Callable[..., Tensor], rows: tuple[Tensor, ...], chunk_r
     count = len(rows[0])
     if not chunk_rows or count <= chunk_rows:
         return function(*rows)
-    chunks = zip(*(tensor.split(chunk_rows) for tensor in rows), strict=True)
+    chunks = zip(*(torch.split(tensor, chunk_rows) for tensor in rows), strict=True)
     return torch.cat([checkpoint(function, *chunk, use_reentrant=False) for chunk in chunks])
 
 

@@ -45,7 +45,12 @@ class MultiHeadTrainer(nn.Module):
     def forward(self, batch: Batch, states: TargetStates, seed: int) -> Metrics:
         """Loss and figures of a batch; nothing is random."""
         length, count = batch.tokens.shape[1], self.head.num_heads
-        metrics, total, tau, accepted = Metrics(), torch.zeros((), device=batch.tokens.device), 1.0, torch.ones(())
+        metrics, total, tau, accepted = (
+            Metrics(),
+            torch.zeros((), device=batch.tokens.device),
+            torch.ones(()),
+            torch.ones(()),
+        )
         for number in range(min(count, length - 2)):
             rows = length - 2 - number
             ahead = slice(2 + number, 2 + number + rows)
@@ -62,7 +67,7 @@ class MultiHeadTrainer(nn.Module):
             if number == 0:
                 metrics["chance_1"] = weighted_mean(found[..., CHANCE].detach(), weights)
         loss = total / sum(self.config.step_decay**number for number in range(count))
-        return {"loss": loss, "draft_loss": loss.detach(), **metrics, "tau_chain": torch.as_tensor(tau)}
+        return {"loss": loss, "draft_loss": loss.detach(), **metrics, "tau_chain": tau}
 
     def _losses(self, number: int, states: Tensor, tokens: Tensor, final: Tensor) -> Tensor:
         """What `row_losses` finds of a head, [N, S, 4]; states, final [N, S, H], tokens [N, S, number + 1]."""

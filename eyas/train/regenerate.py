@@ -6,6 +6,7 @@ Each line of the output has the number of its input, so that a run that was stop
 from __future__ import annotations
 
 import json
+import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +22,7 @@ from eyas.train.data import messages_of, read_entries
 class RegenerateSettings:
     """temperatures: entries take them in turn. prompt_tokens: of plain text, at `prompts_per_document` places of a document.
 
-    batch: entries at a time; the output grows by as many lines.
+    batch: entries at a time; the output grows by as many lines. max_entries: 0 answers all of them.
     """
 
     max_tokens: int = 512
@@ -30,6 +31,7 @@ class RegenerateSettings:
     prompts_per_document: int = 1
     batch: int = 64
     seed: int = 0
+    max_entries: int = 0
 
 
 @dataclass(frozen=True)
@@ -59,7 +61,7 @@ def regenerate(
         counts[outcome] += 1
     out.parent.mkdir(parents=True, exist_ok=True)
     with out.open("a", encoding="utf-8") as lines:
-        for batch in _batches(_entries(llm, files, settings), done, settings.batch):
+        for batch in _batches(_entries(llm, _spread(files, settings), settings), done, settings):
             for line in _answer_all(llm, batch, settings):
                 counts[_outcome(line)] += 1
                 lines.write(json.dumps(line, ensure_ascii=False) + "\n")
@@ -81,6 +83,14 @@ def _done(out: Path) -> dict[int, str]:
 
 def _outcome(line: Mapping[str, Any]) -> str:
     return "failed" if "error" in line else "skipped" if "skipped" in line else "answered"
+
+
+def _spread(files: Sequence[Path], settings: RegenerateSettings) -> list[Path]:
+    """The files in a seeded order if not all entries are answered, so that the answered ones are from everywhere."""
+    order = list(files)
+    if settings.max_entries:
+        random.Random(settings.seed).shuffle(order)
+    return order
 
 
 def _entries(llm: LLM, files: Sequence[Path], settings: RegenerateSettings) -> Iterator[dict[str, Any]]:
@@ -106,15 +116,17 @@ def _beginnings(ids: list[int], settings: RegenerateSettings) -> Iterator[dict[s
 
 
 def _batches(
-    entries: Iterator[dict[str, Any]], done: Mapping[int, str], size: int
+    entries: Iterator[dict[str, Any]], done: Mapping[int, str], settings: RegenerateSettings
 ) -> Iterator[list[tuple[int, dict[str, Any]]]]:
     """The numbered entries that are not done."""
     batch = []
     for index, entry in enumerate(entries):
+        if settings.max_entries and index >= settings.max_entries:
+            break
         if index in done:
             continue
         batch.append((index, entry))
-        if len(batch) == size:
+        if len(batch) == settings.batch:
             yield batch
             batch = []
     if batch:

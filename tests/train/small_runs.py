@@ -13,7 +13,8 @@ from tests.tiny import write_spelling_tokenizer, write_target
 
 MASK = 2
 HEAD = {
-    "num_hidden_layers": 1, "target_layer_ids": [0, 2], "block_size": 4, "markov_rank": 8, "mask_token_id": MASK, "num_heads": 2,
+    "num_hidden_layers": 1, "target_layer_ids": [0, 2], "block_size": 4, "markov_rank": 8, "mask_token_id": MASK,
+    "num_heads": 2,
 }  # fmt: skip
 
 

@@ -1,0 +1,110 @@
+"""A run that dies continues exactly: weights, optimiser, data and noise are those of a run that never stopped."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+from eyas.errors import ConfigError
+from eyas.train.methods import build_trainer
+from eyas.train.trainer import Trainer
+from tests.train.small_runs import prepared, settings, tiny_target
+
+STEPS = 6
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("resume")
+    prepared(folder, tiny_target(folder))
+    return folder
+
+
+def write_settings(folder: Path, out: Path, **changes: object) -> Path:
+    config = settings(folder, str(folder / "target"), out=str(out), optimizer__max_steps=STEPS, threads=1, **changes)
+    file = out.with_suffix(".yaml")
+    file.write_text(yaml.safe_dump(asdict(config) | {"eval": {**asdict(config)["eval"], "temperatures": [0.0]}}))
+    text = file.read_text().replace("!!python/tuple", "")
+    file.write_text(text)
+    return file
+
+
+def losses(out: Path) -> dict[int, float]:
+    import json
+
+    records = [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
+    return {record["step"]: record["loss"] for record in records if "loss" in record}
+
+
+def test_a_killed_run_continues_bit_for_bit(folder: Path, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "eyas.cli", "train", "run", "--config"]
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    subprocess.run([*command, write_settings(folder, whole)], check=True, env=environment, capture_output=True)
+    file = write_settings(folder, killed)
+    process = subprocess.Popen([*command, file], env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    while not list(killed.glob("checkpoints/step-*2.pt")) and process.poll() is None:
+        time.sleep(0.01)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    subprocess.run([*command, file], check=True, env=environment, capture_output=True)
+    assert losses(killed) == losses(whole)
+    a, b = (torch.load(run / "checkpoints" / f"step-{STEPS:08d}.pt", weights_only=True) for run in (whole, killed))
+    assert all(torch.equal(a["parameters"][name], b["parameters"][name]) for name in a["parameters"])
+
+
+def test_other_settings_do_not_continue_a_run(folder: Path, tmp_path: Path) -> None:
+    build_trainer(settings(folder, str(folder / "target"), out=str(tmp_path / "run"))).save()
+    other = settings(folder, str(folder / "target"), out=str(tmp_path / "run"), optimizer__learning_rate=0.5)
+    with pytest.raises(ConfigError, match="run with other settings"):
+        build_trainer(other).resume()
+
+
+def test_a_full_disk_loses_no_checkpoint(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = build_trainer(settings(folder, str(folder / "target"), out=str(tmp_path / "run")))
+    trainer.step()
+    trainer.save()
+
+    def full(state: object, file: Path) -> None:
+        file.write_bytes(b"half")
+        raise OSError(28, "No space left on device")
+
+    trainer.step()
+    monkeypatch.setattr(torch, "save", full)
+    with pytest.raises(ConfigError, match="nothing that was saved is lost"):
+        trainer.save()
+    monkeypatch.undo()
+    again = build_trainer(trainer.config)
+    again.resume()
+    assert again.progress.step == 1
+    assert not list((tmp_path / "run" / "checkpoints").glob("*.part"))
+
+
+def test_two_processes_train_the_head_of_one(folder: Path, tmp_path: Path) -> None:
+    """Two gloo processes with half the windows each take the steps of one process with all of them."""
+    file = write_settings(folder, tmp_path / "two", optimizer__batch_size=1, eval__num_prompts=1)
+    port = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True).port
+    processes = []
+    for rank in range(2):
+        ranked = {"RANK": f"{rank}", "LOCAL_RANK": f"{rank}", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
+        environment = {**os.environ, **ranked, "MASTER_PORT": f"{port + 1}", "ACCELERATE_USE_CPU": "1"}
+        command = [sys.executable, "-m", "eyas.cli", "train", "run", "--config", file]
+        processes.append(subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT))
+    output = [process.communicate()[0].decode() for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], output
+    one = build_trainer(settings(folder, str(folder / "target"), out=str(tmp_path / "one"), optimizer__max_steps=STEPS))
+    assert _first_tokens(one) == _first_tokens(one, 2)
+    assert losses(tmp_path / "two").keys() == {*range(1, STEPS + 1)}
+
+
+def _first_tokens(trainer: Trainer, ranks: int = 1) -> list[list[int]]:
+    """The windows of the first pass, those of all processes in their order."""
+    batches = [trainer.windows.step_batch(0, 0, 2 // ranks, rank, ranks) for rank in range(ranks)]
+    return [row for batch in batches for row in batch.tokens.tolist()]
