@@ -9,9 +9,8 @@ from typing import Literal
 
 from eyas.config.loader import above_zero, at_least, one_of, require
 
-TrainMethod = Literal["dspark", "dflash", "eagle1", "eagle3", "eagle3.1", "peagle", "medusa", "hydra", "draft_model"]
+TrainMethod = Literal["dspark", "dflash", "eagle1", "eagle3", "eagle3.1", "medusa", "hydra", "draft_model"]
 BLOCK_METHODS = ("dspark", "dflash")
-EAGLE_METHODS = ("eagle1", "eagle3", "eagle3.1", "peagle")
 # The drafting method that serves what a training method makes.
 SERVED_BY = {"eagle1": "eagle2", "eagle3.1": "eagle3", "draft_model": "sps"}
 LossType = Literal["kl", "soft_ce", "ce", "tv", "lk", "lk_hybrid"]
@@ -45,7 +44,7 @@ class HeadConfig:
     """Sizes and wiring of the head; 0 or empty takes the target's size, or the method's usual value.
 
     Attributes:
-        num_hidden_layers: decoder layers. 0: 5 for block heads, 4 for P-EAGLE, 1 for EAGLE, 2 for a draft model.
+        num_hidden_layers: decoder layers. 0: 5 for block heads, 1 for EAGLE, 2 for a draft model.
         hidden_size: of a draft model; heads have the target's.
         target_layer_ids: layers of the target whose *outputs* are features; evenly spaced by default.
         block_size: rows of a block; DSpark proposes as many tokens, DFlash one less.
@@ -53,7 +52,6 @@ class HeadConfig:
         markov_rank: of DSpark's Markov head.
         draft_vocab_size: most frequent tokens that the head can draft; 0 is the whole vocabulary.
         num_heads: of Medusa and Hydra. num_head_layers: residual blocks of each.
-        num_depths: depths that P-EAGLE drafts.
     """
 
     num_hidden_layers: int = 0
@@ -71,11 +69,10 @@ class HeadConfig:
     draft_vocab_size: int = 0
     num_heads: int = 4
     num_head_layers: int = 1
-    num_depths: int = 8
 
     def __post_init__(self) -> None:
         at_least(0, num_hidden_layers=self.num_hidden_layers, draft_vocab_size=self.draft_vocab_size)
-        at_least(1, num_heads=self.num_heads, num_head_layers=self.num_head_layers, num_depths=self.num_depths)
+        at_least(1, num_heads=self.num_heads, num_head_layers=self.num_head_layers)
         at_least(2, block_size=self.block_size)
         at_least(0, markov_rank=self.markov_rank)
         one_of(MarkovHeadType, markov_head_type=self.markov_head_type)
@@ -93,7 +90,6 @@ class LossConfig:
         step_decay: step k of EAGLE's training-time test, and head k of Medusa and Hydra, has the weight step_decay**k.
         num_anchors: blocks in each window, drawn afresh for each step.
         ttt_steps: steps of EAGLE-3's training-time test.
-        down_sample_ratio: share of positions that each further depth of P-EAGLE keeps.
         confidence_weight: of the confidence head's loss, whose inputs are detached.
         feature_weight: of EAGLE-1's distance to the target's features. noise: uniform noise added to those features.
         chunk_rows: logits rows held at a time; they are recomputed in the backward pass. 0 holds all.
@@ -106,7 +102,6 @@ class LossConfig:
     step_decay: float = 0.8
     num_anchors: int = 96
     ttt_steps: int = 7
-    down_sample_ratio: float = 0.8
     confidence_weight: float = 0.1
     feature_weight: float = 1.0
     noise: float = 0.1
@@ -118,8 +113,7 @@ class LossConfig:
         above_zero(loss_decay_gamma=self.loss_decay_gamma, step_decay=self.step_decay)
         at_least(1, num_anchors=self.num_anchors, ttt_steps=self.ttt_steps)
         at_least(0, chunk_rows=self.chunk_rows, confidence_weight=self.confidence_weight, noise=self.noise)
-        for name, value in (("dpace_alpha", self.dpace_alpha), ("down_sample_ratio", self.down_sample_ratio)):
-            require(0 < value <= 1, f"{name} is {value}; it must lie in (0, 1]")
+        require(0 < self.dpace_alpha <= 1, f"dpace_alpha is {self.dpace_alpha}; it must lie in (0, 1]")
 
 
 @dataclass(frozen=True)

@@ -39,7 +39,7 @@ TRACKERS = ("trackio", "tensorboard")
 def build_trainee(config: TrainConfig, target: TargetWeights, windows: Windows) -> nn.Module:
     """The head with its loss, checked against the data. Raises ConfigError or CheckpointError."""
     check_prepared(windows, config.model, target.vocab_size)
-    if config.method in (*BLOCK_METHODS, "peagle"):
+    if config.method in BLOCK_METHODS:
         check_mask_token(windows, mask_token_id(config, target.config))
     torch.manual_seed(config.seed)
     draft_ids = draft_vocabulary(Path(config.data.path), config.head.draft_vocab_size, target.vocab_size)
