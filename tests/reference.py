@@ -2,12 +2,12 @@
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from transformers import AutoModelForCausalLM
 
-from eyas.request import SamplingParams
+from eyas.request import NoiseKey, SamplingParams
 
 MASK = 2**64 - 1
 
@@ -60,6 +60,20 @@ def target_probs(logits: torch.Tensor, params: SamplingParams) -> list[float]:
         reached += probs[token]
     nucleus = [token for token in nucleus if probs[token] >= params.min_p * max(probs)]
     return [probs[token] if token in set(nucleus) else 0.0 for token in range(len(probs))]
+
+
+def draft_scores(
+    logits: torch.Tensor, key: NoiseKey, position: int, ids: Sequence[int], ranking_temperature: float = 1.0
+) -> list[float]:
+    """Log-scores of a drafter's logits under the noise of the target's draw. ids: of its vocabulary, the target's."""
+    if key.temperature == 0:
+        return torch.log_softmax(logits / ranking_temperature, -1).tolist()
+    probs = target_probs(logits, SamplingParams(temperature=key.temperature, top_k=key.top_k, top_p=key.top_p))
+    scores = [
+        (logit - key.temperature * math.log(noise(key.seed, position, token))) / ranking_temperature if p > 0 else -math.inf
+        for logit, p, token in zip(logits.tolist(), probs, ids, strict=True)
+    ]
+    return torch.log_softmax(torch.tensor(scores), -1).tolist()
 
 
 def draw(logits: torch.Tensor, params: SamplingParams, position: int) -> int:

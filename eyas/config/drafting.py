@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from eyas.config.loader import above_zero, at_least, num_bytes, one_of, require
+from eyas.config.loader import at_least, num_bytes, one_of, require
 
 TreeChoices = tuple[tuple[int, ...], ...]
 TreeShape = Literal["static", "dynamic"]
@@ -69,7 +69,8 @@ class DraftingConfig:
         kv_cache_memory: size of the draft KV cache instead, such as 512MiB or 2GiB.
         shared_noise: above temperature 0, rank children by draft probabilities perturbed with the target's own Gumbel
             noise. Raises acceptance; the output is the same.
-        noise_scale: softness of that perturbation: scores are divided by it. 1 is right for a good head.
+        ranking_temperature: temperature of the ranking by draft logits: lower values trust the best children more, and make
+            trees deeper. 0 calibrates it while serving. 1 ranks by draft probabilities at temperature 0, as EAGLE-2 does.
         proposal_top_k: number of most likely tokens from which a sampled proposal draws.
         cuda_graphs: capture tree growth as CUDA graphs. No effect on other devices.
         cuda_graph_max_batch: maximum number of sessions in a captured graph.
@@ -81,7 +82,7 @@ class DraftingConfig:
     max_kv_tokens: int = 0
     kv_cache_memory: str = ""
     shared_noise: bool = True
-    noise_scale: float = 1.0
+    ranking_temperature: float = 0.0
     proposal_top_k: int = 128
     cuda_graphs: bool = True
     cuda_graph_max_batch: int = 64
@@ -91,7 +92,7 @@ class DraftingConfig:
     def __post_init__(self) -> None:
         at_least(1, proposal_top_k=self.proposal_top_k, cuda_graph_max_batch=self.cuda_graph_max_batch)
         at_least(0, max_kv_tokens=self.max_kv_tokens, max_head_steps=self.max_head_steps)
-        above_zero(noise_scale=self.noise_scale)
+        at_least(0, ranking_temperature=self.ranking_temperature)
         require(
             not (self.max_kv_tokens and self.kv_cache_memory),
             f"max_kv_tokens is {self.max_kv_tokens} and kv_cache_memory {self.kv_cache_memory}; leave one of them out",

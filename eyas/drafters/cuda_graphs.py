@@ -23,11 +23,11 @@ from eyas.config import DraftingConfig, TreeConfig
 from eyas.drafters.base import DraftContext
 from eyas.drafters.scoring import (
     NUM_NOISE_WORDS,
+    Ranking,
     Scorer,
     ScorerKind,
     noise_words,
     perturbed_scorer,
-    plain_scores,
     scorer_kind,
 )
 from eyas.drafters.tree_growth import Candidates, Reals, select_columns, trees_from_columns
@@ -111,10 +111,10 @@ class Bucket:
 class TreeGraphs:
     """Captured graphs by bucket. `warm_up` captures two sizes; others are captured when they are first needed."""
 
-    def __init__(self, spec: GraphSpec, config: DraftingConfig, capture: Capture) -> None:
+    def __init__(self, spec: GraphSpec, config: DraftingConfig, ranking: Ranking, capture: Capture) -> None:
         device = spec.draft_ids.device
-        self._spec, self._config, self._capture = spec, config, capture
-        self._max_sessions = padded_size(config.cuda_graph_max_batch, 1)
+        self._spec, self._ranking, self._capture = spec, ranking, capture
+        self._max_sessions, self._shared_noise = padded_size(config.cuda_graph_max_batch, 1), config.shared_noise
         self._words = torch.zeros(NUM_COLUMNS * self._max_sessions + MAX_CELLS, dtype=torch.int64, device=device)
         self._states = torch.zeros(self._max_sessions, spec.state_size, dtype=spec.dtype, device=device)
         self._replays: dict[Bucket, Callable[[], Tensor]] = {}
@@ -128,7 +128,7 @@ class TreeGraphs:
         most, spec = self._max_sessions, self._spec
         share = min(spec.num_slots // most, spec.max_prefix, largest_padded_size(MAX_CELLS // most - spec.num_scratch))
         sizes = dict.fromkeys([(most, self._prefix_length(share)), (1, self._prefix_length(1))])
-        kinds: tuple[ScorerKind, ...] = ("plain", "noised", "filtered") if self._config.shared_noise else ("plain",)
+        kinds: tuple[ScorerKind, ...] = ("plain", "noised", "filtered") if self._shared_noise else ("plain",)
         buckets = [Bucket(*size, kind) for size in sizes if self._fits(*size) for kind in kinds]
         for bucket in with_progress(buckets, "capturing draft trees"):
             self._write(self._columns((), (), bucket.sessions), (), (), bucket.prefix)
@@ -160,7 +160,7 @@ class TreeGraphs:
     def _columns(self, contexts: Sequence[DraftContext], slots: Sequence[Slots], sessions: int) -> Ints:
         """[NUM_COLUMNS, sessions]; padding sessions have one slot of prefix and no budget."""
         columns = np.zeros((NUM_COLUMNS, sessions), dtype=np.int64)
-        columns[:NUM_NOISE_WORDS] = noise_words(contexts, self._config, sessions)
+        columns[:NUM_NOISE_WORDS] = noise_words(contexts, self._ranking, sessions)
         columns[NUM_NOISE_WORDS] = 1
         for row, (context, own) in enumerate(zip(contexts, slots, strict=True)):
             max_drafted = min(context.budget.max_nodes, self._spec.tree.num_draft_tokens) - 1
@@ -210,7 +210,4 @@ class TreeGraphs:
         return results if rows_run is None else torch.cat([results, rows_run.flatten(1).double()], 1)
 
     def _scorer(self, kind: ScorerKind, words: Tensor) -> Scorer:
-        if kind == "plain":
-            return plain_scores
-        probs = filtered_probs_no_sync if kind == "filtered" else None
-        return perturbed_scorer(words, self._spec.tree.num_steps, self._spec.draft_ids, probs)
+        return perturbed_scorer(words, self._spec.tree.num_steps, self._spec.draft_ids, kind, filtered_probs_no_sync)

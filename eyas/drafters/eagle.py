@@ -75,7 +75,7 @@ class EagleDrafter(NeuralDrafter[Tensor]):
         """Trees of sessions that can grow, below their last commits, with one level recorded."""
         states = [self.sessions[context.session].state for context in contexts]
         shape = TreeConfig(num_steps=config.num_steps, top_k=config.top_k)
-        scorer = make_scorer(contexts, self._config, shape.num_steps, self.draft_ids)
+        scorer = make_scorer(contexts, self.ranking, shape.num_steps, self.draft_ids)
         roots = self._roots(contexts, torch.stack([state for state in states if state is not None]))
         return TreeGrowth(self._expand(roots, scorer, shape), config.top_k, config.num_candidates)
 

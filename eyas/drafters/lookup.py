@@ -176,7 +176,7 @@ def trie_trees(trie: Trie, scores: Reals, roots: Sequence[int], budgets: Sequenc
 def perturbed_log_shares(trie: Trie, contexts: Sequence[DraftContext], config: DraftingConfig) -> Reals:
     """Log-shares [K] of nodes among their siblings, perturbed by the noise of the target's draw.
 
-    The formula of `eyas.drafters.scoring`, over the nodes that were found, all levels at once. Shares stay plain for
+    The noise of `eyas.drafters.scoring`, over the nodes that were found, all levels at once. Shares stay plain for
     sessions at temperature 0, and without shared noise.
     """
     plain, keys = trie.log_shares(), [context.noise for context in contexts]
@@ -187,7 +187,7 @@ def perturbed_log_shares(trie: Trie, contexts: Sequence[DraftContext], config: D
     positions = np.array([context.committed_length for context in contexts])[trie.sessions] + trie.depths
     tokens = torch.from_numpy(trie.tokens)[:, None]
     noise = exponential_noise_at(torch.from_numpy(seeds), torch.from_numpy(positions), tokens)[:, 0].double().numpy()
-    scaled = (_log_probs(trie, keys) - np.log(noise)) / config.noise_scale
+    scaled = _log_probs(trie, keys) - np.log(noise)
     highest = np.maximum.reduceat(scaled, trie.starts)
     sums = np.add.reduceat(np.exp(scaled - highest[trie.families]), trie.starts)
     perturbed = scaled - (highest + np.log(sums))[trie.families]

@@ -22,7 +22,7 @@ from eyas.config import DraftingConfig, TreeConfig
 from eyas.draft_protocol import ResyncRequired
 from eyas.drafters.base import Draft, DraftContext, LocalDrafter, PathMasks, within
 from eyas.drafters.cuda_graphs import GraphSpec, Roots, TreeGraphs, padded_prefix
-from eyas.drafters.scoring import MaskedExpansion, Scorer, make_scorer, masked_scorer, probs_scorer
+from eyas.drafters.scoring import MaskedExpansion, Ranking, Scorer, make_scorer, masked_scorer, probs_scorer
 from eyas.drafters.sessions import KVLedger, KVSession, StateT
 from eyas.drafters.tree_growth import (
     Candidates,
@@ -59,6 +59,7 @@ class NeuralDrafter(LocalDrafter, Generic[StateT]):
         draft_ids maps draft vocabulary ids to the target's.
         """
         self._config = config
+        self.ranking = Ranking(config)
         self.tree = tree
         self._static_tree = static_tree
         self.draft_ids = draft_ids
@@ -92,7 +93,7 @@ class NeuralDrafter(LocalDrafter, Generic[StateT]):
             max_prefix=min(max_prefix, kv.scratch) if kv else 0,
             num_scratch=num_scratch,
         )
-        self._graphs = TreeGraphs(spec, self._config, capture)
+        self._graphs = TreeGraphs(spec, self._config, self.ranking, capture)
 
     @property
     def can_sample(self) -> bool:
@@ -109,6 +110,8 @@ class NeuralDrafter(LocalDrafter, Generic[StateT]):
     @torch.inference_mode()
     def propose(self, contexts: Sequence[DraftContext]) -> list[Draft]:
         busy = {context.session for context in contexts}
+        for context in contexts:
+            self.ranking.observe(context)
         drafts = [self._admit(context, busy) for context in contexts]
         ready = [i for i, draft in enumerate(drafts) if draft is None]
         if not ready:
@@ -124,10 +127,13 @@ class NeuralDrafter(LocalDrafter, Generic[StateT]):
                 trees = make_trees([contexts[i] for i in chosen], chosen_states)
                 for i, tree in zip(chosen, trees, strict=True):
                     drafts[i] = tree
+                    if proposal == "deterministic":
+                        self.ranking.proposed(contexts[i], tree)
         return drafts
 
     def release(self, sessions: Sequence[str]) -> None:
         self.sessions.release(sessions)
+        self.ranking.release(sessions)
 
     @abstractmethod
     def _claim(self, session: KVSession[StateT], context: DraftContext, busy: Collection[str]) -> bool:
@@ -172,7 +178,7 @@ class NeuralDrafter(LocalDrafter, Generic[StateT]):
                 self._keep_rows(contexts, rows_run, self.tree.top_k)
                 return trees
         shape = self._shape(contexts, self._max_expanded)
-        scorer = make_scorer(contexts, self._config, shape.num_steps, self.draft_ids)
+        scorer = make_scorer(contexts, self.ranking, shape.num_steps, self.draft_ids)
         scorer = masked_scorer(scorer, contexts, self.draft_ids)
         candidates, rows = self._grow_candidates(self._roots(contexts, states), scorer, shape, contexts)
         columns = select_nodes(candidates, [within(c.budget, self.tree) for c in contexts], self.draft_ids)

@@ -1,13 +1,18 @@
-"""How a drafter scores children: draft logits in, log-scores out, perturbed by the noise of the target's own draw.
+"""How a drafter scores children: draft logits in, log-scores out, with the noise of the target's own draw.
 
-The target emits argmin e / p, where e is known from (seed, position, token). A drafter that knows e ranks children by
-log softmax((log q / T - log e) / s), the distribution of its own draw under that noise, instead of log q. This changes
-what is proposed, never what is emitted. Legend: S sessions, L levels, R rows per session, D draft vocabulary.
+The target emits argmax l + T g, where T is the temperature and the Gumbel noise g is known from (seed, position, token). A
+drafter that knows g ranks children by log softmax((d + T g) / r). If its logits d differ from l by Gumbel noise of scale r,
+these are the probabilities that the target emits each child. The ranking temperature r is therefore the scale of the
+drafter's own errors, and at T = 0 likely children count more than their draft probabilities say. The ranking changes what is
+proposed, never what is emitted. Legend: S sessions, L levels, R rows per session, D draft vocabulary.
 """
 
 from __future__ import annotations
 
+import math
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
@@ -17,9 +22,22 @@ from torch import Tensor
 
 from eyas.config import DraftingConfig
 from eyas.drafters.base import DraftContext, Path, PathMasks, allowed_bits
+from eyas.request import NoiseKey
 from eyas.sampling.noise import exponential_noise_at, signed
-from eyas.sampling.sampler import MIN_TEMPERATURE, Filters, filtered_probs, filtering, filters_of
+from eyas.sampling.sampler import Filters, filtered_probs, filtering, filters_of
 from eyas.tensors import Ints, upload
+from eyas.tree import DraftTree
+
+# Highest temperatures of all bands but the last; a request at temperature 0 is in the first.
+BAND_ENDS = (0.0, 0.4, 0.8)
+# Of each band before the first correction; about those of the demo's heads.
+FIRST_RANKING_TEMPERATURES = (0.6, 0.6, 0.6, 0.8)
+RANKING_TEMPERATURES = (0.1, 5.0)
+# Nodes between two corrections, and the largest correction.
+NUM_VISITS = 512
+MAX_CORRECTION = 1.25
+# Filters of draft probabilities at lower temperatures would leave one token.
+MIN_FILTER_TEMPERATURE = 0.1
 
 if TYPE_CHECKING:
     from eyas.drafters.tree_growth import Expansion
@@ -34,9 +52,84 @@ Scorer = Callable[[Tensor, int], Tensor]
 NUM_NOISE_WORDS = 8
 
 
-def plain_scores(logits: Tensor, level: int) -> Tensor:
-    """Plain log-softmax; a Scorer."""
-    return _log_softmax(without_nan(logits))
+class Ranking:
+    """The ranking temperature, by the temperature of requests; and its calibration by what the target accepts.
+
+    A tree's scores claim how likely the children of each node are. When the session goes on, each node on its path shows
+    whether one of its children was right. Over NUM_VISITS such nodes the two are compared: scores that claimed too little
+    lower the ranking temperature, scores that claimed too much raise it. All sessions of a drafter share it.
+    """
+
+    def __init__(self, config: DraftingConfig) -> None:
+        self._config = config
+        self._bands = [_Band(first) for first in FIRST_RANKING_TEMPERATURES]
+        self._trees: dict[str, tuple[int, DraftTree, _Band]] = {}  # by session: its committed length then, and its last tree
+
+    def shares_noise(self, key: NoiseKey) -> bool:
+        """Whether scores have the noise of the target's draw."""
+        return self._config.shared_noise and key.temperature > 0
+
+    def temperature(self, key: NoiseKey) -> float:
+        """The ranking temperature for a request; 1 where the drafter cannot know what is drawn."""
+        if self._config.ranking_temperature:
+            return self._config.ranking_temperature
+        return self._band(key).temperature if self.shares_noise(key) or key.temperature == 0 else 1.0
+
+    def proposed(self, context: DraftContext, tree: DraftTree) -> None:
+        """Note the tree that a session gets."""
+        if tree.num_drafted and (self.shares_noise(context.noise) or context.noise.temperature == 0):
+            self._trees[context.session] = context.committed_length, tree, self._band(context.noise)
+
+    def observe(self, context: DraftContext) -> None:
+        """Compare a session's last tree with the tokens that came."""
+        committed_length, tree, band = self._trees.pop(context.session, (-1, None, None))
+        if tree is None or band is None or committed_length != context.start_position:
+            return
+        node: int | None = 0
+        for token in context.tokens:
+            children = tree.families.get(node)
+            if not children:
+                break
+            claimed = math.fsum(math.exp(tree.log_probs[child] - tree.log_probs[node]) for child in children)
+            node = tree.child(node, token)
+            band.count(claimed, node is not None)
+            if node is None:
+                break
+
+    def release(self, sessions: Sequence[str]) -> None:
+        """Forget sessions; unknown ones are ignored."""
+        for session in sessions:
+            self._trees.pop(session, None)
+
+    def _band(self, key: NoiseKey) -> _Band:
+        return self._bands[bisect_left(BAND_ENDS, key.temperature)]
+
+
+@dataclass
+class _Band:
+    """The ranking temperature of requests with similar temperatures.
+
+    num_visits: nodes seen since it changed. claimed: the sum of their children's probabilities. num_right: how many of the
+    nodes had the right child.
+    """
+
+    temperature: float
+    num_visits: int = 0
+    claimed: float = 0.0
+    num_right: int = 0
+
+    def count(self, claimed: float, is_right: bool) -> None:
+        """Add a node, and correct the temperature after every NUM_VISITS of them."""
+        self.num_visits, self.claimed, self.num_right = (
+            self.num_visits + 1,
+            self.claimed + claimed,
+            self.num_right + is_right,
+        )
+        if self.num_visits == NUM_VISITS:
+            ratio = min(max(self.claimed / max(self.num_right, 1), 1 / MAX_CORRECTION), MAX_CORRECTION)
+            low, high = RANKING_TEMPERATURES
+            self.temperature = min(max(self.temperature * ratio, low), high)
+            self.num_visits, self.claimed, self.num_right = 0, 0.0, 0
 
 
 def without_nan(logits: Tensor) -> Tensor:
@@ -49,28 +142,31 @@ def _log_softmax(logits: Tensor) -> Tensor:
     return torch.log_softmax(logits, dim=-1).nan_to_num_(nan=-torch.inf, neginf=-torch.inf)
 
 
-def perturbed_scorer(words: Tensor, levels: int, draft_ids: Tensor, probs: ProbsFunction | None) -> Scorer:
-    """Scores under the noise of the target's own draw.
+def perturbed_scorer(words: Tensor, levels: int, draft_ids: Tensor, kind: ScorerKind, probs: ProbsFunction) -> Scorer:
+    """Scores under each session's ranking temperature and, where it is shared, the noise of the target's own draw.
 
     CUDA graphs capture it: its sizes depend on nothing that a tensor holds, and it copies nothing to the device.
 
-    words: the output of `noise_words` on the device. probs: applies temperature and filters to logits; None if no session
-    has filters.
+    words: the output of `noise_words` on the device. probs: applies temperature and filters to logits, for "filtered".
     """
-    seed, committed_length, shared, top_k = words[:4]
+    seed, committed_length, _, top_k = words[:4]
     temperature, scale, top_p, min_p = words[4:].contiguous().view(torch.float64).float()
+    if kind == "plain":
+        return lambda logits, level: _log_softmax(without_nan(logits) / scale[:, None, None])
     positions_SL = committed_length[:, None] + torch.arange(levels, device=draft_ids.device)
     seeds_SL = seed[:, None].expand_as(positions_SL)
     exponentials = exponential_noise_at(seeds_SL.flatten(), positions_SL.flatten(), draft_ids)
-    gumbel_SLD = exponentials.log_().neg_().view(*positions_SL.shape, -1) * shared.float()[:, None, None]
+    gumbel_SLD = exponentials.log_().neg_().view(*positions_SL.shape, -1).mul_(temperature[:, None, None])
+    filters = Filters(temperature.clamp(min=MIN_FILTER_TEMPERATURE), top_k, top_p, min_p)
+    is_free_S = (top_k == 0) & (top_p >= 1) & (min_p == 0)
 
     def scores(logits: Tensor, level: int) -> Tensor:
         logits = without_nan(logits)
-        if probs is None:
-            log_probs = logits / temperature[:, None, None]
-        else:
-            log_probs = _per_row(probs, logits, Filters(temperature, top_k, top_p, min_p)).log()
-        return _log_softmax((log_probs + gumbel_SLD[:, None, level]) / scale[:, None, None])
+        perturbed = (logits + gumbel_SLD[:, None, level]) / scale[:, None, None]
+        if kind == "filtered":
+            kept = (_per_row(probs, logits, filters) > 0) | is_free_S[:, None, None]
+            perturbed = perturbed.masked_fill_(~kept, -torch.inf)
+        return _log_softmax(perturbed)
 
     return scores
 
@@ -172,35 +268,28 @@ def _per_row(probs: ProbsFunction, logits: Tensor, filters: Filters) -> Tensor:
     return probs(logits.flatten(0, 1), repeated).view_as(logits)
 
 
-def make_scorer(contexts: Sequence[DraftContext], config: DraftingConfig, levels: int, draft_ids: Tensor) -> Scorer:
-    """The scorer of one round of deterministic trees: plain if no session has both shared noise and a temperature above 0.
-
-    draft_ids maps draft vocabulary ids to the target's.
-    """
-    words = noise_words(contexts, config, len(contexts))
-    kind = scorer_kind(words)
-    if kind == "plain":
-        return plain_scores
-    device = draft_ids.device
-    probs = None
-    if kind == "filtered":
-        probs = filtered_probs_of(np.flatnonzero((words[3] > 0) | (words[6].view(np.float64) < 1)), len(contexts), device)
-    return perturbed_scorer(upload(words, device), levels, draft_ids, probs)
+def make_scorer(contexts: Sequence[DraftContext], ranking: Ranking, levels: int, draft_ids: Tensor) -> Scorer:
+    """The scorer of one round of deterministic trees. draft_ids maps draft vocabulary ids to the target's."""
+    words, device = noise_words(contexts, ranking, len(contexts)), draft_ids.device
+    filtered = np.flatnonzero((words[3] > 0) | (words[6].view(np.float64) < 1))
+    probs = filtered_probs_of(filtered, len(contexts), device)
+    return perturbed_scorer(upload(words, device), levels, draft_ids, scorer_kind(words), probs)
 
 
-def noise_words(contexts: Sequence[DraftContext], config: DraftingConfig, num_rows: int) -> Ints:
+def noise_words(contexts: Sequence[DraftContext], ranking: Ranking, num_rows: int) -> Ints:
     """What the scores of each session depend on besides logits, int64 [NUM_NOISE_WORDS, num_rows].
 
-    The rows are seed, committed length, whether noise is shared, and top-k; then as bits of float64 temperature, scale,
-    top-p and min-p. Without shared noise, as beyond the contexts, there are no filters, and temperature and scale are 1.
+    The rows are seed, committed length, whether noise is shared, and top-k; then as bits of float64 temperature, ranking
+    temperature, top-p and min-p. Without shared noise, as beyond the contexts, the temperature is 0, and no filters apply.
     """
     ints, reals = np.zeros((4, num_rows), dtype=np.int64), np.ones((4, num_rows))
-    reals[3] = 0.0
+    reals[[0, 3]] = 0.0
     for row, context in enumerate(contexts):
         key = context.noise
-        if config.shared_noise and key.temperature > 0:
+        reals[1, row] = ranking.temperature(key)
+        if ranking.shares_noise(key):
             ints[:, row] = signed(key.seed), context.committed_length, 1, key.top_k
-            reals[:, row] = max(key.temperature, MIN_TEMPERATURE), config.noise_scale, key.top_p, key.min_p
+            reals[[0, 2, 3], row] = key.temperature, key.top_p, key.min_p
     return np.concatenate([ints, reals.view(np.int64)])
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from eyas.config import TreeConfig
-from eyas.request import NoiseKey, SamplingParams
+from eyas.request import NoiseKey
 from tests import reference
 
 
@@ -85,14 +85,7 @@ class NaiveEagle:
 
     def scores(self, state: torch.Tensor, noise: NoiseKey, position: int, scale: float) -> list[float]:
         """Log-scores over the draft vocabulary of the token at an absolute position."""
-        logits = self.logits(state)
-        if noise.temperature == 0:
-            return torch.log_softmax(logits, -1).tolist()
-        params = SamplingParams(temperature=noise.temperature, top_k=noise.top_k, top_p=noise.top_p)
-        probs = reference.target_probs(logits, params)
-        gumbel = [-math.log(reference.noise(noise.seed, position, token)) for token in self.ids]
-        perturbed = [(math.log(p) + g) / scale if p > 0 else -math.inf for p, g in zip(probs, gumbel, strict=True)]
-        return torch.log_softmax(torch.tensor(perturbed), -1).tolist()
+        return reference.draft_scores(self.logits(state), noise, position, self.ids, scale)
 
     def candidates(
         self, tokens: list[int], features: torch.Tensor, noise: NoiseKey, shape: TreeConfig, scale: float = 1.0

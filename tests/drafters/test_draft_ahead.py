@@ -43,7 +43,7 @@ class FixedExpansion:
 
 
 def make(target: str, head: str) -> EagleDrafter:
-    return EagleDrafter(load_head(head, target), SHAPE, DraftingConfig(max_kv_tokens=2048))
+    return EagleDrafter(load_head(head, target), SHAPE, DraftingConfig(2048, ranking_temperature=1))
 
 
 def session(name: str, length: int, noise: NoiseKey = NOISES[0]) -> Commit[torch.Tensor]:
@@ -201,7 +201,7 @@ def test_a_session_whose_trees_are_drawn_is_not_grown_ahead(tiny_target: str, ti
 
 
 def test_a_combined_drafter_drafts_ahead_like_its_parts(tiny_target: str, tiny_head: str) -> None:
-    eagle = DraftingConfig(max_kv_tokens=2048, draft_ahead=AHEAD)
+    eagle = DraftingConfig(2048, ranking_temperature=1, draft_ahead=AHEAD)
     combined = build_drafter("eagle3+prompt_lookup", tiny_target, tiny_head, "float32", "cpu", SHAPE, eagle)
     first = session("a", 9)
     combined.propose([first])

@@ -23,7 +23,7 @@ TREES = {"the published": MC_SIM_7B_63, "a lopsided": PATHS, "a flat": ((0,), (4
 
 def make(name: str, target: str, head: str, paths: tuple[tuple[int, ...], ...] = MC_SIM_7B_63) -> LocalDrafter:
     methods = MethodsConfig(eagle1=Eagle1Config(paths))
-    return build_drafter(name, target, head, "float32", "cpu", SHAPE, DraftingConfig(max_kv_tokens=512), methods)
+    return build_drafter(name, target, head, "float32", "cpu", SHAPE, DraftingConfig(512, ranking_temperature=1), methods)
 
 
 def naive(target: str, head: str) -> NaiveEagle1:

@@ -1,5 +1,6 @@
 """Trees of the EAGLE-3 drafter equal those of the obvious implementation, node by node, ties included."""
 
+import math
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from eyas.config import DraftingConfig, TreeConfig
 from eyas.draft_protocol import Commit, ResyncRequired, TreeBudget
 from eyas.drafters.eagle import EagleDrafter
 from eyas.drafters.registry import build_drafter
+from eyas.drafters.scoring import FIRST_RANKING_TEMPERATURES, NUM_VISITS, RANKING_TEMPERATURES, Ranking
 from eyas.drafters.tree_growth import Candidates, grow_dynamic, select_nodes, trees_from_columns
 from eyas.errors import ConfigError
 from eyas.models.heads.eagle import load_head
@@ -40,8 +42,9 @@ def naive(target: str, head: str) -> NaiveEagle:
     return NaiveEagle(load_file(Path(head, "model.safetensors")), embedding, heads=4, kv_heads=2)
 
 
-def make(target: str, head: str, **eagle: object) -> EagleDrafter:
-    return EagleDrafter(load_head(head, target), SHAPE, DraftingConfig(**eagle))  # type: ignore[arg-type]
+def make(target: str, head: str, ranking_temperature: float = 1.0, **drafting: object) -> EagleDrafter:
+    config = DraftingConfig(ranking_temperature=ranking_temperature, **drafting)  # type: ignore[arg-type]
+    return EagleDrafter(load_head(head, target), SHAPE, config)
 
 
 def assert_same(tree: DraftTree, naive_nodes: list, root: int) -> None:
@@ -58,7 +61,7 @@ NOISES = [GREEDY, NoiseKey(9, 0.8), NoiseKey(2**64 - 1, 1.2, top_k=9, top_p=0.9)
 @pytest.mark.parametrize("noise", NOISES, ids=["greedy", "noise", "filters"])
 @pytest.mark.parametrize("scale", [1.0, 0.7])
 def test_trees_of_a_batch_equal_the_naive_ones(noise: NoiseKey, scale: float, tiny_target: str, tiny_head: str) -> None:
-    drafter, plain = make(tiny_target, tiny_head, noise_scale=scale), naive(tiny_target, tiny_head)
+    drafter, plain = make(tiny_target, tiny_head, ranking_temperature=scale), naive(tiny_target, tiny_head)
     sessions = {f"s{i}": session(i, 4 + 5 * i) for i in range(4)}
     contexts = [commit(n, t, f, 0, len(t), noise, TreeBudget(14, 4)) for n, (t, f) in sessions.items()]
     for (tokens, features), tree in zip(sessions.values(), drafter.propose(contexts), strict=True):
@@ -226,3 +229,31 @@ def test_the_least_recently_used_session_is_evicted_and_reported(tiny_target: st
 def test_an_unknown_drafter_lists_the_known_ones(tiny_target: str, tiny_head: str) -> None:
     with pytest.raises(ConfigError, match=r"unknown drafter 'eagle9'; known: .*eagle3"):
         build_drafter("eagle9", tiny_target, tiny_head, "float32", "cpu", SHAPE, DraftingConfig())
+
+
+def rated(ranking: Ranking, num_visits: int, claimed: float, right: int, key: NoiseKey = GREEDY) -> float:
+    """The ranking temperature after trees of one child that claims a probability; every `right`-th was right."""
+    tree = DraftTree((5, 6), (0, 0), (0.0, math.log(claimed)))
+    for visit in range(num_visits):
+        context = Commit("a", 0, visit, (6 if visit % right == 0 else 7,), None, key, TreeBudget(2, 1))
+        ranking.observe(context)
+        ranking.proposed(context, tree)
+    return ranking.temperature(key)
+
+
+def test_the_ranking_temperature_follows_what_is_accepted() -> None:
+    key, other = NoiseKey(0, 0.6), NoiseKey(0, 1.0)
+    ranking = Ranking(DraftingConfig())
+    first = ranking.temperature(key)
+    assert rated(ranking, NUM_VISITS, 0.5, 1, key) == first, "too few nodes to tell"
+    assert rated(ranking, 2, 0.5, 1, key) < first, "all were right, more than was claimed"
+    assert ranking.temperature(other) == FIRST_RANKING_TEMPERATURES[3]
+    assert rated(Ranking(DraftingConfig()), NUM_VISITS + 2, 0.9, 2) > first
+    assert rated(Ranking(DraftingConfig()), NUM_VISITS + 2, 0.5, 2) == pytest.approx(first, rel=0.01)
+    assert rated(Ranking(DraftingConfig(ranking_temperature=1)), NUM_VISITS + 2, 0.9, 2) == 1
+    assert rated(Ranking(DraftingConfig(shared_noise=False)), NUM_VISITS + 2, 0.9, 2, key) == 1
+
+
+def test_the_ranking_temperature_stays_within_bounds() -> None:
+    for claimed, right, bound in ((1.0, 10**9, RANKING_TEMPERATURES[1]), (1e-9, 1, RANKING_TEMPERATURES[0])):
+        assert rated(Ranking(DraftingConfig()), 12 * NUM_VISITS, claimed, right) == bound

@@ -103,8 +103,8 @@ def test_an_assignment_changes_an_entry_of_a_list(tmp_path: Path) -> None:
         (DraftConfig, "served_model_name: m\nmodel: t\ndraft_model: h\nthreads: -1\n", "threads is -1"),
         (
             DraftConfig,
-            "served_model_name: m\nmodel: t\ndraft_model: h\ndrafting: {noise_scale: -1}\n",
-            r"drafting\.noise_scale is -1",
+            "served_model_name: m\nmodel: t\ndraft_model: h\ndrafting: {ranking_temperature: -1}\n",
+            r"drafting\.ranking_temperature is -1",
         ),
         (VerifierConfig, "[1, 2]", "expected a mapping"),
         (VerifierConfig, "a: [", "cannot read config"),

@@ -1,12 +1,11 @@
 """A small model's dynamic tree, the obvious way: one node at a time, whole sequences, transformers' own forward."""
 
-import math
 from dataclasses import dataclass
 
 import torch
 
 from eyas.config import TreeConfig
-from eyas.request import NoiseKey, SamplingParams
+from eyas.request import NoiseKey
 from tests import reference
 
 
@@ -24,14 +23,7 @@ def scores(model: str, tokens: list[int], noise: NoiseKey, scale: float) -> list
     """Log-scores of the token that follows `tokens`."""
     with torch.inference_mode():
         logits = reference.load_reference(model)(input_ids=torch.tensor([tokens])).logits[0, -1]
-    if noise.temperature == 0:
-        return torch.log_softmax(logits, -1).tolist()
-    probs = reference.target_probs(
-        logits, SamplingParams(temperature=noise.temperature, top_k=noise.top_k, top_p=noise.top_p)
-    )
-    gumbel = [-math.log(reference.noise(noise.seed, len(tokens), token)) for token in range(len(probs))]
-    perturbed = [(math.log(p) + g) / scale if p > 0 else -math.inf for p, g in zip(probs, gumbel, strict=True)]
-    return torch.log_softmax(torch.tensor(perturbed), -1).tolist()
+    return reference.draft_scores(logits, noise, len(tokens), range(len(logits)), scale)
 
 
 def candidates(model: str, tokens: list[int], noise: NoiseKey, shape: TreeConfig, scale: float = 1.0) -> list[Node]:

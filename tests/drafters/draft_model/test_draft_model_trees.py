@@ -32,7 +32,9 @@ def small(tiny_target: str) -> str:
 
 
 def make(small: str, max_kv_tokens: int = 2048, chunk_tokens: int = 512, shape: TreeConfig = SHAPE) -> ModelDrafter:
-    return ModelDrafter(load_target(small), shape, DraftingConfig(max_kv_tokens), DraftModelConfig(chunk_tokens))
+    return ModelDrafter(
+        load_target(small), shape, DraftingConfig(max_kv_tokens, ranking_temperature=1), DraftModelConfig(chunk_tokens)
+    )
 
 
 def tokens_of(seed: int, length: int) -> list[int]:
@@ -86,9 +88,11 @@ def test_models_with_windows_softcaps_or_own_positions_can_draft(family: str, tm
     """This holds near the end of the context too, where positions of unused tree rows run out."""
     kind, settings = FAMILIES[family]
     model, tokens = load_target(write_model(tmp_path, config_of(kind, **settings))), tokens_of(4, 256)
-    drafters = [ModelDrafter(model, SHAPE, DraftingConfig(2048), DraftModelConfig())]
+    drafters = [ModelDrafter(model, SHAPE, DraftingConfig(2048, ranking_temperature=1), DraftModelConfig())]
     if not model.is_mixture_of_experts:
-        drafters.append(ModelDrafter(model, SHAPE, DraftingConfig(2048), DraftModelConfig(), checked_capture))
+        drafters.append(
+            ModelDrafter(model, SHAPE, DraftingConfig(2048, ranking_temperature=1), DraftModelConfig(), checked_capture)
+        )
     for base, end in ((0, 30), (30, 31)):
         nodes = best_tree(naive_draft_model.candidates(str(tmp_path), tokens[:end], GREEDY, SHAPE), 13)
         for drafter in drafters:
@@ -111,7 +115,10 @@ class Counting(TargetModel):
 
 def test_accepted_tokens_are_not_run_again(small: str) -> None:
     model = Counting(load_target(small))
-    drafter, tokens = ModelDrafter(model, SHAPE, DraftingConfig(512), DraftModelConfig()), tokens_of(3, 9)
+    drafter, tokens = (
+        ModelDrafter(model, SHAPE, DraftingConfig(512, ranking_temperature=1), DraftModelConfig()),
+        tokens_of(3, 9),
+    )
     tree = tree_of(drafter, commit("a", tokens, 0))
     assert model.rows == [9, 3, 3, 3], "the prompt, then each level that has children"
     inner = next(n for n in range(len(tree)) if tree.depths[n] == 3)

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 from transformers import AutoConfig, LlamaModel
 
-from eyas.request import NoiseKey, SamplingParams
+from eyas.request import NoiseKey
 from tests import reference
 from tests.tiny_medusa_hydra import tensors_of
 
@@ -60,15 +60,7 @@ class NaiveHeads:
 
     def scores(self, logits: torch.Tensor, noise: NoiseKey, position: int) -> list[float]:
         """Log-scores of the token at an absolute position."""
-        if noise.temperature == 0:
-            return torch.log_softmax(logits, -1).tolist()
-        params = SamplingParams(temperature=noise.temperature, top_k=noise.top_k, top_p=noise.top_p)
-        chances = enumerate(reference.target_probs(logits, params))
-        perturbed = [
-            math.log(chance) - math.log(reference.noise(noise.seed, position, token)) if chance > 0 else -math.inf
-            for token, chance in chances
-        ]
-        return torch.log_softmax(torch.tensor(perturbed), -1).tolist()
+        return reference.draft_scores(logits, noise, position, range(len(logits)))
 
     def guesses(
         self, tokens: list[int], features: torch.Tensor, noise: NoiseKey, paths: list[tuple[int, ...]]

@@ -25,7 +25,7 @@ OWN_PATHS = ((2,), (0,), (0, 1), (0, 1, 5), (2, 0), (2, 3), (0, 1, 0))
 
 def make(kind: str, target: str, beside: str, medusa: MedusaConfig | None = None, **eagle: object) -> MultiHeadDrafter:
     methods = MethodsConfig(medusa=medusa or MedusaConfig())
-    eagle_config = DraftingConfig(**{"max_kv_tokens": 512, **eagle})  # type: ignore[arg-type]
+    eagle_config = DraftingConfig(**{"max_kv_tokens": 512, "ranking_temperature": 1.0, **eagle})  # type: ignore[arg-type]
     name, heads = kind.split("-")[0], tiny_heads(kind, beside)
     drafter = build_drafter(name, target, heads, "float32", "cpu", SHAPE, eagle_config, methods)
     assert isinstance(drafter, MultiHeadDrafter)
