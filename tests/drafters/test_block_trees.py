@@ -31,7 +31,7 @@ MARGINALS = ("dflash", "dflash-window", "peagle")
 
 def make(kind: str, target: str, head: str, **drafting: object) -> LocalDrafter:
     folder = tiny_peagle_head(head) if kind == "peagle" else tiny_block_head(kind, target)
-    config = DraftingConfig(**drafting)  # type: ignore[arg-type]
+    config = DraftingConfig(**{"ranking_temperature": 1.0, **drafting})  # type: ignore[arg-type]
     return build_drafter(kind.partition("-")[0], target, folder, "float32", "cpu", SHAPE, config)
 
 
