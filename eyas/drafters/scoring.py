@@ -85,16 +85,17 @@ class Ranking:
         committed_length, tree, band = self._trees.pop(context.session, (-1, None, None))
         if tree is None or band is None or committed_length != context.start_position:
             return
-        node: int | None = 0
+        node = 0
         for token in context.tokens:
             children = tree.families.get(node)
             if not children:
                 break
             claimed = math.fsum(math.exp(tree.log_probs[child] - tree.log_probs[node]) for child in children)
-            node = tree.child(node, token)
-            band.count(claimed, node is not None)
-            if node is None:
+            found = tree.child(node, token)
+            band.count(claimed, found is not None)
+            if found is None:
                 break
+            node = found
 
     def release(self, sessions: Sequence[str]) -> None:
         """Forget sessions; unknown ones are ignored."""
