@@ -18,6 +18,7 @@ from eyas.models.target import TargetModel
 from eyas.request import Chunk, Request
 from eyas.sampling.acceptance import VerifyOutput
 from eyas.sampling.penalties import LogitRules
+from eyas.sampling.token_masks import TokenMasks
 from eyas.sampling.verify import verify
 from eyas.validation import check_engine_request, check_request
 
@@ -98,14 +99,16 @@ class Engine:
             self._release(chunks)
 
         started = self._clock()
-        drafts = self._grammars.prune(self._draft_manager.collect(), self._tree_sizes)
+        drafts = self._draft_manager.collect()
+        if self._grammars.outputs:
+            drafts = self._grammars.prune(drafts, self._tree_sizes)
         collected = self._clock()
 
         batch = self._scheduler.schedule(drafts)
         outputs: list[VerifyOutput] = []
         if batch:
             rows = [scheduled.logit_rows for scheduled in batch]
-            wait_for_masks = self._grammars.start(rows)
+            wait_for_masks = self._grammars.start(rows) if self._grammars.outputs else TokenMasks
             logits = self._runner.forward([segment_of(scheduled) for scheduled in batch])
             outputs = verify(rows, logits, self._rules, wait_for_masks)
             outputs = _without_samples(outputs, batch, drafts)

@@ -38,12 +38,12 @@ _TOO_SLOW = f"structured_outputs takes too much work to follow (more than {STEP_
 
 
 class GrammarManager:
-    """The grammars of running requests, by request id. Not safe for use from several threads."""
+    """The grammars of running requests. outputs: by request id. Not safe for use from several threads."""
 
     def __init__(self, eos_ids: frozenset[int], vocab_size: int) -> None:
         self._eos_ids = eos_ids
         self._vocab_size = vocab_size
-        self._outputs: dict[str, FollowedOutput] = {}
+        self.outputs: dict[str, FollowedOutput] = {}
         self._num_threads = min(4, os.cpu_count() or 1)
         self._calls = BoundedCalls(self._num_threads, "grammar")
 
@@ -64,12 +64,12 @@ class GrammarManager:
 
     def add(self, request_id: str, output: FollowedOutput) -> None:
         """Keep the output of a request until it is released."""
-        self._outputs[request_id] = output
+        self.outputs[request_id] = output
 
     def release(self, request_ids: Seq[str]) -> None:
         """Forget requests that have ended; unknown ids are ignored."""
         for request_id in request_ids:
-            self._outputs.pop(request_id, None)
+            self.outputs.pop(request_id, None)
 
     def prune(self, replies: Iterable[DraftReply], max_nodes: Mapping[str, int]) -> list[DraftReply]:
         """Replies with the trees that the grammars leave, with the text that they force put in.
@@ -79,7 +79,7 @@ class GrammarManager:
         pruned = []
         for reply in replies:
             request_id, tokens = reply.sequence.request.id, reply.sequence.tokens
-            output, most = self._outputs.get(request_id), max_nodes.get(request_id, 1)
+            output, most = self.outputs.get(request_id), max_nodes.get(request_id, 1)
             if output is None or most <= 1 or reply.sequence.prefilling:
                 pruned.append(reply)
                 continue
@@ -93,7 +93,7 @@ class GrammarManager:
 
         The next step uses them again.
         """
-        followed = {id_: (self._outputs[id_], tokens) for id_, tokens in tokens_of.items() if id_ in self._outputs}
+        followed = {id_: (self.outputs[id_], tokens) for id_, tokens in tokens_of.items() if id_ in self.outputs}
         calls = {id_: self._calls.submit(output.root_mask, tokens) for id_, (output, tokens) in followed.items()}
         return {request_id: root.bits.tobytes() for request_id, root in self._collect(calls, {}).items()}
 
@@ -104,7 +104,7 @@ class GrammarManager:
         """
         spare, calls = LEVEL_SECONDS * self._num_threads, {}
         for request_id, own in paths.items():
-            output = self._outputs.get(request_id)
+            output = self.outputs.get(request_id)
             if output is not None and spare > 0:
                 spare -= output.seconds * len(own)
                 calls[request_id] = self._calls.submit(output.path_masks, own)
@@ -114,7 +114,7 @@ class GrammarManager:
         """Start to compute the masks of a step. Returns a function that waits for them."""
         calls = {}
         for rows in batch:
-            output = self._outputs.get(rows.request.id)
+            output = self.outputs.get(rows.request.id)
             if output is not None and rows.tree is not None:
                 calls[rows.request.id] = self._calls.submit(output.masks, rows.tokens, rows.tree)
 
@@ -131,7 +131,7 @@ class GrammarManager:
             try:
                 results[request_id] = self._calls.result(call, STEP_SECONDS)
             except TimeoutError:
-                errors[request_id] = self._outputs[request_id].failed = _TOO_SLOW
+                errors[request_id] = self.outputs[request_id].failed = _TOO_SLOW
             except InvalidRequest as error:
                 errors[request_id] = str(error)
         return results
