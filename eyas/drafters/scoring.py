@@ -237,7 +237,7 @@ class MaskedExpansion:
         """scores [S * W, D] with masks of the rows `index`."""
         allowed = unpacked_bits(bits, self._draft_ids)
         if self._are_logs:
-            chosen = torch.log_softmax(scores[index].masked_fill(~allowed, -torch.inf), -1).nan_to_num_(nan=-torch.inf)
+            chosen = _log_softmax(scores[index].masked_fill(~allowed, -torch.inf))
         else:
             chosen = scores[index] * allowed
             chosen = torch.where(chosen.any(-1, keepdim=True), chosen, scores[index])
