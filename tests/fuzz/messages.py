@@ -147,7 +147,7 @@ def _with_field(chunks: list[Chunk], field: FieldDescriptor, rng: random.Random,
     elif field.is_repeated and field.type not in (FieldDescriptor.TYPE_STRING, FieldDescriptor.TYPE_BYTES):
         new = [_numbers(field, old, rng)]
     else:
-        new = [_scalar(field, rng) for _ in range(_count(rng) if field.is_repeated else 1)]
+        new = _scalars(field, _count(rng) if field.is_repeated else 1, rng)
     return [*chunks, *new] if place is None else [*chunks[:place], *new, *chunks[place + 1 :]]
 
 
@@ -157,6 +157,15 @@ def _numbers(field: FieldDescriptor, old: bytes, rng: random.Random) -> Chunk:
     count = _count(rng)
     new = kinds[0] * count if count > 8 else b"".join(rng.choice(kinds) for _ in range(count))
     return Chunk(field.number, LENGTH, old + new if rng.random() < 0.5 else new)
+
+
+def _scalars(field: FieldDescriptor, count: int, rng: random.Random) -> list[Chunk]:
+    """As many values as asked for, or as few as are MAX_REPEATED_BYTES."""
+    chunks, size = list[Chunk](), 0
+    while len(chunks) < count and size < MAX_REPEATED_BYTES:
+        chunks.append(_scalar(field, rng))
+        size += len(chunks[-1].data)
+    return chunks
 
 
 def _scalar(field: FieldDescriptor, rng: random.Random) -> Chunk:
