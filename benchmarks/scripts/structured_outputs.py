@@ -269,7 +269,7 @@ def main(
     tables = [
         table_of(outcomes),
         Table("Compiling", ("constraint", "processor ms"), rows),
-        Table("Vocabulary of 128 Ki, trees of 16 nodes of which 6 match", columns, cells),
+        Table("Vocabulary of 128 Ki, trees of 16 nodes; 6 match", columns, cells),
     ]
     settings = {"num_prompts": num_prompts, "max_tokens": 64, "tree": TREE, "constraints": dict(CONSTRAINTS)}
     results = {

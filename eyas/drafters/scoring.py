@@ -202,7 +202,7 @@ class MaskedExpansion:
         draft_ids: Tensor,
         are_logs: bool,
     ) -> None:
-        """are_logs: whether scores are log-probabilities, of which those of a node sum up to 1, or unnormalised ones."""
+        """are_logs: whether scores are log-probabilities, normalised for each node, or unnormalised ones."""
         self._expansion, self._contexts, self._path_masks = expansion, contexts, path_masks
         self._draft_ids, self._are_logs = draft_ids, are_logs
         self._paths: list[list[Path]] = [[()] for _ in contexts]
