@@ -192,7 +192,7 @@ def evaluate(
     num_prompts: Annotated[int, typer.Option()] = EvalConfig.num_prompts,
     max_tokens: Annotated[int, typer.Option(help="Tokens to generate for each prompt.")] = EvalConfig.max_tokens,
     num_draft_tokens: Annotated[int, typer.Option(help="Most nodes of a tree, the root included.")] = 24,
-    num_steps: Annotated[int, typer.Option(help="Levels of a tree; 0 takes what the method usually has.")] = 0,
+    num_steps: Annotated[int, typer.Option(help="Levels of a tree; 0 takes all depths of a block head, else 5.")] = 0,
     device: Annotated[str, typer.Option()] = "auto",
     threads: Threads = 0,
 ) -> None:
