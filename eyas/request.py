@@ -305,11 +305,11 @@ class Chunk:
     verify_step: VerifyStep | None = None
     finish_reason: FinishReason | None = None
     message: str = ""
-    is_invalid: bool = False
     index: int = 0
     logprobs: tuple[TokenLogprob, ...] = ()
     prompt_logprobs: tuple[TokenLogprob, ...] = ()
     num_cached: int = 0
+    is_invalid: bool = False
 
     @property
     def num_bytes(self) -> int:

@@ -245,7 +245,7 @@ def test_the_ranking_temperature_follows_what_is_accepted() -> None:
     key, other = NoiseKey(0, 0.6), NoiseKey(0, 1.0)
     ranking = Ranking(DraftingConfig())
     first = ranking.temperature(key)
-    assert rated(ranking, NUM_VISITS, 0.5, 1, key) == first, "too few nodes to tell"
+    assert rated(ranking, NUM_VISITS, 0.5, 1, key) == first, "too few nodes for a change"
     assert rated(ranking, 2, 0.5, 1, key) < first, "all were right, more than was claimed"
     assert ranking.temperature(other) == FIRST_RANKING_TEMPERATURES[3]
     assert rated(Ranking(DraftingConfig()), NUM_VISITS + 2, 0.9, 2) > first

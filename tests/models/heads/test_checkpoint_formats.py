@@ -64,7 +64,7 @@ def trees(head: str, target: str, config: EagleHeadConfig) -> list[DraftTree]:
     """Trees of two sessions; the second session commits its tokens in two parts."""
     fused = load_fuser(head, target)(features_of(config, 20))
     tokens = torch.randint(3, 48, (21,), generator=torch.Generator().manual_seed(6)).tolist()
-    drafter = EagleDrafter(load_head(head, target), SHAPE, DraftingConfig(max_kv_tokens=256))
+    drafter = EagleDrafter(load_head(head, target), SHAPE, DraftingConfig(max_kv_tokens=256, ranking_temperature=1.0))
 
     def commit(name: str, base: int, end: int) -> Commit:
         new = fused[max(base - 1, 0) : end - 1]

@@ -33,6 +33,8 @@ ENVIRONMENT = {
     "RAY_AUTH_MODE": "token",
     "RAY_AUTH_TOKEN": secrets.token_hex(32),
     "RAY_SERVE_REPLICA_AUTOSCALING_METRIC_PUSH_INTERVAL_S": "0.5",
+    "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "120",
+    "RAY_SERVE_PROXY_HEALTH_CHECK_TIMEOUT_S": "120",
     "OMP_NUM_THREADS": "1",
     "RAY_raylet_start_wait_time_s": "150",
     "RAY_prestart_worker_first_driver": "0",

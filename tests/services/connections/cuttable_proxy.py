@@ -30,8 +30,9 @@ class CuttableProxy:
         with suppress(OSError):
             while True:
                 caller, _ = self.listener.accept()
+                self.ends.append(caller)
                 callee = socket.create_connection(self.service)
-                self.ends += [caller, callee]
+                self.ends.append(callee)
                 for source, sink in ((caller, callee), (callee, caller)):
                     threading.Thread(target=self._carry, args=(source, sink), daemon=True).start()
 
