@@ -165,12 +165,12 @@ def _check_entries(sampling: SamplingParams) -> None:
 
 
 def _is_whole(value: object) -> bool:
-    """Whether it is a whole number; True and False are none."""
-    return isinstance(value, Integral) and not isinstance(value, bool)
+    """Whether it is a whole number, of Python or numpy; True and False are none. An int is the common, quick case."""
+    return type(value) is int or (isinstance(value, Integral) and not isinstance(value, bool))
 
 
 def _is_real(value: object) -> bool:
-    return isinstance(value, Real) and not isinstance(value, bool)
+    return type(value) in (int, float) or (isinstance(value, Real) and not isinstance(value, bool))
 
 
 def check_structured_outputs(structured: StructuredOutputs) -> None:

@@ -102,6 +102,7 @@ def run(body: Callable[[AsyncEngine], Awaitable[None]], engine: Engine, **option
 
 def test_output_that_is_not_read_is_bounded(target: TargetModel) -> None:
     """A slow reader gets what was kept, then Overloaded; a request that continues from there gives the rest."""
+    engine = engine_of(target)
     request = replace(request_of("slow"), sampling=SamplingParams(48, temperature=0.8, seed=7, ignore_eos=True, logprobs=5))
 
     async def body(loop: AsyncEngine) -> None:
@@ -112,7 +113,7 @@ def test_output_that_is_not_read_is_bounded(target: TargetModel) -> None:
             async for chunk in loop.generate(request):
                 kept.append(chunk)
                 if len(kept) == 1:
-                    await until(lambda: not loop.load.num_running)
+                    await until(lambda: not engine.has_work)
 
         with pytest.raises(Overloaded, match="read too slowly"):
             await read_late()
@@ -124,7 +125,7 @@ def test_output_that_is_not_read_is_bounded(target: TargetModel) -> None:
         rest = replace(rest, sampling=replace(request.sampling, max_tokens=48 - len(tokens)))
         assert tokens + tokens_of(await collect(loop, rest)) == whole
 
-    run(body, engine_of(target), max_unread_bytes=2**15)
+    run(body, engine, max_unread_bytes=2**15)
 
 
 def test_batched_requests_get_the_output_they_get_alone(target: TargetModel) -> None:
