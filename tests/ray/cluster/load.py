@@ -96,14 +96,14 @@ def scale_out_and_in(application: RayApplication, asked: Sequence[Asked]) -> Out
         with Load(application.grpc, asked, num_clients=6) as rush:
             application.wait(lambda: application.running(*WORKERS) == [2, 2], 150, "the pools did not grow")
             before = rush.num_answered
-            application.wait(lambda: rush.num_answered > before + 12, 60, "the grown pools do not serve")
+            application.wait(lambda: rush.num_answered > before + 4, 150, "the grown pools do not serve")
         application.wait(
             lambda: application.running(*WORKERS) == [1, 1] and application.settled(*WORKERS),
             150,
             "the pools did not shrink",
         )
         with Load(application.grpc, asked, num_clients=1) as last:
-            application.wait(lambda: last.num_answered, 60, "the shrunk pools do not serve")
+            application.wait(lambda: last.num_answered, 150, "the shrunk pools do not serve")
     return seen(rush, quiet, last)
 
 
@@ -111,11 +111,11 @@ def upgrade(application: RayApplication, asked: Sequence[Asked]) -> Outcome:
     """A changed setting, deployed under load: every verifier is replaced by one that has it."""
     old = {lease.incarnation for lease in application.verifiers()}
     with Load(application.grpc, asked, num_clients=3) as load:
-        application.wait(lambda: load.num_answered > 3, 60, "no request is answered")
+        application.wait(lambda: load.num_answered > 3, 150, "no request is answered")
         application.redeploy(lambda args: args["verifier"]["engine"].update(max_num_seqs=3))
         application.wait(lambda: replaced(application, old), 150, "the verifiers are not replaced")
         before = load.num_answered
-        application.wait(lambda: load.num_answered > before + 6, 60, "the new verifiers do not serve")
+        application.wait(lambda: load.num_answered > before + 4, 150, "the new verifiers do not serve")
     return seen(load)
 
 

@@ -56,10 +56,10 @@ def cuttable_proxy(service: str) -> Iterator[CuttableProxy]:
         yield proxy
     finally:
         proxy.listener.shutdown(socket.SHUT_RDWR)
+        taking.join()
         proxy.listener.close()
         for end in proxy.ends:
             end.close()
-        taking.join()
 
 
 @asynccontextmanager
