@@ -24,7 +24,7 @@ from eyas.models.heads.block_config import BlockHeadConfig, Dialect
 from eyas.models.heads.eagle_config import HeadWiring
 from eyas.train.config import LossConfig, TrainConfig
 from eyas.train.data import Batch
-from eyas.train.features import TargetStates, TargetWeights
+from eyas.train.features import TargetStates, TargetWeights, layer_sizes
 from eyas.train.losses import AGREES, CHANCE, CROSS_ENTROPY, LOSS, depth_weights, in_chunks, row_losses, weighted_mean
 
 Metrics = dict[str, Tensor]
@@ -136,17 +136,10 @@ def _head_config(config: TrainConfig, target: TargetWeights, draft_vocab_size: i
     h, t = config.head, target.config
     is_dspark = config.method == "dspark"
     num_layers = h.num_hidden_layers or 5
-    heads = h.num_attention_heads or int(t["num_attention_heads"])
-    rotary = t.get("rope_parameters") or {"rope_theta": t.get("rope_theta", 10000.0), "rope_type": "default"}
     mask = mask_token_id(config, t)
     ids = h.target_layer_ids or spread_layers(target.num_layers, min(5, target.num_layers - 3))
     return BlockHeadConfig(
-        hidden=target.hidden,
-        intermediate=h.intermediate_size or int(t["intermediate_size"]),
-        num_heads=heads,
-        num_kv_heads=h.num_key_value_heads or int(t.get("num_key_value_heads") or heads),
-        head_dim=h.head_dim or int(t.get("head_dim") or target.hidden // heads),
-        rms_norm_eps=float(t.get("rms_norm_eps", 1e-6)),
+        **vars(layer_sizes(h, target)),
         kind="dspark" if is_dspark else "dflash",
         target_hidden=target.hidden,
         num_target_layers=target.num_layers,
@@ -155,7 +148,7 @@ def _head_config(config: TrainConfig, target: TargetWeights, draft_vocab_size: i
         draft_vocab_size=draft_vocab_size,
         block_size=h.block_size,
         mask_token_id=mask,
-        rotary=rotary,
+        rotary=target.rotary,
         max_positions=int(t["max_position_embeddings"]),
         wiring=HeadWiring(tuple(layer + 1 for layer in ids), sample_from_anchor=is_dspark),
         windows=(None,) * num_layers,

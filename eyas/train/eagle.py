@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -33,7 +32,7 @@ from eyas.models.heads.layers import FINAL_NORM_OUTPUT, DraftLayer, LinearFuser,
 from eyas.train.block import Metrics
 from eyas.train.config import LossConfig, TrainConfig
 from eyas.train.data import Batch
-from eyas.train.features import TargetStates, TargetWeights
+from eyas.train.features import TargetStates, TargetWeights, layer_sizes
 from eyas.train.losses import AGREES, CHANCE, LOSS, in_chunks, row_losses, weighted_mean
 
 # Keys and values of every step, [N, L - 1, J, d] each.
@@ -199,25 +198,18 @@ def _widened(found: Mapping[str, Tensor], target: TargetWeights, draft_ids: Tens
 
 def _head_config(config: TrainConfig, target: TargetWeights, draft_vocab_size: int) -> EagleHeadConfig:
     h, t, is_first = config.head, target.config, config.method == "eagle1"
-    heads = h.num_attention_heads or int(t["num_attention_heads"])
     layers = target.num_layers
     inputs = tuple(layer + 1 for layer in h.target_layer_ids) or (min(2, layers - 1), layers // 2, layers)
-    rotary: Any = t.get("rope_parameters") or {"rope_theta": t.get("rope_theta", 10000.0), "rope_type": "default"}
     normed = config.method == "eagle3.1"
     output: Output = "bare" if is_first else "normed" if normed else "state"
     return EagleHeadConfig(
-        hidden=target.hidden,
-        intermediate=h.intermediate_size or int(t["intermediate_size"]),
-        num_heads=heads,
-        num_kv_heads=h.num_key_value_heads or int(t.get("num_key_value_heads") or heads),
-        head_dim=h.head_dim or int(t.get("head_dim") or target.hidden // heads),
-        rms_norm_eps=float(t.get("rms_norm_eps", 1e-6)),
+        **vars(layer_sizes(h, target)),
         kind="eagle" if is_first else "eagle3",
         target_hidden=target.hidden,
         num_layers=h.num_hidden_layers or 1,
         vocab_size=target.vocab_size,
         draft_vocab_size=target.vocab_size if is_first else draft_vocab_size,
-        rotary=rotary,
+        rotary=target.rotary,
         max_positions=int(t["max_position_embeddings"]),
         wiring=HeadWiring((FINAL_NORM_OUTPUT,) if is_first else inputs, output=output),
         input_norms="each" if normed else "none",

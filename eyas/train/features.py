@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -17,7 +17,9 @@ from torch import Tensor, nn
 
 from eyas.errors import CheckpointError, ConfigError
 from eyas.models.checkpoint import EMBEDDING_NAMES, LM_HEAD_NAMES, read_target_config, read_tensor, resolve
-from eyas.models.heads.layers import FINAL_NORM_OUTPUT
+from eyas.models.heads.eagle_config import read_rotary
+from eyas.models.heads.layers import FINAL_NORM_OUTPUT, LayerSizes, read_layer_sizes
+from eyas.train.config import HeadConfig
 from eyas.train.data import Batch, Windows
 
 INDEX_FILE = "features.json"
@@ -60,12 +62,24 @@ class TargetWeights:
     def num_layers(self) -> int:
         return int(self.config["num_hidden_layers"])
 
+    @property
+    def rotary(self) -> Mapping[str, Any]:
+        """RoPE parameters as transformers takes them."""
+        return read_rotary(self.config, self.folder / "config.json")
+
 
 def load_target_weights(model: str) -> TargetWeights:
     """Raises CheckpointError."""
     folder = resolve(model)
     embedding, lm_head = (read_tensor(folder, names).float() for names in (EMBEDDING_NAMES, LM_HEAD_NAMES))
     return TargetWeights(folder, read_target_config(folder), embedding, lm_head)
+
+
+def layer_sizes(head: HeadConfig, target: TargetWeights) -> LayerSizes:
+    """The layers of a new head: those sizes that its settings name, the target's for the others. Raises CheckpointError."""
+    sizes = ("intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
+    named = {key: value for key in sizes if (value := getattr(head, key))}
+    return read_layer_sizes(target.config | named, target.folder / "config.json")
 
 
 class OnlineTarget:

@@ -23,7 +23,7 @@ from eyas.models.heads.eagle_config import (
     read_rotary,
     recorded_wiring,
 )
-from eyas.models.heads.layers import LayerSizes, Shapes, check_target, layer_shapes, read_layer_sizes
+from eyas.models.heads.layers import BackboneSizes, Shapes, backbone_json, check_target, layer_shapes, read_layer_sizes
 
 BlockKind = Literal["dflash", "dflash2", "dspark"]
 MarkovKind = Literal["vanilla", "gated", "rnn"]
@@ -45,26 +45,21 @@ TENSOR_SPELLINGS = (
 
 
 @dataclass(frozen=True)
-class BlockHeadConfig(LayerSizes):
+class BlockHeadConfig(BackboneSizes):
     """Sizes of a block head, its layers and its heads over the backbone.
 
     num_target_layers: of the target that it was made for. mask_token_id: whose embedding the rows after the anchor have.
     block_size: B. windows: of each layer's attention in tokens, None for all. causal_windows: whether layers with a window
     also attend causally within the block. markov_rank, selector_rank: r; 0 for none. conv_kernel: taps of the convolutions
     around attention and MLP; 0 for none. multiplier, softcap: of the logits; 0 for no cap.
-    rotary: RoPE parameters as transformers takes them.
     """
 
     kind: BlockKind
     target_hidden: int
     num_target_layers: int
-    num_layers: int
-    vocab_size: int
     draft_vocab_size: int
     block_size: int
     mask_token_id: int
-    rotary: Mapping[str, Any]
-    max_positions: int
     wiring: HeadWiring
     windows: tuple[int | None, ...]
     causal_windows: bool = False
@@ -370,24 +365,11 @@ def block_config_json(c: BlockHeadConfig, dialect: Dialect = "author") -> dict[s
 
 def _sizes_json(c: BlockHeadConfig) -> dict[str, Any]:
     """What a Qwen3 config says."""
-    rotary = dict(c.rotary)
     window = next((window for window in c.windows if window), None)
     return {
         "model_type": "qwen3",
-        "hidden_size": c.hidden,
-        "intermediate_size": c.intermediate,
-        "num_hidden_layers": c.num_layers,
-        "num_attention_heads": c.num_heads,
-        "num_key_value_heads": c.num_kv_heads,
-        "head_dim": c.head_dim,
-        "hidden_act": "silu",
-        "rms_norm_eps": c.rms_norm_eps,
-        "max_position_embeddings": c.max_positions,
-        "rope_theta": rotary.pop("rope_theta"),
-        "rope_scaling": rotary if rotary["rope_type"] != "default" else None,
+        **backbone_json(c),
         "attention_bias": c.attention_bias,
-        "vocab_size": c.vocab_size,
-        "tie_word_embeddings": False,
         "layer_types": [SLIDING if own else FULL for own in c.windows],
         "sliding_window": window,
     }

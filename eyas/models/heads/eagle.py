@@ -9,7 +9,7 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -43,9 +43,11 @@ from eyas.models.heads.eagle_config import (
     tensor_shapes,
 )
 from eyas.models.heads.layers import (
+    BackboneSizes,
     DraftLayer,
     LinearFuser,
     Projected,
+    backbone_json,
     frozen,
     linear,
     rms_norm,
@@ -149,20 +151,7 @@ class EagleHead(nn.Module):
         return rms_norm(x, weight, self.config.rms_norm_eps)
 
 
-class RotarySizes(Protocol):
-    """What a rotary table is made from. rotary: RoPE parameters as transformers takes them."""
-
-    @property
-    def num_heads(self) -> int: ...
-    @property
-    def head_dim(self) -> int: ...
-    @property
-    def max_positions(self) -> int: ...
-    @property
-    def rotary(self) -> Mapping[str, Any]: ...
-
-
-def head_rotary(config: RotarySizes, length: int) -> Tensor:
+def head_rotary(config: BackboneSizes, length: int) -> Tensor:
     """The head's rotary table, [length, 2, d]. Raises CheckpointError for a scaling that transformers does not know."""
     from transformers import LlamaConfig
 
@@ -270,23 +259,10 @@ def write_head(folder: Path, config: EagleHeadConfig, tensors: Mapping[str, Tens
 
 def config_json(c: EagleHeadConfig) -> dict[str, Any]:
     """The head's config.json. A wiring that no published key can express goes under Eyas's own key."""
-    rotary = dict(c.rotary)
     settings = {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
-        "hidden_size": c.hidden,
-        "intermediate_size": c.intermediate,
-        "num_hidden_layers": c.num_layers,
-        "num_attention_heads": c.num_heads,
-        "num_key_value_heads": c.num_kv_heads,
-        "head_dim": c.head_dim,
-        "hidden_act": "silu",
-        "rms_norm_eps": c.rms_norm_eps,
-        "max_position_embeddings": c.max_positions,
-        "rope_theta": rotary.pop("rope_theta"),
-        "rope_scaling": rotary if rotary["rope_type"] != "default" else None,
-        "vocab_size": c.vocab_size,
-        "tie_word_embeddings": False,
+        **backbone_json(c),
         "attention_bias": c.qkv_bias,
     }
     if c.kind == "eagle":

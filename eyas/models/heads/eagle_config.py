@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from eyas.errors import CheckpointError
 from eyas.models.checkpoint import WIRING_KEY, get_setting, read_config, weight_map
-from eyas.models.heads.layers import FINAL_NORM_OUTPUT, LayerSizes, Shapes, check_target, layer_shapes, read_layer_sizes
+from eyas.models.heads.layers import FINAL_NORM_OUTPUT, BackboneSizes, Shapes, check_target, layer_shapes, read_layer_sizes
 
 Settings = Mapping[str, Any]
 Kind = Literal["eagle", "eagle3", "peagle"]
@@ -45,22 +45,18 @@ class HeadWiring:
 
 
 @dataclass(frozen=True)
-class EagleHeadConfig(LayerSizes):
+class EagleHeadConfig(BackboneSizes):
     """Sizes of an EAGLE head and its layers.
 
     kind: "eagle" for EAGLE-1 and -2, "peagle" for P-EAGLE, which is EAGLE-3 with parallel rows.
     mask_token_id: whose embedding these rows have.
     input_norms: what is normed before fc: nothing, the hidden states side by side ("joint"), or each of them.
-    *_bias: which projections have one. rotary: RoPE parameters as transformers takes them.
+    *_bias: which projections have one.
     """
 
     kind: Kind
     target_hidden: int
-    num_layers: int
-    vocab_size: int
     draft_vocab_size: int
-    rotary: Mapping[str, Any]
-    max_positions: int
     wiring: HeadWiring
     input_norms: InputNorms = "none"
     fc_bias: bool = False

@@ -37,6 +37,16 @@ class LayerSizes:
     rms_norm_eps: float
 
 
+@dataclass(frozen=True)
+class BackboneSizes(LayerSizes):
+    """Sizes of a head's decoder layers and of what surrounds them. rotary: RoPE parameters as transformers takes them."""
+
+    num_layers: int
+    vocab_size: int
+    rotary: Mapping[str, Any]
+    max_positions: int
+
+
 def read_layer_sizes(settings: Mapping[str, Any], source: object) -> LayerSizes:
     """The sizes that a config.json states. Raises CheckpointError if it lacks one of them."""
     hidden, intermediate, heads = (
@@ -50,6 +60,27 @@ def read_layer_sizes(settings: Mapping[str, Any], source: object) -> LayerSizes:
         head_dim=get_setting(int, settings, "head_dim", source, hidden // heads),
         rms_norm_eps=get_setting(float, settings, "rms_norm_eps", source, 1e-6),
     )
+
+
+def backbone_json(sizes: BackboneSizes) -> dict[str, Any]:
+    """What a config.json says of a head's decoder layers."""
+    scaling = dict(sizes.rotary)
+    theta = scaling.pop("rope_theta")
+    return {
+        "hidden_size": sizes.hidden,
+        "intermediate_size": sizes.intermediate,
+        "num_hidden_layers": sizes.num_layers,
+        "num_attention_heads": sizes.num_heads,
+        "num_key_value_heads": sizes.num_kv_heads,
+        "head_dim": sizes.head_dim,
+        "hidden_act": "silu",
+        "rms_norm_eps": sizes.rms_norm_eps,
+        "max_position_embeddings": sizes.max_positions,
+        "rope_theta": theta,
+        "rope_scaling": scaling if scaling["rope_type"] != "default" else None,
+        "vocab_size": sizes.vocab_size,
+        "tie_word_embeddings": False,
+    }
 
 
 def layer_shapes(sizes: LayerSizes, width: int) -> Shapes:
