@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
-from rich.progress import Progress, track
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, track
 
 from eyas.config.loader import load
 from eyas.errors import ConfigError
@@ -90,11 +90,12 @@ def regenerate(
     if threads:
         torch.set_num_threads(threads)
     settings = RegenerateSettings(
-        max_tokens, tuple(temperature), prompt_tokens, prompts_per_document, batch, seed, max_entries
+        model, max_tokens, tuple(temperature), prompt_tokens, prompts_per_document, batch, seed, max_entries
     )
-    progress = Progress(console=Console(stderr=True))
+    columns = (TextColumn("{task.completed} entries"), BarColumn(), TimeElapsedColumn())
+    progress = Progress(*columns, console=Console(stderr=True))
     with LLM(model, draft_model or None, method or None, dtype, device, max_num_seqs=batch) as llm, progress:
-        task = progress.add_task("answering", total=None)
+        task = progress.add_task("", total=max_entries or None)
         found = run(llm, expand_files(files, exclude), out, settings, lambda done: progress.update(task, completed=done))
     print(
         f"{out}: {found.num_entries} entries: {found.num_answered} answered, {found.num_failed} failed, "
@@ -105,11 +106,9 @@ def regenerate(
 @train.command()
 def features(out: Out, config: ConfigFile = None, assignments: Assignments = []) -> None:  # noqa: B006
     """Store the target's states of all windows of a run, for `data.features`. Prints the disk that they take first."""
-    from accelerate import Accelerator
-
     from eyas.train.data import Windows
     from eyas.train.features import features_bytes, load_target_weights, store_features
-    from eyas.train.methods import build_source, build_trainee
+    from eyas.train.methods import build_online_target, build_trainee
 
     settings = load(TrainConfig, config, assignments)
     target = load_target_weights(settings.model)
@@ -117,7 +116,7 @@ def features(out: Out, config: ConfigFile = None, assignments: Assignments = [])
     layers: tuple[int, ...] = build_trainee(settings, target, windows).aux_hidden_state_layers  # type: ignore[assignment]
     needed = features_bytes(windows, len(layers), target.hidden)
     print(f"{len(windows)} windows of {windows.max_length} tokens take {needed / 2**30:.2f} GiB")
-    source = build_source(settings, windows, layers, Accelerator(cpu=settings.device == "cpu"))
+    source = build_online_target(settings, layers)
     store_features(source, windows, layers, target.hidden, out, lambda shards: track(shards, "storing"))
 
 

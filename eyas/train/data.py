@@ -7,6 +7,7 @@ plain text. In conversations only the assistant's words count in the loss. A pre
 
 from __future__ import annotations
 
+import hashlib
 import json
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -26,6 +27,9 @@ from eyas.tokenizer import Tokenizer, load_tokenizer
 INFO_FILE, FREQUENCY_FILE = "prepared.json", "token_freq.safetensors"
 TRAIN, HELDOUT = "train", "heldout"
 FOLDER_SUFFIXES = {".jsonl", ".txt", ".md", ".py", ".rst"}
+# Marks of entries that `eyas train regenerate` did not answer; each has the reason.
+FAILED, SKIPPED = "error", "skipped"
+UNANSWERED = {FAILED, SKIPPED}
 SHAREGPT_ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
 
 
@@ -88,7 +92,8 @@ def prepare(
         raise ConfigError(_why_empty(files, num_skipped, min_loss_tokens, reader))
     info = Prepared(
         model, vocab_size, tuple(map(str, files)), len(train), len(splits[HELDOUT]["input_ids"]),
-        sum(map(len, train)), sum(map(sum, splits[TRAIN]["loss_mask"])), num_skipped, reader.num_refused, seed,
+        sum(map(len, train)), sum(map(sum, splits[TRAIN]["loss_mask"])), num_skipped + reader.num_unanswered,
+        reader.num_refused, seed,
     )  # fmt: skip
     try:
         for name, columns in splits.items():
@@ -112,10 +117,10 @@ def _why_empty(files: Sequence[Path], num_skipped: int, least: int, reader: Docu
 
 
 class DocumentReader:
-    """Reads files into documents. num_refused: see Prepared."""
+    """Reads files into documents. num_refused: see Prepared. num_unanswered: entries that `regenerate` could not answer."""
 
     def __init__(self, model: str, vocab_size: int) -> None:
-        self.num_refused = 0
+        self.num_refused = self.num_unanswered = 0
         self._model, self._vocab_size = model, vocab_size
         self._tokenizer: Tokenizer = load_tokenizer(model)
         self._template: ChatTemplate | None = None
@@ -124,6 +129,9 @@ class DocumentReader:
         """Yield the documents of all files. Raises ConfigError that names file and line."""
         for file in files:
             for number, entry in read_entries(file):
+                if UNANSWERED & entry.keys():
+                    self.num_unanswered += 1
+                    continue
                 try:
                     yield self._document(entry)
                 except (InvalidRequest, KeyError, TypeError, ValueError, AttributeError) as error:
@@ -256,6 +264,14 @@ class Windows:
 
     def __len__(self) -> int:
         return len(self.packs)
+
+    @property
+    def digest(self) -> str:
+        """Of all that windows hold, in their order; what was computed of other windows does not fit these."""
+        found = hashlib.sha256(f"{self.max_length}".encode())
+        for ids, mask in self.documents:
+            found.update(ids.tobytes() + mask.tobytes())
+        return found.hexdigest()[:16]
 
     def batch(self, indices: Sequence[int]) -> Batch:
         """The windows of these numbers."""

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -139,15 +140,10 @@ class StoredFeatures:
 
     @classmethod
     def open(cls, folder: Path, windows: Windows, layers: Sequence[int]) -> StoredFeatures:
-        """Raises ConfigError for features of other windows or layers."""
-        try:
-            index = json.loads((folder / INDEX_FILE).read_text())
-        except (OSError, ValueError) as error:
-            raise ConfigError(f"{str(folder)!r} holds no features ({error}); run `eyas train features` first") from error
-        expected = _features_index(windows, layers, index["shard_windows"])
-        wrong = [f"{key} {index[key]!r}, not {value!r}" for key, value in expected.items() if index.get(key) != value]
-        if wrong:
-            raise ConfigError(f"{folder} was made for {'; '.join(wrong)}; make the features for this run again")
+        """Raises ConfigError for features of other windows or layers, and for those of a command that did not end."""
+        index = _read_index(folder, windows, layers)
+        if index is None or not index.get("is_complete"):
+            raise ConfigError(f"{str(folder)!r} does not hold all features; run `eyas train features` first, it continues")
         return cls(folder, index["shard_windows"])
 
     def states(self, batch: Batch) -> TargetStates:
@@ -170,42 +166,81 @@ def features_bytes(windows: Windows, num_layers: int, hidden: int) -> int:
 def store_features(
     source: StateSource, windows: Windows, layers: Sequence[int], hidden: int, out: Path, progress: Any
 ) -> None:
-    """Write shards of states in bfloat16, and then their index. Shards that are there already are kept.
+    """Write shards of states in bfloat16. Shards that are there already are kept, so that a stopped command continues.
 
-    Raises ConfigError before anything is written if the disk is too small, and if it fills up all the same.
+    Raises ConfigError before anything is written if the disk is too small or `out` holds features of another run, and if the
+    disk fills up all the same.
     """
+    index = _read_index(out, windows, layers) or _features_index(windows, layers) | {
+        "shard_windows": max(1, 2**28 // (windows.max_length * (len(layers) + 1) * hidden * 2))
+    }
+    size = index["shard_windows"]
+    shards = range(0, len(windows), size)
+    missing = [start for start in shards if not (out / _shard(start // size)).exists()]
+    with _keeping_shards(out):
+        out.mkdir(parents=True, exist_ok=True)
+        free = shutil.disk_usage(out).free
+    if (needed := features_bytes(windows, len(layers), hidden) * len(missing) // max(1, len(shards))) > free:
+        raise ConfigError(f"the features take {needed / 2**30:.1f} GiB, but {out} has {free / 2**30:.1f} GiB free")
+    with _keeping_shards(out):
+        _write_index(out, index | {"is_complete": False})
+        for start in progress(missing):
+            parts = [source.states(windows.batch([n])) for n in range(start, min(start + size, len(windows)))]
+            _save_shard(out / _shard(start // size), parts)
+        _write_index(out, index | {"is_complete": True})
+
+
+def _save_shard(file: Path, parts: Sequence[TargetStates]) -> None:
     from safetensors.torch import save_file
 
-    out.mkdir(parents=True, exist_ok=True)
-    shard_windows = max(1, 2**28 // (windows.max_length * (len(layers) + 1) * hidden * 2))
-    shards = range(0, len(windows), shard_windows)
-    missing = [start for start in shards if not (out / _shard(start // shard_windows)).exists()]
-    needed = features_bytes(windows, len(layers), hidden) * len(missing) // max(1, len(shards))
-    if needed > (free := shutil.disk_usage(out).free):
-        raise ConfigError(f"the features take {needed / 2**30:.1f} GiB, but {out} has {free / 2**30:.1f} GiB free")
-    for start in progress(missing):
-        numbers = range(start, min(start + shard_windows, len(windows)))
-        parts = [source.states(windows.batch([number])) for number in numbers]
-        tensors = {name: torch.cat([getattr(part, name).bfloat16().cpu() for part in parts]) for name in ("aux", "final")}
-        file = out / _shard(start // shard_windows)
-        try:
-            save_file(tensors, file.with_suffix(".part"))
-            file.with_suffix(".part").replace(file)
-        except OSError as error:
-            file.with_suffix(".part").unlink(missing_ok=True)
-            raise ConfigError(f"cannot write {file}: {error}; free space and run the command again, it continues") from error
-    (out / INDEX_FILE).write_text(json.dumps(_features_index(windows, layers, shard_windows), indent=1) + "\n")
+    tensors = {name: torch.cat([getattr(part, name).bfloat16().cpu() for part in parts]) for name in ("aux", "final")}
+    part = file.with_suffix(".part")
+    try:
+        save_file(tensors, part)
+        part.replace(file)
+    finally:
+        part.unlink(missing_ok=True)
 
 
-def _features_index(windows: Windows, layers: Sequence[int], shard_windows: int) -> dict[str, Any]:
+@contextmanager
+def _keeping_shards(out: Path) -> Iterator[None]:
+    """Turn the error of a full disk into a ConfigError. safetensors has an error of its own for it."""
+    from safetensors import SafetensorError
+
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        raise ConfigError(
+            f"cannot write features to {out}: {error}; free space and run the same command again, it continues"
+        ) from error
+
+
+def _features_index(windows: Windows, layers: Sequence[int]) -> dict[str, Any]:
     return {
         "model": windows.info.model,
-        "num_windows": len(windows),
         "max_length": windows.max_length,
-        "num_tokens": windows.info.num_tokens,
+        "windows": windows.digest,
         "aux_hidden_state_layers": list(layers),
-        "shard_windows": shard_windows,
     }
+
+
+def _read_index(folder: Path, windows: Windows, layers: Sequence[int]) -> dict[str, Any] | None:
+    """The index of a folder, if it has one. Raises ConfigError for features of other windows or layers."""
+    if not (folder / INDEX_FILE).exists():
+        return None
+    try:
+        index: dict[str, Any] = json.loads((folder / INDEX_FILE).read_text())
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"cannot read {folder / INDEX_FILE}: {error}; remove the folder and store them again") from error
+    expected = _features_index(windows, layers)
+    wrong = [f"{key} {index.get(key)!r}, not {value!r}" for key, value in expected.items() if index.get(key) != value]
+    if wrong:
+        raise ConfigError(f"the features in {folder} were made for {'; '.join(wrong)}; name another folder for this run's")
+    return index
+
+
+def _write_index(folder: Path, index: Mapping[str, Any]) -> None:
+    (folder / INDEX_FILE).write_text(json.dumps(index, indent=1) + "\n")
 
 
 def _shard(number: int) -> str:

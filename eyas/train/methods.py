@@ -46,15 +46,21 @@ def build_trainee(config: TrainConfig, target: TargetWeights, windows: Windows) 
     return TRAINEES[config.method](config, target, draft_ids)
 
 
-def build_source(config: TrainConfig, windows: Windows, layers: tuple[int, ...], accelerator: Any) -> StateSource:
-    """Stored features, or the target in this process."""
+def build_source(config: TrainConfig, windows: Windows, layers: tuple[int, ...]) -> StateSource:
+    """Stored features, or the target in this process, which must be in the process group already if it is sharded."""
     if config.data.features:
         return StoredFeatures.open(Path(config.data.features), windows, layers)
-    dtype = torch.bfloat16 if config.optimizer.precision == "bf16" else torch.float32
-    source = OnlineTarget(config.model, layers, accelerator.device, dtype)
+    source = build_online_target(config, layers)
     if config.shard_target:
         source.shard()
     return source
+
+
+def build_online_target(config: TrainConfig, layers: tuple[int, ...]) -> OnlineTarget:
+    """The target in this process, in the precision of the run. Raises ConfigError or CheckpointError."""
+    device, _ = resolve_placement(config.device, "auto", config.model)
+    dtype = torch.bfloat16 if config.optimizer.precision == "bf16" else torch.float32
+    return OnlineTarget(config.model, layers, torch.device(device), dtype)
 
 
 def build_trainer(config: TrainConfig) -> Trainer:
@@ -64,7 +70,7 @@ def build_trainer(config: TrainConfig) -> Trainer:
     windows = Windows(Path(config.data.path), config.data.max_length)
     trainee = build_trainee(config, target, windows)
     layers: tuple[int, ...] = trainee.aux_hidden_state_layers  # type: ignore[assignment]
-    source = build_source(config, windows, layers, accelerator)
+    source = build_source(config, windows, layers)
     prompts = heldout_prompts(Path(config.data.path), config.eval)
     method = SERVED_BY.get(config.method, config.method)
     evaluator = Evaluator(config.model, method, prompts, config.eval, str(accelerator.device))

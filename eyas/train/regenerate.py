@@ -6,25 +6,28 @@ Each line of the output has the number of its input, so that a run that was stop
 from __future__ import annotations
 
 import json
+import os
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from eyas.errors import ConfigError, EyasError
 from eyas.llm import LLM
 from eyas.request import Prompt, SamplingParams
-from eyas.train.data import messages_of, read_entries
+from eyas.train.data import FAILED, SKIPPED, messages_of, read_entries
 
 
 @dataclass(frozen=True)
 class RegenerateSettings:
     """temperatures: entries take them in turn. prompt_tokens: of plain text, at `prompts_per_document` places of a document.
 
-    batch: entries at a time; the output grows by as many lines. max_entries: 0 answers all of them.
+    model: who answers, for the record beside the output. batch: entries at a time; the output grows by as many lines.
+    max_entries: 0 answers all of them.
     """
 
+    model: str
     max_tokens: int = 512
     temperatures: tuple[float, ...] = (0.0, 1.0)
     prompt_tokens: int = 64
@@ -53,36 +56,59 @@ def regenerate(
 ) -> Regenerated:
     """Append an answered entry to `out` for each entry that it lacks; failures are kept with their reason.
 
-    show: called with the number of entries done. Raises ConfigError for input that cannot be read.
+    show: called with the number of entries done. Raises ConfigError for input that cannot be read, for an `out` of other
+    files or settings, and for a full disk.
     """
+    _check_same_run(files, out, settings)
     done = _done(out)
     counts = {"answered": 0, "failed": 0, "skipped": 0}
     for outcome in done.values():
         counts[outcome] += 1
-    out.parent.mkdir(parents=True, exist_ok=True)
-    with out.open("a", encoding="utf-8") as lines:
-        for batch in _batches(_entries(llm, _spread(files, settings), settings), done, settings):
-            for line in _answer_all(llm, batch, settings):
-                counts[_outcome(line)] += 1
-                lines.write(json.dumps(line, ensure_ascii=False) + "\n")
-            lines.flush()
-            show(sum(counts.values()))
+    show(sum(counts.values()))
+    for batch in _batches(_entries(llm, _spread(files, settings), settings), done, settings):
+        answers = _answer_all(llm, batch, settings)
+        try:
+            with out.open("a", encoding="utf-8") as lines:
+                lines.writelines(json.dumps(line, ensure_ascii=False) + "\n" for line in answers)
+        except OSError as error:
+            raise ConfigError(
+                f"cannot write {out}: {error}; free space and run the same command again, it continues"
+            ) from error
+        for line in answers:
+            counts[_outcome(line)] += 1
+        show(sum(counts.values()))
     return Regenerated(sum(counts.values()), counts["answered"], counts["failed"], counts["skipped"])
+
+
+def _check_same_run(files: Sequence[Path], out: Path, settings: RegenerateSettings) -> None:
+    """Keep what decides the answers beside `out`. Raises ConfigError if `out` was begun with anything else."""
+    begun = asdict(settings) | {"temperatures": list(settings.temperatures), "files": list(map(str, files))}
+    begun |= {"batch": None, "max_entries": bool(settings.max_entries)}  # more entries than before may be answered
+    record = out.with_suffix(out.suffix + ".settings.json")
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        if not out.exists() or not record.exists():
+            record.write_text(json.dumps(begun, indent=1) + "\n")
+            return
+        found = json.loads(record.read_text())
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"cannot use {record}: {error}; remove it and {out}, or name another output") from error
+    if changed := sorted(key for key, value in begun.items() if found.get(key) != value):
+        raise ConfigError(f"{out} was begun with other {', '.join(changed)}; give the same ones, or name another output")
 
 
 def _done(out: Path) -> dict[int, str]:
     """The numbers of the entries that `out` holds. A last line that a crash cut off is removed."""
     if not out.exists():
         return {}
-    text = out.read_text(encoding="utf-8")
-    whole = text[: text.rfind("\n") + 1]
-    if whole != text:
-        out.write_text(whole, encoding="utf-8")
-    return {(line := json.loads(raw))["index"]: _outcome(line) for raw in whole.splitlines()}
+    written = out.read_bytes()
+    if (end := written.rfind(b"\n") + 1) < len(written):
+        os.truncate(out, end)
+    return {(line := json.loads(raw))["index"]: _outcome(line) for raw in written[:end].splitlines()}
 
 
 def _outcome(line: Mapping[str, Any]) -> str:
-    return "failed" if "error" in line else "skipped" if "skipped" in line else "answered"
+    return "failed" if FAILED in line else "skipped" if SKIPPED in line else "answered"
 
 
 def _spread(files: Sequence[Path], settings: RegenerateSettings) -> list[Path]:
@@ -139,7 +165,7 @@ def _answer_all(llm: LLM, batch: Sequence[tuple[int, dict[str, Any]]], settings:
         return _answer(llm, batch, settings)
     except EyasError as error:
         if len(batch) == 1:
-            return [{"index": batch[0][0], "error": str(error)}]
+            return [{"index": batch[0][0], FAILED: str(error)}]
         return [line for entry in batch for line in _answer_all(llm, [entry], settings)]
 
 
@@ -174,7 +200,7 @@ def _answer_chats(
     return [
         {"index": index, "messages": own}
         if any(message["role"] == "assistant" for message in own)
-        else {"index": index, "skipped": "no turn of a user"}
+        else {"index": index, SKIPPED: "no turn of a user"}
         for index, own in grown.items()
     ]
 
