@@ -22,10 +22,20 @@ from eyas.errors import ConfigError
 from eyas.models.heads.block import BlockHead, block_tensors, load_block_head, new_block_head, write_block_head
 from eyas.models.heads.block_config import BlockHeadConfig, Dialect
 from eyas.models.heads.eagle_config import HeadWiring
-from eyas.train.config import LossConfig, TrainConfig
+from eyas.train.config import LossConfig, LossType, TrainConfig
 from eyas.train.data import Batch
 from eyas.train.features import TargetStates, TargetWeights, layer_sizes
-from eyas.train.losses import AGREES, CHANCE, CROSS_ENTROPY, LOSS, depth_weights, in_chunks, row_losses, weighted_mean
+from eyas.train.losses import (
+    AGREES,
+    CHANCE,
+    CROSS_ENTROPY,
+    LOSS,
+    OVERLAP,
+    depth_weights,
+    in_chunks,
+    row_losses,
+    weighted_mean,
+)
 
 Metrics = dict[str, Tensor]
 
@@ -44,7 +54,7 @@ class BlockTrainer(nn.Module):
     def aux_hidden_state_layers(self) -> tuple[int, ...]:
         return self.head.config.aux_hidden_state_layers
 
-    def forward(self, batch: Batch, states: TargetStates, seed: int) -> Metrics:
+    def forward(self, batch: Batch, states: TargetStates, seed: int, loss_type: LossType) -> Metrics:
         """Loss and figures of a batch. seed: of the anchors."""
         c = self.head.config
         anchors, valid = draw_anchors(batch, self.config.num_anchors, c.num_drafted, seed)
@@ -53,17 +63,23 @@ class BlockTrainer(nn.Module):
         at = (anchors[:, :, None] + ahead).clamp(max=batch.tokens.shape[1] - 1).flatten(1)
         previous = batch.tokens.gather(1, at)
         final = states.final.gather(1, at[:, :, None].expand(-1, -1, states.final.shape[-1]))
-        found = self._losses(rows.flatten(0, 1), previous.view(-1, c.num_drafted), final.flatten(0, 1))
+        found = self._losses(rows.flatten(0, 1), previous.view(-1, c.num_drafted), final.flatten(0, 1), loss_type)
         return self._metrics(found, valid.view(-1, c.num_drafted))
 
-    def _losses(self, rows: Tensor, previous: Tensor, final: Tensor) -> Tensor:
-        """What `row_losses` finds, and the confidence logit, [K, G, 5], of rows [K, G, H]."""
-        c = self.head.config
+    @property
+    def _needed(self) -> tuple[int, ...]:
+        """Columns of `row_losses` that are needed besides the loss."""
+        needs_overlap = self.head.config.confidence and self.config.confidence_target == "rejection"
+        return (CROSS_ENTROPY,) * (self.config.loss_decay == "dpace") + (OVERLAP,) * needs_overlap
+
+    def _losses(self, rows: Tensor, previous: Tensor, final: Tensor, loss_type: LossType) -> Tensor:
+        """What `row_losses` finds, and the confidence logit, [K, G, 6], of rows [K, G, H]."""
+        c, needed = self.head.config, self._needed
 
         def chunk(rows: Tensor, previous: Tensor, final: Tensor) -> Tensor:
             logits = self.head.block_logits(rows, previous).flatten(0, 1)
             teacher = F.linear(final, self.teacher.to(final.dtype)).flatten(0, 1)
-            found = row_losses(logits, teacher, self.config.loss_type, self.config.loss_decay == "dpace")
+            found = row_losses(logits, teacher, loss_type, needed)
             sure = torch.zeros_like(found[:, :1])
             if c.confidence:
                 detached = rows.detach()
@@ -80,14 +96,15 @@ class BlockTrainer(nn.Module):
         agrees, chance = found[..., AGREES].detach() * valid, found[..., CHANCE].detach() * valid
         counts = valid.sum(0).clamp(min=1)
         metrics = {
-            "kl" if self.config.loss_type == "kl" else "draft_loss": loss.detach(),
+            "draft_loss": loss.detach(),
             "agreement_1": agrees[:, 0].sum() / counts[0],
             "agreement_last": agrees[:, -1].sum() / counts[-1],
             "tau_chain": 1 + (agrees.cumprod(-1).sum(0) / counts).sum(),
             "chance_1": chance[:, 0].sum() / counts[0],
         }
         if self.head.config.confidence and self.config.confidence_weight:
-            sure = F.binary_cross_entropy_with_logits(found[..., 4], found[..., CHANCE].detach(), reduction="none")
+            accepted = found[..., CHANCE if self.config.confidence_target == "match" else OVERLAP].detach()
+            sure = F.binary_cross_entropy_with_logits(found[..., -1], accepted, reduction="none")
             confidence = weighted_mean(sure, valid.float())
             metrics["confidence_loss"] = confidence.detach()
             loss = loss + self.config.confidence_weight * confidence
@@ -110,8 +127,7 @@ def draw_anchors(batch: Batch, count: int, depths: int, seed: int) -> tuple[Tens
     numbers = F.pad(batch.documents, (0, depths + 1), value=-1)
     eligible = (batch.positions > 0) & (batch.documents >= 0) & ahead[:, 1 : length + 1]
     eligible &= numbers[:, 1 : length + 1] == batch.documents
-    generator = torch.Generator().manual_seed(seed)
-    scores = torch.rand(eligible.shape, generator=generator).to(eligible.device).masked_fill(~eligible, -1.0)
+    scores = batch.random(seed, length).masked_fill(~eligible, -1.0)
     best = scores.topk(count, -1)
     anchors = best.indices.clamp(min=1)
     at = anchors[:, :, None] + 1 + torch.arange(depths, device=anchors.device)

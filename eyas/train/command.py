@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -116,7 +117,7 @@ def features(out: Out, config: ConfigFile = None, assignments: Assignments = [])
     layers: tuple[int, ...] = build_trainee(settings, target, windows).aux_hidden_state_layers  # type: ignore[assignment]
     needed = features_bytes(windows, len(layers), target.hidden)
     print(f"{len(windows)} windows of {windows.max_length} tokens take {needed / 2**30:.2f} GiB")
-    source = build_online_target(settings, layers)
+    source = build_online_target(replace(settings, shard_target=False), layers)
     store_features(source, windows, layers, target.hidden, out, lambda shards: track(shards, "storing"))
 
 

@@ -9,11 +9,14 @@ from typing import Literal
 
 from eyas.config.loader import above_zero, at_least, one_of, require
 
-TrainMethod = Literal["dspark", "dflash", "eagle1", "eagle3", "eagle3.1", "medusa", "hydra", "draft_model"]
+TrainMethod = Literal["dspark", "dflash", "peagle", "eagle1", "eagle3", "eagle3.1", "medusa", "hydra", "draft_model"]
 BLOCK_METHODS = ("dspark", "dflash")
+# Methods whose heads have rows of a reserved token.
+MASK_METHODS = (*BLOCK_METHODS, "peagle")
 # The drafting method that serves what a training method makes.
 SERVED_BY = {"eagle1": "eagle2", "eagle3.1": "eagle3", "draft_model": "sps"}
 LossType = Literal["kl", "soft_ce", "ce", "tv", "lk", "lk_hybrid"]
+ConfidenceTarget = Literal["match", "rejection"]
 LossDecay = Literal["exponential", "dpace", "none"]
 Scheduler = Literal["cosine", "wsd", "constant"]
 Precision = Literal["fp32", "bf16"]
@@ -44,7 +47,7 @@ class HeadConfig:
     """Sizes and wiring of the head; 0 or empty takes the target's size, or the method's usual value.
 
     Attributes:
-        num_hidden_layers: decoder layers. 0: 5 for block heads, 1 for EAGLE, 2 for a draft model.
+        num_hidden_layers: decoder layers. 0: 5 for block heads, 4 for P-EAGLE, 1 for EAGLE, 2 for a draft model.
         hidden_size: of a draft model; heads have the target's.
         target_layer_ids: layers of the target whose *outputs* are features; evenly spaced by default.
         block_size: rows of a block; DSpark proposes as many tokens, DFlash one less.
@@ -52,6 +55,7 @@ class HeadConfig:
         markov_rank: of DSpark's Markov head.
         draft_vocab_size: most frequent tokens that the head can draft; 0 is the whole vocabulary.
         num_heads: of Medusa and Hydra. num_head_layers: residual blocks of each.
+        train_embeddings: P-EAGLE trains an embedding of its own, which starts as the target's.
     """
 
     num_hidden_layers: int = 0
@@ -69,6 +73,7 @@ class HeadConfig:
     draft_vocab_size: int = 0
     num_heads: int = 4
     num_head_layers: int = 1
+    train_embeddings: bool = False
 
     def __post_init__(self) -> None:
         at_least(0, num_hidden_layers=self.num_hidden_layers, draft_vocab_size=self.draft_vocab_size)
@@ -85,35 +90,55 @@ class LossConfig:
     Attributes:
         loss_type: kl and soft_ce: forward KL to the target's distribution; ce: its likeliest token; tv: half the L1
             distance; lk: minus the log of the acceptance under p/q; lk_hybrid: KL and TV mixed by the acceptance.
+        final_loss_type: loss of the last final_loss_ratio of the steps, such as lk_hybrid for sampled chains; empty keeps
+            loss_type.
         loss_decay: weights by depth: exponential (loss_decay_gamma), dpace (dpace_alpha) or none.
         loss_decay_gamma: depth k, from 0, has the weight exp(-k / gamma).
         step_decay: step k of EAGLE's training-time test, and head k of Medusa and Hydra, has the weight step_decay**k.
         num_anchors: blocks in each window, drawn afresh for each step.
         ttt_steps: steps of EAGLE-3's training-time test.
+        num_depths, down_sample_ratio: P-EAGLE's depths, of which depth d keeps max(down_sample_ratio**d, .2) of the rows.
         confidence_weight: of the confidence head's loss, whose inputs are detached.
+        confidence_target: what the confidence head learns: the target's probability of the proposed token (match), or the
+            chance that a sampled token is accepted (rejection).
         feature_weight: of EAGLE-1's distance to the target's features. noise: uniform noise added to those features.
-        chunk_rows: logits rows held at a time; they are recomputed in the backward pass. 0 holds all.
+        chunk_rows: logits rows held at a time; they are recomputed in the backward pass, for P-EAGLE with all layers of its
+            rows. 0 holds all.
     """
 
     loss_type: LossType = "kl"
+    final_loss_type: LossType | Literal[""] = ""
+    final_loss_ratio: float = 0.3
     loss_decay: LossDecay = "exponential"
     loss_decay_gamma: float = 4.0
     dpace_alpha: float = 0.5
     step_decay: float = 0.8
     num_anchors: int = 96
     ttt_steps: int = 7
+    num_depths: int = 8
+    down_sample_ratio: float = 0.8
     confidence_weight: float = 0.1
+    confidence_target: ConfidenceTarget = "match"
     feature_weight: float = 1.0
     noise: float = 0.1
     chunk_rows: int = 8192
 
     def __post_init__(self) -> None:
         one_of(LossType, loss_type=self.loss_type)
+        if self.final_loss_type:
+            one_of(LossType, final_loss_type=self.final_loss_type)
         one_of(LossDecay, loss_decay=self.loss_decay)
+        one_of(ConfidenceTarget, confidence_target=self.confidence_target)
         above_zero(loss_decay_gamma=self.loss_decay_gamma, step_decay=self.step_decay)
-        at_least(1, num_anchors=self.num_anchors, ttt_steps=self.ttt_steps)
+        at_least(1, num_anchors=self.num_anchors, ttt_steps=self.ttt_steps, num_depths=self.num_depths)
         at_least(0, chunk_rows=self.chunk_rows, confidence_weight=self.confidence_weight, noise=self.noise)
-        require(0 < self.dpace_alpha <= 1, f"dpace_alpha is {self.dpace_alpha}; it must lie in (0, 1]")
+        for name in ("dpace_alpha", "down_sample_ratio", "final_loss_ratio"):
+            value = getattr(self, name)
+            require(0 < value <= 1, f"{name} is {value}; it must lie in (0, 1]")
+
+    def type_at(self, share: float) -> LossType:
+        """The loss after this share of the steps."""
+        return self.final_loss_type if self.final_loss_type and share >= 1 - self.final_loss_ratio else self.loss_type
 
 
 @dataclass(frozen=True)

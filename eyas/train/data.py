@@ -223,7 +223,7 @@ class Batch:
     """Windows of packed documents: tokens, documents and positions int64 [N, L], loss_mask bool [N, L].
 
     documents: number of each position's document within the window; -1 is padding. positions: within the document.
-    index: numbers of the windows in this epoch.
+    index: numbers of the windows. draws: how many windows of the run came before each; they seed what is random.
     """
 
     tokens: Tensor
@@ -231,11 +231,18 @@ class Batch:
     documents: Tensor
     positions: Tensor
     index: tuple[int, ...] = ()
+    draws: tuple[int, ...] = ()
 
     def to(self, device: torch.device) -> Batch:
         """The batch on a device."""
         tokens, loss_mask = self.tokens.to(device), self.loss_mask.to(device)
-        return Batch(tokens, loss_mask, self.documents.to(device), self.positions.to(device), self.index)
+        return Batch(tokens, loss_mask, self.documents.to(device), self.positions.to(device), self.index, self.draws)
+
+    def random(self, seed: int, *shape: int) -> Tensor:
+        """Uniform values in [0, 1), float32 [N, *shape]; those of a window are the same in any batch and process."""
+        generators = (torch.Generator().manual_seed(seed * 1_000_003 + draw) for draw in self.draws or self.index)
+        values = torch.stack([torch.rand(shape, generator=generator) for generator in generators])
+        return values.to(self.tokens.device)
 
     @property
     def is_packed(self) -> bool:
@@ -273,8 +280,8 @@ class Windows:
             found.update(ids.tobytes() + mask.tobytes())
         return found.hexdigest()[:16]
 
-    def batch(self, indices: Sequence[int]) -> Batch:
-        """The windows of these numbers."""
+    def batch(self, indices: Sequence[int], draws: Sequence[int] = ()) -> Batch:
+        """The windows of these numbers. draws: see Batch."""
         shape = (len(indices), self.max_length)
         tokens, documents = np.zeros(shape, np.int64), np.full(shape, -1, np.int64)
         positions, mask = np.zeros(shape, np.int64), np.zeros(shape, bool)
@@ -288,7 +295,7 @@ class Windows:
                 mask[row, at] = False  # nothing before it predicts it
                 at += len(ids)
         arrays = [torch.from_numpy(array) for array in (tokens, mask, documents, positions)]
-        return Batch(arrays[0], arrays[1], arrays[2], arrays[3], tuple(indices))
+        return Batch(arrays[0], arrays[1], arrays[2], arrays[3], tuple(indices), tuple(draws))
 
     def order(self, seed: int, epoch: int) -> Tensor:
         """The order of the windows in an epoch."""
@@ -296,11 +303,11 @@ class Windows:
         return torch.randperm(len(self), generator=generator)
 
     def step_batch(self, seed: int, step: int, batch_size: int, rank: int = 0, num_ranks: int = 1) -> Batch:
-        """The windows of a process in a pass. A function of its arguments, so that nothing else decides where data stand."""
+        """The windows of a process in a pass. All processes together take the windows that one alone would take."""
         first = (step * num_ranks + rank) * batch_size
         numbers = range(first, first + batch_size)
         orders = {epoch: self.order(seed, epoch) for epoch in {number // len(self) for number in numbers}}
-        return self.batch([int(orders[number // len(self)][number % len(self)]) for number in numbers])
+        return self.batch([int(orders[number // len(self)][number % len(self)]) for number in numbers], numbers)
 
 
 def _pack(lengths: Sequence[int], size: int) -> list[list[tuple[int, int]]]:

@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from eyas.models.checkpoint import get_setting, read_tensors
+from eyas.models.checkpoint import get_setting, read_tensors, resolve
 from eyas.models.heads.eagle import EagleHead, write_head
 from eyas.models.heads.eagle_config import (
     EagleHeadConfig,
@@ -29,8 +30,8 @@ from eyas.models.heads.eagle_config import (
     tensor_shapes,
 )
 from eyas.models.heads.layers import FINAL_NORM_OUTPUT, DraftLayer, LinearFuser, Projected
-from eyas.train.block import Metrics
-from eyas.train.config import LossConfig, TrainConfig
+from eyas.train.block import Metrics, mask_token_id
+from eyas.train.config import LossConfig, LossType, TrainConfig
 from eyas.train.data import Batch
 from eyas.train.features import TargetStates, TargetWeights, layer_sizes
 from eyas.train.losses import AGREES, CHANCE, LOSS, in_chunks, row_losses, weighted_mean
@@ -40,12 +41,14 @@ Seen = list[tuple[Tensor, Tensor]]
 
 
 class EagleTrainer(nn.Module):
-    """An EAGLE head with its fuser, and the loss."""
+    """An EAGLE head with its fuser, and the loss. EAGLE-1 has no fuser: it is fed final states."""
 
-    def __init__(self, head: EagleHead, fuser: LinearFuser | None, lm_head: Tensor, config: LossConfig) -> None:
-        """lm_head: the target's, float32 [V, C]. fuser: None for EAGLE-1, which is fed final states."""
+    def __init__(self, parts: EagleParts, lm_head: Tensor, config: LossConfig) -> None:
+        """lm_head: the target's, float32 [V, C]."""
         super().__init__()
+        head, fuser = parts.head, parts.fuser
         self.head, self.fuser, self.config = head.requires_grad_(True), fuser, config
+        self._own_embedding = parts.own_embedding
         head.embedding.requires_grad_(False)
         if fuser is None:
             head.lm_head.requires_grad_(False)
@@ -58,15 +61,13 @@ class EagleTrainer(nn.Module):
     def aux_hidden_state_layers(self) -> tuple[int, ...]:
         return self.head.config.aux_hidden_state_layers if self.fuser else (FINAL_NORM_OUTPUT,)
 
-    def forward(self, batch: Batch, states: TargetStates, seed: int) -> Metrics:
+    def forward(self, batch: Batch, states: TargetStates, seed: int, loss_type: LossType) -> Metrics:
         """Loss and figures of a batch. seed: of the noise on EAGLE-1's features."""
         tokens, positions, documents = batch.tokens[:, 1:], batch.positions[:, :-1], batch.documents
         aux = states.aux[:, :-1].float()
         features = aux if self.fuser is None else self.fuser(aux.flatten(0, 1)).view(*tokens.shape, -1)
         if self.fuser is None and self.config.noise:
-            generator = torch.Generator().manual_seed(seed)
-            noise = torch.rand(features.shape, generator=generator).to(features.device) - 0.5
-            features = features + 2 * self.config.noise * noise
+            features = features + 2 * self.config.noise * (batch.random(seed, *features.shape[1:]) - 0.5)
         valid = F.pad(batch.loss_mask, (0, 1))[:, 2:] & (F.pad(documents, (0, 1), value=-1)[:, 2:] == documents[:, :-1])
         attended = _AttentionOverSteps(documents[:, :-1], len(self.head.layers))
         metrics, total, weight = Metrics(), torch.zeros((), device=tokens.device), 0.0
@@ -74,7 +75,7 @@ class EagleTrainer(nn.Module):
         for step in range(self.config.ttt_steps if self.fuser else 1):
             rows = self._run(features, tokens, positions, attended)
             own = valid & (positions >= step)
-            found = self._losses(rows, states.final[:, 1:])
+            found = self._losses(rows, states.final[:, 1:], loss_type)
             total = total + self.config.step_decay**step * weighted_mean(found[..., LOSS], own.float())
             weight += self.config.step_decay**step
             agreed = (F.pad(agreed[:, :-1], (1, 0)) if step else agreed) * found[..., AGREES].detach()
@@ -101,19 +102,19 @@ class EagleTrainer(nn.Module):
         flat = self.head.run(features.flatten(0, 1), tokens.flatten(), positions.flatten(), attended)
         return flat.view(*tokens.shape, -1)
 
-    def _losses(self, rows: Tensor, final: Tensor) -> Tensor:
-        """What `row_losses` finds, [N, L - 1, 4], of states and the target's final states [N, L - 1, H]."""
+    def _losses(self, rows: Tensor, final: Tensor, loss_type: LossType) -> Tensor:
+        """What `row_losses` finds, [N, L - 1, 5], of states and the target's final states [N, L - 1, H]."""
 
         def chunk(rows: Tensor, final: Tensor) -> Tensor:
             teacher = F.linear(final, self.teacher.to(final.dtype))
-            return row_losses(self.head.logits(rows), teacher, self.config.loss_type)
+            return row_losses(self.head.logits(rows), teacher, loss_type)
 
         flat = (rows.flatten(0, 1), final.flatten(0, 1))
         return in_chunks(chunk, flat, self.config.chunk_rows).view(*rows.shape[:2], -1)
 
     def write(self, folder: Path) -> None:
         """Write the head in SafeAILab's layout."""
-        write_head(folder, self.head.config, eagle_tensors(self.head, self.fuser))
+        write_head(folder, self.head.config, eagle_tensors(self.head, self.fuser, self._own_embedding))
 
 
 class _AttentionOverSteps:
@@ -156,12 +157,30 @@ def _shift(x: Tensor, rows: int) -> Tensor:
     return F.pad(x[:, : x.shape[1] - rows], (0, 0, 0, 0, rows, 0)) if rows else x
 
 
+@dataclass(frozen=True)
+class EagleParts:
+    """What a head is trained from. fuser: None for EAGLE-1. mask_hidden [1, 1, m * C]: of P-EAGLE's rows.
+
+    own_embedding: whether the head's embedding differs from the target's, so that it must be written.
+    """
+
+    head: EagleHead
+    fuser: LinearFuser | None
+    mask_hidden: Tensor | None
+    own_embedding: bool
+
+
 def new_eagle_trainer(config: TrainConfig, target: TargetWeights, draft_ids: Tensor) -> EagleTrainer:
     """A head with random weights, or with those of config.draft_model; its vocabulary may grow. Raises CheckpointError."""
+    return EagleTrainer(make_eagle_parts(config, target, draft_ids), target.lm_head, config.loss)
+
+
+def make_eagle_parts(config: TrainConfig, target: TargetWeights, draft_ids: Tensor) -> EagleParts:
+    """The parts of a head of config.method; see `new_eagle_trainer`. Raises CheckpointError."""
     c = _head_config(config, target, len(draft_ids))
     tensors = _random_tensors(c, target, draft_ids)
     if config.draft_model:
-        folder = Path(config.draft_model)
+        folder = resolve(config.draft_model)
         old = read_head_config(folder, target.config, c.kind)
         found = {canonical_name(name, c.kind): tensor.float() for name, tensor in read_tensors(folder).items()}
         c = EagleHeadConfig(**{**vars(old), "draft_vocab_size": len(draft_ids), "wiring": _rewired(old, config)})
@@ -169,13 +188,14 @@ def new_eagle_trainer(config: TrainConfig, target: TargetWeights, draft_ids: Ten
     length = get_setting(int, target.config, "max_position_embeddings", target.folder)
     embedding = tensors.pop("embed_tokens.weight", target.embedding)
     lm_head = tensors.pop("lm_head.weight", target.lm_head)
-    head = EagleHead(c, tensors, embedding, lm_head, length)
+    is_own = embedding is not target.embedding and not torch.equal(embedding, target.embedding)
+    head = EagleHead(c, tensors, embedding.clone(), lm_head, length)
     fuser = None
-    if c.kind == "eagle3":
+    if c.kind != "eagle":
         norms = [tensor for name, tensor in tensors.items() if name.startswith(("fc_norm.", "input_norm."))]
         stacked = torch.stack(norms) if norms else None
-        fuser = LinearFuser(tensors["fc.weight"], c.aux_hidden_state_layers, None, stacked, c.rms_norm_eps)
-    return EagleTrainer(head, fuser, target.lm_head, config.loss)
+        fuser = LinearFuser(tensors["fc.weight"], c.aux_hidden_state_layers, tensors.get("fc.bias"), stacked, c.rms_norm_eps)
+    return EagleParts(head, fuser, tensors.get("mask_hidden"), is_own)
 
 
 def _rewired(old: EagleHeadConfig, config: TrainConfig) -> HeadWiring:
@@ -197,16 +217,16 @@ def _widened(found: Mapping[str, Tensor], target: TargetWeights, draft_ids: Tens
 
 
 def _head_config(config: TrainConfig, target: TargetWeights, draft_vocab_size: int) -> EagleHeadConfig:
-    h, t, is_first = config.head, target.config, config.method == "eagle1"
+    h, t, is_first, is_parallel = config.head, target.config, config.method == "eagle1", config.method == "peagle"
     layers = target.num_layers
     inputs = tuple(layer + 1 for layer in h.target_layer_ids) or (min(2, layers - 1), layers // 2, layers)
     normed = config.method == "eagle3.1"
     output: Output = "bare" if is_first else "normed" if normed else "state"
     return EagleHeadConfig(
         **vars(layer_sizes(h, target)),
-        kind="eagle" if is_first else "eagle3",
+        kind="eagle" if is_first else "peagle" if is_parallel else "eagle3",
         target_hidden=target.hidden,
-        num_layers=h.num_hidden_layers or 1,
+        num_layers=h.num_hidden_layers or (4 if is_parallel else 1),
         vocab_size=target.vocab_size,
         draft_vocab_size=target.vocab_size if is_first else draft_vocab_size,
         rotary=target.rotary,
@@ -214,6 +234,7 @@ def _head_config(config: TrainConfig, target: TargetWeights, draft_vocab_size: i
         wiring=HeadWiring((FINAL_NORM_OUTPUT,) if is_first else inputs, output=output),
         input_norms="each" if normed else "none",
         fc_bias=is_first,
+        mask_token_id=mask_token_id(config, t) if is_parallel else None,
     )
 
 
@@ -226,19 +247,22 @@ def _random_tensors(c: EagleHeadConfig, target: TargetWeights, draft_ids: Tensor
             continue
         is_norm = len(shape) == 1 and "bias" not in name
         tensors[name] = torch.ones(shape) if is_norm else torch.zeros(shape)
-        if len(shape) == 2:
-            tensors[name] = torch.randn(shape) / math.sqrt(shape[1])
-    if c.kind == "eagle3":
+        if len(shape) > 1:
+            tensors[name] = torch.randn(shape) / math.sqrt(shape[-1])
+    if c.kind != "eagle":
         tensors["lm_head.weight"] = target.lm_head[draft_ids].clone()
         if len(draft_ids) < c.vocab_size:
             tensors["d2t"] = draft_ids - torch.arange(len(draft_ids))
     return tensors
 
 
-def eagle_tensors(head: EagleHead, fuser: LinearFuser | None) -> dict[str, Tensor]:
-    """The tensors of a head under their published names, on the CPU: projections apart again that the module has fused."""
+def eagle_tensors(head: EagleHead, fuser: LinearFuser | None, has_embedding: bool) -> dict[str, Tensor]:
+    """The tensors of a head under their published names, on the CPU: projections apart again that the module has fused.
+
+    has_embedding: whether the embedding is the head's own.
+    """
     c = head.config
-    tensors: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {"embed_tokens.weight": head.embedding} if has_embedding else {}
     for number, layer in enumerate(head.layers):
         assert isinstance(layer, DraftLayer)
         tensors |= {layer_prefix(c, number) + name: tensor for name, tensor in _layer_tensors(c, layer).items()}
@@ -248,6 +272,7 @@ def eagle_tensors(head: EagleHead, fuser: LinearFuser | None) -> dict[str, Tenso
         tensors["fc.weight"], tensors["fc.bias"] = head.fc.weight, head.fc.bias
     if fuser is not None:
         tensors |= {"fc.weight": fuser.weight, "lm_head.weight": head.lm_head.weight}
+        tensors |= {"fc.bias": fuser.bias} if fuser.bias is not None else {}
         names = ["input_norm.weight"] if c.input_norms == "joint" else [f"fc_norm.{i}.weight" for i in range(9)]
         tensors |= dict(zip(names, fuser.norms, strict=False)) if fuser.norms is not None else {}
         if c.draft_vocab_size < c.vocab_size:

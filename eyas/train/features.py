@@ -86,32 +86,31 @@ def layer_sizes(head: HeadConfig, target: TargetWeights) -> LayerSizes:
 class OnlineTarget:
     """The target in this process, frozen. Documents of a window do not see each other."""
 
-    def __init__(self, model: str, layers: Sequence[int], device: torch.device, dtype: torch.dtype) -> None:
-        """layers: as aux hidden state layers, whose inputs are collected. Raises CheckpointError."""
+    def __init__(
+        self, model: str, layers: Sequence[int], device: torch.device, dtype: torch.dtype, is_sharded: bool = False
+    ) -> None:
+        """layers: as aux hidden state layers, whose inputs are collected. is_sharded: spread the weights over the processes.
+
+        Raises CheckpointError, and ConfigError if it is to be sharded and there is one process only.
+        """
         from transformers import AutoModelForCausalLM
 
         try:
             loaded: Any = AutoModelForCausalLM.from_pretrained(resolve(model), dtype=dtype, attn_implementation="sdpa")
         except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:
             raise CheckpointError(f"transformers cannot load a causal LM from {model!r}: {error}") from error
-        self.model: nn.Module = loaded.to(device).eval().requires_grad_(False)
-        self._decoder: Any = loaded.get_decoder()
+        decoder: Any = loaded.eval().requires_grad_(False).get_decoder()
         self._layers = tuple(layers)
         self._kept: dict[int, Tensor] = {}
-        num_layers = len(self._decoder.layers)
+        num_layers = len(decoder.layers)
         for layer in set(layers) - {FINAL_NORM_OUTPUT}:
             if not 0 <= layer <= num_layers:
                 raise CheckpointError(f"head.target_layer_ids holds {layer - 1}, but {model} has {num_layers} layers")
-            module = self._decoder.layers[layer] if layer < num_layers else self._decoder.norm
+            module = decoder.layers[layer] if layer < num_layers else decoder.norm
             module.register_forward_pre_hook(lambda module, args, layer=layer: self._kept.__setitem__(layer, args[0]))
-
-    def shard(self) -> None:
-        """Spread the weights over all processes with FSDP2. Call it once the process group is up."""
-        from torch.distributed.fsdp import fully_shard
-
-        for layer in self._decoder.layers:
-            fully_shard(layer)
-        fully_shard(self._decoder)
+        if is_sharded:
+            _shard_decoder(decoder, device)
+        self._decoder: nn.Module = decoder.to(device)
 
     @torch.no_grad()
     def states(self, batch: Batch) -> TargetStates:
@@ -124,6 +123,20 @@ class OnlineTarget:
         return TargetStates(aux, final)
 
 
+def _shard_decoder(decoder: Any, device: torch.device) -> None:
+    """Spread the weights over all processes (FSDP2). A layer goes to the device whole, and only its own part stays there."""
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    if not dist.is_initialized() or dist.get_world_size() < 2:
+        raise ConfigError("shard_target spreads the target over several processes, but there is one; start it with torchrun")
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+    for layer in decoder.layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(decoder, mesh=mesh)
+
+
 def document_mask(documents: Tensor) -> Tensor:
     """Which positions each one sees: earlier ones of its document, and itself; bool [N, L, L]."""
     length = documents.shape[1]
@@ -133,18 +146,19 @@ def document_mask(documents: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class StoredFeatures:
-    """States that `store_features` wrote; batches are found by the numbers of their windows."""
+    """States that `store_features` wrote; batches are found by the numbers of their windows. dtype: of what it yields."""
 
     folder: Path
     shard_windows: int
+    dtype: torch.dtype
 
     @classmethod
-    def open(cls, folder: Path, windows: Windows, layers: Sequence[int]) -> StoredFeatures:
+    def open(cls, folder: Path, windows: Windows, layers: Sequence[int], dtype: torch.dtype) -> StoredFeatures:
         """Raises ConfigError for features of other windows or layers, and for those of a command that did not end."""
         index = _read_index(folder, windows, layers)
         if index is None or not index.get("is_complete"):
             raise ConfigError(f"{str(folder)!r} does not hold all features; run `eyas train features` first, it continues")
-        return cls(folder, index["shard_windows"])
+        return cls(folder, index["shard_windows"], dtype)
 
     def states(self, batch: Batch) -> TargetStates:
         from safetensors import safe_open
@@ -154,7 +168,7 @@ class StoredFeatures:
             with safe_open(self.folder / _shard(number // self.shard_windows), framework="pt") as shard:
                 place = number % self.shard_windows
                 rows.append([shard.get_slice(name)[place : place + 1] for name in ("aux", "final")])
-        aux, final = (torch.cat(parts).to(batch.tokens.device) for parts in zip(*rows, strict=True))
+        aux, final = (torch.cat(parts).to(batch.tokens.device, self.dtype) for parts in zip(*rows, strict=True))
         return TargetStates(aux, final)
 
 

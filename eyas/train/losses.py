@@ -5,51 +5,79 @@ Legend: R rows, K blocks, G depths of a block, D draft vocabulary. p: the target
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
+import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from eyas.train.config import LossConfig, LossType
 
 # Columns of what `row_losses` returns. chance: p of the head's likeliest token. agrees: whether it is the target's too.
-LOSS, CHANCE, AGREES, CROSS_ENTROPY = range(4)
+# cross_entropy: of the target's likeliest token. overlap: the sum of min(p, q), the acceptance of a sampled token under p/q.
+LOSS, CHANCE, AGREES, CROSS_ENTROPY, OVERLAP = range(5)
 
 
-def row_losses(logits: Tensor, teacher: Tensor, loss_type: LossType, needs_cross_entropy: bool = False) -> Tensor:
-    """Compare logits [R, D] with the teacher's, in the same vocabulary; float32 [R, 4]. Only LOSS has a gradient.
+def row_losses(logits: Tensor, teacher: Tensor, loss_type: LossType, needed: Sequence[int] = ()) -> Tensor:
+    """Compare logits [R, D] with the teacher's, in the same vocabulary; float32 [R, 5]. Only LOSS has a gradient.
 
-    CROSS_ENTROPY is that of the target's likeliest token; 0 unless it is needed. lk, lk_hybrid: see 2602.23881.
+    CROSS_ENTROPY and OVERLAP are 0 unless they are `needed` or part of the loss.
     """
-    logprobs = torch.log_softmax(logits.float(), -1)
     with torch.no_grad():
-        teacher = torch.log_softmax(teacher.float(), -1)
-        chance = teacher.gather(-1, logprobs.argmax(-1, keepdim=True))[:, 0]
-        agrees = chance == teacher.amax(-1)
-        likely = teacher.argmax(-1, keepdim=True) if needs_cross_entropy or loss_type == "ce" else None
-    hard = torch.zeros_like(chance) if likely is None else -logprobs.gather(-1, likely)[:, 0]
-    loss = hard if loss_type == "ce" else _soft_loss(logprobs, teacher, loss_type)
-    return torch.stack([loss, chance.exp(), agrees.float(), hard.detach()], -1)
+        teacher = teacher.float()
+        p = torch.softmax(teacher, -1)
+        likeliest, proposed = p.max(-1), logits.argmax(-1, keepdim=True)
+        chance = p.gather(-1, proposed)[:, 0]
+    hard = overlap = torch.zeros_like(chance)
+    if loss_type == "ce" or CROSS_ENTROPY in needed:
+        hard = F.cross_entropy(logits.float(), likeliest.indices, reduction="none")
+    if OVERLAP in needed or loss_type in ("tv", "lk", "lk_hybrid"):
+        overlap = torch.minimum(p, torch.softmax(logits.float(), -1)).sum(-1)
+    loss = hard
+    if loss_type != "ce":
+        loss = _soft_loss(logits, p, overlap, loss_type)
+    agrees = (chance == likeliest.values).float()
+    return torch.stack([loss, chance, agrees, hard.detach(), overlap.detach()], -1)
 
 
-def _soft_loss(logprobs: Tensor, teacher: Tensor, loss_type: LossType) -> Tensor:
-    """Of log q and log p [R, D]."""
-    if loss_type in ("kl", "soft_ce"):
-        return soft_cross_entropy(logprobs, teacher, less_entropy=loss_type == "kl")
-    overlap = torch.minimum(teacher.exp(), logprobs.exp()).sum(-1)
+def _soft_loss(logits: Tensor, p: Tensor, overlap: Tensor, loss_type: LossType) -> Tensor:
+    """Losses [R] of logits and the target's distribution p [R, D]. lk, lk_hybrid: see 2602.23881."""
+    if loss_type == "soft_ce":
+        return soft_cross_entropy(logits, p)
     if loss_type == "tv":
         return 1 - overlap
     if loss_type == "lk":
         return -overlap.clamp(min=1e-6).log()
+    divergence: Tensor = soft_cross_entropy(logits, p) - torch.special.entr(p).sum(-1)
+    if loss_type == "kl":
+        return divergence
     share = torch.exp(-3 * overlap.detach())
-    return share * soft_cross_entropy(logprobs, teacher, less_entropy=True) + (1 - share) * (1 - overlap)
+    return share * divergence + (1 - share) * (1 - overlap)
 
 
-def soft_cross_entropy(logprobs: Tensor, teacher: Tensor, less_entropy: bool) -> Tensor:
-    """Minus the sum of p log q by row, [R], of log q and log p [R, D]. less_entropy: less the entropy of p, the KL."""
-    p = teacher.exp()
-    return -(p * (logprobs - teacher if less_entropy else logprobs)).sum(-1)
+def soft_cross_entropy(logits: Tensor, p: Tensor) -> Tensor:
+    """Minus the sum of p log q by row, float32 [R], of logits of q and of p, [R, D]."""
+    found: Tensor = _SoftCrossEntropy.apply(logits, p)  # type: ignore[no-untyped-call]
+    return found
+
+
+class _SoftCrossEntropy(torch.autograd.Function):
+    """As log_softmax and a sum, with fewer passes over [R, D]: the gradient is q - p."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, p: Tensor) -> Tensor:
+        logprobs = torch.log_softmax(logits.float(), -1)
+        ctx.save_for_backward(logprobs, p)
+        ctx.dtype = logits.dtype
+        return -(logprobs * p).sum(-1)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> tuple[Tensor, None]:
+        logprobs, p = ctx.saved_tensors
+        return logprobs.exp().sub_(p).mul_(gradients[0][:, None]).to(ctx.dtype), None
 
 
 def in_chunks(function: Callable[..., Tensor], rows: tuple[Tensor, ...], chunk_rows: int) -> Tensor:
@@ -83,6 +111,13 @@ def depth_weights(config: LossConfig, cross_entropy: Tensor, valid: Tensor) -> T
 
 
 def weighted_mean(values: Tensor, weights: Tensor) -> Tensor:
-    """Mean of values whose weights are not 0; a value of weight 0 may be NaN."""
-    chosen = weights > 0
-    return (torch.where(chosen, values, 0) * weights).sum() / weights.sum().clamp(min=1e-6)
+    """Mean of values whose weights are not 0; a value of weight 0 may be NaN.
+
+    Where several processes train one head, the weights of all of them count, so that the mean of the processes' results, and
+    of their gradients, is that of one process with all rows. All processes must call it alike.
+    """
+    total, chosen = weights.sum(), weights > 0
+    if dist.is_initialized():
+        dist.all_reduce(total)
+        total = total / dist.get_world_size()
+    return (torch.where(chosen, values, 0) * weights).sum() / total.clamp(min=1e-6)

@@ -13,12 +13,13 @@ from torch import Tensor, nn
 from eyas.errors import ConfigError
 from eyas.models.checkpoint import check_device, resolve_placement
 from eyas.train.block import mask_token_id, new_block_trainer
-from eyas.train.config import BLOCK_METHODS, SERVED_BY, TrainConfig
+from eyas.train.config import MASK_METHODS, SERVED_BY, TrainConfig
 from eyas.train.data import Windows, check_mask_token, check_prepared, draft_vocabulary
 from eyas.train.eagle import new_eagle_trainer
 from eyas.train.evaluate import Evaluator, heldout_prompts
 from eyas.train.features import OnlineTarget, StateSource, StoredFeatures, TargetWeights, load_target_weights
 from eyas.train.multi_head import new_draft_model_trainer, new_hydra_trainer, new_medusa_trainer
+from eyas.train.peagle import new_peagle_trainer
 from eyas.train.trainer import Trainer
 
 Build = Callable[[TrainConfig, TargetWeights, Tensor], nn.Module]
@@ -26,6 +27,7 @@ Build = Callable[[TrainConfig, TargetWeights, Tensor], nn.Module]
 TRAINEES: Mapping[str, Build] = {
     "dspark": new_block_trainer,
     "dflash": new_block_trainer,
+    "peagle": new_peagle_trainer,
     "eagle1": new_eagle_trainer,
     "eagle3": new_eagle_trainer,
     "eagle3.1": new_eagle_trainer,
@@ -39,7 +41,7 @@ TRACKERS = ("trackio", "tensorboard")
 def build_trainee(config: TrainConfig, target: TargetWeights, windows: Windows) -> nn.Module:
     """The head with its loss, checked against the data. Raises ConfigError or CheckpointError."""
     check_prepared(windows, config.model, target.vocab_size)
-    if config.method in BLOCK_METHODS:
+    if config.method in MASK_METHODS:
         check_mask_token(windows, mask_token_id(config, target.config))
     torch.manual_seed(config.seed)
     draft_ids = draft_vocabulary(Path(config.data.path), config.head.draft_vocab_size, target.vocab_size)
@@ -47,20 +49,20 @@ def build_trainee(config: TrainConfig, target: TargetWeights, windows: Windows) 
 
 
 def build_source(config: TrainConfig, windows: Windows, layers: tuple[int, ...]) -> StateSource:
-    """Stored features, or the target in this process, which must be in the process group already if it is sharded."""
+    """Stored features, or the target in this process. Raises ConfigError or CheckpointError."""
     if config.data.features:
-        return StoredFeatures.open(Path(config.data.features), windows, layers)
-    source = build_online_target(config, layers)
-    if config.shard_target:
-        source.shard()
-    return source
+        return StoredFeatures.open(Path(config.data.features), windows, layers, _dtype(config))
+    return build_online_target(config, layers)
 
 
 def build_online_target(config: TrainConfig, layers: tuple[int, ...]) -> OnlineTarget:
-    """The target in this process, in the precision of the run. Raises ConfigError or CheckpointError."""
+    """The target in the precision of the run. A process group must be there if it is sharded. Raises as OnlineTarget."""
     device, _ = resolve_placement(config.device, "auto", config.model)
-    dtype = torch.bfloat16 if config.optimizer.precision == "bf16" else torch.float32
-    return OnlineTarget(config.model, layers, torch.device(device), dtype)
+    return OnlineTarget(config.model, layers, torch.device(device), _dtype(config), config.shard_target)
+
+
+def _dtype(config: TrainConfig) -> torch.dtype:
+    return torch.bfloat16 if config.optimizer.precision == "bf16" else torch.float32
 
 
 def build_trainer(config: TrainConfig) -> Trainer:

@@ -20,7 +20,7 @@ from eyas.models.heads.hydra import HydraHead, HydraMLP, load_hydra
 from eyas.models.heads.layers import FINAL_NORM_OUTPUT
 from eyas.models.heads.medusa import MedusaHead, load_medusa
 from eyas.train.block import Metrics
-from eyas.train.config import LossConfig, TrainConfig
+from eyas.train.config import LossConfig, LossType, TrainConfig
 from eyas.train.data import Batch
 from eyas.train.features import TargetStates, TargetWeights, document_mask
 from eyas.train.losses import AGREES, CHANCE, LOSS, in_chunks, row_losses, weighted_mean
@@ -42,7 +42,7 @@ class MultiHeadTrainer(nn.Module):
     def aux_hidden_state_layers(self) -> tuple[int, ...]:
         return (FINAL_NORM_OUTPUT,)
 
-    def forward(self, batch: Batch, states: TargetStates, seed: int) -> Metrics:
+    def forward(self, batch: Batch, states: TargetStates, seed: int, loss_type: LossType) -> Metrics:
         """Loss and figures of a batch; nothing is random."""
         length, count = batch.tokens.shape[1], self.head.num_heads
         metrics, total, tau, accepted = (
@@ -57,7 +57,7 @@ class MultiHeadTrainer(nn.Module):
             valid = batch.loss_mask[:, ahead] & (batch.documents[:, ahead] == batch.documents[:, :rows])
             embedded = [batch.tokens[:, 1 + i : 1 + i + rows] for i in range(number + 1)]
             teacher = states.final[:, 1 + number : 1 + number + rows]
-            found = self._losses(number, states.final[:, :rows], torch.stack(embedded, -1), teacher)
+            found = self._losses(number, states.final[:, :rows], torch.stack(embedded, -1), teacher, loss_type)
             weights = valid.float()
             total = total + self.config.step_decay**number * weighted_mean(found[..., LOSS], weights)
             metrics[f"agreement_{number + 1}"] = weighted_mean(found[..., AGREES].detach(), weights)
@@ -69,12 +69,12 @@ class MultiHeadTrainer(nn.Module):
         loss = total / sum(self.config.step_decay**number for number in range(count))
         return {"loss": loss, "draft_loss": loss.detach(), **metrics, "tau_chain": tau}
 
-    def _losses(self, number: int, states: Tensor, tokens: Tensor, final: Tensor) -> Tensor:
-        """What `row_losses` finds of a head, [N, S, 4]; states, final [N, S, H], tokens [N, S, number + 1]."""
+    def _losses(self, number: int, states: Tensor, tokens: Tensor, final: Tensor, loss_type: LossType) -> Tensor:
+        """What `row_losses` finds of a head, [N, S, 5]; states, final [N, S, H], tokens [N, S, number + 1]."""
 
         def chunk(states: Tensor, tokens: Tensor, final: Tensor) -> Tensor:
             teacher = F.linear(final, self.teacher.to(final.dtype))
-            return row_losses(self._logits(number, states.float(), tokens), teacher, self.config.loss_type)
+            return row_losses(self._logits(number, states.float(), tokens), teacher, loss_type)
 
         flat = (states.flatten(0, 1), tokens.flatten(0, 1), final.flatten(0, 1))
         return in_chunks(chunk, flat, self.config.chunk_rows).view(*states.shape[:2], -1)
@@ -179,14 +179,14 @@ class DraftModelTrainer(nn.Module):
     def aux_hidden_state_layers(self) -> tuple[int, ...]:
         return (FINAL_NORM_OUTPUT,)
 
-    def forward(self, batch: Batch, states: TargetStates, seed: int) -> Metrics:
+    def forward(self, batch: Batch, states: TargetStates, seed: int, loss_type: LossType) -> Metrics:
         """Loss and figures of a batch; nothing is random."""
         mask = document_mask(batch.documents)[:, None] if batch.is_packed else None
         decoder, head = self.model.get_decoder(), self.model.get_output_embeddings()
         found = decoder(batch.tokens, attention_mask=mask, position_ids=batch.positions, use_cache=False).last_hidden_state
 
         def chunk(rows: Tensor, final: Tensor) -> Tensor:
-            return row_losses(head(rows), F.linear(final, self.teacher.to(final.dtype)), self.config.loss_type)
+            return row_losses(head(rows), F.linear(final, self.teacher.to(final.dtype)), loss_type)
 
         flat = (found[:, :-1].flatten(0, 1), states.final[:, :-1].flatten(0, 1))
         losses = in_chunks(chunk, flat, self.config.chunk_rows)

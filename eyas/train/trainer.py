@@ -1,7 +1,7 @@
 """The training loop of `eyas train run`: passes, checkpoints for exact resumption, the log, and evaluation now and then.
 
-All randomness of a step is seeded by (seed, step, rank), and the data of a step are a function of the same numbers. So the
-weights, the optimiser and the number of the step are the whole state of a run.
+All randomness of a window is seeded by the run's seed and the number of windows before it, which also decides its data. So
+the weights, the optimiser and the number of the step are the whole state of a run, on any number of processes.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import Tensor, nn
 
 from eyas.errors import ConfigError
-from eyas.train.config import OptimizerConfig, TrainConfig
+from eyas.train.config import LossType, OptimizerConfig, TrainConfig
 from eyas.train.data import Batch, Windows
 from eyas.train.evaluate import Evaluation, Evaluator
 from eyas.train.features import StateSource, TargetStates
@@ -40,8 +40,8 @@ class Trainee(Protocol):
         """Layers of the target whose inputs it reads."""
         ...
 
-    def __call__(self, batch: Batch, states: TargetStates, seed: int) -> Mapping[str, Tensor]:
-        """The loss, under "loss", and figures for the log."""
+    def __call__(self, batch: Batch, states: TargetStates, seed: int, loss_type: LossType) -> Mapping[str, Tensor]:
+        """The loss, under "loss", and figures for the log. seed: of the run."""
         ...
 
     def write(self, folder: Path) -> None:
@@ -123,13 +123,12 @@ class Trainer:
     def _pass(self, number: int, is_last: bool) -> Mapping[str, Tensor]:
         """Forward and backward of a batch; the optimiser steps if it is the last of its step."""
         c, rank = self.config, self.accelerator.process_index
-        seed = (c.seed * 1_000_003 + number) * self.accelerator.num_processes + rank
-        torch.manual_seed(seed)
         batch = self.windows.step_batch(c.seed, number, c.optimizer.batch_size, rank, self.accelerator.num_processes)
         batch = batch.to(self.accelerator.device)
         states = self.source.states(batch)
+        loss_type = c.loss.type_at(self.progress.step / c.optimizer.max_steps)
         with self.accelerator.autocast():
-            metrics: Mapping[str, Tensor] = self._model(batch, states, seed)
+            metrics: Mapping[str, Tensor] = self._model(batch, states, c.seed, loss_type)
         if not math.isfinite(float(metrics["loss"].detach())):
             raise ConfigError(
                 f"the loss of step {self.progress.step + 1} is {float(metrics['loss'].detach())}; "

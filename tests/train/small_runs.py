@@ -42,7 +42,7 @@ def settings(folder: Path, target: str, method: str = "dspark", **changes: Any) 
         "model": target, "out": str(folder / "run"), "method": method, "device": "cpu", "log_every": 1, "save_every": 2,
         "data": {"path": str(folder / "data"), "max_length": 32},
         "head": dict(HEAD),
-        "loss": {"num_anchors": 8, "ttt_steps": 2, "chunk_rows": 16},
+        "loss": {"num_anchors": 8, "ttt_steps": 2, "num_depths": 3, "chunk_rows": 16},
         "optimizer": {"batch_size": 2, "max_steps": 4, "precision": "fp32", "learning_rate": 1e-3},
         "eval": {"num_prompts": 2, "prompt_tokens": 6, "max_tokens": 6, "num_draft_tokens": 6},
     }  # fmt: skip

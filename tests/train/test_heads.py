@@ -66,7 +66,7 @@ def test_eagle3_training_unrolls_the_heads_own_drafts(folder: Path, tmp_path: Pa
     batch = trainer.windows.batch([0])
     states, trainee = trainer.source.states(batch), trainer.trainee
     with torch.no_grad():
-        found = float(trainee(batch, states, 0)["draft_loss"])
+        found = float(trainee(batch, states, 0, "kl")["draft_loss"])
     trainee.write(tmp_path / "head")  # type: ignore[operator]
     from safetensors.torch import load_file
 

@@ -23,7 +23,7 @@ def loss(trainer: Trainer) -> float:
     """The loss of all windows with the same anchors."""
     batch = trainer.windows.batch(range(len(trainer.windows)))
     with torch.no_grad():
-        return float(trainer.trainee(batch, trainer.source.states(batch), 0)["loss"])
+        return float(trainer.trainee(batch, trainer.source.states(batch), 0, "kl")["loss"])
 
 
 @pytest.mark.parametrize("method", TRAINEES)

@@ -1,0 +1,195 @@
+"""The commands around a run: answers and stored states continue after a stop, and figures agree with serving."""
+
+import json
+import shutil
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from statistics import fmean
+from types import SimpleNamespace
+
+import pytest
+from accelerate.state import AcceleratorState
+from typer.testing import CliRunner
+
+from eyas import LLM, SamplingParams
+from eyas.cli import app
+from eyas.config import TreeConfig
+from eyas.errors import ConfigError
+from eyas.train.config import EvalConfig
+from eyas.train.data import DocumentReader, Windows, prepare
+from eyas.train.evaluate import Evaluator, heldout_prompts
+from eyas.train.features import StoredFeatures, store_features
+from eyas.train.methods import build_online_target, build_source, build_trainer
+from eyas.train.regenerate import Regenerated, RegenerateSettings, regenerate
+from tests.tiny import DEMO
+from tests.tiny_block import tiny_block_head
+from tests.train.small_runs import prepared, settings, tiny_target
+
+SETTINGS = RegenerateSettings("tiny", max_tokens=6, prompt_tokens=5, batch=3, prompts_per_document=2)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("pipeline")
+    prepared(folder, tiny_target(folder), count=12)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def llm(folder: Path) -> LLM:
+    return LLM(str(folder / "target"), dtype="float32", device="cpu")
+
+
+def answer(llm: LLM, folder: Path, out: Path) -> Regenerated:
+    odd = folder / "odd.jsonl"
+    odd.write_text('{"text": "{\\"ab\\": 12}"}\n{"messages": [{"role": "system", "content": "a"}]}\n')
+    return regenerate(llm, [folder / "ids.jsonl", odd], out, SETTINGS)
+
+
+def test_answers_continue_after_any_cut_without_change(llm: LLM, folder: Path, tmp_path: Path) -> None:
+    """A crash leaves a beginning of the file, which may end inside a line."""
+    out = tmp_path / "answers.jsonl"
+    found = answer(llm, folder, out)
+    assert (found.num_entries, found.num_failed, found.num_skipped) == (27, 0, 1)
+    whole = out.read_bytes()
+    assert [json.loads(line)["index"] for line in whole.splitlines()] == list(range(27))
+    for size in (0, 1, len(whole) // 3, len(whole) // 2 + 1, len(whole) - 1, len(whole)):
+        out.write_bytes(whole[:size])
+        assert answer(llm, folder, out) == found
+        assert out.read_bytes() == whole
+
+
+def test_a_line_torn_inside_a_character_is_answered_again(llm: LLM, folder: Path, tmp_path: Path) -> None:
+    out = tmp_path / "answers.jsonl"
+    answer(llm, folder, out)
+    whole = out.read_bytes()
+    separated = json.dumps({"index": 0, "note": "a\u2028b"}, ensure_ascii=False).encode() + b"\n"
+    rest = whole.split(b"\n", 1)[1]
+    out.write_bytes(separated + rest + '{"index": 30, "text": "é'.encode()[:-1])
+    assert answer(llm, folder, out).num_entries == 27
+    assert out.read_bytes() == separated + rest
+
+
+def test_other_settings_do_not_continue_answers(llm: LLM, folder: Path, tmp_path: Path) -> None:
+    out = tmp_path / "answers.jsonl"
+    answer(llm, folder, out)
+    with pytest.raises(ConfigError, match="begun with other files"):
+        regenerate(llm, [folder / "ids.jsonl"], out, SETTINGS)
+
+
+def test_a_full_disk_keeps_the_answers_written_so_far(
+    llm: LLM, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, real = tmp_path / "answers.jsonl", Path.open
+
+    def full(path: Path, mode: str = "r", **arguments: object) -> object:
+        if mode == "a" and path.exists():
+            raise OSError(28, "No space left on device")
+        return real(path, mode, **arguments)  # type: ignore[call-overload]
+
+    monkeypatch.setattr(Path, "open", full)
+    with pytest.raises(ConfigError, match="free space and run the same command again"):
+        answer(llm, folder, out)
+    monkeypatch.undo()
+    assert len(out.read_bytes().splitlines()) == SETTINGS.batch
+    assert answer(llm, folder, out).num_entries == 27
+
+
+def test_answers_are_prepared_without_those_that_failed(llm: LLM, folder: Path, tmp_path: Path) -> None:
+    out = tmp_path / "answers.jsonl"
+    answer(llm, folder, out)
+    with out.open("a") as lines:
+        lines.write('{"index": 27, "error": "too long"}\n')
+    info = prepare(str(folder / "target"), [out], tmp_path / "data", 0.0, 64, 1, 0)
+    assert (info.num_documents, info.num_skipped) == (26, 2)
+    assert info.num_supervised <= 26 * SETTINGS.max_tokens, "prompts are not supervised"
+
+
+def test_a_chats_turns_are_answered_one_after_another(tmp_path: Path) -> None:
+    users = [{"role": "user", "content": "def one():"}, {"role": "user", "content": "def two():"}]
+    replaced = {"role": "assistant", "content": "old"}
+    file = tmp_path / "chat.jsonl"
+    file.write_text(json.dumps({"messages": [users[0], replaced, users[1], replaced]}) + "\n")
+    llm = LLM(str(DEMO / "target"), dtype="float32", device="cpu")
+    regenerate(llm, [file], tmp_path / "out.jsonl", RegenerateSettings("demo", max_tokens=8, temperatures=(0.0,)))
+    messages = json.loads((tmp_path / "out.jsonl").read_text())["messages"]
+    assert [message["role"] for message in messages] == ["user", "assistant"] * 2
+    for end in (1, 3):
+        (output,) = llm.chat([messages[:end]], SamplingParams(8, 0.0), use_tqdm=False)
+        assert messages[end]["content"] == output.outputs[0].text
+    (document,) = DocumentReader(str(DEMO / "target"), 4096).read([tmp_path / "out.jsonl"])
+    assert any(document.loss_mask)
+
+
+@pytest.fixture
+def other_precision() -> Iterator[None]:
+    """Accelerate keeps the precision of a process."""
+    AcceleratorState._reset_state()
+    yield
+    AcceleratorState._reset_state()
+
+
+@pytest.mark.usefixtures("other_precision")
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_stored_features_train_as_the_target_does(precision: str, folder: Path, tmp_path: Path) -> None:
+    """States of a bfloat16 target are stored exactly, those of a float32 target to 8 bits."""
+    changes = {"optimizer__precision": precision, "optimizer__batch_size": 1}
+    online = build_trainer(settings(folder, str(folder / "target"), out=str(tmp_path / "a"), **changes))
+    config = tmp_path / "run.json"
+    config.write_text(json.dumps(asdict(online.config)))
+    out = tmp_path / "features"
+    for _ in range(2):  # the second finds all shards
+        done = CliRunner().invoke(app, ["train", "features", "--out", str(out), "--config", str(config)])
+        assert done.exit_code == 0, done.output
+    changes |= {"data__features": str(out)}
+    stored = build_trainer(settings(folder, str(folder / "target"), out=str(tmp_path / "b"), **changes))
+    assert isinstance(stored.source, StoredFeatures)
+    for _ in range(3):
+        expected, found = float(online.step()["loss"]), float(stored.step()["loss"])
+        assert found == (expected if precision == "bf16" else pytest.approx(expected, rel=5e-3))
+
+
+def test_features_of_another_run_are_not_used(folder: Path, tmp_path: Path) -> None:
+    target, out = str(folder / "target"), tmp_path / "features"
+    config = settings(folder, target)
+    windows, layers = Windows(folder / "data", 32), (1, 3)
+
+    def stopped(missing: list[int]) -> list[int]:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        store_features(build_online_target(config, layers), windows, layers, 32, out, stopped)
+    stored = settings(folder, target, data__features=str(out))
+    with pytest.raises(ConfigError, match="does not hold all features"):
+        build_source(stored, windows, layers)
+    with pytest.raises(ConfigError, match=r"aux_hidden_state_layers \[1, 3\], not \[1, 4\]"):
+        store_features(build_online_target(config, (1, 4)), windows, (1, 4), 32, out, list)
+    store_features(build_online_target(config, layers), windows, layers, 32, out, list)
+    build_source(stored, windows, layers)
+    with pytest.raises(ConfigError, match="max_length 32, not 64"):
+        build_source(stored, Windows(folder / "data", 64), layers)
+
+
+def test_a_full_disk_keeps_the_stored_features(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config, windows = settings(folder, str(folder / "target")), Windows(folder / "data", 32)
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=1000))
+    with pytest.raises(ConfigError, match="GiB free"):
+        store_features(build_online_target(config, (1,)), windows, (1,), 32, tmp_path / "features", list)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_evaluation_finds_the_tau_of_serving(temperature: float, folder: Path) -> None:
+    target = str(folder / "target")
+    head = tiny_block_head("dspark", target)
+    c = EvalConfig(num_prompts=2, prompt_tokens=6, max_tokens=24, temperatures=(temperature,), num_draft_tokens=8)
+    prompts = heldout_prompts(folder / "data", c)
+    found = Evaluator(target, "dspark", prompts, c, "cpu").measure(Path(head))
+    tree = TreeConfig(8, 4, c.top_k)
+    llm = LLM(target, head, "dspark", "float32", "cpu", tree, validate_head="never")
+    sampling = [SamplingParams(c.max_tokens, temperature, ignore_eos=True, seed=index) for index in range(len(prompts))]
+    outputs = llm.generate([{"prompt_token_ids": list(prompt)} for prompt in prompts], sampling, use_tqdm=False)
+    stats = [output.outputs[0].stats for output in outputs]
+    emitted, steps = (sum(getattr(own, name) for own in stats) for name in ("num_emitted", "num_verify_steps"))
+    assert found.tau[temperature] == pytest.approx(emitted / steps)
+    assert found.mean_tau == fmean(found.tau.values())
