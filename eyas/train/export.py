@@ -24,7 +24,7 @@ from eyas.models.checkpoint import (
 from eyas.models.heads.block import block_tensors, load_block_head, write_block_head
 from eyas.models.heads.block_config import Dialect, find_kind
 from eyas.models.heads.eagle import config_json, write_head
-from eyas.models.heads.eagle_config import EagleHeadConfig, canonical_name, read_head_config
+from eyas.models.heads.eagle_config import EagleHeadConfig, Kind, canonical_name, read_head_config
 from eyas.train.config import SERVED_BY, TrainConfig
 from eyas.train.data import Prepared
 from eyas.train.trainer import LOG_FILE, Progressed
@@ -47,7 +47,8 @@ def export_head(head: str, model: str, out: Path, layout: str) -> None:
     if "fc.weight" not in names:
         raise CheckpointError(f"{head} holds no EAGLE or block head; Medusa, Hydra and draft models have one layout only")
     is_first = not any(name.endswith("norm.weight") and "layernorm" not in name for name in names)
-    config = read_head_config(folder, read_target_config(resolve(model)), "eagle" if is_first else "eagle3")
+    kind: Kind = "peagle" if "mask_hidden" in names else "eagle" if is_first else "eagle3"
+    config = read_head_config(folder, read_target_config(resolve(model)), kind)
     tensors = {canonical_name(name, config.kind): tensor for name, tensor in read_tensors(folder).items()}
     if layout in ("eyas", "safeailab") or config.kind == "eagle":
         write_head(out, config, tensors)
@@ -67,10 +68,15 @@ def _export_block(head: str, model: str, out: Path, layout: str) -> None:
 
 
 def _specforge(c: EagleHeadConfig, tensors: Mapping[str, Tensor]) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Layer ids count outputs if the first of them is output 1, and inputs otherwise, as SGLang reads them."""
-    layers = list(c.aux_hidden_state_layers)
+    """Layer ids count outputs if the first of them is output 1, and inputs otherwise, as SGLang reads them.
+
+    norm_output says whether lm_head reads the normed state, and with a norm for each feature whether the next step does.
+    """
+    layers, config = list(c.aux_hidden_state_layers), config_json(c)
     ids = [layer - 1 for layer in layers] if layers[0] == 2 else layers
-    config = config_json(c) | {"architectures": ["LlamaForCausalLMEagle3"], "norm_output": c.wiring.output != "bare"}
+    if c.kind == "eagle3":
+        is_normed = c.wiring.output == "normed" if c.input_norms == "each" else c.wiring.output != "bare"
+        config |= {"architectures": ["LlamaForCausalLMEagle3"], "norm_output": is_normed}
     del config["eagle_aux_hidden_state_layer_ids"]
     config["eagle_config"] = {"eagle_aux_hidden_state_layer_ids": ids, "use_aux_hidden_state": True}
     return config, _with_vocabulary(c, tensors)
@@ -79,15 +85,16 @@ def _specforge(c: EagleHeadConfig, tensors: Mapping[str, Tensor]) -> tuple[dict[
 def _speculators(c: EagleHeadConfig, tensors: Mapping[str, Tensor], model: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
     settings = config_json(c)
     own = ("draft_vocab_size", "target_hidden_size", "norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
-    kept = {key: settings.pop(key) for key in (*own, "eagle_aux_hidden_state_layer_ids")}
-    settings.pop("architectures")
+    parallel = ("mask_token_id", "parallel_drafting") if c.kind == "peagle" else ()
+    kept = {key: settings.pop(key) for key in (*own, *parallel, "eagle_aux_hidden_state_layer_ids")}
+    architectures = settings.pop("architectures") if parallel else ["Eagle3Speculator"]
     named = {name.replace("midlayer.", "layers.0."): tensor for name, tensor in _with_vocabulary(c, tensors).items()}
     named.setdefault("embed_tokens.weight", read_tensor(resolve(model), EMBEDDING_NAMES).to(named["fc.weight"].dtype))
     config = {
-        "architectures": ["Eagle3Speculator"],
-        "speculators_model_type": "eagle3",
+        "architectures": architectures,
+        "speculators_model_type": c.kind,
         "speculators_config": {
-            "algorithm": "eagle3",
+            "algorithm": c.kind,
             "default_proposal_method": "greedy",
             "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": 5}],
             "verifier": {"name_or_path": model, "architectures": read_config(resolve(model)).get("architectures")},

@@ -56,7 +56,7 @@ class PEagleTrainer(nn.Module):
         """Loss and figures of a batch: the mean over all rows of all depths. seed: of the pairs that keep their rows."""
         tokens, positions = batch.tokens[:, 1:], batch.positions[:, :-1]
         features = self.fuser(states.aux[:, :-1].float().flatten(0, 1)).view(*tokens.shape, -1)
-        context = _Pairs(batch.documents[:, :-1])
+        context = Pairs(batch.documents[:, :-1])
         rows = self.head.run(features.flatten(0, 1), tokens.flatten(), positions.flatten(), context).view(*tokens.shape, -1)
         valid = supervised_depths(batch, self.config.num_depths)
         order = batch.random(seed, tokens.shape[1]).masked_fill(~valid[:, :, 0], 2.0).argsort(-1)
@@ -76,7 +76,7 @@ class PEagleTrainer(nn.Module):
         return in_chunks(chunk, flat, self.config.chunk_rows).view(*rows.shape[:2], -1)
 
     def _mask_losses(
-        self, order: Tensor, context: _Pairs, positions: Tensor, final: Tensor, loss_type: LossType
+        self, order: Tensor, context: Pairs, positions: Tensor, final: Tensor, loss_type: LossType
     ) -> list[Tensor]:
         """What `row_losses` finds at each depth from 1, [N, pairs that keep it, 5], in the order of `order` [N, P].
 
@@ -144,7 +144,7 @@ class PEagleTrainer(nn.Module):
         write_head(folder, self.head.config, tensors | {"mask_hidden": self.mask_hidden.detach().cpu().clone()})
 
 
-class _Pairs:
+class Pairs:
     """Attention among the pairs of a pass, [N, P] of them; keeps keys and values of each layer for the rows behind them."""
 
     def __init__(self, documents: Tensor) -> None:

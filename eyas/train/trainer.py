@@ -213,6 +213,14 @@ class Trainer:
         for parts, key in ((self._optimizers, "optimizers"), (self._schedulers, "schedulers")):
             for part, saved in zip(parts, state[key], strict=True):
                 part.load_state_dict(saved)
+        for scheduler in self._schedulers:  # max_steps may be another one now, and with it the rate of the next step
+            rates = [
+                base * share(scheduler.last_epoch)
+                for base, share in zip(scheduler.base_lrs, scheduler.lr_lambdas, strict=True)
+            ]
+            for group, rate in zip(scheduler.optimizer.param_groups, rates, strict=True):
+                group["lr"] = rate
+            scheduler._last_lr = rates
         self.progress = Progressed(**state["progress"])
         log = self._out / LOG_FILE
         if log.exists() and self.accelerator.is_main_process:

@@ -11,7 +11,8 @@ from eyas.errors import CheckpointError, ConfigError
 from eyas.train.block import draw_anchors
 from eyas.train.data import DocumentReader, Windows, prepare
 from eyas.train.methods import build_trainer
-from tests.tiny import DEMO
+from tests.tiny import DEMO, write_spelling_tokenizer, write_target
+from tests.tiny_block import tiny_block_head
 from tests.train.small_runs import prepared, settings, tiny_target, write_ids
 
 TARGET = str(DEMO / "target")
@@ -103,3 +104,24 @@ def test_data_of_another_vocabulary_are_refused(tmp_path: Path) -> None:
     prepare(TARGET, [write_ids(tmp_path / "ids.jsonl", 5)], tmp_path / "data", 0.0, 64, 2, 0)
     with pytest.raises(CheckpointError, match="vocabulary of 4096"):
         build_trainer(settings(tmp_path, target))
+
+
+def test_a_head_of_another_width_is_refused(tmp_path: Path) -> None:
+    target = tiny_target(tmp_path)
+    head = tiny_block_head("dspark", target)
+    narrow = write_target(tmp_path / "narrow", hidden=16)
+    write_spelling_tokenizer(narrow)
+    prepared(tmp_path, str(narrow))
+    with pytest.raises(CheckpointError, match="hidden size 32, but this target has 16"):
+        build_trainer(settings(tmp_path, str(narrow), draft_model=head))
+
+
+def test_a_full_disk_is_named_before_data_are_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import datasets
+
+    def full(data: object, folder: str) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(datasets.Dataset, "save_to_disk", full)
+    with pytest.raises(ConfigError, match="cannot write the prepared data"):
+        prepared(tmp_path, tiny_target(tmp_path))

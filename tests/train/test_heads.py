@@ -6,16 +6,26 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
+from eyas.config import DraftingConfig, TreeConfig
+from eyas.draft_protocol import TreeBudget
+from eyas.drafters.eagle import EagleDrafter, EagleExpansion
+from eyas.drafters.registry import build_drafter
+from eyas.drafters.scoring import make_scorer
 from eyas.models.checkpoint import read_target_config
 from eyas.models.heads.block import load_block_head
 from eyas.models.heads.eagle import load_head
-from eyas.models.heads.eagle_config import read_head_config
+from eyas.models.heads.eagle_config import Kind, read_head_config
+from eyas.train.block import BlockTrainer
 from eyas.train.config import LossConfig
+from eyas.train.data import Batch
 from eyas.train.export import export_head
-from eyas.train.losses import LOSS, depth_weights, in_chunks, row_losses
+from eyas.train.losses import CHANCE, LOSS, OVERLAP, depth_weights, in_chunks, row_losses
 from eyas.train.methods import build_trainer
+from eyas.train.peagle import Pairs, PEagleTrainer, kept_pairs, segments
 from tests.drafters.naive_eagle import NaiveEagle
+from tests.drafters.test_eagle_trees import GREEDY, commit
 from tests.train.small_runs import prepared, settings, tiny_target
 
 
@@ -47,16 +57,18 @@ def test_a_block_head_in_each_layout_is_the_same_head(layout: str, folder: Path,
     assert all(torch.equal(a, b) for a, b in zip(one.parameters(), two.parameters(), strict=True))
 
 
+@pytest.mark.parametrize("method", ["eagle1", "eagle3", "eagle3.1", "peagle"])
 @pytest.mark.parametrize("layout", ["safeailab", "specforge", "speculators"])
-def test_an_eagle3_head_in_each_layout_is_the_same_head(layout: str, folder: Path, tmp_path: Path) -> None:
+def test_an_eagle_head_in_each_layout_is_the_same_head(method: str, layout: str, folder: Path, tmp_path: Path) -> None:
     target = str(folder / "target")
-    trainer = build_trainer(settings(folder, target, "eagle3", out=str(tmp_path / "run"), head__target_layer_ids=[1, 2, 3]))
+    trainer = build_trainer(settings(folder, target, method, out=str(tmp_path / "run"), head__target_layer_ids=[1, 2, 3]))
+    kind: Kind = "eagle" if method == "eagle1" else "peagle" if method == "peagle" else "eagle3"
     trainer.step()
     trainer.trainee.write(tmp_path / "head")  # type: ignore[operator]
     export_head(str(tmp_path / "head"), target, tmp_path / "out", layout)
-    one, two = (load_head(str(tmp_path / name), target) for name in ("head", "out"))
-    assert one.config.wiring == two.config.wiring
-    assert all(torch.equal(a, b) for a, b in zip(one.parameters(), two.parameters(), strict=True))
+    one, two = (load_head(str(tmp_path / name), target, kind=kind) for name in ("head", "out"))
+    assert (one.config.wiring, one.config.mask_token_id) == (two.config.wiring, two.config.mask_token_id)
+    assert all(torch.equal(a, b) for a, b in zip(one.state_dict().values(), two.state_dict().values(), strict=True))
 
 
 def test_eagle3_training_unrolls_the_heads_own_drafts(folder: Path, tmp_path: Path) -> None:
@@ -158,10 +170,139 @@ def test_a_dry_run_and_a_run_leave_a_head_card_and_plot(folder: Path, tmp_path: 
     )
     dry = CliRunner().invoke(app, ["train", "run", "--config", str(file), "--dry-run"])
     assert dry.exit_code == 0, dry.output
-    assert "time:" in dry.output
+    assert all(f"{what}:" in dry.output for what in ("time", "memory", "disk"))
     load_block_head(str(out / "dry-run"), config.model)
     done = CliRunner().invoke(app, ["train", "run", "--config", str(file), "--set", "loss.num_anchors=4"])
     assert done.exit_code == 0, done.output
     assert "tau" in (out / "best" / "README.md").read_text()
     assert (out / "training.png").stat().st_size > 0
     assert json.loads((out / "log.jsonl").read_text().splitlines()[0])["step"] == 1
+
+
+def test_peagle_rows_have_the_logits_of_the_drafter(folder: Path, tmp_path: Path) -> None:
+    """Mask rows behind any pair of any document, in one pass or in segments, are those that the drafter runs behind it."""
+    target, depths = str(folder / "target"), 4
+    config = settings(folder, target, "peagle", out=str(tmp_path), head__num_hidden_layers=2, loss__num_depths=depths)
+    trainer = build_trainer(config)
+    trainer.step()
+    trainer.trainee.write(tmp_path / "head")  # type: ignore[operator]
+    trainee, batch = trainer.trainee, trainer.windows.batch([0, 1])
+    assert isinstance(trainee, PEagleTrainer)
+    states = trainer.source.states(batch)
+    drafter = build_drafter(
+        "peagle", target, str(tmp_path / "head"), "float32", "cpu", TreeConfig(8, depths, 2), DraftingConfig()
+    )
+    assert isinstance(drafter, EagleDrafter)
+    with torch.no_grad():
+        features = trainee.fuser(states.aux.flatten(0, 1)).view(*batch.tokens.shape, -1)
+        context = pairs_of(trainee, batch, features)
+        pairs = torch.arange(batch.tokens.shape[1] - 1).expand(2, -1)
+        count = pairs.shape[1]
+        found = trainee.mask_states(
+            pairs, batch.positions[:, :-1], [count] * (depths - 1), batch.documents[:, :-1], *context.flat
+        )
+        logits = trainee.head.logits(found).view(2, depths - 1, count, -1)
+    checked = 0
+    for window in range(2):
+        for document in range(int(batch.documents[window].max()) + 1):
+            own = (batch.documents[window] == document).nonzero()[:, 0].tolist()
+            for end in range(2, len(own) + 1, 5):
+                tokens = tuple(batch.tokens[window, own[:end]].tolist())
+                expected = inference_logits(drafter, tokens, features[window, own[: end - 1]], depths)
+                torch.testing.assert_close(logits[window, :, own[end - 2]], expected[1:], rtol=1e-4, atol=1e-4)
+                checked += 1
+    assert checked > 8
+
+
+def pairs_of(trainee: PEagleTrainer, batch: Batch, features: Tensor) -> Pairs:
+    """Keys and values of all pairs of a batch."""
+    context = Pairs(batch.documents[:, :-1])
+    inputs = features[:, :-1].flatten(0, 1), batch.tokens[:, 1:].flatten(), batch.positions[:, :-1].flatten()
+    trainee.head.run(*inputs, context)
+    return context
+
+
+def inference_logits(drafter: EagleDrafter, tokens: tuple[int, ...], features: Tensor, depths: int) -> Tensor:
+    """Logits [depths, D] that the drafter ranks behind committed tokens."""
+    context = commit("a", list(tokens), features, 0, len(tokens), GREEDY, TreeBudget(8, depths))
+    drafter.propose([context])
+    state = drafter.sessions["a"].state  # type: ignore[index]
+    assert state is not None
+    roots = drafter._roots([context], state[None])
+    shape = TreeConfig(num_steps=2, top_k=depths)
+    scorer = make_scorer([context], drafter.ranking, depths, drafter.draft_ids)
+    with torch.no_grad():
+        found = EagleExpansion(drafter._head, scorer, drafter._kv, roots, shape).parallel_logits(depths)[0]
+    drafter.release(["a"])
+    return found
+
+
+def test_segments_change_no_peagle_gradient(folder: Path, tmp_path: Path) -> None:
+    gradients = []
+    for chunk_rows in (0, 40):
+        config = settings(folder, str(folder / "target"), "peagle", out=str(tmp_path), loss__chunk_rows=chunk_rows)
+        trainer = build_trainer(config)
+        batch = trainer.windows.batch([0, 1])
+        trainer.trainee(batch, trainer.source.states(batch), 0, "soft_ce")["loss"].backward()
+        gradients.append({name: parameter.grad for name, parameter in trainer.trained.items()})
+    for name, gradient in gradients[0].items():
+        assert gradient is not None
+        assert float(gradient.abs().max()) > 0, name
+        torch.testing.assert_close(gradients[1][name], gradient, rtol=1e-4, atol=1e-6)
+
+
+def test_deeper_rows_are_kept_behind_fewer_pairs() -> None:
+    config = LossConfig(num_depths=9, down_sample_ratio=0.7)
+    kept = kept_pairs(100, config)
+    assert kept == [70, 49, 35, 25, 20, 20, 20, 20]
+    ranges = segments(kept, windows=2, chunk_rows=300)
+    assert [start for start, _ in ranges] == [0, *(end for _, end in ranges[:-1])]
+    assert ranges[-1][1] == 70
+    rows = [2 * sum(max(0, min(end, count) - start) for count in kept) for start, end in ranges]
+    assert max(rows) <= 300
+    assert sum(rows) == 2 * sum(kept)
+
+
+def test_the_soft_loss_has_autograds_gradient() -> None:
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(6, 9, generator=generator, dtype=torch.float64).float().requires_grad_()
+    teacher, scale = torch.randn(6, 9, generator=generator), torch.rand(6, generator=generator)
+    found = row_losses(logits, teacher, "kl")[:, LOSS]
+    plain = F.kl_div(logits.log_softmax(-1), teacher.log_softmax(-1), reduction="none", log_target=True).sum(-1)
+    torch.testing.assert_close(found, plain)
+    gradients = [torch.autograd.grad((loss * scale).sum(), logits)[0] for loss in (found, plain)]
+    torch.testing.assert_close(*gradients)
+
+
+def test_the_last_share_of_steps_has_the_final_loss() -> None:
+    config = LossConfig(final_loss_type="lk_hybrid", final_loss_ratio=0.3)
+    assert [config.type_at(step / 10) for step in range(10)] == ["kl"] * 7 + ["lk_hybrid"] * 3
+    assert {LossConfig().type_at(step / 10) for step in range(10)} == {"kl"}
+
+
+def test_the_hybrid_loss_moves_from_divergence_to_distance() -> None:
+    """Its share of KL is exp(-3 acceptance) of the row, and has no gradient of its own."""
+    law = torch.tensor([[2.0, 0.0, -1.0]])
+    for logits in (torch.tensor([[-9.0, 0.0, 9.0]]), torch.tensor([[2.0, 0.1, -1.0]])):
+        rows = logits.requires_grad_()
+        found = {kind: row_losses(rows, law, kind)[0, LOSS] for kind in ("kl", "tv", "lk_hybrid")}  # type: ignore[arg-type]
+        share = float(torch.exp(-3 * (1 - found["tv"])).detach())
+        assert float(found["lk_hybrid"]) == pytest.approx(float(share * found["kl"] + (1 - share) * found["tv"]), rel=1e-5)
+        own, kl, tv = (torch.autograd.grad(found[kind], rows)[0] for kind in ("lk_hybrid", "kl", "tv"))
+        torch.testing.assert_close(own, share * kl + (1 - share) * tv)
+
+
+@pytest.mark.parametrize(("target_of", "column"), [("match", CHANCE), ("rejection", OVERLAP)])
+def test_the_confidence_head_learns_its_rules_acceptance(target_of: str, column: int, folder: Path, tmp_path: Path) -> None:
+    changes = {"loss__confidence_target": target_of, "loss__loss_decay": "none", "loss__confidence_weight": 1.0}
+    trainee = build_trainer(settings(folder, str(folder / "target"), out=str(tmp_path), **changes)).trainee
+    assert isinstance(trainee, BlockTrainer)
+    generator = torch.Generator().manual_seed(0)
+    found = torch.rand(3, trainee.head.config.num_drafted, 6, generator=generator)
+    loss = trainee._metrics(found, torch.ones(found.shape[:2], dtype=torch.bool))["confidence_loss"]
+    expected = F.binary_cross_entropy_with_logits(found[..., -1], found[..., column])
+    assert float(loss) == pytest.approx(float(expected), rel=1e-5)
+    logits, teacher = torch.randn(2, 5, 8, generator=generator)
+    rows = row_losses(logits, teacher, "kl", (OVERLAP,))
+    overlap = torch.minimum(logits.softmax(-1), teacher.softmax(-1)).sum(-1)
+    torch.testing.assert_close(rows[:, OVERLAP], overlap)

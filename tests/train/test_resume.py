@@ -70,6 +70,21 @@ def test_other_settings_do_not_continue_a_run(folder: Path, tmp_path: Path) -> N
         build_trainer(other).resume()
 
 
+def test_a_run_made_longer_goes_on_at_the_new_rate(folder: Path, tmp_path: Path) -> None:
+    """A run that ended at the rate 0 continues at the rate that a run of the new length has there."""
+    made = [
+        build_trainer(settings(folder, str(folder / "target"), out=str(tmp_path / "run"), optimizer__max_steps=steps))
+        for steps in (2, 8)
+    ]
+    for _ in range(2):
+        made[0].step()
+    made[0].save()
+    made[1].resume()
+    (ended,), (goes_on,) = ([own.optimizer.param_groups[0]["lr"] for own in trainer._schedulers] for trainer in made)
+    assert (ended, goes_on, made[1].progress.step) == (0.0, 1e-3, 2)
+    assert float(made[1].step()["loss"]) > 0
+
+
 def test_a_full_disk_loses_no_checkpoint(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     trainer = build_trainer(settings(folder, str(folder / "target"), out=str(tmp_path / "run")))
     trainer.step()

@@ -120,8 +120,9 @@ class BlockHead(nn.Module):
 
     def backbone_logits(self, states: Tensor) -> Tensor:
         """Logits float32 [..., D] of normed states [..., H], without regard to other tokens of the block."""
-        logits = self.lm_head(states).float() * self.config.multiplier
-        cap = self.config.softcap
+        logits: Tensor = self.lm_head(states).float()
+        scale, cap = self.config.multiplier, self.config.softcap
+        logits = logits if scale == 1 else logits * scale
         return cap * torch.tanh(logits / cap) if cap else logits
 
     def initial_state(self, *shape: int) -> Tensor:
