@@ -1,4 +1,4 @@
-"""What is trained is what is served: training-mode logits, overfitting, a planted law, and other projects' layouts."""
+"""What is trained is what is served: training-mode logits, overfitting, losses, and other projects' layouts."""
 
 import json
 from pathlib import Path
@@ -100,23 +100,6 @@ def test_eagle3_training_unrolls_the_heads_own_drafts(folder: Path, tmp_path: Pa
     shares = [0.8**step for step in range(3)]
     expected = sum(w * torch.stack(own).mean() for w, own in zip(shares, steps, strict=True)) / sum(shares)
     assert found == pytest.approx(float(expected), rel=1e-4)
-
-
-def test_a_head_of_a_planted_law_accepts_what_theory_predicts() -> None:
-    """Rows that can express the law reach it: the p/q acceptance becomes 1, the match rule's the mean of max p."""
-    generator = torch.Generator().manual_seed(0)
-    law = torch.randn(5, 12, generator=generator) * 2
-    table = torch.zeros(5, 12, requires_grad=True)
-    optimiser = torch.optim.Adam([table], 0.2)
-    for _ in range(200):
-        rows = torch.randint(0, 5, (64,), generator=generator)
-        loss = row_losses(table[rows], law[rows], "kl")[:, LOSS].mean()
-        optimiser.zero_grad()
-        loss.backward()
-        optimiser.step()
-    p, q = torch.softmax(law, -1), torch.softmax(table.detach(), -1)
-    assert float(torch.minimum(p, q).sum(-1).min()) > 0.98
-    assert row_losses(table.detach(), law, "kl")[:, 1].mean() == pytest.approx(float(p.amax(-1).mean()), abs=1e-6)
 
 
 @pytest.mark.parametrize("loss_type", ["kl", "soft_ce", "ce", "tv", "lk", "lk_hybrid"])
@@ -286,9 +269,9 @@ def test_the_hybrid_loss_moves_from_divergence_to_distance() -> None:
     for logits in (torch.tensor([[-9.0, 0.0, 9.0]]), torch.tensor([[2.0, 0.1, -1.0]])):
         rows = logits.requires_grad_()
         found = {kind: row_losses(rows, law, kind)[0, LOSS] for kind in ("kl", "tv", "lk_hybrid")}  # type: ignore[arg-type]
-        share = float(torch.exp(-3 * (1 - found["tv"])).detach())
-        assert float(found["lk_hybrid"]) == pytest.approx(float(share * found["kl"] + (1 - share) * found["tv"]), rel=1e-5)
-        own, kl, tv = (torch.autograd.grad(found[kind], rows)[0] for kind in ("lk_hybrid", "kl", "tv"))
+        share = torch.exp(-3 * (1 - found["tv"])).detach()
+        torch.testing.assert_close(found["lk_hybrid"], share * found["kl"] + (1 - share) * found["tv"])
+        own, kl, tv = (torch.autograd.grad(found[kind], rows, retain_graph=True)[0] for kind in ("lk_hybrid", "kl", "tv"))
         torch.testing.assert_close(own, share * kl + (1 - share) * tv)
 
 
