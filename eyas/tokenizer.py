@@ -61,19 +61,24 @@ class Tokenizer:
 
     def encode(self, text: str) -> tuple[int, ...]:
         """Token ids of a prompt, special tokens added."""
-        ids = tuple(self.tokenizer.encode(text).ids)
+        ids = self._encode(text)
         if self._bos is None or not text or ids[:1] == (self._bos,):
             return ids
         return (self._bos, *ids)
 
     def encode_rendered(self, text: str) -> tuple[int, ...]:
         """Token ids of a prompt that holds its special tokens already, as chat templates write them."""
-        return tuple(self.tokenizer.encode(text, add_special_tokens=False).ids)
+        return self._encode(text, add_special_tokens=False)
+
+    def _encode(self, text: str, add_special_tokens: bool = True) -> tuple[int, ...]:
+        """Encode a text while other threads run: `encode` of the library keeps the interpreter lock, a batch does not."""
+        encoding, *_ = self.tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        return tuple(encoding.ids)
 
     def bad_token_ids(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
         """Each word as token ids, as given and after a space."""
         texts = [text for word in words for text in (word, f" {word.lstrip()}")]
-        return tuple(dict.fromkeys(tuple(self.tokenizer.encode(text, add_special_tokens=False).ids) for text in texts))
+        return tuple(dict.fromkeys(self._encode(text, add_special_tokens=False) for text in texts))
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Text of token ids, special tokens left out unless they are asked for."""

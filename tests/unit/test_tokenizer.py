@@ -1,6 +1,8 @@
 """Text and tokens: streaming equals decoding at once, and stop strings end it, however the tokens are grouped."""
 
 import json
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -230,3 +232,14 @@ def test_kept_special_tokens_stay_in_the_text_unless_they_end_it() -> None:
     ids = [*tokenizer.encode_rendered("def é"), 2, *tokenizer.encode_rendered(" x"), 0, 1]
     stream = TextStream(tokenizer, kept_tokens=kept)
     assert "".join(stream.push([token], ends=token == 1).text for token in ids) + stream.flush() == "def é<|pad|> x"
+
+
+def test_other_threads_run_while_a_long_text_is_encoded(demo: Tokenizer) -> None:
+    thread = threading.Thread(target=demo.encode, args=(TEXT * 10_000,))  # 0.4 MB: at least 0.1 s
+    thread.start()
+    num_turns = 0
+    while thread.is_alive():
+        num_turns += 1
+        time.sleep(0.001)
+    assert num_turns > 5
+    assert demo.encode_rendered(TEXT * 20) == tuple(demo.tokenizer.encode(TEXT * 20, add_special_tokens=False).ids)

@@ -267,12 +267,12 @@ class GenerationEndpoints:
             token_ids = await self._encode_chat(await asyncio.to_thread(body.chat), info)
         else:
             token_ids = await self.service.encode(info, body.prompt, is_rendered=body.add_special_tokens is False)
-        return await asyncio.to_thread(body.response, token_ids, info, self.service.tokenizer(info.name))
+        return await asyncio.to_thread(lambda: _json(body.response(token_ids, info, self.service.tokenizer(info.name))))
 
     async def detokenize(self, body: DetokenizeBody, request: Request) -> Response:
         """Respond to /detokenize."""
         info = await self._model(body.model, request)
-        return await asyncio.to_thread(body.response, info, self.service.tokenizer(info.name))
+        return await asyncio.to_thread(lambda: _json(body.response(info, self.service.tokenizer(info.name))))
 
     async def _chat(
         self,
@@ -308,8 +308,7 @@ class GenerationEndpoints:
         headers = {"X-Request-Id": writer.id}
         if not stream:
             answer = await cancel_on_disconnect(request.receive, writer.response(chunks))
-            text = await run(num_values(answer), compact_json, answer)
-            return Response(to_bytes(text), headers=headers, media_type="application/json")
+            return await run(num_values(answer), _json, answer, headers)
         events = _events(writer, chunks)
         first = await cancel_on_disconnect(request.receive, anext(events))
         return EventStream(first, events, headers, self.keepalive_interval_s)
@@ -372,6 +371,10 @@ class GenerationEndpoints:
         streams = (self.service.stream(call, operation, slots=slots) for call in prepared)
         chunks = merge((_shift_index(stream, i * body.n) for i, stream in enumerate(streams)), completion_slots())
         return access.meter(chunks, prepared, self.service.record_rejection(received, operation))
+
+
+def _json(answer: dict[str, Any], headers: dict[str, str] | None = None) -> Response:
+    return Response(to_bytes(compact_json(answer)), headers=headers, media_type="application/json")
 
 
 def _render(template: ChatTemplate, body: ChatBody) -> str:

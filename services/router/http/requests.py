@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from dataclasses import fields, replace
 from typing import Annotated, Any, Literal
 
-from fastapi.responses import JSONResponse
 from pydantic import AfterValidator, BeforeValidator, FailFast, Field, ValidationError, model_validator
 
 from eyas.errors import InvalidRequest
@@ -429,11 +428,11 @@ class TokenizeBody(StrictModel):
         """Return the chat of the messages. Raises InvalidRequest."""
         return chat_body(**{name: getattr(self, name) for name in self.model_fields_set & set(ChatBody.model_fields)})
 
-    def response(self, token_ids: Sequence[int], info: ModelInfo, tokenizer: Tokenizer) -> JSONResponse:
+    def response(self, token_ids: Sequence[int], info: ModelInfo, tokenizer: Tokenizer) -> dict[str, Any]:
         """Return the response. Meant for a thread: it may be long."""
         names = [tokenizer.tokenizer.id_to_token(token) for token in token_ids] if self.return_token_strs else None
         sizes = {"count": len(token_ids), "max_model_len": info.max_model_len}
-        return JSONResponse(sizes | {"tokens": list(token_ids), "token_strs": names})
+        return sizes | {"tokens": list(token_ids), "token_strs": names}
 
 
 class DetokenizeBody(StrictModel):
@@ -442,11 +441,11 @@ class DetokenizeBody(StrictModel):
     model: Text = ""
     tokens: Annotated[list[int], FailFast()]
 
-    def response(self, info: ModelInfo, tokenizer: Tokenizer) -> JSONResponse:
+    def response(self, info: ModelInfo, tokenizer: Tokenizer) -> dict[str, Any]:
         """Return the response: the text with its special tokens. Meant for a thread. Raises InvalidRequest."""
         if (outside := next((token for token in self.tokens if not 0 <= token < info.vocab_size), None)) is not None:
             raise InvalidRequest(f"tokens holds id {outside}, outside the vocabulary [0, {info.vocab_size})", "tokens")
-        return JSONResponse({"prompt": tokenizer.decode(self.tokens, skip_special_tokens=False)})
+        return {"prompt": tokenizer.decode(self.tokens, skip_special_tokens=False)}
 
 
 def invalid_body(errors: Sequence[Any]) -> InvalidRequest:
