@@ -10,7 +10,7 @@ import json
 import os
 import threading
 from collections import Counter, OrderedDict, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import TYPE_CHECKING, TypeAlias
@@ -30,8 +30,9 @@ if TYPE_CHECKING:
 # One bit per token id, the lowest id in the lowest bit of the first byte: uint8 [ceil(V / 8)].
 TokenBits: TypeAlias = npt.NDArray[np.uint8]
 
-# Compiled grammars that are kept, and their summed length as text: 128 KiB of schema compile to a few MiB.
-MAX_CACHED = 256
+# Compiled grammars that are kept, and their summed length as text: 128 KiB of schema compile to a few MiB. A lexer grows by
+# the states that outputs reach; 20,000 of them take 10 to 22 MiB.
+MAX_CACHED = 64
 MAX_CACHED_LENGTH = 2**23
 # Grammars that may wait to be compiled. A tenant without its share of them may add some all the same.
 MAX_COMPILING = 64
@@ -56,10 +57,11 @@ class Matcher:
     End-of-sequence tokens are no part of a grammar: `mask` leaves them out, and they must not be consumed.
     """
 
-    def __init__(self, matcher: LLMatcher, not_eos: TokenBits) -> None:
-        """not_eos: all tokens but the model's end-of-sequence tokens."""
+    def __init__(self, matcher: LLMatcher, not_eos: TokenBits, on_error: Callable[[], None]) -> None:
+        """not_eos: all tokens but the model's end-of-sequence tokens. on_error: called before an error is raised."""
         self._matcher = matcher
         self._not_eos = not_eos
+        self._on_error = on_error
 
     @property
     def is_accepting(self) -> bool:
@@ -93,6 +95,7 @@ class Matcher:
 
     def _check(self) -> None:
         if self._matcher.is_error():
+            self._on_error()
             raise InvalidRequest(
                 f"structured_outputs takes too much work to follow ({_first_line(self._matcher.get_error())}); simplify it",
                 "structured_outputs",
@@ -100,15 +103,22 @@ class Matcher:
 
 
 class Grammar:
-    """A compiled grammar, which any number of outputs follow."""
+    """A compiled grammar, which any number of outputs follow. They share the states of its lexer.
+
+    is_spent: an output failed, maybe because the lexer has all the states that it may have. Other outputs would fail too.
+    """
 
     def __init__(self, matcher: LLMatcher, not_eos: TokenBits) -> None:
         self._matcher = matcher
         self._not_eos = not_eos
+        self.is_spent = False
 
     def matcher(self) -> Matcher:
         """A matcher before the first token."""
-        return Matcher(self._matcher.deep_copy(), self._not_eos)
+        return Matcher(self._matcher.deep_copy(), self._not_eos, self._spend)
+
+    def _spend(self) -> None:
+        self.is_spent = True
 
 
 class GrammarCompiler:
@@ -142,6 +152,10 @@ class GrammarCompiler:
         """
         with self._lock:
             future = self._futures.get(structured)
+            if future and future.done() and not future.exception() and future.result().is_spent:
+                del self._futures[structured]
+                self._cached_length -= _length(structured)
+                future = None
             if future is None:
                 self._check_share(tenant)
                 future = self._futures[structured] = Future()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import difflib
+import fcntl
 import functools
 import os
 import random
@@ -16,7 +17,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from subprocess import DEVNULL, STDOUT, Popen, TimeoutExpired
@@ -43,6 +44,8 @@ MAX_DRAFT_RESTARTS = 3
 RESTART_WINDOW_S = 600.0
 NUM_LOG_LINES = 15
 NUM_LOG_BYTES = 8192
+# In a cluster's folder: a file that its process has locked.
+OWNER = "owner.lock"
 PR_SET_PDEATHSIG = 1
 TOKEN_VARIABLE = "EYAS_PEER_TOKEN"
 # Below the ports that Linux gives to outgoing connections.
@@ -239,7 +242,8 @@ def running_cluster(
         folder: working directory of the services; this process's own by default.
 
     The services share a token of their own, unless the settings name one. It is passed by environment.
-    The logs are removed at the end, unless an error ends the context.
+    The logs are removed at the end, unless an error ends the context. Those of a process that was killed are removed at the
+    next start.
     Raises ConfigError, before anything starts, for settings that a service would refuse.
     """
     configs = [service.validate() for service in services]
@@ -248,9 +252,9 @@ def running_cluster(
     if not any(config.peers.token_file or config.peers.token_env for config in configs):
         environment = {TOKEN_VARIABLE: secrets.token_hex(32)}
         services = [service.add(f"peers.token_env={TOKEN_VARIABLE}") for service in services]
-    logs = Path(tempfile.mkdtemp(prefix="eyas-"))
     children: list[Child] = []
     failed = False
+    logs, owned = _new_folder()
     try:
         children.append(_start_redis(logs))
         for service, config in zip(services, configs, strict=True):
@@ -271,8 +275,39 @@ def running_cluster(
         raise
     finally:
         _stop(children)
+        (logs / OWNER).unlink(missing_ok=True)
+        os.close(owned)
         if not failed:
             shutil.rmtree(logs)
+
+
+def _new_folder() -> tuple[Path, int]:
+    """A folder for logs, and the file descriptor whose lock says that its owner lives.
+
+    Removes the folders of owners that were killed. Those that an error left have no lock, and stay.
+    """
+    folder = Path(tempfile.mkdtemp(prefix="eyas-"))
+    for lock in folder.parent.glob(f"eyas-*/{OWNER}"):
+        with suppress(OSError):  # of another user, in use, or removed by somebody else
+            if lock.parent.lstat().st_uid == os.getuid():
+                with _locked(lock):
+                    shutil.rmtree(lock.parent)
+    new = folder / f"{OWNER}.new"
+    owned = os.open(new, os.O_CREAT | os.O_RDWR, 0o600)
+    fcntl.flock(owned, fcntl.LOCK_EX)
+    new.rename(folder / OWNER)  # a lock that is there is held
+    return folder, owned
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Hold the lock of a file. Raises BlockingIOError if another process holds it."""
+    descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def _reachable(host: str) -> str:

@@ -30,6 +30,7 @@ from eyas.rpc.channel import Peers
 from eyas.rpc.convert import lease_to_proto
 from eyas.rpc.messages import DraftClientStatus, Lease, Load, ModelInfo, Role
 from eyas.rpc.server import RpcServer
+from eyas.services.discovery.base import repeat
 from eyas.services.discovery.registry import Registry
 from eyas.telemetry.logging import configure_logging
 from eyas.v1 import worker_pb2
@@ -40,6 +41,8 @@ WORKER_SERVICE = worker_pb2.DESCRIPTOR.services_by_name["Worker"].full_name
 _WILDCARD_HOSTS = ("0.0.0.0", "[::]")
 # Parameter of mallopt, from malloc.h.
 _M_ARENA_MAX = -8
+# Seconds between two returns of freed memory to the system.
+TRIM_INTERVAL_S = 30.0
 _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 log = logging.getLogger(__name__)
@@ -198,7 +201,7 @@ class WorkerRegistration(WorkerServicer):
 class ProcessRunner:
     """Implements ServiceRunner for a process of its own: the first SIGTERM or SIGINT stops the service.
 
-    The second one meets the default handler.
+    The second one meets the default handler. Memory that is freed goes back to the system from time to time.
     """
 
     @contextmanager
@@ -215,9 +218,12 @@ class ProcessRunner:
 
         for number in _STOP_SIGNALS:
             loop.add_signal_handler(number, receive)
+        trim = partial(asyncio.to_thread, trim_heaps)
+        trimming = loop.create_task(repeat(TRIM_INTERVAL_S, trim, TRIM_INTERVAL_S), name="trim heaps")
         try:
             yield stop
         finally:
+            trimming.cancel()
             restore()
 
     def ready(self, address: str) -> None:
@@ -234,6 +240,12 @@ def share_heaps() -> None:
     """Let all threads share two heaps, so that what one frees serves the others. glibc alone has more: eight a core."""
     with suppress(AttributeError, OSError):
         ctypes.CDLL(None).mallopt(_M_ARENA_MAX, 2)
+
+
+def trim_heaps() -> None:
+    """Return freed memory to the system. glibc alone returns only what lies at the end of a heap, or was mapped alone."""
+    with suppress(AttributeError, OSError):
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def service_app(kind: type[ConfigT], run: Callable[[ConfigT], Coroutine[Any, Any, None]]) -> typer.Typer:

@@ -79,6 +79,11 @@ class FairLimit:
         """The part that is not held."""
         return self._total - self.num_held
 
+    @property
+    def most(self) -> int:
+        """What a caller may hold while no other holds anything."""
+        return max(self._least, self._total // 2)
+
     def fits(self, callers: Callers, amount: int) -> bool:
         """Return whether all of these names may hold an amount more."""
         most = max(self._least, self.num_free - amount)
@@ -106,11 +111,20 @@ class MemoryBudget:
 
     @contextmanager
     def reservation(self, caller: str) -> Iterator[Callable[[int], None]]:
-        """Yield a function that takes further bytes, or raises Overloaded. All are given back at the end."""
+        """Yield a function that takes further bytes, or raises Overloaded. All are given back at the end.
+
+        It raises InvalidRequest for more than a caller may ever hold.
+        """
         taken, callers = 0, (caller,)
 
         def take(num_bytes: int) -> None:
             nonlocal taken
+            if (needed := taken + num_bytes) > self._limit.most:
+                raise InvalidRequest(
+                    f"this request and its response take some {needed} bytes of memory, above the {self._limit.most} that a "
+                    "key or address may hold of limits.max_pending_bytes; ask for fewer log-probabilities or completions, "
+                    "send several requests, stream long answers, or raise the limit"
+                )
             if not self._limit.fits(callers, num_bytes):
                 who = "this key or address holds its share" if num_bytes <= self._limit.num_free else "requests hold all"
                 hint = "try again when some end, and stream long answers"

@@ -25,6 +25,7 @@ _TEXT_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 _JSON_FIELDS = ["timestamp", "levelname", "name", "message"]
 _JSON_NAMES = {"levelname": "level", "name": "logger"}
 _LIBRARIES = ("grpc", "uvicorn")  # they log what they cannot decode
+_ENDED_TWICE = "cannot reuse already awaited coroutine"  # of grpc.aio, when a call is cancelled as it ends
 
 
 @dataclass
@@ -44,7 +45,7 @@ def configure_logging(log_format: LogFormat = "text") -> None:
     handler = logging.StreamHandler()
     handler.setFormatter(_formatter(log_format))
     handler.addFilter(_add_context)
-    handler.addFilter(_without_metadata)
+    handler.addFilter(_shorten)
     handler.addFilter(RateLimit(handler))
     logging.basicConfig(level=logging.INFO, handlers=[handler], force=True)
 
@@ -116,10 +117,20 @@ def request_log(request_id: str, span: Span) -> Iterator[LogContext]:
             _CONTEXT.reset(token)
 
 
-def _without_metadata(record: logging.LogRecord) -> bool:
-    """gRPC logs metadata that it cannot decode, a key included, with a traceback: keep neither."""
-    if record.name.startswith("grpc") and record.exc_info and isinstance(record.exc_info[1], UnicodeDecodeError):
+def _shorten(record: logging.LogRecord) -> bool:
+    """Replace what gRPC logs with a traceback although it is no error here.
+
+    Metadata that it cannot decode: the record holds it, a key included. A client that has gone before the end of its call:
+    gRPC logs that, or asyncio for a task of gRPC's.
+    """
+    error = record.exc_info[1] if record.exc_info else None
+    is_of_grpc = record.name.startswith("grpc")
+    if is_of_grpc and isinstance(error, UnicodeDecodeError):
         record.msg, record.args, record.exc_info = "a peer sent metadata that is not UTF-8", (), None
+    elif type(error).__name__ == "ExecuteBatchError" or (is_of_grpc and str(error) == _ENDED_TWICE):
+        record.msg, record.args, record.exc_info = "a client has gone before its call ended", (), None
+        record.levelno, record.levelname = logging.INFO, logging.getLevelName(logging.INFO)
+        vars(record)["rate_limited"] = True
     return True
 
 

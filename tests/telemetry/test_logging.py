@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 
 import pytest
+from grpc._cython.cygrpc import ExecuteBatchError
 
 from eyas.telemetry.logging import RateLimit, configure_logging, escaped
 
@@ -64,6 +65,24 @@ def test_metadata_that_grpc_cannot_decode_is_not_logged(out: Callable[[], str]) 
     (line,) = out().removesuffix("\n").split("\n")
     assert "metadata that is not UTF-8" in line
     assert "secret" not in line
+
+
+@pytest.mark.parametrize(
+    ("logger", "error"),
+    [
+        ("grpc._cython.cygrpc", ExecuteBatchError("Failed")),
+        ("grpc._cython.cygrpc", RuntimeError("cannot reuse already awaited coroutine")),
+        ("asyncio", ExecuteBatchError("Failed")),
+    ],
+)
+def test_clients_that_have_gone_give_one_line(out: Callable[[], str], logger: str, error: Exception) -> None:
+    """As grpc.aio logs them; other errors of its calls keep their tracebacks."""
+    for method in "abc":
+        logging.getLogger(logger).error("raised in core by servicer method [%s]", method, exc_info=error)
+    (line,) = out().removesuffix("\n").split("\n")
+    assert "a client has gone before its call ended" in line
+    logging.getLogger(logger).error("raised in core", exc_info=RuntimeError("another"))
+    assert "another" in out()
 
 
 def test_printable_text_is_logged_as_it_is(out: Callable[[], str]) -> None:

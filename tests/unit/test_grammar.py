@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
+import random
 import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from eyas import grammar
 from eyas.errors import InvalidRequest, Overloaded
-from eyas.grammar import MAX_CACHED, MAX_COMPILING, GrammarCompiler, Matcher
+from eyas.grammar import MAX_CACHED, MAX_COMPILING, Grammar, GrammarCompiler, Matcher
 from eyas.request import StructuredOutputs
 from eyas.tokenizer import Tokenizer, load_tokenizer
 from tests.tiny import DEMO
@@ -226,6 +228,27 @@ def test_the_oldest_grammars_are_forgotten() -> None:
     for number in range(MAX_CACHED + 1):
         compiler.compile(StructuredOutputs(regex=f"a{number}"))
     assert compiler.submit(StructuredOutputs(regex="first")) is not first
+
+
+def test_a_grammar_whose_lexer_is_full_is_compiled_anew() -> None:
+    """Outputs share the states of its lexer, so all would fail. A cached one would refuse every later request."""
+    compiler, rng = GrammarCompiler(TARGET, 4096, frozenset({1})), random.Random(0)
+    structured = StructuredOutputs(regex="(?s:.*[a-m].{60}.*[n-z].{90}q)")
+
+    def follow(grammar: Grammar) -> None:
+        matcher = grammar.matcher()
+        for _ in range(100):
+            (allowed,) = np.unpackbits(matcher.mask(), bitorder="little").nonzero()
+            matcher.consume([rng.choice(allowed.tolist())])
+
+    full = compiler.compile(structured)
+    for _ in range(2):
+        with pytest.raises(InvalidRequest, match="too many states"):
+            follow(full)
+    anew = compiler.compile(structured)
+    assert anew is not full
+    assert anew.matcher().mask().any()
+    assert compiler.compile(structured) is anew
 
 
 def test_a_model_without_a_tokenizer_says_so(tmp_path: Path) -> None:

@@ -19,7 +19,8 @@ from eyas.outputs import TextChunk
 from eyas.services.router.http.bodies import StrictModel
 from eyas.services.router.http.errors import anthropic_error_body
 from eyas.services.router.http.requests import ChatBody, SamplingBody, Text, Texts, chat_body
-from eyas.services.router.http.responses import ResponseWriter, named_frame
+from eyas.services.router.http.response_json import named_frame
+from eyas.services.router.http.responses import ResponseWriter
 
 _PARTS = {"text": ("text",), "tool_use": ("id", "name", "input"), "tool_result": ("tool_use_id",)}
 _STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
@@ -248,11 +249,11 @@ class MessagesWriter:
         yield {"type": "message_delta", "delta": ending, "usage": _usage(usage)}
         yield {"type": "message_stop"}
 
-    def frame(self, event: dict[str, Any]) -> str:
+    def frame(self, event: dict[str, Any]) -> list[bytes]:
         """Return an event as a stream has it."""
         return named_frame(event)
 
-    def last_frames(self, error: EyasError | None = None) -> Iterator[str]:
+    def last_frames(self, error: EyasError | None = None) -> Iterator[list[bytes]]:
         """Yield what ends a stream. error: what failed after the first event."""
         if error is not None:
             yield self.frame(anthropic_error_body(error))

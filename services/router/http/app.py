@@ -40,8 +40,9 @@ from eyas.services.router.http.errors import add_error_handlers
 from eyas.services.router.http.openai_responses import ResponsesBody, ResponsesWriter
 from eyas.services.router.http.playground import add_playground
 from eyas.services.router.http.requests import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
-from eyas.services.router.http.responses import ResponseWriter, StreamWriter, compact_json, num_values, run
-from eyas.services.router.http.server import BodyLimit, EventStream, cancel_on_disconnect, to_bytes
+from eyas.services.router.http.response_json import json_blocks, num_values, run
+from eyas.services.router.http.responses import ResponseWriter, StreamWriter
+from eyas.services.router.http.server import BlockResponse, BodyLimit, EventStream, cancel_on_disconnect
 from eyas.services.router.http.tools import ChatOutput
 from eyas.services.router.telemetry import HttpMetrics, RouterTelemetry
 from eyas.services.router.workers import ReadinessMonitor
@@ -374,7 +375,7 @@ class GenerationEndpoints:
 
 
 def _json(answer: dict[str, Any], headers: dict[str, str] | None = None) -> Response:
-    return Response(to_bytes(compact_json(answer)), headers=headers, media_type="application/json")
+    return BlockResponse(json_blocks(answer), headers, "application/json")
 
 
 def _render(template: ChatTemplate, body: ChatBody) -> str:
@@ -407,8 +408,7 @@ def _check(body: CompletionBody) -> None:
 def _completion_calls(body: CompletionBody) -> list[GenerateCall]:
     """Return a call for each prompt. A verifier emits at least one token, so scoring a prompt asks for one."""
     max_tokens = 1 if body.scores_prompt_only else body.num_tokens
-    prompt_logprobs = body.logprobs if body.echo and body.logprobs is not None else body.prompt_logprobs
-    sampling = body.sampling(max_tokens, logprobs=body.logprobs, prompt_logprobs=prompt_logprobs)
+    sampling = body.sampling(max_tokens, logprobs=body.logprobs, prompt_logprobs=body.num_prompt_logprobs)
     return [body.call(prompt, sampling) for prompt in body.prompt]
 
 
@@ -442,7 +442,7 @@ async def _without_output(chunks: AsyncGenerator[TextChunk, None]) -> AsyncGener
             yield replace(chunk, chunk=inner, text="", text_lengths=(), totals=totals)
 
 
-async def _events(writer: StreamWriter, chunks: AsyncGenerator[TextChunk, None]) -> AsyncGenerator[str, None]:
+async def _events(writer: StreamWriter, chunks: AsyncGenerator[TextChunk, None]) -> AsyncGenerator[list[bytes], None]:
     """Yield the lines of each event of a stream. An error before the first event is raised, a later one is an event."""
     has_started, failure = False, None
     try:

@@ -17,7 +17,8 @@ from eyas.outputs import TextChunk
 from eyas.services.router.http.bodies import StrictModel
 from eyas.services.router.http.errors import error_body
 from eyas.services.router.http.requests import ChatBody, SamplingBody, Text, chat_body
-from eyas.services.router.http.responses import ResponseWriter, named_frame, num_values
+from eyas.services.router.http.response_json import named_frame, num_values
+from eyas.services.router.http.responses import ResponseWriter
 
 _LOGPROBS = "message.output_text.logprobs"
 # Estimates of the memory of what is kept until the last event: of a chunk's text, and of a value of JSON.
@@ -252,11 +253,11 @@ class ResponsesWriter:
                 yield item_event
         yield self._event(f"response.{response['status']}", response=response)
 
-    def frame(self, event: dict[str, Any]) -> str:
+    def frame(self, event: dict[str, Any]) -> list[bytes]:
         """Return an event as a stream has it."""
         return named_frame(event)
 
-    def last_frames(self, error: EyasError | None = None) -> Iterator[str]:
+    def last_frames(self, error: EyasError | None = None) -> Iterator[list[bytes]]:
         """Yield what ends a stream. error: what failed after the first event."""
         if error is not None:
             reason = error_body(error)["error"]

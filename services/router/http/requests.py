@@ -219,6 +219,11 @@ class Body(SamplingBody):
         """Whether a stream ends with an event for the usage."""
         return self.return_speculation or (self.stream_options is not None and self.stream_options.include_usage)
 
+    @property
+    def num_prompt_logprobs(self) -> int | None:
+        """How many likely tokens the prompt's tokens come with; None without log-probabilities of the prompt."""
+        return self.prompt_logprobs
+
     def name_of(self, param: str) -> str:
         """Return this body's name of a parameter of a call."""
         if param == "structured_outputs" and self._constraint:
@@ -295,6 +300,11 @@ class CompletionBody(Body):
     def wants_logprobs(self) -> bool:
         """Whether the choices have log-probabilities."""
         return self.logprobs is not None
+
+    @property
+    def num_prompt_logprobs(self) -> int | None:
+        """As for every body; an echo has them too."""
+        return self.logprobs if self.echo and self.logprobs is not None else self.prompt_logprobs
 
     def name_of(self, param: str) -> str:
         """Return this body's name of a parameter of a call."""

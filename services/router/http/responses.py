@@ -6,18 +6,15 @@ To add a field to a choice, extend `ResponseWriter._choice`; to the usage, `Resp
 from __future__ import annotations
 
 import asyncio
-import functools
-import json
-import re
 import time
 from collections import Counter, defaultdict
-from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from functools import partial, reduce
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from operator import add
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 from eyas.chat_output import ChatMessage, ChatParser
 from eyas.errors import EyasError, RequestFailed
@@ -25,18 +22,25 @@ from eyas.outputs import TextChunk
 from eyas.request import GenerationStats, TokenLogprob
 from eyas.services.router.http.errors import error_body
 from eyas.services.router.http.requests import ChatBody, CompletionBody
+from eyas.services.router.http.response_json import (
+    chat_logprobs,
+    completion_logprobs,
+    json_blocks,
+    num_characters,
+    num_values,
+    prompt_token_logprobs,
+    run,
+    token_name,
+)
 from eyas.services.router.http.tools import message_delta, whole_message
 from eyas.services.router.http.verify_steps import verify_step_object
 from eyas.tokenizer import Tokenizer
 
-# Values of a response from which a thread prepares it, and which the JSON encoder gets at once.
-LARGE_NUM_VALUES = 4096
 _VALUES_PER_LOGPROB = 16
-# Estimates of memory until a response is sent: of a token, a value of JSON, and a likely token with its log-probability.
-_BYTES_PER_TOKEN, _BYTES_PER_VALUE, _BYTES_PER_LOGPROB = 64, 96, 768
+# Estimates of memory until a response is sent: of a token, a value of JSON, a token with its log-probability, and a likely
+# token beside it. Measured with 20 of them: 126 to 160 bytes for each, 10 to 20 of gRPC's message not counted.
+_BYTES_PER_TOKEN, _BYTES_PER_VALUE, _BYTES_PER_LOGPROB, _BYTES_PER_TOP_LOGPROB = 64, 96, 450, 180
 _MAX_DELTAS = 64  # of a choice that are kept one by one
-
-ResultT = TypeVar("ResultT")
 
 
 @dataclass(frozen=True)
@@ -64,10 +68,12 @@ class TextDelta:
     @property
     def num_bytes(self) -> int:
         """The memory that it takes in a response, estimated."""
-        num_logprobs = sum(1 + len(entry.top_ids) for entry in (*self.logprobs, *self.prompt_logprobs))
+        num_logprobs = len(self.logprobs) + len(self.prompt_logprobs)
+        num_top_logprobs = sum(len(entry.top_ids) for entry in (*self.logprobs, *self.prompt_logprobs))
         num_step_values = sum(map(num_values, self.verify_steps))
         sized = (
             _BYTES_PER_LOGPROB * num_logprobs,
+            _BYTES_PER_TOP_LOGPROB * num_top_logprobs,
             _BYTES_PER_VALUE * num_step_values,
             _BYTES_PER_TOKEN * len(self.token_ids),
         )
@@ -91,9 +97,9 @@ class StreamWriter(Protocol):
 
     def events(self, chunks: AsyncGenerator[TextChunk, None]) -> AsyncGenerator[dict[str, Any], None]: ...
 
-    def frame(self, event: dict[str, Any]) -> str: ...
+    def frame(self, event: dict[str, Any]) -> list[bytes]: ...
 
-    def last_frames(self, error: EyasError | None = None) -> Iterator[str]: ...
+    def last_frames(self, error: EyasError | None = None) -> Iterator[list[bytes]]: ...
 
 
 @dataclass
@@ -102,7 +108,7 @@ class ResponseWriter:
 
     prompts: their token ids. echoes: their texts, which begin the choices; empty without echo.
     new_parser: makes a parser of a choice's reasoning and tool calls; None if the text is all content.
-    hold: counts bytes that are kept until the response is sent. Raises Overloaded if they are too many.
+    hold: counts bytes that are kept until the response is sent. Raises Overloaded, and InvalidRequest for more than fit.
     num_reasoning_tokens: of all choices so far.
     """
 
@@ -122,15 +128,17 @@ class ResponseWriter:
     _num_steps: Counter[int] = field(default_factory=Counter)
     _num_output_tokens: Counter[int] = field(default_factory=Counter)
     _num_cached_tokens: int = 0
+    _num_reserved_bytes: int = 0
     _stats: GenerationStats = field(default_factory=GenerationStats)
 
     async def response(self, chunks: AsyncGenerator[TextChunk, None]) -> dict[str, Any]:
-        """Return the whole response. Raises RequestFailed if a completion failed, Overloaded if it is too large."""
+        """Return the whole response. Raises RequestFailed if a completion failed, and what `hold` raises."""
         deltas: defaultdict[int, list[TextDelta]] = defaultdict(list)
         async with aclosing(chunks):
+            self._reserve()
             async for chunk in chunks:
                 delta = await self._add(chunk)
-                self.hold(delta.num_bytes)
+                self._hold(delta)
                 kept = deltas[delta.index]
                 kept.append(delta)
                 if len(kept) == _MAX_DELTAS:
@@ -146,13 +154,14 @@ class ResponseWriter:
     async def events(self, chunks: AsyncGenerator[TextChunk, None]) -> AsyncGenerator[dict[str, Any], None]:
         """Yield an event for every chunk with visible content, then one with the usage if it is asked for.
 
-        Raises RequestFailed if a completion failed.
+        Raises RequestFailed if a completion failed, and what `hold` raises.
         """
         async with aclosing(chunks):
+            self._reserve()
             async for chunk in chunks:
                 delta = await self._add(chunk)
                 if chunk.chunk.prompt_logprobs:
-                    self.hold(delta.num_bytes)
+                    self._hold(delta)
                 if delta.is_empty:
                     continue
                 choice = await run(
@@ -164,15 +173,27 @@ class ResponseWriter:
         if self.body.ends_with_usage:
             yield self._object("chat.completion.chunk", []) | self._usage()
 
-    def frame(self, event: dict[str, Any]) -> str:
+    def frame(self, event: dict[str, Any]) -> list[bytes]:
         """Return an event as a stream has it."""
-        return f"data: {compact_json(event)}"
+        return json_blocks(event, "data: ")
 
-    def last_frames(self, error: EyasError | None = None) -> Iterator[str]:
+    def last_frames(self, error: EyasError | None = None) -> Iterator[list[bytes]]:
         """Yield what ends a stream. error: what failed after the first event."""
         if error is not None:
             yield self.frame(error_body(error))
-        yield "data: [DONE]"
+        yield [b"data: [DONE]"]
+
+    def _reserve(self) -> None:
+        """Count the log-probabilities of the prompts before a verifier computes them."""
+        if (num_top := self.body.num_prompt_logprobs) is not None:
+            self._num_reserved_bytes = (_BYTES_PER_LOGPROB + _BYTES_PER_TOP_LOGPROB * num_top) * sum(map(len, self.prompts))
+            self.hold(self._num_reserved_bytes)
+
+    def _hold(self, delta: TextDelta) -> None:
+        """Count a delta that is kept, as far as it is not reserved."""
+        num_reserved = min(self._num_reserved_bytes, delta.num_bytes)
+        self._num_reserved_bytes -= num_reserved
+        self.hold(delta.num_bytes - num_reserved)
 
     async def _add(self, chunk: TextChunk) -> TextDelta:
         return await run(_VALUES_PER_LOGPROB * len(chunk.chunk.prompt_logprobs), self._delta, chunk)
@@ -319,52 +340,6 @@ class ResponseWriter:
         return {"usage": usage} | metrics
 
 
-async def run(num_values: int, function: Callable[..., ResultT], *arguments: Any) -> ResultT:
-    """Return what a function returns; run it in a thread if it has many values to handle."""
-    return await asyncio.to_thread(function, *arguments) if num_values > LARGE_NUM_VALUES else function(*arguments)
-
-
-def num_values(value: object) -> int:
-    """Estimate how many values JSON has; those of a list by its first entries."""
-    if isinstance(value, dict):
-        return 1 + sum(map(num_values, value.values()))
-    if isinstance(value, list):
-        return 1 + len(value) * max(map(num_values, value[:4]), default=0)
-    return 1
-
-
-def compact_json(value: dict[str, Any]) -> str:
-    """Return JSON in one line, as an event holds it."""
-    return "".join(_pieces(value))
-
-
-def _pieces(value: object) -> Iterator[str]:
-    """Yield the parts of a JSON text. The encoder keeps the interpreter lock to its end, so it gets a part at a time."""
-    size = num_values(value)
-    if size > LARGE_NUM_VALUES and isinstance(value, dict):
-        for number, (name, item) in enumerate(value.items()):
-            yield f"{',' if number else '{'}{_dumps(name)}:"
-            yield from _pieces(item)
-        yield "}"
-    elif size > LARGE_NUM_VALUES and isinstance(value, list):
-        step = max(LARGE_NUM_VALUES * len(value) // size, 1)
-        for start in range(0, len(value), step):
-            yield "," if start else "["
-            yield from _pieces(value[start]) if step == 1 else [_dumps(value[start : start + step])[1:-1]]
-        yield "]"
-    else:
-        yield _dumps(value)
-
-
-def _dumps(value: object) -> str:
-    return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
-
-
-def named_frame(event: dict[str, Any]) -> str:
-    """Return an event with its type as a stream names it."""
-    return f"event: {event['type']}\ndata: {compact_json(event)}"
-
-
 def _join(deltas: Sequence[TextDelta]) -> TextDelta:
     messages = [delta.message for delta in deltas if delta.message is not None]
     return replace(
@@ -392,108 +367,3 @@ def _speculation(stats: GenerationStats) -> dict[str, Any]:
         "num_accepted_draft_tokens": stats.num_accepted,
         "num_draft_tokens": stats.num_drafted,
     }
-
-
-def completion_logprobs(
-    tokenizer: Tokenizer, logprobs: Sequence[TokenLogprob], offset: int, skip_special_tokens: bool = True
-) -> dict[str, Any]:
-    """Return log-probabilities as /v1/completions has them. offset: characters of the choice before these tokens."""
-    lengths = (num_characters(tokenizer, entry.token, skip_special_tokens) for entry in logprobs)
-    offsets = [*accumulate(lengths, initial=offset)]
-    return {
-        "tokens": [token_name(tokenizer, entry.token) for entry in logprobs],
-        "token_logprobs": [_finite(entry.logprob) for entry in logprobs],
-        "top_logprobs": [_top_by_name(tokenizer, entry) for entry in logprobs],
-        "text_offset": offsets[:-1],
-    }
-
-
-def chat_logprobs(tokenizer: Tokenizer, logprobs: Sequence[TokenLogprob]) -> dict[str, Any]:
-    """Return log-probabilities as /v1/chat/completions has them."""
-    content = [
-        _chat_entry(tokenizer, entry.token, entry.logprob)
-        | {"top_logprobs": [_chat_entry(tokenizer, token, logprob) for token, logprob in _top(entry)]}
-        for entry in logprobs
-    ]
-    return {"content": content, "refusal": None}
-
-
-def prompt_token_logprobs(tokenizer: Tokenizer, logprobs: Sequence[TokenLogprob]) -> list[dict[str, Any] | None]:
-    """Return one object by token id for each token of the prompt; null for the first, which has no log-probability."""
-    return [
-        {
-            str(token): {"logprob": _finite(logprob), "decoded_token": token_name(tokenizer, token)}
-            for token, logprob in ((entry.token, entry.logprob), *_top(entry))
-        }
-        if entry.logprob is not None
-        else None
-        for entry in logprobs
-    ]
-
-
-def _top(entry: TokenLogprob) -> Iterator[tuple[int, float]]:
-    return zip(entry.top_ids, entry.top_logprobs, strict=True)
-
-
-def _top_by_name(tokenizer: Tokenizer, entry: TokenLogprob) -> dict[str, float | None] | None:
-    """Return the likeliest tokens, and the token itself if it is not among them."""
-    if entry.logprob is None:
-        return None
-    pairs = [*_top(entry), (entry.token, entry.logprob)]
-    return {token_name(tokenizer, token): _finite(logprob) for token, logprob in pairs}
-
-
-def _chat_entry(tokenizer: Tokenizer, token: int, logprob: float | None) -> dict[str, Any]:
-    encoded = token_bytes(tokenizer, token)
-    return {"token": encoded.decode(errors="replace"), "logprob": _finite(logprob), "bytes": list(encoded)}
-
-
-_BYTE_TOKEN = re.compile("<0x([0-9A-F]{2})>")
-_SENTENCEPIECE_SPACE = "\u2581"
-_MIN_LOGPROB = -9999.0  # OpenAI's value for an impossible token; JSON has no infinity
-
-
-def _finite(logprob: float | None) -> float | None:
-    return None if logprob is None else max(logprob, _MIN_LOGPROB)
-
-
-def token_name(tokenizer: Tokenizer, token: int) -> str:
-    """Return a token as text; `bytes:` and its escaped bytes if they are not whole characters."""
-    encoded = token_bytes(tokenizer, token)
-    try:
-        return encoded.decode()
-    except UnicodeDecodeError:
-        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in encoded)
-
-
-def num_characters(tokenizer: Tokenizer, token: int, skip_special_tokens: bool = True) -> int:
-    """Return how many characters of the text begin in a token."""
-    if skip_special_tokens and tokenizer.is_special(token):
-        return 0
-    return sum(byte & 0xC0 != 0x80 for byte in token_bytes(tokenizer, token))
-
-
-def token_bytes(tokenizer: Tokenizer, token: int) -> bytes:
-    """Return a token's bytes, which may be part of a character; of a special token, the bytes of its name."""
-    name = tokenizer.tokenizer.id_to_token(token) or ""
-    if tokenizer.is_special(token):
-        return name.encode()
-    if byte := _BYTE_TOKEN.fullmatch(name):
-        return bytes([int(byte[1], 16)])
-    alphabet = _byte_alphabet()
-    if tokenizer.is_byte_level and all(character in alphabet for character in name):
-        return bytes(alphabet[character] for character in name)
-    if _SENTENCEPIECE_SPACE in name:
-        return name.replace(_SENTENCEPIECE_SPACE, " ").encode()
-    return tokenizer.decode([token]).encode()
-
-
-@functools.cache
-def _byte_alphabet() -> Mapping[str, int]:
-    """Return the byte of each character in a byte-level vocabulary.
-
-    Printable bytes stand for themselves; the others are the characters from 256 on, in order.
-    """
-    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(256 + n): byte for n, byte in enumerate(others)}

@@ -8,7 +8,7 @@ import logging
 import math
 import socket
 from collections import Counter
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any, TypeVar
 
@@ -28,7 +28,7 @@ from eyas.services.discovery.base import cancel_task, repeat
 from eyas.services.router.http.errors import CLIENT_CLOSED_REQUEST
 
 RELOAD_INTERVAL_S = 5.0
-WAITING_COMMENT = ": waiting for a verifier"
+WAITING_COMMENT = b": waiting for a verifier"
 READ_BYTES = 4 * 2**10
 BODY_READ_BYTES = 64 * 2**10
 
@@ -358,6 +358,25 @@ async def _disconnected(receive: Receive) -> None:
         pass
 
 
+class BlockResponse(Response):
+    """A response in blocks of bytes, which are sent one by one: no layer below copies all of it at once."""
+
+    def __init__(self, blocks: list[bytes], headers: Mapping[str, str] | None, media_type: str) -> None:
+        super().__init__(headers=headers, media_type=media_type)
+        self.headers["content-length"] = str(sum(map(len, blocks)))
+        self._blocks = blocks
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        await _send_blocks(send, self._blocks)
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+async def _send_blocks(send: Send, blocks: Iterable[bytes]) -> None:
+    for block in blocks:
+        await send({"type": "http.response.body", "body": block, "more_body": True})
+
+
 class EventStream(Response):
     """Server-sent events. events: the lines of those after the first; each is requested when the one before is sent.
 
@@ -367,7 +386,11 @@ class EventStream(Response):
     media_type = "text/event-stream"
 
     def __init__(
-        self, first: str, events: AsyncGenerator[str, None], headers: dict[str, str], keepalive_interval_s: float
+        self,
+        first: list[bytes],
+        events: AsyncGenerator[list[bytes], None],
+        headers: dict[str, str],
+        keepalive_interval_s: float,
     ) -> None:
         super().__init__(headers={**headers, "Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
@@ -375,6 +398,7 @@ class EventStream(Response):
         self._events = events
         self._keepalive_interval_s = keepalive_interval_s
         self._sent_at = 0.0
+        self._sending = asyncio.Lock()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -385,11 +409,11 @@ class EventStream(Response):
 
     async def _send(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        await self._send_text(send, self._first)
+        await self._send_event(send, self._first)
         keepalive = asyncio.create_task(self._send_comments(send))
         try:
             async for event in self._events:
-                await self._send_text(send, event)
+                await self._send_event(send, event)
         finally:
             await cancel_task(keepalive)
         await send({"type": "http.response.body", "body": b"", "more_body": False})
@@ -400,13 +424,15 @@ class EventStream(Response):
         while True:
             silence_s = clock() - self._sent_at
             if silence_s >= self._keepalive_interval_s:
-                await self._send_text(send, WAITING_COMMENT)
+                await self._send_event(send, [WAITING_COMMENT])
                 silence_s = 0.0
             await asyncio.sleep(self._keepalive_interval_s - silence_s)
 
-    async def _send_text(self, send: Send, text: str) -> None:
-        self._sent_at = asyncio.get_running_loop().time()
-        await send({"type": "http.response.body", "body": to_bytes(f"{text}\n\n"), "more_body": True})
+    async def _send_event(self, send: Send, blocks: list[bytes]) -> None:
+        async with self._sending:  # a comment would break an event in blocks
+            self._sent_at = asyncio.get_running_loop().time()
+            *before, last = blocks
+            await _send_blocks(send, [*before, last + b"\n\n"])
 
 
 def to_bytes(text: str) -> bytes:

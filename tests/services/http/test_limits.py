@@ -15,13 +15,15 @@ from pydantic import ValidationError
 
 from eyas.config import HttpConfig, LimitsConfig, TlsConfig
 from eyas.errors import InvalidRequest
+from eyas.rpc.admission import MemoryBudget
 from eyas.services.router.auth import ApiKeys, plain_keys
 from eyas.services.router.generation import MAX_CONCURRENT_COMPLETIONS
 from eyas.services.router.http.bodies import parse_body
 from eyas.services.router.http.requests import Body, ChatBody, CompletionBody
-from eyas.services.router.http.responses import LARGE_NUM_VALUES, _pieces, compact_json
+from eyas.services.router.http.response_json import LARGE_NUM_VALUES, _pieces, json_blocks
+from eyas.services.router.http.responses import ResponseWriter
 from eyas.services.router.http.server import HttpServer
-from tests.services.http.http_router import ALL, CHAT, PROMPT_TEXT, Script, get, http_router, post, until, worker
+from tests.services.http.http_router import ALL, CHAT, PROMPT_TEXT, TOKENIZER, Script, get, http_router, post, until, worker
 from tests.services.router.scripted_verifier import MODEL, PROMPT, TOKENS
 
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n"
@@ -171,25 +173,56 @@ def test_unfinished_bodies_share_a_memory_budget(url: str) -> None:
     [
         ("/v1/completions", ALL | {"n": 64, "logprobs": 1, "temperature": 1}),
         ("/v1/chat/completions", CHAT | {"n": 64, "logprobs": True, "top_logprobs": 1, "temperature": 1}),
-        ("/v1/completions", ALL | {"prompt": [PROMPT_TEXT] * 64, "max_tokens": 1, "prompt_logprobs": 1, "stream": True}),
+        ("/v1/completions", ALL | {"prompt": [PROMPT_TEXT] * 128, "max_tokens": 1, "prompt_logprobs": 1, "stream": True}),
     ],
     ids=["completions", "chat", "prompts, streamed"],
 )
-def test_output_that_is_kept_shares_the_memory_budget(url: str, path: str, asked: dict[str, Any]) -> None:
+def test_output_that_never_fits_the_memory_budget_is_refused(url: str, path: str, asked: dict[str, Any]) -> None:
     """Streams keep none of their output, but log-probabilities of prompts come at once."""
     limits = LimitsConfig(max_request_bytes=2**18, max_pending_bytes=2**18)
 
     async def body() -> None:
         async with worker(url, Script(TOKENS)), http_router(url, limits=limits) as base:
             refused = await post(base, path, asked)
-            assert "stream long answers" in refused.text
-            assert refused.status_code == (200 if "stream" in asked else 429), "a stream has begun"
+            assert refused.status_code == 400, refused.text
+            assert f"above the {2**18} that a key or address may hold of limits.max_pending_bytes" in refused.text
             for more in ({"n": 1}, {"stream": True}):
                 answered = await post(base, path, asked | {name: PROMPT_TEXT for name in asked if name == "prompt"} | more)
                 assert answered.status_code == 200
                 assert "limits.max_pending_bytes" not in answered.text
 
     asyncio.run(body())
+
+
+def test_log_probabilities_of_prompts_are_counted_beforehand(url: str) -> None:
+    """A key may hold half of the memory; what others hold now gives 429, and nothing is computed for either."""
+    limits = LimitsConfig(max_request_bytes=2**16, max_pending_bytes=2**20)
+    asked = ALL | {"prompt": [5] * 500, "prompt_logprobs": 1, "max_tokens": 1}
+
+    async def body() -> None:
+        script = Script((5,) * 600, gate=asyncio.Event())
+        async with worker(url, script), http_router(url, limits=limits) as base:
+            first = asyncio.create_task(post(base, "/v1/completions", asked))
+            await until(lambda: len(script.calls) == 1)
+            second = await post(base, "/v1/completions", asked | {"stream": True})
+            assert (second.status_code, "try again" in second.text) == (429, True)
+            never = await post(base, "/v1/completions", asked | {"prompt": [[5] * 500] * 2})
+            assert (never.status_code, "limits.max_pending_bytes" in never.text) == (400, True)
+            assert script.gate
+            script.gate.set()
+            assert len((await first).json()["choices"][0]["prompt_logprobs"]) == 500
+            assert len(script.calls) == 1
+
+    asyncio.run(body())
+
+
+@pytest.mark.parametrize("asked", [{"prompt_logprobs": 20}, {"echo": True, "logprobs": 5}], ids=["prompt_logprobs", "echo"])
+def test_the_log_probabilities_of_a_long_prompt_fit(asked: dict[str, Any]) -> None:
+    body = CompletionBody(model="m", prompt=[[5] * 30_000], **asked)  # type: ignore[arg-type]
+    writer = ResponseWriter(body, "id", "m", TOKENIZER, [range(30_000)])
+    with MemoryBudget(LimitsConfig()).reservation("a key") as take:
+        writer.hold = take
+        writer._reserve()
 
 
 class LongestStep:
@@ -292,7 +325,7 @@ def test_log_probabilities_of_a_prompt_come_in_small_steps(url: str, changes: di
 def test_json_is_encoded_in_small_parts(length: int) -> None:
     entries: list[Any] = [{"id": number, "text": 'ä"\n', "top": [1.0] * 20} for number in range(length)]
     value = {"a": entries, "b": [{"c": {"d": entries}}] * 3, "long": [[0] * 10_000], "e": [[], {}], "f": {}, "g": None}
-    assert compact_json(value) == json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+    assert b"".join(json_blocks(value)).decode() == json.dumps(value, ensure_ascii=False, separators=(",", ":"))
     assert max(map(len, _pieces(value))) <= 10 * LARGE_NUM_VALUES
 
 

@@ -1,5 +1,6 @@
 """Log-probabilities in OpenAI's two formats, and token names that lose no byte."""
 
+import json
 from typing import Any
 
 import pytest
@@ -10,7 +11,13 @@ from tokenizers import Tokenizer as HuggingFaceTokenizer
 from tokenizers import decoders, models
 
 from eyas.request import TokenLogprob
-from eyas.services.router.http.responses import chat_logprobs, completion_logprobs, num_characters, token_bytes
+from eyas.services.router.http.response_json import (
+    chat_logprobs,
+    completion_logprobs,
+    json_blocks,
+    num_characters,
+    token_bytes,
+)
 from eyas.tokenizer import Tokenizer
 from tests.services.http.http_router import ALL, CHAT, REST_TEXT, TOKENIZER, with_router
 from tests.services.router.scripted_verifier import PROMPT, REST, TEXT, TOKENS
@@ -33,7 +40,7 @@ def test_byte_tokens_and_sentencepiece_spaces_are_decoded() -> None:
 
 def test_partial_characters_and_zero_probabilities_are_encoded() -> None:
     logprobs = [TokenLogprob(0, float("-inf"), (1, 3), (-0.5, -1.0))]
-    assert completion_logprobs(BYTES, logprobs, 4) == {
+    assert json.loads(b"".join(json_blocks(completion_logprobs(BYTES, logprobs, 4)))) == {
         "tokens": ["bytes:\\xe2"],
         "token_logprobs": [-9999.0],
         "top_logprobs": [{"bytes:\\x82": -0.5, "b": -1.0, "bytes:\\xe2": -9999.0}],
