@@ -108,7 +108,8 @@ class LimitsConfig:
             key, or an address without keys, may hold as much as it leaves free.
         max_header_bytes: maximum size of a request's headers or metadata.
         max_connections: maximum number of connections to each server, TLS handshakes included.
-        max_connections_per_peer: maximum number of HTTP connections from one IPv4 address or IPv6 network of 64 bits.
+        max_connections_per_peer: maximum number of connections to each server from one IPv4 address or IPv6 network of 64
+            bits. Those beyond it are refused by HTTP, and closed by gRPC within a second.
         max_concurrent_streams: maximum number of calls on one gRPC connection.
         header_timeout_s: seconds until a TLS handshake, and the headers of a request, must be complete; of a gRPC message,
             while other calls wait to be read.

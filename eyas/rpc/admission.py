@@ -8,6 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import logging
+import os
+import socket
 from collections import Counter, OrderedDict
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager, nullcontext
@@ -31,6 +34,7 @@ OPEN_METHODS = "/grpc.health.v1.Health/"
 MAX_OPEN_REQUEST_BYTES = 1024
 MAX_OPEN_CALLS_PER_ADDRESS = 256
 
+SWEEP_INTERVAL_S = 1.0
 _MIN_READS = 4
 _TOKEN_ID_BYTES = 5
 _VARINT, _FIXED64, _LENGTH, _START_GROUP, _END_GROUP, _FIXED32 = range(6)
@@ -38,6 +42,8 @@ _VARINT, _FIXED64, _LENGTH, _START_GROUP, _END_GROUP, _FIXED32 = range(6)
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 # What an interceptor calls for the handler of a call.
 Continuation = Callable[[grpc.HandlerCallDetails], Awaitable[Handler]]
+log = logging.getLogger(__name__)
+
 # The names that what a call holds is counted for; each has a share of its own.
 Callers: TypeAlias = tuple[str, ...]
 
@@ -56,6 +62,43 @@ def address_of(peer: str) -> str:
     if not isinstance(address, IPv6Address):
         return host
     return str(address.ipv4_mapped or IPv6Network((address, 64), strict=False))
+
+
+def close_surplus_connections(port: int, most: int) -> int:
+    """Shut down what each address has of connections to a port of this process beyond `most`; returns their number.
+
+    gRPC has no such limit, and tells nothing of a connection without a call. So this finds them among the file descriptors.
+    The highest of them go, which are the latest ones if none were closed between.
+    """
+    try:
+        descriptors = sorted(map(int, os.listdir("/dev/fd")))
+    except OSError:  # not here
+        return 0
+    num_of, num_closed = Counter[str](), 0
+    for descriptor in descriptors if len(descriptors) > most else ():
+        try:
+            with _duplicate(descriptor) as connection:
+                name = connection.getsockname()
+                if not isinstance(name, tuple) or name[1] != port:
+                    continue
+                address = address_of(connection.getpeername()[0])
+                num_of[address] += 1
+                if num_of[address] > most:
+                    connection.shutdown(socket.SHUT_RDWR)
+                    num_closed += 1
+        except OSError:  # no socket, one that listens, or closed meanwhile
+            continue
+    return num_closed
+
+
+def _duplicate(descriptor: int) -> socket.socket:
+    """A socket of its own for the connection of a file descriptor. Raises OSError if it is none."""
+    duplicate = os.dup(descriptor)
+    try:
+        return socket.socket(fileno=duplicate)
+    except OSError:
+        os.close(duplicate)
+        raise
 
 
 class FairLimit:
@@ -167,6 +210,17 @@ class Admission:
             "grpc.keepalive_time_ms": round(limits.idle_timeout_s * 1000),
             "grpc.keepalive_timeout_ms": round(limits.header_timeout_s * 1000),
         }
+
+    async def limit_connections(self, port: int) -> None:
+        """Close what an address has of connections to a port beyond the limit, until cancelled."""
+        while True:
+            await asyncio.sleep(SWEEP_INTERVAL_S)
+            most = self.limits.max_connections_per_peer
+            if num_closed := await asyncio.to_thread(close_surplus_connections, port, most):
+                reason = (
+                    "closed %d connections to port %d of addresses that have more than %d (limits.max_connections_per_peer)"
+                )
+                log.warning(reason, num_closed, port, most, extra={"rate_limited": True})
 
     def callers(self, authorization: str, peer: str, is_open: bool = False) -> Callers:
         """Return the names that a call counts for: its key, if there are keys, and its address.

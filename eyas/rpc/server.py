@@ -83,6 +83,8 @@ class RpcServer:
         self.aio = _Listener(interceptors, tuple(options.items()))
         self._config = config
         self._credentials = credentials
+        self._admission = admission
+        self._limiting: asyncio.Task[None] | None = None
         self._health = _Health()
         self._names: tuple[str, ...] = ()
         self._closers: list[Callable[[], Awaitable[None]]] = [self._health.close]
@@ -113,6 +115,8 @@ class RpcServer:
         await self.set_serving(False)
         await self._health.set(LIVE, health_pb2.HealthCheckResponse.SERVING)
         await self.aio.start()
+        if self._admission:
+            self._limiting = asyncio.create_task(self._admission.limit_connections(bound), name="connections")
         return _join(self._config.advertise_host or host, bound)
 
     async def set_serving(self, serving: bool, *unavailable: str) -> None:
@@ -124,6 +128,8 @@ class RpcServer:
 
     async def stop(self, grace: float) -> None:
         """Reject new calls, give running ones `grace` seconds, then cancel them."""
+        if self._limiting:
+            self._limiting.cancel()
         for close in self._closers:
             await close()
         await self.aio.stop(grace)

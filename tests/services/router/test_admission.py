@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -257,6 +257,31 @@ def test_health_checks_hold_little_memory() -> None:
                 await asyncio.sleep(0.01)
 
     with_server(body)
+
+
+def test_an_address_has_a_maximum_of_connections() -> None:
+    """The latest ones are closed; the calls of the others go on."""
+    most = 8
+
+    async def body() -> None:
+        limits = replace(LIMITS, max_connections_per_peer=most, header_timeout_s=120.0)
+        server = RpcServer(ServerConfig(), admission=Admission(limits))
+        add_GenerationServicer_to_server(ScriptedVerifier(EMPTY), server.aio)
+        address = await server.start([])
+        async with grpc.aio.insecure_channel(address) as channel, AsyncExitStack() as writers:
+            assert [chunk async for chunk in call(channel, generate_call_to_proto(CALL))]
+            reads = []
+            for _ in range(3 * most):
+                reader, writer = await asyncio.open_connection(*address.split(":"))
+                writers.callback(writer.close)
+                reads.append(asyncio.create_task(reader.read()))
+            await until(lambda: sum(read.done() for read in reads) == 2 * most + 1)
+            assert [chunk async for chunk in call(channel, generate_call_to_proto(CALL))]
+            assert sum(read.done() for read in reads) == 2 * most + 1
+        await server.stop(0)
+        await asyncio.gather(*reads, return_exceptions=True)
+
+    asyncio.run(body())
 
 
 def test_messages_and_metadata_have_a_maximum_size() -> None:
