@@ -123,7 +123,7 @@ def run(engine: Engine, stopwatch: _Stopwatch, method: str, name: str, requests:
     root_masks, stopwatch.seconds = engine._grammars.root_masks, 0.0
     if drafter == "none":
         engine._grammars.root_masks = lambda tokens_of: {}  # type: ignore[method-assign]
-    engine._draft_manager.use_path_masks(engine._grammars.path_masks if drafter == "paths" else lambda paths: {})
+    engine._draft_manager.use_path_masks(engine._grammars.path_masks if drafter == "paths" else lambda paths: dict)
     started = time.process_time()
     for request in requests:
         engine.submit(request)

@@ -26,8 +26,9 @@ DraftContext: TypeAlias = Commit[Tensor]
 Draft: TypeAlias = DraftTree | ResyncRequired | None
 Pending: TypeAlias = Callable[[], list[Draft]]
 Path: TypeAlias = tuple[int, ...]
-# Bits of the tokens that may follow each path below the roots of sessions; None where they are not known.
-PathMasks: TypeAlias = Callable[[Mapping[str, Sequence[Path]]], Mapping[str, Sequence[TokenBits | None]]]
+# Starts to compute the bits of the tokens that may follow paths below the roots of sessions, and returns a function that
+# waits for them; None where they are not known.
+PathMasks: TypeAlias = Callable[[Mapping[str, Sequence[Path]]], Callable[[], Mapping[str, Sequence[TokenBits | None]]]]
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from eyas.config import DraftingConfig, TreeConfig
 from eyas.draft_protocol import ResyncRequired
 from eyas.drafters.base import Draft, DraftContext, LocalDrafter, PathMasks, within
 from eyas.drafters.cuda_graphs import GraphSpec, Roots, TreeGraphs, padded_prefix
-from eyas.drafters.scoring import MaskedExpansion, Ranking, Scorer, make_scorer, masked_scorer, probs_scorer
+from eyas.drafters.scoring import MaskedExpansion, MaskedScorer, Ranking, Scorer, make_scorer, probs_scorer
 from eyas.drafters.sessions import KVLedger, KVSession, StateT
 from eyas.drafters.tree_growth import (
     Candidates,
@@ -179,41 +179,36 @@ class NeuralDrafter(LocalDrafter, Generic[StateT]):
                 return trees
         shape = self._shape(contexts, self._max_expanded)
         scorer = make_scorer(contexts, self.ranking, shape.num_steps, self.draft_ids)
-        scorer = masked_scorer(scorer, contexts, self.draft_ids)
-        candidates, rows = self._grow_candidates(self._roots(contexts, states), scorer, shape, contexts)
+        scorer = self._masked(scorer, contexts)
+        candidates, rows = self._grow_candidates(self._roots(contexts, states), scorer, shape)
         columns = select_nodes(candidates, [within(c.budget, self.tree) for c in contexts], self.draft_ids)
         return trees_from_columns(self._to_host(columns, rows, contexts, shape.top_k), [c.tokens[-1] for c in contexts])
 
     def _draw(self, contexts: Sequence[DraftContext], states: Tensor) -> list[DraftTree]:
         """Sampled chains."""
         shape = self._shape(contexts, top_k=1)
-        scorer = masked_scorer(probs_scorer(contexts, self.draft_ids.device), contexts, self.draft_ids)
+        scorer = self._masked(probs_scorer(contexts, self.draft_ids.device), contexts)
         expansion = self._expand(self._roots(contexts, states), scorer, shape)
-        masked = self._masked(expansion, contexts, are_logs=False)
+        masked = _masked_expansion(expansion, scorer)
         drawn = draw_chains(masked, contexts, shape.num_steps, self._config.proposal_top_k, self.draft_ids)
         found = self._to_host(drawn, self._rows_run(expansion), contexts, 1)
         return chain_trees(found, contexts, self.tree.num_draft_tokens)
 
-    def _grow_candidates(
-        self, roots: Roots, scorer: Scorer, shape: TreeConfig, contexts: Sequence[DraftContext] = ()
-    ) -> tuple[Candidates, Tensor | None]:
-        """Candidates of trees of at most `shape.num_steps` levels, and the output of `_rows_run`.
-
-        contexts: of the sessions, whose grammars prune the trees while they grow; none if a graph captures the trees.
-        """
+    def _grow_candidates(self, roots: Roots, scorer: Scorer, shape: TreeConfig) -> tuple[Candidates, Tensor | None]:
+        """Candidates of trees of at most `shape.num_steps` levels, and the output of `_rows_run`."""
         expansion = self._expand(roots, scorer, shape)
-        masked = self._masked(expansion, contexts, are_logs=True)
+        masked = _masked_expansion(expansion, scorer)
         if self._static_tree:
             candidates = grow_static(masked, self._static_tree, shape.num_steps)
         else:
             candidates = grow_dynamic(masked, shape)
         return candidates, self._rows_run(expansion)
 
-    def _masked(self, expansion: Expansion, contexts: Sequence[DraftContext], are_logs: bool) -> Expansion:
-        """The expansion within the grammars of the sessions, if the engine is in this process."""
-        if self._path_masks is None or not any(context.allowed for context in contexts):
-            return expansion
-        return MaskedExpansion(expansion, contexts, self._path_masks, self.draft_ids, are_logs)
+    def _masked(self, scorer: Scorer, contexts: Sequence[DraftContext]) -> Scorer:
+        """The scorer within the grammars of the sessions."""
+        if not any(context.allowed for context in contexts):
+            return scorer
+        return MaskedScorer(scorer, contexts, self.draft_ids, self._path_masks)
 
     def _to_host(self, columns: Tensor, rows: Tensor | None, contexts: Sequence[DraftContext], top_k: int) -> Any:
         """`columns` as nested lists. Copies the rows to keep together with them, so that the host waits once."""
@@ -242,6 +237,11 @@ class NeuralDrafter(LocalDrafter, Generic[StateT]):
     def _max_expanded(self) -> int:
         """Most nodes that are expanded at a level."""
         return self._static_tree.max_expanded if self._static_tree else self.tree.top_k
+
+
+def _masked_expansion(expansion: Expansion, scorer: Scorer) -> Expansion:
+    """The expansion, whose scorer learns which nodes it scores if it has masks."""
+    return MaskedExpansion(expansion, scorer) if isinstance(scorer, MaskedScorer) else expansion
 
 
 def newest_rows(slots: Sequence[Slots], counts: Sequence[int]) -> tuple[Ints, Ints]:

@@ -11,17 +11,17 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from eyas.config import DraftingConfig
-from eyas.drafters.base import DraftContext, Path, PathMasks, allowed_bits
+from eyas.drafters.base import DraftContext, Path, PathMasks
+from eyas.grammar import TokenBits
 from eyas.request import NoiseKey
 from eyas.sampling.noise import exponential_noise_at, signed
 from eyas.sampling.sampler import Filters, filtered_probs, filtering, filters_of
@@ -172,88 +172,74 @@ def perturbed_scorer(words: Tensor, levels: int, draft_ids: Tensor, kind: Scorer
     return scores
 
 
-def masked_scorer(scorer: Scorer, contexts: Sequence[DraftContext], draft_ids: Tensor) -> Scorer:
-    """A scorer that gives the root's children minus infinity, or probability 0, where a grammar does not allow them.
+class MaskedScorer:
+    """A Scorer that gives tokens which the sessions' grammars do not allow a logit of minus infinity.
 
-    A session whose draft vocabulary holds no allowed token is left as it is.
-    """
-    if not any(context.allowed for context in contexts):
-        return scorer
-    allowed_SD = allowed_tokens(contexts, draft_ids)
-
-    def scores(logits: Tensor, level: int) -> Tensor:
-        return scorer(logits if level else logits.masked_fill(~allowed_SD[:, None], -torch.inf), level)
-
-    return scores
-
-
-class MaskedExpansion:
-    """An Expansion whose scores leave out what grammars do not allow below each node. The root's are masked already.
-
-    Each level waits for the device once, for the tokens of its nodes. A node without allowed tokens in the draft vocabulary
-    is left as it is, and so is one whose mask is not known.
+    A node whose mask is not known, or allows nothing of the draft vocabulary, is left as it is.
     """
 
     def __init__(
-        self,
-        expansion: Expansion,
-        contexts: Sequence[DraftContext],
-        path_masks: PathMasks,
-        draft_ids: Tensor,
-        are_logs: bool,
+        self, scorer: Scorer, contexts: Sequence[DraftContext], draft_ids: Tensor, path_masks: PathMasks | None
     ) -> None:
-        """are_logs: whether scores are log-probabilities, normalised for each node, or unnormalised ones."""
-        self._expansion, self._contexts, self._path_masks = expansion, contexts, path_masks
-        self._draft_ids, self._are_logs = draft_ids, are_logs
+        """path_masks: of the nodes below the roots, whose own masks the contexts have; None if they are not known."""
+        self._scorer, self._contexts, self._path_masks = scorer, contexts, path_masks
+        self._draft_ids, self._bytes = draft_ids, draft_ids >> 3
+        self._flags = (1 << (draft_ids & 7)).to(torch.uint8)
         self._paths: list[list[Path]] = [[()] for _ in contexts]
+        self._width = 1
+        roots = {c.session: [np.frombuffer(c.allowed, dtype=np.uint8)] for c in contexts if c.allowed}
+        self._wait: Callable[[], Mapping[str, Sequence[TokenBits | None]]] = lambda: roots
 
-    def first(self) -> Tensor:
-        """See Expansion."""
-        return self._expansion.first()
-
-    def next(self, level: int, parents: Tensor, tokens: Tensor) -> Tensor:
-        """See Expansion. Float32 [S, W, D]."""
-        scores = self._expansion.next(level, parents, tokens)
+    def expand(self, parents: Tensor, tokens: Tensor) -> None:
+        """Start to compute the masks of a frontier, see Expansion.next. Waits for the device, for the frontier's tokens."""
+        if self._path_masks is None:
+            self._wait = dict
+            return
         rows, ids = parents.tolist(), self._draft_ids[tokens].tolist()
         self._paths = [
             [(*above[row], token) for row, token in zip(own_rows, own_ids, strict=True)]
             for above, own_rows, own_ids in zip(self._paths, rows, ids, strict=True)
         ]
         asked = {c.session: own for c, own in zip(self._contexts, self._paths, strict=True) if c.allowed}
-        found, width = self._path_masks(asked), tokens.shape[1]
+        self._wait, self._width = self._path_masks(asked), tokens.shape[1]
+
+    def __call__(self, logits: Tensor, level: int) -> Tensor:
+        found = self._wait()
         masks = {
-            session * width + place: bits
+            session * self._width + place: bits
             for session, context in enumerate(self._contexts)
             for place, bits in enumerate(found.get(context.session, ()))
             if bits is not None
         }
-        if not masks:
-            return scores
-        scores = scores.expand(-1, width, -1)
-        index = upload(list(masks), scores.device)
-        return self._masked(scores.flatten(0, 1), index, np.stack(list(masks.values()))).view_as(scores)
+        return self._scorer(self._masked(logits, masks) if masks else logits, level)
 
-    def _masked(self, scores: Tensor, index: Tensor, bits: npt.NDArray[np.uint8]) -> Tensor:
-        """scores [S * W, D] with masks of the rows `index`."""
-        allowed = unpacked_bits(bits, self._draft_ids)
-        if self._are_logs:
-            chosen = _log_softmax(scores[index].masked_fill(~allowed, -torch.inf))
-        else:
-            chosen = scores[index] * allowed
-            chosen = torch.where(chosen.any(-1, keepdim=True), chosen, scores[index])
-        return scores.index_copy(0, index, chosen)
+    def _masked(self, logits: Tensor, masks: Mapping[int, TokenBits]) -> Tensor:
+        """logits [S, R, D] as [S, W, D] with masks of some of these rows."""
+        bits = upload(np.stack(list(masks.values())), logits.device)
+        banned = (bits[:, self._bytes] & self._flags) == 0
+        banned &= ~banned.all(-1, keepdim=True)
+        logits = logits.expand(-1, self._width, -1)
+        if len(masks) == len(logits) * self._width:
+            return logits.masked_fill(banned.view_as(logits), -torch.inf)
+        flat, index = logits.flatten(0, 1), upload(list(masks), logits.device)
+        return flat.index_copy(0, index, flat[index].masked_fill_(banned, -torch.inf)).view_as(logits)
 
 
-def allowed_tokens(contexts: Sequence[DraftContext], draft_ids: Tensor) -> Tensor:
-    """Which ids of the draft vocabulary may follow each root, bool [S, D]; all of them if none may."""
-    return unpacked_bits(allowed_bits(contexts), draft_ids)
+class MaskedExpansion:
+    """An Expansion whose scorer gets the masks of the nodes. They are computed while the draft model runs."""
 
+    def __init__(self, expansion: Expansion, scorer: MaskedScorer) -> None:
+        """scorer: that of the expansion."""
+        self._expansion, self._scorer = expansion, scorer
 
-def unpacked_bits(bits: npt.NDArray[np.uint8], draft_ids: Tensor) -> Tensor:
-    """Which ids of the draft vocabulary the masks [M, B] allow, bool [M, D]; all of them if none."""
-    octets = upload(bits, draft_ids.device)[:, draft_ids >> 3]
-    allowed = (octets >> (draft_ids & 7).to(torch.uint8) & 1).bool()
-    return allowed | ~allowed.any(-1, keepdim=True)
+    def first(self) -> Tensor:
+        """See Expansion."""
+        return self._expansion.first()
+
+    def next(self, level: int, parents: Tensor, tokens: Tensor) -> Tensor:
+        """See Expansion."""
+        self._scorer.expand(parents, tokens)
+        return self._expansion.next(level, parents, tokens)
 
 
 def probs_scorer(contexts: Sequence[DraftContext], device: torch.device) -> Scorer:

@@ -97,8 +97,8 @@ class GrammarManager:
         calls = {id_: self._calls.submit(output.root_mask, tokens) for id_, (output, tokens) in followed.items()}
         return {request_id: root.bits.tobytes() for request_id, root in self._collect(calls, {}).items()}
 
-    def path_masks(self, paths: Mapping[str, Seq[Path]]) -> dict[str, list[TokenBits | None]]:
-        """Implements PathMasks, for a drafter that waits: sessions beyond what there is time for get none.
+    def path_masks(self, paths: Mapping[str, Seq[Path]]) -> Callable[[], Mapping[str, Seq[TokenBits | None]]]:
+        """Implements PathMasks: sessions beyond what there is time for get none.
 
         Valid between `root_masks` and the next step.
         """
@@ -108,7 +108,7 @@ class GrammarManager:
             if output is not None and spare > 0:
                 spare -= output.seconds * len(own)
                 calls[request_id] = self._calls.submit(output.path_masks, own)
-        return self._collect(calls, {})
+        return lambda: self._collect(calls, {})
 
     def start(self, batch: Iterable[LogitRows]) -> Callable[[], TokenMasks]:
         """Start to compute the masks of a step. Returns a function that waits for them."""
