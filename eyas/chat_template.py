@@ -104,6 +104,8 @@ class ChatTemplate:
             messages = [*_one_call_each(messages)]
         if self.format.tool_call_parser == "mistral":
             messages = [*map(_with_short_ids, messages)]
+        if self.format.tool_call_parser in ("deepseek_v3", "deepseek_v31"):
+            messages = [*map(_with_text_arguments, messages)]
         if self._has_thinking_parts:
             return [*map(_with_thinking_part, messages)]
         return [*map(_with_analysis, messages)] if self.format.tool_call_parser == "openai" else messages
@@ -230,6 +232,19 @@ def _one_call_each(messages: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any
             for number, result in enumerate(results):
                 if places.get(result.get("tool_call_id"), min(number, len(calls) - 1)) == place:
                     yield result
+
+
+def _with_text_arguments(message: dict[str, Any]) -> dict[str, Any]:
+    """Return a message whose calls have their arguments as text; DeepSeek's templates join them with other text."""
+    calls = message.get("tool_calls")
+    if not calls:
+        return message
+    functions = [call["function"] | {"arguments": _json_text(call["function"]["arguments"])} for call in calls]
+    return message | {"tool_calls": [call | {"function": own} for call, own in zip(calls, functions, strict=True)]}
+
+
+def _json_text(value: object) -> str:
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
 def _with_short_ids(message: dict[str, Any]) -> dict[str, Any]:

@@ -11,6 +11,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from eyas.argument_values import value_kinds
 from eyas.errors import InvalidRequest
 
 # Fields of each format besides `type`: required ones, and those that may be left out.
@@ -30,7 +31,14 @@ _FIELDS: Mapping[str, tuple[set[str], set[str]]] = {
     "triggered_tags": ({"triggers", "tags"}, {"at_least_one", "stop_after_first", "excludes"}),
     "tags_with_separator": ({"tags", "separator"}, {"at_least_one", "stop_after_first"}),
 }
+# Styles of a json_schema whose properties are text between tags: what stands before a key, behind it, and behind its value.
+_XML_STYLES = {
+    "qwen_xml": ("<parameter=", ">\n", "\n</parameter>\n"),
+    "glm_xml": ("<arg_key>", "</arg_key><arg_value>", "</arg_value>"),
+    "glm45_xml": ("<arg_key>", "</arg_key>\n<arg_value>", "</arg_value>\n"),
+}
 _REPEATS = {"optional": "?", "plus": "+", "star": "*"}
+_COMBINED = ("anyOf", "oneOf", "allOf", "not", "if", "patternProperties")
 _TEXT = r"/(.|\n)*/"
 
 
@@ -112,15 +120,54 @@ class _LarkWriter:
 
     def _json(self, format_: Mapping[str, Any]) -> str:
         schema = format_["json_schema"]
-        if format_.get("style", "json") != "json":
-            raise _invalid(f"style {format_['style']!r} of a json_schema is not supported; use 'json'")
         if isinstance(schema, bool):
             schema = {} if schema else {"enum": []}
         if not isinstance(schema, dict):
             raise _invalid("json_schema must be an object")
+        style = format_.get("style", "json")
+        if style in _XML_STYLES:
+            return self._xml(schema, _XML_STYLES[style])
+        if style != "json":
+            raise _invalid(f"style {style!r} of a json_schema is not supported; use json, {', '.join(_XML_STYLES)}")
         if not self._any_whitespace:
             schema = {**schema, "x-guidance": {"whitespace_flexible": False}}
         return self._rule(f"%json {json.dumps(schema)}")
+
+    def _xml(self, schema: Mapping[str, Any], tags: tuple[str, str, str]) -> str:
+        """Properties in the schema's order, each between tags."""
+        properties, required = schema.get("properties", {}), schema.get("required", [])
+        if combined := next((key for key in _COMBINED if key in schema), None):
+            raise _invalid(f"{combined} of a whole json_schema is not supported in a style of tags; use properties")
+        if not isinstance(properties, dict) or not isinstance(required, list):
+            raise _invalid("properties of a json_schema must be an object, and required a list")
+        parts = []
+        for key, own in properties.items():
+            part = f"{_literal(tags[0] + key + tags[1])} {self._xml_value(own, schema, tags[2])}"
+            parts.append(part if key in required else f"({part})?")
+        return self._rule(" ".join(parts) or '""')
+
+    def _xml_value(self, schema: Any, whole: Mapping[str, Any], end: str) -> str:
+        """A value and its end: text as it is where the schema allows text, else JSON."""
+        schema = schema if isinstance(schema, dict) else {}
+        values = [schema["const"]] if "const" in schema else schema.get("enum")
+        if isinstance(values, list) and values:
+            texts = (value if isinstance(value, str) else json.dumps(value) for value in values)
+            return f"({' | '.join(_literal(text + end) for text in texts)})"
+        kinds = value_kinds(schema, whole)
+        if kinds and "string" not in kinds:
+            shared = {key: whole[key] for key in ("$defs", "definitions") if key in whole}
+            return f"{self._json({'json_schema': {**schema, **shared}})} {_literal(end)}"
+        least, most, pattern = (schema.get(key) for key in ("minLength", "maxLength", "pattern"))
+        limits = (
+            [_pattern(rf"(.|\n){{{least or 0},{'' if most is None else most}}}")] if (least, most) != (None, None) else []
+        )
+        limits += [_pattern(_searched(_string(pattern, "pattern")))] if pattern is not None else []
+        if not limits or kinds != {"string"}:
+            return self._text_until({}, _literal(end))
+        name = f"T{len(self.rules)}"
+        tag = _pattern(rf"(.|\n)*{re.escape(end.strip())}(.|\n)*")
+        self.rules.append(f"{name}: ({' & '.join(limits)} & ~{tag}) {_literal(end)}")
+        return name
 
     def _token(self, token: Any) -> str:
         number = token if isinstance(token, int) else self._token_id(_string(token, "token"))
@@ -222,6 +269,14 @@ def _ends(end: Any) -> bool:
 
 def _literal(value: Any) -> str:
     return json.dumps(_string(value, "a text"))
+
+
+def _searched(pattern: str) -> str:
+    """A pattern of JSON schema, which may match anywhere, as one of the whole text."""
+    if "|" in pattern:
+        return rf"(.|\n)*({pattern})(.|\n)*"
+    begin, end = ("" if pattern.startswith("^") else r"(.|\n)*"), ("" if pattern.endswith("$") else r"(.|\n)*")
+    return f"{begin}({pattern.removeprefix('^').removesuffix('$')}){end}"
 
 
 def _pattern(pattern: str) -> str:

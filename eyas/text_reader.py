@@ -6,7 +6,7 @@ A reader is a generator that yields where it needs more text to decide. So its c
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping
 from typing import TypeAlias
 
 Steps: TypeAlias = Generator[None, None, None]
@@ -106,11 +106,14 @@ class TextReader:
 class JsonValue:
     """Finds the end of one JSON object, list or string without parsing it."""
 
+    _PAIRS: Mapping[str, str] = {"{": "}", "[": "]"}
+    _QUOTES = '"'
+
     def __init__(self) -> None:
         self.is_done = False
         self.is_broken = False
         self._closers: list[str] = []
-        self._in_string = False
+        self._quote = ""
         self._is_escaped = False
 
     def scan(self, text: str, start: int = 0) -> int:
@@ -118,28 +121,32 @@ class JsonValue:
         for at in range(start, len(text)):
             if self._is_escaped:
                 self._is_escaped = False
-            elif self._in_string:
+            elif self._quote:
                 self._is_escaped = text[at] == "\\"
-                self._in_string = text[at] != '"'
+                self._quote = "" if text[at] == self._quote else self._quote
             elif not self._add(text[at]):
                 self.is_broken = True
                 return at - start
-            if not self._closers and not self._in_string:
+            if not self._closers and not self._quote:
                 self.is_done = True
                 return at + 1 - start
         return len(text) - start
 
     def _add(self, character: str) -> bool:
         """Take a character outside of strings; return whether it may stand there."""
-        if character == '"':
-            self._in_string = True
-        elif character in "{[":
-            self._closers.append("}" if character == "{" else "]")
-        elif character in "}]":
+        if character in self._QUOTES:
+            self._quote = character
+        elif character in self._PAIRS:
+            self._closers.append(self._PAIRS[character])
+        elif character in self._PAIRS.values():
             return bool(self._closers) and self._closers.pop() == character
         else:
-            return bool(self._closers) and (character in " \t\r\n,:+-." or (character.isascii() and character.isalnum()))
+            return bool(self._closers) and self._may_be_plain(character)
         return True
+
+    def _may_be_plain(self, character: str) -> bool:
+        """Whether a character may stand between brackets, quotes and the like."""
+        return character in " \t\r\n,:+-." or (character.isascii() and character.isalnum())
 
 
 def overlap(text: str, marker: str) -> int:

@@ -10,13 +10,14 @@ import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from typing import Annotated, Any
+from typing import Annotated, Any, get_args
 
 import typer
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
 
+from eyas.config.router import ReasoningParser, ToolCallParser
 from eyas.errors import ConfigError, EyasError
 from eyas.services.cluster import Child, Cluster, ServiceSettings, assign, is_free, running_cluster
 from eyas.tokenizer import check_source
@@ -48,10 +49,10 @@ def serve(
     served_model_name: Annotated[str, typer.Option(help="Name that requests give; MODEL by default.")] = "",
     chat_template: Annotated[str, typer.Option(help="File with a Jinja chat template, for a model without one.")] = "",
     tool_call_parser: Annotated[
-        str, typer.Option(help="How MODEL writes tool calls: auto, none, llama3_json, hermes, qwen3_coder, mistral, openai.")
+        str, typer.Option(help=f"How MODEL writes tool calls: {', '.join(get_args(ToolCallParser))}.")
     ] = "auto",
     reasoning_parser: Annotated[
-        str, typer.Option(help="How MODEL writes reasoning: auto, none, deepseek_r1, qwen3, mistral or openai_gptoss.")
+        str, typer.Option(help=f"How MODEL writes reasoning: {', '.join(get_args(ReasoningParser))}.")
     ] = "auto",
     host: Annotated[str, typer.Option(help="Address that the router listens on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port of the OpenAI-compatible HTTP API.")] = HTTP_PORT,

@@ -5,11 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+from eyas.chat_output import ReasoningParserName, ToolParserName
 from eyas.config.loader import above_zero, at_least, cert_and_key, not_below, one_of, valid_optional_port, valid_port
 from eyas.config.serving import ServiceConfig
 
-ToolCallParser = Literal["auto", "none", "llama3_json", "hermes", "qwen3_coder", "mistral", "openai"]
-ReasoningParser = Literal["auto", "none", "deepseek_r1", "qwen3", "mistral", "openai_gptoss"]
+ToolCallParser = Literal["auto", "none", ToolParserName]
+ReasoningParser = Literal["auto", "none", ReasoningParserName]
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from eyas.chat_output import ChatFormat, ChatMessage, ToolCall, Tools, detect_format
+from eyas.call_formats import MARKS, ChatMessage, ToolCall, Tools
+from eyas.chat_output import ChatFormat, detect_format
 
 PROPERTIES = {
     "city": {"type": "string"},
@@ -43,6 +44,7 @@ def calls(*named: tuple[str, str]) -> tuple[ToolCall, ...]:
 
 ADD = ("add", '{"a": 1}')
 WEATHER = ("get_weather", '{"city": "Z\u00fcrich", "days": [1, {"n": null}]}')
+DEEPSEEK, KIMI = MARKS["deepseek_v3"], MARKS["kimi_k2"]
 CASES: list[tuple[ChatFormat, str, ChatMessage]] = [
     (HERMES, "Hello\n", ChatMessage("Hello\n")),
     (
@@ -134,6 +136,55 @@ CASES: list[tuple[ChatFormat, str, ChatMessage]] = [
     (QWEN3, "<think>Hm", ChatMessage("", "Hm")),
     (R1, "Hm</think>Hello", ChatMessage("Hello", "Hm")),
     (R1, "<think>Hm</think>Hello", ChatMessage("Hello", "Hm")),
+    (
+        ChatFormat("deepseek_v3"),
+        f"Well.\n{DEEPSEEK.section}{DEEPSEEK.call}function{DEEPSEEK.separator}add\n```json\n{ADD[1]}\n```{DEEPSEEK.call_end}\n"
+        f"{DEEPSEEK.call}function{DEEPSEEK.separator}get_weather\n```json\n{WEATHER[1]}\n```{DEEPSEEK.call_end}{DEEPSEEK.end}",
+        ChatMessage("Well.", "", calls(ADD, WEATHER)),
+    ),
+    (
+        ChatFormat("deepseek_v31"),
+        f"{DEEPSEEK.section}{DEEPSEEK.call}add{DEEPSEEK.separator}{ADD[1]}{DEEPSEEK.call_end}{DEEPSEEK.end}Done",
+        ChatMessage("Done", "", calls(ADD)),
+    ),
+    (ChatFormat("deepseek_v31"), f"{DEEPSEEK.section} none", ChatMessage(f"{DEEPSEEK.section} none")),
+    (
+        ChatFormat("deepseek_v31"),
+        f"{DEEPSEEK.section}{DEEPSEEK.call}add is it",
+        ChatMessage(f"{DEEPSEEK.section}{DEEPSEEK.call}add is it"),
+    ),
+    (
+        ChatFormat("kimi_k2"),
+        f"{KIMI.section}{KIMI.call}functions.add:0{KIMI.separator}{ADD[1]}{KIMI.call_end}"
+        f"{KIMI.call}functions.get_weather:1{KIMI.separator}{WEATHER[1]}{KIMI.call_end}{KIMI.end}",
+        ChatMessage("", "", calls(ADD, WEATHER)),
+    ),
+    (
+        ChatFormat("glm45"),
+        "Hm.\n<tool_call>get_weather\n<arg_key>city</arg_key>\n<arg_value>Z\u00fcrich</arg_value>\n<arg_key>days</arg_key>\n"
+        '<arg_value>[1, {"n": null}]</arg_value>\n</tool_call>\n<tool_call>add</tool_call>',
+        ChatMessage("Hm.", "", calls(WEATHER, ("add", "{}"))),
+    ),
+    (
+        ChatFormat("glm47"),
+        "<tool_call>get_weather<arg_key>city</arg_key><arg_value>Bern</arg_value></tool_call>",
+        ChatMessage("", "", calls(("get_weather", '{"city": "Bern"}'))),
+    ),
+    (ChatFormat("glm45"), "<tool_call>now or never", ChatMessage("<tool_call>now or never")),
+    (
+        ChatFormat("pythonic"),
+        " [add(a=1), get_weather(city='Z\u00fcrich', days=[1, {'n': None}])]",
+        ChatMessage("", "", calls(ADD, WEATHER)),
+    ),
+    (
+        ChatFormat("llama4_pythonic"),
+        '<|python_start|>[add(a=true, b=")]")]<|python_end|>',
+        ChatMessage("", "", calls(("add", '{"a": true, "b": ")]"}'))),
+    ),
+    (ChatFormat("pythonic"), "[1, 2] is a list", ChatMessage("[1, 2] is a list")),
+    (ChatFormat("pythonic"), "[add(1)]", ChatMessage("[add(1)]")),
+    (ChatFormat("pythonic"), "[add(a=os.system())]", ChatMessage("[add(a=os.system())]")),
+    (ChatFormat("pythonic"), "[add(a=1", ChatMessage("[add(a=1")),
     (MAGISTRAL, f"[THINK]Hm[/THINK]Yes[TOOL_CALLS]add[ARGS]{ADD[1]}", ChatMessage("Yes", "Hm", calls(ADD))),
 ]
 
@@ -234,7 +285,11 @@ def test_the_prompt_decides_where_reasoning_begins() -> None:
         ('{"name": function name, "parameters": dictionary of argument name and its value}', LLAMA),
         ("[TOOL_CALLS]", MISTRAL),
         ("<tool_call>\n<function=NAME>\n<parameter=KEY>", ChatFormat("qwen3_coder")),
-        ("<tool_call>{{ name }}<arg_key>{{ key }}</arg_key>", ChatFormat()),
+        ("<tool_call>{{ name }}\n<arg_key>{{ key }}</arg_key>\n<arg_value>", ChatFormat("glm45")),
+        ("<tool_call>{{ name }}<arg_key>{{ key }}</arg_key><arg_value>", ChatFormat("glm47")),
+        (DEEPSEEK.section + "```json", ChatFormat("deepseek_v3")),
+        (DEEPSEEK.section, ChatFormat("deepseek_v31")),
+        (KIMI.section, ChatFormat("kimi_k2")),
         ("<tool_call><invoke name=", ChatFormat()),
         ("<tool_calls>[{{ calls }}]</tool_calls>{# not <tool_call> #}", ChatFormat()),
         ("<|python_tag|><function={{ name }}>{{ arguments }}</function>", ChatFormat()),

@@ -35,6 +35,7 @@ from eyas.services.router.auth import Access, ApiKeys, Authenticator
 from eyas.services.router.generation import GenerationService, completion_slots, merge
 from eyas.services.router.http.anthropic_messages import MessagesBody, MessagesWriter, PromptBody
 from eyas.services.router.http.bodies import JsonRoute
+from eyas.services.router.http.call_constraints import ChatOutput
 from eyas.services.router.http.cluster_state import cluster_state
 from eyas.services.router.http.errors import add_error_handlers
 from eyas.services.router.http.openai_responses import ResponsesBody, ResponsesWriter
@@ -43,7 +44,6 @@ from eyas.services.router.http.requests import ChatBody, CompletionBody, Detoken
 from eyas.services.router.http.response_json import json_blocks, num_values, run
 from eyas.services.router.http.responses import ResponseWriter, StreamWriter
 from eyas.services.router.http.server import BlockResponse, BodyLimit, EventStream, cancel_on_disconnect
-from eyas.services.router.http.tools import ChatOutput
 from eyas.services.router.telemetry import HttpMetrics, RouterTelemetry
 from eyas.services.router.workers import ReadinessMonitor
 from eyas.telemetry.exporters import exposition

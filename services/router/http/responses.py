@@ -16,7 +16,8 @@ from itertools import pairwise
 from operator import add
 from typing import Any, Protocol
 
-from eyas.chat_output import ChatMessage, ChatParser
+from eyas.call_formats import ChatMessage
+from eyas.chat_output import ChatParser
 from eyas.errors import EyasError, RequestFailed
 from eyas.outputs import TextChunk
 from eyas.request import GenerationStats, TokenLogprob

@@ -179,10 +179,9 @@ CLOSED = {**ADD["function"]["parameters"], "additionalProperties": False}
 @pytest.mark.parametrize("template", [PLAIN_HERMES, PLAIN], ids=["hermes", "unknown format"])
 def test_a_named_tool_must_be_called(template: str) -> None:
     found = constraint(template, tools=[ADD, NOW], tool_choice=NAMED)
-    begin, _, call, _, end = found["elements"]
+    begin, head, schema, tail, end = found["elements"]
     assert (begin["value"], end["value"]) == ("<tool_call>", "</tool_call>")
-    head, schema, tail = call["elements"]
-    assert (head["value"], tail["value"]) == ('{"name": "add", "arguments": ', "}")
+    assert (head["value"], tail["value"]) == ('\n{"name": "add", "arguments": ', "}\n")
     assert schema == {"type": "json_schema", "json_schema": CLOSED}
 
 

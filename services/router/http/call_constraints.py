@@ -1,0 +1,393 @@
+"""What the output of a chat must match: calls of tools in the format of the model, after reasoning and beside content.
+
+Constraints are structural tags, as of xgrammar. To constrain the calls of another format, see `_TagWriter.calls`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from eyas.call_formats import MARKS
+from eyas.chat_output import THINK_TAGS, ChatFormat, ChatParser
+from eyas.errors import InvalidRequest
+from eyas.request import StructuredOutputs
+from eyas.services.router.http.tools import Tool, ToolFields
+from eyas.tokenizer import Tokenizer
+
+PROMPT_END_TOKENS = 32
+
+Format = dict[str, Any]  # of a structural tag
+
+
+class ChatOutput:
+    """How the output of one chat is constrained and read.
+
+    Attributes:
+        kept_tokens: special tokens that its text needs.
+    """
+
+    def __init__(
+        self, fields: ToolFields, model: str, form: ChatFormat, tokenizer: Tokenizer, prompt: Sequence[int]
+    ) -> None:
+        """form: of the model. prompt: its token ids, whose end shows where the output begins.
+
+        Raises InvalidRequest if there are tools, and no format of their calls.
+        """
+        tools, mode = fields.called_tools, fields.tool_choice.mode
+        if mode == "auto" and tools and not form.tool_call_parser:
+            reason = (
+                f"the chat template of {model!r} shows no format of tool calls; set tool_call_parser in the router's models"
+            )
+            raise InvalidRequest(f"{reason}, or force a call with tool_choice", "tools")
+        if mode == "required" and not form.tool_call_parser:
+            form = replace(form, tool_call_parser="hermes")
+        if not tools and form.tool_call_parser != "openai":
+            form = replace(form, tool_call_parser="")
+        self._fields = fields
+        self._form = form
+        self._tokenizer = tokenizer
+        self._prompt_end = tokenizer.decode(prompt[-PROMPT_END_TOKENS:], skip_special_tokens=False)
+        self.kept_tokens = tokenizer.special_ids(form.special_tokens)
+
+    @property
+    def new_parser(self) -> Callable[[], ChatParser] | None:
+        """Makes parsers of the completions; None if their text is all content."""
+        if self._form == ChatFormat():
+            return None
+        tools = {tool.function.name: tool.function.parameters for tool in self._fields.called_tools}
+        return lambda: self._form.parser(self._prompt_end, tools, self._fields.max_calls)
+
+    def constraint(self, given: StructuredOutputs | None) -> StructuredOutputs | None:
+        """Return what the output must match. given: what other fields of the request ask for."""
+        in_reasoning = self._form.begins_with_reasoning(self._prompt_end)
+        return output_constraint(self._fields, self._form, in_reasoning, given, self._is_special)
+
+    def _is_special(self, text: str) -> bool | None:
+        token = self._tokenizer.tokenizer.token_to_id(text)
+        return None if token is None else self._tokenizer.is_special(token)
+
+
+def output_constraint(
+    fields: ToolFields,
+    form: ChatFormat,
+    in_reasoning: bool,
+    given: StructuredOutputs | None,
+    is_special: Callable[[str], bool | None],
+) -> StructuredOutputs | None:
+    """Return what the output must match: a call where one is forced, calls of `strict` tools, and what is asked for.
+
+    Args:
+        fields: the tools, and the choice among them.
+        form: how the model writes calls and reasoning.
+        in_reasoning: whether the output begins inside the reasoning.
+        given: what the content must match, from other fields of the request.
+        is_special: whether a text is a special token of the model; None if it is no token.
+    """
+    tools, mode = fields.called_tools, fields.tool_choice.mode
+    writer = _TagWriter(form, is_special, tools, fields.max_calls is None)
+    content = _content_format(given)
+    if tools and mode == "required":
+        return _structured(writer.after_reasoning(writer.calls(), in_reasoning))
+    if given is not None:
+        if content is None:
+            return given
+        if tools and form.tool_call_parser:
+            content = writer.content_or_calls(content)
+        elif not form.reasoning_parser:
+            return given
+        return replace(
+            _structured(writer.after_reasoning(content, in_reasoning, is_content=True)), any_whitespace=given.any_whitespace
+        )
+    if fields.tool_choice.names or any(tool.function.strict for tool in tools):
+        return _structured(writer.after_reasoning(writer.text_or_calls(), in_reasoning, is_content=True))
+    return None
+
+
+def _structured(format_: Format) -> StructuredOutputs:
+    tag = json.dumps({"type": "structural_tag", "format": format_}, ensure_ascii=False)
+    return StructuredOutputs(structural_tag=tag, any_whitespace=False)
+
+
+def _content_format(given: StructuredOutputs | None) -> Format | None:
+    """Return a constraint as part of a structural tag; None if it is none, or of a kind that cannot be a part."""
+    if given is None:
+        return None
+    if given.json:
+        return {"type": "json_schema", "json_schema": json.loads(given.json)}
+    if given.json_object:
+        return {"type": "json_schema", "json_schema": {"type": "object"}}
+    if given.regex:
+        return {"type": "regex", "pattern": given.regex}
+    if given.choice:
+        return {"type": "or", "elements": [_text(choice) for choice in given.choice]}
+    return None
+
+
+@dataclass(frozen=True)
+class _TagWriter:
+    """Writes structural tags, as of xgrammar, for the calls of a model's format."""
+
+    form: ChatFormat
+    is_special: Callable[[str], bool | None]
+    tools: Sequence[Tool]
+    is_parallel: bool
+
+    def calls(self) -> Format:
+        """Return the format of one call or more."""
+        match self.form.tool_call_parser:
+            case "llama3_json":
+                return self._separated([self._object(tool, "parameters") for tool in self.tools], "; ")
+            case "mistral":
+                return self._mistral()
+            case "openai":
+                return _sequence(_star(self._message()), _or([self._channel_call(tool) for tool in self.tools]))
+            case "pythonic" | "llama4_pythonic":
+                return _sequence(_text("["), self._separated([*map(_python_call, self.tools)], ", "), _text("]"))
+            case "deepseek_v3" | "deepseek_v31" | "kimi_k2" as name:
+                marks = MARKS[name]
+                return _sequence(self._marker(marks.section), self._section(), self._marker(marks.end))
+        return self._separated([self._tagged(tool) for tool in self.tools], "\n")
+
+    def content_or_calls(self, content: Format) -> Format:
+        """Return the format of either. Each begins with characters of its own, as llguidance does not go back."""
+        match self.form.tool_call_parser:
+            case "llama3_json":
+                return _or([content, _sequence(self._marker("<|python_tag|>"), self.calls())])
+            case "openai":
+                final = _sequence(*self._header("final"), content)
+                return _sequence(_star(self._message()), _or([final, *map(self._channel_call, self.tools)]))
+        return _or([content, self.calls()])
+
+    def text_or_calls(self) -> Format:
+        """Return the format of free text in which every call is valid."""
+        match self.form.tool_call_parser:
+            case "llama3_json":
+                tagged = _sequence(self._marker("<|python_tag|>"), self.calls())
+                return _or([self.calls(), tagged, _optional(_text_without_first("{"))])
+            case "pythonic" | "llama4_pythonic":
+                return _or([self.calls(), _optional(_text_without_first("["))])
+            case "openai":
+                final = _sequence(*self._header("final"), _ANY)
+                calls = [self._channel_call(tool) for tool in self.tools]
+                return _sequence(_star(self._message()), _or([final, *calls]))
+            case "mistral":
+                tags = [
+                    _tag(f"[TOOL_CALLS][{_begin(tool, 'arguments')}", _schema(tool, is_free=True), "}]")
+                    for tool in self.tools
+                ]
+                return self._text_or(tags, "[TOOL_CALLS]")
+            case "deepseek_v3" | "deepseek_v31" | "kimi_k2" as name:
+                marks = MARKS[name]
+                return self._text_or([_tag(marks.section, self._section(), marks.end)], marks.section)
+        tags = []
+        for tool in self.tools:
+            begin, arguments, end = self._written(tool, is_free=not tool.function.strict)
+            tags.append(_tag(f"<tool_call>{begin}", arguments, f"{end}</tool_call>"))
+        return self._text_or(tags, "<tool_call>")
+
+    def _text_or(self, tags: list[Format], marker: str) -> Format:
+        """Return the format of text in which calls follow the marker. tags: of calls where it is no special token."""
+        if self.is_special(marker):
+            return _sequence(_ANY, _optional(self.calls()))
+        stop = not self.is_parallel
+        return {"type": "triggered_tags", "triggers": [marker], "tags": tags, "stop_after_first": stop}
+
+    def after_reasoning(self, format_: Format, in_reasoning: bool, is_content: bool = False) -> Format:
+        """Return a format that reasoning may precede; it must, if it has begun. is_content: not a call.
+
+        The messages of gpt-oss need channels.
+        """
+        if self.form.reasoning_parser == "openai_gptoss" and is_content and format_.get("type") != "sequence":
+            return _sequence(_star(self._message()), *self._header("final"), format_)
+        if self.form.reasoning_parser not in THINK_TAGS:
+            return format_
+        start, end = THINK_TAGS[self.form.reasoning_parser]
+        reasoning = _sequence(*self._text_until(end), {"type": "optional", "content": _text("\n\n")})
+        if in_reasoning:
+            return _sequence(reasoning, format_)
+        return _sequence({"type": "optional", "content": _sequence(self._marker(start), reasoning)}, format_)
+
+    def _marker(self, text: str) -> Format:
+        return {"type": "token", "token": text} if self.is_special(text) else _text(text)
+
+    def _text_until(self, marker: str) -> list[Format]:
+        """Return free text and the marker that ends it."""
+        if self.is_special(marker):
+            return [_ANY, self._marker(marker)]
+        return [{"type": "any_text"}, _text(marker)]
+
+    def _separated(self, calls: list[Format], separator: str) -> Format:
+        one = _or(calls)
+        if not self.is_parallel:
+            return one
+        return _sequence(one, _star(_sequence(_text(separator), one) if separator else one))
+
+    def _object(self, tool: Tool, key: str) -> Format:
+        return _sequence(_text(_begin(tool, key)), _schema(tool), _text("}"))
+
+    def _tagged(self, tool: Tool) -> Format:
+        begin, arguments, end = self._written(tool)
+        tags = self._marker("<tool_call>"), self._marker("</tool_call>")
+        return _sequence(tags[0], _text(begin), arguments, *([_text(end)] if end else []), tags[1])
+
+    def _written(self, tool: Tool, is_free: bool = False) -> tuple[str, Format, str]:
+        """Return what stands between the tags of a call: before its arguments, these, and behind them."""
+        name = tool.function.name
+        match self.form.tool_call_parser:
+            case "qwen3_coder" | "qwen3_xml":
+                return f"\n<function={name}>\n", _xml(tool, "qwen_xml", is_free), "</function>\n"
+            case "glm45":
+                return f"{name}\n", _xml(tool, "glm45_xml", is_free), ""
+            case "glm47":
+                return name, _xml(tool, "glm_xml", is_free), ""
+        return f"\n{_begin(tool, 'arguments')}", _schema(tool, is_free), "}\n"
+
+    def _section(self) -> Format:
+        """Return the format of what stands in a section of calls."""
+        is_old = self.form.tool_call_parser == "deepseek_v3"
+        return self._separated([self._marked(tool) for tool in self.tools], "\n" if is_old else "")
+
+    def _marked(self, tool: Tool) -> Format:
+        name, marks = tool.function.name, MARKS[self.form.tool_call_parser]
+        call, separator, end = map(self._marker, (marks.call, marks.separator, marks.call_end))
+        match self.form.tool_call_parser:
+            case "deepseek_v3":
+                block = (_text(f"{name}\n```json\n"), _schema(tool), _text("\n```"))
+                return _sequence(call, _text("function"), separator, *block, end)
+            case "kimi_k2":
+                number: Format = {"type": "regex", "pattern": "[0-9]{1,3}"}
+                return _sequence(call, _text(f"functions.{name}:"), number, separator, _schema(tool), end)
+        return _sequence(call, _text(name), separator, _schema(tool), end)
+
+    def _mistral(self) -> Format:
+        """Return the newer form with [ARGS] if the vocabulary has it."""
+        marker, arguments = self._marker("[TOOL_CALLS]"), self._marker("[ARGS]")
+        if self.is_special("[ARGS]") is None:
+            objects = self._separated([self._object(tool, "arguments") for tool in self.tools], ", ")
+            return _sequence(marker, _text("["), objects, _text("]"))
+        one = _or([_sequence(marker, _text(tool.function.name), arguments, _schema(tool)) for tool in self.tools])
+        return {"type": "plus", "content": one} if self.is_parallel else one
+
+    def _header(self, channels: str) -> list[Format]:
+        channel = {"type": "regex", "pattern": channels}
+        return [self._marker("<|channel|>"), channel, self._marker("<|message|>")]
+
+    def _message(self) -> Format:
+        """Return the format of a message of gpt-oss that another one follows."""
+        start = [self._marker("<|start|>"), _text("assistant")]
+        return _sequence(*self._header("analysis|commentary"), *self._text_until("<|end|>"), *start)
+
+    def _channel_call(self, tool: Tool) -> Format:
+        recipient = _text(f"commentary to=functions.{tool.function.name} ")
+        kind = [self._marker("<|constrain|>"), _text("json"), self._marker("<|message|>")]
+        return _sequence(self._marker("<|channel|>"), recipient, *kind, _schema(tool))
+
+
+_ANY: Format = {"type": "regex", "pattern": r"(.|\n)*"}
+
+
+def _text(value: str) -> Format:
+    return {"type": "const_string", "value": value}
+
+
+def _sequence(*elements: Format) -> Format:
+    return {"type": "sequence", "elements": list(elements)}
+
+
+def _or(elements: list[Format]) -> Format:
+    return elements[0] if len(elements) == 1 else {"type": "or", "elements": elements}
+
+
+def _tag(begin: str, content: Format, end: str) -> Format:
+    return {"type": "tag", "begin": begin, "content": content, "end": end}
+
+
+def _optional(content: Format) -> Format:
+    return {"type": "optional", "content": content}
+
+
+def _text_without_first(character: str) -> Format:
+    """Return the format of text that does not begin with a character."""
+    return {"type": "regex", "pattern": rf"[^\{character}\s](.|\n)*"}
+
+
+def _python_call(tool: Tool) -> Format:
+    """Return the format of NAME(KEY=VALUE, ...), whose values are JSON: required keys first, then the others."""
+    schema = _schema(tool)["json_schema"]
+    properties, required = schema.get("properties", {}), schema.get("required", ())
+    shared = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
+    words = {
+        key: _sequence(_text(f"{key}="), {"type": "json_schema", "json_schema": {**_object(own), **shared}})
+        for key, own in properties.items()
+    }
+    needed = [words[key] for key in words if key in required]
+    others = [words[key] for key in words if key not in required]
+    if needed:
+        more = [_sequence(_text(", "), word) for word in needed[1:]]
+        arguments = [_sequence(needed[0], *more, *map(_following, others))]
+    else:
+        arguments = [_sequence(word, *map(_following, others[at + 1 :])) for at, word in enumerate(others)]
+    inner = [_or(arguments) if needed else _optional(_or(arguments))] if arguments else []
+    return _sequence(_text(f"{tool.function.name}("), *inner, _text(")"))
+
+
+def _following(word: Format) -> Format:
+    return _optional(_sequence(_text(", "), word))
+
+
+def _object(schema: Any) -> dict[str, Any]:
+    """Return a schema as an object; true allows everything."""
+    return {**schema} if isinstance(schema, Mapping) else {}
+
+
+def _xml(tool: Tool, style: str, is_free: bool) -> Format:
+    """Return the format of arguments between tags. is_free: any text."""
+    if is_free:
+        return {"type": "any_text"}
+    return {**_schema(tool), "style": style}
+
+
+def _star(content: Format) -> Format:
+    return {"type": "star", "content": content}
+
+
+def _begin(tool: Tool, key: str) -> str:
+    return f'{{"name": {json.dumps(tool.function.name)}, "{key}": '
+
+
+def _schema(tool: Tool, is_free: bool = False) -> Format:
+    """Return the arguments' format. is_free: arguments of a tool that is not `strict` are any object."""
+    if is_free and not tool.function.strict:
+        return {"type": "json_schema", "json_schema": {"type": "object"}}
+    schema = {"type": "object", "properties": {}} | tool.function.parameters
+    try:
+        return {"type": "json_schema", "json_schema": _closed(schema)}
+    except RecursionError:
+        raise InvalidRequest(f"parameters of the tool {tool.function.name!r} are nested too deeply", "tools") from None
+
+
+def _closed(schema: Any) -> Any:
+    """Return a schema whose objects have no properties but those that it names, unless it says otherwise.
+
+    Small models go on with properties of their own else. What a schema combines with others stays open.
+    """
+    if isinstance(schema, list):
+        return [_closed(item) for item in schema]
+    if not isinstance(schema, Mapping):
+        return schema
+    closed = dict(schema)
+    for name in ("properties", "$defs", "definitions"):
+        if isinstance(named := schema.get(name), Mapping):
+            closed[name] = {key: _closed(value) for key, value in named.items()}
+    for name in ("items", "prefixItems", "anyOf", "oneOf", "additionalProperties"):
+        if name in schema:
+            closed[name] = _closed(schema[name])
+    if isinstance(schema.get("properties"), Mapping) and not schema.keys() & _COMBINED:
+        closed.setdefault("additionalProperties", False)
+    return closed
+
+
+_COMBINED = {"allOf", "anyOf", "oneOf", "not", "if", "$ref", "patternProperties", "unevaluatedProperties"}
