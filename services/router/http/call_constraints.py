@@ -184,8 +184,8 @@ class _TagWriter:
                 return self._text_or([_tag(marks.section, self._section(), marks.end)], marks.section)
         tags = []
         for tool in self.tools:
-            begin, arguments, end = self._written(tool, is_free=not tool.function.strict)
-            tags.append(_tag(f"<tool_call>{begin}", arguments, f"{end}</tool_call>"))
+            call = self._written(tool, is_free=not tool.function.strict)
+            tags.append(_tag(f"<tool_call>{call['begin']}", call["content"], f"{call['end']}</tool_call>"))
         return self._text_or(tags, "<tool_call>")
 
     def _text_or(self, tags: list[Format], marker: str) -> Format:
@@ -229,21 +229,21 @@ class _TagWriter:
         return _sequence(_text(_begin(tool, key)), _schema(tool), _text("}"))
 
     def _tagged(self, tool: Tool) -> Format:
-        begin, arguments, end = self._written(tool)
-        tags = self._marker("<tool_call>"), self._marker("</tool_call>")
-        return _sequence(tags[0], _text(begin), arguments, *([_text(end)] if end else []), tags[1])
+        begin, end, call = self._marker("<tool_call>"), self._marker("</tool_call>"), self._written(tool)
+        after = [_text(call["end"])] if call["end"] else []
+        return _sequence(begin, _text(call["begin"]), call["content"], *after, end)
 
-    def _written(self, tool: Tool, is_free: bool = False) -> tuple[str, Format, str]:
-        """Return what stands between the tags of a call: before its arguments, these, and behind them."""
+    def _written(self, tool: Tool, is_free: bool = False) -> Format:
+        """Return what stands between <tool_call> and </tool_call>, as a tag around the arguments."""
         name = tool.function.name
         match self.form.tool_call_parser:
             case "qwen3_coder" | "qwen3_xml":
-                return f"\n<function={name}>\n", _xml(tool, "qwen_xml", is_free), "</function>\n"
+                return _tag(f"\n<function={name}>\n", _xml(tool, "qwen_xml", is_free), "</function>\n")
             case "glm45":
-                return f"{name}\n", _xml(tool, "glm45_xml", is_free), ""
+                return _tag(f"{name}\n", _xml(tool, "glm45_xml", is_free), "")
             case "glm47":
-                return name, _xml(tool, "glm_xml", is_free), ""
-        return f"\n{_begin(tool, 'arguments')}", _schema(tool, is_free), "}\n"
+                return _tag(name, _xml(tool, "glm_xml", is_free), "")
+        return _tag(f"\n{_begin(tool, 'arguments')}", _schema(tool, is_free), "}\n")
 
     def _section(self) -> Format:
         """Return the format of what stands in a section of calls."""
