@@ -113,7 +113,10 @@ const LANES = [
 const LANE = 18;
 const LEFT = 58;
 
-const seconds = (step) => [step.draft_ms ?? 0, step.wire_ms ?? 0, step.verify_ms ?? 0];
+/** How long the verifier waited for a tree that did not come in time, in ms; 0 with a tree. */
+export const waited = (step) => (step.method === null ? step.wait_ms ?? 0 : 0);
+
+const seconds = (step) => [step.draft_ms ?? 0, step.wire_ms ?? waited(step), step.verify_ms ?? 0];
 
 /** Total of the server's measured times of some steps, in ms. */
 export const duration = (steps) => steps.reduce((sum, step) => sum + seconds(step).reduce((one, other) => one + other), 0);
@@ -147,7 +150,8 @@ export function drawTimeline(steps, plain, selected, width, select) {
     group.addEventListener("click", () => select(index));
     const [draft, wire, verify] = seconds(step).map((time) => time.toFixed(1));
     const title = element("title");
-    title.textContent = `step ${index + 1}: draft ${draft} ms, wire ${wire} ms, verify ${verify} ms, ${step.tokens.length} tokens`;
+    const before = waited(step) ? `no tree within ${wire} ms` : `draft ${draft} ms, wire ${wire} ms`;
+    title.textContent = `step ${index + 1}: ${before}, verify ${verify} ms, ${step.tokens.length} tokens`;
     group.append(title);
     drawing.append(group);
     start += length;

@@ -3,7 +3,7 @@
 
 import { apiKey, complete, getJson } from "./api.js";
 import { watchCluster } from "./cluster.js";
-import { drawTimeline, drawTree, duration, layout } from "./drawing.js";
+import { drawTimeline, drawTree, duration, layout, waited } from "./drawing.js";
 
 const $ = (id) => document.getElementById(id);
 const EXAMPLE = `class Queue:
@@ -130,7 +130,10 @@ function describe(step) {
   const sent = step.nodes.length - 1;
   const accepted = step.nodes.filter((node) => node.accepted).length - 1;
   const where = `Step ${state.selected + 1} of ${state.run.steps.length}`;
-  if (!sent) return `${where}: no tree, so the target decodes one token.`;
+  if (!sent) {
+    const late = waited(step) >= 1 ? ` came within ${waited(step).toFixed(0)} ms` : "";
+    return `${where}: no tree${late}, so the target decodes one token.`;
+  }
   const gain = `${step.tokens.length} ${step.tokens.length === 1 ? "token" : "tokens"}`;
   return `${where}: ${sent} nodes sent, ${accepted} accepted. One forward pass of ${step.rows} rows gives ${gain}.`;
 }
