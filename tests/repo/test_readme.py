@@ -44,6 +44,24 @@ for code in json.load(sys.stdin):
     results.append([printed.getvalue(), error])
 print(json.dumps(results))
 """
+# Parses the commands that standard input lists, and prints the error of each. --help answers only after every word before it
+# has been understood, and runs nothing.
+PARSER = """
+import contextlib, io, json, sys
+import typer
+from eyas.cli import app
+command, errors = typer.main.get_command(app), []
+for words in json.load(sys.stdin):
+    error = ""
+    with contextlib.redirect_stdout(io.StringIO()):
+        try:
+            command.main([*words, "--help"], prog_name="eyas", standalone_mode=False)
+        except BaseException as problem:
+            error = f"{type(problem).__name__}: {problem}"
+    errors.append(error)
+print(json.dumps(errors))
+"""
+COMMAND = re.compile(r"^(?: {4})?(?:\.venv/bin/)?eyas (.*)$", re.MULTILINE)
 MAKEFILE = (ROOT / "Makefile").read_text(encoding="utf-8")
 
 
@@ -53,6 +71,13 @@ def commands() -> Iterator[list[str]]:
         for line in block.replace("\\\n", " ").splitlines() if language in SHELLS else ():
             if line.removeprefix(".venv/bin/").startswith(TOOLS):
                 yield shlex.split(line.removeprefix(".venv/bin/"), comments=True)
+
+
+def commands_of_docs() -> list[tuple[str, list[str]]]:
+    """Page and words of every command of the pages below docs, in blocks of either kind."""
+    pages = [path for path in files() if path.suffix == ".md" and path.parent == ROOT / "docs"]
+    texts = {name(page): page.read_text(encoding="utf-8").replace("\\\n", " ") for page in pages}
+    return [(page, shlex.split(line, comments=True)) for page, text in texts.items() for line in COMMAND.findall(text)]
 
 
 def commands_of(tool: str) -> list[list[str]]:
@@ -79,6 +104,25 @@ def check_parses(command: list[str]) -> None:
     """--help answers only after every word before it has been understood, and runs nothing."""
     result = subprocess.run([*command, "--help"], cwd=ROOT, env=SINGLE_THREAD, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stdout + result.stderr
+
+
+def test_eyas_commands_of_the_docs_parse() -> None:
+    """All in one process, which is quick."""
+    found = commands_of_docs()
+    done = subprocess.run(
+        [sys.executable, "-c", PARSER], cwd=ROOT, env=SINGLE_THREAD, capture_output=True, text=True, check=False,
+        input=json.dumps([words for _, words in found]),
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    errors = zip(found, json.loads(done.stdout), strict=True)
+    assert not [f"{page}: eyas {shlex.join(words)}: {error}" for (page, words), error in errors if error]
+
+
+def test_files_in_commands_of_the_docs_exist() -> None:
+    words = [(page, word) for page, line in commands_of_docs() for word in line]
+    paths = [(page, word) for page, word in words if word.startswith(("examples/", "models/demo/"))]
+    assert len(paths) > 5
+    assert not [f"{page}: {word}" for page, word in paths if not (ROOT / word).exists()]
 
 
 def snippets() -> list[tuple[str, str, str]]:
