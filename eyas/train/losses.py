@@ -26,58 +26,61 @@ def row_losses(logits: Tensor, teacher: Tensor, loss_type: LossType, needed: Seq
 
     CROSS_ENTROPY and OVERLAP are 0 unless they are `needed` or part of the loss.
     """
+    logits, teacher = logits.float(), teacher.float()
     with torch.no_grad():
-        teacher = teacher.float()
-        p = torch.softmax(teacher, -1)
-        likeliest, proposed = p.max(-1), logits.argmax(-1, keepdim=True)
-        chance = p.gather(-1, proposed)[:, 0]
-    hard = overlap = torch.zeros_like(chance)
+        p, q = torch.softmax(teacher, -1), torch.softmax(logits, -1)
+        likeliest, proposed = p.max(-1, keepdim=True), q.max(-1, keepdim=True)
+        chance = p.gather(-1, proposed.indices)
+    hard = overlap = torch.zeros_like(chance[:, 0])
     if loss_type == "ce" or CROSS_ENTROPY in needed:
-        hard = F.cross_entropy(logits.float(), likeliest.indices, reduction="none")
-    if OVERLAP in needed or loss_type in ("tv", "lk", "lk_hybrid"):
-        overlap = torch.minimum(p, torch.softmax(logits.float(), -1)).sum(-1)
-    loss = hard
-    if loss_type != "ce":
-        loss = _soft_loss(logits, p, overlap, loss_type)
-    agrees = (chance == likeliest.values).float()
-    return torch.stack([loss, chance, agrees, hard.detach(), overlap.detach()], -1)
+        hard = F.cross_entropy(logits, likeliest.indices[:, 0], reduction="none")
+    if loss_type in ("tv", "lk", "lk_hybrid"):
+        overlap = torch.minimum(p, torch.softmax(logits, -1)).sum(-1)
+    elif OVERLAP in needed:
+        overlap = torch.minimum(p, q).sum(-1)
+    loss: Tensor = hard
+    if loss_type in ("kl", "soft_ce", "lk_hybrid"):
+        with torch.no_grad():  # the logarithm of the sum of exp(x) is x - log softmax(x), at any token
+            lse = logits.gather(-1, proposed.indices) - proposed.values.log()
+            teacher_lse = teacher.gather(-1, likeliest.indices) - likeliest.values.log()
+        both = (lse, None if loss_type == "soft_ce" else teacher_lse)
+        loss = _Divergence.apply(logits, teacher, p, q, *both)  # type: ignore[no-untyped-call]
+    if loss_type in ("tv", "lk", "lk_hybrid"):
+        loss = _overlap_loss(overlap, loss, loss_type)
+    agrees = (chance == likeliest.values)[:, 0].float()
+    return torch.stack([loss, chance[:, 0], agrees, hard.detach(), overlap.detach()], -1)
 
 
-def _soft_loss(logits: Tensor, p: Tensor, overlap: Tensor, loss_type: LossType) -> Tensor:
-    """Losses [R] of logits and the target's distribution p [R, D]. lk, lk_hybrid: see 2602.23881."""
-    if loss_type == "soft_ce":
-        return soft_cross_entropy(logits, p)
+def _overlap_loss(overlap: Tensor, divergence: Tensor, loss_type: LossType) -> Tensor:
+    """Losses [R] of the acceptance under p/q; lk, lk_hybrid: 2602.23881."""
     if loss_type == "tv":
         return 1 - overlap
     if loss_type == "lk":
         return -overlap.clamp(min=1e-6).log()
-    divergence: Tensor = soft_cross_entropy(logits, p) - torch.special.entr(p).sum(-1)
-    if loss_type == "kl":
-        return divergence
     share = torch.exp(-3 * overlap.detach())
     return share * divergence + (1 - share) * (1 - overlap)
 
 
-def soft_cross_entropy(logits: Tensor, p: Tensor) -> Tensor:
-    """Minus the sum of p log q by row, float32 [R], of logits of q and of p, [R, D]."""
-    found: Tensor = _SoftCrossEntropy.apply(logits, p)  # type: ignore[no-untyped-call]
-    return found
+class _Divergence(torch.autograd.Function):
+    """The KL of p and q [R, D] or their cross-entropy, in few passes over [R, D]. The gradient of both is q - p.
 
-
-class _SoftCrossEntropy(torch.autograd.Function):
-    """As log_softmax and a sum, with fewer passes over [R, D]: the gradient is q - p."""
+    cross-entropy = lse(logits) - sum of p * logits; the entropy of p is alike, and their difference is the KL.
+    """
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, p: Tensor) -> Tensor:
-        logprobs = torch.log_softmax(logits.float(), -1)
-        ctx.save_for_backward(logprobs, p)
-        ctx.dtype = logits.dtype
-        return -(logprobs * p).sum(-1)
+    def forward(
+        ctx: Any, logits: Tensor, teacher: Tensor, p: Tensor, q: Tensor, lse: Tensor, teacher_lse: Tensor | None
+    ) -> Tensor:
+        """lse [R, 1]: logarithm of the sum of exp(logits). teacher_lse: None for the cross-entropy."""
+        ctx.save_for_backward(p, q)
+        if teacher_lse is None:
+            return lse[:, 0] - (p * logits).sum(-1)
+        return (lse - teacher_lse)[:, 0] + (teacher - logits).mul_(p).sum(-1)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> tuple[Tensor, None]:
-        logprobs, p = ctx.saved_tensors
-        return logprobs.exp().sub_(p).mul_(gradients[0][:, None]).to(ctx.dtype), None
+    def backward(ctx: Any, *gradients: Any) -> tuple[Tensor | None, ...]:
+        p, q = ctx.saved_tensors
+        return (q - p).mul_(gradients[0][:, None]), None, None, None, None, None
 
 
 def in_chunks(function: Callable[..., Tensor], rows: tuple[Tensor, ...], chunk_rows: int) -> Tensor:

@@ -150,6 +150,17 @@ def test_stored_features_train_as_the_target_does(precision: str, folder: Path, 
         assert found == (expected if precision == "bf16" else pytest.approx(expected, rel=5e-3))
 
 
+@pytest.mark.usefixtures("other_precision")
+@pytest.mark.parametrize("method", ["dspark", "eagle3", "peagle"])
+def test_bfloat16_passes_have_the_float32_loss(method: str, folder: Path, tmp_path: Path) -> None:
+    found = {}
+    for precision in ("fp32", "bf16"):
+        AcceleratorState._reset_state()
+        config = settings(folder, str(folder / "target"), method, out=str(tmp_path), optimizer__precision=precision)
+        found[precision] = float(build_trainer(config).step()["loss"])
+    assert found["bf16"] == pytest.approx(found["fp32"], rel=0.02)
+
+
 def test_features_of_another_run_are_not_used(folder: Path, tmp_path: Path) -> None:
     target, out = str(folder / "target"), tmp_path / "features"
     config = settings(folder, target)

@@ -71,6 +71,15 @@ def test_training_logits_equal_cached_logits(kind: str, target: str) -> None:
             torch.testing.assert_close(head.block_logits(found[n, a], previous), expected, atol=1e-4, rtol=0)
 
 
+@pytest.mark.parametrize("kind", ["dspark", "dspark-gated", "dspark-reduced"])
+def test_joined_logits_are_those_of_the_steps(kind: str, target: str) -> None:
+    head = random_block_head(kind, target)
+    generator = torch.Generator().manual_seed(5)
+    states, previous = torch.randn(3, 4, 32, generator=generator), torch.randint(0, 48, (3, 4), generator=generator)
+    expected, _ = head.step(head.backbone_logits(states), states, previous, head.initial_state(3, 4))
+    torch.testing.assert_close(head.block_logits(states, previous), expected, atol=1e-5, rtol=1e-5)
+
+
 @pytest.mark.parametrize("kind", ["dspark", "dspark-gated", "dspark-rnn"])
 def test_zeroed_markov_head_equals_dflash(kind: str, target: str) -> None:
     head = random_block_head(kind, target)
