@@ -84,8 +84,7 @@ class MessageWriter:
 
     def __init__(self, max_calls: int | None, id_length: int) -> None:
         self.num_calls = 0
-        self._max_calls = max_calls
-        self._id_length = id_length
+        self._max_calls, self._id_length = max_calls, id_length
         self._new = ChatMessage()
         self._space: list[str] = []
         self._is_after_call = False
@@ -271,12 +270,12 @@ class CallReader(TextReader):
         name = yield from self.take_while(_NAME)  # DeepSeek V3 has "function" in the header, and the name here
         prefix += name + (yield from self.skip_space())
         if (yield from self.skip("```json")):
-            prefix += "```json" + (yield from self.skip_space())
-        call_name = name or header.removeprefix("functions.").partition(":")[0]
-        if not call_name or not (yield from self.begins_with("{")):
+            prefix += f"```json{(yield from self.skip_space())}"
+        call = _MARKED_CALL.fullmatch(f"{header} {name}")
+        if call is None or not (yield from self.begins_with("{")):
             self._out.content(prefix)
             return False
-        self._out.call(call_name, header if header.startswith("functions.") else "")
+        self._out.call(call[1] or call[2], header if header.startswith("functions.") else "")
         yield from self._arguments(marks.call_end)
         yield from self.skip_space()
         yield from self.skip("```")
@@ -469,6 +468,7 @@ READERS: Mapping[str, Callable[[CallReader], Steps]] = {
     "openai": CallReader.harmony,
 }
 _NAME = re.compile(r"[\w.:/-]*")
+_MARKED_CALL = re.compile(r"function (\S+)|(?:functions\.)?([\w.-]+)(?::\d+)? ")
 _CALL_HEADER = re.compile(r'\{\s*"name"\s*:\s*"([^"\\]+)"\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)')
 _FIRST_KEY = re.compile(r'\{\s*"((?:[^"\\]|\\.)*)"')
 _CALL_KEYS = {"name", "arguments", "parameters", "id", "type"}

@@ -23,7 +23,8 @@ HERMES, LLAMA = ChatFormat("hermes"), ChatFormat("llama3_json")
 MISTRAL, OPENAI = ChatFormat("mistral"), ChatFormat("openai")
 QWEN3, R1 = ChatFormat("hermes", "qwen3"), ChatFormat("", "deepseek_r1")
 MAGISTRAL = ChatFormat("mistral", "mistral")
-FORMATS = [HERMES, LLAMA, MISTRAL, OPENAI, QWEN3, R1, MAGISTRAL]
+OTHERS = [ChatFormat(name) for name in ("pythonic", "glm45", "deepseek_v3", "kimi_k2")]
+FORMATS = [HERMES, LLAMA, MISTRAL, OPENAI, QWEN3, R1, MAGISTRAL, *OTHERS]
 
 
 def read(
@@ -202,6 +203,8 @@ FRAGMENTS = [
     "assistant", "analysis", "commentary", "final", " to=functions.add", "json", "add", "get_weather", "{", "}", ",", ":",
     '"', "\\", ";", " ", "\n", "<", '{"name": "add", "arguments": ', '{"name": "get_weather", "parameters": {', '{"a": 1}',
     '{"name": "add", "arguments": {"a": 1}}', '{"arguments": {}, "name": "add"}', '{"city": "x"', ', "id": "y"}', '"]}', "1",
+    "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>", "(", ")", "a=", "add(a=1)", "get_weather(city='x', ",
+    "function", "functions.add:0", "```json\n", "```", *vars(DEEPSEEK).values(), *vars(KIMI).values(),
 ]  # fmt: skip
 WORD = "w{}q"
 
