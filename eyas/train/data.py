@@ -12,6 +12,7 @@ import json
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -272,7 +273,7 @@ class Windows:
     def __len__(self) -> int:
         return len(self.packs)
 
-    @property
+    @cached_property
     def digest(self) -> str:
         """Of all that windows hold, in their order; what was computed of other windows does not fit these."""
         found = hashlib.sha256(f"{self.max_length}".encode())

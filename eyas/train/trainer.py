@@ -186,6 +186,7 @@ class Trainer:
             folder.mkdir(parents=True, exist_ok=True)
             state = {
                 "fingerprint": self.config.fingerprint,
+                "data": self.windows.digest,
                 "progress": asdict(self.progress),
                 "parameters": {name: parameter.detach().cpu() for name, parameter in self.trained.items()},
                 "optimizers": [optimizer.state_dict() for optimizer in self._optimizers],
@@ -206,6 +207,11 @@ class Trainer:
         if state["fingerprint"] != self.config.fingerprint:
             raise ConfigError(
                 f"{newest} is of a run with other settings; give the same settings to continue, or name another `out`"
+            )
+        if state.get("data", self.windows.digest) != self.windows.digest:
+            raise ConfigError(
+                f"{newest} is of a run with other data than {self.config.data.path} holds now; give back what was prepared "
+                "then, or name another `out` and this run's `last` as draft_model"
             )
         with torch.no_grad():
             for name, parameter in self.trained.items():

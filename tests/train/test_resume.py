@@ -70,6 +70,17 @@ def test_other_settings_do_not_continue_a_run(folder: Path, tmp_path: Path) -> N
         build_trainer(other).resume()
 
 
+def test_other_data_do_not_continue_a_run(tmp_path: Path) -> None:
+    target = tiny_target(tmp_path)
+    for count in (12, 13):
+        prepared(tmp_path, target, count)
+        trainer = build_trainer(settings(tmp_path, target, out=str(tmp_path / "run")))
+        if count == 12:
+            trainer.save()
+    with pytest.raises(ConfigError, match="run with other data"):
+        trainer.resume()
+
+
 def test_a_run_made_longer_goes_on_at_the_new_rate(folder: Path, tmp_path: Path) -> None:
     """A run that ended at the rate 0 continues at the rate that a run of the new length has there."""
     made = [
