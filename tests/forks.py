@@ -164,7 +164,7 @@ def become(request: Mapping[str, Any]) -> None:
             ours.close()
             become(serve(its))
         its.close()
-        Popen.server, cluster.Popen = Server(ours), Popen  # type: ignore[misc]
+        Popen.server, vars(cluster)["Popen"] = Server(ours), Popen
     signal.signal(signal.SIGINT, signal.default_int_handler)
     os.chdir(request["folder"])
     os.environ.clear()

@@ -1,6 +1,9 @@
 """Tiny real models for tests: a random Llama and a random EAGLE-3 head, in their public layouts on disk."""
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import lru_cache
 from pathlib import Path
 
 import torch
@@ -12,6 +15,7 @@ from eyas.drafters.base import Drafter
 from eyas.engine.build import assemble_engine, load_model
 from eyas.engine.engine import Engine
 from eyas.models.heads.layers import FeatureFuser
+from eyas.models.target import TargetModel, load_target
 
 DEMO = Path("models/demo")
 
@@ -114,6 +118,25 @@ def write_eagle1_head(folder: Path, vocab_size: int = 48, hidden: int = 32, seed
     save_file(tensors, folder / "model.safetensors")
     (folder / "config.json").write_text(json.dumps(config))
     return folder
+
+
+@lru_cache
+def shared_target(folder: str, aux_hidden_state_layers: tuple[int, ...] = ()) -> TargetModel:
+    """A target that all engines of this process share: to load one takes as long as a short test."""
+    return load_target(folder, aux_hidden_state_layers=aux_hidden_state_layers)
+
+
+@contextmanager
+def token_without_numbers(engine: Engine, token: int) -> Iterator[None]:
+    """While the context is open, logits behind this token are not numbers."""
+    weight = engine._runner.target.model.get_input_embeddings().weight
+    with torch.no_grad():
+        before = weight[token].clone()
+        weight[token] = float("nan")
+        try:
+            yield
+        finally:
+            weight[token] = before
 
 
 def build_engine(

@@ -1,6 +1,7 @@
 """The central property: whatever the drafter does, the tokens are those of a plain loop over transformers' forward."""
 
 from dataclasses import replace
+from itertools import cycle
 from pathlib import Path
 
 import numpy as np
@@ -11,12 +12,12 @@ from eyas.config import EngineConfig, TreeConfig
 from eyas.drafters.base import Drafter
 from eyas.engine.build import assemble_engine
 from eyas.engine.engine import Engine
-from eyas.models.target import load_target
 from eyas.request import Chunk, GenerationStats, Request, SamplingParams
 from tests import reference
 from tests.drafters.lookup.corpora import write_datastore
 from tests.engine.drafters import DyingDrafter, RandomDrafter, WorkingDrafter
 from tests.methods import CASES, Case
+from tests.tiny import shared_target, token_without_numbers
 
 TREE = TreeConfig(num_draft_tokens=12, num_steps=4, top_k=4)
 GREEDY = SamplingParams(max_tokens=24, temperature=0, ignore_eos=True)
@@ -26,6 +27,8 @@ PARAMS = {
     "filtered": SamplingParams(max_tokens=24, temperature=1.1, top_k=12, top_p=0.85, ignore_eos=True),
     "stopping": SamplingParams(max_tokens=24, temperature=1.0, stop_token_ids=tuple(range(4, 10))),
 }
+# Requests of a batch take these in turn.
+BATCHES = {"greedy": (GREEDY,), "mixed": tuple(PARAMS.values())}
 DRAFTERS = (*CASES, "random", "dying", "none")
 
 
@@ -53,7 +56,7 @@ def make_engine(drafter: Drafter | None, target: str, head: str, name: str = "ea
     fuser = case_of(name, target, head).fuser()
     config = EngineConfig(**{"max_kv_tokens": 1024, "max_prefill_tokens": 16, **limits})
     return assemble_engine(
-        load_target(target, aux_hidden_state_layers=fuser.aux_hidden_state_layers if fuser else ()),
+        shared_target(target, fuser.aux_hidden_state_layers if fuser else ()),
         fuser,
         config,
         TREE,
@@ -84,15 +87,15 @@ def prompts(count: int, seed: int = 0) -> list[list[int]]:
     return [rng.integers(3, 48, int(rng.integers(1, 40))).tolist() for _ in range(count)]
 
 
-@pytest.mark.parametrize("kind", PARAMS)
+@pytest.mark.parametrize("kinds", BATCHES)
 @pytest.mark.parametrize("name", DRAFTERS)
 def test_a_batch_with_staggered_arrivals_equals_the_plain_loop(
-    name: str, kind: str, tiny_target: str, tiny_head: str
+    name: str, kinds: str, tiny_target: str, tiny_head: str
 ) -> None:
     engine = make_engine(make_drafter(name, tiny_target, tiny_head), tiny_target, tiny_head, name, max_num_seqs=6)
     requests = [
-        Request(f"r{i}", tuple(prompt), replace(PARAMS[kind], seed=100 + i, max_tokens=24 - i))
-        for i, prompt in enumerate(prompts(8))
+        Request(f"r{i}", tuple(prompt), replace(params, seed=100 + i, max_tokens=24 - i))
+        for i, (prompt, params) in enumerate(zip(prompts(8), cycle(BATCHES[kinds]), strict=False))
     ]
     chunks = run(engine, {0: requests[:3], 2: requests[3:6], 7: requests[6:]})
     for request in requests:
@@ -214,10 +217,9 @@ def test_extreme_settings_of_one_request_harm_no_other(tiny_target: str, tiny_he
 
 def test_logits_that_are_not_numbers_fail_their_own_request_only(tiny_target: str, tiny_head: str) -> None:
     engine = make_engine(make_drafter("eagle3", tiny_target, tiny_head), tiny_target, tiny_head)
-    with torch.no_grad():
-        engine._runner.target.model.get_input_embeddings().weight[47] = float("nan")
     good = Request("good", (9, 10), replace(GREEDY, seed=0, max_tokens=3))
-    chunks = run(engine, {0: [Request("bad", (47, 5), replace(GREEDY, seed=0)), good]})
+    with token_without_numbers(engine, 47):
+        chunks = run(engine, {0: [Request("bad", (47, 5), replace(GREEDY, seed=0)), good]})
     assert chunks["bad"][-1].finish_reason == "error"
     assert "not numbers" in chunks["bad"][-1].message
     assert chunks["good"][-1].finish_reason == "length"

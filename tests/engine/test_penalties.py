@@ -17,7 +17,6 @@ from eyas.engine.engine import Engine
 from eyas.engine.sequence import QueueKey, ScheduledSequence, Sequence
 from eyas.errors import InvalidRequest
 from eyas.models.heads.eagle import load_fuser
-from eyas.models.target import load_target
 from eyas.request import Chunk, GenerationStats, Request, SamplingParams
 from eyas.sampling.penalties import LogitRules
 from eyas.tree import DraftTree
@@ -25,6 +24,7 @@ from tests import reference
 from tests.engine.drafters import KnowingDrafter
 from tests.engine.test_equality import TREE, make_drafter, make_engine, prompts, run, tokens_of
 from tests.strategies import trees
+from tests.tiny import shared_target
 
 PLAIN = SamplingParams(max_tokens=24, temperature=0.9, ignore_eos=True)
 NO_SLOTS = np.zeros(0, np.int64)
@@ -62,7 +62,7 @@ def expected_of(target: str, request: Request) -> list[int]:
 def engine_with(drafter: Drafter | None, target: str, head: str) -> Engine:
     fuser = load_fuser(head, target)
     return assemble_engine(
-        load_target(target, aux_hidden_state_layers=fuser.aux_hidden_state_layers),
+        shared_target(target, fuser.aux_hidden_state_layers),
         fuser,
         EngineConfig(max_kv_tokens=2048, max_prefill_tokens=16),
         TREE,

@@ -22,7 +22,6 @@ from eyas.engine.build import assemble_engine
 from eyas.engine.engine import Engine
 from eyas.engine.grammar_manager import FollowedOutput
 from eyas.errors import InvalidRequest
-from eyas.models.target import load_target
 from eyas.request import Chunk, Request, SamplingParams, StructuredOutputs
 from eyas.tokenizer import load_tokenizer
 from eyas.tree import DraftProbs, DraftTree, SampledProposal
@@ -30,7 +29,7 @@ from tests import reference
 from tests.drafters.lookup.corpora import write_datastore
 from tests.engine.drafters import RandomDrafter
 from tests.methods import CASES, Case
-from tests.tiny import write_spelling_tokenizer, write_target
+from tests.tiny import shared_target, write_spelling_tokenizer, write_target
 
 TREE = TreeConfig(num_draft_tokens=12, num_steps=4, top_k=4)
 RECORD = {
@@ -80,7 +79,7 @@ def make_engine(target: str, drafter: Drafter | None = None, case: Case | None =
     fuser = case.fuser() if case else None
     config = EngineConfig(**{"max_kv_tokens": 2048, "max_prefill_tokens": 64, **limits})
     layers = fuser.aux_hidden_state_layers if fuser else ()
-    return assemble_engine(load_target(target, aux_hidden_state_layers=layers), fuser, config, TREE, drafter)
+    return assemble_engine(shared_target(target, layers), fuser, config, TREE, drafter)
 
 
 def case_engine(name: str, target: str, head: str, **limits: Any) -> Engine:

@@ -48,6 +48,7 @@ from eyas.models.heads.layers import (
     LinearFuser,
     Projected,
     backbone_json,
+    default_rotary_table,
     frozen,
     linear,
     rms_norm,
@@ -153,6 +154,8 @@ class EagleHead(nn.Module):
 
 def head_rotary(config: BackboneSizes, length: int) -> Tensor:
     """The head's rotary table, [length, 2, d]. Raises CheckpointError for a scaling that transformers does not know."""
+    if config.rotary["rope_type"] == "default":
+        return default_rotary_table(config.rotary["rope_theta"], config.head_dim, length)
     from transformers import LlamaConfig
 
     try:

@@ -243,7 +243,7 @@ def read_rotary(head: Settings, source: Path) -> dict[str, Any]:
     found = head.get("rope_parameters") or head.get("rope_scaling") or {}
     if not isinstance(found, Mapping):
         raise CheckpointError(f"{source}: rope_scaling is {found!r}; it must be a mapping")
-    parameters = {"rope_theta": get_setting(float, head, "rope_theta", source, 10000.0), **found}
+    parameters = {**found, "rope_theta": get_setting(float, {**head, **found}, "rope_theta", source, 10000.0)}
     parameters["rope_type"] = parameters.pop("type", None) or parameters.get("rope_type") or "default"
     return parameters
 

@@ -159,6 +159,14 @@ def rotary_table(config: Any, length: int) -> Tensor:
     return torch.stack([cos[0], sin[0]], dim=1)
 
 
+def default_rotary_table(theta: float, width: int, length: int) -> Tensor:
+    """`rotary_table` of RoPE without scaling, [length, 2, width]. It needs no transformers, whose import takes seconds."""
+    frequencies = 1.0 / theta ** (torch.arange(0, width, 2, dtype=torch.float32) / width)
+    angles = torch.arange(length)[:, None].float() * frequencies
+    both = torch.cat([angles, angles], -1)
+    return torch.stack([both.cos(), both.sin()], dim=1)
+
+
 def rotate(x: Tensor, rotary: Tensor) -> Tensor:
     """Rotary embedding of x [R, heads, d]; rotary [R, 2, d]."""
     cos, sin = rotary[:, :, None].unbind(1)

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import LlamaConfig
 
 from eyas.config import DraftingConfig, TreeConfig
 from eyas.draft_protocol import Commit, TreeBudget
@@ -13,6 +14,7 @@ from eyas.drafters.eagle import EagleDrafter
 from eyas.models.checkpoint import head_fingerprint, read_target_config
 from eyas.models.heads.eagle import load_fuser, load_head, write_head
 from eyas.models.heads.eagle_config import EagleHeadConfig, HeadWiring, read_head_config
+from eyas.models.heads.layers import default_rotary_table, rotary_table
 from eyas.request import NoiseKey
 from eyas.tree import DraftTree
 from tests.drafters.naive_eagle import NaiveEagle, best_tree, linear, rms
@@ -91,6 +93,11 @@ def test_a_head_is_equal_in_every_checkpoint_format(
     assert one.keys() == other.keys()
     assert all(torch.equal(one[name], other[name]) for name in one)
     assert trees(head, tiny_target, config) == trees(plain, tiny_target, config)
+
+
+def test_the_rotary_table_is_the_one_of_transformers() -> None:
+    llama = LlamaConfig(head_dim=24, rope_parameters={"rope_theta": 500.0, "rope_type": "default"})
+    assert torch.equal(default_rotary_table(500.0, 24, 300), rotary_table(llama, 300))
 
 
 @pytest.mark.parametrize("option", OPTIONS)

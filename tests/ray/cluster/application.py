@@ -1,4 +1,4 @@
-"""The demo model on a local Ray, as examples/configs/ray/demo.yaml has it but on free ports."""
+"""A tiny model on a local Ray, as examples/configs/ray/demo.yaml has the demo model but on free ports."""
 
 import asyncio
 import json
@@ -25,6 +25,7 @@ from eyas.services.discovery.registry import Lease, Registry
 from eyas.services.local import ROOT
 from tests.services.redis_server import running_redis
 from tests.telemetry.cluster.collector import Collector, collecting
+from tests.tiny import write_head, write_spelling_tokenizer, write_target
 
 CONFIG = ROOT / "examples" / "configs" / "ray" / "demo.yaml"
 # Ray's own way of saying: no reports, a token for its control plane as in the chart, and news of the replicas at once.
@@ -44,6 +45,8 @@ ENVIRONMENT = {
 START_SECONDS = 200.0
 STOP_SECONDS = 30.0
 LOG_LINES = 20
+# No request of so many tokens ends by itself while a test waits.
+MAX_MODEL_LEN = 65536
 
 WAITS = {"look_back_period_s": 1.0, "scaling": {"upscale_delay_s": 0.5, "downscale_delay_s": 3.0}}
 # Two requests fill a verifier. A drafter is busy for a small part of a step, so low bounds count it as full here.
@@ -128,14 +131,14 @@ class RayApplication:
 
 @contextmanager
 def running_application(
-    folder: Path, command: str = "run", deployments: Sequence[Mapping[str, Any]] = ()
+    folder: Path, model: Path, command: str = "run", deployments: Sequence[Mapping[str, Any]] = ()
 ) -> Iterator[RayApplication]:
-    """The application with Redis, Ray and collector of traces of its own; stopped whatever happens. command: of `serve`.
-    deployments: overrides of Serve's options, as its config files list them."""
+    """The application with Redis, Ray and collector of traces of its own; stopped whatever happens. model: of `write_model`.
+    command: of `serve`. deployments: overrides of Serve's options, as its config files list them."""
     own, traces = tempfile.mkdtemp(prefix="ray"), free_port()  # a short name: sockets lie in it
     with running_redis(free_port()) as registry, collecting(traces) as collector:
         file, log = folder / "serve.yaml", folder / "driver.log"
-        config = settings(registry, deployments)
+        config = settings(model, registry, deployments)
         file.write_text(yaml.safe_dump(config))
         driver = start([command, str(file), own], f"http://127.0.0.1:{traces}", log)
         ports = config["grpc_options"]["port"], config["http_options"]["port"]
@@ -164,15 +167,30 @@ def start(words: Sequence[str], traces: str, log: Path) -> subprocess.Popen[str]
         )
 
 
-def settings(registry: str, deployments: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The example with two requests a verifier, quick pools, this registry and free ports."""
+def write_model(folder: Path) -> Path:
+    """A tiny target for long outputs, with its tokenizer, and its head in the subfolder head."""
+    write_target(folder, max_model_len=MAX_MODEL_LEN)
+    write_spelling_tokenizer(folder)
+    write_head(folder / "head")
+    return folder
+
+
+def settings(model: Path, registry: str, deployments: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The example with this model, two requests a verifier, quick pools, this registry and free ports.
+
+    Drafts may take long, because other tests compute meanwhile: with a short timeout every step would wait in vain.
+    """
     config: dict[str, Any] = yaml.safe_load(CONFIG.read_text())
     config["http_options"]["port"], config["grpc_options"]["port"] = free_port(), free_port()
     config["applications"][0]["deployments"] = [dict(deployment) for deployment in deployments]
     args = config["applications"][0]["args"]
     for service in ("router", "verifier", "draft"):
         args[service]["registry"] = {"url": registry, "heartbeat_interval_s": 0.25, "ttl_s": 20}
-    args["verifier"]["engine"] |= {"max_num_seqs": 2, "max_queued_requests": 8}
+    args["router"]["models"][0]["tokenizer"] = str(model)
+    for service in ("verifier", "draft"):
+        args[service] |= {"model": str(model), "draft_model": str(model / "head")}
+    args["verifier"]["engine"] |= {"max_num_seqs": 2, "max_queued_requests": 8, "max_kv_tokens": 2 * MAX_MODEL_LEN}
+    args["verifier"]["draft_client"]["draft_timeout_s"] = 30
     args["verifier"]["validate_head"] = "never"
     args["verifier"]["telemetry"] = {"step_span_ratio": 0.2}
     args["verifier"]["server"]["shutdown_delay_s"] = 0.5

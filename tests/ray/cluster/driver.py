@@ -11,14 +11,17 @@ import sys
 import ray
 from ray import serve
 from ray.serve import scripts
+from ray.serve._private import api
 
 POLL_SECONDS = 0.25
 STORE_BYTES = 80 * 2**20
 NUM_CPUS = 4  # room for replicas, not cores
+PROXY_SECONDS = 150  # Serve itself waits 60 s for its proxies, which is short beside other tests
 
 
 def main(command: str, config: str, folder: str) -> None:
     """Run until stdin ends."""
+    api.HTTP_PROXY_TIMEOUT = PROXY_SECONDS
     cluster = ray.init(
         num_cpus=NUM_CPUS, object_store_memory=STORE_BYTES, include_dashboard=command == "deploy", dashboard_port=0,
         log_to_driver=True, _temp_dir=folder, namespace="serve",

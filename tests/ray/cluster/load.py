@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
 
 from eyas import LLM, SamplingParams
 from tests.e2e.client import generate
 from tests.ray.cluster.application import RayApplication
-from tests.tiny import DEMO
 
 WORKERS = ("Verifier", "Draft")
 # Of the client that asks seldom. The pools of a slow machine shrink between two of its requests.
@@ -30,15 +31,14 @@ class Asked:
         return Asked(self.prompt, replace(self.sampling, max_tokens=num_tokens), self.expected[:num_tokens])
 
 
-def plainly(num_requests: int, max_tokens: int) -> list[Asked]:
+def plainly(model: Path, num_requests: int, max_tokens: int) -> list[Asked]:
     """Requests with seeds of their own, decoded plainly in this process."""
-    lines = (DEMO / "prompts.jsonl").read_text().splitlines()
-    prompts = [tuple(json.loads(line)["token_ids"][:16]) for line in lines[:num_requests]]
+    prompts = [tuple(row) for row in np.random.default_rng(0).integers(3, 48, (num_requests, 16)).tolist()]
     samplings = [
         SamplingParams(max_tokens=max_tokens, temperature=0.8 * (i % 2), seed=i, ignore_eos=True)
         for i in range(num_requests)
     ]
-    results = LLM(str(DEMO / "target")).generate(prompts, samplings)
+    results = LLM(str(model)).generate(prompts, samplings)
     return [Asked(p, s, tuple(r.outputs[0].token_ids)) for p, s, r in zip(prompts, samplings, results, strict=True)]
 
 

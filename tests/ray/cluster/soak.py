@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from tests.ray.cluster.application import RayApplication, running_application
+from tests.ray.cluster.application import RayApplication, running_application, write_model
 from tests.ray.cluster.load import WORKERS, Asked, Outcome, plainly, scale_out_and_in, upgrade
 from tests.ray.cluster.traces import torn
 
@@ -20,7 +20,6 @@ SURGE = [{"name": name, "max_surge_percent": 100} for name in ("Router", *WORKER
 
 def main() -> None:
     """Scale out and in, then upgrade."""
-    asked, started = plainly(num_requests=16, max_tokens=64), time.monotonic()
     failures: list[str] = []
 
     def watch(name: str, application: RayApplication, act: Callable[[RayApplication, Sequence[Asked]], Outcome]) -> None:
@@ -30,11 +29,13 @@ def main() -> None:
         print(f"{name}: {counts}, {time.monotonic() - started:.0f} s", flush=True)
 
     with tempfile.TemporaryDirectory() as folder:
-        with running_application(Path(folder)) as application:
+        model = write_model(Path(folder, "model"))
+        asked, started = plainly(model, num_requests=16, max_tokens=64), time.monotonic()
+        with running_application(Path(folder), model) as application:
             for number in range(NUM_CYCLES):
                 watch(f"cycle {number + 1}", application, scale_out_and_in)
         failures += trace_failures(application)
-        with running_application(Path(folder), "deploy", SURGE) as application:
+        with running_application(Path(folder), model, "deploy", SURGE) as application:
             watch("upgrade", application, upgrade)
         failures += trace_failures(application)
     sys.exit("\n".join(failures) or 0)

@@ -4,6 +4,7 @@ import threading
 import uuid
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import httpx
 import pytest
@@ -16,7 +17,7 @@ from eyas.rpc.channel import open_sync_channel
 from eyas.rpc.messages import NO_DRAFTER, GenerateCall
 from eyas.v1.generation_pb2_grpc import GenerationStub
 from tests.e2e.client import generate
-from tests.ray.cluster.application import RayApplication, running_application
+from tests.ray.cluster.application import MAX_MODEL_LEN, RayApplication, running_application, write_model
 from tests.ray.cluster.load import Asked, plainly, scale_out_and_in
 from tests.ray.cluster.traces import PARTS, SERVICES, torn
 from tests.strategies import unchecked
@@ -28,17 +29,22 @@ pytestmark = pytest.mark.timeout(600)
 
 TRACED = SamplingParams(max_tokens=64, temperature=0, ignore_eos=True)
 CALLER = "00f067aa0ba902b7"
-ENDLESS = SamplingParams(max_tokens=1500, temperature=0, ignore_eos=True)
+ENDLESS = SamplingParams(max_tokens=MAX_MODEL_LEN - 100, temperature=0, ignore_eos=True)
 
 
 @pytest.fixture(scope="module")
-def asked() -> list[Asked]:
-    return plainly(num_requests=8, max_tokens=48)
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(scope="module")
-def application(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RayApplication]:
-    with running_application(tmp_path_factory.mktemp("ray")) as running:
+def asked(model: Path) -> list[Asked]:
+    return plainly(model, num_requests=8, max_tokens=48)
+
+
+@pytest.fixture(scope="module")
+def application(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RayApplication]:
+    with running_application(tmp_path_factory.mktemp("ray"), model) as running:
         yield running
 
 
@@ -93,7 +99,7 @@ def test_a_grpc_rejection_carries_retry_after(application: RayApplication) -> No
         errors = [error for error in clients.map(ask, range(14)) if error]
     assert errors
     assert all(0.1 <= (error.retry_after or 0) <= 60 for error in errors)
-    application.wait(lambda: not busy(application), 40, "requests go on")
+    application.wait(lambda: not busy(application), 100, "requests go on")
 
 
 @pytest.mark.parametrize("call", [by_grpc, by_http])
@@ -121,7 +127,7 @@ def test_grpc_clients_that_disconnect_cancel_their_requests(application: RayAppl
 
     with ThreadPoolExecutor(4) as clients:
         assert max(clients.map(leave, range(12))) < ENDLESS.max_tokens
-    application.wait(lambda: not busy(application), 40, "requests go on")
+    application.wait(lambda: not busy(application), 100, "requests go on")
     assert application.ready()
 
 
@@ -131,7 +137,7 @@ def test_an_http_client_that_disconnects_cancels_its_request(application: RayApp
         events = answer.iter_lines()
         while not busy(application):
             next(events)
-    application.wait(lambda: not busy(application), 40, "the request goes on")
+    application.wait(lambda: not busy(application), 100, "the request goes on")
 
 
 def busy(application: RayApplication) -> int:
