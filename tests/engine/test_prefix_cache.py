@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import cycle
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from eyas.drafters.base import Draft, DraftContext, DrafterNeeds, LocalDrafter
 from eyas.engine.engine import Engine
 from eyas.request import Request, SamplingParams
 from tests import reference
-from tests.engine.test_equality import GREEDY, PARAMS, make_drafter, make_engine, prompts, run, tokens_of
+from tests.engine.test_equality import BATCHES, GREEDY, PARAMS, make_drafter, make_engine, prompts, run, tokens_of
 from tests.tiny import token_without_numbers
 
 SHARED = prompts(1, seed=9)[0]
@@ -42,19 +43,19 @@ def num_cached(chunks: Sequence[object]) -> int:
     return sum(chunk.num_cached for chunk in chunks)  # type: ignore[attr-defined]
 
 
-def family(count: int, sampling: SamplingParams) -> list[Request]:
-    """Requests whose prompts begin alike."""
-    tails = prompts(count, seed=4)
+def family(count: int, samplings: Sequence[SamplingParams] = (GREEDY,)) -> list[Request]:
+    """Requests whose prompts begin alike; they take the samplings in turn."""
     return [
-        Request(f"r{i}", (*SHARED, *tail[: 3 * i]), replace(sampling, seed=i, max_tokens=20)) for i, tail in enumerate(tails)
+        Request(f"r{i}", (*SHARED, *tail[: 3 * i]), replace(sampling, seed=i, max_tokens=20))
+        for i, (tail, sampling) in enumerate(zip(prompts(count, seed=4), cycle(samplings), strict=False))
     ]
 
 
-@pytest.mark.parametrize("kind", PARAMS)
+@pytest.mark.parametrize("kinds", BATCHES)
 @pytest.mark.parametrize("name", ["eagle3", "random", "none"])
-def test_requests_with_a_cached_prefix_equal_the_plain_loop(name: str, kind: str, tiny_target: str, tiny_head: str) -> None:
+def test_requests_with_a_cached_prefix_equal_the_plain_loop(name: str, kinds: str, tiny_target: str, tiny_head: str) -> None:
     engine = make_engine(make_drafter(name, tiny_target, tiny_head), tiny_target, tiny_head, max_prefill_tokens=7)
-    first, second, *others = family(6, PARAMS[kind])
+    first, second, *others = family(6, BATCHES[kinds])
     chunks = run(engine, {0: [first]})
     chunks |= run(engine, {0: [second, *others[:2]], 3: others[2:]})
     for request in (first, second, *others):
@@ -77,9 +78,9 @@ def test_turns_of_a_conversation_equal_the_plain_loop(name: str, tiny_target: st
 
 
 def test_cached_and_computed_prefixes_send_equal_drafter_input(tiny_target: str, tiny_head: str) -> None:
-    request = family(3, GREEDY)[2]
+    request = family(3)[2]
     recorded: list[RecordingDrafter] = []
-    for before in ([], [family(1, GREEDY)[0]], [request]):
+    for before in ([], [family(1)[0]], [request]):
         recorder = RecordingDrafter(make_drafter("eagle3", tiny_target, tiny_head))  # type: ignore[arg-type]
         engine = make_engine(recorder, tiny_target, tiny_head, max_prefill_tokens=7)
         run(engine, {0: [replace(r, id="before") for r in before]} if before else {})
