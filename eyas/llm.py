@@ -17,7 +17,7 @@ from rich.progress import Progress
 from eyas.chat_template import ChatTemplate, load_template, special_tokens
 from eyas.config import DraftingConfig, EngineConfig, HeadValidation, MethodsConfig, ServedModel, TreeConfig
 from eyas.config.vllm import Speculation, engine_config, speculation
-from eyas.drafters.registry import NO_DRAFTS, build_drafter, build_fuser, default_method, resolve_wiring
+from eyas.drafters.registry import NO_DRAFTS, build_drafter, build_fuser, default_method, resolve_tree, resolve_wiring
 from eyas.engine.async_engine import AsyncEngine
 from eyas.engine.build import assemble_engine, gather_ranks, load_model
 from eyas.engine.engine import Engine
@@ -52,7 +52,7 @@ class LLM:
     Args:
         model: folder or hub id of the target, any causal LM that transformers loads.
         draft_model: folder or hub id of the draft head, or of another checkpoint that the method loads.
-        method: how to draft; "eagle3" if only `draft_model` is given. Without either, decoding is plain.
+        method: how to draft; if only `draft_model` is given, the method that it is for. Without either, decoding is plain.
         dtype: "auto" takes the checkpoint's on a GPU and float32 on the CPU.
         device: "auto" takes CUDA where torch finds a GPU, else the CPU.
         validate_head: "auto" tries the plausible wirings of an EAGLE head and takes the best; "never" trusts its config.
@@ -86,11 +86,12 @@ class LLM:
         **arguments: Any,
     ) -> None:
         engine = replace(engine_config(arguments, engine or EngineConfig()), max_queued_requests=sys.maxsize)
-        drafts = _speculation(speculative_config, draft_model, method, tree, methods or MethodsConfig())
         resolve(model)  # a missing target is not the head's fault
+        drafts = _speculation(speculative_config, draft_model, method, tree, methods or MethodsConfig())
         device, dtype = resolve_placement(device, _dtype_name(dtype), model)
         drafting = drafting or DraftingConfig(cuda_graphs=engine.cuda_graphs)
-        name, head, shape = drafts.method, drafts.draft_model, drafts.tree or TreeConfig()
+        name, head = drafts.method, drafts.draft_model
+        shape = resolve_tree(drafts.tree or TreeConfig(), name, head)
         fuser = build_fuser(name, head, model, dtype, device)
         with ExitStack() as undo:
             ranks = gather_ranks(RankInfo(0, engine.tensor_parallel_size, device), model, dtype, engine.max_model_len)

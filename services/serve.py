@@ -39,10 +39,10 @@ def serve(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="Folder or hub id of the target model.")],
     draft_model: Annotated[str, typer.Option(help="Folder or hub id of the draft head or draft model.")] = "",
     method: Annotated[
-        str, typer.Option(help="Drafting method (see `eyas drafters`); eagle3 with a draft model, none without one.")
+        str, typer.Option(help="Drafting method (see `eyas drafters`); by default the one that the draft model is for.")
     ] = "",
     num_draft_tokens: Annotated[int | None, typer.Option(help="Most nodes of a draft tree, the root included.")] = None,
-    num_steps: Annotated[int | None, typer.Option(help="Levels of a draft tree below the root.")] = None,
+    num_steps: Annotated[int | None, typer.Option(help="Levels of a draft tree; by default those of the method.")] = None,
     top_k: Annotated[int | None, typer.Option(help="Nodes that each level of a draft tree expands.")] = None,
     dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
@@ -95,7 +95,7 @@ def plan(
     settings: further settings of verifier and draft service; None keeps the default. chats: of the router's model.
     On the CPU, verifier and draft service share the cores, unless OMP_NUM_THREADS is set.
     """
-    name, method = name or model, method or ("eagle3" if draft_model else "none")
+    name, method = name or model, method or ("" if draft_model else "none")
     shared = {"served_model_name": name, "model": model, "draft_model": draft_model, "method": method, **settings}
     worker = tuple(_assignment(key, value) for key, value in shared.items() if value is not None)
     served = {"name": name, "tokenizer": model, **(chats or {})}

@@ -23,7 +23,7 @@ Model = Annotated[str, typer.Option(help="Folder or hub id of the target model."
 Temperatures = Annotated[list[float], typer.Option(help="May be repeated.")]
 MaxTokens = Annotated[int, typer.Option(help="Tokens to generate for each prompt.")]
 NumDraftTokens = Annotated[int, typer.Option(help="Most nodes of a draft tree, the root included.")]
-NumSteps = Annotated[int, typer.Option(help="Levels of a draft tree below the root.")]
+NumSteps = Annotated[int, typer.Option(help="Levels of a draft tree; 0 takes those of the method.")]
 TopK = Annotated[int, typer.Option(help="Nodes that each level of a draft tree expands.")]
 DtypeName = Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")]
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")]
@@ -43,7 +43,7 @@ def _bench() -> None:
 def offline(
     model: Model,
     draft_model: Annotated[str, typer.Option(help="Folder or hub id of a draft head; plain decoding only without it.")] = "",
-    method: Annotated[str, typer.Option(help="Drafting method; eagle3 if only a draft model is given.")] = "",
+    method: Annotated[str, typer.Option(help="Drafting method; by default the one that the draft model is for.")] = "",
     prompts: Annotated[
         Path | None, typer.Option(help="JSON Lines with token_ids or text; random tokens by default.")
     ] = None,

@@ -15,7 +15,7 @@ from eyas.bench.results import GENERATE, PLAIN, Agreement, Run, total_stats
 from eyas.bench.settings import MethodSpec, MethodsSettings, load_tasks
 from eyas.bench.timing import Contender, EngineContender, GenerateContender, run_in_turn
 from eyas.config import DraftingConfig, EngineConfig
-from eyas.drafters.registry import build_drafter, build_fuser, find_method
+from eyas.drafters.registry import build_drafter, build_fuser, find_method, resolve_tree
 from eyas.engine.build import assemble_engine
 from eyas.errors import ConfigError
 from eyas.models.target import TargetModel, load_target
@@ -144,6 +144,7 @@ def _contender(
     model, dtype, device, tree = settings.model, settings.dtype, settings.device, settings.tree
     fuser, drafter = None, None
     if spec is not None:
+        tree = resolve_tree(tree, spec.name, spec.draft_model)
         fuser = build_fuser(spec.name, spec.draft_model, model, dtype, device)
         drafter = build_drafter(spec.name, model, spec.draft_model, dtype, device, tree, drafting or DraftingConfig())
     own_target = TargetModel(target.model, fuser.aux_hidden_state_layers if fuser else ())

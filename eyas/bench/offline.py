@@ -33,7 +33,7 @@ from eyas.bench.timing import (
 )
 from eyas.config import DraftingConfig, EngineConfig
 from eyas.drafters.base import Drafter
-from eyas.drafters.registry import NO_DRAFTS, build_drafter, build_fuser, default_method
+from eyas.drafters.registry import NO_DRAFTS, build_drafter, build_fuser, default_method, resolve_tree
 from eyas.engine.build import assemble_engine
 from eyas.models.heads.layers import FeatureFuser
 from eyas.models.target import TargetModel, load_target
@@ -57,6 +57,7 @@ class BenchParts:
 def measure(settings: OfflineSettings, progress: Progress) -> OfflineResults:
     """Take every measurement. Raises EyasError for models and prompts that cannot be used."""
     loading = progress.add_task("loading models", total=None)
+    settings = with_method(settings)
     parts = load(settings)
     prompts = load_prompts(settings, parts.target.vocab_size)
     contenders = build_contenders(settings, parts, prompts)
@@ -75,15 +76,21 @@ def measure(settings: OfflineSettings, progress: Progress) -> OfflineResults:
     return OfflineResults(torch.get_num_threads(), comparisons, tuple(verify), tuple(draft), first)
 
 
+def with_method(settings: OfflineSettings) -> OfflineSettings:
+    """The settings with what they leave open: the method of the draft model, and the levels of its trees."""
+    method = default_method(settings.method, settings.draft_model)
+    return replace(settings, method=method, tree=resolve_tree(settings.tree, method, settings.draft_model))
+
+
 def load(settings: OfflineSettings) -> BenchParts:
-    """Load the target, and with a method its drafter; set torch's threads.
+    """Load the target, and with a method its drafter; set torch's threads. settings: the output of `with_method`.
 
     Raises CheckpointError; ConfigError for an unknown method or device.
     """
     if settings.threads:
         torch.set_num_threads(settings.threads)
     target, draft, dtype, device = settings.model, settings.draft_model, settings.dtype, settings.device
-    name = default_method(settings.method, draft)
+    name = settings.method
     if name == NO_DRAFTS:
         return BenchParts(load_target(target, dtype, device), None, None)
     fuser = build_fuser(name, draft, target, dtype, device)

@@ -35,7 +35,7 @@ def _check() -> None:
 def head(
     model: Model,
     draft_model: Annotated[str, typer.Option(help="Folder or hub id of an EAGLE or block head.")],
-    method: Annotated[str, typer.Option(help="eagle1, eagle2, eagle3, peagle, dspark, dflash or dflash2.")] = "eagle3",
+    method: Annotated[str, typer.Option(help="eagle1, eagle2, eagle3, peagle, dspark, dflash or dflash2; by default what the head is for.")] = "",
     dtype: DtypeName = "auto",
     device: Device = "auto",
     threads: Threads = 0,
@@ -44,13 +44,14 @@ def head(
     """Find the wiring of a draft head. Exit status 1 if it guesses no better than chance with any wiring."""
     import torch
 
-    from eyas.drafters.registry import validate_draft_head
+    from eyas.drafters.registry import default_method, validate_draft_head
     from eyas.models.checkpoint import resolve_placement
     from eyas.models.target import load_target
 
     if threads:
         torch.set_num_threads(threads)
     device, dtype = resolve_placement(device, dtype, model)
+    method = default_method(method, draft_model)
     report = validate_draft_head(method, load_target(model, dtype, device), draft_model, model, dtype, device)
     if report is None:
         raise ConfigError(f"method {method!r} has no head to check; take an EAGLE or block method")
@@ -99,7 +100,7 @@ def equality(
     draft_model: Annotated[
         str, typer.Option(help="Folder or hub id of a draft model; without one, trees are made of the plain output.")
     ] = "",
-    method: Annotated[str, typer.Option(help="Drafting method; eagle3 if only a draft model is given.")] = "",
+    method: Annotated[str, typer.Option(help="Drafting method; by default the one that the draft model is for.")] = "",
     prompts: Annotated[
         Path | None, typer.Option(help="JSON Lines with token_ids or text; random tokens if left out.")
     ] = None,

@@ -14,7 +14,7 @@ import torch
 from rich.progress import Progress
 from torch import Tensor
 
-from eyas.bench.offline import engine_contenders, load
+from eyas.bench.offline import engine_contenders, load, with_method
 from eyas.bench.results import PLAIN, SPECULATIVE, first_difference
 from eyas.bench.settings import OfflineSettings, Prompt, load_prompts
 from eyas.config import EngineConfig
@@ -89,6 +89,7 @@ def compare(settings: OfflineSettings, deterministic: bool, progress: Progress) 
     Raises EyasError for models and prompts that cannot be used.
     """
     loading = progress.add_task("loading models", total=None)
+    settings = with_method(settings)
     parts = load(settings)
     prompts = load_prompts(settings, parts.target.vocab_size)
     batch, replay = settings.batches[0], ReplayDrafter(parts.target.vocab_size)

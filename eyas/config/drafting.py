@@ -26,12 +26,13 @@ class TreeConfig:
 
     Attributes:
         num_draft_tokens: maximum number of tree nodes, with the root.
-        num_steps: maximum number of levels below the root.
+        num_steps: maximum number of levels below the root. 0 takes all tokens that a one-pass head proposes, and 5 for
+            other methods.
         top_k: number of nodes that each level expands, and of children per node.
     """
 
     num_draft_tokens: int = 24
-    num_steps: int = 5
+    num_steps: int = 0
     top_k: int = 8
 
     def __post_init__(self) -> None:

@@ -247,7 +247,7 @@ class VerifierConfig(WorkerConfig):
         served_model_name: name in requests.
         model: folder or hub id of the target.
         draft_model: folder or hub id of the draft head, which fuses the features that the verifier sends.
-        method: drafting method that needs these features, such as "eagle3". Empty takes "eagle3" with a draft_model and
+        method: drafting method that needs these features, such as "eagle3". Empty takes the one that draft_model is for, and
             "none" without one. "none" accepts no drafts. With any other method, drafters that need no features work too.
         validate_head: "auto" tests at startup that the head's guesses are better than chance, and rejects it otherwise.
         dtype: "auto" takes the checkpoint's own on CUDA, and float32 on the CPU.
@@ -291,13 +291,13 @@ class DraftedModel:
         served_model_name: name of the target in requests.
         model: folder or hub id of the target; the drafter reads its config and embeddings.
         draft_model: folder or hub id of the draft head or model; empty for a method that loads none.
-        method: drafting method, such as "eagle3" or "eagle3+prompt_lookup".
+        method: drafting method, such as "eagle3" or "eagle3+prompt_lookup". Empty takes the one that draft_model is for.
     """
 
     served_model_name: str
     model: str
     draft_model: str = ""
-    method: str = "eagle3"
+    method: str = ""
     dtype: Dtype = "auto"
     device: str = "auto"
     tree: TreeConfig = field(default_factory=TreeConfig)

@@ -111,8 +111,8 @@ def speculation(config: Mapping[str, Any], methods: MethodsConfig) -> Speculatio
         if name not in _SPECULATIVE_KEYS:
             _refuse(name, value, _SPECULATIVE_HINTS, "key of speculative_config", _SPECULATIVE_KEYS)
     model, method = str(config.get("model") or ""), str(config.get("method") or "")
-    if not method and model:
-        method = _guessed(model)
+    if not method and "ngram" in model:
+        method = "ngram"
     if method in _UNKNOWN_METHODS:
         raise ConfigError(f"speculative_config has the method {method!r}, which Eyas does not have; see `eyas drafters`")
     method = _METHODS.get(method, method)
@@ -126,14 +126,6 @@ def speculation(config: Mapping[str, Any], methods: MethodsConfig) -> Speculatio
             raise ConfigError(f"num_speculative_tokens is {num_tokens!r}; it must be a whole number, at least 1")
         tree = TreeConfig(num_draft_tokens=num_tokens + 1, num_steps=num_tokens, top_k=1)
     return Speculation("" if model in ("ngram", "[ngram]") else model, method, tree, methods)
-
-
-def _guessed(model: str) -> str:
-    """The method that the name of a draft model suggests, as vLLM does: a head by its kind, else a draft model."""
-    name = model.lower()
-    return next(
-        (method for method in ("ngram", "eagle3", "eagle", "medusa", "dspark", "dflash") if method in name), "draft_model"
-    )
 
 
 def _refuse(name: str, value: Any, hints: Mapping[str, tuple[tuple[Any, ...], str]], kind: str, known: Any) -> None:

@@ -15,6 +15,7 @@ from typing import Literal
 import torch
 
 from eyas.config import DraftingConfig, MethodsConfig, TreeConfig
+from eyas.datastore import HEADER as DATASTORE_HEADER
 from eyas.drafters.base import LocalDrafter
 from eyas.drafters.block import BlockDrafter
 from eyas.drafters.combined import CombinedDrafter
@@ -27,12 +28,12 @@ from eyas.drafters.prompt_lookup import PromptLookupDrafter
 from eyas.drafters.rest import load_rest
 from eyas.drafters.tree_growth import StaticTree
 from eyas.errors import CheckpointError, ConfigError
-from eyas.models.checkpoint import check_vocabulary, head_fingerprint, read_target_config, resolve
+from eyas.models.checkpoint import check_vocabulary, head_fingerprint, read_config, read_target_config, resolve
 from eyas.models.cuda.graphs import Capture, CudaCapture
 from eyas.models.heads.block import load_block_fuser, load_block_head, serve
-from eyas.models.heads.block_config import BlockKind
+from eyas.models.heads.block_config import BlockKind, find_kind, read_block_size
 from eyas.models.heads.eagle import load_fuser, load_head
-from eyas.models.heads.eagle_config import HeadWiring, Kind
+from eyas.models.heads.eagle_config import HeadWiring, Kind, find_eagle_kind, trained_depth
 from eyas.models.heads.hydra import HydraHead, load_hydra
 from eyas.models.heads.layers import FeatureFuser
 from eyas.models.heads.medusa import MedusaHead, load_medusa
@@ -50,6 +51,8 @@ NO_DRAFTS = "none"
 BLOCK_HEADS: tuple[tuple[BlockKind, str], ...] = (("dspark", "DSpark"), ("dflash", "DFlash"), ("dflash2", "DFlash2"))
 # Features fingerprint of methods without features.
 NO_FEATURES = "none"
+# Levels of a tree whose drafter runs one pass for each.
+DEFAULT_NUM_STEPS = 5
 
 
 @dataclass(frozen=True)
@@ -99,6 +102,7 @@ class Method:
     validate: compares the head's guesses with the target's, if that is possible; from (target, head, folder of the target,
     dtype, device).
     has_probs: whether it ranks by probabilities, to which the noise of the target's draws can be added.
+    num_steps: levels of its trees if `tree.num_steps` names none, from the head.
     """
 
     build: Callable[[DrafterParts], LocalDrafter]
@@ -108,6 +112,7 @@ class Method:
     features: TargetFeatures | None = None
     validate: Callable[[TargetModel, str, str, str, str], WiringReport] | None = None
     has_probs: bool = False
+    num_steps: Callable[[str], int] = lambda head: DEFAULT_NUM_STEPS
 
 
 def _build_eagle1(parts: DrafterParts) -> LocalDrafter:
@@ -126,8 +131,7 @@ def _build_dynamic_eagle(kind: Kind, parts: DrafterParts) -> LocalDrafter:
 
 def _build_block(kind: BlockKind, parts: DrafterParts) -> LocalDrafter:
     head = load_block_head(parts.head, parts.target, parts.dtype, parts.device, parts.wiring)
-    if head.config.kind != kind:
-        raise CheckpointError(f"{parts.head} holds a head for the method {head.config.kind}, not {kind}; set the method")
+    assert head.config.kind == kind, "the method was checked"
     num_steps = min(parts.drafting.max_head_steps or parts.tree.num_steps, parts.tree.num_steps)
     return BlockDrafter(serve(head), replace(parts.tree, num_steps=num_steps), parts.drafting, parts.capture())
 
@@ -174,6 +178,7 @@ _BLOCK = Method(
     features=TargetFeatures(load_block_fuser, head_fingerprint),
     validate=validate_block_head,
     has_probs=True,
+    num_steps=lambda head: read_block_size(resolve(head)),
 )
 
 METHODS: Mapping[str, Method] = {
@@ -194,6 +199,7 @@ METHODS: Mapping[str, Method] = {
         features=TargetFeatures(partial(load_fuser, kind="peagle"), head_fingerprint),
         validate=partial(validate_head, kind="peagle"),
         has_probs=True,
+        num_steps=lambda head: trained_depth(read_config(resolve(head))),
     ),
     **{
         kind: replace(_BLOCK, build=partial(_build_block, kind), head=f"a draft head of {name}")
@@ -234,6 +240,7 @@ def _combine(name: str) -> Method:
         optional_head="",
         needs=tuple(dict.fromkeys(need for side in sides for need in side.needs)),
         has_probs=any(side.has_probs for side in sides),
+        num_steps=lambda head: max(side.num_steps(head) for side in sides),
     )
 
 
@@ -243,8 +250,46 @@ def _build_combined(sides: Sequence[Method], parts: DrafterParts) -> LocalDrafte
 
 
 def default_method(name: str, head: str) -> str:
-    """The method to use if `name` is empty: eagle3 with a head, plain decoding without."""
-    return name or ("eagle3" if head else NO_DRAFTS)
+    """The method to use if `name` is empty: the one that the head is for; plain decoding without a head.
+
+    Raises CheckpointError for a checkpoint whose method cannot be seen.
+    """
+    if name or not head:
+        return name or NO_DRAFTS
+    found = detect_method(head)
+    if found is None:
+        raise CheckpointError(
+            f"{head} does not show which drafting method it is for; name the method, one of {', '.join(METHODS)}"
+        )
+    return found
+
+
+def detect_method(head: str) -> str | None:
+    """The method that a checkpoint is for, from its config and the names of its tensors; None if they do not show it.
+
+    EAGLE-1's heads give eagle2: its dynamic trees are the better ones. Raises CheckpointError for an unreadable one.
+    """
+    folder = resolve(head)
+    if (folder / DATASTORE_HEADER).exists():
+        return "rest"
+    raw = read_config(folder)
+    called = " ".join(map(str, (*(raw.get("architectures") or ()), raw.get("model_type")))).lower()
+    heads = next((kind for kind in ("medusa", "hydra") if kind in called or f"{kind}_num_heads" in raw), None)
+    if found := heads or find_kind(raw):
+        return found
+    if eagle := find_eagle_kind(folder):
+        return "eagle2" if eagle == "eagle" else eagle
+    return "sps" if "causallm" in called and "eagle" not in called else None
+
+
+def resolve_tree(tree: TreeConfig, name: str, head: str) -> TreeConfig:
+    """The tree with as many levels as the method drafts well, if it leaves them open. Raises as `build_drafter`."""
+    if tree.num_steps:
+        return tree
+    if name == NO_DRAFTS:
+        return replace(tree, num_steps=DEFAULT_NUM_STEPS)
+    with _loading(name, head):
+        return replace(tree, num_steps=find_method(name).num_steps(head))
 
 
 def build_drafter(
@@ -262,6 +307,7 @@ def build_drafter(
 
     Raises ConfigError for an unknown method or a missing head, CheckpointError for a head that does not fit the target.
     """
+    tree = resolve_tree(tree, name, head)
     parts = DrafterParts(target, head, dtype, device, tree, drafting, methods or MethodsConfig(), wiring)
     with _loading(name, head):
         drafter = find_method(name).build(parts)
@@ -328,9 +374,22 @@ def _loading(name: str, head: str) -> Iterator[None]:
     needed = find_method(name).head
     if needed and not head:
         raise ConfigError(f"drafter {name!r} needs {needed}; none was named; set draft_model")
+    if needed:
+        _check_method(name, head)
     try:
         yield
     except CheckpointError as error:
         if not needed or head not in str(error):
             raise
         raise CheckpointError(f"{error} (method {name} needs {needed})") from error
+
+
+def _check_method(name: str, head: str) -> None:
+    """Raises CheckpointError for a head of another method than the one that was named."""
+    found = detect_method(head)
+    asked = next(side for side in name.split("+") if METHODS[side].head)
+    if found is not None and asked != found and {asked, found} != {"eagle1", "eagle2"}:
+        raise CheckpointError(
+            f"{head} is for the method {found} ({METHODS[found].head or METHODS[found].optional_head}), not for {asked}, "
+            f"which needs {METHODS[asked].head}; set the method to {found}, or leave it out"
+        )

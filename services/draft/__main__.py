@@ -13,8 +13,8 @@ import torch
 
 from eyas.config import DraftConfig, DraftedModel
 from eyas.drafters.base import LocalDrafter
-from eyas.drafters.registry import build_drafter, features_fingerprint
-from eyas.errors import RequestFailed
+from eyas.drafters.registry import NO_DRAFTS, build_drafter, default_method, features_fingerprint
+from eyas.errors import ConfigError, RequestFailed
 from eyas.models.checkpoint import read_target_config, resolve, resolve_placement, target_fingerprint
 from eyas.rpc.channel import Peers
 from eyas.rpc.messages import DrafterInfo, ModelInfo
@@ -45,7 +45,7 @@ async def run(config: DraftConfig, runner: ServiceRunner | None = None) -> None:
         torch.set_num_threads(config.threads)
     drafters: list[DescribedDrafter] = []
     read_once = cache(read_target)
-    for model in config.models:
+    for model in map(with_method, config.models):
         device, dtype = resolve_placement(model.device, model.dtype, model.model)
         drafter = build_drafter(
             model.method,
@@ -60,6 +60,17 @@ async def run(config: DraftConfig, runner: ServiceRunner | None = None) -> None:
         drafters.append((drafter, describe(model, drafter, read_once(model.model))))
     with telemetry(config.telemetry, "draft") as own:
         await serve_drafters(config, drafters, DraftTelemetry(own), runner)
+
+
+def with_method(model: DraftedModel) -> DraftedModel:
+    """The model with the drafting method that its draft_model is for, if it names none.
+
+    Raises ConfigError where there is none either, CheckpointError for a draft_model that does not show it.
+    """
+    method = default_method(model.method, model.draft_model)
+    if method == NO_DRAFTS:
+        raise ConfigError(f"nothing drafts for {model.served_model_name}; set draft_model, or a method that needs none")
+    return replace(model, method=method)
 
 
 def read_target(path_or_id: str) -> ModelInfo:

@@ -20,7 +20,7 @@ import torch
 from eyas.config import VerifierConfig
 from eyas.draft_protocol import Proposal
 from eyas.drafters.base import DrafterNeeds
-from eyas.drafters.registry import NO_DRAFTS, build_fuser, default_method, features_fingerprint, resolve_wiring
+from eyas.drafters.registry import NO_DRAFTS, build_fuser, default_method, features_fingerprint, resolve_tree, resolve_wiring
 from eyas.engine.async_engine import AsyncEngine
 from eyas.engine.build import assemble_engine, gather_ranks, load_model, run_worker
 from eyas.engine.engine import Engine
@@ -135,7 +135,8 @@ def load_engine(
     if fuser is not None and config.validate_head == "auto" and workers.size == 1:
         log.info("checking that the draft head %s fits the target", config.draft_model)
         resolve_wiring(method, target, fuser, config.draft_model, config.model, config.dtype, config.device)
-    return assemble_engine(target, fuser, config.engine, config.tree, pool, workers), pool
+    tree = resolve_tree(config.tree, method, config.draft_model)
+    return assemble_engine(target, fuser, config.engine, tree, pool, workers), pool
 
 
 async def watch_steps(

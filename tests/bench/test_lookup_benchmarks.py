@@ -8,7 +8,7 @@ from eyas.drafters.rest import load_rest
 
 
 def test_a_datastore_is_built_opened_and_searched(tmp_path: Path) -> None:
-    store, tree = rest_lookup.build(20_000, tmp_path), TreeConfig()
+    store, tree = rest_lookup.build(20_000, tmp_path), TreeConfig(num_steps=5)
     assert store.num_tokens >= 20_000
     assert store.megabytes * 1e6 >= 6 * 20_000
     drafter = load_rest(str(tmp_path), rest_lookup.TARGET, tree, RestConfig(), DraftingConfig())

@@ -125,19 +125,6 @@ def test_sessions_near_the_end_of_the_context_get_trees(tiny_target: str, tiny_h
     assert tree.num_drafted
 
 
-def test_a_head_of_another_method_names_the_right_one(tiny_target: str, tiny_head: str) -> None:
-    folder = tiny_block_head("dspark", tiny_target)
-    for method, message in (
-        ("dflash", "holds a head for the method dspark, not dflash"),
-        ("eagle3", "is for the methods dflash, dflash2 or dspark"),
-        ("peagle", "is no P-EAGLE head"),
-    ):
-        with pytest.raises(CheckpointError, match=message):
-            build_drafter(method, tiny_target, folder, "float32", "cpu", SHAPE, DraftingConfig())
-    with pytest.raises(CheckpointError, match="is for the method peagle"):
-        build_drafter("eagle3", tiny_target, tiny_peagle_head(tiny_head), "float32", "cpu", SHAPE, DraftingConfig())
-
-
 def test_a_tree_without_levels_is_refused(tiny_target: str) -> None:
     head = serve(load_block_head(tiny_block_head("dspark", tiny_target), tiny_target))
     with pytest.raises(ConfigError, match="a block drafter needs num_steps of at least 1"):

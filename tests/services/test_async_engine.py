@@ -66,7 +66,7 @@ def target() -> TargetModel:
 
 def engine_of(target: TargetModel, failures: int = 0, refuses: int = 0) -> Engine:
     config, drafter = EngineConfig(max_kv_tokens=1024, max_queued_requests=4), FailingDrafter(failures, refuses)
-    return assemble_engine(target, None, config, TreeConfig(), drafter)
+    return assemble_engine(target, None, config, TreeConfig(num_steps=5), drafter)
 
 
 def request_of(request_id: str, max_tokens: int = 12) -> Request:

@@ -19,7 +19,7 @@ def written(tmp_path: Path, text: str) -> Path:
 
 def test_a_file_sets_what_it_names_and_leaves_the_rest(tmp_path: Path) -> None:
     config = load(VerifierConfig, written(tmp_path, VERIFIER + "tree: {num_draft_tokens: 7}\n"))
-    assert (config.served_model_name, config.tree.num_draft_tokens, config.tree.num_steps) == ("m", 7, 5)
+    assert (config.served_model_name, config.tree.num_draft_tokens, config.tree.num_steps) == ("m", 7, 0)
 
 
 def test_assignments_win_over_the_file(tmp_path: Path) -> None:

@@ -44,10 +44,8 @@ def test_other_arguments_are_refused_by_name(arguments: dict, reason: str) -> No
         ({"method": "eagle", "model": "h"}, "eagle2", "h", None),
         ({"method": "ngram", "num_speculative_tokens": 5}, "prompt_lookup", "", 5),
         ({"model": "[ngram]", "num_speculative_tokens": 5}, "prompt_lookup", "", 5),
-        ({"model": "some/EAGLE3-head", "draft_tensor_parallel_size": 1}, "eagle3", "some/EAGLE3-head", None),
-        ({"model": "some/eagle-head"}, "eagle2", "some/eagle-head", None),
-        ({"model": "some/medusa"}, "medusa", "some/medusa", None),
-        ({"model": "small/llama", "num_speculative_tokens": 4}, "sps", "small/llama", 4),
+        ({"model": "some/EAGLE3-head", "draft_tensor_parallel_size": 1}, "", "some/EAGLE3-head", None),
+        ({"method": "draft_model", "model": "small/llama", "num_speculative_tokens": 4}, "sps", "small/llama", 4),
         ({"method": "lookahead"}, "lookahead", "", None),
     ],
 )

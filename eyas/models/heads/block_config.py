@@ -146,6 +146,11 @@ def read_block_config(folder: Path, target: Settings, wiring: HeadWiring | None 
     return config
 
 
+def read_block_size(folder: Path) -> int:
+    """Rows of a head's block: it proposes that many tokens, or one less. Raises CheckpointError."""
+    return get_setting(int, _flatten(read_config(folder)), "block_size", folder / "config.json")
+
+
 def canonical_name(name: str) -> str:
     """A tensor's name as the authors spell it."""
     for pattern, spelling in TENSOR_SPELLINGS:

@@ -23,6 +23,8 @@ Output = Literal["state", "normed", "bare"]
 
 SUPPORTED_ACTIVATIONS = (None, "silu", "swish")
 SPECFORGE_ARCHITECTURES = {"LlamaForCausalLMEagle3", "LlamaForCausalLMEagle"}
+# Levels of P-EAGLE's published heads (2602.01469).
+PEAGLE_DEPTH = 7
 LAYER_ID_KEYS = ("eagle_aux_hidden_state_layer_ids", "aux_hidden_state_layer_ids")
 
 
@@ -140,6 +142,27 @@ def canonical_name(name: str, kind: Kind) -> str:
     for pattern, spelling in TENSOR_SPELLINGS:
         name = re.sub(pattern, spelling, name)
     return re.sub(r"^layers\.0\.", "midlayer.", name) if kind != "eagle" else name
+
+
+def find_eagle_kind(folder: Path) -> Kind | None:
+    """The kind of an EAGLE head, by the tensors that only this kind has; None for another checkpoint.
+
+    Raises CheckpointError for a folder without weights.
+    """
+    names = {canonical_name(name, "eagle3") for name in weight_map(folder)}
+    if not {"fc.weight", "midlayer.self_attn.q_proj.weight"} <= names:
+        return None
+    if "mask_hidden" in names:
+        return "peagle"
+    return "eagle3" if "midlayer.hidden_norm.weight" in names else "eagle"
+
+
+def trained_depth(raw: Settings) -> int:
+    """Levels that a P-EAGLE head was made for: those that its config states (vLLM speculators), else the paper's."""
+    match raw.get("speculators_config"):
+        case {"proposal_methods": [{"speculative_tokens": int(depth)}, *_]} if depth > 0:
+            return depth
+    return PEAGLE_DEPTH
 
 
 def read_head_config(

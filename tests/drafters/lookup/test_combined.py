@@ -100,8 +100,8 @@ class Forgetful(LocalDrafter):
 
 
 def test_only_a_part_that_lost_its_state_gets_a_full_resend() -> None:
-    sides = [Forgetful(PromptLookupDrafter(TreeConfig(), PromptLookupConfig())) for _ in range(2)]
-    combined, tokens = CombinedDrafter(*sides, TreeConfig(), CombinedConfig()), [1, 2, 3] * 4
+    sides = [Forgetful(PromptLookupDrafter(TreeConfig(num_steps=5), PromptLookupConfig())) for _ in range(2)]
+    combined, tokens = CombinedDrafter(*sides, TreeConfig(num_steps=5), CombinedConfig()), [1, 2, 3] * 4
     combined.propose([commit("a", tokens[:5])])
     sides[1].release(["a"])
     assert combined.propose([commit("a", tokens[:7], base=5)]) == [ResyncRequired("a", 0, 0)]
@@ -114,8 +114,8 @@ def test_only_a_part_that_lost_its_state_gets_a_full_resend() -> None:
 
 
 def test_a_resend_keeps_the_tree_of_a_part_that_has_answered() -> None:
-    sides = [Forgetful(PromptLookupDrafter(TreeConfig(), PromptLookupConfig())) for _ in range(2)]
-    combined, tokens = CombinedDrafter(*sides, TreeConfig(), CombinedConfig()), [1, 2, 3] * 4
+    sides = [Forgetful(PromptLookupDrafter(TreeConfig(num_steps=5), PromptLookupConfig())) for _ in range(2)]
+    combined, tokens = CombinedDrafter(*sides, TreeConfig(num_steps=5), CombinedConfig()), [1, 2, 3] * 4
     combined.propose([commit("a", tokens[:5])])
     sides[1].release(["a"])
     combined.propose([commit("a", tokens[:7], base=5)])
@@ -128,8 +128,8 @@ def test_a_resend_keeps_the_tree_of_a_part_that_has_answered() -> None:
 
 
 def test_a_resend_to_one_part_may_come_in_chunks() -> None:
-    sides = [Forgetful(PromptLookupDrafter(TreeConfig(), PromptLookupConfig())) for _ in range(2)]
-    combined, tokens = CombinedDrafter(*sides, TreeConfig(), CombinedConfig()), [1, 2, 3] * 4
+    sides = [Forgetful(PromptLookupDrafter(TreeConfig(num_steps=5), PromptLookupConfig())) for _ in range(2)]
+    combined, tokens = CombinedDrafter(*sides, TreeConfig(num_steps=5), CombinedConfig()), [1, 2, 3] * 4
     combined.propose([commit("a", tokens[:8])])
     sides[1].release(["a"])
     assert combined.propose([commit("a", tokens[:9], base=8)]) == [ResyncRequired("a", 0, 0)]

@@ -39,7 +39,7 @@ def test_confidence_is_the_hit_rate_of_the_longest_match() -> None:
 
 
 def drafter(**config: int) -> PromptLookupDrafter:
-    return PromptLookupDrafter(TreeConfig(), PromptLookupConfig(**config))
+    return PromptLookupDrafter(TreeConfig(num_steps=5), PromptLookupConfig(**config))
 
 
 def propose(prompt_lookup: PromptLookupDrafter, tokens: list[int], budget: TreeBudget) -> DraftTree:

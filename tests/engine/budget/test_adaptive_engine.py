@@ -148,7 +148,7 @@ def test_the_setting_makes_the_budget_adapt(tiny_target: str, expected: dict[str
 
 @pytest.mark.parametrize("method", ["eagle3", "prompt_lookup", "lookahead"])
 def test_the_warm_up_is_short_and_leaves_nothing_behind(method: str) -> None:
-    target, head, tree = load_target(str(DEMO / "target"), aux_hidden_state_layers=(2, 4, 5)), "", TreeConfig()
+    target, head, tree = load_target(str(DEMO / "target"), aux_hidden_state_layers=(2, 4, 5)), "", TreeConfig(num_steps=5)
     if method == "eagle3":
         head = str(DEMO / "eagle3")
     fuser = build_fuser(method, head, str(DEMO / "target"), "float32", "cpu")
