@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol, TypeAlias
 
@@ -145,4 +145,8 @@ def allowed_bits(contexts: Sequence[DraftContext]) -> npt.NDArray[np.uint8]:
 
 def within(budget: TreeBudget, tree: TreeConfig) -> TreeBudget:
     """A verifier's budget, cut to the size of a drafter's trees."""
-    return TreeBudget(min(budget.max_nodes, tree.num_draft_tokens), min(budget.max_depth, tree.num_steps))
+    return replace(
+        budget,
+        max_nodes=min(budget.max_nodes, tree.num_draft_tokens),
+        max_depth=min(budget.max_depth, tree.num_steps),
+    )

@@ -21,7 +21,7 @@ from eyas.drafters.cuda_graphs import Roots
 from eyas.drafters.neural import NeuralDrafter
 from eyas.drafters.scoring import Scorer
 from eyas.drafters.sessions import KVLedger, KVSession, make_kv_cache, no_slots
-from eyas.drafters.tree_growth import Expansion
+from eyas.drafters.tree_growth import Expansion, LevelCosts
 from eyas.errors import ConfigError
 from eyas.models.cuda.graphs import Capture
 from eyas.models.inputs import PackedInputs, PaddedGroup, Segment
@@ -76,6 +76,7 @@ class ModelDrafter(NeuralDrafter[TreeRows]):
         super().__init__(config, tree, None, torch.arange(model.vocab_size, device=model.device), sessions)
         self._model = model
         self._chunk_tokens = draft_model.max_prefill_tokens
+        self._level_costs = LevelCosts()
         self._capture_trees(capture, model.vocab_size, torch.float32, self._kv, model.max_model_len, num_scratch=rows)
 
     def _claim(self, session: KVSession[TreeRows], context: DraftContext, busy: Collection[str]) -> bool:

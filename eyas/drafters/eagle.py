@@ -20,7 +20,7 @@ from eyas.drafters.cuda_graphs import Roots
 from eyas.drafters.neural import NeuralDrafter, cache_and_attend, last_rows, newest_rows
 from eyas.drafters.scoring import Scorer, make_scorer
 from eyas.drafters.sessions import KVLedger, KVSession, make_kv_cache, num_features
-from eyas.drafters.tree_growth import Expansion, IndependentExpansion, StaticTree, TreeGrowth, ddtree_shape
+from eyas.drafters.tree_growth import Expansion, IndependentExpansion, LevelCosts, StaticTree, TreeGrowth, ddtree_shape
 from eyas.errors import ConfigError
 from eyas.models.attention import masked_attention
 from eyas.models.cuda.graphs import Capture
@@ -59,6 +59,7 @@ class EagleDrafter(NeuralDrafter[Tensor]):
         shapes, dtype, device = [(c.num_kv_heads, c.head_dim)] * c.num_layers, head.embedding.dtype, head.embedding.device
         self._head, self._kv = head, make_kv_cache(config, shapes, dtype, device)
         super().__init__(config, tree, static_tree, head.draft_ids, KVLedger(self._kv.scratch, head.max_model_len))
+        self._level_costs = LevelCosts() if c.kind != "peagle" else None
         self._capture_trees(capture, c.hidden, dtype, self._kv, max_prefix=head.max_model_len)
 
     @property

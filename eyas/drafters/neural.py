@@ -27,6 +27,7 @@ from eyas.drafters.sessions import KVLedger, KVSession, StateT
 from eyas.drafters.tree_growth import (
     Candidates,
     Expansion,
+    LevelCosts,
     StaticTree,
     chain_trees,
     draw_chains,
@@ -65,6 +66,7 @@ class NeuralDrafter(LocalDrafter, Generic[StateT]):
         self.draft_ids = draft_ids
         self.sessions = sessions
         self._graphs: TreeGraphs | None = None
+        self._level_costs: LevelCosts | None = None  # of a drafter that runs a pass for each level
         self._path_masks: PathMasks | None = None
 
     def _capture_trees(
@@ -201,7 +203,8 @@ class NeuralDrafter(LocalDrafter, Generic[StateT]):
         if self._static_tree:
             candidates = grow_static(masked, self._static_tree, shape.num_steps)
         else:
-            candidates = grow_dynamic(masked, shape)
+            rule = self._level_costs.rule([c.budget for c in contexts]) if self._level_costs and contexts else None
+            candidates = grow_dynamic(masked, shape, rule)
         return candidates, self._rows_run(expansion)
 
     def _masked(self, scorer: Scorer, contexts: Sequence[DraftContext]) -> Scorer:

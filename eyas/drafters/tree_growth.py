@@ -15,7 +15,8 @@ K nodes of all sessions together.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise, takewhile
 from typing import Protocol
@@ -131,6 +132,11 @@ class TreeGrowth:
         self._parents.append((before + 1 + frontier.ids).repeat_interleave(self._num_candidates, dim=1))
         self._ends.append(self._ends[-1] + self._top_k * self._num_candidates)
 
+    def reach(self) -> list[float]:
+        """Of each session, the chance that the accepted path reaches the last level's best nodes. Waits for the device."""
+        chances: list[float] = rank(self._scores[-1], self._top_k).scores.exp().sum(1).tolist()
+        return chances
+
     @property
     def candidates(self) -> Candidates:
         """What is recorded so far."""
@@ -138,12 +144,56 @@ class TreeGrowth:
         return Candidates(tokens, parents, scores, tuple(self._ends))
 
 
-def grow_dynamic(expansion: Expansion, shape: TreeConfig) -> Candidates:
-    """Expand the `top_k` best nodes of each level, `num_steps` levels deep, and record `top_k` children of each."""
+def grow_dynamic(expansion: Expansion, shape: TreeConfig, pays: Callable[[TreeGrowth], bool] | None = None) -> Candidates:
+    """Expand the `top_k` best nodes of each level, `num_steps` levels deep, and record `top_k` children of each.
+
+    pays: whether another level is worth its time; all levels are, if it is None.
+    """
     growth = TreeGrowth(expansion, shape.top_k, shape.top_k)
-    for _ in range(1, shape.num_steps):
+    while growth.num_levels < shape.num_steps and (pays is None or pays(growth)):
         growth.step()
     return growth.candidates
+
+
+class LevelCosts:
+    """Seconds of a level by number of sessions, measured while trees grow; and whether one more level pays.
+
+    Scores say how likely the accepted path reaches a level. The next level is expected to lose as large a share of that as
+    the last one did, and to yield what is left in tokens. It pays if the verifier yields fewer tokens in a level's time.
+    Each stop lowers the estimate a little: it must not rest on measurements of long ago.
+    """
+
+    RATE = 0.1  # weight of a new measurement
+    MAX_SURPRISE = 3.0  # a measurement counts as this multiple of the estimate at most
+    DECAY = 0.99  # of the estimate at a stop
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._clock = clock
+        self._seconds: dict[int, float] = {}
+
+    def rule(self, budgets: Sequence[TreeBudget]) -> Callable[[TreeGrowth], bool] | None:
+        """For `grow_dynamic`, in one round of sessions; None if one of them wants all levels."""
+        if not all(budget.tokens_per_s for budget in budgets):
+            return None
+        tokens_per_s, before, began = math.fsum(b.tokens_per_s for b in budgets), [1.0] * len(budgets), 0.0
+
+        def pays(growth: TreeGrowth) -> bool:
+            nonlocal before, began
+            above, before, now = before, growth.reach(), self._clock()
+            if began:
+                self._observe(len(budgets), now - began)
+            began = now
+            gain = math.fsum(here * here / max(there, here) for there, here in zip(above, before, strict=True) if here)
+            is_worth = gain >= tokens_per_s * self._seconds.get(len(budgets), 0.0)
+            if not is_worth:
+                self._seconds[len(budgets)] *= self.DECAY
+            return is_worth
+
+        return pays
+
+    def _observe(self, num_sessions: int, seconds: float) -> None:
+        known = self._seconds.get(num_sessions, seconds)
+        self._seconds[num_sessions] = known + self.RATE * (min(seconds, self.MAX_SURPRISE * known) - known)
 
 
 @dataclass(frozen=True)

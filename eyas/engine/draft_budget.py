@@ -24,9 +24,13 @@ Floats = npt.NDArray[np.float64]
 
 
 class DraftBudget(Protocol):
-    """Chooses sizes of draft trees. num_nodes: the size chosen last, the root included."""
+    """Chooses sizes of draft trees.
+
+    num_nodes: the size chosen last, the root included. tokens_per_s: see TreeBudget.
+    """
 
     num_nodes: int
+    tokens_per_s: float
 
     def choose(self, decoding: Seq[str], most: int, num_plain: int = 0) -> dict[str, int]:
         """Most nodes of the next tree of each request, the root included, 1 to `most`.
@@ -44,6 +48,7 @@ class FixedDraftBudget:
     """Always the largest trees."""
 
     num_nodes = 1
+    tokens_per_s = 0.0
 
     def choose(self, decoding: Seq[str], most: int, num_plain: int = 0) -> dict[str, int]:
         self.num_nodes = most
@@ -142,10 +147,12 @@ class AdaptiveDraftBudget:
     """
 
     RETRY_SHARE = 0.03
+    SPEED_RATE = 0.1  # weight of a step in tokens_per_s
 
     def __init__(self, max_nodes: int, verify: CostModel, draft: CostModel) -> None:
         """max_nodes: of any tree, the root included. verify: seconds by rows. draft: seconds to wait by number of trees."""
         self.num_nodes = 1
+        self.tokens_per_s = 0.0
         self._max_nodes = max_nodes
         self._verify = verify
         self._draft_at_start = copy.copy(draft)
@@ -186,6 +193,8 @@ class AdaptiveDraftBudget:
             self._debt_s = max(self._debt_s - self.RETRY_SHARE * (wait_s + verify_s), 0.0)
         elif decode_only:
             num_tokens = sum(len(output.accepted.tokens) for output in outputs if output.accepted)
+            speed = num_tokens / max(wait_s + verify_s, 1e-9) / num_requested
+            self.tokens_per_s += self.SPEED_RATE * (speed - self.tokens_per_s) if self.tokens_per_s else speed
             plain_s = float(self._verify.at(len(batch))) * num_tokens / len(batch)
             self._debt_s = max(self._debt_s + wait_s + verify_s - plain_s, 0.0)
 

@@ -190,7 +190,8 @@ class Engine:
         decoding = [sequence.request.id for sequence in ready if not sequence.prefilling]
         num_plain = sum(not sequence.prefilling for sequence in running) - len(decoding)
         sizes = self._budget.choose(decoding, self._scheduler.max_tree_nodes, num_plain)
-        budgets = {s.request.id: self._scheduler.tree_budget(s, sizes.get(s.request.id, 1)) for s in ready}
+        speed = self._budget.tokens_per_s
+        budgets = {s.request.id: self._scheduler.tree_budget(s, sizes.get(s.request.id, 1), speed) for s in ready}
         self._tree_sizes = {request_id: budget.max_nodes for request_id, budget in budgets.items()}
         wanting = {s.request.id: s.tokens for s in ready if budgets[s.request.id].wants_tree}
         self._draft_manager.request(ready, budgets, self._grammars.root_masks(wanting))

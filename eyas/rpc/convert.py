@@ -280,6 +280,7 @@ def commit_to_proto(commit: Commit[TensorBytes]) -> draft_pb2.Commit:
         traceparent=commit.traceparent,
         wants_sources=commit.wants_sources,
         allowed_tokens=commit.allowed,
+        tokens_per_second=commit.budget.tokens_per_s,
     )
 
 
@@ -297,7 +298,7 @@ def commit_from_proto(message: draft_pb2.Commit) -> Commit[TensorBytes]:
         tokens=tuple(message.tokens),
         features=TensorBytes(features.dtype, tuple(features.shape), features.data) if message.HasField("features") else None,
         noise=NoiseKey(noise.seed, noise.temperature, noise.top_k, noise.top_p, noise.min_p),
-        budget=TreeBudget(message.max_nodes, message.max_depth),
+        budget=TreeBudget(message.max_nodes, message.max_depth, message.tokens_per_second),
         samples=tuple(message.samples),
         proposal="sampled" if message.proposal == draft_pb2.PROPOSAL_SAMPLED else "deterministic",
         traceparent=message.traceparent,

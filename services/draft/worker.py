@@ -9,6 +9,7 @@ from __future__ import annotations
 import heapq
 import itertools
 import logging
+import math
 import threading
 import time
 from collections import Counter, deque
@@ -411,6 +412,8 @@ def admit(commit: Commit[TensorBytes], session: str, info: DrafterInfo) -> Draft
             raise InvalidRequest(f"token {token} lies outside [0, {info.model.vocab_size})")
     if len(commit.allowed) not in (0, size := -(-info.model.vocab_size // 8)):
         raise InvalidRequest(f"allowed_tokens has {len(commit.allowed)} bytes; send none, or {size} for the vocabulary")
+    if not 0 <= commit.budget.tokens_per_s < math.inf:
+        raise InvalidRequest(f"tokens_per_second is {commit.budget.tokens_per_s}; it must be a number from 0")
     SamplingParams(**vars(commit.noise))  # checks the ranges
     features = _features(commit, info) if info.needs_features else None
     return Commit(**{**vars(commit), "session": session, "features": features})

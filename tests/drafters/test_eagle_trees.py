@@ -1,5 +1,6 @@
 """Trees of the EAGLE-3 drafter equal those of the obvious implementation, node by node, ties included."""
 
+import itertools
 import math
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from eyas.draft_protocol import Commit, ResyncRequired, TreeBudget
 from eyas.drafters.eagle import EagleDrafter
 from eyas.drafters.registry import build_drafter
 from eyas.drafters.scoring import FIRST_RANKING_TEMPERATURES, NUM_VISITS, RANKING_TEMPERATURES, Ranking
-from eyas.drafters.tree_growth import Candidates, grow_dynamic, select_nodes, trees_from_columns
+from eyas.drafters.tree_growth import Candidates, LevelCosts, grow_dynamic, select_nodes, trees_from_columns
 from eyas.errors import ConfigError
 from eyas.models.heads.eagle import load_head
 from eyas.request import NoiseKey
@@ -257,3 +258,39 @@ def test_the_ranking_temperature_follows_what_is_accepted() -> None:
 def test_the_ranking_temperature_stays_within_bounds() -> None:
     for claimed, right, bound in ((1.0, 10**9, RANKING_TEMPERATURES[1]), (1e-9, 1, RANKING_TEMPERATURES[0])):
         assert rated(Ranking(DraftingConfig()), 12 * NUM_VISITS, claimed, right) == bound
+
+
+class Halving:
+    """Children with probabilities 1/2, 1/4, 1/8 and 1/8 everywhere: of two nodes a level, 3/4 reach the first, 3/8 the next."""
+
+    def first(self) -> torch.Tensor:
+        return torch.tensor([[[0.5, 0.25, 0.125, 0.125]]]).log()
+
+    def next(self, level: int, parents: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        return self.first().expand(len(tokens), tokens.shape[1], -1)
+
+
+def levels(costs: LevelCosts, *tokens_per_s: float) -> int:
+    rule = costs.rule([TreeBudget(8, 4, rate) for rate in tokens_per_s])
+    return len(grow_dynamic(Halving(), TreeConfig(8, 4, 2), rule).ends)
+
+
+def seconds_of(*marks: float) -> LevelCosts:
+    """Costs whose clock shows these times in turn, then goes on in steps of a second."""
+    times = itertools.chain(marks, itertools.count(max(marks, default=0) + 1))
+    return LevelCosts(lambda: float(next(times)))
+
+
+def test_a_level_that_yields_less_than_its_time_is_not_grown() -> None:
+    costs = seconds_of()
+    assert levels(costs, 9.0) == 2, "a first level is grown to measure it"
+    assert [levels(costs, rate) for rate in (0.58, 0.5, 0.1, 0.0)] == [1, 2, 3, 4]
+    assert levels(seconds_of(), 0.0, 9.0) == 4, "one session wants all levels"
+
+
+def test_a_pause_of_the_machine_does_not_end_all_growth() -> None:
+    costs = seconds_of(1, 2, 3, 1000, 1001)
+    assert levels(costs, 0.01) == 4
+    grown = [levels(costs, 0.5) for _ in range(60)]
+    assert grown[0] == 1
+    assert grown[-1] == 2
