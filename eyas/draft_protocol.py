@@ -37,6 +37,15 @@ class TreeBudget:
 
 
 @dataclass(frozen=True)
+class KnownLogitBias:
+    """What the target will add to the logit of a token at the next `num_levels` positions; minus infinity bans it."""
+
+    token: int
+    bias: float
+    num_levels: int
+
+
+@dataclass(frozen=True)
 class TensorBytes:
     """A dense row-major tensor as bytes. dtype is torch's name without its prefix, such as float32 or bfloat16."""
 
@@ -60,6 +69,7 @@ class Commit(Generic[FeaturesT]):
     wants_sources: whether the tree should have `DraftTree.sources`.
     allowed: the tokens that the target may draw after the root, where a grammar limits them: one bit per token id of its
         vocabulary, the lowest id in the lowest bit of the first byte. Empty if all may be drawn.
+    logit_biases: what the target will do to logits, as far as it is known now. A token may occur several times.
     """
 
     session: str
@@ -74,6 +84,7 @@ class Commit(Generic[FeaturesT]):
     traceparent: str = ""
     wants_sources: bool = False
     allowed: bytes = b""
+    logit_biases: tuple[KnownLogitBias, ...] = ()
 
     @property
     def committed_length(self) -> int:

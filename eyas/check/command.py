@@ -35,7 +35,9 @@ def _check() -> None:
 def head(
     model: Model,
     draft_model: Annotated[str, typer.Option(help="Folder or hub id of an EAGLE or block head.")],
-    method: Annotated[str, typer.Option(help="eagle1, eagle2, eagle3, peagle, dspark, dflash or dflash2; by default what the head is for.")] = "",
+    method: Annotated[
+        str, typer.Option(help="eagle1, eagle2, eagle3, peagle, dspark, dflash or dflash2; by default what the head is for.")
+    ] = "",
     dtype: DtypeName = "auto",
     device: Device = "auto",
     threads: Threads = 0,

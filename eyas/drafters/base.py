@@ -7,6 +7,7 @@ What a drafter learns from a session's text serves that session only: another on
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -141,6 +142,23 @@ def allowed_bits(contexts: Sequence[DraftContext]) -> npt.NDArray[np.uint8]:
         if context.allowed:
             bits[row] = np.frombuffer(context.allowed, dtype=np.uint8)
     return bits
+
+
+def banned_at(context: DraftContext, level: int) -> frozenset[int]:
+    """Tokens that the target cannot draw at a level below the root; 0 is the root's children."""
+    return frozenset(b.token for b in context.logit_biases if b.bias == -math.inf and b.num_levels > level)
+
+
+def without_banned(tree: DraftTree, context: DraftContext) -> DraftTree:
+    """The deterministic tree without nodes that the target cannot draw, and without what stands below them."""
+    if not any(bias.bias == -math.inf for bias in context.logit_biases):
+        return tree
+    banned = [banned_at(context, level) for level in range(tree.depth)]
+    kept = {0: None}
+    for node in range(1, len(tree)):
+        if tree.parents[node] in kept and tree.tokens[node] not in banned[tree.depths[node] - 1]:
+            kept[node] = None
+    return tree if len(kept) == len(tree) else tree.pruned(list(kept))
 
 
 def within(budget: TreeBudget, tree: TreeConfig) -> TreeBudget:

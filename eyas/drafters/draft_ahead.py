@@ -14,7 +14,7 @@ import torch
 
 from eyas.config import DraftAheadConfig
 from eyas.draft_protocol import TreeBudget
-from eyas.drafters.base import Draft, DraftContext, DrafterNeeds, LocalDrafter, within
+from eyas.drafters.base import Draft, DraftContext, DrafterNeeds, LocalDrafter, within, without_banned
 from eyas.drafters.eagle import EagleDrafter
 from eyas.drafters.tree_growth import TreeGrowth
 from eyas.errors import ConfigError
@@ -169,6 +169,7 @@ class DraftAheadDrafter(LocalDrafter):
         path = (*session.path, *context.tokens)
         tree = session.trees.below(session.row, path, within(context.budget, self._drafter.tree))
         if tree is not None:
+            tree = without_banned(tree, context)
             session.path, session.last = path, context
             session.backlog.append(context)
         return tree

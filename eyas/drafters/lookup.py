@@ -23,7 +23,7 @@ import torch
 
 from eyas.config import DraftingConfig
 from eyas.draft_protocol import ResyncRequired, TreeBudget
-from eyas.drafters.base import Draft, DraftContext, LocalDrafter, allowed_bits
+from eyas.drafters.base import Draft, DraftContext, LocalDrafter, allowed_bits, banned_at
 from eyas.drafters.sessions import MemoryLedger, MemoryT
 from eyas.drafters.tree_growth import Reals, first_of_groups, forest_trees
 from eyas.request import NoiseKey
@@ -78,12 +78,27 @@ class Matches:
 
 
 def only_allowed(matches: Matches, contexts: Sequence[DraftContext]) -> Matches:
-    """The matches, without tokens where the first one is not allowed by a grammar."""
+    """The matches up to a token that a grammar does not allow at the first level, or that is banned."""
+    if any(context.logit_biases for context in contexts):
+        matches = replace(matches, lengths=np.minimum(matches.lengths, _first_banned(matches, contexts)))
     if not any(context.allowed for context in contexts):
         return matches
     first = np.where(matches.lengths > 0, matches.tokens[:, 0], 0)
     kept = allowed_bits(contexts)[matches.sessions, first >> 3] >> (first & 7).astype(np.uint8) & 1
     return replace(matches, lengths=matches.lengths * kept)
+
+
+def _first_banned(matches: Matches, contexts: Sequence[DraftContext]) -> Ints:
+    """The first banned token of each match, or the number of its tokens [M]."""
+    depth = matches.tokens.shape[1]
+    is_banned_MD = np.zeros((len(matches.sessions), depth + 1), np.bool_)
+    is_banned_MD[:, depth] = True
+    for session in {session for session, context in enumerate(contexts) if context.logit_biases}:
+        rows = np.flatnonzero(matches.sessions == session)
+        for level in range(depth):
+            banned = list(banned_at(contexts[session], level))
+            is_banned_MD[rows, level] = np.isin(matches.tokens[rows, level], banned)
+    return is_banned_MD.argmax(1)
 
 
 @dataclass(frozen=True)

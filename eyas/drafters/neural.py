@@ -8,7 +8,7 @@ Legend: S sessions, H width of a state.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from typing import Any, Generic
 
@@ -20,15 +20,16 @@ from eyas.cache.kv_cache import KVCache
 from eyas.cache.prefix_cache import Slots
 from eyas.config import DraftingConfig, TreeConfig
 from eyas.draft_protocol import ResyncRequired
-from eyas.drafters.base import Draft, DraftContext, LocalDrafter, PathMasks, within
+from eyas.drafters.base import Draft, DraftContext, LocalDrafter, PathMasks, within, without_banned
 from eyas.drafters.cuda_graphs import GraphSpec, Roots, TreeGraphs, padded_prefix
-from eyas.drafters.scoring import MaskedExpansion, MaskedScorer, Ranking, Scorer, make_scorer, probs_scorer
+from eyas.drafters.scoring import MaskedExpansion, MaskedScorer, Ranking, Scorer, biased_scorer, make_scorer, probs_scorer
 from eyas.drafters.sessions import KVLedger, KVSession, StateT
 from eyas.drafters.tree_growth import (
     Candidates,
     Expansion,
     LevelCosts,
     StaticTree,
+    TreeGrowth,
     chain_trees,
     draw_chains,
     grow_dynamic,
@@ -178,33 +179,36 @@ class NeuralDrafter(LocalDrafter, Generic[StateT]):
             if replayed:
                 trees, rows_run = replayed
                 self._keep_rows(contexts, rows_run, self.tree.top_k)
-                return trees
+                return [without_banned(tree, context) for tree, context in zip(trees, contexts, strict=True)]
         shape = self._shape(contexts, self._max_expanded)
         scorer = make_scorer(contexts, self.ranking, shape.num_steps, self.draft_ids)
-        scorer = self._masked(scorer, contexts)
-        candidates, rows = self._grow_candidates(self._roots(contexts, states), scorer, shape)
+        scorer = self._masked(biased_scorer(scorer, contexts, self.draft_ids), contexts)
+        pays = self._level_costs.rule([context.budget for context in contexts]) if self._level_costs else None
+        candidates, rows = self._grow_candidates(self._roots(contexts, states), scorer, shape, pays)
         columns = select_nodes(candidates, [within(c.budget, self.tree) for c in contexts], self.draft_ids)
         return trees_from_columns(self._to_host(columns, rows, contexts, shape.top_k), [c.tokens[-1] for c in contexts])
 
     def _draw(self, contexts: Sequence[DraftContext], states: Tensor) -> list[DraftTree]:
         """Sampled chains."""
         shape = self._shape(contexts, top_k=1)
-        scorer = self._masked(probs_scorer(contexts, self.draft_ids.device), contexts)
+        scorer = biased_scorer(probs_scorer(contexts, self.draft_ids.device), contexts, self.draft_ids)
+        scorer = self._masked(scorer, contexts)
         expansion = self._expand(self._roots(contexts, states), scorer, shape)
         masked = _masked_expansion(expansion, scorer)
         drawn = draw_chains(masked, contexts, shape.num_steps, self._config.proposal_top_k, self.draft_ids)
         found = self._to_host(drawn, self._rows_run(expansion), contexts, 1)
         return chain_trees(found, contexts, self.tree.num_draft_tokens)
 
-    def _grow_candidates(self, roots: Roots, scorer: Scorer, shape: TreeConfig) -> tuple[Candidates, Tensor | None]:
-        """Candidates of trees of at most `shape.num_steps` levels, and the output of `_rows_run`."""
+    def _grow_candidates(
+        self, roots: Roots, scorer: Scorer, shape: TreeConfig, pays: Callable[[TreeGrowth], bool] | None = None
+    ) -> tuple[Candidates, Tensor | None]:
+        """Candidates of trees of at most `shape.num_steps` levels, and the output of `_rows_run`. pays: see `grow_dynamic`."""
         expansion = self._expand(roots, scorer, shape)
         masked = _masked_expansion(expansion, scorer)
         if self._static_tree:
             candidates = grow_static(masked, self._static_tree, shape.num_steps)
         else:
-            rule = self._level_costs.rule([c.budget for c in contexts]) if self._level_costs and contexts else None
-            candidates = grow_dynamic(masked, shape, rule)
+            candidates = grow_dynamic(masked, shape, pays)
         return candidates, self._rows_run(expansion)
 
     def _masked(self, scorer: Scorer, contexts: Sequence[DraftContext]) -> Scorer:

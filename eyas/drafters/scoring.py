@@ -172,6 +172,25 @@ def perturbed_scorer(words: Tensor, levels: int, draft_ids: Tensor, kind: Scorer
     return scores
 
 
+def biased_scorer(scorer: Scorer, contexts: Sequence[DraftContext], draft_ids: Tensor) -> Scorer:
+    """A scorer that adds to the logits what the target will add to its own, see Commit.logit_biases."""
+    rows = [row for row, context in enumerate(contexts) if context.logit_biases]
+    if not rows:
+        return scorer
+    cells = [(row, b.token, b.num_levels, b.bias) for row in rows for b in contexts[row].logit_biases]
+    sessions, tokens, levels, biases = (np.array(column) for column in zip(*cells, strict=True))
+    vocab_size = max(int(draft_ids.max()), int(tokens.max())) + 1
+
+    def scores(logits: Tensor, level: int) -> Tensor:
+        applies = levels > level
+        added = torch.zeros(len(contexts), vocab_size, device=logits.device)
+        where = upload(sessions[applies], logits.device), upload(tokens[applies], logits.device)
+        added.index_put_(where, upload(biases[applies], logits.device).float(), accumulate=True)
+        return scorer(logits + added[:, None, draft_ids], level)
+
+    return scores
+
+
 class MaskedScorer:
     """A Scorer that gives tokens which the sessions' grammars do not allow a logit of minus infinity.
 

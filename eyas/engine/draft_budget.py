@@ -5,6 +5,9 @@ that cannot, a step takes verify(P + B * rows(k)) + draft(B) seconds, the latter
 tokens. verify and draft are tables of seconds, measured at start and refined by every step; rows and tokens are means by a
 node's rank. A node's rank is its place in its tree by score, the root's is 0: a drafter with a smaller budget leaves out the
 last ranks.
+
+When the trees are there, their scores say more than ranks. Over all trees together the nodes most likely to be accepted are
+verified, as many as yield the most tokens per second. How likely a score is accepted is learned from what was verified.
 """
 
 from __future__ import annotations
@@ -39,6 +42,13 @@ class DraftBudget(Protocol):
         """
         ...
 
+    def prune(self, trees: Seq[DraftTree], num_plain: int = 0) -> list[DraftTree]:
+        """The parts to verify of deterministic trees that came; the same objects where nothing is left out.
+
+        num_plain: requests that decode beside them.
+        """
+        ...
+
     def observe(self, batch: Seq[ScheduledSequence], outputs: Seq[VerifyOutput], wait_s: float, verify_s: float) -> None:
         """Take note of a step. wait_s: seconds until its trees were there. verify_s: seconds from there to its end."""
         ...
@@ -53,6 +63,9 @@ class FixedDraftBudget:
     def choose(self, decoding: Seq[str], most: int, num_plain: int = 0) -> dict[str, int]:
         self.num_nodes = most
         return dict.fromkeys(decoding, most)
+
+    def prune(self, trees: Seq[DraftTree], num_plain: int = 0) -> list[DraftTree]:
+        return list(trees)
 
     def observe(self, batch: Seq[ScheduledSequence], outputs: Seq[VerifyOutput], wait_s: float, verify_s: float) -> None: ...
 
@@ -138,6 +151,46 @@ class AcceptanceModel:
         return 1 + np.cumsum(np.append(0.0, means[1:most]))
 
 
+class SurvivalModel:
+    """How likely a node is accepted, by its score: means over the nodes verified lately, beginning with what scores claim.
+
+    Scores are cumulative log-probabilities. Those of the drafters with a network are calibrated, other ones only rank.
+    """
+
+    FORGETTING = 0.98  # weight of a step's nodes after the next step with trees
+    PRIOR_NODES = 8.0  # nodes of each bin that the prior counts for
+    EDGES = np.concatenate([[-np.inf], np.arange(-8.0, -2.0, 1.0), np.arange(-2.0, -0.2, 0.25), [-0.1]])
+
+    def __init__(self) -> None:
+        uppers = np.append(self.EDGES[1:], 0.0)
+        self._prior: Floats = np.exp((np.maximum(self.EDGES, uppers - 1) + uppers) / 2)
+        self._verified: Floats = np.zeros(len(self.EDGES))
+        self._accepted: Floats = np.zeros(len(self.EDGES))
+
+    def forget(self) -> None:
+        """Let earlier trees count a little less, once for each step with trees."""
+        self._verified *= self.FORGETTING
+        self._accepted *= self.FORGETTING
+
+    def observe(self, tree: DraftTree, path: Seq[int]) -> None:
+        """Count the nodes of a verified tree. path: its accepted nodes, the root first."""
+        bins = self._bins(tree)
+        np.add.at(self._verified, bins[1:], 1)
+        np.add.at(self._accepted, bins[list(path[1:])], 1)
+
+    def survival(self, tree: DraftTree) -> Floats:
+        """Probability that each node of a tree is accepted, 1 for the root; at most that of its parent."""
+        means = (self._accepted + self.PRIOR_NODES * self._prior) / (self._verified + self.PRIOR_NODES)
+        survival: Floats = np.minimum.accumulate(means[::-1])[::-1][self._bins(tree)]  # no worse score is likelier
+        survival[0] = 1.0
+        for node in range(1, len(tree)):
+            survival[node] = min(survival[node], survival[tree.parents[node]])
+        return survival
+
+    def _bins(self, tree: DraftTree) -> npt.NDArray[np.int64]:
+        return np.searchsorted(self.EDGES, np.array(tree.log_probs), side="right") - 1
+
+
 class AdaptiveDraftBudget:
     """The size with the most tokens per second.
 
@@ -158,6 +211,7 @@ class AdaptiveDraftBudget:
         self._draft_at_start = copy.copy(draft)
         self._draft = draft
         self._acceptance = AcceptanceModel(max_nodes)
+        self._survival = SurvivalModel()
         self._sizes: dict[str, int] = {}
         self._drafter_is_current = False
         self._debt_s = 0.0
@@ -173,6 +227,23 @@ class AdaptiveDraftBudget:
         self._drafter_is_current = all(before.get(name, size) > 1 for name, size in self._sizes.items())
         return self._sizes
 
+    def prune(self, trees: Seq[DraftTree], num_plain: int = 0) -> list[DraftTree]:
+        if not trees:
+            return []
+        survivals = [self._survival.survival(tree) for tree in trees]
+        nodes = np.concatenate([survival[1:] for survival in survivals])
+        order = np.argsort(-nodes, kind="stable")  # ties go to the earlier node, hence parents before their children
+        num_rows = num_plain + len(trees)
+        seconds = self._verify.at(num_rows + np.arange(len(nodes) + 1)) + float(self._draft.at(len(trees)))
+        num_kept = int(np.argmin(seconds / (num_rows + np.cumsum(np.append(0.0, nodes[order])))))
+        is_kept = np.zeros(len(nodes), np.bool_)
+        is_kept[order[:num_kept]] = True
+        parts = np.split(is_kept, np.cumsum([tree.num_drafted for tree in trees])[:-1])
+        return [
+            tree if part.all() else tree.pruned([0, *(np.flatnonzero(part) + 1).tolist()])
+            for tree, part in zip(trees, parts, strict=True)
+        ]
+
     def observe(self, batch: Seq[ScheduledSequence], outputs: Seq[VerifyOutput], wait_s: float, verify_s: float) -> None:
         if not batch:
             return
@@ -185,10 +256,12 @@ class AdaptiveDraftBudget:
             self._draft.observe(num_requested, wait_s)
         if num_requested:
             self._acceptance.forget()
+            self._survival.forget()
         for scheduled, output in zip(batch, outputs, strict=True):
             size = self._sizes.get(scheduled.sequence.request.id, 1)
             if scheduled.tree is not None and output.accepted is not None and size > 1:
                 self._acceptance.observe(size, scheduled.tree, output.accepted.path)
+                self._survival.observe(scheduled.tree, output.accepted.path)
         if not num_requested:
             self._debt_s = max(self._debt_s - self.RETRY_SHARE * (wait_s + verify_s), 0.0)
         elif decode_only:

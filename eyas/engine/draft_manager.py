@@ -8,7 +8,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import replace
 
 from eyas.config import AcceptanceRule
-from eyas.draft_protocol import Commit, Proposal, ResyncRequired, TreeBudget
+from eyas.draft_protocol import Commit, KnownLogitBias, Proposal, ResyncRequired, TreeBudget
 from eyas.drafters.base import Draft, DraftContext, Drafter, LocalDrafter, PathMasks, Pending
 from eyas.engine.runner import ModelRunner
 from eyas.engine.sequence import DraftReply, Sequence
@@ -46,6 +46,11 @@ class DraftManager:
         if isinstance(self._drafter, LocalDrafter):
             self._drafter.use_path_masks(path_masks)
 
+    @property
+    def needs_samples(self) -> bool:
+        """Whether the drafter needs the target's samples at every node of its trees."""
+        return self._drafter is not None and self._drafter.needs.samples
+
     def ready(self, sequences: Iterable[Sequence]) -> list[Sequence]:
         """The sequences that `request` may be called for: they have new tokens, and their drafter can draft now."""
         drafter = self._drafter
@@ -58,20 +63,31 @@ class DraftManager:
         ]
 
     def request(
-        self, sequences: Iterable[Sequence], budgets: Mapping[str, TreeBudget], allowed: Mapping[str, bytes]
+        self,
+        sequences: Iterable[Sequence],
+        budgets: Mapping[str, TreeBudget],
+        allowed: Mapping[str, bytes],
+        logit_biases: Mapping[str, tuple[KnownLogitBias, ...]],
     ) -> None:
         """Commit the new tokens of `ready` sequences and request the next tree of each, within its budget.
 
         A decoding sequence without a tree budget is not sent to the drafter until it has one.
 
-        budgets: by request id. allowed: by request id, the tokens that may follow, see Commit; absent if all may.
+        budgets: by request id. allowed, logit_biases: by request id, see Commit; absent where there are none.
         """
         drafter = self._drafter
         if drafter is None:
             return
         requested = [s for s in sequences if budgets[s.request.id].wants_tree or s.prefilling]
         if requested:
-            contexts = [self._context(s, budgets[s.request.id], allowed.get(s.request.id, b""), drafter) for s in requested]
+            contexts = [
+                replace(
+                    self._context(s, budgets[s.request.id], drafter),
+                    allowed=allowed.get(s.request.id, b""),
+                    logit_biases=logit_biases.get(s.request.id, ()),
+                )
+                for s in requested
+            ]
             self._pending = drafter.request(contexts)  # if it raises, nothing is pending
             self._contexts, self._requested = contexts, requested
 
@@ -97,7 +113,7 @@ class DraftManager:
             ended, self._ended = self._ended, []
             self._drafter.release(ended)
 
-    def _context(self, sequence: Sequence, budget: TreeBudget, allowed: bytes, drafter: Drafter) -> DraftContext:
+    def _context(self, sequence: Sequence, budget: TreeBudget, drafter: Drafter) -> DraftContext:
         start, key = sequence.drafted, sequence.request.noise_key
         slots = sequence.slots[max(start - 1, 0) : sequence.computed]
         proposal: Proposal = "sampled" if self._rule == "rejection" and key.temperature > 0 else "deterministic"
@@ -112,7 +128,6 @@ class DraftManager:
             samples=sequence.samples if drafter.needs.samples and proposal == "deterministic" else (),
             proposal=proposal,
             wants_sources=sequence.request.return_verify_steps,
-            allowed=allowed,
         )
 
     def _reply(self, sequence: Sequence, context: DraftContext, draft: Draft) -> DraftReply:

@@ -102,6 +102,7 @@ class Engine:
         drafts = self._draft_manager.collect()
         if self._grammars.outputs:
             drafts = self._grammars.prune(drafts, self._tree_sizes)
+        drafts = self._pruned(drafts)
         collected = self._clock()
 
         batch = self._scheduler.schedule(drafts)
@@ -194,7 +195,24 @@ class Engine:
         budgets = {s.request.id: self._scheduler.tree_budget(s, sizes.get(s.request.id, 1), speed) for s in ready}
         self._tree_sizes = {request_id: budget.max_nodes for request_id, budget in budgets.items()}
         wanting = {s.request.id: s.tokens for s in ready if budgets[s.request.id].wants_tree}
-        self._draft_manager.request(ready, budgets, self._grammars.root_masks(wanting))
+        biases = {s.request.id: self._rules.known_biases(s.request, s.tokens) for s in ready if s.request.id in wanting}
+        self._draft_manager.request(ready, budgets, self._grammars.root_masks(wanting), biases)
+
+    def _pruned(self, drafts: list[DraftReply]) -> list[DraftReply]:
+        """The replies without the nodes that cost more than they yield.
+
+        Sampled trees stay whole, because whether a node is verified must not depend on its token. So do trees of a drafter
+        that needs the target's samples at all of their nodes.
+        """
+        if self._draft_manager.needs_samples:
+            return drafts
+        with_trees = {i: reply.tree for i, reply in enumerate(drafts) if reply.tree and not reply.tree.sampled}
+        num_decoding = sum(not sequence.prefilling for sequence in self._scheduler.running)
+        pruned = self._budget.prune(list(with_trees.values()), max(num_decoding - len(with_trees), 0))
+        for i, tree in zip(with_trees, pruned, strict=True):
+            if tree is not with_trees[i]:
+                drafts[i] = replace(drafts[i], tree=tree, is_edited=True)
+        return drafts
 
     def _release(self, chunks: Seq[Chunk]) -> None:
         """Free what the requests that end with these chunks hold outside the scheduler."""

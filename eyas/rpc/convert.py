@@ -12,7 +12,7 @@ from typing import Any, cast, get_args
 
 from google.protobuf.message import Message
 
-from eyas.draft_protocol import Commit, Refusal, RefusalReason, ResyncRequired, TensorBytes, TreeBudget
+from eyas.draft_protocol import Commit, KnownLogitBias, Refusal, RefusalReason, ResyncRequired, TensorBytes, TreeBudget
 from eyas.errors import InvalidRequest
 from eyas.outputs import TextChunk, Totals
 from eyas.request import (
@@ -281,6 +281,7 @@ def commit_to_proto(commit: Commit[TensorBytes]) -> draft_pb2.Commit:
         wants_sources=commit.wants_sources,
         allowed_tokens=commit.allowed,
         tokens_per_second=commit.budget.tokens_per_s,
+        logit_biases=[draft_pb2.KnownLogitBias(**vars(bias)) for bias in commit.logit_biases],
     )
 
 
@@ -304,6 +305,7 @@ def commit_from_proto(message: draft_pb2.Commit) -> Commit[TensorBytes]:
         traceparent=message.traceparent,
         wants_sources=message.wants_sources,
         allowed=message.allowed_tokens,
+        logit_biases=tuple(KnownLogitBias(**_values(bias)) for bias in message.logit_biases),
     )
 
 

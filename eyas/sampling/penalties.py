@@ -8,6 +8,7 @@ of history that they look at.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
@@ -18,11 +19,15 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from eyas.draft_protocol import KnownLogitBias
 from eyas.request import Request, SamplingParams
 from eyas.sampling.acceptance import LogitRows
 from eyas.sampling.token_masks import TokenMasks
 from eyas.tensors import Bools, Ints, upload
 from eyas.tree import DraftTree
+
+# Levels of what applies for good.
+ALL_LEVELS = 2**31 - 1
 
 
 class LogitRules:
@@ -50,6 +55,25 @@ class LogitRules:
         rows, ids = upload(np.concatenate([cells for part in parts for cells in _banned(part)], axis=1), logits.device)
         logits[rows, ids] = -torch.inf
         return logits
+
+    def known_biases(self, request: Request, tokens: Seq[int]) -> tuple[KnownLogitBias, ...]:
+        """What is known now of the logits behind the committed `tokens`, for a drafter.
+
+        Biases, bad words of one token, and the end of the output while it is too short; of longer bad words those that the
+        next token would complete. Penalties are left out: they depend on the path.
+        """
+        sampling = request.sampling
+        if not (sampling.logit_bias or sampling.bad_token_ids or sampling.min_tokens):
+            return ()
+        num_short = sampling.min_tokens - (len(tokens) - len(request.prompt_ids))
+        banned = {word[0]: ALL_LEVELS for word in sampling.bad_token_ids if len(word) == 1}
+        if num_short > 0:
+            banned |= dict.fromkeys(sampling.end_ids(self._eos_ids) - banned.keys(), num_short)
+        longer = [word for word in sampling.bad_token_ids if len(word) > 1]
+        completed = {word[-1] for word in longer if tuple(tokens[1 - len(word) :]) == tuple(word[:-1])}
+        banned |= dict.fromkeys(completed - banned.keys(), 1)
+        biases = [KnownLogitBias(token, bias, ALL_LEVELS) for token, bias in sampling.logit_bias]
+        return (*biases, *(KnownLogitBias(token, -math.inf, levels) for token, levels in banned.items()))
 
     def release(self, request_ids: Seq[str]) -> None:
         """Forget requests that have ended; unknown ids are ignored."""

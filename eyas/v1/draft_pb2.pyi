@@ -162,6 +162,7 @@ class Commit(_message.Message):
     WANTS_SOURCES_FIELD_NUMBER: _builtins.int
     ALLOWED_TOKENS_FIELD_NUMBER: _builtins.int
     TOKENS_PER_SECOND_FIELD_NUMBER: _builtins.int
+    LOGIT_BIASES_FIELD_NUMBER: _builtins.int
     session: _builtins.str
     """Session key, unique within the stream."""
     epoch: _builtins.int
@@ -204,6 +205,10 @@ class Commit(_message.Message):
     def samples(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """The target's sample at every node of the session's last tree, in node order; empty if not needed."""
 
+    @_builtins.property
+    def logit_biases(self) -> _containers.RepeatedCompositeFieldContainer[Global___KnownLogitBias]:
+        """What the target will add to logits after the root, as far as it is known. A token may occur several times."""
+
     def __init__(
         self,
         *,
@@ -221,14 +226,45 @@ class Commit(_message.Message):
         wants_sources: _builtins.bool = ...,
         allowed_tokens: _builtins.bytes = ...,
         tokens_per_second: _builtins.float = ...,
+        logit_biases: _abc.Iterable[Global___KnownLogitBias] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["features", b"features", "noise", b"noise"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["allowed_tokens", b"allowed_tokens", "epoch", b"epoch", "features", b"features", "max_depth", b"max_depth", "max_nodes", b"max_nodes", "noise", b"noise", "proposal", b"proposal", "samples", b"samples", "session", b"session", "start_position", b"start_position", "tokens", b"tokens", "tokens_per_second", b"tokens_per_second", "traceparent", b"traceparent", "wants_sources", b"wants_sources"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["allowed_tokens", b"allowed_tokens", "epoch", b"epoch", "features", b"features", "logit_biases", b"logit_biases", "max_depth", b"max_depth", "max_nodes", b"max_nodes", "noise", b"noise", "proposal", b"proposal", "samples", b"samples", "session", b"session", "start_position", b"start_position", "tokens", b"tokens", "tokens_per_second", b"tokens_per_second", "traceparent", b"traceparent", "wants_sources", b"wants_sources"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Commit: _TypeAlias = Commit  # noqa: Y015
+
+@_typing.final
+class KnownLogitBias(_message.Message):
+    """What the target will add to the logit of a token."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOKEN_FIELD_NUMBER: _builtins.int
+    BIAS_FIELD_NUMBER: _builtins.int
+    NUM_LEVELS_FIELD_NUMBER: _builtins.int
+    token: _builtins.int
+    """Token id."""
+    bias: _builtins.float
+    """The addend; minus infinity bans the token."""
+    num_levels: _builtins.int
+    """Number of levels below the root where it applies, from the first one on."""
+    def __init__(
+        self,
+        *,
+        token: _builtins.int = ...,
+        bias: _builtins.float = ...,
+        num_levels: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bias", b"bias", "num_levels", b"num_levels", "token", b"token"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___KnownLogitBias: _TypeAlias = KnownLogitBias  # noqa: Y015
 
 @_typing.final
 class SpeculateResponse(_message.Message):

@@ -407,13 +407,16 @@ def admit(commit: Commit[TensorBytes], session: str, info: DrafterInfo) -> Draft
         raise InvalidRequest(
             f"commit of {len(commit.tokens)} tokens at length {commit.start_position}; send at least one, from 0 on"
         )
-    for token in (*commit.tokens, *commit.samples):
+    for token in (*commit.tokens, *commit.samples, *(bias.token for bias in commit.logit_biases)):
         if not 0 <= token < info.model.vocab_size:
             raise InvalidRequest(f"token {token} lies outside [0, {info.model.vocab_size})")
     if len(commit.allowed) not in (0, size := -(-info.model.vocab_size // 8)):
         raise InvalidRequest(f"allowed_tokens has {len(commit.allowed)} bytes; send none, or {size} for the vocabulary")
     if not 0 <= commit.budget.tokens_per_s < math.inf:
         raise InvalidRequest(f"tokens_per_second is {commit.budget.tokens_per_s}; it must be a number from 0")
+    for bias in commit.logit_biases:
+        if math.isnan(bias.bias) or bias.bias == math.inf:
+            raise InvalidRequest(f"the bias of token {bias.token} is {bias.bias}; it must be a number, or minus infinity")
     SamplingParams(**vars(commit.noise))  # checks the ranges
     features = _features(commit, info) if info.needs_features else None
     return Commit(**{**vars(commit), "session": session, "features": features})

@@ -7,7 +7,7 @@ import pytest
 import torch
 from typer.testing import CliRunner, Result
 
-from eyas.bench.offline import build_caching_contenders, load, with_method
+from eyas.bench.offline import build_caching_contenders, load
 from eyas.bench.settings import OfflineSettings, groups, load_prompts, random_prompt
 from eyas.bench.timing import STAGES, EngineContender
 from eyas.cli import app

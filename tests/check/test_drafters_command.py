@@ -35,7 +35,7 @@ def test_a_method_declares_the_needs_of_its_drafter(name: str, tiny_target: str,
 def test_a_head_of_another_method_is_rejected_with_its_needs(
     name: str, needed: str, tiny_target: str, tiny_head: str
 ) -> None:
-    with pytest.raises(CheckpointError, match=rf"\(method {name} needs {needed}"):
+    with pytest.raises(CheckpointError, match=rf"not for {name}, which needs {needed}"):
         build_drafter(name, tiny_target, tiny_head, "float32", "cpu", TreeConfig(8, 2, 2), DraftingConfig(64))
 
 

@@ -1,5 +1,6 @@
 """One suite for every drafter, local and remote: the contract of eyas.drafters.base."""
 
+import math
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import replace
@@ -9,7 +10,7 @@ import pytest
 import torch
 
 from eyas.config import DraftClientConfig, TreeConfig
-from eyas.draft_protocol import Commit, Proposal, ResyncRequired, TreeBudget
+from eyas.draft_protocol import Commit, KnownLogitBias, Proposal, ResyncRequired, TreeBudget
 from eyas.drafters.base import Draft, DraftContext, Drafter, LocalDrafter
 from eyas.request import NoiseKey
 from eyas.rpc.messages import DrafterInfo, ModelInfo
@@ -111,6 +112,26 @@ def test_bookkeeping_gets_the_root_alone(drafter: Drafter) -> None:
     for budget in (TreeBudget(1, 0), TreeBudget(1, 5), TreeBudget(9, 0)):
         context = commit(f"{budget}", 8, budget=budget)
         assert propose(drafter, [context]) == [DraftTree.root_only(context.tokens[-1])]
+
+
+@pytest.mark.parametrize("proposal", ["deterministic", "sampled"])
+def test_banned_tokens_are_never_proposed(drafter: Drafter, proposal: Proposal, request: pytest.FixtureRequest) -> None:
+    if "lookahead" in request.node.name or (proposal == "sampled" and not drafter.can_sample):
+        pytest.skip("the drafter fills a window of guesses, or cannot sample")
+    free = replace(commit("free", 20, noise=NOISES[1]), proposal=proposal)
+    draft = propose(drafter, [free])[0]
+    assert isinstance(draft, DraftTree)
+    first, deep = (
+        set(draft.tokens[1:2]),
+        {token for token, depth in zip(draft.tokens, draft.depths, strict=True) if depth > 1},
+    )
+    bans = [KnownLogitBias(token, -math.inf, 1) for token in first]
+    bans += [KnownLogitBias(token, -math.inf, 9) for token in deep] + [KnownLogitBias(47, 0.5, 9)]
+    others = propose(drafter, [replace(free, session="bound", logit_biases=tuple(bans)), replace(free, session="other")])
+    bound, other = (draft for draft in others if isinstance(draft, DraftTree))
+    assert not deep & set(bound.tokens[1:])
+    assert not first & {bound.tokens[node] for node in bound.families.get(0, ())}
+    assert _shape(other) == _shape(draft)
 
 
 def test_a_gap_is_refused_and_healed_by_a_resend(drafter: Drafter) -> None:

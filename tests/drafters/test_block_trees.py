@@ -14,7 +14,7 @@ from eyas.drafters.base import LocalDrafter
 from eyas.drafters.block import BlockDrafter
 from eyas.drafters.registry import build_drafter
 from eyas.drafters.tree_growth import IndependentExpansion, ddtree_shape, grow_dynamic, select_nodes, trees_from_columns
-from eyas.errors import CheckpointError, ConfigError
+from eyas.errors import ConfigError
 from eyas.models.heads.block import load_block_head, serve
 from eyas.request import NoiseKey, SamplingParams
 from eyas.tree import DraftTree

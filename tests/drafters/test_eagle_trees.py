@@ -261,7 +261,7 @@ def test_the_ranking_temperature_stays_within_bounds() -> None:
 
 
 class Halving:
-    """Children with probabilities 1/2, 1/4, 1/8 and 1/8 everywhere: of two nodes a level, 3/4 reach the first, 3/8 the next."""
+    """Children with probabilities 1/2, 1/4, 1/8, 1/8: of two nodes a level, 3/4 reach the first one, 3/8 the second."""
 
     def first(self) -> torch.Tensor:
         return torch.tensor([[[0.5, 0.25, 0.125, 0.125]]]).log()

@@ -126,6 +126,32 @@ def test_every_row_of_a_tree_is_steered_by_its_own_history(
         assert torch.allclose(steered[size + node], expected, rtol=1e-5, atol=1e-5)
 
 
+@settings(max_examples=60)
+@given(
+    before=st.lists(st.integers(0, 5), min_size=1, max_size=9),
+    num_prompt=st.integers(1, 9),
+    kind=st.builds(
+        SamplingParams,
+        logit_bias=st.dictionaries(st.integers(0, 5), st.sampled_from([-3.0, 0.5, 4.0]), max_size=3),
+        bad_token_ids=st.lists(st.lists(st.integers(0, 5), min_size=1, max_size=4), max_size=6),
+        min_tokens=st.integers(0, 6),
+        stop_token_ids=st.lists(st.integers(0, 5), max_size=2),
+    ),
+    more=st.lists(st.integers(0, 5), max_size=3),
+)
+def test_a_drafter_knows_what_the_next_logits_will_get(
+    before: list[int], num_prompt: int, kind: SamplingParams, more: list[int]
+) -> None:
+    prompt = tuple(before[:num_prompt])
+    biases = LogitRules(frozenset({1})).known_biases(Request("a", prompt, kind), before)
+    for level in range(len(more) + 1):
+        known = torch.zeros(6)
+        for bias in biases:
+            known[bias.token] += bias.bias if bias.num_levels > level else 0.0
+        true = reference.steered(torch.zeros(6), before + more[:level], len(prompt), kind)
+        assert torch.equal(known, true) if level == 0 else torch.isinf(true[torch.isinf(known)]).all()
+
+
 def under(sequence: Sequence, name: str, sampling: SamplingParams) -> Sequence:
     """The same tokens, requested in another form."""
     return Sequence(Request(name, sequence.request.prompt_ids, sampling), sequence.key, sequence.tokens, NO_SLOTS)

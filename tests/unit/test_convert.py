@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from eyas.draft_protocol import Commit, ResyncRequired, TensorBytes, TreeBudget
+from eyas.draft_protocol import Commit, KnownLogitBias, ResyncRequired, TensorBytes, TreeBudget
 from eyas.errors import InvalidRequest
 from eyas.outputs import TextChunk, Totals
 from eyas.request import (
@@ -69,6 +69,7 @@ infos = st.builds(ModelInfo, names, names, counts, counts, names)
 tensors = st.builds(TensorBytes, names, ids, st.binary(max_size=16))
 noises = st.builds(NoiseKey, seeds, floats, counts, floats, floats)
 budgets = st.builds(TreeBudget, counts, counts, st.floats(0, 1e9))
+biases = st.builds(KnownLogitBias, counts, float32s, counts)
 proposals = st.sampled_from(["deterministic", "sampled"])
 commits = st.builds(
     Commit,
@@ -84,6 +85,7 @@ commits = st.builds(
     names,
     st.booleans(),
     st.binary(max_size=8),
+    st.lists(biases, max_size=3).map(tuple),
 )
 scores = st.lists(float32s, max_size=5).map(tuple)
 sampled = st.builds(SampledProposal, st.dictionaries(counts, st.builds(DraftProbs, ids, scores), max_size=3), st.booleans())

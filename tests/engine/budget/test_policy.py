@@ -1,11 +1,14 @@
 """The size of draft trees under made-up costs: it follows what nodes cost and what they yield."""
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from eyas.engine.draft_budget import AdaptiveDraftBudget
+from eyas.engine.draft_budget import AdaptiveDraftBudget, CostModel, SurvivalModel
+from eyas.tree import DraftTree
 from tests.engine.budget.simulation import NODES, Simulation, usual
+from tests.strategies import trees
 
 RETRY_SHARE = AdaptiveDraftBudget.RETRY_SHARE
 
@@ -114,3 +117,45 @@ def test_a_pause_of_the_machine_is_not_a_cost_of_rows() -> None:
     simulation.sizes(budget, 1)
     simulation.fixed = 1.0
     assert usual(simulation.sizes(budget, 20)) == NODES
+
+
+def trained_budget(row: float, step: float = 1.0) -> AdaptiveDraftBudget:
+    """A budget whose rows cost `row`, beside `step` seconds of a step."""
+    sizes = (1, 4, 16, 64, 256)
+    verify = CostModel(sizes, [step + row * rows for rows in sizes], rate=0.1)
+    return AdaptiveDraftBudget(NODES, verify, CostModel(sizes, [0.0] * len(sizes), rate=0.5))
+
+
+LIKELY = DraftTree((1, 2, 3, 4, 5), (0, 0, 1, 2, 0), (0.0, -0.02, -0.05, -0.06, -4.5))
+UNLIKELY = DraftTree((1, 2, 3), (0, 0, 1), (0.0, -3.5, -3.6))
+
+
+def test_nodes_that_cost_more_than_they_yield_are_left_out() -> None:
+    assert trained_budget(0.0).prune([LIKELY, UNLIKELY]) == [LIKELY, UNLIKELY]
+    assert trained_budget(0.1).prune([LIKELY, UNLIKELY]) == [LIKELY.pruned([0, 1, 2, 3]), UNLIKELY.pruned([0])]
+    assert trained_budget(10.0).prune([LIKELY, UNLIKELY], 5) == [LIKELY.pruned([0]), UNLIKELY.pruned([0])]
+    assert trained_budget(0.1).prune([]) == []
+
+
+@settings(max_examples=30)
+@given(st.lists(trees(), min_size=1, max_size=4), st.floats(0, 1), st.integers(0, 3))
+def test_no_other_number_of_nodes_yields_more(drafted: list[DraftTree], row: float, num_plain: int) -> None:
+    budget, model = trained_budget(row), SurvivalModel()
+    nodes = sorted((chance for tree in drafted for chance in model.survival(tree)[1:]), reverse=True)
+    pruned = budget.prune(drafted, num_plain)
+    for tree in pruned:
+        tree.validate(tree.tokens[0], 10**6, 10**3, 10**3)
+    num_kept, base = sum(tree.num_drafted for tree in pruned), num_plain + len(drafted)
+    rates = [(base + sum(nodes[:k])) / (1 + row * (base + k)) for k in range(len(nodes) + 1)]
+    assert rates[num_kept] == pytest.approx(max(rates))
+
+
+def test_survival_follows_what_was_verified() -> None:
+    model = SurvivalModel()
+    claimed = model.survival(LIKELY)
+    assert claimed[1:4] == pytest.approx([0.95] * 3, abs=0.05)
+    for _ in range(100):
+        model.forget()
+        model.observe(LIKELY, (0,))
+    assert (model.survival(LIKELY)[1:] < 0.1).all()
+    assert (np.diff(model.survival(UNLIKELY)) <= 0).all()
