@@ -70,6 +70,7 @@ class Commit(Generic[FeaturesT]):
     allowed: the tokens that the target may draw after the root, where a grammar limits them: one bit per token id of its
         vocabulary, the lowest id in the lowest bit of the first byte. Empty if all may be drawn.
     logit_biases: what the target will do to logits, as far as it is known now. A token may occur several times.
+    tenant_key: sessions with equal keys may be drafted each other's outputs, all others must not.
     """
 
     session: str
@@ -85,6 +86,7 @@ class Commit(Generic[FeaturesT]):
     wants_sources: bool = False
     allowed: bytes = b""
     logit_biases: tuple[KnownLogitBias, ...] = ()
+    tenant_key: str = ""
 
     @property
     def committed_length(self) -> int:

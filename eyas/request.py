@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from hashlib import blake2b
 from itertools import zip_longest
 from numbers import Integral, Real
 from typing import Any, Literal, cast
@@ -226,6 +227,11 @@ class Request:
     cache_salt: str = ""
     num_draft_tokens: int = 0
     return_verify_steps: bool = False
+
+    @cached_property
+    def tenant_key(self) -> str:
+        """Digest of tenant and salt: requests with equal ones may be drafted each other's outputs."""
+        return blake2b(f"{self.tenant}\0{self.cache_salt}".encode(), digest_size=16).hexdigest()
 
     @cached_property
     def noise_key(self) -> NoiseKey:

@@ -16,7 +16,7 @@ CASES = (
     "dspark", "dspark-rnn", "dspark-reduced", "dspark-crowded", "dflash", "dflash-window", "dflash2", "peagle",
     "dspark+prompt_lookup",
     "eagle1", "eagle2", "eagle3", "eagle3-own-noise", "eagle3-crowded", "eagle3-ahead", *KINDS, "sps", "sps-crowded",
-    "prompt_lookup", "rest", "lookahead", "eagle3+prompt_lookup", "eagle3+lookahead",
+    "prompt_lookup", "suffix", "rest", "lookahead", "eagle3+prompt_lookup", "eagle3+lookahead",
 )  # fmt: skip
 BLOCK_METHODS = ("dspark", "dflash", "dflash2")
 

@@ -11,6 +11,7 @@ from eyas.config.drafting import MedusaConfig as MedusaConfig
 from eyas.config.drafting import MethodsConfig as MethodsConfig
 from eyas.config.drafting import PromptLookupConfig as PromptLookupConfig
 from eyas.config.drafting import RestConfig as RestConfig
+from eyas.config.drafting import SuffixConfig as SuffixConfig
 from eyas.config.drafting import TreeChoices as TreeChoices
 from eyas.config.drafting import TreeConfig as TreeConfig
 from eyas.config.engine import AcceptanceRule as AcceptanceRule

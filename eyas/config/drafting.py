@@ -176,6 +176,32 @@ class PromptLookupConfig:
 
 
 @dataclass(frozen=True)
+class SuffixConfig:
+    """Suffix decoding: drafts what followed the last tokens before, in the session and in its tenant's earlier outputs.
+
+    Attributes:
+        max_ngram: longest match of the last tokens.
+        min_ngram: shortest match.
+        max_matches: maximum number of occurrences in a tree.
+        max_cached_tokens: number of context tokens kept for all sessions, about 250 bytes each. The least recently used
+            session is evicted beyond it.
+        max_output_tokens: number of output tokens kept of ended sessions, of all tenants together. The oldest outputs of the
+            least recently used tenant are dropped beyond it.
+    """
+
+    max_ngram: int = 32
+    min_ngram: int = 2
+    max_matches: int = 24
+    max_cached_tokens: int = 2**20
+    max_output_tokens: int = 2**19
+
+    def __post_init__(self) -> None:
+        at_least(1, min_ngram=self.min_ngram, max_matches=self.max_matches, max_cached_tokens=self.max_cached_tokens)
+        at_least(4, max_output_tokens=self.max_output_tokens)
+        at_least(self.min_ngram, max_ngram=self.max_ngram)
+
+
+@dataclass(frozen=True)
 class RestConfig:
     """REST: drafts the continuation of the last tokens in a datastore.
 
@@ -246,6 +272,7 @@ class MethodsConfig:
     medusa: MedusaConfig = field(default_factory=MedusaConfig)
     draft_model: DraftModelConfig = field(default_factory=DraftModelConfig)
     prompt_lookup: PromptLookupConfig = field(default_factory=PromptLookupConfig)
+    suffix: SuffixConfig = field(default_factory=SuffixConfig)
     rest: RestConfig = field(default_factory=RestConfig)
     lookahead: LookaheadConfig = field(default_factory=LookaheadConfig)
     combined: CombinedConfig = field(default_factory=CombinedConfig)

@@ -2,7 +2,8 @@
 
 A drafter's state is a cache. It may drop a session at any time and then answers with ResyncRequired. Drafts change the
 speed of generation, never its output; for sampled trees the stated draft probabilities must be the true ones.
-What a drafter learns from a session's text serves that session only: another one may belong to another tenant.
+What a drafter learns from a session's text serves this session, and sessions with an equal `tenant_key`: others may belong to
+another tenant.
 """
 
 from __future__ import annotations

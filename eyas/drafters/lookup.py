@@ -174,6 +174,39 @@ def _group_sums(groups: Ints, values: Reals) -> Reals:
     return np.bincount(groups, values).astype(np.float64)
 
 
+# The hit rate of match length n starts at n / (n + 1), as if it had been seen in this many trials.
+PRIOR_TRIALS = 4.0
+
+
+class HitRates:
+    """How often the longest match of each length foresaw the next token of a session."""
+
+    def __init__(self, lengths: range) -> None:
+        self._lengths = lengths
+        self._trials = np.zeros(len(lengths))
+        self._hits = np.zeros(len(lengths))
+
+    def count(self, length: int, is_right: bool) -> None:
+        """Count the guess of a match of `length` tokens."""
+        self._trials[length - self._lengths.start] += 1
+        self._hits[length - self._lengths.start] += is_right
+
+    def logs(self) -> Reals:
+        """Log of the hit rate of each length."""
+        prior = np.array([n / (n + 1) for n in self._lengths])
+        return np.log((self._hits + PRIOR_TRIALS * prior) / (self._trials + PRIOR_TRIALS))
+
+
+def match_steps(trie: Trie, length_indices: Ints, log_hit_rates: Reals) -> Reals:
+    """Log-score [K] of the step to each node. Below a match, every right token makes the match longer by one.
+
+    length_indices: of each match's length, 0 for min_ngram [M]. log_hit_rates: [S, number of lengths].
+    """
+    lengths = np.minimum(length_indices[trie.matches] + trie.depths, log_hit_rates.shape[1] - 1)
+    steps: Reals = trie.log_shares() + log_hit_rates[trie.sessions, lengths]
+    return steps
+
+
 def trie_trees(trie: Trie, scores: Reals, roots: Sequence[int], budgets: Sequence[TreeBudget]) -> list[DraftTree]:
     """Each session's best `max_nodes - 1` nodes within `max_depth`, by cumulative scores [K] in float32.
 

@@ -10,14 +10,10 @@ import numpy as np
 
 from eyas.config import PromptLookupConfig, TreeConfig
 from eyas.drafters.base import DraftContext, within
-from eyas.drafters.lookup import LookupDrafter, Matches, Trie, build_trie, only_allowed, trie_trees
+from eyas.drafters.lookup import HitRates, LookupDrafter, Matches, build_trie, match_steps, only_allowed, trie_trees
 from eyas.drafters.sessions import MemoryLedger
-from eyas.drafters.tree_growth import Reals
-from eyas.tensors import Ints
 from eyas.tree import DraftTree
 
-# The hit rate of match length n starts at n / (n + 1), as if it had been seen in this many trials.
-PRIOR_TRIALS = 4.0
 # Weight of a match relative to the next better one.
 MATCH_DECAY = 0.8
 
@@ -35,8 +31,7 @@ class NgramIndex:
         # previous occurrence of the n-gram that ends there, 0 if there is none.
         self._latest: list[dict[tuple[int, ...], int]] = [{} for _ in self._lengths]
         self._previous = [array("q") for _ in self._lengths]
-        self._trials = np.zeros(len(self._lengths))
-        self._hits = np.zeros(len(self._lengths))
+        self.rates = HitRates(self._lengths)
 
     @property
     def size(self) -> int:
@@ -70,17 +65,11 @@ class NgramIndex:
                 place = previous[place - 1]
         return found
 
-    def log_hit_rates(self) -> Reals:
-        """Log of how often a longest match of `min_ngram`, ..., `max_ngram` tokens has predicted the next token."""
-        prior = np.array([n / (n + 1) for n in self._lengths])
-        return np.log((self._hits + PRIOR_TRIALS * prior) / (self._trials + PRIOR_TRIALS))
-
     def _count_hit(self, token: int) -> None:
         for i in range(len(self._previous) - 1, -1, -1):
             previous = self._previous[i]
             if previous and previous[-1]:
-                self._trials[i] += 1
-                self._hits[i] += self.tokens[previous[-1]] == token
+                self.rates.count(self._lengths[i], self.tokens[previous[-1]] == token)
                 return
 
 
@@ -116,15 +105,5 @@ class PromptLookupDrafter(LookupDrafter[NgramIndex]):
             return [DraftTree.root_only(root) for root in roots]
         trie = build_trie(matches)
         length_indices = np.array([length - self._config.min_ngram for places in found for length in places.values()])
-        steps = _log_steps(trie, length_indices, np.stack([index.log_hit_rates() for index in memories]))
+        steps = match_steps(trie, length_indices, np.stack([index.rates.logs() for index in memories]))
         return trie_trees(trie, trie.along_paths(steps), roots, budgets)
-
-
-def _log_steps(trie: Trie, length_indices: Ints, log_hit_rates: Reals) -> Reals:
-    """Log-score [K] of the step to each node. Below a match, every right token makes the match longer by one.
-
-    length_indices: of each match's length, 0 for min_ngram [M]. log_hit_rates: [S, number of lengths].
-    """
-    lengths = np.minimum(length_indices[trie.matches] + trie.depths, log_hit_rates.shape[1] - 1)
-    steps: Reals = trie.log_shares() + log_hit_rates[trie.sessions, lengths]
-    return steps

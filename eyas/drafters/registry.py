@@ -26,6 +26,7 @@ from eyas.drafters.lookahead import LookaheadDrafter
 from eyas.drafters.medusa import MultiHeadDrafter
 from eyas.drafters.prompt_lookup import PromptLookupDrafter
 from eyas.drafters.rest import load_rest
+from eyas.drafters.suffix import SuffixDrafter
 from eyas.drafters.tree_growth import StaticTree
 from eyas.errors import CheckpointError, ConfigError
 from eyas.models.checkpoint import check_vocabulary, head_fingerprint, read_config, read_target_config, resolve
@@ -209,6 +210,7 @@ METHODS: Mapping[str, Method] = {
     "hydra": replace(_MEDUSA, build=partial(_build_multi_head, load_hydra), head="Hydra heads"),
     "sps": Method(_build_draft_model, head="a causal LM with the target's vocabulary", has_probs=True),
     "prompt_lookup": Method(lambda p: PromptLookupDrafter(p.tree, p.methods.prompt_lookup), needs=("prompt",)),
+    "suffix": Method(lambda p: SuffixDrafter(p.tree, p.methods.suffix), needs=("prompt",)),
     "rest": Method(_build_rest, optional_head="a datastore, if methods.rest names none", has_probs=True),
     "lookahead": Method(lambda p: LookaheadDrafter(p.tree, p.methods.lookahead), needs=("samples",)),
 }

@@ -128,6 +128,7 @@ class DraftManager:
             samples=sequence.samples if drafter.needs.samples and proposal == "deterministic" else (),
             proposal=proposal,
             wants_sources=sequence.request.return_verify_steps,
+            tenant_key=sequence.request.tenant_key,
         )
 
     def _reply(self, sequence: Sequence, context: DraftContext, draft: Draft) -> DraftReply:

@@ -281,6 +281,7 @@ def commit_to_proto(commit: Commit[TensorBytes]) -> draft_pb2.Commit:
         wants_sources=commit.wants_sources,
         allowed_tokens=commit.allowed,
         tokens_per_second=commit.budget.tokens_per_s,
+        tenant_key=commit.tenant_key,
         logit_biases=[draft_pb2.KnownLogitBias(**vars(bias)) for bias in commit.logit_biases],
     )
 
@@ -305,6 +306,7 @@ def commit_from_proto(message: draft_pb2.Commit) -> Commit[TensorBytes]:
         traceparent=message.traceparent,
         wants_sources=message.wants_sources,
         allowed=message.allowed_tokens,
+        tenant_key=message.tenant_key,
         logit_biases=tuple(KnownLogitBias(**_values(bias)) for bias in message.logit_biases),
     )
 

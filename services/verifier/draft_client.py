@@ -439,4 +439,6 @@ def _cut(context: DraftContext, max_tokens: int) -> Iterator[Commit[TensorBytes]
             traceparent=context.traceparent if is_last else "",
             wants_sources=context.wants_sources and is_last,
             allowed=context.allowed if is_last else b"",
+            logit_biases=context.logit_biases if is_last else (),
+            tenant_key=context.tenant_key,
         )
