@@ -138,6 +138,7 @@ class DraftTree:
             parents=tuple(numbers[self.parents[node]] for node in nodes),
             log_probs=tuple(self.log_probs[node] for node in nodes),
             grown_ahead=self.grown_ahead,
+            sources=tuple(self.sources[node] for node in nodes) if self.sources else (),
         )
 
     def ancestor_mask(self) -> npt.NDArray[np.bool_]:

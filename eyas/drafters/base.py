@@ -2,7 +2,7 @@
 
 A drafter's state is a cache. It may drop a session at any time and then answers with ResyncRequired. Drafts change the
 speed of generation, never its output; for sampled trees the stated draft probabilities must be the true ones.
-What a drafter learns from a session's text serves this session, and sessions with an equal `tenant_key`: others may belong to
+What a drafter learns from a session's text serves this session, and those with an equal `tenant_key`: others may belong to
 another tenant.
 """
 
