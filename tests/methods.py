@@ -3,7 +3,15 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from eyas.config import DraftAheadConfig, DraftingConfig, LookaheadConfig, MethodsConfig, RestConfig, TreeConfig
+from eyas.config import (
+    DraftAheadConfig,
+    DraftingConfig,
+    LookaheadConfig,
+    MethodsConfig,
+    RestConfig,
+    SuffixConfig,
+    TreeConfig,
+)
 from eyas.drafters.base import LocalDrafter
 from eyas.drafters.registry import build_drafter, build_fuser
 from eyas.models.heads.layers import FeatureFuser
@@ -43,7 +51,8 @@ class Case:
             draft_ahead=DraftAheadConfig(6, 16, 7) if ahead else DraftAheadConfig(),
         )
         rest = RestConfig(str(self.datastore), min_ngram=1) if self.datastore else RestConfig()
-        methods = MethodsConfig(rest=rest, lookahead=LookaheadConfig(window_size=2, ngram_size=3))
+        suffix = SuffixConfig(min_ngram=1)
+        methods = MethodsConfig(rest=rest, suffix=suffix, lookahead=LookaheadConfig(window_size=2, ngram_size=3))
         return build_drafter(self.method, self.target, self._folder, "float32", "cpu", tree, drafting, methods)
 
     def fuser(self) -> FeatureFuser | None:

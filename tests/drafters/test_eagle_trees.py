@@ -289,7 +289,7 @@ def test_a_level_that_yields_less_than_its_time_is_not_grown() -> None:
 
 
 def test_a_pause_of_the_machine_does_not_end_all_growth() -> None:
-    costs = seconds_of(1, 2, 3, 1000, 1001)
+    costs = seconds_of(1, 2, 1000)
     assert levels(costs, 0.01) == 4
     grown = [levels(costs, 0.5) for _ in range(60)]
     assert grown[0] == 1

@@ -81,7 +81,8 @@ def test_longer_matches_and_frequent_tokens_come_first() -> None:
     drafter = make()
     for number, output in enumerate([(1, 2, 3, 20), (9, 2, 3, 21), (9, 2, 3, 21), (8, 2, 3, 22)]):
         serve(drafter, f"s{number}", output)
-    best = [tree_of(drafter, commit(f"t{first}", [first, 2, 3])).tokens[1] for first in (1, 8, 7)]
+    trees = [tree_of(drafter, commit(f"t{first}", [first, 2, 3])) for first in (1, 8, 7)]
+    best = [max(zip(tree.log_probs[1:], tree.tokens[1:], strict=True))[1] for tree in trees]
     assert best == [20, 22, 21]
 
 
