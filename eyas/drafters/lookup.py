@@ -98,7 +98,8 @@ def _first_banned(matches: Matches, contexts: Sequence[DraftContext]) -> Ints:
         for level in range(depth):
             banned = list(banned_at(contexts[session], level))
             is_banned_MD[rows, level] = np.isin(matches.tokens[rows, level], banned)
-    return is_banned_MD.argmax(1)
+    first: Ints = is_banned_MD.argmax(1)
+    return first
 
 
 @dataclass(frozen=True)
