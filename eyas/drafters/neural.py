@@ -202,7 +202,7 @@ class NeuralDrafter(LocalDrafter, Generic[StateT]):
     def _grow_candidates(
         self, roots: Roots, scorer: Scorer, shape: TreeConfig, pays: Callable[[TreeGrowth], bool] | None = None
     ) -> tuple[Candidates, Tensor | None]:
-        """Candidates of trees of at most `shape.num_steps` levels, and the output of `_rows_run`. pays: see `grow_dynamic`."""
+        """Candidates of at most `shape.num_steps` levels, and the output of `_rows_run`. pays: see `grow_dynamic`."""
         expansion = self._expand(roots, scorer, shape)
         masked = _masked_expansion(expansion, scorer)
         if self._static_tree:

@@ -34,8 +34,8 @@ def test_confidence_is_the_hit_rate_of_the_longest_match() -> None:
     steady, erratic = NgramIndex(1, 2), NgramIndex(1, 2)
     steady.extend(commit("a", [1, 2, 3] * 20))
     erratic.extend(commit("a", [1, 2, 3, 1, 2, 4, 1, 2, 5, 1, 2, 6, 1, 2, 7, 1, 2, 8]))
-    assert steady.log_hit_rates()[1] > -0.05
-    assert erratic.log_hit_rates()[1] < steady.log_hit_rates()[1] - 0.2
+    assert steady.rates.logs()[1] > -0.05
+    assert erratic.rates.logs()[1] < steady.rates.logs()[1] - 0.2
 
 
 def drafter(**config: int) -> PromptLookupDrafter:
