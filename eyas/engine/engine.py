@@ -102,7 +102,8 @@ class Engine:
         drafts = self._draft_manager.collect()
         if self._grammars.outputs:
             drafts = self._grammars.prune(drafts, self._tree_sizes)
-        drafts = self._pruned(drafts)
+        if drafts:
+            drafts = self._pruned(drafts)
         collected = self._clock()
 
         batch = self._scheduler.schedule(drafts)
