@@ -1,4 +1,4 @@
-"""Suffix decoding: drafts from the session and from its tenant's earlier outputs, and from nobody else's."""
+"""Suffix decoding: drafts from the session and from its tenant's earlier outputs, and from no other tenant's."""
 
 from collections.abc import Sequence
 
