@@ -21,6 +21,7 @@ from eyas.train.block import BlockTrainer
 from eyas.train.config import LossConfig
 from eyas.train.data import Batch
 from eyas.train.export import export_head
+from eyas.train.features import load_target_weights
 from eyas.train.losses import CHANCE, LOSS, OVERLAP, depth_weights, in_chunks, row_losses
 from eyas.train.methods import build_trainer
 from eyas.train.peagle import Pairs, PEagleTrainer, kept_pairs, segments
@@ -84,8 +85,6 @@ def test_eagle3_training_unrolls_the_heads_own_drafts(folder: Path, tmp_path: Pa
 
     tensors = load_file(tmp_path / "head" / "model.safetensors")
     config = read_head_config(tmp_path / "head", read_target_config(folder / "target"))
-    from eyas.train.features import load_target_weights
-
     weights = load_target_weights(target)
     naive = NaiveEagle(tensors, weights.embedding, heads=config.num_heads, kv_heads=config.num_kv_heads)
     features, tokens = states.aux[0] @ tensors["fc.weight"].T, batch.tokens[0]
@@ -232,6 +231,20 @@ def test_segments_change_no_peagle_gradient(folder: Path, tmp_path: Path) -> Non
         assert gradient is not None
         assert float(gradient.abs().max()) > 0, name
         torch.testing.assert_close(gradients[1][name], gradient, rtol=1e-4, atol=1e-6)
+
+
+def test_an_embedding_of_its_own_stays_with_the_head(folder: Path, tmp_path: Path) -> None:
+    """P-EAGLE's trained one is written; a run that starts from this head keeps it, and trains it only if asked to."""
+    target, weights = str(folder / "target"), load_target_weights(str(folder / "target"))
+    first = build_trainer(settings(folder, target, "peagle", out=str(tmp_path), head__train_embeddings=True))
+    first.step()
+    first.trainee.write(tmp_path / "head")  # type: ignore[operator]
+    head = load_head(str(tmp_path / "head"), target, kind="peagle")
+    assert not torch.equal(head.embedding, weights.embedding)
+    again = build_trainer(settings(folder, target, "peagle", out=str(tmp_path), draft_model=str(tmp_path / "head")))
+    again.step()
+    again.trainee.write(tmp_path / "again")  # type: ignore[operator]
+    assert torch.equal(load_head(str(tmp_path / "again"), target, kind="peagle").embedding, head.embedding)
 
 
 def test_deeper_rows_are_kept_behind_fewer_pairs() -> None:
