@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
+from eyas.call_formats import MARKS
 from eyas.chat_output import ChatFormat
 from eyas.chat_template import ChatTemplate, load_template
 from eyas.config import ServedModel
@@ -249,3 +250,13 @@ def test_templates_get_arguments_as_objects_and_names_of_results() -> None:
     assert text_of(source, *chat) == '{"b": 1}add'
     with pytest.raises(InvalidRequest, match="messages must have OpenAI's form"):
         text_of(source, USER, {"role": "assistant", "tool_calls": [{"name": "add"}]})
+
+
+def test_templates_of_deepseek_get_arguments_as_text() -> None:
+    show = "{{ '<' + c['function']['arguments'] + '>' }}"
+    body = f"{{% for m in messages %}}{{% for c in m.tool_calls %}}{show}{{% endfor %}}{{% endfor %}}"
+    call = {"id": "1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
+    messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": None, "tool_calls": [call]}]
+    template = ChatTemplate(f"{body}{{# {MARKS['deepseek_v31'].section} #}}", SPECIAL, "here")
+    assert template.format.tool_call_parser == "deepseek_v31"
+    assert template.render(messages, {}) == '<{"a": 1}>'
