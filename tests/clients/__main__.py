@@ -267,7 +267,7 @@ def page(results: Sequence[ClientResult]) -> str:
         "|---|---|---|---|---|",
     ]
     for result in results:
-        works = ", ".join(feature for feature, problem in result.checks.items() if not problem)
+        works = "; ".join(feature for feature, problem in result.checks.items() if not problem)
         fails = [f"{feature} ({problem})" for feature, problem in result.checks.items() if problem]
         fails += [result.problem] * bool(result.problem)
         named = f"{result.client.name}: {result.client.what}"
