@@ -2,7 +2,7 @@
 # Makes the target's text and all draft heads of the demo model: sh examples/demo_model/train.sh [HEAD...]
 # A run that was stopped continues where it was. Everything is written below $WORK, by default build/demo_model.
 # $ENTRIES answers are made of the sources in $TEXT; $STEPS is the length of each run in place of its file's. A rehearsal:
-#     ENTRIES=32 STEPS=2 WORK=/tmp/rehearsal TEXT=eyas sh examples/demo_model/train.sh
+#     ENTRIES=16 STEPS=2 WORK=build/rehearsal TEXT=eyas/train sh examples/demo_model/train.sh
 set -eu
 eyas=${EYAS:-.venv/bin/eyas}
 target=models/demo/target
