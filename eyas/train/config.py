@@ -97,7 +97,7 @@ class LossConfig:
         step_decay: step k of EAGLE's training-time test, and head k of Medusa and Hydra, has the weight step_decay**k.
         num_anchors: blocks in each window, drawn afresh for each step.
         ttt_steps: steps of EAGLE-3's training-time test.
-        num_depths, down_sample_ratio: P-EAGLE's depths, of which depth d keeps max(down_sample_ratio**d, .2) of the rows.
+        num_depths, down_sample_ratio: of P-EAGLE; depth d keeps max(down_sample_ratio**d, .2) of the rows.
         confidence_weight: of the confidence head's loss, whose inputs are detached.
         confidence_target: what the confidence head learns: the target's probability of the proposed token (match), or the
             chance that a sampled token is accepted (rejection).
